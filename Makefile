@@ -1,0 +1,54 @@
+# Everything happens in .venv, made on first use and remade when pyproject.toml changes.
+#
+# torch is installed by itself, first, so that its build can be chosen: set TORCH= to any
+# arguments of `pip install`, for instance a version or the index of a CPU-only build.
+# Plain `pip install torch` on Linux fetches the CUDA build, several gigabytes.
+
+PYTHON  ?= python3
+TORCH   ?= torch==2.13.0
+WORKERS ?= 2
+
+VENV  := .venv
+BIN   := $(VENV)/bin
+READY := $(VENV)/.installed
+PIP   := $(BIN)/python -m pip install --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint types accept clean
+
+help:  ## list these targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(READY)  ## train a small MLA model, eager and compiled, and compare the two
+	$(BIN)/python examples/train_mla.py
+
+test: lint types  ## lint, type check and the whole test suite
+	@echo "== pytest, $(WORKERS) workers"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -q
+
+lint: $(READY)  ## ruff
+	@echo "== ruff"
+	$(BIN)/ruff check .
+
+types: $(READY)  ## mypy
+	@echo "== mypy"
+	$(BIN)/mypy
+
+# One process: workers would rewrite the same snapshot files at the same time.
+accept: $(READY)  ## rewrite the expected graphs of the pass tests; read the diff afterwards
+	EXPECTTEST_ACCEPT=1 $(BIN)/python -m pytest tests/passes -q
+
+clean:  ## remove .venv, caches and what the examples wrote
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache build dist examples/out
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(READY): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "$(PYTHON) is older than Python 3.11; choose another with make PYTHON=..."; exit 1; }
+	@echo "== making $(VENV)"
+	$(PYTHON) -m venv $(VENV)
+	@echo "== installing $(TORCH); this is the large one"
+	$(PIP) $(TORCH)
+	@echo "== installing megacpp-compile and the development tools, about a minute"
+	$(PIP) -q -e '.[dev]'
+	@touch $@

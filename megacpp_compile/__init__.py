@@ -1,0 +1,40 @@
+"""megacpp_compile: a `torch.compile` backend that recognises plain MLA and hybrid models and fuses them.
+
+    model = torch.compile(model, backend="megacpp")                      # no import needed
+    model = torch.compile(model, backend="megacpp", options={...})       # fields of Config
+
+    with megacpp_compile.record() as report:                             # what was fused, what was not, and why
+        model(x)
+    print(report)
+
+Importing this package loads nothing beyond torch; everything else is loaded on first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megacpp_compile.backend import megacpp as backend
+    from megacpp_compile.config import Config
+    from megacpp_compile.explain import explain
+    from megacpp_compile.report import Report, record
+
+__version__ = "0.1.0"
+__all__ = ["Config", "Report", "backend", "explain", "record"]
+
+_HOME = {"Config": "config", "Report": "report", "record": "report", "explain": "explain", "backend": "backend"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f"{__name__}.{_HOME[name]}")
+    found = getattr(module, "megacpp" if name == "backend" else name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,184 @@
+"""The whole compiler, as named stages: capture, normalise, passes, then lowering and handoff.
+
+`torch.compile(model, backend="megacpp")` finds `megacpp` through the entry point group `torch_dynamo_backends`.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses import FakeTensor
+from torch.fx import GraphModule, Node
+
+from megacpp_compile import handoff, log, report, saved, verify
+from megacpp_compile.capture import Captured, capture
+from megacpp_compile.config import Config
+from megacpp_compile.errors import CaptureError, RequirementError, TorchTooOldError, VerificationError
+from megacpp_compile.lowerings._registry import choose, semantic_ops
+from megacpp_compile.normalise import normalise
+from megacpp_compile.passes._driver import Outcome, pass_names, run_passes
+from megacpp_compile.passes._rule import Match, Pass, Refusal
+from megacpp_compile.report import Frame, Site
+from megacpp_compile.targets import resolve_target
+
+MINIMUM_TORCH = (2, 9)
+
+
+def megacpp(
+    gm: GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, mode: str | None = None
+) -> Callable[..., Any]:
+    """The `torch.compile` backend.
+
+    gm, example_inputs: Dynamo's graph and its inputs. options: fields of `Config`. mode: a `torch.compile` mode, whose
+    Inductor settings are used. Raises the errors of `megacpp_compile.errors` for bad options, an unmet `require`, a
+    failed verification under `strict`, or a target that is not there.
+    """
+    check_torch()
+    config = Config.from_options(options, pass_names())
+    patches = {**_mode_patches(mode), **config.inductor}
+    target = resolve_target(config.target, example_inputs)
+    began = time.perf_counter()
+    result = analyse(gm, example_inputs, config, target)
+    result.frame.seconds["analysis"] = time.perf_counter() - began - sum(result.frame.seconds.values())
+    _publish(result, config)
+    if result.outcome is None or not result.outcome.sites:
+        return handoff.plain_inductor(gm, example_inputs, patches)
+    return handoff.to_inductor(result.captured.gm, example_inputs, target, config.cache_key(), patches)
+
+
+def check_torch(found: str | None = None) -> None:
+    """Raise TorchTooOldError for a torch older than 2.9."""
+    found = found or torch.__version__
+    if tuple(int(x) for x in found.split(".")[:2]) < MINIMUM_TORCH:
+        raise TorchTooOldError(found)
+
+
+def _mode_patches(mode: str | None) -> dict[str, Any]:
+    if mode in (None, "default"):
+        return {}
+    from torch._inductor import list_mode_options
+
+    return dict(list_mode_options(mode))
+
+
+class Analysis:
+    """A frame after the passes: what was captured (None: it fell back), what was done, and the report's frame."""
+
+    def __init__(self, frame: Frame, captured: Any = None, outcome: Outcome | None = None) -> None:
+        self.frame, self.captured, self.outcome = frame, captured, outcome
+
+
+def analyse(gm: GraphModule, example_inputs: Sequence[Any], config: Config, target: str) -> Analysis:
+    """Stages 1 to 3. Never changes `gm`."""
+    grad = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs)
+    frame = Frame(name=_frame_name(gm), nodes=len(gm.graph.nodes), target=target, grad=grad)
+    log.graph("dynamo", gm)
+    if (nothing := _nothing_to_do(gm)) is not None:
+        frame.reason, frame.passes = nothing, {n: 0 for n in pass_names() if config.enabled(n)}
+        _enforce(config, frame.passes, [])
+        return Analysis(frame)
+    began = time.perf_counter()
+    try:
+        captured = capture(gm, example_inputs)
+    except CaptureError as error:
+        frame.captured, frame.reason = False, str(error)
+        log.logger.info("frame not captured, compiled by Inductor alone: %s", error)
+        _enforce(config, {}, [])
+        return Analysis(frame)
+    frame.seconds["capture"] = time.perf_counter() - began
+    normalise(captured.gm.graph, captured.fake_mode)
+    captured.gm.recompile()
+    log.graph("captured", captured.gm)
+    outcome = run_passes(captured, config, _Reviewer(captured, example_inputs, config, grad), log.graph)
+    _choose_lowerings(outcome, captured, target)
+    frame.passes, frame.nodes = outcome.counts, len(captured.gm.graph.nodes)
+    frame.seconds.update(outcome.seconds)
+    log.graph("rewritten", captured.gm)
+    _enforce(config, outcome.counts, outcome.misses)
+    return Analysis(frame, captured, outcome)
+
+
+def _frame_name(gm: GraphModule) -> str:
+    for node in gm.graph.nodes:
+        for name, _ in (node.meta.get("nn_module_stack") or {}).values():
+            return str(name)
+    return type(gm).__name__
+
+
+def _nothing_to_do(gm: GraphModule) -> str | None:
+    """Why no pass can possibly fire: every idiom multiplies, and none fits into a handful of nodes."""
+    calls = [n for n in gm.graph.nodes if n.op in ("call_function", "call_method")]
+    return "too small to hold an idiom" if len(calls) < 4 else None
+
+
+def _enforce(config: Config, counts: Mapping[str, int], misses: list[Any]) -> None:
+    for name, wanted in config.require.items():
+        if counts.get(name, 0) != wanted:
+            near = [m for m in misses if m.pass_name == name]
+            raise RequirementError(name, wanted, counts.get(name, 0), near)
+
+
+def _choose_lowerings(outcome: Outcome, captured: Captured, target: str) -> None:
+    for site, node in zip(outcome.sites, outcome.op_nodes, strict=True):
+        args = torch.fx.map_arg(node.args, lambda n: n.meta["val"])
+        assert node.target in semantic_ops()
+        choice = choose(node.target, target, args)
+        site.requested, site.effective, site.reason = choice.requested, choice.effective, choice.reason
+
+
+class _Reviewer:
+    """Looks at each rewrite while both versions stand: verifies it if asked to, and counts saved bytes."""
+
+    def __init__(self, captured: Captured, example_inputs: Sequence[Any], config: Config, grad: bool) -> None:
+        self.captured, self.inputs, self.config, self.grad = captured, example_inputs, config, grad
+        self.count = grad and (report.active() or config.explain)
+        self.cache: dict[Any, int | None] = {}
+
+    def __call__(self, p: Pass, match: Match, new: list[Node], site: Site) -> Refusal | None:
+        gm = self.captured.gm
+        if self.config.verify == "each" and not any(isinstance(x, FakeTensor) for x in self.inputs):
+            refusal = self._verify(p, match, new, site)
+            if refusal is not None:
+                return refusal
+        if self.count:
+            site.set_saved(self._saved(gm, match.inputs, match.outputs), self._saved(gm, match.inputs, new))
+        return None
+
+    def _verify(self, p: Pass, match: Match, new: list[Node], site: Site) -> Refusal | None:
+        gm = self.captured.gm
+        gm.recompile()
+        wanted = set(match.inputs)
+        values = verify.border_values(gm, self.inputs, wanted)
+        others = [n for n in gm.graph.nodes if n.op in ("placeholder", "get_attr") and n not in values]
+        holders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+        values.update({n: v for n, v in zip(holders, self.inputs, strict=True) if n in others})
+        tensor, error, tolerance = verify.compare(gm, match.inputs, match.outputs, new, values)
+        if error <= tolerance:
+            return None
+        if self.config.strict:
+            raise VerificationError(p.name, site.fqn, site.source, tensor, error, tolerance)
+        return Refusal(match.node, "verification", f"{tensor} differs by {error:.2e} (tolerance {tolerance:.0e})")
+
+    def _saved(self, gm: GraphModule, inputs: list[Node], outputs: list[Node]) -> int | None:
+        from megacpp_compile.subgraph import between
+
+        module, order = between(gm, inputs, outputs)
+        key = (module.code, tuple(str(n.meta.get("val")) for n in order))
+        if key not in self.cache:
+            self.cache[key] = saved.saved_bytes(gm, inputs, outputs, self.captured.fake_mode)
+        return self.cache[key]
+
+
+def _publish(result: Analysis, config: Config) -> None:
+    outcome = result.outcome
+    sites, misses = (outcome.sites, outcome.misses) if outcome else ([], [])
+    report.emit_frame(result.frame, sites, misses)
+    log.artifact(result.frame, sites, misses)
+    if config.explain:
+        own = report.Report(pass_names())
+        own.add(result.frame, sites, misses)
+        print(own, file=sys.stderr)

@@ -1,0 +1,233 @@
+"""Every error a user can meet, one class each; the message says what, where, and what to do.
+
+All derive from `MegacppError`. The constructors take the facts, keep them as attributes of the
+same name, and write the message, so that no caller spells a message of its own. All can be
+pickled and copied.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .report import Miss
+
+_MISSES_SHOWN = 8  # a message with one line per layer of a deep model would hide its own first line
+
+
+def closest(name: str, choices: Iterable[str]) -> str | None:
+    """The choice that `name` was most likely meant to be, or None; case is ignored."""
+    by_lower = {choice.lower(): choice for choice in choices}
+    found = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
+    return by_lower[found[0]] if found else None
+
+
+def _did_you_mean(choice: str | None) -> str:
+    return f" Did you mean {choice!r}?" if choice else ""
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(names) or "(none)"
+
+
+def _place(fqn: str, source: str) -> str:
+    """`module (file.py:12, in forward: ...)`, from whichever of the two is known."""
+    if fqn and source:
+        return f"{fqn} ({source})"
+    return fqn or source or "an unresolved module"
+
+
+def _rebuild(cls: type[MegacppError], args: tuple[Any, ...], state: dict[str, Any]) -> MegacppError:
+    error = cls.__new__(cls, *args)
+    error.__dict__.update(state)
+    return error
+
+
+class MegacppError(Exception):
+    """Base of every error raised by this package."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The default would call the subclass's constructor with the finished message.
+        return _rebuild, (type(self), self.args, self.__dict__)
+
+
+class UnknownOptionError(MegacppError, ValueError):
+    """A key of `options` that is no field of `Config`.
+
+    Args:
+        key: the key as given.
+        valid: every key that is accepted.
+    """
+
+    def __init__(self, key: object, valid: Sequence[str]) -> None:
+        self.key, self.valid, self.closest = key, tuple(valid), closest(str(key), valid)
+        super().__init__(
+            f"unknown option {key!r} in torch.compile(..., backend='megacpp', options=...)."
+            f"{_did_you_mean(self.closest)} Valid options: {_listed(valid)}. "
+            "Inductor's own settings go under 'inductor'."
+        )
+
+
+class BadOptionError(MegacppError, ValueError, TypeError):
+    """An option or environment variable with a value of the wrong type or outside its domain.
+
+    Args:
+        key: the option (`"verify"`, `"require['mla_rope_q']"`) or variable (`"MEGACPP_STRICT"`).
+        got: the value as given.
+        wanted: what is accepted, in words.
+        valid: the accepted strings, for the closest-match hint; may be empty.
+        meant: the hint, where the caller knows better than string similarity.
+    """
+
+    def __init__(self, key: str, got: object, wanted: str, valid: Sequence[str] = (), meant: str | None = None) -> None:
+        self.key, self.got, self.wanted, self.valid = key, got, wanted, tuple(valid)
+        self.closest = meant or (closest(got, valid) if isinstance(got, str) else None)
+        what = "environment variable" if key.startswith("MEGACPP_") else "option"
+        super().__init__(
+            f"{what} {key}: got {got!r} ({type(got).__name__}), wanted {wanted}.{_did_you_mean(self.closest)}"
+        )
+
+
+class UnknownPassError(MegacppError, ValueError):
+    """A pass name that no pass has.
+
+    Args:
+        name: the name as given.
+        known: every pass there is.
+        where: the option or environment variable that holds the name.
+    """
+
+    def __init__(self, name: str, known: Sequence[str], where: str) -> None:
+        self.name, self.known, self.where, self.closest = name, tuple(known), where, closest(name, known)
+        super().__init__(f"unknown pass {name!r} in {where}.{_did_you_mean(self.closest)} Passes: {_listed(known)}.")
+
+
+class RequirementError(MegacppError):
+    """`require={pass: count}` was not met.
+
+    Args:
+        pass_name: the pass.
+        wanted: the count required.
+        fired: the count reached.
+        misses: the nearest misses of that pass; the message shows the first few.
+    """
+
+    def __init__(self, pass_name: str, wanted: int, fired: int, misses: Sequence[Miss] = ()) -> None:
+        self.pass_name, self.wanted, self.fired, self.misses = pass_name, wanted, fired, tuple(misses)
+        lines = [
+            f"require={{{pass_name!r}: {wanted}}} was not met: the pass fired {fired} time{'' if fired == 1 else 's'}."
+        ]
+        if misses:
+            lines.append("Nearest misses:")
+        for miss in self.misses[:_MISSES_SHOWN]:
+            lines.append(f"  {_place(miss.fqn, miss.source)}, node {miss.node or '?'}: {miss.reason} [{miss.tag}]")
+        if len(self.misses) > _MISSES_SHOWN:
+            lines.append(f"  and {len(self.misses) - _MISSES_SHOWN} more")
+        lines.append(
+            "Rewrite the model where a miss says so, or lower the count."
+            if misses
+            else "Nothing in the graph came near the pattern: check that the pass is enabled and the code is compiled."
+        )
+        super().__init__("\n".join(lines))
+
+
+class TargetUnavailableError(MegacppError):
+    """The target asked for cannot be used on this machine.
+
+    Args:
+        target: `"cpu"`, `"cuda"` or `"tpu"`.
+        missing: what is missing ("the package triton", "a CUDA device").
+        install: how to get it ("pip install triton").
+    """
+
+    def __init__(self, target: str, missing: str, install: str) -> None:
+        self.target, self.missing, self.install = target, missing, install
+        super().__init__(
+            f"target {target!r} is not available: {missing} is missing. To get it: {install}. "
+            "Or let options={'target': 'auto'} choose what is there."
+        )
+
+
+class TorchTooOldError(MegacppError):
+    """The installed torch is older than this package supports.
+
+    Args:
+        found: the version installed.
+        needed: the oldest version that is supported.
+    """
+
+    def __init__(self, found: str, needed: str = "2.9") -> None:
+        self.found, self.needed = found, needed
+        super().__init__(
+            f"torch {found} is too old for the megacpp backend, which needs {needed} or newer: "
+            f"pip install 'torch>={needed}'."
+        )
+
+
+class VerificationError(MegacppError):
+    """`verify="each"` found a pass that changed a result beyond its tolerance.
+
+    Args:
+        pass_name: the pass.
+        fqn: module of the site, "" when unresolved.
+        source: source line of the site, "" when unknown.
+        tensor: which result differs ("output 0", "grad of q_proj.weight").
+        error: the error measured.
+        tolerance: the error allowed, in the same measure.
+    """
+
+    def __init__(self, pass_name: str, fqn: str, source: str, tensor: str, error: float, tolerance: float) -> None:
+        self.pass_name, self.fqn, self.source = pass_name, fqn, source
+        self.tensor, self.error, self.tolerance = tensor, error, tolerance
+        super().__init__(
+            f"pass {pass_name!r} changed {tensor} at {_place(fqn, source)}: "
+            f"error {error:.3g}, tolerance {tolerance:.3g}. "
+            f"Turn the pass off with options={{'disable': {pass_name!r}}} and report the module."
+        )
+
+
+class NotLoweredError(MegacppError):
+    """A `megacpp::` op reached the handoff without a lowering; a defect of this package.
+
+    Args:
+        op: the op's qualified name.
+        target: the target compiled for.
+        fqn: module of the node, "" when unresolved.
+        source: source line of the node, "" when unknown.
+    """
+
+    def __init__(self, op: str, target: str, fqn: str = "", source: str = "") -> None:
+        self.op, self.target, self.fqn, self.source = op, target, fqn, source
+        super().__init__(
+            f"{op} at {_place(fqn, source)} was left without a lowering for target {target!r}. "
+            "Every op has at least its reference lowering, so this is a defect: please report it, "
+            "and disable the pass that made the op."
+        )
+
+
+class ReportFormatError(MegacppError, ValueError):
+    """Text or data that is not a report written by this version's `Report.to_json`.
+
+    Args:
+        problem: what is wrong with it.
+    """
+
+    def __init__(self, problem: str) -> None:
+        self.problem = problem
+        super().__init__(f"not a megacpp report: {problem}. Write it anew with Report.to_json().")
+
+
+class CaptureError(MegacppError):
+    """Internal: why a frame cannot be captured. It never reaches the user as an error unless
+    `strict` is set; the frame compiles as plain Inductor would and `reason` goes to the report.
+
+    Args:
+        reason: one sentence.
+        where: node, module or source line it is about, "" when it is about the whole frame.
+    """
+
+    def __init__(self, reason: str, where: str = "") -> None:
+        self.reason, self.where = reason, where
+        super().__init__(f"{reason} (at {where})" if where else reason)

@@ -1,0 +1,107 @@
+"""Edits of a captured graph that keep it honest: fake metadata on every node, order, grad and autocast regions."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses import FakeTensorMode
+from torch.fx import Node
+
+_INHERITED = ("nn_module_stack", "stack_trace", "source_fn_stack", "recompute", "ac_graph_id", "custom", "seq_nr")
+_TOGGLES = (torch._C._set_grad_enabled, torch.amp._enter_autocast, torch.amp._exit_autocast)
+
+
+def value(node: Any) -> Any:
+    """The fake value of a node, or the argument itself when it is no node."""
+    return node.meta.get("val") if isinstance(node, Node) else node
+
+
+class Builder:
+    """Emits nodes before `anchor`, with fake values and the provenance of `like`."""
+
+    def __init__(self, graph: fx.Graph, fake_mode: FakeTensorMode, anchor: Node, like: Node) -> None:
+        self.graph, self.fake_mode, self.anchor, self.like = graph, fake_mode, anchor, like
+        self.emitted: list[Node] = []
+
+    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Node:
+        with self.graph.inserting_before(self.anchor):
+            node = self.graph.call_function(target, args, kwargs)
+        for key in _INHERITED:
+            if key in self.like.meta:
+                node.meta[key] = self.like.meta[key]
+        fake_args, fake_kwargs = fx.map_arg((args, kwargs), value)
+        with self.fake_mode, torch.no_grad():
+            node.meta["val"] = target(*fake_args, **fake_kwargs)
+        self.emitted.append(node)
+        return node
+
+    def item(self, node: Node, index: int) -> Node:
+        return self(operator.getitem, node, index)
+
+    def cast(self, node: Node, dtype: torch.dtype) -> Node:
+        """`node` in `dtype`, by a node only where it is not so already."""
+        return node if value(node).dtype == dtype else self(torch.ops.aten._to_copy.default, node, dtype=dtype)
+
+
+def regions(graph: fx.Graph) -> dict[Node, tuple[bool, int]]:
+    """For every node the state it runs under: (gradients enabled relative to the frame's start, autocast region).
+
+    Two nodes may be merged, or one moved beside the other, only where these agree.
+    """
+    state: dict[Node, tuple[bool, int]] = {}
+    grad, autocast, stack = True, 0, [0]
+    for position, node in enumerate(graph.nodes):
+        if node.target is torch._C._set_grad_enabled:
+            grad = bool(node.args[0])
+        elif node.target is torch.amp._enter_autocast:
+            stack.append(autocast)
+            autocast = position + 1
+        elif node.target is torch.amp._exit_autocast:
+            autocast = stack.pop() if len(stack) > 1 else 0
+        state[node] = (grad, autocast)
+    return state
+
+
+def is_toggle(node: Node) -> bool:
+    return node.target in _TOGGLES
+
+
+def anchor_after(inputs: Iterable[Node], graph: fx.Graph) -> Node:
+    """The first node behind all of `inputs` (and behind every placeholder)."""
+    last = max((n for n in inputs), default=None)
+    node = last.next if last is not None else next(iter(graph.nodes))
+    while node.op in ("placeholder", "get_attr"):
+        node = node.next
+    return node
+
+
+def early_users(values: Iterable[Node], anchor: Node) -> list[Node]:
+    """All nodes before `anchor` that depend on `values`, in graph order: they have to move behind it."""
+    pending, found = list(values), set[Node]()
+    while pending:
+        for user in pending.pop().users:
+            if user < anchor and user not in found:
+                found.add(user)
+                pending.append(user)
+    return sorted(found)
+
+
+def move_behind(nodes: Sequence[Node], anchor: Node) -> None:
+    """Move `nodes` (in order) directly behind `anchor`."""
+    at = anchor
+    for node in nodes:
+        at.append(node)
+        at = node
+
+
+def same_size(a: Any, b: Any) -> bool:
+    """Sizes known to be equal; never adds a guard on a symbolic size."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    expr_a = a.node.expr if isinstance(a, torch.SymInt) else a
+    expr_b = b.node.expr if isinstance(b, torch.SymInt) else b
+    return bool(expr_a == expr_b)

@@ -1,0 +1,174 @@
+"""Stages 5 and 6: lower the semantic ops after autograd and give the rest to Inductor.
+
+Lowering happens as Inductor's `post_grad_custom_pre_pass`, on the forward and the backward graph separately: the
+partitioner has then seen each op as one node whose saved tensors are its own choice, and the GEMMs inside are plain
+`aten.mm` to everything behind. Options travel as config patches; no global state is touched.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.utils import detect_fake_mode
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._subclasses import FakeTensor
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import megacpp_compile
+from megacpp_compile.errors import NotLoweredError
+from megacpp_compile.lowerings._op import no_autocast
+from megacpp_compile.lowerings._registry import choose, semantic_ops
+from megacpp_compile.provenance import module_fqn, source_line
+
+
+@functools.cache
+def source_hash() -> str:
+    """Digest of every source file of this package: part of the cache key of what it compiles."""
+    digest = hashlib.sha256()
+    root = Path(megacpp_compile.__file__).parent
+    for path in sorted(root.rglob("*.py")):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+class LowerSemanticOps(CustomGraphPass):
+    """Replace every `megacpp::` node by its lowering's ops."""
+
+    def __init__(self, target: str, key: str, before: Any = None) -> None:
+        self.target, self.key, self.before = target, key, before
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for earlier in _passes(self.before):
+            earlier(graph)
+        traced: dict[Any, GraphModule] = {}
+        for node in [n for n in graph.nodes if n.op == "call_function" and n.target in semantic_ops()]:
+            _lower(graph, node, self.target, traced)
+        graph.eliminate_dead_code()
+        for node in graph.nodes:
+            if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "megacpp":
+                raise NotLoweredError(str(node.target), self.target, module_fqn(node), source_line(node))
+
+    def uuid(self) -> Any:
+        inner = tuple(p.uuid() if hasattr(p, "uuid") else repr(p) for p in _passes(self.before))
+        return ("megacpp_compile", source_hash(), self.target, self.key, inner)
+
+    def __reduce__(self) -> Any:
+        return LowerSemanticOps, (self.target, self.key, self.before)
+
+
+def _passes(value: Any) -> Sequence[Any]:
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
+
+
+def _lower(graph: fx.Graph, node: Node, target: str, traced: dict[Any, GraphModule]) -> None:
+    tensors: list[Node] = []
+
+    def hole(a: Any) -> Any:
+        if isinstance(a, Node) and isinstance(a.meta["val"], torch.Tensor):
+            tensors.append(a)
+            return _Hole(len(tensors) - 1)
+        return a.meta["val"] if isinstance(a, Node) else a
+
+    args = fx.map_arg(node.args, hole)
+    fakes = [t.meta["val"] for t in tensors]
+    key = (node.target, _text(args), tuple(_signature(f) for f in fakes))
+    if key not in traced:
+        filled = [a.meta["val"] if isinstance(a, Node) else a for a in node.args]
+        body = choose(node.target, target, filled).body
+        traced[key] = _trace(body, args, fakes)
+    inner = traced[key].graph
+    env: dict[Node, Any] = {}
+    with graph.inserting_before(node):
+        holes = iter(tensors)
+        for n in inner.nodes:
+            if n.op == "placeholder":
+                env[n] = next(holes)
+            elif n.op == "output":
+                result = fx.map_arg(n.args[0], env.__getitem__)
+            else:
+                env[n] = graph.node_copy(n, env.__getitem__)
+                for field in ("nn_module_stack", "stack_trace", "seq_nr", "partitioner_tag", "from_node"):
+                    if field in node.meta:
+                        env[n].meta[field] = node.meta[field]
+    _rewire(node, result)
+    graph.erase_node(node)
+
+
+def _text(args: Any) -> str:
+    return repr(args)
+
+
+class _Hole:
+    """Stands for a tensor argument while the others are constants of the traced body."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def __repr__(self) -> str:
+        return f"%{self.index}"
+
+
+def _fill(args: Any, values: Sequence[Any]) -> Any:
+    if isinstance(args, _Hole):
+        return values[args.index]
+    if isinstance(args, (list, tuple)):
+        return type(args)(_fill(a, values) for a in args) if type(args) in (list, tuple) else [
+            _fill(a, values) for a in args]  # fmt: skip
+    return args
+
+
+def _signature(t: torch.Tensor) -> tuple[Any, ...]:
+    return tuple(map(str, t.shape)), tuple(map(str, t.stride())), t.dtype, t.device
+
+
+def _trace(body: Callable[..., Any], args: Any, fakes: list[torch.Tensor]) -> GraphModule:
+    from torch._inductor.decomposition import select_decomp_table
+
+    mode = detect_fake_mode(fakes)
+    assert mode is not None and all(isinstance(f, FakeTensor) for f in fakes)
+
+    def call(*values: torch.Tensor) -> Any:
+        return body(*_fill(args, values))
+
+    with mode, no_autocast(fakes[0]), torch.no_grad():
+        gm = make_fx(call, decomposition_table=select_decomp_table(), tracing_mode="real")(*fakes)
+    gm.graph.eliminate_dead_code()
+    return gm
+
+
+def _rewire(node: Node, result: Any) -> None:
+    """Give the op's readers the lowered values; readers of a structured result are `getitem`s, perhaps nested."""
+    if not isinstance(result, (list, tuple)):
+        node.replace_all_uses_with(result)
+        return
+    for user in list(node.users):
+        _rewire(user, result[user.args[1]])  # type: ignore[index]
+        user.graph.erase_node(user)
+
+
+def to_inductor(
+    gm: GraphModule, example_inputs: Sequence[Any], target: str, key: str, patches: dict[str, Any]
+) -> Callable[..., Any]:
+    """Compile a rewritten graph with Inductor."""
+    from torch._inductor import config as inductor_config
+    from torch._inductor.compile_fx import compile_fx
+
+    user = patches.get("post_grad_custom_pre_pass", inductor_config.post_grad_custom_pre_pass)
+    lower = LowerSemanticOps(target, key, user)
+    return compile_fx(gm, example_inputs, config_patches={**patches, "post_grad_custom_pre_pass": lower})  # type: ignore[arg-type,return-value]
+
+
+def plain_inductor(gm: GraphModule, example_inputs: Sequence[Any], patches: dict[str, Any]) -> Callable[..., Any]:
+    """Compile a frame exactly as `backend="inductor"` would."""
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(gm, example_inputs, config_patches=patches or None)  # type: ignore[arg-type,return-value]

@@ -1,0 +1,69 @@
+"""Which lowerings an op has, which one a call site gets, and why.
+
+An op's folder holds one file per target; a lowering is a function with the op's arguments that traces to the target's
+own ops. Capability is asked of the lowering, on fake arguments; the order of preference is policy and lives here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import pkgutil
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+import megacpp_compile.lowerings as package
+
+# Per target, most wanted first. A name is a file in the op's folder.
+PREFERENCE = {
+    "cuda": ("cuda_triton", "reference"),
+    "cpu": ("reference",),
+    "tpu": ("tpu_xla", "reference"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What a call site asked for and got. `reason` is empty where the two agree."""
+
+    requested: str
+    effective: str
+    reason: str
+    body: Callable[..., Any]
+
+
+@functools.cache
+def semantic_ops() -> dict[Any, tuple[str, str]]:
+    """Every `megacpp::` op (forward and backward) -> (its folder, its name). Importing the folders registers them."""
+    ops = {}
+    for folder in (m.name for m in pkgutil.iter_modules(package.__path__) if m.ispkg):
+        module = importlib.import_module(f"{package.__name__}.{folder}")
+        for name in vars(module):
+            if isinstance(getattr(module, name), torch.library.CustomOpDef if hasattr(torch.library, "CustomOpDef")
+                          else torch._library.custom_ops.CustomOpDef):  # fmt: skip
+                ops[getattr(torch.ops.megacpp, name).default] = (folder, name)
+    return ops
+
+
+def choose(op: Any, target: str, args: Sequence[Any]) -> Choice:
+    """The lowering of `op` on `target` for a call with (fake) `args`.
+
+    A lowering file may define `supports(op name, args) -> reason or None`; the first one without an objection serves.
+    """
+    folder, name = semantic_ops()[op]
+    reasons = []
+    for lowering in PREFERENCE[target]:
+        try:
+            module = importlib.import_module(f"{package.__name__}.{folder}.{lowering}")
+        except ModuleNotFoundError as missing:
+            reasons.append(f"no-lowering: {folder} has no {lowering} ({missing.name})")
+            continue
+        supports = getattr(module, "supports", None)
+        reason = supports(name, args) if supports is not None else None
+        if reason is None:
+            return Choice(PREFERENCE[target][0], lowering, "; ".join(reasons), getattr(module, name))
+        reasons.append(f"{lowering}: {reason}")
+    raise AssertionError("every op has a reference lowering")

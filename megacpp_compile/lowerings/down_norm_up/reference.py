@@ -1,0 +1,75 @@
+"""`down_norm_up` and its backward in plain PyTorch: their meaning, their CPU lowering, and the oracle."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megacpp_compile.lowerings._rotation import compute_dtype
+
+
+def rest_slice(start: int, size: int, total: int) -> slice:
+    """The lanes of the down-projection that are not normed: all before `start`, or all behind the latent."""
+    return slice(0, start) if start else slice(size, total)
+
+
+def down_norm_up(
+    x: Tensor,
+    w_down: Tensor,
+    b_down: Tensor | None,
+    w_norm: Tensor | None,
+    w_up: list[Tensor],
+    eps: float,
+    start: int,
+    size: int,
+) -> tuple[list[Tensor], Tensor, Tensor]:
+    down = F.linear(x, w_down, b_down)
+    latent = down[..., start : start + size].to(compute_dtype(down.dtype))
+    rrms = torch.rsqrt(latent.square().mean(-1, keepdim=True) + eps)
+    normed = latent * rrms
+    if w_norm is not None:
+        normed = normed * w_norm.to(normed.dtype)
+    up = [F.linear(normed.to(w.dtype), w) for w in w_up]
+    return up, down[..., rest_slice(start, size, down.shape[-1])], rrms
+
+
+def down_norm_up_backward(
+    grad_up: list[Tensor],
+    grad_rest: Tensor,
+    x: Tensor,
+    w_down: Tensor,
+    b_down: Tensor | None,
+    w_norm: Tensor | None,
+    w_up: list[Tensor],
+    rrms: Tensor,
+    start: int,
+    size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+    """Gradients of x, w_down, b_down, w_norm (empty where there is none) and w_up.
+
+    The latent is computed again from x; `grad_latent = rrms * (g - normed * mean(g * normed))`.
+    """
+    rows = slice(start, start + size)
+    latent = F.linear(x, w_down[rows], None if b_down is None else b_down[rows])
+    normed = latent.to(rrms.dtype) * rrms
+    scaled = normed if w_norm is None else normed * w_norm.to(normed.dtype)
+
+    d_up, g = [], None
+    for grad, w in zip(grad_up, w_up, strict=True):
+        d_up.append(grad.flatten(0, -2).t() @ scaled.to(w.dtype).flatten(0, -2))
+        part = (grad @ w).to(normed.dtype)
+        g = part if g is None else g + part
+    assert g is not None
+
+    d_norm = rrms.new_empty(0)
+    if w_norm is not None:
+        d_norm = (g * normed).flatten(0, -2).sum(0).to(w_norm.dtype)
+        g = g * w_norm.to(g.dtype)
+    d_latent = (rrms * (g - normed * (g * normed).mean(-1, keepdim=True))).to(x.dtype)
+
+    rest = grad_rest.to(x.dtype)
+    d_down = torch.cat((rest, d_latent) if start else (d_latent, rest), -1)
+    flat = d_down.flatten(0, -2)
+    d_bias = rrms.new_empty(0) if b_down is None else flat.to(rrms.dtype).sum(0).to(b_down.dtype)
+    return d_down @ w_down, flat.t() @ x.flatten(0, -2), d_bias, d_norm, d_up

@@ -1,0 +1,91 @@
+"""`megacpp::mla_rope_kv`: the keys of multi-latent attention, with the one shared rope row behind every head.
+
+    kv         [..., nope_dim + v_dim]  the up-projected latent, per head; v_dim may be 0
+    k_rope     as many dimensions as kv, 1 where it is shared (the heads); last one r
+    cos, sin   as many dimensions as kv, each leading one 1 or k_rope's; last one r or r/2 (see `_rotation`)
+    returns    k [..., nope_dim + r] contiguous in `out_dtype`, and v = kv[..., nope_dim:], a view of kv once lowered
+
+Backward takes the gradients of k and v into one buffer and keeps nothing but the tables.
+Upstream: Megatron-Core `fused_mla_yarn_rope_apply.py`, DeepSeek-V3 `modeling_deepseek_v3.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megacpp_compile.lowerings._op import no_autocast
+from megacpp_compile.lowerings.mla_rope_kv import reference
+
+
+@torch.library.custom_op("megacpp::mla_rope_kv", mutates_args=())
+def mla_rope_kv(
+    kv: Tensor,
+    k_rope: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    nope_dim: int,
+    interleaved_in: bool,
+    interleaved_out: bool,
+    rope_first: bool,
+    out_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    with no_autocast(kv):
+        # A custom op may not return a view of its input, so the eager body copies; lowered graphs take the view.
+        own = kv.clone(memory_format=torch.contiguous_format)
+        k, v = reference.mla_rope_kv(
+            own, k_rope, cos, sin, nope_dim, interleaved_in, interleaved_out, rope_first, out_dtype
+        )
+        return k.contiguous(), v
+
+
+@mla_rope_kv.register_fake
+def _(kv, k_rope, cos, sin, nope_dim, interleaved_in, interleaved_out, rope_first, out_dtype):  # type: ignore[no-untyped-def]
+    k = kv.new_empty((*kv.shape[:-1], nope_dim + k_rope.shape[-1]), dtype=out_dtype)
+    return k, kv.new_empty(kv.shape)[..., nope_dim:]
+
+
+@torch.library.custom_op("megacpp::mla_rope_kv_backward", mutates_args=())
+def mla_rope_kv_backward(
+    grad_k: Tensor,
+    grad_v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    nope_dim: int,
+    interleaved_in: bool,
+    interleaved_out: bool,
+    rope_first: bool,
+    shared_dims: list[int],
+    kv_dtype: torch.dtype,
+    rope_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    with no_autocast(grad_k):
+        flags = (nope_dim, interleaved_in, interleaved_out, rope_first, shared_dims, kv_dtype, rope_dtype)
+        d_kv, d_rope = reference.mla_rope_kv_backward(grad_k, grad_v, cos, sin, *flags)
+        return d_kv.contiguous(), d_rope.contiguous()
+
+
+@mla_rope_kv_backward.register_fake
+def _(  # type: ignore[no-untyped-def]
+    grad_k, grad_v, cos, sin, nope_dim, interleaved_in, interleaved_out, rope_first, shared_dims, kv_dtype, rope_dtype
+):
+    outer = grad_k.shape[:-1]
+    shared = [1 if i in shared_dims else n for i, n in enumerate(outer)]
+    d_kv = grad_k.new_empty((*outer, nope_dim + grad_v.shape[-1]), dtype=kv_dtype)
+    return d_kv, grad_k.new_empty((*shared, grad_k.shape[-1] - nope_dim), dtype=rope_dtype)
+
+
+def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    kv, k_rope, cos, sin, *ctx.flags, _ = inputs
+    ctx.save_for_backward(cos, sin)
+    ctx.shared_dims = [i for i, n in enumerate(k_rope.shape[:-1]) if isinstance(n, int) and n == 1]
+    ctx.dtypes = (kv.dtype, k_rope.dtype)
+
+
+def _backward(ctx, grad_k, grad_v):  # type: ignore[no-untyped-def]
+    cos, sin = ctx.saved_tensors
+    d_kv, d_rope = mla_rope_kv_backward(grad_k, grad_v, cos, sin, *ctx.flags, ctx.shared_dims, *ctx.dtypes)
+    return d_kv, d_rope, *(None,) * 7
+
+
+mla_rope_kv.register_autograd(_backward, setup_context=_setup_context)

@@ -1,0 +1,63 @@
+"""`mla_rope_kv` and its backward in plain PyTorch: their meaning, their CPU lowering, and the oracle."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megacpp_compile.lowerings._rotation import join_head, rotate, split_head
+
+
+def mla_rope_kv(
+    kv: Tensor,
+    k_rope: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    nope_dim: int,
+    interleaved_in: bool,
+    interleaved_out: bool,
+    rope_first: bool,
+    out_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    turned = rotate(
+        k_rope,
+        cos,
+        sin,
+        interleaved_in=interleaved_in,
+        interleaved_out=interleaved_out,
+        inverse=False,
+        dtype=out_dtype,
+    )
+    k_nope = kv[..., :nope_dim].to(out_dtype)
+    shared = turned.expand(*kv.shape[:-1], turned.shape[-1])
+    return join_head(k_nope, shared, rope_first), kv[..., nope_dim:]
+
+
+def mla_rope_kv_backward(
+    grad_k: Tensor,
+    grad_v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    nope_dim: int,
+    interleaved_in: bool,
+    interleaved_out: bool,
+    rope_first: bool,
+    shared_dims: list[int],
+    kv_dtype: torch.dtype,
+    rope_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    grad_nope, grad_rope = split_head(grad_k, nope_dim, rope_first)
+    # The shared key row is one tensor read by every head: its gradient is the sum over them, taken before the
+    # rotation because both are linear and the sum is the smaller tensor.
+    if shared_dims:
+        grad_rope = grad_rope.to(torch.promote_types(grad_rope.dtype, torch.float32)).sum(shared_dims, keepdim=True)
+    d_rope = rotate(
+        grad_rope,
+        cos,
+        sin,
+        interleaved_in=interleaved_in,
+        interleaved_out=interleaved_out,
+        inverse=True,
+        dtype=rope_dtype,
+    )
+    return torch.cat((grad_nope.to(kv_dtype), grad_v.to(kv_dtype)), -1), d_rope

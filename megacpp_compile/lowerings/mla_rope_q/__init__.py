@@ -1,0 +1,57 @@
+"""`megacpp::mla_rope_q`: rotate the rope slice of every query head.
+
+    q          [..., nope_dim + r]  any leading dimensions, any strides
+    cos, sin   as many dimensions as q, each leading one 1 or q's; last one r or r/2 (see `_rotation`)
+    returns    as q, in `out_dtype`, contiguous
+
+`rope_first` puts the rotated lanes before the others. `inverse` applies the transposed rotation: the op is its own
+backward, which therefore keeps nothing but the tables.
+Upstream: Megatron-Core `fused_mla_yarn_rope_apply.py`, DeepSeek-V3 `modeling_deepseek_v3.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megacpp_compile.lowerings._op import no_autocast
+from megacpp_compile.lowerings.mla_rope_q import reference
+
+
+@torch.library.custom_op("megacpp::mla_rope_q", mutates_args=())
+def mla_rope_q(
+    q: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    nope_dim: int,
+    interleaved_in: bool,
+    interleaved_out: bool,
+    rope_first: bool,
+    inverse: bool,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    with no_autocast(q):
+        out = reference.mla_rope_q(
+            q, cos, sin, nope_dim, interleaved_in, interleaved_out, rope_first, inverse, out_dtype
+        )
+        return out.contiguous()
+
+
+@mla_rope_q.register_fake
+def _(q, cos, sin, nope_dim, interleaved_in, interleaved_out, rope_first, inverse, out_dtype):  # type: ignore[no-untyped-def]
+    return q.new_empty(q.shape, dtype=out_dtype)
+
+
+def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    q, cos, sin, *flags, _ = inputs
+    ctx.save_for_backward(cos, sin)
+    ctx.flags, ctx.dtype = flags, q.dtype
+
+
+def _backward(ctx, grad):  # type: ignore[no-untyped-def]
+    cos, sin = ctx.saved_tensors
+    *layout, inverse = ctx.flags
+    return mla_rope_q(grad, cos, sin, *layout, not inverse, ctx.dtype), *(None,) * 8
+
+
+mla_rope_q.register_autograd(_backward, setup_context=_setup_context)

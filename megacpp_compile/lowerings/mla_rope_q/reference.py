@@ -1,0 +1,22 @@
+"""`mla_rope_q` in plain PyTorch: its meaning, its CPU lowering, and the oracle of every other lowering."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megacpp_compile.lowerings._rotation import rotate_head
+
+
+def mla_rope_q(
+    q: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    nope_dim: int,
+    interleaved_in: bool,
+    interleaved_out: bool,
+    rope_first: bool,
+    inverse: bool,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    return rotate_head(q, cos, sin, nope_dim, interleaved_in, interleaved_out, rope_first, inverse, out_dtype)

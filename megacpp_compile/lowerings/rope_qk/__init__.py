@@ -1,0 +1,57 @@
+"""`megacpp::rope_qk`: rotate queries and keys of ordinary (grouped-query) attention with one pair of tables.
+
+    q, k       [..., nope_dim + r]  as many dimensions each; head counts may differ
+    cos, sin   as many dimensions as q, each leading one 1 or q's and k's; last one r or r/2 (see `_rotation`)
+    returns    q and k rotated, in `out_dtype`, contiguous
+
+`nope_dim` lanes pass through unrotated (partial rotary; 0 for full heads), before the rotated ones or, with
+`rope_first`, behind them. The op is its own backward (`inverse`), which keeps nothing but the tables.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megacpp_compile.lowerings._op import no_autocast
+from megacpp_compile.lowerings.rope_qk import reference
+
+
+@torch.library.custom_op("megacpp::rope_qk", mutates_args=())
+def rope_qk(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    nope_dim: int,
+    interleaved_in: bool,
+    interleaved_out: bool,
+    rope_first: bool,
+    inverse: bool,
+    out_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    with no_autocast(q):
+        q, k = reference.rope_qk(
+            q, k, cos, sin, nope_dim, interleaved_in, interleaved_out, rope_first, inverse, out_dtype
+        )
+        return q.contiguous(), k.contiguous()
+
+
+@rope_qk.register_fake
+def _(q, k, cos, sin, nope_dim, interleaved_in, interleaved_out, rope_first, inverse, out_dtype):  # type: ignore[no-untyped-def]
+    return q.new_empty(q.shape, dtype=out_dtype), k.new_empty(k.shape, dtype=out_dtype)
+
+
+def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    q, k, cos, sin, *flags, _ = inputs
+    ctx.save_for_backward(cos, sin)
+    ctx.flags, ctx.dtype = flags, q.dtype
+
+
+def _backward(ctx, grad_q, grad_k):  # type: ignore[no-untyped-def]
+    cos, sin = ctx.saved_tensors
+    *layout, inverse = ctx.flags
+    return *rope_qk(grad_q, grad_k, cos, sin, *layout, not inverse, ctx.dtype), *(None,) * 8
+
+
+rope_qk.register_autograd(_backward, setup_context=_setup_context)

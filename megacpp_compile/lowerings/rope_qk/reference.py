@@ -1,0 +1,24 @@
+"""`rope_qk` in plain PyTorch: its meaning, its CPU lowering, and the oracle of every other lowering."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megacpp_compile.lowerings._rotation import rotate_head
+
+
+def rope_qk(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    nope_dim: int,
+    interleaved_in: bool,
+    interleaved_out: bool,
+    rope_first: bool,
+    inverse: bool,
+    out_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    flags = (nope_dim, interleaved_in, interleaved_out, rope_first, inverse, out_dtype)
+    return rotate_head(q, cos, sin, *flags), rotate_head(k, cos, sin, *flags)

@@ -1,0 +1,128 @@
+"""What the RoPE passes share: from a proved rotation to the op's arguments.
+
+The ops take queries, keys and tables with equally many dimensions, tables 1 wide where they broadcast. Dimensions are
+put in the order the main tensor has them in memory ("canonical"), so that no copy is needed in front of the op, and
+the result is permuted back to the order the model wanted, which is a view.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx import Node
+
+from megacpp_compile.graph_edit import Builder, anchor_after, early_users, move_behind, value
+from megacpp_compile.passes._rule import GraphView, Refusal
+from megacpp_compile.recognise.heads import Head
+from megacpp_compile.recognise.lanes import Source
+from megacpp_compile.recognise.rotation import Part, Rotation, Table
+
+aten = torch.ops.aten
+
+
+def refusals(view: GraphView, op_name: str) -> list[Refusal]:
+    """The near misses that belong to `op_name`, judged by what the value would have been: q, k, with plain lanes."""
+
+    def owner(role: str, partial: bool) -> str:
+        if not partial:
+            return "rope_qk"
+        return "mla_rope_kv" if role == "k" else "mla_rope_q"
+
+    return [Refusal(n.node, n.tag, n.reason) for n in view.heads.near if owner(n.role, n.partial) == op_name]
+
+
+def layout(rotation: Rotation) -> tuple[bool, bool, bool]:
+    """(interleaved_in, interleaved_out, rope_first)."""
+    return rotation.interleaved_in, rotation.interleaved_out, rotation.rope_first
+
+
+def canonical_order(head: Head) -> list[int]:
+    """The head's outer dimensions in the memory order of its main tensor."""
+    dims = head.main.source.dims
+    return sorted(range(len(dims)), key=lambda p: dims[p])
+
+
+def sources(rotation: Rotation) -> list[Node]:
+    """The nodes an op built from `rotation` reads."""
+    parts = [rotation.nope, rotation.rope, rotation.cos, rotation.sin]
+    return list(dict.fromkeys(p.source.node for p in parts if p is not None))
+
+
+def arrange(build: Builder, source: Source, order: list[int], start: int, width: int, step: int = 1) -> Node:
+    """Lanes of `source` as a tensor whose leading dimensions are the outer ones in `order`, 1 where it broadcasts."""
+    node = source.node
+    if source.part:
+        node = build(aten.real.default if source.part == "re" else aten.imag.default, node)
+    want = [source.dims[p] for p in order]
+    kept = sorted([d for d in want if d >= 0] + list(source.lane_dims))
+    drop = [d for d in range(value(node).dim()) if d not in kept]
+    if drop:
+        node = build(aten.squeeze.dims, node, drop)
+    place = {d: i for i, d in enumerate(kept)}
+    permutation = [place[d] for d in want if d >= 0] + [place[d] for d in source.lane_dims]
+    if permutation != sorted(permutation):
+        node = build(aten.permute.default, node, permutation)
+    if len(source.lane_dims) > 1:
+        node = build(aten.flatten.using_ints, node, -len(source.lane_dims), -1)
+    for position, d in enumerate(want):
+        if d < 0:
+            node = build(aten.unsqueeze.default, node, position)
+    if start or step != 1 or width != value(node).shape[-1]:
+        node = build(aten.slice.Tensor, node, -1, start, start + (width - 1) * step + 1, step)
+    return node
+
+
+def table(build: Builder, entries: Table, order: list[int]) -> Node:
+    node = arrange(build, entries.source, order, entries.start, entries.width, entries.step)
+    return build(aten.neg.default, node) if entries.negative else node
+
+
+def part(build: Builder, lanes: Part, order: list[int]) -> Node:
+    return arrange(build, lanes.source, order, lanes.start, lanes.width)
+
+
+def whole_head(build: Builder, rotation: Rotation, order: list[int]) -> Node:
+    """The head before the rotation as one tensor: a slice of the buffer that holds it, or a concat of two."""
+    nope, rope = rotation.nope, rotation.rope
+    if nope is None:
+        return part(build, rope, order)
+    first, second = (rope, nope) if rotation.rope_first else (nope, rope)
+    if first.source == second.source and first.start + first.width == second.start:
+        return arrange(build, first.source, order, first.start, first.width + second.width)
+    return build(aten.cat.default, [part(build, first, order), part(build, second, order)], -1)
+
+
+def back(build: Builder, node: Node, order: list[int]) -> Node:
+    """From canonical order to the head's own."""
+    permutation = [order.index(p) for p in range(len(order))] + [len(order)]
+    return node if permutation == sorted(permutation) else build(aten.permute.default, node, permutation)
+
+
+def replace(graph: fx.Graph, build: Builder, pairs: list[tuple[Node, Node]], moved: list[Node]) -> None:
+    """Rewire every old output to its new node."""
+    move_behind(moved, build.emitted[-1])
+    for old, new in pairs:
+        old.replace_all_uses_with(new)
+
+
+def placement(
+    view: GraphView, inputs: list[Node], outputs: list[Node], like: Node
+) -> tuple[Node, list[Node]] | Refusal:
+    """Where an op reading `inputs` can stand, and which early readers of `outputs` have to move behind it."""
+    anchor = anchor_after(inputs, view.graph)
+    moved = early_users(outputs, anchor)
+    if set(moved) & set(inputs):
+        return Refusal(like, "feedback", "an input of the op depends on its output")
+    if any(view.regions[n] != view.regions[like] for n in [anchor, *moved]):
+        # The inputs end inside another grad or autocast region: stand directly before the root instead.
+        anchor = like
+        moved = early_users(outputs, anchor)
+        if any(view.regions[n] != view.regions[like] for n in moved):
+            return Refusal(like, "region", "part of it runs under another grad or autocast mode")
+    return anchor, moved
+
+
+def lane_range(source: Source, start: int, width: int) -> tuple[Any, ...]:
+    return (source.node, source.lane_dims, start, width)

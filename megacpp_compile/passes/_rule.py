@@ -1,0 +1,64 @@
+"""What a pass is, and what it says of the graph it looked at."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from torch import fx
+from torch._subclasses import FakeTensorMode
+from torch.fx import Node
+
+from megacpp_compile.graph_edit import regions
+from megacpp_compile.recognise.heads import Heads, find_heads
+
+
+@dataclasses.dataclass
+class Match:
+    """An idiom found. `inputs` and `outputs` bound the plain subgraph; `rewrite` replaces it and returns the op's
+    node and, in order, the nodes that now carry `outputs`."""
+
+    node: Node
+    inputs: list[Node]
+    outputs: list[Node]
+    rewrite: Callable[[], tuple[Node, list[Node]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Refusal:
+    """An idiom nearly found: the first node that differed and why. `tag` is machine-readable."""
+
+    node: Node
+    tag: str
+    reason: str
+
+
+class GraphView:
+    """A captured graph with the analyses passes share; good until the graph changes."""
+
+    def __init__(self, graph: fx.Graph, fake_mode: FakeTensorMode, weights: frozenset[Node]) -> None:
+        self.graph, self.fake_mode, self.weights = graph, fake_mode, weights
+
+    @functools.cached_property
+    def heads(self) -> Heads:
+        return find_heads(self.graph, self.weights)
+
+    @functools.cached_property
+    def regions(self) -> dict[Node, tuple[bool, int]]:
+        return regions(self.graph)
+
+
+class Pass(Protocol):
+    """A module in `passes/` that defines these names.
+
+    name: the report's name and the file's; op: the semantic op it makes; after: passes that must have run before.
+    find: pure; yields what it found and what it nearly found, in graph order.
+    """
+
+    name: str
+    op: str
+    after: tuple[str, ...]
+
+    def find(self, view: GraphView) -> Iterator[Match | Refusal]: ...

@@ -1,0 +1,264 @@
+"""Down-projection -> RMSNorm of the latent -> up-projection(s): MLA's low-rank pairs (arXiv:2405.04434, 2.1).
+
+Before: `down = linear(x, w_down); latent, rest = down.split([c, r], -1); up = linear(rms_norm(latent, w_norm), w_up)`
+After:  `[up], rest, rrms = megacpp.down_norm_up(x, w_down, b_down, w_norm, [w_up], eps, start=0, size=c)`
+
+Safe because the op computes the same function in at least the same precision, and nothing between x and the
+up-projections is read by anybody else: what was saved for backward there (the latent, its float32 copy, the normed
+latent) is computed again from x.
+Refused: another norm (LayerNorm, eps outside the root, another axis), a latent or norm that escapes, a bias or
+non-linearity between norm and up-projection, parts under different grad or autocast modes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.fx import Node
+
+from megacpp_compile.graph_edit import Builder, anchor_after, early_users, move_behind, value
+from megacpp_compile.passes._rule import GraphView, Match, Refusal
+from megacpp_compile.recognise.linear import Linear, match_linear
+from megacpp_compile.recognise.rms_norm import NoNorm, RmsNorm, match_rms_norm
+from megacpp_compile.recognise.views import consumers, is_cast, is_outer_view, lane_slice, replay
+
+aten = torch.ops.aten
+name = "down_norm_up"
+op = "megacpp::down_norm_up"
+after: tuple[str, ...] = ()
+
+
+def _between(node: Node) -> bool:
+    return is_outer_view(node) or is_cast(node)
+
+
+def _scaled(node: Node) -> bool:
+    """A norm's output times a number, which belongs to the gain."""
+    return node.target in (aten.mul.Tensor, aten.mul.Scalar) and isinstance(node.args[1], (int, float))
+
+
+def find(view: GraphView) -> Iterator[Match | Refusal]:
+    done: set[Node] = set()
+    for node in view.graph.nodes:
+        up = match_linear(node)
+        if up is None or node in done:
+            continue
+        source = up.x
+        while _between(source) and not isinstance(match_rms_norm(source), RmsNorm):
+            source = source.args[0]  # type: ignore[assignment]
+        norm = match_rms_norm(source)
+        if norm is None:
+            continue
+        if isinstance(norm, NoNorm):
+            if _after_projection(norm.node):
+                yield Refusal(norm.node, norm.tag, norm.reason)
+            continue
+        found = _check(view, norm)
+        if isinstance(found, Match):
+            done.update(found.outputs)
+        if found is not None:
+            yield found
+            done.update(n for n, _, _ in consumers(norm.node, _between))
+
+
+def _after_projection(node: Node, depth: int = 8) -> bool:
+    """Whether a near miss stands behind a down-projection at all; a residual stream's own norm is no near miss."""
+    for _ in range(depth):
+        cut = lane_slice(node)
+        if cut is not None:
+            node = cut[0]
+        elif match_linear(node) is not None:
+            return True
+        elif node.op == "call_function" and node.all_input_nodes:
+            node = max(node.all_input_nodes)
+        else:
+            return False
+    return False
+
+
+def _down(x: Node) -> tuple[Linear, int, int] | None:
+    """The linear whose output lanes `start : start + size` are `x`."""
+    start, size = 0, value(x).shape[-1]
+    while True:
+        cut = lane_slice(x)
+        if cut is not None:
+            x, start = cut[0], start + cut[1]
+        elif is_outer_view(x):
+            x = x.args[0]  # type: ignore[assignment]
+        else:
+            break
+    linear = match_linear(x)
+    return None if linear is None or not isinstance(size, int) else (linear, start, size)
+
+
+def _check(view: GraphView, norm: RmsNorm) -> Match | Refusal | None:
+    found = _down(norm.x)
+    if found is None:
+        return None  # the norm of a residual stream, not of a latent
+    down, start, size = found
+    total = down.out_features
+    if start and start + size != total:
+        return Refusal(norm.x, "latent-place", "the normed lanes lie in the middle of the down-projection")
+    ups, refusal = _ups(norm)
+    if refusal is not None:
+        return refusal
+    if not ups:
+        return None
+    for inner in norm.internal - {norm.node}:
+        outside = next((u for u in inner.users if u not in norm.internal), None)
+        if outside is not None:
+            return Refusal(inner, "escapes", f"an intermediate of the norm is used elsewhere too ({outside.name})")
+    rests = _rests(norm, down, start, size)
+    if isinstance(rests, Refusal):
+        return rests
+    site = [down.node, *norm.internal, *(u.node for u, _ in ups), *(r for r, _ in rests)]
+    for node in site:
+        if view.regions[node] != view.regions[down.node]:
+            return Refusal(node, "region", "part of it runs under another grad or autocast mode")
+    inputs = [down.x, down.w, *([down.b] if down.b is not None else []), *norm.gains]
+    inputs += [n for u, _ in ups for n in (u.w, u.b) if n is not None]
+    gone = {down.node, *norm.internal}
+    if any(_depends(i, gone) for i in inputs):
+        return Refusal(norm.node, "feedback", "a weight or gain is computed from the latent itself")
+    outputs = [u.node for u, _ in ups] + [r for r, _ in rests]
+    anchor = anchor_after(inputs, view.graph)
+    if any(view.regions[n] != view.regions[down.node] for n in (anchor, *early_users(outputs, anchor))):
+        return Refusal(down.node, "region", "a weight is computed under another grad or autocast mode")
+    return Match(
+        ups[0][0].node,
+        list(dict.fromkeys(inputs)),
+        outputs,
+        lambda: _rewrite(view, norm, down, start, size, ups, rests, inputs),
+    )
+
+
+def _depends(node: Node, on: set[Node]) -> bool:
+    first = min(on)
+    seen, stack = set(), [node]
+    while stack:
+        n = stack.pop()
+        if n in on:
+            return True
+        if n not in seen and n > first:
+            seen.add(n)
+            stack.extend(n.all_input_nodes)
+    return False
+
+
+def _ups(norm: RmsNorm) -> tuple[list[tuple[Linear, list[Node]]], Refusal | None]:
+    """Every reader of the norm must be a linear, behind views and casts and perhaps a scaling by a number."""
+    ups = []
+    uses = consumers(norm.node, _between)
+    if len(uses) == 1 and _scaled(uses[0][0]) and uses[0][0].args[0] is uses[0][1]:
+        scaling, _, chain = uses[0]
+        norm.internal.add(scaling)
+        norm.internal.update(chain)
+        norm.scale *= float(scaling.args[1])  # type: ignore[arg-type]
+        norm.internal.add(norm.node)
+        prefix = chain
+        norm.node = scaling
+        uses = [(u, v, prefix + c) for u, v, c in consumers(scaling, _between)]
+    for user, read, chain in uses:
+        up = match_linear(user)
+        if up is None or up.x is not read or up.w is read:
+            linear = any(match_linear(u) is not None for u, _, _ in uses)
+            what = "the normed latent is used elsewhere too" if linear else "no linear follows the norm directly"
+            return [], Refusal(user, "escapes" if linear else "no-up", f"{what} ({user.name})")
+        ups.append((up, chain))
+    return ups, None
+
+
+def _rests(norm: RmsNorm, down: Linear, start: int, size: int) -> list[tuple[Node, list[Node]]] | Refusal:
+    """[(node, chain from the down-projection)] for every reader of the lanes that are not normed."""
+    total = down.out_features
+    lo, hi = (0, start) if start else (size, total)
+    rests, stack = [], [(down.node, 0, total, [])]
+    while stack:
+        node, at, width, chain = stack.pop()
+        for user in node.users:
+            if user in norm.internal:
+                continue
+            if user.target in (aten.split_with_sizes.default, aten.split.Tensor, aten.chunk.default):
+                for item in user.users:
+                    cut = lane_slice(item)
+                    if cut is None:
+                        return Refusal(user, "escapes", "the down-projection is split along another dimension")
+                    stack_or_rest(stack, rests, item, at + cut[1], cut[2], chain, lo, hi)
+                continue
+            cut = lane_slice(user)
+            if cut is not None:
+                stack_or_rest(stack, rests, user, at + cut[1], cut[2], chain, lo, hi)
+            elif is_outer_view(user):
+                stack.append((user, at, width, [*chain, user]))
+            else:
+                return Refusal(user, "escapes", f"the latent is used elsewhere too ({user.name})")
+    return sorted(rests)
+
+
+def stack_or_rest(  # type: ignore[no-untyped-def]
+    stack, rests, node: Node, at: int, width: int, chain: list[Node], lo: int, hi: int
+) -> None:
+    """A run of lanes: wholly outside the latent it is a rest to be rewired, else its readers are looked at too."""
+    if lo <= at and at + width <= hi:
+        node.meta["_run"] = (at - lo, width)
+        rests.append((node, chain))
+    else:
+        stack.append((node, at, width, [*chain, node] if is_outer_view(node) else chain))
+
+
+def _rewrite(
+    view: GraphView,
+    norm: RmsNorm,
+    down: Linear,
+    start: int,
+    size: int,
+    ups: list[tuple[Linear, list[Node]]],
+    rests: list[tuple[Node, list[Node]]],
+    inputs: list[Node],
+) -> tuple[Node, list[Node]]:
+    anchor = anchor_after(inputs, view.graph)
+    outputs = [u.node for u, _ in ups] + [r for r, _ in rests]
+    moved = early_users(outputs, anchor)
+    build = Builder(view.graph, view.fake_mode, anchor, ups[0][0].node)
+    dtype = value(down.node).dtype
+    b_down = None if down.b is None else build.cast(down.b, dtype)
+    w_up = [u.weight(build) for u, _ in ups]
+    gain = _gain(build, norm)
+    node = build(
+        torch.ops.megacpp.down_norm_up.default,
+        build.cast(down.x, dtype), down.weight(build), b_down, gain, w_up, norm.eps, start, size,
+    )  # fmt: skip
+    all_up, rest = build.item(node, 0), build.item(node, 1)
+    new = []
+    for i, (up, chain) in enumerate(ups):
+        out = replay(build, chain, build.item(all_up, i))
+        if up.b is not None:
+            out = build(aten.add.Tensor, out, build.cast(up.b, value(up.node).dtype))
+        new.append(out)
+    for old, chain in rests:
+        at, width = old.meta.pop("_run")
+        out = replay(build, chain, rest)
+        if width != value(rest).shape[-1]:
+            out = build(aten.slice.Tensor, out, -1, at, at + width)
+        new.append(out)
+    move_behind(moved, build.emitted[-1])
+    for old, out in zip(outputs, new, strict=True):
+        old.replace_all_uses_with(out)
+    return node, new
+
+
+def _gain(build: Builder, norm: RmsNorm) -> Node | None:
+    """The product of all gains and numbers, one per lane; None where there is none."""
+    gain: Node | None = None
+    width = value(norm.x).shape[-1]
+    for g in norm.gains:
+        if value(g).dim() > 1:
+            g = build(aten.reshape.default, g, [value(g).numel()])
+        gain = g if gain is None else build(aten.mul.Tensor, gain, g)
+    if norm.scale != 1.0:
+        ones = build(aten.full.default, [width], norm.scale, dtype=torch.float32, device=value(norm.x).device)
+        gain = ones if gain is None else build(aten.mul.Tensor, gain, norm.scale)
+    if gain is not None and tuple(value(gain).shape) != (width,):
+        gain = build(aten.expand.default, gain, [width])
+    return gain

@@ -1,0 +1,139 @@
+"""Keys of multi-latent attention: the up-projected latent with one rotated, shared row behind every head.
+
+Before: `k_nope, v = kv.split([n, d], -1); k = cat((k_nope, rope(k_pe, cos, sin).expand(heads)), -1)`, or written into an
+        empty tensor slice by slice, in any spelling of RoPE
+After:  `k, v = megacpp.mla_rope_kv(kv, k_pe, cos, sin, n, interleaved_in, interleaved_out, rope_first, dtype)`
+
+Safe for the reason `mla_rope_q` is. V belongs to the op so that backward writes one gradient for kv, without a concat.
+Refused: what is no rotation; rope keys that are not shared (own heads); a rotated row that escapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.fx import Node
+
+from megacpp_compile.graph_edit import Builder, value
+from megacpp_compile.passes import _rope
+from megacpp_compile.passes._rule import GraphView, Match, Refusal
+from megacpp_compile.passes.mla_rope_q import is_mla_key
+from megacpp_compile.recognise.heads import Head
+from megacpp_compile.recognise.views import is_outer_view, lane_slice
+
+aten = torch.ops.aten
+name = "mla_rope_kv"
+op = "megacpp::mla_rope_kv"
+after = ("mla_rope_q",)
+
+
+def find(view: GraphView) -> Iterator[Match | Refusal]:
+    yield from _rope.refusals(view, name)
+    for head in view.heads.found:
+        if is_mla_key(view, head):
+            yield _check(view, head)
+
+
+def _check(view: GraphView, head: Head) -> Match | Refusal:
+    rotation = head.rotation
+    assert rotation.nope is not None
+    values = _values(head)
+    inputs = _rope.sources(rotation)
+    outputs = [head.root, *(v for v, _ in values)]
+    where = _rope.placement(view, inputs, outputs, head.root)
+    if isinstance(where, Refusal):
+        values, outputs = [], [head.root]
+        where = _rope.placement(view, inputs, outputs, head.root)
+        if isinstance(where, Refusal):
+            return where
+    return Match(head.root, inputs, outputs, lambda: _rewrite(view, head, values, inputs, outputs))
+
+
+def _values(head: Head) -> list[tuple[Node, list[int]]]:
+    """[(node, its dimensions in kv's)] that read exactly the lanes behind the keys' of the same tensor: V.
+
+    Empty where kv holds anything else, or anybody reads it differently; the op then makes the keys alone.
+    """
+    nope = head.rotation.nope
+    assert nope is not None
+    total = value(nope.source.node).shape[-1]
+    if nope.start or nope.width == total or len(nope.source.lane_dims) != 1:
+        return []
+    values: list[tuple[Node, list[int]]] = []
+    rank = value(nope.source.node).dim()
+    stack = [(nope.source.node, list(range(rank)), 0, total)]
+    while stack:
+        node, dims, at, width = stack.pop()
+        for user in node.users:
+            pieces = list(user.users) if user.target in _SPLITS else [user]
+            for piece in pieces:
+                cut = lane_slice(piece)
+                if cut is not None and cut[0] is node:
+                    lo, n = at + cut[1], cut[2]
+                    if (lo, n) == (nope.width, total - nope.width):
+                        values.append((piece, dims))
+                    elif lo + n <= nope.width:
+                        if not all(u in head.cone for u in piece.users) and piece not in head.cone:
+                            return []
+                    else:
+                        return []
+                elif piece.target in (aten.transpose.int, aten.permute.default) and is_outer_view(piece):
+                    stack.append((piece, _permuted(piece, dims), at, width))
+                elif piece not in head.cone:
+                    return []
+    return values
+
+
+_SPLITS = {aten.split_with_sizes.default, aten.split.Tensor, aten.chunk.default}
+
+
+def _permuted(node: Node, dims: list[int]) -> list[int]:
+    if node.target is aten.permute.default:
+        return [dims[d % len(dims)] for d in node.args[1]]  # type: ignore[union-attr]
+    a, b = (d % len(dims) for d in node.args[1:3])  # type: ignore[operator]
+    out = list(dims)
+    out[a], out[b] = out[b], out[a]
+    return out
+
+
+def _rewrite(
+    view: GraphView, head: Head, values: list[tuple[Node, list[int]]], inputs: list[Node], outputs: list[Node]
+) -> tuple[Node, list[Node]]:
+    rotation = head.rotation
+    nope, rope = rotation.nope, rotation.rope
+    assert nope is not None
+    where = _rope.placement(view, inputs, outputs, head.root)
+    assert not isinstance(where, Refusal)
+    anchor, moved = where
+    build = Builder(view.graph, view.fake_mode, anchor, head.root)
+    order = _rope.canonical_order(head)
+    if values:
+        kv = _rope.arrange(build, nope.source, order, 0, value(nope.source.node).shape[-1])
+    else:
+        kv = _rope.part(build, nope, order)
+    node = build(
+        torch.ops.megacpp.mla_rope_kv.default,
+        kv, _rope.part(build, rope, order), _rope.table(build, rotation.cos, order),
+        _rope.table(build, rotation.sin, order), nope.width, *_rope.layout(rotation), value(head.root).dtype,
+    )  # fmt: skip
+    new = [_rope.back(build, build.item(node, 0), order)]
+    if values:
+        v = build.item(node, 1)
+        # kv in canonical order may lack or have gained dimensions of size 1; V readers want kv's own dimensions.
+        own = [d for d in (nope.source.dims[p] for p in order) if d >= 0]
+        rank = value(nope.source.node).dim() - 1
+        gained = [i for i, p in enumerate(order) if nope.source.dims[p] < 0]
+        if gained:
+            v = build(aten.squeeze.dims, v, gained)
+        for d in range(rank):
+            if d not in own:
+                v = build(aten.unsqueeze.default, v, d)
+        for _, dims in values:
+            new.append(v if dims == sorted(dims) else build(aten.permute.default, v, dims))
+    _rope.replace(view.graph, build, list(zip(outputs, new, strict=True)), moved)
+    return node, new
+
+
+def shared_row(head: Head) -> bool:
+    return head.kind == "shared"

@@ -1,0 +1,105 @@
+"""Split -> RoPE -> concat of multi-latent attention's queries (arXiv:2405.04434, 2.1.3).
+
+Before: `nope, pe = q.split([n, r], -1); q = cat((nope, rope(pe, cos, sin)), -1)`, in any spelling of RoPE
+After:  `q = megacpp.mla_rope_q(q, cos, sin, n, interleaved_in, interleaved_out, rope_first, inverse=False, dtype)`
+
+Safe because the lanes are computed symbolically (`recognise/lanes.py`): the match is a proof that the concat holds the
+unrotated lanes as they were and the others rotated in pairs.
+Refused: what is no rotation; a rotation in lower precision than its operand; a rotated slice that escapes; queries
+whose keys are no MLA keys (ordinary partial rotary is `rope_qk`'s).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.fx import Node
+
+from megacpp_compile.graph_edit import Builder, value
+from megacpp_compile.passes import _rope
+from megacpp_compile.passes._rule import GraphView, Match, Refusal
+from megacpp_compile.recognise.heads import Head, from_projection
+
+name = "mla_rope_q"
+op = "megacpp::mla_rope_q"
+after = ("down_norm_up",)
+
+
+def find(view: GraphView) -> Iterator[Match | Refusal]:
+    yield from _rope.refusals(view, name)
+    for head in view.heads.found:
+        if head.kind in ("partial", "separate") and not is_mla_key(view, head):
+            found = _check(view, head)
+            if found is not None:
+                yield found
+
+
+def is_mla_key(view: GraphView, head: Head) -> bool:
+    """Keys of MLA: one rope row behind every head's own lanes. With a single head nothing is broadcast, and the row
+    is told by its second tensor and its place in the score product."""
+    if head.kind == "shared":
+        return True
+    outer = [s for s, k in zip(head.lanes.sizes, head.lanes.kinds, strict=True) if k == "o"]
+    one_head = any(isinstance(s, int) and s == 1 for s in outer)
+    parts = (head.rotation.nope, head.rotation.rope)
+    return (
+        head.kind == "separate"
+        and one_head
+        and head.role() == "k"
+        and all(p is not None and from_projection(p) for p in parts)
+    )
+
+
+def _reads_mla_keys(view: GraphView, head: Head) -> bool:
+    """Whether the keys these queries meet are MLA's; where the graph ends before the score product, their shape
+    decides."""
+    partners = view.heads.partners(head)
+    if partners:
+        return any(is_mla_key(view, p) for p in partners)
+    if not head.readers:
+        return head.kind == "partial" and not head.rotation.rope_first
+    # The keys went through something the graph view does not follow, such as a cache: match by tables and widths.
+    mine = head.rotation
+    for other in view.heads.found:
+        theirs = other.rotation
+        if is_mla_key(view, other) and not view.heads.partners(other):
+            same = mine.cos.source.node is theirs.cos.source.node or mine.cos.width == theirs.cos.width
+            if same and mine.rope.width == theirs.rope.width and value(head.root).shape[-1] == value(other.root).shape[-1]:
+                return True
+    return False
+
+
+def _check(view: GraphView, head: Head) -> Match | Refusal | None:
+    rotation = head.rotation
+    if head.role() == "k" and head.kind == "separate":
+        return Refusal(head.root, "own-rope-keys", "every head has a rope key of its own, not one shared row")
+    if not _reads_mla_keys(view, head):
+        if head.kind == "separate":
+            return Refusal(head.root, "no-mla-keys", "the keys these queries meet are not MLA keys")
+        return None  # ordinary partial rotary
+    if head.kind == "separate" and not all(p and from_projection(p) for p in (rotation.nope, rotation.rope)):
+        return Refusal(head.root, "absorbed", "the unrotated lanes are not a projection's output (absorbed weights)")
+    inputs = _rope.sources(rotation)
+    where = _rope.placement(view, inputs, [head.root], head.root)
+    if isinstance(where, Refusal):
+        return where
+
+    def rewrite() -> tuple[Node, list[Node]]:
+        again = _rope.placement(view, inputs, [head.root], head.root)
+        assert not isinstance(again, Refusal)
+        anchor, moved = again
+        build = Builder(view.graph, view.fake_mode, anchor, head.root)
+        order = _rope.canonical_order(head)
+        nope_dim = rotation.nope.width if rotation.nope else 0
+        q = _rope.whole_head(build, rotation, order)
+        cos, sin = _rope.table(build, rotation.cos, order), _rope.table(build, rotation.sin, order)
+        node = build(
+            torch.ops.megacpp.mla_rope_q.default,
+            q, cos, sin, nope_dim, *_rope.layout(rotation), False, value(head.root).dtype,
+        )  # fmt: skip
+        new = _rope.back(build, node, order)
+        _rope.replace(view.graph, build, [(head.root, new)], moved)
+        return node, [new]
+
+    return Match(head.root, inputs, [head.root], rewrite)

@@ -1,0 +1,81 @@
+"""RoPE of ordinary (grouped-query) attention: queries and keys of one score product, rotated by the same tables.
+
+Before: `q, k = rope(q, cos, sin), rope(k, cos, sin)` in any spelling, over the whole head or its leading or trailing lanes
+After:  `q, k = megacpp.rope_qk(q, k, cos, sin, nope_dim, interleaved_in, interleaved_out, rope_first, inverse, dtype)`
+
+Safe for the reason `mla_rope_q` is. Refused: queries and keys with different tables or layouts; a rotation that escapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.fx import Node
+
+from megacpp_compile.graph_edit import Builder, value
+from megacpp_compile.passes import _rope
+from megacpp_compile.passes._rule import GraphView, Match, Refusal
+from megacpp_compile.passes.mla_rope_q import is_mla_key
+from megacpp_compile.recognise.heads import Head
+from megacpp_compile.recognise.rotation import Table
+
+name = "rope_qk"
+op = "megacpp::rope_qk"
+after = ("mla_rope_q", "mla_rope_kv")
+
+
+def find(view: GraphView) -> Iterator[Match | Refusal]:
+    yield from _rope.refusals(view, name)
+    done: set[Node] = set()
+    for q in view.heads.found:
+        if q.kind not in ("full", "partial") or q.root in done or q.role() != "q":
+            continue
+        partners = [k for k in view.heads.partners(q) if k.root not in done]
+        if not partners or any(is_mla_key(view, k) for k in partners):
+            continue
+        found = _check(view, q, partners[0])
+        if isinstance(found, Match):
+            done |= {q.root, partners[0].root}
+        yield found
+
+
+def _same_table(a: Table, b: Table) -> bool:
+    same = (a.start, a.step, a.width, a.negative) == (b.start, b.step, b.width, b.negative)
+    return same and a.source.node is b.source.node and a.source.part == b.source.part
+
+
+def _check(view: GraphView, q: Head, k: Head) -> Match | Refusal:
+    a, b = q.rotation, k.rotation
+    if not _same_table(a.cos, b.cos) or not _same_table(a.sin, b.sin):
+        return Refusal(k.root, "tables", "queries and keys are rotated by different tables")
+    nope = [r.nope.width if r.nope else 0 for r in (a, b)]
+    if _rope.layout(a) != _rope.layout(b) or nope[0] != nope[1] or value(q.root).dtype != value(k.root).dtype:
+        return Refusal(k.root, "layout", "queries and keys are laid out differently")
+    if value(q.root).dim() != value(k.root).dim() or k.kind not in ("full", "partial"):
+        return Refusal(k.root, "layout", "queries and keys are laid out differently")
+    order = _rope.canonical_order(q)
+    if [a.cos.source.dims[p] for p in order] != [b.cos.source.dims[p] for p in order]:
+        return Refusal(k.root, "layout", "the tables meet queries and keys in different dimensions")
+    inputs = list(dict.fromkeys(_rope.sources(a) + _rope.sources(b)))
+    outputs = [q.root, k.root]
+    where = _rope.placement(view, inputs, outputs, max(outputs))
+    if isinstance(where, Refusal):
+        return where
+
+    def rewrite() -> tuple[Node, list[Node]]:
+        again = _rope.placement(view, inputs, outputs, max(outputs))
+        assert not isinstance(again, Refusal)
+        anchor, moved = again
+        build = Builder(view.graph, view.fake_mode, anchor, q.root)
+        node = build(
+            torch.ops.megacpp.rope_qk.default,
+            _rope.whole_head(build, a, order), _rope.whole_head(build, b, order),
+            _rope.table(build, a.cos, order), _rope.table(build, a.sin, order),
+            nope[0], *_rope.layout(a), False, value(q.root).dtype,
+        )  # fmt: skip
+        new = [_rope.back(build, build.item(node, i), order) for i in (0, 1)]
+        _rope.replace(view.graph, build, list(zip(outputs, new, strict=True)), moved)
+        return node, new
+
+    return Match(q.root, inputs, outputs, rewrite)

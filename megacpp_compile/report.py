@@ -1,0 +1,400 @@
+"""What a compilation did: sites fused, near misses, frames; collected, printed, saved as JSON.
+
+    with record() as report:
+        model(x)
+    print(report)
+
+The compiler calls `emit_frame` once per frame; every `record()` that is open receives it.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import shutil
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NamedTuple, TypeVar
+
+from .errors import ReportFormatError
+
+_FORMAT = 1  # version of the JSON; raise it when a key changes its meaning or goes
+
+# A module-level list, not a context variable: autograd compiles a lazy backward in another thread.
+_open_reports: list[Report] = []
+_lock = threading.RLock()
+
+
+@dataclass(slots=True)
+class Site:
+    """One place where a pass put a semantic op.
+
+    Attributes:
+        pass_name: the pass; "pass" in JSON.
+        op: qualified name of the op, "megacpp::down_norm_up".
+        fqn: module the code belongs to, "" when it could not be resolved.
+        source: "file.py:123, in forward: `code line`", or "".
+        requested: lowering asked for.
+        effective: lowering that runs.
+        reason: why the two differ, "" when they do not.
+        saved_before: bytes the replaced code would save for backward; None when unknown (inference).
+        saved_after: bytes the op saves for backward; None when unknown.
+        frame: index of the frame within its report; set on collection.
+        node: name of the op's node in the FX graph.
+    """
+
+    pass_name: str
+    op: str
+    fqn: str
+    source: str
+    requested: str
+    effective: str
+    reason: str = ""
+    saved_before: int | None = None
+    saved_after: int | None = None
+    frame: int = 0
+    node: str = ""
+    # Each report holds a copy, as frames are numbered per report; all copies share this list.
+    _copies: list[Site] = field(default_factory=list, repr=False, compare=False)
+
+    def set_saved(self, before: int | None, after: int | None) -> None:
+        """Fill in the bytes saved for backward, also in every report this site was emitted to."""
+        with _lock:
+            for site in (self, *self._copies):
+                site.saved_before, site.saved_after = before, after
+
+
+@dataclass(slots=True)
+class Miss:
+    """A place that came near a pattern and was refused.
+
+    Attributes:
+        pass_name: the pass; "pass" in JSON.
+        fqn: module the code belongs to, "" when it could not be resolved.
+        source: "file.py:123, in forward: `code line`", or "".
+        node: name of the FX node the refusal is about.
+        tag: the reason for machines, "intermediate_escapes".
+        reason: the reason in one sentence.
+        frame: index of the frame within its report; set on collection.
+    """
+
+    pass_name: str
+    fqn: str
+    source: str
+    node: str
+    tag: str
+    reason: str
+    frame: int = 0
+
+
+@dataclass(slots=True)
+class Frame:
+    """One graph that Dynamo handed over.
+
+    Attributes:
+        index: number of the frame within its report, from 0; set on collection.
+        captured: True when the passes saw it, False when it compiled as plain Inductor would.
+        reason: why it fell back, "" when captured.
+        name: what it compiles, e.g. the qualified name of the code object.
+        nodes: number of FX nodes the passes saw, or Dynamo's when it fell back.
+        target: "cpu", "cuda" or "tpu".
+        passes: pass name -> times fired, with 0 for a pass that ran and did not fire.
+        seconds: stage -> wall-clock seconds; stages do not overlap, so the sum is the whole.
+        grad: True when compiled for training.
+    """
+
+    index: int = 0
+    captured: bool = True
+    reason: str = ""
+    name: str = ""
+    nodes: int = 0
+    target: str = ""
+    passes: dict[str, int] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    grad: bool = False
+
+
+@dataclass
+class Report:
+    """Everything collected, in order of compilation. `str(report)` is a table.
+
+    Attributes:
+        known_passes: passes that `counts` lists even when no frame ran them.
+        frames: one per graph compiled.
+        sites: one per op put in place.
+        misses: one per near miss.
+    """
+
+    known_passes: tuple[str, ...] = ()
+    frames: list[Frame] = field(default_factory=list)
+    sites: list[Site] = field(default_factory=list)
+    misses: list[Miss] = field(default_factory=list)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Pass name -> times fired over all frames; 0 for every known pass that did not."""
+        counts = Counter(dict.fromkeys(self.known_passes, 0))
+        own = {frame.index: frame.passes for frame in self.frames}
+        for passes in own.values():
+            counts.update(passes)
+        for site in self.sites:
+            # Where the frame counted for itself that stands: a pass may fire and leave no op behind.
+            if site.pass_name not in own.get(site.frame, {}):
+                counts[site.pass_name] += 1
+        return dict(counts)
+
+    def add(self, frame: Frame, sites: Iterable[Site] = (), misses: Iterable[Miss] = ()) -> None:
+        """Append copies numbered for this report; a later `Site.set_saved` reaches the copy."""
+        with _lock:
+            index = len(self.frames)
+            self.frames.append(replace(frame, index=index, passes=dict(frame.passes), seconds=dict(frame.seconds)))
+            for site in sites:
+                copy = replace(site, frame=index)
+                site._copies.append(copy)
+                self.sites.append(copy)
+            self.misses.extend(replace(miss, frame=index) for miss in misses)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain containers, as in the JSON."""
+        return {
+            "format": _FORMAT,
+            "known_passes": list(self.known_passes),
+            "counts": self.counts,
+            "frames": [_plain(frame) for frame in self.frames],
+            "sites": [_plain(site) for site in self.sites],
+            "misses": [_plain(miss) for miss in self.misses],
+        }
+
+    def to_json(self, indent: int | None = None) -> str:
+        """The report as JSON; `from_json` reads it back equal."""
+        return json.dumps(self.to_dict(), indent=indent)
+
+    @classmethod
+    def from_json(cls, text: str) -> Report:
+        """The report that `to_json` wrote; raises `ReportFormatError` for anything else."""
+        try:
+            data = json.loads(text)
+            if data["format"] != _FORMAT:
+                raise ReportFormatError(f"format {data['format']!r}, this version reads {_FORMAT}")
+            return cls(
+                tuple(data["known_passes"]),
+                [_from_plain(Frame, item) for item in data["frames"]],
+                [_from_plain(Site, item) for item in data["sites"]],
+                [_from_plain(Miss, item) for item in data["misses"]],
+            )
+        except (AttributeError, KeyError, TypeError, json.JSONDecodeError) as error:
+            raise ReportFormatError(f"{type(error).__name__}: {error}") from error
+
+    def summary(self) -> str:
+        """One line: frames, sites, misses, bytes saved for backward."""
+        captured = sum(frame.captured for frame in self.frames)
+        text = f"{captured} of {_plural(len(self.frames), 'frame')} captured, "
+        text += f"{_plural(len(self.sites), 'site')} fused, {_plural(len(self.misses), 'near miss', 'near misses')}"
+        known = [(s.saved_before, s.saved_after) for s in self.sites]
+        both = [(before, after) for before, after in known if before is not None and after is not None]
+        if both:
+            before, after = (sum(column) for column in zip(*both, strict=True))
+            text += f", saved for backward {bytes_text(before)} → {bytes_text(after)}"
+            if len(both) < len(known):
+                text += f" over the {_plural(len(both), 'site')} where known"
+        return text
+
+    def render(self, width: int | None = None) -> str:
+        """The report as tables, by rich where it is installed, plain otherwise.
+
+        Args:
+            width: columns to fold rich's tables to; the terminal's, at least 100, when None.
+        """
+        sections = [section for section in (_fused(self), _missed(self), _compiled(self)) if section.rows]
+        try:
+            body = _rich_text(sections, width or max(100, shutil.get_terminal_size((160, 24)).columns))
+        except ImportError:
+            body = _plain_text(sections)
+        return f"{body}megacpp: {self.summary()}"
+
+    def __str__(self) -> str:
+        return self.render()
+
+
+@contextmanager
+def record(known_passes: Iterable[str] = ()) -> Iterator[Report]:
+    """Collect every compilation that happens inside, on whatever thread; may be nested.
+
+    Args:
+        known_passes: passes that `Report.counts` lists even when no frame ran them.
+    """
+    report = Report(tuple(known_passes))
+    with _lock:
+        _open_reports.append(report)
+    try:
+        yield report
+    finally:
+        with _lock:  # by identity: two empty reports are equal
+            _open_reports[:] = [other for other in _open_reports if other is not report]
+
+
+def active() -> bool:
+    """Whether any `record()` is open, so that the compiler may skip what only reports need."""
+    return bool(_open_reports)
+
+
+def emit_frame(frame: Frame, sites: Sequence[Site] = (), misses: Sequence[Miss] = ()) -> None:
+    """Add a compiled frame to every open report; does nothing when there is none."""
+    with _lock:
+        for report in _open_reports:
+            report.add(frame, sites, misses)
+
+
+def bytes_text(n: int | None) -> str:
+    """`n` bytes for people, three significant digits: "512 B", "1.5 KiB", "780 MiB"; None is "?"."""
+    if n is None:
+        return "?"
+    value = float(n)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(value) < 1023.5 or unit == "TiB":
+            break
+        value /= 1024
+    digits = 0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
+    text = f"{value:.{digits}f}"
+    return f"{text.rstrip('0').rstrip('.') if digits else text} {unit}"
+
+
+# JSON
+
+
+def _plain(item: Site | Miss | Frame) -> dict[str, Any]:
+    values = {f.name: getattr(item, f.name) for f in fields(item) if not f.name.startswith("_")}
+    return {"pass" if name == "pass_name" else name: v for name, v in values.items()}
+
+
+Item = TypeVar("Item", Site, Miss, Frame)
+
+
+def _from_plain(cls: type[Item], values: dict[str, Any]) -> Item:
+    return cls(**{"pass_name" if name == "pass" else name: value for name, value in values.items()})
+
+
+# Tables
+
+
+class _Section(NamedTuple):
+    title: str
+    headers: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+
+
+def _plural(count: int, one: str, many: str | None = None) -> str:
+    return f"{count} {one if count == 1 else many or one + 's'}"
+
+
+def _fused(report: Report) -> _Section:
+    rows = []
+    for fqn, site, count in _grouped(report.sites):
+        lowering = site.effective
+        if site.requested != site.effective:
+            lowering = f"{site.requested} → {site.effective}" + (f" ({site.reason})" if site.reason else "")
+        unknown = site.saved_before is None and site.saved_after is None
+        saved = "-" if unknown else f"{bytes_text(site.saved_before)} → {bytes_text(site.saved_after)}"
+        rows.append((site.pass_name, _times(fqn, count), site.source or "-", site.op, lowering, saved))
+    return _Section("fused", ("pass", "module", "source", "op", "lowering", "saved for backward, each"), rows)
+
+
+def _missed(report: Report) -> _Section:
+    rows = []
+    for fqn, miss, count in _grouped(report.misses):
+        reason = f"{miss.reason} [{miss.tag}]"
+        rows.append((miss.pass_name, _times(fqn, count), miss.source or "-", miss.node or "-", reason))
+    return _Section("nearest misses", ("pass", "module", "source", "first node", "reason"), rows)
+
+
+def _compiled(report: Report) -> _Section:
+    rows = []
+    for frame in report.frames:
+        outcome = "captured" if frame.captured else f"fell back: {frame.reason}"
+        mode = "training" if frame.grad else "inference"
+        fired = ", ".join(f"{name} {count}" for name, count in frame.passes.items() if count)
+        seconds = f"{sum(frame.seconds.values()):.2f} s" if frame.seconds else "-"
+        rows.append(
+            (str(frame.index), frame.name, outcome, fired or "-", str(frame.nodes), frame.target, mode, seconds)
+        )
+    return _Section("frames", ("#", "name", "outcome", "fired", "nodes", "target", "mode", "time"), rows)
+
+
+def _times(text: str, count: int) -> str:
+    return f"{text or '(unresolved)'} ×{count}" if count > 1 else text or "(unresolved)"
+
+
+Member = TypeVar("Member", Site, Miss)
+
+
+def _grouped(items: Sequence[Member]) -> Iterator[tuple[str, Member, int]]:
+    """(module pattern, first of the group, size) of items that differ only in the numbers of their module."""
+    groups: dict[tuple[Any, ...], list[Member]] = {}
+    for item in items:
+        skeleton = tuple("#" if part.isdecimal() else part for part in item.fqn.split("."))
+        rest = tuple(value for key, value in _plain(item).items() if key not in ("fqn", "node", "frame"))
+        groups.setdefault((skeleton, rest), []).append(item)
+    for members in groups.values():
+        yield from _merged(members)
+
+
+def _merged(items: Sequence[Member]) -> Iterator[tuple[str, Member, int]]:
+    numbers = [tuple(int(part) for part in item.fqn.split(".") if part.isdecimal()) for item in items]
+    columns = [sorted(set(column)) for column in zip(*numbers, strict=True)]
+    if len(set(numbers)) < math.prod(map(len, columns)):
+        # "{0..1}.experts.{0..3}" would claim modules that are not among the items.
+        varying = next(i for i, column in enumerate(columns) if len(column) > 1)
+        for value in columns[varying]:
+            yield from _merged([item for item, n in zip(items, numbers, strict=True) if n[varying] == value])
+        return
+    ranges = iter(columns)
+    parts = [_range_text(next(ranges)) if part.isdecimal() else part for part in items[0].fqn.split(".")]
+    yield ".".join(parts), items[0], len(items)
+
+
+def _range_text(numbers: Sequence[int]) -> str:
+    """Sorted distinct numbers as `7`, `{0..23}` or `{0..2,7}`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    text = ",".join(str(first) if first == last else f"{first}..{last}" for first, last in runs)
+    return text if len(numbers) == 1 else f"{{{text}}}"
+
+
+def _rich_text(sections: Sequence[_Section], width: int) -> str:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    sink = io.StringIO()
+    console = Console(file=sink, width=width, color_system=None, force_terminal=False, force_jupyter=False)
+    for section in sections:
+        table = Table(title=section.title, title_justify="left", title_style="", box=box.SIMPLE_HEAD, pad_edge=False)
+        for header, *cells in zip(section.headers, *section.rows, strict=True):
+            # A module name broken over two lines cannot be searched for; other columns give way to it.
+            whole = header == "module" and max(map(len, cells)) <= width // 3
+            table.add_column(header, overflow="fold", no_wrap=whole)
+        for row in section.rows:
+            table.add_row(*map(Text, row))  # Text: the brackets of a code line are no markup
+        console.print(table)
+    return "".join(f"{line.rstrip()}\n" for line in sink.getvalue().splitlines())
+
+
+def _plain_text(sections: Sequence[_Section]) -> str:
+    lines = []
+    for section in sections:
+        table = [section.headers, *section.rows]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        table.insert(1, tuple("-" * width for width in widths))
+        lines.append(section.title)
+        lines += ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
+        lines.append("")
+    return "".join(f"{line}\n" for line in lines)
