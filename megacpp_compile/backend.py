@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 from megacpp_compile import handoff, log, report, saved, verify
 from megacpp_compile.capture import Captured, capture
 from megacpp_compile.config import Config
-from megacpp_compile.errors import CaptureError, RequirementError, TorchTooOldError, VerificationError
+from megacpp_compile.errors import CaptureError, MegacppError, RequirementError, TorchTooOldError, VerificationError
 from megacpp_compile.lowerings._registry import choose, semantic_ops
 from megacpp_compile.normalise import normalise
 from megacpp_compile.passes._driver import Outcome, pass_names, run_passes
@@ -44,10 +44,28 @@ def megacpp(
     began = time.perf_counter()
     result = analyse(gm, example_inputs, config, target)
     result.frame.seconds["analysis"] = time.perf_counter() - began - sum(result.frame.seconds.values())
+    compiled = _compile(gm, example_inputs, result, config, patches)
+    # Only now: a frame Inductor can't compile is tried again by Dynamo in pieces, and did not happen.
     _publish(result, config)
+    return compiled
+
+
+def _compile(
+    gm: GraphModule, example_inputs: Sequence[Any], result: Analysis, config: Config, patches: dict[str, Any]
+) -> Callable[..., Any]:
+    """Stages 5 and 6. A frame nothing fired in goes to Inductor as it came, and so does one whose rewritten graph
+    Inductor refuses (an error under `strict`)."""
     if result.outcome is None or not result.outcome.sites:
         return handoff.plain_inductor(gm, example_inputs, patches)
-    return handoff.to_inductor(result.captured.gm, example_inputs, target, config.cache_key(), patches)
+    try:
+        key = config.cache_key()
+        return handoff.to_inductor(result.captured.gm, example_inputs, result.frame.target, key, patches)
+    except Exception as error:
+        if config.strict:
+            raise
+        compiled = handoff.plain_inductor(gm, example_inputs, patches)
+        result.fell_back(f"Inductor refused the rewritten graph: {type(error).__name__}: {error}"[:300])
+        return compiled
 
 
 def check_torch(found: str | None = None) -> None:
@@ -71,6 +89,12 @@ class Analysis:
     def __init__(self, frame: Frame, captured: Any = None, outcome: Outcome | None = None) -> None:
         self.frame, self.captured, self.outcome = frame, captured, outcome
 
+    def fell_back(self, reason: str) -> None:
+        """Nothing was rewritten after all."""
+        log.logger.warning("frame %s compiled by Inductor alone: %s", self.frame.name, reason)
+        self.frame.captured, self.frame.reason, self.outcome = False, reason, None
+        self.frame.passes = {name: 0 for name in self.frame.passes}
+
 
 def analyse(gm: GraphModule, example_inputs: Sequence[Any], config: Config, target: str) -> Analysis:
     """Stages 1 to 3. Never changes `gm`."""
@@ -90,16 +114,33 @@ def analyse(gm: GraphModule, example_inputs: Sequence[Any], config: Config, targ
         _enforce(config, {}, [])
         return Analysis(frame)
     frame.seconds["capture"] = time.perf_counter() - began
-    normalise(captured.gm.graph, captured.fake_mode)
-    captured.gm.recompile()
-    log.graph("captured", captured.gm)
-    outcome = run_passes(captured, config, _Reviewer(captured, example_inputs, config, grad), log.graph)
-    _choose_lowerings(outcome, captured, target)
+    try:
+        outcome = _rewrite(captured, example_inputs, config, target, grad)
+    except MegacppError:
+        raise
+    except Exception as error:  # a defect of ours must not become the user's
+        if config.strict:
+            raise
+        result = Analysis(frame)
+        result.fell_back(f"internal error: {type(error).__name__}: {error}"[:300])
+        _enforce(config, {}, [])
+        return result
     frame.passes, frame.nodes = outcome.counts, len(captured.gm.graph.nodes)
     frame.seconds.update(outcome.seconds)
     log.graph("rewritten", captured.gm)
     _enforce(config, outcome.counts, outcome.misses)
     return Analysis(frame, captured, outcome)
+
+
+def _rewrite(
+    captured: Captured, example_inputs: Sequence[Any], config: Config, target: str, grad: bool
+) -> Outcome:
+    normalise(captured.gm.graph, captured.fake_mode)
+    captured.gm.recompile()
+    log.graph("captured", captured.gm)
+    outcome = run_passes(captured, config, _Reviewer(captured, example_inputs, config, grad), log.graph)
+    _choose_lowerings(outcome, captured, target)
+    return outcome
 
 
 def _frame_name(gm: GraphModule) -> str:

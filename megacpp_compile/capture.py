@@ -8,8 +8,9 @@ input metadata, and the writes to inputs, which come back as a `copy_` epilogue.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +21,9 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from megacpp_compile.checkpoint_regions import inline_checkpoints
 from megacpp_compile.errors import CaptureError
+from megacpp_compile.vmap_regions import resolve_vmaps
 
 
 @dataclasses.dataclass
@@ -52,6 +55,26 @@ def fake_inputs(example_inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[Any
     return mode, [fake(x) for x in example_inputs]
 
 
+@contextlib.contextmanager
+def _global_state_kept() -> Iterator[None]:
+    """Tracing runs the graph's own mode switches; a trace that fails in between must leave none of them on."""
+    functorch = torch._C._functorch
+    depth, grad = functorch.get_dynamic_layer_stack_depth(), torch.is_grad_enabled()
+    kinds = ("cpu", "cuda")
+    autocast = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
+    cache = torch.is_autocast_cache_enabled()
+    try:
+        yield
+    finally:
+        if functorch.get_dynamic_layer_stack_depth() > depth:
+            functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+        torch.set_grad_enabled(grad)
+        for kind, enabled, dtype in autocast:
+            torch.set_autocast_enabled(kind, enabled)
+            torch.set_autocast_dtype(kind, dtype)
+        torch.set_autocast_cache_enabled(cache)
+
+
 def _check(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
     for value in example_inputs:
         if isinstance(value, torch.Tensor) and is_traceable_wrapper_subclass(value):
@@ -71,12 +94,15 @@ def capture(gm: GraphModule, example_inputs: Sequence[Any]) -> Captured:
     """
     _check(gm, example_inputs)
     mode, fakes = fake_inputs(example_inputs)
-    buffers = list(gm.named_buffers(remove_duplicate=False))
     try:
-        with fx_traceback.preserve_node_meta():
+        with _global_state_kept(), fx_traceback.preserve_node_meta():
+            gm = resolve_vmaps(inline_checkpoints(gm), fakes)
+            buffers = list(gm.named_buffers(remove_duplicate=False))
             exported, signature = aot_export_module(gm, fakes, trace_joint=False, pre_dispatch=True)
-    except Exception as error:  # noqa: BLE001  whatever tracing can't do, plain Inductor may
-        raise CaptureError(f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}") from error
+    except CaptureError:
+        raise
+    except Exception as error:  # whatever tracing can't do, plain Inductor may
+        raise CaptureError(f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0][:200]}") from error
     assert isinstance(exported, GraphModule)
     _restore_interface(exported, gm, signature, dict(buffers))
     originals = [n for n in gm.graph.nodes if n.op == "placeholder"]
@@ -136,6 +162,3 @@ def _restore_interface(gm: GraphModule, original: GraphModule, signature: Any, b
         for node in [n for n in graph.nodes if n.op == "placeholder"]:
             if node > first:
                 first.prepend(node)
-
-
-Handoff = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]

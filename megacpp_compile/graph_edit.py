@@ -11,8 +11,9 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 from torch.fx import Node
 
+# For every node: (gradients enabled, autocast region), relative to the frame's start.
+Regions = dict[Node, tuple[bool, int]]
 _INHERITED = ("nn_module_stack", "stack_trace", "source_fn_stack", "recompute", "ac_graph_id", "custom", "seq_nr")
-_TOGGLES = (torch._C._set_grad_enabled, torch.amp._enter_autocast, torch.amp._exit_autocast)
 
 
 def value(node: Any) -> Any:
@@ -21,10 +22,13 @@ def value(node: Any) -> Any:
 
 
 class Builder:
-    """Emits nodes before `anchor`, with fake values and the provenance of `like`."""
+    """Emits nodes before `anchor`, with fake values and the provenance and region of `like`."""
 
-    def __init__(self, graph: fx.Graph, fake_mode: FakeTensorMode, anchor: Node, like: Node) -> None:
+    def __init__(
+        self, graph: fx.Graph, fake_mode: FakeTensorMode, anchor: Node, like: Node, state: Regions | None = None
+    ) -> None:
         self.graph, self.fake_mode, self.anchor, self.like = graph, fake_mode, anchor, like
+        self.state = state if state is not None else {}
         self.emitted: list[Node] = []
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Node:
@@ -36,6 +40,8 @@ class Builder:
         fake_args, fake_kwargs = fx.map_arg((args, kwargs), value)
         with self.fake_mode, torch.no_grad():
             node.meta["val"] = target(*fake_args, **fake_kwargs)
+        if self.like in self.state:
+            self.state[node] = self.state[self.like]
         self.emitted.append(node)
         return node
 
@@ -47,36 +53,40 @@ class Builder:
         return node if value(node).dtype == dtype else self(torch.ops.aten._to_copy.default, node, dtype=dtype)
 
 
-def regions(graph: fx.Graph) -> dict[Node, tuple[bool, int]]:
+def regions(graph: fx.Graph) -> Regions:
     """For every node the state it runs under: (gradients enabled relative to the frame's start, autocast region).
 
     Two nodes may be merged, or one moved beside the other, only where these agree.
     """
-    state: dict[Node, tuple[bool, int]] = {}
-    grad, autocast, stack = True, 0, [0]
+    state: Regions = {}
+    grad, autocast, stack = True, 0, list[int]()
     for position, node in enumerate(graph.nodes):
+        state[node] = (grad, autocast)  # a switch itself still runs under what it ends
         if node.target is torch._C._set_grad_enabled:
             grad = bool(node.args[0])
         elif node.target is torch.amp._enter_autocast:
             stack.append(autocast)
             autocast = position + 1
         elif node.target is torch.amp._exit_autocast:
-            autocast = stack.pop() if len(stack) > 1 else 0
-        state[node] = (grad, autocast)
+            autocast = stack.pop() if stack else 0
     return state
 
 
-def is_toggle(node: Node) -> bool:
-    return node.target in _TOGGLES
-
-
-def anchor_after(inputs: Iterable[Node], graph: fx.Graph) -> Node:
-    """The first node behind all of `inputs` (and behind every placeholder)."""
-    last = max((n for n in inputs), default=None)
-    node = last.next if last is not None else next(iter(graph.nodes))
-    while node.op in ("placeholder", "get_attr"):
+def place(
+    inputs: Iterable[Node], outputs: Iterable[Node], like: Node, state: Regions
+) -> tuple[Node, list[Node]] | None:
+    """Where an op reading `inputs` and replacing `outputs` can stand: (the node it goes before, the nodes that have to
+    move behind it because they read `outputs` earlier). None where the grad and autocast regions don't allow it."""
+    inputs = list(inputs)
+    node = max(inputs).next
+    while node.op in ("placeholder", "get_attr") or (node.op != "output" and state[node] != state[like]):
         node = node.next
-    return node
+    if node.op == "output":
+        return None
+    moved = early_users(outputs, node)
+    if any(state[n] != state[like] for n in moved) or set(moved) & set(inputs):
+        return None
+    return node, moved
 
 
 def early_users(values: Iterable[Node], anchor: Node) -> list[Node]:

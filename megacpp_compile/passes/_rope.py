@@ -7,13 +7,11 @@ the result is permuted back to the order the model wanted, which is a view.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
 from torch.fx import Node
 
-from megacpp_compile.graph_edit import Builder, anchor_after, early_users, move_behind, value
+from megacpp_compile.graph_edit import Builder, move_behind, value
 from megacpp_compile.passes._rule import GraphView, Refusal
 from megacpp_compile.recognise.heads import Head
 from megacpp_compile.recognise.lanes import Source
@@ -100,29 +98,11 @@ def back(build: Builder, node: Node, order: list[int]) -> Node:
     return node if permutation == sorted(permutation) else build(aten.permute.default, node, permutation)
 
 
+REGION = ("region", "its inputs are ready only under another grad or autocast mode")
+
+
 def replace(graph: fx.Graph, build: Builder, pairs: list[tuple[Node, Node]], moved: list[Node]) -> None:
     """Rewire every old output to its new node."""
     move_behind(moved, build.emitted[-1])
     for old, new in pairs:
         old.replace_all_uses_with(new)
-
-
-def placement(
-    view: GraphView, inputs: list[Node], outputs: list[Node], like: Node
-) -> tuple[Node, list[Node]] | Refusal:
-    """Where an op reading `inputs` can stand, and which early readers of `outputs` have to move behind it."""
-    anchor = anchor_after(inputs, view.graph)
-    moved = early_users(outputs, anchor)
-    if set(moved) & set(inputs):
-        return Refusal(like, "feedback", "an input of the op depends on its output")
-    if any(view.regions[n] != view.regions[like] for n in [anchor, *moved]):
-        # The inputs end inside another grad or autocast region: stand directly before the root instead.
-        anchor = like
-        moved = early_users(outputs, anchor)
-        if any(view.regions[n] != view.regions[like] for n in moved):
-            return Refusal(like, "region", "part of it runs under another grad or autocast mode")
-    return anchor, moved
-
-
-def lane_range(source: Source, start: int, width: int) -> tuple[Any, ...]:
-    return (source.node, source.lane_dims, start, width)

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
-from megacpp_compile.graph_edit import Builder, anchor_after, early_users, move_behind, value
+from megacpp_compile.graph_edit import Builder, move_behind, place, value
 from megacpp_compile.passes._rule import GraphView, Match, Refusal
 from megacpp_compile.recognise.linear import Linear, match_linear
 from megacpp_compile.recognise.rms_norm import NoNorm, RmsNorm, match_rms_norm
@@ -40,6 +40,7 @@ def _scaled(node: Node) -> bool:
 
 def find(view: GraphView) -> Iterator[Match | Refusal]:
     done: set[Node] = set()
+    seen: set[Node] = set()
     for node in view.graph.nodes:
         up = match_linear(node)
         if up is None or node in done:
@@ -59,7 +60,34 @@ def find(view: GraphView) -> Iterator[Match | Refusal]:
             done.update(found.outputs)
         if found is not None:
             yield found
-            done.update(n for n, _, _ in consumers(norm.node, _between))
+        seen.add(source)
+        done.update(n for n, _, _ in consumers(norm.node, _between))
+    yield from _stranded(view, seen)
+
+
+def _stranded(view: GraphView, seen: set[Node]) -> Iterator[Refusal]:
+    """Norms of a latent that reach their up-projection only through something else."""
+    for node in view.graph.nodes:
+        if node.target not in (aten.rms_norm.default, aten.rsqrt.default):
+            continue
+        top = node
+        for _ in range(4):  # from the root up to the end of the product
+            nxt = next((u for u in top.users if isinstance(match_rms_norm(u), RmsNorm)), None)
+            if nxt is None:
+                break
+            top = nxt
+        norm = match_rms_norm(top)
+        if not isinstance(norm, RmsNorm) or norm.node in seen or _down(norm.x) is None:
+            continue
+        step = norm.node
+        for _ in range(3):
+            if len(step.users) != 1:
+                break
+            step = next(iter(step.users))
+            if match_linear(step) is not None or any(match_linear(u) is not None for u in step.users):
+                blocker = next(iter(norm.node.users))
+                yield Refusal(blocker, "no-up", f"{blocker.name} stands between the norm and the up-projection")
+                break
 
 
 def _after_projection(node: Node, depth: int = 8) -> bool:
@@ -109,6 +137,9 @@ def _check(view: GraphView, norm: RmsNorm) -> Match | Refusal | None:
         outside = next((u for u in inner.users if u not in norm.internal), None)
         if outside is not None:
             return Refusal(inner, "escapes", f"an intermediate of the norm is used elsewhere too ({outside.name})")
+    dtypes = {value(n).dtype for n in (down.node, *(u.node for u, _ in ups))}
+    if len(dtypes) > 1:
+        return Refusal(ups[0][0].node, "dtype", "down- and up-projection run in different dtypes")
     rests = _rests(norm, down, start, size)
     if isinstance(rests, Refusal):
         return rests
@@ -122,8 +153,7 @@ def _check(view: GraphView, norm: RmsNorm) -> Match | Refusal | None:
     if any(_depends(i, gone) for i in inputs):
         return Refusal(norm.node, "feedback", "a weight or gain is computed from the latent itself")
     outputs = [u.node for u, _ in ups] + [r for r, _ in rests]
-    anchor = anchor_after(inputs, view.graph)
-    if any(view.regions[n] != view.regions[down.node] for n in (anchor, *early_users(outputs, anchor))):
+    if place(inputs, outputs, down.node, view.regions) is None:
         return Refusal(down.node, "region", "a weight is computed under another grad or autocast mode")
     return Match(
         ups[0][0].node,
@@ -217,10 +247,11 @@ def _rewrite(
     rests: list[tuple[Node, list[Node]]],
     inputs: list[Node],
 ) -> tuple[Node, list[Node]]:
-    anchor = anchor_after(inputs, view.graph)
     outputs = [u.node for u, _ in ups] + [r for r, _ in rests]
-    moved = early_users(outputs, anchor)
-    build = Builder(view.graph, view.fake_mode, anchor, ups[0][0].node)
+    where = place(inputs, outputs, down.node, view.regions)
+    assert where is not None
+    anchor, moved = where
+    build = Builder(view.graph, view.fake_mode, anchor, ups[0][0].node, view.regions)
     dtype = value(down.node).dtype
     b_down = None if down.b is None else build.cast(down.b, dtype)
     w_up = [u.weight(build) for u, _ in ups]

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
-from megacpp_compile.graph_edit import Builder, value
+from megacpp_compile.graph_edit import Builder, place, value
 from megacpp_compile.passes import _rope
 from megacpp_compile.passes._rule import GraphView, Match, Refusal
 from megacpp_compile.passes.mla_rope_q import is_mla_key
@@ -41,12 +41,10 @@ def _check(view: GraphView, head: Head) -> Match | Refusal:
     values = _values(head)
     inputs = _rope.sources(rotation)
     outputs = [head.root, *(v for v, _ in values)]
-    where = _rope.placement(view, inputs, outputs, head.root)
-    if isinstance(where, Refusal):
-        values, outputs = [], [head.root]
-        where = _rope.placement(view, inputs, outputs, head.root)
-        if isinstance(where, Refusal):
-            return where
+    if place(inputs, outputs, head.root, view.regions) is None:
+        values, outputs = [], [head.root]  # V's readers can't move: make the keys alone
+        if place(inputs, outputs, head.root, view.regions) is None:
+            return Refusal(head.root, *_rope.REGION)
     return Match(head.root, inputs, outputs, lambda: _rewrite(view, head, values, inputs, outputs))
 
 
@@ -103,10 +101,10 @@ def _rewrite(
     rotation = head.rotation
     nope, rope = rotation.nope, rotation.rope
     assert nope is not None
-    where = _rope.placement(view, inputs, outputs, head.root)
-    assert not isinstance(where, Refusal)
+    where = place(inputs, outputs, head.root, view.regions)
+    assert where is not None
     anchor, moved = where
-    build = Builder(view.graph, view.fake_mode, anchor, head.root)
+    build = Builder(view.graph, view.fake_mode, anchor, head.root, view.regions)
     order = _rope.canonical_order(head)
     if values:
         kv = _rope.arrange(build, nope.source, order, 0, value(nope.source.node).shape[-1])
@@ -133,7 +131,3 @@ def _rewrite(
             new.append(v if dims == sorted(dims) else build(aten.permute.default, v, dims))
     _rope.replace(view.graph, build, list(zip(outputs, new, strict=True)), moved)
     return node, new
-
-
-def shared_row(head: Head) -> bool:
-    return head.kind == "shared"

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
-from megacpp_compile.graph_edit import Builder, value
+from megacpp_compile.graph_edit import Builder, place, value
 from megacpp_compile.passes import _rope
 from megacpp_compile.passes._rule import GraphView, Match, Refusal
 from megacpp_compile.recognise.heads import Head, from_projection
@@ -81,15 +81,14 @@ def _check(view: GraphView, head: Head) -> Match | Refusal | None:
     if head.kind == "separate" and not all(p and from_projection(p) for p in (rotation.nope, rotation.rope)):
         return Refusal(head.root, "absorbed", "the unrotated lanes are not a projection's output (absorbed weights)")
     inputs = _rope.sources(rotation)
-    where = _rope.placement(view, inputs, [head.root], head.root)
-    if isinstance(where, Refusal):
-        return where
+    if place(inputs, [head.root], head.root, view.regions) is None:
+        return Refusal(head.root, *_rope.REGION)
 
     def rewrite() -> tuple[Node, list[Node]]:
-        again = _rope.placement(view, inputs, [head.root], head.root)
-        assert not isinstance(again, Refusal)
-        anchor, moved = again
-        build = Builder(view.graph, view.fake_mode, anchor, head.root)
+        where = place(inputs, [head.root], head.root, view.regions)
+        assert where is not None
+        anchor, moved = where
+        build = Builder(view.graph, view.fake_mode, anchor, head.root, view.regions)
         order = _rope.canonical_order(head)
         nope_dim = rotation.nope.width if rotation.nope else 0
         q = _rope.whole_head(build, rotation, order)

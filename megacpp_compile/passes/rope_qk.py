@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
-from megacpp_compile.graph_edit import Builder, value
+from megacpp_compile.graph_edit import Builder, place, value
 from megacpp_compile.passes import _rope
 from megacpp_compile.passes._rule import GraphView, Match, Refusal
 from megacpp_compile.passes.mla_rope_q import is_mla_key
@@ -59,15 +59,14 @@ def _check(view: GraphView, q: Head, k: Head) -> Match | Refusal:
         return Refusal(k.root, "layout", "the tables meet queries and keys in different dimensions")
     inputs = list(dict.fromkeys(_rope.sources(a) + _rope.sources(b)))
     outputs = [q.root, k.root]
-    where = _rope.placement(view, inputs, outputs, max(outputs))
-    if isinstance(where, Refusal):
-        return where
+    if place(inputs, outputs, max(outputs), view.regions) is None:
+        return Refusal(max(outputs), *_rope.REGION)
 
     def rewrite() -> tuple[Node, list[Node]]:
-        again = _rope.placement(view, inputs, outputs, max(outputs))
-        assert not isinstance(again, Refusal)
-        anchor, moved = again
-        build = Builder(view.graph, view.fake_mode, anchor, q.root)
+        where = place(inputs, outputs, max(outputs), view.regions)
+        assert where is not None
+        anchor, moved = where
+        build = Builder(view.graph, view.fake_mode, anchor, q.root, view.regions)
         node = build(
             torch.ops.megacpp.rope_qk.default,
             _rope.whole_head(build, a, order), _rope.whole_head(build, b, order),

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
-
 import torch
 from torch import fx
 from torch.fx import Node
 
-from megacpp_compile.graph_edit import regions, value
+from megacpp_compile.graph_edit import regions, same_size, value
 from megacpp_compile.recognise.attention import Reader, readers
 from megacpp_compile.recognise.lanes import NONE, LaneInterpreter, Lanes
 from megacpp_compile.recognise.linear import is_projection
@@ -19,6 +17,7 @@ from megacpp_compile.recognise.views import is_outer_view, lane_slice
 
 aten = torch.ops.aten
 _VIEWS = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
+_TRACED = {*_VIEWS, aten.transpose.int, aten.permute.default, aten.clone.default, aten._to_copy.default}
 # Nodes that can finish a rotation: they put two terms or two runs of lanes together.
 _COMBINERS = {
     aten.cat.default,
@@ -31,7 +30,7 @@ _COMBINERS = {
     *_VIEWS,
 }
 # Computing these again would cost; reading them twice is free.
-_FREE = {aten._to_copy.default, aten.clone.default, aten.alias.default, aten.contiguous.default, aten.expand.default}
+_FREE = {aten._to_copy.default, aten.type_as.default, aten.clone.default, aten.alias.default, aten.contiguous.default, aten.expand.default, aten.broadcast_to.default}
 
 
 @dataclasses.dataclass
@@ -89,13 +88,8 @@ class Heads:
 def activations(graph: fx.Graph, weights: frozenset[Node]) -> set[Node]:
     """Nodes computed from weights, i.e. by the model's layers; the rest are tables, positions and masks."""
     found = set(weights)
-    shape_only = {
-        aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.empty_like.default,
-        aten.zeros_like.default, aten.ones_like.default, aten.new_full.default, aten.full_like.default,
-        aten.sym_size.int,
-    }  # fmt: skip
     for node in graph.nodes:
-        if node.target in shape_only:
+        if node.target in _SHAPE_ONLY:
             # A buffer to be filled belongs to what is written into it.
             if isinstance(v := value(node), torch.Tensor) and v.is_floating_point() and node.target in _FILLED:
                 found.add(node)
@@ -107,6 +101,12 @@ def activations(graph: fx.Graph, weights: frozenset[Node]) -> set[Node]:
     return found
 
 
+# Ops that read a tensor's shape and dtype, not its values.
+_SHAPE_ONLY = {
+    aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.empty_like.default,
+    aten.zeros_like.default, aten.ones_like.default, aten.new_full.default, aten.full_like.default,
+    aten.new_empty_strided.default, aten.sym_size.int,
+}  # fmt: skip
 _FILLED = {
     aten.new_empty.default, aten.empty.memory_format, aten.empty_like.default, aten.new_zeros.default,
     aten.zeros.default, aten.zeros_like.default, aten.new_empty_strided.default, aten.empty_permuted.default,
@@ -116,41 +116,64 @@ _FILLED = {
 def find_heads(graph: fx.Graph, weights: frozenset[Node]) -> Heads:
     """Every RoPE'd head, outermost form: the concat with the unrotated lanes where there is one."""
     acts = activations(graph, weights)
-    stops: frozenset[Node] = frozenset()
-    for _ in range(2):
-        it = LaneInterpreter(acts, stops)
-        heads, near, split = _scan(graph, it, acts)
-        if not split - stops:
-            break
-        stops |= split
+    it = LaneInterpreter(acts)
+    heads, near = _scan(graph, it, acts)
+    # A view that ends in (2, d) is two heads or the two halves of one; only what follows tells, so try both.
+    split = frozenset(n for n in graph.nodes if n in acts and _splits_heads(n))
+    if split:
+        other = LaneInterpreter(acts, split)
+        again = _scan(graph, other, acts)
+        if _joined(again[0]) > _joined(heads):
+            it, (heads, near) = other, again
     return _finish(graph, it, heads, near)
+
+
+def _joined(heads: list[tuple[Node, Rotation]]) -> tuple[int, int]:
+    return sum(r.nope is not None for _, r in heads), len(heads)
 
 
 def _scan(
     graph: fx.Graph, it: LaneInterpreter, acts: set[Node]
-) -> tuple[list[tuple[Node, Rotation]], list[tuple[Node, NoRotation]], frozenset[Node]]:
-    heads, near, covered, split = [], [], set[Node](), set[Node]()
+) -> tuple[list[tuple[Node, Rotation]], list[tuple[Node, NoRotation]]]:
+    heads, near, covered = [], [], set[Node]()
     for node in reversed(graph.nodes):
         if node.target not in _COMBINERS or node not in acts or node in covered:
             continue
         lanes = it(node)
         if lanes is None or it.opaque(node) or not any((t.tab != NONE).any() for t in lanes.terms):
             continue
-        if lanes.kinds.count("l") > 1 and not lanes.complex:
-            split |= {n for n in it.cone(node) if n.target in _VIEWS and _splits_heads(n)}
         rotation = read_rotation(it, lanes)
         if isinstance(rotation, Rotation):
             heads.append((node, rotation))
             covered |= it.cone(node)
         elif rotation.near:
             near.append((node, rotation))
-    return heads[::-1], near[::-1], frozenset(split)
+    return heads[::-1], near[::-1]
 
 
 def _splits_heads(node: Node) -> bool:
-    """A view that ends in (2, d): two heads, or the two halves of one; which of them only the context tells."""
-    old, new = value(node.args[0]).shape, value(node).shape
-    return len(new) > len(old) and len(new) >= 2 and new[-2] == 2 and isinstance(new[-1], int) and new[-1] > 2
+    """A view that ends in (2, d), before any other that splits: two heads, rather than the two halves of one."""
+    if not _splits(node):
+        return False
+    while True:
+        cut = lane_slice(node)
+        if cut is None and node.target not in _TRACED:
+            return True
+        node = cut[0] if cut is not None else node.args[0]  # type: ignore[assignment]
+        if _splits(node) or _head_view(node):
+            return False
+
+
+def _splits(node: Node) -> bool:
+    if node.target not in _VIEWS:
+        return False
+    new, old = ([n for n in value(x).shape if not (isinstance(n, int) and n == 1)] for x in (node, node.args[0]))
+    return len(new) > len(old) and new[-2] == 2 and isinstance(new[-1], int) and new[-1] > 2
+
+
+def _head_view(node: Node) -> bool:
+    """A view that takes the last dimension apart, into however many heads."""
+    return node.target in _VIEWS and not same_size(value(node).shape[-1], value(node.args[0]).shape[-1])
 
 
 def _finish(
@@ -169,11 +192,10 @@ def _finish(
             found.append(head)
         else:
             missed.append(NearHead(*refusal, head.role(), rotation.nope is not None))
-    # Of nested near misses the outermost speaks, and none that merely contains, or is part of, a head.
+    # Of nested near misses the outermost speaks, and none that is part of a head.
     for node, why in reversed(near):
-        cone = it.cone(node)
-        if not cone & used:
-            used |= cone
+        if node not in used:
+            used |= it.cone(node)
             sides = {r.side for r in readers(node)}
             role = "q" if sides & {"q", "0"} else "k" if sides & {"k", "1"} else ""
             missed.append(NearHead(node, why.tag, why.reason, role, _has_plain_lanes(it(node))))
@@ -221,11 +243,19 @@ def _legal(
             return node, "region", "part of it runs under another grad or autocast mode"
         computed = node.target not in _FREE and not is_outer_view(node) and lane_slice(node) is None
         if computed and node is not root and node.target in (aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor):
-            outside = [u for u in node.users if u not in cone]
+            outside = [u for u in node.users if u not in cone and u.target not in _SHAPE_ONLY]
             if outside:
                 return node, "escapes", f"an intermediate is used elsewhere too ({outside[0].name})"
+    nope, rope = rotation.nope, rotation.rope
+    if nope is not None and nope.source == rope.source:
+        ends = {nope.start + nope.width - rope.start, rope.start + rope.width - nope.start}
+        if 0 not in ends:
+            return root, "rope-place", "the rotated and the other lanes are not neighbours in their tensor"
     outer = [s for s, k in zip(lanes.sizes, lanes.kinds, strict=True) if k == "o"]
-    main = rotation.nope or rotation.rope
+    tables = (rotation.cos.source, rotation.sin.source)
+    if all(d < 0 for t in tables for d in t.dims) and not any(isinstance(s, int) and s == 1 for s in outer):
+        return root, "table-length", "one table row serves every position"
+    main = nope or rope
     for size, dim in zip(outer, main.source.dims, strict=True):
         if dim < 0 and not (isinstance(size, int) and size == 1):
             return root, "broadcast", "the unrotated lanes are broadcast over a leading dimension"
@@ -248,7 +278,3 @@ def from_projection(part: Part) -> bool:
     """Whether a head's lanes come straight from a linear (or from outside the graph)."""
     node = _origin(part.source.node)
     return node.op == "placeholder" or is_projection(node) or "megacpp" in str(node.target) or "getitem" in node.name
-
-
-def users_of(node: Node) -> Iterator[Node]:
-    yield from node.users

@@ -94,6 +94,7 @@ class _Opaque(Exception):
 
 _ATTENTION_FREE_CASTS = {aten._to_copy.default, aten.to.dtype}
 _SAME = {
+    aten.type_as.default,
     aten.clone.default,
     aten.alias.default,
     aten.contiguous.default,
@@ -144,8 +145,8 @@ class LaneInterpreter:
                     continue
                 seen.add(n)
                 order.append(n)
-                if n.target in _RULES and n not in self.stops and not self._is_table(n):
-                    stack.extend(a for a in n.all_input_nodes)
+                if (n.target in _RULES or _multi(n)) and n not in self.stops and not self._is_table(n):
+                    stack.extend(n.all_input_nodes)
             for n in sorted(order):
                 self._memo[n] = self._evaluate(n)
             result = self._memo[node]
@@ -163,7 +164,8 @@ class LaneInterpreter:
             if n in found or n not in self.activations or self.opaque(n) or self._memo.get(n) is None and not _multi(n):
                 continue
             found.add(n)
-            stack.extend(n.all_input_nodes)
+            if n.target not in _EMPTY:  # its argument lends shape and dtype only
+                stack.extend(n.all_input_nodes)
         return found
 
     def source_id(self, source: Source) -> int:
@@ -481,7 +483,7 @@ def _squeeze(it: LaneInterpreter, node: Node) -> Lanes:
     return x
 
 
-@_rule(aten.expand.default)
+@_rule(aten.expand.default, aten.broadcast_to.default)
 def _expand(it: LaneInterpreter, node: Node) -> Lanes:
     x = it.get(node.args[0])
     sizes = tuple(value(node).shape)

@@ -9,6 +9,7 @@ Source: https://arxiv.org/abs/1910.07467, eq. 4.
 from __future__ import annotations
 
 import dataclasses
+import operator
 from typing import Any
 
 import torch
@@ -63,7 +64,8 @@ def _match(node: Node) -> RmsNorm | None:
     while is_cast(node) or node.target in (aten.contiguous.default, aten.clone.default):
         internal.add(node)
         node = node.args[0]  # type: ignore[assignment]
-    if node.target in (aten.layer_norm.default, aten.native_layer_norm.default):
+    inner = node.args[0] if node.target is operator.getitem else node
+    if isinstance(inner, Node) and inner.target in (aten.layer_norm.default, aten.native_layer_norm.default):
         raise _Refuse(node, "layer-norm", "LayerNorm subtracts the mean; only RMSNorm can be computed again this way")
     if node.target is aten.rms_norm.default:
         return _whole(top, node, internal)
@@ -107,7 +109,15 @@ def _match(node: Node) -> RmsNorm | None:
         _check_gain(gain, width)
     internal.discard(x)
     internal.add(top)
+    bits = _bits(x)
+    for n in sorted(internal):
+        if isinstance(value(n), torch.Tensor) and n is not top and _bits(n) < bits:
+            raise _Refuse(n, "precision", f"computed in {value(n).dtype}, lower than its operand's precision")
     return RmsNorm(top, x, eps, gains, scale, internal)
+
+
+def _bits(node: Node) -> int:
+    return torch.finfo(value(node).dtype).bits
 
 
 def _whole(top: Node, node: Node, internal: set[Node]) -> RmsNorm:

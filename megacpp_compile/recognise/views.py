@@ -13,7 +13,7 @@ from megacpp_compile.graph_edit import Builder, same_size, value
 aten = torch.ops.aten
 _RESHAPES = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
 _IDENTITIES = {aten.alias.default, aten.clone.default, aten.contiguous.default, aten.lift_fresh_copy.default}
-_CASTS = {aten._to_copy.default, aten.to.dtype}
+_CASTS = {aten._to_copy.default, aten.to.dtype, aten.type_as.default}
 
 
 def is_cast(node: Node) -> bool:

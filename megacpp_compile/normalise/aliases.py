@@ -1,0 +1,44 @@
+"""Ops that are other names of ops: `concat`, `multiply`, `swapaxes` become `cat`, `mul`, `transpose`.
+
+Before: `concat([a, b], -1)`          After: `cat([a, b], -1)`
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+_NAMES = {
+    "concat.default": "cat.default",
+    "concatenate.default": "cat.default",
+    "multiply.Tensor": "mul.Tensor",
+    "multiply.Scalar": "mul.Scalar",
+    "divide.Tensor": "div.Tensor",
+    "divide.Scalar": "div.Scalar",
+    "true_divide.Tensor": "div.Tensor",
+    "true_divide.Scalar": "div.Scalar",
+    "subtract.Tensor": "sub.Tensor",
+    "negative.default": "neg.default",
+    "swapaxes.default": "transpose.int",
+    "swapdims.default": "transpose.int",
+    "linalg_matmul.default": "matmul.default",
+}
+
+
+def _overload(name: str) -> object:
+    packet, overload = name.split(".")
+    return getattr(getattr(aten, packet, None), overload, None)
+
+
+ALIASES = {old: _overload(new) for name, new in _NAMES.items() if (old := _overload(name)) is not None}
+
+
+def aliases(graph: fx.Graph) -> int:
+    """Rename in place; returns how many. Schemas agree, so arguments stay as they are."""
+    count = 0
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target in ALIASES:
+            node.target = ALIASES[node.target]
+            count += 1
+    return count
