@@ -85,7 +85,8 @@ def main() -> int:
         except ImportError:
             sys.exit("megacpp_compile is not installed: pip install -e .  (or pass --backend inductor)")
         print("explaining: compiles the model once, without training it", file=sys.stderr, flush=True)
-        print(megacpp_compile.explain(tiny_deepseek_v3(args.layers, args.seed).to(args.device), **inputs))
+        model = tiny_deepseek_v3(args.layers, args.seed).to(args.device)
+        print(megacpp_compile.explain(model, input_ids=inputs["input_ids"], labels=inputs["labels"]))
         torch._dynamo.reset()  # the model below is compiled afresh
 
     print(f"training {args.steps} steps in eager, then with {args.backend}", file=sys.stderr, flush=True)

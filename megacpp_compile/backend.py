@@ -93,7 +93,7 @@ class Analysis:
         """Nothing was rewritten after all."""
         log.logger.warning("frame %s compiled by Inductor alone: %s", self.frame.name, reason)
         self.frame.captured, self.frame.reason, self.outcome = False, reason, None
-        self.frame.passes = {name: 0 for name in self.frame.passes}
+        self.frame.passes = dict.fromkeys(self.frame.passes, 0)
 
 
 def analyse(gm: GraphModule, example_inputs: Sequence[Any], config: Config, target: str) -> Analysis:
@@ -132,9 +132,7 @@ def analyse(gm: GraphModule, example_inputs: Sequence[Any], config: Config, targ
     return Analysis(frame, captured, outcome)
 
 
-def _rewrite(
-    captured: Captured, example_inputs: Sequence[Any], config: Config, target: str, grad: bool
-) -> Outcome:
+def _rewrite(captured: Captured, example_inputs: Sequence[Any], config: Config, target: str, grad: bool) -> Outcome:
     normalise(captured.gm.graph, captured.fake_mode)
     captured.gm.recompile()
     log.graph("captured", captured.gm)

@@ -102,9 +102,11 @@ def capture(gm: GraphModule, example_inputs: Sequence[Any]) -> Captured:
     except CaptureError:
         raise
     except Exception as error:  # whatever tracing can't do, plain Inductor may
-        raise CaptureError(f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0][:200]}") from error
+        raise CaptureError(
+            f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0][:200]}"
+        ) from error
     assert isinstance(exported, GraphModule)
-    _restore_interface(exported, gm, signature, dict(buffers))
+    _restore_interface(exported, signature, dict(buffers))
     originals = [n for n in gm.graph.nodes if n.op == "placeholder"]
     copies = [n for n in exported.graph.nodes if n.op == "placeholder"]
     if len(originals) != len(copies):
@@ -130,7 +132,7 @@ def _inherit(old: Node, new: Node) -> None:
     new.meta["dynamo_name"] = old.name
 
 
-def _restore_interface(gm: GraphModule, original: GraphModule, signature: Any, buffers: dict[str, torch.Tensor]) -> None:
+def _restore_interface(gm: GraphModule, signature: Any, buffers: dict[str, torch.Tensor]) -> None:
     """Lifted buffers become attributes again, writes to inputs a `copy_` epilogue, outputs Dynamo's own tuple."""
     graph = gm.graph
     placeholders = {n.name: n for n in graph.nodes if n.op == "placeholder"}

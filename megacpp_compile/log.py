@@ -7,7 +7,6 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-
 from torch._logging import trace_structured
 from torch.fx import GraphModule
 
@@ -38,6 +37,4 @@ def artifact(frame: Any, sites: Sequence[Any], misses: Sequence[Any]) -> None:
         whole.add(frame, sites, misses)
         return json.dumps(whole.to_dict())
 
-    trace_structured(
-        "artifact", metadata_fn=lambda: {"name": "megacpp_report", "encoding": "json"}, payload_fn=payload
-    )
+    trace_structured("artifact", metadata_fn=lambda: {"name": "megacpp_report", "encoding": "json"}, payload_fn=payload)

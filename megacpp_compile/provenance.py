@@ -25,7 +25,7 @@ def module_fqn(node: Node) -> str:
 
 
 def source_line(node: Node) -> str:
-    """"file.py:123, in forward: code" of the innermost frame outside torch's own modules."""
+    """ "file.py:123, in forward: code" of the innermost frame outside torch's own modules."""
     trace = node.meta.get("stack_trace") or ""
     frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)\n\s*(.*)', trace)
     for path, line, function, code in reversed(frames):

@@ -9,16 +9,13 @@ The compiler calls `emit_frame` once per frame; every `record()` that is open re
 
 from __future__ import annotations
 
-import io
 import json
-import math
-import shutil
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from .errors import ReportFormatError
 
@@ -164,9 +161,9 @@ class Report:
             "format": _FORMAT,
             "known_passes": list(self.known_passes),
             "counts": self.counts,
-            "frames": [_plain(frame) for frame in self.frames],
-            "sites": [_plain(site) for site in self.sites],
-            "misses": [_plain(miss) for miss in self.misses],
+            "frames": [plain(frame) for frame in self.frames],
+            "sites": [plain(site) for site in self.sites],
+            "misses": [plain(miss) for miss in self.misses],
         }
 
     def to_json(self, indent: int | None = None) -> str:
@@ -192,15 +189,15 @@ class Report:
     def summary(self) -> str:
         """One line: frames, sites, misses, bytes saved for backward."""
         captured = sum(frame.captured for frame in self.frames)
-        text = f"{captured} of {_plural(len(self.frames), 'frame')} captured, "
-        text += f"{_plural(len(self.sites), 'site')} fused, {_plural(len(self.misses), 'near miss', 'near misses')}"
+        text = f"{captured} of {plural(len(self.frames), 'frame')} captured, "
+        text += f"{plural(len(self.sites), 'site')} fused, {plural(len(self.misses), 'near miss', 'near misses')}"
         known = [(s.saved_before, s.saved_after) for s in self.sites]
         both = [(before, after) for before, after in known if before is not None and after is not None]
         if both:
             before, after = (sum(column) for column in zip(*both, strict=True))
             text += f", saved for backward {bytes_text(before)} → {bytes_text(after)}"
             if len(both) < len(known):
-                text += f" over the {_plural(len(both), 'site')} where known"
+                text += f" over the {plural(len(both), 'site')} where known"
         return text
 
     def render(self, width: int | None = None) -> str:
@@ -209,12 +206,9 @@ class Report:
         Args:
             width: columns to fold rich's tables to; the terminal's, at least 100, when None.
         """
-        sections = [section for section in (_fused(self), _missed(self), _compiled(self)) if section.rows]
-        try:
-            body = _rich_text(sections, width or max(100, shutil.get_terminal_size((160, 24)).columns))
-        except ImportError:
-            body = _plain_text(sections)
-        return f"{body}megacpp: {self.summary()}"
+        from megacpp_compile.report_table import tables
+
+        return f"{tables(self, width)}megacpp: {self.summary()}"
 
     def __str__(self) -> str:
         return self.render()
@@ -263,10 +257,15 @@ def bytes_text(n: int | None) -> str:
     return f"{text.rstrip('0').rstrip('.') if digits else text} {unit}"
 
 
+def plural(count: int, one: str, many: str | None = None) -> str:
+    """ "1 frame", "2 frames"."""
+    return f"{count} {one if count == 1 else many or one + 's'}"
+
+
 # JSON
 
 
-def _plain(item: Site | Miss | Frame) -> dict[str, Any]:
+def plain(item: Site | Miss | Frame) -> dict[str, Any]:
     values = {f.name: getattr(item, f.name) for f in fields(item) if not f.name.startswith("_")}
     return {"pass" if name == "pass_name" else name: v for name, v in values.items()}
 
@@ -276,125 +275,3 @@ Item = TypeVar("Item", Site, Miss, Frame)
 
 def _from_plain(cls: type[Item], values: dict[str, Any]) -> Item:
     return cls(**{"pass_name" if name == "pass" else name: value for name, value in values.items()})
-
-
-# Tables
-
-
-class _Section(NamedTuple):
-    title: str
-    headers: tuple[str, ...]
-    rows: Sequence[tuple[str, ...]]
-
-
-def _plural(count: int, one: str, many: str | None = None) -> str:
-    return f"{count} {one if count == 1 else many or one + 's'}"
-
-
-def _fused(report: Report) -> _Section:
-    rows = []
-    for fqn, site, count in _grouped(report.sites):
-        lowering = site.effective
-        if site.requested != site.effective:
-            lowering = f"{site.requested} → {site.effective}" + (f" ({site.reason})" if site.reason else "")
-        unknown = site.saved_before is None and site.saved_after is None
-        saved = "-" if unknown else f"{bytes_text(site.saved_before)} → {bytes_text(site.saved_after)}"
-        rows.append((site.pass_name, _times(fqn, count), site.source or "-", site.op, lowering, saved))
-    return _Section("fused", ("pass", "module", "source", "op", "lowering", "saved for backward, each"), rows)
-
-
-def _missed(report: Report) -> _Section:
-    rows = []
-    for fqn, miss, count in _grouped(report.misses):
-        reason = f"{miss.reason} [{miss.tag}]"
-        rows.append((miss.pass_name, _times(fqn, count), miss.source or "-", miss.node or "-", reason))
-    return _Section("nearest misses", ("pass", "module", "source", "first node", "reason"), rows)
-
-
-def _compiled(report: Report) -> _Section:
-    rows = []
-    for frame in report.frames:
-        outcome = "captured" if frame.captured else f"fell back: {frame.reason}"
-        mode = "training" if frame.grad else "inference"
-        fired = ", ".join(f"{name} {count}" for name, count in frame.passes.items() if count)
-        seconds = f"{sum(frame.seconds.values()):.2f} s" if frame.seconds else "-"
-        rows.append(
-            (str(frame.index), frame.name, outcome, fired or "-", str(frame.nodes), frame.target, mode, seconds)
-        )
-    return _Section("frames", ("#", "name", "outcome", "fired", "nodes", "target", "mode", "time"), rows)
-
-
-def _times(text: str, count: int) -> str:
-    return f"{text or '(unresolved)'} ×{count}" if count > 1 else text or "(unresolved)"
-
-
-Member = TypeVar("Member", Site, Miss)
-
-
-def _grouped(items: Sequence[Member]) -> Iterator[tuple[str, Member, int]]:
-    """(module pattern, first of the group, size) of items that differ only in the numbers of their module."""
-    groups: dict[tuple[Any, ...], list[Member]] = {}
-    for item in items:
-        skeleton = tuple("#" if part.isdecimal() else part for part in item.fqn.split("."))
-        rest = tuple(value for key, value in _plain(item).items() if key not in ("fqn", "node", "frame"))
-        groups.setdefault((skeleton, rest), []).append(item)
-    for members in groups.values():
-        yield from _merged(members)
-
-
-def _merged(items: Sequence[Member]) -> Iterator[tuple[str, Member, int]]:
-    numbers = [tuple(int(part) for part in item.fqn.split(".") if part.isdecimal()) for item in items]
-    columns = [sorted(set(column)) for column in zip(*numbers, strict=True)]
-    if len(set(numbers)) < math.prod(map(len, columns)):
-        # "{0..1}.experts.{0..3}" would claim modules that are not among the items.
-        varying = next(i for i, column in enumerate(columns) if len(column) > 1)
-        for value in columns[varying]:
-            yield from _merged([item for item, n in zip(items, numbers, strict=True) if n[varying] == value])
-        return
-    ranges = iter(columns)
-    parts = [_range_text(next(ranges)) if part.isdecimal() else part for part in items[0].fqn.split(".")]
-    yield ".".join(parts), items[0], len(items)
-
-
-def _range_text(numbers: Sequence[int]) -> str:
-    """Sorted distinct numbers as `7`, `{0..23}` or `{0..2,7}`."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    text = ",".join(str(first) if first == last else f"{first}..{last}" for first, last in runs)
-    return text if len(numbers) == 1 else f"{{{text}}}"
-
-
-def _rich_text(sections: Sequence[_Section], width: int) -> str:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    sink = io.StringIO()
-    console = Console(file=sink, width=width, color_system=None, force_terminal=False, force_jupyter=False)
-    for section in sections:
-        table = Table(title=section.title, title_justify="left", title_style="", box=box.SIMPLE_HEAD, pad_edge=False)
-        for header, *cells in zip(section.headers, *section.rows, strict=True):
-            # A module name broken over two lines cannot be searched for; other columns give way to it.
-            whole = header == "module" and max(map(len, cells)) <= width // 3
-            table.add_column(header, overflow="fold", no_wrap=whole)
-        for row in section.rows:
-            table.add_row(*map(Text, row))  # Text: the brackets of a code line are no markup
-        console.print(table)
-    return "".join(f"{line.rstrip()}\n" for line in sink.getvalue().splitlines())
-
-
-def _plain_text(sections: Sequence[_Section]) -> str:
-    lines = []
-    for section in sections:
-        table = [section.headers, *section.rows]
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        table.insert(1, tuple("-" * width for width in widths))
-        lines.append(section.title)
-        lines += ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
-        lines.append("")
-    return "".join(f"{line}\n" for line in lines)

@@ -10,7 +10,7 @@ from torch.fx import GraphModule, Node
 
 
 def between(gm: GraphModule, inputs: Sequence[Node], outputs: Sequence[Node]) -> tuple[GraphModule, list[Node]]:
-    """(module, its inputs): computes `outputs` from `inputs`, and from whatever else of the graph's inputs they need."""
+    """(module, its inputs): computes `outputs` from `inputs`, and whatever other graph inputs they need."""
     keep, stack, border = set[Node](), list(outputs), set(inputs)
     while stack:
         node = stack.pop()

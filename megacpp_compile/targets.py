@@ -12,7 +12,7 @@ from megacpp_compile.errors import TargetUnavailableError
 
 
 def resolve_target(wanted: str, example_inputs: Sequence[Any]) -> str:
-    """"cpu", "cuda" or "tpu": `wanted`, or for "auto" where the frame's tensors are.
+    """ "cpu", "cuda" or "tpu": `wanted`, or for "auto" where the frame's tensors are.
 
     Raises TargetUnavailableError where `wanted` can't be compiled for here.
     """

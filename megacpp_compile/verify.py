@@ -62,7 +62,10 @@ def compare(
         cotangents = [torch.randn(o.shape, generator=generator).to(o) for o in out]
         diff = [x for x in leaves if isinstance(x, torch.Tensor) and x.requires_grad]
         with_grad = [(o, c) for o, c in zip(out, cotangents, strict=True) if o.requires_grad]
-        grads = torch.autograd.grad(*zip(*with_grad, strict=True), allow_unused=True, inputs=diff) if with_grad else []
+        grads: Sequence[torch.Tensor | None] = []
+        if with_grad:
+            outs, weights = zip(*with_grad, strict=True)
+            grads = torch.autograd.grad(outs, diff, weights, allow_unused=True)
         named = {f"output {n.name}": o for n, o in zip(plain, out, strict=True)}
         names = [n.name for n, x in zip(order, leaves, strict=True) if isinstance(x, torch.Tensor) and x.requires_grad]
         named.update({f"gradient of {n}": g for n, g in zip(names, grads, strict=True) if g is not None})

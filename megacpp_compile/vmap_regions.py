@@ -71,7 +71,9 @@ def _values(gm: GraphModule, fakes: Sequence[Any]) -> dict[Node, Any]:
     return dict(zip(holders, fakes, strict=True))
 
 
-def _resolve(gm: GraphModule, nodes: list[Node], graph: fx.Graph, env: dict[Node, Any], values: dict[Node, Any]) -> None:
+def _resolve(
+    gm: GraphModule, nodes: list[Node], graph: fx.Graph, env: dict[Node, Any], values: dict[Node, Any]
+) -> None:
     members = set(nodes)
     inputs = list(dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in members))
     outputs = [n for n in nodes if any(u not in members for u in n.users)]

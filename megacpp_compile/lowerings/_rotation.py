@@ -1,7 +1,7 @@
 """The rotation all RoPE ops share: pairs of lanes turned by an angle, as two multiply-adds.
 
-Layouts. A head of `r` rotated lanes holds `r/2` pairs. *half*: pair `i` sits in lanes `(i, i + r/2)`; *interleaved*: in
-lanes `(2i, 2i+1)`. Input and output may differ: DeepSeek-V3 checkpoints store interleaved pairs and models write halves.
+Layouts. A head of `r` rotated lanes holds `r/2` pairs. *half*: pair `i` sits in lanes `(i, i + r/2)`; *interleaved*:
+in lanes `(2i, 2i+1)`. Input and output may differ: DeepSeek-V3's weights give interleaved pairs, models write halves.
 
 Tables are `r/2` wide (one angle a pair) or `r` wide (one entry for every *output* lane).
 Source: RoFormer, https://arxiv.org/abs/2104.09864, eq. 34.
@@ -33,7 +33,14 @@ def _table(table: Tensor, rope_dim: int, interleaved_out: bool, dtype: torch.dty
 
 
 def rotate(
-    x: Tensor, cos: Tensor, sin: Tensor, *, interleaved_in: bool, interleaved_out: bool, inverse: bool, dtype: torch.dtype
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    interleaved_in: bool,
+    interleaved_out: bool,
+    inverse: bool,
+    dtype: torch.dtype,
 ) -> Tensor:
     """Rotate the last dimension of `x`; `inverse` applies the transpose, which is the gradient of the rotation.
 

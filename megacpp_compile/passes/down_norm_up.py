@@ -203,7 +203,8 @@ def _rests(norm: RmsNorm, down: Linear, start: int, size: int) -> list[tuple[Nod
     """[(node, chain from the down-projection)] for every reader of the lanes that are not normed."""
     total = down.out_features
     lo, hi = (0, start) if start else (size, total)
-    rests, stack = [], [(down.node, 0, total, [])]
+    rests: list[tuple[Node, list[Node]]] = []
+    stack: list[tuple[Node, int, int, list[Node]]] = [(down.node, 0, total, [])]
     while stack:
         node, at, width, chain = stack.pop()
         for user in node.users:

@@ -1,7 +1,7 @@
 """Keys of multi-latent attention: the up-projected latent with one rotated, shared row behind every head.
 
-Before: `k_nope, v = kv.split([n, d], -1); k = cat((k_nope, rope(k_pe, cos, sin).expand(heads)), -1)`, or written into an
-        empty tensor slice by slice, in any spelling of RoPE
+Before: `k_nope, v = kv.split([n, d], -1); k = cat((k_nope, rope(k_pe, cos, sin).expand(heads)), -1)`, or written
+        into an empty tensor slice by slice, in any spelling of RoPE
 After:  `k, v = megacpp.mla_rope_kv(kv, k_pe, cos, sin, n, interleaved_in, interleaved_out, rope_first, dtype)`
 
 Safe for the reason `mla_rope_q` is. V belongs to the op so that backward writes one gradient for kv, without a concat.

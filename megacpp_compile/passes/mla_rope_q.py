@@ -65,7 +65,11 @@ def _reads_mla_keys(view: GraphView, head: Head) -> bool:
         theirs = other.rotation
         if is_mla_key(view, other) and not view.heads.partners(other):
             same = mine.cos.source.node is theirs.cos.source.node or mine.cos.width == theirs.cos.width
-            if same and mine.rope.width == theirs.rope.width and value(head.root).shape[-1] == value(other.root).shape[-1]:
+            if (
+                same
+                and mine.rope.width == theirs.rope.width
+                and value(head.root).shape[-1] == value(other.root).shape[-1]
+            ):
                 return True
     return False
 

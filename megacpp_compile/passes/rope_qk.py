@@ -1,9 +1,10 @@
 """RoPE of ordinary (grouped-query) attention: queries and keys of one score product, rotated by the same tables.
 
-Before: `q, k = rope(q, cos, sin), rope(k, cos, sin)` in any spelling, over the whole head or its leading or trailing lanes
+Before: `q, k = rope(q, cos, sin), rope(k, cos, sin)` in any spelling, over the whole head or lanes at one end of it
 After:  `q, k = megacpp.rope_qk(q, k, cos, sin, nope_dim, interleaved_in, interleaved_out, rope_first, inverse, dtype)`
 
-Safe for the reason `mla_rope_q` is. Refused: queries and keys with different tables or layouts; a rotation that escapes.
+Safe for the reason `mla_rope_q` is.
+Refused: queries and keys with different tables or layouts; a rotation that escapes.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def readers(root: Node) -> list[Reader]:
                     found.append(Reader(user, side))
             elif user.target in _PRODUCTS:
                 operands = user.args[1] if user.target is aten.einsum.default else user.args
-                operands = operands[-2:]  # type: ignore[index]  baddbmm's first operand is added, not multiplied
+                operands = operands[-2:]  # baddbmm's first operand is added, not multiplied
                 for i, a in enumerate(operands):
                     if a is node:
                         found.append(Reader(user, str(i)))

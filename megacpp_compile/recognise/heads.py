@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+
 import torch
 from torch import fx
 from torch.fx import Node
 
 from megacpp_compile.graph_edit import regions, same_size, value
 from megacpp_compile.recognise.attention import Reader, readers
-from megacpp_compile.recognise.lanes import NONE, LaneInterpreter, Lanes
+from megacpp_compile.recognise.lane_interpreter import LaneInterpreter
+from megacpp_compile.recognise.lanes import NONE, Lanes
 from megacpp_compile.recognise.linear import is_projection
 from megacpp_compile.recognise.rotation import NoRotation, Part, Rotation, read_rotation
 from megacpp_compile.recognise.views import is_outer_view, lane_slice
@@ -30,7 +32,15 @@ _COMBINERS = {
     *_VIEWS,
 }
 # Computing these again would cost; reading them twice is free.
-_FREE = {aten._to_copy.default, aten.type_as.default, aten.clone.default, aten.alias.default, aten.contiguous.default, aten.expand.default, aten.broadcast_to.default}
+_FREE = {
+    aten._to_copy.default,
+    aten.type_as.default,
+    aten.clone.default,
+    aten.alias.default,
+    aten.contiguous.default,
+    aten.expand.default,
+    aten.broadcast_to.default,
+}
 
 
 @dataclasses.dataclass
@@ -53,7 +63,7 @@ class Head:
         return self.rotation.nope or self.rotation.rope
 
     def role(self) -> str:
-        """"q", "k", or "" where the graph does not tell."""
+        """ "q", "k", or "" where the graph does not tell."""
         sides = {r.side for r in self.readers}
         return "q" if sides & {"q", "0"} else "k" if sides & {"k", "1"} else ""
 

@@ -6,7 +6,7 @@ A rotated pair `(y1, y2)` of source lanes `(p, q)` reads
     y2 = x[q] * cos + x[p] * sin
 
 with one cos and one sin table throughout. Everything about the layout (half-split or interleaved pairs, before and
-after; table width; which end of the head turns) is read off, not assumed; what fits none of it is refused with a reason.
+after; table width; which end of the head turns) is read off, not assumed; what fits none of it is refused.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import dataclasses
 
 import numpy as np
 
-from megacpp_compile.recognise.lanes import NONE, LaneInterpreter, Lanes, Source
+from megacpp_compile.recognise.lane_interpreter import LaneInterpreter
+from megacpp_compile.recognise.lanes import NONE, Lanes, Source
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +72,7 @@ def read_rotation(it: LaneInterpreter, lanes: Lanes) -> Rotation | NoRotation:
     lane = np.stack([t.lane for t in lanes.terms])
     tlane = np.stack([t.tlane for t in lanes.terms])
     count = live.sum(0)
-    turned = (tab >= 0).any(0)
+    turned = np.asarray((tab >= 0).any(0))
     if not turned.any():
         return NoRotation("no-table", "no lane is multiplied by a table", near=False)
     if (live & (src < 0)).any():
@@ -96,7 +97,7 @@ def read_rotation(it: LaneInterpreter, lanes: Lanes) -> Rotation | NoRotation:
         one = [np.take_along_axis(a[:, keep], pick, 0)[0] for a in (coef, src, lane)]
         run = _run(it, *one[1:])
         if run is None or (one[0] != 1).any():
-            return NoRotation("nope-lanes", "the lanes that are not rotated are not one run of one tensor, as they were")
+            return NoRotation("nope-lanes", "the other lanes are not one run of one tensor, unchanged")
         nope = run
     turn = _pairs(it, c, s, ln, tb, tl)
     if isinstance(turn, NoRotation):
@@ -131,7 +132,11 @@ def _pairs(
                 continue
             if _row(lane[:, y1], q) is None or _row(lane[:, y2], p) is None:
                 continue
-            return _tables(it, coef, tab, tlane, (y1, own1), (y2, own2), base, int(src.flat[0]), interleaved_in, interleaved_out)
+            turn = _tables(it, coef, tab, tlane, (y1, own1), (y2, own2), interleaved_out)
+            if isinstance(turn, NoRotation):
+                return turn
+            rope = Part(it.sources[int(src.flat[0])], base, r)
+            return Rotation(None, rope, *turn, interleaved_in, interleaved_out, False)
     return NoRotation("pairing", "the lanes are paired neither as halves nor interleaved")
 
 
@@ -152,13 +157,10 @@ def _tables(
     tlane: np.ndarray,
     first: tuple[np.ndarray, np.ndarray],
     second: tuple[np.ndarray, np.ndarray],
-    base: int,
-    src: int,
-    interleaved_in: bool,
     interleaved_out: bool,
-) -> Rotation | NoRotation:
+) -> tuple[Table, Table] | NoRotation:
+    """(cos, sin) of pairs given as (output lanes, row of the term that reads the lane's own side) for both sides."""
     (y1, own1), (y2, own2) = first, second
-    r = coef.shape[1]
 
     def at(a: np.ndarray, lanes: np.ndarray, row: np.ndarray) -> np.ndarray:
         return a[row, lanes]
@@ -182,8 +184,7 @@ def _tables(
         return NoRotation("table-order", "the table entries are not in the order of the lanes")
     if sin_sign[0] == {1.0}:
         sin = dataclasses.replace(sin, negative=True)
-    rope = Part(it.sources[src], base, r)
-    return Rotation(None, rope, cos, sin, interleaved_in, interleaved_out, False)
+    return cos, sin
 
 
 def _entries(

@@ -15,6 +15,8 @@ from torch.fx import Node
 
 from megacpp_compile.graph_edit import same_size, value
 from megacpp_compile.recognise import lanes as L
+from megacpp_compile.recognise.lane_interpreter import LaneInterpreter
+from megacpp_compile.recognise.lane_rules.dims import as_lane, insert_outer
 
 aten = torch.ops.aten
 # Table views worth seeing through; anything else (casts, products, cos itself) makes the table it yields.
@@ -36,7 +38,7 @@ _SEE_THROUGH = {
 }
 
 
-def table_lanes(it: L.LaneInterpreter, table: Node, x: L.Lanes) -> list[L.Term]:
+def table_lanes(it: LaneInterpreter, table: Node, x: L.Lanes) -> list[L.Term]:
     """Entries of `table` over x's lane dimensions: one term, or (real, imaginary) for a complex table.
 
     Raises `_Opaque` where the shapes don't meet lane by lane.
@@ -47,7 +49,7 @@ def table_lanes(it: L.LaneInterpreter, table: Node, x: L.Lanes) -> list[L.Term]:
     return [seen if seen is not None else _direct(it, table, x, "")]
 
 
-def _direct(it: L.LaneInterpreter, table: Node, x: L.Lanes, part: str) -> L.Term:
+def _direct(it: LaneInterpreter, table: Node, x: L.Lanes, part: str) -> L.Term:
     """The table itself as source: its dimensions that meet lanes are its lane dimensions."""
     shape = value(table).shape
     offset = len(x.kinds) - len(shape)
@@ -60,17 +62,17 @@ def _direct(it: L.LaneInterpreter, table: Node, x: L.Lanes, part: str) -> L.Term
             dims.append(-1 if broadcast else own)
             continue
         if not broadcast and not same_size(size, x.sizes[dim]):
-            raise L._Opaque
+            raise L.Opaque
         lane_sizes.append(1 if broadcast else size)
         if not broadcast:
             lane_dims.append(own)
     if not lane_dims:
-        raise L._Opaque
+        raise L.Opaque
     sid = it.source_id(L.Source(table, tuple(dims), tuple(lane_dims), part))
-    return L._term(np.ones(lane_sizes), sid, np.arange(int(np.prod(lane_sizes))).reshape(lane_sizes))
+    return L.term(np.ones(lane_sizes), sid, np.arange(int(np.prod(lane_sizes))).reshape(lane_sizes))
 
 
-def _through(it: L.LaneInterpreter, table: Node, x: L.Lanes) -> L.Term | None:
+def _through(it: LaneInterpreter, table: Node, x: L.Lanes) -> L.Term | None:
     """The entries with views of the table resolved; None where that leads nowhere."""
     it.table_views = it.table_views or _ViewInterpreter(it)
     try:
@@ -78,24 +80,24 @@ def _through(it: L.LaneInterpreter, table: Node, x: L.Lanes) -> L.Term | None:
         if t is None or len(t.terms) != 1:
             return None
         while len(t.kinds) < len(x.kinds):
-            t = L._insert_outer(it, t, 0)
+            t = insert_outer(it, t, 0)
         for dim, kind in enumerate(x.kinds):
             if t.kinds[dim] != kind:
                 if kind == "o":
                     return None
-                t = L._as_lane(it, t, dim)
+                t = as_lane(it, t, dim)
             if kind == "l" and t.sizes[dim] not in (1, x.sizes[dim]):
                 return None
         term = t.terms[0]
         return None if (term.src < 0).any() else term
-    except L._Opaque:
+    except L.Opaque:
         return None
 
 
-class _ViewInterpreter(L.LaneInterpreter):
+class _ViewInterpreter(LaneInterpreter):
     """Reads views only, on the sources of the interpreter it serves."""
 
-    def __init__(self, host: L.LaneInterpreter) -> None:
+    def __init__(self, host: LaneInterpreter) -> None:
         super().__init__(set())
         self.sources, self._ids, self._numbering = host.sources, host._ids, host._numbering
 

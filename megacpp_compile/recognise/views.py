@@ -95,7 +95,8 @@ def lane_slice(node: Node) -> tuple[Node, int, int] | None:
 def consumers(node: Node, through: Any) -> list[tuple[Node, Node, list[Node]]]:
     """(user, the value it reads, chain from `node` to that value) for every use of `node` behind links `through`
     accepts."""
-    found, stack = [], [(node, [])]
+    found: list[tuple[Node, Node, list[Node]]] = []
+    stack: list[tuple[Node, list[Node]]] = [(node, [])]
     while stack:
         current, chain = stack.pop()
         for user in current.users:

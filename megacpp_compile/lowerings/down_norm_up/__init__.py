@@ -62,9 +62,7 @@ def down_norm_up_backward(
     size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     with no_autocast(x):
-        return reference.down_norm_up_backward(
-            grad_up, grad_rest, x, w_down, b_down, w_norm, w_up, rrms, start, size
-        )
+        return reference.down_norm_up_backward(grad_up, grad_rest, x, w_down, b_down, w_norm, w_up, rrms, start, size)
 
 
 @down_norm_up_backward.register_fake

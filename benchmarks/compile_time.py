@@ -1,0 +1,93 @@
+"""Cold compile time of a deep tiny DeepSeek-V3 (transformers), backend against backend.
+
+    python -m benchmarks.compile_time --layers 24 --repeat 3
+
+Every measurement is a process of its own with empty Inductor, AOTAutograd and Triton caches; backends take turns. What
+is timed: the first forward and backward of a training step under `torch.compile`, after imports and model building.
+Needs transformers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+
+def tiny_deepseek_v3(layers: int) -> Any:
+    import torch
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    torch.manual_seed(0)
+    config = DeepseekV3Config(
+        vocab_size=256, hidden_size=128, intermediate_size=224, num_hidden_layers=layers, num_attention_heads=4,
+        num_key_value_heads=4, kv_lora_rank=64, q_lora_rank=96, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=40,
+        n_routed_experts=8, num_experts_per_tok=2, n_shared_experts=1, moe_intermediate_size=48, n_group=2,
+        topk_group=1, first_k_dense_replace=layers, max_position_embeddings=128, use_cache=False, pad_token_id=None,
+    )  # fmt: skip
+    return DeepseekV3ForCausalLM(config)
+
+
+def measure_here(backend: str, layers: int) -> dict[str, Any]:
+    """One cold compile in this process."""
+    import time
+
+    import torch
+    from torch._dynamo.utils import counters
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    model = tiny_deepseek_v3(layers)
+    ids = torch.randint(3, 256, (2, 16), generator=torch.Generator().manual_seed(1))
+    compiled = torch.compile(model, backend=backend)
+    began = time.perf_counter()
+    loss = compiled(input_ids=ids, labels=ids, use_cache=False).loss
+    forward = time.perf_counter() - began
+    loss.backward()
+    total = time.perf_counter() - began
+    return {"backend": backend, "forward_s": forward, "total_s": total, "loss": float(loss),
+            "graphs": counters["stats"]["unique_graphs"]}  # fmt: skip
+
+
+def measure(backend: str, layers: int) -> dict[str, Any]:
+    """One cold compile in a fresh process with fresh caches."""
+    with tempfile.TemporaryDirectory() as cache:
+        env = dict(os.environ, TORCHINDUCTOR_CACHE_DIR=cache, TRITON_CACHE_DIR=os.path.join(cache, "triton"))
+        env.setdefault("OMP_NUM_THREADS", "1")
+        command = [sys.executable, "-W", "ignore", "-m", "benchmarks.compile_time", "--one", backend]
+        done = subprocess.run([*command, "--layers", str(layers)], env=env, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{backend} failed:\n{done.stderr[-2000:]}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--out", help="also write the measurements as JSON")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    a = parser.parse_args()
+    if a.one:
+        print(json.dumps(measure_here(a.one, a.layers)))
+        return
+    rows = []
+    for turn in range(a.repeat):
+        for backend in ("inductor", "megacpp"):
+            rows.append(measure(backend, a.layers))
+            print(f"turn {turn} {backend:9s} {rows[-1]['total_s']:7.1f} s  loss {rows[-1]['loss']:.6f}", flush=True)
+    median = {b: statistics.median(r["total_s"] for r in rows if r["backend"] == b) for b in ("inductor", "megacpp")}
+    ratio = median["megacpp"] / median["inductor"]
+    text = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in median.items())
+    print(f"{a.layers} layers, median of {a.repeat}: {text}, ratio {ratio:.2f}")
+    if a.out:
+        with open(a.out, "w") as f:
+            json.dump({"layers": a.layers, "rows": rows, "median_s": median, "ratio": ratio}, f, indent=1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""`megacpp`: the command line.
+
+megacpp explain package.module:callable [--json]    report of the model that the callable builds
+megacpp passes                                      the passes, in the order they run
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="megacpp", description="Explain what megacpp_compile makes of a model.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    explain = commands.add_parser(
+        "explain",
+        help="what would be fused in a model, what not, and why, without running it",
+        description="Explain a model. TARGET names a callable without required arguments that returns the model and "
+        "its inputs: (model, args), (model, args, kwargs), or (model, kwargs) with kwargs a dict.",
+    )
+    explain.add_argument("target", metavar="module:callable", help="for instance examples.explain_hf:build")
+    explain.add_argument("--json", action="store_true", help="print the report as JSON")
+    explain.add_argument(
+        "--option", action="append", default=[], metavar="KEY=VALUE", help="a Config field, repeatable"
+    )
+    commands.add_parser("passes", help="list the passes in the order they run")
+    options = parser.parse_args(argv)
+    if options.command == "passes":
+        from megacpp_compile.passes._driver import all_passes
+
+        for p in all_passes():
+            print(f"{p.name:16s} {(sys.modules[p.__name__].__doc__ or '').splitlines()[0]}")  # type: ignore[attr-defined]
+        return 0
+    return _explain(options.target, options.option, options.json)
+
+
+def _explain(target: str, pairs: Sequence[str], as_json: bool) -> int:
+    from megacpp_compile.errors import MegacppError
+    from megacpp_compile.explain import explain
+
+    try:
+        model, args, kwargs = _load(target)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        print(f"megacpp explain: cannot build {target!r}: {error}", file=sys.stderr)
+        return 2
+    options = {key: value for key, _, value in (pair.partition("=") for pair in pairs)}
+    try:
+        report = explain(model, *args, options=options, **kwargs)
+    except MegacppError as error:
+        print(f"megacpp explain: {error}", file=sys.stderr)
+        return 2
+    print(report.to_json(indent=1) if as_json else report)
+    return 0
+
+
+def _load(target: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """(model, args, kwargs) of "module:callable". Raises ValueError for a target of another form or result."""
+    name, colon, attribute = target.partition(":")
+    if not colon or not attribute:
+        raise ValueError("write it as module:callable")
+    sys.path.insert(0, os.getcwd())
+    found: Any = importlib.import_module(name)
+    for part in attribute.split("."):
+        found = getattr(found, part)
+    result = found()
+    if not isinstance(result, tuple) or not 2 <= len(result) <= 3 or not callable(result[0]):
+        raise ValueError("the callable must return (model, args), (model, args, kwargs) or (model, kwargs)")
+    model, args, kwargs = result if len(result) == 3 else (*result, {})
+    if isinstance(args, dict):
+        args, kwargs = (), args
+    return model, tuple(args), dict(kwargs)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
