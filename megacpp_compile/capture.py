@@ -21,6 +21,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from megacpp_compile import opaque_calls
 from megacpp_compile.checkpoint_regions import inline_checkpoints
 from megacpp_compile.errors import CaptureError
 from megacpp_compile.vmap_regions import resolve_vmaps
@@ -96,17 +97,19 @@ def capture(gm: GraphModule, example_inputs: Sequence[Any]) -> Captured:
     mode, fakes = fake_inputs(example_inputs)
     try:
         with _global_state_kept(), fx_traceback.preserve_node_meta():
-            gm = resolve_vmaps(inline_checkpoints(gm), fakes)
-            buffers = list(gm.named_buffers(remove_duplicate=False))
-            exported, signature = aot_export_module(gm, fakes, trace_joint=False, pre_dispatch=True)
+            gm = resolve_vmaps(inline_checkpoints(gm), fakes, mode)
+            made = opaque_calls.cut(gm, fakes, mode)
+            buffers = list(made.gm.named_buffers(remove_duplicate=False))
+            exported, signature = aot_export_module(made.gm, made.fakes, trace_joint=False, pre_dispatch=True)
+        assert isinstance(exported, GraphModule)
+        _restore_interface(exported, signature, dict(buffers))
+        if made.calls:
+            opaque_calls.restore(exported, made, len(example_inputs))
     except CaptureError:
         raise
     except Exception as error:  # whatever tracing can't do, plain Inductor may
-        raise CaptureError(
-            f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0][:200]}"
-        ) from error
-    assert isinstance(exported, GraphModule)
-    _restore_interface(exported, signature, dict(buffers))
+        first = (str(error).strip() or "no message").splitlines()[0][:200]
+        raise CaptureError(f"{type(error).__name__}: {first}") from error
     originals = [n for n in gm.graph.nodes if n.op == "placeholder"]
     copies = [n for n in exported.graph.nodes if n.op == "placeholder"]
     if len(originals) != len(copies):

@@ -34,7 +34,16 @@ def _fused(report: Report) -> _Section:
             lowering = f"{site.requested} → {site.effective}" + (f" ({site.reason})" if site.reason else "")
         unknown = site.saved_before is None and site.saved_after is None
         saved = "-" if unknown else f"{bytes_text(site.saved_before)} → {bytes_text(site.saved_after)}"
-        rows.append((site.pass_name, _times(fqn, count), _place(site.source), site.op, lowering, saved))
+        rows.append(
+            (
+                site.pass_name,
+                _times(fqn, count),
+                _place(site.source),
+                site.op.removeprefix("megacpp::"),
+                lowering,
+                saved,
+            )
+        )
     return _Section("fused", ("pass", "module", "source", "op", "lowering", "saved for backward, each"), rows)
 
 

@@ -12,15 +12,17 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from megacpp_compile.errors import CaptureError
+from megacpp_compile.opaque_calls import refake
 
 _ENTER, _LEAVE = "_vmap_increment_nesting", "_vmap_decrement_nesting"
 
 
-def resolve_vmaps(gm: GraphModule, fakes: Sequence[Any]) -> GraphModule:
+def resolve_vmaps(gm: GraphModule, fakes: Sequence[Any], mode: FakeTensorMode) -> GraphModule:
     """`gm` itself where it holds no vmap, else a copy with every vmap region as plain ATen.
 
     fakes: the graph's inputs as fake tensors. Raises CaptureError for a region that can't be resolved.
@@ -35,7 +37,7 @@ def resolve_vmaps(gm: GraphModule, fakes: Sequence[Any]) -> GraphModule:
     values = _values(gm, fakes)
     for node in gm.graph.nodes:
         if node in first:
-            _resolve(gm, first[node], graph, env, values)
+            _resolve(gm, first[node], graph, env, values, mode)
         elif node in inside:
             continue
         elif node.op == "output":
@@ -72,14 +74,16 @@ def _values(gm: GraphModule, fakes: Sequence[Any]) -> dict[Node, Any]:
 
 
 def _resolve(
-    gm: GraphModule, nodes: list[Node], graph: fx.Graph, env: dict[Node, Any], values: dict[Node, Any]
+    gm: GraphModule, nodes: list[Node], graph: fx.Graph, env: dict[Node, Any], values: dict[Node, Any], mode: FakeTensorMode
 ) -> None:
     members = set(nodes)
     inputs = list(dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in members))
     outputs = [n for n in nodes if any(u not in members for u in n.users)]
-    fakes = [values[i] if i in values else i.meta.get("example_value", i.meta.get("val")) for i in inputs]
+    fakes = [values[i] if i in values else i.meta.get("example_value") for i in inputs]
     if any(f is None for f in fakes):
         raise CaptureError("a vmap region reads a value of unknown shape")
+    fakes = [refake(f, mode) if isinstance(f, torch.Tensor) and i not in values else f
+             for i, f in zip(inputs, fakes, strict=True)]  # fmt: skip
     if any(isinstance(f, torch.Tensor) and f.requires_grad for f in fakes) and torch.is_grad_enabled():
         raise CaptureError("gradients flow through a vmap")
     sub = fx.Graph()

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import torch
 from torch import Tensor
+
+
+def wide(*tensors: Tensor) -> Any:
+    """Operands as an op computes with them outside a compiled graph: half precision in float32."""
+    return [t.to(torch.promote_types(t.dtype, torch.float32)) for t in tensors]
 
 
 def no_autocast(like: Tensor) -> contextlib.AbstractContextManager[None]:

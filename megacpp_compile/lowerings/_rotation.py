@@ -45,9 +45,12 @@ def rotate(
     """Rotate the last dimension of `x`; `inverse` applies the transpose, which is the gradient of the rotation.
 
     x: [..., r]; cos, sin: broadcastable to x's leading dimensions, last dimension r or r/2; the result has `dtype`.
+    Computed in the operands' common dtype. In a compiled graph half precision is float32 inside a fused kernel, and
+    without casts in between nothing is rounded that plain code would not round; called by itself on half precision,
+    pass float32 operands (the ops do).
     """
     r = x.shape[-1]
-    compute = compute_dtype(torch.promote_types(x.dtype, dtype))
+    compute = torch.promote_types(torch.promote_types(x.dtype, dtype), torch.promote_types(cos.dtype, sin.dtype))
     cos1, cos2 = _table(cos, r, interleaved_out, compute)
     sin1, sin2 = _table(sin, r, interleaved_out, compute)
     if inverse:

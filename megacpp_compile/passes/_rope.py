@@ -1,8 +1,8 @@
 """What the RoPE passes share: from a proved rotation to the op's arguments.
 
-The ops take queries, keys and tables with equally many dimensions, tables 1 wide where they broadcast. Dimensions are
-put in the order the main tensor has them in memory ("canonical"), so that no copy is needed in front of the op, and
-the result is permuted back to the order the model wanted, which is a view.
+The ops take queries, keys and tables with equally many dimensions, tables 1 wide where they broadcast. All of them are
+views of what the model has, in the order of dimensions of the head the op replaces, so the result needs no rearranging
+and a lowering sees from the strides what lies next to what in memory.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from torch.fx import Node
 
 from megacpp_compile.graph_edit import Builder, move_behind, value
 from megacpp_compile.passes._rule import GraphView, Refusal
-from megacpp_compile.recognise.heads import Head
 from megacpp_compile.recognise.lanes import Source
 from megacpp_compile.recognise.rotation import Part, Rotation, Table
 
@@ -36,24 +35,18 @@ def layout(rotation: Rotation) -> tuple[bool, bool, bool]:
     return rotation.interleaved_in, rotation.interleaved_out, rotation.rope_first
 
 
-def canonical_order(head: Head) -> list[int]:
-    """The head's outer dimensions in the memory order of its main tensor."""
-    dims = head.main.source.dims
-    return sorted(range(len(dims)), key=lambda p: dims[p])
-
-
 def sources(rotation: Rotation) -> list[Node]:
     """The nodes an op built from `rotation` reads."""
     parts = [rotation.nope, rotation.rope, rotation.cos, rotation.sin]
     return list(dict.fromkeys(p.source.node for p in parts if p is not None))
 
 
-def arrange(build: Builder, source: Source, order: list[int], start: int, width: int, step: int = 1) -> Node:
-    """Lanes of `source` as a tensor whose leading dimensions are the outer ones in `order`, 1 where it broadcasts."""
+def arrange(build: Builder, source: Source, start: int, width: int, step: int = 1) -> Node:
+    """Lanes of `source` as a tensor with the leading dimensions of the head, 1 where it broadcasts."""
     node = source.node
     if source.part:
         node = build(aten.real.default if source.part == "re" else aten.imag.default, node)
-    want = [source.dims[p] for p in order]
+    want = source.dims
     kept = sorted([d for d in want if d >= 0] + list(source.lane_dims))
     drop = [d for d in range(value(node).dim()) if d not in kept]
     if drop:
@@ -72,30 +65,24 @@ def arrange(build: Builder, source: Source, order: list[int], start: int, width:
     return node
 
 
-def table(build: Builder, entries: Table, order: list[int]) -> Node:
-    node = arrange(build, entries.source, order, entries.start, entries.width, entries.step)
+def table(build: Builder, entries: Table) -> Node:
+    node = arrange(build, entries.source, entries.start, entries.width, entries.step)
     return build(aten.neg.default, node) if entries.negative else node
 
 
-def part(build: Builder, lanes: Part, order: list[int]) -> Node:
-    return arrange(build, lanes.source, order, lanes.start, lanes.width)
+def part(build: Builder, lanes: Part) -> Node:
+    return arrange(build, lanes.source, lanes.start, lanes.width)
 
 
-def whole_head(build: Builder, rotation: Rotation, order: list[int]) -> Node:
+def whole_head(build: Builder, rotation: Rotation) -> Node:
     """The head before the rotation as one tensor: a slice of the buffer that holds it, or a concat of two."""
     nope, rope = rotation.nope, rotation.rope
     if nope is None:
-        return part(build, rope, order)
+        return part(build, rope)
     first, second = (rope, nope) if rotation.rope_first else (nope, rope)
     if first.source == second.source and first.start + first.width == second.start:
-        return arrange(build, first.source, order, first.start, first.width + second.width)
-    return build(aten.cat.default, [part(build, first, order), part(build, second, order)], -1)
-
-
-def back(build: Builder, node: Node, order: list[int]) -> Node:
-    """From canonical order to the head's own."""
-    permutation = [order.index(p) for p in range(len(order))] + [len(order)]
-    return node if permutation == sorted(permutation) else build(aten.permute.default, node, permutation)
+        return arrange(build, first.source, first.start, first.width + second.width)
+    return build(aten.cat.default, [part(build, first), part(build, second)], -1)
 
 
 REGION = ("region", "its inputs are ready only under another grad or autocast mode")

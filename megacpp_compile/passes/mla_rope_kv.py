@@ -105,29 +105,30 @@ def _rewrite(
     assert where is not None
     anchor, moved = where
     build = Builder(view.graph, view.fake_mode, anchor, head.root, view.regions)
-    order = _rope.canonical_order(head)
     if values:
-        kv = _rope.arrange(build, nope.source, order, 0, value(nope.source.node).shape[-1])
+        kv = _rope.arrange(build, nope.source, 0, value(nope.source.node).shape[-1])
     else:
-        kv = _rope.part(build, nope, order)
+        kv = _rope.part(build, nope)
     node = build(
         torch.ops.megacpp.mla_rope_kv.default,
-        kv, _rope.part(build, rope, order), _rope.table(build, rotation.cos, order),
-        _rope.table(build, rotation.sin, order), nope.width, *_rope.layout(rotation), value(head.root).dtype,
+        kv, _rope.part(build, rope), _rope.table(build, rotation.cos),
+        _rope.table(build, rotation.sin), nope.width, *_rope.layout(rotation), value(head.root).dtype,
     )  # fmt: skip
-    new = [_rope.back(build, build.item(node, 0), order)]
+    new = [build.item(node, 0)]
     if values:
         v = build.item(node, 1)
-        # kv in canonical order may lack or have gained dimensions of size 1; V readers want kv's own dimensions.
-        own = [d for d in (nope.source.dims[p] for p in order) if d >= 0]
-        rank = value(nope.source.node).dim() - 1
-        gained = [i for i, p in enumerate(order) if nope.source.dims[p] < 0]
+        # V has the keys' dimensions; its readers want kv's, which may have others of size 1.
+        gained = [i for i, d in enumerate(nope.source.dims) if d < 0]
         if gained:
             v = build(aten.squeeze.dims, v, gained)
-        for d in range(rank):
+        own = [d for d in nope.source.dims if d >= 0]
+        for d in range(value(nope.source.node).dim() - 1):
             if d not in own:
-                v = build(aten.unsqueeze.default, v, d)
+                v = build(aten.unsqueeze.default, v, len(own))
+                own.append(d)
         for _, dims in values:
-            new.append(v if dims == sorted(dims) else build(aten.permute.default, v, dims))
+            permutation = [own.index(d) for d in dims[:-1]] + [len(own)]
+            in_order = permutation == sorted(permutation)
+            new.append(v if in_order else build(aten.permute.default, v, permutation))
     _rope.replace(view.graph, build, list(zip(outputs, new, strict=True)), moved)
     return node, new

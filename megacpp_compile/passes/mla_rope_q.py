@@ -93,16 +93,14 @@ def _check(view: GraphView, head: Head) -> Match | Refusal | None:
         assert where is not None
         anchor, moved = where
         build = Builder(view.graph, view.fake_mode, anchor, head.root, view.regions)
-        order = _rope.canonical_order(head)
         nope_dim = rotation.nope.width if rotation.nope else 0
-        q = _rope.whole_head(build, rotation, order)
-        cos, sin = _rope.table(build, rotation.cos, order), _rope.table(build, rotation.sin, order)
+        q = _rope.whole_head(build, rotation)
+        cos, sin = _rope.table(build, rotation.cos), _rope.table(build, rotation.sin)
         node = build(
             torch.ops.megacpp.mla_rope_q.default,
             q, cos, sin, nope_dim, *_rope.layout(rotation), False, value(head.root).dtype,
         )  # fmt: skip
-        new = _rope.back(build, node, order)
-        _rope.replace(view.graph, build, [(head.root, new)], moved)
-        return node, [new]
+        _rope.replace(view.graph, build, [(head.root, node)], moved)
+        return node, [node]
 
     return Match(head.root, inputs, [head.root], rewrite)

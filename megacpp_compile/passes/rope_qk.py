@@ -55,8 +55,7 @@ def _check(view: GraphView, q: Head, k: Head) -> Match | Refusal:
         return Refusal(k.root, "layout", "queries and keys are laid out differently")
     if value(q.root).dim() != value(k.root).dim() or k.kind not in ("full", "partial"):
         return Refusal(k.root, "layout", "queries and keys are laid out differently")
-    order = _rope.canonical_order(q)
-    if [a.cos.source.dims[p] for p in order] != [b.cos.source.dims[p] for p in order]:
+    if a.cos.source.dims != b.cos.source.dims or a.sin.source.dims != b.sin.source.dims:
         return Refusal(k.root, "layout", "the tables meet queries and keys in different dimensions")
     inputs = list(dict.fromkeys(_rope.sources(a) + _rope.sources(b)))
     outputs = [q.root, k.root]
@@ -70,11 +69,11 @@ def _check(view: GraphView, q: Head, k: Head) -> Match | Refusal:
         build = Builder(view.graph, view.fake_mode, anchor, q.root, view.regions)
         node = build(
             torch.ops.megacpp.rope_qk.default,
-            _rope.whole_head(build, a, order), _rope.whole_head(build, b, order),
-            _rope.table(build, a.cos, order), _rope.table(build, a.sin, order),
+            _rope.whole_head(build, a), _rope.whole_head(build, b),
+            _rope.table(build, a.cos), _rope.table(build, a.sin),
             nope[0], *_rope.layout(a), False, value(q.root).dtype,
         )  # fmt: skip
-        new = [_rope.back(build, build.item(node, i), order) for i in (0, 1)]
+        new = [build.item(node, i) for i in (0, 1)]
         _rope.replace(view.graph, build, list(zip(outputs, new, strict=True)), moved)
         return node, new
 

@@ -15,7 +15,17 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from . import jitter_gains
-from .spellings import ROPES, FunctionalRMSNorm, PlainMLA, TypeAsThenGain, angles, rotate_half, tables
+from .spellings import (
+    ROPES,
+    ConcatSpelling,
+    FunctionalRMSNorm,
+    PlainMLA,
+    TypeAsThenGain,
+    angles,
+    rotate_half,
+    sdpa,
+    tables,
+)
 
 BATCH, SEQ, DIM = 2, 6, 40
 HEADS, Q_RANK, KV_RANK, NOPE, ROPE, V = 3, 20, 26, 16, 8, 12
@@ -466,6 +476,28 @@ def halves_with_their_own_frequencies():
     return PlainMLA(rope_spelling="rotate_half_by_slices"), (hidden_states(), theta.cos(), theta.sin())
 
 
+# Two that an op could have been too narrow for: the contracts have `rope_first` and `out_dtype` because real models are
+# written this way.
+
+
+@gallery("rope_slice_first_in_the_concat", MLA)
+def rope_slice_first_in_the_concat():
+    def rope_first(nope, pe, heads_dim=1):
+        return torch.cat((pe.expand(*nope.shape[:-1], -1), nope), dim=-1)
+
+    block = PlainMLA()
+    block.concat = ConcatSpelling(rope_first, rope_first)
+    return block, (hidden_states(), *tables("full", SEQ, ROPE))
+
+
+@gallery("concat_promoted_to_float32", MLA)
+def concat_promoted_to_float32():
+    # float32 tables promote bfloat16 operands: queries and keys are float32 from the concat on
+    block = PlainMLA(rope_spelling="halves_products_in_cat").bfloat16()
+    block.attend = lambda q, k, v: sdpa(q, k, v.float()).to(v.dtype)
+    return block, (torch.randn(BATCH, SEQ, DIM).bfloat16().requires_grad_(), *tables("half", SEQ, ROPE))
+
+
 # --- ordinary attention
 
 
@@ -607,7 +639,8 @@ def labml_whole_heads():
     return LabelledRotary(14), (hidden_states(SEQ, BATCH, DIM), cos, sin)
 
 
-@gallery("labml_partial_heads", {**NOTHING_OF_MLA, "rope_qk": 0})
+# rope_qk passes the lanes behind the rotated ones through, so partial rotary is not left alone.
+@gallery("labml_partial_heads", {**NOTHING_OF_MLA, "rope_qk": 1})
 def labml_partial_heads():
     cos, sin = (t[:, None, None] for t in tables("full", 16, 6))
     return LabelledRotary(6), (hidden_states(SEQ, BATCH, DIM), cos, sin)

@@ -494,20 +494,6 @@ def rotation_in_lower_precision(m, x, cos, sin):
     return attention_with(m, x, rope, rope)
 
 
-@_both(
-    "float32 tables promote bfloat16 operands, so queries and keys become float32, which an op in bfloat16 rounds",
-    differs=False,
-    control=False,
-    dtype=torch.bfloat16,
-    table_dtype=torch.float32,
-)
-def concat_promoted_to_float32(m, x, cos, sin):
-    q_nope, q_pe = m.queries(x)
-    k_nope, k_pe, v = m.keys(x)
-    q, k = joined(q_nope, turn(q_pe, cos, sin)), joined(k_nope, turn(k_pe, cos, sin))
-    return m.o(sdpa(q, k, v.float()).transpose(1, 2).flatten(2).to(x.dtype))
-
-
 @_both("the rotation passes no gradient")
 def rotation_under_no_grad(m, x, cos, sin):
     @torch.no_grad()
@@ -515,16 +501,6 @@ def rotation_under_no_grad(m, x, cos, sin):
         return turn(t, cos, sin)
 
     return attention_with(m, x, rope, rope)
-
-
-@_both("the rope slice comes first in the result", differs=False)
-def rope_first_in_the_concat(m, x, cos, sin):
-    # scores agree, being sums over lanes; the tensors that an op would write do not
-    def rope_first(nope, pe):
-        return torch.cat((pe.expand(*nope.shape[:-1], -1), nope), dim=-1)
-
-    rope = partial(turn, cos=cos, sin=sin)
-    return attention_with(m, x, rope, rope, rope_first, rope_first)
 
 
 @_query_only("the nope part is scaled on its way")
@@ -673,9 +649,10 @@ def query_halves_change_places(q, k, cos, sin):
     return torch.cat((b * cos + a * sin, a * cos - b * sin), dim=-1), turn(k, cos, sin)
 
 
+# rope_qk takes rotated lanes at either end of the head, so both of these are its own; they stay no MLA.
 @_heads(
-    "partial rotary, rotated lanes first: neither a whole head nor a trailing slice",
-    must_not_fire=("rope_qk", "mla_rope_q", "mla_rope_kv"),
+    "partial rotary, rotated lanes first: no query or key of MLA",
+    must_not_fire=("mla_rope_q", "mla_rope_kv"),
     control=False,
 )
 def leading_lanes_rotate(q, k, cos, sin):
@@ -687,8 +664,8 @@ def leading_lanes_rotate(q, k, cos, sin):
 
 
 @_heads(
-    "partial rotary, rotated lanes last: the key heads are not shared, and no whole head rotates",
-    must_not_fire=("rope_qk", "mla_rope_kv"),
+    "partial rotary, rotated lanes last: the key heads are not shared",
+    must_not_fire=("mla_rope_q", "mla_rope_kv"),
     control=False,
 )
 def trailing_lanes_rotate(q, k, cos, sin):

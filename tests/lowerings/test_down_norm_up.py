@@ -105,7 +105,9 @@ def test_gradcheck(rand, place, bias, gain):
     assert torch.autograd.gradcheck(function, leaves)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-6), (torch.bfloat16, 2e-2)], ids=str
+)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(("bias", "gain"), OPTIONAL)
 def test_against_the_formula(rand, dtype, tolerance, place, bias, gain):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -91,12 +92,12 @@ def _tables(rand, leading, width, dtype):
     return rand(*leading, width, dtype=dtype), rand(*leading, width, dtype=dtype)
 
 
-# label -> (leading dimensions of q, of the tables); heads innermost, then heads outside, then sizes no block divides
+# label -> (leading dimensions of q, of the tables, which one the heads are)
 OUTER = {
-    "bshd": ((2, 17, 4), (1, 17, 1)),
-    "bhsd": ((2, 4, 17), (1, 1, 17)),
-    "row_tables": ((2, 17, 3), (2, 17, 1)),
-    "one": ((1, 1, 1), (1, 1, 1)),
+    "bshd": ((2, 17, 4), (1, 17, 1), 2),
+    "bhsd": ((2, 4, 17), (1, 1, 17), 1),
+    "row_tables": ((2, 17, 6), (2, 17, 1), 2),
+    "one": ((1, 1, 1), (1, 1, 1), 2),
 }
 HEADS = {"deepseek": (32, 16), "odd": (11, 6), "no_nope": (0, 16)}  # label -> (nope, rope)
 
@@ -115,13 +116,13 @@ def _rotations() -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _options(options, dtype):
     layout = options.get("layout", (True, False, False))
-    outer, leading = OUTER[options.get("outer", "bshd")]
+    outer, leading, heads = OUTER[options.get("outer", "bshd")]
     nope, r = HEADS[options.get("heads", "deepseek")]
     table_dtype = dtype if options.get("half_tables_dtype") else torch.promote_types(dtype, torch.float32)
     width = r if options.get("full") else r // 2
     # Only upwards: a reference in float64 would not know of the rounding that comes after.
     out_dtype = torch.promote_types(dtype, torch.float32) if options.get("other_out_dtype") else dtype
-    return layout, outer, leading, nope, r, width, table_dtype, out_dtype
+    return layout, outer, leading, heads, nope, r, width, table_dtype, out_dtype
 
 
 def _main(rand, shape, dtype, options):
@@ -131,25 +132,19 @@ def _main(rand, shape, dtype, options):
     return rand(shape[1], shape[0], *shape[2:-1], shape[-1] + 8, dtype=dtype).transpose(0, 1)[..., 8:]
 
 
-def _rotation_case(options):
-    @case("mla_rope_q", options.pop("label"))
-    def _(rand, dtype):
-        layout, outer, leading, nope, r, width, table_dtype, out_dtype = _options(options, dtype)
+for label, options in _rotations():
+
+    @case("mla_rope_q", label)
+    def _(rand, dtype, options=options):
+        layout, outer, leading, _, nope, r, width, table_dtype, out_dtype = _options(options, dtype)
         q = _main(rand, (*outer, nope + r), dtype, options)
         return q, *_tables(rand, leading, width, table_dtype), nope, *layout, bool(options.get("inverse")), out_dtype
 
-
-for label, options in _rotations():
-    _rotation_case({**options, "label": label})
-
     @case("rope_qk", label)
     def _(rand, dtype, options=options):
-        layout, outer, leading, nope, r, width, table_dtype, out_dtype = _options(options, dtype)
+        layout, outer, leading, heads, nope, r, width, table_dtype, out_dtype = _options(options, dtype)
         q = _main(rand, (*outer, nope + r), dtype, options)
-        heads = 1 if leading[1] == outer[1] else 2  # the dimension that no table has
-        fewer = [1 if i == heads else n for i, n in enumerate(outer)] if leading[1] == outer[1] else list(outer)
-        if leading[1] == 1 and outer[1] != 1:
-            fewer = [outer[0], 2, outer[2]]
+        fewer = [max(1, n // 2) if i == heads else n for i, n in enumerate(outer)]
         k = _main(rand, (*fewer, nope + r), dtype, options)
         return q, k, *_tables(rand, leading, width, table_dtype), nope, *layout, bool(options.get("inverse")), out_dtype
 
@@ -157,8 +152,7 @@ for label, options in _rotations():
 
         @case("mla_rope_kv", label)
         def _(rand, dtype, options=options):
-            layout, outer, leading, nope, r, width, table_dtype, out_dtype = _options(options, dtype)
-            heads = 1 if leading[1] == 1 else 2
+            layout, outer, leading, heads, nope, r, width, table_dtype, out_dtype = _options(options, dtype)
             shared = [1 if i == heads else n for i, n in enumerate(outer)]
             kv = _main(rand, (*outer, nope + 24), dtype, options)
             k_rope = _main(rand, (*shared, r), dtype, options)
@@ -166,8 +160,7 @@ for label, options in _rotations():
 
         @case("mla_rope_kv_backward", label)
         def _(rand, dtype, options=options):
-            layout, outer, leading, nope, r, width, table_dtype, _ = _options(options, dtype)
-            heads = 1 if leading[1] == 1 else 2
+            layout, outer, leading, heads, nope, r, width, table_dtype, _ = _options(options, dtype)
             grads = _main(rand, (*outer, nope + r), dtype, options), _main(rand, (*outer, 24), dtype, options)
             tables = _tables(rand, leading, width, table_dtype)
             return *grads, *tables, nope, *layout, [heads], dtype, dtype
@@ -187,7 +180,8 @@ def lowerings() -> list[Any]:
             for lowering in PREFERENCE[target]:
                 if (home / f"{lowering}.py").exists():
                     marks = [pytest.mark.cuda] if device == "cuda" else []
-                    found.append(pytest.param(device, op, folder, name, lowering, marks=marks, id=f"{device}-{name}-{lowering}"))
+                    label = f"{device}-{name}-{lowering}"
+                    found.append(pytest.param(device, op, folder, name, lowering, marks=marks, id=label))
     return found
 
 
@@ -296,7 +290,7 @@ def test_a_lowering_that_refuses_is_passed_over_with_its_reason(rand, monkeypatc
     monkeypatch.setitem(PREFERENCE, "cpu", ("reference", "fallback"))
     stand_in = type(module)("megacpp_compile.lowerings.mla_rope_q.fallback")
     stand_in.mla_rope_q = module.mla_rope_q
-    monkeypatch.setitem(importlib.import_module("sys").modules, stand_in.__name__, stand_in)
+    monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
     choice = choose(_call(rand)[0], "cpu", _call(rand)[1])
     assert (choice.requested, choice.effective) == ("reference", "fallback")
     assert choice.reason == "reference: mla_rope_q is not for today"

@@ -69,7 +69,9 @@ def test_table_shapes(rand, shape):
 
 
 @pytest.mark.parametrize(
-    ("outer", "nope"), [((0, S, H), NOPE), ((B, 1, H), NOPE), ((1, 1, 1), NOPE), ((S, H), NOPE), ((B, S, H), 0)], ids=str
+    ("outer", "nope"),
+    [((0, S, H), NOPE), ((B, 1, H), NOPE), ((1, 1, 1), NOPE), ((S, H), NOPE), ((B, S, H), 0)],
+    ids=str,
 )
 def test_shapes(rand, outer, nope):
     """No batch, one position, fewer dimensions, no unrotated lanes."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megacpp_compile.lowerings._op import no_autocast
+from megacpp_compile.lowerings._op import no_autocast, wide
 from megacpp_compile.lowerings.mla_rope_kv import reference
 
 
@@ -34,7 +34,7 @@ def mla_rope_kv(
         # A custom op may not return a view of its input, so the eager body copies; lowered graphs take the view.
         own = kv.clone(memory_format=torch.contiguous_format)
         k, v = reference.mla_rope_kv(
-            own, k_rope, cos, sin, nope_dim, interleaved_in, interleaved_out, rope_first, out_dtype
+            own, *wide(k_rope, cos, sin), nope_dim, interleaved_in, interleaved_out, rope_first, out_dtype
         )
         return k.contiguous(), v
 
@@ -61,7 +61,7 @@ def mla_rope_kv_backward(
 ) -> tuple[Tensor, Tensor]:
     with no_autocast(grad_k):
         flags = (nope_dim, interleaved_in, interleaved_out, rope_first, shared_dims, kv_dtype, rope_dtype)
-        d_kv, d_rope = reference.mla_rope_kv_backward(grad_k, grad_v, cos, sin, *flags)
+        d_kv, d_rope = reference.mla_rope_kv_backward(*wide(grad_k, grad_v, cos, sin), *flags)
         return d_kv.contiguous(), d_rope.contiguous()
 
 

@@ -50,7 +50,7 @@ def mla_rope_kv_backward(
     # The shared key row is one tensor read by every head: its gradient is the sum over them, taken before the
     # rotation because both are linear and the sum is the smaller tensor.
     if shared_dims:
-        grad_rope = grad_rope.to(torch.promote_types(grad_rope.dtype, torch.float32)).sum(shared_dims, keepdim=True)
+        grad_rope = grad_rope.sum(shared_dims, keepdim=True)
     d_rope = rotate(
         grad_rope,
         cos,

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megacpp_compile.lowerings._op import no_autocast
+from megacpp_compile.lowerings._op import no_autocast, wide
 from megacpp_compile.lowerings.mla_rope_q import reference
 
 
@@ -32,7 +32,7 @@ def mla_rope_q(
 ) -> Tensor:
     with no_autocast(q):
         out = reference.mla_rope_q(
-            q, cos, sin, nope_dim, interleaved_in, interleaved_out, rope_first, inverse, out_dtype
+            *wide(q, cos, sin), nope_dim, interleaved_in, interleaved_out, rope_first, inverse, out_dtype
         )
         return out.contiguous()
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megacpp_compile.lowerings._op import no_autocast
+from megacpp_compile.lowerings._op import no_autocast, wide
 from megacpp_compile.lowerings.rope_qk import reference
 
 
@@ -32,7 +32,7 @@ def rope_qk(
 ) -> tuple[Tensor, Tensor]:
     with no_autocast(q):
         q, k = reference.rope_qk(
-            q, k, cos, sin, nope_dim, interleaved_in, interleaved_out, rope_first, inverse, out_dtype
+            *wide(q, k, cos, sin), nope_dim, interleaved_in, interleaved_out, rope_first, inverse, out_dtype
         )
         return q.contiguous(), k.contiguous()
 

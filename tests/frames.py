@@ -1,0 +1,253 @@
+"""Runs a module through Dynamo, capture and passes, and then its rewritten graph op by op, without Inductor.
+
+What Inductor makes of a graph costs seconds of C++ compilation and is `test_pipeline`'s subject; whether a pass fired,
+where it did not and why, and whether outputs and gradients stayed eager's needs none of it.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Interpreter, Node
+
+from megacpp_compile.backend import Analysis, analyse
+from megacpp_compile.config import Config
+from megacpp_compile.passes._driver import run_passes
+from megacpp_compile.report import Miss
+
+# By the coarsest dtype in the model; relative to each tensor's largest value. bf16 keeps 8 bits, and an op rounds
+# fewer times than the code it replaces.
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 4e-2}
+
+
+@dataclasses.dataclass
+class Frames:
+    """What happened to a module's frames. `graphs` are those that ran, rewritten where a pass fired."""
+
+    analyses: list[Analysis]
+    graphs: list[GraphModule]
+    compiled: Callable[..., Any]
+    results: dict[str, Tensor]
+
+    @property
+    def counts(self) -> Counter[str]:
+        counts: Counter[str] = Counter()
+        for analysis in self.analyses:
+            counts.update(analysis.frame.passes)
+        return counts
+
+    @property
+    def fired(self) -> dict[str, int]:
+        return {name: count for name, count in self.counts.items() if count}
+
+    @property
+    def misses(self) -> list[Miss]:
+        return [miss for analysis in self.analyses if analysis.outcome for miss in analysis.outcome.misses]
+
+    def tags(self, name: str) -> set[str]:
+        """The tags of all that the pass `name` refused."""
+        return {miss.tag for miss in self.misses if miss.pass_name == name}
+
+    @property
+    def graph(self) -> GraphModule:
+        """The rewritten graph of a module that is one frame."""
+        (graph,) = self.graphs
+        return graph
+
+    def again(self) -> dict[str, int]:
+        """What fires when the passes run over their own results."""
+        counts: Counter[str] = Counter()
+        for analysis in self.analyses:
+            if analysis.captured is not None:
+                before = render(analysis.captured.gm)
+                counts.update(run_passes(analysis.captured, Config(strict=True)).counts)
+                assert render(analysis.captured.gm) == before
+        return {name: count for name, count in counts.items() if count}
+
+
+def train(call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...]) -> dict[str, Tensor]:
+    """Every output of `call(*args)`, and every gradient of their square sum, by name."""
+    leaves = {f"argument {i}": a for i, a in enumerate(args) if isinstance(a, Tensor) and a.requires_grad}
+    leaves |= {name: p for name, p in module.named_parameters() if p.requires_grad}
+    for leaf in leaves.values():
+        leaf.grad = None
+    torch.manual_seed(5)  # for dropout
+    out = call(*args)
+    outputs = list(out) if isinstance(out, tuple) else [out]
+    loss = sum(o.to(torch.promote_types(o.dtype, torch.float32)).square().sum() for o in outputs if o.requires_grad)
+    if isinstance(loss, Tensor):
+        loss.backward()
+    results = {f"output {i}": o.detach().clone() for i, o in enumerate(outputs)}
+    results |= {f"buffer {name}": b.detach().clone() for name, b in module.named_buffers()}
+    return results | {f"gradient of {name}": t.grad.clone() for name, t in leaves.items() if t.grad is not None}
+
+
+def largest_error(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> tuple[float, str]:
+    """(error relative to the largest value, name) of the tensor that is furthest off; dtypes and shapes must agree."""
+    assert got.keys() == want.keys()
+    worst = (0.0, "")
+    for name, b in want.items():
+        a = got[name]
+        assert (a.dtype, a.shape) == (b.dtype, b.shape), f"{name}: {a.dtype} {a.shape}, eager {b.dtype} {b.shape}"
+        if a.is_complex():
+            a, b = torch.view_as_real(a), torch.view_as_real(b)
+        a, b = a.double(), b.double()
+        error = float((a - b).abs().max() / b.abs().max().clamp_min(1e-30)) if a.numel() and not a.equal(b) else 0.0
+        worst = max(worst, (error, name)) if error == error else (float("inf"), name)
+    return worst
+
+
+def run(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    config: Config | None = None,
+    *,
+    dynamic: bool | None = None,
+    fullgraph: bool = True,
+    captured: bool = True,
+) -> Frames:
+    """Train one step of `module` through the passes. `captured`: every frame has to be."""
+    torch._dynamo.reset()
+    config = config or Config(strict=True)
+    analyses: list[Analysis] = []
+    graphs: list[GraphModule] = []
+
+    def backend(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        result = analyse(gm, example_inputs, config, "cpu")
+        assert result.frame.captured or not captured, result.frame.reason
+        rewritten = bool(result.outcome and result.outcome.sites)
+        graph = result.captured.gm if rewritten else gm
+        if rewritten:
+            _assert_honest(graph, example_inputs)
+        analyses.append(result)
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(module, backend=backend, dynamic=dynamic, fullgraph=fullgraph)
+    return Frames(analyses, graphs, compiled, train(compiled, module, args))
+
+
+def check(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    config: Config | None = None,
+    *,
+    tolerance: float | None = None,
+    **kwargs: Any,
+) -> Frames:
+    """`run`, and all outputs, gradients and buffers have to be those of eager."""
+    if tolerance is None:
+        dtypes = {t.dtype for t in (*args, *module.parameters()) if isinstance(t, Tensor)}
+        tolerance = max(TOLERANCE.get(dtype, 0.0) for dtype in dtypes)
+    eager = copy.deepcopy(module)
+    want = train(eager, eager, args)
+    frames = run(module, args, config, **kwargs)
+    error, name = largest_error(frames.results, want)
+    assert error <= tolerance, f"{name} differs from eager's by {error:.2e}; fired {frames.fired}"
+    return frames
+
+
+class _HonestyCheck(Interpreter):
+    """Runs a graph and compares each value with the fake one that the node carries."""
+
+    def run_node(self, node: Node) -> Any:
+        result = super().run_node(node)
+        if node.op == "call_function":
+            assert "val" in node.meta or not isinstance(result, Tensor), f"{node.name} has no fake value"
+            self._compare(node, node.meta.get("val"), result)
+        return result
+
+    def _compare(self, node: Node, fake: Any, real: Any) -> None:
+        if isinstance(real, tuple | list):
+            for a, b in zip(fake, real, strict=True):
+                self._compare(node, a, b)
+        elif isinstance(real, Tensor):
+            said, found = _layout(fake, "megacpp" in str(node.target)), _layout(real, "megacpp" in str(node.target))
+            pairs = zip(said, found, strict=True)
+            assert all(a == b for a, b in pairs if not isinstance(a, torch.SymInt)), (
+                f"{node.name} says {said} and is {found}"
+            )
+
+
+def _layout(t: Tensor, strides: bool) -> list[Any]:
+    """dtype and sizes; strides too where an op of ours promises them, save of dimensions that are 1 wide."""
+    own = [s for s, n in zip(t.stride(), t.shape, strict=True) if isinstance(n, torch.SymInt) or n != 1]
+    return [t.dtype, t.dim(), *t.shape, *(own if strides else [])]
+
+
+def _assert_honest(graph: GraphModule, example_inputs: list[Any]) -> None:
+    """Fake metadata is what Inductor plans by: shapes, dtypes, and strides of our ops must be what comes out."""
+    graph.graph.lint()
+    inputs = [x.node.hint if isinstance(x, torch.SymInt) else x for x in example_inputs]
+    inputs = [x.detach().clone() if isinstance(x, Tensor) else x for x in inputs]
+    with torch.random.fork_rng(devices=()), torch.no_grad():
+        _HonestyCheck(graph).run(*inputs)
+
+
+# --- graphs as text
+
+
+def render(gm: GraphModule) -> str:
+    """One line per node that computes something: `name: dtype[shape] = op(args)`.
+
+    Names are made here, from ops and from the inputs' places in the module: those of fx and Dynamo change with torch.
+    """
+    names: dict[Node, str] = {}
+    taken: Counter[str] = Counter()
+    lines = []
+    for node in gm.graph.nodes:
+        base = _input_name(node) if node.op in ("placeholder", "get_attr") else _op_name(node)
+        names[node] = base + (f"_{taken[base]}" if taken[base] else "")
+        taken[base] += 1
+        if node.op == "call_function":
+            arguments = [_show(a, names) for a in node.args]
+            arguments += [f"{k}={_show(a, names)}" for k, a in node.kwargs.items()]
+            kind = _kind(node.meta.get("val"))
+            target = _target(node)
+            call = f"{arguments[0]}[{arguments[1]}]" if target == "getitem" else f"{target}({', '.join(arguments)})"
+            lines.append(f"{names[node]}: {kind} = {call}" if kind else call)
+        elif node.op == "output":
+            lines.append(f"return {_show(node.args[0], names)}")
+    return "\n".join(lines)
+
+
+def _target(node: Node) -> str:
+    if isinstance(node.target, torch._ops.OpOverload):
+        name = str(node.target).removeprefix("aten.").removesuffix(".default")
+        return "view" if name in ("reshape", "_unsafe_view") else name  # which of them it is depends on torch
+    return getattr(node.target, "__name__", str(node.target))
+
+
+def _op_name(node: Node) -> str:
+    return _target(node).removeprefix("megacpp.").split(".")[0].lstrip("_")
+
+
+def _input_name(node: Node) -> str:
+    name = str(node.meta.get("dynamo_name", node.target)).lower()
+    name = re.sub(r"^l_(self_)?|_(modules|parameters|buffers)(?=_)|(?<![a-z])(modules|parameters|buffers)_", "", name)
+    return name.strip("_")
+
+
+def _kind(fake: Any) -> str:
+    if isinstance(fake, tuple | list):
+        return f"({', '.join(_kind(f) for f in fake)})"
+    if not isinstance(fake, Tensor):
+        return ""
+    dtype = {"float32": "f32", "float64": "f64", "bfloat16": "bf16", "complex64": "c64", "int64": "i64", "bool": "b8"}
+    text = str(fake.dtype).removeprefix("torch.")
+    return f"{dtype.get(text, text)}[{', '.join(map(str, fake.shape))}]"
+
+
+def _show(argument: Any, names: dict[Node, str]) -> str:
+    if isinstance(argument, Node):
+        return names[argument]
+    if isinstance(argument, tuple | list):
+        return f"[{', '.join(_show(a, names) for a in argument)}]"
+    return str(argument).removeprefix("torch.")

@@ -1,0 +1,99 @@
+"""What every pass keeps, asserted alike for each: switched off it stays out, and dynamic shapes and autocast are no
+reason to be wrong."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+from frames import TOLERANCE, Frames, check, largest_error, run, train
+from torch import Tensor, nn
+
+from megacpp_compile.config import Config
+
+Args = tuple[Tensor, ...]
+
+
+def assert_fires(name: str, module: nn.Module, args: Args, count: int = 1) -> Frames:
+    """`count` times, with eager's outputs and gradients, and no more on a second run over the result."""
+    frames = check(module, args)
+    assert frames.counts[name] == count, frames.misses
+    assert not frames.again()
+    return frames
+
+
+def assert_refused(name: str, tag: str, module: nn.Module, args: Args) -> None:
+    """The pass says why, does nothing, and the rest of the frame keeps eager's results."""
+    frames = check(module, args)
+    assert tag in frames.tags(name), f"refused {frames.misses}, fired {frames.fired}"
+    assert not frames.counts[name]
+
+
+def assert_disabled(name: str, module: nn.Module, args: Args) -> None:
+    """Both ways to switch a pass off; the others go on."""
+    on = run(module, args).fired
+    for config in (Config(strict=True, disable=(name,)), Config(strict=True, passes={name: False})):
+        frames = check(module, args, config)
+        assert name not in frames.counts
+        assert frames.fired == {other: count for other, count in on.items() if other != name}
+
+
+def assert_dynamic(
+    name: str, module: nn.Module, make: Callable[[int], Args], count: int = 1, *, everything: bool = False
+) -> None:
+    """One graph serves every length. `make(length)` makes the arguments, which have it last but one.
+
+    everything: `torch.compile(dynamic=True)`, which also makes inputs of plain floats, such as a norm's eps; otherwise
+    only the length is dynamic, as it becomes by itself on the second length seen.
+    """
+
+    def args(length: int) -> Args:
+        tensors = make(length)
+        if not everything:
+            for t in tensors:
+                torch._dynamo.mark_dynamic(t, t.dim() - 2)
+        return tensors
+
+    frames = check(module, args(5), dynamic=True if everything else None)
+    assert frames.counts[name] == count, frames.misses
+    for length in (9, 4):
+        got = train(frames.compiled, module, args(length))
+        eager = copy.deepcopy(module)
+        error, which = largest_error(got, train(eager, eager, make(length)))
+        assert error <= TOLERANCE[torch.float32], (length, which, error)
+    assert len(frames.graphs) == 1, "compiled again for another length"
+
+
+class Autocast(nn.Module):
+    """A module under bfloat16 autocast, entered by the caller or, as part of the frame, by the module."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.module(*args)
+
+
+def assert_autocast(name: str, module: nn.Module, args: Args, count: int = 1) -> None:
+    """Fires when the caller turned autocast on, and is as near to float32's results as eager's autocast is."""
+    exact = train(module, module, args)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        want = train(module, module, args)
+        frames = run(module, args)
+    assert frames.counts[name] == count, frames.misses
+    error, which = largest_error(frames.results, want)
+    assert error <= TOLERANCE[torch.bfloat16], (which, error)
+    ours, eagers = (largest_error(_float(r), _float(exact))[0] for r in (frames.results, want))
+    assert ours <= 2 * eagers, f"{ours:.1e} from float32, eager is {eagers:.1e} from it"
+
+
+def assert_autocast_inside(module: nn.Module, args: Args) -> None:
+    """Fired, left alone or not captured at all: a region entered within the frame keeps eager's dtypes and results."""
+    check(Autocast(module), args, tolerance=TOLERANCE[torch.bfloat16], captured=False)
+
+
+def _float(results: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: t.float() for name, t in results.items()}

@@ -1,0 +1,233 @@
+"""MLA's keys, one rotated row behind every head: found, rewritten, and refused for every reason there is."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import expecttest
+import pytest
+import torch
+from corpus.gallery import GALLERY
+from corpus.near_misses import NEAR_MISSES, NOPE, attention_with, joined, latent_attention, turn
+from corpus.spellings import PlainMLA
+from frames import check, largest_error, render, run, train
+
+from .contract import (
+    assert_autocast,
+    assert_autocast_inside,
+    assert_disabled,
+    assert_dynamic,
+    assert_fires,
+    assert_refused,
+)
+from .latents import ALONE, build
+from .not_rotations import NOT_ROTATIONS
+
+NAME = "mla_rope_kv"
+
+
+# --- fires
+
+
+def keys_and_values(m, x, cos, sin):
+    k_nope, k_pe, v = m.keys(x)
+    return joined(k_nope, turn(k_pe, cos, sin)), v
+
+
+def test_graph():
+    module, args = build(keys_and_values)
+    frames = check(module, args, ALONE[NAME])
+    assert frames.fired == {NAME: 1}
+    expecttest.assert_expected_inline(
+        render(frames.graph),
+        """\
+linear: f32[2, 5, 34] = linear(x, kv_a_weight)
+split_with_sizes: (f32[2, 5, 26], f32[2, 5, 8]) = split_with_sizes(linear, [26, 8], -1)
+getitem: f32[2, 5, 26] = split_with_sizes[0]
+rms_norm: f32[2, 5, 26] = rms_norm(getitem, [26], kv_norm_weight, 1e-06)
+linear_1: f32[2, 5, 84] = linear(rms_norm, kv_b_weight)
+view: f32[2, 5, 3, 28] = view(linear_1, [2, 5, 3, -1])
+unsqueeze: f32[2, 5, 1, 34] = unsqueeze(linear, 2)
+slice: f32[2, 5, 1, 8] = slice.Tensor(unsqueeze, -1, 26, 34, 1)
+unsqueeze_1: f32[1, 5, 4] = unsqueeze(cos, 0)
+unsqueeze_2: f32[1, 5, 1, 4] = unsqueeze(unsqueeze_1, 2)
+unsqueeze_3: f32[1, 5, 4] = unsqueeze(sin, 0)
+unsqueeze_4: f32[1, 5, 1, 4] = unsqueeze(unsqueeze_3, 2)
+mla_rope_kv: (f32[2, 5, 3, 24], f32[2, 5, 3, 12]) = megacpp.mla_rope_kv(view, slice, unsqueeze_2, unsqueeze_4, 16, False, False, False, float32)
+getitem_1: f32[2, 5, 3, 24] = mla_rope_kv[0]
+permute: f32[2, 3, 5, 24] = permute(getitem_1, [0, 2, 1, 3])
+getitem_2: f32[2, 5, 3, 12] = mla_rope_kv[1]
+permute_1: f32[2, 3, 5, 12] = permute(getitem_2, [0, 2, 1, 3])
+return [permute, permute_1]""",
+    )
+
+
+def rope_first(m, x, cos, sin):
+    def backwards(nope, pe):
+        return torch.cat((pe.expand(*nope.shape[:-1], -1), nope), dim=-1)
+
+    rope = partial(turn, cos=cos, sin=sin)
+    return attention_with(m, x, rope, rope, backwards, backwards)
+
+
+def values_transposed_apart(m, x, cos, sin):
+    """V is read in the projection's order and in the heads'."""
+    k_nope, k_pe, v = m.keys(x)
+    return joined(k_nope, turn(k_pe, cos, sin)), v, v.transpose(1, 2).flatten(2)
+
+
+def values_read_without_gradients(m, x, cos, sin):
+    """V's reader stands in another region before the rope key is there: the op makes the keys alone."""
+    k_nope, k_pe, v = m.keys(x)
+    with torch.no_grad():
+        side = v.square().sum()
+    return joined(k_nope, turn(k_pe, cos, sin * 2)), v, side
+
+
+def nope_lanes_read_again(m, x, cos, sin):
+    k_nope, k_pe, v = m.keys(x)
+    return joined(k_nope, turn(k_pe, cos, sin)), v, k_nope.mean()
+
+
+def whole_kv_read_again(m, x, cos, sin):
+    latent, _ = m.kv_a(x).split([m.kv_norm.weight.shape[0], 8], dim=-1)
+    kv = m.heads(m.kv_b(m.kv_norm(latent)))
+    k_pe = m.keys(x)[1]
+    return joined(kv[..., :NOPE], turn(k_pe, cos, sin)), kv[..., NOPE:], kv.square().mean()
+
+
+FORMS = [
+    latent_attention, keys_and_values, rope_first, values_transposed_apart, values_read_without_gradients,
+    nope_lanes_read_again, whole_kv_read_again,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("body", FORMS, ids=lambda f: f.__name__)
+def test_fires(body, dtype):
+    assert_fires(NAME, *build(body, dtype))
+
+
+def test_alone_and_in_float64():
+    for dtype in (torch.float32, torch.float64):
+        block = PlainMLA(norm="no_upcast", rope_spelling="rotate_half_by_slices").to(dtype)
+        frames = check(block, block.example_inputs(dtype=dtype), ALONE[NAME])
+        assert frames.fired == {NAME: 1}
+
+
+def test_counts_every_layer():
+    frames = check(*GALLERY["tied_language_model"].build())
+    assert frames.counts[NAME] == 2
+
+
+def test_float32_tables_promote_bfloat16_keys_exactly():
+    module, args = GALLERY["concat_promoted_to_float32"].build()
+    want = train(module, module, args)
+    frames = run(module, args, ALONE[NAME])
+    assert frames.fired == {NAME: 1}
+    error, _ = largest_error({"k": frames.results["output 0"]}, {"k": want["output 0"]})
+    assert error == 0.0
+    # Gradients: plain code rounds each product's to bfloat16 before it adds them, the op rounds their sum.
+    assert largest_error(frames.results, want)[0] <= 4e-2
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+def test_number_of_heads(heads):
+    block = PlainMLA(heads=heads)
+    assert_fires(NAME, block, block.example_inputs())
+
+
+# --- stays out
+
+
+def test_disabled():
+    block = PlainMLA()
+    assert_disabled(NAME, block, block.example_inputs())
+
+
+@pytest.mark.parametrize("everything", [False, True], ids=["length", "everything"])
+def test_dynamic_shapes(everything):
+    block = PlainMLA()
+    assert_dynamic(NAME, block, lambda length: block.example_inputs(seq=length), everything=everything)
+
+
+def test_autocast_around_the_call():
+    block = PlainMLA(rope_spelling="complex_view_flatten", table_source="buffer")
+    assert_autocast(NAME, block, block.example_inputs())
+
+
+def test_autocast_inside_the_frame():
+    block = PlainMLA(q_lora=None, table_source="buffer")
+    assert_autocast_inside(block, block.example_inputs())
+
+
+@pytest.mark.parametrize("tag", NOT_ROTATIONS)
+def test_refuses_what_is_no_rotation(tag):
+    def body(m, x, cos, sin):
+        wrong = partial(NOT_ROTATIONS[tag], cos=cos, sin=sin)
+        return attention_with(m, x, lambda q: turn(q, cos, sin)[..., : wrong(q).shape[-1]], wrong)
+
+    assert_refused(NAME, tag, *build(body))
+
+
+def product_read_elsewhere(m, x, cos, sin):
+    read = []
+
+    def rope(k):
+        a, b = k.chunk(2, dim=-1)
+        read.append(a * cos)
+        return torch.cat((read[0] - b * sin, b * cos + a * sin), dim=-1)
+
+    return attention_with(m, x, partial(turn, cos=cos, sin=sin), rope), read[0]
+
+
+def test_refuses_a_product_that_escapes():
+    assert_refused(NAME, "escapes", *build(product_read_elsewhere))
+
+
+def half_of_the_rope_key(m, x, cos, sin):
+    def partly(k):
+        moving, still = k.chunk(2, dim=-1)
+        return torch.cat((turn(moving, cos[:, ::2], sin[:, ::2]), still), dim=-1)
+
+    return attention_with(m, x, partial(turn, cos=cos, sin=sin), partly)
+
+
+def test_refuses_a_rope_key_that_rotates_in_part():
+    assert_refused(NAME, "rotated-middle", *build(half_of_the_rope_key))
+
+
+def nope_key_of_one_head(m, x, cos, sin):
+    rope = partial(turn, cos=cos, sin=sin)
+    first_head = lambda nope, pe: joined(nope[:, :1].expand_as(nope), pe)  # noqa: E731
+    return attention_with(m, x, rope, rope, k_join=first_head)
+
+
+def test_refuses_one_nope_key_for_all_heads():
+    # The keys of all heads are alike: nothing is shared among different heads.
+    frames = check(*build(nope_key_of_one_head))
+    assert not frames.counts[NAME]
+    assert {"broadcast"} & (frames.tags(NAME) | frames.tags("mla_rope_q"))
+
+
+def test_refuses_a_scaled_nope_key():
+    (near_miss,) = (n for n in NEAR_MISSES if n.name == "scaled_nope_key")
+    assert_refused(NAME, "nope-lanes", *near_miss.build())
+
+
+@pytest.mark.parametrize("name", ["rope_key_of_every_head", "rope_key_unrotated", "absorbed_scores"])
+def test_leaves_keys_alone_that_are_not_shared_or_not_rotated(name):
+    (near_miss,) = (n for n in NEAR_MISSES if n.name == name)
+    assert not check(*near_miss.build()).counts[NAME]
+
+
+def rotated_row_cached(m, x, cos, sin):
+    q_nope, q_pe = m.queries(x)
+    k_nope, k_pe, v = m.keys(x)
+    row = turn(k_pe, cos, sin)
+    return m.attend(joined(q_nope, turn(q_pe, cos, sin)), joined(k_nope, row), v), row
+
+
+def test_a_rotated_row_that_escapes_keeps_its_value():
+    """A cache of rope keys: whether the op is made or not, the row itself is still computed."""
+    check(*build(rotated_row_cached))

@@ -1,0 +1,268 @@
+"""RoPE of ordinary attention, queries and keys at once: found, rewritten, and refused for every reason there is."""
+
+from __future__ import annotations
+
+import expecttest
+import pytest
+import torch
+from corpus.near_misses import NEAR_MISSES, SEQ, Heads, rotated_heads, turn
+from corpus.spellings import PlainGQA, sdpa, tables
+from frames import check, render, run
+
+from .contract import (
+    assert_autocast,
+    assert_autocast_inside,
+    assert_disabled,
+    assert_dynamic,
+    assert_fires,
+    assert_refused,
+)
+from .not_rotations import NOT_ROTATIONS
+
+NAME = "rope_qk"
+
+
+def build(body, dtype=torch.float32, kind=Heads):
+    """`body(q, k, cos, sin)` within an attention block, and its arguments."""
+    torch.manual_seed(0)
+    module = kind(body).to(dtype)
+    x = torch.randn(2, SEQ, 40).to(dtype).requires_grad_()
+    return module, (x, *tables("half", SEQ, Heads.width, dtype))
+
+
+# --- fires
+
+
+def test_graph():
+    frames = assert_fires(NAME, *build(rotated_heads))
+    expecttest.assert_expected_inline(
+        render(frames.graph),
+        """\
+linear: f32[2, 5, 56] = linear(x, q_weight)
+view: f32[2, 5, 4, 14] = view(linear, [2, 5, 4, 14])
+linear_1: f32[2, 5, 28] = linear(x, k_weight)
+view_1: f32[2, 5, 2, 14] = view(linear_1, [2, 5, 2, 14])
+unsqueeze: f32[1, 5, 7] = unsqueeze(cos, 0)
+unsqueeze_1: f32[1, 5, 1, 7] = unsqueeze(unsqueeze, 2)
+unsqueeze_2: f32[1, 5, 7] = unsqueeze(sin, 0)
+unsqueeze_3: f32[1, 5, 1, 7] = unsqueeze(unsqueeze_2, 2)
+rope_qk: (f32[2, 5, 4, 14], f32[2, 5, 2, 14]) = megacpp.rope_qk(view, view_1, unsqueeze_1, unsqueeze_3, 0, False, False, False, False, float32)
+getitem: f32[2, 5, 4, 14] = rope_qk[0]
+permute: f32[2, 4, 5, 14] = permute(getitem, [0, 2, 1, 3])
+getitem_1: f32[2, 5, 2, 14] = rope_qk[1]
+permute_1: f32[2, 2, 5, 14] = permute(getitem_1, [0, 2, 1, 3])
+linear_2: f32[2, 5, 28] = linear(x, v_weight)
+view_2: f32[2, 5, 2, 14] = view(linear_2, [2, 5, 2, 14])
+transpose: f32[2, 2, 5, 14] = transpose.int(view_2, 1, 2)
+scaled_dot_product_attention: f32[2, 4, 5, 14] = scaled_dot_product_attention(permute, permute_1, transpose, None, 0.0, True, enable_gqa=True)
+transpose_1: f32[2, 5, 4, 14] = transpose.int(scaled_dot_product_attention, 1, 2)
+clone: f32[2, 5, 4, 14] = clone(transpose_1, memory_format=contiguous_format)
+view_3: f32[2, 5, 56] = view(clone, [2, 5, 56])
+linear_3: f32[2, 5, 40] = linear(view_3, o_weight)
+return [linear_3]""",
+    )
+
+
+def leading_lanes(q, k, cos, sin):
+    def partly(t):
+        return torch.cat((turn(t[..., :6], cos[:, :3], sin[:, :3]), t[..., 6:]), dim=-1)
+
+    return partly(q), partly(k)
+
+
+def trailing_lanes(q, k, cos, sin):
+    def partly(t):
+        return torch.cat((t[..., :8], turn(t[..., 8:], cos[:, :3], sin[:, :3])), dim=-1)
+
+    return partly(q), partly(k)
+
+
+def neighbours(q, k, cos, sin):
+    def rope(t):
+        a, b = t[..., ::2], t[..., 1::2]
+        return torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2)
+
+    return rope(q), rope(k)
+
+
+def backwards(q, k, cos, sin):
+    return turn(q, cos, -sin), turn(k, cos, -sin)
+
+
+def scaled_queries(q, k, cos, sin):
+    return turn(q, cos, sin) * 0.3, turn(k, cos, sin)
+
+
+FORMS = [rotated_heads, leading_lanes, trailing_lanes, neighbours, backwards, scaled_queries]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("body", FORMS, ids=lambda f: f.__name__)
+def test_fires(body, dtype):
+    assert_fires(NAME, *build(body, dtype))
+
+
+def test_two_layers():
+    class Two(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = PlainGQA(), PlainGQA()
+
+        def forward(self, x, *tables):
+            return self.second(self.first(x, *tables), *tables)
+
+    module = Two()
+    assert_fires(NAME, module, module.first.example_inputs(), count=2)
+
+
+@pytest.mark.parametrize("qk_norm", ["no_upcast", "functional_rms_norm", None])
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_normed_queries_and_keys(layout, qk_norm):
+    """The norm's output is a tensor of its own, whose memory need not be in the order of its dimensions."""
+    block = PlainGQA(layout=layout, qk_norm=qk_norm)
+    assert_fires(NAME, block, block.example_inputs())
+
+
+# --- stays out
+
+
+def test_disabled():
+    block = PlainGQA()
+    assert_disabled(NAME, block, block.example_inputs())
+
+
+@pytest.mark.parametrize("everything", [False, True], ids=["length", "everything"])
+def test_dynamic_shapes(everything):
+    block = PlainGQA()
+    assert_dynamic(NAME, block, lambda length: block.example_inputs(seq=length), everything=everything)
+
+
+def test_autocast_around_the_call():
+    block = PlainGQA(rope_spelling="complex_view_flatten", table_source="buffer")
+    assert_autocast(NAME, block, block.example_inputs())
+
+
+def test_autocast_inside_the_frame():
+    block = PlainGQA(table_source="buffer")
+    assert_autocast_inside(block, block.example_inputs())
+
+
+class Scores(Heads):
+    """Only the score product, which does not mind how many lanes there are."""
+
+    def forward(self, x, cos, sin):
+        q, k = (p(x).unflatten(-1, (-1, self.width)).transpose(1, 2) for p in (self.q, self.k))
+        q, k = self.body(q, k, cos, sin)
+        return q @ k.repeat_interleave(2, dim=1).transpose(-1, -2)
+
+
+@pytest.mark.parametrize("tag", NOT_ROTATIONS)
+def test_refuses_what_is_no_rotation(tag):
+    def body(q, k, cos, sin):
+        return NOT_ROTATIONS[tag](q, cos, sin), NOT_ROTATIONS[tag](k, cos, sin)
+
+    module, args = build(body, kind=Scores)
+    if tag == "unwritten-lanes":
+        # Lanes without a table are taken for MLA's unrotated ones, so it is that pass that says why.
+        frames = check(module, args)
+        assert not frames.fired
+        assert tag in frames.tags("mla_rope_q")
+    else:
+        assert_refused(NAME, tag, module, args)
+
+
+def rotated_in_the_middle(q, k, cos, sin):
+    def partly(t):
+        return torch.cat((t[..., :4], turn(t[..., 4:10], cos[:, :3], sin[:, :3]), t[..., 10:]), dim=-1)
+
+    return partly(q), partly(k)
+
+
+def product_read_elsewhere(q, k, cos, sin):
+    a, b = q.chunk(2, dim=-1)
+    product = a * cos
+    turned = torch.cat((product - b * sin, b * cos + a * sin), dim=-1)
+    return turned + product.sum(), turn(k, cos, sin)
+
+
+def keys_of_one_head_repeated_first(q, k, cos, sin):
+    k = k[:, :1].expand(-1, 2, -1, -1)
+    return turn(q, cos, sin), turn(k, cos, sin)
+
+
+def queries_read_in_another_region_first(q, k, cos, sin):
+    q = turn(q, cos, sin)
+    with torch.no_grad():
+        scale = q.abs().amax()
+    return q, turn(k / scale, cos, sin)
+
+
+REFUSED = [
+    ("escapes", product_read_elsewhere),
+    ("broadcast", keys_of_one_head_repeated_first),
+    ("region", queries_read_in_another_region_first),
+]
+
+
+@pytest.mark.parametrize(("tag", "body"), REFUSED, ids=lambda p: p if isinstance(p, str) else p.__name__)
+def test_refuses(tag, body):
+    assert_refused(NAME, tag, *build(body))
+
+
+def test_leaves_lanes_alone_that_rotate_in_the_middle():
+    # A value with unrotated lanes is taken for MLA's, so it is that pass that says why.
+    frames = check(*build(rotated_in_the_middle))
+    assert not frames.fired
+    assert "rotated-middle" in frames.tags("mla_rope_q")
+
+
+REFUSED_NEAR_MISSES = [
+    ("tables", "tables_differ_between_query_and_key"),
+    ("tables", "sines_differ_between_query_and_key"),
+    ("layout", "pairings_differ_between_query_and_key"),
+    ("signs", "query_halves_change_places"),
+]
+
+
+@pytest.mark.parametrize(("tag", "name"), REFUSED_NEAR_MISSES)
+def test_refuses_near_miss(tag, name):
+    (near_miss,) = (n for n in NEAR_MISSES if n.name == name)
+    assert_refused(NAME, tag, *near_miss.build())
+
+
+def different_widths(q, k, cos, sin):
+    def partly(t, n):
+        return torch.cat((turn(t[..., :n], cos[:, : n // 2], sin[:, : n // 2]), t[..., n:]), dim=-1)
+
+    return partly(q, 6), partly(k, 8)
+
+
+def test_refuses_different_numbers_of_rotated_lanes():
+    frames = check(*build(different_widths))
+    assert not frames.counts[NAME]
+    assert frames.tags(NAME) & {"layout", "tables"}
+
+
+class OneTableRowEach(torch.nn.Module):
+    """Queries as (B, H, S, D), keys as (S, B, H, D): one table, met in different dimensions."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k = (torch.nn.Linear(40, 4 * Heads.width, bias=False) for _ in range(2))
+
+    def forward(self, x, cos, sin):
+        q, k = (p(x).unflatten(-1, (4, -1)).transpose(1, 2) for p in (self.q, self.k))
+        q = turn(q, cos, sin)
+        k = turn(k.permute(2, 0, 1, 3), cos[:, None, None], sin[:, None, None]).permute(1, 2, 0, 3)
+        return sdpa(q, k, k)
+
+
+def test_queries_and_keys_in_different_orders():
+    torch.manual_seed(0)
+    x = torch.randn(2, SEQ, 40).requires_grad_()
+    check(OneTableRowEach(), (x, *tables("half", SEQ, Heads.width)))
+
+
+def test_nothing_of_mla():
+    block = PlainGQA()
+    assert run(block, block.example_inputs()).fired == {NAME: 1}

@@ -1,0 +1,95 @@
+"""Recall over spellings: every way to write RoPE, RMSNorm, concat and the rest, in combination, has to be found."""
+
+from __future__ import annotations
+
+import random
+import zlib
+
+import pytest
+from corpus import allowed_counts
+from corpus.spellings import ATTENTIONS, CONCATS, NORMS, ROPES, SPLITS, PlainGQA, PlainMLA
+from frames import check
+
+LAYOUTS = ("bhsd", "bshd")
+CATS = [name for name in CONCATS if "cat_query" in name or "assign" not in name]
+ASSIGNMENTS = [name for name in CONCATS if "assign" in name]
+NORMS_PER_ROPE = 5
+SAMPLES = 48
+
+# The rest of what an author chooses.
+OTHERS = {
+    "layout": LAYOUTS,
+    "split": tuple(SPLITS),
+    "down": ("merged", "merged_rope_first", "separate"),
+    "up": ("one_linear", "two_linears", "split_over_heads"),
+    "attention": tuple(ATTENTIONS),
+    "norm_to_up": ("direct", "four_dim", "flattened"),
+    "table_source": ("input", "buffer", "computed"),
+    "q_lora": (20, None),
+    "heads": (1, 2, 3, 4),
+}
+GQA_OTHERS = {
+    "layout": LAYOUTS,
+    "projections": ("separate", "fused"),
+    "qk_norm": (None, *NORMS),
+    "attention": tuple(ATTENTIONS),
+    "table_source": ("input", "buffer", "computed"),
+    "kv_heads": (1, 2, 3, 6),
+}
+
+
+def _grid():
+    """Every RoPE with five norms, each with a concat and with slice assignments; all norms and concats take turns."""
+    norms = list(NORMS)
+    for i, rope in enumerate(ROPES):
+        for j in range(NORMS_PER_ROPE):
+            norm = norms[(i * NORMS_PER_ROPE + j) % len(norms)]
+            for concats in (CATS, ASSIGNMENTS):
+                yield {"rope_spelling": rope, "norm": norm, "concat": concats[(i + j) % len(concats)]}
+
+
+def _sample():
+    choose = random.Random(0).choice
+    for _ in range(SAMPLES):
+        own = {"rope_spelling": list(ROPES), "norm": list(NORMS), "concat": list(CONCATS)}
+        yield {name: choose(values) for name, values in {**own, **OTHERS}.items()}
+
+
+def _gqa():
+    """Every RoPE, the layouts taking turns, the other choices at random."""
+    for i, rope in enumerate(ROPES):
+        choose = random.Random(zlib.crc32(rope.encode())).choice
+        others = {name: choose(values) for name, values in GQA_OTHERS.items()}
+        yield {"rope_spelling": rope, **others, "layout": LAYOUTS[i % len(LAYOUTS)]}
+
+
+def _show(options) -> str:
+    return "-".join(str(value) for value in options.values())
+
+
+def _assert_found(block, options):
+    frames = check(block, block.example_inputs())
+    counts, expected = frames.counts, block.expected(**options)
+    wrong = {name: (counts[name], e) for name, e in expected.items() if counts[name] not in allowed_counts(e)}
+    assert not wrong, f"(fired, expected): {wrong}; refused {frames.misses}"
+
+
+@pytest.mark.parametrize("options", list(_grid()), ids=_show)
+def test_latent_attention(options):
+    _assert_found(PlainMLA(**options), options)
+
+
+@pytest.mark.parametrize("options", list(_sample()), ids=_show)
+def test_latent_attention_of_any_make(options):
+    _assert_found(PlainMLA(**options), options)
+
+
+@pytest.mark.parametrize("options", list(_gqa()), ids=_show)
+def test_grouped_query_attention(options):
+    _assert_found(PlainGQA(**options), options)
+
+
+def test_the_grid_holds_every_spelling():
+    grid = list(_grid())
+    for option, names in (("rope_spelling", ROPES), ("norm", NORMS), ("concat", CONCATS)):
+        assert {options[option] for options in grid} == set(names)

@@ -1,0 +1,125 @@
+"""Inductor's on-disk caches: a second process compiles nothing, and whatever can change the code misses.
+
+Each case is a process of its own, as caches in memory would hide what lies on disk. The processes share one cache
+directory, in the order of the file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import megacpp_compile
+
+SCRIPT = '''
+import json, sys
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+class Projections(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.down, self.norm, self.up = nn.Linear(8, 6), nn.RMSNorm(6), nn.Linear(6, 8, bias=False)
+    def forward(self, x):
+        return self.up(self.norm(self.down(x))).tanh()
+
+torch.manual_seed(0)
+model = torch.compile(Projections(), backend="megacpp", options=json.loads(sys.argv[1]), fullgraph=True)
+loss = model(torch.ones(2, 3, 8)).square().sum()
+loss.backward()
+import megacpp_compile
+print(json.dumps({
+    "package": megacpp_compile.__file__,
+    "inductor": {k: v for k, v in counters["inductor"].items() if k.startswith("fxgraph_cache")},
+    "autograd": {k: v for k, v in counters["aot_autograd"].items() if k.startswith("autograd_cache")},
+    "loss": loss.item(),
+}))
+'''
+
+
+class Runner:
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        (home / "step.py").write_text(SCRIPT)
+
+    def __call__(self, package: Path | None = None, **options):
+        """What one training step in a new process met in the caches. package: the folder of a copy of this package."""
+        root = package or Path(megacpp_compile.__file__).parents[1]
+        environ = {
+            **{k: v for k, v in os.environ.items() if not k.startswith(("MEGACPP_", "TORCHINDUCTOR_"))},
+            "TORCHINDUCTOR_CACHE_DIR": str(self.home / "cache"),
+            "PYTHONPATH": str(root),
+            "OMP_NUM_THREADS": "1",
+        }
+        command = [sys.executable, str(self.home / "step.py"), json.dumps(options)]
+        done = subprocess.run(command, env=environ, cwd=self.home, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+        result = json.loads(done.stdout.splitlines()[-1])
+        assert Path(result["package"]).is_relative_to(root)
+        return result
+
+
+def hit(result) -> bool:
+    """True: all graphs came from disk. False: all were compiled. Anything in between is an error."""
+    found = result["inductor"]
+    hits, misses = found.get("fxgraph_cache_hit", 0), found.get("fxgraph_cache_miss", 0)
+    assert not found.get("fxgraph_cache_bypass"), "something in the settings keeps Inductor from caching"
+    assert (hits == 0) != (misses == 0), found
+    return hits > 0
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A runner whose cache holds one training step."""
+    runner = Runner(tmp_path_factory.mktemp("cache"))
+    runner.first = runner()
+    return runner
+
+
+@pytest.fixture(scope="module")
+def copied(tmp_path_factory):
+    """A copy of the package, to be edited."""
+    root = tmp_path_factory.mktemp("copy")
+    source = Path(megacpp_compile.__file__).parent
+    shutil.copytree(source, root / source.name, ignore=shutil.ignore_patterns("__pycache__"))
+    return root
+
+
+def test_second_process_hits(run):
+    assert not hit(run.first)
+    assert run.first["autograd"] == {"autograd_cache_miss": 1, "autograd_cache_saved": 1}
+    again = run()
+    assert hit(again)
+    # AOTAutograd's own cache, keyed by the rewritten graph, spares partitioning too.
+    assert again["autograd"] == {"autograd_cache_hit": 1}
+    assert again["loss"] == run.first["loss"]
+
+
+def test_an_option_misses(run):
+    """Even one that leaves this very graph as it is: the pass has nothing to do here."""
+    assert not hit(run(disable="mla_rope_q"))
+
+
+def test_explain_hits(run):
+    """It only prints."""
+    assert hit(run(explain=True))
+
+
+def test_moved_package_hits(run, copied):
+    """What counts is what the sources say, not where they are."""
+    assert hit(run(package=copied))
+
+
+@pytest.mark.parametrize("path", ["passes/down_norm_up.py", "lowerings/down_norm_up/reference.py"])
+def test_changed_source_misses(run, copied, path):
+    """A comment will do: which edits matter is nobody's to guess."""
+    with (copied / megacpp_compile.__name__ / path).open("a") as file:
+        file.write("# another version\n")
+    assert not hit(run(package=copied))

@@ -1,0 +1,598 @@
+"""A plain model through `torch.compile(model, backend="megacpp")` with Inductor on CPU, against eager.
+
+The models are tiny because each graph costs seconds of C++ compilation, and alike so that Inductor's cache serves
+several tests.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from corpus import jitter_gains
+from corpus.spellings import PlainMLA
+from functorch.compile import make_boxed_func
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch._inductor import compile_fx as module
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.virtualized import V
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import megacpp_compile
+from megacpp_compile import record
+from megacpp_compile.backend import megacpp
+
+VOCABULARY, DIM = 19, 24
+PER_LAYER = {"down_norm_up": 2, "mla_rope_q": 1, "mla_rope_kv": 1}
+
+
+def attention(**options) -> PlainMLA:
+    return PlainMLA(DIM, heads=2, q_lora=14, kv_lora=10, nope=6, rope=4, v=5, table_source="buffer", **options)
+
+
+class Block(nn.Module):
+    def __init__(self, p: float = 0.0):
+        super().__init__()
+        self.norm, self.attention, self.dropout = nn.RMSNorm(DIM, eps=1e-6), attention(), nn.Dropout(p)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.attention(self.norm(x)))
+
+
+class LM(nn.Module):
+    """Two blocks between an embedding and a head."""
+
+    def __init__(self, layers: int = 2, tied: bool = False, p: float = 0.0):
+        super().__init__()
+        torch.manual_seed(7)
+        self.embed = nn.Embedding(VOCABULARY, DIM)
+        self.layers = nn.ModuleList(Block(p) for _ in range(layers))
+        self.head = nn.Linear(DIM, VOCABULARY, bias=False)
+        for i, layer in enumerate(self.layers):  # no two layers alike: a graph that serves both must not mix them up
+            nn.init.normal_(layer.attention.kv_a.weight, std=(1 + i) * DIM**-0.5)
+            jitter_gains(layer, seed=i)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def tokens(seq: int = 6, batch: int = 2) -> Tensor:
+    return torch.randint(VOCABULARY, (batch, seq), generator=torch.Generator().manual_seed(seq))
+
+
+def hidden(seq: int = 6, **kwargs) -> Tensor:
+    return torch.randn(2, seq, DIM, generator=torch.Generator().manual_seed(seq), **kwargs)
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def no_kernels(monkeypatch):
+    """Inductor up to and including its post-grad passes, lowering among them; what they leave runs in eager. C++ takes
+    most of the time of a test, and says nothing of what a frame's interface or its graphs look like."""
+
+    def inner_compile(gm, example_inputs, *, is_inference=False, **_):
+        with V.set_fake_mode(torch._guards.detect_fake_mode(example_inputs)):
+            module._recursive_post_grad_passes(gm, is_inference=is_inference)
+        assert not any("megacpp" in str(n.target) for n in gm.graph.nodes), "left without a lowering"
+        return make_boxed_func(gm.forward)
+
+    monkeypatch.setattr(module, "compile_fx", functools.partial(module.compile_fx, inner_compile=inner_compile))
+    with torch._functorch.config.patch(enable_autograd_cache=False):  # it would store Inductor's own kind of result
+        yield
+
+
+def train(call, model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+    """Outputs of `call` and the gradients of their mean squares in model and arguments, by name."""
+    leaves = {f"argument {i}": a for i, a in enumerate(args) if isinstance(a, Tensor) and a.requires_grad}
+    leaves |= {n: p for n, p in model.named_parameters() if p.requires_grad}
+    for leaf in leaves.values():
+        leaf.grad = None
+    out = call(*args, **kwargs)
+    outs = [o for o in (out if isinstance(out, tuple) else (out,)) if isinstance(o, Tensor)]
+    sum(o.float().square().mean() for o in outs if o.requires_grad).backward()
+    results = {f"output {i}": o.detach().clone() for i, o in enumerate(outs)}
+    return results | {f"gradient of {n}": t.grad.clone() for n, t in leaves.items() if t.grad is not None}
+
+
+def error_of(got: Tensor, want: Tensor) -> float:
+    """Norm of the difference over norm."""
+    return float((got.double() - want.double()).norm() / want.double().norm().clamp_min(1e-12))
+
+
+def assert_same(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float = 1e-5) -> None:
+    assert got.keys() == want.keys()
+    for name, expected in want.items():
+        assert (got[name].shape, got[name].dtype) == (expected.shape, expected.dtype), name
+        assert error_of(got[name], expected) <= tolerance, name
+
+
+def assert_no_less_exact(got: dict[str, Tensor], eager: dict[str, Tensor], exact: dict[str, Tensor]) -> None:
+    """Against float64, no less exact than eager: 1.25 times its error over everything together. A single tensor of a
+    few entries may be luckier in either, so each by itself has more room."""
+    assert got.keys() == eager.keys() == exact.keys()
+    ours, theirs = ({n: error_of(t[n], exact[n]) for n in exact} for t in (got, eager))
+    whole, allowed = (sum(e * e for e in errors.values()) ** 0.5 / len(errors) ** 0.5 for errors in (ours, theirs))
+    assert whole <= 1.25 * allowed + 1e-3
+    for name in exact:
+        assert got[name].dtype == eager[name].dtype, name
+        assert ours[name] <= 2 * theirs[name] + 4e-3, f"{name}: {ours[name]:.4f} off, eager {theirs[name]:.4f}"
+
+
+def check(model: nn.Module, *args: Any, options: dict[str, Any] | None = None, tolerance: float = 1e-5, **kwargs: Any):
+    """One training step compiled as one graph, and one in eager, from the same random state: both must agree.
+
+    Returns the report. Keyword arguments go to the model.
+    """
+    eager = copy.deepcopy(model)
+    torch.manual_seed(1)
+    want = train(eager, eager, *args, **kwargs)
+    with record() as report:
+        compiled = torch.compile(model, backend="megacpp", options=options, fullgraph=True)
+        torch.manual_seed(1)
+        assert_same(train(compiled, model, *args, **kwargs), want, tolerance)
+    return report
+
+
+def fired(layers: int) -> dict[str, int]:
+    return {name: count * layers for name, count in PER_LAYER.items()}
+
+
+def counts(report) -> dict[str, int]:
+    """Without passes that did not fire."""
+    return {name: count for name, count in report.counts.items() if count}
+
+
+class Spy(CustomGraphPass):
+    """Looks at the graphs Inductor is given: `options={"inductor": {"post_grad_custom_pre_pass": spy}}`."""
+
+    def __init__(self) -> None:
+        self.graphs: list[list[str]] = []
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        self.graphs.append([str(n.target) for n in graph.nodes if n.op == "call_function"])
+
+    def uuid(self) -> None:
+        return None  # never from a cache: it has to see the graph
+
+
+# --- training and inference
+
+
+def test_training():
+    """Three steps of SGD: the second and third read weights that changed after compilation."""
+    model = LM()
+    eager = copy.deepcopy(model)
+    with record() as report:
+        compiled = torch.compile(model, backend="megacpp", fullgraph=True)
+        for step in range(3):
+            batch = tokens() + step
+            batch %= VOCABULARY
+            assert_same(train(compiled, model, batch), train(eager, eager, batch))
+            with torch.no_grad():
+                for m in (model, eager):
+                    for p in m.parameters():
+                        p.sub_(p.grad, alpha=0.01)
+    assert counts(report) == fired(2)
+    assert [f.captured and f.grad for f in report.frames] == [True]
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_inference(mode):
+    model = LM()
+    with mode(), record() as report:
+        got = torch.compile(model, backend="megacpp", fullgraph=True)(tokens())
+        torch.testing.assert_close(got, model(tokens()), rtol=1e-5, atol=1e-5)
+    assert counts(report) == fired(2)
+    assert [f.grad for f in report.frames] == [False]
+    assert all(s.saved_before is s.saved_after is None for s in report.sites)
+
+
+def test_autocast():
+    """Half precision costs no more accuracy compiled than in eager, as measured against float64."""
+    model = LM(layers=1)
+    exact_model = copy.deepcopy(model).double()
+    exact = train(exact_model, exact_model, tokens())
+
+    def cast(call):
+        def run(*args):
+            with torch.autocast("cpu", torch.bfloat16):
+                return call(*args)
+
+        return run
+
+    eager = copy.deepcopy(model)
+    want = train(cast(eager), eager, tokens())
+    with record() as report:
+        got = train(cast(torch.compile(model, backend="megacpp", fullgraph=True)), model, tokens())
+    assert counts(report) == fired(1)
+    assert_no_less_exact(got, want, exact)
+
+
+def test_bfloat16_weights():
+    model = LM(layers=1)
+    exact_model = copy.deepcopy(model.bfloat16()).double()
+    exact = train(exact_model, exact_model, tokens())
+    eager = copy.deepcopy(model)
+    want = train(eager, eager, tokens())
+    with record() as report:
+        got = train(torch.compile(model, backend="megacpp", fullgraph=True), model, tokens())
+    assert counts(report) == fired(1)
+    assert_no_less_exact(got, want, exact)
+
+
+# --- shapes
+
+
+def graphs_for(backend: str, seqs: tuple[int, ...], dynamic: bool | None) -> int:
+    torch._dynamo.reset()
+    counters.clear()
+    model = Block()
+    eager = copy.deepcopy(model)
+    compiled = torch.compile(model, backend=backend, dynamic=dynamic, fullgraph=True)
+    for seq in seqs:
+        assert_same(train(compiled, model, hidden(seq)), train(eager, eager, hidden(seq)))
+    return counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("dynamic", [True, None], ids=["dynamic", "automatic"])
+def test_changing_shapes_recompile_no_more_than_inductor(no_kernels, dynamic):
+    with record() as report:
+        ours = graphs_for("megacpp", (6, 9, 7), dynamic)
+    assert [f.captured for f in report.frames] == [True] * ours
+    assert counts(report) == fired(ours)
+    assert ours <= graphs_for("inductor", (6, 9, 7), dynamic)
+
+
+def test_symbolic_shapes_in_kernels():
+    model = Block()
+    eager = copy.deepcopy(model)
+    x = hidden(6)
+    torch._dynamo.mark_dynamic(x, 1)
+    with record() as report:
+        compiled = torch.compile(model, backend="megacpp", fullgraph=True)
+        assert_same(train(compiled, model, x), train(eager, eager, x))
+        assert_same(train(compiled, model, hidden(11)), train(eager, eager, hidden(11)))
+    assert counts(report) == fired(1) and len(report.frames) == 1
+
+
+# --- weights
+
+
+def test_tied_weights(no_kernels):
+    assert counts(check(LM(layers=1, tied=True), tokens())) == fired(1)
+
+
+def test_frozen_weights(no_kernels):
+    model = LM(layers=1)
+    block = model.layers[0].attention
+    for p in (model.embed.weight, block.q_a.weight, block.q_norm.weight, block.kv_b.weight, model.head.weight):
+        p.requires_grad_(False)
+    assert counts(check(model, tokens())) == fired(1)
+    assert block.q_a.weight.grad is None and block.q_b.weight.grad is not None
+
+
+def test_gradient_of_the_input_only(no_kernels):
+    """With every weight frozen no weight gradient is computed: of the op's five products in the backward (latent,
+    two weights, two inputs) three are left."""
+
+    class Projections(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.down, self.up = nn.Linear(DIM, 10, bias=False), nn.Linear(10, 12, bias=False)
+            self.norm = nn.RMSNorm(10)
+
+        def forward(self, x):
+            return self.up(self.norm(self.down(x))).tanh()
+
+    products = []
+    for frozen in (False, True):
+        torch._dynamo.reset()
+        model, spy = Projections().requires_grad_(not frozen), Spy()
+        options = {"inductor": {"post_grad_custom_post_pass": spy}}
+        assert counts(check(model, hidden(requires_grad=True), options=options)) == {"down_norm_up": 1}
+        forward, backward = ([t for t in g if "aten.mm" in t or "aten.addmm" in t] for g in spy.graphs)
+        products.append((len(forward), len(backward)))
+    assert products == [(2, 5), (2, 3)]
+
+
+def test_autograd_grad_of_the_input_alone(no_kernels):
+    """The graph is compiled for all gradients, and asked for one."""
+    block = Block()
+    x = hidden(requires_grad=True)
+    (want,) = torch.autograd.grad(block(x).square().sum(), x)
+    with record() as report:
+        (got,) = torch.autograd.grad(torch.compile(block, backend="megacpp")(x).square().sum(), x)
+    assert counts(report) == fired(1)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+# --- several graphs
+
+
+def test_graph_break_between_blocks():
+    """Frames of the same code: each layer must run with its own weights."""
+
+    class Broken(LM):
+        def forward(self, ids):
+            x = self.embed(ids)
+            x = self.layers[0](x)
+            torch._dynamo.graph_break()
+            x = self.layers[1](x)
+            return self.head(x)
+
+    model = Broken()
+    eager = copy.deepcopy(model)
+    with record() as report:
+        got = train(torch.compile(model, backend="megacpp"), model, tokens())
+    assert_same(got, train(eager, eager, tokens()))
+    assert counts(report) == fired(2)
+    assert {s.frame for s in report.sites} == {0, 1}
+
+
+def test_one_graph_serves_layers_with_different_weights():
+    model = LM()
+    eager = copy.deepcopy(model)
+    for layer in model.layers:
+        layer.compile(backend="megacpp", fullgraph=True)
+    with record() as report:
+        assert_same(train(model, model, tokens()), train(eager, eager, tokens()))
+    assert counters["stats"]["unique_graphs"] == 1
+    assert counts(report) == fired(1)
+
+
+def test_compile_in_place_and_deepcopy(no_kernels):
+    """`module.compile()` marks the module; a copy of it is compiled again and goes its own way."""
+    model = LM()
+    eager = copy.deepcopy(model)
+    model.compile(backend="megacpp", fullgraph=True)
+    with record() as report:
+        assert_same(train(model, model, tokens()), train(eager, eager, tokens()))
+        other = copy.deepcopy(model)
+        with torch.no_grad():
+            for p, q in zip(other.parameters(), eager.parameters(), strict=True):
+                p.mul_(0.9)
+                q.mul_(0.9)
+        other.compile(backend="megacpp", fullgraph=True)
+        assert_same(train(other, other, tokens()), train(eager, eager, tokens()))
+    assert set(counts(report)) == set(PER_LAYER)
+    assert all(f.captured for f in report.frames)
+
+
+# --- checkpointing
+
+
+class Checkpointed(LM):
+    how: dict[str, Any] = {}
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False, **self.how)
+        return self.head(x)
+
+
+def test_checkpointed_blocks(no_kernels):
+    """The passes fire inside the regions, and the backward computes their ops again."""
+    spies = {cls: Spy() for cls in (LM, Checkpointed)}
+    for cls, spy in spies.items():
+        torch._dynamo.reset()
+        report = check(cls(layers=1), tokens(), options={"inductor": {"post_grad_custom_pre_pass": spy}})
+        assert counts(report) == fired(1)
+        assert [f.captured for f in report.frames] == [True]
+
+    def forward_ops(graph):
+        return sorted(t.split(".")[1] for t in graph if t.startswith("megacpp.") and "backward" not in t)
+
+    (plain, plain_backward), (kept, recomputed) = (spy.graphs for spy in spies.values())
+    assert forward_ops(plain) == forward_ops(kept) == ["down_norm_up"] * 2 + ["mla_rope_kv", "mla_rope_q"]
+    # rope_q is its own backward, so it stands in every backward graph
+    assert forward_ops(plain_backward) == ["mla_rope_q"]
+    assert set(forward_ops(recomputed)) == {"down_norm_up", "mla_rope_kv", "mla_rope_q"}
+
+
+def keep_products(ctx, op, *args, **kwargs):
+    return CheckpointPolicy.MUST_SAVE if op is torch.ops.aten.mm.default else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def test_selective_checkpoint_falls_back(no_kernels):
+    """Its policy has to see ops that would be gone; the frame compiles as Inductor would, and says so."""
+    model = Checkpointed(layers=1)
+    model.how = {"context_fn": lambda: create_selective_checkpoint_contexts(keep_products)}
+    report = check(model, tokens())
+    assert counts(report) == {}
+    (frame,) = report.frames
+    assert not frame.captured and "context_fn" in frame.reason
+
+
+# --- what surrounds an idiom
+
+
+def test_mutated_buffers():
+    """A counter and a running mean are written to on every call, as often as in eager."""
+
+    class Counting(Block):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+            self.register_buffer("mean", torch.zeros(DIM))
+
+        def forward(self, x):
+            self.steps += 1
+            with torch.no_grad():
+                self.mean.mul_(0.9).add_(x.mean((0, 1)), alpha=0.1)
+            return super().forward(x) + self.mean * self.steps
+
+    model = Counting()
+    eager = copy.deepcopy(model)
+    with record() as report:
+        compiled = torch.compile(model, backend="megacpp", fullgraph=True)
+        for seed in (1, 2, 3):
+            x = torch.randn(2, 6, DIM, generator=torch.Generator().manual_seed(seed))
+            assert_same(train(compiled, model, x), train(eager, eager, x))
+    assert counts(report) == fired(1)
+    assert model.steps.item() == 3 and len(report.frames) == 1
+    torch.testing.assert_close(model.mean, eager.mean)
+
+
+def test_mutated_input(no_kernels):
+    """A cache that the caller passes in, is written to, and comes back."""
+
+    class Cached(Block):
+        def forward(self, x, cache):
+            out = super().forward(x)
+            cache[:, 1:3] = out.detach()[:, 1:3]
+            return out
+
+    model, caches = Cached(), [torch.zeros(2, 6, DIM) for _ in range(2)]
+    eager = copy.deepcopy(model)
+    want = train(eager, eager, hidden(), caches[0])
+    with record() as report:
+        compiled = torch.compile(model, backend="megacpp", fullgraph=True)
+        assert_same(train(compiled, model, hidden(), caches[1]), want)
+    assert counts(report) == fired(1)
+    torch.testing.assert_close(caches[1], caches[0])
+    assert caches[1].any()
+
+
+def test_outputs_that_alias_inputs(no_kernels):
+    class Aliasing(Block):
+        def forward(self, x):
+            return super().forward(x), x, x.view(-1, DIM), x.detach()
+
+    x = hidden(requires_grad=True)
+    model = Aliasing()
+    assert counts(check(model, x)) == fired(1)
+    _, same, view, detached = torch.compile(model, backend="megacpp")(x)
+    assert {t.data_ptr() for t in (same, view, detached)} == {x.data_ptr()}
+    assert view.requires_grad and not detached.requires_grad
+
+
+def test_keyword_and_plain_arguments(no_kernels):
+    class Keyed(Block):
+        def forward(self, x, *, scale=None, shift=0.0, twice=False):
+            out = super().forward(x if scale is None else x * scale["by"]) + shift
+            return {"out": out}["out"] * (2 if twice else 1), None
+
+    report = check(Keyed(), hidden(), scale={"by": torch.full((DIM,), 1.5)}, shift=0.25, twice=True)
+    assert counts(report) == fired(1)
+
+
+def test_random_ops(no_kernels):
+    """p = 0 changes nothing. With p > 0 and Inductor told to draw as eager does, the very same lanes are dropped, in
+    forward and backward."""
+    assert counts(check(LM(layers=1, p=0.0), tokens())) == fired(1)
+    torch._dynamo.reset()
+    report = check(LM(layers=1, p=0.5), tokens(), options={"inductor": {"fallback_random": True}})
+    assert counts(report) == fired(1)
+
+
+def test_random_ops_of_inductor():
+    class Dropped(Block):
+        def forward(self, x):
+            return self.dropout(self.attention(x))
+
+    model = Dropped(p=0.3)
+    with record() as report:
+        compiled = torch.compile(model, backend="megacpp")
+        x = hidden(6).repeat(16, 1, 1).requires_grad_()
+        out, again = compiled(x), compiled(x)
+    assert counts(report) == fired(1)
+    zeros = (out == 0).float().mean().item()
+    assert abs(zeros - 0.3) < 0.04, "4608 draws: five standard deviations are 0.034"
+    assert not torch.equal(out, again)
+    kept = out != 0
+    torch.testing.assert_close(out[kept], (model.attention(x) / 0.7)[kept], rtol=1e-5, atol=1e-5)
+
+
+# --- frames left to Inductor
+
+
+def test_tensor_subclass_falls_back(no_kernels):
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    block = Block()
+    x = TwoTensor(hidden(), 2 * hidden())
+    with record() as report, torch.no_grad():
+        got = torch.compile(block, backend="megacpp")(x)
+        want = block(x)
+    assert isinstance(got, TwoTensor)
+    torch.testing.assert_close((got.a, got.b), (want.a, want.b), rtol=1e-5, atol=1e-5)
+    (frame,) = report.frames
+    assert not frame.captured and "TwoTensor" in frame.reason
+    assert report.sites == []
+
+
+def test_model_without_idiom_reaches_inductor_untouched(monkeypatch):
+    handed = []
+
+    def compile_fx(gm, inputs, **kwargs):
+        handed.append((gm, kwargs))
+        return gm.forward
+
+    monkeypatch.setattr(module, "compile_fx", compile_fx)
+    given = []
+
+    def backend(gm, inputs):
+        given.append((gm, gm.print_readable(print_output=False)))
+        return megacpp(gm, inputs)
+
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 8), nn.Tanh())
+    with record() as report:
+        torch.compile(model, backend=backend)(torch.randn(3, 8))
+    ((gm, code),), ((received, kwargs),) = given, handed
+    assert received is gm
+    assert gm.print_readable(print_output=False) == code
+    assert kwargs == {"config_patches": None}
+    assert report.frames[0].captured and counts(report) == {}
+
+
+def test_reports_nest(no_kernels):
+    with record() as outer:
+        with record() as inner:
+            torch.compile(LM(layers=1), backend="megacpp", fullgraph=True)(tokens())
+        torch._dynamo.reset()
+        model = LM(layers=1)
+        with torch.no_grad():
+            torch.compile(model, backend="megacpp")(tokens())
+    assert counts(inner) == fired(1)
+    assert counts(outer) == fired(2)
+    assert [s.frame for s in outer.sites] == [0] * 4 + [1] * 4
+    assert [f.grad for f in outer.frames] == [True, False]
+
+
+def test_loss_inside_the_graph(no_kernels):
+    """A whole training objective in one frame, with a target that is no float."""
+
+    class Objective(LM):
+        def forward(self, ids):
+            logits = super().forward(ids[:, :-1])
+            return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+
+    assert counts(check(Objective(layers=1), tokens())) == fired(1)
+
+
+def test_the_backend_is_registered():
+    assert "megacpp" in torch._dynamo.list_backends(exclude_tags=None)
+
+
+def test_public_name_of_the_backend():
+    """The function, also after the module of the same name was imported, as every compilation does."""
+    assert megacpp_compile.backend is megacpp
