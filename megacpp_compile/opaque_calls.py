@@ -1,7 +1,7 @@
 """Higher-order ops (custom autograd functions, flex attention, scans) carried around capture untouched.
 
-Pre-dispatch tracing would run through them: a custom `autograd.Function` would lose its own backward. So the graph is cut
-at each: its outputs become inputs of the traced part, its arguments outputs, and afterwards the call is put back between.
+Pre-dispatch tracing would run through them: a custom `autograd.Function` would lose its own backward. So the graph is
+cut at each: its outputs become inputs of the traced part, its arguments outputs; afterwards the call is put back.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def _is_body(gm: GraphModule, node: Node) -> bool:
 def _results(node: Node) -> list[tuple[int | None, Node]]:
     if isinstance(node.meta.get("example_value"), torch.Tensor):
         return [(None, node)]
-    found = []
+    found: list[tuple[int | None, Node]] = []
     for user in node.users:
         if user.target is not operator.getitem or not isinstance(user.args[1], int):
             raise CaptureError(f"{node.target} returns something that is not a tuple of tensors")

@@ -74,7 +74,12 @@ def _values(gm: GraphModule, fakes: Sequence[Any]) -> dict[Node, Any]:
 
 
 def _resolve(
-    gm: GraphModule, nodes: list[Node], graph: fx.Graph, env: dict[Node, Any], values: dict[Node, Any], mode: FakeTensorMode
+    gm: GraphModule,
+    nodes: list[Node],
+    graph: fx.Graph,
+    env: dict[Node, Any],
+    values: dict[Node, Any],
+    mode: FakeTensorMode,
 ) -> None:
     members = set(nodes)
     inputs = list(dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in members))

@@ -59,7 +59,9 @@ def choose(op: Any, target: str, args: Sequence[Any]) -> Choice:
         try:
             module = importlib.import_module(f"{package.__name__}.{folder}.{lowering}")
         except ModuleNotFoundError as missing:
-            reasons.append(f"no-lowering: {folder} has no {lowering} ({missing.name})")
+            own = (missing.name or "").startswith(package.__name__)
+            why = "" if own else f" without {missing.name}"
+            reasons.append(f"no-lowering: {folder} has no {lowering}{why}")
             continue
         supports = getattr(module, "supports", None)
         reason = supports(name, args) if supports is not None else None

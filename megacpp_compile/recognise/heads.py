@@ -128,14 +128,22 @@ def find_heads(graph: fx.Graph, weights: frozenset[Node]) -> Heads:
     acts = activations(graph, weights)
     it = LaneInterpreter(acts)
     heads, near = _scan(graph, it, acts)
-    # A view that ends in (2, d) is two heads or the two halves of one; only what follows tells, so try both.
-    split = frozenset(n for n in graph.nodes if n in acts and _splits_heads(n))
-    if split:
-        other = LaneInterpreter(acts, split)
-        again = _scan(graph, other, acts)
-        if _joined(again[0]) > _joined(heads):
-            it, (heads, near) = other, again
+    # A view that ends in (2, d) is two heads or the two halves of one; only what follows tells, so every reading is
+    # tried: such views of one width d are the same kind of view.
+    split = [n for n in graph.nodes if n in acts and _splits_heads(n)]
+    widths = {_width(n) for n in split}
+    for heads_of in (widths, *({w} for w in widths), *(widths - {w} for w in widths)):
+        stops = frozenset(n for n in split if _width(n) in heads_of)
+        if stops:
+            other = LaneInterpreter(acts, stops)
+            again = _scan(graph, other, acts)
+            if _joined(again[0]) > _joined(heads):
+                it, (heads, near) = other, again
     return _finish(graph, it, heads, near)
+
+
+def _width(node: Node) -> int:
+    return int(value(node).shape[-1])
 
 
 def _joined(heads: list[tuple[Node, Rotation]]) -> tuple[int, int]:

@@ -113,7 +113,8 @@ class LaneInterpreter:
             except Opaque:
                 pass
         self._opaque.add(node)
-        return self.leaf(node)
+        # A tensor written in parts is no source: which lanes it holds is what could not be told.
+        return None if node.target is torch.ops.aten.slice_scatter.default else self.leaf(node)
 
     def leaf(self, node: Node) -> Lanes | None:
         """`node` as a source: its last dimension is the lanes, or its last two where the last holds pairs."""

@@ -47,18 +47,17 @@ getitem: f32[2, 5, 26] = split_with_sizes[0]
 rms_norm: f32[2, 5, 26] = rms_norm(getitem, [26], kv_norm_weight, 1e-06)
 linear_1: f32[2, 5, 84] = linear(rms_norm, kv_b_weight)
 view: f32[2, 5, 3, 28] = view(linear_1, [2, 5, 3, -1])
-unsqueeze: f32[2, 5, 1, 34] = unsqueeze(linear, 2)
-slice: f32[2, 5, 1, 8] = slice.Tensor(unsqueeze, -1, 26, 34, 1)
+permute: f32[2, 3, 5, 28] = permute(view, [0, 2, 1, 3])
+unsqueeze: f32[2, 1, 5, 34] = unsqueeze(linear, 1)
+slice: f32[2, 1, 5, 8] = slice.Tensor(unsqueeze, -1, 26, 34, 1)
 unsqueeze_1: f32[1, 5, 4] = unsqueeze(cos, 0)
-unsqueeze_2: f32[1, 5, 1, 4] = unsqueeze(unsqueeze_1, 2)
+unsqueeze_2: f32[1, 1, 5, 4] = unsqueeze(unsqueeze_1, 1)
 unsqueeze_3: f32[1, 5, 4] = unsqueeze(sin, 0)
-unsqueeze_4: f32[1, 5, 1, 4] = unsqueeze(unsqueeze_3, 2)
-mla_rope_kv: (f32[2, 5, 3, 24], f32[2, 5, 3, 12]) = megacpp.mla_rope_kv(view, slice, unsqueeze_2, unsqueeze_4, 16, False, False, False, float32)
-getitem_1: f32[2, 5, 3, 24] = mla_rope_kv[0]
-permute: f32[2, 3, 5, 24] = permute(getitem_1, [0, 2, 1, 3])
-getitem_2: f32[2, 5, 3, 12] = mla_rope_kv[1]
-permute_1: f32[2, 3, 5, 12] = permute(getitem_2, [0, 2, 1, 3])
-return [permute, permute_1]""",
+unsqueeze_4: f32[1, 1, 5, 4] = unsqueeze(unsqueeze_3, 1)
+mla_rope_kv: (f32[2, 3, 5, 24], f32[2, 3, 5, 12]) = megacpp.mla_rope_kv(permute, slice, unsqueeze_2, unsqueeze_4, 16, False, False, False, float32)
+getitem_1: f32[2, 3, 5, 24] = mla_rope_kv[0]
+getitem_2: f32[2, 3, 5, 12] = mla_rope_kv[1]
+return [getitem_1, getitem_2]""",
     )
 
 

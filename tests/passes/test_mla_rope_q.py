@@ -45,13 +45,13 @@ def test_graph():
         """\
 linear: f32[2, 5, 72] = linear(x, q_weight)
 view: f32[2, 5, 3, 24] = view(linear, [2, 5, 3, -1])
+permute: f32[2, 3, 5, 24] = permute(view, [0, 2, 1, 3])
 unsqueeze: f32[1, 5, 4] = unsqueeze(cos, 0)
-unsqueeze_1: f32[1, 5, 1, 4] = unsqueeze(unsqueeze, 2)
+unsqueeze_1: f32[1, 1, 5, 4] = unsqueeze(unsqueeze, 1)
 unsqueeze_2: f32[1, 5, 4] = unsqueeze(sin, 0)
-unsqueeze_3: f32[1, 5, 1, 4] = unsqueeze(unsqueeze_2, 2)
-mla_rope_q: f32[2, 5, 3, 24] = megacpp.mla_rope_q(view, unsqueeze_1, unsqueeze_3, 16, False, False, False, False, float32)
-permute: f32[2, 3, 5, 24] = permute(mla_rope_q, [0, 2, 1, 3])
-return [permute]""",
+unsqueeze_3: f32[1, 1, 5, 4] = unsqueeze(unsqueeze_2, 1)
+mla_rope_q: f32[2, 3, 5, 24] = megacpp.mla_rope_q(permute, unsqueeze_1, unsqueeze_3, 16, False, False, False, False, float32)
+return [mla_rope_q]""",
     )
 
 

@@ -33,8 +33,9 @@ def mla_rope_kv(
     with no_autocast(kv):
         # A custom op may not return a view of its input, so the eager body copies; lowered graphs take the view.
         own = kv.clone(memory_format=torch.contiguous_format)
+        k_rope, cos, sin = wide(k_rope, cos, sin)
         k, v = reference.mla_rope_kv(
-            own, *wide(k_rope, cos, sin), nope_dim, interleaved_in, interleaved_out, rope_first, out_dtype
+            own, k_rope, cos, sin, nope_dim, interleaved_in, interleaved_out, rope_first, out_dtype
         )
         return k.contiguous(), v
 
@@ -61,7 +62,8 @@ def mla_rope_kv_backward(
 ) -> tuple[Tensor, Tensor]:
     with no_autocast(grad_k):
         flags = (nope_dim, interleaved_in, interleaved_out, rope_first, shared_dims, kv_dtype, rope_dtype)
-        d_kv, d_rope = reference.mla_rope_kv_backward(*wide(grad_k, grad_v, cos, sin), *flags)
+        grad_k, grad_v, cos, sin = wide(grad_k, grad_v, cos, sin)
+        d_kv, d_rope = reference.mla_rope_kv_backward(grad_k, grad_v, cos, sin, *flags)
         return d_kv.contiguous(), d_rope.contiguous()
 
 

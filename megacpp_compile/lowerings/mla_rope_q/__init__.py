@@ -31,8 +31,9 @@ def mla_rope_q(
     out_dtype: torch.dtype,
 ) -> Tensor:
     with no_autocast(q):
+        q, cos, sin = wide(q, cos, sin)
         out = reference.mla_rope_q(
-            *wide(q, cos, sin), nope_dim, interleaved_in, interleaved_out, rope_first, inverse, out_dtype
+            q, cos, sin, nope_dim, interleaved_in, interleaved_out, rope_first, inverse, out_dtype
         )
         return out.contiguous()
 

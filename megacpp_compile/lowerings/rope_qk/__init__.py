@@ -31,8 +31,9 @@ def rope_qk(
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     with no_autocast(q):
+        q, k, cos, sin = wide(q, k, cos, sin)
         q, k = reference.rope_qk(
-            *wide(q, k, cos, sin), nope_dim, interleaved_in, interleaved_out, rope_first, inverse, out_dtype
+            q, k, cos, sin, nope_dim, interleaved_in, interleaved_out, rope_first, inverse, out_dtype
         )
         return q.contiguous(), k.contiguous()
 

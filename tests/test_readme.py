@@ -1,0 +1,29 @@
+"""README's example runs and prints what README says it prints."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+README = Path(__file__).parent.parent / "README.md"
+
+
+def _settled(text):
+    # Times vary, and with them and the path column widths; words and numbers do not.
+    text = re.sub(r"\d+\.\d+ s", "T", text)
+    return [line for line in (" ".join(re.sub("[─]+", "", line).split()) for line in text.splitlines()) if line]
+
+
+def test_the_example_prints_what_it_says(tmp_path):
+    pytest.importorskip("rich")  # without it the same table is printed plainly
+    text = README.read_text()
+    code = re.search(r"```python\n(.*?)```", text, re.S).group(1)
+    shown = re.search(r"```text\n(.*?)```", text, re.S).group(1)
+    (tmp_path / "example.py").write_text(code)
+    env = dict(os.environ, COLUMNS="110", OMP_NUM_THREADS="1")
+    done = subprocess.run([sys.executable, "example.py"], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert _settled(done.stdout) == _settled(shown)
