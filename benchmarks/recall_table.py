@@ -31,14 +31,15 @@ def row(r: dict[str, Any]) -> str:
         cells.append(f"{fired} / {low}" + (f"..{high}" if low < high < 9 else ""))
     errors = f"{r['out']:.0e} | {r['grad']:.0e}"
     graphs = f"{r['graphs']} / {r['graphs0']} | {r['breaks']} / {r['breaks0']}"
-    return f"| {r['name']} | {r['source']} | {'yes' if r['same'] else 'no'} | {errors} | {' | '.join(cells)} | {graphs} |"
+    equal = "yes" if r["same"] else "no"
+    return f"| {r['name']} | {r['source']} | {equal} | {errors} | {' | '.join(cells)} | {graphs} |"
 
 
 def table(path: str) -> str:
     with open(path) as f:
         results = json.load(f)
-    lines = ["| model | source | equal | output error | gradient error | " + " | ".join(PASSES) + " | graphs | breaks |"]
-    lines.append("|" + "---|" * 10)
+    columns = ["model", "source", "equal", "output error", "gradient error", *PASSES, "graphs", "breaks"]
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     lines += [row(r) for r in results]
     good = [r for r in results if "error" not in r]
     must = sum(r["rows"][p][0] for r in good for p in PASSES)

@@ -151,7 +151,7 @@ def _frame_name(gm: GraphModule) -> str:
 def _nothing_to_do(gm: GraphModule) -> str | None:
     """Why no pass can possibly fire: every idiom multiplies, and none fits into a handful of nodes."""
     calls = [n for n in gm.graph.nodes if n.op in ("call_function", "call_method")]
-    return "too small to hold an idiom" if len(calls) < 4 else None
+    return "too small to hold an idiom" if len(calls) < 3 else None
 
 
 def _enforce(config: Config, counts: Mapping[str, int], misses: list[Any]) -> None:

@@ -51,7 +51,10 @@ def fake_inputs(example_inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[Any
         if not isinstance(value, torch.Tensor) or (isinstance(value, FakeTensor) and value.fake_mode is mode):
             return value
         symbolic = context.tensor_to_context.get(value) if context else None
-        return mode.from_tensor(value, static_shapes=None if context else True, symbolic_context=symbolic)
+        source = getattr(symbolic, "tensor_source", None)
+        return mode.from_tensor(
+            value, static_shapes=None if context else True, symbolic_context=symbolic, source=source
+        )
 
     return mode, [fake(x) for x in example_inputs]
 
@@ -76,6 +79,17 @@ def _global_state_kept() -> Iterator[None]:
         torch.set_autocast_cache_enabled(cache)
 
 
+def _check_autocast(gm: GraphModule) -> None:
+    """Pre-dispatch tracing records autocast switches without obeying them, so dtypes behind one would be wrong: refuse
+    those that change anything. (Models switch autocast off around their tables; outside of it that is nothing.)"""
+    for node in gm.graph.nodes:
+        if node.target in (torch.amp.autocast_mode._enter_autocast, torch.amp._enter_autocast):
+            kind, dtype, enabled, _ = [*node.args, None, None, None][:4]
+            ambient = torch.is_autocast_enabled(kind)
+            if bool(enabled) != ambient or (enabled and dtype not in (None, torch.get_autocast_dtype(kind))):
+                raise CaptureError("the frame switches autocast by itself")
+
+
 def _check(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
     for value in example_inputs:
         if isinstance(value, torch.Tensor) and is_traceable_wrapper_subclass(value):
@@ -94,6 +108,7 @@ def capture(gm: GraphModule, example_inputs: Sequence[Any]) -> Captured:
     as it came. Never changes `gm`.
     """
     _check(gm, example_inputs)
+    _check_autocast(gm)
     mode, fakes = fake_inputs(example_inputs)
     try:
         with _global_state_kept(), fx_traceback.preserve_node_meta():

@@ -14,10 +14,13 @@ from megacpp_compile.normalise.functional_copies import functional_copies
 
 
 def normalise(graph: fx.Graph, fake_mode: FakeTensorMode) -> None:
-    """Drop tracing's metadata assertions and dead values, rename aliases, and rewrite functional copies."""
+    """Drop tracing's assertions and dead values, let views copy where they must, rename aliases, rewrite copies."""
     for node in list(graph.nodes):
         if node.target is torch.ops.aten._assert_tensor_metadata.default:
             graph.erase_node(node)
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+        # A fused op may lay its result out otherwise than the plain ops did; a view of it must not fail.
+        node.target = torch.ops.aten.reshape.default
     aliases(graph)
     functional_copies(graph, fake_mode)
     graph.eliminate_dead_code()

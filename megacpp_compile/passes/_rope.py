@@ -1,11 +1,14 @@
 """What the RoPE passes share: from a proved rotation to the op's arguments.
 
-The ops take queries, keys and tables with equally many dimensions, tables 1 wide where they broadcast. All of them are
-views of what the model has, in the order of dimensions of the head the op replaces, so the result needs no rearranging
-and a lowering sees from the strides what lies next to what in memory.
+The ops take queries, keys and tables with equally many dimensions, tables 1 wide where they broadcast, and return
+contiguous tensors. Dimensions are put in the order in which the plain result lay in memory, and the op's result is
+permuted back, which is a view: what reads it finds the layout it would have found, and no copy appears behind the op.
 """
 
 from __future__ import annotations
+
+import dataclasses
+from typing import Any
 
 import torch
 from torch import fx
@@ -13,6 +16,7 @@ from torch.fx import Node
 
 from megacpp_compile.graph_edit import Builder, move_behind, value
 from megacpp_compile.passes._rule import GraphView, Refusal
+from megacpp_compile.recognise.heads import Head
 from megacpp_compile.recognise.lanes import Source
 from megacpp_compile.recognise.rotation import Part, Rotation, Table
 
@@ -33,6 +37,31 @@ def refusals(view: GraphView, op_name: str) -> list[Refusal]:
 def layout(rotation: Rotation) -> tuple[bool, bool, bool]:
     """(interleaved_in, interleaved_out, rope_first)."""
     return rotation.interleaved_in, rotation.interleaved_out, rotation.rope_first
+
+
+def in_memory_order(head: Head) -> tuple[Rotation, list[int]]:
+    """The rotation with its outer dimensions in memory order, and that order."""
+    strides = [s if isinstance(s, int) else int(s.node.hint or 0) for s in value(head.root).stride()[:-1]]
+    order = sorted(range(len(strides)), key=lambda p: -strides[p])
+    return reordered(head.rotation, order), order
+
+
+def reordered(rotation: Rotation, order: list[int]) -> Rotation:
+    """`rotation` with the outer dimensions of all it refers to in `order`."""
+
+    def turned(x: Any) -> Any:
+        dims = tuple(x.source.dims[p] for p in order)
+        return dataclasses.replace(x, source=dataclasses.replace(x.source, dims=dims))
+
+    nope = None if rotation.nope is None else turned(rotation.nope)
+    parts = {name: turned(getattr(rotation, name)) for name in ("rope", "cos", "sin")}
+    return dataclasses.replace(rotation, nope=nope, **parts)
+
+
+def back(build: Builder, node: Node, order: list[int]) -> Node:
+    """From memory order to the head's own."""
+    permutation = [order.index(p) for p in range(len(order))] + [len(order)]
+    return node if permutation == sorted(permutation) else build(aten.permute.default, node, permutation)
 
 
 def sources(rotation: Rotation) -> list[Node]:

@@ -46,13 +46,13 @@ def find(view: GraphView) -> Iterator[Match | Refusal]:
         if up is None or node in done:
             continue
         source = up.x
-        while _between(source) and not isinstance(match_rms_norm(source), RmsNorm):
+        while (_between(source) or _scaled(source)) and not isinstance(match_rms_norm(source), RmsNorm):
             source = source.args[0]  # type: ignore[assignment]
         norm = match_rms_norm(source)
         if norm is None:
             continue
         if isinstance(norm, NoNorm):
-            if _after_projection(norm.node):
+            if _after_projection(source):
                 yield Refusal(norm.node, norm.tag, norm.reason)
             continue
         found = _check(view, norm)
@@ -90,7 +90,12 @@ def _stranded(view: GraphView, seen: set[Node]) -> Iterator[Refusal]:
                 break
 
 
-def _after_projection(node: Node, depth: int = 8) -> bool:
+def _rank(node: Node) -> int:
+    fake = value(node)
+    return fake.dim() if isinstance(fake, torch.Tensor) else -1
+
+
+def _after_projection(node: Node, depth: int = 16) -> bool:
     """Whether a near miss stands behind a down-projection at all; a residual stream's own norm is no near miss."""
     for _ in range(depth):
         cut = lane_slice(node)
@@ -99,38 +104,40 @@ def _after_projection(node: Node, depth: int = 8) -> bool:
         elif match_linear(node) is not None:
             return True
         elif node.op == "call_function" and node.all_input_nodes:
-            node = max(node.all_input_nodes)
+            node = max(node.all_input_nodes, key=lambda n: (_rank(n), n))
         else:
             return False
     return False
 
 
-def _down(x: Node) -> tuple[Linear, int, int] | None:
-    """The linear whose output lanes `start : start + size` are `x`."""
-    start, size = 0, value(x).shape[-1]
+def _down(x: Node) -> tuple[Linear, int, int, list[Node]] | None:
+    """(the linear whose output lanes `start : start + size` are `x`, start, size, the views in between)."""
+    start, size, chain = 0, value(x).shape[-1], list[Node]()
     while True:
         cut = lane_slice(x)
         if cut is not None:
             x, start = cut[0], start + cut[1]
         elif is_outer_view(x):
+            chain.insert(0, x)
             x = x.args[0]  # type: ignore[assignment]
         else:
             break
     linear = match_linear(x)
-    return None if linear is None or not isinstance(size, int) else (linear, start, size)
+    return None if linear is None or not isinstance(size, int) else (linear, start, size, chain)
 
 
 def _check(view: GraphView, norm: RmsNorm) -> Match | Refusal | None:
     found = _down(norm.x)
     if found is None:
         return None  # the norm of a residual stream, not of a latent
-    down, start, size = found
+    down, start, size, views = found
     total = down.out_features
     if start and start + size != total:
         return Refusal(norm.x, "latent-place", "the normed lanes lie in the middle of the down-projection")
     ups, refusal = _ups(norm)
     if refusal is not None:
         return refusal
+    ups = [(up, views + chain) for up, chain in ups]
     if not ups:
         return None
     for inner in norm.internal - {norm.node}:
@@ -259,7 +266,7 @@ def _rewrite(
     gain = _gain(build, norm)
     node = build(
         torch.ops.megacpp.down_norm_up.default,
-        build.cast(down.x, dtype), down.weight(build), b_down, gain, w_up, norm.eps, start, size,
+        build.cast(down.x, dtype), down.weight(build), b_down, gain, w_up, float(norm.eps), start, size,
     )  # fmt: skip
     all_up, rest = build.item(node, 0), build.item(node, 1)
     new = []

@@ -98,7 +98,7 @@ def _permuted(node: Node, dims: list[int]) -> list[int]:
 def _rewrite(
     view: GraphView, head: Head, values: list[tuple[Node, list[int]]], inputs: list[Node], outputs: list[Node]
 ) -> tuple[Node, list[Node]]:
-    rotation = head.rotation
+    rotation, order = _rope.in_memory_order(head)
     nope, rope = rotation.nope, rotation.rope
     assert nope is not None
     where = place(inputs, outputs, head.root, view.regions)
@@ -114,7 +114,7 @@ def _rewrite(
         kv, _rope.part(build, rope), _rope.table(build, rotation.cos),
         _rope.table(build, rotation.sin), nope.width, *_rope.layout(rotation), value(head.root).dtype,
     )  # fmt: skip
-    new = [build.item(node, 0)]
+    new = [_rope.back(build, build.item(node, 0), order)]
     if values:
         v = build.item(node, 1)
         # V has the keys' dimensions; its readers want kv's, which may have others of size 1.

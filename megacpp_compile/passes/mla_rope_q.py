@@ -94,13 +94,15 @@ def _check(view: GraphView, head: Head) -> Match | Refusal | None:
         anchor, moved = where
         build = Builder(view.graph, view.fake_mode, anchor, head.root, view.regions)
         nope_dim = rotation.nope.width if rotation.nope else 0
-        q = _rope.whole_head(build, rotation)
-        cos, sin = _rope.table(build, rotation.cos), _rope.table(build, rotation.sin)
+        turned, order = _rope.in_memory_order(head)
+        q = _rope.whole_head(build, turned)
+        cos, sin = _rope.table(build, turned.cos), _rope.table(build, turned.sin)
         node = build(
             torch.ops.megacpp.mla_rope_q.default,
             q, cos, sin, nope_dim, *_rope.layout(rotation), False, value(head.root).dtype,
         )  # fmt: skip
-        _rope.replace(view.graph, build, [(head.root, node)], moved)
-        return node, [node]
+        new = _rope.back(build, node, order)
+        _rope.replace(view.graph, build, [(head.root, new)], moved)
+        return node, [new]
 
     return Match(head.root, inputs, [head.root], rewrite)

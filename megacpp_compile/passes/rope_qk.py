@@ -67,13 +67,14 @@ def _check(view: GraphView, q: Head, k: Head) -> Match | Refusal:
         assert where is not None
         anchor, moved = where
         build = Builder(view.graph, view.fake_mode, anchor, q.root, view.regions)
+        turned, order = _rope.in_memory_order(q)
         node = build(
             torch.ops.megacpp.rope_qk.default,
-            _rope.whole_head(build, a), _rope.whole_head(build, b),
-            _rope.table(build, a.cos), _rope.table(build, a.sin),
+            _rope.whole_head(build, turned), _rope.whole_head(build, _rope.reordered(b, order)),
+            _rope.table(build, turned.cos), _rope.table(build, turned.sin),
             nope[0], *_rope.layout(a), False, value(q.root).dtype,
         )  # fmt: skip
-        new = [build.item(node, i) for i in (0, 1)]
+        new = [_rope.back(build, build.item(node, i), order) for i in (0, 1)]
         _rope.replace(view.graph, build, list(zip(outputs, new, strict=True)), moved)
         return node, new
 

@@ -29,7 +29,7 @@ class RmsNorm:
 
     node: Node
     x: Node
-    eps: float
+    eps: float | torch.SymFloat
     gains: list[Node]
     scale: float
     internal: set[Node]
@@ -181,7 +181,7 @@ def _peel(node: Any, through: set[Node]) -> Any:
     return node
 
 
-def _root(factor: Any, under: bool) -> tuple[Node, float, set[Node]] | None:
+def _root(factor: Any, under: bool) -> tuple[Node, Any, set[Node]] | None:
     """(mean square, eps, nodes) where `factor` is `1/sqrt(mean + eps)`, or `sqrt(mean + eps)` if `under`."""
     through: set[Node] = set()
     node = _peel(factor, through)
@@ -216,10 +216,12 @@ def _root(factor: Any, under: bool) -> tuple[Node, float, set[Node]] | None:
         mean, eps = inner.args[:2]
         if not isinstance(mean, Node):
             mean, eps = eps, mean
+        if isinstance(eps, Node) and isinstance(value(eps), torch.SymFloat):
+            eps = value(eps)  # dynamic=True makes even this number symbolic; the rewrite fixes it
         if isinstance(eps, Node) or inner.kwargs.get("alpha", 1) != 1:
             raise _Refuse(inner, "eps-tensor", "eps is a tensor, not a number")
         through.add(inner)
-        return _peel(mean, through), float(eps), through
+        return _peel(mean, through), eps, through
     return inner, 0.0, through
 
 

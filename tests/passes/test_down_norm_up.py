@@ -175,11 +175,6 @@ def test_dynamic_shapes(everything):
     assert_dynamic(NAME, block, lambda length: block.example_inputs(seq=length), count=2, everything=everything)
 
 
-def test_dynamic_shapes_around_a_whole_norm():
-    block = PlainMLA(norm="nn_rms_norm")
-    assert_dynamic(NAME, block, lambda length: block.example_inputs(seq=length), count=2, everything=True)
-
-
 def test_autocast_around_the_call():
     assert_autocast(NAME, *build(latent_and_rest))
 
