@@ -18,20 +18,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megacpp_compile.backend import megacpp as backend
     from megacpp_compile.config import Config
-    from megacpp_compile.explain import explain
+    from megacpp_compile.explaining import explain
     from megacpp_compile.report import Report, record
 
 __version__ = "0.1.0"
 __all__ = ["Config", "Report", "backend", "explain", "record"]
 
-_HOME = {"Config": "config", "Report": "report", "record": "report", "explain": "explain", "backend": "backend"}
+_HOME = {"Config": "config", "Report": "report", "record": "report", "explain": "explaining", "backend": "backend"}
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = importlib.import_module(f"{__name__}.{_HOME[name]}")
-    found = getattr(module, "megacpp" if name == "backend" else name)
+    # The module `backend` is callable and stands for the function: importing it binds this very name.
+    found = module if name == "backend" else getattr(module, name)
     globals()[name] = found
     return found
 

@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _explain(target: str, pairs: Sequence[str], as_json: bool) -> int:
     from megacpp_compile.errors import MegacppError
-    from megacpp_compile.explain import explain
+    from megacpp_compile.explaining import explain
 
     try:
         model, args, kwargs = _load(target)

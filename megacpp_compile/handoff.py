@@ -99,6 +99,8 @@ def _lower(graph: fx.Graph, node: Node, target: str, traced: dict[Any, GraphModu
                 for field in ("nn_module_stack", "stack_trace", "seq_nr", "partitioner_tag", "from_node"):
                     if field in node.meta:
                         env[n].meta[field] = node.meta[field]
+    with graph.inserting_before(node):
+        result = _keep_layout(graph, node.meta["val"], result)
     _rewire(node, result)
     graph.erase_node(node)
 
@@ -143,6 +145,18 @@ def _trace(body: Callable[..., Any], args: Any, fakes: list[torch.Tensor]) -> Gr
         gm = make_fx(call, decomposition_table=select_decomp_table(), tracing_mode="real")(*fakes)
     gm.graph.eliminate_dead_code()
     return gm
+
+
+def _keep_layout(graph: fx.Graph, promised: Any, result: Any) -> Any:
+    """`result` with every tensor laid out as the op promised: what comes behind was traced on those strides."""
+    if isinstance(promised, (list, tuple)):
+        return type(promised)(_keep_layout(graph, p, r) for p, r in zip(promised, result, strict=True))
+    have = result.meta.get("val")
+    if have is None or not promised.is_contiguous() or _signature(have)[1] == _signature(promised)[1]:
+        return result
+    copy = graph.call_function(torch.ops.aten.clone.default, (result,), {"memory_format": torch.contiguous_format})
+    copy.meta["val"] = promised
+    return copy
 
 
 def _rewire(node: Node, result: Any) -> None:

@@ -19,16 +19,28 @@ def module_fqn(node: Node) -> str:
     for entry in stack.values():
         name = entry[0] if isinstance(entry, tuple) else str(entry)
         path = name or path
+    path = re.sub(r"^L\['\w+'\]", "", path)  # the frame's own module, by whatever name its first argument has
     path = re.sub(r"\['?([^]']*)'?\]", r".\1", path)
-    path = path.replace("._modules", "").replace("_modules.", "")
-    return re.sub(r"^(L\.self\.|L__self___|L\.|self\.)|^(self|L)$", "", path).strip(".").replace("slf.", "")
+    return path.replace("._modules", "").replace("_modules.", "").strip(".")
+
+
+def _frames(node: Node) -> list[tuple[str, str, str, str]]:
+    """(path, line, function, code) of the node's stack outside torch, outermost first."""
+    trace = node.meta.get("stack_trace") or ""
+    frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)\n\s*(.*)', trace)
+    return [f for f in frames if not any(part in f[0] for part in _OWN)]
+
+
+def outermost_frame(node: Node) -> str:
+    """ "forward (model.py:12)": the compiled function as far as the node knows, or ""."""
+    frames = _frames(node)
+    return f"{frames[0][2]} ({frames[0][0].rsplit('/', 1)[-1]}:{frames[0][1]})" if frames else ""
 
 
 def source_line(node: Node) -> str:
     """ "file.py:123, in forward: code" of the innermost frame outside torch's own modules."""
-    trace = node.meta.get("stack_trace") or ""
-    frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)\n\s*(.*)', trace)
-    for path, line, function, code in reversed(frames):
-        if not any(part in path for part in _OWN):
-            return f"{path.rsplit('/', 1)[-1]}:{line}, in {function}: {code.strip()}"
-    return ""
+    frames = _frames(node)
+    if not frames:
+        return ""
+    path, line, function, code = frames[-1]
+    return f"{path.rsplit('/', 1)[-1]}:{line}, in {function}: {code.strip()}"

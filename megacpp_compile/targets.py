@@ -20,7 +20,7 @@ def resolve_target(wanted: str, example_inputs: Sequence[Any]) -> str:
         kinds = {x.device.type for x in example_inputs if isinstance(x, torch.Tensor)}
         return "tpu" if "xla" in kinds else "cuda" if "cuda" in kinds else "cpu"
     if wanted == "tpu" and importlib.util.find_spec("torch_xla") is None:
-        raise TargetUnavailableError("tpu", "torch_xla is not installed", "pip install 'megacpp-compile[tpu]'")
+        raise TargetUnavailableError("tpu", "the package torch_xla", "pip install 'megacpp-compile[tpu]'")
     if wanted == "cuda" and not torch.cuda.is_available():
-        raise TargetUnavailableError("cuda", "no CUDA device is visible to torch", "install a CUDA build of torch")
+        raise TargetUnavailableError("cuda", "a CUDA device", "install a CUDA build of torch")
     return wanted

@@ -7,7 +7,7 @@ site borders are kept, and both versions of each site are then differentiated ag
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -49,13 +49,21 @@ def border_values(gm: GraphModule, example_inputs: Sequence[Any], wanted: set[No
 
 
 def compare(
-    gm: GraphModule, inputs: Sequence[Node], plain: Sequence[Node], new: Sequence[Node], values: dict[Node, Any]
+    gm: GraphModule,
+    inputs: Sequence[Node],
+    plain: Sequence[Node],
+    new: Sequence[Node],
+    values: dict[Node, Any],
+    differentiable: Collection[Node],
 ) -> tuple[str, float, float]:
-    """(worst tensor, its relative error, tolerance) of outputs and input gradients, new against plain."""
+    """(worst tensor, its relative error, tolerance) of outputs and input gradients, new against plain.
+
+    Gradients are asked of the `differentiable` inputs: an op has none for tables and positions, nor needs one.
+    """
     results, tolerance = [], 0.0
     for outputs in (plain, new):
         module, order = between(gm, inputs, outputs)
-        leaves = [_leaf(values[n]) for n in order]
+        leaves = [_leaf(values[n], n in differentiable) for n in order]
         with torch.enable_grad():
             out = module(*leaves)
         generator = torch.Generator().manual_seed(0)
@@ -79,15 +87,15 @@ def compare(
     return worst, errors[worst], tolerance
 
 
-def _leaf(x: Any) -> Any:
+def _leaf(x: Any, differentiable: bool) -> Any:
     if isinstance(x, torch.Tensor) and x.is_floating_point():
-        return x.detach().clone().requires_grad_()
+        return x.detach().clone().requires_grad_(differentiable)
     return x
 
 
 def _error(got: torch.Tensor | None, want: torch.Tensor) -> float:
     if got is None or got.shape != want.shape or got.dtype != want.dtype:
         return float("inf")
-    difference = (got.double() - want.double()).norm()
-    error = float(difference / want.double().norm().clamp_min(1e-12))
+    difference = (got.detach().double() - want.detach().double()).norm()
+    error = float(difference / want.detach().double().norm().clamp_min(1e-12))
     return error if error == error else float("inf")

@@ -588,5 +588,10 @@ def test_the_backend_is_registered():
 
 
 def test_public_name_of_the_backend():
-    """The function, also after the module of the same name was imported, as every compilation does."""
-    assert megacpp_compile.backend is megacpp
+    """Callable, also after the module of the same name was imported, as every compilation does."""
+    model, x = nn.Linear(3, 2), torch.randn(4, 3)
+    assert megacpp_compile.backend.megacpp is megacpp
+    with megacpp_compile.record() as report:
+        compiled = torch.compile(model, backend=megacpp_compile.backend)
+        torch.testing.assert_close(compiled(x), model(x))
+    assert len(report.frames) == 1

@@ -201,7 +201,8 @@ def _ups(norm: RmsNorm) -> tuple[list[tuple[Linear, list[Node]]], Refusal | None
         if up is None or up.x is not read or up.w is read:
             linear = any(match_linear(u) is not None for u, _, _ in uses)
             what = "the normed latent is used elsewhere too" if linear else "no linear follows the norm directly"
-            return [], Refusal(user, "escapes" if linear else "no-up", f"{what} ({user.name})")
+            at = read if user.op == "output" else user  # the output itself has no place in the source
+            return [], Refusal(at, "escapes" if linear else "no-up", f"{what} ({user.name})")
         ups.append((up, chain))
     return ups, None
 
@@ -230,7 +231,8 @@ def _rests(norm: RmsNorm, down: Linear, start: int, size: int) -> list[tuple[Nod
             elif is_outer_view(user):
                 stack.append((user, at, width, [*chain, user]))
             else:
-                return Refusal(user, "escapes", f"the latent is used elsewhere too ({user.name})")
+                at_node = node if user.op == "output" else user
+                return Refusal(at_node, "escapes", f"the latent is used elsewhere too ({user.name})")
     return sorted(rests)
 
 

@@ -32,7 +32,7 @@ def mla_rope_kv(
 ) -> tuple[Tensor, Tensor]:
     with no_autocast(kv):
         # A custom op may not return a view of its input, so the eager body copies; lowered graphs take the view.
-        own = kv.clone(memory_format=torch.contiguous_format)
+        own = kv.clone()
         k_rope, cos, sin = wide(k_rope, cos, sin)
         k, v = reference.mla_rope_kv(
             own, k_rope, cos, sin, nope_dim, interleaved_in, interleaved_out, rope_first, out_dtype
@@ -43,7 +43,7 @@ def mla_rope_kv(
 @mla_rope_kv.register_fake
 def _(kv, k_rope, cos, sin, nope_dim, interleaved_in, interleaved_out, rope_first, out_dtype):  # type: ignore[no-untyped-def]
     k = kv.new_empty((*kv.shape[:-1], nope_dim + k_rope.shape[-1]), dtype=out_dtype)
-    return k, kv.new_empty(kv.shape)[..., nope_dim:]
+    return k, torch.empty_like(kv)[..., nope_dim:]  # with kv's strides, as the view it becomes
 
 
 @torch.library.custom_op("megacpp::mla_rope_kv_backward", mutates_args=())

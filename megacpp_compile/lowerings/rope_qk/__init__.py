@@ -46,13 +46,15 @@ def _(q, k, cos, sin, nope_dim, interleaved_in, interleaved_out, rope_first, inv
 def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
     q, k, cos, sin, *flags, _ = inputs
     ctx.save_for_backward(cos, sin)
-    ctx.flags, ctx.dtype = flags, q.dtype
+    ctx.flags, ctx.dtypes = flags, (q.dtype, k.dtype)
 
 
 def _backward(ctx, grad_q, grad_k):  # type: ignore[no-untyped-def]
     cos, sin = ctx.saved_tensors
     *layout, inverse = ctx.flags
-    return *rope_qk(grad_q, grad_k, cos, sin, *layout, not inverse, ctx.dtype), *(None,) * 8
+    dtype = torch.promote_types(*ctx.dtypes)
+    d_q, d_k = rope_qk(grad_q, grad_k, cos, sin, *layout, not inverse, dtype)
+    return d_q.to(ctx.dtypes[0]), d_k.to(ctx.dtypes[1]), *(None,) * 8
 
 
 rope_qk.register_autograd(_backward, setup_context=_setup_context)
