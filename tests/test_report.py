@@ -248,7 +248,7 @@ def modules(*fqns):
     """The module column for sites at `fqns`."""
     report = Report()
     report.add(Frame(), [site(fqn) for fqn in fqns])
-    rows = [line for line in report.render(width=240).splitlines() if "megacpp::down_norm_up" in line]
+    rows = [line for line in report.render(width=240).splitlines() if "down_norm_up" in line]
     return [line.split("down_norm_up", 1)[1].split("modeling.py")[0].strip() for line in rows]
 
 
