@@ -152,7 +152,7 @@ def _keep_layout(graph: fx.Graph, promised: Any, result: Any) -> Any:
     if isinstance(promised, (list, tuple)):
         return type(promised)(_keep_layout(graph, p, r) for p, r in zip(promised, result, strict=True))
     have = result.meta.get("val")
-    if have is None or not promised.is_contiguous() or _signature(have)[1] == _signature(promised)[1]:
+    if have is None or _signature(have)[1] == _signature(promised)[1] or not promised.is_contiguous():
         return result
     copy = graph.call_function(torch.ops.aten.clone.default, (result,), {"memory_format": torch.contiguous_format})
     copy.meta["val"] = promised

@@ -18,9 +18,11 @@ def resolve_target(wanted: str, example_inputs: Sequence[Any]) -> str:
     """
     if wanted == "auto":
         kinds = {x.device.type for x in example_inputs if isinstance(x, torch.Tensor)}
-        return "tpu" if "xla" in kinds else "cuda" if "cuda" in kinds else "cpu"
-    if wanted == "tpu" and importlib.util.find_spec("torch_xla") is None:
-        raise TargetUnavailableError("tpu", "the package torch_xla", "pip install 'megacpp-compile[tpu]'")
+        wanted = "tpu" if "xla" in kinds else "cuda" if "cuda" in kinds else "cpu"
+    if wanted == "tpu":
+        if importlib.util.find_spec("torch_xla") is None:
+            raise TargetUnavailableError("tpu", "the package torch_xla", "pip install 'megacpp-compile[tpu]'")
+        raise TargetUnavailableError("tpu", "an XLA lowering", "wait for a later version of megacpp-compile")
     if wanted == "cuda" and not torch.cuda.is_available():
         raise TargetUnavailableError("cuda", "a CUDA device", "install a CUDA build of torch")
     return wanted
