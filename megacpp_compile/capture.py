@@ -86,6 +86,8 @@ def _check_autocast(gm: GraphModule) -> None:
         if node.target in (torch.amp.autocast_mode._enter_autocast, torch.amp._enter_autocast):
             kind, dtype, enabled, _ = [*node.args, None, None, None][:4]
             ambient = torch.is_autocast_enabled(kind)
+            if kind == "cpu" and dtype not in (None, torch.bfloat16, torch.float16):
+                enabled = False  # torch's own rule there, with a warning
             if bool(enabled) != ambient or (enabled and dtype not in (None, torch.get_autocast_dtype(kind))):
                 raise CaptureError("the frame switches autocast by itself")
 
