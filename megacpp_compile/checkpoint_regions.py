@@ -39,7 +39,8 @@ def inline_checkpoints(gm: GraphModule) -> GraphModule:
         else:
             _copy(node, graph, env)
     out.graph = graph
-    graph.eliminate_dead_code()
+    for node in [n for n in graph.nodes if n.op == "get_attr" and not n.users]:
+        graph.erase_node(node)  # the bodies; anything else without readers may be an in-place op
     out.recompile()
     return out
 

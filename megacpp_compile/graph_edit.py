@@ -108,6 +108,14 @@ def move_behind(nodes: Sequence[Node], anchor: Node) -> None:
         at = node
 
 
+def drop_dead(graph: fx.Graph) -> None:
+    """Erase values nobody reads. Unlike `eliminate_dead_code` this leaves submodules alone: the bodies of higher-order
+    ops are shared with Dynamo's graph, and in them an in-place op without readers is not dead."""
+    for node in reversed(graph.nodes):
+        if not node.users and node.op not in ("placeholder", "output") and not node.is_impure():
+            graph.erase_node(node)
+
+
 def same_size(a: Any, b: Any) -> bool:
     """Sizes known to be equal; never adds a guard on a symbolic size."""
     if isinstance(a, int) and isinstance(b, int):

@@ -23,6 +23,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import megacpp_compile
 from megacpp_compile.errors import NotLoweredError
+from megacpp_compile.graph_edit import drop_dead
 from megacpp_compile.lowerings._op import no_autocast
 from megacpp_compile.lowerings._registry import choose, semantic_ops
 from megacpp_compile.provenance import module_fqn, source_line
@@ -50,7 +51,7 @@ class LowerSemanticOps(CustomGraphPass):
         traced: dict[Any, GraphModule] = {}
         for node in [n for n in graph.nodes if n.op == "call_function" and n.target in semantic_ops()]:
             _lower(graph, node, self.target, traced)
-        graph.eliminate_dead_code()
+        drop_dead(graph)
         for node in graph.nodes:
             if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "megacpp":
                 raise NotLoweredError(str(node.target), self.target, module_fqn(node), source_line(node))

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 from torch._subclasses import FakeTensorMode
 
+from megacpp_compile.graph_edit import drop_dead
 from megacpp_compile.normalise.aliases import aliases
 from megacpp_compile.normalise.functional_copies import functional_copies
 
@@ -23,4 +24,4 @@ def normalise(graph: fx.Graph, fake_mode: FakeTensorMode) -> None:
         node.target = torch.ops.aten.reshape.default
     aliases(graph)
     functional_copies(graph, fake_mode)
-    graph.eliminate_dead_code()
+    drop_dead(graph)

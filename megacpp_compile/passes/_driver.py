@@ -21,6 +21,7 @@ import megacpp_compile.passes as package
 from megacpp_compile.capture import Captured
 from megacpp_compile.config import Config
 from megacpp_compile.errors import MegacppError
+from megacpp_compile.graph_edit import drop_dead
 from megacpp_compile.lowerings._registry import semantic_ops
 from megacpp_compile.passes._rule import GraphView, Match, Pass, Refusal
 from megacpp_compile.provenance import module_fqn, source_line
@@ -103,7 +104,7 @@ def run_passes(
                 out.sites.append(site)
                 out.op_nodes.append(op_node)
                 fired += 1
-            gm.graph.eliminate_dead_code()
+            drop_dead(gm.graph)
         gm.graph.lint()
         out.counts[p.name] = fired
         out.seconds[p.name] = time.perf_counter() - began
