@@ -15,6 +15,7 @@ from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from megacpp_compile.errors import CaptureError
+from megacpp_compile.graph_edit import attribute_of
 
 _HOP = torch.ops.higher_order.tag_activation_checkpoint
 _ids = itertools.count(1 << 20)  # away from the ids torch itself hands out within one graph
@@ -81,15 +82,9 @@ def _inline(node: Node, owner: GraphModule, out: GraphModule, graph: fx.Graph, e
             new = _copy(n, graph, inner)
             if n.op == "get_attr":
                 attribute = f"{prefix}_{n.target}".replace(".", "_")
-                setattr(out, attribute, _attribute(body, str(n.target)))
+                setattr(out, attribute, attribute_of(body, str(n.target)))
                 new.target = attribute
             if isinstance(new, Node) and new.op == "call_function" and "recompute" not in new.meta:
                 new.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
                 new.meta["ac_graph_id"] = region
     return tuple(result) if isinstance(result, (tuple, list)) else result
-
-
-def _attribute(module, path: str):  # type: ignore[no-untyped-def]
-    for part in path.split("."):
-        module = getattr(module, part)
-    return module

@@ -108,6 +108,13 @@ def move_behind(nodes: Sequence[Node], anchor: Node) -> None:
         at = node
 
 
+def attribute_of(module: Any, path: Any) -> Any:
+    """What a `get_attr` node with target `path` reads."""
+    for name in str(path).split("."):
+        module = getattr(module, name)
+    return module
+
+
 def drop_dead(graph: fx.Graph) -> None:
     """Erase values nobody reads. Unlike `eliminate_dead_code` this leaves submodules alone: the bodies of higher-order
     ops are shared with Dynamo's graph, and in them an in-place op without readers is not dead."""

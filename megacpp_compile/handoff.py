@@ -81,7 +81,7 @@ def _lower(graph: fx.Graph, node: Node, target: str, traced: dict[Any, GraphModu
 
     args = fx.map_arg(node.args, hole)
     fakes = [t.meta["val"] for t in tensors]
-    key = (node.target, _text(args), tuple(_signature(f) for f in fakes))
+    key = (node.target, repr(args), tuple(_signature(f) for f in fakes))
     if key not in traced:
         filled = [a.meta["val"] if isinstance(a, Node) else a for a in node.args]
         body = choose(node.target, target, filled).body
@@ -100,14 +100,9 @@ def _lower(graph: fx.Graph, node: Node, target: str, traced: dict[Any, GraphModu
                 for field in ("nn_module_stack", "stack_trace", "seq_nr", "partitioner_tag", "from_node"):
                     if field in node.meta:
                         env[n].meta[field] = node.meta[field]
-    with graph.inserting_before(node):
         result = _keep_layout(graph, node.meta["val"], result)
     _rewire(node, result)
     graph.erase_node(node)
-
-
-def _text(args: Any) -> str:
-    return repr(args)
 
 
 class _Hole:

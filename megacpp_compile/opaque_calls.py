@@ -18,6 +18,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule, Node
 
 from megacpp_compile.errors import CaptureError
+from megacpp_compile.graph_edit import attribute_of
 
 
 @dataclasses.dataclass
@@ -56,7 +57,7 @@ def cut(gm: GraphModule, fakes: Sequence[Any], mode: FakeTensorMode) -> Cut:
         if node in env or node in replaced or node.op == "output":
             continue
         if not _is_call(node):
-            if node.op == "get_attr" and isinstance(_attribute(gm, node.target), GraphModule):
+            if node.op == "get_attr" and isinstance(attribute_of(gm, node.target), GraphModule):
                 continue  # a body; the call brings it along
             env[node] = graph.node_copy(node, env.__getitem__)
             continue
@@ -118,7 +119,7 @@ def restore(gm: GraphModule, made: Cut, frame_inputs: int) -> None:
                 if a in traced:
                     return traced[a]
                 name = f"{call.node.name}_{a.target}".replace(".", "_")
-                gm.add_submodule(name, _attribute(call.owner, a.target))
+                gm.add_submodule(name, attribute_of(call.owner, a.target))
                 return graph.get_attr(name)
 
             new = graph.node_copy(call.node, place)
@@ -145,7 +146,7 @@ def _is_call(node: Node) -> bool:
 
 
 def _is_body(gm: GraphModule, node: Node) -> bool:
-    return node.op == "get_attr" and isinstance(_attribute(gm, str(node.target)), torch.nn.Module)
+    return node.op == "get_attr" and isinstance(attribute_of(gm, str(node.target)), torch.nn.Module)
 
 
 def _results(node: Node) -> list[tuple[int | None, Node]]:
@@ -157,9 +158,3 @@ def _results(node: Node) -> list[tuple[int | None, Node]]:
             raise CaptureError(f"{node.target} returns something that is not a tuple of tensors")
         found.append((user.args[1], user))
     return found
-
-
-def _attribute(module: Any, path: Any) -> Any:
-    for name in str(path).split("."):
-        module = getattr(module, name)
-    return module
