@@ -123,6 +123,32 @@ def drop_dead(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
+def overwritable(tensor: Any, reader: Node) -> bool:
+    """Whether nobody needs `tensor`'s memory after `reader`: it was made in this graph, and neither it nor any view of
+    the same memory is read later or returned. For choosing the cheaper kernel; correctness does not rest on it."""
+    base = tensor
+    while isinstance(base, Node) and (source := _viewed(base)) is not None:
+        base = source
+    if not isinstance(base, Node) or base.op != "call_function":
+        return False
+    pending = [base]
+    while pending:
+        for user in pending.pop().users:
+            if user is not reader and _viewed(user) is not None:
+                pending.append(user)
+            elif user > reader:
+                return False
+    return True
+
+
+def _viewed(node: Node) -> Node | None:
+    """The node whose memory `node` shares by being a view of it, or None."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.arguments or schema.arguments[0].alias_info is None:
+        return None
+    return node.args[0] if node.args and isinstance(node.args[0], Node) else None
+
+
 def same_size(a: Any, b: Any) -> bool:
     """Sizes known to be equal; never adds a guard on a symbolic size."""
     if isinstance(a, int) and isinstance(b, int):

@@ -23,7 +23,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import megacpp_compile
 from megacpp_compile.errors import NotLoweredError
-from megacpp_compile.graph_edit import drop_dead
+from megacpp_compile.graph_edit import drop_dead, overwritable, value
 from megacpp_compile.lowerings._op import no_autocast
 from megacpp_compile.lowerings._registry import choose, semantic_ops
 from megacpp_compile.provenance import module_fqn, source_line
@@ -81,11 +81,11 @@ def _lower(graph: fx.Graph, node: Node, target: str, traced: dict[Any, GraphModu
 
     args = fx.map_arg(node.args, hole)
     fakes = [t.meta["val"] for t in tensors]
-    key = (node.target, repr(args), tuple(_signature(f) for f in fakes))
+    choice = choose(node.target, target, fx.map_arg(node.args, value))
+    in_place = bool(choice.overwrites) and all(overwritable(node.args[i], node) for i in choice.overwrites)
+    key = (node.target, repr(args), tuple(_signature(f) for f in fakes), in_place)
     if key not in traced:
-        filled = [a.meta["val"] if isinstance(a, Node) else a for a in node.args]
-        body = choose(node.target, target, filled).body
-        traced[key] = _trace(body, args, fakes)
+        traced[key] = _trace(functools.partial(choice.body, in_place=True) if in_place else choice.body, args, fakes)
     inner = traced[key].graph
     env: dict[Node, Any] = {}
     with graph.inserting_before(node):
@@ -137,8 +137,14 @@ def _trace(body: Callable[..., Any], args: Any, fakes: list[torch.Tensor]) -> Gr
     def call(*values: torch.Tensor) -> Any:
         return body(*_fill(args, values))
 
+    # Functional, so that a kernel which writes to its operands is one Inductor may run in place or on a clone.
+    functional = torch.func.functionalize(call, remove="mutations")
     with mode, no_autocast(fakes[0]), torch.no_grad():
-        gm = make_fx(call, decomposition_table=select_decomp_table(), tracing_mode="real")(*fakes)
+        gm = make_fx(functional, decomposition_table=select_decomp_table(), tracing_mode="real")(*fakes)
+    # Functionalisation hands every overwritten operand back to its owner; here nobody reads it any more.
+    for node in list(gm.graph.nodes):
+        if node.target is torch.ops.aten.copy_.default and node.args[0].op == "placeholder":
+            gm.graph.erase_node(node)
     gm.graph.eliminate_dead_code()
     return gm
 

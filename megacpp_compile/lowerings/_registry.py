@@ -27,12 +27,16 @@ PREFERENCE = {
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What a call site asked for and got. `reason` is empty where the two agree."""
+    """What a call site asked for and got. `reason` is empty where the two agree.
+
+    `overwrites`: the arguments whose memory `body` can return its result in, told so by `in_place=True`.
+    """
 
     requested: str
     effective: str
     reason: str
     body: Callable[..., Any]
+    overwrites: tuple[int, ...] = ()
 
 
 @functools.cache
@@ -52,6 +56,7 @@ def choose(op: Any, target: str, args: Sequence[Any]) -> Choice:
     """The lowering of `op` on `target` for a call with (fake) `args`.
 
     A lowering file may define `supports(op name, args) -> reason or None`; the first one without an objection serves.
+    It may define `OVERWRITES`: op name -> arguments it can work in place on.
     """
     folder, name = semantic_ops()[op]
     reasons = []
@@ -66,6 +71,7 @@ def choose(op: Any, target: str, args: Sequence[Any]) -> Choice:
         supports = getattr(module, "supports", None)
         reason = supports(name, args) if supports is not None else None
         if reason is None:
-            return Choice(PREFERENCE[target][0], lowering, "; ".join(reasons), getattr(module, name))
+            overwrites = getattr(module, "OVERWRITES", {}).get(name, ())
+            return Choice(PREFERENCE[target][0], lowering, "; ".join(reasons), getattr(module, name), overwrites)
         reasons.append(f"{lowering}: {reason}")
     raise AssertionError("every op has a reference lowering")

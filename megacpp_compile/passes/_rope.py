@@ -1,8 +1,8 @@
 """What the RoPE passes share: from a proved rotation to the op's arguments.
 
 The ops take queries, keys and tables with equally many dimensions, tables 1 wide where they broadcast, and return
-contiguous tensors. Dimensions are put in the order in which the plain result lay in memory, and the op's result is
-permuted back, which is a view: what reads it finds the layout it would have found, and no copy appears behind the op.
+contiguous tensors. Dimensions are put in memory order (`in_memory_order`) and the op's result is permuted back, which
+is a view: no copy appears before or behind the op.
 """
 
 from __future__ import annotations
@@ -40,10 +40,38 @@ def layout(rotation: Rotation) -> tuple[bool, bool, bool]:
 
 
 def in_memory_order(head: Head) -> tuple[Rotation, list[int]]:
-    """The rotation with its outer dimensions in memory order, and that order."""
-    strides = [s if isinstance(s, int) else int(s.node.hint or 0) for s in value(head.root).stride()[:-1]]
-    order = sorted(range(len(strides)), key=lambda p: -strides[p])
+    """The rotation with its outer dimensions in memory order, and that order.
+
+    It is the order of the projection that made the head: the op then reads and writes rows side by side and may work in
+    the projection's own memory. Where the result leaves the frame, or meets a foreign op, its strides are part of what
+    the model sees, and the order is the one the plain result had.
+    """
+    source, shaped = head.main.source, value(head.root)
+    by_source = all(d >= 0 for d in source.dims) and not _strides_show(head.root)
+    strides = [value(source.node).stride(d) for d in source.dims] if by_source else shaped.stride()[:-1]
+    known = [s if isinstance(s, int) else int(s.node.hint or 0) for s in strides]
+    order = sorted(range(len(known)), key=lambda p: -known[p])
     return reordered(head.rotation, order), order
+
+
+# Ops whose result is laid out in one way whatever the operands' strides are.
+_SETTLED = {
+    aten.matmul.default, aten.bmm.default, aten.mm.default, aten.einsum.default, aten.linear.default,
+    aten.baddbmm.default, aten.scaled_dot_product_attention.default,
+}  # fmt: skip
+
+
+def _strides_show(root: Node) -> bool:
+    """Whether `root`'s strides, or those of something that inherits them, reach the frame's output or a foreign op."""
+    pending, seen = [root], {root}
+    while pending:
+        for user in pending.pop().users:
+            if user.op == "output" or not str(user.target).startswith("aten."):
+                return True
+            if user not in seen and user.target not in _SETTLED:
+                seen.add(user)
+                pending.append(user)
+    return False
 
 
 def reordered(rotation: Rotation, order: list[int]) -> Rotation:

@@ -1,0 +1,56 @@
+"""Launching Triton kernels from lowerings: traceable for Inductor, direct in eager and under the interpreter."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import triton
+from torch.library import wrap_triton
+
+_tune: contextvars.ContextVar[bool] = contextvars.ContextVar("megacpp_autotune", default=False)
+
+
+@contextlib.contextmanager
+def autotuning(on: bool) -> Iterator[None]:
+    """Whether kernels launched (traced) inside choose their block sizes by measurement."""
+    token = _tune.set(on)
+    try:
+        yield
+    finally:
+        _tune.reset(token)
+
+
+class Kernel:
+    """A jitted kernel with a static choice of block sizes and, when autotuning, the choices to measure.
+
+    Measured choices are kept per `key` (head sizes and counts) and, through Inductor's autotune cache, across
+    processes.
+    """
+
+    def __init__(self, fn: Any, choices: Sequence[dict[str, int]], key: Sequence[str], restore: Sequence[str] = ()) -> None:
+        configs = [
+            triton.Config({k: v for k, v in c.items() if k != "num_warps"}, num_warps=c["num_warps"]) for c in choices
+        ]
+        self.fn, self.tuned = fn, triton.autotune(configs, key=list(key), restore_value=list(restore))(fn)
+
+    def __call__(self, grid: Callable[[dict[str, Any]], tuple[Any, ...]], static: dict[str, int], **args: Any) -> None:
+        if not isinstance(self.fn, triton.JITFunction):
+            self.fn[grid](**args, **static)  # the interpreter
+        elif _tune.get():
+            wrap_triton(self.tuned)[grid](**args)
+        else:
+            wrap_triton(self.fn)[grid](**args, **static)
+
+
+def power_of_2(n: int) -> int:
+    """The least power of 2 that is at least `n`, and 1 for 0."""
+    return 1 << (n - 1).bit_length() if n else 1
+
+
+def is_wide(*dtypes: torch.dtype) -> bool:
+    """Whether a kernel has to compute in float64."""
+    return torch.float64 in dtypes

@@ -1,0 +1,127 @@
+"""`rope_qk` on CUDA: queries and keys in one launch, each program a token's block of heads sharing its angles."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megacpp_compile.lowerings._rope_launch import CHOICES, KEY, angle_arguments, blocks, refused
+from megacpp_compile.lowerings._rows import rows_of
+from megacpp_compile.lowerings._triton_launch import Kernel, power_of_2
+from megacpp_compile.lowerings._triton_rope import turn_heads
+
+
+@triton.jit
+def rope_qk_rows(q, k, q_out, k_out, cos, sin, cu_seqlens, tokens, n1, heads, k_heads,
+                 xa, xb, xh, ya, yb, yh, ka, kb, kh, la, lb, lh, ca, cb, cl, sa, sb, sl, sequences, positions,
+                 NOPE: tl.constexpr, NOPE_LANES: tl.constexpr, ROPE_FIRST: tl.constexpr,
+                 HALF: tl.constexpr, LANES: tl.constexpr, FULL: tl.constexpr, LOAD_INTERLEAVED: tl.constexpr,
+                 STORE_INTERLEAVED: tl.constexpr, TABLE_INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr,
+                 WIDE: tl.constexpr, PACKED: tl.constexpr, STEPS: tl.constexpr,
+                 BT: tl.constexpr, BH: tl.constexpr):  # fmt: skip
+    block = tl.program_id(1)
+    q_blocks = tl.cdiv(heads, BH)
+    if block < q_blocks:
+        turn_heads(q, q_out, tl.program_id(0), block, tokens, n1, heads, xa, xb, xh, ya, yb, yh,
+                   cos, sin, ca, cb, cl, sa, sb, sl, cu_seqlens, sequences, positions, NOPE, NOPE_LANES, ROPE_FIRST,
+                   HALF, LANES, FULL, LOAD_INTERLEAVED, STORE_INTERLEAVED, TABLE_INTERLEAVED, INVERSE, WIDE, False,
+                   PACKED, STEPS, BT, BH)  # fmt: skip
+    else:
+        turn_heads(k, k_out, tl.program_id(0), block - q_blocks, tokens, n1, k_heads, ka, kb, kh, la, lb, lh,
+                   cos, sin, ca, cb, cl, sa, sb, sl, cu_seqlens, sequences, positions, NOPE, NOPE_LANES, ROPE_FIRST,
+                   HALF, LANES, FULL, LOAD_INTERLEAVED, STORE_INTERLEAVED, TABLE_INTERLEAVED, INVERSE, WIDE, False,
+                   PACKED, STEPS, BT, BH)  # fmt: skip
+
+
+@triton.jit
+def rope_qk_in_place(q, k, cos, sin, cu_seqlens, tokens, n1, heads, k_heads, xa, xb, xh, ka, kb, kh,
+                     ca, cb, cl, sa, sb, sl, sequences, positions,
+                     NOPE: tl.constexpr, NOPE_LANES: tl.constexpr, ROPE_FIRST: tl.constexpr,
+                     HALF: tl.constexpr, LANES: tl.constexpr, FULL: tl.constexpr, LOAD_INTERLEAVED: tl.constexpr,
+                     STORE_INTERLEAVED: tl.constexpr, TABLE_INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr,
+                     WIDE: tl.constexpr, PACKED: tl.constexpr, STEPS: tl.constexpr,
+                     BT: tl.constexpr, BH: tl.constexpr):  # fmt: skip
+    block = tl.program_id(1)
+    q_blocks = tl.cdiv(heads, BH)
+    if block < q_blocks:
+        turn_heads(q, q, tl.program_id(0), block, tokens, n1, heads, xa, xb, xh, xa, xb, xh,
+                   cos, sin, ca, cb, cl, sa, sb, sl, cu_seqlens, sequences, positions, NOPE, NOPE_LANES, ROPE_FIRST,
+                   HALF, LANES, FULL, LOAD_INTERLEAVED, STORE_INTERLEAVED, TABLE_INTERLEAVED, INVERSE, WIDE, True,
+                   PACKED, STEPS, BT, BH)  # fmt: skip
+    else:
+        turn_heads(k, k, tl.program_id(0), block - q_blocks, tokens, n1, k_heads, ka, kb, kh, ka, kb, kh,
+                   cos, sin, ca, cb, cl, sa, sb, sl, cu_seqlens, sequences, positions, NOPE, NOPE_LANES, ROPE_FIRST,
+                   HALF, LANES, FULL, LOAD_INTERLEAVED, STORE_INTERLEAVED, TABLE_INTERLEAVED, INVERSE, WIDE, True,
+                   PACKED, STEPS, BT, BH)  # fmt: skip
+
+
+_copying = Kernel(rope_qk_rows, CHOICES, (*KEY, "k_heads"))
+_in_place = Kernel(rope_qk_in_place, CHOICES, (*KEY, "k_heads"), restore=("q", "k"))
+
+OVERWRITES = {"rope_qk": (0, 1)}
+
+
+def supports(name: str, args: Sequence[Any]) -> str | None:
+    """Why the kernel cannot serve this call, or None."""
+    q, k, cos, sin, nope_dim = args[:5]
+    walks = _walks(q, k, cos, sin)
+    return walks if isinstance(walks, str) else refused(cos, sin, q.shape[-1], nope_dim)
+
+
+def _walks(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *outs: Tensor) -> Any:
+    """The rows of q and those of k, over the same tokens; or why there are none."""
+    q_out, k_out = outs or (q, k)
+    mine, its = rows_of([q, q_out], [cos, sin]), rows_of([k, k_out], [cos, sin])
+    if isinstance(mine, str) or isinstance(its, str):
+        return mine if isinstance(mine, str) else its
+    if (str(mine.tokens), str(mine.n1)) != (str(its.tokens), str(its.n1)):
+        return "queries and keys fold their tokens differently"
+    return mine, its
+
+
+def rope_qk(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    nope_dim: int,
+    interleaved_in: bool,
+    interleaved_out: bool,
+    rope_first: bool,
+    inverse: bool,
+    out_dtype: torch.dtype,
+    *,
+    in_place: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The op; with `in_place` the results are q and k, overwritten, where dtypes and layouts are the results'."""
+    in_place = in_place and all(t.dtype == out_dtype and t.is_contiguous() for t in (q, k))
+    outs = [t if in_place else torch.empty(t.shape, dtype=out_dtype, device=t.device) for t in (q, k)]
+    walks = _walks(q, k, cos, sin, *outs)
+    assert not isinstance(walks, str), walks
+    mine, its = walks
+    if mine.empty and its.empty:
+        return outs[0], outs[1]
+    (xa, xb, xh), (ya, yb, yh), *_ = mine.strides
+    (ka, kb, kh), (la, lb, lh), *_ = its.strides
+    args = angle_arguments(
+        cos, sin, mine, q.shape[-1] - nope_dim, interleaved_in, interleaved_out, inverse, None,
+        q.dtype, k.dtype, out_dtype,
+    )  # fmt: skip
+    args |= {"q": q, "k": k, "heads": mine.heads, "k_heads": its.heads, "xa": xa, "xb": xb, "xh": xh, "ka": ka,
+             "kb": kb, "kh": kh, "NOPE": nope_dim, "NOPE_LANES": power_of_2(nope_dim),
+             "ROPE_FIRST": int(rope_first)}  # fmt: skip
+
+    def grid(meta: dict[str, Any]) -> tuple[Any, ...]:
+        bh = meta["BH"]
+        return triton.cdiv(mine.tokens, meta["BT"]), triton.cdiv(mine.heads, bh) + triton.cdiv(its.heads, bh)
+
+    if in_place:
+        _in_place(grid, blocks(mine), **args)
+    else:
+        _copying(grid, blocks(mine), q_out=outs[0], k_out=outs[1], ya=ya, yb=yb, yh=yh, la=la, lb=lb, lh=lh, **args)
+    return outs[0], outs[1]
