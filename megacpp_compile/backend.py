@@ -61,8 +61,7 @@ def _compile(
     if result.outcome is None or not result.outcome.sites:
         return handoff.plain_inductor(gm, example_inputs, patches)
     try:
-        key = config.cache_key()
-        return handoff.to_inductor(result.captured.gm, example_inputs, result.frame.target, key, patches)
+        return handoff.to_inductor(result.captured.gm, example_inputs, result.frame.target, config, patches)
     except Exception as error:
         if config.strict:
             raise

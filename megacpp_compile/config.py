@@ -37,6 +37,12 @@ class Config:
         verify: "each" compares every rewrite with the code it replaced; "off" does not.
         target: what to lower for; "auto" goes by the device of the inputs.
         explain: print the report of every compiled frame to stderr.
+        keep_latents: save what `down_norm_up` norms instead of computing it again from its
+            input in backward: two bytes a latent lane and token (bf16) for the time of one GEMM.
+        merge_down: multiply linears that share one input, such as MLA's query and key-value
+            down-projections, as one GEMM.
+        autotune: choose the block sizes of this package's kernels by measurement on the first
+            call instead of by the built-in table. Results are kept in Inductor's cache.
         inductor: config patches handed to Inductor as they are, e.g. `{"max_autotune": True}`.
     """
 
@@ -47,6 +53,9 @@ class Config:
     verify: Verify = "off"
     target: Target = "auto"
     explain: bool = False
+    keep_latents: bool = False
+    merge_down: bool = False
+    autotune: bool = False
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -58,6 +67,9 @@ class Config:
             "verify": _choice("verify", self.verify, get_args(Verify)),
             "target": _choice("target", self.target, get_args(Target), _TARGET_MEANT),
             "explain": _bool("explain", self.explain),
+            "keep_latents": _bool("keep_latents", self.keep_latents),
+            "merge_down": _bool("merge_down", self.merge_down),
+            "autotune": _bool("autotune", self.autotune),
             "inductor": _mapping("inductor", self.inductor, lambda _key, value: value),
         }
         for name, value in checked.items():

@@ -16,16 +16,20 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dynamo.utils import detect_fake_mode
+from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._subclasses import FakeTensor
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import megacpp_compile
+from megacpp_compile.config import Config
 from megacpp_compile.errors import NotLoweredError
+from megacpp_compile.gemm import merge
 from megacpp_compile.graph_edit import drop_dead, overwritable, value
 from megacpp_compile.lowerings._op import no_autocast
 from megacpp_compile.lowerings._registry import choose, semantic_ops
+from megacpp_compile.lowerings._tuning import autotune
 from megacpp_compile.provenance import module_fqn, source_line
 
 
@@ -42,26 +46,29 @@ def source_hash() -> str:
 class LowerSemanticOps(CustomGraphPass):
     """Replace every `megacpp::` node by its lowering's ops."""
 
-    def __init__(self, target: str, key: str, before: Any = None) -> None:
-        self.target, self.key, self.before = target, key, before
+    def __init__(self, target: str, config: Config, before: Any = None) -> None:
+        self.target, self.config, self.before = target, config, before
 
     def __call__(self, graph: fx.Graph) -> None:
         for earlier in _passes(self.before):
             earlier(graph)
         traced: dict[Any, GraphModule] = {}
-        for node in [n for n in graph.nodes if n.op == "call_function" and n.target in semantic_ops()]:
-            _lower(graph, node, self.target, traced)
+        with autotune(self.config.autotune):
+            for node in [n for n in graph.nodes if n.op == "call_function" and n.target in semantic_ops()]:
+                _lower(graph, node, self.target, traced)
         drop_dead(graph)
+        if self.config.merge_down and self.target == "cuda":
+            merge.merge(graph)
         for node in graph.nodes:
-            if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "megacpp":
+            if node.target in semantic_ops():
                 raise NotLoweredError(str(node.target), self.target, module_fqn(node), source_line(node))
 
     def uuid(self) -> Any:
         inner = tuple(p.uuid() if hasattr(p, "uuid") else repr(p) for p in _passes(self.before))
-        return ("megacpp_compile", source_hash(), self.target, self.key, inner)
+        return ("megacpp_compile", source_hash(), self.target, self.config.cache_key(), inner)
 
     def __reduce__(self) -> Any:
-        return LowerSemanticOps, (self.target, self.key, self.before)
+        return LowerSemanticOps, (self.target, self.config, self.before)
 
 
 def _passes(value: Any) -> Sequence[Any]:
@@ -86,23 +93,27 @@ def _lower(graph: fx.Graph, node: Node, target: str, traced: dict[Any, GraphModu
     key = (node.target, repr(args), tuple(_signature(f) for f in fakes), in_place)
     if key not in traced:
         traced[key] = _trace(functools.partial(choice.body, in_place=True) if in_place else choice.body, args, fakes)
-    inner = traced[key].graph
-    env: dict[Node, Any] = {}
     with graph.inserting_before(node):
-        holes = iter(tensors)
-        for n in inner.nodes:
-            if n.op == "placeholder":
-                env[n] = next(holes)
-            elif n.op == "output":
-                result = fx.map_arg(n.args[0], env.__getitem__)
-            else:
-                env[n] = graph.node_copy(n, env.__getitem__)
-                for field in ("nn_module_stack", "stack_trace", "seq_nr", "partitioner_tag", "from_node"):
-                    if field in node.meta:
-                        env[n].meta[field] = node.meta[field]
-        result = _keep_layout(graph, node.meta["val"], result)
+        result = _keep_layout(graph, value(node), _inline(graph, traced[key].graph, tensors, node))
     _rewire(node, result)
     graph.erase_node(node)
+
+
+def _inline(graph: fx.Graph, body: fx.Graph, operands: Sequence[Node], like: Node) -> Any:
+    """Copy `body` to the insertion point, reading `operands`, with the provenance of `like`; returns its result."""
+    env: dict[Node, Any] = {}
+    holes = iter(operands)
+    for n in body.nodes:
+        if n.op == "placeholder":
+            env[n] = next(holes)
+        elif n.op == "output":
+            return fx.map_arg(n.args[0], env.__getitem__)
+        else:
+            env[n] = graph.node_copy(n, env.__getitem__)
+            for field in ("nn_module_stack", "stack_trace", "seq_nr", "partitioner_tag", "from_node"):
+                if field in like.meta:
+                    env[n].meta[field] = like.meta[field]
+    raise AssertionError("a graph without an output")
 
 
 class _Hole:
@@ -172,14 +183,13 @@ def _rewire(node: Node, result: Any) -> None:
 
 
 def to_inductor(
-    gm: GraphModule, example_inputs: Sequence[Any], target: str, key: str, patches: dict[str, Any]
+    gm: GraphModule, example_inputs: Sequence[Any], target: str, config: Config, patches: dict[str, Any]
 ) -> Callable[..., Any]:
     """Compile a rewritten graph with Inductor."""
-    from torch._inductor import config as inductor_config
     from torch._inductor.compile_fx import compile_fx
 
     user = patches.get("post_grad_custom_pre_pass", inductor_config.post_grad_custom_pre_pass)
-    lower = LowerSemanticOps(target, key, user)
+    lower = LowerSemanticOps(target, config, user)
     return compile_fx(gm, example_inputs, config_patches={**patches, "post_grad_custom_pre_pass": lower})  # type: ignore[arg-type,return-value]
 
 

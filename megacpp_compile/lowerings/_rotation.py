@@ -62,6 +62,19 @@ def rotate(
     return _pair(first.to(dtype), second.to(dtype), pairs)
 
 
+def by_sequence(table: Tensor, cu_seqlens: Tensor | None, tokens: int) -> Tensor:
+    """A table by position as one by packed token: token t of sequence i stands at `t - cu_seqlens[i]`.
+
+    table: [positions, 1, r]; cu_seqlens: [sequences + 1], ascending, as FlashAttention and Megatron pack sequences; the
+    result is [tokens, 1, r]. Tokens behind the last boundary count on from it, at most to the table's end.
+    """
+    if cu_seqlens is None:
+        return table
+    token = torch.arange(tokens, device=table.device, dtype=cu_seqlens.dtype)
+    start = cu_seqlens[torch.searchsorted(cu_seqlens, token, right=True) - 1]
+    return table[(token - start).clamp(max=table.shape[0] - 1)]
+
+
 def split_head(x: Tensor, nope_dim: int, rope_first: bool) -> tuple[Tensor, Tensor]:
     """A head's (unrotated, rotated) lanes."""
     if rope_first:

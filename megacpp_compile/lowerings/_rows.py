@@ -10,7 +10,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_known_true
 

@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import triton
 from torch.library import wrap_triton
 
-_tune: contextvars.ContextVar[bool] = contextvars.ContextVar("megacpp_autotune", default=False)
-
-
-@contextlib.contextmanager
-def autotuning(on: bool) -> Iterator[None]:
-    """Whether kernels launched (traced) inside choose their block sizes by measurement."""
-    token = _tune.set(on)
-    try:
-        yield
-    finally:
-        _tune.reset(token)
+from megacpp_compile.lowerings._tuning import measuring
 
 
 class Kernel:
@@ -31,7 +19,9 @@ class Kernel:
     processes.
     """
 
-    def __init__(self, fn: Any, choices: Sequence[dict[str, int]], key: Sequence[str], restore: Sequence[str] = ()) -> None:
+    def __init__(
+        self, fn: Any, choices: Sequence[dict[str, int]], key: Sequence[str], restore: Sequence[str] = ()
+    ) -> None:
         configs = [
             triton.Config({k: v for k, v in c.items() if k != "num_warps"}, num_warps=c["num_warps"]) for c in choices
         ]
@@ -40,7 +30,7 @@ class Kernel:
     def __call__(self, grid: Callable[[dict[str, Any]], tuple[Any, ...]], static: dict[str, int], **args: Any) -> None:
         if not isinstance(self.fn, triton.JITFunction):
             self.fn[grid](**args, **static)  # the interpreter
-        elif _tune.get():
+        elif measuring():
             wrap_triton(self.tuned)[grid](**args)
         else:
             wrap_triton(self.fn)[grid](**args, **static)

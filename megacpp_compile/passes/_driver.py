@@ -87,7 +87,7 @@ def run_passes(
         began = time.perf_counter()
         fired = 0
         with GraphTransformObserver(gm, f"megacpp_{p.name}"):
-            view = GraphView(gm.graph, captured.fake_mode, captured.weights)
+            view = GraphView(gm.graph, captured.fake_mode, captured.weights, config)
             for found in list(p.find(view)):
                 if isinstance(found, Refusal):
                     out.misses.append(_miss(p, found))

@@ -8,6 +8,7 @@ is a view: no copy appears before or behind the op.
 from __future__ import annotations
 
 import dataclasses
+import sys
 from typing import Any
 
 import torch
@@ -47,8 +48,10 @@ def in_memory_order(head: Head) -> tuple[Rotation, list[int]]:
     the model sees, and the order is the one the plain result had.
     """
     source, shaped = head.main.source, value(head.root)
-    by_source = all(d >= 0 for d in source.dims) and not _strides_show(head.root)
-    strides = [value(source.node).stride(d) for d in source.dims] if by_source else shaped.stride()[:-1]
+    if _strides_show(head.root):
+        strides = shaped.stride()[:-1]
+    else:  # a dimension of size 1 may be the head's alone; it lies anywhere, so in front
+        strides = [sys.maxsize if d < 0 else value(source.node).stride(d) for d in source.dims]
     known = [s if isinstance(s, int) else int(s.node.hint or 0) for s in strides]
     order = sorted(range(len(known)), key=lambda p: -known[p])
     return reordered(head.rotation, order), order

@@ -11,6 +11,7 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 from torch.fx import Node
 
+from megacpp_compile.config import Config
 from megacpp_compile.graph_edit import regions
 from megacpp_compile.recognise.heads import Heads, find_heads
 
@@ -38,8 +39,10 @@ class Refusal:
 class GraphView:
     """A captured graph with the analyses passes share; good until the graph changes."""
 
-    def __init__(self, graph: fx.Graph, fake_mode: FakeTensorMode, weights: frozenset[Node]) -> None:
-        self.graph, self.fake_mode, self.weights = graph, fake_mode, weights
+    def __init__(
+        self, graph: fx.Graph, fake_mode: FakeTensorMode, weights: frozenset[Node], config: Config
+    ) -> None:
+        self.graph, self.fake_mode, self.weights, self.config = graph, fake_mode, weights, config
 
     @functools.cached_property
     def heads(self) -> Heads:

@@ -48,7 +48,7 @@ def formula(x, w_down, b_down, w_norm, w_up, eps, start, size):
 
 def differentiate(function, args, seeds):
     """Outputs, and gradients of every tensor argument against the cotangents `seeds` of ups and rest."""
-    up, rest, rrms = function(*args)
+    up, rest, rrms, *_ = function(*args)
     outs = [*up, rest]
     loss = sum((o * s.to(o)).sum() for o, s in zip(outs, seeds, strict=True))
     return [*outs, rrms], list(torch.autograd.grad(loss, tensors(args), allow_unused=True, materialize_grads=True))
@@ -99,7 +99,7 @@ def test_gradcheck(rand, place, bias, gain):
         it = iter(leaves)
         x, w_down = next(it), next(it)
         b_down, w_norm = next(it) if bias else None, next(it) if gain else None
-        up, rest, _ = down_norm_up(x, w_down, b_down, w_norm, list(it), *args[5:])
+        up, rest, *_ = down_norm_up(x, w_down, b_down, w_norm, list(it), *args[5:])
         return *up, rest
 
     assert torch.autograd.gradcheck(function, leaves)
@@ -130,7 +130,7 @@ def test_up_weights_may_have_a_dtype_of_their_own(rand):
     w_up = [w.detach().float().requires_grad_() for w in w_up]
     args = (x, w_down, b_down, w_norm.detach().float().requires_grad_(), w_up, *rest)
     opcheck(down_norm_up, args)
-    up, other, _ = down_norm_up(*args)
+    up, other, *_ = down_norm_up(*args)
     assert [u.dtype for u in up] == [torch.float32] * 2 and other.dtype == torch.bfloat16
     grads = torch.autograd.grad(sum(u.sum() for u in up) + other.sum(), tensors(args))
     assert [g.dtype for g in grads] == [t.dtype for t in tensors(args)]
@@ -141,7 +141,7 @@ def test_outputs_that_nobody_reads(rand, used):
     args = arguments(rand)
 
     def pick(function):
-        up, rest, _ = function(*args)
+        up, rest, *_ = function(*args)
         out = {"first_up": up[0], "second_up": up[1], "rest": rest}[used]
         return torch.autograd.grad(out.square().sum(), tensors(args), allow_unused=True, materialize_grads=True)
 
@@ -161,9 +161,30 @@ def test_keeps_inputs_and_rrms_only(rand, bias, gain):
     assert kept == addresses(*tensors(args), outputs[0][2])
 
 
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("bias", "gain"), OPTIONAL)
+def test_latent_kept_on_request(rand, place, bias, gain):
+    """Same results and gradients, and the latent's buffer beside what is kept otherwise."""
+    args = arguments(rand, place=place, bias=bias, gain=gain)
+    opcheck(down_norm_up, (*args, True))
+    seeds = [rand(*o.shape) for o in (*formula(*args)[0], formula(*args)[1])]
+    plain, keeping = (
+        sum(differentiate(f, args, seeds), []) for f in (down_norm_up, lambda *a: down_norm_up(*a, True))
+    )
+    for a, b in zip(plain, keeping, strict=True):
+        torch.testing.assert_close(a, b)
+    outputs = []
+    kept = saved_by(lambda: outputs.append(down_norm_up(*args, True)))
+    *_, rrms, latent = outputs[0]
+    assert kept == addresses(*tensors(args), rrms, latent)
+    x, w_down, b_down, *_, start, size = args
+    want = torch.nn.functional.linear(x, w_down, b_down)[..., start : start + size]
+    torch.testing.assert_close(latent, want.detach())
+
+
 def test_outputs_own_their_memory(rand):
     """`rest` must not keep the whole down-projection alive, nor an output alias another."""
-    up, rest, rrms = down_norm_up(*arguments(rand))
+    up, rest, rrms, _ = down_norm_up(*arguments(rand))
     outs = [*up, rest, rrms]
     assert len(addresses(*outs)) == len(outs)
     assert rest.untyped_storage().nbytes() == rest.nbytes
@@ -193,7 +214,8 @@ def test_opcheck_backward(rand):
         [w.detach() for w in a] if isinstance(a, list) else a.detach() if isinstance(a, torch.Tensor) else a
         for a in arguments(rand)
     )
-    up, rest, rrms = down_norm_up(x, w_down, b_down, w_norm, w_up, eps, start, size)
-    for optional in ((b_down, w_norm), (None, None)):
-        args = ([torch.ones_like(u) for u in up], torch.ones_like(rest), x, w_down, *optional, w_up, rrms, start, size)
-        opcheck(down_norm_up_backward, args)
+    up, rest, rrms, _ = down_norm_up(x, w_down, b_down, w_norm, w_up, eps, start, size)
+    latent = (x @ w_down.t())[..., start : start + size]
+    for optional, kept in (((b_down, w_norm), []), ((None, None), [latent])):
+        seeds = [torch.ones_like(u) for u in up], torch.ones_like(rest)
+        opcheck(down_norm_up_backward, (*seeds, x, w_down, *optional, w_up, rrms, start, size, *kept))

@@ -83,7 +83,7 @@ for label, options in PROJECTIONS.items():
     def _(rand, dtype, options=options):
         x, w_down, b_down, w_norm, w_up, eps, start, size = _projection(rand, dtype, **options)
         reference = importlib.import_module("megacpp_compile.lowerings.down_norm_up.reference")
-        up, rest, rrms = reference.down_norm_up(x, w_down, b_down, w_norm, w_up, eps, start, size)
+        up, rest, rrms, _ = reference.down_norm_up(x, w_down, b_down, w_norm, w_up, eps, start, size)
         seeds = [rand(*u.shape, dtype=dtype) for u in up], rand(*rest.shape, dtype=dtype)
         return *seeds, x, w_down, b_down, w_norm, w_up, rrms, start, size
 

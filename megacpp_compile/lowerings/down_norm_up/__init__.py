@@ -3,11 +3,13 @@
     x          [..., d]          w_down [k, d]     b_down [k] or None
     w_norm     [size] or None    w_up   list of [n_i, size]
     returns    up: list of [..., n_i];  rest [..., k - size]: the lanes of the down-projection that are not normed
-               (MLA's rope key);  rrms [..., 1], the per-token reciprocal root mean square, float32 or better
+               (MLA's rope key);  rrms [..., 1], the per-token reciprocal root mean square, float32 or better;
+               latent [..., size] as it was before the norm with `keep_latent`, else empty
 
 The normed latent is lanes `start : start + size` of the down-projection; the rest lies wholly before or behind it.
 x, w_down and b_down share a dtype, as do the w_up; the norm is computed in float32 (float64 for float64).
-Saved for backward: x, the weights, rrms. The latent is computed again from x, so nothing of its width is kept.
+Saved for backward: x, the weights, rrms. The latent is computed again from x, so nothing of its width is kept, unless
+`keep_latent` asks to save it (in the down-projection's own buffer) and the time of that GEMM.
 Source: RMSNorm, https://arxiv.org/abs/1910.07467; MLA, https://arxiv.org/abs/2405.04434, section 2.1.
 """
 
@@ -33,19 +35,24 @@ def down_norm_up(
     eps: float,
     start: int,
     size: int,
-) -> tuple[list[Tensor], Tensor, Tensor]:
+    keep_latent: bool = False,
+) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
     with no_autocast(x):
-        up, rest, rrms = reference.down_norm_up(x, w_down, b_down, w_norm, w_up, eps, start, size)
+        up, rest, rrms, latent = reference.down_norm_up(
+            x, w_down, b_down, w_norm, w_up, eps, start, size, keep_latent
+        )
         # `rest` is a slice of a buffer that dies here: own memory keeps the latent's half of it from living on.
-        return up, rest.clone(memory_format=torch.contiguous_format), rrms
+        return up, rest.clone(memory_format=torch.contiguous_format), rrms, latent
 
 
 @down_norm_up.register_fake
-def _(x, w_down, b_down, w_norm, w_up, eps, start, size):  # type: ignore[no-untyped-def]
+def _(x, w_down, b_down, w_norm, w_up, eps, start, size, keep_latent=False):  # type: ignore[no-untyped-def]
     outer = x.shape[:-1]
+    rrms = x.new_empty((*outer, 1), dtype=compute_dtype(x.dtype))
+    latent = x.new_empty((*outer, w_down.shape[0]))[..., start : start + size] if keep_latent else rrms.new_empty(0)
     up = [x.new_empty((*outer, w.shape[0]), dtype=w.dtype) for w in w_up]
     rest = x.new_empty((*outer, w_down.shape[0] - size))
-    return up, rest, x.new_empty((*outer, 1), dtype=compute_dtype(x.dtype))
+    return up, rest, rrms, latent
 
 
 @torch.library.custom_op("megacpp::down_norm_up_backward", mutates_args=())
@@ -60,13 +67,16 @@ def down_norm_up_backward(
     rrms: Tensor,
     start: int,
     size: int,
+    latent: Optional[Tensor] = None,  # noqa: UP045
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     with no_autocast(x):
-        return reference.down_norm_up_backward(grad_up, grad_rest, x, w_down, b_down, w_norm, w_up, rrms, start, size)
+        return reference.down_norm_up_backward(
+            grad_up, grad_rest, x, w_down, b_down, w_norm, w_up, rrms, start, size, latent
+        )
 
 
 @down_norm_up_backward.register_fake
-def _(grad_up, grad_rest, x, w_down, b_down, w_norm, w_up, rrms, start, size):  # type: ignore[no-untyped-def]
+def _(grad_up, grad_rest, x, w_down, b_down, w_norm, w_up, rrms, start, size, latent=None):  # type: ignore[no-untyped-def]
     def like(weight):  # type: ignore[no-untyped-def]
         return rrms.new_empty(0) if weight is None else weight.new_empty(weight.shape)
 
@@ -74,25 +84,26 @@ def _(grad_up, grad_rest, x, w_down, b_down, w_norm, w_up, rrms, start, size):  
 
 
 def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    x, w_down, b_down, w_norm, w_up, _, ctx.start, ctx.size = inputs
-    *_, rrms = output
-    ctx.mark_non_differentiable(rrms)
-    optional = [w for w in (b_down, w_norm) if w is not None]
-    ctx.has = (b_down is not None, w_norm is not None)
-    ctx.save_for_backward(x, w_down, rrms, *optional, *w_up)
+    x, w_down, b_down, w_norm, w_up, _, ctx.start, ctx.size, keep_latent = inputs
+    *_, rrms, latent = output
+    ctx.mark_non_differentiable(rrms, latent)
+    optional = {"b_down": b_down, "w_norm": w_norm, "latent": latent if keep_latent else None}
+    ctx.optional = [name for name, t in optional.items() if t is not None]
+    ctx.save_for_backward(x, w_down, rrms, *(optional[name] for name in ctx.optional), *w_up)
 
 
-def _backward(ctx, grad_up, grad_rest, _):  # type: ignore[no-untyped-def]
+def _backward(ctx, grad_up, grad_rest, *_):  # type: ignore[no-untyped-def]
     x, w_down, rrms, *others = ctx.saved_tensors
-    b_down = others.pop(0) if ctx.has[0] else None
-    w_norm = others.pop(0) if ctx.has[1] else None
+    given = {name: others.pop(0) for name in ctx.optional}
     # A list output's gradients are not materialised: an up-projection nobody used has None.
     grad_up = [x.new_zeros((*x.shape[:-1], w.shape[0]), dtype=w.dtype) if g is None else g
                for g, w in zip(grad_up, others, strict=True)]  # fmt: skip
     dx, dw, db, dn, du = down_norm_up_backward(
-        grad_up, grad_rest, x, w_down, b_down, w_norm, others, rrms, ctx.start, ctx.size
-    )
-    return dx, dw, db if ctx.has[0] else None, dn if ctx.has[1] else None, du, None, None, None
+        grad_up, grad_rest, x, w_down, given.get("b_down"), given.get("w_norm"), others, rrms, ctx.start, ctx.size,
+        given.get("latent"),
+    )  # fmt: skip
+    grads = dx, dw, db if "b_down" in given else None, dn if "w_norm" in given else None, du, *(None,) * 4
+    return grads[: len(ctx.needs_input_grad)]  # one for every argument the caller gave, defaults not counted
 
 
 down_norm_up.register_autograd(_backward, setup_context=_setup_context)

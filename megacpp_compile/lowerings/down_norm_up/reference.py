@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -23,15 +25,25 @@ def down_norm_up(
     eps: float,
     start: int,
     size: int,
-) -> tuple[list[Tensor], Tensor, Tensor]:
+    keep_latent: bool = False,
+    project: Callable[[Tensor, Tensor], Tensor] = F.linear,
+) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
     down = F.linear(x, w_down, b_down)
-    latent = down[..., start : start + size].to(compute_dtype(down.dtype))
+    raw = down[..., start : start + size]
+    latent = raw.to(compute_dtype(down.dtype))
     rrms = torch.rsqrt(latent.square().mean(-1, keepdim=True) + eps)
     normed = latent * rrms
     if w_norm is not None:
         normed = normed * w_norm.to(normed.dtype)
-    up = [F.linear(normed.to(w.dtype), w) for w in w_up]
-    return up, down[..., rest_slice(start, size, down.shape[-1])], rrms
+    up = [project(normed.to(w.dtype), w) for w in w_up]
+    kept = raw if keep_latent else rrms.new_empty(0)
+    return up, down[..., rest_slice(start, size, down.shape[-1])], rrms, kept
+
+
+def again(x: Tensor, w_down: Tensor, b_down: Tensor | None, start: int, size: int) -> Tensor:
+    """The latent before its norm."""
+    rows = slice(start, start + size)
+    return F.linear(x, w_down[rows], None if b_down is None else b_down[rows])
 
 
 def down_norm_up_backward(
@@ -45,13 +57,13 @@ def down_norm_up_backward(
     rrms: Tensor,
     start: int,
     size: int,
+    latent: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     """Gradients of x, w_down, b_down, w_norm (empty where there is none) and w_up.
 
-    The latent is computed again from x; `grad_latent = rrms * (g - normed * mean(g * normed))`.
+    The latent, if not given, is computed again from x; `grad_latent = rrms * (g - normed * mean(g * normed))`.
     """
-    rows = slice(start, start + size)
-    latent = F.linear(x, w_down[rows], None if b_down is None else b_down[rows])
+    latent = again(x, w_down, b_down, start, size) if latent is None else latent
     normed = latent.to(rrms.dtype) * rrms
     scaled = normed if w_norm is None else normed * w_norm.to(normed.dtype)
 

@@ -3,6 +3,8 @@
     kv         [..., nope_dim + v_dim]  the up-projected latent, per head; v_dim may be 0
     k_rope     as many dimensions as kv, 1 where it is shared (the heads); last one r
     cos, sin   as many dimensions as kv, each leading one 1 or k_rope's; last one r or r/2 (see `_rotation`)
+    cu_seqlens [sequences + 1] or None: kv and k_rope are packed, [tokens, heads, lanes], and the tables [positions, 1,
+               ...] are read by the token's place in its own sequence (`_rotation.by_sequence`)
     returns    k [..., nope_dim + r] contiguous in `out_dtype`, and v = kv[..., nope_dim:], a view of kv once lowered
 
 Backward takes the gradients of k and v into one buffer and keeps nothing but the tables.
@@ -10,6 +12,8 @@ Upstream: Megatron-Core `fused_mla_yarn_rope_apply.py`, DeepSeek-V3 `modeling_de
 """
 
 from __future__ import annotations
+
+from typing import Optional
 
 import torch
 from torch import Tensor
@@ -29,19 +33,20 @@ def mla_rope_kv(
     interleaved_out: bool,
     rope_first: bool,
     out_dtype: torch.dtype,
+    cu_seqlens: Optional[Tensor] = None,  # noqa: UP045  custom_op reads typing.Optional on every supported torch
 ) -> tuple[Tensor, Tensor]:
     with no_autocast(kv):
         # A custom op may not return a view of its input, so the eager body copies; lowered graphs take the view.
         own = kv.clone()
         k_rope, cos, sin = wide(k_rope, cos, sin)
         k, v = reference.mla_rope_kv(
-            own, k_rope, cos, sin, nope_dim, interleaved_in, interleaved_out, rope_first, out_dtype
+            own, k_rope, cos, sin, nope_dim, interleaved_in, interleaved_out, rope_first, out_dtype, cu_seqlens
         )
         return k.contiguous(), v
 
 
 @mla_rope_kv.register_fake
-def _(kv, k_rope, cos, sin, nope_dim, interleaved_in, interleaved_out, rope_first, out_dtype):  # type: ignore[no-untyped-def]
+def _(kv, k_rope, cos, sin, nope_dim, interleaved_in, interleaved_out, rope_first, out_dtype, cu_seqlens=None):  # type: ignore[no-untyped-def]
     k = kv.new_empty((*kv.shape[:-1], nope_dim + k_rope.shape[-1]), dtype=out_dtype)
     return k, torch.empty_like(kv)[..., nope_dim:]  # with kv's strides, as the view it becomes
 
@@ -59,9 +64,10 @@ def mla_rope_kv_backward(
     shared_dims: list[int],
     kv_dtype: torch.dtype,
     rope_dtype: torch.dtype,
+    cu_seqlens: Optional[Tensor] = None,  # noqa: UP045
 ) -> tuple[Tensor, Tensor]:
     with no_autocast(grad_k):
-        flags = (nope_dim, interleaved_in, interleaved_out, rope_first, shared_dims, kv_dtype, rope_dtype)
+        flags = (nope_dim, interleaved_in, interleaved_out, rope_first, shared_dims, kv_dtype, rope_dtype, cu_seqlens)
         grad_k, grad_v, cos, sin = wide(grad_k, grad_v, cos, sin)
         d_kv, d_rope = reference.mla_rope_kv_backward(grad_k, grad_v, cos, sin, *flags)
         return d_kv.contiguous(), d_rope.contiguous()
@@ -69,8 +75,9 @@ def mla_rope_kv_backward(
 
 @mla_rope_kv_backward.register_fake
 def _(  # type: ignore[no-untyped-def]
-    grad_k, grad_v, cos, sin, nope_dim, interleaved_in, interleaved_out, rope_first, shared_dims, kv_dtype, rope_dtype
-):
+    grad_k, grad_v, cos, sin, nope_dim, interleaved_in, interleaved_out, rope_first, shared_dims, kv_dtype, rope_dtype,
+    cu_seqlens=None,
+):  # fmt: skip
     outer = grad_k.shape[:-1]
     shared = [1 if i in shared_dims else n for i, n in enumerate(outer)]
     d_kv = grad_k.new_empty((*outer, nope_dim + grad_v.shape[-1]), dtype=kv_dtype)
@@ -78,16 +85,16 @@ def _(  # type: ignore[no-untyped-def]
 
 
 def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    kv, k_rope, cos, sin, *ctx.flags, _ = inputs
-    ctx.save_for_backward(cos, sin)
+    kv, k_rope, cos, sin, *ctx.flags, _, cu_seqlens = inputs
+    ctx.save_for_backward(cos, sin, *([] if cu_seqlens is None else [cu_seqlens]))
     ctx.shared_dims = [i for i, n in enumerate(k_rope.shape[:-1]) if isinstance(n, int) and n == 1]
     ctx.dtypes = (kv.dtype, k_rope.dtype)
 
 
 def _backward(ctx, grad_k, grad_v):  # type: ignore[no-untyped-def]
-    cos, sin = ctx.saved_tensors
-    d_kv, d_rope = mla_rope_kv_backward(grad_k, grad_v, cos, sin, *ctx.flags, ctx.shared_dims, *ctx.dtypes)
-    return d_kv, d_rope, *(None,) * 7
+    cos, sin, *packed = ctx.saved_tensors
+    d_kv, d_rope = mla_rope_kv_backward(grad_k, grad_v, cos, sin, *ctx.flags, ctx.shared_dims, *ctx.dtypes, *packed)
+    return d_kv, d_rope, *(None,) * 8
 
 
 mla_rope_kv.register_autograd(_backward, setup_context=_setup_context)

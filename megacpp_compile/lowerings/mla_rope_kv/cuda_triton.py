@@ -186,7 +186,7 @@ def mla_rope_kv_backward(
     )
     _backward(
         lambda meta: (triton.cdiv(rows.tokens, meta["BT"]),),
-        blocks(rows), grad_k=grad_k, grad_v=grad_v, d_kv=d_kv, d_row=d_row, heads=rows.heads,
+        blocks(rows, 64, 8, tokens=1), grad_k=grad_k, grad_v=grad_v, d_kv=d_kv, d_row=d_row, heads=rows.heads,
         xa=xa, xb=xb, xh=xh, va=va, vb=vb, vh=vh, ya=ya, yb=yb, yh=yh, ra=ra, rb=rb,
         NOPE=nope_dim, NOPE_LANES=power_of_2(nope_dim), ROPE_FIRST=int(rope_first),
         V=v_dim, V_LANES=power_of_2(v_dim), **args,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megacpp_compile.lowerings._rotation import join_head, rotate, split_head
+from megacpp_compile.lowerings._rotation import by_sequence, join_head, rotate, split_head
 
 
 def mla_rope_kv(
@@ -18,7 +18,9 @@ def mla_rope_kv(
     interleaved_out: bool,
     rope_first: bool,
     out_dtype: torch.dtype,
+    cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
+    cos, sin = (by_sequence(t, cu_seqlens, kv.shape[0]) for t in (cos, sin))
     turned = rotate(
         k_rope,
         cos,
@@ -45,7 +47,9 @@ def mla_rope_kv_backward(
     shared_dims: list[int],
     kv_dtype: torch.dtype,
     rope_dtype: torch.dtype,
+    cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
+    cos, sin = (by_sequence(t, cu_seqlens, grad_k.shape[0]) for t in (cos, sin))
     grad_nope, grad_rope = split_head(grad_k, nope_dim, rope_first)
     # The shared key row is one tensor read by every head: its gradient is the sum over them, taken before the
     # rotation because both are linear and the sum is the smaller tensor.

@@ -2,6 +2,8 @@
 
     q          [..., nope_dim + r]  any leading dimensions, any strides
     cos, sin   as many dimensions as q, each leading one 1 or q's; last one r or r/2 (see `_rotation`)
+    cu_seqlens [sequences + 1] or None: q is packed, [tokens, heads, lanes], and the tables [positions, 1, ...] are read
+               by the token's place in its own sequence (`_rotation.by_sequence`)
     returns    as q, in `out_dtype`, contiguous
 
 `rope_first` puts the rotated lanes before the others. `inverse` applies the transposed rotation: the op is its own
@@ -10,6 +12,8 @@ Upstream: Megatron-Core `fused_mla_yarn_rope_apply.py`, DeepSeek-V3 `modeling_de
 """
 
 from __future__ import annotations
+
+from typing import Optional
 
 import torch
 from torch import Tensor
@@ -29,30 +33,31 @@ def mla_rope_q(
     rope_first: bool,
     inverse: bool,
     out_dtype: torch.dtype,
+    cu_seqlens: Optional[Tensor] = None,  # noqa: UP045  custom_op reads typing.Optional on every supported torch
 ) -> Tensor:
     with no_autocast(q):
         q, cos, sin = wide(q, cos, sin)
         out = reference.mla_rope_q(
-            q, cos, sin, nope_dim, interleaved_in, interleaved_out, rope_first, inverse, out_dtype
+            q, cos, sin, nope_dim, interleaved_in, interleaved_out, rope_first, inverse, out_dtype, cu_seqlens
         )
         return out.contiguous()
 
 
 @mla_rope_q.register_fake
-def _(q, cos, sin, nope_dim, interleaved_in, interleaved_out, rope_first, inverse, out_dtype):  # type: ignore[no-untyped-def]
+def _(q, cos, sin, nope_dim, interleaved_in, interleaved_out, rope_first, inverse, out_dtype, cu_seqlens=None):  # type: ignore[no-untyped-def]
     return q.new_empty(q.shape, dtype=out_dtype)
 
 
 def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    q, cos, sin, *flags, _ = inputs
-    ctx.save_for_backward(cos, sin)
+    q, cos, sin, *flags, _, cu_seqlens = inputs
+    ctx.save_for_backward(cos, sin, *([] if cu_seqlens is None else [cu_seqlens]))
     ctx.flags, ctx.dtype = flags, q.dtype
 
 
 def _backward(ctx, grad):  # type: ignore[no-untyped-def]
-    cos, sin = ctx.saved_tensors
+    cos, sin, *cu_seqlens = ctx.saved_tensors
     *layout, inverse = ctx.flags
-    return mla_rope_q(grad, cos, sin, *layout, not inverse, ctx.dtype), *(None,) * 8
+    return mla_rope_q(grad, cos, sin, *layout, not inverse, ctx.dtype, *cu_seqlens), *(None,) * 9
 
 
 mla_rope_q.register_autograd(_backward, setup_context=_setup_context)

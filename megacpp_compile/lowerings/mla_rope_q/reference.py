@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megacpp_compile.lowerings._rotation import rotate_head
+from megacpp_compile.lowerings._rotation import by_sequence, rotate_head
 
 
 def mla_rope_q(
@@ -18,5 +18,7 @@ def mla_rope_q(
     rope_first: bool,
     inverse: bool,
     out_dtype: torch.dtype,
+    cu_seqlens: Tensor | None = None,
 ) -> Tensor:
+    cos, sin = (by_sequence(t, cu_seqlens, q.shape[0]) for t in (cos, sin))
     return rotate_head(q, cos, sin, nope_dim, interleaved_in, interleaved_out, rope_first, inverse, out_dtype)

@@ -1,0 +1,220 @@
+"""Half-precision GEMMs by the fastest of cuBLASLt's own candidates.
+
+`torch.mm` takes the first kernel cuBLASLt's heuristic names. The heuristic ranks without running, and for the shapes of
+MLA (a contraction over a latent of 512) a later candidate is often 10 % faster. Here each shape's candidates are timed
+once per process, on the first call, beside torch's own, and the fastest serves from then on. Same library, same
+arithmetic: float32 accumulation, and split-k sums in float32. Not under `torch.use_deterministic_algorithms`.
+
+The C API is called through ctypes on the libcublasLt that torch itself has loaded; numbers are from cublasLt.h
+(https://docs.nvidia.com/cuda/cublas/, section "cuBLASLt Data Types Reference").
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+from collections.abc import Callable
+from ctypes import byref, c_float, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
+from typing import Any
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+_DATA_TYPE = {torch.float16: 2, torch.bfloat16: 14}
+_FLOAT32, _COMPUTE_FLOAT32 = 0, 68
+_TRANSPOSE_A, _TRANSPOSE_B = 3, 4
+_MAX_WORKSPACE, _REDUCTION_SCHEMES, _ALIGNMENT_A = 1, 3, 5
+_SUM_IN_COMPUTE_TYPE = 2
+_WORKSPACE = 32 << 20
+_CANDIDATES = 16
+_ROUNDS = 12
+# A candidate serves where it takes at most this part of torch's time.
+_WORTH = 0.97
+
+
+class _Candidate(ctypes.Structure):
+    _fields_ = (
+        ("algorithm", c_uint64 * 8),
+        ("workspace", c_size_t),
+        ("status", c_int32),
+        ("waves", c_float),
+        ("reserved", c_int32 * 4),
+    )
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    """The library torch has loaded; raises OSError where there is none."""
+    torch.cuda.current_blas_handle()
+    with open("/proc/self/maps") as maps:
+        paths = {line.split()[-1] for line in maps if "libcublasLt.so" in line}
+    if not paths:
+        raise OSError("torch has loaded no libcublasLt")
+    return ctypes.CDLL(min(paths))
+
+
+def _check(status: int, what: str) -> None:
+    if status:
+        raise RuntimeError(f"{what}: cublasLt status {status}")
+
+
+@functools.cache
+def _handle(device: int) -> c_void_p:
+    with torch.cuda.device(device):
+        _check(_library().cublasLtCreate(byref(handle := c_void_p())), "cublasLtCreate")
+    return handle
+
+
+@functools.cache
+def _workspace(device: int, stream: int) -> Tensor:
+    return torch.empty(_WORKSPACE, dtype=torch.uint8, device=f"cuda:{device}")
+
+
+def available() -> bool:
+    """Whether products can be served at all: CUDA, and a cuBLASLt to call."""
+    try:
+        return torch.cuda.is_available() and torch.version.cuda is not None and bool(_library())
+    except OSError:
+        return False
+
+
+class Product:
+    """One shape's product `out = a @ b`, prepared: descriptors, and the algorithm that won.
+
+    a: [m, k] and b: [k, n], each with one stride of 1; out: [m, n] row-major. In cuBLAS's column-major terms that is
+    out^T = b^T a^T, so b comes first.
+    """
+
+    def __init__(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        lib, kind = _library(), _DATA_TYPE[a.dtype]
+        self.device, self.alpha, self.beta = a.device.index, c_float(1.0), c_float(0.0)
+        _check(lib.cublasLtMatmulDescCreate(byref(desc := c_void_p()), _COMPUTE_FLOAT32, _FLOAT32), "desc")
+        self.desc = desc
+        for attribute, t in ((_TRANSPOSE_A, b), (_TRANSPOSE_B, a)):
+            flag = c_int32(int(t.stride(1) != 1))
+            _check(lib.cublasLtMatmulDescSetAttribute(desc, attribute, byref(flag), c_size_t(4)), "transpose")
+        self.layouts = [self._layout(kind, t) for t in (b, a, out)]
+        self.algorithm = self._best(a, b, out, self._candidates(a, b, out))
+
+    def _layout(self, kind: int, t: Tensor) -> c_void_p:
+        rows, columns = (t.shape[1], t.shape[0]) if t.stride(1) == 1 else (t.shape[0], t.shape[1])
+        leading = t.stride(0) if t.stride(1) == 1 else t.stride(1)
+        layout = c_void_p()
+        status = _library().cublasLtMatrixLayoutCreate(
+            byref(layout), kind, c_uint64(rows), c_uint64(columns), c_int64(max(leading, rows))
+        )
+        _check(status, "layout")
+        return layout
+
+    def _candidates(self, a: Tensor, b: Tensor, out: Tensor) -> list[_Candidate]:
+        lib = _library()
+        _check(lib.cublasLtMatmulPreferenceCreate(byref(preference := c_void_p())), "preference")
+        settings: list[tuple[int, Any]] = [
+            (_MAX_WORKSPACE, c_uint64(_WORKSPACE)),
+            (_REDUCTION_SCHEMES, c_uint32(_SUM_IN_COMPUTE_TYPE)),
+            *((_ALIGNMENT_A + i, c_uint32(_alignment(t))) for i, t in enumerate((b, a, out, out))),
+        ]
+        for attribute, setting in settings:
+            size = c_size_t(ctypes.sizeof(setting))
+            _check(lib.cublasLtMatmulPreferenceSetAttribute(preference, attribute, byref(setting), size), "preference")
+        found, count = (_Candidate * _CANDIDATES)(), c_int32()
+        left, right, result = self.layouts
+        status = lib.cublasLtMatmulAlgoGetHeuristic(
+            _handle(self.device), self.desc, left, right, result, result, preference, _CANDIDATES, found, byref(count)
+        )
+        lib.cublasLtMatmulPreferenceDestroy(preference)
+        _check(status, "no algorithm")
+        return list(found[: count.value])
+
+    def _best(self, a: Tensor, b: Tensor, out: Tensor, candidates: list[_Candidate]) -> _Candidate | None:
+        """The fastest, timed in turns into a buffer of its own; None where torch's choice is as good."""
+        scratch = torch.empty_like(out)
+
+        def plain() -> None:
+            torch.mm(a, b, out=scratch)
+
+        def with_(candidate: _Candidate) -> Callable[[], None]:
+            return lambda: self.run(a, b, scratch, candidate)
+
+        calls: dict[int, Callable[[], None]] = {-1: plain, **{i: with_(c) for i, c in enumerate(candidates)}}
+        times: dict[int, list[float]] = {i: [] for i in calls}
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        for turn in range(_ROUNDS + 1):
+            for i in list(times):
+                start.record()
+                try:
+                    calls[i]()
+                except RuntimeError:
+                    del times[i]
+                    continue
+                end.record()
+                end.synchronize()
+                if turn:
+                    times[i].append(start.elapsed_time(end))
+            if turn == 2:  # what is far behind need not be run again
+                least = min(min(t) for t in times.values())
+                times = {i: t for i, t in times.items() if i < 0 or min(t) < 1.15 * least}
+        middle = {i: sorted(t)[len(t) // 2] for i, t in times.items()}
+        best = min(middle, key=middle.__getitem__)
+        return candidates[best] if middle[best] < _WORTH * middle[-1] else None
+
+    def run(self, a: Tensor, b: Tensor, out: Tensor, algorithm: _Candidate | None = None) -> None:
+        algorithm = algorithm or self.algorithm
+        assert algorithm is not None
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        workspace = _workspace(self.device, stream)
+        left, right, result = self.layouts
+        status = _library().cublasLtMatmul(
+            _handle(self.device), self.desc, byref(self.alpha), c_void_p(b.data_ptr()), left, c_void_p(a.data_ptr()),
+            right, byref(self.beta), c_void_p(out.data_ptr()), result, c_void_p(out.data_ptr()), result,
+            byref(algorithm), c_void_p(workspace.data_ptr()), c_size_t(_WORKSPACE), c_void_p(stream),
+        )  # fmt: skip
+        _check(status, "cublasLtMatmul")
+
+
+def _alignment(t: Tensor) -> int:
+    pointer = t.data_ptr()
+    return min(256, pointer & -pointer)
+
+
+_products: dict[tuple[Any, ...], Product | None] = {}
+
+
+def _product(a: Tensor, b: Tensor, out: Tensor) -> Product | None:
+    """The prepared product, or None where torch's own call serves. A shape first met while a CUDA graph is captured
+    can't be timed; torch serves it, and it is looked at again later."""
+    key = (
+        a.device.index, a.dtype, *a.shape, b.shape[1], a.stride(), b.stride(), out.stride(),
+        _alignment(a), _alignment(b), _alignment(out),
+    )  # fmt: skip
+    if key not in _products:
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        _products[key] = _prepare(a, b, out)
+    return _products[key]
+
+
+def _prepare(a: Tensor, b: Tensor, out: Tensor) -> Product | None:
+    one_dtype = a.dtype in _DATA_TYPE and a.dtype == b.dtype == out.dtype
+    dense = out.stride(1) == 1 and all(1 in t.stride() and t.numel() for t in (a, b))
+    if not one_dtype or not dense or not available() or torch.are_deterministic_algorithms_enabled():
+        return None
+    try:
+        product = Product(a, b, out)
+    except RuntimeError as error:
+        log.warning("cublasLt candidates of %s x %s: %s", tuple(a.shape), tuple(b.shape), error)
+        return None
+    return product if product.algorithm is not None else None
+
+
+def mm(a: Tensor, b: Tensor) -> Tensor:
+    """`a @ b`; a: [m, k], b: [k, n]."""
+    out = torch.empty((a.shape[0], b.shape[1]), dtype=a.dtype, device=a.device)
+    product = _product(a, b, out)
+    if product is None:
+        return torch.mm(a, b, out=out)
+    product.run(a, b, out)
+    return out
