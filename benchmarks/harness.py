@@ -169,7 +169,10 @@ def run_case(case: Case, settings: Settings) -> list[dict[str, Any]]:
                 eager = eager or errors
                 _judge(row, errors, eager, contestant, case)
             del got
-            _observe(row, runner, case, settings)
+            try:
+                _observe(row, runner, case, settings)
+            except Exception as error:  # a tensor subclass without storage, say: the time is worth having all the same
+                row["not_observed"] = f"{type(error).__name__}: {error}"[:300]
         progress(f"  {contestant.name}: {_outcome(row)}")
     del want
     _free(settings.device)
@@ -243,7 +246,8 @@ def _table(
             made.append(row)
     return {"subject": case.subject, "case": case.name, "measure": measure, "sizes": case.sizes,
             "dtype": str(case.dtype).removeprefix("torch."), "work": dataclasses.asdict(case.work[measure]),
-            "floor_ms": floor, "rows": with_ratios(made, floor)}  # fmt: skip
+            "floor_ms": floor, "last_of_case": measure == [*case.work][-1],
+            "rows": with_ratios(made, floor)}  # fmt: skip
 
 
 def with_ratios(rows: list[dict[str, Any]], floor: float | None) -> list[dict[str, Any]]:

@@ -37,8 +37,13 @@ def cells(table: dict[str, Any]) -> list[list[str]]:
 
 
 def notes(table: dict[str, Any]) -> list[str]:
-    """What the columns cannot hold: what is missing and why, what was fused, which attention ran, what is wrong."""
-    said = []
+    """What the columns cannot hold: what is missing and why, what was fused, which attention ran, what is wrong.
+
+    Said once a case, under the last of its tables.
+    """
+    said: list[str] = []
+    if not table["last_of_case"]:
+        return said
     for row in table["rows"]:
         name = row["name"]
         if "missing" in row:
@@ -51,6 +56,8 @@ def notes(table: dict[str, Any]) -> list[str]:
             said.append(f"{name}: near misses: {'; '.join(row['near_misses'])}")
         if "sites" not in row and row["kind"] == "ours" and "ms" in row and "compile" not in table["subject"]:
             said.append(f"{name}: fused nothing")
+        if "not_observed" in row:
+            said.append(f"{name}: memory and kernels could not be observed: {row['not_observed']}")
         if row.get("fell_back"):
             said.append(f"{name}: compiled by Inductor alone: {'; '.join(row['fell_back'])}")
     attention: dict[str, list[str]] = {}

@@ -53,6 +53,9 @@ def _build(
     layout: Any, inputs: Sequence[Tensor], grads: Sequence[Tensor], nope: int, rope: int, v: int
 ) -> Runner:
     on_q, on_kv = functions(inputs[0].device)
+    if layout.heads & (layout.heads - 1):
+        # The mask of a block of heads counts from the block, not from head 0, so the last one runs into what follows.
+        raise Missing(f"with {layout.heads} heads its kernels write beyond a token's heads; they need a power of 2")
     tokens = inputs[0].shape[1]
     cos, sin = (t.view(tokens, 1, 1, rope) for t in inputs[3:])
     halves = layout.style == "half"
