@@ -4,12 +4,13 @@
 
 Every measurement is a process of its own with empty Inductor, AOTAutograd and Triton caches; backends take turns. What
 is timed: the first forward and backward of a training step under `torch.compile`, after imports and model building.
-Needs transformers.
+`--model plain` needs no transformers: MLA and SwiGLU layers as in `benchmarks.models`.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import statistics
@@ -33,35 +34,75 @@ def tiny_deepseek_v3(layers: int) -> Any:
     return DeepseekV3ForCausalLM(config)
 
 
-def measure_here(backend: str, layers: int) -> dict[str, Any]:
+def deepseek_v3(layers: int, device: str) -> tuple[Any, Any]:
+    """The model, and what computes a loss with it (compiled)."""
+    import torch
+
+    model = tiny_deepseek_v3(layers).to(device)
+    ids = torch.randint(3, 256, (2, 16), generator=torch.Generator().manual_seed(1)).to(device)
+    return model, lambda compiled: compiled(input_ids=ids, labels=ids, use_cache=False).loss
+
+
+def plain(layers: int, device: str) -> tuple[Any, Any]:
+    import torch
+
+    from benchmarks import models
+
+    torch.manual_seed(0)
+    blocks = [models.Layer(models.MLA(128, 4, 96, 64, 32, 16, 40), 128, 224) for _ in range(layers)]
+    model = models.Stack(blocks).to(device)
+    x = torch.randn(2, 16, 128, generator=torch.Generator().manual_seed(1)).to(device)
+    cos, sin = models.rotary_tables(16, 16, torch.device(device), torch.float32)
+    return model, lambda compiled: compiled(x, cos, sin).square().mean()
+
+
+MODELS = {"deepseek_v3": deepseek_v3, "plain": plain}
+
+
+def available_model() -> str:
+    """DeepSeek-V3 where transformers is installed."""
+    return "deepseek_v3" if importlib.util.find_spec("transformers") else "plain"
+
+
+class CompileFailed(Exception):
+    """A measurement whose process failed; its text is the end of what that said."""
+
+
+def measure_here(backend: str, layers: int, model_name: str, device: str) -> dict[str, Any]:
     """One cold compile in this process."""
     import time
 
     import torch
     from torch._dynamo.utils import counters
 
+    import megacpp_compile
+
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    model = tiny_deepseek_v3(layers)
-    ids = torch.randint(3, 256, (2, 16), generator=torch.Generator().manual_seed(1))
-    compiled = torch.compile(model, backend=backend)
+    model, loss_of = MODELS[model_name](layers, device)
+    # By object, as the name is known to torch only where the package is installed.
+    chosen: Any = megacpp_compile.backend if backend == "megacpp" else backend
+    compiled = torch.compile(model, backend=chosen)
     began = time.perf_counter()
-    loss = compiled(input_ids=ids, labels=ids, use_cache=False).loss
+    loss = loss_of(compiled)
     forward = time.perf_counter() - began
     loss.backward()
+    if device == "cuda":
+        torch.cuda.synchronize()
     total = time.perf_counter() - began
     return {"backend": backend, "forward_s": forward, "total_s": total, "loss": float(loss),
             "graphs": counters["stats"]["unique_graphs"]}  # fmt: skip
 
 
-def measure(backend: str, layers: int) -> dict[str, Any]:
+def measure(backend: str, layers: int, model: str = "deepseek_v3", device: str = "cpu") -> dict[str, Any]:
     """One cold compile in a fresh process with fresh caches."""
     with tempfile.TemporaryDirectory() as cache:
         env = dict(os.environ, TORCHINDUCTOR_CACHE_DIR=cache, TRITON_CACHE_DIR=os.path.join(cache, "triton"))
         env.setdefault("OMP_NUM_THREADS", "1")
         command = [sys.executable, "-W", "ignore", "-m", "benchmarks.compile_time", "--one", backend]
-        done = subprocess.run([*command, "--layers", str(layers)], env=env, capture_output=True, text=True)
+        command += ["--layers", str(layers), "--model", model, "--device", device]
+        done = subprocess.run(command, env=env, capture_output=True, text=True)
     if done.returncode:
-        raise SystemExit(f"{backend} failed:\n{done.stderr[-2000:]}")
+        raise CompileFailed(f"{backend} failed:\n{done.stderr[-2000:]}")
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
@@ -69,16 +110,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--model", choices=MODELS, default="deepseek_v3")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--out", help="also write the measurements as JSON")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     a = parser.parse_args()
     if a.one:
-        print(json.dumps(measure_here(a.one, a.layers)))
+        print(json.dumps(measure_here(a.one, a.layers, a.model, a.device)))
         return
     rows = []
     for turn in range(a.repeat):
         for backend in ("inductor", "megacpp"):
-            rows.append(measure(backend, a.layers))
+            rows.append(measure(backend, a.layers, a.model, a.device))
             print(f"turn {turn} {backend:9s} {rows[-1]['total_s']:7.1f} s  loss {rows[-1]['loss']:.6f}", flush=True)
     median = {b: statistics.median(r["total_s"] for r in rows if r["backend"] == b) for b in ("inductor", "megacpp")}
     ratio = median["megacpp"] / median["inductor"]
@@ -90,4 +133,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except CompileFailed as failed:
+        raise SystemExit(str(failed)) from None

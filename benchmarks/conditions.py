@@ -1,0 +1,56 @@
+"""Where and with what a run was made, as far as it can be known from inside."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PEERS = ("megatron-core", "torchao", "transformer-engine", "liger-kernel", "transformers")
+
+
+def conditions(device: torch.device, seed: int) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "commit": commit(),
+        "device": platform.processor() or platform.machine(),
+        "torch": torch.__version__,
+        "triton": version("triton"),
+        "python": platform.python_version(),
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "seed": seed,
+        "packages": {name: v for name in PEERS if (v := version(name))},
+    }
+    if device.type == "cuda":
+        found["device"] = torch.cuda.get_device_name(device)
+        found["capability"] = ".".join(map(str, torch.cuda.get_device_capability(device)))
+        found["device_memory_gib"] = round(torch.cuda.get_device_properties(device).total_memory / 2**30, 1)
+    return found
+
+
+def version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def commit() -> str | None:
+    """The commit of this checkout, with a + when files differ from it; None outside a checkout."""
+    here = Path(__file__).parent
+
+    def git(*args: str) -> str | None:
+        try:
+            done = subprocess.run(["git", *args], cwd=here, capture_output=True, text=True, timeout=20)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    head = git("rev-parse", "--short=12", "HEAD")
+    return head and head + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")

@@ -1,0 +1,265 @@
+"""How a comparison is made: every contestant is built, checked against a wider reference, then timed in turns.
+
+A `Case` is one problem with its contestants; `run_case` gives a table for each of its measures (forward; forward and
+backward). What is timed was checked before, on the same inputs and in the same compiled form.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import observe
+from benchmarks.ceilings import Ceilings, Work
+
+FORWARD, STEP = "forward", "forward + backward"
+
+# A contestant may err as much as eager does, and a tenth more, as sums in another order round otherwise. The slack is
+# for tensors that eager happens to get exactly: a fraction of one rounding.
+MORE_THAN_EAGER = 1.1
+SLACK_IN_EPS = 0.05
+
+
+class Missing(Exception):
+    """A contestant that cannot take part here; its text is the reason that is shown."""
+
+
+@dataclasses.dataclass
+class Runner:
+    """What a contestant does. `results`: outputs, then gradients, in the order of the reference."""
+
+    measures: dict[str, Callable[[], Any]]
+    results: Callable[[], list[Tensor]] | None = None  # None: nothing to check
+    saved: Callable[[], int] | None = None
+
+
+@dataclasses.dataclass
+class Contestant:
+    """One row. `kind` is limit, eager, inductor, ours, kernels or peer.
+
+    `bound`: largest relative error, for what rounds more by design (fp8); by default it is eager's, `times_eager`.
+    """
+
+    name: str
+    kind: str
+    build: Callable[[], Runner]
+    bound: float | None = None
+    times_eager: float = MORE_THAN_EAGER
+
+
+@dataclasses.dataclass
+class Case:
+    """`work`: measure -> bytes and FLOPs that cannot be avoided. `tensors`: names of what is checked."""
+
+    subject: str
+    name: str
+    sizes: dict[str, Any]
+    work: dict[str, Work]
+    reference: Callable[[], list[Tensor]]
+    contestants: Sequence[Contestant]
+    dtype: torch.dtype
+    tensors: Sequence[str] = ()
+    attention: bool = False
+
+
+@dataclasses.dataclass
+class Settings:
+    device: torch.device
+    quick: bool
+    turns: int
+    budget_ms: float
+    seed: int
+    ceilings: Ceilings
+    with_te: bool = False
+
+
+def progress(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def outputs(value: Any) -> tuple[Tensor, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def training(
+    fn: Callable[..., Any], inputs: Sequence[Tensor], leaves: Sequence[Tensor], grads: Sequence[Tensor]
+) -> Runner:
+    """The runner of a differentiable function."""
+
+    def step() -> Any:
+        return torch.autograd.grad(outputs(fn(*inputs)), leaves, grads)
+
+    def results() -> list[Tensor]:
+        out = outputs(fn(*inputs))
+        gradients = torch.autograd.grad(out, leaves, grads)
+        return [t.detach() for t in (*out, *gradients)]
+
+    def saved() -> int:
+        return observe.saved_bytes(lambda: fn(*inputs), (*inputs, *leaves))
+
+    return Runner({FORWARD: lambda: fn(*inputs), STEP: step}, results, saved)
+
+
+def reference(
+    fn: Callable[..., Any],
+    inputs: Sequence[Tensor],
+    leaves: Callable[[Sequence[Tensor]], Sequence[Tensor]],
+    grads: Sequence[Tensor],
+) -> list[Tensor]:
+    """Outputs and gradients of `fn` in the dtype that is wide enough to judge by."""
+    wide = [t.detach().to(wider(t.dtype)) for t in inputs]
+    chosen = leaves(wide)
+    for t in chosen:
+        t.requires_grad_()
+    out = outputs(fn(*wide))
+    gradients = torch.autograd.grad(out, chosen, [g.to(wider(g.dtype)) for g in grads])
+    return [t.detach() for t in (*out, *gradients)]
+
+
+def relative_errors(got: Iterable[Tensor], want: Sequence[Tensor]) -> list[float]:
+    """Norm of the difference over norm, for each tensor; unequal shapes or numbers of tensors are infinitely far."""
+    got = list(got)
+    if [t.shape for t in got] != [t.shape for t in want]:
+        return [float("inf")] * len(want)
+    errors = []
+    for mine, wide in zip(got, want, strict=True):
+        size = torch.linalg.vector_norm(wide).item()
+        error = torch.linalg.vector_norm(mine.to(wide.dtype) - wide).item() / max(size, 1e-30)
+        errors.append(error if error == error else float("inf"))
+    return errors
+
+
+def wider(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float32 else torch.float32
+
+
+def run_case(case: Case, settings: Settings) -> list[dict[str, Any]]:
+    """One table per measure, as plain data."""
+    progress(f"{case.subject}: {case.name}")
+    torch._dynamo.reset()
+    want, eager = case.reference(), None
+    rows: dict[str, dict[str, Any]] = {}
+    runners: dict[str, Runner] = {}
+    for contestant in case.contestants:
+        row: dict[str, Any] = {"name": contestant.name, "kind": contestant.kind}
+        rows[contestant.name] = row
+        began = time.perf_counter()
+        try:
+            runner = contestant.build()
+            with observe.sites(row):
+                got = runner.results() if runner.results else []
+        except Missing as missing:
+            row["missing"] = str(missing)
+        except Exception as error:  # one row that fails must not cost the others
+            row["missing"] = f"{type(error).__name__}: {error}".replace("\n", " ")[:300]
+            row["failed"] = True
+        else:
+            row["first_s"] = time.perf_counter() - began
+            runners[contestant.name] = runner
+            if runner.results:
+                errors = relative_errors(got, want)
+                eager = eager or errors
+                _judge(row, errors, eager, contestant, case)
+            del got
+            try:
+                _observe(row, runner, case, settings)
+            except Exception as error:  # a tensor subclass without storage, say: the time is worth having all the same
+                row["not_observed"] = f"{type(error).__name__}: {error}"[:300]
+        progress(f"  {contestant.name}: {_outcome(row)}")
+    del want
+    _free(settings.device)
+    return [_table(case, measure, rows, _times(runners, measure, settings), settings) for measure in case.work]
+
+
+def _judge(row: dict[str, Any], errors: list[float], eager: list[float], c: Contestant, case: Case) -> None:
+    slack = SLACK_IN_EPS * torch.finfo(case.dtype).eps
+    bounds = [c.times_eager * e + slack if c.bound is None else c.bound for e in eager]
+    worst = max(range(len(errors)), key=lambda i: errors[i] / bounds[i])
+    names = case.tensors or [str(i) for i in range(len(errors))]
+    row["error"], row["bound"], row["worst"] = errors[worst], bounds[worst], names[worst]
+    row["ok"] = errors[worst] <= bounds[worst]
+    row["errors"] = dict(zip(names, errors, strict=True))
+
+
+def _observe(row: dict[str, Any], runner: Runner, case: Case, settings: Settings) -> None:
+    whole = runner.measures.get(STEP) or next(iter(runner.measures.values()))
+    if runner.saved is not None:
+        row["saved_mib"] = runner.saved() / 2**20
+    if settings.device.type == "cuda":
+        row["peak_mib"] = observe.peak_bytes(whole) / 2**20
+    if case.attention:
+        row["attention"] = observe.attention_kernels(whole, settings.device)
+
+
+def _outcome(row: dict[str, Any]) -> str:
+    if "missing" in row:
+        return f"{'failed' if row.get('failed') else 'missing'}: {row['missing']}"
+    checked = "not checked" if "ok" not in row else f"error {row['error']:.1e} (bound {row['bound']:.1e})"
+    return f"{'WRONG, ' if row.get('ok') is False else ''}{checked}, first call {row['first_s']:.1f} s"
+
+
+def _times(runners: dict[str, Runner], measure: str, settings: Settings) -> dict[str, list[float]]:
+    """Milliseconds of every turn; within a turn each contestant is measured once."""
+    times: dict[str, list[float]] = {name: [] for name, runner in runners.items() if measure in runner.measures}
+    for turn in range(settings.turns):
+        for name in times:
+            times[name].append(milliseconds(runners[name].measures[measure], settings.device, settings.budget_ms))
+        progress(f"  {measure}: turn {turn + 1} of {settings.turns}")
+    return times
+
+
+def milliseconds(fn: Callable[[], Any], device: torch.device, budget_ms: float) -> float:
+    """Median time of one call, measured for about `budget_ms`; caches of the device are flushed between calls."""
+    if device.type == "cuda":
+        from triton.testing import do_bench
+
+        return float(do_bench(fn, warmup=max(1, int(budget_ms / 4)), rep=int(budget_ms), return_mode="median"))
+    samples: list[float] = []
+    while not samples or sum(samples) < budget_ms and len(samples) < 100:
+        began = time.perf_counter()
+        fn()
+        samples.append((time.perf_counter() - began) * 1e3)
+    return statistics.median(samples)
+
+
+def summary(turns: list[float]) -> dict[str, Any]:
+    return {"median": statistics.median(turns), "min": min(turns), "max": max(turns), "turns": turns}
+
+
+def _table(
+    case: Case, measure: str, rows: dict[str, dict[str, Any]], times: dict[str, list[float]], settings: Settings
+) -> dict[str, Any]:
+    floor = settings.ceilings.milliseconds(case.work[measure])
+    made = []
+    for name, row in rows.items():
+        if name in times:
+            row = row | {"ms": summary(times[name])}
+        if name in times or "missing" in row:
+            made.append(row)
+    return {"subject": case.subject, "case": case.name, "measure": measure, "sizes": case.sizes,
+            "dtype": str(case.dtype).removeprefix("torch."), "work": dataclasses.asdict(case.work[measure]),
+            "floor_ms": floor, "last_of_case": measure == [*case.work][-1],
+            "rows": with_ratios(made, floor)}  # fmt: skip
+
+
+def with_ratios(rows: list[dict[str, Any]], floor: float | None) -> list[dict[str, Any]]:
+    inductor = next((r["ms"]["median"] for r in rows if r["kind"] == "inductor" and "ms" in r), None)
+    for row in rows:
+        if "ms" in row:
+            row["x_floor"] = row["ms"]["median"] / floor if floor else None
+            row["per_inductor"] = row["ms"]["median"] / inductor if inductor else None
+    return rows
+
+
+def _free(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -1,0 +1,164 @@
+"""The plain models that are measured, written as a user writes them: nothing here knows of any compiler."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def rotary_tables(
+    tokens: int, dim: int, device: torch.device, dtype: torch.dtype, base: float = 10000.0
+) -> tuple[Tensor, Tensor]:
+    """cos and sin, each (tokens, dim), with both halves alike."""
+    frequency = base ** (-torch.arange(0, dim, 2, device=device).double() / dim)
+    angle = torch.outer(torch.arange(tokens, device=device).double(), frequency)
+    angle = torch.cat((angle, angle), -1)
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def rotate_half(x: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return torch.cat((-second, first), -1)
+
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return x * cos + rotate_half(x) * sin
+
+
+def rotary_in_table_dtype(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """With tables in float32 and activations in bfloat16: computed in float32, rounded once."""
+    wide = x.to(cos.dtype)
+    return (wide * cos + rotate_half(wide) * sin).to(x.dtype)
+
+
+def rotary_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """DeepSeek's layout: pairs lie beside each other in the projection, and in halves after it."""
+    return rotary(x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), cos, sin)
+
+
+class Rope(nn.Module):
+    """What MLA does between its projections and its attention: split, rotate, put together.
+
+    `heads_dim`: where the heads are in what attention gets; "heads_first" transposes to it, as SDPA wants.
+    """
+
+    def __init__(self, nope: int, rope: int, v: int, style: str = "half", heads_first: bool = False) -> None:
+        super().__init__()
+        self.nope, self.rope, self.v, self.heads_first = nope, rope, v, heads_first
+        self.rotate = {"half": rotary, "interleaved": rotary_interleaved, "wide": rotary_in_table_dtype}[style]
+
+    def forward(self, q: Tensor, kv: Tensor, k_pe: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        k_pe = k_pe.unsqueeze(-2)
+        if self.heads_first:
+            q, kv, k_pe = q.transpose(1, 2), kv.transpose(1, 2), k_pe.transpose(1, 2)
+        else:
+            cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+        q_nope, q_pe = q.split([self.nope, self.rope], -1)
+        k_nope, v = kv.split([self.nope, self.v], -1)
+        q_pe, k_pe = self.rotate(q_pe, cos, sin), self.rotate(k_pe, cos, sin)
+        k_pe = k_pe.expand(*k_nope.shape[:-1], self.rope)
+        return torch.cat((q_nope, q_pe), -1), torch.cat((k_nope, k_pe), -1), v
+
+
+class LlamaRope(nn.Module):
+    """Ordinary RoPE of grouped-query attention, as in Llama."""
+
+    def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
+        return rotary(q, cos, sin), rotary(k, cos, sin)
+
+
+class LlamaAttention(nn.Module):
+    """What Llama does between its projections."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        q, k = rotary(q, cos, sin), rotary(k, cos, sin)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return out.transpose(1, 2).flatten(2)
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, dim: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(dim)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+
+class LowRank(nn.Module):
+    """A projection through a latent with a norm on it."""
+
+    def __init__(self, dim: int, latent: int, out: int) -> None:
+        super().__init__()
+        self.down = nn.Linear(dim, latent, bias=False)
+        self.norm = RMSNorm(latent)
+        self.up = nn.Linear(latent, out, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(self.norm(self.down(x)))
+
+
+class MLA(nn.Module):
+    """Multi-head latent attention; `q_lora` 0 projects the queries directly."""
+
+    def __init__(self, dim: int, heads: int, q_lora: int, kv_lora: int, nope: int, rope: int, v: int) -> None:
+        super().__init__()
+        self.heads, self.q_lora, self.kv_lora, self.nope, self.rope, self.v = heads, q_lora, kv_lora, nope, rope, v
+        if q_lora:
+            self.q_a, self.q_norm = nn.Linear(dim, q_lora, bias=False), RMSNorm(q_lora)
+            self.q_b = nn.Linear(q_lora, heads * (nope + rope), bias=False)
+        else:
+            self.q = nn.Linear(dim, heads * (nope + rope), bias=False)
+        self.kv_a, self.kv_norm = nn.Linear(dim, kv_lora + rope, bias=False), RMSNorm(kv_lora)
+        self.kv_b = nn.Linear(kv_lora, heads * (nope + v), bias=False)
+        self.o = nn.Linear(heads * v, dim, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        batch, tokens, _ = x.shape
+        q = self.q_b(self.q_norm(self.q_a(x))) if self.q_lora else self.q(x)
+        q = q.view(batch, tokens, self.heads, self.nope + self.rope).transpose(1, 2)
+        q_nope, q_pe = q.split([self.nope, self.rope], -1)
+        latent, k_pe = self.kv_a(x).split([self.kv_lora, self.rope], -1)
+        kv = self.kv_b(self.kv_norm(latent)).view(batch, tokens, self.heads, self.nope + self.v).transpose(1, 2)
+        k_nope, v = kv.split([self.nope, self.v], -1)
+        k_pe = rotary(k_pe.view(batch, 1, tokens, self.rope), cos, sin).expand(-1, self.heads, -1, -1)
+        q, k = torch.cat((q_nope, rotary(q_pe, cos, sin)), -1), torch.cat((k_nope, k_pe), -1)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o(out.transpose(1, 2).reshape(batch, tokens, -1))
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(dim, hidden, bias=False), nn.Linear(dim, hidden, bias=False)
+        self.down = nn.Linear(hidden, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Layer(nn.Module):
+    def __init__(self, attention: MLA, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.attention_norm, self.attention = RMSNorm(dim), attention
+        self.mlp_norm, self.mlp = RMSNorm(dim), SwiGLU(dim, hidden)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Stack(nn.Module):
+    def __init__(self, layers: list[Layer]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        return x

@@ -1,0 +1,15 @@
+"""What is measured, one file each: `tables(settings)` gives the tables of a subject, one after the other."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from benchmarks.harness import Settings
+
+NAMES = ("rope", "rope_gqa", "down_norm_up", "block", "stack", "compile_time")
+
+
+def tables_of(name: str) -> Callable[[Settings], Iterator[dict[str, Any]]]:
+    return importlib.import_module(f"benchmarks.subjects.{name}").tables

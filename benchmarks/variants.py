@@ -1,0 +1,74 @@
+"""The compilers a plain model is measured under: eager, Inductor, ours, and ours with other options.
+
+A new variant is one line in `VARIANTS`. One whose options this version of the package does not know is shown as
+missing, with the reason.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.harness import Contestant, Missing, Runner, training
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """Options of `torch.compile(model, backend="megacpp", options=...)` and the subjects they make a difference to."""
+
+    options: Mapping[str, Any]
+    subjects: frozenset[str]
+
+
+VARIANTS: dict[str, Variant] = {
+    "megacpp, without down_norm_up": Variant({"disable": "down_norm_up"}, frozenset({"block", "stack"})),
+}
+
+
+def compilers(subject: str) -> dict[str, tuple[str, Callable[[nn.Module], Callable[..., Any]]]]:
+    """Row name -> (kind, what turns a plain model into what is called)."""
+    rows: dict[str, tuple[str, Callable[[nn.Module], Callable[..., Any]]]] = {
+        "eager": ("eager", lambda model: model),
+        "Inductor": ("inductor", inductor),
+        "megacpp": ("ours", ours({})),
+    }
+    for name, variant in VARIANTS.items():
+        if subject in variant.subjects:
+            rows[name] = ("ours", ours(variant.options))
+    return rows
+
+
+def inductor(model: nn.Module) -> Callable[..., Any]:
+    return torch.compile(model)
+
+
+def ours(options: Mapping[str, Any]) -> Callable[[nn.Module], Callable[..., Any]]:
+    def compiled(model: nn.Module) -> Callable[..., Any]:
+        import megacpp_compile
+        from megacpp_compile.config import Config
+        from megacpp_compile.errors import UnknownOptionError
+        from megacpp_compile.passes._driver import pass_names
+
+        try:
+            Config.from_options(options, pass_names())
+        except UnknownOptionError as error:
+            raise Missing(str(error)) from None
+        # backend="megacpp" by object, as that also works in a checkout that is not installed.
+        return torch.compile(model, backend=megacpp_compile.backend, options=dict(options) or None)
+
+    return compiled
+
+
+def contestants(
+    subject: str, model: nn.Module, inputs: Sequence[Tensor], leaves: Sequence[Tensor], grads: Sequence[Tensor]
+) -> list[Contestant]:
+    """A row for every compiler, all of them given the same model and inputs. Eager is the first: it sets the bound."""
+
+    def build(compiler: Callable[[nn.Module], Callable[..., Any]]) -> Callable[[], Runner]:
+        return lambda: training(compiler(model), inputs, leaves, grads)
+
+    return [Contestant(name, kind, build(compiler)) for name, (kind, compiler) in compilers(subject).items()]

@@ -1,0 +1,193 @@
+"""The benchmark suite at toy sizes on CPU: its whole path, what it writes, and that it marks what is wrong."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import __main__ as suite
+from benchmarks import harness, kernels, performance_page, variants
+from benchmarks.ceilings import Work
+from benchmarks.subjects import rope
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """Runs the suite in this process; gives its exit code and what it wrote about each subject."""
+    # Compiling C++ is what takes the time, and one compiler shows the path: the row of Inductor stops short of it.
+    monkeypatch.setattr(variants, "VARIANTS", {})
+    monkeypatch.setattr(variants, "inductor", functools.partial(torch.compile, backend="aot_eager_decomp_partition"))
+    monkeypatch.setattr(rope, "LAYOUTS", rope.LAYOUTS[:1])
+    settings = ("recompile_limit", "fail_on_recompile_limit_hit")
+    with torch._dynamo.config.patch({name: getattr(torch._dynamo.config, name) for name in settings}):
+
+        def run(*subjects: str) -> tuple[int, dict[str, dict], str]:
+            chosen = [arg for name in subjects for arg in ("--subject", name)]
+            code = suite.main(["--device", "cpu", "--quick", "--turns", "2", "--plain", "--out", str(tmp_path), *chosen])
+            return code, {s: json.loads((tmp_path / f"{s}.json").read_text()) for s in subjects}, capsys.readouterr().out
+
+        yield run
+
+
+@pytest.mark.slow
+def test_whole_path(run, tmp_path):
+    code, documents, printed = run("rope", "down_norm_up", "block")
+    assert code == 0, printed
+    for subject, document in documents.items():
+        assert document["format"] == suite.FORMAT and document["subject"] == subject and document["quick"]
+        assert {"date", "commit", "device", "torch", "triton", "cuda", "cudnn", "seed"} <= set(document["conditions"])
+        assert document["ceilings"]["copy_TB_per_s"] > 0 and document["ceilings"]["bf16_matmul_TFLOP_per_s"] > 0
+        assert [t["measure"] for t in document["tables"]] == [harness.FORWARD, harness.STEP]
+        for table in document["tables"]:
+            check_table(table)
+        assert (tmp_path / f"{subject}.png").exists()
+    ours = row(documents["block"], "megacpp")
+    assert {s["pass"] for s in ours["sites"]} == {"down_norm_up", "mla_rope_q", "mla_rope_kv"}
+    assert all(s["effective"] == "reference" for s in ours["sites"])
+    assert ours["saved_mib"] < row(documents["block"], "Inductor")["saved_mib"]
+    assert any("scaled_dot_product" in name for name in row(documents["block"], "eager")["attention"])
+    assert "missing" in row(documents["rope"], "Megatron's kernels")
+    assert "TRITON_INTERPRET" in row(documents["rope"], "our kernels, in place").get("missing", "TRITON_INTERPRET")
+    check_page(documents, tmp_path)
+
+
+def row(document: dict, name: str) -> dict:
+    return next(r for r in document["tables"][-1]["rows"] if r["name"] == name)
+
+
+def check_table(table: dict) -> None:
+    assert table["floor_ms"] > 0 and table["dtype"] == "bfloat16" and table["sizes"]
+    names = [r["name"] for r in table["rows"]]
+    assert {"eager", "Inductor", "megacpp"} <= set(names) and len(set(names)) == len(names)
+    for r in table["rows"]:
+        assert r["kind"] in ("limit", "eager", "inductor", "ours", "kernels", "peer")
+        if "missing" in r:
+            assert "ms" not in r and not r.get("failed"), r
+            continue
+        ms = r["ms"]
+        assert len(ms["turns"]) == 2 and ms["min"] <= ms["median"] <= ms["max"]
+        assert r["x_floor"] == pytest.approx(ms["median"] / table["floor_ms"])
+        if r["kind"] in ("eager", "inductor", "ours"):
+            assert r["ok"] and r["error"] <= r["bound"] and r["errors"]["grad x" if "grad x" in r["errors"] else "grad q"] > 0
+
+
+def check_page(documents: dict[str, dict], folder: Path) -> None:
+    text = performance_page.page([folder / f"{s}.json" for s in documents], folder / "docs/figures", folder / "docs")
+    for subject, document in documents.items():
+        assert f"![{subject}](figures/{subject}.png)" in text and (folder / f"docs/figures/{subject}.png").exists()
+        assert str(document["conditions"]["seed"]) in text
+        for table in document["tables"]:
+            for r in table["rows"]:
+                assert f"| {r['name']} | {r['ms']['median']:.3f} |" in text if "ms" in r else r["missing"] in text
+    assert "Toy sizes" in text
+
+
+def test_a_wrong_row_is_marked_and_fails_the_run(run, monkeypatch):
+    def off_by_a_little(model):
+        return lambda *args: model(*args) * 1.01
+
+    rows = {"eager": ("eager", lambda model: model), "megacpp": ("ours", off_by_a_little)}
+    monkeypatch.setattr(variants, "compilers", lambda subject: rows)
+    code, documents, printed = run("down_norm_up")
+    assert code == 1
+    wrong = row(documents["down_norm_up"], "megacpp")
+    assert wrong["ok"] is False and wrong["error"] > wrong["bound"]
+    assert "WRONG" in printed and row(documents["down_norm_up"], "eager")["ok"]
+
+
+def test_a_row_that_raises_fails_the_run_and_costs_no_other(run, monkeypatch):
+    def broken(model):
+        raise RuntimeError("no such luck")
+
+    rows = {"eager": ("eager", lambda model: model), "megacpp": ("ours", broken)}
+    monkeypatch.setattr(variants, "compilers", lambda subject: rows)
+    code, documents, printed = run("down_norm_up")
+    assert code == 1 and "FAILED: RuntimeError: no such luck" in printed
+    assert row(documents["down_norm_up"], "megacpp")["failed"] and "ms" in row(documents["down_norm_up"], "eager")
+
+
+def test_an_option_this_version_lacks_is_a_reason(run, monkeypatch):
+    rows = {"eager": ("eager", lambda model: model), "megacpp": ("ours", variants.ours({"no_such_option": True}))}
+    monkeypatch.setattr(variants, "compilers", lambda subject: rows)
+    code, documents, _ = run("down_norm_up")
+    assert code == 0 and "no_such_option" in row(documents["down_norm_up"], "megacpp")["missing"]
+
+
+def test_errors_of_other_shapes_and_of_what_is_no_number_are_infinite():
+    one = torch.ones(2, 3)
+    assert harness.relative_errors([one.t()], [one]) == [float("inf")]
+    assert harness.relative_errors([one, one], [one]) == [float("inf")]
+    assert harness.relative_errors([one * float("nan")], [one]) == [float("inf")]
+    assert harness.relative_errors([one], [one]) == [0.0]
+
+
+def test_floor_of_rope():
+    """The bytes, counted by hand for one token of one head: q's 64 lanes both ways, 128 + 64 lanes read, 192 written."""
+    settings = harness.Settings(torch.device("cpu"), True, 1, 1.0, 0, None)  # type: ignore[arg-type]
+    p = rope.problem(rope.Layout("one", heads=1), 1, 1, settings)
+    tables = 2 * 64 * 2
+    forward = 2 * (64 + 64 + 128 + 64 + 192) + tables
+    assert rope.work(p)[harness.FORWARD] == Work(bytes=forward)
+    assert rope.work(p)[harness.STEP] == Work(bytes=forward + 2 * (64 + 64 + 192 + 128 + 256 + 64) + tables)
+
+
+INTERPRETED = """
+import torch
+from benchmarks import harness, kernels
+from benchmarks.subjects import rope
+settings = harness.Settings(torch.device("cpu"), True, 1, 1.0, 0, None)
+for layout in rope.LAYOUTS:
+    layout = rope.dataclasses.replace(layout, heads=min(layout.heads, 3))
+    p = rope.problem(layout, 1, 5, settings)
+    eager = harness.training(p.model, p.inputs, p.leaves, p.grads).results()
+    got = kernels.mla_rope(layout, p.inputs, p.grads, rope.NOPE, rope.ROPE, False).results()
+    errors = harness.relative_errors(got, p.reference())
+    bounds = [2.5 * e + 4e-4 for e in harness.relative_errors(eager, p.reference())]
+    assert all(e <= b for e, b in zip(errors, bounds)), (layout.name, errors, bounds)
+"""
+
+
+def test_kernels_are_called_rightly_in_every_layout():
+    pytest.importorskip("triton")
+    done = python("-c", INTERPRETED, TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so(capsys):
+    for args, said in (([], "no CUDA GPU"), (["--device", "cpu"], "needs --quick")):
+        assert suite.main(args) == 2
+        printed = capsys.readouterr()
+        assert said in printed.err and not printed.out
+    with pytest.raises(harness.Missing, match="TRITON_INTERPRET|no Triton"):
+        kernels.lowering("mla_rope_q", torch.device("cpu"))
+
+
+def test_help():
+    done = python("-m", "benchmarks", "--help")
+    assert done.returncode == 0 and "--subject" in done.stdout and "benchmarks.compile_time" in done.stdout
+
+
+@pytest.mark.parametrize("module", ["performance_page", "compile_time", "saved_for_backward", "recall_table"])
+def test_other_measurements_have_help(module, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [module, "--help"])
+    with pytest.raises(SystemExit) as left:
+        importlib.import_module(f"benchmarks.{module}").main()
+    assert "python -m benchmarks" in capsys.readouterr().out + str(left.value)
+
+
+def python(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
+    return subprocess.run(
+        [sys.executable, *args], cwd=ROOT, env={**os.environ, "PYTHONPATH": path, **env}, capture_output=True, text=True
+    )
