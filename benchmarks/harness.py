@@ -43,7 +43,7 @@ class Runner:
 
 @dataclasses.dataclass
 class Contestant:
-    """One row. `kind` is limit, eager, inductor, ours, kernels or peer.
+    """One row. `kind` is limit, eager, inductor, ours, kernels, peer or control.
 
     `bound`: largest relative error, for what rounds more by design (fp8); by default it is eager's, `times_eager`.
     """
@@ -207,10 +207,13 @@ def _outcome(row: dict[str, Any]) -> str:
 
 
 def _times(runners: dict[str, Runner], measure: str, settings: Settings) -> dict[str, list[float]]:
-    """Milliseconds of every turn; within a turn each contestant is measured once."""
+    """Milliseconds of every turn; within a turn each contestant is measured once. Every turn starts with another one:
+    a GPU that has just waited is cooler and faster."""
     times: dict[str, list[float]] = {name: [] for name, runner in runners.items() if measure in runner.measures}
+    names = list(times)
     for turn in range(settings.turns):
-        for name in times:
+        start = turn % max(len(names), 1)
+        for name in names[start:] + names[:start]:
             times[name].append(milliseconds(runners[name].measures[measure], settings.device, settings.budget_ms))
         progress(f"  {measure}: turn {turn + 1} of {settings.turns}")
     return times

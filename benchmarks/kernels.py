@@ -34,11 +34,9 @@ def times_eager(device: torch.device) -> float:
 def tuning(on: bool) -> Callable[[], contextlib.AbstractContextManager[None]]:
     if not on:
         return contextlib.nullcontext
-    from megacpp_compile.lowerings import _triton_launch as launch
+    from megacpp_compile.lowerings._tuning import autotune
 
-    if not hasattr(launch, "autotuning"):
-        raise Missing("this version measures no block sizes")
-    return lambda: launch.autotuning(True)
+    return lambda: autotune(True)
 
 
 def own(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -25,6 +25,8 @@ class Variant:
 
 
 VARIANTS: dict[str, Variant] = {
+    "megacpp, latents kept": Variant({"keep_latents": True}, frozenset({"block", "stack", "down_norm_up"})),
+    "megacpp, latents kept, merge_down": Variant({"keep_latents": True, "merge_down": True}, frozenset({"block"})),
     "megacpp, without down_norm_up": Variant({"disable": "down_norm_up"}, frozenset({"block", "stack"})),
 }
 
@@ -39,6 +41,8 @@ def compilers(subject: str) -> dict[str, tuple[str, Callable[[nn.Module], Callab
     for name, variant in VARIANTS.items():
         if subject in variant.subjects:
             rows[name] = ("ours", ours(variant.options))
+    # The same code once more: how far its ratio is from 1 is what a difference between rows means nothing below.
+    rows["Inductor, again"] = ("control", inductor)
     return rows
 
 

@@ -47,10 +47,7 @@ def angles(table, at, lane_stride, ok, FULL: tl.constexpr, INTERLEAVED: tl.const
     d = tl.arange(0, LANES)[None, :]
     mask = ok[:, None] & (d < HALF)
     base = table + at[:, None]
-    if WIDE:
-        dtype: tl.constexpr = tl.float64
-    else:
-        dtype: tl.constexpr = tl.float32
+    dtype: tl.constexpr = tl.float64 if WIDE else tl.float32
     if FULL and INTERLEAVED:
         first = tl.load(base + 2 * d * lane_stride, mask=mask, other=0).to(dtype)
         second = tl.load(base + (2 * d + 1) * lane_stride, mask=mask, other=0).to(dtype)
@@ -67,10 +64,7 @@ def angles(table, at, lane_stride, ok, FULL: tl.constexpr, INTERLEAVED: tl.const
 def load_pairs(base, rows, INTERLEAVED: tl.constexpr, HALF: tl.constexpr, LANES: tl.constexpr, WIDE: tl.constexpr,
                BT: tl.constexpr, BH: tl.constexpr):  # fmt: skip
     """Both lanes of every pair of the rows at pointers `base` [BT, BH], each [BT, BH, LANES], masked by `rows`."""
-    if WIDE:
-        dtype: tl.constexpr = tl.float64
-    else:
-        dtype: tl.constexpr = tl.float32
+    dtype: tl.constexpr = tl.float64 if WIDE else tl.float32
     if INTERLEAVED:
         d = tl.arange(0, 2 * LANES)[None, None, :]
         x = tl.load(base[:, :, None] + d, mask=rows[:, :, None] & (d < 2 * HALF), other=0)

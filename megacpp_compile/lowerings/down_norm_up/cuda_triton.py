@@ -40,10 +40,7 @@ def down_norm_up_rows(grad, latent, rrms, gain, grad_rest, normed_out, d_down, d
     d = tl.arange(0, LANES)[None, :]
     r = tl.arange(0, REST_LANES)[None, :]
     inside = d < SIZE
-    if WIDE:
-        dtype: tl.constexpr = tl.float64
-    else:
-        dtype: tl.constexpr = tl.float32
+    dtype: tl.constexpr = tl.float64 if WIDE else tl.float32
     if GAIN:
         w = tl.load(gain + d * gain_d, mask=inside, other=0).to(dtype)
     total = tl.zeros([1, LANES], dtype)
