@@ -29,7 +29,7 @@ from megacpp_compile.gemm import merge
 from megacpp_compile.graph_edit import drop_dead, overwritable, value
 from megacpp_compile.lowerings._op import no_autocast
 from megacpp_compile.lowerings._registry import choose, semantic_ops
-from megacpp_compile.lowerings._tuning import autotune
+from megacpp_compile.lowerings._tuning import autotune, tracing
 from megacpp_compile.provenance import module_fqn, source_line
 
 
@@ -89,7 +89,9 @@ def _lower(graph: fx.Graph, node: Node, target: str, traced: dict[Any, GraphModu
     args = fx.map_arg(node.args, hole)
     fakes = [t.meta["val"] for t in tensors]
     choice = choose(node.target, target, fx.map_arg(node.args, value))
-    in_place = bool(choice.overwrites) and all(overwritable(node.args[i], node) for i in choice.overwrites)
+    in_place = bool(choice.overwrites) and all(
+        value(node.args[i]).is_contiguous() and overwritable(node.args[i], node) for i in choice.overwrites
+    )
     key = (node.target, repr(args), tuple(_signature(f) for f in fakes), in_place)
     if key not in traced:
         traced[key] = _trace(functools.partial(choice.body, in_place=True) if in_place else choice.body, args, fakes)
@@ -150,7 +152,7 @@ def _trace(body: Callable[..., Any], args: Any, fakes: list[torch.Tensor]) -> Gr
 
     # Functional, so that a kernel which writes to its operands is one Inductor may run in place or on a clone.
     functional = torch.func.functionalize(call, remove="mutations")
-    with mode, no_autocast(fakes[0]), torch.no_grad():
+    with mode, no_autocast(fakes[0]), torch.no_grad(), tracing():
         gm = make_fx(functional, decomposition_table=select_decomp_table(), tracing_mode="real")(*fakes)
     # Functionalisation hands every overwritten operand back to its owner; here nobody reads it any more.
     for node in list(gm.graph.nodes):

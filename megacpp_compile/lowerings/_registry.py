@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 import megacpp_compile.lowerings as package
 
@@ -56,7 +57,8 @@ def choose(op: Any, target: str, args: Sequence[Any]) -> Choice:
     """The lowering of `op` on `target` for a call with (fake) `args`.
 
     A lowering file may define `supports(op name, args) -> reason or None`; the first one without an objection serves.
-    It may define `OVERWRITES`: op name -> arguments it can work in place on.
+    It may define `MIN_BYTES`, of the largest operand, from which it gains: below, the next lowering serves; and
+    `OVERWRITES`: op name -> arguments it can work in place on.
     """
     folder, name = semantic_ops()[op]
     reasons = []
@@ -70,8 +72,18 @@ def choose(op: Any, target: str, args: Sequence[Any]) -> Choice:
             continue
         supports = getattr(module, "supports", None)
         reason = supports(name, args) if supports is not None else None
+        reason = reason or _too_small(args, getattr(module, "MIN_BYTES", 0))
         if reason is None:
             overwrites = getattr(module, "OVERWRITES", {}).get(name, ())
             return Choice(PREFERENCE[target][0], lowering, "; ".join(reasons), getattr(module, name), overwrites)
         reasons.append(f"{lowering}: {reason}")
     raise AssertionError("every op has a reference lowering")
+
+
+def _too_small(args: Sequence[Any], least: int) -> str | None:
+    """Policy: a kernel of its own costs a launch, which a fusion by Inductor saves where there is little to move."""
+    tensors = [t for t in tree_leaves(args) if isinstance(t, torch.Tensor)]
+    sizes = [t.numel() * t.element_size() for t in tensors]
+    if not least or not all(isinstance(n, int) for n in sizes) or max(sizes) >= least:
+        return None
+    return f"small: {max(sizes) / 2**20:.1f} MiB, of use from {least >> 20} MiB"

@@ -14,6 +14,10 @@ from megacpp_compile.lowerings._triton_launch import is_wide, power_of_2
 MAX_ROPE_DIM = 512
 
 
+# Bytes of the largest operand from which a kernel of its own gains on Inductor's fusion (H200).
+MIN_BYTES = 32 << 20
+
+
 def angle_arguments(
     cos: Tensor,
     sin: Tensor,

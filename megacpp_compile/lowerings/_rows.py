@@ -84,6 +84,17 @@ def rows_of(full: Sequence[Tensor], shared: Sequence[Tensor], packed: bool = Fal
     return Rows(product(groups[0]) * n1, n1, 1 if head is None else outer[head], (*map(strides, tensors), *tables))
 
 
+def overlaps(t: Tensor) -> bool:
+    """Whether two elements of `t` may share memory, so that it must not be written to."""
+    pairs = [(n, stride) for n, stride in zip(t.shape, t.stride(), strict=True) if not _one(n)]
+    reach: Any = 1
+    for n, stride in sorted(pairs, key=lambda p: _size_hint(p[1])):
+        if not statically_known_true(stride >= reach):
+            return True
+        reach = stride * n
+    return False
+
+
 def _one(n: Any) -> bool:
     return isinstance(n, int) and n == 1
 

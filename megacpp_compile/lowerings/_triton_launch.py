@@ -9,7 +9,7 @@ import torch
 import triton
 from torch.library import wrap_triton
 
-from megacpp_compile.lowerings._tuning import measuring
+from megacpp_compile.lowerings._tuning import measuring, traced
 
 
 class Kernel:
@@ -28,12 +28,9 @@ class Kernel:
         self.fn, self.tuned = fn, triton.autotune(configs, key=list(key), restore_value=list(restore))(fn)
 
     def __call__(self, grid: Callable[[dict[str, Any]], tuple[Any, ...]], static: dict[str, int], **args: Any) -> None:
-        if not isinstance(self.fn, triton.JITFunction):
-            self.fn[grid](**args, **static)  # the interpreter
-        elif measuring():
-            wrap_triton(self.tuned)[grid](**args)
-        else:
-            wrap_triton(self.fn)[grid](**args, **static)
+        interpreted = not isinstance(self.fn, triton.JITFunction)
+        kernel, sizes = (self.tuned, {}) if measuring() and not interpreted else (self.fn, static)
+        (wrap_triton(kernel) if traced() else kernel)[grid](**args, **sizes)
 
 
 def power_of_2(n: int) -> int:

@@ -23,8 +23,10 @@ from megacpp_compile.lowerings._triton_launch import Kernel, is_wide, power_of_2
 from megacpp_compile.lowerings.down_norm_up import reference
 from megacpp_compile.lowerings.down_norm_up.reference import again
 
-__all__ = ["down_norm_up", "down_norm_up_backward", "supports"]
+__all__ = ["MIN_BYTES", "down_norm_up", "down_norm_up_backward", "supports"]
 
+# Bytes of the largest operand from which this gains on what Inductor makes of the reference (H200).
+MIN_BYTES = 32 << 20
 # Latent widths one program holds in registers.
 MAX_SIZE = 8192
 # Programs a launch has at most, each going over many rows; also the rows of the gain's partial sums.

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megacpp_compile.lowerings._rope_launch import CHOICES, KEY, angle_arguments, blocks, refused
+from megacpp_compile.lowerings._rope_launch import CHOICES, KEY, MIN_BYTES, angle_arguments, blocks, refused
 from megacpp_compile.lowerings._rows import rows_of
 from megacpp_compile.lowerings._triton_launch import Kernel, power_of_2
 from megacpp_compile.lowerings._triton_rope import (
@@ -27,6 +27,8 @@ from megacpp_compile.lowerings._triton_rope import (
     tokens_of,
     turn,
 )
+
+__all__ = ["MIN_BYTES", "mla_rope_kv", "mla_rope_kv_backward", "supports"]
 
 
 @triton.jit

@@ -13,10 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megacpp_compile.lowerings._rope_launch import CHOICES, KEY, angle_arguments, blocks, refused
-from megacpp_compile.lowerings._rows import rows_of
+from megacpp_compile.lowerings._rope_launch import CHOICES, KEY, MIN_BYTES, angle_arguments, blocks, refused
+from megacpp_compile.lowerings._rows import overlaps, rows_of
 from megacpp_compile.lowerings._triton_launch import Kernel, power_of_2
 from megacpp_compile.lowerings._triton_rope import turn_heads
+
+__all__ = ["MIN_BYTES", "OVERWRITES", "mla_rope_q", "supports"]
 
 
 @triton.jit
@@ -75,8 +77,8 @@ def mla_rope_q(
     *,
     in_place: bool = False,
 ) -> Tensor:
-    """The op; with `in_place` the result is q itself, overwritten, where its dtype and layout are the result's."""
-    in_place = in_place and q.dtype == out_dtype and q.is_contiguous()
+    """The op; with `in_place` the result is q itself, overwritten, where its dtype is the result's."""
+    in_place = in_place and q.dtype == out_dtype and not overlaps(q)
     out = q if in_place else torch.empty(q.shape, dtype=out_dtype, device=q.device)
     rows = rows_of([q, out], [cos, sin], packed=cu_seqlens is not None)
     assert not isinstance(rows, str), rows

@@ -10,10 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megacpp_compile.lowerings._rope_launch import CHOICES, KEY, angle_arguments, blocks, refused
-from megacpp_compile.lowerings._rows import rows_of
+from megacpp_compile.lowerings._rope_launch import CHOICES, KEY, MIN_BYTES, angle_arguments, blocks, refused
+from megacpp_compile.lowerings._rows import overlaps, rows_of
 from megacpp_compile.lowerings._triton_launch import Kernel, power_of_2
 from megacpp_compile.lowerings._triton_rope import turn_heads
+
+__all__ = ["MIN_BYTES", "OVERWRITES", "rope_qk", "supports"]
 
 
 @triton.jit
@@ -98,8 +100,8 @@ def rope_qk(
     *,
     in_place: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The op; with `in_place` the results are q and k, overwritten, where dtypes and layouts are the results'."""
-    in_place = in_place and all(t.dtype == out_dtype and t.is_contiguous() for t in (q, k))
+    """The op; with `in_place` the results are q and k, overwritten, where their dtypes are the results'."""
+    in_place = in_place and all(t.dtype == out_dtype and not overlaps(t) for t in (q, k))
     outs = [t if in_place else torch.empty(t.shape, dtype=out_dtype, device=t.device) for t in (q, k)]
     walks = _walks(q, k, cos, sin, *outs)
     assert not isinstance(walks, str), walks
