@@ -1,0 +1,201 @@
+"""What it means that a lowering agrees with the reference: which ones can run here, how far off each may be, what must
+be written, and what must not."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from megacpp_compile.lowerings import _registry
+from megacpp_compile.lowerings._registry import PREFERENCE, semantic_ops
+
+from . import relative_error
+
+# Norm of the difference to the float64 reference over the reference's norm, for inputs rounded to the dtype.
+TOLERANCE = {
+    # (kind of op, dtype)
+    # A rotation rounds its products and its sum, then the result: a few units in the last place, of which bfloat16 has
+    # 2^-8, float16 2^-11 and float32 2^-23. A gradient summed over heads is no worse, as it is summed in float32.
+    ("rotation", torch.bfloat16): 2 * 2**-8,
+    ("rotation", torch.float16): 2 * 2**-11,
+    ("rotation", torch.float32): 4 * 2**-23,
+    ("rotation", torch.float64): 1e-14,
+    # Two matrix products with a norm between. In bfloat16 latent and normed latent are rounded in between, each adding
+    # 2^-9 or so; the backward goes through both again. float32: sums over the width in any order, and TF32 is off.
+    ("projection", torch.bfloat16): 2e-2,
+    ("projection", torch.float16): 3e-3,
+    ("projection", torch.float32): 5e-6,
+    ("projection", torch.float64): 1e-13,
+}
+KIND = {
+    "down_norm_up": "projection",
+    "down_norm_up_backward": "projection",
+    "mla_rope_q": "rotation",
+    "mla_rope_kv": "rotation",
+    "mla_rope_kv_backward": "rotation",
+    "rope_qk": "rotation",
+}
+
+
+def interpreted() -> bool:
+    """Whether Triton kernels run on CPU tensors: Triton reads the variable when it is imported."""
+    return os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
+
+
+def places() -> list[tuple[str, str]]:
+    """(device, target) of all that can run here."""
+    found = [("cpu", "cpu")]
+    if torch.cuda.is_available():
+        found.append(("cuda", "cuda"))
+    elif interpreted():
+        found.append(("cpu", "cuda"))
+    return found
+
+
+def lowerings(target: str) -> Iterator[tuple[Any, str, str, str]]:
+    """(op, folder, op's name, lowering) of every lowering there is for `target`."""
+    for op, (folder, name) in semantic_ops().items():
+        home = Path(_registry.package.__path__[0]) / folder
+        for lowering in PREFERENCE[target]:
+            if (home / f"{lowering}.py").exists():
+                yield op, folder, name, lowering
+
+
+def module_of(folder: str, lowering: str) -> Any:
+    return importlib.import_module(f"megacpp_compile.lowerings.{folder}.{lowering}")
+
+
+def reference_of(name: str) -> Callable[..., Any]:
+    folder = next(folder for folder, other in semantic_ops().values() if other == name)
+    return getattr(module_of(folder, "reference"), name)
+
+
+def why_not(module: Any, name: str, args: Sequence[Any]) -> str | None:
+    supports = getattr(module, "supports", None)
+    return None if supports is None else supports(name, args)
+
+
+@contextlib.contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """New memory is full of NaN, so that an element nobody writes can't pass for a result."""
+    kept = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(kept[0], warn_only=kept[1])
+        torch.utils.deterministic.fill_uninitialized_memory = fill
+
+
+def tensors_of(results: Any) -> list[Tensor]:
+    return [t for t in tree_flatten(results)[0] if isinstance(t, Tensor)]
+
+
+def on(device: str, args: Any, dtype: torch.dtype | None = None) -> Any:
+    """`args` on `device`, and in `dtype` where they are floating point, strides kept."""
+
+    def move(t: Tensor) -> Tensor:
+        if dtype is not None and t.is_floating_point():
+            t = t.to(dtype)
+        if t.device.type == device or 0 in t.shape:
+            return t.to(device)
+        buffer = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
+        return buffer.copy_(t)
+
+    args = tree_map_only(Tensor, move, args)
+    return tuple(dtype if dtype is not None and isinstance(a, torch.dtype) else a for a in args)
+
+
+def coarsest(*parts: Any) -> torch.dtype:
+    """The least exact floating point dtype of all tensors and dtypes in `parts`."""
+    found = {t.dtype for t in tensors_of(parts) if t.is_floating_point()}
+    found |= {a for part in parts for a in (part if isinstance(part, tuple) else ()) if isinstance(a, torch.dtype)}
+    return max(found, key=lambda d: torch.finfo(d).eps)
+
+
+def faults(got: Sequence[Tensor], want: Sequence[Tensor], tolerance: float) -> list[str]:
+    """What is wrong with the results `got`, in words; `want` are those of the reference in float64."""
+    wrong = []
+    for i, (g, w) in enumerate(zip(got, want, strict=True)):
+        if g.shape != w.shape:
+            wrong.append(f"output {i} is {tuple(g.shape)}, not {tuple(w.shape)}")
+        elif not w.numel():
+            continue
+        elif g.isnan().any():
+            wrong.append(f"output {i} has {int(g.isnan().sum())} of {g.numel()} elements unwritten")
+        elif (error := relative_error(g, w)) > tolerance:
+            wrong.append(f"output {i} is off by {error:.2e}")
+    return wrong
+
+
+# --- memory
+
+
+def memory(t: Tensor) -> Tensor:
+    """All bytes of the buffer that `t` is a part of, to be compared or cloned."""
+    return torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())  # type: ignore[arg-type]
+
+
+def copy_of(t: Tensor) -> Tensor:
+    """`t` in a copy of its whole buffer: what is around it, strides and offset are kept."""
+    return memory(t).clone().view(t.dtype).as_strided(t.shape, t.stride(), t.storage_offset())
+
+
+def copies_of(args: Any) -> Any:
+    return tree_map_only(Tensor, copy_of, args)
+
+
+def may_overwrite(operands: Sequence[Tensor], out_dtype: torch.dtype) -> bool:
+    """Whether the results fit where the operands are, the op's results being contiguous and in `out_dtype`."""
+    return all(t.is_contiguous() and t.dtype == out_dtype for t in operands)
+
+
+def in_place_faults(body: Callable[..., Any], overwrites: Sequence[int], args: Any, out_dtype: torch.dtype) -> list[str]:
+    """What is wrong with `in_place=True` of a lowering that works without, in words. `args` are left as they are.
+
+    The results have to be the operands themselves, equal bit for bit to those of the plain call, and no other byte of
+    any operand's buffer may change. Where an operand can't hold its result, nothing at all is overwritten.
+    """
+    plain = tensors_of(body(*copies_of(args)))
+    runs = [copies_of(args) for _ in range(2)]
+    results = [tensors_of(body(*run, in_place=True)) for run in runs]
+    wrong = []
+    expected = copies_of(args)
+    if may_overwrite([args[i] for i in overwrites], out_dtype):
+        for i, value in zip(overwrites, plain, strict=True):
+            expected[i].copy_(value)
+            result, operand = results[0][overwrites.index(i)], runs[0][i]
+            if (result.data_ptr(), result.shape, result.stride()) != (
+                operand.data_ptr(), operand.shape, operand.stride()
+            ):  # fmt: skip
+                wrong.append(f"result {i} is not argument {i}")
+    elif any(r.untyped_storage().data_ptr() == args_i.untyped_storage().data_ptr()
+             for r in results[0] for args_i in tensors_of(runs[0]) if r.numel()):  # fmt: skip
+        wrong.append("a result shares memory with an argument that cannot hold it")
+    for which, (a, b) in enumerate(zip(tensors_of(expected), tensors_of(runs[0]), strict=True)):
+        if not torch.equal(memory(a), memory(b)):
+            wrong.append(f"tensor {which}'s buffer is not what it has to be in {_differing(a, b)} bytes")
+    for name, other in (("the plain call", plain), ("a second run", results[1])):
+        if any(not torch.equal(bits(a), bits(b)) for a, b in zip(results[0], other, strict=True)):
+            wrong.append(f"differs from {name}")
+    return wrong
+
+
+def bits(t: Tensor) -> Tensor:
+    """Comparable bit by bit, NaN and the sign of zero included."""
+    return t.contiguous().view(torch.uint8) if t.numel() else t
+
+
+def _differing(a: Tensor, b: Tensor) -> int:
+    return int((memory(a) != memory(b)).sum())

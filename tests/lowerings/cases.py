@@ -1,0 +1,214 @@
+"""The cases every lowering is tried on: `CASES[op][label](rand, dtype)` makes the arguments of one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from . import LAYOUTS
+from .agreement import KIND, reference_of
+
+CASES: dict[str, dict[str, Callable[..., tuple[Any, ...]]]] = {name: {} for name in KIND}
+
+
+def case(op: str, label: str):
+    """Register `make(rand, dtype) -> arguments` as a case of `op`."""
+
+    def register(make):
+        CASES[op][label] = make
+        return make
+
+    return register
+
+
+# --- projections
+
+
+def _projection(rand, dtype, outer=(2, 17), d=48, k=24, start=0, size=24, ups=(40,), bias=False, gain=True):
+    x, w_down = rand(*outer, d, dtype=dtype), rand(k, d, dtype=dtype) / d**0.5
+    b_down, w_norm = rand(k, dtype=dtype) if bias else None, 1 + rand(size, dtype=dtype) / 4 if gain else None
+    return x, w_down, b_down, w_norm, [rand(n, size, dtype=dtype) / size**0.5 for n in ups], 1e-6, start, size
+
+
+PROJECTIONS = {
+    "query": {},
+    "latent_before_rope_key": {"k": 32, "bias": True},
+    "rope_key_before_latent": {"k": 32, "start": 8},
+    "two_ups_no_gain": {"ups": (40, 24), "gain": False},
+    "one_up_no_gain": {"k": 32, "gain": False},
+    "odd_sizes": {"outer": (3, 5), "d": 37, "k": 29, "size": 23, "ups": (31,), "bias": True},
+    "one_token": {"outer": (1, 1)},
+    "no_token": {"outer": (0, 3), "bias": True},
+    "flat": {"outer": (33,), "k": 32},
+}
+for label, options in PROJECTIONS.items():
+    for keep in (False, True):
+
+        @case("down_norm_up", label + "_kept" * keep)
+        def _(rand, dtype, options=options, keep=keep):
+            return *_projection(rand, dtype, **options), *([True] if keep else [])
+
+        # A gradient of the other lanes may be anything, also a broadcast number, as a sum's gradient is.
+        @case("down_norm_up_backward", label + "_kept" * keep)
+        def _(rand, dtype, options=options, keep=keep):
+            x, w_down, b_down, w_norm, w_up, eps, start, size = _projection(rand, dtype, **options)
+            up, rest, rrms, latent = reference_of("down_norm_up")(
+                x, w_down, b_down, w_norm, w_up, eps, start, size, keep
+            )
+            grad_rest = rand(1, dtype=dtype).expand(rest.shape) if keep else rand(*rest.shape, dtype=dtype)
+            seeds = [rand(*u.shape, dtype=dtype) for u in up], grad_rest
+            return *seeds, x, w_down, b_down, w_norm, w_up, rrms, start, size, *([latent] if keep else [])
+
+
+# --- rotations
+
+# label -> (leading dimensions of q, of the tables, which one the heads are)
+OUTER = {
+    "bshd": ((2, 9, 4), (1, 9, 1), 2),
+    "bhsd": ((2, 4, 9), (1, 1, 9), 1),
+    "sbhd": ((9, 2, 4), (9, 1, 1), 2),
+    "row_tables": ((2, 9, 6), (2, 9, 1), 2),
+    "one_angle_for_all": ((2, 5, 3), (1, 1, 1), 2),
+    "flat": ((9, 4), (9, 1), 1),
+    "blocks_of_positions": ((2, 3, 5, 4), (1, 3, 5, 1), 3),
+    "one": ((1, 1, 1), (1, 1, 1), 2),
+    "no_batch": ((0, 5, 4), (1, 5, 1), 2),
+    "one_position": ((3, 1, 4), (1, 1, 1), 2),
+    "many_positions_of_a_head": ((1, 2, 70), (1, 1, 70), 1),
+    **{f"heads_{n}": ((2, 3, n), (1, 3, 1), 2) for n in (1, 12, 20, 28)},
+    "heads_128": ((1, 2, 128), (1, 2, 1), 2),
+}
+# label -> (nope, rope)
+HEADS = {"deepseek": (32, 16), "odd": (11, 6), "no_nope": (0, 16)}
+ROPE_DIMS = {f"rope_{r}": (8, r) for r in (2, 24, 32, 64, 80, 128)}
+# label -> (boundaries, tokens, positions the tables have)
+PACKED = {
+    "unequal": ((0, 3, 10, 11), 11, 7),
+    "empty": ((0, 0, 4, 4, 9, 9), 9, 5),
+    "of_one_token": ((0, 1, 2, 3, 6), 6, 3),
+    "one_sequence": ((0, 7), 7, 8),
+    "tokens_behind": ((0, 4), 9, 6),
+    "more_behind_than_tables_reach": ((0, 2, 4), 11, 3),
+}
+
+
+def _rotations() -> Iterator[tuple[str, dict[str, Any]]]:
+    for layout in LAYOUTS:
+        for full in (False, True):
+            flags = "".join("io"[i] if on else "." for i, on in enumerate(layout[:2])) + ("r" if layout[2] else ".")
+            yield f"layout_{flags}{'_full' if full else ''}", {"layout": layout, "full": full}
+    for outer in ("bshd", "bhsd", "row_tables", "one"):
+        for heads in HEADS:
+            yield f"{outer}_{heads}", {"outer": outer, "heads": heads}
+    for outer in OUTER.keys() - {"bshd", "bhsd", "row_tables", "one"}:
+        yield outer, {"outer": outer, "heads": "odd"}
+    for heads in ROPE_DIMS:
+        yield heads, {"outer": "flat", "heads": heads, "full": heads == "rope_24"}
+    for name in ("inverse", "half_tables_dtype", "bfloat16_tables", "strided", "expanded", "other_out_dtype"):
+        yield name, {name: True}
+    for layout in LAYOUTS:
+        yield f"inverse_{''.join('01'[on] for on in layout)}", {"layout": layout, "inverse": True, "outer": "flat"}
+
+
+def _options(options, dtype):
+    layout = options.get("layout", (True, False, False))
+    outer, leading, heads = OUTER[options.get("outer", "bshd")]
+    nope, r = (HEADS | ROPE_DIMS)[options.get("heads", "deepseek")]
+    table_dtype = dtype if options.get("half_tables_dtype") else torch.promote_types(dtype, torch.float32)
+    if options.get("bfloat16_tables"):
+        table_dtype = torch.bfloat16
+    width = r if options.get("full") else r // 2
+    # Only upwards: a reference in float64 would not know of the rounding that comes after.
+    out_dtype = torch.promote_types(dtype, torch.float32) if options.get("other_out_dtype") else dtype
+    return layout, outer, leading, heads, nope, r, width, table_dtype, out_dtype
+
+
+def _tables(rand, leading, width, dtype):
+    return rand(*leading, width, dtype=dtype), rand(*leading, width, dtype=dtype)
+
+
+def _main(rand, shape, dtype, options):
+    """The main operand: perhaps part of a wider buffer whose rows stand in another order, or one row for all."""
+    if options.get("expanded"):
+        return rand(1, *shape[1:], dtype=dtype).expand(shape)
+    if options.get("strided"):
+        return rand(shape[1], shape[0], *shape[2:-1], shape[-1] + 8, dtype=dtype).transpose(0, 1)[..., 8:]
+    return rand(*shape, dtype=dtype)
+
+
+for label, options in _rotations():
+
+    @case("mla_rope_q", label)
+    def _(rand, dtype, options=options):
+        layout, outer, leading, _, nope, r, width, table_dtype, out_dtype = _options(options, dtype)
+        q = _main(rand, (*outer, nope + r), dtype, options)
+        return q, *_tables(rand, leading, width, table_dtype), nope, *layout, bool(options.get("inverse")), out_dtype
+
+    @case("rope_qk", label)
+    def _(rand, dtype, options=options):
+        layout, outer, leading, heads, nope, r, width, table_dtype, out_dtype = _options(options, dtype)
+        q = _main(rand, (*outer, nope + r), dtype, options)
+        fewer = [max(1, n // 2) if i == heads else n for i, n in enumerate(outer)]
+        k = _main(rand, (*fewer, nope + r), dtype, options)
+        return q, k, *_tables(rand, leading, width, table_dtype), nope, *layout, bool(options.get("inverse")), out_dtype
+
+    if "inverse" not in options:
+
+        @case("mla_rope_kv", label)
+        def _(rand, dtype, options=options):
+            layout, outer, leading, heads, nope, r, width, table_dtype, out_dtype = _options(options, dtype)
+            shared = [1 if i == heads else n for i, n in enumerate(outer)]
+            kv = _main(rand, (*outer, nope + 24), dtype, options)
+            k_rope = _main(rand, (*shared, r), dtype, options)
+            return kv, k_rope, *_tables(rand, leading, width, table_dtype), nope, *layout, out_dtype
+
+        @case("mla_rope_kv_backward", label)
+        def _(rand, dtype, options=options):
+            layout, outer, leading, heads, nope, r, width, table_dtype, _ = _options(options, dtype)
+            grads = _main(rand, (*outer, nope + r), dtype, options), _main(rand, (*outer, 24), dtype, options)
+            tables = _tables(rand, leading, width, table_dtype)
+            return *grads, *tables, nope, *layout, [heads], dtype, dtype
+
+
+@case("rope_qk", "one_key_head")
+def _(rand, dtype):
+    q, k = rand(2, 9, 4, 16, dtype=dtype), rand(2, 9, 1, 16, dtype=dtype)
+    return q, k, *_tables(rand, (1, 9, 1), 8, torch.float32), 0, False, False, False, False, dtype
+
+
+@case("mla_rope_q", "wide_nope")
+def _(rand, dtype):
+    """An absorbed query: the latent's 512 lanes before the rotated ones."""
+    q = rand(3, 2, 512 + 16, dtype=dtype)
+    return q, *_tables(rand, (3, 1), 8, torch.float32), 512, True, False, False, False, dtype
+
+
+for label, (boundaries, tokens, positions) in PACKED.items():
+    for heads in (1, 3):
+        layout = LAYOUTS[(len(label) + heads) % len(LAYOUTS)]
+        integer = torch.int32 if heads == 1 else torch.int64
+        name = f"packed_{label}_heads_{heads}"
+
+        def _packed(rand, dtype, boundaries=boundaries, positions=positions, heads=heads, integer=integer):
+            width = 8 if heads == 1 else 16
+            tables = _tables(rand, (positions, 1), width, torch.promote_types(dtype, torch.float32))
+            return tables, torch.tensor(boundaries, dtype=integer)
+
+        @case("mla_rope_q", name)
+        def _(rand, dtype, tokens=tokens, heads=heads, layout=layout, packed=_packed):
+            tables, cu_seqlens = packed(rand, dtype)
+            return rand(tokens, heads, 27, dtype=dtype), *tables, 11, *layout, heads == 3, dtype, cu_seqlens
+
+        @case("mla_rope_kv", name)
+        def _(rand, dtype, tokens=tokens, heads=heads, layout=layout, packed=_packed):
+            tables, cu_seqlens = packed(rand, dtype)
+            operands = rand(tokens, heads, 30, dtype=dtype), rand(tokens, 1, 16, dtype=dtype)
+            return *operands, *tables, 11, *layout, dtype, cu_seqlens
+
+        @case("mla_rope_kv_backward", name)
+        def _(rand, dtype, tokens=tokens, heads=heads, layout=layout, packed=_packed):
+            tables, cu_seqlens = packed(rand, dtype)
+            grads = rand(tokens, heads, 27, dtype=dtype), rand(tokens, heads, 19, dtype=dtype)
+            return *grads, *tables, 11, *layout, [1], dtype, dtype, cu_seqlens
