@@ -138,6 +138,8 @@ def down_norm_up_backward(
     lanes = power_of_2(size)
     static = {"BT": 4 if lanes <= 1024 else 1, "num_warps": 2 if lanes <= 2048 else 8}
     grad_rest = _flat(grad_rest.to(x.dtype))
+    if grad_rest.stride(-1) != 1:  # a sum's gradient is one number, expanded
+        grad_rest = grad_rest.contiguous()
     if not (isinstance(tokens, int) and tokens == 0):
         _rows(
             lambda meta: (programs,), static, grad=grad @ w, latent=latent, rrms=rrms.reshape(-1),
