@@ -36,15 +36,17 @@ def angle_arguments(
     (ca, cb, _), (sa, sb, _) = rows.strides[-2:]
     load, store = (interleaved_out, interleaved_in) if inverse else (interleaved_in, interleaved_out)
     sequences = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    # Steps of a binary search; of a symbolic number of sequences, which must get no guard, as many as any needs.
+    steps = (sequences + 1).bit_length() if isinstance(sequences, int) else 31
     return {
-        "cos": cos, "sin": sin, "cu_seqlens": cos if cu_seqlens is None else cu_seqlens,
+        "cos": cos, "sin": sin, "cu_seqlens": cos if cu_seqlens is None else cu_seqlens.contiguous(),
         "tokens": rows.tokens, "n1": rows.n1, "ca": ca, "cb": cb, "cl": cos.stride(-1), "sa": sa, "sb": sb,
         "sl": sin.stride(-1), "sequences": sequences, "positions": cos.shape[0],
         "HALF": rope_dim // 2, "LANES": power_of_2(rope_dim // 2), "FULL": int(cos.shape[-1] == rope_dim),
         "LOAD_INTERLEAVED": int(load), "STORE_INTERLEAVED": int(store), "TABLE_INTERLEAVED": int(interleaved_out),
         "INVERSE": int(inverse), "WIDE": int(is_wide(cos.dtype, sin.dtype, *others)),
         "PACKED": int(cu_seqlens is not None),
-        "STEPS": 0 if cu_seqlens is None else int(cu_seqlens.shape[0]).bit_length(),
+        "STEPS": 0 if cu_seqlens is None else steps,
     }  # fmt: skip
 
 

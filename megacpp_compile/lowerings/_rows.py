@@ -16,12 +16,16 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_kno
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Sizes of the walk; `strides[i]` are tensor i's (first token coordinate, second, head), 0 where it is shared."""
+    """Sizes of the walk; `strides[i]` are tensor i's (first token coordinate, second, head), 0 where it is shared.
+
+    `head` is the dimension of the heads, None where there is but one.
+    """
 
     tokens: Any
     n1: Any
     heads: Any
     strides: tuple[tuple[Any, Any, Any], ...]
+    head: int | None = None
 
     @property
     def empty(self) -> bool:
@@ -34,10 +38,13 @@ class Rows:
         return guard_or_false(head <= token) or isinstance(self.tokens, int) and self.tokens == 1
 
 
-def rows_of(full: Sequence[Tensor], shared: Sequence[Tensor], packed: bool = False) -> Rows | str:
+def rows_of(
+    full: Sequence[Tensor], shared: Sequence[Tensor], packed: bool = False, head: int | None = None
+) -> Rows | str:
     """The walk over `full` tensors (one outer shape) beside `shared` ones (broadcast over heads at least), or why not.
 
     `packed`: the tables, last in `shared`, are `[positions, 1, lanes]` and indexed by position, not by token.
+    `head`: the dimension of the heads, where it is known; `full` tensors may then differ in it.
     """
     outer = full[0].shape[:-1]
     dims = [i for i, n in enumerate(outer) if not _one(n)]
@@ -48,8 +55,10 @@ def rows_of(full: Sequence[Tensor], shared: Sequence[Tensor], packed: bool = Fal
     if any(not _one(t.shape[-1]) and not statically_known_true(t.stride(-1) == 1) for t in (*full, *shared[:-2])):
         return "lanes are not adjacent in memory"
 
-    free = [i for i in dims if all(_one(t.shape[i]) for t in by_token)]
-    head = min(free, key=lambda i: _size_hint(full[0].stride(i)), default=None)
+    # A packed token's place is read from the tables by its number, so dimension 0 is never the heads'.
+    free = [i for i in dims if all(_one(t.shape[i]) for t in by_token) and not (packed and i == 0)]
+    if head is None:
+        head = min(free, key=lambda i: _size_hint(full[0].stride(i)), default=None)
     token_dims = [i for i in dims if i != head]
     if packed:
         token_dims = [i for i in token_dims if i != 0]
@@ -81,7 +90,8 @@ def rows_of(full: Sequence[Tensor], shared: Sequence[Tensor], packed: bool = Fal
 
     tables = [(0, t.stride(0), 0) for t in shared[-2:]] if packed else []
     n1 = product(groups[1])
-    return Rows(product(groups[0]) * n1, n1, 1 if head is None else outer[head], (*map(strides, tensors), *tables))
+    heads = 1 if head is None else outer[head]
+    return Rows(product(groups[0]) * n1, n1, heads, (*map(strides, tensors), *tables), head)
 
 
 def overlaps(t: Tensor) -> bool:

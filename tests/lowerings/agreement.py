@@ -157,8 +157,16 @@ def copies_of(args: Any) -> Any:
 
 
 def may_overwrite(operands: Sequence[Tensor], out_dtype: torch.dtype) -> bool:
-    """Whether the results fit where the operands are, the op's results being contiguous and in `out_dtype`."""
-    return all(t.is_contiguous() and t.dtype == out_dtype for t in operands)
+    """Whether the results fit where the operands are: in `out_dtype`, each element at an address of its own."""
+    return all(t.dtype == out_dtype and addresses(t).unique().numel() == t.numel() for t in operands)
+
+
+def addresses(t: Tensor) -> Tensor:
+    """Where each element of `t` is in its buffer."""
+    return sum(
+        (torch.arange(n).mul(s).view(-1, *[1] * (t.dim() - i - 1)) for i, (n, s) in enumerate(zip(t.shape, t.stride(), strict=True))),
+        torch.zeros(t.shape, dtype=torch.int64),
+    )
 
 
 def in_place_faults(body: Callable[..., Any], overwrites: Sequence[int], args: Any, out_dtype: torch.dtype) -> list[str]:

@@ -112,13 +112,13 @@ def supports(name: str, args: Sequence[Any]) -> str | None:
     """Why the kernel cannot serve this call, or None."""
     if name == "mla_rope_kv":
         kv, row, cos, sin, nope_dim = args[:5]
-        rows = rows_of([kv], [row, cos, sin], packed=_given(args, 9))
+        rows = rows_of([kv, kv.new_empty(kv.shape)], [row, cos, sin], packed=_given(args, 9))
         return rows if isinstance(rows, str) else refused(cos, sin, row.shape[-1], nope_dim)
     grad_k, grad_v, cos, sin, nope_dim = args[:5]
     if sum(not (isinstance(grad_k.shape[i], int) and grad_k.shape[i] == 1) for i in args[8]) > 1:
         return "the key row is shared by more than the heads"
     row = grad_k.new_empty(_shared_shape(grad_k, args[8], 1))
-    rows = rows_of([grad_k, grad_v], [row, cos, sin], packed=_given(args, 11))
+    rows = rows_of([grad_k, grad_v, grad_k.new_empty(grad_k.shape)], [row, cos, sin], packed=_given(args, 11))
     return rows if isinstance(rows, str) else refused(cos, sin, grad_k.shape[-1] - nope_dim, nope_dim)
 
 

@@ -59,8 +59,8 @@ def supports(name: str, args: Sequence[Any]) -> str | None:
     """Why the kernel cannot serve this call, or None."""
     q, cos, sin, nope_dim = args[:4]
     cu_seqlens = args[9] if len(args) > 9 else None
-    rows = rows_of([q], [cos, sin], packed=cu_seqlens is not None)
-    return rows if isinstance(rows, str) else refused(cos, sin, q.shape[-1], nope_dim)
+    rows = rows_of([q, q.new_empty(q.shape)], [cos, sin], packed=cu_seqlens is not None)
+    return rows if isinstance(rows, str) else refused(cos, sin, q.shape[-1] - nope_dim, nope_dim)
 
 
 def mla_rope_q(

@@ -9,9 +9,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from megacpp_compile.graph_edit import same_size
 from megacpp_compile.lowerings._rope_launch import CHOICES, KEY, MIN_BYTES, angle_arguments, blocks, refused
-from megacpp_compile.lowerings._rows import overlaps, rows_of
+from megacpp_compile.lowerings._rows import Rows, overlaps, rows_of
 from megacpp_compile.lowerings._triton_launch import Kernel, power_of_2
 from megacpp_compile.lowerings._triton_rope import turn_heads
 
@@ -71,19 +73,18 @@ OVERWRITES = {"rope_qk": (0, 1)}
 def supports(name: str, args: Sequence[Any]) -> str | None:
     """Why the kernel cannot serve this call, or None."""
     q, k, cos, sin, nope_dim = args[:5]
-    walks = _walks(q, k, cos, sin)
-    return walks if isinstance(walks, str) else refused(cos, sin, q.shape[-1], nope_dim)
+    rows = _rows(q, k, q.new_empty(q.shape), k.new_empty(k.shape), cos, sin)
+    return rows if isinstance(rows, str) else refused(cos, sin, q.shape[-1] - nope_dim, nope_dim)
 
 
-def _walks(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *outs: Tensor) -> Any:
-    """The rows of q and those of k, over the same tokens; or why there are none."""
-    q_out, k_out = outs or (q, k)
-    mine, its = rows_of([q, q_out], [cos, sin]), rows_of([k, k_out], [cos, sin])
-    if isinstance(mine, str) or isinstance(its, str):
-        return mine if isinstance(mine, str) else its
-    if (str(mine.tokens), str(mine.n1)) != (str(its.tokens), str(its.n1)):
-        return "queries and keys fold their tokens differently"
-    return mine, its
+def _rows(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, cos: Tensor, sin: Tensor) -> Rows | str:
+    """One walk over the tokens for all four; or why there is none."""
+    if q.dim() != k.dim():
+        return "operands differ in rank"
+    differ = [i for i, (n, m) in enumerate(zip(q.shape[:-1], k.shape[:-1], strict=True)) if not same_size(n, m)]
+    if len(differ) > 1 or any(t.shape[i] != 1 for t in (cos, sin) for i in differ):
+        return "queries and keys differ in more than their heads"
+    return rows_of([q, q_out, k, k_out], [cos, sin], head=differ[0] if differ else None)
 
 
 def rope_qk(
@@ -103,27 +104,26 @@ def rope_qk(
     """The op; with `in_place` the results are q and k, overwritten, where their dtypes are the results'."""
     in_place = in_place and all(t.dtype == out_dtype and not overlaps(t) for t in (q, k))
     outs = [t if in_place else torch.empty(t.shape, dtype=out_dtype, device=t.device) for t in (q, k)]
-    walks = _walks(q, k, cos, sin, *outs)
-    assert not isinstance(walks, str), walks
-    mine, its = walks
-    if mine.empty and its.empty:
+    rows = _rows(q, k, outs[0], outs[1], cos, sin)
+    assert not isinstance(rows, str), rows
+    k_heads = 1 if rows.head is None else k.shape[rows.head]
+    if statically_known_true(rows.tokens == 0) or rows.empty and statically_known_true(k_heads == 0):
         return outs[0], outs[1]
-    (xa, xb, xh), (ya, yb, yh), *_ = mine.strides
-    (ka, kb, kh), (la, lb, lh), *_ = its.strides
+    (xa, xb, xh), (ya, yb, yh), (ka, kb, kh), (la, lb, lh), *_ = rows.strides
     args = angle_arguments(
-        cos, sin, mine, q.shape[-1] - nope_dim, interleaved_in, interleaved_out, inverse, None,
+        cos, sin, rows, q.shape[-1] - nope_dim, interleaved_in, interleaved_out, inverse, None,
         q.dtype, k.dtype, out_dtype,
     )  # fmt: skip
-    args |= {"q": q, "k": k, "heads": mine.heads, "k_heads": its.heads, "xa": xa, "xb": xb, "xh": xh, "ka": ka,
+    args |= {"q": q, "k": k, "heads": rows.heads, "k_heads": k_heads, "xa": xa, "xb": xb, "xh": xh, "ka": ka,
              "kb": kb, "kh": kh, "NOPE": nope_dim, "NOPE_LANES": power_of_2(nope_dim),
              "ROPE_FIRST": int(rope_first)}  # fmt: skip
 
     def grid(meta: dict[str, Any]) -> tuple[Any, ...]:
         bh = meta["BH"]
-        return triton.cdiv(mine.tokens, meta["BT"]), triton.cdiv(mine.heads, bh) + triton.cdiv(its.heads, bh)
+        return triton.cdiv(rows.tokens, meta["BT"]), triton.cdiv(rows.heads, bh) + triton.cdiv(k_heads, bh)
 
     if in_place:
-        _in_place(grid, blocks(mine), **args)
+        _in_place(grid, blocks(rows), **args)
     else:
-        _copying(grid, blocks(mine), q_out=outs[0], k_out=outs[1], ya=ya, yb=yb, yh=yh, la=la, lb=lb, lh=lh, **args)
+        _copying(grid, blocks(rows), q_out=outs[0], k_out=outs[1], ya=ya, yb=yb, yh=yh, la=la, lb=lb, lh=lh, **args)
     return outs[0], outs[1]
