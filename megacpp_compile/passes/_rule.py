@@ -11,7 +11,7 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 from torch.fx import Node
 
-from megacpp_compile.graph_edit import regions
+from megacpp_compile.graph_edit import Regions, regions
 from megacpp_compile.recognise.heads import Heads, find_heads
 
 
@@ -46,7 +46,7 @@ class GraphView:
         return find_heads(self.graph, self.weights)
 
     @functools.cached_property
-    def regions(self) -> dict[Node, tuple[bool, int]]:
+    def regions(self) -> Regions:
         return regions(self.graph)
 
 
