@@ -8,9 +8,8 @@ input metadata, and the writes to inputs, which come back as a `copy_` epilogue.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from megacpp_compile import opaque_calls
+from megacpp_compile import autocast_regions, global_state, opaque_calls
 from megacpp_compile.checkpoint_regions import inline_checkpoints
 from megacpp_compile.errors import CaptureError
 from megacpp_compile.vmap_regions import resolve_vmaps
@@ -59,39 +58,6 @@ def fake_inputs(example_inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[Any
     return mode, [fake(x) for x in example_inputs]
 
 
-@contextlib.contextmanager
-def _global_state_kept() -> Iterator[None]:
-    """Tracing runs the graph's own mode switches; a trace that fails in between must leave none of them on."""
-    functorch = torch._C._functorch
-    depth, grad = functorch.get_dynamic_layer_stack_depth(), torch.is_grad_enabled()
-    kinds = ("cpu", "cuda")
-    autocast = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
-    cache = torch.is_autocast_cache_enabled()
-    try:
-        yield
-    finally:
-        if functorch.get_dynamic_layer_stack_depth() > depth:
-            functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
-        torch.set_grad_enabled(grad)
-        for kind, enabled, dtype in autocast:
-            torch.set_autocast_enabled(kind, enabled)
-            torch.set_autocast_dtype(kind, dtype)
-        torch.set_autocast_cache_enabled(cache)
-
-
-def _check_autocast(gm: GraphModule) -> None:
-    """Pre-dispatch tracing records autocast switches without obeying them, so dtypes behind one would be wrong: refuse
-    those that change anything. (Models switch autocast off around their tables; outside of it that is nothing.)"""
-    for node in gm.graph.nodes:
-        if node.target in (torch.amp.autocast_mode._enter_autocast, torch.amp._enter_autocast):
-            kind, dtype, enabled, _ = [*node.args, None, None, None][:4]
-            ambient = torch.is_autocast_enabled(kind)
-            if kind == "cpu" and dtype not in (None, torch.bfloat16, torch.float16):
-                enabled = False  # torch's own rule there, with a warning
-            if bool(enabled) != ambient or (enabled and dtype not in (None, torch.get_autocast_dtype(kind))):
-                raise CaptureError("the frame switches autocast by itself")
-
-
 def _check(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
     for value in example_inputs:
         if isinstance(value, torch.Tensor) and is_traceable_wrapper_subclass(value):
@@ -110,14 +76,14 @@ def capture(gm: GraphModule, example_inputs: Sequence[Any]) -> Captured:
     as it came. Never changes `gm`.
     """
     _check(gm, example_inputs)
-    _check_autocast(gm)
     mode, fakes = fake_inputs(example_inputs)
     try:
-        with _global_state_kept(), fx_traceback.preserve_node_meta():
+        with global_state.kept(), fx_traceback.preserve_node_meta():
             gm = resolve_vmaps(inline_checkpoints(gm), fakes, mode)
             made = opaque_calls.cut(gm, fakes, mode)
-            buffers = list(made.gm.named_buffers(remove_duplicate=False))
-            exported, signature = aot_export_module(made.gm, made.fakes, trace_joint=False, pre_dispatch=True)
+            traced = autocast_regions.obeyed(made.gm)
+            buffers = list(traced.named_buffers(remove_duplicate=False))
+            exported, signature = aot_export_module(traced, made.fakes, trace_joint=False, pre_dispatch=True)
         assert isinstance(exported, GraphModule)
         _restore_interface(exported, signature, dict(buffers))
         if made.calls:

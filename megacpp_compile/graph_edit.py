@@ -11,8 +11,8 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 from torch.fx import Node
 
-# For every node: (gradients enabled, autocast region), relative to the frame's start.
-Regions = dict[Node, tuple[bool, int]]
+# For every node: (gradients enabled, what autocast was switched to, by device), relative to the frame's start.
+Regions = dict[Node, tuple[bool, frozenset[Any]]]
 _INHERITED = ("nn_module_stack", "stack_trace", "source_fn_stack", "recompute", "ac_graph_id", "custom", "seq_nr")
 
 
@@ -54,21 +54,22 @@ class Builder:
 
 
 def regions(graph: fx.Graph) -> Regions:
-    """For every node the state it runs under: (gradients enabled relative to the frame's start, autocast region).
+    """For every node the state it runs under, see `Regions`. Two regions switched alike are one.
 
     Two nodes may be merged, or one moved beside the other, only where these agree.
     """
     state: Regions = {}
-    grad, autocast, stack = True, 0, list[int]()
-    for position, node in enumerate(graph.nodes):
-        state[node] = (grad, autocast)  # a switch itself still runs under what it ends
+    grad, autocast, stack = True, dict[Any, Any](), list[dict[Any, Any]]()
+    for node in graph.nodes:
+        state[node] = (grad, frozenset(autocast.items()))  # a switch itself still runs under what it ends
         if node.target is torch._C._set_grad_enabled:
             grad = bool(node.args[0])
         elif node.target is torch.amp._enter_autocast:
             stack.append(autocast)
-            autocast = position + 1
+            device, dtype, enabled, _ = node.args
+            autocast = {**autocast, device: dtype if enabled else None}
         elif node.target is torch.amp._exit_autocast:
-            autocast = stack.pop() if stack else 0
+            autocast = stack.pop()
     return state
 
 

@@ -1,7 +1,9 @@
 """Higher-order ops (custom autograd functions, flex attention, scans) carried around capture untouched.
 
 Pre-dispatch tracing would run through them: a custom `autograd.Function` would lose its own backward. So the graph is
-cut at each: its outputs become inputs of the traced part, its arguments outputs; afterwards the call is put back.
+cut at each: its outputs become inputs of the traced part, its arguments outputs; afterwards the call is put back. What
+leaves the traced part is a clone of each argument: it keeps the value from later in-place ops, and the call its place,
+with the grad and autocast modes there. The clones are gone again when the call is back.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from torch.fx import GraphModule, Node
 from megacpp_compile.errors import CaptureError
 from megacpp_compile.graph_edit import attribute_of
 
+_CLONE = torch.ops.aten.clone.default
+
 
 @dataclasses.dataclass
 class Call:
@@ -28,7 +32,7 @@ class Call:
     node: Node
     owner: GraphModule
     results: list[tuple[int | None, Node]]  # (output index, placeholder standing for it); None: the result itself
-    arguments: list[Node]  # original argument nodes, in order, without submodules
+    arguments: dict[Node, Node]  # original argument nodes without submodules, and what leaves the traced part for them
 
 
 @dataclasses.dataclass
@@ -61,7 +65,8 @@ def cut(gm: GraphModule, fakes: Sequence[Any], mode: FakeTensorMode) -> Cut:
                 continue  # a body; the call brings it along
             env[node] = graph.node_copy(node, env.__getitem__)
             continue
-        call = Call(node, gm, [], [n for n in node.all_input_nodes if not _is_body(gm, n)])
+        arguments = {n: _snapshot(graph, n, env[n]) for n in node.all_input_nodes if not _is_body(gm, n)}
+        call = Call(node, gm, [], arguments)
         for index, result in _results(node):
             fake = result.meta.get("example_value", result.meta.get("val"))
             if not isinstance(fake, torch.Tensor):
@@ -73,11 +78,18 @@ def cut(gm: GraphModule, fakes: Sequence[Any], mode: FakeTensorMode) -> Cut:
             call.results.append((index, holder))
         calls.append(call)
     outs = [fx.map_arg(v, env.__getitem__) for v in values]
-    outs += [env[a] for c in calls for a in c.arguments]
+    outs += [a for c in calls for a in c.arguments.values()]
     graph.output(tuple(outs))
     part = GraphModule(gm, graph)
     part.meta.update(gm.meta)
     return Cut(part, [*fakes, *extra], calls, len(values))
+
+
+def _snapshot(graph: fx.Graph, original: Node, node: Node) -> Node:
+    """A clone of a tensor as it is at the call; a number as it is."""
+    known = original.meta.get("example_value", original.meta.get("val"))
+    number = known is not None and not isinstance(known, torch.Tensor)
+    return node if number else graph.call_function(_CLONE, (node,))
 
 
 def refake(fake: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
@@ -106,13 +118,16 @@ def restore(gm: GraphModule, made: Cut, frame_inputs: int) -> None:
     standins = iter(holders[frame_inputs:])
     borders = [(c, {a: next(arguments) for a in c.arguments}, [(i, next(standins)) for i, _ in c.results])
                for c in made.calls]  # fmt: skip
-    # Last call first: where a call reads another's result, it is then a user that the other has to precede.
-    for call, traced, results in reversed(borders):
-        users = [u for _, h in results for u in h.users if u is not output]
-        before = min(users, default=output)
-        for a in traced.values():
-            if isinstance(a, Node) and not a < before:
-                raise CaptureError("a call's arguments are ready only after its results are used")
+    snapshots: list[Node] = []
+    for call, leaving, results in borders:
+        clones = [v for a, v in leaving.items() if call.arguments[a].target is _CLONE]
+        if not clones or any(getattr(v, "target", None) is not _CLONE for v in clones):
+            raise CaptureError(f"tracing lost the place of {call.node.target}")
+        snapshots += clones
+        before = max(clones)
+        traced = {a: v.args[0] if v in clones else v for a, v in leaving.items()}
+        if any(isinstance(v, Node) and not v < before for v in traced.values()):
+            raise CaptureError("a call's arguments are ready only after it")
         with graph.inserting_before(before):
 
             def place(a: Node, traced: dict[Node, Any] = traced, call: Call = call) -> Any:
@@ -133,8 +148,8 @@ def restore(gm: GraphModule, made: Cut, frame_inputs: int) -> None:
                 holder.replace_all_uses_with(value)
                 frame = [value if v is holder else v for v in frame]
     output.args = (tuple(frame),)
-    for holder in holders[frame_inputs:]:
-        graph.erase_node(holder)
+    for node in [*snapshots, *holders[frame_inputs:]]:
+        graph.erase_node(node)
 
 
 def _is_call(node: Node) -> bool:

@@ -1,4 +1,4 @@
-"""The part of a graph between some inputs and some outputs, as a module of its own."""
+"""The part of a graph between some inputs and some outputs, as a module of its own, in its own autocast regions."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 from torch.fx import GraphModule, Node
+
+from megacpp_compile import autocast_regions
 
 
 def between(gm: GraphModule, inputs: Sequence[Node], outputs: Sequence[Node]) -> tuple[GraphModule, list[Node]]:
@@ -21,6 +23,9 @@ def between(gm: GraphModule, inputs: Sequence[Node], outputs: Sequence[Node]) ->
             continue
         keep.add(node)
         stack.extend(node.all_input_nodes)
+    for switches in autocast_regions.pairs(gm.graph):
+        if any(switches[0] < node < switches[1] for node in keep):
+            keep.update(switches)
     order = sorted(border)
     graph = fx.Graph()
     env = {}

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Interpreter, Node
 
+from megacpp_compile import global_state
 from megacpp_compile.subgraph import between
 
 # Relative error (norm of the difference over norm) two spellings of the same maths may have, by the coarsest dtype
@@ -38,13 +39,11 @@ class Recorder(Interpreter):
 
 def border_values(gm: GraphModule, example_inputs: Sequence[Any], wanted: set[Node]) -> dict[Node, Any]:
     """Values of `wanted` on `example_inputs`, computed in eager with its random state put back afterwards."""
-    devices = {x.device.index for x in example_inputs if isinstance(x, torch.Tensor) and x.is_cuda}
+    devices = {x.device.index for x in example_inputs if isinstance(x, torch.Tensor) and x.is_cuda} - {None}
     recorder = Recorder(gm, wanted)
     inputs = [x.detach().clone() if isinstance(x, torch.Tensor) else x for x in example_inputs]
-    grad = torch.is_grad_enabled()
-    with torch.random.fork_rng(devices=sorted(d for d in devices if d is not None)), torch.no_grad():
+    with global_state.kept(), torch.random.fork_rng(devices=sorted(devices)), torch.no_grad():
         recorder.run(*inputs)
-    torch.set_grad_enabled(grad)
     return recorder.kept
 
 
@@ -64,7 +63,7 @@ def compare(
     for outputs in (plain, new):
         module, order = between(gm, inputs, outputs)
         leaves = [_leaf(values[n], n in differentiable) for n in order]
-        with torch.enable_grad():
+        with global_state.kept(), torch.enable_grad():
             out = module(*leaves)
         generator = torch.Generator().manual_seed(0)
         cotangents = [torch.randn(o.shape, generator=generator).to(o) for o in out]
@@ -73,7 +72,8 @@ def compare(
         grads: Sequence[torch.Tensor | None] = []
         if with_grad:
             outs, weights = zip(*with_grad, strict=True)
-            grads = torch.autograd.grad(outs, diff, weights, allow_unused=True)
+            with torch._C._DisableAutocast():  # as eager's backward, which runs outside of every region
+                grads = torch.autograd.grad(outs, diff, weights, allow_unused=True)
         named = {f"output {n.name}": o for n, o in zip(plain, out, strict=True)}
         names = [n.name for n, x in zip(order, leaves, strict=True) if isinstance(x, torch.Tensor) and x.requires_grad]
         named.update({f"gradient of {n}": g for n, g in zip(names, grads, strict=True) if g is not None})

@@ -7,6 +7,7 @@ and put back in its place. Regions that gradients flow into are left alone; the 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from megacpp_compile import autocast_regions
 from megacpp_compile.errors import CaptureError
 from megacpp_compile.opaque_calls import refake
 
@@ -35,9 +37,17 @@ def resolve_vmaps(gm: GraphModule, fakes: Sequence[Any], mode: FakeTensorMode) -
     env: dict[Node, Any] = {}
     graph = fx.Graph()
     values = _values(gm, fakes)
+    opened: list[Node] = []  # autocast regions around the node at hand: a vmap's casts are those of its place
     for node in gm.graph.nodes:
+        if node.target is autocast_regions.ENTER:
+            opened.append(node)
+        elif node.target is autocast_regions.LEAVE and node.args[0] in opened:
+            opened.remove(node.args[0])
         if node in first:
-            _resolve(gm, first[node], graph, env, values, mode)
+            with contextlib.ExitStack() as stack:
+                for entry in opened:
+                    stack.enter_context(torch.autocast(*entry.args))
+                _resolve(gm, first[node], graph, env, values, mode)
         elif node in inside:
             continue
         elif node.op == "output":
@@ -81,6 +91,8 @@ def _resolve(
     values: dict[Node, Any],
     mode: FakeTensorMode,
 ) -> None:
+    if any(n.target is autocast_regions.ENTER for n in nodes):
+        raise CaptureError("autocast is switched inside a vmap")
     members = set(nodes)
     inputs = list(dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in members))
     outputs = [n for n in nodes if any(u not in members for u in n.users)]

@@ -6,6 +6,7 @@ where it did not and why, and whether outputs and gradients stayed eager's needs
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import re
@@ -72,14 +73,21 @@ class Frames:
         return {name: count for name, count in counts.items() if count}
 
 
-def train(call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...]) -> dict[str, Tensor]:
-    """Every output of `call(*args)`, and every gradient of their square sum, by name."""
+Around = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+def train(
+    call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], around: Around = contextlib.nullcontext
+) -> dict[str, Tensor]:
+    """Every output of `call(*args)`, and every gradient of their square sum, by name. `around`: the region, such as
+    autocast, that the call is made in; backward runs outside, as in a training loop."""
     leaves = {f"argument {i}": a for i, a in enumerate(args) if isinstance(a, Tensor) and a.requires_grad}
     leaves |= {name: p for name, p in module.named_parameters() if p.requires_grad}
     for leaf in leaves.values():
         leaf.grad = None
     torch.manual_seed(5)  # for dropout
-    out = call(*args)
+    with around():
+        out = call(*args)
     outputs = list(out) if isinstance(out, tuple) else [out]
     loss = sum(o.to(torch.promote_types(o.dtype, torch.float32)).square().sum() for o in outputs if o.requires_grad)
     if isinstance(loss, Tensor):
@@ -112,6 +120,7 @@ def run(
     dynamic: bool | None = None,
     fullgraph: bool = True,
     captured: bool = True,
+    around: Around = contextlib.nullcontext,
 ) -> Frames:
     """Train one step of `module` through the passes. `captured`: every frame has to be."""
     torch._dynamo.reset()
@@ -131,7 +140,7 @@ def run(
         return graph.forward
 
     compiled = torch.compile(module, backend=backend, dynamic=dynamic, fullgraph=fullgraph)
-    return Frames(analyses, graphs, compiled, train(compiled, module, args))
+    return Frames(analyses, graphs, compiled, train(compiled, module, args, around))
 
 
 def check(
@@ -140,6 +149,7 @@ def check(
     config: Config | None = None,
     *,
     tolerance: float | None = None,
+    around: Around = contextlib.nullcontext,
     **kwargs: Any,
 ) -> Frames:
     """`run`, and all outputs, gradients and buffers have to be those of eager."""
@@ -147,8 +157,8 @@ def check(
         dtypes = {t.dtype for t in (*args, *module.parameters()) if isinstance(t, Tensor)}
         tolerance = max(TOLERANCE.get(dtype, 0.0) for dtype in dtypes)
     eager = copy.deepcopy(module)
-    want = train(eager, eager, args)
-    frames = run(module, args, config, **kwargs)
+    want = train(eager, eager, args, around)
+    frames = run(module, args, config, around=around, **kwargs)
     error, name = largest_error(frames.results, want)
     assert error <= tolerance, f"{name} differs from eager's by {error:.2e}; fired {frames.fired}"
     return frames

@@ -34,6 +34,22 @@ class Wrapped(nn.Module):
         return Tripled.apply(self.block(Tripled.apply(self.into(x)), *tables)) + 1
 
 
+class ChangedAfterTheCall(nn.Module):
+    """What the function reads and what it returns are both written to before either is used again."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+        self.into = nn.Linear(40, 40)
+
+    def forward(self, x, *tables):
+        y = self.into(x)
+        z = Tripled.apply(y)
+        y.add_(1)
+        z.mul_(2)
+        return self.block(z, *tables) + y
+
+
 class OnlyFunctions(nn.Module):
     """Nothing to fuse: looking at the frame must leave Dynamo's own graph as it was."""
 
@@ -64,6 +80,12 @@ def test_custom_functions_keep_their_backward_around_fused_ops():
     block = PlainMLA()
     frames = check(Wrapped(block), block.example_inputs())
     assert frames.counts["down_norm_up"] == 2 and frames.counts["mla_rope_kv"] == 1
+
+
+def test_custom_functions_read_values_as_they_are_at_the_call():
+    block = PlainMLA()
+    frames = check(ChangedAfterTheCall(block), block.example_inputs())
+    assert frames.counts["down_norm_up"] == 2
 
 
 def test_frames_nothing_fires_in_are_left_as_they_came():

@@ -57,8 +57,8 @@ def choose(op: Any, target: str, args: Sequence[Any]) -> Choice:
     """The lowering of `op` on `target` for a call with (fake) `args`.
 
     A lowering file may define `supports(op name, args) -> reason or None`; the first one without an objection serves.
-    It may define `MIN_BYTES`, of the largest operand, from which it gains: below, the next lowering serves; and
-    `OVERWRITES`: op name -> arguments it can work in place on.
+    Policy beside it: `MIN_BYTES`, of the largest operand, from which it gains, and `loses(op name, args) -> reason or
+    None`; where it would not gain, the next lowering serves. `OVERWRITES`: op name -> arguments it can work in place on.
     """
     folder, name = semantic_ops()[op]
     reasons = []
@@ -70,8 +70,8 @@ def choose(op: Any, target: str, args: Sequence[Any]) -> Choice:
             why = "" if own else f" without {missing.name}"
             reasons.append(f"no-lowering: {folder} has no {lowering}{why}")
             continue
-        supports = getattr(module, "supports", None)
-        reason = supports(name, args) if supports is not None else None
+        objections = (getattr(module, asked, None) for asked in ("supports", "loses"))
+        reason = next((r for objects in objections if objects and (r := objects(name, args))), None)
         reason = reason or _too_small(args, getattr(module, "MIN_BYTES", 0))
         if reason is None:
             overwrites = getattr(module, "OVERWRITES", {}).get(name, ())

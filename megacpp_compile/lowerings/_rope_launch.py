@@ -61,24 +61,30 @@ def refused(cos: Tensor, sin: Tensor, rope_dim: Any, nope_dim: Any) -> str | Non
     return None
 
 
-def blocks(rows: Rows, most: int = 64, warps: int = 8, tokens: int | None = None) -> dict[str, int]:
-    """Block sizes without measuring: `most` rows a program, taken along the dimension that is closer in memory.
+# Block sizes without measuring: (tokens, heads, warps) by the number of heads, from many to few, and the choice where
+# tokens lie closer in memory than a token's heads. Found on an H200, by sweeps at 1 to 128 heads of 128 + 64 lanes:
+# one token with as many heads as fit keeps most reads in flight, and the heads share their angles.
+_INSIDE = {
+    "turn": ((24, (1, 32, 4)), (17, (16, 1, 4)), (9, (1, 16, 4)), (0, (16, 4, 4))),
+    "copy": ((64, (1, 64, 4)), (17, (1, 32, 4)), (9, (1, 16, 4)), (0, (16, 4, 4))),
+    "keys": ((64, (1, 64, 8)), (17, (1, 32, 8)), (9, (1, 16, 4)), (0, (16, 4, 8))),
+    "key gradients": ((64, (1, 64, 8)), (24, (1, 32, 4)), (9, (1, 16, 2)), (0, (8, 1, 4))),
+}
+_OUTSIDE = {"turn": (2, 16, 4), "copy": (2, 32, 8), "keys": (2, 32, 8), "key gradients": (8, 1, 4)}
 
-    Measured on an H200: large blocks keep more reads in flight, and a program's heads share its angles. `tokens` caps
-    how many a program takes when its heads are few, which then needs fewer warps.
-    """
-    heads = power_of_2(rows.heads) if isinstance(rows.heads, int) else 16
-    if rows.heads_inside:
-        bh = min(heads, most)
-        bt = min(most // bh, tokens or most)
-        return {"BT": bt, "BH": bh, "num_warps": max(1, min(warps, warps * bt * bh // (most // 2)))}
-    return {"BT": most, "BH": 1, "num_warps": warps}
+
+def blocks(rows: Rows, work: str) -> dict[str, int]:
+    """The built-in block sizes for `work`: "turn" in place, "copy" out of place, "keys", "key gradients"."""
+    heads = rows.heads if isinstance(rows.heads, int) else 32
+    inside = next(sizes for least, sizes in _INSIDE[work] if heads >= least)
+    bt, bh, warps = inside if rows.heads_inside else _OUTSIDE[work]
+    return {"BT": bt, "BH": bh, "num_warps": warps}
 
 
 # What autotuning measures: from one token's heads to a strip of tokens of one head.
 CHOICES = [
     {"BT": bt, "BH": bh, "num_warps": warps}
-    for bt, bh in ((1, 16), (1, 32), (1, 64), (4, 16), (16, 4), (16, 1), (64, 1))
+    for bt, bh in ((1, 16), (1, 32), (1, 64), (2, 32), (8, 1), (16, 4), (16, 1))
     for warps in (4, 8)
 ]
 KEY = ("heads", "tokens")

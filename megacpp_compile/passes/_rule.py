@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx import Node
 
 from megacpp_compile.config import Config
-from megacpp_compile.graph_edit import regions
+from megacpp_compile.graph_edit import Regions, regions
 from megacpp_compile.recognise.heads import Heads, find_heads
 
 
@@ -49,7 +49,7 @@ class GraphView:
         return find_heads(self.graph, self.weights)
 
     @functools.cached_property
-    def regions(self) -> dict[Node, tuple[bool, int]]:
+    def regions(self) -> Regions:
         return regions(self.graph)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch.fx import Node
 
-from megacpp_compile.graph_edit import regions, same_size, value
+from megacpp_compile.graph_edit import Regions, regions, same_size, value
 from megacpp_compile.recognise.attention import Reader, readers
 from megacpp_compile.recognise.lane_interpreter import LaneInterpreter
 from megacpp_compile.recognise.lanes import NONE, Lanes
@@ -125,8 +125,8 @@ _FILLED = {
 
 def find_heads(graph: fx.Graph, weights: frozenset[Node]) -> Heads:
     """Every RoPE'd head, outermost form: the concat with the unrotated lanes where there is one."""
-    acts = activations(graph, weights)
-    it = LaneInterpreter(acts)
+    acts, state = activations(graph, weights), regions(graph)
+    it = LaneInterpreter(acts, state)
     heads, near = _scan(graph, it, acts)
     # A view that ends in (2, d) is two heads or the two halves of one; only what follows tells, so every reading is
     # tried: such views of one width d are the same kind of view.
@@ -135,11 +135,11 @@ def find_heads(graph: fx.Graph, weights: frozenset[Node]) -> Heads:
     for heads_of in (widths, *({w} for w in widths), *(widths - {w} for w in widths)):
         stops = frozenset(n for n in split if _width(n) in heads_of)
         if stops:
-            other = LaneInterpreter(acts, stops)
+            other = LaneInterpreter(acts, state, stops)
             again = _scan(graph, other, acts)
             if _joined(again[0]) > _joined(heads):
                 it, (heads, near) = other, again
-    return _finish(graph, it, heads, near)
+    return _finish(it, heads, near, state)
 
 
 def _width(node: Node) -> int:
@@ -195,9 +195,8 @@ def _head_view(node: Node) -> bool:
 
 
 def _finish(
-    graph: fx.Graph, it: LaneInterpreter, heads: list[tuple[Node, Rotation]], near: list[tuple[Node, NoRotation]]
+    it: LaneInterpreter, heads: list[tuple[Node, Rotation]], near: list[tuple[Node, NoRotation]], state: Regions
 ) -> Heads:
-    state = regions(graph)
     found, missed, used = [], [], set[Node]()
     for node, rotation in heads:
         lanes, cone = it(node), it.cone(node)
@@ -246,7 +245,7 @@ _RANK = {torch.bfloat16: 1, torch.float16: 1, torch.float32: 2, torch.complex64:
 
 
 def _legal(
-    root: Node, lanes: Lanes, rotation: Rotation, cone: set[Node], state: dict[Node, tuple[bool, int]]
+    root: Node, lanes: Lanes, rotation: Rotation, cone: set[Node], state: Regions
 ) -> tuple[Node, str, str] | None:
     """(node, tag, reason) why a proved rotation still may not become an op."""
     parts = [p for p in (rotation.nope, rotation.rope) if p]

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.fx import Node
 
-from megacpp_compile.graph_edit import value
+from megacpp_compile.graph_edit import Regions, value
 from megacpp_compile.recognise import lane_rules  # noqa: F401  fills RULES
 from megacpp_compile.recognise.lanes import (
     EMPTY,
@@ -30,17 +30,18 @@ from megacpp_compile.recognise.lanes import (
 
 class LaneInterpreter:
     """Evaluates nodes of one graph. `activations` are the nodes computed from weights; the others are tables.
+    `state` is the graph's `regions`.
 
     `stops` are nodes to take as sources although they could be interpreted (a head split that looks like a pair split).
     """
 
-    def __init__(self, activations: set[Node], stops: frozenset[Node] = frozenset()) -> None:
+    def __init__(self, activations: set[Node], state: Regions, stops: frozenset[Node] = frozenset()) -> None:
         self.activations, self.stops = activations, stops
         self.sources: list[Source] = []
         self._ids: dict[Source, int] = {}
         self._memo: dict[Node, Lanes | None] = {}
         self._opaque: set[Node] = set()
-        self._numbering = ValueNumbering()
+        self._numbering = ValueNumbering(state)
         self.table_views: LaneInterpreter | None = None  # reads views of tables, made on first use
 
     # -- public -------------------------------------------------------------------------------------------------
@@ -158,9 +159,13 @@ class LaneInterpreter:
 
 
 class ValueNumbering:
-    """Names nodes that compute the same thing alike: `cos.unsqueeze(1)` written twice is one table."""
+    """Names nodes that compute the same thing alike: `cos.unsqueeze(1)` written twice is one table.
 
-    def __init__(self) -> None:
+    Across grad and autocast regions nothing is the same: one copy may be rounded or without gradient.
+    """
+
+    def __init__(self, state: Regions) -> None:
+        self.state = state
         self._key: dict[Node, Any] = {}
         self._leader: dict[Any, Node] = {}
 
@@ -191,7 +196,7 @@ class ValueNumbering:
     def _hash(self, n: Node) -> Any:
         if not self._pure(n):
             return id(n)
-        key = (n.target, _freeze(n.args, self._key), _freeze(sorted(n.kwargs.items()), self._key))
+        key = (self.state[n], n.target, _freeze(n.args, self._key), _freeze(sorted(n.kwargs.items()), self._key))
         try:
             hash(key)
         except TypeError:

@@ -98,7 +98,7 @@ class _ViewInterpreter(LaneInterpreter):
     """Reads views only, on the sources of the interpreter it serves."""
 
     def __init__(self, host: LaneInterpreter) -> None:
-        super().__init__(set())
+        super().__init__(set(), {})
         self.sources, self._ids, self._numbering = host.sources, host._ids, host._numbering
 
     def _is_table(self, node: Node) -> bool:

@@ -416,7 +416,7 @@ class Autocast(nn.Module):
             return self.block(*args).float()
 
 
-@gallery("autocast_inside", {"down_norm_up": "2?", "mla_rope_q": "1?", "mla_rope_kv": "1?"})
+@gallery("autocast_inside", MLA)
 def autocast_inside():
     return Autocast(TitanMLA(Q_RANK)), (hidden_states(),)
 

@@ -90,9 +90,10 @@ def assert_autocast(name: str, module: nn.Module, args: Args, count: int = 1) ->
     assert ours <= 2 * eagers, f"{ours:.1e} from float32, eager is {eagers:.1e} from it"
 
 
-def assert_autocast_inside(module: nn.Module, args: Args) -> None:
-    """Fired, left alone or not captured at all: a region entered within the frame keeps eager's dtypes and results."""
-    check(Autocast(module), args, tolerance=TOLERANCE[torch.bfloat16], captured=False)
+def assert_autocast_inside(name: str, module: nn.Module, args: Args, count: int = 1) -> None:
+    """Fires in a region entered within the frame, and keeps eager's dtypes and results."""
+    frames = check(Autocast(module), args, tolerance=TOLERANCE[torch.bfloat16])
+    assert frames.counts[name] == count, frames.misses
 
 
 def _float(results: dict[str, Tensor]) -> dict[str, Tensor]:

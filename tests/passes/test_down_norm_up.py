@@ -183,7 +183,7 @@ def test_autocast_inside_the_frame():
     def projected_to_float(m, x):
         return (bottleneck(m, x) @ m.wide_up.weight).float()
 
-    assert_autocast_inside(*build(projected_to_float))
+    assert_autocast_inside(NAME, *build(projected_to_float))
 
 
 def two_roots(m, x):

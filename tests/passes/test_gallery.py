@@ -14,8 +14,7 @@ def test_gallery(name):
     entry = GALLERY[name]
     # A block that turns autocast on computes in bfloat16 although its parameters do not show it.
     tolerance = 4e-2 if "autocast" in name else None
-    # Such a block is also left to Inductor as a whole: see `_check_autocast` in capture.py.
-    frames = check(*entry.build(), tolerance=tolerance, captured="autocast" not in name)
+    frames = check(*entry.build(), tolerance=tolerance)
     wrong = {p: (frames.counts[p], e) for p, e in entry.expected.items() if frames.counts[p] not in allowed_counts(e)}
     assert not wrong, f"(fired, expected): {wrong}; refused {frames.misses}"
     assert not frames.again()

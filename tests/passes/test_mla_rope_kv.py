@@ -157,7 +157,7 @@ def test_autocast_around_the_call():
 
 def test_autocast_inside_the_frame():
     block = PlainMLA(q_lora=None, table_source="buffer")
-    assert_autocast_inside(block, block.example_inputs())
+    assert_autocast_inside(NAME, block, block.example_inputs())
 
 
 @pytest.mark.parametrize("tag", NOT_ROTATIONS)

@@ -144,7 +144,7 @@ def test_autocast_around_the_call():
 
 def test_autocast_inside_the_frame():
     block = PlainGQA(table_source="buffer")
-    assert_autocast_inside(block, block.example_inputs())
+    assert_autocast_inside(NAME, block, block.example_inputs())
 
 
 class Scores(Heads):

@@ -155,7 +155,8 @@ def mla_rope_kv(
     )
     _forward(
         lambda meta: (triton.cdiv(rows.tokens, meta["BT"]), triton.cdiv(rows.heads, meta["BH"])),
-        blocks(rows), kv=kv, row=k_rope, k=k, heads=rows.heads, xa=xa, xb=xb, xh=xh, ra=ra, rb=rb, ya=ya, yb=yb, yh=yh,
+        blocks(rows, "keys"), kv=kv, row=k_rope, k=k, heads=rows.heads, xa=xa, xb=xb, xh=xh, ra=ra, rb=rb,
+        ya=ya, yb=yb, yh=yh,
         NOPE=nope_dim, NOPE_LANES=power_of_2(nope_dim), ROPE_FIRST=int(rope_first), **args,
     )  # fmt: skip
     return k, v
@@ -188,7 +189,7 @@ def mla_rope_kv_backward(
     )
     _backward(
         lambda meta: (triton.cdiv(rows.tokens, meta["BT"]),),
-        blocks(rows, 64, 8, tokens=1), grad_k=grad_k, grad_v=grad_v, d_kv=d_kv, d_row=d_row, heads=rows.heads,
+        blocks(rows, "key gradients"), grad_k=grad_k, grad_v=grad_v, d_kv=d_kv, d_row=d_row, heads=rows.heads,
         xa=xa, xb=xb, xh=xh, va=va, vb=vb, vh=vh, ya=ya, yb=yb, yh=yh, ra=ra, rb=rb,
         NOPE=nope_dim, NOPE_LANES=power_of_2(nope_dim), ROPE_FIRST=int(rope_first),
         V=v_dim, V_LANES=power_of_2(v_dim), **args,

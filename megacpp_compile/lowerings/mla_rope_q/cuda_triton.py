@@ -95,7 +95,7 @@ def mla_rope_q(
         return triton.cdiv(rows.tokens, meta["BT"]), triton.cdiv(rows.heads, meta["BH"])
 
     if in_place:
-        _in_place(grid, blocks(rows, 32, 4), **args)
+        _in_place(grid, blocks(rows, "turn"), **args)
     else:
-        _copying(grid, blocks(rows), out=out, ya=ya, yb=yb, yh=yh, **args)
+        _copying(grid, blocks(rows, "copy"), out=out, ya=ya, yb=yb, yh=yh, **args)
     return out

@@ -77,6 +77,13 @@ def supports(name: str, args: Sequence[Any]) -> str | None:
     return rows if isinstance(rows, str) else refused(cos, sin, q.shape[-1] - nope_dim, nope_dim)
 
 
+def loses(name: str, args: Sequence[Any]) -> str | None:
+    """Where Inductor's own fusion is as fast: all lanes turn, in halves, so nothing is left out in place."""
+    nope_dim, interleaved_in, interleaved_out = args[4:7]
+    plain = nope_dim == 0 and not interleaved_in and not interleaved_out
+    return "inductor-is-faster: full heads in halves" if plain else None
+
+
 def _rows(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, cos: Tensor, sin: Tensor) -> Rows | str:
     """One walk over the tokens for all four; or why there is none."""
     if q.dim() != k.dim():
@@ -123,7 +130,9 @@ def rope_qk(
         return triton.cdiv(rows.tokens, meta["BT"]), triton.cdiv(rows.heads, bh) + triton.cdiv(k_heads, bh)
 
     if in_place:
-        _in_place(grid, blocks(rows), **args)
+        _in_place(grid, blocks(rows, "turn"), **args)
     else:
-        _copying(grid, blocks(rows), q_out=outs[0], k_out=outs[1], ya=ya, yb=yb, yh=yh, la=la, lb=lb, lh=lh, **args)
+        _copying(
+            grid, blocks(rows, "copy"), q_out=outs[0], k_out=outs[1], ya=ya, yb=yb, yh=yh, la=la, lb=lb, lh=lh, **args
+        )
     return outs[0], outs[1]

@@ -1,0 +1,62 @@
+"""Autocast switched inside a frame, as by models that compute their rotary tables with it off.
+
+Dynamo's graph holds the switches as calls. Pre-dispatch tracing records those without making them, so everything behind
+one would get the dtypes of the region around it; here they are made as well. They stay in the captured graph, as silent
+as Dynamo's: what traces it next casts by them again, and `graph_edit.regions` keeps passes from reaching across.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from megacpp_compile.errors import CaptureError
+
+ENTER, LEAVE = torch.amp._enter_autocast, torch.amp._exit_autocast
+
+
+def obeyed(gm: GraphModule) -> GraphModule:
+    """`gm` itself where it never switches autocast, else a copy for tracing that runs its switches as real regions.
+
+    Raises CaptureError for regions that are not closed, or not innermost first: tracing pairs them that way.
+    """
+    if not pairs(gm.graph):
+        return gm
+    graph = Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    for node in graph.nodes:
+        if node.target is ENTER:
+            node.target = _enter
+        elif node.target is LEAVE:
+            node.target = _leave
+    copy = GraphModule(gm, graph)
+    copy.meta.update(gm.meta)
+    return copy
+
+
+def pairs(graph: Graph) -> list[tuple[Node, Node]]:
+    """Every region's (entry, exit), in the order of the exits."""
+    found, opened = [], list[Node]()
+    for node in graph.nodes:
+        if node.target is ENTER:
+            opened.append(node)
+        elif node.target is LEAVE:
+            if not opened or node.args[0] is not opened[-1]:
+                raise CaptureError("autocast regions of the frame overlap")
+            found.append((opened.pop(), node))
+    if opened:
+        raise CaptureError("an autocast region of the frame is not closed in it")
+    return found
+
+
+def _enter(*args: Any) -> Any:
+    """Unlike `torch.amp._enter_autocast`, a real region switches and, under a pre-dispatch tracer, is recorded too."""
+    region = torch.autocast(*args)
+    region.__enter__()
+    return region
+
+
+def _leave(region: Any) -> None:
+    region.__exit__(None, None, None)

@@ -1,0 +1,38 @@
+"""Torch's global modes around code that runs a graph's own switches: whatever happens in between, none stays on."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+
+@contextlib.contextmanager
+def kept() -> Iterator[None]:
+    """Grad mode, functorch's stack and autocast are afterwards what they were before, also after an error."""
+    functorch = torch._C._functorch
+    layers, grad = functorch.get_dynamic_layer_stack_depth(), torch.is_grad_enabled()
+    kinds = torch._C._autocast_supported_devices()
+    autocast = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
+    cache, depth = torch.is_autocast_cache_enabled(), _autocast_depth()
+    try:
+        yield
+    finally:
+        if functorch.get_dynamic_layer_stack_depth() > layers:
+            functorch.pop_dynamic_layer_stack_and_undo_to_depth(layers)
+        torch.set_grad_enabled(grad)
+        for kind, enabled, dtype in autocast:
+            torch.set_autocast_enabled(kind, enabled)
+            torch.set_autocast_dtype(kind, dtype)
+        torch.set_autocast_cache_enabled(cache)
+        # A depth left too high would keep eager's cache of cast weights for good, past every optimizer step.
+        while _autocast_depth() > depth:
+            if torch.autocast_decrement_nesting() == 0:
+                torch.clear_autocast_cache()
+
+
+def _autocast_depth() -> int:
+    """How many autocast regions are open; torch only tells while changing it."""
+    torch.autocast_increment_nesting()
+    return int(torch.autocast_decrement_nesting())
