@@ -2,7 +2,7 @@
 
     python -m benchmarks.performance_page --figures docs/figures benchmarks/out/*.json > docs/performance.md
 
-With --figures the plots beside the JSON files are copied there and shown, by a path relative to the page's folder.
+With --figures the plots are drawn there from the JSON and shown, by a path relative to the page's folder.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks import subjects, tables
+from benchmarks.figures import draw
 
 HEAD = """# Performance
 
@@ -74,11 +74,12 @@ def _flat(sizes: dict[str, Any]) -> dict[str, Any]:
 def page(files: Sequence[Path], figures: Path | None, page_folder: Path) -> str:
     parts = [HEAD]
     for file in sorted(files, key=lambda f: subjects.NAMES.index(json.loads(f.read_text())["subject"])):
-        document, drawn, shown = json.loads(file.read_text()), file.with_suffix(".png"), None
-        if figures is not None and drawn.exists():
+        document, shown = json.loads(file.read_text()), None
+        if figures is not None:
             figures.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(drawn, figures / drawn.name)
-            shown = Path(os.path.relpath(figures / drawn.name, page_folder)).as_posix()
+            drawn = figures / f"{file.stem}.png"
+            if draw(document, drawn):
+                shown = Path(os.path.relpath(drawn, page_folder)).as_posix()
         parts.append(section(document, shown))
     return "\n".join(parts).rstrip() + "\n"
 
@@ -86,7 +87,7 @@ def page(files: Sequence[Path], figures: Path | None, page_folder: Path) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE.json")
-    parser.add_argument("--figures", type=Path, help="copy the plots there and show them")
+    parser.add_argument("--figures", type=Path, help="draw the plots there and show them")
     parser.add_argument("--page-folder", type=Path, default=Path("docs"), help="where the page will lie (default docs)")
     a = parser.parse_args(argv)
     print(page(a.files, a.figures, a.page_folder), end="")
