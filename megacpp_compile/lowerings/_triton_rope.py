@@ -98,11 +98,15 @@ def store_pairs(base, rows, y1, y2, INTERLEAVED: tl.constexpr, HALF: tl.constexp
 
 @triton.jit
 def turn(x1, x2, c1, c2, s1, s2, INVERSE: tl.constexpr):
-    """Rotate pairs by their angles; `INVERSE` is the transpose, also where cos² + sin² is not 1."""
+    """Rotate pairs by their angles; `INVERSE` is the transpose, also where cos² + sin² is not 1.
+
+    The fused multiply-adds are spelt out, so that every kernel rounds alike: left to the compiler, which product is
+    fused would depend on what stands around.
+    """
     if INVERSE:
-        return x1 * c1 + x2 * s2, x2 * c2 - x1 * s1
+        return tl.fma(x1, c1, x2 * s2), tl.fma(x2, c2, -(x1 * s1))
     else:
-        return x1 * c1 - x2 * s1, x2 * c2 + x1 * s2
+        return tl.fma(x1, c1, -(x2 * s1)), tl.fma(x2, c2, x1 * s2)
 
 
 @triton.jit
