@@ -12,6 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from megacpp_compile.lowerings._triton_cast import as_stored
+
 
 @triton.jit
 def tokens_of(pid, tokens, n1, BT: tl.constexpr):
@@ -81,8 +83,8 @@ def load_pairs(base, rows, INTERLEAVED: tl.constexpr, HALF: tl.constexpr, LANES:
 def store_pairs(base, rows, y1, y2, INTERLEAVED: tl.constexpr, HALF: tl.constexpr, LANES: tl.constexpr,
                 BT: tl.constexpr, BH: tl.constexpr):  # fmt: skip
     """Write both lanes of every pair to the rows at pointers `base` [BT, BH]; y1 and y2 broadcast over heads."""
-    y1 = tl.broadcast_to(y1.to(base.dtype.element_ty), (BT, BH, LANES))
-    y2 = tl.broadcast_to(y2.to(base.dtype.element_ty), (BT, BH, LANES))
+    y1 = tl.broadcast_to(as_stored(y1, base), (BT, BH, LANES))
+    y2 = tl.broadcast_to(as_stored(y2, base), (BT, BH, LANES))
     if INTERLEAVED:
         d = tl.arange(0, 2 * LANES)[None, None, :]
         y = tl.reshape(tl.join(y1, y2), (BT, BH, 2 * LANES))
@@ -109,7 +111,7 @@ def copy_rows(source, target, rows, WIDTH: tl.constexpr, LANES: tl.constexpr):
     d = tl.arange(0, LANES)[None, None, :]
     mask = rows[:, :, None] & (d < WIDTH)
     x = tl.load(source[:, :, None] + d, mask=mask, other=0)
-    tl.store(target[:, :, None] + d, x.to(target.dtype.element_ty), mask=mask)
+    tl.store(target[:, :, None] + d, as_stored(x, target), mask=mask)
 
 
 @triton.jit

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megacpp_compile.gemm import short
+from megacpp_compile.lowerings._triton_cast import as_stored
 from megacpp_compile.lowerings._triton_launch import Kernel, is_wide, power_of_2
 from megacpp_compile.lowerings.down_norm_up import reference
 from megacpp_compile.lowerings.down_norm_up.reference import again
@@ -57,19 +58,19 @@ def down_norm_up_rows(grad, latent, rrms, gain, grad_rest, normed_out, d_down, d
         if GAIN:
             total += tl.sum(g * normed, 0)[None, :]
             g = g * w
-            tl.store(normed_out + t * SIZE + d, (normed * w).to(normed_out.dtype.element_ty), mask=mask)
+            tl.store(normed_out + t * SIZE + d, as_stored(normed * w, normed_out), mask=mask)
         else:
-            tl.store(normed_out + t * SIZE + d, normed.to(normed_out.dtype.element_ty), mask=mask)
+            tl.store(normed_out + t * SIZE + d, as_stored(normed, normed_out), mask=mask)
         mean = tl.sum(g * normed, 1)[:, None] / SIZE
         d_latent = scale * (g - normed * mean)
-        tl.store(d_down + out + START + d, d_latent.to(d_down.dtype.element_ty), mask=mask)
+        tl.store(d_down + out + START + d, as_stored(d_latent, d_down), mask=mask)
         if REST > 0:
             keep = exists & (r < REST)
             rest = tl.load(grad_rest + t * rest_t + r, mask=keep, other=0)
             if START > 0:
-                tl.store(d_down + out + r, rest.to(d_down.dtype.element_ty), mask=keep)
+                tl.store(d_down + out + r, as_stored(rest, d_down), mask=keep)
             else:
-                tl.store(d_down + out + SIZE + r, rest.to(d_down.dtype.element_ty), mask=keep)
+                tl.store(d_down + out + SIZE + r, as_stored(rest, d_down), mask=keep)
     if GAIN:
         tl.store(d_gain + tl.program_id(0) * SIZE + d, total, mask=inside)
 

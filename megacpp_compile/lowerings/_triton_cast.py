@@ -1,0 +1,16 @@
+"""Triton device code: a computed value in the dtype of the memory it goes to."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def as_stored(x, pointer):
+    """`x` in `pointer`'s element type. float64 goes to half precision by way of float32: Triton's interpreter gets the
+    direct conversion to bfloat16 wrong (triton 3.9)."""
+    if x.dtype == tl.float64 and pointer.dtype.element_ty.primitive_bitwidth == 16:
+        return x.to(tl.float32).to(pointer.dtype.element_ty)
+    else:
+        return x.to(pointer.dtype.element_ty)
