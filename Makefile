@@ -13,6 +13,9 @@ BIN   := $(VENV)/bin
 READY := $(VENV)/.installed
 PIP   := $(BIN)/python -m pip install --disable-pip-version-check
 
+# Triton reads TRITON_INTERPRET when it is imported, so what runs kernels on CPU needs a process of its own.
+KERNEL_TESTS := tests/lowerings/test_lowerings_agree.py tests/lowerings/test_fuzz.py
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint types accept clean
 
@@ -25,6 +28,8 @@ demo: $(READY)  ## train a small MLA model, eager and compiled, and compare the 
 test: lint types  ## lint, type check and the whole test suite
 	@echo "== pytest, $(WORKERS) workers"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -q
+	@echo "== pytest, Triton kernels through the interpreter"
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(WORKERS) -q $(KERNEL_TESTS)
 
 lint: $(READY)  ## ruff
 	@echo "== ruff"

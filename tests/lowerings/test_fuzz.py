@@ -1,0 +1,62 @@
+"""The fuzz driver itself: a short run of it, and that it would notice."""
+
+from __future__ import annotations
+
+import os
+import secrets
+
+import pytest
+import torch
+
+from . import fuzz as driver
+from .agreement import interpreted, module_of
+from .fuzz import fuzz
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+pytestmark = [
+    pytest.mark.skipif(not CUDA and not interpreted(), reason="kernels need a GPU, or TRITON_INTERPRET=1"),
+    *([pytest.mark.cuda] if CUDA else []),
+]
+
+
+def test_short_run():
+    """Each case of another kind; a failure prints the command that repeats it."""
+    seed = int(os.environ.get("TEST_SEED") or secrets.randbelow(2**31))
+    outcome = fuzz(60, DEVICE, seed, kinds=60, room=6, quiet=True)
+    print(outcome.text())
+    assert not outcome.failures, "\n".join(outcome.failures)
+    assert not outcome.idle()
+    kernels = {label: count for label, count in outcome.served.items() if label.endswith("cuda_triton")}
+    assert sum(kernels.values()) > 30
+    assert outcome.in_place.total() > 2
+
+
+@pytest.mark.parametrize("broken", ["result", "input", "in place", "error"])
+def test_faults_are_found(monkeypatch, capsys, broken):
+    """One lowering gets a fault; every case it serves fails, with the command that repeats it."""
+    module = module_of("mla_rope_q", "cuda_triton")
+    plain = module.mla_rope_q
+
+    def faulty(q, *args, in_place=False):
+        if broken == "error":
+            raise RuntimeError("out of luck")
+        if broken == "input" and q.numel():
+            q[(0,) * q.dim()] = 1000
+        out = plain(q, *args)
+        if broken == "result" and out.numel():
+            out[(0,) * out.dim()] += 1
+        return out
+
+    monkeypatch.setattr(module, "mla_rope_q", faulty)
+    monkeypatch.setattr(driver, "MOST_FAILURES", 1)
+    (message,) = fuzz(200, DEVICE, 3, kinds=60, room=6, quiet=True).failures
+    command, call, *faults = message.splitlines()
+    assert command.startswith(f"python -m tests.lowerings.fuzz --device {DEVICE} --seed 3 --kinds 60 --room 6 --only ")
+    assert call.strip().startswith("mla_rope_q(")
+    assert {"result": "off by", "input": "written to", "in place": "is not argument", "error": "out of luck"}[
+        broken
+    ] in " ".join(faults)
+    assert message in capsys.readouterr().out
+    number = int(command.split()[-1])
+    assert fuzz(200, DEVICE, 3, kinds=60, room=6, only=number, quiet=True).failures == [message]
