@@ -206,7 +206,9 @@ def arguments(kind: Kind, draw: random.Random, make: Maker, room: int) -> tuple[
         q = lay("main", (*outer, nope + rope), dtypes["main"])
         return q, *tables, nope, *kind.layout, flags["inverse"], dtypes["out"], *last
     if kind.op == "rope_qk":
-        fewer = [kind.widths["k_heads"] if d == kind.heads and not kind.table_dims[d] else n for d, n in enumerate(outer)]
+        fewer = [
+            kind.widths["k_heads"] if d == kind.heads and not kind.table_dims[d] else n for d, n in enumerate(outer)
+        ]
         q = lay("main", (*outer, nope + rope), dtypes["main"])
         k = lay("second", (*fewer, nope + rope), dtypes["second"])
         return q, k, *tables, nope, *kind.layout, flags["inverse"], dtypes["out"]
