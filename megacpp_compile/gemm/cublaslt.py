@@ -213,7 +213,7 @@ def _prepare(a: Tensor, b: Tensor, out: Tensor) -> Product | None:
 def mm(a: Tensor, b: Tensor) -> Tensor:
     """`a @ b`; a: [m, k], b: [k, n]."""
     out = torch.empty((a.shape[0], b.shape[1]), dtype=a.dtype, device=a.device)
-    product = _product(a, b, out)
+    product = _product(a, b, out) if a.is_cuda else None
     if product is None:
         return torch.mm(a, b, out=out)
     product.run(a, b, out)

@@ -32,8 +32,11 @@ def merge(graph: fx.Graph) -> int:
 
 
 def _products(graph: fx.Graph) -> list[Node]:
-    found = graph.find_nodes(op="call_function", target=aten.mm.default)
-    return [n for n in found if all(isinstance(s, int) for s in value(n).shape)]
+    return [n for n in graph.find_nodes(op="call_function", target=aten.mm.default) if _static(n)]
+
+
+def _static(product: Node) -> bool:
+    return all(isinstance(s, int) for t in (product, *product.args) for s in value(t).shape)
 
 
 def _emit(graph: fx.Graph, target: Any, *args: Any) -> Node:
@@ -54,6 +57,9 @@ def _sums(graph: fx.Graph) -> int:
         (a, v), (b, w) = (p.args for p in pair if p is not None)
         operands = [value(t) for t in (a, v, b, w)]
         one_kind = len({t.dtype for t in operands} | {value(total).dtype}) == 1
+        # Views keep the order of rows, so products are added row by row where nothing is broadcast.
+        if any(value(p).shape != value(total).shape for p in total.args) or not all(map(_static, pair)):
+            continue
         if not one_kind or max(operands[0].shape[1], operands[2].shape[1]) > MAX_WIDTH:
             continue
         with graph.inserting_before(total):
@@ -79,7 +85,6 @@ def _behind_views(node: Any) -> Node | None:
 
 def _shared(graph: fx.Graph, side: int) -> int:
     """Products with one operand in common at `side`; the others are put side by side along `1 - side`."""
-    order = {n: i for i, n in enumerate(graph.nodes)}
     groups: dict[Any, list[Node]] = {}
     for node in _products(graph):
         other = value(node.args[1 - side])
@@ -88,10 +93,10 @@ def _shared(graph: fx.Graph, side: int) -> int:
     count = 0
     for nodes in groups.values():
         others = [n.args[1 - side] for n in nodes]
-        anchor = min((u for n in nodes for u in n.users), key=order.__getitem__)
+        anchor = min(u for n in nodes for u in n.users)
         common = nodes[0].args[side]
         needed = [common, *(o.args[0] for o in others)] if all(map(_transposed, others)) else [common, *others]
-        if len(nodes) < 2 or max(order[n] for n in needed) >= order[anchor]:
+        if len(nodes) < 2 or max(needed) >= anchor:
             continue  # an operand is ready only after another product was read
         with graph.inserting_before(anchor):
             wide = _beside(graph, others, 1 - side)
