@@ -26,7 +26,7 @@ import megacpp_compile
 from megacpp_compile.config import Config
 from megacpp_compile.errors import NotLoweredError
 from megacpp_compile.gemm import merge
-from megacpp_compile.graph_edit import drop_dead, overwritable, value
+from megacpp_compile.graph_edit import drop_dead, memory_of, overwritable, value
 from megacpp_compile.lowerings._op import no_autocast
 from megacpp_compile.lowerings._registry import choose, semantic_ops
 from megacpp_compile.lowerings._tuning import autotune, tracing
@@ -89,9 +89,7 @@ def _lower(graph: fx.Graph, node: Node, target: str, traced: dict[Any, GraphModu
     args = fx.map_arg(node.args, hole)
     fakes = [t.meta["val"] for t in tensors]
     choice = choose(node.target, target, fx.map_arg(node.args, value))
-    in_place = bool(choice.overwrites) and all(
-        value(node.args[i]).is_contiguous() and overwritable(node.args[i], node) for i in choice.overwrites
-    )
+    in_place = _in_place(node, choice.overwrites)
     key = (node.target, repr(args), tuple(_signature(f) for f in fakes), in_place)
     if key not in traced:
         traced[key] = _trace(functools.partial(choice.body, in_place=True) if in_place else choice.body, args, fakes)
@@ -99,6 +97,13 @@ def _lower(graph: fx.Graph, node: Node, target: str, traced: dict[Any, GraphModu
         result = _keep_layout(graph, value(node), _inline(graph, traced[key].graph, tensors, node))
     _rewire(node, result)
     graph.erase_node(node)
+
+
+def _in_place(node: Node, overwrites: Sequence[int]) -> bool:
+    """Whether a lowering of `node` is to work in the memory of those arguments: dead after it, and not shared."""
+    operands = [node.args[i] for i in overwrites]
+    apart = len({memory_of(t) for t in operands}) == len(operands)
+    return bool(operands) and apart and all(value(t).is_contiguous() and overwritable(t, node) for t in operands)
 
 
 def _inline(graph: fx.Graph, body: fx.Graph, operands: Sequence[Node], like: Node) -> Any:
