@@ -58,7 +58,7 @@ def choose(op: Any, target: str, args: Sequence[Any]) -> Choice:
 
     A lowering file may define `supports(op name, args) -> reason or None`; the first one without an objection serves.
     Policy beside it: `MIN_BYTES`, of the largest operand, from which it gains, and `loses(op name, args) -> reason or
-    None`; where it would not gain, the next lowering serves. `OVERWRITES`: op name -> arguments it can work in place on.
+    None`; where it would not gain, the next lowering serves. `OVERWRITES`: op name -> arguments it can overwrite.
     """
     folder, name = semantic_ops()[op]
     reasons = []
