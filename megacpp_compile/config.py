@@ -112,7 +112,7 @@ class Config:
         valid = [f.name for f in fields(cls)]
         for key in given:
             if key not in valid:
-                raise UnknownOptionError(key, valid)
+                raise UnknownOptionError(key, valid, _is_inductors(key))
         where = {name: f"option {name!r}" for name in ("disable", "passes", "require")}
 
         from_environment = _read_environment(os.environ if environ is None else environ, given)
@@ -157,6 +157,12 @@ class Config:
     def __reduce__(self) -> tuple[Any, ...]:
         # Read-only mapping views can be neither pickled nor deep-copied.
         return Config, tuple(self.to_dict().values())
+
+
+def _is_inductors(key: Any) -> bool:
+    from torch._inductor import config
+
+    return isinstance(key, str) and hasattr(config, key)
 
 
 def _read_environment(environ: Mapping[str, str], given: Mapping[str, Any]) -> dict[str, Any]:

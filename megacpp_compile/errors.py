@@ -59,10 +59,12 @@ class UnknownOptionError(MegacppError, ValueError):
     Args:
         key: the key as given.
         valid: every key that is accepted.
+        of_inductor: whether it is a setting of Inductor's, and so no misspelling of ours.
     """
 
-    def __init__(self, key: object, valid: Sequence[str]) -> None:
-        self.key, self.valid, self.closest = key, tuple(valid), closest(str(key), valid)
+    def __init__(self, key: object, valid: Sequence[str], of_inductor: bool = False) -> None:
+        self.key, self.valid = key, tuple(valid)
+        self.closest = None if of_inductor else closest(str(key), valid)
         super().__init__(
             f"unknown option {key!r} in torch.compile(..., backend='megacpp', options=...)."
             f"{_did_you_mean(self.closest)} Valid options: {_listed(valid)}. "

@@ -23,6 +23,7 @@ def test_defaults():
     config = read()
     assert config == Config()
     assert (config.disable, config.strict, config.verify, config.target) == ((), False, "off", "auto")
+    assert (config.keep_latents, config.merge_down, config.autotune) == (False, False, False)
     assert dict(config.passes) == dict(config.require) == dict(config.inductor) == {}
     assert all(config.enabled(name) for name in PASSES)
 
@@ -36,6 +37,9 @@ def test_every_field_is_read():
         "verify": "each",
         "target": "cuda",
         "explain": True,
+        "keep_latents": True,
+        "merge_down": True,
+        "autotune": True,
         "inductor": {"max_autotune": True},
     }
     config = read(options)
@@ -72,9 +76,11 @@ def test_unknown_option_names_the_closest_and_all():
     assert isinstance(caught.value, ValueError)
 
 
-def test_unknown_option_without_a_close_name_points_to_inductor():
+@pytest.mark.parametrize("key", ["max_autotune", "triton", "no_such_thing_anywhere"])
+def test_unknown_option_of_inductor_or_without_a_close_name_points_to_inductor(key):
+    """Also where one of ours is spelled alike, as `autotune` is."""
     with pytest.raises(errors.UnknownOptionError) as caught:
-        read({"max_autotune": True})
+        read({key: True})
     assert "Did you mean" not in str(caught.value)
     assert "Inductor's own settings go under 'inductor'" in str(caught.value)
 
@@ -102,6 +108,10 @@ def test_unknown_pass_names_the_closest_the_option_and_all(options):
     [
         ({"strict": 1}, "option strict: got 1 (int), wanted True or False"),
         ({"explain": "yes"}, "option explain: got 'yes' (str), wanted True or False"),
+        ({"keep_latents": 1}, "option keep_latents: got 1 (int), wanted True or False"),
+        ({"merge_down": None}, "option merge_down: got None (NoneType), wanted True or False"),
+        ({"autotune": "max"}, "option autotune: got 'max' (str), wanted True or False"),
+        ({"autotune": [True]}, "option autotune: got [True] (list), wanted True or False"),
         ({"passes": {"mla_rope_q": 1}}, "option passes['mla_rope_q']: got 1 (int), wanted True or False"),
         ({"passes": ["mla_rope_q"]}, "wanted a mapping with str keys"),
         ({"require": {"mla_rope_q": True}}, "option require['mla_rope_q']: got True (bool), wanted an int, 0 or more"),
@@ -225,6 +235,9 @@ def test_every_field_but_explain_is_in_the_cache_key():
         Config(strict=True),
         Config(verify="each"),
         Config(target="cpu"),
+        Config(keep_latents=True),
+        Config(merge_down=True),
+        Config(autotune=True),
         Config(inductor={"a": True}),
         Config(inductor={"a": 1}),
     ]

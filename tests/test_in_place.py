@@ -195,7 +195,9 @@ def hopper():
     driver._active = None
 
 
-def lowered(function: Callable[..., object], *args: Tensor) -> tuple[list[Node], fx.GraphModule]:
+def lowered(
+    function: Callable[..., object], *args: Tensor, config: Config | None = None
+) -> tuple[list[Node], fx.GraphModule]:
     """The kernels that `function`, a graph with ops, is lowered to for CUDA, traced as Inductor's pass is."""
     gm = make_fx(function, tracing_mode="fake")(*args)
     from megacpp_compile.lowerings import _rope_launch
@@ -205,7 +207,7 @@ def lowered(function: Callable[..., object], *args: Tensor) -> tuple[list[Node],
     with pytest.MonkeyPatch.context() as patch:
         for module in (_rope_launch, on_q, on_qk):
             patch.setattr(module, "MIN_BYTES", 0)
-        LowerSemanticOps("cuda", Config())(gm.graph)
+        LowerSemanticOps("cuda", config or Config())(gm.graph)
     gm.graph.lint()
     return [n for n in gm.graph.nodes if "triton_kernel_wrapper" in str(n.target)], gm
 
@@ -284,3 +286,21 @@ def test_functional_until_inductor_decides(hopper, what):
     (kernel,), gm = lowered(function, *inputs())
     assert "functional" in str(kernel.target) and kernel.kwargs["tensors_to_clone"] == written
     assert not gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+
+
+@triton_without_interpreter
+@pytest.mark.parametrize("on", [False, True])
+def test_autotune_takes_block_sizes_by_measurement(hopper, on):
+    """`Config.autotune` reaches the kernel: its choices travel with it instead of the built-in one."""
+    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
+
+    (node,), _ = lowered(ELSEWHERE["an input"], *inputs(), config=Config(autotune=on))
+    kernel = kernel_side_table.get_kernel(node.kwargs["kernel_idx"])
+    assert len(kernel.configs) > 4 if on else len(kernel.configs) == 1
+
+
+@pytest.mark.parametrize(("target", "on", "products"), [("cuda", True, 1), ("cuda", False, 2), ("cpu", True, 2)])
+def test_merge_down_is_asked_for_and_for_cuda(target, on, products):
+    gm = make_fx(lambda x, v, w: (x @ v, x @ w), tracing_mode="fake")(*(torch.randn(4, 4) for _ in range(3)))
+    LowerSemanticOps(target, Config(merge_down=on))(gm.graph)
+    assert len(gm.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)) == products

@@ -7,7 +7,6 @@ several tests.
 from __future__ import annotations
 
 import copy
-import functools
 from typing import Any
 
 import pytest
@@ -15,12 +14,10 @@ import torch
 import torch.nn.functional as F
 from corpus import jitter_gains
 from corpus.spellings import PlainMLA
-from functorch.compile import make_boxed_func
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._inductor import compile_fx as module
 from torch._inductor.custom_graph_pass import CustomGraphPass
-from torch._inductor.virtualized import V
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import megacpp_compile
@@ -82,23 +79,6 @@ def _fresh():
     torch.manual_seed(0)
     yield
     torch._dynamo.reset()
-
-
-@pytest.fixture
-def no_kernels(monkeypatch):
-    """Inductor up to and including its post-grad passes, lowering among them; what they leave runs in eager. C++ takes
-    most of the time of a test, and says nothing of what a frame's interface or its graphs look like."""
-
-    def inner_compile(gm, example_inputs, *, is_inference=False, **_):
-        with V.set_fake_mode(torch._guards.detect_fake_mode(example_inputs)):
-            module.view_to_reshape(gm)  # a lowered value may have other strides than its op promised
-            module._recursive_post_grad_passes(gm, is_inference=is_inference)
-        assert not any("megacpp" in str(n.target) for n in gm.graph.nodes), "left without a lowering"
-        return make_boxed_func(gm.forward)
-
-    monkeypatch.setattr(module, "compile_fx", functools.partial(module.compile_fx, inner_compile=inner_compile))
-    with torch._functorch.config.patch(enable_autograd_cache=False):  # it would store Inductor's own kind of result
-        yield
 
 
 def train(call, model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Tensor]:

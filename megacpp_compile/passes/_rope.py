@@ -40,16 +40,17 @@ def layout(rotation: Rotation) -> tuple[bool, bool, bool]:
     return rotation.interleaved_in, rotation.interleaved_out, rotation.rope_first
 
 
-def in_memory_order(head: Head) -> tuple[Rotation, list[int]]:
-    """The rotation with its outer dimensions in memory order, and that order.
+def in_memory_order(head: Head, *others: Head) -> tuple[Rotation, list[int]]:
+    """The rotation with its outer dimensions in memory order, and that order; `others` are turned by the same op.
 
     It is the order of the projection that made the head: the op then reads and writes rows side by side and may work in
     the projection's own memory. Where the result leaves the frame, or meets a foreign op, its strides are part of what
     the model sees, and the order is the one the plain result had.
     """
-    source, shaped = head.main.source, value(head.root)
-    if _strides_show(head.root):
-        strides = shaped.stride()[:-1]
+    source = head.main.source
+    shown = next((h for h in (head, *others) if _strides_show(h.root)), None)
+    if shown is not None:
+        strides = value(shown.root).stride()[:-1]
     else:  # a dimension of size 1 may be the head's alone; it lies anywhere, so in front
         strides = [sys.maxsize if d < 0 else value(source.node).stride(d) for d in source.dims]
     known = [s if isinstance(s, int) else int(s.node.hint or 0) for s in strides]

@@ -67,7 +67,7 @@ def _check(view: GraphView, q: Head, k: Head) -> Match | Refusal:
         assert where is not None
         anchor, moved = where
         build = Builder(view.graph, view.fake_mode, anchor, q.root, view.regions)
-        turned, order = _rope.in_memory_order(q)
+        turned, order = _rope.in_memory_order(q, k)
         node = build(
             torch.ops.megacpp.rope_qk.default,
             _rope.whole_head(build, turned), _rope.whole_head(build, _rope.reordered(b, order)),

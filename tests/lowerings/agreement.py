@@ -110,8 +110,9 @@ def on(device: str, args: Any, dtype: torch.dtype | None = None) -> Any:
             t = t.to(dtype)
         if t.device.type == device or 0 in t.shape:
             return t.to(device)
-        buffer = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
-        return buffer.copy_(t)
+        # The memory behind `t`, gaps and overlaps included, so that what shares an element still does.
+        reach = 1 + sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
+        return t.as_strided((reach,), (1,)).to(device).as_strided(t.shape, t.stride(), 0)
 
     args = tree_map_only(Tensor, move, args)
     return tuple(dtype if dtype is not None and isinstance(a, torch.dtype) else a for a in args)

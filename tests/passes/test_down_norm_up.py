@@ -65,7 +65,7 @@ def test_graph():
     expecttest.assert_expected_inline(
         render(frames.graph),
         """\
-down_norm_up: ((f32[2, 5, 72]), f32[2, 5, 8], f32[2, 5, 1]) = megacpp.down_norm_up(x, wide_down_weight, None, gain, [up_weight], 0.05, 0, 26)
+down_norm_up: ((f32[2, 5, 72]), f32[2, 5, 8], f32[2, 5, 1], f32[0]) = megacpp.down_norm_up(x, wide_down_weight, None, gain, [up_weight], 0.05, 0, 26)
 getitem: (f32[2, 5, 72]) = down_norm_up[0]
 getitem_1: f32[2, 5, 8] = down_norm_up[1]
 getitem_2: f32[2, 5, 72] = getitem[0]

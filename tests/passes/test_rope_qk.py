@@ -42,19 +42,19 @@ linear: f32[2, 5, 56] = linear(x, q_weight)
 view: f32[2, 5, 4, 14] = view(linear, [2, 5, 4, 14])
 linear_1: f32[2, 5, 28] = linear(x, k_weight)
 view_1: f32[2, 5, 2, 14] = view(linear_1, [2, 5, 2, 14])
-permute: f32[2, 4, 5, 14] = permute(view, [0, 2, 1, 3])
-permute_1: f32[2, 2, 5, 14] = permute(view_1, [0, 2, 1, 3])
 unsqueeze: f32[1, 5, 7] = unsqueeze(cos, 0)
-unsqueeze_1: f32[1, 1, 5, 7] = unsqueeze(unsqueeze, 1)
+unsqueeze_1: f32[1, 5, 1, 7] = unsqueeze(unsqueeze, 2)
 unsqueeze_2: f32[1, 5, 7] = unsqueeze(sin, 0)
-unsqueeze_3: f32[1, 1, 5, 7] = unsqueeze(unsqueeze_2, 1)
-rope_qk: (f32[2, 4, 5, 14], f32[2, 2, 5, 14]) = megacpp.rope_qk(permute, permute_1, unsqueeze_1, unsqueeze_3, 0, False, False, False, False, float32)
-getitem: f32[2, 4, 5, 14] = rope_qk[0]
-getitem_1: f32[2, 2, 5, 14] = rope_qk[1]
+unsqueeze_3: f32[1, 5, 1, 7] = unsqueeze(unsqueeze_2, 2)
+rope_qk: (f32[2, 5, 4, 14], f32[2, 5, 2, 14]) = megacpp.rope_qk(view, view_1, unsqueeze_1, unsqueeze_3, 0, False, False, False, False, float32)
+getitem: f32[2, 5, 4, 14] = rope_qk[0]
+permute: f32[2, 4, 5, 14] = permute(getitem, [0, 2, 1, 3])
+getitem_1: f32[2, 5, 2, 14] = rope_qk[1]
+permute_1: f32[2, 2, 5, 14] = permute(getitem_1, [0, 2, 1, 3])
 linear_2: f32[2, 5, 28] = linear(x, v_weight)
 view_2: f32[2, 5, 2, 14] = view(linear_2, [2, 5, 2, 14])
 transpose: f32[2, 2, 5, 14] = transpose.int(view_2, 1, 2)
-scaled_dot_product_attention: f32[2, 4, 5, 14] = scaled_dot_product_attention(getitem, getitem_1, transpose, None, 0.0, True, enable_gqa=True)
+scaled_dot_product_attention: f32[2, 4, 5, 14] = scaled_dot_product_attention(permute, permute_1, transpose, None, 0.0, True, enable_gqa=True)
 transpose_1: f32[2, 5, 4, 14] = transpose.int(scaled_dot_product_attention, 1, 2)
 clone: f32[2, 5, 4, 14] = clone(transpose_1, memory_format=contiguous_format)
 view_3: f32[2, 5, 56] = view(clone, [2, 5, 56])
@@ -266,3 +266,88 @@ def test_queries_and_keys_in_different_orders():
 def test_nothing_of_mla():
     block = PlainGQA()
     assert run(block, block.example_inputs()).fired == {NAME: 1}
+
+
+# --- where the results lie
+
+
+class Loose(Heads):
+    """Rotated queries and keys leave the frame as `body` hands them out."""
+
+    def forward(self, x, cos, sin):
+        q, k = (p(x).unflatten(-1, (-1, self.width)).transpose(1, 2) for p in (self.q, self.k))
+        return self.body(q, k, cos, sin)
+
+
+def scores(q, k):
+    return q @ k.repeat_interleave(2, dim=1).transpose(-1, -2)
+
+
+def only_read_by_a_product(q, k, cos, sin):
+    return (scores(turn(q, cos, sin), turn(k, cos, sin)),)
+
+
+def both_handed_out(q, k, cos, sin):
+    q, k = turn(q, cos, sin), turn(k, cos, sin)
+    return scores(q, k), q, k
+
+
+def queries_handed_out(q, k, cos, sin):
+    q, k = turn(q, cos, sin), turn(k, cos, sin)
+    return scores(q, k), q
+
+
+def keys_handed_out(q, k, cos, sin):
+    q, k = turn(q, cos, sin), turn(k, cos, sin)
+    return scores(q, k), k
+
+
+def handed_out_scaled(q, k, cos, sin):
+    q, k = turn(q, cos, sin), turn(k, cos, sin)
+    return scores(q, k), q * 2, k + 1
+
+
+def handed_out_as_views(q, k, cos, sin):
+    q, k = turn(q, cos, sin), turn(k, cos, sin)
+    return scores(q, k), q.transpose(1, 2), k.transpose(-1, -2)[:, 1:]
+
+
+def in_the_projections_order(q, k, cos, sin):
+    cos, sin = cos[:, None], sin[:, None]
+    q, k = turn(q.transpose(1, 2), cos, sin), turn(k.transpose(1, 2), cos, sin)
+    return scores(q.transpose(1, 2), k.transpose(1, 2)), q, k
+
+
+SHOWN = [both_handed_out, queries_handed_out, keys_handed_out, handed_out_scaled, handed_out_as_views]
+LOOSE = [only_read_by_a_product, *SHOWN, in_the_projections_order]
+
+
+@pytest.mark.parametrize("body", LOOSE, ids=lambda f: f.__name__)
+def test_results_that_leave_the_frame_have_eagers_strides(body):
+    module, args = build(body, kind=Loose)
+    frames = assert_fires(NAME, module, args)
+    with torch.no_grad():
+        got, want = frames.compiled(*args), module(*args)
+    assert [t.stride() for t in got] == [t.stride() for t in want]
+
+
+def _op(frames):
+    (node,) = (n for n in frames.graph.graph.nodes if "rope_qk" in str(n.target))
+    return node
+
+
+@pytest.mark.parametrize("kind", [Heads, Loose])
+def test_results_that_only_products_read_lie_as_the_projection_does(kind):
+    """(B, S, H, D), which is the linear's own memory: nothing is permuted before the op."""
+    frames = assert_fires(NAME, *build(rotated_heads if kind is Heads else only_read_by_a_product, kind=kind))
+    node = _op(frames)
+    assert [tuple(t.shape) for t in node.meta["val"]] == [(2, SEQ, 4, 14), (2, SEQ, 2, 14)]
+    for operand in node.args[:2]:
+        assert "view" in str(operand.target) or "reshape" in str(operand.target)
+        assert operand.meta["val"].is_contiguous() and operand.args[0].target is torch.ops.aten.linear.default
+
+
+@pytest.mark.parametrize("body", SHOWN, ids=lambda f: f.__name__)
+def test_results_whose_strides_show_lie_as_the_plain_ones_did(body):
+    frames = assert_fires(NAME, *build(body, kind=Loose))
+    assert tuple(_op(frames).meta["val"][1].shape) == (2, 2, SEQ, 14)

@@ -1,0 +1,28 @@
+"""What several test files compile with."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from torch._inductor import compile_fx as module
+from torch._inductor.virtualized import V
+
+
+@pytest.fixture
+def no_kernels(monkeypatch):
+    """Inductor up to and including its post-grad passes, lowering among them; what they leave runs in eager. C++ takes
+    most of the time of a test, and says nothing of what a frame's interface or its graphs look like."""
+
+    def inner_compile(gm, example_inputs, *, is_inference=False, **_):
+        with V.set_fake_mode(torch._guards.detect_fake_mode(example_inputs)):
+            module.view_to_reshape(gm)  # a lowered value may have other strides than its op promised
+            module._recursive_post_grad_passes(gm, is_inference=is_inference)
+        assert not any("megacpp" in str(n.target) for n in gm.graph.nodes), "left without a lowering"
+        return make_boxed_func(gm.forward)
+
+    monkeypatch.setattr(module, "compile_fx", functools.partial(module.compile_fx, inner_compile=inner_compile))
+    with torch._functorch.config.patch(enable_autograd_cache=False):  # it would store Inductor's own kind of result
+        yield
