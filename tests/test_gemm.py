@@ -304,7 +304,6 @@ def test_cublaslt_agrees_with_torch(every_candidate, shape, layouts, dtype):
         # Half a unit of the result, and float32's rounding of the terms.
         allowed = torch.finfo(dtype).eps / 2 * want.abs() + 2**-20 * (a.double().abs() @ b.double().abs())
         assert ((got.double() - want).abs() <= 1.01 * allowed + torch.finfo(dtype).tiny).all()
-    torch.testing.assert_close(got, a @ b)
 
 
 @pytest.mark.cuda
