@@ -70,7 +70,7 @@ def check_table(table: dict) -> None:
     names = [r["name"] for r in table["rows"]]
     assert {"eager", "Inductor", "megacpp"} <= set(names) and len(set(names)) == len(names)
     for r in table["rows"]:
-        assert r["kind"] in ("limit", "eager", "inductor", "ours", "kernels", "peer")
+        assert r["kind"] in ("limit", "eager", "inductor", "ours", "kernels", "peer", "control")
         if "missing" in r:
             assert "ms" not in r and not r.get("failed"), r
             continue
