@@ -1,1 +1,1 @@
-"""Matrix products on CUDA: which cuBLAS kernel serves them, and sums of them in one pass."""
+"""Matrix products on CUDA: which cuBLAS kernel serves them, and products that share an operand as one."""

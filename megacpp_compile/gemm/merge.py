@@ -16,10 +16,10 @@ import torch
 from torch import fx
 from torch.fx import Node
 
-from megacpp_compile.graph_edit import drop_dead, value
+from megacpp_compile.graph_edit import Builder, drop_dead, value
+from megacpp_compile.recognise.views import RESHAPES
 
 aten = torch.ops.aten
-_VIEWS = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
 # The narrow sides that are put together: wider ones fill the GPU by themselves.
 MAX_WIDTH = 2048
 
@@ -39,12 +39,8 @@ def _static(product: Node) -> bool:
     return all(isinstance(s, int) for t in (product, *product.args) for s in value(t).shape)
 
 
-def _emit(graph: fx.Graph, target: Any, *args: Any) -> Node:
-    node = graph.call_function(target, args)
-    fake = fx.map_arg(args, value)
-    with value(next(iter(node.all_input_nodes))).fake_mode:
-        node.meta["val"] = target(*fake)
-    return node
+def _builder(graph: fx.Graph, anchor: Node, like: Node) -> Builder:
+    return Builder(graph, value(like).fake_mode, anchor, like)
 
 
 def _sums(graph: fx.Graph) -> int:
@@ -62,11 +58,9 @@ def _sums(graph: fx.Graph) -> int:
             continue
         if not one_kind or max(operands[0].shape[1], operands[2].shape[1]) > MAX_WIDTH:
             continue
-        with graph.inserting_before(total):
-            wide = _emit(graph, aten.cat.default, [a, b], 1)
-            product = _emit(graph, aten.mm.default, wide, _emit(graph, aten.cat.default, [v, w]))
-            result = _emit(graph, aten.view.default, product, list(value(total).shape))
-        total.replace_all_uses_with(result)
+        build = _builder(graph, total, total)
+        product = build(aten.mm.default, build(aten.cat.default, [a, b], 1), build(aten.cat.default, [v, w]))
+        total.replace_all_uses_with(build(aten.view.default, product, list(value(total).shape)))
         count += 1
     drop_dead(graph)
     return count
@@ -77,7 +71,7 @@ def _behind_views(node: Any) -> Node | None:
     while isinstance(node, Node) and len(node.users) == 1:
         if node.target is aten.mm.default:
             return node
-        if node.target not in _VIEWS:
+        if node.target not in RESHAPES:
             return None
         node = node.args[0]
     return None
@@ -98,24 +92,24 @@ def _shared(graph: fx.Graph, side: int) -> int:
         needed = [common, *(o.args[0] for o in others)] if all(map(_transposed, others)) else [common, *others]
         if len(nodes) < 2 or max(needed) >= anchor:
             continue  # an operand is ready only after another product was read
-        with graph.inserting_before(anchor):
-            wide = _beside(graph, others, 1 - side)
-            product = _emit(graph, aten.mm.default, *((common, wide) if side == 0 else (wide, common)))
-            start = 0
-            for node, other in zip(nodes, others, strict=True):
-                end = start + value(other).shape[1 - side]
-                node.replace_all_uses_with(_emit(graph, aten.slice.Tensor, product, 1 - side, start, end))
-                start = end
+        build = _builder(graph, anchor, nodes[0])
+        wide = _beside(build, others, 1 - side)
+        product = build(aten.mm.default, *((common, wide) if side == 0 else (wide, common)))
+        start = 0
+        for node, other in zip(nodes, others, strict=True):
+            end = start + value(other).shape[1 - side]
+            node.replace_all_uses_with(build(aten.slice.Tensor, product, 1 - side, start, end))
+            start = end
         count += 1
     return count
 
 
-def _beside(graph: fx.Graph, parts: list[Node], dim: int) -> Node:
+def _beside(build: Builder, parts: list[Node], dim: int) -> Node:
     """The concat of `parts` along `dim`; of what was transposed, the transpose of a concat, so that rows are copied."""
     if all(map(_transposed, parts)):
-        rows = _emit(graph, aten.cat.default, [p.args[0] for p in parts], 1 - dim)
-        return _emit(graph, aten.permute.default, rows, [1, 0])
-    return _emit(graph, aten.cat.default, parts, dim)
+        rows = build(aten.cat.default, [p.args[0] for p in parts], 1 - dim)
+        return build(aten.permute.default, rows, [1, 0])
+    return build(aten.cat.default, parts, dim)
 
 
 def _transposed(node: Node) -> bool:
@@ -125,6 +119,6 @@ def _transposed(node: Node) -> bool:
 def _identity(node: Node) -> Any:
     """Equal for views of one tensor that show the same matrix."""
     fake = value(node)
-    while node.target in _VIEWS:
+    while node.target in RESHAPES:
         node = node.args[0]
     return node, tuple(fake.shape), tuple(fake.stride())

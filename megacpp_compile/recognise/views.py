@@ -11,7 +11,7 @@ from torch.fx import Node
 from megacpp_compile.graph_edit import Builder, same_size, value
 
 aten = torch.ops.aten
-_RESHAPES = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
+RESHAPES = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
 _IDENTITIES = {aten.alias.default, aten.clone.default, aten.contiguous.default, aten.lift_fresh_copy.default}
 _CASTS = {aten._to_copy.default, aten.to.dtype, aten.type_as.default}
 
@@ -36,7 +36,7 @@ def is_outer_view(node: Node) -> bool:
     if not new or not old or not same_size(new[-1], old[-1]):
         return False
     n = len(old)
-    if node.target in _RESHAPES:
+    if node.target in RESHAPES:
         return True
     if node.target is aten.unsqueeze.default:
         return node.args[1] % (n + 1) != n
@@ -56,7 +56,7 @@ def replay(build: Builder, chain: list[Node], node: Node) -> Node:
     for link in chain:
         if link.target in _IDENTITIES or is_cast(link) or link.target is aten.slice.Tensor:
             continue
-        if link.target in _RESHAPES:
+        if link.target in RESHAPES:
             shape = [*link.args[1][:-1], value(node).shape[-1]]
             node = build(aten.reshape.default, node, shape)
         else:

@@ -2,7 +2,7 @@
 
 Forward is the reference's algebra: Inductor makes one pass of the norm, a hundredth of the GEMMs beside it; products
 that contract over the latent go to `gemm.short`. Folding the norm into a GEMM's epilogue would need a Triton GEMM,
-which costs more than the pass saves (docs/performance.md).
+which costs more than the pass saves (docs/kernels.md).
 Backward goes over the latents once. `down_norm_up_rows` reads a row of the recomputed latent and of the gradient of the
 normed latent and writes the normed latent (operand of the up-projection's weight gradient), the down-projection's
 gradient (with the gradient of the lanes that were not normed in its place), and partial sums of the gain's gradient.
