@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks import limits, models
 from benchmarks.harness import Case, Contestant, Settings, run_case
 from benchmarks.modules import module_case
-from benchmarks.peers import torchao, transformer_engine
+from benchmarks.peers import torchao, transformer_engine, wired
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +72,7 @@ def cases(settings: Settings) -> Iterator[Case]:
         ) -> list[Contestant]:
             limit = Contestant("products and attention alone", "limit", lambda: limits.mla(size, settings.device))
             expert = transformer_engine.block(model, args, grad, settings.with_te)
-            return [limit, *torchao.block(model, args, grad), *expert]
+            return [limit, *wired.block(model, args, grad), *torchao.block(model, args, grad), *expert]
 
         yield module_case("block", size.name, dataclasses.asdict(size), model, args, forward, step, more, True)
 

@@ -70,13 +70,17 @@ _INSIDE = {
     "keys": ((64, (1, 64, 8)), (17, (1, 32, 8)), (9, (1, 16, 4)), (0, (16, 4, 8))),
     "key gradients": ((64, (1, 64, 8)), (24, (1, 32, 4)), (9, (1, 16, 2)), (0, (8, 1, 4))),
 }
-_OUTSIDE = {"turn": (2, 16, 4), "copy": (2, 32, 8), "keys": (2, 32, 8), "key gradients": (8, 1, 4)}
+# With the tokens inside, a strip of one head's tokens.
+_OUTSIDE = {"turn": (2, 16, 4), "copy": (8, 1, 4), "keys": (8, 1, 4), "key gradients": (8, 1, 4)}
+# From heads inside to tokens inside: part of a token's heads, so that neither side jumps with every row.
+_REORDERED = {"copy": ((0, (1, 16, 8)),), "keys": ((17, (2, 32, 8)), (0, (1, 16, 8)))}
 
 
 def blocks(rows: Rows, work: str) -> dict[str, int]:
     """The built-in block sizes for `work`: "turn" in place, "copy" out of place, "keys", "key gradients"."""
     heads = rows.heads if isinstance(rows.heads, int) else 32
-    inside = next(sizes for least, sizes in _INSIDE[work] if heads >= least)
+    by_heads = _REORDERED[work] if work in _REORDERED and rows.reorders else _INSIDE[work]
+    inside = next(sizes for least, sizes in by_heads if heads >= least)
     bt, bh, warps = inside if rows.heads_inside else _OUTSIDE[work]
     return {"BT": bt, "BH": bh, "num_warps": warps}
 

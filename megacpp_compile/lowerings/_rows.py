@@ -34,7 +34,15 @@ class Rows:
     @property
     def heads_inside(self) -> bool:
         """Whether a token's heads lie closer together in the first tensor than neighbouring tokens do."""
-        _, token, head = self.strides[0]
+        return self._heads_inside(0)
+
+    @property
+    def reorders(self) -> bool:
+        """Whether the first tensor has the heads inside of the tokens and the second one has them outside."""
+        return self._heads_inside(0) and not self._heads_inside(1)
+
+    def _heads_inside(self, tensor: int) -> bool:
+        _, token, head = self.strides[tensor]
         return guard_or_false(head <= token) or isinstance(self.tokens, int) and self.tokens == 1
 
 

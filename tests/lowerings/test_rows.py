@@ -237,3 +237,14 @@ def test_blocks_of_a_symbolic_number_of_heads():
     rows = rows_of([q], [table])
     assert all(blocks(rows, work)["BT"] > 0 for work in WORK)
     assert not env.guards
+
+
+def test_reordering_is_told_from_the_first_two_tensors():
+    tables = [contiguous(1, S, 1, D)]
+    inside, outside = contiguous(B, S, H, D), contiguous(B, H, S, D).transpose(1, 2)
+    found = {}
+    for name, pair in {"in": (inside, inside), "to": (inside, outside), "from": (outside, inside)}.items():
+        rows = rows_of(pair, tables)
+        assert isinstance(rows, Rows), rows
+        found[name] = (rows.heads_inside, rows.reorders)
+    assert found == {"in": (True, False), "to": (True, True), "from": (False, False)}

@@ -37,7 +37,7 @@ PROGRAMS = 1024
 @triton.jit
 def down_norm_up_rows(grad, latent, rrms, gain, grad_rest, normed_out, d_down, d_gain, tokens, lt, gain_d, rest_t,
                       SIZE: tl.constexpr, LANES: tl.constexpr, START: tl.constexpr, REST: tl.constexpr,
-                      REST_LANES: tl.constexpr, GAIN: tl.constexpr, WIDE: tl.constexpr, PROGRAMS: tl.constexpr,
+                      REST_LANES: tl.constexpr, GAIN: tl.constexpr, WIDE: tl.constexpr,
                       BT: tl.constexpr):  # fmt: skip
     """Row t: g' = grad * gain; d_latent = rrms * (g' - normed * mean(g' * normed)); normed_out = normed * gain."""
     d = tl.arange(0, LANES)[None, :]
@@ -47,7 +47,7 @@ def down_norm_up_rows(grad, latent, rrms, gain, grad_rest, normed_out, d_down, d
     if GAIN:
         w = tl.load(gain + d * gain_d, mask=inside, other=0).to(dtype)
     total = tl.zeros([1, LANES], dtype)
-    for first in range(tl.program_id(0) * BT, tokens, PROGRAMS * BT):
+    for first in range(tl.program_id(0) * BT, tokens, tl.num_programs(0) * BT):
         t = (first + tl.arange(0, BT)).to(tl.int64)[:, None]
         exists = t < tokens
         mask = exists & inside
@@ -148,7 +148,7 @@ def down_norm_up_backward(
             d_gain=sums, tokens=tokens, lt=latent.stride(0),
             gain_d=0 if w_norm is None else w_norm.stride(0), rest_t=grad_rest.stride(0), SIZE=size, LANES=lanes,
             START=start, REST=rest, REST_LANES=power_of_2(rest), GAIN=int(w_norm is not None),
-            WIDE=int(is_wide(rrms.dtype)), PROGRAMS=programs,
+            WIDE=int(is_wide(rrms.dtype)),
         )  # fmt: skip
     d_norm = rrms.new_empty(0) if w_norm is None else sums.sum(0).to(w_norm.dtype)
     d_bias = rrms.new_empty(0) if b_down is None else d_down.to(rrms.dtype).sum(0).to(b_down.dtype)
