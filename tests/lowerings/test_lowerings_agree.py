@@ -86,6 +86,22 @@ def test_agrees_with_the_reference(rand, device, op, folder, name, lowering, dty
         pytest.skip(f"{lowering} serves none of the cases: {set(refused.values())}")
 
 
+@DTYPES
+@pytest.mark.parametrize(
+    ("device", "op", "folder", "name", "lowering"),
+    [p for p in everywhere() if p.values[3:] == ("down_norm_up_backward", "cuda_triton")],
+)
+def test_few_programs_go_over_many_rows(rand, monkeypatch, device, op, folder, name, lowering, dtype):
+    """As they do on more tokens than these cases have."""
+    module = module_of(folder, lowering)
+    monkeypatch.setattr(module, "PROGRAMS", 2)
+    args = on(device, CASES[name]["flat"](rand, dtype))
+    with poisoned_memory(), torch.no_grad():
+        got = tensors_of(getattr(module, name)(*args))
+    want = tensors_of(reference_of(name)(*on(device, args, torch.float64)))
+    assert not faults(got, want, TOLERANCE[KIND[name], coarsest(args)])
+
+
 def embedded(t: torch.Tensor) -> torch.Tensor:
     """`t` with other data before and behind it in its buffer, whose change would be seen."""
     around = 64
