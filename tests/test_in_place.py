@@ -299,6 +299,32 @@ def test_autotune_takes_block_sizes_by_measurement(hopper, on):
     assert len(kernel.configs) > 4 if on else len(kernel.configs) == 1
 
 
+@triton_without_interpreter
+def test_a_measured_choice_is_found_again(hopper, tmp_path):
+    """By Inductor's decorator of the kernels it generates, as a second process calls it: with what the first one saved
+    there is nothing left to measure."""
+    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
+    from torch._inductor.runtime.hints import DeviceProperties
+    from torch._inductor.runtime.triton_heuristics import config_to_dict, user_autotune
+
+    (node,), _ = lowered(ELSEWHERE["an input"], *inputs(), config=Config(autotune=True))
+    kernel = kernel_side_table.get_kernel(node.kwargs["kernel_idx"])
+    choices = [config_to_dict(c) for c in kernel.configs]
+
+    def generated():
+        device = DeviceProperties(type="cuda", index=0, multi_processor_count=132, cc=90)
+        meta = {"signature": {}, "device": device, "constants": {}, "configs": [{}]}
+        inductor_meta = {"kernel_name": "rows", "autotune_local_cache": True, "backend_hash": None}
+        return user_autotune(choices, meta, str(tmp_path / "code.py"), inductor_meta, custom_kernel=True)(kernel.fn)
+
+    first = generated()
+    assert len(first.configs) == len(choices) > 4
+    best = first.configs[3]
+    first.save_cache_hook(best, 1)
+    (found,) = generated().configs
+    assert config_to_dict(found) == config_to_dict(best)
+
+
 @pytest.mark.parametrize(("target", "on", "products"), [("cuda", True, 1), ("cuda", False, 2), ("cpu", True, 2)])
 def test_merge_down_is_asked_for_and_for_cuda(target, on, products):
     gm = make_fx(lambda x, v, w: (x @ v, x @ w), tracing_mode="fake")(*(torch.randn(4, 4) for _ in range(3)))

@@ -15,8 +15,10 @@ from megacpp_compile.lowerings._tuning import measuring, traced
 class Kernel:
     """A jitted kernel with a static choice of block sizes and, when autotuning, the choices to measure.
 
-    Measured choices are kept per `key` (head sizes and counts) and, through Inductor's autotune cache, across
-    processes.
+    In a compiled graph it is Inductor that measures, at a kernel's first run: once for each kernel it generates, so
+    once for all lengths of a dynamic dimension. It writes the choice beside the kernel's code in its cache directory,
+    where other processes find it (`torch._inductor.config.autotune_local_cache`). A launch outside a graph is Triton's
+    to tune: per `key` (head sizes and counts), and in this process only unless TRITON_CACHE_AUTOTUNING=1.
     """
 
     def __init__(
