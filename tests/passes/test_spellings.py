@@ -1,7 +1,13 @@
-"""Recall over spellings: every way to write RoPE, RMSNorm, concat and the rest, in combination, has to be found."""
+"""Recall over spellings: every way to write RoPE, RMSNorm, concat and the rest, in combination, has to be found.
+
+Each combination is a compilation of half a second or more. What runs by itself are pairs: no pass looks at more than
+two of the choices at once, a norm being one pass's and a rotation and its concat another's. TEST_EVERY_SPELLING=1 runs
+twice as many: either kind of concat with every pair of a RoPE and a norm, and larger samples.
+"""
 
 from __future__ import annotations
 
+import os
 import random
 import zlib
 
@@ -14,7 +20,8 @@ LAYOUTS = ("bhsd", "bshd")
 CATS = [name for name in CONCATS if "cat_query" in name or "assign" not in name]
 ASSIGNMENTS = [name for name in CONCATS if "assign" in name]
 NORMS_PER_ROPE = 5
-SAMPLES = 48
+EVERY = os.environ.get("TEST_EVERY_SPELLING") == "1"
+SAMPLES_PER_ROPE = 2 if EVERY else 1
 
 # The rest of what an author chooses.
 OTHERS = {
@@ -39,20 +46,26 @@ GQA_OTHERS = {
 
 
 def _grid():
-    """Every RoPE with five norms, each with a concat and with slice assignments; all norms and concats take turns."""
+    """Every RoPE with five norms, which by turns meet a concat and slice assignments; all norms and concats take
+    turns."""
     norms = list(NORMS)
     for i, rope in enumerate(ROPES):
         for j in range(NORMS_PER_ROPE):
             norm = norms[(i * NORMS_PER_ROPE + j) % len(norms)]
-            for concats in (CATS, ASSIGNMENTS):
-                yield {"rope_spelling": rope, "norm": norm, "concat": concats[(i + j) % len(concats)]}
+            turn, whose = divmod(i * NORMS_PER_ROPE + j, 2)
+            for kind, concats in enumerate((CATS, ASSIGNMENTS)):
+                if EVERY or kind == whose:
+                    concat = concats[(i + j if EVERY else turn) % len(concats)]
+                    yield {"rope_spelling": rope, "norm": norm, "concat": concat}
 
 
 def _sample():
+    """Every RoPE, the other choices at random."""
     choose = random.Random(0).choice
-    for _ in range(SAMPLES):
-        own = {"rope_spelling": list(ROPES), "norm": list(NORMS), "concat": list(CONCATS)}
-        yield {name: choose(values) for name, values in {**own, **OTHERS}.items()}
+    for rope in ROPES:
+        for _ in range(SAMPLES_PER_ROPE):
+            own = {"norm": list(NORMS), "concat": list(CONCATS)}
+            yield {"rope_spelling": rope, **{name: choose(values) for name, values in {**own, **OTHERS}.items()}}
 
 
 def _gqa():
@@ -93,3 +106,10 @@ def test_the_grid_holds_every_spelling():
     grid = list(_grid())
     for option, names in (("rope_spelling", ROPES), ("norm", NORMS), ("concat", CONCATS)):
         assert {options[option] for options in grid} == set(names)
+    for rope in ROPES:
+        own = [options for options in grid if options["rope_spelling"] == rope]
+        assert len({options["norm"] for options in own}) == NORMS_PER_ROPE
+        for kind in (CATS, ASSIGNMENTS):
+            assert len({options["concat"] for options in own} & set(kind)) >= 2, (rope, kind)
+    for name, values in OTHERS.items():
+        assert {options[name] for options in _sample()} == set(values), name
