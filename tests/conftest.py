@@ -3,12 +3,33 @@
 from __future__ import annotations
 
 import functools
+import gc
 
 import pytest
 import torch
 from functorch.compile import make_boxed_func
 from torch._inductor import compile_fx as module
+from torch._inductor import config as inductor_config
 from torch._inductor.virtualized import V
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quick_compilers():
+    """Scalar C++, a third quicker to generate and compile than what Inductor vectorises: that is its own affair, and
+    tests that are about kernels as users get them ask for `vectorised`. Collecting garbage among the millions of
+    objects that imports leave behind finds nothing and takes a tenth of the time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
+    with inductor_config.patch({"cpp.simdlen": 1}):
+        yield
+
+
+@pytest.fixture
+def vectorised():
+    """Inductor's own settings."""
+    with inductor_config.patch({"cpp.simdlen": None}):
+        yield
 
 
 @pytest.fixture

@@ -158,9 +158,9 @@ class Spy(CustomGraphPass):
 # --- training and inference
 
 
-def test_training():
+def test_training(vectorised):
     """Three steps of SGD: the second and third read weights that changed after compilation."""
-    model = LM()
+    model = LM(layers=1)
     eager = copy.deepcopy(model)
     with record() as report:
         compiled = torch.compile(model, backend="megacpp", fullgraph=True)
@@ -172,7 +172,7 @@ def test_training():
                 for m in (model, eager):
                     for p in m.parameters():
                         p.sub_(p.grad, alpha=0.01)
-    assert counts(report) == fired(2)
+    assert counts(report) == fired(1)
     assert [f.captured and f.grad for f in report.frames] == [True]
 
 
@@ -227,12 +227,13 @@ def graphs_for(backend: str, seqs: tuple[int, ...], dynamic: bool | None) -> int
 
 
 @pytest.mark.parametrize("dynamic", [True, None], ids=["dynamic", "automatic"])
-def test_changing_shapes_recompile_no_more_than_inductor(no_kernels, dynamic):
+def test_changing_shapes_recompile_no_more_than_in_dynamo_alone(no_kernels, dynamic):
+    """Whose count is the least that any backend has, Inductor included."""
     with record() as report:
         ours = graphs_for("megacpp", (6, 9, 7), dynamic)
     assert [f.captured for f in report.frames] == [True] * ours
     assert counts(report) == fired(ours)
-    assert ours <= graphs_for("inductor", (6, 9, 7), dynamic)
+    assert ours <= graphs_for("eager", (6, 9, 7), dynamic)
 
 
 def test_symbolic_shapes_in_kernels():
