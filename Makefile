@@ -27,7 +27,7 @@ demo: $(READY)  ## train a small MLA model, eager and compiled, and compare the 
 
 test: lint types  ## lint, type check and the whole test suite
 	@echo "== pytest, $(WORKERS) workers"
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -q
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -q
 	@echo "== pytest, Triton kernels through the interpreter"
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(WORKERS) -q $(KERNEL_TESTS)
 

@@ -17,6 +17,8 @@ import pytest
 
 import megacpp_compile
 
+pytestmark = pytest.mark.xdist_group("cache")  # one worker, one cache
+
 SCRIPT = '''
 import json, sys
 import torch
