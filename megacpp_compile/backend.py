@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -60,14 +61,32 @@ def _compile(
     Inductor refuses (an error under `strict`)."""
     if result.outcome is None or not result.outcome.sites:
         return handoff.plain_inductor(gm, example_inputs, patches)
+    lower = functools.partial(handoff.to_inductor, result.captured.gm, example_inputs, result.frame.target, config)
     try:
-        return handoff.to_inductor(result.captured.gm, example_inputs, result.frame.target, config, patches)
+        try:
+            return lower(patches)
+        except Exception as error:
+            if not _from_pattern_matcher(error):
+                raise
+            log.logger.info("frame %s: one of Inductor's patterns failed, compiled without them", result.frame.name)
+            return lower({**patches, "pattern_matcher": False})
     except Exception as error:
         if config.strict:
             raise
         compiled = handoff.plain_inductor(gm, example_inputs, patches)
         result.fell_back(f"Inductor refused the rewritten graph: {type(error).__name__}: {error}"[:300])
         return compiled
+
+
+def _from_pattern_matcher(error: BaseException) -> bool:
+    """Whether Inductor failed inside its pattern matcher. Torch 2.13's does on MLA in float32 on CPU with a batch of
+    one: its attention pattern 29 takes an axis of length one for another and traces a replacement that can't be."""
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_globals.get("__name__") == "torch._inductor.pattern_matcher":
+            return True
+        trace = trace.tb_next
+    return False
 
 
 def check_torch(found: str | None = None) -> None:

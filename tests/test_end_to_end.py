@@ -163,3 +163,14 @@ def test_small_sites_are_left_to_inductor(device):
         megacpp_compile.explain(block, torch.randn(2, 8, 128, device=device), *tables(8, device))
     expected = "small" if device == "cuda" else ""
     assert report.sites and all(s.effective == "reference" and expected in s.reason for s in report.sites)
+
+
+def test_a_batch_of_one(no_kernels):
+    """Torch 2.13's attention patterns fail on it on CPU; the frame is compiled without them, its rewrites stay."""
+    torch._dynamo.reset()
+    block, x = Block(), torch.randn(1, 16, 128)
+    with megacpp_compile.record() as report:
+        got = train(torch.compile(block, backend="megacpp"), block, x, grad := torch.randn(1, 16, 128))
+    assert report.frames[0].captured, report.frames[0].reason
+    assert {k: v for k, v in report.counts.items() if v} == SITES
+    assert max(errors(got, [t.double() for t in train(block, block, x, grad)])) < 1e-5
