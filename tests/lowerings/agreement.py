@@ -35,6 +35,12 @@ TOLERANCE = {
     ("projection", torch.float16): 3e-3,
     ("projection", torch.float32): 5e-6,
     ("projection", torch.float64): 1e-13,
+    # Products of rounded factors, decays among them, summed over the positions of a chunk and then over chunks. In
+    # bfloat16 scores, decays and states may each be rounded once before a product, as in a flash attention's kernel.
+    ("scan", torch.bfloat16): 2e-2,
+    ("scan", torch.float16): 3e-3,
+    ("scan", torch.float32): 2e-5,
+    ("scan", torch.float64): 1e-12,
 }
 KIND = {
     "down_norm_up": "projection",
@@ -43,6 +49,8 @@ KIND = {
     "mla_rope_kv": "rotation",
     "mla_rope_kv_backward": "rotation",
     "rope_qk": "rotation",
+    "ssd_scan": "scan",
+    "ssd_scan_backward": "scan",
 }
 
 

@@ -62,6 +62,59 @@ for label, options in PROJECTIONS.items():
             return *seeds, x, w_down, b_down, w_norm, w_up, rrms, start, size, *([latent] if keep else [])
 
 
+# --- scans
+
+
+def _scan(
+    rand, dtype, b=2, t=40, h=4, p=16, g=2, n=16, chunk=16, skip=True, initial=True, wide=False, rates=(0.1, 2.0)
+):  # fmt: skip
+    """As in a model: x, B and C slices of one buffer, dt and A positive and negative float32."""
+    f32 = torch.promote_types(dtype, torch.float32)
+    sizes = [h * p, g * n, g * n]
+    x, B, C = rand(b, t, sum(sizes) + 8, dtype=f32 if wide else dtype)[..., 8:].split(sizes, -1)
+    dt = torch.nn.functional.softplus(rand(b, t, h, dtype=f32) - 1)
+    low, high = rates
+    A = -(low + (high - low) * torch.linspace(0, 1, h, dtype=f32))
+    D = rand(h, dtype=f32) if skip else None
+    state = rand(b, h, p, n, dtype=f32) if initial else None
+    return x.view(b, t, h, p), dt, A, B.view(b, t, g, n), C.view(b, t, g, n), D, state, chunk, dtype
+
+
+SCANS = {
+    "plain": {},
+    "no_skip_no_state": {"skip": False, "initial": False},
+    "no_state": {"initial": False},
+    "whole_chunks": {"t": 64, "chunk": 32},
+    "one_group": {"g": 1},
+    "group_of_each_head": {"g": 4},
+    "eight_groups": {"h": 8, "g": 8, "t": 17},
+    "one_head": {"h": 1, "g": 1},
+    "one_token": {"t": 1},
+    "one_batch_odd_length": {"b": 1, "t": 77, "chunk": 64},
+    "no_batch": {"b": 0},
+    "chunk_128": {"b": 1, "t": 130, "chunk": 128},
+    "chunk_256": {"b": 1, "t": 300, "h": 2, "g": 1, "chunk": 256},
+    "wide_heads": {"b": 1, "h": 2, "g": 1, "p": 64, "n": 32},
+    "wide_states": {"b": 1, "h": 2, "g": 1, "n": 128},
+    "odd_sizes": {"h": 3, "g": 1, "p": 12, "n": 20},
+    "strong_decay": {"rates": (1.0, 40.0), "t": 70, "chunk": 32},
+    "no_decay": {"rates": (0.0, 0.0)},
+    "float32_operands": {"wide": True},
+}
+for label, options in SCANS.items():
+
+    @case("ssd_scan", label)
+    def _(rand, dtype, options=options):
+        return _scan(rand, dtype, **options)
+
+    @case("ssd_scan_backward", label)
+    def _(rand, dtype, options=options):
+        *operands, chunk, out_dtype = _scan(rand, dtype, **options)
+        y, final, states = reference_of("ssd_scan")(*operands, chunk, out_dtype)
+        dfinal = rand(*final.shape, dtype=final.dtype) if options.get("initial", True) else None
+        return rand(*y.shape, dtype=dtype), dfinal, *operands, states, chunk
+
+
 # --- rotations
 
 # label -> (leading dimensions of q, of the tables, which one the heads are)

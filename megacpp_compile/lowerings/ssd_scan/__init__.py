@@ -1,0 +1,107 @@
+"""`megacpp::ssd_scan`: Mamba-2's state-space recurrence over a sequence, computed chunk by chunk.
+
+    x              [b, t, h, p]  any floating dtype, any strides
+    dt             [b, t, h]     step sizes, behind bias, softplus and clamp
+    A              [h]           decay rates, normally negative
+    B, C           [b, t, g, n]  h = g * heads of a group; head i reads group i // (h // g)
+    D              [h] or None   skip: D * x is added to y
+    initial_state  [b, h, p, n] or None (zeros)
+    returns        y [b, t, h, p] in `out_dtype`;  final_state [b, h, p, n];  states [b, ceil(t / chunk_size), h, p, n],
+                   the state that enters each chunk; both states float32, or float64 where an operand is
+
+    state_t = exp(dt_t * A) * state_{t-1} + dt_t * outer(x_t, B_t);    y_t = state_t @ C_t + D * x_t
+
+`chunk_size`, a power of two from 16 to 256, decides how it is computed and what `states` holds, not what y is. t need
+not be a multiple of it. Computed in float32 (float64 for float64).
+Saved for backward: the operands and `states`. No gradient flows through `states`.
+Source: Mamba-2, https://arxiv.org/abs/2405.21060, section 6 (the block decomposition) and listing 1.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from megacpp_compile.lowerings._op import no_autocast
+from megacpp_compile.lowerings.ssd_scan import reference
+
+
+@torch.library.custom_op("megacpp::ssd_scan", mutates_args=())
+def ssd_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Optional[Tensor],  # noqa: UP045  custom_op reads typing.Optional on every supported torch
+    initial_state: Optional[Tensor],  # noqa: UP045
+    chunk_size: int,
+    out_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    with no_autocast(x):
+        return reference.ssd_scan(x, dt, A, B, C, D, initial_state, chunk_size, out_dtype)
+
+
+@ssd_scan.register_fake
+def _(x, dt, A, B, C, D, initial_state, chunk_size, out_dtype):  # type: ignore[no-untyped-def]
+    b, t, h, p = x.shape
+    n = B.shape[-1]
+    wide = reference.compute_dtype(x, dt, A, B, C, D, initial_state)
+    state = {"dtype": wide, "device": x.device}
+    return (
+        x.new_empty((b, t, h, p), dtype=out_dtype),
+        torch.empty((b, h, p, n), **state),
+        torch.empty((b, (t + chunk_size - 1) // chunk_size, h, p, n), **state),
+    )
+
+
+@torch.library.custom_op("megacpp::ssd_scan_backward", mutates_args=())
+def ssd_scan_backward(
+    dy: Tensor,
+    dfinal: Optional[Tensor],  # noqa: UP045
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Optional[Tensor],  # noqa: UP045
+    initial_state: Optional[Tensor],  # noqa: UP045
+    states: Tensor,
+    chunk_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    with no_autocast(x):
+        return reference.ssd_scan_backward(dy, dfinal, x, dt, A, B, C, D, initial_state, states, chunk_size)
+
+
+@ssd_scan_backward.register_fake
+def _(dy, dfinal, x, dt, A, B, C, D, initial_state, states, chunk_size):  # type: ignore[no-untyped-def]
+    def like(t):  # type: ignore[no-untyped-def]
+        return states.new_empty(0) if t is None else t.new_empty(t.shape)
+
+    return tuple(like(t) for t in (x, dt, A, B, C, D, initial_state))
+
+
+def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    *tensors, ctx.chunk_size, _ = inputs
+    states = output[2]
+    ctx.set_materialize_grads(False)  # a final state that nobody reads has no gradient to be carried back
+    ctx.mark_non_differentiable(states)
+    ctx.given = [t is not None for t in tensors]
+    ctx.save_for_backward(*(t for t in tensors if t is not None), states)
+
+
+def _backward(ctx, dy, dfinal, _):  # type: ignore[no-untyped-def]
+    *saved, states = ctx.saved_tensors
+    operands = iter(saved)
+    tensors: list[Any] = [next(operands) if given else None for given in ctx.given]
+    if dy is None:
+        if dfinal is None:
+            return (None,) * 9
+        dy = tensors[0].new_zeros(tensors[0].shape)
+    grads = ssd_scan_backward(dy, dfinal, *tensors, states, ctx.chunk_size)
+    return *(g if given else None for g, given in zip(grads, ctx.given, strict=True)), None, None
+
+
+ssd_scan.register_autograd(_backward, setup_context=_setup_context)

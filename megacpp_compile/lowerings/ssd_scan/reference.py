@@ -1,0 +1,180 @@
+"""`ssd_scan` and its backward in plain PyTorch: their meaning, their CPU lowering, and the oracle.
+
+Within a chunk the recurrence is a product with a lower triangular matrix, C_l . B_s times the decay from s to l; across
+chunks it is the same thing with chunks for positions. The largest intermediate is that matrix, [b, chunks, h, l, l].
+No loop over chunks, so that the number of tokens may be symbolic.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megacpp_compile.lowerings.ssd_scan.segment_sums import BLOCK, pad, segment_sums, segment_sums_adjoint
+
+
+def compute_dtype(*operands: Tensor | None) -> torch.dtype:
+    """float32, or float64 where an operand is."""
+    return functools.reduce(torch.promote_types, (t.dtype for t in operands if t is not None), torch.float32)
+
+
+class _Chunks:
+    """The operands by chunk, padded with steps of size 0, which leave the state as it is.
+
+    c: chunks, l: positions of one, g: groups, r: heads of a group.
+    """
+
+    def __init__(self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, dtype: torch.dtype):
+        self.tokens, self.groups, self.dtype = x.shape[1], B.shape[2], dtype
+        short = isinstance(self.tokens, int) and self.tokens < chunk_size
+        self.length = -(-max(self.tokens, 1) // BLOCK) * BLOCK if short else chunk_size
+        self.x, self.dt = self.split(x), self.split(dt)  # [b, c, l, h, p], [b, c, l, h]
+        self.A = A.to(dtype)
+        self.a = (self.dt * self.A).transpose(-1, -2)  # [b, c, h, l]
+        self.xdt = self.x * self.dt.unsqueeze(-1)
+        self.B, self.C = (self.split(t).transpose(2, 3) for t in (B, C))  # [b, c, g, l, n]
+        sums = segment_sums(self.a)
+        self.decay = sums.exp()  # from s to l
+        self.decay_in = (sums[..., 0] + self.a[..., :1]).exp()  # from before the chunk to l
+        self.decay_out = self.decay[..., -1, :]  # from s to the end of the chunk
+        self.total = sums[..., -1, 0] + self.a[..., 0]  # [b, c, h]
+
+    def split(self, t: Tensor) -> Tensor:
+        behind = -self.tokens % self.length
+        return F.pad(t.to(self.dtype), (0, 0) * (t.dim() - 2) + (0, behind)).unflatten(1, (-1, self.length))
+
+    def join(self, t: Tensor, dtype: torch.dtype) -> Tensor:
+        return t.flatten(1, 2)[:, : self.tokens].to(dtype).contiguous()
+
+    def rows(self, t: Tensor) -> Tensor:
+        """[b, c, l, h, p] -> [b, c, g, l, r * p]: the heads of a group side by side."""
+        return t.unflatten(3, (self.groups, -1)).flatten(4).transpose(2, 3)
+
+    def unrows(self, t: Tensor, heads: int) -> Tensor:
+        return t.transpose(2, 3).unflatten(4, (heads // self.groups, -1)).flatten(3, 4)
+
+    def by_group(self, t: Tensor) -> Tensor:
+        """[b, c, h, p, n] -> [b, c, g, r * p, n]."""
+        return t.unflatten(2, (self.groups, -1)).flatten(3, 4)
+
+    def over_heads(self, t: Tensor) -> Tensor:
+        """[b, c, h, ...] -> [b, c, g, r, ...]."""
+        return t.unflatten(2, (self.groups, -1))
+
+    def carry(self) -> Tensor:
+        """[b, h, z, c]: how much of what is added before chunk c is left where chunk z begins."""
+        n = self.total.shape[1] + 1
+        return segment_sums(pad(F.pad(self.total.transpose(1, 2), (1, 0)))).exp()[..., :n, :n]
+
+
+def _mix(weights: Tensor, states: Tensor) -> Tensor:
+    """weights [b, h, z, c] over states [b, c, h, p, n] -> [b, z, h, p, n]."""
+    mixed = weights @ states.transpose(1, 2).flatten(3)
+    return mixed.unflatten(-1, states.shape[3:]).transpose(1, 2)
+
+
+def ssd_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    initial_state: Tensor | None,
+    chunk_size: int,
+    out_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = compute_dtype(x, dt, A, B, C, D, initial_state)
+    k, heads = _Chunks(x, dt, A, B, C, chunk_size, dtype), x.shape[2]
+
+    scores = (k.C @ k.B.transpose(-1, -2)).unsqueeze(3) * k.over_heads(k.decay)  # [b, c, g, r, l, s]
+    y = (scores @ k.over_heads(k.xdt.transpose(2, 3))).flatten(2, 3).transpose(2, 3)
+
+    leaving = k.rows(k.xdt * k.decay_out.transpose(2, 3).unsqueeze(-1))
+    added = (leaving.transpose(-1, -2) @ k.B).unflatten(3, (heads // k.groups, -1)).flatten(2, 3)
+    first = added.new_zeros(added[:, :1].shape) if initial_state is None else initial_state.to(dtype).unsqueeze(1)
+    states = _mix(k.carry(), torch.cat((first, added), 1))
+    states, final = states[:, :-1].contiguous(), states[:, -1].clone(memory_format=torch.contiguous_format)
+
+    entered = k.unrows(k.C @ k.by_group(states).transpose(-1, -2), heads)
+    y = y + entered * k.decay_in.transpose(2, 3).unsqueeze(-1)
+    if D is not None:
+        y = y + D.to(dtype).unsqueeze(-1) * k.x
+    return k.join(y, out_dtype), final, states
+
+
+def ssd_scan_backward(
+    dy: Tensor,
+    dfinal: Tensor | None,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    initial_state: Tensor | None,
+    states: Tensor,
+    chunk_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x, dt, A, B, C, D and initial_state, the last two empty where there is none.
+
+    Everything within a chunk is computed again from the operands; `states` is what was saved.
+    """
+    dtype = states.dtype
+    k, heads = _Chunks(x, dt, A, B, C, chunk_size, dtype), x.shape[2]
+    dy = k.split(dy)
+
+    # Across chunks: the gradient of the state that each chunk leaves behind.
+    decayed = k.rows(dy * k.decay_in.transpose(2, 3).unsqueeze(-1))
+    read = (decayed.transpose(-1, -2) @ k.C).unflatten(3, (heads // k.groups, -1)).flatten(2, 3)
+    last = read.new_zeros(read[:, :1].shape) if dfinal is None else dfinal.to(dtype).unsqueeze(1)
+    d_states = _mix(k.carry().transpose(-1, -2), torch.cat((read, last), 1))
+    left = d_states[:, 1:]
+    by_group, left_by_group = k.by_group(states), k.by_group(left)
+
+    # Within a chunk: scores, then what enters it, then what it adds.
+    inner = k.C @ k.B.transpose(-1, -2)
+    decay = k.over_heads(k.decay)
+    dy_heads, xdt_heads = (k.over_heads(t.transpose(2, 3)) for t in (dy, k.xdt))  # [b, c, g, r, l, p]
+    d_scores = dy_heads @ xdt_heads.transpose(-1, -2)
+    scores = inner.unsqueeze(3) * decay
+    d_inner = (d_scores * decay).sum(3)
+    d_sums = (d_scores * scores).flatten(2, 3)  # [b, c, h, l, s]
+
+    from_left = k.unrows(k.B @ left_by_group.transpose(-1, -2), heads) * k.decay_out.transpose(2, 3).unsqueeze(-1)
+    d_xdt = (scores.transpose(-1, -2) @ dy_heads).flatten(2, 3).transpose(2, 3) + from_left
+    leaving = k.rows(k.xdt * k.decay_out.transpose(2, 3).unsqueeze(-1))
+    d_C = d_inner @ k.B + decayed @ by_group
+    d_B = d_inner.transpose(-1, -2) @ k.C + leaving @ left_by_group
+
+    # Logarithms of decays, all of them sums of `a` over consecutive positions.
+    entered = k.unrows(k.C @ by_group.transpose(-1, -2), heads) * k.decay_in.transpose(2, 3).unsqueeze(-1)
+    d_in = (dy * entered).sum(-1).transpose(2, 3)  # [b, c, h, l]
+    d_out = (k.xdt * from_left).sum(-1).transpose(2, 3)
+    d_total = (left * states).sum((-2, -1)) * k.total.exp()
+    d_first = d_in + F.pad(d_total.unsqueeze(-1), (k.length - 1, 0))
+    d_sums = d_sums + F.pad(d_first.unsqueeze(-1), (0, k.length - 1))
+    d_sums = d_sums + F.pad(d_out.unsqueeze(-2), (0, 0, k.length - 1, 0))
+    d_a = segment_sums_adjoint(d_sums) + F.pad(d_first.sum(-1, keepdim=True), (0, k.length - 1))
+    d_a = d_a.transpose(2, 3)  # [b, c, l, h]
+
+    d_dt = d_a * k.A + (d_xdt * k.x).sum(-1)
+    d_x = d_xdt * k.dt.unsqueeze(-1)
+    d_D, d_initial = states.new_empty(0), states.new_empty(0)
+    if D is not None:
+        d_x = d_x + D.to(dtype).unsqueeze(-1) * dy
+        d_D = (dy * k.x).sum((0, 1, 2, 4)).to(D.dtype)
+    if initial_state is not None:
+        d_initial = d_states[:, 0].to(initial_state.dtype).clone(memory_format=torch.contiguous_format)
+    return (
+        k.join(d_x, x.dtype),
+        k.join(d_dt, dt.dtype),
+        (d_a * k.dt).sum((0, 1, 2)).to(A.dtype),
+        k.join(d_B.transpose(2, 3), B.dtype),
+        k.join(d_C.transpose(2, 3), C.dtype),
+        d_D,
+        d_initial,
+    )

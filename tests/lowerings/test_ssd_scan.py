@@ -1,0 +1,222 @@
+"""`megacpp::ssd_scan`: registration, gradients, the recurrence, what it keeps."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+from torch.library import opcheck
+
+from megacpp_compile.lowerings.ssd_scan import ssd_scan, ssd_scan_backward
+from megacpp_compile.lowerings.ssd_scan.segment_sums import pad, segment_sums, segment_sums_adjoint
+
+from . import addresses, relative_error, saved_by
+
+HEADS, P, N = 4, 3, 5
+OPTIONAL = list(itertools.product((False, True), repeat=2))  # skip, initial state
+CHUNK = 16
+
+
+def arguments(rand, *, b=2, t=19, heads=HEADS, groups=2, skip=True, initial=True, dtype=torch.float64, chunk=CHUNK):
+    """Operands of one call; dt and A as in a model: positive, and negative float32."""
+    wide = torch.promote_types(dtype, torch.float32)
+    x = rand(b, t, heads, P, dtype=dtype, grad=True)
+    dt = rand(b, t, heads, dtype=wide).abs().requires_grad_()
+    A = (-rand(heads, dtype=wide).abs() - 0.1).requires_grad_()
+    B, C = (rand(b, t, groups, N, dtype=dtype, grad=True) for _ in range(2))
+    D = rand(heads, dtype=wide, grad=True) if skip else None
+    state = rand(b, heads, P, N, dtype=wide, grad=True) if initial else None
+    return x, dt, A, B, C, D, state, chunk, dtype
+
+
+def tensors(args):
+    return [t for t in args if isinstance(t, Tensor)]
+
+
+def recurrence(x, dt, A, B, C, D, state, *_):
+    """The op by its definition, one position after the other, in the dtype it is given."""
+    b, t, heads, p = x.shape
+    group = torch.arange(heads) // (heads // B.shape[2])
+    state = x.new_zeros(b, heads, p, B.shape[-1]) if state is None else state
+    y, entering = [x[:, :0]], []
+    for i in range(t):
+        entering.append(state)
+        added = torch.einsum("bh,bhp,bhn->bhpn", dt[:, i], x[:, i], B[:, i, group])
+        state = (dt[:, i] * A).exp()[..., None, None] * state + added
+        read = torch.einsum("bhpn,bhn->bhp", state, C[:, i, group])
+        y.append((read if D is None else read + D[:, None] * x[:, i]).unsqueeze(1))
+    return torch.cat(y, 1), state, torch.stack(entering[::CHUNK], 1) if entering else None
+
+
+def differentiate(function, args, seeds):
+    """y, final state, states, and gradients of every operand against the cotangents `seeds` of the first two."""
+    y, final, states = function(*args)
+    loss = sum((o * s.to(o)).sum() for o, s in zip((y, final), seeds, strict=True))
+    grads = torch.autograd.grad(loss, tensors(args), allow_unused=True, materialize_grads=True)
+    return [y, final, states, *grads]
+
+
+def seeds_for(rand, args):
+    x, B = args[0], args[3]
+    b, _, heads, p = x.shape
+    return rand(*x.shape), rand(b, heads, p, B.shape[-1])
+
+
+@pytest.mark.parametrize(("skip", "initial"), OPTIONAL)
+def test_opcheck(rand, skip, initial):
+    opcheck(ssd_scan, arguments(rand, skip=skip, initial=initial))
+
+
+@pytest.mark.parametrize("sizes", [{"t": 1}, {"b": 0}, {"t": 32, "groups": 1}, {"t": 33, "chunk": 32}], ids=str)
+def test_opcheck_shapes(rand, sizes):
+    opcheck(ssd_scan, arguments(rand, **sizes))
+
+
+def test_opcheck_bfloat16(rand):
+    opcheck(ssd_scan, arguments(rand, dtype=torch.bfloat16))
+
+
+def test_opcheck_weights_without_gradient(rand):
+    x, *others = arguments(rand)
+    opcheck(ssd_scan, (x, *(o.detach() if isinstance(o, Tensor) else o for o in others)))
+
+
+def test_opcheck_backward(rand):
+    for skip, initial in OPTIONAL:
+        args = tuple(a.detach() if isinstance(a, Tensor) else a for a in arguments(rand, skip=skip, initial=initial))
+        states = ssd_scan(*args)[2]
+        dy, dfinal = seeds_for(rand, args)
+        opcheck(ssd_scan_backward, (dy, dfinal if skip else None, *args[:-2], states, CHUNK))
+
+
+@pytest.mark.parametrize(("skip", "initial"), OPTIONAL)
+def test_gradcheck(rand, skip, initial):
+    args = arguments(rand, b=1, t=18, heads=2, groups=1, skip=skip, initial=initial)
+    given = [isinstance(a, Tensor) for a in args]
+
+    def function(*leaves):
+        it = iter(leaves)
+        return ssd_scan(*(next(it) if g else a for a, g in zip(args, given, strict=True)))[:2]
+
+    assert torch.autograd.gradcheck(function, tensors(args), fast_mode=True)
+
+
+@pytest.mark.parametrize("t", [1, 2, 15, 16, 17, 47, 64])
+@pytest.mark.parametrize(("skip", "initial"), OPTIONAL)
+def test_against_the_recurrence(rand, t, skip, initial):
+    args = arguments(rand, t=t, skip=skip, initial=initial)
+    seeds = seeds_for(rand, args)
+    for got, want in zip(*(differentiate(f, args, seeds) for f in (ssd_scan, recurrence)), strict=True):
+        assert got.shape == want.shape
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4, 8])
+def test_heads_read_their_group(rand, groups):
+    args = arguments(rand, heads=8, groups=groups)
+    seeds = seeds_for(rand, args)
+    for got, want in zip(*(differentiate(f, args, seeds) for f in (ssd_scan, recurrence)), strict=True):
+        assert relative_error(got, want) < 1e-12
+
+
+@pytest.mark.parametrize("chunk", [16, 32, 64, 128, 256])
+def test_chunk_size_is_free(rand, chunk):
+    """It decides where states are kept, not what comes out; many chunks at once as well as one."""
+    args = (*arguments(rand, b=1, t=290)[:-2], chunk, torch.float64)
+    seeds = seeds_for(rand, args)
+    got, want = (differentiate(f, args, seeds) for f in (ssd_scan, recurrence))
+    for i in (0, 1, *range(3, len(got))):
+        assert relative_error(got[i], want[i]) < 1e-11
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 1e-2)], ids=str)
+def test_lower_precision(rand, dtype, tolerance):
+    """Rounding alone: the recurrence sees the same rounded operands, in float64."""
+    args = arguments(rand, t=70, dtype=dtype)
+    wide = tuple(a.detach().double().requires_grad_() if isinstance(a, Tensor) else a for a in args)
+    seeds = tuple(s.to(dtype) for s in seeds_for(rand, args))
+    got, want = differentiate(ssd_scan, args, seeds), differentiate(recurrence, wide, seeds)
+    assert [o.dtype for o in got] == [dtype, torch.float32, torch.float32, *(t.dtype for t in tensors(args))]
+    for g, w in zip(got, want, strict=True):
+        assert relative_error(g, w) < tolerance
+
+
+def test_out_dtype(rand):
+    args = arguments(rand, dtype=torch.bfloat16)
+    wide, narrow = ssd_scan(*args[:-1], torch.float32)[0], ssd_scan(*args)[0]
+    assert (wide.dtype, narrow.dtype) == (torch.float32, torch.bfloat16)
+    assert torch.equal(wide.bfloat16(), narrow)
+
+
+def test_strong_decay_over_long_sequences(rand):
+    """Decays far below the smallest number become zero, never NaN, and what is near stays near."""
+    args = list(arguments(rand, b=1, t=600, dtype=torch.float32, chunk=256))
+    args[2] = torch.tensor([-16.0, -3.0, -0.5, 0.0]).requires_grad_()
+    wide = tuple(a.detach().double().requires_grad_() if isinstance(a, Tensor) else a for a in args)
+    seeds = seeds_for(rand, args)
+    got, want = differentiate(ssd_scan, args, seeds), differentiate(recurrence, wide, seeds)
+    for i, (g, w) in enumerate(zip(got, want, strict=True)):
+        assert i == 2 or relative_error(g, w) < 3e-5, i
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_outputs_that_nobody_reads(rand, used):
+    args = arguments(rand)
+    got, want = (
+        torch.autograd.grad(f(*args)[used].square().sum(), tensors(args), allow_unused=True, materialize_grads=True)
+        for f in (ssd_scan, recurrence)
+    )
+    for g, w in zip(got, want, strict=True):
+        torch.testing.assert_close(g, w)
+
+
+@pytest.mark.parametrize(("skip", "initial"), OPTIONAL)
+def test_keeps_operands_and_states_only(rand, skip, initial):
+    args = arguments(rand, skip=skip, initial=initial)
+    outputs = []
+    kept = saved_by(lambda: outputs.append(ssd_scan(*args)))
+    states = outputs[0][2]
+    assert not states.requires_grad
+    assert kept == addresses(*tensors(args), states)
+
+
+def test_strided_operands(rand):
+    """As in a model: slices of one projection, whose heads and channels lie side by side."""
+    b, t, groups = 2, 21, 2
+    _, dt, A, *_, D, state, chunk, dtype = arguments(rand, b=b, t=t)
+    wide = rand(b, t, HEADS * P + 2 * groups * N, grad=True)
+
+    def call(function):
+        x, B, C = wide.split([HEADS * P, groups * N, groups * N], -1)
+        operands = (x.view(b, t, HEADS, P), dt, A, B.view(b, t, groups, N), C.view(b, t, groups, N), D, state)
+        y, final, _ = function(*operands, chunk, dtype)
+        return torch.autograd.grad(y.square().sum() + final.square().sum(), (wide, dt))
+
+    for got, want in zip(call(ssd_scan), call(recurrence), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_autocast_does_not_reach_inside(rand):
+    args = arguments(rand, dtype=torch.float32)
+    want = ssd_scan(*args)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = ssd_scan(*args)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("n", [1, 16, 40])
+def test_segment_sums(rand, n):
+    a = rand(2, n, grad=True)
+    got = segment_sums(pad(a))[..., :n, :n]
+    want = torch.stack([torch.stack([a[:, s + 1 : m + 1].sum(-1) for s in range(n)], -1) for m in range(n)], -2)
+    lower = torch.ones(n, n, dtype=torch.bool).tril()
+    torch.testing.assert_close(got[:, lower], want[:, lower])
+    assert (got[:, ~lower] == -torch.inf).all()
+
+    d = rand(2, n, n).tril()
+    (expected,) = torch.autograd.grad((want * d).sum(), a, materialize_grads=True, allow_unused=True)
+    behind = -n % 16
+    adjoint = segment_sums_adjoint(torch.nn.functional.pad(d, (0, behind, 0, behind)))
+    torch.testing.assert_close(adjoint[:, :n], expected)
