@@ -1,0 +1,144 @@
+"""Mamba-2's state-space scan, chunk by chunk (arXiv:2405.21060; HF's torch path, the paper's `ssd_minimal_discrete`).
+
+Before: `a = dt * A; L = exp(segsum(a)); Y = (C B^T * L) (x * dt)` within chunks, states of chunks carried by decays of
+        their own, `Y + C states`, `+ D * x`, with padding, in any spelling
+After:  `y, final_state, states = megacpp.ssd_scan(x, dt, A, B, C, D, initial_state, chunk_size, dtype)`
+
+Safe because the subgraph was run at small sizes beside the recurrence the op computes (`recognise/ssd.py`); the op
+computes in float32 or better, and reads x, B and C before they were cast, repeated for the heads of a group, or padded.
+The step's softplus, bias and clamp stay in the graph in front of the op.
+Refused: what is no such scan (another mask, no decay within chunks, a state fed without its step, as in gated linear
+attention), intermediates used elsewhere, parts under different grad or autocast modes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from megacpp_compile.graph_edit import Builder, move_behind, place, value
+from megacpp_compile.passes._rule import GraphView, Match, Refusal
+from megacpp_compile.recognise.axes import flat, length
+from megacpp_compile.recognise.ssd import Leaf, Scan, find_scans
+
+aten = torch.ops.aten
+name = "ssd_scan"
+op = "megacpp::ssd_scan"
+after: tuple[str, ...] = ()
+
+LEAST_CHUNK, MOST_CHUNK = 16, 256
+Groups = Sequence[tuple[Any, ...]]
+
+
+def find(view: GraphView) -> Iterator[Match | Refusal]:
+    for found in find_scans(view.graph):
+        yield _check(view, found) if isinstance(found, Scan) else Refusal(found.node, found.tag, found.reason)
+
+
+def _check(view: GraphView, scan: Scan) -> Match | Refusal:
+    root = scan.y.node
+    for node in sorted(scan.inside):
+        if view.regions[node] != view.regions[root]:
+            return Refusal(node, "region", "part of it runs under another grad or autocast mode")
+    operands = (scan.x, scan.dt, scan.A, scan.B, scan.C, scan.D, scan.initial_state)
+    inputs = list(dict.fromkeys(leaf.node for leaf in operands if leaf is not None))
+    outputs = [leaf.node for leaf in (scan.y, scan.final_state) if leaf is not None]
+    if place(inputs, outputs, root, view.regions) is None:
+        return Refusal(root, "region", "its inputs are ready only under another grad or autocast mode")
+
+    def rewrite() -> tuple[Node, list[Node]]:
+        where = place(inputs, outputs, root, view.regions)
+        assert where is not None
+        anchor, moved = where
+        build = Builder(view.graph, view.fake_mode, anchor, root, view.regions)
+        b, t, h, p, n = (tuple(flat(d)) for d in (scan.b, scan.t, scan.h, scan.p, scan.n))
+        groups = _groups(scan, h)
+        node = build(
+            torch.ops.megacpp.ssd_scan.default,
+            _arrange(build, scan.x, (b, t, h, p)),
+            _arrange(build, scan.dt, (b, t, h)),
+            _arrange(build, scan.A, (h,)),
+            _arrange(build, scan.B, (b, t, groups, n)),
+            _arrange(build, scan.C, (b, t, groups, n)),
+            scan.D and _arrange(build, scan.D, (h,)),
+            scan.initial_state and _arrange(build, scan.initial_state, (b, h, p, n)),
+            chunk_size(scan.chunk), value(root).dtype,
+        )  # fmt: skip
+        new = [_arrange(build, Leaf(build.item(node, 0), (b, t, h, p)), scan.y.dims)]
+        if scan.final_state is not None:
+            state = Leaf(build.cast(build.item(node, 1), value(scan.final_state.node).dtype), (b, h, p, n))
+            new.append(_arrange(build, state, scan.final_state.dims))
+        move_behind(moved, build.emitted[-1])
+        for old, result in zip(outputs, new, strict=True):
+            old.replace_all_uses_with(result)
+        return node, new
+
+    return Match(root, inputs, outputs, rewrite)
+
+
+def chunk_size(model: int) -> int:
+    """The model's, as a power of two the op takes; it is free, as it decides only how the scan is computed."""
+    return min(MOST_CHUNK, max(LEAST_CHUNK, 1 << max(model - 1, 0).bit_length()))
+
+
+def _groups(scan: Scan, heads: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The atoms of the heads that B and C differ in, if those lead: one group for each; else all heads."""
+    own = {a for leaf in (scan.B, scan.C) for d in leaf.dims for a in d}
+    first = heads[: sum(a in own for a in heads)]
+    return first if set(first) == own & set(heads) else heads
+
+
+def _arrange(build: Builder, leaf: Leaf, target: Groups) -> Node:
+    """`leaf` with the dimensions of `target`, repeated where it lacks an atom; views wherever they will do."""
+    node, wanted = leaf.node, [tuple(g) for g in target]
+    if list(leaf.dims) == wanted:
+        return node
+    units = [i for i, d in enumerate(leaf.dims) if not d]
+    if units:
+        node = build(aten.squeeze.dims, node, units)
+    dims = [d for d in leaf.dims if d]
+    # Whole dimensions stay whole; the others are taken apart.
+    have: list[tuple[Any, ...]] = []
+    for d in dims:
+        if len(d) == 1 or any(_tokens(g, [d]) for g in wanted):
+            have.append(d)
+        else:
+            node = build(aten.unflatten.int, node, len(have), _sizes(d))
+            have += [(a,) for a in d]
+    parts = [_tokens(g, have) or [(a,) for a in g] for g in wanted]
+    order = [part for group in parts for part in group]
+    permutation = [have.index(part) for part in order if part in have]
+    if permutation != sorted(permutation):
+        node = build(aten.permute.default, node, permutation)
+    missing = [i for i, part in enumerate(order) if part not in have]
+    if missing:
+        for i in missing:
+            node = build(aten.unsqueeze.default, node, i)
+        node = build(aten.expand.default, node, [length([*part]) if part not in have else -1 for part in order])
+    at = 0
+    for group in parts:
+        if not group:
+            node = build(aten.unsqueeze.default, node, at)
+        elif len(group) > 1:
+            node = build(aten.flatten.using_ints, node, at, at + len(group) - 1)
+        at += 1
+    return node
+
+
+def _tokens(group: tuple[Any, ...], dims: Groups) -> Groups | None:
+    """`group` as a sequence of single atoms and of `dims`, at least one of these; None where it is not."""
+    out: list[tuple[Any, ...]] = []
+    at, whole = 0, False
+    while at < len(group):
+        dim = next((d for d in dims if d == group[at : at + len(d)]), (group[at],))
+        whole |= dim in dims
+        out.append(dim)
+        at += len(dim)
+    return out if whole else None
+
+
+def _sizes(dim: tuple[Any, ...]) -> list[Any]:
+    return [a.size if isinstance(a.size, int) else -1 for a in dim]

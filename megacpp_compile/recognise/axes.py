@@ -1,0 +1,246 @@
+"""Which dimensions of a subgraph's tensors are the same dimension, so that it can be run again at other sizes.
+
+A captured graph has its sizes burnt in: `view(x, [4, 16, 256, 64, 64])`. What it computes is seldom about those
+numbers. Here each dimension becomes a list of *atoms*: dimensions that meet in an elementwise op or a contraction are
+the same atom, a view splits and merges atoms, padding and slices make an atom that is longer or shorter than another by
+a constant. Atoms can then be given small sizes, and the subgraph runs, as the same function, on small tensors.
+
+What is about a number (a band of a mask, an element picked from the middle) *pins* its atoms: they keep their size.
+A dimension of size 1 has no atoms and stays so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from megacpp_compile.graph_edit import same_size
+
+LARGEST_PINNED = 64
+SMALL = (3, 4, 5)
+PADDING = 2  # stands for any padding of more than one element
+
+
+class NoAxes(Exception):
+    """The subgraph's dimensions can't be told apart or resized."""
+
+
+class Atom:
+    """One dimension. `parts`, once known, are the atoms it is made of, outermost first."""
+
+    def __init__(self, size: Any) -> None:
+        self.size, self.pinned = size, False
+        self.parts: list[Atom] | None = None
+
+
+Dim = list[Atom]
+
+
+def flat(dim: Iterable[Atom]) -> Dim:
+    """The atoms of a dimension, those made of others resolved."""
+    out: Dim = []
+    for atom in dim:
+        out += [atom] if atom.parts is None else flat(atom.parts)
+    return out
+
+
+def fresh(size: Any) -> Dim:
+    return [] if isinstance(size, int) and size == 1 else [Atom(size)]
+
+
+def pin(dims: Iterable[Dim]) -> None:
+    for dim in dims:
+        for atom in flat(dim):
+            atom.pinned = True
+
+
+@dataclasses.dataclass
+class Longer:
+    """`whole` is as long as all of `parts` and `extra` elements together."""
+
+    whole: Dim
+    parts: list[Dim]
+    extra: Any
+
+
+class Axes:
+    """The equations between atoms, and a small size for each of them."""
+
+    def __init__(self) -> None:
+        self.lengths: list[Longer] = []
+        self.sizes: dict[Atom, int] = {}
+
+    # -- equations
+
+    def same(self, a: Dim, b: Dim) -> None:
+        """`a` and `b` are one dimension."""
+        left, right = flat(a), flat(b)
+        while left and right:
+            if left[0] is right[0] or same_size(left[0].size, right[0].size):
+                _bind(right[0], [left[0]])
+            elif len(left) == 1:
+                _bind(left[0], right)
+                return
+            elif len(right) == 1:
+                _bind(right[0], left)
+                return
+            else:
+                one, other = (left, right) if _larger(left[0], right[0]) else (right, left)
+                _bind(one[0], [other[0], Atom(_quotient(one[0].size, other[0].size))])
+                one[:1] = flat(one[:1])
+                continue
+            left, right = left[1:], right[1:]
+        if left or right:
+            raise NoAxes("sizes do not agree")
+
+    def regroup(self, dims: Sequence[Dim], sizes: Sequence[Any]) -> list[Dim]:
+        """The dimensions of a view with `sizes` of a tensor with `dims`."""
+        atoms = [a for d in dims for a in flat(d)]
+        out: list[Dim] = [[] for _ in sizes]
+        todo = [i for i, s in enumerate(sizes) if not (isinstance(s, int) and s == 1)]
+        while atoms and todo and same_size(atoms[0].size, sizes[todo[0]]):
+            out[todo.pop(0)] = [atoms.pop(0)]
+        while atoms and todo and same_size(atoms[-1].size, sizes[todo[-1]]):
+            out[todo.pop()] = [atoms.pop()]
+        while atoms and todo:
+            if len(todo) == 1:
+                out[todo.pop()], atoms = atoms, []
+            elif len(atoms) == 1:
+                parts = [Atom(sizes[i]) for i in todo]
+                for i, part in zip(todo, parts, strict=True):
+                    out[i] = [part]
+                _bind(atoms[0], parts)
+                atoms, todo = [], []
+            else:
+                self._run(atoms, todo, sizes, out)
+        if atoms or todo:
+            raise NoAxes("a view does not regroup whole dimensions")
+        return out
+
+    def _run(self, atoms: list[Atom], todo: list[int], sizes: Sequence[Any], out: list[Dim]) -> None:
+        """One dimension of a view on each side, or one against several."""
+        have, want = atoms[0].size, sizes[todo[0]]
+        if not isinstance(have, int) or not isinstance(want, int):
+            raise NoAxes("a view of symbolic sizes can't be followed")
+        if have < want:
+            count = next((n for n in range(1, len(atoms) + 1) if math.prod(a.size for a in atoms[:n]) == want), None)
+            if count is None:
+                raise NoAxes("a view does not regroup whole dimensions")
+            out[todo.pop(0)] = atoms[:count]
+            del atoms[:count]
+            return
+        if have > want:
+            _bind(atoms[0], [Atom(want), Atom(_quotient(have, want))])
+            atoms[:1] = flat(atoms[:1])
+        out[todo.pop(0)] = [atoms.pop(0)]
+
+    def longer(self, parts: list[Dim], extra: Any, size: Any) -> Dim:
+        """A dimension as long as all `parts` and `extra` elements together."""
+        whole = fresh(size)
+        self.lengths.append(Longer(whole, parts, extra))
+        return whole
+
+    def shorter(self, dim: Dim, size: Any) -> Dim:
+        """A dimension of `size`, what a slice leaves of `dim`: what it was before padding, where that is its length."""
+        for eq in self.lengths:
+            if flat(eq.whole) == flat(dim) and len(eq.parts) == 1 and same_size(length(eq.parts[0]), size):
+                return eq.parts[0]
+        cut = fresh(size)
+        extra = length(dim) - size
+        if not (isinstance(extra, int) and extra == 1):
+            pin([dim, cut])
+        self.lengths.append(Longer(dim, [cut], extra))
+        return cut
+
+    def close(self) -> None:
+        """What becomes one dimension by padding was one before: lengths are equal, whatever they are."""
+        changed = True
+        while changed:
+            changed = False
+            one = [eq for eq in self.lengths if len(eq.parts) == 1]
+            for eq, other in itertools.combinations(one, 2):
+                before = flat(eq.parts[0]), flat(other.parts[0])
+                alike = flat(eq.whole) == flat(other.whole) and before[0] != before[1]
+                if alike and same_size(length(before[0]), length(before[1])):
+                    self.same(*before)
+                    changed = True
+
+    # -- sizes
+
+    def solve(self, dims: Iterable[Dim], turn: int) -> None:
+        """Choose small sizes; `turn` chooses others."""
+        self.sizes = {}
+        atoms: dict[Atom, None] = {}
+        inner: dict[Atom, None] = {}  # parts of a product: chosen first, as a sum can't be factored
+        for dim in [*dims, *(d for eq in self.lengths for d in (eq.whole, *eq.parts))]:
+            members = flat(dim)
+            atoms.update(dict.fromkeys(members))
+            if len(members) > 1:
+                inner.update(dict.fromkeys(members))
+        for atom in atoms:
+            if atom.pinned:
+                if not isinstance(atom.size, int) or atom.size > LARGEST_PINNED:
+                    raise NoAxes(f"what is done to a dimension of {atom.size} depends on its size")
+                self.sizes[atom] = atom.size
+        for atom in [*inner, *atoms]:
+            while self._propagate():
+                pass
+            if atom not in self.sizes:
+                self.sizes[atom] = SMALL[(turn + len(self.sizes)) % len(SMALL)]
+        while self._propagate():
+            pass
+        for eq in self.lengths:
+            if self.size(eq.whole) != sum(map(self.size, eq.parts)) + _extra(eq):
+                raise NoAxes("lengths of padded or cut dimensions contradict each other")
+
+    def size(self, dim: Dim) -> int:
+        return math.prod(self.sizes[a] for a in flat(dim))
+
+    def _propagate(self) -> bool:
+        """Solve one equation that has a single unknown."""
+        for eq in self.lengths:
+            sides = [eq.whole, *eq.parts]
+            unknown = [(i, a) for i, d in enumerate(sides) for a in flat(d) if a not in self.sizes]
+            if len(unknown) != 1:
+                continue
+            side, atom = unknown[0]
+            known = [0 if i == side else self.size(d) for i, d in enumerate(sides)]
+            total = sum(known[1:]) + _extra(eq) if side == 0 else known[0] - sum(known[1:]) - _extra(eq)
+            others = math.prod(self.sizes[a] for a in flat(sides[side]) if a is not atom)
+            if total <= 0 or total % others:
+                raise NoAxes("lengths of padded or cut dimensions contradict each other")
+            self.sizes[atom] = total // others
+            return True
+        return False
+
+
+def length(dim: Dim) -> Any:
+    return math.prod(a.size for a in flat(dim))
+
+
+def _extra(eq: Longer) -> int:
+    pinned = all(a.pinned for d in (eq.whole, *eq.parts) for a in flat(d))
+    exact = isinstance(eq.extra, int) and (eq.extra <= 1 or pinned)
+    return eq.extra if exact else PADDING
+
+
+def _bind(atom: Atom, parts: list[Atom]) -> None:
+    if parts != [atom]:
+        atom.parts = list(parts)
+        if atom.pinned:
+            pin([parts])
+
+
+def _larger(a: Atom, b: Atom) -> bool:
+    if not isinstance(a.size, int) or not isinstance(b.size, int):
+        raise NoAxes("symbolic sizes do not agree")
+    return a.size > b.size
+
+
+def _quotient(a: int, b: int) -> int:
+    if a % b:
+        raise NoAxes("sizes do not divide")
+    return a // b
