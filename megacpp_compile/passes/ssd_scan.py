@@ -45,7 +45,7 @@ def _check(view: GraphView, scan: Scan) -> Match | Refusal:
             return Refusal(node, "region", "part of it runs under another grad or autocast mode")
     operands = (scan.x, scan.dt, scan.A, scan.B, scan.C, scan.D, scan.initial_state)
     inputs = list(dict.fromkeys(leaf.node for leaf in operands if leaf is not None))
-    outputs = [leaf.node for leaf in (scan.y, scan.final_state) if leaf is not None]
+    outputs = [leaf.node for leaf in (scan.y, *scan.final_states)]
     if place(inputs, outputs, root, view.regions) is None:
         return Refusal(root, "region", "its inputs are ready only under another grad or autocast mode")
 
@@ -68,9 +68,9 @@ def _check(view: GraphView, scan: Scan) -> Match | Refusal:
             chunk_size(scan.chunk), value(root).dtype,
         )  # fmt: skip
         new = [_arrange(build, Leaf(build.item(node, 0), (b, t, h, p)), scan.y.dims)]
-        if scan.final_state is not None:
-            state = Leaf(build.cast(build.item(node, 1), value(scan.final_state.node).dtype), (b, h, p, n))
-            new.append(_arrange(build, state, scan.final_state.dims))
+        for final in scan.final_states:
+            state = build.cast(build.item(node, 1), value(final.node).dtype)
+            new.append(_arrange(build, Leaf(state, (b, h, p, n)), final.dims))
         move_behind(moved, build.emitted[-1])
         for old, result in zip(outputs, new, strict=True):
             old.replace_all_uses_with(result)

@@ -150,7 +150,7 @@ class LaneInterpreter:
             return lanes.terms
 
         def remap(a: np.ndarray) -> np.ndarray:
-            out = a.copy()
+            out = np.array(a)  # a number too, where a term has no lane dimension
             for k, v in table.items():
                 out[a == k] = v
             return out

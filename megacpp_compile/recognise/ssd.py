@@ -38,7 +38,7 @@ CONTRACTIONS = {aten.matmul.default, aten.bmm.default, aten.einsum.default}
 UNIT = {aten.unsqueeze.default}
 EXPONENTIALS = {aten.exp.default, aten.exp2.default}
 TOLERANCE = 1e-8  # float64, a few hundred operations
-MOST_CANDIDATES = 40
+MOST_CANDIDATES, MOST_OPERANDS = 40, 7
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Scan:
     """A scan proved. Groups of atoms: b batch, t tokens, h heads, p channels, n states; `groups` leads h."""
 
     y: Leaf
-    final_state: Leaf | None
+    final_states: list[Leaf]
     x: Leaf
     dt: Leaf
     A: Leaf
@@ -201,7 +201,7 @@ def _scan_at(algebra: Algebra, root: Node, decay: Node) -> Scan | NoScan:
         return NoScan(decay, "no-step", "what the state takes in is not multiplied by the step of its decay", 1)
     dt = max(shared)
     dt, steps = _leaf(algebra, dt)
-    carrying = {n for n in algebra.behind([root], stop=[dt]) if _depends(algebra, n, dt)}
+    carrying = algebra.behind([root], stop=[dt]) & set(algebra.ahead(dt)) - {dt}
     cut = _Cut(algebra, carrying, dt)
     cut.inside |= steps
     leaves = cut.leaves(root)
@@ -211,13 +211,26 @@ def _scan_at(algebra: Algebra, root: Node, decay: Node) -> Scan | NoScan:
     if len(rates) != 1:
         return NoScan(decay, "rate", f"the logarithm of the decay is a step times {len(rates) or 'no'} rates", 2)
     operands = [n for n in leaves if n not in (dt, rates[0])]
-    nodes = sorted(cut.inside)
-    resized = Resized(nodes, [dt, *[n for n in leaves if n is not dt]])
-    return _Roles(algebra, resized, root, dt, rates[0], operands, decays).scan()
+    if len(operands) > MOST_OPERANDS - 2:
+        return NoScan(root, "roles", "it has more operands than a scan", 2)
+    exports, shown = _exports(algebra, carrying, cut.inside, leaves, dt, root)
+    resized = Resized(sorted(cut.inside | shown), [dt, *operands, rates[0]])
+    return _Roles(algebra, resized, root, dt, rates[0], operands, exports).scan()
 
 
-def _depends(algebra: Algebra, n: Node, on: Node) -> bool:
-    return n is not on and on in algebra.behind([n], stop=[on])
+def _exports(
+    algebra: Algebra, carrying: set[Node], inside: set[Node], operands: list[Node], dt: Node, root: Node
+) -> tuple[list[Node], set[Node]]:
+    """(what leaves the scan beside y, what it takes to make that): to be the state at its end."""
+    known, shown = inside | set(operands) | algebra.constants, set[Node]()
+    for n in algebra.ahead(dt):
+        if n not in known and root not in n.all_input_nodes and set(n.all_input_nodes) <= known | shown:
+            shown.add(n)
+    exports = []
+    for n in sorted((carrying | shown) - {root}):
+        if any(u not in inside and u not in shown and not _lends_shape(algebra, u) for u in n.users):
+            exports.append(n)
+    return exports, shown & algebra.behind(exports)
 
 
 def _leaf(algebra: Algebra, n: Node) -> tuple[Node, set[Node]]:
@@ -266,7 +279,7 @@ class _Cut:
         if n in self.inside or n in self.found:
             return
         if n in algebra.constants:
-            self.inside |= {c for c in algebra.behind([n])} | _constants(algebra, n)
+            self.inside |= _constants(algebra, n)
             return
         at, between = self._through(n)
         inputs = [a for a in at.all_input_nodes if a not in algebra.constants]
@@ -284,6 +297,14 @@ class _Cut:
         leaf, between = _leaf(algebra, n)
         self.inside |= between
         self.found[leaf] = None
+
+    def _whole(self, n: Node) -> tuple[Node, set[Node]]:
+        """What `n` is an element of, with the nodes between."""
+        source, between = self._through(n)
+        if source.target is aten.select.int and source in self.algebra.nodes:
+            whole, others = self._through(source.args[0])  # type: ignore[arg-type]
+            return whole, between | {source} | others
+        return source, set()
 
     def _through(self, n: Node) -> tuple[Node, set[Node]]:
         between = set()
@@ -306,15 +327,19 @@ class _Cut:
     def _one_of_each(self) -> list[Node]:
         """Leaves, one for each source: where two views of one tensor are read, that tensor."""
         by_source: dict[Node, list[Node]] = {}
+        picked = len(self.found) > MOST_OPERANDS  # chunks are read one by one, in a loop
         for leaf in self.found:
-            by_source.setdefault(self.algebra.source(leaf), []).append(leaf)
+            source, between = self._whole(leaf) if picked else (self.algebra.source(leaf), set())
+            if between:
+                self.inside |= between
+            by_source.setdefault(source, []).append(leaf)
         chosen = []
         for source, leaves in by_source.items():
             if len(leaves) > 1:
                 for leaf in leaves:
                     at, between = self._through(leaf)
                     self.inside |= between
-            chosen.append(leaves[0] if len(leaves) == 1 else source)
+            chosen.append(leaves[0] if len(leaves) == 1 and source is self.algebra.source(leaves[0]) else source)
         self.inside |= {c for n in list(self.inside) for a in n.all_input_nodes for c in _constants(self.algebra, a)}
         self.inside -= set(chosen)
         return chosen
@@ -343,10 +368,10 @@ class _Roles:
 
     def __init__(
         self, algebra: Algebra, resized: Resized, root: Node, dt: Node, rate: Node, operands: list[Node],
-        decays: list[Node],
+        exports: list[Node],
     ) -> None:  # fmt: skip
         self.algebra, self.r, self.root, self.dt, self.rate = algebra, resized, root, dt, rate
-        self.operands, self.decays = operands, decays
+        self.operands, self.exports = operands, exports
 
     def atoms(self, n: Node) -> Dim:
         return [a for d in self.r.of(n) for a in d]
@@ -399,63 +424,38 @@ class _Roles:
         r = self.r
         n = [a for a in self.atoms(roles["B"]) if a not in {*b, *t, *h, *p}]
         nodes = {"dt": self.dt, "A": self.rate, **roles}
-        finals = self._finals()
-        if isinstance(finals, NoScan):
-            return finals
         for turn in (0, 1):
             r.solve(turn)
             operands = {m: _random(r.shape(r.of(m)), m is self.dt) for m in r.leaves}
-            y, *states = r.run(operands, [self.root])
-            want, state = recurrence(
-                *(
-                    None if k not in nodes else arranged(r.axes, operands[nodes[k]], r.of(nodes[k]), target)
-                    for k, target in (
-                        ("x", [b, t, h, p]), ("dt", [b, t, h]), ("A", [h]), ("B", [b, t, h, n]), ("C", [b, t, h, n]),
-                        ("D", [h]), ("initial_state", [b, h, p, n]),
-                    )
+            y, *states = r.run(operands, [self.root, *self.exports])
+            given = [
+                None if k not in nodes else arranged(r.axes, operands[nodes[k]], r.of(nodes[k]), target)
+                for k, target in (
+                    ("x", [b, t, h, p]), ("dt", [b, t, h]), ("A", [h]), ("B", [b, t, h, n]), ("C", [b, t, h, n]),
+                    ("D", [h]), ("initial_state", [b, h, p, n]),
                 )
-            )  # fmt: skip
+            ]  # fmt: skip
+            want, state = recurrence(*given)  # type: ignore[arg-type]
             got = arranged(r.axes, y, r.of(self.root), [b, t, h, p])
             if not _equal(got, want):
                 return NoScan(self.root, "differs", "what is computed is no scan of its operands", 5)
-            for final in list(finals):
-                if not self._is_final(final, operands, state, [b, h, p, n]):
+            for final, found in zip(self.exports, states, strict=True):
+                target, dims = [b, h, p, n], r.of(final)
+                same = {a for d in dims for a in d} == {a for d in target for a in d}
+                if not same or not _equal(arranged(r.axes, found, dims, target), state):
                     return NoScan(final, "escapes", "an intermediate of the scan is used elsewhere too", 6)
         made = {k: Leaf(m, tuple(tuple(d) for d in r.of(m))) for k, m in nodes.items()}
-        final = None
-        if finals:
-            final = Leaf(finals[0], tuple(tuple(d) for d in r.of(finals[0])))
+        y_leaf, *finals = (Leaf(m, tuple(tuple(d) for d in r.of(m))) for m in (self.root, *self.exports))
         return Scan(
-            Leaf(self.root, tuple(tuple(d) for d in r.of(self.root))), final, made["x"], made["dt"], made["A"],
-            made["B"], made["C"], made.get("D"), made.get("initial_state"), b, t, h, p, n, self._chunk(t),
-            set(r.nodes),
+            y_leaf, finals, made["x"], made["dt"], made["A"], made["B"], made["C"], made.get("D"),
+            made.get("initial_state"), b, t, h, p, n, self._chunk(t), set(r.nodes),
         )  # fmt: skip
-
-    def _finals(self) -> list[Node] | NoScan:
-        """What leaves the scan beside y, to be the state at its end."""
-        inside = set(self.r.nodes)
-        out = []
-        for n in self.r.nodes:
-            if n is self.root or n in self.algebra.constants or not _reaches(self.algebra, n, self.dt):
-                continue
-            out += [n for u in n.users if u not in inside and not _lends_shape(self.algebra, u)][:1]
-        return out and NoScan(out[0], "escapes", "an intermediate of the scan is used elsewhere too", 4)  # type: ignore
-
-    def _is_final(self, n: Node, operands: dict[Node, Tensor], state: Tensor, target: list[Dim]) -> bool:
-        (got,) = self.r.run(operands, [n])
-        return set(self.atoms(n)) <= {a for d in target for a in d} and _equal(
-            arranged(self.r.axes, got, self.r.of(n), target), state
-        )
 
     def _chunk(self, t: Dim) -> int:
         """The size of the model's chunks: the tokens' inner dimension, perhaps once they are padded."""
         padded = [flat(eq.whole) for eq in self.r.axes.lengths if [flat(d) for d in eq.parts] == [t]]
         size = next((d[-1].size for d in (t, *padded) if len(d) > 1), next((d[-1].size for d in (*padded, t) if d), 1))
         return size if isinstance(size, int) else 0
-
-
-def _reaches(algebra: Algebra, n: Node, dt: Node) -> bool:
-    return _depends(algebra, n, dt)
 
 
 def _random(shape: list[int], positive: bool) -> Tensor:

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.library import opcheck
 
 from megacpp_compile.lowerings.ssd_scan import ssd_scan, ssd_scan_backward
-from megacpp_compile.lowerings.ssd_scan.segment_sums import pad, segment_sums, segment_sums_adjoint
 
 from . import addresses, relative_error, saved_by
 
@@ -204,19 +203,3 @@ def test_autocast_does_not_reach_inside(rand):
     with torch.autocast("cpu", torch.bfloat16):
         got = ssd_scan(*args)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-
-
-@pytest.mark.parametrize("n", [1, 16, 40])
-def test_segment_sums(rand, n):
-    a = rand(2, n, grad=True)
-    got = segment_sums(pad(a))[..., :n, :n]
-    want = torch.stack([torch.stack([a[:, s + 1 : m + 1].sum(-1) for s in range(n)], -1) for m in range(n)], -2)
-    lower = torch.ones(n, n, dtype=torch.bool).tril()
-    torch.testing.assert_close(got[:, lower], want[:, lower])
-    assert (got[:, ~lower] == -torch.inf).all()
-
-    d = rand(2, n, n).tril()
-    (expected,) = torch.autograd.grad((want * d).sum(), a, materialize_grads=True, allow_unused=True)
-    behind = -n % 16
-    adjoint = segment_sums_adjoint(torch.nn.functional.pad(d, (0, behind, 0, behind)))
-    torch.testing.assert_close(adjoint[:, :n], expected)

@@ -3,6 +3,11 @@
 Within a chunk the recurrence is a product with a lower triangular matrix, C_l . B_s times the decay from s to l; across
 chunks it is the same thing with chunks for positions. The largest intermediate is that matrix, [b, chunks, h, l, l].
 No loop over chunks, so that the number of tokens may be symbolic.
+
+The logarithm of a decay is a sum over consecutive positions, here a difference of prefix sums. In float32 that would
+lose what the prefixes hold beyond it, so prefix sums are float64, and so are their gradients, which cancel likewise.
+They are products with a triangle of ones: Inductor can't compile a cumsum at a model's sizes, and float64 is out of
+TF32's reach.
 """
 
 from __future__ import annotations
@@ -12,8 +17,6 @@ import functools
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from megacpp_compile.lowerings.ssd_scan.segment_sums import BLOCK, pad, segment_sums, segment_sums_adjoint
 
 
 def compute_dtype(*operands: Tensor | None) -> torch.dtype:
@@ -29,22 +32,24 @@ class _Chunks:
 
     def __init__(self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, dtype: torch.dtype):
         self.tokens, self.groups, self.dtype = x.shape[1], B.shape[2], dtype
-        short = isinstance(self.tokens, int) and self.tokens < chunk_size
-        self.length = -(-max(self.tokens, 1) // BLOCK) * BLOCK if short else chunk_size
+        short = isinstance(self.tokens, int) and 0 < self.tokens < chunk_size
+        self.length = self.tokens if short else chunk_size
+        self.chunks = (self.tokens + self.length - 1) // self.length
         self.x, self.dt = self.split(x), self.split(dt)  # [b, c, l, h, p], [b, c, l, h]
         self.A = A.to(dtype)
-        self.a = (self.dt * self.A).transpose(-1, -2)  # [b, c, h, l]
         self.xdt = self.x * self.dt.unsqueeze(-1)
         self.B, self.C = (self.split(t).transpose(2, 3) for t in (B, C))  # [b, c, g, l, n]
-        sums = segment_sums(self.a)
-        self.decay = sums.exp()  # from s to l
-        self.decay_in = (sums[..., 0] + self.a[..., :1]).exp()  # from before the chunk to l
-        self.decay_out = self.decay[..., -1, :]  # from s to the end of the chunk
-        self.total = sums[..., -1, 0] + self.a[..., 0]  # [b, c, h]
+        sums = _prefix_sums((self.dt * self.A).transpose(-1, -2))  # [b, c, h, l]
+        last = sums[..., -1:]
+        self.decay = _between(sums).to(dtype).exp()  # from s to l
+        self.decay_in = sums.to(dtype).exp()  # from before the chunk to l
+        self.decay_out = (last - sums).to(dtype).exp()  # from s to the end of the chunk
+        self.total = last.squeeze(-1)  # [b, c, h], float64
 
     def split(self, t: Tensor) -> Tensor:
-        behind = -self.tokens % self.length
-        return F.pad(t.to(self.dtype), (0, 0) * (t.dim() - 2) + (0, behind)).unflatten(1, (-1, self.length))
+        behind = self.chunks * self.length - self.tokens
+        padded = F.pad(t.to(self.dtype), (0, 0) * (t.dim() - 2) + (0, behind))
+        return padded.unflatten(1, (self.chunks, self.length))
 
     def join(self, t: Tensor, dtype: torch.dtype) -> Tensor:
         return t.flatten(1, 2)[:, : self.tokens].to(dtype).contiguous()
@@ -66,8 +71,29 @@ class _Chunks:
 
     def carry(self) -> Tensor:
         """[b, h, z, c]: how much of what is added before chunk c is left where chunk z begins."""
-        n = self.total.shape[1] + 1
-        return segment_sums(pad(F.pad(self.total.transpose(1, 2), (1, 0)))).exp()[..., :n, :n]
+        sums = _prefix_sums(F.pad(self.total.transpose(1, 2), (1, 0)))
+        return _between(sums).to(self.dtype).exp()
+
+
+def _prefix_sums(a: Tensor) -> Tensor:
+    """[..., n]: a[0] + ... + a[l], in float64."""
+    return a.double() @ _triangle(a).t()
+
+
+def _prefix_sums_adjoint(d: Tensor) -> Tensor:
+    """The gradient of `a` for the gradient `d`, float64, of `_prefix_sums(a)`."""
+    return d @ _triangle(d)
+
+
+def _triangle(a: Tensor) -> Tensor:
+    n = a.shape[-1]
+    return torch.ones(n, n, dtype=torch.float64, device=a.device).tril()
+
+
+def _between(sums: Tensor) -> Tensor:
+    """[..., l, s]: what comes behind s and up to l, -inf where l comes before s; `sums` are prefix sums."""
+    n = torch.arange(sums.shape[-1], device=sums.device)
+    return torch.where(n.unsqueeze(-1) >= n, sums.unsqueeze(-1) - sums.unsqueeze(-2), -torch.inf)
 
 
 def _mix(weights: Tensor, states: Tensor) -> Tensor:
@@ -142,7 +168,7 @@ def ssd_scan_backward(
     d_scores = dy_heads @ xdt_heads.transpose(-1, -2)
     scores = inner.unsqueeze(3) * decay
     d_inner = (d_scores * decay).sum(3)
-    d_sums = (d_scores * scores).flatten(2, 3)  # [b, c, h, l, s]
+    d_decay = (d_scores * scores).flatten(2, 3)  # of their logarithms, [b, c, h, l, s]
 
     from_left = k.unrows(k.B @ left_by_group.transpose(-1, -2), heads) * k.decay_out.transpose(2, 3).unsqueeze(-1)
     d_xdt = (scores.transpose(-1, -2) @ dy_heads).flatten(2, 3).transpose(2, 3) + from_left
@@ -150,16 +176,14 @@ def ssd_scan_backward(
     d_C = d_inner @ k.B + decayed @ by_group
     d_B = d_inner.transpose(-1, -2) @ k.C + leaving @ left_by_group
 
-    # Logarithms of decays, all of them sums of `a` over consecutive positions.
+    # Logarithms of decays, all of them differences of prefix sums.
     entered = k.unrows(k.C @ by_group.transpose(-1, -2), heads) * k.decay_in.transpose(2, 3).unsqueeze(-1)
-    d_in = (dy * entered).sum(-1).transpose(2, 3)  # [b, c, h, l]
-    d_out = (k.xdt * from_left).sum(-1).transpose(2, 3)
-    d_total = (left * states).sum((-2, -1)) * k.total.exp()
-    d_first = d_in + F.pad(d_total.unsqueeze(-1), (k.length - 1, 0))
-    d_sums = d_sums + F.pad(d_first.unsqueeze(-1), (0, k.length - 1))
-    d_sums = d_sums + F.pad(d_out.unsqueeze(-2), (0, 0, k.length - 1, 0))
-    d_a = segment_sums_adjoint(d_sums) + F.pad(d_first.sum(-1, keepdim=True), (0, k.length - 1))
-    d_a = d_a.transpose(2, 3)  # [b, c, l, h]
+    d_in = (dy * entered).sum(-1).transpose(2, 3).double()  # [b, c, h, l]
+    d_out = (k.xdt * from_left).sum(-1).transpose(2, 3).double()
+    d_last = (left * states).sum((-2, -1)).double() * k.total.exp() + d_out.sum(-1)
+    rows, columns = (d_decay.sum(i, dtype=torch.float64) for i in (-1, -2))
+    d_sums = rows - columns + d_in - d_out + F.pad(d_last.unsqueeze(-1), (k.length - 1, 0))
+    d_a = _prefix_sums_adjoint(d_sums).to(dtype).transpose(2, 3)  # [b, c, l, h]
 
     d_dt = d_a * k.A + (d_xdt * k.x).sum(-1)
     d_x = d_xdt * k.dt.unsqueeze(-1)
