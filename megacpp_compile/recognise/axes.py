@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from megacpp_compile.graph_edit import same_size
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 LARGEST_PINNED = 64
 SMALL = (3, 4, 5)
@@ -48,7 +48,18 @@ def flat(dim: Iterable[Atom]) -> Dim:
 
 
 def fresh(size: Any) -> Dim:
-    return [] if isinstance(size, int) and size == 1 else [Atom(size)]
+    return [] if is_one(size) else [Atom(size)]
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Sizes known to be equal; never adds a guard."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    return statically_known_true(a == b)
+
+
+def is_one(size: Any) -> bool:
+    return equal(size, 1)
 
 
 def pin(dims: Iterable[Dim]) -> None:
@@ -79,7 +90,7 @@ class Axes:
         """`a` and `b` are one dimension."""
         left, right = flat(a), flat(b)
         while left and right:
-            if left[0] is right[0] or same_size(left[0].size, right[0].size):
+            if left[0] is right[0] or equal(left[0].size, right[0].size):
                 _bind(right[0], [left[0]])
             elif len(left) == 1:
                 _bind(left[0], right)
@@ -100,10 +111,10 @@ class Axes:
         """The dimensions of a view with `sizes` of a tensor with `dims`."""
         atoms = [a for d in dims for a in flat(d)]
         out: list[Dim] = [[] for _ in sizes]
-        todo = [i for i, s in enumerate(sizes) if not (isinstance(s, int) and s == 1)]
-        while atoms and todo and same_size(atoms[0].size, sizes[todo[0]]):
+        todo = [i for i, s in enumerate(sizes) if not is_one(s)]
+        while atoms and todo and equal(atoms[0].size, sizes[todo[0]]):
             out[todo.pop(0)] = [atoms.pop(0)]
-        while atoms and todo and same_size(atoms[-1].size, sizes[todo[-1]]):
+        while atoms and todo and equal(atoms[-1].size, sizes[todo[-1]]):
             out[todo.pop()] = [atoms.pop()]
         while atoms and todo:
             if len(todo) == 1:
@@ -146,7 +157,7 @@ class Axes:
     def shorter(self, dim: Dim, size: Any) -> Dim:
         """A dimension of `size`, what a slice leaves of `dim`: what it was before padding, where that is its length."""
         for eq in self.lengths:
-            if flat(eq.whole) == flat(dim) and len(eq.parts) == 1 and same_size(length(eq.parts[0]), size):
+            if flat(eq.whole) == flat(dim) and len(eq.parts) == 1 and equal(length(eq.parts[0]), size):
                 return eq.parts[0]
         cut = fresh(size)
         extra = length(dim) - size
@@ -164,7 +175,7 @@ class Axes:
             for eq, other in itertools.combinations(one, 2):
                 before = flat(eq.parts[0]), flat(other.parts[0])
                 alike = flat(eq.whole) == flat(other.whole) and before[0] != before[1]
-                if alike and same_size(length(before[0]), length(before[1])):
+                if alike and equal(length(before[0]), length(before[1])):
                     self.same(*before)
                     changed = True
 

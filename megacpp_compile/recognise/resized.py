@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, fx
 from torch.fx import Node
 
-from megacpp_compile.graph_edit import same_size, value
-from megacpp_compile.recognise.axes import Axes, Dim, NoAxes, flat, fresh, length, pin
+from megacpp_compile.graph_edit import value
+from megacpp_compile.recognise.axes import Axes, Dim, NoAxes, equal, flat, fresh, is_one, length, pin
 
 aten = torch.ops.aten
 DimsRule = Callable[["Resized", Node], Any]
@@ -71,7 +71,10 @@ class Resized:
         self.axes, self.nodes, self.leaves = Axes(), nodes, leaves
         self.dims: dict[Node, Any] = {n: [fresh(s) for s in value(n).shape] for n in leaves}
         for n in nodes:
-            self.dims[n] = RULES[n.target][0](self, n)
+            try:
+                self.dims[n] = RULES[n.target][0](self, n)
+            except KeyError as e:
+                raise NoAxes(f"{n.name} computes with a size") from e
         self.axes.close()
 
     def of(self, node: Node) -> list[Dim]:
@@ -245,7 +248,7 @@ def _permute(r: Resized, n: Node) -> list[Dim]:
 def _unit_dims(r: Resized, n: Node) -> list[Dim]:
     source = [d for d in r.dims[n.args[0]] if flat(d)]
     it = iter(source)
-    return [[] if isinstance(s, int) and s == 1 else next(it) for s in value(n).shape]
+    return [[] if is_one(s) else next(it) for s in value(n).shape]
 
 
 def _expanded(r: Resized, n: Node, args: tuple[Any, ...]) -> Tensor:
@@ -280,7 +283,7 @@ def _repeat(r: Resized, n: Node) -> list[Dim]:
     out = []
     for d, s in zip(dims, shape, strict=True):
         have = length(d)
-        if same_size(have, s):
+        if equal(have, s):
             out.append(d)
             continue
         if not isinstance(have, int) or not isinstance(s, int):
@@ -333,7 +336,7 @@ def _pad(r: Resized, n: Node) -> list[Dim]:
 
 
 def _same_padding(eq: Any, dim: Dim, size: Any) -> bool:
-    return len(eq.parts) == 1 and flat(eq.parts[0]) == flat(dim) and same_size(length(eq.whole), size)
+    return len(eq.parts) == 1 and flat(eq.parts[0]) == flat(dim) and equal(length(eq.whole), size)
 
 
 def _bounds(n: Node) -> tuple[int, Any, Any]:
@@ -348,10 +351,19 @@ def _bounds(n: Node) -> tuple[int, Any, Any]:
     return dim, start, result
 
 
+def whole(n: Node) -> bool:
+    """Whether a slice leaves out nothing."""
+    return (
+        n.target is aten.slice.Tensor
+        and argument(n, 4, "step", 1) == 1
+        and all(equal(a, b) for a, b in zip(value(n).shape, value(n.args[0]).shape, strict=True))
+    )
+
+
 def _sliced(r: Resized, n: Node, args: tuple[Any, ...]) -> Tensor:
     dim, start, result = _bounds(n)
     have, want = args[0].shape[dim], r.shape(r.dims[n])[dim]
-    at_end = not _is(start, 0) and same_size(start + result, value(n.args[0]).shape[dim])
+    at_end = not _is(start, 0) and equal(start + result, value(n.args[0]).shape[dim])
     return args[0].narrow(dim, have - want if at_end else start, want)
 
 
@@ -360,12 +372,12 @@ def _slice(r: Resized, n: Node) -> list[Dim]:
     dims = list(r.dims[n.args[0]])
     dim, start, result = _bounds(n)
     size = value(n.args[0]).shape[dim]
-    if same_size(size, result):
+    if equal(size, result):
         return dims
-    at_end = same_size(start + result, size)
+    at_end = equal(start + result, size)
     if not _is(start, 0) and not at_end or _is(size, 2):
         pin([dims[dim]])  # from the middle; or of two, where "the first" and "all but the last" are one
-    dims[dim] = [] if _is(result, 1) else r.axes.shorter(dims[dim], result)
+    dims[dim] = [] if is_one(result) else r.axes.shorter(dims[dim], result)
     return dims
 
 

@@ -31,6 +31,7 @@ from megacpp_compile.recognise.resized import (
     SAME,
     VIEWS,
     Resized,
+    whole,
 )
 
 aten = torch.ops.aten
@@ -90,7 +91,7 @@ class Algebra:
         for n in graph.nodes:
             if n.op != "call_function" or n.target not in RULES:
                 continue
-            inputs = n.all_input_nodes
+            inputs = tensors(n)
             constant = n.target in CREATION | LIKE or bool(inputs) and all(a in self.constants for a in inputs)
             condition = CONDITION.get(n.target)
             data = n.target in MASKS or condition is not None and n.args[condition] not in self.constants
@@ -102,7 +103,7 @@ class Algebra:
 
     def inputs(self, n: Node) -> list[Node]:
         """What the value of `n` depends on; a constant, and what only lends its shape, is not."""
-        return [] if n in self.constants else [a for a in n.all_input_nodes if a not in self.constants]
+        return [] if n in self.constants else [a for a in tensors(n) if a not in self.constants]
 
     def behind(self, roots: Iterable[Node], stop: Iterable[Node] = ()) -> set[Node]:
         """Everything `roots` are made of by algebra, themselves and the operands it begins with included."""
@@ -133,12 +134,17 @@ class Algebra:
         return n
 
     def passes_on(self, n: Node) -> bool:
-        if n not in self.nodes or n in self.constants or n.target not in SAME | VIEWS | REPEATS:
+        if n not in self.nodes or n in self.constants or n.target not in SAME | VIEWS | REPEATS and not whole(n):
             return False
         source = n.args[0]
         assert isinstance(source, Node)
         have, made = value(source).dtype, value(n).dtype
         return have.is_floating_point and torch.promote_types(have, made) == made
+
+
+def tensors(n: Node) -> list[Node]:
+    """The inputs of `n` that are tensors, or several; sizes are not."""
+    return [a for a in n.all_input_nodes if isinstance(value(a), (torch.Tensor, tuple, list))]
 
 
 def _float(n: Node) -> bool:
@@ -172,7 +178,7 @@ def _is_decay(algebra: Algebra, n: Node) -> bool:
     made_of = algebra.behind([n])
     if any(m.target is aten.cumsum.default for m in made_of):
         return True
-    return any(m.target in CONTRACTIONS and set(m.all_input_nodes) & algebra.constants for m in made_of)
+    return any(m.target in CONTRACTIONS and set(tensors(m)) & algebra.constants for m in made_of)
 
 
 def _scan_of(algebra: Algebra, decay: Node) -> Scan | NoScan:
@@ -224,7 +230,7 @@ def _exports(
     """(what leaves the scan beside y, what it takes to make that): to be the state at its end."""
     known, shown = inside | set(operands) | algebra.constants, set[Node]()
     for n in algebra.ahead(dt):
-        if n not in known and root not in n.all_input_nodes and set(n.all_input_nodes) <= known | shown:
+        if n not in known and root not in n.all_input_nodes and set(tensors(n)) <= known | shown:
             shown.add(n)
     exports = []
     for n in sorted((carrying | shown) - {root}):
@@ -256,7 +262,7 @@ class _Cut:
         carrying = set(self.inside)
         skips = []
         for n in sorted(carrying):
-            for a in n.all_input_nodes:
+            for a in tensors(n):
                 if a in carrying or a is self.dt:
                     continue
                 if a.target in (aten.mul.Tensor,) and n.target in (aten.add.Tensor,) and a in self.algebra.nodes:
@@ -265,9 +271,9 @@ class _Cut:
                     self.descend(a)
         for a in skips:
             known = {self.algebra.source(n) for n in self.found}
-            if any(self.algebra.source(b) in known for b in a.all_input_nodes):
+            if any(self.algebra.source(b) in known for b in tensors(a)):
                 self.inside.add(a)
-                for b in a.all_input_nodes:
+                for b in tensors(a):
                     self.descend(b)
             else:
                 self.descend(a)
@@ -282,16 +288,20 @@ class _Cut:
             self.inside |= _constants(algebra, n)
             return
         at, between = self._through(n)
-        inputs = [a for a in at.all_input_nodes if a not in algebra.constants]
+        inputs = [a for a in tensors(at) if a not in algebra.constants]
         mixes = at in algebra.nodes and (
-            at.target in CONTRACTIONS and len(inputs) == 2
+            at.target in CONTRACTIONS
+            and len(inputs) == 2
             or at.target is aten.sum.dim_IntList
-            or summed and at.target is aten.mul.Tensor and len(inputs) == 2
-            or len(inputs) == 1 and len(at.all_input_nodes) == 2
+            or summed
+            and at.target is aten.mul.Tensor
+            and len(inputs) == 2
+            or len(inputs) == 1
+            and len(tensors(at)) == 2
         )
         if mixes:
             self.inside |= {at} | between
-            for a in at.all_input_nodes:
+            for a in tensors(at):
                 self.descend(a, at.target is aten.sum.dim_IntList or summed and len(inputs) == 1)
             return
         leaf, between = _leaf(algebra, n)
@@ -321,7 +331,7 @@ class _Cut:
                 continue
             seen.add(n)
             if n in self.inside and n not in self.found:
-                pending += n.all_input_nodes
+                pending += tensors(n)
         return seen & set(self.found)
 
     def _one_of_each(self) -> list[Node]:
@@ -340,7 +350,7 @@ class _Cut:
                     at, between = self._through(leaf)
                     self.inside |= between
             chosen.append(leaves[0] if len(leaves) == 1 and source is self.algebra.source(leaves[0]) else source)
-        self.inside |= {c for n in list(self.inside) for a in n.all_input_nodes for c in _constants(self.algebra, a)}
+        self.inside |= {c for n in list(self.inside) for a in tensors(n) for c in _constants(self.algebra, a)}
         self.inside -= set(chosen)
         return chosen
 
@@ -352,7 +362,7 @@ def _constants(algebra: Algebra, n: Node) -> set[Node]:
         m = pending.pop()
         if m in algebra.constants and m not in found:
             found.add(m)
-            pending += m.all_input_nodes if m.target not in CREATION | LIKE else []
+            pending += tensors(m) if m.target not in CREATION | LIKE else []
     return found
 
 
