@@ -234,7 +234,7 @@ def _exports(
             shown.add(n)
     exports = []
     for n in sorted((carrying | shown) - {root}):
-        if any(u not in inside and u not in shown and not _lends_shape(algebra, u) for u in n.users):
+        if any(u not in inside and u not in shown and not _lends_shape(algebra, u, n) for u in n.users):
             exports.append(n)
     return exports, shown & algebra.behind(exports)
 
@@ -366,11 +366,13 @@ def _constants(algebra: Algebra, n: Node) -> set[Node]:
     return found
 
 
-def _lends_shape(algebra: Algebra, n: Node) -> bool:
-    """Whether of `n` only shape and dtype are read, for constants."""
-    return n in algebra.nodes and all(
-        u.target in LIKE | CREATION and u.args[0] is n or _lends_shape(algebra, u) for u in n.users
-    )
+def _lends_shape(algebra: Algebra, reader: Node, read: Node) -> bool:
+    """Whether `reader` reads only the shape and dtype of `read`: a size, or a constant like it."""
+    if not isinstance(value(reader), (torch.Tensor, tuple, list)):
+        return reader.op != "output"
+    if reader.target in LIKE | CREATION and reader.args[0] is read:
+        return True
+    return reader in algebra.nodes and all(_lends_shape(algebra, u, reader) for u in reader.users)
 
 
 class _Roles:

@@ -1,0 +1,211 @@
+"""The scan is found however it is written, and nothing beside it; outputs and gradients stay eager's."""
+
+from __future__ import annotations
+
+import expecttest
+import pytest
+import torch
+from corpus.scans import FORMS, NEAR_SCANS, PlainMamba2, broadcast_products, einsums
+from frames import check, largest_error, render, run, train
+from torch import nn
+
+from megacpp_compile.passes.ssd_scan import chunk_size
+
+from .contract import (
+    assert_autocast,
+    assert_autocast_inside,
+    assert_disabled,
+    assert_dynamic,
+    assert_fires,
+    assert_refused,
+)
+
+NAME = "ssd_scan"
+
+
+def block(form=broadcast_products, length=12, **kwargs):
+    module = PlainMamba2(form, **kwargs)
+    return module, module.example_inputs(length)
+
+
+# --- fires
+
+
+def test_graph():
+    frames = assert_fires(NAME, *block(length=10, state=True))
+    expecttest.assert_expected_inline(
+        render(frames.graph),
+        """\
+""",
+    )
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["no_state", "state_given"])
+@pytest.mark.parametrize("state", [False, True], ids=["y_alone", "state_returned"])
+@pytest.mark.parametrize("form", FORMS)
+def test_spellings(form, given, state):
+    frames = assert_fires(NAME, *block(FORMS[form], given=given, state=state))
+    kinds = {n.target for n in frames.graph.graph.nodes}
+    assert not kinds & {torch.ops.aten.cumsum.default, torch.ops.aten.einsum.default}, "a part stayed behind"
+
+
+@pytest.mark.parametrize("length", [1, 2, 4, 5, 11])
+def test_lengths(length):
+    """Padded or not, in one chunk or in several."""
+    assert_fires(NAME, *block(length=length))
+
+
+@pytest.mark.parametrize("sizes", [{"groups": 1}, {"groups": 4}, {"heads": 1, "groups": 1}, {"p": 1}, {"n": 1}], ids=str)
+def test_sizes(sizes):
+    assert_fires(NAME, *block(**sizes))
+
+
+def test_one_sequence():
+    module = PlainMamba2(einsums)
+    assert_fires(NAME, module, module.example_inputs(batch=1))
+
+
+def test_equal_sizes_are_told_apart():
+    """Batch, chunks, positions, heads, channels and states all of one size."""
+    module = PlainMamba2(einsums, heads=4, p=4, groups=4, n=4, chunk=4, given=True, state=True)
+    assert_fires(NAME, module, module.example_inputs(length=16, batch=4))
+
+
+def groups_in_turn(x, dt, A, B, C, D, state, size):
+    """Head i reads group i % g: no order the op knows, so it is given B and C of every head."""
+    b, t, h, _ = x.shape
+    B, C = (z.repeat(1, 1, h // z.shape[2], 1) for z in (B, C))
+    return einsums(x, dt, A, B, C, D, state, size)
+
+
+def one_group_without_its_dimension(x, dt, A, B, C, D, state, size):
+    B, C = (z[:, :, 0, None].expand(-1, -1, x.shape[2], -1) for z in (B, C))
+    return einsums(x, dt, A, B, C, D, state, size)
+
+
+def step_into_B(x, dt, A, B, C, D, state, size):
+    """Discretised as Mamba-1 does it: the step multiplies B, for every head."""
+    b, t, h, _ = x.shape
+    sums = torch.cumsum(A * dt, 1)
+    decay = torch.exp(sums[:, :, None] - sums[:, None]).masked_fill(~torch.ones(t, t).tril().bool()[..., None], 0)
+    dB = B.repeat_interleave(h // B.shape[2], 2) * dt[..., None]
+    scores = torch.einsum("blhn,bshn->blsh", C.repeat_interleave(h // C.shape[2], 2), dB)
+    return torch.einsum("blsh,bshp->blhp", scores * decay, x) + D[:, None] * x, None
+
+
+@pytest.mark.parametrize(
+    "form", [groups_in_turn, one_group_without_its_dimension, step_into_B], ids=lambda f: f.__name__
+)
+def test_other_forms(form):
+    assert_fires(NAME, *block(form))
+
+
+def test_two_layers():
+    assert_fires(NAME, nn.Sequential(PlainMamba2(einsums), PlainMamba2()), block()[1], count=2)
+
+
+def test_takes_bfloat16_operands_as_they_are():
+    """The casts in front of the scan are the op's affair."""
+    module = PlainMamba2().bfloat16()
+    args = module.example_inputs(dtype=torch.bfloat16)
+    frames = assert_fires(NAME, module, args)
+    (op,) = (n for n in frames.graph.graph.nodes if n.target is torch.ops.megacpp.ssd_scan.default)
+    assert [op.args[i].meta["val"].dtype for i in (0, 3, 4)] == [torch.bfloat16] * 3
+    exact = PlainMamba2()
+    exact.load_state_dict(module.state_dict())
+    want = train(exact, exact, tuple(a.detach().float().requires_grad_() for a in args))
+    eager = train(module, module, args)
+    ours, theirs = (largest_error({k: t.float() for k, t in r.items()}, want)[0] for r in (frames.results, eager))
+    assert ours <= 1.25 * theirs + 2e-3
+
+
+def test_float64():
+    module = PlainMamba2(einsums).double()
+    module.A_log.data = module.A_log.data.float()  # stays in float32, as in the model
+    args = module.example_inputs(dtype=torch.float64)
+    assert run(module, args).fired == {NAME: 1}
+
+
+def test_inference():
+    module, args = block(state=True)
+    with torch.no_grad():
+        assert_fires(NAME, module.requires_grad_(False), tuple(a.detach() for a in args))
+
+
+@pytest.mark.parametrize("model", [1, 8, 16, 100, 256, 4096])
+def test_chunk_size_is_one_the_op_takes(model):
+    assert chunk_size(model) in (16, 32, 64, 128, 256)
+    assert chunk_size(model) >= min(model, 256)
+
+
+# --- modes
+
+
+def test_disabled():
+    assert_disabled(NAME, *block())
+
+
+@pytest.mark.parametrize("everything", [False, True], ids=["length", "everything"])
+def test_dynamic_shapes(everything):
+    module = PlainMamba2(chunk=16)
+    assert_dynamic(NAME, module, module.example_inputs, everything=everything)
+
+
+def test_autocast_around_the_call():
+    assert_autocast(NAME, *block(einsums))
+
+
+def test_autocast_inside_the_frame():
+    assert_autocast_inside(NAME, *block())
+
+
+# --- stays out
+
+
+@pytest.mark.parametrize("near", NEAR_SCANS)
+def test_refuses(near):
+    form, tag = NEAR_SCANS[near]
+    assert_refused(NAME, tag, *block(form))
+
+
+def test_refuses_what_is_read_elsewhere():
+    def form(x, dt, A, B, C, D, state, size):
+        seen = []
+        y, _ = einsums(x, dt, A, B, C, D, state, size, cumsum=lambda a: seen.append(a.cumsum(-1)) or seen[0])
+        return y, seen[0]
+
+    assert_refused(NAME, "escapes", *block(form, state=True))
+
+
+def test_refuses_states_under_no_grad():
+    def form(x, dt, A, B, C, D, state, size):
+        def sums(a):
+            with torch.no_grad():
+                return a.cumsum(-1)
+
+        return einsums(x, dt, A, B, C, D, state, size, cumsum=sums)
+
+    assert_refused(NAME, "region", *block(form))
+
+
+def test_refuses_what_depends_on_a_size():
+    def form(x, dt, A, B, C, D, state, size):
+        return einsums(x, dt, A, B, C, D, state, size, sums_of=lambda a: _band(a, 70))
+
+    def _band(a, width):
+        sums = a.cumsum(-1)
+        mask = torch.ones(a.shape[-1], a.shape[-1], dtype=torch.bool)
+        return (sums[..., None] - sums[..., None, :]).masked_fill(~mask.tril() | mask.tril(-width), -torch.inf)
+
+    module = PlainMamba2(form, heads=2, groups=1, p=2, n=2, chunk=80)
+    assert_refused(NAME, "axes", module, module.example_inputs(length=80, batch=1))
+
+
+def test_plain_exponentials_are_no_business_of_this_pass():
+    class Softmax(nn.Module):
+        def forward(self, x):
+            e = torch.exp(x - x.amax(-1, keepdim=True))
+            return e / e.sum(-1, keepdim=True)
+
+    frames = check(Softmax(), (torch.randn(2, 3, 4, requires_grad=True),))
+    assert not frames.misses and not frames.counts[NAME]
