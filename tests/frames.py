@@ -181,14 +181,14 @@ class _HonestyCheck(Interpreter):
         elif isinstance(real, Tensor):
             said, found = _layout(fake, "megacpp" in str(node.target)), _layout(real, "megacpp" in str(node.target))
             pairs = zip(said, found, strict=True)
-            assert all(a == b for a, b in pairs if not isinstance(a, torch.SymInt)), (
+            assert all(a == b for a, b in pairs if not isinstance(a, torch.SymInt) and b is not None), (
                 f"{node.name} says {said} and is {found}"
             )
 
 
 def _layout(t: Tensor, strides: bool) -> list[Any]:
-    """dtype and sizes; strides too where an op of ours promises them, save of dimensions that are 1 wide."""
-    own = [s for s, n in zip(t.stride(), t.shape, strict=True) if isinstance(n, torch.SymInt) or n != 1]
+    """dtype and sizes; strides too where an op of ours promises them, None for dimensions that are 1 wide."""
+    own = [s if isinstance(n, torch.SymInt) or n != 1 else None for s, n in zip(t.stride(), t.shape, strict=True)]
     return [t.dtype, t.dim(), *t.shape, *(own if strides else [])]
 
 

@@ -229,14 +229,15 @@ def _exports(
 ) -> tuple[list[Node], set[Node]]:
     """(what leaves the scan beside y, what it takes to make that): to be the state at its end."""
     known, shown = inside | set(operands) | algebra.constants, set[Node]()
-    for n in algebra.ahead(dt):
-        if n not in known and root not in n.all_input_nodes and set(tensors(n)) <= known | shown:
+    for n in sorted(algebra.nodes - known):
+        if root not in n.all_input_nodes and set(tensors(n)) <= known | shown:
             shown.add(n)
     exports = []
-    for n in sorted((carrying | shown) - {root}):
+    for n in sorted((carrying | shown & set(algebra.ahead(dt))) - {root}):
         if any(u not in inside and u not in shown and not _lends_shape(algebra, u, n) for u in n.users):
             exports.append(n)
-    return exports, shown & algebra.behind(exports)
+    shown &= algebra.behind(exports)
+    return exports, shown | {c for n in shown for a in tensors(n) for c in _constants(algebra, a)}
 
 
 def _leaf(algebra: Algebra, n: Node) -> tuple[Node, set[Node]]:
@@ -401,7 +402,10 @@ class _Roles:
         for t in [*reversed(outer), []]:
             b = [a for a in steps if a not in heads and a not in t]
             for roles in self._assignments(b, t, heads, p):
-                found = self._try(roles, b, t, heads, p)
+                try:
+                    found = self._try(roles, b, t, heads, p)
+                except NoAxes as e:
+                    found = NoScan(self.root, "axes", str(e), 5)
                 if isinstance(found, Scan):
                     return found
                 if found.stage > best.stage:
@@ -422,6 +426,8 @@ class _Roles:
             if t and any((n in others) == (name in ("x", "B", "C")) for name, n in roles.items()):
                 continue
             roles.setdefault("C", roles["B"])  # one tensor as both
+            if any(len(self.atoms(n)) != len(set(self.atoms(n))) for n in roles.values()):
+                continue
             x, B, C = (set(self.atoms(roles[k])) for k in ("x", "B", "C"))
             n = B - known
             if not set(p) <= x <= known or C - known != n or (B | C) & set(p):

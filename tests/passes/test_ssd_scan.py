@@ -36,12 +36,34 @@ def test_graph():
     expecttest.assert_expected_inline(
         render(frames.graph),
         """\
-""",
+linear: f32[2, 10, 36] = linear(u, in_proj_weight)
+split_with_sizes: (f32[2, 10, 12], f32[2, 10, 10], f32[2, 10, 10], f32[2, 10, 4]) = split_with_sizes(linear, [12, 10, 10, 4], -1)
+getitem: f32[2, 10, 12] = split_with_sizes[0]
+getitem_1: f32[2, 10, 10] = split_with_sizes[1]
+getitem_2: f32[2, 10, 10] = split_with_sizes[2]
+getitem_3: f32[2, 10, 4] = split_with_sizes[3]
+sigmoid: f32[2, 10, 12] = sigmoid(getitem)
+view: f32[2, 10, 4, 3] = view(sigmoid, [2, 10, 4, 3])
+sigmoid_1: f32[2, 10, 10] = sigmoid(getitem_1)
+view_1: f32[2, 10, 2, 5] = view(sigmoid_1, [2, 10, 2, 5])
+view_2: f32[2, 10, 2, 5] = view(getitem_2, [2, 10, 2, 5])
+add: f32[2, 10, 4] = add.Tensor(getitem_3, dt_bias)
+softplus: f32[2, 10, 4] = softplus(add)
+exp: f32[4] = exp(a_log)
+neg: f32[4] = neg(exp)
+ssd_scan: (f32[2, 10, 4, 3], f32[2, 4, 3, 5], f32[2, 1, 4, 3, 5]) = megacpp.ssd_scan(view, softplus, neg, view_1, view_2, d, None, 16, float32)
+getitem_4: f32[2, 10, 4, 3] = ssd_scan[0]
+flatten: f32[2, 10, 12] = flatten.using_ints(getitem_4, 2, 3)
+getitem_5: f32[2, 4, 3, 5] = ssd_scan[1]
+tanh: f32[2, 10, 12] = tanh(flatten)
+linear_1: f32[2, 10, 10] = linear(tanh, out_proj_weight)
+return [linear_1, getitem_5]""",
     )
 
 
-@pytest.mark.parametrize("given", [False, True], ids=["no_state", "state_given"])
-@pytest.mark.parametrize("state", [False, True], ids=["y_alone", "state_returned"])
+@pytest.mark.parametrize(
+    ("given", "state"), [(False, False), (False, True), (True, True)], ids=["y_alone", "state_returned", "state_given"]
+)
 @pytest.mark.parametrize("form", FORMS)
 def test_spellings(form, given, state):
     frames = assert_fires(NAME, *block(FORMS[form], given=given, state=state))
