@@ -33,6 +33,7 @@ MASKS = {
     aten.ge.Tensor, aten.gt.Tensor, aten.le.Tensor, aten.lt.Tensor, aten.eq.Tensor, aten.ge.Scalar, aten.gt.Scalar,
     aten.le.Scalar, aten.lt.Scalar, aten.eq.Scalar, aten.bitwise_not.default, aten.logical_not.default,
     aten.bitwise_and.Tensor, aten.logical_and.default, aten.bitwise_or.Tensor, aten.logical_or.default,
+    aten.__and__.Tensor, aten.__or__.Tensor,
 }  # fmt: skip
 ELEMENTWISE = {
     aten.mul.Tensor, aten.mul.Scalar, aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar,

@@ -214,7 +214,7 @@ NEAR_SCANS = {
     "half_the_rate_within_chunks": (
         partial(einsums, sums_of=lambda a: segment_sums(a * 0.5)), "differs"),
     "clamped_exponent": (
-        partial(einsums, sums_of=lambda a: segment_sums(a).clamp(max=-0.1)), "roles"),
+        partial(einsums, sums_of=lambda a: segment_sums(a).clamp(max=-0.1)), "differs"),
     "band": (band, "differs"),
     "fed_without_its_step": (fed_without_its_step, "no-step"),
     "rate_of_each_channel": (rate_of_each_channel, "rate"),
