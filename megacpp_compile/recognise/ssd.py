@@ -65,7 +65,8 @@ def _scan_of(algebra: Algebra, decay: Node) -> Scan | NoScan:
     ahead = [n for n in algebra.ahead(decay) if isinstance(value(n), torch.Tensor) and value(n).dim() > 1]
     for root in list(reversed(ahead))[-MOST_CANDIDATES:]:
         try:
-            found = _scan_at(algebra, root, decay)
+            with torch.no_grad():
+                found = _scan_at(algebra, root, decay)
         except NoAxes as e:
             found = NoScan(root, "axes", str(e), 2)
         if isinstance(found, Scan):
@@ -105,7 +106,7 @@ def _exports(
 ) -> tuple[list[Node], set[Node]]:
     """(what leaves the scan beside y, what it takes to make that): to be the state at its end."""
     known, shown = inside | set(operands) | algebra.constants, set[Node]()
-    for n in sorted(algebra.nodes - known):
+    for n in sorted({a for o in operands for a in algebra.ahead(o)} - known):
         if root not in n.all_input_nodes and set(tensors(n)) <= known | shown:
             shown.add(n)
     exports = []

@@ -125,7 +125,9 @@ class Roles:
         nodes = {"dt": self.dt, "A": self.rate, **roles}
         for turn in (0, 1):
             r.solve(turn)
-            operands = {m: _random(r.shape(r.of(m)), m is self.dt) for m in r.leaves}
+            # A generator of its own: what the model draws must not depend on what was compiled.
+            generator = torch.Generator().manual_seed(turn)
+            operands = {m: _random(r.shape(r.of(m)), m is self.dt, generator) for m in r.leaves}
             y, *states = r.run(operands, [self.root, *self.exports])
             given = [
                 None if k not in nodes else arranged(r.axes, operands[nodes[k]], r.of(nodes[k]), target)
@@ -157,8 +159,8 @@ class Roles:
         return size if isinstance(size, int) else 0
 
 
-def _random(shape: list[int], positive: bool) -> Tensor:
-    made = torch.randn(shape, dtype=torch.float64)
+def _random(shape: list[int], positive: bool, generator: torch.Generator) -> Tensor:
+    made = torch.randn(shape, dtype=torch.float64, device="cpu", generator=generator)
     return made.abs() if positive else made
 
 

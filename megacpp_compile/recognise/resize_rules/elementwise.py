@@ -52,7 +52,7 @@ def _create(r: Resized, n: Node, args: tuple[Any, ...]) -> Tensor:
     fake, shape = value(n), r.shape(r.dims[n])
     dtype = torch.float64 if fake.is_floating_point() else fake.dtype
     if n.target in (aten.arange.default, aten.arange.start):
-        return torch.arange(shape[0], dtype=dtype)
+        return torch.arange(shape[0], dtype=dtype, device="cpu")
     fill = argument(n, 1, "fill_value")
     if n.target in (aten.new_full.default,):
         fill = argument(n, 2, "fill_value")
@@ -64,7 +64,7 @@ def _create(r: Resized, n: Node, args: tuple[Any, ...]) -> Tensor:
         fill = 0
     if not isinstance(fill, (bool, int, float)):
         raise NoAxes("a constant that is no number")
-    return torch.full(shape, fill, dtype=dtype)
+    return torch.full(shape, fill, dtype=dtype, device="cpu")
 
 
 @rule(*CREATION, run=_create)
