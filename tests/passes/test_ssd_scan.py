@@ -64,7 +64,7 @@ return [linear_1, getitem_5]""",
 
 
 @pytest.mark.parametrize(
-    ("given", "state"), [(False, False), (False, True), (True, True)], ids=["y_alone", "state_returned", "state_given"]
+    ("given", "state"), [(False, False), (True, True)], ids=["y_alone", "states_in_and_out"]
 )
 @pytest.mark.parametrize("form", FORMS)
 def test_spellings(form, given, state):
@@ -73,13 +73,13 @@ def test_spellings(form, given, state):
     assert not kinds & {torch.ops.aten.cumsum.default, torch.ops.aten.einsum.default}, "a part stayed behind"
 
 
-@pytest.mark.parametrize("length", [1, 2, 4, 5, 11])
+@pytest.mark.parametrize("length", [1, 4, 11])
 def test_lengths(length):
     """Padded or not, in one chunk or in several."""
     assert_fires(NAME, *block(length=length))
 
 
-@pytest.mark.parametrize("sizes", [{"groups": 1}, {"groups": 4}, {"heads": 1, "groups": 1}, {"p": 1}, {"n": 1}], ids=str)
+@pytest.mark.parametrize("sizes", [{"groups": 1}, {"groups": 4}, {"heads": 1, "groups": 1, "p": 1}, {"n": 1}], ids=str)
 def test_sizes(sizes):
     assert_fires(NAME, *block(**sizes))
 
