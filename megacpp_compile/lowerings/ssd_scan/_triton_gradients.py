@@ -1,0 +1,143 @@
+"""Triton kernels: gradients of the scores, of B and C, and of the steps."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from megacpp_compile.lowerings._triton_cast import as_stored
+from megacpp_compile.lowerings._triton_launch import Kernel
+from megacpp_compile.lowerings.ssd_scan._products import product
+
+
+@triton.jit
+def ssd_scores_grad(dy, x, B, C, decay, steps, d_scores, row_sums, column_sums, d_skip,
+                    tokens, heads, chunks, per_group, parts,
+                    dy_b, dy_t, dy_h, x_b, x_t, x_h, B_b, B_t, B_g, C_b, C_t, C_g,
+                    L: tl.constexpr, P: tl.constexpr, N: tl.constexpr, BM: tl.constexpr, HB: tl.constexpr,
+                    SKIP: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+    """With scores C_r . B_s: their gradient, summed over HB heads of a group.
+
+    Per head, of (score * its gradient): sums over a row and, without dt, over BM rows of a column, from which the
+    gradients of the decay and of dt are made. d_skip: sums of dy . x over BM rows.
+    """
+    tiles: tl.constexpr = L // BM
+    c, m = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    part, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    g = (part * HB // per_group).to(tl.int64)
+    r, s = m * BM + tl.arange(0, BM), tl.arange(0, L)
+    n, p = tl.arange(0, N)[None, :], tl.arange(0, P)[None, :]
+    t_r, t_s = (c * L + r).to(tl.int64)[:, None], (c * L + s).to(tl.int64)[:, None]
+    queries = tl.load(C + b * C_b + t_r * C_t + g * C_g + n, mask=t_r < tokens, other=0)
+    keys = tl.load(B + b * B_b + t_s * B_t + g * B_g + n, mask=t_s < tokens, other=0)
+    scores = product(queries, tl.trans(keys), WIDE)
+    keep = r[:, None] >= s[None, :]
+    total = tl.zeros([BM, L], tl.float32)
+    for i in range(HB):
+        h = (part * HB + i).to(tl.int64)
+        row = (b * chunks + c) * heads + h
+        grad = tl.load(dy + b * dy_b + t_r * dy_t + h * dy_h + p, mask=t_r < tokens, other=0)
+        values = tl.load(x + b * x_b + t_s * x_t + h * x_h + p, mask=t_s < tokens, other=0)
+        d = product(grad, tl.trans(values), WIDE)
+        if SKIP:
+            own = tl.sum(tl.sum(tl.where(r[:, None] == s[None, :], d, 0), 1), 0)
+            tl.store(d_skip + ((b * chunks + c) * tiles + m) * heads + h, own)
+        a_r, a_s = tl.load(decay + row * L + r), tl.load(decay + row * L + s)
+        d *= tl.exp2(tl.where(keep, a_r[:, None] - a_s[None, :], float("-inf")))
+        tl.store(column_sums + (row * tiles + m) * L + s, tl.sum(scores * d, 0))
+        d *= tl.load(steps + row * L + s)[None, :]
+        tl.store(row_sums + row * L + r, tl.sum(scores * d, 1))
+        total += d
+    at = ((b * chunks + c) * parts + part) * L * L + r[:, None] * L + s[None, :]
+    tl.store(d_scores + at, total)
+
+
+@triton.jit
+def ssd_group_grad(v, own, other, d_scores, decay, steps, states, entering, out, dots, inner,
+                   tokens, heads, chunks, per_group, parts,
+                   v_b, v_t, v_h, own_b, own_t, own_g, other_b, other_t, other_g,
+                   L: tl.constexpr, P: tl.constexpr, N: tl.constexpr, BM: tl.constexpr, HB: tl.constexpr,
+                   KEYS: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+    """Gradient of C (own = C, other = B, v = dy, states = those entering) or, with KEYS, of B (own = B, other = C,
+    v = x, states = the gradients of those leaving), summed over HB heads of a group.
+
+    Per head, `dots` is what the state's part of it gives to the gradient of the decay; of B's, without dt, also to that
+    of dt. With KEYS, `inner` is the product of the entering state with the gradient of the leaving one.
+    """
+    tiles: tl.constexpr = L // BM
+    c, m = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    part, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    g = (part * HB // per_group).to(tl.int64)
+    r, s = m * BM + tl.arange(0, BM), tl.arange(0, L)
+    n, p = tl.arange(0, N)[None, :], tl.arange(0, P)[None, :]
+    t_r, t_s = (c * L + r).to(tl.int64)[:, None], (c * L + s).to(tl.int64)[:, None]
+    d_scores += ((b * chunks + c) * parts + part) * L * L
+    others = tl.load(other + b * other_b + t_s * other_t + g * other_g + n, mask=t_s < tokens, other=0)
+    if KEYS:
+        total = product(tl.trans(tl.load(d_scores + s[:, None] * L + r[None, :])), others, WIDE)
+    else:
+        total = product(tl.load(d_scores + r[:, None] * L + s[None, :]), others, WIDE)
+    mine = tl.load(own + b * own_b + t_r * own_t + g * own_g + n, mask=t_r < tokens, other=0).to(tl.float32)
+    at = tl.arange(0, P)[:, None] * N + n
+    for i in range(HB):
+        h = (part * HB + i).to(tl.int64)
+        row = (b * chunks + c) * heads + h
+        a_r = tl.load(decay + row * L + r)
+        state = tl.load(states + row * P * N + at)
+        values = tl.load(v + b * v_b + t_r * v_t + h * v_h + p, mask=t_r < tokens, other=0)
+        if KEYS:
+            reach = tl.exp2(tl.load(decay + row * L + L - 1) - a_r)
+        else:
+            reach = tl.exp2(a_r)
+        grad = product(values, state, WIDE) * reach[:, None]
+        tl.store(dots + row * L + r, tl.sum(grad * mine, 1))
+        if KEYS:
+            grad *= tl.load(steps + row * L + r)[:, None]
+            if m == 0:
+                tl.store(inner + row, tl.sum(tl.sum(state * tl.load(entering + row * P * N + at), 1), 0))
+        total += grad
+    where = ((b * tokens + t_r) * parts + part) * N + n
+    tl.store(out + where, as_stored(total, out), mask=t_r < tokens)
+
+
+@triton.jit
+def ssd_steps_grad(row_sums, column_sums, query_dots, key_dots, inner, decay, steps, A, d_dt, d_A,
+                   tokens, heads, chunks, A_h,
+                   L: tl.constexpr, TILES: tl.constexpr, BH: tl.constexpr):  # fmt: skip
+    """Gradient of dt, and each chunk's part of A's.
+
+    What a token's own decay multiplies: every later row of its chunk, and the state that leaves it. So the gradient of
+    the summed decay is summed again, from behind.
+    """
+    c, b = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    l = tl.arange(0, L)[:, None]
+    h = tl.program_id(1) * BH + tl.arange(0, BH)[None, :]
+    there = h < heads
+    row = (b * chunks + c) * heads + h
+    at = row * L + l
+    step = tl.load(steps + at, mask=there, other=0)
+    to_state = tl.load(key_dots + at, mask=there, other=0)
+    column = to_state
+    for m in tl.static_range(TILES):
+        column += tl.load(column_sums + (row * TILES + m) * L + l, mask=there, other=0)
+    d = tl.load(row_sums + at, mask=there, other=0) + tl.load(query_dots + at, mask=there, other=0) - step * column
+    end = tl.exp2(tl.load(decay + row * L + L - 1, mask=there, other=0))
+    leaving = tl.sum(step * to_state, 0)[None, :] + end * tl.load(inner + row, mask=there, other=0)
+    d = tl.sum(d, 0)[None, :] - tl.cumsum(d, 0) + d + leaving
+    rate = tl.load(A + h * A_h, mask=there, other=0).to(tl.float32)
+    t = (c * L + l).to(tl.int64)
+    tl.store(d_dt + (b * tokens + t) * heads + h, as_stored(column + rate * d, d_dt), mask=there & (t < tokens))
+    tl.store(d_A + row, tl.sum(step * d, 0)[None, :], mask=there)
+
+
+scores_grad = Kernel(
+    ssd_scores_grad,
+    [{"num_warps": warps, "num_stages": stages} for warps in (4, 8) for stages in (1, 2)],
+    key=("heads", "L", "P", "N", "BM", "HB"),
+)
+group_grad = Kernel(
+    ssd_group_grad,
+    [{"num_warps": warps, "num_stages": stages} for warps in (4, 8) for stages in (1, 2)],
+    key=("heads", "L", "P", "N", "BM", "HB", "KEYS"),
+)
+steps_grad = Kernel(ssd_steps_grad, [{"BH": 16, "num_warps": 4}], key=("heads", "L"))
