@@ -77,24 +77,25 @@ def ssd_group_grad(v, own, other, d_scores, decay, steps, states, entering, out,
         total = product(tl.trans(tl.load(d_scores + s[:, None] * L + r[None, :])), others, WIDE)
     else:
         total = product(tl.load(d_scores + r[:, None] * L + s[None, :]), others, WIDE)
-    mine = tl.load(own + b * own_b + t_r * own_t + g * own_g + n, mask=t_r < tokens, other=0).to(tl.float32)
+    mine = tl.load(own + b * own_b + t_r * own_t + g * own_g + n, mask=t_r < tokens, other=0)
     at = tl.arange(0, P)[:, None] * N + n
     for i in range(HB):
         h = (part * HB + i).to(tl.int64)
         row = (b * chunks + c) * heads + h
         a_r = tl.load(decay + row * L + r)
         state = tl.load(states + row * P * N + at)
+        if KEYS:
+            if m == 0:
+                tl.store(inner + row, tl.sum(tl.sum(state * tl.load(entering + row * P * N + at), 1), 0))
         values = tl.load(v + b * v_b + t_r * v_t + h * v_h + p, mask=t_r < tokens, other=0)
         if KEYS:
             reach = tl.exp2(tl.load(decay + row * L + L - 1) - a_r)
         else:
             reach = tl.exp2(a_r)
         grad = product(values, state, WIDE) * reach[:, None]
-        tl.store(dots + row * L + r, tl.sum(grad * mine, 1))
+        tl.store(dots + row * L + r, tl.sum(grad * mine.to(tl.float32), 1))
         if KEYS:
             grad *= tl.load(steps + row * L + r)[:, None]
-            if m == 0:
-                tl.store(inner + row, tl.sum(tl.sum(state * tl.load(entering + row * P * N + at), 1), 0))
         total += grad
     where = ((b * tokens + t_r) * parts + part) * N + n
     tl.store(out + where, as_stored(total, out), mask=t_r < tokens)

@@ -66,6 +66,7 @@ class _Call:
         self.length = min(chunk_size, _longest(self.p, self.n, self.wide))
         if isinstance(self.tokens, int):
             self.length = min(self.length, max(power_of_2(self.tokens), 16))
+        self.bm = _rows_at_once(self.length)
         self.chunks = (self.tokens + self.length - 1) // self.length
         # How many of the kernels' chunks are one of the caller's.
         self.every = 1 if statically_known_true(self.tokens <= self.length) else max(chunk_size // self.length, 1)
@@ -110,7 +111,7 @@ class _Call:
         """y with (C, B, x), or the gradient of x with (B, C, gradient of y)."""
         if self.empty:
             return out
-        bm = self.length
+        bm = self.bm
         _triton_states.rows(
             lambda meta: (self.chunks * (self.length // bm), self.parts, self.batch),
             {"num_warps": 8 if self.length * bm >= 128 * 128 else 4, "num_stages": 1}, q=q, k=k, v=v,
@@ -131,6 +132,11 @@ class _Call:
 def _longest(p: int, n: int, wide: bool) -> int:
     """Tokens of a chunk whose tiles fit into registers and shared memory."""
     return 32 if wide and n > 128 else 128 if p <= 64 and n <= 128 and not wide else 64
+
+
+def _rows_at_once(length: int) -> int:
+    """Rows of a chunk that a program computes."""
+    return length
 
 
 def lanes_adjacent(t: Tensor) -> Tensor:
@@ -185,7 +191,7 @@ def ssd_scan_backward(
 def _gradients(call: _Call, dy: Tensor, D: Tensor | None, states: Tensor, left: Tensor) -> tuple[Tensor, ...]:
     """Gradients of dt, A, B, C and D."""
     length, heads, parts = call.length, call.heads, call.parts
-    bm = length
+    bm = call.bm
     tiles = length // bm
     d_dt = call.new(call.batch, call.tokens, heads, dtype=call.dt.dtype)
     d_B, d_C = (
