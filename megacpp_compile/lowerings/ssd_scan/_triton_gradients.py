@@ -11,15 +11,16 @@ from megacpp_compile.lowerings.ssd_scan._products import product
 
 
 @triton.jit
-def ssd_scores_grad(dy, x, B, C, decay, steps, d_scores, row_sums, column_sums, d_skip,
+def ssd_scores_grad(dy, x, B, C, decay, steps, d_scores, row_sums, column_sums, diagonal, d_skip,
                     tokens, heads, chunks, per_group, parts,
                     dy_b, dy_t, dy_h, x_b, x_t, x_h, B_b, B_t, B_g, C_b, C_t, C_g,
                     L: tl.constexpr, P: tl.constexpr, N: tl.constexpr, BM: tl.constexpr, HB: tl.constexpr,
                     SKIP: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
     """With scores C_r . B_s: their gradient, summed over HB heads of a group.
 
-    Per head, of (score * its gradient): sums over a row and, without dt, over BM rows of a column, from which the
-    gradients of the decay and of dt are made. d_skip: sums of dy . x over BM rows.
+    Per head, of (score * its gradient), s < r: sums over a row and, without dt, over BM rows of a column, from which
+    the gradients of the decay and of dt are made. `diagonal`: what s = r gives to the latter; nothing decays there, and
+    where all else does, this would drown it. d_skip: sums of dy . x over BM rows.
     """
     tiles: tl.constexpr = L // BM
     c, m = tl.program_id(0) // tiles, tl.program_id(0) % tiles
@@ -32,6 +33,8 @@ def ssd_scores_grad(dy, x, B, C, decay, steps, d_scores, row_sums, column_sums, 
     keys = tl.load(B + b * B_b + t_s * B_t + g * B_g + n, mask=t_s < tokens, other=0)
     scores = product(queries, tl.trans(keys), WIDE)
     keep = r[:, None] >= s[None, :]
+    own_scores = tl.sum(tl.where(r[:, None] == s[None, :], scores, 0), 1)
+    scores = tl.where(r[:, None] > s[None, :], scores, 0)
     total = tl.zeros([BM, L], tl.float32)
     for i in range(HB):
         h = (part * HB + i).to(tl.int64)
@@ -39,9 +42,10 @@ def ssd_scores_grad(dy, x, B, C, decay, steps, d_scores, row_sums, column_sums, 
         grad = tl.load(dy + b * dy_b + t_r * dy_t + h * dy_h + p, mask=t_r < tokens, other=0)
         values = tl.load(x + b * x_b + t_s * x_t + h * x_h + p, mask=t_s < tokens, other=0)
         d = product(grad, tl.trans(values), WIDE)
+        own = tl.sum(tl.where(r[:, None] == s[None, :], d, 0), 1)
+        tl.store(diagonal + row * L + r, own * own_scores)
         if SKIP:
-            own = tl.sum(tl.sum(tl.where(r[:, None] == s[None, :], d, 0), 1), 0)
-            tl.store(d_skip + ((b * chunks + c) * tiles + m) * heads + h, own)
+            tl.store(d_skip + ((b * chunks + c) * tiles + m) * heads + h, tl.sum(own, 0))
         a_r, a_s = tl.load(decay + row * L + r), tl.load(decay + row * L + s)
         d *= tl.exp2(tl.where(keep, a_r[:, None] - a_s[None, :], float("-inf")))
         tl.store(column_sums + (row * tiles + m) * L + s, tl.sum(scores * d, 0))
@@ -102,7 +106,7 @@ def ssd_group_grad(v, own, other, d_scores, decay, steps, states, entering, out,
 
 
 @triton.jit
-def ssd_steps_grad(row_sums, column_sums, query_dots, key_dots, inner, decay, steps, A, d_dt, d_A,
+def ssd_steps_grad(row_sums, column_sums, diagonal, query_dots, key_dots, inner, decay, steps, A, d_dt, d_A,
                    tokens, heads, chunks, A_h,
                    L: tl.constexpr, TILES: tl.constexpr, BH: tl.constexpr):  # fmt: skip
     """Gradient of dt, and each chunk's part of A's.
@@ -127,6 +131,7 @@ def ssd_steps_grad(row_sums, column_sums, query_dots, key_dots, inner, decay, st
     d = tl.sum(d, 0)[None, :] - tl.cumsum(d, 0) + d + leaving
     rate = tl.load(A + h * A_h, mask=there, other=0).to(tl.float32)
     t = (c * L + l).to(tl.int64)
+    column += tl.load(diagonal + at, mask=there, other=0)
     tl.store(d_dt + (b * tokens + t) * heads + h, as_stored(column + rate * d, d_dt), mask=there & (t < tokens))
     tl.store(d_A + row, tl.sum(step * d, 0)[None, :], mask=there)
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from megacpp_compile.lowerings._triton_launch import power_of_2
-from megacpp_compile.lowerings.ssd_scan import _triton_gradients, _triton_states
+from megacpp_compile.lowerings.ssd_scan import _triton_gradients, _triton_walk
 
 __all__ = ["ssd_scan", "ssd_scan_backward", "supports"]
 
@@ -29,6 +29,11 @@ HEAD_SIZES = (16, 32, 64, 128)
 STATE_SIZES = (16, 32, 64, 128, 256)
 # Heads of a group that a program takes one after the other: they share B, C and their products.
 HEADS = 8
+# Rows of a chunk that one of those programs computes.
+ROWS_AT_ONCE = 128
+# Warps of a program, and stages of loading ahead of what is in work.
+WALK = {"num_warps": 4, "num_stages": 2}
+GROUP = {"num_warps": 8, "num_stages": 2}
 # Blocks a launch can have along a dimension other than the first.
 MOST_BLOCKS = 65535
 
@@ -58,85 +63,70 @@ class _Call:
     def __init__(self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int) -> None:
         self.batch, self.tokens, self.heads, self.p = x.shape
         self.groups, self.n = B.shape[2:]
-        self.per_group = self.heads // self.groups
         self.x, self.B, self.C = (lanes_adjacent(t) for t in (x, B, C))
         self.dt, self.A = dt, A
         # Products of float32 operands are taken as such; of half precision, in parts that are exact (`_products`).
         self.wide = torch.float32 in (x.dtype, B.dtype, C.dtype)
-        self.length = min(chunk_size, _longest(self.p, self.n, self.wide))
         if isinstance(self.tokens, int):
-            self.length = min(self.length, max(power_of_2(self.tokens), 16))
-        self.bm = _rows_at_once(self.length)
-        self.chunks = (self.tokens + self.length - 1) // self.length
-        # How many of the kernels' chunks are one of the caller's.
-        self.every = 1 if statically_known_true(self.tokens <= self.length) else max(chunk_size // self.length, 1)
-        self.at_once = math.gcd(self.per_group, HEADS)
-        self.parts = self.heads // self.at_once
+            chunk_size = min(chunk_size, max(power_of_2(self.tokens), 16))
+        self.chunk = chunk_size
         self.empty = any(statically_known_true(size == 0) for size in (self.batch, self.tokens, self.heads))
-        self.by_head = (self.batch, self.chunks, self.heads)
-        self.sizes = {"tokens": self.tokens, "heads": self.heads, "chunks": self.chunks}
-        self.tile = {"L": self.length, "P": self.p, "N": self.n, "WIDE": int(self.wide)}
-        self.decay, self.steps = self._decay()
 
     def new(self, *shape: Any, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.x.device)
 
-    def _decay(self) -> tuple[Tensor, Tensor]:
-        decay, steps = (self.new(*self.by_head, self.length) for _ in range(2))
+    def chunks_of(self, length: int) -> Any:
+        return (self.tokens + length - 1) // length
+
+    def sizes(self, length: int) -> dict[str, Any]:
+        return {"tokens": self.tokens, "heads": self.heads, "chunks": self.chunks_of(length), "L": length}
+
+    def decay(self, length: int) -> tuple[Tensor, Tensor]:
+        """The decay within chunks of that length, and the steps."""
+        decay, steps = (self.new(self.batch, self.chunks_of(length), self.heads, length) for _ in range(2))
         if not self.empty:
-            _triton_states.decay(
-                lambda meta: (self.chunks, triton.cdiv(self.heads, meta["BH"]), self.batch),
-                {"BH": 16, "num_warps": 4}, dt=self.dt, A=self.A, decay=decay, steps=steps, **self.sizes,
-                **strides("dt", self.dt, "bth"), A_h=self.A.stride(0), L=self.length,
+            _triton_walk.decay(
+                lambda meta: (self.chunks_of(length), triton.cdiv(self.heads, meta["BH"]), self.batch),
+                {"BH": 16, "num_warps": 4}, dt=self.dt, A=self.A, decay=decay, steps=steps, **self.sizes(length),
+                **strides("dt", self.dt, "bth"), A_h=self.A.stride(0),
             )  # fmt: skip
         return decay, steps
 
-    def states(self, v: Tensor, k: Tensor, first: Tensor | None, reverse: bool) -> tuple[Tensor, Tensor]:
-        """The state entering each chunk, and the last; or the gradients of those leaving, and of the first."""
-        states = self.new(*self.by_head, self.p, self.n)
+    def walk(
+        self, q: Tensor, k: Tensor, v: Tensor, skip: Tensor | None, first: Tensor | None, chunk: int, out: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Writes y with (C, B, x), or the gradient of x with (B, C, gradient of y), to `out` if it is given.
+
+        Returns the state that enters each chunk, and the final one; or the gradients of those leaving, and of the first.
+        """
+        length = min(chunk, _walked_at_once(self.p, self.n, self.wide))
+        states = self.new(self.batch, self.chunks_of(chunk), self.heads, self.p, self.n)
         last = self.new(self.batch, self.heads, self.p, self.n)
-        bp, bn = min(self.p, 64), min(self.n, 64)
         if self.empty:
             return states, last.zero_() if first is None else first.to(torch.float32, copy=True)
-        _triton_states.states(
-            lambda meta: (self.p // bp * (self.n // bn), self.heads, self.batch),
-            {"num_warps": 4, "num_stages": 2}, v=v, k=k, decay=self.decay, steps=self.steps,
-            first=last if first is None else first.contiguous(), states=states, last=last, **self.sizes,
-            per_group=self.per_group, **strides("v", v, "bth"), **strides("k", k, "btg"), **self.tile, BP=bp, BN=bn,
-            REVERSE=int(reverse), FIRST=int(first is not None),
+        decay, steps = self.decay(length)
+        bp = min(self.p, 64)
+        _triton_walk.walk(
+            lambda meta: (self.p // bp, self.heads, self.batch), WALK, q=q, k=k, v=v,
+            decay=decay, steps=steps, skip=self.A if skip is None else skip,
+            first=last if first is None else first.contiguous(), out=last if out is None else out, states=states,
+            last=last, **self.sizes(length), per_group=self.heads // self.groups, every=chunk // length,
+            kept=self.chunks_of(chunk), skip_h=0 if skip is None else skip.stride(0), **strides("q", q, "btg"),
+            **strides("k", k, "btg"), **strides("v", v, "bth"), P=self.p, N=self.n, BP=bp,
+            REVERSE=int(q is self.B), SKIP=int(skip is not None), FIRST=int(first is not None),
+            ROWS=int(out is not None), WIDE=int(self.wide),
         )  # fmt: skip
         return states, last
 
-    def rows(self, q: Tensor, k: Tensor, v: Tensor, states: Tensor, skip: Tensor | None, out: Tensor) -> Tensor:
-        """y with (C, B, x), or the gradient of x with (B, C, gradient of y)."""
-        if self.empty:
-            return out
-        bm = self.bm
-        _triton_states.rows(
-            lambda meta: (self.chunks * (self.length // bm), self.parts, self.batch),
-            {"num_warps": 8 if self.length * bm >= 128 * 128 else 4, "num_stages": 1}, q=q, k=k, v=v,
-            decay=self.decay, steps=self.steps, states=states, skip=self.A if skip is None else skip, out=out,
-            **self.sizes, per_group=self.per_group, skip_h=0 if skip is None else skip.stride(0),
-            **strides("q", q, "btg"), **strides("k", k, "btg"), **strides("v", v, "bth"), **self.tile, BM=bm,
-            HB=self.at_once, REVERSE=int(q is self.B), SKIP=int(skip is not None),
-        )  # fmt: skip
-        return out
 
-    def by_group(self, parts: Tensor, like: Tensor) -> Tensor:
-        """Gradients of B or C, summed over what the programs of a group did."""
-        if self.parts == self.groups:
-            return parts
-        return parts.unflatten(2, (self.groups, -1)).sum(3).to(like.dtype)
+def _walked_at_once(p: int, n: int, wide: bool) -> int:
+    """Tokens of a chunk of the walk."""
+    return 32 if wide and n > 128 else 64
 
 
 def _longest(p: int, n: int, wide: bool) -> int:
     """Tokens of a chunk whose tiles fit into registers and shared memory."""
     return 32 if wide and n > 128 else 128 if p <= 64 and n <= 128 and not wide else 64
-
-
-def _rows_at_once(length: int) -> int:
-    """Rows of a chunk that a program computes."""
-    return length
 
 
 def lanes_adjacent(t: Tensor) -> Tensor:
@@ -159,9 +149,9 @@ def ssd_scan(
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
     call = _Call(x, dt, A, B, C, chunk_size)
-    states, final = call.states(call.x, call.B, initial_state, reverse=False)
-    y = call.rows(call.C, call.B, call.x, states, D, call.new(*x.shape, dtype=out_dtype))
-    return y, final, states if call.every == 1 else states[:, :: call.every].contiguous()
+    y = call.new(*x.shape, dtype=out_dtype)
+    states, final = call.walk(call.C, call.B, call.x, D, initial_state, call.chunk, y)
+    return y, final, states
 
 
 def ssd_scan_backward(
@@ -178,61 +168,68 @@ def ssd_scan_backward(
     chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     call, dy = _Call(x, dt, A, B, C, chunk_size), lanes_adjacent(dy)
-    if call.every > 1:
-        states, _ = call.states(call.x, call.B, initial_state, reverse=False)
-    left, d_initial = call.states(dy, call.C, dfinal, reverse=True)
-    d_x = call.rows(call.B, call.C, dy, left, D, call.new(*x.shape, dtype=x.dtype))
-    d_dt, d_A, d_B, d_C, d_D = _gradients(call, dy, D, states, left)
+    chunk = min(call.chunk, _longest(call.p, call.n, call.wide))
+    if chunk < call.chunk:
+        states, _ = call.walk(call.C, call.B, call.x, None, initial_state, chunk, None)
+    d_x = call.new(*x.shape, dtype=x.dtype)
+    left, d_initial = call.walk(call.B, call.C, dy, D, dfinal, chunk, d_x)
+    d_dt, d_A, d_B, d_C, d_D = _gradients(call, dy, D, states, left, chunk)
     d_D = states.new_empty(0) if D is None else d_D.to(D.dtype)
     d_initial = states.new_empty(0) if initial_state is None else d_initial.to(initial_state.dtype)
     return d_x, d_dt, d_A, d_B, d_C, d_D, d_initial
 
 
-def _gradients(call: _Call, dy: Tensor, D: Tensor | None, states: Tensor, left: Tensor) -> tuple[Tensor, ...]:
-    """Gradients of dt, A, B, C and D."""
-    length, heads, parts = call.length, call.heads, call.parts
-    bm = call.bm
-    tiles = length // bm
+def _gradients(
+    call: _Call, dy: Tensor, D: Tensor | None, states: Tensor, left: Tensor, length: int
+) -> tuple[Tensor, ...]:
+    """Gradients of dt, A, B, C and D, by chunks of `length` tokens."""
+    heads, per_group = call.heads, call.heads // call.groups
+    at_once = math.gcd(per_group, HEADS)
+    parts, direct = heads // at_once, at_once == per_group
     d_dt = call.new(call.batch, call.tokens, heads, dtype=call.dt.dtype)
     d_B, d_C = (
-        call.new(call.batch, call.tokens, parts, call.n, dtype=t.dtype if parts == call.groups else torch.float32)
+        call.new(call.batch, call.tokens, parts, call.n, dtype=t.dtype if direct else torch.float32)
         for t in (call.B, call.C)
     )
+    by_head = (call.batch, call.chunks_of(length), heads)
     if call.empty:
-        zeros = (call.new(heads, dtype=call.A.dtype).zero_(), call.new(heads).zero_())
-        return d_dt, zeros[0], call.by_group(d_B, call.B), call.by_group(d_C, call.C), zeros[1]
-    d_scores = call.new(call.batch, call.chunks, parts, length, length)
-    column_sums = call.new(*call.by_head, tiles, length)
-    row_sums, query_dots, key_dots = (call.new(*call.by_head, length) for _ in range(3))
-    d_skip = call.new(call.batch, call.chunks * tiles, heads if D is not None else 0)
-    inner, d_A = call.new(*call.by_head), call.new(*call.by_head)
-    common = {"decay": call.decay, "steps": call.steps, **call.sizes, "per_group": call.per_group, "parts": parts,
-              **call.tile, "BM": bm, "HB": call.at_once}  # fmt: skip
+        d_A, d_skip = call.new(*by_head).zero_(), call.new(*by_head).zero_()
+    else:
+        tiles = length // min(length, ROWS_AT_ONCE)
+        row_sums, diagonal, query_dots, key_dots = (call.new(*by_head, length) for _ in range(4))
+        column_sums = call.new(*by_head, tiles, length)
+        d_scores = call.new(*by_head[:2], parts, length, length)
+        d_skip = call.new(call.batch, call.chunks_of(length) * tiles, heads)
+        inner, d_A = call.new(*by_head), call.new(*by_head)
+        decay, steps = call.decay(length)
+        common = {"decay": decay, "steps": steps, **call.sizes(length), "per_group": per_group, "parts": parts,
+                  "P": call.p, "N": call.n, "BM": length // tiles, "HB": at_once, "WIDE": int(call.wide)}  # fmt: skip
 
-    def grid(meta: Any) -> tuple[Any, ...]:
-        return call.chunks * tiles, parts, call.batch
+        def grid(meta: Any) -> tuple[Any, ...]:
+            return call.chunks_of(length) * tiles, parts, call.batch
 
-    launch = {"num_warps": 8 if length * bm >= 128 * 128 else 4, "num_stages": 1}
-    _triton_gradients.scores_grad(
-        grid, launch, dy=dy, x=call.x, B=call.B, C=call.C, d_scores=d_scores, row_sums=row_sums,
-        column_sums=column_sums, d_skip=d_skip, **strides("dy", dy, "bth"), **strides("x", call.x, "bth"),
-        **strides("B", call.B, "btg"), **strides("C", call.C, "btg"), SKIP=int(D is not None), **common,
-    )  # fmt: skip
-
-    def group_grad(v: Tensor, own: Tensor, other: Tensor, reach: Tensor, out: Tensor, dots: Tensor, keys: bool) -> None:
-        _triton_gradients.group_grad(
-            grid, launch, v=v, own=own, other=other, d_scores=d_scores, states=reach, entering=states, out=out,
-            dots=dots, inner=inner, **strides("v", v, "bth"), **strides("own", own, "btg"),
-            **strides("other", other, "btg"), KEYS=int(keys), **common,
+        _triton_gradients.scores_grad(
+            grid, GROUP, dy=dy, x=call.x, B=call.B, C=call.C, d_scores=d_scores, row_sums=row_sums,
+            column_sums=column_sums, diagonal=diagonal, d_skip=d_skip, **strides("dy", dy, "bth"),
+            **strides("x", call.x, "bth"), **strides("B", call.B, "btg"), **strides("C", call.C, "btg"),
+            SKIP=int(D is not None), **common,
         )  # fmt: skip
-
-    group_grad(dy, call.C, call.B, states, d_C, query_dots, False)
-    group_grad(call.x, call.B, call.C, left, d_B, key_dots, True)
-    _triton_gradients.steps_grad(
-        lambda meta: (call.chunks, triton.cdiv(heads, meta["BH"]), call.batch), {"BH": 16, "num_warps": 4},
-        row_sums=row_sums, column_sums=column_sums, query_dots=query_dots, key_dots=key_dots, inner=inner,
-        decay=call.decay, steps=call.steps, A=call.A, d_dt=d_dt, d_A=d_A, **call.sizes, A_h=call.A.stride(0),
-        L=length, TILES=tiles,
-    )  # fmt: skip
-    d_A = d_A.sum((0, 1)).to(call.A.dtype)
-    return d_dt, d_A, call.by_group(d_B, call.B), call.by_group(d_C, call.C), d_skip.sum((0, 1))
+        for v, own, other, reach, out, dots in (
+            (dy, call.C, call.B, states, d_C, query_dots),
+            (call.x, call.B, call.C, left, d_B, key_dots),
+        ):
+            _triton_gradients.group_grad(
+                grid, GROUP, v=v, own=own, other=other, d_scores=d_scores, states=reach, entering=states, out=out,
+                dots=dots, inner=inner, **strides("v", v, "bth"), **strides("own", own, "btg"),
+                **strides("other", other, "btg"), KEYS=int(own is call.B), **common,
+            )  # fmt: skip
+        _triton_gradients.steps_grad(
+            lambda meta: (call.chunks_of(length), triton.cdiv(heads, meta["BH"]), call.batch),
+            {"BH": 16, "num_warps": 4}, row_sums=row_sums, column_sums=column_sums, diagonal=diagonal,
+            query_dots=query_dots, key_dots=key_dots, inner=inner, decay=decay, steps=steps, A=call.A, d_dt=d_dt,
+            d_A=d_A, **call.sizes(length), A_h=call.A.stride(0), TILES=tiles,
+        )  # fmt: skip
+    if not direct:
+        d_B, d_C = (t.unflatten(2, (call.groups, -1)).sum(3).to(like.dtype)
+                    for t, like in ((d_B, call.B), (d_C, call.C)))  # fmt: skip
+    return d_dt, d_A.sum((0, 1)).to(call.A.dtype), d_B, d_C, d_skip.sum((0, 1))

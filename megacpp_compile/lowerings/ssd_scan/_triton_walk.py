@@ -1,0 +1,96 @@
+"""Triton kernels: the decay within chunks, and the walk over all chunks of a head that carries its state along."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from megacpp_compile.lowerings._triton_cast import as_stored
+from megacpp_compile.lowerings._triton_launch import Kernel
+from megacpp_compile.lowerings.ssd_scan._products import product
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def ssd_decay(dt, A, decay, steps, tokens, heads, chunks, dt_b, dt_t, dt_h, A_h,
+              L: tl.constexpr, BH: tl.constexpr):  # fmt: skip
+    """decay[b, c, h, l] = log2(e) * A_h * (dt summed over the chunk up to and with l); steps = dt, laid out the same.
+
+    Behind the last token dt is 0: nothing decays and nothing comes in.
+    """
+    c, b = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    l = tl.arange(0, L)[:, None]
+    h = tl.program_id(1) * BH + tl.arange(0, BH)[None, :]
+    t = (c * L + l).to(tl.int64)
+    there = h < heads
+    step = tl.load(dt + b * dt_b + t * dt_t + h * dt_h, mask=(t < tokens) & there, other=0).to(tl.float32)
+    rate = tl.load(A + h * A_h, mask=there, other=0).to(tl.float32) * LOG2_E
+    out = ((b * chunks + c) * heads + h) * L + l
+    tl.store(steps + out, step, mask=there)
+    tl.store(decay + out, tl.cumsum(step * rate, 0), mask=there)
+
+
+@triton.jit
+def ssd_walk(q, k, v, decay, steps, skip, first, out, states, last, tokens, heads, chunks, per_group, every, kept, skip_h,
+             q_b, q_t, q_g, k_b, k_t, k_g, v_b, v_t, v_h,
+             L: tl.constexpr, P: tl.constexpr, N: tl.constexpr, BP: tl.constexpr, REVERSE: tl.constexpr,
+             SKIP: tl.constexpr, FIRST: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+    """A head's chunks one after the other, BP of its P lanes, the state [BP, N] in registers.
+
+    Forward: q = C, k = B, v = x; out = y, from the scores within the chunk and the state that enters it; then
+    state = decay over the chunk * state + sum over its tokens of dt * decay to its end * x (outer) B.
+    REVERSE, the last chunk first: q = B, k = C, v = the gradient of y; the state is the gradient of the one that leaves
+    the chunk, and out the gradient of x.
+    `every` chunks are one of those whose states are kept: entering it, or in REVERSE leaving it. ROWS: write out.
+    """
+    tile, h, b = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    l = tl.arange(0, L)
+    n, p = tl.arange(0, N), tile * BP + tl.arange(0, BP)
+    q += b * q_b + h // per_group * q_g + n[None, :]
+    k += b * k_b + h // per_group * k_g + n[None, :]
+    v += b * v_b + h * v_h + p[None, :]
+    at = p[:, None] * N + n[None, :]
+    state = tl.zeros([BP, N], tl.float32)
+    if FIRST:
+        state += tl.load(first + (b * heads + h) * P * N + at).to(tl.float32)
+    keep = l[:, None] <= l[None, :] if REVERSE else l[:, None] >= l[None, :]
+    if SKIP:
+        own = tl.load(skip + h * skip_h).to(tl.float32)
+    for i in range(chunks):
+        c = chunks - 1 - i if REVERSE else i
+        t = (c * L + l).to(tl.int64)[:, None]
+        there = t < tokens
+        row = ((b * chunks + c) * heads + h) * L
+        end = tl.load(decay + row + L - 1)
+        a, step = tl.load(decay + row + l), tl.load(steps + row + l)
+        keys = tl.load(k + t * k_t, mask=there, other=0)
+        values = tl.load(v + t * v_t, mask=there, other=0)
+        # REVERSE: how far the chunk is from being the last of those that make one, or of all.
+        behind = tl.minimum(every - 1 - c % every, i) if REVERSE else c % every
+        keeps = tl.zeros([1, 1], tl.int32) == behind
+        tl.store(states + ((b * kept + c // every) * heads + h) * P * N + at, state, mask=keeps)
+        if ROWS:
+            queries = tl.load(q + t * q_t, mask=there, other=0)
+            apart = a[None, :] - a[:, None] if REVERSE else a[:, None] - a[None, :]
+            weighted = product(queries, tl.trans(keys), WIDE) * tl.exp2(tl.where(keep, apart, float("-inf")))
+            rows = product(queries, tl.trans(state), WIDE)
+            if REVERSE:
+                rows = (rows * tl.exp2(end - a)[:, None] + product(weighted, values, WIDE)) * step[:, None]
+            else:
+                rows = rows * tl.exp2(a)[:, None] + product(weighted * step[None, :], values, WIDE)
+            if SKIP:
+                rows += values.to(tl.float32) * own
+            tl.store(out + ((b * tokens + t) * heads + h) * P + p[None, :], as_stored(rows, out), mask=there)
+        weight = tl.exp2(a) if REVERSE else tl.exp2(end - a) * step
+        added = product(tl.trans(values.to(tl.float32) * weight[:, None]), keys, WIDE)
+        state = state * tl.exp2(end) + added
+    tl.store(last + (b * heads + h) * P * N + at, state)
+
+
+decay = Kernel(ssd_decay, [{"BH": 16, "num_warps": 4}], key=("heads", "L"))
+walk = Kernel(
+    ssd_walk,
+    [{"num_warps": warps, "num_stages": stages} for warps in (4, 8) for stages in (1, 2, 3)],
+    key=("heads", "L", "P", "N", "BP", "REVERSE", "ROWS"),
+)
