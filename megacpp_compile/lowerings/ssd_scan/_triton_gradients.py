@@ -28,19 +28,22 @@ def ssd_scores_grad(dy, x, B, C, decay, steps, d_scores, row_sums, column_sums, 
     g = (part * HB // per_group).to(tl.int64)
     r, s = m * BM + tl.arange(0, BM), tl.arange(0, L)
     n, p = tl.arange(0, N)[None, :], tl.arange(0, P)[None, :]
-    t_r, t_s = (c * L + r).to(tl.int64)[:, None], (c * L + s).to(tl.int64)[:, None]
-    queries = tl.load(C + b * C_b + t_r * C_t + g * C_g + n, mask=t_r < tokens, other=0)
-    keys = tl.load(B + b * B_b + t_s * B_t + g * B_g + n, mask=t_s < tokens, other=0)
+    t = c.to(tl.int64) * L
+    there_r, there_s = r[:, None] < tokens - t, s[:, None] < tokens - t
+    queries = tl.load(C + b * C_b + t * C_t + g * C_g + (r * C_t)[:, None] + n, mask=there_r, other=0)
+    keys = tl.load(B + b * B_b + t * B_t + g * B_g + (s * B_t)[:, None] + n, mask=there_s, other=0)
     scores = product(queries, tl.trans(keys), WIDE)
     keep = r[:, None] >= s[None, :]
     own_scores = tl.sum(tl.where(r[:, None] == s[None, :], scores, 0), 1)
     scores = tl.where(r[:, None] > s[None, :], scores, 0)
     total = tl.zeros([BM, L], tl.float32)
+    dy += b * dy_b + t * dy_t
+    x += b * x_b + t * x_t
     for i in range(HB):
         h = (part * HB + i).to(tl.int64)
         row = (b * chunks + c) * heads + h
-        grad = tl.load(dy + b * dy_b + t_r * dy_t + h * dy_h + p, mask=t_r < tokens, other=0)
-        values = tl.load(x + b * x_b + t_s * x_t + h * x_h + p, mask=t_s < tokens, other=0)
+        grad = tl.load(dy + h * dy_h + (r * dy_t)[:, None] + p, mask=there_r, other=0)
+        values = tl.load(x + h * x_h + (s * x_t)[:, None] + p, mask=there_s, other=0)
         d = product(grad, tl.trans(values), WIDE)
         own = tl.sum(tl.where(r[:, None] == s[None, :], d, 0), 1)
         tl.store(diagonal + row * L + r, own * own_scores)
@@ -74,14 +77,18 @@ def ssd_group_grad(v, own, other, d_scores, decay, steps, states, entering, out,
     g = (part * HB // per_group).to(tl.int64)
     r, s = m * BM + tl.arange(0, BM), tl.arange(0, L)
     n, p = tl.arange(0, N)[None, :], tl.arange(0, P)[None, :]
-    t_r, t_s = (c * L + r).to(tl.int64)[:, None], (c * L + s).to(tl.int64)[:, None]
+    t = c.to(tl.int64) * L
+    there_r, there_s = r[:, None] < tokens - t, s[:, None] < tokens - t
     d_scores += ((b * chunks + c) * parts + part) * L * L
-    others = tl.load(other + b * other_b + t_s * other_t + g * other_g + n, mask=t_s < tokens, other=0)
+    v += b * v_b + t * v_t
+    own += b * own_b + t * own_t + g * own_g
+    other += b * other_b + t * other_t + g * other_g
+    others = tl.load(other + (s * other_t)[:, None] + n, mask=there_s, other=0)
     if KEYS:
         total = product(tl.trans(tl.load(d_scores + s[:, None] * L + r[None, :])), others, WIDE)
     else:
         total = product(tl.load(d_scores + r[:, None] * L + s[None, :]), others, WIDE)
-    mine = tl.load(own + b * own_b + t_r * own_t + g * own_g + n, mask=t_r < tokens, other=0)
+    mine = tl.load(own + (r * own_t)[:, None] + n, mask=there_r, other=0)
     at = tl.arange(0, P)[:, None] * N + n
     for i in range(HB):
         h = (part * HB + i).to(tl.int64)
@@ -91,7 +98,7 @@ def ssd_group_grad(v, own, other, d_scores, decay, steps, states, entering, out,
         if KEYS:
             if m == 0:
                 tl.store(inner + row, tl.sum(tl.sum(state * tl.load(entering + row * P * N + at), 1), 0))
-        values = tl.load(v + b * v_b + t_r * v_t + h * v_h + p, mask=t_r < tokens, other=0)
+        values = tl.load(v + h * v_h + (r * v_t)[:, None] + p, mask=there_r, other=0)
         if KEYS:
             reach = tl.exp2(tl.load(decay + row * L + L - 1) - a_r)
         else:
@@ -101,8 +108,8 @@ def ssd_group_grad(v, own, other, d_scores, decay, steps, states, entering, out,
         if KEYS:
             grad *= tl.load(steps + row * L + r)[:, None]
         total += grad
-    where = ((b * tokens + t_r) * parts + part) * N + n
-    tl.store(out + where, as_stored(total, out), mask=t_r < tokens)
+    out += ((b * tokens + t) * parts + part) * N
+    tl.store(out + (r * parts * N)[:, None] + n, as_stored(total, out), mask=there_r)
 
 
 @triton.jit

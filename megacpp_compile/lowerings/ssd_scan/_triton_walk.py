@@ -47,9 +47,10 @@ def ssd_walk(q, k, v, decay, steps, skip, first, out, states, last, tokens, head
     tile, h, b = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     l = tl.arange(0, L)
     n, p = tl.arange(0, N), tile * BP + tl.arange(0, BP)
-    q += b * q_b + h // per_group * q_g + n[None, :]
-    k += b * k_b + h // per_group * k_g + n[None, :]
-    v += b * v_b + h * v_h + p[None, :]
+    q += b * q_b + h // per_group * q_g
+    k += b * k_b + h // per_group * k_g
+    v += b * v_b + h * v_h
+    out += (b * tokens * heads + h) * P
     at = p[:, None] * N + n[None, :]
     state = tl.zeros([BP, N], tl.float32)
     if FIRST:
@@ -59,19 +60,19 @@ def ssd_walk(q, k, v, decay, steps, skip, first, out, states, last, tokens, head
         own = tl.load(skip + h * skip_h).to(tl.float32)
     for i in range(chunks):
         c = chunks - 1 - i if REVERSE else i
-        t = (c * L + l).to(tl.int64)[:, None]
-        there = t < tokens
+        t = tl.cast(c, tl.int64) * L
+        there = l[:, None] < tokens - t
         row = ((b * chunks + c) * heads + h) * L
         end = tl.load(decay + row + L - 1)
         a, step = tl.load(decay + row + l), tl.load(steps + row + l)
-        keys = tl.load(k + t * k_t, mask=there, other=0)
-        values = tl.load(v + t * v_t, mask=there, other=0)
+        keys = tl.load(k + t * k_t + (l * k_t)[:, None] + n[None, :], mask=there, other=0)
+        values = tl.load(v + t * v_t + (l * v_t)[:, None] + p[None, :], mask=there, other=0)
         # REVERSE: how far the chunk is from being the last of those that make one, or of all.
         behind = tl.minimum(every - 1 - c % every, i) if REVERSE else c % every
         keeps = tl.zeros([1, 1], tl.int32) == behind
-        tl.store(states + ((b * kept + c // every) * heads + h) * P * N + at, state, mask=keeps)
+        tl.store(states + ((b * kept + c // every) * heads + h) * (P * N) + at, state, mask=keeps)
         if ROWS:
-            queries = tl.load(q + t * q_t, mask=there, other=0)
+            queries = tl.load(q + t * q_t + (l * q_t)[:, None] + n[None, :], mask=there, other=0)
             apart = a[None, :] - a[:, None] if REVERSE else a[:, None] - a[None, :]
             weighted = product(queries, tl.trans(keys), WIDE) * tl.exp2(tl.where(keep, apart, float("-inf")))
             rows = product(queries, tl.trans(state), WIDE)
@@ -81,7 +82,7 @@ def ssd_walk(q, k, v, decay, steps, skip, first, out, states, last, tokens, head
                 rows = rows * tl.exp2(a)[:, None] + product(weighted * step[None, :], values, WIDE)
             if SKIP:
                 rows += values.to(tl.float32) * own
-            tl.store(out + ((b * tokens + t) * heads + h) * P + p[None, :], as_stored(rows, out), mask=there)
+            tl.store(out + t * heads * P + (l * heads * P)[:, None] + p[None, :], as_stored(rows, out), mask=there)
         weight = tl.exp2(a) if REVERSE else tl.exp2(end - a) * step
         added = product(tl.trans(values.to(tl.float32) * weight[:, None]), keys, WIDE)
         state = state * tl.exp2(end) + added

@@ -32,6 +32,8 @@ HEADS = 8
 # Rows of a chunk that one of those programs computes.
 ROWS_AT_ONCE = 128
 # Warps of a program, and stages of loading ahead of what is in work.
+# Lanes of a head that one program of the walk has.
+LANES = 64
 WALK = {"num_warps": 4, "num_stages": 2}
 GROUP = {"num_warps": 8, "num_stages": 2}
 # Blocks a launch can have along a dimension other than the first.
@@ -105,7 +107,7 @@ class _Call:
         if self.empty:
             return states, last.zero_() if first is None else first.to(torch.float32, copy=True)
         decay, steps = self.decay(length)
-        bp = min(self.p, 64)
+        bp = min(self.p, LANES)
         _triton_walk.walk(
             lambda meta: (self.p // bp, self.heads, self.batch), WALK, q=q, k=k, v=v,
             decay=decay, steps=steps, skip=self.A if skip is None else skip,
