@@ -14,48 +14,43 @@ from megacpp_compile.lowerings.ssd_scan._products import product
 def ssd_scores_grad(dy, x, B, C, decay, steps, d_scores, row_sums, column_sums, diagonal, d_skip,
                     tokens, heads, chunks, per_group, parts,
                     dy_b, dy_t, dy_h, x_b, x_t, x_h, B_b, B_t, B_g, C_b, C_t, C_g,
-                    L: tl.constexpr, P: tl.constexpr, N: tl.constexpr, BM: tl.constexpr, HB: tl.constexpr,
-                    SKIP: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
-    """With scores C_r . B_s: their gradient, summed over HB heads of a group.
+                    L: tl.constexpr, P: tl.constexpr, N: tl.constexpr, HB: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+    """With scores C_r . B_s of a chunk: their gradient, summed over HB heads of a group.
 
-    Per head, of (score * its gradient), s < r: sums over a row and, without dt, over BM rows of a column, from which
-    the gradients of the decay and of dt are made. `diagonal`: what s = r gives to the latter; nothing decays there, and
-    where all else does, this would drown it. d_skip: sums of dy . x over BM rows.
+    Per head, of (score * its gradient), s < r: sums over rows and, without dt, over columns, from which the gradients
+    of the decay and of dt are made. `diagonal`: what s = r gives to the latter; nothing decays there, and where all else
+    does, this would drown it. d_skip: sums of dy . x.
     """
-    tiles: tl.constexpr = L // BM
-    c, m = tl.program_id(0) // tiles, tl.program_id(0) % tiles
-    part, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    c, part, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     g = (part * HB // per_group).to(tl.int64)
-    r, s = m * BM + tl.arange(0, BM), tl.arange(0, L)
-    n, p = tl.arange(0, N)[None, :], tl.arange(0, P)[None, :]
+    r, n, p = tl.arange(0, L), tl.arange(0, N)[None, :], tl.arange(0, P)[None, :]
     t = c.to(tl.int64) * L
-    there_r, there_s = r[:, None] < tokens - t, s[:, None] < tokens - t
-    queries = tl.load(C + b * C_b + t * C_t + g * C_g + (r * C_t)[:, None] + n, mask=there_r, other=0)
-    keys = tl.load(B + b * B_b + t * B_t + g * B_g + (s * B_t)[:, None] + n, mask=there_s, other=0)
+    there = r[:, None] < tokens - t
+    queries = tl.load(C + b * C_b + t * C_t + g * C_g + (r * C_t)[:, None] + n, mask=there, other=0)
+    keys = tl.load(B + b * B_b + t * B_t + g * B_g + (r * B_t)[:, None] + n, mask=there, other=0)
     scores = product(queries, tl.trans(keys), WIDE)
-    keep = r[:, None] >= s[None, :]
-    own_scores = tl.sum(tl.where(r[:, None] == s[None, :], scores, 0), 1)
-    scores = tl.where(r[:, None] > s[None, :], scores, 0)
-    total = tl.zeros([BM, L], tl.float32)
+    own = tl.sum(queries.to(tl.float32) * keys.to(tl.float32), 1)
+    scores = tl.where(r[:, None] > r[None, :], scores, 0)
+    keep = r[:, None] >= r[None, :]
+    total = tl.zeros([L, L], tl.float32)
     dy += b * dy_b + t * dy_t
     x += b * x_b + t * x_t
     for i in range(HB):
         h = (part * HB + i).to(tl.int64)
         row = (b * chunks + c) * heads + h
-        grad = tl.load(dy + h * dy_h + (r * dy_t)[:, None] + p, mask=there_r, other=0)
-        values = tl.load(x + h * x_h + (s * x_t)[:, None] + p, mask=there_s, other=0)
+        grad = tl.load(dy + h * dy_h + (r * dy_t)[:, None] + p, mask=there, other=0)
+        values = tl.load(x + h * x_h + (r * x_t)[:, None] + p, mask=there, other=0)
+        straight = tl.sum(grad.to(tl.float32) * values.to(tl.float32), 1)
+        tl.store(diagonal + row * L + r, straight * own)
+        tl.store(d_skip + row, tl.sum(straight, 0))
+        a, step = tl.load(decay + row * L + r), tl.load(steps + row * L + r)
         d = product(grad, tl.trans(values), WIDE)
-        own = tl.sum(tl.where(r[:, None] == s[None, :], d, 0), 1)
-        tl.store(diagonal + row * L + r, own * own_scores)
-        if SKIP:
-            tl.store(d_skip + ((b * chunks + c) * tiles + m) * heads + h, tl.sum(own, 0))
-        a_r, a_s = tl.load(decay + row * L + r), tl.load(decay + row * L + s)
-        d *= tl.exp2(tl.where(keep, a_r[:, None] - a_s[None, :], float("-inf")))
-        tl.store(column_sums + (row * tiles + m) * L + s, tl.sum(scores * d, 0))
-        d *= tl.load(steps + row * L + s)[None, :]
+        d *= tl.exp2(tl.where(keep, a[:, None] - a[None, :], float("-inf")))
+        tl.store(column_sums + row * L + r, tl.sum(scores * d, 0))
+        d *= step[None, :]
         tl.store(row_sums + row * L + r, tl.sum(scores * d, 1))
         total += d
-    at = ((b * chunks + c) * parts + part) * L * L + r[:, None] * L + s[None, :]
+    at = ((b * chunks + c) * parts + part) * L * L + r[:, None] * L + r[None, :]
     tl.store(d_scores + at, total)
 
 
@@ -63,59 +58,51 @@ def ssd_scores_grad(dy, x, B, C, decay, steps, d_scores, row_sums, column_sums, 
 def ssd_group_grad(v, own, other, d_scores, decay, steps, states, entering, out, dots, inner,
                    tokens, heads, chunks, per_group, parts,
                    v_b, v_t, v_h, own_b, own_t, own_g, other_b, other_t, other_g,
-                   L: tl.constexpr, P: tl.constexpr, N: tl.constexpr, BM: tl.constexpr, HB: tl.constexpr,
-                   KEYS: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+                   L: tl.constexpr, P: tl.constexpr, N: tl.constexpr, HB: tl.constexpr, KEYS: tl.constexpr,
+                   WIDE: tl.constexpr):  # fmt: skip
     """Gradient of C (own = C, other = B, v = dy, states = those entering) or, with KEYS, of B (own = B, other = C,
     v = x, states = the gradients of those leaving), summed over HB heads of a group.
 
     Per head, `dots` is what the state's part of it gives to the gradient of the decay; of B's, without dt, also to that
     of dt. With KEYS, `inner` is the product of the entering state with the gradient of the leaving one.
     """
-    tiles: tl.constexpr = L // BM
-    c, m = tl.program_id(0) // tiles, tl.program_id(0) % tiles
-    part, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    c, part, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     g = (part * HB // per_group).to(tl.int64)
-    r, s = m * BM + tl.arange(0, BM), tl.arange(0, L)
-    n, p = tl.arange(0, N)[None, :], tl.arange(0, P)[None, :]
+    r, n, p = tl.arange(0, L), tl.arange(0, N)[None, :], tl.arange(0, P)[None, :]
     t = c.to(tl.int64) * L
-    there_r, there_s = r[:, None] < tokens - t, s[:, None] < tokens - t
-    d_scores += ((b * chunks + c) * parts + part) * L * L
+    there = r[:, None] < tokens - t
     v += b * v_b + t * v_t
     own += b * own_b + t * own_t + g * own_g
     other += b * other_b + t * other_t + g * other_g
-    others = tl.load(other + (s * other_t)[:, None] + n, mask=there_s, other=0)
-    if KEYS:
-        total = product(tl.trans(tl.load(d_scores + s[:, None] * L + r[None, :])), others, WIDE)
-    else:
-        total = product(tl.load(d_scores + r[:, None] * L + s[None, :]), others, WIDE)
-    mine = tl.load(own + (r * own_t)[:, None] + n, mask=there_r, other=0)
+    scores = tl.load(d_scores + ((b * chunks + c) * parts + part) * L * L + r[:, None] * L + r[None, :])
+    others = tl.load(other + (r * other_t)[:, None] + n, mask=there, other=0)
+    total = product(tl.trans(scores) if KEYS else scores, others, WIDE)
+    mine = tl.load(own + (r * own_t)[:, None] + n, mask=there, other=0)
     at = tl.arange(0, P)[:, None] * N + n
     for i in range(HB):
         h = (part * HB + i).to(tl.int64)
         row = (b * chunks + c) * heads + h
-        a_r = tl.load(decay + row * L + r)
+        a = tl.load(decay + row * L + r)
         state = tl.load(states + row * P * N + at)
         if KEYS:
-            if m == 0:
-                tl.store(inner + row, tl.sum(tl.sum(state * tl.load(entering + row * P * N + at), 1), 0))
-        values = tl.load(v + h * v_h + (r * v_t)[:, None] + p, mask=there_r, other=0)
-        if KEYS:
-            reach = tl.exp2(tl.load(decay + row * L + L - 1) - a_r)
+            tl.store(inner + row, tl.sum(tl.sum(state * tl.load(entering + row * P * N + at), 1), 0))
+            reach = tl.exp2(tl.load(decay + row * L + L - 1) - a)
         else:
-            reach = tl.exp2(a_r)
+            reach = tl.exp2(a)
+        values = tl.load(v + h * v_h + (r * v_t)[:, None] + p, mask=there, other=0)
         grad = product(values, state, WIDE) * reach[:, None]
         tl.store(dots + row * L + r, tl.sum(grad * mine.to(tl.float32), 1))
         if KEYS:
             grad *= tl.load(steps + row * L + r)[:, None]
         total += grad
     out += ((b * tokens + t) * parts + part) * N
-    tl.store(out + (r * parts * N)[:, None] + n, as_stored(total, out), mask=there_r)
+    tl.store(out + (r * parts * N)[:, None] + n, as_stored(total, out), mask=there)
 
 
 @triton.jit
 def ssd_steps_grad(row_sums, column_sums, diagonal, query_dots, key_dots, inner, decay, steps, A, d_dt, d_A,
                    tokens, heads, chunks, A_h,
-                   L: tl.constexpr, TILES: tl.constexpr, BH: tl.constexpr):  # fmt: skip
+                   L: tl.constexpr, BH: tl.constexpr):  # fmt: skip
     """Gradient of dt, and each chunk's part of A's.
 
     What a token's own decay multiplies: every later row of its chunk, and the state that leaves it. So the gradient of
@@ -129,9 +116,7 @@ def ssd_steps_grad(row_sums, column_sums, diagonal, query_dots, key_dots, inner,
     at = row * L + l
     step = tl.load(steps + at, mask=there, other=0)
     to_state = tl.load(key_dots + at, mask=there, other=0)
-    column = to_state
-    for m in tl.static_range(TILES):
-        column += tl.load(column_sums + (row * TILES + m) * L + l, mask=there, other=0)
+    column = to_state + tl.load(column_sums + at, mask=there, other=0)
     d = tl.load(row_sums + at, mask=there, other=0) + tl.load(query_dots + at, mask=there, other=0) - step * column
     end = tl.exp2(tl.load(decay + row * L + L - 1, mask=there, other=0))
     leaving = tl.sum(step * to_state, 0)[None, :] + end * tl.load(inner + row, mask=there, other=0)
@@ -146,11 +131,11 @@ def ssd_steps_grad(row_sums, column_sums, diagonal, query_dots, key_dots, inner,
 scores_grad = Kernel(
     ssd_scores_grad,
     [{"num_warps": warps, "num_stages": stages} for warps in (4, 8) for stages in (1, 2)],
-    key=("heads", "L", "P", "N", "BM", "HB"),
+    key=("heads", "L", "P", "N", "HB"),
 )
 group_grad = Kernel(
     ssd_group_grad,
     [{"num_warps": warps, "num_stages": stages} for warps in (4, 8) for stages in (1, 2)],
-    key=("heads", "L", "P", "N", "BM", "HB", "KEYS"),
+    key=("heads", "L", "P", "N", "HB", "KEYS"),
 )
 steps_grad = Kernel(ssd_steps_grad, [{"BH": 16, "num_warps": 4}], key=("heads", "L"))

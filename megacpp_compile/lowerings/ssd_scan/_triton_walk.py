@@ -36,7 +36,8 @@ def ssd_walk(q, k, v, decay, steps, skip, first, out, states, last, tokens, head
              q_b, q_t, q_g, k_b, k_t, k_g, v_b, v_t, v_h,
              L: tl.constexpr, P: tl.constexpr, N: tl.constexpr, BP: tl.constexpr, REVERSE: tl.constexpr,
              SKIP: tl.constexpr, FIRST: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
-    """A head's chunks one after the other, BP of its P lanes, the state [BP, N] in registers.
+    """A head's chunks one after the other, BP of its P lanes, the state in registers, lanes
+    behind, so that its products have N rows: tensor cores take 64 at once.
 
     Forward: q = C, k = B, v = x; out = y, from the scores within the chunk and the state that enters it; then
     state = decay over the chunk * state + sum over its tokens of dt * decay to its end * x (outer) B.
@@ -47,12 +48,11 @@ def ssd_walk(q, k, v, decay, steps, skip, first, out, states, last, tokens, head
     tile, h, b = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     l = tl.arange(0, L)
     n, p = tl.arange(0, N), tile * BP + tl.arange(0, BP)
-    q += b * q_b + h // per_group * q_g
-    k += b * k_b + h // per_group * k_g
-    v += b * v_b + h * v_h
-    out += (b * tokens * heads + h) * P
-    at = p[:, None] * N + n[None, :]
-    state = tl.zeros([BP, N], tl.float32)
+    q += b * q_b + h // per_group * q_g + n[None, :]
+    k += b * k_b + h // per_group * k_g + n[None, :]
+    v += b * v_b + h * v_h + p[None, :]
+    at = p[None, :] * N + n[:, None]
+    state = tl.zeros([N, BP], tl.float32)
     if FIRST:
         state += tl.load(first + (b * heads + h) * P * N + at).to(tl.float32)
     keep = l[:, None] <= l[None, :] if REVERSE else l[:, None] >= l[None, :]
@@ -60,31 +60,31 @@ def ssd_walk(q, k, v, decay, steps, skip, first, out, states, last, tokens, head
         own = tl.load(skip + h * skip_h).to(tl.float32)
     for i in range(chunks):
         c = chunks - 1 - i if REVERSE else i
-        t = tl.cast(c, tl.int64) * L
-        there = l[:, None] < tokens - t
+        t = (c * L + l).to(tl.int64)[:, None]
+        there = t < tokens
         row = ((b * chunks + c) * heads + h) * L
         end = tl.load(decay + row + L - 1)
         a, step = tl.load(decay + row + l), tl.load(steps + row + l)
-        keys = tl.load(k + t * k_t + (l * k_t)[:, None] + n[None, :], mask=there, other=0)
-        values = tl.load(v + t * v_t + (l * v_t)[:, None] + p[None, :], mask=there, other=0)
+        keys = tl.load(k + t * k_t, mask=there, other=0)
+        values = tl.load(v + t * v_t, mask=there, other=0)
         # REVERSE: how far the chunk is from being the last of those that make one, or of all.
         behind = tl.minimum(every - 1 - c % every, i) if REVERSE else c % every
         keeps = tl.zeros([1, 1], tl.int32) == behind
-        tl.store(states + ((b * kept + c // every) * heads + h) * (P * N) + at, state, mask=keeps)
+        tl.store(states + ((b * kept + c // every) * heads + h) * P * N + at, state, mask=keeps)
         if ROWS:
-            queries = tl.load(q + t * q_t + (l * q_t)[:, None] + n[None, :], mask=there, other=0)
+            queries = tl.load(q + t * q_t, mask=there, other=0)
             apart = a[None, :] - a[:, None] if REVERSE else a[:, None] - a[None, :]
             weighted = product(queries, tl.trans(keys), WIDE) * tl.exp2(tl.where(keep, apart, float("-inf")))
-            rows = product(queries, tl.trans(state), WIDE)
+            rows = product(queries, state, WIDE)
             if REVERSE:
                 rows = (rows * tl.exp2(end - a)[:, None] + product(weighted, values, WIDE)) * step[:, None]
             else:
                 rows = rows * tl.exp2(a)[:, None] + product(weighted * step[None, :], values, WIDE)
             if SKIP:
                 rows += values.to(tl.float32) * own
-            tl.store(out + t * heads * P + (l * heads * P)[:, None] + p[None, :], as_stored(rows, out), mask=there)
+            tl.store(out + ((b * tokens + t) * heads + h) * P + p[None, :], as_stored(rows, out), mask=there)
         weight = tl.exp2(a) if REVERSE else tl.exp2(end - a) * step
-        added = product(tl.trans(values.to(tl.float32) * weight[:, None]), keys, WIDE)
+        added = product(tl.trans(keys), values.to(tl.float32) * weight[:, None], WIDE)
         state = state * tl.exp2(end) + added
     tl.store(last + (b * heads + h) * P * N + at, state)
 

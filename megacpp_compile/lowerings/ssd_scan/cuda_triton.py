@@ -29,8 +29,6 @@ HEAD_SIZES = (16, 32, 64, 128)
 STATE_SIZES = (16, 32, 64, 128, 256)
 # Heads of a group that a program takes one after the other: they share B, C and their products.
 HEADS = 8
-# Rows of a chunk that one of those programs computes.
-ROWS_AT_ONCE = 128
 # Warps of a program, and stages of loading ahead of what is in work.
 # Lanes of a head that one program of the walk has.
 LANES = 64
@@ -197,24 +195,21 @@ def _gradients(
     if call.empty:
         d_A, d_skip = call.new(*by_head).zero_(), call.new(*by_head).zero_()
     else:
-        tiles = length // min(length, ROWS_AT_ONCE)
-        row_sums, diagonal, query_dots, key_dots = (call.new(*by_head, length) for _ in range(4))
-        column_sums = call.new(*by_head, tiles, length)
+        row_sums, column_sums, diagonal, query_dots, key_dots = (call.new(*by_head, length) for _ in range(5))
         d_scores = call.new(*by_head[:2], parts, length, length)
-        d_skip = call.new(call.batch, call.chunks_of(length) * tiles, heads)
-        inner, d_A = call.new(*by_head), call.new(*by_head)
+        d_skip, inner, d_A = (call.new(*by_head) for _ in range(3))
         decay, steps = call.decay(length)
         common = {"decay": decay, "steps": steps, **call.sizes(length), "per_group": per_group, "parts": parts,
-                  "P": call.p, "N": call.n, "BM": length // tiles, "HB": at_once, "WIDE": int(call.wide)}  # fmt: skip
+                  "P": call.p, "N": call.n, "HB": at_once, "WIDE": int(call.wide)}  # fmt: skip
 
         def grid(meta: Any) -> tuple[Any, ...]:
-            return call.chunks_of(length) * tiles, parts, call.batch
+            return call.chunks_of(length), parts, call.batch
 
         _triton_gradients.scores_grad(
             grid, GROUP, dy=dy, x=call.x, B=call.B, C=call.C, d_scores=d_scores, row_sums=row_sums,
             column_sums=column_sums, diagonal=diagonal, d_skip=d_skip, **strides("dy", dy, "bth"),
             **strides("x", call.x, "bth"), **strides("B", call.B, "btg"), **strides("C", call.C, "btg"),
-            SKIP=int(D is not None), **common,
+            **common,
         )  # fmt: skip
         for v, own, other, reach, out, dots in (
             (dy, call.C, call.B, states, d_C, query_dots),
@@ -229,7 +224,7 @@ def _gradients(
             lambda meta: (call.chunks_of(length), triton.cdiv(heads, meta["BH"]), call.batch),
             {"BH": 16, "num_warps": 4}, row_sums=row_sums, column_sums=column_sums, diagonal=diagonal,
             query_dots=query_dots, key_dots=key_dots, inner=inner, decay=decay, steps=steps, A=call.A, d_dt=d_dt,
-            d_A=d_A, **call.sizes(length), A_h=call.A.stride(0), TILES=tiles,
+            d_A=d_A, **call.sizes(length), A_h=call.A.stride(0),
         )  # fmt: skip
     if not direct:
         d_B, d_C = (t.unflatten(2, (call.groups, -1)).sum(3).to(like.dtype)
