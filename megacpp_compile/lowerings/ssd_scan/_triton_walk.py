@@ -69,8 +69,8 @@ def ssd_walk(q, k, v, decay, steps, skip, first, out, states, last, tokens, head
         values = tl.load(v + t * v_t, mask=there, other=0)
         # REVERSE: how far the chunk is from being the last of those that make one, or of all.
         behind = tl.minimum(every - 1 - c % every, i) if REVERSE else c % every
-        keeps = tl.zeros([1, 1], tl.int32) == behind
-        tl.store(states + ((b * kept + c // every) * heads + h) * P * N + at, state, mask=keeps)
+        if behind == 0:
+            tl.store(states + ((b * kept + c // every) * heads + h) * P * N + at, state)
         if ROWS:
             queries = tl.load(q + t * q_t, mask=there, other=0)
             apart = a[None, :] - a[:, None] if REVERSE else a[:, None] - a[None, :]

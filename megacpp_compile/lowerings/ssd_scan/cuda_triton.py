@@ -32,8 +32,6 @@ HEADS = 8
 # Warps of a program, and stages of loading ahead of what is in work.
 # Lanes of a head that one program of the walk has.
 LANES = 64
-WALK = {"num_warps": 4, "num_stages": 2}
-GROUP = {"num_warps": 8, "num_stages": 2}
 # Blocks a launch can have along a dimension other than the first.
 MOST_BLOCKS = 65535
 
@@ -107,7 +105,7 @@ class _Call:
         decay, steps = self.decay(length)
         bp = min(self.p, LANES)
         _triton_walk.walk(
-            lambda meta: (self.p // bp, self.heads, self.batch), WALK, q=q, k=k, v=v,
+            lambda meta: (self.p // bp, self.heads, self.batch), _walk_launch(self.n), q=q, k=k, v=v,
             decay=decay, steps=steps, skip=self.A if skip is None else skip,
             first=last if first is None else first.contiguous(), out=last if out is None else out, states=states,
             last=last, **self.sizes(length), per_group=self.heads // self.groups, every=chunk // length,
@@ -127,6 +125,16 @@ def _walked_at_once(p: int, n: int, wide: bool) -> int:
 def _longest(p: int, n: int, wide: bool) -> int:
     """Tokens of a chunk whose tiles fit into registers and shared memory."""
     return 32 if wide and n > 128 else 128 if p <= 64 and n <= 128 and not wide else 64
+
+
+def _walk_launch(n: int) -> dict[str, int]:
+    return {"num_warps": 4 if n <= 128 else 8, "num_stages": 2}
+
+
+def _group_launch(p: int, n: int, length: int) -> dict[str, int]:
+    """Tiles loaded ahead as far as shared memory goes: the largest are a head's states, in float32."""
+    stages = 3 if p * n <= 64 * 128 else 2 if p * n <= 128 * 128 else 1
+    return {"num_warps": 8 if length >= 128 or p * n > 64 * 128 else 4, "num_stages": stages}
 
 
 def lanes_adjacent(t: Tensor) -> Tensor:
@@ -202,11 +210,13 @@ def _gradients(
         common = {"decay": decay, "steps": steps, **call.sizes(length), "per_group": per_group, "parts": parts,
                   "P": call.p, "N": call.n, "HB": at_once, "WIDE": int(call.wide)}  # fmt: skip
 
+        launch = _group_launch(call.p, call.n, length)
+
         def grid(meta: Any) -> tuple[Any, ...]:
             return call.chunks_of(length), parts, call.batch
 
         _triton_gradients.scores_grad(
-            grid, GROUP, dy=dy, x=call.x, B=call.B, C=call.C, d_scores=d_scores, row_sums=row_sums,
+            grid, launch, dy=dy, x=call.x, B=call.B, C=call.C, d_scores=d_scores, row_sums=row_sums,
             column_sums=column_sums, diagonal=diagonal, d_skip=d_skip, **strides("dy", dy, "bth"),
             **strides("x", call.x, "bth"), **strides("B", call.B, "btg"), **strides("C", call.C, "btg"),
             **common,
@@ -216,7 +226,7 @@ def _gradients(
             (call.x, call.B, call.C, left, d_B, key_dots),
         ):
             _triton_gradients.group_grad(
-                grid, GROUP, v=v, own=own, other=other, d_scores=d_scores, states=reach, entering=states, out=out,
+                grid, launch, v=v, own=own, other=other, d_scores=d_scores, states=reach, entering=states, out=out,
                 dots=dots, inner=inner, **strides("v", v, "bth"), **strides("own", own, "btg"),
                 **strides("other", other, "btg"), KEYS=int(own is call.B), **common,
             )  # fmt: skip
