@@ -121,3 +121,23 @@ def rope_qk(inputs: Sequence[Tensor], grads: Sequence[Tensor], tuned: bool) -> R
         turn(d_q, d_k, True)
 
     return Runner({FORWARD: lambda: turn(q, k, False), STEP: step}, results)
+
+
+def ssd_scan(inputs: Sequence[Tensor], grad: Tensor, chunk: int, tuned: bool) -> Runner:
+    """`ssd_scan` without skip and first state, and its gradient."""
+    op = lowering("ssd_scan", inputs[0].device)
+    context = tuning(tuned)
+    operands = *(t.detach() for t in inputs), None, None
+    if why := op.supports("ssd_scan", (*operands, chunk, grad.dtype)):
+        raise Missing(why)
+
+    def forward() -> Tensor:
+        with context():
+            return op.ssd_scan(*operands, chunk, grad.dtype)[0]
+
+    def step() -> list[Tensor]:
+        with context():
+            y, _, states = op.ssd_scan(*operands, chunk, grad.dtype)
+            return [y, *op.ssd_scan_backward(grad, None, *operands, states, chunk)[:5]]
+
+    return Runner({FORWARD: forward, STEP: step}, step)

@@ -61,6 +61,36 @@ class Rope(nn.Module):
         return torch.cat((q_nope, q_pe), -1), torch.cat((k_nope, k_pe), -1), v
 
 
+def segment_sums(a: Tensor) -> Tensor:
+    """[..., l] -> [..., l, l]: the sum over s + 1 .. r in row r, -inf above the diagonal."""
+    n = a.shape[-1]
+    ones = torch.ones(n, n, device=a.device, dtype=torch.bool)
+    sums = a.unsqueeze(-1).expand(*a.shape, n).masked_fill(~ones.tril(-1), 0).cumsum(-2)
+    return sums.masked_fill(~ones.tril(), float("-inf"))
+
+
+class Scan(nn.Module):
+    """Mamba-2's chunked scan in einsums, as its paper's listing: everything in the dtype of the steps."""
+
+    def __init__(self, chunk: int) -> None:
+        super().__init__()
+        self.chunk = chunk
+
+    def forward(self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
+        heads, groups = x.shape[2], B.shape[2]
+        B, C = (t.to(dt.dtype).repeat_interleave(heads // groups, 2) for t in (B, C))
+        u, B, C = (t.unflatten(1, (-1, self.chunk)) for t in (x.to(dt.dtype) * dt.unsqueeze(-1), B, C))
+        a = (dt * A).unflatten(1, (-1, self.chunk)).permute(0, 3, 1, 2)
+        total = a.cumsum(-1)
+        inside = torch.einsum("bclhn,bcshn,bhcls,bcshp->bclhp", C, B, segment_sums(a).exp(), u)
+        states = torch.einsum("bclhn,bhcl,bclhp->bchpn", B, (total[..., -1:] - total).exp(), u)
+        states = torch.cat((torch.zeros_like(states[:, :1]), states), 1)
+        between = segment_sums(F.pad(total[..., -1], (1, 0))).exp()
+        states = torch.einsum("bhzc,bchpn->bzhpn", between, states)[:, :-1]
+        entered = torch.einsum("bclhn,bchpn,bhcl->bclhp", C, states, total.exp())
+        return (inside + entered).flatten(1, 2).to(x.dtype)
+
+
 class LlamaRope(nn.Module):
     """Ordinary RoPE of grouped-query attention, as in Llama."""
 

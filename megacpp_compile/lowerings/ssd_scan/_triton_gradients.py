@@ -14,12 +14,13 @@ from megacpp_compile.lowerings.ssd_scan._products import product
 def ssd_scores_grad(dy, x, B, C, decay, steps, d_scores, row_sums, column_sums, diagonal, d_skip,
                     tokens, heads, chunks, per_group, parts,
                     dy_b, dy_t, dy_h, x_b, x_t, x_h, B_b, B_t, B_g, C_b, C_t, C_g,
-                    L: tl.constexpr, P: tl.constexpr, N: tl.constexpr, HB: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+                    L: tl.constexpr, P: tl.constexpr, N: tl.constexpr, HB: tl.constexpr,
+                    WIDE: tl.constexpr):  # fmt: skip
     """With scores C_r . B_s of a chunk: their gradient, summed over HB heads of a group.
 
     Per head, of (score * its gradient), s < r: sums over rows and, without dt, over columns, from which the gradients
-    of the decay and of dt are made. `diagonal`: what s = r gives to the latter; nothing decays there, and where all else
-    does, this would drown it. d_skip: sums of dy . x.
+    of the decay and of dt are made. `diagonal`: what s = r gives to the latter; nothing decays there, and where all
+    else does, this would drown it. d_skip: sums of dy . x.
     """
     c, part, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     g = (part * HB // per_group).to(tl.int64)
@@ -109,11 +110,11 @@ def ssd_steps_grad(row_sums, column_sums, diagonal, query_dots, key_dots, inner,
     the summed decay is summed again, from behind.
     """
     c, b = tl.program_id(0), tl.program_id(2).to(tl.int64)
-    l = tl.arange(0, L)[:, None]
+    r = tl.arange(0, L)[:, None]
     h = tl.program_id(1) * BH + tl.arange(0, BH)[None, :]
     there = h < heads
     row = (b * chunks + c) * heads + h
-    at = row * L + l
+    at = row * L + r
     step = tl.load(steps + at, mask=there, other=0)
     to_state = tl.load(key_dots + at, mask=there, other=0)
     column = to_state + tl.load(column_sums + at, mask=there, other=0)
@@ -122,7 +123,7 @@ def ssd_steps_grad(row_sums, column_sums, diagonal, query_dots, key_dots, inner,
     leaving = tl.sum(step * to_state, 0)[None, :] + end * tl.load(inner + row, mask=there, other=0)
     d = tl.sum(d, 0)[None, :] - tl.cumsum(d, 0) + d + leaving
     rate = tl.load(A + h * A_h, mask=there, other=0).to(tl.float32)
-    t = (c * L + l).to(tl.int64)
+    t = (c * L + r).to(tl.int64)
     column += tl.load(diagonal + at, mask=there, other=0)
     tl.store(d_dt + (b * tokens + t) * heads + h, as_stored(column + rate * d, d_dt), mask=there & (t < tokens))
     tl.store(d_A + row, tl.sum(step * d, 0)[None, :], mask=there)

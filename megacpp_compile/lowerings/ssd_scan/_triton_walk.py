@@ -15,24 +15,25 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 @triton.jit
 def ssd_decay(dt, A, decay, steps, tokens, heads, chunks, dt_b, dt_t, dt_h, A_h,
               L: tl.constexpr, BH: tl.constexpr):  # fmt: skip
-    """decay[b, c, h, l] = log2(e) * A_h * (dt summed over the chunk up to and with l); steps = dt, laid out the same.
+    """decay[b, c, h, r] = log2(e) * A_h * (dt summed over the chunk up to and with l); steps = dt, laid out the same.
 
     Behind the last token dt is 0: nothing decays and nothing comes in.
     """
     c, b = tl.program_id(0), tl.program_id(2).to(tl.int64)
-    l = tl.arange(0, L)[:, None]
+    r = tl.arange(0, L)[:, None]
     h = tl.program_id(1) * BH + tl.arange(0, BH)[None, :]
-    t = (c * L + l).to(tl.int64)
+    t = (c * L + r).to(tl.int64)
     there = h < heads
     step = tl.load(dt + b * dt_b + t * dt_t + h * dt_h, mask=(t < tokens) & there, other=0).to(tl.float32)
     rate = tl.load(A + h * A_h, mask=there, other=0).to(tl.float32) * LOG2_E
-    out = ((b * chunks + c) * heads + h) * L + l
+    out = ((b * chunks + c) * heads + h) * L + r
     tl.store(steps + out, step, mask=there)
     tl.store(decay + out, tl.cumsum(step * rate, 0), mask=there)
 
 
 @triton.jit
-def ssd_walk(q, k, v, decay, steps, skip, first, out, states, last, tokens, heads, chunks, per_group, every, kept, skip_h,
+def ssd_walk(q, k, v, decay, steps, skip, first, out, states, last,
+             tokens, heads, chunks, per_group, every, kept, skip_h,
              q_b, q_t, q_g, k_b, k_t, k_g, v_b, v_t, v_h,
              L: tl.constexpr, P: tl.constexpr, N: tl.constexpr, BP: tl.constexpr, REVERSE: tl.constexpr,
              SKIP: tl.constexpr, FIRST: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
@@ -46,7 +47,7 @@ def ssd_walk(q, k, v, decay, steps, skip, first, out, states, last, tokens, head
     `every` chunks are one of those whose states are kept: entering it, or in REVERSE leaving it. ROWS: write out.
     """
     tile, h, b = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    l = tl.arange(0, L)
+    r = tl.arange(0, L)
     n, p = tl.arange(0, N), tile * BP + tl.arange(0, BP)
     q += b * q_b + h // per_group * q_g + n[None, :]
     k += b * k_b + h // per_group * k_g + n[None, :]
@@ -55,16 +56,16 @@ def ssd_walk(q, k, v, decay, steps, skip, first, out, states, last, tokens, head
     state = tl.zeros([N, BP], tl.float32)
     if FIRST:
         state += tl.load(first + (b * heads + h) * P * N + at).to(tl.float32)
-    keep = l[:, None] <= l[None, :] if REVERSE else l[:, None] >= l[None, :]
+    keep = r[:, None] <= r[None, :] if REVERSE else r[:, None] >= r[None, :]
     if SKIP:
         own = tl.load(skip + h * skip_h).to(tl.float32)
     for i in range(chunks):
         c = chunks - 1 - i if REVERSE else i
-        t = (c * L + l).to(tl.int64)[:, None]
+        t = (c * L + r).to(tl.int64)[:, None]
         there = t < tokens
         row = ((b * chunks + c) * heads + h) * L
         end = tl.load(decay + row + L - 1)
-        a, step = tl.load(decay + row + l), tl.load(steps + row + l)
+        a, step = tl.load(decay + row + r), tl.load(steps + row + r)
         keys = tl.load(k + t * k_t, mask=there, other=0)
         values = tl.load(v + t * v_t, mask=there, other=0)
         # REVERSE: how far the chunk is from being the last of those that make one, or of all.

@@ -95,7 +95,7 @@ class _Call:
     ) -> tuple[Tensor, Tensor]:
         """Writes y with (C, B, x), or the gradient of x with (B, C, gradient of y), to `out` if it is given.
 
-        Returns the state that enters each chunk, and the final one; or the gradients of those leaving, and of the first.
+        Returns the state entering each chunk, and the final one; or the gradients of those leaving, and of the first.
         """
         length = min(chunk, _walked_at_once(self.p, self.n, self.wide))
         states = self.new(self.batch, self.chunks_of(chunk), self.heads, self.p, self.n)
