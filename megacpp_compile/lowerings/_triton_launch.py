@@ -11,6 +11,9 @@ from torch.library import wrap_triton
 
 from megacpp_compile.lowerings._tuning import measuring, traced
 
+# Choices that are the compiler's, not arguments of the kernel.
+LAUNCH = ("num_warps", "num_stages")
+
 
 class Kernel:
     """A jitted kernel with a static choice of block sizes and, when autotuning, the choices to measure.
@@ -25,7 +28,10 @@ class Kernel:
         self, fn: Any, choices: Sequence[dict[str, int]], key: Sequence[str], restore: Sequence[str] = ()
     ) -> None:
         configs = [
-            triton.Config({k: v for k, v in c.items() if k != "num_warps"}, num_warps=c["num_warps"]) for c in choices
+            triton.Config(
+                {k: v for k, v in c.items() if k not in LAUNCH}, **{k: v for k, v in c.items() if k in LAUNCH}
+            )
+            for c in choices
         ]
         self.fn, self.tuned = fn, triton.autotune(configs, key=list(key), restore_value=list(restore))(fn)
 

@@ -83,7 +83,7 @@ CLASSES = {
 
 
 def kind(draw: random.Random, op: str) -> Kind:
-    return _projection(draw, op) if KIND[op] == "projection" else _rotation(draw, op)
+    return {"projection": _projection, "rotation": _rotation, "scan": _scan}[KIND[op]](draw, op)
 
 
 def _class(draw: random.Random) -> str:
@@ -144,6 +144,26 @@ def _projection(draw: random.Random, op: str) -> Kind:
     )  # fmt: skip
 
 
+def _scan(draw: random.Random, op: str) -> Kind:
+    dtype = draw.choice(FLOATS)
+    # In full precision the gradient of one head's decay is too often a sum that cancels.
+    heads, groups = draw.choice(((4, 1), (4, 2), (4, 4), (6, 3), (8, 2), *([(1, 1)] if dtype.itemsize < 4 else [])))
+    wide = torch.promote_types(dtype, torch.float32)
+    return Kind(
+        op=op,
+        sizes=(_class(draw), draw.choice(("one", "odd", "odd", "sixteens"))),
+        heads=-1,
+        widths={"heads": heads, "groups": groups, "p": draw.choice((12, 16, 16, 16, 32)),
+                "n": draw.choice((16, 16, 32)), "chunk": draw.choice((16, 16, 32, 64))},
+        dtypes={"main": dtype, "out": draw.choice((dtype, wide)), "D": draw.choice((dtype, wide))},
+        layout=(False, False, False),
+        flags={"skip": draw.random() < 0.5, "initial": draw.random() < 0.5, "final": draw.random() < 0.5,
+               "in_place": False},
+        patterns={**{name: pattern(draw, 3) for name in ("x", "B", "C", "dy")}, "dt": pattern(draw, 2)},
+        table_dims=(),
+    )  # fmt: skip
+
+
 class Maker:
     """Random tensors on a device, from a seed of their own."""
 
@@ -173,6 +193,8 @@ def arguments(kind: Kind, draw: random.Random, make: Maker, room: int) -> tuple[
     """The arguments of one call."""
     if KIND[kind.op] == "projection":
         return _projection_arguments(kind, draw, make, room)
+    if KIND[kind.op] == "scan":
+        return _scan_arguments(kind, draw, make, room)
     outer = outer_sizes(kind, draw, room)
     nope, rope, v = (kind.widths[n] for n in ("nope", "rope", "v"))
     dtypes, flags = kind.dtypes, kind.flags
@@ -253,3 +275,22 @@ def _projection_arguments(kind: Kind, draw: random.Random, make: Maker, room: in
         grad_rest = normal(1).expand(rest.shape)
     seeds = [up_normal(*u.shape) for u in up], grad_rest
     return *seeds, x, w_down, b_down, w_norm, w_up, rrms, w["start"], size, *([latent] if f["keep"] else [])
+
+
+def _scan_arguments(kind: Kind, draw: random.Random, make: Maker, room: int) -> tuple[Any, ...]:
+    (b, t), w, f = outer_sizes(kind, draw, room), kind.widths, kind.flags
+    main = kind.dtypes["main"]
+    wide = torch.promote_types(main, torch.float32)
+    normal, wide_normal = make.normal(main), make.normal(wide)
+    x = kind.patterns["x"].lay(normal, (b, t, w["heads"], w["p"]))
+    B, C = (kind.patterns[name].lay(normal, (b, t, w["groups"], w["n"])) for name in "BC")
+    dt = kind.patterns["dt"].lay(lambda *shape: torch.nn.functional.softplus(wide_normal(*shape) - 1), (b, t, w["heads"]))
+    A = -0.1 - wide_normal(w["heads"]).abs()
+    D = make.normal(kind.dtypes["D"])(w["heads"]) if f["skip"] else None
+    state = (b, w["heads"], w["p"], w["n"])
+    operands = x, dt, A, B, C, D, wide_normal(*state) if f["initial"] else None
+    if kind.op == "ssd_scan":
+        return *operands, w["chunk"], kind.dtypes["out"]
+    *_, states = reference_of("ssd_scan")(*operands, w["chunk"], main)
+    dy = kind.patterns["dy"].lay(make.normal(kind.dtypes["out"]), x.shape)
+    return dy, wide_normal(*state) if f["final"] else None, *operands, states, w["chunk"]

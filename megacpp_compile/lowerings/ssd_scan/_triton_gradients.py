@@ -7,7 +7,7 @@ import triton.language as tl
 
 from megacpp_compile.lowerings._triton_cast import as_stored
 from megacpp_compile.lowerings._triton_launch import Kernel
-from megacpp_compile.lowerings.ssd_scan._products import product
+from megacpp_compile.lowerings.ssd_scan._triton_products import product
 
 
 @triton.jit
@@ -129,14 +129,7 @@ def ssd_steps_grad(row_sums, column_sums, diagonal, query_dots, key_dots, inner,
     tl.store(d_A + row, tl.sum(step * d, 0)[None, :], mask=there)
 
 
-scores_grad = Kernel(
-    ssd_scores_grad,
-    [{"num_warps": warps, "num_stages": stages} for warps in (4, 8) for stages in (1, 2)],
-    key=("heads", "L", "P", "N", "HB"),
-)
-group_grad = Kernel(
-    ssd_group_grad,
-    [{"num_warps": warps, "num_stages": stages} for warps in (4, 8) for stages in (1, 2)],
-    key=("heads", "L", "P", "N", "HB", "KEYS"),
-)
+CHOICES = [{"num_warps": warps, "num_stages": stages} for warps, stages in ((4, 2), (8, 2), (8, 3))]
+scores_grad = Kernel(ssd_scores_grad, CHOICES, key=("heads", "L", "P", "N", "HB"))
+group_grad = Kernel(ssd_group_grad, CHOICES, key=("heads", "L", "P", "N", "HB", "KEYS"))
 steps_grad = Kernel(ssd_steps_grad, [{"BH": 16, "num_warps": 4}], key=("heads", "L"))

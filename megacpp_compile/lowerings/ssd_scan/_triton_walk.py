@@ -7,7 +7,7 @@ import triton.language as tl
 
 from megacpp_compile.lowerings._triton_cast import as_stored
 from megacpp_compile.lowerings._triton_launch import Kernel
-from megacpp_compile.lowerings.ssd_scan._products import product
+from megacpp_compile.lowerings.ssd_scan._triton_products import product
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -15,7 +15,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 @triton.jit
 def ssd_decay(dt, A, decay, steps, tokens, heads, chunks, dt_b, dt_t, dt_h, A_h,
               L: tl.constexpr, BH: tl.constexpr):  # fmt: skip
-    """decay[b, c, h, r] = log2(e) * A_h * (dt summed over the chunk up to and with l); steps = dt, laid out the same.
+    """decay[b, c, h, r] = log2(e) * A_h * (dt summed over the chunk up to and with r); steps = dt, laid out the same.
 
     Behind the last token dt is 0: nothing decays and nothing comes in.
     """
@@ -91,8 +91,9 @@ def ssd_walk(q, k, v, decay, steps, skip, first, out, states, last,
 
 
 decay = Kernel(ssd_decay, [{"BH": 16, "num_warps": 4}], key=("heads", "L"))
+# One stage is not among them: with it and fewer lanes than a head has, Triton 3.6 reads beyond shared memory.
 walk = Kernel(
     ssd_walk,
-    [{"num_warps": warps, "num_stages": stages} for warps in (4, 8) for stages in (1, 2, 3)],
+    [{"num_warps": warps, "num_stages": 2} for warps in (4, 8)],
     key=("heads", "L", "P", "N", "BP", "REVERSE", "ROWS"),
 )

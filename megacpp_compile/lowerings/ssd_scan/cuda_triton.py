@@ -63,7 +63,7 @@ class _Call:
         self.groups, self.n = B.shape[2:]
         self.x, self.B, self.C = (lanes_adjacent(t) for t in (x, B, C))
         self.dt, self.A = dt, A
-        # Products of float32 operands are taken as such; of half precision, in parts that are exact (`_products`).
+        # Products of float32 operands are taken as such; of half precision, in exact parts (`_triton_products`).
         self.wide = torch.float32 in (x.dtype, B.dtype, C.dtype)
         if isinstance(self.tokens, int):
             chunk_size = min(chunk_size, max(power_of_2(self.tokens), 16))
