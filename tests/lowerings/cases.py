@@ -66,7 +66,7 @@ for label, options in PROJECTIONS.items():
 
 
 def _scan(
-    rand, dtype, b=2, t=40, h=4, p=16, g=2, n=16, chunk=16, skip=True, initial=True, wide=False, rates=(0.1, 2.0)
+    rand, dtype, b=2, t=24, h=4, p=16, g=2, n=16, chunk=16, skip=True, initial=True, wide=False, rates=(0.1, 2.0)
 ):  # fmt: skip
     """As in a model: x, B and C slices of one buffer, dt and A positive and negative float32."""
     f32 = torch.promote_types(dtype, torch.float32)
@@ -83,11 +83,11 @@ def _scan(
 SCANS = {
     "plain": {},
     "no_skip_no_state": {"skip": False, "initial": False},
-    "no_state": {"initial": False},
-    "whole_chunks": {"t": 64, "chunk": 32},
-    "one_group": {"g": 1},
-    "group_of_each_head": {"g": 4},
-    "eight_groups": {"h": 8, "g": 8, "t": 17},
+    "no_state": {"b": 1, "initial": False},
+    "whole_chunks": {"b": 1, "t": 48},
+    "one_group": {"b": 1, "t": 40, "g": 1},
+    "group_of_each_head": {"b": 1, "g": 4},
+    "eight_groups": {"b": 1, "h": 8, "g": 8, "t": 17},
     "one_head": {"h": 1, "g": 1},
     "one_token": {"t": 1},
     "one_batch_odd_length": {"b": 1, "t": 77, "chunk": 64},
@@ -97,9 +97,9 @@ SCANS = {
     "wide_heads": {"b": 1, "h": 2, "g": 1, "p": 64, "n": 32},
     "wide_states": {"b": 1, "h": 2, "g": 1, "n": 128},
     "odd_sizes": {"h": 3, "g": 1, "p": 12, "n": 20},
-    "strong_decay": {"rates": (1.0, 40.0), "t": 70, "chunk": 32},
-    "no_decay": {"rates": (0.0, 0.0)},
-    "float32_operands": {"wide": True},
+    "strong_decay": {"b": 1, "rates": (1.0, 40.0), "t": 70, "chunk": 32},
+    "no_decay": {"b": 1, "rates": (0.0, 0.0)},
+    "float32_operands": {"b": 1, "wide": True},
 }
 for label, options in SCANS.items():
 

@@ -1,0 +1,107 @@
+"""The Triton kernels of `ssd_scan` beyond agreeing with the reference: how exact, what they refuse, what they cost."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megacpp_compile.lowerings.ssd_scan import reference
+
+from . import relative_error
+from .agreement import interpreted, on
+from .cases import _scan
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+pytestmark = [
+    pytest.mark.skipif(not CUDA and not interpreted(), reason="kernels need a GPU, or TRITON_INTERPRET=1"),
+    *([pytest.mark.cuda] if CUDA else []),
+]
+
+
+def kernels():
+    from megacpp_compile.lowerings.ssd_scan import cuda_triton
+
+    return cuda_triton
+
+
+def call(rand, dtype=torch.bfloat16, out=torch.float32, **options):
+    return *on(DEVICE, _scan(rand, dtype, **options))[:-1], out
+
+
+def backward_of(rand, args, states):
+    *operands, chunk, out = args
+    dy = rand(*operands[0].shape, dtype=out, device=DEVICE)
+    return dy, None, *operands, states, chunk
+
+
+def test_products_keep_16_bits(rand):
+    """With operands in bfloat16, what is not rounded to it at the end is exact to a few in 10^5: scores, decays and
+    states are not rounded on the way, which would cost 2^-9 each."""
+    args = call(rand, b=1, t=40)
+    y, final, states = kernels().ssd_scan(*args)
+    back = backward_of(rand, args, states)
+    _, d_dt, d_A, *_, d_D, d_initial = kernels().ssd_scan_backward(*back)
+    want = reference.ssd_scan(*on(DEVICE, args, torch.float64))
+    d_want = reference.ssd_scan_backward(*on(DEVICE, back, torch.float64))
+    for got, exact in zip((y, final, states, d_dt, d_D, d_initial), (*want, d_want[1], *d_want[5:]), strict=True):
+        assert relative_error(got, exact) < 5e-5
+    assert relative_error(d_A, d_want[2]) < 5e-4  # four sums of numbers of either sign
+
+
+def test_a_state_carried_over_is_the_whole_sequence(rand):
+    """Two calls, the second from the first one's final state, are one."""
+    x, dt, A, B, C, D, state, chunk, out = call(rand, b=1, t=40)
+    whole, final, _ = kernels().ssd_scan(x, dt, A, B, C, D, state, chunk, out)
+    parts, at = [], 23
+    for part in (slice(0, at), slice(at, None)):
+        y, state, _ = kernels().ssd_scan(x[:, part], dt[:, part], A, B[:, part], C[:, part], D, state, chunk, out)
+        parts.append(y)
+    assert relative_error(torch.cat(parts, 1), whole) < 5e-5
+    assert relative_error(state, final) < 5e-5
+
+
+@pytest.mark.parametrize("chunk", [16, 256])
+def test_equal_inputs_give_equal_bits(rand, chunk):
+    args = call(rand, b=1, t=20, g=1, h=6, chunk=chunk)
+    forward = [kernels().ssd_scan(*args) for _ in range(2)]
+    back = backward_of(rand, args, forward[0][2])
+    backward = [kernels().ssd_scan_backward(*back) for _ in range(2)]
+    for first, second in zip((*forward[0], *backward[0]), (*forward[1], *backward[1]), strict=True):
+        assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"dtype": torch.float64}, "float64"),
+        ({"p": 24}, "heads of 24 with states of 16"),
+        ({"n": 512}, "heads of 16 with states of 512"),
+    ],
+    ids=["float64", "heads", "states"],
+)
+def test_refusals(rand, options, reason):
+    args = call(rand, t=3, **options)
+    for name, given in (("ssd_scan", args), ("ssd_scan_backward", (args[0], None, *args[:-2], args[0], args[-2]))):
+        assert reason in kernels().supports(name, given)
+    assert kernels().supports("ssd_scan", call(rand, t=3)) is None
+
+
+@pytest.mark.skipif(not CUDA, reason="memory and waiting are a GPU's")
+def test_small_in_memory_and_never_waiting(rand):
+    """Nothing is kept or made that grows with the square of a chunk for every head, and nobody waits for the device."""
+    args = call(rand, b=2, t=2048, h=32, g=4, p=64, n=128, chunk=128, initial=False)
+    _, _, states = kernels().ssd_scan(*args)
+    back = backward_of(rand, args, states)
+    kernels().ssd_scan_backward(*back)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        kernels().ssd_scan(*args)
+        kernels().ssd_scan_backward(*back)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    operands = sum(t.numel() * t.element_size() for t in back if isinstance(t, torch.Tensor))
+    assert torch.cuda.max_memory_allocated() - before < 1.5 * operands
