@@ -151,7 +151,7 @@ def _scan(draw: random.Random, op: str) -> Kind:
     wide = torch.promote_types(dtype, torch.float32)
     return Kind(
         op=op,
-        sizes=(_class(draw), draw.choice(("one", "odd", "odd", "sixteens"))),
+        sizes=(draw.choice((1, 1, 2, 0)), draw.choice(("one", "odd", "odd", "sixteens"))),
         heads=-1,
         widths={"heads": heads, "groups": groups, "p": draw.choice((12, 16, 16, 16, 32)),
                 "n": draw.choice((16, 16, 32)), "chunk": draw.choice((16, 16, 32, 64))},
