@@ -61,6 +61,18 @@ def test_a_state_carried_over_is_the_whole_sequence(rand):
     assert relative_error(state, final) < 5e-5
 
 
+def test_one_tensor_for_both(rand):
+    """B and C may be one and the same tensor: nothing may be told by who is who."""
+    x, dt, A, B, _, D, state, chunk, out = call(rand, b=1, t=20)
+    ones = kernels().ssd_scan(x, dt, A, B, B, D, state, chunk, out)
+    twos = kernels().ssd_scan(x, dt, A, B, B.clone(), D, state, chunk, out)
+    back = backward_of(rand, (x, dt, A, B, B, D, state, chunk, out), ones[2])
+    ones += kernels().ssd_scan_backward(*back)
+    twos += kernels().ssd_scan_backward(*back[:6], back[6].clone(), *back[7:])
+    for a, b in zip(ones, twos, strict=True):
+        assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize("chunk", [16, 256])
 def test_equal_inputs_give_equal_bits(rand, chunk):
     args = call(rand, b=1, t=20, g=1, h=6, chunk=chunk)

@@ -37,8 +37,8 @@ def ssd_walk(q, k, v, decay, steps, skip, first, out, states, last,
              q_b, q_t, q_g, k_b, k_t, k_g, v_b, v_t, v_h,
              L: tl.constexpr, P: tl.constexpr, N: tl.constexpr, BP: tl.constexpr, REVERSE: tl.constexpr,
              SKIP: tl.constexpr, FIRST: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
-    """A head's chunks one after the other, BP of its P lanes, the state in registers, lanes
-    behind, so that its products have N rows: tensor cores take 64 at once.
+    """A head's chunks one after the other, BP of its P lanes, the state [N, BP] in registers: with N before the lanes
+    its products have N rows, of which tensor cores take 64 at once.
 
     Forward: q = C, k = B, v = x; out = y, from the scores within the chunk and the state that enters it; then
     state = decay over the chunk * state + sum over its tokens of dt * decay to its end * x (outer) B.

@@ -1,12 +1,12 @@
 """`ssd_scan` on CUDA in Triton: chunk by chunk, with the states that enter the chunks the only intermediate in memory.
 
-Forward, three kernels: the decay within chunks; the states, a program going over all chunks of a head with its part of
-the state in registers; the rows of y, chunks side by side. Backward goes the same ways in the other direction for the
-gradients of the states and of x, then sums the scores' gradients over the heads of a group before it multiplies them
-with B and C. No atomics: equal inputs give equal bits.
+Forward is one walk over the chunks of a head, its state in registers (behind a pass over the steps): y, and a state in
+memory every `chunk_size` tokens. Backward walks the other way for the gradients of the states and of x. Then, chunks
+side by side, the scores' gradients are summed over the heads of a group before B and C multiply them, and what the
+decays are due is summed from behind. No atomics: equal inputs give equal bits.
 
-The kernels' chunks are at most `_longest` tokens. Longer ones of the caller's keep fewer states for backward, which
-then computes those in between again.
+Those last kernels' chunks are at most `_longest` tokens. Where the caller's are longer, fewer states are kept, and
+backward walks forward once more for those in between.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ HEAD_SIZES = (16, 32, 64, 128)
 STATE_SIZES = (16, 32, 64, 128, 256)
 # Heads of a group that a program takes one after the other: they share B, C and their products.
 HEADS = 8
-# Warps of a program, and stages of loading ahead of what is in work.
 # Lanes of a head that one program of the walk has.
 LANES = 64
 # Blocks a launch can have along a dimension other than the first.
@@ -91,12 +90,13 @@ class _Call:
         return decay, steps
 
     def walk(
-        self, q: Tensor, k: Tensor, v: Tensor, skip: Tensor | None, first: Tensor | None, chunk: int, out: Tensor | None
+        self, v: Tensor, skip: Tensor | None, first: Tensor | None, chunk: int, out: Tensor | None, reverse: bool
     ) -> tuple[Tensor, Tensor]:
-        """Writes y with (C, B, x), or the gradient of x with (B, C, gradient of y), to `out` if it is given.
+        """Writes y (v = x) or, in reverse, the gradient of x (v = that of y) to `out` if it is given.
 
         Returns the state entering each chunk, and the final one; or the gradients of those leaving, and of the first.
         """
+        q, k = (self.B, self.C) if reverse else (self.C, self.B)
         length = min(chunk, _walked_at_once(self.p, self.n, self.wide))
         states = self.new(self.batch, self.chunks_of(chunk), self.heads, self.p, self.n)
         last = self.new(self.batch, self.heads, self.p, self.n)
@@ -111,7 +111,7 @@ class _Call:
             last=last, **self.sizes(length), per_group=self.heads // self.groups, every=chunk // length,
             kept=self.chunks_of(chunk), skip_h=0 if skip is None else skip.stride(0), **strides("q", q, "btg"),
             **strides("k", k, "btg"), **strides("v", v, "bth"), P=self.p, N=self.n, BP=bp,
-            REVERSE=int(q is self.B), SKIP=int(skip is not None), FIRST=int(first is not None),
+            REVERSE=int(reverse), SKIP=int(skip is not None), FIRST=int(first is not None),
             ROWS=int(out is not None), WIDE=int(self.wide),
         )  # fmt: skip
         return states, last
@@ -158,7 +158,7 @@ def ssd_scan(
 ) -> tuple[Tensor, Tensor, Tensor]:
     call = _Call(x, dt, A, B, C, chunk_size)
     y = call.new(*x.shape, dtype=out_dtype)
-    states, final = call.walk(call.C, call.B, call.x, D, initial_state, call.chunk, y)
+    states, final = call.walk(call.x, D, initial_state, call.chunk, y, reverse=False)
     return y, final, states
 
 
@@ -178,10 +178,10 @@ def ssd_scan_backward(
     call, dy = _Call(x, dt, A, B, C, chunk_size), lanes_adjacent(dy)
     chunk = min(call.chunk, _longest(call.p, call.n, call.wide))
     if chunk < call.chunk:
-        states, _ = call.walk(call.C, call.B, call.x, None, initial_state, chunk, None)
+        states, _ = call.walk(call.x, None, initial_state, chunk, None, reverse=False)
     d_x = call.new(*x.shape, dtype=x.dtype)
-    left, d_initial = call.walk(call.B, call.C, dy, D, dfinal, chunk, d_x)
-    d_dt, d_A, d_B, d_C, d_D = _gradients(call, dy, D, states, left, chunk)
+    left, d_initial = call.walk(dy, D, dfinal, chunk, d_x, reverse=True)
+    d_dt, d_A, d_B, d_C, d_D = _gradients(call, dy, D, states.contiguous(), left, chunk)
     d_D = states.new_empty(0) if D is None else d_D.to(D.dtype)
     d_initial = states.new_empty(0) if initial_state is None else d_initial.to(initial_state.dtype)
     return d_x, d_dt, d_A, d_B, d_C, d_D, d_initial
@@ -221,14 +221,14 @@ def _gradients(
             **strides("x", call.x, "bth"), **strides("B", call.B, "btg"), **strides("C", call.C, "btg"),
             **common,
         )  # fmt: skip
-        for v, own, other, reach, out, dots in (
-            (dy, call.C, call.B, states, d_C, query_dots),
-            (call.x, call.B, call.C, left, d_B, key_dots),
+        for keys, v, own, other, reach, out, dots in (
+            (False, dy, call.C, call.B, states, d_C, query_dots),
+            (True, call.x, call.B, call.C, left, d_B, key_dots),
         ):
             _triton_gradients.group_grad(
                 grid, launch, v=v, own=own, other=other, d_scores=d_scores, states=reach, entering=states, out=out,
                 dots=dots, inner=inner, **strides("v", v, "bth"), **strides("own", own, "btg"),
-                **strides("other", other, "btg"), KEYS=int(own is call.B), **common,
+                **strides("other", other, "btg"), KEYS=int(keys), **common,
             )  # fmt: skip
         _triton_gradients.steps_grad(
             lambda meta: (call.chunks_of(length), triton.cdiv(heads, meta["BH"]), call.batch),
