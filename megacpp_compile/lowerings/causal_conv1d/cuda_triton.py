@@ -76,7 +76,8 @@ def causal_conv1d_walk(grad, x, weight, bias, dx, partial, steps, channels, segm
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     b = tl.program_id(2).to(tl.int64)
     exists = c < channels
-    begin = segment * SEGMENT
+    # One for every lane: Triton's interpreter (3.9) can't spread a truth value over lanes.
+    begin = segment * SEGMENT + tl.zeros([BC], tl.int32)
     x += b * xb + c
     grad += b * gb + c
     dx += b * db + c
@@ -100,10 +101,11 @@ def causal_conv1d_walk(grad, x, weight, bias, dx, partial, steps, channels, segm
     # One step ahead, so that a load is under way while the one before it is worked on.
     next_x = tl.load(x + begin.to(tl.int64) * xt, mask=exists & (begin < steps), other=0)
     next_g = tl.load(grad + begin.to(tl.int64) * gt, mask=exists & (begin < steps), other=0)
-    for i in range(0, SEGMENT + TAPS - 1):
+    walked = tl.minimum(SEGMENT, steps - segment * SEGMENT) + TAPS - 1
+    for i in range(0, walked):
         t = begin + i
         x0, g0 = next_x.to(dtype), next_g.to(dtype)
-        more = exists & (t + 1 < steps) & (i + 1 < SEGMENT + TAPS - 1)
+        more = exists & (t + 1 < steps) & (t + 1 < begin + walked)
         next_x = tl.load(x + (t + 1).to(tl.int64) * xt, mask=more, other=0)
         next_g = tl.load(grad + (t + 1).to(tl.int64) * gt, mask=more, other=0)
         if SILU:
@@ -116,15 +118,15 @@ def causal_conv1d_walk(grad, x, weight, bias, dx, partial, steps, channels, segm
         # Behind the segment only the input gradients are this program's; behind the end there is no gradient at all.
         g0 = tl.where(t < steps, g0, 0)
         mine = tl.where(i < SEGMENT, g0, 0)
-        dw0 += mine * tl.where(i < SEGMENT, x0, 0)
-        dw1 += mine * tl.where(i < SEGMENT, x1, 0)
+        dw0 += mine * x0
+        dw1 += mine * x1
         d_shift += mine
         out = w0 * g1 + w1 * g0
         if TAPS > 2:
-            dw2 += mine * tl.where(i < SEGMENT, x2, 0)
+            dw2 += mine * x2
             out = w0 * g2 + w1 * g1 + w2 * g0
         if TAPS > 3:
-            dw3 += mine * tl.where(i < SEGMENT, x3, 0)
+            dw3 += mine * x3
             out = w0 * g3 + w1 * g2 + w2 * g1 + w3 * g0
         at = t - (TAPS - 1)
         tl.store(dx + at.to(tl.int64) * dt, as_stored(out, dx), mask=exists & (at >= begin) & (at < steps))
