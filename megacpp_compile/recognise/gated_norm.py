@@ -226,7 +226,7 @@ class _Upwards:
         dims = [i - len(shape) for i, n in enumerate(shape) if not (isinstance(n, int) and n == 1)]
         if not dims:
             return self.size
-        if len(full) < len(shape) or not all(isinstance(full[d], int) and full[d] == shape[d] for d in dims):
+        if len(full) < len(shape) or len(full) == len(dims) or not all(isinstance(full[d], int) and full[d] == shape[d] for d in dims):
             return None
         if dims == [-1]:
             return int(full[-1])
