@@ -63,7 +63,8 @@ def gated_rms_norm_backward(
     behind = grad * gate if norm_before_gate else grad  # the gradient behind the weight
     dw = rrms.new_empty(0)
     if weight is not None:
-        dw = (behind * normed).flatten(0, -2).sum(0).to(weight.dtype)
+        rows = behind * normed
+        dw = (rows.flatten(0, -2).sum(0) if rows.dim() > 1 else rows).to(weight.dtype)
     g, n = _groups(behind * w, group_size), _groups(normed, group_size)
     dh = (scale * (g - n * (g * n).mean(-1, keepdim=True))).flatten(-2)
     if norm_before_gate:
