@@ -4,11 +4,11 @@ attention, DeltaNet and LFM2).
 Before: `y = silu(conv1d(x.transpose(1, 2), w, b, padding=k - 1, groups=c)[..., :t]).transpose(1, 2)`
 After:  `y = megacpp.causal_conv1d(x, w, b, "silu", dtype)`
 
-Safe because padding, cut and transpositions are followed step by step (`recognise/causal_conv.py`): the match is a proof
-that output step i sees inputs i - (k - 1) to i. The op keeps x, weight and bias; the value before SiLU is computed again.
-SiLU stays outside where the value before it is read by others too.
-Refused: what is not causal; other groups than channels; stride or dilation; a convolution whose padded output is read by
-others; parts under different grad or autocast modes.
+Safe because padding, cut and transpositions are followed step by step (`recognise/causal_conv.py`): the match proves that
+output step i sees inputs i - (k - 1) to i. The op keeps x, weight and bias; the value before SiLU is computed again. SiLU
+stays outside where the value before it is read by others too.
+Refused: what is not causal; other groups than channels; stride or dilation; a convolution whose padded output is read
+by others; parts under different grad or autocast modes.
 """
 
 from __future__ import annotations

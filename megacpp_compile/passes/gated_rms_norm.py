@@ -1,11 +1,11 @@
 """RMSNorm with a SiLU gate: the norm at the end of a Mamba-2 mixer (arXiv:2405.21060, 7.1), and of gated DeltaNet.
 
-Before: `h = y * silu(z); out = w * (h * rsqrt(h.view(.., groups, n).pow(2).mean(-1, True) + eps)).view(..)` (gate first)
-        `out = w * (y * rsqrt(y.pow(2).mean(-1, True) + eps)) * silu(z)` (gate last), each with its casts
+Before: `h = (y * silu(z)).view(.., groups, n); out = w * (h * rsqrt(h.pow(2).mean(-1, True) + eps)).view(y.shape)`
+        or, gate last, `out = w * (y * rsqrt(y.pow(2).mean(-1, True) + eps)) * silu(z)`, each with its casts
 After:  `out, rrms = megacpp.gated_rms_norm(y, z, w, eps, group_size, norm_before_gate, dtype)`
 
-Safe because the op computes the same product in at least the same precision, and nothing between y, z and out is read by
-anybody else. It keeps y, z and one number a group.
+Safe because the op computes the same product in at least the same precision, and nothing between y, z and out is read
+by anybody else. It keeps y, z and one number a group.
 Refused: another norm (LayerNorm, eps outside the root, another axis), another gate (sigmoid, GELU), an intermediate
 that is used elsewhere, parts under different grad or autocast modes.
 """

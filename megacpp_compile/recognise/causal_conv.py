@@ -2,8 +2,8 @@
 cut, transposed and cast on the way.
 
 Padding adds `left` steps before time 0; a cut keeps the output from `first` on. Output step i then reads the inputs
-`i + first - left ... i + first - left + k - 1`, which is causal where `left - first == k - 1` and as many steps are kept
-as came in.
+`i + first - left ... i + first - left + k - 1`, which is causal where `left - first == k - 1` and as many steps are
+kept as came in.
 """
 
 from __future__ import annotations

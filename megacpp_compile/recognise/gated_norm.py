@@ -1,7 +1,7 @@
 """RMSNorm with a SiLU gate before or behind it, from the norm outwards.
 
-Up from the norm: gains, numbers, casts and reshapes, which keep every group of `size` lanes in its place, and at most one
-gate. Down from what is normed: the product of a tensor and a gate, perhaps seen in groups.
+Up from the norm: gains, numbers, casts and reshapes, which keep every group of `size` lanes in its place, and at most
+one gate. Down from what is normed: the product of a tensor and a gate, perhaps seen in groups.
 Source: Mamba-2, https://arxiv.org/abs/2405.21060, section 7.1.
 """
 
@@ -226,7 +226,9 @@ class _Upwards:
         dims = [i - len(shape) for i, n in enumerate(shape) if not (isinstance(n, int) and n == 1)]
         if not dims:
             return self.size
-        if len(full) < len(shape) or len(full) == len(dims) or not all(isinstance(full[d], int) and full[d] == shape[d] for d in dims):
+        if len(full) < len(shape) or len(full) == len(dims):
+            return None
+        if not all(isinstance(full[d], int) and full[d] == shape[d] for d in dims):
             return None
         if dims == [-1]:
             return int(full[-1])

@@ -167,7 +167,8 @@ def _flatten(
     `whole`."""
     if isinstance(node, Node):
         inner = _strip_casts(node)
-        if isinstance(inner, Node) and inner is not whole and inner.target in _MUL | _DIV and not _is_square(inner) and not _is_root(inner):
+        product = isinstance(inner, Node) and inner is not whole and inner.target in _MUL | _DIV
+        if product and not _is_square(inner) and not _is_root(inner):
             step = node
             while step is not inner:
                 internal.add(step)

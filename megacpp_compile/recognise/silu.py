@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.fx import Node
 import torch
+from torch.fx import Node
 
 aten = torch.ops.aten
 

@@ -80,7 +80,7 @@ def _(rand, dtype):
 # --- gated norms
 
 
-def _gated(rand, dtype, outer=(2, 9), lanes=24, group=24, weight=True, part=None, wide=False):
+def _gated(rand, dtype, outer=(2, 5), lanes=24, group=24, weight=True, part=None, wide=False):
     y, z = rand(*outer, lanes, dtype=torch.promote_types(dtype, torch.float32) if wide else dtype), None
     if part is None:
         z = rand(*outer, lanes, dtype=dtype)
@@ -97,9 +97,9 @@ NORMS = {
     "no_weight": {"weight": False},
     "gate_in_a_projection": {"part": 16},
     "float32_from_the_scan": {"wide": True, "group": 8},
-    "flat": {"outer": (33,)},
+    "flat": {"outer": (17,)},
     "one_row": {"outer": ()},
-    "many_rows": {"outer": (3, 5, 70), "lanes": 3, "group": 3},
+    "many_rows": {"outer": (3, 5, 3), "lanes": 3, "group": 3},
     "wide": {"outer": (3,), "lanes": 1100, "group": 1100},
     "no_rows": {"outer": (0, 3)},
 }

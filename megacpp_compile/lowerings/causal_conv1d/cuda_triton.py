@@ -2,8 +2,8 @@
 
 Forward: a program makes a tile of steps x channels; the taps' loads are the same lines again, out of the first cache.
 Backward: a program owns some channels over a segment of steps and walks through time with the last few operands and
-gradients in registers, so that x and the gradient are read once and the input gradient is written once. The weight's and
-bias' gradients are partial sums per segment, added up afterwards in a fixed order.
+gradients in registers, so that x and the gradient are read once and the input gradient is written once. The gradients of
+weight and bias are partial sums per segment, added up afterwards in a fixed order.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def causal_conv1d_walk(grad, x, weight, bias, dx, partial, steps, channels, segm
     next_x = tl.load(x + begin.to(tl.int64) * xt, mask=exists & (begin < steps), other=0)
     next_g = tl.load(grad + begin.to(tl.int64) * gt, mask=exists & (begin < steps), other=0)
     walked = tl.minimum(SEGMENT, steps - segment * SEGMENT) + TAPS - 1
-    for i in range(0, walked):
+    for i in range(walked):
         t = begin + i
         x0, g0 = next_x.to(dtype), next_g.to(dtype)
         more = exists & (t + 1 < steps) & (t + 1 < begin + walked)

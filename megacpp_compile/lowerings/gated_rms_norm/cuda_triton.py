@@ -182,13 +182,13 @@ def gated_rms_norm_backward(
     flat = _rows_of(grad.contiguous()) if flat is None else flat
     assert flat is not None
     dy, dz = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (y, z))
-    rows, groups = args["rows"], args["groups"]
+    rows, groups, static = args["rows"], args["groups"], _static(args["LANES"])
     programs = max(1, PROGRAMS // groups)
     if isinstance(rows, int):
-        programs = min(programs, rows)
+        programs = min(programs, triton.cdiv(rows, static["BR"]))
     partial = torch.empty((programs, y.shape[-1] if weight is not None else 0), dtype=rrms.dtype, device=y.device)
     _rows_backward(
-        lambda meta: (programs, groups), _static(args["LANES"]), grad=flat, gr=flat.stride(0), rrms=rrms, dy=dy, dz=dz,
+        lambda meta: (programs, groups), static, grad=flat, gr=flat.stride(0), rrms=rrms, dy=dy, dz=dz,
         partial=partial, PROGRAMS=programs, **args,
     )  # fmt: skip
     dw = rrms.new_empty(0) if weight is None else partial.sum(0).to(weight.dtype)
