@@ -68,10 +68,14 @@ def _check(view: GraphView, norm: RmsNorm) -> Match | Refusal | None:
     lanes = _lanes(gated)
     if lanes is None or _sizes(value(gated.node).shape, (gated.y, gated.z)) is None:
         return Refusal(gated.node, "shape", "operands, gains and result can't be seen as rows of one width")
-    inputs = list(dict.fromkeys([gated.y, gated.z, *(g for g, _ in gated.gains)]))
+    inputs = _inputs(gated)
     if place(inputs, [gated.node], gated.node, state) is None:
         return Refusal(gated.node, "region", "its inputs are ready only under another grad or autocast mode")
-    return Match(gated.node, inputs, [gated.node], lambda: _rewrite(view, gated, inputs, lanes))
+    return Match(gated.node, inputs, [gated.node], lambda: _rewrite(view, norm.node, inputs, lanes))
+
+
+def _inputs(gated: GatedNorm) -> list[Node]:
+    return list(dict.fromkeys([gated.y, gated.z, *(g for g, _ in gated.gains)]))
 
 
 def _lanes(gated: GatedNorm) -> int | None:
@@ -106,7 +110,13 @@ def _reshape(build: Builder, node: Node, shape: Sequence[Any], sources: Sequence
     )
 
 
-def _rewrite(view: GraphView, gated: GatedNorm, inputs: list[Node], lanes: int) -> tuple[Node, list[Node]]:
+def _rewrite(view: GraphView, core: Node, inputs: list[Node], lanes: int) -> tuple[Node, list[Node]]:
+    # Again: what it reads may have been another one's result, which is a new node by now.
+    norm = match_rms_norm(core)
+    assert isinstance(norm, RmsNorm)
+    gated = match_gated_norm(norm)
+    assert isinstance(gated, GatedNorm)
+    inputs[:] = _inputs(gated)
     where = place(inputs, [gated.node], gated.node, view.regions)
     assert where is not None
     anchor, moved = where

@@ -2,8 +2,8 @@
 
 Forward: a program makes a tile of steps x channels; the taps' loads are the same lines again, out of the first cache.
 Backward: a program owns some channels over a segment of steps and walks through time with the last few operands and
-gradients in registers, so that x and the gradient are read once and the input gradient is written once. The gradients of
-weight and bias are partial sums per segment, added up afterwards in a fixed order.
+gradients in registers, so that x and the gradient are read once and the input gradient is written once. The gradients
+of weight and bias are partial sums per segment, added up afterwards in a fixed order.
 """
 
 from __future__ import annotations
