@@ -133,8 +133,8 @@ def _rows_of(t: Tensor) -> Tensor | None:
 
 
 def _static(lanes: int) -> dict[str, int]:
-    """Blocks of about 2048 lanes, 16 of them to a thread."""
-    return {"BR": max(1, min(8, 2048 // lanes)), "num_warps": 4 if lanes <= 2048 else 8}
+    """Blocks of one row, or of several narrow ones: wider blocks hold more in registers and fewer of them fit (H200)."""
+    return {"BR": max(1, min(8, 512 // lanes)), "num_warps": 2 if lanes <= 512 else 4}
 
 
 def _operands(y: Tensor, z: Tensor, weight: Tensor | None, size: int, norm_before_gate: bool) -> dict[str, Any]:
