@@ -133,7 +133,7 @@ def _rows_of(t: Tensor) -> Tensor | None:
 
 
 def _static(lanes: int) -> dict[str, int]:
-    """Blocks of one row, or of several narrow ones: wider blocks hold more in registers and fewer of them fit (H200)."""
+    """Blocks of one row, or of several narrow ones: of wider blocks fewer fit into the registers (H200)."""
     return {"BR": max(1, min(8, 512 // lanes)), "num_warps": 2 if lanes <= 512 else 4}
 
 
