@@ -79,9 +79,7 @@ def _match(node: Node) -> RmsNorm | None:
     found = [(f, r) for f, r in roots if r is not None]
     if not found:
         return None
-    if len(found) > 1:
-        raise _Refuse(found[1][0], "two-norms", "the product holds two reciprocal roots")
-    factor, (mean, eps, through) = found[0]
+    factor, (mean, eps, through) = found[0] if len(found) == 1 else _outermost(node, found)
     x, narrow, more = _mean_square(mean)
     over, under, internal = [], [], internal - seen
     _flatten(node, over, under, internal, x)  # again: x may be a product itself, whose factors are its own business
@@ -117,6 +115,19 @@ def _match(node: Node) -> RmsNorm | None:
         if isinstance(value(n), torch.Tensor) and n is not top and _bits(n) < bits:
             raise _Refuse(n, "precision", f"computed in {value(n).dtype}, lower than its operand's precision")
     return RmsNorm(top, x, eps, gains, scale, internal)
+
+
+def _outermost(node: Node, found: list[Any]) -> Any:
+    """Of several reciprocal roots in a product the one that norms all that the others are factors of."""
+    for factor, (mean, *rest) in found:
+        x, *_ = _mean_square(mean)
+        over: list[Any] = []
+        under: list[Any] = []
+        _flatten(node, over, under, set(), x)
+        others = {f for f, _ in found if f is not factor}
+        if any(_strip_casts(f) is x for f in over) and not others & {f for f in (*over, *under) if isinstance(f, Node)}:
+            return factor, (mean, *rest)
+    raise _Refuse(found[1][0], "two-norms", "the product holds two reciprocal roots")
 
 
 def _bits(node: Node) -> int:

@@ -65,7 +65,7 @@ def causal_conv1d_tile(x, weight, bias, y, steps, channels, xb, xt, wc, wk, bias
 @triton.jit
 def causal_conv1d_walk(grad, x, weight, bias, dx, partial, steps, channels, segments, gb, gt, xb, xt, wc, wk, bias_c,
                        db, dt, TAPS: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, WIDE: tl.constexpr,
-                       SEGMENT: tl.constexpr, UNROLL: tl.constexpr, BC: tl.constexpr):  # fmt: skip
+                       SEGMENT: tl.constexpr, BC: tl.constexpr):  # fmt: skip
     """Rows of `partial` [b * segments, TAPS + 1, channels]: each tap's weight gradient, then the bias'.
 
     `w0` belongs to the newest operand `x0`; `g0` is the gradient of the step being walked, `g1` of the one before.
@@ -102,7 +102,7 @@ def causal_conv1d_walk(grad, x, weight, bias, dx, partial, steps, channels, segm
     g2 = tl.load(grad + (begin - 2).to(tl.int64) * gt, mask=exists & (begin < 0), other=0).to(dtype)
     g3 = tl.load(grad + (begin - 3).to(tl.int64) * gt, mask=exists & (begin < 0), other=0).to(dtype)
     dw0, dw1, dw2, dw3, d_shift = zero, zero, zero, zero, zero
-    # Loads run three steps ahead of the arithmetic: with one step the walk waits for memory most of its time.
+    # Loads run three steps ahead of the arithmetic.
     end = tl.minimum(begin + SEGMENT + TAPS - 1, steps)
     ahead_x1 = tl.load(x + begin.to(tl.int64) * xt, mask=exists & (begin < end), other=0)
     ahead_g1 = tl.load(grad + begin.to(tl.int64) * gt, mask=exists & (begin < end), other=0)
@@ -111,38 +111,36 @@ def causal_conv1d_walk(grad, x, weight, bias, dx, partial, steps, channels, segm
     ahead_x3 = tl.load(x + (begin + 2).to(tl.int64) * xt, mask=exists & (begin + 2 < end), other=0)
     ahead_g3 = tl.load(grad + (begin + 2).to(tl.int64) * gt, mask=exists & (begin + 2 < end), other=0)
     walked = tl.minimum(SEGMENT, steps - segment * SEGMENT) + TAPS - 1
-    for first in range(0, walked, UNROLL):
-        for i in tl.static_range(UNROLL):  # handing values on costs moves in a loop, and nothing in a sequence
-            t = begin + first + i
-            x0, g0 = ahead_x1.to(dtype), ahead_g1.to(dtype)
-            ahead_x1, ahead_g1, ahead_x2, ahead_g2 = ahead_x2, ahead_g2, ahead_x3, ahead_g3
-            ahead_x3 = tl.load(x + (t + 3).to(tl.int64) * xt, mask=exists & (t + 3 < end), other=0)
-            ahead_g3 = tl.load(grad + (t + 3).to(tl.int64) * gt, mask=exists & (t + 3 < end), other=0)
-            if SILU:
-                pre = shift + w0 * x0 + w1 * x1
-                if TAPS > 2:
-                    pre += w2 * x2
-                if TAPS > 3:
-                    pre += w3 * x3
-                g0 = _activated_gradient(g0, pre, SILU)
-            # Behind the segment only the input gradients are this program's; behind the end there is no gradient.
-            g0 = tl.where(t < steps, g0, 0)
-            mine = tl.where(first + i < SEGMENT, g0, 0)
-            dw0 += mine * x0
-            dw1 += mine * x1
-            d_shift += mine
-            out = w0 * g1 + w1 * g0
+    for i in range(walked):
+        t = begin + i
+        x0, g0 = ahead_x1.to(dtype), ahead_g1.to(dtype)
+        ahead_x1, ahead_g1, ahead_x2, ahead_g2 = ahead_x2, ahead_g2, ahead_x3, ahead_g3
+        ahead_x3 = tl.load(x + (t + 3).to(tl.int64) * xt, mask=exists & (t + 3 < end), other=0)
+        ahead_g3 = tl.load(grad + (t + 3).to(tl.int64) * gt, mask=exists & (t + 3 < end), other=0)
+        if SILU:
+            pre = shift + w0 * x0 + w1 * x1
             if TAPS > 2:
-                dw2 += mine * x2
-                out = w0 * g2 + w1 * g1 + w2 * g0
+                pre += w2 * x2
             if TAPS > 3:
-                dw3 += mine * x3
-                out = w0 * g3 + w1 * g2 + w2 * g1 + w3 * g0
-            at = t - (TAPS - 1)
-            here = exists & (at >= begin) & (at < begin + SEGMENT) & (at < steps)
-            tl.store(dx + at.to(tl.int64) * dt, as_stored(out, dx), mask=here)
-            x3, x2, x1 = x2, x1, x0
-            g3, g2, g1 = g2, g1, g0
+                pre += w3 * x3
+            g0 = _activated_gradient(g0, pre, SILU)
+        # Behind the segment only the input gradients are this program's; behind the end there is no gradient.
+        g0 = tl.where(t < steps, g0, 0)
+        mine = tl.where(i < SEGMENT, g0, 0)
+        dw0 += mine * x0
+        dw1 += mine * x1
+        d_shift += mine
+        out = w0 * g1 + w1 * g0
+        if TAPS > 2:
+            dw2 += mine * x2
+            out = w0 * g2 + w1 * g1 + w2 * g0
+        if TAPS > 3:
+            dw3 += mine * x3
+            out = w0 * g3 + w1 * g2 + w2 * g1 + w3 * g0
+        at = t - (TAPS - 1)
+        tl.store(dx + at.to(tl.int64) * dt, as_stored(out, dx), mask=exists & (at >= begin) & (at < steps))
+        x3, x2, x1 = x2, x1, x0
+        g3, g2, g1 = g2, g1, g0
     partial += (b * segments + segment) * (TAPS + 1) * channels + c
     tl.store(partial + (TAPS - 1) * channels, dw0, mask=exists)
     tl.store(partial + (TAPS - 2) * channels, dw1, mask=exists)
@@ -163,8 +161,8 @@ _walk = Kernel(
     [{"BC": bc, "num_warps": warps} for bc, warps in ((64, 1), (128, 1), (128, 2), (256, 2), (256, 4), (512, 4))],
     key=("channels", "TAPS"),
 )
-# Steps a program of the backward walks through, and how many of them are written out one after the other.
-SEGMENT, UNROLL = 128, 4
+# Steps a program of the backward walks through.
+SEGMENT = 128
 
 
 def supports(name: str, args: Sequence[Any]) -> str | None:
@@ -220,7 +218,7 @@ def causal_conv1d_backward(
         lambda meta: (segments, triton.cdiv(channels, meta["BC"]), batch),
         {"BC": _block(channels, 256), "num_warps": 2},
         grad=grad, gb=grad.stride(0), gt=grad.stride(1), dx=dx, db=dx.stride(0), dt=dx.stride(1), partial=partial,
-        segments=segments, SEGMENT=SEGMENT, UNROLL=UNROLL, **_shared(weight, bias, activation, x),
+        segments=segments, SEGMENT=SEGMENT, **_shared(weight, bias, activation, x),
     )  # fmt: skip
     sums = partial.sum(0)
     d_bias = weight.new_empty(0) if bias is None else sums[taps].to(bias.dtype)
