@@ -82,21 +82,23 @@ def match_causal_conv(node: Node) -> CausalConv | NoCausalConv | None:
     return CausalConv(node, x, x_time, weight, bias, activation, end, end_time, internal)
 
 
+def _filled(node: Node, defaults: tuple[Any, ...]) -> list[Any]:
+    return [*node.args, *defaults[len(node.args) :]]
+
+
 def _call(node: Node) -> tuple[Node, Node, Node | None, int, int, int, int] | None:
     """(operand, weight, bias, stride, padding, dilation, groups) of a 1D convolution with numbers for parameters."""
     if node.op != "call_function":
         return None
     if node.target is aten.conv1d.default:
-        x, w, b, stride, padding, dilation, groups = [*node.args, *(None, None, [1], [0], [1], 1)[len(node.args) - 1 :]]
+        x, w, b, stride, padding, dilation, groups = _filled(node, (None, None, None, [1], [0], [1], 1))
     elif node.target is aten.conv1d.padding:
-        x, w, b, stride, kind, dilation, groups = [
-            *node.args, *(None, None, [1], "valid", [1], 1)[len(node.args) - 1 :]
-        ]  # fmt: skip
+        x, w, b, stride, kind, dilation, groups = _filled(node, (None, None, None, [1], "valid", [1], 1))
         if kind != "valid":
             return None
         padding = [0]
     elif node.target is aten.convolution.default:
-        x, w, b, stride, padding, dilation, transposed, _, groups = node.args
+        x, w, b, stride, padding, dilation, transposed, _, groups = _filled(node, ())
         if transposed:
             return None
     else:
@@ -229,8 +231,8 @@ def _silu_of(node: Node, reader: Node) -> list[tuple[Node, set[Node]]]:
 
 def _begin(cut: Node, time: int) -> int | None:
     """Where a slice along time begins; None for other slices."""
-    dim, start, _, step = [*cut.args[1:], *(0, None, None, 1)[len(cut.args) - 1 :]]
-    if dim % 3 != time or step != 1 or not isinstance(start, (int, type(None))):  # type: ignore[operator]
+    _, dim, start, _, step = _filled(cut, (None, 0, None, None, 1))
+    if dim % 3 != time or step != 1 or not isinstance(start, (int, type(None))):
         return None
     start = start or 0
     size = value(cut.args[0]).shape[time]
