@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 from .agreement import reference_of
-from .fuzz_draw import FLOATS, Kind, Maker, _class, outer_sizes, pattern
+from .fuzz_draw import FLOATS, Kind, Maker, Pattern, _class, outer_sizes, pattern
 
 
 def kind(draw: random.Random, op: str) -> Kind:
@@ -24,9 +24,16 @@ def kind(draw: random.Random, op: str) -> Kind:
         layout=(False, False, False),
         flags={"bias": draw.random() < 0.6, "activation": draw.choice(("", "silu", "silu")), "in_place": False,
                "first": draw.random() < 0.5, "weight": draw.random() < 0.8, "number": draw.random() < 0.1},
-        patterns={n: pattern(draw, dims) for n in ("main", "gate", "grad")},
+        patterns={n: _pattern(draw, dims) for n in ("main", "gate", "grad")},
         table_dims=(),
     )  # fmt: skip
+
+
+def _pattern(draw: random.Random, dims: int) -> Pattern:
+    """Mostly lanes of a projection, as kernels of rows take them."""
+    if draw.random() < 0.2:
+        return pattern(draw, dims)
+    return Pattern(tuple(range(dims)), before=draw.choice((0, 0, 1, 16)), behind=draw.choice((0, 0, 3, 16)))
 
 
 def arguments(kind: Kind, draw: random.Random, make: Maker, room: int) -> tuple[Any, ...]:
