@@ -28,6 +28,8 @@ __all__ = ["MIN_BYTES", "causal_conv1d", "causal_conv1d_backward", "supports"]
 MIN_BYTES = 8 << 20
 # Taps the backward kernel keeps in registers; the convolutions of state-space models have 2 to 4.
 MAX_TAPS = 4
+# Programs a launch may have along its second and third axis.
+MAX_GRID = 65535
 
 
 @triton.jit
@@ -172,6 +174,8 @@ def supports(name: str, args: Sequence[Any]) -> str | None:
         return "channels are not adjacent in memory"
     if any(isinstance(n, int) and n == 0 for n in x.shape):
         return "there is nothing to convolve"
+    if isinstance(x.shape[0], int) and x.shape[0] > MAX_GRID:
+        return f"more than {MAX_GRID} sequences"
     taps = weight.shape[1]
     if name == "causal_conv1d":
         return None if taps <= 16 else f"{taps} taps; the kernel adds up 16 at most"

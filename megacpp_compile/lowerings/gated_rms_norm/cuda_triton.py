@@ -25,6 +25,8 @@ __all__ = ["MIN_BYTES", "gated_rms_norm", "gated_rms_norm_backward", "supports"]
 MIN_BYTES = 8 << 20
 # Lanes of a group that one program holds in registers.
 MAX_SIZE = 8192
+# Programs a launch may have along its second axis.
+MAX_GRID = 65535
 # Programs a launch of the backward has at most for all groups together; also about the rows of the partial sums.
 PROGRAMS = 1056
 
@@ -117,6 +119,8 @@ def supports(name: str, args: Sequence[Any]) -> str | None:
         return f"a group is wider than {MAX_SIZE}"
     if any(isinstance(n, int) and n == 0 for n in y.shape):
         return "there is nothing to norm"
+    if y.shape[-1] // size > MAX_GRID:
+        return f"more than {MAX_GRID} groups"
     rows = (_rows_of(t) for t in (y, z))
     return None if all(r is not None for r in rows) else "rows are not evenly spaced in memory"
 
