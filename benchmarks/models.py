@@ -192,3 +192,45 @@ class Stack(nn.Module):
         for layer in self.layers:
             x = layer(x, cos, sin)
         return x
+
+
+class CausalConv(nn.Module):
+    """A mixer's short convolution, as models spell it: time last for `nn.Conv1d`, and back."""
+
+    def __init__(self, channels: int, taps: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(channels, channels, taps, padding=taps - 1, groups=channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.silu(self.conv(x.transpose(1, 2))[..., : x.shape[1]]).transpose(1, 2)
+
+
+class GatedRMSNorm(nn.Module):
+    """Mamba-2's: gate first, a norm for each group, statistics in float32."""
+
+    def __init__(self, dim: int, groups: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.weight, self.groups, self.eps = nn.Parameter(torch.ones(dim)), groups, eps
+
+    def forward(self, y: Tensor, z: Tensor) -> Tensor:
+        h = y.float() * F.silu(z.float())
+        h = h.unflatten(-1, (self.groups, -1))
+        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * h.flatten(-2).to(y.dtype)
+
+
+class MixerEnds(nn.Module):
+    """A Mamba-2 mixer without its scan: what stands before and behind it, projections included."""
+
+    def __init__(self, dim: int, inner: int, states: int, groups: int, taps: int) -> None:
+        super().__init__()
+        self.inner, self.mixed = inner, inner + 2 * states
+        self.in_proj = nn.Linear(dim, inner + self.mixed, bias=False)
+        self.conv, self.norm = CausalConv(self.mixed, taps), GatedRMSNorm(inner, groups)
+        self.out_proj = nn.Linear(inner, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z, mixed = self.in_proj(x).split([self.inner, self.mixed], -1)
+        mixed = self.conv(mixed)
+        y, rest = mixed.split([self.inner, self.mixed - self.inner], -1)
+        return self.out_proj(self.norm(y * (1 + rest.mean(-1, keepdim=True)), z))

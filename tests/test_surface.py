@@ -32,7 +32,7 @@ from megacpp_compile.errors import (
 from megacpp_compile.passes._driver import pass_names
 from megacpp_compile.report import Report
 
-FIRED = {"down_norm_up": 2, "mla_rope_q": 1, "mla_rope_kv": 1, "rope_qk": 0}
+FIRED = dict.fromkeys(pass_names(), 0) | {"down_norm_up": 2, "mla_rope_q": 1, "mla_rope_kv": 1}
 
 
 class Model(nn.Module):

@@ -8,7 +8,9 @@ from typing import Any
 
 from benchmarks.harness import Settings
 
-NAMES = ("rope", "rope_gqa", "down_norm_up", "ssd", "block", "stack", "compile_time")
+NAMES = (
+    "rope", "rope_gqa", "down_norm_up", "causal_conv1d", "gated_rms_norm", "ssd", "block", "stack", "compile_time",
+)  # fmt: skip
 
 
 def tables_of(name: str) -> Callable[[Settings], Iterator[dict[str, Any]]]:

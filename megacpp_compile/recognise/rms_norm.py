@@ -73,17 +73,17 @@ def _match(node: Node) -> RmsNorm | None:
         return None
     over: list[Any] = []
     under: list[Any] = []
-    _flatten(node, over, under, internal)
+    seen: set[Node] = set()
+    _flatten(node, over, under, seen)
     roots = [(f, _root(f, False)) for f in over] + [(f, _root(f, True)) for f in under]
     found = [(f, r) for f, r in roots if r is not None]
     if not found:
         return None
-    if len(found) > 1:
-        raise _Refuse(found[1][0], "two-norms", "the product holds two reciprocal roots")
-    factor, (mean, eps, through) = found[0]
-    internal |= through
-    x, more = _mean_square(mean)
-    internal |= more
+    factor, (mean, eps, through) = found[0] if len(found) == 1 else _outermost(node, found)
+    x, narrow, more = _mean_square(mean)
+    over, under, internal = [], [], internal - seen
+    _flatten(node, over, under, internal, x)  # again: x may be a product itself, whose factors are its own business
+    internal |= through | more
     over = [f for f in over if f is not factor]
     under = [f for f in under if f is not factor]
     scale, gains, normed = 1.0, [], []
@@ -100,10 +100,11 @@ def _match(node: Node) -> RmsNorm | None:
         scale /= f
     if len(normed) != 1:
         raise _Refuse(mean, "other-tensor", "the mean square is of another tensor than the one it scales")
-    node_casts = normed[0]
-    while isinstance(node_casts, Node) and node_casts is not x:
-        internal.add(node_casts)
-        node_casts = node_casts.args[0]  # type: ignore[assignment]
+    chain = _casts_of(normed[0])
+    if narrow in chain:  # rounded before the norm, and all of the norm is of the rounded tensor
+        internal -= set(_casts_of(narrow))
+        x = narrow
+    internal.update(chain[: chain.index(x)])
     width = value(x).shape[-1]
     for gain in gains:
         _check_gain(gain, width)
@@ -114,6 +115,19 @@ def _match(node: Node) -> RmsNorm | None:
         if isinstance(value(n), torch.Tensor) and n is not top and _bits(n) < bits:
             raise _Refuse(n, "precision", f"computed in {value(n).dtype}, lower than its operand's precision")
     return RmsNorm(top, x, eps, gains, scale, internal)
+
+
+def _outermost(node: Node, found: list[Any]) -> Any:
+    """Of several reciprocal roots in a product the one that norms all that the others are factors of."""
+    for factor, (mean, *rest) in found:
+        x, *_ = _mean_square(mean)
+        over: list[Any] = []
+        under: list[Any] = []
+        _flatten(node, over, under, set(), x)
+        others = {f for f, _ in found if f is not factor}
+        if any(_strip_casts(f) is x for f in over) and not others & {f for f in (*over, *under) if isinstance(f, Node)}:
+            return factor, (mean, *rest)
+    raise _Refuse(found[1][0], "two-norms", "the product holds two reciprocal roots")
 
 
 def _bits(node: Node) -> int:
@@ -142,24 +156,43 @@ def _strip_casts(node: Any) -> Any:
     return node
 
 
-def _flatten(node: Any, over: list[Any], under: list[Any], internal: set[Node]) -> None:
-    """Factors above and below the fraction line, through products, quotients and casts of products."""
+def _casts_of(node: Node) -> list[Node]:
+    """`node`, then what it is a cast of, and so on down to what is no cast."""
+    chain = [node]
+    while is_cast(chain[-1]):
+        chain.append(chain[-1].args[0])  # type: ignore[arg-type]
+    return chain
+
+
+def _narrowest(node: Node) -> Node:
+    """`node` without the casts that widen it."""
+    while is_cast(node) and _bits(node.args[0]) <= _bits(node):  # type: ignore[arg-type]
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _flatten(
+    node: Any, over: list[Any], under: list[Any], internal: set[Node], whole: Node | None = None
+) -> None:
+    """Factors above and below the fraction line, through products, quotients and casts of products other than
+    `whole`."""
     if isinstance(node, Node):
         inner = _strip_casts(node)
-        if isinstance(inner, Node) and inner.target in _MUL | _DIV and not _is_square(inner) and not _is_root(inner):
+        product = isinstance(inner, Node) and inner is not whole and inner.target in _MUL | _DIV
+        if product and not _is_square(inner) and not _is_root(inner):
             step = node
             while step is not inner:
                 internal.add(step)
                 step = step.args[0]
             internal.add(inner)
             a, b = inner.args[:2]
-            _flatten(a, over, under, internal)
+            _flatten(a, over, under, internal, whole)
             if inner.target in _MUL:
-                _flatten(b, over, under, internal)
+                _flatten(b, over, under, internal, whole)
             elif inner.kwargs:
                 raise _Refuse(inner, "rounding", "the division rounds")
             else:
-                _flatten(b, under, over, internal)
+                _flatten(b, under, over, internal, whole)
             return
     over.append(node)
 
@@ -231,8 +264,9 @@ def _under_root(node: Any) -> bool:
         node.target is aten.pow.Tensor_Scalar and node.args[1] == 0.5))  # fmt: skip
 
 
-def _mean_square(mean: Node) -> tuple[Node, set[Node]]:
-    """(x, nodes) where `mean` is the mean of x's squares over its last dimension."""
+def _mean_square(mean: Node) -> tuple[Node, Node, set[Node]]:
+    """(x, x rounded, nodes) where `mean` is the mean of x's squares over its last dimension; x rounded is what x was
+    cast to before it was widened again, or x."""
     internal = {mean}
     if not isinstance(mean, Node):
         raise _Refuse(mean, "no-mean", "the root is not of a mean")
@@ -265,11 +299,13 @@ def _mean_square(mean: Node) -> tuple[Node, set[Node]]:
             other = other.args[0]
     else:
         raise _Refuse(square, "no-square", "the mean is not of squares")
+    assert isinstance(operand, Node)
+    narrow = _narrowest(operand)
     while isinstance(operand, Node) and is_cast(operand):
         internal.add(operand)
         operand = operand.args[0]
     assert isinstance(operand, Node)
-    return operand, internal
+    return operand, narrow, internal
 
 
 def _check_gain(gain: Node, width: Any) -> None:

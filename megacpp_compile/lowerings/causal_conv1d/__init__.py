@@ -1,0 +1,73 @@
+"""`megacpp::causal_conv1d`: depthwise causal convolution over time, and the activation behind it.
+
+    x          [b, t, c], channels last, in any strides
+    weight     [c, k]     bias [c] or None     activation "" or "silu"
+    returns    y [b, t, c] in `out_dtype`: y[b, t] = act(bias + sum over j of weight[:, j] * x[b, t - (k - 1) + j]),
+               where x is 0 before time 0
+
+y lies in memory as x does: channels adjacent, or time where that is what is adjacent in x. Computed in float32 (float64
+if an operand is) and rounded once.
+Saved for backward: x, weight and bias. The value before the activation is computed again.
+Source: Mamba, https://arxiv.org/abs/2312.00752, section 3.4; Mamba-2, https://arxiv.org/abs/2405.21060, section 7.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from megacpp_compile.lowerings._op import no_autocast
+from megacpp_compile.lowerings.causal_conv1d import reference
+from megacpp_compile.lowerings.causal_conv1d.layout import laid_out_as
+
+
+@torch.library.custom_op("megacpp::causal_conv1d", mutates_args=())
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],  # noqa: UP045  custom_op reads typing.Optional on every supported torch
+    activation: str,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    with no_autocast(x):
+        return reference.causal_conv1d(x, weight, bias, activation, out_dtype)
+
+
+@causal_conv1d.register_fake
+def _(x, weight, bias, activation, out_dtype):  # type: ignore[no-untyped-def]
+    return laid_out_as(x, out_dtype)
+
+
+@torch.library.custom_op("megacpp::causal_conv1d_backward", mutates_args=())
+def causal_conv1d_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],  # noqa: UP045
+    activation: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    with no_autocast(x):
+        return reference.causal_conv1d_backward(grad, x, weight, bias, activation)
+
+
+@causal_conv1d_backward.register_fake
+def _(grad, x, weight, bias, activation):  # type: ignore[no-untyped-def]
+    d_bias = weight.new_empty(0) if bias is None else bias.new_empty(bias.shape)
+    return laid_out_as(x, x.dtype), weight.new_empty(weight.shape), d_bias
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    x, weight, bias, ctx.activation, _ = inputs
+    ctx.has_bias = bias is not None
+    ctx.save_for_backward(x, weight, *([bias] if ctx.has_bias else []))
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    x, weight, *bias = ctx.saved_tensors
+    dx, dw, db = causal_conv1d_backward(grad, x, weight, bias[0] if bias else None, ctx.activation)
+    return dx, dw, db if ctx.has_bias else None, None, None
+
+
+causal_conv1d.register_autograd(_backward, setup_context=_setup_context)

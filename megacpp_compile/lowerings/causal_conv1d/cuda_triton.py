@@ -1,0 +1,229 @@
+"""`causal_conv1d` on CUDA: one kernel forward, one backward, channels adjacent.
+
+Forward: a program makes a tile of steps x channels; the taps' loads are the same lines again, out of the first cache.
+Backward: a program owns some channels over a segment of steps and walks through time with the last few operands and
+gradients in registers, so that x and the gradient are read once and the input gradient is written once. The gradients
+of weight and bias are partial sums per segment, added up afterwards in a fixed order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from megacpp_compile.lowerings._rotation import compute_dtype
+from megacpp_compile.lowerings._triton_cast import as_stored
+from megacpp_compile.lowerings._triton_launch import Kernel, is_wide, power_of_2
+from megacpp_compile.lowerings.causal_conv1d.layout import channels_adjacent, laid_out_as
+
+__all__ = ["MIN_BYTES", "causal_conv1d", "causal_conv1d_backward", "supports"]
+
+# Bytes of the largest operand from which this gains on what Inductor makes of the reference (H200).
+MIN_BYTES = 8 << 20
+# Taps the backward kernel keeps in registers; the convolutions of state-space models have 2 to 4.
+MAX_TAPS = 4
+# Programs a launch may have along its second and third axis.
+MAX_GRID = 65535
+
+
+@triton.jit
+def _activated_gradient(grad, pre, SILU: tl.constexpr):
+    """The gradient before the activation."""
+    if SILU:
+        s = 1 / (1 + tl.exp(-pre))
+        return grad * (s * (1 + pre * (1 - s)))
+    else:
+        return grad
+
+
+@triton.jit
+def causal_conv1d_tile(x, weight, bias, y, steps, channels, xb, xt, wc, wk, bias_c, yb, yt,
+                       TAPS: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, WIDE: tl.constexpr,
+                       BT: tl.constexpr, BC: tl.constexpr):  # fmt: skip
+    dtype: tl.constexpr = tl.float64 if WIDE else tl.float32
+    t = tl.program_id(0) * BT + tl.arange(0, BT)[:, None]
+    c = tl.program_id(1) * BC + tl.arange(0, BC)[None, :]
+    b = tl.program_id(2).to(tl.int64)
+    exists = c < channels
+    total = tl.zeros([BT, BC], dtype)
+    if BIAS:
+        total += tl.load(bias + c * bias_c, mask=exists, other=0).to(dtype)
+    for j in tl.static_range(TAPS):
+        at = t - (TAPS - 1 - j)
+        w = tl.load(weight + c * wc + j * wk, mask=exists, other=0).to(dtype)
+        tap = tl.load(x + b * xb + at.to(tl.int64) * xt + c, mask=exists & (at >= 0) & (at < steps), other=0).to(dtype)
+        total += w * tap
+    if SILU:
+        total = total / (1 + tl.exp(-total))
+    tl.store(y + b * yb + t.to(tl.int64) * yt + c, as_stored(total, y), mask=exists & (t < steps))
+
+
+@triton.jit
+def causal_conv1d_walk(grad, x, weight, bias, dx, partial, steps, channels, segments, gb, gt, xb, xt, wc, wk, bias_c,
+                       db, dt, TAPS: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, WIDE: tl.constexpr,
+                       SEGMENT: tl.constexpr, BC: tl.constexpr):  # fmt: skip
+    """Rows of `partial` [b * segments, TAPS + 1, channels]: each tap's weight gradient, then the bias'.
+
+    `w0` belongs to the newest operand `x0`; `g0` is the gradient of the step being walked, `g1` of the one before.
+    Step i of the walk writes the input gradient of the step TAPS - 1 before it.
+    """
+    dtype: tl.constexpr = tl.float64 if WIDE else tl.float32
+    segment = tl.program_id(0)
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    b = tl.program_id(2).to(tl.int64)
+    exists = c < channels
+    # One for every lane: Triton's interpreter (3.9) can't spread a truth value over lanes.
+    begin = segment * SEGMENT + tl.zeros([BC], tl.int32)
+    x += b * xb + c
+    grad += b * gb + c
+    dx += b * db + c
+    zero = tl.zeros([BC], dtype)
+    w0 = tl.load(weight + c * wc + (TAPS - 1) * wk, mask=exists, other=0).to(dtype)
+    w1 = tl.load(weight + c * wc + (TAPS - 2) * wk, mask=exists, other=0).to(dtype)
+    w2, w3 = zero, zero
+    x1 = tl.load(x + (begin - 1).to(tl.int64) * xt, mask=exists & (begin >= 1), other=0).to(dtype)
+    x2, x3 = zero, zero
+    if TAPS > 2:
+        w2 = tl.load(weight + c * wc + (TAPS - 3) * wk, mask=exists, other=0).to(dtype)
+        x2 = tl.load(x + (begin - 2).to(tl.int64) * xt, mask=exists & (begin >= 2), other=0).to(dtype)
+    if TAPS > 3:
+        w3 = tl.load(weight + c * wc + (TAPS - 4) * wk, mask=exists, other=0).to(dtype)
+        x3 = tl.load(x + (begin - 3).to(tl.int64) * xt, mask=exists & (begin >= 3), other=0).to(dtype)
+    shift = zero
+    if BIAS:
+        shift = tl.load(bias + c * bias_c, mask=exists, other=0).to(dtype)
+    # Zeros that no compiler knows to be zeros: from one and the same constant in all three Triton 3.6 makes g2 and g3
+    # that constant for the whole walk.
+    g1 = tl.load(grad + (begin - 1).to(tl.int64) * gt, mask=exists & (begin < 0), other=0).to(dtype)
+    g2 = tl.load(grad + (begin - 2).to(tl.int64) * gt, mask=exists & (begin < 0), other=0).to(dtype)
+    g3 = tl.load(grad + (begin - 3).to(tl.int64) * gt, mask=exists & (begin < 0), other=0).to(dtype)
+    dw0, dw1, dw2, dw3, d_shift = zero, zero, zero, zero, zero
+    # Loads run three steps ahead of the arithmetic.
+    end = tl.minimum(begin + SEGMENT + TAPS - 1, steps)
+    ahead_x1 = tl.load(x + begin.to(tl.int64) * xt, mask=exists & (begin < end), other=0)
+    ahead_g1 = tl.load(grad + begin.to(tl.int64) * gt, mask=exists & (begin < end), other=0)
+    ahead_x2 = tl.load(x + (begin + 1).to(tl.int64) * xt, mask=exists & (begin + 1 < end), other=0)
+    ahead_g2 = tl.load(grad + (begin + 1).to(tl.int64) * gt, mask=exists & (begin + 1 < end), other=0)
+    ahead_x3 = tl.load(x + (begin + 2).to(tl.int64) * xt, mask=exists & (begin + 2 < end), other=0)
+    ahead_g3 = tl.load(grad + (begin + 2).to(tl.int64) * gt, mask=exists & (begin + 2 < end), other=0)
+    walked = tl.minimum(SEGMENT, steps - segment * SEGMENT) + TAPS - 1
+    for i in range(walked):
+        t = begin + i
+        x0, g0 = ahead_x1.to(dtype), ahead_g1.to(dtype)
+        ahead_x1, ahead_g1, ahead_x2, ahead_g2 = ahead_x2, ahead_g2, ahead_x3, ahead_g3
+        ahead_x3 = tl.load(x + (t + 3).to(tl.int64) * xt, mask=exists & (t + 3 < end), other=0)
+        ahead_g3 = tl.load(grad + (t + 3).to(tl.int64) * gt, mask=exists & (t + 3 < end), other=0)
+        if SILU:
+            pre = shift + w0 * x0 + w1 * x1
+            if TAPS > 2:
+                pre += w2 * x2
+            if TAPS > 3:
+                pre += w3 * x3
+            g0 = _activated_gradient(g0, pre, SILU)
+        # Behind the segment only the input gradients are this program's; behind the end there is no gradient.
+        g0 = tl.where(t < steps, g0, 0)
+        mine = tl.where(i < SEGMENT, g0, 0)
+        dw0 += mine * x0
+        dw1 += mine * x1
+        d_shift += mine
+        out = w0 * g1 + w1 * g0
+        if TAPS > 2:
+            dw2 += mine * x2
+            out = w0 * g2 + w1 * g1 + w2 * g0
+        if TAPS > 3:
+            dw3 += mine * x3
+            out = w0 * g3 + w1 * g2 + w2 * g1 + w3 * g0
+        at = t - (TAPS - 1)
+        tl.store(dx + at.to(tl.int64) * dt, as_stored(out, dx), mask=exists & (at >= begin) & (at < steps))
+        x3, x2, x1 = x2, x1, x0
+        g3, g2, g1 = g2, g1, g0
+    partial += (b * segments + segment) * (TAPS + 1) * channels + c
+    tl.store(partial + (TAPS - 1) * channels, dw0, mask=exists)
+    tl.store(partial + (TAPS - 2) * channels, dw1, mask=exists)
+    if TAPS > 2:
+        tl.store(partial + (TAPS - 3) * channels, dw2, mask=exists)
+    if TAPS > 3:
+        tl.store(partial + (TAPS - 4) * channels, dw3, mask=exists)
+    tl.store(partial + TAPS * channels, d_shift, mask=exists)
+
+
+_tile = Kernel(
+    causal_conv1d_tile,
+    [{"BT": bt, "BC": bc, "num_warps": 4} for bt in (8, 16, 32) for bc in (128, 256)],
+    key=("channels", "TAPS"),
+)
+_walk = Kernel(
+    causal_conv1d_walk,
+    [{"BC": bc, "num_warps": warps} for bc, warps in ((64, 1), (128, 1), (128, 2), (256, 2), (256, 4), (512, 4))],
+    key=("channels", "TAPS"),
+)
+# Steps a program of the backward walks through.
+SEGMENT = 128
+
+
+def supports(name: str, args: Sequence[Any]) -> str | None:
+    """Why the kernel cannot serve this call, or None."""
+    x, weight = args[:2] if name == "causal_conv1d" else args[1:3]
+    if not channels_adjacent(x) or not statically_known_true(x.stride(2) == 1):
+        return "channels are not adjacent in memory"
+    if any(isinstance(n, int) and n == 0 for n in x.shape):
+        return "there is nothing to convolve"
+    if isinstance(x.shape[0], int) and x.shape[0] > MAX_GRID:
+        return f"more than {MAX_GRID} sequences"
+    taps = weight.shape[1]
+    if name == "causal_conv1d":
+        return None if taps <= 16 else f"{taps} taps; the kernel adds up 16 at most"
+    return None if 2 <= taps <= MAX_TAPS else f"{taps} taps; the kernel keeps 2 to {MAX_TAPS} in registers"
+
+
+def _shared(weight: Tensor, bias: Tensor | None, activation: str, x: Tensor) -> dict[str, Any]:
+    return {
+        "weight": weight, "bias": weight if bias is None else bias, "wc": weight.stride(0), "wk": weight.stride(1),
+        "bias_c": 0 if bias is None else bias.stride(0), "TAPS": weight.shape[1], "BIAS": int(bias is not None),
+        "SILU": int(activation == "silu"), "WIDE": int(is_wide(x.dtype, weight.dtype)),
+        "steps": x.shape[1], "channels": x.shape[2], "x": x, "xb": x.stride(0), "xt": x.stride(1),
+    }  # fmt: skip
+
+
+def _block(channels: Any, most: int) -> int:
+    return most if not isinstance(channels, int) else min(most, power_of_2(channels))
+
+
+def causal_conv1d(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, out_dtype: torch.dtype
+) -> Tensor:
+    y = laid_out_as(x, out_dtype)
+    batch, steps, channels = x.shape
+    _tile(
+        lambda meta: (triton.cdiv(steps, meta["BT"]), triton.cdiv(channels, meta["BC"]), batch),
+        {"BT": 32, "BC": _block(channels, 128), "num_warps": 4},
+        y=y, yb=y.stride(0), yt=y.stride(1), **_shared(weight, bias, activation, x),
+    )  # fmt: skip
+    return y
+
+
+def causal_conv1d_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    if not statically_known_true(grad.stride(2) == 1):  # a sum's gradient is one number, expanded
+        grad = grad.contiguous()
+    dx = laid_out_as(x, x.dtype)
+    batch, steps, channels = x.shape
+    taps, segments = weight.shape[1], triton.cdiv(steps, SEGMENT)
+    wide = compute_dtype(torch.promote_types(x.dtype, weight.dtype))
+    partial = torch.empty((batch * segments, taps + 1, channels), dtype=wide, device=x.device)
+    _walk(
+        lambda meta: (segments, triton.cdiv(channels, meta["BC"]), batch),
+        {"BC": _block(channels, 256), "num_warps": 2},
+        grad=grad, gb=grad.stride(0), gt=grad.stride(1), dx=dx, db=dx.stride(0), dt=dx.stride(1), partial=partial,
+        segments=segments, SEGMENT=SEGMENT, **_shared(weight, bias, activation, x),
+    )  # fmt: skip
+    sums = partial.sum(0)
+    d_bias = weight.new_empty(0) if bias is None else sums[taps].to(bias.dtype)
+    return dx, sums[:taps].t().to(weight.dtype, memory_format=torch.contiguous_format), d_bias

@@ -1,0 +1,82 @@
+"""`megacpp::gated_rms_norm`: RMSNorm over groups of lanes, and a SiLU gate before or behind it.
+
+    y, z       [..., c]      weight [c] or None      group_size divides c
+    returns    out [..., c] in `out_dtype`; rrms [..., c / group_size], the reciprocal root mean square of each group,
+               float32 or better
+    gate last  (`norm_before_gate`)  out = y * rrms(y) * weight * silu(z)
+    gate first                       out = h * rrms(h) * weight,  h = y * silu(z)
+
+Computed in float32 (float64 for float64) and rounded once.
+Saved for backward: y, z, weight, rrms. Gate and normed value are computed again.
+Source: Mamba-2, https://arxiv.org/abs/2405.21060, section 7.1 (gate first, grouped); RMSNorm, arXiv:1910.07467.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from megacpp_compile.lowerings._op import no_autocast
+from megacpp_compile.lowerings.gated_rms_norm import reference
+from megacpp_compile.lowerings.gated_rms_norm.reference import norm_dtype
+
+
+@torch.library.custom_op("megacpp::gated_rms_norm", mutates_args=())
+def gated_rms_norm(
+    y: Tensor,
+    z: Tensor,
+    weight: Optional[Tensor],  # noqa: UP045  custom_op reads typing.Optional on every supported torch
+    eps: float,
+    group_size: int,
+    norm_before_gate: bool,
+    out_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    with no_autocast(y):
+        return reference.gated_rms_norm(y, z, weight, eps, group_size, norm_before_gate, out_dtype)
+
+
+@gated_rms_norm.register_fake
+def _(y, z, weight, eps, group_size, norm_before_gate, out_dtype):  # type: ignore[no-untyped-def]
+    rrms = y.new_empty((*y.shape[:-1], y.shape[-1] // group_size), dtype=norm_dtype(y, z))
+    return y.new_empty(y.shape, dtype=out_dtype), rrms
+
+
+@torch.library.custom_op("megacpp::gated_rms_norm_backward", mutates_args=())
+def gated_rms_norm_backward(
+    grad: Tensor,
+    y: Tensor,
+    z: Tensor,
+    weight: Optional[Tensor],  # noqa: UP045
+    rrms: Tensor,
+    group_size: int,
+    norm_before_gate: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    with no_autocast(y):
+        return reference.gated_rms_norm_backward(grad, y, z, weight, rrms, group_size, norm_before_gate)
+
+
+@gated_rms_norm_backward.register_fake
+def _(grad, y, z, weight, rrms, group_size, norm_before_gate):  # type: ignore[no-untyped-def]
+    d_weight = rrms.new_empty(0) if weight is None else weight.new_empty(weight.shape)
+    return y.new_empty(y.shape), z.new_empty(z.shape), d_weight
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    y, z, weight, _, ctx.group_size, ctx.norm_before_gate, _ = inputs
+    rrms = output[1]
+    ctx.mark_non_differentiable(rrms)
+    ctx.has_weight = weight is not None
+    ctx.save_for_backward(y, z, rrms, *([weight] if ctx.has_weight else []))
+
+
+def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
+    y, z, rrms, *weight = ctx.saved_tensors
+    dy, dz, dw = gated_rms_norm_backward(
+        grad, y, z, weight[0] if weight else None, rrms, ctx.group_size, ctx.norm_before_gate
+    )
+    return dy, dz, dw if ctx.has_weight else None, None, None, None, None
+
+
+gated_rms_norm.register_autograd(_backward, setup_context=_setup_context)

@@ -1,0 +1,83 @@
+"""Depthwise causal convolution over time, and the SiLU behind it (Mamba, arXiv:2312.00752, 3.4; also of gated linear
+attention, DeltaNet and LFM2).
+
+Before: `y = silu(conv1d(x.transpose(1, 2), w, b, padding=k - 1, groups=c)[..., :t]).transpose(1, 2)`
+After:  `y = megacpp.causal_conv1d(x, w, b, "silu", dtype)`
+
+Safe because padding, cut and transpositions are followed step by step (`recognise/causal_conv.py`): the match proves
+that output step i sees inputs i - (k - 1) to i. The op keeps x, weight and bias; the value before SiLU is computed
+again. SiLU stays outside where the value before it is read by others too.
+Refused: what is not causal; other groups than channels; stride or dilation; a convolution whose padded output is
+read by others; parts under different grad or autocast modes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.fx import Node
+
+from megacpp_compile.graph_edit import Builder, move_behind, place, value
+from megacpp_compile.passes._rule import GraphView, Match, Refusal
+from megacpp_compile.recognise.causal_conv import CausalConv, NoCausalConv, is_swap, match_causal_conv
+
+aten = torch.ops.aten
+name = "causal_conv1d"
+op = "megacpp::causal_conv1d"
+after: tuple[str, ...] = ()
+
+
+def find(view: GraphView) -> Iterator[Match | Refusal]:
+    for node in view.graph.nodes:
+        found = match_causal_conv(node)
+        if isinstance(found, NoCausalConv):
+            yield Refusal(found.node, found.tag, found.reason)
+        elif found is not None:
+            yield _check(view, found)
+
+
+def _check(view: GraphView, conv: CausalConv) -> Match | Refusal:
+    state = view.regions
+    if any(state[n] != state[conv.conv] for n in conv.internal):
+        return Refusal(conv.conv, "region", "part of it runs under another grad or autocast mode")
+    inputs = [n for n in (conv.x, conv.weight, conv.bias) if n is not None]
+    outputs = [conv.end]
+    if conv.end_time == 2:  # its readers may put time back in front themselves
+        outputs += [u for u in conv.end.users if is_swap(u) is conv.end and state[u] == state[conv.conv]]
+    if place(inputs, outputs, conv.conv, state) is None:
+        return Refusal(conv.conv, "region", "its inputs are ready only under another grad or autocast mode")
+    inputs = list(dict.fromkeys(inputs))
+    return Match(conv.end, inputs, outputs, lambda: _rewrite(view, conv.conv, inputs, outputs))
+
+
+def _rewrite(
+    view: GraphView, convolution: Node, inputs: list[Node], outputs: list[Node]
+) -> tuple[Node, list[Node]]:
+    # Again: what it reads may have been another convolution's result, which is a new node by now.
+    conv = match_causal_conv(convolution)
+    assert isinstance(conv, CausalConv)
+    inputs[:] = dict.fromkeys(n for n in (conv.x, conv.weight, conv.bias) if n is not None)
+    where = place(inputs, outputs, conv.conv, view.regions)
+    assert where is not None
+    anchor, moved = where
+    build = Builder(view.graph, view.fake_mode, anchor, conv.conv, view.regions)
+    x = conv.x if conv.x_time == 1 else build(aten.transpose.int, conv.x, 1, 2)
+    computed = value(conv.conv).dtype
+    if torch.finfo(value(x).dtype).bits > torch.finfo(computed).bits:
+        x = build.cast(x, computed)  # autocast narrows the operand
+    args = x, _taps(build, conv.weight), conv.bias, conv.activation, value(conv.end).dtype
+    node = build(torch.ops.megacpp.causal_conv1d.default, *args)
+    swapped = build(aten.transpose.int, node, 1, 2) if conv.end_time == 2 else node
+    new = [swapped, *[node] * (len(outputs) - 1)]
+    move_behind(moved, build.emitted[-1])
+    for old, now in zip(outputs, new, strict=True):
+        old.replace_all_uses_with(now)
+    return node, new
+
+
+def _taps(build: Builder, weight: Node) -> Node:
+    """The weight [c, 1, k] as [c, k]."""
+    if weight.target is aten.unsqueeze.default and weight.args[1] in (1, -2):
+        return weight.args[0]  # type: ignore[return-value]
+    return build(aten.squeeze.dim, weight, 1)

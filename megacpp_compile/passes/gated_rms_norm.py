@@ -1,0 +1,157 @@
+"""RMSNorm with a SiLU gate: the norm at the end of a Mamba-2 mixer (arXiv:2405.21060, 7.1), and of gated DeltaNet.
+
+Before: `h = (y * silu(z)).view(.., groups, n); out = w * (h * rsqrt(h.pow(2).mean(-1, True) + eps)).view(y.shape)`
+        or, gate last, `out = w * (y * rsqrt(y.pow(2).mean(-1, True) + eps)) * silu(z)`, each with its casts
+After:  `out, rrms = megacpp.gated_rms_norm(y, z, w, eps, group_size, norm_before_gate, dtype)`
+
+Safe because the op computes the same product in at least the same precision, and nothing between y, z and out is read
+by anybody else. It keeps y, z and one number a group.
+Refused: another norm (LayerNorm, eps outside the root, another axis), another gate (sigmoid, GELU), an intermediate
+that is used elsewhere, parts under different grad or autocast modes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from megacpp_compile.graph_edit import Builder, move_behind, place, same_size, value
+from megacpp_compile.passes._rule import GraphView, Match, Refusal
+from megacpp_compile.recognise.gated_norm import GatedNorm, gate_nearby, match_gated_norm, same_source
+from megacpp_compile.recognise.rms_norm import NoNorm, RmsNorm, match_rms_norm
+
+aten = torch.ops.aten
+name = "gated_rms_norm"
+op = "megacpp::gated_rms_norm"
+after = ("down_norm_up",)
+
+_TOPS = {aten.mul.Tensor, aten.div.Tensor, aten.rms_norm.default, aten.layer_norm.default}
+_REDUCTIONS = {aten.mean.dim, aten.sum.dim_IntList, aten.rms_norm.default}
+# What these say of is a product around a norm, not the norm itself, which is looked at on its own.
+_AROUND = {"gain-shape", "divided", "two-norms", "rounding", "precision"}
+
+
+def find(view: GraphView) -> Iterator[Match | Refusal]:
+    seen: set[Node] = set()
+    for node in view.graph.nodes:
+        norm = match_rms_norm(node) if node.target in _TOPS else None
+        if isinstance(norm, NoNorm):
+            if norm.tag not in _AROUND and norm.node not in seen and gate_nearby(node):
+                seen.add(norm.node)
+                yield Refusal(norm.node, norm.tag, norm.reason)
+        elif norm is not None:
+            reductions = {n for n in norm.internal if n.target in _REDUCTIONS}
+            if not reductions & seen:  # else a product around a norm already met
+                seen |= reductions
+                found = _check(view, norm)
+                if found is not None:
+                    yield found
+
+
+def _check(view: GraphView, norm: RmsNorm) -> Match | Refusal | None:
+    gated = match_gated_norm(norm)
+    if gated is None:
+        return None
+    if isinstance(gated, NoNorm):
+        return Refusal(gated.node, gated.tag, gated.reason)
+    for n in sorted(gated.internal - {gated.node}):
+        outside = next((u for u in n.users if u not in gated.internal), None)
+        if outside is not None and not same_source(n, (gated.y, gated.z)):
+            at = n if outside.op == "output" else outside
+            return Refusal(at, "escapes", f"an intermediate of the gated norm is used elsewhere too ({outside.name})")
+    state = view.regions
+    if any(state[n] != state[gated.node] for n in gated.internal if not same_source(n, (gated.y, gated.z))):
+        return Refusal(gated.node, "region", "part of it runs under another grad or autocast mode")
+    lanes = _lanes(gated)
+    if lanes is None or _sizes(value(gated.node).shape, (gated.y, gated.z)) is None:
+        return Refusal(gated.node, "shape", "operands, gains and result can't be seen as rows of one width")
+    inputs = _inputs(gated)
+    if place(inputs, [gated.node], gated.node, state) is None:
+        return Refusal(gated.node, "region", "its inputs are ready only under another grad or autocast mode")
+    return Match(gated.node, inputs, [gated.node], lambda: _rewrite(view, norm.node, inputs, lanes))
+
+
+def _inputs(gated: GatedNorm) -> list[Node]:
+    return list(dict.fromkeys([gated.y, gated.z, *(g for g, _ in gated.gains)]))
+
+
+def _lanes(gated: GatedNorm) -> int | None:
+    """The width of the op's rows: the widest of operands and gains, of which each one else is a whole part."""
+    widths = [value(n).shape[-1] for n in (gated.y, gated.z)] + [n for _, n in gated.gains] + [gated.size]
+    if not all(isinstance(n, int) for n in widths):
+        return None
+    widest = max(widths)
+    if all(widest % n == 0 for n in widths):
+        return widest
+    widest = max([n for _, n in gated.gains] + [gated.size])
+    return widest if all(widest % n == 0 for n in [*(n for _, n in gated.gains), gated.size]) else None
+
+
+def _sizes(shape: Sequence[Any], sources: Sequence[Node]) -> list[Any] | None:
+    """Each size as a number, or as (tensor, dimension) that has it; -1 for one that none has; None for two of those."""
+    sizes: list[Any] = []
+    for n in shape:
+        known = ((s, i) for s in sources for i, m in enumerate(value(s).shape) if same_size(m, n))
+        sizes.append(n if isinstance(n, int) else next(known, -1))
+    return sizes if sizes.count(-1) <= 1 else None
+
+
+def _reshape(build: Builder, node: Node, shape: Sequence[Any], sources: Sequence[Node]) -> Node:
+    have = value(node).shape
+    if len(have) == len(shape) and all(map(same_size, have, shape)):
+        return node
+    sizes = _sizes(shape, sources)
+    assert sizes is not None
+    return build(
+        aten.reshape.default, node, [build(aten.sym_size.int, *n) if isinstance(n, tuple) else n for n in sizes]
+    )
+
+
+def _rewrite(view: GraphView, core: Node, inputs: list[Node], lanes: int) -> tuple[Node, list[Node]]:
+    # Again: what it reads may have been another one's result, which is a new node by now.
+    norm = match_rms_norm(core)
+    assert isinstance(norm, RmsNorm)
+    gated = match_gated_norm(norm)
+    assert isinstance(gated, GatedNorm)
+    inputs[:] = _inputs(gated)
+    where = place(inputs, [gated.node], gated.node, view.regions)
+    assert where is not None
+    anchor, moved = where
+    build = Builder(view.graph, view.fake_mode, anchor, gated.node, view.regions)
+    sources = gated.y, gated.z
+    like = next((n for n in sources if value(n).shape[-1] == lanes), None)
+    y, z = (
+        build(aten.reshape.default, n, [-1, lanes]) if like is None
+        else _reshape(build, n, value(like).shape, (like,))
+        for n in sources
+    )  # fmt: skip
+    node = build(
+        torch.ops.megacpp.gated_rms_norm.default,
+        y, z, _weight(build, gated, lanes), float(gated.norm.eps), gated.size, gated.norm_before_gate,
+        value(gated.node).dtype,
+    )  # fmt: skip
+    out = _reshape(build, build.item(node, 0), value(gated.node).shape, sources)
+    move_behind(moved, build.emitted[-1])
+    gated.node.replace_all_uses_with(out)
+    return node, [out]
+
+
+def _weight(build: Builder, gated: GatedNorm, lanes: int) -> Node | None:
+    """The product of all gains and numbers, one per lane of a row; None where there is none."""
+    weight: Node | None = None
+    for gain, width in gated.gains:
+        if value(gain).dim() != 1:
+            gain = build(aten.reshape.default, gain, [value(gain).numel()])
+        if value(gain).shape[0] == 1 != lanes:
+            gain = build(aten.expand.default, gain, [lanes])
+        elif width != lanes:
+            gain = build(aten.repeat.default, gain, [lanes // width])
+        weight = gain if weight is None else build(aten.mul.Tensor, weight, gain)
+    if gated.scale != 1.0:
+        if weight is None:
+            return build(aten.full.default, [lanes], gated.scale, dtype=torch.float32, device=value(gated.y).device)
+        weight = build(aten.mul.Tensor, weight, gated.scale)
+    return weight

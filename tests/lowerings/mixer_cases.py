@@ -1,0 +1,124 @@
+"""Cases of the ops around a mixer's scan: the convolution before it, the gated norm behind it."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from .agreement import reference_of
+from .cases import case
+
+# --- convolutions
+
+
+def _convolution(rand, dtype, batch=2, steps=9, channels=24, taps=4, bias=True, activation="silu", part=None, wide=False):
+    """x may be some lanes of a wider buffer, `part` before them; with `wide` the weights are float32 or better."""
+    x = rand(batch, steps, channels, dtype=dtype)
+    if part is not None:
+        x = rand(batch, steps, part + channels + 8, dtype=dtype)[..., part : part + channels]
+    dtype = torch.promote_types(dtype, torch.float32) if wide else dtype
+    return x, rand(channels, taps, dtype=dtype), rand(channels, dtype=dtype) if bias else None, activation
+
+
+CONVOLUTIONS = {
+    **{f"taps_{k}": {"taps": k} for k in (1, 2, 3, 5)},
+    **{f"taps_{k}_no_bias": {"taps": k, "bias": False, "activation": ""} for k in (2, 3, 4)},
+    "no_activation": {"activation": ""},
+    "lanes_of_a_projection": {"part": 16},
+    "lanes_out_of_line": {"part": 3, "channels": 21},
+    "float32_weights": {"wide": True},
+    "one_step": {"steps": 1},
+    "fewer_steps_than_taps": {"steps": 2},
+    "two_segments": {"batch": 1, "steps": 131, "channels": 5},
+    "many_channels": {"batch": 1, "steps": 3, "channels": 300},
+    "one_channel": {"channels": 1},
+    "no_batch": {"batch": 0},
+}
+for label, options in CONVOLUTIONS.items():
+
+    @case("causal_conv1d", label)
+    def _(rand, dtype, options=options):
+        return *_convolution(rand, dtype, **options), dtype
+
+    @case("causal_conv1d_backward", label)
+    def _(rand, dtype, options=options):
+        x, weight, bias, activation = _convolution(rand, dtype, **options)
+        return rand(*x.shape, dtype=dtype), x, weight, bias, activation
+
+
+def _time_adjacent(rand, dtype):
+    _, *others = _convolution(rand, dtype)
+    return rand(2, 24, 9, dtype=dtype).transpose(1, 2), *others
+
+
+@case("causal_conv1d", "time_adjacent")
+def _(rand, dtype):
+    return *_time_adjacent(rand, dtype), dtype
+
+
+@case("causal_conv1d", "higher_out_dtype")
+def _(rand, dtype):
+    return *_convolution(rand, dtype), torch.promote_types(dtype, torch.float32)
+
+
+@case("causal_conv1d_backward", "time_adjacent")
+def _(rand, dtype):
+    return rand(2, 9, 24, dtype=dtype), *_time_adjacent(rand, dtype)
+
+
+@case("causal_conv1d_backward", "gradient_of_a_sum")
+def _(rand, dtype):
+    return rand(1, 1, 1, dtype=dtype).expand(2, 9, 24), *_convolution(rand, dtype)
+
+
+@case("causal_conv1d_backward", "gradient_out_of_line")
+def _(rand, dtype):
+    return rand(2, 9, 29, dtype=dtype)[..., 5:], *_convolution(rand, dtype)
+
+
+# --- gated norms
+
+
+def _gated(rand, dtype, outer=(2, 5), lanes=24, group=24, weight=True, part=None, wide=False):
+    y, z = rand(*outer, lanes, dtype=torch.promote_types(dtype, torch.float32) if wide else dtype), None
+    if part is None:
+        z = rand(*outer, lanes, dtype=dtype)
+    else:
+        z = rand(*outer, part + lanes + 8, dtype=dtype)[..., part : part + lanes]
+    return y, z, 1 + rand(lanes, dtype=dtype) / 4 if weight else None, 1e-3, group
+
+
+NORMS = {
+    "one_group": {},
+    "groups": {"group": 8},
+    "odd_groups": {"lanes": 39, "group": 13},
+    "groups_of_one": {"lanes": 5, "group": 1},
+    "no_weight": {"weight": False},
+    "gate_in_a_projection": {"part": 16},
+    "float32_from_the_scan": {"wide": True, "group": 8},
+    "flat": {"outer": (17,)},
+    "one_row": {"outer": ()},
+    "many_rows": {"outer": (3, 5, 3), "lanes": 3, "group": 3},
+    "wide": {"outer": (3,), "lanes": 1100, "group": 1100},
+    "no_rows": {"outer": (0, 3)},
+}
+for (label, options), first in itertools.product(NORMS.items(), (False, True)):
+    name = label + "_norm_first" * first
+
+    @case("gated_rms_norm", name)
+    def _(rand, dtype, options=options, first=first):
+        return *_gated(rand, dtype, **options), first, dtype
+
+    @case("gated_rms_norm_backward", name)
+    def _(rand, dtype, options=options, first=first):
+        y, z, weight, eps, group = _gated(rand, dtype, **options)
+        _, rrms = reference_of("gated_rms_norm")(y, z, weight, eps, group, first, dtype)
+        return rand(*y.shape, dtype=dtype), y, z, weight, rrms, group, first
+
+
+@case("gated_rms_norm_backward", "gradient_of_a_sum")
+def _(rand, dtype):
+    y, z, weight, eps, group = _gated(rand, dtype)
+    _, rrms = reference_of("gated_rms_norm")(y, z, weight, eps, group, False, dtype)
+    return rand(1, dtype=dtype).expand(y.shape), y, z, weight, rrms, group, False

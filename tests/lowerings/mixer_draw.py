@@ -1,0 +1,56 @@
+"""What the fuzz driver draws for the ops around a mixer's scan."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from .agreement import reference_of
+from .fuzz_draw import FLOATS, Kind, Maker, Pattern, _class, outer_sizes, pattern
+
+
+def kind(draw: random.Random, op: str) -> Kind:
+    convolution = op.startswith("causal_conv1d")
+    dims = 2 if convolution else draw.choice((1, 2, 2, 3))
+    dtype, group = draw.choice(FLOATS), draw.choice((1, 8, 13, 32, 48))
+    other = lambda: draw.choice(FLOATS) if draw.random() < 0.2 else dtype  # noqa: E731
+    return Kind(
+        op=op,
+        sizes=tuple(_class(draw) for _ in range(dims)),
+        heads=-1,
+        widths={"channels": draw.choice((1, 7, 16, 40, 130)), "taps": draw.choice((1, 2, 2, 3, 3, 4, 4, 4, 6)),
+                "group": group, "groups": draw.choice((1, 1, 2, 3))},
+        dtypes={"main": dtype, "gate": other(), "weight": other(), "out": other()},
+        layout=(False, False, False),
+        flags={"bias": draw.random() < 0.6, "activation": draw.choice(("", "silu", "silu")), "in_place": False,
+               "first": draw.random() < 0.5, "weight": draw.random() < 0.8, "number": draw.random() < 0.1},
+        patterns={n: _pattern(draw, dims) for n in ("main", "gate", "grad")},
+        table_dims=(),
+    )  # fmt: skip
+
+
+def _pattern(draw: random.Random, dims: int) -> Pattern:
+    """Mostly lanes of a projection, as kernels of rows take them."""
+    if draw.random() < 0.2:
+        return pattern(draw, dims)
+    return Pattern(tuple(range(dims)), before=draw.choice((0, 0, 1, 16)), behind=draw.choice((0, 0, 3, 16)))
+
+
+def arguments(kind: Kind, draw: random.Random, make: Maker, room: int) -> tuple[Any, ...]:
+    outer, w, f, dtypes = outer_sizes(kind, draw, room), kind.widths, kind.flags, kind.dtypes
+    convolution = kind.op.startswith("causal_conv1d")
+    lanes = w["channels"] if convolution else w["group"] * w["groups"]
+
+    def lay(name: str, dtype: str) -> Any:
+        return kind.patterns[name].lay(make.normal(dtypes[dtype]), (*outer, lanes))
+
+    main, weights = lay("main", "main"), make.normal(dtypes["weight"])
+    grad = make.normal(dtypes["out"])(1).expand(*outer, lanes) if f["number"] else lay("grad", "out")
+    if convolution:
+        operands = main, weights(lanes, w["taps"]), weights(lanes) if f["bias"] else None, f["activation"]
+        return (*operands, dtypes["out"]) if kind.op == "causal_conv1d" else (grad, *operands)
+    operands = main, lay("gate", "gate"), weights(lanes) if f["weight"] else None
+    if kind.op == "gated_rms_norm":
+        return *operands, 1e-3, w["group"], f["first"], dtypes["out"]
+    _, rrms = reference_of("gated_rms_norm")(*operands, 1e-3, w["group"], f["first"], dtypes["out"])
+    return grad, *operands, rrms, w["group"], f["first"]
