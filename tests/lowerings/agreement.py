@@ -35,10 +35,17 @@ TOLERANCE = {
     ("projection", torch.float16): 3e-3,
     ("projection", torch.float32): 5e-6,
     ("projection", torch.float64): 1e-13,
+    # Three products, an activation between and a weighted sum; in bfloat16 hidden, activated and output are rounded.
+    ("experts", torch.bfloat16): 2e-2,
+    ("experts", torch.float16): 3e-3,
+    ("experts", torch.float32): 5e-6,
+    ("experts", torch.float64): 1e-13,
 }
 KIND = {
     "down_norm_up": "projection",
     "down_norm_up_backward": "projection",
+    "moe": "experts",
+    "moe_backward": "experts",
     "mla_rope_q": "rotation",
     "mla_rope_kv": "rotation",
     "mla_rope_kv_backward": "rotation",
