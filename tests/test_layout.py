@@ -31,7 +31,7 @@ HEAVY = ("triton", "transformer_engine", "torch_xla", "jax")
 
 def test_pass_order():
     """Reports, counts and rewrites follow it; a pass that moves may see another graph."""
-    assert pass_names() == ("down_norm_up", "mla_rope_q", "mla_rope_kv", "rope_qk")
+    assert pass_names() == ("down_norm_up", "mla_rope_q", "mla_rope_kv", "moe", "rope_qk")
 
 
 @pytest.mark.parametrize("name", PASSES)
