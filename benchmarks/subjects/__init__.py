@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.harness import Settings
 
-NAMES = ("rope", "rope_gqa", "down_norm_up", "block", "stack", "compile_time")
+NAMES = ("rope", "rope_gqa", "down_norm_up", "moe", "block", "stack", "compile_time")
 
 
 def tables_of(name: str) -> Callable[[Settings], Iterator[dict[str, Any]]]:
