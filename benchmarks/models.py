@@ -172,6 +172,35 @@ class SwiGLU(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
+class RangeLoopMoE(nn.Module):
+    """Each token's choices among the experts, weighted, and experts that all tokens share. The plainest loop: every
+    expert takes its tokens and adds to them."""
+
+    def __init__(self, dim: int, hidden: int, experts: int, choices: int, shared: int, stacked: bool = False) -> None:
+        super().__init__()
+        self.experts_number, self.choices = experts, choices
+        self.router, self.shared = nn.Linear(dim, experts, bias=False), SwiGLU(dim, shared * hidden)
+        self.experts = None if stacked else nn.ModuleList(SwiGLU(dim, hidden) for _ in range(experts))
+        if stacked:
+            self.gate_up = nn.Parameter(torch.randn(experts, 2 * hidden, dim) / dim**0.5)
+            self.down = nn.Parameter(torch.randn(experts, dim, hidden) / hidden**0.5)
+
+    def expert(self, number: int, x: Tensor) -> Tensor:
+        if self.experts is not None:
+            return self.experts[number](x)
+        gate, up = F.linear(x, self.gate_up[number]).chunk(2, -1)
+        return F.linear(F.silu(gate) * up, self.down[number])
+
+    def forward(self, x: Tensor) -> Tensor:
+        gates, indices = self.router(x).float().softmax(-1).topk(self.choices, -1)
+        gates = gates.to(x.dtype)
+        out = torch.zeros_like(x)
+        for number in range(self.experts_number):
+            token, choice = torch.where(indices == number)
+            out.index_add_(0, token, self.expert(number, x[token]) * gates[token, choice, None])
+        return out + self.shared(x)
+
+
 class Layer(nn.Module):
     def __init__(self, attention: MLA, dim: int, hidden: int) -> None:
         super().__init__()

@@ -16,7 +16,7 @@ import torch
 from torch._subclasses import FakeTensor
 from torch.fx import GraphModule, Node
 
-from megacpp_compile import handoff, log, report, saved, verify
+from megacpp_compile import dynamic_outputs, handoff, log, report, saved, verify
 from megacpp_compile.capture import Captured, capture
 from megacpp_compile.config import Config
 from megacpp_compile.errors import CaptureError, MegacppError, RequirementError, TorchTooOldError, VerificationError
@@ -48,6 +48,9 @@ def megacpp(
     began = time.perf_counter()
     result = analyse(gm, example_inputs, config, target)
     result.frame.seconds["analysis"] = time.perf_counter() - began - sum(result.frame.seconds.values())
+    if dynamic_outputs.refuse(result.captured.gm if result.outcome and result.outcome.sites else gm):
+        _publish_refused(result, config)
+        dynamic_outputs.trace_again()
     compiled = _compile(gm, example_inputs, result, config, patches)
     # Only now: a frame Inductor can't compile is tried again by Dynamo in pieces, and did not happen.
     _publish(result, config)
@@ -73,9 +76,20 @@ def _compile(
     except Exception as error:
         if config.strict:
             raise
+        if dynamic_outputs.refuse(gm):
+            log.logger.warning("traced again with graph breaks: %s: %s", type(error).__name__, str(error)[:300])
+            dynamic_outputs.trace_again()
         compiled = handoff.plain_inductor(gm, example_inputs, patches)
         result.fell_back(f"Inductor refused the rewritten graph: {type(error).__name__}: {error}"[:300])
         return compiled
+
+
+def _publish_refused(result: Analysis, config: Config) -> None:
+    """The near misses of a frame that is about to be traced again, and will not look like this then."""
+    if result.outcome is not None and result.outcome.misses:
+        result.outcome.sites.clear()
+        result.not_kept("sizes known at run time only: traced again with graph breaks")
+        _publish(result, config)
 
 
 def _from_pattern_matcher(error: BaseException) -> bool:
@@ -114,6 +128,11 @@ class Analysis:
         """Nothing was rewritten after all."""
         log.logger.warning("frame %s compiled by Inductor alone: %s", self.frame.name, reason)
         self.frame.captured, self.frame.reason, self.outcome = False, reason, None
+        self.frame.passes = dict.fromkeys(self.frame.passes, 0)
+
+    def not_kept(self, reason: str) -> None:
+        """What was found is to be reported, and the frame itself is not compiled as it was looked at."""
+        self.frame.captured, self.frame.reason = False, reason
         self.frame.passes = dict.fromkeys(self.frame.passes, 0)
 
 
@@ -257,3 +276,5 @@ class _Backend(ModuleType):
 
 
 sys.modules[__name__].__class__ = _Backend
+# `import megacpp_compile` does not come here; asking for the backend does.
+dynamic_outputs.install(lambda backend: backend is megacpp or backend is sys.modules[__name__])

@@ -88,6 +88,7 @@ def capture(gm: GraphModule, example_inputs: Sequence[Any]) -> Captured:
         _restore_interface(exported, signature, dict(buffers))
         if made.calls:
             opaque_calls.restore(exported, made, len(example_inputs))
+        _forget_counts(mode)
     except CaptureError:
         raise
     except Exception as error:  # whatever tracing can't do, plain Inductor may
@@ -105,6 +106,13 @@ def capture(gm: GraphModule, example_inputs: Sequence[Any]) -> Captured:
     exported.meta.update(gm.meta)
     exported.recompile()
     return Captured(exported, mode, frozenset(weights))
+
+
+def _forget_counts(mode: FakeTensorMode) -> None:
+    """Numbers of elements found at run time (`nonzero`) are named anew whenever a graph is traced; those named here
+    would be asked for by the next trace, in whose outputs they are not."""
+    if (pending := getattr(mode.shape_env, "pending_fresh_unbacked_symbols", None)) is not None:
+        pending.clear()
 
 
 def _inherit(old: Node, new: Node) -> None:

@@ -6,6 +6,7 @@ themselves (x, weights, tables), which are alive anyway. Before: the plain subgr
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,19 +24,23 @@ def saved_bytes(gm: GraphModule, inputs: Sequence[Node], outputs: Sequence[Node]
     with mode:
         args = [_leaf(value(n)) for n in order]
     kept: dict[Any, int] = {}
+    unknown: list[torch.Tensor] = []
     own = {_storage(a) for a in args if isinstance(a, torch.Tensor)}
 
     def pack(t: torch.Tensor) -> torch.Tensor:
         if (key := _storage(t)) not in own:
-            kept[key] = max(kept.get(key, 0), _bytes(t))
+            size = _bytes(t)
+            unknown.append(t) if size is None else kept.update({key: max(kept.get(key, 0), size)})
         alive.append(t)
         return t
 
     alive: list[torch.Tensor] = []  # storages are told apart by address, so none may be freed while counting
-    with mode, torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+    # Sizes known only at run time (`nonzero`) get names here that no graph will ever mention.
+    unnamed = mode.shape_env.ignore_fresh_unbacked_symbols() if mode.shape_env else contextlib.nullcontext()
+    with unnamed, mode, torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         result = module(*args)
     del result
-    return sum(kept.values())
+    return None if unknown else sum(kept.values())
 
 
 def _leaf(fake: Any) -> Any:
@@ -49,6 +54,8 @@ def _storage(t: torch.Tensor) -> Any:
     return t.untyped_storage()._cdata
 
 
-def _bytes(t: torch.Tensor) -> int:
+def _bytes(t: torch.Tensor) -> int | None:
     n = t.untyped_storage().nbytes()
-    return n if isinstance(n, int) else int(n.node.hint or 0)
+    if isinstance(n, int):
+        return n
+    return int(n.node.hint or 0) if n.node.has_hint() else None

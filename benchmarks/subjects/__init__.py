@@ -9,7 +9,8 @@ from typing import Any
 from benchmarks.harness import Settings
 
 NAMES = (
-    "rope", "rope_gqa", "down_norm_up", "causal_conv1d", "gated_rms_norm", "ssd", "block", "stack", "compile_time",
+    "rope", "rope_gqa", "down_norm_up", "causal_conv1d", "gated_rms_norm", "ssd", "moe",
+    "block", "stack", "compile_time",
 )  # fmt: skip
 
 

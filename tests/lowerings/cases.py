@@ -113,6 +113,63 @@ for label, options in SCANS.items():
         y, final, states = reference_of("ssd_scan")(*operands, chunk, out_dtype)
         dfinal = rand(*final.shape, dtype=final.dtype) if options.get("initial", True) else None
         return rand(*y.shape, dtype=dtype), dfinal, *operands, states, chunk
+# --- routed experts
+
+
+def _routing(rand, kind, tokens, experts, choices):
+    """Random choices of distinct experts; some of no expert; all of one."""
+    if kind == "to_one":
+        return torch.full((tokens, choices), experts - 1)
+    order = rand(tokens, experts + 2 if kind == "some_of_none" else experts).argsort(-1)
+    return order[:, :choices] - (1 if kind == "some_of_none" else 0)
+
+
+def _experts(rand, dtype, layout="pair", stacked=False, kind="random", activation="silu", tokens=23, experts=5,
+             choices=2, d=24, n=16, transposed=False, keep=True):  # fmt: skip
+    def weights(out, width):
+        if stacked:
+            shape = (experts, width, out) if transposed else (experts, out, width)
+            made = rand(*shape, dtype=dtype) / width**0.5
+            return [made.transpose(1, 2) if transposed else made]
+        return [rand(out, width, dtype=dtype) / width**0.5 for _ in range(experts)]
+
+    up = weights(2 * n if layout in ("gate_up", "up_gate") else n, d)
+    gates = rand(tokens, choices, dtype=dtype).sigmoid()
+    indices = _routing(rand, kind, tokens, experts, choices)
+    gate = weights(n, d) if layout == "pair" else []
+    return rand(tokens, d, dtype=dtype), indices, gates, gate, up, weights(d, n), activation, layout, dtype, keep
+
+
+EXPERTS = {
+    **{f"{layout}_{s}": {"layout": layout, "stacked": s == "stacked"}
+       for layout in ("pair", "single", "gate_up", "up_gate") for s in ("separate", "stacked")},
+    **{name: {"activation": name} for name in ("gelu", "gelu_tanh", "relu", "relu2")},
+    "single_gelu": {"layout": "single", "activation": "gelu"},
+    "transposed": {"stacked": True, "transposed": True},
+    "to_one": {"kind": "to_one"},
+    "some_of_none": {"kind": "some_of_none"},
+    "some_of_none_stacked": {"kind": "some_of_none", "stacked": True, "layout": "gate_up"},
+    "odd_sizes": {"d": 37, "n": 29, "experts": 3},
+    "no_token": {"tokens": 0},
+    "one_choice": {"choices": 1, "kind": "some_of_none"},
+    "one_expert": {"experts": 1, "choices": 1},
+    "hidden_not_kept": {"keep": False},
+}  # fmt: skip
+for label, options in EXPERTS.items():
+
+    @case("moe", label)
+    def _(rand, dtype, options=options):
+        return _experts(rand, dtype, **options)
+
+    @case("moe_backward", label)
+    def _(rand, dtype, options=options):
+        args = _experts(rand, dtype, **options)
+        y, hidden, order, offsets = reference_of("moe")(*args)
+        x, _, gates, w_gate, w_up, w_down, activation, layout, *_ = args
+        # Behind the last expert's rows a kernel may leave anything.
+        hidden = [h.index_fill(0, torch.arange(int(offsets[-1]), h.shape[0]), float("nan")) for h in hidden]
+        grad = rand(*y.shape, dtype=dtype)
+        return grad, x, gates, w_gate, w_up, w_down, hidden, order, offsets, activation, layout
 
 
 # --- rotations

@@ -1,0 +1,31 @@
+"""Routed experts as a loop over all of them, with shared experts beside: separate Linears, and one tensor of all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from benchmarks import limits, models
+from benchmarks.harness import Case, Settings, run_case
+from benchmarks.modules import module_case
+
+# dim, hidden, experts, choices, shared experts, tokens
+SIZE, QUICK = (2048, 1408, 64, 6, 2, 16384), (32, 16, 4, 2, 1, 24)
+
+
+def cases(settings: Settings) -> Iterator[Case]:
+    dim, hidden, experts, choices, shared, tokens = QUICK if settings.quick else SIZE
+    for name, stacked in (("separate weights", False), ("stacked weights", True)):
+        model = models.RangeLoopMoE(dim, hidden, experts, choices, shared, stacked).to(settings.device, torch.bfloat16)
+        x = torch.randn(tokens, dim, device=settings.device, dtype=torch.bfloat16, requires_grad=True)
+        sizes = {"dim": dim, "hidden": hidden, "experts": experts, "choices": choices, "shared": shared,
+                 "tokens": tokens}  # fmt: skip
+        products = 3 * [(dim, hidden)] * (choices + shared)
+        yield module_case("moe", name, sizes, model, (x,), limits.linear_flops(tokens, products))
+
+
+def tables(settings: Settings) -> Iterator[dict[str, Any]]:
+    for case in cases(settings):
+        yield from run_case(case, settings)

@@ -1,0 +1,132 @@
+"""Tracing through ops whose output has as many rows as the data says (`nonzero`, `where`), for this backend alone.
+
+Dynamo breaks the graph at these unless `torch._dynamo.config.capture_dynamic_output_shape_ops` is set, and a loop over
+experts, each of which takes its rows that way, then runs without a compiler at all. A backend is asked only after
+tracing, so the setting is made around the compilation of frames that are this backend's: `install` puts a wrapper
+around the function that compiles one. It is made for that time only, and for nobody else's frames.
+
+What was traced that way and not recognised is traced again as it would have been, with graph breaks (`refuse`).
+"""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import inspect
+import linecache
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._dynamo import config as dynamo_config
+from torch._dynamo import convert_frame, exc
+from torch._dynamo.utils import graph_break_reasons
+from torch.fx import GraphModule
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from megacpp_compile import report
+
+SETTING = "capture_dynamic_output_shape_ops"
+_asked: contextvars.ContextVar[bool] = contextvars.ContextVar("megacpp_dynamic_outputs", default=False)
+_MARK = "_megacpp_compile"
+
+
+class TraceAgain(exc.TensorifyScalarRestartAnalysis):
+    """Dynamo's way out of a backend: trace the frame anew, now that a setting has changed."""
+
+
+def install(is_ours: Callable[[Any], bool]) -> None:
+    """Make the setting for frames of backends that `is_ours` knows. Where Dynamo is built otherwise, not at all."""
+    original = getattr(convert_frame, "_compile", None)
+    if original is None or hasattr(original, _MARK) or "compiler_fn" not in inspect.signature(original).parameters:
+        return
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def compile_frame(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind_partial(*args, **kwargs).arguments
+        if not is_ours(_innermost(given.get("compiler_fn"))):
+            return original(*args, **kwargs)
+        seen = len(graph_break_reasons)
+        try:
+            return _traced_whole(original, args, kwargs)
+        finally:
+            for found in graph_break_reasons[seen:]:
+                if _speaks_of_sizes(found.reason):
+                    _report(found.reason, found.user_stack)
+
+    setattr(compile_frame, _MARK, True)
+    convert_frame._compile = compile_frame  # type: ignore[attr-defined]
+
+
+def _traced_whole(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    if getattr(dynamo_config, SETTING):
+        return original(*args, **kwargs)
+    token = _asked.set(True)
+    try:
+        with dynamo_config.patch({SETTING: True}):
+            return original(*args, **kwargs)
+    except Exception as error:
+        text = f"{type(error).__name__} {error} {error.__cause__}"
+        if not _speaks_of_sizes(text):
+            raise
+        _report(text, getattr(error, "real_stack", None) or ())
+    finally:
+        _asked.reset(token)
+    return original(*args, **kwargs)  # as if nobody had asked
+
+
+def _speaks_of_sizes(text: str) -> bool:
+    """Whether tracing may have stopped only because of a value that is known at run time."""
+    return any(word in text.lower() for word in ("data-dependent", "data dependent", "unbacked", "for/while loop"))
+
+
+def _innermost(backend: Any) -> Any:
+    while (inner := getattr(backend, "_torchdynamo_orig_backend", None)) is not None:
+        backend = inner
+    return getattr(backend, "compiler_fn", backend)
+
+
+def unknown_sizes(gm: GraphModule) -> bool:
+    """Whether a tensor in the graph has a size that is known at run time only."""
+    for node in gm.graph.nodes:
+        values = node.meta.get("val", node.meta.get("example_value"))
+        for v in values if isinstance(values, (list, tuple)) else (values,):
+            if isinstance(v, torch.Tensor) and free_unbacked_symbols(v.shape):
+                return True
+    return False
+
+
+def refuse(gm: GraphModule) -> bool:
+    """Whether `gm`, not rewritten, was traced through sizes nobody asked for but this backend: `trace_again` then."""
+    return _asked.get() and getattr(dynamo_config, SETTING) and unknown_sizes(gm)
+
+
+def trace_again() -> None:
+    """Leave the backend and have Dynamo trace the frame as it would have without it."""
+    setattr(dynamo_config, SETTING, False)  # the patch around the frame puts back what was
+    raise TraceAgain(restart_reason="megacpp: sizes known at run time only, and no idiom they belong to")
+
+
+# How a sum over rows that were picked is written, with which a loop over experts ends.
+_SUMS = ("index_add", "scatter_add", "index_put", "scatter_reduce", "] +=", "]+=")
+_BODY = 25  # lines of a loop's body to look for one in
+
+
+def _report(why: str, stack: Sequence[Any]) -> None:
+    """A loop over experts that Dynamo could not trace is a near miss, with what would let it match."""
+    if not stack or not report.active():
+        return
+    at = stack[-1]
+    body = "".join(linecache.getline(at.filename, at.lineno + i) for i in range(_BODY))
+    if not any(text in body for text in _SUMS):
+        return
+    source = f"{Path(at.filename).name}:{at.lineno}, in {at.name}: `{at.line}`"
+    advice = (
+        "this depends on data and breaks the graph; loop over all experts, `for e in range(num_experts):`, "
+        "without a branch on how many tokens an expert has"
+    )
+    reason = why.strip().split("\n")[0][:200]
+    frame = report.Frame(captured=False, reason=reason, name=source)
+    report.emit_frame(frame, [], [report.Miss("moe", "", source, "", "graph-break", advice)])

@@ -1,0 +1,287 @@
+"""The products of `_grouped` on CUDA: how many rows a group has, and where its weight lies, is read on the device.
+
+`grouped_rows` gives each program one tile of one group. A program finds its group by counting tiles over all groups'
+ends, so the launch is as large as the rows could need, and programs without a tile return at once. Separate weights
+are found through a table of their addresses; it is made once for a set of weights and kept while they stay in place.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megacpp_compile.lowerings._triton_cast import as_stored
+from megacpp_compile.lowerings._triton_launch import power_of_2
+
+_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32, torch.float64: tl.float64}
+
+
+@triton.jit
+def _tile(ends, rows, tile, E: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr):
+    """(group, first row, end of its group) of a tile of BM rows; group E holds the rows that are nobody's."""
+    e = tl.arange(0, EP)
+    end = tl.load(ends + e, mask=e < E, other=0)
+    last = tl.max(end, 0)
+    end = tl.where(e < E, end, tl.where(e == E, rows, 0))
+    start = tl.where(e == E, last, tl.load(ends + e - 1, mask=(e > 0) & (e < E), other=0))
+    tiles = tl.where(e <= E, (end - start + BM - 1) // BM, 0)
+    behind = tl.cumsum(tiles, 0)
+    group = tl.sum(tl.where((e <= E) & (behind <= tile), 1, 0), 0)
+    mine = e == group
+    first = tl.sum(tl.where(mine, start, 0), 0) + (tile - tl.sum(tl.where(mine, behind - tiles, 0), 0)) * BM
+    return group, first, tl.sum(tl.where(mine, end, 0), 0)
+
+
+@triton.jit
+def grouped_rows(x, x2, weights, weights2, table, ends, take, out, rows, xs, xs2, ws_e, wn, wk,
+                 N: tl.constexpr, K: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, TABLE: tl.constexpr,
+                 SECOND: tl.constexpr, TAKE: tl.constexpr, TYPE: tl.constexpr, ACC: tl.constexpr,
+                 PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
+                 BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+    """out[r] = x[r] @ weights[group of r].T (+ x2[r] @ weights2[group of r].T), or of rows take[r]; a row behind all
+    groups is zero."""
+    across: tl.constexpr = (N + BN - 1) // BN
+    tile = tl.program_id(0) // across
+    n = (tl.program_id(0) % across) * BN + tl.arange(0, BN)
+    group, first, stop = _tile(ends, rows, tile, E, EP, BM)
+    if group > E:
+        return
+    m = first + tl.arange(0, BM)
+    acc = tl.zeros([BM, BN], ACC)
+    if group < E:
+        # Rows of the next group, or the last one again, rather than a mask; they are not stored.
+        at_row = tl.minimum(m, rows - 1)
+        row = (tl.load(take + at_row) if TAKE else at_row).to(tl.int64)[:, None]
+        k = tl.arange(0, BK)
+        for part in tl.static_range(2 if SECOND else 1):
+            source = x if part == 0 else x2
+            stride = xs if part == 0 else xs2
+            if TABLE:
+                w = tl.multiple_of(tl.load(table + part * E + group).to(tl.pointer_type(TYPE)), 16)
+            else:
+                w = (weights if part == 0 else weights2) + group.to(tl.int64) * ws_e
+            a = source + row * stride + k[None, :]
+            b = w + n[None, :] * wn + k[:, None] * wk
+            for at in range(0, K, BK):
+                if K % BK == 0:
+                    left = tl.load(a)
+                else:
+                    left = tl.load(a, mask=k[None, :] < K - at, other=0)
+                if N % BN == 0 and K % BK == 0:
+                    right = tl.load(b)
+                elif K % BK == 0:
+                    right = tl.load(b, mask=(n < N)[None, :], other=0)
+                else:
+                    right = tl.load(b, mask=(n < N)[None, :] & (k[:, None] < K - at), other=0)
+                if INTERPRETED:
+                    left, right = left.to(ACC), right.to(ACC)
+                acc = tl.dot(left, right, acc, input_precision=PRECISION, out_dtype=ACC)
+                a += BK
+                b += BK * wk
+    place = out + m.to(tl.int64)[:, None] * N + n[None, :]
+    tl.store(place, as_stored(acc, out), mask=(m < stop)[:, None] & (n < N)[None, :])
+
+
+@triton.jit
+def _activated(gate, NAME: tl.constexpr):
+    if NAME == "silu":
+        return gate * tl.sigmoid(gate)
+    elif NAME == "gelu":
+        return 0.5 * gate * (1 + tl.erf(gate * 0.7071067811865476))
+    elif NAME == "gelu_tanh":
+        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        return gate * tl.sigmoid(2 * inner)
+    elif NAME == "relu":
+        return tl.maximum(gate, 0)
+    else:
+        tl.static_assert(NAME == "relu2")
+        return tl.maximum(gate, 0) * tl.maximum(gate, 0)
+
+
+@triton.jit
+def grouped_gated(x, gates, ups, table, ends, take, h_gate, h_up, out, rows, xs, ws_e, wn, wk, hs,
+                  N: tl.constexpr, K: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, TABLE: tl.constexpr,
+                  NAME: tl.constexpr, TYPE: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+                  INTERPRETED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+    """h_gate = x @ gate.T, h_up = x @ up.T, out = f(h_gate) * h_up, of rows take[r], with their group's weights."""
+    across: tl.constexpr = (N + BN - 1) // BN
+    n = (tl.program_id(0) % across) * BN + tl.arange(0, BN)
+    group, first, stop = _tile(ends, rows, tl.program_id(0) // across, E, EP, BM)
+    if group > E:
+        return
+    m = first + tl.arange(0, BM)
+    acc_gate = tl.zeros([BM, BN], ACC)
+    acc_up = tl.zeros([BM, BN], ACC)
+    if group < E:
+        row = tl.load(take + tl.minimum(m, rows - 1)).to(tl.int64)[:, None]
+        k = tl.arange(0, BK)
+        if TABLE:
+            w_gate = tl.multiple_of(tl.load(table + group).to(tl.pointer_type(TYPE)), 16)
+            w_up = tl.multiple_of(tl.load(table + E + group).to(tl.pointer_type(TYPE)), 16)
+        else:
+            w_gate = gates + group.to(tl.int64) * ws_e
+            w_up = ups + group.to(tl.int64) * ws_e
+        a = x + row * xs + k[None, :]
+        b = n[None, :] * wn + k[:, None] * wk
+        for at in range(0, K, BK):
+            if N % BN == 0 and K % BK == 0:
+                left = tl.load(a)
+                gate = tl.load(w_gate + b)
+                up = tl.load(w_up + b)
+            else:
+                mask = (n < N)[None, :] & (k[:, None] < K - at)
+                left = tl.load(a, mask=k[None, :] < K - at, other=0)
+                gate = tl.load(w_gate + b, mask=mask, other=0)
+                up = tl.load(w_up + b, mask=mask, other=0)
+            if INTERPRETED:
+                left, gate, up = left.to(ACC), gate.to(ACC), up.to(ACC)
+            acc_gate = tl.dot(left, gate, acc_gate, input_precision=PRECISION, out_dtype=ACC)
+            acc_up = tl.dot(left, up, acc_up, input_precision=PRECISION, out_dtype=ACC)
+            a += BK
+            b += BK * wk
+    mask = (m < stop)[:, None] & (n < N)[None, :]
+    wide = m.to(tl.int64)[:, None]
+    gate, up = as_stored(acc_gate, out), as_stored(acc_up, out)
+    tl.store(h_gate + wide * hs + n[None, :], gate, mask=mask)
+    tl.store(h_up + wide * hs + n[None, :], up, mask=mask)
+    made = _activated(gate.to(ACC), NAME) * up.to(ACC)
+    tl.store(out + wide * N + n[None, :], as_stored(made, out), mask=mask)
+
+
+@triton.jit
+def grouped_weights(grad, x, ends, take_grad, take_x, out, gs, xs, N: tl.constexpr, K: tl.constexpr,
+                    TAKE_GRAD: tl.constexpr, TAKE_X: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+                    INTERPRETED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+    """out[e] = grad[rows of e].T @ x[rows of e]"""
+    e = tl.program_id(1)
+    across: tl.constexpr = (K + BK - 1) // BK
+    n = (tl.program_id(0) // across) * BN + tl.arange(0, BN)
+    k = (tl.program_id(0) % across) * BK + tl.arange(0, BK)
+    start = tl.load(ends + e - 1, mask=e > 0, other=0)
+    stop = tl.load(ends + e)
+    acc = tl.zeros([BN, BK], ACC)
+    for at in range(start, stop, BM):
+        m = at + tl.arange(0, BM)
+        inside = (m < stop)[:, None]
+        row_g = (tl.load(take_grad + m, mask=m < stop, other=0) if TAKE_GRAD else m).to(tl.int64)[:, None]
+        row_x = (tl.load(take_x + m, mask=m < stop, other=0) if TAKE_X else m).to(tl.int64)[:, None]
+        left = tl.load(grad + row_g * gs + n[None, :], mask=inside & (n < N)[None, :], other=0)
+        right = tl.load(x + row_x * xs + k[None, :], mask=inside & (k < K)[None, :], other=0)
+        if INTERPRETED:
+            left, right = left.to(ACC), right.to(ACC)
+        acc = tl.dot(tl.trans(left), right, acc, input_precision=PRECISION, out_dtype=ACC)
+    place = (e.to(tl.int64) * N + n)[:, None] * K + k[None, :]
+    tl.store(out + place, as_stored(acc, out), mask=(n < N)[:, None] & (k < K)[None, :])
+
+
+def _numbers(dtype: torch.dtype) -> dict[str, Any]:
+    exact = dtype == torch.float32 and not torch.backends.cuda.matmul.allow_tf32
+    return {
+        "ACC": tl.float64 if dtype == torch.float64 else tl.float32,
+        "PRECISION": "tf32" if dtype == torch.float32 and not exact else "ieee",
+        # Triton's interpreter multiplies the bits of bfloat16 as integers.
+        "INTERPRETED": not isinstance(grouped_rows, triton.JITFunction),
+    }
+
+
+def _sizes(dtype: torch.dtype, n: int) -> dict[str, int]:
+    """Measured on an H200; wide dtypes only have to fit."""
+    if dtype.itemsize == 2:
+        return {"BM": 128, "BN": 256 if n >= 256 else 128, "BK": 64, "num_warps": 8, "num_stages": 3}
+    return {"BM": 32, "BN": 32, "BK": 16, "num_warps": 4, "num_stages": 2}
+
+
+@functools.lru_cache(maxsize=256)
+def _table(addresses: tuple[int, ...], device: torch.device) -> Tensor:
+    """The addresses, on the device: copied from pinned memory, which waits for nothing."""
+    made = torch.tensor(addresses, dtype=torch.int64)
+    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
+
+
+def rows(
+    xs: list[Tensor], weights: list[Tensor], offsets: Tensor, transposed: bool, take: Tensor | None, **sizes: int
+) -> Tensor:
+    assert len(xs) <= 2
+    operands = [w.transpose(-1, -2) if transposed else w for w in weights]
+    n, k = operands[0].shape[-2:]
+    if len({w.stride() for w in operands}) > 1:
+        operands = [w.contiguous() for w in operands]
+    xs = [x if x.stride(-1) == 1 else x.contiguous() for x in xs]
+    x, experts, total = xs[0], offsets.shape[0], (xs[0] if take is None else take).shape[0]
+    out = torch.empty((total, n), dtype=x.dtype, device=x.device)
+    if not total:
+        return out
+    separate = operands[0].dim() == 2
+    wn, wk = operands[0].stride()[-2:]
+    table = _table(tuple(w.data_ptr() for w in operands), x.device) if separate else offsets
+    blocks = {**_sizes(x.dtype, n), **sizes}
+    tiles = -(-total // blocks["BM"]) + experts + 1
+    grouped_rows[(tiles * -(-n // blocks["BN"]),)](
+        x, xs[-1], operands[0], operands[-1], table, offsets, offsets if take is None else take, out, total,
+        x.stride(0), xs[-1].stride(0), 0 if separate else operands[0].stride(0), wn, wk,
+        N=n, K=k, E=experts, EP=power_of_2(experts + 1), TABLE=separate, SECOND=len(xs) == 2, TAKE=take is not None,
+        TYPE=_TYPES[x.dtype], **_numbers(x.dtype), **blocks,
+    )  # fmt: skip
+    return out
+
+
+def gated(
+    x: Tensor,
+    w_gate: list[Tensor],
+    w_up: list[Tensor],
+    offsets: Tensor,
+    take: Tensor,
+    activation: str,
+    **sizes: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(h_gate, h_up, f(h_gate) * h_up); with w_up empty w_gate holds both, [2n, d] of an expert, as h_gate does."""
+    fused = not w_up
+    if fused:
+        w_gate, w_up = ([w.chunk(2, -2)[i] for w in w_gate] for i in range(2))
+    operands = [*w_gate, *w_up]
+    if len({w.stride() for w in operands}) > 1:
+        operands = [w.contiguous() for w in operands]
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    (n, k), experts, total = operands[0].shape[-2:], offsets.shape[0], take.shape[0]
+    hidden = [torch.empty((total, n * 2 if fused else n), dtype=x.dtype, device=x.device) for _ in range(2 - fused)]
+    gate, up = hidden[0].chunk(2, 1) if fused else hidden
+    out = torch.empty((total, n), dtype=x.dtype, device=x.device)
+    separate = operands[0].dim() == 2
+    table = _table(tuple(w.data_ptr() for w in operands), x.device) if separate else offsets
+    narrow = x.dtype.itemsize == 2
+    blocks = {**_sizes(x.dtype, n), **({"BN": 128, "num_stages": 3} if narrow else {}), **sizes}
+    if total:
+        tiles = -(-total // blocks["BM"]) + experts + 1
+        wn, wk = operands[0].stride()[-2:]
+        grouped_gated[(tiles * -(-n // blocks["BN"]),)](
+            x, operands[0], operands[-1], table, offsets, take, gate, up, out, total, x.stride(0),
+            0 if separate else operands[0].stride(0), wn, wk, gate.stride(0),
+            N=n, K=k, E=experts, EP=power_of_2(experts + 1), TABLE=separate, NAME=activation,
+            TYPE=_TYPES[x.dtype], **_numbers(x.dtype), **blocks,
+        )  # fmt: skip
+    return hidden[0], hidden[-1] if not fused else hidden[0].new_empty(0), out
+
+
+def weights(
+    grad: Tensor, x: Tensor, offsets: Tensor, take_grad: Tensor | None, take_x: Tensor | None, **sizes: int
+) -> Tensor:
+    grad, x = (t if t.stride(-1) == 1 else t.contiguous() for t in (grad, x))
+    experts, n, k = offsets.shape[0], grad.shape[1], x.shape[1]
+    out = torch.empty((experts, n, k), dtype=x.dtype, device=x.device)
+    narrow = x.dtype.itemsize == 2
+    blocks = {"BM": 64, "BN": 128, "BK": 128, "num_warps": 8, "num_stages": 4} if narrow else (
+        {"BM": 16, "BN": 32, "BK": 32, "num_warps": 4, "num_stages": 2})  # fmt: skip
+    blocks.update(sizes)
+    across = -(-n // blocks["BN"]) * -(-k // blocks["BK"])
+    grouped_weights[(across, experts)](
+        grad, x, offsets, offsets if take_grad is None else take_grad, offsets if take_x is None else take_x, out,
+        grad.stride(0), x.stride(0), N=n, K=k, TAKE_GRAD=take_grad is not None, TAKE_X=take_x is not None,
+        **_numbers(x.dtype), **blocks,
+    )  # fmt: skip
+    return out

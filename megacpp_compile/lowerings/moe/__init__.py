@@ -1,0 +1,107 @@
+"""`megacpp::moe`: routed experts, each token's choices weighted and summed.
+
+    x        [T, d]      indices [T, k] integer, each choice's expert     gates [T, k], each choice's weight
+    w_gate, w_up, w_down   of every expert [n, d], [n, d], [d, n]: one tensor with the experts in front, or a list of
+             one per expert, which are taken where they are and never copied into one
+    layout   "pair": down(f(gate(x)) * up(x));  "single": down(f(up(x))), w_gate empty;  "gate_up" and "up_gate": w_gate
+             empty, w_up [2n, d] holds both in that order
+    activation  f: silu, gelu, gelu_tanh, relu, relu2 (its square)
+    returns  y [T, d] in out_dtype, `sum_j gates[t, j] * expert[indices[t, j]](x[t])`;  hidden: the products before the
+             activation [T*k, n], rows in the order of experts, empty without `keep_hidden`;  order [T*k]: the slots
+             `t * k + j` sorted by expert;  offsets [E] int32: where each expert's slots end
+
+x and the weights share a dtype, in which products are rounded; activation and weighted sum run in float32 (float64 for
+float64). An index outside 0..E-1 is no expert's: its slot adds nothing and gets no gradient. The same expert chosen
+twice by a token counts twice.
+Saved for backward: x, gates, weights, order, offsets, and `hidden` with `keep_hidden`; no expert's output.
+Source: https://arxiv.org/abs/1701.06538; with many small experts, https://arxiv.org/abs/2401.06066.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megacpp_compile.lowerings._op import no_autocast
+from megacpp_compile.lowerings.moe import reference
+
+
+@torch.library.custom_op("megacpp::moe", mutates_args=())
+def moe(
+    x: Tensor,
+    indices: Tensor,
+    gates: Tensor,
+    w_gate: list[Tensor],
+    w_up: list[Tensor],
+    w_down: list[Tensor],
+    activation: str,
+    layout: str,
+    out_dtype: torch.dtype,
+    keep_hidden: bool = True,
+) -> tuple[Tensor, list[Tensor], Tensor, Tensor]:
+    with no_autocast(x):
+        return reference.moe(x, indices, gates, w_gate, w_up, w_down, activation, layout, out_dtype, keep_hidden)
+
+
+@moe.register_fake
+def _(x, indices, gates, w_gate, w_up, w_down, activation, layout, out_dtype, keep_hidden=True):  # type: ignore[no-untyped-def]
+    slots = indices.shape[0] * indices.shape[1]
+    hidden = [x.new_empty((slots, w[0].shape[-2])) for w in (w_gate, w_up) if w] if keep_hidden else []
+    order = indices.new_empty(slots, dtype=torch.int64)
+    offsets = indices.new_empty(reference.experts_of(w_down), dtype=torch.int32)
+    return x.new_empty((x.shape[0], w_down[0].shape[-2]), dtype=out_dtype), hidden, order, offsets
+
+
+@torch.library.custom_op("megacpp::moe_backward", mutates_args=())
+def moe_backward(
+    grad: Tensor,
+    x: Tensor,
+    gates: Tensor,
+    w_gate: list[Tensor],
+    w_up: list[Tensor],
+    w_down: list[Tensor],
+    hidden: list[Tensor],
+    order: Tensor,
+    offsets: Tensor,
+    activation: str,
+    layout: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    with no_autocast(x):
+        return reference.moe_backward(
+            grad, x, gates, w_gate, w_up, w_down, hidden, order, offsets, activation, layout
+        )
+
+
+@moe_backward.register_fake
+def _(grad, x, gates, w_gate, w_up, w_down, hidden, order, offsets, activation, layout):  # type: ignore[no-untyped-def]
+    def stacked(weights):  # type: ignore[no-untyped-def]
+        return x.new_empty((reference.experts_of(weights), *weights[0].shape[-2:])) if weights else x.new_empty(0)
+
+    return x.new_empty(x.shape), gates.new_empty(gates.shape), stacked(w_gate), stacked(w_up), stacked(w_down)
+
+
+def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    x, _, gates, w_gate, w_up, w_down, ctx.activation, ctx.layout = inputs[:8]
+    _, hidden, order, offsets = output
+    ctx.mark_non_differentiable(*hidden, order, offsets)
+    lists = (w_gate, w_up, w_down, hidden)
+    ctx.lengths = [len(part) for part in lists]
+    ctx.stacked = bool(w_down) and w_down[0].dim() == 3
+    ctx.save_for_backward(x, gates, order, offsets, *(t for part in lists for t in part))
+
+
+def _backward(ctx, grad, *_):  # type: ignore[no-untyped-def]
+    x, gates, order, offsets, *others = ctx.saved_tensors
+    w_gate, w_up, w_down, hidden = ([others.pop(0) for _ in range(n)] for n in ctx.lengths)
+    d_x, d_gates, *stacks = moe_backward(
+        grad, x, gates, w_gate, w_up, w_down, hidden, order, offsets, ctx.activation, ctx.layout
+    )
+    # Gradients of separate weights are parts of one tensor.
+    d_weights = [
+        [] if not n else [stack] if ctx.stacked else list(stack.unbind(0))
+        for n, stack in zip(ctx.lengths, stacks, strict=False)
+    ]
+    return (d_x, None, d_gates, *d_weights, None, None, None, None)[: len(ctx.needs_input_grad)]
+
+
+moe.register_autograd(_backward, setup_context=_setup_context)

@@ -1,0 +1,196 @@
+"""`moe` and its backward in plain PyTorch: their meaning, their CPU lowering, and the oracle.
+
+Slots (token, choice) are sorted by expert, so that each expert's rows lie together: gather, grouped products, and a
+weighted sum over every token's choices. No shape depends on the routing, and no sum on the order of atomics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megacpp_compile.lowerings import _grouped  # noqa: F401  registers the products
+from megacpp_compile.lowerings._rotation import compute_dtype
+
+
+class Grouped(Protocol):
+    """What does the products; see `lowerings/_grouped.py`."""
+
+    def rows(
+        self, xs: list[Tensor], weights: list[Tensor], offsets: Tensor, transposed: bool, take: Tensor | None = None
+    ) -> Tensor: ...
+    def weights(
+        self,
+        grad: Tensor,
+        x: Tensor,
+        offsets: Tensor,
+        take_grad: Tensor | None = None,
+        take_x: Tensor | None = None,
+    ) -> Tensor: ...
+
+
+class Products:
+    """The grouped products as ops."""
+
+    rows = torch.ops.grouped_products.rows
+    weights = torch.ops.grouped_products.weights
+
+
+def experts_of(weights: Sequence[Tensor]) -> int:
+    return weights[0].shape[0] if weights[0].dim() == 3 else len(weights)
+
+
+def by_expert(indices: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """(slots in the order of their experts [S], where each expert's end [E]). Slots of no expert come last."""
+    flat = indices.reshape(-1)
+    key = torch.where((flat < 0) | (flat >= experts), experts, flat)
+    # A radix sort passes once over each byte of its keys.
+    key = key.to(torch.uint8 if experts < 256 else torch.int16 if experts < 2**15 else torch.int32)
+    ordered, order = torch.sort(key, stable=True)
+    ends = torch.searchsorted(ordered, torch.arange(experts, device=key.device).to(key.dtype), right=True)
+    return order, ends.to(torch.int32)
+
+
+def inverse_of(order: Tensor) -> Tensor:
+    return torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0], device=order.device))
+
+
+# name -> (f, f and its derivative)
+def _silu(h: Tensor) -> tuple[Tensor, Tensor]:
+    s = torch.sigmoid(h)
+    return h * s, s * (1 + h * (1 - s))
+
+
+def _gelu(h: Tensor) -> tuple[Tensor, Tensor]:
+    below = 0.5 * (1 + torch.erf(h * 0.5**0.5))
+    return h * below, below + h * torch.exp(-0.5 * h * h) * 0.3989422804014327
+
+
+def _gelu_tanh(h: Tensor) -> tuple[Tensor, Tensor]:
+    t = torch.tanh(0.7978845608028654 * (h + 0.044715 * h * h * h))
+    inner = 0.7978845608028654 * (1 + 3 * 0.044715 * h * h)
+    return 0.5 * h * (1 + t), 0.5 * (1 + t) + 0.5 * h * (1 - t * t) * inner
+
+
+def _relu(h: Tensor) -> tuple[Tensor, Tensor]:
+    return F.relu(h), (h > 0).to(h.dtype)
+
+
+def _relu2(h: Tensor) -> tuple[Tensor, Tensor]:
+    r = F.relu(h)
+    return r * r, 2 * r
+
+
+ACTIVATIONS = {"silu": _silu, "gelu": _gelu, "gelu_tanh": _gelu_tanh, "relu": _relu, "relu2": _relu2}
+
+
+def lanes(hidden: Sequence[Tensor], layout: str) -> list[Tensor]:
+    """[gate, up], or [up] where nothing gates."""
+    if layout in ("gate_up", "up_gate"):
+        first, second = hidden[0].chunk(2, -1)
+        return [first, second] if layout == "gate_up" else [second, first]
+    return list(hidden)
+
+
+def activated(hidden: Sequence[Tensor], activation: str, layout: str) -> Tensor:
+    gate, *up = (h.to(compute_dtype(h.dtype)) for h in lanes(hidden, layout))
+    out = ACTIVATIONS[activation](gate)[0]
+    return (out * up[0] if up else out).to(hidden[0].dtype)
+
+
+def moe(
+    x: Tensor,
+    indices: Tensor,
+    gates: Tensor,
+    w_gate: list[Tensor],
+    w_up: list[Tensor],
+    w_down: list[Tensor],
+    activation: str,
+    layout: str,
+    out_dtype: torch.dtype,
+    keep_hidden: bool = True,
+    grouped: Grouped = Products,  # type: ignore[assignment]
+) -> tuple[Tensor, list[Tensor], Tensor, Tensor]:
+    order, offsets = by_expert(indices, experts_of(w_down))
+    token = order // indices.shape[1]
+    hidden, a = into_experts(x, w_gate, w_up, offsets, token, activation, layout, grouped)
+    out = grouped.rows([a], w_down, offsets, False)
+    wide = torch.promote_types(compute_dtype(out.dtype), gates.dtype)
+    y = _per_token(out, order, offsets, gates.to(wide)).sum(1).to(out_dtype)
+    return y, hidden if keep_hidden else [], order, offsets
+
+
+def into_experts(
+    x: Tensor,
+    w_gate: list[Tensor],
+    w_up: list[Tensor],
+    offsets: Tensor,
+    token: Tensor,
+    activation: str,
+    layout: str,
+    grouped: Grouped,
+) -> tuple[list[Tensor], Tensor]:
+    """(the products before the activation, what the activation makes of them)."""
+    together = getattr(grouped, "gated", None)
+    if together is not None and layout in ("pair", "gate_up"):
+        return together(x, w_gate, w_up, offsets, token, activation)  # type: ignore[no-any-return]
+    hidden = [grouped.rows([x], w, offsets, False, token) for w in (w_gate, w_up) if w]
+    return hidden, activated(hidden, activation, layout)
+
+
+def _per_token(rows: Tensor, order: Tensor, offsets: Tensor, gates: Tensor) -> Tensor:
+    """[T, k, d]: every token's rows times its gates; zero for slots of no expert, whose rows may be anything."""
+    place = inverse_of(order).view(gates.shape)
+    return torch.where((place < offsets[-1])[..., None], rows[place].to(gates.dtype) * gates[..., None], 0)
+
+
+def moe_backward(
+    grad: Tensor,
+    x: Tensor,
+    gates: Tensor,
+    w_gate: list[Tensor],
+    w_up: list[Tensor],
+    w_down: list[Tensor],
+    hidden: list[Tensor],
+    order: Tensor,
+    offsets: Tensor,
+    activation: str,
+    layout: str,
+    grouped: Grouped = Products,  # type: ignore[assignment]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x, gates, w_gate (empty where there is none), w_up and w_down, the latter as [E, n, d].
+
+    With `out = down(a)` and `dy` the gradient of y, the gate's gradient `dy . out` is `(dy @ w_down) . a`: no expert's
+    output has to be kept.
+    """
+    tokens, k = gates.shape
+    token = order // k
+    ups = [w for w in (w_gate, w_up) if w]
+    hidden = hidden or [grouped.rows([x], w, offsets, False, token) for w in ups]
+    grad = grad.to(x.dtype)
+    product = grouped.rows([grad], w_down, offsets, True, token)  # the gradient of a, but for the gate
+
+    dtype = compute_dtype(x.dtype)
+    here = (torch.arange(order.shape[0], device=order.device) < offsets[-1])[:, None]
+    d_a = torch.where(here, product.to(dtype), 0)
+    gate_of = gates.reshape(-1)[order][:, None].to(dtype)
+    inner, *up = (torch.where(here, h.to(dtype), 0) for h in lanes(hidden, layout))
+    f, slope = ACTIVATIONS[activation](inner)
+    a = f * up[0] if up else f
+    d_gate = (d_a * a).sum(-1).to(gates.dtype)[inverse_of(order)].view(gates.shape)
+    d_a = d_a * gate_of
+    parts = [d_a * slope * up[0], d_a * f] if up else [d_a * slope]
+    if layout == "up_gate":
+        parts.reverse()
+    d_hidden = [p.to(x.dtype) for p in parts] if layout in ("pair", "single") else [torch.cat(parts, -1).to(x.dtype)]
+
+    d_down = grouped.weights(grad, (a * gate_of).to(x.dtype), offsets, token)
+    d_ups = [grouped.weights(d, x, offsets, None, token) for d in d_hidden]
+    d_rows = grouped.rows(d_hidden, [w for part in ups for w in part], offsets, True)
+    d_x = _per_token(d_rows, order, offsets, gates.new_ones((), dtype=dtype).expand(tokens, k)).sum(1).to(x.dtype)
+    nothing = x.new_empty(0)
+    return d_x, d_gate, d_ups[0] if len(d_ups) == 2 else nothing, d_ups[-1], d_down

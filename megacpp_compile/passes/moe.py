@@ -1,0 +1,53 @@
+"""Routed experts (arXiv:1701.06538) -> one op that sorts tokens by expert.
+
+Before: `for e in range(E): t, j = torch.where(indices == e); y.index_add_(0, t, expert_e(x[t]) * gates[t, j, None])`
+        or every choice's row times `w[indices]` (bmm), or sorted rows through grouped products, summed over choices
+After:  `y = megacpp.moe(x, indices, gates, w_gate, w_up, w_down, activation, layout, dtype)`
+
+Safe because each slot (token, choice) is in exactly one expert's rows, and the sum over slots is the same sum; the
+router's own mathematics, which makes indices and gates, is not touched.
+Refused: experts that differ or repeat, a missing gate, biases, other activations, rows or outputs that escape, a token
+written rather than added to where it may come twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.fx import Node
+
+from megacpp_compile.passes import _moe_flat, _moe_loop
+from megacpp_compile.passes._rule import GraphView, Match, Refusal
+
+aten = torch.ops.aten
+_FOUND = (aten.nonzero.default, aten.nonzero_numpy.default, aten.where.default)
+_COUNTS = (aten.sum.dim_IntList, aten.sum.default, aten.any.dim, aten.any.dims, aten.bincount.default,
+           aten.histc.default)  # fmt: skip
+_ADVICE = "a loop over the experts that were hit breaks the graph; write `for e in range(num_experts):` instead"
+
+name = "moe"
+op = "megacpp::moe"
+after: tuple[str, ...] = ()
+
+
+def find(view: GraphView) -> Iterator[Match | Refusal]:
+    yield from _moe_loop.find(view)
+    yield from _moe_flat.find(view)
+    yield from _hit_lists(view)
+
+
+def _hit_lists(view: GraphView) -> Iterator[Refusal]:
+    """A list of the experts that were chosen at all: who loops over it breaks the graph, in every iteration."""
+    for node in view.graph.nodes:
+        if node.target not in _FOUND or len(node.args) != 1:
+            continue
+        step, counted = node.args[0], False
+        for _ in range(8):
+            if not isinstance(step, Node) or step.op != "call_function" or not step.args:
+                break
+            counted = counted or step.target in _COUNTS
+            if counted and step.target in (aten.one_hot.default, aten.bincount.default, aten.histc.default):
+                yield Refusal(node, "loop-over-data", _ADVICE)
+                break
+            step = step.args[0]

@@ -1,0 +1,106 @@
+"""Routed experts: registration, gradients, the loop they stand for, and what is kept for backward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megacpp_compile.lowerings._grouped import rows, weights
+from megacpp_compile.lowerings._registry import semantic_ops
+from megacpp_compile.lowerings.moe import moe, reference
+
+from . import addresses, relative_error, saved_by
+from .cases import CASES
+
+assert semantic_ops()
+OP = torch.ops.megacpp.moe.default
+FUNCTIONS = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda h: F.gelu(h, approximate="tanh"),
+    "relu": F.relu,
+    "relu2": lambda h: F.relu(h).square(),
+}
+
+
+def loop(x, indices, gates, w_gate, w_up, w_down, activation, layout, out_dtype, keep_hidden=True):
+    """One expert after the other."""
+    f = FUNCTIONS[activation]
+    gate, up, down = (list(w[0]) if w and w[0].dim() == 3 else w for w in (w_gate, w_up, w_down))
+    y = torch.zeros(x.shape[0], down[0].shape[0], dtype=out_dtype)
+    for e in range(len(down)):
+        token, choice = torch.where(indices == e)
+        h = F.linear(x[token], up[e])
+        if layout == "pair":
+            h = f(F.linear(x[token], gate[e])) * h
+        elif layout == "single":
+            h = f(h)
+        else:
+            first, second = h.chunk(2, -1)
+            h = f(first) * second if layout == "gate_up" else f(second) * first
+        y = y.index_add(0, token, F.linear(h, down[e]) * gates[token, choice, None])
+    return y
+
+
+def leaves(args):
+    x, _, gates, *lists = args[:6]
+    return [t.requires_grad_() for t in (x, gates, *(w for part in lists for w in part))]
+
+
+@pytest.mark.parametrize("label", CASES["moe"])
+def test_is_the_loop(rand, label):
+    args = CASES["moe"][label](rand, torch.float64)
+    wanted = leaves(args)
+    got, want = OP(*args)[0], loop(*args)
+    assert relative_error(got, want) < 1e-12
+    seed = rand(*want.shape)
+    grads = [torch.autograd.grad(y, wanted, seed, allow_unused=True) for y in (got, want)]
+    for a, b in zip(*grads, strict=True):
+        b = torch.zeros_like(a) if b is None else b  # the loop does not use what no token chose
+        assert relative_error(a, b) < 1e-11, label
+
+
+@pytest.mark.parametrize("label", ["pair_separate", "gate_up_stacked", "some_of_none", "hidden_not_kept"])
+def test_opcheck(rand, label):
+    args = CASES["moe"][label](rand, torch.float32)
+    leaves(args)
+    torch.library.opcheck(OP, args)
+
+
+def test_opcheck_of_the_products(rand):
+    x, w, ends = rand(9, 4, dtype=torch.float32), rand(3, 6, 4, dtype=torch.float32), torch.tensor([2, 2, 7]).int()
+    basic = ("test_schema", "test_faketensor")
+    torch.library.opcheck(rows, ([x], [w], ends, False), test_utils=basic)
+    torch.library.opcheck(weights, (rand(9, 6, dtype=torch.float32), x, ends), test_utils=basic)
+
+
+def test_slots_are_sorted_stably(rand):
+    indices = torch.tensor([[2, 0], [5, 2], [-1, 2]])
+    order, ends = reference.by_expert(indices, 3)
+    assert order.tolist()[:4] == [1, 0, 3, 5]
+    assert ends.tolist() == [1, 1, 4]
+
+
+def test_many_experts():
+    """More than a byte can number."""
+    indices = torch.arange(300).flip(0).view(-1, 1)
+    order, ends = reference.by_expert(indices, 300)
+    assert order.equal(torch.arange(300).flip(0)) and ends.equal(torch.arange(1, 301).int())
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_saved_for_backward(rand, keep):
+    """No row of an expert's output, and nothing of the width of x for every choice."""
+    args = (*CASES["moe"]["pair_separate"](rand, torch.float32)[:9], keep)
+    inputs = leaves(args)
+    results = []
+
+    def call():
+        results.append(moe(*args))
+        return results[-1]
+
+    kept = saved_by(call) - addresses(*inputs)
+    y, hidden, order, ends = results[0]
+    assert len(hidden) == (2 if keep else 0)
+    assert kept == addresses(*hidden, order, ends)

@@ -1,0 +1,308 @@
+"""Routed experts as people write them, and what looks like them and is something else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+TOKENS, DIM, HIDDEN, EXPERTS, CHOICES = 11, 8, 16, 4, 2
+
+
+class Expert(nn.Module):
+    def __init__(self, activation: Callable[[Tensor], Tensor] = F.silu, bias: bool = False):
+        super().__init__()
+        self.gate, self.up = (nn.Linear(DIM, HIDDEN, bias=bias) for _ in range(2))
+        self.down = nn.Linear(HIDDEN, DIM, bias=bias)
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.activation(self.gate(x)) * self.up(x))
+
+
+class Ungated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(DIM, HIDDEN, bias=False), nn.Linear(HIDDEN, DIM, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.relu(self.up(x)).square())
+
+
+class Fused(nn.Module):
+    """Gate and up in one projection."""
+
+    def __init__(self, up_first: bool = False):
+        super().__init__()
+        self.both, self.down = nn.Linear(DIM, 2 * HIDDEN, bias=False), nn.Linear(HIDDEN, DIM, bias=False)
+        self.up_first = up_first
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.both(x).chunk(2, dim=-1)
+        if self.up_first:
+            gate, up = up, gate
+        return self.down(F.silu(gate) * up)
+
+
+class MoE(nn.Module):
+    """A router, and `body(self, x, indices, gates)` with experts of its own: a list, or weights in one tensor each."""
+
+    def __init__(self, body, expert: Callable[[], nn.Module] = Expert, experts: int = EXPERTS, stacked: bool = False):
+        super().__init__()
+        self.body, self.router = body, nn.Linear(DIM, experts, bias=False)
+        self.num_experts = experts
+        if stacked:
+            self.gate_up = nn.Parameter(torch.randn(experts, 2 * HIDDEN, DIM) / 3)
+            self.down = nn.Parameter(torch.randn(experts, DIM, HIDDEN) / 3)
+        else:
+            self.experts = nn.ModuleList(expert() for _ in range(experts))
+
+    def forward(self, x: Tensor) -> Tensor:
+        gates, indices = self.router(x).softmax(-1).topk(CHOICES, dim=-1)
+        return self.body(self, x, indices, gates)
+
+
+def where_index_add(m, x, indices, gates):
+    y = torch.zeros_like(x)
+    for e in range(m.num_experts):
+        token, choice = torch.where(indices == e)
+        y.index_add_(0, token, m.experts[e](x[token]) * gates[token, choice, None])
+    return y
+
+
+def one_hot_mask(m, x, indices, gates):
+    """As transformers' Mixtral had it."""
+    y = torch.zeros_like(x)
+    mask = F.one_hot(indices, num_classes=m.num_experts).permute(2, 1, 0)
+    for e in range(m.num_experts):
+        choice, token = torch.where(mask[e])
+        current = x[None, token].reshape(-1, x.shape[-1])
+        y.index_add_(0, token, (m.experts[e](current) * gates[token, choice, None]).to(x.dtype))
+    return y
+
+
+def one_hot_tokens_first(m, x, indices, gates):
+    """As transformers' DeepSeek-V3 had it, but for its branch on the number of tokens."""
+    y = torch.zeros_like(x, dtype=gates.dtype)
+    mask = F.one_hot(indices, num_classes=m.num_experts).permute(2, 0, 1)
+    for e, expert in enumerate(m.experts):
+        token, choice = torch.where(mask[e])
+        weight = gates[token, choice]
+        y.index_add_(0, token, expert(x[token]) * weight.unsqueeze(-1))
+    return y.type(x.dtype)
+
+
+def nonzero_add_assign(m, x, indices, gates):
+    y = torch.zeros_like(x)
+    for e, expert in enumerate(m.experts):
+        token, choice = (indices == e).nonzero(as_tuple=True)
+        y[token] += gates[token, choice].unsqueeze(-1) * expert(x[token])
+    return y
+
+
+def index_put_accumulate(m, x, indices, gates):
+    y = x.new_zeros(x.shape)
+    for e, expert in enumerate(m.experts):
+        token, choice = torch.nonzero(indices == e, as_tuple=True)
+        y = y.index_put((token,), expert(x.index_select(0, token)) * gates[token, choice, None], accumulate=True)
+    return y
+
+
+def experts_backwards(m, x, indices, gates):
+    y = torch.zeros_like(x)
+    for e in reversed(range(m.num_experts)):
+        token, choice = torch.where(indices == e)
+        y = y.index_add(0, token, m.experts[e](x[token]) * gates[token, choice, None])
+    return y
+
+
+def onto_the_input(m, x, indices, gates):
+    """The sum starts from the residual stream."""
+    y = x.clone()
+    for e, expert in enumerate(m.experts):
+        token, choice = torch.where(indices == e)
+        y.index_add_(0, token, expert(x[token]) * gates[token, choice, None])
+    return y
+
+
+def stacked_weights(m, x, indices, gates):
+    y = torch.zeros_like(x)
+    for e in range(m.num_experts):
+        token, choice = torch.where(indices == e)
+        gate, up = F.linear(x[token], m.gate_up[e]).chunk(2, dim=-1)
+        y.index_add_(0, token, F.linear(F.silu(gate) * up, m.down[e]) * gates[token, choice, None])
+    return y
+
+
+def stacked_transposed(m, x, indices, gates):
+    y = torch.zeros_like(x)
+    gate_up, down = m.gate_up.transpose(1, 2), m.down.mT
+    for e in range(m.num_experts):
+        token, choice = torch.where(indices == e)
+        both = x[token] @ gate_up[e]
+        gate, up = both[:, :HIDDEN], both[:, HIDDEN:]
+        y.index_add_(0, token, ((F.gelu(gate) * up) @ down[e]) * gates[token, choice, None])
+    return y
+
+
+def some_of_the_experts(m, x, indices, gates):
+    """One rank's share."""
+    y = torch.zeros_like(x)
+    for e in range(1, 3):
+        token, choice = torch.where(indices == e)
+        y.index_add_(0, token, m.experts[e](x[token]) * gates[token, choice, None])
+    return y
+
+
+def batched_products(m, x, indices, gates):
+    """Every choice with its own copy of the weights, as transformers' `batched_mm`."""
+    ids = indices.reshape(-1).clamp(0, m.num_experts - 1)
+    rows = x.repeat_interleave(CHOICES, dim=0)
+    gate, up = torch.bmm(m.gate_up[ids], rows.unsqueeze(-1)).squeeze(-1).chunk(2, dim=-1)
+    out = torch.bmm(m.down[ids], (F.silu(gate) * up).unsqueeze(-1)).squeeze(-1)
+    return (out * gates.reshape(-1).unsqueeze(-1)).view(x.shape[0], CHOICES, -1).sum(dim=1)
+
+
+def sorted_products(m, x, indices, gates):
+    """Rows sorted by expert through a grouped product, as transformers' `grouped_mm`; in bfloat16 only."""
+    ids = indices.reshape(-1)
+    order = torch.argsort(ids)
+    ends = torch.bincount(ids, minlength=m.num_experts).cumsum(0).to(torch.int32)
+    rows = x[order // CHOICES]
+    gate, up = torch._grouped_mm(rows, m.gate_up.transpose(-2, -1), offs=ends).chunk(2, dim=-1)
+    out = torch._grouped_mm(F.silu(gate) * up, m.down.transpose(-2, -1), offs=ends)
+    out = (out * gates.reshape(-1)[order].unsqueeze(-1))[torch.argsort(order)]
+    return out.view(x.shape[0], CHOICES, -1).sum(dim=1)
+
+
+def batched_by_other_choices(m, x, indices, gates):
+    """The second product takes the next expert's weight."""
+    ids = indices.reshape(-1).clamp(0, m.num_experts - 1)
+    rows = x.repeat_interleave(CHOICES, dim=0)
+    gate, up = torch.bmm(m.gate_up[ids], rows.unsqueeze(-1)).squeeze(-1).chunk(2, dim=-1)
+    out = torch.bmm(m.down[(ids + 1) % m.num_experts], (F.silu(gate) * up).unsqueeze(-1)).squeeze(-1)
+    return (out * gates.reshape(-1).unsqueeze(-1)).view(x.shape[0], CHOICES, -1).sum(dim=1)
+
+
+def batched_with_gates_of_experts(m, x, indices, gates):
+    """A gate per lane is no gate per choice."""
+    ids = indices.reshape(-1).clamp(0, m.num_experts - 1)
+    rows = x.repeat_interleave(CHOICES, dim=0)
+    gate, up = torch.bmm(m.gate_up[ids], rows.unsqueeze(-1)).squeeze(-1).chunk(2, dim=-1)
+    out = torch.bmm(m.down[ids], (F.silu(gate) * up).unsqueeze(-1)).squeeze(-1)
+    return (out * m.down[ids].mean(-1)).view(x.shape[0], CHOICES, -1).sum(dim=1)
+
+
+def batched_by_any_numbers(m, x, indices, gates):
+    """Numbers that may be negative count from the end, as python's do."""
+    ids = (indices - 1).reshape(-1)
+    rows = x.repeat_interleave(CHOICES, dim=0)
+    gate, up = torch.bmm(m.gate_up[ids], rows.unsqueeze(-1)).squeeze(-1).chunk(2, dim=-1)
+    out = torch.bmm(m.down[ids], (F.silu(gate) * up).unsqueeze(-1)).squeeze(-1)
+    return (out * gates.reshape(-1).unsqueeze(-1)).view(x.shape[0], CHOICES, -1).sum(dim=1)
+
+
+LISTS = [where_index_add, one_hot_mask, one_hot_tokens_first, nonzero_add_assign, index_put_accumulate,
+         experts_backwards, onto_the_input, some_of_the_experts]  # fmt: skip
+STACKED = [stacked_weights, stacked_transposed, batched_products]
+
+
+# --- near misses
+
+
+def one_expert_twice(m, x, indices, gates):
+    y = torch.zeros_like(x)
+    for e in (*range(m.num_experts), 0):
+        token, choice = torch.where(indices == e)
+        y.index_add_(0, token, m.experts[e](x[token]) * gates[token, choice, None])
+    return y
+
+
+def an_expert_left_out(m, x, indices, gates):
+    y = torch.zeros_like(x)
+    for e in (0, 1, 3):
+        token, choice = torch.where(indices == e)
+        y.index_add_(0, token, m.experts[e](x[token]) * gates[token, choice, None])
+    return y
+
+
+def no_gate(m, x, indices, gates):
+    y = torch.zeros_like(x)
+    for e, expert in enumerate(m.experts):
+        token, _ = torch.where(indices == e)
+        y.index_add_(0, token, expert(x[token]))
+    return y
+
+
+def gate_of_the_first_choice(m, x, indices, gates):
+    y = torch.zeros_like(x)
+    for e, expert in enumerate(m.experts):
+        token, _ = torch.where(indices == e)
+        y.index_add_(0, token, expert(x[token]) * gates[token, 0, None])
+    return y
+
+
+def capacity(m, x, indices, gates):
+    """Tokens beyond the expert's capacity are dropped."""
+    y = torch.zeros_like(x)
+    for e, expert in enumerate(m.experts):
+        token, choice = torch.where(indices == e)
+        token, choice = token[:3], choice[:3]
+        y.index_add_(0, token, expert(x[token]) * gates[token, choice, None])
+    return y
+
+
+def next_experts_tokens(m, x, indices, gates):
+    y = torch.zeros_like(x)
+    for e, expert in enumerate(m.experts):
+        token, choice = torch.where(indices == e)
+        y.index_add_(0, token, expert(x.roll(1, 0)[token]) * gates[token, choice, None])
+        x = x + 1
+    return y
+
+
+def output_read_elsewhere(m, x, indices, gates):
+    y, norms = torch.zeros_like(x), []
+    for e, expert in enumerate(m.experts):
+        token, choice = torch.where(indices == e)
+        out = expert(x[token])
+        norms.append(out.square().sum())
+        y.index_add_(0, token, out * gates[token, choice, None])
+    return y, torch.stack(norms)
+
+
+def written_by_any_indices(m, x, indices, gates):
+    """`+=` by an index that may come twice counts it once."""
+    return nonzero_add_assign(m, x, (indices // 2).contiguous(), gates)
+
+
+def scaled_input(m, x, indices, gates):
+    """Llama 4 puts the gate on the expert's input."""
+    y = torch.zeros_like(x)
+    for e, expert in enumerate(m.experts):
+        token, choice = torch.where(indices == e)
+        y.index_add_(0, token, expert(x[token] * gates[token, choice, None]))
+    return y
+
+
+NEAR_MISSES = {
+    "one_expert_twice": ("twice", one_expert_twice, Expert),
+    "an_expert_left_out": ("gaps", an_expert_left_out, Expert),
+    "no_gate": ("no-gate", no_gate, Expert),
+    "gate_of_the_first_choice": ("gates", gate_of_the_first_choice, Expert),
+    "capacity": ("no-rows", capacity, Expert),
+    "next_experts_tokens": ("inputs", next_experts_tokens, Expert),
+    "output_read_elsewhere": ("escapes", output_read_elsewhere, Expert),
+    "written_by_any_indices": ("twice", written_by_any_indices, Expert),
+    "scaled_input": ("no-gate", scaled_input, Expert),
+    "bias": ("bias", where_index_add, lambda: Expert(bias=True)),
+    "activation": ("activation", where_index_add, lambda: Expert(F.softplus)),
+}
+
+STACKED_NEAR_MISSES = {
+    "indices": batched_by_other_choices,
+    "gates": batched_with_gates_of_experts,
+    "range": batched_by_any_numbers,
+}

@@ -1,0 +1,179 @@
+"""Routed experts: found in every spelling, rewritten, and refused for every reason there is."""
+
+from __future__ import annotations
+
+import expecttest
+import pytest
+import torch
+import torch.nn.functional as F
+from frames import check, largest_error, render, run
+from torch import nn
+
+from .contract import (
+    assert_autocast,
+    assert_autocast_inside,
+    assert_disabled,
+    assert_dynamic,
+    assert_fires,
+    assert_refused,
+)
+from .experts import (
+    DIM,
+    EXPERTS,
+    LISTS,
+    NEAR_MISSES,
+    STACKED,
+    STACKED_NEAR_MISSES,
+    TOKENS,
+    Expert,
+    Fused,
+    MoE,
+    Ungated,
+    sorted_products,
+    stacked_weights,
+    where_index_add,
+)
+
+NAME = "moe"
+
+
+def tokens(dtype=torch.float32, count: int = TOKENS):
+    return (torch.randn(count, DIM).to(dtype).requires_grad_(),)
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+def test_graph():
+    frames = assert_fires(NAME, MoE(where_index_add, experts=2), tokens())
+    expecttest.assert_expected_inline(
+        render(frames.graph),
+        """\
+linear: f32[11, 2] = linear(x, router_weight)
+softmax: f32[11, 2] = softmax.int(linear, -1)
+topk: (f32[11, 2], i64[11, 2]) = topk(softmax, 2)
+getitem: f32[11, 2] = topk[0]
+getitem_1: i64[11, 2] = topk[1]
+moe: (f32[11, 8], (f32[22, 16], f32[22, 16]), i64[22], int32[2]) = megacpp.moe(x, getitem_1, getitem, [experts_0_gate_weight, experts_1_gate_weight], [experts_0_up_weight, experts_1_up_weight], [experts_0_down_weight, experts_1_down_weight], silu, pair, float32)
+getitem_2: f32[11, 8] = moe[0]
+return [getitem_2]""",
+    )
+
+
+def test_graph_of_stacked_weights():
+    frames = assert_fires(NAME, MoE(stacked_weights, stacked=True), tokens())
+    assert "megacpp.moe(x, getitem_1, getitem, [], [gate_up], [down], silu, gate_up, float32)" in render(frames.graph)
+
+
+@pytest.mark.parametrize("body", LISTS, ids=lambda f: f.__name__)
+def test_fires(body):
+    assert_fires(NAME, MoE(body), tokens())
+
+
+@pytest.mark.parametrize("body", STACKED, ids=lambda f: f.__name__)
+def test_fires_on_stacked_weights(body):
+    assert_fires(NAME, MoE(body, stacked=True), tokens())
+
+
+ACTIVATIONS = {
+    "gelu": F.gelu,
+    "gelu_tanh": lambda h: F.gelu(h, approximate="tanh"),
+    "relu": F.relu,
+    "silu_by_hand": lambda h: h * torch.sigmoid(h),
+    "in_float32": lambda h: F.silu(h.float()).to(h.dtype),
+}
+MADE = {
+    **{name: lambda f=f: Expert(f) for name, f in ACTIVATIONS.items()},
+    "ungated": Ungated,
+    "fused": Fused,
+    "fused_up_first": lambda: Fused(up_first=True),
+}
+
+
+@pytest.mark.parametrize("expert", MADE)
+def test_experts(expert):
+    dtype = torch.float32 if expert == "in_float32" else torch.float64
+    assert_fires(NAME, MoE(where_index_add, MADE[expert]).to(dtype), tokens(dtype))
+
+
+def test_bfloat16():
+    frames = check(MoE(where_index_add).bfloat16(), tokens(torch.bfloat16))
+    assert frames.counts[NAME] == 1, frames.misses
+
+
+def test_sorted_rows():
+    """On CPU torch's own grouped product reads its groups' ends while it is traced for backward: forward alone here."""
+    module = MoE(sorted_products, stacked=True).bfloat16()
+    with torch.no_grad():
+        x = torch.randn(16, DIM).bfloat16()
+        frames = run(module, (x,))
+        assert frames.counts[NAME] == 1, frames.misses
+        error, which = largest_error({"y": frames.compiled(x)}, {"y": module(x)})
+    assert error < 2e-2, which
+
+
+class ToOneExpert(MoE):
+    """Every token chooses the same two."""
+
+    def forward(self, x):
+        gates, _ = self.router(x).softmax(-1).topk(2, dim=-1)
+        return self.body(self, x, torch.tensor([[3, 1]]).expand(x.shape[0], 2), gates)
+
+
+def test_all_to_one_and_empty_experts():
+    frames = assert_fires(NAME, ToOneExpert(where_index_add), tokens())
+    assert not frames.results["gradient of experts.0.up.weight"].any()
+    assert frames.results["gradient of experts.3.up.weight"].any()
+
+
+def test_counts_every_layer():
+    layers = nn.Sequential(MoE(where_index_add), MoE(stacked_weights, stacked=True))
+    assert_fires(NAME, layers, tokens(), 2)
+
+
+# --- stays out
+
+
+def test_disabled():
+    assert_disabled(NAME, MoE(where_index_add), tokens())
+
+
+@pytest.mark.parametrize("everything", [False, True], ids=["length", "everything"])
+def test_dynamic_token_counts(everything):
+    assert_dynamic(NAME, MoE(where_index_add), lambda n: tokens(count=n), everything=everything)
+
+
+def test_autocast_around_the_call():
+    assert_autocast(NAME, MoE(one_cast), tokens())
+
+
+def test_autocast_inside_the_frame():
+    assert_autocast_inside(NAME, MoE(one_cast), tokens())
+
+
+def one_cast(m, x, indices, gates):
+    """Autocast's products are narrower than the sum they are added to."""
+    y = torch.zeros_like(x)
+    for e in range(EXPERTS):
+        token, choice = torch.where(indices == e)
+        y.index_add_(0, token, (m.experts[e](x[token]) * gates[token, choice, None]).to(y.dtype))
+    return y
+
+
+@pytest.mark.parametrize("name", NEAR_MISSES)
+def test_refuses(name):
+    tag, body, expert = NEAR_MISSES[name]
+    assert_refused(NAME, tag, MoE(body, expert), tokens())
+
+
+@pytest.mark.parametrize("tag", STACKED_NEAR_MISSES)
+def test_refuses_of_stacked_weights(tag):
+    assert_refused(NAME, tag, MoE(STACKED_NEAR_MISSES[tag], stacked=True), tokens())
+
+
+def test_refuses_experts_that_differ():
+    module = MoE(where_index_add)
+    module.experts[2] = Ungated()
+    assert_refused(NAME, "experts-differ", module, tokens())
