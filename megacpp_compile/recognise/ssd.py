@@ -110,7 +110,8 @@ def _exports(
         if root not in n.all_input_nodes and set(tensors(n)) <= known | shown:
             shown.add(n)
     exports = []
-    for n in sorted((carrying | shown & set(algebra.ahead(dt))) - {root}):
+    made = {a for n in carrying if algebra.source(n) is not algebra.source(dt) for a in algebra.ahead(n)}
+    for n in sorted((carrying | shown) & made - {root}):
         if any(u not in inside and u not in shown and not lends_shape(algebra, u, n) for u in n.users):
             exports.append(n)
     shown &= algebra.behind(exports)

@@ -53,13 +53,12 @@ class Cut:
         inputs = [a for a in tensors(at) if a not in algebra.constants]
         mixes = at in algebra.nodes and (
             at.target in CONTRACTIONS
-            and len(inputs) == 2
+            and len(tensors(at)) == 2
             or at.target is aten.sum.dim_IntList
             or summed
             and at.target is aten.mul.Tensor
             and len(inputs) == 2
-            or len(inputs) == 1
-            and len(tensors(at)) == 2
+            or self._masked_scores(at)
         )
         if mixes:
             self.inside |= {at} | between
@@ -69,6 +68,16 @@ class Cut:
         leaf, between = operand_of(algebra, n)
         self.inside |= between
         self.found[leaf] = None
+
+    def _masked_scores(self, n: Node) -> bool:
+        """Whether `n` is a contraction with constants applied to it; an operand so changed is one all the same."""
+        changed = False
+        while n in self.algebra.nodes:
+            inputs = self.algebra.inputs(n)
+            if len(inputs) != 1 or len(tensors(n)) != 2:
+                return changed and (n.target in CONTRACTIONS or n.target is aten.sum.dim_IntList)
+            n, changed = self._through(inputs[0])[0], True
+        return False
 
     def _whole(self, n: Node) -> tuple[Node, set[Node]]:
         """What `n` is an element of, with the nodes between."""

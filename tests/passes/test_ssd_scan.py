@@ -117,8 +117,17 @@ def step_into_B(x, dt, A, B, C, D, state, size):
     return torch.einsum("blsh,bshp->blhp", scores * decay, x) + D[:, None] * x, None
 
 
+def last_tokens_masked(x, dt, A, B, C, D, state, size):
+    """Operands that a constant was applied to, and that are read elsewhere too."""
+    kept = (torch.arange(x.shape[1]) < x.shape[1] - 2)[None, :, None]
+    x, dt = x * kept[..., None], dt * kept
+    y, final = einsums(x, dt, A, B, C, D, state, size)
+    return y + x.tanh() * dt[..., None], final
+
+
 @pytest.mark.parametrize(
-    "form", [groups_in_turn, one_group_without_its_dimension, step_into_B], ids=lambda f: f.__name__
+    "form",
+    [last_tokens_masked, groups_in_turn, one_group_without_its_dimension, step_into_B], ids=lambda f: f.__name__
 )
 def test_other_forms(form):
     assert_fires(NAME, *block(form))
