@@ -83,10 +83,10 @@ CLASSES = {
 
 
 def kind(draw: random.Random, op: str) -> Kind:
-    if KIND[op] == "mixer":
-        from . import mixer_draw
+    if KIND[op] in ("mixer", "experts"):
+        from . import experts_draw, mixer_draw
 
-        return mixer_draw.kind(draw, op)
+        return (mixer_draw if KIND[op] == "mixer" else experts_draw).kind(draw, op)
     return {"projection": _projection, "rotation": _rotation, "scan": _scan}[KIND[op]](draw, op)
 
 
@@ -195,10 +195,10 @@ def outer_sizes(kind: Kind, draw: random.Random, room: int) -> list[int]:
 
 def arguments(kind: Kind, draw: random.Random, make: Maker, room: int) -> tuple[Any, ...]:
     """The arguments of one call."""
-    if KIND[kind.op] == "mixer":
-        from . import mixer_draw
+    if KIND[kind.op] in ("mixer", "experts"):
+        from . import experts_draw, mixer_draw
 
-        return mixer_draw.arguments(kind, draw, make, room)
+        return (mixer_draw if KIND[kind.op] == "mixer" else experts_draw).arguments(kind, draw, make, room)
     if KIND[kind.op] == "projection":
         return _projection_arguments(kind, draw, make, room)
     if KIND[kind.op] == "scan":

@@ -1,0 +1,34 @@
+"""What the fuzz driver draws for routed experts."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+
+from .cases import CASES, EXPERTS
+from .fuzz_draw import FLOATS, Kind, Maker
+
+
+def kind(draw: random.Random, op: str) -> Kind:
+    options = dict(EXPERTS[draw.choice(sorted(EXPERTS))])
+    options.setdefault("experts", draw.choice((1, 2, 5, 8)))
+    options.setdefault("choices", draw.randrange(1, min(4, options["experts"]) + 1))
+    options.setdefault("d", draw.choice((8, 24, 37, 64)))
+    options.setdefault("n", draw.choice((8, 16, 29, 48)))
+    dtype = draw.choice(FLOATS)
+    return Kind(
+        op=op, sizes=(), heads=-1, widths={}, dtypes={"main": dtype}, layout=(False, False, False),
+        flags={"options": options, "in_place": False}, patterns={}, table_dims=(),
+    )  # fmt: skip
+
+
+def arguments(kind: Kind, draw: random.Random, make: Maker, room: int) -> tuple[Any, ...]:
+    options = {"tokens": draw.choice((0, 1, 3, max(1, room // 4))), **kind.flags["options"]}
+    case = CASES[kind.op]["odd_sizes"]  # any label of the op: its options are replaced
+
+    def rand(*shape: int, dtype: torch.dtype) -> Any:
+        return make.normal(dtype)(*shape)
+
+    return case(rand, kind.dtypes["main"], options=options)
