@@ -1,0 +1,70 @@
+"""What a node of the joint graph is to remat: whose bytes it holds, and what computing it again costs."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+aten = torch.ops.aten
+_VIEWS = {
+    getattr(aten, name)
+    for name in (
+        "view", "_unsafe_view", "reshape", "permute", "transpose", "t", "expand", "unsqueeze", "squeeze", "slice",
+        "select", "split", "split_with_sizes", "unbind", "alias", "detach", "as_strided", "diagonal", "unfold",
+    )
+}  # fmt: skip
+_PRODUCTS = {
+    getattr(aten, name)
+    for name in ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_mm", "_grouped_mm", "addmv", "mv", "dot")
+    if hasattr(aten, name)
+}
+_SELECTIONS = {aten.topk, aten.sort, aten.argsort, aten.multinomial, aten.argmax, aten.argmin, aten.nonzero}
+
+
+def is_view(node: Node) -> bool:
+    return getattr(node.target, "overloadpacket", None) in _VIEWS
+
+
+def is_core(node: Node) -> bool:
+    """An attention core or a scan: never computed again unless a whole block is."""
+    name = _name(node)
+    return "scaled_dot_product" in name or "flex_attention" in name or name in ("megacpp::ssd_scan",)
+
+
+def is_product(node: Node) -> bool:
+    """A matrix product, or an op of this package that is made of such."""
+    return getattr(node.target, "overloadpacket", None) in _PRODUCTS or _name(node) in (
+        "megacpp::down_norm_up",
+        "megacpp::moe",
+    )
+
+
+def is_pinned(node: Node) -> bool:
+    """What must not be computed a second time: a choice that could come out differently, a random draw, traffic
+    between devices, a write, or an op nobody here knows."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return target is not operator.getitem
+    if target.overloadpacket in _SELECTIONS or torch.Tag.nondeterministic_seeded in target.tags:
+        return True
+    if target._schema.is_mutable or target.namespace in ("_c10d_functional", "c10d"):
+        return True
+    return target.namespace not in ("aten", "prims", "megacpp", "inductor_prims", "prim")
+
+
+def nbytes(value: Any) -> int:
+    """Bytes of a fake tensor, or of a structure of such; sizes that are symbolic by their hint."""
+    if isinstance(value, torch.Tensor):
+        count = 1
+        for n in value.shape:
+            count *= n if isinstance(n, int) else int(n.node.hint or 1)
+        return count * value.element_size()
+    return sum(map(nbytes, value)) if isinstance(value, (list, tuple)) else 0
+
+
+def _name(node: Node) -> str:
+    schema = getattr(node.target, "_schema", None)
+    return schema.name if schema is not None else str(node.target)

@@ -1,0 +1,92 @@
+"""`CheckpointingPolicy`: what to keep for backward, in the words of the model. Frozen, checked, hashable."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from megacpp_compile.errors import BadOptionError
+
+# What an entry may say. Each is defined by `plan.py`.
+ENTRIES = ("none", "selective", "expert_gemm_only", "conv_bc_only", "full", "full_plus_norms")
+KINDS = ("ablock", "mblock", "eblock", "rblock")
+# Entries that name operations of one kind of block only.
+_ONLY = {"expert_gemm_only": "eblock", "conv_bc_only": "mblock"}
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointingPolicy:
+    """What each kind of block keeps for its backward; what is not kept is computed again there.
+
+    An entry is one of
+
+    - "none": left to the compiler's own partitioner;
+    - "selective": attention cores, scans and matrix products are kept; what is cheap by bytes per FLOP is computed
+      again: norms, activations and their products, rotated queries and keys, and, as below, projections;
+    - "expert_gemm_only": only the experts' matrix products are computed again;
+    - "conv_bc_only": only Mamba's convolution, its SiLU, norms and biases are computed again, never the scan;
+    - "full": the whole block is computed again from what it reads, but for the norm in front of it;
+    - "full_plus_norms": the norm in front of it, too.
+
+    Attributes:
+        ablock: attention blocks.
+        mblock: Mamba and other state-space blocks.
+        eblock: expert and feed-forward blocks.
+        rblock: recurrent blocks.
+        last_layer: entry for every block of the last layer, or "never" to compute nothing of it again: its
+            activations are consumed at once.
+        recompute_kv_upproj: under "selective", compute keys and values of latent attention again from the latent.
+        recompute_q_upproj: likewise the queries.
+
+    Source of the idea: Korthikanti et al., arXiv:2205.05198; of the mechanism: `torch.utils.checkpoint`'s
+    `CheckpointPolicy` tags, which torch's partitioner obeys.
+    """
+
+    ablock: str = "selective"
+    mblock: str = "selective"
+    eblock: str = "selective"
+    rblock: str = "selective"
+    last_layer: str = "never"
+    recompute_kv_upproj: bool = True
+    recompute_q_upproj: bool = False
+
+    def __post_init__(self) -> None:
+        for kind in KINDS:
+            entry = getattr(self, kind)
+            valid = [e for e in ENTRIES if _ONLY.get(e, kind) == kind]
+            if entry not in valid:
+                raise BadOptionError(f"policy.{kind}", entry, "one of " + ", ".join(map(repr, valid)), valid)
+        last = ("never", *(e for e in ENTRIES if e not in _ONLY))
+        if self.last_layer not in last:
+            raise BadOptionError("policy.last_layer", self.last_layer, "one of " + ", ".join(map(repr, last)), last)
+        for name in ("recompute_kv_upproj", "recompute_q_upproj"):
+            if not isinstance(getattr(self, name), bool):
+                raise BadOptionError(f"policy.{name}", getattr(self, name), "True or False")
+
+    @classmethod
+    def of(cls, value: Any) -> CheckpointingPolicy | None:
+        """A policy from itself, None, the name of an entry for every kind that has it, or a mapping of fields.
+
+        Raises BadOptionError for anything else.
+        """
+        if value is None or isinstance(value, cls):
+            return value
+        if isinstance(value, str) and value in ENTRIES:
+            return cls(**{k: value for k in KINDS if _ONLY.get(value, k) == k})
+        if isinstance(value, Mapping):
+            known = [f.name for f in fields(cls)]
+            for key in value:
+                if key not in known:
+                    raise BadOptionError("policy", key, "fields of CheckpointingPolicy: " + ", ".join(known), known)
+            return cls(**value)
+        raise BadOptionError("policy", value, "a CheckpointingPolicy, its fields, or one of " + ", ".join(ENTRIES))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    def entry(self, kind: str, last: bool) -> str:
+        """What holds for a block of `kind`; "none" for one of no kind."""
+        if last and self.last_layer != "none":
+            return self.last_layer if kind in KINDS else "none"
+        return getattr(self, kind) if kind in KINDS else "none"
