@@ -19,12 +19,20 @@ if TYPE_CHECKING:
     from megacpp_compile.backend import megacpp as backend
     from megacpp_compile.config import Config
     from megacpp_compile.explaining import explain
+    from megacpp_compile.remat.policy import CheckpointingPolicy
     from megacpp_compile.report import Report, record
 
 __version__ = "0.1.0"
-__all__ = ["Config", "Report", "backend", "explain", "record"]
+__all__ = ["CheckpointingPolicy", "Config", "Report", "backend", "explain", "record"]
 
-_HOME = {"Config": "config", "Report": "report", "record": "report", "explain": "explaining", "backend": "backend"}
+_HOME = {
+    "CheckpointingPolicy": "remat.policy",
+    "Config": "config",
+    "Report": "report",
+    "record": "report",
+    "explain": "explaining",
+    "backend": "backend",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -26,6 +26,10 @@ from megacpp_compile.passes._driver import Outcome, pass_names, run_passes
 from megacpp_compile.passes._rule import Match, Pass, Refusal
 from megacpp_compile.provenance import outermost_frame
 from megacpp_compile.recognise.heads import activations
+from megacpp_compile.remat import authority
+from megacpp_compile.remat.kinds import Place
+from megacpp_compile.remat.plan import Plan
+from megacpp_compile.remat.tagging import describe
 from megacpp_compile.report import Frame, Site
 from megacpp_compile.targets import resolve_target
 
@@ -45,6 +49,7 @@ def megacpp(
     config = Config.from_options(options, pass_names())
     patches = {**_mode_patches(mode), **config.inductor}
     target = resolve_target(config.target, example_inputs)
+    authority.check(gm, config)
     began = time.perf_counter()
     result = analyse(gm, example_inputs, config, target)
     result.frame.seconds["analysis"] = time.perf_counter() - began - sum(result.frame.seconds.values())
@@ -62,24 +67,31 @@ def _compile(
 ) -> Callable[..., Any]:
     """Stages 5 and 6. A frame nothing fired in goes to Inductor as it came, and so does one whose rewritten graph
     Inductor refuses (an error under `strict`)."""
+
+    def tell(plan: Plan, where: dict[Node, Place]) -> None:
+        assert config.policy is not None
+        result.frame.remat = describe(plan, where, config.policy)
+
     if result.outcome is None or not result.outcome.sites:
-        return handoff.plain_inductor(gm, example_inputs, patches)
-    lower = functools.partial(handoff.to_inductor, result.captured.gm, example_inputs, result.frame.target, config)
+        return handoff.plain_inductor(gm, example_inputs, config, patches, tell)
+    lower = functools.partial(
+        handoff.to_inductor, result.captured.gm, example_inputs, result.frame.target, config, tell=tell
+    )
     try:
         try:
-            return lower(patches)
+            return lower(patches=patches)
         except Exception as error:
             if not _from_pattern_matcher(error):
                 raise
             log.logger.info("frame %s: one of Inductor's patterns failed, compiled without them", result.frame.name)
-            return lower({**patches, "pattern_matcher": False})
+            return lower(patches={**patches, "pattern_matcher": False})
     except Exception as error:
         if config.strict:
             raise
         if dynamic_outputs.refuse(gm):
             log.logger.warning("traced again with graph breaks: %s: %s", type(error).__name__, str(error)[:300])
             dynamic_outputs.trace_again()
-        compiled = handoff.plain_inductor(gm, example_inputs, patches)
+        compiled = handoff.plain_inductor(gm, example_inputs, config, patches, tell)
         result.fell_back(f"Inductor refused the rewritten graph: {type(error).__name__}: {error}"[:300])
         return compiled
 

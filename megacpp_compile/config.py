@@ -12,12 +12,15 @@ from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from .errors import BadOptionError, UnknownOptionError, UnknownPassError
+from .remat.policy import KINDS, CheckpointingPolicy
 
 Verify = Literal["off", "each"]
 Target = Literal["auto", "cpu", "cuda", "tpu"]
 
 # Words people use for a target; string similarity alone would read "gpu" as "cpu".
 _TARGET_MEANT = {"gpu": "cuda", "nvidia": "cuda", "triton": "cuda", "xla": "tpu", "openxla": "tpu"}
+_KIND_MEANT = {"attention": "ablock", "a": "ablock", "mamba": "mblock", "m": "mblock", "moe": "eblock", "mlp": "eblock",
+               "expert": "eblock", "e": "eblock", "recurrent": "rblock", "rnn": "rblock", "r": "rblock"}  # fmt: skip
 _BOOLS = {"0": False, "false": False, "1": True, "true": True}
 
 
@@ -43,6 +46,11 @@ class Config:
             down-projections, as one GEMM.
         autotune: choose the block sizes of this package's kernels by measurement on the first
             call instead of by the built-in table. Results are kept in Inductor's cache.
+        policy: what a training step keeps for its backward and what it computes again there: a
+            `CheckpointingPolicy`, the name of an entry for every kind of block ("selective", "full"),
+            a mapping of its fields, or a budget. None leaves it to Inductor.
+        block_kinds: glob over module names -> kind of block ("ablock", "mblock", "eblock",
+            "rblock"), where `policy` would take it for another; the longest pattern that hits wins.
         inductor: config patches handed to Inductor as they are, e.g. `{"max_autotune": True}`.
     """
 
@@ -56,6 +64,8 @@ class Config:
     keep_latents: bool = False
     merge_down: bool = False
     autotune: bool = False
+    policy: CheckpointingPolicy | None = None
+    block_kinds: Mapping[str, str] = field(default_factory=dict)
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -70,6 +80,8 @@ class Config:
             "keep_latents": _bool("keep_latents", self.keep_latents),
             "merge_down": _bool("merge_down", self.merge_down),
             "autotune": _bool("autotune", self.autotune),
+            "policy": CheckpointingPolicy.of(self.policy),
+            "block_kinds": _mapping("block_kinds", self.block_kinds, lambda k, v: _choice(k, v, KINDS, _KIND_MEANT)),
             "inductor": _mapping("inductor", self.inductor, lambda _key, value: value),
         }
         for name, value in checked.items():
@@ -134,7 +146,8 @@ class Config:
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain containers, fit for `Config(**d)` and `options=d`."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {name: dict(v) if isinstance(v, Mapping) else v for name, v in values.items()}
+        plain = {name: dict(v) if isinstance(v, Mapping) else v for name, v in values.items()}
+        return {**plain, "policy": self.policy.to_dict() if self.policy else None}
 
     def cache_key(self) -> str:
         """Text that is equal, also across processes, for settings that compile the same code.

@@ -209,6 +209,35 @@ class NotLoweredError(MegacppError):
         )
 
 
+class BlockKindError(MegacppError, ValueError):
+    """A pattern of `block_kinds` that hits no module.
+
+    Args:
+        pattern: the pattern as given.
+        close: names of modules that it may have been meant for.
+    """
+
+    def __init__(self, pattern: str, close: Sequence[str]) -> None:
+        self.pattern, self.close = pattern, tuple(close)
+        super().__init__(
+            f"block_kinds: the pattern {pattern!r} hits no module of the compiled code. Names there: "
+            f"{_listed(self.close)}. Patterns are globs over the full name of a block, e.g. 'model.layers.*.mixer'."
+        )
+
+
+class TwoPoliciesError(MegacppError, ValueError):
+    """Something else also says what is computed again in backward.
+
+    Args:
+        what: the other authority, in words.
+        remedy: what to do.
+    """
+
+    def __init__(self, what: str, remedy: str) -> None:
+        self.what, self.remedy = what, remedy
+        super().__init__(f"options['policy'] decides what backward computes again, and so does {what}: {remedy}.")
+
+
 class ReportFormatError(MegacppError, ValueError):
     """Text or data that is not a report written by this version's `Report.to_json`.
 

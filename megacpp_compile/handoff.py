@@ -31,6 +31,7 @@ from megacpp_compile.lowerings._op import no_autocast
 from megacpp_compile.lowerings._registry import choose, semantic_ops
 from megacpp_compile.lowerings._tuning import autotune, tracing
 from megacpp_compile.provenance import module_fqn, source_line
+from megacpp_compile.remat.tagging import TagForRemat, Tell
 
 
 @functools.cache
@@ -190,18 +191,32 @@ def _rewire(node: Node, result: Any) -> None:
 
 
 def to_inductor(
-    gm: GraphModule, example_inputs: Sequence[Any], target: str, config: Config, patches: dict[str, Any]
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    target: str,
+    config: Config,
+    patches: dict[str, Any],
+    tell: Tell | None = None,
 ) -> Callable[..., Any]:
-    """Compile a rewritten graph with Inductor."""
+    """Compile a rewritten graph with Inductor. tell: told what the policy decided."""
     from torch._inductor.compile_fx import compile_fx
 
     user = patches.get("post_grad_custom_pre_pass", inductor_config.post_grad_custom_pre_pass)
-    lower = LowerSemanticOps(target, config, user)
-    return compile_fx(gm, example_inputs, config_patches={**patches, "post_grad_custom_pre_pass": lower})  # type: ignore[arg-type,return-value]
+    patches = {**patches, "post_grad_custom_pre_pass": LowerSemanticOps(target, config, user)}
+    return compile_fx(gm, example_inputs, config_patches=_with_policy(config, patches, tell))  # type: ignore[arg-type,return-value]
 
 
-def plain_inductor(gm: GraphModule, example_inputs: Sequence[Any], patches: dict[str, Any]) -> Callable[..., Any]:
-    """Compile a frame exactly as `backend="inductor"` would."""
+def plain_inductor(
+    gm: GraphModule, example_inputs: Sequence[Any], config: Config, patches: dict[str, Any], tell: Tell | None = None
+) -> Callable[..., Any]:
+    """Compile a frame exactly as `backend="inductor"` would, but for the policy, if there is one."""
     from torch._inductor.compile_fx import compile_fx
 
-    return compile_fx(gm, example_inputs, config_patches=patches or None)  # type: ignore[arg-type,return-value]
+    return compile_fx(gm, example_inputs, config_patches=_with_policy(config, patches, tell) or None)  # type: ignore[arg-type,return-value]
+
+
+def _with_policy(config: Config, patches: dict[str, Any], tell: Tell | None) -> dict[str, Any]:
+    if config.policy is None:
+        return patches
+    user = patches.get("joint_custom_post_pass", inductor_config.joint_custom_post_pass)
+    return {**patches, "joint_custom_post_pass": TagForRemat(config.policy, dict(config.block_kinds), user, tell)}

@@ -102,6 +102,9 @@ class Frame:
         passes: pass name -> times fired, with 0 for a pass that ran and did not fire.
         seconds: stage -> wall-clock seconds; stages do not overlap, so the sum is the whole.
         grad: True when compiled for training.
+        remat: what the policy decided: kind of block ("ablock", ..., "" for what lies between blocks) -> entries
+            in force, blocks, bytes saved for backward, and the number of nodes computed again. None without a
+            policy, for inference, and where the code came from a cache.
     """
 
     index: int = 0
@@ -113,6 +116,7 @@ class Frame:
     passes: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     grad: bool = False
+    remat: dict[str, dict[str, Any]] | None = None
 
 
 @dataclass

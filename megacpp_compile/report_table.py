@@ -19,7 +19,8 @@ class _Section(NamedTuple):
 
 def tables(report: Report, width: int | None = None) -> str:
     """All sections of `report` that have rows; `width` columns for rich, the terminal's (at least 100) when None."""
-    sections = [section for section in (_fused(report), _missed(report), _compiled(report)) if section.rows]
+    every = (_fused(report), _missed(report), _compiled(report), _kept(report))
+    sections = [section for section in every if section.rows]
     try:
         return _rich_text(sections, width or max(100, shutil.get_terminal_size((160, 24)).columns))
     except ImportError:
@@ -66,6 +67,17 @@ def _compiled(report: Report) -> _Section:
             (str(frame.index), frame.name, outcome, fired or "-", str(frame.nodes), frame.target, mode, seconds)
         )
     return _Section("frames", ("#", "name", "outcome", "fired", "nodes", "target", "mode", "time"), rows)
+
+
+def _kept(report: Report) -> _Section:
+    rows = []
+    for frame in report.frames:
+        for kind, found in (frame.remat or {}).items():
+            blocks = str(found["blocks"]) if kind else "-"
+            entries, again = ", ".join(found["entries"]), str(found["recomputed"])
+            rows.append((str(frame.index), kind or "between", blocks, entries, bytes_text(found["saved"]), again))
+    headers = ("#", "kind of block", "blocks", "policy", "saved for backward", "nodes computed again")
+    return _Section("remat", headers, rows)
 
 
 def _place(source: str) -> str:

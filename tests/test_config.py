@@ -10,6 +10,7 @@ import pytest
 
 from megacpp_compile import errors
 from megacpp_compile.config import Config
+from megacpp_compile.remat.policy import CheckpointingPolicy
 from megacpp_compile.report import Miss
 
 PASSES = ("down_norm_up", "mla_rope_q", "mla_rope_kv")
@@ -40,6 +41,8 @@ def test_every_field_is_read():
         "keep_latents": True,
         "merge_down": True,
         "autotune": True,
+        "policy": CheckpointingPolicy("full").to_dict(),
+        "block_kinds": {"layers.*.mixer": "mblock"},
         "inductor": {"max_autotune": True},
     }
     config = read(options)

@@ -1,23 +1,27 @@
 """Which block of the model a forward node belongs to, and of what kind that block is.
 
-Layers are the numbered modules ("layers.3") that repeat; a block is a direct child of a layer, or of the frame where a
-layer is compiled by itself, with the norm in front of it. A block is told by what it computes: attention ("ablock"), a
-scan or a causal convolution ("mblock"), other matrix products ("eblock"), and by the user's own patterns before that.
+A layer is a numbered module ("layers.3") of a container that holds attention, scans or convolutions; a block is a
+direct child of a layer, or of the frame where a layer is compiled by itself. A block is told by what it computes:
+attention ("ablock"), a scan or a causal convolution ("mblock"), recurrence by its module's class ("rblock"), other
+matrix products ("eblock"), and by the user's own patterns before that.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import fnmatch
+import re
 from collections.abc import Iterable, Mapping, Sequence
 
-import torch
-from torch.fx import Node
+from torch.fx import Graph, GraphModule, Node
 
+from megacpp_compile.errors import BlockKindError
+from megacpp_compile.graph_edit import value
 from megacpp_compile.provenance import module_fqn
-from megacpp_compile.remat.nodes import is_core, is_product
+from megacpp_compile.remat.nodes import is_core, is_depthwise, is_product, name_of
 
-_RECURRENT = ("gru", "lstm", "rnn")
+_RECURRENT = re.compile(r"gru|lstm|(^|[^a-z])rnn|recurrent", re.IGNORECASE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,60 +34,150 @@ class Place:
     kind: str
 
 
-def split(fqn: str) -> tuple[str, str | None]:
-    """("model.layers.3", "self_attn") of "model.layers.3.self_attn.q_proj"; no number: ("", first part)."""
-    parts = [p for p in fqn.split(".") if p]
-    numbers = [i for i, p in enumerate(parts) if p.isdigit()]
-    depth = numbers[0] + 1 if numbers else 0
-    return ".".join(parts[:depth]), parts[depth] if len(parts) > depth else None
-
-
-def places(forward: Sequence[Node], patterns: Mapping[str, str]) -> tuple[dict[Node, Place], set[str]]:
-    """The place of every forward node, and the patterns that hit something."""
+def places(forward: Sequence[Node], patterns: Mapping[str, str]) -> dict[Node, Place]:
+    """The place of every forward node. patterns: glob over module names -> kind."""
     fqns: dict[Node, str] = {}
     last = ""
     for node in forward:  # what a pattern of Inductor's put in place has no module: it is where its neighbours are
         last = fqns[node] = module_fqn(node) or _through(node, fqns) or last
-    blocks: dict[tuple[str, str | None], list[Node]] = {}
+    containers = _containers(forward, fqns)
+    members: dict[tuple[str, str], list[Node]] = {}
+    named: dict[tuple[str, str], str] = {}
+    of: dict[Node, tuple[str, str]] = {}
     for node in forward:
-        blocks.setdefault(split(fqns[node]), []).append(node)
-    hit: set[str] = set()
-    kinds: dict[tuple[str, str | None], str] = {}
-    for (layer, child), nodes in blocks.items():
-        name = f"{layer}.{child}".strip(".") if child else layer
-        chosen = next((p for p in patterns if fnmatch.fnmatchcase(name, p)), None)
-        if chosen is not None:
-            hit.add(chosen)
-        kinds[layer, child] = patterns[chosen] if chosen is not None else kind_of(nodes) if child else ""
-    found: dict[Node, Place] = {}
+        layer, child = _split(fqns[node], containers)
+        chosen = _chosen(fqns[node], patterns)
+        block = (layer, chosen[0] if chosen else f"{layer}.{child}".strip(".") if child else "")
+        if chosen:
+            named[block] = chosen[1]
+        of[node] = block
+        members.setdefault(block, []).append(node)
+    kinds = {b: named.get(b) or (kind_of(nodes) if b[1] else "") for b, nodes in members.items()}
+    return {n: Place(b[0], b[1] if kinds[b] else None, kinds[b]) for n, b in of.items()}
+
+
+def _containers(forward: Sequence[Node], fqns: Mapping[Node, str]) -> set[str]:
+    """Names of modules whose numbered children are layers: those that hold what mixes tokens, else the outermost. The
+    experts of a layer are numbered, too, and are none."""
+    mixing, outermost = set(), set()
     for node in forward:
-        layer, child = split(fqns[node])
-        kind = kinds[layer, child]
-        found[node] = Place(layer, child if kind else None, kind)
-    return found, hit
+        parts = fqns[node].split(".")
+        numbered = [".".join(parts[:i]) for i, p in enumerate(parts) if p.isdigit()]
+        numbered = [c for c in numbered if "expert" not in c.rpartition(".")[2].lower()]
+        if numbered:
+            outermost.add(numbered[0])
+            if _mixes(node):
+                mixing.add(numbered[-1])
+    if mixing or any(_mixes(n) for n in forward):
+        return mixing
+    return outermost
+
+
+def _mixes(node: Node) -> bool:
+    return is_core(node) or _convolves(node) or _attends(node)
+
+
+def _convolves(node: Node) -> bool:
+    """A convolution along the tokens, or the scan behind it."""
+    name = name_of(node)
+    if name == "aten::convolution":
+        return value(node).dim() == 3 and is_depthwise(node)
+    return name in ("megacpp::causal_conv1d", "megacpp::ssd_scan")
+
+
+def _attends(node: Node) -> bool:
+    """A product with the result of a softmax, which autograd's graph spells exp(x - amax(x)) / sum."""
+    return name_of(node) == "aten::bmm" and any(_is_softmax(a, 8) for a in node.all_input_nodes)
+
+
+def _is_softmax(node: Node, steps: int) -> bool:
+    name = name_of(node)
+    if name in ("aten::_softmax", "aten::softmax"):
+        return True
+    if name == "aten::exp":
+        near = [b for a in node.all_input_nodes for b in a.all_input_nodes]
+        return any("max" in name_of(n) or "online" in name_of(n) for b in near for n in (b, *b.all_input_nodes))
+    if steps == 0 or is_product(node) or is_core(node):
+        return False
+    return any(_is_softmax(a, steps - 1) for a in node.all_input_nodes)
+
+
+def _split(fqn: str, containers: set[str]) -> tuple[str, str | None]:
+    """("model.layers.3", "self_attn") of "model.layers.3.self_attn.q_proj"; in no layer: ("", first part)."""
+    parts = [p for p in fqn.split(".") if p]
+    depths = [i + 1 for i, p in enumerate(parts) if p.isdigit() and ".".join(parts[:i]) in containers]
+    depth = depths[-1] if depths else 0
+    return ".".join(parts[:depth]), parts[depth] if len(parts) > depth else None
 
 
 def _through(node: Node, fqns: Mapping[Node, str]) -> str:
     return next((fqns[a] for a in node.all_input_nodes if fqns.get(a)), "")
 
 
+def _chosen(fqn: str, patterns: Mapping[str, str]) -> tuple[str, str] | None:
+    """(block, kind) by the longest of the user's patterns that hits the module or one around it."""
+    parts = fqn.split(".")
+    for pattern in sorted(patterns, key=lambda p: (-len(p), p)):
+        for depth in range(1, len(parts) + 1):
+            if hits(pattern, name := ".".join(parts[:depth])):
+                return name, patterns[pattern]
+    return None
+
+
+def hits(pattern: str, name: str) -> bool:
+    """Whether a module called `name` is meant. A frame that is one layer by itself knows its modules by the end of
+    their names alone: there a pattern of such a name is told by its end."""
+    if fnmatch.fnmatchcase(name, pattern):
+        return True
+    parts = pattern.split(".")
+    numbered = any(p.isdigit() for p in name.split("."))
+    return not numbered and any(fnmatch.fnmatchcase(name, ".".join(parts[i:])) for i in range(1, len(parts)))
+
+
+def check(patterns: Mapping[str, str], gm: GraphModule) -> None:
+    """Raise BlockKindError for a pattern that hits no module of `gm`."""
+    if not patterns:
+        return
+    names: dict[str, None] = {}
+    for graph in _graphs(gm):
+        for node in graph.nodes:
+            parts = module_fqn(node).split(".")
+            names.update(dict.fromkeys(".".join(parts[: i + 1]) for i in range(len(parts)) if parts[i]))
+    for pattern in patterns:
+        if not any(hits(pattern, name) for name in names):
+            close = difflib.get_close_matches(pattern, names, n=4, cutoff=0.4)
+            raise BlockKindError(pattern, close or list(names)[:4])
+
+
+def _graphs(gm: GraphModule) -> list[Graph]:
+    return [m.graph for m in gm.modules() if isinstance(m, GraphModule)]
+
+
 def kind_of(nodes: Iterable[Node]) -> str:
     """The kind of a block by its operations; "" for one that multiplies no matrices, such as a norm."""
-    names = {str(n.target) for n in nodes}
-    stack = {str(t).lower() for n in nodes for t in _types(n)}
-    if any("ssd_scan" in n or "causal_conv1d" in n or "conv1d" in n for n in names) or any(
-        n.target is torch.ops.aten.convolution.default for n in nodes
-    ):
+    nodes = list(nodes)
+    if any(map(_convolves, nodes)):
         return "mblock"
-    if any(is_core(n) for n in nodes) or any("mla_rope" in n or "rope_qk" in n for n in names):
+    names = [name_of(n) for n in nodes]
+    if any(map(is_core, nodes)) or any("mla_rope" in n or "rope_qk" in n for n in names):
         return "ablock"
-    if any("softmax" in n for n in names) and sum("bmm" in str(n.target) for n in nodes) > 1:
+    if any(map(_attends, nodes)):
         return "ablock"
-    if any(word in t for t in stack for word in _RECURRENT):
+    if any(_RECURRENT.search(t) for n in nodes for t in _types(n)):
         return "rblock"
-    return "eblock" if any(is_product(n) for n in nodes) else ""
+    return "eblock" if any(map(is_product, nodes)) else ""
 
 
 def _types(node: Node) -> list[str]:
+    """Class names of the modules around the node, short of the layer's own."""
     stack = node.meta.get("nn_module_stack") or {}
-    return [getattr(e[1], "__name__", str(e[1]).rsplit(".", 1)[-1]) for e in stack.values() if isinstance(e, tuple)]
+    names = [getattr(e[1], "__name__", str(e[1]).rsplit(".", 1)[-1]) for e in stack.values() if isinstance(e, tuple)]
+    return names[1:] if len(names) > 1 else names
+
+
+def whole(gm: GraphModule) -> bool:
+    """Whether `gm` is all that there is to compile: no graph break has cut a frame in pieces so far."""
+    from torch._dynamo.utils import counters
+
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    return not counters["graph_break"] and not getattr(reason, "graph_break", False)

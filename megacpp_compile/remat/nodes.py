@@ -30,16 +30,31 @@ def is_view(node: Node) -> bool:
 
 def is_core(node: Node) -> bool:
     """An attention core or a scan: never computed again unless a whole block is."""
-    name = _name(node)
+    name = name_of(node)
     return "scaled_dot_product" in name or "flex_attention" in name or name in ("megacpp::ssd_scan",)
 
 
 def is_product(node: Node) -> bool:
     """A matrix product, or an op of this package that is made of such."""
-    return getattr(node.target, "overloadpacket", None) in _PRODUCTS or _name(node) in (
+    if is_depthwise(node):
+        return False
+    return getattr(node.target, "overloadpacket", None) in _PRODUCTS or name_of(node) in (
         "megacpp::down_norm_up",
         "megacpp::moe",
     )
+
+
+def is_depthwise(node: Node) -> bool:
+    """A convolution of every channel by itself, which moves bytes more than it multiplies."""
+    if getattr(node.target, "overloadpacket", None) is not aten.convolution:
+        return False
+    groups, image = node.args[8], node.args[0]
+    return isinstance(groups, int) and groups > 1 and groups == image.meta["val"].shape[1]  # type: ignore[union-attr]
+
+
+def is_selection(node: Node) -> bool:
+    """A choice by size, such as a router's of experts: computed again from values a rounding apart, it may differ."""
+    return getattr(node.target, "overloadpacket", None) in _SELECTIONS
 
 
 def is_pinned(node: Node) -> bool:
@@ -48,7 +63,7 @@ def is_pinned(node: Node) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return target is not operator.getitem
-    if target.overloadpacket in _SELECTIONS or torch.Tag.nondeterministic_seeded in target.tags:
+    if is_selection(node) or torch.Tag.nondeterministic_seeded in target.tags:
         return True
     if target._schema.is_mutable or target.namespace in ("_c10d_functional", "c10d"):
         return True
@@ -65,6 +80,7 @@ def nbytes(value: Any) -> int:
     return sum(map(nbytes, value)) if isinstance(value, (list, tuple)) else 0
 
 
-def _name(node: Node) -> str:
+def name_of(node: Node) -> str:
+    """The qualified name of the node's operation, "aten::mm"."""
     schema = getattr(node.target, "_schema", None)
     return schema.name if schema is not None else str(node.target)

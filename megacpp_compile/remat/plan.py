@@ -1,27 +1,32 @@
 """What is saved and what is computed again, for one joint graph under one policy.
 
-Two steps. Going forward, every node is given a wish: keep it or compute it again. Under "selective" that goes by what it
-would take: a node is worth computing again if the saved values it comes from hold little more than twice its own bytes, as
-one fused kernel then reads them instead of it; a sum that runs through all layers is therefore kept every other time,
-and the one number a row of a norm's statistics always. Going back from what backward reads, the wishes of what is really
-needed are carried out; the rest is nobody's business.
+Three steps. Going forward, every node is given a wish: keep it or compute it again. Under "selective" that goes by what
+it would take: a node is worth computing again if the saved values it comes from hold little more than twice its own
+bytes, as one fused kernel then reads them instead of it; a sum that runs through all layers is therefore kept every
+other time, and the one number a row of a norm's statistics always. Going back from what backward reads, the wishes of
+what is really needed are carried out; the rest is nobody's business. Last, a saved value that serves only to compute
+one other of no more bytes gives its place to that one.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
+import torch
 from torch.fx import Node
+from torch.utils.checkpoint import CheckpointPolicy as Tag
 
 from megacpp_compile.remat.kinds import Place
-from megacpp_compile.remat.nodes import is_core, is_pinned, is_product, is_view, nbytes
+from megacpp_compile.remat.nodes import is_core, is_pinned, is_product, is_selection, is_view, name_of, nbytes
 from megacpp_compile.remat.policy import CheckpointingPolicy
 
 SAVE, RECOMPUTE, FREE = "save", "recompute", "free"
 # What is read to compute a value again may hold this many times its bytes.
 _WORTH = 2.5
+_SLIDES = 8
 
 
 @dataclasses.dataclass
@@ -33,106 +38,233 @@ class Plan:
     free: list[Node]
 
     def saved_bytes(self) -> int:
-        return sum(nbytes(n.meta.get("val")) for n in self.saved if not isinstance(n.meta.get("val"), (list, tuple)))
+        return sum(kept_bytes(n) for n in self.saved)
+
+
+def kept_bytes(node: Node) -> int:
+    """Bytes that saving `node` keeps alive; the parts of a structured result are nodes of their own."""
+    held = node.meta.get("val")
+    return nbytes(held) if isinstance(held, torch.Tensor) else 0
 
 
 def make(
-    forward: Sequence[Node], needed: Sequence[Node], places: dict[Node, Place], policy: CheckpointingPolicy
+    forward: Sequence[Node], needed: Sequence[Node], places: Mapping[Node, Place], policy: CheckpointingPolicy
 ) -> Plan:
     """forward: call nodes of the forward in order; needed: those that backward nodes read directly."""
-    wishes = _wishes(forward, places, policy)
-    order = {n: i for i, n in enumerate(forward)}
-    saved, recomputed, free = set(), set(), set()
+    return settle(forward, needed, _Wishes(forward, places, policy).of)
+
+
+def settle(forward: Sequence[Node], needed: Sequence[Node], wishes: dict[Node, str]) -> Plan:
+    """The wishes carried out, for what `needed` needs."""
+    plan = _closure(forward, needed, wishes)
+    for _ in range(_SLIDES):
+        moves = dict(_slides(plan, set(needed)))
+        if not moves:
+            break
+        wishes = {**wishes, **dict.fromkeys(moves, SAVE)}
+        plan = _closure(forward, needed, wishes)
+    return plan
+
+
+def _closure(forward: Sequence[Node], needed: Sequence[Node], wishes: Mapping[Node, str]) -> Plan:
+    found: dict[str, set[Node]] = {SAVE: set(), RECOMPUTE: set(), FREE: set()}
     todo, seen = list(needed), set(needed)
     while todo:
         node = todo.pop()
-        if node not in order:
+        wish = wishes.get(node)
+        if wish is None:
             continue  # an input of the graph
-        wish = wishes[node]
-        {SAVE: saved, RECOMPUTE: recomputed, FREE: free}[wish].add(node)
+        found[wish].add(node)
         if wish != SAVE:
             new = [a for a in node.all_input_nodes if a not in seen]
             seen.update(new)
             todo.extend(new)
-    in_order = lambda nodes: sorted(nodes, key=order.__getitem__)  # noqa: E731
-    return Plan(in_order(saved), in_order(recomputed), in_order(free))
+    saved, recomputed, free = ([n for n in forward if n in found[w]] for w in (SAVE, RECOMPUTE, FREE))
+    return Plan(saved, recomputed, free)
 
 
-def _wishes(forward: Sequence[Node], places: dict[Node, Place], policy: CheckpointingPolicy) -> dict[Node, str]:
-    layers = list(dict.fromkeys(p.layer for p in places.values() if p.kind and p.layer))
-    last = layers[-1] if len(layers) > 1 else None
-    inner = set(forward)
-    upward = _upward(forward, policy)
-    wishes: dict[Node, str] = {}
-    leaves: dict[Node, frozenset[Node]] = {}
-    for node in forward:
-        wish = _wish(node, places, policy, last, wishes, leaves, inner, upward)
-        wishes[node] = wish
-        leaves[node] = frozenset({node}) if wish != RECOMPUTE else _leaves(node, leaves, inner)
-    return wishes
+def _slides(plan: Plan, needed: set[Node]) -> Iterable[tuple[Node, Node]]:
+    """(value to save instead, value saved only to compute it)."""
+    again = set(plan.recomputed)
+    free = set(plan.free)
+    for node in plan.saved:
+        if isinstance(node.meta.get("val"), torch.Tensor):
+            readers = _readers(node, again, free, needed)
+            if readers is not None and len(readers) == 1:
+                (reader,) = readers
+                held = reader.meta.get("val")
+                if isinstance(held, torch.Tensor) and nbytes(held) <= nbytes(node.meta["val"]):
+                    yield reader, node
 
 
-def _wish(node, places, policy, last, wishes, leaves, inner, upward):  # type: ignore[no-untyped-def]
-    if node.target is operator.getitem or is_view(node):
-        source = node.args[0]
-        if node.target is operator.getitem and not is_view(source):
-            return wishes.get(source, SAVE)
-        return RECOMPUTE  # costs nothing, and its base is what is saved
-    if "ac_graph_id" in node.meta:
-        return RECOMPUTE  # the user's own torch.utils.checkpoint
-    if is_pinned(node):
-        return SAVE
-    place = places[node]
-    entry = policy.entry(place.kind, place.layer == last) if place.kind else _between(places, policy, last, place)
-    if entry == "never":
-        return FREE
-    if entry == "none":
-        return FREE
-    if entry in ("full", "full_plus_norms"):
-        return RECOMPUTE if place.kind else _cheap(node, leaves, inner)
-    if entry == "expert_gemm_only":
-        return RECOMPUTE if is_product(node) else SAVE
-    if is_core(node):
-        return SAVE
-    if is_product(node):
-        return RECOMPUTE if node in upward and entry == "selective" else SAVE
-    if entry == "conv_bc_only":
-        return _cheap(node, leaves, inner)
-    return _cheap(node, leaves, inner)
-
-
-def _between(places, policy, last, place):  # type: ignore[no-untyped-def]
-    """Norms and sums between blocks follow the blocks of their layer: any that asks for remat is enough."""
-    if place.layer == last and last is not None:
-        return policy.entry("ablock", True)
-    entries = {policy.entry(p.kind, False) for p in places.values() if p.kind and p.layer == place.layer}
-    return "selective" if entries - {"none"} else "none"
-
-
-def _cheap(node: Node, leaves: dict[Node, frozenset[Node]], inner: set[Node]) -> str:
-    own = nbytes(node.meta.get("val"))
-    read = sum(nbytes(n.meta.get("val")) for n in _leaves(node, leaves, inner))
-    return RECOMPUTE if read <= _WORTH * own else SAVE
-
-
-def _leaves(node: Node, leaves: dict[Node, frozenset[Node]], inner: set[Node]) -> frozenset[Node]:
-    """The saved activations a node comes from. Inputs of the graph are alive anyway: they cost no memory, but time."""
+def _readers(node: Node, again: set[Node], free: set[Node], needed: set[Node]) -> set[Node] | None:
+    """What is computed from `node` in backward; None where backward reads it itself."""
+    if node in needed or any(u in free for u in node.users):
+        return None
     found: set[Node] = set()
-    for a in node.all_input_nodes:
-        found |= leaves[a] if a in inner else {a}
-    return frozenset(found)
+    for user in node.users:
+        if user in again:
+            if is_view(user):
+                inner = _readers(user, again, free, needed)
+                if inner is None:
+                    return None
+                found |= inner
+            else:
+                found.add(user)
+    return found
 
 
-def _upward(forward: Sequence[Node], policy: CheckpointingPolicy) -> set[Node]:
-    """The up-projections of latent attention that the policy computes again."""
-    wanted = {"megacpp::mla_rope_kv": policy.recompute_kv_upproj, "megacpp::mla_rope_q": policy.recompute_q_upproj}
+class _Wishes:
+    """`of`: forward node -> SAVE, RECOMPUTE or FREE."""
+
+    def __init__(self, forward: Sequence[Node], places: Mapping[Node, Place], policy: CheckpointingPolicy) -> None:
+        self.places, self.policy, self.inner = places, policy, set(forward)
+        layers = list(dict.fromkeys(p.layer for p in places.values() if p.kind and p.layer))
+        self.last = layers[-1] if len(layers) > 1 else None
+        self.upward = up_projections(forward, policy.recompute_kv_upproj, policy.recompute_q_upproj)
+        self.chosen_from = choices(forward)
+        self.entries: dict[str, set[str]] = {}
+        for place in set(places.values()):
+            if place.kind:
+                self.entries.setdefault(place.layer, set()).add(policy.entry(place.kind, place.layer == self.last))
+        self.anywhere = set().union(*self.entries.values()) if self.entries else {"selective"}
+        self.read_by_full = {a for n in forward if self._entry(n) == "full" for a in _sources(n)}
+        self.of: dict[Node, str] = {}
+        self.leaves: dict[Node, frozenset[Node]] = {}
+        # Layers in which a product or a core is computed again on the way to a node.
+        self.heavy: dict[Node, frozenset[str]] = {}
+        for node in forward:
+            wish = self.of[node] = self._wish(node)
+            again = wish == RECOMPUTE
+            self.leaves[node] = self._read(node) if again else frozenset({node})
+            self.heavy[node] = self._weight(node) if again else frozenset()
+
+    def _entry(self, node: Node) -> str:
+        place = self.places[node]
+        if place.kind:
+            return self.policy.entry(place.kind, place.layer == self.last)
+        # Norms and sums between blocks follow the blocks of their layer: any that asks for remat is enough.
+        if not self.entries.get(place.layer, self.anywhere) - {"none"}:
+            return "none"
+        return "never" if place.layer == self.last and "never" in self.entries.get(place.layer, ()) else "between"
+
+    def _wish(self, node: Node) -> str:
+        if not isinstance(node.meta.get("val"), (torch.Tensor, tuple, list)):
+            return SAVE  # a size: no bytes, and never computed again
+        if node.target is operator.getitem and not is_view(node.args[0]):  # type: ignore[arg-type]
+            return self.of.get(node.args[0], SAVE)  # type: ignore[arg-type]
+        if is_view(node) or node.target is operator.getitem:
+            # It costs nothing, and its base is what is saved.
+            return FREE if self.of.get(_base(node)) == FREE else RECOMPUTE
+        if (asked := checkpointed(node)) is not None:
+            return asked
+        entry = self._entry(node)
+        if is_pinned(node) or node in self.chosen_from:
+            return FREE if entry == "none" else SAVE
+        if entry == "none":
+            return FREE
+        place = self.places[node]
+        leaving = any(self.places[u].layer != place.layer for u in _beyond_views(node) if u in self.inner)
+        if leaving and self._weight(node):
+            return SAVE  # else one layer's backward would compute the layers before it
+        if entry in ("full", "full_plus_norms") and place.kind:
+            return RECOMPUTE
+        if node in self.read_by_full and place.kind == "":
+            return SAVE
+        if entry == "expert_gemm_only":
+            return RECOMPUTE if is_product(node) else SAVE
+        if is_core(node):
+            return SAVE
+        if is_product(node):
+            return RECOMPUTE if node in self.upward and entry != "never" else SAVE
+        if entry == "conv_bc_only" and self._behind_core(node):
+            return SAVE
+        return RECOMPUTE if self._is_cheap(node) else SAVE
+
+    def _is_cheap(self, node: Node) -> bool:
+        return sum(nbytes(n.meta.get("val")) for n in self._read(node)) <= _WORTH * nbytes(node.meta.get("val"))
+
+    def _read(self, node: Node) -> frozenset[Node]:
+        """The saved activations a node comes from. Inputs of the graph, such as weights, are alive anyway."""
+        return frozenset().union(*(self.leaves[a] for a in node.all_input_nodes if a in self.inner))
+
+    def _weight(self, node: Node) -> frozenset[str]:
+        found: set[str] = {self.places[node].layer} if is_product(node) or is_core(node) else set()
+        for a in node.all_input_nodes:
+            if a in self.inner:
+                found |= self.heavy[a]
+        return frozenset(found)
+
+    def _behind_core(self, node: Node) -> bool:
+        block, todo = self.places[node], list(node.all_input_nodes)
+        seen: set[Node] = set()
+        while todo:
+            a = todo.pop()
+            if a in seen or a not in self.inner or self.places[a] != block:
+                continue
+            if is_core(a):
+                return True
+            seen.add(a)
+            todo.extend(a.all_input_nodes)
+        return False
+
+
+def checkpointed(node: Node) -> str | None:
+    """What `torch.utils.checkpoint` in the model says of a node; None where it says nothing. What leaves its region is
+    saved, as it would be without a policy."""
+    tag = node.meta.get("recompute")
+    if tag is None or "ac_graph_id" not in node.meta:
+        return None
+    if tag in (Tag.MUST_SAVE, Tag.PREFER_SAVE):
+        return SAVE
+    region = node.meta["ac_graph_id"]
+    forward = [u for u in _beyond_views(node) if "recompute" in u.meta or not _late(u)]
+    return RECOMPUTE if all(u.meta.get("ac_graph_id") == region for u in forward) else SAVE
+
+
+def _late(node: Node) -> bool:
+    return node.meta.get("partitioner_tag") == "is_backward" or node.op == "output"
+
+
+def _base(node: Node) -> Any:
+    while isinstance(node, Node) and (is_view(node) or node.target is operator.getitem):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _sources(node: Node) -> list[Node]:
+    return [_base(a) for a in node.all_input_nodes]
+
+
+def _beyond_views(node: Node) -> Iterable[Node]:
+    for user in node.users:
+        if is_view(user) or user.target is operator.getitem:
+            yield from _beyond_views(user)
+        else:
+            yield user
+
+
+def up_projections(forward: Iterable[Node], kv: bool, q: bool) -> set[Node]:
+    """The up-projections of latent attention that are computed again."""
+    wanted = {"megacpp::mla_rope_kv": kv, "megacpp::mla_rope_q": q}
     found = set()
     for node in forward:
-        schema = getattr(node.target, "_schema", None)
-        if schema is not None and wanted.get(schema.name):
-            source = node.args[0]
-            while isinstance(source, Node) and (is_view(source) or source.target is operator.getitem):
-                source = source.args[0]
+        if wanted.get(name_of(node)):
+            source = _base(node.args[0])  # type: ignore[arg-type]
             if isinstance(source, Node) and is_product(source):
                 found.add(source)
     return found
+
+
+def choices(forward: Iterable[Node]) -> set[Node]:
+    """What selections choose from, back to the product that gave the scores."""
+    found: set[Node] = set()
+    todo = [a for n in forward if is_selection(n) for a in n.all_input_nodes]
+    while todo:
+        node = todo.pop()
+        if node.op != "call_function" or node in found:
+            continue
+        found.add(node)
+        if not is_product(node) and not is_core(node):
+            todo.extend(node.all_input_nodes)
+    return {n for n in found if not is_view(n)}

@@ -29,13 +29,17 @@ class CheckpointingPolicy:
     - "full": the whole block is computed again from what it reads, but for the norm in front of it;
     - "full_plus_norms": the norm in front of it, too.
 
+    Never computed again, whatever an entry says: a router's choice and the scores it is made from (a second result
+    could differ), random draws, writes, communication, and operations of other libraries.
+
     Attributes:
         ablock: attention blocks.
         mblock: Mamba and other state-space blocks.
         eblock: expert and feed-forward blocks.
         rblock: recurrent blocks.
-        last_layer: entry for every block of the last layer, or "never" to compute nothing of it again: its
-            activations are consumed at once.
+        last_layer: entry for every block of the last layer. "never", as its activations are consumed at once: none
+            of its products, cores, projections or reductions is computed again, whatever its kinds say; only what
+            a fused kernel has while it reads what is saved.
         recompute_kv_upproj: under "selective", compute keys and values of latent attention again from the latent.
         recompute_q_upproj: likewise the queries.
 
@@ -87,6 +91,6 @@ class CheckpointingPolicy:
 
     def entry(self, kind: str, last: bool) -> str:
         """What holds for a block of `kind`; "none" for one of no kind."""
-        if last and self.last_layer != "none":
-            return self.last_layer if kind in KINDS else "none"
-        return getattr(self, kind) if kind in KINDS else "none"
+        entry: str = getattr(self, kind) if kind in KINDS else "none"
+        # "never" holds back what the kind asks for; it asks for nothing by itself.
+        return self.last_layer if last and (self.last_layer != "never" or entry != "none") else entry

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Node
@@ -16,10 +17,14 @@ from torch.utils.checkpoint import CheckpointPolicy as Tag
 
 from megacpp_compile.remat import plan as planning
 from megacpp_compile.remat.kinds import Place, places
+from megacpp_compile.remat.nodes import is_view
 from megacpp_compile.remat.policy import CheckpointingPolicy
 
 # One region for the whole graph: torch would save what lies on the border of two.
 _REGION = 1 << 19
+
+# Told the plan and where the nodes are.
+Tell = Callable[[planning.Plan, dict[Node, Place]], None]
 
 
 class TagForRemat(CustomGraphPass):
@@ -33,7 +38,7 @@ class TagForRemat(CustomGraphPass):
         policy: CheckpointingPolicy,
         block_kinds: dict[str, str],
         before: Any = None,
-        tell: Callable[[planning.Plan, dict[Node, Place], set[str]], None] | None = None,
+        tell: Tell | None = None,
     ) -> None:
         self.policy, self.block_kinds, self.before, self.tell = policy, block_kinds, before, tell
 
@@ -43,15 +48,15 @@ class TagForRemat(CustomGraphPass):
         forward, needed = joint(graph)
         if not needed:
             return  # inference, or nothing to differentiate
-        where, hit = places(forward, self.block_kinds)
+        where = places(forward, self.block_kinds)
         plan = planning.make(forward, needed, where, self.policy)
         for node in plan.saved:
-            node.meta["recompute"] = Tag.MUST_SAVE
+            if isinstance(node.meta.get("val"), (torch.Tensor, tuple, list)):
+                node.meta["recompute"] = Tag.MUST_SAVE
         for node in plan.recomputed:
-            node.meta["recompute"] = Tag.MUST_RECOMPUTE
-            node.meta.setdefault("ac_graph_id", _REGION)
+            node.meta["recompute"], node.meta["ac_graph_id"] = Tag.MUST_RECOMPUTE, _REGION
         if self.tell is not None:
-            self.tell(plan, where, hit)
+            self.tell(plan, where)
 
     def uuid(self) -> Any:
         from megacpp_compile.handoff import source_hash
@@ -61,6 +66,25 @@ class TagForRemat(CustomGraphPass):
 
     def __reduce__(self) -> Any:
         return TagForRemat, (self.policy, self.block_kinds, self.before)
+
+
+def describe(plan: planning.Plan, where: dict[Node, Place], policy: CheckpointingPolicy) -> dict[str, dict[str, Any]]:
+    """The plan in numbers, by kind of block; "" for what lies between blocks. See `report.Frame.remat`."""
+    found: dict[str, dict[str, Any]] = {}
+    blocks: dict[str, set[tuple[str, str | None]]] = {}
+    for place in where.values():
+        blocks.setdefault(place.kind, set()).add((place.layer, place.block))
+    layered = len({p.layer for p in where.values() if p.kind and p.layer}) > 1
+    for kind in (k for k in ("ablock", "mblock", "eblock", "rblock", "") if k in blocks):
+        entries = [policy.entry(kind, False), *([policy.entry(kind, True)] if layered else [])] if kind else []
+        saved = [n for n in plan.saved if where[n].kind == kind]
+        found[kind] = {
+            "entries": list(dict.fromkeys(map(str, entries))),
+            "blocks": len(blocks[kind]) if kind else 0,
+            "saved": sum(map(planning.kept_bytes, saved)),
+            "recomputed": sum(where[n].kind == kind and not is_view(n) for n in plan.recomputed),
+        }
+    return found
 
 
 def joint(graph: fx.Graph) -> tuple[list[Node], list[Node]]:
@@ -78,9 +102,9 @@ def _backward(graph: fx.Graph) -> set[Node]:
     found: set[Node] = set()
     for node in graph.nodes:
         tangent = node.op == "placeholder" and "tangents" in str(node.target)
-        if tangent or node.meta.get("partitioner_tag") == "is_backward" or any(a in found for a in node.all_input_nodes):
-            if node.op != "output":
-                found.add(node)
+        late = tangent or node.meta.get("partitioner_tag") == "is_backward"
+        if node.op != "output" and (late or any(a in found for a in node.all_input_nodes)):
+            found.add(node)
     return found
 
 
