@@ -77,7 +77,7 @@ class CheckpointingPolicy:
         if value is None or isinstance(value, cls):
             return value
         if isinstance(value, str) and value in ENTRIES:
-            return cls(**{k: value for k in KINDS if _ONLY.get(value, k) == k})
+            return cls(**dict.fromkeys((k for k in KINDS if _ONLY.get(value, k) == k), value))  # type: ignore[arg-type]
         if isinstance(value, Mapping):
             known = [f.name for f in fields(cls)]
             for key in value:

@@ -15,6 +15,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Node
 from torch.utils.checkpoint import CheckpointPolicy as Tag
 
+from megacpp_compile.remat import latents
 from megacpp_compile.remat import plan as planning
 from megacpp_compile.remat.kinds import Place, places
 from megacpp_compile.remat.nodes import is_view
@@ -50,10 +51,11 @@ class TagForRemat(CustomGraphPass):
             return  # inference, or nothing to differentiate
         where = places(forward, self.block_kinds)
         plan = planning.make(forward, needed, where, self.policy)
+        added = latents.pass_on(graph, plan.recomputed)
         for node in plan.saved:
             if isinstance(node.meta.get("val"), (torch.Tensor, tuple, list)):
                 node.meta["recompute"] = Tag.MUST_SAVE
-        for node in plan.recomputed:
+        for node in [*plan.recomputed, *added]:
             node.meta["recompute"], node.meta["ac_graph_id"] = Tag.MUST_RECOMPUTE, _REGION
         if self.tell is not None:
             self.tell(plan, where)
