@@ -1,0 +1,96 @@
+"""What each entry keeps and computes again: bytes counted on the partitioned forward, gradients to the last bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.remat import models
+from tests.remat.steps import count, same, step
+
+
+@pytest.fixture(scope="module")
+def steps():
+    model, inputs = models.mla(3)
+    made = {}
+    for entry in (None, "none", "selective", "full", "full_plus_norms"):
+        made[entry] = step(model, inputs, {"policy": entry})
+    return made
+
+
+def test_gradients_are_the_same_to_the_last_bit(steps):
+    assert all(same(s, steps[None]) for s in steps.values())
+
+
+def test_each_entry_keeps_less_than_the_one_before(steps):
+    saved = [s.saved for s in steps.values()]
+    assert saved[0] == saved[1] > saved[2] > saved[3] > saved[4]
+
+
+def test_predicted_bytes_are_what_the_forward_saves(steps):
+    for entry in ("selective", "full", "full_plus_norms"):
+        assert steps[entry].predicted == steps[entry].saved
+
+
+def test_the_report_says_it_by_kind(steps):
+    assert steps[None].report.frames[0].remat is None
+    found = steps["selective"].remat
+    assert {k: v["blocks"] for k, v in found.items()} == {"ablock": 3, "eblock": 3, "": 0}
+    assert found["ablock"]["entries"] == ["selective", "never"]
+    text = str(steps["selective"].report)
+    assert "remat" in text and "nodes computed again" in text
+    again = type(steps["selective"].report).from_json(steps["selective"].report.to_json())
+    assert again.frames[0].remat == found
+
+
+def test_selective_computes_keys_and_values_again_and_the_latent_once(steps):
+    """Two of three layers, as the last is never: one up-projection each, the latent where it was before."""
+    plain, policed = (count(steps[e].graphs[1], "aten.mm", "aten.addmm") for e in (None, "selective"))
+    assert policed == plain + 2
+    core = "scaled_dot_product_flash_attention_for_cpu.default"
+    assert count(steps["selective"].graphs[1], core) == 0 == count(steps[None].graphs[1], core)
+    assert count(steps["full"].graphs[1], core) == 2
+
+
+def test_projections_of_queries_and_of_the_last_layer_are_asked_for():
+    model, inputs = models.mla(2)
+    made = [
+        step(model, inputs, {"policy": policy})
+        for policy in (
+            {"recompute_kv_upproj": False, "last_layer": "selective"},
+            {"last_layer": "selective"},
+            {"last_layer": "selective", "recompute_q_upproj": True},
+        )
+    ]
+    assert made[0].saved > made[1].saved > made[2].saved
+    assert same(made[0], made[2])
+
+
+def test_experts_products_only():
+    """Under "expert_gemm_only" all of the rest is kept, and what selects is not chosen again, whatever is asked."""
+    torch.manual_seed(0)
+    model = models.Model(*(models.Layer(models.Attention(), models.Experts()) for _ in range(2)))
+    plain = step(model, (models.hidden(),), {})
+    for entry in ("expert_gemm_only", "full_plus_norms"):
+        policed = step(model, (models.hidden(),), {"policy": {"eblock": entry, "last_layer": entry_for_last(entry)}})
+        assert same(plain, policed)
+        assert policed.saved < plain.saved
+        assert count(policed.graphs[1], "aten.topk") == 0 < count(policed.graphs[0], "aten.topk")
+        assert count(policed.graphs[1], "mm.default") > count(plain.graphs[1], "mm.default")
+
+
+def entry_for_last(entry: str) -> str:
+    return "never" if entry == "expert_gemm_only" else entry
+
+
+def test_convolutions_only():
+    torch.manual_seed(0)
+    model = models.Model(*(models.Layer(models.Mixer(), models.Mixer()) for _ in range(2)))
+    plain = step(model, (models.hidden(),), {})
+    policed = step(model, (models.hidden(),), {"policy": {"mblock": "conv_bc_only", "last_layer": "none"}})
+    assert same(plain, policed)
+    assert policed.remat["mblock"]["blocks"] == 4
+    assert policed.saved < plain.saved
+    forward, backward = policed.graphs
+    assert count(backward, "aten.convolution.default") > count(plain.graphs[1], "aten.convolution.default")
+    assert count(backward, "aten.mm", "aten.addmm") == count(plain.graphs[1], "aten.mm", "aten.addmm")

@@ -1,0 +1,117 @@
+"""Everything else a model or a user may have put in place: dropout, autocast, dynamic shapes, graph breaks, checkpoints."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+import megacpp_compile
+from megacpp_compile.config import Config
+from megacpp_compile.errors import BlockKindError, TwoPoliciesError
+from tests.remat import models
+from tests.remat.steps import count, same, step
+
+X = models.hidden()
+FULL = {"policy": {"ablock": "full_plus_norms", "eblock": "selective", "last_layer": "full_plus_norms"}}
+
+
+def test_dropout():
+    model = models.llama(2, dropout=0.5)
+    plain, policed = step(model, (X,), {}), step(model, (X,), FULL)
+    assert same(plain, policed) and policed.saved < plain.saved
+    assert count(policed.graphs[1], "rand") == 0
+
+
+def test_autocast():
+    model = models.llama(2)
+    plain, policed = (step(model, (X,), o, torch.autocast("cpu", torch.bfloat16)) for o in ({}, FULL))
+    assert same(plain, policed) and policed.saved < plain.saved
+
+
+def test_dynamic_shapes():
+    model = models.llama(2)
+    plain, policed = (step(model, (models.hidden(40),), o, dynamic=True) for o in ({}, FULL))
+    assert same(plain, policed) and policed.saved < plain.saved
+    assert any(isinstance(n.meta.get("val"), torch.SymInt) for n in policed.graphs[0].graph.nodes)
+
+
+def test_frames_between_graph_breaks():
+    """Each keeps less; a pattern for blocks that are in another frame is no error there."""
+    model = models.llama(2, broken=True)
+    options = {**FULL, "block_kinds": {"layers.*.first": "ablock", "first": "ablock"}}
+    plain, policed = step(model, (X,), {}), step(model, (X,), options)
+    assert same(plain, policed) and policed.saved < plain.saved
+    assert len(policed.report.frames) > 1 and all(f.remat for f in policed.report.frames)
+
+
+def test_checkpoint_in_the_model_is_honoured():
+    model = models.llama(2, checkpointed=True)
+    plain, policed = step(model, (X,), {}), step(model, (X,), {"policy": "selective"})
+    core = "scaled_dot_product_flash_attention_for_cpu.default"
+    assert same(plain, policed) and policed.saved < plain.saved
+    assert count(policed.graphs[1], core) == count(plain.graphs[1], core) == 2
+
+
+def refused(options, **kwargs):
+    with pytest.raises(BackendCompilerFailed) as caught:
+        step(models.llama(2, **kwargs), (X,), options)
+    return caught.value.inner_exception
+
+
+def test_strict_refuses_checkpoint_in_the_model():
+    error = refused({"policy": "selective", "strict": True}, checkpointed=True)
+    assert isinstance(error, TwoPoliciesError) and "torch.utils.checkpoint" in str(error)
+
+
+def test_a_global_budget_beside_a_policy():
+    with torch._functorch.config.patch(activation_memory_budget=0.5):
+        error = refused({"policy": "selective"})
+    assert isinstance(error, TwoPoliciesError) and "activation_memory_budget = 0.5" in str(error)
+
+
+def test_a_pattern_without_a_hit():
+    error = refused({"policy": "selective", "block_kinds": {"layer.*.firs": "mblock"}})
+    assert isinstance(error, BlockKindError) and "layers.0.first" in error.close
+
+
+def test_blocks_are_what_the_user_says():
+    made = step(models.llama(2), (X,), {"policy": "selective", "block_kinds": {"layers.1.second": "rblock"}})
+    assert {k: v["blocks"] for k, v in made.remat.items()} == {"ablock": 2, "eblock": 1, "rblock": 1, "": 0}
+
+
+class Count(CustomGraphPass):
+    calls = 0
+
+    def __call__(self, graph):
+        Count.calls += 1
+
+    def uuid(self):
+        return "count"
+
+
+def test_a_pass_of_the_users_runs_first():
+    step(models.llama(1), (X,), {"policy": "full", "inductor": {"joint_custom_post_pass": Count()}})
+    assert Count.calls == 1
+
+
+def test_no_plan_for_inference():
+    with torch.no_grad(), megacpp_compile.record() as report:
+        torch._dynamo.reset()
+        compiled = torch.compile(
+            models.llama(1), backend=megacpp_compile.backend, options={"policy": "full", "inductor": {}}
+        )
+        from tests.remat.steps import without_code
+
+        with without_code([]):
+            compiled(X)
+    assert [f.remat for f in report.frames] == [None]
+
+
+def test_policies_key_caches():
+    one, other = Config(policy="selective"), Config(policy={"last_layer": "full"})  # type: ignore[arg-type]
+    assert one != other and one == Config(policy=megacpp_compile.CheckpointingPolicy())
+    assert copy.deepcopy(other).policy == other.policy
