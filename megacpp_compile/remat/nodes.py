@@ -63,6 +63,8 @@ def is_pinned(node: Node) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return target is not operator.getitem
+    if is_core(node):
+        return False  # it can drop out, and is tagged as random for that; the partitioner hands it the same numbers
     if is_selection(node) or torch.Tag.nondeterministic_seeded in target.tags:
         return True
     if target._schema.is_mutable or target.namespace in ("_c10d_functional", "c10d"):

@@ -84,7 +84,7 @@ class CheckpointingPolicy:
                 if key not in known:
                     raise BadOptionError("policy", key, "fields of CheckpointingPolicy: " + ", ".join(known), known)
             return cls(**value)
-        raise BadOptionError("policy", value, "a CheckpointingPolicy, its fields, or one of " + ", ".join(ENTRIES))
+        raise BadOptionError("policy", value, "a CheckpointingPolicy, its fields, or one of " + ", ".join(ENTRIES), ENTRIES)
 
     def to_dict(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(self)}

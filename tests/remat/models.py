@@ -37,16 +37,16 @@ class SwiGLU(nn.Module):
 
 
 class Experts(nn.Module):
-    """Two of four experts for each token, all of them computed."""
+    """Two of three experts for each token, all of them computed."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.router = nn.Linear(DIM, 4)
-        self.experts = nn.ModuleList(SwiGLU() for _ in range(4))
+        self.router = nn.Linear(DIM, 3)
+        self.experts = nn.ModuleList(SwiGLU() for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
         weights, chosen = self.router(x).softmax(-1).topk(2, -1)
-        gates = torch.zeros(*x.shape[:-1], 4).scatter(-1, chosen, weights)
+        gates = torch.zeros(*x.shape[:-1], 3).scatter(-1, chosen, weights)
         return sum(expert(x) * gates[..., i : i + 1] for i, expert in enumerate(self.experts))
 
 

@@ -23,7 +23,8 @@ def test_dropout():
     model = models.llama(2, dropout=0.5)
     plain, policed = step(model, (X,), {}), step(model, (X,), FULL)
     assert same(plain, policed) and policed.saved < plain.saved
-    assert count(policed.graphs[1], "rand") == 0
+    # The mask is drawn again from the seed, which is not.
+    assert count(policed.graphs[1], "inductor_seeds") == 0 < count(policed.graphs[0], "inductor_seeds")
 
 
 def test_autocast():
@@ -33,7 +34,7 @@ def test_autocast():
 
 
 def test_dynamic_shapes():
-    model = models.llama(2)
+    model = models.llama(1)
     plain, policed = (step(model, (models.hidden(40),), o, dynamic=True) for o in ({}, FULL))
     assert same(plain, policed) and policed.saved < plain.saved
     assert any(isinstance(n.meta.get("val"), torch.SymInt) for n in policed.graphs[0].graph.nodes)
@@ -51,9 +52,9 @@ def test_frames_between_graph_breaks():
 def test_checkpoint_in_the_model_is_honoured():
     model = models.llama(2, checkpointed=True)
     plain, policed = step(model, (X,), {}), step(model, (X,), {"policy": "selective"})
-    core = "scaled_dot_product_flash_attention_for_cpu.default"
     assert same(plain, policed) and policed.saved < plain.saved
-    assert count(policed.graphs[1], core) == count(plain.graphs[1], core) == 2
+    # The core runs again, with the random state of the first time.
+    assert count(policed.graphs[1], "run_with_rng_state") == count(plain.graphs[1], "run_with_rng_state") == 2
 
 
 def refused(options, **kwargs):
