@@ -11,6 +11,7 @@ one other of no more bytes gives its place to that one.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -48,10 +49,26 @@ def kept_bytes(node: Node) -> int:
 
 
 def make(
-    forward: Sequence[Node], needed: Sequence[Node], places: Mapping[Node, Place], policy: CheckpointingPolicy
+    forward: Sequence[Node],
+    needed: Sequence[Node],
+    places: Mapping[Node, Place],
+    policy: CheckpointingPolicy,
+    device: str = "cpu",
 ) -> Plan:
     """forward: call nodes of the forward in order; needed: those that backward nodes read directly."""
-    return settle(forward, needed, _Wishes(forward, places, policy).of)
+    wishes = _Wishes(forward, places, policy).of
+    if policy.budgets():
+        from megacpp_compile.remat import budget
+
+        for kind, fraction in policy.budgets():
+            allowed = fraction * budget.read_bytes(needed, forward, places, kind)
+            fits = functools.partial(_fits, places=places, kind=kind, allowed=allowed)
+            wishes = budget.solve(forward, needed, places, wishes, kind, fits, device)
+    return settle(forward, needed, wishes)
+
+
+def _fits(plan: Plan, places: Mapping[Node, Place], kind: str | None, allowed: float) -> bool:
+    return sum(kept_bytes(n) for n in plan.saved if kind is None or places[n].kind == kind) <= allowed
 
 
 def settle(forward: Sequence[Node], needed: Sequence[Node], wishes: dict[Node, str]) -> Plan:
@@ -155,7 +172,7 @@ class _Wishes:
             return self.of.get(node.args[0], SAVE)  # type: ignore[arg-type]
         if is_view(node) or node.target is operator.getitem:
             # It costs nothing, and its base is what is saved.
-            return FREE if self.of.get(_base(node)) == FREE else RECOMPUTE
+            return FREE if self.of.get(base_of(node)) == FREE else RECOMPUTE
         if (asked := checkpointed(node)) is not None:
             return asked
         entry = self._entry(node)
@@ -164,7 +181,7 @@ class _Wishes:
         if entry == "none":
             return FREE
         place = self.places[node]
-        leaving = any(self.places[u].layer != place.layer for u in _beyond_views(node) if u in self.inner)
+        leaving = any(self.places[u].layer != place.layer for u in beyond_views(node) if u in self.inner)
         if leaving and self._weight(node):
             return SAVE  # else one layer's backward would compute the layers before it
         if entry in ("full", "full_plus_norms") and place.kind:
@@ -218,7 +235,7 @@ def checkpointed(node: Node) -> str | None:
     if tag in (Tag.MUST_SAVE, Tag.PREFER_SAVE):
         return SAVE
     region = node.meta["ac_graph_id"]
-    forward = [u for u in _beyond_views(node) if "recompute" in u.meta or not _late(u)]
+    forward = [u for u in beyond_views(node) if "recompute" in u.meta or not _late(u)]
     return RECOMPUTE if all(u.meta.get("ac_graph_id") == region for u in forward) else SAVE
 
 
@@ -226,20 +243,21 @@ def _late(node: Node) -> bool:
     return node.meta.get("partitioner_tag") == "is_backward" or node.op == "output"
 
 
-def _base(node: Node) -> Any:
-    while isinstance(node, Node) and (is_view(node) or node.target is operator.getitem):
+def base_of(node: Node, through_items: bool = True) -> Any:
+    """What `node` is a view, or, if asked, a part of."""
+    while isinstance(node, Node) and (is_view(node) or through_items and node.target is operator.getitem):
         node = node.args[0]  # type: ignore[assignment]
     return node
 
 
 def _sources(node: Node) -> list[Node]:
-    return [_base(a) for a in node.all_input_nodes]
+    return [base_of(a) for a in node.all_input_nodes]
 
 
-def _beyond_views(node: Node) -> Iterable[Node]:
+def beyond_views(node: Node) -> Iterable[Node]:
     for user in node.users:
         if is_view(user) or user.target is operator.getitem:
-            yield from _beyond_views(user)
+            yield from beyond_views(user)
         else:
             yield user
 
@@ -250,7 +268,7 @@ def up_projections(forward: Iterable[Node], kv: bool, q: bool) -> set[Node]:
     found = set()
     for node in forward:
         if wanted.get(name_of(node)):
-            source = _base(node.args[0])  # type: ignore[arg-type]
+            source = base_of(node.args[0])  # type: ignore[arg-type]
             if isinstance(source, Node) and is_product(source):
                 found.add(source)
     return found

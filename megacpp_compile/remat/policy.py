@@ -29,6 +29,10 @@ class CheckpointingPolicy:
     - "full": the whole block is computed again from what it reads, but for the norm in front of it;
     - "full_plus_norms": the norm in front of it, too.
 
+    or a budget, as a fraction from 0 to 1 of the bytes of all that backward reads of such blocks: what costs the least
+    time a byte is computed again until the rest fits, or nothing is left to; see `budget.py`. A budget knows no last
+    layer.
+
     Never computed again, whatever an entry says: a router's choice and the scores it is made from (a second result
     could differ), random draws, writes, communication, and operations of other libraries.
 
@@ -42,28 +46,38 @@ class CheckpointingPolicy:
             a fused kernel has while it reads what is saved.
         recompute_kv_upproj: under "selective", compute keys and values of latent attention again from the latent.
         recompute_q_upproj: likewise the queries.
+        budget: a fraction for the whole model, in the place of "selective" for every kind.
 
     Source of the idea: Korthikanti et al., arXiv:2205.05198; of the mechanism: `torch.utils.checkpoint`'s
     `CheckpointPolicy` tags, which torch's partitioner obeys.
     """
 
-    ablock: str = "selective"
-    mblock: str = "selective"
-    eblock: str = "selective"
-    rblock: str = "selective"
+    ablock: str | float = "selective"
+    mblock: str | float = "selective"
+    eblock: str | float = "selective"
+    rblock: str | float = "selective"
     last_layer: str = "never"
     recompute_kv_upproj: bool = True
     recompute_q_upproj: bool = False
+    budget: float | None = None
 
     def __post_init__(self) -> None:
         for kind in KINDS:
             entry = getattr(self, kind)
             valid = [e for e in ENTRIES if _ONLY.get(e, kind) == kind]
-            if entry not in valid:
-                raise BadOptionError(f"policy.{kind}", entry, "one of " + ", ".join(map(repr, valid)), valid)
+            if _is_fraction(entry):
+                object.__setattr__(self, kind, float(entry))
+            elif entry not in valid:
+                raise BadOptionError(
+                    f"policy.{kind}", entry, "a fraction from 0 to 1, or one of " + ", ".join(map(repr, valid)), valid
+                )
         last = ("never", *(e for e in ENTRIES if e not in _ONLY))
         if self.last_layer not in last:
             raise BadOptionError("policy.last_layer", self.last_layer, "one of " + ", ".join(map(repr, last)), last)
+        if self.budget is not None:
+            if not _is_fraction(self.budget):
+                raise BadOptionError("policy.budget", self.budget, "a fraction from 0 to 1")
+            object.__setattr__(self, "budget", float(self.budget))
         for name in ("recompute_kv_upproj", "recompute_q_upproj"):
             if not isinstance(getattr(self, name), bool):
                 raise BadOptionError(f"policy.{name}", getattr(self, name), "True or False")
@@ -76,6 +90,8 @@ class CheckpointingPolicy:
         """
         if value is None or isinstance(value, cls):
             return value
+        if _is_fraction(value):
+            return cls(budget=value)
         if isinstance(value, str) and value in ENTRIES:
             return cls(**dict.fromkeys((k for k in KINDS if _ONLY.get(value, k) == k), value))  # type: ignore[arg-type]
         if isinstance(value, Mapping):
@@ -84,13 +100,37 @@ class CheckpointingPolicy:
                 if key not in known:
                     raise BadOptionError("policy", key, "fields of CheckpointingPolicy: " + ", ".join(known), known)
             return cls(**value)
-        raise BadOptionError("policy", value, "a CheckpointingPolicy, its fields, or one of " + ", ".join(ENTRIES), ENTRIES)
+        raise BadOptionError(
+            "policy",
+            value,
+            "a CheckpointingPolicy, its fields, a fraction from 0 to 1, or one of " + ", ".join(ENTRIES),
+            ENTRIES,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
     def entry(self, kind: str, last: bool) -> str:
         """What holds for a block of `kind`; "none" for one of no kind."""
-        entry: str = getattr(self, kind) if kind in KINDS else "none"
+        given = getattr(self, kind) if kind in KINDS else "none"
+        if isinstance(given, float) or self.budget is not None and kind in KINDS and given == "selective":
+            return "never"  # where a budget begins
+        entry: str = given
         # "never" holds back what the kind asks for; it asks for nothing by itself.
         return self.last_layer if last and (self.last_layer != "never" or entry != "none") else entry
+
+    def asked(self, kind: str, last: bool) -> str:
+        """`entry` for people: a budget by its fraction."""
+        given = getattr(self, kind)
+        if isinstance(given, float):
+            return f"{given:g}"
+        return f"{self.budget:g}" if self.budget is not None and given == "selective" else self.entry(kind, last)
+
+    def budgets(self) -> list[tuple[str | None, float]]:
+        """(kind, or None for the whole model; fraction) of every budget."""
+        kinds: list[tuple[str | None, float]] = [(k, v) for k in KINDS if isinstance(v := getattr(self, k), float)]
+        return kinds + ([(None, self.budget)] if self.budget is not None else [])
+
+
+def _is_fraction(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1

@@ -50,7 +50,7 @@ class TagForRemat(CustomGraphPass):
         if not needed:
             return  # inference, or nothing to differentiate
         where = places(forward, self.block_kinds)
-        plan = planning.make(forward, needed, where, self.policy)
+        plan = planning.make(forward, needed, where, self.policy, _device(forward))
         added = latents.pass_on(graph, plan.recomputed)
         for node in plan.saved:
             if isinstance(node.meta.get("val"), (torch.Tensor, tuple, list)):
@@ -78,7 +78,7 @@ def describe(plan: planning.Plan, where: dict[Node, Place], policy: Checkpointin
         blocks.setdefault(place.kind, set()).add((place.layer, place.block))
     layered = len({p.layer for p in where.values() if p.kind and p.layer}) > 1
     for kind in (k for k in ("ablock", "mblock", "eblock", "rblock", "") if k in blocks):
-        entries = [policy.entry(kind, False), *([policy.entry(kind, True)] if layered else [])] if kind else []
+        entries = [policy.asked(kind, False), *([policy.asked(kind, True)] if layered else [])] if kind else []
         saved = [n for n in plan.saved if where[n].kind == kind]
         found[kind] = {
             "entries": list(dict.fromkeys(map(str, entries))),
@@ -108,6 +108,11 @@ def _backward(graph: fx.Graph) -> set[Node]:
         if node.op != "output" and (late or any(a in found for a in node.all_input_nodes)):
             found.add(node)
     return found
+
+
+def _device(forward: list[Node]) -> str:
+    held = (n.meta.get("val") for n in reversed(forward))
+    return next((v.device.type for v in held if isinstance(v, torch.Tensor)), "cpu")
 
 
 def _passes(value: Any) -> tuple[Any, ...]:

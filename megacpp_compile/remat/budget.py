@@ -1,0 +1,102 @@
+"""Less memory step by step, the cheapest step first, until a budget is met.
+
+A lever is a saved value and its likes in the other layers. Pulling it computes that value again, from what is saved
+then; what it costs is the modelled time of all that is computed again, after less before, by the bytes it frees. The
+order in which levers are pulled does not depend on the budget, and a step that frees nothing is not made: a lower
+budget goes further along the same way, so it never keeps more. What leaves a layer is no lever, as computing it again
+would take the layers before it, all at once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from torch.fx import Node
+
+from megacpp_compile.provenance import module_fqn
+from megacpp_compile.remat import costs
+from megacpp_compile.remat.kinds import Place
+from megacpp_compile.remat.nodes import is_pinned
+from megacpp_compile.remat.plan import RECOMPUTE, Plan, base_of, beyond_views, choices, kept_bytes, settle
+
+
+def solve(
+    forward: Sequence[Node],
+    needed: Sequence[Node],
+    places: Mapping[Node, Place],
+    wishes: dict[Node, str],
+    kind: str | None,
+    fits: Callable[[Plan], bool],
+    device: str,
+) -> dict[Node, str]:
+    """`wishes` with levers pulled until `fits`, or all of them. kind: whose values are levers, None for all."""
+    fixed = choices(forward) | {n for n in forward if is_pinned(n) or _leaves_layer(n, places)}
+    movable = {n for n in forward if n not in fixed and (kind is None or places[n].kind == kind)}
+    plan = settle(forward, needed, wishes)
+    if fits(plan):
+        return wishes
+    reached = wishes
+    for reached, made in _steps(forward, needed, wishes, plan, movable, device):  # noqa: B007
+        if fits(made):
+            break
+    return reached
+
+
+def _steps(
+    forward: Sequence[Node],
+    needed: Sequence[Node],
+    wishes: dict[Node, str],
+    plan: Plan,
+    movable: set[Node],
+    device: str,
+) -> Iterator[tuple[dict[Node, str], Plan]]:
+    tried: set[Node] = set()
+    while True:
+        groups: dict[tuple[object, ...], list[Node]] = {}
+        for node in plan.saved:
+            op = _op(node)
+            if op in movable and op not in tried and kept_bytes(node):
+                groups.setdefault(_likeness(op), []).append(op)
+        best: tuple[float, list[Node]] | None = None
+        before = costs.seconds(plan.recomputed, device)
+        for members in groups.values():
+            trial = settle(forward, needed, {**wishes, members[0]: RECOMPUTE})
+            freed = plan.saved_bytes() - trial.saved_bytes()
+            if freed > 0:
+                price = (costs.seconds(trial.recomputed, device) - before) / freed
+                if best is None or price < best[0]:
+                    best = price, members
+            else:
+                tried.update(members)
+        if best is None:
+            return
+        for node in dict.fromkeys(best[1]):
+            tried.add(node)
+            further = {**wishes, node: RECOMPUTE}
+            trial = settle(forward, needed, further)
+            if trial.saved_bytes() < plan.saved_bytes():
+                wishes, plan = further, trial
+                yield wishes, plan
+
+
+def read_bytes(needed: Sequence[Node], forward: Sequence[Node], places: Mapping[Node, Place], kind: str | None) -> int:
+    """What backward reads of the forward: the bytes kept if nothing at all was computed again."""
+    inner = set(forward)
+    bases = dict.fromkeys(b for n in needed if (b := base_of(n, through_items=False)) in inner)
+    return sum(kept_bytes(n) for n in bases if kind is None or places[n].kind == kind)
+
+
+def _op(node: Node) -> Node:
+    """The operation whose result, or part of it, is saved."""
+    return node.args[0] if "getitem" in str(node.target) else node  # type: ignore[return-value]
+
+
+def _likeness(node: Node) -> tuple[object, ...]:
+    name = re.sub(r"\d+", "#", module_fqn(node))
+    return str(node.target), name, str(node.meta.get("val")), tuple(str(a.target)[:24] for a in node.all_input_nodes
+                                                                   if a.op == "call_function")  # fmt: skip
+
+
+def _leaves_layer(node: Node, places: Mapping[Node, Place]) -> bool:
+    return any(u in places and places[u].layer != places[node].layer for u in beyond_views(node))
