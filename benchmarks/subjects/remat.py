@@ -1,0 +1,104 @@
+"""Time against the memory of activations: the stack of `stack.py` under Inductor's budgets, checkpoints and policies.
+
+"saved MiB" is for all layers; the rows of interest are those that save alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from benchmarks import limits
+from benchmarks.ceilings import Work
+from benchmarks.harness import STEP, Case, Contestant, Settings, run_case, training, wider
+from benchmarks.harness import reference as widely
+from benchmarks.modules import leaves_of
+from benchmarks.subjects.block import QUICK, SIZES, inputs
+from benchmarks.subjects.stack import stack
+from benchmarks.variants import inductor, ours
+
+POLICIES: dict[str, Any] = {
+    "selective": "selective",
+    "selective, last layer too": {"last_layer": "selective"},
+    "full": "full",
+    "full, norms and last layer too": {
+        **dict.fromkeys(("ablock", "eblock"), "full_plus_norms"),
+        "last_layer": "full_plus_norms",
+    },
+    **{f"budget {b}": b for b in (0.8, 0.6, 0.4, 0.2)},
+}
+
+
+class Checkpointed(nn.Module):
+    """Every layer under `torch.utils.checkpoint`, as it is written by hand."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        for layer in self.model.layers:  # type: ignore[union-attr]
+            x = checkpoint(layer, x, cos, sin, use_reentrant=False)
+        return x
+
+
+def budgeted(budget: float) -> Callable[[nn.Module], Callable[..., Any]]:
+    """Inductor under torch's global budget, set for its own calls alone."""
+
+    def compiled(model: nn.Module) -> Callable[..., Any]:
+        call = torch.compile(model)
+
+        def run(*args: Tensor) -> Any:
+            with torch._functorch.config.patch(activation_memory_budget=budget):
+                return call(*args)
+
+        return run
+
+    return compiled
+
+
+def cases(settings: Settings) -> Iterator[Case]:
+    size, hidden, layers = (QUICK[0], 96, 2) if settings.quick else (SIZES[0], 5632, 6)
+    model = stack(size, hidden, layers).to(settings.device, torch.bfloat16)
+    args = inputs(size, settings)
+    leaves = leaves_of(model, args[0])
+    with torch.no_grad():
+        grads = [torch.randn_like(model(*args))]
+    rows: dict[str, tuple[str, Callable[[nn.Module], Callable[..., Any]]]] = {
+        "eager": ("eager", lambda model: model),
+        "Inductor": ("inductor", inductor),
+        **{f"Inductor, budget {b}": ("inductor", budgeted(b)) for b in (0.8, 0.6, 0.4, 0.2)},
+        "Inductor, whole blocks by hand": ("inductor", lambda model: inductor(Checkpointed(model))),
+        "megacpp": ("ours", ours({})),
+        **{f"megacpp, {name}": ("ours", ours({"policy": policy})) for name, policy in POLICIES.items()},
+        "Inductor, again": ("control", inductor),
+    }
+
+    def wide() -> list[Tensor]:
+        other = stack(size, hidden, layers).to(settings.device, wider(torch.bfloat16))
+        other.load_state_dict(model.state_dict())
+        return widely(other, args, lambda given: leaves_of(other, given[0]), grads)
+
+    def build(compiler: Callable[[nn.Module], Callable[..., Any]]) -> Callable[[], Any]:
+        return lambda: training(compiler(model), args, leaves, grads)
+
+    contestants = [Contestant(name, kind, build(make)) for name, (kind, make) in rows.items()]
+    mlp = [(size.dim, hidden), (size.dim, hidden), (hidden, size.dim)]
+    linear = limits.linear_flops(size.batch * size.tokens, [*size.products, *mlp])
+    work = {STEP: Work(flops=layers * (3 * linear + 3.5 * size.attention_flops()))}
+    sizes = {**dataclasses.asdict(size), "hidden": hidden, "layers": layers}
+    names = ["output", "grad x", *(f"grad {name}" for name, _ in model.named_parameters())]
+    name = f"{layers} layers of {size.name}"
+    yield Case("remat", name, sizes, work, wide, contestants, torch.bfloat16, names)
+
+
+def tables(settings: Settings) -> Iterator[dict[str, Any]]:
+    # Every row compiles the same code anew.
+    with torch._dynamo.config.patch(recompile_limit=64):
+        for case in cases(settings):
+            yield from run_case(case, settings)
