@@ -19,12 +19,16 @@ if TYPE_CHECKING:
     from megacpp_compile.backend import megacpp as backend
     from megacpp_compile.config import Config
     from megacpp_compile.explaining import explain
+    from megacpp_compile.regional import compile
     from megacpp_compile.report import Report, record
 
 __version__ = "0.1.0"
-__all__ = ["Config", "Report", "backend", "explain", "record"]
+__all__ = ["Config", "Report", "backend", "compile", "explain", "record"]
 
-_HOME = {"Config": "config", "Report": "report", "record": "report", "explain": "explaining", "backend": "backend"}
+_HOME = {
+    "Config": "config", "Report": "report", "record": "report", "explain": "explaining", "backend": "backend",
+    "compile": "regional",
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -42,11 +42,18 @@ def megacpp(
     failed verification under `strict`, or a target that is not there.
     """
     check_torch()
-    config = Config.from_options(options, pass_names())
-    patches = {**_mode_patches(mode), **config.inductor}
+    return compile_frame(gm, example_inputs, Config.from_options(options, pass_names()), mode)
+
+
+def compile_frame(
+    gm: GraphModule, example_inputs: Sequence[Any], config: Config, mode: str | None, block: str = "", blocks: int = 0
+) -> Callable[..., Any]:
+    """All stages. block: name of the repeated block the frame belongs to; blocks: how many are like it."""
+    patches = {**mode_patches(mode), **config.inductor}
     target = resolve_target(config.target, example_inputs)
     began = time.perf_counter()
     result = analyse(gm, example_inputs, config, target)
+    result.frame.block, result.frame.blocks = block, blocks
     result.frame.seconds["analysis"] = time.perf_counter() - began - sum(result.frame.seconds.values())
     if dynamic_outputs.refuse(result.captured.gm if result.outcome and result.outcome.sites else gm):
         _publish_refused(result, config)
@@ -110,7 +117,8 @@ def check_torch(found: str | None = None) -> None:
         raise TorchTooOldError(found)
 
 
-def _mode_patches(mode: str | None) -> dict[str, Any]:
+def mode_patches(mode: str | None) -> dict[str, Any]:
+    """Inductor's settings of a `torch.compile` mode."""
     if mode in (None, "default"):
         return {}
     from torch._inductor import list_mode_options
