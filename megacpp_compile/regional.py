@@ -85,11 +85,24 @@ def compile(
         regions.append(Region((fqn,), type(module).__name__, _size([module]), treatment, "outside the blocks"))
     backend = _Regional(model, regions, config, mode)
     for module in chosen:
-        module.compile(backend=backend, dynamic=dynamic, fullgraph=fullgraph, **_recompile_limit(len(chosen)))
+        _compile(module, backend=backend, dynamic=dynamic, fullgraph=fullgraph, **_recompile_limit(len(chosen)))
     report.emit_regions(regions)
     for region in regions:
         log.logger.info("region: %s", region)
     return model
+
+
+def _compile(module: nn.Module, **settings: Any) -> None:
+    """`module.compile`, also for torch's own classes: Dynamo skips frames of torch's code, so that compiling an
+    `nn.TransformerEncoderLayer` in place would do nothing, without a word."""
+    if not torch._dynamo.trace_rules.check(type(module).forward):
+        module.compile(**settings)
+        return
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return module._call_impl(*args, **kwargs)
+
+    module._compiled_call_impl = torch.compile(call, **settings)
 
 
 def _why_whole(model: nn.Module, kinds: Sequence[Kind], whole_below: int) -> str | None:
@@ -115,7 +128,7 @@ def _size(modules: Sequence[nn.Module]) -> int:
 
 
 def _worth_compiling(module: nn.Module) -> bool:
-    return not isinstance(module, (nn.Linear, nn.Embedding, nn.ModuleList, nn.ModuleDict, nn.Identity))
+    return not isinstance(module, (nn.Linear, nn.Embedding, nn.Identity, nn.ModuleList, nn.ModuleDict))
 
 
 def _recompile_limit(blocks: int) -> dict[str, int]:
