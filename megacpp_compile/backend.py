@@ -46,9 +46,11 @@ def megacpp(
 
 
 def compile_frame(
-    gm: GraphModule, example_inputs: Sequence[Any], config: Config, mode: str | None, block: str = "", blocks: int = 0
-) -> Callable[..., Any]:
-    """All stages. block: name of the repeated block the frame belongs to; blocks: how many are like it."""
+    gm: GraphModule, example_inputs: Sequence[Any], config: Config, mode: str | None, block: str = "", blocks: int = 0,
+    kernels: Any = None,
+) -> Callable[..., Any]:  # fmt: skip
+    """All stages. block: name of the repeated block the frame belongs to; blocks: how many are like it; kernels: what
+    makes code of a partitioned graph in Inductor's place."""
     patches = {**mode_patches(mode), **config.inductor}
     target = resolve_target(config.target, example_inputs)
     began = time.perf_counter()
@@ -58,35 +60,36 @@ def compile_frame(
     if dynamic_outputs.refuse(result.captured.gm if result.outcome and result.outcome.sites else gm):
         _publish_refused(result, config)
         dynamic_outputs.trace_again()
-    compiled = _compile(gm, example_inputs, result, config, patches)
+    compiled = _compile(gm, example_inputs, result, config, patches, kernels)
     # Only now: a frame Inductor can't compile is tried again by Dynamo in pieces, and did not happen.
     _publish(result, config)
     return compiled
 
 
 def _compile(
-    gm: GraphModule, example_inputs: Sequence[Any], result: Analysis, config: Config, patches: dict[str, Any]
-) -> Callable[..., Any]:
+    gm: GraphModule, example_inputs: Sequence[Any], result: Analysis, config: Config, patches: dict[str, Any],
+    kernels: Any,
+) -> Callable[..., Any]:  # fmt: skip
     """Stages 5 and 6. A frame nothing fired in goes to Inductor as it came, and so does one whose rewritten graph
     Inductor refuses (an error under `strict`)."""
     if result.outcome is None or not result.outcome.sites:
-        return handoff.plain_inductor(gm, example_inputs, patches)
+        return handoff.plain_inductor(gm, example_inputs, patches, kernels)
     lower = functools.partial(handoff.to_inductor, result.captured.gm, example_inputs, result.frame.target, config)
     try:
         try:
-            return lower(patches)
+            return lower(patches, kernels)
         except Exception as error:
             if not _from_pattern_matcher(error):
                 raise
             log.logger.info("frame %s: one of Inductor's patterns failed, compiled without them", result.frame.name)
-            return lower({**patches, "pattern_matcher": False})
+            return lower({**patches, "pattern_matcher": False}, kernels)
     except Exception as error:
         if config.strict:
             raise
         if dynamic_outputs.refuse(gm):
             log.logger.warning("traced again with graph breaks: %s: %s", type(error).__name__, str(error)[:300])
             dynamic_outputs.trace_again()
-        compiled = handoff.plain_inductor(gm, example_inputs, patches)
+        compiled = handoff.plain_inductor(gm, example_inputs, patches, kernels)
         result.fell_back(f"Inductor refused the rewritten graph: {type(error).__name__}: {error}"[:300])
         return compiled
 

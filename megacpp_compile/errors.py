@@ -256,6 +256,21 @@ class BlockNotFoundError(MegacppError, ValueError):
         )
 
 
+class EstimateError(MegacppError):
+    """The model's forward depends on the values of its tensors, so that its memory cannot be told from shapes.
+
+    Args:
+        problem: what asked for a value.
+    """
+
+    def __init__(self, problem: str) -> None:
+        self.problem = problem
+        super().__init__(
+            f"the model cannot run on shapes alone: {problem}. A loop over the experts that got tokens is the usual "
+            "reason: choose a grouped or batched implementation of them."
+        )
+
+
 class ReportFormatError(MegacppError, ValueError):
     """Text or data that is not a report written by this version's `Report.to_json`.
 

@@ -190,18 +190,34 @@ def _rewire(node: Node, result: Any) -> None:
 
 
 def to_inductor(
-    gm: GraphModule, example_inputs: Sequence[Any], target: str, config: Config, patches: dict[str, Any]
-) -> Callable[..., Any]:
-    """Compile a rewritten graph with Inductor."""
+    gm: GraphModule, example_inputs: Sequence[Any], target: str, config: Config, patches: dict[str, Any],
+    kernels: Any = None,
+) -> Callable[..., Any]:  # fmt: skip
+    """Compile a rewritten graph with Inductor; `kernels` in the place of what makes code of its graphs."""
     from torch._inductor.compile_fx import compile_fx
 
     user = patches.get("post_grad_custom_pre_pass", inductor_config.post_grad_custom_pre_pass)
     lower = LowerSemanticOps(target, config, user)
-    return compile_fx(gm, example_inputs, config_patches={**patches, "post_grad_custom_pre_pass": lower})  # type: ignore[arg-type,return-value]
+    patches = {**patches, "post_grad_custom_pre_pass": lower}
+    return compile_fx(gm, example_inputs, config_patches=patches, **_inner(kernels))  # type: ignore[arg-type,return-value]
 
 
-def plain_inductor(gm: GraphModule, example_inputs: Sequence[Any], patches: dict[str, Any]) -> Callable[..., Any]:
+def plain_inductor(
+    gm: GraphModule, example_inputs: Sequence[Any], patches: dict[str, Any], kernels: Any = None
+) -> Callable[..., Any]:
     """Compile a frame exactly as `backend="inductor"` would."""
     from torch._inductor.compile_fx import compile_fx
 
-    return compile_fx(gm, example_inputs, config_patches=patches or None)  # type: ignore[arg-type,return-value]
+    return compile_fx(gm, example_inputs, config_patches=patches or None, **_inner(kernels))  # type: ignore[arg-type,return-value]
+
+
+def _inner(kernels: Any) -> dict[str, Any]:
+    return {} if kernels is None else {"inner_compile": kernels}
+
+
+def without_kernels(gm: GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
+    """In the place of Inductor's code generation: the graph itself, semantic ops and all. Enough for shapes, and for
+    what the partitioner saves."""
+    from functorch.compile import make_boxed_func
+
+    return make_boxed_func(gm.forward)  # type: ignore[no-any-return]

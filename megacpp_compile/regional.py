@@ -1,8 +1,8 @@
 """`compile`: a model compiled block by block, one artifact for all blocks of a kind.
 
-Each block is compiled in place (`nn.Module.compile`), so that its class, its names, its state dict and the hooks around
-its forward (FSDP2's among them) stay as they are. Dynamo keeps what it compiled at the code of `forward`, and all blocks
-share one backend object: blocks that its guards cannot tell apart share one graph and one artifact.
+Each block is compiled in place (`nn.Module.compile`), so that its class, its names, its state dict and the hooks
+around its forward (FSDP2's among them) stay as they are. Dynamo keeps what it compiled at the code of `forward`, and
+all blocks share one backend object: blocks that its guards cannot tell apart share one graph and one artifact.
 """
 
 from __future__ import annotations
@@ -83,18 +83,19 @@ def compile(
         chosen += [module] * compiled
         treatment = "compiled" if compiled else "eager"
         regions.append(Region((fqn,), type(module).__name__, _size([module]), treatment, "outside the blocks"))
-    backend = _Regional(model, regions, config, mode)
+    backend = Regional(model, regions, config, mode)
     for module in chosen:
-        _compile(module, backend=backend, dynamic=dynamic, fullgraph=fullgraph, **_recompile_limit(len(chosen)))
+        compile_in_place(module, len(chosen), backend=backend, dynamic=dynamic, fullgraph=fullgraph)
     report.emit_regions(regions)
     for region in regions:
         log.logger.info("region: %s", region)
     return model
 
 
-def _compile(module: nn.Module, **settings: Any) -> None:
-    """`module.compile`, also for torch's own classes: Dynamo skips frames of torch's code, so that compiling an
-    `nn.TransformerEncoderLayer` in place would do nothing, without a word."""
+def compile_in_place(module: nn.Module, blocks: int, **settings: Any) -> None:
+    """`module.compile` for one of `blocks` modules, also for torch's own classes: Dynamo skips frames of torch's code,
+    so that compiling an `nn.TransformerEncoderLayer` in place would do nothing, without a word."""
+    settings |= _recompile_limit(blocks)
     if not torch._dynamo.trace_rules.check(type(module).forward):
         module.compile(**settings)
         return
@@ -139,13 +140,16 @@ def _recompile_limit(blocks: int) -> dict[str, int]:
     return {"recompile_limit": torch._dynamo.config.recompile_limit * blocks}
 
 
-class _Regional:
+class Regional:
     """The backend of all parts of one model: `megacpp`, with names as they are in the model."""
 
     __name__ = "megacpp"
 
-    def __init__(self, model: nn.Module, regions: Sequence[Region], config: Config, mode: str | None) -> None:
+    def __init__(
+        self, model: nn.Module, regions: Sequence[Region], config: Config, mode: str | None, kernels: Any = None
+    ) -> None:
         self.model, self.regions, self.config, self.mode = weakref.ref(model), tuple(regions), config, mode
+        self.kernels = kernels
         self.parts = {fqn: region for region in regions if region.treatment == "compiled" for fqn in region.fqns}
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -154,7 +158,7 @@ class _Regional:
         _name_absolutely(gm, roots)
         part = next((p for fqn in roots.values() if (p := self._part(fqn)) is not None), "")
         blocks = len(self.parts[part].fqns) if part else 0
-        return compile_frame(gm, example_inputs, self.config, self.mode, block=part, blocks=blocks)
+        return compile_frame(gm, example_inputs, self.config, self.mode, part, blocks, self.kernels)
 
     def _roots(self, gm: GraphModule, example_inputs: Sequence[Any]) -> dict[str, str]:
         """Local variable of the frame ("self") -> name of the module it holds, read off the parameters the frame takes.

@@ -20,7 +20,15 @@ class _Section(NamedTuple):
 def tables(report: Report, width: int | None = None) -> str:
     """All sections of `report` that have rows; `width` columns for rich, the terminal's (at least 100) when None."""
     made = (_regions(report), _fused(report), _missed(report), _compiled(report))
-    sections = [section for section in made if section.rows]
+    return _text([section for section in made if section.rows], width)
+
+
+def table_text(title: str, headers: Sequence[str], rows: Sequence[tuple[str, ...]], width: int | None = None) -> str:
+    """One table."""
+    return _text([_Section(title, tuple(headers), rows)], width)
+
+
+def _text(sections: Sequence[_Section], width: int | None) -> str:
     try:
         return _rich_text(sections, width or max(100, shutil.get_terminal_size((160, 24)).columns))
     except ImportError:
@@ -30,13 +38,14 @@ def tables(report: Report, width: int | None = None) -> str:
 def _regions(report: Report) -> _Section:
     rows = []
     for region in report.regions:
-        name = _family(region.fqns) if any(region.fqns) else "(the model)"
+        name = family(region.fqns) if any(region.fqns) else "(the model)"
         name += f" ×{len(region.fqns)}" if len(region.fqns) > 1 else ""
-        rows.append((name, region.module, f"{region.parameters:,}", region.treatment, region.reason or "repeated block"))
+        reason = region.reason or "repeated block"
+        rows.append((name, region.module, f"{region.parameters:,}", region.treatment, reason))
     return _Section("regions", ("module", "class", "parameters", "treatment", "as"), rows)
 
 
-def _family(fqns: Sequence[str]) -> str:
+def family(fqns: Sequence[str]) -> str:
     """ "layers.{0..23}", or the first of names that differ in more than one number."""
     split = [fqn.split(".") for fqn in fqns]
     columns = [sorted(set(column)) for column in zip(*split, strict=False)]
