@@ -19,7 +19,7 @@ from torch._subclasses import FakeTensorMode
 from megacpp_compile import handoff
 from megacpp_compile.backend import check_torch
 from megacpp_compile.config import Config
-from megacpp_compile.errors import BadOptionError, EstimateError, NotAModuleError
+from megacpp_compile.errors import BadOptionError, EstimateError, NotAModuleError, TargetUnavailableError
 from megacpp_compile.passes._driver import pass_names
 from megacpp_compile.regional import Regional, compile_in_place
 from megacpp_compile.regions import Kind, find_kinds
@@ -129,7 +129,8 @@ def estimate(
     model: a module on any device, meta included. args, kwargs: its inputs; only shapes, dtypes and devices matter.
     optimizer: a key of OPTIMIZERS ("adamw": two float32 moments; "adamw_master": and a float32 copy), or bytes a
         trainable parameter.
-    device: the device to estimate for; by default the model's own, "cpu" for a model on meta.
+    device: the device to estimate for; by default the model's own, for a model on meta
+        "cuda" where there is one.
     compiled: also count what this compiler's graphs save, at the price of tracing every kind of block.
     options: fields of `Config`, for what is compiled.
 
@@ -141,8 +142,7 @@ def estimate(
     per_parameter = _per_parameter(optimizer)
     config = Config.from_options(options, pass_names())
     parameters = list(model.parameters())
-    place = torch.device(device) if device is not None else next((p.device for p in parameters), torch.device("cpu"))
-    place = torch.device("cpu") if place.type == "meta" else place
+    place = _place(device, parameters)
     kinds = find_kinds(model)
     run = _Run(model, args, kwargs, place, kinds)
     eager = run.eager()
@@ -157,6 +157,16 @@ def estimate(
         activations=tuple(_activations(kinds, eager, graphs)),
         device=str(place),
     )
+
+
+def _place(device: str | torch.device | None, parameters: Sequence[nn.Parameter]) -> torch.device:
+    place = torch.device(device) if device is not None else next((p.device for p in parameters), torch.device("cpu"))
+    if place.type == "meta":
+        place = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if place.type == "cuda" and not torch.cuda.is_available():
+        # Autograd would abort the process on fake tensors of a device that torch has no code for.
+        raise TargetUnavailableError("cuda", "a CUDA device", "install a CUDA build of torch")
+    return place
 
 
 def _per_parameter(optimizer: str | float) -> float:

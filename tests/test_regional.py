@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from layered import MLP, Block, Model, Small, ids
+from layered import MLP, Block, Model, Numbered, Small, ids
 from torch import nn
 
 import megacpp_compile
@@ -138,7 +138,7 @@ def test_other_shapes_and_modes_are_artifacts_of_their_own(eager_backend):
 
 def test_layers_that_compute_with_a_number_of_their_own(eager_backend):
     """One artifact each, as Dynamo takes the number for a constant; none is left to eager, however many there are."""
-    model = Model(10, block=Small)
+    model = Model(10, block=Numbered)
     with record() as report:
         megacpp_compile.compile(model)
         agree(model, ids())
