@@ -218,6 +218,6 @@ def _inner(kernels: Any) -> dict[str, Any]:
 def without_kernels(gm: GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
     """In the place of Inductor's code generation: the graph itself, semantic ops and all. Enough for shapes, and for
     what the partitioner saves."""
-    from functorch.compile import make_boxed_func
+    from torch._functorch.aot_autograd import make_boxed_func
 
     return make_boxed_func(gm.forward)  # type: ignore[no-any-return]
