@@ -1,7 +1,7 @@
 """Repeated blocks of a model, found by structure: which modules are one artifact's, and what lies outside of them.
 
-A block is a child of a `ModuleList` or `Sequential` that holds modules and parameters of its own and whose like is in
-there again: same classes, same names, same shapes, all the way down. The outermost such container counts, so that the
+A block is a child of a `ModuleList`, `ModuleDict` or `Sequential` that holds modules and parameters of its own and
+whose like is in there again: same classes, same names, same shapes, all the way down. The outermost such container counts, so that the
 experts inside a block are part of it. Where some children repeat, their odd siblings (a dense layer before the expert
 layers) are blocks too, of a kind of their own.
 """
@@ -17,7 +17,7 @@ from torch import nn
 
 from megacpp_compile.errors import BlockNotFoundError
 
-_CONTAINERS = (nn.ModuleList, nn.Sequential)
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def _found(model: nn.Module, fqn: str = "") -> Iterator[tuple[str, nn.Module]]:
         candidates = [(name, child) for name, child in children if _is_block(child)]
         kinds = Counter(structure(child) for _, child in candidates)
         if max(kinds.values(), default=0) > 1:
-            # A Sequential's siblings may be anything, a list's are layers like each other.
+            # Siblings by name or in a Sequential may be anything, a list's are layers like each other.
             classes = {type(child) for _, child in candidates if kinds[structure(child)] > 1}
             alike = isinstance(model, nn.ModuleList)
             chosen = [(n, c) for n, c in candidates if alike or type(c) in classes]

@@ -73,6 +73,13 @@ def test_blocks_of_a_sequential():
     assert fqns(model) == [["1", "2", "3"]]
 
 
+def test_layers_in_a_dict():
+    """As in torchtitan; beside an embedding, as in nanoGPT, they are found too."""
+    layers = {str(i): MLP(8) for i in range(3)}
+    assert fqns(nn.ModuleDict({"layers": nn.ModuleDict(layers)})) == [["layers.0", "layers.1", "layers.2"]]
+    assert fqns(nn.ModuleDict({"wte": nn.Embedding(3, 8), **layers})) == [["0", "1", "2"]]
+
+
 def test_stages_of_different_widths():
     stages = nn.ModuleList([nn.Sequential(*(MLP(dim) for _ in range(2))) for dim in (8, 12)])
     assert fqns(nn.Sequential(stages)) == [["0.0.0", "0.0.1"], ["0.1.0", "0.1.1"]]
@@ -215,6 +222,24 @@ def test_sharded_by_fsdp2(eager_backend):
         assert type(model.layers[0].mlp.up.weight.grad).__name__ == "DTensor"
     finally:
         distributed.destroy_process_group()
+
+
+def test_checkpointed_by_the_model(eager_backend):
+    """As transformers' gradient checkpointing does it: around blocks that know nothing of it."""
+    from torch.utils.checkpoint import checkpoint
+
+    class Checkpointed(Model):
+        def forward(self, ids):
+            x = self.embed(ids)
+            for layer in self.layers:
+                x = checkpoint(layer, x, use_reentrant=False)
+            return self.head(self.norm(x))
+
+    model = Checkpointed(4, block=Small)
+    with record() as report:
+        megacpp_compile.compile(model)
+        agree(model, ids())
+    assert {f.block for f in report.frames} == {"layers.0"}
 
 
 def test_torchs_own_layers(eager_backend):
