@@ -1,9 +1,9 @@
 """Repeated blocks of a model, found by structure: which modules are one artifact's, and what lies outside of them.
 
 A block is a child of a `ModuleList`, `ModuleDict` or `Sequential` that holds modules and parameters of its own and
-whose like is in there again: same classes, same names, same shapes, all the way down. The outermost such container counts, so that the
-experts inside a block are part of it. Where some children repeat, their odd siblings (a dense layer before the expert
-layers) are blocks too, of a kind of their own.
+whose like is in there again: same classes, same names, same shapes, all the way down. The outermost such container
+counts, so that the experts inside a block are part of it. Where some children repeat, their odd siblings (a dense layer
+before the expert layers) are blocks too, of a kind of their own.
 """
 
 from __future__ import annotations

@@ -110,26 +110,18 @@ def test_blocks_by_name():
 # --- artifacts
 
 
-def test_one_artifact_for_each_kind(no_kernels):
-    model = Model(6, dense=2)
+def test_one_artifact_for_each_kind_with_names_of_the_model(no_kernels):
+    model = nn.ModuleDict({"body": Model(6, dense=2)})
     with record() as report:
         assert megacpp_compile.compile(model) is model
-        agree(model, ids())
-    assert [(f.block, f.blocks) for f in report.frames] == [("layers.0", 2), ("layers.2", 4)]
+        agree(model["body"], ids())
+    assert [(f.block, f.blocks) for f in report.frames] == [("body.layers.0", 2), ("body.layers.2", 4)]
     assert all(f.captured and f.grad for f in report.frames)
     assert report.counts["down_norm_up"] == 2 * 2 and report.counts["mla_rope_kv"] == 2
-
-
-def test_names_are_those_of_the_model(no_kernels):
-    model = nn.ModuleDict({"body": Model(4)})
-    with record() as report:
-        megacpp_compile.compile(model)
-        model["body"](ids())
     assert [s.fqn for s in report.sites] == [
-        "body.layers.0.attention.q_b", "body.layers.0.attention.kv_b", "body.layers.0.attention",
-        "body.layers.0.attention",
-    ]  # fmt: skip
-    assert "body.layers.0, one of 4 equal blocks" in report.render(500)
+        f"body.layers.{i}.attention{part}" for i in (0, 2) for part in (".q_b", ".kv_b", "", "")
+    ]
+    assert "body.layers.2, one of 4 equal blocks" in report.render(500)
 
 
 def test_other_shapes_and_modes_are_artifacts_of_their_own(eager_backend):
@@ -187,13 +179,13 @@ def test_blocks_of_one_class_and_two_widths_stay_static(eager_backend):
 # --- what stays as it was
 
 
-def test_names_classes_state_and_hooks_stay(no_kernels):
-    model = Model(4)
+def test_names_classes_state_and_hooks_stay(eager_backend):
+    model = Model(4, block=Small)
     before, called = list(model.state_dict()), []
     for layer in model.layers:
         layer.register_forward_pre_hook(lambda module, args: called.append(module.number))
     megacpp_compile.compile(model)
-    assert type(model) is Model and type(model.layers[0]) is Block and list(model.state_dict()) == before
+    assert type(model) is Model and type(model.layers[0]) is Small and list(model.state_dict()) == before
     with record() as report:
         model(ids())
     assert called == [0, 1, 2, 3] and len([f for f in report.frames if f.block]) == 1
@@ -316,11 +308,9 @@ def test_the_rest_compiled(eager_backend):
 
 
 def test_options_reach_the_passes(eager_backend):
-    for options in ({"disable": "mla_rope_q"}, {"options": {"disable": ("mla_rope_q",)}}):
-        torch._dynamo.reset()
-        with record() as report:
-            megacpp_compile.compile(Model(4), **options)(ids())
-        assert report.counts.get("mla_rope_q", 0) == 0 and report.counts["mla_rope_kv"] == 1
+    with record() as report:
+        megacpp_compile.compile(Model(4), options={"disable": ("mla_rope_q",)}, require={"mla_rope_kv": 1})(ids())
+    assert report.counts["mla_rope_kv"] == 1 and report.counts.get("mla_rope_q", 0) == 0
 
 
 def test_mode_and_options_together(monkeypatch):
