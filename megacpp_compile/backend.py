@@ -279,6 +279,10 @@ def _publish(result: Analysis, config: Config) -> None:
         print(own, file=sys.stderr)
 
 
+class FrameCompiler:
+    """Base of backend objects that end in `compile_frame`, by which Dynamo's frames for them are known as ours."""
+
+
 class _Backend(ModuleType):
     """This module, callable: `torch.compile(model, backend=megacpp_compile.backend)` means `megacpp`."""
 
@@ -288,4 +292,5 @@ class _Backend(ModuleType):
 
 sys.modules[__name__].__class__ = _Backend
 # `import megacpp_compile` does not come here; asking for the backend does.
-dynamic_outputs.install(lambda backend: backend is megacpp or backend is sys.modules[__name__])
+_OURS = (megacpp, sys.modules[__name__])
+dynamic_outputs.install(lambda backend: any(backend is b for b in _OURS) or isinstance(backend, FrameCompiler))

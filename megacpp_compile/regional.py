@@ -17,7 +17,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from megacpp_compile import log, report
-from megacpp_compile.backend import check_torch, compile_frame, mode_patches
+from megacpp_compile.backend import FrameCompiler, check_torch, compile_frame, mode_patches
 from megacpp_compile.config import Config
 from megacpp_compile.errors import AlreadyCompiledError, BadOptionError, NotAModuleError
 from megacpp_compile.passes._driver import pass_names
@@ -140,7 +140,7 @@ def _recompile_limit(blocks: int) -> dict[str, int]:
     return {"recompile_limit": torch._dynamo.config.recompile_limit * blocks}
 
 
-class Regional:
+class Regional(FrameCompiler):
     """The backend of all parts of one model: `megacpp`, with names as they are in the model."""
 
     __name__ = "megacpp"

@@ -234,6 +234,23 @@ def test_checkpointed_by_the_model(eager_backend):
     assert {f.block for f in report.frames} == {"layers.0"}
 
 
+def test_loops_over_experts_are_traced_as_for_the_backend_by_name(eager_backend):
+    from passes.experts import DIM, MoE, where_index_add
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.moe = MoE(where_index_add)
+
+        def forward(self, x):
+            return x + self.moe(x)
+
+    with record() as report:
+        megacpp_compile.compile(nn.Sequential(*(Layer() for _ in range(4))))(torch.randn(11, DIM, requires_grad=True))
+    assert [(f.block, f.passes["moe"]) for f in report.frames] == [("0", 1)]
+    assert report.sites[0].fqn == "0.moe"
+
+
 def test_torchs_own_layers(eager_backend):
     """Dynamo skips frames of torch's own code, and would compile nothing here."""
     layers = [nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True) for _ in range(4)]
