@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 
@@ -51,11 +52,14 @@ def plain(layers: int, device: str) -> tuple[Any, Any]:
     torch.manual_seed(0)
     blocks = [models.Layer(models.MLA(128, 4, 96, 64, 32, 16, 40), 128, 224) for _ in range(layers)]
     model = models.Stack(blocks).to(device)
-    x = torch.randn(2, 16, 128, generator=torch.Generator().manual_seed(1)).to(device)
+    # As behind an embedding: the first layer, too, gives its input a gradient, and is not a case of its own.
+    x = torch.randn(2, 16, 128, generator=torch.Generator().manual_seed(1)).to(device).requires_grad_()
     cos, sin = models.rotary_tables(16, 16, torch.device(device), torch.float32)
     return model, lambda compiled: compiled(x, cos, sin).square().mean()
 
 
+# As `--one` names them. By blocks: `megacpp_compile.compile`, one artifact for all layers.
+COMPILERS = ("inductor", "megacpp", "megacpp-by-blocks")
 MODELS = {"deepseek_v3": deepseek_v3, "plain": plain}
 
 
@@ -68,6 +72,18 @@ class CompileFailed(Exception):
     """A measurement whose process failed; its text is the end of what that said."""
 
 
+def compiled_by(backend: str, model: Any) -> Any:
+    import torch
+
+    import megacpp_compile
+
+    if backend == "megacpp-by-blocks":
+        return megacpp_compile.compile(model, whole_below=1)
+    # By object, as the name is known to torch only where the package is installed.
+    chosen: Any = megacpp_compile.backend if backend == "megacpp" else backend
+    return torch.compile(model, backend=chosen)
+
+
 def measure_here(backend: str, layers: int, model_name: str, device: str) -> dict[str, Any]:
     """One cold compile in this process."""
     import time
@@ -75,13 +91,9 @@ def measure_here(backend: str, layers: int, model_name: str, device: str) -> dic
     import torch
     from torch._dynamo.utils import counters
 
-    import megacpp_compile
-
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     model, loss_of = MODELS[model_name](layers, device)
-    # By object, as the name is known to torch only where the package is installed.
-    chosen: Any = megacpp_compile.backend if backend == "megacpp" else backend
-    compiled = torch.compile(model, backend=chosen)
+    compiled = compiled_by(backend, model)
     began = time.perf_counter()
     loss = loss_of(compiled)
     forward = time.perf_counter() - began
@@ -89,8 +101,24 @@ def measure_here(backend: str, layers: int, model_name: str, device: str) -> dic
     if device == "cuda":
         torch.cuda.synchronize()
     total = time.perf_counter() - began
-    return {"backend": backend, "forward_s": forward, "total_s": total, "loss": float(loss),
-            "graphs": counters["stats"]["unique_graphs"]}  # fmt: skip
+    return {"backend": backend, "forward_s": forward, "total_s": total, "loss": float(loss.detach()),
+            "graphs": counters["stats"]["unique_graphs"], "step_ms": _step_ms(compiled, loss_of, device)}  # fmt: skip
+
+
+def _step_ms(compiled: Any, loss_of: Callable[[Any], Any], device: str) -> float:
+    """Median of the steps after the first."""
+    import time
+
+    import torch
+
+    times = []
+    for _ in range(20):
+        began = time.perf_counter()
+        loss_of(compiled).backward()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        times.append(1e3 * (time.perf_counter() - began))
+    return statistics.median(times[3:])
 
 
 def measure(backend: str, layers: int, model: str = "deepseek_v3", device: str = "cpu") -> dict[str, Any]:
@@ -112,6 +140,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--model", choices=MODELS, default="deepseek_v3")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--compilers", nargs="+", choices=COMPILERS, default=COMPILERS)
     parser.add_argument("--out", help="also write the measurements as JSON")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     a = parser.parse_args()
@@ -120,16 +149,18 @@ def main() -> None:
         return
     rows = []
     for turn in range(a.repeat):
-        for backend in ("inductor", "megacpp"):
-            rows.append(measure(backend, a.layers, a.model, a.device))
-            print(f"turn {turn} {backend:9s} {rows[-1]['total_s']:7.1f} s  loss {rows[-1]['loss']:.6f}", flush=True)
-    median = {b: statistics.median(r["total_s"] for r in rows if r["backend"] == b) for b in ("inductor", "megacpp")}
-    ratio = median["megacpp"] / median["inductor"]
-    text = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in median.items())
-    print(f"{a.layers} layers, median of {a.repeat}: {text}, ratio {ratio:.2f}")
+        for backend in a.compilers:
+            rows.append(row := measure(backend, a.layers, a.model, a.device))
+            print(f"turn {turn} {backend:17s} {row['total_s']:7.1f} s, {row['graphs']} graphs, then "
+                  f"{row['step_ms']:.1f} ms a step, loss {row['loss']:.6f}", flush=True)  # fmt: skip
+    median = {b: statistics.median(r["total_s"] for r in rows if r["backend"] == b) for b in a.compilers}
+    first = median[a.compilers[0]]
+    ratios = {name: seconds / first for name, seconds in median.items()}
+    text = ", ".join(f"{name} {seconds:.1f} s ({first / seconds:.2f}x)" for name, seconds in median.items())
+    print(f"{a.layers} layers, median of {a.repeat}: {text}")
     if a.out:
         with open(a.out, "w") as f:
-            json.dump({"layers": a.layers, "rows": rows, "median_s": median, "ratio": ratio}, f, indent=1)
+            json.dump({"layers": a.layers, "rows": rows, "median_s": median, "ratios": ratios}, f, indent=1)
 
 
 if __name__ == "__main__":

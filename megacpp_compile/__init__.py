@@ -18,21 +18,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megacpp_compile.backend import megacpp as backend
     from megacpp_compile.config import Config
+    from megacpp_compile.estimating import Estimate, estimate
     from megacpp_compile.explaining import explain
+    from megacpp_compile.regional import compile
     from megacpp_compile.remat.policy import CheckpointingPolicy
     from megacpp_compile.report import Report, record
 
 __version__ = "0.1.0"
-__all__ = ["CheckpointingPolicy", "Config", "Report", "backend", "explain", "record"]
+__all__ = ["CheckpointingPolicy", "Config", "Estimate", "Report", "backend", "compile", "estimate", "explain", "record"]
 
 _HOME = {
-    "CheckpointingPolicy": "remat.policy",
-    "Config": "config",
-    "Report": "report",
-    "record": "report",
-    "explain": "explaining",
-    "backend": "backend",
-}
+    "Config": "config", "Report": "report", "record": "report", "explain": "explaining", "backend": "backend",
+    "compile": "regional", "estimate": "estimating", "Estimate": "estimating", "CheckpointingPolicy": "remat.policy",
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

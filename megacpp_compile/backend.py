@@ -46,25 +46,35 @@ def megacpp(
     failed verification under `strict`, or a target that is not there.
     """
     check_torch()
-    config = Config.from_options(options, pass_names())
-    patches = {**_mode_patches(mode), **config.inductor}
+    return compile_frame(gm, example_inputs, Config.from_options(options, pass_names()), mode)
+
+
+def compile_frame(
+    gm: GraphModule, example_inputs: Sequence[Any], config: Config, mode: str | None, block: str = "", blocks: int = 0,
+    kernels: Any = None,
+) -> Callable[..., Any]:  # fmt: skip
+    """All stages. block: name of the repeated block the frame belongs to; blocks: how many are like it; kernels: what
+    makes code of a partitioned graph in Inductor's place."""
+    patches = {**mode_patches(mode), **config.inductor}
     target = resolve_target(config.target, example_inputs)
     authority.check(gm, config)
     began = time.perf_counter()
     result = analyse(gm, example_inputs, config, target)
+    result.frame.block, result.frame.blocks = block, blocks
     result.frame.seconds["analysis"] = time.perf_counter() - began - sum(result.frame.seconds.values())
     if dynamic_outputs.refuse(result.captured.gm if result.outcome and result.outcome.sites else gm):
         _publish_refused(result, config)
         dynamic_outputs.trace_again()
-    compiled = _compile(gm, example_inputs, result, config, patches)
+    compiled = _compile(gm, example_inputs, result, config, patches, kernels)
     # Only now: a frame Inductor can't compile is tried again by Dynamo in pieces, and did not happen.
     _publish(result, config)
     return compiled
 
 
 def _compile(
-    gm: GraphModule, example_inputs: Sequence[Any], result: Analysis, config: Config, patches: dict[str, Any]
-) -> Callable[..., Any]:
+    gm: GraphModule, example_inputs: Sequence[Any], result: Analysis, config: Config, patches: dict[str, Any],
+    kernels: Any,
+) -> Callable[..., Any]:  # fmt: skip
     """Stages 5 and 6. A frame nothing fired in goes to Inductor as it came, and so does one whose rewritten graph
     Inductor refuses (an error under `strict`)."""
 
@@ -73,9 +83,9 @@ def _compile(
         result.frame.remat = describe(plan, where, config.policy)
 
     if result.outcome is None or not result.outcome.sites:
-        return handoff.plain_inductor(gm, example_inputs, config, patches, tell)
+        return handoff.plain_inductor(gm, example_inputs, config, patches, tell, kernels)
     lower = functools.partial(
-        handoff.to_inductor, result.captured.gm, example_inputs, result.frame.target, config, tell=tell
+        handoff.to_inductor, result.captured.gm, example_inputs, result.frame.target, config, tell=tell, kernels=kernels
     )
     try:
         try:
@@ -91,7 +101,7 @@ def _compile(
         if dynamic_outputs.refuse(gm):
             log.logger.warning("traced again with graph breaks: %s: %s", type(error).__name__, str(error)[:300])
             dynamic_outputs.trace_again()
-        compiled = handoff.plain_inductor(gm, example_inputs, config, patches, tell)
+        compiled = handoff.plain_inductor(gm, example_inputs, config, patches, tell, kernels)
         result.fell_back(f"Inductor refused the rewritten graph: {type(error).__name__}: {error}"[:300])
         return compiled
 
@@ -122,7 +132,8 @@ def check_torch(found: str | None = None) -> None:
         raise TorchTooOldError(found)
 
 
-def _mode_patches(mode: str | None) -> dict[str, Any]:
+def mode_patches(mode: str | None) -> dict[str, Any]:
+    """Inductor's settings of a `torch.compile` mode."""
     if mode in (None, "default"):
         return {}
     from torch._inductor import list_mode_options
@@ -280,6 +291,10 @@ def _publish(result: Analysis, config: Config) -> None:
         print(own, file=sys.stderr)
 
 
+class FrameCompiler:
+    """Base of backend objects that end in `compile_frame`, by which Dynamo's frames for them are known as ours."""
+
+
 class _Backend(ModuleType):
     """This module, callable: `torch.compile(model, backend=megacpp_compile.backend)` means `megacpp`."""
 
@@ -289,4 +304,5 @@ class _Backend(ModuleType):
 
 sys.modules[__name__].__class__ = _Backend
 # `import megacpp_compile` does not come here; asking for the backend does.
-dynamic_outputs.install(lambda backend: backend is megacpp or backend is sys.modules[__name__])
+_OURS = (megacpp, sys.modules[__name__])
+dynamic_outputs.install(lambda backend: any(backend is b for b in _OURS) or isinstance(backend, FrameCompiler))

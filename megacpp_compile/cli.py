@@ -1,6 +1,7 @@
 """`megacpp`: the command line.
 
 megacpp explain package.module:callable [--json]    report of the model that the callable builds
+megacpp estimate package.module:callable [--json]   memory of its training step, on fake tensors
 megacpp passes                                      the passes, in the order they run
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -16,7 +18,7 @@ from typing import Any
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="megacpp", description="Explain what megacpp_compile makes of a model.")
+    parser = argparse.ArgumentParser(prog="megacpp", description="What megacpp_compile makes of a model.")
     commands = parser.add_subparsers(dest="command", required=True)
     explain = commands.add_parser(
         "explain",
@@ -29,6 +31,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     explain.add_argument(
         "--option", action="append", default=[], metavar="KEY=VALUE", help="a Config field, repeatable"
     )
+    estimate = commands.add_parser(
+        "estimate",
+        help="memory of a model's training step, without allocating any",
+        description="Estimate parameters, gradients, optimizer state and activations. TARGET as in `megacpp explain`.",
+    )
+    estimate.add_argument("target", metavar="module:callable")
+    estimate.add_argument("--json", action="store_true", help="print it as JSON")
+    estimate.add_argument("--optimizer", default="adamw", help="adamw, adamw_master, sgd, ... (default: %(default)s)")
+    estimate.add_argument("--device", help="device to estimate for (default: the model's own)")
+    estimate.add_argument("--eager", action="store_true", help="skip what the compiler's graphs keep")
     commands.add_parser("passes", help="list the passes in the order they run")
     options = parser.parse_args(argv)
     if options.command == "passes":
@@ -37,7 +49,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         for p in all_passes():
             print(f"{p.name:16s} {(sys.modules[p.__name__].__doc__ or '').splitlines()[0]}")  # type: ignore[attr-defined]
         return 0
+    if options.command == "estimate":
+        return _estimate(options)
     return _explain(options.target, options.option, options.json)
+
+
+def _estimate(options: argparse.Namespace) -> int:
+    from megacpp_compile.errors import MegacppError
+    from megacpp_compile.estimating import estimate
+
+    try:
+        model, args, kwargs = _load(options.target)
+        settings = {"optimizer": options.optimizer, "device": options.device, "compiled": not options.eager}
+        found = estimate(model, *args, **settings, **kwargs)
+    except (ImportError, AttributeError, TypeError, ValueError, MegacppError) as error:
+        print(f"megacpp estimate: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(found.to_dict(), indent=1) if options.json else found)
+    return 0
 
 
 def _explain(target: str, pairs: Sequence[str], as_json: bool) -> int:

@@ -238,6 +238,68 @@ class TwoPoliciesError(MegacppError, ValueError):
         super().__init__(f"options['policy'] decides what backward computes again, and so does {what}: {remedy}.")
 
 
+class NotAModuleError(MegacppError, TypeError):
+    """`megacpp_compile.compile` or `estimate` was given something without blocks.
+
+    Args:
+        got: what it was given.
+    """
+
+    def __init__(self, got: object) -> None:
+        self.got = type(got).__name__
+        super().__init__(
+            f"wanted a torch.nn.Module, got {self.got}. "
+            "For a function: torch.compile(function, backend='megacpp', options=...)."
+        )
+
+
+class AlreadyCompiledError(MegacppError):
+    """A module in the model is compiled already, so that compiling it by blocks would change nothing there.
+
+    Args:
+        fqn: its name in the model, "" for the model itself.
+        module: its class.
+    """
+
+    def __init__(self, fqn: str, module: str) -> None:
+        self.fqn, self.module = fqn, module
+        super().__init__(
+            f"{fqn or 'the model'} ({module}) is compiled already, by torch.compile, Module.compile or an earlier "
+            "megacpp_compile.compile. Compile once, or begin with a model that is not compiled."
+        )
+
+
+class BlockNotFoundError(MegacppError, ValueError):
+    """A pattern of `blocks` that no module's name matches.
+
+    Args:
+        pattern: the pattern.
+        names: the names there are.
+    """
+
+    def __init__(self, pattern: str, names: Sequence[str]) -> None:
+        self.pattern, self.names, self.closest = pattern, tuple(names), closest(pattern.replace("*", "0"), names)
+        super().__init__(
+            f"blocks: no module is called {pattern!r}.{_did_you_mean(self.closest)} "
+            'A star stands for one part of a name, as in "model.layers.*".'
+        )
+
+
+class EstimateError(MegacppError):
+    """The model's forward depends on the values of its tensors, so that its memory cannot be told from shapes.
+
+    Args:
+        problem: what asked for a value.
+    """
+
+    def __init__(self, problem: str) -> None:
+        self.problem = problem
+        super().__init__(
+            f"the model cannot run on shapes alone: {problem}. A loop over the experts that got tokens is the usual "
+            "reason: choose a grouped or batched implementation of them."
+        )
+
+
 class ReportFormatError(MegacppError, ValueError):
     """Text or data that is not a report written by this version's `Report.to_json`.
 

@@ -197,22 +197,30 @@ def to_inductor(
     config: Config,
     patches: dict[str, Any],
     tell: Tell | None = None,
+    kernels: Any = None,
 ) -> Callable[..., Any]:
-    """Compile a rewritten graph with Inductor. tell: told what the policy decided."""
+    """Compile a rewritten graph with Inductor. tell: told what the policy decided; kernels: in the place of what makes
+    code of Inductor's graphs."""
     from torch._inductor.compile_fx import compile_fx
 
     user = patches.get("post_grad_custom_pre_pass", inductor_config.post_grad_custom_pre_pass)
     patches = {**patches, "post_grad_custom_pre_pass": LowerSemanticOps(target, config, user)}
-    return compile_fx(gm, example_inputs, config_patches=_with_policy(config, patches, tell))  # type: ignore[arg-type,return-value]
+    return compile_fx(gm, example_inputs, config_patches=_with_policy(config, patches, tell), **_inner(kernels))  # type: ignore[arg-type,return-value]
 
 
 def plain_inductor(
-    gm: GraphModule, example_inputs: Sequence[Any], config: Config, patches: dict[str, Any], tell: Tell | None = None
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    config: Config,
+    patches: dict[str, Any],
+    tell: Tell | None = None,
+    kernels: Any = None,
 ) -> Callable[..., Any]:
     """Compile a frame exactly as `backend="inductor"` would, but for the policy, if there is one."""
     from torch._inductor.compile_fx import compile_fx
 
-    return compile_fx(gm, example_inputs, config_patches=_with_policy(config, patches, tell) or None)  # type: ignore[arg-type,return-value]
+    patches = _with_policy(config, patches, tell)
+    return compile_fx(gm, example_inputs, config_patches=patches or None, **_inner(kernels))  # type: ignore[arg-type,return-value]
 
 
 def _with_policy(config: Config, patches: dict[str, Any], tell: Tell | None) -> dict[str, Any]:
@@ -220,3 +228,15 @@ def _with_policy(config: Config, patches: dict[str, Any], tell: Tell | None) -> 
         return patches
     user = patches.get("joint_custom_post_pass", inductor_config.joint_custom_post_pass)
     return {**patches, "joint_custom_post_pass": TagForRemat(config.policy, dict(config.block_kinds), user, tell)}
+
+
+def _inner(kernels: Any) -> dict[str, Any]:
+    return {} if kernels is None else {"inner_compile": kernels}
+
+
+def without_kernels(gm: GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
+    """In the place of Inductor's code generation: the graph itself, semantic ops and all. Enough for shapes, and for
+    what the partitioner saves."""
+    from torch._functorch.aot_autograd import make_boxed_func
+
+    return make_boxed_func(gm.forward)  # type: ignore[no-any-return]

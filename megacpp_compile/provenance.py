@@ -19,9 +19,16 @@ def module_fqn(node: Node) -> str:
     for entry in stack.values():
         name = entry[0] if isinstance(entry, tuple) else str(entry)
         path = name or path
-    path = re.sub(r"^L\['\w+'\]", "", path)  # the frame's own module, by whatever name its first argument has
-    path = re.sub(r"\['?([^]']*)'?\]", r".\1", path)
-    return path.replace("._modules", "").replace("_modules.", "").strip(".")
+    return local_path(path)[1]
+
+
+def local_path(path: str) -> tuple[str, str]:
+    """("self", "layers.0.weight") of Dynamo's "L['self']._modules['layers']._modules['0']._parameters['weight']"; the
+    variable is "" for a path that begins with none."""
+    root = re.match(r"L\['(\w+)'\]", path)  # the frame's own module, by whatever name its first argument has
+    path = re.sub(r"\['?([^]']*)'?\]", r".\1", path[root.end() :] if root else path)
+    path = re.sub(r"(^|\.)_(modules|parameters|buffers)(?=\.)", "", path)
+    return root[1] if root else "", path.strip(".")
 
 
 def _frames(node: Node) -> list[tuple[str, str, str, str]]:

@@ -105,6 +105,9 @@ class Frame:
         remat: what the policy decided: kind of block ("ablock", ..., "" for what lies between blocks) -> entries
             in force, blocks, bytes saved for backward, and the number of nodes computed again. None without a
             policy, for inference, and where the code came from a cache.
+        block: the repeated block it was compiled for, the first of those that run it; "" outside of
+            `megacpp_compile.compile`.
+        blocks: how many blocks of that structure the model has, itself included; 0 outside of blocks.
     """
 
     index: int = 0
@@ -117,6 +120,27 @@ class Frame:
     seconds: dict[str, float] = field(default_factory=dict)
     grad: bool = False
     remat: dict[str, dict[str, Any]] | None = None
+    block: str = ""
+    blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """What `megacpp_compile.compile` decided about a part of a model.
+
+    Attributes:
+        fqns: the modules, all of one structure; ("",) is the model itself.
+        module: their class.
+        parameters: number of parameters in all of them.
+        treatment: "compiled" (in place, one artifact for all that guards cannot tell apart) or "eager".
+        reason: why this is no repeated block, "" when it is one.
+    """
+
+    fqns: tuple[str, ...]
+    module: str
+    parameters: int
+    treatment: str
+    reason: str = ""
 
 
 @dataclass
@@ -128,12 +152,14 @@ class Report:
         frames: one per graph compiled.
         sites: one per op put in place.
         misses: one per near miss.
+        regions: the parts that `megacpp_compile.compile` made of its models.
     """
 
     known_passes: tuple[str, ...] = ()
     frames: list[Frame] = field(default_factory=list)
     sites: list[Site] = field(default_factory=list)
     misses: list[Miss] = field(default_factory=list)
+    regions: list[Region] = field(default_factory=list)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -168,6 +194,7 @@ class Report:
             "frames": [plain(frame) for frame in self.frames],
             "sites": [plain(site) for site in self.sites],
             "misses": [plain(miss) for miss in self.misses],
+            "regions": [{**plain(region), "fqns": list(region.fqns)} for region in self.regions],
         }
 
     def to_json(self, indent: int | None = None) -> str:
@@ -186,6 +213,7 @@ class Report:
                 [_from_plain(Frame, item) for item in data["frames"]],
                 [_from_plain(Site, item) for item in data["sites"]],
                 [_from_plain(Miss, item) for item in data["misses"]],
+                [Region(**{**item, "fqns": tuple(item["fqns"])}) for item in data.get("regions", ())],
             )
         except (AttributeError, KeyError, TypeError, json.JSONDecodeError) as error:
             raise ReportFormatError(f"{type(error).__name__}: {error}") from error
@@ -247,6 +275,13 @@ def emit_frame(frame: Frame, sites: Sequence[Site] = (), misses: Sequence[Miss] 
             report.add(frame, sites, misses)
 
 
+def emit_regions(regions: Iterable[Region]) -> None:
+    """Add to every open report what it does not know yet."""
+    with _lock:
+        for report in _open_reports:
+            report.regions.extend(region for region in regions if region not in report.regions)
+
+
 def bytes_text(n: int | None) -> str:
     """`n` bytes for people, three significant digits: "512 B", "1.5 KiB", "780 MiB"; None is "?"."""
     if n is None:
@@ -269,7 +304,7 @@ def plural(count: int, one: str, many: str | None = None) -> str:
 # JSON
 
 
-def plain(item: Site | Miss | Frame) -> dict[str, Any]:
+def plain(item: Site | Miss | Frame | Region) -> dict[str, Any]:
     values = {f.name: getattr(item, f.name) for f in fields(item) if not f.name.startswith("_")}
     return {"pass" if name == "pass_name" else name: v for name, v in values.items()}
 

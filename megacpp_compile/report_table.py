@@ -19,12 +19,45 @@ class _Section(NamedTuple):
 
 def tables(report: Report, width: int | None = None) -> str:
     """All sections of `report` that have rows; `width` columns for rich, the terminal's (at least 100) when None."""
-    every = (_fused(report), _missed(report), _compiled(report), _kept(report))
-    sections = [section for section in every if section.rows]
+    made = (_regions(report), _fused(report), _missed(report), _compiled(report), _kept(report))
+    return _text([section for section in made if section.rows], width)
+
+
+def table_text(title: str, headers: Sequence[str], rows: Sequence[tuple[str, ...]], width: int | None = None) -> str:
+    """One table."""
+    return _text([_Section(title, tuple(headers), rows)], width)
+
+
+def _text(sections: Sequence[_Section], width: int | None) -> str:
     try:
         return _rich_text(sections, width or max(100, shutil.get_terminal_size((160, 24)).columns))
     except ImportError:
         return _plain_text(sections)
+
+
+def _regions(report: Report) -> _Section:
+    rows = []
+    for region in report.regions:
+        name = family(region.fqns) if any(region.fqns) else "(the model)"
+        name += f" ×{len(region.fqns)}" if len(region.fqns) > 1 else ""
+        reason = region.reason or "repeated block"
+        rows.append((name, region.module, f"{region.parameters:,}", region.treatment, reason))
+    return _Section("regions", ("module", "class", "parameters", "treatment", "as"), rows)
+
+
+def family(fqns: Sequence[str]) -> str:
+    """ "layers.{0..23}", or the first of names that differ in more than one number."""
+    split = [fqn.split(".") for fqn in fqns]
+    columns = [sorted(set(column)) for column in zip(*split, strict=False)]
+    varying = [i for i, column in enumerate(columns) if len(column) > 1]
+    if len({len(parts) for parts in split}) > 1 or len(varying) > 1 or any(
+        not value.isdecimal() for i in varying for value in columns[i]
+    ):
+        return f"{fqns[0]} and others"
+    parts = split[0]
+    for i in varying:
+        parts[i] = _range_text(sorted(map(int, columns[i])))
+    return ".".join(parts)
 
 
 def _fused(report: Report) -> _Section:
@@ -63,8 +96,11 @@ def _compiled(report: Report) -> _Section:
         mode = "training" if frame.grad else "inference"
         fired = ", ".join(f"{name} {count}" for name, count in frame.passes.items() if count)
         seconds = f"{sum(frame.seconds.values()):.2f} s" if frame.seconds else "-"
+        name = frame.name
+        if frame.block:
+            name += f", {frame.block}" + (f", one of {frame.blocks} equal blocks" if frame.blocks > 1 else "")
         rows.append(
-            (str(frame.index), frame.name, outcome, fired or "-", str(frame.nodes), frame.target, mode, seconds)
+            (str(frame.index), name, outcome, fired or "-", str(frame.nodes), frame.target, mode, seconds)
         )
     return _Section("frames", ("#", "name", "outcome", "fired", "nodes", "target", "mode", "time"), rows)
 

@@ -1,0 +1,109 @@
+"""Repeated blocks of a model, found by structure: which modules are one artifact's, and what lies outside of them.
+
+A block is a child of a `ModuleList`, `ModuleDict` or `Sequential` that holds modules and parameters of its own and
+whose like is in there again: same classes, same names, same shapes, all the way down. The outermost such container
+counts, so that the experts inside a block are part of it. Where some children repeat, their odd siblings (a dense layer
+before the expert layers) are blocks too, of a kind of their own.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from megacpp_compile.errors import BlockNotFoundError
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Blocks of one structure. fqns: their names in the model, in its order; modules: the blocks themselves."""
+
+    fqns: tuple[str, ...]
+    modules: tuple[nn.Module, ...]
+
+
+def find_kinds(model: nn.Module, patterns: Sequence[str] | None = None) -> list[Kind]:
+    """The kinds of repeated blocks in `model`, empty where nothing repeats.
+
+    patterns: names of the blocks instead (`"model.layers.*"`), for a model whose blocks are found wrongly or not at
+    all. Raises BlockNotFoundError for a pattern that no module's name matches.
+    """
+    blocks = _found(model) if patterns is None else _named(model, patterns)
+    kinds: dict[Hashable, list[tuple[str, nn.Module]]] = {}
+    seen: set[int] = set()
+    for fqn, module in blocks:
+        if id(module) not in seen:  # the same layer may stand in a list several times
+            seen.add(id(module))
+            kinds.setdefault(structure(module), []).append((fqn, module))
+    return [Kind(*map(tuple, zip(*members, strict=True))) for members in kinds.values()]
+
+
+def structure(module: nn.Module) -> Hashable:
+    """Equal for modules that differ in nothing but the values of their parameters and plain attributes."""
+    tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+    own = tuple((name, tuple(t.shape), t.dtype, t.device, t.requires_grad) for name, t in tensors)
+    return type(module), own, tuple((name, structure(child)) for name, child in module.named_children())
+
+
+def outside(model: nn.Module, kinds: Sequence[Kind]) -> Iterator[tuple[str, nn.Module]]:
+    """The largest modules that hold no block and are no part of one."""
+    blocks = {id(module) for kind in kinds for module in kind.modules}
+    above = {id(m) for m in model.modules() if any(id(part) in blocks for part in m.modules())}
+    seen: set[int] = set()
+
+    def walk(fqn: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        if id(module) in blocks or id(module) in seen:
+            return
+        seen.add(id(module))
+        if id(module) not in above:
+            yield fqn, module
+            return
+        for name, child in module.named_children():
+            yield from walk(f"{fqn}.{name}" if fqn else name, child)
+
+    yield from walk("", model)
+
+
+def _found(model: nn.Module, fqn: str = "") -> Iterator[tuple[str, nn.Module]]:
+    children = [(f"{fqn}.{name}" if fqn else name, child) for name, child in model.named_children()]
+    if isinstance(model, _CONTAINERS):
+        candidates = [(name, child) for name, child in children if _is_block(child)]
+        kinds = Counter(structure(child) for _, child in candidates)
+        if max(kinds.values(), default=0) > 1:
+            # Siblings by name or in a Sequential may be anything, a list's are layers like each other.
+            classes = {type(child) for _, child in candidates if kinds[structure(child)] > 1}
+            alike = isinstance(model, nn.ModuleList)
+            chosen = [(n, c) for n, c in candidates if alike or type(c) in classes]
+            yield from chosen
+            taken = {id(child) for _, child in chosen}
+            children = [(n, c) for n, c in children if id(c) not in taken]
+    for name, child in children:
+        yield from _found(child, name)
+
+
+def _is_block(module: nn.Module) -> bool:
+    """Single linears or norms are no blocks: there is nothing in them to fuse."""
+    return any(True for _ in module.children()) and any(True for _ in module.parameters())
+
+
+def _named(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.Module]]:
+    names = [(name, module) for name, module in model.named_modules() if name]
+    chosen: list[tuple[str, nn.Module]] = []
+    for pattern in patterns:
+        # A star stands for one part of a name: "layers.*" are the layers, not all that is in them.
+        hits = [(n, m) for n, m in names if _matches(n.split("."), pattern.split("."))]
+        if not hits:
+            raise BlockNotFoundError(pattern, [name for name, _ in names])
+        chosen += hits
+    inner = {id(part) for _, m in chosen for part in m.modules() if part is not m}
+    return [(name, module) for name, module in chosen if id(module) not in inner]
+
+
+def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
+    return len(parts) == len(pattern) and all(map(fnmatch.fnmatchcase, parts, pattern))
