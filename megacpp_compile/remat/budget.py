@@ -9,8 +9,9 @@ keeps more. What leaves a layer is no lever, as computing it again would take th
 
 from __future__ import annotations
 
+import operator
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from torch.fx import Node
 
@@ -86,7 +87,7 @@ def _pull(
     here = set(plan.saved)
     trial, found = plan, [node]
     for _ in range(_CHAIN):
-        wishes = {**wishes, **dict.fromkeys(found, AGAIN)}
+        wishes = {**wishes, **dict.fromkeys(_with_parts(found), AGAIN)}
         trial = settle(forward, needed, wishes)
         if trial.saved_bytes() < plan.saved_bytes():
             break
@@ -105,7 +106,15 @@ def read_bytes(needed: Sequence[Node], forward: Sequence[Node], places: Mapping[
 
 def _op(node: Node) -> Node:
     """The operation whose result, or part of it, is saved."""
-    return node.args[0] if "getitem" in str(node.target) else node  # type: ignore[return-value]
+    while node.target is operator.getitem:
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _with_parts(ops: Iterable[Node]) -> Iterator[Node]:
+    for op in ops:
+        yield op
+        yield from _with_parts(u for u in op.users if u.target is operator.getitem)
 
 
 def _likeness(node: Node) -> tuple[object, ...]:

@@ -10,6 +10,7 @@ from megacpp_compile.remat.policy import CheckpointingPolicy
 from tests.remat import models
 from tests.remat.steps import same, step
 
+FULL = dict.fromkeys(("ablock", "eblock"), "full_plus_norms")
 FRACTIONS = [i / 10 for i in range(10, 0, -1)]
 
 
@@ -55,6 +56,13 @@ def test_a_kind_of_its_own(plans):
 
     assert of("ablock", plans.half) < of("ablock", plans.of[0])
     assert of("eblock", plans.half) == of("eblock", plans.of[0])
+
+
+def test_everything_in_the_layers_of_latent_attention_can_be_given_up():
+    model, inputs = models.mla(2)
+    made, full = (step(model, inputs, {"policy": p}) for p in (0.0, {**FULL, "last_layer": "full_plus_norms"}))
+    assert made.saved <= full.saved
+    assert same(made, full)
 
 
 def test_what_was_planned_is_what_is_saved():
