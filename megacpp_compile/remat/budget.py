@@ -1,16 +1,17 @@
 """Less memory step by step, the cheapest step first, until a budget is met.
 
-A lever is a saved value and its likes in the other layers. Pulling it computes that value again, from what is saved
-then; what it costs is the modelled time of all that is computed again, after less before, by the bytes it frees. The
-order in which levers are pulled does not depend on the budget, and a step that frees nothing is not made: a lower
-budget goes further along the same way, so it never keeps more. What leaves a layer is no lever, as computing it again
-would take the layers before it, all at once.
+A lever is a saved value, with its likes in the other layers. Pulling it computes that value again, from what is saved
+then or, where that frees nothing, from what is computed again in turn; what it costs is the modelled time of all that
+is computed again, after less before, by the bytes it frees. The order in which levers are pulled does not depend on
+the budget, and a step that frees nothing is not made: a lower budget goes further along the same way, so it never
+keeps more. What leaves a layer is no lever, as computing it again would take the layers before it, all at once.
 """
 
 from __future__ import annotations
 
+import operator
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from torch.fx import Node
 
@@ -18,7 +19,9 @@ from megacpp_compile.provenance import module_fqn
 from megacpp_compile.remat import costs
 from megacpp_compile.remat.kinds import Place
 from megacpp_compile.remat.nodes import is_pinned
-from megacpp_compile.remat.plan import RECOMPUTE, Plan, base_of, beyond_views, choices, kept_bytes, settle
+from megacpp_compile.remat.plan import AGAIN, Plan, base_of, beyond_views, choices, kept_bytes, settle
+
+_CHAIN = 8
 
 
 def solve(
@@ -51,33 +54,47 @@ def _steps(
     movable: set[Node],
     device: str,
 ) -> Iterator[tuple[dict[Node, str], Plan]]:
-    tried: set[Node] = set()
+    pulled: set[Node] = set()
     while True:
         groups: dict[tuple[object, ...], list[Node]] = {}
         for node in plan.saved:
             op = _op(node)
-            if op in movable and op not in tried and kept_bytes(node):
+            if op in movable and op not in pulled and kept_bytes(node):
                 groups.setdefault(_likeness(op), []).append(op)
         best: tuple[float, list[Node]] | None = None
         before = costs.seconds(plan.recomputed, device)
         for members in groups.values():
-            trial = settle(forward, needed, {**wishes, members[0]: RECOMPUTE})
+            _, trial = _pull(forward, needed, wishes, plan, members[0], movable)
             freed = plan.saved_bytes() - trial.saved_bytes()
             if freed > 0:
                 price = (costs.seconds(trial.recomputed, device) - before) / freed
                 if best is None or price < best[0]:
                     best = price, members
-            else:
-                tried.update(members)
         if best is None:
             return
         for node in dict.fromkeys(best[1]):
-            tried.add(node)
-            further = {**wishes, node: RECOMPUTE}
-            trial = settle(forward, needed, further)
+            pulled.add(node)
+            further, trial = _pull(forward, needed, wishes, plan, node, movable)
             if trial.saved_bytes() < plan.saved_bytes():
                 wishes, plan = further, trial
                 yield wishes, plan
+
+
+def _pull(
+    forward: Sequence[Node], needed: Sequence[Node], wishes: dict[Node, str], plan: Plan, node: Node, movable: set[Node]
+) -> tuple[dict[Node, str], Plan]:
+    """`node` computed again, and so, until that frees something, what would be saved for it."""
+    here = set(plan.saved)
+    trial, found = plan, [node]
+    for _ in range(_CHAIN):
+        wishes = {**wishes, **dict.fromkeys(_with_parts(found), AGAIN)}
+        trial = settle(forward, needed, wishes)
+        if trial.saved_bytes() < plan.saved_bytes():
+            break
+        found = [op for n in trial.saved if n not in here and (op := _op(n)) in movable]
+        if not found:
+            break
+    return wishes, trial
 
 
 def read_bytes(needed: Sequence[Node], forward: Sequence[Node], places: Mapping[Node, Place], kind: str | None) -> int:
@@ -89,7 +106,15 @@ def read_bytes(needed: Sequence[Node], forward: Sequence[Node], places: Mapping[
 
 def _op(node: Node) -> Node:
     """The operation whose result, or part of it, is saved."""
-    return node.args[0] if "getitem" in str(node.target) else node  # type: ignore[return-value]
+    while node.target is operator.getitem:
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _with_parts(ops: Iterable[Node]) -> Iterator[Node]:
+    for op in ops:
+        yield op
+        yield from _with_parts(u for u in op.users if u.target is operator.getitem)
 
 
 def _likeness(node: Node) -> tuple[object, ...]:

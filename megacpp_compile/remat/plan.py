@@ -24,7 +24,8 @@ from megacpp_compile.remat.kinds import Place
 from megacpp_compile.remat.nodes import is_core, is_pinned, is_product, is_selection, is_view, name_of, nbytes
 from megacpp_compile.remat.policy import CheckpointingPolicy
 
-SAVE, RECOMPUTE, FREE = "save", "recompute", "free"
+# AGAIN: recompute, and save nothing instead.
+SAVE, RECOMPUTE, FREE, AGAIN = "save", "recompute", "free", "again"
 # What is read to compute a value again may hold this many times its bytes.
 _WORTH = 2.5
 _SLIDES = 8
@@ -75,7 +76,7 @@ def settle(forward: Sequence[Node], needed: Sequence[Node], wishes: dict[Node, s
     """The wishes carried out, for what `needed` needs."""
     plan = _closure(forward, needed, wishes)
     for _ in range(_SLIDES):
-        moves = dict(_slides(plan, set(needed)))
+        moves = {n for n in _slides(plan, set(needed)) if wishes[n] != AGAIN}
         if not moves:
             break
         wishes = {**wishes, **dict.fromkeys(moves, SAVE)}
@@ -91,7 +92,7 @@ def _closure(forward: Sequence[Node], needed: Sequence[Node], wishes: Mapping[No
         wish = wishes.get(node)
         if wish is None:
             continue  # an input of the graph
-        found[wish].add(node)
+        found[RECOMPUTE if wish == AGAIN else wish].add(node)
         if wish != SAVE:
             new = [a for a in node.all_input_nodes if a not in seen]
             seen.update(new)
@@ -100,8 +101,8 @@ def _closure(forward: Sequence[Node], needed: Sequence[Node], wishes: Mapping[No
     return Plan(saved, recomputed, free)
 
 
-def _slides(plan: Plan, needed: set[Node]) -> Iterable[tuple[Node, Node]]:
-    """(value to save instead, value saved only to compute it)."""
+def _slides(plan: Plan, needed: set[Node]) -> Iterable[Node]:
+    """Values to save instead of those that are saved only to compute them."""
     again = set(plan.recomputed)
     free = set(plan.free)
     for node in plan.saved:
@@ -111,7 +112,7 @@ def _slides(plan: Plan, needed: set[Node]) -> Iterable[tuple[Node, Node]]:
                 (reader,) = readers
                 held = reader.meta.get("val")
                 if isinstance(held, torch.Tensor) and nbytes(held) <= nbytes(node.meta["val"]):
-                    yield reader, node
+                    yield reader
 
 
 def _readers(node: Node, again: set[Node], free: set[Node], needed: set[Node]) -> set[Node] | None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 
 from megacpp_compile.errors import BadOptionError
 from megacpp_compile.remat.policy import KINDS, CheckpointingPolicy
+from megacpp_compile.remat.tagging import TagForRemat
 
 
 def test_of():
@@ -38,3 +41,21 @@ def test_the_last_layer():
     assert [policy.entry("ablock", last) for last in (False, True)] == ["full", "never"]
     assert policy.entry("eblock", True) == "none"
     assert CheckpointingPolicy(eblock="none", last_layer="full").entry("eblock", True) == "full"
+
+
+def test_the_pass_keys_caches_by_policy_and_kinds():
+    """Its `uuid` is part of the keys of Inductor's caches; a key can only be made of what pickles."""
+    one, other = CheckpointingPolicy(), CheckpointingPolicy(budget=0.5)
+    made = [
+        TagForRemat(one, {}),
+        TagForRemat(other, {}),
+        TagForRemat(one, {"a": "mblock"}),
+        TagForRemat(one, {}, made_up),
+    ]
+    assert len({repr(p.uuid()) for p in made}) == 4
+    told = TagForRemat(one, {}, None, lambda plan, where: None)
+    assert pickle.loads(pickle.dumps(told)).uuid() == told.uuid() == made[0].uuid()
+
+
+def made_up(graph):
+    """A pass of the user's that runs before."""
