@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 from .cases import CASES, EXPERTS
 from .fuzz_draw import FLOATS, Kind, Maker
@@ -28,7 +29,8 @@ def arguments(kind: Kind, draw: random.Random, make: Maker, room: int) -> tuple[
     options = {"tokens": draw.choice((0, 1, 3, max(1, room // 4))), **kind.flags["options"]}
     case = CASES[kind.op]["odd_sizes"]  # any label of the op: its options are replaced
 
-    def rand(*shape: int, dtype: torch.dtype) -> Any:
+    def rand(*shape: int, dtype: torch.dtype = torch.float32) -> Any:
         return make.normal(dtype)(*shape)
 
-    return case(rand, kind.dtypes["main"], options=options)
+    made = case(rand, kind.dtypes["main"], options=options)
+    return tree_map(lambda a: a.to(make.device) if isinstance(a, torch.Tensor) else a, made)
