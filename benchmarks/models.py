@@ -263,3 +263,27 @@ class MixerEnds(nn.Module):
         mixed = self.conv(mixed)
         y, rest = mixed.split([self.inner, self.mixed - self.inner], -1)
         return self.out_proj(self.norm(y * (1 + rest.mean(-1, keepdim=True)), z))
+
+
+class Mamba2Mixer(nn.Module):
+    """A Mamba-2 mixer in einsums; parameters are named as those of Hugging Face's `Mamba2Mixer`. One norm over all."""
+
+    def __init__(self, dim: int, heads: int, p: int, n: int, groups: int, chunk: int, taps: int, eps: float) -> None:
+        super().__init__()
+        self.p, self.n, self.inner, self.states = p, n, heads * p, groups * n
+        mixed = self.inner + 2 * self.states
+        self.in_proj = nn.Linear(dim, self.inner + mixed + heads, bias=False)
+        self.conv1d = nn.Conv1d(mixed, mixed, taps, padding=taps - 1, groups=mixed)
+        self.dt_bias, self.A_log, self.D = (nn.Parameter(torch.zeros(heads)) for _ in range(3))
+        self.norm, self.scan = GatedRMSNorm(self.inner, 1, eps), Scan(chunk)
+        self.out_proj = nn.Linear(self.inner, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = self.inner + 2 * self.states
+        z, mixed, dt = self.in_proj(x).split([self.inner, mixed, self.D.numel()], -1)
+        mixed = F.silu(self.conv1d(mixed.transpose(1, 2))[..., : x.shape[1]]).transpose(1, 2)
+        u, B, C = mixed.split([self.inner, self.states, self.states], -1)
+        u, B, C = u.unflatten(-1, (-1, self.p)), B.unflatten(-1, (-1, self.n)), C.unflatten(-1, (-1, self.n))
+        dt = F.softplus(dt + self.dt_bias).float()
+        y = self.scan(u, dt, -self.A_log.float().exp(), B, C) + self.D.unsqueeze(-1) * u
+        return self.out_proj(self.norm(y.flatten(-2), z))

@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.harness import Settings
 
 NAMES = (
-    "rope", "rope_gqa", "down_norm_up", "causal_conv1d", "gated_rms_norm", "ssd", "moe",
+    "rope", "rope_gqa", "down_norm_up", "causal_conv1d", "gated_rms_norm", "ssd", "mixer", "moe",
     "block", "stack", "remat", "compile_time",
 )  # fmt: skip
 
