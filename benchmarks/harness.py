@@ -195,6 +195,7 @@ def _observe(row: dict[str, Any], runner: Runner, case: Case, settings: Settings
         row["saved_mib"] = runner.saved() / 2**20
     if settings.device.type == "cuda":
         row["peak_mib"] = observe.peak_bytes(whole) / 2**20
+        row["waits"] = observe.waits_for_device(whole)
     if case.attention:
         row["attention"] = observe.attention_kernels(whole, settings.device)
 

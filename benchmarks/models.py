@@ -279,8 +279,7 @@ class Mamba2Mixer(nn.Module):
         self.out_proj = nn.Linear(self.inner, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        mixed = self.inner + 2 * self.states
-        z, mixed, dt = self.in_proj(x).split([self.inner, mixed, self.D.numel()], -1)
+        z, mixed, dt = self.in_proj(x).split([self.inner, self.inner + 2 * self.states, self.D.numel()], -1)
         mixed = F.silu(self.conv1d(mixed.transpose(1, 2))[..., : x.shape[1]]).transpose(1, 2)
         u, B, C = mixed.split([self.inner, self.states, self.states], -1)
         u, B, C = u.unflatten(-1, (-1, self.p)), B.unflatten(-1, (-1, self.n)), C.unflatten(-1, (-1, self.n))

@@ -29,10 +29,13 @@ def module_case(
     step_flops: float | None = None,
     more: Callable[[Tensor], Sequence[Contestant]] = lambda grad: (),
     attention: bool = False,
+    anew: Callable[[], nn.Module] | None = None,
 ) -> Case:
     """The model under every compiler, and `more`, which is told the gradient of the output.
 
     Of the inputs the first one has a gradient.
+    `anew`: the model with the same parameters and code of its own, for models that break the graph: Dynamo gives up on
+    such code for every compiler, once one has met it.
     `step_flops`: forward and backward; by default the three matrix products that each one of the forward needs.
     """
     x = inputs[0]
@@ -43,7 +46,7 @@ def module_case(
         wide = copy.deepcopy(model).to(wider(x.dtype))
         return widely(wide, inputs, lambda args: leaves_of(wide, args[0]), [grad])
 
-    rows = [*contestants(subject, model, inputs, leaves_of(model, x), [grad]), *more(grad)]
+    rows = [*contestants(subject, anew or model, inputs, leaves_of(model, x), [grad]), *more(grad)]
     work = {FORWARD: Work(flops=forward_flops), STEP: Work(flops=step_flops or 3 * forward_flops)}
     names = ["output", "grad x", *(f"grad {name}" for name, _ in model.named_parameters())]
     return Case(subject, name, sizes, work, reference, rows, x.dtype, names, attention)

@@ -73,6 +73,22 @@ def peak_bytes(fn: Callable[[], Any]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
+def waits_for_device(fn: Callable[[], Any]) -> bool:
+    """Whether the host waits for the device in `fn`, as torch's own sync debug mode sees it."""
+    torch.cuda.synchronize()
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        fn()
+    except RuntimeError as error:
+        if "synchroniz" not in str(error):
+            raise
+        return True
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    return False
+
+
 def attention_kernels(fn: Callable[[], Any], device: torch.device) -> list[str]:
     """Names of the attention kernels of one call, by the profiler: on CUDA the kernels, elsewhere the operators."""
     from torch.profiler import ProfilerActivity, profile

@@ -68,11 +68,18 @@ def ours(options: Mapping[str, Any]) -> Callable[[nn.Module], Callable[..., Any]
 
 
 def contestants(
-    subject: str, model: nn.Module, inputs: Sequence[Tensor], leaves: Sequence[Tensor], grads: Sequence[Tensor]
+    subject: str,
+    model: nn.Module | Callable[[], nn.Module],
+    inputs: Sequence[Tensor],
+    leaves: Sequence[Tensor],
+    grads: Sequence[Tensor],
 ) -> list[Contestant]:
     """A row for every compiler, all of them given the same model and inputs. Eager is the first: it sets the bound."""
 
     def build(compiler: Callable[[nn.Module], Callable[..., Any]]) -> Callable[[], Runner]:
-        return lambda: training(compiler(model), inputs, leaves, grads)
+        def made() -> Runner:
+            return training(compiler(model if isinstance(model, nn.Module) else model()), inputs, leaves, grads)
+
+        return made
 
     return [Contestant(name, kind, build(compiler)) for name, (kind, compiler) in compilers(subject).items()]

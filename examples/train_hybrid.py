@@ -5,6 +5,7 @@ is shown with its reason. The text is Python's own standard library, as in `trai
 
     python examples/train_hybrid.py                                       # a tiny model, on CPU in a few minutes
     python examples/train_hybrid.py --size large --dtype bfloat16 --length 4096 --batch 4 --steps 200
+    python examples/train_hybrid.py --dtype bfloat16 --backends eager:float32 eager megacpp --steps 200
 """
 
 import argparse
@@ -26,7 +27,8 @@ from train_mla import batches, progress, standard_library_text
 
 @dataclasses.dataclass
 class Run:
-    """`failed`: why it stopped, "" where it did not; figures are of the steps before. Peak in MiB, 0 without CUDA."""
+    """`backend` may name a dtype of its own, "eager:float32". `failed`: why it stopped, "" where it did not. Figures
+    are of the steps before. Peak in MiB, 0 without CUDA."""
 
     backend: str
     losses: list[float] = dataclasses.field(default_factory=list)
@@ -37,11 +39,12 @@ class Run:
     failed: str = ""
 
 
-def train(backend: str, text: torch.Tensor, args: argparse.Namespace) -> Run:
-    run = Run(backend)
+def train(name: str, text: torch.Tensor, args: argparse.Namespace) -> Run:
+    run = Run(name)
+    backend, dtype = backend_and_dtype(name, args.dtype)
     torch.manual_seed(args.seed)
     config = plain_hybrid.LARGE if args.size == "large" else plain_hybrid.TINY
-    model = HybridLM(config).to(args.device, args.dtype)
+    model = HybridLM(config).to(args.device, dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95))
     warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20))
     step_model = model if backend == "eager" else torch.compile(model, backend=backend)
@@ -76,9 +79,14 @@ def train(backend: str, text: torch.Tensor, args: argparse.Namespace) -> Run:
     return run
 
 
+def backend_and_dtype(name: str, default: torch.dtype) -> tuple[str, torch.dtype]:
+    backend, _, dtype = name.partition(":")
+    return backend, getattr(torch, dtype) if dtype else default
+
+
 def recorded(backend: str, text: torch.Tensor, args: argparse.Namespace) -> Run:
     torch._dynamo.reset()
-    if backend != "megacpp":
+    if not backend.startswith("megacpp"):
         return train(backend, text, args)
     import megacpp_compile
 
@@ -135,8 +143,9 @@ def parse_arguments() -> argparse.Namespace:
     summary = (__doc__ or "").split("\n\n")[0]
     parser = argparse.ArgumentParser(description=summary, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument(
-        "--backends", nargs="+", default=["eager", "megacpp"], help="eager, or backends of torch.compile"
-    )
+        "--backends", nargs="+", default=["eager", "megacpp"],
+        help="eager, or backends of torch.compile; with a dtype of its own as in eager:float32",
+    )  # fmt: skip
     parser.add_argument("--size", default="tiny", choices=["tiny", "large"], help="large: a billion parameters")
     parser.add_argument("--steps", type=int, default=30, help="optimizer steps of each run, at least 2")
     parser.add_argument("--batch", type=int, default=4, help="sequences a step")
@@ -171,7 +180,7 @@ def main() -> int:
         args.json.write_text(json.dumps([dataclasses.asdict(run) for run in runs], indent=1))
     if "no_plot" not in args:
         plot(args.plot, [run for run in runs if run.losses])
-    if any(run.backend == "megacpp" and (run.failed or not run.fused) for run in runs):
+    if any(run.backend.startswith("megacpp") and (run.failed or not run.fused) for run in runs):
         print("FAILED: megacpp did not train the model, or fused nothing")
         return 1
     worst = max((largest_difference(run, ran[0]) for run in ran[1:]), default=0.0)

@@ -62,8 +62,9 @@ def compile_frame(
     result = analyse(gm, example_inputs, config, target)
     result.frame.block, result.frame.blocks = block, blocks
     result.frame.seconds["analysis"] = time.perf_counter() - began - sum(result.frame.seconds.values())
-    if dynamic_outputs.refuse(result.captured.gm if result.outcome and result.outcome.sites else gm):
-        _publish_refused(result, config)
+    if refused(gm, result):
+        if result.outcome is not None and result.outcome.misses:
+            _publish(result, config)
         dynamic_outputs.trace_again()
     compiled = _compile(gm, example_inputs, result, config, patches, kernels)
     # Only now: a frame Inductor can't compile is tried again by Dynamo in pieces, and did not happen.
@@ -108,12 +109,15 @@ def _compile(
         return compiled
 
 
-def _publish_refused(result: Analysis, config: Config) -> None:
-    """The near misses of a frame that is about to be traced again, and will not look like this then."""
-    if result.outcome is not None and result.outcome.misses:
+def refused(gm: GraphModule, result: Analysis) -> bool:
+    """Whether Dynamo has to trace the frame again, with graph breaks, for sizes that are known at run time only. Of the
+    result its near misses are left: the frame will not look like this then."""
+    if not dynamic_outputs.refuse(result.captured.gm if result.outcome and result.outcome.sites else gm):
+        return False
+    if result.outcome is not None:
         result.outcome.sites.clear()
-        result.not_kept("sizes known at run time only: traced again with graph breaks")
-        _publish(result, config)
+    result.not_kept("sizes known at run time only: traced again with graph breaks")
+    return True
 
 
 def _from_pattern_matcher(error: BaseException) -> bool:
@@ -293,10 +297,6 @@ def _publish(result: Analysis, config: Config) -> None:
         print(own, file=sys.stderr)
 
 
-class FrameCompiler:
-    """Base of backend objects that end in `compile_frame`, by which Dynamo's frames for them are known as ours."""
-
-
 class _Backend(ModuleType):
     """This module, callable: `torch.compile(model, backend=megacpp_compile.backend)` means `megacpp`."""
 
@@ -306,5 +306,6 @@ class _Backend(ModuleType):
 
 sys.modules[__name__].__class__ = _Backend
 # `import megacpp_compile` does not come here; asking for the backend does.
-_OURS = (megacpp, sys.modules[__name__])
-dynamic_outputs.install(lambda backend: any(backend is b for b in _OURS) or isinstance(backend, FrameCompiler))
+for _backend in (megacpp, sys.modules[__name__]):
+    dynamic_outputs.marked(_backend)
+dynamic_outputs.install()

@@ -2,7 +2,7 @@
 
 Dynamo breaks the graph at these unless `torch._dynamo.config.capture_dynamic_output_shape_ops` is set, and a loop over
 experts, each of which takes its rows that way, then runs without a compiler at all. A backend is asked only after
-tracing, so the setting is made around the compilation of frames that are this backend's: `install` puts a wrapper
+tracing, so the setting is made around the compilation of frames whose backend is `marked`: `install` puts a wrapper
 around the function that compiles one. It is made for that time only, and for nobody else's frames.
 
 What was traced that way and not recognised is traced again as it would have been, with graph breaks (`refuse`).
@@ -16,7 +16,7 @@ import inspect
 import linecache
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch._dynamo import config as dynamo_config
@@ -27,17 +27,25 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from megacpp_compile import report
 
+Backend = TypeVar("Backend")
 SETTING = "capture_dynamic_output_shape_ops"
 _asked: contextvars.ContextVar[bool] = contextvars.ContextVar("megacpp_dynamic_outputs", default=False)
 _MARK = "_megacpp_compile"
+_OURS = "_megacpp_traces_sizes"
 
 
 class TraceAgain(exc.TensorifyScalarRestartAnalysis):
     """Dynamo's way out of a backend: trace the frame anew, now that a setting has changed."""
 
 
-def install(is_ours: Callable[[Any], bool]) -> None:
-    """Make the setting for frames of backends that `is_ours` knows. Where Dynamo is built otherwise, not at all."""
+def marked(backend: Backend) -> Backend:
+    """`backend`, for whose frames the setting is made; it has to ask `refuse` about each. A class: of its instances."""
+    setattr(backend, _OURS, True)
+    return backend
+
+
+def install() -> None:
+    """See to frames of backends that are marked. Where Dynamo is built otherwise, nothing is done."""
     original = getattr(convert_frame, "_compile", None)
     if original is None or hasattr(original, _MARK) or "compiler_fn" not in inspect.signature(original).parameters:
         return
@@ -46,14 +54,14 @@ def install(is_ours: Callable[[Any], bool]) -> None:
     @functools.wraps(original)
     def compile_frame(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind_partial(*args, **kwargs).arguments
-        if not is_ours(_innermost(given.get("compiler_fn"))):
+        if not getattr(_innermost(given.get("compiler_fn")), _OURS, False):
             return original(*args, **kwargs)
         seen = len(graph_break_reasons)
         try:
             return _traced_whole(original, args, kwargs)
         finally:
             for found in graph_break_reasons[seen:]:
-                if _speaks_of_sizes(found.reason):
+                if speaks_of_sizes(found.reason):
                     _report(found.reason, found.user_stack)
 
     setattr(compile_frame, _MARK, True)
@@ -69,7 +77,7 @@ def _traced_whole(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             return original(*args, **kwargs)
     except Exception as error:
         text = f"{type(error).__name__} {error} {error.__cause__}"
-        if not _speaks_of_sizes(text):
+        if not speaks_of_sizes(text):
             raise
         _report(text, getattr(error, "real_stack", None) or ())
     finally:
@@ -77,7 +85,7 @@ def _traced_whole(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return original(*args, **kwargs)  # as if nobody had asked
 
 
-def _speaks_of_sizes(text: str) -> bool:
+def speaks_of_sizes(text: str) -> bool:
     """Whether tracing may have stopped only because of a value that is known at run time."""
     return any(word in text.lower() for word in ("data-dependent", "data dependent", "unbacked", "for/while loop"))
 

@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from megacpp_compile.backend import analyse, check_torch
+from megacpp_compile import dynamic_outputs
+from megacpp_compile.backend import analyse, check_torch, refused
 from megacpp_compile.config import Config
 from megacpp_compile.passes._driver import pass_names
-from megacpp_compile.report import Report, emit_frame, record
+from megacpp_compile.report import Frame, Report, emit_frame, record
 from megacpp_compile.targets import resolve_target
 
 
@@ -31,25 +33,37 @@ def explain(model: Callable[..., Any], *args: Any, options: Mapping[str, Any] | 
     check_torch()
     config = Config.from_options(options, pass_names())
 
+    @dynamic_outputs.marked
     def backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         began = time.perf_counter()
         result = analyse(gm, example_inputs, config, resolve_target(config.target, example_inputs))
         result.frame.seconds["analysis"] = time.perf_counter() - began - sum(result.frame.seconds.values())
         outcome = result.outcome
-        emit_frame(result.frame, outcome.sites if outcome else [], outcome.misses if outcome else [])
+        again = refused(gm, result)
+        if not again or outcome and outcome.misses:
+            emit_frame(result.frame, outcome.sites if outcome else [], outcome.misses if outcome else [])
+        if again:
+            dynamic_outputs.trace_again()
         return gm.forward  # runs on fake tensors: shapes only
 
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    # With symbols for sizes that only values decide, such as how many tokens an expert has.
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
 
     def fake(value: Any) -> Any:
-        return mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
+        return mode.from_tensor(value, static_shapes=True) if isinstance(value, torch.Tensor) else value
 
     fakes = torch.utils._pytree.tree_map(fake, (args, dict(kwargs)))
     # A code object keeps its compiled frames: start clean, and leave nothing behind that would run on fakes.
     torch._dynamo.reset()
     try:
         with record(pass_names()) as report, _fake_state(model, mode), mode:
-            torch.compile(model, backend=backend)(*fakes[0], **fakes[1])
+            try:
+                torch.compile(model, backend=backend)(*fakes[0], **fakes[1])
+            except Exception as error:
+                if not dynamic_outputs.speaks_of_sizes(text := f"{type(error).__name__}: {error}"):
+                    raise
+                # What follows a graph break runs on fakes too, and cannot where it depends on how many rows there are.
+                emit_frame(Frame(captured=False, reason=f"not looked at, nor what follows: {text}"[:300]), [], [])
     finally:
         torch._dynamo.reset()
     return report
@@ -71,7 +85,7 @@ class _fake_state:
                 for name, value in table.items():
                     if value is not None:
                         if id(value) not in memo:
-                            memo[id(value)] = self.mode.from_tensor(value)
+                            memo[id(value)] = self.mode.from_tensor(value, static_shapes=True)
                         table[name] = memo[id(value)]
 
     def __exit__(self, *_: object) -> None:

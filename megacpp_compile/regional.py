@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from megacpp_compile import log, report
-from megacpp_compile.backend import FrameCompiler, check_torch, compile_frame, mode_patches
+from megacpp_compile import dynamic_outputs, log, report
+from megacpp_compile.backend import check_torch, compile_frame, mode_patches
 from megacpp_compile.config import Config
 from megacpp_compile.errors import AlreadyCompiledError, BadOptionError, NotAModuleError
 from megacpp_compile.passes._driver import pass_names
@@ -140,7 +140,8 @@ def _recompile_limit(blocks: int) -> dict[str, int]:
     return {"recompile_limit": torch._dynamo.config.recompile_limit * blocks}
 
 
-class Regional(FrameCompiler):
+@dynamic_outputs.marked
+class Regional:
     """The backend of all parts of one model: `megacpp`, with names as they are in the model."""
 
     __name__ = "megacpp"

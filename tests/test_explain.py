@@ -6,6 +6,7 @@ import sys
 
 import torch
 from corpus.spellings import PlainMLA
+from passes.experts import DIM, TOKENS, MoE, where_index_add
 
 import megacpp_compile
 from megacpp_compile.cli import main
@@ -36,6 +37,16 @@ def test_explain_on_the_meta_device():
     block, args = build()
     report = megacpp_compile.explain(block.to("meta"), *(a.to("meta") for a in args))
     assert report.counts["mla_rope_kv"] == 1
+
+
+def test_explain_sees_through_sizes_that_values_decide():
+    """A loop over experts takes as many rows as the router says. Where nothing is recognised the graph breaks."""
+    x = torch.randn(TOKENS, DIM)
+    assert megacpp_compile.explain(MoE(where_index_add), x).counts["moe"] == 1
+    other = megacpp_compile.explain(lambda x: x[x > 0].sin(), x)
+    assert not other.sites and len(other.frames) > 1
+    beyond = megacpp_compile.explain(lambda x: (x[x > 0].sin() @ x[x > 0]) * x, x)  # which fakes can't run
+    assert "not looked at" in beyond.frames[-1].reason
 
 
 def test_explain_takes_options():

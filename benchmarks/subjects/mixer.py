@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from benchmarks import limits, models
 from benchmarks.ceilings import Work
-from benchmarks.harness import FORWARD, STEP, Case, Contestant, Missing, Runner, Settings
+from benchmarks.harness import FORWARD, STEP, Case, Contestant, Missing, Runner, Settings, run_case, training, wider
 from benchmarks.harness import reference as widely
-from benchmarks.harness import run_case, training, wider
 from benchmarks.modules import leaves_of
 from benchmarks.variants import inductor, ours
 

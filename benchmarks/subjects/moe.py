@@ -1,11 +1,17 @@
-"""Routed experts as a loop over all of them, with shared experts beside: separate Linears, and one tensor of all."""
+"""Routed experts as a loop over all of them, with shared experts beside: separate Linears, and one tensor of all.
+
+Eager and Inductor wait for the device at every expert, which `waits` in the JSON says of each row.
+"""
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import nn
 
 from benchmarks import limits, models
 from benchmarks.harness import Case, Settings, run_case
@@ -19,11 +25,24 @@ def cases(settings: Settings) -> Iterator[Case]:
     dim, hidden, experts, choices, shared, tokens = QUICK if settings.quick else SIZE
     for name, stacked in (("separate weights", False), ("stacked weights", True)):
         model = models.RangeLoopMoE(dim, hidden, experts, choices, shared, stacked).to(settings.device, torch.bfloat16)
+        anew = functools.partial(code_of_its_own, model, dim, hidden, experts, choices, shared, stacked)
         x = torch.randn(tokens, dim, device=settings.device, dtype=torch.bfloat16, requires_grad=True)
         sizes = {"dim": dim, "hidden": hidden, "experts": experts, "choices": choices, "shared": shared,
                  "tokens": tokens}  # fmt: skip
         products = 3 * [(dim, hidden)] * (choices + shared)
-        yield module_case("moe", name, sizes, model, (x,), limits.linear_flops(tokens, products))
+        yield module_case("moe", name, sizes, model, (x,), limits.linear_flops(tokens, products), anew=anew)
+
+
+def code_of_its_own(model: nn.Module, *sizes: Any) -> nn.Module:
+    """`model`, parameters included, of a class that no compiler has seen."""
+    spec = importlib.util.find_spec(models.__name__)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    with torch.device("meta"):
+        made: nn.Module = module.RangeLoopMoE(*sizes)
+    made.load_state_dict(model.state_dict(keep_vars=True), assign=True)
+    return made
 
 
 def tables(settings: Settings) -> Iterator[dict[str, Any]]:

@@ -1,0 +1,162 @@
+"""Expert and Mamba-2 layers through the whole compiler on a GPU, with the kernels, however small the tensors.
+
+On CPU the tests of each pass compare results; what only a GPU shows is here: that its kernels serve in what Inductor
+compiles, that they are as exact, and that nobody waits for the device.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import secrets
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import megacpp_compile
+from megacpp_compile.lowerings._registry import semantic_ops
+
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+DIM, HIDDEN, EXPERTS, CHOICES, TOKENS = 64, 96, 8, 2, 200
+
+
+@pytest.fixture(autouse=True)
+def kernels_serve(monkeypatch):
+    for folder in {folder for folder, _ in semantic_ops().values()}:
+        module = importlib.import_module(f"megacpp_compile.lowerings.{folder}.cuda_triton")
+        monkeypatch.setattr(module, "MIN_BYTES", 0)
+    torch._dynamo.reset()
+    with torch._inductor.config.patch(force_disable_caches=True):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(seed := secrets.randbelow(2**31))
+    print("seed", seed)
+
+
+class Expert(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up = nn.Linear(DIM, HIDDEN, bias=False), nn.Linear(DIM, HIDDEN, bias=False)
+        self.down = nn.Linear(HIDDEN, DIM, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Experts(nn.Module):
+    """Routed by scores that are given, so that a wider model routes alike."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(Expert() for _ in range(EXPERTS))
+
+    def forward(self, x: Tensor, scores: Tensor) -> Tensor:
+        gates, indices = scores.softmax(-1).topk(CHOICES, -1)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            token, choice = torch.where(indices == number)
+            out.index_add_(0, token, expert(x[token]) * gates[token, choice, None].to(x.dtype))
+        return out
+
+
+class Mixer(nn.Module):
+    """Mamba-2, its scan in chunks of einsums."""
+
+    def __init__(self, heads: int = 4, p: int = 16, n: int = 16, groups: int = 2, chunk: int = 16):
+        super().__init__()
+        self.p, self.n, self.inner, self.states, self.chunk = p, n, heads * p, groups * n, chunk
+        mixed = self.inner + 2 * self.states
+        self.in_proj = nn.Linear(DIM, self.inner + mixed + heads, bias=False)
+        self.conv = nn.Conv1d(mixed, mixed, 4, padding=3, groups=mixed)
+        self.dt_bias, self.A_log = nn.Parameter(torch.randn(heads)), nn.Parameter(torch.randn(heads))
+        self.weight = nn.Parameter(torch.ones(self.inner))
+        self.out_proj = nn.Linear(self.inner, DIM, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        heads = self.dt_bias.numel()
+        z, mixed, dt = self.in_proj(x).split([self.inner, self.inner + 2 * self.states, heads], -1)
+        mixed = F.silu(self.conv(mixed.transpose(1, 2))[..., : x.shape[1]]).transpose(1, 2)
+        u, b, c = mixed.split([self.inner, self.states, self.states], -1)
+        u, b, c = u.unflatten(-1, (-1, self.p)), b.unflatten(-1, (-1, self.n)), c.unflatten(-1, (-1, self.n))
+        dt = F.softplus(dt.to(wide) + self.dt_bias.to(wide))
+        y = self.scan(u.to(wide), dt, -self.A_log.to(wide).exp(), b.to(wide), c.to(wide)).flatten(-2)
+        h = y * F.silu(z.to(wide))
+        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-5)
+        return self.out_proj(self.weight * h.to(x.dtype))
+
+    def scan(self, u: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        b, c = (t.repeat_interleave(u.shape[2] // t.shape[2], 2) for t in (b, c))
+        u, b, c = (t.unflatten(1, (-1, self.chunk)) for t in (u * dt.unsqueeze(-1), b, c))
+        steps = (dt * a).unflatten(1, (-1, self.chunk)).permute(0, 3, 1, 2)
+        total = steps.cumsum(-1)
+        inside = torch.einsum("bclhn,bcshn,bhcls,bcshp->bclhp", c, b, segment_sums(steps).exp(), u)
+        states = torch.einsum("bclhn,bhcl,bclhp->bchpn", b, (total[..., -1:] - total).exp(), u)
+        states = torch.cat((torch.zeros_like(states[:, :1]), states), 1)
+        between = segment_sums(F.pad(total[..., -1], (1, 0))).exp()
+        states = torch.einsum("bhzc,bchpn->bzhpn", between, states)[:, :-1]
+        entered = torch.einsum("bclhn,bchpn,bhcl->bclhp", c, states, total.exp())
+        return (inside + entered).flatten(1, 2)
+
+
+def segment_sums(a: Tensor) -> Tensor:
+    n = a.shape[-1]
+    ones = torch.ones(n, n, device=a.device, dtype=torch.bool)
+    sums = a.unsqueeze(-1).expand(*a.shape, n).masked_fill(~ones.tril(-1), 0).cumsum(-2)
+    return sums.masked_fill(~ones.tril(), float("-inf"))
+
+
+def results(function, module: nn.Module, args: tuple[Tensor, ...], grad: Tensor) -> list[Tensor]:
+    x = args[0].detach().requires_grad_()
+    out = function(x, *args[1:])
+    return [out.detach(), *torch.autograd.grad(out, [x, *module.parameters()], grad)]
+
+
+def compare(make, args: tuple[Tensor, ...], sites: dict[str, int], bound: float, fullgraph: bool = True):
+    """Outputs and gradients in bfloat16 err at most `bound` times as much as eager's, by float64; gives the step."""
+    exact = make().double().cuda()
+    half = copy.deepcopy(exact).bfloat16()
+    exact.load_state_dict(half.state_dict())
+    grad = torch.randn_like(args[0])
+    with megacpp_compile.record() as report:
+        compiled = torch.compile(half, backend="megacpp", options={"strict": True}, fullgraph=fullgraph)
+        got = results(compiled, half, args, grad)
+    want = results(exact, exact, tuple(t.double() for t in args), grad.double())
+    plain = results(half, half, args, grad)
+    for mine, eager, wide in zip(got, plain, want, strict=True):
+        ours, theirs = ((t.double() - wide).norm() / wide.norm().clamp(min=1e-30) for t in (mine, eager))
+        assert ours <= bound * theirs + 2e-4, (ours, theirs, wide.shape)
+    assert {name: count for name, count in report.counts.items() if count} == sites
+    assert {s.effective for s in report.sites} == {"cuda_triton"}, [(s.pass_name, s.reason) for s in report.sites]
+    return lambda: results(compiled, half, args, grad)
+
+
+def never_waits(step) -> None:
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("routing", ["spread", "two experts only"])
+def test_experts(routing):
+    x = torch.randn(TOKENS, DIM, device="cuda", dtype=torch.bfloat16)
+    scores = torch.randn(TOKENS, EXPERTS, device="cuda")
+    if routing != "spread":
+        scores[:, [1, 5]] += 100
+    never_waits(compare(Experts, (x, scores), {"moe": 1}, 1.25))
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("batch, tokens", [(1, 16), (2, 80)])
+def test_mixer(groups, batch, tokens):
+    x = torch.randn(batch, tokens, DIM, device="cuda", dtype=torch.bfloat16)
+    step = compare(lambda: Mixer(groups=groups), (x,), {"ssd_scan": 1, "causal_conv1d": 1, "gated_rms_norm": 1}, 1.35)
+    never_waits(step)
