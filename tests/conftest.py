@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from functorch.compile import make_boxed_func
 from torch._inductor import compile_fx as module
 from torch._inductor import config as inductor_config
 from torch._inductor.virtualized import V
+
+from megacpp_compile.lowerings._registry import semantic_ops
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -47,3 +50,12 @@ def no_kernels(monkeypatch):
     monkeypatch.setattr(module, "compile_fx", functools.partial(module.compile_fx, inner_compile=inner_compile))
     with torch._functorch.config.patch(enable_autograd_cache=False):  # it would store Inductor's own kind of result
         yield
+
+
+@pytest.fixture
+def kernels_of_any_size(monkeypatch):
+    """On CUDA small tensors, which would be left to Inductor, go to the kernels all the same."""
+    for folder in {folder for folder, _ in semantic_ops().values()}:
+        module = importlib.import_module(f"megacpp_compile.lowerings.{folder}.cuda_triton")
+        if hasattr(module, "MIN_BYTES"):
+            monkeypatch.setattr(module, "MIN_BYTES", 0)

@@ -7,7 +7,6 @@ in the graph that Inductor would compile (`no_kernels`).
 from __future__ import annotations
 
 import copy
-import importlib
 import secrets
 
 import pytest
@@ -17,7 +16,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import megacpp_compile
-from megacpp_compile.lowerings._registry import semantic_ops
 
 DEVICES = [
     "cpu",
@@ -102,14 +100,8 @@ def errors(got: list[Tensor], want: list[Tensor]) -> list[float]:
 
 
 @pytest.fixture
-def kernels_serve(request, device, monkeypatch):
-    """Small tensors, which would be left to Inductor, go to the kernels all the same."""
-    if device == "cpu":
-        request.getfixturevalue("no_kernels")
-    else:
-        for folder in {folder for folder, _ in semantic_ops().values()}:
-            module = importlib.import_module(f"megacpp_compile.lowerings.{folder}.cuda_triton")
-            monkeypatch.setattr(module, "MIN_BYTES", 0)
+def kernels_serve(request, device):
+    request.getfixturevalue("no_kernels" if device == "cpu" else "kernels_of_any_size")
     with torch._inductor.config.patch(force_disable_caches=True):
         yield
     torch._dynamo.reset()

@@ -7,7 +7,6 @@ compiles, that they are as exact, and that nobody waits for the device.
 from __future__ import annotations
 
 import copy
-import importlib
 import secrets
 
 import pytest
@@ -16,17 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import megacpp_compile
-from megacpp_compile.lowerings._registry import semantic_ops
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 DIM, HIDDEN, EXPERTS, CHOICES, TOKENS = 64, 96, 8, 2, 200
 
 
 @pytest.fixture(autouse=True)
-def kernels_serve(monkeypatch):
-    for folder in {folder for folder, _ in semantic_ops().values()}:
-        module = importlib.import_module(f"megacpp_compile.lowerings.{folder}.cuda_triton")
-        monkeypatch.setattr(module, "MIN_BYTES", 0)
+def kernels_serve(kernels_of_any_size):
     torch._dynamo.reset()
     with torch._inductor.config.patch(force_disable_caches=True):
         yield

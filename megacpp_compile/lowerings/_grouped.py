@@ -93,6 +93,18 @@ def _(grad, x, offsets, take_grad=None, take_x=None):  # type: ignore[no-untyped
     return x.new_empty((offsets.shape[0], grad.shape[1], x.shape[1]))
 
 
+@torch.library.custom_op("grouped_products::weights_by_cutlass", mutates_args=())
+def weights_by_cutlass(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
+    """`weights` by torch's grouped GEMM, CUDA and bfloat16. Opaque for the layout of its operands: to torch's own
+    op Inductor may give a transposed copy of `grad`, which it takes only if groups are of a multiple of 8 rows."""
+    return torch._grouped_mm(grad.contiguous().t(), x.contiguous(), offsets)
+
+
+@weights_by_cutlass.register_fake
+def _(grad, x, offsets):  # type: ignore[no-untyped-def]
+    return x.new_empty((offsets.shape[0], grad.shape[1], x.shape[1]))
+
+
 @torch.library.custom_op("grouped_products::gated", mutates_args=())
 def gated(
     x: Tensor, w_gate: list[Tensor], w_up: list[Tensor], offsets: Tensor, take: Tensor, activation: str

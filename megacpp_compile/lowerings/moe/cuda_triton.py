@@ -45,9 +45,9 @@ class Products(reference.Products):
     ) -> Tensor:
         if not _cutlass(grad, x):
             return torch.ops.grouped_products.weights(grad, x, offsets, take_grad, take_x)
-        grad = (grad if take_grad is None else grad[take_grad]).contiguous()
-        x = (x if take_x is None else x[take_x]).contiguous()
-        return torch._grouped_mm(grad.t(), x, offsets)
+        grad = grad if take_grad is None else grad[take_grad]
+        x = x if take_x is None else x[take_x]
+        return torch.ops.grouped_products.weights_by_cutlass(grad, x, offsets)
 
     @staticmethod
     def gated(
