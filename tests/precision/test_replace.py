@@ -324,15 +324,16 @@ def test_assert_plan_of_a_converted_model(te):
         PrecisionPlan.of("bf16").assert_plan(model, target=te.target)
 
 
-def test_a_converted_model_compiles_around_its_modules(stand_in, state):
-    model, inputs = models.model(layers=1), models.ids()
-    want = step(model, inputs)
-    replace_linears(model, PrecisionPlan({"*.q_b_proj": "fp8_current", "*": "bf16"}, gate=False), target="cuda")
+def test_a_converted_model_compiles_around_its_modules(te, state):
+    model = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32)).to(te.device, te.dtype)
+    x = torch.randn(16, 32, generator=torch.Generator().manual_seed(0)).to(te.device, te.dtype)
+    convert(te, model, PrecisionPlan({"0": "fp8_current"}, gate=False))
+    want = step(model, x)
     torch._dynamo.reset()
-    got = step(torch.compile(model, backend="aot_eager"), inputs)
+    got = step(torch.compile(model, backend="eager"), x)
     torch._dynamo.reset()
-    assert_same((got[0], {n.removeprefix("_orig_mod."): g for n, g in got[1].items()}), want, 1e-5)
-    assert {recipe for _, recipe, _ in state.ran} == {"Float8CurrentScaling"}
+    assert_same((got[0], {n.removeprefix("_orig_mod."): g for n, g in got[1].items()}), want, 1e-2 if te.real else 1e-5)
+    assert te.real or [recipe for _, recipe, _ in state.ran] == ["Float8CurrentScaling"] * 2
 
 
 def test_meta_models_are_converted_before_they_have_memory(te):
