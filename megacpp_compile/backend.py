@@ -24,6 +24,7 @@ from megacpp_compile.lowerings._registry import choose, semantic_ops
 from megacpp_compile.normalise import normalise
 from megacpp_compile.passes._driver import Outcome, pass_names, run_passes
 from megacpp_compile.passes._rule import Match, Pass, Refusal
+from megacpp_compile.precision.plan import announce
 from megacpp_compile.provenance import outermost_frame
 from megacpp_compile.recognise.heads import activations
 from megacpp_compile.remat import authority
@@ -58,6 +59,8 @@ def compile_frame(
     patches = {**mode_patches(mode), **config.inductor}
     target = resolve_target(config.target, example_inputs)
     authority.check(gm, config)
+    if config.precision is not None:
+        announce(config.precision, target)
     began = time.perf_counter()
     result = analyse(gm, example_inputs, config, target)
     result.frame.block, result.frame.blocks = block, blocks

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from .errors import BadOptionError, UnknownOptionError, UnknownPassError
+from .precision.plan import UNTRACEABLE, PrecisionPlan
 from .remat.policy import KINDS, CheckpointingPolicy
 
 Verify = Literal["off", "each"]
@@ -51,6 +52,8 @@ class Config:
             a mapping of its fields, or a budget. None leaves it to Inductor.
         block_kinds: glob over module names -> kind of block ("ablock", "mblock", "eblock",
             "rblock"), where `policy` would take it for another; the longest pattern that hits wins.
+        precision: which linears run in fp8: a `PrecisionPlan`, a mapping from glob over module names to recipe, or
+            the name of a recipe ("fp8_current"). None, the default, leaves all of them in the model's own dtype.
         inductor: config patches handed to Inductor as they are, e.g. `{"max_autotune": True}`.
     """
 
@@ -66,6 +69,7 @@ class Config:
     autotune: bool = False
     policy: CheckpointingPolicy | None = None
     block_kinds: Mapping[str, str] = field(default_factory=dict)
+    precision: PrecisionPlan | None = None
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -82,6 +86,7 @@ class Config:
             "autotune": _bool("autotune", self.autotune),
             "policy": CheckpointingPolicy.of(self.policy),
             "block_kinds": _mapping("block_kinds", self.block_kinds, lambda k, v: _choice(k, v, KINDS, _KIND_MEANT)),
+            "precision": _traceable(PrecisionPlan.of(self.precision)),
             "inductor": _mapping("inductor", self.inductor, lambda _key, value: value),
         }
         for name, value in checked.items():
@@ -147,7 +152,8 @@ class Config:
         """The fields as plain containers, fit for `Config(**d)` and `options=d`."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         plain = {name: dict(v) if isinstance(v, Mapping) else v for name, v in values.items()}
-        return {**plain, "policy": self.policy.to_dict() if self.policy else None}
+        objects = {"policy": self.policy, "precision": self.precision}
+        return {**plain, **{name: v.to_dict() if v is not None else None for name, v in objects.items()}}
 
     def cache_key(self) -> str:
         """Text that is equal, also across processes, for settings that compile the same code.
@@ -227,6 +233,13 @@ def _mapping(key: str, value: Any, check: Callable[[str, Any], Any]) -> Mapping[
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
         raise BadOptionError(key, value, "a mapping with str keys")
     return MappingProxyType({name: check(f"{key}[{name!r}]", item) for name, item in value.items()})
+
+
+def _traceable(plan: PrecisionPlan | None) -> PrecisionPlan | None:
+    if plan is not None and (untraceable := plan.recipes() & UNTRACEABLE):
+        wanted = "recipes that can be traced. In a graph use 'fp8_current', or plan.traceable(), with bf16 instead"
+        raise BadOptionError("precision", min(untraceable), wanted)
+    return plan
 
 
 def _check_known(names: Iterable[str], known_passes: Sequence[str], where: str) -> None:

@@ -312,6 +312,72 @@ class ReportFormatError(MegacppError, ValueError):
         super().__init__(f"not a megacpp report: {problem}. Write it anew with Report.to_json().")
 
 
+class RuleWithoutHitError(MegacppError, ValueError):
+    """A pattern of a precision plan, or of `exclude`, that hits nothing.
+
+    Args:
+        pattern: the pattern as given.
+        names: the names there are.
+    """
+
+    def __init__(self, pattern: str, names: Sequence[str]) -> None:
+        self.pattern, self.closest = pattern, closest(pattern.replace("*", "0"), names)
+        super().__init__(
+            f"precision: the pattern {pattern!r} hits no module with a weight.{_did_you_mean(self.closest)} It has to "
+            "match a whole name; a star that is a segment stands for any number of segments, as in '*.mlp.*'."
+        )
+
+
+class PlanMismatchError(MegacppError):
+    """A model that does not hold what its precision plan says.
+
+    Args:
+        differences: one line for each linear that differs.
+    """
+
+    def __init__(self, differences: Sequence[str]) -> None:
+        self.differences = tuple(differences)
+        shown = [f"  {line}" for line in self.differences[: 4 * _MISSES_SHOWN]]
+        rest = len(self.differences) - len(shown)
+        super().__init__(
+            "\n".join((f"{len(self.differences)} linears differ from the precision plan:", *shown))
+            + (f"\n  and {rest} more" if rest else "")
+        )
+
+
+class ManifestError(MegacppError, ValueError):
+    """Text that is not a manifest of a precision plan. Args: problem: what is wrong with it."""
+
+    def __init__(self, problem: str) -> None:
+        self.problem = problem
+        super().__init__(f"not a precision manifest: {problem}. Write it anew with PrecisionPlan.manifest().")
+
+
+class EngineError(MegacppError):
+    """Something that Transformer Engine cannot do, or cannot do here.
+
+    Args:
+        what: what was asked for.
+        reason: why it cannot be.
+        remedy: what to do.
+    """
+
+    def __init__(self, what: str, reason: str, remedy: str) -> None:
+        self.what, self.reason, self.remedy = what, reason, remedy
+        super().__init__(f"{what}: {reason}. {remedy}")
+
+
+class StockCheckpointError(EngineError):
+    """A block with fp8 modules of Transformer Engine under a checkpoint that is not Transformer Engine's own."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(
+            f"{where} computes in fp8 under torch.utils.checkpoint",
+            "the second forward would quantise with other scales than the first, and count its maxima twice",
+            "Use megacpp_compile.precision.checkpoint.checkpoint_for(block), or the policy's fp8_wrapper.",
+        )
+
+
 class CaptureError(MegacppError):
     """Internal: why a frame cannot be captured. It never reaches the user as an error unless
     `strict` is set; the frame compiles as plain Inductor would and `reason` goes to the report.

@@ -56,7 +56,7 @@ def explain(model: Callable[..., Any], *args: Any, options: Mapping[str, Any] | 
     # A code object keeps its compiled frames: start clean, and leave nothing behind that would run on fakes.
     torch._dynamo.reset()
     try:
-        with record(pass_names()) as report, _fake_state(model, mode), mode:
+        with record(pass_names()) as report, fake_state(model, mode), mode:
             try:
                 torch.compile(model, backend=backend)(*fakes[0], **fakes[1])
             except Exception as error:
@@ -69,7 +69,7 @@ def explain(model: Callable[..., Any], *args: Any, options: Mapping[str, Any] | 
     return report
 
 
-class _fake_state:
+class fake_state:
     """A module's parameters and buffers as fake tensors, for the time of a `with`."""
 
     def __init__(self, model: Any, mode: FakeTensorMode) -> None:

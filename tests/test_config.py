@@ -10,6 +10,7 @@ import pytest
 
 from megacpp_compile import errors
 from megacpp_compile.config import Config
+from megacpp_compile.precision.plan import PrecisionPlan
 from megacpp_compile.remat.policy import CheckpointingPolicy
 from megacpp_compile.report import Miss
 
@@ -43,6 +44,7 @@ def test_every_field_is_read():
         "autotune": True,
         "policy": CheckpointingPolicy("full").to_dict(),
         "block_kinds": {"layers.*.mixer": "mblock"},
+        "precision": PrecisionPlan({"*.mlp.*": "fp8_block"}).to_dict(),
         "inductor": {"max_autotune": True},
     }
     config = read(options)

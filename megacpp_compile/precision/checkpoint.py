@@ -1,0 +1,71 @@
+"""How blocks with fp8 modules of Transformer Engine compute their forward again.
+
+Such a module quantises with scales that belong to its first forward: under delayed scaling they come from a history of
+maxima, which a second forward would add to once more. Transformer Engine's checkpoint keeps the scales of the first
+forward for the second; torch's knows nothing of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import checkpoint as stock
+
+from megacpp_compile.errors import BadOptionError, EngineError, StockCheckpointError
+from megacpp_compile.precision import engine
+
+WRAPPERS = ("te_checkpoint",)
+_DEEPEST = 200  # frames between a module and the checkpoint around its block; nested modules take three each
+
+
+def checkpoint_for(block: nn.Module, fp8_wrapper: str | None = "te_checkpoint") -> Callable[..., Any]:
+    """What to call as `checkpoint(block, *args)`: Transformer Engine's checkpoint if `block` holds modules of
+    Transformer Engine, torch's if it holds none; both without reentrant autograd.
+
+    fp8_wrapper: the policy's field of that name. Where it is not "te_checkpoint", a block in fp8 is refused.
+    Raises StockCheckpointError for a block in fp8 that torch's checkpoint would be used for, and BadOptionError for an
+    unknown wrapper.
+    """
+    if fp8_wrapper is not None and fp8_wrapper not in WRAPPERS:
+        raise BadOptionError("policy.fp8_wrapper", fp8_wrapper, "None or 'te_checkpoint'", WRAPPERS)
+    inside = next((name for name, m in block.named_modules() if engine.is_of_transformer_engine(m)), None)
+    if inside is None:
+        return functools.partial(stock.checkpoint, use_reentrant=False)
+    if fp8_wrapper is None:
+        raise StockCheckpointError(f"{inside or type(block).__name__} in {type(block).__name__}")
+    te, reason = engine.load()
+    if te is None:  # the model came with its modules, and then something took the package away
+        raise EngineError("Transformer Engine's checkpoint", reason, "Mend the installation it was built with.")
+    return functools.partial(te.checkpoint, use_reentrant=False)
+
+
+def refuse_stock_checkpoint(module: nn.Module) -> None:
+    """Raise StockCheckpointError if `module`, about to compute in fp8, does so for torch's checkpoint: in the first
+    forward of one without reentrant autograd, in the second forward of any."""
+    if engine.recomputing():
+        return
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    kept_by_stock = hooks is not None and getattr(hooks[0], "__module__", "") == stock.__name__
+    if kept_by_stock or (torch._C._current_graph_task_id() != -1 and _called_by_stock()):
+        raise StockCheckpointError(type(module).__name__ + _sizes(module))
+
+
+def _called_by_stock() -> bool:
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(_DEEPEST):
+        if frame is None:
+            return False
+        if frame.f_code.co_filename == stock.__file__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _sizes(module: nn.Module) -> str:
+    return f"({getattr(module, 'in_features', '?')}, {getattr(module, 'out_features', '?')})"

@@ -1,0 +1,100 @@
+"""Transformer Engine, imported when somebody needs it, with the reason where it is not to be had.
+
+Facts of its API are those of 2.20: `autocast`, `quantized_model_init`, `checkpoint`, `initialize_ub`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+# Recipe -> class in transformer_engine.common.recipe, and what asks whether the device has it.
+_CLASSES = {
+    "fp8_current": ("Float8CurrentScaling", "is_fp8_available"),
+    "fp8_block": ("Float8BlockScaling", "is_fp8_block_scaling_available"),
+    "fp8_delayed": ("DelayedScaling", "is_fp8_available"),
+}
+_NEEDED = ("autocast", "quantized_model_init", "checkpoint", "Linear", "LayerNormLinear")
+
+_recipes: dict[str, Any] = {}  # one object a recipe: Transformer Engine keeps state by it
+_suspended = 0
+
+
+def load() -> tuple[Any, str]:
+    """(module `transformer_engine.pytorch`, "") or (None, why it cannot be imported or used).
+
+    Any failure counts: a missing package, another torch's ABI, a library that does not load, a machine without CUDA.
+    """
+    missing = why_no_device()
+    if missing:
+        return None, missing
+    try:
+        te = importlib.import_module("transformer_engine.pytorch")
+    except Exception as error:
+        return None, f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else error!r}"
+    return te, ""
+
+
+def why_no_device() -> str:
+    """Why no module of Transformer Engine can be constructed in this process, "" where one can."""
+    return "" if torch.cuda.is_available() else "no CUDA device"
+
+
+def lacks(te: Any, recipe: str) -> str:
+    """Why `recipe` cannot run with the Transformer Engine `te` on this device, "" where it can."""
+    missing = [name for name in _NEEDED if not hasattr(te, name)]
+    if missing:
+        return f"this Transformer Engine has no {', '.join(missing)}: 2.20 has"
+    available, reason = getattr(te, _CLASSES[recipe][1])(return_reason=True)
+    return "" if available else f"{recipe}: {reason or 'not available on this device'}"
+
+
+def recipe_object(recipe: str) -> Any:
+    """Transformer Engine's recipe for one of ours, with its defaults (e4m3 forward, e5m2 gradients where it has both;
+    e4m3 for both under "fp8_block")."""
+    if recipe not in _recipes:
+        classes = importlib.import_module("transformer_engine.common.recipe")
+        _recipes[recipe] = getattr(classes, _CLASSES[recipe][0])()
+    return _recipes[recipe]
+
+
+def user_buffers_initialised() -> bool:
+    """Whether `transformer_engine.pytorch.initialize_ub` has been called, without importing it for the question."""
+    base = sys.modules.get("transformer_engine.pytorch.module.base")
+    if base is None:
+        return False
+    asked = getattr(base, "is_ub_initialized", None)
+    return bool(asked()) if asked is not None else getattr(base, "_ub_communicators", None) is not None
+
+
+def recomputing() -> bool:
+    """Whether Transformer Engine's checkpoint is running a forward for the second time."""
+    module = sys.modules.get("transformer_engine.pytorch.distributed")
+    return bool(module and module.in_fp8_activation_recompute_phase())
+
+
+def is_of_transformer_engine(module: torch.nn.Module) -> bool:
+    """Whether it is one of Transformer Engine's modules or derived from one, without importing it for the question."""
+    return any(c.__module__.partition(".")[0] == "transformer_engine" for c in type(module).__mro__)
+
+
+@contextlib.contextmanager
+def high_precision() -> Iterator[None]:
+    """Inside, modules put in place by `replace_linears` compute in their parameters' dtype, not in fp8: to see
+    whether fp8 is what breaks a run. Not for part of a step: forward and backward have to agree."""
+    global _suspended
+    _suspended += 1
+    try:
+        yield
+    finally:
+        _suspended -= 1
+
+
+def suspended() -> bool:
+    """Whether `high_precision` is in force."""
+    return _suspended > 0

@@ -1,0 +1,81 @@
+"""Classes to build a block from, the same seven on every platform.
+
+    spec = te_layer_spec().or_native()
+    self.qkv = spec["linear_qkv"](hidden, 3 * hidden, bias=False, normalization="RMSNorm", params_dtype=torch.bfloat16)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from megacpp_compile.precision import engine
+
+# Key -> name of Transformer Engine's class. The norm in front of a block's first products is part of their module.
+CLASSES = {
+    "norm": "RMSNorm",
+    "linear_qkv": "LayerNormLinear",
+    "linear_proj": "Linear",
+    "linear_fc1": "LayerNormLinear",
+    "linear_fc2": "Linear",
+    "attention": "DotProductAttention",
+    "layernorm_mlp": "LayerNormMLP",
+}
+
+
+class LayerSpec(dict[str, Any]):
+    """Key -> class, or None where there is none; `reasons` has the same keys and says why, "" where there is one.
+
+    "layernorm_mlp" is offered beside "linear_fc1" and "linear_fc2", which are what a block uses by default: that one
+    module leaves nothing between its products for others to fuse, replace or look at.
+    """
+
+    def __init__(self, classes: Iterable[tuple[str, Any]], reasons: dict[str, str]) -> None:
+        super().__init__(classes)
+        self.reasons = reasons
+
+    def or_native(self) -> LayerSpec:
+        """This spec, with the plain PyTorch class where it has none."""
+        native = NativeLayerSpec()
+        return LayerSpec(((key, found or native[key]) for key, found in self.items()), dict(self.reasons))
+
+
+class NativeLayerSpec(LayerSpec):
+    """The seven keys with plain PyTorch modules, whose constructors and forwards take what Transformer Engine's take.
+
+    Parameters have the same names and begin with the same distribution. The default of `device` is torch's own instead
+    of "cuda". What plain PyTorch has not (tensor parallelism, packed sequences) is an EngineError, not ignored.
+    """
+
+    def __init__(self) -> None:
+        from megacpp_compile.precision import native, native_attention
+
+        super().__init__(
+            (
+                (key, getattr(native_attention if key == "attention" else native, name))
+                for key, name in CLASSES.items()
+            ),
+            dict.fromkeys(CLASSES, ""),
+        )
+
+
+def te_layer_spec(use_te: bool = True, *, tp_comm_overlap: bool = False) -> LayerSpec:
+    """Transformer Engine's classes by key; None for each that cannot be imported or constructed here, for any reason,
+    which `spec.reasons[key]` keeps.
+
+    use_te: False gives None for all. tp_comm_overlap: the blocks will overlap communication by user buffers; raises
+    EngineError unless they are initialised, as the classes would refuse one by one otherwise.
+    """
+    if use_te and tp_comm_overlap:
+        from megacpp_compile.precision.replace import check_user_buffers
+
+        check_user_buffers()
+    te, reason = engine.load() if use_te else (None, "not asked for")
+    classes: dict[str, Any] = {}
+    reasons = {}
+    for key, name in CLASSES.items():
+        try:
+            classes[key], reasons[key] = None if te is None else getattr(te, name), reason
+        except Exception as error:  # attributes may be imported on access
+            classes[key], reasons[key] = None, f"{type(error).__name__}: {error}"
+    return LayerSpec(classes.items(), reasons)

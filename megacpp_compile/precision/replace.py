@@ -1,0 +1,203 @@
+"""`replace_linears`: Transformer Engine's modules where a plan asks for fp8, with the model's own parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import nn
+
+from megacpp_compile import log
+from megacpp_compile.errors import BadOptionError, EngineError, NotAModuleError
+from megacpp_compile.precision import engine
+from megacpp_compile.precision.plan import UNTRACEABLE, PrecisionPlan, announce
+from megacpp_compile.precision.survey import DEFAULT_EXCLUSIONS, Found, survey, why_bf16
+from megacpp_compile.report import plural
+from megacpp_compile.report_table import table_text
+
+__all__ = ["DEFAULT_EXCLUSIONS", "Conversion", "ConversionTable", "replace_linears"]
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """One row: a linear, or a norm in front of one.
+
+    Attributes:
+        fqn: its name. module: its class before.
+        role: see `roles.ROLES`.
+        shape: (out features, in features); (width,) of a norm.
+        requested: recipe the plan asks for. rule: the pattern or role that does.
+        done: whether it was replaced. now: by what, "" if it was not.
+        reason: why not, or, of a norm, which linear computes it.
+    """
+
+    fqn: str
+    module: str
+    role: str
+    shape: tuple[int, ...]
+    requested: str
+    rule: str
+    done: bool
+    now: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ConversionTable:
+    """Every linear of a model and what became of it; `str(table)` is a table.
+
+    Attributes:
+        rows: in the order of the model; norms last.
+        reason: why nothing at all was replaced, "" if anything could be.
+    """
+
+    rows: tuple[Conversion, ...]
+    reason: str = ""
+
+    def __iter__(self) -> Iterator[Conversion]:
+        return iter(self.rows)
+
+    @property
+    def done(self) -> tuple[str, ...]:
+        """Names of what was replaced."""
+        return tuple(row.fqn for row in self.rows if row.done)
+
+    @property
+    def skipped(self) -> dict[str, str]:
+        """Name -> reason of what was not."""
+        return {row.fqn: row.reason for row in self.rows if not row.done}
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"reason": self.reason, "rows": [asdict(row) for row in self.rows]}
+
+    def summary(self) -> str:
+        text = f"{len(self.done)} of {plural(len(self.rows), 'module')} replaced"
+        return f"{text}: {self.reason}" if self.reason else text
+
+    def __str__(self) -> str:
+        rows = []
+        for row in self.rows:
+            size = "x".join(map(str, row.shape))
+            rows.append((row.fqn, size, row.role, row.rule, row.requested, row.now or "left", row.reason or "-"))
+        headers = ("module", "size", "role", "rule", "asked", "is now", "reason")
+        return (table_text("linears", headers, rows) if rows else "") + f"precision: {self.summary()}"
+
+
+def replace_linears(
+    model: nn.Module,
+    plan: Any,
+    exclude: Sequence[str] = DEFAULT_EXCLUSIONS,
+    *,
+    example_inputs: Sequence[Any] | Mapping[str, Any] | None = None,
+    target: str = "auto",
+    tp_comm_overlap: bool = False,
+) -> ConversionTable:
+    """Put Transformer Engine's modules in the place of linears that `plan` wants in fp8; after construction, before
+    FSDP. Parameters stay the same objects under the same names, and the state dict keeps its keys and values.
+
+    plan: a `PrecisionPlan`, or what `PrecisionPlan.of` takes.
+    exclude: names to leave alone. Those of DEFAULT_EXCLUSIONS match inside any segment of a name; others are globs
+        over whole names, and one that hits nothing is an error. To add to the defaults: (*DEFAULT_EXCLUSIONS, "...").
+    example_inputs: arguments of the model's forward, as a tuple or by name. With them an RMSNorm that is read by one
+        linear alone is folded into it (`te.LayerNormLinear`); the model runs once on shapes. Without, no norm is.
+    target: "auto" goes by the parameters' device. "cuda" is for a model that is to be moved there.
+    tp_comm_overlap: the run overlaps tensor-parallel communication by Transformer Engine's user buffers. They have to
+        be initialised by then.
+
+    Returns the conversion table, which has every linear. On CPU and TPU, and where Transformer Engine is not to be had,
+    nothing is replaced, and one line in the log says why. Raises RuleWithoutHitError, and EngineError for
+    `tp_comm_overlap` without user buffers, before anything is changed.
+    """
+    if not isinstance(model, nn.Module):
+        raise NotAModuleError(model)
+    plan = PrecisionPlan.of(plan)
+    if plan is None:
+        raise BadOptionError("plan", None, "a PrecisionPlan, or the name of a recipe")
+    if tp_comm_overlap:
+        check_user_buffers()
+    found = survey(model, plan, exclude, target)
+    nowhere, level = why_bf16(model, target), log.logger.info
+    wanted = sorted({f.effective for f in found} - {"bf16"})
+    if not nowhere and wanted:
+        te, nowhere = engine.load()
+        nowhere = nowhere or next(filter(None, (engine.lacks(te, recipe) for recipe in wanted)), "")
+        level = log.logger.warning if nowhere else level  # fp8 was asked for, on a device that may have it
+    if nowhere:
+        level("%s; replace_linears left all %d linears alone", plan.describe("cuda", nowhere), len(found))
+        return ConversionTable(tuple(_row(f, "", f.reason or nowhere) for f in found), nowhere)
+    announce(plan, "cuda")
+    table = ConversionTable(tuple(_replace(model, found, example_inputs)))
+    if set(wanted) & UNTRACEABLE:
+        from megacpp_compile.precision.te_modules import StepAutocast
+
+        StepAutocast(model, "fp8_delayed")
+    if tp_comm_overlap:
+        log.logger.warning("tp_comm_overlap: no nn.Linear is tensor parallel, so nothing overlaps in what was replaced")
+    log.logger.info("%s", table)
+    return table
+
+
+def check_user_buffers() -> None:
+    """Raise EngineError unless Transformer Engine's user buffers are initialised."""
+    if not engine.user_buffers_initialised():
+        raise EngineError(
+            "tp_comm_overlap",
+            "Transformer Engine's user buffers are not initialised, and its modules would wait for them",
+            "Call transformer_engine.pytorch.initialize_ub(...) before, or turn tp_comm_overlap off.",
+        )
+
+
+def _row(f: Found, now: str, reason: str) -> Conversion:
+    return Conversion(f.fqn, f.module, f.role, f.shape, f.requested, f.rule, bool(now), now, reason)
+
+
+def _replace(model: nn.Module, found: Sequence[Found], inputs: Any) -> Iterator[Conversion]:
+    """Carry it out, row by row; norms first, as one decides what its linear becomes."""
+    convertible = {f.fqn: f for f in found if f.effective != "bf16" and f.holds == "bf16"}
+    norms = list(_fold(model, convertible, inputs))
+    folded = {row.reason.removeprefix("computed by ") for row in norms if row.done}
+    for f in found:
+        if f.fqn in folded:
+            yield _row(f, f"te.LayerNormLinear, {f.effective}", "")
+        elif f.fqn in convertible:
+            from megacpp_compile.precision import te_modules
+
+            _put(model, f.fqn, te_modules.linear(f.found, f.effective))  # type: ignore[arg-type]
+            yield _row(f, f"te.Linear, {f.effective}", "")
+        else:
+            yield _row(f, "", f.reason or ("" if f.holds == "bf16" else f"replaced before: {f.holds}"))
+    yield from norms
+
+
+def _fold(model: nn.Module, convertible: Mapping[str, Found], inputs: Any) -> Iterator[Conversion]:
+    if inputs is None or not convertible:
+        return
+    from megacpp_compile.precision import te_modules
+    from megacpp_compile.precision.norms import Deferred, as_rms_norm, readers
+
+    pairs, refused = readers(model, inputs)
+    for fqn, module in [(name, m) for name, m in model.named_modules() if name in pairs or name in refused]:
+        linear, reason = convertible.get(pairs.get(fqn, "")), refused.get(fqn, "")
+        if linear is None and not reason:
+            reason = f"read by {pairs[fqn]}, which stays in bf16"
+        elif linear is not None and module.weight.dtype != linear.found.weight.dtype:
+            reason = f"in {module.weight.dtype}, its linear in {linear.found.weight.dtype}"
+        width = tuple(module.weight.shape)
+        kind, role = type(module).__name__, "norm"
+        if reason or linear is None:
+            yield Conversion(fqn, kind, role, width, "bf16", f"role {role}", False, "", reason)
+            continue
+        what = as_rms_norm(module)
+        assert what is not None
+        kept = Deferred(module)
+        new = te_modules.normed_linear(linear.found, kept, what.eps, what.zero_centered, linear.effective)  # type: ignore[arg-type]
+        _put(model, fqn, kept)
+        _put(model, linear.fqn, new)
+        now = f"te.LayerNormLinear, {linear.effective}"
+        yield Conversion(fqn, kind, role, width, linear.requested, linear.rule, True, now, f"computed by {linear.fqn}")
+
+
+def _put(model: nn.Module, fqn: str, module: nn.Module) -> None:
+    parent, _, name = fqn.rpartition(".")
+    model.get_submodule(parent)._modules[name] = module

@@ -1,0 +1,184 @@
+"""Every linear of a model: what a plan asks of it, what speaks against that, and what it holds now."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from megacpp_compile.errors import PlanMismatchError, RuleWithoutHitError
+from megacpp_compile.precision import engine
+from megacpp_compile.precision.names import hits, inside_segment
+from megacpp_compile.precision.plan import PrecisionPlan
+from megacpp_compile.precision.roles import role_of
+
+# Modules that hold few FLOPs or whose small errors are amplified: embeddings and the head that shares their weight,
+# routing, adapters, mixing of residual streams, hashed n-grams. Each matches inside any segment of a name.
+DEFAULT_EXCLUSIONS = (
+    "wte", "wpe", "lm_head", "router", "shared_expert_gate", "engram", "mhc", "ngram_hash", "structure_emb",
+    "platform_emb", "temporal_", "lora_",
+)  # fmt: skip
+
+MULTIPLE = 16  # of both sides of a weight: what an fp8 product takes
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks",
+          "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """One linear.
+
+    Attributes:
+        fqn: its name. module: its class.
+        role: see `roles.ROLES`.
+        shape: (out features, in features).
+        requested: recipe the plan asks for.
+        effective: recipe it has to hold; "bf16", i.e. left in its own dtype, where `reason` is against another.
+        rule: what asked.
+        reason: what is against it, "" if nothing is.
+        holds: recipe it computes in now; "autocast" for a module of Transformer Engine that follows its context.
+    """
+
+    fqn: str
+    module: str
+    role: str
+    shape: tuple[int, int]
+    requested: str
+    effective: str
+    rule: str
+    reason: str
+    holds: str
+    found: nn.Module = field(repr=False, compare=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        values = {name: getattr(self, name) for name in self.__slots__ if name != "found"}
+        return {**values, "shape": list(self.shape)}
+
+
+def survey(
+    model: nn.Module, plan: PrecisionPlan, exclude: Sequence[str] = DEFAULT_EXCLUSIONS, target: str = "auto"
+) -> list[Found]:
+    """Every linear module of `model`, in order; one that is reached by two names is there twice.
+
+    Raises RuleWithoutHitError for a rule of the plan, or a pattern of `exclude` beside the defaults, that no module
+    with a weight matches.
+    """
+    _check_rules(model, plan, exclude)
+    nowhere = why_bf16(model, target)
+    ties = _Ties(model)
+    found = []
+    for fqn, module, parents in _linears(model):
+        role = role_of(fqn, [type(p).__name__ for p in parents])
+        shape = (module.out_features, module.in_features)
+        said = plan.decide(fqn, role, (None, *shape))
+        against = _excluded(fqn, exclude)
+        if not against and said.requested != "bf16":
+            against = nowhere or said.reason or _unfit(module, parents[0], ties)
+        holds = getattr(module, "recipe", "autocast") if engine.is_of_transformer_engine(module) else "bf16"
+        effective = "bf16" if against else said.requested
+        kind = type(module).__name__
+        found.append(Found(fqn, kind, role, shape, said.requested, effective, said.rule, against, holds, module))
+    return found
+
+
+def assert_plan(
+    model: nn.Module, plan: PrecisionPlan, exclude: Sequence[str] = DEFAULT_EXCLUSIONS, target: str = "auto"
+) -> None:
+    """`PrecisionPlan.assert_plan`."""
+    lines = []
+    for f in survey(model, plan, exclude, target):
+        if f.holds != f.effective:
+            why = f" ({f.reason})" if f.reason else ""
+            lines.append(f"{f.fqn}: the plan says {f.effective} by {f.rule}{why}, {f.module} holds {f.holds}")
+    if lines:
+        raise PlanMismatchError(lines)
+
+
+def why_bf16(model: nn.Module, target: str = "auto") -> str:
+    """Why nothing of `model` can run in fp8 by Transformer Engine's modules, "" if something can. target: "auto" goes
+    by the device of the parameters; "cuda" is for a model that is to be moved there."""
+    if target == "auto":
+        kinds = {p.device.type for p in model.parameters()} - {"meta"}
+        target = "tpu" if "xla" in kinds else "cuda" if "cuda" in kinds or not kinds else "cpu"
+    return "" if target == "cuda" else f"target {target}"
+
+
+def _linears(model: nn.Module) -> Iterator[tuple[str, Any, list[nn.Module]]]:
+    """(name, module, modules around it with the innermost first) of linears, and of what stands for them."""
+    every = dict(model.named_modules(remove_duplicate=False))
+    for fqn, module in every.items():
+        ours = engine.is_of_transformer_engine(module) and hasattr(module, "in_features") and hasattr(module, "weight")
+        if isinstance(module, nn.Linear) or ours:
+            parts = fqn.split(".")
+            above = [every[".".join(parts[:i])] for i in range(len(parts) - 1, 0, -1)]
+            yield fqn, module, [*above, model]
+
+
+def _check_rules(model: nn.Module, plan: PrecisionPlan, exclude: Sequence[str]) -> None:
+    weights = [n for n, m in model.named_modules(remove_duplicate=False) if any(True for _ in m.parameters(False))]
+    own = [pattern for pattern in exclude if pattern not in DEFAULT_EXCLUSIONS]
+    unhit = [*plan.without_hit(weights), *(p for p in own if not any(hits(p, name) for name in weights))]
+    if unhit:
+        raise RuleWithoutHitError(unhit[0], weights)
+
+
+def _excluded(fqn: str, exclude: Sequence[str]) -> str:
+    for pattern in exclude:
+        if inside_segment(pattern, fqn) if pattern in DEFAULT_EXCLUSIONS else hits(pattern, fqn):
+            return f"excluded by {pattern!r}"
+    return ""
+
+
+def _unfit(module: nn.Module, parent: nn.Module, ties: _Ties) -> str:
+    """What keeps a linear from being replaced, most general first."""
+    if parent is module:
+        return "the model itself: there is no module to put another one in"
+    replaced = hasattr(module, "recipe")
+    if type(module) is not nn.Linear and not replaced:
+        return f"{type(module).__name__} is not nn.Linear itself: its forward may differ"
+    if any(getattr(module, name) for name in HOOKS):
+        return "has hooks, which would be lost"
+    if "weight" not in module._parameters:
+        return "its weight is computed (a parametrisation)"
+    names = (*parent._modules, *parent._parameters, *module._parameters)
+    if any("lora" in name.lower() for name in names):
+        return "wrapped by LoRA"
+    if tied := ties.of(module):
+        return tied
+    if type(module.weight) is not nn.Parameter:
+        return f"its weight is a {type(module.weight).__name__}: linears are to be replaced before sharding"
+    if module.weight.dtype not in _DTYPES:
+        return f"weight in {module.weight.dtype}"
+    if any(size % MULTIPLE for size in module.weight.shape):
+        out, inner = module.weight.shape
+        return f"{out}x{inner}: fp8 takes multiples of {MULTIPLE}"
+    return ""
+
+
+class _Ties:
+    """Which parameters are reached by several names, or share their memory with others."""
+
+    def __init__(self, model: nn.Module) -> None:
+        named = list(model.named_parameters(remove_duplicate=False))
+        self.objects = Counter(id(p) for _, p in named)
+        distinct = {id(p): p for _, p in named}
+        self.places = Counter(filter(None, map(self._place, distinct.values())))
+
+    @staticmethod
+    def _place(p: torch.Tensor) -> tuple[int, Any] | None:
+        try:
+            return p.untyped_storage()._cdata, p.storage_offset()
+        except (NotImplementedError, RuntimeError):  # wrapper tensors may have none
+            return None
+
+    def of(self, module: nn.Module) -> str:
+        for name, p in module.named_parameters(recurse=False):
+            place = self._place(p)
+            if self.objects[id(p)] > 1 or (place is not None and self.places[place] > 1):
+                return f"{name} is tied: another name holds it too"
+        return ""

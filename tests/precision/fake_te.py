@@ -1,0 +1,261 @@
+"""A stand-in for Transformer Engine 2.20: its names, signatures and checks, with plain PyTorch behind them.
+
+It refuses what the real one refuses (dimensions in fp8, dtypes, reentry of a context) and remembers in which recipe
+each module ran. Installed under the real one's names; `install(monkeypatch)` takes everything back afterwards.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import types
+
+import torch
+from torch import nn
+from torch.nn.functional import layer_norm, linear, rms_norm
+
+STATE = types.SimpleNamespace(recipe=None, depth=0, recomputing=False, user_buffers=False, steps=0, ran=[])
+META = "meta"
+
+
+class Recipe:
+    def __repr__(self):
+        return type(self).__name__
+
+
+class DelayedScaling(Recipe):
+    pass
+
+
+class Float8CurrentScaling(Recipe):
+    pass
+
+
+class Float8BlockScaling(Recipe):
+    pass
+
+
+class autocast:
+    def __init__(self, enabled=True, calibrating=False, recipe=None, amax_reduction_group=None, _graph=False):
+        assert not enabled or isinstance(recipe, Recipe)
+        self.enabled, self.recipe, self.before = enabled, recipe, None
+
+    def __enter__(self):
+        assert self.before is None, "entered more than once concurrently"
+        self.before = (STATE.recipe,)
+        STATE.recipe, STATE.depth = self.recipe if self.enabled else None, STATE.depth + 1
+        return self
+
+    def __exit__(self, *_):
+        (STATE.recipe,), self.before = self.before, None
+        STATE.depth -= 1
+        # Where delayed scaling moves its histories on.
+        STATE.steps += self.enabled and STATE.depth == 0 and torch.is_grad_enabled()
+
+
+class quantized_model_init:
+    def __init__(self, enabled=True, recipe=None, preserve_high_precision_init_val=False):
+        assert not enabled, "parameters are to stay as they are"
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+
+def is_fp8_available(return_reason=False):
+    return (True, "") if return_reason else True
+
+
+def is_fp8_block_scaling_available(return_reason=False):
+    return is_fp8_available(return_reason)
+
+
+class TransformerEngineBaseModule(nn.Module):
+    def __init__(self, name=None):
+        super().__init__()
+        self.activation_dtype, self.fp8_meta = None, {}
+
+    def register_parameter(self, name, param, **kwargs):
+        super().register_parameter(name, param)
+
+    def get_extra_state(self):
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_extra_state(self, state):
+        assert isinstance(state, torch.Tensor)
+
+    def _prepare(self, inp, weight):
+        for name, p in self.named_parameters():
+            if p.dtype != inp.dtype and not torch.is_autocast_enabled(inp.device.type):
+                raise TypeError(f"Data types for parameters must match. Found {inp.dtype} and {name!r} {p.dtype}")
+        if STATE.recipe is not None:
+            for t in (inp, weight):
+                if math.prod(t.shape[:-1]) % 8 or t.shape[-1] % 16:
+                    raise ValueError("FP8 execution requires the product of all dimensions except the last ...")
+        STATE.ran.append((self, repr(STATE.recipe) if STATE.recipe else None, STATE.recomputing))
+
+    def _weights(self, in_features, out_features, bias, dtype, device):
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        self.in_features, self.out_features, self.use_bias = in_features, out_features, bias
+        self.register_parameter(
+            "weight", nn.Parameter(torch.empty(out_features, in_features, dtype=dtype, device=device)), init_fn=None
+        )
+        if bias:
+            self.register_parameter("bias", nn.Parameter(torch.empty(out_features, dtype=dtype, device=device)))
+        else:
+            self.bias = torch.Tensor().to(dtype=dtype, device=device)
+        if device != META:
+            with torch.no_grad():
+                self.weight.normal_(0, 0.023)
+                self.bias.zero_()
+
+
+class Linear(TransformerEngineBaseModule):
+    def __init__(
+        self, in_features, out_features, sequence_parallel=False, fuse_wgrad_accumulation=False, tp_group=None,
+        tp_size=1, get_rng_state_tracker=None, rng_tracker_name=None, init_method=None, bias=True, return_bias=False,
+        params_dtype=None, parallel_mode=None, parameters_split=None, device="cuda", ub_overlap_ag=False,
+        ub_overlap_rs=False, ub_overlap_rs_dgrad=False, ub_bulk_dgrad=False, ub_bulk_wgrad=False, ub_name=None,
+        delay_wgrad_compute=False, symmetric_ar_type=None, save_original_input=False, name=None,
+    ):  # fmt: skip
+        super().__init__(name)
+        self._weights(in_features, out_features, bias, params_dtype, device)
+
+    def forward(self, inp, is_first_microbatch=None, fp8_output=False, fp8_grad=False):
+        self._prepare(inp, self.weight)
+        return linear(inp, self.weight, self.bias if self.use_bias else None)
+
+
+class LayerNormLinear(TransformerEngineBaseModule):
+    def __init__(
+        self, in_features, out_features, eps=1e-5, sequence_parallel=False, fuse_wgrad_accumulation=False,
+        tp_group=None, tp_size=1, get_rng_state_tracker=None, init_method=None, bias=True, normalization="LayerNorm",
+        return_bias=False, params_dtype=None, parallel_mode=None, return_layernorm_output=False,
+        return_layernorm_output_gathered=False, parameters_split=None, zero_centered_gamma=False, device="cuda",
+        ub_overlap_ag=False, ub_overlap_rs=False, ub_overlap_rs_dgrad=False, ub_bulk_wgrad=False, ub_bulk_dgrad=False,
+        ub_name=None, delay_wgrad_compute=False, symmetric_ar_type=None, name=None,
+    ):  # fmt: skip
+        super().__init__(name)
+        assert normalization in ("LayerNorm", "RMSNorm")
+        self.normalization, self.eps, self.zero_centered_gamma = normalization, eps, zero_centered_gamma
+        self.register_parameter(
+            "layer_norm_weight", nn.Parameter(torch.empty(in_features, device=device, dtype=params_dtype)), init_fn=None
+        )
+        self.layer_norm_bias = None
+        self._weights(in_features, out_features, bias, params_dtype, device)
+
+    def forward(self, inp, is_first_microbatch=None, fp8_output=False, fp8_grad=False):
+        self._prepare(inp, self.weight)
+        gain = self.layer_norm_weight + 1 if self.zero_centered_gamma else self.layer_norm_weight
+        norm = rms_norm if self.normalization == "RMSNorm" else layer_norm
+        x = norm(inp, gain.shape, gain, eps=self.eps)
+        return linear(x, self.weight, self.bias if self.use_bias else None)
+
+
+class RMSNorm(nn.Module):
+    def __init__(
+        self, normalized_shape=None, eps=1e-5, sequence_parallel=None, params_dtype=None, zero_centered_gamma=False,
+        hidden_size=None, **kwargs,
+    ):  # fmt: skip
+        super().__init__()
+
+
+class LayerNormMLP(TransformerEngineBaseModule):
+    def __init__(
+        self, hidden_size, ffn_hidden_size, eps=1e-5, sequence_parallel=False, return_bias=False,
+        get_rng_state_tracker=None, tp_group=None, tp_size=1, init_method=None, bias=True, normalization="LayerNorm",
+        activation="gelu", activation_params=None, output_layer_init_method=None, fuse_wgrad_accumulation=False,
+        params_dtype=None, return_layernorm_output=False, return_layernorm_output_gathered=False, seq_length=None,
+        micro_batch_size=None, set_parallel_mode=False, zero_centered_gamma=False, device="cuda", ub_overlap_ag=False,
+        name=None, ub_overlap_rs=False, ub_overlap_rs_dgrad=False, ub_bulk_dgrad=False, ub_bulk_wgrad=False,
+        delay_wgrad_compute=False, symmetric_ar_type=None, checkpoint=False,
+    ):  # fmt: skip
+        super().__init__(name)
+
+    def forward(self, inp, is_first_microbatch=None):
+        raise NotImplementedError
+
+
+class DotProductAttention(TransformerEngineBaseModule):
+    def __init__(
+        self, num_attention_heads, kv_channels, num_gqa_groups=None, attention_dropout=0.0, qkv_format="sbhd",
+        attn_mask_type="causal", window_size=None, bottom_right_diagonal=None, softcap=0.0, sequence_parallel=False,
+        tp_size=1, get_rng_state_tracker=None, tp_group=None, layer_number=None, attention_type="self", cp_group=None,
+        cp_global_ranks=None, cp_stream=None, cp_comm_type="p2p", softmax_scale=None, softmax_type="vanilla",
+        return_max_logit=False, name=None,
+    ):  # fmt: skip
+        super().__init__(name)
+
+    def forward(
+        self, query_layer=None, key_layer=None, value_layer=None, attention_mask=None, qkv_format=None,
+        cu_seqlens_q=None, cu_seqlens_kv=None, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None, max_seqlen_q=None,
+        max_seqlen_kv=None, attn_mask_type=None, window_size=None, bottom_right_diagonal=None, softcap=None,
+        checkpoint_core_attention=False, core_attention_bias_type="no_bias", core_attention_bias=None,
+        alibi_slopes=None, fast_zero_fill=True, inference_params=None, pad_between_seqs=None, fp8_output=False,
+        bf16_backward=False, num_splits=1, score_mod=None, score_mod_bprop=None, score_mod_tensors=None,
+        score_mod_bprop_tensors=None, qkv_layer=None, kv_layer=None, qkv_interleave_dim=-3,
+        thd_attention_policies=None, thd_attention_policy_dispatch="auto",
+    ):  # fmt: skip
+        raise NotImplementedError
+
+
+class _Again(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, function, x):
+        ctx.function, ctx.x, ctx.recipe = function, x.detach().requires_grad_(x.requires_grad), STATE.recipe
+        with torch.no_grad():
+            return function(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        STATE.recomputing = True
+        try:
+            with torch.enable_grad():
+                out = ctx.function(ctx.x)
+        finally:
+            STATE.recomputing = False
+        torch.autograd.backward(out, grad)
+        return None, ctx.x.grad
+
+
+def checkpoint(function, *args, use_reentrant=True, **kwargs):
+    return _Again.apply(function, *args)
+
+
+def forget():
+    """What is derived from these classes, or from the real ones, is to be made anew."""
+    from megacpp_compile import precision
+
+    sys.modules.pop("megacpp_compile.precision.te_modules", None)
+    vars(precision).pop("te_modules", None)
+
+
+def install(monkeypatch):
+    """Under the real one's names, on a machine that has no CUDA."""
+    from megacpp_compile.precision import engine
+
+    STATE.__dict__.update(recipe=None, depth=0, recomputing=False, user_buffers=False, steps=0, ran=[])
+    te = types.ModuleType("transformer_engine.pytorch")
+    for thing in (autocast, quantized_model_init, is_fp8_available, is_fp8_block_scaling_available, Linear,
+                  LayerNormLinear, RMSNorm, LayerNormMLP, DotProductAttention, checkpoint):  # fmt: skip
+        setattr(te, thing.__name__, thing)
+    recipes = types.ModuleType("transformer_engine.common.recipe")
+    for kind in (DelayedScaling, Float8CurrentScaling, Float8BlockScaling):
+        setattr(recipes, kind.__name__, kind)
+    base = types.ModuleType("transformer_engine.pytorch.module.base")
+    base.is_ub_initialized = lambda: STATE.user_buffers
+    distributed = types.ModuleType("transformer_engine.pytorch.distributed")
+    distributed.in_fp8_activation_recompute_phase = lambda: STATE.recomputing
+    top = types.ModuleType("transformer_engine")
+    top.pytorch = te
+    for module in (top, te, recipes, base, distributed, types.ModuleType("transformer_engine.common"),
+                   types.ModuleType("transformer_engine.pytorch.module")):  # fmt: skip
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    for kind in (TransformerEngineBaseModule, Linear, LayerNormLinear, RMSNorm, LayerNormMLP, DotProductAttention):
+        monkeypatch.setattr(kind, "__module__", "transformer_engine.pytorch.module.base")
+    forget()
+    monkeypatch.setattr(engine, "why_no_device", lambda: "")
+    monkeypatch.setattr(engine, "_recipes", {})
+    return te

@@ -1,0 +1,162 @@
+"""Which RMSNorms are folded into a linear: those one linear alone reads, by what the model computes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+from megacpp_compile import PrecisionPlan, replace_linears
+from megacpp_compile.precision.norms import RMSNorm, as_rms_norm, readers
+
+from .models import DIM, Norm, ids, model
+
+PLAN = PrecisionPlan({"*": "fp8_current"}, gate=False)
+X = torch.randn(2, 16, 32)
+
+
+class Gemma(Norm):
+    """The gain is 1 + weight."""
+
+    def forward(self, x):
+        y = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return (y * (1 + self.weight.float())).to(x.dtype)
+
+
+class Centred(Norm):
+    def forward(self, x):
+        return super().forward(x - x.mean(-1, keepdim=True))
+
+
+class EpsOutside(Norm):
+    def forward(self, x):
+        return self.weight * x / (x.pow(2).mean(-1, keepdim=True).sqrt() + self.variance_epsilon)
+
+
+@pytest.mark.parametrize(
+    ("module", "meaning"),
+    [
+        (Norm(32, 1e-6), RMSNorm(1e-6, False)),
+        (Norm(48, 1e-3), RMSNorm(1e-3, False)),
+        (Gemma(32), RMSNorm(1e-6, True)),
+        (nn.RMSNorm(32, eps=1e-5), RMSNorm(1e-5, False)),
+        (nn.RMSNorm(32, eps=1e-5, device="meta"), RMSNorm(1e-5, False)),
+        (nn.RMSNorm(32), None),  # its eps depends on the dtype of its input
+        (nn.RMSNorm(32, eps=1e-5, elementwise_affine=False), None),
+        (nn.LayerNorm(32), None),
+        (nn.LayerNorm(32, bias=False), None),
+        (Centred(32), None),
+        (EpsOutside(32), None),
+        (nn.Linear(32, 32), None),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_norm_is_told_by_what_it_computes(module, meaning):
+    assert as_rms_norm(module) == meaning
+
+
+class Small(nn.Module):
+    """norm -> a, and what a test makes of it."""
+
+    def __init__(self, body):
+        super().__init__()
+        self.norm, self.a, self.b, self.body = Norm(32), nn.Linear(32, 32), nn.Linear(32, 32), body
+
+    def forward(self, x):
+        return self.body(self, x)
+
+
+def twice(m, x):
+    return m.a(m.norm(x)) + m.a(m.norm(x * 2))
+
+
+def viewed(m, x):
+    return m.a(m.norm(x).flatten(0, 1))
+
+
+def by_hand(m, x):
+    h = m.norm(x)
+    return m.a(h) + linear(h, m.b.weight)
+
+
+def written(m, x):
+    h = m.norm(x)
+    h += 1
+    return m.a(h)
+
+
+def read_later(m, x):
+    h = m.norm(x)
+    y = m.a(h)
+    return y * h.sum()
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        (lambda m, x: m.a(m.norm(x)), ""),
+        (twice, ""),
+        (lambda m, x: m.a(m.norm(x)) + m.b(x), ""),
+        (lambda m, x: m.a(input=m.norm(x)), ""),
+        (lambda m, x: m.a(m.norm(x)) + m.b(m.norm(x)), "read by 2 linears"),
+        (lambda m, x: (m.a(h := m.norm(x)), h), "read by the model's output"),
+        (lambda m, x: m.a(m.norm(x)) + m.a(x), "a reads something else"),
+        (lambda m, x: m.a(m.norm(x).relu()), "relu"),
+        (lambda m, x: m.a(x), "not run"),
+        (viewed, "read by"),
+        (by_hand, "read by"),
+        (written, "add_"),
+        (read_later, "sum"),
+        (lambda m, x: m.a(m.norm(x))[x > 0], "cannot run on shapes"),
+    ],
+    ids=range(14),
+)
+def test_who_reads_a_norm(body, why):
+    made = Small(body)
+    pairs, refused = readers(made, (X,))
+    assert pairs == ({} if why else {"norm": "a"})
+    assert why in refused.get("norm", "") and bool(refused) == bool(why)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in made.modules())
+    assert all(type(p) is nn.Parameter for p in made.parameters()), "left with fake parameters"
+
+
+def test_one_norm_folded_the_other_left(te):
+    made, inputs = model(te, layers=1), ids(te)
+    table = replace_linears(made, PLAN, target=te.target, example_inputs={"ids": inputs})
+    rows = {row.fqn: row for row in table}
+    folded, left = rows["layers.0.self_attn.q_norm"], rows["layers.0.self_attn.in_norm"]
+    assert folded.done and folded.reason == "computed by layers.0.self_attn.q_b_proj"
+    assert not left.done and left.reason == "read by 3 linears, each of which would compute it"
+    assert rows["layers.0.self_attn.q_b_proj"].now == "te.LayerNormLinear, fp8_current"
+    attention = made.layers[0].self_attn
+    assert attention.q_b_proj.layer_norm_weight is attention.q_norm.weight
+    assert attention.q_b_proj.eps == 1e-6 and not attention.q_b_proj.zero_centered_gamma
+    assert type(attention.in_norm) is nn.RMSNorm
+
+
+def test_a_zero_centred_gain(stand_in):
+    made = Small(lambda m, x: m.a(m.norm(x)))
+    made.norm = Gemma(32)
+    nn.init.normal_(made.norm.weight)
+    want = made(X)
+    assert "norm" in replace_linears(made, PLAN, target="cuda", example_inputs=(X,)).done
+    torch.testing.assert_close(made(X), want, rtol=1e-4, atol=1e-5)
+
+
+def test_without_inputs_no_norm_is_touched(te):
+    made = model(te, layers=1)
+    table = replace_linears(made, PLAN, target=te.target)
+    assert not [row for row in table if row.role == "norm"]
+    assert type(made.layers[0].self_attn.q_norm) is Norm
+
+
+def test_norms_of_linears_that_stay_stay(stand_in):
+    made = Small(lambda m, x: m.a(m.norm(x)))
+    plan = PrecisionPlan({"a": "bf16", "*": "fp8_current"}, gate=False)
+    table = replace_linears(made, plan, target="cuda", example_inputs=(X,))
+    assert table.done == ("b",) and table.skipped["norm"] == "read by a, which stays in bf16"
+    made = Small(lambda m, x: m.a(m.norm(x).float()))
+    made.norm.bfloat16()
+    table = replace_linears(made, PLAN, target="cuda", example_inputs=(X.bfloat16(),))
+    assert "norm" in table.skipped and DIM == 32
