@@ -173,7 +173,7 @@ def analyse(gm: GraphModule, example_inputs: Sequence[Any], config: Config, targ
     grad = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs)
     frame = Frame(name=_frame_name(gm), nodes=len(gm.graph.nodes), target=target, grad=grad)
     log.graph("dynamo", gm)
-    if (nothing := _nothing_to_do(gm)) is not None:
+    if (nothing := _nothing_to_do(gm, config)) is not None:
         frame.reason, frame.passes = nothing, {n: 0 for n in pass_names() if config.enabled(n)}
         _enforce(config, frame.passes, [])
         return Analysis(frame)
@@ -222,8 +222,11 @@ def _frame_name(gm: GraphModule) -> str:
     return "(no source known)"
 
 
-def _nothing_to_do(gm: GraphModule) -> str | None:
-    """Why no pass can possibly fire: every idiom multiplies, and none fits into a handful of nodes."""
+def _nothing_to_do(gm: GraphModule, config: Config) -> str | None:
+    """Why no pass can possibly fire: every idiom multiplies, and none fits into a handful of nodes, but for a linear
+    under a precision plan."""
+    if config.precision is not None:
+        return None
     calls = [n for n in gm.graph.nodes if n.op in ("call_function", "call_method")]
     if any(isinstance(n.target, torch._ops.HigherOrderOperator) for n in calls):
         return None  # a checkpointed block is one call here

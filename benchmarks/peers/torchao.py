@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.harness import Contestant, Missing, Runner, training
-
-FP8_BOUND = 0.2
+from benchmarks.variants import FP8_BOUND
 
 
 def block(model: nn.Module, inputs: Sequence[Tensor], grad: Tensor) -> list[Contestant]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from benchmarks.harness import FORWARD, STEP, Contestant, Missing, Runner
 from benchmarks.models import MLA
 from benchmarks.peers import megatron
-from benchmarks.peers.torchao import FP8_BOUND
+from benchmarks.variants import FP8_BOUND
 
 RECIPES = {"bf16": None, "fp8 current": "Float8CurrentScaling", "fp8 delayed": "DelayedScaling"}
 

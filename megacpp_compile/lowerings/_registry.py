@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 import megacpp_compile.lowerings as package
 
-# Per target, most wanted first. A name is a file in the op's folder.
+# Per target, most wanted first. A name is a file in the op's folder, which may have a PREFERENCE of its own.
 PREFERENCE = {
     "cuda": ("cuda_triton", "reference"),
     "cpu": ("reference",),
@@ -53,6 +53,12 @@ def semantic_ops() -> dict[Any, tuple[str, str]]:
     return ops
 
 
+def preference(folder: str, target: str) -> tuple[str, ...]:
+    """The lowerings of an op on `target`, most wanted first, whether there are such files or not."""
+    own = getattr(importlib.import_module(f"{package.__name__}.{folder}"), "PREFERENCE", {})
+    return own.get(target, PREFERENCE[target])
+
+
 def choose(op: Any, target: str, args: Sequence[Any]) -> Choice:
     """The lowering of `op` on `target` for a call with (fake) `args`.
 
@@ -62,7 +68,8 @@ def choose(op: Any, target: str, args: Sequence[Any]) -> Choice:
     """
     folder, name = semantic_ops()[op]
     reasons = []
-    for lowering in PREFERENCE[target]:
+    wanted = preference(folder, target)
+    for lowering in wanted:
         try:
             module = importlib.import_module(f"{package.__name__}.{folder}.{lowering}")
         except ModuleNotFoundError as missing:
@@ -75,7 +82,7 @@ def choose(op: Any, target: str, args: Sequence[Any]) -> Choice:
         reason = reason or _too_small(args, getattr(module, "MIN_BYTES", 0))
         if reason is None:
             overwrites = getattr(module, "OVERWRITES", {}).get(name, ())
-            return Choice(PREFERENCE[target][0], lowering, "; ".join(reasons), getattr(module, name), overwrites)
+            return Choice(wanted[0], lowering, "; ".join(reasons), getattr(module, name), overwrites)
         reasons.append(f"{lowering}: {reason}")
     raise AssertionError("every op has a reference lowering")
 

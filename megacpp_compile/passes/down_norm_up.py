@@ -26,7 +26,7 @@ from megacpp_compile.recognise.views import consumers, is_cast, is_outer_view, l
 aten = torch.ops.aten
 name = "down_norm_up"
 op = "megacpp::down_norm_up"
-after: tuple[str, ...] = ()
+after = ("linear",)
 
 
 def _between(node: Node) -> bool:

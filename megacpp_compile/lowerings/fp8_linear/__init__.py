@@ -1,0 +1,98 @@
+"""`megacpp::fp8_linear`: a linear whose three products are in float8, each operand with one scale of its own.
+
+    fp8_quantize(x, format)     payload, x's shape in float8, and scale_inv [], float32: x = payload * scale_inv.
+                                format "e4m3" or "e5m2"; the scale comes from the values x has now ("current scaling")
+    fp8_linear(x, weight, x8, x_scale_inv, w8, w_scale_inv, bias, out_dtype)
+        x           [..., k]; what is differentiated, and otherwise not read
+        weight      [n, k]; likewise, and read again in backward
+        x8, w8      their payloads in e4m3, with their scales
+        bias        [n] or None
+        returns     y [..., n] in `out_dtype` = (x8 @ w8.T) * x_scale_inv * w_scale_inv + bias
+
+Gradients are quantised to `grad_format`: e5m2, whose range is that of float16. k, n and the rows of x are multiples of
+16, as the tensor cores have it.
+Saved for backward: x8, the two scales, and weight, whose payload is made again; x itself is not.
+Sources: FP8 formats, https://arxiv.org/abs/2209.05433; current scaling as in Transformer Engine's Float8CurrentScaling.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from megacpp_compile.lowerings._op import no_autocast
+from megacpp_compile.lowerings.fp8_linear import reference
+from megacpp_compile.lowerings.fp8_linear.reference import DTYPES
+
+PREFERENCE = {"cuda": ("cuda_scaled_mm", "reference")}
+
+
+@torch.library.custom_op("megacpp::fp8_quantize", mutates_args=())
+def fp8_quantize(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
+    with no_autocast(x):
+        return reference.fp8_quantize(x, format)
+
+
+@fp8_quantize.register_fake
+def _(x, format):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape, dtype=DTYPES[format]), x.new_empty((), dtype=torch.float32)
+
+
+@torch.library.custom_op("megacpp::fp8_linear", mutates_args=())
+def fp8_linear(
+    x: Tensor,
+    weight: Tensor,
+    x8: Tensor,
+    x_scale_inv: Tensor,
+    w8: Tensor,
+    w_scale_inv: Tensor,
+    bias: Optional[Tensor],  # noqa: UP045  custom_op reads typing.Optional on every supported torch
+    grad_format: str,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    with no_autocast(x):
+        return reference.fp8_linear(x, weight, x8, x_scale_inv, w8, w_scale_inv, bias, grad_format, out_dtype)
+
+
+@fp8_linear.register_fake
+def _(x, weight, x8, x_scale_inv, w8, w_scale_inv, bias, grad_format, out_dtype):  # type: ignore[no-untyped-def]
+    return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype)
+
+
+@torch.library.custom_op("megacpp::fp8_linear_backward", mutates_args=())
+def fp8_linear_backward(
+    grad: Tensor,
+    x8: Tensor,
+    x_scale_inv: Tensor,
+    weight: Tensor,
+    w_scale_inv: Tensor,
+    grad_format: str,
+    x_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of x and weight."""
+    with no_autocast(grad):
+        return reference.fp8_linear_backward(grad, x8, x_scale_inv, weight, w_scale_inv, grad_format, x_dtype)
+
+
+@fp8_linear_backward.register_fake
+def _(grad, x8, x_scale_inv, weight, w_scale_inv, grad_format, x_dtype):  # type: ignore[no-untyped-def]
+    return grad.new_empty(x8.shape, dtype=x_dtype), weight.new_empty(weight.shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    x, weight, x8, x_scale_inv, _, w_scale_inv, bias, ctx.grad_format, _ = inputs
+    ctx.x_dtype, ctx.bias_dtype = x.dtype, None if bias is None else bias.dtype
+    ctx.save_for_backward(x8, x_scale_inv, weight, w_scale_inv)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    x8, x_scale_inv, weight, w_scale_inv = ctx.saved_tensors
+    dx, dw = fp8_linear_backward(grad, x8, x_scale_inv, weight, w_scale_inv, ctx.grad_format, ctx.x_dtype)
+    # In float32, as torch sums a bias's gradient, whatever precision the products have.
+    db = None if ctx.bias_dtype is None else grad.flatten(0, -2).float().sum(0).to(ctx.bias_dtype)
+    return dx, dw, None, None, None, None, db, None, None
+
+
+fp8_linear.register_autograd(_backward, setup_context=_setup_context)

@@ -1,0 +1,81 @@
+"""`fp8_linear` on CUDA: cuBLASLt's products of float8 (`torch._scaled_mm`), with the casts around them in ATen, which
+Inductor fuses into the norm, activation or rotation before them.
+
+Hopper multiplies rows by columns only: the right operand lies with the summed dimension adjacent, and so does the left.
+For the gradient of the weight both are therefore cast into a transposed copy, for that of the input the weight is.
+Products of the forward accumulate fast (in the tensor cores' own 22 bits), those of the backward exactly, as
+Transformer Engine has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megacpp_compile.lowerings.fp8_linear.reference import cast, fp8_quantize, scale_of
+
+__all__ = ["fp8_linear", "fp8_linear_backward", "fp8_quantize", "supports"]
+
+
+def supports(name: str, args: Sequence[Any]) -> str | None:
+    """Why this cannot serve the call, or None."""
+    like = args[0]
+    if torch.cuda.get_device_capability(like.device) < (8, 9):
+        return "float8 products need compute capability 8.9"
+    return None
+
+
+def fp8_linear(
+    x: Tensor,
+    weight: Tensor,
+    x8: Tensor,
+    x_scale_inv: Tensor,
+    w8: Tensor,
+    w_scale_inv: Tensor,
+    bias: Tensor | None,
+    grad_format: str,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    inside = bias is not None and out_dtype != torch.float32  # cuBLASLt adds one in half precision only
+    added = bias.to(out_dtype) if inside and bias is not None else None
+    y = _scaled(x8.flatten(0, -2), x_scale_inv, w8, w_scale_inv, out_dtype, fast=True, bias=added)
+    y = y.unflatten(0, x8.shape[:-1])
+    return y if bias is None or inside else y + bias
+
+
+def fp8_linear_backward(
+    grad: Tensor,
+    x8: Tensor,
+    x_scale_inv: Tensor,
+    weight: Tensor,
+    w_scale_inv: Tensor,
+    grad_format: str,
+    x_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    grad = grad.flatten(0, -2)
+    scale = scale_of(grad, grad_format)
+    scale_inv = scale.reciprocal()
+    rows, columns = cast(grad, scale, grad_format).contiguous(), cast(grad.t(), scale, grad_format).contiguous()
+    w_columns = cast(weight.t(), w_scale_inv.reciprocal(), "e4m3").contiguous()
+    dx = _scaled(rows, scale_inv, w_columns, w_scale_inv, x_dtype, fast=False).unflatten(0, x8.shape[:-1])
+    x_columns = x8.flatten(0, -2).t().contiguous()
+    dw = _scaled(columns, scale_inv, x_columns, x_scale_inv, weight.dtype, fast=False)
+    return dx, dw
+
+
+def _scaled(
+    a: Tensor,
+    a_scale_inv: Tensor,
+    b: Tensor,
+    b_scale_inv: Tensor,
+    dtype: torch.dtype,
+    fast: bool,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """a @ b.T + bias, both with the summed dimension adjacent."""
+    return torch._scaled_mm(
+        a, b.t(), scale_a=a_scale_inv, scale_b=b_scale_inv, bias=bias, out_dtype=dtype, use_fast_accum=fast
+    )

@@ -1,0 +1,65 @@
+"""`fp8_linear` in plain PyTorch: its meaning, its CPU lowering, and the oracle. Payloads are widened to float32 inside
+a product and nowhere else."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+
+
+def scale_of(x: Tensor, format: str) -> Tensor:
+    """What x is multiplied by so that its largest value becomes the format's largest: float32, [].
+
+    1 for a tensor of zeros, and never so large that its inverse is subnormal.
+    """
+    amax = x.detach().abs().amax().to(torch.float32)
+    scale = torch.finfo(DTYPES[format]).max / amax
+    return torch.where(amax > 0, scale.clamp(max=torch.finfo(torch.float32).max / 4), 1.0)
+
+
+def cast(x: Tensor, scale: Tensor, format: str) -> Tensor:
+    """x * scale, rounded once, clamped rather than infinite or NaN beyond the largest value."""
+    largest = torch.finfo(DTYPES[format]).max
+    return (x.to(torch.float32) * scale).clamp(-largest, largest).to(DTYPES[format])
+
+
+def fp8_quantize(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
+    scale = scale_of(x, format)
+    return cast(x, scale, format).contiguous(), scale.reciprocal()
+
+
+def _product(a: Tensor, a_scale_inv: Tensor, b: Tensor, b_scale_inv: Tensor, dtype: torch.dtype) -> Tensor:
+    return (a.to(torch.float32) @ b.to(torch.float32) * (a_scale_inv * b_scale_inv)).to(dtype)
+
+
+def fp8_linear(
+    x: Tensor,
+    weight: Tensor,
+    x8: Tensor,
+    x_scale_inv: Tensor,
+    w8: Tensor,
+    w_scale_inv: Tensor,
+    bias: Tensor | None,
+    grad_format: str,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    y = _product(x8, x_scale_inv, w8.t(), w_scale_inv, torch.float32)
+    return (y if bias is None else y + bias).to(out_dtype)
+
+
+def fp8_linear_backward(
+    grad: Tensor,
+    x8: Tensor,
+    x_scale_inv: Tensor,
+    weight: Tensor,
+    w_scale_inv: Tensor,
+    grad_format: str,
+    x_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    g8, g_scale_inv = fp8_quantize(grad, grad_format)
+    w8 = cast(weight, w_scale_inv.reciprocal(), "e4m3")
+    dx = _product(g8, g_scale_inv, w8, w_scale_inv, x_dtype)
+    dw = _product(g8.flatten(0, -2).t(), g_scale_inv, x8.flatten(0, -2), x_scale_inv, weight.dtype)
+    return dx, dw

@@ -1,0 +1,86 @@
+"""`megacpp::fp8_linear` and `fp8_quantize`: registration, the formats, gradients, what is kept."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.library import opcheck
+
+from megacpp_compile.lowerings.fp8_linear import fp8_linear, fp8_linear_backward, fp8_quantize
+
+from . import relative_error, saved_by
+from .cases import CASES
+
+# Half a unit in the last of 3 and 2 bits of mantissa, at most.
+ROUNDING = {"e4m3": 2**-4, "e5m2": 2**-3}
+# What compares tensors of float8, or asks for their gradients, is not implemented in torch's checks.
+CHECKS = ("test_faketensor",)
+
+
+@pytest.mark.parametrize("label", CASES["fp8_linear"])
+def test_opcheck(rand, label):
+    opcheck(fp8_linear, CASES["fp8_linear"][label](rand, torch.float32), test_utils=CHECKS)
+    opcheck(fp8_linear_backward, CASES["fp8_linear_backward"][label](rand, torch.float32), test_utils=CHECKS)
+
+
+@pytest.mark.parametrize("format", ROUNDING)
+def test_quantize(rand, format):
+    """The largest value is the format's largest, each value is rounded once, and scale * payload gives it back."""
+    x = rand(7, 33, dtype=torch.float32) * 3e-3
+    opcheck(fp8_quantize, (x, format), test_utils=CHECKS)
+    payload, scale_inv = fp8_quantize(x, format)
+    assert payload.float().abs().max() == torch.finfo(payload.dtype).max
+    exact = x.double() / scale_inv.double()
+    smallest = torch.finfo(payload.dtype).tiny
+    assert ((payload.double() - exact).abs() <= ROUNDING[format] * exact.abs() + smallest * ROUNDING[format]).all()
+
+
+def test_quantize_zeros_and_extremes():
+    for x in (torch.zeros(4, 16), torch.full((4, 16), 3e38), torch.full((4, 16), 1e-38)):
+        payload, scale_inv = fp8_quantize(x, "e4m3")
+        assert payload.float().isfinite().all() and scale_inv.isfinite() and scale_inv > 0
+        assert relative_error(payload.double() * scale_inv.double(), x.double()) < 2**-3
+
+
+def operands(rand, outer=(3, 16), k=64, n=48, bias=True):
+    x, w = (rand(*shape, k, dtype=torch.bfloat16, grad=True) for shape in (outer, (n,)))
+    b = rand(n, dtype=torch.bfloat16, grad=True) if bias else None
+    with torch.no_grad():
+        return x, w, *fp8_quantize(x, "e4m3"), *fp8_quantize(w, "e4m3"), b, "e5m2", torch.bfloat16
+
+
+def widened(payload, scale_inv):
+    return payload.double() * scale_inv.double()
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_is_the_formula(rand, bias):
+    """Outputs and gradients of the widened payloads, the gradient's own rounding included."""
+    x, w, x8, sx, w8, sw, b, *rest = operands(rand, bias=bias)
+    y = fp8_linear(x, w, x8, sx, w8, sw, b, *rest)
+    grad = rand(*y.shape, dtype=torch.bfloat16)
+    got = [y, *torch.autograd.grad(y, [t for t in (x, w, b) if t is not None], grad)]
+    wx, ww, wg = widened(x8, sx), widened(w8, sw), widened(*fp8_quantize(grad, "e5m2"))
+    want = [wx @ ww.t() + (b.double() if bias else 0), wg @ ww, wg.flatten(0, -2).t() @ wx.flatten(0, -2)]
+    want += [grad.double().flatten(0, -2).sum(0)] if bias else []
+    assert [t.dtype for t in got] == [torch.bfloat16] * len(got)
+    assert max(relative_error(g, wide) for g, wide in zip(got, want, strict=True)) < 2**-8
+
+
+def test_near_the_linear_it_replaces(rand):
+    """Within what three bits of mantissa cost: two operands each rounded by 2.5 % or so, and e5m2 by twice that."""
+    x, w, *quantised = operands(rand, outer=(64,), k=256, n=128, bias=False)
+    grad = rand(64, 128, dtype=torch.bfloat16)
+    y = fp8_linear(x, w, *quantised)
+    got = [y, *torch.autograd.grad(y, [x, w], grad)]
+    plain = torch.nn.functional.linear(x.double(), w.double())
+    want = [plain, *torch.autograd.grad(plain, [x, w], grad.double())]
+    assert all(error < bound for error, bound in zip(map(relative_error, got, want), (0.05, 0.08, 0.08), strict=True))
+
+
+def test_saved_for_backward(rand):
+    """The payload of x, a byte an element, and two scales; not x. The weight is alive anyway."""
+    args = operands(rand, outer=(64,), k=256, n=128, bias=False)
+    x, w, x8, x_scale, w8, w_scale, *_ = args
+    assert saved_by(fp8_linear, *args) == {t.untyped_storage().data_ptr() for t in (w, x8, x_scale, w_scale)}
+    assert x8.element_size() == 1 and x_scale.numel() == w_scale.numel() == 1

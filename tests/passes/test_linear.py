@@ -1,0 +1,212 @@
+"""Linears under a precision plan: which are taken, with what beside them, and why others are not.
+
+A CPU multiplies no float8. Where the pass has to fire, the question is answered for it.
+"""
+
+from __future__ import annotations
+
+import expecttest
+import pytest
+import torch
+import torch.nn.functional as F
+from corpus.spellings import PlainMLA
+from frames import check, largest_error, render, run, train
+from torch import nn
+
+import megacpp_compile
+from megacpp_compile.config import Config
+from megacpp_compile.passes import linear
+from megacpp_compile.precision.plan import PrecisionPlan
+
+NAME = "linear"
+DIM, HIDDEN, ROWS = 32, 48, 16
+EVERYTHING = PrecisionPlan(rules=(("*", "fp8_current"),), gate=False)
+# Of the largest value: three bits of mantissa in the operands, two in the gradients, through two layers.
+FLOAT8 = 0.2
+
+
+@pytest.fixture
+def float8(monkeypatch):
+    monkeypatch.setattr(linear, "no_float8", lambda device: "")
+
+
+class MLP(nn.Module):
+    def __init__(self, dtype=torch.bfloat16, hidden=HIDDEN, bias=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up_proj, self.gate_proj = (nn.Linear(DIM, hidden, bias=bias, dtype=dtype) for _ in range(2))
+        self.down_proj = nn.Linear(hidden, DIM, bias=bias, dtype=dtype)
+
+    def forward(self, x):
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def hidden(rows=ROWS, dtype=torch.bfloat16):
+    return (torch.randn(2, rows, DIM, generator=torch.Generator().manual_seed(rows)).to(dtype).requires_grad_(),)
+
+
+def config(plan=EVERYTHING, **options):
+    return Config(strict=True, precision=plan, **options)
+
+
+# --- fires
+
+
+def test_graph(float8):
+    """x is quantised once for both of its readers."""
+    frames = check(MLP(), hidden(), config(), tolerance=FLOAT8)
+    assert frames.counts[NAME] == 3
+    expecttest.assert_expected_inline(render(frames.graph), """\
+detach: bf16[2, 16, 32] = detach(x)
+fp8_quantize: (float8_e4m3fn[2, 16, 32], f32[]) = megacpp.fp8_quantize(detach, e4m3)
+getitem: float8_e4m3fn[2, 16, 32] = fp8_quantize[0]
+getitem_1: f32[] = fp8_quantize[1]
+detach_1: bf16[48, 32] = detach(gate_proj_weight)
+fp8_quantize_1: (float8_e4m3fn[48, 32], f32[]) = megacpp.fp8_quantize(detach_1, e4m3)
+getitem_2: float8_e4m3fn[48, 32] = fp8_quantize_1[0]
+getitem_3: f32[] = fp8_quantize_1[1]
+fp8_linear: bf16[2, 16, 48] = megacpp.fp8_linear(x, gate_proj_weight, getitem, getitem_1, getitem_2, getitem_3, None, e5m2, bfloat16)
+silu: bf16[2, 16, 48] = silu(fp8_linear)
+detach_2: bf16[48, 32] = detach(up_proj_weight)
+fp8_quantize_2: (float8_e4m3fn[48, 32], f32[]) = megacpp.fp8_quantize(detach_2, e4m3)
+getitem_4: float8_e4m3fn[48, 32] = fp8_quantize_2[0]
+getitem_5: f32[] = fp8_quantize_2[1]
+fp8_linear_1: bf16[2, 16, 48] = megacpp.fp8_linear(x, up_proj_weight, getitem, getitem_1, getitem_4, getitem_5, None, e5m2, bfloat16)
+mul: bf16[2, 16, 48] = mul.Tensor(silu, fp8_linear_1)
+detach_3: bf16[2, 16, 48] = detach(mul)
+fp8_quantize_3: (float8_e4m3fn[2, 16, 48], f32[]) = megacpp.fp8_quantize(detach_3, e4m3)
+getitem_6: float8_e4m3fn[2, 16, 48] = fp8_quantize_3[0]
+getitem_7: f32[] = fp8_quantize_3[1]
+detach_4: bf16[32, 48] = detach(down_proj_weight)
+fp8_quantize_4: (float8_e4m3fn[32, 48], f32[]) = megacpp.fp8_quantize(detach_4, e4m3)
+getitem_8: float8_e4m3fn[32, 48] = fp8_quantize_4[0]
+getitem_9: f32[] = fp8_quantize_4[1]
+fp8_linear_2: bf16[2, 16, 32] = megacpp.fp8_linear(mul, down_proj_weight, getitem_6, getitem_7, getitem_8, getitem_9, None, e5m2, bfloat16)
+return [fp8_linear_2]""")
+
+
+def test_bias_and_a_matmul(float8):
+    class Other(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up_proj = nn.Linear(DIM, HIDDEN, dtype=torch.bfloat16)
+            self.weight = nn.Parameter(torch.randn(HIDDEN, DIM, dtype=torch.bfloat16) / 6)
+
+        def forward(self, x):
+            return torch.matmul(F.gelu(self.up_proj(x)), self.weight)
+
+    frames = check(Other(), hidden(), config(), tolerance=FLOAT8)
+    assert frames.counts[NAME] == 2, frames.misses
+
+
+def test_autocast(float8):
+    """Parameters in float32, computed in bfloat16."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        frames = run(MLP(torch.float32), hidden(dtype=torch.float32), config())
+    assert frames.counts[NAME] == 3, frames.misses
+
+
+def test_takes_latents_projections_and_leaves_the_rest_of_attention_to_its_passes(float8):
+    """The up-projections of latents are in float8; rotations are recognised behind them."""
+    block = PlainMLA(48, 4, 32, 32, 16, 16, 16).to(torch.bfloat16)
+    args = tuple(a.to(torch.bfloat16).detach() for a in block.example_inputs(2, 16))
+    plain = run(block, args, Config(strict=True))
+    frames = run(block, args, config())
+    rotations = [n for n in plain.fired if "rope" in n]
+    assert rotations and all(frames.counts[n] == plain.counts[n] for n in rotations), frames.fired
+    assert frames.counts[NAME] and frames.counts["down_norm_up"] < plain.counts["down_norm_up"]
+
+
+def test_the_plan_chooses(float8):
+    """First match wins; bfloat16 is no near miss."""
+    plan = PrecisionPlan(rules=(("up_proj", "bf16"), ("*", "fp8_current")), gate=False)
+    frames = check(MLP(), hidden(), config(plan), tolerance=FLOAT8)
+    assert frames.counts[NAME] == 2 and not frames.tags(NAME)
+
+
+def test_saves_payloads(float8):
+    """Under autograd the two inputs are kept as bytes; their values in bfloat16 are not."""
+    frames = run(MLP(), hidden(), config())
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        frames.compiled(*hidden())
+    sizes = {(t.dtype, t.shape[-1]) for t in kept if t.dim() == 3}
+    assert {(torch.float8_e4m3fn, DIM), (torch.float8_e4m3fn, HIDDEN)} <= sizes
+    assert (torch.bfloat16, DIM) not in sizes
+
+
+def test_through_the_backend(float8, no_kernels):
+    """Lowered, differentiated by Inductor's partitioner, verified site by site, with bytes kept in place of values."""
+    module, (x,) = MLP(), hidden()
+    torch._dynamo.reset()
+    with megacpp_compile.record() as report:
+        options = {"precision": EVERYTHING, "verify": "each", "strict": True}
+        got = train(torch.compile(module, backend="megacpp", options=options), module, (x,))
+    assert report.counts[NAME] == 3 and {s.effective for s in report.sites} == {"reference"}
+    error, which = largest_error(got, train(module, module, (x,)))
+    assert error <= FLOAT8, which
+
+
+# --- stays out
+
+
+def test_without_a_plan():
+    assert run(MLP(), hidden()).counts[NAME] == 0
+
+
+def test_disabled(float8):
+    assert NAME not in run(MLP(), hidden(), config(disable=(NAME,))).counts
+
+
+def refused(tag, module, args, plan=EVERYTHING):
+    frames = check(module, args, config(plan), tolerance=4e-2)
+    assert tag in frames.tags(NAME), frames.misses
+    assert not frames.counts[NAME]
+
+
+def test_refuses_a_device_without_float8():
+    refused("device", MLP(), hidden())
+
+
+def test_refuses_float32(float8):
+    refused("dtype", MLP(torch.float32), hidden(dtype=torch.float32))
+
+
+def test_refuses_other_recipes(float8):
+    refused("recipe", MLP(), hidden(), PrecisionPlan(rules=(("*", "fp8_block"),), gate=False))
+
+
+def test_refuses_by_the_gate(float8):
+    """Small sides lose, and the report says what was predicted."""
+    plan = PrecisionPlan(rules=(("*", "fp8_current"),))
+    refused("gate", MLP(), hidden(), plan)
+    misses = run(MLP(), hidden(), config(plan)).misses
+    assert any("predicted gain" in miss.reason for miss in misses)
+
+
+@pytest.mark.parametrize("what", ["rows", "features"])
+def test_refuses_what_is_no_multiple_of_16(float8, what):
+    refused("multiple", MLP(hidden=24) if what == "features" else MLP(), hidden(ROWS if what == "features" else 7))
+
+
+def test_takes_the_others_one_by_one(float8):
+    """A width the tensor cores can't take costs that linear, not its neighbours."""
+
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(DIM, 24, dtype=torch.bfloat16)
+            self.b = nn.Linear(DIM, HIDDEN, dtype=torch.bfloat16)
+
+        def forward(self, x):
+            return self.a(x), self.b(x)
+
+    frames = check(Mixed(), hidden(), config(), tolerance=FLOAT8)
+    assert frames.counts[NAME] == 1 and frames.tags(NAME) == {"multiple"}
+
+
+def test_refuses_rows_nobody_knows(float8):
+    args = hidden()
+    torch._dynamo.mark_dynamic(args[0], 1)
+    frames = run(MLP(), args, config())
+    assert frames.tags(NAME) == {"multiple"} and not frames.counts[NAME]
