@@ -22,7 +22,7 @@ from megacpp_compile.config import Config
 from megacpp_compile.errors import CaptureError, MegacppError, RequirementError, TorchTooOldError, VerificationError
 from megacpp_compile.lowerings._registry import choose, semantic_ops
 from megacpp_compile.normalise import normalise
-from megacpp_compile.passes._driver import Outcome, pass_names, run_passes
+from megacpp_compile.passes._driver import Outcome, enabled_passes, pass_names, run_passes
 from megacpp_compile.passes._rule import Match, Pass, Refusal
 from megacpp_compile.provenance import outermost_frame
 from megacpp_compile.recognise.heads import activations
@@ -167,7 +167,7 @@ def analyse(gm: GraphModule, example_inputs: Sequence[Any], config: Config, targ
     frame = Frame(name=_frame_name(gm), nodes=len(gm.graph.nodes), target=target, grad=grad)
     log.graph("dynamo", gm)
     if (nothing := _nothing_to_do(gm)) is not None:
-        frame.reason, frame.passes = nothing, {n: 0 for n in pass_names() if config.enabled(n)}
+        frame.reason, frame.passes = nothing, {p.name: 0 for p in enabled_passes(config)}
         _enforce(config, frame.passes, [])
         return Analysis(frame)
     began = time.perf_counter()

@@ -33,6 +33,7 @@ def test_pass_order():
     """Reports, counts and rewrites follow it; a pass that moves may see another graph."""
     assert pass_names() == (
         "causal_conv1d", "down_norm_up", "gated_rms_norm", "mla_rope_q", "mla_rope_kv", "moe", "rope_qk", "ssd_scan",
+        "norm_linear",
     )  # fmt: skip
 
 
