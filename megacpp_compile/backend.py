@@ -22,11 +22,12 @@ from megacpp_compile.config import Config
 from megacpp_compile.errors import CaptureError, MegacppError, RequirementError, TorchTooOldError, VerificationError
 from megacpp_compile.lowerings._registry import choose, semantic_ops
 from megacpp_compile.normalise import normalise
-from megacpp_compile.passes._driver import Outcome, pass_names, run_passes
+from megacpp_compile.passes._driver import Outcome, enabled_passes, pass_names, run_passes
 from megacpp_compile.passes._rule import Match, Pass, Refusal
 from megacpp_compile.precision.plan import announce
-from megacpp_compile.provenance import outermost_frame
+from megacpp_compile.provenance import module_fqn, outermost_frame, source_line
 from megacpp_compile.recognise.heads import activations
+from megacpp_compile.recognise.recurrence import NAMES, find_recurrences
 from megacpp_compile.remat import authority
 from megacpp_compile.remat.kinds import Place
 from megacpp_compile.remat.plan import Plan
@@ -174,7 +175,7 @@ def analyse(gm: GraphModule, example_inputs: Sequence[Any], config: Config, targ
     frame = Frame(name=_frame_name(gm), nodes=len(gm.graph.nodes), target=target, grad=grad)
     log.graph("dynamo", gm)
     if (nothing := _nothing_to_do(gm, config)) is not None:
-        frame.reason, frame.passes = nothing, {n: 0 for n in pass_names() if config.enabled(n)}
+        frame.reason, frame.passes = nothing, {p.name: 0 for p in enabled_passes(config)}
         _enforce(config, frame.passes, [])
         return Analysis(frame)
     began = time.perf_counter()
@@ -198,6 +199,7 @@ def analyse(gm: GraphModule, example_inputs: Sequence[Any], config: Config, targ
         _enforce(config, {}, [])
         return result
     frame.passes, frame.nodes = outcome.counts, len(captured.gm.graph.nodes)
+    frame.recognised = _recognised(captured)
     frame.seconds.update(outcome.seconds)
     log.graph("rewritten", captured.gm)
     _enforce(config, outcome.counts, outcome.misses)
@@ -211,6 +213,14 @@ def _rewrite(captured: Captured, example_inputs: Sequence[Any], config: Config, 
     outcome = run_passes(captured, config, _Reviewer(captured, example_inputs, config, grad), log.graph)
     _choose_lowerings(outcome, captured, target)
     return outcome
+
+
+def _recognised(captured: Captured) -> list[dict[str, str]]:
+    graph = captured.gm.graph
+    found = find_recurrences(graph.nodes, activations(graph, captured.weights))
+    return [
+        {"kind": NAMES[r.kind], "fqn": module_fqn(r.node), "source": source_line(r.node)} for r in found if r.kind
+    ]
 
 
 def _frame_name(gm: GraphModule) -> str:

@@ -35,7 +35,8 @@ class Config:
     Attributes:
         disable: passes not to run. A string is read as a comma-separated list; order and
             repetition do not matter.
-        passes: pass name -> whether to run it; a pass not named runs unless disabled.
+        passes: pass name -> whether to run it; a pass not named runs unless disabled, but for those
+            that are off by default (`norm_linear`).
         require: pass name -> number of times it has to fire, else `RequirementError`.
         strict: make an error of what otherwise falls back with a reason in the report.
         verify: "each" compares every rewrite with the code it replaced; "off" does not.

@@ -108,6 +108,7 @@ class Frame:
         block: the repeated block it was compiled for, the first of those that run it; "" outside of
             `megacpp_compile.compile`.
         blocks: how many blocks of that structure the model has, itself included; 0 outside of blocks.
+        recognised: what was recognised and has no lowering: "kind", "fqn" and "source" of each, as in `Site`.
     """
 
     index: int = 0
@@ -122,6 +123,7 @@ class Frame:
     remat: dict[str, dict[str, Any]] | None = None
     block: str = ""
     blocks: int = 0
+    recognised: list[dict[str, str]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ class _Section(NamedTuple):
 
 def tables(report: Report, width: int | None = None) -> str:
     """All sections of `report` that have rows; `width` columns for rich, the terminal's (at least 100) when None."""
-    made = (_regions(report), _fused(report), _missed(report), _compiled(report), _kept(report))
+    made = (_regions(report), _fused(report), _recognised(report), _missed(report), _compiled(report), _kept(report))
     return _text([section for section in made if section.rows], width)
 
 
@@ -79,6 +79,15 @@ def _fused(report: Report) -> _Section:
             )
         )
     return _Section("fused", ("pass", "module", "source", "op", "lowering", "saved for backward, each"), rows)
+
+
+def _recognised(report: Report) -> _Section:
+    rows = [
+        (found["kind"], found["fqn"] or "(the frame itself)", _place(found["source"]))
+        for frame in report.frames
+        for found in frame.recognised
+    ]
+    return _Section("recognised, without a lowering", ("kind of block", "module", "source"), rows)
 
 
 def _missed(report: Report) -> _Section:

@@ -62,13 +62,13 @@ class Frames:
         (graph,) = self.graphs
         return graph
 
-    def again(self) -> dict[str, int]:
+    def again(self, config: Config | None = None) -> dict[str, int]:
         """What fires when the passes run over their own results."""
         counts: Counter[str] = Counter()
         for analysis in self.analyses:
             if analysis.captured is not None:
                 before = render(analysis.captured.gm)
-                counts.update(run_passes(analysis.captured, Config(strict=True)).counts)
+                counts.update(run_passes(analysis.captured, config or Config(strict=True)).counts)
                 assert render(analysis.captured.gm) == before
         return {name: count for name, count in counts.items() if count}
 

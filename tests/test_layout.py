@@ -34,6 +34,7 @@ def test_pass_order():
     assert pass_names() == (
         "causal_conv1d", "moe", "linear", "down_norm_up", "gated_rms_norm", "mla_rope_q", "mla_rope_kv", "rope_qk",
         "ssd_scan",
+        "norm_linear",
     )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from torch import nn
 
 from megacpp_compile import record
 from megacpp_compile.backend import check_torch
+from megacpp_compile.config import Config
 from megacpp_compile.errors import (
     BadOptionError,
     MegacppError,
@@ -29,10 +30,10 @@ from megacpp_compile.errors import (
     UnknownPassError,
     VerificationError,
 )
-from megacpp_compile.passes._driver import pass_names
+from megacpp_compile.passes._driver import enabled_passes, pass_names
 from megacpp_compile.report import Report
 
-FIRED = dict.fromkeys(pass_names(), 0) | {"down_norm_up": 2, "mla_rope_q": 1, "mla_rope_kv": 1}
+FIRED = {p.name: 0 for p in enabled_passes(Config())} | {"down_norm_up": 2, "mla_rope_q": 1, "mla_rope_kv": 1}
 
 
 class Model(nn.Module):

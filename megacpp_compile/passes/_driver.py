@@ -52,6 +52,11 @@ def pass_names() -> tuple[str, ...]:
     return tuple(p.name for p in all_passes())
 
 
+def enabled_passes(config: Config) -> list[Pass]:
+    """Those that are to run, in order; one that is not `by_default` only where `config` names it."""
+    return [p for p in all_passes() if config.enabled(p.name, getattr(p, "by_default", True))]
+
+
 @dataclasses.dataclass
 class Outcome:
     """What the passes did to one frame. `op_nodes` are the ops' nodes, beside their `sites`."""
@@ -81,9 +86,7 @@ def run_passes(
     gm = captured.gm
     semantic_ops()  # registers the ops the passes name
     out = Outcome([], [], {}, {}, [])
-    for p in all_passes():
-        if not config.enabled(p.name):
-            continue
+    for p in enabled_passes(config):
         began = time.perf_counter()
         fired = 0
         with GraphTransformObserver(gm, f"megacpp_{p.name}"):

@@ -13,22 +13,34 @@ from megacpp_compile.graph_edit import same_size, value
 from megacpp_compile.passes._moe_rewrite import Routed, match
 from megacpp_compile.passes._rule import GraphView, Match, Refusal
 from megacpp_compile.recognise.experts import Expert, NoExpert, agree, linear_product, match_expert, over_rows
-from megacpp_compile.recognise.routing import Rows, distinct_choices, indexed, match_mask, match_rows
+from megacpp_compile.recognise.gate_matrix import is_filled
+from megacpp_compile.recognise.routing import (
+    Rows,
+    added_rows,
+    distinct_choices,
+    indexed,
+    match_mask,
+    match_rows,
+    one_choice,
+    scores_of,
+)
 
 aten = torch.ops.aten
-_ZEROS = (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
+_PICKED = (aten.index_add.default, aten.scatter_add.default)
+_EMPTY = (aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default)
 
 
 @dataclasses.dataclass(frozen=True)
 class Link:
     """One expert's turn: `node = previous` plus `added` in the rows of `token`. `once`: rows are written, so that one
-    that came twice would count once."""
+    that came twice would count once. `instead`: what was there before is not in what is written."""
 
     node: Node
     previous: Node
     token: Rows
     added: Node
-    once: bool
+    once: bool = False
+    instead: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,26 +48,28 @@ class Turn:
     link: Link
     expert: Expert
     x: Node
-    gates: Node
+    gates: list[tuple[Node, bool]]  # and whether they are a matrix [T, E]; what is written may be read in either way
 
 
 def _link(node: Node) -> Link | None:
     args = node.args
-    if node.target is aten.index_add.default and args[1] == 0 and node.kwargs.get("alpha", 1) == 1:
-        rows = match_rows(args[2])  # type: ignore[arg-type]
-        return Link(node, args[0], rows, args[3], False) if rows and len(args) == 4 else None  # type: ignore[arg-type]
+    if (sum_ := added_rows(node)) is not None:
+        rows = match_rows(sum_[1])
+        return Link(node, sum_[0], rows, sum_[2]) if rows else None
     if node.target is aten.index_put.default and len(args[1]) == 1 and isinstance(args[1][0], Node):  # type: ignore[arg-type, index]
         previous, (index,), added, *more = args  # type: ignore[misc]
         rows = match_rows(index)
-        if rows is None:
+        if rows is None or not isinstance(added, Node):
             return None
         if more and more[0]:
-            return Link(node, previous, rows, added, False)  # type: ignore[arg-type]
-        if isinstance(added, Node) and added.target is aten.add.Tensor and not added.kwargs:
+            return Link(node, previous, rows, added)  # type: ignore[arg-type]
+        if added.target is aten.add.Tensor and not added.kwargs:
             for old, new in (added.args, added.args[::-1]):
                 read = indexed(old) if isinstance(old, Node) else None
                 if read and read[0] is previous and _same(read[1], [rows]) and isinstance(new, Node):
-                    return Link(node, previous, rows, new, True)  # type: ignore[arg-type]
+                    return Link(node, previous, rows, new, once=True)  # type: ignore[arg-type]
+        if rows.mask.dims == ("t",) and not rows.mask.any:
+            return Link(node, previous, rows, added, instead=True)  # type: ignore[arg-type]
     return None
 
 
@@ -74,7 +88,8 @@ def find(view: GraphView) -> Iterator[Match | Refusal]:
         chain = [last]
         while chain[0].previous in links:
             chain.insert(0, links[chain[0].previous])
-        yield _check(view, chain)
+        if not all(link.instead and over_rows(link.added).target is not aten.mul.Tensor for link in chain):
+            yield _check(view, chain)  # what is written without a gate may be weighted later: see `written`
     yield from _changed(view, links)
 
 
@@ -82,10 +97,10 @@ def _changed(view: GraphView, links: dict[Node, Link]) -> Iterator[Refusal]:
     """Sums over what is nearly the rows of an expert, said once for all of a loop."""
     said = set[Node]()
     for node in view.graph.nodes:
-        if node in links or node.target not in (aten.index_add.default, aten.index_put.default):
+        if node in links or node.target not in (*_PICKED, aten.index_put.default):
             continue
-        index = node.args[2] if node.target is aten.index_add.default else node.args[1][0]
-        for _ in range(4):
+        index = node.args[2] if node.target in _PICKED else node.args[1][0]
+        for _ in range(6):
             rows = match_rows(index) if isinstance(index, Node) else None
             if rows is not None or not isinstance(index, Node) or not index.all_input_nodes:
                 break
@@ -97,62 +112,134 @@ def _changed(view: GraphView, links: dict[Node, Link]) -> Iterator[Refusal]:
 
 
 def _check(view: GraphView, chain: list[Link]) -> Match | Refusal:
-    turns = []
+    found = _turns(chain)
+    if isinstance(found, Refusal):
+        return found
+    first, turns = found[0], found
+    mask = first.link.token.mask
+    gates = [g for g in first.gates if all(g in t.gates for t in turns)]
+    if not gates:
+        return Refusal(turns[-1].link.node, "gates", "experts are weighted by different gates")
+    column = None
+    if mask.choice is not None:
+        by_choice: dict[int | None, list[Turn]] = {}
+        for turn in turns:
+            by_choice.setdefault(turn.link.token.mask.choice, []).append(turn)
+        every = by_choice.keys() == set(range(value(mask.indices).shape[1]))
+        if not every and len(by_choice) > 1:
+            return Refusal(first.link.node, "choices", "only some of a token's choices are served")
+        column = None if every else mask.choice
+        groups = [_in_order(group) for group in by_choice.values()]
+        for group in groups:
+            if isinstance(group, Refusal):
+                return group
+            if _weights(group) != _weights(groups[0]):
+                return Refusal(first.link.node, "experts-differ", "other experts serve a token's other choices")
+        turns = by_choice[mask.choice]
+    ordered = _in_order(turns)
+    if isinstance(ordered, Refusal):
+        return ordered
+    start = chain[0].previous
+    empty = is_filled(start, 0.0)
+    if any(link.instead for link in chain):
+        one = len({t.link.token.mask.choice for t in found}) == 1
+        if not (one and all(link.instead for link in chain) and _blank(start)):
+            return Refusal(chain[-1].node, "twice", "rows are written over what was there before")
+        empty = True
+    (weights, matrix), number = gates[0], ordered[0].link.token.mask.expert
+    assert number is not None
+    experts = [t.expert for t in ordered]
+    base = None if empty else start
+    routed = Routed(chain[-1].node, first.x, mask.indices, weights, experts, number, base, matrix=matrix, column=column)
+    return match(view, routed)
+
+
+def _blank(node: Node) -> bool:
+    return is_filled(node, 0.0) or node.target in _EMPTY
+
+
+def _weights(turns: list[Turn] | Refusal) -> list[Any]:
+    return [] if isinstance(turns, Refusal) else [p.weight for t in turns for p in (*t.expert.ups, t.expert.down)]
+
+
+def _turns(chain: list[Link], gated: bool = True) -> list[Turn] | Refusal:
+    """Every expert's turn; all go by the same choices and read the same rows."""
+    turns: list[Turn] = []
     for link in chain:
         if link.token.dim != "t":
             return Refusal(link.node, "rows", "the rows that are added to are not those of tokens")
-        found = _turn(link)
+        found = _turn(link, gated)
         if isinstance(found, Refusal):
             return found
         turns.append(found)
     first = turns[0]
-    indices = first.link.token.mask.indices
+    mask = first.link.token.mask
     for turn in turns:
-        if turn.link.token.mask.indices is not indices:
-            return Refusal(turn.link.node, "indices", "experts take their rows by different choices")
+        link, other = turn.link, turn.link.token.mask
+        alike = (other.choice is None, other.any) == (mask.choice is None, mask.any)
+        if other.indices is not mask.indices or not alike:
+            return Refusal(link.node, "indices", "experts take their rows by different choices")
         if turn.x is not first.x:
-            return Refusal(turn.link.node, "inputs", "experts read different inputs")
-        if turn.gates is not first.gates:
-            return Refusal(turn.link.node, "gates", "experts are weighted by different gates")
-        if turn.link.once and not distinct_choices(indices):
-            return Refusal(turn.link.node, "twice", "a token's rows are written, not added to, and may come twice")
+            return Refusal(link.node, "inputs", "experts read different inputs")
+        if link.once and "s" in other.dims and not distinct_choices(mask.indices):
+            return Refusal(link.node, "twice", "a token's rows are written, not added to, and may come twice")
+    return turns
+
+
+def _in_order(turns: list[Turn]) -> list[Turn] | Refusal:
+    """One turn for each of a range of experts, in the order of their numbers."""
     by_number = {turn.link.token.mask.expert: turn for turn in turns}
     if len(by_number) != len(turns):
         repeated = next(t for t in turns if by_number[t.link.token.mask.expert] is not t)
         return Refusal(repeated.link.node, "twice", f"choice {repeated.link.token.mask.expert} is served twice")
     numbers = sorted(n for n in by_number if n is not None)
     if numbers != list(range(numbers[0], numbers[0] + len(turns))):
-        return Refusal(first.link.node, "gaps", "the experts' numbers are no range")
-    experts = [by_number[n].expert for n in numbers]
-    if (other := agree(experts)) is not None:
+        return Refusal(turns[0].link.node, "gaps", "the experts' numbers are no range")
+    ordered = [by_number[n] for n in numbers]
+    if (other := agree([t.expert for t in ordered])) is not None:
         return Refusal(other, "experts-differ", "the experts are not built alike")
-    start = chain[0].previous
-    base = None if _zeros(start) else start
-    routed = Routed(chain[-1].node, first.x, indices, first.gates, experts, numbers[0], base)
-    return match(view, routed)
+    return ordered
 
 
-def _zeros(node: Node) -> bool:
-    full = node.target in (aten.full.default, aten.full_like.default, aten.new_full.default)
-    fill = node.args[-1] if len(node.args) > 1 else None
-    return node.target in _ZEROS or (full and isinstance(fill, (int, float)) and fill == 0)
+def written(node: Node) -> tuple[Node, Node, list[Expert], int] | Refusal | None:
+    """(choices, the rows experts read, the experts, the first one's number) where `node` holds, in the place of every
+    choice, what its expert makes of the row there; None where it is no such thing."""
+    chain: list[Link] = []
+    while (link := _link(node)) is not None and link.instead:
+        chain.insert(0, link)
+        node = link.previous
+    if not chain or not _blank(node) or value(chain[0].token.mask.indices).dim() != 1:
+        return None
+    turns = _turns(chain, gated=False)
+    ordered = turns if isinstance(turns, Refusal) else _in_order(turns)
+    if isinstance(ordered, Refusal):
+        return ordered
+    mask = ordered[0].link.token.mask
+    assert mask.expert is not None
+    return mask.indices, ordered[0].x, [t.expert for t in ordered], mask.expert
 
 
-def _turn(link: Link) -> Turn | Refusal:
-    """What one expert adds: its output for its tokens, times the gate of the choice."""
+def _turn(link: Link, gated: bool = True) -> Turn | Refusal:
+    """What one expert adds: its output for its tokens, times, if `gated`, the gate of the choice."""
     weighted = over_rows(link.added)
+    if not gated:
+        return _read(link, weighted, [])
     if weighted.target is not aten.mul.Tensor or not all(isinstance(a, Node) for a in weighted.args):
         return Refusal(weighted, "no-gate", "what an expert adds is not its output times a gate")
-    gate, out, gates = None, None, None
+    out, gates = None, list[tuple[Node, bool]]()
     for a, b in (weighted.args, weighted.args[::-1]):
         found = _gates(a, link)  # type: ignore[arg-type]
-        if found is not None:
-            gate, out, gates = a, b, found
-    if gate is None or gates is None:
+        if found:
+            out, gates = b, found
+    if not gates:
         return Refusal(weighted, "gates", "what an expert's output is multiplied by is not the gate of its choice")
-    expert = match_expert(out, linear_product)  # type: ignore[arg-type]
+    return _read(link, out, gates)  # type: ignore[arg-type]
+
+
+def _read(link: Link, out: Node, gates: list[tuple[Node, bool]]) -> Turn | Refusal:
+    expert = match_expert(out, linear_product)
     if expert is None:
-        return Refusal(out, "no-expert", "what is weighted is no expert's output")  # type: ignore[arg-type]
+        return Refusal(out, "no-expert", "what is weighted is no expert's output")
     if isinstance(expert, NoExpert):
         return Refusal(expert.node, expert.tag, expert.reason)
     read = indexed(over_rows(expert.x))
@@ -163,19 +250,35 @@ def _turn(link: Link) -> Turn | Refusal:
     return Turn(link, expert, read[0], gates)
 
 
-def _gates(node: Node, link: Link) -> Node | None:
-    """The gates [T, k] of which `node` is `gates[token, choice]`, one per row."""
+def _gates(node: Node, link: Link) -> list[tuple[Node, bool]]:
+    """The gates [T, k] of which `node` is `gates[token, choice]`, one per row, or a matrix [T, E] of which it is the
+    expert's column."""
     if value(node).dim() != 2 or value(node).shape[-1] != 1:
-        return None
+        return []
     while node.target in (aten.unsqueeze.default, aten.view.default, aten.reshape.default, aten._to_copy.default,
                           aten.to.dtype, aten.clone.default):  # fmt: skip
         node = node.args[0]  # type: ignore[assignment]
+    mask, column = link.token.mask, None
+    if node.target is aten.select.int and node.args[1] in (1, -1):
+        node, column = node.args[0], node.args[2]  # type: ignore[assignment]
     read = indexed(node)
     if read is None:
-        return None
-    mask = link.token.mask
-    places = {dim: Rows(mask, i) for i, dim in enumerate(mask.dims)}
+        return []
     gates, indices = read[0], value(mask.indices)
-    if not all(map(same_size, value(gates).shape, indices.shape)) or value(gates).dim() != indices.dim():
-        return None
-    return gates if _same(read[1], [places[d] for d in ("t", "s") if d in places]) else None
+    if column is None:
+        gates, column = one_choice(gates)
+    if column is None:
+        places = {dim: Rows(mask, i) for i, dim in enumerate(mask.dims)}
+        if not all(map(same_size, value(gates).shape, indices.shape)) or value(gates).dim() != indices.dim():
+            return []
+        every = mask.choice is None and not mask.any
+        return [(gates, False)] if every and _same(read[1], [places[d] for d in ("t", "s") if d in places]) else []
+    if not _same(read[1], [link.token]) or not same_size(value(gates).shape[0], indices.shape[0]):
+        return []
+    found = []
+    if column == mask.choice and same_size(value(gates).shape[1], indices.shape[1]):
+        found.append((gates, False))
+    scores = scores_of(mask.indices)
+    if column == mask.expert and scores is not None and same_size(value(gates).shape[1], value(scores).shape[-1]):
+        found.append((gates, True))
+    return found

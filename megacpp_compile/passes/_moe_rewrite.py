@@ -24,7 +24,9 @@ _ASSERTS = (
 @dataclasses.dataclass(frozen=True)
 class Routed:
     """`node = base + sum over choices of gate * expert(x)`. `experts`: one for every number from `first` on, or one
-    whose weights hold them all. indices and gates are [T, k], or [T] for one choice, or with `choices` [T*k]."""
+    whose weights hold them all. x is [.., d]; indices and gates are [.., k], or [T] for one choice, or with `choices`
+    of any shape over slots; gates may be a matrix [.., E], of which each choice's is read. `column`: of [T, k] that
+    choice alone."""
 
     node: Node
     x: Node
@@ -34,6 +36,8 @@ class Routed:
     first: int = 0
     base: Node | None = None
     choices: int | None = None
+    matrix: bool = False
+    column: int | None = None
 
 
 def match(view: GraphView, routed: Routed) -> Match | Refusal:
@@ -102,9 +106,20 @@ def _rewrite(view: GraphView, routed: Routed, inputs: list[Node], inside: set[No
     build = Builder(view.graph, view.fake_mode, anchor, old, view.regions)
     expert = routed.experts[0]
     dtype = value(expert.down.node).dtype
-    indices, gates = routed.indices, routed.gates
-    if routed.choices is not None:
-        indices, gates = (build(aten.reshape.default, n, [-1, routed.choices]) for n in (indices, gates))
+    indices, gates, x = routed.indices, routed.gates, routed.x
+    if routed.column is not None:
+        cut = routed.column, routed.column + 1
+        indices = build(aten.slice.Tensor, indices, 1, *cut)
+        gates = gates if routed.matrix else build(aten.slice.Tensor, gates, 1, *cut)
+    if routed.matrix:
+        if value(indices).dim() < value(gates).dim():
+            indices = build(aten.unsqueeze.default, indices, -1)
+        gates = build(aten.gather.default, gates, -1, indices)
+    if value(x).dim() != 2:
+        x = build(aten.reshape.default, x, [-1, value(x).shape[-1]])
+    if routed.choices is not None or value(indices).dim() > 2:
+        choices = routed.choices if routed.choices is not None else value(indices).shape[-1]
+        indices, gates = (build(aten.reshape.default, n, [-1, choices]) for n in (indices, gates))
     elif value(indices).dim() == 1:
         indices, gates = build(aten.unsqueeze.default, indices, 1), build(aten.unsqueeze.default, gates, 1)
     if routed.first:
@@ -114,14 +129,14 @@ def _rewrite(view: GraphView, routed: Routed, inputs: list[Node], inside: set[No
     down = _weights(build, [e.down.weight for e in routed.experts], dtype)
     node = build(
         torch.ops.megacpp.moe.default,
-        build.cast(routed.x, dtype), indices, gates, stacks[0] if count == 2 else [], stacks[-1], down,
+        build.cast(x, dtype), indices, gates, stacks[0] if count == 2 else [], stacks[-1], down,
         expert.activation, expert.layout, value(old).dtype,
     )  # fmt: skip
     y = build.item(node, 0)
-    if routed.base is not None:
-        y = build(aten.add.Tensor, routed.base, y)
     if tuple(value(y).shape) != tuple(value(old).shape):
         y = build(aten.reshape.default, y, list(value(old).shape))
+    if routed.base is not None:
+        y = build(aten.add.Tensor, routed.base, y)
     move_behind(moved, build.emitted[-1])
     _drop_checks(inside)
     old.replace_all_uses_with(y)

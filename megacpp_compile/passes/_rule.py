@@ -57,6 +57,7 @@ class Pass(Protocol):
     """A module in `passes/` that defines these names.
 
     name: the report's name and the file's; op: the semantic op it makes; after: passes that must have run before.
+    A pass that runs only where it is asked for says `by_default = False`.
     find: pure; yields what it found and what it nearly found, in graph order.
     """
 

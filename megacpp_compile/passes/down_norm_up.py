@@ -18,24 +18,16 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.graph_edit import Builder, move_behind, place, value
+from megacpp_compile.passes._norm import between, depends, escaping, gain_of, norm_before, projections
 from megacpp_compile.passes._rule import GraphView, Match, Refusal
 from megacpp_compile.recognise.linear import Linear, match_linear
 from megacpp_compile.recognise.rms_norm import NoNorm, RmsNorm, match_rms_norm
-from megacpp_compile.recognise.views import consumers, is_cast, is_outer_view, lane_slice, replay
+from megacpp_compile.recognise.views import consumers, is_outer_view, lane_slice, replay
 
 aten = torch.ops.aten
 name = "down_norm_up"
 op = "megacpp::down_norm_up"
 after = ("linear",)
-
-
-def _between(node: Node) -> bool:
-    return is_outer_view(node) or is_cast(node)
-
-
-def _scaled(node: Node) -> bool:
-    """A norm's output times a number, which belongs to the gain."""
-    return node.target in (aten.mul.Tensor, aten.mul.Scalar) and isinstance(node.args[1], (int, float))
 
 
 def find(view: GraphView) -> Iterator[Match | Refusal]:
@@ -45,10 +37,7 @@ def find(view: GraphView) -> Iterator[Match | Refusal]:
         up = match_linear(node)
         if up is None or node in done:
             continue
-        source = up.x
-        while (_between(source) or _scaled(source)) and not isinstance(match_rms_norm(source), RmsNorm):
-            source = source.args[0]  # type: ignore[assignment]
-        norm = match_rms_norm(source)
+        source, norm = norm_before(up)
         if norm is None:
             continue
         if isinstance(norm, NoNorm):
@@ -61,7 +50,7 @@ def find(view: GraphView) -> Iterator[Match | Refusal]:
         if found is not None:
             yield found
         seen.add(source)
-        done.update(n for n, _, _ in consumers(norm.node, _between))
+        done.update(n for n, _, _ in consumers(norm.node, between))
     yield from _stranded(view, seen)
 
 
@@ -134,16 +123,14 @@ def _check(view: GraphView, norm: RmsNorm) -> Match | Refusal | None:
     total = down.out_features
     if start and start + size != total:
         return Refusal(norm.x, "latent-place", "the normed lanes lie in the middle of the down-projection")
-    ups, refusal = _ups(norm)
+    ups, refusal = projections(norm)
     if refusal is not None:
         return refusal
     ups = [(up, views + chain) for up, chain in ups]
     if not ups:
         return None
-    for inner in norm.internal - {norm.node}:
-        outside = next((u for u in inner.users if u not in norm.internal), None)
-        if outside is not None:
-            return Refusal(inner, "escapes", f"an intermediate of the norm is used elsewhere too ({outside.name})")
+    if (escape := escaping(norm)) is not None:
+        return escape
     dtypes = {value(n).dtype for n in (down.node, *(u.node for u, _ in ups))}
     if len(dtypes) > 1:
         return Refusal(ups[0][0].node, "dtype", "down- and up-projection run in different dtypes")
@@ -157,7 +144,7 @@ def _check(view: GraphView, norm: RmsNorm) -> Match | Refusal | None:
     inputs = [down.x, down.w, *([down.b] if down.b is not None else []), *norm.gains]
     inputs += [n for u, _ in ups for n in (u.w, u.b) if n is not None]
     gone = {down.node, *norm.internal}
-    if any(_depends(i, gone) for i in inputs):
+    if any(depends(i, gone) for i in inputs):
         return Refusal(norm.node, "feedback", "a weight or gain is computed from the latent itself")
     outputs = [u.node for u, _ in ups] + [r for r, _ in rests]
     if place(inputs, outputs, down.node, view.regions) is None:
@@ -168,43 +155,6 @@ def _check(view: GraphView, norm: RmsNorm) -> Match | Refusal | None:
         outputs,
         lambda: _rewrite(view, norm, down, start, size, ups, rests, inputs),
     )
-
-
-def _depends(node: Node, on: set[Node]) -> bool:
-    first = min(on)
-    seen, stack = set(), [node]
-    while stack:
-        n = stack.pop()
-        if n in on:
-            return True
-        if n not in seen and n > first:
-            seen.add(n)
-            stack.extend(n.all_input_nodes)
-    return False
-
-
-def _ups(norm: RmsNorm) -> tuple[list[tuple[Linear, list[Node]]], Refusal | None]:
-    """Every reader of the norm must be a linear, behind views and casts and perhaps a scaling by a number."""
-    ups = []
-    uses = consumers(norm.node, _between)
-    if len(uses) == 1 and _scaled(uses[0][0]) and uses[0][0].args[0] is uses[0][1]:
-        scaling, _, chain = uses[0]
-        norm.internal.add(scaling)
-        norm.internal.update(chain)
-        norm.scale *= float(scaling.args[1])  # type: ignore[arg-type]
-        norm.internal.add(norm.node)
-        prefix = chain
-        norm.node = scaling
-        uses = [(u, v, prefix + c) for u, v, c in consumers(scaling, _between)]
-    for user, read, chain in uses:
-        up = match_linear(user)
-        if up is None or up.x is not read or up.w is read:
-            linear = any(match_linear(u) is not None for u, _, _ in uses)
-            what = "the normed latent is used elsewhere too" if linear else "no linear follows the norm directly"
-            at = read if user.op == "output" else user  # the output itself has no place in the source
-            return [], Refusal(at, "escapes" if linear else "no-up", f"{what} ({user.name})")
-        ups.append((up, chain))
-    return ups, None
 
 
 def _rests(norm: RmsNorm, down: Linear, start: int, size: int) -> list[tuple[Node, list[Node]]] | Refusal:
@@ -265,7 +215,7 @@ def _rewrite(
     dtype = value(down.node).dtype
     b_down = None if down.b is None else build.cast(down.b, dtype)
     w_up = [u.weight(build) for u, _ in ups]
-    gain = _gain(build, norm)
+    gain = gain_of(build, norm)
     node = build(
         torch.ops.megacpp.down_norm_up.default,
         build.cast(down.x, dtype), down.weight(build), b_down, gain, w_up, float(norm.eps), start, size,
@@ -288,19 +238,3 @@ def _rewrite(
     for old, out in zip(outputs, new, strict=True):
         old.replace_all_uses_with(out)
     return node, new
-
-
-def _gain(build: Builder, norm: RmsNorm) -> Node | None:
-    """The product of all gains and numbers, one per lane; None where there is none."""
-    gain: Node | None = None
-    width = value(norm.x).shape[-1]
-    for g in norm.gains:
-        if value(g).dim() > 1:
-            g = build(aten.reshape.default, g, [value(g).numel()])
-        gain = g if gain is None else build(aten.mul.Tensor, gain, g)
-    if norm.scale != 1.0:
-        ones = build(aten.full.default, [width], norm.scale, dtype=torch.float32, device=value(norm.x).device)
-        gain = ones if gain is None else build(aten.mul.Tensor, gain, norm.scale)
-    if gain is not None and tuple(value(gain).shape) != (width,):
-        gain = build(aten.expand.default, gain, [width])
-    return gain

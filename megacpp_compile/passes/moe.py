@@ -1,13 +1,14 @@
 """Routed experts (arXiv:1701.06538) -> one op that sorts tokens by expert.
 
 Before: `for e in range(E): t, j = torch.where(indices == e); y.index_add_(0, t, expert_e(x[t]) * gates[t, j, None])`
-        or every choice's row times `w[indices]` (bmm), or sorted rows through grouped products, summed over choices
+        or every choice's row times `w[indices]` (bmm, einsum), or sorted rows through grouped products, summed over
+        choices; or all experts on all tokens, weighted by a matrix of gates that is zero but for the chosen
 After:  `y = megacpp.moe(x, indices, gates, w_gate, w_up, w_down, activation, layout, dtype)`
 
 Safe because each slot (token, choice) is in exactly one expert's rows, and the sum over slots is the same sum; the
 router's own mathematics, which makes indices and gates, is not touched.
 Refused: experts that differ or repeat, a missing gate, biases, other activations, rows or outputs that escape, a token
-written rather than added to where it may come twice.
+written rather than added to where it may come twice, gates of which all may differ from zero.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
-from megacpp_compile.passes import _moe_flat, _moe_loop
+from megacpp_compile.passes import _moe_dense, _moe_loop, _moe_products, _moe_sorted
 from megacpp_compile.passes._rule import GraphView, Match, Refusal
 
 aten = torch.ops.aten
@@ -33,7 +34,9 @@ after: tuple[str, ...] = ()
 
 def find(view: GraphView) -> Iterator[Match | Refusal]:
     yield from _moe_loop.find(view)
-    yield from _moe_flat.find(view)
+    yield from _moe_dense.find(view)
+    yield from _moe_products.find(view)
+    yield from _moe_sorted.find(view)
     yield from _hit_lists(view)
 
 

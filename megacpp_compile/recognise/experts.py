@@ -131,11 +131,13 @@ def _activation(node: Node) -> tuple[str, Node] | None:
 
 def match_expert(node: Node, multiply: Multiply) -> Expert | NoExpert | None:
     """The expert whose output is `node`; None where it does not even end in a product."""
-    node = over_rows(node)
-    down = multiply(node)
-    if not isinstance(down, Product):
-        return down
-    inner = over_rows(down.x)
+    down = multiply(over_rows(node))
+    return expert_into(down, multiply) if isinstance(down, Product) else down
+
+
+def expert_into(down: Product, multiply: Multiply) -> Expert | NoExpert:
+    """The expert whose last product is `down`."""
+    node, inner = down.node, over_rows(down.x)
     found = _activation(inner)
     if found is not None:
         up = multiply(over_rows(found[1]))

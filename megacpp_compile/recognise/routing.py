@@ -22,11 +22,14 @@ _COPIES = (aten.alias.default, aten.clone.default, aten.contiguous.default, aten
 @dataclasses.dataclass(frozen=True)
 class Mask:
     """Where `indices` [T, k] (or [T]) is `expert`. `dims`: what each dimension runs over: "t" tokens, "s" a token's
-    choices, "e" all experts (then `expert` is None)."""
+    choices, "e" all experts (then `expert` is None). Without "s": where the choice `choice` is, or if `any`, where any
+    of a token's choices is."""
 
     indices: Node
     dims: tuple[str, ...]
     expert: int | None = None
+    choice: int | None = None
+    any: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +53,15 @@ def match_mask(node: Node) -> Mask | None:
         if inner is not None:  # one-hot == 1
             return inner if args[1] == 1 else None
         dims = {1: ("t",), 2: ("t", "s")}.get(value(args[0]).dim())
-        return Mask(_plain(args[0]), dims, args[1]) if dims and _integer(args[0]) else None  # type: ignore[arg-type]
+        if dims is None or not _integer(args[0]):
+            return None
+        indices, choice = one_choice(_plain(args[0]))  # type: ignore[arg-type]
+        return Mask(indices, dims, args[1], choice)
+    if target is aten.any.dim and len(args) == 2:
+        inner = match_mask(args[0])  # type: ignore[arg-type]
+        if inner is None or inner.dims != ("t", "s") or args[1] not in (1, -1) or inner.expert is None:
+            return None
+        return dataclasses.replace(inner, dims=("t",), any=True)
     if target is aten.one_hot.default:
         dims = {1: ("t", "e"), 2: ("t", "s", "e")}.get(value(args[0]).dim())
         return Mask(_plain(args[0]), dims) if dims else None  # type: ignore[arg-type]
@@ -80,6 +91,18 @@ def match_mask(node: Node) -> Mask | None:
     return None
 
 
+def one_choice(node: Node) -> tuple[Node, int | None]:
+    """([T, k], which column) of what every token's choices of one rank are read from; (node, None) for anything
+    else."""
+    while is_cast(node):
+        node = node.args[0]  # type: ignore[assignment]
+    if node.target is aten.select.int and value(node.args[0]).dim() == 2 and node.args[1] in (1, -1):
+        width = value(node.args[0]).shape[1]
+        if isinstance(node.args[2], int) and isinstance(width, int):
+            return _plain(node.args[0]), node.args[2] % width  # type: ignore[arg-type]
+    return node, None
+
+
 def _compared(node: Node) -> Mask | None:
     """`indices[..., None] == arange(E)`."""
     a, b = node.args
@@ -107,7 +130,10 @@ def _integer(node: Any) -> bool:
 
 
 def match_rows(node: Node) -> Rows | None:
-    """One of the index tensors that say where a mask is true."""
+    """One of the index tensors that say where a mask is true, or the mask itself over tokens."""
+    if node.op == "call_function" and isinstance(value(node), torch.Tensor) and value(node).dtype is torch.bool:
+        mask = match_mask(node) if value(node).dim() == 1 else None
+        return Rows(mask, 0) if mask is not None and mask.expert is not None else None
     if node.target in (aten.squeeze.dim, aten.squeeze.default, aten.view.default, aten.reshape.default):
         inner = node.args[0]
         if isinstance(inner, Node) and inner.target is aten.nonzero.default and value(inner).dim() == 2:
@@ -140,6 +166,9 @@ def indexed(node: Node) -> tuple[Node, list[Any], Any] | None:
         return node.args[0], [node.args[2]], None  # type: ignore[return-value]
     if node.target is aten.embedding.default and len(node.args) == 2:
         return node.args[0], [node.args[1]], None  # type: ignore[return-value]
+    if node.target is aten.gather.default and node.args[1] == 0:
+        token = every_lane(node.args[2])  # type: ignore[arg-type]
+        return None if token is None else (node.args[0], [token], None)  # type: ignore[return-value]
     if node.target is not aten.index.Tensor:
         return None
     tensor, indices = node.args
@@ -157,21 +186,62 @@ def indexed(node: Node) -> tuple[Node, list[Any], Any] | None:
     return tensor, positions, None  # type: ignore[return-value]
 
 
-def distinct_choices(indices: Node) -> bool:
-    """Whether no token can have one expert twice: its choices are the places of `topk`."""
+def every_lane(index: Node) -> Node | None:
+    """The numbers [R] of which `index` [R, d] repeats each for a whole row."""
+    if index.target is not aten.expand.default:
+        return None
+    index = index.args[0]  # type: ignore[assignment]
+    while index.target is aten.unsqueeze.default or index.target in RESHAPES:
+        if value(index).dim() != 2 or value(index).shape[1] != 1:
+            break
+        index = index.args[0]  # type: ignore[assignment]
+    return index if value(index).dim() == 1 else None
+
+
+def added_rows(node: Node) -> tuple[Node, Node, Node] | None:
+    """(base, which rows [R], what is added to each [R, d]) of a sum over rows that were picked, by `index_add` or
+    `scatter_add`; whole rows, once for every time they were picked."""
+    args = node.args
+    if node.target is aten.index_add.default and args[1] == 0 and node.kwargs.get("alpha", 1) == 1 and len(args) == 4:
+        return args[0], args[2], args[3]  # type: ignore[return-value]
+    if node.target is aten.scatter_add.default and args[1] == 0 and value(args[0]).dim() == 2:
+        token = every_lane(args[2])  # type: ignore[arg-type]
+        widths = [value(a).shape[1] for a in (args[0], args[2], args[3])]
+        # scatter_add takes the rows that the index has, of as many as there may be
+        alike = all(same_size(n, widths[0]) for n in widths) and all(
+            map(same_size, value(args[2]).shape, value(args[3]).shape)
+        )
+        return (args[0], token, args[3]) if token is not None and alike else None  # type: ignore[return-value]
+    return None
+
+
+def scores_of(indices: Node) -> Node | None:
+    """The scores [.., E] of which `indices` [.., k] are the places of the largest, so that none comes twice."""
     node = indices
     while is_cast(node) or node.target in _COPIES or node.target in (aten._to_copy.default, aten.to.dtype):
         node = node.args[0]  # type: ignore[assignment]
-    while node.target in RESHAPES and same_size(value(node).shape[-1], value(node.args[0]).shape[-1]):
+    outer = (*RESHAPES, aten.expand.default, aten.unsqueeze.default)
+    while node.target in outer and same_size([1, *value(node.args[0]).shape][-1], value(node).shape[-1]):
         node = node.args[0]  # type: ignore[assignment]
-    if value(indices).dim() == 1:
-        return True
-    if node.target is not operator.getitem or node.args[1] != 1:
-        return False
-    top = node.args[0]
-    last = value(top.args[0]).dim() - 1  # type: ignore[union-attr]
-    dim = [*top.args, -1][2] if len(top.args) > 2 else -1  # type: ignore[union-attr]
-    return top.target is aten.topk.default and dim in (-1, last)  # type: ignore[union-attr]
+    top = node
+    if node.target is operator.getitem and node.args[1] == 1:
+        top = node.args[0]  # type: ignore[assignment]
+        places = {aten.topk.default: 2, aten.max.dim: 1}
+    else:
+        places = {aten.argmax.default: 1}
+    if top.target not in places:
+        return None
+    scores = top.args[0]
+    last = value(scores).dim() - 1
+    dim = top.args[places[top.target]] if len(top.args) > places[top.target] else -1
+    if top.target is aten.argmax.default and len(top.args) == 1:
+        return None  # the largest of all
+    return scores if dim in (-1, last) else None  # type: ignore[return-value]
+
+
+def distinct_choices(indices: Node) -> bool:
+    """Whether no token can have one expert twice: its choices are the places of `topk`, or there is but one."""
+    return value(indices).dim() == 1 or scores_of(indices) is not None
 
 
 def chosen(ids: Node) -> bool:

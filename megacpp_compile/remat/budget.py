@@ -18,8 +18,8 @@ from torch.fx import Node
 from megacpp_compile.provenance import module_fqn
 from megacpp_compile.remat import costs
 from megacpp_compile.remat.kinds import Place
-from megacpp_compile.remat.nodes import is_pinned
-from megacpp_compile.remat.plan import AGAIN, Plan, base_of, beyond_views, choices, kept_bytes, settle
+from megacpp_compile.remat.nodes import base_of, is_pinned
+from megacpp_compile.remat.plan import AGAIN, Plan, beyond_views, choices, kept_bytes, settle
 
 _CHAIN = 8
 

@@ -2,8 +2,9 @@
 
 A layer is a numbered module ("layers.3") of a container that holds attention, scans or convolutions; a block is a
 direct child of a layer, or of the frame where a layer is compiled by itself. A block is told by what it computes:
-attention ("ablock"), a scan or a causal convolution ("mblock"), recurrence by its module's class ("rblock"), other
-matrix products ("eblock"), and by the user's own patterns before that.
+attention ("ablock"), a scan, a causal convolution or a linear recurrence of a state ("mblock"), a product with the same
+weight of what it gave before, or recurrence by its module's class ("rblock"), other matrix products ("eblock"), and by
+the user's own patterns before that.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from torch.fx import Graph, GraphModule, Node
 from megacpp_compile.errors import BlockKindError
 from megacpp_compile.graph_edit import value
 from megacpp_compile.provenance import module_fqn
-from megacpp_compile.remat.nodes import is_core, is_depthwise, is_product, name_of
+from megacpp_compile.recognise.recurrence import find_recurrences
+from megacpp_compile.remat.nodes import base_of, is_core, is_depthwise, is_product, name_of
 
 _RECURRENT = re.compile(r"gru|lstm|(^|[^a-z])rnn|recurrent", re.IGNORECASE)
 
@@ -156,16 +158,30 @@ def _graphs(gm: GraphModule) -> list[Graph]:
 def kind_of(nodes: Iterable[Node]) -> str:
     """The kind of a block by its operations; "" for one that multiplies no matrices, such as a norm."""
     nodes = list(nodes)
-    if any(map(_convolves, nodes)):
+    if any(map(_convolves, nodes)) or any(True for _ in find_recurrences(nodes)):
         return "mblock"
     names = [name_of(n) for n in nodes]
     if any(map(is_core, nodes)) or any("mla_rope" in n or "rope_qk" in n for n in names):
         return "ablock"
     if any(map(_attends, nodes)):
         return "ablock"
-    if any(_RECURRENT.search(t) for n in nodes for t in _types(n)):
+    if any(_RECURRENT.search(t) for n in nodes for t in _types(n)) or _feeds_itself(nodes):
         return "rblock"
     return "eblock" if any(map(is_product, nodes)) else ""
+
+
+def _feeds_itself(nodes: Sequence[Node]) -> bool:
+    """Whether a weight multiplies what was computed from its own product, as in a loop over time."""
+    behind: dict[Node, frozenset[Node]] = {}  # the weights whose products a node comes from
+    for node in nodes:
+        own = frozenset().union(*(behind.get(a, frozenset()) for a in node.all_input_nodes))
+        if is_product(node):
+            weights = frozenset(b for a in node.all_input_nodes if (b := base_of(a)).op == "placeholder")
+            if weights & own:
+                return True
+            own |= weights
+        behind[node] = own
+    return False
 
 
 def _types(node: Node) -> list[str]:

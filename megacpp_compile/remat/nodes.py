@@ -28,6 +28,13 @@ def is_view(node: Node) -> bool:
     return getattr(node.target, "overloadpacket", None) in _VIEWS
 
 
+def base_of(node: Node, through_items: bool = True) -> Any:
+    """What `node` is a view, or, if asked, a part of."""
+    while isinstance(node, Node) and (is_view(node) or through_items and node.target is operator.getitem):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
 def is_core(node: Node) -> bool:
     """An attention core or a scan: never computed again unless a whole block is."""
     name = name_of(node)

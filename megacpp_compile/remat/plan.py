@@ -14,14 +14,13 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch.fx import Node
 from torch.utils.checkpoint import CheckpointPolicy as Tag
 
 from megacpp_compile.remat.kinds import Place
-from megacpp_compile.remat.nodes import is_core, is_pinned, is_product, is_selection, is_view, name_of, nbytes
+from megacpp_compile.remat.nodes import base_of, is_core, is_pinned, is_product, is_selection, is_view, name_of, nbytes
 from megacpp_compile.remat.policy import CheckpointingPolicy
 
 # AGAIN: recompute, and save nothing instead.
@@ -242,13 +241,6 @@ def checkpointed(node: Node) -> str | None:
 
 def _late(node: Node) -> bool:
     return node.meta.get("partitioner_tag") == "is_backward" or node.op == "output"
-
-
-def base_of(node: Node, through_items: bool = True) -> Any:
-    """What `node` is a view, or, if asked, a part of."""
-    while isinstance(node, Node) and (is_view(node) or through_items and node.target is operator.getitem):
-        node = node.args[0]  # type: ignore[assignment]
-    return node
 
 
 def _sources(node: Node) -> list[Node]:

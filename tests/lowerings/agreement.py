@@ -67,6 +67,8 @@ KIND = {
     "gated_rms_norm_backward": "mixer",
     "down_norm_up": "projection",
     "down_norm_up_backward": "projection",
+    "norm_linear": "projection",
+    "norm_linear_backward": "projection",
     "moe": "experts",
     "moe_backward": "experts",
     "mla_rope_q": "rotation",

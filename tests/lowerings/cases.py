@@ -62,6 +62,23 @@ for label, options in PROJECTIONS.items():
             return *seeds, x, w_down, b_down, w_norm, w_up, rrms, start, size, *([latent] if keep else [])
 
 
+PRE_NORMS = {"qkv": {}, "one_no_gain": {"ups": (40,), "gain": False}, "biases": {"bias": True}, "flat": {"outer": (33,)}}
+for label, options in PRE_NORMS.items():
+
+    @case("norm_linear", label)
+    def _(rand, dtype, options=options):
+        bias = options.get("bias", False)
+        given = {name: v for name, v in options.items() if name != "bias"}
+        x, *_, w_norm, w, eps, _, _ = _projection(rand, dtype, **{"d": 24, "ups": (40, 8), **given})
+        return x, w_norm, w, [rand(len(m), dtype=dtype) for m in w] if bias else [], eps
+
+    @case("norm_linear_backward", label)
+    def _(rand, dtype, make=CASES["norm_linear"][label]):
+        x, w_norm, w, b, eps = make(rand, dtype)
+        y, rrms = reference_of("norm_linear")(x, w_norm, w, b, eps)
+        return [rand(*one.shape, dtype=dtype) for one in y], x, w_norm, w, rrms, bool(b)
+
+
 # --- scans
 
 

@@ -15,17 +15,17 @@ from megacpp_compile.config import Config
 Args = tuple[Tensor, ...]
 
 
-def assert_fires(name: str, module: nn.Module, args: Args, count: int = 1) -> Frames:
+def assert_fires(name: str, module: nn.Module, args: Args, count: int = 1, config: Config | None = None) -> Frames:
     """`count` times, with eager's outputs and gradients, and no more on a second run over the result."""
-    frames = check(module, args)
+    frames = check(module, args, config)
     assert frames.counts[name] == count, frames.misses
-    assert not frames.again()
+    assert not frames.again(config)
     return frames
 
 
-def assert_refused(name: str, tag: str, module: nn.Module, args: Args) -> None:
+def assert_refused(name: str, tag: str, module: nn.Module, args: Args, config: Config | None = None) -> None:
     """The pass says why, does nothing, and the rest of the frame keeps eager's results."""
-    frames = check(module, args)
+    frames = check(module, args, config)
     assert tag in frames.tags(name), f"refused {frames.misses}, fired {frames.fired}"
     assert not frames.counts[name]
 
@@ -40,8 +40,9 @@ def assert_disabled(name: str, module: nn.Module, args: Args) -> None:
 
 
 def assert_dynamic(
-    name: str, module: nn.Module, make: Callable[[int], Args], count: int = 1, *, everything: bool = False
-) -> None:
+    name: str, module: nn.Module, make: Callable[[int], Args], count: int = 1, *, everything: bool = False,
+    config: Config | None = None,
+) -> None:  # fmt: skip
     """One graph serves every length. `make(length)` makes the arguments, which have it last but one.
 
     everything: `torch.compile(dynamic=True)`, which also makes inputs of plain floats, such as a norm's eps; otherwise
@@ -55,7 +56,7 @@ def assert_dynamic(
                 torch._dynamo.mark_dynamic(t, t.dim() - 2)
         return tensors
 
-    frames = check(module, args(5), dynamic=True if everything else None)
+    frames = check(module, args(5), config, dynamic=True if everything else None)
     assert frames.counts[name] == count, frames.misses
     for length in (9, 4):
         got = train(frames.compiled, module, args(length))
@@ -77,12 +78,12 @@ class Autocast(nn.Module):
             return self.module(*args)
 
 
-def assert_autocast(name: str, module: nn.Module, args: Args, count: int = 1) -> None:
+def assert_autocast(name: str, module: nn.Module, args: Args, count: int = 1, config: Config | None = None) -> None:
     """Fires when the caller turned autocast on, and is as near to float32's results as eager's autocast is."""
     exact = train(module, module, args)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         want = train(module, module, args)
-        frames = run(module, args)
+        frames = run(module, args, config)
     assert frames.counts[name] == count, frames.misses
     error, which = largest_error(frames.results, want)
     assert error <= TOLERANCE[torch.bfloat16], (which, error)

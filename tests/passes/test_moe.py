@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from frames import check, largest_error, render, run
 from torch import nn
 
+from . import experts_at_once
 from .contract import (
     assert_autocast,
     assert_autocast_inside,
@@ -67,12 +68,12 @@ def test_graph_of_stacked_weights():
     assert "megacpp.moe(x, getitem_1, getitem, [], [gate_up], [down], silu, gate_up, float32)" in render(frames.graph)
 
 
-@pytest.mark.parametrize("body", LISTS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("body", LISTS + experts_at_once.LISTS, ids=lambda f: f.__name__)
 def test_fires(body):
     assert_fires(NAME, MoE(body), tokens())
 
 
-@pytest.mark.parametrize("body", STACKED, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("body", STACKED + experts_at_once.STACKED, ids=lambda f: f.__name__)
 def test_fires_on_stacked_weights(body):
     assert_fires(NAME, MoE(body, stacked=True), tokens())
 
@@ -103,15 +104,26 @@ def test_bfloat16():
     assert frames.counts[NAME] == 1, frames.misses
 
 
-def test_sorted_rows():
+@pytest.mark.parametrize("body", [sorted_products, *experts_at_once.SORTED], ids=lambda f: f.__name__)
+def test_sorted_rows(body):
     """On CPU torch's own grouped product reads its groups' ends while it is traced for backward: forward alone here."""
-    module = MoE(sorted_products, stacked=True).bfloat16()
-    with torch.no_grad():
-        x = torch.randn(16, DIM).bfloat16()
-        frames = run(module, (x,))
-        assert frames.counts[NAME] == 1, frames.misses
-        error, which = largest_error({"y": frames.compiled(x)}, {"y": module(x)})
-    assert error < 2e-2, which
+    frames, error = sorted_rows(body)
+    assert frames.counts[NAME] == 1, frames.misses
+    assert error < 2e-2
+
+
+@pytest.mark.parametrize("tag", experts_at_once.SORTED_NEAR_MISSES)
+def test_refuses_sorted_rows(tag):
+    frames, error = sorted_rows(experts_at_once.SORTED_NEAR_MISSES[tag])
+    assert tag in frames.tags(NAME) and not frames.counts[NAME]
+    assert not error
+
+
+@torch.no_grad()
+def sorted_rows(body):
+    module, x = MoE(body, stacked=True).bfloat16(), torch.randn(16, DIM).bfloat16()
+    frames = run(module, (x,))
+    return frames, largest_error({"y": frames.compiled(x)}, {"y": module(x)})[0]
 
 
 class ToOneExpert(MoE):
@@ -119,13 +131,13 @@ class ToOneExpert(MoE):
 
     def forward(self, x):
         gates, _ = self.router(x).softmax(-1).topk(2, dim=-1)
-        return self.body(self, x, torch.tensor([[3, 1]]).expand(x.shape[0], 2), gates)
+        return self.body(self, x, torch.tensor([[2, 1]]).expand(x.shape[0], 2), gates)
 
 
 def test_all_to_one_and_empty_experts():
     frames = assert_fires(NAME, ToOneExpert(where_index_add), tokens())
     assert not frames.results["gradient of experts.0.up.weight"].any()
-    assert frames.results["gradient of experts.3.up.weight"].any()
+    assert frames.results["gradient of experts.2.up.weight"].any()
 
 
 def test_counts_every_layer():
@@ -168,9 +180,21 @@ def test_refuses(name):
     assert_refused(NAME, tag, MoE(body, expert), tokens())
 
 
-@pytest.mark.parametrize("tag", STACKED_NEAR_MISSES)
-def test_refuses_of_stacked_weights(tag):
-    assert_refused(NAME, tag, MoE(STACKED_NEAR_MISSES[tag], stacked=True), tokens())
+@pytest.mark.parametrize(
+    ("tag", "body"),
+    [(tag, body) for tag, bodies in experts_at_once.NEAR_MISSES.items() for body in bodies],
+    ids=lambda p: p if isinstance(p, str) else p.__name__,
+)
+def test_refuses_at_once(tag, body):
+    assert_refused(NAME, tag, MoE(body), tokens())
+
+
+@pytest.mark.parametrize(
+    ("tag", "body"), [*STACKED_NEAR_MISSES.items(), *experts_at_once.STACKED_NEAR_MISSES.items()],
+    ids=lambda p: p if isinstance(p, str) else p.__name__,
+)  # fmt: skip
+def test_refuses_of_stacked_weights(tag, body):
+    assert_refused(NAME, tag, MoE(body, stacked=True), tokens())
 
 
 def test_refuses_experts_that_differ():

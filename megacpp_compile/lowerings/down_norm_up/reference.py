@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megacpp_compile.lowerings._rms import input_gradient
 from megacpp_compile.lowerings._rotation import compute_dtype
 
 
@@ -67,18 +68,10 @@ def down_norm_up_backward(
     normed = latent.to(rrms.dtype) * rrms
     scaled = normed if w_norm is None else normed * w_norm.to(normed.dtype)
 
-    d_up, g = [], None
-    for grad, w in zip(grad_up, w_up, strict=True):
-        d_up.append(grad.flatten(0, -2).t() @ scaled.to(w.dtype).flatten(0, -2))
-        part = (grad @ w).to(normed.dtype)
-        g = part if g is None else g + part
-    assert g is not None
-
-    d_norm = rrms.new_empty(0)
-    if w_norm is not None:
-        d_norm = (g * normed).flatten(0, -2).sum(0).to(w_norm.dtype)
-        g = g * w_norm.to(g.dtype)
-    d_latent = (rrms * (g - normed * (g * normed).mean(-1, keepdim=True))).to(x.dtype)
+    flat_up = [grad.flatten(0, -2).t() for grad in grad_up]
+    d_up = [g @ scaled.to(w.dtype).flatten(0, -2) for g, w in zip(flat_up, w_up, strict=True)]
+    d_latent, d_norm = input_gradient(normed, w_norm, grad_up, w_up, rrms)
+    d_latent = d_latent.to(x.dtype)
 
     rest = grad_rest.to(x.dtype)
     d_down = torch.cat((rest, d_latent) if start else (d_latent, rest), -1)

@@ -1,19 +1,20 @@
-"""All slots at once: every token repeated for its choices, multiplied by its own copy of a weight (`bmm` over gathered
-weights) or, sorted by expert, by grouped products, and summed over its choices."""
+"""All slots at once, sorted by expert: grouped products of their rows, and the sum over each token's choices."""
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections.abc import Iterator
 
 import torch
 from torch.fx import Node
 
-from megacpp_compile.graph_edit import value
+from megacpp_compile.graph_edit import same_size, value
 from megacpp_compile.passes._moe_rewrite import Routed, match
 from megacpp_compile.passes._rule import GraphView, Match, Refusal
 from megacpp_compile.recognise.experts import Expert, NoExpert, Product, Weight, match_expert, over_rows
-from megacpp_compile.recognise.routing import chosen, indexed
+from megacpp_compile.recognise.gate_matrix import is_filled
+from megacpp_compile.recognise.routing import added_rows, indexed
 from megacpp_compile.recognise.views import RESHAPES, is_cast
 
 aten = torch.ops.aten
@@ -22,42 +23,67 @@ _GROUPED = ("aten._grouped_mm.default", "transformers.grouped_mm_fallback.defaul
 
 def find(view: GraphView) -> Iterator[Match | Refusal]:
     for node in view.graph.nodes:
-        if node.target is aten.sum.dim_IntList and (found := _check(view, node)) is not None:
+        ended = _summed(node) if node.target is aten.sum.dim_IntList else _added(node)
+        if ended is not None and (found := _check(view, node, ended)) is not None:
             yield found
 
 
-def _check(view: GraphView, node: Node) -> Match | Refusal | None:
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """`weighted` rows, in the order of slots `order`, each token's added up; `base`: and to that."""
+
+    weighted: Node
+    order: Node
+    choices: int
+    base: Node | None = None
+
+
+def _summed(node: Node) -> Ended | None:
+    """Rows put back into the order of slots, and summed over the choices."""
     dims = node.args[1]
     keep = node.args[2] if len(node.args) > 2 else False
     slots = _uncast(node.args[0])  # type: ignore[arg-type]
     if value(slots).dim() != 3 or list(dims) not in ([1], [-2]) or keep or slots.target not in RESHAPES:  # type: ignore[arg-type]
         return None
     choices = value(slots).shape[1]
-    weighted = _uncast(slots.args[0])  # type: ignore[arg-type]
-    if value(weighted).dim() != 2 or not isinstance(choices, int):
+    read = _unsorted(_uncast(slots.args[0]))  # type: ignore[arg-type]
+    if read is None or value(read[0]).dim() != 2 or not isinstance(choices, int):
         return None
-    order = None
-    if (read := _unsorted(weighted)) is not None:
-        weighted, order = _uncast(read[0]), read[1]
+    return Ended(_uncast(read[0]), read[1], choices)
+
+
+def _added(node: Node) -> Ended | None:
+    """Rows added to those of their tokens."""
+    added = added_rows(node)
+    if added is None:
+        return None
+    base, token, rows = added
+    if value(rows).dim() != 2 or not _halved(token) or _sorted_by(token.args[0]) is None:  # type: ignore[arg-type]
+        return None
+    empty = is_filled(base, 0.0)
+    return Ended(_uncast(rows), token.args[0], token.args[1], None if empty else base)  # type: ignore[arg-type]
+
+
+def _check(view: GraphView, node: Node, ended: Ended) -> Match | Refusal | None:
+    weighted = ended.weighted
     if weighted.target is not aten.mul.Tensor or not all(isinstance(a, Node) for a in weighted.args):
         return None
     for out, gate in (weighted.args, weighted.args[::-1]):
-        multiply = _Products(order)
+        multiply = _Products(ended.order)
         expert = match_expert(out, multiply)  # type: ignore[arg-type]
         if expert is not None:
-            return _routed(view, node, choices, expert, gate, multiply)  # type: ignore[arg-type]
+            return _routed(view, node, ended, expert, gate, multiply)  # type: ignore[arg-type]
     return None
 
 
 def _routed(
-    view: GraphView, node: Node, choices: int, expert: Expert | NoExpert, gate: Node, multiply: _Products
+    view: GraphView, node: Node, ended: Ended, expert: Expert | NoExpert, gate: Node, multiply: _Products
 ) -> Match | Refusal | None:
     if isinstance(expert, NoExpert):
         return Refusal(expert.node, expert.tag, expert.reason)
     if multiply.refusal is not None:
         return multiply.refusal
-    ids, order = multiply.ids, multiply.order
-    assert ids is not None
+    ids, order = multiply.ids, ended.order
     if value(gate).dim() != 2 or value(gate).shape[-1] != 1:
         return Refusal(gate, "gates", "an expert's output is not multiplied by one gate per choice")
     gates = gate
@@ -65,21 +91,18 @@ def _routed(
         gates.target in RESHAPES and value(gates).dim() == 2 and value(gates.args[0]).dim() == 1
     ):  # fmt: skip
         gates = gates.args[0]  # type: ignore[assignment]
-    if order is not None:
-        read = indexed(gates)
-        if read is None or read[1] != [order]:
-            return Refusal(gates, "gates", "the gates are not in the order of the rows")
-        gates = read[0]
+    read = indexed(gates)
+    if read is None or read[1] != [order]:
+        return Refusal(gates, "gates", "the gates are not in the order of the rows")
+    gates = read[0]
     if value(gates).dim() != 1:
         return Refusal(gates, "gates", "there is not one gate per choice")
-    x = _rows(multiply.unmasked(over_rows(expert.x)), choices, order)
-    if x is None:
+    x = _rows(multiply.unmasked(over_rows(expert.x)), ended.choices, order)
+    if x is None or not same_size(value(x).shape[0] * ended.choices, value(ids).shape[0]):
         return Refusal(expert.x, "rows", "what experts read are not the tokens, one row for each choice")
     if multiply.limits - {value(expert.down.weight.tensor).shape[0]}:
         return Refusal(node, "masked", "rows of some experts are set to zero")
-    if order is None and not chosen(ids):
-        return Refusal(ids, "range", "an expert's number may be negative, which would count from the end")
-    return match(view, Routed(node, x, ids, gates, [expert], choices=choices))
+    return match(view, Routed(node, x, ids, gates, [expert], base=ended.base, choices=ended.choices))
 
 
 def _uncast(node: Node) -> Node:
@@ -88,25 +111,31 @@ def _uncast(node: Node) -> Node:
     return node
 
 
-def _rows(node: Node, choices: int, order: Node | None) -> Node | None:
-    """The tokens [T, d] of which `node` has one row for each choice, in the order of slots or in `order`."""
-    if order is None:
-        if node.target is aten.repeat_interleave.self_int and node.args[1:3] == (choices, 0):
-            return node.args[0]  # type: ignore[return-value]
-        return None
+def _rows(node: Node, choices: int, order: Node) -> Node | None:
+    """The tokens [T, d] of which `node` has one row for each choice, in `order`."""
     read = indexed(node)
     if read is None or len(read[1]) != 1 or not isinstance(read[1][0], Node):
         return None
     token = read[1][0]
+    return read[0] if _halved(token) and token.args == (order, choices) else None
+
+
+def _halved(token: Node) -> bool:
+    """Whether `token` is the whole part of slots' numbers over a number of choices."""
     whole = token.target is aten.floor_divide.default or (
         token.target is aten.div.Tensor_mode and token.kwargs.get("rounding_mode") in ("floor", "trunc")
     )
-    return read[0] if whole and token.args == (order, choices) else None
+    return whole and isinstance(token.args[0], Node) and isinstance(token.args[1], int)
+
+
+def _ascends(order: Node) -> bool:
+    sorts = order.target in (aten.argsort.default, aten.argsort.stable)
+    return sorts and len(order.args) == 1 and not order.kwargs.get("descending")
 
 
 def _sorted_by(order: Node) -> tuple[Node, Node | None] | None:
     """(numbers, the sorted numbers' node if there is one) of which `order` is the ascending order."""
-    if order.target is aten.argsort.default and len(order.args) == 1 and not order.kwargs.get("descending"):
+    if _ascends(order):
         return order.args[0], None  # type: ignore[return-value]
     if order.target is operator.getitem and order.args[1] == 1:
         sort = order.args[0]
@@ -124,7 +153,7 @@ def _unsorted(node: Node) -> tuple[Node, Node] | None:
     if read is None or len(read[1]) != 1 or not isinstance(read[1][0], Node):
         return None
     back = read[1][0]
-    if back.target is aten.argsort.default and len(back.args) == 1 and not back.kwargs.get("descending"):
+    if _ascends(back):
         order = back.args[0]
     elif back.target is aten.index_put.default and len(back.args) == 3 and len(back.args[1]) == 1:  # type: ignore[arg-type]
         empty, (order,), numbers = back.args  # type: ignore[misc]
@@ -137,22 +166,22 @@ def _unsorted(node: Node) -> tuple[Node, Node] | None:
 
 
 class _Products:
-    """Products of rows with the weights of their experts; all have to go by the same experts."""
+    """Grouped products, the groups ending where each expert's rows do."""
 
-    def __init__(self, order: Node | None) -> None:
-        self.order = order
-        self.found = _sorted_by(order) if order is not None else None
-        self.ids: Node | None = self.found[0] if self.found else None
+    def __init__(self, order: Node) -> None:
+        found = _sorted_by(order)
+        assert found is not None
+        self.found = found
+        self.ids = found[0]
         self.refusal: Refusal | None = None
         self.limits = set[object]()  # numbers from which rows were set to zero
 
     def __call__(self, node: Node) -> Product | None:
-        node = self.unmasked(node)
-        return self._gathered(node) if self.order is None else self._grouped(node)
+        return self._grouped(self.unmasked(node))
 
     def unmasked(self, node: Node) -> Node:
         """`node` before rows of no expert were set to zero."""
-        while self.found is not None and node.target is aten.masked_fill.Scalar and node.args[2] == 0:
+        while node.target is aten.masked_fill.Scalar and node.args[2] == 0:
             mask = node.args[1]
             while mask.target in (aten.unsqueeze.default, aten.view.default, aten.reshape.default):  # type: ignore[union-attr]
                 mask = mask.args[0]  # type: ignore[union-attr]
@@ -161,33 +190,6 @@ class _Products:
             self.limits.add(mask.args[1])  # type: ignore[union-attr]
             node = over_rows(node.args[0])  # type: ignore[arg-type]
         return node
-
-    def _gathered(self, node: Node) -> Product | None:
-        if node.target not in (aten.squeeze.dim, aten.squeeze.dims, aten.select.int, *RESHAPES):
-            return None
-        product = node.args[0]
-        if not isinstance(product, Node) or product.target not in (aten.bmm.default, aten.matmul.default):
-            return None
-        if value(product).dim() != 3 or value(node).dim() != 2:
-            return None
-        for w, x, transposed in ((*product.args, False), (*product.args[::-1], True)):
-            read = indexed(_uncast(w))  # type: ignore[arg-type]
-            at = 2 if not transposed else 1
-            if read is None or len(read[1]) != 1 or value(read[0]).dim() != 3 or not isinstance(x, Node):
-                continue
-            if x.target is not aten.unsqueeze.default or x.args[1] % 3 != at or value(x.args[0]).dim() != 2:  # type: ignore[operator]
-                continue
-            if value(product).shape[at] != 1:
-                continue
-            self._goes_by(node, read[1][0])
-            return Product(node, x.args[0], Weight(read[0], transposed, every=True))  # type: ignore[arg-type]
-        return None
-
-    def _goes_by(self, node: Node, ids: Node) -> None:
-        if self.ids is None:
-            self.ids = ids
-        elif ids is not self.ids:
-            self.refusal = Refusal(node, "indices", "an expert's projections go by different choices")
 
     def _grouped(self, node: Node) -> Product | None:
         if str(node.target) not in _GROUPED or len(node.args) != 3 or node.kwargs:
@@ -208,9 +210,8 @@ class _Products:
         if ends.target is not aten.cumsum.default or ends.args[1] not in (0, -1):
             return False
         counts = _number(ends.args[0])  # type: ignore[arg-type]
-        assert self.found is not None
         if counts.target is aten.histc.default:
-            bounds = (counts.args[1:], dict(counts.kwargs)) == ((experts, 0, experts - 1), {})
+            bounds = counts.args[1:] in ((experts, 0, experts - 1), (experts, 0, experts)) and not counts.kwargs
         elif counts.target is aten.bincount.default:
             least = counts.kwargs.get("minlength", counts.args[2] if len(counts.args) > 2 else 0)
             bounds = least == experts and (len(counts.args) < 2 or counts.args[1] is None)

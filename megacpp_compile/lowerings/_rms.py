@@ -1,0 +1,22 @@
+"""What RMSNorm's backward has in common wherever projections follow it."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def input_gradient(
+    normed: Tensor, w_norm: Tensor | None, grad: list[Tensor], w: list[Tensor], rrms: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of what is normed, in the dtype of rrms, and of the gain (empty where there is none), from those of
+    the projections `w` of it: `rrms * (g - normed * mean(g * normed))`."""
+    g = None
+    for one, weight in zip(grad, w, strict=True):
+        part = (one @ weight).to(normed.dtype)
+        g = part if g is None else g + part
+    assert g is not None
+    d_norm = rrms.new_empty(0)
+    if w_norm is not None:
+        d_norm = (g * normed).flatten(0, -2).sum(0).to(w_norm.dtype)
+        g = g * w_norm.to(g.dtype)
+    return rrms * (g - normed * (g * normed).mean(-1, keepdim=True)), d_norm

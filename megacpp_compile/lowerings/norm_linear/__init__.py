@@ -1,0 +1,82 @@
+"""`megacpp::norm_linear`: RMSNorm, then the projection(s) that alone read it.
+
+    x          [..., d]          w_norm [d] or None
+    w          list of [n_i, d]  b      list of [n_i], one for every w, or empty
+    returns    y: list of [..., n_i] in the dtype of w_i;  rrms [..., 1], the per-token reciprocal root mean square
+
+The norm is computed in float32 (float64 for float64) and rounded once, to the dtype of w, which all w and b share.
+Saved for backward: x, the weights, rrms. The normed x is computed again from them: that moves bytes and multiplies
+nothing.
+Source: RMSNorm, https://arxiv.org/abs/1910.07467.
+"""
+
+from __future__ import annotations
+
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from megacpp_compile.lowerings._op import no_autocast
+from megacpp_compile.lowerings._rotation import compute_dtype
+from megacpp_compile.lowerings.norm_linear import reference
+
+
+@torch.library.custom_op("megacpp::norm_linear", mutates_args=())
+def norm_linear(
+    x: Tensor,
+    w_norm: Optional[Tensor],  # noqa: UP045  custom_op reads typing.Optional on every supported torch
+    w: list[Tensor],
+    b: list[Tensor],
+    eps: float,
+) -> tuple[list[Tensor], Tensor]:
+    with no_autocast(x):
+        return reference.norm_linear(x, w_norm, w, b, eps)
+
+
+@norm_linear.register_fake
+def _(x, w_norm, w, b, eps):  # type: ignore[no-untyped-def]
+    outer = x.shape[:-1]
+    y = [x.new_empty((*outer, one.shape[0]), dtype=one.dtype) for one in w]
+    return y, x.new_empty((*outer, 1), dtype=compute_dtype(x.dtype))
+
+
+@torch.library.custom_op("megacpp::norm_linear_backward", mutates_args=())
+def norm_linear_backward(
+    grad: list[Tensor],
+    x: Tensor,
+    w_norm: Optional[Tensor],  # noqa: UP045
+    w: list[Tensor],
+    rrms: Tensor,
+    biased: bool,
+) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
+    with no_autocast(x):
+        return reference.norm_linear_backward(grad, x, w_norm, w, rrms, biased)
+
+
+@norm_linear_backward.register_fake
+def _(grad, x, w_norm, w, rrms, biased):  # type: ignore[no-untyped-def]
+    d_norm = rrms.new_empty(0) if w_norm is None else w_norm.new_empty(w_norm.shape)
+    d_b = [one.new_empty(one.shape[0]) for one in w] if biased else []
+    return x.new_empty(x.shape), d_norm, [one.new_empty(one.shape) for one in w], d_b
+
+
+def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    x, w_norm, w, b, _ = inputs
+    _, rrms = output
+    ctx.mark_non_differentiable(rrms)
+    ctx.biased, ctx.gained = bool(b), w_norm is not None
+    ctx.save_for_backward(x, rrms, *([w_norm] if ctx.gained else []), *w)
+
+
+def _backward(ctx, grad, _):  # type: ignore[no-untyped-def]
+    x, rrms, *w = ctx.saved_tensors
+    w_norm = w.pop(0) if ctx.gained else None
+    # A list output's gradients are not materialised: a projection nobody used has None.
+    grad = [x.new_zeros((*x.shape[:-1], one.shape[0]), dtype=one.dtype) if g is None else g
+            for g, one in zip(grad, w, strict=True)]  # fmt: skip
+    d_x, d_norm, d_w, d_b = norm_linear_backward(grad, x, w_norm, w, rrms, ctx.biased)
+    return d_x, d_norm if ctx.gained else None, d_w, d_b, None
+
+
+norm_linear.register_autograd(_backward, setup_context=_setup_context)

@@ -1,0 +1,94 @@
+"""Pre-norm -> the projection(s) that alone read it: QKV, an MLP's gate and up, a mixer's input projection.
+
+Before: `h = rms_norm(x, w_norm); q, k, v = linear(h, w_q), linear(h, w_k), linear(h, w_v)`
+After:  `[q, k, v], rrms = megacpp.norm_linear(x, w_norm, [w_q, w_k, w_v], [], eps)`
+
+Safe because the op computes the same function in at least the same precision, and nobody but the projections reads the
+normed value: it is computed again from x, which the residual stream keeps alive anyway, and from one number a token.
+Refused: another norm, a normed value or statistic that escapes (into a router, a residual, an op that an earlier pass
+made), projections in different dtypes or only some with a bias, parts under different grad or autocast modes. Under
+a policy for remat, too, which computes norms again by itself.
+
+Off unless `passes={"norm_linear": True}`: it takes one more pass over x in backward, for what is not much. Of two
+blocks of a norm and three projections, Inductor kept nine values of x's size without this pass and eight with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.fx import Node
+
+from megacpp_compile.graph_edit import Builder, move_behind, place, value
+from megacpp_compile.passes._norm import between, depends, escaping, gain_of, norm_before, projections
+from megacpp_compile.passes._rule import GraphView, Match, Refusal
+from megacpp_compile.recognise.linear import Linear, match_linear
+from megacpp_compile.recognise.rms_norm import NoNorm, RmsNorm
+from megacpp_compile.recognise.views import consumers, replay
+
+aten = torch.ops.aten
+name = "norm_linear"
+op = "megacpp::norm_linear"
+after = ("causal_conv1d", "down_norm_up", "gated_rms_norm", "mla_rope_q", "mla_rope_kv", "moe", "rope_qk", "ssd_scan")
+by_default = False
+
+
+def find(view: GraphView) -> Iterator[Match | Refusal]:
+    done: set[Node] = set()
+    for node in view.graph.nodes:
+        linear = match_linear(node)
+        if linear is None or node in done:
+            continue
+        _, norm = norm_before(linear)
+        if isinstance(norm, NoNorm):
+            yield Refusal(norm.node, norm.tag, norm.reason)
+        elif norm is not None:
+            done.update(user for user, _, _ in consumers(norm.node, between))
+            yield _check(view, norm)
+
+
+def _check(view: GraphView, norm: RmsNorm) -> Match | Refusal:
+    if view.config.policy is not None:
+        return Refusal(norm.node, "policy", "under a policy the norm is computed again in backward as it is")
+    readers, refusal = projections(norm)
+    refusal = refusal or escaping(norm)
+    if refusal is not None:
+        return refusal
+    linears = [linear for linear, _ in readers]
+    if value(norm.x).dim() < 2:
+        return Refusal(norm.x, "rank", "a single vector has no tokens")
+    if len({value(n.node).dtype for n in linears}) > 1:
+        return Refusal(linears[0].node, "dtype", "the projections run in different dtypes")
+    if len({n.b is None for n in linears}) > 1:
+        return Refusal(linears[0].node, "bias", "only some of the projections have a bias")
+    for node in (*norm.internal, *(n.node for n in linears)):
+        if view.regions[node] != view.regions[norm.node]:
+            return Refusal(node, "region", "part of it runs under another grad or autocast mode")
+    inputs = list(dict.fromkeys([norm.x, *norm.gains, *(w for n in linears for w in (n.w, n.b) if w is not None)]))
+    if any(depends(i, norm.internal) for i in inputs if i is not norm.x):
+        return Refusal(norm.node, "feedback", "a weight or gain is computed from the normed value itself")
+    outputs = [n.node for n in linears]
+    if place(inputs, outputs, norm.node, view.regions) is None:
+        return Refusal(norm.node, "region", "a weight is computed under another grad or autocast mode")
+    return Match(outputs[0], inputs, outputs, lambda: _rewrite(view, norm, readers, inputs))
+
+
+def _rewrite(
+    view: GraphView, norm: RmsNorm, readers: list[tuple[Linear, list[Node]]], inputs: list[Node]
+) -> tuple[Node, list[Node]]:
+    outputs = [linear.node for linear, _ in readers]
+    where = place(inputs, outputs, norm.node, view.regions)
+    assert where is not None
+    anchor, moved = where
+    build = Builder(view.graph, view.fake_mode, anchor, outputs[0], view.regions)
+    weights = [linear.weight(build) for linear, _ in readers]
+    biases = [build.cast(n.b, value(n.node).dtype) for n, _ in readers if n.b is not None]
+    gain = gain_of(build, norm)
+    node = build(torch.ops.megacpp.norm_linear.default, norm.x, gain, weights, biases, float(norm.eps))
+    projected = build.item(node, 0)
+    new = [replay(build, chain, build.item(projected, i)) for i, (_, chain) in enumerate(readers)]
+    move_behind(moved, build.emitted[-1])
+    for old, out in zip(outputs, new, strict=True):
+        old.replace_all_uses_with(out)
+    return node, new

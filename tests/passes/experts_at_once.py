@@ -1,0 +1,310 @@
+"""Routed experts by masks, by matrices of gates and by products over all experts at once, and what looks like them."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .experts import CHOICES, DIM, EXPERTS
+
+
+def matrix(indices: Tensor, gates: Tensor) -> Tensor:
+    """[T, E], zero where an expert was not chosen."""
+    return torch.zeros(*gates.shape[:-1], EXPERTS, dtype=gates.dtype).scatter(-1, indices, gates)
+
+
+def one_hots(indices: Tensor, gates: Tensor) -> Tensor:
+    return (F.one_hot(indices, EXPERTS).to(gates.dtype) * gates[..., None]).sum(1)
+
+
+# --- modules of their own
+
+
+def dense_loop(m, x, indices, gates):
+    combine, y = matrix(indices, gates), torch.zeros_like(x)
+    for e, expert in enumerate(m.experts):
+        y += combine[:, e, None] * expert(x)
+    return y
+
+
+def dense_sum_of_batches(m, x, indices, gates):
+    """As python's `sum`, with more than one dimension of tokens."""
+    x, combine = x.view(1, -1, DIM).expand(2, -1, -1), matrix(*(t.expand(2, -1, -1) for t in (indices, gates)))
+    return sum(expert(x) * combine[..., e : e + 1] for e, expert in enumerate(m.experts))[0]
+
+
+def dense_on_the_residual(m, x, indices, gates):
+    y = x
+    for share, expert in zip(one_hots(indices, gates).unbind(-1), m.experts, strict=True):
+        y = y + expert(x) * share.unsqueeze(-1)
+    return y
+
+
+def dense_masked_scores(m, x, indices, gates):
+    """All scores but the largest struck out, as Switch Transformers' mask does."""
+    scores = m.router(x).softmax(-1)
+    kept = scores * F.one_hot(scores.topk(CHOICES, -1).indices, EXPERTS).sum(1)
+    kept = kept / kept.sum(-1, keepdim=True)
+    return torch.stack([expert(x) for expert in m.experts], 1).mul(kept.unsqueeze(-1)).sum(1)
+
+
+def dense_stack_einsum(m, x, indices, gates):
+    combine = torch.einsum("tk,tke->te", gates, F.one_hot(indices, EXPERTS).to(gates.dtype))
+    return torch.einsum("etd,te->td", torch.stack([expert(x) for expert in m.experts]), combine)
+
+
+def mask_any_choice(m, x, indices, gates):
+    """As makeMoE and nanoMoE have it, but for their branch: a softmax over what is minus infinity elsewhere."""
+    combine = torch.full_like(m.router(x), float("-inf")).scatter(-1, indices, gates).softmax(-1)
+    y = torch.zeros_like(x)
+    for e, expert in enumerate(m.experts):
+        mask = (indices == e).any(dim=-1)
+        y[mask] += expert(x[mask]) * combine[mask, e].unsqueeze(1)
+    return y
+
+
+def mask_of_each_choice(m, x, indices, gates):
+    y = torch.zeros_like(x)
+    for k in range(CHOICES):
+        for e, expert in enumerate(m.experts):
+            mask = indices[:, k] == e
+            y[mask] += gates[mask][:, k, None] * expert(x[mask])
+    return y
+
+
+def mask_of_the_first_choice(m, x, indices, gates):
+    first, gate, y = indices[:, 0], gates[:, 0], torch.zeros_like(x)
+    for e, expert in enumerate(m.experts):
+        mask = first == e
+        y[mask] = expert(x[mask]) * gate[mask, None]
+    return y
+
+
+def mask_of_the_largest(m, x, indices, gates):
+    scores = m.router(x).softmax(-1)
+    best, y = scores.argmax(-1), torch.zeros_like(x)
+    for e, expert in enumerate(m.experts):
+        y[best == e] += expert(x[best == e]) * scores[best == e, e, None]
+    return y
+
+
+def slots_in_their_places(m, x, indices, gates):
+    """As DeepSeek's own modelling files train."""
+    slots, rows = indices.view(-1), x.repeat_interleave(CHOICES, dim=0)
+    y = torch.empty_like(rows)
+    for e, expert in enumerate(m.experts):
+        y[slots == e] = expert(rows[slots == e])
+    return (y.view(*gates.shape, -1) * gates.unsqueeze(-1)).sum(dim=1)
+
+
+def scatter_add(m, x, indices, gates):
+    y = torch.zeros_like(x)
+    for e, expert in enumerate(m.experts):
+        token, choice = torch.where(indices == e)
+        y.scatter_add_(0, token[:, None].expand(-1, DIM), expert(x[token]) * gates[token, choice, None])
+    return y
+
+
+LISTS = [dense_loop, dense_sum_of_batches, dense_on_the_residual, dense_masked_scores, dense_stack_einsum,
+         mask_any_choice, mask_of_each_choice, mask_of_the_first_choice, mask_of_the_largest, slots_in_their_places,
+         scatter_add]  # fmt: skip
+
+
+# --- stacked weights
+
+
+def _swiglu(both: Tensor) -> Tensor:
+    gate, up = both.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def einsum_of_all(m, x, indices, gates):
+    hidden = _swiglu(torch.einsum("td,ehd->teh", x, m.gate_up))
+    return torch.einsum("ted,te->td", torch.einsum("teh,edh->ted", hidden, m.down), matrix(indices, gates))
+
+
+def einsum_of_three(m, x, indices, gates):
+    hidden = _swiglu(torch.einsum("td,ehd->eth", x, m.gate_up))
+    return torch.einsum("eth,edh,te->td", hidden, m.down, matrix(indices, gates))
+
+
+def bmm_of_all(m, x, indices, gates):
+    """Dense products as transformers has them for inference."""
+    rows = x.repeat(EXPERTS, 1).view(EXPERTS, -1, DIM)
+    out = torch.bmm(_swiglu(torch.bmm(rows, m.gate_up.transpose(1, 2))), m.down.transpose(1, 2))
+    return (out * matrix(indices, gates).transpose(0, 1).view(EXPERTS, -1, 1)).sum(dim=0)
+
+
+def matmul_of_all(m, x, indices, gates):
+    out = _swiglu(x.unsqueeze(0) @ m.gate_up.mT) @ m.down.mT
+    return torch.bmm(out.permute(1, 2, 0), one_hots(indices, gates)[..., None]).squeeze(-1)
+
+
+def einsum_of_chosen(m, x, indices, gates):
+    """As gpt-fast has it."""
+    hidden = _swiglu(torch.einsum("td,tkhd->tkh", x, m.gate_up[indices]))
+    return torch.einsum("tkd,tk->td", torch.einsum("tkh,tkdh->tkd", hidden, m.down[indices]), gates)
+
+
+def matmul_of_chosen(m, x, indices, gates):
+    hidden = _swiglu((m.gate_up[indices] @ x[:, None, :, None]).squeeze(-1))
+    return ((m.down[indices] @ hidden.unsqueeze(-1)).squeeze(-1) * gates[..., None]).sum(1)
+
+
+def bmm_of_slots(m, x, indices, gates):
+    ids = indices.view(-1)
+    rows = x[:, None].expand(-1, CHOICES, -1).reshape(-1, 1, DIM)
+    out = torch.bmm(_swiglu(torch.bmm(rows, m.gate_up[ids].mT)), m.down[ids].mT).squeeze(1)
+    return (out.view(-1, CHOICES, DIM) * gates.unsqueeze(-1)).sum(1)
+
+
+STACKED = [einsum_of_all, einsum_of_three, bmm_of_all, matmul_of_all, einsum_of_chosen, matmul_of_chosen, bmm_of_slots]
+
+
+# --- rows sorted by expert, in bfloat16
+
+
+def _sorted(m, x, indices, gates, top: int):
+    ids = indices.reshape(-1)
+    order = ids.argsort(stable=True)
+    ends = torch.histc(ids.float(), EXPERTS, 0, top).cumsum(0).to(torch.int32)
+
+    def expert(rows):
+        hidden = _swiglu(torch._grouped_mm(rows, m.gate_up.mT, offs=ends))
+        return torch._grouped_mm(hidden, m.down.mT, offs=ends) * gates.view(-1)[order, None]
+
+    return order // CHOICES, expert
+
+
+def sorted_index_add(m, x, indices, gates):
+    token, expert = _sorted(m, x, indices, gates, EXPERTS - 1)
+    return torch.zeros_like(x).index_add(0, token, expert(x[token]))
+
+
+def sorted_scatter_add(m, x, indices, gates):
+    """As torchtitan has it."""
+    token, expert = _sorted(m, x, indices, gates, EXPERTS)
+    token = token.reshape(-1, 1).expand(-1, DIM)
+    return torch.zeros_like(x).scatter_add(0, token, expert(torch.gather(x, 0, token)))
+
+
+def sorted_back_to_others(m, x, indices, gates):
+    token, expert = _sorted(m, x, indices, gates, EXPERTS - 1)
+    return torch.zeros_like(x).index_add(0, token, expert(x[token.flip(0)]))
+
+
+def sorted_into_other_groups(m, x, indices, gates):
+    token, expert = _sorted(m, x, indices, gates, EXPERTS + 1)
+    return torch.zeros_like(x).index_add(0, token, expert(x[token]))
+
+
+SORTED = [sorted_index_add, sorted_scatter_add]
+SORTED_NEAR_MISSES = {"rows": sorted_back_to_others, "offsets": sorted_into_other_groups}
+
+
+# --- near misses
+
+
+def every_expert_works(m, x, indices, gates):
+    combine, y = m.router(x).softmax(-1), torch.zeros_like(x)
+    for e, expert in enumerate(m.experts):
+        y = y + combine[:, e, None] * expert(x)
+    return y
+
+
+def a_column_left_out(m, x, indices, gates):
+    combine = matrix(indices, gates)
+    return combine[:, 0, None] * m.experts[0](x) + combine[:, 1, None] * m.experts[1](x)
+
+
+def scattered_over_each_other(m, x, indices, gates):
+    """Of a choice that comes twice one gate is left."""
+    return dense_loop(m, x, indices // 2, gates)
+
+
+def stack_of_unlike(m, x, indices, gates):
+    outs = [expert(x + e) for e, expert in enumerate(m.experts)]
+    return (torch.stack(outs, 1) * matrix(indices, gates)[..., None]).sum(1)
+
+
+def any_of_what_may_come_twice(m, x, indices, gates):
+    y, combine = torch.zeros_like(x), m.router(x)
+    for e, expert in enumerate(m.experts):
+        mask = (indices // 2 == e).any(-1)
+        y[mask] += expert(x[mask]) * combine[mask, e].unsqueeze(1)
+    return y
+
+
+def another_expert_for_the_second_choice(m, x, indices, gates):
+    y = torch.zeros_like(x)
+    for k in range(CHOICES):
+        for e in range(EXPERTS):
+            mask = indices[:, k] == e
+            y[mask] += gates[mask, k, None] * m.experts[(e + k) % EXPERTS](x[mask])
+    return y
+
+
+def two_of_three_choices(m, x, indices, gates):
+    gates, indices = m.router(x).softmax(-1).topk(3, -1)
+    return mask_of_each_choice(m, x, indices, gates)
+
+
+def written_over_the_input(m, x, indices, gates):
+    y = x.clone()
+    for e, expert in enumerate(m.experts):
+        mask = indices[:, 0] == e
+        y[mask] = expert(x[mask]) * gates[mask, 0, None]
+    return y
+
+
+def slots_in_other_places(m, x, indices, gates):
+    """Tokens repeated as a whole, not each of them."""
+    slots, rows = indices.view(-1), x.repeat(CHOICES, 1)
+    y = torch.empty_like(rows)
+    for e, expert in enumerate(m.experts):
+        y[slots == e] = expert(rows[slots == e])
+    return (y.view(*gates.shape, -1) * gates.unsqueeze(-1)).sum(dim=1)
+
+
+def scatter_add_of_a_few(m, x, indices, gates):
+    y = torch.zeros_like(x)
+    for e, expert in enumerate(m.experts):
+        token, choice = (t[:3] for t in torch.where(indices == e))
+        y.scatter_add_(0, token[:, None].expand(-1, DIM), expert(x[token]) * gates[token, choice, None])
+    return y
+
+
+NEAR_MISSES = {
+    "dense-gates": [every_expert_works, scattered_over_each_other],
+    "gaps": [a_column_left_out],
+    "inputs": [stack_of_unlike],
+    "gates": [any_of_what_may_come_twice],
+    "twice": [written_over_the_input],
+    "experts-differ": [another_expert_for_the_second_choice],
+    "choices": [two_of_three_choices],
+    "rows": [slots_in_other_places],
+    "no-rows": [scatter_add_of_a_few],
+}
+
+
+def einsum_of_every_expert(m, x, indices, gates):
+    hidden = _swiglu(torch.einsum("td,ehd->teh", x, m.gate_up))
+    return torch.einsum("teh,edh,te->td", hidden, m.down, m.router(x).softmax(-1))
+
+
+def bmm_with_bias(m, x, indices, gates):
+    hidden = _swiglu(torch.einsum("td,ehd->teh", x, m.gate_up) + m.gate_up.sum(-1))
+    return torch.einsum("teh,edh,te->td", hidden, m.down, matrix(indices, gates))
+
+
+def einsum_of_other_choices(m, x, indices, gates):
+    hidden = _swiglu(torch.einsum("td,tkhd->tkh", x, m.gate_up[indices]))
+    return torch.einsum("tkh,tkdh,tk->td", hidden, m.down[indices.flip(-1)], gates)
+
+
+STACKED_NEAR_MISSES = {
+    "dense-gates": einsum_of_every_expert,
+    "bias": bmm_with_bias,
+    "indices": einsum_of_other_choices,
+}
