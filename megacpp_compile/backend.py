@@ -19,7 +19,14 @@ from torch.fx import GraphModule, Node
 from megacpp_compile import dynamic_outputs, handoff, log, report, saved, verify
 from megacpp_compile.capture import Captured, capture
 from megacpp_compile.config import Config
-from megacpp_compile.errors import CaptureError, MegacppError, RequirementError, TorchTooOldError, VerificationError
+from megacpp_compile.errors import (
+    CaptureError,
+    MegacppError,
+    PeakUnreachableError,
+    RequirementError,
+    TorchTooOldError,
+    VerificationError,
+)
 from megacpp_compile.lowerings._registry import choose, semantic_ops
 from megacpp_compile.normalise import normalise
 from megacpp_compile.passes._driver import Outcome, enabled_passes, pass_names, run_passes
@@ -83,14 +90,17 @@ def _compile(
     """Stages 5 and 6. A frame nothing fired in goes to Inductor as it came, and so does one whose rewritten graph
     Inductor refuses (an error under `strict`)."""
 
-    def tell(plan: Plan, where: dict[Node, Place]) -> None:
+    def tell(plan: Plan, where: dict[Node, Place], peak: dict[str, Any]) -> None:
         assert config.policy is not None
-        result.frame.remat = describe(plan, where, config.policy)
+        result.frame.remat, result.frame.peak = describe(plan, where, config.policy), peak
+
+    copies = max(result.frame.blocks, 1)
 
     if result.outcome is None or not result.outcome.sites:
-        return handoff.plain_inductor(gm, example_inputs, config, patches, tell, kernels)
+        return handoff.plain_inductor(gm, example_inputs, config, patches, tell, kernels, copies)
     lower = functools.partial(
-        handoff.to_inductor, result.captured.gm, example_inputs, result.frame.target, config, tell=tell, kernels=kernels
+        handoff.to_inductor, result.captured.gm, example_inputs, result.frame.target, config, tell=tell,
+        kernels=kernels, copies=copies,
     )
     try:
         try:
@@ -100,6 +110,8 @@ def _compile(
                 raise
             log.logger.info("frame %s: one of Inductor's patterns failed, compiled without them", result.frame.name)
             return lower(patches={**patches, "pattern_matcher": False})
+    except PeakUnreachableError:
+        raise
     except torch._dynamo.exc.RestartAnalysis:
         raise  # Dynamo's own way back, as when a float turns out to be a constant
     except Exception as error:
@@ -108,7 +120,7 @@ def _compile(
         if dynamic_outputs.refuse(gm):
             log.logger.warning("traced again with graph breaks: %s: %s", type(error).__name__, str(error)[:300])
             dynamic_outputs.trace_again()
-        compiled = handoff.plain_inductor(gm, example_inputs, config, patches, tell, kernels)
+        compiled = handoff.plain_inductor(gm, example_inputs, config, patches, tell, kernels, copies)
         result.fell_back(f"Inductor refused the rewritten graph: {type(error).__name__}: {error}"[:300])
         return compiled
 

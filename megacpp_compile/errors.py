@@ -238,6 +238,41 @@ class TwoPoliciesError(MegacppError, ValueError):
         super().__init__(f"options['policy'] decides what backward computes again, and so does {what}: {remedy}.")
 
 
+class PeakUnreachableError(MegacppError):
+    """A limit on the peak of memory that no plan of what to compute again meets.
+
+    Args:
+        limit: bytes asked for.
+        lowest: bytes of the lowest peak that can be promised.
+        before: bytes of it that are allocated before the step.
+    """
+
+    def __init__(self, limit: int, lowest: int, before: int) -> None:
+        self.limit, self.lowest, self.before = limit, lowest, before
+        asked, least, given = (f"{n / 2**30:.3g} GiB" for n in (limit, lowest, before))
+        super().__init__(
+            f"policy.peak_gib: {asked} cannot be met. The lowest peak that can be promised is {least}, of which "
+            f"{given} are allocated before the step. Make the batch smaller, shard the model, or offload."
+        )
+
+
+class PackageMissingError(MegacppError, ImportError):
+    """Something that was asked for needs a package that cannot be imported.
+
+    Args:
+        package: its name.
+        asked: what asked for it.
+        problem: what importing it said, "" for nothing.
+    """
+
+    def __init__(self, package: str, asked: str, problem: str = "") -> None:
+        self.package, self.asked, self.problem = package, asked, problem
+        super().__init__(
+            f"{asked} needs the package {package!r}, which cannot be imported{f' ({problem})' if problem else ''}. "
+            "Install it, or ask for something else."
+        )
+
+
 class NotAModuleError(MegacppError, TypeError):
     """`megacpp_compile.compile` or `estimate` was given something without blocks.
 

@@ -31,6 +31,8 @@ from megacpp_compile.lowerings._op import no_autocast
 from megacpp_compile.lowerings._registry import choose, semantic_ops
 from megacpp_compile.lowerings._tuning import autotune, tracing
 from megacpp_compile.provenance import module_fqn, source_line
+from megacpp_compile.remat.measuring import allocated
+from megacpp_compile.remat.peak import ALONE, Surroundings
 from megacpp_compile.remat.tagging import TagForRemat, Tell
 
 
@@ -198,14 +200,16 @@ def to_inductor(
     patches: dict[str, Any],
     tell: Tell | None = None,
     kernels: Any = None,
+    copies: int = 1,
 ) -> Callable[..., Any]:
     """Compile a rewritten graph with Inductor. tell: told what the policy decided; kernels: in the place of what makes
-    code of Inductor's graphs."""
+    code of Inductor's graphs; copies: how many such graphs run in a step."""
     from torch._inductor.compile_fx import compile_fx
 
     user = patches.get("post_grad_custom_pre_pass", inductor_config.post_grad_custom_pre_pass)
     patches = {**patches, "post_grad_custom_pre_pass": LowerSemanticOps(target, config, user)}
-    return compile_fx(gm, example_inputs, config_patches=_with_policy(config, patches, tell), **_inner(kernels))  # type: ignore[arg-type,return-value]
+    patches = _with_policy(config, patches, tell, example_inputs, copies)
+    return compile_fx(gm, example_inputs, config_patches=patches, **_inner(kernels))  # type: ignore[arg-type,return-value]
 
 
 def plain_inductor(
@@ -215,19 +219,29 @@ def plain_inductor(
     patches: dict[str, Any],
     tell: Tell | None = None,
     kernels: Any = None,
+    copies: int = 1,
 ) -> Callable[..., Any]:
     """Compile a frame exactly as `backend="inductor"` would, but for the policy, if there is one."""
     from torch._inductor.compile_fx import compile_fx
 
-    patches = _with_policy(config, patches, tell)
+    patches = _with_policy(config, patches, tell, example_inputs, copies)
     return compile_fx(gm, example_inputs, config_patches=patches or None, **_inner(kernels))  # type: ignore[arg-type,return-value]
 
 
-def _with_policy(config: Config, patches: dict[str, Any], tell: Tell | None) -> dict[str, Any]:
+def _with_policy(
+    config: Config, patches: dict[str, Any], tell: Tell | None, example_inputs: Sequence[Any], copies: int
+) -> dict[str, Any]:
     if config.policy is None:
         return patches
     user = patches.get("joint_custom_post_pass", inductor_config.joint_custom_post_pass)
-    return {**patches, "joint_custom_post_pass": TagForRemat(config.policy, dict(config.block_kinds), user, tell)}
+    around = ALONE
+    if config.policy.peak_gib is not None:
+        on = next((x.device for x in example_inputs if isinstance(x, torch.Tensor) and x.device.type == "cuda"), "cpu")
+        around = Surroundings(copies, allocated(on))
+    tags = TagForRemat(config.policy, dict(config.block_kinds), user, tell, around)
+    # To use a dead buffer again Inductor holds it until then: memory that a policy is there to save, and that the
+    # device's own allocator hands out again at once.
+    return {"allow_buffer_reuse": False, **patches, "joint_custom_post_pass": tags}
 
 
 def _inner(kernels: Any) -> dict[str, Any]:

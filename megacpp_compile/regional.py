@@ -77,6 +77,9 @@ def compile(
         kinds = [Kind(("",), (model,))]
     leftovers = [] if whole is not None else [(fqn, m) for fqn, m in outside(model, kinds)]
     regions = [Region(k.fqns, type(k.modules[0]).__name__, _size(k.modules), "compiled", whole or "") for k in kinds]
+    if config.policy is not None and config.policy.peak_gib is not None and len(kinds) > 1:
+        wanted = f"one kind of block, and not {len(kinds)}: compile the model whole (torch.compile), or see fit()"
+        raise BadOptionError("policy.peak_gib", config.policy.peak_gib, wanted)
     chosen = [module for kind in kinds for module in kind.modules]
     for fqn, module in leftovers:
         compiled = rest == "compile" and _worth_compiling(module)

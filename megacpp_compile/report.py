@@ -12,12 +12,15 @@ from __future__ import annotations
 import json
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from .errors import ReportFormatError
+
+if TYPE_CHECKING:
+    import torch
 
 _FORMAT = 1  # version of the JSON; raise it when a key changes its meaning or goes
 
@@ -105,6 +108,9 @@ class Frame:
         remat: what the policy decided: kind of block ("ablock", ..., "" for what lies between blocks) -> entries
             in force, blocks, bytes saved for backward, and the number of nodes computed again. None without a
             policy, for inference, and where the code came from a cache.
+        peak: under a policy, bytes allocated on the device at the peak of a training step: "before" the step (what
+            its graph reads, or all that there was when a limit asked for it), "step" on top, "predicted" (both), and
+            the "limit" that was asked for or None. With one artifact for several blocks, of all of them.
         block: the repeated block it was compiled for, the first of those that run it; "" outside of
             `megacpp_compile.compile`.
         blocks: how many blocks of that structure the model has, itself included; 0 outside of blocks.
@@ -121,6 +127,7 @@ class Frame:
     seconds: dict[str, float] = field(default_factory=dict)
     grad: bool = False
     remat: dict[str, dict[str, Any]] | None = None
+    peak: dict[str, Any] | None = None
     block: str = ""
     blocks: int = 0
     recognised: list[dict[str, str]] = field(default_factory=list)
@@ -155,6 +162,8 @@ class Report:
         sites: one per op put in place.
         misses: one per near miss.
         regions: the parts that `megacpp_compile.compile` made of its models.
+        estimate: what `megacpp_compile.fit` found out about the model's memory before it compiled, as plain data.
+        measured_peak: bytes allocated on the device at the peak of the step that `measure` ran.
     """
 
     known_passes: tuple[str, ...] = ()
@@ -162,6 +171,8 @@ class Report:
     sites: list[Site] = field(default_factory=list)
     misses: list[Miss] = field(default_factory=list)
     regions: list[Region] = field(default_factory=list)
+    estimate: dict[str, Any] | None = None
+    measured_peak: int | None = None
 
     @property
     def counts(self) -> dict[str, int]:
@@ -197,6 +208,8 @@ class Report:
             "sites": [plain(site) for site in self.sites],
             "misses": [plain(miss) for miss in self.misses],
             "regions": [{**plain(region), "fqns": list(region.fqns)} for region in self.regions],
+            "estimate": self.estimate,
+            "measured_peak": self.measured_peak,
         }
 
     def to_json(self, indent: int | None = None) -> str:
@@ -216,9 +229,26 @@ class Report:
                 [_from_plain(Site, item) for item in data["sites"]],
                 [_from_plain(Miss, item) for item in data["misses"]],
                 [Region(**{**item, "fqns": tuple(item["fqns"])}) for item in data.get("regions", ())],
+                data.get("estimate"),
+                data.get("measured_peak"),
             )
         except (AttributeError, KeyError, TypeError, json.JSONDecodeError) as error:
             raise ReportFormatError(f"{type(error).__name__}: {error}") from error
+
+    @property
+    def predicted_peak(self) -> int | None:
+        """Bytes at the predicted peak of the frame that needs the most; None where no policy said anything."""
+        return max((frame.peak["predicted"] for frame in self.frames if frame.peak), default=None)
+
+    def measure(self, step: Callable[[], Any], device: str | torch.device) -> int:
+        """Run `step`, a training step that ran before, and note the peak of its memory as `measured_peak`.
+
+        Bytes: on CUDA all that is allocated on `device`; elsewhere what the step allocates in main memory.
+        """
+        from megacpp_compile.remat.measuring import peak_bytes
+
+        self.measured_peak = peak_bytes(step, device)
+        return self.measured_peak
 
     def summary(self) -> str:
         """One line: frames, sites, misses, bytes saved for backward."""

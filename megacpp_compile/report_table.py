@@ -19,7 +19,8 @@ class _Section(NamedTuple):
 
 def tables(report: Report, width: int | None = None) -> str:
     """All sections of `report` that have rows; `width` columns for rich, the terminal's (at least 100) when None."""
-    made = (_regions(report), _fused(report), _recognised(report), _missed(report), _compiled(report), _kept(report))
+    made = (_regions(report), _fused(report), _recognised(report), _missed(report), _compiled(report), _kept(report),
+            _peaks(report))  # fmt: skip
     return _text([section for section in made if section.rows], width)
 
 
@@ -123,6 +124,18 @@ def _kept(report: Report) -> _Section:
             rows.append((str(frame.index), kind or "between", blocks, entries, bytes_text(found["saved"]), again))
     headers = ("#", "kind of block", "blocks", "policy", "saved for backward", "nodes computed again")
     return _Section("remat", headers, rows)
+
+
+def _peaks(report: Report) -> _Section:
+    rows = []
+    for frame in report.frames:
+        if frame.peak:
+            found = [bytes_text(frame.peak[name]) for name in ("before", "step", "predicted")]
+            limit = "-" if frame.peak["limit"] is None else bytes_text(frame.peak["limit"])
+            rows.append((str(frame.index), *found, limit))
+    if rows and report.measured_peak is not None:
+        rows.append(("all", "", "", f"measured {bytes_text(report.measured_peak)}", ""))
+    return _Section("memory at the peak of a step", ("#", "before it", "in it", "predicted", "limit"), rows)
 
 
 def _place(source: str) -> str:

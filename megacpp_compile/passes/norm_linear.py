@@ -30,7 +30,8 @@ from megacpp_compile.recognise.views import consumers, replay
 aten = torch.ops.aten
 name = "norm_linear"
 op = "megacpp::norm_linear"
-after = ("causal_conv1d", "down_norm_up", "gated_rms_norm", "mla_rope_q", "mla_rope_kv", "moe", "rope_qk", "ssd_scan")
+after = ("causal_conv1d", "down_norm_up", "gated_rms_norm", "linear", "mla_rope_q", "mla_rope_kv", "moe", "rope_qk",
+         "ssd_scan")  # fmt: skip
 by_default = False
 
 

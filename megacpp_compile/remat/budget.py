@@ -3,8 +3,13 @@
 A lever is a saved value, with its likes in the other layers. Pulling it computes that value again, from what is saved
 then or, where that frees nothing, from what is computed again in turn; what it costs is the modelled time of all that
 is computed again, after less before, by the bytes it frees. The order in which levers are pulled does not depend on
-the budget, and a step that frees nothing is not made: a lower budget goes further along the same way, so it never
-keeps more. What leaves a layer is no lever, as computing it again would take the layers before it, all at once.
+the budget, and a step that frees nothing, or would raise the predicted peak, is not made: a lower budget goes further
+along the same way, so it never keeps more, nor peaks higher. What leaves a layer is no lever, as computing it again
+would take the layers before it, all at once.
+
+A limit on the peak is sought in three legs: by steps that lower the peak alone; on from there by those that only keep
+less, which may let others lower it; and along the way of the budgets. It takes the first plan that fits of the one
+sequence that all limits share, so that a lower limit, too, never peaks higher.
 """
 
 from __future__ import annotations
@@ -32,18 +37,24 @@ def solve(
     kind: str | None,
     fits: Callable[[Plan], bool],
     device: str,
+    peak: Callable[[Plan], int],
+    lowering: bool = False,
 ) -> dict[Node, str]:
-    """`wishes` with levers pulled until `fits`, or all of them. kind: whose values are levers, None for all."""
+    """`wishes` with levers pulled until `fits`, or all of them. kind: whose values are levers, None for all; peak: a
+    plan's bytes at its predicted peak; lowering: begin with the steps that lower the peak."""
     fixed = choices(forward) | {n for n in forward if is_pinned(n) or _leaves_layer(n, places)}
     movable = {n for n in forward if n not in fixed and (kind is None or places[n].kind == kind)}
-    plan = settle(forward, needed, wishes)
-    if fits(plan):
+    start = reached = wishes, settle(forward, needed, wishes)
+    if fits(start[1]):
         return wishes
-    reached = wishes
-    for reached, made in _steps(forward, needed, wishes, plan, movable, device):  # noqa: B007
-        if fits(made):
-            break
-    return reached
+    ends = []
+    for strictly, anew in ((True, False), (False, False), (False, True)) if lowering else ((False, False),):
+        began = start if anew else reached
+        for reached in _steps(forward, needed, *began, movable, device, peak, strictly):
+            if fits(reached[1]):
+                return reached[0]
+        ends.append(reached)
+    return min(ends, key=lambda end: peak(end[1]))[0]
 
 
 def _steps(
@@ -53,13 +64,17 @@ def _steps(
     plan: Plan,
     movable: set[Node],
     device: str,
+    peak: Callable[[Plan], int],
+    strictly: bool,
 ) -> Iterator[tuple[dict[Node, str], Plan]]:
     pulled: set[Node] = set()
+    refused: set[Node] = set()
+    now, at_refusal = peak(plan), None
     while True:
         groups: dict[tuple[object, ...], list[Node]] = {}
         for node in plan.saved:
             op = _op(node)
-            if op in movable and op not in pulled and kept_bytes(node):
+            if op in movable and op not in pulled and op not in refused and kept_bytes(node):
                 groups.setdefault(_likeness(op), []).append(op)
         best: tuple[float, list[Node]] | None = None
         before = costs.seconds(plan.recomputed, device)
@@ -71,12 +86,19 @@ def _steps(
                 if best is None or price < best[0]:
                     best = price, members
         if best is None:
-            return
+            if not refused or len(pulled) == at_refusal:
+                return
+            refused, at_refusal = set(), len(pulled)  # what was pulled since may have made room for them
+            continue
         for node in dict.fromkeys(best[1]):
-            pulled.add(node)
             further, trial = _pull(forward, needed, wishes, plan, node, movable)
+            then = peak(trial)
+            if then > now or strictly and then == now:
+                refused.add(node)
+                continue
+            pulled.add(node)
             if trial.saved_bytes() < plan.saved_bytes():
-                wishes, plan = further, trial
+                wishes, plan, now = further, trial, then
                 yield wishes, plan
 
 

@@ -19,8 +19,10 @@ import torch
 from torch.fx import Node
 from torch.utils.checkpoint import CheckpointPolicy as Tag
 
+from megacpp_compile.errors import PeakUnreachableError
 from megacpp_compile.remat.kinds import Place
 from megacpp_compile.remat.nodes import base_of, is_core, is_pinned, is_product, is_selection, is_view, name_of, nbytes
+from megacpp_compile.remat.peak import ALONE, MARGIN, Liveness, Surroundings
 from megacpp_compile.remat.policy import CheckpointingPolicy
 
 # AGAIN: recompute, and save nothing instead.
@@ -30,7 +32,7 @@ _WORTH = 2.5
 _SLIDES = 8
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Plan:
     """`saved` and `recomputed`: forward nodes, in order. `free`: needed nodes the policy leaves to the partitioner."""
 
@@ -54,16 +56,37 @@ def make(
     places: Mapping[Node, Place],
     policy: CheckpointingPolicy,
     device: str = "cpu",
+    around: Surroundings = ALONE,
 ) -> Plan:
-    """forward: call nodes of the forward in order; needed: those that backward nodes read directly."""
+    """forward: call nodes of the forward in order; needed: those that backward nodes read directly.
+
+    Raises PeakUnreachableError for a `peak_gib` that no plan meets.
+    """
     wishes = _Wishes(forward, places, policy).of
-    if policy.budgets():
+    if policy.solves():
         from megacpp_compile.remat import budget
+
+        live = Liveness(forward[0].graph)
+
+        @functools.lru_cache(maxsize=2)  # a plan is looked at when it is made, and when it is taken
+        def peak(plan: Plan) -> int:
+            return live(plan).of(around.copies)
 
         for kind, fraction in policy.budgets():
             allowed = fraction * budget.read_bytes(needed, forward, places, kind)
             fits = functools.partial(_fits, places=places, kind=kind, allowed=allowed)
-            wishes = budget.solve(forward, needed, places, wishes, kind, fits, device)
+            wishes = budget.solve(forward, needed, places, wishes, kind, fits, device, peak)
+        if policy.peak_gib is not None:
+            limit = int((policy.peak_gib - policy.reserve_gib) * 2**30)
+            before = around.before(forward[0].graph)
+
+            def promised(plan: Plan) -> int:
+                return before + int(MARGIN * peak(plan))
+
+            wishes = budget.solve(forward, needed, places, wishes, None, lambda plan: promised(plan) <= limit, device,
+                                  peak, lowering=True)  # fmt: skip
+            if (lowest := promised(settle(forward, needed, wishes))) > limit:
+                raise PeakUnreachableError(limit, lowest, before)
     return settle(forward, needed, wishes)
 
 

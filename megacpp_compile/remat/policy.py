@@ -11,6 +11,8 @@ from megacpp_compile.errors import BadOptionError
 # What an entry may say. Each is defined by `plan.py`.
 ENTRIES = ("none", "selective", "expert_gemm_only", "conv_bc_only", "full", "full_plus_norms")
 KINDS = ("ablock", "mblock", "eblock", "rblock")
+OFFLOADS = ("none", "inputs", "all")
+FP8_WRAPPERS = ("none", "te_checkpoint")
 # Entries that name operations of one kind of block only.
 _ONLY = {"expert_gemm_only": "eblock", "conv_bc_only": "mblock"}
 
@@ -47,6 +49,16 @@ class CheckpointingPolicy:
         recompute_kv_upproj: under "selective", compute keys and values of latent attention again from the latent.
         recompute_q_upproj: likewise the queries.
         budget: a fraction for the whole model, in the place of "selective" for every kind.
+        peak_gib: likewise a limit, in GiB, on all that is allocated on the device at the peak of a training step:
+            what is there when the model is compiled (parameters, its inputs, and optimizer state and gradients if
+            they are there by then), and what forward and backward allocate, gradients included. What comes later,
+            such as the state that an optimizer makes in its first step, is `reserve_gib`'s to say. A limit that
+            cannot be met is an error that names the lowest that can.
+        reserve_gib: GiB that `peak_gib` leaves free for what is not allocated yet when the model is compiled.
+        offload: what of the saved values waits in pinned main memory from forward to backward: "none"; "inputs", the
+            values that pass from layer to layer; or "all".
+        fp8_wrapper: for fp8 linears of Transformer Engine: "none", or "te_checkpoint", Transformer Engine's own
+            checkpoint around such a layer, which must see every forward to keep its scales right.
 
     Source of the idea: Korthikanti et al., arXiv:2205.05198; of the mechanism: `torch.utils.checkpoint`'s
     `CheckpointPolicy` tags, which torch's partitioner obeys.
@@ -60,6 +72,10 @@ class CheckpointingPolicy:
     recompute_kv_upproj: bool = True
     recompute_q_upproj: bool = False
     budget: float | None = None
+    peak_gib: float | None = None
+    reserve_gib: float = 0.0
+    offload: str = "none"
+    fp8_wrapper: str = "none"
 
     def __post_init__(self) -> None:
         for kind in KINDS:
@@ -78,6 +94,19 @@ class CheckpointingPolicy:
             if not _is_fraction(self.budget):
                 raise BadOptionError("policy.budget", self.budget, "a fraction from 0 to 1")
             object.__setattr__(self, "budget", float(self.budget))
+        if self.peak_gib is not None:
+            if not _is_size(self.peak_gib) or self.peak_gib == 0:
+                raise BadOptionError("policy.peak_gib", self.peak_gib, "GiB, a number above 0")
+            if self.budget is not None:
+                raise BadOptionError("policy.peak_gib", self.peak_gib, "None, as policy.budget is given, too")
+            object.__setattr__(self, "peak_gib", float(self.peak_gib))
+        if not _is_size(self.reserve_gib):
+            raise BadOptionError("policy.reserve_gib", self.reserve_gib, "GiB, a number from 0")
+        object.__setattr__(self, "reserve_gib", float(self.reserve_gib))
+        for name, choices in (("offload", OFFLOADS), ("fp8_wrapper", FP8_WRAPPERS)):
+            if getattr(self, name) not in choices:
+                wanted = "one of " + ", ".join(map(repr, choices))
+                raise BadOptionError(f"policy.{name}", getattr(self, name), wanted, choices)
         for name in ("recompute_kv_upproj", "recompute_q_upproj"):
             if not isinstance(getattr(self, name), bool):
                 raise BadOptionError(f"policy.{name}", getattr(self, name), "True or False")
@@ -113,7 +142,8 @@ class CheckpointingPolicy:
     def entry(self, kind: str, last: bool) -> str:
         """What holds for a block of `kind`; "none" for one of no kind."""
         given = getattr(self, kind) if kind in KINDS else "none"
-        if isinstance(given, float) or self.budget is not None and kind in KINDS and given == "selective":
+        solved = self.budget is not None or self.peak_gib is not None
+        if isinstance(given, float) or solved and kind in KINDS and given == "selective":
             return "never"  # where a budget begins
         entry: str = given
         # "never" holds back what the kind asks for; it asks for nothing by itself.
@@ -124,7 +154,15 @@ class CheckpointingPolicy:
         given = getattr(self, kind)
         if isinstance(given, float):
             return f"{given:g}"
-        return f"{self.budget:g}" if self.budget is not None and given == "selective" else self.entry(kind, last)
+        if given == "selective" and self.budget is not None:
+            return f"{self.budget:g}"
+        if given == "selective" and self.peak_gib is not None:
+            return f"{self.peak_gib:g} GiB"
+        return self.entry(kind, last)
+
+    def solves(self) -> bool:
+        """Whether any budget or limit is to be met."""
+        return bool(self.budgets()) or self.peak_gib is not None
 
     def budgets(self) -> list[tuple[str | None, float]]:
         """(kind, or None for the whole model; fraction) of every budget."""
@@ -134,3 +172,7 @@ class CheckpointingPolicy:
 
 def _is_fraction(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < float("inf")

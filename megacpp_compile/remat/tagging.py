@@ -19,19 +19,22 @@ from megacpp_compile.remat import latents
 from megacpp_compile.remat import plan as planning
 from megacpp_compile.remat.kinds import Place, places
 from megacpp_compile.remat.nodes import is_view
+from megacpp_compile.remat.peak import ALONE, Liveness, Surroundings
 from megacpp_compile.remat.policy import CheckpointingPolicy
+from megacpp_compile.remat.sides import joint
 
 # One region for the whole graph: torch would save what lies on the border of two.
 _REGION = 1 << 19
 
-# Told the plan and where the nodes are.
-Tell = Callable[[planning.Plan, dict[Node, Place]], None]
+# Told the plan, where the nodes are, and the plan's predicted peak, see `report.Frame`.
+Tell = Callable[[planning.Plan, dict[Node, Place], dict[str, Any]], None]
 
 
 class TagForRemat(CustomGraphPass):
     """Tag forward nodes MUST_SAVE or MUST_RECOMPUTE as `policy` has it.
 
-    tell: given the plan and the places of the nodes; not called where the compiled code comes from a cache.
+    tell: given what was decided; not called where the compiled code comes from a cache.
+    around: what the graph shares the device with; it counts for a limit on the peak alone.
     """
 
     def __init__(
@@ -40,8 +43,9 @@ class TagForRemat(CustomGraphPass):
         block_kinds: dict[str, str],
         before: Any = None,
         tell: Tell | None = None,
+        around: Surroundings = ALONE,
     ) -> None:
-        self.policy, self.block_kinds, self.before, self.tell = policy, block_kinds, before, tell
+        self.policy, self.block_kinds, self.before, self.tell, self.around = policy, block_kinds, before, tell, around
 
     def __call__(self, graph: fx.Graph) -> None:
         for earlier in _passes(self.before):
@@ -50,7 +54,8 @@ class TagForRemat(CustomGraphPass):
         if not needed:
             return  # inference, or nothing to differentiate
         where = places(forward, self.block_kinds)
-        plan = planning.make(forward, needed, where, self.policy, _device(forward))
+        plan = planning.make(forward, needed, where, self.policy, _device(forward), self.around)
+        found = predicted(graph, plan, self.policy, self.around) if self.tell is not None else {}
         added = latents.pass_on(graph, plan.recomputed)
         for node in plan.saved:
             if isinstance(node.meta.get("val"), (torch.Tensor, tuple, list)):
@@ -58,16 +63,28 @@ class TagForRemat(CustomGraphPass):
         for node in [*plan.recomputed, *added]:
             node.meta["recompute"], node.meta["ac_graph_id"] = Tag.MUST_RECOMPUTE, _REGION
         if self.tell is not None:
-            self.tell(plan, where)
+            self.tell(plan, where, found)
 
     def uuid(self) -> Any:
         from megacpp_compile.handoff import source_hash
 
         inner = tuple(p.uuid() if hasattr(p, "uuid") else repr(p) for p in _passes(self.before))
-        return ("megacpp_remat", source_hash(), repr(self.policy), tuple(sorted(self.block_kinds.items())), inner)
+        around = repr(self.around) if self.policy.peak_gib is not None else ""
+        kinds = tuple(sorted(self.block_kinds.items()))
+        return ("megacpp_remat", source_hash(), repr(self.policy), kinds, around, inner)
 
     def __reduce__(self) -> Any:
-        return TagForRemat, (self.policy, self.block_kinds, self.before)
+        return TagForRemat, (self.policy, self.block_kinds, self.before, None, self.around)
+
+
+def predicted(
+    graph: fx.Graph, plan: planning.Plan, policy: CheckpointingPolicy, around: Surroundings
+) -> dict[str, Any]:
+    """Bytes at the peak of a step, see `report.Frame.peak`."""
+    found, before = Liveness(graph)(plan), around.before(graph)
+    limit = None if policy.peak_gib is None else int(policy.peak_gib * 2**30)
+    return {"before": before, "step": found.of(around.copies), "predicted": before + found.of(around.copies),
+            "limit": limit}  # fmt: skip
 
 
 def describe(plan: planning.Plan, where: dict[Node, Place], policy: CheckpointingPolicy) -> dict[str, dict[str, Any]]:
@@ -86,27 +103,6 @@ def describe(plan: planning.Plan, where: dict[Node, Place], policy: Checkpointin
             "saved": sum(map(planning.kept_bytes, saved)),
             "recomputed": sum(where[n].kind == kind and not is_view(n) for n in plan.recomputed),
         }
-    return found
-
-
-def joint(graph: fx.Graph) -> tuple[list[Node], list[Node]]:
-    """The forward's call nodes, and those of them that backward nodes read; nothing where there is no backward."""
-    calls = [n for n in graph.nodes if n.op == "call_function"]
-    backward = _backward(graph)
-    forward = [n for n in calls if n not in backward]
-    inner = set(forward)
-    read = dict.fromkeys(a for n in calls if n in backward for a in n.all_input_nodes if a in inner)
-    return forward, list(read)
-
-
-def _backward(graph: fx.Graph) -> set[Node]:
-    """What depends on a tangent, or was traced for backward only."""
-    found: set[Node] = set()
-    for node in graph.nodes:
-        tangent = node.op == "placeholder" and "tangents" in str(node.target)
-        late = tangent or node.meta.get("partitioner_tag") == "is_backward"
-        if node.op != "output" and (late or any(a in found for a in node.all_input_nodes)):
-            found.add(node)
     return found
 
 

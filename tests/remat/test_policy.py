@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import pickle
+import sys
+import types
 
 import pytest
 
-from megacpp_compile.errors import BadOptionError
+from megacpp_compile.errors import BadOptionError, PackageMissingError
+from megacpp_compile.remat import fp8
+from megacpp_compile.remat.peak import Surroundings
 from megacpp_compile.remat.policy import KINDS, CheckpointingPolicy
 from megacpp_compile.remat.tagging import TagForRemat
 
@@ -29,6 +33,12 @@ def test_of():
         ({"last_layer": "nevr"}, "Did you mean 'never'"),
         ({"recompute_kv_upproj": 1}, "True or False"),
         (3, "a CheckpointingPolicy"),
+        ({"peak_gib": 0}, "above 0"),
+        ({"peak_gib": "72"}, "GiB"),
+        ({"peak_gib": 72, "budget": 0.5}, "policy.budget is given"),
+        ({"reserve_gib": -1}, "from 0"),
+        ({"offload": "input"}, "Did you mean 'inputs'"),
+        ({"fp8_wrapper": "te"}, "'te_checkpoint'"),
     ],
 )
 def test_refused(value, words):
@@ -43,9 +53,22 @@ def test_the_last_layer():
     assert CheckpointingPolicy(eblock="none", last_layer="full").entry("eblock", True) == "full"
 
 
+def test_wrappers_of_fp8_layers(monkeypatch):
+    """Transformer Engine is looked for when its checkpoint is asked for, and not before."""
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", None)
+    assert fp8.wrapper(None) is fp8.wrapper(CheckpointingPolicy()) is None
+    policy = CheckpointingPolicy.of({"fp8_wrapper": "te_checkpoint"})
+    with pytest.raises(PackageMissingError, match="te_checkpoint.*transformer_engine"):
+        fp8.wrapper(policy)
+    there = types.SimpleNamespace(checkpoint=lambda layer, *args: layer(*args))
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", there)
+    assert fp8.wrapper(policy)(abs, -1) == 1
+
+
 def test_the_pass_keys_caches_by_policy_and_kinds():
     """Its `uuid` is part of the keys of Inductor's caches; a key can only be made of what pickles."""
-    one, other = CheckpointingPolicy(), CheckpointingPolicy(budget=0.5)
+    one, other, limited = CheckpointingPolicy(), CheckpointingPolicy(budget=0.5), CheckpointingPolicy(peak_gib=1)
     made = [
         TagForRemat(one, {}),
         TagForRemat(other, {}),
@@ -53,7 +76,10 @@ def test_the_pass_keys_caches_by_policy_and_kinds():
         TagForRemat(one, {}, made_up),
     ]
     assert len({repr(p.uuid()) for p in made}) == 4
-    told = TagForRemat(one, {}, None, lambda plan, where: None)
+    # What else is on the device counts for a limit, and for nothing else.
+    around = [TagForRemat(p, {}, around=Surroundings(given=n)) for p in (one, limited) for n in (0, 1)]
+    assert len({repr(p.uuid()) for p in around}) == 3
+    told = TagForRemat(one, {}, None, lambda plan, where, peak: None)
     assert pickle.loads(pickle.dumps(told)).uuid() == told.uuid() == made[0].uuid()
 
 

@@ -1,0 +1,68 @@
+"""The predicted peak, beside the one that compiled code has; and what says so."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._dynamo.exc import BackendCompilerFailed
+
+import megacpp_compile
+from megacpp_compile.errors import BadOptionError, PeakUnreachableError
+from megacpp_compile.remat import measuring
+from megacpp_compile.report import Report
+from tests.layered import Model as Layered
+from tests.remat import models
+from tests.remat.steps import step
+
+
+@pytest.mark.slow
+def test_predicted_is_what_the_code_of_inductor_allocates():
+    torch._dynamo.reset()
+    model, x = models.llama(1), models.hidden(512).requires_grad_()
+    with megacpp_compile.record() as report:
+        compiled = torch.compile(model, backend=megacpp_compile.backend, options={"policy": 0.4})
+        tangent = torch.ones_like(x)
+
+        def run():
+            return torch.autograd.grad(compiled(x), [x, *model.parameters()], tangent)
+
+        run()
+    measured = report.measure(run, "cpu")
+    # The gradient of the output was there before, as far as the step can tell.
+    predicted = report.frames[0].peak["step"] - tangent.nbytes
+    assert measured == pytest.approx(predicted, rel=0.05)
+    assert "measured" in str(report)
+    again = Report.from_json(report.to_json())
+    assert (again.measured_peak, again.frames) == (measured, report.frames)
+
+
+def test_measured():
+    def run():
+        first = torch.empty(1000)
+        second = torch.empty(500)
+        del first
+        return torch.empty(900) + second[0]
+
+    assert measuring.peak_bytes(run, "cpu") >= 4 * 500 + 2 * 4 * 900
+    assert measuring.allocated("cpu") == 0
+
+
+def test_a_limit_reaches_the_graph_and_the_report():
+    model = models.llama(2)
+    high = step(model, (models.hidden(),), {"policy": {"peak_gib": 1.0}})
+    (found,) = [f.peak for f in high.report.frames]
+    assert found["limit"] == 2**30 and found["predicted"] == found["before"] + found["step"] < 2**30
+    assert found["before"] >= sum(p.nbytes for p in model.parameters())
+    assert high.remat["ablock"]["entries"] == ["1 GiB"]
+    low = step(model, (models.hidden(),), {"policy": {"peak_gib": 0.95 * found["predicted"] / 2**30}})
+    assert low.report.predicted_peak < 0.95 * found["predicted"] and low.saved < high.saved
+    # What is not there yet is left free.
+    reserve = 2.0**-10
+    with pytest.raises(BackendCompilerFailed) as caught:
+        step(model, (models.hidden(),), {"policy": {"peak_gib": reserve + 1e-4, "reserve_gib": reserve}})
+    assert isinstance(caught.value.inner_exception, PeakUnreachableError)
+
+
+def test_kinds_of_blocks_that_share_a_limit():
+    with pytest.raises(BadOptionError, match="one kind of block"):
+        megacpp_compile.compile(Layered(4, dense=1), policy={"peak_gib": 1.0}, whole_below=0)
