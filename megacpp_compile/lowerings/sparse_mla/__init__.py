@@ -47,7 +47,9 @@ def _check(q: Tensor, kv: Tensor, indices: Tensor, kv_scale: Tensor | None, d_v:
         shapes = ", ".join(str(tuple(t.shape)) for t in (q, kv, indices))
         problem = f"q, kv and indices are {shapes}, not [b, t, h, d_qk], [b, s, 1, d_qk] and [b, t, 1, k]"
     elif indices.shape[:2] != q.shape[:2] or kv.shape[0] != q.shape[0]:
-        problem = f"[b, t] are {tuple(q.shape[:2])} in q, {tuple(indices.shape[:2])} in indices; b is {kv.shape[0]} in kv"
+        problem = (
+            f"[b, t] are {tuple(q.shape[:2])} in q, {tuple(indices.shape[:2])} in indices; b is {kv.shape[0]} in kv"
+        )
     elif kv.shape[3] != q.shape[3] or not 0 < d_v <= q.shape[3]:
         problem = f"q has {q.shape[3]} lanes, kv {kv.shape[3]}, of which d_v = {d_v} are values"
     elif indices.dtype not in (torch.int32, torch.int64):

@@ -155,23 +155,38 @@ def sparse_mla_fp8(q, kv, indices, kv_scale, out, lse, tokens, rows, heads, topk
 
 
 @triton.jit
+def _queries_and_gradients(q, grad, h, kind, q_h, g_h, v, heads, V: tl.constexpr, ALIGNED: tl.constexpr):
+    """[rows, VP]: the value lanes of head h's query, or of its output's gradient where `kind` is 1."""
+    at = tl.where(kind == 0, q + h * q_h, grad + h * g_h)
+    if ALIGNED:
+        at = tl.multiple_of(at, 16)
+    return tl.load(at[:, None] + v[None, :], mask=(h < heads)[:, None] & (v < V)[None, :], other=0.0)
+
+
+@triton.jit
 def sparse_mla_query_grad(grad, q, kv, indices, lse, delta, dq, tokens, rows, heads, topk, offset, scale,
                           g_b, g_t, g_h, q_b, q_t, q_h, kv_b, kv_s, i_b, i_t, i_k,
                           V: tl.constexpr, VP: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, CAUSAL: tl.constexpr,
-                          PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
+                          ALIGNED: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
                           BH: tl.constexpr, BK: tl.constexpr):  # fmt: skip
-    """dq of a block of heads: the walk of the forward, with probabilities from lse."""
+    """dq of a block of heads: the walk of the forward, with probabilities from lse.
+
+    Queries and gradients are one tile, in turns of 8 rows: one product gives scores and probabilities' gradients, of
+    which a thread of the tensor cores' layout has those of one place (rows r and r + 8), and 8 warps have 128 rows to
+    share, where with 64 each half of them would compute all.
+    """
     across = (heads + BH - 1) // BH
     t, b = (tl.program_id(0) // across).to(tl.int64), tl.program_id(1).to(tl.int64)
-    h = (tl.program_id(0) % across) * BH + tl.arange(0, BH)
+    start = (tl.program_id(0) % across) * BH
     v, r = tl.arange(0, VP), V + tl.arange(0, RP)
-    value_lanes = (h < heads)[:, None] & (v < V)[None, :]
-    rest_lanes = (h < heads)[:, None] & (r < V + R)[None, :]
-    at = q + b * q_b + t * q_t + h[:, None] * q_h
-    q_v = tl.load(at + v[None, :], mask=value_lanes, other=0.0)
+    place = tl.arange(0, 2 * BH)
+    h, kind = start + place // 16 * 8 + place % 8, place // 8 % 2
+    q += b * q_b + t * q_t
+    both = _queries_and_gradients(q, grad + b * g_b + t * g_t, h, kind, q_h, g_h, v, heads, V, ALIGNED)
     if R:
-        q_r = tl.load(at + r[None, :], mask=rest_lanes, other=0.0)
-    g = tl.load(grad + b * g_b + t * g_t + h[:, None] * g_h + v[None, :], mask=value_lanes, other=0.0).to(q_v.dtype)
+        rest_lanes = ((h < heads) & (kind == 0))[:, None] & (r < V + R)[None, :]
+        q_r = tl.load(q + h[:, None] * q_h + r[None, :], mask=rest_lanes, other=0.0)
+    h = start + tl.arange(0, BH)
     place = (b * tokens + t) * heads + h
     known = tl.load(lse + place, mask=h < heads, other=0.0)
     known = tl.where(known == float("-inf"), 0.0, known) * LOG2_E
@@ -182,31 +197,37 @@ def sparse_mla_query_grad(grad, q, kv, indices, lse, delta, dq, tokens, rows, he
     dq_r = tl.zeros([BH, RP], tl.float32)
     for first in range(0, topk, BK):
         row, valid = _chosen(indices, first + tl.arange(0, BK), rows, t + offset, topk, i_k, CAUSAL)
-        k_v = _rows(kv, kv, row, v, v < V, valid, kv_s, 0, 0, q_v, False, False)
-        scores = _dot(q_v, tl.trans(k_v), tl.zeros([BH, BK], tl.float32), PRECISION, INTERPRETED)
+        k_v = _rows(kv, kv, row, v, v < V, valid, kv_s, 0, 0, both, False, False)
+        scores = _dot(both, tl.trans(k_v), tl.zeros([2 * BH, BK], tl.float32), PRECISION, INTERPRETED)
         if R:
-            k_r = _rows(kv, kv, row, r, r < V + R, valid, kv_s, 0, 0, q_v, False, False)
+            k_r = _rows(kv, kv, row, r, r < V + R, valid, kv_s, 0, 0, both, False, False)
             scores = _dot(q_r, tl.trans(k_r), scores, PRECISION, INTERPRETED)
+        scores, dp = tl.split(tl.permute(tl.reshape(scores, [BH // 8, 2, 8, BK]), (0, 2, 3, 1)))
+        scores, dp = tl.reshape(scores, [BH, BK]), tl.reshape(dp, [BH, BK])
         p = tl.exp2(tl.where(valid[None, :], scores * (scale * LOG2_E), float("-inf")) - known[:, None])
-        dp = _dot(g, tl.trans(k_v), tl.zeros([BH, BK], tl.float32), PRECISION, INTERPRETED)
         ds = (p * (dp - sums[:, None]) * scale).to(k_v.dtype)
         dq_v = _dot(ds, k_v, dq_v, PRECISION, INTERPRETED)
         if R:
             dq_r = _dot(ds, k_r, dq_r, PRECISION, INTERPRETED)
     at = dq + place[:, None] * (V + R)
-    tl.store(at + v[None, :], as_stored(dq_v, dq), mask=value_lanes)
+    tl.store(at + v[None, :], as_stored(dq_v, dq), mask=(h < heads)[:, None] & (v < V)[None, :])
     if R:
-        tl.store(at + r[None, :], as_stored(dq_r, dq), mask=rest_lanes)
+        tl.store(at + r[None, :], as_stored(dq_r, dq), mask=(h < heads)[:, None] & (r < V + R)[None, :])
 
 
 @triton.jit
 def sparse_mla_rows_grad(grad, q, kv, indices, lse, delta, dkv, tokens, rows, heads, topk, offset, scale,
                          g_b, g_t, g_h, q_b, q_t, q_h, kv_b, kv_s, i_b, i_t, i_k,
                          V: tl.constexpr, VP: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, CAUSAL: tl.constexpr,
-                         PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
+                         ALIGNED: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
                          BH: tl.constexpr, BK: tl.constexpr):  # fmt: skip
     """What one query adds to dkv (float32, zeroed) of BK of its rows: summed over all heads in registers, so that each
-    row is added to memory once a query."""
+    row is added to memory once a query.
+
+    A head's query and gradient lie side by side, in rows 2i and 2i + 1 of one tile: with it one product gives scores and
+    probabilities' gradients, and one sum takes both parts of the rows' gradient. Two products in a row into one sum of
+    this size get layouts of their own (Triton 3.9), and move it through shared memory in between.
+    """
     tiles = (topk + BK - 1) // BK
     t, b = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(1).to(tl.int64)
     v, r = tl.arange(0, VP), V + tl.arange(0, RP)
@@ -220,27 +241,27 @@ def sparse_mla_rows_grad(grad, q, kv, indices, lse, delta, dkv, tokens, rows, he
         k_r = _rows(kv, kv, row, r, r < V + R, valid, kv_s, 0, 0, kv, False, False)
     d_v = tl.zeros([BK, VP], tl.float32)
     d_r = tl.zeros([BK, RP], tl.float32)
+    pair = tl.arange(0, 2 * BH)
     for start in range(0, heads, BH):
-        h = (start + tl.arange(0, BH)).to(tl.int64)
-        value_lanes = (h < heads)[:, None] & (v < V)[None, :]
-        q_v = tl.load(q + h[:, None] * q_h + v[None, :], mask=value_lanes, other=0.0)
-        scores = _dot(k_v, tl.trans(q_v), tl.zeros([BK, BH], tl.float32), PRECISION, INTERPRETED)
+        h = (start + pair // 2).to(tl.int64)
+        both = _queries_and_gradients(q, grad, h, pair % 2, q_h, g_h, v, heads, V, ALIGNED)
+        scores = _dot(k_v, tl.trans(both), tl.zeros([BK, 2 * BH], tl.float32), PRECISION, INTERPRETED)
         if R:
-            rest_lanes = (h < heads)[:, None] & (r < V + R)[None, :]
+            rest_lanes = ((h < heads) & (pair % 2 == 0))[:, None] & (r < V + R)[None, :]
             q_r = tl.load(q + h[:, None] * q_h + r[None, :], mask=rest_lanes, other=0.0)
             scores = _dot(k_r, tl.trans(q_r), scores, PRECISION, INTERPRETED)
+        h = start + tl.arange(0, BH)
         place = (b * tokens + t) * heads + h
         known = tl.load(lse + place, mask=h < heads, other=0.0)
         known = tl.where(known == float("-inf"), 0.0, known) * LOG2_E
         sums = tl.load(delta + place, mask=h < heads, other=0.0)
+        scores, dp = tl.split(tl.reshape(scores, [BK, BH, 2]))
         p = tl.exp2(tl.where(valid[:, None], scores * (scale * LOG2_E), float("-inf")) - known[None, :])
-        g = tl.load(grad + h[:, None] * g_h + v[None, :], mask=value_lanes, other=0.0).to(k_v.dtype)
-        dp = _dot(k_v, tl.trans(g), tl.zeros([BK, BH], tl.float32), PRECISION, INTERPRETED)
-        ds = (p * (dp - sums[None, :]) * scale).to(k_v.dtype)
-        d_v = _dot(ds, q_v, d_v, PRECISION, INTERPRETED)
-        d_v = _dot(p.to(k_v.dtype), g, d_v, PRECISION, INTERPRETED)
+        ds = p * (dp - sums[None, :]) * scale
+        weights = tl.reshape(tl.join(ds, p), [BK, 2 * BH]).to(both.dtype)
+        d_v = _dot(weights, both, d_v, PRECISION, INTERPRETED)
         if R:
-            d_r = _dot(ds, q_r, d_r, PRECISION, INTERPRETED)
+            d_r = _dot(weights, q_r, d_r, PRECISION, INTERPRETED)
     at = dkv + (b * rows + row)[:, None] * (V + R)
     tl.atomic_add(at + v[None, :], d_v, mask=valid[:, None] & (v < V)[None, :], sem="relaxed")
     if R:

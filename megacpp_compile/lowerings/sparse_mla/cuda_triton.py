@@ -75,6 +75,12 @@ def _operands(
     }  # fmt: skip
 
 
+def _aligned(t: Tensor) -> bool:
+    """Whether rows begin at multiples of 16 bytes, as memory from an allocator does."""
+    unit = 16 // t.dtype.itemsize
+    return all(statically_known_true(n % unit == 0) for n in (t.storage_offset(), *t.stride()[:-1]))
+
+
 def _tile(q: Tensor, heads: int, rows: int, stages: int) -> dict[str, int]:
     """The static choice: as many as fit into registers and 227 KiB of shared memory at 512 + 64 lanes."""
     if q.dtype.itemsize == 4:
@@ -133,8 +139,9 @@ def sparse_mla_backward(
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     dkv = torch.zeros(kv.shape, dtype=torch.float32, device=kv.device)
     args = _operands(q, kv, indices, scale, d_v, causal, offset) | multiply(q.dtype)
-    grad = lanes_adjacent(grad)
-    args |= {"grad": grad, "lse": lse.contiguous(), "delta": delta.contiguous(), **strides("g", grad, "bth")}
+    grad = lanes_adjacent(grad.to(q.dtype))
+    args |= {"grad": grad, "lse": lse.contiguous(), "delta": delta.contiguous(), **strides("g", grad, "bth"),
+             "ALIGNED": int(_aligned(args["q"]) and _aligned(grad))}  # fmt: skip
     _query_grad(_by_heads(q), _tile(q, 64, 32, 2), dq=dq, **args)
     _rows_grad(
         lambda meta: (q.shape[1] * triton.cdiv(indices.shape[3], meta["BK"]), q.shape[0]),
