@@ -324,4 +324,4 @@ for label, (boundaries, tokens, positions) in PACKED.items():
             return *grads, *tables, 11, *layout, [1], dtype, dtype, cu_seqlens
 
 
-from . import attention_cases, mixer_cases  # noqa: E402, F401  their cases enter themselves above
+from . import attention_cases, fp8_cases, mixer_cases  # noqa: E402, F401  their cases enter themselves above

@@ -84,9 +84,10 @@ CLASSES = {
 
 def _drawn_elsewhere(op: str) -> Any:
     """The module that draws an op's calls, if it is not this one."""
-    from . import attention_draw, experts_draw, mixer_draw
+    from . import attention_draw, experts_draw, fp8_draw, mixer_draw
 
-    return {"mixer": mixer_draw, "experts": experts_draw, "attention": attention_draw}.get(KIND[op])
+    homes = {"mixer": mixer_draw, "experts": experts_draw, "attention": attention_draw, "fp8_linear": fp8_draw}
+    return homes.get(KIND[op])
 
 
 def kind(draw: random.Random, op: str) -> Kind:

@@ -224,7 +224,7 @@ def sparse_mla_rows_grad(grad, q, kv, indices, lse, delta, dkv, tokens, rows, he
     """What one query adds to dkv (float32, zeroed) of BK of its rows: summed over all heads in registers, so that each
     row is added to memory once a query.
 
-    A head's query and gradient lie side by side, in rows 2i and 2i + 1 of one tile: with it one product gives scores and
+    A head's query and gradient are rows 2i and 2i + 1 of one tile: with it one product gives scores and
     probabilities' gradients, and one sum takes both parts of the rows' gradient. Two products in a row into one sum of
     this size get layouts of their own (Triton 3.9), and move it through shared memory in between.
     """
