@@ -14,7 +14,8 @@ READY := $(VENV)/.installed
 PIP   := $(BIN)/python -m pip install --disable-pip-version-check
 
 # Triton reads TRITON_INTERPRET when it is imported, so what runs kernels on CPU needs a process of its own.
-KERNEL_TESTS := tests/lowerings/test_lowerings_agree.py tests/lowerings/test_fuzz.py tests/lowerings/test_ssd_scan_kernels.py
+KERNEL_TESTS := tests/lowerings/test_lowerings_agree.py tests/lowerings/test_fuzz.py tests/lowerings/test_ssd_scan_kernels.py \
+	tests/lowerings/test_sparse_mla.py
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint types accept clean

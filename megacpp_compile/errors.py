@@ -413,6 +413,33 @@ class StockCheckpointError(EngineError):
         )
 
 
+class OperandError(MegacppError, ValueError):
+    """Operands that an op called by the user cannot mean anything with.
+
+    Args:
+        op: the op's qualified name.
+        problem: what is wrong with which of them, and what it should be.
+    """
+
+    def __init__(self, op: str, problem: str) -> None:
+        self.op, self.problem = op, problem
+        super().__init__(f"{op}: {problem}.")
+
+
+class ForwardOnlyError(MegacppError):
+    """A gradient was asked of an op that has none for such operands.
+
+    Args:
+        op: the op's qualified name.
+        operands: what about them, in words.
+        remedy: what to do.
+    """
+
+    def __init__(self, op: str, operands: str, remedy: str) -> None:
+        self.op, self.operands, self.remedy = op, operands, remedy
+        super().__init__(f"{op} has no gradient for {operands}: {remedy}, or call it under torch.no_grad().")
+
+
 class CaptureError(MegacppError):
     """Internal: why a frame cannot be captured. It never reaches the user as an error unless
     `strict` is set; the frame compiles as plain Inductor would and `reason` goes to the report.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -20,3 +21,14 @@ def no_autocast(like: Tensor) -> contextlib.AbstractContextManager[None]:
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return contextlib.nullcontext()
     return torch.autocast(kind, enabled=False)
+
+
+def serve(name: str, reference: ModuleType, *args: Any) -> Any:
+    """What an op that models call themselves does outside of a lowered graph: on CUDA what its kernels can, else the
+    reference. Ops that only passes write need no such thing: they are lowered before they run."""
+    like = next(a for a in args if isinstance(a, Tensor))
+    if like.device.type != "cuda":
+        return getattr(reference, name)(*args)
+    from megacpp_compile.lowerings._registry import choose
+
+    return choose(getattr(torch.ops.megacpp, name).default, "cuda", args).body(*args)

@@ -8,7 +8,6 @@ are found through a table of their addresses; it is made once for a set of weigh
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 import triton
@@ -16,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megacpp_compile.lowerings._triton_cast import as_stored
-from megacpp_compile.lowerings._triton_launch import power_of_2
+from megacpp_compile.lowerings._triton_launch import accumulator, multiply, power_of_2
 
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32, torch.float64: tl.float64}
 
@@ -179,16 +178,6 @@ def grouped_weights(grad, x, ends, take_grad, take_x, out, gs, xs, N: tl.constex
     tl.store(out + place, as_stored(acc, out), mask=(n < N)[:, None] & (k < K)[None, :])
 
 
-def _numbers(dtype: torch.dtype) -> dict[str, Any]:
-    exact = dtype == torch.float32 and not torch.backends.cuda.matmul.allow_tf32
-    return {
-        "ACC": tl.float64 if dtype == torch.float64 else tl.float32,
-        "PRECISION": "tf32" if dtype == torch.float32 and not exact else "ieee",
-        # Triton's interpreter multiplies the bits of bfloat16 as integers.
-        "INTERPRETED": not isinstance(grouped_rows, triton.JITFunction),
-    }
-
-
 def _sizes(dtype: torch.dtype, n: int) -> dict[str, int]:
     """Measured on an H200; wide dtypes only have to fit."""
     if dtype.itemsize == 2:
@@ -225,7 +214,7 @@ def rows(
         x, xs[-1], operands[0], operands[-1], table, offsets, offsets if take is None else take, out, total,
         x.stride(0), xs[-1].stride(0), 0 if separate else operands[0].stride(0), wn, wk,
         N=n, K=k, E=experts, EP=power_of_2(experts + 1), TABLE=separate, SECOND=len(xs) == 2, TAKE=take is not None,
-        TYPE=_TYPES[x.dtype], **_numbers(x.dtype), **blocks,
+        TYPE=_TYPES[x.dtype], **multiply(x.dtype), ACC=accumulator(x.dtype), **blocks,
     )  # fmt: skip
     return out
 
@@ -263,7 +252,7 @@ def gated(
             x, operands[0], operands[-1], table, offsets, take, gate, up, out, total, x.stride(0),
             0 if separate else operands[0].stride(0), wn, wk, gate.stride(0),
             N=n, K=k, E=experts, EP=power_of_2(experts + 1), TABLE=separate, NAME=activation,
-            TYPE=_TYPES[x.dtype], **_numbers(x.dtype), **blocks,
+            TYPE=_TYPES[x.dtype], **multiply(x.dtype), ACC=accumulator(x.dtype), **blocks,
         )  # fmt: skip
     return hidden[0], hidden[-1] if not fused else hidden[0].new_empty(0), out
 
@@ -282,6 +271,6 @@ def weights(
     grouped_weights[(across, experts)](
         grad, x, offsets, offsets if take_grad is None else take_grad, offsets if take_x is None else take_x, out,
         grad.stride(0), x.stride(0), N=n, K=k, TAKE_GRAD=take_grad is not None, TAKE_X=take_x is not None,
-        **_numbers(x.dtype), **blocks,
+        **multiply(x.dtype), ACC=accumulator(x.dtype), **blocks,
     )  # fmt: skip
     return out

@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.library import wrap_triton
 
 from megacpp_compile.lowerings._tuning import measuring, traced
@@ -49,3 +52,25 @@ def power_of_2(n: int) -> int:
 def is_wide(*dtypes: torch.dtype) -> bool:
     """Whether a kernel has to compute in float64."""
     return torch.float64 in dtypes
+
+
+def accumulator(dtype: torch.dtype) -> Any:
+    """What products of `dtype` are summed in."""
+    return tl.float64 if dtype == torch.float64 else tl.float32
+
+
+def multiply(dtype: torch.dtype) -> dict[str, Any]:
+    """How a kernel multiplies operands of `dtype`: the constants `PRECISION` and `INTERPRETED`."""
+    exact = dtype == torch.float32 and not torch.backends.cuda.matmul.allow_tf32
+    # Triton's interpreter multiplies the bits of bfloat16 as integers.
+    return {"PRECISION": "tf32" if dtype == torch.float32 and not exact else "ieee",
+            "INTERPRETED": bool(triton.knobs.runtime.interpret)}  # fmt: skip
+
+
+def lanes_adjacent(t: Tensor) -> Tensor:
+    return t if statically_known_true(t.stride(-1) == 1) else t.contiguous()
+
+
+def strides(name: str, t: Tensor, dims: str) -> dict[str, Any]:
+    """Arguments `name_d`, the strides of `t`'s first dimensions."""
+    return {f"{name}_{dim}": t.stride(i) for i, dim in enumerate(dims)}

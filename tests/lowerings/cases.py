@@ -341,7 +341,6 @@ for label, (boundaries, tokens, positions) in PACKED.items():
             return *grads, *tables, 11, *layout, [1], dtype, dtype, cu_seqlens
 
 
-from . import mixer_cases  # noqa: E402, F401  its cases enter themselves above
 
 # --- float8
 
@@ -371,3 +370,6 @@ for format in ("e4m3", "e5m2"):
         @case("fp8_quantize", f"{format}_{label}")
         def _(rand, dtype, format=format, factor=factor):
             return rand(3, 16, dtype=dtype) * factor, format
+
+
+from . import attention_cases, fp8_cases, mixer_cases  # noqa: E402, F401  their cases enter themselves above

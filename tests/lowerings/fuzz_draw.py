@@ -82,11 +82,17 @@ CLASSES = {
 }
 
 
-def kind(draw: random.Random, op: str) -> Kind:
-    if KIND[op] in ("mixer", "experts"):
-        from . import experts_draw, mixer_draw
+def _drawn_elsewhere(op: str) -> Any:
+    """The module that draws an op's calls, if it is not this one."""
+    from . import attention_draw, experts_draw, fp8_draw, mixer_draw
 
-        return (mixer_draw if KIND[op] == "mixer" else experts_draw).kind(draw, op)
+    homes = {"mixer": mixer_draw, "experts": experts_draw, "attention": attention_draw, "fp8_linear": fp8_draw}
+    return homes.get(KIND[op])
+
+
+def kind(draw: random.Random, op: str) -> Kind:
+    if (module := _drawn_elsewhere(op)) is not None:
+        return module.kind(draw, op)
     return {"projection": _projection, "rotation": _rotation, "scan": _scan}[KIND[op]](draw, op)
 
 
@@ -195,10 +201,8 @@ def outer_sizes(kind: Kind, draw: random.Random, room: int) -> list[int]:
 
 def arguments(kind: Kind, draw: random.Random, make: Maker, room: int) -> tuple[Any, ...]:
     """The arguments of one call."""
-    if KIND[kind.op] in ("mixer", "experts"):
-        from . import experts_draw, mixer_draw
-
-        return (mixer_draw if KIND[kind.op] == "mixer" else experts_draw).arguments(kind, draw, make, room)
+    if (module := _drawn_elsewhere(kind.op)) is not None:
+        return module.arguments(kind, draw, make, room)
     if KIND[kind.op] == "projection":
         return _projection_arguments(kind, draw, make, room)
     if KIND[kind.op] == "scan":

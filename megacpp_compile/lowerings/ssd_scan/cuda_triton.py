@@ -20,7 +20,7 @@ import triton
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from megacpp_compile.lowerings._triton_launch import power_of_2
+from megacpp_compile.lowerings._triton_launch import lanes_adjacent, power_of_2, strides
 from megacpp_compile.lowerings.ssd_scan import _triton_gradients, _triton_walk
 
 __all__ = ["ssd_scan", "ssd_scan_backward", "supports"]
@@ -135,14 +135,6 @@ def _group_launch(p: int, n: int, length: int) -> dict[str, int]:
     """Tiles loaded ahead as far as shared memory goes: the largest are a head's states, in float32."""
     stages = 3 if p * n <= 64 * 128 else 2 if p * n <= 128 * 128 else 1
     return {"num_warps": 8 if length >= 128 or p * n > 64 * 128 else 4, "num_stages": stages}
-
-
-def lanes_adjacent(t: Tensor) -> Tensor:
-    return t if statically_known_true(t.stride(-1) == 1) else t.contiguous()
-
-
-def strides(name: str, t: Tensor, dims: str) -> dict[str, Any]:
-    return {f"{name}_{dim}": t.stride(i) for i, dim in enumerate(dims)}
 
 
 def ssd_scan(

@@ -1,0 +1,29 @@
+"""What ops with an fp8 lane share: rounding by the largest magnitude, and widening inside an op.
+
+A payload is float8_e4m3fn or float8_e5m2, its scale the factor that gives back the value: `value = payload * scale`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# Lanes that share a scale where there is one for a block (DeepSeek-V3's recipe, https://arxiv.org/abs/2412.19437).
+SCALED_LANES = 128
+
+
+def round_to_fp8(x: Tensor, dtype: torch.dtype, whole: bool = False) -> tuple[Tensor, Tensor]:
+    """(payload, scale) of `x` by current scaling: the largest magnitude of a row (of all, with `whole`) becomes the
+    dtype's largest number. Scale is x's dtype, [..., 1] or of no dimension; 1 where all is zero."""
+    if x.numel() == 0:
+        scale = x.new_ones(() if whole else (*x.shape[:-1], 1))
+    else:
+        largest = x.abs().amax() if whole else x.abs().amax(-1, keepdim=True)
+        scale = torch.where(largest > 0, largest / torch.finfo(dtype).max, 1)
+    limit = torch.finfo(dtype).max
+    return (x / scale).clamp(-limit, limit).to(dtype), scale
+
+
+def widened(payload: Tensor, dtype: torch.dtype) -> Tensor:
+    """The payload's numbers in `dtype`, exactly; for use inside an op, whose operands stay fp8 in memory."""
+    return payload.to(dtype)

@@ -1,0 +1,92 @@
+"""`megacpp::linear_fp8_weight`: a linear whose weight is fp8 already, and stays so in memory.
+
+    x        [..., k]   float32, float16, bfloat16 (float64)
+    payload  [n, k]     float8_e4m3fn;  weight = payload * scale
+    scale    float32: [1, 1] for all, [n, 1] for rows, or [ceil(n/128), ceil(k/128)] for blocks of 128 x 128
+    bias     [n] or None
+    returns  [..., n] in `out_dtype`
+
+x is rounded to e4m3 by current scaling: by its largest magnitude where the weight has one scale, by each row's where
+rows have, by that of every 128 lanes of a row where blocks have. Products are summed in float32 (float64 for float64)
+and rounded once. Backward gives x's gradient: the output's gradient, times the scales of the weight's rows, is rounded
+to e5m2 by its largest magnitude and multiplied with the payload. The weight is frozen, and has none.
+Raises OperandError for other shapes and dtypes. Saved for backward: payload and scale.
+Source: current scaling and e4m3 forward with e5m2 gradients, https://arxiv.org/abs/2209.05433; blocks,
+https://arxiv.org/abs/2412.19437, section 3.3.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from megacpp_compile.errors import OperandError
+from megacpp_compile.lowerings._fp8 import SCALED_LANES
+from megacpp_compile.lowerings._op import no_autocast, serve
+from megacpp_compile.lowerings.linear_fp8_weight import reference
+
+
+def _check(x: Tensor, payload: Tensor, scale: Tensor) -> None:
+    problem = None
+    if payload.dim() != 2 or x.shape[-1] != payload.shape[1]:
+        problem = f"x is {tuple(x.shape)}, payload {tuple(payload.shape)}, not [..., k] and [n, k]"
+    elif payload.dtype != torch.float8_e4m3fn:
+        problem = f"payload is {payload.dtype}, not torch.float8_e4m3fn"
+    else:
+        n, k = payload.shape
+        shapes = (1, 1), (n, 1), (-(-n // SCALED_LANES), -(-k // SCALED_LANES))
+        if tuple(scale.shape) not in shapes:
+            problem = f"scale is {tuple(scale.shape)}: for a weight {(n, k)} it is one of {', '.join(map(str, shapes))}"
+    if problem is not None:
+        raise OperandError("megacpp::linear_fp8_weight", problem)
+
+
+@torch.library.custom_op("megacpp::linear_fp8_weight", mutates_args=())
+def linear_fp8_weight(
+    x: Tensor,
+    payload: Tensor,
+    scale: Tensor,
+    bias: Optional[Tensor],  # noqa: UP045  custom_op reads typing.Optional on every supported torch
+    out_dtype: torch.dtype,
+) -> Tensor:
+    _check(x, payload, scale)
+    with no_autocast(x):
+        return serve("linear_fp8_weight", reference, x, payload, scale, bias, out_dtype)
+
+
+@linear_fp8_weight.register_fake
+def _(x, payload, scale, bias, out_dtype):  # type: ignore[no-untyped-def]
+    _check(x, payload, scale)
+    return x.new_empty((*x.shape[:-1], payload.shape[0]), dtype=out_dtype)
+
+
+@torch.library.custom_op("megacpp::linear_fp8_weight_backward", mutates_args=())
+def linear_fp8_weight_backward(grad: Tensor, payload: Tensor, scale: Tensor, out_dtype: torch.dtype) -> Tensor:
+    with no_autocast(grad):
+        return serve("linear_fp8_weight_backward", reference, grad, payload, scale, out_dtype)
+
+
+@linear_fp8_weight_backward.register_fake
+def _(grad, payload, scale, out_dtype):  # type: ignore[no-untyped-def]
+    return grad.new_empty((*grad.shape[:-1], payload.shape[1]), dtype=out_dtype)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, payload, scale, bias, _ = inputs
+    ctx.dtype, ctx.bias_dtype = x.dtype, None if bias is None else bias.dtype
+    ctx.save_for_backward(payload, scale)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    needs_x, *_, needs_bias, _ = ctx.needs_input_grad
+    d_x = linear_fp8_weight_backward(grad, *ctx.saved_tensors, ctx.dtype) if needs_x else None
+    wide = torch.promote_types(grad.dtype, torch.float32)
+    d_bias = grad.flatten(0, -2).sum(0, dtype=wide).to(ctx.bias_dtype) if needs_bias and grad.dim() > 1 else None
+    if needs_bias and grad.dim() == 1:
+        d_bias = grad.to(ctx.bias_dtype, copy=True)
+    return d_x, None, None, d_bias, None
+
+
+linear_fp8_weight.register_autograd(_backward, setup_context=_setup_context)

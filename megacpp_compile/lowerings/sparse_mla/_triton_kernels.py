@@ -1,0 +1,268 @@
+"""Triton kernels of `sparse_mla`. A program has a block of one query's heads and walks its chosen rows in tiles of BK.
+
+The lanes of a row are two parts, the values' (V of them, VP with padding) and the rest (R, RP), so that 576 lanes are
+tiles of 512 and 64. Rows that are not valid are loaded as zeros and never read.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from megacpp_compile.lowerings._triton_cast import as_stored
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+# Probabilities in e4m3 are at most 2^8, of its 448.
+UNIT = tl.constexpr(8.0)
+
+
+@triton.jit
+def _dot(a, b, to, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr):
+    """`to + a @ b`. Triton's interpreter multiplies the bits of bfloat16 as integers."""
+    if INTERPRETED:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, to, input_precision=PRECISION)
+
+
+@triton.jit
+def _chosen(indices, j, rows, last, topk, i_k, CAUSAL: tl.constexpr):
+    """Rows named at the places j, and which of them are valid."""
+    index = tl.load(indices + j * i_k, mask=j < topk, other=-1).to(tl.int64)
+    valid = (index >= 0) & (index < rows)
+    if CAUSAL:
+        valid = valid & (index <= last)
+    return tl.where(valid, index, 0), valid
+
+
+@triton.jit
+def _row_scale(kv_scale, row, lanes, s_s, s_d, valid, BLOCKS: tl.constexpr):
+    """The scale of whole rows [BK, 1], or of the block each lane is in [BK, lanes]."""
+    at = kv_scale + row[:, None] * s_s
+    if BLOCKS:
+        at += (lanes // 128)[None, :] * s_d
+    return tl.load(at, mask=valid[:, None], other=1.0).to(tl.float32)
+
+
+@triton.jit
+def _rows(kv, kv_scale, row, lanes, there, valid, kv_s, s_s, s_d, like,
+          SCALED: tl.constexpr, BLOCKS: tl.constexpr):  # fmt: skip
+    """Lanes of the chosen rows, in `like`'s dtype."""
+    found = tl.load(kv + row[:, None] * kv_s + lanes[None, :], mask=valid[:, None] & there[None, :], other=0.0)
+    if SCALED:
+        found = (found.to(tl.float32) * _row_scale(kv_scale, row, lanes, s_s, s_d, valid, BLOCKS)).to(like.dtype)
+    return found
+
+
+@triton.jit
+def sparse_mla_forward(q, kv, indices, kv_scale, out, lse, tokens, rows, heads, topk, offset, scale,
+                       q_b, q_t, q_h, kv_b, kv_s, i_b, i_t, i_k, s_b, s_s, s_d,
+                       V: tl.constexpr, VP: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, CAUSAL: tl.constexpr,
+                       SCALED: tl.constexpr, BLOCKS: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
+                       BH: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+    """One pass of online softmax. The heads' blocks of a query are neighbours: they read the same rows."""
+    across = (heads + BH - 1) // BH
+    t, b = (tl.program_id(0) // across).to(tl.int64), tl.program_id(1).to(tl.int64)
+    h = (tl.program_id(0) % across) * BH + tl.arange(0, BH)
+    v, r = tl.arange(0, VP), V + tl.arange(0, RP)
+    at = q + b * q_b + t * q_t + h[:, None] * q_h
+    q_v = tl.load(at + v[None, :], mask=(h < heads)[:, None] & (v < V)[None, :], other=0.0)
+    if R:
+        q_r = tl.load(at + r[None, :], mask=(h < heads)[:, None] & (r < V + R)[None, :], other=0.0)
+    indices += b * i_b + t * i_t
+    kv += b * kv_b
+    kv_scale += b * s_b
+    most = tl.full([BH], float("-inf"), tl.float32)
+    total = tl.zeros([BH], tl.float32)
+    acc = tl.zeros([BH, VP], tl.float32)
+    for first in range(0, topk, BK):
+        row, valid = _chosen(indices, first + tl.arange(0, BK), rows, t + offset, topk, i_k, CAUSAL)
+        k_v = _rows(kv, kv_scale, row, v, v < V, valid, kv_s, s_s, s_d, q_v, SCALED, BLOCKS)
+        scores = _dot(q_v, tl.trans(k_v), tl.zeros([BH, BK], tl.float32), PRECISION, INTERPRETED)
+        if R:
+            k_r = _rows(kv, kv_scale, row, r, r < V + R, valid, kv_s, s_s, s_d, q_v, SCALED, BLOCKS)
+            scores = _dot(q_r, tl.trans(k_r), scores, PRECISION, INTERPRETED)
+        scores = tl.where(valid[None, :], scores * (scale * LOG2_E), float("-inf"))
+        new = tl.maximum(most, tl.max(scores, 1))
+        base = tl.where(new == float("-inf"), 0.0, new)
+        p = tl.exp2(scores - base[:, None])
+        keep = tl.exp2(most - base)
+        total = total * keep + tl.sum(p, 1)
+        acc = _dot(p.to(k_v.dtype), k_v, acc * keep[:, None], PRECISION, INTERPRETED)
+        most = new
+    found = total > 0
+    acc = acc / tl.where(found, total, 1.0)[:, None]
+    place = (b * tokens + t) * heads + h
+    tl.store(out + place[:, None] * V + v[None, :], as_stored(acc, out), mask=(h < heads)[:, None] & (v < V)[None, :])
+    tl.store(lse + place, tl.where(found, (most + tl.log2(total)) * LN_2, float("-inf")), mask=h < heads)
+
+
+@triton.jit
+def sparse_mla_fp8(q, kv, indices, kv_scale, out, lse, tokens, rows, heads, topk, offset, scale,
+                   q_b, q_t, q_h, kv_b, kv_s, i_b, i_t, i_k, s_b, s_s, s_d,
+                   V: tl.constexpr, VP: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, CAUSAL: tl.constexpr,
+                   BH: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+    """As above with both products in fp8. Scores take the rows' scale behind their product; the values' scale goes into
+    the probabilities' exponent, so that what is rounded to e4m3 has a largest element, of its own, of 2^8."""
+    across = (heads + BH - 1) // BH
+    t, b = (tl.program_id(0) // across).to(tl.int64), tl.program_id(1).to(tl.int64)
+    h = (tl.program_id(0) % across) * BH + tl.arange(0, BH)
+    v, r = tl.arange(0, VP), V + tl.arange(0, RP)
+    at = q + b * q_b + t * q_t + h[:, None] * q_h
+    q_v = tl.load(at + v[None, :], mask=(h < heads)[:, None] & (v < V)[None, :], other=0.0).to(tl.float32)
+    largest = tl.max(tl.abs(q_v), 1)
+    if R:
+        q_r = tl.load(at + r[None, :], mask=(h < heads)[:, None] & (r < V + R)[None, :], other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, tl.max(tl.abs(q_r), 1))
+    q_scale = tl.where(largest > 0, largest / 448.0, 1.0)
+    # Rounded up, a quotient may lie just above the largest number of e4m3.
+    q_8 = tl.clamp(q_v / q_scale[:, None], -448.0, 448.0).to(tl.float8e4nv)
+    if R:
+        q_8r = tl.clamp(q_r / q_scale[:, None], -448.0, 448.0).to(tl.float8e4nv)
+    indices += b * i_b + t * i_t
+    kv += b * kv_b
+    kv_scale += b * s_b
+    most = tl.full([BH], float("-inf"), tl.float32)
+    most_weighted = tl.full([BH], float("-inf"), tl.float32)
+    total = tl.zeros([BH], tl.float32)
+    acc = tl.zeros([BH, VP], tl.float32)
+    for first in range(0, topk, BK):
+        row, valid = _chosen(indices, first + tl.arange(0, BK), rows, t + offset, topk, i_k, CAUSAL)
+        row_scale = tl.load(kv_scale + row * s_s, mask=valid, other=1.0).to(tl.float32)
+        k_v = tl.load(kv + row[:, None] * kv_s + v[None, :], mask=valid[:, None] & (v < V)[None, :], other=0.0)
+        scores = tl.dot(q_8, tl.trans(k_v))
+        if R:
+            k_r = tl.load(kv + row[:, None] * kv_s + r[None, :], mask=valid[:, None] & (r < V + R)[None, :], other=0.0)
+            scores = tl.dot(q_8r, tl.trans(k_r), scores)
+        scores = scores * (q_scale * (scale * LOG2_E))[:, None] * row_scale[None, :]
+        scores = tl.where(valid[None, :], scores, float("-inf"))
+        new = tl.maximum(most, tl.max(scores, 1))
+        base = tl.where(new == float("-inf"), 0.0, new)
+        total = total * tl.exp2(most - base) + tl.sum(tl.exp2(scores - base[:, None]), 1)
+        most = new
+        weighted = scores + tl.log2(row_scale)[None, :]
+        new_weighted = tl.maximum(most_weighted, tl.max(weighted, 1))
+        base = tl.where(new_weighted == float("-inf"), 0.0, new_weighted)
+        p = tl.exp2(weighted - base[:, None] + UNIT).to(tl.float8e4nv)
+        acc = tl.dot(p, k_v, acc * tl.exp2(most_weighted - base)[:, None])
+        most_weighted = new_weighted
+    found = total > 0
+    back = tl.where(most_weighted == float("-inf"), 0.0, tl.exp2(most_weighted - UNIT - most))
+    acc = acc * tl.where(found, back / tl.where(found, total, 1.0), 0.0)[:, None]
+    place = (b * tokens + t) * heads + h
+    tl.store(out + place[:, None] * V + v[None, :], as_stored(acc, out), mask=(h < heads)[:, None] & (v < V)[None, :])
+    tl.store(lse + place, tl.where(found, (most + tl.log2(total)) * LN_2, float("-inf")), mask=h < heads)
+
+
+@triton.jit
+def _queries_and_gradients(q, grad, h, kind, q_h, g_h, v, heads, V: tl.constexpr, ALIGNED: tl.constexpr):
+    """[rows, VP]: the value lanes of head h's query, or of its output's gradient where `kind` is 1."""
+    at = tl.where(kind == 0, q + h * q_h, grad + h * g_h)
+    if ALIGNED:
+        at = tl.multiple_of(at, 16)
+    return tl.load(at[:, None] + v[None, :], mask=(h < heads)[:, None] & (v < V)[None, :], other=0.0)
+
+
+@triton.jit
+def sparse_mla_query_grad(grad, q, kv, indices, lse, delta, dq, tokens, rows, heads, topk, offset, scale,
+                          g_b, g_t, g_h, q_b, q_t, q_h, kv_b, kv_s, i_b, i_t, i_k,
+                          V: tl.constexpr, VP: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, CAUSAL: tl.constexpr,
+                          ALIGNED: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
+                          BH: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+    """dq of a block of heads: the walk of the forward, with probabilities from lse.
+
+    Queries and gradients are one tile, in turns of 8 rows: one product gives scores and probabilities' gradients, of
+    which a thread of the tensor cores' layout has those of one place (rows r and r + 8), and 8 warps have 128 rows to
+    share, where with 64 each half of them would compute all.
+    """
+    across = (heads + BH - 1) // BH
+    t, b = (tl.program_id(0) // across).to(tl.int64), tl.program_id(1).to(tl.int64)
+    start = (tl.program_id(0) % across) * BH
+    v, r = tl.arange(0, VP), V + tl.arange(0, RP)
+    place = tl.arange(0, 2 * BH)
+    h, kind = start + place // 16 * 8 + place % 8, place // 8 % 2
+    q += b * q_b + t * q_t
+    both = _queries_and_gradients(q, grad + b * g_b + t * g_t, h, kind, q_h, g_h, v, heads, V, ALIGNED)
+    if R:
+        rest_lanes = ((h < heads) & (kind == 0))[:, None] & (r < V + R)[None, :]
+        q_r = tl.load(q + h[:, None] * q_h + r[None, :], mask=rest_lanes, other=0.0)
+    h = start + tl.arange(0, BH)
+    place = (b * tokens + t) * heads + h
+    known = tl.load(lse + place, mask=h < heads, other=0.0)
+    known = tl.where(known == float("-inf"), 0.0, known) * LOG2_E
+    sums = tl.load(delta + place, mask=h < heads, other=0.0)
+    indices += b * i_b + t * i_t
+    kv += b * kv_b
+    dq_v = tl.zeros([BH, VP], tl.float32)
+    dq_r = tl.zeros([BH, RP], tl.float32)
+    for first in range(0, topk, BK):
+        row, valid = _chosen(indices, first + tl.arange(0, BK), rows, t + offset, topk, i_k, CAUSAL)
+        k_v = _rows(kv, kv, row, v, v < V, valid, kv_s, 0, 0, both, False, False)
+        scores = _dot(both, tl.trans(k_v), tl.zeros([2 * BH, BK], tl.float32), PRECISION, INTERPRETED)
+        if R:
+            k_r = _rows(kv, kv, row, r, r < V + R, valid, kv_s, 0, 0, both, False, False)
+            scores = _dot(q_r, tl.trans(k_r), scores, PRECISION, INTERPRETED)
+        scores, dp = tl.split(tl.permute(tl.reshape(scores, [BH // 8, 2, 8, BK]), (0, 2, 3, 1)))
+        scores, dp = tl.reshape(scores, [BH, BK]), tl.reshape(dp, [BH, BK])
+        p = tl.exp2(tl.where(valid[None, :], scores * (scale * LOG2_E), float("-inf")) - known[:, None])
+        ds = (p * (dp - sums[:, None]) * scale).to(k_v.dtype)
+        dq_v = _dot(ds, k_v, dq_v, PRECISION, INTERPRETED)
+        if R:
+            dq_r = _dot(ds, k_r, dq_r, PRECISION, INTERPRETED)
+    at = dq + place[:, None] * (V + R)
+    tl.store(at + v[None, :], as_stored(dq_v, dq), mask=(h < heads)[:, None] & (v < V)[None, :])
+    if R:
+        tl.store(at + r[None, :], as_stored(dq_r, dq), mask=(h < heads)[:, None] & (r < V + R)[None, :])
+
+
+@triton.jit
+def sparse_mla_rows_grad(grad, q, kv, indices, lse, delta, dkv, tokens, rows, heads, topk, offset, scale,
+                         g_b, g_t, g_h, q_b, q_t, q_h, kv_b, kv_s, i_b, i_t, i_k,
+                         V: tl.constexpr, VP: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, CAUSAL: tl.constexpr,
+                         ALIGNED: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
+                         BH: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+    """What one query adds to dkv (float32, zeroed) of BK of its rows: summed over all heads in registers, so that each
+    row is added to memory once a query.
+
+    A head's query and gradient are rows 2i and 2i + 1 of one tile: with it one product gives scores and
+    probabilities' gradients, and one sum takes both parts of the rows' gradient. Two products in a row into one sum of
+    this size get layouts of their own (Triton 3.9), and move it through shared memory in between.
+    """
+    tiles = (topk + BK - 1) // BK
+    t, b = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(1).to(tl.int64)
+    v, r = tl.arange(0, VP), V + tl.arange(0, RP)
+    first = (tl.program_id(0) % tiles) * BK
+    row, valid = _chosen(indices + b * i_b + t * i_t, first + tl.arange(0, BK), rows, t + offset, topk, i_k, CAUSAL)
+    kv += b * kv_b
+    q += b * q_b + t * q_t
+    grad += b * g_b + t * g_t
+    k_v = _rows(kv, kv, row, v, v < V, valid, kv_s, 0, 0, kv, False, False)
+    if R:
+        k_r = _rows(kv, kv, row, r, r < V + R, valid, kv_s, 0, 0, kv, False, False)
+    d_v = tl.zeros([BK, VP], tl.float32)
+    d_r = tl.zeros([BK, RP], tl.float32)
+    pair = tl.arange(0, 2 * BH)
+    for start in range(0, heads, BH):
+        h = (start + pair // 2).to(tl.int64)
+        both = _queries_and_gradients(q, grad, h, pair % 2, q_h, g_h, v, heads, V, ALIGNED)
+        scores = _dot(k_v, tl.trans(both), tl.zeros([BK, 2 * BH], tl.float32), PRECISION, INTERPRETED)
+        if R:
+            rest_lanes = ((h < heads) & (pair % 2 == 0))[:, None] & (r < V + R)[None, :]
+            q_r = tl.load(q + h[:, None] * q_h + r[None, :], mask=rest_lanes, other=0.0)
+            scores = _dot(k_r, tl.trans(q_r), scores, PRECISION, INTERPRETED)
+        h = start + tl.arange(0, BH)
+        place = (b * tokens + t) * heads + h
+        known = tl.load(lse + place, mask=h < heads, other=0.0)
+        known = tl.where(known == float("-inf"), 0.0, known) * LOG2_E
+        sums = tl.load(delta + place, mask=h < heads, other=0.0)
+        scores, dp = tl.split(tl.reshape(scores, [BK, BH, 2]))
+        p = tl.exp2(tl.where(valid[:, None], scores * (scale * LOG2_E), float("-inf")) - known[None, :])
+        ds = p * (dp - sums[None, :]) * scale
+        weights = tl.reshape(tl.join(ds, p), [BK, 2 * BH]).to(both.dtype)
+        d_v = _dot(weights, both, d_v, PRECISION, INTERPRETED)
+        if R:
+            d_r = _dot(weights, q_r, d_r, PRECISION, INTERPRETED)
+    at = dkv + (b * rows + row)[:, None] * (V + R)
+    tl.atomic_add(at + v[None, :], d_v, mask=valid[:, None] & (v < V)[None, :], sem="relaxed")
+    if R:
+        tl.atomic_add(at + r[None, :], d_r, mask=valid[:, None] & (r < V + R)[None, :], sem="relaxed")

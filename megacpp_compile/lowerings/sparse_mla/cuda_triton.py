@@ -1,0 +1,150 @@
+"""`sparse_mla` on CUDA in Triton: the chosen rows are gathered into tiles on the way, forward and twice in backward.
+
+Backward is two kernels. q's gradient walks a query's rows with a block of its heads, as forward does; kv's has a tile
+of a query's rows and goes over its heads, so that a row's gradient is added to memory once a query (float32 atomics),
+not once a block of heads. Scores and the probabilities' gradient are computed twice: 3840 multiply-adds a head, row and
+query at 576/512 lanes, where one kernel would take 2752, and more atomics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from megacpp_compile.lowerings._triton_launch import Kernel, lanes_adjacent, multiply, power_of_2, strides
+from megacpp_compile.lowerings.sparse_mla import _triton_kernels as kernels
+
+__all__ = ["sparse_mla", "sparse_mla_backward", "supports"]
+
+# Lanes that one program holds in registers for a block of heads: of values, and of the rest.
+MAX_VALUE_LANES, MAX_REST_LANES = 512, 128
+# Blocks a launch can have along its second dimension.
+MOST_BLOCKS = 65535
+
+_TILES = [
+    {"BH": bh, "BK": bk, "num_warps": warps, "num_stages": stages}
+    for bh, bk in ((64, 32), (64, 64), (64, 128), (32, 64), (16, 64)) for warps in (4, 8) for stages in (1, 2)
+]  # fmt: skip
+_KEY = ("V", "R", "heads", "topk")
+_forward = Kernel(kernels.sparse_mla_forward, _TILES, _KEY)
+_forward_fp8 = Kernel(kernels.sparse_mla_fp8, _TILES, _KEY)
+_query_grad = Kernel(kernels.sparse_mla_query_grad, _TILES, _KEY)
+_rows_grad = Kernel(kernels.sparse_mla_rows_grad, _TILES, _KEY, restore=("dkv",))
+
+
+def supports(name: str, args: Sequence[Any]) -> str | None:
+    """Why the kernels cannot serve this call, or None."""
+    backward = name == "sparse_mla_backward"
+    q, kv, indices = args[2:5] if backward else args[:3]
+    kv_scale, d_v = (None, args[8]) if backward else (args[3], args[5])
+    if q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"queries in {q.dtype}: tensor cores multiply in float32 at most"
+    if kv.dtype != (q.dtype if kv_scale is None else torch.float8_e4m3fn):
+        return f"rows in {kv.dtype}, queries in {q.dtype}"
+    sizes = (q.shape[2], q.shape[3], indices.shape[3])
+    if not all(isinstance(n, int) for n in sizes):
+        return f"symbolic heads, lanes or number of rows: {sizes}"
+    if d_v < 1 or d_v > MAX_VALUE_LANES or q.shape[3] - d_v > MAX_REST_LANES:
+        return f"{d_v} and {q.shape[3] - d_v} lanes: programs hold {MAX_VALUE_LANES} and {MAX_REST_LANES} at most"
+    if any(isinstance(n, int) and n == 0 for n in (*q.shape, kv.shape[1], indices.shape[3])):
+        return "there is nothing to attend to"
+    if isinstance(q.shape[0], int) and q.shape[0] > MOST_BLOCKS:
+        return f"more than {MOST_BLOCKS} sequences"
+    if backward and torch.are_deterministic_algorithms_enabled():
+        if not torch.is_deterministic_algorithms_warn_only_enabled():
+            return "deterministic algorithms are asked for, and rows' gradients are summed with atomics"
+    return None
+
+
+def _operands(
+    q: Tensor, kv: Tensor, indices: Tensor, scale: float, d_v: int, causal: bool, offset: int
+) -> dict[str, Any]:
+    least = 32 if kv.dtype.itemsize == 1 else 16  # lanes that tensor cores multiply at once
+    q, kv = lanes_adjacent(q), lanes_adjacent(kv)
+    rest = q.shape[-1] - d_v
+    return {
+        "q": q, "kv": kv, "indices": indices, "tokens": q.shape[1], "rows": kv.shape[1], "heads": q.shape[2],
+        "topk": indices.shape[3], "offset": offset, "scale": scale, **strides("q", q, "bth"), **strides("kv", kv, "bs"),
+        "i_b": indices.stride(0), "i_t": indices.stride(1), "i_k": indices.stride(3), "V": d_v,
+        "VP": max(least, power_of_2(d_v)), "R": rest, "RP": max(least, power_of_2(rest)), "CAUSAL": int(causal),
+    }  # fmt: skip
+
+
+def _aligned(t: Tensor) -> bool:
+    """Whether rows begin at multiples of 16 bytes, as memory from an allocator does."""
+    unit = 16 // t.dtype.itemsize
+    return all(statically_known_true(n % unit == 0) for n in (t.storage_offset(), *t.stride()[:-1]))
+
+
+def _tile(q: Tensor, heads: int, rows: int, stages: int) -> dict[str, int]:
+    """The static choice: as many as fit into registers and 227 KiB of shared memory at 512 + 64 lanes."""
+    if q.dtype.itemsize == 4:
+        return {"BH": 16, "BK": 16, "num_warps": 4, "num_stages": 1}
+    return {"BH": max(16, min(heads, power_of_2(q.shape[2]))), "BK": rows, "num_warps": 8, "num_stages": stages}
+
+
+def _by_heads(q: Tensor) -> Any:
+    return lambda meta: (q.shape[1] * triton.cdiv(q.shape[2], meta["BH"]), q.shape[0])
+
+
+def sparse_mla(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    kv_scale: Tensor | None,
+    scale: float,
+    d_v: int,
+    causal: bool = True,
+    offset: int = 0,
+    fp8_products: bool = False,
+) -> tuple[Tensor, Tensor]:
+    out = torch.empty((*q.shape[:-1], d_v), dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+    args = _operands(q, kv, indices, scale, d_v, causal, offset)
+    steps = dict.fromkeys(("s_b", "s_s", "s_d"), 0)
+    if kv_scale is not None:
+        steps = {name: 0 if statically_known_true(kv_scale.shape[dim] == 1) else kv_scale.stride(dim)
+                 for name, dim in (("s_b", 0), ("s_s", 1), ("s_d", 3))}  # fmt: skip
+    args |= {**steps, "kv_scale": q if kv_scale is None else kv_scale, "out": out, "lse": lse}
+    if fp8_products and kv_scale is not None:
+        tile = {"BH": max(16, min(64, power_of_2(q.shape[2]))), "BK": 128, "num_warps": 8, "num_stages": 2}
+        _forward_fp8(_by_heads(q), tile, **args)
+    else:
+        scaled = {"SCALED": int(kv_scale is not None), "BLOCKS": int(kv_scale is not None and kv_scale.shape[3] > 1)}
+        _forward(_by_heads(q), _tile(q, 64, 64, 2), **args, **scaled, **multiply(q.dtype))
+    return out, lse
+
+
+def sparse_mla_backward(
+    grad: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    d_v: int,
+    causal: bool,
+    offset: int,
+) -> tuple[Tensor, Tensor]:
+    delta = (grad.float() * out.float()).sum(-1)
+    if grad_lse is not None:
+        delta = delta - grad_lse
+    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    dkv = torch.zeros(kv.shape, dtype=torch.float32, device=kv.device)
+    args = _operands(q, kv, indices, scale, d_v, causal, offset) | multiply(q.dtype)
+    grad = lanes_adjacent(grad.to(q.dtype))
+    args |= {"grad": grad, "lse": lse.contiguous(), "delta": delta.contiguous(), **strides("g", grad, "bth"),
+             "ALIGNED": int(_aligned(args["q"]) and _aligned(grad))}  # fmt: skip
+    _query_grad(_by_heads(q), _tile(q, 64, 32, 2), dq=dq, **args)
+    _rows_grad(
+        lambda meta: (q.shape[1] * triton.cdiv(indices.shape[3], meta["BK"]), q.shape[0]),
+        _tile(q, 32, 64, 2), dkv=dkv, **args,
+    )  # fmt: skip
+    return dq, dkv.to(kv.dtype)

@@ -1,0 +1,88 @@
+"""`megacpp::linear_fp8_weight`: registration, what it computes and how far off that is, its gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.library import opcheck
+
+from megacpp_compile.errors import OperandError
+from megacpp_compile.lowerings._registry import choose, semantic_ops
+from megacpp_compile.lowerings.linear_fp8_weight import linear_fp8_weight, linear_fp8_weight_backward
+
+from . import addresses, relative_error, saved_by
+from .cases import CASES
+from .fp8_cases import operands
+
+assert semantic_ops()
+# All but the comparison of an operand with itself, which torch has not for fp8.
+CHECKS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+
+
+def weight_of(payload, scale):
+    for dim, size in enumerate(payload.shape):
+        if scale.shape[dim] not in (1, size):
+            scale = scale.repeat_interleave(128, dim).narrow(dim, 0, size)
+    return payload.double() * scale
+
+
+@pytest.mark.parametrize("label", ["tensor", "rows", "blocks", "blocks_of_rows", "flat"])
+def test_is_the_linear_up_to_the_rounding_of_x(rand, label):
+    """x keeps 4 bits, its gradient 3, and the weight all it has."""
+    x, payload, scale, bias, dtype = CASES["linear_fp8_weight"][label](rand, torch.float64)
+    x, bias = x.requires_grad_(), bias.requires_grad_()
+    got = linear_fp8_weight(x, payload, scale, bias, dtype)
+    want = torch.nn.functional.linear(x, weight_of(payload, scale), bias)
+    assert 1e-4 < relative_error(got, want) < 4e-2
+    seed = rand(*got.shape)
+    for a, b, bound in zip(*(torch.autograd.grad(y, (x, bias), seed) for y in (got, want)), (8e-2, 1e-12), strict=True):
+        assert relative_error(a, b) < bound
+
+
+@pytest.mark.parametrize("per", ["tensor", "row"])
+def test_exact_where_nothing_is_rounded(rand, per):
+    """Numbers that e4m3 and e5m2 have, and whose largest is theirs."""
+    _, payload, scale, _, _ = operands(rand, torch.float64, per=per)
+    x = torch.tensor([448.0, -2, 0, 1, 16, 0.5, 3, -7]).double().repeat(5, 4).requires_grad_()
+    got = linear_fp8_weight(x, payload, scale, None, torch.float64)
+    assert relative_error(got, x @ weight_of(payload, scale).t()) < 1e-12
+    seed = torch.tensor([57344.0, -2, 0, 1, 16, 0.5]).double().repeat(5, 8) / scale.double().t()
+    (d_x,) = torch.autograd.grad(got, x, seed)
+    assert relative_error(d_x, seed @ weight_of(payload, scale)) < 1e-12
+
+
+@pytest.mark.parametrize("label", ["tensor", "rows", "blocks", "no_bias", "one_row", "no_rows"])
+def test_opcheck(rand, label):
+    x, payload, scale, bias, dtype = CASES["linear_fp8_weight"][label](rand, torch.float32)
+    x.requires_grad_()
+    if bias is not None:
+        bias.requires_grad_()
+    opcheck(linear_fp8_weight, (x, payload, scale, bias, dtype), test_utils=CHECKS)
+    opcheck(linear_fp8_weight_backward, CASES["linear_fp8_weight_backward"][label](rand, torch.float32), test_utils=CHECKS)
+
+
+def test_keeps_the_payload_alone(rand):
+    x, payload, scale, bias, dtype = operands(rand, torch.float32)
+    kept = saved_by(lambda: linear_fp8_weight(x.requires_grad_(), payload, scale, bias, dtype))
+    assert kept == addresses(payload, scale)
+
+
+def test_operands_that_mean_nothing(rand):
+    x, payload, scale, bias, dtype = operands(rand, torch.float32)
+    for wrong, words in (
+        ((x[..., :3], payload, scale), "x is (2, 5, 3)"),
+        ((x, payload.view(torch.uint8), scale), "torch.uint8"),
+        ((x, payload, scale.view(1)), "scale is (1,)"),
+    ):
+        with pytest.raises(OperandError) as caught:
+            linear_fp8_weight(*wrong, bias, dtype)
+        assert words in str(caught.value)
+
+
+def test_what_fp8_products_do_not_serve(rand):
+    op = torch.ops.megacpp.linear_fp8_weight.default
+    for label, dtype, why in (("blocks", torch.float32, "128 x 128"), ("odd_sizes", torch.float32, "multiples of 16"),
+                              ("tensor", torch.float64, "float64"), ("rows", torch.float32, "bfloat16")):  # fmt: skip
+        choice = choose(op, "cuda", CASES["linear_fp8_weight"][label](rand, dtype))
+        assert choice.effective == "reference" and why in choice.reason
+    assert choose(op, "cuda", CASES["linear_fp8_weight"]["rows"](rand, torch.bfloat16)).effective == "cuda_triton"
