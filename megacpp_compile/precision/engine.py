@@ -72,6 +72,12 @@ def user_buffers_initialised() -> bool:
     return bool(asked()) if asked is not None else getattr(base, "_ub_communicators", None) is not None
 
 
+def in_autocast(recipe: str) -> bool:
+    """Whether the autocast that is in force is one for this very recipe object."""
+    state = sys.modules["transformer_engine.pytorch.quantization"].FP8GlobalStateManager
+    return bool(state.is_fp8_enabled()) and state.get_fp8_recipe() is recipe_object(recipe)
+
+
 def recomputing() -> bool:
     """Whether Transformer Engine's checkpoint is running a forward for the second time."""
     module = sys.modules.get("transformer_engine.pytorch.distributed")

@@ -23,7 +23,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from megacpp_compile.explaining import fake_state
 from megacpp_compile.precision.survey import HOOKS
 
-
 aten = torch.ops.aten
 # Of these the last axis of the result is the last axis of the operand where both have one length.
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.unsqueeze.default, aten.squeeze.dim, aten.detach.default)
