@@ -78,12 +78,6 @@ def in_autocast(recipe: str) -> bool:
     return bool(state.is_fp8_enabled()) and state.get_fp8_recipe() is recipe_object(recipe)
 
 
-def recomputing() -> bool:
-    """Whether Transformer Engine's checkpoint is running a forward for the second time."""
-    module = sys.modules.get("transformer_engine.pytorch.distributed")
-    return bool(module and module.in_fp8_activation_recompute_phase())
-
-
 def is_of_transformer_engine(module: torch.nn.Module) -> bool:
     """Whether it is one of Transformer Engine's modules or derived from one, without importing it for the question."""
     return any(c.__module__.partition(".")[0] == "transformer_engine" for c in type(module).__mro__)

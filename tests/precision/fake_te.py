@@ -251,11 +251,9 @@ def install(monkeypatch):
     quantization.FP8GlobalStateManager = types.SimpleNamespace(
         is_fp8_enabled=lambda: STATE.recipe is not None, get_fp8_recipe=lambda: STATE.recipe
     )
-    distributed = types.ModuleType("transformer_engine.pytorch.distributed")
-    distributed.in_fp8_activation_recompute_phase = lambda: STATE.recomputing
     top = types.ModuleType("transformer_engine")
     top.pytorch = te
-    for module in (top, te, recipes, base, quantization, distributed, types.ModuleType("transformer_engine.common"),
+    for module in (top, te, recipes, base, quantization, types.ModuleType("transformer_engine.common"),
                    types.ModuleType("transformer_engine.pytorch.module")):  # fmt: skip
         monkeypatch.setitem(sys.modules, module.__name__, module)
     for kind in (TransformerEngineBaseModule, Linear, LayerNormLinear, RMSNorm, LayerNormMLP, DotProductAttention):

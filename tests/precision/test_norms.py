@@ -86,6 +86,12 @@ def written(m, x):
     return m.a(h)
 
 
+def written_by_a_list(m, x):
+    h = m.norm(x)
+    torch._foreach_add_([h], 1.0)  # returns nothing
+    return m.a(h)
+
+
 def read_later(m, x):
     h = m.norm(x)
     y = m.a(h)
@@ -112,10 +118,11 @@ def read_later(m, x):
         (lambda m, x: m.a(m.norm(x)) * m.norm(x).shape[-1], ""),
         (by_hand, "read by"),
         (written, "add_"),
+        (written_by_a_list, "add_"),
         (read_later, "sum"),
         (lambda m, x: m.a(m.norm(x))[x > 0], "cannot run on shapes"),
     ],
-    ids=range(19),
+    ids=range(20),
 )
 def test_who_reads_a_norm(body, why):
     made = Small(body)
@@ -156,6 +163,19 @@ def test_a_slice_in_front_and_a_view_behind(stand_in):
     want = made(wide)
     assert "norm" in replace_linears(made, PLAN, target="cuda", example_inputs=(wide,)).done
     torch.testing.assert_close(made(wide), want, rtol=1e-4, atol=1e-5)
+
+
+class Arranging(Norm):
+    def forward(self, x):
+        return super().forward(x).contiguous()
+
+
+def test_a_view_that_the_norms_input_cannot_have(stand_in):
+    made = Small(lambda m, x: m.a(m.norm(x.transpose(0, 1)).view(-1, 32)))
+    made.norm = Arranging(32)
+    want = made(X)
+    assert "norm" in replace_linears(made, PLAN, target="cuda", example_inputs=(X,)).done
+    torch.testing.assert_close(made(X), want, rtol=1e-4, atol=1e-5)
 
 
 def test_without_inputs_no_norm_is_touched(te):
