@@ -107,6 +107,7 @@ BOUNDARIES = {
     "normalise": ("passes", "lowerings", "backend", "handoff", "recognise"),
     "passes": ("handoff", "backend"),
     "lowerings": ("passes", "recognise", "normalise", "backend", "handoff"),
+    "precision": ("passes", "lowerings", "recognise", "normalise", "backend", "handoff"),
 }
 
 

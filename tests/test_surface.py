@@ -17,6 +17,7 @@ import torch
 from corpus.spellings import PlainMLA
 from torch import nn
 
+import megacpp_compile
 from megacpp_compile import record
 from megacpp_compile.backend import check_torch
 from megacpp_compile.config import Config
@@ -97,6 +98,18 @@ def error_of(options, model=None, x=None) -> BaseException:
     assert error is not None, f"no error of this package in {caught.value!r}"
     assert str(error) in str(caught.value), "the message does not reach the user"
     return error
+
+
+# --- names
+
+
+def test_public_names():
+    assert megacpp_compile.__all__ == [
+        "CheckpointingPolicy", "Config", "Estimate", "NativeLayerSpec", "PrecisionPlan", "Report", "backend", "compile",
+        "estimate", "explain", "record", "replace_linears", "te_layer_spec",
+    ]  # fmt: skip
+    assert all(callable(getattr(megacpp_compile, name)) for name in megacpp_compile.__all__)
+    assert set(megacpp_compile.__all__) <= set(dir(megacpp_compile))
 
 
 # --- options

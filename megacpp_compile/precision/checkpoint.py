@@ -48,8 +48,6 @@ def checkpoint_for(block: nn.Module, fp8_wrapper: str | None = "te_checkpoint") 
 def refuse_stock_checkpoint(module: nn.Module) -> None:
     """Raise StockCheckpointError if `module`, about to compute in fp8, does so for torch's checkpoint: in the first
     forward of one without reentrant autograd, in the second forward of any."""
-    if engine.recomputing():
-        return
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     kept_by_stock = hooks is not None and getattr(hooks[0], "__module__", "") == stock.__name__
     if kept_by_stock or (torch._C._current_graph_task_id() != -1 and _called_by_stock()):

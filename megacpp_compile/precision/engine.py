@@ -72,10 +72,10 @@ def user_buffers_initialised() -> bool:
     return bool(asked()) if asked is not None else getattr(base, "_ub_communicators", None) is not None
 
 
-def recomputing() -> bool:
-    """Whether Transformer Engine's checkpoint is running a forward for the second time."""
-    module = sys.modules.get("transformer_engine.pytorch.distributed")
-    return bool(module and module.in_fp8_activation_recompute_phase())
+def in_autocast(recipe: str) -> bool:
+    """Whether the autocast that is in force is one for this very recipe object."""
+    state = sys.modules["transformer_engine.pytorch.quantization"].FP8GlobalStateManager
+    return bool(state.is_fp8_enabled()) and state.get_fp8_recipe() is recipe_object(recipe)
 
 
 def is_of_transformer_engine(module: torch.nn.Module) -> bool:

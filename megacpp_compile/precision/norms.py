@@ -23,6 +23,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from megacpp_compile.explaining import fake_state
 from megacpp_compile.precision.survey import HOOKS
 
+aten = torch.ops.aten
+# Of these the last axis of the result is the last axis of the operand where both have one length.
+_VIEWS = (aten.view.default, aten._unsafe_view.default, aten.unsqueeze.default, aten.squeeze.dim, aten.detach.default)
+
 
 @dataclass(frozen=True, slots=True)
 class RMSNorm:
@@ -33,7 +37,8 @@ class RMSNorm:
 
 
 class Deferred(nn.Module):
-    """In the place of an RMSNorm that a linear computes: keeps its parameter and name, and passes x on."""
+    """In the place of an RMSNorm that a linear computes: keeps its parameter and name, and passes x on, contiguous, as
+    code behind it may view a norm's result in ways that a slice cannot be."""
 
     weight: torch.Tensor
 
@@ -43,7 +48,7 @@ class Deferred(nn.Module):
         self.train(norm.training)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x
+        return x.contiguous()
 
     def extra_repr(self) -> str:
         return f"{self.weight.numel()}, computed by the linear behind it"
@@ -155,10 +160,16 @@ class _Watch(TorchDispatchMode):
             self.reads[self.results[id(value)][0]].others.append(by)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self.inside or self.inside[-1] not in self.linears:
-            for leaf in tree_leaves((args, kwargs or {})):
-                self.used(leaf, str(func))
-        return func(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
+        # What asks for a shape or a device gives no tensor.
+        reads = out is None or any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(out))
+        if reads and (not self.inside or self.inside[-1] not in self.linears):
+            if func in _VIEWS and id(args[0]) in self.results and out.shape[-1] == args[0].shape[-1]:
+                self.results[id(out)] = (self.results[id(args[0])][0], out)  # the same rows in another arrangement
+            else:
+                for leaf in tree_leaves((args, kwargs or {})):
+                    self.used(leaf, str(func))
+        return out
 
     def verdicts(self, model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
         pairs, refused = {}, {}

@@ -6,6 +6,7 @@ Importing this file imports Transformer Engine.
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -38,7 +39,10 @@ class _InRecipe(nn.Module):
                 return super().forward(inp, *args, **kwargs)
         refuse_stock_checkpoint(self)
         rows = math.prod(inp.shape[:-1])
-        with te.autocast(enabled=True, recipe=engine.recipe_object(self.recipe)):
+        # Entering once more what is entered would make every module the first of its step to the one that is left, and
+        # under delayed scaling move all histories on with each of them.
+        entered = engine.in_autocast(self.recipe)
+        with nullcontext() if entered else te.autocast(enabled=True, recipe=engine.recipe_object(self.recipe)):
             if rows % _ROWS == 0 and rows:
                 return super().forward(inp, *args, **kwargs)
             # Rows of zeros add nothing to a product, nor to a gradient, nor to a maximum.
@@ -93,7 +97,8 @@ def _adopt(kind: type[Any], plain: nn.Linear, recipe: str, **settings: Any) -> A
 
 class StepAutocast:
     """An autocast around the model's whole forward, by hooks. Under delayed scaling the histories of all modules move
-    on when the outermost autocast ends, which has to be once a step and not once a module."""
+    on when the outermost autocast ends, which has to be once a step and not once a module. Modules of Transformer
+    Engine's that the model had before follow it too, as they follow any."""
 
     def __init__(self, model: nn.Module, recipe: str) -> None:
         self.recipe, self.entered = recipe, []  # type: ignore[var-annotated]

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.functional import layer_norm, linear, rms_norm
 
-STATE = types.SimpleNamespace(recipe=None, depth=0, recomputing=False, user_buffers=False, steps=0, ran=[])
+STATE = types.SimpleNamespace(recipe=None, depth=0, recomputing=False, user_buffers=False, steps=0, deepest=0, ran=[])
 META = "meta"
 
 
@@ -95,6 +95,7 @@ class TransformerEngineBaseModule(nn.Module):
                 if math.prod(t.shape[:-1]) % 8 or t.shape[-1] % 16:
                     raise ValueError("FP8 execution requires the product of all dimensions except the last ...")
         STATE.ran.append((self, repr(STATE.recipe) if STATE.recipe else None, STATE.recomputing))
+        STATE.deepest = max(STATE.deepest, STATE.depth)
 
     def _weights(self, in_features, out_features, bias, dtype, device):
         dtype = torch.get_default_dtype() if dtype is None else dtype
@@ -236,7 +237,7 @@ def install(monkeypatch):
     """Under the real one's names, on a machine that has no CUDA."""
     from megacpp_compile.precision import engine
 
-    STATE.__dict__.update(recipe=None, depth=0, recomputing=False, user_buffers=False, steps=0, ran=[])
+    STATE.__dict__.update(recipe=None, depth=0, recomputing=False, user_buffers=False, steps=0, deepest=0, ran=[])
     te = types.ModuleType("transformer_engine.pytorch")
     for thing in (autocast, quantized_model_init, is_fp8_available, is_fp8_block_scaling_available, Linear,
                   LayerNormLinear, RMSNorm, LayerNormMLP, DotProductAttention, checkpoint):  # fmt: skip
@@ -246,11 +247,13 @@ def install(monkeypatch):
         setattr(recipes, kind.__name__, kind)
     base = types.ModuleType("transformer_engine.pytorch.module.base")
     base.is_ub_initialized = lambda: STATE.user_buffers
-    distributed = types.ModuleType("transformer_engine.pytorch.distributed")
-    distributed.in_fp8_activation_recompute_phase = lambda: STATE.recomputing
+    quantization = types.ModuleType("transformer_engine.pytorch.quantization")
+    quantization.FP8GlobalStateManager = types.SimpleNamespace(
+        is_fp8_enabled=lambda: STATE.recipe is not None, get_fp8_recipe=lambda: STATE.recipe
+    )
     top = types.ModuleType("transformer_engine")
     top.pytorch = te
-    for module in (top, te, recipes, base, distributed, types.ModuleType("transformer_engine.common"),
+    for module in (top, te, recipes, base, quantization, types.ModuleType("transformer_engine.common"),
                    types.ModuleType("transformer_engine.pytorch.module")):  # fmt: skip
         monkeypatch.setitem(sys.modules, module.__name__, module)
     for kind in (TransformerEngineBaseModule, Linear, LayerNormLinear, RMSNorm, LayerNormMLP, DotProductAttention):

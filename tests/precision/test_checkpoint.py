@@ -58,7 +58,9 @@ def test_a_block_in_fp8_recomputes_by_transformer_engine(te, recipe, state):
 def test_torchs_checkpoint_is_refused_with_the_reason(te, reentrant):
     model, x = block(te), sample(te)
     with pytest.raises(StockCheckpointError, match=r"Linear\(\d+, \d+\) computes in fp8 under torch.utils.checkpoint"):
-        checkpoint(model, x, use_reentrant=reentrant).sum().backward()
+        out = checkpoint(model, x, use_reentrant=reentrant)
+        assert reentrant, "told in the first forward"
+        out.sum().backward()
 
 
 def test_torchs_checkpoint_is_fine_outside_of_fp8(te):

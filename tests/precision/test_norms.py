@@ -72,7 +72,7 @@ def twice(m, x):
 
 
 def viewed(m, x):
-    return m.a(m.norm(x).flatten(0, 1))
+    return m.a(m.norm(x).flatten(0, 1)).view(x.shape)
 
 
 def by_hand(m, x):
@@ -83,6 +83,12 @@ def by_hand(m, x):
 def written(m, x):
     h = m.norm(x)
     h += 1
+    return m.a(h)
+
+
+def written_by_a_list(m, x):
+    h = m.norm(x)
+    torch._foreach_add_([h], 1.0)  # returns nothing
     return m.a(h)
 
 
@@ -104,13 +110,19 @@ def read_later(m, x):
         (lambda m, x: m.a(m.norm(x)) + m.a(x), "a reads something else"),
         (lambda m, x: m.a(m.norm(x).relu()), "relu"),
         (lambda m, x: m.a(x), "not run"),
-        (viewed, "read by"),
+        (viewed, ""),
+        (lambda m, x: m.a(m.norm(x).transpose(0, 1)), "transpose"),
+        (lambda m, x: m.a(m.norm(x)[:1]), "slice"),
+        (lambda m, x: m.a(m.norm(x).view(-1, 64)[:, :32]), "view"),
+        (lambda m, x: m.a(m.norm(x).flatten(0, 1)) * m.norm(x).view(-1, 32).sum(), "sum"),
+        (lambda m, x: m.a(m.norm(x)) * m.norm(x).shape[-1], ""),
         (by_hand, "read by"),
         (written, "add_"),
+        (written_by_a_list, "add_"),
         (read_later, "sum"),
         (lambda m, x: m.a(m.norm(x))[x > 0], "cannot run on shapes"),
     ],
-    ids=range(14),
+    ids=range(20),
 )
 def test_who_reads_a_norm(body, why):
     made = Small(body)
@@ -139,6 +151,28 @@ def test_a_zero_centred_gain(stand_in):
     made = Small(lambda m, x: m.a(m.norm(x)))
     made.norm = Gemma(32)
     nn.init.normal_(made.norm.weight)
+    want = made(X)
+    assert "norm" in replace_linears(made, PLAN, target="cuda", example_inputs=(X,)).done
+    torch.testing.assert_close(made(X), want, rtol=1e-4, atol=1e-5)
+
+
+def test_a_slice_in_front_and_a_view_behind(stand_in):
+    """As DeepSeek-V3 has it: what is normed is part of a wider product, and the result is arranged anew."""
+    made = Small(lambda m, x: m.a(m.norm(x[..., :32]).view(4, 8, 32)))
+    wide = torch.randn(2, 16, 48)
+    want = made(wide)
+    assert "norm" in replace_linears(made, PLAN, target="cuda", example_inputs=(wide,)).done
+    torch.testing.assert_close(made(wide), want, rtol=1e-4, atol=1e-5)
+
+
+class Arranging(Norm):
+    def forward(self, x):
+        return super().forward(x).contiguous()
+
+
+def test_a_view_that_the_norms_input_cannot_have(stand_in):
+    made = Small(lambda m, x: m.a(m.norm(x.transpose(0, 1)).view(-1, 32)))
+    made.norm = Arranging(32)
     want = made(X)
     assert "norm" in replace_linears(made, PLAN, target="cuda", example_inputs=(X,)).done
     torch.testing.assert_close(made(X), want, rtol=1e-4, atol=1e-5)
