@@ -15,13 +15,22 @@ SCALED_LANES = 128
 def round_to_fp8(x: Tensor, dtype: torch.dtype, whole: bool = False) -> tuple[Tensor, Tensor]:
     """(payload, scale) of `x` by current scaling: the largest magnitude of a row (of all, with `whole`) becomes the
     dtype's largest number. Scale is x's dtype, [..., 1] or of no dimension; 1 where all is zero."""
+    scale = scale_of(x, dtype, whole)
+    return rounded_by(x, scale, dtype), scale
+
+
+def scale_of(x: Tensor, dtype: torch.dtype, whole: bool = False) -> Tensor:
+    """The scale of `round_to_fp8`; a normal number, also where x has none."""
     if x.numel() == 0:
-        scale = x.new_ones(() if whole else (*x.shape[:-1], 1))
-    else:
-        largest = x.abs().amax() if whole else x.abs().amax(-1, keepdim=True)
-        scale = torch.where(largest > 0, largest / torch.finfo(dtype).max, 1)
+        return x.new_ones(() if whole else (*x.shape[:-1], 1))
+    largest = x.abs().amax() if whole else x.abs().amax(-1, keepdim=True)
+    return torch.where(largest > 0, (largest / torch.finfo(dtype).max).clamp(min=torch.finfo(x.dtype).tiny), 1)
+
+
+def rounded_by(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """x / scale in `dtype`; beyond its largest number that number, neither infinite nor NaN."""
     limit = torch.finfo(dtype).max
-    return (x / scale).clamp(-limit, limit).to(dtype), scale
+    return (x / scale).clamp(-limit, limit).to(dtype)
 
 
 def widened(payload: Tensor, dtype: torch.dtype) -> Tensor:

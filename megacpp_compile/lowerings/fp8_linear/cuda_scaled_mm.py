@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacpp_compile.lowerings.fp8_linear.reference import cast, fp8_quantize, scale_of
+from megacpp_compile.lowerings._fp8 import rounded_by, scale_of
+from megacpp_compile.lowerings.fp8_linear.reference import DTYPES, fp8_quantize
 
 __all__ = ["fp8_linear", "fp8_linear_backward", "fp8_quantize", "supports"]
 
@@ -55,11 +56,11 @@ def fp8_linear_backward(
     grad_format: str,
     x_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    grad = grad.flatten(0, -2)
-    scale = scale_of(grad, grad_format)
-    scale_inv = scale.reciprocal()
-    rows, columns = cast(grad, scale, grad_format).contiguous(), cast(grad.t(), scale, grad_format).contiguous()
-    w_columns = cast(weight.t(), w_scale_inv.reciprocal(), "e4m3").contiguous()
+    grad, format = grad.flatten(0, -2).to(torch.float32), DTYPES[grad_format]
+    scale_inv = scale_of(grad, format, whole=True)
+    rows = rounded_by(grad, scale_inv, format).contiguous()
+    columns = rounded_by(grad.t(), scale_inv, format).contiguous()
+    w_columns = rounded_by(weight.t().to(torch.float32), w_scale_inv, DTYPES["e4m3"]).contiguous()
     dx = _scaled(rows, scale_inv, w_columns, w_scale_inv, x_dtype, fast=False).unflatten(0, x8.shape[:-1])
     x_columns = x8.flatten(0, -2).t().contiguous()
     dw = _scaled(columns, scale_inv, x_columns, x_scale_inv, weight.dtype, fast=False)

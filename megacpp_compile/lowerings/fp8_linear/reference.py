@@ -6,32 +6,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megacpp_compile.lowerings._fp8 import round_to_fp8, rounded_by, widened
+
 DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
-def scale_of(x: Tensor, format: str) -> Tensor:
-    """What x is multiplied by so that its largest value becomes the format's largest: float32, [].
-
-    1 for a tensor of zeros, and never so large that its inverse is subnormal.
-    """
-    amax = x.detach().abs().amax().to(torch.float32)
-    scale = torch.finfo(DTYPES[format]).max / amax
-    return torch.where(amax > 0, scale.clamp(max=torch.finfo(torch.float32).max / 4), 1.0)
-
-
-def cast(x: Tensor, scale: Tensor, format: str) -> Tensor:
-    """x * scale, rounded once, clamped rather than infinite or NaN beyond the largest value."""
-    largest = torch.finfo(DTYPES[format]).max
-    return (x.to(torch.float32) * scale).clamp(-largest, largest).to(DTYPES[format])
-
-
 def fp8_quantize(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
-    scale = scale_of(x, format)
-    return cast(x, scale, format).contiguous(), scale.reciprocal()
+    payload, scale = round_to_fp8(x.to(torch.float32), DTYPES[format], whole=True)
+    return payload.contiguous(), scale
 
 
 def _product(a: Tensor, a_scale_inv: Tensor, b: Tensor, b_scale_inv: Tensor, dtype: torch.dtype) -> Tensor:
-    return (a.to(torch.float32) @ b.to(torch.float32) * (a_scale_inv * b_scale_inv)).to(dtype)
+    return (widened(a, torch.float32) @ widened(b, torch.float32) * (a_scale_inv * b_scale_inv)).to(dtype)
 
 
 def fp8_linear(
@@ -59,7 +45,7 @@ def fp8_linear_backward(
     x_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     g8, g_scale_inv = fp8_quantize(grad, grad_format)
-    w8 = cast(weight, w_scale_inv.reciprocal(), "e4m3")
+    w8 = rounded_by(weight.to(torch.float32), w_scale_inv, DTYPES["e4m3"])
     dx = _product(g8, g_scale_inv, w8, w_scale_inv, x_dtype)
     dw = _product(g8.flatten(0, -2).t(), g_scale_inv, x8.flatten(0, -2), x_scale_inv, weight.dtype)
     return dx, dw
