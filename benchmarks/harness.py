@@ -39,6 +39,7 @@ class Runner:
     measures: dict[str, Callable[[], Any]]
     results: Callable[[], list[Tensor]] | None = None  # None: nothing to check
     saved: Callable[[], int] | None = None
+    peak: Callable[[Callable[[], Any]], int] | None = None  # in the place of the device's own count
 
 
 @dataclasses.dataclass
@@ -193,8 +194,10 @@ def _observe(row: dict[str, Any], runner: Runner, case: Case, settings: Settings
     whole = runner.measures.get(STEP) or next(iter(runner.measures.values()))
     if runner.saved is not None:
         row["saved_mib"] = runner.saved() / 2**20
+    peak = runner.peak or (observe.peak_bytes if settings.device.type == "cuda" else None)
+    if peak is not None:
+        row["peak_mib"] = peak(whole) / 2**20
     if settings.device.type == "cuda":
-        row["peak_mib"] = observe.peak_bytes(whole) / 2**20
         row["waits"] = observe.waits_for_device(whole)
     if case.attention:
         row["attention"] = observe.attention_kernels(whole, settings.device)

@@ -30,6 +30,8 @@ def sites(row: dict[str, Any]) -> Iterator[None]:
         ]  # fmt: skip
     if report.misses:
         row["near_misses"] = sorted({f"{m.pass_name}: {m.reason}" for m in report.misses})
+    if found := [f.peak for f in report.frames if f.peak]:
+        row["peaks"] = found
     if fallen := [f.reason for f in report.frames if not f.captured]:
         row["fell_back"] = fallen
 
@@ -87,6 +89,14 @@ def waits_for_device(fn: Callable[[], Any]) -> bool:
     finally:
         torch.cuda.set_sync_debug_mode(before)
     return False
+
+
+def peak_bytes_on_cpu(fn: Callable[[], Any]) -> int:
+    """Main memory that torch allocates for `fn` at its peak."""
+    from megacpp_compile.remat.measuring import peak_bytes
+
+    fn()
+    return peak_bytes(fn, "cpu")
 
 
 def attention_kernels(fn: Callable[[], Any], device: torch.device) -> list[str]:

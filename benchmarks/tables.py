@@ -50,6 +50,9 @@ def notes(table: dict[str, Any]) -> list[str]:
             said.append(f"{name}: {'FAILED' if row.get('failed') else 'not here'}: {row['missing']}")
         if row.get("ok") is False:
             said.append(f"{name}: WRONG: {row['worst']} errs by {row['error']:.2e}, bound {row['bound']:.2e}")
+        if "predicted_mib" in row:
+            said.append(f"{name}: peak {row['peak_mib']:.4g} MiB measured, {row['predicted_mib']:.4g} predicted "
+                        f"({row['predicted_by_measured']:.3f}x){_limit(row)}")  # fmt: skip
         if "sites" in row:
             said.append(f"{name}: fused {fused(row)}")
         if row["kind"] == "ours" and "near_misses" in row:
@@ -106,3 +109,10 @@ def markdown(table: dict[str, Any]) -> str:
     lines += ["| " + " | ".join(line) + " |" for line in cells(table)]
     said = [f"- {note}" for note in notes(table)]
     return "\n".join([*lines, "", *said, ""] if said else [*lines, ""])
+
+
+def _limit(row: dict[str, Any]) -> str:
+    if "limit_mib" not in row:
+        return ""
+    verdict = "met" if row["met"] else "MISSED"
+    return f"; limit {row['limit_mib']:.5g} on the device, {row['device_mib']:.5g} there: {verdict}"

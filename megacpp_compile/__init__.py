@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from megacpp_compile.config import Config
     from megacpp_compile.estimating import Estimate, estimate
     from megacpp_compile.explaining import explain
+    from megacpp_compile.fitting import Fit, fit
     from megacpp_compile.precision.layer_spec import NativeLayerSpec, te_layer_spec
     from megacpp_compile.precision.plan import PrecisionPlan
     from megacpp_compile.precision.replace import replace_linears
@@ -29,13 +30,14 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "CheckpointingPolicy", "Config", "Estimate", "NativeLayerSpec", "PrecisionPlan", "Report", "backend", "compile",
-    "estimate", "explain", "record", "replace_linears", "te_layer_spec",
+    "CheckpointingPolicy", "Config", "Estimate", "Fit", "NativeLayerSpec", "PrecisionPlan", "Report", "backend",
+    "compile", "estimate", "explain", "fit", "record", "replace_linears", "te_layer_spec",
 ]  # fmt: skip
 
 _HOME = {
     "Config": "config", "Report": "report", "record": "report", "explain": "explaining", "backend": "backend",
     "compile": "regional", "estimate": "estimating", "Estimate": "estimating", "CheckpointingPolicy": "remat.policy",
+    "Fit": "fitting", "fit": "fitting",
     "PrecisionPlan": "precision.plan", "replace_linears": "precision.replace",
     "te_layer_spec": "precision.layer_spec", "NativeLayerSpec": "precision.layer_spec",
 }  # fmt: skip

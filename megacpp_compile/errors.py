@@ -320,6 +320,24 @@ class BlockNotFoundError(MegacppError, ValueError):
         )
 
 
+class FitError(MegacppError):
+    """No policy makes a training step fit into the memory there is.
+
+    Args:
+        limit: bytes there are.
+        lowest: bytes of the lowest estimated peak.
+        lever: the policy that has it, in words.
+    """
+
+    def __init__(self, limit: int, lowest: int, lever: str) -> None:
+        self.limit, self.lowest, self.lever = limit, lowest, lever
+        super().__init__(
+            f"no policy fits a training step into {limit / 2**30:.3g} GiB: the lowest estimated peak is "
+            f"{lowest / 2**30:.3g} GiB ({lever}). Make the batch smaller, shard the model, or choose an optimizer with "
+            "less state."
+        )
+
+
 class EstimateError(MegacppError):
     """The model's forward depends on the values of its tensors, so that its memory cannot be told from shapes.
 

@@ -7,27 +7,27 @@ blocks, after our passes, each block by itself as `megacpp_compile.compile` comp
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses import FakeTensorMode
 
-from megacpp_compile import handoff
+from megacpp_compile import report
 from megacpp_compile.backend import check_torch
 from megacpp_compile.config import Config
-from megacpp_compile.errors import BadOptionError, EstimateError, NotAModuleError, TargetUnavailableError
+from megacpp_compile.errors import BadOptionError, NotAModuleError, TargetUnavailableError
+from megacpp_compile.fake_run import FakeRun, Saved, bytes_of
 from megacpp_compile.passes._driver import pass_names
-from megacpp_compile.regional import Regional, compile_in_place
 from megacpp_compile.regions import Kind, find_kinds
-from megacpp_compile.report import Region, bytes_text
+from megacpp_compile.report import bytes_text
 from megacpp_compile.report_table import family, table_text
 
 # Bytes of state for each trainable parameter.
 OPTIMIZERS = {"adamw": 8.0, "adamw_bf16": 4.0, "adamw_8bit": 2.0, "adamw_master": 12.0, "momentum": 4.0, "sgd": 0.0}
+
+_LEVERS = {"saved": "saved", "again": "computed again", "offloaded": "offloaded"}
 
 OUTSIDE = "(outside the blocks)"
 
@@ -63,6 +63,9 @@ class Estimate:
         optimizer: state of `optimizer_name`.
         activations: by kind of block, what is outside of blocks last.
         device: what was estimated for; which attention runs, and so what it saves, depends on it.
+        levers: under a policy, by kind of block ("ablock", ..., "" between blocks) over all blocks: bytes "saved" on
+            the device, "offloaded" to main memory, and computed "again" of what backward reads.
+        transient: under a policy, the most that one block takes in its forward or backward beyond what it saves.
     """
 
     parameters: int
@@ -72,6 +75,8 @@ class Estimate:
     optimizer_name: str
     activations: tuple[Activations, ...]
     device: str
+    levers: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    transient: int = 0
 
     @property
     def eager(self) -> int:
@@ -91,11 +96,21 @@ class Estimate:
         activations = self.eager if self.compiled is None else self.compiled
         return self.parameters + self.buffers + self.gradients + self.optimizer + activations
 
+    @property
+    def peak(self) -> int:
+        """The peak of a step, as far as it can be told block by block: `total`, with what one block's backward takes,
+        but activations and gradients are not all there at once. Less what runs outside of the blocks."""
+        activations = self.eager if self.compiled is None else self.compiled
+        away = sum(lever["offloaded"] for lever in self.levers.values())
+        most = max(activations - away, self.gradients) + self.transient
+        return self.parameters + self.buffers + self.optimizer + most
+
     def to_dict(self) -> dict[str, Any]:
         """Plain containers, fit for JSON."""
         values = asdict(self)
         values["activations"] = list(values["activations"])
-        return {**values, "eager": self.eager, "compiled": self.compiled, "total": self.total}
+        return {**values, "eager": self.eager, "compiled": self.compiled, "total": self.total,
+                "peak": self.peak}  # fmt: skip
 
     def __str__(self) -> str:
         state = {"parameters": self.parameters, "buffers": self.buffers, "gradients": self.gradients,
@@ -110,6 +125,9 @@ class Estimate:
         compiled = "-" if self.compiled is None else bytes_text(self.compiled)
         rows.append(("activations", "all", "", bytes_text(self.eager), compiled))
         whole = "-" if self.compiled is None else bytes_text(self.total)
+        for kind, lever in self.levers.items():
+            text = ", ".join(f"{bytes_text(lever[name])} {word}" for name, word in _LEVERS.items() if lever[name])
+            rows.append(("policy", kind or "between blocks", "", "", text or "0 B saved"))
         rows.append(("total", "", "", bytes_text(sum(state.values()) + self.eager), whole))
         title = f"estimated memory of a step on {self.device}"
         return table_text(title, ("what", "module", "class", "eager", "megacpp"), rows)
@@ -134,6 +152,8 @@ def estimate(
     compiled: also count what this compiler's graphs save, at the price of tracing every kind of block.
     options: fields of `Config`, for what is compiled.
 
+    What it says is in `report.estimate` of every open `record()`, too; what is traced for it is in none.
+
     Raises EstimateError where the model needs the values of its inputs, and what its forward raises on those shapes.
     """
     check_torch()
@@ -144,19 +164,24 @@ def estimate(
     parameters = list(model.parameters())
     place = _place(device, parameters)
     kinds = find_kinds(model)
-    run = _Run(model, args, kwargs, place, kinds)
+    run = FakeRun(model, args, kwargs, place, kinds)
     eager = run.eager()
     graphs = run.compiled(config) if compiled else None
+    levers, transient = _levers(run.frames)
     trainable = [p for p in parameters if p.requires_grad]
-    return Estimate(
-        parameters=sum(map(_bytes, parameters)),
-        buffers=sum(map(_bytes, model.buffers())),
-        gradients=sum(map(_bytes, trainable)),
+    found = Estimate(
+        parameters=sum(map(bytes_of, parameters)),
+        buffers=sum(map(bytes_of, model.buffers())),
+        gradients=sum(map(bytes_of, trainable)),
         optimizer=int(per_parameter * sum(p.numel() for p in trainable)),
         optimizer_name=optimizer if isinstance(optimizer, str) else f"{optimizer:g} bytes a parameter",
         activations=tuple(_activations(kinds, eager, graphs)),
         device=str(place),
+        levers=levers,
+        transient=transient,
     )
+    report.emit_estimate(found.to_dict())
+    return found
 
 
 def _place(device: str | torch.device | None, parameters: Sequence[nn.Parameter]) -> torch.device:
@@ -178,11 +203,29 @@ def _per_parameter(optimizer: str | float) -> float:
     raise BadOptionError("optimizer", optimizer, wanted, tuple(OPTIMIZERS))
 
 
-# Name of a module -> bytes first packed while it was the innermost one running.
-_Saved = dict[str, int]
+def _levers(frames: Sequence[report.Frame]) -> tuple[dict[str, dict[str, int]], int]:
+    """(`Estimate.levers`, `Estimate.transient`) of the frames of all blocks. The first block may be compiled by itself,
+    as its input asks for no gradient: of frames of one place in the code that keeps the most counts for all."""
+    places: dict[tuple[str, str], report.Frame] = {}
+    for frame in frames:
+        if frame.remat is not None and frame.peak is not None:
+            key = frame.block, frame.name
+            if key not in places or _kept(places[key]) < _kept(frame):
+                places[key] = frame
+    found: dict[str, dict[str, int]] = {}
+    for frame in places.values():
+        for kind, numbers in (frame.remat or {}).items():
+            levers = found.setdefault(kind, dict.fromkeys(_LEVERS, 0))
+            for name in _LEVERS:
+                levers[name] += max(frame.blocks, 1) * numbers[name]
+    return found, max(((f.peak or {})["transient"] for f in places.values()), default=0)
 
 
-def _activations(kinds: Sequence[Kind], eager: _Saved, graphs: _Saved | None) -> Iterator[Activations]:
+def _kept(frame: report.Frame) -> int:
+    return sum(numbers["saved"] for numbers in (frame.remat or {}).values())
+
+
+def _activations(kinds: Sequence[Kind], eager: Saved, graphs: Saved | None) -> Iterator[Activations]:
     rest, rest_compiled = dict(eager), dict(graphs or {})
     for kind in kinds:
         parts: dict[str, int] = {}
@@ -195,146 +238,3 @@ def _activations(kinds: Sequence[Kind], eager: _Saved, graphs: _Saved | None) ->
                           None if graphs is None else compiled, parts)  # fmt: skip
     left = None if graphs is None else sum(rest_compiled.values())
     yield Activations(OUTSIDE if kinds else "(the model)", "", 1, sum(rest.values()), left, {})
-
-
-class _Run:
-    """A model and its inputs, ready to run on fake tensors."""
-
-    def __init__(
-        self, model: nn.Module, args: Any, kwargs: Any, device: torch.device, kinds: Sequence[Kind]
-    ) -> None:
-        self.model, self.inputs, self.device, self.kinds = model, (args, kwargs), device, kinds
-        self.blocks = {fqn: m for kind in kinds for fqn, m in zip(kind.fqns, kind.modules, strict=True)}
-
-    def eager(self) -> _Saved:
-        parts = dict(self.blocks)
-        for fqn, block in self.blocks.items():
-            parts |= {f"{fqn}.{name}": child for name, child in block.named_children()}
-        with self._fakes() as (mode, (args, kwargs)), _calls(self.model), _Labels(parts) as labels:
-            return self._count(mode, lambda: self.model(*args, **kwargs), labels)
-
-    def compiled(self, config: Config) -> _Saved:
-        chosen = self.blocks or {"": self.model}
-        regions = [Region(tuple(chosen), "", 0, "compiled")]
-        backend = Regional(self.model, regions, config, None, handoff.without_kernels)
-        torch._dynamo.reset()  # a code object keeps its compiled frames: none may be left that would run on fakes
-        try:
-            with self._fakes() as (mode, (args, kwargs)), _calls(self.model):
-                for module in chosen.values():
-                    compile_in_place(module, len(chosen), backend=backend)
-                with _Labels(self.blocks) as labels, torch._functorch.config.patch(enable_autograd_cache=False):
-                    return self._count(mode, lambda: self.model(*args, **kwargs), labels)
-        finally:
-            torch._dynamo.reset()
-
-    def _count(self, mode: FakeTensorMode, forward: Callable[[], Any], labels: _Labels) -> _Saved:
-        own = {_storage(t) for t in (*self.model.parameters(), *self.model.buffers(), *self._tensors)}
-        alive: list[torch.Tensor] = []  # storages are told apart by address, so none may be freed while counting
-        kept: dict[int, tuple[str, int]] = {}
-
-        def pack(t: torch.Tensor) -> torch.Tensor:
-            if (key := _storage(t)) not in own:
-                kept.setdefault(key, (labels.current, _bytes_of_storage(t)))
-            alive.append(t)
-            return t
-
-        try:
-            with mode, torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-                result = forward()
-        except (torch._subclasses.fake_tensor.DataDependentOutputException,
-                torch._subclasses.fake_tensor.DynamicOutputShapeException) as error:  # fmt: skip
-            raise EstimateError(str(error)) from error
-        del result
-        saved: _Saved = {}
-        for label, size in kept.values():
-            saved[label] = saved.get(label, 0) + size
-        return saved
-
-    @contextlib.contextmanager
-    def _fakes(self) -> Iterator[tuple[FakeTensorMode, Any]]:
-        """Model and inputs on fake tensors of the device, for the time of a `with`."""
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
-        memo: dict[int, torch.Tensor] = {}  # tied weights stay tied
-
-        def fake(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor):
-                return value
-            if id(value) not in memo:
-                memo[id(value)] = _fake(value, mode, self.device)
-            return memo[id(value)]
-
-        kept: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        try:
-            for module in self.model.modules():
-                for table in (module._parameters, module._buffers):
-                    kept.append((table, dict(table)))
-                    table.update({name: fake(value) for name, value in table.items()})
-            inputs = torch.utils._pytree.tree_map(fake, self.inputs)
-            self._tensors = [t for t in torch.utils._pytree.tree_leaves(inputs) if isinstance(t, torch.Tensor)]
-            yield mode, inputs
-        finally:
-            for table, values in kept:
-                table.update(values)
-
-
-def _fake(value: torch.Tensor, mode: FakeTensorMode, device: torch.device) -> torch.Tensor:
-    with mode:
-        made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
-    if isinstance(value, nn.Parameter):
-        return nn.Parameter(made, value.requires_grad)
-    return made.requires_grad_(value.requires_grad)
-
-
-@contextlib.contextmanager
-def _calls(model: nn.Module) -> Iterator[None]:
-    """What the model's modules were compiled with is put aside."""
-    kept = [(module, module._compiled_call_impl) for module in model.modules()]
-    try:
-        for module, _ in kept:
-            module._compiled_call_impl = None
-        yield
-    finally:
-        for module, call in kept:
-            module._compiled_call_impl = call
-
-
-class _Labels:
-    """Knows which of some modules is running, the innermost one. Around what they call, as hooks would be traced."""
-
-    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
-        self.modules, self.stack = modules, [""]
-
-    @property
-    def current(self) -> str:
-        return self.stack[-1]
-
-    def __enter__(self) -> _Labels:
-        for name, module in self.modules.items():
-            module._compiled_call_impl = self._labelled(name, module._compiled_call_impl or module._call_impl)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass  # _calls restores
-
-    def _labelled(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def labelled(*args: Any, **kwargs: Any) -> Any:
-            self.stack.append(name)
-            try:
-                return call(*args, **kwargs)
-            finally:
-                self.stack.pop()
-
-        return labelled
-
-
-def _storage(t: torch.Tensor) -> int:
-    return t.untyped_storage()._cdata
-
-
-def _bytes(t: torch.Tensor) -> int:
-    return t.numel() * t.element_size()
-
-
-def _bytes_of_storage(t: torch.Tensor) -> int:
-    n = t.untyped_storage().nbytes()
-    return n if isinstance(n, int) else int(n.node.hint or 0)

@@ -32,7 +32,8 @@ from megacpp_compile.lowerings._registry import choose, semantic_ops
 from megacpp_compile.lowerings._tuning import autotune, tracing
 from megacpp_compile.provenance import module_fqn, source_line
 from megacpp_compile.remat.measuring import allocated
-from megacpp_compile.remat.peak import ALONE, Surroundings
+from megacpp_compile.remat.offload import Offload
+from megacpp_compile.remat.peak import Surroundings
 from megacpp_compile.remat.tagging import TagForRemat, Tell
 
 
@@ -234,14 +235,23 @@ def _with_policy(
     if config.policy is None:
         return patches
     user = patches.get("joint_custom_post_pass", inductor_config.joint_custom_post_pass)
-    around = ALONE
+    inputs = tuple(
+        i for i, x in enumerate(example_inputs)
+        if isinstance(x, torch.Tensor) and x.requires_grad and not isinstance(x, torch.nn.Parameter)
+    )  # fmt: skip
+    given = 0
     if config.policy.peak_gib is not None:
         on = next((x.device for x in example_inputs if isinstance(x, torch.Tensor) and x.device.type == "cuda"), "cpu")
-        around = Surroundings(copies, allocated(on))
+        given = allocated(on)
+    around = Surroundings(copies, given, inputs, len(example_inputs))
     tags = TagForRemat(config.policy, dict(config.block_kinds), user, tell, around)
     # To use a dead buffer again Inductor holds it until then: memory that a policy is there to save, and that the
     # device's own allocator hands out again at once.
-    return {"allow_buffer_reuse": False, **patches, "joint_custom_post_pass": tags}
+    patches = {"allow_buffer_reuse": False, **patches, "joint_custom_post_pass": tags}
+    if config.policy.offload != "none":
+        partitioner = patches.get("custom_partitioner_fn", inductor_config.custom_partitioner_fn)
+        patches["custom_partitioner_fn"] = Offload(partitioner)
+    return patches
 
 
 def _inner(kernels: Any) -> dict[str, Any]:

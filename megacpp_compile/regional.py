@@ -109,6 +109,12 @@ def compile_in_place(module: nn.Module, blocks: int, **settings: Any) -> None:
     module._compiled_call_impl = torch.compile(call, **settings)
 
 
+def uncompile(model: nn.Module) -> None:
+    """Undo `compile`: the modules of `model` run in eager again."""
+    for module in model.modules():
+        module._compiled_call_impl = None
+
+
 def _why_whole(model: nn.Module, kinds: Sequence[Kind], whole_below: int) -> str | None:
     """Why the model is compiled as one; None: block by block."""
     blocks = sum(len(kind.modules) for kind in kinds)

@@ -106,11 +106,13 @@ class Frame:
         seconds: stage -> wall-clock seconds; stages do not overlap, so the sum is the whole.
         grad: True when compiled for training.
         remat: what the policy decided: kind of block ("ablock", ..., "" for what lies between blocks) -> entries
-            in force, blocks, bytes saved for backward, and the number of nodes computed again. None without a
-            policy, for inference, and where the code came from a cache.
+            in force, blocks, bytes "saved" for backward, "offloaded" to main memory until then, and read by backward
+            but computed "again", and the number of nodes "recomputed". None without a policy, for inference, and
+            where the code came from a cache.
         peak: under a policy, bytes allocated on the device at the peak of a training step: "before" the step (what
             its graph reads, or all that there was when a limit asked for it), "step" on top, "predicted" (both), and
-            the "limit" that was asked for or None. With one artifact for several blocks, of all of them.
+            the "limit" that was asked for or None. With one artifact for several blocks, of all of them; "transient"
+            is what one of them takes beyond what it saves.
         block: the repeated block it was compiled for, the first of those that run it; "" outside of
             `megacpp_compile.compile`.
         blocks: how many blocks of that structure the model has, itself included; 0 outside of blocks.
@@ -162,7 +164,7 @@ class Report:
         sites: one per op put in place.
         misses: one per near miss.
         regions: the parts that `megacpp_compile.compile` made of its models.
-        estimate: what `megacpp_compile.fit` found out about the model's memory before it compiled, as plain data.
+        estimate: the last that `megacpp_compile.estimate` or `fit` said inside, as plain data.
         measured_peak: bytes allocated on the device at the peak of the step that `measure` ran.
     """
 
@@ -293,6 +295,27 @@ def record(known_passes: Iterable[str] = ()) -> Iterator[Report]:
     finally:
         with _lock:  # by identity: two empty reports are equal
             _open_reports[:] = [other for other in _open_reports if other is not report]
+
+
+@contextmanager
+def aside() -> Iterator[Report]:
+    """Collect what is compiled inside for this report alone: what is only tried out is none of the others' business."""
+    report = Report()
+    with _lock:
+        others = list(_open_reports)
+        _open_reports[:] = [report]
+    try:
+        yield report
+    finally:
+        with _lock:
+            _open_reports[:] = others
+
+
+def emit_estimate(estimate: dict[str, Any]) -> None:
+    """Attach an estimate to every open report."""
+    with _lock:
+        for report in _open_reports:
+            report.estimate = estimate
 
 
 def active() -> bool:

@@ -120,9 +120,11 @@ def _kept(report: Report) -> _Section:
     for frame in report.frames:
         for kind, found in (frame.remat or {}).items():
             blocks = str(found["blocks"]) if kind else "-"
-            entries, again = ", ".join(found["entries"]), str(found["recomputed"])
-            rows.append((str(frame.index), kind or "between", blocks, entries, bytes_text(found["saved"]), again))
-    headers = ("#", "kind of block", "blocks", "policy", "saved for backward", "nodes computed again")
+            entries, nodes = ", ".join(found["entries"]), str(found["recomputed"])
+            levers = [bytes_text(found[lever]) for lever in ("saved", "again", "offloaded")]
+            rows.append((str(frame.index), kind or "between", blocks, entries, *levers, nodes))
+    headers = ("#", "kind of block", "blocks", "policy", "saved for backward", "computed again", "offloaded",
+               "nodes computed again")  # fmt: skip
     return _Section("remat", headers, rows)
 
 

@@ -60,14 +60,11 @@ def budgeted(budget: float) -> Callable[[nn.Module], Callable[..., Any]]:
     return lambda model: torch.compile(model, backend=backend)
 
 
+Rows = dict[str, tuple[str, Callable[[nn.Module], Callable[..., Any]]]]
+
+
 def cases(settings: Settings) -> Iterator[Case]:
-    size, hidden, layers = (QUICK[0], 96, 2) if settings.quick else (SIZES[0], 5632, 6)
-    model = stack(size, hidden, layers).to(settings.device, torch.bfloat16)
-    args = inputs(size, settings)
-    leaves = leaves_of(model, args[0])
-    with torch.no_grad():
-        grads = [torch.randn_like(model(*args))]
-    rows: dict[str, tuple[str, Callable[[nn.Module], Callable[..., Any]]]] = {
+    rows: Rows = {
         "eager": ("eager", lambda model: model),
         "Inductor": ("inductor", inductor),
         **{f"Inductor, budget {b}": ("inductor", budgeted(b)) for b in (0.8, 0.6, 0.4, 0.2)},
@@ -76,6 +73,23 @@ def cases(settings: Settings) -> Iterator[Case]:
         **{f"megacpp, {name}": ("ours", ours({"policy": policy})) for name, policy in POLICIES.items()},
         "Inductor, again": ("control", inductor),
     }
+    yield case("remat", settings, *problem(settings), rows)
+
+
+def problem(settings: Settings) -> tuple[nn.Module, list[Tensor], dict[str, Any]]:
+    """(model, its inputs, sizes)."""
+    size, hidden, layers = (QUICK[0], 96, 2) if settings.quick else (SIZES[0], 5632, 6)
+    model = stack(size, hidden, layers).to(settings.device, torch.bfloat16)
+    return model, list(inputs(size, settings)), {"size": size, "hidden": hidden, "layers": layers}
+
+
+def case(
+    subject: str, settings: Settings, model: nn.Module, args: list[Tensor], chosen: dict[str, Any], rows: Rows
+) -> Case:
+    size, hidden, layers = chosen["size"], chosen["hidden"], chosen["layers"]
+    leaves = leaves_of(model, args[0])
+    with torch.no_grad():
+        grads = [torch.randn_like(model(*args))]
 
     def wide() -> list[Tensor]:
         other = stack(size, hidden, layers).to(settings.device, wider(torch.bfloat16))
@@ -92,7 +106,7 @@ def cases(settings: Settings) -> Iterator[Case]:
     sizes = {**dataclasses.asdict(size), "hidden": hidden, "layers": layers}
     names = ["output", "grad x", *(f"grad {name}" for name, _ in model.named_parameters())]
     name = f"{layers} layers of {size.name}"
-    yield Case("remat", name, sizes, work, wide, contestants, torch.bfloat16, names)
+    return Case(subject, name, sizes, work, wide, contestants, torch.bfloat16, names)
 
 
 def tables(settings: Settings) -> Iterator[dict[str, Any]]:

@@ -24,7 +24,7 @@ from megacpp_compile.provenance import module_fqn
 from megacpp_compile.remat import costs
 from megacpp_compile.remat.kinds import Place
 from megacpp_compile.remat.nodes import base_of, is_pinned
-from megacpp_compile.remat.plan import AGAIN, Plan, beyond_views, choices, kept_bytes, settle
+from megacpp_compile.remat.plan import AGAIN, Plan, choices, kept_bytes, leaves_layer, settle
 
 _CHAIN = 8
 
@@ -42,7 +42,7 @@ def solve(
 ) -> dict[Node, str]:
     """`wishes` with levers pulled until `fits`, or all of them. kind: whose values are levers, None for all; peak: a
     plan's bytes at its predicted peak; lowering: begin with the steps that lower the peak."""
-    fixed = choices(forward) | {n for n in forward if is_pinned(n) or _leaves_layer(n, places)}
+    fixed = choices(forward) | {n for n in forward if is_pinned(n) or leaves_layer(n, places)}
     movable = {n for n in forward if n not in fixed and (kind is None or places[n].kind == kind)}
     start = reached = wishes, settle(forward, needed, wishes)
     if fits(start[1]):
@@ -143,7 +143,3 @@ def _likeness(node: Node) -> tuple[object, ...]:
     name = re.sub(r"\d+", "#", module_fqn(node))
     return str(node.target), name, str(node.meta.get("val")), tuple(str(a.target)[:24] for a in node.all_input_nodes
                                                                    if a.op == "call_function")  # fmt: skip
-
-
-def _leaves_layer(node: Node, places: Mapping[Node, Place]) -> bool:
-    return any(u in places and places[u].layer != places[node].layer for u in beyond_views(node))

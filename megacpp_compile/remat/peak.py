@@ -24,6 +24,7 @@ from megacpp_compile.remat.sides import backward_nodes, joint
 
 if TYPE_CHECKING:
     from megacpp_compile.remat.plan import Plan
+    from megacpp_compile.remat.policy import CheckpointingPolicy
 
 # A limit is to be met though the prediction may be off by this much.
 MARGIN = 1.03
@@ -49,32 +50,50 @@ _IN_PLACE = ("megacpp::mla_rope_q", "megacpp::rope_qk")
 @dataclasses.dataclass(frozen=True)
 class Peak:
     """Bytes of a step beyond what was allocated before it. `forward`, `backward`: at their peaks; `saved`: between the
-    two, the outputs included; `gradients`: what backward hands back."""
+    two, the `outputs` included; `gradients`: what backward hands back."""
 
     forward: int
     backward: int
     saved: int
     gradients: int
+    outputs: int = 0
 
-    def of(self, copies: int = 1) -> int:
+    def of(self, copies: int = 1, passed_on: bool = False) -> int:
         """The peak where `copies` such graphs run one after the other, and their backwards in turn. Each has its own
-        peak with what the forwards before it keep, or with the gradients of the backwards behind it."""
-        return max(self.forward, self.backward) + (copies - 1) * max(self.saved, self.gradients)
+        peak with what the forwards before it keep, or with the gradients of the backwards behind it. passed_on: the
+        output of one, which is the input of the next, waits elsewhere."""
+        waiting = self.saved - (self.outputs if passed_on else 0)
+        return max(self.forward, self.backward) + (copies - 1) * max(waiting, self.gradients)
 
 
 @dataclasses.dataclass(frozen=True)
 class Surroundings:
     """What a graph shares its device with. `copies`: how many graphs like it run in a step, itself included;
-    `given`: bytes allocated when it was compiled, 0 where nothing counts them."""
+    `given`: bytes allocated when it was compiled, 0 where nothing counts them; `inputs`: which of its `of` inputs are
+    activations, by position."""
 
     copies: int = 1
     given: int = 0
+    inputs: tuple[int, ...] = ()
+    of: int = 0
+
+    def activations(self, graph: fx.Graph) -> list[Node]:
+        """The graph's inputs that are activations; none where they cannot be told from parameters."""
+        late = backward_nodes(graph)
+        holders = [n for n in graph.nodes if n.op == "placeholder" and n not in late]
+        return [holders[i] for i in self.inputs] if len(holders) == self.of else []
+
+    def passed_on(self, graph: fx.Graph, policy: CheckpointingPolicy) -> list[Node]:
+        """Inputs that wait in main memory: what came from a block like this one, where blocks are graphs."""
+        return self.activations(graph) if self.copies > 1 and policy.offload != "none" else []
 
     def before(self, graph: fx.Graph) -> int:
-        """Bytes allocated before a step, at least what the graph itself reads."""
+        """Bytes allocated before a step, at least what the graphs read that none of them makes."""
         late = backward_nodes(graph)
-        holders = (n for n in graph.nodes if n.op == "placeholder" and n not in late)
-        return max(self.given, self.copies * sum(rounded(n.meta.get("val")) for n in holders))
+        holders = {n for n in graph.nodes if n.op == "placeholder" and n not in late}
+        passed = set(self.activations(graph))
+        own = sum(rounded(n.meta.get("val")) for n in holders - passed)
+        return max(self.given, self.copies * own + sum(rounded(n.meta.get("val")) for n in passed))
 
 
 ALONE = Surroundings()
@@ -118,6 +137,7 @@ class Liveness:
             backward=second.peak(began, outputs, returning) + tangents,
             saved=sum(between.values()),
             gradients=gradients,
+            outputs=sum({b: size for n in self.outputs for b, size in first.sizes_of(n)}.values()),
         )
 
 

@@ -20,6 +20,7 @@ from torch.fx import Node
 from torch.utils.checkpoint import CheckpointPolicy as Tag
 
 from megacpp_compile.errors import PeakUnreachableError
+from megacpp_compile.remat import offload
 from megacpp_compile.remat.kinds import Place
 from megacpp_compile.remat.nodes import base_of, is_core, is_pinned, is_product, is_selection, is_view, name_of, nbytes
 from megacpp_compile.remat.peak import ALONE, MARGIN, Liveness, Surroundings
@@ -67,10 +68,11 @@ def make(
         from megacpp_compile.remat import budget
 
         live = Liveness(forward[0].graph)
+        passed_on = bool(around.passed_on(forward[0].graph, policy))
 
         @functools.lru_cache(maxsize=2)  # a plan is looked at when it is made, and when it is taken
         def peak(plan: Plan) -> int:
-            return live(plan).of(around.copies)
+            return live(plan, set(offload.chosen(plan, places, policy))).of(around.copies, passed_on)
 
         for kind, fraction in policy.budgets():
             allowed = fraction * budget.read_bytes(needed, forward, places, kind)
@@ -204,8 +206,7 @@ class _Wishes:
         if entry == "none":
             return FREE
         place = self.places[node]
-        leaving = any(self.places[u].layer != place.layer for u in beyond_views(node) if u in self.inner)
-        if leaving and self._weight(node):
+        if leaves_layer(node, self.places) and self._weight(node):
             return SAVE  # else one layer's backward would compute the layers before it
         if entry in ("full", "full_plus_norms") and place.kind:
             return RECOMPUTE
@@ -276,6 +277,11 @@ def beyond_views(node: Node) -> Iterable[Node]:
             yield from beyond_views(user)
         else:
             yield user
+
+
+def leaves_layer(node: Node, places: Mapping[Node, Place]) -> bool:
+    """Whether another layer reads it."""
+    return any(u in places and places[u].layer != places[node].layer for u in beyond_views(node))
 
 
 def up_projections(forward: Iterable[Node], kv: bool, q: bool) -> set[Node]:

@@ -15,7 +15,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Node
 from torch.utils.checkpoint import CheckpointPolicy as Tag
 
-from megacpp_compile.remat import latents
+from megacpp_compile.remat import latents, offload
 from megacpp_compile.remat import plan as planning
 from megacpp_compile.remat.kinds import Place, places
 from megacpp_compile.remat.nodes import is_view
@@ -55,11 +55,14 @@ class TagForRemat(CustomGraphPass):
             return  # inference, or nothing to differentiate
         where = places(forward, self.block_kinds)
         plan = planning.make(forward, needed, where, self.policy, _device(forward), self.around)
-        found = predicted(graph, plan, self.policy, self.around) if self.tell is not None else {}
+        away = offload.chosen(plan, where, self.policy)
+        found = predicted(graph, plan, away, self.policy, self.around) if self.tell is not None else {}
         added = latents.pass_on(graph, plan.recomputed)
         for node in plan.saved:
             if isinstance(node.meta.get("val"), (torch.Tensor, tuple, list)):
                 node.meta["recompute"] = Tag.MUST_SAVE
+        for node in [*away, *self.around.passed_on(graph, self.policy)]:
+            node.meta[offload.MARK] = True
         for node in [*plan.recomputed, *added]:
             node.meta["recompute"], node.meta["ac_graph_id"] = Tag.MUST_RECOMPUTE, _REGION
         if self.tell is not None:
@@ -69,7 +72,7 @@ class TagForRemat(CustomGraphPass):
         from megacpp_compile.handoff import source_hash
 
         inner = tuple(p.uuid() if hasattr(p, "uuid") else repr(p) for p in _passes(self.before))
-        around = repr(self.around) if self.policy.peak_gib is not None else ""
+        around = repr(self.around) if self.policy.peak_gib is not None or self.policy.offload != "none" else ""
         kinds = tuple(sorted(self.block_kinds.items()))
         return ("megacpp_remat", source_hash(), repr(self.policy), kinds, around, inner)
 
@@ -78,13 +81,18 @@ class TagForRemat(CustomGraphPass):
 
 
 def predicted(
-    graph: fx.Graph, plan: planning.Plan, policy: CheckpointingPolicy, around: Surroundings
+    graph: fx.Graph, plan: planning.Plan, away: list[Node], policy: CheckpointingPolicy, around: Surroundings
 ) -> dict[str, Any]:
     """Bytes at the peak of a step, see `report.Frame.peak`."""
-    found, before = Liveness(graph)(plan), around.before(graph)
-    limit = None if policy.peak_gib is None else int(policy.peak_gib * 2**30)
-    return {"before": before, "step": found.of(around.copies), "predicted": before + found.of(around.copies),
-            "limit": limit}  # fmt: skip
+    found, before = Liveness(graph)(plan, set(away)), around.before(graph)
+    step = found.of(around.copies, bool(around.passed_on(graph, policy)))
+    return {
+        "before": before,
+        "step": step,
+        "predicted": before + step,
+        "transient": found.of() - found.saved,
+        "limit": None if policy.peak_gib is None else int(policy.peak_gib * 2**30),
+    }
 
 
 def describe(plan: planning.Plan, where: dict[Node, Place], policy: CheckpointingPolicy) -> dict[str, dict[str, Any]]:
@@ -94,13 +102,19 @@ def describe(plan: planning.Plan, where: dict[Node, Place], policy: Checkpointin
     for place in where.values():
         blocks.setdefault(place.kind, set()).add((place.layer, place.block))
     layered = len({p.layer for p in where.values() if p.kind and p.layer}) > 1
+    away = set(offload.chosen(plan, where, policy))
+    _, needed = joint(next(iter(where)).graph) if where else ([], [])
+    kept = set(plan.saved) | set(plan.free)
+    read = {b for n in needed if (b := planning.base_of(n, through_items=False)) in where and b not in kept}
     for kind in (k for k in ("ablock", "mblock", "eblock", "rblock", "") if k in blocks):
         entries = [policy.asked(kind, False), *([policy.asked(kind, True)] if layered else [])] if kind else []
         saved = [n for n in plan.saved if where[n].kind == kind]
         found[kind] = {
             "entries": list(dict.fromkeys(map(str, entries))),
             "blocks": len(blocks[kind]) if kind else 0,
-            "saved": sum(map(planning.kept_bytes, saved)),
+            "saved": sum(planning.kept_bytes(n) for n in saved if n not in away),
+            "offloaded": sum(planning.kept_bytes(n) for n in saved if n in away),
+            "again": sum(planning.kept_bytes(n) for n in read if where[n].kind == kind),
             "recomputed": sum(where[n].kind == kind and not is_view(n) for n in plan.recomputed),
         }
     return found

@@ -34,6 +34,7 @@ def test_predicted_bytes_are_what_the_forward_saves(steps):
 
 def test_the_report_says_it_by_kind(steps):
     assert steps[None].report.frames[0].remat is None
+    assert all(f.captured for s in steps.values() for f in s.report.frames)
     found = steps["selective"].remat
     assert {k: v["blocks"] for k, v in found.items()} == {"ablock": 2, "eblock": 2, "": 0}
     assert found["ablock"]["entries"] == ["selective", "never"]

@@ -1,0 +1,144 @@
+"""Saved values that wait for their backward in main memory.
+
+Torch has facilities of its own, and none serves here: `torch.autograd.graph.save_on_cpu` takes all that a region saves;
+`CheckpointPolicy.MUST_CPU_OFFLOAD` and `torch._functorch.config.enable_activation_offloading` are newer than torch 2.9,
+and the latter's plain form copies to memory that is not pinned. What every torch from 2.9 on has is Inductor's
+`custom_partitioner_fn`: the partitioner runs as ever, and then the chosen values leave the forward graph as copies in
+pinned memory, and come back in the backward where they are first read. The copies run on the stream of the model: they
+are in order, and take their time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch.fx import GraphModule, Node
+
+from megacpp_compile.graph_edit import value
+from megacpp_compile.remat.kinds import Place
+from megacpp_compile.remat.nodes import is_view
+
+if TYPE_CHECKING:
+    from megacpp_compile.remat.plan import Plan
+    from megacpp_compile.remat.policy import CheckpointingPolicy
+
+# The mark on nodes of the joint graph, which the partitioner's copies keep.
+MARK = "megacpp_offload"
+# Below this many bytes a copy costs more in calls than it frees.
+LEAST = 1 << 20
+
+
+@torch.library.custom_op("megacpp::offload", mutates_args=())
+def offload(x: Tensor) -> Tensor:
+    """`x` in main memory, with its strides; pinned where `x` is on a GPU."""
+    there = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu", pin_memory=x.is_cuda)
+    return there.copy_(x, non_blocking=True)
+
+
+@offload.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
+
+
+@torch.library.custom_op("megacpp::reload", mutates_args=())
+def reload(x: Tensor, device: torch.device) -> Tensor:
+    """`x`, from main memory, on `device`, with its strides."""
+    here = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+    return here.copy_(x, non_blocking=True)
+
+
+@reload.register_fake
+def _(x: Tensor, device: torch.device) -> Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+
+
+def chosen(plan: Plan, places: Mapping[Node, Place], policy: CheckpointingPolicy) -> list[Node]:
+    """The saved values that `policy` has wait elsewhere. Those of the last layer are read at once and stay."""
+    from megacpp_compile.remat.plan import kept_bytes, leaves_layer
+
+    if policy.offload == "none":
+        return []
+    layers = list(dict.fromkeys(p.layer for p in places.values() if p.kind and p.layer))
+    last = layers[-1] if len(layers) > 1 else None
+    early = [n for n in plan.saved if places[n].layer != last and not is_view(n)]
+    if policy.offload == "inputs":
+        return [n for n in early if isinstance(n.meta.get("val"), Tensor) and leaves_layer(n, places)]
+    return [n for n in early if kept_bytes(n) >= LEAST]
+
+
+class Offload(CustomPartitionerFn):
+    """Torch's partitioner, or the user's, and then the marked values through main memory."""
+
+    def __init__(self, before: CustomPartitionerFn | None = None) -> None:
+        self.before = before
+
+    def __call__(
+        self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[GraphModule, GraphModule]:
+        from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+        partition: Any = self.before or min_cut_rematerialization_partition
+        forward, backward = partition(gm, joint_inputs, **kwargs)
+        move(forward, backward, kwargs["num_fwd_outputs"])
+        return forward, backward
+
+    def uuid(self) -> Any:
+        from megacpp_compile.handoff import source_hash
+
+        return ("megacpp_offload", source_hash(), self.before.uuid() if self.before is not None else None)
+
+
+def move(forward: GraphModule, backward: GraphModule, outputs: int) -> list[str]:
+    """Take marked values out of the forward graph's memory and into the backward's; their names. outputs: how many of
+    the forward's results are the model's own, which stay."""
+    holders = {n.name: n for n in backward.graph.nodes if n.op == "placeholder"}
+    last = forward.graph.output_node()
+    results = list(last.args[0])  # type: ignore[arg-type]
+    own = {n for n in results[:outputs] if isinstance(n, Node)}
+    moved = []
+    for node in _marked(results[outputs:], own):
+        holder = holders.get(node.name)
+        if holder is None or not holder.users:
+            continue
+        device = value(node).device
+        with forward.graph.inserting_before(_last_reader(node).next), value(node).fake_mode:
+            there = forward.graph.call_function(torch.ops.megacpp.offload.default, (node,))
+            there.meta["val"] = torch.ops.megacpp.offload(value(node))
+        results = [there if r is node else r for r in results]
+        with backward.graph.inserting_before(min(holder.users)), value(node).fake_mode:
+            here = backward.graph.call_function(torch.ops.megacpp.reload.default, (holder, device))
+            here.meta["val"] = torch.ops.megacpp.reload(there.meta["val"], device)
+        holder.replace_all_uses_with(here, delete_user_cb=lambda user, here=here: user is not here)
+        holder.meta = {**holder.meta, "val": there.meta["val"]}
+        holder.meta.pop("tensor_meta", None)
+        moved.append(node.name)
+    last.args = (type(last.args[0])(results),)  # type: ignore[call-arg,arg-type]
+    for module in (forward, backward):
+        module.graph.lint()
+        module.recompile()
+    return moved
+
+
+def _marked(saved: Sequence[Any], own: set[Node]) -> Iterator[Node]:
+    for node in dict.fromkeys(n for n in saved if isinstance(n, Node)):
+        held = node.meta.get("val")
+        if node.meta.get(MARK) and node not in own and isinstance(held, Tensor):
+            yield node
+
+
+def _last_reader(node: Node) -> Node:
+    """The last of the forward's nodes that reads the memory of `node`."""
+    last, todo = node, [node]
+    while last.next.op == "placeholder":
+        last = last.next
+    while todo:
+        for user in todo.pop().users:
+            if user.op != "output":
+                last = max(last, user)
+                if is_view(user):
+                    todo.append(user)
+    return last
