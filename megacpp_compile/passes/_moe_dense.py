@@ -55,7 +55,8 @@ def find(view: GraphView) -> Iterator[Match | Refusal]:
                     sums[node] = None, [start]
     for node, (base, found) in sums.items():
         if len(found) > 1 and not any(u in sums for u in node.users):
-            yield _check(view, node, base, found)
+            if (checked := _check(view, node, base, found)) is not None:
+                yield checked
 
 
 def _uncast(node: object) -> Node:
@@ -77,8 +78,10 @@ def _share(node: Node) -> Share | None:
     return None
 
 
-def _check(view: GraphView, node: Node, base: Node | None, shares: list[Share]) -> Match | Refusal:
+def _check(view: GraphView, node: Node, base: Node | None, shares: list[Share]) -> Match | Refusal | None:
     matrix = shares[0].matrix
+    if match_expert(shares[0].out, linear_product) is None:
+        return None  # some other sum of products
     for share in shares:
         if share.matrix is not matrix:
             return Refusal(share.node, "gates", "experts are weighted by different gates")
@@ -86,9 +89,7 @@ def _check(view: GraphView, node: Node, base: Node | None, shares: list[Share]) 
     if sorted(by_number) != list(range(len(shares))) or not same_size(value(matrix).shape[-1], len(shares)):
         return Refusal(node, "gaps", "not every column of the gates weights one expert")
     found = all_experts([by_number[e].out for e in range(len(shares))])
-    if found is None:
-        return Refusal(shares[0].out, "no-expert", "what is weighted is no expert's output")
-    return found if isinstance(found, Refusal) else by_matrix(view, node, matrix, *found, base)
+    return found if found is None or isinstance(found, Refusal) else by_matrix(view, node, matrix, *found, base)
 
 
 def all_experts(outs: list[Node]) -> tuple[Node, list[Expert]] | Refusal | None:

@@ -109,6 +109,8 @@ SCANS = {
     "one_token": {"t": 1},
     "one_batch_odd_length": {"b": 1, "t": 77, "chunk": 64},
     "no_batch": {"b": 0},
+    "no_token": {"t": 0},
+    "no_token_no_state": {"t": 0, "initial": False},
     "chunk_128": {"b": 1, "t": 130, "chunk": 128},
     "chunk_256": {"b": 1, "t": 300, "h": 2, "g": 1, "chunk": 256},
     "wide_heads": {"b": 1, "h": 2, "g": 1, "p": 64, "n": 32},

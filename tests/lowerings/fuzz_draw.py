@@ -161,7 +161,7 @@ def _scan(draw: random.Random, op: str) -> Kind:
     wide = torch.promote_types(dtype, torch.float32)
     return Kind(
         op=op,
-        sizes=(draw.choice((1, 1, 2, 0)), draw.choice(("one", "odd", "odd", "sixteens"))),
+        sizes=(draw.choice((1, 1, 2, 0)), draw.choice(("one", "odd", "odd", "odd", "odd", "sixteens", "sixteens", 0))),
         heads=-1,
         widths={"heads": heads, "groups": groups, "p": draw.choice((12, 16, 16, 16, 32)),
                 "n": draw.choice((16, 16, 32)), "chunk": draw.choice((16, 16, 32, 64))},
@@ -276,6 +276,14 @@ def _projection_arguments(kind: Kind, draw: random.Random, make: Maker, room: in
         return made / math.sqrt(columns)
 
     x = kind.patterns["x"].lay(normal, (*outer, w["d"]))
+    if kind.op.startswith("norm_linear"):
+        gain = 1 + normal(w["d"]) / 4 if f["gain"] else None
+        projections = [weight(up_normal, n, w["d"]) for n in f["ups"]]
+        biases = [up_normal(n) for n in f["ups"]] if f["bias"] else []
+        if kind.op == "norm_linear":
+            return x, gain, projections, biases, 1e-5
+        y, rrms = reference_of("norm_linear")(x, gain, projections, biases, 1e-5)
+        return [up_normal(*one.shape) for one in y], x, gain, projections, rrms, f["bias"]
     w_down, w_up = weight(normal, total, w["d"]), [weight(up_normal, n, size) for n in f["ups"]]
     b_down, w_norm = normal(total) if f["bias"] else None, 1 + normal(size) / 4 if f["gain"] else None
     forward = x, w_down, b_down, w_norm, w_up, 1e-5, w["start"], size, f["keep"]

@@ -46,7 +46,8 @@ def recurrence(x, dt, A, B, C, D, state, *_):
         state = (dt[:, i] * A).exp()[..., None, None] * state + added
         read = torch.einsum("bhpn,bhn->bhp", state, C[:, i, group])
         y.append((read if D is None else read + D[:, None] * x[:, i]).unsqueeze(1))
-    return torch.cat(y, 1), state, torch.stack(entering[::CHUNK], 1) if entering else None
+    entering = torch.stack(entering[::CHUNK], 1) if entering else state.new_zeros(b, 0, *state.shape[1:])
+    return torch.cat(y, 1), state, entering
 
 
 def differentiate(function, args, seeds):
@@ -68,7 +69,7 @@ def test_opcheck(rand, skip, initial):
     opcheck(ssd_scan, arguments(rand, skip=skip, initial=initial))
 
 
-@pytest.mark.parametrize("sizes", [{"t": 1}, {"b": 0}, {"t": 32, "groups": 1}, {"t": 33, "chunk": 32}], ids=str)
+@pytest.mark.parametrize("sizes", [{"t": 0}, {"t": 1}, {"b": 0}, {"t": 32, "groups": 1}, {"t": 33, "chunk": 32}], ids=str)
 def test_opcheck_shapes(rand, sizes):
     opcheck(ssd_scan, arguments(rand, **sizes))
 
@@ -102,7 +103,7 @@ def test_gradcheck(rand, skip, initial):
     assert torch.autograd.gradcheck(function, tensors(args), fast_mode=True)
 
 
-@pytest.mark.parametrize("t", [1, 2, 15, 16, 17, 47, 64])
+@pytest.mark.parametrize("t", [0, 1, 2, 15, 16, 17, 47, 64])
 @pytest.mark.parametrize(("skip", "initial"), OPTIONAL)
 def test_against_the_recurrence(rand, t, skip, initial):
     args = arguments(rand, t=t, skip=skip, initial=initial)

@@ -102,6 +102,11 @@ def _mix(weights: Tensor, states: Tensor) -> Tensor:
     return mixed.unflatten(-1, states.shape[3:]).transpose(1, 2)
 
 
+def _no_state(states: Tensor) -> Tensor:
+    """[b, c, h, p, n] -> zeros [b, 1, h, p, n], also where there is no chunk."""
+    return states.new_zeros((states.shape[0], 1, *states.shape[2:]))
+
+
 def ssd_scan(
     x: Tensor,
     dt: Tensor,
@@ -121,7 +126,7 @@ def ssd_scan(
 
     leaving = k.rows(k.xdt * k.decay_out.transpose(2, 3).unsqueeze(-1))
     added = (leaving.transpose(-1, -2) @ k.B).unflatten(3, (heads // k.groups, -1)).flatten(2, 3)
-    first = added.new_zeros(added[:, :1].shape) if initial_state is None else initial_state.to(dtype).unsqueeze(1)
+    first = _no_state(added) if initial_state is None else initial_state.to(dtype).unsqueeze(1)
     states = _mix(k.carry(), torch.cat((first, added), 1))
     states, final = states[:, :-1].contiguous(), states[:, -1].clone(memory_format=torch.contiguous_format)
 
@@ -156,7 +161,7 @@ def ssd_scan_backward(
     # Across chunks: the gradient of the state that each chunk leaves behind.
     decayed = k.rows(dy * k.decay_in.transpose(2, 3).unsqueeze(-1))
     read = (decayed.transpose(-1, -2) @ k.C).unflatten(3, (heads // k.groups, -1)).flatten(2, 3)
-    last = read.new_zeros(read[:, :1].shape) if dfinal is None else dfinal.to(dtype).unsqueeze(1)
+    last = _no_state(read) if dfinal is None else dfinal.to(dtype).unsqueeze(1)
     d_states = _mix(k.carry().transpose(-1, -2), torch.cat((read, last), 1))
     left = d_states[:, 1:]
     by_group, left_by_group = k.by_group(states), k.by_group(left)
