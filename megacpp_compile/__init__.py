@@ -20,16 +20,21 @@ if TYPE_CHECKING:
     from megacpp_compile.config import Config
     from megacpp_compile.estimating import Estimate, estimate
     from megacpp_compile.explaining import explain
+    from megacpp_compile.fp8_boundary import sparse_mla
     from megacpp_compile.regional import compile
     from megacpp_compile.remat.policy import CheckpointingPolicy
     from megacpp_compile.report import Report, record
 
 __version__ = "0.1.0"
-__all__ = ["CheckpointingPolicy", "Config", "Estimate", "Report", "backend", "compile", "estimate", "explain", "record"]
+__all__ = [
+    "CheckpointingPolicy", "Config", "Estimate", "Report", "backend", "compile", "estimate", "explain", "record",
+    "sparse_mla",
+]  # fmt: skip
 
 _HOME = {
     "Config": "config", "Report": "report", "record": "report", "explain": "explaining", "backend": "backend",
     "compile": "regional", "estimate": "estimating", "Estimate": "estimating", "CheckpointingPolicy": "remat.policy",
+    "sparse_mla": "fp8_boundary",
 }  # fmt: skip
 
 

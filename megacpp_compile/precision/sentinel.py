@@ -151,7 +151,7 @@ def check(
                 found.append(Widening(name, _bytes(wide), source, wide.dtype, fqn, source_line(node), node.name))
         elif inputs and _one_byte(value):
             held.setdefault(node, held[inputs[0]])
-    return _told(found, strict)
+    return told(found, strict)
 
 
 def _value(node: fx.Node) -> Any:
@@ -164,7 +164,8 @@ def _one_byte(value: Any) -> bool:
     return bool(tensors) and all(t.element_size() == 1 and t.dtype != torch.bool for t in tensors)
 
 
-def _told(found: list[Widening], strict: bool) -> list[Widening]:
+def told(found: list[Widening], strict: bool) -> list[Widening]:
+    """`found`, or DequantisationError under `strict` if there is any."""
     if found and strict:
         raise DequantisationError([str(w) for w in found])
     return found
@@ -242,7 +243,7 @@ class Sentinel(TorchDispatchMode):
         fqn = fqn.split(".", 1)[1] if "." in fqn else ""  # the tracker begins with the model's class
         if not _allowed(name, fqn, self.allow, self.allow_modules):
             self.findings.append(Widening(name, _bytes(wide), held, wide.dtype, fqn, _line()))
-            _told(self.findings[-1:], self.strict)
+            told(self.findings[-1:], self.strict)
 
     @contextlib.contextmanager
     def _watched(self, cls: type) -> Iterator[None]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, is_fake
 
 from megacpp_compile.errors import WrapperError
 
@@ -145,7 +145,7 @@ def _checked(payload: Any, scale: Any, shape: torch.Size) -> tuple[Tensor, Tenso
     for what, t in (("payload", payload), ("scale", scale)):
         if t is None:
             raise _Problem(f"has no {what}")
-        if not isinstance(t, FakeTensor) and t.device.type != "meta" and t.numel() and t.data_ptr() == 0:
+        if not is_fake(t) and t.device.type != "meta" and t.numel() and t.data_ptr() == 0:
             raise _Problem(f"its {what} is a null pointer")
     if payload.dtype not in FP8:
         raise _Problem(f"its payload is {payload.dtype}, not float8")
