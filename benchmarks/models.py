@@ -286,3 +286,20 @@ class Mamba2Mixer(nn.Module):
         dt = F.softplus(dt + self.dt_bias).float()
         y = self.scan(u, dt, -self.A_log.float().exp(), B, C) + self.D.unsqueeze(-1) * u
         return self.out_proj(self.norm(y.flatten(-2), z))
+
+
+class GatheredMLA(nn.Module):
+    """Attention of each query over the latent rows chosen for it, gathered first: q [b, t, h, d], kv [b, s, 1, d],
+    indices [b, t, 1, k], of which -1 is none; every query has one."""
+
+    def __init__(self, scale: float, d_v: int) -> None:
+        super().__init__()
+        self.scale, self.d_v = scale, d_v
+
+    def forward(self, q: Tensor, kv: Tensor, indices: Tensor) -> Tensor:
+        index, rows = indices.squeeze(2), kv.squeeze(2)
+        batch = torch.arange(q.shape[0], device=q.device)[:, None, None]
+        chosen = rows[batch, index.clamp_min(0)]
+        scores = torch.einsum("bthd,btkd->bthk", q, chosen).float() * self.scale
+        p = scores.masked_fill((index < 0).unsqueeze(2), float("-inf")).softmax(-1).to(q.dtype)
+        return torch.einsum("bthk,btkd->bthd", p, chosen[..., : self.d_v])

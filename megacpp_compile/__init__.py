@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from megacpp_compile.estimating import Estimate, estimate
     from megacpp_compile.explaining import explain
     from megacpp_compile.fitting import Fit, fit
+    from megacpp_compile.fp8_boundary import sparse_mla
     from megacpp_compile.precision.layer_spec import NativeLayerSpec, te_layer_spec
     from megacpp_compile.precision.plan import PrecisionPlan
     from megacpp_compile.precision.replace import replace_linears
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "CheckpointingPolicy", "Config", "Estimate", "Fit", "NativeLayerSpec", "PrecisionPlan", "Report", "backend",
-    "compile", "estimate", "explain", "fit", "record", "replace_linears", "te_layer_spec",
+    "compile", "estimate", "explain", "fit", "record", "replace_linears", "sparse_mla",
+    "te_layer_spec",
 ]  # fmt: skip
 
 _HOME = {
@@ -40,6 +42,7 @@ _HOME = {
     "Fit": "fitting", "fit": "fitting",
     "PrecisionPlan": "precision.plan", "replace_linears": "precision.replace",
     "te_layer_spec": "precision.layer_spec", "NativeLayerSpec": "precision.layer_spec",
+    "sparse_mla": "fp8_boundary",
 }  # fmt: skip
 
 

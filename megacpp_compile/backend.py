@@ -16,7 +16,7 @@ import torch
 from torch._subclasses import FakeTensor
 from torch.fx import GraphModule, Node
 
-from megacpp_compile import dynamic_outputs, handoff, log, report, saved, verify
+from megacpp_compile import dynamic_outputs, fp8_boundary, handoff, log, report, saved, verify
 from megacpp_compile.capture import Captured, capture
 from megacpp_compile.config import Config
 from megacpp_compile.errors import (
@@ -39,7 +39,7 @@ from megacpp_compile.remat import authority
 from megacpp_compile.remat.kinds import Place
 from megacpp_compile.remat.plan import Plan
 from megacpp_compile.remat.tagging import describe
-from megacpp_compile.report import Frame, Site
+from megacpp_compile.report import Frame, Miss, Site
 from megacpp_compile.targets import resolve_target
 
 MINIMUM_TORCH = (2, 9)
@@ -69,8 +69,11 @@ def compile_frame(
     authority.check(gm, config)
     if config.precision is not None:
         announce(config.precision, target)
+    boundary = fp8_boundary.enter(gm, example_inputs)
+    gm, example_inputs = boundary.gm, boundary.inputs
     began = time.perf_counter()
     result = analyse(gm, example_inputs, config, target)
+    result.notes = boundary.notes + fp8_boundary.widened(gm, config.strict)
     result.frame.block, result.frame.blocks = block, blocks
     result.frame.seconds["analysis"] = time.perf_counter() - began - sum(result.frame.seconds.values())
     if refused(gm, result):
@@ -80,7 +83,7 @@ def compile_frame(
     compiled = _compile(gm, example_inputs, result, config, patches, kernels)
     # Only now: a frame Inductor can't compile is tried again by Dynamo in pieces, and did not happen.
     _publish(result, config)
-    return compiled
+    return boundary.adapt(compiled)
 
 
 def _compile(
@@ -168,6 +171,7 @@ class Analysis:
 
     def __init__(self, frame: Frame, captured: Any = None, outcome: Outcome | None = None) -> None:
         self.frame, self.captured, self.outcome = frame, captured, outcome
+        self.notes: list[Miss] = []  # what is to be reported of the frame, whatever becomes of it
 
     def fell_back(self, reason: str) -> None:
         """Nothing was rewritten after all."""
@@ -223,6 +227,7 @@ def _rewrite(captured: Captured, example_inputs: Sequence[Any], config: Config, 
     captured.gm.recompile()
     log.graph("captured", captured.gm)
     outcome = run_passes(captured, config, _Reviewer(captured, example_inputs, config, grad), log.graph)
+    _add_called(outcome, captured)
     _choose_lowerings(outcome, captured, target)
     return outcome
 
@@ -260,6 +265,15 @@ def _enforce(config: Config, counts: Mapping[str, int], misses: list[Any]) -> No
         if counts.get(name, 0) != wanted:
             near = [m for m in misses if m.pass_name == name]
             raise RequirementError(name, wanted, counts.get(name, 0), near)
+
+
+def _add_called(outcome: Outcome, captured: Captured) -> None:
+    """Semantic ops that the model itself calls are sites too: they are lowered like those of a pass."""
+    for node in captured.gm.graph.nodes:
+        if node.target in semantic_ops() and node not in outcome.op_nodes:
+            op = f"{node.target.namespace}::{node.target._opname}"
+            outcome.sites.append(Site("(called)", op, module_fqn(node), source_line(node), "", "", node=node.name))
+            outcome.op_nodes.append(node)
 
 
 def _choose_lowerings(outcome: Outcome, captured: Captured, target: str) -> None:
@@ -316,7 +330,7 @@ class _Reviewer:
 
 def _publish(result: Analysis, config: Config) -> None:
     outcome = result.outcome
-    sites, misses = (outcome.sites, outcome.misses) if outcome else ([], [])
+    sites, misses = (outcome.sites, outcome.misses + result.notes) if outcome else ([], result.notes)
     report.emit_frame(result.frame, sites, misses)
     log.artifact(result.frame, sites, misses)
     if config.explain:

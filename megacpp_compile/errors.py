@@ -444,6 +444,37 @@ class OperandError(MegacppError, ValueError):
         super().__init__(f"{op}: {problem}.")
 
 
+class WrapperError(MegacppError):
+    """A wrapper tensor that does not hold what it should.
+
+    Args:
+        name: the tensor's name, "" when unknown.
+        kind: its package and class.
+        problem: what is wrong, as the rest of a sentence.
+    """
+
+    def __init__(self, name: str, kind: str, problem: str) -> None:
+        self.name, self.kind, self.problem = name, kind, problem
+        super().__init__(f"{name or 'a tensor without a name'} ({kind}) {problem}.")
+
+
+class DequantisationError(MegacppError):
+    """An fp8 payload was widened where nobody allowed it, under `strict`.
+
+    Args:
+        findings: each of them as a line.
+    """
+
+    def __init__(self, findings: Sequence[str]) -> None:
+        self.findings = tuple(findings)
+        lines = [f"{len(self.findings)} fp8 payload{'' if len(self.findings) == 1 else 's'} widened in silence:"]
+        lines += [f"  {finding}" for finding in self.findings[:_MISSES_SHOWN]]
+        if len(self.findings) > _MISSES_SHOWN:
+            lines.append(f"  and {len(self.findings) - _MISSES_SHOWN} more")
+        lines.append("Give the payload and its scale to an op with an fp8 lane, or allow the op or the module.")
+        super().__init__("\n".join(lines))
+
+
 class ForwardOnlyError(MegacppError):
     """A gradient was asked of an op that has none for such operands.
 

@@ -1,0 +1,279 @@
+"""Finds every place where an fp8 payload becomes a wider tensor: what fp8 was to save is then paid for, in silence.
+
+    check(graph)                            on a graph: Dynamo's, or ATen's
+    with Sentinel(model, strict=True): ...  on what runs
+
+A payload is a float8 tensor, the memory of a wrapper (`wrappers.py`), or what is made of one without growing: a view of
+its bytes, a slice, a bit operation. Widening is an op that reads a payload and gives a tensor of two or more bytes an
+element with as many elements: a conversion, a copy into a wider tensor, a dequantisation by method or by op. What ops
+of the allowlist do inside is theirs: they are the ones that multiply payloads.
+
+Kernels that work outside of PyTorch's dispatcher are not seen, but for the `dequantize` of a wrapper.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fnmatch
+import logging
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.module_tracker import ModuleTracker
+
+from megacpp_compile.errors import DequantisationError
+from megacpp_compile.precision.wrappers import FP8, found_in, is_wrapper, split
+from megacpp_compile.provenance import module_fqn, source_line
+
+logger = logging.getLogger(__name__)
+
+# Ops that read payloads and give wide results, as is their work; globs over qualified names.
+ALLOWED = ("aten::_scaled_mm*", "aten::_scaled_grouped_mm*", "megacpp::*", "transformer_engine::*", "tex_ts::*",
+           "fbgemm::f8*", "mslk::f8*")  # fmt: skip
+# They take shape and device from an operand, and nothing of what is in it.
+_TEMPLATES = ("_like", "new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "new_empty_strided")
+# By these names a wrapper is asked for its values in full.
+_WIDENS_WRAPPERS = ("dequant", "to_original_precision", "_to_copy", "clone")
+_CONVERSIONS = ("to", "float", "half", "bfloat16", "double", "type", "type_as")
+
+
+@dataclasses.dataclass(frozen=True)
+class Widening:
+    """A payload made wide.
+
+    Attributes:
+        op: qualified name of the op, or the method's.
+        bytes: of the wide tensor; None where its size is symbolic.
+        held: dtype of what was in memory.
+        made: dtype it became.
+        fqn: innermost module, "" when unknown.
+        source: "file.py:123, in forward: `code line`", or "".
+        node: name of the FX node, "" when it ran.
+    """
+
+    op: str
+    bytes: int | None
+    held: torch.dtype
+    made: torch.dtype
+    fqn: str = ""
+    source: str = ""
+    node: str = ""
+
+    def __str__(self) -> str:
+        size = "a symbolic number of" if self.bytes is None else f"{self.bytes}"
+        held, made = (str(d).removeprefix("torch.") for d in (self.held, self.made))
+        where = ", ".join(part for part in (self.fqn, self.source) if part) or "at an unknown place"
+        return f"{self.op} made {size} bytes of {made} out of {held}: {where}"
+
+
+# --- one op
+
+
+def _name(target: Any) -> str:
+    if isinstance(target, torch._ops.OpOverload):
+        return f"{target.namespace}::{target._opname}"
+    module = getattr(target, "__module__", None) or ""
+    return str(target) if isinstance(target, str) else f"{module}.{getattr(target, '__name__', target)}".lstrip(".")
+
+
+def _allowed(name: str, fqn: str, ops: Sequence[str], fqns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, p) for p in (*ALLOWED, *ops)) or any(fnmatch.fnmatchcase(fqn, p) for p in fqns)
+
+
+def _short(name: str) -> str:
+    return name.rsplit("::", 1)[-1].rsplit(".", 1)[-1]
+
+
+def _bytes(t: Tensor) -> int | None:
+    return t.numel() * t.element_size() if isinstance(t.numel(), int) else None
+
+
+def _grown(name: str, payloads: Sequence[Tensor], result: Any) -> Tensor | None:
+    """The wide tensor that an op makes of payloads, if it does."""
+    if not payloads or any(part in _short(name) for part in _TEMPLATES):
+        return None
+    for t in tree_leaves(result):
+        if isinstance(t, Tensor) and not is_wrapper(t) and t.element_size() > 1 and t.dtype not in FP8:
+            sizes = [p.numel() for p in payloads]
+            if not isinstance(t.numel(), int) or any(not isinstance(n, int) or t.numel() >= n > 0 for n in sizes):
+                return t
+    return None
+
+
+def _unwraps(name: str, result: Any) -> Tensor | None:
+    """The plain tensor that an op with a wrapper for an operand makes of it, going by the op's name."""
+    short = _short(name)
+    asks = any(part in short for part in _WIDENS_WRAPPERS) or short in _CONVERSIONS
+    if not asks or not isinstance(result, Tensor) or is_wrapper(result):
+        return None
+    return result if result.element_size() > 1 else None
+
+
+# --- graphs
+
+
+def check(
+    graph: fx.Graph, payloads: Iterable[fx.Node] = (), allow: Sequence[str] = (), allow_modules: Sequence[str] = (),
+    strict: bool = False,
+) -> list[Widening]:  # fmt: skip
+    """Every widening in `graph`, whose nodes carry fake values ("val", or Dynamo's "example_value").
+
+    payloads: nodes that hold a payload as plain bytes; float8 values and wrappers are known by themselves. allow, and
+    allow_modules: globs over ops and over modules where it is meant. Raises DequantisationError under `strict`.
+    """
+    held: dict[fx.Node, torch.dtype] = {}
+    wrapped: dict[fx.Node, Tensor] = {}
+    for node in payloads:
+        held[node] = _value(node).dtype
+    found = []
+    for node in graph.nodes:
+        value = _value(node)
+        if is_wrapper(value):
+            wrapped[node] = value
+        elif isinstance(value, Tensor) and value.dtype in FP8:
+            held[node] = value.dtype
+        if node.op not in ("call_function", "call_method"):
+            continue
+        name, fqn = _name(node.target), module_fqn(node)
+        inputs = [n for n in node.all_input_nodes if n in held]
+        wide = _grown(name, [_value(n) for n in inputs], value)
+        source = held[inputs[0]] if inputs else None
+        if wide is None and (unwrapped := [n for n in node.all_input_nodes if n in wrapped]):
+            wide, source = _unwraps(name, value), split(wrapped[unwrapped[0]], unwrapped[0].name).payload.dtype
+        if wide is not None and source is not None:
+            if not _allowed(name, fqn, allow, allow_modules):
+                found.append(Widening(name, _bytes(wide), source, wide.dtype, fqn, source_line(node), node.name))
+        elif inputs and _one_byte(value):
+            held.setdefault(node, held[inputs[0]])
+    return told(found, strict)
+
+
+def _value(node: fx.Node) -> Any:
+    return node.meta.get("val", node.meta.get("example_value"))
+
+
+def _one_byte(value: Any) -> bool:
+    """Whether all of it is bytes, and no truth values: still a payload, in another view or order."""
+    tensors = [t for t in tree_leaves(value) if isinstance(t, Tensor)]
+    return bool(tensors) and all(t.element_size() == 1 and t.dtype != torch.bool for t in tensors)
+
+
+def told(found: list[Widening], strict: bool) -> list[Widening]:
+    """`found`, or DequantisationError under `strict` if there is any."""
+    if found and strict:
+        raise DequantisationError([str(w) for w in found])
+    return found
+
+
+# --- what runs
+
+
+class Sentinel(TorchDispatchMode):
+    """A mode that records every widening while it is active, in `findings`; under `strict` the first is an error.
+
+    Args:
+        model: its wrappers' memory is known as payloads, whatever view of it an op is given.
+        payloads: other tensors of bytes that are payloads.
+        allow, allow_modules: as in `check`.
+        strict: raise DequantisationError at the first, before its result is used.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module | None = None, payloads: Iterable[Tensor] = (), allow: Sequence[str] = (),
+        allow_modules: Sequence[str] = (), strict: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.allow, self.allow_modules, self.strict = tuple(allow), tuple(allow_modules), strict
+        self.findings: list[Widening] = []
+        named = [*model.named_parameters(), *model.named_buffers()] if model is not None else []
+        wrapped = [held for _, held in found_in(named)]
+        # The tensors are held on to: an address says nothing of a memory that is gone.
+        self._payloads = [*(held.payload for held in wrapped), *payloads]
+        self._bytes = {t.untyped_storage().data_ptr(): t.dtype for t in self._payloads if t.dtype not in FP8}
+        self._bytes |= {held.payload.untyped_storage().data_ptr(): held.payload.dtype for held in wrapped}
+        self._classes = {type(value) for _, value in named if is_wrapper(value) and hasattr(type(value), "dequantize")}
+        self._tracker, self._stack = ModuleTracker(), contextlib.ExitStack()
+
+    def __enter__(self) -> Any:
+        self._stack.enter_context(self._tracker)
+        for cls in self._classes:
+            self._stack.enter_context(self._watched(cls))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._stack.close()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(is_wrapper(a) for a in tree_leaves((args, kwargs))):
+            return NotImplemented  # its class first: what it does is seen as it does it
+        result = func(*args, **(kwargs or {}))
+        operands = [a for a in tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
+        payloads = [(a, dtype) for a in operands if (dtype := self._held(a)) is not None]
+        if payloads:
+            name = _name(func)
+            # What is written to is a result too.
+            wide = _grown(name, [a for a, _ in payloads], result)
+            if wide is not None:
+                self._record(name, wide, payloads[0][1])
+            elif _one_byte(result):
+                self._keep(result, payloads[0][1])
+        return result
+
+    def _held(self, t: Tensor) -> torch.dtype | None:
+        if t.dtype in FP8:
+            return t.dtype
+        return self._bytes.get(t.untyped_storage().data_ptr()) if t.element_size() == 1 and t.numel() else None
+
+    def _keep(self, result: Any, dtype: torch.dtype) -> None:
+        """Bytes made of a payload are one."""
+        for t in tree_leaves(result):
+            if isinstance(t, Tensor) and t.dtype not in FP8 and t.untyped_storage().data_ptr() not in self._bytes:
+                self._payloads.append(t)
+                self._bytes[t.untyped_storage().data_ptr()] = dtype
+
+    def _record(self, name: str, wide: Tensor, held: torch.dtype) -> None:
+        fqn = max(self._tracker.parents - {"Global"}, key=len, default="")
+        fqn = fqn.split(".", 1)[1] if "." in fqn else ""  # the tracker begins with the model's class
+        if not _allowed(name, fqn, self.allow, self.allow_modules):
+            self.findings.append(Widening(name, _bytes(wide), held, wide.dtype, fqn, _line()))
+            told(self.findings[-1:], self.strict)
+
+    @contextlib.contextmanager
+    def _watched(self, cls: type) -> Iterator[None]:
+        """Its `dequantize`, which may be a kernel's that no dispatcher sees."""
+        own, plain = "dequantize" in vars(cls), cls.dequantize  # type: ignore[attr-defined]
+        sentinel = self
+
+        def dequantize(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+            with torch.utils._python_dispatch._disable_current_modes():
+                result = plain(wrapper, *args, **kwargs)
+            sentinel._record(f"{cls.__name__}.dequantize", result, split(wrapper).payload.dtype)
+            return result
+
+        cls.dequantize = dequantize  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            if own:
+                cls.dequantize = plain  # type: ignore[attr-defined]
+            else:
+                del cls.dequantize  # type: ignore[attr-defined]
+
+
+def _line() -> str:
+    """ "file.py:123, in forward" of the innermost frame outside of torch and of this file."""
+    frame: Any = sys._getframe(1)
+    inside = torch.__path__[0]
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith(inside) and file != __file__:
+            return f"{file.rsplit('/', 1)[-1]}:{frame.f_lineno}, in {frame.f_code.co_name}"
+        frame = frame.f_back
+    return ""

@@ -1,0 +1,165 @@
+"""Planted dequantisations of every kind are found, on graphs and as they run; what is none is not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from megacpp_compile.errors import DequantisationError
+from megacpp_compile.lowerings._registry import semantic_ops
+from megacpp_compile.precision.sentinel import Sentinel, check
+
+from .wrapped import te_tensor, torchao_tensor
+
+assert semantic_ops()
+E4M3 = torch.float8_e4m3fn
+
+
+def payload(*shape):
+    return torch.randn(*shape).to(E4M3)
+
+
+def copied(p):
+    return torch.empty(p.shape, dtype=torch.bfloat16).copy_(p)
+
+
+def from_bits(b):
+    """e4m3 by hand: sign, exponent and mantissa out of the bytes."""
+    magnitude = ((b & 0x7F).to(torch.int32) << 20) + 0x3C000000
+    return magnitude.view(torch.float32) * torch.where(b > 127, -1.0, 1.0)
+
+
+# name -> (what it does, its operand, whether as plain bytes)
+PLANTED = {
+    "to": (lambda p: p.to(torch.bfloat16) * 2, False),
+    "float_of_a_slice": (lambda p: p[1:, ::2].float(), False),
+    "copy_into_a_wide_tensor": (copied, False),
+    "bytes_viewed_as_fp8": (lambda b: b.view(E4M3).to(torch.float32), True),
+    "bytes_decoded": (from_bits, True),
+    "looked_up": (lambda b: torch.arange(256.0)[b.long()], True),
+}
+HARMLESS = {
+    "views": (lambda p: p.view(-1)[3:].view(torch.uint8).clone().t(), False),
+    "rounding": (lambda p: (torch.ones(p.shape) * 3).to(E4M3), False),
+    "as_a_template": (lambda p: torch.zeros_like(p, dtype=torch.float32) + 1, False),
+    "comparison": (lambda b: b == 3, True),
+    "a_sum_of_the_bytes": (lambda b: b.sum(), True),
+    "scaled_mm": (lambda p: torch._scaled_mm(p, payload(32, 32).t(), torch.tensor(1.0), torch.tensor(1.0), out_dtype=torch.bfloat16), False),
+    "own_op": (lambda p: torch.ops.megacpp.linear_fp8_weight(torch.ones(2, 32), p, torch.ones(1, 1), None, torch.float32), False),
+}
+
+
+def operand(as_bytes):
+    made = payload(32, 32)
+    return made.view(torch.uint8) if as_bytes else made
+
+
+def graph_of(function, x):
+    return make_fx(function, tracing_mode="fake")(x).graph
+
+
+def found_in_graph(function, as_bytes, **options):
+    graph = graph_of(function, operand(as_bytes))
+    holders = [n for n in graph.nodes if n.op == "placeholder"] if as_bytes else []
+    return check(graph, holders, **options)
+
+
+def found_running(function, as_bytes, **options):
+    x = operand(as_bytes)
+    with Sentinel(payloads=[x] if as_bytes else [], **options) as sentinel:
+        function(x)
+    return sentinel.findings
+
+
+@pytest.mark.parametrize("find", [found_in_graph, found_running])
+@pytest.mark.parametrize("name", PLANTED)
+def test_planted(find, name):
+    findings = find(*PLANTED[name])
+    assert len(findings) == 1, findings
+    (one,) = findings
+    assert one.made.itemsize > 1 and one.bytes >= 256 * one.made.itemsize
+    with pytest.raises(DequantisationError, match=r"1 fp8 payload widened in silence"):
+        find(*PLANTED[name], strict=True)
+
+
+@pytest.mark.parametrize("find", [found_in_graph, found_running])
+@pytest.mark.parametrize("name", HARMLESS)
+def test_harmless(find, name):
+    assert find(*HARMLESS[name]) == []
+
+
+@pytest.mark.parametrize("find", [found_in_graph, found_running])
+def test_an_allowed_op(find):
+    assert find(*PLANTED["to"], allow=("aten::_to_copy",)) == []
+    assert len(find(*PLANTED["to"], allow=("aten::copy_",))) == 1
+
+
+class Block(nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x):
+        return torch.mm(x, self.weight.t())
+
+
+class Model(nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(weight)])
+
+    def forward(self, x):
+        return self.blocks[0](x)
+
+
+class Dequantising(Block):
+    def forward(self, x):
+        return x @ self.weight.dequantize().t()
+
+
+def test_names_module_line_and_bytes():
+    model = Model(nn.Parameter(te_tensor(torch.randn(16, 8)), requires_grad=False))
+    with Sentinel(model) as sentinel:
+        model(torch.ones(2, 8, dtype=torch.bfloat16))
+    assert sentinel.findings
+    one = sentinel.findings[0]
+    assert (one.fqn, one.held) == ("blocks.0", E4M3) and one.bytes >= 2 * 16 * 8
+    assert "blocks.0" in str(one) and "float8_e4m3fn" in str(one) and ".py:" in one.source
+    with Sentinel(model, allow_modules=("blocks.*",)) as sentinel:
+        model(torch.ones(2, 8, dtype=torch.bfloat16))
+    assert sentinel.findings == []
+
+
+def test_a_wrapper_is_asked_for_its_values():
+    """Once, by the method, whatever that does inside; and the class is as it was."""
+    weight = te_tensor(torch.randn(16, 8))
+    before = vars(type(weight)).get("dequantize"), weight.dequantize.__func__
+    model = nn.Sequential(Dequantising(nn.Parameter(weight, requires_grad=False)))
+    with Sentinel(model) as sentinel:
+        model(torch.ones(2, 8, dtype=torch.bfloat16))
+    (one,) = sentinel.findings
+    assert (one.op, one.fqn, one.bytes) == ("Float8Tensor.dequantize", "0", 2 * 16 * 8)
+    assert one.source.startswith("test_sentinel.py:") and one.source.endswith("in forward")
+    assert (vars(type(weight)).get("dequantize"), weight.dequantize.__func__) == before
+    with pytest.raises(DequantisationError), Sentinel(model, strict=True):
+        model(torch.ones(2, 8, dtype=torch.bfloat16))
+    assert (vars(type(weight)).get("dequantize"), weight.dequantize.__func__) == before
+
+
+def test_weights_of_torchao_in_a_linear():
+    linear = nn.Linear(32, 16, bias=False, dtype=torch.bfloat16)
+    linear.weight = nn.Parameter(torchao_tensor(linear.weight.detach()), requires_grad=False)
+    with Sentinel(linear) as sentinel, torch.no_grad():
+        linear(torch.ones(2, 32, dtype=torch.bfloat16))
+    assert sentinel.findings and sentinel.findings[0].bytes >= 2 * 16 * 32
+
+
+def test_a_plain_model_raises_no_alarm():
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.ReLU()).bfloat16()
+    x = torch.randn(4, 8, dtype=torch.bfloat16)
+    with Sentinel(model, strict=True) as sentinel:
+        model(x).float().sum().backward()
+    assert sentinel.findings == []
+    assert check(make_fx(lambda x: model(x).float().sum())(x).graph, strict=True) == []
