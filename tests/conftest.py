@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import importlib
+import os
 
 import pytest
 import torch
@@ -14,6 +15,10 @@ from torch._inductor import config as inductor_config
 from torch._inductor.virtualized import V
 
 from megacpp_compile.lowerings._registry import semantic_ops
+
+
+# Tables are searched for words, which a narrow terminal would break.
+os.environ["COLUMNS"] = "200"
 
 
 @pytest.fixture(scope="session", autouse=True)
