@@ -10,7 +10,7 @@ from benchmarks.harness import Settings
 
 NAMES = (
     "rope", "rope_gqa", "down_norm_up", "causal_conv1d", "gated_rms_norm", "ssd", "mixer", "moe",
-    "block", "stack", "remat", "compile_time",
+    "block", "stack", "remat", "remat_peaks", "compile_time",
 )  # fmt: skip
 
 
