@@ -2,6 +2,7 @@
 
 megacpp explain package.module:callable [--json]    report of the model that the callable builds
 megacpp estimate package.module:callable [--json]   memory of its training step, on fake tensors
+megacpp plan package.module:callable [--plot FILE]  policies: the time of each against the memory of activations
 megacpp passes                                      the passes, in the order they run
 """
 
@@ -41,6 +42,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     estimate.add_argument("--optimizer", default="adamw", help="adamw, adamw_master, sgd, ... (default: %(default)s)")
     estimate.add_argument("--device", help="device to estimate for (default: the model's own)")
     estimate.add_argument("--eager", action="store_true", help="skip what the compiler's graphs keep")
+    plan = commands.add_parser(
+        "plan",
+        help="checkpointing policies: what each costs in time and keeps in memory",
+        description="Estimate policies on fake tensors, and mark the best. TARGET as in `megacpp explain`.",
+    )
+    plan.add_argument("target", metavar="module:callable")
+    plan.add_argument("--json", action="store_true", help="print them as JSON")
+    plan.add_argument("--plot", metavar="FILE", help="draw them, too, e.g. into plan.png (needs matplotlib)")
+    plan.add_argument("--device", help="device to estimate for (default: the model's own)")
     commands.add_parser("passes", help="list the passes in the order they run")
     options = parser.parse_args(argv)
     if options.command == "passes":
@@ -51,6 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if options.command == "estimate":
         return _estimate(options)
+    if options.command == "plan":
+        return _plan(options)
     return _explain(options.target, options.option, options.json)
 
 
@@ -66,6 +78,22 @@ def _estimate(options: argparse.Namespace) -> int:
         print(f"megacpp estimate: {error}", file=sys.stderr)
         return 2
     print(json.dumps(found.to_dict(), indent=1) if options.json else found)
+    return 0
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from megacpp_compile import pareto
+    from megacpp_compile.errors import MegacppError
+
+    try:
+        model, args, kwargs = _load(options.target)
+        found = pareto.points(model, *args, device=options.device, **kwargs)
+        print(json.dumps([p.to_dict() for p in found], indent=1) if options.json else pareto.text(found))
+        if options.plot:
+            pareto.plot(found, options.plot)
+    except (ImportError, AttributeError, TypeError, ValueError, OSError, MegacppError) as error:
+        print(f"megacpp plan: {error}", file=sys.stderr)
+        return 2
     return 0
 
 

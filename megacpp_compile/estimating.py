@@ -65,6 +65,7 @@ class Estimate:
         device: what was estimated for; which attention runs, and so what it saves, depends on it.
         levers: under a policy, by kind of block ("ablock", ..., "" between blocks) over all blocks: bytes "saved" on
             the device, "offloaded" to main memory, and computed "again" of what backward reads.
+        seconds: under a policy, the modelled time of what a step computes again and moves, on an idle device.
         transient: under a policy, the most that one block takes in its forward or backward beyond what it saves.
     """
 
@@ -77,6 +78,7 @@ class Estimate:
     device: str
     levers: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     transient: int = 0
+    seconds: float = 0.0
 
     @property
     def eager(self) -> int:
@@ -167,7 +169,7 @@ def estimate(
     run = FakeRun(model, args, kwargs, place, kinds)
     eager = run.eager()
     graphs = run.compiled(config) if compiled else None
-    levers, transient = _levers(run.frames)
+    levers, transient, seconds = _levers(run.frames)
     trainable = [p for p in parameters if p.requires_grad]
     found = Estimate(
         parameters=sum(map(bytes_of, parameters)),
@@ -179,6 +181,7 @@ def estimate(
         device=str(place),
         levers=levers,
         transient=transient,
+        seconds=seconds,
     )
     report.emit_estimate(found.to_dict())
     return found
@@ -203,9 +206,10 @@ def _per_parameter(optimizer: str | float) -> float:
     raise BadOptionError("optimizer", optimizer, wanted, tuple(OPTIMIZERS))
 
 
-def _levers(frames: Sequence[report.Frame]) -> tuple[dict[str, dict[str, int]], int]:
-    """(`Estimate.levers`, `Estimate.transient`) of the frames of all blocks. The first block may be compiled by itself,
-    as its input asks for no gradient: of frames of one place in the code that keeps the most counts for all."""
+def _levers(frames: Sequence[report.Frame]) -> tuple[dict[str, dict[str, int]], int, float]:
+    """(`Estimate.levers`, `Estimate.transient`, `Estimate.seconds`) of the frames of all blocks. The first block may be
+    compiled by itself, as its input asks for no gradient: of frames of one place in the code that keeps the most counts
+    for all."""
     places: dict[tuple[str, str], report.Frame] = {}
     for frame in frames:
         if frame.remat is not None and frame.peak is not None:
@@ -218,7 +222,8 @@ def _levers(frames: Sequence[report.Frame]) -> tuple[dict[str, dict[str, int]], 
             levers = found.setdefault(kind, dict.fromkeys(_LEVERS, 0))
             for name in _LEVERS:
                 levers[name] += max(frame.blocks, 1) * numbers[name]
-    return found, max(((f.peak or {})["transient"] for f in places.values()), default=0)
+    seconds = sum(max(f.blocks, 1) * n["seconds"] for f in places.values() for n in (f.remat or {}).values())
+    return found, max(((f.peak or {})["transient"] for f in places.values()), default=0), seconds
 
 
 def _kept(frame: report.Frame) -> int:

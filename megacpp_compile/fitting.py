@@ -85,7 +85,7 @@ class Fit:
 
     def retry(self) -> bool:
         """Go one lever on and compile anew; False, and nothing done, where none is left."""
-        further = (lever for lever in self._left if _matters(lever.policy, self.policy, self._present))
+        further = (lever for lever in self._left if matters(lever.policy, self.policy, self._present))
         following = next(further, None)
         if following is None:
             return False
@@ -151,7 +151,7 @@ def fit(
     tried: list[Lever] = []
     present: set[str] = set(KINDS)
     for lever in left:
-        if not _matters(lever.policy, tried[-1].policy if tried else None, present) and tried:
+        if not matters(lever.policy, tried[-1].policy if tried else None, present) and tried:
             continue
         # What nothing is asked of is estimated all the same, as the graph's own partitioner leaves it.
         policy = lever.policy or CheckpointingPolicy.of("none")
@@ -197,7 +197,7 @@ def _raised(policy: CheckpointingPolicy, entry: str, kinds: tuple[str, ...] = KI
     return dataclasses.replace(policy, **weaker)
 
 
-def _matters(policy: CheckpointingPolicy | None, before: CheckpointingPolicy | None, present: Set[str]) -> bool:
+def matters(policy: CheckpointingPolicy | None, before: CheckpointingPolicy | None, present: Set[str]) -> bool:
     """Whether anything differs for the kinds of block there are."""
     if policy is None or before is None:
         return policy is not before

@@ -107,8 +107,8 @@ class Frame:
         grad: True when compiled for training.
         remat: what the policy decided: kind of block ("ablock", ..., "" for what lies between blocks) -> entries
             in force, blocks, bytes "saved" for backward, "offloaded" to main memory until then, and read by backward
-            but computed "again", and the number of nodes "recomputed". None without a policy, for inference, and
-            where the code came from a cache.
+            but computed "again", the number of nodes "recomputed", and the modelled "seconds" that all this takes. None
+            without a policy, for inference, and where the code came from a cache.
         peak: under a policy, bytes allocated on the device at the peak of a training step: "before" the step (what
             its graph reads, or all that there was when a limit asked for it), "step" on top, "predicted" (both), and
             the "limit" that was asked for or None. With one artifact for several blocks, of all of them; "transient"

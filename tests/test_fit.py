@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from layered import Model, Small, ids
 from remat import models as blocks
 
 import megacpp_compile
-from megacpp_compile import CheckpointingPolicy, fitting
+from megacpp_compile import CheckpointingPolicy, fitting, pareto
+from megacpp_compile.cli import main
 from megacpp_compile.errors import BadOptionError, FitError
 from megacpp_compile.remat.policy import KINDS
 
@@ -112,3 +114,27 @@ def test_out_of_memory_goes_one_lever_on_and_keeps_every_setting(monkeypatch):
     with pytest.raises(torch.OutOfMemoryError):
         found.run(step)
     assert found.policy.offload == "inputs"
+
+
+def build():
+    return blocks.llama(2), (blocks.hidden().requires_grad_(),)
+
+
+def test_plan_on_the_command_line(capsys, monkeypatch, tmp_path):
+    """Two policies are enough to see the path; all of them are a list."""
+    monkeypatch.setitem(sys.modules, "planned", sys.modules[__name__])
+    some = [("selective", CheckpointingPolicy()), ("full", CheckpointingPolicy.of("full"))]
+    assert {name for name, _ in pareto._candidates()} > {"none", "selective", "budget 0.4"}
+    monkeypatch.setattr(pareto, "_candidates", lambda: iter(some))
+    drawing = tmp_path / "plan.svg"
+    assert main(["plan", "planned:build", "--json", "--plot", str(drawing)]) == 0
+    first, second = json.loads(capsys.readouterr().out)
+    assert (first["name"], second["name"]) == ("selective", "full") and first["best"] and second["best"]
+    assert first["activations"] > second["activations"] and 0 < first["seconds"] < second["seconds"]
+    assert "selective" in drawing.read_text()
+    point = pareto.Point("full", some[1][1], 2**30, 2**31, 1e-3, True)
+    monkeypatch.setattr(pareto, "points", lambda *args, **kwargs: [point])
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main(["plan", "planned:build", "--plot", "plan.png"]) == 2
+    captured = capsys.readouterr()
+    assert "1 GiB" in captured.out and "matplotlib" in captured.err

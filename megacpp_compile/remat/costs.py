@@ -16,6 +16,8 @@ from megacpp_compile.remat.nodes import is_view, name_of, nbytes
 
 # Where nothing is known of the device. Only the order of costs matters.
 _FLOPS, _BYTES = 500e12, 3e12
+# Bytes/s between a device and pinned main memory; PCIe 5.0 x16, which nobody else uses.
+TO_MAIN_MEMORY = 50e9
 
 
 @functools.cache

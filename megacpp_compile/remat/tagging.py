@@ -15,7 +15,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Node
 from torch.utils.checkpoint import CheckpointPolicy as Tag
 
-from megacpp_compile.remat import latents, offload
+from megacpp_compile.remat import costs, latents, offload
 from megacpp_compile.remat import plan as planning
 from megacpp_compile.remat.kinds import Place, places
 from megacpp_compile.remat.nodes import is_view
@@ -106,6 +106,7 @@ def describe(plan: planning.Plan, where: dict[Node, Place], policy: Checkpointin
     _, needed = joint(next(iter(where)).graph) if where else ([], [])
     kept = set(plan.saved) | set(plan.free)
     read = {b for n in needed if (b := planning.base_of(n, through_items=False)) in where and b not in kept}
+    device = _device(list(where))
     for kind in (k for k in ("ablock", "mblock", "eblock", "rblock", "") if k in blocks):
         entries = [policy.asked(kind, False), *([policy.asked(kind, True)] if layered else [])] if kind else []
         saved = [n for n in plan.saved if where[n].kind == kind]
@@ -116,6 +117,8 @@ def describe(plan: planning.Plan, where: dict[Node, Place], policy: Checkpointin
             "offloaded": sum(planning.kept_bytes(n) for n in saved if n in away),
             "again": sum(planning.kept_bytes(n) for n in read if where[n].kind == kind),
             "recomputed": sum(where[n].kind == kind and not is_view(n) for n in plan.recomputed),
+            "seconds": costs.seconds([n for n in plan.recomputed if where[n].kind == kind], device)
+            + 2 * sum(planning.kept_bytes(n) for n in saved if n in away) / costs.TO_MAIN_MEMORY,
         }
     return found
 
