@@ -70,12 +70,12 @@ def test_graph_of_stacked_weights():
 
 @pytest.mark.parametrize("body", LISTS + experts_at_once.LISTS, ids=lambda f: f.__name__)
 def test_fires(body):
-    assert_fires(NAME, MoE(body), tokens())
+    assert_fires(NAME, MoE(body).double(), tokens(torch.float64))
 
 
 @pytest.mark.parametrize("body", STACKED + experts_at_once.STACKED, ids=lambda f: f.__name__)
 def test_fires_on_stacked_weights(body):
-    assert_fires(NAME, MoE(body, stacked=True), tokens())
+    assert_fires(NAME, MoE(body, stacked=True).double(), tokens(torch.float64))
 
 
 ACTIVATIONS = {
