@@ -13,7 +13,7 @@ from .fuzz_draw import FLOATS, Kind, Maker, _class, outer_sizes, pattern
 
 def kind(draw: random.Random, op: str) -> Kind:
     dims = draw.choice((1, 2, 2, 3))
-    per = draw.choice(("tensor", "tensor", "row", "row", "block"))
+    per = draw.choice(("tensor", "tensor", "tensor", "row", "row", "block"))
     sizes = (16, 32, 48, 144) if draw.random() < 0.8 else (13, 21, 150)
     return Kind(
         op=op, sizes=tuple(_class(draw) for _ in range(dims)), heads=-1,
