@@ -16,7 +16,6 @@ from torch._inductor.virtualized import V
 
 from megacpp_compile.lowerings._registry import semantic_ops
 
-
 # Tables are searched for words, which a narrow terminal would break.
 os.environ["COLUMNS"] = "200"
 
