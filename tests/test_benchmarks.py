@@ -16,7 +16,7 @@ import torch
 from benchmarks import __main__ as suite
 from benchmarks import harness, kernels, performance_page, variants
 from benchmarks.ceilings import Work
-from benchmarks.subjects import rope
+from benchmarks.subjects import remat_peaks, rope
 
 ROOT = Path(__file__).parent.parent
 
@@ -37,6 +37,22 @@ def run(tmp_path, monkeypatch, capsys, no_kernels):
             return code, {s: json.loads((tmp_path / f"{s}.json").read_text()) for s in subjects}, capsys.readouterr().out
 
         yield run
+
+
+@pytest.mark.slow
+def test_predicted_peaks_stand_beside_measured_ones(run, monkeypatch):
+    """Of graphs that run as they are, so by how much they differ says nothing here."""
+    monkeypatch.setattr(remat_peaks, "BUDGETS", [0.5])
+    monkeypatch.setattr(remat_peaks, "LIMITS", 2)
+    monkeypatch.setattr(remat_peaks, "inductor", variants.inductor)
+    _, documents, printed = run("remat_peaks")
+    assert not [r["missing"] for r in documents["remat_peaks"]["tables"][0]["rows"] if "missing" in r]
+    budget, *limits = (row(documents["remat_peaks"], name) for name in ("budget 0.5", "limit 1 of 2", "limit 2 of 2"))
+    assert budget["predicted_mib"] > 0 and budget["peak_mib"] > 0 and "limit_mib" not in budget
+    first, last = limits
+    assert first["limit_mib"] >= last["limit_mib"] and first["predicted_mib"] >= last["predicted_mib"]
+    assert all(isinstance(r["met"], bool) and r["device_mib"] > r["peak_mib"] for r in limits)
+    assert "MiB measured" in printed and "on the device" in printed
 
 
 @pytest.mark.slow
@@ -144,7 +160,7 @@ def test_floor_of_rope():
 INTERPRETED = """
 import torch
 from benchmarks import harness, kernels
-from benchmarks.subjects import rope
+from benchmarks.subjects import remat_peaks, rope
 settings = harness.Settings(torch.device("cpu"), True, 1, 1.0, 0, None)
 for layout in rope.LAYOUTS:
     layout = rope.dataclasses.replace(layout, heads=min(layout.heads, 3))
