@@ -165,11 +165,11 @@ STACKED = [einsum_of_all, einsum_of_three, bmm_of_all, matmul_of_all, einsum_of_
 # --- rows sorted by expert, in bfloat16
 
 
-def _sorted(m, x, indices, gates, top: int | None = None):
+def _sorted(m, x, indices, gates, top: int | None = None, marked: int = 0):
     ids = indices.reshape(-1)
     order = ids.argsort(stable=True)
     if top is None:
-        marks = torch.zeros(len(x), EXPERTS, dtype=torch.bool).scatter(-1, indices, True)
+        marks = torch.zeros(len(x), EXPERTS, dtype=torch.bool).scatter(-1, (indices + marked) % EXPERTS if marked else indices, True)
         ends = marks.sum(0).cumsum(0, dtype=torch.int32)
     else:
         ends = torch.histc(ids.float(), EXPERTS, 0, top).cumsum(0).to(torch.int32)
@@ -198,9 +198,9 @@ def sorted_by_marks(m, x, indices, gates):
     return torch.zeros_like(x).index_add(0, token, expert(x[token]))
 
 
-def sorted_by_marks_of_any(m, x, indices, gates):
-    """A choice that comes twice is marked once."""
-    return sorted_by_marks(m, x, indices // 2, gates)
+def sorted_by_marks_of_others(m, x, indices, gates):
+    token, expert = _sorted(m, x, indices, gates, marked=1)
+    return torch.zeros_like(x).index_add(0, token, expert(x[token]))
 
 
 def sorted_back_to_others(m, x, indices, gates):
@@ -216,7 +216,7 @@ def sorted_into_other_groups(m, x, indices, gates):
 SORTED = [sorted_index_add, sorted_scatter_add, sorted_by_marks]
 SORTED_NEAR_MISSES = {
     "rows": [sorted_back_to_others],
-    "offsets": [sorted_into_other_groups, sorted_by_marks_of_any],
+    "offsets": [sorted_into_other_groups, sorted_by_marks_of_others],
 }
 
 
