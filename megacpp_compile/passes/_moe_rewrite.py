@@ -6,10 +6,12 @@ import dataclasses
 
 import torch
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from megacpp_compile.graph_edit import Builder, move_behind, place, value
 from megacpp_compile.passes._rule import GraphView, Match, Refusal
 from megacpp_compile.recognise.experts import Expert, Weight
+from megacpp_compile.recognise.gate_matrix import is_filled
 
 aten = torch.ops.aten
 _REPLACED = "megacpp_moe_replaced_by"
@@ -49,7 +51,7 @@ def match(view: GraphView, routed: Routed) -> Match | Refusal:
     inside = _between(inputs, node)
     for n in inside - {node}:
         outside = next((u for u in n.users if u not in inside and not _of_size(u)), None)
-        if outside is not None:
+        if outside is not None and not _counts(n):
             return Refusal(n, "escapes", f"an expert's intermediate value is used elsewhere too ({outside.name})")
         fake = value(n)
         if isinstance(fake, torch.Tensor) and fake.is_floating_point() and view.regions[n] != view.regions[node]:
@@ -66,8 +68,16 @@ def _between(inputs: list[Node], node: Node) -> set[Node]:
         n = stack.pop()
         if n not in inside and n not in inputs and n.op == "call_function":
             inside.add(n)
-            stack.extend(n.all_input_nodes)
+            if not is_filled(n, 0.0):  # zeros have but the shape of what they are made like
+                stack.extend(n.all_input_nodes)
     return inside
+
+
+def _counts(node: Node) -> bool:
+    """Whether `node` is about which tokens go where, and of a size known now: it may as well be made for others."""
+    fake = value(node)
+    integer = isinstance(fake, torch.Tensor) and not fake.is_floating_point()
+    return integer and not free_unbacked_symbols(fake.shape)
 
 
 def _of_size(node: Node) -> bool:

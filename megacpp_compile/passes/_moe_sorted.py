@@ -14,7 +14,7 @@ from megacpp_compile.passes._moe_rewrite import Routed, match
 from megacpp_compile.passes._rule import GraphView, Match, Refusal
 from megacpp_compile.recognise.experts import Expert, NoExpert, Product, Weight, match_expert, over_rows
 from megacpp_compile.recognise.gate_matrix import is_filled
-from megacpp_compile.recognise.routing import added_rows, indexed
+from megacpp_compile.recognise.routing import added_rows, indexed, scores_of
 from megacpp_compile.recognise.views import RESHAPES, is_cast
 
 aten = torch.ops.aten
@@ -102,7 +102,8 @@ def _routed(
         return Refusal(expert.x, "rows", "what experts read are not the tokens, one row for each choice")
     if multiply.limits - {value(expert.down.weight.tensor).shape[0]}:
         return Refusal(node, "masked", "rows of some experts are set to zero")
-    return match(view, Routed(node, x, ids, gates, [expert], base=ended.base, choices=ended.choices))
+    routed = Routed(node, x, _slots(ids), gates, [expert], base=ended.base, choices=ended.choices)
+    return match(view, routed)
 
 
 def _uncast(node: Node) -> Node:
@@ -215,10 +216,38 @@ class _Products:
         elif counts.target is aten.bincount.default:
             least = counts.kwargs.get("minlength", counts.args[2] if len(counts.args) > 2 else 0)
             bounds = least == experts and (len(counts.args) < 2 or counts.args[1] is None)
+        elif counts.target is aten.sum.dim_IntList:
+            chosen = _marked(counts, experts)
+            return chosen is not None and _slots(chosen) is _slots(self.found[0])
         else:
             return False
         numbers = _number(counts.args[0])  # type: ignore[arg-type]
         return bounds and numbers in (self.found[0], self.found[1], _number(self.found[0]))
+
+
+def _marked(counts: Node, experts: int) -> Node | None:
+    """The choices of which `counts` is the sum, over tokens, of marks in a matrix [.., E]: one-hots, or ones scattered
+    to places that are distinct."""
+    marks = _number(counts.args[0])  # type: ignore[arg-type]
+    last = value(marks).dim() - 1
+    if sorted(d % (last + 1) for d in counts.args[1]) != list(range(last)) or value(marks).shape[-1] != experts:  # type: ignore[union-attr]
+        return None
+    if marks.target is aten.one_hot.default:
+        return marks.args[0]  # type: ignore[return-value]
+    if marks.target is not aten.scatter.value or marks.args[1] not in (-1, last) or marks.args[3] != 1:
+        return None
+    empty, _, choices, _ = marks.args
+    rows = zip(value(choices).shape[:-1], value(marks).shape[:-1], strict=True)
+    alike = is_filled(empty, 0.0) and all(same_size(a, b) for a, b in rows)
+    return choices if alike and scores_of(choices) is not None else None  # type: ignore[return-value, arg-type]
+
+
+def _slots(ids: Node) -> Node:
+    """What `ids` are another view of."""
+    ids = _number(ids)
+    while ids.target in RESHAPES:
+        ids = _number(ids.args[0])  # type: ignore[arg-type]
+    return ids
 
 
 def _number(node: Node) -> Node:

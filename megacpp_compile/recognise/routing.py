@@ -204,15 +204,16 @@ def added_rows(node: Node) -> tuple[Node, Node, Node] | None:
     args = node.args
     if node.target is aten.index_add.default and args[1] == 0 and node.kwargs.get("alpha", 1) == 1 and len(args) == 4:
         return args[0], args[2], args[3]  # type: ignore[return-value]
-    if node.target is aten.scatter_add.default and args[1] == 0 and value(args[0]).dim() == 2:
-        token = every_lane(args[2])  # type: ignore[arg-type]
-        widths = [value(a).shape[1] for a in (args[0], args[2], args[3])]
-        # scatter_add takes the rows that the index has, of as many as there may be
-        alike = all(same_size(n, widths[0]) for n in widths) and all(
-            map(same_size, value(args[2]).shape, value(args[3]).shape)
-        )
-        return (args[0], token, args[3]) if token is not None and alike else None  # type: ignore[return-value]
-    return None
+    if node.target is not aten.scatter_add.default or args[1] != 0:
+        return None
+    base, _, index, rows = args
+    if value(base).dim() != 2:
+        return None
+    token = every_lane(index)  # type: ignore[arg-type]
+    # scatter_add takes the rows that the index has, of as many as there may be
+    alike = same_size(value(base).shape[1], value(rows).shape[1])
+    alike = alike and all(map(same_size, value(index).shape, value(rows).shape))
+    return (base, token, rows) if token is not None and alike else None  # type: ignore[return-value]
 
 
 def scores_of(indices: Node) -> Node | None:

@@ -165,10 +165,14 @@ STACKED = [einsum_of_all, einsum_of_three, bmm_of_all, matmul_of_all, einsum_of_
 # --- rows sorted by expert, in bfloat16
 
 
-def _sorted(m, x, indices, gates, top: int):
+def _sorted(m, x, indices, gates, top: int | None = None, marked: int = 0):
     ids = indices.reshape(-1)
     order = ids.argsort(stable=True)
-    ends = torch.histc(ids.float(), EXPERTS, 0, top).cumsum(0).to(torch.int32)
+    if top is None:
+        marks = torch.zeros(len(x), EXPERTS, dtype=torch.bool).scatter(-1, (indices + marked) % EXPERTS if marked else indices, True)
+        ends = marks.sum(0).cumsum(0, dtype=torch.int32)
+    else:
+        ends = torch.histc(ids.float(), EXPERTS, 0, top).cumsum(0).to(torch.int32)
 
     def expert(rows):
         hidden = _swiglu(torch._grouped_mm(rows, m.gate_up.mT, offs=ends))
@@ -189,6 +193,16 @@ def sorted_scatter_add(m, x, indices, gates):
     return torch.zeros_like(x).scatter_add(0, token, expert(torch.gather(x, 0, token)))
 
 
+def sorted_by_marks(m, x, indices, gates):
+    token, expert = _sorted(m, x, indices, gates)
+    return torch.zeros_like(x).index_add(0, token, expert(x[token]))
+
+
+def sorted_by_marks_of_others(m, x, indices, gates):
+    token, expert = _sorted(m, x, indices, gates, marked=1)
+    return torch.zeros_like(x).index_add(0, token, expert(x[token]))
+
+
 def sorted_back_to_others(m, x, indices, gates):
     token, expert = _sorted(m, x, indices, gates, EXPERTS - 1)
     return torch.zeros_like(x).index_add(0, token, expert(x[token.flip(0)]))
@@ -199,8 +213,11 @@ def sorted_into_other_groups(m, x, indices, gates):
     return torch.zeros_like(x).index_add(0, token, expert(x[token]))
 
 
-SORTED = [sorted_index_add, sorted_scatter_add]
-SORTED_NEAR_MISSES = {"rows": sorted_back_to_others, "offsets": sorted_into_other_groups}
+SORTED = [sorted_index_add, sorted_scatter_add, sorted_by_marks]
+SORTED_NEAR_MISSES = {
+    "rows": [sorted_back_to_others],
+    "offsets": [sorted_into_other_groups, sorted_by_marks_of_others],
+}
 
 
 # --- near misses

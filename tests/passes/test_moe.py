@@ -112,9 +112,13 @@ def test_sorted_rows(body):
     assert error < 2e-2
 
 
-@pytest.mark.parametrize("tag", experts_at_once.SORTED_NEAR_MISSES)
-def test_refuses_sorted_rows(tag):
-    frames, error = sorted_rows(experts_at_once.SORTED_NEAR_MISSES[tag])
+@pytest.mark.parametrize(
+    ("tag", "body"),
+    [(tag, body) for tag, bodies in experts_at_once.SORTED_NEAR_MISSES.items() for body in bodies],
+    ids=lambda p: p if isinstance(p, str) else p.__name__,
+)
+def test_refuses_sorted_rows(tag, body):
+    frames, error = sorted_rows(body)
     assert tag in frames.tags(NAME) and not frames.counts[NAME]
     assert not error
 
