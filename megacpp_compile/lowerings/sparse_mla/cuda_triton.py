@@ -84,7 +84,7 @@ def _aligned(t: Tensor) -> bool:
 def _tile(q: Tensor, heads: int, rows: int, stages: int) -> dict[str, int]:
     """The static choice: as many as fit into registers and 227 KiB of shared memory at 512 + 64 lanes."""
     if q.dtype.itemsize == 4:
-        return {"BH": 16, "BK": 16, "num_warps": 4, "num_stages": 1}
+        return {"BH": 16, "BK": 16, "num_warps": 8, "num_stages": 1}
     return {"BH": max(16, min(heads, power_of_2(q.shape[2]))), "BK": rows, "num_warps": 8, "num_stages": stages}
 
 
@@ -115,8 +115,10 @@ def sparse_mla(
         tile = {"BH": max(16, min(64, power_of_2(q.shape[2]))), "BK": 128, "num_warps": 8, "num_stages": 2}
         _forward_fp8(_by_heads(q), tile, **args)
     else:
-        scaled = {"SCALED": int(kv_scale is not None), "BLOCKS": int(kv_scale is not None and kv_scale.shape[3] > 1)}
-        _forward(_by_heads(q), _tile(q, 64, 64, 2), **args, **scaled, **multiply(q.dtype))
+        by_blocks = kv_scale is not None and kv_scale.shape[3] > 1
+        scaled = {"SCALED": int(kv_scale is not None), "BLOCKS": int(by_blocks)}
+        # Loaded ahead, the blocks' scales, one a lane, would take more shared memory than there is.
+        _forward(_by_heads(q), _tile(q, 64, 64, 1 if by_blocks else 2), **args, **scaled, **multiply(q.dtype))
     return out, lse
 
 
