@@ -8,6 +8,8 @@ import torch
 from tests.remat import models
 from tests.remat.steps import count, same, step
 
+pytestmark = pytest.mark.xdist_group("remat entries")  # one worker compiles the steps all tests share
+
 
 @pytest.fixture(scope="module")
 def steps():
