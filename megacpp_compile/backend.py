@@ -226,8 +226,9 @@ def _rewrite(captured: Captured, example_inputs: Sequence[Any], config: Config, 
     normalise(captured.gm.graph, captured.fake_mode)
     captured.gm.recompile()
     log.graph("captured", captured.gm)
+    called = [n for n in captured.gm.graph.nodes if n.target in semantic_ops()]
     outcome = run_passes(captured, config, _Reviewer(captured, example_inputs, config, grad), log.graph)
-    _add_called(outcome, captured)
+    _add_called(outcome, called)
     _choose_lowerings(outcome, captured, target)
     return outcome
 
@@ -267,13 +268,13 @@ def _enforce(config: Config, counts: Mapping[str, int], misses: list[Any]) -> No
             raise RequirementError(name, wanted, counts.get(name, 0), near)
 
 
-def _add_called(outcome: Outcome, captured: Captured) -> None:
-    """Semantic ops that the model itself calls are sites too: they are lowered like those of a pass."""
-    for node in captured.gm.graph.nodes:
-        if node.target in semantic_ops() and node not in outcome.op_nodes:
-            op = f"{node.target.namespace}::{node.target._opname}"
-            outcome.sites.append(Site("(called)", op, module_fqn(node), source_line(node), "", "", node=node.name))
-            outcome.op_nodes.append(node)
+def _add_called(outcome: Outcome, called: Sequence[Node]) -> None:
+    """Semantic ops that the model itself calls are sites too: they are lowered like those of a pass. What a pass makes
+    beside its op, such as the payloads of a linear in float8, belongs to its site."""
+    for node in called:
+        op = f"{node.target.namespace}::{node.target._opname}"  # type: ignore[union-attr]
+        outcome.sites.append(Site("(called)", op, module_fqn(node), source_line(node), "", "", node=node.name))
+        outcome.op_nodes.append(node)
 
 
 def _choose_lowerings(outcome: Outcome, captured: Captured, target: str) -> None:

@@ -76,6 +76,6 @@ def test_blocks_that_are_graphs_pass_their_inputs_through_main_memory():
     with without_code(graphs), megacpp_compile.record() as report:
         megacpp_compile.compile(model, policy={"ablock": "full", "eblock": "full", "offload": "inputs"})
         found = torch.autograd.grad(model(x).square().sum(), [x, *model.parameters()])
-    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)  # sums in another order, by processor
     assert [f.blocks for f in report.frames] == [4]
     assert count(graphs[0], "megacpp.offload") == count(graphs[1], "megacpp.reload") == 1
