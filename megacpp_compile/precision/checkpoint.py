@@ -19,25 +19,25 @@ from torch.utils import checkpoint as stock
 
 from megacpp_compile.errors import BadOptionError, EngineError, StockCheckpointError
 from megacpp_compile.precision import engine
+from megacpp_compile.remat.policy import FP8_WRAPPERS
 
-WRAPPERS = ("te_checkpoint",)
 _DEEPEST = 200  # frames between a module and the checkpoint around its block; nested modules take three each
 
 
-def checkpoint_for(block: nn.Module, fp8_wrapper: str | None = "te_checkpoint") -> Callable[..., Any]:
+def checkpoint_for(block: nn.Module, fp8_wrapper: str = "te_checkpoint") -> Callable[..., Any]:
     """What to call as `checkpoint(block, *args)`: Transformer Engine's checkpoint if `block` holds modules of
     Transformer Engine, torch's if it holds none; both without reentrant autograd.
 
-    fp8_wrapper: the policy's field of that name. Where it is not "te_checkpoint", a block in fp8 is refused.
+    fp8_wrapper: `CheckpointingPolicy.fp8_wrapper`. Where it is not "te_checkpoint", a block in fp8 is refused.
     Raises StockCheckpointError for a block in fp8 that torch's checkpoint would be used for, and BadOptionError for an
     unknown wrapper.
     """
-    if fp8_wrapper is not None and fp8_wrapper not in WRAPPERS:
-        raise BadOptionError("policy.fp8_wrapper", fp8_wrapper, "None or 'te_checkpoint'", WRAPPERS)
+    if fp8_wrapper not in FP8_WRAPPERS:
+        raise BadOptionError("policy.fp8_wrapper", fp8_wrapper, "'none' or 'te_checkpoint'", FP8_WRAPPERS)
     inside = next((name for name, m in block.named_modules() if engine.is_of_transformer_engine(m)), None)
     if inside is None:
         return functools.partial(stock.checkpoint, use_reentrant=False)
-    if fp8_wrapper is None:
+    if fp8_wrapper == "none":
         raise StockCheckpointError(f"{inside or type(block).__name__} in {type(block).__name__}")
     te, reason = engine.load()
     if te is None:  # the model came with its modules, and then something took the package away

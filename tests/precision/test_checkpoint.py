@@ -11,6 +11,7 @@ from megacpp_compile import PrecisionPlan, replace_linears
 from megacpp_compile.errors import BadOptionError, StockCheckpointError
 from megacpp_compile.precision import engine
 from megacpp_compile.precision.checkpoint import checkpoint_for
+from megacpp_compile.remat.policy import CheckpointingPolicy
 
 
 def block(te=None, recipe="fp8_current", seed=0):
@@ -93,7 +94,7 @@ def test_a_forward_within_backward_is_no_checkpoint(te):
 
 def test_a_block_without_transformer_engine_recomputes_by_torch():
     model, x = block(), sample()
-    for wrapper in ("te_checkpoint", None):
+    for wrapper in ("te_checkpoint", "none"):
         again = checkpoint_for(model, wrapper)
         assert again.func is checkpoint
         want = gradients(model, model, x)
@@ -103,6 +104,6 @@ def test_a_block_without_transformer_engine_recomputes_by_torch():
 
 def test_what_the_policy_says_is_obeyed(te):
     with pytest.raises(StockCheckpointError, match="Sequential"):
-        checkpoint_for(block(te), None)
+        checkpoint_for(block(te), CheckpointingPolicy().fp8_wrapper)
     with pytest.raises(BadOptionError, match="Did you mean 'te_checkpoint'"):
         checkpoint_for(block(te), "te_checkpiont")

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import pickle
-import sys
-import types
 
 import pytest
 
-from megacpp_compile.errors import BadOptionError, PackageMissingError
-from megacpp_compile.remat import fp8
+from megacpp_compile.errors import BadOptionError
 from megacpp_compile.remat.peak import Surroundings
 from megacpp_compile.remat.policy import KINDS, CheckpointingPolicy
 from megacpp_compile.remat.tagging import TagForRemat
@@ -51,19 +48,6 @@ def test_the_last_layer():
     assert [policy.entry("ablock", last) for last in (False, True)] == ["full", "never"]
     assert policy.entry("eblock", True) == "none"
     assert CheckpointingPolicy(eblock="none", last_layer="full").entry("eblock", True) == "full"
-
-
-def test_wrappers_of_fp8_layers(monkeypatch):
-    """Transformer Engine is looked for when its checkpoint is asked for, and not before."""
-    monkeypatch.setitem(sys.modules, "transformer_engine", None)
-    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", None)
-    assert fp8.wrapper(None) is fp8.wrapper(CheckpointingPolicy()) is None
-    policy = CheckpointingPolicy.of({"fp8_wrapper": "te_checkpoint"})
-    with pytest.raises(PackageMissingError, match="te_checkpoint.*transformer_engine"):
-        fp8.wrapper(policy)
-    there = types.SimpleNamespace(checkpoint=lambda layer, *args: layer(*args))
-    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", there)
-    assert fp8.wrapper(policy)(abs, -1) == 1
 
 
 def test_the_pass_keys_caches_by_policy_and_kinds():
