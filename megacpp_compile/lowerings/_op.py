@@ -1,8 +1,9 @@
-"""What every semantic op needs of its host: a body that autocast can't reach into."""
+"""What semantic ops share: the dtype they compute in, and a body that autocast can't reach into."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from types import ModuleType
 from typing import Any
 
@@ -10,9 +11,15 @@ import torch
 from torch import Tensor
 
 
+def compute_dtype(*of: Tensor | torch.dtype | None) -> torch.dtype:
+    """What an op with such operands computes in: float32 for half precision, float64 where one is."""
+    dtypes = (t.dtype if isinstance(t, Tensor) else t for t in of if t is not None)
+    return functools.reduce(torch.promote_types, dtypes, torch.float32)
+
+
 def wide(*tensors: Tensor) -> Any:
-    """Operands as an op computes with them outside a compiled graph: half precision in float32."""
-    return [t.to(torch.promote_types(t.dtype, torch.float32)) for t in tensors]
+    """Operands as an op computes with them outside a compiled graph."""
+    return [t.to(compute_dtype(t)) for t in tensors]
 
 
 def no_autocast(like: Tensor) -> contextlib.AbstractContextManager[None]:

@@ -13,11 +13,6 @@ import torch
 from torch import Tensor
 
 
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype a rotation or a norm is computed in: float32 for half precision, the operand's own otherwise."""
-    return torch.promote_types(dtype, torch.float32)
-
-
 def _unpair(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
     half = x.shape[-1] // 2
     return (x[..., 0::2], x[..., 1::2]) if interleaved else (x[..., :half], x[..., half:])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ _PRODUCTS = {
     for name in ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_mm", "_grouped_mm", "addmv", "mv", "dot")
     if hasattr(aten, name)
 }
+_CORES = ("megacpp::ssd_scan", "megacpp::sparse_mla")
 _SELECTIONS = {aten.topk, aten.sort, aten.argsort, aten.multinomial, aten.argmax, aten.argmin, aten.nonzero}
 
 
@@ -35,10 +37,19 @@ def base_of(node: Node, through_items: bool = True) -> Any:
     return node
 
 
+def beyond_views(node: Node, through_items: bool = True) -> Iterator[Node]:
+    """What reads `node`, or a view or, if asked, a part of it."""
+    for user in node.users:
+        if is_view(user) or through_items and user.target is operator.getitem:
+            yield from beyond_views(user, through_items)
+        else:
+            yield user
+
+
 def is_core(node: Node) -> bool:
     """An attention core or a scan: never computed again unless a whole block is."""
     name = name_of(node)
-    return "scaled_dot_product" in name or "flex_attention" in name or name in ("megacpp::ssd_scan",)
+    return "scaled_dot_product" in name or "flex_attention" in name or name in _CORES
 
 
 def is_product(node: Node) -> bool:
@@ -47,7 +58,10 @@ def is_product(node: Node) -> bool:
         return False
     return getattr(node.target, "overloadpacket", None) in _PRODUCTS or name_of(node) in (
         "megacpp::down_norm_up",
+        "megacpp::fp8_linear",
+        "megacpp::linear_fp8_weight",
         "megacpp::moe",
+        "megacpp::norm_linear",
     )
 
 

@@ -19,7 +19,7 @@ from torch import fx
 from torch.fx import Node
 
 from megacpp_compile.remat.fusion import Memory, fuse
-from megacpp_compile.remat.nodes import is_core, is_product, is_view, name_of, nbytes
+from megacpp_compile.remat.nodes import base_of, beyond_views, is_core, is_product, is_view, name_of, nbytes
 from megacpp_compile.remat.sides import backward_nodes, joint
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class Liveness:
         self.gradients = [a for a in outputs if a in late and a.op == "call_function"]
         self.given = [n for n in graph.nodes if n.op == "placeholder" and n in late]
         self.kinds: dict[Node, str] = {n: _kind(n) for n in (*self.forward, *self.backward)}
-        self.readers = {n: list(_beyond_views(n)) for n in self.kinds}
+        self.readers = {n: list(beyond_views(n, through_items=False)) for n in self.kinds}
         self.pieces = {n: dict(_pieces(n)) for n, kind in self.kinds.items() if kind != "view"}
         self.inputs = {n: n.all_input_nodes for n in self.kinds}
 
@@ -152,7 +152,7 @@ class _Sequence:
         self.order, self.live = order, live
         self.reads: dict[Node, dict[Memory, None]] = {n: dict.fromkeys(m) for n, m in known.items()}
         self.made = set(order)
-        self.lasting = {_base(n) for n in lasting}
+        self.lasting = {base_of(n, through_items=False) for n in lasting}
         self.virtual: set[Node] = set()
         for node in order:
             self.reads[node] = self._memory_of(node)
@@ -278,17 +278,3 @@ def _source(node: Node) -> tuple[Node, tuple[int, ...]]:
 def rounded(value: Any) -> int:
     """Bytes that the allocator gives out for `value`."""
     return -(-nbytes(value) // _BLOCK) * _BLOCK if isinstance(value, torch.Tensor) else nbytes(value)
-
-
-def _base(node: Node) -> Node:
-    while is_view(node):
-        node = node.args[0]  # type: ignore[assignment]
-    return node
-
-
-def _beyond_views(node: Node) -> Iterator[Node]:
-    for user in node.users:
-        if is_view(user):
-            yield from _beyond_views(user)
-        else:
-            yield user

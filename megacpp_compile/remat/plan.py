@@ -22,7 +22,17 @@ from torch.utils.checkpoint import CheckpointPolicy as Tag
 from megacpp_compile.errors import PeakUnreachableError
 from megacpp_compile.remat import offload
 from megacpp_compile.remat.kinds import Place
-from megacpp_compile.remat.nodes import base_of, is_core, is_pinned, is_product, is_selection, is_view, name_of, nbytes
+from megacpp_compile.remat.nodes import (
+    base_of,
+    beyond_views,
+    is_core,
+    is_pinned,
+    is_product,
+    is_selection,
+    is_view,
+    name_of,
+    nbytes,
+)
 from megacpp_compile.remat.peak import ALONE, MARGIN, Liveness, Surroundings
 from megacpp_compile.remat.policy import CheckpointingPolicy
 
@@ -269,14 +279,6 @@ def _late(node: Node) -> bool:
 
 def _sources(node: Node) -> list[Node]:
     return [base_of(a) for a in node.all_input_nodes]
-
-
-def beyond_views(node: Node) -> Iterable[Node]:
-    for user in node.users:
-        if is_view(user) or user.target is operator.getitem:
-            yield from beyond_views(user)
-        else:
-            yield user
 
 
 def leaves_layer(node: Node, places: Mapping[Node, Place]) -> bool:

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy as Tag
 from megacpp_compile.remat import costs, latents, offload
 from megacpp_compile.remat import plan as planning
 from megacpp_compile.remat.kinds import Place, places
-from megacpp_compile.remat.nodes import is_view
+from megacpp_compile.remat.nodes import base_of, is_view
 from megacpp_compile.remat.peak import ALONE, Liveness, Surroundings
 from megacpp_compile.remat.policy import CheckpointingPolicy
 from megacpp_compile.remat.sides import joint
@@ -105,7 +105,7 @@ def describe(plan: planning.Plan, where: dict[Node, Place], policy: Checkpointin
     away = set(offload.chosen(plan, where, policy))
     _, needed = joint(next(iter(where)).graph) if where else ([], [])
     kept = set(plan.saved) | set(plan.free)
-    read = {b for n in needed if (b := planning.base_of(n, through_items=False)) in where and b not in kept}
+    read = {b for n in needed if (b := base_of(n, through_items=False)) in where and b not in kept}
     device = _device(list(where))
     for kind in (k for k in ("ablock", "mblock", "eblock", "rblock", "") if k in blocks):
         entries = [policy.asked(kind, False), *([policy.asked(kind, True)] if layered else [])] if kind else []

@@ -148,6 +148,30 @@ def test_through_the_backend(float8, no_kernels):
     assert error <= FLOAT8, which
 
 
+@pytest.mark.parametrize("policy", ["selective", "full", 0.3])
+def test_composes_with_remat(float8, no_kernels, policy):
+    """What is computed again is quantised again, to the same bits."""
+    results = []
+    for given in (None, policy):
+        module, (x,) = Layers(2), hidden()
+        torch._dynamo.reset()
+        options = {"precision": EVERYTHING, "policy": given, "strict": True, "require": {NAME: 6}}
+        results.append(train(torch.compile(module, backend="megacpp", options=options), module, (x,)))
+    for name, want in results[0].items():
+        assert torch.equal(results[1][name], want), name
+
+
+class Layers(nn.Module):
+    def __init__(self, count):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleDict({"norm": nn.RMSNorm(DIM, dtype=torch.bfloat16), "mlp": MLP()}) for _ in range(count))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer["mlp"](layer["norm"](x))
+        return x
+
+
 # --- stays out
 
 

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from megacpp_compile.lowerings._rotation import compute_dtype
+from megacpp_compile.lowerings._op import compute_dtype
 from megacpp_compile.lowerings._triton_cast import as_stored
 from megacpp_compile.lowerings._triton_launch import Kernel, is_wide, power_of_2
 from megacpp_compile.lowerings.causal_conv1d.layout import channels_adjacent, laid_out_as
@@ -216,7 +216,7 @@ def causal_conv1d_backward(
     dx = laid_out_as(x, x.dtype)
     batch, steps, channels = x.shape
     taps, segments = weight.shape[1], triton.cdiv(steps, SEGMENT)
-    wide = compute_dtype(torch.promote_types(x.dtype, weight.dtype))
+    wide = compute_dtype(x, weight)
     partial = torch.empty((batch * segments, taps + 1, channels), dtype=wide, device=x.device)
     _walk(
         lambda meta: (segments, triton.cdiv(channels, meta["BC"]), batch),

@@ -12,12 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacpp_compile.lowerings._rotation import compute_dtype
+from megacpp_compile.lowerings._op import compute_dtype
 from megacpp_compile.lowerings.causal_conv1d.layout import moved_to
-
-
-def _wide(x: Tensor, weight: Tensor) -> torch.dtype:
-    return compute_dtype(torch.promote_types(x.dtype, weight.dtype))
 
 
 def _shifted(x: Tensor, k: int) -> list[Tensor]:
@@ -38,7 +34,7 @@ def _before_activation(taps: list[Tensor], weight: Tensor, bias: Tensor | None, 
 def causal_conv1d(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, out_dtype: torch.dtype
 ) -> Tensor:
-    pre = _before_activation(_shifted(x, weight.shape[1]), weight, bias, _wide(x, weight))
+    pre = _before_activation(_shifted(x, weight.shape[1]), weight, bias, compute_dtype(x, weight))
     return moved_to((F.silu(pre) if activation == "silu" else pre).to(out_dtype), x)
 
 
@@ -50,7 +46,7 @@ def causal_conv1d_backward(
     With g the gradient before the activation: `dx[t] = sum_j weight[:, j] * g[t + (k - 1) - j]`, 0 behind the end;
     `dweight[:, j] = sum_t g[t] * x[t - (k - 1) + j]`.
     """
-    dtype, k, t = _wide(x, weight), weight.shape[1], x.shape[1]
+    dtype, k, t = compute_dtype(x, weight), weight.shape[1], x.shape[1]
     taps = _shifted(x, k)
     g = grad.to(dtype)
     if activation == "silu":

@@ -18,9 +18,8 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from megacpp_compile.lowerings._op import no_autocast
+from megacpp_compile.lowerings._op import compute_dtype, no_autocast
 from megacpp_compile.lowerings.gated_rms_norm import reference
-from megacpp_compile.lowerings.gated_rms_norm.reference import norm_dtype
 
 
 @torch.library.custom_op("megacpp::gated_rms_norm", mutates_args=())
@@ -39,7 +38,7 @@ def gated_rms_norm(
 
 @gated_rms_norm.register_fake
 def _(y, z, weight, eps, group_size, norm_before_gate, out_dtype):  # type: ignore[no-untyped-def]
-    rrms = y.new_empty((*y.shape[:-1], y.shape[-1] // group_size), dtype=norm_dtype(y, z))
+    rrms = y.new_empty((*y.shape[:-1], y.shape[-1] // group_size), dtype=compute_dtype(y, z))
     return y.new_empty(y.shape, dtype=out_dtype), rrms
 
 

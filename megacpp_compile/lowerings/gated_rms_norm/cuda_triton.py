@@ -15,9 +15,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from megacpp_compile.lowerings._op import compute_dtype
 from megacpp_compile.lowerings._triton_cast import as_stored
 from megacpp_compile.lowerings._triton_launch import Kernel, is_wide, power_of_2
-from megacpp_compile.lowerings.gated_rms_norm.reference import norm_dtype
 
 __all__ = ["MIN_BYTES", "gated_rms_norm", "gated_rms_norm_backward", "supports"]
 
@@ -164,7 +164,7 @@ def gated_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     args = _operands(y, z, weight, group_size, norm_before_gate)
     out = torch.empty(y.shape, dtype=out_dtype, device=y.device)
-    rrms = torch.empty((*y.shape[:-1], args["groups"]), dtype=norm_dtype(y, z), device=y.device)
+    rrms = torch.empty((*y.shape[:-1], args["groups"]), dtype=compute_dtype(y, z), device=y.device)
     _rows(
         lambda meta: (triton.cdiv(args["rows"], meta["BR"]), args["groups"]),
         _static(args["LANES"]), out=out, rrms=rrms, EPS=eps, **args,

@@ -6,11 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacpp_compile.lowerings._rotation import compute_dtype
-
-
-def norm_dtype(y: Tensor, z: Tensor) -> torch.dtype:
-    return compute_dtype(torch.promote_types(y.dtype, z.dtype))
+from megacpp_compile.lowerings._op import compute_dtype
 
 
 def _groups(x: Tensor, size: int) -> Tensor:
@@ -26,7 +22,7 @@ def gated_rms_norm(
     norm_before_gate: bool,
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    dtype = norm_dtype(y, z)
+    dtype = compute_dtype(y, z)
     gate, h = F.silu(z.to(dtype)), y.to(dtype)
     if not norm_before_gate:
         h = h * gate

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megacpp_compile.lowerings import _grouped  # noqa: F401  registers the products
-from megacpp_compile.lowerings._rotation import compute_dtype
+from megacpp_compile.lowerings._op import compute_dtype
 
 
 class Grouped(Protocol):

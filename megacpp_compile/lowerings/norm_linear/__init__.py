@@ -17,8 +17,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from megacpp_compile.lowerings._op import no_autocast
-from megacpp_compile.lowerings._rotation import compute_dtype
+from megacpp_compile.lowerings._op import compute_dtype, no_autocast
 from megacpp_compile.lowerings.norm_linear import reference
 
 

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megacpp_compile.lowerings._op import compute_dtype
 from megacpp_compile.lowerings._rms import input_gradient
-from megacpp_compile.lowerings._rotation import compute_dtype
 
 
 def norm_linear(

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from megacpp_compile.errors import ForwardOnlyError, OperandError
 from megacpp_compile.lowerings._fp8 import SCALED_LANES
-from megacpp_compile.lowerings._op import no_autocast, serve
+from megacpp_compile.lowerings._op import compute_dtype, no_autocast, serve
 from megacpp_compile.lowerings.sparse_mla import reference
 
 
@@ -87,7 +87,7 @@ def sparse_mla(
 def _(q, kv, indices, kv_scale, scale, d_v, causal=True, offset=0, fp8_products=False):  # type: ignore[no-untyped-def]
     _check(q, kv, indices, kv_scale, d_v, fp8_products)
     outer = q.shape[:-1]
-    return q.new_empty((*outer, d_v)), q.new_empty(outer, dtype=reference.compute_dtype(q.dtype))
+    return q.new_empty((*outer, d_v)), q.new_empty(outer, dtype=compute_dtype(q.dtype))
 
 
 @torch.library.custom_op("megacpp::sparse_mla_backward", mutates_args=())

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megacpp_compile.lowerings._fp8 import SCALED_LANES, round_to_fp8, widened
-from megacpp_compile.lowerings._rotation import compute_dtype
+from megacpp_compile.lowerings._op import compute_dtype
 
 # Bytes of rows gathered at once.
 CHUNK_BYTES = 256 << 20

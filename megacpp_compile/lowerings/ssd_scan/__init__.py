@@ -24,7 +24,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from megacpp_compile.lowerings._op import no_autocast
+from megacpp_compile.lowerings._op import compute_dtype, no_autocast
 from megacpp_compile.lowerings.ssd_scan import reference
 
 
@@ -48,7 +48,7 @@ def ssd_scan(
 def _(x, dt, A, B, C, D, initial_state, chunk_size, out_dtype):  # type: ignore[no-untyped-def]
     b, t, h, p = x.shape
     n = B.shape[-1]
-    wide = reference.compute_dtype(x, dt, A, B, C, D, initial_state)
+    wide = compute_dtype(x, dt, A, B, C, D, initial_state)
     state = {"dtype": wide, "device": x.device}
     return (
         x.new_empty((b, t, h, p), dtype=out_dtype),

@@ -12,16 +12,11 @@ TF32's reach.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-
-def compute_dtype(*operands: Tensor | None) -> torch.dtype:
-    """float32, or float64 where an operand is."""
-    return functools.reduce(torch.promote_types, (t.dtype for t in operands if t is not None), torch.float32)
+from megacpp_compile.lowerings._op import compute_dtype
 
 
 class _Chunks:
