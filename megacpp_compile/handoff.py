@@ -8,25 +8,22 @@ partitioner has then seen each op as one node whose saved tensors are its own ch
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
 from torch._dynamo.utils import detect_fake_mode
 from torch._inductor import config as inductor_config
-from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._subclasses import FakeTensor
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-import megacpp_compile
 from megacpp_compile.config import Config
 from megacpp_compile.errors import NotLoweredError
 from megacpp_compile.gemm import merge
 from megacpp_compile.graph_edit import drop_dead, memory_of, overwritable, value
+from megacpp_compile.graph_pass import GraphPass
 from megacpp_compile.lowerings._op import no_autocast
 from megacpp_compile.lowerings._registry import choose, semantic_ops
 from megacpp_compile.lowerings._tuning import autotune, tracing
@@ -37,25 +34,13 @@ from megacpp_compile.remat.peak import Surroundings
 from megacpp_compile.remat.tagging import TagForRemat, Tell
 
 
-@functools.cache
-def source_hash() -> str:
-    """Digest of every source file of this package: part of the cache key of what it compiles."""
-    digest = hashlib.sha256()
-    root = Path(megacpp_compile.__file__).parent
-    for path in sorted(root.rglob("*.py")):
-        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()
-
-
-class LowerSemanticOps(CustomGraphPass):
+class LowerSemanticOps(GraphPass):
     """Replace every `megacpp::` node by its lowering's ops."""
 
     def __init__(self, target: str, config: Config, before: Any = None) -> None:
         self.target, self.config, self.before = target, config, before
 
-    def __call__(self, graph: fx.Graph) -> None:
-        for earlier in _passes(self.before):
-            earlier(graph)
+    def run(self, graph: fx.Graph) -> None:
         traced: dict[Any, GraphModule] = {}
         with autotune(self.config.autotune):
             for node in [n for n in graph.nodes if n.op == "call_function" and n.target in semantic_ops()]:
@@ -67,18 +52,11 @@ class LowerSemanticOps(CustomGraphPass):
             if node.target in semantic_ops():
                 raise NotLoweredError(str(node.target), self.target, module_fqn(node), source_line(node))
 
-    def uuid(self) -> Any:
-        inner = tuple(p.uuid() if hasattr(p, "uuid") else repr(p) for p in _passes(self.before))
-        return ("megacpp_compile", source_hash(), self.target, self.config.cache_key(), inner)
+    def key(self) -> tuple[Any, ...]:
+        return self.target, self.config.cache_key()
 
     def __reduce__(self) -> Any:
         return LowerSemanticOps, (self.target, self.config, self.before)
-
-
-def _passes(value: Any) -> Sequence[Any]:
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
 
 
 def _lower(graph: fx.Graph, node: Node, target: str, traced: dict[Any, GraphModule]) -> None:

@@ -19,6 +19,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx import GraphModule, Node
 
 from megacpp_compile.graph_edit import value
+from megacpp_compile.graph_pass import source_hash
 from megacpp_compile.remat.kinds import Place
 from megacpp_compile.remat.nodes import is_view
 
@@ -87,8 +88,6 @@ class Offload(CustomPartitionerFn):
         return forward, backward
 
     def uuid(self) -> Any:
-        from megacpp_compile.handoff import source_hash
-
         return ("megacpp_offload", source_hash(), self.before.uuid() if self.before is not None else None)
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Node
 from torch.utils.checkpoint import CheckpointPolicy as Tag
 
+from megacpp_compile.graph_pass import GraphPass
 from megacpp_compile.remat import costs, latents, offload
 from megacpp_compile.remat import plan as planning
 from megacpp_compile.remat.kinds import Place, places
@@ -30,7 +30,7 @@ _REGION = 1 << 19
 Tell = Callable[[planning.Plan, dict[Node, Place], dict[str, Any]], None]
 
 
-class TagForRemat(CustomGraphPass):
+class TagForRemat(GraphPass):
     """Tag forward nodes MUST_SAVE or MUST_RECOMPUTE as `policy` has it.
 
     tell: given what was decided; not called where the compiled code comes from a cache.
@@ -47,9 +47,7 @@ class TagForRemat(CustomGraphPass):
     ) -> None:
         self.policy, self.block_kinds, self.before, self.tell, self.around = policy, block_kinds, before, tell, around
 
-    def __call__(self, graph: fx.Graph) -> None:
-        for earlier in _passes(self.before):
-            earlier(graph)
+    def run(self, graph: fx.Graph) -> None:
         forward, needed = joint(graph)
         if not needed:
             return  # inference, or nothing to differentiate
@@ -68,13 +66,9 @@ class TagForRemat(CustomGraphPass):
         if self.tell is not None:
             self.tell(plan, where, found)
 
-    def uuid(self) -> Any:
-        from megacpp_compile.handoff import source_hash
-
-        inner = tuple(p.uuid() if hasattr(p, "uuid") else repr(p) for p in _passes(self.before))
+    def key(self) -> tuple[Any, ...]:
         around = repr(self.around) if self.policy.peak_gib is not None or self.policy.offload != "none" else ""
-        kinds = tuple(sorted(self.block_kinds.items()))
-        return ("megacpp_remat", source_hash(), repr(self.policy), kinds, around, inner)
+        return repr(self.policy), tuple(sorted(self.block_kinds.items())), around
 
     def __reduce__(self) -> Any:
         return TagForRemat, (self.policy, self.block_kinds, self.before, None, self.around)
@@ -126,9 +120,3 @@ def describe(plan: planning.Plan, where: dict[Node, Place], policy: Checkpointin
 def _device(forward: list[Node]) -> str:
     held = (n.meta.get("val") for n in reversed(forward))
     return next((v.device.type for v in held if isinstance(v, torch.Tensor)), "cpu")
-
-
-def _passes(value: Any) -> tuple[Any, ...]:
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
