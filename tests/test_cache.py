@@ -77,7 +77,7 @@ def hit(result) -> bool:
     return hits > 0
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def run(tmp_path_factory):
     """A runner whose cache holds one training step."""
     runner = Runner(tmp_path_factory.mktemp("cache"))
@@ -85,7 +85,7 @@ def run(tmp_path_factory):
     return runner
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def copied(tmp_path_factory):
     """A copy of the package, to be edited."""
     root = tmp_path_factory.mktemp("copy")

@@ -16,6 +16,9 @@ from megacpp_compile.cli import main
 from megacpp_compile.errors import BadOptionError, FitError
 from megacpp_compile.remat.policy import KINDS
 
+# One worker makes what all tests share, and keeps it.
+pytestmark = pytest.mark.xdist_group("fit")
+
 
 @pytest.fixture(autouse=True)
 def clean():
@@ -46,7 +49,7 @@ def test_no_lever_weakens_the_one_before():
     assert all(p.mblock == "conv_bc_only" for p in policies)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def peaks():
     """Estimated peaks of the levers on a model of two layers, in GiB."""
     found = {}

@@ -11,6 +11,9 @@ from megacpp_compile.remat.policy import CheckpointingPolicy
 from tests.remat import models
 from tests.remat.steps import same, step
 
+# One worker makes what all tests share, and keeps it.
+pytestmark = pytest.mark.xdist_group("remat budgets")
+
 FULL = dict.fromkeys(("ablock", "eblock"), "full_plus_norms")
 FRACTIONS = [i / 10 for i in range(10, 0, -1)]
 
@@ -46,7 +49,7 @@ class Plans(CustomGraphPass):
         return None
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def plans():
     found = Plans()
     step(models.llama(3), (models.hidden(),), {"inductor": {"joint_custom_post_pass": found}})

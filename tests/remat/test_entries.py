@@ -11,7 +11,7 @@ from tests.remat.steps import count, same, step
 pytestmark = pytest.mark.xdist_group("remat entries")  # one worker compiles the steps all tests share
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def steps():
     model, inputs = models.mla(2)
     made = {}

@@ -11,10 +11,13 @@ from megacpp_compile.remat import offload
 from tests.remat import models
 from tests.remat.steps import count, same, step, without_code
 
+# One worker makes what all tests share, and keeps it.
+pytestmark = pytest.mark.xdist_group("offload")
+
 BETWEEN = models.hidden().nbytes
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def plain():
     return step(models.llama(3), (models.hidden(),), {"policy": "full"})
 
