@@ -158,8 +158,10 @@ def _trace(body: Callable[..., Any], args: Any, fakes: list[torch.Tensor]) -> Gr
 
     # Functional, so that a kernel which writes to its operands is one Inductor may run in place or on a clone.
     functional = torch.func.functionalize(call, remove="mutations")
+    # XLA has its own way to compute whatever ATen has a name for.
+    table = {} if fakes[0].device.type == "xla" else select_decomp_table()
     with mode, no_autocast(fakes[0]), torch.no_grad(), tracing():
-        gm = make_fx(functional, decomposition_table=select_decomp_table(), tracing_mode="real")(*fakes)
+        gm = make_fx(functional, decomposition_table=table, tracing_mode="real")(*fakes)
     # Functionalisation hands every overwritten operand back to its owner; here nobody reads it any more.
     for node in list(gm.graph.nodes):
         if node.target is torch.ops.aten.copy_.default and node.args[0].op == "placeholder":
