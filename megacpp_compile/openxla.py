@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch.fx import GraphModule
 
 from megacpp_compile import log
 from megacpp_compile.config import Config
 from megacpp_compile.handoff import LowerSemanticOps
-from megacpp_compile.remat.tagging import TagForRemat, Tell
+from megacpp_compile.remat.tagging import TagForRemat, Tell, recompute_views
 
 
 def to_openxla(
@@ -37,7 +36,8 @@ def to_openxla(
         graph.recompile()
         return _program(graph, inputs)
 
-    return _compile(gm, example_inputs, config, patches, tell, kernels or compiler)
+    # XLA has to write each saved view as a tensor of its own: every transposed weight, every unsqueezed table.
+    return _compile(gm, example_inputs, config, patches, tell, kernels or compiler, views_again=True)
 
 
 def plain_openxla(
@@ -60,20 +60,21 @@ def _program(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
 
 def _compile(
     gm: GraphModule, example_inputs: Sequence[Any], config: Config, patches: dict[str, Any], tell: Tell | None,
-    compiler: Callable[..., Any],
+    compiler: Callable[..., Any], views_again: bool = False,
 ) -> Callable[..., Any]:  # fmt: skip
+    """views_again: compute in backward the views it reads; openxla by itself saves whatever backward reads."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import default_partition
 
     if patches:
         log.logger.warning("settings of Inductor have no effect on an XLA device: %s", ", ".join(sorted(patches)))
     policy = config.policy
-    settings: dict[str, Any] = {"fw_compiler": compiler}
-    if policy is not None:
 
-        def partition(joint: GraphModule, inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+    def tagged(joint: GraphModule, inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+        if policy is not None:
             TagForRemat(policy, dict(config.block_kinds), tell=tell)(joint.graph)
-            return default_partition(joint, inputs, **kwargs)  # which obeys tags, where there are any
+        elif views_again:
+            recompute_views(joint.graph)
+        return default_partition(joint, inputs, **kwargs)  # which obeys tags where there are any
 
-        settings["partition_fn"] = partition
-    return aot_autograd(**settings)(gm, example_inputs)  # type: ignore[no-any-return]
+    return aot_autograd(fw_compiler=compiler, partition_fn=tagged)(gm, example_inputs)  # type: ignore[no-any-return]

@@ -20,3 +20,10 @@ def no_autocast(like: Tensor) -> contextlib.AbstractContextManager[None]:
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return contextlib.nullcontext()
     return torch.autocast(kind, enabled=False)
+
+
+def ends_until(ends: Tensor, values: Tensor) -> Tensor:
+    """How many of `ends` [E], ascending, are at most each of `values` [n]: int64 [n]."""
+    if ends.device.type == "xla":  # which has no `searchsorted` of its own, and would ask the host
+        return (ends <= values[:, None]).sum(-1)
+    return torch.searchsorted(ends, values, right=True)

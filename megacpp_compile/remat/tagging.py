@@ -70,6 +70,15 @@ class TagForRemat(CustomGraphPass):
         return TagForRemat, (self.policy, self.block_kinds, self.before)
 
 
+def recompute_views(graph: fx.Graph) -> None:
+    """Tag a joint graph so that backward reads views anew from what they are views of, and all else as it was."""
+    for node in joint(graph)[0]:
+        if is_view(node):
+            node.meta["recompute"], node.meta["ac_graph_id"] = Tag.MUST_RECOMPUTE, _REGION
+        elif isinstance(node.meta.get("val"), (torch.Tensor, tuple, list)):
+            node.meta["recompute"] = Tag.MUST_SAVE
+
+
 def describe(plan: planning.Plan, where: dict[Node, Place], policy: CheckpointingPolicy) -> dict[str, dict[str, Any]]:
     """The plan in numbers, by kind of block; "" for what lies between blocks. See `report.Frame.remat`."""
     found: dict[str, dict[str, Any]] = {}

@@ -16,6 +16,11 @@ def rest_slice(start: int, size: int, total: int) -> slice:
     return slice(0, start) if start else slice(size, total)
 
 
+def row_mean(x: Tensor) -> Tensor:
+    """[..., n] -> [..., 1]. As a sum: `mean` asks on XLA whether there is anything to divide by."""
+    return x.sum(-1, keepdim=True) / x.shape[-1]
+
+
 def down_norm_up(
     x: Tensor,
     w_down: Tensor,
@@ -31,7 +36,7 @@ def down_norm_up(
     down = F.linear(x, w_down, b_down)
     raw = down[..., start : start + size]
     latent = raw.to(compute_dtype(down.dtype))
-    rrms = torch.rsqrt(latent.square().mean(-1, keepdim=True) + eps)
+    rrms = torch.rsqrt(row_mean(latent.square()) + eps)
     normed = latent * rrms
     if w_norm is not None:
         normed = normed * w_norm.to(normed.dtype)
@@ -78,7 +83,7 @@ def down_norm_up_backward(
     if w_norm is not None:
         d_norm = (g * normed).flatten(0, -2).sum(0).to(w_norm.dtype)
         g = g * w_norm.to(g.dtype)
-    d_latent = (rrms * (g - normed * (g * normed).mean(-1, keepdim=True))).to(x.dtype)
+    d_latent = (rrms * (g - normed * row_mean(g * normed))).to(x.dtype)
 
     rest = grad_rest.to(x.dtype)
     d_down = torch.cat((rest, d_latent) if start else (d_latent, rest), -1)
