@@ -19,7 +19,14 @@ from torch.fx import GraphModule, Node
 from megacpp_compile import dynamic_outputs, handoff, log, openxla, report, saved, verify
 from megacpp_compile.capture import Captured, capture
 from megacpp_compile.config import Config
-from megacpp_compile.errors import CaptureError, MegacppError, RequirementError, TorchTooOldError, VerificationError
+from megacpp_compile.errors import (
+    CaptureError,
+    MegacppError,
+    NotLoweredError,
+    RequirementError,
+    TorchTooOldError,
+    VerificationError,
+)
 from megacpp_compile.lowerings._registry import choose, semantic_ops
 from megacpp_compile.normalise import normalise
 from megacpp_compile.passes._driver import Outcome, pass_names, run_passes
@@ -100,6 +107,8 @@ def _compile(
             return lower(patches={**patches, "pattern_matcher": False})
     except torch._dynamo.exc.RestartAnalysis:
         raise  # Dynamo's own way back, as when a float turns out to be a constant
+    except NotLoweredError:
+        raise
     except Exception as error:
         if config.strict:
             raise

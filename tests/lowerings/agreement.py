@@ -77,7 +77,7 @@ def interpreted() -> bool:
 
 def places() -> list[tuple[str, str]]:
     """(device, target) of all that can run here."""
-    found = [("cpu", "cpu")]
+    found = [("cpu", "cpu"), ("cpu", "tpu")]  # what suits XLA is plain PyTorch
     if torch.cuda.is_available():
         found.append(("cuda", "cuda"))
     elif interpreted():
@@ -89,7 +89,7 @@ def lowerings(target: str) -> Iterator[tuple[Any, str, str, str]]:
     """(op, folder, op's name, lowering) of every lowering there is for `target`."""
     for op, (folder, name) in semantic_ops().items():
         home = Path(_registry.package.__path__[0]) / folder
-        for lowering in PREFERENCE[target]:
+        for lowering in PREFERENCE[target] if target != "tpu" else ("tpu_xla",):  # the reference is the CPU's too
             if (home / f"{lowering}.py").exists():
                 yield op, folder, name, lowering
 
