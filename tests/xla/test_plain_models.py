@@ -4,6 +4,7 @@ and nothing that XLA would hand back to the host."""
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -89,6 +90,30 @@ def test_block(xla, name, options):
     assert difference(result, out) < TOLERANCE
     assert difference(moved.grad, x.grad) < TOLERANCE
     for (label, p), q in zip(there.named_parameters(), block.parameters(), strict=True):
+        assert difference(p.grad, q.grad) < TOLERANCE, label
+    assert not host_ops()
+
+
+def test_hybrid_model(xla, monkeypatch):
+    """A mixer, experts in a loop, and attention, as in the examples: one frame, every op but the rotation of whole heads."""
+    import torch_xla.debug.metrics as metrics
+
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples")
+    from plain_hybrid import HybridConfig, HybridLM
+
+    torch.manual_seed(0)
+    model = HybridLM(HybridConfig(pattern="MEA", dim=32, experts=3, expert_dim=24, shared_dim=24))
+    there, tokens = copy.deepcopy(model).to(xla), torch.randint(0, 50, (2, 64))
+    out = model(tokens)
+    out.square().mean().backward()
+    metrics.clear_all()
+    with megacpp_compile.record() as report:
+        result = torch.compile(there, backend="megacpp", options={"strict": True})(tokens.to(xla))
+        result.square().mean().backward()
+    assert {name: n for name, n in report.counts.items() if n != 1} == {"rope_qk": 0}
+    assert [frame.captured for frame in report.frames] == [True]
+    assert difference(result, out) < TOLERANCE
+    for (label, p), q in zip(there.named_parameters(), model.parameters(), strict=True):
         assert difference(p.grad, q.grad) < TOLERANCE, label
     assert not host_ops()
 
