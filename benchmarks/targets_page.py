@@ -39,8 +39,8 @@ the op in plain PyTorch: its meaning, and what every other lowering is tested ag
     model = model.to(torch_xla.device())
     model = torch.compile(model, backend="megacpp")   # target="tpu" by itself
 
-- Ops are lowered after autograd, in the forward's and in the backward's graph, each of which becomes one XLA program. An
-  op that were left would be an error. A second step with the same shapes compiles nothing.
+- Ops are lowered after autograd, in the forward's and in the backward's graph, each of which becomes one XLA program.
+  An op that were left would be an error. Once gradients and an optimizer's state exist, a step compiles nothing.
 - Backward computes views again instead of reading saved ones, which XLA would have to write as tensors of their own:
   a transposed weight, an unsqueezed table.
 - `down_norm_up` computes its latent again in backward, one more product a site; `keep_latents` takes the memory instead

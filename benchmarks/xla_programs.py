@@ -3,11 +3,10 @@
     PJRT_DEVICE=CPU python -m benchmarks.xla_programs
     PJRT_DEVICE=CPU python -m benchmarks.xla_programs --tokens 1024 --dim 1024 --heads 8 --dtype bf16
 
-A line a variant; each runs in a process of its own, as XLA reads its flags once. Counted in what XLA was given ("given":
-all instructions that compute elementwise, and all that only move data) and in the programs it made of that ("made": dots;
-fusions; what is launched outside them; and moves inside or outside). ms, CPU ms: medians of forward and backward together, by
-the clock and in all threads.
-Ahead of the table: whether any shape was dynamic, and whether ops fell back to the host.
+A line a variant; each runs in a process of its own, as XLA reads its flags once. "given": instructions that compute
+elementwise, and those that only move data, in what XLA was given. The rest is of the programs it made of that: dots;
+fusions; what is launched outside of fusions; and moves inside or outside. ms, CPU ms: medians of forward and backward
+together, by the clock and in all threads. Ahead of the table: whether any shape was dynamic, and what ran on the host.
 """
 
 from __future__ import annotations
@@ -30,7 +29,9 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     "megacpp": {},
     "megacpp, latents kept": {"keep_latents": True},
 }
-MOVES = frozenset("concatenate copy dynamic-slice dynamic-update-slice gather pad reverse scatter slice transpose".split())
+MOVES = frozenset(
+    "concatenate copy dynamic-slice dynamic-update-slice gather pad reverse scatter slice transpose".split()
+)
 ELEMENTWISE = frozenset(
     "abs add and compare convert cosine divide exponential log maximum minimum multiply negate not or power rsqrt "
     "select sine sqrt subtract tanh".split()
@@ -158,11 +159,13 @@ def main() -> None:
         return
     rows = {name: run(name, sys.argv[1:]) for name in VARIANTS}
     fallen = sorted({n for row in rows.values() for n in row["fallen"]})
-    print(f"dynamic shapes: {sum(row['dynamic'] for row in rows.values())}; ops on the host: {', '.join(fallen) or 'none'}")
+    dynamic = sum(row["dynamic"] for row in rows.values())
+    print(f"dynamic shapes: {dynamic}; ops on the host: {', '.join(fallen) or 'none'}")
     columns = [c for c in next(iter(rows.values())) if c not in ("fallen", "dynamic")]
     print("| | " + " | ".join(columns) + " |\n|---|" + "---:|" * len(columns))
     for name, row in rows.items():
-        print(f"| {name} | " + " | ".join(f"{row[c]:.1f}" if isinstance(row[c], float) else str(row[c]) for c in columns) + " |")
+        cells = (f"{row[c]:.1f}" if isinstance(row[c], float) else str(row[c]) for c in columns)
+        print(f"| {name} | " + " | ".join(cells) + " |")
 
 
 if __name__ == "__main__":

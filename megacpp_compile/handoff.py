@@ -23,6 +23,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import megacpp_compile
+from megacpp_compile.capture import fake_inputs
 from megacpp_compile.config import Config
 from megacpp_compile.errors import NotLoweredError
 from megacpp_compile.gemm import merge
@@ -207,7 +208,8 @@ def to_inductor(
 
     user = patches.get("post_grad_custom_pre_pass", inductor_config.post_grad_custom_pre_pass)
     patches = {**patches, "post_grad_custom_pre_pass": LowerSemanticOps(target, config, user)}
-    return compile_fx(gm, example_inputs, config_patches=_with_policy(config, patches, tell), **_inner(kernels))  # type: ignore[arg-type,return-value]
+    inputs, inner = _inner(kernels, example_inputs)
+    return compile_fx(gm, inputs, config_patches=_with_policy(config, patches, tell), **inner)  # type: ignore[arg-type,return-value]
 
 
 def plain_inductor(
@@ -222,7 +224,8 @@ def plain_inductor(
     from torch._inductor.compile_fx import compile_fx
 
     patches = _with_policy(config, patches, tell)
-    return compile_fx(gm, example_inputs, config_patches=patches or None, **_inner(kernels))  # type: ignore[arg-type,return-value]
+    inputs, inner = _inner(kernels, example_inputs)
+    return compile_fx(gm, inputs, config_patches=patches or None, **inner)  # type: ignore[arg-type,return-value]
 
 
 def _with_policy(config: Config, patches: dict[str, Any], tell: Tell | None) -> dict[str, Any]:
@@ -232,8 +235,12 @@ def _with_policy(config: Config, patches: dict[str, Any], tell: Tell | None) -> 
     return {**patches, "joint_custom_post_pass": TagForRemat(config.policy, dict(config.block_kinds), user, tell)}
 
 
-def _inner(kernels: Any) -> dict[str, Any]:
-    return {} if kernels is None else {"inner_compile": kernels}
+def _inner(kernels: Any, example_inputs: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+    """(inputs, arguments) of a compilation. Without kernels a model may run on fake tensors, which torch 2.9 does not
+    take for its own where they are of another mode than the frame's."""
+    if kernels is None:
+        return example_inputs, {}
+    return fake_inputs(example_inputs)[1], {"inner_compile": kernels}
 
 
 def without_kernels(gm: GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:

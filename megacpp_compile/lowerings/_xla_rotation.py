@@ -1,8 +1,8 @@
 """The rotation of RoPE as XLA wants it: two multiply-adds over whole rows, and one reversal of an axis of length two.
 
-A row of `r` rotated lanes is seen as pairs, [r/2, 2] where they lie beside each other and [2, r/2] where they are halves.
-Then `rotated = x * cos + swapped(x) * (-sin, sin)`, where `swapped` exchanges the two members of every pair: a `reverse`,
-which fuses into the multiply-add that reads it. No strided slice, no concatenation of parts of a row.
+A row of `r` rotated lanes is seen as pairs, [r/2, 2] where they lie beside each other and [2, r/2] where they are
+halves. Then `rotated = x * cos + swapped(x) * (-sin, sin)`, where `swapped` exchanges the members of every pair: a
+`reverse`, which fuses into the multiply-add that reads it. No strided slice, no concatenation of parts of a row.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def turned(
     cos, sin = (
         _pairs(t.to(compute), interleaved_out) if t.shape[-1] == r else t.to(compute).unsqueeze(-2) for t in (cos, sin)
     )
-    sign = torch.arange(-1, 2, 2, device=x.device, dtype=compute)[:, None]  # -1 for the first of a pair, +1 for the second
+    sign = torch.arange(-1, 2, 2, device=x.device, dtype=compute)[:, None]  # of a pair's first member, and its second
     sin = sin * sign
     before, after = (interleaved_out, interleaved_in) if inverse else (interleaved_in, interleaved_out)
     pairs = _pairs(x.to(compute), before)
