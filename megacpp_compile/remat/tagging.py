@@ -71,8 +71,12 @@ class TagForRemat(CustomGraphPass):
 
 
 def recompute_views(graph: fx.Graph) -> None:
-    """Tag a joint graph so that backward reads views anew from what they are views of, and all else as it was."""
-    for node in joint(graph)[0]:
+    """Tag a joint graph so that backward reads views anew from what they are views of, and all else as it was. A graph
+    with a checkpointed block has its tags, and is left to them."""
+    forward, _ = joint(graph)
+    if any("recompute" in node.meta for node in forward):
+        return
+    for node in forward:
         if is_view(node):
             node.meta["recompute"], node.meta["ac_graph_id"] = Tag.MUST_RECOMPUTE, _REGION
         elif isinstance(node.meta.get("val"), (torch.Tensor, tuple, list)):
