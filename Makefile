@@ -8,20 +8,28 @@ PYTHON  ?= python3
 TORCH   ?= torch==2.13.0
 WORKERS ?= 2
 
+# torch_xla works with the torch of its own number only. The CUDA build that plain pip takes is 6 GiB installed.
+XLA_TORCH ?= torch==2.9.0 torch_xla==2.9.0
+XLA_TESTS ?= tests/xla
+
 VENV  := .venv
 BIN   := $(VENV)/bin
 READY := $(VENV)/.installed
 PIP   := $(BIN)/python -m pip install --disable-pip-version-check
+
+XLA_VENV  := .venv-xla
+XLA_READY := $(XLA_VENV)/.installed
+XLA_PIP   := $(XLA_VENV)/bin/python -m pip install --disable-pip-version-check
 
 # Triton reads TRITON_INTERPRET when it is imported, so what runs kernels on CPU needs a process of its own.
 KERNEL_TESTS := tests/lowerings/test_lowerings_agree.py tests/lowerings/test_fuzz.py tests/lowerings/test_ssd_scan_kernels.py \
 	tests/lowerings/test_sparse_mla.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types accept clean
+.PHONY: help demo test test-xla lint types accept clean
 
 help:  ## list these targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(READY)  ## train a small MLA model, eager and compiled, and compare the two
 	$(BIN)/python examples/train_mla.py
@@ -31,6 +39,9 @@ test: lint types  ## lint, type check and the whole test suite
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -q
 	@echo "== pytest, Triton kernels through the interpreter"
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(WORKERS) -q $(KERNEL_TESTS)
+
+test-xla: $(XLA_READY)  ## the tests for XLA on its CPU device, with torch 2.9; XLA_TESTS=tests for the whole suite on it
+	PJRT_DEVICE=CPU OMP_NUM_THREADS=1 $(XLA_VENV)/bin/python -m pytest -q $(XLA_TESTS)
 
 lint: $(READY)  ## ruff
 	@echo "== ruff"
@@ -44,8 +55,8 @@ types: $(READY)  ## mypy
 accept: $(READY)  ## rewrite the expected graphs of the pass tests; read the diff afterwards
 	EXPECTTEST_ACCEPT=1 $(BIN)/python -m pytest tests/passes -q
 
-clean:  ## remove .venv, caches and what the examples wrote
-	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache build dist examples/out
+clean:  ## remove .venv, .venv-xla, caches and what the examples wrote
+	rm -rf $(VENV) $(XLA_VENV) .pytest_cache .ruff_cache .mypy_cache build dist examples/out
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml
@@ -57,4 +68,13 @@ $(READY): pyproject.toml
 	$(PIP) $(TORCH)
 	@echo "== installing megacpp-compile and the development tools, about a minute"
 	$(PIP) -q -e '.[dev]'
+	@touch $@
+
+$(XLA_READY): pyproject.toml
+	@echo "== making $(XLA_VENV)"
+	$(PYTHON) -m venv $(XLA_VENV)
+	@echo "== installing $(XLA_TORCH); this is the large one"
+	$(XLA_PIP) $(XLA_TORCH)
+	@echo "== installing megacpp-compile and the development tools"
+	$(XLA_PIP) -q -e '.[dev]' $(XLA_TORCH)
 	@touch $@

@@ -16,12 +16,13 @@ import torch
 from torch._subclasses import FakeTensor
 from torch.fx import GraphModule, Node
 
-from megacpp_compile import dynamic_outputs, fp8_boundary, handoff, log, report, saved, verify
+from megacpp_compile import dynamic_outputs, fp8_boundary, handoff, log, openxla, report, saved, verify
 from megacpp_compile.capture import Captured, capture
 from megacpp_compile.config import Config
 from megacpp_compile.errors import (
     CaptureError,
     MegacppError,
+    NotLoweredError,
     PeakUnreachableError,
     RequirementError,
     TorchTooOldError,
@@ -93,6 +94,8 @@ def _compile(
     """Stages 5 and 6. A frame nothing fired in goes to Inductor as it came, and so does one whose rewritten graph
     Inductor refuses (an error under `strict`)."""
 
+    plain, rewritten = _handoff(result.frame.target)
+
     def tell(plan: Plan, where: dict[Node, Place], peak: dict[str, Any]) -> None:
         assert config.policy is not None
         result.frame.remat, result.frame.peak = describe(plan, where, config.policy), peak
@@ -100,9 +103,9 @@ def _compile(
     copies = max(result.frame.blocks, 1)
 
     if result.outcome is None or not result.outcome.sites:
-        return handoff.plain_inductor(gm, example_inputs, config, patches, tell, kernels, copies)
+        return plain(gm, example_inputs, config, patches, tell, kernels, copies)
     lower = functools.partial(
-        handoff.to_inductor, result.captured.gm, example_inputs, result.frame.target, config, tell=tell,
+        rewritten, result.captured.gm, example_inputs, result.frame.target, config, tell=tell,
         kernels=kernels, copies=copies,
     )
     try:
@@ -117,15 +120,24 @@ def _compile(
         raise
     except torch._dynamo.exc.RestartAnalysis:
         raise  # Dynamo's own way back, as when a float turns out to be a constant
+    except NotLoweredError:
+        raise
     except Exception as error:
         if config.strict:
             raise
         if dynamic_outputs.refuse(gm):
             log.logger.warning("traced again with graph breaks: %s: %s", type(error).__name__, str(error)[:300])
             dynamic_outputs.trace_again()
-        compiled = handoff.plain_inductor(gm, example_inputs, config, patches, tell, kernels, copies)
+        compiled = plain(gm, example_inputs, config, patches, tell, kernels, copies)
         result.fell_back(f"Inductor refused the rewritten graph: {type(error).__name__}: {error}"[:300])
         return compiled
+
+
+def _handoff(target: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """What compiles a frame as it came, and what compiles a rewritten one."""
+    if target == "tpu":
+        return openxla.plain_openxla, openxla.to_openxla
+    return handoff.plain_inductor, handoff.to_inductor
 
 
 def refused(gm: GraphModule, result: Analysis) -> bool:

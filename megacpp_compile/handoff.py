@@ -19,6 +19,7 @@ from torch._subclasses import FakeTensor
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from megacpp_compile.capture import fake_inputs
 from megacpp_compile.config import Config
 from megacpp_compile.errors import NotLoweredError
 from megacpp_compile.gemm import merge
@@ -139,8 +140,10 @@ def _trace(body: Callable[..., Any], args: Any, fakes: list[torch.Tensor]) -> Gr
 
     # Functional, so that a kernel which writes to its operands is one Inductor may run in place or on a clone.
     functional = torch.func.functionalize(call, remove="mutations")
+    # XLA has its own way to compute whatever ATen has a name for.
+    table = {} if fakes[0].device.type == "xla" else select_decomp_table()
     with mode, no_autocast(fakes[0]), torch.no_grad(), tracing():
-        gm = make_fx(functional, decomposition_table=select_decomp_table(), tracing_mode="real")(*fakes)
+        gm = make_fx(functional, decomposition_table=table, tracing_mode="real")(*fakes)
     # Functionalisation hands every overwritten operand back to its owner; here nobody reads it any more.
     for node in list(gm.graph.nodes):
         if node.target is torch.ops.aten.copy_.default and node.args[0].op == "placeholder":
@@ -188,7 +191,8 @@ def to_inductor(
     user = patches.get("post_grad_custom_pre_pass", inductor_config.post_grad_custom_pre_pass)
     patches = {**patches, "post_grad_custom_pre_pass": LowerSemanticOps(target, config, user)}
     patches = _with_policy(config, patches, tell, example_inputs, copies)
-    return compile_fx(gm, example_inputs, config_patches=patches, **_inner(kernels))  # type: ignore[arg-type,return-value]
+    inputs, inner = _inner(kernels, example_inputs)
+    return compile_fx(gm, inputs, config_patches=patches, **inner)  # type: ignore[arg-type,return-value]
 
 
 def plain_inductor(
@@ -204,7 +208,8 @@ def plain_inductor(
     from torch._inductor.compile_fx import compile_fx
 
     patches = _with_policy(config, patches, tell, example_inputs, copies)
-    return compile_fx(gm, example_inputs, config_patches=patches or None, **_inner(kernels))  # type: ignore[arg-type,return-value]
+    inputs, inner = _inner(kernels, example_inputs)
+    return compile_fx(gm, inputs, config_patches=patches or None, **inner)  # type: ignore[arg-type,return-value]
 
 
 def _with_policy(
@@ -232,8 +237,12 @@ def _with_policy(
     return patches
 
 
-def _inner(kernels: Any) -> dict[str, Any]:
-    return {} if kernels is None else {"inner_compile": kernels}
+def _inner(kernels: Any, example_inputs: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+    """(inputs, arguments) of a compilation. Without kernels a model may run on fake tensors, which torch 2.9 does not
+    take for its own where they are of another mode than the frame's."""
+    if kernels is None:
+        return example_inputs, {}
+    return fake_inputs(example_inputs)[1], {"inner_compile": kernels}
 
 
 def without_kernels(gm: GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule, Node
 
@@ -37,7 +38,9 @@ def saved_bytes(gm: GraphModule, inputs: Sequence[Node], outputs: Sequence[Node]
     alive: list[torch.Tensor] = []  # storages are told apart by address, so none may be freed while counting
     # Sizes known only at run time (`nonzero`) get names here that no graph will ever mention.
     unnamed = mode.shape_env.ignore_fresh_unbacked_symbols() if mode.shape_env else contextlib.nullcontext()
-    with unnamed, mode, torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
+    # Without Python's own decompositions torch 2.9 asks for symbolic sizes as numbers, which they are from then on.
+    with unnamed, mode, enable_python_dispatcher(), torch.enable_grad(), hooks:
         result = module(*args)
     del result
     return None if unknown else sum(kept.values())

@@ -22,7 +22,6 @@ def resolve_target(wanted: str, example_inputs: Sequence[Any]) -> str:
     if wanted == "tpu":
         if importlib.util.find_spec("torch_xla") is None:
             raise TargetUnavailableError("tpu", "the package torch_xla", "pip install 'megacpp-compile[tpu]'")
-        raise TargetUnavailableError("tpu", "an XLA lowering", "wait for a later version of megacpp-compile")
     if wanted == "cuda" and not torch.cuda.is_available():
         raise TargetUnavailableError("cuda", "a CUDA device", "install a CUDA build of torch")
     return wanted

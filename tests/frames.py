@@ -140,7 +140,9 @@ def run(
         return graph.forward
 
     compiled = torch.compile(module, backend=backend, dynamic=dynamic, fullgraph=fullgraph)
-    return Frames(analyses, graphs, compiled, train(compiled, module, args, around))
+    one_graph = {"capture_dynamic_output_shape_ops": True, "capture_scalar_outputs": True} if fullgraph else {}
+    with torch._dynamo.config.patch(one_graph):  # as torch does for one graph by itself, but 2.9 does not
+        return Frames(analyses, graphs, compiled, train(compiled, module, args, around))
 
 
 def check(

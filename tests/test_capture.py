@@ -1,10 +1,14 @@
 """What capture must carry through: custom autograd functions, in-place ops without readers, checkpointed blocks."""
 
+import sys
+
 import torch
 from corpus.spellings import PlainMLA
 from frames import check
-from torch import nn
+from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
+
+from megacpp_compile.normalise.whole_slices import whole_slices
 
 
 class Tripled(torch.autograd.Function):
@@ -97,3 +101,18 @@ def test_in_place_ops_in_checkpointed_blocks_survive():
     block = PlainMLA()
     frames = check(InPlaceUnderCheckpoint(block), block.example_inputs())
     assert frames.counts["down_norm_up"] == 2
+
+
+def test_slices_of_whole_dimensions_are_dropped():
+    cut, graph = torch.ops.aten.slice.Tensor, fx.Graph()
+    x = graph.placeholder("x")
+    whole = graph.call_function(cut, (graph.call_function(cut, (x,)), 0, 0, sys.maxsize))
+    part = graph.call_function(cut, (whole, 1, 0, 3))
+    tail = graph.call_function(cut, (part, 0, 1, sys.maxsize))
+    every_other = graph.call_function(cut, (tail, 1, 0, sys.maxsize, 2))
+    graph.output((every_other, graph.call_function(cut, (x, 0))))
+    assert whole_slices(graph) == 2
+    given = torch.arange(20).view(4, 5)
+    left, same = fx.GraphModule(nn.Module(), graph)(given)
+    assert torch.equal(left, given[1:, :3:2]) and torch.equal(same, given)
+    assert same is not given  # an output that is an input would be returned as such

@@ -16,6 +16,8 @@ from typing import Optional
 import torch
 from torch import Tensor
 
+from megacpp_compile.lowerings._op import ends_until
+
 
 @torch.library.custom_op("grouped_products::rows", mutates_args=())
 def rows(
@@ -48,7 +50,7 @@ def rows(
                 else:
                     torch.mm(x[start:end], ws[e], out=out[start:end])
         return out
-    group = torch.searchsorted(offsets, torch.arange(out.shape[0], device=out.device), right=True)
+    group = ends_until(offsets, torch.arange(out.shape[0], device=out.device))
     for e in range(experts):
         out = torch.where((group == e)[:, None], sum(x @ ws[e] for x, ws in parts), out)
     return out
@@ -81,7 +83,7 @@ def weights(
     x = x if take_x is None else x[take_x]
     out = x.new_zeros((offsets.shape[0], grad.shape[1], x.shape[1]))
     if x.device.type != "cpu":
-        group = torch.searchsorted(offsets, torch.arange(x.shape[0], device=x.device), right=True)
+        group = ends_until(offsets, torch.arange(x.shape[0], device=x.device))
         return torch.stack([torch.where((group == e)[:, None], grad, 0).t() @ x for e in range(out.shape[0])])
     for e, (start, end) in enumerate(_groups(offsets)):
         torch.mm(grad[start:end].t(), x[start:end], out=out[e])

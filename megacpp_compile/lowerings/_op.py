@@ -39,3 +39,10 @@ def serve(name: str, reference: ModuleType, *args: Any) -> Any:
     from megacpp_compile.lowerings._registry import choose
 
     return choose(getattr(torch.ops.megacpp, name).default, "cuda", args).body(*args)
+
+
+def ends_until(ends: Tensor, values: Tensor) -> Tensor:
+    """How many of `ends` [E], ascending, are at most each of `values` [n]: int64 [n]."""
+    if ends.device.type == "xla":  # which has no `searchsorted` of its own, and would ask the host
+        return (ends <= values[:, None]).sum(-1)
+    return torch.searchsorted(ends, values, right=True)

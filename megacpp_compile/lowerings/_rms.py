@@ -1,8 +1,13 @@
-"""What RMSNorm's backward has in common wherever projections follow it."""
+"""What RMSNorm has in common wherever projections follow it."""
 
 from __future__ import annotations
 
 from torch import Tensor
+
+
+def row_mean(x: Tensor) -> Tensor:
+    """[..., n] -> [..., 1]. As a sum: `mean` asks on XLA whether there is anything to divide by."""
+    return x.sum(-1, keepdim=True) / x.shape[-1]
 
 
 def input_gradient(
@@ -19,4 +24,4 @@ def input_gradient(
     if w_norm is not None:
         d_norm = (g * normed).flatten(0, -2).sum(0).to(w_norm.dtype)
         g = g * w_norm.to(g.dtype)
-    return rrms * (g - normed * (g * normed).mean(-1, keepdim=True)), d_norm
+    return rrms * (g - normed * row_mean(g * normed)), d_norm

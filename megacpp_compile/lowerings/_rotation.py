@@ -9,8 +9,12 @@ Source: RoFormer, https://arxiv.org/abs/2104.09864, eq. 34.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+
+from megacpp_compile.lowerings._op import ends_until
 
 
 def _unpair(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
@@ -66,7 +70,7 @@ def by_sequence(table: Tensor, cu_seqlens: Tensor | None, tokens: int) -> Tensor
     if cu_seqlens is None:
         return table
     token = torch.arange(tokens, device=table.device, dtype=cu_seqlens.dtype)
-    start = cu_seqlens[torch.searchsorted(cu_seqlens, token, right=True) - 1]
+    start = cu_seqlens[ends_until(cu_seqlens, token) - 1]
     return table[(token - start).clamp(max=table.shape[0] - 1)]
 
 
@@ -94,10 +98,11 @@ def rotate_head(
     rope_first: bool,
     inverse: bool,
     dtype: torch.dtype,
+    turn: Callable[..., Tensor] = rotate,
 ) -> Tensor:
-    """Rotate a head's rope lanes and pass the others through."""
+    """Rotate a head's rope lanes with `turn` and pass the others through."""
     nope, rope = split_head(x, nope_dim, rope_first)
-    turned = rotate(
+    turned = turn(
         rope, cos, sin, interleaved_in=interleaved_in, interleaved_out=interleaved_out, inverse=inverse, dtype=dtype
     )
     return join_head(nope.to(dtype), turned, rope_first)

@@ -12,10 +12,12 @@ from torch._subclasses import FakeTensorMode
 from megacpp_compile.graph_edit import drop_dead
 from megacpp_compile.normalise.aliases import aliases
 from megacpp_compile.normalise.functional_copies import functional_copies
+from megacpp_compile.normalise.whole_slices import whole_slices
 
 
 def normalise(graph: fx.Graph, fake_mode: FakeTensorMode) -> None:
-    """Drop tracing's assertions and dead values, let views copy where they must, rename aliases, rewrite copies."""
+    """Drop tracing's assertions, slices of all, and dead values; let views copy where they must; rename aliases;
+    rewrite copies."""
     for node in list(graph.nodes):
         if node.target is torch.ops.aten._assert_tensor_metadata.default:
             graph.erase_node(node)
@@ -23,5 +25,6 @@ def normalise(graph: fx.Graph, fake_mode: FakeTensorMode) -> None:
         # A fused op may lay its result out otherwise than the plain ops did; a view of it must not fail.
         node.target = torch.ops.aten.reshape.default
     aliases(graph)
+    whole_slices(graph)
     functional_copies(graph, fake_mode)
     drop_dead(graph)

@@ -89,6 +89,19 @@ def predicted(
     }
 
 
+def recompute_views(graph: fx.Graph) -> None:
+    """Tag a joint graph so that backward reads views anew from what they are views of, and all else as it was. A graph
+    with a checkpointed block has its tags, and is left to them."""
+    forward, _ = joint(graph)
+    if any("recompute" in node.meta for node in forward):
+        return
+    for node in forward:
+        if is_view(node):
+            node.meta["recompute"], node.meta["ac_graph_id"] = Tag.MUST_RECOMPUTE, _REGION
+        elif isinstance(node.meta.get("val"), (torch.Tensor, tuple, list)):
+            node.meta["recompute"] = Tag.MUST_SAVE
+
+
 def describe(plan: planning.Plan, where: dict[Node, Place], policy: CheckpointingPolicy) -> dict[str, dict[str, Any]]:
     """The plan in numbers, by kind of block; "" for what lies between blocks. See `report.Frame.remat`."""
     found: dict[str, dict[str, Any]] = {}

@@ -102,7 +102,7 @@ def interpreted() -> bool:
 
 def places() -> list[tuple[str, str]]:
     """(device, target) of all that can run here."""
-    found = [("cpu", "cpu")]
+    found = [("cpu", "cpu"), ("cpu", "tpu")]  # what suits XLA is plain PyTorch
     if torch.cuda.is_available():
         found.append(("cuda", "cuda"))
     elif interpreted():
@@ -114,7 +114,7 @@ def lowerings(target: str) -> Iterator[tuple[Any, str, str, str]]:
     """(op, folder, op's name, lowering) of every lowering there is for `target`."""
     for op, (folder, name) in semantic_ops().items():
         home = Path(_registry.package.__path__[0]) / folder
-        for lowering in preference(folder, target):
+        for lowering in preference(folder, target) if target != "tpu" else ("tpu_xla",):  # the reference is the CPU's too
             if (home / f"{lowering}.py").exists():
                 yield op, folder, name, lowering
 

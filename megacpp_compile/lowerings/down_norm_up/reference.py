@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megacpp_compile.lowerings._op import compute_dtype
-from megacpp_compile.lowerings._rms import input_gradient
+from megacpp_compile.lowerings._rms import input_gradient, row_mean
 
 
 def rest_slice(start: int, size: int, total: int) -> slice:
@@ -32,7 +32,7 @@ def down_norm_up(
     down = F.linear(x, w_down, b_down)
     raw = down[..., start : start + size]
     latent = raw.to(compute_dtype(down.dtype))
-    rrms = torch.rsqrt(latent.square().mean(-1, keepdim=True) + eps)
+    rrms = torch.rsqrt(row_mean(latent.square()) + eps)
     normed = latent * rrms
     if w_norm is not None:
         normed = normed * w_norm.to(normed.dtype)

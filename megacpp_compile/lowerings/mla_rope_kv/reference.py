@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -19,9 +21,10 @@ def mla_rope_kv(
     rope_first: bool,
     out_dtype: torch.dtype,
     cu_seqlens: Tensor | None = None,
+    turn: Callable[..., Tensor] = rotate,
 ) -> tuple[Tensor, Tensor]:
     cos, sin = (by_sequence(t, cu_seqlens, kv.shape[0]) for t in (cos, sin))
-    turned = rotate(
+    turned = turn(
         k_rope,
         cos,
         sin,
@@ -48,6 +51,7 @@ def mla_rope_kv_backward(
     kv_dtype: torch.dtype,
     rope_dtype: torch.dtype,
     cu_seqlens: Tensor | None = None,
+    turn: Callable[..., Tensor] = rotate,
 ) -> tuple[Tensor, Tensor]:
     cos, sin = (by_sequence(t, cu_seqlens, grad_k.shape[0]) for t in (cos, sin))
     grad_nope, grad_rope = split_head(grad_k, nope_dim, rope_first)
@@ -55,7 +59,7 @@ def mla_rope_kv_backward(
     # rotation because both are linear and the sum is the smaller tensor.
     if shared_dims:
         grad_rope = grad_rope.sum(shared_dims, keepdim=True)
-    d_rope = rotate(
+    d_rope = turn(
         grad_rope,
         cos,
         sin,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from megacpp_compile.lowerings._rotation import by_sequence, rotate_head
+from megacpp_compile.lowerings._rotation import by_sequence, rotate, rotate_head
 
 
 def mla_rope_q(
@@ -19,6 +21,7 @@ def mla_rope_q(
     inverse: bool,
     out_dtype: torch.dtype,
     cu_seqlens: Tensor | None = None,
+    turn: Callable[..., Tensor] = rotate,
 ) -> Tensor:
     cos, sin = (by_sequence(t, cu_seqlens, q.shape[0]) for t in (cos, sin))
-    return rotate_head(q, cos, sin, nope_dim, interleaved_in, interleaved_out, rope_first, inverse, out_dtype)
+    return rotate_head(q, cos, sin, nope_dim, interleaved_in, interleaved_out, rope_first, inverse, out_dtype, turn)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megacpp_compile.lowerings import _grouped  # noqa: F401  registers the products
-from megacpp_compile.lowerings._op import compute_dtype
+from megacpp_compile.lowerings._op import compute_dtype, ends_until
 
 
 class Grouped(Protocol):
@@ -51,7 +51,7 @@ def by_expert(indices: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     # A radix sort passes once over each byte of its keys.
     key = key.to(torch.uint8 if experts < 256 else torch.int16 if experts < 2**15 else torch.int32)
     ordered, order = torch.sort(key, stable=True)
-    ends = torch.searchsorted(ordered, torch.arange(experts, device=key.device).to(key.dtype), right=True)
+    ends = ends_until(ordered, torch.arange(experts, device=key.device).to(key.dtype))
     return order, ends.to(torch.int32)
 
 

@@ -7,14 +7,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megacpp_compile.lowerings._op import compute_dtype
-from megacpp_compile.lowerings._rms import input_gradient
+from megacpp_compile.lowerings._rms import input_gradient, row_mean
 
 
 def norm_linear(
     x: Tensor, w_norm: Tensor | None, w: list[Tensor], b: list[Tensor], eps: float
 ) -> tuple[list[Tensor], Tensor]:
     wide = x.to(compute_dtype(x.dtype))
-    rrms = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    rrms = torch.rsqrt(row_mean(wide.square()) + eps)
     normed = wide * rrms
     if w_norm is not None:
         normed = normed * w_norm.to(normed.dtype)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from megacpp_compile.lowerings._rotation import rotate_head
+from megacpp_compile.lowerings._rotation import rotate, rotate_head
 
 
 def rope_qk(
@@ -19,6 +21,7 @@ def rope_qk(
     rope_first: bool,
     inverse: bool,
     out_dtype: torch.dtype,
+    turn: Callable[..., Tensor] = rotate,
 ) -> tuple[Tensor, Tensor]:
-    flags = (nope_dim, interleaved_in, interleaved_out, rope_first, inverse, out_dtype)
+    flags = (nope_dim, interleaved_in, interleaved_out, rope_first, inverse, out_dtype, turn)
     return rotate_head(q, cos, sin, *flags), rotate_head(k, cos, sin, *flags)

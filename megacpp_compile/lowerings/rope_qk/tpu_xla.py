@@ -1,0 +1,10 @@
+"""`rope_qk` on XLA: the reference, with the rotation as multiply-adds over whole rows."""
+
+from __future__ import annotations
+
+import functools
+
+from megacpp_compile.lowerings._xla_rotation import turned
+from megacpp_compile.lowerings.rope_qk import reference
+
+rope_qk = functools.partial(reference.rope_qk, turn=turned)

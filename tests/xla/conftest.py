@@ -1,0 +1,26 @@
+"""These tests need torch_xla, and run on its CPU device unless PJRT_DEVICE names another (`make test-xla`)."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import pytest
+
+HERE = os.path.dirname(__file__)
+MISSING = importlib.util.find_spec("torch_xla") is None
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if MISSING and str(item.path).startswith(HERE):
+            item.add_marker(pytest.mark.skip(reason="needs torch_xla: make test-xla"))
+
+
+@pytest.fixture(scope="session")
+def xla():
+    """The XLA device."""
+    os.environ.setdefault("PJRT_DEVICE", "CPU")
+    import torch_xla
+
+    return torch_xla.device()

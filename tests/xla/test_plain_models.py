@@ -1,0 +1,214 @@
+"""Plain models on an XLA device: the sites found on CPU, results and gradients of eager CPU, one compilation for all steps,
+and nothing that XLA would hand back to the host."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from corpus import allowed_counts
+from corpus.spellings import PlainGQA, PlainMLA, tables
+from torch.utils.checkpoint import checkpoint
+
+import megacpp_compile
+from megacpp_compile import handoff
+from megacpp_compile.errors import NotLoweredError
+
+# Largest difference over the largest element, float32 on both sides; sums in any order.
+TOLERANCE = 1e-5
+BLOCKS = {
+    "halves": (PlainMLA, {}),
+    "neighbours, tokens first": (PlainMLA, {"rope_spelling": "complex_view_flatten", "layout": "bshd"}),
+    "neighbours to halves": (PlainMLA, {"rope_spelling": "even_odd_slices_to_halves", "norm": "nn_rms_norm"}),
+    "half tables, rope key first": (
+        PlainMLA, {"rope_spelling": "halves_products_in_cat", "down": "merged_rope_first", "up": "two_linears"},
+    ),
+    "whole heads": (PlainGQA, {"qk_norm": "nn_rms_norm"}),
+    "whole heads, neighbours": (PlainGQA, {"rope_spelling": "rotate_every_two"}),
+}  # fmt: skip
+
+
+def difference(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.detach().cpu().double() - want.detach().double()).abs().max() / want.detach().abs().max())
+
+
+def host_ops() -> list[str]:
+    import torch_xla.debug.metrics as metrics
+
+    return [name for name in metrics.counter_names() if name.startswith("aten::")]
+
+
+def compilations() -> int:
+    import torch_xla.debug.metrics as metrics
+
+    data = metrics.metric_data("CompileTime")
+    return data[0] if data else 0
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def made(kind, settings):
+    """(a block, its input, its tables) on CPU."""
+    torch.manual_seed(0)
+    block = kind(**settings)
+    x = torch.randn(2, 11, block.dim if hasattr(block, "dim") else 40)
+    rope_dim = getattr(block, "rope_dim", 14)
+    return block, x, tables(block.rope.table, x.shape[1], rope_dim)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [*((name, {}) for name in BLOCKS), ("halves", {"keep_latents": True})]
+)
+def test_block(xla, name, options):
+    import torch_xla.debug.metrics as metrics
+
+    kind, settings = BLOCKS[name]
+    block, x, angles = made(kind, settings)
+    there = copy.deepcopy(block).to(xla)
+    x.requires_grad_()
+    out = block(x, *angles)
+    grad = torch.randn_like(out)
+    out.backward(grad)
+
+    metrics.clear_all()
+    moved = x.detach().to(xla).requires_grad_()
+    with megacpp_compile.record() as report:
+        result = torch.compile(there, backend="megacpp", options={"strict": True, **options})(
+            moved, *(t.to(xla) for t in angles)
+        )
+        result.backward(grad.to(xla))
+    for site, wanted in kind.expected(**settings).items():
+        assert report.counts[site] in allowed_counts(wanted), report
+    assert {frame.target for frame in report.frames} == {"tpu"}
+    assert {site.effective for site in report.sites} == {"tpu_xla"}
+    assert difference(result, out) < TOLERANCE
+    assert difference(moved.grad, x.grad) < TOLERANCE
+    for (label, p), q in zip(there.named_parameters(), block.parameters(), strict=True):
+        assert difference(p.grad, q.grad) < TOLERANCE, label
+    assert not host_ops()
+
+
+def test_hybrid_model(xla, monkeypatch):
+    """A mixer, experts in a loop, and attention, as in the examples: one frame, every op but the rotation of whole heads."""
+    import torch_xla.debug.metrics as metrics
+
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples")
+    from plain_hybrid import HybridConfig, HybridLM
+
+    torch.manual_seed(0)
+    model = HybridLM(HybridConfig(pattern="MEA", dim=32, experts=3, expert_dim=24, shared_dim=24))
+    there, tokens = copy.deepcopy(model).to(xla), torch.randint(0, 50, (2, 64))
+    out = model(tokens)
+    out.square().mean().backward()
+    metrics.clear_all()
+    with megacpp_compile.record() as report:
+        result = torch.compile(there, backend="megacpp", options={"strict": True})(tokens.to(xla))
+        result.square().mean().backward()
+    assert {name: n for name, n in report.counts.items() if n != 1} == {"rope_qk": 0}
+    assert [frame.captured for frame in report.frames] == [True]
+    assert difference(result, out) < TOLERANCE
+    for (label, p), q in zip(there.named_parameters(), model.parameters(), strict=True):
+        assert difference(p.grad, q.grad) < TOLERANCE, label
+    assert not host_ops()
+
+
+def kept(call, module, x, angles) -> int:
+    """Elements that a step keeps for its backward, but for parameters and inputs."""
+    found = {}
+
+    def pack(t):
+        found[id(t)] = t
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        call(x, *angles)
+    own = {id(t) for t in (*module.parameters(), x, *angles)}
+    return sum(t.numel() for t in found.values() if id(t) not in own)
+
+
+def test_what_backward_keeps(xla):
+    """Less than under plain openxla; with a checkpoint around the block next to nothing; a policy is obeyed too."""
+    block, x, angles = made(PlainMLA, {})
+    block, x, angles = block.to(xla), x.to(xla).requires_grad_(), [t.to(xla) for t in angles]
+
+    def checkpointed(x, *angles):
+        return checkpoint(block, x, *angles, use_reentrant=False)
+
+    sizes = {}
+    for name, function, options in (
+        ("openxla", block, None),
+        ("megacpp", block, {}),
+        ("checkpointed", checkpointed, {}),
+        ("policy", block, {"policy": "full"}),
+    ):
+        torch._dynamo.reset()
+        settings = {"backend": "openxla"} if options is None else {"backend": "megacpp", "options": options}
+        sizes[name] = kept(torch.compile(function, **settings), block, x, angles)
+    assert sizes["megacpp"] < sizes["openxla"] / 2, sizes
+    assert sizes["checkpointed"] < sizes["megacpp"] / 4 and sizes["policy"] < sizes["megacpp"] / 4, sizes
+
+
+def test_training_compiles_once(xla):
+    """Losses of AdamW steps equal those of eager CPU, and only the first two steps compile: the second has gradients to
+    free and an optimizer's state to read."""
+    import torch_xla
+    import torch_xla.debug.metrics as metrics
+
+    def train(module, device, call, steps=5):
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+        losses, compiled = [], []
+        for step in range(steps):
+            data = torch.randn(2, 11, 40, generator=torch.Generator().manual_seed(step)).to(device)
+            before = compilations() if device != "cpu" else 0
+            optimizer.zero_grad()
+            loss = (call(data, *(t.to(device) for t in angles)) - data).square().mean()
+            loss.backward()
+            optimizer.step()
+            if device != "cpu":
+                torch_xla.sync(wait=True)
+                compiled.append(compilations() - before)
+            losses.append(loss.detach())
+        return torch.stack([loss.cpu() for loss in losses]), compiled
+
+    block, _, angles = made(PlainMLA, {})
+    there = copy.deepcopy(block).to(xla)
+    want, _ = train(block, "cpu", block)
+    metrics.clear_all()
+    got, compiled = train(there, xla, torch.compile(there, backend="megacpp", options={"strict": True}))
+    assert want[-1] < want[0]
+    assert ((got - want).abs() / want).max() < 1e-4
+    assert compiled[0] > 0 and not any(compiled[2:]), compiled
+    assert not host_ops()
+
+
+def test_what_nothing_fires_in_is_left_to_openxla(xla):
+    module = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 8), torch.nn.GELU())
+    there, x = copy.deepcopy(module).to(xla), torch.randn(3, 8)
+    with megacpp_compile.record() as report:
+        result = torch.compile(there, backend="megacpp")(x.to(xla))
+    assert not report.sites and [frame.target for frame in report.frames] == ["tpu"]
+    assert difference(result, module(x)) < TOLERANCE
+
+
+def test_an_op_left_without_a_lowering_is_an_error(xla, monkeypatch):
+    monkeypatch.setattr(handoff, "_lower", lambda *_: None)
+    block, x, angles = made(PlainMLA, {})
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as caught:
+        torch.compile(block.to(xla), backend="megacpp")(x.to(xla), *(t.to(xla) for t in angles))
+    assert isinstance(caught.value.inner_exception, NotLoweredError)
+
+
+def test_settings_of_inductor_are_named(xla, caplog):
+    block, x, angles = made(PlainMLA, {})
+    with caplog.at_level("WARNING", logger="megacpp_compile"):
+        torch.compile(block.to(xla), backend="megacpp", options={"inductor": {"max_autotune": True}})(
+            x.to(xla), *(t.to(xla) for t in angles)
+        )
+    assert "max_autotune" in caplog.text
