@@ -65,7 +65,7 @@ def page() -> str:
     ops = sorted(folder.name for folder in home.iterdir() if (folder / "reference.py").exists())
     table = ["| op | " + " | ".join(TARGETS.values()) + " |", "|---|" + "---|" * len(TARGETS)]
     for op in ops:
-        there = [[name for name in _registry.PREFERENCE[t] if (home / op / f"{name}.py").exists()] for t in TARGETS]
+        there = [[name for name in _registry.preference(op, t) if (home / op / f"{name}.py").exists()] for t in TARGETS]
         table.append(f"| `{op}` | " + " | ".join(", ".join(names) for names in there) + " |")
     files = [home / op / "tpu_xla.py" for op in ops]
     differences = [f"- {first_sentence(path)}." for path in files if path.exists()]
