@@ -343,35 +343,4 @@ for label, (boundaries, tokens, positions) in PACKED.items():
             return *grads, *tables, 11, *layout, [1], dtype, dtype, cu_seqlens
 
 
-
-# --- float8
-
-
-def _fp8(rand, dtype, outer=(2, 24), k=48, n=32, bias=True):
-    """Operands of fp8_linear, one of them of very small numbers."""
-    x, w = rand(*outer, k, dtype=dtype), rand(n, k, dtype=dtype) * 1e-4
-    quantise = reference_of("fp8_quantize")
-    return x, w, *quantise(x, "e4m3"), *quantise(w, "e4m3"), rand(n, dtype=dtype) if bias else None, "e5m2", dtype
-
-
-for label, options in {"two_outer": {}, "flat_no_bias": {"outer": (16,), "bias": False}, "wide": {"k": 160, "n": 16}}.items():
-
-    @case("fp8_linear", label)
-    def _(rand, dtype, options=options):
-        return _fp8(rand, dtype, **options)
-
-    @case("fp8_linear_backward", label)
-    def _(rand, dtype, options=options):
-        x, w, x8, x_scale, _, w_scale, *_ = _fp8(rand, dtype, **options)
-        grad = rand(*x.shape[:-1], w.shape[0], dtype=dtype) * 1e3
-        return grad, x8, x_scale, w, w_scale, "e5m2", dtype
-
-for format in ("e4m3", "e5m2"):
-    for label, factor in {"ordinary": 1, "tiny": 1e-30, "huge": 1e30, "zero": 0}.items():
-
-        @case("fp8_quantize", f"{format}_{label}")
-        def _(rand, dtype, format=format, factor=factor):
-            return rand(3, 16, dtype=dtype) * factor, format
-
-
 from . import attention_cases, fp8_cases, mixer_cases  # noqa: E402, F401  their cases enter themselves above

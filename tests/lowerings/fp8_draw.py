@@ -1,4 +1,4 @@
-"""What the fuzz driver draws for linears whose weight is fp8."""
+"""What the fuzz driver draws for linears in float8, and those whose weight is fp8."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from .agreement import reference_of
 from .fp8_cases import operands
 from .fuzz_draw import FLOATS, Kind, Maker, _class, outer_sizes, pattern
 
@@ -19,7 +20,8 @@ def kind(draw: random.Random, op: str) -> Kind:
         op=op, sizes=tuple(_class(draw) for _ in range(dims)), heads=-1,
         widths={"n": draw.choice(sizes), "k": draw.choice(sizes)},
         dtypes={"main": draw.choice(FLOATS), "out": draw.choice((torch.bfloat16, torch.bfloat16, *FLOATS))},
-        layout=(False, False, False), flags={"per": per, "bias": draw.random() < 0.5, "in_place": False},
+        layout=(False, False, False),
+        flags={"per": per, "bias": draw.random() < 0.5, "in_place": False, "format": draw.choice(("e4m3", "e5m2"))},
         patterns={"main": pattern(draw, dims)}, table_dims=(),
     )  # fmt: skip
 
@@ -31,7 +33,24 @@ def arguments(kind: Kind, draw: random.Random, make: Maker, room: int) -> tuple[
         return make.normal(dtype)(*shape)
 
     main, out = kind.dtypes["main"], kind.dtypes["out"]
+    if kind.op.startswith("fp8_"):
+        x = kind.patterns["main"].lay(make.normal(main), (*outer, w["k"]))
+        return _quantised(kind, x if x.dim() > 1 else x.unsqueeze(0), make, out)
     _, payload, scale, bias, _ = operands(rand, main, (1,), w["n"], w["k"], f["per"], f["bias"])
     if kind.op == "linear_fp8_weight":
         return kind.patterns["main"].lay(make.normal(main), (*outer, w["k"])), payload, scale, bias, out
     return kind.patterns["main"].lay(make.normal(main), (*outer, w["n"])), payload, scale, out
+
+
+def _quantised(kind: Kind, x: torch.Tensor, make: Maker, out: torch.dtype) -> tuple[Any, ...]:
+    """Arguments of an op of `fp8_linear`'s, for such an input."""
+    format = kind.flags["format"]
+    if kind.op == "fp8_quantize":
+        return x, format
+    n, main, quantise = kind.widths["n"], kind.dtypes["main"], reference_of("fp8_quantize")
+    weight = make.normal(main)(n, kind.widths["k"])
+    (x8, x_scale), (w8, w_scale) = (quantise(t, "e4m3") for t in (x, weight))
+    if kind.op == "fp8_linear_backward":
+        return make.normal(main)(*x.shape[:-1], n), x8, x_scale, weight, w_scale, format, out
+    bias = make.normal(main)(n) if kind.flags["bias"] else None
+    return x, weight, x8, x_scale, w8, w_scale, bias, format, out

@@ -86,7 +86,8 @@ def _drawn_elsewhere(op: str) -> Any:
     """The module that draws an op's calls, if it is not this one."""
     from . import attention_draw, experts_draw, fp8_draw, mixer_draw
 
-    homes = {"mixer": mixer_draw, "experts": experts_draw, "attention": attention_draw, "fp8_linear": fp8_draw}
+    homes = {"mixer": mixer_draw, "experts": experts_draw, "attention": attention_draw, "fp8_linear": fp8_draw,
+             "float8": fp8_draw}  # fmt: skip
     return homes.get(KIND[op])
 
 

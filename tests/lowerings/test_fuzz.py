@@ -26,8 +26,10 @@ def test_short_run():
     outcome = fuzz(60, DEVICE, seed, kinds=60, room=6, quiet=True)
     print(outcome.text())
     assert not outcome.failures, "\n".join(outcome.failures)
-    # Three or so calls of each op: kernels that take but some sizes, as the scan's, may by chance be asked for none.
-    assert not [label for label in outcome.idle() if not label.startswith(("ssd_scan", "linear_fp8_weight"))]
+    # Three or so calls of each op: kernels that take but some sizes, as the scan's, may by chance be asked for none;
+    # products in float8 are cuBLASLt's, which no interpreter runs.
+    some = ("ssd_scan", "linear_fp8_weight", *(() if CUDA else ("fp8_",)))
+    assert not [label for label in outcome.idle() if not label.startswith(some)]
     kernels = {label: count for label, count in outcome.served.items() if label.endswith("cuda_triton")}
     assert sum(kernels.values()) > 30
     assert outcome.in_place.total() > 2

@@ -23,9 +23,16 @@ __all__ = ["fp8_linear", "fp8_linear_backward", "fp8_quantize", "supports"]
 
 def supports(name: str, args: Sequence[Any]) -> str | None:
     """Why this cannot serve the call, or None."""
-    like = args[0]
-    if torch.cuda.get_device_capability(like.device) < (8, 9):
+    if args[0].device.type != "cuda" or torch.cuda.get_device_capability(args[0].device) < (8, 9):
         return "float8 products need compute capability 8.9"
+    if name == "fp8_quantize":
+        return None
+    x8, weight = (args[2], args[1]) if name == "fp8_linear" else (args[1], args[3])
+    if any(n % 16 for n in (x8[..., 0].numel(), *weight.shape) if isinstance(n, int)):
+        return "rows, k and n have to be multiples of 16"
+    made = {args[-1], *((weight.dtype,) if name == "fp8_linear_backward" else ())}
+    if odd := made - {torch.bfloat16, torch.float16, torch.float32}:
+        return f"results in {odd.pop()}"
     return None
 
 
