@@ -1,4 +1,4 @@
-"""Cold compile time of a deep tiny DeepSeek-V3 (transformers), backend against backend.
+"""Cold compile time of a deep tiny DeepSeek-V3 or hybrid (transformers), backend against backend, and its step after.
 
     python -m benchmarks.compile_time --layers 24 --repeat 3
 
@@ -10,6 +10,7 @@ is timed: the first forward and backward of a training step under `torch.compile
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import json
 import os
@@ -44,6 +45,29 @@ def deepseek_v3(layers: int, device: str) -> tuple[Any, Any]:
     return model, lambda compiled: compiled(input_ids=ids, labels=ids, use_cache=False).loss
 
 
+def hybrid(kind: str, layers: int, device: str) -> tuple[Any, Any]:
+    """A tiny hybrid of transformers: Mamba-2 in all layers, or in half of them with attention (and an MLP) between."""
+    import torch
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    ids = {"vocab_size": 256, "use_cache": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    own: dict[str, dict[str, Any]] = {
+        "mamba2": {"num_heads": 8, "head_dim": 32, "state_size": 24, "n_groups": 2, "chunk_size": 8,
+                   "num_hidden_layers": layers},
+        "bamba": {**heads, "mamba_n_heads": 8, "mamba_d_head": 32, "mamba_n_groups": 2, "mamba_d_state": 24,
+                  "mamba_chunk_size": 8, "intermediate_size": 224, "num_hidden_layers": layers,
+                  "attn_layer_indices": list(range(1, layers, 2))},
+        "nemotron_h": {**heads, "head_dim": 32, "mamba_num_heads": 8, "mamba_head_dim": 32, "ssm_state_size": 24,
+                       "n_groups": 2, "chunk_size": 8, "conv_kernel": 4, "intermediate_size": 224,
+                       "layers_block_type": ["mamba", "attention", "mamba", "mlp"][:layers] * -(-layers // 4)},
+    }  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](hidden_size=128, **ids, **own[kind])).to(device)
+    tokens = torch.randint(3, 256, (2, 64), generator=torch.Generator().manual_seed(1)).to(device)
+    return model, lambda compiled: compiled(input_ids=tokens, labels=tokens, use_cache=False).loss
+
+
 def plain(layers: int, device: str) -> tuple[Any, Any]:
     import torch
 
@@ -60,7 +84,10 @@ def plain(layers: int, device: str) -> tuple[Any, Any]:
 
 # As `--one` names them. By blocks: `megacpp_compile.compile`, one artifact for all layers.
 COMPILERS = ("inductor", "megacpp", "megacpp-by-blocks")
-MODELS = {"deepseek_v3": deepseek_v3, "plain": plain}
+MODELS: dict[str, Callable[[int, str], tuple[Any, Any]]] = {
+    "deepseek_v3": deepseek_v3, "plain": plain,
+    **{kind: functools.partial(hybrid, kind) for kind in ("mamba2", "bamba", "nemotron_h")},
+}  # fmt: skip
 
 
 def available_model() -> str:
