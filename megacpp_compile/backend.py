@@ -116,12 +116,10 @@ def _compile(
                 raise
             log.logger.info("frame %s: one of Inductor's patterns failed, compiled without them", result.frame.name)
             return lower(patches={**patches, "pattern_matcher": False})
-    except PeakUnreachableError:
+    except (PeakUnreachableError, NotLoweredError):
         raise
     except torch._dynamo.exc.RestartAnalysis:
         raise  # Dynamo's own way back, as when a float turns out to be a constant
-    except NotLoweredError:
-        raise
     except Exception as error:
         if config.strict:
             raise

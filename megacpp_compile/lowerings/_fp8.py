@@ -1,4 +1,4 @@
-"""What ops with an fp8 lane share: rounding by the largest magnitude, and widening inside an op.
+"""What ops with an fp8 lane share: rounding by the largest magnitude, widening inside an op, and cuBLASLt's product.
 
 A payload is float8_e4m3fn or float8_e5m2, its scale the factor that gives back the value: `value = payload * scale`.
 """
@@ -10,6 +10,22 @@ from torch import Tensor
 
 # Lanes that share a scale where there is one for a block (DeepSeek-V3's recipe, https://arxiv.org/abs/2412.19437).
 SCALED_LANES = 128
+
+
+def product(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
+    fast: bool = False,
+) -> Tensor:
+    """a @ b.T + bias of payloads [m, k] and [n, k], in `dtype`, by cuBLASLt: k is adjacent in both. Scales are one
+    number each, or [m, 1] and [1, n]. fast: summed in the tensor cores' own 22 bits."""
+    fused = None if bias is None or dtype == torch.float32 else bias.to(dtype)  # which it adds in half precision only
+    y = torch._scaled_mm(a, b.t(), a_scale, b_scale, bias=fused, out_dtype=dtype, use_fast_accum=fast)
+    return y + bias if bias is not None and fused is None else y
 
 
 def round_to_fp8(x: Tensor, dtype: torch.dtype, whole: bool = False) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,7 @@ import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from megacpp_compile.float8 import MULTIPLE, no_float8
 from megacpp_compile.graph_edit import Builder, value
 from megacpp_compile.passes._rule import GraphView, Match, Refusal
 from megacpp_compile.precision.plan import PrecisionPlan
@@ -29,16 +30,7 @@ name = "linear"
 op = "megacpp::fp8_linear"
 after = ("moe",)
 
-MULTIPLE = 16  # of what the tensor cores take in float8
 FORWARD, GRADIENT = "e4m3", "e5m2"
-
-
-def no_float8(device: torch.device) -> str:
-    """Why `device` multiplies no float8, "" where it does."""
-    if device.type != "cuda":
-        return f"{device.type} has no float8 products"
-    major, minor = torch.cuda.get_device_capability(device)
-    return "" if (major, minor) >= (8, 9) else f"compute capability {major}.{minor} has no float8 products"
 
 
 def find(view: GraphView) -> Iterator[Match | Refusal]:

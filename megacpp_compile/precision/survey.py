@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from megacpp_compile.errors import PlanMismatchError, RuleWithoutHitError
+from megacpp_compile.float8 import MULTIPLE
 from megacpp_compile.precision import engine
 from megacpp_compile.precision.names import hits, inside_segment
 from megacpp_compile.precision.plan import PrecisionPlan
@@ -23,7 +24,6 @@ DEFAULT_EXCLUSIONS = (
     "platform_emb", "temporal_", "lora_",
 )  # fmt: skip
 
-MULTIPLE = 16  # of both sides of a weight: what an fp8 product takes
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks",
           "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")  # fmt: skip

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacpp_compile.lowerings._fp8 import rounded_by, scale_of
+from megacpp_compile.float8 import MULTIPLE, no_float8
+from megacpp_compile.lowerings._fp8 import product, rounded_by, scale_of
 from megacpp_compile.lowerings.fp8_linear.reference import DTYPES, fp8_quantize
 
 __all__ = ["fp8_linear", "fp8_linear_backward", "fp8_quantize", "supports"]
@@ -23,13 +24,13 @@ __all__ = ["fp8_linear", "fp8_linear_backward", "fp8_quantize", "supports"]
 
 def supports(name: str, args: Sequence[Any]) -> str | None:
     """Why this cannot serve the call, or None."""
-    if args[0].device.type != "cuda" or torch.cuda.get_device_capability(args[0].device) < (8, 9):
-        return "float8 products need compute capability 8.9"
+    if missing := no_float8(args[0].device):
+        return missing
     if name == "fp8_quantize":
         return None
     x8, weight = (args[2], args[1]) if name == "fp8_linear" else (args[1], args[3])
-    if any(n % 16 for n in (x8[..., 0].numel(), *weight.shape) if isinstance(n, int)):
-        return "rows, k and n have to be multiples of 16"
+    if any(n % MULTIPLE for n in (x8[..., 0].numel(), *weight.shape) if isinstance(n, int)):
+        return f"rows, k and n have to be multiples of {MULTIPLE}"
     made = {args[-1], *((weight.dtype,) if name == "fp8_linear_backward" else ())}
     if odd := made - {torch.bfloat16, torch.float16, torch.float32}:
         return f"results in {odd.pop()}"
@@ -47,11 +48,8 @@ def fp8_linear(
     grad_format: str,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    inside = bias is not None and out_dtype != torch.float32  # cuBLASLt adds one in half precision only
-    added = bias.to(out_dtype) if inside and bias is not None else None
-    y = _scaled(x8.flatten(0, -2), x_scale_inv, w8, w_scale_inv, out_dtype, fast=True, bias=added)
-    y = y.unflatten(0, x8.shape[:-1])
-    return y if bias is None or inside else y + bias
+    y = product(x8.flatten(0, -2), x_scale_inv, w8, w_scale_inv, out_dtype, bias, fast=True)
+    return y.unflatten(0, x8.shape[:-1])
 
 
 def fp8_linear_backward(
@@ -68,22 +66,7 @@ def fp8_linear_backward(
     rows = rounded_by(grad, scale_inv, format).contiguous()
     columns = rounded_by(grad.t(), scale_inv, format).contiguous()
     w_columns = rounded_by(weight.t().to(torch.float32), w_scale_inv, DTYPES["e4m3"]).contiguous()
-    dx = _scaled(rows, scale_inv, w_columns, w_scale_inv, x_dtype, fast=False).unflatten(0, x8.shape[:-1])
+    dx = product(rows, scale_inv, w_columns, w_scale_inv, x_dtype).unflatten(0, x8.shape[:-1])
     x_columns = x8.flatten(0, -2).t().contiguous()
-    dw = _scaled(columns, scale_inv, x_columns, x_scale_inv, weight.dtype, fast=False)
+    dw = product(columns, scale_inv, x_columns, x_scale_inv, weight.dtype)
     return dx, dw
-
-
-def _scaled(
-    a: Tensor,
-    a_scale_inv: Tensor,
-    b: Tensor,
-    b_scale_inv: Tensor,
-    dtype: torch.dtype,
-    fast: bool,
-    bias: Tensor | None = None,
-) -> Tensor:
-    """a @ b.T + bias, both with the summed dimension adjacent."""
-    return torch._scaled_mm(
-        a, b.t(), scale_a=a_scale_inv, scale_b=b_scale_inv, bias=bias, out_dtype=dtype, use_fast_accum=fast
-    )

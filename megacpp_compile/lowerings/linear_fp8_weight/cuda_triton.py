@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacpp_compile.lowerings._fp8 import round_to_fp8
+from megacpp_compile.float8 import MULTIPLE, no_float8
+from megacpp_compile.lowerings._fp8 import product, round_to_fp8
 from megacpp_compile.lowerings.linear_fp8_weight.reference import by_blocks
 
 __all__ = ["linear_fp8_weight", "linear_fp8_weight_backward", "supports"]
@@ -23,17 +24,15 @@ def supports(name: str, args: Sequence[Any]) -> str | None:
     x, payload, scale, out_dtype = args[0], args[1], args[2], args[-1]
     if by_blocks(payload, scale):
         return "a scale for every block of 128 x 128"
-    if any(not isinstance(n, int) or n % 16 for n in payload.shape):
-        return f"a weight {tuple(payload.shape)}: fp8 products take multiples of 16"
+    if any(not isinstance(n, int) or n % MULTIPLE for n in payload.shape):
+        return f"a weight {tuple(payload.shape)}: fp8 products take multiples of {MULTIPLE}"
     if x.dtype == torch.float64 or out_dtype == torch.float64:
         return "float64: fp8 products are summed in float32"
     if name == "linear_fp8_weight" and scale.numel() > 1 and out_dtype != torch.bfloat16:
         return f"a scale for every row, and results in {out_dtype}: those are bfloat16"
     if any(isinstance(n, int) and n == 0 for n in (*x.shape, *payload.shape)):
         return "there is nothing to multiply"
-    if x.device.type == "cuda" and torch.cuda.get_device_capability(x.device) < (8, 9):
-        return "no fp8 tensor cores before compute capability 8.9"
-    return None
+    return (no_float8(x.device) if x.device.type == "cuda" else "") or None  # a CPU has the product, in software
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -46,18 +45,13 @@ def linear_fp8_weight(
     whole = scale.numel() == 1
     rounded, own = round_to_fp8(_rows(x), torch.float8_e4m3fn, whole=whole)
     weight_scale = scale.reshape(()) if whole else scale.t().contiguous()
-    fused = None if bias is None or out_dtype == torch.float32 else bias.to(out_dtype)
-    y = torch._scaled_mm(
-        rounded, payload.contiguous().t(), own, weight_scale.float(), bias=fused, out_dtype=out_dtype
-    )  # fmt: skip
-    if bias is not None and fused is None:
-        y = y + bias
+    y = product(rounded, own, payload.contiguous(), weight_scale.float(), out_dtype, bias)
     return y.view(*x.shape[:-1], payload.shape[0])
 
 
 def linear_fp8_weight_backward(grad: Tensor, payload: Tensor, scale: Tensor, out_dtype: torch.dtype) -> Tensor:
     rounded, own = round_to_fp8(_rows(grad) * scale.t(), torch.float8_e5m2, whole=True)
     # The second operand has to lie column by column: a transposed copy, of one byte an element.
-    columns = payload.t().contiguous().t()
-    d_x = torch._scaled_mm(rounded, columns, own, torch.ones_like(own), out_dtype=out_dtype)
+    columns = payload.t().contiguous()
+    d_x = product(rounded, own, columns, torch.ones_like(own), out_dtype)
     return d_x.view(*grad.shape[:-1], payload.shape[1])
