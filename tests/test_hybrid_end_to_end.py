@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import megacpp_compile
+from benchmarks.models import Scan
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 DIM, HIDDEN, EXPERTS, CHOICES, TOKENS = 64, 96, 8, 2, 200
@@ -64,7 +65,7 @@ class Mixer(nn.Module):
 
     def __init__(self, heads: int = 4, p: int = 16, n: int = 16, groups: int = 2, chunk: int = 16):
         super().__init__()
-        self.p, self.n, self.inner, self.states, self.chunk = p, n, heads * p, groups * n, chunk
+        self.p, self.n, self.inner, self.states, self.scan = p, n, heads * p, groups * n, Scan(chunk)
         mixed = self.inner + 2 * self.states
         self.in_proj = nn.Linear(DIM, self.inner + mixed + heads, bias=False)
         self.conv = nn.Conv1d(mixed, mixed, 4, padding=3, groups=mixed)
@@ -84,26 +85,6 @@ class Mixer(nn.Module):
         h = y * F.silu(z.to(wide))
         h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-5)
         return self.out_proj(self.weight * h.to(x.dtype))
-
-    def scan(self, u: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-        b, c = (t.repeat_interleave(u.shape[2] // t.shape[2], 2) for t in (b, c))
-        u, b, c = (t.unflatten(1, (-1, self.chunk)) for t in (u * dt.unsqueeze(-1), b, c))
-        steps = (dt * a).unflatten(1, (-1, self.chunk)).permute(0, 3, 1, 2)
-        total = steps.cumsum(-1)
-        inside = torch.einsum("bclhn,bcshn,bhcls,bcshp->bclhp", c, b, segment_sums(steps).exp(), u)
-        states = torch.einsum("bclhn,bhcl,bclhp->bchpn", b, (total[..., -1:] - total).exp(), u)
-        states = torch.cat((torch.zeros_like(states[:, :1]), states), 1)
-        between = segment_sums(F.pad(total[..., -1], (1, 0))).exp()
-        states = torch.einsum("bhzc,bchpn->bzhpn", between, states)[:, :-1]
-        entered = torch.einsum("bclhn,bchpn,bhcl->bclhp", c, states, total.exp())
-        return (inside + entered).flatten(1, 2)
-
-
-def segment_sums(a: Tensor) -> Tensor:
-    n = a.shape[-1]
-    ones = torch.ones(n, n, device=a.device, dtype=torch.bool)
-    sums = a.unsqueeze(-1).expand(*a.shape, n).masked_fill(~ones.tril(-1), 0).cumsum(-2)
-    return sums.masked_fill(~ones.tril(), float("-inf"))
 
 
 def results(function, module: nn.Module, args: tuple[Tensor, ...], grad: Tensor) -> list[Tensor]:

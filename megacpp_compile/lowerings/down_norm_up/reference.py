@@ -17,6 +17,16 @@ def rest_slice(start: int, size: int, total: int) -> slice:
     return slice(0, start) if start else slice(size, total)
 
 
+def down_projection(
+    x: Tensor, w_down: Tensor, b_down: Tensor | None, eps: float, start: int, size: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The projection, the latent in it, that latent in the dtype of its norm, and rrms."""
+    down = F.linear(x, w_down, b_down)
+    raw = down[..., start : start + size]
+    latent = raw.to(compute_dtype(down.dtype))
+    return down, raw, latent, torch.rsqrt(row_mean(latent.square()) + eps)
+
+
 def down_norm_up(
     x: Tensor,
     w_down: Tensor,
@@ -29,10 +39,7 @@ def down_norm_up(
     keep_latent: bool = False,
     project: Callable[[Tensor, Tensor], Tensor] = F.linear,
 ) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
-    down = F.linear(x, w_down, b_down)
-    raw = down[..., start : start + size]
-    latent = raw.to(compute_dtype(down.dtype))
-    rrms = torch.rsqrt(row_mean(latent.square()) + eps)
+    down, raw, latent, rrms = down_projection(x, w_down, b_down, eps, start, size)
     normed = latent * rrms
     if w_norm is not None:
         normed = normed * w_norm.to(normed.dtype)

@@ -7,13 +7,10 @@ is rounded once before the scale and once behind it. The backward is the referen
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacpp_compile.lowerings._op import compute_dtype
-from megacpp_compile.lowerings._rms import row_mean
-from megacpp_compile.lowerings.down_norm_up.reference import down_norm_up_backward, rest_slice
+from megacpp_compile.lowerings.down_norm_up.reference import down_norm_up_backward, down_projection, rest_slice
 
 __all__ = ["down_norm_up", "down_norm_up_backward"]
 
@@ -29,10 +26,7 @@ def down_norm_up(
     size: int,
     keep_latent: bool = False,
 ) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
-    down = F.linear(x, w_down, b_down)
-    raw = down[..., start : start + size]
-    latent = raw.to(compute_dtype(down.dtype))
-    rrms = torch.rsqrt(row_mean(latent.square()) + eps)
+    down, raw, latent, rrms = down_projection(x, w_down, b_down, eps, start, size)
     gained = latent if w_norm is None else latent * w_norm.to(latent.dtype)
     up = [(F.linear(gained.to(w.dtype), w).to(rrms.dtype) * rrms).to(w.dtype) for w in w_up]
     return up, down[..., rest_slice(start, size, down.shape[-1])], rrms, raw if keep_latent else rrms.new_empty(0)
