@@ -198,7 +198,12 @@ class Sentinel(TorchDispatchMode):
         self._bytes = {t.untyped_storage().data_ptr(): t.dtype for t in self._payloads if t.dtype not in FP8}
         self._bytes |= {held.payload.untyped_storage().data_ptr(): held.payload.dtype for held in wrapped}
         self._classes = {type(value) for _, value in named if is_wrapper(value) and hasattr(type(value), "dequantize")}
-        self._tracker, self._stack = ModuleTracker(), contextlib.ExitStack()
+        self._tracker, self._stack = _Tracker(), contextlib.ExitStack()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code runs as it is, with its fallbacks seen: by default torch runs a model in eager under a mode."""
+        return True
 
     def __enter__(self) -> Any:
         self._stack.enter_context(self._tracker)
@@ -240,7 +245,8 @@ class Sentinel(TorchDispatchMode):
 
     def _record(self, name: str, wide: Tensor, held: torch.dtype) -> None:
         fqn = max(self._tracker.parents - {"Global"}, key=len, default="")
-        fqn = fqn.split(".", 1)[1] if "." in fqn else ""  # the tracker begins with the model's class
+        # The tracker begins with the model's class; a compiled module is called by the name of its wrapper.
+        fqn = ".".join(part for part in fqn.split(".")[1:] if part != "_orig_mod")
         if not _allowed(name, fqn, self.allow, self.allow_modules):
             self.findings.append(Widening(name, _bytes(wide), held, wide.dtype, fqn, _line()))
             told(self.findings[-1:], self.strict)
@@ -265,6 +271,15 @@ class Sentinel(TorchDispatchMode):
                 cls.dequantize = plain  # type: ignore[attr-defined]
             else:
                 del cls.dequantize  # type: ignore[attr-defined]
+
+
+class _Tracker(ModuleTracker):
+    """One that Dynamo does not trace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._fw_pre_hook = torch._dynamo.disable(self._fw_pre_hook)  # type: ignore[method-assign]
+        self._fw_post_hook = torch._dynamo.disable(self._fw_post_hook)  # type: ignore[method-assign]
 
 
 def _line() -> str:
