@@ -31,6 +31,7 @@ VARIANTS: dict[str, Variant] = {
     "megacpp, latents kept, merge_down": Variant({"keep_latents": True, "merge_down": True}, frozenset({"block"})),
     "megacpp, without down_norm_up": Variant({"disable": "down_norm_up"}, frozenset({"block", "stack"})),
     "megacpp, float8": Variant({"precision": "fp8_current"}, frozenset({"block", "stack"}), FP8_BOUND),
+    "megacpp, float8 by blocks": Variant({"precision": "fp8_block"}, frozenset({"block"}), FP8_BOUND),
 }
 
 

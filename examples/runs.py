@@ -88,7 +88,7 @@ def train(
     rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20) * (1 - last * step))
     step_model: Any = model
     if backend != "eager":
-        how: dict[str, Any] = {"backend": backend, "options": {"precision": precision} if precision else None}
+        how: dict[str, Any] = {"backend": found(backend), "options": {"precision": precision} if precision else None}
         if blocks:
             for block in model.get_submodule(blocks).children():
                 block.compile(**how)
@@ -128,6 +128,15 @@ def parts(name: str, default: torch.dtype) -> tuple[str, torch.dtype, str | None
     backend, _, own = name.partition(":")
     dtype = getattr(torch, own, None) if own else default
     return (backend, dtype, None) if isinstance(dtype, torch.dtype) else (backend, default, own)
+
+
+def found(backend: str) -> Any:
+    """The backend by its name, or by itself in a checkout that is not installed."""
+    if backend != "megacpp" or backend in torch._dynamo.list_backends(exclude_tags=()):
+        return backend
+    import megacpp_compile
+
+    return megacpp_compile.backend
 
 
 def recorded(name: str, *what: Any, **how: Any) -> Run:

@@ -19,6 +19,7 @@ from torch.fx import GraphModule, Node
 from megacpp_compile import dynamic_outputs, fp8_boundary, handoff, log, openxla, report, saved, verify
 from megacpp_compile.capture import Captured, capture
 from megacpp_compile.config import Config
+from megacpp_compile.effective_precision import answered, asked
 from megacpp_compile.errors import (
     CaptureError,
     MegacppError,
@@ -188,6 +189,9 @@ class Analysis:
         log.logger.warning("frame %s compiled by Inductor alone: %s", self.frame.name, reason)
         self.frame.captured, self.frame.reason, self.outcome = False, reason, None
         self.frame.passes = dict.fromkeys(self.frame.passes, 0)
+        for row in self.frame.precision:
+            if row["effective"] == row["requested"] != "bf16":
+                row["effective"], row["reason"] = "as written", "the frame was compiled by Inductor alone"
 
     def not_kept(self, reason: str) -> None:
         """What was found is to be reported, and the frame itself is not compiled as it was looked at."""
@@ -214,7 +218,7 @@ def analyse(gm: GraphModule, example_inputs: Sequence[Any], config: Config, targ
         return Analysis(frame)
     frame.seconds["capture"] = time.perf_counter() - began
     try:
-        outcome = _rewrite(captured, example_inputs, config, target, grad)
+        outcome = _rewrite(captured, example_inputs, config, frame)
     except MegacppError:
         raise
     except Exception as error:  # a defect of ours must not become the user's
@@ -232,14 +236,16 @@ def analyse(gm: GraphModule, example_inputs: Sequence[Any], config: Config, targ
     return Analysis(frame, captured, outcome)
 
 
-def _rewrite(captured: Captured, example_inputs: Sequence[Any], config: Config, target: str, grad: bool) -> Outcome:
+def _rewrite(captured: Captured, example_inputs: Sequence[Any], config: Config, frame: Frame) -> Outcome:
     normalise(captured.gm.graph, captured.fake_mode)
     captured.gm.recompile()
     log.graph("captured", captured.gm)
     called = [n for n in captured.gm.graph.nodes if n.target in semantic_ops()]
-    outcome = run_passes(captured, config, _Reviewer(captured, example_inputs, config, grad), log.graph)
+    wanted = asked(captured.gm.graph, config.precision)
+    outcome = run_passes(captured, config, _Reviewer(captured, example_inputs, config, frame.grad), log.graph)
+    frame.precision = answered(wanted, outcome, config)
     _add_called(outcome, called)
-    _choose_lowerings(outcome, captured, target)
+    _choose_lowerings(outcome, captured, frame.target)
     return outcome
 
 

@@ -92,6 +92,32 @@ class Miss:
 
 
 @dataclass(slots=True)
+class Precision:
+    """What a precision plan asks of a linear, of routed experts or of attention, and what it computes in.
+
+    Attributes:
+        fqn: module the code belongs to, "" when it could not be resolved.
+        kind: "linear", "experts" or "attention".
+        shape: "out x in" of a linear, else "".
+        source: as in `Site`.
+        requested: recipe the plan asks for; "bf16" is to be left as it is.
+        effective: the recipe, or the dtype it computes in; "fp8 weight" where that came as fp8; "as written" where
+            Inductor compiled the frame alone.
+        rule: what asked: a pattern of the plan, or "role attention".
+        reason: why the plan's recipe is not in effect, "" where it is.
+    """
+
+    fqn: str
+    kind: str
+    shape: str
+    source: str
+    requested: str
+    effective: str
+    rule: str
+    reason: str = ""
+
+
+@dataclass(slots=True)
 class Frame:
     """One graph that Dynamo handed over.
 
@@ -117,6 +143,7 @@ class Frame:
             `megacpp_compile.compile`.
         blocks: how many blocks of that structure the model has, itself included; 0 outside of blocks.
         recognised: what was recognised and has no lowering: "kind", "fqn" and "source" of each, as in `Site`.
+        precision: under a precision plan, a `Precision` as a dict for every linear, routed expert layer and attention.
     """
 
     index: int = 0
@@ -133,6 +160,7 @@ class Frame:
     block: str = ""
     blocks: int = 0
     recognised: list[dict[str, str]] = field(default_factory=list)
+    precision: list[dict[str, str]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,7 +387,7 @@ def plural(count: int, one: str, many: str | None = None) -> str:
 # JSON
 
 
-def plain(item: Site | Miss | Frame | Region) -> dict[str, Any]:
+def plain(item: Site | Miss | Precision | Frame | Region) -> dict[str, Any]:
     values = {f.name: getattr(item, f.name) for f in fields(item) if not f.name.startswith("_")}
     return {"pass" if name == "pass_name" else name: v for name, v in values.items()}
 

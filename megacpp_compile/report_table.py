@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from megacpp_compile.report import Miss, Report, Site, bytes_text, plain
+from megacpp_compile.report import Miss, Precision, Report, Site, bytes_text, plain
 
 
 class _Section(NamedTuple):
@@ -19,8 +19,8 @@ class _Section(NamedTuple):
 
 def tables(report: Report, width: int | None = None) -> str:
     """All sections of `report` that have rows; `width` columns for rich, the terminal's (at least 100) when None."""
-    made = (_regions(report), _fused(report), _recognised(report), _missed(report), _compiled(report), _kept(report),
-            _peaks(report))  # fmt: skip
+    made = (_regions(report), _fused(report), _recognised(report), _precision(report), _missed(report),
+            _compiled(report), _kept(report), _peaks(report))  # fmt: skip
     return _text([section for section in made if section.rows], width)
 
 
@@ -91,6 +91,14 @@ def _recognised(report: Report) -> _Section:
     return _Section("recognised, without a lowering", ("kind of block", "module", "source"), rows)
 
 
+def _precision(report: Report) -> _Section:
+    rows = []
+    for fqn, one, count in _grouped([Precision(**row) for frame in report.frames for row in frame.precision]):
+        size = one.shape.replace("x", " x ") or "-"
+        rows.append((one.kind, _times(fqn, count), size, one.rule, one.requested, one.effective, one.reason or "-"))
+    return _Section("precision", ("kind", "module", "size", "rule", "asked", "is", "reason"), rows)
+
+
 def _missed(report: Report) -> _Section:
     rows = []
     for fqn, miss, count in _grouped(report.misses):
@@ -149,7 +157,7 @@ def _times(text: str, count: int) -> str:
     return f"{text or '(the frame itself)'} ×{count}" if count > 1 else text or "(the frame itself)"
 
 
-Member = TypeVar("Member", Site, Miss)
+Member = TypeVar("Member", Site, Miss, Precision)
 
 
 def _grouped(items: Sequence[Member]) -> Iterator[tuple[str, Member, int]]:

@@ -59,13 +59,15 @@ def enabled_passes(config: Config) -> list[Pass]:
 
 @dataclasses.dataclass
 class Outcome:
-    """What the passes did to one frame. `op_nodes` are the ops' nodes, beside their `sites`."""
+    """What the passes did to one frame. `op_nodes` are the ops' nodes, beside their `sites`; `replaced` has the site
+    for each node that a match was about."""
 
     sites: list[Site]
     misses: list[Miss]
     counts: dict[str, int]
     seconds: dict[str, float]
     op_nodes: list[Node]
+    replaced: dict[Node, Site] = dataclasses.field(default_factory=dict)
 
 
 # (pass, match, the nodes that now carry match.outputs, site) -> why the rewrite must be undone, or None.
@@ -108,6 +110,7 @@ def run_passes(
                     continue
                 out.sites.append(site)
                 out.op_nodes.append(op_node)
+                out.replaced[found.node] = site
                 fired += 1
             drop_dead(gm.graph)
         gm.graph.lint()

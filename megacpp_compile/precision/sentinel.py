@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.module_tracker import ModuleTracker
 
 from megacpp_compile.errors import DequantisationError
+from megacpp_compile.precision.places import Places
 from megacpp_compile.precision.wrappers import FP8, found_in, is_wrapper, split
 from megacpp_compile.provenance import module_fqn, source_line
 
@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 # Ops that read payloads and give wide results, as is their work; globs over qualified names.
 ALLOWED = ("aten::_scaled_mm*", "aten::_scaled_grouped_mm*", "megacpp::*", "transformer_engine::*", "tex_ts::*",
            "fbgemm::f8*", "mslk::f8*")  # fmt: skip
+# Before it had this, torch compiled anew under any mode; there a compiled model runs in eager under a `Sentinel`.
+RUNS_COMPILED = hasattr(torch._C._dynamo.guards, "set_is_in_mode_without_ignore_compile_internals")
 # They take shape and device from an operand, and nothing of what is in it.
 _TEMPLATES = ("_like", "new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "new_empty_strided")
 # By these names a wrapper is asked for its values in full.
@@ -198,10 +200,14 @@ class Sentinel(TorchDispatchMode):
         self._bytes = {t.untyped_storage().data_ptr(): t.dtype for t in self._payloads if t.dtype not in FP8}
         self._bytes |= {held.payload.untyped_storage().data_ptr(): held.payload.dtype for held in wrapped}
         self._classes = {type(value) for _, value in named if is_wrapper(value) and hasattr(type(value), "dequantize")}
-        self._tracker, self._stack = ModuleTracker(), contextlib.ExitStack()
+        self._places, self._stack = Places(model), contextlib.ExitStack()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code runs as it is, with its fallbacks seen: by default torch runs a model in eager under a mode."""
+        return RUNS_COMPILED
 
     def __enter__(self) -> Any:
-        self._stack.enter_context(self._tracker)
         for cls in self._classes:
             self._stack.enter_context(self._watched(cls))
         return super().__enter__()
@@ -213,6 +219,7 @@ class Sentinel(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(is_wrapper(a) for a in tree_leaves((args, kwargs))):
             return NotImplemented  # its class first: what it does is seen as it does it
+        self._places.note()
         result = func(*args, **(kwargs or {}))
         operands = [a for a in tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
         payloads = [(a, dtype) for a in operands if (dtype := self._held(a)) is not None]
@@ -239,8 +246,7 @@ class Sentinel(TorchDispatchMode):
                 self._bytes[t.untyped_storage().data_ptr()] = dtype
 
     def _record(self, name: str, wide: Tensor, held: torch.dtype) -> None:
-        fqn = max(self._tracker.parents - {"Global"}, key=len, default="")
-        fqn = fqn.split(".", 1)[1] if "." in fqn else ""  # the tracker begins with the model's class
+        fqn = self._places.here()
         if not _allowed(name, fqn, self.allow, self.allow_modules):
             self.findings.append(Widening(name, _bytes(wide), held, wide.dtype, fqn, _line()))
             told(self.findings[-1:], self.strict)

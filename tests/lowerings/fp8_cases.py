@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from megacpp_compile.lowerings._fp8_tiles import widened_by_tiles
+
 from .agreement import reference_of
 from .cases import case
 
@@ -92,3 +94,22 @@ for format in ("e4m3", "e5m2"):
         @case("fp8_quantize", f"{format}_{label}")
         def _(rand, dtype, format=format, factor=factor):
             return rand(3, 16, dtype=dtype) * factor, format
+
+
+# --- products with a scale for every block
+
+
+def block_scaled_as_torch_has_it(a, b, scale_a, scale_b, *, out_dtype, use_fast_accum):
+    """`torch._scaled_mm` with block scales: what ScaledBlas.cpp asks of operands, in its oldest and newest form, and the
+    product in float64."""
+    assert a.is_contiguous() and b.t().is_contiguous() and not use_fast_accum
+    (m, k), n = a.shape, b.shape[1]
+    assert scale_a.shape == (m, k // 128) and (k == 128 or scale_a.stride() == (1, m))
+    if scale_b.shape == (k // 128, n):
+        assert k == 128 or scale_b.t().stride() == (1, n)
+        rows = 1
+    else:
+        assert scale_b.shape == (k // 128, n // 128) and (k // 128) % 4 == 0 and scale_b.t().stride() == (k // 128, 1)
+        rows = 128
+    wide = widened_by_tiles(a, scale_a, 1, 128, torch.float64)
+    return (wide @ widened_by_tiles(b.t(), scale_b.t(), rows, 128, torch.float64).t()).to(out_dtype)

@@ -17,6 +17,7 @@ from megacpp_compile.lowerings.fp8_block_linear import (
 
 from . import relative_error, saved_by
 from .cases import CASES
+from .fp8_cases import block_scaled_as_torch_has_it
 
 E4M3 = torch.float8_e4m3fn
 
@@ -102,26 +103,10 @@ def test_saved_for_backward(rand):
     assert x8.element_size() == 1 and x_scale.numel() * 128 == x8.numel()
 
 
-def as_torch_has_it(a, b, scale_a, scale_b, *, out_dtype, use_fast_accum):
-    """`torch._scaled_mm` with block scales: what ScaledBlas.cpp asks of operands, in its oldest and newest form, and the
-    product in float64."""
-    assert a.is_contiguous() and b.t().is_contiguous() and not use_fast_accum
-    (m, k), n = a.shape, b.shape[1]
-    assert scale_a.shape == (m, k // 128) and (k == 128 or scale_a.stride() == (1, m))
-    if scale_b.shape == (k // 128, n):
-        assert k == 128 or scale_b.t().stride() == (1, n)
-        rows = 1
-    else:
-        assert scale_b.shape == (k // 128, n // 128) and (k // 128) % 4 == 0 and scale_b.t().stride() == (k // 128, 1)
-        rows = 128
-    wide = reference.widened_by_tiles(a, scale_a, 1, 128, torch.float64)
-    return (wide @ reference.widened_by_tiles(b.t(), scale_b.t(), rows, 128, torch.float64).t()).to(out_dtype)
-
-
 @pytest.mark.parametrize("k, n", [(512, 256), (256, 512), (384, 128)])
 def test_operands_of_the_products(rand, monkeypatch, k, n):
     """What the lowering for CUDA gives to cuBLASLt are the right operands in the layouts it takes."""
-    monkeypatch.setattr(block_scaled.torch, "_scaled_mm", as_torch_has_it)
+    monkeypatch.setattr(block_scaled.torch, "_scaled_mm", block_scaled_as_torch_has_it)
     args = operands(rand, k=k, n=n)
     with torch.no_grad():
         got = [cuda_scaled_mm.fp8_block_linear(*args)]

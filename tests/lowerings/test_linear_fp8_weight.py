@@ -7,12 +7,18 @@ import torch
 from torch.library import opcheck
 
 from megacpp_compile.errors import OperandError
+from megacpp_compile.gemm import block_scaled
 from megacpp_compile.lowerings._registry import choose, semantic_ops
-from megacpp_compile.lowerings.linear_fp8_weight import linear_fp8_weight, linear_fp8_weight_backward
+from megacpp_compile.lowerings.linear_fp8_weight import (
+    cuda_triton,
+    linear_fp8_weight,
+    linear_fp8_weight_backward,
+    reference,
+)
 
 from . import addresses, relative_error, saved_by
 from .cases import CASES
-from .fp8_cases import operands
+from .fp8_cases import block_scaled_as_torch_has_it, operands
 
 assert semantic_ops()
 # All but the comparison of an operand with itself, which torch has not for fp8.
@@ -65,6 +71,20 @@ def test_keeps_the_payload_alone(rand):
     x, payload, scale, bias, dtype = operands(rand, torch.float32)
     kept = saved_by(lambda: linear_fp8_weight(x.requires_grad_(), payload, scale, bias, dtype))
     assert kept == addresses(payload, scale)
+
+
+def test_block_scales_on_hopper(rand, monkeypatch):
+    """The forward's product takes the payload as it lies; what it can't take, and backward, is the reference's."""
+    monkeypatch.setattr(cuda_triton, "no_block_scales", lambda device: "")
+    monkeypatch.setattr(block_scaled.torch, "_scaled_mm", block_scaled_as_torch_has_it)
+    args = operands(rand, torch.bfloat16, outer=(2, 16), n=256, k=384, per="block")
+    assert cuda_triton.supports("linear_fp8_weight", args) is None
+    got, want = cuda_triton.linear_fp8_weight(*args), reference.linear_fp8_weight(*args)
+    assert got.dtype == want.dtype and relative_error(got, want) < 2**-8
+    for changed, words in (({"outer": (3,)}, "3 rows"), ({"n": 144}, "weight (144, 384)")):
+        other = operands(rand, torch.bfloat16, **{"outer": (2, 16), "n": 256, "k": 384, "per": "block", **changed})
+        assert words in cuda_triton.supports("linear_fp8_weight", other)
+    assert "backward" in cuda_triton.supports("linear_fp8_weight_backward", (got, *args[1:3], torch.bfloat16))
 
 
 def test_operands_that_mean_nothing(rand):

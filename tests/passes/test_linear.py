@@ -245,6 +245,32 @@ def test_refuses_a_device_without_block_scales():
     refused("device", Wide(), wide_input(), BLOCKS)
 
 
+# --- on a GPU
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_block"])
+def test_on_a_gpu(recipe):
+    """In one graph that Inductor compiled: the products are cuBLASLt's, results and gradients near eager's."""
+    from megacpp_compile.float8 import no_block_scales, no_float8
+
+    device = torch.device("cuda")
+    if missing := (no_block_scales if recipe == "fp8_block" else no_float8)(device):
+        pytest.skip(missing)
+    torch._dynamo.reset()
+    module, (x,) = Wide().to(device), wide_input()
+    x = x.detach().to(device).requires_grad_()
+    plan = PrecisionPlan(rules=(("*", recipe),), gate=False)
+    with megacpp_compile.record() as report:
+        compiled = torch.compile(module, backend="megacpp", options={"precision": plan, "strict": True}, fullgraph=True)
+        got = train(compiled, module, (x,))
+    assert [(s.pass_name, s.effective) for s in report.sites] == [(NAME, "cuda_scaled_mm")] * 2, report
+    assert {row["effective"] for row in report.frames[0].precision} == {recipe}
+    error, which = largest_error(got, train(module, module, (x,)))
+    assert error <= FLOAT8, which
+
+
 # --- stays out
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 
-from megacpp_compile import PrecisionPlan, replace_linears
+from megacpp_compile import PrecisionPlan, explain, replace_linears
 from megacpp_compile.precision import engine
 
 transformers = pytest.importorskip("transformers")
@@ -78,6 +80,52 @@ def test_replacement(te, build):
     with torch.no_grad():  # in fp8
         got = model(input_ids=ids).logits.float()
     assert (got - wanted).norm() <= (0.25 if te.real else 1e-5) * wanted.norm()
+    # What was saved from either kind of model loads into the other, bit for bit, after a step too.
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1.25)
+    saved, plain = {k: v.clone() for k, v in model.state_dict().items()}, build()[0].to(te.device, te.dtype).eval()
+    plain.load_state_dict(saved, strict=True)
+    model.load_state_dict(state, strict=True)
+    model.load_state_dict(plain.state_dict(), strict=True)
+    for other in (plain, model):
+        assert list(other.state_dict()) == list(saved)
+        assert all(torch.equal(v, saved[k]) for k, v in other.state_dict().items())
+
+
+@pytest.mark.parametrize("build", [deepseek, nemotron, granite])
+def test_gradients(te, build):
+    """Every parameter has the gradient it had, those of folded norms too."""
+    torch.manual_seed(0)
+    model, _, _ = build()
+    model = model.to(te.device, te.dtype)
+    ids = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(0)).to(te.device)
+
+    def gradients():
+        model.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+        return {name: p.grad.float().clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    wanted = gradients()
+    replace_linears(model, PLAN, target=te.target, example_inputs={"input_ids": ids})
+    for recipe, tolerance in (("high precision", 5e-2 if te.real else 1e-4), ("fp8", 1.0 if te.real else 1e-4)):
+        with engine.high_precision() if recipe == "high precision" else contextlib.nullcontext():
+            got = gradients()
+        assert got.keys() == wanted.keys()
+        a, b = (torch.cat([g[name].flatten() for name in wanted]) for g in (got, wanted))
+        assert a.isfinite().all() and (a - b).norm() <= tolerance * b.norm(), recipe
+
+
+def test_a_compiled_graph_says_what_every_linear_runs_in():
+    """All linears of the model are in the report's table; on a CPU it says why none is in fp8."""
+    model, linears, _ = deepseek()
+    report = explain(model, input_ids=torch.zeros(1, 16, dtype=torch.long), options={"precision": PLAN})
+    rows = {row["fqn"]: row for frame in report.frames for row in frame.precision if row["kind"] == "linear"}
+    assert {name for name, m in model.named_modules() if type(m) is torch.nn.Linear} <= set(rows)
+    assert {name for name, row in rows.items() if row["requested"] != "bf16"} == linears
+    assert all(row["effective"] == "fp32" and bool(row["reason"]) == (name in linears) for name, row in rows.items())
+    kinds = [row["kind"] for frame in report.frames for row in frame.precision]
+    assert kinds.count("attention") == 2 and kinds.count("experts") == 1
 
 
 @pytest.mark.parametrize("build", [deepseek, nemotron, granite])

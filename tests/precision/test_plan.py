@@ -252,7 +252,7 @@ def test_a_rule_without_a_hit_is_an_error():
     PrecisionPlan({"*.mlp.gate": "bf16", "wte": "bf16"}).assert_plan(models.model())
 
 
-def test_the_gate_can_be_measured(stand_in):
+def test_the_gate_can_be_measured(stand_in, no_kernels):
     from benchmarks.fp8_gate import HEADERS, main, measure
 
     recipes = sorted(gate.RATES)
@@ -260,6 +260,8 @@ def test_the_gate_can_be_measured(stand_in):
     assert [len(row) for row in rows] == [len(HEADERS)] * 3
     assert [row[3] for row in rows] == recipes and all(row[4] > 0 and row[5] > 0 for row in rows)
     assert {row[-1] for row in rows} == {"bf16"}
+    with pytest.raises(RuntimeError, match="cpu has no float8 products"):  # and no figure of something else
+        next(measure([(16, 32, 16)], ["fp8_current"], torch.device("cpu"), torch.bfloat16, turns=1, compiled=True))
     if not torch.cuda.is_available():
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("megacpp_compile.precision.engine.load", lambda: (None, "no CUDA device"))

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+from frames import run
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
 
+from megacpp_compile.config import Config
 from megacpp_compile.errors import DequantisationError
 from megacpp_compile.lowerings._registry import semantic_ops
-from megacpp_compile.precision.sentinel import Sentinel, check
+from megacpp_compile.passes import linear
+from megacpp_compile.precision.plan import PrecisionPlan
+from megacpp_compile.precision.sentinel import RUNS_COMPILED, Sentinel, check
 
 from .wrapped import te_tensor, torchao_tensor
 
@@ -132,6 +137,46 @@ def test_names_module_line_and_bytes():
     assert sentinel.findings == []
 
 
+class Decoded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, bits):
+        ctx.save_for_backward(bits)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad @ ctx.saved_tensors[0].float(), None
+
+
+class InBackward(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.register_buffer("bits", payload(16, 16))
+
+    def forward(self, x):
+        return self.second(torch.relu(Decoded.apply(self.first(x), self.bits)))
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_names_the_module_in_backward(again):
+    """Also of what backward computes again."""
+
+    class Again(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = InBackward()
+
+        def forward(self, x):
+            return checkpoint(self.inner, x, use_reentrant=False) if again else self.inner(x)
+
+    model = nn.Sequential(nn.Linear(16, 16), Again(), nn.Linear(16, 16))
+    with Sentinel() as sentinel:
+        model(torch.ones(4, 16)).sum().backward()
+    (one,) = sentinel.findings
+    assert one.fqn == "1.inner" and one.source.endswith("in backward")
+
+
 def test_a_wrapper_is_asked_for_its_values():
     """Once, by the method, whatever that does inside; and the class is as it was."""
     weight = te_tensor(torch.randn(16, 8))
@@ -148,12 +193,57 @@ def test_a_wrapper_is_asked_for_its_values():
     assert (vars(type(weight)).get("dequantize"), weight.dequantize.__func__) == before
 
 
+@pytest.mark.skipif(not RUNS_COMPILED, reason="this torch runs it in eager")
+def test_compiled_code_runs_compiled():
+    """And what it leaves to the dispatcher is seen: under a mode torch runs a model in eager, unless told not to."""
+
+    class Decoding(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("bits", payload(16, 16))
+
+        def forward(self, x):
+            return x @ self.bits.float()
+
+    ran = []
+
+    def backend(gm, _):
+        return lambda *args: ran.append(gm) or gm.forward(*args)
+
+    torch._dynamo.reset()
+    model = nn.Sequential(Decoding())
+    compiled = torch.compile(model, backend=backend)
+    for _ in range(2):
+        with Sentinel(model) as sentinel:
+            compiled(torch.ones(4, 16))
+        assert [(w.op, w.bytes) for w in sentinel.findings] == [("aten::_to_copy", 4 * 16 * 16)]
+        assert not sentinel.findings[0].fqn.startswith("_orig_mod")
+    assert len(ran) == 2 and ran[0] is ran[1]
+
+
 def test_weights_of_torchao_in_a_linear():
     linear = nn.Linear(32, 16, bias=False, dtype=torch.bfloat16)
     linear.weight = nn.Parameter(torchao_tensor(linear.weight.detach()), requires_grad=False)
     with Sentinel(linear) as sentinel, torch.no_grad():
         linear(torch.ones(2, 32, dtype=torch.bfloat16))
     assert sentinel.findings and sentinel.findings[0].bytes >= 2 * 16 * 32
+
+
+@pytest.mark.parametrize("recipe", [None, "fp8_current", "fp8_block"])
+def test_a_compiled_model_raises_no_alarm(monkeypatch, recipe):
+    """Neither its graphs, with linears in float8 or without, nor what runs, forward and backward."""
+    for question in ("no_float8", "no_block_scales"):
+        monkeypatch.setattr(linear, question, lambda device: "")
+    model = nn.Sequential(nn.Linear(128, 256), nn.RMSNorm(256), nn.SiLU(), nn.Linear(256, 128)).bfloat16()
+    plan = recipe and PrecisionPlan((("*", recipe),), gate=False)
+    args = (torch.randn(128, 128, dtype=torch.bfloat16, requires_grad=True),)
+    frames = run(model, args, Config(precision=plan))
+    assert frames.counts["linear"] == (2 if recipe else 0)
+    assert [check(graph.graph, strict=True) for graph in frames.graphs] == [[]]
+    if RUNS_COMPILED:
+        with Sentinel(model, strict=True) as sentinel:
+            frames.compiled(*args).float().sum().backward()
+        assert sentinel.findings == []
 
 
 def test_a_plain_model_raises_no_alarm():

@@ -1,7 +1,8 @@
 """`linear_fp8_weight` on CUDA: the product is cuBLASLt's (`torch._scaled_mm`), on the payload as it lies; rounding x is
 plain code, of which Inductor makes one Triton kernel with what comes before.
 
-Of blocks with a scale each the reference is taken: it widens the weight inside the op, and the report says so.
+Of blocks with a scale each the forward's product is cuBLASLt's too where it has such products; the backward's, and the
+forward's elsewhere, are the reference's: it widens the weight inside the op, and the report says so.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacpp_compile.float8 import MULTIPLE, no_float8
-from megacpp_compile.lowerings._fp8 import product, round_to_fp8
+from megacpp_compile.float8 import MULTIPLE, no_block_scales, no_float8
+from megacpp_compile.gemm.block_scaled import by_squares
+from megacpp_compile.lowerings._fp8 import SCALED_LANES, product, round_to_fp8
+from megacpp_compile.lowerings._fp8_tiles import round_by_tiles
 from megacpp_compile.lowerings.linear_fp8_weight.reference import by_blocks
 
 __all__ = ["linear_fp8_weight", "linear_fp8_weight_backward", "supports"]
@@ -23,7 +26,7 @@ def supports(name: str, args: Sequence[Any]) -> str | None:
     """Why fp8 products cannot serve this call, or None."""
     x, payload, scale, out_dtype = args[0], args[1], args[2], args[-1]
     if by_blocks(payload, scale):
-        return "a scale for every block of 128 x 128"
+        return _no_blocks(name, x, payload, out_dtype)
     if any(not isinstance(n, int) or n % MULTIPLE for n in payload.shape):
         return f"a weight {tuple(payload.shape)}: fp8 products take multiples of {MULTIPLE}"
     if x.dtype == torch.float64 or out_dtype == torch.float64:
@@ -35,6 +38,20 @@ def supports(name: str, args: Sequence[Any]) -> str | None:
     return (no_float8(x.device) if x.device.type == "cuda" else "") or None  # a CPU has the product, in software
 
 
+def _no_blocks(name: str, x: Tensor, payload: Tensor, out_dtype: torch.dtype) -> str | None:
+    if name != "linear_fp8_weight":
+        return "backward with a scale for every block of 128 x 128"
+    if missing := no_block_scales(x.device):
+        return f"a scale for every block of 128 x 128: {missing}"
+    rows = x[..., 0].numel()
+    if any(not isinstance(n, int) or n % SCALED_LANES for n in payload.shape) or not isinstance(rows, int):
+        return f"a weight {tuple(payload.shape)} for {rows} rows: block scales take multiples of {SCALED_LANES}"
+    if not rows or rows % MULTIPLE:
+        return f"{rows} rows: block scales take multiples of {MULTIPLE}"
+    odd = out_dtype not in (torch.bfloat16, torch.float32) or x.dtype == torch.float64
+    return f"x in {x.dtype}, results in {out_dtype}: those are bfloat16 or float32" if odd else None
+
+
 def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1]).to(torch.float32)
 
@@ -42,6 +59,10 @@ def _rows(x: Tensor) -> Tensor:
 def linear_fp8_weight(
     x: Tensor, payload: Tensor, scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
+    if by_blocks(payload, scale):
+        rounded, own = round_by_tiles(_rows(x), 1, SCALED_LANES)
+        y = by_squares(rounded, own.t().contiguous(), payload.contiguous(), scale, out_dtype)
+        return (y if bias is None else (y + bias).to(out_dtype)).view(*x.shape[:-1], payload.shape[0])
     whole = scale.numel() == 1
     rounded, own = round_to_fp8(_rows(x), torch.float8_e4m3fn, whole=whole)
     weight_scale = scale.reshape(()) if whole else scale.t().contiguous()

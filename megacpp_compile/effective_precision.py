@@ -1,0 +1,100 @@
+"""What a plan asks of each linear, routed expert layer and attention of a graph, and what each computes in afterwards.
+
+`asked` looks before the passes run, `answered` after: what a pass took, and what it refused, tells the one from the
+other. An attention's core and grouped products of experts have no fp8 op, so what the plan asks of them is answered
+with the dtype they compute in, and why.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx import Node
+
+from megacpp_compile.config import Config
+from megacpp_compile.graph_edit import value
+from megacpp_compile.passes._driver import Outcome
+from megacpp_compile.precision.plan import PrecisionPlan
+from megacpp_compile.provenance import module_fqn, source_line
+from megacpp_compile.recognise.linear import match_linear
+from megacpp_compile.remat.nodes import is_core, name_of
+from megacpp_compile.report import Precision
+
+_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
+_FP8_WEIGHT = "megacpp::linear_fp8_weight"
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """A row whose answer is not known yet."""
+
+    node: Node
+    kind: str
+    row: Precision
+
+
+def asked(graph: fx.Graph, plan: PrecisionPlan | None) -> list[Asked]:
+    """Every linear and attention of a graph as it was captured; nothing without a plan."""
+    if plan is None:
+        return []
+    found = []
+    for node in graph.nodes:
+        if (linear := match_linear(node)) is not None:
+            sizes = linear.out_features, value(linear.x).shape[-1]
+            found.append(Asked(node, "linear", _row(node, "linear", plan, sizes)))
+        elif name_of(node) == _FP8_WEIGHT:
+            found.append(Asked(node, "linear", _row(node, "linear", plan, value(node.args[1]).shape)))
+        elif is_core(node) and "ssd_scan" not in name_of(node):
+            found.append(Asked(node, "attention", _row(node, "attention", plan, (), "attention")))
+    return found
+
+
+def answered(rows: Sequence[Asked], outcome: Outcome, config: Config) -> list[dict[str, Any]]:
+    """The rows with what became of them, and those of routed experts, as plain data."""
+    plan = config.precision
+    if plan is None:
+        return []
+    refused = {miss.node: miss.reason for miss in outcome.misses if miss.pass_name == "linear"}
+    done = []
+    for ask in rows:
+        row, node = ask.row, ask.node
+        if node in outcome.replaced and outcome.replaced[node].pass_name == "linear":
+            row.effective = row.requested
+        elif name_of(node) == _FP8_WEIGHT:
+            row.effective, row.reason = "fp8 weight", "the weight is fp8 already"
+        elif row.requested != "bf16":
+            row.reason = refused.get(node.name) or _why(ask, outcome, config)
+        done.append(row)
+    for site, node in zip(outcome.sites, outcome.op_nodes, strict=True):
+        if site.pass_name == "moe":
+            done.append(_row(node, "experts", plan, (), "experts", site.fqn))
+            if done[-1].requested != "bf16":
+                done[-1].reason = "grouped products of experts have no fp8 op in the graph"
+    return [dataclasses.asdict(row) for row in done]
+
+
+def _why(ask: Asked, outcome: Outcome, config: Config) -> str:
+    """Why something the plan wants in fp8 and the pass said nothing of is not."""
+    if ask.kind == "attention":
+        return "an attention's core has no fp8 op in the graph; its projections have"
+    if not config.enabled("linear", True):
+        return "the pass linear is off"
+    if ask.node._erased:
+        return f"part of megacpp::moe, whose products are in {ask.row.effective}"
+    return "its input has one dimension"
+
+
+def _row(
+    node: Node, kind: str, plan: PrecisionPlan, shape: Sequence[Any], role: str | None = None, fqn: str = ""
+) -> Precision:
+    fqn = fqn or module_fqn(node)
+    said = plan.decide(fqn, role)
+    held = value(node)
+    dtype = (held[0] if isinstance(held, (tuple, list)) else held).dtype
+    computed = _DTYPES.get(dtype, str(dtype).removeprefix("torch."))
+    size = "x".join(map(str, shape))
+    return Precision(fqn, kind, size, source_line(node), said.requested, computed, said.rule)

@@ -1,0 +1,102 @@
+"""The report's answer to a precision plan: what was asked of each linear, expert layer and attention, and what it is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from frames import run
+from passes import experts
+from torch import nn
+
+from megacpp_compile import PrecisionPlan, explain
+from megacpp_compile.config import Config
+from megacpp_compile.passes import linear
+from megacpp_compile.report import Report
+
+DIM = 32
+PLAN = PrecisionPlan(gate=False)
+
+
+@pytest.fixture
+def float8(monkeypatch):
+    monkeypatch.setattr(linear, "no_float8", lambda device: "")
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q_proj, self.v_proj, self.o_proj = (nn.Linear(DIM, DIM, dtype=torch.bfloat16) for _ in range(3))
+
+    def forward(self, x):
+        q, v = self.q_proj(x)[:, None], self.v_proj(x)[:, None]
+        return self.o_proj(F.scaled_dot_product_attention(q, q, v).squeeze(1))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.self_attn, self.up_proj = Attention(), nn.Linear(DIM, 24, dtype=torch.bfloat16)
+        self.lm_head = nn.Linear(24, 8, dtype=torch.bfloat16)
+
+    def forward(self, x):
+        return self.lm_head(F.silu(self.up_proj(self.self_attn(x))))
+
+
+def x(rows=16):
+    return (torch.randn(2, rows, DIM, dtype=torch.bfloat16),)
+
+
+def rows(module, args, plan=PLAN, **options):
+    frames = run(module, args, Config(precision=plan, **options))
+    return {(r["fqn"], r["kind"]): r for a in frames.analyses for r in a.frame.precision}
+
+
+def test_every_linear_and_attention_has_a_row(float8):
+    found = rows(Model(), x(), PrecisionPlan((("*.v_proj", "bf16"),), gate=False))
+    said = {fqn: (r["requested"], r["effective"], r["rule"], bool(r["reason"])) for (fqn, _), r in found.items()}
+    assert said == {
+        "self_attn.q_proj": ("fp8_current", "fp8_current", "role attention", False),
+        "self_attn.v_proj": ("bf16", "bf16", "*.v_proj", False),
+        "self_attn": ("fp8_current", "bf16", "role attention", True),
+        "self_attn.o_proj": ("fp8_current", "fp8_current", "role attention", False),
+        "up_proj": ("fp8_current", "bf16", "role experts", True),
+        "lm_head": ("bf16", "bf16", "role head", False),
+    }
+    assert found["up_proj", "linear"]["reason"] == "24 out features, not known to be a multiple of 16"
+    assert "attention's core" in found["self_attn", "attention"]["reason"]
+    assert found["self_attn.q_proj", "linear"]["shape"] == "32x32"
+
+
+def test_where_there_is_no_float8():
+    found = rows(Model(), x())
+    assert {r["effective"] for r in found.values()} == {"bf16"}
+    assert found["self_attn.q_proj", "linear"]["reason"] == "cpu has no float8 products"
+
+
+@pytest.mark.parametrize("options, said", [({"disable": ("linear",)}, "the pass linear is off"), ({}, "its input has one dimension")])
+def test_nothing_is_left_without_a_reason(float8, options, said):
+    module = nn.Sequential(nn.Linear(DIM, DIM, dtype=torch.bfloat16), nn.SiLU())
+    args = (torch.randn(DIM, dtype=torch.bfloat16),) if not options else x()
+    (row,) = rows(module, args, PrecisionPlan((("*", "fp8_current"),), gate=False), **options).values()
+    assert (row["requested"], row["effective"], row["reason"]) == ("fp8_current", "bf16", said)
+
+
+def test_routed_experts(float8):
+    """One row for the layer; the products of its experts are no linears of their own any more."""
+    module = experts.MoE(experts.nonzero_add_assign).to(torch.bfloat16)
+    found = rows(module, (torch.randn(experts.TOKENS, experts.DIM, dtype=torch.bfloat16),))
+    (layer,) = (r for (_, kind), r in found.items() if kind == "experts")
+    assert (layer["requested"], layer["effective"], layer["rule"]) == ("fp8_current", "bf16", "role experts")
+    assert "grouped products" in layer["reason"]
+    inside = [r for (fqn, kind), r in found.items() if kind == "linear" and fqn.endswith((".up", ".down"))]
+    assert len(inside) == 2 * experts.EXPERTS
+    assert all(r["effective"] == "bf16" and "part of megacpp::moe" in r["reason"] for r in inside)
+
+
+def test_in_the_report_and_its_json():
+    report = explain(Model(), *x(), options={"precision": PLAN})
+    assert Report.from_json(report.to_json()) == report
+    text = str(report)
+    assert "asked" in text and "self_attn.q_proj" in text and "cpu has no float8 products" in text
+    assert not explain(Model(), *x()).frames[0].precision
