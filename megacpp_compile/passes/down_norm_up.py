@@ -6,8 +6,8 @@ After:  `[up], rest, rrms = megacpp.down_norm_up(x, w_down, b_down, w_norm, [w_u
 Safe because the op computes the same function in at least the same precision, and nothing between x and the
 up-projections is read by anybody else: what was saved for backward there (the latent, its float32 copy, the normed
 latent) is computed again from x.
-One down-projection may make several latents (`q, kv, pe = linear(x, w).split([c, d, r], -1)`): each op then takes its own
-rows of the weight, if all of them can.
+One down-projection may make several latents (`q, kv, pe = linear(x, w).split([c, d, r], -1)`): each op then takes its
+own rows of the weight, if all of them can.
 Refused: another norm (LayerNorm, eps outside the root, another axis), a latent or norm that escapes, a bias or
 non-linearity between norm and up-projection, parts under different grad or autocast modes.
 """
