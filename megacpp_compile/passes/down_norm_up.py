@@ -6,6 +6,8 @@ After:  `[up], rest, rrms = megacpp.down_norm_up(x, w_down, b_down, w_norm, [w_u
 Safe because the op computes the same function in at least the same precision, and nothing between x and the
 up-projections is read by anybody else: what was saved for backward there (the latent, its float32 copy, the normed
 latent) is computed again from x.
+One down-projection may make several latents (`q, kv, pe = linear(x, w).split([c, d, r], -1)`): each op then takes its
+own rows of the weight, if all of them can.
 Refused: another norm (LayerNorm, eps outside the root, another axis), a latent or norm that escapes, a bias or
 non-linearity between norm and up-projection, parts under different grad or autocast modes.
 """
@@ -33,6 +35,7 @@ after = ("linear",)
 def find(view: GraphView) -> Iterator[Match | Refusal]:
     done: set[Node] = set()
     seen: set[Node] = set()
+    several = dict(_several(view))
     for node in view.graph.nodes:
         up = match_linear(node)
         if up is None or node in done:
@@ -44,7 +47,7 @@ def find(view: GraphView) -> Iterator[Match | Refusal]:
             if _after_projection(source):
                 yield Refusal(norm.node, norm.tag, norm.reason)
             continue
-        found = _check(view, norm)
+        found = several[norm.node] if norm.node in several else _check(view, norm)
         if isinstance(found, Match):
             done.update(found.outputs)
         if found is not None:
@@ -52,6 +55,30 @@ def find(view: GraphView) -> Iterator[Match | Refusal]:
         seen.add(source)
         done.update(n for n, _, _ in consumers(norm.node, between))
     yield from _stranded(view, seen)
+
+
+def _several(view: GraphView) -> Iterator[tuple[Node, Match]]:
+    """(norm, match) for latents that one down-projection makes side by side, where every one of them matches."""
+    latents: dict[Node, dict[int, tuple[int, RmsNorm]]] = {}
+    for node in view.graph.nodes:
+        up = match_linear(node)
+        norm = norm_before(up)[1] if up is not None else None
+        if isinstance(norm, RmsNorm) and (found := _down(norm.x)) is not None:
+            latents.setdefault(found[0].node, {}).setdefault(found[1], (found[2], norm))
+    for node, by_start in latents.items():
+        runs = [(start, size, norm) for start, (size, norm) in sorted(by_start.items())]
+        matches, lo = [], 0
+        for i, (start, size, norm) in enumerate(runs if len(runs) > 1 else []):
+            behind = runs[i + 1][0] if i + 1 < len(runs) else value(node).shape[-1]
+            hi = behind if start == lo else start + size  # what is not normed lies on one side of what is
+            last = i + 1 == len(runs)
+            found = _check(view, norm, (lo, hi)) if start + size <= hi and not (last and hi != behind) else None
+            if not isinstance(found, Match):
+                break
+            matches.append((norm.node, found))
+            lo = hi
+        else:
+            yield from matches
 
 
 def _stranded(view: GraphView, seen: set[Node]) -> Iterator[Refusal]:
@@ -115,13 +142,14 @@ def _down(x: Node) -> tuple[Linear, int, int, list[Node]] | None:
     return None if linear is None or not isinstance(size, int) else (linear, start, size, chain)
 
 
-def _check(view: GraphView, norm: RmsNorm) -> Match | Refusal | None:
+def _check(view: GraphView, norm: RmsNorm, part: tuple[int, int] | None = None) -> Match | Refusal | None:
+    """`part`: the lanes of the down-projection that are this latent's affair; None for all of them."""
     found = _down(norm.x)
     if found is None:
         return None  # the norm of a residual stream, not of a latent
     down, start, size, views = found
-    total = down.out_features
-    if start and start + size != total:
+    lo, hi = part or (0, down.out_features)
+    if start > lo and start + size != hi:
         return Refusal(norm.x, "latent-place", "the normed lanes lie in the middle of the down-projection")
     ups, refusal = projections(norm)
     if refusal is not None:
@@ -134,7 +162,7 @@ def _check(view: GraphView, norm: RmsNorm) -> Match | Refusal | None:
     dtypes = {value(n).dtype for n in (down.node, *(u.node for u, _ in ups))}
     if len(dtypes) > 1:
         return Refusal(ups[0][0].node, "dtype", "down- and up-projection run in different dtypes")
-    rests = _rests(norm, down, start, size)
+    rests = _rests(norm, down, start, size, lo, hi)
     if isinstance(rests, Refusal):
         return rests
     site = [down.node, *norm.internal, *(u.node for u, _ in ups), *(r for r, _ in rests)]
@@ -153,18 +181,22 @@ def _check(view: GraphView, norm: RmsNorm) -> Match | Refusal | None:
         ups[0][0].node,
         list(dict.fromkeys(inputs)),
         outputs,
-        lambda: _rewrite(view, norm, down, start, size, ups, rests, inputs),
+        lambda: _rewrite(view, norm, down, start - lo, size, ups, rests, inputs, part),
     )
 
 
-def _rests(norm: RmsNorm, down: Linear, start: int, size: int) -> list[tuple[Node, list[Node]]] | Refusal:
-    """[(node, chain from the down-projection)] for every reader of the lanes that are not normed."""
+def _rests(
+    norm: RmsNorm, down: Linear, start: int, size: int, first: int, end: int
+) -> list[tuple[Node, list[Node]]] | Refusal:
+    """[(node, chain from the down-projection)] for every reader of lanes `first` to `end` that are not normed."""
     total = down.out_features
-    lo, hi = (0, start) if start else (size, total)
+    lo, hi = (first, start) if start > first else (start + size, end)
     rests: list[tuple[Node, list[Node]]] = []
     stack: list[tuple[Node, int, int, list[Node]]] = [(down.node, 0, total, [])]
     while stack:
         node, at, width, chain = stack.pop()
+        if at + width <= first or at >= end:
+            continue  # another latent's
         for user in node.users:
             if user in norm.internal:
                 continue
@@ -206,6 +238,7 @@ def _rewrite(
     ups: list[tuple[Linear, list[Node]]],
     rests: list[tuple[Node, list[Node]]],
     inputs: list[Node],
+    part: tuple[int, int] | None,
 ) -> tuple[Node, list[Node]]:
     outputs = [u.node for u, _ in ups] + [r for r, _ in rests]
     where = place(inputs, outputs, down.node, view.regions)
@@ -213,12 +246,14 @@ def _rewrite(
     anchor, moved = where
     build = Builder(view.graph, view.fake_mode, anchor, ups[0][0].node, view.regions)
     dtype = value(down.node).dtype
-    b_down = None if down.b is None else build.cast(down.b, dtype)
+    w_down, b_down = down.weight(build), None if down.b is None else build.cast(down.b, dtype)
+    if part is not None:
+        w_down, b_down = (b and build(aten.slice.Tensor, b, 0, *part) for b in (w_down, b_down))
     w_up = [u.weight(build) for u, _ in ups]
     gain = gain_of(build, norm)
     node = build(
         torch.ops.megacpp.down_norm_up.default,
-        build.cast(down.x, dtype), down.weight(build), b_down, gain, w_up, float(norm.eps), start, size,
+        build.cast(down.x, dtype), w_down, b_down, gain, w_up, float(norm.eps), start, size,
         *([True] if view.config.keep_latents else []),
     )  # fmt: skip
     all_up, rest = build.item(node, 0), build.item(node, 1)

@@ -19,6 +19,7 @@ from torch.fx import Node
 from megacpp_compile.graph_edit import Builder, place, value
 from megacpp_compile.passes import _rope
 from megacpp_compile.passes._rule import GraphView, Match, Refusal
+from megacpp_compile.recognise.attention import leaves_graph
 from megacpp_compile.recognise.heads import Head, from_projection
 
 name = "mla_rope_q"
@@ -57,7 +58,7 @@ def _reads_mla_keys(view: GraphView, head: Head) -> bool:
     partners = view.heads.partners(head)
     if partners:
         return any(is_mla_key(view, p) for p in partners)
-    if not head.readers:
+    if not head.readers and leaves_graph(head.root):
         return head.kind == "partial" and not head.rotation.rope_first
     # The keys went through something the graph view does not follow, such as a cache: match by tables and widths.
     mine = head.rotation

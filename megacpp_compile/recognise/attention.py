@@ -48,7 +48,18 @@ class Reader:
 
 def readers(root: Node) -> list[Reader]:
     """The score products that read `root` through views, casts, copies and scalings."""
-    found, seen, stack = [], {root}, [root]
+    return _follow(root)[0]
+
+
+def leaves_graph(root: Node) -> bool:
+    """Whether the graph returns `root`, perhaps through views, casts, copies and scalings: what reads it is in another
+    graph."""
+    return any(user.op == "output" for node in _follow(root)[1] for user in node.users)
+
+
+def _follow(root: Node) -> tuple[list[Reader], set[Node]]:
+    """(the score products that read `root`, what it passes through on its way)."""
+    found, seen, stack = list[Reader](), {root}, [root]
     while stack:
         node = stack.pop()
         for user in node.users:
@@ -69,4 +80,4 @@ def readers(root: Node) -> list[Reader]:
             elif user.target is aten.mul.Tensor and user not in seen and value(user.args[0]).dim() == 0:
                 seen.add(user)
                 stack.append(user)
-    return found
+    return found, seen

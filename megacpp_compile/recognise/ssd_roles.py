@@ -78,7 +78,10 @@ class Roles:
         if not set(heads) <= set(steps) or not set(steps) <= set(made):
             return NoScan(self.rate, "rate", "the rate of the decay is not one number for each head", 3)
         p = [a for a in made if a not in steps]
-        outer = [d for d in r.of(dt) if not set(d) & set(heads)]
+        # The step may be cut into chunks already: time is then one dimension of an operand or of the result alone.
+        whole = [d for m in (self.root, *self.operands) for d in r.of(m) if len(d) > 1 and set(d) <= set(steps)]
+        outer = [d for d in (*whole, *r.of(dt)) if not set(d) & set(heads)]
+        outer = [d for i, d in enumerate(outer) if d not in outer[i + 1 :]]
         best: NoScan = NoScan(self.root, "roles", "its operands are not those of a scan", 3)
         for t in [*reversed(outer), []]:
             b = [a for a in steps if a not in heads and a not in t]

@@ -340,6 +340,40 @@ def query_without_low_rank():
     return TitanMLA(), (hidden_states(),)
 
 
+class OneDownProjection(TitanMLA):
+    """Queries, keys and values, and the rope key leave one linear."""
+
+    def __init__(self, bias=False, in_two_steps=False):
+        super().__init__(Q_RANK)
+        self.latents, self.in_two_steps = linear(DIM, Q_RANK + KV_RANK + ROPE, bias), in_two_steps
+        del self.wq_a, self.wkv_a
+
+    def forward(self, x):
+        down = self.latents(x)
+        if self.in_two_steps:
+            c_q, c_kv = down[..., :Q_RANK], down[..., Q_RANK:]
+            c_kv, k_pe = c_kv[..., :KV_RANK], c_kv[..., KV_RANK:]
+        else:
+            c_q, c_kv, k_pe = torch.split(down, [Q_RANK, KV_RANK, ROPE], dim=-1)
+        q = self.wq_b(self.q_norm(c_q)).unflatten(-1, (HEADS, NOPE + ROPE))
+        q = torch.cat([q[..., :NOPE], self.rotate(q[..., NOPE:].contiguous())], dim=-1)
+        k, v = self.wkv_b(self.kv_norm(c_kv)).unflatten(-1, (HEADS, NOPE + V)).split([NOPE, V], dim=-1)
+        k_pe = self.rotate(k_pe.unsqueeze(2).contiguous()).repeat(1, 1, HEADS, 1)
+        q, k, v = (t.transpose(1, 2) for t in (q, torch.cat([k, k_pe], dim=-1), v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.wo(out.transpose(1, 2).flatten(2))
+
+
+@gallery("one_down_projection", MLA)
+def one_down_projection():
+    return OneDownProjection(), (hidden_states(),)
+
+
+@gallery("one_down_projection_with_bias_cut_twice", MLA)
+def one_down_projection_with_bias_cut_twice():
+    return OneDownProjection(bias=True, in_two_steps=True), (hidden_states(),)
+
+
 class SeparateQueryLinears(TitanMLA):
     """A projection for the nope lanes and another for the rope lanes: there is no one query buffer."""
 

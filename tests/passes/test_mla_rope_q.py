@@ -236,3 +236,14 @@ def test_split_and_concat_outside_the_graph():
     """Queries that come in as an argument have no projection in sight."""
     frames = check(*outside_the_graph(), Config(strict=True))
     assert frames.counts[NAME] == 1
+
+
+def test_no_queries_of_mla_inside_the_graph():
+    """One row of trailing rotated lanes that is joined with others over time, and so read by no product as it is."""
+
+    def one_row_beside_others(m, x, cos, sin):
+        q_nope, q_pe = m.queries(x)
+        row = joined(q_nope, turn(q_pe, cos, sin))[:, :1]
+        return torch.cat([row, row.mean(2, keepdim=True)], dim=2).softmax(2)
+
+    assert not check(*build(one_row_beside_others)).counts[NAME]

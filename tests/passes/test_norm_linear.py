@@ -90,7 +90,13 @@ return [add]""",
     )
 
 
-@pytest.mark.parametrize("body", [by_hand, one, through_views], ids=lambda f: f.__name__)
+def one_that_only_chooses(m, x):
+    """Without a gradient in eager, too."""
+    h = m.norm(x)
+    return m.q(h) + m.k(h).argmax(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("body", [by_hand, one, one_that_only_chooses, through_views], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("bias", [False, True])
 def test_fires(body, bias):
     assert_fires(NAME, *build(body, bias=bias), config=ON)

@@ -5,7 +5,17 @@ from __future__ import annotations
 import expecttest
 import pytest
 import torch
-from corpus.scans import FORMS, NEAR_SCANS, PlainMamba2, broadcast_products, einsums
+import torch.nn.functional as F
+from corpus.scans import (
+    FORMS,
+    NEAR_SCANS,
+    PlainMamba2,
+    broadcast_products,
+    chunks,
+    einsums,
+    segment_sums,
+    to_heads,
+)
 from frames import check, largest_error, render, run, train
 from torch import nn
 
@@ -117,6 +127,23 @@ def step_into_B(x, dt, A, B, C, D, state, size):
     return torch.einsum("blsh,bshp->blhp", scores * decay, x) + D[:, None] * x, None
 
 
+def step_in_chunks(x, dt, A, B, C, D, state, size):
+    """The step is cut into chunks before anything is made of it; states are passed on as flat rows."""
+    b, t, h, p = x.shape
+    dt = dt.reshape(b, -1, size, h).permute(0, 3, 1, 2)
+    sums = (dt * A[:, None, None]).cumsum(-1)
+    X, B, C = (chunks(z, size) for z in (x, to_heads(B, h), to_heads(C, h)))
+    states = torch.einsum("bclhn,bhcl,bhcl,bclhp->bchpn", B, (sums[..., -1:] - sums).exp(), dt, X)
+    rows = torch.cat([torch.zeros_like(states[:, :1]), states], 1).flatten(-2)
+    carried = segment_sums(F.pad(sums[..., -1], (1, 0))).exp()
+    entered = torch.einsum("bhzc,bcha->bzha", carried, rows)[:, :-1].unflatten(-1, (p, -1))
+    scores = torch.einsum("bclhn,bcshn->bchls", C, B) * (sums[..., None] - sums[..., None, :]).exp().transpose(1, 2)
+    scores = scores.masked_fill(~torch.ones(size, size, dtype=torch.bool).tril(), 0)
+    y = torch.einsum("bchls,bhcs,bcshp->bclhp", scores, dt, X)
+    y = y + torch.einsum("bclhn,bchpn->bclhp", C, entered) * sums.permute(0, 2, 3, 1)[..., None].exp()
+    return y.reshape(b, t, h, p) + x * D[:, None], None
+
+
 def last_tokens_masked(x, dt, A, B, C, D, state, size):
     """Operands that a constant was applied to, and that are read elsewhere too."""
     kept = (torch.arange(x.shape[1]) < x.shape[1] - 2)[None, :, None]
@@ -127,7 +154,7 @@ def last_tokens_masked(x, dt, A, B, C, D, state, size):
 
 @pytest.mark.parametrize(
     "form",
-    [last_tokens_masked, groups_in_turn, one_group_without_its_dimension, step_into_B], ids=lambda f: f.__name__
+    [last_tokens_masked, groups_in_turn, one_group_without_its_dimension, step_into_B, step_in_chunks], ids=lambda f: f.__name__
 )
 def test_other_forms(form):
     assert_fires(NAME, *block(form))

@@ -86,6 +86,7 @@ def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
     x, w_down, b_down, w_norm, w_up, _, ctx.start, ctx.size, keep_latent = inputs
     *_, rrms, latent = output
     ctx.mark_non_differentiable(rrms, latent)
+    ctx.set_materialize_grads(False)
     optional = {"b_down": b_down, "w_norm": w_norm, "latent": latent if keep_latent else None}
     ctx.optional = [name for name, t in optional.items() if t is not None]
     ctx.save_for_backward(x, w_down, rrms, *(optional[name] for name in ctx.optional), *w_up)
@@ -94,14 +95,20 @@ def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
 def _backward(ctx, grad_up, grad_rest, *_):  # type: ignore[no-untyped-def]
     x, w_down, rrms, *others = ctx.saved_tensors
     given = {name: others.pop(0) for name in ctx.optional}
-    # A list output's gradients are not materialised: an up-projection nobody used has None.
-    grad_up = [x.new_zeros((*x.shape[:-1], w.shape[0]), dtype=w.dtype) if g is None else g
-               for g, w in zip(grad_up, others, strict=True)]  # fmt: skip
+    # An up-projection that no loss depends on, as of an indexer that only chooses, has no gradient, as in eager.
+    used = [i for i, g in enumerate(grad_up) if g is not None]
+    through = used or [0]
+    outer = x.shape[:-1]
+    grad_rest = x.new_zeros((*outer, w_down.shape[0] - ctx.size)) if grad_rest is None else grad_rest
+    w_up = [others[i] for i in through]
+    grad_up = [grad_up[i] for i in used] or [w_up[0].new_zeros((*outer, w_up[0].shape[0]))]
     dx, dw, db, dn, du = down_norm_up_backward(
-        grad_up, grad_rest, x, w_down, given.get("b_down"), given.get("w_norm"), others, rrms, ctx.start, ctx.size,
+        grad_up, grad_rest, x, w_down, given.get("b_down"), given.get("w_norm"), w_up, rrms, ctx.start, ctx.size,
         given.get("latent"),
     )  # fmt: skip
-    grads = dx, dw, db if "b_down" in given else None, dn if "w_norm" in given else None, du, *(None,) * 4
+    found = dict(zip(used, du, strict=False))
+    d_up = [found.get(i) for i in range(len(others))]
+    grads = dx, dw, db if "b_down" in given else None, dn if "w_norm" in given and used else None, d_up, *(None,) * 4
     return grads[: len(ctx.needs_input_grad)]  # one for every argument the caller gave, defaults not counted
 
 

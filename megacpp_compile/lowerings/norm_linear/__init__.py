@@ -64,6 +64,7 @@ def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
     x, w_norm, w, b, _ = inputs
     _, rrms = output
     ctx.mark_non_differentiable(rrms)
+    ctx.set_materialize_grads(False)
     ctx.biased, ctx.gained = bool(b), w_norm is not None
     ctx.save_for_backward(x, rrms, *([w_norm] if ctx.gained else []), *w)
 
@@ -71,11 +72,19 @@ def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
 def _backward(ctx, grad, _):  # type: ignore[no-untyped-def]
     x, rrms, *w = ctx.saved_tensors
     w_norm = w.pop(0) if ctx.gained else None
-    # A list output's gradients are not materialised: a projection nobody used has None.
-    grad = [x.new_zeros((*x.shape[:-1], one.shape[0]), dtype=one.dtype) if g is None else g
-            for g, one in zip(grad, w, strict=True)]  # fmt: skip
-    d_x, d_norm, d_w, d_b = norm_linear_backward(grad, x, w_norm, w, rrms, ctx.biased)
+    # A projection that no loss depends on has no gradient, as in eager.
+    used = [i for i, g in enumerate(grad) if g is not None]
+    d_x, d_norm, d_w, d_b = norm_linear_backward(
+        [grad[i] for i in used], x, w_norm, [w[i] for i in used], rrms, ctx.biased
+    )
+    d_w, d_b = (_spread(d, used, len(w)) if d else d for d in (d_w, d_b))
     return d_x, d_norm if ctx.gained else None, d_w, d_b, None
+
+
+def _spread(found: list[Tensor], at: list[int], count: int) -> list[Tensor | None]:
+    """`found` in places `at` of a list of `count`."""
+    by_place = dict(zip(at, found, strict=True))
+    return [by_place.get(i) for i in range(count)]
 
 
 norm_linear.register_autograd(_backward, setup_context=_setup_context)
