@@ -28,11 +28,12 @@ if TYPE_CHECKING:
     from megacpp_compile.regional import compile
     from megacpp_compile.remat.policy import CheckpointingPolicy
     from megacpp_compile.report import Report, record
+    from megacpp_compile.sharding.plan import ShardingPlan
 
 __version__ = "0.1.0"
 __all__ = [
-    "CheckpointingPolicy", "Config", "Estimate", "Fit", "NativeLayerSpec", "PrecisionPlan", "Report", "backend",
-    "compile", "estimate", "explain", "fit", "record", "replace_linears", "sparse_mla",
+    "CheckpointingPolicy", "Config", "Estimate", "Fit", "NativeLayerSpec", "PrecisionPlan", "Report",
+    "ShardingPlan", "backend", "compile", "estimate", "explain", "fit", "record", "replace_linears", "sparse_mla",
     "te_layer_spec",
 ]  # fmt: skip
 
@@ -42,7 +43,7 @@ _HOME = {
     "Fit": "fitting", "fit": "fitting",
     "PrecisionPlan": "precision.plan", "replace_linears": "precision.replace",
     "te_layer_spec": "precision.layer_spec", "NativeLayerSpec": "precision.layer_spec",
-    "sparse_mla": "fp8_boundary",
+    "sparse_mla": "fp8_boundary", "ShardingPlan": "sharding.plan",
 }  # fmt: skip
 
 

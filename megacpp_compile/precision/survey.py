@@ -13,7 +13,7 @@ from torch import nn
 from megacpp_compile.errors import PlanMismatchError, RuleWithoutHitError
 from megacpp_compile.float8 import MULTIPLE
 from megacpp_compile.precision import engine
-from megacpp_compile.precision.names import hits, inside_segment
+from megacpp_compile.precision.names import hits, inside_segment, without_hit
 from megacpp_compile.precision.plan import PrecisionPlan
 from megacpp_compile.precision.roles import role_of
 
@@ -122,7 +122,7 @@ def _linears(model: nn.Module) -> Iterator[tuple[str, Any, list[nn.Module]]]:
 def _check_rules(model: nn.Module, plan: PrecisionPlan, exclude: Sequence[str]) -> None:
     weights = [n for n, m in model.named_modules(remove_duplicate=False) if any(True for _ in m.parameters(False))]
     own = [pattern for pattern in exclude if pattern not in DEFAULT_EXCLUSIONS]
-    unhit = [*plan.without_hit(weights), *(p for p in own if not any(hits(p, name) for name in weights))]
+    unhit = [*plan.without_hit(weights), *without_hit(own, weights)]
     if unhit:
         raise RuleWithoutHitError(unhit[0], weights)
 
