@@ -450,6 +450,20 @@ class StockCheckpointError(EngineError):
         )
 
 
+class AttentionError(MegacppError, ValueError):
+    """A backend of `attention` that was asked for by name and cannot serve the call.
+
+    Args:
+        backend: its name.
+        tag: why, for machines: one of `attending.bodies.TAGS`.
+        reason: why, in words.
+    """
+
+    def __init__(self, backend: str, tag: str, reason: str) -> None:
+        self.backend, self.tag, self.reason = backend, tag, reason
+        super().__init__(f"attention by {backend!r}: {reason} [{tag}]. Let backend='auto' choose what can.")
+
+
 class OperandError(MegacppError, ValueError):
     """Operands that an op called by the user cannot mean anything with.
 
