@@ -16,7 +16,7 @@ import torch
 from torch._subclasses import FakeTensor
 from torch.fx import GraphModule, Node
 
-from megacpp_compile import dynamic_outputs, fp8_boundary, handoff, log, openxla, report, saved, verify
+from megacpp_compile import dynamic_outputs, fp8_boundary, handoff, log, openxla, report, saved, torchtpu, verify
 from megacpp_compile.capture import Captured, capture
 from megacpp_compile.config import Config
 from megacpp_compile.errors import (
@@ -43,7 +43,7 @@ from megacpp_compile.remat.tagging import describe
 from megacpp_compile.report import Frame, Miss, Site
 from megacpp_compile.sharding.pinning import Kin, pin_frame
 from megacpp_compile.sharding.plan import ShardingPlan
-from megacpp_compile.targets import resolve_target
+from megacpp_compile.targets import by_torch_tpu, resolve_target
 
 MINIMUM_TORCH = (2, 9)
 
@@ -98,7 +98,9 @@ def _compile(
     """Stages 5 and 6. A frame nothing fired in goes to Inductor as it came, and so does one whose rewritten graph
     Inductor refuses (an error under `strict`)."""
 
-    plain, rewritten = _handoff(result.frame.target)
+    plain, rewritten = _handoff(result.frame.target, example_inputs)
+    if rewritten is torchtpu.to_torchtpu and torchtpu.dynamic(gm):
+        result.fell_back("sizes that are not known when compiling for torch_tpu: compile with dynamic=False")
 
     def tell(plan: Plan, where: dict[Node, Place], peak: dict[str, Any]) -> None:
         assert config.policy is not None
@@ -148,8 +150,10 @@ def _pin(plan: ShardingPlan, gm: GraphModule, inputs: Sequence[Any], result: Ana
             gather(plan, graph, specs)
 
 
-def _handoff(target: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def _handoff(target: str, example_inputs: Sequence[Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """What compiles a frame as it came, and what compiles a rewritten one."""
+    if target == "tpu" and by_torch_tpu(example_inputs):
+        return torchtpu.plain_torchtpu, torchtpu.to_torchtpu
     if target == "tpu":
         return openxla.plain_openxla, openxla.to_openxla
     return handoff.plain_inductor, handoff.to_inductor

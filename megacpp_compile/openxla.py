@@ -28,19 +28,21 @@ def to_openxla(
     tell: Tell | None = None,
     kernels: Any = None,
     copies: int = 1,
+    program: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
     """Compile a rewritten graph with openxla. patches: Inductor's, which mean nothing here and are named in the log;
     tell, kernels, copies: as in `handoff.to_inductor`; without a use for the last,
-    as nothing predicts the peak of a program of XLA's."""
-    lower, program = LowerSemanticOps(target, config), _spread if config.sharding is not None else _program
+    as nothing predicts the peak of a program of XLA's. program: what makes one of a lowered graph, for openxla."""
+    lower = LowerSemanticOps(target, config)
+    made = program or (_spread if config.sharding is not None else _program)
 
     def compiler(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         lower(graph.graph)
         graph.recompile()
-        return program(graph, inputs)
+        return made(graph, inputs)
 
     # XLA has to write each saved view as a tensor of its own: every transposed weight, every unsqueezed table.
-    return _compile(gm, example_inputs, config, patches, tell, kernels or compiler, views_again=True)
+    return differentiated(gm, example_inputs, config, patches, tell, kernels or compiler, views_again=True)
 
 
 def plain_openxla(
@@ -54,7 +56,7 @@ def plain_openxla(
 ) -> Callable[..., Any]:
     """Compile a frame exactly as `backend="openxla"` would, but for a policy or a sharding plan, if there is one."""
     program = _spread if config.sharding is not None else _program
-    return _compile(gm, example_inputs, config, patches, tell, kernels or program)
+    return differentiated(gm, example_inputs, config, patches, tell, kernels or program)
 
 
 def _program(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -72,11 +74,12 @@ def _spread(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     return _program(graph, inputs)
 
 
-def _compile(
+def differentiated(
     gm: GraphModule, example_inputs: Sequence[Any], config: Config, patches: dict[str, Any], tell: Tell | None,
     compiler: Callable[..., Any], views_again: bool = False,
 ) -> Callable[..., Any]:  # fmt: skip
-    """views_again: compute in backward the views it reads; openxla by itself saves whatever backward reads."""
+    """Compile both halves of a frame with `compiler`. views_again: compute in backward the views it reads; openxla by
+    itself saves whatever backward reads."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import default_partition
 

@@ -25,6 +25,7 @@ from megacpp_compile.passes._driver import pass_names
 from megacpp_compile.provenance import input_path, local_path
 from megacpp_compile.regions import Kind, find_kinds, outside
 from megacpp_compile.report import Region
+from megacpp_compile.targets import by_torch_tpu
 
 # docs/measurements.md: with this many blocks fewer artifacts outweigh the calls between them.
 WHOLE_BELOW = 4
@@ -54,7 +55,7 @@ def compile(
     whole_below: compile the model as one where it has fewer repeated blocks than this.
     rest: what becomes of modules outside all blocks (embeddings, last norm, head). "eager" leaves them to eager;
         "compile" compiles, each by itself, those that consist of more than one embedding or linear.
-    mode, dynamic, fullgraph: as in `torch.compile`, for every part.
+    mode, dynamic, fullgraph: as in `torch.compile`, for every part; on torch_tpu's devices dynamic is False by default.
 
     Raises NotAModuleError, AlreadyCompiledError, BlockNotFoundError and the errors of bad options, before anything is
     changed. What was decided is in the report's `regions`, also of a `record()` that opens later.
@@ -89,6 +90,8 @@ def compile(
         chosen += [module] * compiled
         treatment = "compiled" if compiled else "eager"
         regions.append(Region((fqn,), type(module).__name__, _size([module]), treatment, "outside the blocks"))
+    if dynamic is None and by_torch_tpu(list(model.parameters())):
+        dynamic = False  # all that it takes
     backend = Regional(model, regions, config, mode)
     for module in chosen:
         compile_in_place(module, len(chosen), backend=backend, dynamic=dynamic, fullgraph=fullgraph)

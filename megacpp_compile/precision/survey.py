@@ -16,6 +16,7 @@ from megacpp_compile.precision import engine
 from megacpp_compile.precision.names import hits, inside_segment, without_hit
 from megacpp_compile.precision.plan import PrecisionPlan
 from megacpp_compile.precision.roles import role_of
+from megacpp_compile.targets import family
 
 # Modules that hold few FLOPs or whose small errors are amplified: embeddings and the head that shares their weight,
 # routing, adapters, mixing of residual streams, hashed n-grams. Each matches inside any segment of a name.
@@ -104,7 +105,7 @@ def why_bf16(model: nn.Module, target: str = "auto") -> str:
     by the device of the parameters; "cuda" is for a model that is to be moved there."""
     if target == "auto":
         kinds = {p.device.type for p in model.parameters()} - {"meta"}
-        target = "tpu" if "xla" in kinds else "cuda" if "cuda" in kinds or not kinds else "cpu"
+        target = family(kinds) if kinds else "cuda"
     return "" if target == "cuda" else f"target {target}"
 
 
