@@ -13,3 +13,16 @@ def no_float8(device: torch.device) -> str:
         return f"{device.type} has no float8 products"
     major, minor = torch.cuda.get_device_capability(device)
     return "" if (major, minor) >= (8, 9) else f"compute capability {major}.{minor} has no float8 products"
+
+
+def no_block_scales(device: torch.device) -> str:
+    """Why `device` multiplies no float8 with a scale for every block of 128, "" where it does: cuBLASLt does on Hopper,
+    from CUDA 12.9 on."""
+    if missing := no_float8(device):
+        return missing
+    major, minor = torch.cuda.get_device_capability(device)
+    if major != 9:
+        return f"compute capability {major}.{minor}: products with block scales are Hopper's, 9.0"
+    cuda = torch.version.cuda or "none"
+    known = cuda != "none" and tuple(int(part) for part in cuda.split(".")[:2]) >= (12, 9)
+    return "" if known else f"CUDA {cuda}: products with block scales are there from 12.9 on"

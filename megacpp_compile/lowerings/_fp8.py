@@ -39,8 +39,12 @@ def scale_of(x: Tensor, dtype: torch.dtype, whole: bool = False) -> Tensor:
     """The scale of `round_to_fp8`; a normal number, also where x has none."""
     if x.numel() == 0:
         return x.new_ones(() if whole else (*x.shape[:-1], 1))
-    largest = x.abs().amax() if whole else x.abs().amax(-1, keepdim=True)
-    return torch.where(largest > 0, (largest / torch.finfo(dtype).max).clamp(min=torch.finfo(x.dtype).tiny), 1)
+    return scale_from(x.abs().amax() if whole else x.abs().amax(-1, keepdim=True), dtype)
+
+
+def scale_from(largest: Tensor, dtype: torch.dtype) -> Tensor:
+    """The scale of numbers up to `largest`."""
+    return torch.where(largest > 0, (largest / torch.finfo(dtype).max).clamp(min=torch.finfo(largest.dtype).tiny), 1)
 
 
 def rounded_by(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

@@ -98,6 +98,8 @@ def run_passes(
                 site = Site(p.name, p.op, module_fqn(found.node), source_line(found.node), "", "")
                 op_node, new = found.rewrite()
                 site.node = op_node.name
+                if (target := op_node.target) in semantic_ops():
+                    site.op = f"{target.namespace}::{target._opname}"  # type: ignore[union-attr]
                 refusal = review(p, found, new, site) if review is not None else None
                 if refusal is not None:
                     for node, plain in zip(new, found.outputs, strict=True):

@@ -42,7 +42,7 @@ def flops(node: Node) -> float:
     if name == "megacpp::down_norm_up":
         x, down, ups = value(node.args[0]), value(node.args[1]), node.args[4]
         return 2 * _rows(x) * (_elements(down) + _all_elements(ups))
-    if name == "megacpp::fp8_linear":
+    if name in ("megacpp::fp8_linear", "megacpp::fp8_block_linear"):
         return _rows(value(node.args[0])) * _elements(value(node.args[1]))  # in half the time of 16 bits
     if name == "megacpp::moe":
         weights = [w for given in node.args[3:6] for w in given]  # type: ignore[union-attr]

@@ -58,6 +58,7 @@ def is_product(node: Node) -> bool:
         return False
     return getattr(node.target, "overloadpacket", None) in _PRODUCTS or name_of(node) in (
         "megacpp::down_norm_up",
+        "megacpp::fp8_block_linear",
         "megacpp::fp8_linear",
         "megacpp::linear_fp8_weight",
         "megacpp::moe",

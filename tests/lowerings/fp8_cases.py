@@ -62,6 +62,30 @@ for label, options in {"two_outer": {}, "flat_no_bias": {"outer": (16,), "bias":
         grad = rand(*x.shape[:-1], w.shape[0], dtype=dtype) * 1e3
         return grad, x8, x_scale, w, w_scale, "e5m2", dtype
 
+
+def _by_blocks(rand, dtype, outer=(2, 128), k=256, n=128, bias=True):
+    """Operands of fp8_block_linear."""
+    x, w = rand(*outer, k, dtype=dtype), rand(n, k, dtype=dtype) * 1e-4
+    quantise = reference_of("fp8_quantize_tiles")
+    return x, w, *quantise(x, 1), *quantise(w, 128), rand(n, dtype=dtype) if bias else None, dtype
+
+
+for label, options in {"blocks": {}, "flat_ragged": {"outer": (40,), "k": 144, "n": 48, "bias": False}}.items():
+
+    @case("fp8_block_linear", label)
+    def _(rand, dtype, options=options):
+        return _by_blocks(rand, dtype, **options)
+
+    @case("fp8_block_linear_backward", label)
+    def _(rand, dtype, options=options):
+        x, w, x8, x_scale, _, w_scale, *_ = _by_blocks(rand, dtype, **options)
+        return rand(*x.shape[:-1], w.shape[0], dtype=dtype) * 1e3, x8, x_scale, w, w_scale, dtype
+
+    @case("fp8_quantize_tiles", label)
+    def _(rand, dtype, options=options):
+        x = _by_blocks(rand, dtype, **options)[0]
+        return (x, 1) if "bias" not in options else (x, 128)
+
 for format in ("e4m3", "e5m2"):
     for label, factor in {"ordinary": 1, "tiny": 1e-30, "huge": 1e30, "zero": 0}.items():
 

@@ -15,7 +15,9 @@ from .fuzz_draw import FLOATS, Kind, Maker, _class, outer_sizes, pattern
 def kind(draw: random.Random, op: str) -> Kind:
     dims = draw.choice((1, 2, 2, 3))
     per = draw.choice(("tensor", "tensor", "tensor", "row", "row", "block"))
-    sizes = (16, 32, 48, 144) if draw.random() < 0.8 else (13, 21, 150)
+    sizes: tuple[int, ...] = (16, 32, 48, 144) if draw.random() < 0.8 else (13, 21, 150)
+    if op.startswith("fp8_block"):  # of which a GPU takes whole blocks
+        sizes = (128, 256, 512) if draw.random() < 0.8 else sizes
     return Kind(
         op=op, sizes=tuple(_class(draw) for _ in range(dims)), heads=-1,
         widths={"n": draw.choice(sizes), "k": draw.choice(sizes)},
@@ -43,7 +45,9 @@ def arguments(kind: Kind, draw: random.Random, make: Maker, room: int) -> tuple[
 
 
 def _quantised(kind: Kind, x: torch.Tensor, make: Maker, out: torch.dtype) -> tuple[Any, ...]:
-    """Arguments of an op of `fp8_linear`'s, for such an input."""
+    """Arguments of an op of `fp8_linear`'s or `fp8_block_linear`'s, for such an input."""
+    if "block" in kind.op or "tiles" in kind.op:
+        return _by_blocks(kind, x, make, out)
     format = kind.flags["format"]
     if kind.op == "fp8_quantize":
         return x, format
@@ -54,3 +58,14 @@ def _quantised(kind: Kind, x: torch.Tensor, make: Maker, out: torch.dtype) -> tu
         return make.normal(main)(*x.shape[:-1], n), x8, x_scale, weight, w_scale, format, out
     bias = make.normal(main)(n) if kind.flags["bias"] else None
     return x, weight, x8, x_scale, w8, w_scale, bias, format, out
+
+
+def _by_blocks(kind: Kind, x: torch.Tensor, make: Maker, out: torch.dtype) -> tuple[Any, ...]:
+    n, main, quantise = kind.widths["n"], kind.dtypes["main"], reference_of("fp8_quantize_tiles")
+    if kind.op == "fp8_quantize_tiles":
+        return x, 1 if kind.flags["bias"] else 128
+    weight = make.normal(main)(n, kind.widths["k"])
+    (x8, x_scale), (w8, w_scale) = quantise(x, 1), quantise(weight, 128)
+    if kind.op == "fp8_block_linear_backward":
+        return make.normal(main)(*x.shape[:-1], n), x8, x_scale, weight, w_scale, out
+    return x, weight, x8, x_scale, w8, w_scale, make.normal(main)(n) if kind.flags["bias"] else None, out

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from megacpp_compile.lowerings._fp8 import SCALED_LANES, round_to_fp8, widened
+from megacpp_compile.lowerings._fp8_tiles import round_by_tiles, widened_by_tiles
 from megacpp_compile.lowerings._op import compute_dtype
 
 
 def _weight(payload: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     if by_blocks(payload, scale):
-        for dim in (0, 1):
-            scale = scale.repeat_interleave(SCALED_LANES, dim).narrow(dim, 0, payload.shape[dim])
+        return widened_by_tiles(payload, scale, SCALED_LANES, SCALED_LANES, dtype)
     return widened(payload, dtype) * scale.to(dtype)
 
 
@@ -29,10 +29,8 @@ def _rounded(x: Tensor, payload: Tensor, scale: Tensor) -> Tensor:
     if not by_blocks(payload, scale):
         rounded, own = round_to_fp8(x, torch.float8_e4m3fn, whole=scale.numel() == 1)
         return widened(rounded, x.dtype) * own
-    lanes = x.shape[-1]
-    blocks = torch.nn.functional.pad(x, (0, -lanes % SCALED_LANES)).unflatten(-1, (-1, SCALED_LANES))
-    rounded, own = round_to_fp8(blocks, torch.float8_e4m3fn)
-    return (widened(rounded, x.dtype) * own).flatten(-2)[..., :lanes]
+    tiles = 1, SCALED_LANES
+    return widened_by_tiles(*round_by_tiles(x.unsqueeze(-2), *tiles), *tiles, x.dtype).squeeze(-2)
 
 
 def linear_fp8_weight(

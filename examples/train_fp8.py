@@ -1,0 +1,96 @@
+"""Train the language model of `train_mla.py` in bfloat16 and with linears in float8; compare losses, time and memory.
+
+Parameters are bfloat16 and the optimizer holds float32 copies, as is usual. The model knows nothing of precision: a
+plan (`options={"precision": "fp8_current"}`) says which linears are in float8. Where a device has no float8 the plan
+says bfloat16 everywhere, and the runs are alike. The text is Python's own standard library.
+
+    python examples/train_fp8.py                                           # with a GPU: 12 layers, 0.57 B parameters
+    python examples/train_fp8.py --size tiny --steps 20 --blocks           # anywhere
+    python examples/train_fp8.py --backends eager inductor megacpp megacpp:fp8_current --json fp8.json
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import platform
+import sys
+
+import torch
+from runs import AVERAGED, Run, arguments, parsed, plot, recorded, show
+from train_mla import ModelConfig, PlainLM, standard_library_text
+
+SIZES = {  # config, sequences a step, bytes a sequence
+    "tiny": (ModelConfig(), 2, 128),
+    "large": (
+        ModelConfig(
+            dim=2048, layers=12, heads=16, q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128, mlp_dim=5632
+        ),
+        2,
+        4096,
+    ),
+}
+
+
+def parse_arguments() -> argparse.Namespace:
+    summary = (__doc__ or "").split("\n\n")[0]
+    backends = ("inductor", "megacpp", "megacpp:fp8_current")
+    parser = arguments(summary, "train_fp8.png", steps=300, lr=3e-4, backends=backends)
+    size = "large" if torch.cuda.is_available() else "tiny"
+    parser.add_argument("--size", default=size, choices=list(SIZES), help="large: 12 layers of width 2048")
+    parser.add_argument("--batch", type=int, default=argparse.SUPPRESS, help="sequences a step (default: 2)")
+    parser.add_argument("--length", type=int, default=argparse.SUPPRESS, help="bytes a sequence (4096, tiny: 128)")
+    parser.add_argument("--blocks", action="store_true", help="compile block by block: one artifact for all layers")
+    parser.add_argument("--ratio", type=float, default=1.01, help="largest final loss allowed, of the first run's")
+    args = parsed(parser)
+    args.config, batch, length = SIZES[args.size]
+    args.batch, args.length = getattr(args, "batch", batch), getattr(args, "length", length)
+    args.dtype = torch.bfloat16
+    return args
+
+
+def conditions(args: argparse.Namespace) -> dict[str, object]:
+    cuda = args.device.startswith("cuda")
+    return {
+        "device": torch.cuda.get_device_name(args.device) if cuda else platform.machine(),
+        "torch": torch.__version__,
+        "model": dataclasses.asdict(args.config),
+        "parameters": sum(p.numel() for p in PlainLM(args.config).to("meta").parameters()),
+        **{name: getattr(args, name) for name in ("batch", "length", "steps", "lr", "seed", "blocks")},
+        "final_loss_is": f"mean of the last {AVERAGED} steps",
+    }
+
+
+def main() -> int:
+    args = parse_arguments()
+    text = standard_library_text()
+    about = conditions(args)
+    print(f"{about['parameters']:,} parameters, {args.batch} x {args.length} of {len(text):,} bytes of text a step, "
+          f"{about['device']}, torch {torch.__version__}")  # fmt: skip
+    runs: list[Run] = []
+    for name in args.backends:
+        blocks = "blocks" if args.blocks else ""
+        runs.append(recorded(name, lambda: PlainLM(args.config), text, args, masters=True, blocks=blocks, decay=True))
+        if args.json:  # after every run, so that one that does not end costs no other's figures
+            args.json.parent.mkdir(parents=True, exist_ok=True)
+            args.json.write_text(json.dumps({**about, "runs": [dataclasses.asdict(run) for run in runs]}, indent=1))
+    first = runs[0]
+    show(runs, first)
+    for run in runs[1:]:
+        print(f"{run.backend}: final loss {run.final_loss / first.final_loss:.4f} of {first.backend}'s"
+              + (f", step {run.step_ms / first.step_ms:.3f}" if first.step_ms else "")
+              + (f", peak {run.peak_mib / first.peak_mib:.3f}" if first.peak_mib else ""))  # fmt: skip
+    if "no_plot" not in args:
+        plot(args.plot, [run for run in runs if run.losses])
+    for run in runs:
+        finite = all(map(math.isfinite, run.losses))
+        if run.failed or not finite or not run.final_loss <= args.ratio * first.final_loss:
+            why = run.failed or ("final loss too large" if finite else "a loss is no number")
+            print(f"FAILED: {run.backend}: {why}")
+            return 1
+    print(f"OK: every final loss is within {args.ratio} of {first.backend}'s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""`megacpp::fp8_block_linear`: a linear whose three products are in e4m3, with a scale for every block of 128.
+
+    fp8_quantize_tiles(x, rows)     payload, x's shape [..., r, k] in e4m3, and scales [..., ceil(r / rows),
+                                    ceil(k / 128)], float32: the largest of rows x 128 numbers becomes e4m3's largest
+    fp8_block_linear(x, weight, x8, x_scale, w8, w_scale, bias, out_dtype)
+        x           [..., k], of two dimensions or more; what is differentiated, and otherwise not read
+        weight      [n, k]; likewise, and read again in backward
+        x8          x's payload, x_scale [..., k / 128]: 1 x 128
+        w8          the weight's, w_scale [n / 128, k / 128]: 128 x 128
+        bias        [n] or None
+        returns     y [..., n] in `out_dtype`
+
+Gradients are rounded to e4m3, too: 1 x 128 along n for x's gradient, 128 x 1 along tokens for the weight's, for which
+x's payload is rounded again along tokens. Products are summed in float32.
+Saved for backward: x8, its scales (four bytes for 128 lanes), weight and its scales; x itself is not.
+Source: DeepSeek-V3, https://arxiv.org/abs/2412.19437, section 3.3; scales are any float32 number, as there.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from megacpp_compile.lowerings._fp8 import SCALED_LANES
+from megacpp_compile.lowerings._op import no_autocast
+from megacpp_compile.lowerings.fp8_block_linear import reference
+
+PREFERENCE = {"cuda": ("cuda_scaled_mm", "reference")}
+
+
+@torch.library.custom_op("megacpp::fp8_quantize_tiles", mutates_args=())
+def fp8_quantize_tiles(x: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    with no_autocast(x):
+        return reference.fp8_quantize_tiles(x, rows)
+
+
+@fp8_quantize_tiles.register_fake
+def _(x, rows):  # type: ignore[no-untyped-def]
+    r, k = x.shape[-2:]
+    scales = (*x.shape[:-2], -(-r // rows), -(-k // SCALED_LANES))
+    return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), x.new_empty(scales, dtype=torch.float32)
+
+
+@torch.library.custom_op("megacpp::fp8_block_linear", mutates_args=())
+def fp8_block_linear(
+    x: Tensor,
+    weight: Tensor,
+    x8: Tensor,
+    x_scale: Tensor,
+    w8: Tensor,
+    w_scale: Tensor,
+    bias: Optional[Tensor],  # noqa: UP045  custom_op reads typing.Optional on every supported torch
+    out_dtype: torch.dtype,
+) -> Tensor:
+    with no_autocast(x):
+        return reference.fp8_block_linear(x, weight, x8, x_scale, w8, w_scale, bias, out_dtype)
+
+
+@fp8_block_linear.register_fake
+def _(x, weight, x8, x_scale, w8, w_scale, bias, out_dtype):  # type: ignore[no-untyped-def]
+    return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype)
+
+
+@torch.library.custom_op("megacpp::fp8_block_linear_backward", mutates_args=())
+def fp8_block_linear_backward(
+    grad: Tensor, x8: Tensor, x_scale: Tensor, weight: Tensor, w_scale: Tensor, x_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Gradients of x and weight."""
+    with no_autocast(grad):
+        return reference.fp8_block_linear_backward(grad, x8, x_scale, weight, w_scale, x_dtype)
+
+
+@fp8_block_linear_backward.register_fake
+def _(grad, x8, x_scale, weight, w_scale, x_dtype):  # type: ignore[no-untyped-def]
+    return grad.new_empty(x8.shape, dtype=x_dtype), weight.new_empty(weight.shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    x, weight, x8, x_scale, _, w_scale, bias, _ = inputs
+    ctx.x_dtype, ctx.bias_dtype = x.dtype, None if bias is None else bias.dtype
+    ctx.save_for_backward(x8, x_scale, weight, w_scale)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    dx, dw = fp8_block_linear_backward(grad, *ctx.saved_tensors, ctx.x_dtype)
+    # In float32, as torch sums a bias's gradient, whatever precision the products have.
+    db = None if ctx.bias_dtype is None else grad.flatten(0, -2).float().sum(0).to(ctx.bias_dtype)
+    return dx, dw, None, None, None, None, db, None
+
+
+fp8_block_linear.register_autograd(_backward, setup_context=_setup_context)
