@@ -16,6 +16,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from megacpp_compile.attending import attention, attention_capability
     from megacpp_compile.backend import megacpp as backend
     from megacpp_compile.config import Config
     from megacpp_compile.estimating import Estimate, estimate
@@ -28,12 +29,13 @@ if TYPE_CHECKING:
     from megacpp_compile.regional import compile
     from megacpp_compile.remat.policy import CheckpointingPolicy
     from megacpp_compile.report import Report, record
+    from megacpp_compile.sharding.plan import ShardingPlan
 
 __version__ = "0.1.0"
 __all__ = [
-    "CheckpointingPolicy", "Config", "Estimate", "Fit", "NativeLayerSpec", "PrecisionPlan", "Report", "backend",
-    "compile", "estimate", "explain", "fit", "record", "replace_linears", "sparse_mla",
-    "te_layer_spec",
+    "CheckpointingPolicy", "Config", "Estimate", "Fit", "NativeLayerSpec", "PrecisionPlan", "Report",
+    "ShardingPlan", "attention", "attention_capability", "backend", "compile", "estimate", "explain", "fit", "record",
+    "replace_linears", "sparse_mla", "te_layer_spec",
 ]  # fmt: skip
 
 _HOME = {
@@ -42,7 +44,8 @@ _HOME = {
     "Fit": "fitting", "fit": "fitting",
     "PrecisionPlan": "precision.plan", "replace_linears": "precision.replace",
     "te_layer_spec": "precision.layer_spec", "NativeLayerSpec": "precision.layer_spec",
-    "sparse_mla": "fp8_boundary",
+    "sparse_mla": "fp8_boundary", "ShardingPlan": "sharding.plan",
+    "attention": "attending", "attention_capability": "attending",
 }  # fmt: skip
 
 

@@ -16,7 +16,7 @@ import torch
 from torch._subclasses import FakeTensor
 from torch.fx import GraphModule, Node
 
-from megacpp_compile import dynamic_outputs, fp8_boundary, handoff, log, openxla, report, saved, verify
+from megacpp_compile import dynamic_outputs, fp8_boundary, handoff, log, openxla, report, saved, torchtpu, verify
 from megacpp_compile.capture import Captured, capture
 from megacpp_compile.config import Config
 from megacpp_compile.effective_precision import answered, asked
@@ -38,11 +38,13 @@ from megacpp_compile.provenance import module_fqn, outermost_frame, source_line
 from megacpp_compile.recognise.heads import activations
 from megacpp_compile.recognise.recurrence import NAMES, find_recurrences
 from megacpp_compile.remat import authority
-from megacpp_compile.remat.kinds import Place
+from megacpp_compile.remat.kinds import Place, whole
 from megacpp_compile.remat.plan import Plan
 from megacpp_compile.remat.tagging import describe
 from megacpp_compile.report import Frame, Miss, Site
-from megacpp_compile.targets import resolve_target
+from megacpp_compile.sharding.pinning import Kin, pin_frame
+from megacpp_compile.sharding.plan import ShardingPlan
+from megacpp_compile.targets import by_torch_tpu, resolve_target
 
 MINIMUM_TORCH = (2, 9)
 
@@ -62,10 +64,10 @@ def megacpp(
 
 def compile_frame(
     gm: GraphModule, example_inputs: Sequence[Any], config: Config, mode: str | None, block: str = "", blocks: int = 0,
-    kernels: Any = None,
+    kernels: Any = None, kin: Kin | None = None,
 ) -> Callable[..., Any]:  # fmt: skip
     """All stages. block: name of the repeated block the frame belongs to; blocks: how many are like it; kernels: what
-    makes code of a partitioned graph in Inductor's place."""
+    makes code of a partitioned graph in Inductor's place; kin: as in `sharding.pinning.pin_frame`."""
     patches = {**mode_patches(mode), **config.inductor}
     target = resolve_target(config.target, example_inputs)
     authority.check(gm, config)
@@ -82,6 +84,8 @@ def compile_frame(
         if result.outcome is not None and result.outcome.misses:
             _publish(result, config)
         dynamic_outputs.trace_again()
+    if config.sharding is not None:
+        _pin(config.sharding, gm, example_inputs, result, kin)
     compiled = _compile(gm, example_inputs, result, config, patches, kernels)
     # Only now: a frame Inductor can't compile is tried again by Dynamo in pieces, and did not happen.
     _publish(result, config)
@@ -95,7 +99,9 @@ def _compile(
     """Stages 5 and 6. A frame nothing fired in goes to Inductor as it came, and so does one whose rewritten graph
     Inductor refuses (an error under `strict`)."""
 
-    plain, rewritten = _handoff(result.frame.target)
+    plain, rewritten = _handoff(result.frame.target, example_inputs)
+    if rewritten is torchtpu.to_torchtpu and torchtpu.dynamic(gm):
+        result.fell_back("sizes that are not known when compiling for torch_tpu: compile with dynamic=False")
 
     def tell(plan: Plan, where: dict[Node, Place], peak: dict[str, Any]) -> None:
         assert config.policy is not None
@@ -132,8 +138,23 @@ def _compile(
         return compiled
 
 
-def _handoff(target: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def _pin(plan: ShardingPlan, gm: GraphModule, inputs: Sequence[Any], result: Analysis, kin: Kin | None) -> None:
+    """Lay out what the frame's parameters are fused into, before anything is compiled for it."""
+    outcome = result.outcome
+    ops = zip((s.pass_name for s in outcome.sites), outcome.op_nodes, strict=True) if outcome is not None else ()
+    pinned, specs = pin_frame(plan, gm, inputs, ops, whole(gm) and kin is None, kin)
+    result.frame.sharding = {"mesh": dict(plan.mesh), "pinned": [row.to_dict() for row in pinned]}
+    if plan.batch:
+        from megacpp_compile.sharding.layout import gather
+
+        for graph in (gm, result.captured.gm) if outcome is not None else (gm,):
+            gather(plan, graph, specs)
+
+
+def _handoff(target: str, example_inputs: Sequence[Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """What compiles a frame as it came, and what compiles a rewritten one."""
+    if target == "tpu" and by_torch_tpu(example_inputs):
+        return torchtpu.plain_torchtpu, torchtpu.to_torchtpu
     if target == "tpu":
         return openxla.plain_openxla, openxla.to_openxla
     return handoff.plain_inductor, handoff.to_inductor

@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 from .errors import BadOptionError, UnknownOptionError, UnknownPassError
 from .precision.plan import UNTRACEABLE, PrecisionPlan
 from .remat.policy import KINDS, CheckpointingPolicy
+from .sharding.plan import ShardingPlan
 
 Verify = Literal["off", "each"]
 Target = Literal["auto", "cpu", "cuda", "tpu"]
@@ -55,6 +56,8 @@ class Config:
             "rblock"), where `policy` would take it for another; the longest pattern that hits wins.
         precision: which linears run in fp8: a `PrecisionPlan`, a mapping from glob over module names to recipe, or
             the name of a recipe ("fp8_current"). None, the default, leaves all of them in the model's own dtype.
+        sharding: how parameters are laid out over a mesh of XLA devices: a `ShardingPlan`, or a mapping of its fields.
+            Those of fused ops are pinned, to a whole copy on every device where no rule means them.
         inductor: config patches handed to Inductor as they are, e.g. `{"max_autotune": True}`.
     """
 
@@ -71,6 +74,7 @@ class Config:
     policy: CheckpointingPolicy | None = None
     block_kinds: Mapping[str, str] = field(default_factory=dict)
     precision: PrecisionPlan | None = None
+    sharding: ShardingPlan | None = None
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -88,6 +92,7 @@ class Config:
             "policy": CheckpointingPolicy.of(self.policy),
             "block_kinds": _mapping("block_kinds", self.block_kinds, lambda k, v: _choice(k, v, KINDS, _KIND_MEANT)),
             "precision": _traceable(PrecisionPlan.of(self.precision)),
+            "sharding": ShardingPlan.of(self.sharding),
             "inductor": _mapping("inductor", self.inductor, lambda _key, value: value),
         }
         for name, value in checked.items():
@@ -153,7 +158,7 @@ class Config:
         """The fields as plain containers, fit for `Config(**d)` and `options=d`."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         plain = {name: dict(v) if isinstance(v, Mapping) else v for name, v in values.items()}
-        objects = {"policy": self.policy, "precision": self.precision}
+        objects = {"policy": self.policy, "precision": self.precision, "sharding": self.sharding}
         return {**plain, **{name: v.to_dict() if v is not None else None for name, v in objects.items()}}
 
     def cache_key(self) -> str:

@@ -366,19 +366,38 @@ class ReportFormatError(MegacppError, ValueError):
 
 
 class RuleWithoutHitError(MegacppError, ValueError):
-    """A pattern of a precision plan, or of `exclude`, that hits nothing.
+    """A pattern of a plan, or of `exclude`, that hits nothing.
 
     Args:
         pattern: the pattern as given.
         names: the names there are.
+        option: the plan: "precision" or "sharding".
+        what: what its names are those of.
     """
 
-    def __init__(self, pattern: str, names: Sequence[str]) -> None:
+    def __init__(
+        self, pattern: str, names: Sequence[str], option: str = "precision", what: str = "module with a weight"
+    ) -> None:
         self.pattern, self.closest = pattern, closest(pattern.replace("*", "0"), names)
         super().__init__(
-            f"precision: the pattern {pattern!r} hits no module with a weight.{_did_you_mean(self.closest)} It has to "
+            f"{option}: the pattern {pattern!r} hits no {what}.{_did_you_mean(self.closest)} It has to "
             "match a whole name; a star that is a segment stands for any number of segments, as in '*.mlp.*'."
         )
+
+
+class ShardingError(MegacppError, ValueError):
+    """A tensor that cannot be laid out over the devices as a sharding plan says.
+
+    Args:
+        name: the tensor's name, "" when unknown.
+        spec: its partition spec.
+        problem: what is against it, as a sentence without its stop.
+        remedy: what to do.
+    """
+
+    def __init__(self, name: str, spec: object, problem: str, remedy: str) -> None:
+        self.name, self.spec, self.problem, self.remedy = name, spec, problem, remedy
+        super().__init__(f"sharding {name or 'a tensor without a name'} as {spec!r}: {problem}. {remedy}")
 
 
 class PlanMismatchError(MegacppError):
@@ -429,6 +448,20 @@ class StockCheckpointError(EngineError):
             "the second forward would quantise with other scales than the first, and count its maxima twice",
             "Use megacpp_compile.precision.checkpoint.checkpoint_for(block), or the policy's fp8_wrapper.",
         )
+
+
+class AttentionError(MegacppError, ValueError):
+    """A backend of `attention` that was asked for by name and cannot serve the call.
+
+    Args:
+        backend: its name.
+        tag: why, for machines: one of `attending.bodies.TAGS`.
+        reason: why, in words.
+    """
+
+    def __init__(self, backend: str, tag: str, reason: str) -> None:
+        self.backend, self.tag, self.reason = backend, tag, reason
+        super().__init__(f"attention by {backend!r}: {reason} [{tag}]. Let backend='auto' choose what can.")
 
 
 class OperandError(MegacppError, ValueError):

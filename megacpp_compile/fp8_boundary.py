@@ -23,7 +23,7 @@ from torch._guards import detect_fake_mode
 from megacpp_compile.lowerings._registry import semantic_ops
 from megacpp_compile.precision import sentinel
 from megacpp_compile.precision.wrappers import Split, is_wrapper, split
-from megacpp_compile.provenance import local_path, source_line
+from megacpp_compile.provenance import input_name, source_line
 from megacpp_compile.report import Miss
 
 REPORTED_AS = "fp8_wrappers"
@@ -77,7 +77,7 @@ def enter(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boundary:
         if not is_wrapper(value):
             inputs.append(value)
             continue
-        fqn = name_of(old)
+        fqn = input_name(old)
         held = split(value, fqn)
         refusal = _refusal(node, held)
         if refusal is None:
@@ -98,15 +98,6 @@ def widened(gm: fx.GraphModule, strict: bool) -> list[Miss]:
     found = [w for graph in graphs for w in sentinel.check(graph)]
     sentinel.told(found, strict)
     return [Miss("sentinel", w.fqn, w.source, w.node, "widened", str(w)) for w in found]
-
-
-def name_of(node: fx.Node) -> str:
-    """The input's name in the model, as far as Dynamo knows it."""
-    source = getattr(node, "_dynamo_source", None)
-    if source is None:
-        return node.name
-    text = source.name() if callable(source.name) else source.name  # a property since torch 2.10
-    return local_path(text)[1] or node.name
 
 
 def _parts(held: Split) -> tuple[Tensor, Tensor]:

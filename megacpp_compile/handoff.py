@@ -33,6 +33,7 @@ from megacpp_compile.remat.measuring import allocated
 from megacpp_compile.remat.offload import Offload
 from megacpp_compile.remat.peak import Surroundings
 from megacpp_compile.remat.tagging import TagForRemat, Tell
+from megacpp_compile.targets import XLA_DEVICES
 
 
 class LowerSemanticOps(GraphPass):
@@ -141,7 +142,7 @@ def _trace(body: Callable[..., Any], args: Any, fakes: list[torch.Tensor]) -> Gr
     # Functional, so that a kernel which writes to its operands is one Inductor may run in place or on a clone.
     functional = torch.func.functionalize(call, remove="mutations")
     # XLA has its own way to compute whatever ATen has a name for.
-    table = {} if fakes[0].device.type == "xla" else select_decomp_table()
+    table = {} if fakes[0].device.type in XLA_DEVICES else select_decomp_table()
     with mode, no_autocast(fakes[0]), torch.no_grad(), tracing():
         gm = make_fx(functional, decomposition_table=table, tracing_mode="real")(*fakes)
     # Functionalisation hands every overwritten operand back to its owner; here nobody reads it any more.

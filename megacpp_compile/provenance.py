@@ -31,6 +31,19 @@ def local_path(path: str) -> tuple[str, str]:
     return root[1] if root else "", path.strip(".")
 
 
+def input_path(node: Node) -> tuple[str, str]:
+    """("self", "layers.0.weight") of a placeholder of Dynamo's graph, ("", "") where Dynamo does not say."""
+    source = getattr(node, "_dynamo_source", None)
+    if source is None:
+        return "", ""
+    return local_path(source.name() if callable(source.name) else source.name)  # a property since torch 2.10
+
+
+def input_name(node: Node) -> str:
+    """The input's name in the model, as far as Dynamo knows it."""
+    return input_path(node)[1] or node.name
+
+
 def _frames(node: Node) -> list[tuple[str, str, str, str]]:
     """(path, line, function, code) of the node's stack outside torch, outermost first."""
     trace = node.meta.get("stack_trace") or ""

@@ -7,6 +7,7 @@ all blocks share one backend object: blocks that its guards cannot tell apart sh
 
 from __future__ import annotations
 
+import functools
 import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -21,9 +22,10 @@ from megacpp_compile.backend import check_torch, compile_frame, mode_patches
 from megacpp_compile.config import Config
 from megacpp_compile.errors import AlreadyCompiledError, BadOptionError, NotAModuleError
 from megacpp_compile.passes._driver import pass_names
-from megacpp_compile.provenance import local_path
+from megacpp_compile.provenance import input_path, local_path
 from megacpp_compile.regions import Kind, find_kinds, outside
 from megacpp_compile.report import Region
+from megacpp_compile.targets import by_torch_tpu
 
 # docs/measurements.md: with this many blocks fewer artifacts outweigh the calls between them.
 WHOLE_BELOW = 4
@@ -53,7 +55,7 @@ def compile(
     whole_below: compile the model as one where it has fewer repeated blocks than this.
     rest: what becomes of modules outside all blocks (embeddings, last norm, head). "eager" leaves them to eager;
         "compile" compiles, each by itself, those that consist of more than one embedding or linear.
-    mode, dynamic, fullgraph: as in `torch.compile`, for every part.
+    mode, dynamic, fullgraph: as in `torch.compile`, for every part; on torch_tpu's devices dynamic is False by default.
 
     Raises NotAModuleError, AlreadyCompiledError, BlockNotFoundError and the errors of bad options, before anything is
     changed. What was decided is in the report's `regions`, also of a `record()` that opens later.
@@ -71,6 +73,8 @@ def compile(
     for fqn, module in model.named_modules():
         if isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None:
             raise AlreadyCompiledError(fqn, type(module).__name__)
+    if config.sharding is not None:
+        config.sharding.check_hits(name for name, _ in model.named_parameters(remove_duplicate=False))
     kinds = find_kinds(model, [blocks] if isinstance(blocks, str) else blocks)
     whole = None if blocks is not None else _why_whole(model, kinds, whole_below)
     if whole is not None:
@@ -86,6 +90,8 @@ def compile(
         chosen += [module] * compiled
         treatment = "compiled" if compiled else "eager"
         regions.append(Region((fqn,), type(module).__name__, _size([module]), treatment, "outside the blocks"))
+    if dynamic is None and by_torch_tpu(list(model.parameters())):
+        dynamic = False  # all that it takes
     backend = Regional(model, regions, config, mode)
     for module in chosen:
         compile_in_place(module, len(chosen), backend=backend, dynamic=dynamic, fullgraph=fullgraph)
@@ -168,7 +174,20 @@ class Regional:
         _name_absolutely(gm, roots)
         part = next((p for fqn in roots.values() if (p := self._part(fqn)) is not None), "")
         blocks = len(self.parts[part].fqns) if part else 0
-        return compile_frame(gm, example_inputs, self.config, self.mode, part, blocks, self.kernels)
+        kin = functools.partial(self._kin, part) if self.config.sharding is not None else None
+        return compile_frame(gm, example_inputs, self.config, self.mode, part, blocks, self.kernels, kin)
+
+    def _kin(self, part: str, parameter: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+        """(name, parameter) for all blocks like `part`, which run its artifact and are not compiled themselves."""
+        model = self.model()
+        known = {} if model is None else dict(model.named_parameters(remove_duplicate=False))
+        own = next((name for name, p in known.items() if p is parameter), "")
+        prefix = f"{part}." if part else ""
+        if not own.startswith(prefix) or not own:
+            return [(own, parameter)] if own else []
+        inner = own.removeprefix(prefix)
+        names = [f"{fqn}.{inner}" if fqn else inner for fqn in (self.parts[part].fqns if part else ("",))]
+        return [(name, known[name]) for name in names if name in known]
 
     def _roots(self, gm: GraphModule, example_inputs: Sequence[Any]) -> dict[str, str]:
         """Local variable of the frame ("self") -> name of the module it holds, read off the parameters the frame takes.
@@ -180,8 +199,8 @@ class Regional:
         found: dict[str, str] = {}
         placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
         for node, value in zip(placeholders, example_inputs, strict=True):
-            if id(value) in names and (source := getattr(node, "_dynamo_source", None)) is not None:
-                root, inner = local_path(source.name if isinstance(source.name, str) else source.name())
+            if id(value) in names:
+                root, inner = input_path(node)
                 whole = "." + names[id(value)]
                 if root and whole.endswith("." + inner):  # a tied parameter may have another name here
                     found.setdefault(root, whole[: -len(inner) - 1].strip("."))

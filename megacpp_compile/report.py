@@ -142,6 +142,8 @@ class Frame:
         block: the repeated block it was compiled for, the first of those that run it; "" outside of
             `megacpp_compile.compile`.
         blocks: how many blocks of that structure the model has, itself included; 0 outside of blocks.
+        sharding: under a sharding plan, its "mesh" (axis -> number of devices) and the parameters that were "pinned":
+            "fqn", "shape", "spec", "rule" and "by" of each, as in `sharding.pinning.Pinned`.
         recognised: what was recognised and has no lowering: "kind", "fqn" and "source" of each, as in `Site`.
         precision: under a precision plan, a `Precision` as a dict for every linear, routed expert layer and attention.
     """
@@ -161,6 +163,7 @@ class Frame:
     blocks: int = 0
     recognised: list[dict[str, str]] = field(default_factory=list)
     precision: list[dict[str, str]] = field(default_factory=list)
+    sharding: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,7 +390,7 @@ def plural(count: int, one: str, many: str | None = None) -> str:
 # JSON
 
 
-def plain(item: Site | Miss | Precision | Frame | Region) -> dict[str, Any]:
+def plain(item: Any) -> dict[str, Any]:
     values = {f.name: getattr(item, f.name) for f in fields(item) if not f.name.startswith("_")}
     return {"pass" if name == "pass_name" else name: v for name, v in values.items()}
 

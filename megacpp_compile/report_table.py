@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from megacpp_compile.report import Miss, Precision, Report, Site, bytes_text, plain
+from megacpp_compile.sharding.pinning import Pinned
 
 
 class _Section(NamedTuple):
@@ -20,7 +21,7 @@ class _Section(NamedTuple):
 def tables(report: Report, width: int | None = None) -> str:
     """All sections of `report` that have rows; `width` columns for rich, the terminal's (at least 100) when None."""
     made = (_regions(report), _fused(report), _recognised(report), _precision(report), _missed(report),
-            _compiled(report), _kept(report), _peaks(report))  # fmt: skip
+            _compiled(report), _kept(report), _peaks(report), _sharded(report))  # fmt: skip
     return _text([section for section in made if section.rows], width)
 
 
@@ -148,6 +149,18 @@ def _peaks(report: Report) -> _Section:
     return _Section("memory at the peak of a step", ("#", "before it", "in it", "predicted", "limit"), rows)
 
 
+def _sharded(report: Report) -> _Section:
+    rows = []
+    for frame in report.frames:
+        pinned = [Pinned(**{**row, "shape": tuple(row["shape"])}) for row in (frame.sharding or {}).get("pinned", ())]
+        for fqn, row, count in _grouped(pinned):
+            size, asked = "x".join(map(str, row.shape)), row.rule or "(no rule)"
+            rows.append((str(frame.index), _times(fqn, count), size, row.spec, asked, row.by or "-"))
+    meshes = {" x ".join(f"{a} {n}" for a, n in f.sharding["mesh"].items()) for f in report.frames if f.sharding}
+    title = f"sharding over {', '.join(sorted(meshes))}"
+    return _Section(title, ("#", "parameter", "size", "spec", "rule", "fused into"), rows)
+
+
 def _place(source: str) -> str:
     """File and line; the code itself is in the JSON."""
     return source.partition(",")[0] or "-"
@@ -157,7 +170,7 @@ def _times(text: str, count: int) -> str:
     return f"{text or '(the frame itself)'} ×{count}" if count > 1 else text or "(the frame itself)"
 
 
-Member = TypeVar("Member", Site, Miss, Precision)
+Member = TypeVar("Member", Site, Miss, Precision, Pinned)
 
 
 def _grouped(items: Sequence[Member]) -> Iterator[tuple[str, Member, int]]:

@@ -13,6 +13,7 @@ from megacpp_compile.config import Config
 from megacpp_compile.precision.plan import PrecisionPlan
 from megacpp_compile.remat.policy import CheckpointingPolicy
 from megacpp_compile.report import Miss
+from megacpp_compile.sharding.plan import ShardingPlan
 
 PASSES = ("down_norm_up", "mla_rope_q", "mla_rope_kv")
 
@@ -45,6 +46,7 @@ def test_every_field_is_read():
         "policy": CheckpointingPolicy("full").to_dict(),
         "block_kinds": {"layers.*.mixer": "mblock"},
         "precision": PrecisionPlan({"*.mlp.*": "fp8_block"}).to_dict(),
+        "sharding": ShardingPlan({"model": 4}, {"*.up.weight": ("model", None)}).to_dict(),
         "inductor": {"max_autotune": True},
     }
     config = read(options)

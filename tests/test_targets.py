@@ -9,7 +9,7 @@ import pytest
 from benchmarks.targets_page import PAGE, page
 from megacpp_compile import backend, handoff, openxla
 from megacpp_compile.errors import TargetUnavailableError
-from megacpp_compile.targets import resolve_target
+from megacpp_compile.targets import family, resolve_target
 
 
 def test_the_page_is_up_to_date():
@@ -17,16 +17,23 @@ def test_the_page_is_up_to_date():
 
 
 def test_who_compiles_for_a_target():
-    assert backend._handoff("tpu") == (openxla.plain_openxla, openxla.to_openxla)
-    assert backend._handoff("cpu") == backend._handoff("cuda") == (handoff.plain_inductor, handoff.to_inductor)
+    assert backend._handoff("tpu", []) == (openxla.plain_openxla, openxla.to_openxla)
+    assert backend._handoff("cpu", []) == backend._handoff("cuda", []) == (handoff.plain_inductor, handoff.to_inductor)
 
 
-@pytest.mark.parametrize("there", [False, True])
-def test_tpu_asks_for_torch_xla(monkeypatch, there):
-    found = importlib.util.find_spec("json") if there else None
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found if name == "torch_xla" else None)
+@pytest.mark.parametrize("there", ["", "torch_xla", "torch_tpu"])
+def test_tpu_asks_for_one_of_its_packages(monkeypatch, there):
+    found = importlib.util.find_spec("json")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found if name == there else None)
     if there:
         assert resolve_target("tpu", []) == "tpu"
     else:
-        with pytest.raises(TargetUnavailableError, match="torch_xla"):
+        with pytest.raises(TargetUnavailableError, match="torch_xla or torch_tpu"):
             resolve_target("tpu", [])
+
+
+@pytest.mark.parametrize(("kinds", "wanted"), [
+    (set(), "cpu"), ({"cpu"}, "cpu"), ({"cpu", "cuda"}, "cuda"), ({"cpu", "xla"}, "tpu"), ({"tpu"}, "tpu"),
+])  # fmt: skip
+def test_where_tensors_are(kinds, wanted):
+    assert family(kinds) == wanted

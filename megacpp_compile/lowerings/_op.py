@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megacpp_compile.targets import XLA_DEVICES
+
 
 def compute_dtype(*of: Tensor | torch.dtype | None) -> torch.dtype:
     """What an op with such operands computes in: float32 for half precision, float64 where one is."""
@@ -43,6 +45,6 @@ def serve(name: str, reference: ModuleType, *args: Any) -> Any:
 
 def ends_until(ends: Tensor, values: Tensor) -> Tensor:
     """How many of `ends` [E], ascending, are at most each of `values` [n]: int64 [n]."""
-    if ends.device.type == "xla":  # which has no `searchsorted` of its own, and would ask the host
+    if ends.device.type in XLA_DEVICES:  # torch_xla has no `searchsorted` of its own, and would ask the host
         return (ends <= values[:, None]).sum(-1)
     return torch.searchsorted(ends, values, right=True)

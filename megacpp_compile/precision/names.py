@@ -1,10 +1,13 @@
-"""Globs over module names, segment by segment."""
+"""Globs over module names, segment by segment, and tables of rules that go by them."""
 
 from __future__ import annotations
 
 import fnmatch
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from megacpp_compile.errors import BadOptionError
 
 
 @functools.lru_cache(maxsize=1 << 14)
@@ -29,3 +32,44 @@ def _match(parts: Sequence[str], segments: Sequence[str]) -> bool:
 def inside_segment(word: str, fqn: str) -> bool:
     """Whether a segment of the name holds `word`, in any case: "router" is in "layers.0.moe_router.weight"."""
     return any(word.lower() in segment for segment in fqn.lower().split("."))
+
+
+def pairs(key: str, value: Any, what: str) -> tuple[tuple[str, Any], ...]:
+    """`value`, a mapping or (name, something) pairs, as pairs. key: the option, and what: the something, for messages.
+
+    Raises BadOptionError for anything else.
+    """
+    items = value.items() if isinstance(value, Mapping) else value
+    try:
+        found = tuple((name, other) for name, other in items)
+    except (TypeError, ValueError):
+        raise BadOptionError(key, value, f"a mapping, or pairs, of str and {what}") from None
+    for name, _ in found:
+        if not isinstance(name, str):
+            raise BadOptionError(key, name, "str keys")
+    return found
+
+
+def rules(key: str, value: Any, what: str, names: str, example: str) -> tuple[tuple[str, Any], ...]:
+    """`pairs`, whose first halves are globs, each once. names, example: what the globs are over and one of them, for
+    messages."""
+    found = pairs(key, value, what)
+    seen = set()
+    for pattern, _ in found:
+        if pattern in seen:
+            raise BadOptionError(key, pattern, "every pattern once: the first wins")
+        if not pattern or "" in pattern.split("."):
+            raise BadOptionError(key, pattern, f"a glob over {names}, as in {example!r}")
+        seen.add(pattern)
+    return found
+
+
+def first_hit(patterns: Iterable[str], fqn: str) -> str | None:
+    """The first of `patterns` that means `fqn`."""
+    return next((pattern for pattern in patterns if hits(pattern, fqn)), None)
+
+
+def without_hit(patterns: Iterable[str], fqns: Iterable[str]) -> tuple[str, ...]:
+    """The patterns that mean none of the names."""
+    names = list(fqns)
+    return tuple(pattern for pattern in patterns if not any(hits(pattern, name) for name in names))

@@ -16,6 +16,7 @@ from torch.nn.functional import linear as product
 from torch.utils.checkpoint import checkpoint as run_checkpointed
 
 from megacpp_compile.errors import EngineError
+from megacpp_compile.sharding.pinning import constructed
 
 _STD = 0.023  # of weights, as Transformer Engine draws them
 
@@ -59,6 +60,7 @@ class _Module(nn.Module):
         for name, parameter in self._parameters.items():
             if not defer_init and parameter is not None and parameter.device.type != "meta":
                 self.begin[name](parameter)
+                constructed(name, parameter)
 
 
 def _drawn(weight: torch.Tensor) -> torch.Tensor:

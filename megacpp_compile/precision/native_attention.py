@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
+from megacpp_compile.attending import attention
 from megacpp_compile.precision.native import refuse
 
 _FORMATS = ("sbhd", "bshd")
@@ -21,7 +22,8 @@ class DotProductAttention(nn.Module):
     """Attention over queries, keys [.., heads or groups, d_qk] and values [.., d_v], in the layout `qkv_format`.
 
     Returns [s, b, heads * d_v] for "sbhd", [b, s, heads * d_v] for "bshd". An `attention_mask` is true where nothing
-    is attended to. Packed sequences, padding masks, windows and context parallelism are refused.
+    is attended to. Packed sequences, padding masks, windows and context parallelism are refused, and a soft cap beside
+    dropout or a mask of one's own.
     """
 
     def __init__(
@@ -43,15 +45,14 @@ class DotProductAttention(nn.Module):
         self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(d_qk)
         self.qkv_format, self.attn_mask_type = qkv_format, attn_mask_type
         self.window_size, self.softcap = window_size, softcap
-        self._check(qkv_format, attn_mask_type, window_size, softcap)
+        self._check(qkv_format, attn_mask_type, window_size)
 
-    def _check(self, qkv_format: str, mask: str, window: Any, softcap: float) -> None:
+    def _check(self, qkv_format: str, mask: str, window: Any) -> None:
         refuse(
             self,
             qkv_format=None if qkv_format in _FORMATS else qkv_format,
             attn_mask_type=None if mask in _MASKS else mask,
             window_size=None if window is None or tuple(window) in _ALL else window,
-            softcap=softcap or None,
         )
 
     def forward(
@@ -74,16 +75,22 @@ class DotProductAttention(nn.Module):
                core_attention_bias_type=None if core_attention_bias_type in ("no_bias", "post_scale_bias")
                else core_attention_bias_type)  # fmt: skip
         layout, kind = qkv_format or self.qkv_format, attn_mask_type or self.attn_mask_type
-        self._check(layout, kind, window_size or self.window_size, self.softcap if softcap is None else softcap)
+        self._check(layout, kind, window_size or self.window_size)
+        cap = self.softcap if softcap is None else softcap
         to_heads = (1, 2, 0, 3) if layout == "sbhd" else (0, 2, 1, 3)
         q, k, v = (t.permute(to_heads) for t in (query_layer, key_layer, value_layer))
         bias = core_attention_bias if core_attention_bias_type == "post_scale_bias" else None
-        mask = _mask(kind, q, k, attention_mask, bias)
+        mask, dropout = _mask(kind, q, k, attention_mask, bias), self.dropout if self.training else 0.0
+        if mask is not None or dropout:
+            refuse(self, softcap=cap or None)
 
         def core(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            causal = kind == "causal" and mask is None
+            if mask is None and not dropout:
+                return attention(q, k, v, softcap=cap, scale=self.scale, causal=causal)
             return scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, dropout_p=self.dropout if self.training else 0.0,
-                is_causal=kind == "causal" and mask is None, scale=self.scale, enable_gqa=self.groups != self.heads,
+                q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=self.scale,
+                enable_gqa=self.groups != self.heads,
             )  # fmt: skip
 
         out = checkpoint(core, q, k, v, use_reentrant=False) if checkpoint_core_attention else core(q, k, v)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from megacpp_compile.errors import BadOptionError, ManifestError
 from megacpp_compile.precision import gate as shapes
-from megacpp_compile.precision.names import hits
+from megacpp_compile.precision import names
 from megacpp_compile.precision.roles import ROLES, role_of
 
 if TYPE_CHECKING:
@@ -69,16 +69,10 @@ class PrecisionPlan:
     gate: bool = True
 
     def __post_init__(self) -> None:
-        seen = set()
-        rules = _pairs("precision.rules", self.rules)
+        rules = names.rules("precision.rules", self.rules, "recipe", "module names", "*.mlp.*")
         for pattern, recipe in rules:
             _recipe(f"precision.rules[{pattern!r}]", recipe)
-            if pattern in seen:
-                raise BadOptionError("precision.rules", pattern, "every pattern once: the first wins")
-            if not pattern or "" in pattern.split("."):
-                raise BadOptionError("precision.rules", pattern, "a glob over module names, as in '*.mlp.*'")
-            seen.add(pattern)
-        roles = dict(_pairs("precision.roles", self.roles))
+        roles = dict(names.pairs("precision.roles", self.roles, "recipe"))
         for role, recipe in roles.items():
             if role not in ROLES:
                 raise BadOptionError("precision.roles", role, "one of " + ", ".join(map(repr, ROLES)), ROLES)
@@ -127,7 +121,7 @@ class PrecisionPlan:
         unknown), out features, in features; without it the gate is not asked.
         """
         role = role or role_of(fqn)
-        pattern = next((pattern for pattern, _ in self.rules if hits(pattern, fqn)), None)
+        pattern = names.first_hit(dict(self.rules), fqn)
         requested = dict(self.rules)[pattern] if pattern is not None else dict(self.roles)[role]
         rule = pattern if pattern is not None else f"role {role}"
         against = shapes.refusal(requested, shape) if self.gate and shape is not None else ""
@@ -147,8 +141,7 @@ class PrecisionPlan:
 
     def without_hit(self, fqns: Iterable[str]) -> tuple[str, ...]:
         """The patterns of rules that none of the names matches."""
-        names = list(fqns)
-        return tuple(pattern for pattern, _ in self.rules if not any(hits(pattern, name) for name in names))
+        return names.without_hit(dict(self.rules), fqns)
 
     def describe(self, target: str = "cuda", reason: str = "") -> str:
         """The plan in words. target: "cuda", "cpu" or "tpu"; reason: why there is no fp8 there, if there is none."""
@@ -200,18 +193,6 @@ def _recipe(key: str, value: Any) -> None:
     if value not in RECIPES:
         meant = _MEANT.get(value.lower()) if isinstance(value, str) else None
         raise BadOptionError(key, value, "one of " + ", ".join(map(repr, RECIPES)), RECIPES, meant)
-
-
-def _pairs(key: str, value: Any) -> tuple[tuple[str, str], ...]:
-    items = value.items() if isinstance(value, Mapping) else value
-    try:
-        pairs = tuple((name, recipe) for name, recipe in items)
-    except (TypeError, ValueError):
-        raise BadOptionError(key, value, "a mapping, or pairs, of str and recipe") from None
-    for name, _ in pairs:
-        if not isinstance(name, str):
-            raise BadOptionError(key, name, "str keys")
-    return pairs
 
 
 @functools.lru_cache(maxsize=64)

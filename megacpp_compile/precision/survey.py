@@ -13,9 +13,10 @@ from torch import nn
 from megacpp_compile.errors import PlanMismatchError, RuleWithoutHitError
 from megacpp_compile.float8 import MULTIPLE
 from megacpp_compile.precision import engine
-from megacpp_compile.precision.names import hits, inside_segment
+from megacpp_compile.precision.names import hits, inside_segment, without_hit
 from megacpp_compile.precision.plan import PrecisionPlan
 from megacpp_compile.precision.roles import role_of
+from megacpp_compile.targets import family
 
 # Modules that hold few FLOPs or whose small errors are amplified: embeddings and the head that shares their weight,
 # routing, adapters, mixing of residual streams, hashed n-grams. Each matches inside any segment of a name.
@@ -104,7 +105,7 @@ def why_bf16(model: nn.Module, target: str = "auto") -> str:
     by the device of the parameters; "cuda" is for a model that is to be moved there."""
     if target == "auto":
         kinds = {p.device.type for p in model.parameters()} - {"meta"}
-        target = "tpu" if "xla" in kinds else "cuda" if "cuda" in kinds or not kinds else "cpu"
+        target = family(kinds) if kinds else "cuda"
     return "" if target == "cuda" else f"target {target}"
 
 
@@ -122,7 +123,7 @@ def _linears(model: nn.Module) -> Iterator[tuple[str, Any, list[nn.Module]]]:
 def _check_rules(model: nn.Module, plan: PrecisionPlan, exclude: Sequence[str]) -> None:
     weights = [n for n, m in model.named_modules(remove_duplicate=False) if any(True for _ in m.parameters(False))]
     own = [pattern for pattern in exclude if pattern not in DEFAULT_EXCLUSIONS]
-    unhit = [*plan.without_hit(weights), *(p for p in own if not any(hits(p, name) for name in weights))]
+    unhit = [*plan.without_hit(weights), *without_hit(own, weights)]
     if unhit:
         raise RuleWithoutHitError(unhit[0], weights)
 

@@ -89,14 +89,14 @@ def predicted(
     }
 
 
-def recompute_views(graph: fx.Graph) -> None:
+def recompute_views(graph: fx.Graph, and_of: frozenset[Any] = frozenset()) -> None:
     """Tag a joint graph so that backward reads views anew from what they are views of, and all else as it was. A graph
-    with a checkpointed block has its tags, and is left to them."""
+    with a checkpointed block has its tags, and is left to them. and_of: ops whose results are made anew like views."""
     forward, _ = joint(graph)
     if any("recompute" in node.meta for node in forward):
         return
     for node in forward:
-        if is_view(node):
+        if is_view(node) or node.target in and_of:
             node.meta["recompute"], node.meta["ac_graph_id"] = Tag.MUST_RECOMPUTE, _REGION
         elif isinstance(node.meta.get("val"), (torch.Tensor, tuple, list)):
             node.meta["recompute"] = Tag.MUST_SAVE

@@ -194,6 +194,15 @@ def test_attention(layout, kind, groups):
     torch.testing.assert_close(out.transpose(0, 1) if layout == "sbhd" else out, want)
 
 
+def test_attention_with_a_cap():
+    made = NativeLayerSpec()["attention"](2, 6, qkv_format="bshd", attn_mask_type="no_mask", softcap=0.7)
+    q, k, v = draw(1, 5, 2, 6), draw(1, 5, 2, 6) * 2, draw(1, 5, 2, 6) * 3
+    found = 0.7 * (torch.einsum("bqhd,bkhd->bhqk", q, k) * 6**-0.5 / 0.7).tanh()
+    torch.testing.assert_close(made(q, k, v), torch.einsum("bhqk,bkhd->bqhd", found.softmax(-1), v).flatten(2))
+    with pytest.raises(EngineError, match="softcap=0.7"):
+        made(q, k, v, attn_mask_type="arbitrary", attention_mask=torch.zeros(5, 5).bool())
+
+
 def test_attention_with_a_bias():
     made = NativeLayerSpec()["attention"](2, 6, qkv_format="bshd", softmax_scale=0.5)
     q, k, v = draw(1, 5, 2, 6), draw(1, 5, 2, 6) * 2, draw(1, 5, 2, 6) * 3

@@ -1,0 +1,184 @@
+"""`attention` against plain mathematics in float64, forward and gradients, by every body that CPU has."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+import megacpp_compile
+from megacpp_compile import attending
+from megacpp_compile.attending import bodies, pallas
+from megacpp_compile.errors import AttentionError, OperandError
+
+DOCS = torch.tensor([[0, 0, 1, 1, 1, 2, -1], [5, 5, 5, 5, 5, 5, 5]])
+CALLS = {
+    "causal": {},
+    "no mask": {"causal": False},
+    "documents": {"doc_ids": DOCS},
+    "documents, both ways": {"doc_ids": DOCS, "causal": False},
+    "a cap": {"softcap": 0.7},
+    "a cap and documents, scaled": {"softcap": 0.7, "doc_ids": DOCS, "scale": 0.3},
+    "padding alone": {"doc_ids": torch.full((2, 7), -1)},
+}
+# heads, heads of keys, lanes of keys, lanes of values
+HEADS = {"equal": (4, 4, 6, 6), "grouped": (4, 2, 6, 6), "one key": (4, 1, 6, 6), "other values": (4, 4, 24, 16)}
+
+
+def operands(heads="equal", dtype=torch.float64, tokens=7, grad=True):
+    h, g, d, e = HEADS[heads]
+    generator = torch.Generator().manual_seed(0)
+    sizes = ((2, h, tokens, d), (2, g, tokens, d), (2, g, tokens, e))
+    return [torch.randn(*s, dtype=dtype, generator=generator).requires_grad_(grad) for s in sizes]
+
+
+def mathematics(q, k, v, doc_ids=None, softcap=None, scale=None, causal=True):
+    """One row of one head at a time."""
+    out = torch.zeros(*q.shape[:3], v.shape[-1], dtype=q.dtype)
+    rows = []
+    for b in range(q.shape[0]):
+        for h in range(q.shape[1]):
+            g = h * k.shape[1] // q.shape[1]
+            for i in range(q.shape[2]):
+                seen = [
+                    j for j in range(k.shape[2])
+                    if (j <= i or not causal)
+                    and (doc_ids is None or (doc_ids[b, i] == doc_ids[b, j] and doc_ids[b, j] >= 0))
+                ]  # fmt: skip
+                if not seen:
+                    rows.append(0 * (q[b, h, i].sum() + k[b, g, 0].sum() + v[b, g, 0]))
+                    continue
+                scores = k[b, g, seen] @ q[b, h, i] * (q.shape[-1] ** -0.5 if scale is None else scale)
+                scores = scores if softcap is None else softcap * (scores / softcap).tanh()
+                rows.append(scores.softmax(0) @ v[b, g, seen])
+    return torch.stack(rows).view(out.shape)
+
+
+def with_gradients(call, tensors, **arguments):
+    out = call(*tensors, **arguments)
+    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
+    return out, *torch.autograd.grad((out * weight).sum(), tensors)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("name", CALLS)
+def test_against_mathematics(name, heads):
+    tensors = operands(heads)
+    want = with_gradients(mathematics, tensors, **CALLS[name])
+    for backend in ("auto", "plain"):
+        got = with_gradients(megacpp_compile.attention, tensors, **CALLS[name], backend=backend)
+        for g, w in zip(got, want, strict=True):
+            torch.testing.assert_close(g, w, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_flex_attention_on_cpu(name):
+    tensors = operands("grouped", torch.float32, grad=False)
+    got = megacpp_compile.attention(*tensors, **CALLS[name], backend="flex")
+    want = mathematics(*(t.double() for t in tensors), **CALLS[name])
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-6)
+
+
+def test_half_precision():
+    """Softmax in float32: as near to float64 as a rounded result can be."""
+    tensors = operands("grouped", torch.bfloat16, grad=False)
+    want = mathematics(*(t.double() for t in tensors), doc_ids=DOCS, softcap=0.7)
+    got = megacpp_compile.attention(*tensors, doc_ids=DOCS, softcap=0.7)
+    assert got.dtype == torch.bfloat16 and (got.double() - want).abs().max() < 2e-2 * want.abs().max()
+
+
+def test_uniform_rows_need_no_mask():
+    uniform = torch.tensor([[3] * 7, [0] * 7])
+    assert attending.normalised(uniform) is None
+    assert attending.normalised(DOCS) is DOCS and attending.normalised(torch.full((2, 7), -1)) is not None
+    tensors = operands()
+    assert megacpp_compile.attention_capability(*tensors, doc_ids=uniform) == attending.Capability("sdpa")
+    assert megacpp_compile.attention_capability(*tensors, doc_ids=[0] * 7).backend == "sdpa"
+    somewhere = uniform.to("meta")
+    assert attending.normalised(somewhere) is somewhere, "asking a device would wait for it"
+
+
+def test_who_serves_and_what_speaks_against_the_others():
+    tensors = operands()
+    assert megacpp_compile.attention_capability(*tensors).tags == ()
+    found = megacpp_compile.attention_capability(*tensors, doc_ids=DOCS)
+    assert (found.backend, found.tags) == ("plain", ("doc-ids",)) and "[doc-ids]" in str(found)
+    assert megacpp_compile.attention_capability(*tensors, softcap=1.0).tags == ("softcap",)
+    for backend, tag, arguments in (
+        ("sdpa", "softcap", {"softcap": 1.0}),
+        ("sdpa", "doc-ids", {"doc_ids": DOCS}),
+        ("flex", "backward", {}),
+        ("pallas", "device", {}),
+    ):
+        with pytest.raises(AttentionError, match=rf"\[{tag}\]") as caught:
+            megacpp_compile.attention(*tensors, **arguments, backend=backend)
+        assert (caught.value.backend, caught.value.tag) == (backend, tag) and tag in bodies.TAGS
+    with torch.no_grad(), pytest.raises(AttentionError, match=r"\[dtype\]"):
+        megacpp_compile.attention(*tensors, backend="flex")
+
+
+def test_the_reason_is_logged_once(caplog):
+    attending._announce.cache_clear()
+    with caplog.at_level(logging.INFO, logger="megacpp_compile"):
+        for _ in range(3):
+            megacpp_compile.attention(*operands(), softcap=2.0)
+    assert [r.getMessage() for r in caplog.records].count(caplog.records[0].getMessage()) == 1
+    assert "attention on cpu: plain" in caplog.text and "[softcap]" in caplog.text
+
+
+@pytest.mark.parametrize("spoilt", [
+    lambda q, k, v: ((q[0], k, v), {}),
+    lambda q, k, v: ((q, k[..., :2], v), {}),
+    lambda q, k, v: ((q, k, v[:, :, :3]), {}),
+    lambda q, k, v: ((q[:, :3], k[:, :2], v[:, :2]), {}),
+    lambda q, k, v: ((q, k.float(), v), {}),
+    lambda q, k, v: ((q, k, v), {"softcap": -1.0}),
+    lambda q, k, v: ((q, k, v), {"doc_ids": DOCS[:, :3]}),
+    lambda q, k, v: ((q, k, v), {"doc_ids": DOCS.float()}),
+    lambda q, k, v: ((q[:, :, :3], k, v), {"doc_ids": DOCS[:, :3]}),
+    lambda q, k, v: ((q, k, v), {"backend": "flash"}),
+])  # fmt: skip
+def test_operands_that_do_not_belong_together(spoilt):
+    tensors, arguments = spoilt(*operands())
+    with pytest.raises(OperandError):
+        megacpp_compile.attention(*tensors, **arguments)
+
+
+def test_a_compiler_sees_one_graph():
+    tensors = operands("grouped")
+    arguments = {"softcap": 0.7, "doc_ids": DOCS}
+    torch._dynamo.reset()
+    call = torch.compile(megacpp_compile.attention, backend="aot_eager", fullgraph=True)
+    for got, want in zip(
+        with_gradients(call, tensors, **arguments), with_gradients(mathematics, tensors, **arguments), strict=True
+    ):
+        torch.testing.assert_close(got, want)
+    torch._dynamo.reset()
+    call = torch.compile(megacpp_compile.attention, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(call(*tensors), mathematics(*tensors))
+
+
+def test_pallas_kernel_is_given_what_it_takes(monkeypatch):
+    """With ops in the kernel's place: padded lanes, repeated keys, scaled queries, ids and cap, and gradients back."""
+
+    class Ops:
+        def sa_custom_forward(q, k, v, settings, ids, causal, softcap):
+            assert q.shape[-1] == k.shape[-1] == v.shape[-1] == 128 and k.shape[1] == q.shape[1]
+            assert ids is None or ids.dtype == torch.int32
+            return (bodies.plain(q, k, v, ids, softcap, 1.0, causal),)
+
+        def sa_custom_backward(grad, q, k, v, settings, ids, causal, softcap):
+            leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+            with torch.enable_grad():
+                out = bodies.plain(*leaves, ids, softcap, 1.0, causal)
+            return torch.autograd.grad(out, leaves, grad)
+
+    monkeypatch.setattr(pallas, "_bridge", lambda: Ops)
+    monkeypatch.setattr(pallas, "_settings", lambda: "")
+    for heads in ("grouped", "other values"):
+        tensors = operands(heads)
+        arguments = {"doc_ids": DOCS, "softcap": 0.7, "scale": 0.3, "causal": True}
+        got = with_gradients(pallas.attend, tensors, **arguments)
+        for g, w in zip(got, with_gradients(mathematics, tensors, **arguments), strict=True):
+            torch.testing.assert_close(g, w)
