@@ -116,6 +116,7 @@ class Frame:
         block: the repeated block it was compiled for, the first of those that run it; "" outside of
             `megacpp_compile.compile`.
         blocks: how many blocks of that structure the model has, itself included; 0 outside of blocks.
+        chosen: settings that were left at "auto" and what they came to on this target.
         recognised: what was recognised and has no lowering: "kind", "fqn" and "source" of each, as in `Site`.
     """
 
@@ -132,6 +133,7 @@ class Frame:
     peak: dict[str, Any] | None = None
     block: str = ""
     blocks: int = 0
+    chosen: dict[str, Any] = field(default_factory=dict)
     recognised: list[dict[str, str]] = field(default_factory=list)
 
 
