@@ -144,6 +144,7 @@ class Frame:
         blocks: how many blocks of that structure the model has, itself included; 0 outside of blocks.
         sharding: under a sharding plan, its "mesh" (axis -> number of devices) and the parameters that were "pinned":
             "fqn", "shape", "spec", "rule" and "by" of each, as in `sharding.pinning.Pinned`.
+        chosen: settings that were left at "auto" and what they came to on this target.
         recognised: what was recognised and has no lowering: "kind", "fqn" and "source" of each, as in `Site`.
         precision: under a precision plan, a `Precision` as a dict for every linear, routed expert layer and attention.
     """
@@ -161,6 +162,7 @@ class Frame:
     peak: dict[str, Any] | None = None
     block: str = ""
     blocks: int = 0
+    chosen: dict[str, Any] = field(default_factory=dict)
     recognised: list[dict[str, str]] = field(default_factory=list)
     precision: list[dict[str, str]] = field(default_factory=list)
     sharding: dict[str, Any] | None = None

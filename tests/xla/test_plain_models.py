@@ -64,7 +64,7 @@ def made(kind, settings):
 
 
 @pytest.mark.parametrize(
-    ("name", "options"), [*((name, {}) for name in BLOCKS), ("halves", {"keep_latents": True})]
+    ("name", "options"), [*((name, {}) for name in BLOCKS), ("halves", {"keep_latents": False})]
 )
 def test_block(xla, name, options):
     import torch_xla.debug.metrics as metrics
@@ -87,6 +87,7 @@ def test_block(xla, name, options):
     for site, wanted in kind.expected(**settings).items():
         assert report.counts[site] in allowed_counts(wanted), report
     assert {frame.target for frame in report.frames} == {"tpu"}
+    assert {frame.chosen.get("keep_latents") for frame in report.frames} == {None if options else True}
     assert {site.effective for site in report.sites} == {"tpu_xla"}
     assert difference(result, out) < TOLERANCE
     assert difference(moved.grad, x.grad) < TOLERANCE
