@@ -141,38 +141,3 @@ def ssd_scan(inputs: Sequence[Tensor], grad: Tensor, chunk: int, tuned: bool) ->
             return [y, *op.ssd_scan_backward(grad, None, *operands, states, chunk)[:5]]
 
     return Runner({FORWARD: forward, STEP: step}, step)
-
-
-def sparse_mla(
-    q: Tensor, kv: Tensor, indices: Tensor, settings: tuple[float, int, bool, int], grad: Tensor, tuned: bool
-) -> Runner:
-    """`sparse_mla` and its gradients, in bfloat16."""
-    op = lowering("sparse_mla", q.device)
-    context = tuning(tuned)
-    q, kv = q.detach(), kv.detach()
-
-    def forward() -> tuple[Tensor, Tensor]:
-        with context():
-            return op.sparse_mla(q, kv, indices, None, *settings)
-
-    def step() -> list[Tensor]:
-        with context():
-            out, lse = op.sparse_mla(q, kv, indices, None, *settings)
-            return [out, *op.sparse_mla_backward(grad, None, q, kv, indices, out, lse, *settings)]
-
-    return Runner({FORWARD: forward, STEP: step}, step)
-
-
-def sparse_mla_forward(
-    q: Tensor, payload: Tensor, indices: Tensor, scale: Tensor, settings: tuple[float, int, bool, int],
-    fp8_products: bool, tuned: bool,
-) -> Runner:  # fmt: skip
-    """`sparse_mla` on rows in fp8."""
-    op = lowering("sparse_mla", q.device)
-    context = tuning(tuned)
-
-    def forward() -> list[Tensor]:
-        with context():
-            return [op.sparse_mla(q, payload, indices, scale, *settings, fp8_products)[0]]
-
-    return Runner({FORWARD: forward}, forward)

@@ -10,7 +10,6 @@ The compiler calls `emit_frame` once per frame; every `record()` that is open re
 from __future__ import annotations
 
 import json
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,173 +17,20 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .errors import ReportFormatError
+from .report_records import Frame, Miss, Precision, Region, Site, lock
 
 if TYPE_CHECKING:
     import torch
+
+__all__ = [
+    "Frame", "Miss", "Precision", "Region", "Report", "Site", "active", "aside", "bytes_text", "emit_estimate",
+    "emit_frame", "emit_regions", "plain", "plural", "record",
+]  # fmt: skip
 
 _FORMAT = 1  # version of the JSON; raise it when a key changes its meaning or goes
 
 # A module-level list, not a context variable: autograd compiles a lazy backward in another thread.
 _open_reports: list[Report] = []
-_lock = threading.RLock()
-
-
-@dataclass(slots=True)
-class Site:
-    """One place where a pass put a semantic op.
-
-    Attributes:
-        pass_name: the pass; "pass" in JSON.
-        op: qualified name of the op, "megacpp::down_norm_up".
-        fqn: module the code belongs to, "" when it could not be resolved.
-        source: "file.py:123, in forward: `code line`", or "".
-        requested: lowering asked for.
-        effective: lowering that runs.
-        reason: why the two differ, "" when they do not.
-        saved_before: bytes the replaced code would save for backward; None when unknown (inference).
-        saved_after: bytes the op saves for backward; None when unknown.
-        frame: index of the frame within its report; set on collection.
-        node: name of the op's node in the FX graph.
-    """
-
-    pass_name: str
-    op: str
-    fqn: str
-    source: str
-    requested: str
-    effective: str
-    reason: str = ""
-    saved_before: int | None = None
-    saved_after: int | None = None
-    frame: int = 0
-    node: str = ""
-    # Each report holds a copy, as frames are numbered per report; all copies share this list.
-    _copies: list[Site] = field(default_factory=list, repr=False, compare=False)
-
-    def set_saved(self, before: int | None, after: int | None) -> None:
-        """Fill in the bytes saved for backward, also in every report this site was emitted to."""
-        with _lock:
-            for site in (self, *self._copies):
-                site.saved_before, site.saved_after = before, after
-
-
-@dataclass(slots=True)
-class Miss:
-    """A place that came near a pattern and was refused.
-
-    Attributes:
-        pass_name: the pass; "pass" in JSON.
-        fqn: module the code belongs to, "" when it could not be resolved.
-        source: "file.py:123, in forward: `code line`", or "".
-        node: name of the FX node the refusal is about.
-        tag: the reason for machines, "intermediate_escapes".
-        reason: the reason in one sentence.
-        frame: index of the frame within its report; set on collection.
-    """
-
-    pass_name: str
-    fqn: str
-    source: str
-    node: str
-    tag: str
-    reason: str
-    frame: int = 0
-
-
-@dataclass(slots=True)
-class Precision:
-    """What a precision plan asks of a linear, of routed experts or of attention, and what it computes in.
-
-    Attributes:
-        fqn: module the code belongs to, "" when it could not be resolved.
-        kind: "linear", "experts" or "attention".
-        shape: "out x in" of a linear, else "".
-        source: as in `Site`.
-        requested: recipe the plan asks for; "bf16" is to be left as it is.
-        effective: the recipe, or the dtype it computes in; "fp8 weight" where that came as fp8; "as written" where
-            Inductor compiled the frame alone.
-        rule: what asked: a pattern of the plan, or "role attention".
-        reason: why the plan's recipe is not in effect, "" where it is.
-    """
-
-    fqn: str
-    kind: str
-    shape: str
-    source: str
-    requested: str
-    effective: str
-    rule: str
-    reason: str = ""
-
-
-@dataclass(slots=True)
-class Frame:
-    """One graph that Dynamo handed over.
-
-    Attributes:
-        index: number of the frame within its report, from 0; set on collection.
-        captured: True when the passes saw it, False when it compiled as plain Inductor would.
-        reason: why it fell back, "" when captured.
-        name: what it compiles, e.g. the qualified name of the code object.
-        nodes: number of FX nodes the passes saw, or Dynamo's when it fell back.
-        target: "cpu", "cuda" or "tpu".
-        passes: pass name -> times fired, with 0 for a pass that ran and did not fire.
-        seconds: stage -> wall-clock seconds; stages do not overlap, so the sum is the whole.
-        grad: True when compiled for training.
-        remat: what the policy decided: kind of block ("ablock", ..., "" for what lies between blocks) -> entries
-            in force, blocks, bytes "saved" for backward, "offloaded" to main memory until then, and read by backward
-            but computed "again", the number of nodes "recomputed", and the modelled "seconds" that all this takes. None
-            without a policy, for inference, and where the code came from a cache.
-        peak: under a policy, bytes allocated on the device at the peak of a training step: "before" the step (what
-            its graph reads, or all that there was when a limit asked for it), "step" on top, "predicted" (both), and
-            the "limit" that was asked for or None. With one artifact for several blocks, of all of them; "transient"
-            is what one of them takes beyond what it saves.
-        block: the repeated block it was compiled for, the first of those that run it; "" outside of
-            `megacpp_compile.compile`.
-        blocks: how many blocks of that structure the model has, itself included; 0 outside of blocks.
-        sharding: under a sharding plan, its "mesh" (axis -> number of devices) and the parameters that were "pinned":
-            "fqn", "shape", "spec", "rule" and "by" of each, as in `sharding.pinning.Pinned`.
-        chosen: settings that were left at "auto" and what they came to on this target.
-        recognised: what was recognised and has no lowering: "kind", "fqn" and "source" of each, as in `Site`.
-        precision: under a precision plan, a `Precision` as a dict for every linear, routed expert layer and attention.
-    """
-
-    index: int = 0
-    captured: bool = True
-    reason: str = ""
-    name: str = ""
-    nodes: int = 0
-    target: str = ""
-    passes: dict[str, int] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
-    grad: bool = False
-    remat: dict[str, dict[str, Any]] | None = None
-    peak: dict[str, Any] | None = None
-    block: str = ""
-    blocks: int = 0
-    chosen: dict[str, Any] = field(default_factory=dict)
-    recognised: list[dict[str, str]] = field(default_factory=list)
-    precision: list[dict[str, str]] = field(default_factory=list)
-    sharding: dict[str, Any] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Region:
-    """What `megacpp_compile.compile` decided about a part of a model.
-
-    Attributes:
-        fqns: the modules, all of one structure; ("",) is the model itself.
-        module: their class.
-        parameters: number of parameters in all of them.
-        treatment: "compiled" (in place, one artifact for all that guards cannot tell apart) or "eager".
-        reason: why this is no repeated block, "" when it is one.
-    """
-
-    fqns: tuple[str, ...]
-    module: str
-    parameters: int
-    treatment: str
-    reason: str = ""
 
 
 @dataclass
@@ -224,7 +70,7 @@ class Report:
 
     def add(self, frame: Frame, sites: Iterable[Site] = (), misses: Iterable[Miss] = ()) -> None:
         """Append copies numbered for this report; a later `Site.set_saved` reaches the copy."""
-        with _lock:
+        with lock:
             index = len(self.frames)
             self.frames.append(replace(frame, index=index, passes=dict(frame.passes), seconds=dict(frame.seconds)))
             for site in sites:
@@ -321,12 +167,12 @@ def record(known_passes: Iterable[str] = ()) -> Iterator[Report]:
         known_passes: passes that `Report.counts` lists even when no frame ran them.
     """
     report = Report(tuple(known_passes))
-    with _lock:
+    with lock:
         _open_reports.append(report)
     try:
         yield report
     finally:
-        with _lock:  # by identity: two empty reports are equal
+        with lock:  # by identity: two empty reports are equal
             _open_reports[:] = [other for other in _open_reports if other is not report]
 
 
@@ -334,19 +180,19 @@ def record(known_passes: Iterable[str] = ()) -> Iterator[Report]:
 def aside() -> Iterator[Report]:
     """Collect what is compiled inside for this report alone: what is only tried out is none of the others' business."""
     report = Report()
-    with _lock:
+    with lock:
         others = list(_open_reports)
         _open_reports[:] = [report]
     try:
         yield report
     finally:
-        with _lock:
+        with lock:
             _open_reports[:] = others
 
 
 def emit_estimate(estimate: dict[str, Any]) -> None:
     """Attach an estimate to every open report."""
-    with _lock:
+    with lock:
         for report in _open_reports:
             report.estimate = estimate
 
@@ -358,14 +204,14 @@ def active() -> bool:
 
 def emit_frame(frame: Frame, sites: Sequence[Site] = (), misses: Sequence[Miss] = ()) -> None:
     """Add a compiled frame to every open report; does nothing when there is none."""
-    with _lock:
+    with lock:
         for report in _open_reports:
             report.add(frame, sites, misses)
 
 
 def emit_regions(regions: Iterable[Region]) -> None:
     """Add to every open report what it does not know yet."""
-    with _lock:
+    with lock:
         for report in _open_reports:
             report.regions.extend(region for region in regions if region not in report.regions)
 

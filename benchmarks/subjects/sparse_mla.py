@@ -2,7 +2,7 @@
 
 The plain form gathers the rows of every query and multiplies; it is judged, as ours is, against the op's reference in
 float32. Each query sees as many rows as there are before it, at most `topk`, in no order. FLOPs of the floor are those
-of valid rows at the rate of bfloat16, also where products are fp8's.
+of valid rows.
 """
 
 from __future__ import annotations
@@ -15,13 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import kernels, models
+from benchmarks import models
 from benchmarks.ceilings import Work
 from benchmarks.harness import FORWARD, STEP, Case, Contestant, Runner, Settings, run_case, training
 from benchmarks.variants import inductor
-
-# Queries and probabilities that keep 4 bits, beside rows that keep no more.
-FP8_BOUND = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,15 +83,13 @@ def wide(p: Problem, kv: Tensor) -> list[Tensor]:
     return [out, *reference.sparse_mla_backward(grad, None, q, kv, p.indices, out, lse, *p.settings)]
 
 
-def ours(p: Problem, *rows: Tensor | None, fp8_products: bool = False) -> Callable[..., Tensor]:
+def ours(p: Problem, *rows: Tensor | None) -> Callable[..., Tensor]:
     import megacpp_compile
 
     scale = rows[0] if rows else None
 
     def call(q: Tensor, kv: Tensor) -> Tensor:
-        return megacpp_compile.sparse_mla(
-            q, kv, p.indices, d_v=p.size.d_v, kv_scale=scale, fp8_products=fp8_products
-        )[0]
+        return megacpp_compile.sparse_mla(q, kv, p.indices, d_v=p.size.d_v, kv_scale=scale)[0]
 
     return call
 
@@ -111,10 +106,6 @@ def bfloat16(size: Size, device: torch.device) -> Case:
         row("Inductor", "inductor", lambda: functools.partial(_third, inductor(model), p.indices)),
         row("megacpp_compile.sparse_mla", "ours", lambda: ours(p)),
     ]
-    for tuned in (False, True):
-        build = functools.partial(kernels.sparse_mla, p.q, p.kv, p.indices, p.settings, p.grad, tuned)
-        name = "our kernels" + ", autotuned" * tuned
-        rows.append(Contestant(name, "kernels", build, times_eager=kernels.times_eager(device)))
     return Case("sparse_mla", size.name, dataclasses.asdict(size), work(p), lambda: wide(p, p.kv), rows, torch.bfloat16,
                 ("output", "grad q", "grad kv"))  # fmt: skip
 
@@ -131,24 +122,14 @@ def fp8(size: Size, device: torch.device) -> Case:
     kv, q = (payload.float() * scale).to(torch.bfloat16), p.q.detach()
     model = models.GatheredMLA(*p.settings[:2])
 
-    def row(name: str, kind: str, call: Callable[[], Any], bound: float | None = None) -> Contestant:
-        return Contestant(name, kind, lambda: Runner({FORWARD: call}, lambda: [call()]), bound)
+    def row(name: str, kind: str, call: Callable[[], Any]) -> Contestant:
+        return Contestant(name, kind, lambda: Runner({FORWARD: call}, lambda: [call()]))
 
     rows = [
         row("eager, rows in bfloat16", "eager", lambda: model(q, kv, p.indices)),
         row("megacpp_compile.sparse_mla, rows in bfloat16", "ours", lambda: ours(p)(q, kv)),
         row("megacpp_compile.sparse_mla, rows in fp8", "ours", lambda: ours(p, scale)(q, payload)),
-        row("megacpp_compile.sparse_mla, products in fp8", "ours",
-            lambda: ours(p, scale, fp8_products=True)(q, payload), FP8_BOUND),
-    ]  # fmt: skip
-    for products in (False, True):
-        build = functools.partial(
-            kernels.sparse_mla_forward, q, payload, p.indices, scale, p.settings, products, True
-        )
-        name = f"our kernels, {'products' if products else 'rows'} in fp8, autotuned"
-        # Rows are rounded to bfloat16 once more, inside.
-        times = kernels.times_eager(device) + 1
-        rows.append(Contestant(name, "kernels", build, FP8_BOUND if products else None, times))
+    ]
     floor, sizes = {FORWARD: work(p, 1)[FORWARD]}, dataclasses.asdict(size)
     return Case("sparse_mla", f"{size.name}, rows in fp8", sizes, floor, lambda: wide(p, kv)[:1], rows, torch.bfloat16,
                 ("output",))  # fmt: skip

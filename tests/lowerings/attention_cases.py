@@ -22,7 +22,7 @@ def operands(rand, dtype, b=2, t=5, h=3, s=9, k=6, d_qk=24, d_v=16, causal=True,
     return q, kv, indices.to(index), None, d_qk**-0.5, d_v, causal, offset
 
 
-def quantised(rand, args, per="row", products=False):
+def quantised(rand, args, per="row"):
     """The same rows as a payload and its scale."""
     q, kv, indices, _, *others = args
     b, s, _, d = kv.shape
@@ -32,7 +32,7 @@ def quantised(rand, args, per="row", products=False):
     if per in ("tensor", "sequence"):
         scale = scale.expand(b, s, 1, 1)
     payload = (kv.float() * 20).clamp(-448, 448).to(torch.float8_e4m3fn)
-    return q, payload, indices, scale, *others, products
+    return q, payload, indices, scale, *others
 
 
 ATTENTION = {
@@ -53,10 +53,7 @@ ATTENTION = {
     "deepseek_lanes": {"b": 1, "t": 2, "h": 2, "d_qk": 576, "d_v": 512, "offset": 7},
     "parts_of_buffers": {"layout": "parts"},
 }
-SCALES = {
-    **{per: {"per": per} for per in ("tensor", "sequence", "row", "block")},
-    **{f"{per}_fp8_products": {"per": per, "products": True} for per in ("tensor", "row")},
-}
+SCALES = {per: {"per": per} for per in ("tensor", "sequence", "row", "block")}
 for label, options in ATTENTION.items():
 
     @case("sparse_mla", label)

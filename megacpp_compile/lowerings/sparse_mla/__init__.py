@@ -16,9 +16,6 @@
 Computed in float32 (float64 for float64); kernels round probabilities to q's dtype before they multiply values, and fp8
 rows to q's dtype. Raises OperandError for operands of other shapes and dtypes.
 
-`fp8_products`, for fp8 rows of one scale each: both products are fp8's. Each head's query is rounded to e4m3 by its own
-largest lane, and so are the probabilities times the rows' scale, by the largest of a query's.
-
 Backward (q and kv of one dtype; the fp8 lane is forward only and says so): q's gradient is summed in a fixed order.
 That of kv sums over all queries that chose a row: the CUDA kernel adds in float32 with atomics, so that its last bits
 differ from run to run. Under `torch.use_deterministic_algorithms(True)` the reference serves instead, which sorts.
@@ -41,7 +38,7 @@ from megacpp_compile.lowerings._op import compute_dtype, no_autocast, serve
 from megacpp_compile.lowerings.sparse_mla import reference
 
 
-def _check(q: Tensor, kv: Tensor, indices: Tensor, kv_scale: Tensor | None, d_v: int, fp8_products: bool) -> None:
+def _check(q: Tensor, kv: Tensor, indices: Tensor, kv_scale: Tensor | None, d_v: int) -> None:
     problem, blocks = None, -(-kv.shape[-1] // SCALED_LANES)
     if q.dim() != 4 or kv.dim() != 4 or indices.dim() != 4 or kv.shape[2] != 1 or indices.shape[2] != 1:
         shapes = ", ".join(str(tuple(t.shape)) for t in (q, kv, indices))
@@ -60,8 +57,6 @@ def _check(q: Tensor, kv: Tensor, indices: Tensor, kv_scale: Tensor | None, d_v:
         problem = f"q is {q.dtype}, kv {kv.dtype}"
     elif kv_scale is not None and (kv_scale.dim() != 4 or kv_scale.shape[3] not in (1, blocks)):
         problem = f"kv_scale is {tuple(kv_scale.shape)}: [b, s, 1, n], a number a row or for every {SCALED_LANES} lanes"
-    elif fp8_products and (kv_scale is None or kv_scale.shape[3] != 1):
-        problem = "fp8_products are of fp8 rows with one scale each"
     if problem is not None:
         raise OperandError("megacpp::sparse_mla", problem)
 
@@ -76,16 +71,15 @@ def sparse_mla(
     d_v: int,
     causal: bool = True,
     offset: int = 0,
-    fp8_products: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    _check(q, kv, indices, kv_scale, d_v, fp8_products)
+    _check(q, kv, indices, kv_scale, d_v)
     with no_autocast(q):
-        return serve("sparse_mla", reference, q, kv, indices, kv_scale, scale, d_v, causal, offset, fp8_products)
+        return serve("sparse_mla", reference, q, kv, indices, kv_scale, scale, d_v, causal, offset)
 
 
 @sparse_mla.register_fake
-def _(q, kv, indices, kv_scale, scale, d_v, causal=True, offset=0, fp8_products=False):  # type: ignore[no-untyped-def]
-    _check(q, kv, indices, kv_scale, d_v, fp8_products)
+def _(q, kv, indices, kv_scale, scale, d_v, causal=True, offset=0):  # type: ignore[no-untyped-def]
+    _check(q, kv, indices, kv_scale, d_v)
     outer = q.shape[:-1]
     return q.new_empty((*outer, d_v)), q.new_empty(outer, dtype=compute_dtype(q.dtype))
 
@@ -115,7 +109,7 @@ def _(grad, grad_lse, q, kv, indices, out, lse, scale, d_v, causal, offset):  # 
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, kv, indices, kv_scale, *ctx.settings, _ = inputs
+    q, kv, indices, kv_scale, *ctx.settings = inputs
     ctx.set_materialize_grads(False)  # an lse that nobody reads has no gradient
     ctx.forward_only = kv_scale is not None
     ctx.save_for_backward(q, kv, indices, *output)
@@ -128,7 +122,7 @@ def _backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[A
     if grad is None:
         grad = torch.zeros_like(out)
     dq, dkv = sparse_mla_backward(grad, grad_lse, q, kv, indices, out, lse, *ctx.settings)
-    return dq, dkv, *[None] * 7
+    return dq, dkv, *[None] * 6
 
 
 sparse_mla.register_autograd(_backward, setup_context=_setup_context)

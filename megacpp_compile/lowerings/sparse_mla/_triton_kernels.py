@@ -13,8 +13,6 @@ from megacpp_compile.lowerings._triton_cast import as_stored
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-# Probabilities in e4m3 are at most 2^8, of its 448.
-UNIT = tl.constexpr(8.0)
 
 
 @triton.jit
@@ -92,63 +90,6 @@ def sparse_mla_forward(q, kv, indices, kv_scale, out, lse, tokens, rows, heads, 
         most = new
     found = total > 0
     acc = acc / tl.where(found, total, 1.0)[:, None]
-    place = (b * tokens + t) * heads + h
-    tl.store(out + place[:, None] * V + v[None, :], as_stored(acc, out), mask=(h < heads)[:, None] & (v < V)[None, :])
-    tl.store(lse + place, tl.where(found, (most + tl.log2(total)) * LN_2, float("-inf")), mask=h < heads)
-
-
-@triton.jit
-def sparse_mla_fp8(q, kv, indices, kv_scale, out, lse, tokens, rows, heads, topk, offset, scale,
-                   q_b, q_t, q_h, kv_b, kv_s, i_b, i_t, i_k, s_b, s_s, s_d,
-                   V: tl.constexpr, VP: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, CAUSAL: tl.constexpr,
-                   BH: tl.constexpr, BK: tl.constexpr):  # fmt: skip
-    """As above with both products in fp8. Scores take the rows' scale behind their product; the values' scale goes into
-    the probabilities' exponent, so that what is rounded to e4m3 has a largest element, of its own, of 2^8."""
-    across = (heads + BH - 1) // BH
-    t, b = (tl.program_id(0) // across).to(tl.int64), tl.program_id(1).to(tl.int64)
-    h = (tl.program_id(0) % across) * BH + tl.arange(0, BH)
-    v, r = tl.arange(0, VP), V + tl.arange(0, RP)
-    at = q + b * q_b + t * q_t + h[:, None] * q_h
-    q_v = tl.load(at + v[None, :], mask=(h < heads)[:, None] & (v < V)[None, :], other=0.0).to(tl.float32)
-    largest = tl.max(tl.abs(q_v), 1)
-    if R:
-        q_r = tl.load(at + r[None, :], mask=(h < heads)[:, None] & (r < V + R)[None, :], other=0.0).to(tl.float32)
-        largest = tl.maximum(largest, tl.max(tl.abs(q_r), 1))
-    q_scale = tl.where(largest > 0, largest / 448.0, 1.0)
-    # Rounded up, a quotient may lie just above the largest number of e4m3.
-    q_8 = tl.clamp(q_v / q_scale[:, None], -448.0, 448.0).to(tl.float8e4nv)
-    if R:
-        q_8r = tl.clamp(q_r / q_scale[:, None], -448.0, 448.0).to(tl.float8e4nv)
-    indices += b * i_b + t * i_t
-    kv += b * kv_b
-    kv_scale += b * s_b
-    most = tl.full([BH], float("-inf"), tl.float32)
-    most_weighted = tl.full([BH], float("-inf"), tl.float32)
-    total = tl.zeros([BH], tl.float32)
-    acc = tl.zeros([BH, VP], tl.float32)
-    for first in range(0, topk, BK):
-        row, valid = _chosen(indices, first + tl.arange(0, BK), rows, t + offset, topk, i_k, CAUSAL)
-        row_scale = tl.load(kv_scale + row * s_s, mask=valid, other=1.0).to(tl.float32)
-        k_v = tl.load(kv + row[:, None] * kv_s + v[None, :], mask=valid[:, None] & (v < V)[None, :], other=0.0)
-        scores = tl.dot(q_8, tl.trans(k_v))
-        if R:
-            k_r = tl.load(kv + row[:, None] * kv_s + r[None, :], mask=valid[:, None] & (r < V + R)[None, :], other=0.0)
-            scores = tl.dot(q_8r, tl.trans(k_r), scores)
-        scores = scores * (q_scale * (scale * LOG2_E))[:, None] * row_scale[None, :]
-        scores = tl.where(valid[None, :], scores, float("-inf"))
-        new = tl.maximum(most, tl.max(scores, 1))
-        base = tl.where(new == float("-inf"), 0.0, new)
-        total = total * tl.exp2(most - base) + tl.sum(tl.exp2(scores - base[:, None]), 1)
-        most = new
-        weighted = scores + tl.log2(row_scale)[None, :]
-        new_weighted = tl.maximum(most_weighted, tl.max(weighted, 1))
-        base = tl.where(new_weighted == float("-inf"), 0.0, new_weighted)
-        p = tl.exp2(weighted - base[:, None] + UNIT).to(tl.float8e4nv)
-        acc = tl.dot(p, k_v, acc * tl.exp2(most_weighted - base)[:, None])
-        most_weighted = new_weighted
-    found = total > 0
-    back = tl.where(most_weighted == float("-inf"), 0.0, tl.exp2(most_weighted - UNIT - most))
-    acc = acc * tl.where(found, back / tl.where(found, total, 1.0), 0.0)[:, None]
     place = (b * tokens + t) * heads + h
     tl.store(out + place[:, None] * V + v[None, :], as_stored(acc, out), mask=(h < heads)[:, None] & (v < V)[None, :])
     tl.store(lse + place, tl.where(found, (most + tl.log2(total)) * LN_2, float("-inf")), mask=h < heads)

@@ -32,7 +32,6 @@ _TILES = [
 ]  # fmt: skip
 _KEY = ("V", "R", "heads", "topk")
 _forward = Kernel(kernels.sparse_mla_forward, _TILES, _KEY)
-_forward_fp8 = Kernel(kernels.sparse_mla_fp8, _TILES, _KEY)
 _query_grad = Kernel(kernels.sparse_mla_query_grad, _TILES, _KEY)
 _rows_grad = Kernel(kernels.sparse_mla_rows_grad, _TILES, _KEY, restore=("dkv",))
 
@@ -101,7 +100,6 @@ def sparse_mla(
     d_v: int,
     causal: bool = True,
     offset: int = 0,
-    fp8_products: bool = False,
 ) -> tuple[Tensor, Tensor]:
     out = torch.empty((*q.shape[:-1], d_v), dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
@@ -111,14 +109,10 @@ def sparse_mla(
         steps = {name: 0 if statically_known_true(kv_scale.shape[dim] == 1) else kv_scale.stride(dim)
                  for name, dim in (("s_b", 0), ("s_s", 1), ("s_d", 3))}  # fmt: skip
     args |= {**steps, "kv_scale": q if kv_scale is None else kv_scale, "out": out, "lse": lse}
-    if fp8_products and kv_scale is not None:
-        tile = {"BH": max(16, min(64, power_of_2(q.shape[2]))), "BK": 128, "num_warps": 8, "num_stages": 2}
-        _forward_fp8(_by_heads(q), tile, **args)
-    else:
-        by_blocks = kv_scale is not None and kv_scale.shape[3] > 1
-        scaled = {"SCALED": int(kv_scale is not None), "BLOCKS": int(by_blocks)}
-        # Loaded ahead, the blocks' scales, one a lane, would take more shared memory than there is.
-        _forward(_by_heads(q), _tile(q, 64, 64, 1 if by_blocks else 2), **args, **scaled, **multiply(q.dtype))
+    by_blocks = kv_scale is not None and kv_scale.shape[3] > 1
+    scaled = {"SCALED": int(kv_scale is not None), "BLOCKS": int(by_blocks)}
+    # Loaded ahead, the blocks' scales, one a lane, would take more shared memory than there is.
+    _forward(_by_heads(q), _tile(q, 64, 64, 1 if by_blocks else 2), **args, **scaled, **multiply(q.dtype))
     return out, lse
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megacpp_compile.lowerings._fp8 import SCALED_LANES, round_to_fp8, widened
+from megacpp_compile.lowerings._fp8 import SCALED_LANES, widened
 from megacpp_compile.lowerings._op import compute_dtype
 
 # Bytes of rows gathered at once.
@@ -94,7 +94,6 @@ def sparse_mla(
     d_v: int,
     causal: bool = True,
     offset: int = 0,
-    fp8_products: bool = False,
 ) -> tuple[Tensor, Tensor]:
     dtype = compute_dtype(q.dtype)
     rows, outs, sums = _Rows(kv, kv_scale, dtype), [], []
@@ -103,33 +102,13 @@ def sparse_mla(
         valid = _valid(index, rows.count, causal, offset, part.start or 0)
         chosen, chosen_scale = rows.take(index, valid)
         queries = q[:, part].to(dtype)
-        if fp8_products and chosen_scale is not None:
-            out, lse = _fp8_products(queries, chosen, chosen_scale, valid, scale, d_v)
-        else:
-            if chosen_scale is not None:
-                chosen = _scaled(chosen, chosen_scale)
-            p, lse = _softmax(torch.einsum("bthd,btkd->bthk", queries, chosen) * scale, valid)
-            out = torch.einsum("bthk,btkd->bthd", p, chosen[..., :d_v])
+        if chosen_scale is not None:
+            chosen = _scaled(chosen, chosen_scale)
+        p, lse = _softmax(torch.einsum("bthd,btkd->bthk", queries, chosen) * scale, valid)
+        out = torch.einsum("bthk,btkd->bthd", p, chosen[..., :d_v])
         outs.append(out.to(q.dtype))
         sums.append(lse)
     return torch.cat(outs, 1).contiguous(), torch.cat(sums, 1).contiguous()
-
-
-def _fp8_products(
-    queries: Tensor, payload: Tensor, row_scale: Tensor, valid: Tensor, scale: float, d_v: int
-) -> tuple[Tensor, Tensor]:
-    """out and lse with the query and the weighted probabilities rounded to e4m3."""
-    rounded, query_scale = round_to_fp8(queries, torch.float8_e4m3fn)
-    queries = widened(rounded, queries.dtype) * query_scale
-    row_scale = row_scale.squeeze(-1).expand(valid.shape) if row_scale.dim() else row_scale.expand(valid.shape)
-    logits = torch.einsum("bthd,btkd->bthk", queries, payload) * (row_scale.unsqueeze(2) * scale)
-    p, lse = _softmax(logits, valid)
-    weights = p * row_scale.unsqueeze(2)
-    # The largest of a row becomes 256: a power of two, so that nothing but e4m3's own rounding is lost.
-    largest = weights.amax(-1, keepdim=True) if weights.shape[-1] else weights.new_zeros((*weights.shape[:-1], 1))
-    unit = torch.where(largest > 0, largest, 1) / 256
-    weights = widened((weights / unit).to(torch.float8_e4m3fn), queries.dtype) * unit
-    return torch.einsum("bthk,btkd->bthd", weights, payload[..., :d_v]), lse
 
 
 def sparse_mla_backward(
