@@ -11,12 +11,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
+from torch import fx
+from torch.fx import GraphModule, Node
 
 from megacpp_compile import log
 from megacpp_compile.config import Config
 from megacpp_compile.handoff import LowerSemanticOps
 from megacpp_compile.remat.tagging import TagForRemat, Tell, recompute_views
+
+aten = torch.ops.aten
 
 
 def to_openxla(
@@ -62,6 +65,8 @@ def plain_openxla(
 def _program(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     from torch._dynamo.backends.torchxla import openxla_eval_boxed
 
+    _tell_results_apart(graph.graph)
+    graph.recompile()
     return openxla_eval_boxed(graph, inputs)  # type: ignore[arg-type,no-any-return]
 
 
@@ -72,6 +77,45 @@ def _spread(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     keep_batches(graph.graph)
     graph.recompile()
     return _program(graph, inputs)
+
+
+# To XLA a copy is the value itself.
+_COPIES = (aten.clone.default, aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default)
+
+
+def _copied(node: Node) -> Node:
+    """What `node` is a copy of, itself if of nothing."""
+    while node.target in _COPIES or node.target is aten._to_copy.default and _same_kind(node, node.args[0]):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _same_kind(node: Node, other: Any) -> bool:
+    a, b = node.meta.get("val"), other.meta.get("val")
+    return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and (a.dtype, a.device) == (b.dtype, b.device)
+
+
+def _read_originals(graph: fx.Graph) -> None:
+    """In a functional graph, what reads a copy of a computed value reads the value: saved for backward it is once then.
+    Results stay copies, and so do those of inputs, which may be written to at the end."""
+    for node in graph.nodes:
+        if (root := _copied(node)) is not node and root.op == "call_function":
+            node.replace_all_uses_with(root, lambda user: user.op != "output")
+    graph.eliminate_dead_code()
+
+
+def _tell_results_apart(graph: fx.Graph) -> None:
+    """torch_xla's bridge to Dynamo (2.9) takes results that are copies of one value for one result, while the program
+    returns them all: what comes behind is mixed up. A permutation of nothing makes them two, and costs nothing."""
+    output = graph.find_nodes(op="output")[0]
+    results = list(output.args[0]) if isinstance(output.args[0], (list, tuple)) else []
+    for i, node in enumerate(results):
+        if isinstance(node, Node) and _copied(node) is not node and isinstance(node.meta.get("val"), torch.Tensor):
+            with graph.inserting_before(output):
+                results[i] = graph.call_function(aten.permute.default, (node, list(range(node.meta["val"].dim()))))
+                results[i].meta = dict(node.meta)
+    if results:
+        output.args = (tuple(results),)
 
 
 def differentiated(
@@ -88,6 +132,8 @@ def differentiated(
     policy = config.policy
 
     def tagged(joint: GraphModule, inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+        if views_again:
+            _read_originals(joint.graph)
         if policy is not None:
             TagForRemat(policy, dict(config.block_kinds), tell=tell)(joint.graph)
         elif views_again or config.sharding is not None:
