@@ -116,9 +116,9 @@ class Frame:
         block: the repeated block it was compiled for, the first of those that run it; "" outside of
             `megacpp_compile.compile`.
         blocks: how many blocks of that structure the model has, itself included; 0 outside of blocks.
+        recognised: what was recognised and has no lowering: "kind", "fqn" and "source" of each, as in `Site`.
         sharding: under a sharding plan, its "mesh" (axis -> number of devices) and the parameters that were "pinned":
             "fqn", "shape", "spec", "rule" and "by" of each, as in `sharding.pinning.Pinned`.
-        recognised: what was recognised and has no lowering: "kind", "fqn" and "source" of each, as in `Site`.
     """
 
     index: int = 0
