@@ -67,7 +67,8 @@ def enter(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boundary:
     graph.output(output)
     graph._codegen = gm.graph._codegen
     made = Boundary(fx.GraphModule(gm, graph), [], [])
-    mode = detect_fake_mode([n.meta.get("example_value") for n in gm.graph.nodes])
+    # The mode of the frame: Dynamo's own values may be of another, which it traced in.
+    mode = detect_fake_mode() or detect_fake_mode([n.meta.get("example_value") for n in gm.graph.nodes])
     inputs: list[Any] = []
     holders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     for i, (old, value) in enumerate(zip(holders, example_inputs, strict=True)):

@@ -41,6 +41,10 @@ def _valid(indices: Tensor, rows: int, causal: bool, offset: int, first: int) ->
     return valid
 
 
+def _is_fp8(t: Tensor) -> bool:
+    return t.is_floating_point() and t.element_size() == 1
+
+
 class _Rows:
     """The latent rows by index: kv as [b, s, d], and its scale, if there is one."""
 
@@ -63,7 +67,9 @@ class _Rows:
             return empty, None if self.scale is None else empty.new_ones(())
         batch = torch.arange(index.shape[0], device=index.device)[:, None, None]
         index = torch.where(valid, index, 0)
-        rows = widened(self.kv[batch, index], self.dtype).masked_fill(~valid.unsqueeze(-1), 0)
+        # By their bytes: torch 2.9 takes no rows of fp8 tensors on a CPU.
+        held = self.kv.view(torch.uint8) if _is_fp8(self.kv) else self.kv
+        rows = widened(held[batch, index].view(self.kv.dtype), self.dtype).masked_fill(~valid.unsqueeze(-1), 0)
         if self.scale is None:
             return rows, None
         scale = self.scale.to(self.dtype)
