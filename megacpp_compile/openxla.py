@@ -55,7 +55,7 @@ def plain_openxla(
     kernels: Any = None,
     copies: int = 1,
 ) -> Callable[..., Any]:
-    """Compile a frame exactly as `backend="openxla"` would, but for the policy, if there is one."""
+    """Compile a frame as `backend="openxla"` would, but for the policy, if there is one, and results mixed up."""
     return _compile(gm, example_inputs, config, patches, tell, kernels or _program)
 
 
