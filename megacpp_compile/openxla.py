@@ -57,7 +57,8 @@ def plain_openxla(
     kernels: Any = None,
     copies: int = 1,
 ) -> Callable[..., Any]:
-    """Compile a frame exactly as `backend="openxla"` would, but for a policy or a sharding plan, if there is one."""
+    """Compile a frame as `backend="openxla"` would, but for a policy or a sharding plan, if there is one, and for
+    results mixed up."""
     program = _spread if config.sharding is not None else _program
     return differentiated(gm, example_inputs, config, patches, tell, kernels or program)
 
