@@ -18,7 +18,7 @@ LAYERS = {"cuda": 24, "cpu": 4}
 
 def tables(settings: Settings) -> Iterator[dict[str, Any]]:
     layers, turns = (1, 1) if settings.quick else (LAYERS[settings.device.type], min(settings.turns, 2))
-    model = "plain" if settings.quick else compile_time.available_model()
+    model = "plain" if settings.quick else compile_time.model_for(settings.device.type)
     rows: dict[str, dict[str, Any]] = {b: {"name": name, "kind": kind} for b, (name, kind) in KINDS.items()}
     seconds: dict[str, list[dict[str, Any]]] = {backend: [] for backend in rows}
     for turn in range(turns):
@@ -36,5 +36,6 @@ def tables(settings: Settings) -> Iterator[dict[str, Any]]:
             row["graphs"] = seconds[backend][0]["graphs"]
             row["step_ms"] = summary([s["step_ms"] for s in seconds[backend]])["median"]
     yield {"subject": "compile_time", "case": f"{layers} layers of {model}", "measure": "first step, cold",
-           "sizes": {"layers": layers, "model": model}, "dtype": "float32", "work": {}, "floor_ms": None,
-           "last_of_case": True, "rows": with_ratios(list(rows.values()), None)}  # fmt: skip
+           "sizes": {"layers": layers, "model": model}, "dtype": "bfloat16" if model == "mla" else "float32",
+           "work": {}, "floor_ms": None, "last_of_case": True,
+           "rows": with_ratios(list(rows.values()), None)}  # fmt: skip

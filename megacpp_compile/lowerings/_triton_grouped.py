@@ -153,6 +153,57 @@ def grouped_gated(x, gates, ups, table, ends, take, h_gate, h_up, out, rows, xs,
 
 
 @triton.jit
+def _with_slope(gate, NAME: tl.constexpr):
+    """`_activated`, and its derivative."""
+    if NAME == "silu":
+        s = tl.sigmoid(gate)
+        return gate * s, s * (1 + gate * (1 - s))
+    elif NAME == "gelu":
+        below = 0.5 * (1 + tl.erf(gate * 0.7071067811865476))
+        return gate * below, below + gate * tl.exp(-0.5 * gate * gate) * 0.3989422804014327
+    elif NAME == "gelu_tanh":
+        s = tl.sigmoid(2 * 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate))
+        inner = 0.7978845608028654 * (1 + 3 * 0.044715 * gate * gate)
+        return gate * s, s + 2 * gate * s * (1 - s) * inner
+    elif NAME == "relu":
+        return tl.maximum(gate, 0), tl.where(gate > 0, 1.0, 0.0).to(gate.dtype)
+    else:
+        tl.static_assert(NAME == "relu2")
+        positive = tl.maximum(gate, 0)
+        return positive * positive, 2 * positive
+
+
+@triton.jit
+def gated_gradients(product, h_gate, h_up, gates, ends, d_hidden, out, dots, rows, ps, hs,
+                    N: tl.constexpr, E: tl.constexpr, NAME: tl.constexpr, ACC: tl.constexpr,
+                    BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+    """Of each row, with a = f(h_gate) * h_up and its gradient `product * gates`: the gradients of h_gate and h_up, side
+    by side; `a * gates`; and `product . a`, the gradient of the row's gate. Rows behind all groups are zero."""
+    m = tl.program_id(0) * BM + tl.arange(0, BM)
+    there, live = m < rows, m < tl.load(ends + E - 1)
+    scale = tl.load(gates + m, mask=there, other=0).to(ACC)[:, None]
+    row = m.to(tl.int64)[:, None]
+    dot = tl.zeros([BM], ACC)
+    for at in range(0, N, BN):
+        n = at + tl.arange(0, BN)
+        inside = (n < N)[None, :]
+        here = live[:, None] & inside
+        d_a = tl.load(product + row * ps + n[None, :], mask=here, other=0).to(ACC)
+        gate = tl.load(h_gate + row * hs + n[None, :], mask=here, other=0).to(ACC)
+        up = tl.load(h_up + row * hs + n[None, :], mask=here, other=0).to(ACC)
+        f, slope = _with_slope(gate, NAME)
+        a = f * up
+        dot += tl.sum(d_a * a, 1)
+        d_a *= scale
+        here = there[:, None] & inside
+        d = d_hidden + row * (2 * N) + n[None, :]
+        tl.store(d, as_stored(d_a * slope * up, d_hidden), mask=here)
+        tl.store(d + N, as_stored(d_a * f, d_hidden), mask=here)
+        tl.store(out + row * N + n[None, :], as_stored(a * scale, out), mask=here)
+    tl.store(dots + m, dot, mask=there)
+
+
+@triton.jit
 def grouped_weights(grad, x, ends, take_grad, take_x, out, gs, xs, N: tl.constexpr, K: tl.constexpr,
                     TAKE_GRAD: tl.constexpr, TAKE_X: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
                     INTERPRETED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
@@ -264,6 +315,29 @@ def gated(
             TYPE=_TYPES[x.dtype], **multiply(x.dtype), ACC=accumulator(x.dtype), **blocks,
         )  # fmt: skip
     return hidden[0], hidden[-1] if not fused else hidden[0].new_empty(0), out
+
+
+def gradients(
+    product: Tensor, hidden: list[Tensor], gates: Tensor, offsets: Tensor, activation: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(gradients of gate and up, side by side; what went into the last product, times the gates; gradients of these),
+    see `gated_gradients`. hidden: gate and up, or one tensor of both."""
+    rows, n = product.shape
+    hidden = [h if h.stride(-1) == 1 else h.contiguous() for h in hidden]
+    gate, up = hidden if len(hidden) == 2 else hidden[0].chunk(2, 1)
+    if gate.stride() != up.stride():
+        gate, up = gate.contiguous(), up.contiguous()
+    product = product if product.stride(-1) == 1 else product.contiguous()
+    d_hidden = product.new_empty((rows, 2 * n))
+    out, dots = product.new_empty((rows, n)), gates.new_empty(rows)
+    if rows:
+        wide = product.dtype.itemsize > 2
+        blocks = {"BM": 4, "BN": 128 if wide else 512, "num_warps": 4}
+        gated_gradients[(-(-rows // blocks["BM"]),)](
+            product, gate, up, gates.contiguous(), offsets, d_hidden, out, dots, rows, product.stride(0),
+            gate.stride(0), N=n, E=offsets.shape[0], NAME=activation, ACC=accumulator(product.dtype), **blocks,
+        )  # fmt: skip
+    return d_hidden, out, dots
 
 
 def weights(

@@ -175,22 +175,41 @@ def moe_backward(
     product = grouped.rows([grad], w_down, offsets, True, token)  # the gradient of a, but for the gate
 
     dtype = compute_dtype(x.dtype)
-    here = (torch.arange(order.shape[0], device=order.device) < offsets[-1])[:, None]
-    d_a = torch.where(here, product.to(dtype), 0)
-    gate_of = gates.reshape(-1)[order][:, None].to(dtype)
-    inner, *up = (torch.where(here, h.to(dtype), 0) for h in lanes(hidden, layout))
-    f, slope = ACTIVATIONS[activation](inner)
-    a = f * up[0] if up else f
-    d_gate = (d_a * a).sum(-1).to(gates.dtype)[inverse_of(order)].view(gates.shape)
-    d_a = d_a * gate_of
-    parts = [d_a * slope * up[0], d_a * f] if up else [d_a * slope]
-    if layout == "up_gate":
-        parts.reverse()
-    d_hidden = [p.to(x.dtype) for p in parts] if layout in ("pair", "single") else [torch.cat(parts, -1).to(x.dtype)]
+    gate_of = gates.reshape(-1)[order].to(dtype)
+    together = getattr(grouped, "gradients", None)
+    if together is not None and layout in ("pair", "gate_up"):
+        d_both, a, d_gate = together(product, hidden, gate_of, offsets, activation)
+        d_hidden = [d_both]
+    else:
+        d_hidden, a, d_gate = _gradients(product, hidden, gate_of, offsets, activation, layout)
 
-    d_down = grouped.weights(grad, (a * gate_of).to(x.dtype), offsets, token)
+    d_gate = d_gate.to(gates.dtype)[inverse_of(order)].view(gates.shape)
+    d_down = grouped.weights(grad, a, offsets, token)
     d_ups = [grouped.weights(d, x, offsets, None, token) for d in d_hidden]
+    if len(d_hidden) < len(ups):  # side by side
+        d_hidden, d_ups = list(d_hidden[0].chunk(2, 1)), list(d_ups[0].chunk(2, 1))
     d_rows = grouped.rows(d_hidden, [w for part in ups for w in part], offsets, True)
     d_x = _per_token(d_rows, order, offsets, gates.new_ones((), dtype=dtype).expand(tokens, k)).sum(1).to(x.dtype)
     nothing = x.new_empty(0)
     return d_x, d_gate, d_ups[0] if len(d_ups) == 2 else nothing, d_ups[-1], d_down
+
+
+def _gradients(
+    product: Tensor, hidden: Sequence[Tensor], gate_of: Tensor, offsets: Tensor, activation: str, layout: str
+) -> tuple[list[Tensor], Tensor, Tensor]:
+    """(gradients of what is before the activation, what is behind it times the gate, gradients of the gates), by row.
+    product: the gradient of what is behind the activation, but for the gate."""
+    dtype = gate_of.dtype
+    here = (torch.arange(product.shape[0], device=product.device) < offsets[-1])[:, None]
+    d_a = torch.where(here, product.to(dtype), 0)
+    inner, *up = (torch.where(here, h.to(dtype), 0) for h in lanes(hidden, layout))
+    f, slope = ACTIVATIONS[activation](inner)
+    a = f * up[0] if up else f
+    d_gate = (d_a * a).sum(-1)
+    d_a = d_a * gate_of[:, None]
+    parts = [d_a * slope * up[0], d_a * f] if up else [d_a * slope]
+    if layout == "up_gate":
+        parts.reverse()
+    if layout not in ("pair", "single"):
+        parts = [torch.cat(parts, -1)]
+    return [p.to(product.dtype) for p in parts], (a * gate_of[:, None]).to(product.dtype), d_gate
