@@ -9,6 +9,7 @@ import sys
 
 import torch
 import torch_xla
+import torch_xla.debug.metrics as metrics
 import torch_xla.runtime
 from corpus.spellings import PlainMLA, tables
 from torch import nn
@@ -46,6 +47,11 @@ def spec(t: torch.Tensor) -> str:
     return torch_xla._XLAC._get_xla_sharding_spec(t)
 
 
+def compilations() -> int:
+    data = metrics.metric_data("CompileTime")
+    return data[0] if data else 0
+
+
 def differences(there: nn.Module, module: nn.Module) -> dict[str, float]:
     pairs = zip(there.named_parameters(), module.parameters(), strict=True)
     return {name: difference(p.grad, q.grad) for (name, p), q in pairs}
@@ -68,8 +74,18 @@ def block_of(plan: ShardingPlan, device: torch.device) -> dict:
     torch_xla.sync(wait=True)
     out = block(x, *angles)
     out.backward(grad)
+    wrong = {"out": difference(result, out), "x": difference(moved.grad, x.grad), **differences(there, block)}
+    compiled = [compilations()]
+    for _ in range(4):
+        before = compilations()
+        moved.grad = None
+        there.zero_grad()
+        call(moved, *(t.to(device) for t in angles)).backward(back)
+        torch_xla.sync(wait=True)
+        compiled.append(compilations() - before)
     return {
-        "differences": {"out": difference(result, out), "x": difference(moved.grad, x.grad), **differences(there, block)},
+        "differences": wrong,
+        "compiled": compiled,
         "specs": {name: spec(p) for name, p in there.named_parameters()},
         "report": str(report),
         "pinned": report.frames[0].sharding["pinned"],

@@ -54,6 +54,8 @@ def hlo(shape: tuple[int, ...]) -> str:
 def check(block: dict, given: list[str], specs: dict[str, str]) -> None:
     assert block["sites"] == 4
     assert max(block["differences"].values()) < TOLERANCE, block["differences"]
+    first, *later = block["compiled"]
+    assert first > 0 and not any(later[1:]), "a step compiles anew"
     assert block["specs"] == {f"{name}.weight": spec for name, spec in specs.items()}
     for name, shape in (WEIGHTS | NORMS).items():  # all shapes differ
         holders = re.findall(rf"{re.escape(hlo(shape))}\S* parameter\(\d+\), sharding=({{\S*}})", given[0])
