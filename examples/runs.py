@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import collections
 import dataclasses
 import gc
 import statistics
@@ -23,7 +24,8 @@ AVERAGED = 20  # last steps whose mean is a run's final loss: a single batch say
 @dataclasses.dataclass
 class Run:
     """`backend` may name a dtype or the recipe of a precision plan of its own, "eager:float32", "megacpp:fp8_current".
-    `failed`: why it stopped, "" where it did not. Figures are of the steps before. Peak in MiB, 0 without CUDA."""
+    `linears`: under a plan, how many compute in what. `failed`: why it stopped, "" where it did not. Figures are of the
+    steps before. Peak in MiB, 0 without CUDA."""
 
     backend: str
     losses: list[float] = dataclasses.field(default_factory=list)
@@ -33,6 +35,8 @@ class Run:
     compile_seconds: float = 0.0
     peak_mib: float = 0.0
     fused: dict[str, int] = dataclasses.field(default_factory=dict)
+    frames: int = 0
+    linears: dict[str, int] = dataclasses.field(default_factory=dict)
     failed: str = ""
 
 
@@ -149,6 +153,9 @@ def recorded(name: str, *what: Any, **how: Any) -> Run:
     with megacpp_compile.record() as report:
         run = train(name, *what, **how)
     run.fused = {name: count for name, count in report.counts.items() if count}
+    run.frames = len(report.frames)
+    rows = [row for frame in report.frames for row in frame.precision if row["kind"] == "linear"]
+    run.linears = dict(collections.Counter(row["effective"] for row in rows))
     return run
 
 
@@ -165,6 +172,9 @@ def show(runs: list[Run], reference: Run) -> None:
         )
         if run.fused:
             print("  fused: " + ", ".join(f"{name} {count}" for name, count in run.fused.items()))
+        if run.linears:
+            linears = ", ".join(f"{count} in {recipe}" for recipe, count in run.linears.items())
+            print(f"  linears: {linears}; {run.frames} compiled frame{'s' * (run.frames != 1)}")
         if run.failed:
             print(f"  stopped after {len(run.losses)} steps: {run.failed}")
 

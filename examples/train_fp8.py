@@ -4,7 +4,7 @@ Parameters are bfloat16 and the optimizer holds float32 copies, as is usual. The
 plan (`options={"precision": "fp8_current"}`) says which linears are in float8. Where a device has no float8 the plan
 says bfloat16 everywhere, and the runs are alike. The text is Python's own standard library.
 
-    python examples/train_fp8.py                                           # with a GPU: 12 layers, 0.57 B parameters
+    python examples/train_fp8.py                                           # with a GPU: 12 layers, 0.60 B parameters
     python examples/train_fp8.py --size tiny --steps 20 --blocks           # anywhere
     python examples/train_fp8.py --backends eager inductor megacpp megacpp:fp8_current --json fp8.json
 """

@@ -19,7 +19,7 @@ from torch.fx import GraphModule, Node
 from megacpp_compile import dynamic_outputs, fp8_boundary, handoff, log, openxla, report, saved, torchtpu, verify
 from megacpp_compile.capture import Captured, capture
 from megacpp_compile.config import Config
-from megacpp_compile.effective_precision import answered, asked
+from megacpp_compile.effective_precision import answered, asked, unseen
 from megacpp_compile.errors import (
     CaptureError,
     MegacppError,
@@ -237,6 +237,7 @@ def analyse(gm: GraphModule, example_inputs: Sequence[Any], config: Config, targ
         captured = capture(gm, example_inputs)
     except CaptureError as error:
         frame.captured, frame.reason = False, str(error)
+        frame.precision = unseen(gm.graph, config.precision, "the frame was compiled by Inductor alone")
         log.logger.info("frame not captured, compiled by Inductor alone: %s", error)
         _enforce(config, {}, [])
         return Analysis(frame)

@@ -12,10 +12,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import fx
 from torch.fx import Node
 
 from megacpp_compile.config import Config
+from megacpp_compile.fp8_boundary import LINEARS
 from megacpp_compile.graph_edit import value
 from megacpp_compile.passes._driver import Outcome
 from megacpp_compile.precision.plan import PrecisionPlan
@@ -26,6 +28,7 @@ from megacpp_compile.report import Precision
 
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 _FP8_WEIGHT = "megacpp::linear_fp8_weight"
+_CALLS: dict[Any, str] = dict.fromkeys(LINEARS, "linear") | {F.scaled_dot_product_attention: "attention"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +78,19 @@ def answered(rows: Sequence[Asked], outcome: Outcome, config: Config) -> list[di
             if done[-1].requested != "bf16":
                 done[-1].reason = "grouped products of experts have no fp8 op in the graph"
     return [dataclasses.asdict(row) for row in done]
+
+
+def unseen(graph: fx.Graph, plan: PrecisionPlan | None, reason: str) -> list[dict[str, Any]]:
+    """The same of a graph of Dynamo's that no pass saw, as `reason` says: its calls run as they are written."""
+    rows = []
+    for node in graph.nodes if plan is not None else ():
+        kind = _CALLS.get(node.target)
+        if kind is not None and plan is not None:
+            fqn = module_fqn(node)
+            said = plan.decide(fqn, "attention" if kind == "attention" else None)
+            why = reason if said.requested != "bf16" else ""
+            rows.append(Precision(fqn, kind, "", source_line(node), said.requested, "as written", said.rule, why))
+    return [dataclasses.asdict(row) for row in rows]
 
 
 def _why(ask: Asked, outcome: Outcome, config: Config) -> str:

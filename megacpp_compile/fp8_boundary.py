@@ -27,7 +27,7 @@ from megacpp_compile.provenance import input_name, source_line
 from megacpp_compile.report import Miss
 
 REPORTED_AS = "fp8_wrappers"
-_LINEAR = (F.linear, torch._C._nn.linear)
+LINEARS = (F.linear, torch._C._nn.linear)  # as Dynamo has them
 
 
 @dataclasses.dataclass
@@ -121,7 +121,7 @@ def _refusal(node: fx.Node, held: Split) -> str | None:
     for user in node.users:
         weight = user.args[1] if len(user.args) > 1 else user.kwargs.get("weight")
         others = (*user.args[:1], *user.args[2:], *(v for k, v in user.kwargs.items() if k != "weight"))
-        if user.op != "call_function" or user.target not in _LINEAR or weight is not node or node in others:
+        if user.op != "call_function" or user.target not in LINEARS or weight is not node or node in others:
             return f"it is read by {getattr(user.target, '__name__', user.target)}, which has no fp8 lane"
     return None
 

@@ -16,10 +16,11 @@ def kind(draw: random.Random, op: str) -> Kind:
     dims = draw.choice((1, 2, 2, 3))
     per = draw.choice(("tensor", "tensor", "tensor", "row", "row", "block"))
     sizes: tuple[int, ...] = (16, 32, 48, 144) if draw.random() < 0.8 else (13, 21, 150)
-    if op.startswith("fp8_block"):  # of which a GPU takes whole blocks
-        sizes = (128, 256, 512) if draw.random() < 0.8 else sizes
+    rows: tuple[str | int, ...] = tuple(_class(draw) for _ in range(dims))
+    if op.startswith("fp8_block") and draw.random() < 0.8:  # of which a GPU takes whole blocks
+        sizes, rows = (128, 256, 384, 512), (*(draw.choice((1, 2)) for _ in rows[1:]), 128 * draw.choice((1, 2, 3)))
     return Kind(
-        op=op, sizes=tuple(_class(draw) for _ in range(dims)), heads=-1,
+        op=op, sizes=rows, heads=-1,
         widths={"n": draw.choice(sizes), "k": draw.choice(sizes)},
         dtypes={"main": draw.choice(FLOATS), "out": draw.choice((torch.bfloat16, torch.bfloat16, *FLOATS))},
         layout=(False, False, False),

@@ -9,8 +9,9 @@ from frames import run
 from passes import experts
 from torch import nn
 
-from megacpp_compile import PrecisionPlan, explain
+from megacpp_compile import PrecisionPlan, backend, explain
 from megacpp_compile.config import Config
+from megacpp_compile.errors import CaptureError
 from megacpp_compile.passes import linear
 from megacpp_compile.report import Report
 
@@ -80,6 +81,18 @@ def test_nothing_is_left_without_a_reason(float8, options, said):
     args = (torch.randn(DIM, dtype=torch.bfloat16),) if not options else x()
     (row,) = rows(module, args, PrecisionPlan((("*", "fp8_current"),), gate=False), **options).values()
     assert (row["requested"], row["effective"], row["reason"]) == ("fp8_current", "bf16", said)
+
+
+def test_a_frame_that_is_not_captured(monkeypatch):
+    def no(*_):
+        raise CaptureError("not this one")
+
+    monkeypatch.setattr(backend, "capture", no)
+    frames = run(Model(), x(), Config(precision=PLAN), captured=False)
+    found = {r["fqn"]: r for a in frames.analyses for r in a.frame.precision}
+    assert {r["effective"] for r in found.values()} == {"as written"}
+    assert found["self_attn.q_proj"]["reason"] == found["self_attn"]["reason"] == "the frame was compiled by Inductor alone"
+    assert (found["lm_head"]["requested"], found["lm_head"]["reason"]) == ("bf16", "")
 
 
 def test_routed_experts(float8):
