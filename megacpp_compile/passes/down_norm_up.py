@@ -67,15 +67,15 @@ def _several(view: GraphView) -> Iterator[tuple[Node, Match]]:
             latents.setdefault(found[0].node, {}).setdefault(found[1], (found[2], norm))
     for node, by_start in latents.items():
         runs = [(start, size, norm) for start, (size, norm) in sorted(by_start.items())]
-        matches, lo = [], 0
+        matches, lo = list[tuple[Node, Match]](), 0
         for i, (start, size, norm) in enumerate(runs if len(runs) > 1 else []):
             behind = runs[i + 1][0] if i + 1 < len(runs) else value(node).shape[-1]
             hi = behind if start == lo else start + size  # what is not normed lies on one side of what is
             last = i + 1 == len(runs)
-            found = _check(view, norm, (lo, hi)) if start + size <= hi and not (last and hi != behind) else None
-            if not isinstance(found, Match):
+            match = _check(view, norm, (lo, hi)) if start + size <= hi and not (last and hi != behind) else None
+            if not isinstance(match, Match):
                 break
-            matches.append((norm.node, found))
+            matches.append((norm.node, match))
             lo = hi
         else:
             yield from matches
