@@ -1,4 +1,5 @@
-"""Every expert on every token, weighted by its column of a gate matrix: `y += gates[:, e, None] * expert_e(x)`.
+"""Every expert on every token, weighted by its column of a gate matrix: `y += gates[:, e, None] * expert_e(x)`, or by
+the sum of a token's gates that are its: `y += (gates * (indices == e)).sum(-1, keepdim=True) * expert_e(x)`.
 
 Most of the matrix is zero where experts are chosen by `topk`, and what is multiplied by zero need not be computed.
 """
@@ -15,7 +16,7 @@ from megacpp_compile.graph_edit import same_size, value
 from megacpp_compile.passes._moe_rewrite import Routed, match
 from megacpp_compile.passes._rule import GraphView, Match, Refusal
 from megacpp_compile.recognise.experts import Expert, NoExpert, agree, linear_product, match_expert, over_rows
-from megacpp_compile.recognise.gate_matrix import is_filled, match_chosen, match_column
+from megacpp_compile.recognise.gate_matrix import is_filled, match_chosen, match_chosen_gate, match_column
 from megacpp_compile.recognise.views import is_cast
 
 aten = torch.ops.aten
@@ -23,10 +24,10 @@ aten = torch.ops.aten
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """`node` is column `expert` of `matrix` times `out`."""
+    """`node` is column `expert` of `matrix`, or of what the pair (indices, gates) makes one, times `out`."""
 
     node: Node
-    matrix: Node
+    matrix: Node | tuple[Node, Node]
     expert: int
     out: Node
 
@@ -44,7 +45,7 @@ def find(view: GraphView) -> Iterator[Match | Refusal]:
                 if old in sums:
                     base, before = sums[old]
                     sums[node] = base, [*before, added]
-                elif (start := shares.get(_uncast(old))) is not None and start.matrix is added.matrix:
+                elif (start := shares.get(_uncast(old))) is not None and start.matrix == added.matrix:
                     sums[node] = None, [start, added]
                 else:
                     empty = not isinstance(old, Node) and old == 0 or is_filled(old, 0.0)
@@ -71,7 +72,9 @@ def _share(node: Node) -> Share | None:
     for gate, out in (node.args, node.args[::-1]):
         if value(gate).dim() != value(out).dim() or value(gate).shape[-1:] != (1,):
             continue
-        column = match_column(gate)  # type: ignore[arg-type]
+        column: tuple[Node | tuple[Node, Node], int] | None = match_column(gate)  # type: ignore[arg-type]
+        if column is None and (own := match_chosen_gate(gate)) is not None:  # type: ignore[arg-type]
+            return Share(node, own[:2], own[2], out)  # type: ignore[arg-type]
         if column is None or not all(map(same_size, value(column[0]).shape[:-1], value(out).shape[:-1])):
             continue
         return Share(node, *column, out)  # type: ignore[arg-type]
@@ -83,13 +86,22 @@ def _check(view: GraphView, node: Node, base: Node | None, shares: list[Share]) 
     if match_expert(shares[0].out, linear_product) is None:
         return None  # some other sum of products
     for share in shares:
-        if share.matrix is not matrix:
+        if share.matrix != matrix:
             return Refusal(share.node, "gates", "experts are weighted by different gates")
     by_number = {share.expert: share for share in shares}
-    if sorted(by_number) != list(range(len(shares))) or not same_size(value(matrix).shape[-1], len(shares)):
+    first = 0 if isinstance(matrix, Node) else min(by_number)
+    gaps = sorted(by_number) != list(range(first, first + len(shares)))
+    if gaps or isinstance(matrix, Node) and not same_size(value(matrix).shape[-1], len(shares)):
         return Refusal(node, "gaps", "not every column of the gates weights one expert")
-    found = all_experts([by_number[e].out for e in range(len(shares))])
-    return found if found is None or isinstance(found, Refusal) else by_matrix(view, node, matrix, *found, base)
+    found = all_experts([by_number[first + e].out for e in range(len(shares))])
+    if found is None or isinstance(found, Refusal):
+        return found
+    if isinstance(matrix, Node):
+        return by_matrix(view, node, matrix, *found, base)
+    x, experts = found
+    if not same_size(value(x).shape[0], value(matrix[0]).shape[0]) or value(x).dim() != 2:
+        return Refusal(x, "rows", "there are not as many rows as choices")
+    return match(view, Routed(node, x, matrix[0], matrix[1], experts, first, base))
 
 
 def all_experts(outs: list[Node]) -> tuple[Node, list[Expert]] | Refusal | None:

@@ -13,7 +13,7 @@ from megacpp_compile.graph_edit import same_size, value
 from megacpp_compile.passes._moe_rewrite import Routed, match
 from megacpp_compile.passes._rule import GraphView, Match, Refusal
 from megacpp_compile.recognise.experts import Expert, NoExpert, agree, linear_product, match_expert, over_rows
-from megacpp_compile.recognise.gate_matrix import is_filled
+from megacpp_compile.recognise.gate_matrix import is_filled, match_chosen_gate
 from megacpp_compile.recognise.routing import (
     Rows,
     added_rows,
@@ -265,6 +265,9 @@ def _gates(node: Node, link: Link) -> list[tuple[Node, bool]]:
     if read is None:
         return []
     gates, indices = read[0], value(mask.indices)
+    if column is None and mask.any and (own := match_chosen_gate(gates)) is not None:
+        meant = own[0] is mask.indices and own[2] == mask.expert and _same(read[1], [link.token])
+        return [(own[1], False)] if meant else []
     if column is None:
         gates, column = one_choice(gates)
     if column is None:

@@ -115,12 +115,53 @@ def _as_number(node: Node) -> Node:
     return node
 
 
-def match_column(node: Node) -> tuple[Node, int] | None:
-    """(matrix [.., E], e) where `node` is its column e, as [.., 1] or [..]."""
+def match_chosen_gate(node: Node) -> tuple[Node, Node, int] | None:
+    """(indices [T, k], gates [T, k], e) where `node` [T, 1] or [T] is the sum of a token's gates whose choice is e."""
+    node = _one_lane(node)
+    if node.target is not aten.sum.dim_IntList or list(node.args[1]) not in ([1], [-1]):  # type: ignore[arg-type]
+        return None
+    product = node.args[0]
+    while isinstance(product, Node) and is_cast(product):
+        product = product.args[0]
+    assert isinstance(product, Node)
+    target, args = product.target, product.args
+    if target is aten.mul.Tensor:
+        pairs = [args, args[::-1]]
+    elif target is aten.where.ScalarOther and args[2] == 0 or target is aten.where.self and is_filled(args[2], 0.0):
+        pairs = [(args[1], args[0])]
+    elif target is aten.masked_fill.Scalar and args[2] == 0 and _negated(args[1]) is not None:
+        pairs = [(args[0], _negated(args[1]))]
+    else:
+        return None
+    for gates, mark in pairs:
+        if not isinstance(gates, Node) or not isinstance(mark, Node) or value(gates).dim() != 2:
+            continue
+        mask = match_mask(_as_number(mark))
+        if mask is None or mask.dims != ("t", "s") or mask.expert is None or mask.choice is not None:
+            continue
+        if all(map(same_size, value(gates).shape, value(mask.indices).shape)):
+            return mask.indices, gates, mask.expert
+    return None
+
+
+def _negated(node: Any) -> Node | None:
+    """What `node` is the negation of."""
+    negations = (aten.bitwise_not.default, aten.logical_not.default)
+    return node.args[0] if isinstance(node, Node) and node.target in negations else None  # type: ignore[return-value]
+
+
+def _one_lane(node: Node) -> Node:
+    """`node`, one number a token, before casts and views that add a last dimension to it."""
     while is_cast(node) or node.target in (aten.unsqueeze.default, aten.clone.default, aten.alias.default) or (
         is_outer_view(node) and value(node).shape[-1:] == (1,)
     ):  # fmt: skip
         node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def match_column(node: Node) -> tuple[Node, int] | None:
+    """(matrix [.., E], e) where `node` is its column e, as [.., 1] or [..]."""
+    node = _one_lane(node)
     target, args = node.target, node.args
     if str(target) == "<built-in function getitem>" and isinstance(args[0], Node):
         parts, index = args

@@ -49,6 +49,25 @@ def dense_masked_scores(m, x, indices, gates):
     return torch.stack([expert(x) for expert in m.experts], 1).mul(kept.unsqueeze(-1)).sum(1)
 
 
+def dense_marked_gates(m, x, indices, gates):
+    """No matrix: every expert sums up the gates of the choices that are it."""
+    y = torch.zeros_like(x)
+    for e, expert in enumerate(m.experts):
+        y += (gates * (indices == e)).sum(dim=-1, keepdim=True) * expert(x)
+    return y
+
+
+def dense_marks_as_numbers(m, x, indices, gates):
+    return sum(expert(x) * ((indices == e).to(x.dtype) * gates).sum(1)[:, None] for e, expert in enumerate(m.experts))
+
+
+def dense_gates_where_chosen(m, x, indices, gates):
+    y = x
+    for e, expert in enumerate(m.experts):
+        y = y + torch.where(indices == e, gates, 0.0).sum(-1).unsqueeze(-1) * expert(x)
+    return y
+
+
 def dense_stack_einsum(m, x, indices, gates):
     combine = torch.einsum("tk,tke->te", gates, F.one_hot(indices, EXPERTS).to(gates.dtype))
     return torch.einsum("etd,te->td", torch.stack([expert(x) for expert in m.experts]), combine)
@@ -61,6 +80,15 @@ def mask_any_choice(m, x, indices, gates):
     for e, expert in enumerate(m.experts):
         mask = (indices == e).any(dim=-1)
         y[mask] += expert(x[mask]) * combine[mask, e].unsqueeze(1)
+    return y
+
+
+def mask_and_marked_gates(m, x, indices, gates):
+    y = torch.zeros_like(x)
+    for e, expert in enumerate(m.experts):
+        hit = indices == e
+        mask = hit.any(dim=-1)
+        y[mask] += expert(x[mask]) * (gates * hit).sum(-1)[mask].unsqueeze(-1)
     return y
 
 
@@ -107,7 +135,8 @@ def scatter_add(m, x, indices, gates):
 
 
 LISTS = [dense_loop, dense_sum_of_batches, dense_on_the_residual, dense_masked_scores, dense_stack_einsum,
-         mask_any_choice, mask_of_each_choice, mask_of_the_first_choice, mask_of_the_largest, slots_in_their_places,
+         dense_marked_gates, dense_marks_as_numbers, dense_gates_where_chosen,
+         mask_any_choice, mask_and_marked_gates, mask_of_each_choice, mask_of_the_first_choice, mask_of_the_largest, slots_in_their_places,
          scatter_add]  # fmt: skip
 
 
@@ -240,6 +269,17 @@ def scattered_over_each_other(m, x, indices, gates):
     return dense_loop(m, x, indices // 2, gates)
 
 
+def marked_gates_of_others(m, x, indices, gates):
+    y = torch.zeros_like(x)
+    for e, expert in enumerate(m.experts):
+        y += ((gates if e else gates.flip(-1)) * (indices == e)).sum(dim=-1, keepdim=True) * expert(x)
+    return y
+
+
+def one_marked_gate_left_out(m, x, indices, gates):
+    return sum(m.experts[e](x) * (gates * (indices == e)).sum(-1, keepdim=True) for e in (0, 2))
+
+
 def stack_of_unlike(m, x, indices, gates):
     outs = [expert(x + e) for e, expert in enumerate(m.experts)]
     return (torch.stack(outs, 1) * matrix(indices, gates)[..., None]).sum(1)
@@ -294,9 +334,9 @@ def scatter_add_of_a_few(m, x, indices, gates):
 
 NEAR_MISSES = {
     "dense-gates": [every_expert_works, scattered_over_each_other],
-    "gaps": [a_column_left_out],
+    "gaps": [a_column_left_out, one_marked_gate_left_out],
     "inputs": [stack_of_unlike],
-    "gates": [any_of_what_may_come_twice],
+    "gates": [any_of_what_may_come_twice, marked_gates_of_others],
     "twice": [written_over_the_input],
     "experts-differ": [another_expert_for_the_second_choice],
     "choices": [two_of_three_choices],
