@@ -17,7 +17,7 @@ def no_float8(device: torch.device) -> str:
 
 def no_block_scales(device: torch.device) -> str:
     """Why `device` multiplies no float8 with a scale for every block of 128, "" where it does: cuBLASLt does on Hopper,
-    from CUDA 12.9 on."""
+    from CUDA 12.9 on, which is tried once."""
     if missing := no_float8(device):
         return missing
     major, minor = torch.cuda.get_device_capability(device)
@@ -25,4 +25,8 @@ def no_block_scales(device: torch.device) -> str:
         return f"compute capability {major}.{minor}: products with block scales are Hopper's, 9.0"
     cuda = torch.version.cuda or "none"
     known = cuda != "none" and tuple(int(part) for part in cuda.split(".")[:2]) >= (12, 9)
-    return "" if known else f"CUDA {cuda}: products with block scales are there from 12.9 on"
+    if not known:
+        return f"CUDA {cuda}: products with block scales are there from 12.9 on"
+    from megacpp_compile.gemm import block_scaled
+
+    return block_scaled.failing(device)

@@ -7,8 +7,11 @@ only. Facts: ATen/native/cuda/ScaledBlas.cpp, `is_blockwise_1x128_scaling` and `
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from megacpp_compile.lowerings._fp8 import SCALED_LANES
 
@@ -37,3 +40,33 @@ def by_squares(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out_dtype
     if a.shape[1] % _BOTH:
         b_scale = b_scale.t().repeat_interleave(SCALED_LANES, 1)
     return torch.ops.megacpp.block_scaled_mm(a, a_scale, b, b_scale, out_dtype)
+
+
+@functools.cache
+def failing(device: torch.device) -> str:
+    """Why these products are not to be used on `device`, "" where they are: both kinds are tried once on small operands,
+    as what a build of torch takes of strides, and cuBLASLt of scales, is told by no version number."""
+    with _disable_current_modes(), torch.no_grad():
+        try:
+            off = max(_error(device, squares) for squares in (True, False))
+        except RuntimeError as error:
+            said = (str(error).strip() or "RuntimeError").splitlines()[0]
+            return f"products with block scales fail here: {said[:160]}"
+    return "" if off < 1e-2 else f"products with block scales come out wrong here, by {off:.1e}"
+
+
+def _error(device: torch.device, squares: bool) -> float:
+    """Of a small product, relative, against float32."""
+    m, n, k = SCALED_LANES, 2 * SCALED_LANES, _BOTH
+
+    def waves(*shape: int) -> Tensor:
+        return torch.arange(shape[0] * shape[1], device=device, dtype=torch.float32).mul(0.7).sin().reshape(shape)
+
+    a, b = (waves(rows, k).mul(100).to(torch.float8_e4m3fn) for rows in (m, n))
+    a_scale = waves(k // SCALED_LANES, m) + 2
+    b_scale = waves(*((n // SCALED_LANES, k // SCALED_LANES) if squares else (k // SCALED_LANES, n))) + 2
+    got = block_scaled_mm(a, a_scale, b, b_scale, torch.bfloat16).float()
+    rows_of_b = b_scale.t().repeat_interleave(SCALED_LANES, 1) if squares else b_scale
+    wide = [t.float() * s.t().repeat_interleave(SCALED_LANES, 1) for t, s in ((a, a_scale), (b, rows_of_b))]
+    want = wide[0] @ wide[1].t()
+    return float((got - want).norm() / want.norm())

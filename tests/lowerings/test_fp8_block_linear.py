@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.library import opcheck
 
 from megacpp_compile.gemm import block_scaled
@@ -119,6 +120,23 @@ def test_operands_of_the_products(rand, monkeypatch, k, n):
     assert max(map(relative_error, got, want)) < 2**-8
 
 
+def test_products_are_tried_before_they_are_used(monkeypatch):
+    """Where torch has them, and right; where it refuses; where they come out otherwise. Under fake tensors, too, as the
+    question is asked while a graph is compiled."""
+    device, taken = torch.device("cpu"), block_scaled_as_torch_has_it
+
+    def refuses(*args, **kwargs):
+        raise RuntimeError("no such scales\nand more")
+
+    for product, said in ((taken, ""), (refuses, "no such scales"), (lambda *a, **k: 2 * taken(*a, **k), "wrong")):
+        monkeypatch.setattr(block_scaled.torch, "_scaled_mm", product)
+        block_scaled.failing.cache_clear()
+        with FakeTensorMode():
+            found = block_scaled.failing(device)
+        assert said in found and bool(said) == bool(found) and "more" not in found
+    block_scaled.failing.cache_clear()
+
+
 def test_what_the_lowering_takes(monkeypatch):
     assert "cpu has no float8" in cuda_scaled_mm.supports("fp8_quantize_tiles", (torch.ones(2, 2), 1))
     monkeypatch.setattr(cuda_scaled_mm, "no_block_scales", lambda device: "")
@@ -132,5 +150,6 @@ def test_which_devices_have_block_scales(monkeypatch, capability, cuda, said):
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(block_scaled, "failing", lambda device: "")
     found = float8.no_block_scales(torch.device("cuda"))
     assert said in found and bool(said) == bool(found)
