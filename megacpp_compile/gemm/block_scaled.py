@@ -44,8 +44,8 @@ def by_squares(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out_dtype
 
 @functools.cache
 def failing(device: torch.device) -> str:
-    """Why these products are not to be used on `device`, "" where they are: both kinds are tried once on small operands,
-    as what a build of torch takes of strides, and cuBLASLt of scales, is told by no version number."""
+    """Why these products are not to be used on `device`, "" where they are: both kinds are tried once on small
+    operands, as what a build of torch takes of strides, and cuBLASLt of scales, is told by no version number."""
     with _disable_current_modes(), torch.no_grad():
         try:
             off = max(_error(device, squares) for squares in (True, False))
