@@ -66,8 +66,9 @@ a line in the log. So does `precision="fp8_current"` in the graph:
   An op that were left would be an error. Once gradients and an optimizer's state exist, a step compiles nothing.
 - Backward computes views again instead of reading saved ones, which XLA would have to write as tensors of their own:
   a transposed weight, an unsqueezed table.
-- `down_norm_up` computes its latent again in backward, one more product a site; `keep_latents` takes the memory instead
-  and leaves as many products as plain openxla has.
+- `down_norm_up` keeps its latent for backward (`keep_latents` is "auto"), so that there are as many products as under
+  plain openxla; `keep_latents=False` computes it again, one more product a site, as on the other targets. The report
+  names what "auto" came to.
 - A frame in which nothing fires is compiled exactly as `backend="openxla"` would. Settings of Inductor have no effect
   there, which is logged.
 - `moe` multiplies all rows by every expert, as no shape may depend on the routing: right, and slow with many experts.

@@ -6,14 +6,16 @@ standard library, so that nothing has to be downloaded.
 
     python examples/train_mla.py
     python examples/train_mla.py --backend inductor --steps 50 --no-plot
+    PJRT_DEVICE=CPU python examples/train_mla.py --device xla --steps 50 --json out.json  # overlay.py draws such files
 """
 
 import argparse
+import json
 import statistics
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -181,9 +183,21 @@ class Run:
     compile_seconds: float
 
 
+def device_and_end_of_step(name: str) -> tuple[torch.device, Callable[[], Any]]:
+    """XLA is lazy: what a step has recorded by its end is compiled and run there."""
+    if name != "xla":
+        return torch.device(name), lambda: None
+    try:
+        import torch_xla
+    except ImportError:
+        sys.exit("--device xla needs torch_xla and its torch: pip install torch==2.9.0 torch_xla==2.9.0")
+    return torch_xla.device(), torch_xla.sync
+
+
 def train(name: str, backend: str | None, text: Tensor, args: argparse.Namespace) -> Run:
     torch.manual_seed(args.seed)
-    model = PlainLM(ModelConfig(dim=args.dim, layers=args.layers)).to(args.device, args.dtype)
+    device, end_of_step = device_and_end_of_step(args.device)
+    model = PlainLM(ModelConfig(dim=args.dim, layers=args.layers)).to(device, args.dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95))
     warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20))
     step_model = torch.compile(model, backend=backend) if backend else model
@@ -193,7 +207,7 @@ def train(name: str, backend: str | None, text: Tensor, args: argparse.Namespace
     progress(name, 0, args.steps, "compiling, under a minute" if backend else "")
     for tokens, targets in batches(text, args.steps, args.batch, args.length, args.seed):
         start = time.perf_counter()
-        tokens, targets = tokens.to(args.device), targets.to(args.device)
+        tokens, targets = tokens.to(device), targets.to(device)
         logits = step_model(tokens)
         loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
         optimizer.zero_grad()
@@ -201,6 +215,7 @@ def train(name: str, backend: str | None, text: Tensor, args: argparse.Namespace
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         warmup.step()
+        end_of_step()
         losses.append(loss.item())  # waits for the device, so the time below is the step's own
         seconds.append(time.perf_counter() - start)
         progress(name, len(losses), args.steps, f"loss {losses[-1]:.4f}")
@@ -248,6 +263,12 @@ def largest_difference(a: Run, b: Run) -> float:
     return max(abs(x - y) for x, y in zip(a.losses, b.losses, strict=True))
 
 
+def write(path: Path, args: argparse.Namespace, runs: dict[str, Run]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    where = {"device": args.device, "dtype": str(args.dtype), "torch": torch.__version__}
+    path.write_text(json.dumps([{"backend": name, **where, **vars(run)} for name, run in runs.items()], indent=1))
+
+
 def plot(path: Path, backend: str, eager: Run, compiled: Run) -> None:
     try:
         import matplotlib
@@ -290,7 +311,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=4, help="depth of the model")
     parser.add_argument("--lr", type=float, default=1e-3, help="learning rate after warm-up")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights and the batches")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where to train")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=device, help="where to train: cpu, cuda, or xla")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="weights and activations")
     parser.add_argument(
         "--tolerance",
@@ -299,6 +321,7 @@ def parse_arguments() -> argparse.Namespace:
         help="largest difference allowed between the two loss curves "
         f"(default: {TOLERANCE[torch.float32]} in float32, {TOLERANCE[torch.bfloat16]} in bfloat16)",
     )
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write losses and speed of both runs there")
     default_plot = Path(__file__).parent / "out" / "train_mla.png"
     parser.add_argument("--plot", type=Path, default=default_plot, metavar="PATH", help="figure of the loss curves")
     parser.add_argument("--no-plot", action="store_true", default=argparse.SUPPRESS, help="write no figure")
@@ -330,6 +353,8 @@ def main() -> int:
         compiled = train(args.backend, args.backend, text, args)
 
     print_comparison(args.backend, eager, compiled, report)
+    if args.json:
+        write(args.json, args, {"eager": eager, args.backend: compiled})
     if "no_plot" not in args:
         plot(args.plot, args.backend, eager, compiled)
 

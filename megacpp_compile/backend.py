@@ -219,7 +219,10 @@ class Analysis:
 def analyse(gm: GraphModule, example_inputs: Sequence[Any], config: Config, target: str) -> Analysis:
     """Stages 1 to 3. Never changes `gm`."""
     grad = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs)
+    left, config = config, config.on(target)
     frame = Frame(name=_frame_name(gm), nodes=len(gm.graph.nodes), target=target, grad=grad)
+    if left is not config:
+        frame.chosen = {"keep_latents": config.keep_latents}
     log.graph("dynamo", gm)
     if (nothing := _nothing_to_do(gm, config)) is not None:
         frame.reason, frame.passes = nothing, {p.name: 0 for p in enabled_passes(config)}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
@@ -44,7 +44,8 @@ class Config:
         target: what to lower for; "auto" goes by the device of the inputs.
         explain: print the report of every compiled frame to stderr.
         keep_latents: save what `down_norm_up` norms instead of computing it again from its
-            input in backward: two bytes a latent lane and token (bf16) for the time of one GEMM.
+            input in backward: two bytes a latent lane and token (bf16) for the time of one GEMM. "auto" saves it
+            on XLA devices, so that there are no more products than without this package, and nowhere else.
         merge_down: multiply linears that share one input, such as MLA's query and key-value
             down-projections, as one GEMM.
         autotune: choose the block sizes of this package's kernels by measurement on the first
@@ -68,7 +69,7 @@ class Config:
     verify: Verify = "off"
     target: Target = "auto"
     explain: bool = False
-    keep_latents: bool = False
+    keep_latents: bool | Literal["auto"] = "auto"
     merge_down: bool = False
     autotune: bool = False
     policy: CheckpointingPolicy | None = None
@@ -86,7 +87,7 @@ class Config:
             "verify": _choice("verify", self.verify, get_args(Verify)),
             "target": _choice("target", self.target, get_args(Target), _TARGET_MEANT),
             "explain": _bool("explain", self.explain),
-            "keep_latents": _bool("keep_latents", self.keep_latents),
+            "keep_latents": _bool_or_auto("keep_latents", self.keep_latents),
             "merge_down": _bool("merge_down", self.merge_down),
             "autotune": _bool("autotune", self.autotune),
             "policy": CheckpointingPolicy.of(self.policy),
@@ -154,6 +155,10 @@ class Config:
         """Whether the pass `name` is to run; `default` is for a pass that no setting names."""
         return name not in self.disable and self.passes.get(name, default)
 
+    def on(self, target: str) -> Config:
+        """The settings with what "auto" leaves to the target decided; `target` itself stays as it was asked for."""
+        return replace(self, keep_latents=target == "tpu") if self.keep_latents == "auto" else self
+
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain containers, fit for `Config(**d)` and `options=d`."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -210,6 +215,12 @@ def _bool_text(key: str, text: str) -> bool:
 def _bool(key: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise BadOptionError(key, value, "True or False")
+    return value
+
+
+def _bool_or_auto(key: str, value: Any) -> Any:
+    if value != "auto" and not isinstance(value, bool):
+        raise BadOptionError(key, value, "True, False or 'auto'", ("auto",))
     return value
 
 

@@ -11,12 +11,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
+from torch import fx
+from torch.fx import GraphModule, Node
 
 from megacpp_compile import log
 from megacpp_compile.config import Config
 from megacpp_compile.handoff import LowerSemanticOps
 from megacpp_compile.remat.tagging import TagForRemat, Tell, recompute_views
+from megacpp_compile.sharding.products import keep_batches
+
+aten = torch.ops.aten
 
 
 def to_openxla(
@@ -28,6 +32,7 @@ def to_openxla(
     tell: Tell | None = None,
     kernels: Any = None,
     copies: int = 1,
+    *,
     program: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
     """Compile a rewritten graph with openxla. patches: Inductor's, which mean nothing here and are named in the log;
@@ -42,7 +47,9 @@ def to_openxla(
         return made(graph, inputs)
 
     # XLA has to write each saved view as a tensor of its own: every transposed weight, every unsqueezed table.
-    return differentiated(gm, example_inputs, config, patches, tell, kernels or compiler, views_again=True)
+    # It has no strides either, so that a copy is the value itself.
+    again: dict[str, Any] = {"views_again": True, "read_originals": program is None}
+    return differentiated(gm, example_inputs, config, patches, tell, kernels or compiler, **again)
 
 
 def plain_openxla(
@@ -62,24 +69,63 @@ def plain_openxla(
 def _program(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     from torch._dynamo.backends.torchxla import openxla_eval_boxed
 
+    _tell_results_apart(graph.graph)
+    graph.recompile()
     return openxla_eval_boxed(graph, inputs)  # type: ignore[arg-type,no-any-return]
 
 
 def _spread(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     """`_program`, for several devices."""
-    from megacpp_compile.sharding.products import keep_batches
-
     keep_batches(graph.graph)
     graph.recompile()
     return _program(graph, inputs)
 
 
+# To XLA a copy is the value itself.
+_COPIES = (aten.clone.default, aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default)
+
+
+def _copied(node: Node) -> Node:
+    """What `node` is a copy of, itself if of nothing."""
+    while node.target in _COPIES or node.target is aten._to_copy.default and _same_kind(node, node.args[0]):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _same_kind(node: Node, other: Any) -> bool:
+    a, b = node.meta.get("val"), other.meta.get("val")
+    return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and (a.dtype, a.device) == (b.dtype, b.device)
+
+
+def _read_originals(graph: fx.Graph) -> None:
+    """In a functional graph, what reads a copy of a computed value reads the value: saved for backward it is once then.
+    Results stay copies, and so do those of inputs, which may be written to at the end."""
+    for node in graph.nodes:
+        if (root := _copied(node)) is not node and root.op == "call_function":
+            node.replace_all_uses_with(root, lambda user: user.op != "output")
+    graph.eliminate_dead_code()
+
+
+def _tell_results_apart(graph: fx.Graph) -> None:
+    """torch_xla's bridge to Dynamo (2.9) takes results that are copies of one value for one result, while the program
+    returns them all: what comes behind is mixed up. A permutation of nothing makes them two, and costs nothing."""
+    output = graph.find_nodes(op="output")[0]
+    results = list(output.args[0]) if isinstance(output.args[0], (list, tuple)) else []
+    for i, node in enumerate(results):
+        if isinstance(node, Node) and _copied(node) is not node and isinstance(node.meta.get("val"), torch.Tensor):
+            with graph.inserting_before(output):
+                results[i] = graph.call_function(aten.permute.default, (node, list(range(node.meta["val"].dim()))))
+                results[i].meta = dict(node.meta)
+    if results:
+        output.args = (tuple(results),)
+
+
 def differentiated(
     gm: GraphModule, example_inputs: Sequence[Any], config: Config, patches: dict[str, Any], tell: Tell | None,
-    compiler: Callable[..., Any], views_again: bool = False,
+    compiler: Callable[..., Any], views_again: bool = False, read_originals: bool = False,
 ) -> Callable[..., Any]:  # fmt: skip
     """Compile both halves of a frame with `compiler`. views_again: compute in backward the views it reads; openxla by
-    itself saves whatever backward reads."""
+    itself saves whatever backward reads. read_originals: read what copies are copies of, whatever its strides."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import default_partition
 
@@ -88,11 +134,15 @@ def differentiated(
     policy = config.policy
 
     def tagged(joint: GraphModule, inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+        if read_originals:
+            _read_originals(joint.graph)
         if policy is not None:
             TagForRemat(policy, dict(config.block_kinds), tell=tell)(joint.graph)
         elif views_again or config.sharding is not None:
             # A parameter gathered for forward is gathered again, not kept whole on every device until backward.
             recompute_views(joint.graph, _gathering() if config.sharding is not None else frozenset())
+        if config.sharding is not None:
+            keep_batches(joint.graph)  # before any product is chosen to be saved, as one with a merged dimension
         return default_partition(joint, inputs, **kwargs)  # which obeys tags where there are any
 
     return aot_autograd(fw_compiler=compiler, partition_fn=tagged)(gm, example_inputs)  # type: ignore[no-any-return]

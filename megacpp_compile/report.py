@@ -116,6 +116,7 @@ class Frame:
         block: the repeated block it was compiled for, the first of those that run it; "" outside of
             `megacpp_compile.compile`.
         blocks: how many blocks of that structure the model has, itself included; 0 outside of blocks.
+        chosen: settings that were left at "auto" and what they came to on this target.
         recognised: what was recognised and has no lowering: "kind", "fqn" and "source" of each, as in `Site`.
         sharding: under a sharding plan, its "mesh" (axis -> number of devices) and the parameters that were "pinned":
             "fqn", "shape", "spec", "rule" and "by" of each, as in `sharding.pinning.Pinned`.
@@ -134,6 +135,7 @@ class Frame:
     peak: dict[str, Any] | None = None
     block: str = ""
     blocks: int = 0
+    chosen: dict[str, Any] = field(default_factory=dict)
     recognised: list[dict[str, str]] = field(default_factory=list)
     sharding: dict[str, Any] | None = None
 

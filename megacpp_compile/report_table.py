@@ -106,13 +106,12 @@ def _compiled(report: Report) -> _Section:
         outcome = "captured" if frame.captured else f"fell back: {frame.reason}"
         mode = "training" if frame.grad else "inference"
         fired = ", ".join(f"{name} {count}" for name, count in frame.passes.items() if count)
+        target = ", ".join([frame.target, *(name for name, choice in frame.chosen.items() if choice is True)])
         seconds = f"{sum(frame.seconds.values()):.2f} s" if frame.seconds else "-"
         name = frame.name
         if frame.block:
             name += f", {frame.block}" + (f", one of {frame.blocks} equal blocks" if frame.blocks > 1 else "")
-        rows.append(
-            (str(frame.index), name, outcome, fired or "-", str(frame.nodes), frame.target, mode, seconds)
-        )
+        rows.append((str(frame.index), name, outcome, fired or "-", str(frame.nodes), target, mode, seconds))
     return _Section("frames", ("#", "name", "outcome", "fired", "nodes", "target", "mode", "time"), rows)
 
 

@@ -26,9 +26,14 @@ def test_defaults():
     config = read()
     assert config == Config()
     assert (config.disable, config.strict, config.verify, config.target) == ((), False, "off", "auto")
-    assert (config.keep_latents, config.merge_down, config.autotune) == (False, False, False)
+    assert (config.keep_latents, config.merge_down, config.autotune) == ("auto", False, False)
     assert dict(config.passes) == dict(config.require) == dict(config.inductor) == {}
     assert all(config.enabled(name) for name in PASSES)
+
+
+def test_what_auto_comes_to():
+    assert [Config().on(target).keep_latents for target in ("cpu", "cuda", "tpu")] == [False, False, True]
+    assert [Config(keep_latents=kept).on("tpu").keep_latents for kept in (False, True)] == [False, True]
 
 
 def test_every_field_is_read():
@@ -115,7 +120,7 @@ def test_unknown_pass_names_the_closest_the_option_and_all(options):
     [
         ({"strict": 1}, "option strict: got 1 (int), wanted True or False"),
         ({"explain": "yes"}, "option explain: got 'yes' (str), wanted True or False"),
-        ({"keep_latents": 1}, "option keep_latents: got 1 (int), wanted True or False"),
+        ({"keep_latents": 1}, "option keep_latents: got 1 (int), wanted True, False or 'auto'"),
         ({"merge_down": None}, "option merge_down: got None (NoneType), wanted True or False"),
         ({"autotune": "max"}, "option autotune: got 'max' (str), wanted True or False"),
         ({"autotune": [True]}, "option autotune: got [True] (list), wanted True or False"),

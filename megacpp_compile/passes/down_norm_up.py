@@ -219,7 +219,7 @@ def _rewrite(
     node = build(
         torch.ops.megacpp.down_norm_up.default,
         build.cast(down.x, dtype), down.weight(build), b_down, gain, w_up, float(norm.eps), start, size,
-        *([True] if view.config.keep_latents else []),
+        *([True] if view.config.keep_latents is True else []),
     )  # fmt: skip
     all_up, rest = build.item(node, 0), build.item(node, 1)
     new = []

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from corpus import allowed_counts
 from corpus.spellings import PlainGQA, PlainMLA, tables
 from torch.utils.checkpoint import checkpoint
@@ -64,7 +65,7 @@ def made(kind, settings):
 
 
 @pytest.mark.parametrize(
-    ("name", "options"), [*((name, {}) for name in BLOCKS), ("halves", {"keep_latents": True})]
+    ("name", "options"), [*((name, {}) for name in BLOCKS), ("halves", {"keep_latents": False})]
 )
 def test_block(xla, name, options):
     import torch_xla.debug.metrics as metrics
@@ -87,6 +88,7 @@ def test_block(xla, name, options):
     for site, wanted in kind.expected(**settings).items():
         assert report.counts[site] in allowed_counts(wanted), report
     assert {frame.target for frame in report.frames} == {"tpu"}
+    assert {frame.chosen.get("keep_latents") for frame in report.frames} == {None if options else True}
     assert {site.effective for site in report.sites} == {"tpu_xla"}
     assert difference(result, out) < TOLERANCE
     assert difference(moved.grad, x.grad) < TOLERANCE
@@ -95,15 +97,24 @@ def test_block(xla, name, options):
     assert not host_ops()
 
 
-def test_hybrid_model(xla, monkeypatch):
-    """A mixer, experts in a loop, and attention, as in the examples: one frame, every op but the rotation of whole heads."""
-    import torch_xla.debug.metrics as metrics
-
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples")
+def hybrid():
+    """A mixer, experts in a loop, and attention, as in the examples."""
     from plain_hybrid import HybridConfig, HybridLM
 
     torch.manual_seed(0)
-    model = HybridLM(HybridConfig(pattern="MEA", dim=32, experts=3, expert_dim=24, shared_dim=24))
+    return HybridLM(HybridConfig(pattern="MEA", dim=32, experts=3, expert_dim=24, shared_dim=24))
+
+
+@pytest.fixture
+def examples(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples")
+
+
+def test_hybrid_model(xla, examples):
+    """One frame, every op but the rotation of whole heads."""
+    import torch_xla.debug.metrics as metrics
+
+    model = hybrid()
     there, tokens = copy.deepcopy(model).to(xla), torch.randint(0, 50, (2, 64))
     out = model(tokens)
     out.square().mean().backward()
@@ -111,8 +122,12 @@ def test_hybrid_model(xla, monkeypatch):
     with megacpp_compile.record() as report:
         result = torch.compile(there, backend="megacpp", options={"strict": True})(tokens.to(xla))
         result.square().mean().backward()
-    assert {name: n for name, n in report.counts.items() if n != 1} == {"linear": 0, "rope_qk": 0}
+    assert {name: n for name, n in report.counts.items() if n != 1} == {"rope_qk": 0, "linear": 0}
     assert [frame.captured for frame in report.frames] == [True]
+    assert {s.op.removeprefix("megacpp::"): s.effective for s in report.sites if s.effective != "tpu_xla"} == {
+        "causal_conv1d": "reference", "gated_rms_norm": "reference",
+    }  # fmt: skip
+    assert not any(site.reason for site in report.sites)  # what served was asked for
     assert difference(result, out) < TOLERANCE
     for (label, p), q in zip(there.named_parameters(), model.parameters(), strict=True):
         assert difference(p.grad, q.grad) < TOLERANCE, label
@@ -155,36 +170,56 @@ def test_what_backward_keeps(xla):
     assert sizes["checkpointed"] < sizes["megacpp"] / 4 and sizes["policy"] < sizes["megacpp"] / 4, sizes
 
 
-def test_training_compiles_once(xla):
+def mla():
+    block, _, angles = made(PlainMLA, {})
+
+    def loss(call, generator, device):
+        data = torch.randn(2, 11, 40, generator=generator).to(device)
+        return (call(data, *(t.to(device) for t in angles)) - data).square().mean()
+
+    return block, loss, 1e-2
+
+
+def mla_mamba_and_experts():
+    def loss(call, generator, device):
+        tokens = torch.randint(0, 50, (2, 64), generator=generator).to(device)
+        return F.cross_entropy(call(tokens).flatten(0, 1), tokens.flatten())
+
+    return hybrid(), loss, 1e-3
+
+
+@pytest.mark.parametrize("make", [mla, mla_mamba_and_experts])
+def test_training_compiles_once(xla, examples, make):
     """Losses of AdamW steps equal those of eager CPU, and only the first two steps compile: the second has gradients to
-    free and an optimizer's state to read."""
+    free and an optimizer's state to read. Forward and backward are compiled in the first."""
     import torch_xla
     import torch_xla.debug.metrics as metrics
 
     def train(module, device, call, steps=5):
-        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
-        losses, compiled = [], []
+        optimizer = torch.optim.AdamW(module.parameters(), lr=rate)
+        losses, compiled, extracted = [], [], []
         for step in range(steps):
-            data = torch.randn(2, 11, 40, generator=torch.Generator().manual_seed(step)).to(device)
             before = compilations() if device != "cpu" else 0
             optimizer.zero_grad()
-            loss = (call(data, *(t.to(device) for t in angles)) - data).square().mean()
+            loss = loss_of(call, torch.Generator().manual_seed(step), device)
             loss.backward()
             optimizer.step()
             if device != "cpu":
                 torch_xla.sync(wait=True)
                 compiled.append(compilations() - before)
+                extracted.append(metrics.counter_value("DynamoExtractCompiledGraph"))
             losses.append(loss.detach())
-        return torch.stack([loss.cpu() for loss in losses]), compiled
+        return torch.stack([loss.cpu() for loss in losses]), compiled, extracted
 
-    block, _, angles = made(PlainMLA, {})
-    there = copy.deepcopy(block).to(xla)
-    want, _ = train(block, "cpu", block)
+    module, loss_of, rate = make()
+    there = copy.deepcopy(module).to(xla)
+    want, *_ = train(module, "cpu", module)
     metrics.clear_all()
-    got, compiled = train(there, xla, torch.compile(there, backend="megacpp", options={"strict": True}))
+    got, compiled, extracted = train(there, xla, torch.compile(there, backend="megacpp", options={"strict": True}))
     assert want[-1] < want[0]
     assert ((got - want).abs() / want).max() < 1e-4
     assert compiled[0] > 0 and not any(compiled[2:]), compiled
+    assert set(extracted) == {2}, extracted
     assert not host_ops()
 
 

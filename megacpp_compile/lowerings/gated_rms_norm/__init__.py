@@ -21,6 +21,9 @@ from torch import Tensor
 from megacpp_compile.lowerings._op import compute_dtype, no_autocast
 from megacpp_compile.lowerings.gated_rms_norm import reference
 
+# Pointwise code and sums over rows: XLA fuses them as they are.
+PREFERENCE = {"tpu": ("reference",)}
+
 
 @torch.library.custom_op("megacpp::gated_rms_norm", mutates_args=())
 def gated_rms_norm(

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megacpp_compile.lowerings._op import compute_dtype
+from megacpp_compile.lowerings._rms import row_mean
 
 
 def _groups(x: Tensor, size: int) -> Tensor:
@@ -27,7 +28,7 @@ def gated_rms_norm(
     if not norm_before_gate:
         h = h * gate
     groups = _groups(h, group_size)
-    rrms = torch.rsqrt(groups.square().mean(-1, keepdim=True) + eps)
+    rrms = torch.rsqrt(row_mean(groups.square()) + eps)
     out = (groups * rrms).flatten(-2)
     if weight is not None:
         out = out * weight.to(dtype)
@@ -62,7 +63,7 @@ def gated_rms_norm_backward(
         rows = behind * normed
         dw = (rows.flatten(0, -2).sum(0) if rows.dim() > 1 else rows).to(weight.dtype)
     g, n = _groups(behind * w, group_size), _groups(normed, group_size)
-    dh = (scale * (g - n * (g * n).mean(-1, keepdim=True))).flatten(-2)
+    dh = (scale * (g - n * row_mean(g * n))).flatten(-2)
     if norm_before_gate:
         dy, dz = dh, grad * normed * w * slope
     else:

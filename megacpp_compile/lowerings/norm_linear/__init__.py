@@ -20,6 +20,9 @@ from torch import Tensor
 from megacpp_compile.lowerings._op import compute_dtype, no_autocast
 from megacpp_compile.lowerings.norm_linear import reference
 
+# A norm in front of a product: XLA fuses it into what the product reads.
+PREFERENCE = {"tpu": ("reference",)}
+
 
 @torch.library.custom_op("megacpp::norm_linear", mutates_args=())
 def norm_linear(

@@ -19,14 +19,41 @@ from torch import Tensor
 from megacpp_compile.lowerings._op import compute_dtype
 
 
+class Float64Sums:
+    """Logarithms of decays as prefix sums, and the way back. What `prefix` makes may be indexed and subtracted along
+    its last dimensions, `again` sums such sums, and `to` gives their value in a dtype."""
+
+    @staticmethod
+    def prefix(a: Tensor) -> Tensor:
+        return _prefix_sums(a)
+
+    again = prefix
+
+    @staticmethod
+    def to(sums: Tensor, dtype: torch.dtype) -> Tensor:
+        return sums.to(dtype)
+
+    @staticmethod
+    def gradient(d_decay: Tensor, d_in: Tensor, d_out: Tensor, d_total: Tensor) -> Tensor:
+        """The gradient [b, c, h, l] of the logarithms of single steps, in float64, from those of the logarithms of what
+        `_Chunks` makes of them: decay [b, c, h, l, s], decay_in, decay_out [b, c, h, l] and total [b, c, h]."""
+        d_in, d_out = d_in.double(), d_out.double()
+        rows, columns = (d_decay.sum(i, dtype=torch.float64) for i in (-1, -2))
+        d_last = (d_total.double() + d_out.sum(-1)).unsqueeze(-1)
+        return _prefix_sums_adjoint(rows - columns + d_in - d_out + F.pad(d_last, (d_in.shape[-1] - 1, 0)))
+
+
 class _Chunks:
     """The operands by chunk, padded with steps of size 0, which leave the state as it is.
 
     c: chunks, l: positions of one, g: groups, r: heads of a group.
     """
 
-    def __init__(self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, dtype: torch.dtype):
-        self.tokens, self.groups, self.dtype = x.shape[1], B.shape[2], dtype
+    def __init__(
+        self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, dtype: torch.dtype,
+        sums: type[Float64Sums],
+    ) -> None:  # fmt: skip
+        self.tokens, self.groups, self.dtype, self.sums = x.shape[1], B.shape[2], dtype, sums
         short = isinstance(self.tokens, int) and 0 < self.tokens < chunk_size
         self.length = self.tokens if short else chunk_size
         self.chunks = (self.tokens + self.length - 1) // self.length
@@ -34,12 +61,12 @@ class _Chunks:
         self.A = A.to(dtype)
         self.xdt = self.x * self.dt.unsqueeze(-1)
         self.B, self.C = (self.split(t).transpose(2, 3) for t in (B, C))  # [b, c, g, l, n]
-        sums = _prefix_sums((self.dt * self.A).transpose(-1, -2))  # [b, c, h, l]
-        last = sums[..., -1:]
-        self.decay = _between(sums).to(dtype).exp()  # from s to l
-        self.decay_in = sums.to(dtype).exp()  # from before the chunk to l
-        self.decay_out = (last - sums).to(dtype).exp()  # from s to the end of the chunk
-        self.total = last.squeeze(-1)  # [b, c, h], float64
+        logs = sums.prefix((self.dt * self.A).transpose(-1, -2))  # [b, c, h, l]
+        last = logs[..., -1:]
+        self.decay = self.between(logs).exp()  # from s to l
+        self.decay_in = sums.to(logs, dtype).exp()  # from before the chunk to l
+        self.decay_out = sums.to(last - logs, dtype).exp()  # from s to the end of the chunk
+        self.total = last.squeeze(-1)  # [b, c, h]
 
     def split(self, t: Tensor) -> Tensor:
         behind = self.chunks * self.length - self.tokens
@@ -66,8 +93,13 @@ class _Chunks:
 
     def carry(self) -> Tensor:
         """[b, h, z, c]: how much of what is added before chunk c is left where chunk z begins."""
-        sums = _prefix_sums(F.pad(self.total.transpose(1, 2), (1, 0)))
-        return _between(sums).to(self.dtype).exp()
+        return self.between(self.sums.again(F.pad(self.total.transpose(-1, -2), (1, 0)))).exp()
+
+    def between(self, logs: Tensor) -> Tensor:
+        """[..., l, s]: what comes behind s and up to l, -inf where l comes before s; `logs` are prefix sums."""
+        n = torch.arange(logs.shape[-1], device=logs.device)
+        apart = self.sums.to(logs.unsqueeze(-1) - logs.unsqueeze(-2), self.dtype)
+        return torch.where(n.unsqueeze(-1) >= n, apart, -torch.inf)
 
 
 def _prefix_sums(a: Tensor) -> Tensor:
@@ -83,12 +115,6 @@ def _prefix_sums_adjoint(d: Tensor) -> Tensor:
 def _triangle(a: Tensor) -> Tensor:
     n = a.shape[-1]
     return torch.ones(n, n, dtype=torch.float64, device=a.device).tril()
-
-
-def _between(sums: Tensor) -> Tensor:
-    """[..., l, s]: what comes behind s and up to l, -inf where l comes before s; `sums` are prefix sums."""
-    n = torch.arange(sums.shape[-1], device=sums.device)
-    return torch.where(n.unsqueeze(-1) >= n, sums.unsqueeze(-1) - sums.unsqueeze(-2), -torch.inf)
 
 
 def _mix(weights: Tensor, states: Tensor) -> Tensor:
@@ -112,9 +138,10 @@ def ssd_scan(
     initial_state: Tensor | None,
     chunk_size: int,
     out_dtype: torch.dtype,
+    sums: type[Float64Sums] = Float64Sums,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dtype = compute_dtype(x, dt, A, B, C, D, initial_state)
-    k, heads = _Chunks(x, dt, A, B, C, chunk_size, dtype), x.shape[2]
+    k, heads = _Chunks(x, dt, A, B, C, chunk_size, dtype, sums), x.shape[2]
 
     scores = (k.C @ k.B.transpose(-1, -2)).unsqueeze(3) * k.over_heads(k.decay)  # [b, c, g, r, l, s]
     y = (scores @ k.over_heads(k.xdt.transpose(2, 3))).flatten(2, 3).transpose(2, 3)
@@ -144,13 +171,14 @@ def ssd_scan_backward(
     initial_state: Tensor | None,
     states: Tensor,
     chunk_size: int,
+    sums: type[Float64Sums] = Float64Sums,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, dt, A, B, C, D and initial_state, the last two empty where there is none.
 
     Everything within a chunk is computed again from the operands; `states` is what was saved.
     """
     dtype = states.dtype
-    k, heads = _Chunks(x, dt, A, B, C, chunk_size, dtype), x.shape[2]
+    k, heads = _Chunks(x, dt, A, B, C, chunk_size, dtype, sums), x.shape[2]
     dy = k.split(dy)
 
     # Across chunks: the gradient of the state that each chunk leaves behind.
@@ -178,12 +206,10 @@ def ssd_scan_backward(
 
     # Logarithms of decays, all of them differences of prefix sums.
     entered = k.unrows(k.C @ by_group.transpose(-1, -2), heads) * k.decay_in.transpose(2, 3).unsqueeze(-1)
-    d_in = (dy * entered).sum(-1).transpose(2, 3).double()  # [b, c, h, l]
-    d_out = (k.xdt * from_left).sum(-1).transpose(2, 3).double()
-    d_last = (left * states).sum((-2, -1)).double() * k.total.exp() + d_out.sum(-1)
-    rows, columns = (d_decay.sum(i, dtype=torch.float64) for i in (-1, -2))
-    d_sums = rows - columns + d_in - d_out + F.pad(d_last.unsqueeze(-1), (k.length - 1, 0))
-    d_a = _prefix_sums_adjoint(d_sums).to(dtype).transpose(2, 3)  # [b, c, l, h]
+    d_in = (dy * entered).sum(-1).transpose(2, 3)  # [b, c, h, l]
+    d_out = (k.xdt * from_left).sum(-1).transpose(2, 3)
+    d_total = (left * states).sum((-2, -1)) * sums.to(k.total, dtype).exp()
+    d_a = sums.gradient(d_decay, d_in, d_out, d_total).to(dtype).transpose(2, 3)  # [b, c, l, h]
 
     d_dt = d_a * k.A + (d_xdt * k.x).sum(-1)
     d_x = d_xdt * k.dt.unsqueeze(-1)

@@ -1,0 +1,63 @@
+"""What a program returns is what its graph returns, whatever torch_xla makes of results that are the same value."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._functorch.aot_autograd import make_boxed_func
+
+from megacpp_compile import openxla
+from megacpp_compile.config import Config
+
+aten = torch.ops.aten
+COPIES = {
+    "clone": aten.clone.default,
+    "alias": aten.alias.default,
+    "detach": aten.detach.default,
+    "lift": aten.lift_fresh_copy.default,
+    "cast to what it is": lambda x: aten._to_copy.default(x, dtype=x.dtype),
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_copies_among_the_results(xla, name):
+    def function(x):
+        a = torch.softmax(x, -1)
+        b = COPIES[name](a)
+        return x.sum(), a, b, (b * 7).sum(1), COPIES[name](x)
+
+    def backend(gm, inputs):
+        return openxla.plain_openxla(gm, inputs, Config(), {})
+
+    torch._dynamo.reset()
+    x = torch.randn(3, 5)
+    for got, want in zip(torch.compile(function, backend=backend)(x.to(xla)), function(x), strict=True):
+        torch.testing.assert_close(got.cpu(), want)
+
+
+def test_a_copy_is_saved_once(xla):
+    """And results that are copies are tensors of their own."""
+    graphs = []
+
+    def backend(gm, inputs):
+        def keep(graph, _):
+            graphs.append(graph)
+            return make_boxed_func(graph.forward)
+
+        return openxla.to_openxla(gm, inputs, "tpu", Config(), {}, kernels=keep)
+
+    def function(x):
+        a = torch.softmax(x, -1)
+        b = a.clone()
+        return b @ x.sin(), b
+
+    torch._dynamo.reset()
+    x = torch.randn(4, 4, device=xla, requires_grad=True)
+    y, b = torch.compile(function, backend=backend)(x)
+    (y.sum() + b.sum()).backward()
+    clones = [node for graph in graphs for node in graph.graph.nodes if node.target is aten.clone.default]
+    assert all(user.op == "output" for node in clones for user in node.users)
+    reference = x.detach().cpu().requires_grad_()
+    y, b = function(reference)
+    (y.sum() + b.sum()).backward()
+    torch.testing.assert_close(x.grad.cpu(), reference.grad)
