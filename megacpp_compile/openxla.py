@@ -18,6 +18,7 @@ from megacpp_compile import log
 from megacpp_compile.config import Config
 from megacpp_compile.handoff import LowerSemanticOps
 from megacpp_compile.remat.tagging import TagForRemat, Tell, recompute_views
+from megacpp_compile.sharding.products import keep_batches
 
 aten = torch.ops.aten
 
@@ -31,6 +32,7 @@ def to_openxla(
     tell: Tell | None = None,
     kernels: Any = None,
     copies: int = 1,
+    *,
     program: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
     """Compile a rewritten graph with openxla. patches: Inductor's, which mean nothing here and are named in the log;
@@ -45,7 +47,9 @@ def to_openxla(
         return made(graph, inputs)
 
     # XLA has to write each saved view as a tensor of its own: every transposed weight, every unsqueezed table.
-    return differentiated(gm, example_inputs, config, patches, tell, kernels or compiler, views_again=True)
+    # It has no strides either, so that a copy is the value itself.
+    again: dict[str, Any] = {"views_again": True, "read_originals": program is None}
+    return differentiated(gm, example_inputs, config, patches, tell, kernels or compiler, **again)
 
 
 def plain_openxla(
@@ -73,8 +77,6 @@ def _program(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
 
 def _spread(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     """`_program`, for several devices."""
-    from megacpp_compile.sharding.products import keep_batches
-
     keep_batches(graph.graph)
     graph.recompile()
     return _program(graph, inputs)
@@ -121,10 +123,10 @@ def _tell_results_apart(graph: fx.Graph) -> None:
 
 def differentiated(
     gm: GraphModule, example_inputs: Sequence[Any], config: Config, patches: dict[str, Any], tell: Tell | None,
-    compiler: Callable[..., Any], views_again: bool = False,
+    compiler: Callable[..., Any], views_again: bool = False, read_originals: bool = False,
 ) -> Callable[..., Any]:  # fmt: skip
     """Compile both halves of a frame with `compiler`. views_again: compute in backward the views it reads; openxla by
-    itself saves whatever backward reads."""
+    itself saves whatever backward reads. read_originals: read what copies are copies of, whatever its strides."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import default_partition
 
@@ -133,13 +135,15 @@ def differentiated(
     policy = config.policy
 
     def tagged(joint: GraphModule, inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
-        if views_again:
+        if read_originals:
             _read_originals(joint.graph)
         if policy is not None:
             TagForRemat(policy, dict(config.block_kinds), tell=tell)(joint.graph)
         elif views_again or config.sharding is not None:
             # A parameter gathered for forward is gathered again, not kept whole on every device until backward.
             recompute_views(joint.graph, _gathering() if config.sharding is not None else frozenset())
+        if config.sharding is not None:
+            keep_batches(joint.graph)  # before any product is chosen to be saved, as one with a merged dimension
         return default_partition(joint, inputs, **kwargs)  # which obeys tags where there are any
 
     return aot_autograd(fw_compiler=compiler, partition_fn=tagged)(gm, example_inputs)  # type: ignore[no-any-return]

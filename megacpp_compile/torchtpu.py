@@ -25,20 +25,11 @@ NAME = "tpu"  # of its Dynamo backend, and of its device
 _DECIDED = ("recompute", "ac_graph_id", "partitioner_tag", "autograd_backward")
 
 
-def to_torchtpu(
-    gm: GraphModule,
-    example_inputs: Sequence[Any],
-    target: str,
-    config: Config,
-    patches: dict[str, Any],
-    tell: Tell | None = None,
-    kernels: Any = None,
-    copies: int = 1,
-) -> Callable[..., Any]:
+def to_torchtpu(gm: GraphModule, example_inputs: Sequence[Any], *settings: Any, **more: Any) -> Callable[..., Any]:
     """Compile a rewritten graph; arguments as in `openxla.to_openxla`. Raises as `backend`."""
     backend()
     guard_offsets(gm)
-    return to_openxla(gm, example_inputs, target, config, patches, tell, kernels, copies, _program)
+    return to_openxla(gm, example_inputs, *settings, program=_program, **more)
 
 
 def plain_torchtpu(

@@ -5,7 +5,8 @@ Before: `bmm(a.view(B * H, M, K), b.view(B * H, K, N)).view(B, H, M, N)`, which 
 After:  `einsum("zhmk,zhkn->zhmn", a, b)`, one dot with two batch dimensions in HLO
 
 What is cut over the heads (tensor parallelism), or over both, has no layout once B and H are one dimension: XLA would
-gather it first. Only under a sharding plan, and after autograd, where XLA itself takes the einsum.
+gather it first. Only under a sharding plan, and in graphs with both directions spelled out, as XLA takes an einsum
+for what it is and autograd takes it apart.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ def keep_batches(graph: fx.Graph) -> None:
         letters = ("zhkm" if left_turned else "zhmk", "zhnk" if right_turned else "zhkn")
         with graph.inserting_before(node):
             new = graph.call_function(_aten.einsum.default, (f"{letters[0]},{letters[1]}->zhmn", [left, right]))
-        new.meta.update(readers[0].meta)
+        new.meta.update(node.meta)  # with what a policy said of the product
+        new.meta["val"] = value(readers[0])
         for user in readers:
             user.replace_all_uses_with(new)
     drop_dead(graph)
