@@ -22,10 +22,19 @@ def _tiles(x: Tensor, rows: int, lanes: int) -> Tensor:
     return x.unflatten(-1, (-(-k // lanes), lanes)).unflatten(-3, (-(-r // rows), rows))
 
 
+def _matrix(tiles: Tensor, like: Tensor) -> Tensor:
+    """What `_tiles` made tiles of, of the size of `like`."""
+    return tiles.flatten(-2).flatten(-3, -2)[..., : like.shape[-2], : like.shape[-1]]
+
+
+def _of_tiles(scale: Tensor) -> Tensor:
+    """[..., r / rows, 1, k / lanes, 1]."""
+    return scale.unsqueeze(-2).unsqueeze(-1)
+
+
 def rounded_by_tiles(x: Tensor, scale: Tensor, rows: int, lanes: int, dtype: torch.dtype) -> Tensor:
     """x / scale in `dtype`, of x's shape."""
-    payload = rounded_by(_tiles(x, rows, lanes), scale.unsqueeze(-2).unsqueeze(-1), dtype)
-    return payload.flatten(-2).flatten(-3, -2)[..., : x.shape[-2], : x.shape[-1]]
+    return _matrix(rounded_by(_tiles(x, rows, lanes), _of_tiles(scale), dtype), x)
 
 
 def round_by_tiles(
@@ -38,8 +47,4 @@ def round_by_tiles(
 
 def widened_by_tiles(payload: Tensor, scale: Tensor, rows: int, lanes: int, dtype: torch.dtype) -> Tensor:
     """What the payload stands for, in `dtype`; for use inside an op."""
-    scale = scale.to(dtype)
-    for dim, block in ((-2, rows), (-1, lanes)):
-        if block > 1:
-            scale = scale.repeat_interleave(block, dim).narrow(dim, 0, payload.shape[dim])
-    return widened(payload, dtype) * scale
+    return _matrix(_tiles(widened(payload, dtype), rows, lanes) * _of_tiles(scale.to(dtype)), payload)
