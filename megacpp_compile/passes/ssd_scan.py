@@ -23,6 +23,7 @@ from megacpp_compile.graph_edit import Builder, move_behind, place, value
 from megacpp_compile.passes._rule import GraphView, Match, Refusal
 from megacpp_compile.recognise.axes import flat, length
 from megacpp_compile.recognise.ssd import Leaf, Scan, find_scans
+from megacpp_compile.recognise.ssd_chain import joined
 
 aten = torch.ops.aten
 name = "ssd_scan"
@@ -34,8 +35,12 @@ Groups = Sequence[tuple[Any, ...]]
 
 
 def find(view: GraphView) -> Iterator[Match | Refusal]:
-    for found in find_scans(view.graph):
-        yield _check(view, found) if isinstance(found, Scan) else Refusal(found.node, found.tag, found.reason)
+    found = list(find_scans(view.graph))
+    for scan in joined([f for f in found if isinstance(f, Scan)]):
+        yield _check(view, scan)
+    for other in found:
+        if not isinstance(other, Scan):
+            yield Refusal(other.node, other.tag, other.reason)
 
 
 def _check(view: GraphView, scan: Scan) -> Match | Refusal:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import expecttest
 import pytest
 import torch
@@ -142,6 +144,59 @@ def step_in_chunks(x, dt, A, B, C, D, state, size):
     y = torch.einsum("bchls,bhcs,bcshp->bclhp", scores, dt, X)
     y = y + torch.einsum("bclhn,bchpn->bclhp", C, entered) * sums.permute(0, 2, 3, 1)[..., None].exp()
     return y.reshape(b, t, h, p) + x * D[:, None], None
+
+
+def one_chunk(x, dt, A, B, C, state):
+    t, h = x.shape[1:3]
+    B, C, sums = to_heads(B, h), to_heads(C, h), (dt * A).cumsum(1)
+    causal = torch.ones(t, t, dtype=torch.bool).tril()[None, :, :, None]
+    decay = (sums[:, :, None] - sums[:, None]).masked_fill(~causal, -torch.inf).exp()
+    y = torch.einsum("blsh,bshp->blhp", torch.einsum("blhn,bshn->blsh", C, B) * decay * dt[:, None], x)
+    y = y + torch.einsum("blhn,bhpn,blh->blhp", C, state, sums.exp())
+    added = torch.einsum("blh,blhn,blhp->bhpn", (sums[:, -1:] - sums).exp() * dt, B, x)
+    return y, state * sums[:, -1].exp()[..., None, None] + added
+
+
+def chunks_in_turn(x, dt, A, B, C, D, state, size, order=1):
+    """Cut out of the sequence one by one."""
+    b, t, h, p = x.shape
+    state, ys = torch.zeros(b, h, p, B.shape[-1]) if state is None else state, []
+    for i in range(0, t, size):
+        y, state = one_chunk(*(z[:, i : i + size] for z in (x, dt)), A, *(z[:, i : i + size] for z in (B, C)), state)
+        ys.append(y)
+    return torch.cat(ys[::order], 1) + x * D[:, None], state
+
+
+def chunks_split_off(x, dt, A, B, C, D, state, size):
+    """With the skip in each of them."""
+    b, _, h, p = x.shape
+    state, ys = torch.zeros(b, h, p, B.shape[-1]) if state is None else state, []
+    for X, step, in_, out in zip(*(z.split(size, 1) for z in (x, dt, B, C)), strict=True):
+        y, state = one_chunk(X, step, A, in_, out, state)
+        ys.append(y + D[:, None] * X)
+    return torch.cat(ys, dim=1), state
+
+
+@pytest.mark.parametrize("form", [chunks_in_turn, chunks_split_off], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(("length", "carried"), [(12, False), (10, True)])
+def test_a_loop_over_chunks_is_one_scan(form, length, carried):
+    assert_fires(NAME, *block(form, length, given=carried, state=carried))
+
+
+def test_chunks_that_make_no_whole_stay_apart():
+    """The results are put together in another order."""
+    assert_fires(NAME, *block(partial(chunks_in_turn, order=-1)), count=3)
+
+
+def every_state(x, dt, A, B, C, D, state, size):
+    """The states between chunks are read, too."""
+    first, state = chunks_in_turn(*(z[:, :size] for z in (x, dt)), A, *(z[:, :size] for z in (B, C)), D, state, size)
+    rest = chunks_in_turn(*(z[:, size:] for z in (x, dt)), A, *(z[:, size:] for z in (B, C)), D, state, size)[0]
+    return torch.cat([first, rest], 1), state
+
+
+def test_states_between_chunks_that_are_read():
+    assert check(*block(every_state, 12, state=True)).counts[NAME] >= 2
 
 
 def last_tokens_masked(x, dt, A, B, C, D, state, size):
