@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.source import ConstantSource
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from megacpp_compile.lowerings._grouped import rows, weights
 from megacpp_compile.lowerings._registry import semantic_ops
-from megacpp_compile.lowerings.moe import moe, reference
+from megacpp_compile.lowerings.moe import moe, reference, tpu_xla
 
 from . import addresses, relative_error, saved_by
 from .cases import CASES
@@ -73,6 +76,15 @@ def test_opcheck_of_the_products(rand):
     basic = ("test_schema", "test_faketensor")
     torch.library.opcheck(rows, ([x], [w], ends, False), test_utils=basic)
     torch.library.opcheck(weights, (rand(9, 6, dtype=torch.float32), x, ends), test_utils=basic)
+
+
+@pytest.mark.parametrize("op", ["moe", "moe_backward"])
+def test_blocks_need_a_fixed_number_of_tokens(op):
+    dynamic = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC, DimDynamic.STATIC])
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    gates = mode.from_tensor(torch.ones(6, 2), symbolic_context=dynamic, source=ConstantSource("gates"))
+    assert "not fixed" in tpu_xla.supports(op, (None, None, gates))
+    assert tpu_xla.supports(op, (None, None, torch.ones(6, 2))) is None
 
 
 def test_slots_are_sorted_stably(rand):

@@ -10,6 +10,9 @@ of its expert are summed, in float32.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -19,6 +22,12 @@ from megacpp_compile.lowerings.moe import reference
 # Rows from which a product takes longer than to copy its weights, on what multiplies a few hundred times faster than
 # it reads.
 MOST_ROWS = 512
+
+
+def supports(name: str, args: Sequence[Any]) -> str | None:
+    """Why this cannot serve the call, or None."""
+    gates = args[2]  # of forward and of backward
+    return None if all(isinstance(n, int) for n in gates.shape) else "a number of tokens that is not fixed"
 
 
 def block_rows(slots: int, experts: int) -> int:
