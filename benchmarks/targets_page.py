@@ -69,10 +69,14 @@ a line in the log. So does `precision="fp8_current"` in the graph:
 - `down_norm_up` keeps its latent for backward (`keep_latents` is "auto"), so that there are as many products as under
   plain openxla; `keep_latents=False` computes it again, one more product a site, as on the other targets. The report
   names what "auto" came to.
-- A frame in which nothing fires is compiled exactly as `backend="openxla"` would. Settings of Inductor have no effect
+- A frame in which nothing fires is compiled as `backend="openxla"` would. Settings of Inductor have no effect
   there, which is logged.
-- `moe` multiplies all rows by every expert, as no shape may depend on the routing: right, and slow with many experts.
+- `moe` is exact: no choice of an expert is dropped, whatever the routing. It copies an expert's weights for each block
+  of its rows; there is no capacity to set.
+- Results that are copies of one another are told apart before torch_xla sees them: its bridge to Dynamo (2.9) takes
+  them for one, and mixes up those behind. That holds for frames in which nothing fires, too.
 - `make test-xla` runs the tests for XLA on its CPU device, with torch 2.9.0 and torch_xla 2.9.0 in a venv of their own.
+- [xla_zoo.md](xla_zoo.md) has third-party models on XLA, [measurements.md](measurements.md) counts and times.
 - `python -m benchmarks.xla_programs` counts what XLA is given and what it makes of it, beside plain openxla.
 
 ## Several XLA devices

@@ -140,8 +140,8 @@ HEAD = """# Third-party models on XLA
 Written by `python -m benchmarks.xla_zoo --page`. The models of [recall.md](recall.md), tiny and in float32, on XLA's
 CPU device with torch and torch_xla 2.9.0, two steps with different weights. *sites*: those that fire on XLA. *output*,
 *gradient*: relative error of the worst tensor beside eager CPU, of this package / of plain openxla (`-` where that was
-not needed, or fails). *equal*: the sites that fire on CPU with the same torch, and both errors within {bound:.0e}, or no
-worse than 1.5 times plain openxla's. *on the host*: ATen ops that XLA handed back, with this package / without.
+not needed, or fails). *equal*: the sites that fire on CPU with the same torch, and both errors within {bound:.0e}, or
+no worse than 1.5 times plain openxla's. *on the host*: ATen ops that XLA handed back, with this package / without.
 """
 
 

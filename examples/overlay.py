@@ -28,6 +28,10 @@ def relative(a: list[float], b: list[float]) -> list[float]:
     return [abs(x - y) / abs(x) for x, y in zip(a, b, strict=True)]
 
 
+def largest(differences: list[float]) -> float:
+    return max(differences, key=lambda d: (d != d, d))  # NaN above all
+
+
 def plot(path: Path, runs: list[dict[str, Any]]) -> None:
     import matplotlib
 
@@ -59,7 +63,7 @@ def main() -> int:
     parser.add_argument("--tolerance", type=float, help="fail where a relative difference is larger")
     args = parser.parse_args()
     runs = [read(path, args.backend) for path in args.files]
-    worst = [max(relative(runs[0]["losses"], run["losses"])) for run in runs[1:]]
+    worst = [largest(relative(runs[0]["losses"], run["losses"])) for run in runs[1:]]
     for run, difference in zip(runs[1:], worst, strict=True):
         print(f"{run['name']} beside {runs[0]['name']}: largest relative difference {difference:.1e}")
     if args.plot:

@@ -61,7 +61,8 @@ def plain_openxla(
     kernels: Any = None,
     copies: int = 1,
 ) -> Callable[..., Any]:
-    """Compile a frame exactly as `backend="openxla"` would, but for a policy or a sharding plan, if there is one."""
+    """Compile a frame as `backend="openxla"` would, but for a policy or a sharding plan, if there is one, and results
+    mixed up."""
     program = _spread if config.sharding is not None else _program
     return differentiated(gm, example_inputs, config, patches, tell, kernels or program)
 
@@ -83,18 +84,29 @@ def _spread(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
 
 # To XLA a copy is the value itself.
 _COPIES = (aten.clone.default, aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default)
+# Those that may change dtype or shape, and which argument it is that they copy.
+_CASTS = {aten._to_copy.default: 0, aten.copy.default: 1}
 
 
 def _copied(node: Node) -> Node:
     """What `node` is a copy of, itself if of nothing."""
-    while node.target in _COPIES or node.target is aten._to_copy.default and _same_kind(node, node.args[0]):
-        node = node.args[0]  # type: ignore[assignment]
+    while (source := _source(node)) is not None:
+        node = source
     return node
 
 
-def _same_kind(node: Node, other: Any) -> bool:
-    a, b = node.meta.get("val"), other.meta.get("val")
-    return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and (a.dtype, a.device) == (b.dtype, b.device)
+def _source(node: Node) -> Node | None:
+    if node.target in _COPIES:
+        return node.args[0]  # type: ignore[return-value]
+    of: Any = node.args[_CASTS[node.target]] if node.target in _CASTS else None  # type: ignore[index]
+    return of if of is not None and _same_kind(node, of) else None
+
+
+def _same_kind(*nodes: Node) -> bool:
+    a, b = (node.meta.get("val") for node in nodes)
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+        return False
+    return (a.dtype, a.device) == (b.dtype, b.device) and a.shape == b.shape
 
 
 def _read_originals(graph: fx.Graph) -> None:

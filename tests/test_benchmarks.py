@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as suite
-from benchmarks import harness, kernels, performance_page, variants
+from benchmarks import harness, kernels, performance_page, variants, xla_zoo
 from benchmarks.ceilings import Work
 from benchmarks.subjects import remat_peaks, rope
 
@@ -194,12 +194,44 @@ def test_help():
     assert done.returncode == 0 and "--subject" in done.stdout and "benchmarks.compile_time" in done.stdout
 
 
-@pytest.mark.parametrize("module", ["performance_page", "compile_time", "saved_for_backward", "recall_table"])
+@pytest.mark.parametrize("module", ["performance_page", "compile_time", "saved_for_backward", "recall_table", "xla_programs", "xla_zoo"])
 def test_other_measurements_have_help(module, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [module, "--help"])
     with pytest.raises(SystemExit) as left:
         importlib.import_module(f"benchmarks.{module}").main()
     assert "python -m benchmarks" in capsys.readouterr().out + str(left.value)
+
+
+def test_models_on_xla_are_judged_by_sites_and_errors(tmp_path, monkeypatch, capsys):
+    fine = {"name": "a", "source": "s==1", "cpu sites": {"moe": 1}, "xla sites": {"moe": 1}, "megacpp": [1e-7, 1e-6]}
+    rows = [
+        fine,
+        {**fine, "cpu sites": {"moe": 2}},
+        {**fine, "megacpp": [1e-7, 1e-3]},
+        {**fine, "megacpp": [1e-7, 1e-3], "openxla": [1e-7, 1e-3]},
+        {"name": "b", "source": "", "openxla": [0.0, 0.0], "megacpp fails": "Oh"},
+        {"name": "c", "source": "", "megacpp fails": "Oh", "openxla fails": "Oh"},
+        {"name": "d", "source": "", "build fails": "Oh"},
+    ]
+    verdicts = ["yes", "OTHER SITES", "NO", "yes", "FAILS", "fails without this package, too", "not with this torch"]
+    assert [xla_zoo.judged(row) for row in rows] == verdicts
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    monkeypatch.setattr(sys, "argv", ["xla_zoo", "--page", str(tmp_path / "rows.json")])
+    xla_zoo.main()
+    page = capsys.readouterr().out
+    assert "2 of 7 models equal." in page and "| a | s==1 | yes | moe 1 | 1e-07 / - | 1e-06 / - | 0 / 0 |" in page
+
+
+@pytest.mark.parametrize(("other", "code"), [([2.0, 1.00005], 0), ([2.0, 1.001], 1), ([2.0, float("nan")], 1)])
+def test_losses_over_each_other(tmp_path, other, code):
+    files = []
+    for device, losses in (("cpu", [2.0, 1.0]), ("xla", other)):
+        files.append(str(tmp_path / f"{device}.json"))
+        runs = [{"backend": name, "device": device, "losses": losses} for name in ("eager", "megacpp")]
+        Path(files[-1]).write_text(json.dumps(runs))
+    done = python("examples/overlay.py", *files, "--tolerance", "1e-4")
+    assert done.returncode == code, done.stderr
+    assert "megacpp on xla beside megacpp on cpu: largest relative difference" in done.stdout
 
 
 def python(*args: str, **env: str) -> subprocess.CompletedProcess[str]:

@@ -15,6 +15,7 @@ COPIES = {
     "alias": aten.alias.default,
     "detach": aten.detach.default,
     "lift": aten.lift_fresh_copy.default,
+    "copy": lambda x: aten.copy.default(torch.zeros_like(x), x),
     "cast to what it is": lambda x: aten._to_copy.default(x, dtype=x.dtype),
 }
 
