@@ -21,6 +21,12 @@ def value(node: Any) -> Any:
     return node.meta.get("val") if isinstance(node, Node) else node
 
 
+def of_tensors(node: Node) -> bool:
+    """Whether every argument of `node` is a tensor's node: one may stand for a number that is an input, as every float
+    of the model does under `dynamic=True`."""
+    return all(isinstance(a, Node) and isinstance(value(a), torch.Tensor) for a in node.args)
+
+
 class Builder:
     """Emits nodes before `anchor`, with fake values and the provenance and region of `like`."""
 

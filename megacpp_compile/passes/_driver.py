@@ -93,7 +93,14 @@ def run_passes(
         fired = 0
         with GraphTransformObserver(gm, f"megacpp_{p.name}"):
             view = GraphView(gm.graph, captured.fake_mode, captured.weights, config)
-            for found in list(p.find(view)):
+            try:
+                candidates = list(p.find(view))
+            except Exception as error:  # a defect of one pass is not to cost the others: nothing was changed yet
+                if config.strict or isinstance(error, MegacppError):
+                    raise
+                out.misses.append(Miss(p.name, "", "", "", "internal-error", f"{type(error).__name__}: {error}"[:300]))
+                candidates = []
+            for found in candidates:
                 if isinstance(found, Refusal):
                     out.misses.append(_miss(p, found))
                     continue

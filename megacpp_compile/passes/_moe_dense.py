@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
-from megacpp_compile.graph_edit import same_size, value
+from megacpp_compile.graph_edit import of_tensors, same_size, value
 from megacpp_compile.passes._moe_rewrite import Routed, match
 from megacpp_compile.passes._rule import GraphView, Match, Refusal
 from megacpp_compile.recognise.experts import Expert, NoExpert, agree, linear_product, match_expert, over_rows
@@ -67,7 +67,7 @@ def _uncast(node: object) -> Node:
 
 
 def _share(node: Node) -> Share | None:
-    if node.target is not aten.mul.Tensor or not all(isinstance(a, Node) for a in node.args):
+    if node.target is not aten.mul.Tensor or not of_tensors(node):
         return None
     for gate, out in (node.args, node.args[::-1]):
         if value(gate).dim() != value(out).dim() or value(gate).shape[-1:] != (1,):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from megacpp_compile.graph_edit import same_size, value
+from megacpp_compile.graph_edit import of_tensors, same_size, value
 from megacpp_compile.passes._moe_rewrite import Routed, match
 from megacpp_compile.passes._rule import GraphView, Match, Refusal
 from megacpp_compile.recognise.experts import Expert, NoExpert, agree, linear_product, match_expert, over_rows
@@ -224,7 +224,7 @@ def _turn(link: Link, gated: bool = True) -> Turn | Refusal:
     weighted = over_rows(link.added)
     if not gated:
         return _read(link, weighted, [])
-    if weighted.target is not aten.mul.Tensor or not all(isinstance(a, Node) for a in weighted.args):
+    if weighted.target is not aten.mul.Tensor or not of_tensors(weighted):
         return Refusal(weighted, "no-gate", "what an expert adds is not its output times a gate")
     out, gates = None, list[tuple[Node, bool]]()
     for a, b in (weighted.args, weighted.args[::-1]):

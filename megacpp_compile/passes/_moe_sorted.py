@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
-from megacpp_compile.graph_edit import same_size, value
+from megacpp_compile.graph_edit import of_tensors, same_size, value
 from megacpp_compile.passes._moe_rewrite import Routed, match
 from megacpp_compile.passes._rule import GraphView, Match, Refusal
 from megacpp_compile.recognise.experts import Expert, NoExpert, Product, Weight, match_expert, over_rows
@@ -66,7 +66,7 @@ def _added(node: Node) -> Ended | None:
 
 def _check(view: GraphView, node: Node, ended: Ended) -> Match | Refusal | None:
     weighted = ended.weighted
-    if weighted.target is not aten.mul.Tensor or not all(isinstance(a, Node) for a in weighted.args):
+    if weighted.target is not aten.mul.Tensor or not of_tensors(weighted):
         return None
     for out, gate in (weighted.args, weighted.args[::-1]):
         multiply = _Products(ended.order)

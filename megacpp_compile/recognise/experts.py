@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from megacpp_compile.graph_edit import same_size, value
+from megacpp_compile.graph_edit import of_tensors, same_size, value
 from megacpp_compile.recognise.linear import match_linear
 from megacpp_compile.recognise.views import is_cast, is_outer_view, lane_slice
 
@@ -121,7 +121,7 @@ def _activation(node: Node) -> tuple[str, Node] | None:
         squared = args[0]
     if isinstance(squared, Node) and over_rows(squared).target is aten.relu.default:
         return "relu2", over_rows(squared).args[0]  # type: ignore[return-value]
-    if target is aten.mul.Tensor and all(isinstance(a, Node) for a in args):
+    if target is aten.mul.Tensor and of_tensors(node):
         for h, s in (args, args[::-1]):
             s = over_rows(s)  # type: ignore[arg-type]
             if s.target is aten.sigmoid.default and over_rows(s.args[0]) is over_rows(h):  # type: ignore[arg-type]
@@ -145,7 +145,7 @@ def expert_into(down: Product, multiply: Multiply) -> Expert | NoExpert:
             return Expert(node, up.x, (up,), down, found[0], "single")
         if isinstance(up, NoExpert):
             return up
-    if inner.target is not aten.mul.Tensor or not all(isinstance(a, Node) for a in inner.args):
+    if inner.target is not aten.mul.Tensor or not of_tensors(inner):
         return NoExpert(inner, "activation", "the expert's activation is none that is known")
     for gate, up_side in (inner.args, inner.args[::-1]):
         found = _activation(gate)  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from megacpp_compile.graph_edit import same_size, value
+from megacpp_compile.graph_edit import of_tensors, same_size, value
 from megacpp_compile.recognise.views import RESHAPES, is_cast
 
 aten = torch.ops.aten
@@ -94,7 +94,7 @@ def step_into(node: Node, dims: Dims) -> list[tuple[Node, Dims]] | None:
         below = _through(node, dims)
         return None if below is None else [(source, below)]  # type: ignore[list-item]
     target, args = node.target, node.args
-    if target is aten.mul.Tensor and all(isinstance(a, Node) for a in args):
+    if target is aten.mul.Tensor and of_tensors(node):
         return [(a, _broadcast(a, dims)) for a in args]  # type: ignore[arg-type, misc]
     if target is aten.sum.dim_IntList and args[1]:
         return [(args[0], _summed(node, dims))]  # type: ignore[list-item]

@@ -74,7 +74,7 @@ def _elsewhere(node: Node, number: float) -> Chosen | None:
     if target in (aten.mul.Tensor, aten.div.Tensor):
         sides = args if target is aten.mul.Tensor else args[:1]
         for side in sides:
-            whole = isinstance(side, Node) and value(side).dim() == last + 1
+            whole = isinstance(value(side), torch.Tensor) and value(side).dim() == last + 1
             if whole and all(map(same_size, value(side).shape, value(node).shape)):
                 inner = _elsewhere(side, number)  # type: ignore[arg-type]
                 if inner is not None:
@@ -134,7 +134,7 @@ def match_chosen_gate(node: Node) -> tuple[Node, Node, int] | None:
     else:
         return None
     for gates, mark in pairs:
-        if not isinstance(gates, Node) or not isinstance(mark, Node) or value(gates).dim() != 2:
+        if not all(isinstance(value(a), torch.Tensor) for a in (gates, mark)) or value(gates).dim() != 2:
             continue
         mask = match_mask(_as_number(mark))
         if mask is None or mask.dims != ("t", "s") or mask.expert is None or mask.choice is not None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from megacpp_compile.graph_edit import same_size, value
+from megacpp_compile.graph_edit import of_tensors, same_size, value
 from megacpp_compile.recognise.rms_norm import NoNorm, RmsNorm
 from megacpp_compile.recognise.silu import match_sigmoid, match_silu
 from megacpp_compile.recognise.views import RESHAPES, is_cast
@@ -143,7 +143,7 @@ def _gate_before(norm: RmsNorm) -> _Gate | NoNorm | None:
     while is_cast(node) or _keeps_order(node):
         internal.add(node)
         node = node.args[0]  # type: ignore[assignment]
-    if node.target is not aten.mul.Tensor or not all(isinstance(a, Node) for a in node.args):
+    if node.target is not aten.mul.Tensor or not of_tensors(node):
         return None
     pairs = (node.args, node.args[::-1])
     for y, factor in pairs:

@@ -15,7 +15,7 @@ from collections.abc import Container, Iterable, Iterator
 import torch
 from torch.fx import Node
 
-from megacpp_compile.graph_edit import same_size, value
+from megacpp_compile.graph_edit import of_tensors, same_size, value
 from megacpp_compile.recognise.gate_matrix import is_filled
 from megacpp_compile.recognise.tensor_ops import CONTRACTIONS, REPEATS, VIEWS
 from megacpp_compile.recognise.views import is_cast
@@ -185,8 +185,8 @@ def _rate_of_each_lane(decay: Node) -> bool:
     product = _uncast(power.args[0])
     if not isinstance(product, Node) or product.target is not aten.mul.Tensor:
         return False
-    sides = [a for a in product.args if isinstance(a, Node)]
-    if len(sides) != 2:
+    sides: list[Node] = [a for a in product.args if isinstance(a, Node)]
+    if not of_tensors(product):
         return False
     shapes = [[1] * (value(product).dim() - value(a).dim()) + list(value(a).shape) for a in sides]
     own = [{i for i, n in enumerate(s) if not (isinstance(n, int) and n == 1)} for s in shapes]

@@ -309,6 +309,8 @@ def _mean_square(mean: Node) -> tuple[Node, Node, set[Node]]:
 
 
 def _check_gain(gain: Node, width: Any) -> None:
+    if not isinstance(value(gain), torch.Tensor):
+        raise _Refuse(gain, "gain-shape", "a factor is a number that is known at run time only")
     shape = value(gain).shape
     if any(n != 1 for n in shape[:-1]) or (len(shape) and shape[-1] not in (1, width)):
         raise _Refuse(gain, "gain-shape", f"a factor of shape {list(shape)} is not a gain per feature")

@@ -1,0 +1,58 @@
+"""Under `dynamic=True` the model's floats are inputs of its graph, which no recogniser may take for tensors; and a
+recogniser that fails all the same costs its own pass alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from corpus.spellings import PlainMLA
+from frames import check, run
+from torch import nn
+
+from megacpp_compile.config import Config
+from megacpp_compile.passes import moe
+
+from .experts import MoE, where_index_add
+
+
+class Multipliers(nn.Module):
+    """Every branch scaled by a number of its own, as Falcon-H1 and Granite have it."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.attention, self.experts = PlainMLA(), MoE(where_index_add, experts=2)
+        width = self.attention.example_inputs()[0].shape[-1]
+        self.norm, self.into, self.out = nn.RMSNorm(width), nn.Linear(width, 8), nn.Linear(8, width)
+        self.numbers = [0.3, 1.7, 0.9, 1.1]
+
+    def forward(self, x, *tables):
+        a, b, c, d = self.numbers
+        h = self.attention(x * a, *tables) * b + x
+        rows = self.into(self.norm(h) * c).flatten(0, 1)
+        rows = F.silu(rows * a) * d + self.experts(rows * b) * c
+        return h + self.out(rows).view(x.shape) * d
+
+
+def test_floats_of_the_model():
+    module = Multipliers()
+    frames = check(module, module.attention.example_inputs(), dynamic=True)
+    assert frames.counts["moe"] == 1 and frames.counts["mla_rope_q"] == 1, frames.misses
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_pass_that_fails(monkeypatch, strict):
+    def find(view):
+        raise AttributeError("no dim")
+        yield
+
+    monkeypatch.setattr(moe, "find", find)
+    block = PlainMLA()
+    if strict:
+        with pytest.raises(Exception, match="no dim"):
+            run(block, block.example_inputs())
+        return
+    frames = check(block, block.example_inputs(), Config())
+    assert frames.counts["down_norm_up"] == 2 and not frames.counts["moe"]
+    assert [m.reason for m in frames.misses if m.tag == "internal-error"] == ["AttributeError: no dim"]
