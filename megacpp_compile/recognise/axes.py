@@ -135,6 +135,12 @@ class Axes:
         """One dimension of a view on each side, or one against several."""
         have, want = atoms[0].size, sizes[todo[0]]
         if not isinstance(have, int) or not isinstance(want, int):
+            # What is symbolic stays over once the other end is told.
+            for n in range(2, len(atoms)):
+                if equal(math.prod(a.size for a in atoms[-n:]), sizes[todo[-1]]):
+                    out[todo.pop()] = atoms[-n:]
+                    del atoms[-n:]
+                    return
             raise NoAxes("a view of symbolic sizes can't be followed")
         if have < want:
             count = next((n for n in range(1, len(atoms) + 1) if math.prod(a.size for a in atoms[:n]) == want), None)

@@ -265,6 +265,18 @@ def test_dynamic_shapes():
     assert_dynamic(NAME, module, module.example_inputs, everything=True)
 
 
+@pytest.mark.parametrize("everything", [False, True], ids=["length", "everything"])
+@pytest.mark.parametrize("length", [12, 10], ids=["whole_chunks", "padded"])
+def test_dynamic_lengths_in_chunks(length, everything):
+    """The number of chunks is an expression, and what fills up the last one is known to be none, or not to be."""
+    module = PlainMamba2()
+    args = module.example_inputs(length)
+    if not everything:
+        torch._dynamo.mark_dynamic(args[0], 1)
+    frames = check(module, args, dynamic=True if everything else None)
+    assert frames.counts[NAME] == 1, frames.misses
+
+
 def test_compiling_draws_no_random_numbers():
     """What a model draws must not depend on what is compiled in between."""
     captured = run(*block(einsums), Config(strict=True, disable=(NAME,))).analyses[0].captured

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from megacpp_compile.graph_edit import value
 from megacpp_compile.recognise.axes import Dim, NoAxes, equal, flat, fresh, is_one, length, pin
@@ -32,7 +33,12 @@ def _padding(n: Node) -> list[tuple[int, Any, Any]]:
         raise NoAxes("padding with other than zeros")
     pairs = zip(amounts[0::2], amounts[1::2], strict=True)  # type: ignore[index]
     found = [(rank - 1 - i, value(front), value(behind)) for i, (front, behind) in enumerate(pairs)]
-    return [(d, f, b) for d, f, b in found if not (_is(f, 0) and _is(b, 0))]
+    return [(d, f, b) for d, f, b in found if not (_is(f, 0) and _nothing(b))]
+
+
+def _nothing(size: Any) -> bool:
+    """Known to be 0, such as what fills up the last chunk where the model has asked whether there is any."""
+    return _is(size, 0) or not isinstance(size, int) and all(map(statically_known_true, (size <= 0, size >= 0)))
 
 
 def _is(size: Any, number: int) -> bool:
