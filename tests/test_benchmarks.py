@@ -213,13 +213,13 @@ def test_models_on_xla_are_judged_by_sites_and_errors(tmp_path, monkeypatch, cap
         {"name": "c", "source": "", "megacpp fails": "Oh", "openxla fails": "Oh"},
         {"name": "d", "source": "", "build fails": "Oh"},
     ]
-    verdicts = ["yes", "OTHER SITES", "NO", "yes", "FAILS", "fails without this package, too", "not with this torch"]
+    verdicts = ["yes", "OTHER SITES", "NO", "as openxla", "FAILS", "fails without this package, too", "not with this torch"]
     assert [xla_zoo.judged(row) for row in rows] == verdicts
     (tmp_path / "rows.json").write_text(json.dumps(rows))
     monkeypatch.setattr(sys, "argv", ["xla_zoo", "--page", str(tmp_path / "rows.json")])
     xla_zoo.main()
     page = capsys.readouterr().out
-    assert "2 of 7 models equal." in page and "| a | s==1 | yes | moe 1 | 1e-07 / - | 1e-06 / - | 0 / 0 |" in page
+    assert "Of 7 models 1 are equal, 1 as far off" in page and "| a | s==1 | yes | moe 1 | 1e-07 / - | 1e-06 / - |" in page
 
 
 @pytest.mark.parametrize(("other", "code"), [([2.0, 1.00005], 0), ([2.0, 1.001], 1), ([2.0, float("nan")], 1)])
