@@ -106,6 +106,7 @@ def test_a_frame_names_its_parameters():
 
     def compiled(plan):
         torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()  # after a break elsewhere in the process a rule without a hit is no error
         torch.compile(block, backend="megacpp", options={"sharding": plan, "strict": True})(x, *angles)
 
     assert isinstance(error_of(ShardingPlan(mesh=MESH, rules={"*.q_c.weight": None}), compiled), RuleWithoutHitError)
