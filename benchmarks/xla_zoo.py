@@ -175,8 +175,8 @@ def page(rows: list[dict[str, Any]]) -> str:
 
 
 TIES = """A sparse
-attention that picks keys by scores with a relu, such as DeepSeek-V3.2's, has ties at 0: where one falls on the last place
-(in 8 of 64 rows of the model here), XLA's top-k takes another key than ATen's."""
+attention that picks keys by scores with a relu, such as DeepSeek-V3.2's, has ties at 0: where one falls on the last
+place (in 8 of 64 rows of the model here), XLA's top-k takes another key than ATen's."""
 
 
 def main() -> None:
