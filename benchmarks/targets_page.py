@@ -103,7 +103,8 @@ a line in the log. So does `precision="fp8_current"` in the graph:
 - Measured on four virtual CPU devices (`tests/xla/test_spmd.py`), an MLA block. Heads over the devices: one all-reduce
   in forward, at the output projection, three in backward, for the two latents and the rotated row. Batch and rows of
   weights over the devices: an all-gather a weight in forward and again in backward, an all-reduce a gradient (XLA's CPU
-  backend makes no reduce-scatter); no activation travels.
+  backend makes no reduce-scatter); no activation travels. With both at once (2 x 2) numbers agree, too, and backward has
+  two collective permutes that nobody asked for.
 
 ## torch_tpu
 
