@@ -72,7 +72,8 @@ a line in the log. So does `precision="fp8_current"` in the graph:
 - A frame in which nothing fires is compiled as `backend="openxla"` would. Settings of Inductor have no effect
   there, which is logged.
 - `moe` is exact: no choice of an expert is dropped, whatever the routing. It copies an expert's weights for each block
-  of its rows; there is no capacity to set.
+  of its rows. `megacpp_compile.equal_split(indices, experts, factor)`, called by the model between its top-k and its
+  experts, gives them a capacity on every target, and counts what it drops.
 - Results that are copies of one another are told apart before torch_xla sees them: its bridge to Dynamo (2.9) takes
   them for one, and mixes up those behind. That holds for frames in which nothing fires, too.
 - `make test-xla` runs the tests for XLA on its CPU device, with torch 2.9.0 and torch_xla 2.9.0 in a venv of their own.
@@ -103,8 +104,8 @@ a line in the log. So does `precision="fp8_current"` in the graph:
 - Measured on four virtual CPU devices (`tests/xla/test_spmd.py`), an MLA block. Heads over the devices: one all-reduce
   in forward, at the output projection, three in backward, for the two latents and the rotated row. Batch and rows of
   weights over the devices: an all-gather a weight in forward and again in backward, an all-reduce a gradient (XLA's CPU
-  backend makes no reduce-scatter); no activation travels. With both at once (2 x 2) numbers agree, too, and backward has
-  two collective permutes that nobody asked for.
+  backend makes no reduce-scatter); no activation travels. With both at once (2 x 2) numbers agree, too, and backward
+  has two collective permutes that nobody asked for.
 
 ## torch_tpu
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megacpp_compile.attending import attention, attention_capability
     from megacpp_compile.backend import megacpp as backend
+    from megacpp_compile.capacity import equal_split
     from megacpp_compile.config import Config
     from megacpp_compile.estimating import Estimate, estimate
     from megacpp_compile.explaining import explain
@@ -34,14 +35,14 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "CheckpointingPolicy", "Config", "Estimate", "Fit", "NativeLayerSpec", "PrecisionPlan", "Report",
-    "ShardingPlan", "attention", "attention_capability", "backend", "compile", "estimate", "explain", "fit", "record",
-    "replace_linears", "sparse_mla", "te_layer_spec",
+    "ShardingPlan", "attention", "attention_capability", "backend", "compile", "equal_split", "estimate", "explain",
+    "fit", "record", "replace_linears", "sparse_mla", "te_layer_spec",
 ]  # fmt: skip
 
 _HOME = {
     "Config": "config", "Report": "report", "record": "report", "explain": "explaining", "backend": "backend",
     "compile": "regional", "estimate": "estimating", "Estimate": "estimating", "CheckpointingPolicy": "remat.policy",
-    "Fit": "fitting", "fit": "fitting",
+    "Fit": "fitting", "fit": "fitting", "equal_split": "capacity",
     "PrecisionPlan": "precision.plan", "replace_linears": "precision.replace",
     "te_layer_spec": "precision.layer_spec", "NativeLayerSpec": "precision.layer_spec",
     "sparse_mla": "fp8_boundary", "ShardingPlan": "sharding.plan",
