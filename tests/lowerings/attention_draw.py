@@ -23,7 +23,6 @@ def kind(draw: random.Random, op: str) -> Kind:
                 "k": draw.choice((4, 7, 16, 40, 70))},
         dtypes={"main": dtype}, layout=(False, False, False),
         flags={"in_place": False, "causal": draw.random() < 0.7, "per": per,
-               "products": per in ("tensor", "sequence", "row") and draw.random() < 0.5,
                "index": draw.choice((torch.int32, torch.int64)), "lse": draw.random() < 0.5},
         # Equal rows would leave the scores without a gradient.
         patterns={"q": pattern(draw, 3), "kv": pattern(draw, 3, may_repeat=False), "grad": pattern(draw, 3)},
@@ -54,4 +53,4 @@ def arguments(kind: Kind, draw: random.Random, make: Maker, room: int) -> tuple[
         one = {"tensor": (1, 1, 1, 1), "sequence": (b, 1, 1, 1)}.get(f["per"], (b, s, 1, n))
         scale = (make.normal(torch.float32)(*one).abs() / 30 + 0.01).expand(b, s, 1, n)
         kv = (kv.float() * 20).clamp(-448, 448).to(torch.float8_e4m3fn)
-    return q, kv, indices, scale, *settings, f["products"]
+    return q, kv, indices, scale, *settings

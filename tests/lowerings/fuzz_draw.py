@@ -123,7 +123,7 @@ def _rotation(draw: random.Random, op: str) -> Kind:
         dtypes={"main": main, "second": other(0.15), "tables": draw.choice((torch.float32, main, torch.bfloat16)),
                 "out": other(0.15), "out_2": other(0.15)},
         layout=(draw.random() < 0.5, draw.random() < 0.5, draw.random() < 0.3),
-        flags={"inverse": draw.random() < 0.5, "in_place": draw.random() < 0.5, "packed": packed,
+        flags={"inverse": draw.random() < 0.5, "in_place": draw.random() < 0.9, "packed": packed,
                "sequences": draw.randrange(1, 9), "long": draw.random() < 0.5,
                "also_shared": draw.randrange(dims) if not packed and draw.random() < 0.1 else None,
                "own_rows": draw.random() < 0.05, "boundaries_step": 2 if draw.random() < 0.05 else 1},

@@ -11,6 +11,7 @@ import torch
 from . import fuzz as driver
 from .agreement import interpreted, module_of
 from .fuzz import fuzz
+from .fuzz_draw import OPS
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -23,16 +24,17 @@ pytestmark = [
 def test_short_run():
     """Each case of another kind; a failure prints the command that repeats it."""
     seed = int(os.environ.get("TEST_SEED") or secrets.randbelow(2**31))
-    outcome = fuzz(60, DEVICE, seed, kinds=60, room=6, quiet=True)
+    count = 4 * len(OPS)
+    outcome = fuzz(count, DEVICE, seed, kinds=count, room=6, quiet=True)
     print(outcome.text())
     assert not outcome.failures, "\n".join(outcome.failures)
-    # Three or so calls of each op: kernels that take but some sizes, as the scan's, may by chance be asked for none;
+    # Four calls of each op, eight of a rotation: kernels that take but some sizes, as the scan's, may by chance be asked for none;
     # products in float8 are cuBLASLt's, which no interpreter runs.
     some = ("ssd_scan", "linear_fp8_weight", *(() if CUDA else ("fp8_",)))
     assert not [label for label in outcome.idle() if not label.startswith(some)]
     kernels = {label: count for label, count in outcome.served.items() if label.endswith("cuda_triton")}
     assert sum(kernels.values()) > 30
-    assert outcome.in_place.total() > 2
+    assert outcome.in_place.total() > 0  # nine of ten calls of a rotation ask for it
 
 
 @pytest.mark.parametrize("broken", ["result", "input", "in place", "error"])
