@@ -327,7 +327,8 @@ def slots_in_other_places(m, x, indices, gates):
 def scatter_add_of_a_few(m, x, indices, gates):
     y = torch.zeros_like(x)
     for e, expert in enumerate(m.experts):
-        token, choice = (t[:3] for t in torch.where(indices == e))
+        token, choice = torch.where(indices == e)
+        token, choice = token[:3], choice[:3]
         y.scatter_add_(0, token[:, None].expand(-1, DIM), expert(x[token]) * gates[token, choice, None])
     return y
 
