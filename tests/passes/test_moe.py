@@ -192,6 +192,8 @@ def test_refuses(name):
     ids=lambda p: p if isinstance(p, str) else p.__name__,
 )
 def test_refuses_at_once(tag, body):
+    if body is experts_at_once.scatter_add_of_a_few and torch.__version__ < "2.11":
+        pytest.skip("this torch cannot trace a slice of an unknown length")
     assert_refused(NAME, tag, MoE(body), tokens())
 
 
