@@ -87,19 +87,24 @@ def grouped_rows(x, x2, weights, weights2, table, ends, take, out, rows, xs, xs2
 
 
 @triton.jit
-def _activated(gate, NAME: tl.constexpr):
+def _with_slope(gate, NAME: tl.constexpr):
+    """An activation and its derivative; what a kernel does not use of the two, Triton does not compute."""
     if NAME == "silu":
-        return gate * tl.sigmoid(gate)
+        s = tl.sigmoid(gate)
+        return gate * s, s * (1 + gate * (1 - s))
     elif NAME == "gelu":
-        return 0.5 * gate * (1 + tl.erf(gate * 0.7071067811865476))
+        below = 0.5 * (1 + tl.erf(gate * 0.7071067811865476))
+        return gate * below, below + gate * tl.exp(-0.5 * gate * gate) * 0.3989422804014327
     elif NAME == "gelu_tanh":
-        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        return gate * tl.sigmoid(2 * inner)
+        s = tl.sigmoid(2 * 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate))
+        inner = 0.7978845608028654 * (1 + 3 * 0.044715 * gate * gate)
+        return gate * s, s + 2 * gate * s * (1 - s) * inner
     elif NAME == "relu":
-        return tl.maximum(gate, 0)
+        return tl.maximum(gate, 0), tl.where(gate > 0, 1.0, 0.0).to(gate.dtype)
     else:
         tl.static_assert(NAME == "relu2")
-        return tl.maximum(gate, 0) * tl.maximum(gate, 0)
+        positive = tl.maximum(gate, 0)
+        return positive * positive, 2 * positive
 
 
 @triton.jit
@@ -148,29 +153,8 @@ def grouped_gated(x, gates, ups, table, ends, take, h_gate, h_up, out, rows, xs,
     gate, up = as_stored(acc_gate, out), as_stored(acc_up, out)
     tl.store(h_gate + wide * hs + n[None, :], gate, mask=mask)
     tl.store(h_up + wide * hs + n[None, :], up, mask=mask)
-    made = _activated(gate.to(ACC), NAME) * up.to(ACC)
+    made = _with_slope(gate.to(ACC), NAME)[0] * up.to(ACC)
     tl.store(out + wide * N + n[None, :], as_stored(made, out), mask=mask)
-
-
-@triton.jit
-def _with_slope(gate, NAME: tl.constexpr):
-    """`_activated`, and its derivative."""
-    if NAME == "silu":
-        s = tl.sigmoid(gate)
-        return gate * s, s * (1 + gate * (1 - s))
-    elif NAME == "gelu":
-        below = 0.5 * (1 + tl.erf(gate * 0.7071067811865476))
-        return gate * below, below + gate * tl.exp(-0.5 * gate * gate) * 0.3989422804014327
-    elif NAME == "gelu_tanh":
-        s = tl.sigmoid(2 * 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate))
-        inner = 0.7978845608028654 * (1 + 3 * 0.044715 * gate * gate)
-        return gate * s, s + 2 * gate * s * (1 - s) * inner
-    elif NAME == "relu":
-        return tl.maximum(gate, 0), tl.where(gate > 0, 1.0, 0.0).to(gate.dtype)
-    else:
-        tl.static_assert(NAME == "relu2")
-        positive = tl.maximum(gate, 0)
-        return positive * positive, 2 * positive
 
 
 @triton.jit
