@@ -7,7 +7,6 @@ all blocks share one backend object: blocks that its guards cannot tell apart sh
 
 from __future__ import annotations
 
-import functools
 import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +24,7 @@ from megacpp_compile.passes._driver import pass_names
 from megacpp_compile.provenance import input_path, local_path
 from megacpp_compile.regions import Kind, find_kinds, outside
 from megacpp_compile.report import Region
+from megacpp_compile.sharding.pinning import Kin
 from megacpp_compile.targets import by_torch_tpu
 
 # docs/measurements.md: with this many blocks fewer artifacts outweigh the calls between them.
@@ -174,20 +174,26 @@ class Regional:
         _name_absolutely(gm, roots)
         part = next((p for fqn in roots.values() if (p := self._part(fqn)) is not None), "")
         blocks = len(self.parts[part].fqns) if part else 0
-        kin = functools.partial(self._kin, part) if self.config.sharding is not None else None
+        kin = self._kin(part) if self.config.sharding is not None else None
         return compile_frame(gm, example_inputs, self.config, self.mode, part, blocks, self.kernels, kin)
 
-    def _kin(self, part: str, parameter: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-        """(name, parameter) for all blocks like `part`, which run its artifact and are not compiled themselves."""
+    def _kin(self, part: str) -> Kin:
+        """Parameter -> (name, parameter) for all blocks like `part`, which run its artifact and are not compiled
+        themselves."""
         model = self.model()
         known = {} if model is None else dict(model.named_parameters(remove_duplicate=False))
-        own = next((name for name, p in known.items() if p is parameter), "")
+        first = {id(p): name for name, p in reversed(known.items())}
         prefix = f"{part}." if part else ""
-        if not own.startswith(prefix) or not own:
-            return [(own, parameter)] if own else []
-        inner = own.removeprefix(prefix)
-        names = [f"{fqn}.{inner}" if fqn else inner for fqn in (self.parts[part].fqns if part else ("",))]
-        return [(name, known[name]) for name in names if name in known]
+
+        def alike(parameter: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+            own = first.get(id(parameter), "")
+            if not own.startswith(prefix) or not own:
+                return [(own, parameter)] if own else []
+            inner = own.removeprefix(prefix)
+            names = [f"{fqn}.{inner}" if fqn else inner for fqn in (self.parts[part].fqns if part else ("",))]
+            return [(name, known[name]) for name in names if name in known]
+
+        return alike
 
     def _roots(self, gm: GraphModule, example_inputs: Sequence[Any]) -> dict[str, str]:
         """Local variable of the frame ("self") -> name of the module it holds, read off the parameters the frame takes.
