@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 import time
@@ -108,21 +109,19 @@ def _compile(
         result.frame.remat, result.frame.peak = describe(plan, where, config.policy), peak
 
     copies = max(result.frame.blocks, 1)
+    settings = handoff.Settings(result.frame.target, config, patches, tell, kernels, copies)
 
     if result.outcome is None or not result.outcome.sites:
-        return plain(gm, example_inputs, config, patches, tell, kernels, copies)
-    lower = functools.partial(
-        rewritten, result.captured.gm, example_inputs, result.frame.target, config, tell=tell,
-        kernels=kernels, copies=copies,
-    )
+        return plain(gm, example_inputs, settings)
+    lower = functools.partial(rewritten, result.captured.gm, example_inputs)
     try:
         try:
-            return lower(patches=patches)
+            return lower(settings)
         except Exception as error:
             if not _from_pattern_matcher(error):
                 raise
             log.logger.info("frame %s: one of Inductor's patterns failed, compiled without them", result.frame.name)
-            return lower(patches={**patches, "pattern_matcher": False})
+            return lower(dataclasses.replace(settings, patches={**patches, "pattern_matcher": False}))
     except (PeakUnreachableError, NotLoweredError):
         raise
     except torch._dynamo.exc.RestartAnalysis:
@@ -133,7 +132,7 @@ def _compile(
         if dynamic_outputs.refuse(gm):
             log.logger.warning("traced again with graph breaks: %s: %s", type(error).__name__, str(error)[:300])
             dynamic_outputs.trace_again()
-        compiled = plain(gm, example_inputs, config, patches, tell, kernels, copies)
+        compiled = plain(gm, example_inputs, settings)
         result.fell_back(f"Inductor refused the rewritten graph: {type(error).__name__}: {error}"[:300])
         return compiled
 

@@ -7,6 +7,7 @@ partitioner has then seen each op as one node whose saved tensors are its own ch
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -34,6 +35,20 @@ from megacpp_compile.remat.offload import Offload
 from megacpp_compile.remat.peak import Surroundings
 from megacpp_compile.remat.tagging import TagForRemat, Tell
 from megacpp_compile.targets import XLA_DEVICES
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How a graph is to be compiled. patches: Inductor's settings, which mean nothing to the others and are named in
+    the log; tell: told what the policy decided; kernels: in the place of what makes code of a partitioned graph;
+    copies: how many such graphs run in a step."""
+
+    target: str
+    config: Config
+    patches: dict[str, Any]
+    tell: Tell | None = None
+    kernels: Any = None
+    copies: int = 1
 
 
 class LowerSemanticOps(GraphPass):
@@ -175,47 +190,25 @@ def _rewire(node: Node, result: Any) -> None:
         user.graph.erase_node(user)
 
 
-def to_inductor(
-    gm: GraphModule,
-    example_inputs: Sequence[Any],
-    target: str,
-    config: Config,
-    patches: dict[str, Any],
-    tell: Tell | None = None,
-    kernels: Any = None,
-    copies: int = 1,
-) -> Callable[..., Any]:
-    """Compile a rewritten graph with Inductor. tell: told what the policy decided; kernels: in the place of what makes
-    code of Inductor's graphs; copies: how many such graphs run in a step."""
-    from torch._inductor.compile_fx import compile_fx
-
-    user = patches.get("post_grad_custom_pre_pass", inductor_config.post_grad_custom_pre_pass)
-    patches = {**patches, "post_grad_custom_pre_pass": LowerSemanticOps(target, config, user)}
-    patches = _with_policy(config, patches, tell, example_inputs, copies)
-    inputs, inner = _inner(kernels, example_inputs)
-    return compile_fx(gm, inputs, config_patches=patches, **inner)  # type: ignore[arg-type,return-value]
+def to_inductor(gm: GraphModule, example_inputs: Sequence[Any], settings: Settings) -> Callable[..., Any]:
+    """Compile a rewritten graph with Inductor."""
+    user = settings.patches.get("post_grad_custom_pre_pass", inductor_config.post_grad_custom_pre_pass)
+    lower = LowerSemanticOps(settings.target, settings.config, user)
+    patches = {**settings.patches, "post_grad_custom_pre_pass": lower}
+    return plain_inductor(gm, example_inputs, dataclasses.replace(settings, patches=patches))
 
 
-def plain_inductor(
-    gm: GraphModule,
-    example_inputs: Sequence[Any],
-    config: Config,
-    patches: dict[str, Any],
-    tell: Tell | None = None,
-    kernels: Any = None,
-    copies: int = 1,
-) -> Callable[..., Any]:
+def plain_inductor(gm: GraphModule, example_inputs: Sequence[Any], settings: Settings) -> Callable[..., Any]:
     """Compile a frame exactly as `backend="inductor"` would, but for the policy, if there is one."""
     from torch._inductor.compile_fx import compile_fx
 
-    patches = _with_policy(config, patches, tell, example_inputs, copies)
-    inputs, inner = _inner(kernels, example_inputs)
+    patches = _with_policy(settings, example_inputs)
+    inputs, inner = _inner(settings.kernels, example_inputs)
     return compile_fx(gm, inputs, config_patches=patches or None, **inner)  # type: ignore[arg-type,return-value]
 
 
-def _with_policy(
-    config: Config, patches: dict[str, Any], tell: Tell | None, example_inputs: Sequence[Any], copies: int
-) -> dict[str, Any]:
+def _with_policy(settings: Settings, example_inputs: Sequence[Any]) -> dict[str, Any]:
+    config, patches = settings.config, settings.patches
     if config.policy is None:
         return patches
     user = patches.get("joint_custom_post_pass", inductor_config.joint_custom_post_pass)
@@ -227,8 +220,8 @@ def _with_policy(
     if config.policy.peak_gib is not None:
         on = next((x.device for x in example_inputs if isinstance(x, torch.Tensor) and x.device.type == "cuda"), "cpu")
         given = allocated(on)
-    around = Surroundings(copies, given, inputs, len(example_inputs))
-    tags = TagForRemat(config.policy, dict(config.block_kinds), user, tell, around)
+    around = Surroundings(settings.copies, given, inputs, len(example_inputs))
+    tags = TagForRemat(config.policy, dict(config.block_kinds), user, settings.tell, around)
     # To use a dead buffer again Inductor holds it until then: memory that a policy is there to save, and that the
     # device's own allocator hands out again at once.
     patches = {"allow_buffer_reuse": False, **patches, "joint_custom_post_pass": tags}

@@ -16,30 +16,20 @@ from torch.fx import GraphModule, Node
 
 from megacpp_compile import log
 from megacpp_compile.config import Config
-from megacpp_compile.handoff import LowerSemanticOps
-from megacpp_compile.remat.tagging import TagForRemat, Tell, recompute_views
+from megacpp_compile.handoff import LowerSemanticOps, Settings
+from megacpp_compile.remat.tagging import TagForRemat, recompute_views
 from megacpp_compile.sharding.products import keep_batches
 
 aten = torch.ops.aten
 
 
 def to_openxla(
-    gm: GraphModule,
-    example_inputs: Sequence[Any],
-    target: str,
-    config: Config,
-    patches: dict[str, Any],
-    tell: Tell | None = None,
-    kernels: Any = None,
-    copies: int = 1,
-    *,
-    program: Callable[..., Any] | None = None,
+    gm: GraphModule, example_inputs: Sequence[Any], settings: Settings, program: Callable[..., Any] | None = None
 ) -> Callable[..., Any]:
-    """Compile a rewritten graph with openxla. patches: Inductor's, which mean nothing here and are named in the log;
-    tell, kernels, copies: as in `handoff.to_inductor`; without a use for the last,
-    as nothing predicts the peak of a program of XLA's. program: what makes one of a lowered graph, for openxla."""
-    lower = LowerSemanticOps(target, config)
-    made = program or (_spread if config.sharding is not None else _program)
+    """Compile a rewritten graph with openxla. Nothing predicts the peak of a program of XLA's, so that
+    `settings.copies` has no use. program: what makes one of a lowered graph, for openxla."""
+    lower = LowerSemanticOps(settings.target, settings.config)
+    made = program or _program_for(settings.config)
 
     def compiler(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         lower(graph.graph)
@@ -49,22 +39,17 @@ def to_openxla(
     # XLA has to write each saved view as a tensor of its own: every transposed weight, every unsqueezed table.
     # It has no strides either, so that a copy is the value itself.
     again: dict[str, Any] = {"views_again": True, "read_originals": program is None}
-    return differentiated(gm, example_inputs, config, patches, tell, kernels or compiler, **again)
+    return differentiated(gm, example_inputs, settings, compiler, **again)
 
 
-def plain_openxla(
-    gm: GraphModule,
-    example_inputs: Sequence[Any],
-    config: Config,
-    patches: dict[str, Any],
-    tell: Tell | None = None,
-    kernels: Any = None,
-    copies: int = 1,
-) -> Callable[..., Any]:
+def plain_openxla(gm: GraphModule, example_inputs: Sequence[Any], settings: Settings) -> Callable[..., Any]:
     """Compile a frame as `backend="openxla"` would, but for a policy or a sharding plan, if there is one, and for
     results mixed up."""
-    program = _spread if config.sharding is not None else _program
-    return differentiated(gm, example_inputs, config, patches, tell, kernels or program)
+    return differentiated(gm, example_inputs, settings, _program_for(settings.config))
+
+
+def _program_for(config: Config) -> Callable[..., Any]:
+    return _spread if config.sharding is not None else _program
 
 
 def _program(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -133,23 +118,24 @@ def _tell_results_apart(graph: fx.Graph) -> None:
 
 
 def differentiated(
-    gm: GraphModule, example_inputs: Sequence[Any], config: Config, patches: dict[str, Any], tell: Tell | None,
-    compiler: Callable[..., Any], views_again: bool = False, read_originals: bool = False,
+    gm: GraphModule, example_inputs: Sequence[Any], settings: Settings, compiler: Callable[..., Any],
+    views_again: bool = False, read_originals: bool = False,
 ) -> Callable[..., Any]:  # fmt: skip
-    """Compile both halves of a frame with `compiler`. views_again: compute in backward the views it reads; openxla by
-    itself saves whatever backward reads. read_originals: read what copies are copies of, whatever its strides."""
+    """Compile both halves of a frame with `settings.kernels`, or else with `compiler`. views_again: compute in backward
+    the views it reads; openxla by itself saves whatever backward reads. read_originals: read what copies are copies of,
+    whatever its strides."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import default_partition
 
+    config, policy, patches = settings.config, settings.config.policy, settings.patches
     if patches:
         log.logger.warning("settings of Inductor have no effect on an XLA device: %s", ", ".join(sorted(patches)))
-    policy = config.policy
 
     def tagged(joint: GraphModule, inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
         if read_originals:
             _read_originals(joint.graph)
         if policy is not None:
-            TagForRemat(policy, dict(config.block_kinds), tell=tell)(joint.graph)
+            TagForRemat(policy, dict(config.block_kinds), tell=settings.tell)(joint.graph)
         elif views_again or config.sharding is not None:
             # A parameter gathered for forward is gathered again, not kept whole on every device until backward.
             recompute_views(joint.graph, _gathering() if config.sharding is not None else frozenset())
@@ -157,7 +143,7 @@ def differentiated(
             keep_batches(joint.graph)  # before any product is chosen to be saved, as one with a merged dimension
         return default_partition(joint, inputs, **kwargs)  # which obeys tags where there are any
 
-    return aot_autograd(fw_compiler=compiler, partition_fn=tagged)(gm, example_inputs)  # type: ignore[no-any-return]
+    return aot_autograd(fw_compiler=settings.kernels or compiler, partition_fn=tagged)(gm, example_inputs)  # type: ignore[no-any-return]
 
 
 def _gathering() -> frozenset[Any]:

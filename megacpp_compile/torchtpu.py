@@ -16,39 +16,30 @@ import torch
 from torch.fx import GraphModule
 
 from megacpp_compile import log
-from megacpp_compile.config import Config
 from megacpp_compile.errors import TargetUnavailableError
+from megacpp_compile.handoff import Settings
 from megacpp_compile.openxla import differentiated, to_openxla
-from megacpp_compile.remat.tagging import Tell
 
 NAME = "tpu"  # of its Dynamo backend, and of its device
 _DECIDED = ("recompute", "ac_graph_id", "partitioner_tag", "autograd_backward")
 
 
-def to_torchtpu(gm: GraphModule, example_inputs: Sequence[Any], *settings: Any, **more: Any) -> Callable[..., Any]:
-    """Compile a rewritten graph; arguments as in `openxla.to_openxla`. Raises as `backend`."""
+def to_torchtpu(gm: GraphModule, example_inputs: Sequence[Any], settings: Settings) -> Callable[..., Any]:
+    """Compile a rewritten graph. Raises as `backend`."""
     backend()
     guard_offsets(gm)
-    return to_openxla(gm, example_inputs, *settings, program=_program, **more)
+    return to_openxla(gm, example_inputs, settings, _program)
 
 
-def plain_torchtpu(
-    gm: GraphModule,
-    example_inputs: Sequence[Any],
-    config: Config,
-    patches: dict[str, Any],
-    tell: Tell | None = None,
-    kernels: Any = None,
-    copies: int = 1,
-) -> Callable[..., Any]:
+def plain_torchtpu(gm: GraphModule, example_inputs: Sequence[Any], settings: Settings) -> Callable[..., Any]:
     """Compile a frame exactly as `backend="tpu"` would, but for the policy, if there is one."""
     compiler = backend()
-    if config.policy is None and kernels is None:
-        if patches:
-            log.logger.warning("settings of Inductor have no effect on a TPU: %s", ", ".join(sorted(patches)))
+    if settings.config.policy is None and settings.kernels is None:
+        if settings.patches:
+            log.logger.warning("settings of Inductor have no effect on a TPU: %s", ", ".join(sorted(settings.patches)))
         return compiler(gm, example_inputs)  # type: ignore[no-any-return]
     guard_offsets(gm)
-    return differentiated(gm, example_inputs, config, patches, tell, kernels or _program)
+    return differentiated(gm, example_inputs, settings, _program)
 
 
 def backend() -> Callable[..., Any]:

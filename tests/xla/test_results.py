@@ -8,6 +8,7 @@ from torch._functorch.aot_autograd import make_boxed_func
 
 from megacpp_compile import openxla
 from megacpp_compile.config import Config
+from megacpp_compile.handoff import Settings
 
 aten = torch.ops.aten
 COPIES = {
@@ -28,7 +29,7 @@ def test_copies_among_the_results(xla, name):
         return x.sum(), a, b, (b * 7).sum(1), COPIES[name](x)
 
     def backend(gm, inputs):
-        return openxla.plain_openxla(gm, inputs, Config(), {})
+        return openxla.plain_openxla(gm, inputs, Settings("tpu", Config(), {}))
 
     torch._dynamo.reset()
     x = torch.randn(3, 5)
@@ -45,7 +46,7 @@ def test_a_copy_is_saved_once(xla):
             graphs.append(graph)
             return make_boxed_func(graph.forward)
 
-        return openxla.to_openxla(gm, inputs, "tpu", Config(), {}, kernels=keep)
+        return openxla.to_openxla(gm, inputs, Settings("tpu", Config(), {}, kernels=keep))
 
     def function(x):
         a = torch.softmax(x, -1)
