@@ -182,3 +182,36 @@ def test_pallas_kernel_is_given_what_it_takes(monkeypatch):
         got = with_gradients(pallas.attend, tensors, **arguments)
         for g, w in zip(got, with_gradients(mathematics, tensors, **arguments), strict=True):
             torch.testing.assert_close(g, w)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", ["documents", "a cap", "a cap, documents and padding"])
+@pytest.mark.parametrize("widths", [(4, 2, 64, 64), (4, 4, 192, 128)], ids=["grouped", "MLA"])
+def test_flex_attention_on_cuda(name, widths, compiled):
+    """What "auto" takes on CUDA, forward and gradients, no further from float64 than twice the plain body in bfloat16."""
+    heads, groups, width, values = widths
+    tokens, generator = 200, torch.Generator().manual_seed(0)
+    sizes = ((2, heads, tokens, width), (2, groups, tokens, width), (2, groups, tokens, values))
+    exact = [torch.randn(*s, generator=generator).bfloat16().double().requires_grad_() for s in sizes]
+    documents = torch.arange(tokens).expand(2, -1) // torch.tensor([[70], [33]])
+    padded = documents.masked_fill(torch.arange(tokens) >= 180, -1)
+    arguments = {
+        "documents": {"doc_ids": documents},
+        "a cap": {"softcap": 5.0},
+        "a cap, documents and padding": {"softcap": 5.0, "doc_ids": padded},
+    }[name]
+    want = with_gradients(megacpp_compile.attention, exact, **arguments, backend="plain")
+    tensors = [t.detach().bfloat16().cuda().requires_grad_() for t in exact]
+    arguments = {k: v.cuda() if k == "doc_ids" else v for k, v in arguments.items()}
+    assert megacpp_compile.attention_capability(*tensors, **arguments).backend == "flex"
+    plain = with_gradients(megacpp_compile.attention, tensors, **arguments, backend="plain")
+    torch._dynamo.reset()
+    call = megacpp_compile.attention
+    if compiled:
+        call = torch.compile(call, backend=megacpp_compile.backend, fullgraph=True)
+    got = with_gradients(call, tensors, **arguments)
+    for g, p, w in zip(got, plain, want, strict=True):
+        assert g.isfinite().all()
+        assert (g.cpu().double() - w).norm() <= 2 * (p.cpu().double() - w).norm()
