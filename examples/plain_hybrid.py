@@ -180,10 +180,14 @@ class Experts(nn.Module):
         self.experts = nn.ModuleList(SwiGLU(c.dim, c.expert_dim) for _ in range(c.experts))
         self.shared = SwiGLU(c.dim, c.shared_dim)
 
+    def routed(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Experts chosen for each token, and their gates, both (tokens, active)."""
+        gates, chosen = F.softmax(self.router(tokens).float(), dim=-1).topk(self.active, dim=-1)
+        return chosen, (gates / gates.sum(-1, keepdim=True)).to(tokens.dtype)
+
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.reshape(-1, x.shape[-1])
-        gates, chosen = F.softmax(self.router(tokens).float(), dim=-1).topk(self.active, dim=-1)
-        gates = (gates / gates.sum(-1, keepdim=True)).to(x.dtype)
+        chosen, gates = self.routed(tokens)
         out = torch.zeros_like(tokens)
         for number, expert in enumerate(self.experts):
             token, slot = torch.where(chosen == number)

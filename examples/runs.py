@@ -84,23 +84,24 @@ def train(
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         held = torch.cuda.memory_allocated()
-    torch.manual_seed(args.seed)
-    model = build().to(args.device, dtype)
-    kind = MasterAdamW if masters and dtype != torch.float32 else torch.optim.AdamW
-    optimizer = kind(list(model.parameters()), lr=args.lr, betas=(0.9, 0.95), fused=cuda or None)
-    last = 0.9 / args.steps if decay else 0.0
-    rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20) * (1 - last * step))
-    step_model: Any = model
-    if backend != "eager":
-        how: dict[str, Any] = {"backend": found(backend), "options": {"precision": precision} if precision else None}
-        if blocks:
-            for block in model.get_submodule(blocks).children():
-                block.compile(**how)
-        else:
-            step_model = torch.compile(model, **how)
     seconds: list[float] = []
     progress(name, 0, args.steps, "" if backend == "eager" else "compiling")
     try:
+        torch.manual_seed(args.seed)
+        model = build().to(args.device, dtype)
+        kind = MasterAdamW if masters and dtype != torch.float32 else torch.optim.AdamW
+        optimizer = kind(list(model.parameters()), lr=args.lr, betas=(0.9, 0.95), fused=cuda or None)
+        last = 0.9 / args.steps if decay else 0.0
+        rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20) * (1 - last * step))
+        step_model: Any = model
+        if backend != "eager":
+            options = {"precision": precision} if precision else None
+            how: dict[str, Any] = {"backend": found(backend), "options": options}
+            if blocks:
+                for block in model.get_submodule(blocks).children():
+                    block.compile(**how)
+            else:
+                step_model = torch.compile(model, **how)
         for tokens, targets in batches(text, args.steps, args.batch, args.length, args.seed):
             start = time.perf_counter()
             tokens, targets = tokens.to(args.device), targets.to(args.device)
@@ -128,8 +129,9 @@ def train(
 
 
 def parts(name: str, default: torch.dtype) -> tuple[str, torch.dtype, str | None]:
-    """(backend, dtype of the model, recipe of its precision plan) of "megacpp:fp8_current"."""
-    backend, _, own = name.partition(":")
+    """(backend, dtype of the model, recipe of its precision plan) of "megacpp:fp8_current". What stands before a "+" is
+    the model's name."""
+    backend, _, own = name.rpartition("+")[2].partition(":")
     dtype = getattr(torch, own, None) if own else default
     return (backend, dtype, None) if isinstance(dtype, torch.dtype) else (backend, default, own)
 

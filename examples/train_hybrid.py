@@ -12,19 +12,22 @@ import argparse
 import dataclasses
 import json
 import sys
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any
 
 import plain_hybrid
 import torch
 from plain_hybrid import HybridLM
 from runs import arguments, largest_difference, parsed, plot, recorded, show
+from torch import nn
 from train_mla import standard_library_text
 
 # The largest difference allowed between the loss curves of the first backend that runs and the others.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 1e-1}
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(models: Collection[str]) -> argparse.Namespace:
     summary = (__doc__ or "").split("\n\n")[0]
     parser = arguments(summary, "train_hybrid.png", steps=30, lr=1e-3, backends=("eager", "megacpp"))
     parser.add_argument("--size", default="tiny", choices=["tiny", "large"], help="large: a billion parameters")
@@ -35,15 +38,23 @@ def parse_arguments() -> argparse.Namespace:
     args.config = plain_hybrid.LARGE if args.size == "large" else plain_hybrid.TINY
     if args.length % args.config.chunk:
         parser.error(f"--length must be a multiple of the scan's chunk, {args.config.chunk}")
+    if unknown := {backend.rpartition("+")[0] for backend in args.backends}.difference(models):
+        parser.error(f"no model of the name {', '.join(unknown)}")
     args.dtype = getattr(torch, args.dtype)
     return args
 
 
-def main() -> int:
-    args = parse_arguments()
+def main(models: Mapping[str, Callable[[nn.Module], nn.Module]] | None = None) -> int:
+    """`models`: what may stand before a backend, as in "name+inductor", and what it makes of the plain model."""
+    made = {"": lambda model: model, **(models or {})}
+    args = parse_arguments(made)
     text = standard_library_text()
     print(f"{len(text):,} bytes of text, {args.size}, {args.device}, {args.dtype}, torch {torch.__version__}")
-    runs = [recorded(backend, lambda: HybridLM(args.config), text, args) for backend in args.backends]
+
+    def build(backend: str) -> nn.Module:
+        return made[backend.rpartition("+")[0]](HybridLM(args.config))
+
+    runs = [recorded(backend, partial(build, backend), text, args) for backend in args.backends]
     ran: list[Any] = [run for run in runs if not run.failed]
     show(runs, ran[0] if ran else runs[0])
     if args.json:
