@@ -3,8 +3,7 @@
     python -m benchmarks.hybrid_lm --size large --dtype bfloat16 --length 4096 --batch 4 --steps 200 \\
         --backends eager inductor megacpp hugging_face+eager hugging_face+inductor
 
-`hugging_face+BACKEND` has the blocks of peers/hugging_face.py, with the same weights at the start;
-`hugging_face_outside+BACKEND` keeps mamba_ssm's kernels out of the compiled graphs.
+`hugging_face+BACKEND` has the blocks of peers/hugging_face.py, with the same weights at the start.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ import train_hybrid
 
 MODELS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "hugging_face": lambda model: hugging_face.wired(model, hugging_face.kernels()),
-    "hugging_face_outside": lambda model: hugging_face.wired(model, hugging_face.kernels().outside()),
 }
 
 

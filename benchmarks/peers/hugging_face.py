@@ -31,11 +31,6 @@ class Kernels:
     norm: Callable[..., Tensor]
     experts: Callable[..., Tensor]
 
-    def outside(self) -> Kernels:
-        """The same with mamba_ssm's outside of compiled graphs, should a compiler fail on their Triton code."""
-        disable: Any = torch.compiler.disable
-        return dataclasses.replace(self, mixer=disable(self.mixer), norm=disable(self.norm))
-
 
 def kernels() -> Kernels:
     """Raises Missing where one of them cannot be had."""
@@ -57,19 +52,27 @@ def _module(name: str) -> Any:
 
 
 class Mixer(nn.Module):
-    """A Mamba-2 layer of examples/plain_hybrid.py, whose parameters it shares: (batch, length, dim) to the same."""
+    """A Mamba-2 layer of examples/plain_hybrid.py, whose parameters it shares: (batch, length, dim) to the same.
+
+    Between its two projections it leaves compiled graphs. Dynamo would leave them there by itself, and go on to compile
+    the frames inside: it traces no op that writes to what is not contiguous, as causal_conv1d's do (torch 2.11).
+    """
 
     def __init__(self, plain: Any, kernels: Kernels) -> None:
         super().__init__()
         self.plain, self.scan, self.normed = plain, kernels.mixer, kernels.norm
 
     def forward(self, x: Tensor) -> Tensor:
+        return self.plain.out_proj(self.mixed(self.plain.in_proj(x)))
+
+    @torch.compiler.disable
+    def mixed(self, projected: Tensor) -> Tensor:
         p, c = self.plain, self.plain.c
         y = self.scan(
-            p.in_proj(x), p.conv.weight.squeeze(1), p.conv.bias, p.dt_bias, -p.A_log.float().exp(), p.D, c.chunk,
+            projected, p.conv.weight.squeeze(1), p.conv.bias, p.dt_bias, -p.A_log.float().exp(), p.D, c.chunk,
             activation="silu", headdim=c.ssm_head_dim, ngroups=c.groups,
         )  # fmt: skip
-        return p.out_proj(self.normed(y, p.norm.weight, None, eps=p.norm.eps))
+        return self.normed(y, p.norm.weight, None, eps=p.norm.eps)
 
 
 class Experts(nn.Module):
