@@ -67,6 +67,7 @@ class Mixer(nn.Module):
 
     @torch.compiler.disable
     def mixed(self, projected: Tensor) -> Tensor:
+        """(batch, length, width of `in_proj`) -> (batch, length, channels), before the output projection."""
         p, c = self.plain, self.plain.c
         y = self.scan(
             projected, p.conv.weight.squeeze(1), p.conv.bias, p.dt_bias, -p.A_log.float().exp(), p.D, c.chunk,
@@ -78,7 +79,7 @@ class Mixer(nn.Module):
 class Experts(nn.Module):
     """An expert layer of examples/plain_hybrid.py: (batch, length, dim) to the same.
 
-    Router and shared expert are that layer's own. Experts' weights are copied once, here, into two parameters, as
+    Of that layer, router and shared expert remain. The weights of its experts move, once, here, into two parameters, as
     transformers holds them: `gate_up_proj` (experts, 2 * hidden, dim) and `down_proj` (experts, dim, hidden).
     """
 
@@ -88,13 +89,12 @@ class Experts(nn.Module):
 
     def __init__(self, plain: Any, kernels: Kernels) -> None:
         super().__init__()
-        self.router, self.shared, self.active = plain.router, plain.shared, plain.active
-        self.routed, self.grouped = type(plain).routed.__get__(self), kernels.experts
+        self.plain, self.grouped, self.num_experts = plain, kernels.experts, len(plain.experts)
         with torch.no_grad():
             both = [torch.cat((e.gate_proj.weight, e.up_proj.weight)) for e in plain.experts]
             self.gate_up_proj = nn.Parameter(torch.stack(both))
             self.down_proj = nn.Parameter(torch.stack([e.down_proj.weight for e in plain.experts]))
-        self.num_experts = len(plain.experts)
+        del plain.experts
 
     def _apply_gate(self, products: Tensor) -> Tensor:
         gate, up = products.chunk(2, dim=-1)
@@ -102,8 +102,8 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.reshape(-1, x.shape[-1])
-        chosen, gates = self.routed(tokens)
-        return (self.grouped(self, tokens, chosen, gates) + self.shared(tokens)).view_as(x)
+        chosen, gates = self.plain.routed(tokens)
+        return (self.grouped(self, tokens, chosen, gates) + self.plain.shared(tokens)).view_as(x)
 
 
 def wired(model: nn.Module, kernels: Kernels) -> nn.Module:
