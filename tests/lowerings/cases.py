@@ -186,7 +186,8 @@ for label, options in EXPERTS.items():
         y, hidden, order, offsets = reference_of("moe")(*args)
         x, _, gates, w_gate, w_up, w_down, activation, layout, *_ = args
         # Behind the last expert's rows a kernel may leave anything.
-        hidden = [h.index_fill(0, torch.arange(int(offsets[-1]), h.shape[0]), float("nan")) for h in hidden]
+        behind = torch.arange(int(offsets[-1]), order.shape[0], device=order.device)
+        hidden = [h.index_fill(0, behind, float("nan")) for h in hidden]
         grad = rand(*y.shape, dtype=dtype)
         return grad, x, gates, w_gate, w_up, w_down, hidden, order, offsets, activation, layout
 
