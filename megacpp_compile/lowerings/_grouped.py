@@ -137,19 +137,25 @@ def _(x, w_gate, w_up, offsets, take, activation):  # type: ignore[no-untyped-de
 
 @torch.library.custom_op("grouped_products::gradients", mutates_args=())
 def gradients(
-    product: Tensor, hidden: list[Tensor], gates: Tensor, offsets: Tensor, activation: str
+    grad: Tensor,
+    weights: list[Tensor],
+    hidden: list[Tensor],
+    gates: Tensor,
+    offsets: Tensor,
+    take: Tensor,
+    activation: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What lies between the products of backward where gate and up are two, in one kernel; on CUDA only. See
-    `_triton_grouped.gradients`."""
+    """The first product of backward, of rows `take` of `grad`, and what lies between it and the next ones, in one
+    kernel where gate and up are two; on CUDA only. See `_triton_grouped.gradients`."""
     from megacpp_compile.lowerings import _triton_grouped
 
-    return _triton_grouped.gradients(product, hidden, gates, offsets, activation)
+    return _triton_grouped.gradients(grad, weights, hidden, gates, offsets, take, activation)
 
 
 @gradients.register_fake
-def _(product, hidden, gates, offsets, activation):  # type: ignore[no-untyped-def]
-    rows, n = product.shape
-    return product.new_empty((rows, 2 * n)), product.new_empty((rows, n)), gates.new_empty(rows)
+def _(grad, weights, hidden, gates, offsets, take, activation):  # type: ignore[no-untyped-def]
+    rows, n = take.shape[0], weights[0].shape[-1]
+    return grad.new_empty((rows, 2 * n)), grad.new_empty((rows, n)), gates.new_empty(rows)
 
 
 def _groups(offsets: Tensor) -> Iterator[tuple[int, int]]:

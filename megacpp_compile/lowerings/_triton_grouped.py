@@ -57,7 +57,7 @@ def grouped_rows(x, x2, weights, weights2, table, ends, take, out, rows, xs, xs2
         at_row = tl.minimum(m, rows - 1)
         row = (tl.load(take + at_row) if TAKE else at_row).to(tl.int64)[:, None]
         k = tl.arange(0, BK)
-        for part in tl.static_range(2 if SECOND else 1):
+        for part in range(2 if SECOND else 1):  # unrolled, it takes a GPU's assembler half a minute
             source = x if part == 0 else x2
             stride = xs if part == 0 else xs2
             if TABLE:
@@ -158,33 +158,78 @@ def grouped_gated(x, gates, ups, table, ends, take, h_gate, h_up, out, rows, xs,
 
 
 @triton.jit
-def gated_gradients(product, h_gate, h_up, gates, ends, d_hidden, out, dots, rows, ps, hs,
-                    N: tl.constexpr, E: tl.constexpr, NAME: tl.constexpr, ACC: tl.constexpr,
-                    BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
-    """Of each row, with a = f(h_gate) * h_up and its gradient `product * gates`: the gradients of h_gate and h_up, side
-    by side; `a * gates`; and `product . a`, the gradient of the row's gate. Rows behind all groups are zero."""
-    m = tl.program_id(0) * BM + tl.arange(0, BM)
-    there, live = m < rows, m < tl.load(ends + E - 1)
-    scale = tl.load(gates + m, mask=there, other=0).to(ACC)[:, None]
+def _gradients_of(d_a, m, n, h_gate, h_up, scale, d_hidden, out, hs, stop, until, N: tl.constexpr, NAME: tl.constexpr,
+                  ACC: tl.constexpr):  # fmt: skip
+    """Lanes `n` of what `gated_gradients` stores for rows `m` before `stop`, of which those from `until` are nobody's;
+    returns what they add to `d_a . a`."""
+    inside = (m < stop)[:, None] & (n < N)[None, :]
+    live = inside & (m < until)[:, None]
     row = m.to(tl.int64)[:, None]
+    at = row * hs + n[None, :]
+    gate = tl.load(h_gate + at, mask=live, other=0).to(ACC)
+    up = tl.load(h_up + at, mask=live, other=0).to(ACC)
+    f, slope = _with_slope(gate, NAME)
+    a = f * up
+    dot = tl.sum(d_a * a, 1)
+    tl.store(out + row * N + n[None, :], as_stored(a * scale, out), mask=inside)
+    d_a *= scale
+    d = d_hidden + row * (2 * N) + n[None, :]
+    tl.store(d, as_stored(d_a * slope * up, d_hidden), mask=inside)
+    tl.store(d + N, as_stored(d_a * f, d_hidden), mask=inside)
+    return dot
+
+
+@triton.jit
+def gated_gradients(x, weights, table, ends, take, h_gate, h_up, gates, d_hidden, out, dots, rows, xs, ws_e, wn, wk, hs,
+                    N: tl.constexpr, K: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, TABLE: tl.constexpr,
+                    NAME: tl.constexpr, TYPE: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+                    INTERPRETED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+    """With a = f(h_gate) * h_up, and `x[take[r]] @ weights[group of r].T * gates[r]` the gradient of a's row r: the
+    gradients of h_gate and h_up, side by side; `a * gates`; and, in a row of `dots` for each BN lanes, what
+    these add to the gradient of the row's gate. Rows behind all groups are zero.
+
+    Two programs share an SM, so that one multiplies while the other is at its last lines. They are taken in quarters:
+    whole, an SM's registers are too few."""
+    across: tl.constexpr = (N + BN - 1) // BN
+    part = tl.program_id(0) % across
+    n = part * BN + tl.arange(0, BN)
+    group, first, stop = _tile(ends, rows, tl.program_id(0) // across, E, EP, BM)
+    if group > E:
+        return
+    m = first + tl.arange(0, BM)
+    acc = tl.zeros([BM, BN], ACC)
+    if group < E:
+        row = tl.load(take + tl.minimum(m, rows - 1)).to(tl.int64)[:, None]
+        k = tl.arange(0, BK)
+        if TABLE:
+            w = tl.multiple_of(tl.load(table + group).to(tl.pointer_type(TYPE)), 16)
+        else:
+            w = weights + group.to(tl.int64) * ws_e
+        a = x + row * xs + k[None, :]
+        b = w + n[None, :] * wn + k[:, None] * wk
+        for at in range(0, K, BK):
+            if N % BN == 0 and K % BK == 0:
+                left = tl.load(a)
+                right = tl.load(b)
+            else:
+                left = tl.load(a, mask=k[None, :] < K - at, other=0)
+                right = tl.load(b, mask=(n < N)[None, :] & (k[:, None] < K - at), other=0)
+            if INTERPRETED:
+                left, right = left.to(ACC), right.to(ACC)
+            acc = tl.dot(left, right, acc, input_precision=PRECISION, out_dtype=ACC)
+            a += BK
+            b += BK * wk
+    until = tl.where(group < E, stop, 0)
+    scale = tl.load(gates + m, mask=m < until, other=0).to(ACC)[:, None]
     dot = tl.zeros([BM], ACC)
-    for at in range(0, N, BN):
-        n = at + tl.arange(0, BN)
-        inside = (n < N)[None, :]
-        here = live[:, None] & inside
-        d_a = tl.load(product + row * ps + n[None, :], mask=here, other=0).to(ACC)
-        gate = tl.load(h_gate + row * hs + n[None, :], mask=here, other=0).to(ACC)
-        up = tl.load(h_up + row * hs + n[None, :], mask=here, other=0).to(ACC)
-        f, slope = _with_slope(gate, NAME)
-        a = f * up
-        dot += tl.sum(d_a * a, 1)
-        d_a *= scale
-        here = there[:, None] & inside
-        d = d_hidden + row * (2 * N) + n[None, :]
-        tl.store(d, as_stored(d_a * slope * up, d_hidden), mask=here)
-        tl.store(d + N, as_stored(d_a * f, d_hidden), mask=here)
-        tl.store(out + row * N + n[None, :], as_stored(a * scale, out), mask=here)
-    tl.store(dots + m, dot, mask=there)
+    first_half, last_half = acc.reshape(BM, 2, BN // 2).permute(0, 2, 1).split()
+    for half in tl.static_range(2):
+        one, two = (first_half if half == 0 else last_half).reshape(BM, 2, BN // 4).permute(0, 2, 1).split()
+        for quarter in tl.static_range(2):
+            lanes = part * BN + (2 * half + quarter) * (BN // 4) + tl.arange(0, BN // 4)
+            d_a = one if quarter == 0 else two
+            dot += _gradients_of(d_a, m, lanes, h_gate, h_up, scale, d_hidden, out, hs, stop, until, N, NAME, ACC)
+    tl.store(dots + part.to(tl.int64) * rows + m, dot, mask=m < stop)
 
 
 @triton.jit
@@ -302,26 +347,42 @@ def gated(
 
 
 def gradients(
-    product: Tensor, hidden: list[Tensor], gates: Tensor, offsets: Tensor, activation: str
+    grad: Tensor,
+    weights: list[Tensor],
+    hidden: list[Tensor],
+    gates: Tensor,
+    offsets: Tensor,
+    take: Tensor,
+    activation: str,
+    **sizes: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(gradients of gate and up, side by side; what went into the last product, times the gates; gradients of these),
-    see `gated_gradients`. hidden: gate and up, or one tensor of both."""
-    rows, n = product.shape
+    see `gated_gradients`. weights: of the last product; hidden: gate and up, or one tensor of both."""
+    operands = [w.transpose(-1, -2) for w in weights]
+    if len({w.stride() for w in operands}) > 1:
+        operands = [w.contiguous() for w in operands]
     hidden = [h if h.stride(-1) == 1 else h.contiguous() for h in hidden]
     gate, up = hidden if len(hidden) == 2 else hidden[0].chunk(2, 1)
     if gate.stride() != up.stride():
         gate, up = gate.contiguous(), up.contiguous()
-    product = product if product.stride(-1) == 1 else product.contiguous()
-    d_hidden = product.new_empty((rows, 2 * n))
-    out, dots = product.new_empty((rows, n)), gates.new_empty(rows)
+    grad = grad if grad.stride(-1) == 1 else grad.contiguous()
+    rows, (n, k), experts = gate.shape[0], operands[0].shape[-2:], offsets.shape[0]
+    narrow = grad.dtype.itemsize == 2
+    blocks = {**_sizes(grad.dtype, n), **({"BN": 128, "maxnreg": 128} if narrow else {}), **sizes}
+    across = -(-n // blocks["BN"])
+    d_hidden, out = grad.new_empty((rows, 2 * n)), grad.new_empty((rows, n))
+    dots = gates.new_empty((across, rows))
+    separate = operands[0].dim() == 2
     if rows:
-        wide = product.dtype.itemsize > 2
-        blocks = {"BM": 4, "BN": 128 if wide else 512, "num_warps": 4}
-        gated_gradients[(-(-rows // blocks["BM"]),)](
-            product, gate, up, gates.contiguous(), offsets, d_hidden, out, dots, rows, product.stride(0),
-            gate.stride(0), N=n, E=offsets.shape[0], NAME=activation, ACC=accumulator(product.dtype), **blocks,
+        wn, wk = operands[0].stride()[-2:]
+        gated_gradients[((-(-rows // blocks["BM"]) + experts + 1) * across,)](
+            grad, operands[0], _table(tuple(w.data_ptr() for w in operands), grad.device) if separate else offsets,
+            offsets, take, gate, up, gates.contiguous(), d_hidden, out, dots, rows, grad.stride(0),
+            0 if separate else operands[0].stride(0), wn, wk, gate.stride(0), N=n, K=k, E=experts,
+            EP=power_of_2(experts + 1), TABLE=separate, NAME=activation, TYPE=_TYPES[grad.dtype],
+            **multiply(grad.dtype), ACC=accumulator(grad.dtype), **blocks,
         )  # fmt: skip
-    return d_hidden, out, dots
+    return d_hidden, out, dots.sum(0)
 
 
 def weights(

@@ -12,12 +12,13 @@ def operands(rand, dtype, b=2, t=5, h=3, s=9, k=6, d_qk=24, d_v=16, causal=True,
              layout="plain"):  # fmt: skip
     """Rows in no order. chosen: "some", of which some are named twice, or lie beyond the query, or are -1; "none";
     "beyond", among them rows there are not. Where every query has but one row, the gradient of q is a zero that is all
-    rounding, so that no case may be like that."""
+    rounding: every query names the first two."""
     q, kv = rand(b, t, h, d_qk, dtype=dtype), rand(b, s, 1, d_qk, dtype=dtype)
     if layout == "parts":  # of wider buffers, heads before tokens
         q = rand(b, h, t, d_qk + 8, dtype=dtype).transpose(1, 2)[..., 8:]
         kv = rand(s, b, 1, d_qk + 3, dtype=dtype).transpose(0, 1)[..., :d_qk]
     drawn = (rand(b, t, 1, k).abs() * 0.7 * max(s, 1)).long() - 1
+    drawn[..., :2] = torch.arange(2, device=drawn.device)
     indices = {"some": drawn, "none": torch.full_like(drawn, -1), "beyond": drawn * 2}[chosen]
     return q, kv, indices.to(index), None, d_qk**-0.5, d_v, causal, offset
 

@@ -172,15 +172,14 @@ def moe_backward(
     ups = [w for w in (w_gate, w_up) if w]
     hidden = hidden or [grouped.rows([x], w, offsets, False, token) for w in ups]
     grad = grad.to(x.dtype)
-    product = grouped.rows([grad], w_down, offsets, True, token)  # the gradient of a, but for the gate
-
     dtype = compute_dtype(x.dtype)
     gate_of = gates.reshape(-1)[order].to(dtype)
     together = getattr(grouped, "gradients", None)
     if together is not None and layout in ("pair", "gate_up"):
-        d_both, a, d_gate = together(product, hidden, gate_of, offsets, activation)
+        d_both, a, d_gate = together(grad, w_down, hidden, gate_of, offsets, token, activation)
         d_hidden = [d_both]
     else:
+        product = grouped.rows([grad], w_down, offsets, True, token)  # the gradient of a, but for the gate
         d_hidden, a, d_gate = _gradients(product, hidden, gate_of, offsets, activation, layout)
 
     d_gate = d_gate.to(gates.dtype)[inverse_of(order)].view(gates.shape)
