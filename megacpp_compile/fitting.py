@@ -89,7 +89,7 @@ class Fit:
                 if not is_out_of_memory(error):
                     raise
                 if any(p._version != version for p, version, _ in before):
-                    error.add_note("parameters had been updated by then: the step is not run again under another policy")
+                    error.add_note("parameters had been updated by then: the step is not run again")
                     raise
                 if not self.retry():
                     raise
@@ -239,7 +239,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def _limit(limit_gib: float | None) -> int:
     if limit_gib is None and torch.cuda.is_available():
-        allowed: Callable[[], float] = getattr(torch.cuda, "get_per_process_memory_fraction", lambda: 1.0)  # torch 2.9 on
+        allowed: Callable[[], float] = getattr(torch.cuda, "get_per_process_memory_fraction", lambda: 1.0)
         return int(_USABLE * allowed() * torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
     if isinstance(limit_gib, bool) or not isinstance(limit_gib, (int, float)) or limit_gib <= 0:
         raise BadOptionError("limit_gib", limit_gib, "GiB, a number above 0")

@@ -180,8 +180,8 @@ def test_nothing_of_a_failed_step_is_left(small):
             if attempts < 3:
                 raise torch.OutOfMemoryError("no room")
         except torch.OutOfMemoryError as error:
-            kept = error  # in a local of the frame that the error's traceback holds
-            raise kept
+            kept = error  # noqa: F841  a local of the frame that the error's traceback holds
+            raise
 
     try:
         small.run(step)
