@@ -83,11 +83,12 @@ def test_nothing_is_left_without_a_reason(float8, options, said):
     assert (row["requested"], row["effective"], row["reason"]) == ("fp8_current", "bf16", said)
 
 
-def test_a_frame_that_is_not_captured(monkeypatch):
+@pytest.mark.parametrize("stage, error", [("capture", CaptureError("not this one")), ("run_passes", IndexError("a defect"))])
+def test_a_frame_that_is_left_alone(monkeypatch, stage, error):
     def no(*_):
-        raise CaptureError("not this one")
+        raise error
 
-    monkeypatch.setattr(backend, "capture", no)
+    monkeypatch.setattr(backend, stage, no)
     frames = run(Model(), x(), Config(precision=PLAN), captured=False)
     found = {r["fqn"]: r for a in frames.analyses for r in a.frame.precision}
     assert {r["effective"] for r in found.values()} == {"as written"}
