@@ -270,7 +270,7 @@ def _rewrite(captured: Captured, example_inputs: Sequence[Any], config: Config, 
     captured.gm.recompile()
     log.graph("captured", captured.gm)
     called = [n for n in captured.gm.graph.nodes if n.target in semantic_ops()]
-    wanted = asked(captured.gm.graph, config.precision)
+    wanted = asked(captured.gm.graph, captured.weights, config.precision)
     outcome = run_passes(captured, config, _Reviewer(captured, example_inputs, config, frame.grad), log.graph)
     frame.precision = answered(wanted, outcome, config)
     _add_called(outcome, called)
