@@ -31,6 +31,7 @@ from megacpp_compile.errors import (
     VerificationError,
 )
 from megacpp_compile.lowerings._registry import choose, semantic_ops
+from megacpp_compile.named_rules import check_frame
 from megacpp_compile.normalise import normalise
 from megacpp_compile.passes._driver import Outcome, enabled_passes, pass_names, run_passes
 from megacpp_compile.passes._rule import Match, Pass, Refusal
@@ -48,6 +49,7 @@ from megacpp_compile.sharding.plan import ShardingPlan
 from megacpp_compile.targets import by_torch_tpu, resolve_target
 
 MINIMUM_TORCH = (2, 9)
+_ALONE = "the frame was compiled by Inductor alone"
 
 
 def megacpp(
@@ -65,13 +67,16 @@ def megacpp(
 
 def compile_frame(
     gm: GraphModule, example_inputs: Sequence[Any], config: Config, mode: str | None, block: str = "", blocks: int = 0,
-    kernels: Any = None, kin: Kin | None = None,
+    kernels: Any = None, kin: Kin | None = None, checked: bool = False,
 ) -> Callable[..., Any]:  # fmt: skip
     """All stages. block: name of the repeated block the frame belongs to; blocks: how many are like it; kernels: what
-    makes code of a partitioned graph in Inductor's place; kin: as in `sharding.pinning.pin_frame`."""
+    makes code of a partitioned graph in Inductor's place; kin: as in `sharding.pinning.pin_frame`;
+    checked: whether rules by name have been held against the whole model."""
     patches = {**mode_patches(mode), **config.inductor}
     target = resolve_target(config.target, example_inputs)
     authority.check(gm, config)
+    if not checked:
+        check_frame(gm, config)
     if config.precision is not None:
         announce(config.precision, target)
     boundary = fp8_boundary.enter(gm, example_inputs)
@@ -211,7 +216,7 @@ class Analysis:
         self.frame.passes = dict.fromkeys(self.frame.passes, 0)
         for row in self.frame.precision:
             if row["effective"] == row["requested"] != "bf16":
-                row["effective"], row["reason"] = "as written", "the frame was compiled by Inductor alone"
+                row["effective"], row["reason"] = "as written", _ALONE
 
     def not_kept(self, reason: str) -> None:
         """What was found is to be reported, and the frame itself is not compiled as it was looked at."""
@@ -236,7 +241,7 @@ def analyse(gm: GraphModule, example_inputs: Sequence[Any], config: Config, targ
         captured = capture(gm, example_inputs)
     except CaptureError as error:
         frame.captured, frame.reason = False, str(error)
-        frame.precision = unseen(gm.graph, config.precision, "the frame was compiled by Inductor alone")
+        frame.precision = unseen(gm.graph, config.precision, _ALONE)
         log.logger.info("frame not captured, compiled by Inductor alone: %s", error)
         _enforce(config, {}, [])
         return Analysis(frame)
@@ -248,7 +253,7 @@ def analyse(gm: GraphModule, example_inputs: Sequence[Any], config: Config, targ
     except Exception as error:  # a defect of ours must not become the user's
         if config.strict:
             raise
-        result = Analysis(frame)
+        result, frame.precision = Analysis(frame), unseen(gm.graph, config.precision, _ALONE)
         result.fell_back(f"internal error: {type(error).__name__}: {error}"[:300])
         _enforce(config, {}, [])
         return result
@@ -265,7 +270,7 @@ def _rewrite(captured: Captured, example_inputs: Sequence[Any], config: Config, 
     captured.gm.recompile()
     log.graph("captured", captured.gm)
     called = [n for n in captured.gm.graph.nodes if n.target in semantic_ops()]
-    wanted = asked(captured.gm.graph, config.precision)
+    wanted = asked(captured.gm.graph, captured.weights, config.precision)
     outcome = run_passes(captured, config, _Reviewer(captured, example_inputs, config, frame.grad), log.graph)
     frame.precision = answered(wanted, outcome, config)
     _add_called(outcome, called)

@@ -8,7 +8,7 @@ with the dtype they compute in, and why.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
@@ -21,27 +21,31 @@ from megacpp_compile.fp8_boundary import LINEARS
 from megacpp_compile.graph_edit import value
 from megacpp_compile.passes._driver import Outcome
 from megacpp_compile.precision.plan import PrecisionPlan
+from megacpp_compile.precision.roles import role_at
 from megacpp_compile.provenance import module_fqn, source_line
 from megacpp_compile.recognise.linear import match_linear
-from megacpp_compile.remat.nodes import is_core, name_of
+from megacpp_compile.recognise.views import is_cast
+from megacpp_compile.remat.nodes import base_of, is_core, name_of
 from megacpp_compile.report import Precision
 
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 _FP8_WEIGHT = "megacpp::linear_fp8_weight"
+_STACKED = ("aten::bmm", "aten::baddbmm", "aten::matmul", "aten::einsum", "aten::_grouped_mm",
+            "transformers::grouped_mm_fallback")  # fmt: skip
 _CALLS: dict[Any, str] = dict.fromkeys(LINEARS, "linear") | {F.scaled_dot_product_attention: "attention"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """A row whose answer is not known yet."""
+    """A row whose answer is not known yet. kind: "linear", "stacked" or "attention"."""
 
     node: Node
     kind: str
     row: Precision
 
 
-def asked(graph: fx.Graph, plan: PrecisionPlan | None) -> list[Asked]:
-    """Every linear and attention of a graph as it was captured; nothing without a plan."""
+def asked(graph: fx.Graph, weights: Set[Node], plan: PrecisionPlan | None) -> list[Asked]:
+    """Every linear, product of stacked weights and attention of a graph as it was captured; nothing without a plan."""
     if plan is None:
         return []
     found = []
@@ -51,6 +55,10 @@ def asked(graph: fx.Graph, plan: PrecisionPlan | None) -> list[Asked]:
             found.append(Asked(node, "linear", _row(node, "linear", plan, sizes)))
         elif name_of(node) == _FP8_WEIGHT:
             found.append(Asked(node, "linear", _row(node, "linear", plan, value(node.args[1]).shape)))
+        elif _multiplies_stacked(node, weights):
+            role = "experts" if (told := role_at(node)) == "other" else told
+            kind = "experts" if role == "experts" else "linear"
+            found.append(Asked(node, "stacked", _row(node, kind, plan, (), role)))
         elif is_core(node) and "ssd_scan" not in name_of(node):
             found.append(Asked(node, "attention", _row(node, "attention", plan, (), "attention")))
     return found
@@ -65,6 +73,8 @@ def answered(rows: Sequence[Asked], outcome: Outcome, config: Config) -> list[di
     done = []
     for ask in rows:
         row, node = ask.row, ask.node
+        if ask.kind == "stacked" and node._erased:
+            continue  # the row of the layer of experts speaks for it
         if node in outcome.replaced and outcome.replaced[node].pass_name == "linear":
             row.effective = row.requested
         elif name_of(node) == _FP8_WEIGHT:
@@ -87,16 +97,29 @@ def unseen(graph: fx.Graph, plan: PrecisionPlan | None, reason: str) -> list[dic
         kind = _CALLS.get(node.target)
         if kind is not None and plan is not None:
             fqn = module_fqn(node)
-            said = plan.decide(fqn, "attention" if kind == "attention" else None)
+            said = plan.decide(fqn, "attention" if kind == "attention" else role_at(node))
             why = reason if said.requested != "bf16" else ""
             rows.append(Precision(fqn, kind, "", source_line(node), said.requested, "as written", said.rule, why))
     return [dataclasses.asdict(row) for row in rows]
+
+
+def _multiplies_stacked(node: Node, weights: Set[Node]) -> bool:
+    """Whether it is a product by the weights of several experts, [experts, ., .], or heads."""
+    return name_of(node) in _STACKED and any(_stack(a, weights) for a in node.all_input_nodes)
+
+
+def _stack(node: Node, weights: Set[Node]) -> bool:
+    while is_cast(node := base_of(node)):
+        node = node.args[0]  # type: ignore[assignment]
+    return node in weights and value(node).dim() == 3
 
 
 def _why(ask: Asked, outcome: Outcome, config: Config) -> str:
     """Why something the plan wants in fp8 and the pass said nothing of is not."""
     if ask.kind == "attention":
         return "an attention's core has no fp8 op in the graph; its projections have"
+    if ask.kind == "stacked":
+        return "products by stacked weights have no fp8 op in the graph"
     if not config.enabled("linear", True):
         return "the pass linear is off"
     if ask.node._erased:
@@ -108,7 +131,7 @@ def _row(
     node: Node, kind: str, plan: PrecisionPlan, shape: Sequence[Any], role: str | None = None, fqn: str = ""
 ) -> Precision:
     fqn = fqn or module_fqn(node)
-    said = plan.decide(fqn, role)
+    said = plan.decide(fqn, role or role_at(node))
     held = value(node)
     dtype = (held[0] if isinstance(held, (tuple, list)) else held).dtype
     computed = _DTYPES.get(dtype, str(dtype).removeprefix("torch."))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megacpp_compile import report
+from megacpp_compile import named_rules, report
 from megacpp_compile.backend import check_torch
 from megacpp_compile.config import Config
 from megacpp_compile.errors import BadOptionError, NotAModuleError, TargetUnavailableError
@@ -165,7 +165,8 @@ def estimate(
     config = Config.from_options(options, pass_names())
     parameters = list(model.parameters())
     place = _place(device, parameters)
-    kinds = find_kinds(model)
+    named_rules.check_model(model, config)
+    kinds = named_rules.told_apart(model, find_kinds(model), config)
     run = FakeRun(model, args, kwargs, place, kinds)
     eager = run.eager()
     graphs = run.compiled(config) if compiled else None

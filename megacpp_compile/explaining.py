@@ -15,7 +15,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from megacpp_compile import dynamic_outputs
+from megacpp_compile import dynamic_outputs, named_rules
 from megacpp_compile.backend import analyse, check_torch, refused
 from megacpp_compile.config import Config
 from megacpp_compile.passes._driver import pass_names
@@ -28,10 +28,12 @@ def explain(model: Callable[..., Any], *args: Any, options: Mapping[str, Any] | 
     and why.
 
     model: a module or function, on any device, meta included. args, kwargs: its inputs; only their shapes, dtypes and
-    devices matter. Raises what the model's own forward raises on those shapes, and the errors of bad options.
+    devices matter. Raises what the model's own forward raises on those shapes, and the errors of bad options and rules.
     """
     check_torch()
     config = Config.from_options(options, pass_names())
+    if isinstance(model, torch.nn.Module):
+        named_rules.check_model(model, config)
 
     @dynamic_outputs.marked
     def backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:

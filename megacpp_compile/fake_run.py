@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensorMode
 from megacpp_compile import handoff, report
 from megacpp_compile.config import Config
 from megacpp_compile.errors import EstimateError
-from megacpp_compile.regional import Regional, compile_in_place
+from megacpp_compile.regional import compile_kinds
 from megacpp_compile.regions import Kind
 from megacpp_compile.report import Region
 
@@ -39,14 +39,12 @@ class FakeRun:
             return self._count(mode, lambda: self.model(*args, **kwargs), labels)
 
     def compiled(self, config: Config) -> Saved:
-        chosen = self.blocks or {"": self.model}
-        regions = [Region(kind.fqns, "", 0, "compiled") for kind in self.kinds] or [Region(("",), "", 0, "compiled")]
-        backend = Regional(self.model, regions, config, None, handoff.without_kernels)
+        kinds = self.kinds or [Kind(("",), (self.model,))]
+        regions = [Region(kind.fqns, "", 0, "compiled") for kind in kinds]
         torch._dynamo.reset()  # a code object keeps its compiled frames: none may be left that would run on fakes
         try:
             with self._fakes() as (mode, (args, kwargs)), _calls(self.model):
-                for module in chosen.values():
-                    compile_in_place(module, len(chosen), backend=backend)
+                compile_kinds(self.model, kinds, regions, config, None, handoff.without_kernels)
                 with (
                     _Labels(self.blocks) as labels,
                     torch._functorch.config.patch(enable_autograd_cache=False),

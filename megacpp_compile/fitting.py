@@ -8,6 +8,8 @@ that fits is compiled. Where the step then runs out of memory all the same, `Fit
 from __future__ import annotations
 
 import dataclasses
+import gc
+import re
 from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any, TypeVar
 
@@ -32,6 +34,7 @@ _RANKS = {entry: i for i, entry in enumerate(("none", "selective", "full", "full
 _ORDER = ("eblock", "mblock", "rblock", "ablock")
 # Of a device's memory, what is left to the allocator's gaps where no limit is given.
 _USABLE = 0.92
+_SHORT_OF_MEMORY = re.compile(r"(CUDA|Triton) (error|Error).*: out of memory|_STATUS_ALLOC_FAILED")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,14 +75,29 @@ class Fit:
         return self.lever.policy
 
     def run(self, step: Callable[[], Result]) -> Result:
-        """`step()`, one lever on for every time that it is out of memory; every other setting stays. A step is to begin
-        by dropping gradients, as it may be run again. Raises torch.OutOfMemoryError where no lever is left."""
+        """`step()`, one lever on for every time that it is out of memory; every other setting stays.
+
+        A step may be run again, so it is not to add to gradients of an earlier one: those that it made itself are
+        dropped before. Its optimizer is best left out: no lever helps where that runs out of memory, and an update that
+        was begun is not repeated. Raises the error of memory there, and where no lever is left.
+        """
         while True:
+            before = [(p, p._version, p.grad is None) for p in self.model.parameters()]
             try:
                 return step()
-            except torch.OutOfMemoryError:
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                if any(p._version != version for p, version, _ in before):
+                    error.add_note("parameters had been updated by then: the step is not run again")
+                    raise
                 if not self.retry():
                     raise
+            # Behind the handler, as the error's traceback holds all that the step had made.
+            for parameter, _, bare in before:
+                if bare:
+                    parameter.grad = None
+            gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
 
@@ -93,6 +111,8 @@ class Fit:
         log.logger.warning("out of memory under %r: one lever on, to %r", self.lever.name, following.name)
         self.tried.append(following)
         uncompile(self.model)
+        # What was compiled before counts against Dynamo's limit, beyond which a model runs in eager and keeps all.
+        torch._dynamo.reset()
         self._compile()
         return True
 
@@ -137,7 +157,7 @@ def fit(
 
     model, args, kwargs: as in `estimate`; only shapes, dtypes and devices of inputs matter.
     limit_gib: GiB for all of parameters, gradients, optimizer state and activations; by default what the CUDA device
-        has, less a twelfth.
+        has (of which the process may be allowed a fraction), less a twelfth.
     options: fields of `Config`. A "policy" among them is where the search begins: no entry is ever weakened.
     settings: further arguments of `compile`, such as mode, blocks or rest.
     optimizer, device: as in `estimate`.
@@ -206,9 +226,21 @@ def matters(policy: CheckpointingPolicy | None, before: CheckpointingPolicy | No
     return any(one[k] != other[k] for k in one if k not in belongs or belongs[k] in present)
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device's memory is what was short: torch's own error, that error inside of one of its compiler's, or
+    what libraries say that allocate by themselves (cuBLAS, cuDNN, Triton's launcher)."""
+    chain: BaseException | None = error
+    while chain is not None:
+        if isinstance(chain, torch.OutOfMemoryError) or _SHORT_OF_MEMORY.search(str(chain)):
+            return True
+        chain = getattr(chain, "inner_exception", None) or chain.__cause__
+    return False
+
+
 def _limit(limit_gib: float | None) -> int:
     if limit_gib is None and torch.cuda.is_available():
-        return int(_USABLE * torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+        allowed: Callable[[], float] = getattr(torch.cuda, "get_per_process_memory_fraction", lambda: 1.0)
+        return int(_USABLE * allowed() * torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
     if isinstance(limit_gib, bool) or not isinstance(limit_gib, (int, float)) or limit_gib <= 0:
         raise BadOptionError("limit_gib", limit_gib, "GiB, a number above 0")
     return int(limit_gib * 2**30)

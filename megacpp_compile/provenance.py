@@ -22,6 +22,13 @@ def module_fqn(node: Node) -> str:
     return local_path(path)[1]
 
 
+def module_classes(node: Node) -> list[str]:
+    """Class names of the modules around the node, the innermost first."""
+    stack = node.meta.get("nn_module_stack") or {}
+    kinds = [entry[1] for entry in stack.values() if isinstance(entry, tuple)]
+    return [getattr(kind, "__name__", str(kind).rpartition(".")[2]) for kind in reversed(kinds)]
+
+
 def local_path(path: str) -> tuple[str, str]:
     """("self", "layers.0.weight") of Dynamo's "L['self']._modules['layers']._modules['0']._parameters['weight']"; the
     variable is "" for a path that begins with none."""

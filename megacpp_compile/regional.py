@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from megacpp_compile import dynamic_outputs, log, report
+from megacpp_compile import dynamic_outputs, log, named_rules, report
 from megacpp_compile.backend import check_torch, compile_frame, mode_patches
 from megacpp_compile.config import Config
 from megacpp_compile.errors import AlreadyCompiledError, BadOptionError, NotAModuleError
@@ -75,30 +75,42 @@ def compile(
             raise AlreadyCompiledError(fqn, type(module).__name__)
     if config.sharding is not None:
         config.sharding.check_hits(name for name, _ in model.named_parameters(remove_duplicate=False))
+    named_rules.check_model(model, config)
     kinds = find_kinds(model, [blocks] if isinstance(blocks, str) else blocks)
     whole = None if blocks is not None else _why_whole(model, kinds, whole_below)
-    if whole is not None:
-        kinds = [Kind(("",), (model,))]
+    kinds = [Kind(("",), (model,))] if whole is not None else named_rules.told_apart(model, kinds, config)
     leftovers = [] if whole is not None else [(fqn, m) for fqn, m in outside(model, kinds)]
     regions = [Region(k.fqns, type(k.modules[0]).__name__, _size(k.modules), "compiled", whole or "") for k in kinds]
     if config.policy is not None and config.policy.peak_gib is not None and len(kinds) > 1:
         wanted = f"one kind of block, and not {len(kinds)}: compile the model whole (torch.compile), or see fit()"
         raise BadOptionError("policy.peak_gib", config.policy.peak_gib, wanted)
-    chosen = [module for kind in kinds for module in kind.modules]
     for fqn, module in leftovers:
         compiled = rest == "compile" and _worth_compiling(module)
-        chosen += [module] * compiled
+        kinds += [Kind((fqn,), (module,))] * compiled
         treatment = "compiled" if compiled else "eager"
         regions.append(Region((fqn,), type(module).__name__, _size([module]), treatment, "outside the blocks"))
     if dynamic is None and by_torch_tpu(list(model.parameters())):
         dynamic = False  # all that it takes
-    backend = Regional(model, regions, config, mode)
-    for module in chosen:
-        compile_in_place(module, len(chosen), backend=backend, dynamic=dynamic, fullgraph=fullgraph)
+    compile_kinds(model, kinds, regions, config, mode, dynamic=dynamic, fullgraph=fullgraph)
     report.emit_regions(regions)
     for region in regions:
         log.logger.info("region: %s", region)
     return model
+
+
+def compile_kinds(
+    model: nn.Module, kinds: Sequence[Kind], regions: Sequence[Region], config: Config, mode: str | None,
+    kernels: Any = None, **settings: Any,
+) -> None:  # fmt: skip
+    """`compile_in_place` for all blocks. What rules tell apart has backends that Dynamo's guards tell apart: nothing
+    else about such blocks need differ. settings: of `module.compile`."""
+    count = sum(len(kind.modules) for kind in kinds)
+    backends: dict[tuple[int, bool], Regional] = {}
+    for kind in kinds:
+        own = named_rules.config_for(kind, config)
+        backend = backends.setdefault((kind.apart, kind.last), Regional(model, regions, own, mode, kernels))
+        for module in kind.modules:
+            compile_in_place(module, count, backend=backend, **settings)
 
 
 def compile_in_place(module: nn.Module, blocks: int, **settings: Any) -> None:
@@ -175,7 +187,7 @@ class Regional:
         part = next((p for fqn in roots.values() if (p := self._part(fqn)) is not None), "")
         blocks = len(self.parts[part].fqns) if part else 0
         kin = self._kin(part) if self.config.sharding is not None else None
-        return compile_frame(gm, example_inputs, self.config, self.mode, part, blocks, self.kernels, kin)
+        return compile_frame(gm, example_inputs, self.config, self.mode, part, blocks, self.kernels, kin, True)
 
     def _kin(self, part: str) -> Kin:
         """Parameter -> (name, parameter) for all blocks like `part`, which run its artifact and are not compiled

@@ -22,10 +22,16 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 @dataclass(frozen=True)
 class Kind:
-    """Blocks of one structure. fqns: their names in the model, in its order; modules: the blocks themselves."""
+    """Blocks of one structure. fqns: their names in the model, in its order; modules: the blocks themselves.
+
+    apart: a number for each of those of one structure that rules by name tell apart; last: whether it is the last
+    block, with an entry of its own in the policy. See `named_rules.told_apart`.
+    """
 
     fqns: tuple[str, ...]
     modules: tuple[nn.Module, ...]
+    apart: int = 0
+    last: bool = False
 
 
 def find_kinds(model: nn.Module, patterns: Sequence[str] | None = None) -> list[Kind]:
@@ -35,13 +41,15 @@ def find_kinds(model: nn.Module, patterns: Sequence[str] | None = None) -> list[
     all. Raises BlockNotFoundError for a pattern that no module's name matches.
     """
     blocks = _found(model) if patterns is None else _named(model, patterns)
-    kinds: dict[Hashable, list[tuple[str, nn.Module]]] = {}
+    kinds: dict[Hashable, tuple[list[str], list[nn.Module]]] = {}
     seen: set[int] = set()
     for fqn, module in blocks:
         if id(module) not in seen:  # the same layer may stand in a list several times
             seen.add(id(module))
-            kinds.setdefault(structure(module), []).append((fqn, module))
-    return [Kind(*map(tuple, zip(*members, strict=True))) for members in kinds.values()]
+            fqns, modules = kinds.setdefault(structure(module), ([], []))
+            fqns.append(fqn)
+            modules.append(module)
+    return [Kind(tuple(fqns), tuple(modules)) for fqns, modules in kinds.values()]
 
 
 def structure(module: nn.Module) -> Hashable:

@@ -62,6 +62,12 @@ def no_kernels(monkeypatch):
 
 
 @pytest.fixture
+def eager_backend(monkeypatch):
+    """No Inductor at all, for what is about frames alone."""
+    monkeypatch.setattr(module, "compile_fx", lambda gm, inputs, **_: gm.forward)
+
+
+@pytest.fixture
 def kernels_of_any_size(monkeypatch):
     """On CUDA small tensors, which would be left to Inductor, go to the kernels all the same."""
     for folder in {folder for folder, _ in semantic_ops().values()}:

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,8 @@ import torch
 from benchmarks import __main__ as suite
 from benchmarks import harness, kernels, performance_page, variants, xla_zoo
 from benchmarks.ceilings import Work
-from benchmarks.subjects import remat_peaks, rope
+from benchmarks.peers import transformer_engine
+from benchmarks.subjects import fp8_products, remat_peaks, rope
 
 ROOT = Path(__file__).parent.parent
 
@@ -75,6 +77,41 @@ def test_whole_path(run, tmp_path):
     assert "missing" in row(documents["rope"], "Megatron's kernels")
     assert "TRITON_INTERPRET" in row(documents["rope"], "our kernels, in place").get("missing", "TRITON_INTERPRET")
     check_page(documents, tmp_path)
+
+
+class Wrapped:
+    """Transformer Engine's tensor: bytes, and the bytes of the transpose."""
+
+    def __init__(self, *, data, data_transpose, fp8_dtype, fp8_scale_inv, **_) -> None:
+        self.rowwise, self.columnwise = data.view(fp8_dtype), data_transpose.view(fp8_dtype)
+        self.scale = fp8_scale_inv
+
+
+def general_gemm(a, b, out_dtype, layout, use_split_accumulator):
+    """As Hopper has it: the payload of an operand that is summed along its rows, else the transposed one."""
+    assert use_split_accumulator == (layout != "TN"), "its recipe's"
+    left, right = b.columnwise if layout[1] == "T" else b.rowwise, a.rowwise if layout[0] == "T" else a.columnwise
+    return (left.float() @ right.float().t() * a.scale * b.scale).to(out_dtype), None, None, None
+
+
+def test_products_in_float8(run, monkeypatch):
+    """Each multiplies the same payloads; Transformer Engine's by a stand-in that has its layouts."""
+    names = {"bfloat16, cuBLAS", "torch._scaled_mm", "Transformer Engine's general_gemm"}
+    code, documents, printed = run("fp8_products")
+    assert code == 0 and "not here: asked for with --with-te" in printed
+    te = types.SimpleNamespace(
+        DType=types.SimpleNamespace(kFloat8E4M3=torch.float8_e4m3fn, kFloat8E5M2=torch.float8_e5m2),
+        Float8Tensor=Wrapped, Float8CurrentScalingQuantizer=lambda *_: None,
+    )  # fmt: skip
+    monkeypatch.setattr(transformer_engine, "load", lambda wanted=True: te)
+    extensions = types.SimpleNamespace(general_gemm=general_gemm)
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.cpp_extensions", extensions)
+    code, documents, printed = run("fp8_products")
+    assert code == 0, printed
+    for table in documents["fp8_products"]["tables"]:
+        assert {r["name"] for r in table["rows"]} == names and all(r["ok"] and "ms" in r for r in table["rows"])
+    assert len(documents["fp8_products"]["tables"]) == 3
+    assert len([*fp8_products.sizes()]) == 16 and all(s.n % 16 == s.k % 16 == 0 for s in fp8_products.sizes())
 
 
 def row(document: dict, name: str) -> dict:

@@ -30,14 +30,6 @@ def clean():
     torch._dynamo.reset()
 
 
-@pytest.fixture
-def eager_backend(monkeypatch):
-    """No Inductor at all, for what is about frames alone."""
-    from torch._inductor import compile_fx
-
-    monkeypatch.setattr(compile_fx, "compile_fx", lambda gm, inputs, **_: gm.forward)
-
-
 def step(model, x):
     model.zero_grad()
     out = model(x)

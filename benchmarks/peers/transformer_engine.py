@@ -1,4 +1,5 @@
-"""The block as an expert wires it today: Transformer Engine's modules and attention, Megatron's RoPE kernels.
+"""The block as an expert wires it today: Transformer Engine's modules and attention, Megatron's RoPE kernels. And its
+products in float8 alone.
 
 Only on request (`--with-te`): importing Transformer Engine can bring a second cuDNN into the process, and then torch's
 own attention falls silently to a slower kernel, in the other rows too. Which kernel ran is in the table.
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,8 +32,10 @@ def block(model: MLA, inputs: Sequence[Tensor], grad: Tensor, wanted: bool) -> l
     return [contestant(name, recipe) for name, recipe in RECIPES.items()]
 
 
-def load() -> Any:
+def load(wanted: bool = True) -> Any:
     """Transformer Engine's PyTorch part; to be called before the first attention of the process."""
+    if not wanted:
+        raise Missing("asked for with --with-te only: it can change which attention kernel torch uses")
     try:
         return importlib.import_module("transformer_engine.pytorch")
     except Exception as error:
@@ -96,10 +99,8 @@ class Expert(nn.Module):
 
 
 def _build(model: MLA, inputs: Sequence[Tensor], grad: Tensor, recipe: str | None, wanted: bool) -> Runner:
-    if not wanted:
-        raise Missing("asked for with --with-te only: it can change which attention kernel torch uses")
+    te = load(wanted)
     rope = megatron.functions(inputs[0].device)
-    te = load()
     expert = Expert(model, te, rope)
     pairs = expert.pairs(model)
     with torch.no_grad():
@@ -134,3 +135,30 @@ def _build(model: MLA, inputs: Sequence[Tensor], grad: Tensor, recipe: str | Non
         return [out.detach().transpose(0, 1), d_x.transpose(0, 1), *plain]
 
     return Runner({FORWARD: forward, STEP: step}, results)
+
+
+def products(x: Any, w: Any, grad: Any, wanted: bool) -> list[Callable[[], Tensor]]:
+    """y = x w', the gradient of x, and that of w, by the product that its modules use, with their accumulation.
+
+    Operands have `payload` [rows, lanes], `transposed` [lanes, rows] and `scale`, which become its tensors as they are:
+    one that multiplies rows by columns only takes the transposed payload for a transposed operand.
+    """
+    te = load(wanted)
+    gemm: Any = importlib.import_module("transformer_engine.pytorch.cpp_extensions").general_gemm
+    formats = {torch.float8_e4m3fn: te.DType.kFloat8E4M3, torch.float8_e5m2: te.DType.kFloat8E5M2}
+
+    def tensor(operand: Any) -> Any:
+        format = formats[operand.payload.dtype]
+        data, transposed = (t.view(torch.uint8) for t in (operand.payload, operand.transposed))
+        return te.Float8Tensor(
+            shape=data.shape, dtype=torch.bfloat16, data=data, data_transpose=transposed, fp8_dtype=format,
+            fp8_scale_inv=operand.scale.reshape(1), quantizer=te.Float8CurrentScalingQuantizer(format, data.device),
+            device=data.device,
+        )  # fmt: skip
+
+    def product(a: Any, b: Any, layout: str, exact: bool) -> Callable[[], Tensor]:
+        # Of column-major matrices: the result is b a, in the layout's letters of a and b.
+        return lambda: gemm(a, b, out_dtype=torch.bfloat16, layout=layout, use_split_accumulator=exact)[0]
+
+    x, w, grad = (tensor(operand) for operand in (x, w, grad))
+    return [product(w, x, "TN", False), product(w, grad, "NN", True), product(x, grad, "NT", True)]

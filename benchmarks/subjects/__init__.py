@@ -10,7 +10,7 @@ from benchmarks.harness import Settings
 
 NAMES = (
     "rope", "rope_gqa", "down_norm_up", "causal_conv1d", "gated_rms_norm", "ssd", "mixer", "moe",
-    "sparse_mla", "block", "stack", "remat", "remat_peaks", "compile_time",
+    "sparse_mla", "fp8_products", "block", "stack", "remat", "remat_peaks", "compile_time",
 )  # fmt: skip
 
 

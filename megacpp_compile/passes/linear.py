@@ -30,6 +30,7 @@ from megacpp_compile.graph_edit import Builder, value
 from megacpp_compile.lowerings._fp8 import SCALED_LANES
 from megacpp_compile.passes._rule import GraphView, Match, Refusal
 from megacpp_compile.precision.plan import PrecisionPlan
+from megacpp_compile.precision.roles import role_at
 from megacpp_compile.provenance import module_fqn
 from megacpp_compile.recognise.linear import Linear, match_linear
 
@@ -61,7 +62,8 @@ def _check(view: GraphView, plan: PrecisionPlan, linear: Linear, payloads: Paylo
     node, x = linear.node, value(linear.x)
     rows, k, n = x.numel() // x.shape[-1], x.shape[-1], linear.out_features
     static = all(isinstance(d, int) for d in (rows, k, n))
-    decision = plan.decide(module_fqn(node), shape=(rows if isinstance(rows, int) else None, n, k) if static else None)
+    shape = (rows if isinstance(rows, int) else None, n, k) if static else None
+    decision = plan.decide(module_fqn(node), role_at(node), shape)
     if decision.reason:
         return Refusal(node, "gate", decision.reason.removeprefix("gate: "))
     if decision.effective == "bf16":

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from megacpp_compile.errors import BadOptionError, ManifestError
+from megacpp_compile.errors import BadOptionError, ManifestError, RuleWithoutHitError
 from megacpp_compile.precision import gate as shapes
 from megacpp_compile.precision import names
 from megacpp_compile.precision.roles import ROLES, role_of
@@ -142,6 +142,13 @@ class PrecisionPlan:
     def without_hit(self, fqns: Iterable[str]) -> tuple[str, ...]:
         """The patterns of rules that none of the names matches."""
         return names.without_hit(dict(self.rules), fqns)
+
+    def check_hits(self, model: nn.Module, exclude: Iterable[str] = ()) -> None:
+        """Raise RuleWithoutHitError for a rule, or a glob of `exclude`, that hits no module with a weight."""
+        modules = model.named_modules(remove_duplicate=False)
+        weights = [name for name, m in modules if any(True for _ in m.parameters(False))]
+        for pattern in (*self.without_hit(weights), *names.without_hit(exclude, weights)):
+            raise RuleWithoutHitError(pattern, weights)
 
     def describe(self, target: str = "cuda", reason: str = "") -> str:
         """The plan in words. target: "cuda", "cpu" or "tpu"; reason: why there is no fp8 there, if there is none."""

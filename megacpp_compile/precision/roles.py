@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch.fx import Node
+
+from megacpp_compile.provenance import module_classes, module_fqn
+
 ROLES = ("attention", "experts", "mamba", "router", "norm", "head", "embedding", "other")
 
 _ROUTER = {"gate", "gating", "wg", "shared_expert_gate"}
@@ -46,6 +50,9 @@ def role_of(fqn: str, classes: Sequence[str] = ()) -> str:
     for role, names in (("attention", _ATTENTION), ("experts", _EXPERTS), ("mamba", _MAMBA)):
         if own in names:
             return role
+    for role, words in _AROUND:  # a module that holds weights itself: "self_attn", "experts", but not "moe_gate"
+        if own.endswith((*words, *(f"{word}s" for word in words))):
+            return role
     for name in (*reversed(outer), *(c.lower() for c in classes)):
         for role, words in _AROUND:
             if any(word in name for word in words):
@@ -53,3 +60,9 @@ def role_of(fqn: str, classes: Sequence[str] = ()) -> str:
         if name == "mixer" and own in _MIXER:
             return "mamba"
     return "other"
+
+
+def role_at(node: Node) -> str:
+    """`role_of` the module that a linear of a graph belongs to."""
+    classes = module_classes(node)
+    return role_of(module_fqn(node), classes[1:] if classes and classes[0].endswith("Linear") else classes)

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from megacpp_compile.errors import PlanMismatchError, RuleWithoutHitError
+from megacpp_compile.errors import PlanMismatchError
 from megacpp_compile.float8 import MULTIPLE
 from megacpp_compile.precision import engine
-from megacpp_compile.precision.names import hits, inside_segment, without_hit
+from megacpp_compile.precision.names import hits, inside_segment
 from megacpp_compile.precision.plan import PrecisionPlan
 from megacpp_compile.precision.roles import role_of
 from megacpp_compile.targets import family
@@ -69,7 +69,7 @@ def survey(
     Raises RuleWithoutHitError for a rule of the plan, or a pattern of `exclude` beside the defaults, that no module
     with a weight matches.
     """
-    _check_rules(model, plan, exclude)
+    plan.check_hits(model, [pattern for pattern in exclude if pattern not in DEFAULT_EXCLUSIONS])
     nowhere = why_bf16(model, target)
     ties = _Ties(model)
     found = []
@@ -118,14 +118,6 @@ def _linears(model: nn.Module) -> Iterator[tuple[str, Any, list[nn.Module]]]:
             parts = fqn.split(".")
             above = [every[".".join(parts[:i])] for i in range(len(parts) - 1, 0, -1)]
             yield fqn, module, [*above, model]
-
-
-def _check_rules(model: nn.Module, plan: PrecisionPlan, exclude: Sequence[str]) -> None:
-    weights = [n for n, m in model.named_modules(remove_duplicate=False) if any(True for _ in m.parameters(False))]
-    own = [pattern for pattern in exclude if pattern not in DEFAULT_EXCLUSIONS]
-    unhit = [*plan.without_hit(weights), *without_hit(own, weights)]
-    if unhit:
-        raise RuleWithoutHitError(unhit[0], weights)
 
 
 def _excluded(fqn: str, exclude: Sequence[str]) -> str:

@@ -5,19 +5,16 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule
 
-from megacpp_compile import log
 from megacpp_compile.config import Config
-from megacpp_compile.errors import BlockKindError, TwoPoliciesError
-from megacpp_compile.remat import kinds
+from megacpp_compile.errors import TwoPoliciesError
 
 _CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
 
 def check(gm: GraphModule, config: Config) -> None:
-    """Raise TwoPoliciesError where something else decides, too; BlockKindError for a pattern that hits nothing.
+    """Raise TwoPoliciesError where something else decides, too.
 
-    Regions under `torch.utils.checkpoint` are honoured: all of them is computed again. `strict` refuses them. Where a
-    graph break has cut the model in pieces, a pattern may be about another piece: that is logged, and no error.
+    Regions under `torch.utils.checkpoint` are honoured: all of them is computed again. `strict` refuses them.
     """
     if config.policy is not None:
         budget = torch._functorch.config.activation_memory_budget
@@ -31,9 +28,3 @@ def check(gm: GraphModule, config: Config) -> None:
             raise TwoPoliciesError(
                 "torch.utils.checkpoint inside the compiled model", "remove the call, or compile without 'strict'"
             )
-    try:
-        kinds.check(config.block_kinds, gm)
-    except BlockKindError as error:
-        if kinds.whole(gm):
-            raise
-        log.logger.warning("in a frame between graph breaks: %s", error)

@@ -10,14 +10,12 @@ the user's own patterns before that.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import fnmatch
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
-from megacpp_compile.errors import BlockKindError
 from megacpp_compile.graph_edit import value
 from megacpp_compile.provenance import module_fqn
 from megacpp_compile.recognise.recurrence import find_recurrences
@@ -48,10 +46,10 @@ def places(forward: Sequence[Node], patterns: Mapping[str, str]) -> dict[Node, P
     of: dict[Node, tuple[str, str]] = {}
     for node in forward:
         layer, child = _split(fqns[node], containers)
-        chosen = _chosen(fqns[node], patterns)
-        block = (layer, chosen[0] if chosen else f"{layer}.{child}".strip(".") if child else "")
-        if chosen:
-            named[block] = chosen[1]
+        named_by = chosen(fqns[node], patterns)
+        block = (layer, named_by[0] if named_by else f"{layer}.{child}".strip(".") if child else "")
+        if named_by:
+            named[block] = named_by[1]
         of[node] = block
         members.setdefault(block, []).append(node)
     kinds = {b: named.get(b) or (kind_of(nodes) if b[1] else "") for b, nodes in members.items()}
@@ -116,7 +114,7 @@ def _through(node: Node, fqns: Mapping[Node, str]) -> str:
     return next((fqns[a] for a in node.all_input_nodes if fqns.get(a)), "")
 
 
-def _chosen(fqn: str, patterns: Mapping[str, str]) -> tuple[str, str] | None:
+def chosen(fqn: str, patterns: Mapping[str, str]) -> tuple[str, str] | None:
     """(block, kind) by the longest of the user's patterns that hits the module or one around it."""
     parts = fqn.split(".")
     for pattern in sorted(patterns, key=lambda p: (-len(p), p)):
@@ -134,25 +132,6 @@ def hits(pattern: str, name: str) -> bool:
     parts = pattern.split(".")
     numbered = any(p.isdigit() for p in name.split("."))
     return not numbered and any(fnmatch.fnmatchcase(name, ".".join(parts[i:])) for i in range(1, len(parts)))
-
-
-def check(patterns: Mapping[str, str], gm: GraphModule) -> None:
-    """Raise BlockKindError for a pattern that hits no module of `gm`."""
-    if not patterns:
-        return
-    names: dict[str, None] = {}
-    for graph in _graphs(gm):
-        for node in graph.nodes:
-            parts = module_fqn(node).split(".")
-            names.update(dict.fromkeys(".".join(parts[: i + 1]) for i in range(len(parts)) if parts[i]))
-    for pattern in patterns:
-        if not any(hits(pattern, name) for name in names):
-            close = difflib.get_close_matches(pattern, names, n=4, cutoff=0.4)
-            raise BlockKindError(pattern, close or list(names)[:4])
-
-
-def _graphs(gm: GraphModule) -> list[Graph]:
-    return [m.graph for m in gm.modules() if isinstance(m, GraphModule)]
 
 
 def kind_of(nodes: Iterable[Node]) -> str:

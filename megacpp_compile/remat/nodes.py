@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile.remat.overwritten import MARK
+
 aten = torch.ops.aten
 _VIEWS = {
     getattr(aten, name)
@@ -81,8 +83,10 @@ def is_selection(node: Node) -> bool:
 
 def is_pinned(node: Node) -> bool:
     """What must not be computed a second time: a choice that could come out differently, a random draw, traffic
-    between devices, a write, or an op nobody here knows."""
+    between devices, a write, what is written over before, or an op nobody here knows."""
     target = node.target
+    if MARK in node.meta:
+        return True
     if not isinstance(target, torch._ops.OpOverload):
         return target is not operator.getitem
     if is_core(node):

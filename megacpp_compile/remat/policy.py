@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from megacpp_compile.errors import BadOptionError
@@ -148,6 +148,13 @@ class CheckpointingPolicy:
         entry: str = given
         # "never" holds back what the kind asks for; it asks for nothing by itself.
         return self.last_layer if last and (self.last_layer != "never" or entry != "none") else entry
+
+    def of_last_layer(self) -> CheckpointingPolicy:
+        """The policy whose entries are those for the last layer, for a graph that is that layer alone."""
+        if self.last_layer == "never" or self.budget is not None or self.peak_gib is not None:
+            return self
+        entries = {k: self.last_layer for k in KINDS if not isinstance(getattr(self, k), float)}
+        return replace(self, **entries)  # type: ignore[arg-type]
 
     def asked(self, kind: str, last: bool) -> str:
         """`entry` for people: a budget by its fraction."""

@@ -15,7 +15,7 @@ from torch.fx import Node
 from torch.utils.checkpoint import CheckpointPolicy as Tag
 
 from megacpp_compile.graph_pass import GraphPass
-from megacpp_compile.remat import costs, latents, offload
+from megacpp_compile.remat import costs, latents, offload, overwritten
 from megacpp_compile.remat import plan as planning
 from megacpp_compile.remat.kinds import Place, places
 from megacpp_compile.remat.nodes import base_of, is_view
@@ -51,12 +51,14 @@ class TagForRemat(GraphPass):
         forward, needed = joint(graph)
         if not needed:
             return  # inference, or nothing to differentiate
+        if kept := overwritten.keep(graph):
+            forward, needed = joint(graph)
         where = places(forward, self.block_kinds)
         plan = planning.make(forward, needed, where, self.policy, _device(forward), self.around)
         away = offload.chosen(plan, where, self.policy)
         found = predicted(graph, plan, away, self.policy, self.around) if self.tell is not None else {}
         added = latents.pass_on(graph, plan.recomputed)
-        for node in plan.saved:
+        for node in [*plan.saved, *kept]:
             if isinstance(node.meta.get("val"), (torch.Tensor, tuple, list)):
                 node.meta["recompute"] = Tag.MUST_SAVE
         for node in [*away, *self.around.passed_on(graph, self.policy)]:

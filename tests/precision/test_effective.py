@@ -13,6 +13,7 @@ from megacpp_compile import PrecisionPlan, backend, explain
 from megacpp_compile.config import Config
 from megacpp_compile.errors import CaptureError
 from megacpp_compile.passes import linear
+from megacpp_compile.precision.survey import survey
 from megacpp_compile.report import Report
 
 DIM = 32
@@ -83,11 +84,12 @@ def test_nothing_is_left_without_a_reason(float8, options, said):
     assert (row["requested"], row["effective"], row["reason"]) == ("fp8_current", "bf16", said)
 
 
-def test_a_frame_that_is_not_captured(monkeypatch):
+@pytest.mark.parametrize("stage, error", [("capture", CaptureError("not this one")), ("run_passes", IndexError("a defect"))])
+def test_a_frame_that_is_left_alone(monkeypatch, stage, error):
     def no(*_):
-        raise CaptureError("not this one")
+        raise error
 
-    monkeypatch.setattr(backend, "capture", no)
+    monkeypatch.setattr(backend, stage, no)
     frames = run(Model(), x(), Config(precision=PLAN), captured=False)
     found = {r["fqn"]: r for a in frames.analyses for r in a.frame.precision}
     assert {r["effective"] for r in found.values()} == {"as written"}
@@ -105,6 +107,67 @@ def test_routed_experts(float8):
     inside = [r for (fqn, kind), r in found.items() if kind == "linear" and fqn.endswith((".up", ".down"))]
     assert len(inside) == 2 * experts.EXPERTS
     assert all(r["effective"] == "bf16" and "part of megacpp::moe" in r["reason"] for r in inside)
+
+
+class Stacked(nn.Module):
+    """Experts whose weights are one tensor, in ways that are no layer of routed experts to the pass `moe`."""
+
+    def __init__(self, product, name="experts"):
+        super().__init__()
+        self.add_module(name, inner := nn.Module())
+        inner.up, inner.down = (nn.Parameter(torch.randn(4, *s, dtype=torch.bfloat16)) for s in ((DIM, 16), (16, DIM)))
+        inner.forward = lambda x: product(F.silu(product(x, inner.up)), inner.down)
+
+    def forward(self, x):
+        for inner in self.children():
+            x = inner(x)
+        return x
+
+
+def every(x, w):
+    return torch.einsum("etd,edh->eth", x.expand(4, -1, -1) if x.dim() == 2 else x, w)
+
+
+@pytest.mark.parametrize(
+    "product, name, kind", [(every, "experts", "experts"), (torch.matmul, "w", "experts"), (torch.bmm, "attn", "linear")]
+)
+def test_products_by_stacked_weights(float8, product, name, kind):
+    x = torch.randn(16, DIM, dtype=torch.bfloat16)
+    module = Stacked(product, name)
+    frames = run(module, (x if product is every else x.repeat(4, 1, 1),), Config(precision=PLAN))
+    found = [r for a in frames.analyses for r in a.frame.precision]
+    assert [(r["kind"], r["requested"], r["effective"]) for r in found] == [(kind, "fp8_current", "bf16")] * 2
+    assert {r["reason"] for r in found} == {"products by stacked weights have no fp8 op in the graph"}
+
+
+def test_activations_are_no_stacked_weights(float8):
+    class Scores(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(16, DIM))
+
+        def forward(self, x):
+            return x @ (x + self.table).transpose(1, 2)
+
+    assert not rows(Scores(), (torch.randn(2, 16, DIM),))
+
+
+def test_classes_tell_roles_in_graphs_as_in_modules(float8):
+    """`replace_linears` and a compiled graph go by the same plan."""
+
+    class LatentAttention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inward = nn.Linear(DIM, DIM, dtype=torch.bfloat16)
+
+        def forward(self, x):
+            return self.inward(x)
+
+    module = nn.ModuleDict({"block": LatentAttention(), "adapter": nn.Linear(DIM, DIM, dtype=torch.bfloat16)})
+    module.forward = lambda x: module["adapter"](module["block"](x))
+    found = {fqn: r["effective"] for (fqn, _), r in rows(module, x()).items()}
+    assert found == {"block.inward": "fp8_current", "adapter": "bf16"}
+    assert {f.fqn: f.requested for f in survey(module, PLAN, target="cuda")} == found
 
 
 def test_in_the_report_and_its_json():

@@ -65,6 +65,9 @@ def test_globs_are_over_whole_segments(pattern, name, hit):
         ("model.embed_tokens", "embedding"),
         ("model.norm", "norm"),
         ("adapter.linear", "other"),
+        ("model.layers.0.self_attn", "attention"),  # weights of the module's own
+        ("model.layers.0.experts", "experts"),
+        ("model.layers.0.moe_gate", "other"),
     ],
 )
 def test_roles(name, role):

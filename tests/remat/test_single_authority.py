@@ -27,6 +27,40 @@ def test_dropout():
     assert count(policed.graphs[1], "inductor_seeds") == 0 < count(policed.graphs[0], "inductor_seeds")
 
 
+class Averaging(models.SwiGLU):
+    """Writes three buffers and reads each: the old value, the new one, and a mean of batches. Others in place, too."""
+
+    def __init__(self):
+        super().__init__()
+        for name in ("old", "new", "mean"):
+            self.register_buffer(name, torch.ones(models.DIM))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        y = super().forward(x) * self.old.clone()
+        self.old.mul_(0.5)
+        self.new.mul_(0.5)
+        self.mean.mul_(0.9).add_(x.detach().mean((0, 1)), alpha=0.1)
+        y = y.tanh_() * 1.5
+        y += x
+        return y * (self.new * 2) * self.mean
+
+
+@pytest.mark.parametrize("policy", [FULL["policy"], "selective", 0.0], ids=str)
+def test_what_the_forward_writes(policy):
+    """Regression: a buffer's new value was taken for its old one wherever backward computed again from it."""
+    torch.manual_seed(0)
+    model = models.Model(models.Layer(models.Attention(), Averaging()), models.Layer(models.Attention(), Averaging()))
+    eager, x = copy.deepcopy(model), X.detach().requires_grad_()
+    want = torch.autograd.grad(eager(x).square().sum(), [x, *eager.parameters()])
+    got = step(model, (X,), {"policy": policy})
+    for mine, theirs in zip(got.gradients, want, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5 * theirs.abs().max().item())
+    for (name, mine), theirs in zip(model.named_buffers(), eager.buffers(), strict=True):
+        torch.testing.assert_close(mine, theirs, msg=name)
+
+
 def test_autocast():
     model = models.llama(2)
     plain, policed = (step(model, (X,), o, torch.autocast("cpu", torch.bfloat16)) for o in ({}, FULL))
