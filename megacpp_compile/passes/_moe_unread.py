@@ -53,20 +53,23 @@ def find(
 
 
 def _stacks(node: Node, weights: frozenset[Node], counts: set[Any]) -> set[Node]:
-    """The weights that `node` multiplies by, if they are those of as many experts as there are scores to choose by."""
+    """The weights that `node` multiplies by, in all their views, if they are those of as many experts as there are
+    scores to choose by."""
     if node.op != "call_function" or str(node.target).split(".")[-2:][0] not in _PRODUCTS:
         return set()
-    found = set[Node]()
+    found, given = set[Node](), 0
     for operand in node.all_input_nodes:
-        each = False
+        each, chain = False, [operand]
         while operand.op == "call_function" and (
             is_cast(operand) or operand.target in _TAKEN or "getitem" in operand.name
         ):
             each = each or _of(operand, counts)
             operand = operand.args[0]  # type: ignore[assignment]
-        if operand in weights and (each or _of(operand, counts)):
-            found.add(operand)
-    return found
+            chain.append(operand)
+        if operand in weights:
+            given += 1
+            found.update(chain if each or _of(operand, counts) else ())
+    return found if given == 1 else set()  # of two, one is an activation: behind a graph break these are inputs, too
 
 
 def _of(node: Node, counts: set[Any]) -> bool:
