@@ -122,13 +122,16 @@ def all_experts(outs: list[Node]) -> tuple[Node, list[Expert]] | Refusal | None:
 
 
 def by_matrix(
-    view: GraphView, node: Node, matrix: Node, x: Node, experts: list[Expert], base: Node | None = None
+    view: GraphView, node: Node, matrix: Node, x: Node, experts: list[Expert], base: Node | None = None,
+    scaled: bool = False,
 ) -> Match | Refusal:
-    """`experts`, or the one that holds them all, of `x`, weighted by the columns of `matrix`."""
+    """`experts`, or the one that holds them all, of `x`, weighted by the columns of `matrix`, or with what they read
+    `scaled` by it: all of them make zeros of zeros."""
     found = match_chosen(matrix)
     if found is None:
         return Refusal(matrix, "dense-gates", "the gates may all differ from zero: every expert works on every token")
     gates = matrix if found.gates is None else found.gates
     if not all(map(same_size, value(x).shape[:-1], value(found.indices).shape[:-1])):
         return Refusal(x, "rows", "there are not as many rows as choices")
-    return match(view, Routed(node, x, found.indices, gates, experts, 0, base, matrix=found.gates is None))
+    routed = Routed(node, x, found.indices, gates, experts, 0, base, matrix=found.gates is None, scaled=scaled)
+    return match(view, routed)

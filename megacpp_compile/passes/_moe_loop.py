@@ -49,6 +49,7 @@ class Turn:
     expert: Expert
     x: Node
     gates: list[tuple[Node, bool]]  # and whether they are a matrix [T, E]; what is written may be read in either way
+    scaled: bool = False  # the gate multiplies what the expert reads
 
 
 def _link(node: Node) -> Link | None:
@@ -81,16 +82,34 @@ def _same(indices: list[Any], wanted: list[Rows]) -> bool:
 
 def find(view: GraphView) -> Iterator[Match | Refusal]:
     links = {node: link for node in view.graph.nodes if (link := _link(node)) is not None}
+    for chain in _chains(links):
+        found = _check(view, chain)
+        if isinstance(found, Match) or not _unweighted(chain):
+            yield found
+    yield from _changed(view, links)
+
+
+def unweighted(view: GraphView) -> Iterator[Refusal]:
+    """What is written without a gate; it may be weighted later (see `written`), and is no miss then."""
+    links = {node: link for node in view.graph.nodes if (link := _link(node)) is not None}
+    for chain in filter(_unweighted, _chains(links)):
+        if isinstance(found := _check(view, chain), Refusal):
+            yield dataclasses.replace(found, node=chain[-1].node)
+
+
+def _unweighted(chain: list[Link]) -> bool:
+    return all(link.instead and over_rows(link.added).target is not aten.mul.Tensor for link in chain)
+
+
+def _chains(links: dict[Node, Link]) -> Iterator[list[Link]]:
+    """The turns that add to one another's sums, first turn first."""
     inside = {link.previous for link in links.values() if link.previous in links}
     for node, last in links.items():
-        if node in inside:
-            continue
-        chain = [last]
-        while chain[0].previous in links:
-            chain.insert(0, links[chain[0].previous])
-        if not all(link.instead and over_rows(link.added).target is not aten.mul.Tensor for link in chain):
-            yield _check(view, chain)  # what is written without a gate may be weighted later: see `written`
-    yield from _changed(view, links)
+        if node not in inside:
+            chain = [last]
+            while chain[0].previous in links:
+                chain.insert(0, links[chain[0].previous])
+            yield chain
 
 
 def _changed(view: GraphView, links: dict[Node, Link]) -> Iterator[Refusal]:
@@ -118,7 +137,7 @@ def _check(view: GraphView, chain: list[Link]) -> Match | Refusal:
     first, turns = found[0], found
     mask = first.link.token.mask
     gates = [g for g in first.gates if all(g in t.gates for t in turns)]
-    if not gates:
+    if not gates or any(t.scaled != first.scaled for t in turns):
         return Refusal(turns[-1].link.node, "gates", "experts are weighted by different gates")
     column = None
     if mask.choice is not None:
@@ -150,7 +169,10 @@ def _check(view: GraphView, chain: list[Link]) -> Match | Refusal:
     assert number is not None
     experts = [t.expert for t in ordered]
     base = None if empty else start
-    routed = Routed(chain[-1].node, first.x, mask.indices, weights, experts, number, base, matrix=matrix, column=column)
+    routed = Routed(
+        chain[-1].node, first.x, mask.indices, weights, experts, number, base, matrix=matrix, column=column,
+        scaled=first.scaled,
+    )  # fmt: skip
     return match(view, routed)
 
 
@@ -223,31 +245,44 @@ def _turn(link: Link, gated: bool = True) -> Turn | Refusal:
     """What one expert adds: its output for its tokens, times, if `gated`, the gate of the choice."""
     weighted = over_rows(link.added)
     if not gated:
-        return _read(link, weighted, [])
-    if weighted.target is not aten.mul.Tensor or not of_tensors(weighted):
-        return Refusal(weighted, "no-gate", "what an expert adds is not its output times a gate")
-    out, gates = None, list[tuple[Node, bool]]()
-    for a, b in (weighted.args, weighted.args[::-1]):
-        found = _gates(a, link)  # type: ignore[arg-type]
-        if found:
-            out, gates = b, found
-    if not gates:
+        return _read(link, weighted, [], gated=False)
+    split = _weighted(weighted, link)
+    if split is None:
         return Refusal(weighted, "gates", "what an expert's output is multiplied by is not the gate of its choice")
-    return _read(link, out, gates)  # type: ignore[arg-type]
+    return _read(link, *split)
 
 
-def _read(link: Link, out: Node, gates: list[tuple[Node, bool]]) -> Turn | Refusal:
+def _weighted(node: Node, link: Link) -> tuple[Node, list[tuple[Node, bool]]] | None:
+    """(what is weighted, by which gates) of a product of rows and their gates; (node, none) where it is no product,
+    None where it is one of something else."""
+    if node.target is not aten.mul.Tensor or not of_tensors(node):
+        return node, []
+    for a, b in (node.args, node.args[::-1]):
+        if found := _gates(a, link):  # type: ignore[arg-type]
+            return b, found  # type: ignore[return-value]
+    return None
+
+
+def _read(link: Link, out: Node, gates: list[tuple[Node, bool]], gated: bool = True) -> Turn | Refusal:
     expert = match_expert(out, linear_product)
     if expert is None:
         return Refusal(out, "no-expert", "what is weighted is no expert's output")
     if isinstance(expert, NoExpert):
         return Refusal(expert.node, expert.tag, expert.reason)
-    read = indexed(over_rows(expert.x))
+    rows, scaled = over_rows(expert.x), gated and not gates
+    if scaled:
+        split = _weighted(rows, link)
+        if split is None:
+            return Refusal(rows, "gates", "what an expert's input is multiplied by is not the gate of its choice")
+        rows, gates = over_rows(split[0]), split[1]
+        if not gates:
+            return Refusal(out, "no-gate", "neither what an expert reads nor what it adds is multiplied by a gate")
+    read = indexed(rows)
     if read is None or not _same(read[1], [link.token]) or value(read[0]).dim() != 2:
-        return Refusal(over_rows(expert.x), "rows", "an expert reads other rows than it adds to")
+        return Refusal(rows, "rows", "an expert reads other rows than it adds to")
     if not same_size(value(read[0]).shape[0], value(link.token.mask.indices).shape[0]):
         return Refusal(expert.x, "rows", "there are not as many rows as choices")
-    return Turn(link, expert, read[0], gates)
+    return Turn(link, expert, read[0], gates, scaled)
 
 
 def _gates(node: Node, link: Link) -> list[tuple[Node, bool]]:

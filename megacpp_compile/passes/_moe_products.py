@@ -14,12 +14,12 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
-from megacpp_compile.graph_edit import value
+from megacpp_compile.graph_edit import of_tensors, value
 from megacpp_compile.passes import _moe_dense, _moe_loop
 from megacpp_compile.passes._moe_rewrite import Routed, match
 from megacpp_compile.passes._rule import GraphView, Match, Refusal
-from megacpp_compile.recognise.experts import Expert, NoExpert, Product, Weight, expert_into
-from megacpp_compile.recognise.factors import Axis, Dims, Factor, beneath, factors, over, seen_as
+from megacpp_compile.recognise.experts import Expert, NoExpert, Product, Weight, biased, expert_into
+from megacpp_compile.recognise.factors import Axis, Dims, Factor, beneath, factors, over, seen_as, step_into
 from megacpp_compile.recognise.routing import chosen, indexed
 
 aten = torch.ops.aten
@@ -58,6 +58,8 @@ def _check(view: GraphView, node: Node) -> Match | Refusal | None:
     parts = factors(node, dims, lambda axes: out in axes and not axes.isdisjoint(tokens))
     gates = [p for p in parts if out not in p.axes and p.axes > set(tokens) and len(p.axes) == len(tokens) + 1]
     outs = [p for p in parts if out in p.axes]
+    if not gates and len(parts) == 2 and len(outs) == 1:
+        return _ungated(view, node, tokens, outs[0], next(p for p in parts if p is not outs[0]), out)
     if len(gates) != 1:
         copies = [p for p in outs if _copies(p) is not None]
         if copies and len(outs) == len(parts) - 1 > 1:
@@ -75,6 +77,18 @@ def _check(view: GraphView, node: Node) -> Match | Refusal | None:
     return _products(view, node, axes, outs[0], gate, hidden, out)
 
 
+def _ungated(
+    view: GraphView, node: Node, tokens: tuple[Axis, ...], weight: Factor, hidden: Factor, out: Axis
+) -> Match | Refusal | None:
+    """No gates are in the sum: they may multiply what experts read."""
+    *_, (_, dims) = beneath(hidden)
+    routes = hidden.axes - {*tokens, *dims[-1]}
+    if len(routes) != 1 or len(dims[-1]) != 1 or not routes < weight.axes | set(tokens):
+        return None
+    axes = Axes(tokens, *routes)
+    return _products(view, node, axes, weight, None, hidden, out) if hidden.axes > {*tokens, *routes} else None
+
+
 def _copies(factor: Factor) -> tuple[Node, Node, Dims] | None:
     """(weights, which of them, dimensions) of one weight for every row."""
     for node, dims in beneath(factor):
@@ -85,10 +99,10 @@ def _copies(factor: Factor) -> tuple[Node, Node, Dims] | None:
 
 
 def _products(
-    view: GraphView, node: Node, axes: Axes, weight: Factor, gate: Factor, hidden: Factor, out: Axis
+    view: GraphView, node: Node, axes: Axes, weight: Factor, gate: Factor | None, hidden: Factor, out: Axis
 ) -> Match | Refusal | None:
     *_, (inner, dims) = beneath(hidden)
-    (lanes,) = hidden.axes - gate.axes
+    (lanes,) = hidden.axes - {*axes.tokens, axes.routes}
     if dims[-1] != (lanes,):
         return None
     multiply = _Products(axes, [d for d in dims[:-1] if d])
@@ -100,8 +114,14 @@ def _products(
         return Refusal(expert.node, expert.tag, expert.reason)
     if multiply.mixed is not None:
         return Refusal(multiply.mixed, "indices", "an expert's projections go by different choices")
+    scaled = gate is None
+    if (gate is None) == (multiply.gate is None):
+        ends = "neither what an expert reads nor what it makes is" if scaled else "both ends of an expert are"
+        return Refusal(node, "gates", f"{ends} multiplied by gates")
+    gate = gate or multiply.gate
+    assert gate is not None
     if multiply.ids is None:
-        return _by_matrix(view, node, axes, gate, expert.x, [expert])
+        return _by_matrix(view, node, axes, gate, expert.x, [expert], scaled)
     if not isinstance(axes.routes.size, int):
         return None
     gates = seen_as(gate, *axes.slots())
@@ -109,21 +129,24 @@ def _products(
         return Refusal(gate.node, "gates", "the gates are in another order than the choices")
     if not chosen(multiply.ids):
         return Refusal(multiply.ids, "range", "an expert's number may be negative, which would count from the end")
-    return match(view, Routed(node, expert.x, multiply.ids, gates[0], [expert], choices=axes.routes.size))
+    routed = Routed(node, expert.x, multiply.ids, gates[0], [expert], choices=axes.routes.size, scaled=scaled)
+    return match(view, routed)
 
 
 def _by_matrix(
-    view: GraphView, node: Node, axes: Axes, gate: Factor, x: Node, experts: list[Expert]
+    view: GraphView, node: Node, axes: Axes, gate: Factor, x: Node, experts: list[Expert], scaled: bool = False
 ) -> Match | Refusal:
     matrix = seen_as(gate, axes.slots()[0])
     if matrix is None:
         return Refusal(gate.node, "gates", "the gates are in another order than the tokens")
-    return _moe_dense.by_matrix(view, node, matrix[0], x, experts)
+    return _moe_dense.by_matrix(view, node, matrix[0], x, experts, scaled=scaled)
 
 
 def _outputs(view: GraphView, node: Node, axes: Axes, rows: Factor, gate: Factor, out: Axis) -> Match | Refusal | None:
-    """What is weighted are outputs of experts that are modules of their own."""
+    """What is weighted are outputs of experts that are modules of their own, or have biases."""
     for inner, dims in beneath(rows):
+        if (biased := _biased(view, node, axes, inner, dims, gate, out)) is not None:
+            return biased
         if inner.target is aten.stack.default:
             place = dims.index((axes.routes,)) if (axes.routes,) in dims else -1
             if place != (inner.args[1] if len(inner.args) > 1 else 0) % len(dims):  # type: ignore[operator]
@@ -138,6 +161,28 @@ def _outputs(view: GraphView, node: Node, axes: Axes, rows: Factor, gate: Factor
             if isinstance(written, Refusal):
                 return written
             return _slots(view, node, axes, gate, *written)
+    return None
+
+
+def _biased(
+    view: GraphView, node: Node, axes: Axes, inner: Node, dims: Dims, gate: Factor, out: Axis
+) -> Refusal | None:
+    """Why not, where `inner` is experts' outputs with a bias added."""
+    if inner.target is not aten.add.Tensor or not of_tensors(inner):
+        return None
+    for side in inner.args:
+        if value(side).shape != value(inner).shape:
+            continue
+        parts = factors(side, dims, lambda below: out in below and axes.routes in below)  # type: ignore[arg-type]
+        weights = [p for p in parts if out in p.axes]
+        if len(parts) == 2 and len(weights) == 1:
+            (hidden,) = (p for p in parts if p is not weights[0])
+            if len(hidden.axes - gate.axes) != 1 or not hidden.axes > gate.axes:
+                continue
+            if (found := _products(view, node, axes, weights[0], gate, hidden, out)) is not None:
+                why = NoExpert(found.node, found.tag, found.reason) if isinstance(found, Refusal) else None
+                refusal = biased(inner, why)
+                return Refusal(inner, refusal.tag, refusal.reason)
     return None
 
 
@@ -163,6 +208,7 @@ class _Products:
         self.ids: Node | None = None
         self.every = False
         self.mixed: Node | None = None
+        self.gate: Factor | None = None  # of what experts read
 
     def __call__(self, node: Node) -> Product | NoExpert | None:
         rows = iter(self.dims)
@@ -182,9 +228,21 @@ class _Products:
         inner = x.axes - {*self.axes.tokens, self.axes.routes}
         if len(inner) != 1:
             return None
-        source = seen_as(x, *self.axes.rows(tuple(inner)))
+        source = seen_as(self._unscaled(x, *inner), *self.axes.rows(tuple(inner)))
         weight = self.weight(weights[0], lanes, *inner)
         return Product(node, source[0], weight) if source is not None and weight is not None else None
+
+    def _unscaled(self, x: Factor, lanes: Axis) -> Factor:
+        """`x` before it is multiplied by gates."""
+        *_, (node, dims) = beneath(x)
+        below = step_into(node, dims) if node.target is aten.mul.Tensor else None
+        for rows, gate in (below, below[::-1]) if below else ():
+            scale = Factor(*gate, node)
+            if lanes not in scale.axes and scale.axes == {*self.axes.tokens, self.axes.routes}:
+                if self.gate is None or self.gate.node is scale.node:
+                    self.gate = self.gate or scale
+                    return Factor(*rows, node)
+        return x
 
     def weight(self, factor: Factor, out: Axis, inner: Axis) -> Weight | None:
         """`factor` as the weights [.., out, inner] of all experts or of every slot's own."""

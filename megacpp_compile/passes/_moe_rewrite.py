@@ -28,7 +28,7 @@ class Routed:
     """`node = base + sum over choices of gate * expert(x)`. `experts`: one for every number from `first` on, or one
     whose weights hold them all. x is [.., d]; indices and gates are [.., k], or [T] for one choice, or with `choices`
     of any shape over slots; gates may be a matrix [.., E], of which each choice's is read. `column`: of [T, k] that
-    choice alone."""
+    choice alone. `scaled`: the gate multiplies what the expert reads instead, `base + sum of expert(gate * x)`."""
 
     node: Node
     x: Node
@@ -40,6 +40,7 @@ class Routed:
     choices: int | None = None
     matrix: bool = False
     column: int | None = None
+    scaled: bool = False
 
 
 def match(view: GraphView, routed: Routed) -> Match | Refusal:
@@ -48,7 +49,7 @@ def match(view: GraphView, routed: Routed) -> Match | Refusal:
     inputs = list(dict.fromkeys([routed.x, routed.indices, routed.gates, *weights]))
     if routed.base is not None and routed.base not in inputs:
         inputs.append(routed.base)
-    inside = _between(inputs, node)
+    inside = between(inputs, node)
     for n in inside - {node}:
         outside = next((u for u in n.users if u not in inside and not _of_size(u)), None)
         if outside is not None and not _counts(n):
@@ -61,7 +62,7 @@ def match(view: GraphView, routed: Routed) -> Match | Refusal:
     return Match(node, inputs, [node], lambda: _rewrite(view, routed, inputs, inside))
 
 
-def _between(inputs: list[Node], node: Node) -> set[Node]:
+def between(inputs: list[Node], node: Node) -> set[Node]:
     """All nodes that `node` is computed by from `inputs`; what makes the inputs themselves is not among them."""
     inside, stack = set[Node](), [node]
     while stack:
@@ -134,6 +135,12 @@ def _rewrite(view: GraphView, routed: Routed, inputs: list[Node], inside: set[No
         indices, gates = build(aten.unsqueeze.default, indices, 1), build(aten.unsqueeze.default, gates, 1)
     if routed.first:
         indices = build(aten.sub.Tensor, indices, routed.first)
+    choices = value(indices).shape[1]
+    if routed.scaled:  # every choice is a row of its own, with one choice
+        x = build(aten.mul.Tensor, build(aten.unsqueeze.default, x, 1), build(aten.unsqueeze.default, gates, -1))
+        x = build(aten.reshape.default, x, [-1, value(x).shape[-1]])
+        indices = build(aten.reshape.default, indices, [-1, 1])
+        gates = build(aten.ones_like.default, build(aten.reshape.default, gates, [-1, 1]))
     count = len(expert.ups)
     stacks = [_weights(build, [e.ups[i].weight for e in routed.experts], dtype) for i in range(count)]
     down = _weights(build, [e.down.weight for e in routed.experts], dtype)
@@ -143,6 +150,8 @@ def _rewrite(view: GraphView, routed: Routed, inputs: list[Node], inside: set[No
         expert.activation, expert.layout, value(old).dtype,
     )  # fmt: skip
     y = build.item(node, 0)
+    if routed.scaled and choices != 1:
+        y = build(aten.sum.dim_IntList, build(aten.reshape.default, y, [-1, choices, value(y).shape[-1]]), [1])
     if tuple(value(y).shape) != tuple(value(old).shape):
         y = build(aten.reshape.default, y, list(value(old).shape))
     if routed.base is not None:

@@ -12,7 +12,16 @@ from torch.fx import Node
 from megacpp_compile.graph_edit import of_tensors, same_size, value
 from megacpp_compile.passes._moe_rewrite import Routed, match
 from megacpp_compile.passes._rule import GraphView, Match, Refusal
-from megacpp_compile.recognise.experts import Expert, NoExpert, Product, Weight, match_expert, over_rows
+from megacpp_compile.recognise.experts import (
+    Expert,
+    NoExpert,
+    Product,
+    Weight,
+    before_bias,
+    biased,
+    match_expert,
+    over_rows,
+)
 from megacpp_compile.recognise.gate_matrix import is_filled
 from megacpp_compile.recognise.routing import added_rows, indexed, scores_of
 from megacpp_compile.recognise.views import RESHAPES, is_cast
@@ -66,26 +75,36 @@ def _added(node: Node) -> Ended | None:
 
 def _check(view: GraphView, node: Node, ended: Ended) -> Match | Refusal | None:
     weighted = ended.weighted
-    if weighted.target is not aten.mul.Tensor or not of_tensors(weighted):
+    if weighted.target is aten.mul.Tensor and of_tensors(weighted):
+        for out, gate in (weighted.args, weighted.args[::-1]):
+            multiply = _Products(ended.order)
+            expert = match_expert(multiply.unmasked(over_rows(out)), multiply)  # type: ignore[arg-type]
+            if expert is not None:
+                return _routed(view, node, ended, expert, gate, multiply)  # type: ignore[arg-type]
         return None
-    for out, gate in (weighted.args, weighted.args[::-1]):
-        multiply = _Products(ended.order)
-        expert = match_expert(out, multiply)  # type: ignore[arg-type]
-        if expert is not None:
-            return _routed(view, node, ended, expert, gate, multiply)  # type: ignore[arg-type]
-    return None
+    multiply = _Products(ended.order)
+    expert = match_expert(multiply.unmasked(weighted), multiply)
+    return None if expert is None else _routed(view, node, ended, expert, None, multiply)
 
 
 def _routed(
-    view: GraphView, node: Node, ended: Ended, expert: Expert | NoExpert, gate: Node, multiply: _Products
+    view: GraphView, node: Node, ended: Ended, expert: Expert | NoExpert, gate: Node | None, multiply: _Products
 ) -> Match | Refusal | None:
+    """`gate`: of what the expert makes; where it is None, what the expert reads has to be multiplied by one."""
     if isinstance(expert, NoExpert):
         return Refusal(expert.node, expert.tag, expert.reason)
     if multiply.refusal is not None:
         return multiply.refusal
-    ids, order = multiply.ids, ended.order
+    ids, order, scaled = multiply.ids, ended.order, gate is None
+    rows = multiply.unmasked(over_rows(expert.x))
+    if gate is None:
+        if rows.target is not aten.mul.Tensor or not of_tensors(rows):
+            return Refusal(expert.x, "no-gate", "neither what an expert reads nor what it adds is multiplied by a gate")
+        a, b = rows.args
+        rows, gate = (a, b) if value(b).shape[-1:] == (1,) else (b, a)  # type: ignore[assignment]
+        rows = over_rows(rows)
     if value(gate).dim() != 2 or value(gate).shape[-1] != 1:
-        return Refusal(gate, "gates", "an expert's output is not multiplied by one gate per choice")
+        return Refusal(gate, "gates", "an expert's rows are not multiplied by one gate per choice")
     gates = gate
     while is_cast(gates) or gates.target is aten.unsqueeze.default or (
         gates.target in RESHAPES and value(gates).dim() == 2 and value(gates.args[0]).dim() == 1
@@ -97,12 +116,12 @@ def _routed(
     gates = read[0]
     if value(gates).dim() != 1:
         return Refusal(gates, "gates", "there is not one gate per choice")
-    x = _rows(multiply.unmasked(over_rows(expert.x)), ended.choices, order)
+    x = _rows(rows, ended.choices, order)
     if x is None or not same_size(value(x).shape[0] * ended.choices, value(ids).shape[0]):
         return Refusal(expert.x, "rows", "what experts read are not the tokens, one row for each choice")
     if multiply.limits - {value(expert.down.weight.tensor).shape[0]}:
         return Refusal(node, "masked", "rows of some experts are set to zero")
-    routed = Routed(node, x, _slots(ids), gates, [expert], base=ended.base, choices=ended.choices)
+    routed = Routed(node, x, _slots(ids), gates, [expert], base=ended.base, choices=ended.choices, scaled=scaled)
     return match(view, routed)
 
 
@@ -177,8 +196,10 @@ class _Products:
         self.refusal: Refusal | None = None
         self.limits = set[object]()  # numbers from which rows were set to zero
 
-    def __call__(self, node: Node) -> Product | None:
-        return self._grouped(self.unmasked(node))
+    def __call__(self, node: Node) -> Product | NoExpert | None:
+        node = self.unmasked(node)
+        bias = before_bias(node, self._grouped)
+        return self._grouped(node) if bias is None else biased(node)
 
     def unmasked(self, node: Node) -> Node:
         """`node` before rows of no expert were set to zero."""

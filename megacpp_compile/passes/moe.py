@@ -18,7 +18,7 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
-from megacpp_compile.passes import _moe_dense, _moe_loop, _moe_products, _moe_sorted
+from megacpp_compile.passes import _moe_dense, _moe_loop, _moe_products, _moe_sorted, _moe_unread
 from megacpp_compile.passes._rule import GraphView, Match, Refusal
 
 aten = torch.ops.aten
@@ -33,11 +33,11 @@ after: tuple[str, ...] = ()
 
 
 def find(view: GraphView) -> Iterator[Match | Refusal]:
-    yield from _moe_loop.find(view)
-    yield from _moe_dense.find(view)
-    yield from _moe_products.find(view)
-    yield from _moe_sorted.find(view)
-    yield from _hit_lists(view)
+    found: list[Match | Refusal] = []
+    for way in (_moe_loop.find, _moe_dense.find, _moe_products.find, _moe_sorted.find, _hit_lists):
+        found += way(view)
+    yield from found
+    yield from _moe_unread.find(view, found, _moe_loop.unweighted(view))
 
 
 def _hit_lists(view: GraphView) -> Iterator[Refusal]:

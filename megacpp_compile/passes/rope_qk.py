@@ -4,7 +4,8 @@ Before: `q, k = rope(q, cos, sin), rope(k, cos, sin)` in any spelling, over the 
 After:  `q, k = megacpp.rope_qk(q, k, cos, sin, nope_dim, interleaved_in, interleaved_out, rope_first, inverse, dtype)`
 
 Safe for the reason `mla_rope_q` is.
-Refused: queries and keys with different tables or layouts; a rotation that escapes.
+Refused: queries and keys with different tables or layouts; a rotation that escapes, or that no product of queries and
+keys reads.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from megacpp_compile.graph_edit import Builder, place, value
 from megacpp_compile.passes import _rope
 from megacpp_compile.passes._rule import GraphView, Match, Refusal
 from megacpp_compile.passes.mla_rope_q import is_mla_key
+from megacpp_compile.recognise.attention import leaves_graph
 from megacpp_compile.recognise.heads import Head
 from megacpp_compile.recognise.rotation import Table
 
@@ -39,6 +41,10 @@ def find(view: GraphView) -> Iterator[Match | Refusal]:
         if isinstance(found, Match):
             done |= {q.root, partners[0].root}
         yield found
+    for head in view.heads.found:
+        if head.kind in ("full", "partial") and not head.readers:
+            left = "the graph ends before a" if leaves_graph(head.root) else "no"
+            yield Refusal(head.root, "no-scores", f"{left} product of queries and keys that reads what is rotated here")
 
 
 def _same_table(a: Table, b: Table) -> bool:

@@ -35,6 +35,7 @@ _TRANSPARENT = {
     aten.mul.Scalar,
     aten.div.Tensor,
     aten.t.default,
+    aten.rms_norm.default,  # of a head: queries and keys may be normed behind their rotation
 }
 
 
@@ -47,7 +48,7 @@ class Reader:
 
 
 def readers(root: Node) -> list[Reader]:
-    """The score products that read `root` through views, casts, copies and scalings."""
+    """The score products that read `root` through views, casts, copies, scalings and norms."""
     return _follow(root)[0]
 
 
@@ -77,7 +78,7 @@ def _follow(root: Node) -> tuple[list[Reader], set[Node]]:
                 if isinstance(value(user), torch.Tensor):
                     seen.add(user)
                     stack.append(user)
-            elif user.target is aten.mul.Tensor and user not in seen and value(user.args[0]).dim() == 0:
+            elif user.target is aten.mul.Tensor and user not in seen and value(user.args[0]).dim() <= 1:  # or a gain
                 seen.add(user)
                 stack.append(user)
     return found, seen

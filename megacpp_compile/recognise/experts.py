@@ -1,7 +1,7 @@
 """One expert: its products, its activation and its gate, whatever multiplies by the weights.
 
 A feed-forward block over rows: `down(f(gate(r)) * up(r))`, `down(f(up(r)))`, or with gate and up in one product whose
-halves are taken apart. Biases, other activations, and anything between are refused.
+halves are taken apart. Biases, other activations, and anything between are refused, and named.
 """
 
 from __future__ import annotations
@@ -60,6 +60,10 @@ class NoExpert:
 
 
 Multiply = Callable[[Node], "Product | NoExpert | None"]
+_BIAS = "an expert's projection has a bias, which the op does not add"
+_CLAMPS = (aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default, aten.hardtanh.default,
+           aten.minimum.default, aten.maximum.default)  # fmt: skip
+_ROWS = (aten.index.Tensor, aten.index_select.default, aten.embedding.default, aten.select.int)
 
 
 def linear_product(node: Node) -> Product | NoExpert | None:
@@ -68,7 +72,7 @@ def linear_product(node: Node) -> Product | NoExpert | None:
     if found is None:
         return None
     if found.b is not None:
-        return NoExpert(node, "bias", "an expert's projection has a bias")
+        return NoExpert(node, "bias", _BIAS)
     w, transposed = found.w, found.transposed
     while True:
         if is_cast(w) or w.target in (aten.alias.default, aten.clone.default, aten.contiguous.default):
@@ -131,8 +135,30 @@ def _activation(node: Node) -> tuple[str, Node] | None:
 
 def match_expert(node: Node, multiply: Multiply) -> Expert | NoExpert | None:
     """The expert whose output is `node`; None where it does not even end in a product."""
-    down = multiply(over_rows(node))
+    node = over_rows(node)
+    if (plain := before_bias(node, multiply)) is not None:
+        return biased(node, expert_into(plain, multiply))
+    down = multiply(node)
     return expert_into(down, multiply) if isinstance(down, Product) else down
+
+
+def before_bias(node: Node, multiply: Multiply) -> Product | None:
+    """The product to which `node` adds a bias: one row for all rows, or one of its own expert's for each."""
+    if node.target is not aten.add.Tensor or not of_tensors(node):
+        return None
+    for a, b in (node.args, node.args[::-1]):
+        bias = over_rows(b)  # type: ignore[arg-type]
+        if bias.target in _ROWS or all(isinstance(n, int) and n == 1 for n in value(bias).shape[:-1]):
+            found = multiply(over_rows(a))  # type: ignore[arg-type]
+            if isinstance(found, Product):
+                return found
+    return None
+
+
+def biased(node: Node, rest: object = None) -> NoExpert:
+    """The refusal of a bias, and of what else is in the way in the `rest` of the expert."""
+    others = rest.reason.removeprefix(_BIAS).removeprefix("; and ") if isinstance(rest, NoExpert) else ""
+    return NoExpert(node, "bias", f"{_BIAS}; and {others}" if others else _BIAS)
 
 
 def expert_into(down: Product, multiply: Multiply) -> Expert | NoExpert:
@@ -146,12 +172,47 @@ def expert_into(down: Product, multiply: Multiply) -> Expert | NoExpert:
         if isinstance(up, NoExpert):
             return up
     if inner.target is not aten.mul.Tensor or not of_tensors(inner):
-        return NoExpert(inner, "activation", "the expert's activation is none that is known")
+        return _in_the_way(inner, multiply)
     for gate, up_side in (inner.args, inner.args[::-1]):
         found = _activation(gate)  # type: ignore[arg-type]
         if found is not None:
             return _gated(node, inner, found, over_rows(up_side), down, multiply)  # type: ignore[arg-type]
-    return NoExpert(inner, "activation", "the expert's activation is none that is known")
+    return _in_the_way(inner, multiply)
+
+
+def _in_the_way(inner: Node, multiply: Multiply) -> NoExpert:
+    """All that stands between `inner`, the last product's operand, and the first products."""
+    ways, others, order = dict[str, tuple[Node, str]](), dict[str, None](), [inner]
+    for node in order:
+        found, cut = multiply(node), lane_slice(node)
+        if isinstance(found, Product):
+            continue
+        if isinstance(found, NoExpert) and found.tag == "bias" or before_bias(node, multiply) is not None:
+            ways.setdefault("bias", (node, _BIAS))
+            continue
+        if node.target in _CLAMPS:
+            ways.setdefault("clamp", (node, "gate or up is clamped, which no activation of the op does"))
+        elif node.target is aten.slice.Tensor and cut is None:
+            ways.setdefault("halves", (node, "gate and up are every other lane of a projection, not its halves"))
+        elif cut is None:
+            others[str(node.target).removeprefix("aten.").split(".")[0]] = None
+        below = map(over_rows, [cut[0]] if cut is not None else node.all_input_nodes)
+        order += [n for n in below if n not in order and _computed(n)] if len(order) < 24 else []
+    known = inner.target is aten.mul.Tensor and any(_activation(a) for a in inner.args if isinstance(a, Node))
+    if not known and _activation(inner) is None:
+        others_named = f" ({', '.join(others)})" if others else ""
+        ways["activation"] = inner, f"its activation is none that is known{others_named}"
+    elif not ways:
+        ways["projections"] = inner, "the activation's operands are no projections of the expert's rows"
+    tag = min(ways, key=["bias", "clamp", "halves", "activation", "projections"].index)
+    return NoExpert(ways[tag][0], tag, "; and ".join(reason for _, reason in ways.values()))
+
+
+def _computed(node: Node) -> bool:
+    """Whether `node` is computed here and has lanes."""
+    fake = value(node)
+    computed = node.op == "call_function" and isinstance(fake, torch.Tensor)
+    return computed and fake.is_floating_point() and fake.dim() > 1
 
 
 def _gated(
@@ -163,7 +224,7 @@ def _gated(
         if isinstance(part, NoExpert):
             return part
     if gate is None or up is None or isinstance(gate, NoExpert) or isinstance(up, NoExpert):
-        return NoExpert(inner, "projections", "the activation's operands are no projections of the expert's rows")
+        return _in_the_way(inner, multiply)
     if gate[0].node is up[0].node:
         total, half = value(gate[0].node).shape[-1], gate[2]
         places = (gate[1], up[1])

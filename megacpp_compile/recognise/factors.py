@@ -168,6 +168,8 @@ _VIEWS = {
 
 
 def _viewed(node: Node) -> bool:
+    if node.target is aten.select.int:
+        return _one(value(node.args[0]).shape[node.args[1]])  # type: ignore[index]
     return node.op == "call_function" and (node.target in _VIEWS or is_cast(node))
 
 
@@ -204,7 +206,7 @@ def _through(node: Node, dims: Dims) -> Dims | None:
         at = args[2] % n  # type: ignore[operator]
         kept = _cut(dims[at], args[1], True)
         return None if kept is None else (*dims[:at], kept, *dims[at + 1 :])
-    return _regroup([axis for d in dims for axis in d], shape)  # squeezes are reshapes, too
+    return _regroup([axis for d in dims for axis in d], shape)  # squeezes are reshapes, too, and so is the one of one
 
 
 def _cut(dim: tuple[Axis, ...], times: Any, inside: bool) -> tuple[Axis, ...] | None:

@@ -66,7 +66,7 @@ def _elsewhere(node: Node, number: float) -> Chosen | None:
         if isinstance(given, Node) and not all(map(same_size, value(given).shape, value(args[2]).shape)):
             return None
         return Chosen(args[2], given)  # type: ignore[arg-type]
-    if target in _SOFTMAX and args[1] in (-1, last) and number == 0:
+    if (target in _SOFTMAX and args[1] in (-1, last) or target is aten.sigmoid.default) and number == 0:
         inner = _elsewhere(args[0], -math.inf)  # type: ignore[arg-type]
         return None if inner is None else Chosen(inner.indices)
     if number != 0:

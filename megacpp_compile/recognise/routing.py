@@ -204,9 +204,12 @@ def added_rows(node: Node) -> tuple[Node, Node, Node] | None:
     args = node.args
     if node.target is aten.index_add.default and args[1] == 0 and node.kwargs.get("alpha", 1) == 1 and len(args) == 4:
         return args[0], args[2], args[3]  # type: ignore[return-value]
-    if node.target is not aten.scatter_add.default or args[1] != 0:
+    if str(node.target) == "torchtitan.deterministic_scatter_add.default":
+        base, index, rows = args
+    elif node.target is aten.scatter_add.default and args[1] == 0:
+        base, _, index, rows = args
+    else:
         return None
-    base, _, index, rows = args
     if value(base).dim() != 2:
         return None
     token = every_lane(index)  # type: ignore[arg-type]
@@ -238,6 +241,14 @@ def scores_of(indices: Node) -> Node | None:
     if top.target is aten.argmax.default and len(top.args) == 1:
         return None  # the largest of all
     return scores if dim in (-1, last) else None  # type: ignore[return-value]
+
+
+def number_of_scores(node: Node) -> int | None:
+    """Of how many scores `node` takes the largest."""
+    if node.target not in (aten.topk.default, aten.max.dim, aten.argmax.default, aten.sort.default):
+        return None
+    last = value(node.args[0]).shape[-1:]
+    return last[0] if last and isinstance(last[0], int) else None
 
 
 def distinct_choices(indices: Node) -> bool:

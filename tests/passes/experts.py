@@ -204,8 +204,17 @@ def batched_by_any_numbers(m, x, indices, gates):
     return (out * gates.reshape(-1).unsqueeze(-1)).view(x.shape[0], CHOICES, -1).sum(dim=1)
 
 
+def scaled_input(m, x, indices, gates):
+    """The gate on the expert's input, where it is no factor of the output."""
+    y = torch.zeros_like(x)
+    for e, expert in enumerate(m.experts):
+        token, choice = torch.where(indices == e)
+        y.index_add_(0, token, expert(x[token] * gates[token, choice, None]))
+    return y
+
+
 LISTS = [where_index_add, one_hot_mask, one_hot_tokens_first, nonzero_add_assign, index_put_accumulate,
-         experts_backwards, onto_the_input, some_of_the_experts]  # fmt: skip
+         experts_backwards, onto_the_input, some_of_the_experts, scaled_input]  # fmt: skip
 STACKED = [stacked_weights, stacked_transposed, batched_products]
 
 
@@ -278,13 +287,30 @@ def written_by_any_indices(m, x, indices, gates):
     return nonzero_add_assign(m, x, (indices // 2).contiguous(), gates)
 
 
-def scaled_input(m, x, indices, gates):
-    """Llama 4 puts the gate on the expert's input."""
+def scaled_by_any_row(m, x, indices, gates):
     y = torch.zeros_like(x)
     for e, expert in enumerate(m.experts):
         token, choice = torch.where(indices == e)
-        y.index_add_(0, token, expert(x[token] * gates[token, choice, None]))
+        y.index_add_(0, token, expert(x[token] * gates[choice, choice, None]))
     return y
+
+
+def written_without_a_gate(m, x, indices, gates):
+    y = torch.zeros_like(x)
+    for e, expert in enumerate(m.experts):
+        mask = indices[:, 0] == e
+        y[mask] = expert(x[mask])
+    return y
+
+
+def as_gpt_oss(m, x, indices, gates):
+    """Biases, clamps, lanes of gate and up in turn, and an activation of its own."""
+    ids = indices.reshape(-1).clamp(0, m.num_experts - 1)
+    both = torch.bmm(m.gate_up[ids], x.repeat_interleave(CHOICES, dim=0)[..., None])[..., 0] + m.gate_up.mean(-1)[ids]
+    gate, up = both[..., ::2].clamp(max=7.0), both[..., 1::2].clamp(-7.0, 7.0)
+    hidden = (up + 1) * (gate * torch.sigmoid(gate * 1.702))
+    out = torch.bmm(m.down[ids], hidden[..., None])[..., 0] + m.down.mean(-1)[ids]
+    return (out * gates.reshape(-1, 1)).view(x.shape[0], CHOICES, -1).sum(dim=1)
 
 
 NEAR_MISSES = {
@@ -296,13 +322,17 @@ NEAR_MISSES = {
     "next_experts_tokens": ("inputs", next_experts_tokens, Expert),
     "output_read_elsewhere": ("escapes", output_read_elsewhere, Expert),
     "written_by_any_indices": ("twice", written_by_any_indices, Expert),
-    "scaled_input": ("no-gate", scaled_input, Expert),
+    "scaled_by_any_row": ("gates", scaled_by_any_row, Expert),
+    "written_without_a_gate": ("no-gate", written_without_a_gate, Expert),
     "bias": ("bias", where_index_add, lambda: Expert(bias=True)),
     "activation": ("activation", where_index_add, lambda: Expert(F.softplus)),
+    "clamp": ("clamp", where_index_add, lambda: Expert(lambda h: F.silu(h.clamp(max=7.0)))),
+    "projections": ("projections", where_index_add, lambda: Expert(lambda h: F.silu(h + 1))),
 }
 
 STACKED_NEAR_MISSES = {
     "indices": batched_by_other_choices,
     "gates": batched_with_gates_of_experts,
     "range": batched_by_any_numbers,
+    "bias": as_gpt_oss,
 }

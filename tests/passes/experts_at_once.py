@@ -188,13 +188,29 @@ def bmm_of_slots(m, x, indices, gates):
     return (out.view(-1, CHOICES, DIM) * gates.unsqueeze(-1)).sum(1)
 
 
-STACKED = [einsum_of_all, einsum_of_three, bmm_of_all, matmul_of_all, einsum_of_chosen, matmul_of_chosen, bmm_of_slots]
+def scaled_rows_of_all(m, x, indices, gates):
+    """As transformers' Llama 4: every expert reads every token, times its score, which is 0 but for the chosen."""
+    scores = torch.full_like(m.router(x), float("-inf")).scatter_(1, indices, gates).sigmoid()
+    rows = (x.repeat(EXPERTS, 1) * scores.transpose(0, 1).reshape(-1, 1)).view(EXPERTS, -1, DIM)
+    out = torch.bmm(_swiglu(torch.bmm(rows, m.gate_up.mT)), m.down.mT).view(-1, DIM)
+    return out.reshape(EXPERTS, -1, DIM).sum(dim=0)
+
+
+def scaled_rows_of_chosen(m, x, indices, gates, outer: Tensor | None = None):
+    ids = indices.view(-1)
+    rows = (x[:, None] * gates[..., None]).reshape(-1, 1, DIM)
+    out = torch.bmm(_swiglu(torch.bmm(rows, m.gate_up[ids].mT)), m.down[ids].mT).view(-1, CHOICES, DIM)
+    return (out if outer is None else out * outer[..., None]).sum(1)
+
+
+STACKED = [einsum_of_all, einsum_of_three, bmm_of_all, matmul_of_all, einsum_of_chosen, matmul_of_chosen, bmm_of_slots,
+           scaled_rows_of_all, scaled_rows_of_chosen]  # fmt: skip
 
 
 # --- rows sorted by expert, in bfloat16
 
 
-def _sorted(m, x, indices, gates, top: int | None = None, marked: int = 0):
+def _sorted(m, x, indices, gates, top: int | None = None, marked: int = 0, first: bool = False):
     ids = indices.reshape(-1)
     order = ids.argsort(stable=True)
     if top is None:
@@ -204,8 +220,11 @@ def _sorted(m, x, indices, gates, top: int | None = None, marked: int = 0):
         ends = torch.histc(ids.float(), EXPERTS, 0, top).cumsum(0).to(torch.int32)
 
     def expert(rows):
+        if first:
+            rows = rows * gates.view(-1)[order, None]
         hidden = _swiglu(torch._grouped_mm(rows, m.gate_up.mT, offs=ends))
-        return torch._grouped_mm(hidden, m.down.mT, offs=ends) * gates.view(-1)[order, None]
+        out = torch._grouped_mm(hidden, m.down.mT, offs=ends)
+        return out if first else out * gates.view(-1)[order, None]
 
     return order // CHOICES, expert
 
@@ -232,6 +251,11 @@ def sorted_by_marks_of_others(m, x, indices, gates):
     return torch.zeros_like(x).index_add(0, token, expert(x[token]))
 
 
+def sorted_scaled_rows(m, x, indices, gates):
+    token, expert = _sorted(m, x, indices, gates, EXPERTS, first=True)
+    return torch.zeros_like(x).index_add(0, token, expert(x[token]))
+
+
 def sorted_back_to_others(m, x, indices, gates):
     token, expert = _sorted(m, x, indices, gates, EXPERTS - 1)
     return torch.zeros_like(x).index_add(0, token, expert(x[token.flip(0)]))
@@ -242,7 +266,7 @@ def sorted_into_other_groups(m, x, indices, gates):
     return torch.zeros_like(x).index_add(0, token, expert(x[token]))
 
 
-SORTED = [sorted_index_add, sorted_scatter_add, sorted_by_marks]
+SORTED = [sorted_index_add, sorted_scatter_add, sorted_by_marks, sorted_scaled_rows]
 SORTED_NEAR_MISSES = {
     "rows": [sorted_back_to_others],
     "offsets": [sorted_into_other_groups, sorted_by_marks_of_others],
@@ -361,7 +385,19 @@ def einsum_of_other_choices(m, x, indices, gates):
     return torch.einsum("tkh,tkdh,tk->td", hidden, m.down[indices.flip(-1)], gates)
 
 
+def scaled_at_both_ends(m, x, indices, gates):
+    return scaled_rows_of_chosen(m, x, indices, gates, gates)
+
+
+def experts_merged_into_one(m, x, indices, gates):
+    """Weights are averaged, one expert a token, rather than outputs."""
+    merged = torch.einsum("te,ehd->thd", matrix(indices, gates), m.gate_up)
+    return torch.einsum("thd,td->th", merged, x).mean(-1, keepdim=True) * x
+
+
 STACKED_NEAR_MISSES = {
+    "gates": scaled_at_both_ends,
+    "unread": experts_merged_into_one,
     "dense-gates": einsum_of_every_expert,
     "bias": bmm_with_bias,
     "indices": einsum_of_other_choices,

@@ -30,6 +30,7 @@ from .experts import (
     Fused,
     MoE,
     Ungated,
+    as_gpt_oss,
     sorted_products,
     stacked_weights,
     where_index_add,
@@ -203,6 +204,13 @@ def test_refuses_at_once(tag, body):
 )  # fmt: skip
 def test_refuses_of_stacked_weights(tag, body):
     assert_refused(NAME, tag, MoE(body, stacked=True), tokens())
+
+
+def test_names_all_that_is_in_the_way():
+    frames = run(MoE(as_gpt_oss, stacked=True), tokens())
+    (miss,) = frames.misses
+    for word in ("bias", "clamped", "every other lane", "activation is none that is known"):
+        assert word in miss.reason
 
 
 def test_refuses_experts_that_differ():

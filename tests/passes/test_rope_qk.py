@@ -93,7 +93,14 @@ def scaled_queries(q, k, cos, sin):
     return turn(q, cos, sin) * 0.3, turn(k, cos, sin)
 
 
-FORMS = [rotated_heads, leading_lanes, trailing_lanes, neighbours, backwards, scaled_queries]
+def normed_behind(q, k, cos, sin):
+    """As Hunyuan's, whose norms follow the rotation, and one of torch's own."""
+    q, k = turn(q, cos, sin), turn(k, cos, sin)
+    q = q.new_full((Heads.width,), 1.5) * (q * torch.rsqrt(q.square().mean(-1, keepdim=True) + 1e-5))
+    return q, torch.nn.functional.rms_norm(k, (Heads.width,))
+
+
+FORMS = [rotated_heads, leading_lanes, trailing_lanes, neighbours, backwards, scaled_queries, normed_behind]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -197,7 +204,12 @@ def queries_read_in_another_region_first(q, k, cos, sin):
     return q, turn(k / scale, cos, sin)
 
 
+def read_by_no_scores(q, k, cos, sin):
+    return turn(q, cos, sin).tanh(), k
+
+
 REFUSED = [
+    ("no-scores", read_by_no_scores),
     ("escapes", product_read_elsewhere),
     ("broadcast", keys_of_one_head_repeated_first),
     ("region", queries_read_in_another_region_first),
