@@ -40,6 +40,10 @@ the op in plain PyTorch: its meaning, and what every other lowering is tested ag
 
 {differences}
 
+Where there is none, the reference is what XLA wants:
+
+{references}
+
 ## Classes of a layer spec
 
 What `te_layer_spec().or_native()` has on each target. Where Transformer Engine can't be imported, CUDA has what CPU
@@ -140,8 +144,10 @@ def page() -> str:
         table.append(f"| `{op}` | " + " | ".join(", ".join(names) for names in there) + " |")
     files = [home / op / "tpu_xla.py" for op in ops]
     differences = [f"- {first_sentence(path)}." for path in files if path.exists()]
+    reasons = {op: _registry.reference_serves(op, "tpu") for op in ops}
     return TEXT.format(
         table="\n".join(table), differences="\n".join(differences), keys=keys(),
+        references="\n".join(f"- `{op}`: {reason}." for op, reason in reasons.items() if reason),
         tags=", ".join(f"`{tag}`" for tag in bodies.TAGS), precision=precision(),
     )  # fmt: skip
 
