@@ -40,6 +40,10 @@ the op in plain PyTorch: its meaning, and what every other lowering is tested ag
 
 {differences}
 
+Where there is none, the reference is what XLA wants:
+
+{references}
+
 ## Classes of a layer spec
 
 What `te_layer_spec().or_native()` has on each target. Where Transformer Engine can't be imported, CUDA has what CPU
@@ -75,7 +79,8 @@ a line in the log. So does `precision="fp8_current"` in the graph:
   of its rows. `megacpp_compile.equal_split(indices, experts, factor)`, called by the model between its top-k and its
   experts, gives them a capacity on every target, and counts what it drops.
 - Results that are copies of one another are told apart before torch_xla sees them: its bridge to Dynamo (2.9) takes
-  them for one, and mixes up those behind. That holds for frames in which nothing fires, too.
+  them for one, and mixes up those behind. Reductions over no dimension by name, such as `x.amax()`, are given all: it
+  reduces none of them. Both hold for frames in which nothing fires, too.
 - `make test-xla` runs the tests for XLA on its CPU device, with torch 2.9.0 and torch_xla 2.9.0 in a venv of their own.
 - [xla_zoo.md](xla_zoo.md) has third-party models on XLA, [measurements.md](measurements.md) counts and times.
 - `python -m benchmarks.xla_programs` counts what XLA is given and what it makes of it, beside plain openxla.
@@ -140,8 +145,10 @@ def page() -> str:
         table.append(f"| `{op}` | " + " | ".join(", ".join(names) for names in there) + " |")
     files = [home / op / "tpu_xla.py" for op in ops]
     differences = [f"- {first_sentence(path)}." for path in files if path.exists()]
+    reasons = {op: _registry.reference_serves(op, "tpu") for op in ops}
     return TEXT.format(
         table="\n".join(table), differences="\n".join(differences), keys=keys(),
+        references="\n".join(f"- `{op}`: {reason}." for op, reason in reasons.items() if reason),
         tags=", ".join(f"`{tag}`" for tag in bodies.TAGS), precision=precision(),
     )  # fmt: skip
 

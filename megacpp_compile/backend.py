@@ -301,8 +301,8 @@ def _nothing_to_do(gm: GraphModule, config: Config) -> str | None:
     if config.precision is not None:
         return None
     calls = [n for n in gm.graph.nodes if n.op in ("call_function", "call_method")]
-    if any(isinstance(n.target, torch._ops.HigherOrderOperator) for n in calls):
-        return None  # a checkpointed block is one call here
+    if any(isinstance(n.target, torch._ops.HigherOrderOperator) or str(n.target).startswith("megacpp.") for n in calls):
+        return None  # a checkpointed block is one call here, and an op that a model calls is to be lowered
     return "too small to hold an idiom" if len(calls) < 3 else None
 
 

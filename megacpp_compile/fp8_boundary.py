@@ -20,7 +20,9 @@ from torch import Tensor, fx, nn
 from torch._dynamo.source import AttrSource
 from torch._guards import detect_fake_mode
 
-from megacpp_compile.lowerings._registry import semantic_ops
+# Register their ops, here and not where they are called: Dynamo traces that.
+import megacpp_compile.lowerings.linear_fp8_weight
+import megacpp_compile.lowerings.sparse_mla  # noqa: F401
 from megacpp_compile.precision import sentinel
 from megacpp_compile.precision.wrappers import Split, is_wrapper, split
 from megacpp_compile.provenance import input_name, source_line
@@ -60,7 +62,6 @@ def enter(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boundary:
     """Split the wrappers among a frame's inputs. Never changes `gm`. Raises WrapperError for one that holds nothing."""
     if not any(is_wrapper(x) for x in example_inputs):
         return Boundary(gm, example_inputs, [])
-    semantic_ops()
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     output = graph.graph_copy(gm.graph, copies)
@@ -167,7 +168,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     if not is_wrapper(weight):
         return F.linear(x, weight, bias)
-    semantic_ops()
     return torch.ops.megacpp.linear_fp8_weight(x, *_parts(split(weight)), bias, x.dtype)
 
 
@@ -192,7 +192,6 @@ class Fp8WeightLinear(nn.Module):
 def split_linears(model: nn.Module) -> dict[str, str]:
     """Put `Fp8WeightLinear` where an `nn.Linear` has a wrapper for its weight, sharing its memory; name -> what it
     held, or why it was left. For wrappers that Dynamo can't trace. Raises WrapperError."""
-    semantic_ops()
     table: dict[str, str] = {}
     for fqn, module in list(model.named_modules(remove_duplicate=False)):
         if type(module) is not nn.Linear or not is_wrapper(module.weight):
@@ -232,7 +231,6 @@ def sparse_mla(
     Differentiable in q and kv, unless kv is fp8. Raises OperandError, WrapperError, and ForwardOnlyError in backward.
     The op, `torch.ops.megacpp.sparse_mla`, is described in `lowerings/sparse_mla`.
     """
-    semantic_ops()
     if is_wrapper(kv):
         held = split(kv, "kv")
         kv, kv_scale = _parts(held)

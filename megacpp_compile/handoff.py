@@ -88,6 +88,9 @@ def _lower(graph: fx.Graph, node: Node, target: str, traced: dict[Any, GraphModu
     args = fx.map_arg(node.args, hole)
     fakes = [t.meta["val"] for t in tensors]
     choice = choose(node.target, target, fx.map_arg(node.args, value))
+    if not choice.traced:
+        node.target = choice.body
+        return
     in_place = _in_place(node, choice.overwrites)
     key = (node.target, repr(args), tuple(_signature(f) for f in fakes), in_place)
     if key not in traced:

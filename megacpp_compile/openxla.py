@@ -56,6 +56,7 @@ def _program(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     from torch._dynamo.backends.torchxla import openxla_eval_boxed
 
     _tell_results_apart(graph.graph)
+    _name_dimensions(graph.graph)
     graph.recompile()
     return openxla_eval_boxed(graph, inputs)  # type: ignore[arg-type,no-any-return]
 
@@ -115,6 +116,24 @@ def _tell_results_apart(graph: fx.Graph) -> None:
                 results[i].meta = dict(node.meta)
     if results:
         output.args = (tuple(results),)
+
+
+# Reductions that take a list of dimensions second.
+_REDUCTIONS = (
+    aten.amax.default, aten.amin.default, aten.sum.dim_IntList, aten.mean.dim, aten.var.correction,
+)  # fmt: skip
+
+
+def _name_dimensions(graph: fx.Graph) -> None:
+    """Over no dimension by name ATen reduces all of them, and torch_xla (2.9) none."""
+    for node in graph.nodes:
+        if node.target not in _REDUCTIONS or not isinstance(node.args[0], Node):
+            continue
+        nothing: Any = [] if node.target in (aten.amax.default, aten.amin.default) else None
+        if (node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", nothing)) == []:
+            every = list(range(node.args[0].meta["val"].dim()))
+            node.args = (node.args[0], every, *node.args[2:])
+            node.kwargs = {name: value for name, value in node.kwargs.items() if name != "dim"}
 
 
 def differentiated(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -116,6 +119,49 @@ def test_who_serves_and_what_speaks_against_the_others():
         assert (caught.value.backend, caught.value.tag) == (backend, tag) and tag in bodies.TAGS
     with torch.no_grad(), pytest.raises(AttentionError, match=r"\[dtype\]"):
         megacpp_compile.attention(*tensors, backend="flex")
+
+
+class Stub:
+    """A tensor of a device that is not there."""
+
+    def __init__(self, device, width=64, tokens=128, dtype=torch.bfloat16):
+        self.device, self.dtype, self.shape = SimpleNamespace(type=device), dtype, (1, 2, tokens, width)
+        self.requires_grad = True
+
+
+@pytest.mark.parametrize(("tag", "asked", "tensors", "rest"), [
+    ("softcap", bodies.sdpa_lacks, Stub("cuda"), (None, 1.0)),
+    ("doc-ids", bodies.sdpa_lacks, Stub("cuda"), (DOCS, None)),
+    ("device", bodies.flex_lacks, Stub("xla"), (None, None)),
+    ("backward", bodies.flex_lacks, Stub("cpu"), (None, None)),
+    ("dtype", bodies.flex_lacks, Stub("cuda", dtype=torch.float64), (None, None)),
+    ("width", bodies.flex_lacks, Stub("cuda", width=8), (None, None)),
+    ("device", pallas.lacks, Stub("cuda"), (None, None)),
+    ("dtype", pallas.lacks, Stub("xla", dtype=torch.float16), (None, None)),
+    ("shape", pallas.lacks, Stub("xla", tokens=100), (None, None)),
+    (None, pallas.lacks, Stub("xla"), (DOCS, 1.0)),
+    (None, bodies.flex_lacks, Stub("cuda"), (DOCS, 1.0)),
+])  # fmt: skip
+def test_what_each_lacks(monkeypatch, tag, asked, tensors, rest):
+    monkeypatch.setattr(pallas, "unavailable", lambda: None)  # as on a TPU
+    found = asked(tensors, tensors, tensors, *rest, True)
+    assert (found and found[0]) == tag and (tag is None or tag in bodies.TAGS and found[1])
+
+
+@pytest.mark.parametrize(("tag", "there", "device", "spmd"), [
+    ("no-pallas", {"torch_xla"}, "TPU", False),
+    ("no-pallas", {"jax"}, "TPU", False),
+    ("no-pallas", {"jax", "torch_xla"}, "CPU", False),
+    ("spmd", {"jax", "torch_xla"}, "TPU", True),
+    (None, {"jax", "torch_xla"}, "TPU", False),
+])  # fmt: skip
+def test_why_no_pallas_kernel_can_run(monkeypatch, tag, there, device, spmd):
+    runtime = SimpleNamespace(device_type=lambda: device, is_spmd=lambda: spmd)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: "there" if name in there else None)
+    monkeypatch.setitem(sys.modules, "torch_xla", SimpleNamespace(runtime=runtime))
+    monkeypatch.setitem(sys.modules, "torch_xla.runtime", runtime)
+    found = pallas.unavailable()
+    assert (found and found[0]) == tag and (tag is None or tag in bodies.TAGS)
 
 
 def test_the_reason_is_logged_once(caplog):

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 
 import pytest
 
 from benchmarks.targets_page import PAGE, page
 from megacpp_compile import backend, handoff, openxla
 from megacpp_compile.errors import TargetUnavailableError
+from megacpp_compile.lowerings import _registry
+from megacpp_compile.lowerings._registry import semantic_ops
 from megacpp_compile.targets import family, resolve_target
 
 
 def test_the_page_is_up_to_date():
     assert PAGE.read_text() == page(), "python -m benchmarks.targets_page"
+
+
+@pytest.mark.parametrize("op", sorted({folder for folder, _ in semantic_ops().values()}))
+def test_an_op_suits_xla_or_says_why_it_does(op):
+    """A lowering of its own, or a reason why it needs none; not both, and not neither."""
+    own = (Path(_registry.package.__path__[0]) / op / "tpu_xla.py").exists()
+    assert own != bool(_registry.reference_serves(op, "tpu"))
+    assert _registry.preference(op, "tpu") == (("tpu_xla", "reference") if own else ("reference",))
 
 
 def test_who_compiles_for_a_target():

@@ -39,7 +39,9 @@ def scale_of(x: Tensor, dtype: torch.dtype, whole: bool = False) -> Tensor:
     """The scale of `round_to_fp8`; a normal number, also where x has none."""
     if x.numel() == 0:
         return x.new_ones(() if whole else (*x.shape[:-1], 1))
-    return scale_from(x.abs().amax() if whole else x.abs().amax(-1, keepdim=True), dtype)
+    # Every dimension by name: an `amax` of none leaves its operand as it is on XLA (torch_xla 2.9).
+    largest = x.abs().amax(tuple(range(x.dim()))) if whole else x.abs().amax(-1, keepdim=True)
+    return scale_from(largest, dtype)
 
 
 def scale_from(largest: Tensor, dtype: torch.dtype) -> Tensor:

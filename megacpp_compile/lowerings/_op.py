@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacpp_compile.targets import XLA_DEVICES
+from megacpp_compile.targets import XLA_DEVICES, family
 
 
 def compute_dtype(*of: Tensor | torch.dtype | None) -> torch.dtype:
@@ -33,14 +33,14 @@ def no_autocast(like: Tensor) -> contextlib.AbstractContextManager[None]:
 
 
 def serve(name: str, reference: ModuleType, *args: Any) -> Any:
-    """What an op that models call themselves does outside of a lowered graph: on CUDA what its kernels can, else the
-    reference. Ops that only passes write need no such thing: they are lowered before they run."""
-    like = next(a for a in args if isinstance(a, Tensor))
-    if like.device.type != "cuda":
+    """What an op that models call themselves does outside of a lowered graph: what serves it in one. Ops that only
+    passes write need no such thing: they are lowered before they run."""
+    target = family({next(a for a in args if isinstance(a, Tensor)).device.type})
+    if target == "cpu":
         return getattr(reference, name)(*args)
     from megacpp_compile.lowerings._registry import choose
 
-    return choose(getattr(torch.ops.megacpp, name).default, "cuda", args).body(*args)
+    return choose(getattr(torch.ops.megacpp, name).default, target, args).body(*args)
 
 
 def ends_until(ends: Tensor, values: Tensor) -> Tensor:

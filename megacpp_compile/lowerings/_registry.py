@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 import megacpp_compile.lowerings as package
 
-# Per target, most wanted first. A name is a file in the op's folder, which may have a PREFERENCE of its own.
+# Per target, most wanted first. A name is a file in the op's folder, which may have a PREFERENCE of its own. Where the
+# reference is all that is wanted the folder says so, and why: REFERENCE_SERVES, by target.
 PREFERENCE = {
     "cuda": ("cuda_triton", "reference"),
     "cpu": ("reference",),
@@ -30,7 +31,8 @@ PREFERENCE = {
 class Choice:
     """What a call site asked for and got. `reason` is empty where the two agree.
 
-    `overwrites`: the arguments whose memory `body` can return its result in, told so by `in_place=True`.
+    `overwrites`: the arguments whose memory `body` can return its result in, told so by `in_place=True`. `traced`: a
+    lowered graph has the ops that `body` traces to; else it calls `body`.
     """
 
     requested: str
@@ -38,6 +40,7 @@ class Choice:
     reason: str
     body: Callable[..., Any]
     overwrites: tuple[int, ...] = ()
+    traced: bool = True
 
 
 @functools.cache
@@ -55,8 +58,15 @@ def semantic_ops() -> dict[Any, tuple[str, str]]:
 
 def preference(folder: str, target: str) -> tuple[str, ...]:
     """The lowerings of an op on `target`, most wanted first, whether there are such files or not."""
+    if reference_serves(folder, target):
+        return ("reference",)
     own = getattr(importlib.import_module(f"{package.__name__}.{folder}"), "PREFERENCE", {})
     return own.get(target, PREFERENCE[target])
+
+
+def reference_serves(folder: str, target: str) -> str | None:
+    """Why nothing but the reference is wanted on `target`; None where something is."""
+    return getattr(importlib.import_module(f"{package.__name__}.{folder}"), "REFERENCE_SERVES", {}).get(target)
 
 
 def choose(op: Any, target: str, args: Sequence[Any]) -> Choice:
@@ -65,6 +75,7 @@ def choose(op: Any, target: str, args: Sequence[Any]) -> Choice:
     A lowering file may define `supports(op name, args) -> reason or None`; the first one without an objection serves.
     Policy beside it: `MIN_BYTES`, of the largest operand, from which it gains, and `loses(op name, args) -> reason or
     None`; where it would not gain, the next lowering serves. `OVERWRITES`: op name -> arguments to work in place on.
+    `TRACED`: false where it makes what no graph of ATen can hold.
     """
     folder, name = semantic_ops()[op]
     reasons = []
@@ -82,7 +93,8 @@ def choose(op: Any, target: str, args: Sequence[Any]) -> Choice:
         reason = reason or _too_small(args, getattr(module, "MIN_BYTES", 0))
         if reason is None:
             overwrites = getattr(module, "OVERWRITES", {}).get(name, ())
-            return Choice(wanted[0], lowering, "; ".join(reasons), getattr(module, name), overwrites)
+            traced = getattr(module, "TRACED", True)
+            return Choice(wanted[0], lowering, "; ".join(reasons), getattr(module, name), overwrites, traced)
         reasons.append(f"{lowering}: {reason}")
     raise AssertionError("every op has a reference lowering")
 

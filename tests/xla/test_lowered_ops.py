@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import re
+from pathlib import Path
 
 import pytest
 import torch
+from torch._functorch.aot_autograd import make_boxed_func
 
 import megacpp_compile
 from benchmarks.xla_programs import instructions
+from megacpp_compile import openxla
 from megacpp_compile.lowerings.moe import reference as experts
 from megacpp_compile.lowerings.moe import tpu_xla as blocks
 from megacpp_compile.lowerings.ssd_scan import reference as scan
@@ -67,6 +72,75 @@ def test_a_capacity_has_fixed_shapes(xla):
     assert want[1].sum() > 0
     for got, expected in zip(found, want, strict=True):
         assert torch.equal(got.cpu(), expected)
+
+
+@pytest.mark.parametrize("kind", ["A", "M", "E"])
+def test_a_block_of_a_hybrid(xla, monkeypatch, kind):
+    """Attention, a mixer, experts: forward and backward as one program that nobody had to run to write down."""
+    import torch_xla
+    import torch_xla.debug.metrics as metrics
+
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples")
+    from plain_hybrid import HybridConfig, HybridLM
+
+    def step(call, model):
+        model.zero_grad()
+        tokens = torch.arange(128).remainder(50).view(2, 64).to(xla)
+        torch_xla.sync()
+        metrics.clear_all()
+        out = call(tokens)
+        out.square().mean().backward()
+        text = program([out, *(p.grad for p in model.parameters())])
+        return text, [name for name in metrics.counter_names() if name.startswith("aten::")]
+
+    monkeypatch.setattr(openxla, "_program", lambda graph, _: make_boxed_func(graph.forward))
+    model = HybridLM(HybridConfig(pattern=kind, dim=32, experts=3, expert_dim=24, shared_dim=24)).to(xla)
+    torch._dynamo.reset()
+    with megacpp_compile.record() as report:
+        text, on_host = step(torch.compile(model, backend="megacpp", options={"strict": True}), model)
+    assert report.counts[{"A": "down_norm_up", "M": "ssd_scan", "E": "moe"}[kind]] == 1 and len(report.frames) == 1
+    assert not on_host and instructions(text)["dot"] > 0
+    # How XLA writes a size that is not known, one it has a bound of, and what a TPU has no unit for.
+    assert not re.search(r"\[[^\]]*(\?|<=)[^\]]*\]", text) and "f64" not in text
+    if kind == "E":
+        assert step(model, model)[1] == ["aten::nonzero"]  # as the model has it
+
+
+def test_experts_behind_a_capacity(xla):
+    """In one frame with the op; what is dropped is counted there as on CPU."""
+    from passes.experts import DIM, EXPERTS, MoE, where_index_add
+
+    counted = []
+
+    def body(m, x, indices, gates):
+        kept, dropped = megacpp_compile.equal_split(indices, EXPERTS, factor=0.5)
+        counted.append(dropped)
+        return where_index_add(m, x, kept, gates)
+
+    class Counting(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.moe = MoE(body)
+
+        def forward(self, x):
+            counted.clear()
+            return self.moe(x), counted[0]
+
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model, x = Counting(), torch.randn(TOKENS, DIM)
+    want, dropped = model(x)
+    want.square().sum().backward()
+    there = copy.deepcopy(model).to(xla)
+    there.zero_grad()
+    with megacpp_compile.record() as report:
+        got, counts = torch.compile(there, backend="megacpp", options={"strict": True}, fullgraph=True)(x.to(xla))
+        got.square().sum().backward()
+    assert report.counts["moe"] == 1 and [s.effective for s in report.sites] == ["tpu_xla"]
+    assert dropped.sum() > 0 and torch.equal(counts.cpu(), dropped)
+    pairs = [(got, want), *zip((p.grad for p in there.parameters()), (p.grad for p in model.parameters()), strict=True)]
+    for one, other in pairs:
+        torch.testing.assert_close(one.detach().cpu(), other.detach(), rtol=1e-5, atol=1e-5)
 
 
 def scan_step(module, device):

@@ -37,6 +37,23 @@ def test_copies_among_the_results(xla, name):
         torch.testing.assert_close(got.cpu(), want)
 
 
+@pytest.mark.parametrize("reduce", [
+    lambda x: x.amax(), lambda x: x.amin(keepdim=True), lambda x: x.sum(()), lambda x: x.mean(()),
+    lambda x: x.var((), correction=0), lambda x: x.sum(), lambda x: x.amax(0),
+], ids=["amax", "amin", "sum", "mean", "var", "sum of all", "amax of some"])  # fmt: skip
+def test_reductions_over_no_dimension_by_name(xla, reduce):
+    """Of all dimensions, in a frame nothing fires in, forward and backward."""
+    torch._dynamo.reset()
+    results = []
+    for call, device in ((reduce, "cpu"), (torch.compile(reduce, backend="megacpp"), xla)):
+        x = torch.arange(15.0).view(3, 5).sin().to(device).requires_grad_()
+        out = call(x)
+        out.sum().backward()
+        results.append((out.detach().cpu(), x.grad.cpu()))
+    for want, got in zip(*results, strict=True):
+        torch.testing.assert_close(got, want)
+
+
 def test_a_copy_is_saved_once(xla):
     """And results that are copies are tensors of their own."""
     graphs = []

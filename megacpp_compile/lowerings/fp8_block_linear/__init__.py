@@ -28,6 +28,9 @@ from megacpp_compile.lowerings._op import no_autocast
 from megacpp_compile.lowerings.fp8_block_linear import reference
 
 PREFERENCE = {"cuda": ("cuda_scaled_mm", "reference")}
+REFERENCE_SERVES = {
+    "tpu": "no plan wants float8 there, so that no pass makes it; a call is rounding, widening and plain products",
+}
 
 
 @torch.library.custom_op("megacpp::fp8_quantize_tiles", mutates_args=())

@@ -27,6 +27,9 @@ from megacpp_compile.lowerings.fp8_linear import reference
 from megacpp_compile.lowerings.fp8_linear.reference import DTYPES
 
 PREFERENCE = {"cuda": ("cuda_scaled_mm", "reference")}
+REFERENCE_SERVES = {
+    "tpu": "no plan wants float8 there, so that no pass makes it; a call is rounding, widening and plain products",
+}
 
 
 @torch.library.custom_op("megacpp::fp8_quantize", mutates_args=())

@@ -21,8 +21,7 @@ from torch import Tensor
 from megacpp_compile.lowerings._op import compute_dtype, no_autocast
 from megacpp_compile.lowerings.gated_rms_norm import reference
 
-# Pointwise code and sums over rows: XLA fuses them as they are.
-PREFERENCE = {"tpu": ("reference",)}
+REFERENCE_SERVES = {"tpu": "pointwise code and sums over rows, which XLA fuses as they are"}
 
 
 @torch.library.custom_op("megacpp::gated_rms_norm", mutates_args=())

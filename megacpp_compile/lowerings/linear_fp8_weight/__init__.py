@@ -27,6 +27,8 @@ from megacpp_compile.lowerings._fp8 import SCALED_LANES
 from megacpp_compile.lowerings._op import no_autocast, serve
 from megacpp_compile.lowerings.linear_fp8_weight import reference
 
+REFERENCE_SERVES = {"tpu": "a payload that stays float8 in memory, rounding, widening and a plain product"}
+
 
 def _check(x: Tensor, payload: Tensor, scale: Tensor) -> None:
     problem = None

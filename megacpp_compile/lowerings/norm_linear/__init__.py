@@ -20,8 +20,7 @@ from torch import Tensor
 from megacpp_compile.lowerings._op import compute_dtype, no_autocast
 from megacpp_compile.lowerings.norm_linear import reference
 
-# A norm in front of a product: XLA fuses it into what the product reads.
-PREFERENCE = {"tpu": ("reference",)}
+REFERENCE_SERVES = {"tpu": "a norm in front of a product, which XLA fuses into what the product reads"}
 
 
 @torch.library.custom_op("megacpp::norm_linear", mutates_args=())

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megacpp_compile.lowerings._fp8 import SCALED_LANES, widened
 from megacpp_compile.lowerings._op import compute_dtype
+from megacpp_compile.targets import XLA_DEVICES
 
 # Bytes of rows gathered at once.
 CHUNK_BYTES = 256 << 20
@@ -32,20 +33,22 @@ def _chunks(q: Tensor, indices: Tensor) -> Iterator[slice]:
         yield slice(start, start + at_once)
 
 
-def _valid(indices: Tensor, rows: int, causal: bool, offset: int, first: int) -> Tensor:
-    """Which of the indices [b, t, k] of queries from number `first` name a row they may see."""
+def last_seen(tokens: int, causal: bool, offset: int, like: Tensor) -> Tensor | None:
+    """The number of the last row each query may see, [t, 1], int64; None where it may see all."""
+    return torch.arange(tokens, device=like.device).unsqueeze(-1) + offset if causal else None
+
+
+def _valid(indices: Tensor, rows: int, last: Tensor | None) -> Tensor:
+    """Which of the indices [b, t, k] name a row that their query may see."""
     valid = (indices >= 0) & (indices < rows)
-    if causal:
-        position = torch.arange(indices.shape[1], device=indices.device) + (first + offset)
-        valid = valid & (indices <= position[:, None])
-    return valid
+    return valid if last is None else valid & (indices <= last)
 
 
 def _is_fp8(t: Tensor) -> bool:
     return t.is_floating_point() and t.element_size() == 1
 
 
-class _Rows:
+class Rows:
     """The latent rows by index: kv as [b, s, d], and its scale, if there is one."""
 
     def __init__(self, kv: Tensor, kv_scale: Tensor | None, dtype: torch.dtype) -> None:
@@ -65,11 +68,14 @@ class _Rows:
         if self.count == 0:
             empty = self.kv.new_zeros((*index.shape, self.kv.shape[-1]), dtype=self.dtype)
             return empty, None if self.scale is None else empty.new_ones(())
-        batch = torch.arange(index.shape[0], device=index.device)[:, None, None]
         index = torch.where(valid, index, 0)
-        # By their bytes: torch 2.9 takes no rows of fp8 tensors on a CPU.
-        held = self.kv.view(torch.uint8) if _is_fp8(self.kv) else self.kv
-        rows = widened(held[batch, index].view(self.kv.dtype), self.dtype).masked_fill(~valid.unsqueeze(-1), 0)
+        batch = torch.arange(index.shape[0], dtype=index.dtype, device=index.device)[:, None, None]
+        if _is_fp8(self.kv) and self.kv.device.type not in XLA_DEVICES:
+            # By their bytes: torch 2.9 takes no rows of fp8 tensors on a CPU. XLA takes them, and has no such view.
+            taken = self.kv.view(torch.uint8)[batch, index].view(self.kv.dtype)
+        else:
+            taken = self.kv[batch, index]
+        rows = torch.where(valid.unsqueeze(-1), widened(taken, self.dtype), 0)
         if self.scale is None:
             return rows, None
         scale = self.scale.to(self.dtype)
@@ -86,9 +92,63 @@ def _scaled(rows: Tensor, scale: Tensor) -> Tensor:
 
 def _softmax(logits: Tensor, valid: Tensor, lse: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Probabilities [b, t, h, k], 0 where invalid, and lse [b, t, h], unless it is known."""
-    logits = logits.masked_fill(~valid.unsqueeze(2), float("-inf"))
+    # `where` and `isneginf`: to compare with a number, or to fill with one, XLA goes by way of float64.
+    logits = torch.where(valid.unsqueeze(2), logits, -torch.inf)
     lse = torch.logsumexp(logits, -1) if lse is None else lse
-    return torch.exp(logits - lse.masked_fill(lse == float("-inf"), 0).unsqueeze(-1)), lse
+    return torch.exp(logits - torch.where(lse.isneginf(), 0, lse).unsqueeze(-1)), lse
+
+
+def attend(
+    rows: Rows, q: Tensor, index: Tensor, last: Tensor | None, scale: float, d_v: int
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of some queries [b, t, h, d], with the indices [b, t, k] of their rows."""
+    valid = _valid(index, rows.count, last)
+    chosen, chosen_scale = rows.take(index, valid)
+    if chosen_scale is not None:
+        chosen = _scaled(chosen, chosen_scale)
+    p, lse = _softmax(torch.einsum("bthd,btkd->bthk", q.to(rows.dtype), chosen) * scale, valid)
+    return torch.einsum("bthk,btkd->bthd", p, chosen[..., :d_v]).to(q.dtype), lse
+
+
+def attend_backward(
+    rows: Rows, d_rows: Tensor, grad: Tensor, delta: Tensor, q: Tensor, index: Tensor, lse: Tensor,
+    last: Tensor | None, scale: float, d_v: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The gradient of some queries, and `d_rows` [b * (s + 1), d] with what they add to it. Of each sequence the row
+    behind the last is that of invalid indices, which add zeros.
+
+    With p the probabilities, dp = grad . values and delta = grad . out - grad_lse, the scores' gradient is
+    `p * (dp - delta)`."""
+    valid = _valid(index, rows.count, last)
+    chosen, _ = rows.take(index, valid)
+    queries, d_out = q.to(rows.dtype), grad.to(rows.dtype)
+    p, _ = _softmax(torch.einsum("bthd,btkd->bthk", queries, chosen) * scale, valid, lse)
+    dp = torch.einsum("bthd,btkd->bthk", d_out, chosen[..., :d_v])
+    d_logits = p * (dp - delta.unsqueeze(-1)) * scale
+    d_q = torch.einsum("bthk,btkd->bthd", d_logits, chosen).to(q.dtype)
+    d_chosen = torch.einsum("bthk,bthd->btkd", d_logits, queries)
+    d_values = torch.einsum("bthk,bthd->btkd", p, d_out)
+    d_chosen = d_chosen + torch.nn.functional.pad(d_values, (0, q.shape[-1] - d_v))
+    base = torch.arange(q.shape[0], device=q.device)[:, None, None] * (rows.count + 1)
+    place = torch.where(valid, index, rows.count) + base
+    return d_q, d_rows.index_add(0, place.flatten(), d_chosen.flatten(0, 2))
+
+
+def no_gradient(rows: Rows) -> Tensor:
+    """What `attend_backward` starts from."""
+    batch, count, lanes = rows.kv.shape
+    return torch.zeros((batch * (count + 1), lanes), dtype=rows.dtype, device=rows.kv.device)
+
+
+def of_rows(d_rows: Tensor, kv: Tensor) -> Tensor:
+    """The gradient of kv, from what `attend_backward` ends with."""
+    batch, count = kv.shape[:2]
+    return d_rows.unflatten(0, (batch, count + 1))[:, :count].unsqueeze(2).to(kv.dtype).contiguous()
+
+
+def delta_of(grad: Tensor, grad_lse: Tensor | None, out: Tensor, dtype: torch.dtype) -> Tensor:
+    delta = (grad.to(dtype) * out.to(dtype)).sum(-1)
+    return delta if grad_lse is None else delta - grad_lse
 
 
 def sparse_mla(
@@ -101,19 +161,12 @@ def sparse_mla(
     causal: bool = True,
     offset: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    dtype = compute_dtype(q.dtype)
-    rows, outs, sums = _Rows(kv, kv_scale, dtype), [], []
+    rows = Rows(kv, kv_scale, compute_dtype(q.dtype))
+    last, parts = last_seen(q.shape[1], causal, offset, q), []
     for part in _chunks(q, indices):
-        index = indices[:, part].squeeze(2)
-        valid = _valid(index, rows.count, causal, offset, part.start or 0)
-        chosen, chosen_scale = rows.take(index, valid)
-        queries = q[:, part].to(dtype)
-        if chosen_scale is not None:
-            chosen = _scaled(chosen, chosen_scale)
-        p, lse = _softmax(torch.einsum("bthd,btkd->bthk", queries, chosen) * scale, valid)
-        out = torch.einsum("bthk,btkd->bthd", p, chosen[..., :d_v])
-        outs.append(out.to(q.dtype))
-        sums.append(lse)
+        seen = None if last is None else last[part]
+        parts.append(attend(rows, q[:, part], indices[:, part].squeeze(2), seen, scale, d_v))
+    outs, sums = zip(*parts, strict=True)
     return torch.cat(outs, 1).contiguous(), torch.cat(sums, 1).contiguous()
 
 
@@ -130,31 +183,12 @@ def sparse_mla_backward(
     causal: bool,
     offset: int,
 ) -> tuple[Tensor, Tensor]:
-    """With p the probabilities, dp = grad . values and delta = grad . out - grad_lse, the scores' gradient is
-    `p * (dp - delta)`."""
-    dtype = compute_dtype(q.dtype)
-    rows, parts = _Rows(kv, None, dtype), []
-    batch, _, _, lanes = kv.shape
-    # One row more than there are, for what invalid indices add: zeros.
-    d_rows = torch.zeros((batch * (rows.count + 1), lanes), dtype=dtype, device=kv.device)
-    delta = (grad.to(dtype) * out.to(dtype)).sum(-1)
-    if grad_lse is not None:
-        delta = delta - grad_lse
+    rows = Rows(kv, None, compute_dtype(q.dtype))
+    last, delta = last_seen(q.shape[1], causal, offset, q), delta_of(grad, grad_lse, out, rows.dtype)
+    d_rows, parts = no_gradient(rows), []
     for part in _chunks(q, indices):
-        index = indices[:, part].squeeze(2)
-        valid = _valid(index, rows.count, causal, offset, part.start or 0)
-        chosen, _ = rows.take(index, valid)
-        queries, d_out = q[:, part].to(dtype), grad[:, part].to(dtype)
-        logits = torch.einsum("bthd,btkd->bthk", queries, chosen) * scale
-        p, _ = _softmax(logits, valid, lse[:, part])
-        dp = torch.einsum("bthd,btkd->bthk", d_out, chosen[..., :d_v])
-        d_logits = p * (dp - delta[:, part].unsqueeze(-1)) * scale
-        parts.append(torch.einsum("bthk,btkd->bthd", d_logits, chosen).to(q.dtype))
-        d_chosen = torch.einsum("bthk,bthd->btkd", d_logits, queries)
-        d_values = torch.einsum("bthk,bthd->btkd", p, d_out)
-        d_chosen = d_chosen + torch.nn.functional.pad(d_values, (0, lanes - d_v))
-        base = torch.arange(batch, device=kv.device)[:, None, None] * (rows.count + 1)
-        place = torch.where(valid, index, rows.count) + base
-        d_rows = d_rows.index_add(0, place.flatten(), d_chosen.flatten(0, 2))
-    d_kv = d_rows.unflatten(0, (batch, rows.count + 1))[:, : rows.count].unsqueeze(2)
-    return torch.cat(parts, 1).contiguous(), d_kv.to(kv.dtype).contiguous()
+        seen = None if last is None else last[part]
+        g, d, mine, index, its = (t[:, part] for t in (grad, delta, q, indices.squeeze(2), lse))
+        d_q, d_rows = attend_backward(rows, d_rows, g, d, mine, index, its, seen, scale, d_v)
+        parts.append(d_q)
+    return torch.cat(parts, 1).contiguous(), of_rows(d_rows, kv)

@@ -1,0 +1,174 @@
+"""Ops that models call themselves on an XLA device, by themselves and in compiled frames: the numbers of CPU, one program
+for all steps, nothing on the host, and no more in memory at once than was meant."""
+
+from __future__ import annotations
+
+import functools
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+from lowerings import relative_error
+from lowerings.agreement import reference_of
+from lowerings.attention_cases import operands
+from lowerings.cases import CASES
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+import megacpp_compile
+from megacpp_compile.errors import ForwardOnlyError
+from megacpp_compile.lowerings._registry import choose, semantic_ops
+from megacpp_compile.lowerings.sparse_mla import tpu_xla
+
+from .test_lowered_ops import program
+from .test_plain_models import compilations, host_ops
+
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    import torch_xla.debug.metrics as metrics
+
+    torch._dynamo.reset()
+    metrics.clear_all()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def rand():
+    return functools.partial(draw, torch.Generator().manual_seed(0))
+
+
+def draw(generator, *size, dtype=torch.float32):
+    return torch.randn(*size, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def moved(args, device):
+    return tree_map_only(torch.Tensor, lambda t: t.to(device), args)
+
+
+def attention(q, kv, indices, d_v):
+    return megacpp_compile.sparse_mla(q, kv, indices, d_v=d_v, offset=3)
+
+
+def step(call, q, kv, indices, d_v):
+    q, kv = (t.detach().requires_grad_() for t in (q, kv))
+    out, lse = call(q, kv, indices, d_v)
+    (out.square().sum() + lse.masked_fill(lse.isinf(), 0).sin().sum()).backward()
+    return out.detach(), lse.detach(), q.grad, kv.grad
+
+
+@pytest.mark.parametrize(("parts", "index"), [(1, torch.int64), (4, torch.int32)], ids=["one part", "four parts"])
+@pytest.mark.parametrize("how", ["called", "megacpp", "openxla"])
+def test_attention_over_chosen_rows(xla, rand, monkeypatch, how, parts, index):
+    """A number of tokens that is no multiple of the parts, int32 indices, rows named twice, beyond the query or not there."""
+    import torch_xla
+
+    b, t, k, d, d_v = 2, 11, 6, 24, 16
+    monkeypatch.setattr(tpu_xla, "GATHERED_BYTES", b * k * d * 4 * -(-t // parts))
+    q, kv, indices, *_ = operands(rand, torch.float32, b=b, t=t, s=9, k=k, d_qk=d, d_v=d_v, index=index)
+    want = step(attention, q.double(), kv.double(), indices, d_v)
+    call = attention
+    if how != "called":
+        settings = {"options": {"strict": True}} if how == "megacpp" else {}
+        call = torch.compile(attention, backend=how, fullgraph=True, **settings)
+    args, compiled = moved((q, kv, indices), xla), []
+    with megacpp_compile.record() as report:
+        for _ in range(3):
+            before = compilations()
+            got = step(call, *args, d_v)
+            torch_xla.sync(wait=True)
+            compiled.append(compilations() - before)
+    for g, w in zip(got, want, strict=True):
+        assert torch.equal(g.cpu().isinf(), w.isinf())
+        assert relative_error(*(x.masked_fill(w.isinf(), 0) for x in (g.cpu(), w))) < TOLERANCE
+    assert compiled[0] > 0 and not any(compiled[2:]), compiled
+    assert not host_ops()
+    assert [(s.requested, s.effective, s.reason) for s in report.sites] == [("tpu_xla", "tpu_xla", "")] * (how == "megacpp")
+
+
+def test_rows_of_a_few_queries_are_gathered_at_once(xla, rand, monkeypatch):
+    """One `while` a program, no shape that is not known, and no buffer with the rows of more queries than a part has."""
+    b, t, k, d, d_v, each = 1, 30, 7, 40, 32, 5
+    monkeypatch.setattr(tpu_xla, "GATHERED_BYTES", each * b * k * d * 4)
+    q, kv, indices, _, scale, *_ = operands(rand, torch.float32, b=b, t=t, h=2, s=13, k=k, d_qk=d, d_v=d_v)
+    args = moved((q, kv, indices, None, scale, d_v), xla)
+    out, lse = tpu_xla.sparse_mla(*args)
+    backward = tpu_xla.sparse_mla_backward(out, None, *args[:3], out, lse, scale, d_v, True, 0)
+    for results, loops in (((out, lse), 1), (backward, 2)):  # backward's program has forward's in it
+        text = program(results)
+        assert len(re.findall(r" while\(", text)) == loops and "<=" not in text and "f64" not in text
+        rows = {int(n) for n in re.findall(rf"f32\[{b},(\d+),{k},{d}\]", text)}
+        assert rows == {each}, rows
+
+
+@pytest.mark.parametrize("label", ["fp8_tensor", "fp8_row", "fp8_block"])
+def test_rows_in_fp8(xla, rand, monkeypatch, label):
+    """They stay float8 until they are gathered, and have no gradient."""
+    monkeypatch.setattr(tpu_xla, "GATHERED_BYTES", 1)
+    args = CASES["sparse_mla"][label](rand, torch.float32)
+    want, there = reference_of("sparse_mla")(*args), moved(args, xla)
+    got = torch.ops.megacpp.sparse_mla(*there)
+    assert re.search(r"f8e4m3fn\[[\d,]*\]\S* parameter", program(got))
+    for g, w in zip(got, want, strict=True):
+        finite = ~w.isinf()
+        assert relative_error(g.cpu()[finite], w[finite]) < TOLERANCE
+    assert not host_ops()
+    out, _ = torch.ops.megacpp.sparse_mla(there[0].requires_grad_(), *there[1:])
+    with pytest.raises(ForwardOnlyError, match="fp8"):
+        out.sum().backward()
+
+
+def test_who_has_no_loop(rand):
+    q, *others = operands(rand, torch.float32)
+    assert tpu_xla.supports("sparse_mla", (q, *others)) is None
+    on_torch_tpu = SimpleNamespace(device=SimpleNamespace(type="tpu"))
+    assert "no-loop" in tpu_xla.supports("sparse_mla", (on_torch_tpu, *others))
+    assert "not fixed" in tpu_xla.supports("sparse_mla", (SimpleNamespace(device=q.device, shape=("s0",)), *others))
+
+
+FP8 = sorted(name for folder, name in semantic_ops().values() if "fp8" in folder)
+
+
+@pytest.mark.parametrize("name", FP8)
+def test_ops_in_fp8_by_themselves(xla, rand, name):
+    """No plan wants them on a TPU. Who calls one gets the reference's numbers, of tensors that are float8 in the
+    program."""
+    op = getattr(torch.ops.megacpp, name).default
+    for label, make in list(CASES[name].items())[:6]:
+        args = make(rand, torch.float32)
+        choice = choose(op, "tpu", args)
+        assert (choice.requested, choice.effective, choice.reason) == ("reference", "reference", "")
+        got = tree_leaves(op(*moved(args, xla)))
+        text = program(got)
+        assert "f8e" in text and "<=" not in text and "f64" not in text, label
+        for g, w in zip(got, tree_leaves(reference_of(name)(*args)), strict=True):
+            assert g.dtype == w.dtype and g.shape == w.shape, label
+            # Payloads are the same but where another order of a sum crosses a tie.
+            assert relative_error(g.cpu().float(), w.float()) < 1e-4, label
+    assert not host_ops()
+
+
+def test_a_weight_in_fp8_in_a_compiled_frame(xla, rand):
+    weight = rand(24, 32) / 5
+    payload = (weight * 50).to(torch.float8_e4m3fn)
+    scale, x = torch.full((1, 1), 0.02), rand(6, 32)
+
+    def module(x, payload, scale):
+        return torch.ops.megacpp.linear_fp8_weight(x.sin(), payload, scale, None, torch.float32).tanh()
+
+    results = []
+    for call, device in ((module, "cpu"), (torch.compile(module, backend="megacpp", options={"strict": True}), xla)):
+        leaf = x.detach().to(device).requires_grad_()
+        with megacpp_compile.record() as report:
+            out = call(leaf, payload.to(device), scale.to(device))
+            out.square().sum().backward()
+        results.append((out, leaf.grad))
+    assert [(s.op, s.requested, s.effective) for s in report.sites] == [
+        ("megacpp::linear_fp8_weight", "reference", "reference")
+    ]
+    for want, got in zip(*results, strict=True):
+        assert relative_error(got.detach().cpu(), want.detach()) < TOLERANCE
+    assert not host_ops()
