@@ -4,7 +4,8 @@
 
 Every measurement is a process of its own with empty Inductor, AOTAutograd and Triton caches; backends take turns. What
 is timed: the first forward and backward of a training step under `torch.compile`, after imports and model building;
-imports are done by compiling a small function first, which also starts torch's compile workers.
+imports are done by compiling a small function first, which also starts torch's compile workers, and on CUDA these are
+waited for: they start while a model is built or loaded, which takes longer than here.
 `--model plain` needs no transformers: tiny MLA and SwiGLU layers as in `benchmarks.models`; `--model mla` are such of
 width 2048 over 16384 tokens in bfloat16, for a GPU. Steps are timed five in a row, as a training loop runs them: the
 host may be ahead of the device.
@@ -162,6 +163,10 @@ def _warm_up(backend: str, device: str) -> None:
     compiled = compiled_by("inductor" if backend == "inductor" else "megacpp", function)
     compiled(torch.ones(4, 16, device=device)).sum().backward()
     torch._dynamo.reset()
+    if device == "cuda":
+        from torch._inductor.async_compile import AsyncCompile
+
+        AsyncCompile.wait_pool_ready()
 
 
 def _step_ms(compiled: Any, loss_of: Callable[[Any], Any], device: str) -> float:
