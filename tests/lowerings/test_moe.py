@@ -8,12 +8,14 @@ import torch.nn.functional as F
 from torch._dynamo.source import ConstantSource
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.utils._pytree import tree_map_only
 
 from megacpp_compile.lowerings._grouped import rows, weights
 from megacpp_compile.lowerings._registry import semantic_ops
-from megacpp_compile.lowerings.moe import moe, reference, tpu_xla
+from megacpp_compile.lowerings.moe import moe, moe_backward, reference, tpu_xla
 
 from . import addresses, relative_error, saved_by
+from .agreement import module_of
 from .cases import CASES
 
 assert semantic_ops()
@@ -85,6 +87,21 @@ def test_blocks_need_a_fixed_number_of_tokens(op):
     gates = mode.from_tensor(torch.ones(6, 2), symbolic_context=dynamic, source=ConstantSource("gates"))
     assert "not fixed" in tpu_xla.supports(op, (None, None, gates))
     assert tpu_xla.supports(op, (None, None, torch.ones(6, 2))) is None
+
+
+@pytest.mark.parametrize("lowering", ["reference", "cuda_triton", "tpu_xla"])
+def test_gradients_lie_as_promised(rand, lowering):
+    """Else a graph would copy those of all weights: 0.34 of 13.5 ms for 64 experts of 1408 x 2048 on an H200."""
+    module = module_of("moe", lowering)
+    for label, make in CASES["moe_backward"].items():
+        args = make(rand, torch.bfloat16)
+        with FakeTensorMode() as mode:
+            fakes = tree_map_only(torch.Tensor, mode.from_tensor, args)
+            got, want = module.moe_backward(*fakes), moe_backward(*fakes)
+        described = [[(t.shape, t.dtype, t.stride()) for t in out if t.numel()] for out in (got, want)]
+        assert described[0] == described[1], label
+        for part in (want[2].chunk(2, 1) if args[3] else want[2:3]):
+            assert all(w.is_contiguous() for w in part.unbind(0))
 
 
 def test_slots_are_sorted_stably(rand):

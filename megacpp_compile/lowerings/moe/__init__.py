@@ -65,7 +65,8 @@ def moe_backward(
     offsets: Tensor,
     activation: str,
     layout: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(gradients of x, of gates, of gate and up with the gate's lanes first [E, 2n, d], or of up alone, and of down)"""
     with no_autocast(x):
         return reference.moe_backward(
             grad, x, gates, w_gate, w_up, w_down, hidden, order, offsets, activation, layout
@@ -74,10 +75,10 @@ def moe_backward(
 
 @moe_backward.register_fake
 def _(grad, x, gates, w_gate, w_up, w_down, hidden, order, offsets, activation, layout):  # type: ignore[no-untyped-def]
-    def stacked(weights):  # type: ignore[no-untyped-def]
-        return x.new_empty((reference.experts_of(weights), *weights[0].shape[-2:])) if weights else x.new_empty(0)
-
-    return x.new_empty(x.shape), gates.new_empty(gates.shape), stacked(w_gate), stacked(w_up), stacked(w_down)
+    experts, (d, n) = reference.experts_of(w_down), w_down[0].shape[-2:]
+    lanes = sum(w[0].shape[-2] for w in (w_gate, w_up) if w)
+    d_into, d_down = x.new_empty((experts, lanes, d)), x.new_empty((experts, d, n))
+    return x.new_empty(x.shape), gates.new_empty(gates.shape), d_into, d_down
 
 
 def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
@@ -93,10 +94,11 @@ def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
 def _backward(ctx, grad, *_):  # type: ignore[no-untyped-def]
     x, gates, order, offsets, *others = ctx.saved_tensors
     w_gate, w_up, w_down, hidden = ([others.pop(0) for _ in range(n)] for n in ctx.lengths)
-    d_x, d_gates, *stacks = moe_backward(
+    d_x, d_gates, d_into, d_down = moe_backward(
         grad, x, gates, w_gate, w_up, w_down, hidden, order, offsets, ctx.activation, ctx.layout
     )
-    # Gradients of separate weights are parts of one tensor.
+    # Gradients of separate weights are parts of one tensor, each of which lies together.
+    stacks = [*(d_into.chunk(2, 1) if w_gate else (None, d_into)), d_down]
     d_weights = [
         [] if not n else [stack] if ctx.stacked else list(stack.unbind(0))
         for n, stack in zip(ctx.lengths, stacks, strict=False)

@@ -161,8 +161,8 @@ def moe_backward(
     activation: str,
     layout: str,
     grouped: Grouped = Products,  # type: ignore[assignment]
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, gates, w_gate (empty where there is none), w_up and w_down, the latter as [E, n, d].
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x, gates, w_gate and w_up as one tensor [E, 2n, d], the gate's lanes first, and w_down.
 
     With `out = down(a)` and `dy` the gradient of y, the gate's gradient `dy . out` is `(dy @ w_down) . a`: no expert's
     output has to be kept.
@@ -176,28 +176,24 @@ def moe_backward(
     gate_of = gates.reshape(-1)[order].to(dtype)
     together = getattr(grouped, "gradients", None)
     if together is not None and layout in ("pair", "gate_up"):
-        d_both, a, d_gate = together(grad, w_down, hidden, gate_of, offsets, token, activation)
-        d_hidden = [d_both]
+        d_hidden, a, d_gate = together(grad, w_down, hidden, gate_of, offsets, token, activation)
     else:
         product = grouped.rows([grad], w_down, offsets, True, token)  # the gradient of a, but for the gate
         d_hidden, a, d_gate = _gradients(product, hidden, gate_of, offsets, activation, layout)
 
     d_gate = d_gate.to(gates.dtype)[inverse_of(order)].view(gates.shape)
     d_down = grouped.weights(grad, a, offsets, token)
-    d_ups = [grouped.weights(d, x, offsets, None, token) for d in d_hidden]
-    if len(d_hidden) < len(ups):  # side by side
-        d_hidden, d_ups = list(d_hidden[0].chunk(2, 1)), list(d_ups[0].chunk(2, 1))
-    d_rows = grouped.rows(d_hidden, [w for part in ups for w in part], offsets, True)
+    d_into = grouped.weights(d_hidden, x, offsets, None, token)
+    d_rows = grouped.rows(list(d_hidden.chunk(len(ups), 1)), [w for part in ups for w in part], offsets, True)
     d_x = _per_token(d_rows, order, offsets, gates.new_ones((), dtype=dtype).expand(tokens, k)).sum(1).to(x.dtype)
-    nothing = x.new_empty(0)
-    return d_x, d_gate, d_ups[0] if len(d_ups) == 2 else nothing, d_ups[-1], d_down
+    return d_x, d_gate, d_into, d_down
 
 
 def _gradients(
     product: Tensor, hidden: Sequence[Tensor], gate_of: Tensor, offsets: Tensor, activation: str, layout: str
-) -> tuple[list[Tensor], Tensor, Tensor]:
-    """(gradients of what is before the activation, what is behind it times the gate, gradients of the gates), by row.
-    product: the gradient of what is behind the activation, but for the gate."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(gradients of what is before the activation side by side, what is behind it times the gate, gradients of the
+    gates), by row. product: the gradient of what is behind the activation, but for the gate."""
     dtype = gate_of.dtype
     here = (torch.arange(product.shape[0], device=product.device) < offsets[-1])[:, None]
     d_a = torch.where(here, product.to(dtype), 0)
@@ -209,6 +205,4 @@ def _gradients(
     parts = [d_a * slope * up[0], d_a * f] if up else [d_a * slope]
     if layout == "up_gate":
         parts.reverse()
-    if layout not in ("pair", "single"):
-        parts = [torch.cat(parts, -1)]
-    return [p.to(product.dtype) for p in parts], (a * gate_of[:, None]).to(product.dtype), d_gate
+    return torch.cat([p.to(product.dtype) for p in parts], -1), (a * gate_of[:, None]).to(product.dtype), d_gate

@@ -152,7 +152,7 @@ def moe_backward(
     offsets: Tensor,
     activation: str,
     layout: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return reference.moe_backward(
         grad, x, gates, w_gate, w_up, w_down, hidden, order, offsets, activation, layout, Products()
     )
