@@ -64,7 +64,7 @@ def compiled(rules, **kwargs):
     ("rules", "frames"),
     [
         ({"*": "fp8_current"}, [("layers.0", 5, {"fp8_current"})]),
-        ({"*.mlp.*": "fp8_current", "layers.4.*": "bf16"}, [("layers.0", 5, {"fp8_current"})]),  # the first one wins
+        ({"*": "fp8_current", "layers.4.*": "bf16"}, [("layers.0", 5, {"fp8_current"})]),  # the first one wins
         ({"layers.0.*": "bf16", "*": "fp8_current"}, [("layers.0", 1, {"bf16"}), ("layers.1", 4, {"fp8_current"})]),
         ({"layers.4.*": "bf16", "*": "fp8_current"}, [("layers.0", 4, {"fp8_current"}), ("layers.4", 1, {"bf16"})]),
         ({"layers.[04].mlp.up_proj": "bf16", "*": "fp8_current"},
@@ -119,8 +119,10 @@ def test_the_last_layer_by_itself(no_kernels):
     """An entry for it that is asked for holds where it is a graph of its own, and is estimated so."""
     options = {"policy": {"ablock": "selective", "last_layer": "full"}}
     assert kinds_of(**options)[-1] == ("layers.4", 1, {"ablock": ["full"], "eblock": ["full"]})
-    megacpp_compile.compile(plain := hybrid(), policy="selective")
-    assert sum(m._compiled_call_impl is not None for m in plain.modules()) == 5
+    for nothing_new in ({"policy": "selective"}, {"policy": {"budget": 0.5, "last_layer": "full"}}):
+        with record() as report:
+            megacpp_compile.compile(hybrid(), **nothing_new)
+        assert [len(r.fqns) for r in report.regions if r.treatment == "compiled"] == [3, 2]
     found = megacpp_compile.estimate(hybrid(), blocks.hidden().requires_grad_(), options=options)
     assert [a.module for a in found.activations[:-1]] == ["layers.{0,2}", "layers.4", "layers.{1,3}"]
     assert 2 * found.activations[1].compiled < found.activations[0].compiled
