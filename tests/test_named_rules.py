@@ -6,6 +6,7 @@ import logging
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from remat import models as blocks
 from torch import nn
@@ -153,6 +154,22 @@ def test_a_rule_without_a_hit_is_an_error(eager_backend, options, error, caplog)
     with caplog.at_level(logging.WARNING, logger="megacpp_compile"):
         torch.compile(model(broken=True), backend="megacpp", options=options)(x())
     assert "between graph breaks" in caplog.text and next(iter(next(iter(options.values())))) in caplog.text
+
+
+def test_a_bucket_of_ddp_is_a_piece(eager_backend, monkeypatch, caplog):
+    """Torch cuts a model's graph at the borders of DDP's buckets, without a graph break."""
+    torch._dynamo.utils.counters.clear()
+    monkeypatch.setattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 1)
+    if not dist.is_gloo_available():
+        pytest.skip("no gloo")
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        replicated = nn.parallel.DistributedDataParallel(model(), bucket_cap_mb=0.01)
+        options = {"precision": {"module.layers.0.mlp.*": "bf16", "*": "bf16"}}
+        torch.compile(replicated, backend="megacpp", options=options)(x())
+    finally:
+        dist.destroy_process_group()
+    assert "'module.layers.0.mlp.*' hits no module" in caplog.text
 
 
 def test_a_rule_may_hit_what_multiplies_nothing(eager_backend):
