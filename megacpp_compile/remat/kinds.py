@@ -171,11 +171,8 @@ def _types(node: Node) -> list[str]:
 
 
 def whole(gm: GraphModule) -> bool:
-    """Whether `gm` is all that there is to compile: no graph break has cut a frame in pieces so far, nor does DDP, for
-    which torch compiles a graph by buckets of gradients."""
+    """Whether `gm` is all that there is to compile: no graph break has cut a frame in pieces so far."""
     from torch._dynamo.utils import counters
-    from torch.nn.parallel import DistributedDataParallel
 
     reason = getattr(gm, "compile_subgraph_reason", None)
-    by_buckets = getattr(DistributedDataParallel, "_active_ddp_module", None) is not None
-    return not counters["graph_break"] and not getattr(reason, "graph_break", False) and not by_buckets
+    return not counters["graph_break"] and not getattr(reason, "graph_break", False)
