@@ -52,8 +52,8 @@ def told_apart(model: nn.Module, found: Sequence[Kind], config: Config) -> list[
     policy has an entry for the last layer."""
     order = {name: number for number, (name, _) in enumerate(model.named_modules())}
     blocks = [fqn for kind in found for fqn in kind.fqns]
-    policy = config.policy
-    last = max(blocks, key=order.__getitem__) if blocks and policy is not None and policy.last_layer != "never" else ""
+    apart = config.policy is not None and config.policy.of_last_layer() != config.policy
+    last = max(blocks, key=order.__getitem__) if blocks and apart else ""
     made = []
     for kind in found:
         groups: dict[tuple[bool, Hashable], list[int]] = {}

@@ -21,6 +21,7 @@ from megacpp_compile.backend import check_torch, compile_frame, mode_patches
 from megacpp_compile.config import Config
 from megacpp_compile.errors import AlreadyCompiledError, BadOptionError, NotAModuleError
 from megacpp_compile.passes._driver import pass_names
+from megacpp_compile.precision.engine import is_of_transformer_engine
 from megacpp_compile.provenance import input_path, local_path
 from megacpp_compile.regions import Kind, find_kinds, outside
 from megacpp_compile.report import Region
@@ -76,6 +77,7 @@ def compile(
     if config.sharding is not None:
         config.sharding.check_hits(name for name, _ in model.named_parameters(remove_duplicate=False))
     named_rules.check_model(model, config)
+    _speak_of_fp8_wrapper(model, config)
     kinds = find_kinds(model, [blocks] if isinstance(blocks, str) else blocks)
     whole = None if blocks is not None else _why_whole(model, kinds, whole_below)
     kinds = [Kind(("",), (model,))] if whole is not None else named_rules.told_apart(model, kinds, config)
@@ -144,6 +146,15 @@ def _why_whole(model: nn.Module, kinds: Sequence[Kind], whole_below: int) -> str
     if layers < _MOST * _layers(model):
         return f"repeated blocks hold {layers} of {_layers(model)} layers with parameters"
     return None
+
+
+def _speak_of_fp8_wrapper(model: nn.Module, config: Config) -> None:
+    """It is for what calls a block; compiled code calls none."""
+    wrapper = config.policy.fp8_wrapper if config.policy is not None else "none"
+    found = next((name for name, m in model.named_modules() if is_of_transformer_engine(m)), None)
+    if wrapper != "none" and found is not None:
+        advice = "call its block through precision.checkpoint.checkpoint_for(block, policy.fp8_wrapper)"
+        log.logger.warning("policy.fp8_wrapper=%r: %s is called as the model calls it; %s", wrapper, found, advice)
 
 
 def _layers(module: nn.Module) -> int:

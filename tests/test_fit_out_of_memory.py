@@ -111,13 +111,14 @@ def test_the_next_lever_serves(device, monkeypatch, request):
         def step(within):
             with within:
                 model(x).float().square().sum().backward()
-            found, within.found = [t.grad for t in wanted], within.bytes
+            found, within.found = [t.grad.float().cpu() for t in wanted], within.bytes
             for t in wanted:
                 t.grad = None  # behind, as many steps have it: what a failed one made is no part of the next
             return found
 
         free = memory()
-        want = fitted.run(lambda: step(free))
+        for _ in range(2):  # compiling may take more than running does
+            want = fitted.run(lambda: step(free))
         before = free.before if device == "cuda" else 0
         enough = memory(before + 0.9 * (free.found - before))
         got = fitted.run(lambda: step(enough))
@@ -143,9 +144,9 @@ def estimated(monkeypatch):
 
 
 def test_no_lever_runs_in_eager(estimated, no_kernels):
-    """Regression: Dynamo compiles a function eight times, then leaves it to eager, which keeps everything."""
+    """Regression: Dynamo compiles a function eight times (here two), then leaves it to eager, which keeps everything."""
     model = Model(1, block=Small)
-    with megacpp_compile.record() as report:
+    with torch._dynamo.config.patch(recompile_limit=2), megacpp_compile.record() as report:
         fitted = megacpp_compile.fit(model, ids(), limit_gib=1)
 
         def step():

@@ -6,6 +6,7 @@ import logging
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from remat import models as blocks
 from torch import nn
@@ -64,7 +65,7 @@ def compiled(rules, **kwargs):
     ("rules", "frames"),
     [
         ({"*": "fp8_current"}, [("layers.0", 5, {"fp8_current"})]),
-        ({"*.mlp.*": "fp8_current", "layers.4.*": "bf16"}, [("layers.0", 5, {"fp8_current"})]),  # the first one wins
+        ({"*": "fp8_current", "layers.4.*": "bf16"}, [("layers.0", 5, {"fp8_current"})]),  # the first one wins
         ({"layers.0.*": "bf16", "*": "fp8_current"}, [("layers.0", 1, {"bf16"}), ("layers.1", 4, {"fp8_current"})]),
         ({"layers.4.*": "bf16", "*": "fp8_current"}, [("layers.0", 4, {"fp8_current"}), ("layers.4", 1, {"bf16"})]),
         ({"layers.[04].mlp.up_proj": "bf16", "*": "fp8_current"},
@@ -119,8 +120,10 @@ def test_the_last_layer_by_itself(no_kernels):
     """An entry for it that is asked for holds where it is a graph of its own, and is estimated so."""
     options = {"policy": {"ablock": "selective", "last_layer": "full"}}
     assert kinds_of(**options)[-1] == ("layers.4", 1, {"ablock": ["full"], "eblock": ["full"]})
-    megacpp_compile.compile(plain := hybrid(), policy="selective")
-    assert sum(m._compiled_call_impl is not None for m in plain.modules()) == 5
+    for nothing_new in ({"policy": "selective"}, {"policy": {"budget": 0.5, "last_layer": "full"}}):
+        with record() as report:
+            megacpp_compile.compile(hybrid(), **nothing_new)
+        assert [len(r.fqns) for r in report.regions if r.treatment == "compiled"] == [3, 2]
     found = megacpp_compile.estimate(hybrid(), blocks.hidden().requires_grad_(), options=options)
     assert [a.module for a in found.activations[:-1]] == ["layers.{0,2}", "layers.4", "layers.{1,3}"]
     assert 2 * found.activations[1].compiled < found.activations[0].compiled
@@ -151,6 +154,22 @@ def test_a_rule_without_a_hit_is_an_error(eager_backend, options, error, caplog)
     with caplog.at_level(logging.WARNING, logger="megacpp_compile"):
         torch.compile(model(broken=True), backend="megacpp", options=options)(x())
     assert "between graph breaks" in caplog.text and next(iter(next(iter(options.values())))) in caplog.text
+
+
+def test_a_bucket_of_ddp_is_a_piece(eager_backend, monkeypatch, caplog):
+    """Torch cuts a model's graph at the borders of DDP's buckets, without a graph break."""
+    torch._dynamo.utils.counters.clear()
+    monkeypatch.setattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 1)
+    if not dist.is_gloo_available():
+        pytest.skip("no gloo")
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        replicated = nn.parallel.DistributedDataParallel(model(), bucket_cap_mb=0.01)
+        options = {"precision": {"module.layers.0.mlp.*": "bf16", "*": "bf16"}}
+        torch.compile(replicated, backend="megacpp", options=options)(x())
+    finally:
+        dist.destroy_process_group()
+    assert "'module.layers.0.mlp.*' hits no module" in caplog.text
 
 
 def test_a_rule_may_hit_what_multiplies_nothing(eager_backend):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from torch.fx import Node
-
-from megacpp_compile.provenance import module_classes, module_fqn
+if TYPE_CHECKING:
+    from torch.fx import Node
 
 ROLES = ("attention", "experts", "mamba", "router", "norm", "head", "embedding", "other")
 
@@ -64,5 +64,7 @@ def role_of(fqn: str, classes: Sequence[str] = ()) -> str:
 
 def role_at(node: Node) -> str:
     """`role_of` the module that a linear of a graph belongs to."""
+    from megacpp_compile.provenance import module_classes, module_fqn  # which import torch; plans do without
+
     classes = module_classes(node)
     return role_of(module_fqn(node), classes[1:] if classes and classes[0].endswith("Linear") else classes)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import megacpp_compile
 from megacpp_compile import PrecisionPlan, replace_linears
 from megacpp_compile.errors import BadOptionError, StockCheckpointError
 from megacpp_compile.precision import engine
@@ -107,3 +108,13 @@ def test_what_the_policy_says_is_obeyed(te):
         checkpoint_for(block(te), CheckpointingPolicy().fp8_wrapper)
     with pytest.raises(BadOptionError, match="Did you mean 'te_checkpoint'"):
         checkpoint_for(block(te), "te_checkpiont")
+
+
+def test_compiling_says_that_it_wraps_no_call(te, caplog):
+    policy = CheckpointingPolicy(fp8_wrapper="te_checkpoint")
+    megacpp_compile.compile(nn.ModuleList([block(te)]), policy=policy)
+    assert "0.0 is called as the model calls it" in caplog.text and "checkpoint_for(block" in caplog.text
+    caplog.clear()
+    megacpp_compile.compile(nn.ModuleList([block()]), policy=policy)
+    megacpp_compile.compile(nn.ModuleList([block(te)]), policy="selective")
+    assert "checkpoint_for" not in caplog.text
