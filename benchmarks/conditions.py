@@ -23,7 +23,7 @@ def conditions(device: torch.device, seed: int) -> dict[str, Any]:
         "triton": version("triton"),
         "python": platform.python_version(),
         "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version(),
+        "cudnn": _cudnn(),
         "seed": seed,
         "packages": {name: v for name in PEERS if (v := version(name))},
     }
@@ -54,3 +54,11 @@ def commit() -> str | None:
 
     head = git("rev-parse", "--short=12", "HEAD")
     return head and head + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
+
+
+def _cudnn() -> int | str | None:
+    """torch refuses to name one where another library, as Transformer Engine, has loaded its own before."""
+    try:
+        return torch.backends.cudnn.version()
+    except RuntimeError as error:
+        return str(error).partition(".")[0]

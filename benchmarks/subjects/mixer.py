@@ -75,8 +75,6 @@ def cases(settings: Settings) -> Iterator[Case]:
         Contestant("Hugging Face, eager", "peer", theirs(lambda model: model)),
         Contestant("Hugging Face, Inductor", "peer", theirs(inductor)),
         Contestant("Hugging Face, megacpp", "ours", theirs(ours({})), times_eager=ERRS),
-        Contestant("Hugging Face, megacpp, norm_linear", "ours", theirs(ours({"passes": {"norm_linear": True}})),
-                   times_eager=ERRS),
         Contestant("Hugging Face, megacpp, selective", "ours", theirs(ours({"policy": "selective"})), times_eager=ERRS),
     ]  # fmt: skip
     mixed = heads * p + 2 * groups * n
