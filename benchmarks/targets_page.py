@@ -73,6 +73,8 @@ a line in the log. So does `precision="fp8_current"` in the graph:
 - `down_norm_up` keeps its latent for backward (`keep_latents` is "auto"), so that there are as many products as under
   plain openxla; `keep_latents=False` computes it again, one more product a site, as on the other targets. The report
   names what "auto" came to.
+- An op that a model calls itself, such as `megacpp_compile.sparse_mla`, is lowered the same way outside of any compiled
+  frame. A linear with a payload in float8 works there, too, and keeps it in float8.
 - A frame in which nothing fires is compiled as `backend="openxla"` would. Settings of Inductor have no effect
   there, which is logged.
 - `moe` is exact: no choice of an expert is dropped, whatever the routing. It copies an expert's weights for each block

@@ -66,6 +66,8 @@ def one(name: str, zoo: Path) -> dict[str, Any]:
         first: dict[int, Any] = {}
         for module, key, before in slots:  # to an XLA device a parameter goes anew from each place it is tied to
             module._parameters[key] = first.setdefault(id(before), module._parameters[key])
+        for module in model.modules():  # tables that are no buffers: Megatron moves its own, to CUDA only
+            vars(module).update({key: t.to(device) for key, t in vars(module).items() if isinstance(t, torch.Tensor)})
         assert [name for name, _ in model.named_parameters()] == tied
         torch._dynamo.reset()
         call = model if backend is None else torch.compile(model, backend=backend)
@@ -176,7 +178,9 @@ def page(rows: list[dict[str, Any]]) -> str:
 
 TIES = """A sparse
 attention that picks keys by scores with a relu, such as DeepSeek-V3.2's, has ties at 0: where one falls on the last
-place (in 8 of 64 rows of the model here), XLA's top-k takes another key than ATen's."""
+place (in 8 of 64 rows of the model here), XLA's top-k takes another key than ATen's.
+torchtitan 0.3.0 imports, by way of spmd_types, parts of torch.distributed that torch 2.9 has not: `_local_tensor`,
+`_mesh_layout`, `ExplicitRedistributionContext`. torch_xla ends at 2.9."""
 
 
 def main() -> None:

@@ -231,7 +231,9 @@ def test_help():
     assert done.returncode == 0 and "--subject" in done.stdout and "benchmarks.compile_time" in done.stdout
 
 
-@pytest.mark.parametrize("module", ["performance_page", "compile_time", "saved_for_backward", "recall_table", "xla_programs", "xla_zoo"])
+@pytest.mark.parametrize("module", [
+    "performance_page", "compile_time", "saved_for_backward", "recall_table", "xla_programs", "xla_chosen_rows", "xla_zoo",
+])  # fmt: skip
 def test_other_measurements_have_help(module, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [module, "--help"])
     with pytest.raises(SystemExit) as left:

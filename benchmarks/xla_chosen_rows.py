@@ -1,0 +1,112 @@
+"""What attention over chosen rows (`sparse_mla`) costs on XLA: the reference's chunks beside the loop of `tpu_xla.py`.
+
+    PJRT_DEVICE=CPU python -m benchmarks.xla_chosen_rows
+    PJRT_DEVICE=CPU python -m benchmarks.xla_chosen_rows --tokens 512 --rows 512 --chosen 128 --lanes 192 --values 128
+
+The first takes eight minutes, of which six go into compiling the chunks that are written out.
+
+Forward and backward are two programs, in a process of its own for each line. MiB: all buffers of each program. first s:
+to trace, compile and run both once. ms of CPU time: median of the steps after that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.xla_programs import counts
+
+# Lowering, and the bytes of rows it gathers at once; None for its own.
+VARIANTS: dict[str, tuple[str, int | None]] = {
+    "reference": ("reference", None),
+    "reference, chunks of 8 MiB": ("reference", 8 << 20),
+    "tpu_xla": ("tpu_xla", None),
+}
+SIZES = {"tokens": 256, "rows": 1024, "heads": 16, "chosen": 512, "lanes": 576, "values": 512, "steps": 5}
+
+
+def measure(variant: str, a: argparse.Namespace) -> dict[str, Any]:
+    """Some steps on this process's XLA device."""
+    import torch
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+    import torch_xla.debug.metrics as metrics
+
+    from megacpp_compile.lowerings.sparse_mla import reference, tpu_xla
+
+    name, at_once = VARIANTS[variant]
+    reference.CHUNK_BYTES = at_once or reference.CHUNK_BYTES
+    op = {"reference": reference, "tpu_xla": tpu_xla}[name]
+    torch.manual_seed(0)
+    q, kv = torch.randn(1, a.tokens, a.heads, a.lanes), torch.randn(1, a.rows, 1, a.lanes)
+    indices = torch.rand(1, a.tokens, 1, a.rows).argsort(-1)[..., : a.chosen]
+    grad = torch.randn(1, a.tokens, a.heads, a.values)
+    q, kv, indices, grad = (t.to(torch_xla.device()) for t in (q, kv, indices, grad))
+    settings = (a.lanes**-0.5, a.values, True, 0)
+    seconds = []
+    for _ in range(a.steps + 1):
+        torch_xla.sync(wait=True)
+        xm.wait_device_ops()
+        began, used = time.perf_counter(), time.process_time()
+        out, lse = op.sparse_mla(q, kv, indices, None, *settings)
+        torch_xla.sync()
+        kept = op.sparse_mla_backward(grad, None, q, kv, indices, out, lse, *settings)
+        torch_xla.sync(wait=True)
+        xm.wait_device_ops()
+        seconds.append((time.perf_counter() - began, time.process_time() - used))
+        del kept
+    fallen = [n for n in metrics.counter_names() if n.startswith("aten::")]
+    cpu = statistics.median(used for _, used in seconds[1:])
+    return {"first s": seconds[0][0], "ms of CPU time": cpu * 1e3, "on the host": ", ".join(fallen) or "none"}
+
+
+def run(variant: str, arguments: list[str]) -> dict[str, Any]:
+    """`measure` in a process of its own, with the counts and the memory of its two programs."""
+    with tempfile.TemporaryDirectory() as folder:
+        flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={folder} --xla_dump_hlo_as_text"
+        done = subprocess.run(
+            [sys.executable, "-m", "benchmarks.xla_chosen_rows", *arguments, "--variant", variant],
+            env={**os.environ, "XLA_FLAGS": flags}, capture_output=True, text=True,
+        )  # fmt: skip
+        if done.returncode:
+            raise RuntimeError(f"{variant}: {done.stderr[-2000:]}")
+        row = json.loads(done.stdout.splitlines()[-1])
+        # In the order of the modules, of which the first have no product: they copy inputs.
+        given = {p.name.split(".")[0]: p.read_text() for p in sorted(Path(folder).glob("*before_optimizations.txt"))}
+        modules = [name for name, text in given.items() if " dot(" in text]
+        made = [next(Path(folder).glob(f"{m}.*after_optimizations.txt")).read_text() for m in modules]
+        reports = [next(Path(folder).glob(f"{m}.*memory-usage-report.txt")).read_text() for m in modules]
+    found = counts([given[m] for m in modules], made)
+    used = [re.search(r"[Tt]otal bytes used: (\d+)", text) for text in reports]
+    mib = " + ".join(f"{int(m[1]) / 2**20:.0f}" for m in used if m is not None)
+    return {**row, "MiB": mib, **{column: found[column] for column in ("dots", "moves in all", "dynamic")}}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in SIZES.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--variant", choices=VARIANTS, help="measure this one here, and print it as JSON")
+    a = parser.parse_args()
+    if a.variant is not None:
+        print(json.dumps(measure(a.variant, a)))
+        return
+    rows = {name: run(name, sys.argv[1:]) for name in VARIANTS}
+    columns = list(next(iter(rows.values())))
+    print("| | " + " | ".join(columns) + " |\n|---|" + "---:|" * len(columns))
+    for name, row in rows.items():
+        cells = (f"{row[c]:.1f}" if isinstance(row[c], float) else str(row[c]) for c in columns)
+        print(f"| {name} | " + " | ".join(cells) + " |")
+
+
+if __name__ == "__main__":
+    main()
