@@ -151,4 +151,5 @@ def _report(why: str, stack: Sequence[Any]) -> None:
     source = f"{Path(at.filename).name}:{at.lineno}, in {at.name}: `{at.line}`"
     reason = why.strip().split("\n")[0][:200]
     frame = report.Frame(captured=False, reason=reason, name=source)
-    report.emit_frame(frame, [], [report.Miss("moe", "", source, "", "graph-break", _LOOP if loop and not listed else _SIZES)])
+    advice = _LOOP if loop and not listed else _SIZES
+    report.emit_frame(frame, [], [report.Miss("moe", "", source, "", "graph-break", advice)])
