@@ -85,7 +85,8 @@ def _unviewed(node: Node) -> Node:
     inner, shape = node, value(node).shape
     while inner.target in RESHAPES:
         inner = inner.args[0]  # type: ignore[assignment]
-        if value(inner).shape == shape or is_filled(inner, 0.0):
+        own = value(inner).shape
+        if len(own) == len(shape) and all(map(same_size, own, shape)) or is_filled(inner, 0.0):
             node = inner
     return node
 
