@@ -33,11 +33,13 @@ class Captured:
     gm: the ATen graph; placeholders one to one with `example_inputs`, outputs as Dynamo's graph has them.
     fake_mode: the mode of every `node.meta["val"]`.
     weights: placeholders that are `nn.Parameter`s or ask for a gradient, i.e. what activations are computed from.
+    trained: placeholders that ask for a gradient.
     """
 
     gm: GraphModule
     fake_mode: FakeTensorMode
     weights: frozenset[Node]
+    trained: frozenset[Node] = frozenset()
 
 
 def fake_inputs(example_inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[Any]]:
@@ -98,14 +100,16 @@ def capture(gm: GraphModule, example_inputs: Sequence[Any]) -> Captured:
     copies = [n for n in exported.graph.nodes if n.op == "placeholder"]
     if len(originals) != len(copies):
         raise CaptureError("tracing changed the number of graph inputs")
-    weights = set()
+    weights, trained = set(), set()
     for old, new, value in zip(originals, copies, example_inputs, strict=True):
         _inherit(old, new)
-        if isinstance(value, torch.nn.Parameter) or (isinstance(value, torch.Tensor) and value.requires_grad):
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            trained.add(new)
+        if isinstance(value, torch.nn.Parameter):
             weights.add(new)
     exported.meta.update(gm.meta)
     exported.recompile()
-    return Captured(exported, mode, frozenset(weights))
+    return Captured(exported, mode, frozenset(weights | trained), frozenset(trained))
 
 
 def _forget_counts(mode: FakeTensorMode) -> None:

@@ -87,7 +87,8 @@ def _traced_whole(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 def speaks_of_sizes(text: str) -> bool:
     """Whether tracing may have stopped only because of a value that is known at run time."""
-    return any(word in text.lower() for word in ("data-dependent", "data dependent", "unbacked", "for/while loop"))
+    words = ("data-dependent", "data dependent", "unbacked", "for/while loop", "tensor.item()")
+    return any(word in text.lower() for word in words)
 
 
 def _innermost(backend: Any) -> Any:
@@ -120,6 +121,17 @@ def trace_again() -> None:
 # How a sum over rows that were picked is written, with which a loop over experts ends.
 _SUMS = ("index_add", "scatter_add", "index_put", "scatter_reduce", "] +=", "]+=")
 _BODY = 25  # lines of a loop's body to look for one in
+# How the sizes of experts' groups are read as numbers. Of a frame in pieces names are all there is to go by.
+_READS = ("tolist()", ".item()")
+_LOOP = (
+    "this depends on data and breaks the graph; loop over all experts, `for e in range(num_experts):`, "
+    "without a branch on how many tokens an expert has"
+)
+_SIZES = (
+    "how many rows each expert has is read as a number here, which breaks the graph; multiply by "
+    "`torch._grouped_mm(rows, weights, offs=counts.cumsum(0))`, or `for e in range(num_experts):` take the rows that "
+    "`torch.where(indices == e)` finds"
+)
 
 
 def _report(why: str, stack: Sequence[Any]) -> None:
@@ -127,14 +139,17 @@ def _report(why: str, stack: Sequence[Any]) -> None:
     if not stack or not report.active():
         return
     at = stack[-1]
-    body = "".join(linecache.getline(at.filename, at.lineno + i) for i in range(_BODY))
-    if not any(text in body for text in _SUMS):
+    before, body = (
+        "".join(linecache.getline(at.filename, at.lineno + i) for i in lines)
+        for lines in (range(-_BODY, 0), range(_BODY))
+    )
+    loop = any(text in body for text in _SUMS)
+    sizes = any(text in f"{why} {at.line}" for text in _READS) and "expert" in (before + body).lower()
+    listed = sizes and "= " in at.line and "tolist()" in at.line  # to be cut by, not to be looped over
+    if not loop and not sizes:
         return
     source = f"{Path(at.filename).name}:{at.lineno}, in {at.name}: `{at.line}`"
-    advice = (
-        "this depends on data and breaks the graph; loop over all experts, `for e in range(num_experts):`, "
-        "without a branch on how many tokens an expert has"
-    )
     reason = why.strip().split("\n")[0][:200]
     frame = report.Frame(captured=False, reason=reason, name=source)
+    advice = _LOOP if loop and not listed else _SIZES
     report.emit_frame(frame, [], [report.Miss("moe", "", source, "", "graph-break", advice)])

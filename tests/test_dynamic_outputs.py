@@ -93,6 +93,21 @@ def test_a_loop_that_depends_on_data_is_a_near_miss_with_advice():
     assert "hit_experts_only" in miss.source
 
 
+def groups_of_known_sizes(m, x, indices, gates):
+    """As transformers' JetMoe: rows sorted by expert, and cut where each expert's end."""
+    order = indices.flatten().argsort()
+    sizes = indices.flatten().bincount(minlength=m.num_experts).tolist()
+    groups = x[order // 2].split(sizes)
+    outs = [expert(rows) for expert, rows in zip(m.experts, groups, strict=True)]
+    return torch.zeros_like(x).index_add(0, order // 2, torch.cat(outs) * gates.flatten()[order, None])
+
+
+def test_sizes_of_groups_read_as_numbers_are_a_near_miss_with_advice():
+    report = megacpp_compile.explain(MoE(groups_of_known_sizes), tokens())
+    assert {(m.pass_name, m.tag) for m in report.misses} == {("moe", "graph-break")}
+    assert "_grouped_mm" in report.misses[0].reason and "groups_of_known_sizes" in report.misses[0].source
+
+
 def test_other_backends_are_left_alone():
     graphs = []
 

@@ -92,7 +92,7 @@ def run_passes(
         began = time.perf_counter()
         fired = 0
         with GraphTransformObserver(gm, f"megacpp_{p.name}"):
-            view = GraphView(gm.graph, captured.fake_mode, captured.weights, config)
+            view = GraphView(gm.graph, captured.fake_mode, captured.weights, config, captured.trained)
             try:
                 candidates = list(p.find(view))
             except Exception as error:  # a defect of one pass is not to cost the others: nothing was changed yet

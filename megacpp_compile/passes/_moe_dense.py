@@ -99,7 +99,8 @@ def _check(view: GraphView, node: Node, base: Node | None, shares: list[Share]) 
     if isinstance(matrix, Node):
         return by_matrix(view, node, matrix, *found, base)
     x, experts = found
-    if not same_size(value(x).shape[0], value(matrix[0]).shape[0]) or value(x).dim() != 2:
+    outer, tokens = value(x).shape[:-1], value(matrix[0]).shape[:-1]
+    if len(outer) != len(tokens) or not all(map(same_size, outer, tokens)):
         return Refusal(x, "rows", "there are not as many rows as choices")
     return match(view, Routed(node, x, matrix[0], matrix[1], experts, first, base))
 

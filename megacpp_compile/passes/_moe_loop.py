@@ -15,15 +15,19 @@ from megacpp_compile.passes._rule import GraphView, Match, Refusal
 from megacpp_compile.recognise.experts import Expert, NoExpert, agree, linear_product, match_expert, over_rows
 from megacpp_compile.recognise.gate_matrix import is_filled, match_chosen_gate
 from megacpp_compile.recognise.routing import (
-    Rows,
+    Mask,
     added_rows,
     distinct_choices,
     indexed,
     match_mask,
     match_rows,
     one_choice,
+    picked,
+    read_by,
+    read_over,
     scores_of,
 )
+from megacpp_compile.recognise.views import RESHAPES
 
 aten = torch.ops.aten
 _PICKED = (aten.index_add.default, aten.scatter_add.default)
@@ -32,12 +36,13 @@ _EMPTY = (aten.empty.memory_format, aten.empty_like.default, aten.new_empty.defa
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """One expert's turn: `node = previous` plus `added` in the rows of `token`. `once`: rows are written, so that one
-    that came twice would count once. `instead`: what was there before is not in what is written."""
+    """One expert's turn: `node = previous` plus `added` in the rows of `token`, a mask over tokens. `once`: rows are
+    written, so that one that came twice would count once. `instead`: what was there before is not in what is
+    written."""
 
     node: Node
     previous: Node
-    token: Rows
+    token: Mask
     added: Node
     once: bool = False
     instead: bool = False
@@ -55,29 +60,35 @@ class Turn:
 def _link(node: Node) -> Link | None:
     args = node.args
     if (sum_ := added_rows(node)) is not None:
-        rows = match_rows(sum_[1])
-        return Link(node, sum_[0], rows, sum_[2]) if rows else None
-    if node.target is aten.index_put.default and len(args[1]) == 1 and isinstance(args[1][0], Node):  # type: ignore[arg-type, index]
-        previous, (index,), added, *more = args  # type: ignore[misc]
-        rows = match_rows(index)
+        rows = picked([sum_[1]])
+        return Link(node, _unviewed(sum_[0]), rows, sum_[2]) if rows else None
+    if node.target is aten.index_put.default:
+        previous, positions, added, *more = args
+        rows = picked(positions)  # type: ignore[arg-type]
         if rows is None or not isinstance(added, Node):
             return None
+        previous = _unviewed(previous)  # type: ignore[arg-type]
         if more and more[0]:
             return Link(node, previous, rows, added)  # type: ignore[arg-type]
         if added.target is aten.add.Tensor and not added.kwargs:
             for old, new in (added.args, added.args[::-1]):
                 read = indexed(old) if isinstance(old, Node) else None
-                if read and read[0] is previous and _same(read[1], [rows]) and isinstance(new, Node):
+                if read and _unviewed(read[0]) is previous and picked(read[1]) == rows and isinstance(new, Node):
                     return Link(node, previous, rows, new, once=True)  # type: ignore[arg-type]
-        if rows.mask.dims == ("t",) and not rows.mask.any:
+        if rows.dims == ("t",) and not rows.any:
             return Link(node, previous, rows, added, instead=True)  # type: ignore[arg-type]
     return None
 
 
-def _same(indices: list[Any], wanted: list[Rows]) -> bool:
-    return len(indices) == len(wanted) and all(
-        isinstance(i, Node) and match_rows(i) == w for i, w in zip(indices, wanted, strict=True)
-    )
+def _unviewed(node: Node) -> Node:
+    """`node` before it was seen in another shape and in its own again, as what is added to in place is."""
+    inner, shape = node, value(node).shape
+    while inner.target in RESHAPES:
+        inner = inner.args[0]  # type: ignore[assignment]
+        own = value(inner).shape
+        if len(own) == len(shape) and all(map(same_size, own, shape)) or is_filled(inner, 0.0):
+            node = inner
+    return node
 
 
 def find(view: GraphView) -> Iterator[Match | Refusal]:
@@ -135,7 +146,7 @@ def _check(view: GraphView, chain: list[Link]) -> Match | Refusal:
     if isinstance(found, Refusal):
         return found
     first, turns = found[0], found
-    mask = first.link.token.mask
+    mask = first.link.token
     gates = [g for g in first.gates if all(g in t.gates for t in turns)]
     if not gates or any(t.scaled != first.scaled for t in turns):
         return Refusal(turns[-1].link.node, "gates", "experts are weighted by different gates")
@@ -143,8 +154,8 @@ def _check(view: GraphView, chain: list[Link]) -> Match | Refusal:
     if mask.choice is not None:
         by_choice: dict[int | None, list[Turn]] = {}
         for turn in turns:
-            by_choice.setdefault(turn.link.token.mask.choice, []).append(turn)
-        every = by_choice.keys() == set(range(value(mask.indices).shape[1]))
+            by_choice.setdefault(turn.link.token.choice, []).append(turn)
+        every = by_choice.keys() == set(range(value(mask.indices).shape[-1]))
         if not every and len(by_choice) > 1:
             return Refusal(first.link.node, "choices", "only some of a token's choices are served")
         column = None if every else mask.choice
@@ -161,19 +172,24 @@ def _check(view: GraphView, chain: list[Link]) -> Match | Refusal:
     start = chain[0].previous
     empty = is_filled(start, 0.0)
     if any(link.instead for link in chain):
-        one = len({t.link.token.mask.choice for t in found}) == 1
+        one = len({t.link.token.choice for t in found}) == 1
         if not (one and all(link.instead for link in chain) and _blank(start)):
             return Refusal(chain[-1].node, "twice", "rows are written over what was there before")
         empty = True
-    (weights, matrix), number = gates[0], ordered[0].link.token.mask.expert
+    (weights, matrix), number = gates[0], ordered[0].link.token.expert
     assert number is not None
     experts = [t.expert for t in ordered]
     base = None if empty else start
     routed = Routed(
         chain[-1].node, first.x, mask.indices, weights, experts, number, base, matrix=matrix, column=column,
-        scaled=first.scaled,
+        scaled=first.scaled, choices=None if _choices(mask) or value(mask.indices).dim() == 1 else 1,
     )  # fmt: skip
     return match(view, routed)
+
+
+def _choices(mask: Mask) -> bool:
+    """Whether `mask.indices` have a dimension of a token's choices."""
+    return mask.any or mask.choice is not None or "s" in mask.dims
 
 
 def _blank(node: Node) -> bool:
@@ -188,16 +204,14 @@ def _turns(chain: list[Link], gated: bool = True) -> list[Turn] | Refusal:
     """Every expert's turn; all go by the same choices and read the same rows."""
     turns: list[Turn] = []
     for link in chain:
-        if link.token.dim != "t":
-            return Refusal(link.node, "rows", "the rows that are added to are not those of tokens")
         found = _turn(link, gated)
         if isinstance(found, Refusal):
             return found
         turns.append(found)
     first = turns[0]
-    mask = first.link.token.mask
+    mask = first.link.token
     for turn in turns:
-        link, other = turn.link, turn.link.token.mask
+        link, other = turn.link, turn.link.token
         alike = (other.choice is None, other.any) == (mask.choice is None, mask.any)
         if other.indices is not mask.indices or not alike:
             return Refusal(link.node, "indices", "experts take their rows by different choices")
@@ -210,10 +224,10 @@ def _turns(chain: list[Link], gated: bool = True) -> list[Turn] | Refusal:
 
 def _in_order(turns: list[Turn]) -> list[Turn] | Refusal:
     """One turn for each of a range of experts, in the order of their numbers."""
-    by_number = {turn.link.token.mask.expert: turn for turn in turns}
+    by_number = {turn.link.token.expert: turn for turn in turns}
     if len(by_number) != len(turns):
-        repeated = next(t for t in turns if by_number[t.link.token.mask.expert] is not t)
-        return Refusal(repeated.link.node, "twice", f"choice {repeated.link.token.mask.expert} is served twice")
+        repeated = next(t for t in turns if by_number[t.link.token.expert] is not t)
+        return Refusal(repeated.link.node, "twice", f"choice {repeated.link.token.expert} is served twice")
     numbers = sorted(n for n in by_number if n is not None)
     if numbers != list(range(numbers[0], numbers[0] + len(turns))):
         return Refusal(turns[0].link.node, "gaps", "the experts' numbers are no range")
@@ -230,13 +244,13 @@ def written(node: Node) -> tuple[Node, Node, list[Expert], int] | Refusal | None
     while (link := _link(node)) is not None and link.instead:
         chain.insert(0, link)
         node = link.previous
-    if not chain or not _blank(node) or value(chain[0].token.mask.indices).dim() != 1:
+    if not chain or not _blank(node) or value(chain[0].token.indices).dim() != 1:
         return None
     turns = _turns(chain, gated=False)
     ordered = turns if isinstance(turns, Refusal) else _in_order(turns)
     if isinstance(ordered, Refusal):
         return ordered
-    mask = ordered[0].link.token.mask
+    mask = ordered[0].link.token
     assert mask.expert is not None
     return mask.indices, ordered[0].x, [t.expert for t in ordered], mask.expert
 
@@ -278,22 +292,22 @@ def _read(link: Link, out: Node, gates: list[tuple[Node, bool]], gated: bool = T
         if not gates:
             return Refusal(out, "no-gate", "neither what an expert reads nor what it adds is multiplied by a gate")
     read = indexed(rows)
-    if read is None or not _same(read[1], [link.token]) or value(read[0]).dim() != 2:
+    if read is None or picked(read[1]) != link.token:
         return Refusal(rows, "rows", "an expert reads other rows than it adds to")
-    if not same_size(value(read[0]).shape[0], value(link.token.mask.indices).shape[0]):
+    if not read_over(read[0], read[1], link.token.indices, _choices(link.token)):
         return Refusal(expert.x, "rows", "there are not as many rows as choices")
     return Turn(link, expert, read[0], gates, scaled)
 
 
 def _gates(node: Node, link: Link) -> list[tuple[Node, bool]]:
-    """The gates [T, k] of which `node` is `gates[token, choice]`, one per row, or a matrix [T, E] of which it is the
+    """The gates [.., k] of which `node` is `gates[token, choice]`, one per row, or a matrix [.., E] of which it is the
     expert's column."""
     if value(node).dim() != 2 or value(node).shape[-1] != 1:
         return []
     while node.target in (aten.unsqueeze.default, aten.view.default, aten.reshape.default, aten._to_copy.default,
                           aten.to.dtype, aten.clone.default):  # fmt: skip
         node = node.args[0]  # type: ignore[assignment]
-    mask, column = link.token.mask, None
+    mask, column = link.token, None
     if node.target is aten.select.int and node.args[1] in (1, -1):
         node, column = node.args[0], node.args[2]  # type: ignore[assignment]
     read = indexed(node)
@@ -301,22 +315,24 @@ def _gates(node: Node, link: Link) -> list[tuple[Node, bool]]:
         return []
     gates, indices = read[0], value(mask.indices)
     if column is None and mask.any and (own := match_chosen_gate(gates)) is not None:
-        meant = own[0] is mask.indices and own[2] == mask.expert and _same(read[1], [link.token])
+        meant = own[0] is mask.indices and own[2] == mask.expert and picked(read[1]) == mask
         return [(own[1], False)] if meant else []
     if column is None:
         gates, column = one_choice(gates)
     if column is None:
-        places = {dim: Rows(mask, i) for i, dim in enumerate(mask.dims)}
-        if not all(map(same_size, value(gates).shape, indices.shape)) or value(gates).dim() != indices.dim():
+        slots, positions = "s" in mask.dims, read[1]
+        if mask.choice is not None or mask.any or picked(positions, slots) != mask:
             return []
-        every = mask.choice is None and not mask.any
-        return [(gates, False)] if every and _same(read[1], [places[d] for d in ("t", "s") if d in places]) else []
-    if not _same(read[1], [link.token]) or not same_size(value(gates).shape[0], indices.shape[0]):
+        whole = value(gates).dim() == read_by(positions)
+        alike = not slots or same_size(value(gates).shape[-1], indices.shape[-1])
+        alike = alike and read_over(gates, positions[: len(positions) - slots], mask.indices, slots)
+        return [(gates, False)] if whole and alike else []
+    if picked(read[1]) != mask or not read_over(gates, read[1], mask.indices, _choices(mask)):
         return []
     found = []
-    if column == mask.choice and same_size(value(gates).shape[1], indices.shape[1]):
+    if column == mask.choice and same_size(value(gates).shape[-1], indices.shape[-1]):
         found.append((gates, False))
     scores = scores_of(mask.indices)
-    if column == mask.expert and scores is not None and same_size(value(gates).shape[1], value(scores).shape[-1]):
+    if column == mask.expert and scores is not None and same_size(value(gates).shape[-1], value(scores).shape[-1]):
         found.append((gates, True))
     return found

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
-from megacpp_compile.graph_edit import of_tensors, value
+from megacpp_compile.graph_edit import of_tensors, same_size, value
 from megacpp_compile.passes import _moe_dense, _moe_loop
 from megacpp_compile.passes._moe_rewrite import Routed, match
 from megacpp_compile.passes._rule import GraphView, Match, Refusal
@@ -171,7 +171,8 @@ def _biased(
     if inner.target is not aten.add.Tensor or not of_tensors(inner):
         return None
     for side in inner.args:
-        if value(side).shape != value(inner).shape:
+        own, shape = value(side).shape, value(inner).shape
+        if len(own) != len(shape) or not all(map(same_size, own, shape)):
             continue
         parts = factors(side, dims, lambda below: out in below and axes.routes in below)  # type: ignore[arg-type]
         weights = [p for p in parts if out in p.axes]

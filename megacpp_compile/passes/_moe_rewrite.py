@@ -120,11 +120,15 @@ def _rewrite(view: GraphView, routed: Routed, inputs: list[Node], inside: set[No
     indices, gates, x = routed.indices, routed.gates, routed.x
     if routed.column is not None:
         cut = routed.column, routed.column + 1
-        indices = build(aten.slice.Tensor, indices, 1, *cut)
-        gates = gates if routed.matrix else build(aten.slice.Tensor, gates, 1, *cut)
+        indices = build(aten.slice.Tensor, indices, -1, *cut)
+        gates = gates if routed.matrix else build(aten.slice.Tensor, gates, -1, *cut)
     if routed.matrix:
-        if value(indices).dim() < value(gates).dim():
+        if routed.choices is not None:
+            indices = build(aten.reshape.default, indices, [-1, routed.choices])
+        elif value(indices).dim() == 1:
             indices = build(aten.unsqueeze.default, indices, -1)
+        if value(indices).dim() != value(gates).dim():
+            indices, gates = (build(aten.reshape.default, n, [-1, value(n).shape[-1]]) for n in (indices, gates))
         gates = build(aten.gather.default, gates, -1, indices)
     if value(x).dim() != 2:
         x = build(aten.reshape.default, x, [-1, value(x).shape[-1]])

@@ -74,7 +74,9 @@ def _stacks(node: Node, weights: frozenset[Node], counts: set[Any]) -> set[Node]
 
 def _of(node: Node, counts: set[Any]) -> bool:
     fake = value(node)
-    return isinstance(fake, torch.Tensor) and fake.dim() > 2 and fake.shape[0] in counts
+    if not isinstance(fake, torch.Tensor) or fake.dim() < 3:
+        return False
+    return isinstance(fake.shape[0], int) and fake.shape[0] in counts
 
 
 def _nearby(node: Node, products: dict[Node, set[Node]]) -> set[Node]:

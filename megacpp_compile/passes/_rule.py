@@ -40,9 +40,23 @@ class GraphView:
     """A captured graph with the analyses passes share; good until the graph changes."""
 
     def __init__(
-        self, graph: fx.Graph, fake_mode: FakeTensorMode, weights: frozenset[Node], config: Config
-    ) -> None:
+        self, graph: fx.Graph, fake_mode: FakeTensorMode, weights: frozenset[Node], config: Config,
+        trained: frozenset[Node] = frozenset(),
+    ) -> None:  # fmt: skip
         self.graph, self.fake_mode, self.weights, self.config = graph, fake_mode, weights, config
+        self.trained = trained
+
+    def learns(self, node: Node) -> bool:
+        """Whether a gradient flows to or through `node`, as far as operands tell."""
+        seen, stack = {node}, [node]
+        while stack:
+            n = stack.pop()
+            if n in self.trained:
+                return True
+            new = [m for m in n.all_input_nodes if m not in seen]
+            seen.update(new)
+            stack.extend(new)
+        return False
 
     @functools.cached_property
     def heads(self) -> Heads:

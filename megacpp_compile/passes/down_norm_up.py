@@ -6,10 +6,14 @@ After:  `[up], rest, rrms = megacpp.down_norm_up(x, w_down, b_down, w_norm, [w_u
 Safe because the op computes the same function in at least the same precision, and nothing between x and the
 up-projections is read by anybody else: what was saved for backward there (the latent, its float32 copy, the normed
 latent) is computed again from x.
+Memory is what it is for: x is kept for the gradient of the down-projection's weight in any case, so that what is saved
+are the latents, and what it costs is their GEMM again. Both grow with the latent's width alike, so that it may be of
+any: an output projection before the norm and the gate of the next block is as good a site as a low rank (Zamba2).
 One down-projection may make several latents (`q, kv, pe = linear(x, w).split([c, d, r], -1)`): each op then takes its
 own rows of the weight, if all of them can.
 Refused: another norm (LayerNorm, eps outside the root, another axis), a latent or norm that escapes, a bias or
-non-linearity between norm and up-projection, parts under different grad or autocast modes.
+non-linearity between norm and up-projection, parts under different grad or autocast modes; a frozen down-projection,
+where x would be kept for nothing but narrower latents.
 """
 
 from __future__ import annotations
@@ -22,9 +26,10 @@ from torch.fx import Node
 from megacpp_compile.graph_edit import Builder, move_behind, place, value
 from megacpp_compile.passes._norm import between, depends, escaping, gain_of, norm_before, projections
 from megacpp_compile.passes._rule import GraphView, Match, Refusal
+from megacpp_compile.recognise.attention import is_attention
 from megacpp_compile.recognise.linear import Linear, match_linear
 from megacpp_compile.recognise.rms_norm import NoNorm, RmsNorm, match_rms_norm
-from megacpp_compile.recognise.views import consumers, is_outer_view, lane_slice, replay
+from megacpp_compile.recognise.views import consumers, is_cast, is_outer_view, lane_slice, replay
 
 aten = torch.ops.aten
 name = "down_norm_up"
@@ -170,6 +175,8 @@ def _check(view: GraphView, norm: RmsNorm, part: tuple[int, int] | None = None) 
     for node in site:
         if view.regions[node] != view.regions[down.node]:
             return Refusal(node, "region", "part of it runs under another grad or autocast mode")
+    if (frozen := _frozen(view, down, size, [*norm.gains, *(u.w for u, _ in ups)])) is not None:
+        return frozen
     inputs = [down.x, down.w, *([down.b] if down.b is not None else []), *norm.gains]
     inputs += [n for u, _ in ups for n in (u.w, u.b) if n is not None]
     gone = {down.node, *norm.internal}
@@ -184,6 +191,23 @@ def _check(view: GraphView, norm: RmsNorm, part: tuple[int, int] | None = None) 
         outputs,
         lambda: _rewrite(view, norm, down, start - lo, size, ups, rests, inputs, part),
     )
+
+
+def _frozen(view: GraphView, down: Linear, size: int, behind: list[Node]) -> Refusal | None:
+    """Why it would not save memory: no gradient of a weight asks for x, and the latents are narrower."""
+    if not view.trained or view.learns(down.w) or not view.learns(down.x):
+        return None
+    latents = size * (2 if any(map(view.learns, behind)) else 1)
+    x, kept = down.x, False
+    while is_outer_view(x) or is_cast(x):
+        x = x.args[0]  # type: ignore[assignment]
+    for user, read, _ in consumers(x, lambda n: is_outer_view(n) or is_cast(n)):
+        linear = match_linear(user)
+        kept = kept or linear is None or linear.x is not read or view.learns(linear.w)
+    if kept or x.op == "placeholder" or is_attention(x) or not isinstance(n := value(x).shape[-1], int) or n <= latents:
+        return None
+    reason = f"the down-projection is frozen: {n} lanes of its input would be kept instead of {latents} behind it"
+    return Refusal(down.node, "frozen", reason)
 
 
 def _rests(

@@ -2,13 +2,16 @@
 
 Before: `for e in range(E): t, j = torch.where(indices == e); y.index_add_(0, t, expert_e(x[t]) * gates[t, j, None])`
         or every choice's row times `w[indices]` (bmm, einsum), or sorted rows through grouped products, summed over
-        choices; or all experts on all tokens, weighted by a matrix of gates that is zero but for the chosen
+        choices; or all experts on all tokens, weighted by a matrix of gates that is zero but for the chosen.
+        Tokens are [T] or [B, S]; gates may multiply what experts read instead of what they make (Llama 4)
 After:  `y = megacpp.moe(x, indices, gates, w_gate, w_up, w_down, activation, layout, dtype)`
 
 Safe because each slot (token, choice) is in exactly one expert's rows, and the sum over slots is the same sum; the
-router's own mathematics, which makes indices and gates, is not touched.
-Refused: experts that differ or repeat, a missing gate, biases, other activations, rows or outputs that escape, a token
-written rather than added to where it may come twice, gates of which all may differ from zero.
+router's own mathematics, which makes indices and gates, is not touched. A gate is no factor behind an activation: one
+on the input is multiplied there, and the op's own gates are ones; experts that were not chosen make zeros of zeros.
+Refused: experts that differ or repeat, a missing gate, biases, clamps and other activations (gpt-oss), rows or outputs
+that escape, a token written rather than added to where it may come twice, gates of which all may differ from zero; and
+with the tag `unread`, experts' weights that are multiplied in a form none of this is about.
 """
 
 from __future__ import annotations

@@ -47,6 +47,11 @@ class Reader:
     side: str
 
 
+def is_attention(node: Node) -> bool:
+    """Whether `node` is the output of an attention, which keeps it for its own backward."""
+    return node.target in _SDPA or "flex_attention" in str(node.target)
+
+
 def readers(root: Node) -> list[Reader]:
     """The score products that read `root` through views, casts, copies, scalings and norms."""
     return _follow(root)[0]
@@ -64,7 +69,7 @@ def _follow(root: Node) -> tuple[list[Reader], set[Node]]:
     while stack:
         node = stack.pop()
         for user in node.users:
-            if user.target in _SDPA or "flex_attention" in str(user.target):
+            if is_attention(user):
                 side = next((s for s, a in zip("qkv", user.args, strict=False) if a is node), None)
                 if side in ("q", "k"):
                     found.append(Reader(user, side))

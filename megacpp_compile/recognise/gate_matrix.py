@@ -98,7 +98,7 @@ def _one_hots(node: Node) -> Chosen | None:
         wanted = (*dims[:-1], (choice,), *dims[-1:])
         seen = seen_as(hot, wanted)
         mask = match_mask(_as_number(seen[0])) if seen else None
-        if mask is None or mask.dims != ("t", "s", "e") or value(mask.indices).dim() != len(dims):
+        if mask is None or not mask.by_token or mask.dims[-2:] != ("s", "e") or value(mask.indices).dim() != len(dims):
             continue
         rest = [p for p in parts if p is not hot]
         gates = seen_as(rest[0], wanted[:-1]) if len(rest) == 1 else None
@@ -116,11 +116,14 @@ def _as_number(node: Node) -> Node:
 
 
 def match_chosen_gate(node: Node) -> tuple[Node, Node, int] | None:
-    """(indices [T, k], gates [T, k], e) where `node` [T, 1] or [T] is the sum of a token's gates whose choice is e."""
+    """(indices [.., k], gates [.., k], e) where `node` [.., 1] or [..] is the sum of a token's gates whose choice is
+    e."""
     node = _one_lane(node)
-    if node.target is not aten.sum.dim_IntList or list(node.args[1]) not in ([1], [-1]):  # type: ignore[arg-type]
+    if node.target is not aten.sum.dim_IntList:
         return None
-    product = node.args[0]
+    product, last = node.args[0], value(node.args[0]).dim() - 1
+    if list(node.args[1]) not in ([last], [-1]):  # type: ignore[arg-type]
+        return None
     while isinstance(product, Node) and is_cast(product):
         product = product.args[0]
     assert isinstance(product, Node)
@@ -134,10 +137,10 @@ def match_chosen_gate(node: Node) -> tuple[Node, Node, int] | None:
     else:
         return None
     for gates, mark in pairs:
-        if not all(isinstance(value(a), torch.Tensor) for a in (gates, mark)) or value(gates).dim() != 2:
+        if not all(isinstance(value(a), torch.Tensor) for a in (gates, mark)):
             continue
         mask = match_mask(_as_number(mark))
-        if mask is None or mask.dims != ("t", "s") or mask.expert is None or mask.choice is not None:
+        if mask is None or not mask.by_token or mask.dims[-1] != "s" or mask.expert is None:
             continue
         if all(map(same_size, value(gates).shape, value(mask.indices).shape)):
             return mask.indices, gates, mask.expert

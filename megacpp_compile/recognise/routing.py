@@ -6,6 +6,7 @@ A mask is `indices == e`, or one entry of a one-hot of the indices, with its dim
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 from typing import Any
 
@@ -23,13 +24,28 @@ _COPIES = (aten.alias.default, aten.clone.default, aten.contiguous.default, aten
 class Mask:
     """Where `indices` [T, k] (or [T]) is `expert`. `dims`: what each dimension runs over: "t" tokens, "s" a token's
     choices, "e" all experts (then `expert` is None). Without "s": where the choice `choice` is, or if `any`, where any
-    of a token's choices is."""
+    of a token's choices is. Where tokens have several dimensions, they are "t", "u" and "v" until all in one."""
 
     indices: Node
     dims: tuple[str, ...]
     expert: int | None = None
     choice: int | None = None
     any: bool = False
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        return tuple(d for d in self.dims if d in _TOKENS)
+
+    @property
+    def by_token(self) -> bool:
+        """Whether the first dimensions are the tokens', in their order, and no others are."""
+        return bool(self.tokens) and self.dims[: len(self.tokens)] == tuple(_TOKENS[: len(self.tokens)])
+
+    def flat(self) -> Mask:
+        """With one dimension for all tokens; their order stays."""
+        at = self.dims.index("t")
+        rest = tuple(d for d in self.dims if d not in _TOKENS)
+        return dataclasses.replace(self, dims=(*rest[:at], "t", *rest[at:]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,19 +68,20 @@ def match_mask(node: Node) -> Mask | None:
         inner = match_mask(args[0])  # type: ignore[arg-type]
         if inner is not None:  # one-hot == 1
             return inner if args[1] == 1 else None
-        dims = {1: ("t",), 2: ("t", "s")}.get(value(args[0]).dim())
+        dims = _dims(args[0])  # type: ignore[arg-type]
         if dims is None or not _integer(args[0]):
             return None
         indices, choice = one_choice(_plain(args[0]))  # type: ignore[arg-type]
         return Mask(indices, dims, args[1], choice)
     if target is aten.any.dim and len(args) == 2:
         inner = match_mask(args[0])  # type: ignore[arg-type]
-        if inner is None or inner.dims != ("t", "s") or args[1] not in (1, -1) or inner.expert is None:
+        if inner is None or not inner.by_token or inner.dims[-1] != "s" or inner.expert is None:
             return None
-        return dataclasses.replace(inner, dims=("t",), any=True)
+        last = len(inner.dims) - 1
+        return dataclasses.replace(inner, dims=inner.dims[:-1], any=True) if args[1] in (last, -1) else None
     if target is aten.one_hot.default:
-        dims = {1: ("t", "e"), 2: ("t", "s", "e")}.get(value(args[0]).dim())
-        return Mask(_plain(args[0]), dims) if dims else None  # type: ignore[arg-type]
+        dims = _dims(args[0])  # type: ignore[arg-type]
+        return Mask(_plain(args[0]), (*dims, "e")) if dims else None  # type: ignore[arg-type]
     if target is aten.eq.Tensor:
         return _compared(node)
     inner = match_mask(args[0]) if args and isinstance(args[0], Node) else None
@@ -75,6 +92,11 @@ def match_mask(node: Node) -> Mask | None:
         return inner
     if target in (aten.ne.Scalar, aten.gt.Scalar) and args[1] == 0 and args[1] is not False:
         return inner
+    if target in RESHAPES:
+        new, old = value(node).shape, value(args[0]).shape
+        kept = inner.dims[len(inner.tokens) :]
+        alike = len(new) == 1 + len(kept) and all(map(same_size, new[1:], old[len(inner.tokens) :]))
+        return inner.flat() if inner.by_token and alike else None
     if target is aten.permute.default:
         return dataclasses.replace(inner, dims=tuple(inner.dims[d] for d in args[1]))  # type: ignore[union-attr, misc]
     if target in (aten.transpose.int, aten.t.default, aten.numpy_T.default):
@@ -91,13 +113,30 @@ def match_mask(node: Node) -> Mask | None:
     return None
 
 
+_TOKENS = "tuv"
+
+
+def _dims(indices: Node) -> tuple[str, ...] | None:
+    """What the dimensions of `indices` run over: tokens, and the choices of each, if there are several."""
+    n = value(indices).dim()
+    if not 0 < n <= len(_TOKENS) + 1:
+        return None
+    indices, choice = one_choice(_plain(indices))
+    scores = None if choice is not None or n == 1 else scores_of(indices)
+    only = indices.target is aten.squeeze.dim and indices.args[1] in (n, -1)
+    if n == 1 or only or choice is not None or scores is not None and value(scores).dim() == n + 1:
+        return tuple(_TOKENS[:n]) if n <= len(_TOKENS) else None
+    return (*_TOKENS[: n - 1], "s")
+
+
 def one_choice(node: Node) -> tuple[Node, int | None]:
-    """([T, k], which column) of what every token's choices of one rank are read from; (node, None) for anything
+    """([.., k], which column) of what every token's choices of one rank are read from; (node, None) for anything
     else."""
     while is_cast(node):
         node = node.args[0]  # type: ignore[assignment]
-    if node.target is aten.select.int and value(node.args[0]).dim() == 2 and node.args[1] in (1, -1):
-        width = value(node.args[0]).shape[1]
+    last = value(node.args[0]).dim() - 1 if node.target is aten.select.int else 0
+    if last > 0 and node.args[1] in (last, -1):
+        width = value(node.args[0]).shape[-1]
         if isinstance(node.args[2], int) and isinstance(width, int):
             return _plain(node.args[0]), node.args[2] % width  # type: ignore[arg-type]
     return node, None
@@ -111,9 +150,9 @@ def _compared(node: Node) -> Mask | None:
     for ix, numbers in ((a, b), (b, a)):
         if numbers.target is aten.arange.default and len(numbers.args) == 1 and ix.target is aten.unsqueeze.default:
             source = ix.args[0]
-            n = value(source).dim()
-            if n in (1, 2) and ix.args[1] % (n + 1) == n and _integer(source):  # type: ignore[operator]
-                return Mask(_plain(source), ("t", "s", "e") if n == 2 else ("t", "e"))  # type: ignore[arg-type]
+            n, dims = value(source).dim(), _dims(source)  # type: ignore[arg-type]
+            if dims is not None and ix.args[1] % (n + 1) == n and _integer(source):  # type: ignore[operator]
+                return Mask(_plain(source), (*dims, "e"))  # type: ignore[arg-type]
     return None
 
 
@@ -129,11 +168,40 @@ def _integer(node: Any) -> bool:
     return value(node).dtype in (torch.int64, torch.int32)
 
 
+def picked(positions: list[Any], slots: bool = False) -> Mask | None:
+    """The mask over tokens, or if `slots` over their choices, in one dimension each, that `positions` say where it is
+    true: all the index tensors `nonzero` gives for them, in order, or the mask itself."""
+    rows = [match_rows(p) if isinstance(p, Node) else None for p in positions]
+    if not rows or any(r is None or r.mask != rows[0].mask for r in rows):  # type: ignore[union-attr]
+        return None
+    mask = rows[0].mask  # type: ignore[union-attr]
+    wanted = [*sorted(mask.tokens), *(["s"] if slots else [])]
+    columns = [r.column for r in rows]  # type: ignore[union-attr]
+    if columns != [-1] and (-1 in columns or [mask.dims[c] for c in columns] != wanted):
+        return None
+    return mask.flat() if "".join(sorted(mask.tokens)) in "".join(mask.dims) else None
+
+
+def read_by(positions: list[Any]) -> int:
+    """How many dimensions `positions` read."""
+    return sum(value(p).dim() if value(p).dtype is torch.bool else 1 for p in positions)
+
+
+def read_over(tensor: Node, positions: list[Any], indices: Node, choices: bool) -> bool:
+    """Whether the dimensions of `tensor` that `positions` read by are the tokens of `indices`, in one or as they are.
+    `choices`: its last dimension is a token's choices."""
+    outer, tokens = value(tensor).shape[: read_by(positions)], value(indices).shape
+    tokens = tokens[:-1] if choices else tokens
+    if len(outer) == 1 < len(tokens):
+        return same_size(outer[0], math.prod(tokens))
+    return len(outer) == len(tokens) and all(map(same_size, outer, tokens))
+
+
 def match_rows(node: Node) -> Rows | None:
-    """One of the index tensors that say where a mask is true, or the mask itself over tokens."""
+    """One of the index tensors that say where a mask is true, or, as column -1, the mask itself over tokens."""
     if node.op == "call_function" and isinstance(value(node), torch.Tensor) and value(node).dtype is torch.bool:
-        mask = match_mask(node) if value(node).dim() == 1 else None
-        return Rows(mask, 0) if mask is not None and mask.expert is not None else None
+        mask = match_mask(node)
+        return Rows(mask, -1) if mask is not None and mask.expert is not None and "s" not in mask.dims else None
     if node.target in (aten.squeeze.dim, aten.squeeze.default, aten.view.default, aten.reshape.default):
         inner = node.args[0]
         if isinstance(inner, Node) and inner.target is aten.nonzero.default and value(inner).dim() == 2:

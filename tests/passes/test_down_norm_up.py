@@ -328,6 +328,26 @@ def test_refuses_near_miss(tag, name):
     assert_refused(NAME, tag, *near_miss.build())
 
 
+def bottleneck_of_a_sine(m, x):
+    return m.up(m.norm(m.down(x.sin())))
+
+
+def read_by_a_trained_linear(m, x):
+    h = x.sin()
+    return m.up(m.norm(m.down(h))), m.biased_down(h)
+
+
+@pytest.mark.parametrize("body", [bottleneck_of_a_sine, read_by_a_trained_linear], ids=lambda f: f.__name__)
+def test_frozen_down_projections_keep_no_input_of_their_own(body):
+    module, x = build(body)
+    module.down.requires_grad_(False)
+    if body is bottleneck_of_a_sine:
+        module.requires_grad_(False)
+        assert_refused(NAME, "frozen", module, x)
+        x = (x[0].detach(),)  # without gradients nothing is kept
+    assert_fires(NAME, module, x)
+
+
 def test_a_norm_behind_no_projection_is_no_near_miss():
     def residual_norm(m, x):
         return m.wide_up(F.layer_norm(x.tanh(), (DIM,))).relu() + m.wide_up(x * inverse_rms(x)).relu()

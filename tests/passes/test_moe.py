@@ -35,6 +35,7 @@ from .experts import (
     stacked_weights,
     where_index_add,
 )
+from .experts_of_batches import BATCHES, BATCHES_NEAR_MISSES
 
 NAME = "moe"
 
@@ -72,6 +73,21 @@ def test_graph_of_stacked_weights():
 @pytest.mark.parametrize("body", LISTS + experts_at_once.LISTS, ids=lambda f: f.__name__)
 def test_fires(body):
     assert_fires(NAME, MoE(body).double(), tokens(torch.float64))
+
+
+@pytest.mark.parametrize("body", BATCHES, ids=lambda f: f.__name__)
+def test_fires_on_batches(body):
+    x = torch.randn(2, 5, DIM, dtype=torch.float64).requires_grad_()
+    assert_fires(NAME, MoE(body).double(), (x,))
+
+
+@pytest.mark.parametrize(
+    ("tag", "body"),
+    [(tag, body) for tag, bodies in BATCHES_NEAR_MISSES.items() for body in bodies],
+    ids=lambda p: p if isinstance(p, str) else p.__name__,
+)
+def test_refuses_batches(tag, body):
+    assert_refused(NAME, tag, MoE(body), (torch.randn(3, 3, DIM).requires_grad_(),))
 
 
 @pytest.mark.parametrize("body", STACKED + experts_at_once.STACKED, ids=lambda f: f.__name__)
