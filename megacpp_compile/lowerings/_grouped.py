@@ -123,9 +123,9 @@ def gated(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(x @ gate.T, x @ up.T, f(the first) * the second) of rows `take`, in one kernel; on CUDA only. With w_up empty
     w_gate holds both, [2n, d] of an expert; so does the first result then, and the second nothing."""
-    from megacpp_compile.lowerings import _triton_grouped
+    from megacpp_compile.lowerings import _triton_gated
 
-    return _triton_grouped.gated(x, w_gate, w_up, offsets, take, activation)
+    return _triton_gated.gated(x, w_gate, w_up, offsets, take, activation)
 
 
 @gated.register_fake
@@ -146,10 +146,10 @@ def gradients(
     activation: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The first product of backward, of rows `take` of `grad`, and what lies between it and the next ones, in one
-    kernel where gate and up are two; on CUDA only. See `_triton_grouped.gradients`."""
-    from megacpp_compile.lowerings import _triton_grouped
+    kernel where gate and up are two; on CUDA only. See `_triton_gated.gradients`."""
+    from megacpp_compile.lowerings import _triton_gated
 
-    return _triton_grouped.gradients(grad, weights, hidden, gates, offsets, take, activation)
+    return _triton_gated.gradients(grad, weights, hidden, gates, offsets, take, activation)
 
 
 @gradients.register_fake

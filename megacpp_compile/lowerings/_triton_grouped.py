@@ -17,11 +17,11 @@ from torch import Tensor
 from megacpp_compile.lowerings._triton_cast import as_stored
 from megacpp_compile.lowerings._triton_launch import accumulator, multiply, power_of_2
 
-_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32, torch.float64: tl.float64}
+TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32, torch.float64: tl.float64}
 
 
 @triton.jit
-def _tile(ends, rows, tile, E: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr):
+def tile_of(ends, rows, tile, E: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr):
     """(group, first row, end of its group) of a tile of BM rows; group E holds the rows that are nobody's."""
     e = tl.arange(0, EP)
     end = tl.load(ends + e, mask=e < E, other=0)
@@ -47,7 +47,7 @@ def grouped_rows(x, x2, weights, weights2, table, ends, take, out, rows, xs, xs2
     across: tl.constexpr = (N + BN - 1) // BN
     tile = tl.program_id(0) // across
     n = (tl.program_id(0) % across) * BN + tl.arange(0, BN)
-    group, first, stop = _tile(ends, rows, tile, E, EP, BM)
+    group, first, stop = tile_of(ends, rows, tile, E, EP, BM)
     if group > E:
         return
     m = first + tl.arange(0, BM)
@@ -87,152 +87,6 @@ def grouped_rows(x, x2, weights, weights2, table, ends, take, out, rows, xs, xs2
 
 
 @triton.jit
-def _with_slope(gate, NAME: tl.constexpr):
-    """An activation and its derivative; what a kernel does not use of the two, Triton does not compute."""
-    if NAME == "silu":
-        s = tl.sigmoid(gate)
-        return gate * s, s * (1 + gate * (1 - s))
-    elif NAME == "gelu":
-        below = 0.5 * (1 + tl.erf(gate * 0.7071067811865476))
-        return gate * below, below + gate * tl.exp(-0.5 * gate * gate) * 0.3989422804014327
-    elif NAME == "gelu_tanh":
-        s = tl.sigmoid(2 * 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate))
-        inner = 0.7978845608028654 * (1 + 3 * 0.044715 * gate * gate)
-        return gate * s, s + 2 * gate * s * (1 - s) * inner
-    elif NAME == "relu":
-        return tl.maximum(gate, 0), tl.where(gate > 0, 1.0, 0.0).to(gate.dtype)
-    else:
-        tl.static_assert(NAME == "relu2")
-        positive = tl.maximum(gate, 0)
-        return positive * positive, 2 * positive
-
-
-@triton.jit
-def grouped_gated(x, gates, ups, table, ends, take, h_gate, h_up, out, rows, xs, ws_e, wn, wk, hs,
-                  N: tl.constexpr, K: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, TABLE: tl.constexpr,
-                  NAME: tl.constexpr, TYPE: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
-                  INTERPRETED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
-    """h_gate = x @ gate.T, h_up = x @ up.T, out = f(h_gate) * h_up, of rows take[r], with their group's weights."""
-    across: tl.constexpr = (N + BN - 1) // BN
-    n = (tl.program_id(0) % across) * BN + tl.arange(0, BN)
-    group, first, stop = _tile(ends, rows, tl.program_id(0) // across, E, EP, BM)
-    if group > E:
-        return
-    m = first + tl.arange(0, BM)
-    acc_gate = tl.zeros([BM, BN], ACC)
-    acc_up = tl.zeros([BM, BN], ACC)
-    if group < E:
-        row = tl.load(take + tl.minimum(m, rows - 1)).to(tl.int64)[:, None]
-        k = tl.arange(0, BK)
-        if TABLE:
-            w_gate = tl.multiple_of(tl.load(table + group).to(tl.pointer_type(TYPE)), 16)
-            w_up = tl.multiple_of(tl.load(table + E + group).to(tl.pointer_type(TYPE)), 16)
-        else:
-            w_gate = gates + group.to(tl.int64) * ws_e
-            w_up = ups + group.to(tl.int64) * ws_e
-        a = x + row * xs + k[None, :]
-        b = n[None, :] * wn + k[:, None] * wk
-        for at in range(0, K, BK):
-            if N % BN == 0 and K % BK == 0:
-                left = tl.load(a)
-                gate = tl.load(w_gate + b)
-                up = tl.load(w_up + b)
-            else:
-                mask = (n < N)[None, :] & (k[:, None] < K - at)
-                left = tl.load(a, mask=k[None, :] < K - at, other=0)
-                gate = tl.load(w_gate + b, mask=mask, other=0)
-                up = tl.load(w_up + b, mask=mask, other=0)
-            if INTERPRETED:
-                left, gate, up = left.to(ACC), gate.to(ACC), up.to(ACC)
-            acc_gate = tl.dot(left, gate, acc_gate, input_precision=PRECISION, out_dtype=ACC)
-            acc_up = tl.dot(left, up, acc_up, input_precision=PRECISION, out_dtype=ACC)
-            a += BK
-            b += BK * wk
-    mask = (m < stop)[:, None] & (n < N)[None, :]
-    wide = m.to(tl.int64)[:, None]
-    gate, up = as_stored(acc_gate, out), as_stored(acc_up, out)
-    tl.store(h_gate + wide * hs + n[None, :], gate, mask=mask)
-    tl.store(h_up + wide * hs + n[None, :], up, mask=mask)
-    made = _with_slope(gate.to(ACC), NAME)[0] * up.to(ACC)
-    tl.store(out + wide * N + n[None, :], as_stored(made, out), mask=mask)
-
-
-@triton.jit
-def _gradients_of(d_a, m, n, h_gate, h_up, scale, d_hidden, out, hs, stop, until, N: tl.constexpr, NAME: tl.constexpr,
-                  ACC: tl.constexpr):  # fmt: skip
-    """Lanes `n` of what `gated_gradients` stores for rows `m` before `stop`, of which those from `until` are nobody's;
-    returns what they add to `d_a . a`."""
-    inside = (m < stop)[:, None] & (n < N)[None, :]
-    live = inside & (m < until)[:, None]
-    row = m.to(tl.int64)[:, None]
-    at = row * hs + n[None, :]
-    gate = tl.load(h_gate + at, mask=live, other=0).to(ACC)
-    up = tl.load(h_up + at, mask=live, other=0).to(ACC)
-    f, slope = _with_slope(gate, NAME)
-    a = f * up
-    dot = tl.sum(d_a * a, 1)
-    tl.store(out + row * N + n[None, :], as_stored(a * scale, out), mask=inside)
-    d_a *= scale
-    d = d_hidden + row * (2 * N) + n[None, :]
-    tl.store(d, as_stored(d_a * slope * up, d_hidden), mask=inside)
-    tl.store(d + N, as_stored(d_a * f, d_hidden), mask=inside)
-    return dot
-
-
-@triton.jit
-def gated_gradients(x, weights, table, ends, take, h_gate, h_up, gates, d_hidden, out, dots, rows, xs, ws_e, wn, wk, hs,
-                    N: tl.constexpr, K: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, TABLE: tl.constexpr,
-                    NAME: tl.constexpr, TYPE: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
-                    INTERPRETED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
-    """With a = f(h_gate) * h_up, and `x[take[r]] @ weights[group of r].T * gates[r]` the gradient of a's row r: the
-    gradients of h_gate and h_up, side by side; `a * gates`; and, in a row of `dots` for each BN lanes, what
-    these add to the gradient of the row's gate. Rows behind all groups are zero.
-
-    Two programs share an SM, so that one multiplies while the other is at its last lines. They are taken in quarters:
-    whole, an SM's registers are too few."""
-    across: tl.constexpr = (N + BN - 1) // BN
-    part = tl.program_id(0) % across
-    n = part * BN + tl.arange(0, BN)
-    group, first, stop = _tile(ends, rows, tl.program_id(0) // across, E, EP, BM)
-    if group > E:
-        return
-    m = first + tl.arange(0, BM)
-    acc = tl.zeros([BM, BN], ACC)
-    if group < E:
-        row = tl.load(take + tl.minimum(m, rows - 1)).to(tl.int64)[:, None]
-        k = tl.arange(0, BK)
-        if TABLE:
-            w = tl.multiple_of(tl.load(table + group).to(tl.pointer_type(TYPE)), 16)
-        else:
-            w = weights + group.to(tl.int64) * ws_e
-        a = x + row * xs + k[None, :]
-        b = w + n[None, :] * wn + k[:, None] * wk
-        for at in range(0, K, BK):
-            if N % BN == 0 and K % BK == 0:
-                left = tl.load(a)
-                right = tl.load(b)
-            else:
-                left = tl.load(a, mask=k[None, :] < K - at, other=0)
-                right = tl.load(b, mask=(n < N)[None, :] & (k[:, None] < K - at), other=0)
-            if INTERPRETED:
-                left, right = left.to(ACC), right.to(ACC)
-            acc = tl.dot(left, right, acc, input_precision=PRECISION, out_dtype=ACC)
-            a += BK
-            b += BK * wk
-    until = tl.where(group < E, stop, 0)
-    scale = tl.load(gates + m, mask=m < until, other=0).to(ACC)[:, None]
-    dot = tl.zeros([BM], ACC)
-    first_half, last_half = acc.reshape(BM, 2, BN // 2).permute(0, 2, 1).split()
-    for half in tl.static_range(2):
-        one, two = (first_half if half == 0 else last_half).reshape(BM, 2, BN // 4).permute(0, 2, 1).split()
-        for quarter in tl.static_range(2):
-            lanes = part * BN + (2 * half + quarter) * (BN // 4) + tl.arange(0, BN // 4)
-            d_a = one if quarter == 0 else two
-            dot += _gradients_of(d_a, m, lanes, h_gate, h_up, scale, d_hidden, out, hs, stop, until, N, NAME, ACC)
-    tl.store(dots + part.to(tl.int64) * rows + m, dot, mask=m < stop)
-
-
-@triton.jit
 def grouped_weights(grad, x, ends, take_grad, take_x, out, gs, xs, N: tl.constexpr, K: tl.constexpr,
                     TAKE_GRAD: tl.constexpr, TAKE_X: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
                     INTERPRETED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
@@ -258,7 +112,7 @@ def grouped_weights(grad, x, ends, take_grad, take_x, out, gs, xs, N: tl.constex
     tl.store(out + place, as_stored(acc, out), mask=(n < N)[:, None] & (k < K)[None, :])
 
 
-def _sizes(dtype: torch.dtype, n: int, roomy: bool = False) -> dict[str, int]:
+def block_sizes(dtype: torch.dtype, n: int, roomy: bool = False) -> dict[str, int]:
     """Measured on an H200; wide dtypes only have to fit. roomy: take a fourth stage, of 48 KiB."""
     if dtype.itemsize == 2:
         return {"BM": 128, "BN": 256 if n >= 256 else 128, "BK": 64, "num_warps": 8, "num_stages": 4 if roomy else 3}
@@ -274,7 +128,7 @@ def _shared_memory(device: torch.device) -> int:
 
 
 @functools.lru_cache(maxsize=256)
-def _table(addresses: tuple[int, ...], device: torch.device) -> Tensor:
+def table_of(addresses: tuple[int, ...], device: torch.device) -> Tensor:
     """The addresses, on the device: copied from pinned memory, which waits for nothing."""
     made = torch.tensor(addresses, dtype=torch.int64)
     return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
@@ -295,94 +149,17 @@ def rows(
         return out
     separate = operands[0].dim() == 2
     wn, wk = operands[0].stride()[-2:]
-    table = _table(tuple(w.data_ptr() for w in operands), x.device) if separate else offsets
+    table = table_of(tuple(w.data_ptr() for w in operands), x.device) if separate else offsets
     # Worth 5 % where weights are read across (1.17 to 1.10 and 2.06 to 1.98 ms on an H200), and nothing elsewhere.
-    blocks = {**_sizes(x.dtype, n, roomy=transposed and _shared_memory(x.device) >= 4 * 48 << 10), **sizes}
+    blocks = {**block_sizes(x.dtype, n, roomy=transposed and _shared_memory(x.device) >= 4 * 48 << 10), **sizes}
     tiles = -(-total // blocks["BM"]) + experts + 1
     grouped_rows[(tiles * -(-n // blocks["BN"]),)](
         x, xs[-1], operands[0], operands[-1], table, offsets, offsets if take is None else take, out, total,
         x.stride(0), xs[-1].stride(0), 0 if separate else operands[0].stride(0), wn, wk,
         N=n, K=k, E=experts, EP=power_of_2(experts + 1), TABLE=separate, SECOND=len(xs) == 2, TAKE=take is not None,
-        TYPE=_TYPES[x.dtype], **multiply(x.dtype), ACC=accumulator(x.dtype), **blocks,
+        TYPE=TYPES[x.dtype], **multiply(x.dtype), ACC=accumulator(x.dtype), **blocks,
     )  # fmt: skip
     return out
-
-
-def gated(
-    x: Tensor,
-    w_gate: list[Tensor],
-    w_up: list[Tensor],
-    offsets: Tensor,
-    take: Tensor,
-    activation: str,
-    **sizes: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(h_gate, h_up, f(h_gate) * h_up); with w_up empty w_gate holds both, [2n, d] of an expert, as h_gate does."""
-    fused = not w_up
-    if fused:
-        w_gate, w_up = ([w.chunk(2, -2)[i] for w in w_gate] for i in range(2))
-    operands = [*w_gate, *w_up]
-    if len({w.stride() for w in operands}) > 1:
-        operands = [w.contiguous() for w in operands]
-    if x.stride(-1) != 1:
-        x = x.contiguous()
-    (n, k), experts, total = operands[0].shape[-2:], offsets.shape[0], take.shape[0]
-    hidden = [torch.empty((total, n * 2 if fused else n), dtype=x.dtype, device=x.device) for _ in range(2 - fused)]
-    gate, up = hidden[0].chunk(2, 1) if fused else hidden
-    out = torch.empty((total, n), dtype=x.dtype, device=x.device)
-    separate = operands[0].dim() == 2
-    table = _table(tuple(w.data_ptr() for w in operands), x.device) if separate else offsets
-    narrow = x.dtype.itemsize == 2
-    blocks = {**_sizes(x.dtype, n), **({"BN": 128, "num_stages": 3} if narrow else {}), **sizes}
-    if total:
-        tiles = -(-total // blocks["BM"]) + experts + 1
-        wn, wk = operands[0].stride()[-2:]
-        grouped_gated[(tiles * -(-n // blocks["BN"]),)](
-            x, operands[0], operands[-1], table, offsets, take, gate, up, out, total, x.stride(0),
-            0 if separate else operands[0].stride(0), wn, wk, gate.stride(0),
-            N=n, K=k, E=experts, EP=power_of_2(experts + 1), TABLE=separate, NAME=activation,
-            TYPE=_TYPES[x.dtype], **multiply(x.dtype), ACC=accumulator(x.dtype), **blocks,
-        )  # fmt: skip
-    return hidden[0], hidden[-1] if not fused else hidden[0].new_empty(0), out
-
-
-def gradients(
-    grad: Tensor,
-    weights: list[Tensor],
-    hidden: list[Tensor],
-    gates: Tensor,
-    offsets: Tensor,
-    take: Tensor,
-    activation: str,
-    **sizes: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(gradients of gate and up, side by side; what went into the last product, times the gates; gradients of these),
-    see `gated_gradients`. weights: of the last product; hidden: gate and up, or one tensor of both."""
-    operands = [w.transpose(-1, -2) for w in weights]
-    if len({w.stride() for w in operands}) > 1:
-        operands = [w.contiguous() for w in operands]
-    hidden = [h if h.stride(-1) == 1 else h.contiguous() for h in hidden]
-    gate, up = hidden if len(hidden) == 2 else hidden[0].chunk(2, 1)
-    if gate.stride() != up.stride():
-        gate, up = gate.contiguous(), up.contiguous()
-    grad = grad if grad.stride(-1) == 1 else grad.contiguous()
-    rows, (n, k), experts = gate.shape[0], operands[0].shape[-2:], offsets.shape[0]
-    narrow = grad.dtype.itemsize == 2
-    blocks = {**_sizes(grad.dtype, n), **({"BN": 128, "maxnreg": 128} if narrow else {}), **sizes}
-    across = -(-n // blocks["BN"])
-    d_hidden, out = grad.new_empty((rows, 2 * n)), grad.new_empty((rows, n))
-    dots = gates.new_empty((across, rows))
-    separate = operands[0].dim() == 2
-    if rows:
-        wn, wk = operands[0].stride()[-2:]
-        gated_gradients[((-(-rows // blocks["BM"]) + experts + 1) * across,)](
-            grad, operands[0], _table(tuple(w.data_ptr() for w in operands), grad.device) if separate else offsets,
-            offsets, take, gate, up, gates.contiguous(), d_hidden, out, dots, rows, grad.stride(0),
-            0 if separate else operands[0].stride(0), wn, wk, gate.stride(0), N=n, K=k, E=experts,
-            EP=power_of_2(experts + 1), TABLE=separate, NAME=activation, TYPE=_TYPES[grad.dtype],
-            **multiply(grad.dtype), ACC=accumulator(grad.dtype), **blocks,
-        )  # fmt: skip
-    return d_hidden, out, dots.sum(0)
 
 
 def weights(

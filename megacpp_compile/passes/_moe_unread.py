@@ -5,6 +5,7 @@ Said only where no other reason was given nearby, so that no layer of experts is
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -61,7 +62,7 @@ def _stacks(node: Node, weights: frozenset[Node], counts: set[Any]) -> set[Node]
     for operand in node.all_input_nodes:
         each, chain = False, [operand]
         while operand.op == "call_function" and (
-            is_cast(operand) or operand.target in _TAKEN or "getitem" in operand.name
+            is_cast(operand) or operand.target in _TAKEN or operand.target is operator.getitem
         ):
             each = each or _of(operand, counts)
             operand = operand.args[0]  # type: ignore[assignment]

@@ -4,8 +4,8 @@ by whichever grouped GEMM is best for where the weights lie.
 Products by the weights are a Triton kernel's, which finds each weight by its address: separate ones stay where they
 are, where torch's grouped GEMM (CUTLASS) would need a copy of them all. It reads its rows where they are too, so that
 nothing is gathered for a product; gate, up and activation are one kernel, and so are backward's first product and what
-lies behind it. Gradients of the weights are one tensor however the weights lie, and CUTLASS's in bfloat16: 1.00 ms beside
-Triton's 1.15 on an H200 (64 experts, 1408 x 2048, 98304 rows), and 1.81 for those of gate and up in one.
+lies behind it. Gradients of the weights are one tensor however the weights lie, and CUTLASS's in bfloat16: 1.00 ms
+beside Triton's 1.15 on an H200 (64 experts, 1408 x 2048, 98304 rows), and 1.81 for those of gate and up in one.
 """
 
 from __future__ import annotations
