@@ -20,7 +20,7 @@ from megacpp_compile.passes._moe_rewrite import Routed, match
 from megacpp_compile.passes._rule import GraphView, Match, Refusal
 from megacpp_compile.recognise.experts import Expert, NoExpert, Product, Weight, biased, expert_into
 from megacpp_compile.recognise.factors import Axis, Dims, Factor, beneath, factors, over, seen_as, step_into
-from megacpp_compile.recognise.routing import chosen, indexed
+from megacpp_compile.recognise.routing import chosen, indexed, number_of_scores
 
 aten = torch.ops.aten
 _SUMS = (aten.sum.dim_IntList, aten.einsum.default, aten.bmm.default, aten.matmul.default)
@@ -86,7 +86,12 @@ def _ungated(
     if len(routes) != 1 or len(dims[-1]) != 1 or not routes < weight.axes | set(tokens):
         return None
     axes = Axes(tokens, *routes)
-    return _products(view, node, axes, weight, None, hidden, out) if hidden.axes > {*tokens, *routes} else None
+    chosen_from = {number_of_scores(n) for n in view.graph.nodes}  # what is summed over may be heads, say
+    size = axes.routes.size
+    experts = _copies(weight) is not None or isinstance(size, int) and size in chosen_from
+    if not experts or not hidden.axes > {*tokens, *routes}:
+        return None
+    return _products(view, node, axes, weight, None, hidden, out)
 
 
 def _copies(factor: Factor) -> tuple[Node, Node, Dims] | None:

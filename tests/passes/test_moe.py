@@ -229,6 +229,16 @@ def test_names_all_that_is_in_the_way():
         assert word in miss.reason
 
 
+def heads_summed(m, x, indices, gates):
+    """An output projection of two heads, and no experts beside the router of three."""
+    heads = torch.stack((x.tanh(), x.cos()), 1)
+    return torch.einsum("thd,hde->te", heads, m.experts[0].up.weight.view(2, -1, DIM)) * gates[:, :1]
+
+
+def test_a_projection_of_heads_is_no_near_miss():
+    assert not run(MoE(heads_summed), tokens()).misses
+
+
 def test_refuses_experts_that_differ():
     module = MoE(where_index_add)
     module.experts[2] = Ungated()
