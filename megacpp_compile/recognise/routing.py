@@ -272,12 +272,9 @@ def added_rows(node: Node) -> tuple[Node, Node, Node] | None:
     args = node.args
     if node.target is aten.index_add.default and args[1] == 0 and node.kwargs.get("alpha", 1) == 1 and len(args) == 4:
         return args[0], args[2], args[3]  # type: ignore[return-value]
-    if str(node.target) == "torchtitan.deterministic_scatter_add.default":
-        base, index, rows = args
-    elif node.target is aten.scatter_add.default and args[1] == 0:
-        base, _, index, rows = args
-    else:
+    if node.target is not aten.scatter_add.default or args[1] != 0:
         return None
+    base, _, index, rows = args
     if value(base).dim() != 2:
         return None
     token = every_lane(index)  # type: ignore[arg-type]

@@ -235,7 +235,6 @@ def sorted_index_add(m, x, indices, gates):
 
 
 def sorted_scatter_add(m, x, indices, gates):
-    """As torchtitan has it."""
     token, expert = _sorted(m, x, indices, gates, EXPERTS)
     token = token.reshape(-1, 1).expand(-1, DIM)
     return torch.zeros_like(x).scatter_add(0, token, expert(torch.gather(x, 0, token)))
