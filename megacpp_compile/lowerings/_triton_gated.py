@@ -10,8 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megacpp_compile.lowerings._triton_cast import as_stored
-from megacpp_compile.lowerings._triton_grouped import TYPES, block_sizes, table_of, tile_of
-from megacpp_compile.lowerings._triton_launch import accumulator, multiply, power_of_2
+from megacpp_compile.lowerings._triton_grouped import add_product, arguments_of, block_sizes, programs, tile_of
 
 
 @triton.jit
@@ -135,18 +134,7 @@ def gated_gradients(x, weights, table, ends, take, h_gate, h_up, gates, d_hidden
             w = weights + group.to(tl.int64) * ws_e
         a = x + row * xs + k[None, :]
         b = w + n[None, :] * wn + k[:, None] * wk
-        for at in range(0, K, BK):
-            if N % BN == 0 and K % BK == 0:
-                left = tl.load(a)
-                right = tl.load(b)
-            else:
-                left = tl.load(a, mask=k[None, :] < K - at, other=0)
-                right = tl.load(b, mask=(n < N)[None, :] & (k[:, None] < K - at), other=0)
-            if INTERPRETED:
-                left, right = left.to(ACC), right.to(ACC)
-            acc = tl.dot(left, right, acc, input_precision=PRECISION, out_dtype=ACC)
-            a += BK
-            b += BK * wk
+        acc = add_product(acc, a, b, n, wk, N, K, ACC, PRECISION, INTERPRETED, BN, BK)
     until = tl.where(group < E, stop, 0)
     scale = tl.load(gates + m, mask=m < until, other=0).to(ACC)[:, None]
     dot = tl.zeros([BM], ACC)
@@ -173,27 +161,19 @@ def gated(
     fused = not w_up
     if fused:
         w_gate, w_up = ([w.chunk(2, -2)[i] for w in w_gate] for i in range(2))
-    operands = [*w_gate, *w_up]
-    if len({w.stride() for w in operands}) > 1:
-        operands = [w.contiguous() for w in operands]
     if x.stride(-1) != 1:
         x = x.contiguous()
-    (n, k), experts, total = operands[0].shape[-2:], offsets.shape[0], take.shape[0]
+    n, total = w_gate[0].shape[-2], take.shape[0]
     hidden = [torch.empty((total, n * 2 if fused else n), dtype=x.dtype, device=x.device) for _ in range(2 - fused)]
     gate, up = hidden[0].chunk(2, 1) if fused else hidden
     out = torch.empty((total, n), dtype=x.dtype, device=x.device)
-    separate = operands[0].dim() == 2
-    table = table_of(tuple(w.data_ptr() for w in operands), x.device) if separate else offsets
     narrow = x.dtype.itemsize == 2
     blocks = {**block_sizes(x.dtype, n), **({"BN": 128, "num_stages": 3} if narrow else {}), **sizes}
     if total:
-        tiles = -(-total // blocks["BM"]) + experts + 1
-        wn, wk = operands[0].stride()[-2:]
-        grouped_gated[(tiles * -(-n // blocks["BN"]),)](
-            x, operands[0], operands[-1], table, offsets, take, gate, up, out, total, x.stride(0),
-            0 if separate else operands[0].stride(0), wn, wk, gate.stride(0),
-            N=n, K=k, E=experts, EP=power_of_2(experts + 1), TABLE=separate, NAME=activation,
-            TYPE=TYPES[x.dtype], **multiply(x.dtype), ACC=accumulator(x.dtype), **blocks,
+        operands, arguments = arguments_of([*w_gate, *w_up], x, offsets)
+        grouped_gated[programs(total, offsets.shape[0], n, blocks)](
+            x=x, gates=operands[0], ups=operands[-1], take=take, h_gate=gate, h_up=up, out=out, rows=total,
+            xs=x.stride(0), hs=gate.stride(0), NAME=activation, **arguments, **blocks,
         )  # fmt: skip
     return hidden[0], hidden[-1] if not fused else hidden[0].new_empty(0), out
 
@@ -215,28 +195,20 @@ def gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(gradients of gate and up, side by side; what went into the last product, times the gates; gradients of these),
     see `gated_gradients`. weights: of the last product; hidden: gate and up, or one tensor of both."""
-    operands = [w.transpose(-1, -2) for w in weights]
-    if len({w.stride() for w in operands}) > 1:
-        operands = [w.contiguous() for w in operands]
     hidden = [h if h.stride(-1) == 1 else h.contiguous() for h in hidden]
     gate, up = hidden if len(hidden) == 2 else hidden[0].chunk(2, 1)
     if gate.stride() != up.stride():
         gate, up = gate.contiguous(), up.contiguous()
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()
-    rows, (n, k), experts = gate.shape[0], operands[0].shape[-2:], offsets.shape[0]
+    rows, n = gate.shape
     narrow = grad.dtype.itemsize == 2
     blocks = {**block_sizes(grad.dtype, n), **({"BN": 128} if narrow else {}), **_two_programs(narrow), **sizes}
-    across = -(-n // blocks["BN"])
     d_hidden, out = grad.new_empty((rows, 2 * n)), grad.new_empty((rows, n))
-    dots = gates.new_empty((across, rows))
-    separate = operands[0].dim() == 2
+    dots = gates.new_empty((-(-n // blocks["BN"]), rows))
     if rows:
-        wn, wk = operands[0].stride()[-2:]
-        gated_gradients[((-(-rows // blocks["BM"]) + experts + 1) * across,)](
-            grad, operands[0], table_of(tuple(w.data_ptr() for w in operands), grad.device) if separate else offsets,
-            offsets, take, gate, up, gates.contiguous(), d_hidden, out, dots, rows, grad.stride(0),
-            0 if separate else operands[0].stride(0), wn, wk, gate.stride(0), N=n, K=k, E=experts,
-            EP=power_of_2(experts + 1), TABLE=separate, NAME=activation, TYPE=TYPES[grad.dtype],
-            **multiply(grad.dtype), ACC=accumulator(grad.dtype), **blocks,
+        operands, arguments = arguments_of([w.transpose(-1, -2) for w in weights], grad, offsets)
+        gated_gradients[programs(rows, offsets.shape[0], n, blocks)](
+            x=grad, weights=operands[0], take=take, h_gate=gate, h_up=up, gates=gates.contiguous(), d_hidden=d_hidden,
+            out=out, dots=dots, rows=rows, xs=grad.stride(0), hs=gate.stride(0), NAME=activation, **arguments, **blocks,
         )  # fmt: skip
     return d_hidden, out, dots.sum(0)
