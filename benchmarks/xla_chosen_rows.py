@@ -13,17 +13,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
-from benchmarks.xla_programs import counts
+from benchmarks.xla_programs import compiled_by, counts, show
 
 # Lowering, and the bytes of rows it gathers at once; None for its own.
 VARIANTS: dict[str, tuple[str, int | None]] = {
@@ -71,20 +67,12 @@ def measure(variant: str, a: argparse.Namespace) -> dict[str, Any]:
 
 def run(variant: str, arguments: list[str]) -> dict[str, Any]:
     """`measure` in a process of its own, with the counts and the memory of its two programs."""
-    with tempfile.TemporaryDirectory() as folder:
-        flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={folder} --xla_dump_hlo_as_text"
-        done = subprocess.run(
-            [sys.executable, "-m", "benchmarks.xla_chosen_rows", *arguments, "--variant", variant],
-            env={**os.environ, "XLA_FLAGS": flags}, capture_output=True, text=True,
-        )  # fmt: skip
-        if done.returncode:
-            raise RuntimeError(f"{variant}: {done.stderr[-2000:]}")
-        row = json.loads(done.stdout.splitlines()[-1])
+    with compiled_by("benchmarks.xla_chosen_rows", variant, arguments) as (row, folder):
         # In the order of the modules, of which the first have no product: they copy inputs.
-        given = {p.name.split(".")[0]: p.read_text() for p in sorted(Path(folder).glob("*before_optimizations.txt"))}
+        given = {p.name.split(".")[0]: p.read_text() for p in sorted(folder.glob("*before_optimizations.txt"))}
         modules = [name for name, text in given.items() if " dot(" in text]
-        made = [next(Path(folder).glob(f"{m}.*after_optimizations.txt")).read_text() for m in modules]
-        reports = [next(Path(folder).glob(f"{m}.*memory-usage-report.txt")).read_text() for m in modules]
+        made = [next(folder.glob(f"{m}.*after_optimizations.txt")).read_text() for m in modules]
+        reports = [next(folder.glob(f"{m}.*memory-usage-report.txt")).read_text() for m in modules]
     found = counts([given[m] for m in modules], made)
     used = [re.search(r"[Tt]otal bytes used: (\d+)", text) for text in reports]
     mib = " + ".join(f"{int(m[1]) / 2**20:.0f}" for m in used if m is not None)
@@ -101,11 +89,7 @@ def main() -> None:
         print(json.dumps(measure(a.variant, a)))
         return
     rows = {name: run(name, sys.argv[1:]) for name in VARIANTS}
-    columns = list(next(iter(rows.values())))
-    print("| | " + " | ".join(columns) + " |\n|---|" + "---:|" * len(columns))
-    for name, row in rows.items():
-        cells = (f"{row[c]:.1f}" if isinstance(row[c], float) else str(row[c]) for c in columns)
-        print(f"| {name} | " + " | ".join(cells) + " |")
+    show(rows, list(next(iter(rows.values()))))
 
 
 if __name__ == "__main__":

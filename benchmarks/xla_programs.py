@@ -13,6 +13,7 @@ was dynamic, and what ran on the host.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -22,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -131,21 +133,36 @@ def measure(options: dict[str, Any] | None, a: argparse.Namespace) -> dict[str, 
     return {"ms": ms, "CPU ms": cpu_ms, "sites": len(report.sites), "saved MiB": saved / 2**20, "fallen": fallen}
 
 
-def run(name: str, arguments: list[str]) -> dict[str, Any]:
-    """`measure` in a process of its own, and the counts of the programs it compiled."""
+@contextlib.contextmanager
+def compiled_by(module: str, variant: str, arguments: list[str]) -> Iterator[tuple[dict[str, Any], Path]]:
+    """`python -m module --variant ...` in a process of its own: the JSON it prints last, and, for the time of the
+    context, the folder with the programs it compiled. Raises RuntimeError with the end of what a failed one said."""
     with tempfile.TemporaryDirectory() as folder:
         flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={folder} --xla_dump_hlo_as_text"
         done = subprocess.run(
-            [sys.executable, "-m", "benchmarks.xla_programs", *arguments, "--variant", name],
+            [sys.executable, "-m", module, *arguments, "--variant", variant],
             env={**os.environ, "XLA_FLAGS": flags}, capture_output=True, text=True,
         )  # fmt: skip
         if done.returncode:
-            raise RuntimeError(f"{name}: {done.stderr[-2000:]}")
-        given = [p.read_text() for p in sorted(Path(folder).glob("*before_optimizations.txt"))]
-        made = [p.read_text() for p in sorted(Path(folder).glob("*after_optimizations.txt"))]
+            raise RuntimeError(f"{variant}: {done.stderr[-2000:]}")
+        yield json.loads(done.stdout.splitlines()[-1]), Path(folder)
+
+
+def show(rows: dict[str, dict[str, Any]], columns: Sequence[str]) -> None:
+    """The rows as a table in Markdown."""
+    print("| | " + " | ".join(columns) + " |\n|---|" + "---:|" * len(columns))
+    for name, row in rows.items():
+        cells = (f"{row[c]:.1f}" if isinstance(row[c], float) else str(row[c]) for c in columns)
+        print(f"| {name} | " + " | ".join(cells) + " |")
+
+
+def run(name: str, arguments: list[str]) -> dict[str, Any]:
+    """`measure` in a process of its own, and the counts of the programs it compiled."""
+    with compiled_by("benchmarks.xla_programs", name, arguments) as (row, folder):
+        given = [p.read_text() for p in sorted(folder.glob("*before_optimizations.txt"))]
+        made = [p.read_text() for p in sorted(folder.glob("*after_optimizations.txt"))]
     wanted = [i for i, text in enumerate(given) if " dot(" in text]  # the rest copies inputs and zeroes gradients
-    row = counts([given[i] for i in wanted], [made[i] for i in wanted])
-    return {**json.loads(done.stdout.splitlines()[-1]), **row}
+    return {**row, **counts([given[i] for i in wanted], [made[i] for i in wanted])}
 
 
 def main() -> None:
@@ -168,11 +185,7 @@ def main() -> None:
     fallen = sorted({n for row in rows.values() for n in row["fallen"]})
     dynamic = sum(row["dynamic"] for row in rows.values())
     print(f"dynamic shapes: {dynamic}; ops on the host: {', '.join(fallen) or 'none'}")
-    columns = [c for c in next(iter(rows.values())) if c not in ("fallen", "dynamic")]
-    print("| | " + " | ".join(columns) + " |\n|---|" + "---:|" * len(columns))
-    for name, row in rows.items():
-        cells = (f"{row[c]:.1f}" if isinstance(row[c], float) else str(row[c]) for c in columns)
-        print(f"| {name} | " + " | ".join(cells) + " |")
+    show(rows, [c for c in next(iter(rows.values())) if c not in ("fallen", "dynamic")])
 
 
 if __name__ == "__main__":
