@@ -48,6 +48,8 @@ class Config:
             on XLA devices, so that there are no more products than without this package, and nowhere else.
         merge_down: multiply linears that share one input, such as MLA's query and key-value
             down-projections, as one GEMM.
+        tune_products: in graphs for CUDA where a pass has fired, let cuBLASLt's candidates for large half-precision and
+            fp8 products be timed once per shape and process, and the fastest serve, if its bits are `torch.mm`'s.
         autotune: choose the block sizes of this package's kernels by measurement on the first
             call instead of by the built-in table. Results are kept in Inductor's cache.
         policy: what a training step keeps for its backward and what it computes again there: a
@@ -71,6 +73,7 @@ class Config:
     explain: bool = False
     keep_latents: bool | Literal["auto"] = "auto"
     merge_down: bool = False
+    tune_products: bool = True
     autotune: bool = False
     policy: CheckpointingPolicy | None = None
     block_kinds: Mapping[str, str] = field(default_factory=dict)
@@ -89,6 +92,7 @@ class Config:
             "explain": _bool("explain", self.explain),
             "keep_latents": _bool_or_auto("keep_latents", self.keep_latents),
             "merge_down": _bool("merge_down", self.merge_down),
+            "tune_products": _bool("tune_products", self.tune_products),
             "autotune": _bool("autotune", self.autotune),
             "policy": CheckpointingPolicy.of(self.policy),
             "block_kinds": _mapping("block_kinds", self.block_kinds, lambda k, v: _choice(k, v, KINDS, _KIND_MEANT)),

@@ -24,6 +24,7 @@ from megacpp_compile.capture import fake_inputs
 from megacpp_compile.config import Config
 from megacpp_compile.errors import NotLoweredError
 from megacpp_compile.gemm import merge
+from megacpp_compile.gemm.tuned import TuneProducts
 from megacpp_compile.graph_edit import drop_dead, memory_of, overwritable, value
 from megacpp_compile.graph_pass import GraphPass
 from megacpp_compile.lowerings._op import no_autocast
@@ -197,8 +198,16 @@ def to_inductor(gm: GraphModule, example_inputs: Sequence[Any], settings: Settin
     """Compile a rewritten graph with Inductor."""
     user = settings.patches.get("post_grad_custom_pre_pass", inductor_config.post_grad_custom_pre_pass)
     lower = LowerSemanticOps(settings.target, settings.config, user)
-    patches = {**settings.patches, "post_grad_custom_pre_pass": lower}
+    patches = {**products(settings), "post_grad_custom_pre_pass": lower}
     return plain_inductor(gm, example_inputs, dataclasses.replace(settings, patches=patches))
+
+
+def products(settings: Settings) -> dict[str, Any]:
+    """The patches, with what has large products choose their kernels by measurement behind Inductor's own passes."""
+    if settings.target != "cuda" or not settings.config.tune_products:
+        return settings.patches
+    user = settings.patches.get("post_grad_custom_post_pass", inductor_config.post_grad_custom_post_pass)
+    return {**settings.patches, "post_grad_custom_post_pass": TuneProducts(user)}
 
 
 def plain_inductor(gm: GraphModule, example_inputs: Sequence[Any], settings: Settings) -> Callable[..., Any]:

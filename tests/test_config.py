@@ -26,7 +26,7 @@ def test_defaults():
     config = read()
     assert config == Config()
     assert (config.disable, config.strict, config.verify, config.target) == ((), False, "off", "auto")
-    assert (config.keep_latents, config.merge_down, config.autotune) == ("auto", False, False)
+    assert (config.keep_latents, config.merge_down, config.tune_products, config.autotune) == ("auto", False, True, False)
     assert dict(config.passes) == dict(config.require) == dict(config.inductor) == {}
     assert all(config.enabled(name) for name in PASSES)
 
@@ -47,6 +47,7 @@ def test_every_field_is_read():
         "explain": True,
         "keep_latents": True,
         "merge_down": True,
+        "tune_products": False,
         "autotune": True,
         "policy": CheckpointingPolicy("full").to_dict(),
         "block_kinds": {"layers.*.mixer": "mblock"},
@@ -249,6 +250,7 @@ def test_every_field_but_explain_is_in_the_cache_key():
         Config(target="cpu"),
         Config(keep_latents=True),
         Config(merge_down=True),
+        Config(tune_products=False),
         Config(autotune=True),
         Config(inductor={"a": True}),
         Config(inductor={"a": 1}),

@@ -12,11 +12,15 @@ from torch import Tensor, fx, nn
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx, view_to_reshape
 from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
 
-from megacpp_compile.gemm import cublaslt, short
+from megacpp_compile import handoff
+from megacpp_compile.config import Config
+from megacpp_compile.gemm import cublaslt, tuned
 from megacpp_compile.gemm.merge import MAX_WIDTH, merge
+from megacpp_compile.gemm.tuned import TuneProducts
 
 aten = torch.ops.aten
 
@@ -193,66 +197,152 @@ def test_model_forward_and_backward():
     assert counts == [(2, 1, 1), (6, 2, 4)]
 
 
-# --- short
+# --- tuned
 
 
 def operands(m=4, k=8, n=16, dtype=torch.bfloat16, device="cpu") -> tuple[Tensor, Tensor]:
     return torch.randn(m, k, device=device).to(dtype), torch.randn(k, n, device=device).to(dtype)
 
 
-class Asked:
-    """Stands for a CUDA tensor of any size."""
-
-    def __init__(self, *shape, dtype=torch.bfloat16, device="cuda"):
-        self.shape, self.dtype, self.device = shape, dtype, torch.device(device)
-
-    def __matmul__(self, other):
-        return "aten"
-
-
-@pytest.fixture
-def choice(monkeypatch):
-    """Who serves `short.mm(a, b)`."""
-    monkeypatch.setattr(torch.ops.megacpp, "short_mm", lambda a, b: "cublaslt")
-    return short.mm
-
-
 BIG = 1 << 13
 
 
-def test_short_serves_a_large_product_with_a_short_contraction(choice):
-    for dtype in (torch.bfloat16, torch.float16):
-        assert choice(Asked(BIG, 512, dtype=dtype), Asked(512, BIG, dtype=dtype)) == "cublaslt"
-    assert choice(Asked(short.MIN_BYTES // 2 // 64, 64), Asked(64, 64)) == "cublaslt"
+def asked(a: tuple[int, int], b: tuple[int, int], dtype=torch.bfloat16, other=None, device="cuda", turned=False):
+    """Fake operands, so that any size will do; `turned`: the left one lies across."""
+    left = torch.empty(a[::-1], dtype=dtype, device=device).t() if turned else torch.empty(a, dtype=dtype, device=device)
+    return left, torch.empty(b, dtype=other or dtype, device=device)
 
 
-@pytest.mark.parametrize(
-    ("a", "b"),
-    [
-        (Asked(BIG, 1025), Asked(1025, BIG)),
-        (Asked(64, 512), Asked(512, 64)),
-        (Asked(short.MIN_BYTES // 2 // 64 - 1, 64), Asked(64, 64)),
-        (Asked(BIG, 512, dtype=torch.float32), Asked(512, BIG, dtype=torch.float32)),
-        (Asked(BIG, 512), Asked(512, BIG, dtype=torch.float16)),
-        (Asked(BIG, 512, device="cpu"), Asked(512, BIG, device="cpu")),
-        (Asked("a symbol", 512), Asked(512, BIG)),
-    ],
-    ids=["long", "small", "just too small", "float32", "two dtypes", "cpu", "symbolic"],
-)
-def test_short_leaves_the_others_to_inductor(choice, a, b):
-    assert choice(a, b) == "aten"
+WORTH = {
+    "a short contraction": ((BIG, 512), (512, BIG), {}),
+    "float16": ((BIG, 512), (512, BIG), {"dtype": torch.float16}),
+    "just large enough": ((tuned.LARGE_BYTES // 2 // 64, 64), (64, 64), {}),
+    "a long contraction": ((BIG, BIG), (BIG, 1024), {}),
+}
+NOT_WORTH = {
+    "small": ((64, 512), (512, 64), {}),
+    "just too small": ((tuned.LARGE_BYTES // 2 // 64 - 1, 64), (64, 64), {}),
+    "long and few": ((256, BIG), (BIG, 1024), {}),
+    "so large that trying takes long": ((8 * BIG, BIG), (BIG, BIG), {}),
+    "float32": ((BIG, 512), (512, BIG), {"dtype": torch.float32}),
+    "cpu": ((BIG, 512), (512, BIG), {"device": "cpu"}),
+    "a sum over tokens": ((BIG, BIG), (BIG, 1024), {"turned": True}),
+}
+CASES = [(*case, True) for case in WORTH.values()] + [(*case, False) for case in NOT_WORTH.values()]
+
+
+@pytest.mark.parametrize(("a", "b", "kinds", "worth"), CASES, ids=[*WORTH, *NOT_WORTH])
+def test_which_products_are_tuned(a, b, kinds, worth):
+    """In a graph, and in a lowering, which leaves the others to Inductor as well."""
+    with FakeTensorMode():
+        gm = make_fx(torch.mm)(*asked(a, b, **kinds))
+        lowered = make_fx(tuned.mm)(*asked(a, b, **kinds))
+    TuneProducts()(gm.graph)
+    for graph in (gm.graph, lowered.graph):
+        (node,) = [n for n in graph.nodes if n.op == "call_function" and n.target is not aten.t.default]
+        assert node.target is (torch.ops.megacpp.tuned_mm.default if worth else aten.mm.default)
+        assert node.meta["val"].shape == (a[0], b[1])
+
+
+def test_symbolic_sizes_are_inductors():
+    shapes = torch.fx.experimental.symbolic_shapes.ShapeEnv()
+    mode = FakeTensorMode(shape_env=shapes)
+    a, b = (mode.from_tensor(t) for t in operands(64, 32, 64))
+    assert all(isinstance(n, torch.SymInt) for n in a.shape)
+    gm = make_fx(torch.mm)(a, b)
+    TuneProducts()(gm.graph)
+    assert products(gm.graph) == 1
 
 
 @pytest.mark.parametrize("option", ["max_autotune", "max_autotune_gemm"])
-def test_short_leaves_the_choice_to_max_autotune(choice, option):
-    with inductor_config.patch({option: True}):
-        assert choice(Asked(BIG, 512), Asked(512, BIG)) == "aten"
+def test_max_autotune_has_its_own_choice(option):
+    with FakeTensorMode():
+        gm = make_fx(torch.mm)(*asked((BIG, 512), (512, BIG)))
+        with inductor_config.patch({option: True}):
+            TuneProducts()(gm.graph)
+            lowered = make_fx(tuned.mm)(*asked((BIG, 512), (512, BIG)))
+    assert products(gm.graph) == products(lowered.graph) == 1
 
 
-def test_short_on_cpu():
+def test_what_is_concatenated_stays():
+    """Inductor has both written into the result."""
+    with FakeTensorMode():
+        a, b = asked((BIG, 512), (512, BIG))
+        gm = make_fx(lambda a, b: torch.cat((a @ b, a @ b), 1))(a, b)
+    TuneProducts()(gm.graph)
+    assert products(gm.graph) == 2
+
+
+def scaled(m=BIG, k=512, n=BIG, device="cuda", fast=True, rows=False, dtype=torch.bfloat16, bias=False):
+    """Arguments of `torch._scaled_mm`."""
+    a = torch.empty(m, k, device=device, dtype=torch.float8_e4m3fn)
+    b = torch.empty(n, k, device=device, dtype=torch.float8_e4m3fn).t()
+    scales = [torch.ones(shape if rows else (), device=device) for shape in ((m, 1), (1, n))]
+    return (a, b, *scales, torch.empty(n, device=device, dtype=dtype) if bias else None, None, dtype, fast)
+
+
+@pytest.mark.parametrize(
+    ("how", "worth"),
+    [({}, True), ({"fast": False}, True), ({"rows": True}, False), ({"dtype": torch.float32}, False),
+     ({"bias": True}, False), ({"m": 64}, False)],
+    ids=["one scale", "exact", "a scale a row", "into float32", "bias", "small"],
+)  # fmt: skip
+def test_which_products_of_payloads_are_tuned(how, worth):
+    with FakeTensorMode():
+        gm = make_fx(torch._scaled_mm)(*scaled(**how))
+    TuneProducts()(gm.graph)
+    gm.graph.lint()
+    targets = [n.target for n in gm.graph.nodes if n.op == "call_function" and "scaled_mm" in str(n.target)]
+    assert targets == [torch.ops.megacpp.tuned_scaled_mm.default if worth else aten._scaled_mm.default]
+    if worth:
+        (node,) = gm.graph.find_nodes(op="call_function", target=targets[0])
+        assert node.args[4:] == (torch.bfloat16, how.get("fast", True)) and not node.kwargs
+
+
+def test_tuned_on_cpu():
     a, b = operands()
-    torch.testing.assert_close(short.mm(a, b), a @ b)
-    opcheck(short.short_mm, (a, b))
+    torch.testing.assert_close(tuned.mm(a, b), a @ b)
+    opcheck(tuned.tuned_mm, (a, b))
+
+
+def test_tuned_products_compile(monkeypatch):
+    """In the place of Inductor's own, on operands whose layouts it would be free to choose."""
+    monkeypatch.setattr(tuned, "_worth", lambda a, b: True)
+
+    def function(x, w, scale):
+        x8, w8 = (t.relu().to(torch.float8_e4m3fn) for t in (x, w))
+        y = torch._scaled_mm(x8.flatten(0, -2), w8.t(), scale, scale, out_dtype=torch.bfloat16, use_fast_accum=True)
+        return (y * 2) @ w.to(torch.bfloat16)
+
+    x, w, scale = torch.randn(2, 16, 64), torch.randn(48, 64), torch.tensor(0.5)
+    graphs: list[fx.Graph] = []
+
+    class Spy(TuneProducts):
+        def run(self, graph):
+            super().run(graph)
+            graphs.append(graph)
+
+    with inductor_config.patch(post_grad_custom_post_pass=Spy(), force_disable_caches=True):
+        got = torch.compile(function)(x, w, scale)
+    (graph,) = graphs
+    for op in (torch.ops.megacpp.tuned_mm.default, torch.ops.megacpp.tuned_scaled_mm.default):
+        assert len(graph.find_nodes(op="call_function", target=op)) == 1
+    torch.testing.assert_close(got, function(x, w, scale), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_tuning_is_an_option_and_for_cuda(on):
+    """The user's own pass comes first, and the option takes only ours away."""
+    seen: list[str] = []
+    given = {"post_grad_custom_post_pass": lambda graph: seen.append("the user's")}
+    for target in ("cpu", "cuda"):
+        gave = handoff.products(handoff.Settings(target, Config(tune_products=on), given))
+        if on and target == "cuda":
+            assert isinstance(gave["post_grad_custom_post_pass"], TuneProducts)
+            gave["post_grad_custom_post_pass"](fx.Graph())
+            assert seen == ["the user's"]
+        else:
+            assert gave == given
 
 
 # --- cublaslt
@@ -280,6 +370,7 @@ def laid(t: Tensor, how: str) -> Tensor:
 def every_candidate(monkeypatch):
     """Take the fastest candidate, also where torch's own choice is as good: what is tested is what they compute."""
     monkeypatch.setattr(cublaslt, "_WORTH", 1e9)
+    monkeypatch.setattr(torch, "equal", lambda a, b: True)
     monkeypatch.setattr(cublaslt, "_products", {})
 
 
@@ -359,7 +450,43 @@ def test_cublaslt_on_another_stream(every_candidate):
 
 @pytest.mark.cuda
 @needs_gpu
-def test_short_mm_is_an_op():
-    opcheck(short.short_mm, operands(64, 32, 48, device="cuda"))
+def test_tuned_ops():
+    opcheck(tuned.tuned_mm, operands(64, 32, 48, device="cuda"))
     a, b = operands(BIG, 512, BIG // 4, device="cuda")
-    torch.testing.assert_close(short.mm(a, b), a @ b)
+    torch.testing.assert_close(tuned.mm(a, b), a @ b, rtol=0, atol=0)
+
+
+def payloads(m=256, k=512, n=384, right=torch.float8_e4m3fn) -> list[Tensor]:
+    """Arguments of `scaled_mm`, with scales that are no powers of two."""
+    a = torch.randn(m, k, device="cuda").to(torch.float8_e4m3fn)
+    b = torch.randn(n, k, device="cuda").to(right).t()
+    return [a, b, torch.tensor(0.7, device="cuda"), torch.tensor([[1.3]], device="cuda")]
+
+
+@pytest.mark.cuda
+@needs_gpu
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9), reason="a device without float8"
+)
+@pytest.mark.parametrize("fast", [True, False], ids=["fast", "exact"])
+@pytest.mark.parametrize("right", [torch.float8_e4m3fn, torch.float8_e5m2], ids=["e4m3", "e5m2"])
+def test_products_of_payloads_agree_with_torch(every_candidate, fast, right):
+    """And read the scales of every call, not of the first."""
+    for factor in (1.0, 3.0):
+        a, b, a_scale, b_scale = payloads(right=right)
+        a_scale = a_scale * factor
+        want = a.double() @ b.double() * a_scale.double() * b_scale.double()
+        got = cublaslt.scaled_mm(a, b, a_scale, b_scale, torch.bfloat16, fast)
+        torch.testing.assert_close(got.double(), want, rtol=2**-7, atol=0.05 * factor)
+        plain = torch._scaled_mm(a, b, a_scale, b_scale, out_dtype=torch.bfloat16, use_fast_accum=fast)
+        assert (got.float() - plain.float()).norm() <= 2**-9 * plain.float().norm()
+    assert len(cublaslt._products) == 1 and all(cublaslt._products.values())
+
+
+@pytest.mark.cuda
+@needs_gpu
+def test_other_bits_are_not_taken(monkeypatch, every_candidate):
+    monkeypatch.setattr(torch, "equal", lambda a, b: False)
+    a, b = operands(256, 512, 384, device="cuda")
+    cublaslt.mm(a, b)
+    assert [*cublaslt._products.values()] == [None]

@@ -1,9 +1,9 @@
-"""Half-precision GEMMs by the fastest of cuBLASLt's own candidates.
+"""GEMMs of half precision and of fp8 payloads by the fastest of cuBLASLt's own candidates.
 
-`torch.mm` takes the first kernel cuBLASLt's heuristic names. The heuristic ranks without running, and for the shapes of
-MLA (a contraction over a latent of 512) a later candidate is often 10 % faster. Here each shape's candidates are timed
-once per process, on the first call, beside torch's own, and the fastest serves from then on. Same library, same
-arithmetic: float32 accumulation, and split-k sums in float32. Not under `torch.use_deterministic_algorithms`.
+`torch.mm` and `torch._scaled_mm` take the first kernel cuBLASLt's heuristic names. The heuristic ranks without running;
+for `x @ w.T` a later candidate is often 10 % faster. Here each shape's candidates are timed once per process, on the
+first call, beside torch's own, and the fastest serves from then on, if what it computes there is torch's to the last
+bit. Not under `torch.use_deterministic_algorithms`.
 
 The C API is called through ctypes on the libcublasLt that torch itself has loaded; numbers are from cublasLt.h
 (https://docs.nvidia.com/cuda/cublas/, section "cuBLASLt Data Types Reference").
@@ -14,8 +14,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+import threading
 from collections.abc import Callable
-from ctypes import byref, c_float, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
+from ctypes import byref, c_float, c_int8, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 from typing import Any
 
 import torch
@@ -23,15 +24,20 @@ from torch import Tensor
 
 log = logging.getLogger(__name__)
 
-_DATA_TYPE = {torch.float16: 2, torch.bfloat16: 14}
+Scales = tuple[Tensor, Tensor] | None
+
+_HALF = {torch.float16: 2, torch.bfloat16: 14}
+_DATA_TYPE = {**_HALF, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}
 _FLOAT32, _COMPUTE_FLOAT32 = 0, 68
-_TRANSPOSE_A, _TRANSPOSE_B = 3, 4
+_TRANSPOSE_A, _TRANSPOSE_B, _SCALE_A, _SCALE_B, _FAST = 3, 4, 17, 18, 25
 _MAX_WORKSPACE, _REDUCTION_SCHEMES, _ALIGNMENT_A = 1, 3, 5
 _SUM_IN_COMPUTE_TYPE = 2
 _WORKSPACE = 32 << 20
 _CANDIDATES = 16
-_ROUNDS = 12
-# A candidate serves where it takes at most this part of torch's time.
+_ROUNDS, _FIRST_ROUNDS = 8, 2
+# What is so far behind after the first rounds is not run again.
+_BEHIND = 1.1
+# A candidate serves where it takes at most this part of the time of torch's choice.
 _WORTH = 0.97
 
 
@@ -85,19 +91,33 @@ class Product:
     """One shape's product `out = a @ b`, prepared: descriptors, and the algorithm that won.
 
     a: [m, k] and b: [k, n], each with one stride of 1; out: [m, n] row-major. In cuBLAS's column-major terms that is
-    out^T = b^T a^T, so b comes first.
+    out^T = b^T a^T, so b comes first. scales: of fp8 payloads a and b, whose k is adjacent; like is how torch computes
+    the same into a tensor it is given.
     """
 
-    def __init__(self, a: Tensor, b: Tensor, out: Tensor) -> None:
-        lib, kind = _library(), _DATA_TYPE[a.dtype]
+    def __init__(
+        self, a: Tensor, b: Tensor, out: Tensor, like: Callable[[Tensor], Any], scales: Scales, fast: bool
+    ) -> None:
+        lib = _library()
         self.device, self.alpha, self.beta = a.device.index, c_float(1.0), c_float(0.0)
+        self.lock = threading.Lock()  # a call's scales are the descriptor's
         _check(lib.cublasLtMatmulDescCreate(byref(desc := c_void_p()), _COMPUTE_FLOAT32, _FLOAT32), "desc")
         self.desc = desc
-        for attribute, t in ((_TRANSPOSE_A, b), (_TRANSPOSE_B, a)):
-            flag = c_int32(int(t.stride(1) != 1))
-            _check(lib.cublasLtMatmulDescSetAttribute(desc, attribute, byref(flag), c_size_t(4)), "transpose")
-        self.layouts = [self._layout(kind, t) for t in (b, a, out)]
-        self.algorithm = self._best(a, b, out, self._candidates(a, b, out))
+        self._set(_TRANSPOSE_A, c_int32(int(b.stride(1) != 1)))
+        self._set(_TRANSPOSE_B, c_int32(int(a.stride(1) != 1)))
+        if scales is not None:
+            self._set(_FAST, c_int8(fast))
+            self._scaled_by(scales)
+        self.layouts = [self._layout(_DATA_TYPE[t.dtype], t) for t in (b, a, out)]
+        self.algorithm = self._best(a, b, out, like, scales, self._candidates(a, b, out))
+
+    def _set(self, attribute: int, setting: Any) -> None:
+        size = c_size_t(ctypes.sizeof(setting))
+        _check(_library().cublasLtMatmulDescSetAttribute(self.desc, attribute, byref(setting), size), "attribute")
+
+    def _scaled_by(self, scales: tuple[Tensor, Tensor]) -> None:
+        self._set(_SCALE_A, c_void_p(scales[1].data_ptr()))
+        self._set(_SCALE_B, c_void_p(scales[0].data_ptr()))
 
     def _layout(self, kind: int, t: Tensor) -> c_void_p:
         rows, columns = (t.shape[1], t.shape[0]) if t.stride(1) == 1 else (t.shape[0], t.shape[1])
@@ -129,17 +149,16 @@ class Product:
         _check(status, "no algorithm")
         return list(found[: count.value])
 
-    def _best(self, a: Tensor, b: Tensor, out: Tensor, candidates: list[_Candidate]) -> _Candidate | None:
-        """The fastest, timed in turns into a buffer of its own; None where torch's choice is as good."""
-        scratch = torch.empty_like(out)
-
-        def plain() -> None:
-            torch.mm(a, b, out=scratch)
+    def _best(
+        self, a: Tensor, b: Tensor, out: Tensor, like: Callable[[Tensor], Any], scales: Scales,
+        candidates: list[_Candidate],
+    ) -> _Candidate | None:  # fmt: skip
+        """The fastest, timed in turns; None where torch's choice is as good, or other bits come out."""
 
         def with_(candidate: _Candidate) -> Callable[[], None]:
-            return lambda: self.run(a, b, scratch, candidate)
+            return lambda: self.run(a, b, out, scales, candidate)
 
-        calls: dict[int, Callable[[], None]] = {-1: plain, **{i: with_(c) for i, c in enumerate(candidates)}}
+        calls: dict[int, Callable[[], Any]] = {-1: lambda: like(out), **{i: with_(c) for i, c in enumerate(candidates)}}
         times: dict[int, list[float]] = {i: [] for i in calls}
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         for turn in range(_ROUNDS + 1):
@@ -154,24 +173,35 @@ class Product:
                 end.synchronize()
                 if turn:
                     times[i].append(start.elapsed_time(end))
-            if turn == 2:  # what is far behind need not be run again
+            if turn == _FIRST_ROUNDS:
                 least = min(min(t) for t in times.values())
-                times = {i: t for i, t in times.items() if i < 0 or min(t) < 1.15 * least}
+                times = {i: t for i, t in times.items() if i <= 0 or min(t) < _BEHIND * least}
         middle = {i: sorted(t)[len(t) // 2] for i, t in times.items()}
         best = min(middle, key=middle.__getitem__)
-        return candidates[best] if middle[best] < _WORTH * middle[-1] else None
+        # The first candidate is torch's, but for what torch's call itself takes.
+        if best < 0 or middle[best] >= _WORTH * min(middle[-1], middle.get(0, middle[-1])):
+            return None
+        like(want := torch.empty_like(out))
+        calls[best]()
+        return candidates[best] if torch.equal(out, want) else None
 
-    def run(self, a: Tensor, b: Tensor, out: Tensor, algorithm: _Candidate | None = None) -> None:
+    def run(
+        self, a: Tensor, b: Tensor, out: Tensor, scales: Scales = None, algorithm: _Candidate | None = None
+    ) -> None:
         algorithm = algorithm or self.algorithm
         assert algorithm is not None
         stream = torch.cuda.current_stream(self.device).cuda_stream
         workspace = _workspace(self.device, stream)
         left, right, result = self.layouts
-        status = _library().cublasLtMatmul(
-            _handle(self.device), self.desc, byref(self.alpha), c_void_p(b.data_ptr()), left, c_void_p(a.data_ptr()),
-            right, byref(self.beta), c_void_p(out.data_ptr()), result, c_void_p(out.data_ptr()), result,
-            byref(algorithm), c_void_p(workspace.data_ptr()), c_size_t(_WORKSPACE), c_void_p(stream),
-        )  # fmt: skip
+        with self.lock:
+            if scales is not None:
+                self._scaled_by(scales)
+            status = _library().cublasLtMatmul(
+                _handle(self.device), self.desc, byref(self.alpha), c_void_p(b.data_ptr()), left,
+                c_void_p(a.data_ptr()), right, byref(self.beta), c_void_p(out.data_ptr()), result,
+                c_void_p(out.data_ptr()), result, byref(algorithm), c_void_p(workspace.data_ptr()),
+                c_size_t(_WORKSPACE), c_void_p(stream),
+            )  # fmt: skip
         _check(status, "cublasLtMatmul")
 
 
@@ -183,27 +213,30 @@ def _alignment(t: Tensor) -> int:
 _products: dict[tuple[Any, ...], Product | None] = {}
 
 
-def _product(a: Tensor, b: Tensor, out: Tensor) -> Product | None:
+def _product(
+    a: Tensor, b: Tensor, out: Tensor, like: Callable[[Tensor], Any], scales: Scales = None, fast: bool = False
+) -> Product | None:
     """The prepared product, or None where torch's own call serves. A shape first met while a CUDA graph is captured
     can't be timed; torch serves it, and it is looked at again later."""
     key = (
-        a.device.index, a.dtype, *a.shape, b.shape[1], a.stride(), b.stride(), out.stride(),
+        a.device.index, a.dtype, b.dtype, out.dtype, fast, *a.shape, b.shape[1], a.stride(), b.stride(), out.stride(),
         _alignment(a), _alignment(b), _alignment(out),
     )  # fmt: skip
     if key not in _products:
         if torch.cuda.is_current_stream_capturing():
             return None
-        _products[key] = _prepare(a, b, out)
+        _products[key] = _prepare(a, b, out, like, scales, fast)
     return _products[key]
 
 
-def _prepare(a: Tensor, b: Tensor, out: Tensor) -> Product | None:
-    one_dtype = a.dtype in _DATA_TYPE and a.dtype == b.dtype == out.dtype
+def _prepare(
+    a: Tensor, b: Tensor, out: Tensor, like: Callable[[Tensor], Any], scales: Scales, fast: bool
+) -> Product | None:
     dense = out.stride(1) == 1 and all(1 in t.stride() and t.numel() for t in (a, b))
-    if not one_dtype or not dense or not available() or torch.are_deterministic_algorithms_enabled():
+    if not dense or not available() or torch.are_deterministic_algorithms_enabled():
         return None
     try:
-        product = Product(a, b, out)
+        product = Product(a, b, out, like, scales, fast)
     except RuntimeError as error:
         log.warning("cublasLt candidates of %s x %s: %s", tuple(a.shape), tuple(b.shape), error)
         return None
@@ -213,8 +246,28 @@ def _prepare(a: Tensor, b: Tensor, out: Tensor) -> Product | None:
 def mm(a: Tensor, b: Tensor) -> Tensor:
     """`a @ b`; a: [m, k], b: [k, n]."""
     out = torch.empty((a.shape[0], b.shape[1]), dtype=a.dtype, device=a.device)
-    product = _product(a, b, out) if a.is_cuda else None
+
+    def like(into: Tensor) -> Tensor:
+        return torch.mm(a, b, out=into)
+
+    half = a.is_cuda and a.dtype in _HALF and b.dtype == a.dtype
+    product = _product(a, b, out, like) if half else None
     if product is None:
-        return torch.mm(a, b, out=out)
+        return like(out)
     product.run(a, b, out)
+    return out
+
+
+def scaled_mm(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
+    """`(a * a_scale) @ (b * b_scale)` of fp8 payloads a: [m, k], row-major, and b: [k, n], column-major, in `dtype`;
+    scales: float32, one number each."""
+    out = torch.empty((a.shape[0], b.shape[1]), dtype=dtype, device=a.device)
+
+    def like(into: Tensor) -> Tensor:
+        return torch._scaled_mm(a, b, a_scale, b_scale, out_dtype=dtype, use_fast_accum=fast, out=into)
+
+    product = _product(a, b, out, like, (a_scale, b_scale), fast) if a.is_cuda and dtype in _HALF else None
+    if product is None:
+        return like(out)
+    product.run(a, b, out, (a_scale, b_scale))
     return out

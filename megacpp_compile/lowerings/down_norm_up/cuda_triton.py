@@ -1,7 +1,7 @@
 """`down_norm_up` on CUDA: GEMMs as GEMMs, and one kernel for all that lies between those of backward.
 
 Forward is the reference's algebra: Inductor makes one pass of the norm, a hundredth of the GEMMs beside it; products
-that contract over the latent go to `gemm.short`. Folding the norm into a GEMM's epilogue would need a Triton GEMM,
+that contract over the latent go to `gemm.tuned`. Folding the norm into a GEMM's epilogue would need a Triton GEMM,
 which costs more than the pass saves (docs/kernels.md).
 Backward goes over the latents once. `down_norm_up_rows` reads a row of the recomputed latent and of the gradient of the
 normed latent and writes the normed latent (operand of the up-projection's weight gradient), the down-projection's
@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megacpp_compile.gemm import short
+from megacpp_compile.gemm import tuned
 from megacpp_compile.lowerings._triton_cast import as_stored
 from megacpp_compile.lowerings._triton_launch import Kernel, is_wide, power_of_2
 from megacpp_compile.lowerings.down_norm_up import reference
@@ -111,7 +111,7 @@ def down_norm_up(
     keep_latent: bool = False,
 ) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
     def project(normed: Tensor, w: Tensor) -> Tensor:
-        return short.mm(_flat(normed), w.t()).view((*normed.shape[:-1], w.shape[0]))
+        return tuned.mm(_flat(normed), w.t()).view((*normed.shape[:-1], w.shape[0]))
 
     return reference.down_norm_up(x, w_down, b_down, w_norm, w_up, eps, start, size, keep_latent, project)
 
@@ -152,5 +152,5 @@ def down_norm_up_backward(
         )  # fmt: skip
     d_norm = rrms.new_empty(0) if w_norm is None else sums.sum(0).to(w_norm.dtype)
     d_bias = rrms.new_empty(0) if b_down is None else d_down.to(rrms.dtype).sum(0).to(b_down.dtype)
-    d_x = short.mm(d_down, w_down).view(x.shape)
+    d_x = tuned.mm(d_down, w_down).view(x.shape)
     return d_x, d_down.t() @ flat_x, d_bias, d_norm, [grad.t() @ normed]
