@@ -207,6 +207,14 @@ def operands(m=4, k=8, n=16, dtype=torch.bfloat16, device="cpu") -> tuple[Tensor
 BIG = 1 << 13
 
 
+@pytest.fixture
+def gaining(monkeypatch):
+    """Every product that is tried has a faster candidate; the shapes that were tried."""
+    tried: list[tuple[int, ...]] = []
+    monkeypatch.setattr(cublaslt, "gains", lambda a, b, *_: tried.append((*a.shape, b.shape[1])) or True)
+    return tried
+
+
 def asked(a: tuple[int, int], b: tuple[int, int], dtype=torch.bfloat16, other=None, device="cuda", turned=False):
     """Fake operands, so that any size will do; `turned`: the left one lies across."""
     left = torch.empty(a[::-1], dtype=dtype, device=device).t() if turned else torch.empty(a, dtype=dtype, device=device)
@@ -232,7 +240,7 @@ CASES = [(*case, True) for case in WORTH.values()] + [(*case, False) for case in
 
 
 @pytest.mark.parametrize(("a", "b", "kinds", "worth"), CASES, ids=[*WORTH, *NOT_WORTH])
-def test_which_products_are_tuned(a, b, kinds, worth):
+def test_which_products_are_tuned(gaining, a, b, kinds, worth):
     """In a graph, and in a lowering, which leaves the others to Inductor as well."""
     with FakeTensorMode():
         gm = make_fx(torch.mm)(*asked(a, b, **kinds))
@@ -242,9 +250,19 @@ def test_which_products_are_tuned(a, b, kinds, worth):
         (node,) = [n for n in graph.nodes if n.op == "call_function" and n.target is not aten.t.default]
         assert node.target is (torch.ops.megacpp.tuned_mm.default if worth else aten.mm.default)
         assert node.meta["val"].shape == (a[0], b[1])
+    assert gaining == [(*a, b[1])] * 2 * worth
 
 
-def test_symbolic_sizes_are_inductors():
+def test_what_gains_nothing_stays(monkeypatch):
+    monkeypatch.setattr(cublaslt, "gains", lambda *_: False)
+    with FakeTensorMode():
+        for function in (torch.mm, tuned.mm):
+            gm = make_fx(function)(*asked((BIG, 512), (512, BIG)))
+            TuneProducts()(gm.graph)
+            assert products(gm.graph) == 1
+
+
+def test_symbolic_sizes_are_inductors(gaining):
     shapes = torch.fx.experimental.symbolic_shapes.ShapeEnv()
     mode = FakeTensorMode(shape_env=shapes)
     a, b = (mode.from_tensor(t) for t in operands(64, 32, 64))
@@ -255,7 +273,7 @@ def test_symbolic_sizes_are_inductors():
 
 
 @pytest.mark.parametrize("option", ["max_autotune", "max_autotune_gemm"])
-def test_max_autotune_has_its_own_choice(option):
+def test_max_autotune_has_its_own_choice(gaining, option):
     with FakeTensorMode():
         gm = make_fx(torch.mm)(*asked((BIG, 512), (512, BIG)))
         with inductor_config.patch({option: True}):
@@ -264,7 +282,7 @@ def test_max_autotune_has_its_own_choice(option):
     assert products(gm.graph) == products(lowered.graph) == 1
 
 
-def test_what_is_concatenated_stays():
+def test_what_is_concatenated_stays(gaining):
     """Inductor has both written into the result."""
     with FakeTensorMode():
         a, b = asked((BIG, 512), (512, BIG))
@@ -287,7 +305,7 @@ def scaled(m=BIG, k=512, n=BIG, device="cuda", fast=True, rows=False, dtype=torc
      ({"bias": True}, False), ({"m": 64}, False)],
     ids=["one scale", "exact", "a scale a row", "into float32", "bias", "small"],
 )  # fmt: skip
-def test_which_products_of_payloads_are_tuned(how, worth):
+def test_which_products_of_payloads_are_tuned(gaining, how, worth):
     with FakeTensorMode():
         gm = make_fx(torch._scaled_mm)(*scaled(**how))
     TuneProducts()(gm.graph)
@@ -305,7 +323,7 @@ def test_tuned_on_cpu():
     opcheck(tuned.tuned_mm, (a, b))
 
 
-def test_tuned_products_compile(monkeypatch):
+def test_tuned_products_compile(gaining, monkeypatch):
     """In the place of Inductor's own, on operands whose layouts it would be free to choose."""
     monkeypatch.setattr(tuned, "_worth", lambda a, b: True)
 
@@ -370,6 +388,7 @@ def laid(t: Tensor, how: str) -> Tensor:
 def every_candidate(monkeypatch):
     """Take the fastest candidate, also where torch's own choice is as good: what is tested is what they compute."""
     monkeypatch.setattr(cublaslt, "_WORTH", 1e9)
+    monkeypatch.setattr(cublaslt, "_LEAST", -1e9)
     monkeypatch.setattr(torch, "equal", lambda a, b: True)
     monkeypatch.setattr(cublaslt, "_products", {})
 
@@ -481,6 +500,26 @@ def test_products_of_payloads_agree_with_torch(every_candidate, fast, right):
         plain = torch._scaled_mm(a, b, a_scale, b_scale, out_dtype=torch.bfloat16, use_fast_accum=fast)
         assert (got.float() - plain.float()).norm() <= 2**-9 * plain.float().norm()
     assert len(cublaslt._products) == 1 and all(cublaslt._products.values())
+
+
+@pytest.mark.cuda
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=["bfloat16", "float8"])
+def test_products_are_tried_on_operands_of_their_own(every_candidate, dtype):
+    """Of fake ones; and draw no random numbers of the caller's. What was tried serves from then on."""
+    if dtype.itemsize == 1 and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("a device without float8")
+    before = torch.cuda.get_rng_state()
+    with FakeTensorMode():
+        a, b = (torch.empty(256, 512, device="cuda").to(dtype) for _ in range(2))
+        assert cublaslt.gains(a, b.t(), torch.bfloat16)
+    assert (torch.cuda.get_rng_state() == before).all() and len(cublaslt._products) == 1
+    real = [torch.randn(256, 512, device="cuda").to(dtype) for _ in range(2)]
+    if dtype.itemsize == 1:
+        cublaslt.scaled_mm(real[0], real[1].t(), *torch.ones(2, device="cuda"), torch.bfloat16, False)
+    else:
+        cublaslt.mm(real[0], real[1].t())
+    assert len(cublaslt._products) == 1
 
 
 @pytest.mark.cuda

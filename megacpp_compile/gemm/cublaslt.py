@@ -1,9 +1,9 @@
 """GEMMs of half precision and of fp8 payloads by the fastest of cuBLASLt's own candidates.
 
 `torch.mm` and `torch._scaled_mm` take the first kernel cuBLASLt's heuristic names. The heuristic ranks without running;
-for `x @ w.T` a later candidate is often 10 % faster. Here each shape's candidates are timed once per process, on the
-first call, beside torch's own, and the fastest serves from then on, if what it computes there is torch's to the last
-bit. Not under `torch.use_deterministic_algorithms`.
+for `x @ w.T` a later candidate is often 10 % faster. Here each shape's candidates are timed once per process, beside
+torch's own, when a graph with it is compiled or else on the first call, and the fastest serves from then on, if what it
+computes there is torch's to the last bit. Not under `torch.use_deterministic_algorithms`.
 
 The C API is called through ctypes on the libcublasLt that torch itself has loaded; numbers are from cublasLt.h
 (https://docs.nvidia.com/cuda/cublas/, section "cuBLASLt Data Types Reference").
@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 log = logging.getLogger(__name__)
 
@@ -37,8 +38,13 @@ _CANDIDATES = 16
 _ROUNDS, _FIRST_ROUNDS = 8, 2
 # What is so far behind after the first rounds is not run again.
 _BEHIND = 1.1
-# A candidate serves where it takes at most this part of the time of torch's choice.
-_WORTH = 0.97
+# A candidate serves where it takes at most this part of the time of torch's choice, and saves more, in ms, than a call
+# from here costs beyond one from Inductor's code.
+_WORTH, _LEAST = 0.97, 0.010
+# Bytes to which operands have to be aligned, as memory from an allocator is.
+_ALIGNED = 16
+# Of an fp8 payload's bytes those below this are finite numbers, in either format.
+_FP8_PATTERNS = 0x78
 
 
 class _Candidate(ctypes.Structure):
@@ -59,7 +65,9 @@ def _library() -> ctypes.CDLL:
         paths = {line.split()[-1] for line in maps if "libcublasLt.so" in line}
     if not paths:
         raise OSError("torch has loaded no libcublasLt")
-    return ctypes.CDLL(min(paths))
+    library = ctypes.CDLL(min(paths))
+    library.cublasLtMatmul.argtypes = [c_void_p] * 14 + [c_size_t, c_void_p]
+    return library
 
 
 def _check(status: int, what: str) -> None:
@@ -135,7 +143,7 @@ class Product:
         settings: list[tuple[int, Any]] = [
             (_MAX_WORKSPACE, c_uint64(_WORKSPACE)),
             (_REDUCTION_SCHEMES, c_uint32(_SUM_IN_COMPUTE_TYPE)),
-            *((_ALIGNMENT_A + i, c_uint32(_alignment(t))) for i, t in enumerate((b, a, out, out))),
+            *((_ALIGNMENT_A + i, c_uint32(_ALIGNED)) for i in range(4)),
         ]
         for attribute, setting in settings:
             size = c_size_t(ctypes.sizeof(setting))
@@ -179,7 +187,8 @@ class Product:
         middle = {i: sorted(t)[len(t) // 2] for i, t in times.items()}
         best = min(middle, key=middle.__getitem__)
         # The first candidate is torch's, but for what torch's call itself takes.
-        if best < 0 or middle[best] >= _WORTH * min(middle[-1], middle.get(0, middle[-1])):
+        torchs = min(middle[-1], middle.get(0, middle[-1]))
+        if best < 0 or middle[best] > min(_WORTH * torchs, torchs - _LEAST):
             return None
         like(want := torch.empty_like(out))
         calls[best]()
@@ -191,37 +200,36 @@ class Product:
         algorithm = algorithm or self.algorithm
         assert algorithm is not None
         stream = torch.cuda.current_stream(self.device).cuda_stream
-        workspace = _workspace(self.device, stream)
+        workspace = _workspace(self.device, stream).data_ptr()
         left, right, result = self.layouts
+        target = out.data_ptr()
         with self.lock:
             if scales is not None:
                 self._scaled_by(scales)
             status = _library().cublasLtMatmul(
-                _handle(self.device), self.desc, byref(self.alpha), c_void_p(b.data_ptr()), left,
-                c_void_p(a.data_ptr()), right, byref(self.beta), c_void_p(out.data_ptr()), result,
-                c_void_p(out.data_ptr()), result, byref(algorithm), c_void_p(workspace.data_ptr()),
-                c_size_t(_WORKSPACE), c_void_p(stream),
+                _handle(self.device), self.desc, byref(self.alpha), b.data_ptr(), left, a.data_ptr(), right,
+                byref(self.beta), target, result, target, result, byref(algorithm), workspace, _WORKSPACE, stream,
             )  # fmt: skip
         _check(status, "cublasLtMatmul")
 
 
-def _alignment(t: Tensor) -> int:
-    pointer = t.data_ptr()
-    return min(256, pointer & -pointer)
+def _aligned(*tensors: Tensor) -> bool:
+    return not any(t.data_ptr() % _ALIGNED for t in tensors)
 
+
+Like = Callable[[Tensor], Any]
 
 _products: dict[tuple[Any, ...], Product | None] = {}
 
 
 def _product(
-    a: Tensor, b: Tensor, out: Tensor, like: Callable[[Tensor], Any], scales: Scales = None, fast: bool = False
+    a: Tensor, b: Tensor, out: Tensor, like: Like, scales: Scales = None, fast: bool = False
 ) -> Product | None:
     """The prepared product, or None where torch's own call serves. A shape first met while a CUDA graph is captured
     can't be timed; torch serves it, and it is looked at again later."""
-    key = (
-        a.device.index, a.dtype, b.dtype, out.dtype, fast, *a.shape, b.shape[1], a.stride(), b.stride(), out.stride(),
-        _alignment(a), _alignment(b), _alignment(out),
-    )  # fmt: skip
+    key = a.device.index, a.dtype, b.dtype, out.dtype, fast, a.shape, b.shape, a.stride(), b.stride()
+    if not _aligned(a, b, out):
+        return None
     if key not in _products:
         if torch.cuda.is_current_stream_capturing():
             return None
@@ -229,45 +237,80 @@ def _product(
     return _products[key]
 
 
-def _prepare(
-    a: Tensor, b: Tensor, out: Tensor, like: Callable[[Tensor], Any], scales: Scales, fast: bool
-) -> Product | None:
-    dense = out.stride(1) == 1 and all(1 in t.stride() and t.numel() for t in (a, b))
+def _prepare(a: Tensor, b: Tensor, out: Tensor, like: Like, scales: Scales, fast: bool) -> Product | None:
+    dense = all(1 in t.stride() and t.numel() for t in (a, b))
     if not dense or not available() or torch.are_deterministic_algorithms_enabled():
         return None
     try:
         product = Product(a, b, out, like, scales, fast)
-    except RuntimeError as error:
+    except RuntimeError as error:  # no memory to try it in, too
         log.warning("cublasLt candidates of %s x %s: %s", tuple(a.shape), tuple(b.shape), error)
         return None
     return product if product.algorithm is not None else None
 
 
-def mm(a: Tensor, b: Tensor) -> Tensor:
-    """`a @ b`; a: [m, k], b: [k, n]."""
+def _mm(a: Tensor, b: Tensor) -> tuple[Product | None, Tensor, Like]:
     out = torch.empty((a.shape[0], b.shape[1]), dtype=a.dtype, device=a.device)
 
     def like(into: Tensor) -> Tensor:
         return torch.mm(a, b, out=into)
 
     half = a.is_cuda and a.dtype in _HALF and b.dtype == a.dtype
-    product = _product(a, b, out, like) if half else None
+    return _product(a, b, out, like) if half else None, out, like
+
+
+def mm(a: Tensor, b: Tensor) -> Tensor:
+    """`a @ b`; a: [m, k], b: [k, n]."""
+    product, out, like = _mm(a, b)
     if product is None:
         return like(out)
     product.run(a, b, out)
     return out
 
 
-def scaled_mm(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
-    """`(a * a_scale) @ (b * b_scale)` of fp8 payloads a: [m, k], row-major, and b: [k, n], column-major, in `dtype`;
-    scales: float32, one number each."""
+def _scaled(
+    a: Tensor, b: Tensor, scales: tuple[Tensor, Tensor], dtype: torch.dtype, fast: bool
+) -> tuple[Product | None, Tensor, Like]:
     out = torch.empty((a.shape[0], b.shape[1]), dtype=dtype, device=a.device)
 
     def like(into: Tensor) -> Tensor:
-        return torch._scaled_mm(a, b, a_scale, b_scale, out_dtype=dtype, use_fast_accum=fast, out=into)
+        return torch._scaled_mm(a, b, *scales, out_dtype=dtype, use_fast_accum=fast, out=into)
 
-    product = _product(a, b, out, like, (a_scale, b_scale), fast) if a.is_cuda and dtype in _HALF else None
+    return _product(a, b, out, like, scales, fast) if a.is_cuda and dtype in _HALF else None, out, like
+
+
+def scaled_mm(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
+    """`(a * a_scale) @ (b * b_scale)` of fp8 payloads a: [m, k], row-major, and b: [k, n], column-major, in `dtype`;
+    scales: float32, one number each."""
+    scales = a_scale, b_scale
+    product, out, like = _scaled(a, b, scales, dtype, fast)
     if product is None:
         return like(out)
-    product.run(a, b, out, (a_scale, b_scale))
+    product.run(a, b, out, scales)
     return out
+
+
+def gains(a: Tensor, b: Tensor, dtype: torch.dtype, fast: bool = False) -> bool:
+    """Whether a candidate is faster than torch's choice for such a product, of half precision or of fp8 payloads into
+    `dtype`: tried on operands of the shapes, strides and device of `a` and `b`, which may be fake, filled at random."""
+    if not available() or torch.cuda.is_current_stream_capturing():
+        return False
+    with _disable_current_modes(), torch.no_grad():
+        try:
+            left, right = (_filled(t) for t in (a, b))
+            if left.dtype in _HALF:
+                return _mm(left, right)[0] is not None
+            scale = torch.ones((), device=left.device)
+            return _scaled(left, right, (scale, scale), dtype, fast)[0] is not None
+        except torch.cuda.OutOfMemoryError:
+            return False
+
+
+def _filled(like: Tensor) -> Tensor:
+    """Random finite numbers, in `like`'s memory layout; the caller's own random numbers stay as they were to be."""
+    device = like.device
+    source = torch.Generator(device).manual_seed(0)
+    if like.dtype in _HALF:
+        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device).normal_(generator=source)
+    payload = torch.empty_strided(like.shape, like.stride(), dtype=torch.uint8, device=device)
+    return payload.random_(0, _FP8_PATTERNS, generator=source).view(like.dtype)

@@ -2,9 +2,9 @@
 
 Inductor hands a product to `torch.mm`, which takes the first kernel cuBLASLt's heuristic names. On an H200 a later one
 is 5 to 15 % faster for many products that a linear's forward and its input's gradient make; for the gradients of
-weights, which sum over tokens, the first is as good as any. `TuneProducts` puts these ops into a partitioned graph,
-behind Inductor's own patterns, where a product is large enough for that to outweigh a call from Python. Bits are
-`torch.mm`'s: see `cublaslt`.
+weights, which sum over tokens, the first is as good as any. `TuneProducts` tries the large products of a partitioned
+graph, behind Inductor's own patterns, and puts these ops where a candidate gains more than a call from Python costs.
+Bits are `torch.mm`'s: see `cublaslt`.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class TuneProducts(GraphPass):
             if _takes(node):
                 _become(node, torch.ops.megacpp.tuned_mm.default, node.args)
         for node in graph.find_nodes(op="call_function", target=aten._scaled_mm.default):
-            if (args := _scaled(node)) and _takes(node):
+            if (args := _scaled(node)) and _takes(node, args[-1]):
                 _become(node, torch.ops.megacpp.tuned_scaled_mm.default, args)
 
     def key(self) -> tuple[Any, ...]:
@@ -80,7 +80,9 @@ class TuneProducts(GraphPass):
 def mm(a: Tensor, b: Tensor) -> Tensor:
     """`a @ b` in a lowering: `tuned_mm` at once where that is worth it, which Inductor then joins with no sum."""
     half = a.dtype in _HALF and a.dtype == b.dtype
-    return torch.ops.megacpp.tuned_mm(a, b) if half and not _has_its_own() and _worth(a, b) else a @ b
+    if half and not _has_its_own() and _worth(a, b) and cublaslt.gains(a, b, a.dtype):
+        return torch.ops.megacpp.tuned_mm(a, b)
+    return a @ b
 
 
 def _has_its_own() -> bool:
@@ -91,18 +93,19 @@ def _has_its_own() -> bool:
 
 
 def _worth(a: Tensor, b: Tensor) -> bool:
-    """Whether a candidate may be worth its call."""
+    """Whether a candidate may be worth its call, so that it is worth trying."""
     m, k, n = *a.shape, b.shape[1]
     if a.device.type != "cuda" or not all(isinstance(size, int) for size in (m, k, n)) or a.stride(1) != 1:
         return False
     return (k <= SHORT and m * n * 2 >= LARGE_BYTES) or MIN_FLOPS <= 2 * m * k * n <= MAX_FLOPS
 
 
-def _takes(node: Node) -> bool:
-    """Whether a product's result is half precision and may gain. What is concatenated stays: Inductor has it written
-    in place."""
+def _takes(node: Node, fast: bool = False) -> bool:
+    """Whether a product's result is half precision, and a candidate gains. What is concatenated stays: Inductor has it
+    written in place."""
+    (a, b), dtype = map(value, node.args[:2]), value(node).dtype
     concatenated = any(user.target is aten.cat.default for user in node.users)
-    return value(node).dtype in _HALF and not concatenated and _worth(value(node.args[0]), value(node.args[1]))
+    return dtype in _HALF and not concatenated and _worth(a, b) and cublaslt.gains(a, b, dtype, fast)
 
 
 def _become(node: Node, op: Any, args: Sequence[Any]) -> None:
