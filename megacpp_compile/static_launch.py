@@ -13,7 +13,6 @@ environment as they start, but would keep it then for whatever the process compi
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,9 +23,8 @@ from torch.utils._triton import has_triton_package
 
 from megacpp_compile import log
 
+# A patch does not move it where TORCHINDUCTOR_STATIC_LAUNCH_USER_DEFINED_TRITON_KERNELS is in the environment.
 SETTING = "static_launch_user_defined_triton_kernels"
-# Torch's, for the setting. Whoever has it in the environment has decided, for the workers too.
-VARIABLE = "TORCHINDUCTOR_" + SETTING.upper()
 
 
 def start_workers(target: str) -> None:
@@ -58,9 +56,8 @@ def patches(gm: GraphModule, target: str, given: Mapping[str, Any]) -> dict[str,
 
 
 def _ours_to_set(target: str) -> bool:
-    if target != "cuda" or torch.version.hip is not None or not has_triton_package():
-        return False
-    return hasattr(inductor_config, SETTING) and VARIABLE not in os.environ
+    there = target == "cuda" and torch.version.hip is None and has_triton_package()
+    return there and hasattr(inductor_config, SETTING)
 
 
 def _has_kernels(gm: GraphModule) -> bool:

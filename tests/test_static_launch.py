@@ -17,7 +17,7 @@ from torch.fx import Graph, GraphModule
 from megacpp_compile import backend, static_launch
 from megacpp_compile.config import Config
 from megacpp_compile.handoff import Settings, plain_inductor, to_inductor
-from megacpp_compile.static_launch import SETTING, VARIABLE
+from megacpp_compile.static_launch import SETTING
 
 
 class Pool:
@@ -46,8 +46,7 @@ def started(monkeypatch):
         def cache_info(self):
             return type("Info", (), {"currsize": len(pools)})
 
-    for name in (VARIABLE, "TRITON_INTERPRET"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     process_pool = Process()
     monkeypatch.setattr(AsyncCompile, "process_pool", staticmethod(process_pool))
     monkeypatch.setattr(AsyncCompile, "use_process_pool", classmethod(lambda cls: bool(process_pool())))
@@ -113,11 +112,13 @@ def test_what_the_user_sets_goes_before(started, handed):
     assert handed[0][SETTING] is False and started[0].told[0][SETTING] is False
 
 
-@pytest.mark.parametrize("value", ["0", "1"])
+@pytest.mark.parametrize("value", [False, True])
 def test_the_environment_goes_before(started, handed, monkeypatch, value):
-    monkeypatch.setenv(VARIABLE, value)
+    """Torch reads it once, on import."""
+    monkeypatch.setattr(inductor_config._config[SETTING], "env_value_force", value)
     compiled()
-    assert SETTING not in handed[0] and SETTING not in started[0].told[0]
+    compiled(**{SETTING: not value})
+    assert [told[SETTING] for told in started[0].told] == [value, value]
 
 
 def test_kernels_of_the_users_own_are_left_as_they_were(started, handed, caplog):
@@ -164,7 +165,7 @@ def test_workers_start_before_a_cuda_frame_is_looked_at(started, eager_backend, 
     seen, analyse = [], backend.analyse
     monkeypatch.setattr(backend, "resolve_target", lambda *_: "cuda")
     monkeypatch.setattr(backend, "analyse", lambda *args: seen.append(len(started)) or analyse(*args))
-    torch.compile(nn.Linear(4, 4), backend="megacpp")(torch.ones(2, 4))
+    torch.compile(nn.Linear(4, 4), backend=backend.megacpp)(torch.ones(2, 4))
     assert seen == [1]
 
 
