@@ -28,8 +28,8 @@ SETTING = "static_launch_user_defined_triton_kernels"
 
 
 def start_workers(target: str) -> None:
-    """Start Inductor's compile workers, as `backend="inductor"` does before all else: seconds that pass while the frame
-    is looked at. Only for CUDA: there is nothing for them to do on CPU."""
+    """Start Inductor's compile workers, as `backend="inductor"` does before all else: seconds that pass while a model
+    is set up or a frame looked at. Only for CUDA: there is nothing for them to do on CPU."""
     if target != "cuda":
         return
     try:

@@ -1,4 +1,4 @@
-"""Who launches the kernels of a CUDA frame, as Inductor and its compile workers are told. None of it needs a GPU."""
+"""Who launches the kernels of a CUDA frame, as Inductor and its compile workers are told; on a GPU also who does."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from torch._inductor import config as inductor_config
 from torch._inductor.async_compile import AsyncCompile
 from torch.fx import Graph, GraphModule
 
+import megacpp_compile
+from benchmarks import models
 from megacpp_compile import backend, static_launch
 from megacpp_compile.config import Config
 from megacpp_compile.handoff import Settings, plain_inductor, to_inductor
@@ -169,6 +171,12 @@ def test_workers_start_before_a_cuda_frame_is_looked_at(started, eager_backend, 
     assert seen == [1]
 
 
+@pytest.mark.parametrize(("target", "pools"), [("auto", 0), ("cuda", 1)])
+def test_workers_start_when_blocks_are_set_up(started, target, pools):
+    megacpp_compile.compile(nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))), target=target)
+    assert len(started) == pools
+
+
 def test_workers_that_do_not_start_stop_nothing(started, monkeypatch, caplog):
     def fails():
         raise OSError("no more processes")
@@ -177,3 +185,32 @@ def test_workers_that_do_not_start_stop_nothing(started, monkeypatch, caplog):
     with caplog.at_level(logging.INFO, "megacpp_compile"):
         static_launch.start_workers("cuda")
     assert "no more processes" in caplog.text
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("by_torch", [True, False])
+def test_every_kernel_is_launched_by_torch(kernels_of_any_size, monkeypatch, by_torch):
+    """Compiled by workers, which are waited for, and on empty caches."""
+    from torch._inductor.runtime import triton_heuristics
+    from torch._inductor.utils import fresh_cache
+
+    made = []
+    for kind in (triton_heuristics.StaticTritonCompileResult, triton_heuristics.TritonCompileResult):
+
+        def make_launcher(self, kind=kind, original=kind.make_launcher):
+            made.append(kind.__name__)
+            return original(self)
+
+        monkeypatch.setattr(kind, "make_launcher", make_launcher)
+    torch._dynamo.reset()
+    cos, sin = models.rotary_tables(128, 32, torch.device("cuda"), torch.bfloat16)
+    layer = models.Layer(models.MLA(256, 4, 0, 128, 64, 32, 64), 256, 512).to("cuda", torch.bfloat16)
+    x = torch.randn(2, 128, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    options = {"require": {"mla_rope_kv": 1}, "inductor": {} if by_torch else {SETTING: False}}
+    AsyncCompile.wait_pool_ready()
+    with fresh_cache():
+        torch.compile(layer, backend=backend.megacpp, options=options)(x, cos, sin).sum().backward()
+    torch.cuda.synchronize()
+    assert "StaticTritonCompileResult" in made
+    assert ("TritonCompileResult" in made) is not by_torch
