@@ -46,6 +46,7 @@ from megacpp_compile.remat.tagging import describe
 from megacpp_compile.report import Frame, Miss, Site
 from megacpp_compile.sharding.pinning import Kin, pin_frame
 from megacpp_compile.sharding.plan import ShardingPlan
+from megacpp_compile.static_launch import start_workers
 from megacpp_compile.targets import by_torch_tpu, resolve_target
 
 MINIMUM_TORCH = (2, 9)
@@ -74,6 +75,8 @@ def compile_frame(
     checked: whether rules by name have been held against the whole model."""
     patches = {**mode_patches(mode), **config.inductor}
     target = resolve_target(config.target, example_inputs)
+    if kernels is None:
+        start_workers(target)
     authority.check(gm, config)
     if not checked:
         check_frame(gm, config)
@@ -123,7 +126,7 @@ def _compile(
         try:
             return lower(settings)
         except Exception as error:
-            if not _from_pattern_matcher(error):
+            if not handoff.from_pattern_matcher(error):
                 raise
             log.logger.info("frame %s: one of Inductor's patterns failed, compiled without them", result.frame.name)
             return lower(dataclasses.replace(settings, patches={**patches, "pattern_matcher": False}))
@@ -173,17 +176,6 @@ def refused(gm: GraphModule, result: Analysis) -> bool:
         result.outcome.sites.clear()
     result.not_kept("sizes known at run time only: traced again with graph breaks")
     return True
-
-
-def _from_pattern_matcher(error: BaseException) -> bool:
-    """Whether Inductor failed inside its pattern matcher. Torch 2.13's does on MLA in float32 on CPU with a batch of
-    one: its attention pattern 29 takes an axis of length one for another and traces a replacement that can't be."""
-    trace = error.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_globals.get("__name__") == "torch._inductor.pattern_matcher":
-            return True
-        trace = trace.tb_next
-    return False
 
 
 def check_torch(found: str | None = None) -> None:

@@ -61,7 +61,8 @@ class Config:
             the name of a recipe ("fp8_current"). None, the default, leaves all of them in the model's own dtype.
         sharding: how parameters are laid out over a mesh of XLA devices: a `ShardingPlan`, or a mapping of its fields.
             Those of fused ops are pinned, to a whole copy on every device where no rule means them.
-        inductor: config patches handed to Inductor as they are, e.g. `{"max_autotune": True}`.
+        inductor: config patches handed to Inductor as they are, e.g. `{"max_autotune": True}`. They go before our own:
+            `{"static_launch_user_defined_triton_kernels": False}` has Triton launch kernels on CUDA, in torch's place.
     """
 
     disable: tuple[str, ...] = ()

@@ -20,6 +20,7 @@ from torch._subclasses import FakeTensor
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from megacpp_compile import static_launch
 from megacpp_compile.capture import fake_inputs
 from megacpp_compile.config import Config
 from megacpp_compile.errors import NotLoweredError
@@ -198,7 +199,8 @@ def to_inductor(gm: GraphModule, example_inputs: Sequence[Any], settings: Settin
     """Compile a rewritten graph with Inductor."""
     user = settings.patches.get("post_grad_custom_pre_pass", inductor_config.post_grad_custom_pre_pass)
     lower = LowerSemanticOps(settings.target, settings.config, user)
-    patches = {**products(settings), "post_grad_custom_pre_pass": lower}
+    launches = static_launch.patches(gm, settings.target, settings.patches) if settings.kernels is None else {}
+    patches = {**launches, **products(settings), "post_grad_custom_pre_pass": lower}
     return plain_inductor(gm, example_inputs, dataclasses.replace(settings, patches=patches))
 
 
@@ -217,6 +219,17 @@ def plain_inductor(gm: GraphModule, example_inputs: Sequence[Any], settings: Set
     patches = _with_policy(settings, example_inputs)
     inputs, inner = _inner(settings.kernels, example_inputs)
     return compile_fx(gm, inputs, config_patches=patches or None, **inner)  # type: ignore[arg-type,return-value]
+
+
+def from_pattern_matcher(error: BaseException) -> bool:
+    """Whether Inductor failed inside its pattern matcher. Torch 2.13's does on MLA in float32 on CPU with a batch of
+    one: its attention pattern 29 takes an axis of length one for another and traces a replacement that can't be."""
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_globals.get("__name__") == "torch._inductor.pattern_matcher":
+            return True
+        trace = trace.tb_next
+    return False
 
 
 def _with_policy(settings: Settings, example_inputs: Sequence[Any]) -> dict[str, Any]:

@@ -26,7 +26,8 @@ from megacpp_compile.provenance import input_path, local_path
 from megacpp_compile.regions import Kind, find_kinds, outside
 from megacpp_compile.report import Region
 from megacpp_compile.sharding.pinning import Kin
-from megacpp_compile.targets import by_torch_tpu
+from megacpp_compile.static_launch import start_workers
+from megacpp_compile.targets import by_torch_tpu, device_types, family
 
 # docs/measurements.md: with this many blocks fewer artifacts outweigh the calls between them.
 WHOLE_BELOW = 4
@@ -93,6 +94,7 @@ def compile(
         regions.append(Region((fqn,), type(module).__name__, _size([module]), treatment, "outside the blocks"))
     if dynamic is None and by_torch_tpu(list(model.parameters())):
         dynamic = False  # all that it takes
+    start_workers(family(device_types(list(model.parameters()))) if config.target == "auto" else config.target)
     compile_kinds(model, kinds, regions, config, mode, dynamic=dynamic, fullgraph=fullgraph)
     report.emit_regions(regions)
     for region in regions:
