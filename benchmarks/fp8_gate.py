@@ -6,8 +6,9 @@
 
 Each row is a training step of one linear (forward, gradients of input and weight) as `nn.Linear` in bf16 and as the
 module that `replace_linears` puts in its place, timed in turns; with `--compiled` as Inductor compiles it and as
-megacpp does under a plan. By itself a linear has nothing before it to fuse its casts into, so a model gains more. Where
-the two gains fall on different sides of `LEAST_GAIN`, the gate decides wrongly, and `RATES` want another value.
+megacpp does under a plan, both replayed as CUDA graphs: a linear alone is too short for the host that launches it. By
+itself it has nothing before it to fuse its casts into, so a model gains more. Where the two gains fall on different
+sides of `LEAST_GAIN`, the gate decides wrongly, and `RATES` want another value.
 """
 
 from __future__ import annotations
@@ -51,10 +52,13 @@ def measure(
                 plain, other = _compiled(plain, other, plan, m, k, device, dtype)
             elif not (table := replace_linears(other, plan, target=target)).done:
                 raise RuntimeError(f"{recipe} at {(m, n, k)}: {table.reason or table.skipped}")
-            times: dict[str, list[float]] = {"bf16": [], "fp8": []}
+            steps = {name: _step(module, m, k, device, dtype) for name, module in (("bf16", plain), ("fp8", other))}
+            if compiled and device.type == "cuda":
+                steps = {name: _captured(step) for name, step in steps.items()}
+            times: dict[str, list[float]] = {name: [] for name in steps}
             for _ in range(turns):
-                for name, module in (("bf16", plain), ("fp8", other)):
-                    times[name].append(milliseconds(_step(module, m, k, device, dtype), device, budget_ms))
+                for name, step in steps.items():
+                    times[name].append(milliseconds(step, device, budget_ms))
             bf16, fp8 = (statistics.median(t) for t in times.values())
             predicted = gate.gain(recipe, (m, n, k))
             verdict = "fp8" if predicted >= gate.LEAST_GAIN else "bf16"
@@ -72,6 +76,19 @@ def _compiled(plain: nn.Module, other: nn.Module, plan: PrecisionPlan, m: int, k
     if report.counts["linear"] != 1:
         raise RuntimeError(str(report))
     return pair
+
+
+def _captured(step: Any) -> Any:
+    """`step`, without its host: replays of what it launches."""
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
 
 
 def _step(module: nn.Module, m: int, k: int, device: torch.device, dtype: torch.dtype) -> Any:
