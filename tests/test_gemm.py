@@ -348,6 +348,26 @@ def test_tuned_products_compile(gaining, monkeypatch):
     torch.testing.assert_close(got, function(x, w, scale), rtol=2e-2, atol=2e-2)
 
 
+def test_products_are_tried_with_memory(monkeypatch):
+    """Also where a lowering asks: fake operands, functionalised, while it is traced."""
+    tried: list[Tensor] = []
+    monkeypatch.setattr(cublaslt, "available", lambda: True)
+    monkeypatch.setattr(cublaslt, "_mm", lambda a, b: (tried.extend((a, b)) is None,))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+    def lowering(a, b):
+        assert cublaslt.gains(a, b, a.dtype)
+        return a @ b
+
+    before = torch.get_rng_state()
+    with FakeTensorMode():
+        make_fx(torch.func.functionalize(lowering), tracing_mode="real")(*operands())
+    for given, t in zip(operands(), tried, strict=True):
+        assert type(t) is Tensor and not torch._is_functional_tensor(t) and t.data_ptr()
+        assert (t.shape, t.dtype) == (given.shape, given.dtype) and t.float().std() > 0.5
+    torch.set_rng_state(before)
+
+
 @pytest.mark.parametrize("on", [True, False])
 def test_tuning_is_an_option_and_for_cuda(on):
     """The user's own pass comes first, and the option takes only ours away."""

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
 log = logging.getLogger(__name__)
@@ -214,7 +215,7 @@ class Product:
 
 
 def _aligned(*tensors: Tensor) -> bool:
-    return not any(t.data_ptr() % _ALIGNED for t in tensors)
+    return all(t.data_ptr() and t.data_ptr() % _ALIGNED == 0 for t in tensors)
 
 
 Like = Callable[[Tensor], Any]
@@ -295,7 +296,8 @@ def gains(a: Tensor, b: Tensor, dtype: torch.dtype, fast: bool = False) -> bool:
     `dtype`: tried on operands of the shapes, strides and device of `a` and `b`, which may be fake, filled at random."""
     if not available() or torch.cuda.is_current_stream_capturing():
         return False
-    with _disable_current_modes(), torch.no_grad():
+    # A lowering asks while it is functionalised, under which new tensors have no memory of their own.
+    with _disable_current_modes(), temporarily_clear_interpreter_stack(), torch.no_grad():
         try:
             left, right = (_filled(t) for t in (a, b))
             if left.dtype in _HALF:
