@@ -65,7 +65,7 @@ def quantise_weights(table, out, scale, stride, R: tl.constexpr, C: tl.constexpr
 def quantise_turned(table, out, scale, stride, R: tl.constexpr, C: tl.constexpr, E: tl.constexpr, PARTS: tl.constexpr,
                     RB: tl.constexpr, CB: tl.constexpr, TYPE: tl.constexpr):  # fmt: skip
     """The same payloads turned round, [E, C, PARTS * R], by scales that are known. A word of `out` has those of four
-    rows, and it is words that are turned: bytes turned by Triton 3.6 did not arrive as what they were."""
+    rows, and it is words that are turned: bytes were turned wrongly on an H200 by Triton 3.6, see docs/kernels.md."""
     e, part = tl.program_id(1) // PARTS, tl.program_id(1) % PARTS
     w = tl.multiple_of(tl.load(table + part * E + e).to(tl.pointer_type(TYPE)), 16)
     across: tl.constexpr = (C + CB - 1) // CB

@@ -7,11 +7,12 @@ import contextlib
 import numpy as np
 import pytest
 import torch
-from torch.utils._pytree import tree_map_only
+from torch._subclasses import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from megacpp_compile.float8 import no_grouped_float8
 from megacpp_compile.lowerings._fp8 import round_to_fp8
-from megacpp_compile.lowerings.moe import cuda_triton, moe, reference, tpu_xla
+from megacpp_compile.lowerings.moe import cuda_triton, moe, moe_backward, reference, tpu_xla
 
 from . import addresses, relative_error, saved_by
 from .agreement import interpreted, on, poisoned_memory
@@ -136,6 +137,20 @@ def test_who_serves_it(rand):
     assert tpu_xla.supports("moe", (*args, FP8)) == "no float8 products" and tpu_xla.supports("moe", args) is None
 
 
+@pytest.mark.parametrize("label", ["pair_separate", "pair_stacked", "gate_up_separate", "single_stacked"])
+@pytest.mark.parametrize("module", [reference, cuda_triton])
+def test_results_lie_as_promised(rand, module, label):
+    args = call(rand, torch.bfloat16, **EXPERTS[label], d=48, n=32)
+    x, _, gates, *lists, activation, layout = args[:8]
+    with FakeTensorMode() as mode:
+        fakes = tree_map_only(torch.Tensor, mode.from_tensor, args)
+        outs = [f(*fakes) for f in (module.moe, OP)]
+        (_, kept, order, ends), others = outs[1], tree_map_only(torch.Tensor, mode.from_tensor, (x, x, gates, *lists))
+        outs += [f(*others, kept, order, ends, activation, layout, FP8) for f in (module.moe_backward, moe_backward)]
+    described = [[(t.shape, t.dtype, t.stride()) for t in tree_leaves(out)] for out in outs]
+    assert described[0] == described[1] and described[2] == described[3]
+
+
 # --- kernels
 
 
@@ -193,7 +208,7 @@ class TestKernels:
             got = gradients_of(cuda_triton, args, seed)
         for g, want in zip(got, gradients_of(reference, args, seed), strict=True):
             assert g.shape == want.shape and g.dtype == want.dtype
-            assert not g.numel() or relative_error(g, want) < 2e-2
+            assert not g.numel() or relative_error(g, want) < (3e-2 if CUDA else 2e-2)
 
     @pytest.mark.parametrize("r, c", [(48, 160), (160, 48), (128, 128), *([(1408, 2048), (2048, 1408)] if CUDA else [])])
     @pytest.mark.parametrize("parts", [1, 2])
