@@ -1,8 +1,7 @@
 """What a plan asks of each linear, routed expert layer and attention of a graph, and what each computes in afterwards.
 
 `asked` looks before the passes run, `answered` after: what a pass took, and what it refused, tells the one from the
-other. An attention's core and grouped products of experts have no fp8 op, so what the plan asks of them is answered
-with the dtype they compute in, and why.
+other. An attention's core has no fp8 op: what the plan asks of it is answered with the dtype it computes in, and why.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from megacpp_compile.config import Config
 from megacpp_compile.fp8_boundary import LINEARS
 from megacpp_compile.graph_edit import value
 from megacpp_compile.passes._driver import Outcome
+from megacpp_compile.passes._moe_precision import decide
 from megacpp_compile.precision.plan import PrecisionPlan
 from megacpp_compile.precision.roles import role_at
 from megacpp_compile.provenance import module_fqn, source_line
@@ -85,8 +85,8 @@ def answered(rows: Sequence[Asked], outcome: Outcome, config: Config) -> list[di
     for site, node in zip(outcome.sites, outcome.op_nodes, strict=True):
         if site.pass_name == "moe":
             done.append(_row(node, "experts", plan, (), "experts", site.fqn))
-            if done[-1].requested != "bf16":
-                done[-1].reason = "grouped products of experts have no fp8 op in the graph"
+            precision, done[-1].reason = decide(plan, site.fqn, node.args)
+            done[-1].effective = precision or done[-1].effective
     return [dataclasses.asdict(row) for row in done]
 
 
@@ -123,7 +123,7 @@ def _why(ask: Asked, outcome: Outcome, config: Config) -> str:
     if not config.enabled("linear", True):
         return "the pass linear is off"
     if ask.node._erased:
-        return f"part of megacpp::moe, whose products are in {ask.row.effective}"
+        return "part of megacpp::moe, of which the layer of experts' row tells"
     return "its input has one dimension"
 
 

@@ -15,6 +15,16 @@ def no_float8(device: torch.device) -> str:
     return "" if (major, minor) >= (8, 9) else f"compute capability {major}.{minor} has no float8 products"
 
 
+def no_grouped_float8(device: torch.device) -> str:
+    """Why `device` multiplies no float8 by groups of rows, "" where it does: tiles are of sizes for Hopper."""
+    if missing := no_float8(device):
+        return missing
+    major, minor = torch.cuda.get_device_capability(device)
+    if major != 9 or torch.version.cuda is None:
+        return f"compute capability {major}.{minor}: grouped float8 products are written for Hopper, 9.0"
+    return ""
+
+
 def no_block_scales(device: torch.device) -> str:
     """Why `device` multiplies no float8 with a scale for every block of 128, "" where it does: cuBLASLt does on Hopper,
     from CUDA 12.9 on, which is tried once."""

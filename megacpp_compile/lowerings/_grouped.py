@@ -38,7 +38,7 @@ def rows(
         return _triton_grouped.rows(xs, weights, offsets, transposed, take)
     if take is not None:
         xs = [x[take] for x in xs]
-    each = [w if transposed else w.transpose(-1, -2) for w in _separate(weights)]
+    each = [w if transposed else w.transpose(-1, -2) for w in separate(weights)]
     out = xs[0].new_zeros((xs[0].shape[0], each[0].shape[1]))
     experts = offsets.shape[0]
     parts = [(x, each[i * experts : (i + 1) * experts]) for i, x in enumerate(xs)]
@@ -62,7 +62,8 @@ def _(xs, weights, offsets, transposed, take=None):  # type: ignore[no-untyped-d
     return xs[0].new_empty((count, weights[0].shape[-1 if transposed else -2]))
 
 
-def _separate(weights: list[Tensor]) -> list[Tensor]:
+def separate(weights: list[Tensor]) -> list[Tensor]:
+    """One tensor for each weight."""
     return [part for w in weights for part in (w.unbind(0) if w.dim() == 3 else (w,))]
 
 

@@ -9,7 +9,9 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from megacpp_compile.graph_edit import Builder, move_behind, place, value
+from megacpp_compile.passes._moe_precision import decide
 from megacpp_compile.passes._rule import GraphView, Match, Refusal
+from megacpp_compile.provenance import module_fqn
 from megacpp_compile.recognise.experts import Expert, Weight
 from megacpp_compile.recognise.gate_matrix import is_filled
 
@@ -148,11 +150,12 @@ def _rewrite(view: GraphView, routed: Routed, inputs: list[Node], inside: set[No
     count = len(expert.ups)
     stacks = [_weights(build, [e.ups[i].weight for e in routed.experts], dtype) for i in range(count)]
     down = _weights(build, [e.down.weight for e in routed.experts], dtype)
-    node = build(
-        torch.ops.megacpp.moe.default,
+    args = (
         build.cast(x, dtype), indices, gates, stacks[0] if count == 2 else [], stacks[-1], down,
         expert.activation, expert.layout, value(old).dtype,
     )  # fmt: skip
+    precision, _ = decide(view.config.precision, module_fqn(old), args)
+    node = build(torch.ops.megacpp.moe.default, *args, *((True, precision) if precision else ()))
     y = build.item(node, 0)
     if routed.scaled and choices != 1:
         y = build(aten.sum.dim_IntList, build(aten.reshape.default, y, [-1, choices, value(y).shape[-1]]), [1])

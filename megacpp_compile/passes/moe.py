@@ -4,7 +4,8 @@ Before: `for e in range(E): t, j = torch.where(indices == e); y.index_add_(0, t,
         or every choice's row times `w[indices]` (bmm, einsum), or sorted rows through grouped products, summed over
         choices; or all experts on all tokens, weighted by a matrix of gates that is zero but for the chosen.
         Tokens are [T] or [B, S]; gates may multiply what experts read instead of what they make (Llama 4)
-After:  `y = megacpp.moe(x, indices, gates, w_gate, w_up, w_down, activation, layout, dtype)`
+After:  `y = megacpp.moe(x, indices, gates, w_gate, w_up, w_down, activation, layout, dtype)`, and where a precision
+        plan has the layer in "fp8_current" `(.., dtype, True, "fp8_current")`, see `_moe_precision`
 
 Safe because each slot (token, choice) is in exactly one expert's rows, and the sum over slots is the same sum; the
 router's own mathematics, which makes indices and gates, is not touched. A gate is no factor behind an activation: one

@@ -12,7 +12,7 @@ from torch import nn
 from megacpp_compile import PrecisionPlan, backend, explain
 from megacpp_compile.config import Config
 from megacpp_compile.errors import CaptureError
-from megacpp_compile.passes import linear
+from megacpp_compile.passes import _moe_precision, linear
 from megacpp_compile.precision.survey import survey
 from megacpp_compile.report import Report
 
@@ -103,10 +103,62 @@ def test_routed_experts(float8):
     found = rows(module, (torch.randn(experts.TOKENS, experts.DIM, dtype=torch.bfloat16),))
     (layer,) = (r for (_, kind), r in found.items() if kind == "experts")
     assert (layer["requested"], layer["effective"], layer["rule"]) == ("fp8_current", "bf16", "role experts")
-    assert "grouped products" in layer["reason"]
+    assert layer["reason"] == "cpu has no float8 products"
     inside = [r for (fqn, kind), r in found.items() if kind == "linear" and fqn.endswith((".up", ".down"))]
     assert len(inside) == 2 * experts.EXPERTS
     assert all(r["effective"] == "bf16" and "part of megacpp::moe" in r["reason"] for r in inside)
+
+
+class Experts(nn.Module):
+    """A layer of routed experts of sizes that float8 has products for; without a gate, or across, where asked."""
+
+    def __init__(self, gated=True, across=False, hidden=16, dtype=torch.bfloat16):
+        super().__init__()
+        self.router, self.gated, self.across = nn.Linear(DIM, 4, bias=False, dtype=dtype), gated, across
+        into, out = (2 * hidden if gated else hidden, DIM), (DIM, hidden)
+        self.up, self.down = (
+            nn.Parameter(torch.randn(4, *(s[::-1] if across else s), dtype=dtype) / 6) for s in (into, out)
+        )
+
+    def forward(self, x):
+        gates, indices = self.router(x).softmax(-1).topk(2, -1)
+        y = torch.zeros_like(x)
+        for e in range(4):
+            token, choice = torch.where(indices == e)
+            up, down = (w[e].t() if self.across else w[e] for w in (self.up, self.down))
+            h = F.linear(x[token], up)
+            if self.gated:
+                gate, h = h.chunk(2, -1)
+                h = F.silu(gate) * h
+            else:
+                h = F.silu(h)
+            y.index_add_(0, token, F.linear(h, down) * gates[token, choice, None])
+        return y
+
+
+@pytest.mark.parametrize(
+    "made, plan, reason",
+    [
+        ({}, {"gate": False}, ""),
+        ({}, {}, "gate: 4 experts of 16x32: measured at multiples of 128 only"),
+        ({"gated": False}, {"gate": False}, "experts of the layouts pair and gate_up, not single"),
+        ({"across": True}, {"gate": False}, "a weight lies [in, out]"),
+        ({"hidden": 24}, {"gate": False}, "experts of 24x32, which are no multiples of 16"),
+        ({"dtype": torch.float32}, {"gate": False}, "computed in torch.float32"),
+        ({}, {"gate": False, "roles": {"experts": "fp8_block"}}, "grouped products of experts have no fp8_block op"),
+    ],
+    ids=lambda p: str(p) if isinstance(p, dict) else "",
+)
+def test_routed_experts_in_float8(monkeypatch, made, plan, reason):
+    monkeypatch.setattr(_moe_precision, "no_grouped_float8", lambda device: "")
+    module = Experts(**made)
+    given = torch.randn(12, DIM, dtype=made.get("dtype", torch.bfloat16))
+    frames = run(module, (given,), Config(precision=PrecisionPlan(**plan)))
+    (layer,) = (r for a in frames.analyses for r in a.frame.precision if r["kind"] == "experts" and not r["shape"])
+    (op,) = (n for n in frames.graph.graph.nodes if "megacpp.moe" in str(n.target))
+    assert op.args[9:] == (() if reason else (True, "fp8_current"))
+    assert reason in layer["reason"] and bool(reason) == bool(layer["reason"])
+    assert layer["effective"] == ({torch.float32: "fp32"}.get(given.dtype, "bf16") if reason else "fp8_current")
 
 
 class Stacked(nn.Module):

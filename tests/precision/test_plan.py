@@ -269,3 +269,13 @@ def test_the_gate_can_be_measured(stand_in, no_kernels):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("megacpp_compile.precision.engine.load", lambda: (None, "no CUDA device"))
             assert main([]) == 1
+
+
+def test_gate_of_experts():
+    """64 experts of 1408 x 2048: 98304 rows pay for the casts of the weights, half as many do not."""
+    assert gate.experts_refusal(16384, 98304, 64, 2048, 1408) == ""
+    assert "over 49152 rows: predicted gain 1.0" in gate.experts_refusal(8192, 49152, 64, 2048, 1408)
+    assert "not fixed" in gate.experts_refusal(None, None, 64, 2048, 1408)
+    assert "multiples of 128" in gate.experts_refusal(16384, 98304, 64, 2048, 1400)
+    gains = [gate.experts_gain(t, 6 * t, 64, 2048, 1408) for t in (64, 1024, 16384, 2**24)]
+    assert gains == sorted(gains) and gains[-1] < gate.EXPERTS.fp8_tflops / gate.EXPERTS.bf16_tflops

@@ -7,13 +7,18 @@
              empty, w_up [2n, d] holds both in that order
     activation  f: silu, gelu, gelu_tanh, relu, relu2 (its square)
     returns  y [T, d] in out_dtype, `sum_j gates[t, j] * expert[indices[t, j]](x[t])`;  hidden: the products before the
-             activation [T*k, n], rows in the order of experts, empty without `keep_hidden`;  order [T*k]: the slots
+             activation [T*k, n], rows in the order of experts, none without `keep_hidden`;  order [T*k]: the slots
              `t * k + j` sorted by expert;  offsets [E] int32: where each expert's slots end
+
+precision  "", or "fp8_current": what products by the weights sum is rounded to e4m3, with a scale of its own for every
+             row (see `float8`). Behind `hidden` come the weights' scales then, [E, lanes] of those before the
+             activation, the gate's first, and [E, d] of those behind it: float32, or float64 for float64
 
 x and the weights share a dtype, in which products are rounded; activation and weighted sum run in float32 (float64 for
 float64). An index outside 0..E-1 is no expert's: its slot adds nothing and gets no gradient. The same expert chosen
 twice by a token counts twice.
-Saved for backward: x, gates, weights, order, offsets, and `hidden` with `keep_hidden`; no expert's output.
+Saved for backward: x, gates, weights, order, offsets, and `hidden` with `keep_hidden`; no expert's output,
+and no payload.
 Source: https://arxiv.org/abs/1701.06538; with many small experts, https://arxiv.org/abs/2401.06066.
 """
 
@@ -22,7 +27,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megacpp_compile.lowerings._op import no_autocast
+from megacpp_compile.lowerings._op import compute_dtype, no_autocast
 from megacpp_compile.lowerings.moe import reference
 
 
@@ -38,17 +43,26 @@ def moe(
     layout: str,
     out_dtype: torch.dtype,
     keep_hidden: bool = True,
+    precision: str = "",
 ) -> tuple[Tensor, list[Tensor], Tensor, Tensor]:
+    assert precision in reference.PRECISIONS, precision
     with no_autocast(x):
-        return reference.moe(x, indices, gates, w_gate, w_up, w_down, activation, layout, out_dtype, keep_hidden)
+        return reference.moe(
+            x, indices, gates, w_gate, w_up, w_down, activation, layout, out_dtype, keep_hidden, precision
+        )
 
 
 @moe.register_fake
-def _(x, indices, gates, w_gate, w_up, w_down, activation, layout, out_dtype, keep_hidden=True):  # type: ignore[no-untyped-def]
+def _(  # type: ignore[no-untyped-def]
+    x, indices, gates, w_gate, w_up, w_down, activation, layout, out_dtype, keep_hidden=True, precision=""
+):
     slots = indices.shape[0] * indices.shape[1]
     hidden = [x.new_empty((slots, w[0].shape[-2])) for w in (w_gate, w_up) if w] if keep_hidden else []
-    order = indices.new_empty(slots, dtype=torch.int64)
-    offsets = indices.new_empty(reference.experts_of(w_down), dtype=torch.int32)
+    order, experts = indices.new_empty(slots, dtype=torch.int64), reference.experts_of(w_down)
+    if precision:
+        lanes = sum(w[0].shape[-2] for w in (w_gate, w_up) if w), w_down[0].shape[-2]
+        hidden += [x.new_empty((experts, n), dtype=compute_dtype(x)) for n in lanes]
+    offsets = indices.new_empty(experts, dtype=torch.int32)
     return x.new_empty((x.shape[0], w_down[0].shape[-2]), dtype=out_dtype), hidden, order, offsets
 
 
@@ -65,16 +79,19 @@ def moe_backward(
     offsets: Tensor,
     activation: str,
     layout: str,
+    precision: str = "",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(gradients of x, of gates, of gate and up with the gate's lanes first [E, 2n, d], or of up alone, and of down)"""
     with no_autocast(x):
         return reference.moe_backward(
-            grad, x, gates, w_gate, w_up, w_down, hidden, order, offsets, activation, layout
+            grad, x, gates, w_gate, w_up, w_down, hidden, order, offsets, activation, layout, precision
         )
 
 
 @moe_backward.register_fake
-def _(grad, x, gates, w_gate, w_up, w_down, hidden, order, offsets, activation, layout):  # type: ignore[no-untyped-def]
+def _(  # type: ignore[no-untyped-def]
+    grad, x, gates, w_gate, w_up, w_down, hidden, order, offsets, activation, layout, precision=""
+):
     experts, (d, n) = reference.experts_of(w_down), w_down[0].shape[-2:]
     lanes = sum(w[0].shape[-2] for w in (w_gate, w_up) if w)
     d_into, d_down = x.new_empty((experts, lanes, d)), x.new_empty((experts, d, n))
@@ -83,6 +100,7 @@ def _(grad, x, gates, w_gate, w_up, w_down, hidden, order, offsets, activation, 
 
 def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
     x, _, gates, w_gate, w_up, w_down, ctx.activation, ctx.layout = inputs[:8]
+    ctx.precision = inputs[10:]
     _, hidden, order, offsets = output
     ctx.mark_non_differentiable(*hidden, order, offsets)
     lists = (w_gate, w_up, w_down, hidden)
@@ -95,7 +113,7 @@ def _backward(ctx, grad, *_):  # type: ignore[no-untyped-def]
     x, gates, order, offsets, *others = ctx.saved_tensors
     w_gate, w_up, w_down, hidden = ([others.pop(0) for _ in range(n)] for n in ctx.lengths)
     d_x, d_gates, d_into, d_down = moe_backward(
-        grad, x, gates, w_gate, w_up, w_down, hidden, order, offsets, ctx.activation, ctx.layout
+        grad, x, gates, w_gate, w_up, w_down, hidden, order, offsets, ctx.activation, ctx.layout, *ctx.precision
     )
     # Gradients of separate weights are parts of one tensor, each of which lies together.
     stacks = [*(d_into.chunk(2, 1) if w_gate else (None, d_into)), d_down]
@@ -103,7 +121,7 @@ def _backward(ctx, grad, *_):  # type: ignore[no-untyped-def]
         [] if not n else [stack] if ctx.stacked else list(stack.unbind(0))
         for n, stack in zip(ctx.lengths, stacks, strict=False)
     ]
-    return (d_x, None, d_gates, *d_weights, None, None, None, None)[: len(ctx.needs_input_grad)]
+    return (d_x, None, d_gates, *d_weights, *[None] * 5)[: len(ctx.needs_input_grad)]
 
 
 moe.register_autograd(_backward, setup_context=_setup_context)

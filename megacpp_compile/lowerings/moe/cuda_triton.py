@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacpp_compile.lowerings.moe import reference
+from megacpp_compile.float8 import MULTIPLE, no_float8
+from megacpp_compile.lowerings import _grouped_fp8  # noqa: F401  registers the products
+from megacpp_compile.lowerings.moe import float8, reference
 
 __all__ = ["moe", "moe_backward", "supports"]
 
@@ -25,6 +27,14 @@ def supports(name: str, args: Sequence[Any]) -> str | None:
     kept = args[0] if name == "moe" else args[1]
     if kept.dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         return f"products in {kept.dtype}"
+    if reference.precision_of(name, args):
+        sizes = args[5][0].shape[-2:]
+        if kept.device.type == "cuda" and (missing := no_float8(kept.device)):
+            return missing
+        if kept.dtype not in (torch.bfloat16, torch.float16):
+            return f"float8 payloads of {kept.dtype}"
+        if any(n % MULTIPLE for n in sizes if isinstance(n, int)):
+            return f"float8 products of {sizes[0]} x {sizes[1]}, which are no multiples of {MULTIPLE}"
     return None
 
 
@@ -64,6 +74,52 @@ class Products(reference.Products):
         return [first, second] if w_gate else [first], a
 
 
+class Float8(float8.Products):
+    """`float8.Products` by kernels that multiply payloads, with what `Products` has in one."""
+
+    weights = staticmethod(Products.weights)  # type: ignore[assignment]
+
+    def gated(
+        self,
+        x: Tensor,
+        w_gate: list[Tensor],
+        w_up: list[Tensor],
+        offsets: Tensor,
+        token: Tensor,
+        activation: str,
+    ) -> tuple[list[Tensor], Tensor]:
+        first, second, a, scale = torch.ops.grouped_products.gated_fp8(
+            x, w_gate or w_up, w_up if w_gate else [], offsets, token, activation
+        )
+        self._made.append(scale)
+        return [first, second] if w_gate else [first], a
+
+    def gradients(
+        self,
+        grad: Tensor,
+        weights: list[Tensor],
+        hidden: list[Tensor],
+        gates: Tensor,
+        offsets: Tensor,
+        token: Tensor,
+        activation: str,
+    ) -> Any:
+        return torch.ops.grouped_products.gradients_fp8(
+            grad, weights, self._given.pop(), hidden, gates, offsets, token, activation
+        )
+
+    def rows(
+        self, xs: list[Tensor], weights: list[Tensor], offsets: Tensor, transposed: bool, take: Tensor | None = None
+    ) -> Tensor:
+        (x,) = xs
+        if transposed:
+            x = x if take is None else x[take]
+            return torch.ops.grouped_products.rows_back_fp8(x, weights, self._given.pop(), offsets)  # type: ignore[no-any-return]
+        y, scale = torch.ops.grouped_products.rows_fp8(x, weights, offsets, take)
+        self._made.append(scale)
+        return y  # type: ignore[no-any-return]
+
+
 def moe(
     x: Tensor,
     indices: Tensor,
@@ -75,9 +131,11 @@ def moe(
     layout: str,
     out_dtype: torch.dtype,
     keep_hidden: bool = True,
+    precision: str = "",
 ) -> tuple[Tensor, list[Tensor], Tensor, Tensor]:
+    grouped: Any = Float8() if precision else Products
     return reference.moe(
-        x, indices, gates, w_gate, w_up, w_down, activation, layout, out_dtype, keep_hidden, Products
+        x, indices, gates, w_gate, w_up, w_down, activation, layout, out_dtype, keep_hidden, precision, grouped
     )
 
 
@@ -93,9 +151,11 @@ def moe_backward(
     offsets: Tensor,
     activation: str,
     layout: str,
+    precision: str = "",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    grouped: Any = Float8(hidden[-reference.SCALES :]) if precision else Products
     return reference.moe_backward(
-        grad, x, gates, w_gate, w_up, w_down, hidden, order, offsets, activation, layout, Products
+        grad, x, gates, w_gate, w_up, w_down, hidden, order, offsets, activation, layout, precision, grouped
     )
 
 

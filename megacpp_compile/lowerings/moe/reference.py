@@ -7,7 +7,7 @@ weighted sum over every token's choices. No shape depends on the routing, and no
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,10 @@ from torch import Tensor
 
 from megacpp_compile.lowerings import _grouped  # noqa: F401  registers the products
 from megacpp_compile.lowerings._op import compute_dtype, ends_until
+from megacpp_compile.lowerings.moe import float8
+
+PRECISIONS = ("", "fp8_current")
+SCALES = 2  # tensors of scales that follow what is kept of a call in float8
 
 
 class Grouped(Protocol):
@@ -38,6 +42,12 @@ class Products:
 
     rows = torch.ops.grouped_products.rows
     weights = torch.ops.grouped_products.weights
+
+
+def precision_of(name: str, args: Sequence[Any]) -> str:
+    """The argument `precision` of a call of `moe` or `moe_backward`, which may leave it out."""
+    at = {"moe": 10, "moe_backward": 11}[name]
+    return args[at] if len(args) > at else ""
 
 
 def experts_of(weights: Sequence[Tensor]) -> int:
@@ -113,15 +123,19 @@ def moe(
     layout: str,
     out_dtype: torch.dtype,
     keep_hidden: bool = True,
+    precision: str = "",
     grouped: Grouped = Products,  # type: ignore[assignment]
 ) -> tuple[Tensor, list[Tensor], Tensor, Tensor]:
+    if precision and grouped is Products:
+        grouped = float8.Products()
     order, offsets = by_expert(indices, experts_of(w_down))
     token = order // indices.shape[1]
     hidden, a = into_experts(x, w_gate, w_up, offsets, token, activation, layout, grouped)
     out = grouped.rows([a], w_down, offsets, False)
     wide = torch.promote_types(compute_dtype(out.dtype), gates.dtype)
     y = _per_token(out, order, offsets, gates.to(wide)).sum(1).to(out_dtype)
-    return y, hidden if keep_hidden else [], order, offsets
+    kept = (hidden if keep_hidden else []) + (grouped.scales() if precision else [])  # type: ignore[attr-defined]
+    return y, kept, order, offsets
 
 
 def into_experts(
@@ -160,6 +174,7 @@ def moe_backward(
     offsets: Tensor,
     activation: str,
     layout: str,
+    precision: str = "",
     grouped: Grouped = Products,  # type: ignore[assignment]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, gates, w_gate and w_up as one tensor [E, 2n, d], the gate's lanes first, and w_down.
@@ -167,6 +182,9 @@ def moe_backward(
     With `out = down(a)` and `dy` the gradient of y, the gate's gradient `dy . out` is `(dy @ w_down) . a`: no expert's
     output has to be kept.
     """
+    if precision:
+        hidden, scales = hidden[:-SCALES], hidden[-SCALES:]
+        grouped = float8.Products(scales) if grouped is Products else grouped
     tokens, k = gates.shape
     token = order // k
     ups = [w for w in (w_gate, w_up) if w]
@@ -184,7 +202,8 @@ def moe_backward(
     d_gate = d_gate.to(gates.dtype)[inverse_of(order)].view(gates.shape)
     d_down = grouped.weights(grad, a, offsets, token)
     d_into = grouped.weights(d_hidden, x, offsets, None, token)
-    d_rows = grouped.rows(list(d_hidden.chunk(len(ups), 1)), [w for part in ups for w in part], offsets, True)
+    parts = [d_hidden] if getattr(grouped, "side_by_side", False) else list(d_hidden.chunk(len(ups), 1))
+    d_rows = grouped.rows(parts, [w for part in ups for w in part], offsets, True)
     d_x = _per_token(d_rows, order, offsets, gates.new_ones((), dtype=dtype).expand(tokens, k)).sum(1).to(x.dtype)
     return d_x, d_gate, d_into, d_down
 

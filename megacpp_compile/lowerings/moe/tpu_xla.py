@@ -26,6 +26,8 @@ MOST_ROWS = 512
 
 def supports(name: str, args: Sequence[Any]) -> str | None:
     """Why this cannot serve the call, or None."""
+    if reference.precision_of(name, args):
+        return "no float8 products"
     gates = args[2]  # of forward and of backward
     return None if all(isinstance(n, int) for n in gates.shape) else "a number of tokens that is not fixed"
 
@@ -134,9 +136,10 @@ def moe(
     layout: str,
     out_dtype: torch.dtype,
     keep_hidden: bool = True,
+    precision: str = "",
 ) -> tuple[Tensor, list[Tensor], Tensor, Tensor]:
     return reference.moe(
-        x, indices, gates, w_gate, w_up, w_down, activation, layout, out_dtype, keep_hidden, Products()
+        x, indices, gates, w_gate, w_up, w_down, activation, layout, out_dtype, keep_hidden, precision, Products()
     )
 
 
@@ -152,7 +155,8 @@ def moe_backward(
     offsets: Tensor,
     activation: str,
     layout: str,
+    precision: str = "",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return reference.moe_backward(
-        grad, x, gates, w_gate, w_up, w_down, hidden, order, offsets, activation, layout, Products()
+        grad, x, gates, w_gate, w_up, w_down, hidden, order, offsets, activation, layout, precision, Products()
     )

@@ -1,0 +1,62 @@
+"""The products of `moe` in float8, in plain PyTorch: what `precision="fp8_current"` means, and the oracle.
+
+What a product sums is e4m3, with a scale for every row of it: a token's of x; a slot's of what goes into `down`, of the
+output's gradient and of those before the activation; [n] of a weight. Backward multiplies by the payloads that forward
+made. The weights' scales lie along what is summed there: they are multiplied into the rows before these are rounded.
+Gradients of the weights are products of what was not rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from megacpp_compile.lowerings import _grouped
+from megacpp_compile.lowerings._fp8 import round_to_fp8, rounded_by, widened
+from megacpp_compile.lowerings._op import compute_dtype, ends_until
+
+FORMAT = torch.float8_e4m3fn
+
+
+class Products:
+    """The products of one call. given: the scales that forward kept, for backward, whose products come the other way
+    round."""
+
+    weights = torch.ops.grouped_products.weights
+    side_by_side = True  # the gradients of gate and up are rounded as one row
+
+    def __init__(self, given: Iterable[Tensor] = ()) -> None:
+        self._given, self._made = list(given), list[Tensor]()
+
+    def scales(self) -> list[Tensor]:
+        """Of the weights before the activation, the gate's first [E, 2n], and of those behind it [E, d]."""
+        *into, down = self._made
+        return [torch.cat(into, 1), down]
+
+    def rows(
+        self, xs: list[Tensor], weights: list[Tensor], offsets: Tensor, transposed: bool, take: Tensor | None = None
+    ) -> Tensor:
+        (x,) = xs
+        dtype = compute_dtype(x)
+        each = [w.to(dtype) for w in _grouped.separate(weights)]
+        experts = offsets.shape[0]
+        wide = x.to(dtype)
+        if transposed:
+            scale = self._given.pop()
+            wide = wide if take is None else wide[take]
+            group = ends_until(offsets, torch.arange(wide.shape[0], device=x.device)).clamp(max=experts - 1)
+            payload, own = round_to_fp8(wide * scale[group], FORMAT)
+            # Of several parts, one after the other, as the weights lie.
+            parts = scale.view(experts, len(each) // experts, -1).transpose(0, 1).flatten(0, 1)
+            operands = [widened(rounded_by(w, s[:, None], FORMAT), dtype) for w, s in zip(each, parts, strict=True)]
+            rows = (widened(payload, dtype) * own).chunk(len(each) // experts, 1)
+            return torch.ops.grouped_products.rows(list(rows), operands, offsets, True).to(x.dtype)
+        payload, own = round_to_fp8(wide, FORMAT)
+        rounded = [round_to_fp8(w, FORMAT) for w in each]
+        self._made.append(torch.stack([s.squeeze(-1) for _, s in rounded]))
+        operands = [widened(p, dtype) * s for p, s in rounded]
+        return torch.ops.grouped_products.rows([widened(payload, dtype) * own], operands, offsets, False, take).to(
+            x.dtype
+        )
