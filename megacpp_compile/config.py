@@ -48,8 +48,8 @@ class Config:
             on XLA devices, so that there are no more products than without this package, and nowhere else.
         merge_down: multiply linears that share one input, such as MLA's query and key-value
             down-projections, as one GEMM.
-        tune_products: in graphs for CUDA where a pass has fired, let cuBLASLt's candidates for large half-precision and
-            fp8 products be timed once per shape and process, and the fastest serve, if its bits are `torch.mm`'s.
+        tune_products: in graphs for CUDA where a pass has fired, let cuBLASLt's candidates for large half-precision
+            products be timed once per shape and process, and the fastest serve, if its bits are `torch.mm`'s.
         autotune: choose the block sizes of this package's kernels by measurement on the first
             call instead of by the built-in table. Results are kept in Inductor's cache.
         policy: what a training step keeps for its backward and what it computes again there: a

@@ -18,8 +18,9 @@ from torch.fx import Node
 from megacpp_compile.config import Config
 from megacpp_compile.fp8_boundary import LINEARS
 from megacpp_compile.graph_edit import value
+from megacpp_compile.lowerings.moe.reference import precision_of
 from megacpp_compile.passes._driver import Outcome
-from megacpp_compile.passes._moe_precision import decide
+from megacpp_compile.passes._moe_precision import REASON
 from megacpp_compile.precision.plan import PrecisionPlan
 from megacpp_compile.precision.roles import role_at
 from megacpp_compile.provenance import module_fqn, source_line
@@ -85,8 +86,8 @@ def answered(rows: Sequence[Asked], outcome: Outcome, config: Config) -> list[di
     for site, node in zip(outcome.sites, outcome.op_nodes, strict=True):
         if site.pass_name == "moe":
             done.append(_row(node, "experts", plan, (), "experts", site.fqn))
-            precision, done[-1].reason = decide(plan, site.fqn, node.args)
-            done[-1].effective = precision or done[-1].effective
+            done[-1].reason = node.meta[REASON]
+            done[-1].effective = precision_of("moe", node.args) or done[-1].effective
     return [dataclasses.asdict(row) for row in done]
 
 

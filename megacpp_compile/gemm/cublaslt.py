@@ -1,7 +1,7 @@
-"""GEMMs of half precision and of fp8 payloads by the fastest of cuBLASLt's own candidates.
+"""Half-precision GEMMs by the fastest of cuBLASLt's own candidates.
 
-`torch.mm` and `torch._scaled_mm` take the first kernel cuBLASLt's heuristic names. The heuristic ranks without running;
-for `x @ w.T` a later candidate is often 10 % faster. Here each shape's candidates are timed once per process, beside
+`torch.mm` takes the first kernel cuBLASLt's heuristic names. The heuristic ranks without running; for `x @ w.T` a later
+candidate is often 10 % faster. Here each shape's candidates are timed once per process, beside
 torch's own, when a graph with it is compiled or else on the first call, and the fastest serves from then on, if what it
 computes there is torch's to the last bit. Not under `torch.use_deterministic_algorithms`.
 
@@ -14,9 +14,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-import threading
 from collections.abc import Callable
-from ctypes import byref, c_float, c_int8, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
+from ctypes import byref, c_float, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 from typing import Any
 
 import torch
@@ -26,12 +25,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 log = logging.getLogger(__name__)
 
-Scales = tuple[Tensor, Tensor] | None
-
-_HALF = {torch.float16: 2, torch.bfloat16: 14}
-_DATA_TYPE = {**_HALF, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}
+_DATA_TYPE = {torch.float16: 2, torch.bfloat16: 14}
 _FLOAT32, _COMPUTE_FLOAT32 = 0, 68
-_TRANSPOSE_A, _TRANSPOSE_B, _SCALE_A, _SCALE_B, _FAST = 3, 4, 17, 18, 25
+_TRANSPOSE_A, _TRANSPOSE_B = 3, 4
 _MAX_WORKSPACE, _REDUCTION_SCHEMES, _ALIGNMENT_A = 1, 3, 5
 _SUM_IN_COMPUTE_TYPE = 2
 _WORKSPACE = 32 << 20
@@ -44,8 +40,6 @@ _BEHIND = 1.1
 _WORTH, _LEAST = 0.97, 0.010
 # Bytes to which operands have to be aligned, as memory from an allocator is.
 _ALIGNED = 16
-# Of an fp8 payload's bytes those below this are finite numbers, in either format.
-_FP8_PATTERNS = 0x78
 
 
 class _Candidate(ctypes.Structure):
@@ -100,33 +94,19 @@ class Product:
     """One shape's product `out = a @ b`, prepared: descriptors, and the algorithm that won.
 
     a: [m, k] and b: [k, n], each with one stride of 1; out: [m, n] row-major. In cuBLAS's column-major terms that is
-    out^T = b^T a^T, so b comes first. scales: of fp8 payloads a and b, whose k is adjacent; like is how torch computes
-    the same into a tensor it is given.
+    out^T = b^T a^T, so b comes first.
     """
 
-    def __init__(
-        self, a: Tensor, b: Tensor, out: Tensor, like: Callable[[Tensor], Any], scales: Scales, fast: bool
-    ) -> None:
-        lib = _library()
+    def __init__(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        lib, kind = _library(), _DATA_TYPE[a.dtype]
         self.device, self.alpha, self.beta = a.device.index, c_float(1.0), c_float(0.0)
-        self.lock = threading.Lock()  # a call's scales are the descriptor's
         _check(lib.cublasLtMatmulDescCreate(byref(desc := c_void_p()), _COMPUTE_FLOAT32, _FLOAT32), "desc")
         self.desc = desc
-        self._set(_TRANSPOSE_A, c_int32(int(b.stride(1) != 1)))
-        self._set(_TRANSPOSE_B, c_int32(int(a.stride(1) != 1)))
-        if scales is not None:
-            self._set(_FAST, c_int8(fast))
-            self._scaled_by(scales)
-        self.layouts = [self._layout(_DATA_TYPE[t.dtype], t) for t in (b, a, out)]
-        self.algorithm = self._best(a, b, out, like, scales, self._candidates(a, b, out))
-
-    def _set(self, attribute: int, setting: Any) -> None:
-        size = c_size_t(ctypes.sizeof(setting))
-        _check(_library().cublasLtMatmulDescSetAttribute(self.desc, attribute, byref(setting), size), "attribute")
-
-    def _scaled_by(self, scales: tuple[Tensor, Tensor]) -> None:
-        self._set(_SCALE_A, c_void_p(scales[1].data_ptr()))
-        self._set(_SCALE_B, c_void_p(scales[0].data_ptr()))
+        for attribute, t in ((_TRANSPOSE_A, b), (_TRANSPOSE_B, a)):
+            flag = c_int32(int(t.stride(1) != 1))
+            _check(lib.cublasLtMatmulDescSetAttribute(desc, attribute, byref(flag), c_size_t(4)), "transpose")
+        self.layouts = [self._layout(kind, t) for t in (b, a, out)]
+        self.algorithm = self._best(a, b, out, self._candidates(a, b, out))
 
     def _layout(self, kind: int, t: Tensor) -> c_void_p:
         rows, columns = (t.shape[1], t.shape[0]) if t.stride(1) == 1 else (t.shape[0], t.shape[1])
@@ -158,16 +138,14 @@ class Product:
         _check(status, "no algorithm")
         return list(found[: count.value])
 
-    def _best(
-        self, a: Tensor, b: Tensor, out: Tensor, like: Callable[[Tensor], Any], scales: Scales,
-        candidates: list[_Candidate],
-    ) -> _Candidate | None:  # fmt: skip
+    def _best(self, a: Tensor, b: Tensor, out: Tensor, candidates: list[_Candidate]) -> _Candidate | None:
         """The fastest, timed in turns; None where torch's choice is as good, or other bits come out."""
 
         def with_(candidate: _Candidate) -> Callable[[], None]:
-            return lambda: self.run(a, b, out, scales, candidate)
+            return lambda: self.run(a, b, out, candidate)
 
-        calls: dict[int, Callable[[], Any]] = {-1: lambda: like(out), **{i: with_(c) for i, c in enumerate(candidates)}}
+        calls: dict[int, Callable[[], Any]] = {-1: lambda: torch.mm(a, b, out=out)}
+        calls |= {i: with_(c) for i, c in enumerate(candidates)}
         times: dict[int, list[float]] = {i: [] for i in calls}
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         for turn in range(_ROUNDS + 1):
@@ -191,26 +169,20 @@ class Product:
         torchs = min(middle[-1], middle.get(0, middle[-1]))
         if best < 0 or middle[best] > min(_WORTH * torchs, torchs - _LEAST):
             return None
-        like(want := torch.empty_like(out))
         calls[best]()
-        return candidates[best] if torch.equal(out, want) else None
+        return candidates[best] if torch.equal(out, torch.mm(a, b)) else None
 
-    def run(
-        self, a: Tensor, b: Tensor, out: Tensor, scales: Scales = None, algorithm: _Candidate | None = None
-    ) -> None:
+    def run(self, a: Tensor, b: Tensor, out: Tensor, algorithm: _Candidate | None = None) -> None:
         algorithm = algorithm or self.algorithm
         assert algorithm is not None
         stream = torch.cuda.current_stream(self.device).cuda_stream
         workspace = _workspace(self.device, stream).data_ptr()
         left, right, result = self.layouts
         target = out.data_ptr()
-        with self.lock:
-            if scales is not None:
-                self._scaled_by(scales)
-            status = _library().cublasLtMatmul(
-                _handle(self.device), self.desc, byref(self.alpha), b.data_ptr(), left, a.data_ptr(), right,
-                byref(self.beta), target, result, target, result, byref(algorithm), workspace, _WORKSPACE, stream,
-            )  # fmt: skip
+        status = _library().cublasLtMatmul(
+            _handle(self.device), self.desc, byref(self.alpha), b.data_ptr(), left, a.data_ptr(), right,
+            byref(self.beta), target, result, target, result, byref(algorithm), workspace, _WORKSPACE, stream,
+        )  # fmt: skip
         _check(status, "cublasLtMatmul")
 
 
@@ -218,101 +190,61 @@ def _aligned(*tensors: Tensor) -> bool:
     return all(t.data_ptr() and t.data_ptr() % _ALIGNED == 0 for t in tensors)
 
 
-Like = Callable[[Tensor], Any]
-
 _products: dict[tuple[Any, ...], Product | None] = {}
 
 
-def _product(
-    a: Tensor, b: Tensor, out: Tensor, like: Like, scales: Scales = None, fast: bool = False
-) -> Product | None:
+def _product(a: Tensor, b: Tensor, out: Tensor) -> Product | None:
     """The prepared product, or None where torch's own call serves. A shape first met while a CUDA graph is captured
     can't be timed; torch serves it, and it is looked at again later."""
-    key = a.device.index, a.dtype, b.dtype, out.dtype, fast, a.shape, b.shape, a.stride(), b.stride()
-    if not _aligned(a, b, out):
+    key = a.device.index, a.dtype, b.dtype, a.shape, b.shape, a.stride(), b.stride()
+    if not a.is_cuda or not _aligned(a, b, out):
         return None
     if key not in _products:
         if torch.cuda.is_current_stream_capturing():
             return None
-        _products[key] = _prepare(a, b, out, like, scales, fast)
+        _products[key] = _prepare(a, b, out)
     return _products[key]
 
 
-def _prepare(a: Tensor, b: Tensor, out: Tensor, like: Like, scales: Scales, fast: bool) -> Product | None:
+def _prepare(a: Tensor, b: Tensor, out: Tensor) -> Product | None:
+    half = a.dtype in _DATA_TYPE and a.dtype == b.dtype
     dense = all(1 in t.stride() and t.numel() for t in (a, b))
-    if not dense or not available() or torch.are_deterministic_algorithms_enabled():
+    if not half or not dense or not available() or torch.are_deterministic_algorithms_enabled():
         return None
     try:
-        product = Product(a, b, out, like, scales, fast)
+        product = Product(a, b, out)
     except RuntimeError as error:  # no memory to try it in, too
         log.warning("cublasLt candidates of %s x %s: %s", tuple(a.shape), tuple(b.shape), error)
         return None
     return product if product.algorithm is not None else None
 
 
-def _mm(a: Tensor, b: Tensor) -> tuple[Product | None, Tensor, Like]:
-    out = torch.empty((a.shape[0], b.shape[1]), dtype=a.dtype, device=a.device)
-
-    def like(into: Tensor) -> Tensor:
-        return torch.mm(a, b, out=into)
-
-    half = a.is_cuda and a.dtype in _HALF and b.dtype == a.dtype
-    return _product(a, b, out, like) if half else None, out, like
-
-
 def mm(a: Tensor, b: Tensor) -> Tensor:
     """`a @ b`; a: [m, k], b: [k, n]."""
-    product, out, like = _mm(a, b)
+    out = torch.empty((a.shape[0], b.shape[1]), dtype=a.dtype, device=a.device)
+    product = _product(a, b, out)
     if product is None:
-        return like(out)
+        return torch.mm(a, b, out=out)
     product.run(a, b, out)
     return out
 
 
-def _scaled(
-    a: Tensor, b: Tensor, scales: tuple[Tensor, Tensor], dtype: torch.dtype, fast: bool
-) -> tuple[Product | None, Tensor, Like]:
-    out = torch.empty((a.shape[0], b.shape[1]), dtype=dtype, device=a.device)
-
-    def like(into: Tensor) -> Tensor:
-        return torch._scaled_mm(a, b, *scales, out_dtype=dtype, use_fast_accum=fast, out=into)
-
-    return _product(a, b, out, like, scales, fast) if a.is_cuda and dtype in _HALF else None, out, like
-
-
-def scaled_mm(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
-    """`(a * a_scale) @ (b * b_scale)` of fp8 payloads a: [m, k], row-major, and b: [k, n], column-major, in `dtype`;
-    scales: float32, one number each."""
-    scales = a_scale, b_scale
-    product, out, like = _scaled(a, b, scales, dtype, fast)
-    if product is None:
-        return like(out)
-    product.run(a, b, out, scales)
-    return out
-
-
-def gains(a: Tensor, b: Tensor, dtype: torch.dtype, fast: bool = False) -> bool:
-    """Whether a candidate is faster than torch's choice for such a product, of half precision or of fp8 payloads into
-    `dtype`: tried on operands of the shapes, strides and device of `a` and `b`, which may be fake, filled at random."""
+def gains(a: Tensor, b: Tensor) -> bool:
+    """Whether a candidate is faster than torch's choice for such a product: tried on operands of the shapes, strides,
+    dtype and device of `a` and `b`, which may be fake, filled at random."""
     if not available() or torch.cuda.is_current_stream_capturing():
         return False
     # A lowering asks while it is functionalised, under which new tensors have no memory of their own.
     with _disable_current_modes(), temporarily_clear_interpreter_stack(), torch.no_grad():
         try:
             left, right = (_filled(t) for t in (a, b))
-            if left.dtype in _HALF:
-                return _mm(left, right)[0] is not None
-            scale = torch.ones((), device=left.device)
-            return _scaled(left, right, (scale, scale), dtype, fast)[0] is not None
+            return _product(left, right, left.new_empty((left.shape[0], right.shape[1]))) is not None
         except torch.cuda.OutOfMemoryError:
             return False
 
 
 def _filled(like: Tensor) -> Tensor:
-    """Random finite numbers, in `like`'s memory layout; the caller's own random numbers stay as they were to be."""
-    device = like.device
-    source = torch.Generator(device).manual_seed(0)
-    if like.dtype in _HALF:
-        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device).normal_(generator=source)
-    payload = torch.empty_strided(like.shape, like.stride(), dtype=torch.uint8, device=device)
-    return payload.random_(0, _FP8_PATTERNS, generator=source).view(like.dtype)
+    """Random numbers in `like`'s memory layout; the caller's own random numbers stay as they were to be."""
+    source = torch.Generator(like.device).manual_seed(0)
+    made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+    return made.normal_(generator=source)

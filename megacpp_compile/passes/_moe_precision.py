@@ -6,7 +6,7 @@ by row. Elsewhere they stay in bfloat16; `effective_precision` tells the report 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,16 +20,28 @@ RECIPE = "fp8_current"
 LAYOUTS = ("pair", "gate_up")
 
 
-def decide(plan: PrecisionPlan | None, fqn: str, args: Sequence[Any]) -> tuple[str, str]:
+# Where the op's node has what `decide` says against what the plan asks for.
+REASON = "megacpp_precision_reason"
+
+
+def decide(plan: PrecisionPlan | None, fqn: str, parts: Iterable[str], args: Sequence[Any]) -> tuple[str, str]:
     """(the op's argument `precision`, why it is not what the plan asks for) for the layer of experts `fqn`.
 
-    args: those of `megacpp::moe`, from x to layout or further, as nodes.
+    parts: names of the modules that multiply within it. args: those of `megacpp::moe`, from x to layout, as nodes.
     """
     requested = "bf16" if plan is None else plan.decide(fqn, "experts").requested
     if plan is None or requested == "bf16":
         return "", ""
-    reason = _against(plan, requested, args)
+    reason = _against_parts(plan, requested, parts) or _against(plan, requested, args)
     return ("", reason) if reason else (RECIPE, "")
+
+
+def _against_parts(plan: PrecisionPlan, requested: str, parts: Iterable[str]) -> str:
+    for part in parts:
+        said = plan.decide(part, "experts")
+        if said.requested != requested:
+            return f"all products of a layer are in one precision, and {said.rule} has {said.requested} for {part}"
+    return ""
 
 
 def _against(plan: PrecisionPlan, requested: str, args: Sequence[Any]) -> str:

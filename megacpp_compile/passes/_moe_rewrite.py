@@ -9,7 +9,7 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from megacpp_compile.graph_edit import Builder, move_behind, place, value
-from megacpp_compile.passes._moe_precision import decide
+from megacpp_compile.passes._moe_precision import REASON, decide
 from megacpp_compile.passes._rule import GraphView, Match, Refusal
 from megacpp_compile.provenance import module_fqn
 from megacpp_compile.recognise.experts import Expert, Weight
@@ -154,8 +154,10 @@ def _rewrite(view: GraphView, routed: Routed, inputs: list[Node], inside: set[No
         build.cast(x, dtype), indices, gates, stacks[0] if count == 2 else [], stacks[-1], down,
         expert.activation, expert.layout, value(old).dtype,
     )  # fmt: skip
-    precision, _ = decide(view.config.precision, module_fqn(old), args)
+    parts = dict.fromkeys(module_fqn(p.node) for e in routed.experts for p in (*e.ups, e.down))
+    precision, reason = decide(view.config.precision, module_fqn(old), parts, args)
     node = build(torch.ops.megacpp.moe.default, *args, *((True, precision) if precision else ()))
+    node.meta[REASON] = reason
     y = build.item(node, 0)
     if routed.scaled and choices != 1:
         y = build(aten.sum.dim_IntList, build(aten.reshape.default, y, [-1, choices, value(y).shape[-1]]), [1])

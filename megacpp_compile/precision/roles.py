@@ -18,7 +18,7 @@ _ATTENTION = {
     "kv_a_proj_with_mqa", "kv_b_proj", "c_attn", "linear_qkv",
 }  # fmt: skip
 _EXPERTS = {
-    "gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3", "w12", "fc1", "fc2", "c_fc",
+    "gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3", "w12", "fc1", "fc2", "c_fc", "gate",
     "linear_fc1", "linear_fc2", "up", "down", "input_linear", "output_linear",
 }  # fmt: skip
 _MAMBA = {"x_proj", "dt_proj"}
@@ -32,6 +32,11 @@ _AROUND = (
 _MIXER = {"in_proj", "out_proj"}
 
 
+def _one_of_many(outer: Sequence[str]) -> bool:
+    """Whether this is within one expert, "experts.7": its gate is a product like the others, not what routes."""
+    return len(outer) > 1 and outer[-1].isdigit() and "expert" in outer[-2]
+
+
 def role_of(fqn: str, classes: Sequence[str] = ()) -> str:
     """One of ROLES for the linear `fqn` ("model.layers.3.self_attn.q_proj").
 
@@ -39,7 +44,7 @@ def role_of(fqn: str, classes: Sequence[str] = ()) -> str:
     feed-forward layers of all kinds, dense ones too. What no name tells is "other".
     """
     *outer, own = fqn.lower().split(".")
-    if own in _ROUTER or any("router" in part for part in (own, *outer)):
+    if (own in _ROUTER and not _one_of_many(outer)) or any("router" in part for part in (own, *outer)):
         return "router"
     if own in ("head", "unembed") or own.endswith("_head"):
         return "head"

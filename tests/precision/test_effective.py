@@ -109,6 +109,20 @@ def test_routed_experts(float8):
     assert all(r["effective"] == "bf16" and "part of megacpp::moe" in r["reason"] for r in inside)
 
 
+def test_a_rule_for_a_part_of_a_layer_of_experts(monkeypatch):
+    """What the user says of one product goes for the layer, as all of its products are in one precision."""
+    monkeypatch.setattr(_moe_precision, "no_grouped_float8", lambda device: "")
+    module = experts.MoE(experts.nonzero_add_assign).to(torch.bfloat16)
+    given = (torch.randn(experts.TOKENS, experts.DIM, dtype=torch.bfloat16),)
+    for rule, why in (("*.1.down", "*.1.down has bf16 for experts.1.down"), ("*.other", "multiples of")):
+        plan = PrecisionPlan({rule: "bf16"}, gate=False)
+        frames = run(module, given, Config(precision=plan))
+        (layer,) = (r for a in frames.analyses for r in a.frame.precision if r["kind"] == "experts" and not r["shape"])
+        assert (layer["requested"], layer["effective"]) == ("fp8_current", "bf16") and why in layer["reason"]
+    inside = [r for a in frames.analyses for r in a.frame.precision if r["fqn"].startswith("experts.")]
+    assert {r["requested"] for r in inside} == {"fp8_current"}  # a gate within an expert routes nothing
+
+
 class Experts(nn.Module):
     """A layer of routed experts of sizes that float8 has products for; without a gate, or across, where asked."""
 
