@@ -26,6 +26,8 @@ FORWARD, STEP = "forward", "forward + backward"
 # for tensors that eager happens to get exactly: a fraction of one rounding.
 MORE_THAN_EAGER = 1.1
 SLACK_IN_EPS = 0.05
+# By how many standard deviations of that chance the errors of few numbers may be larger than eager's.
+DEVIATIONS = 3.0
 
 
 class Missing(Exception):
@@ -168,7 +170,7 @@ def run_case(case: Case, settings: Settings) -> list[dict[str, Any]]:
             if runner.results:
                 errors = relative_errors(got, want)
                 eager = eager or errors
-                _judge(row, errors, eager, contestant, case)
+                _judge(row, errors, eager, [t.numel() for t in want], contestant, case)
             del got
             try:
                 _observe(row, runner, case, settings)
@@ -180,9 +182,15 @@ def run_case(case: Case, settings: Settings) -> list[dict[str, Any]]:
     return [_table(case, measure, rows, _times(runners, measure, settings), settings) for measure in case.work]
 
 
-def _judge(row: dict[str, Any], errors: list[float], eager: list[float], c: Contestant, case: Case) -> None:
+def _judge(
+    row: dict[str, Any], errors: list[float], eager: list[float], counts: list[int], c: Contestant, case: Case
+) -> None:
+    """counts: of numbers in each tensor. Where they are few, two sets of rounding errors differ by chance: the ratio of
+    two norms of n errors each scatters by about 1 / sqrt(n)."""
     slack = SLACK_IN_EPS * torch.finfo(case.dtype).eps
-    bounds = [c.times_eager * e + slack if c.bound is None else c.bound for e in eager]
+    chance = [1 + DEVIATIONS / max(n, 1) ** 0.5 for n in counts]
+    by_eager = [c.times_eager * by * e + slack for e, by in zip(eager, chance, strict=True)]
+    bounds = by_eager if c.bound is None else [c.bound] * len(eager)
     worst = max(range(len(errors)), key=lambda i: errors[i] / bounds[i])
     names = case.tensors or [str(i) for i in range(len(errors))]
     row["error"], row["bound"], row["worst"] = errors[worst], bounds[worst], names[worst]

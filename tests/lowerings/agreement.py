@@ -69,6 +69,9 @@ TOLERANCE = {
     # falls to the other side in float64, which counts where there are but a few. Exact: `test_linear_fp8_weight`.
     ("fp8_linear", torch.float8_e4m3fn): 1e-1,
 }
+# Times the above. On XLA the scan has no float64 to sum what cancels in: of 400 draws under strong decay four had
+# gradients of A (four numbers) off by more than 6e-5, 1.3e-4 at most.
+LOOSER = {("ssd_scan_backward", "tpu_xla"): 4}
 KIND = {
     "fp8_quantize": "float8",
     "fp8_linear": "float8",
