@@ -339,6 +339,16 @@ def test_products_are_tried_with_memory(monkeypatch):
     torch.set_rng_state(before)
 
 
+def test_what_was_tried_is_not_tried_again(monkeypatch):
+    """A deep model has the same products in every layer."""
+    found = {cublaslt._key(*operands()): None, cublaslt._key(*operands(m=8)): object()}
+    monkeypatch.setattr(cublaslt, "_products", found)
+    monkeypatch.setattr(cublaslt, "_filled", lambda like: pytest.fail("made operands to try it on"))
+    with FakeTensorMode() as mode:
+        fakes = [[mode.from_tensor(t) for t in operands(m=m)] for m in (4, 8)]
+    assert [cublaslt.gains(*pair) for pair in fakes] == [False, True]
+
+
 @pytest.mark.parametrize("on", [True, False])
 def test_tuning_is_an_option_and_for_cuda(on):
     """The user's own pass comes first, and the option takes only ours away."""

@@ -1,9 +1,9 @@
 """Half-precision GEMMs by the fastest of cuBLASLt's own candidates.
 
 `torch.mm` takes the first kernel cuBLASLt's heuristic names. The heuristic ranks without running; for `x @ w.T` a later
-candidate is often 10 % faster. Here each shape's candidates are timed once per process, beside
-torch's own, when a graph with it is compiled or else on the first call, and the fastest serves from then on, if what it
-computes there is torch's to the last bit. Not under `torch.use_deterministic_algorithms`.
+candidate is often 10 % faster. Here each shape's candidates are timed once per process, beside torch's own, when a
+graph with it is compiled or else on the first call, and the fastest serves from then on, if what it computes there is
+torch's to the last bit. Not under `torch.use_deterministic_algorithms`.
 
 The C API is called through ctypes on the libcublasLt that torch itself has loaded; numbers are from cublasLt.h
 (https://docs.nvidia.com/cuda/cublas/, section "cuBLASLt Data Types Reference").
@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 log = logging.getLogger(__name__)
 
-_DATA_TYPE = {torch.float16: 2, torch.bfloat16: 14}
+DATA_TYPE = {torch.float16: 2, torch.bfloat16: 14}
 _FLOAT32, _COMPUTE_FLOAT32 = 0, 68
 _TRANSPOSE_A, _TRANSPOSE_B = 3, 4
 _MAX_WORKSPACE, _REDUCTION_SCHEMES, _ALIGNMENT_A = 1, 3, 5
@@ -98,7 +98,7 @@ class Product:
     """
 
     def __init__(self, a: Tensor, b: Tensor, out: Tensor) -> None:
-        lib, kind = _library(), _DATA_TYPE[a.dtype]
+        lib, kind = _library(), DATA_TYPE[a.dtype]
         self.device, self.alpha, self.beta = a.device.index, c_float(1.0), c_float(0.0)
         _check(lib.cublasLtMatmulDescCreate(byref(desc := c_void_p()), _COMPUTE_FLOAT32, _FLOAT32), "desc")
         self.desc = desc
@@ -193,13 +193,16 @@ def _aligned(*tensors: Tensor) -> bool:
 _products: dict[tuple[Any, ...], Product | None] = {}
 
 
+def _key(a: Tensor, b: Tensor) -> tuple[Any, ...]:
+    return a.device.index, a.dtype, b.dtype, a.shape, b.shape, a.stride(), b.stride()
+
+
 def _product(a: Tensor, b: Tensor, out: Tensor) -> Product | None:
     """The prepared product, or None where torch's own call serves. A shape first met while a CUDA graph is captured
     can't be timed; torch serves it, and it is looked at again later."""
-    key = a.device.index, a.dtype, b.dtype, a.shape, b.shape, a.stride(), b.stride()
     if not a.is_cuda or not _aligned(a, b, out):
         return None
-    if key not in _products:
+    if (key := _key(a, b)) not in _products:
         if torch.cuda.is_current_stream_capturing():
             return None
         _products[key] = _prepare(a, b, out)
@@ -207,7 +210,7 @@ def _product(a: Tensor, b: Tensor, out: Tensor) -> Product | None:
 
 
 def _prepare(a: Tensor, b: Tensor, out: Tensor) -> Product | None:
-    half = a.dtype in _DATA_TYPE and a.dtype == b.dtype
+    half = a.dtype in DATA_TYPE and a.dtype == b.dtype
     dense = all(1 in t.stride() and t.numel() for t in (a, b))
     if not half or not dense or not available() or torch.are_deterministic_algorithms_enabled():
         return None
@@ -232,6 +235,8 @@ def mm(a: Tensor, b: Tensor) -> Tensor:
 def gains(a: Tensor, b: Tensor) -> bool:
     """Whether a candidate is faster than torch's choice for such a product: tried on operands of the shapes, strides,
     dtype and device of `a` and `b`, which may be fake, filled at random."""
+    if (key := _key(a, b)) in _products:  # by a layer before this one
+        return _products[key] is not None
     if not available() or torch.cuda.is_current_stream_capturing():
         return False
     # A lowering asks while it is functionalised, under which new tensors have no memory of their own.

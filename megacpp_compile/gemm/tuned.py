@@ -21,8 +21,6 @@ from megacpp_compile.graph_pass import GraphPass
 
 aten = torch.ops.aten
 
-_HALF = (torch.float16, torch.bfloat16)
-
 # FLOPs from which a product is looked at (0.14 ms on an H200), and up to which trying candidates stays a small part of
 # a first step.
 MIN_FLOPS, MAX_FLOPS = 1e11, 3e12
@@ -65,8 +63,7 @@ class TuneProducts(GraphPass):
 
 def mm(a: Tensor, b: Tensor) -> Tensor:
     """`a @ b` in a lowering: `tuned_mm` at once where that is worth it, which Inductor then joins with no sum."""
-    half = a.dtype in _HALF and a.dtype == b.dtype
-    if half and not _has_its_own() and _worth(a, b) and cublaslt.gains(a, b):
+    if not _has_its_own() and _worth(a, b) and cublaslt.gains(a, b):
         return torch.ops.megacpp.tuned_mm(a, b)
     return a @ b
 
@@ -81,14 +78,15 @@ def _has_its_own() -> bool:
 def _worth(a: Tensor, b: Tensor) -> bool:
     """Whether a candidate may be worth its call, so that it is worth trying."""
     m, k, n = *a.shape, b.shape[1]
+    if a.dtype not in cublaslt.DATA_TYPE or a.dtype != b.dtype:
+        return False
     if a.device.type != "cuda" or not all(isinstance(size, int) for size in (m, k, n)) or a.stride(1) != 1:
         return False
     return (k <= SHORT and m * n * 2 >= LARGE_BYTES) or MIN_FLOPS <= 2 * m * k * n <= MAX_FLOPS
 
 
 def _takes(node: Node) -> bool:
-    """Whether a product's result is half precision, and a candidate gains. What is concatenated stays: Inductor has it
-    written in place."""
+    """Whether a candidate gains. What is concatenated stays: Inductor has it written in place."""
     a, b = map(value, node.args)
     concatenated = any(user.target is aten.cat.default for user in node.users)
-    return a.dtype in _HALF and not concatenated and _worth(a, b) and cublaslt.gains(a, b)
+    return not concatenated and _worth(a, b) and cublaslt.gains(a, b)

@@ -39,8 +39,8 @@ class Kernel:
         self.fn, self.tuned = fn, triton.autotune(configs, key=list(key), restore_value=list(restore))(fn)
 
     def __call__(self, grid: Callable[[dict[str, Any]], tuple[Any, ...]], static: dict[str, int], **args: Any) -> None:
-        interpreted = not isinstance(self.fn, triton.JITFunction)
-        kernel, sizes = (self.tuned, {}) if measuring() and not interpreted else (self.fn, static)
+        compiled = isinstance(self.fn, triton.JITFunction)
+        kernel, sizes = (self.tuned, {}) if measuring() and compiled else (self.fn, static)
         (wrap_triton(kernel) if traced() else kernel)[grid](**args, **sizes)
 
 
@@ -59,12 +59,17 @@ def accumulator(dtype: torch.dtype) -> Any:
     return tl.float64 if dtype == torch.float64 else tl.float32
 
 
+def interpreted() -> bool:
+    """Whether Triton's interpreter runs the kernels, on CPU."""
+    return bool(triton.knobs.runtime.interpret)
+
+
 def multiply(dtype: torch.dtype) -> dict[str, Any]:
     """How a kernel multiplies operands of `dtype`: the constants `PRECISION` and `INTERPRETED`."""
     exact = dtype == torch.float32 and not torch.backends.cuda.matmul.allow_tf32
     # Triton's interpreter multiplies the bits of bfloat16 as integers.
     return {"PRECISION": "tf32" if dtype == torch.float32 and not exact else "ieee",
-            "INTERPRETED": bool(triton.knobs.runtime.interpret)}  # fmt: skip
+            "INTERPRETED": interpreted()}  # fmt: skip
 
 
 def lanes_adjacent(t: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megacpp_compile.lowerings._triton_cast import as_stored
 from megacpp_compile.lowerings._triton_grouped import TYPES, table_of
-from megacpp_compile.lowerings._triton_launch import power_of_2
+from megacpp_compile.lowerings._triton_launch import interpreted, power_of_2
 
 FLOAT8 = torch.float8_e4m3fn
 # Elements of a weight that a program holds at once: all of some rows.
@@ -151,7 +151,7 @@ def turned_weights(weights: Sequence[Tensor], parts: int, scale: Tensor) -> Tens
     programs = -(-sizes["R"] // blocks["RB"]) * -(-c // blocks["CB"])
     quantise_turned[(programs, e * parts)](
         table, out.view(torch.int32), scale.contiguous(), weights[0].stride(0), TYPE=TYPES[weights[0].dtype], **sizes,
-        **blocks, INTERPRETED=bool(triton.knobs.runtime.interpret), num_warps=8,
+        **blocks, INTERPRETED=interpreted(), num_warps=8,
     )  # fmt: skip
     return out
 

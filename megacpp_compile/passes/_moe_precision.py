@@ -18,8 +18,6 @@ from megacpp_compile.precision.plan import PrecisionPlan
 
 RECIPE = "fp8_current"
 LAYOUTS = ("pair", "gate_up")
-
-
 # Where the op's node has what `decide` says against what the plan asks for.
 REASON = "megacpp_precision_reason"
 

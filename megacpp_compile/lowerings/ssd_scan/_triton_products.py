@@ -5,8 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from megacpp_compile.lowerings._triton_launch import interpreted
+
 # Triton's interpreter keeps bfloat16 as integers, and multiplies matrices of those (triton 3.9).
-INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+INTERPRETED = tl.constexpr(interpreted())
 
 
 @triton.jit
