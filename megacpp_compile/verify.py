@@ -18,10 +18,12 @@ from megacpp_compile.subgraph import between
 
 # Relative error (norm of the difference over norm) two spellings of the same maths may have, by the coarsest dtype
 # involved: rounding of a few operations, with room for another order of summation.
-# With float8 inside, asked for by a precision plan: three bits of mantissa in operands, two in gradients.
+# With float8 inside, asked for by a precision plan: three bits of mantissa in operands and gradients, 0.027 of the norm
+# of each. Where a product cancels its error is larger; gradients of weights were seen to have 1.2 times as much.
 TOLERANCE = {
-    torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2, torch.float8_e4m3fn: 1e-1,
+    torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2, torch.float8_e4m3fn: 7e-2,
 }  # fmt: skip
+EXPERTS_IN_FLOAT8 = 1e-1  # three such products, one behind the other
 
 
 class Recorder(Interpreter):
@@ -86,7 +88,7 @@ def compare(
             if isinstance(t, torch.Tensor):
                 tolerance = max(tolerance, TOLERANCE.get(t.dtype, 0.0))
         if any("fp8_current" in n.args for n in module.graph.nodes):  # inside of an op
-            tolerance = max(tolerance, TOLERANCE[torch.float8_e4m3fn])
+            tolerance = max(tolerance, EXPERTS_IN_FLOAT8)
     reference, got = results
     errors = {name: _error(got.get(name), t) for name, t in reference.items()}
     worst = max(errors, key=errors.__getitem__)

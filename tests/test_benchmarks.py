@@ -83,6 +83,7 @@ class Wrapped:
     """Transformer Engine's tensor: bytes, and the bytes of the transpose."""
 
     def __init__(self, *, data, data_transpose, fp8_dtype, fp8_scale_inv, **_) -> None:
+        assert fp8_dtype == torch.float8_e4m3fn, "what the recipe multiplies, gradients too"
         self.rowwise, self.columnwise = data.view(fp8_dtype), data_transpose.view(fp8_dtype)
         self.scale = fp8_scale_inv
 

@@ -52,7 +52,8 @@ TOLERANCE = {
     ("experts", torch.float32): 5e-6,
     ("experts", torch.float64): 1e-13,
     # Payloads are the same but where a scale of another rounding crosses a tie; products of them are exact until they
-    # are summed, on tensor cores with 14 bits in the forward. Gradients are rounded to e5m2, of two bits, in between.
+    # are summed, on tensor cores with 14 bits in the forward. Gradients are rounded in between, to e4m3 or (some calls)
+    # to e5m2, where a tie is twice as wide.
     ("float8", torch.bfloat16): 1e-2,
     ("float8", torch.float16): 1e-2,
     ("float8", torch.float32): 1e-2,

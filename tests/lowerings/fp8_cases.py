@@ -45,14 +45,21 @@ for label, options in LINEARS.items():
 # --- both operands quantised
 
 
-def _fp8(rand, dtype, outer=(2, 24), k=48, n=32, bias=True):
+def _fp8(rand, dtype, outer=(2, 24), k=48, n=32, bias=True, grad_format="e4m3"):
     """Operands of fp8_linear, one of them of very small numbers."""
     x, w = rand(*outer, k, dtype=dtype), rand(n, k, dtype=dtype) * 1e-4
     quantise = reference_of("fp8_quantize")
-    return x, w, *quantise(x, "e4m3"), *quantise(w, "e4m3"), rand(n, dtype=dtype) if bias else None, "e5m2", dtype
+    b = rand(n, dtype=dtype) if bias else None
+    return x, w, *quantise(x, "e4m3"), *quantise(w, "e4m3"), b, grad_format, dtype
 
 
-for label, options in {"two_outer": {}, "flat_no_bias": {"outer": (16,), "bias": False}, "wide": {"k": 160, "n": 16}}.items():
+QUANTISED = {
+    "two_outer": {},
+    "flat_no_bias": {"outer": (16,), "bias": False},
+    "wide": {"k": 160, "n": 16},
+    "gradients_in_e5m2": {"grad_format": "e5m2"},
+}
+for label, options in QUANTISED.items():
 
     @case("fp8_linear", label)
     def _(rand, dtype, options=options):
@@ -60,9 +67,9 @@ for label, options in {"two_outer": {}, "flat_no_bias": {"outer": (16,), "bias":
 
     @case("fp8_linear_backward", label)
     def _(rand, dtype, options=options):
-        x, w, x8, x_scale, _, w_scale, *_ = _fp8(rand, dtype, **options)
+        x, w, x8, x_scale, _, w_scale, _, grad_format, _ = _fp8(rand, dtype, **options)
         grad = rand(*x.shape[:-1], w.shape[0], dtype=dtype) * 1e3
-        return grad, x8, x_scale, w, w_scale, "e5m2", dtype
+        return grad, x8, x_scale, w, w_scale, grad_format, dtype
 
 
 def _by_blocks(rand, dtype, outer=(2, 128), k=256, n=128, bias=True):

@@ -7,6 +7,7 @@ import torch
 from torch.library import opcheck
 
 from megacpp_compile.lowerings.fp8_linear import fp8_linear, fp8_linear_backward, fp8_quantize
+from megacpp_compile.passes.linear import GRADIENT
 
 from . import relative_error, saved_by
 from .cases import CASES
@@ -42,25 +43,25 @@ def test_quantize_zeros_and_extremes():
         assert relative_error(payload.double() * scale_inv.double(), x.double()) < 2**-3
 
 
-def operands(rand, outer=(3, 16), k=64, n=48, bias=True):
+def operands(rand, outer=(3, 16), k=64, n=48, bias=True, grad_format="e4m3"):
     x, w = (rand(*shape, k, dtype=torch.bfloat16, grad=True) for shape in (outer, (n,)))
     b = rand(n, dtype=torch.bfloat16, grad=True) if bias else None
     with torch.no_grad():
-        return x, w, *fp8_quantize(x, "e4m3"), *fp8_quantize(w, "e4m3"), b, "e5m2", torch.bfloat16
+        return x, w, *fp8_quantize(x, "e4m3"), *fp8_quantize(w, "e4m3"), b, grad_format, torch.bfloat16
 
 
 def widened(payload, scale_inv):
     return payload.double() * scale_inv.double()
 
 
-@pytest.mark.parametrize("bias", [True, False])
-def test_is_the_formula(rand, bias):
+@pytest.mark.parametrize(("bias", "grad_format"), [(True, "e4m3"), (False, "e4m3"), (False, "e5m2")])
+def test_is_the_formula(rand, bias, grad_format):
     """Outputs and gradients of the widened payloads, the gradient's own rounding included."""
-    x, w, x8, sx, w8, sw, b, *rest = operands(rand, bias=bias)
+    x, w, x8, sx, w8, sw, b, *rest = operands(rand, bias=bias, grad_format=grad_format)
     y = fp8_linear(x, w, x8, sx, w8, sw, b, *rest)
     grad = rand(*y.shape, dtype=torch.bfloat16)
     got = [y, *torch.autograd.grad(y, [t for t in (x, w, b) if t is not None], grad)]
-    wx, ww, wg = widened(x8, sx), widened(w8, sw), widened(*fp8_quantize(grad, "e5m2"))
+    wx, ww, wg = widened(x8, sx), widened(w8, sw), widened(*fp8_quantize(grad, grad_format))
     want = [wx @ ww.t() + (b.double() if bias else 0), wg @ ww, wg.flatten(0, -2).t() @ wx.flatten(0, -2)]
     want += [grad.double().flatten(0, -2).sum(0)] if bias else []
     assert [t.dtype for t in got] == [torch.bfloat16] * len(got)
@@ -68,14 +69,32 @@ def test_is_the_formula(rand, bias):
 
 
 def test_near_the_linear_it_replaces(rand):
-    """Within what three bits of mantissa cost: two operands each rounded by 2.5 % or so, and e5m2 by twice that."""
+    """Within what three bits of mantissa cost: two operands of each product, rounded by 2.7 % or so."""
     x, w, *quantised = operands(rand, outer=(64,), k=256, n=128, bias=False)
     grad = rand(64, 128, dtype=torch.bfloat16)
     y = fp8_linear(x, w, *quantised)
     got = [y, *torch.autograd.grad(y, [x, w], grad)]
     plain = torch.nn.functional.linear(x.double(), w.double())
     want = [plain, *torch.autograd.grad(plain, [x, w], grad.double())]
-    assert all(error < bound for error, bound in zip(map(relative_error, got, want), (0.05, 0.08, 0.08), strict=True))
+    assert max(map(relative_error, got, want)) < 0.05
+
+
+@pytest.mark.parametrize("freedom", [3, None])
+def test_gradients_are_nearer_than_in_e5m2(rand, freedom):
+    """Why the recipe rounds them to e4m3: scaled by their largest they need no more range, and have a bit more of
+    mantissa. Of Student's t distribution, where the largest is 13 to 130 times the root of their mean square, and of the
+    normal one, where it is 4. The errors are 0.64 of what they would be (0.60 to 0.71 in 400 draws)."""
+    x, w, *quantised, _, dtype = operands(rand, outer=(256,), k=64, n=128, bias=False)
+    grad = rand(256, 128)
+    if freedom is not None:
+        grad = grad / rand(freedom, 256, 128).square().mean(0).sqrt()
+    want = [grad @ w.double(), grad.t() @ x.double()]
+    errors = {}
+    for format in (GRADIENT, "e5m2"):
+        y = fp8_linear(x, w, *quantised, format, dtype)
+        errors[format] = [*map(relative_error, torch.autograd.grad(y, [x, w], grad.bfloat16()), want)]
+    near, far = errors.values()
+    assert all(a < 0.8 * b for a, b in zip(near, far, strict=True)), errors
 
 
 def test_saved_for_backward(rand):

@@ -34,25 +34,25 @@ def weight_of(payload, scale):
 
 @pytest.mark.parametrize("label", ["tensor", "rows", "blocks", "blocks_of_rows", "flat"])
 def test_is_the_linear_up_to_the_rounding_of_x(rand, label):
-    """x keeps 4 bits, its gradient 3, and the weight all it has."""
+    """x and the output's gradient keep 4 bits, and the weight all it has."""
     x, payload, scale, bias, dtype = CASES["linear_fp8_weight"][label](rand, torch.float64)
     x, bias = x.requires_grad_(), bias.requires_grad_()
     got = linear_fp8_weight(x, payload, scale, bias, dtype)
     want = torch.nn.functional.linear(x, weight_of(payload, scale), bias)
     assert 1e-4 < relative_error(got, want) < 4e-2
     seed = rand(*got.shape)
-    for a, b, bound in zip(*(torch.autograd.grad(y, (x, bias), seed) for y in (got, want)), (8e-2, 1e-12), strict=True):
+    for a, b, bound in zip(*(torch.autograd.grad(y, (x, bias), seed) for y in (got, want)), (4e-2, 1e-12), strict=True):
         assert relative_error(a, b) < bound
 
 
 @pytest.mark.parametrize("per", ["tensor", "row"])
 def test_exact_where_nothing_is_rounded(rand, per):
-    """Numbers that e4m3 and e5m2 have, and whose largest is theirs."""
+    """Numbers that e4m3 has, and whose largest is its largest."""
     _, payload, scale, _, _ = operands(rand, torch.float64, per=per)
     x = torch.tensor([448.0, -2, 0, 1, 16, 0.5, 3, -7]).double().repeat(5, 4).requires_grad_()
     got = linear_fp8_weight(x, payload, scale, None, torch.float64)
     assert relative_error(got, x @ weight_of(payload, scale).t()) < 1e-12
-    seed = torch.tensor([57344.0, -2, 0, 1, 16, 0.5]).double().repeat(5, 8) / scale.double().t()
+    seed = torch.tensor([448.0, -2, 0, 1, 16, 0.5]).double().repeat(5, 8) / scale.double().t()
     (d_x,) = torch.autograd.grad(got, x, seed)
     assert relative_error(d_x, seed @ weight_of(payload, scale)) < 1e-12
 

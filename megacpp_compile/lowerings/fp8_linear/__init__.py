@@ -9,8 +9,9 @@
         bias        [n] or None
         returns     y [..., n] in `out_dtype` = (x8 @ w8.T) * x_scale_inv * w_scale_inv + bias
 
-Gradients are quantised to `grad_format`: e5m2, whose range is that of float16. k, n and the rows of x are multiples of
-16, as the tensor cores have it.
+Gradients are quantised to `grad_format`: "e4m3", as the pass has it, or "e5m2", with the range of float16 and one bit
+less of mantissa. Scaled by its largest number, a tensor has three bits in e4m3 down to 1/28672 of that number.
+k, n and the rows of x are multiples of 16, as the tensor cores have it.
 Saved for backward: x8, the two scales, and weight, whose payload is made again; x itself is not.
 Sources: FP8 formats, https://arxiv.org/abs/2209.05433; current scaling as in Transformer Engine's Float8CurrentScaling.
 """

@@ -9,10 +9,10 @@
 x is rounded to e4m3 by current scaling: by its largest magnitude where the weight has one scale, by each row's where
 rows have, by that of every 128 lanes of a row where blocks have. Products are summed in float32 (float64 for float64)
 and rounded once. Backward gives x's gradient: the output's gradient, times the scales of the weight's rows, is rounded
-to e5m2 by its largest magnitude and multiplied with the payload. The weight is frozen, and has none.
+to e4m3 by its largest magnitude and multiplied with the payload. The weight is frozen, and has none.
 Raises OperandError for other shapes and dtypes. Saved for backward: payload and scale.
-Source: current scaling and e4m3 forward with e5m2 gradients, https://arxiv.org/abs/2209.05433; blocks,
-https://arxiv.org/abs/2412.19437, section 3.3.
+Sources: FP8 formats, https://arxiv.org/abs/2209.05433 (with gradients in e5m2; scaled by what they are now they are
+nearer in e4m3); blocks, and gradients in e4m3, https://arxiv.org/abs/2412.19437, section 3.3.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def linear_fp8_weight(
 
 
 def linear_fp8_weight_backward(grad: Tensor, payload: Tensor, scale: Tensor, out_dtype: torch.dtype) -> Tensor:
-    rounded, own = round_to_fp8(_rows(grad) * scale.t(), torch.float8_e5m2, whole=True)
+    rounded, own = round_to_fp8(_rows(grad) * scale.t(), torch.float8_e4m3fn, whole=True)
     # The second operand has to lie column by column: a transposed copy, of one byte an element.
     columns = payload.t().contiguous()
     d_x = product(rounded, own, columns, torch.ones_like(own), out_dtype)

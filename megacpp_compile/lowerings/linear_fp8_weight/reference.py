@@ -50,5 +50,5 @@ def linear_fp8_weight_backward(grad: Tensor, payload: Tensor, scale: Tensor, out
         rows, weight = grad, _weight(payload, scale, dtype)
     else:
         rows, weight = grad * scale.to(dtype).squeeze(1), widened(payload, dtype)
-    rounded, own = round_to_fp8(rows, torch.float8_e5m2, whole=True)
+    rounded, own = round_to_fp8(rows, torch.float8_e4m3fn, whole=True)
     return ((widened(rounded, dtype) * own) @ weight).to(out_dtype)
