@@ -216,6 +216,7 @@ def sparse_mla(
     causal: bool = True,
     offset: int = 0,
     kv_scale: Tensor | None = None,
+    fp8_products: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Attention of each query over the latent rows chosen for it: (out [b, t, h, d_v] in q's dtype, lse [b, t, h]).
 
@@ -227,6 +228,8 @@ def sparse_mla(
         scale: of the scores; d_qk ** -0.5 by default.
         causal: a query sees rows up to `offset` + its own number.
         kv_scale: float32 that broadcasts to [b, s, 1, n], for whole rows or every 128 lanes.
+        fp8_products: with fp8 rows that have one scale each, lets a kernel round queries and probabilities to e4m3
+            where that is faster; otherwise rows are widened to q's dtype, and these stay as they are.
 
     Differentiable in q and kv, unless kv is fp8. Raises OperandError, WrapperError, and ForwardOnlyError in backward.
     The op, `torch.ops.megacpp.sparse_mla`, is described in `lowerings/sparse_mla`.
@@ -235,5 +238,5 @@ def sparse_mla(
         held = split(kv, "kv")
         kv, kv_scale = _parts(held)
     return torch.ops.megacpp.sparse_mla(
-        q, kv, indices, kv_scale, q.shape[-1] ** -0.5 if scale is None else scale, d_v, causal, offset
+        q, kv, indices, kv_scale, q.shape[-1] ** -0.5 if scale is None else scale, d_v, causal, offset, fp8_products
     )

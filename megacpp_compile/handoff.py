@@ -91,7 +91,8 @@ def _lower(graph: fx.Graph, node: Node, target: str, traced: dict[Any, GraphModu
     fakes = [t.meta["val"] for t in tensors]
     choice = choose(node.target, target, fx.map_arg(node.args, value))
     if not choice.traced:
-        node.target = choice.body
+        if target != "cuda":  # Inductor's graphs hold ops: this one asks again when it runs
+            node.target = choice.body
         return
     in_place = _in_place(node, choice.overwrites)
     key = (node.target, repr(args), tuple(_signature(f) for f in fakes), in_place)

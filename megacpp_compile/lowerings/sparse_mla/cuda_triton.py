@@ -74,10 +74,18 @@ def _operands(
     }  # fmt: skip
 
 
-def _aligned(t: Tensor) -> bool:
+def aligned(t: Tensor) -> bool:
     """Whether rows begin at multiples of 16 bytes, as memory from an allocator does."""
     unit = 16 // t.dtype.itemsize
     return all(statically_known_true(n % unit == 0) for n in (t.storage_offset(), *t.stride()[:-1]))
+
+
+def scale_steps(kv_scale: Tensor | None) -> tuple[Any, Any, Any]:
+    """How far apart the scales of sequences, rows and blocks of lanes are; 0 where one is for all."""
+    if kv_scale is None:
+        return 0, 0, 0
+    b, s, d = (0 if statically_known_true(kv_scale.shape[dim] == 1) else kv_scale.stride(dim) for dim in (0, 1, 3))
+    return b, s, d
 
 
 def _tile(q: Tensor, heads: int, rows: int, stages: int) -> dict[str, int]:
@@ -100,15 +108,13 @@ def sparse_mla(
     d_v: int,
     causal: bool = True,
     offset: int = 0,
+    fp8_products: bool = False,  # these multiply in the queries' dtype
 ) -> tuple[Tensor, Tensor]:
     out = torch.empty((*q.shape[:-1], d_v), dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
     args = _operands(q, kv, indices, scale, d_v, causal, offset)
-    steps = dict.fromkeys(("s_b", "s_s", "s_d"), 0)
-    if kv_scale is not None:
-        steps = {name: 0 if statically_known_true(kv_scale.shape[dim] == 1) else kv_scale.stride(dim)
-                 for name, dim in (("s_b", 0), ("s_s", 1), ("s_d", 3))}  # fmt: skip
-    args |= {**steps, "kv_scale": q if kv_scale is None else kv_scale, "out": out, "lse": lse}
+    steps = zip(("s_b", "s_s", "s_d"), scale_steps(kv_scale), strict=True)
+    args |= {**dict(steps), "kv_scale": q if kv_scale is None else kv_scale, "out": out, "lse": lse}
     by_blocks = kv_scale is not None and kv_scale.shape[3] > 1
     scaled = {"SCALED": int(kv_scale is not None), "BLOCKS": int(by_blocks)}
     # Loaded ahead, the blocks' scales, one a lane, would take more shared memory than there is.
@@ -137,7 +143,7 @@ def sparse_mla_backward(
     args = _operands(q, kv, indices, scale, d_v, causal, offset) | multiply(q.dtype)
     grad = lanes_adjacent(grad.to(q.dtype))
     args |= {"grad": grad, "lse": lse.contiguous(), "delta": delta.contiguous(), **strides("g", grad, "bth"),
-             "ALIGNED": int(_aligned(args["q"]) and _aligned(grad))}  # fmt: skip
+             "ALIGNED": int(aligned(args["q"]) and aligned(grad))}  # fmt: skip
     _query_grad(_by_heads(q), _tile(q, 64, 32, 2), dq=dq, **args)
     _rows_grad(
         lambda meta: (q.shape[1] * triton.cdiv(indices.shape[3], meta["BK"]), q.shape[0]),

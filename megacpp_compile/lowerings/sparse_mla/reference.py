@@ -160,6 +160,7 @@ def sparse_mla(
     d_v: int,
     causal: bool = True,
     offset: int = 0,
+    fp8_products: bool = False,  # nothing is rounded here
 ) -> tuple[Tensor, Tensor]:
     rows = Rows(kv, kv_scale, compute_dtype(q.dtype))
     last, parts = last_seen(q.shape[1], causal, offset, q), []

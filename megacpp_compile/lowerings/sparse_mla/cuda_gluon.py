@@ -1,0 +1,98 @@
+"""`sparse_mla`'s forward on Hopper in Gluon, Triton's language of explicit layouts: roles for warps, rows copied while
+others are multiplied, nothing computed twice. What it does not serve, and every backward, is `cuda_triton`'s.
+
+Rows in fp8 are widened to the queries' dtype on their way into shared memory. With `fp8_products` they are multiplied
+as they are: queries are rounded to e4m3 by their head's largest lane, and probabilities by the largest one so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from megacpp_compile.lowerings._triton_launch import lanes_adjacent, strides
+from megacpp_compile.lowerings.sparse_mla import cuda_triton
+from megacpp_compile.lowerings.sparse_mla.cuda_triton import MOST_BLOCKS, aligned, scale_steps
+
+try:
+    from megacpp_compile.lowerings.sparse_mla import _gluon_attention as kernels
+
+    MISSING = ""
+except (ImportError, AttributeError) as error:  # Gluon is experimental: what it has differs between releases
+    MISSING = f"Triton {triton.__version__} has not all of Gluon that it takes: {error}"
+
+__all__ = ["sparse_mla", "supports"]
+
+# A graph holds the op itself, which asks again when it runs: Inductor takes no kernels of Gluon.
+TRACED = False
+# Heads of a program, and rows of a tile. Fewer heads leave more than half of the products to nobody.
+HEADS = ROWS = 64
+VALUE_LANES, REST_LANES = (256, 512), 64
+# Places for tiles; registers a thread of those who take the softmax, and of those who copy: what is left of 65536 is
+# for the sums, which take 128 for themselves.
+_SETTINGS = {
+    "WIDE": {"STAGES": 2, "SOFTMAX_REGISTERS": 120, "COPY_REGISTERS": 40},
+    "WIDENED": {"STAGES": 2, "SOFTMAX_REGISTERS": 88, "COPY_REGISTERS": 96},
+    "FP8": {"STAGES": 4, "SOFTMAX_REGISTERS": 120, "COPY_REGISTERS": 0},
+}
+
+
+def on_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def supports(name: str, args: Sequence[Any]) -> str | None:
+    """Why the kernel cannot serve this call, or None."""
+    if MISSING or name != "sparse_mla":
+        return MISSING or "forward only"
+    q, kv, indices, kv_scale, _, d_v = args[:6]
+    if not on_hopper(q.device):
+        return "it is written for Hopper's tensor cores"
+    if q.dtype not in (torch.float16, torch.bfloat16) or kv.dtype not in (q.dtype, torch.float8_e4m3fn):
+        return f"queries in {q.dtype}, rows in {kv.dtype}"
+    if kv_scale is not None and kv_scale.shape[3] != 1:
+        return "a scale for every block of lanes"
+    heads, lanes = q.shape[2:]
+    if not isinstance(heads, int) or heads <= HEADS // 2:
+        return f"{heads} heads: it has {HEADS} in a program"
+    if d_v not in VALUE_LANES or lanes - d_v != REST_LANES:
+        return f"{d_v} and {lanes - d_v} lanes: it has {VALUE_LANES} and {REST_LANES}"
+    if any(isinstance(n, int) and n == 0 for n in (*q.shape, kv.shape[1], indices.shape[3])):
+        return "there is nothing to attend to"
+    if isinstance(q.shape[0], int) and q.shape[0] > MOST_BLOCKS:
+        return f"more than {MOST_BLOCKS} sequences"
+    if not aligned(q) or not aligned(kv):
+        return "rows do not begin at multiples of 16 bytes"
+    return None
+
+
+def sparse_mla(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    kv_scale: Tensor | None,
+    scale: float,
+    d_v: int,
+    causal: bool = True,
+    offset: int = 0,
+    fp8_products: bool = False,
+) -> tuple[Tensor, Tensor]:
+    mode = "WIDE" if kv_scale is None else "FP8" if fp8_products else "WIDENED"
+    q, kv = lanes_adjacent(q), lanes_adjacent(kv)
+    if q.data_ptr() % 16 or kv.data_ptr() % 16:  # memory of somebody else's
+        return cuda_triton.sparse_mla(q, kv, indices, kv_scale, scale, d_v, causal, offset)
+    out = torch.empty((*q.shape[:-1], d_v), dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+    s_b, s_s, _ = scale_steps(kv_scale)
+    kernels.sparse_mla_forward[(q.shape[1] * triton.cdiv(q.shape[2], HEADS), q.shape[0])](
+        q, kv, indices, q if kv_scale is None else kv_scale, out, lse, q.shape[1], kv.shape[1], q.shape[2],
+        indices.shape[3], offset, scale, **strides("q", q, "bth"), **strides("kv", kv, "bs"),
+        i_b=indices.stride(0), i_t=indices.stride(1), i_k=indices.stride(3), s_b=s_b, s_s=s_s,
+        V=d_v, R=REST_LANES, CAUSAL=int(causal), MODE=getattr(kernels, mode).value, BH=HEADS, BK=ROWS,
+        **_SETTINGS[mode], num_warps=8,
+    )  # fmt: skip
+    return out, lse

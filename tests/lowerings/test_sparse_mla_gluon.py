@@ -1,0 +1,208 @@
+"""`sparse_mla` in Gluon: that it compiles for Hopper to what it is written for, whom it refuses, and on a GPU its numbers."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+
+import pytest
+import torch
+
+import megacpp_compile
+from megacpp_compile.errors import OperandError
+from megacpp_compile.lowerings.sparse_mla import reference, sparse_mla
+
+from . import relative_error
+from .agreement import poisoned_memory
+
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="the kernel is Triton's to compile")
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+on_hopper = [pytest.mark.cuda, pytest.mark.skipif(not HOPPER, reason="the kernel is of Hopper's instructions")]
+E4M3 = torch.float8_e4m3fn
+
+
+def lowering():
+    from megacpp_compile.lowerings.sparse_mla import cuda_gluon
+
+    if cuda_gluon.MISSING:
+        pytest.skip(cuda_gluon.MISSING)
+    return cuda_gluon
+
+
+def ptx(mode: str, values: int, query: str, index: str) -> tuple[str, int]:
+    """The kernel's assembly for sm_90, and its bytes of shared memory; assembled, which needs no GPU."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    gluon = lowering()
+    kernel = gluon.kernels.sparse_mla_forward
+    constants = {"V": values, "R": 64, "CAUSAL": 1, "MODE": getattr(gluon.kernels, mode).value, "BH": 64, "BK": 64,
+                 **gluon._SETTINGS[mode]}  # fmt: skip
+    rows = query if mode == "WIDE" else "*fp8e4nv"
+    types = {"q": query, "kv": rows, "indices": index, "kv_scale": "*fp32", "out": query, "lse": "*fp32", "scale": "fp32"}
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    whole = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n not in (*constants, "scale", "offset")}
+    source = GluonASTSource(kernel, signature, {(names.index(n),): v for n, v in constants.items()}, whole)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
+    assert made.asm["cubin"]
+    return made.asm["ptx"], made.metadata.shared
+
+
+@needs_triton
+@pytest.mark.parametrize("mode, values, query, index", [
+    ("WIDE", 512, "*bf16", "*i32"), ("WIDENED", 512, "*bf16", "*i64"), ("FP8", 512, "*bf16", "*i32"),
+    ("WIDE", 256, "*fp16", "*i64"), ("FP8", 256, "*fp16", "*i64"),
+])  # fmt: skip
+def test_compiles_for_hopper(mode, values, query, index):
+    text, shared = ptx(mode, values, query, index)
+    assert shared <= 227 * 1024
+    # Rows are copied 16 bytes at once: with less each copy writes to memory that another one waits for.
+    assert "0x10, " in text and "], 0x8, " not in text
+    fp8 = text.count("m64n64k32.f32.e4m3.e4m3")
+    lanes, kind = values + 64, query[1:].replace("fp", "f")
+    if mode == "FP8":
+        # Scores of 64 rows, and two halves of 32 rows for a warp group's 128 lanes, even and odd.
+        assert fp8 == lanes // 32 + 2 * values // 128
+        assert text.count("ldmatrix.sync.aligned.m8n8.x4.trans") == 2 * values // 128
+    else:
+        products = values // 2 // 128 * 4  # four steps of 16 rows, for 128 lanes at once
+        assert fp8 == 0 and text.count(f".f32.{kind}.{kind}") == lanes // 16 + products
+
+
+@needs_triton
+@pytest.mark.parametrize("change, words", [
+    ({}, None), ({"kind": "fp8"}, None), ({"kind": "fp16"}, None), ({"h": 128}, None), ({"d_v": 256}, None),
+    ({"h": 32}, "32 heads"), ({"d_v": 128}, "128 and 64 lanes"), ({"rest": 32}, "512 and 32 lanes"),
+    ({"kind": "fp32"}, "torch.float32"), ({"kind": "blocks"}, "every block of lanes"), ({"s": 0}, "nothing to attend"),
+    ({"gap": 4}, "16 bytes"), ({"hopper": False}, "Hopper"), ({"name": "sparse_mla_backward"}, "forward only"),
+])  # fmt: skip
+def test_whom_it_serves(monkeypatch, change, words):
+    gluon = lowering()
+    sizes = {"h": 64, "d_v": 512, "rest": 64, "s": 100, "gap": 0, "kind": "bf16", "hopper": True,
+             "name": "sparse_mla", **change}  # fmt: skip
+    monkeypatch.setattr(gluon, "on_hopper", lambda device: sizes["hopper"])
+    dtype = {"fp16": torch.float16, "fp32": torch.float32}.get(sizes["kind"], torch.bfloat16)
+    lanes = sizes["d_v"] + sizes["rest"]
+    q = torch.empty(1, 8, sizes["h"], lanes + sizes["gap"], dtype=dtype, device="meta")[..., :lanes]
+    kv, scale = torch.empty(1, sizes["s"], 1, lanes, dtype=dtype, device="meta"), None
+    if sizes["kind"] in ("fp8", "blocks"):
+        kv, scale = kv.to(E4M3), torch.empty(1, sizes["s"], 1, 5 if sizes["kind"] == "blocks" else 1, device="meta")
+    indices = torch.empty(1, 8, 1, 16, dtype=torch.int32, device="meta")
+    why = gluon.supports(sizes["name"], (q, kv, indices, scale, 0.1, sizes["d_v"]))
+    assert (why is None) if words is None else words in why
+
+
+def operands(tokens=70, rows=150, heads=64, k=200, d_v=512, batch=2, dtype=torch.bfloat16, index=torch.int32, causal=True):
+    """Random, with rows named twice, rows that are none, and queries that see nothing, or nothing in their first tile."""
+    def normal(*shape):
+        return torch.randn(*shape, device="cuda")
+
+    q, kv = normal(batch, tokens, heads, d_v + 64).to(dtype), normal(batch, rows, 1, d_v + 64).to(dtype)
+    indices = torch.randint(-20, rows + 20, (batch, tokens, 1, k), device="cuda", dtype=index)
+    indices[:, 3], indices[:, 4, :, :70] = -1, -1
+    indices[:, 5, :, 70:] = rows + 5
+    return q, kv, indices, None, (d_v + 64) ** -0.5, d_v, causal, rows // 2
+
+
+def payload(args, sign=True, whole=False):
+    """The same with rows in fp8 of very different scales, some negative and one zero; or with one scale for all."""
+    q, kv, *others = args
+    kv = kv.float()
+    scale = kv.abs().amax(None if whole else -1, keepdim=True) / 448
+    fp8 = (kv / scale).to(E4M3)
+    if whole:
+        return q, fp8, others[0], scale.view(1, 1, 1, 1).expand(*kv.shape[:3], 1), *others[2:]
+    if sign:
+        scale[:, ::7] *= -1
+        scale[:, 11] = 0
+    return q, fp8, others[0], scale, *others[2:]
+
+
+def check(args, tolerance, **how):
+    gluon = lowering()
+    assert gluon.supports("sparse_mla", args) is None
+    q, kv, indices, scale, *settings = args
+    want = reference.sparse_mla(q.double(), kv if scale is not None else kv.double(), indices, scale, *settings)
+    with poisoned_memory():
+        got = gluon.sparse_mla(*args, **how)
+        torch.cuda.synchronize()
+    for g, w in zip(got, want, strict=True):
+        assert torch.equal(g.isinf(), w.isinf()) and not g.isnan().any()
+        g, w = (t.masked_fill(t.isinf(), 0) for t in (g, w))
+        assert relative_error(g, w) < tolerance, relative_error(g, w)
+    return got
+
+
+@pytest.mark.parametrize("change", [
+    {}, {"heads": 40}, {"heads": 128, "tokens": 9}, {"dtype": torch.float16, "index": torch.int64}, {"d_v": 256},
+    {"causal": False, "k": 64}, {"k": 2100, "tokens": 7, "rows": 3000}, {"k": 1, "batch": 1},
+])  # fmt: skip
+class TestOnHopper:
+    pytestmark = on_hopper
+
+    def test_rows_of_the_queries_dtype(self, change):
+        check(operands(**change), 5e-3)
+
+    def test_rows_in_fp8(self, change):
+        check(payload(operands(**change)), 6e-3)
+
+    def test_products_in_fp8(self, change):
+        check(payload(operands(**change)), 5e-2, fp8_products=True)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not HOPPER, reason="the kernel is of Hopper's instructions")
+@pytest.mark.parametrize("products", [False, True])
+def test_one_scale_for_all_rows(products):
+    check(payload(operands(), whole=True), 5e-2 if products else 6e-3, fp8_products=products)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not HOPPER, reason="the kernel is of Hopper's instructions")
+@pytest.mark.parametrize("fp8, products", [(False, False), (True, False), (True, True)])
+def test_a_row_that_is_not_valid_is_not_read(fp8, products):
+    args = operands()
+    args[1][:, 17] = float("nan")
+    args = (*args[:2], args[2].masked_fill(args[2] == 17, -1), *args[3:])
+    if fp8:
+        bad = args[1].isnan()
+        q, kv, indices, scale, *others = payload((args[0], args[1].nan_to_num(1.0), *args[2:]))
+        args = q, torch.where(bad.cpu(), torch.tensor(float("nan")), kv.cpu().float()).to(E4M3).cuda(), indices, scale, *others
+    out, lse = lowering().sparse_mla(*args, fp8_products=products)
+    assert not out.isnan().any() and not lse.isnan().any()
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not HOPPER, reason="the kernel is of Hopper's instructions")
+def test_as_an_op_and_in_a_graph():
+    """Forward by this kernel and gradients by Triton's, eagerly and compiled."""
+    q, kv, indices, _, scale, d_v, causal, offset = operands(tokens=40)
+
+    def call(q, kv):
+        return megacpp_compile.sparse_mla(q, kv, indices, scale=scale, d_v=d_v, causal=causal, offset=offset)[0]
+
+    grad, results = torch.randn(*q.shape[:3], d_v, device="cuda", dtype=q.dtype), []
+    wide = [t.double().requires_grad_() for t in (q, kv)]
+    for run, pair in ((call, wide), *itertools.product((call, torch.compile(call, backend="megacpp")), [(q, kv)])):
+        pair = [t.detach().requires_grad_() for t in pair]
+        out = run(*pair)
+        results.append([out, *torch.autograd.grad(out, pair, grad.to(out.dtype))])
+    for got, want in zip(results[1] + results[2], results[0] * 2, strict=True):
+        assert relative_error(got, want) < 1e-2
+    assert torch.equal(results[1][0], results[2][0])
+
+
+def test_fp8_products_want_rows_with_a_scale_each(rand):
+    from .attention_cases import operands as small
+    from .attention_cases import quantised
+
+    args = small(rand, torch.float32)
+    with pytest.raises(OperandError, match="fp8_products"):
+        sparse_mla(*args, fp8_products=True)
+    with pytest.raises(OperandError, match="fp8_products"):
+        sparse_mla(*quantised(rand, small(rand, torch.float32, d_qk=200, d_v=160), "block"), fp8_products=True)
+    fp8 = quantised(rand, args)
+    exact, allowed = (sparse_mla(*fp8, fp8_products=p) for p in (False, True))
+    assert all(torch.equal(a, b) for a, b in zip(exact, allowed, strict=True))  # a CPU gains nothing by rounding
