@@ -24,8 +24,8 @@ E4M3 = torch.float8_e4m3fn
 def lowering():
     from megacpp_compile.lowerings.sparse_mla import cuda_gluon
 
-    if cuda_gluon.MISSING:
-        pytest.skip(cuda_gluon.MISSING)
+    if cuda_gluon.missing:
+        pytest.skip(cuda_gluon.missing)
     return cuda_gluon
 
 
@@ -92,6 +92,29 @@ def test_whom_it_serves(monkeypatch, change, words):
     indices = torch.empty(1, 8, 1, 16, dtype=torch.int32, device="meta")
     why = gluon.supports(sizes["name"], (q, kv, indices, scale, 0.1, sizes["d_v"]))
     assert (why is None) if words is None else words in why
+
+
+@needs_triton
+def test_what_does_not_compile_is_served_otherwise(monkeypatch, rand, caplog):
+    from triton.errors import TritonError
+
+    from .attention_cases import operands as small
+
+    class Other:
+        def __getitem__(self, grid):
+            def launch(*_, **__):
+                raise TritonError("at 3:4:\nno attribute 'barrier'")
+
+            return launch
+
+    gluon = lowering()
+    monkeypatch.setattr(gluon, "missing", "")
+    monkeypatch.setattr(gluon.kernels, "sparse_mla_forward", Other())
+    monkeypatch.setattr(gluon.cuda_triton, "sparse_mla", reference.sparse_mla)
+    args = small(rand, torch.bfloat16)
+    got, want = gluon.sparse_mla(*args), reference.sparse_mla(*args)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert "no attribute 'barrier'" in caplog.text and "no attribute 'barrier'" in gluon.supports("sparse_mla", args)
 
 
 def operands(tokens=70, rows=150, heads=64, k=200, d_v=512, batch=2, dtype=torch.bfloat16, index=torch.int32, causal=True):

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton.errors import TritonError
 
+from megacpp_compile import log
 from megacpp_compile.lowerings._triton_launch import lanes_adjacent, strides
 from megacpp_compile.lowerings.sparse_mla import cuda_triton
 from megacpp_compile.lowerings.sparse_mla.cuda_triton import MOST_BLOCKS, aligned, scale_steps
@@ -21,9 +23,9 @@ from megacpp_compile.lowerings.sparse_mla.cuda_triton import MOST_BLOCKS, aligne
 try:
     from megacpp_compile.lowerings.sparse_mla import _gluon_attention as kernels
 
-    MISSING = ""
+    missing = ""
 except (ImportError, AttributeError) as error:  # Gluon is experimental: what it has differs between releases
-    MISSING = f"Triton {triton.__version__} has not all of Gluon that it takes: {error}"
+    missing = f"Triton {triton.__version__} has not all of Gluon that it takes: {error}"
 
 __all__ = ["sparse_mla", "supports"]
 
@@ -47,8 +49,8 @@ def on_hopper(device: torch.device) -> bool:
 
 def supports(name: str, args: Sequence[Any]) -> str | None:
     """Why the kernel cannot serve this call, or None."""
-    if MISSING or name != "sparse_mla":
-        return MISSING or "forward only"
+    if missing or name != "sparse_mla":
+        return missing or "forward only"
     q, kv, indices, kv_scale, _, d_v = args[:6]
     if not on_hopper(q.device):
         return "it is written for Hopper's tensor cores"
@@ -88,11 +90,17 @@ def sparse_mla(
     out = torch.empty((*q.shape[:-1], d_v), dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
     s_b, s_s, _ = scale_steps(kv_scale)
-    kernels.sparse_mla_forward[(q.shape[1] * triton.cdiv(q.shape[2], HEADS), q.shape[0])](
-        q, kv, indices, q if kv_scale is None else kv_scale, out, lse, q.shape[1], kv.shape[1], q.shape[2],
-        indices.shape[3], offset, scale, **strides("q", q, "bth"), **strides("kv", kv, "bs"),
-        i_b=indices.stride(0), i_t=indices.stride(1), i_k=indices.stride(3), s_b=s_b, s_s=s_s,
-        V=d_v, R=REST_LANES, CAUSAL=int(causal), MODE=getattr(kernels, mode).value, BH=HEADS, BK=ROWS,
-        **_SETTINGS[mode], num_warps=8,
-    )  # fmt: skip
+    try:
+        kernels.sparse_mla_forward[(q.shape[1] * triton.cdiv(q.shape[2], HEADS), q.shape[0])](
+            q, kv, indices, q if kv_scale is None else kv_scale, out, lse, q.shape[1], kv.shape[1], q.shape[2],
+            indices.shape[3], offset, scale, **strides("q", q, "bth"), **strides("kv", kv, "bs"),
+            i_b=indices.stride(0), i_t=indices.stride(1), i_k=indices.stride(3), s_b=s_b, s_s=s_s,
+            V=d_v, R=REST_LANES, CAUSAL=int(causal), MODE=getattr(kernels, mode).value, BH=HEADS, BK=ROWS,
+            **_SETTINGS[mode], num_warps=8,
+        )  # fmt: skip
+    except TritonError as error:  # a release whose Gluon has the same names, and another meaning for them
+        global missing
+        missing = f"Triton {triton.__version__} did not compile it: {(str(error).strip() or type(error).__name__).splitlines()[-1][:200]}"
+        log.logger.warning("sparse_mla: %s; Triton's own kernel serves", missing)
+        return cuda_triton.sparse_mla(q, kv, indices, kv_scale, scale, d_v, causal, offset)
     return out, lse
