@@ -100,7 +100,8 @@ def sparse_mla(
         )  # fmt: skip
     except TritonError as error:  # a release whose Gluon has the same names, and another meaning for them
         global missing
-        missing = f"Triton {triton.__version__} did not compile it: {(str(error).strip() or type(error).__name__).splitlines()[-1][:200]}"
+        words = (str(error).strip() or type(error).__name__).splitlines()[-1]
+        missing = f"Triton {triton.__version__} did not compile it: {words[:200]}"
         log.logger.warning("sparse_mla: %s; Triton's own kernel serves", missing)
         return cuda_triton.sparse_mla(q, kv, indices, kv_scale, scale, d_v, causal, offset)
     return out, lse
