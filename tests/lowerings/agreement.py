@@ -7,7 +7,7 @@ import contextlib
 import importlib
 import importlib.util
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +70,10 @@ TOLERANCE = {
     # falls to the other side in float64, which counts where there are but a few. Exact: `test_linear_fp8_weight`.
     ("fp8_linear", torch.float8_e4m3fn): 1e-1,
 }
-# Times the above. On XLA the scan has no float64 to sum what cancels in: of 400 draws under strong decay four had
-# gradients of A (four numbers) off by more than 6e-5, 1.3e-4 at most.
-LOOSER = {("ssd_scan_backward", "tpu_xla"): 4}
+# Times the above, by output. The gradient of A (four numbers) is a sum in which next to all may cancel under strong decay,
+# and these have no float64 to sum it in: of 400 draws four were off by more than 6e-5 on XLA, 1.3e-4 at most, and three in
+# the kernels, 3.9e-4 at most (median 1.3e-6).
+LOOSER = {("ssd_scan_backward", "tpu_xla"): {2: 4}, ("ssd_scan_backward", "cuda_triton"): {2: 8}}
 KIND = {
     "fp8_quantize": "float8",
     "fp8_linear": "float8",
@@ -182,9 +183,12 @@ def coarsest(*parts: Any) -> torch.dtype:
     return max(found, key=lambda d: torch.finfo(d).eps)
 
 
-def faults(got: Sequence[Tensor], want: Sequence[Tensor], tolerance: float) -> list[str]:
-    """What is wrong with the results `got`, in words; `want` are those of the reference in float64."""
-    wrong = []
+def faults(
+    got: Sequence[Tensor], want: Sequence[Tensor], tolerance: float, looser: Mapping[int, float] | None = None
+) -> list[str]:
+    """What is wrong with the results `got`, in words; `want` are those of the reference in float64. looser: by output,
+    how many times the tolerance."""
+    wrong, allowed = [], looser or {}
     for i, (g, w) in enumerate(zip(got, want, strict=True)):
         if g.shape != w.shape:
             wrong.append(f"output {i} is {tuple(g.shape)}, not {tuple(w.shape)}")
@@ -192,7 +196,7 @@ def faults(got: Sequence[Tensor], want: Sequence[Tensor], tolerance: float) -> l
             continue
         elif g.isnan().any():
             wrong.append(f"output {i} has {int(g.isnan().sum())} of {g.numel()} elements unwritten")
-        elif (error := relative_error(g, w)) > tolerance:
+        elif (error := relative_error(g, w)) > tolerance * allowed.get(i, 1):
             wrong.append(f"output {i} is off by {error:.2e}")
     return wrong
 
