@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as suite
-from benchmarks import harness, kernels, performance_page, variants, xla_zoo
+from benchmarks import harness, kernels, performance_page, rounding_loss, variants, xla_zoo
 from benchmarks.ceilings import Work
 from benchmarks.peers import transformer_engine
 from benchmarks.subjects import fp8_products, remat_peaks, rope
@@ -233,7 +233,7 @@ def test_help():
 
 
 @pytest.mark.parametrize("module", [
-    "performance_page", "compile_time", "saved_for_backward", "recall_table", "xla_programs", "xla_chosen_rows", "xla_zoo",
+    "performance_page", "compile_time", "saved_for_backward", "recall_table", "rounding_loss", "xla_programs", "xla_chosen_rows", "xla_zoo",
 ])  # fmt: skip
 def test_other_measurements_have_help(module, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [module, "--help"])
@@ -260,6 +260,14 @@ def test_models_on_xla_are_judged_by_sites_and_errors(tmp_path, monkeypatch, cap
     xla_zoo.main()
     page = capsys.readouterr().out
     assert "Of 7 models 1 are equal, 1 as far off" in page and "| a | s==1 | yes | moe 1 | 1e-07 / - | 1e-06 / - |" in page
+
+
+def test_rounding_changes_a_loss_a_little():
+    text = rounding_loss.standard_library_text()
+    plain = rounding_loss.final_loss(text, 1, 3)
+    assert plain == rounding_loss.final_loss(text, 1, 3)
+    for change in ({"noise": 1e-3}, {"gradients": "e4m3"}, {"gradients": "e5m2"}):
+        assert 0 < abs(rounding_loss.final_loss(text, 1, 3, **change) / plain - 1) < 1e-2
 
 
 @pytest.mark.parametrize(("other", "code"), [([2.0, 1.00005], 0), ([2.0, 1.001], 1), ([2.0, float("nan")], 1)])
