@@ -12,24 +12,23 @@ of float32 with the same seed and the same batches.
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import megacpp_compile.lowerings.fp8_linear  # noqa: F401  the ops
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-from train_mla import ModelConfig, PlainLM, batches, standard_library_text
+from runs import scattered, train
+from train_mla import ModelConfig, PlainLM, standard_library_text
 
 CONFIG = ModelConfig(
     dim=128, layers=4, heads=4, q_rank=96, kv_rank=48, nope_dim=32, rope_dim=16, v_dim=32, mlp_dim=352
 )
-BATCH, LENGTH, AVERAGED = 4, 128, 20
+BATCHES = {"batch": 4, "length": 128}
 FORMATS = ("e4m3", "e5m2")
 
 
@@ -47,27 +46,23 @@ def in_fp8(linear: nn.Linear, gradients: str) -> Callable[[Tensor], Tensor]:
 
 def final_loss(text: Tensor, seed: int, steps: int, gradients: str = "", noise: float = 0.0) -> float:
     """gradients: their format, "" for float32 throughout. noise: relative, of the parameters at the start."""
-    torch.manual_seed(seed)
-    model = PlainLM(CONFIG)
     draw = torch.Generator().manual_seed(seed + 999)
-    with torch.no_grad():
-        for p in model.parameters() if noise else ():
-            p.mul_(1 + noise * torch.randn(p.shape, generator=draw))
-    for name, module in model.named_modules():
-        if gradients and isinstance(module, nn.Linear) and "head" not in name:
-            module.forward = in_fp8(module, gradients)  # type: ignore[method-assign, assignment]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
-    rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: min(1.0, (s + 1) / 20) * (1 - 0.9 / steps * s))
-    losses = []
-    for tokens, targets in batches(text, steps, BATCH, LENGTH, seed):
-        loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        rate.step()
-        losses.append(loss.item())
-    return statistics.fmean(losses[-AVERAGED:])
+
+    def build() -> nn.Module:
+        model = PlainLM(CONFIG)
+        with torch.no_grad():
+            for p in model.parameters() if noise else ():
+                p.mul_(1 + noise * torch.randn(p.shape, generator=draw))
+        for name, module in model.named_modules():
+            if gradients and isinstance(module, nn.Linear) and "head" not in name:
+                module.forward = in_fp8(module, gradients)  # type: ignore[method-assign, assignment]
+        return model
+
+    how = argparse.Namespace(device="cpu", dtype=torch.float32, steps=steps, lr=1e-3, seed=seed, **BATCHES)
+    run = train("eager", build, text, how, decay=True)
+    if run.failed:
+        raise RuntimeError(run.failed)
+    return run.final_loss
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -86,8 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         shares = ", ".join(f"{found[-1]:.4f}" for found in ratios.values())
         print(f"seed {seed}: float32 {plain:.4f}, of it {shares}", flush=True)
     for name, found in ratios.items():
-        error = f" +- {statistics.stdev(found) / len(found) ** 0.5:.4f}" if len(found) > 1 else ""
-        print(f"{name}: final loss {statistics.fmean(found):.4f}{error} of float32's")
+        print(f"{name}: final loss {scattered(found)} of float32's")
     return 0
 
 

@@ -145,6 +145,12 @@ def found(backend: str) -> Any:
     return megacpp_compile.backend
 
 
+def scattered(values: Sequence[float]) -> str:
+    """Their mean, and its standard error where there are several."""
+    error = f" +- {statistics.stdev(values) / len(values) ** 0.5:.4f}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):.4f}{error}"
+
+
 def recorded(name: str, *what: Any, **how: Any) -> Run:
     """`train`, with what was fused where the backend is megacpp."""
     torch._dynamo.reset()

@@ -20,7 +20,7 @@ import statistics
 import sys
 
 import torch
-from runs import AVERAGED, Run, arguments, parsed, plot, recorded, show
+from runs import AVERAGED, Run, arguments, parsed, plot, recorded, scattered, show
 from train_mla import ModelConfig, PlainLM, standard_library_text
 
 SIZES = {  # config, sequences a step, bytes a sequence
@@ -64,12 +64,6 @@ def conditions(args: argparse.Namespace) -> dict[str, object]:
         **{name: getattr(args, name) for name in ("batch", "length", "steps", "lr", "seed", "blocks")},
         "final_loss_is": f"mean of the last {AVERAGED} steps",
     }
-
-
-def scattered(ratios: list[float]) -> str:
-    """Their mean, and its standard error where there are several."""
-    error = f" +- {statistics.stdev(ratios) / len(ratios) ** 0.5:.4f}" if len(ratios) > 1 else ""
-    return f"{statistics.fmean(ratios):.4f}{error}"
 
 
 def main() -> int:
