@@ -32,7 +32,7 @@ class Choice:
     """What a call site asked for and got. `reason` is empty where the two agree.
 
     `overwrites`: the arguments whose memory `body` can return its result in, told so by `in_place=True`. `traced`: a
-    lowered graph has the ops that `body` traces to; else it calls `body`.
+    lowered graph has the ops that `body` traces to; else it calls `body`, or on CUDA keeps the op, which calls it.
     """
 
     requested: str

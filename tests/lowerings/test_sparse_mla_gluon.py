@@ -17,8 +17,11 @@ from .agreement import poisoned_memory
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="the kernel is Triton's to compile")
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-on_hopper = [pytest.mark.cuda, pytest.mark.skipif(not HOPPER, reason="the kernel is of Hopper's instructions")]
 E4M3 = torch.float8_e4m3fn
+
+
+def on_hopper(test):
+    return pytest.mark.cuda(pytest.mark.skipif(not HOPPER, reason="the kernel is of Hopper's instructions")(test))
 
 
 def lowering():
@@ -129,7 +132,7 @@ def operands(tokens=70, rows=150, heads=64, k=200, d_v=512, batch=2, dtype=torch
     return q, kv, indices, None, (d_v + 64) ** -0.5, d_v, causal, rows // 2
 
 
-def payload(args, sign=True, whole=False):
+def payload(args, whole=False):
     """The same with rows in fp8 of very different scales, some negative and one zero; or with one scale for all."""
     q, kv, *others = args
     kv = kv.float()
@@ -137,9 +140,8 @@ def payload(args, sign=True, whole=False):
     fp8 = (kv / scale).to(E4M3)
     if whole:
         return q, fp8, others[0], scale.view(1, 1, 1, 1).expand(*kv.shape[:3], 1), *others[2:]
-    if sign:
-        scale[:, ::7] *= -1
-        scale[:, 11] = 0
+    scale[:, ::7] *= -1
+    scale[:, 11] = 0
     return q, fp8, others[0], scale, *others[2:]
 
 
@@ -155,16 +157,14 @@ def check(args, tolerance, **how):
         assert torch.equal(g.isinf(), w.isinf()) and not g.isnan().any()
         g, w = (t.masked_fill(t.isinf(), 0) for t in (g, w))
         assert relative_error(g, w) < tolerance, relative_error(g, w)
-    return got
 
 
+@on_hopper
 @pytest.mark.parametrize("change", [
     {}, {"heads": 40}, {"heads": 128, "tokens": 9}, {"dtype": torch.float16, "index": torch.int64}, {"d_v": 256},
     {"causal": False, "k": 64}, {"k": 2100, "tokens": 7, "rows": 3000}, {"k": 1, "batch": 1},
 ])  # fmt: skip
 class TestOnHopper:
-    pytestmark = on_hopper
-
     def test_rows_of_the_queries_dtype(self, change):
         check(operands(**change), 5e-3)
 
@@ -175,15 +175,13 @@ class TestOnHopper:
         check(payload(operands(**change)), 5e-2, fp8_products=True)
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not HOPPER, reason="the kernel is of Hopper's instructions")
+@on_hopper
 @pytest.mark.parametrize("products", [False, True])
 def test_one_scale_for_all_rows(products):
     check(payload(operands(), whole=True), 5e-2 if products else 6e-3, fp8_products=products)
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not HOPPER, reason="the kernel is of Hopper's instructions")
+@on_hopper
 @pytest.mark.parametrize("fp8, products", [(False, False), (True, False), (True, True)])
 def test_a_row_that_is_not_valid_is_not_read(fp8, products):
     args = operands()
@@ -197,8 +195,7 @@ def test_a_row_that_is_not_valid_is_not_read(fp8, products):
     assert not out.isnan().any() and not lse.isnan().any()
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not HOPPER, reason="the kernel is of Hopper's instructions")
+@on_hopper
 def test_as_an_op_and_in_a_graph():
     """Forward by this kernel and gradients by Triton's, eagerly and compiled."""
     q, kv, indices, _, scale, d_v, causal, offset = operands(tokens=40)

@@ -31,10 +31,9 @@ from megacpp_compile.lowerings.sparse_mla._gluon_rows import (
     seen_as,
     tiles_of,
 )
+from megacpp_compile.lowerings.sparse_mla._triton_kernels import LN_2, LOG2_E
 
 WIDE, WIDENED, FP8 = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
-LOG2_E = gl.constexpr(1.4426950408889634)
-LN_2 = gl.constexpr(0.6931471805599453)
 # Bytes of two 16-bit lanes of two rows each become four rows of the even lane, and of the odd one.
 _APART = gl.constexpr("prmt.b32 $0, $2, $3, 0x6420; prmt.b32 $1, $2, $3, 0x7531;")
 

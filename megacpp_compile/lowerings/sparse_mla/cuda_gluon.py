@@ -18,7 +18,7 @@ from triton.errors import TritonError
 from megacpp_compile import log
 from megacpp_compile.lowerings._triton_launch import lanes_adjacent, strides
 from megacpp_compile.lowerings.sparse_mla import cuda_triton
-from megacpp_compile.lowerings.sparse_mla.cuda_triton import MOST_BLOCKS, aligned, scale_steps
+from megacpp_compile.lowerings.sparse_mla.cuda_triton import aligned, no_launch, scale_steps
 
 try:
     from megacpp_compile.lowerings.sparse_mla import _gluon_attention as kernels
@@ -63,10 +63,8 @@ def supports(name: str, args: Sequence[Any]) -> str | None:
         return f"{heads} heads: it has {HEADS} in a program"
     if d_v not in VALUE_LANES or lanes - d_v != REST_LANES:
         return f"{d_v} and {lanes - d_v} lanes: it has {VALUE_LANES} and {REST_LANES}"
-    if any(isinstance(n, int) and n == 0 for n in (*q.shape, kv.shape[1], indices.shape[3])):
-        return "there is nothing to attend to"
-    if isinstance(q.shape[0], int) and q.shape[0] > MOST_BLOCKS:
-        return f"more than {MOST_BLOCKS} sequences"
+    if reason := no_launch(q, kv, indices):
+        return reason
     if not aligned(q) or not aligned(kv):
         return "rows do not begin at multiples of 16 bytes"
     return None

@@ -36,6 +36,15 @@ _query_grad = Kernel(kernels.sparse_mla_query_grad, _TILES, _KEY)
 _rows_grad = Kernel(kernels.sparse_mla_rows_grad, _TILES, _KEY, restore=("dkv",))
 
 
+def no_launch(q: Tensor, kv: Tensor, indices: Tensor) -> str | None:
+    """Why there is no grid of programs for these operands, or None."""
+    if any(isinstance(n, int) and n == 0 for n in (*q.shape, kv.shape[1], indices.shape[3])):
+        return "there is nothing to attend to"
+    if isinstance(q.shape[0], int) and q.shape[0] > MOST_BLOCKS:
+        return f"more than {MOST_BLOCKS} sequences"
+    return None
+
+
 def supports(name: str, args: Sequence[Any]) -> str | None:
     """Why the kernels cannot serve this call, or None."""
     backward = name == "sparse_mla_backward"
@@ -50,10 +59,8 @@ def supports(name: str, args: Sequence[Any]) -> str | None:
         return f"symbolic heads, lanes or number of rows: {sizes}"
     if d_v < 1 or d_v > MAX_VALUE_LANES or q.shape[3] - d_v > MAX_REST_LANES:
         return f"{d_v} and {q.shape[3] - d_v} lanes: programs hold {MAX_VALUE_LANES} and {MAX_REST_LANES} at most"
-    if any(isinstance(n, int) and n == 0 for n in (*q.shape, kv.shape[1], indices.shape[3])):
-        return "there is nothing to attend to"
-    if isinstance(q.shape[0], int) and q.shape[0] > MOST_BLOCKS:
-        return f"more than {MOST_BLOCKS} sequences"
+    if reason := no_launch(q, kv, indices):
+        return reason
     if backward and torch.are_deterministic_algorithms_enabled():
         if not torch.is_deterministic_algorithms_warn_only_enabled():
             return "deterministic algorithms are asked for, and rows' gradients are summed with atomics"
