@@ -1,4 +1,4 @@
-"""What a linear gains in fp8 by its shape, beside what `megacpp_compile.precision.gate` predicts.
+"""What a linear gains in fp8 by its shape, beside what `megacpp_compile.config.fp8_gain` predicts.
 
     python -m benchmarks.fp8_gate                        # on a GPU with Transformer Engine
     python -m benchmarks.fp8_gate --shape 16384,8192,512 --recipe fp8_current
@@ -23,10 +23,11 @@ from torch import nn
 
 import megacpp_compile
 from benchmarks.harness import milliseconds
-from megacpp_compile.precision import engine, gate
-from megacpp_compile.precision.plan import UNTRACEABLE, PrecisionPlan
+from megacpp_compile.config import fp8_gain
+from megacpp_compile.config.precision import UNTRACEABLE, PrecisionPlan
+from megacpp_compile.precision import engine
 from megacpp_compile.precision.replace import replace_linears
-from megacpp_compile.report_table import table_text
+from megacpp_compile.report.tables import table_text
 
 # (tokens, out, in): the linears of the MLA blocks in docs/performance.md, and squares down to where fp8 must lose.
 SHAPES = (
@@ -60,8 +61,8 @@ def measure(
                 for name, step in steps.items():
                     times[name].append(milliseconds(step, device, budget_ms))
             bf16, fp8 = (statistics.median(t) for t in times.values())
-            predicted = gate.gain(recipe, (m, n, k))
-            verdict = "fp8" if predicted >= gate.LEAST_GAIN else "bf16"
+            predicted = fp8_gain.gain(recipe, (m, n, k))
+            verdict = "fp8" if predicted >= fp8_gain.LEAST_GAIN else "bf16"
             yield m, n, k, recipe, bf16, fp8, bf16 / fp8, predicted, verdict
 
 
@@ -103,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", action="append", metavar="TOKENS,OUT,IN", help="repeatable")
     parser.add_argument("--compiled", action="store_true", help="linears of compiled graphs, not modules")
-    parser.add_argument("--recipe", action="append", choices=sorted(gate.RATES), help="repeatable")
+    parser.add_argument("--recipe", action="append", choices=sorted(fp8_gain.RATES), help="repeatable")
     chosen = parser.parse_args(argv)
     reason = engine.why_no_device() if chosen.compiled else engine.load()[1]
     if reason:
@@ -111,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     shapes = [tuple(map(int, text.split(","))) for text in chosen.shape or ()] or SHAPES
     rows = []
-    recipes = chosen.recipe or sorted(gate.RATES)
+    recipes = chosen.recipe or sorted(fp8_gain.RATES)
     if chosen.compiled:  # sizes that blocks do not divide stay in bf16, and delayed scaling cannot be traced
         recipes = [recipe for recipe in recipes if recipe not in UNTRACEABLE]
         shapes = [shape for shape in shapes if "fp8_block" not in recipes or not any(size % 128 for size in shape)]

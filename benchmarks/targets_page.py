@@ -12,8 +12,8 @@ import ast
 from pathlib import Path
 
 from megacpp_compile import NativeLayerSpec, PrecisionPlan
-from megacpp_compile.attending import PREFERENCE, bodies
 from megacpp_compile.lowerings import _registry
+from megacpp_compile.nn.attention import PREFERENCE, bodies
 from megacpp_compile.precision.layer_spec import CLASSES
 from megacpp_compile.targets import XLA_DEVICES
 

@@ -57,7 +57,7 @@ def inductor(model: nn.Module) -> Callable[..., Any]:
 def ours(options: Mapping[str, Any]) -> Callable[[nn.Module], Callable[..., Any]]:
     def compiled(model: nn.Module) -> Callable[..., Any]:
         import megacpp_compile
-        from megacpp_compile.config import Config
+        from megacpp_compile.config.options import Config
         from megacpp_compile.errors import UnknownOptionError
         from megacpp_compile.passes._driver import pass_names
 

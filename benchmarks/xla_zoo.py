@@ -48,8 +48,8 @@ def one(name: str, zoo: Path) -> dict[str, Any]:
 
     import megacpp_compile
     from megacpp_compile.backend import compile_frame
-    from megacpp_compile.config import Config
-    from megacpp_compile.handoff import without_kernels
+    from megacpp_compile.backends.inductor import without_kernels
+    from megacpp_compile.config.options import Config
 
     torch.set_num_threads(1)
     there = torch_xla.device()

@@ -16,21 +16,21 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megacpp_compile.attending import attention, attention_capability
     from megacpp_compile.backend import megacpp as backend
-    from megacpp_compile.capacity import equal_split
-    from megacpp_compile.config import Config
-    from megacpp_compile.estimating import Estimate, estimate
-    from megacpp_compile.explaining import explain
-    from megacpp_compile.fitting import Fit, fit
-    from megacpp_compile.fp8_boundary import sparse_mla
+    from megacpp_compile.config.checkpointing import CheckpointingPolicy
+    from megacpp_compile.config.options import Config
+    from megacpp_compile.config.precision import PrecisionPlan
+    from megacpp_compile.config.sharding import ShardingPlan
+    from megacpp_compile.explainer import explain
+    from megacpp_compile.frontend.tensor_subclasses import sparse_mla
+    from megacpp_compile.memory.estimate import Estimate, estimate
+    from megacpp_compile.memory.fit import Fit, fit
+    from megacpp_compile.nn.attention import attention, attention_capability
+    from megacpp_compile.nn.expert_capacity import equal_split
     from megacpp_compile.precision.layer_spec import NativeLayerSpec, te_layer_spec
-    from megacpp_compile.precision.plan import PrecisionPlan
     from megacpp_compile.precision.replace import replace_linears
-    from megacpp_compile.regional import compile
-    from megacpp_compile.remat.policy import CheckpointingPolicy
-    from megacpp_compile.report import Report, record
-    from megacpp_compile.sharding.plan import ShardingPlan
+    from megacpp_compile.regional.compile import compile
+    from megacpp_compile.report.collector import Report, record
 
 __version__ = "0.1.0"
 __all__ = [
@@ -40,13 +40,13 @@ __all__ = [
 ]  # fmt: skip
 
 _HOME = {
-    "Config": "config", "Report": "report", "record": "report", "explain": "explaining", "backend": "backend",
-    "compile": "regional", "estimate": "estimating", "Estimate": "estimating", "CheckpointingPolicy": "remat.policy",
-    "Fit": "fitting", "fit": "fitting", "equal_split": "capacity",
-    "PrecisionPlan": "precision.plan", "replace_linears": "precision.replace",
-    "te_layer_spec": "precision.layer_spec", "NativeLayerSpec": "precision.layer_spec",
-    "sparse_mla": "fp8_boundary", "ShardingPlan": "sharding.plan",
-    "attention": "attending", "attention_capability": "attending",
+    "CheckpointingPolicy": "config.checkpointing", "Config": "config.options", "Estimate": "memory.estimate",
+    "Fit": "memory.fit", "NativeLayerSpec": "precision.layer_spec", "PrecisionPlan": "config.precision",
+    "Report": "report.collector", "ShardingPlan": "config.sharding", "attention": "nn.attention",
+    "attention_capability": "nn.attention", "backend": "backend", "compile": "regional.compile",
+    "equal_split": "nn.expert_capacity", "estimate": "memory.estimate", "explain": "explainer", "fit": "memory.fit",
+    "record": "report.collector", "replace_linears": "precision.replace", "sparse_mla": "frontend.tensor_subclasses",
+    "te_layer_spec": "precision.layer_spec",
 }  # fmt: skip
 
 

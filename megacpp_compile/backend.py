@@ -17,10 +17,12 @@ import torch
 from torch._subclasses import FakeTensor
 from torch.fx import GraphModule, Node
 
-from megacpp_compile import dynamic_outputs, fp8_boundary, handoff, log, openxla, report, saved, torchtpu, verify
-from megacpp_compile.capture import Captured, capture
-from megacpp_compile.config import Config
-from megacpp_compile.effective_precision import answered, asked, unseen
+from megacpp_compile.backends import inductor, openxla, torch_tpu
+from megacpp_compile.backends.static_launch import start_workers
+from megacpp_compile.config.options import Config
+from megacpp_compile.config.precision import announce
+from megacpp_compile.config.rules import check_frame
+from megacpp_compile.config.sharding import ShardingPlan
 from megacpp_compile.errors import (
     CaptureError,
     MegacppError,
@@ -30,23 +32,23 @@ from megacpp_compile.errors import (
     TorchTooOldError,
     VerificationError,
 )
+from megacpp_compile.frontend import tensor_subclasses, unbacked_shapes
+from megacpp_compile.frontend.canonicalize import normalise
+from megacpp_compile.frontend.capture import Captured, capture
+from megacpp_compile.fx.provenance import module_fqn, outermost_frame, source_line
 from megacpp_compile.lowerings._registry import choose, semantic_ops
-from megacpp_compile.named_rules import check_frame
-from megacpp_compile.normalise import normalise
+from megacpp_compile.matchers.recurrences import NAMES, find_recurrences
+from megacpp_compile.matchers.rope.heads import activations
 from megacpp_compile.passes._driver import Outcome, enabled_passes, pass_names, run_passes
+from megacpp_compile.passes._precision_rows import answered, asked, unseen
 from megacpp_compile.passes._rule import Match, Pass, Refusal
-from megacpp_compile.precision.plan import announce
-from megacpp_compile.provenance import module_fqn, outermost_frame, source_line
-from megacpp_compile.recognise.heads import activations
-from megacpp_compile.recognise.recurrence import NAMES, find_recurrences
-from megacpp_compile.remat import authority
+from megacpp_compile.remat import conflicts
 from megacpp_compile.remat.kinds import Place, whole
-from megacpp_compile.remat.plan import Plan
+from megacpp_compile.remat.planner import Plan
 from megacpp_compile.remat.tagging import describe
-from megacpp_compile.report import Frame, Miss, Site
+from megacpp_compile.report import collector, log, replay, saved_bytes
+from megacpp_compile.report.collector import Frame, Miss, Site
 from megacpp_compile.sharding.pinning import Kin, pin_frame
-from megacpp_compile.sharding.plan import ShardingPlan
-from megacpp_compile.static_launch import start_workers
 from megacpp_compile.targets import by_torch_tpu, resolve_target
 
 MINIMUM_TORCH = (2, 9)
@@ -77,22 +79,22 @@ def compile_frame(
     target = resolve_target(config.target, example_inputs)
     if kernels is None:
         start_workers(target)
-    authority.check(gm, config)
+    conflicts.check(gm, config)
     if not checked:
         check_frame(gm, config)
     if config.precision is not None:
         announce(config.precision, target)
-    boundary = fp8_boundary.enter(gm, example_inputs)
+    boundary = tensor_subclasses.enter(gm, example_inputs)
     gm, example_inputs = boundary.gm, boundary.inputs
     began = time.perf_counter()
     result = analyse(gm, example_inputs, config, target)
-    result.notes = boundary.notes + fp8_boundary.widened(gm, config.strict)
+    result.notes = boundary.notes + tensor_subclasses.widened(gm, config.strict)
     result.frame.block, result.frame.blocks = block, blocks
     result.frame.seconds["analysis"] = time.perf_counter() - began - sum(result.frame.seconds.values())
     if refused(gm, result):
         if result.outcome is not None and result.outcome.misses:
             _publish(result, config)
-        dynamic_outputs.trace_again()
+        unbacked_shapes.trace_again()
     if config.sharding is not None:
         _pin(config.sharding, gm, example_inputs, result, kin)
     compiled = _compile(gm, example_inputs, result, config, patches, kernels)
@@ -109,7 +111,7 @@ def _compile(
     Inductor refuses (an error under `strict`)."""
 
     plain, rewritten = _handoff(result.frame.target, example_inputs)
-    if rewritten is torchtpu.to_torchtpu and torchtpu.dynamic(gm):
+    if rewritten is torch_tpu.to_torchtpu and torch_tpu.dynamic(gm):
         result.fell_back("sizes that are not known when compiling for torch_tpu: compile with dynamic=False")
 
     def tell(plan: Plan, where: dict[Node, Place], peak: dict[str, Any]) -> None:
@@ -117,7 +119,7 @@ def _compile(
         result.frame.remat, result.frame.peak = describe(plan, where, config.policy), peak
 
     copies = max(result.frame.blocks, 1)
-    settings = handoff.Settings(result.frame.target, config, patches, tell, kernels, copies)
+    settings = inductor.Settings(result.frame.target, config, patches, tell, kernels, copies)
 
     if result.outcome is None or not result.outcome.sites:
         return plain(gm, example_inputs, settings)
@@ -126,7 +128,7 @@ def _compile(
         try:
             return lower(settings)
         except Exception as error:
-            if not handoff.from_pattern_matcher(error):
+            if not inductor.from_pattern_matcher(error):
                 raise
             log.logger.info("frame %s: one of Inductor's patterns failed, compiled without them", result.frame.name)
             return lower(dataclasses.replace(settings, patches={**patches, "pattern_matcher": False}))
@@ -137,9 +139,9 @@ def _compile(
     except Exception as error:
         if config.strict:
             raise
-        if dynamic_outputs.refuse(gm):
+        if unbacked_shapes.refuse(gm):
             log.logger.warning("traced again with graph breaks: %s: %s", type(error).__name__, str(error)[:300])
-            dynamic_outputs.trace_again()
+            unbacked_shapes.trace_again()
         compiled = plain(gm, example_inputs, settings)
         result.fell_back(f"Inductor refused the rewritten graph: {type(error).__name__}: {error}"[:300])
         return compiled
@@ -161,16 +163,16 @@ def _pin(plan: ShardingPlan, gm: GraphModule, inputs: Sequence[Any], result: Ana
 def _handoff(target: str, example_inputs: Sequence[Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """What compiles a frame as it came, and what compiles a rewritten one."""
     if target == "tpu" and by_torch_tpu(example_inputs):
-        return torchtpu.plain_torchtpu, torchtpu.to_torchtpu
+        return torch_tpu.plain_torchtpu, torch_tpu.to_torchtpu
     if target == "tpu":
         return openxla.plain_openxla, openxla.to_openxla
-    return handoff.plain_inductor, handoff.to_inductor
+    return inductor.plain_inductor, inductor.to_inductor
 
 
 def refused(gm: GraphModule, result: Analysis) -> bool:
     """Whether Dynamo has to trace the frame again, with graph breaks, for sizes that are known at run time only. Of the
     result its near misses are left: the frame will not look like this then."""
-    if not dynamic_outputs.refuse(result.captured.gm if result.outcome and result.outcome.sites else gm):
+    if not unbacked_shapes.refuse(result.captured.gm if result.outcome and result.outcome.sites else gm):
         return False
     if result.outcome is not None:
         result.outcome.sites.clear()
@@ -327,7 +329,7 @@ class _Reviewer:
 
     def __init__(self, captured: Captured, example_inputs: Sequence[Any], config: Config, grad: bool) -> None:
         self.captured, self.inputs, self.config, self.grad = captured, example_inputs, config, grad
-        self.count = grad and (report.active() or config.explain)
+        self.count = grad and (collector.active() or config.explain)
         self.cache: dict[Any, int | None] = {}
 
     def __call__(self, p: Pass, match: Match, new: list[Node], site: Site) -> Refusal | None:
@@ -344,12 +346,12 @@ class _Reviewer:
         gm = self.captured.gm
         gm.recompile()
         wanted = set(match.inputs)
-        values = verify.border_values(gm, self.inputs, wanted)
+        values = replay.border_values(gm, self.inputs, wanted)
         others = [n for n in gm.graph.nodes if n.op in ("placeholder", "get_attr") and n not in values]
         holders = [n for n in gm.graph.nodes if n.op == "placeholder"]
         values.update({n: v for n, v in zip(holders, self.inputs, strict=True) if n in others})
         differentiable = activations(gm.graph, self.captured.weights)
-        tensor, error, tolerance = verify.compare(gm, match.inputs, match.outputs, new, values, differentiable)
+        tensor, error, tolerance = replay.compare(gm, match.inputs, match.outputs, new, values, differentiable)
         if error <= tolerance:
             return None
         if self.config.strict:
@@ -357,22 +359,22 @@ class _Reviewer:
         return Refusal(match.node, "verification", f"{tensor} differs by {error:.2e} (tolerance {tolerance:.0e})")
 
     def _saved(self, gm: GraphModule, inputs: list[Node], outputs: list[Node]) -> int | None:
-        from megacpp_compile.subgraph import between
+        from megacpp_compile.fx.subgraph import between
 
         module, order = between(gm, inputs, outputs)
         key = (module.code, tuple(str(n.meta.get("val")) for n in order))
         if key not in self.cache:
-            self.cache[key] = saved.saved_bytes(gm, inputs, outputs, self.captured.fake_mode)
+            self.cache[key] = saved_bytes.saved_bytes(gm, inputs, outputs, self.captured.fake_mode)
         return self.cache[key]
 
 
 def _publish(result: Analysis, config: Config) -> None:
     outcome = result.outcome
     sites, misses = (outcome.sites, outcome.misses + result.notes) if outcome else ([], result.notes)
-    report.emit_frame(result.frame, sites, misses)
+    collector.emit_frame(result.frame, sites, misses)
     log.artifact(result.frame, sites, misses)
     if config.explain:
-        own = report.Report(pass_names())
+        own = collector.Report(pass_names())
         own.add(result.frame, sites, misses)
         print(own, file=sys.stderr)
 
@@ -387,5 +389,5 @@ class _Backend(ModuleType):
 sys.modules[__name__].__class__ = _Backend
 # `import megacpp_compile` does not come here; asking for the backend does.
 for _backend in (megacpp, sys.modules[__name__]):
-    dynamic_outputs.marked(_backend)
-dynamic_outputs.install()
+    unbacked_shapes.marked(_backend)
+unbacked_shapes.install()

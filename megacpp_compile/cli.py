@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _estimate(options: argparse.Namespace) -> int:
     from megacpp_compile.errors import MegacppError
-    from megacpp_compile.estimating import estimate
+    from megacpp_compile.memory.estimate import estimate
 
     try:
         model, args, kwargs = _load(options.target)
@@ -82,8 +82,8 @@ def _estimate(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from megacpp_compile import pareto
     from megacpp_compile.errors import MegacppError
+    from megacpp_compile.memory import pareto
 
     try:
         model, args, kwargs = _load(options.target)
@@ -99,7 +99,7 @@ def _plan(options: argparse.Namespace) -> int:
 
 def _explain(target: str, pairs: Sequence[str], as_json: bool) -> int:
     from megacpp_compile.errors import MegacppError
-    from megacpp_compile.explaining import explain
+    from megacpp_compile.explainer import explain
 
     try:
         model, args, kwargs = _load(target)

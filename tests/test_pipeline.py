@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from corpus import jitter_gains
-from corpus.spellings import PlainMLA
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._inductor import compile_fx as module
@@ -23,6 +21,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import megacpp_compile
 from megacpp_compile import record
 from megacpp_compile.backend import megacpp
+from tests.corpus import jitter_gains
+from tests.corpus.spellings import PlainMLA
 
 VOCABULARY, DIM = 19, 24
 PER_LAYER = {"down_norm_up": 2, "mla_rope_q": 1, "mla_rope_kv": 1}

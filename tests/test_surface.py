@@ -15,13 +15,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from corpus.spellings import PlainMLA
 from torch import nn
 
 import megacpp_compile
 from megacpp_compile import record
 from megacpp_compile.backend import check_torch
-from megacpp_compile.config import Config
+from megacpp_compile.config.options import Config
 from megacpp_compile.errors import (
     BadOptionError,
     MegacppError,
@@ -33,7 +32,8 @@ from megacpp_compile.errors import (
     VerificationError,
 )
 from megacpp_compile.passes._driver import enabled_passes, pass_names
-from megacpp_compile.report import Report
+from megacpp_compile.report.collector import Report
+from tests.corpus.spellings import PlainMLA
 
 FIRED = {p.name: 0 for p in enabled_passes(Config())} | {"down_norm_up": 2, "mla_rope_q": 1, "mla_rope_kv": 1}
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.targets_page import PAGE, page
-from megacpp_compile import backend, handoff, openxla
+from megacpp_compile import backend
+from megacpp_compile.backends import inductor, openxla
 from megacpp_compile.errors import TargetUnavailableError
 from megacpp_compile.lowerings import _registry
 from megacpp_compile.lowerings._registry import semantic_ops
@@ -29,7 +30,7 @@ def test_an_op_suits_xla_or_says_why_it_does(op):
 
 def test_who_compiles_for_a_target():
     assert backend._handoff("tpu", []) == (openxla.plain_openxla, openxla.to_openxla)
-    assert backend._handoff("cpu", []) == backend._handoff("cuda", []) == (handoff.plain_inductor, handoff.to_inductor)
+    assert backend._handoff("cpu", []) == backend._handoff("cuda", []) == (inductor.plain_inductor, inductor.to_inductor)
 
 
 @pytest.mark.parametrize("there", ["", "torch_xla", "torch_tpu"])

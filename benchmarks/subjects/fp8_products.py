@@ -64,7 +64,7 @@ class Operand:
 
 
 def operand(rows: int, lanes: int, dtype: torch.dtype, device: torch.device) -> Operand:
-    from megacpp_compile.lowerings._fp8 import round_to_fp8
+    from megacpp_compile.lowerings._kernels.fp8 import round_to_fp8
 
     payload, scale = round_to_fp8(torch.randn(rows, lanes, device=device), dtype, whole=True)
     return Operand(payload, payload.t().contiguous(), scale)
@@ -93,7 +93,7 @@ def plain(p: Problem, dtype: torch.dtype) -> Calls:
 
 
 def scaled_mm(p: Problem) -> Runner:
-    from megacpp_compile.lowerings._fp8 import product
+    from megacpp_compile.lowerings._kernels.fp8 import product
 
     def multiply(a: Tensor, left: Operand, b: Tensor, right: Operand, fast: bool = False) -> Tensor:
         return product(a, left.scale, b, right.scale, torch.bfloat16, fast=fast)

@@ -47,7 +47,7 @@ def limited(index: int, most: dict[str, Any], least: dict[str, Any]) -> Callable
     most, least: `report.Frame.peak` of the two."""
 
     def compiled(model: nn.Module) -> Callable[..., Any]:
-        from megacpp_compile.remat.measuring import allocated
+        from megacpp_compile.remat.measure import allocated
         from megacpp_compile.remat.peak import MARGIN
 
         place = next(model.parameters()).device
@@ -61,9 +61,9 @@ def limited(index: int, most: dict[str, Any], least: dict[str, Any]) -> Callable
 
 def predicted(model: nn.Module, args: list[Tensor], budget: float) -> dict[str, Any]:
     """`report.Frame.peak` under a budget, on fake tensors."""
-    from megacpp_compile.config import Config
-    from megacpp_compile.fake_run import FakeRun
-    from megacpp_compile.remat.policy import CheckpointingPolicy
+    from megacpp_compile.config.checkpointing import CheckpointingPolicy
+    from megacpp_compile.config.options import Config
+    from megacpp_compile.memory.fake_run import FakeRun
 
     run = FakeRun(model, args, {}, args[0].device, [])
     run.compiled(Config(policy=CheckpointingPolicy(budget=budget)))

@@ -47,7 +47,7 @@ class Choice:
 def semantic_ops() -> dict[Any, tuple[str, str]]:
     """Every `megacpp::` op (forward and backward) -> (its folder, its name). Importing the folders registers them."""
     ops = {}
-    for folder in (m.name for m in pkgutil.iter_modules(package.__path__) if m.ispkg):
+    for folder in (m.name for m in pkgutil.iter_modules(package.__path__) if m.ispkg and not m.name.startswith("_")):
         module = importlib.import_module(f"{package.__name__}.{folder}")
         for name in vars(module):
             if isinstance(getattr(module, name), torch.library.CustomOpDef if hasattr(torch.library, "CustomOpDef")

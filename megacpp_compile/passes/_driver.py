@@ -18,14 +18,14 @@ from torch.fx import Node
 from torch.fx.passes.graph_transform_observer import GraphTransformObserver
 
 import megacpp_compile.passes as package
-from megacpp_compile.capture import Captured
-from megacpp_compile.config import Config
+from megacpp_compile.config.options import Config
 from megacpp_compile.errors import MegacppError
-from megacpp_compile.graph_edit import drop_dead
+from megacpp_compile.frontend.capture import Captured
+from megacpp_compile.fx.edit import drop_dead
+from megacpp_compile.fx.provenance import module_fqn, source_line
 from megacpp_compile.lowerings._registry import semantic_ops
 from megacpp_compile.passes._rule import GraphView, Match, Pass, Refusal
-from megacpp_compile.provenance import module_fqn, source_line
-from megacpp_compile.report import Miss, Site
+from megacpp_compile.report.collector import Miss, Site
 
 
 @functools.cache

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from megacpp_compile.float8 import MULTIPLE, no_grouped_float8
-from megacpp_compile.graph_edit import value
-from megacpp_compile.precision import gate
-from megacpp_compile.precision.plan import PrecisionPlan
+from megacpp_compile.config import fp8_gain
+from megacpp_compile.config.precision import PrecisionPlan
+from megacpp_compile.fx.edit import value
+from megacpp_compile.lowerings._gemm.float8_support import MULTIPLE, no_grouped_float8
 
 RECIPE = "fp8_current"
 LAYOUTS = ("pair", "gate_up")
@@ -61,5 +61,5 @@ def _against(plan: PrecisionPlan, requested: str, args: Sequence[Any]) -> str:
         return ""
     experts = down.shape[0] if down.dim() == 3 else len(args[5])
     tokens, slots = (size if isinstance(size, int) else None for size in (x.shape[0], indices.numel()))
-    against = gate.experts_refusal(tokens, slots, experts, d, n)
+    against = fp8_gain.experts_refusal(tokens, slots, experts, d, n)
     return against and f"gate: {against}"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from megacpp_compile.graph_edit import Builder, value
+from megacpp_compile.fx.edit import Builder, value
+from megacpp_compile.matchers.linear import Linear, match_linear
+from megacpp_compile.matchers.rms_norm import NoNorm, RmsNorm, match_rms_norm
+from megacpp_compile.matchers.views import consumers, is_cast, is_outer_view
 from megacpp_compile.passes._rule import Refusal
-from megacpp_compile.recognise.linear import Linear, match_linear
-from megacpp_compile.recognise.rms_norm import NoNorm, RmsNorm, match_rms_norm
-from megacpp_compile.recognise.views import consumers, is_cast, is_outer_view
 
 aten = torch.ops.aten
 

@@ -15,11 +15,11 @@ import torch
 from torch import fx
 from torch.fx import Node
 
-from megacpp_compile.graph_edit import Builder, move_behind, value
+from megacpp_compile.fx.edit import Builder, move_behind, value
+from megacpp_compile.matchers.rope.heads import Head
+from megacpp_compile.matchers.rope.lanes import Source
+from megacpp_compile.matchers.rope.rotation import Part, Rotation, Table
 from megacpp_compile.passes._rule import GraphView, Refusal
-from megacpp_compile.recognise.heads import Head
-from megacpp_compile.recognise.lanes import Source
-from megacpp_compile.recognise.rotation import Part, Rotation, Table
 
 aten = torch.ops.aten
 

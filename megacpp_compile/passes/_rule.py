@@ -11,9 +11,9 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 from torch.fx import Node
 
-from megacpp_compile.config import Config
-from megacpp_compile.graph_edit import Regions, regions
-from megacpp_compile.recognise.heads import Heads, find_heads
+from megacpp_compile.config.options import Config
+from megacpp_compile.fx.edit import Regions, regions
+from megacpp_compile.matchers.rope.heads import Heads, find_heads
 
 
 @dataclasses.dataclass

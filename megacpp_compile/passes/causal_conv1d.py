@@ -18,9 +18,9 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
-from megacpp_compile.graph_edit import Builder, move_behind, place, value
+from megacpp_compile.fx.edit import Builder, move_behind, place, value
+from megacpp_compile.matchers.causal_conv import CausalConv, NoCausalConv, is_swap, match_causal_conv
 from megacpp_compile.passes._rule import GraphView, Match, Refusal
-from megacpp_compile.recognise.causal_conv import CausalConv, NoCausalConv, is_swap, match_causal_conv
 
 aten = torch.ops.aten
 name = "causal_conv1d"

@@ -23,13 +23,13 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
-from megacpp_compile.graph_edit import Builder, move_behind, place, value
+from megacpp_compile.fx.edit import Builder, move_behind, place, value
+from megacpp_compile.matchers.attention import is_attention
+from megacpp_compile.matchers.linear import Linear, match_linear
+from megacpp_compile.matchers.rms_norm import NoNorm, RmsNorm, match_rms_norm
+from megacpp_compile.matchers.views import consumers, is_cast, is_outer_view, lane_slice, replay
 from megacpp_compile.passes._norm import between, depends, escaping, gain_of, norm_before, projections
 from megacpp_compile.passes._rule import GraphView, Match, Refusal
-from megacpp_compile.recognise.attention import is_attention
-from megacpp_compile.recognise.linear import Linear, match_linear
-from megacpp_compile.recognise.rms_norm import NoNorm, RmsNorm, match_rms_norm
-from megacpp_compile.recognise.views import consumers, is_cast, is_outer_view, lane_slice, replay
 
 aten = torch.ops.aten
 name = "down_norm_up"

@@ -25,14 +25,14 @@ import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from megacpp_compile.float8 import MULTIPLE, no_block_scales, no_float8
-from megacpp_compile.graph_edit import Builder, value
-from megacpp_compile.lowerings._fp8 import SCALED_LANES
+from megacpp_compile.config.precision import PrecisionPlan
+from megacpp_compile.config.roles import role_at
+from megacpp_compile.fx.edit import Builder, value
+from megacpp_compile.fx.provenance import module_fqn
+from megacpp_compile.lowerings._gemm.float8_support import MULTIPLE, no_block_scales, no_float8
+from megacpp_compile.lowerings._kernels.fp8 import SCALED_LANES
+from megacpp_compile.matchers.linear import Linear, match_linear
 from megacpp_compile.passes._rule import GraphView, Match, Refusal
-from megacpp_compile.precision.plan import PrecisionPlan
-from megacpp_compile.precision.roles import role_at
-from megacpp_compile.provenance import module_fqn
-from megacpp_compile.recognise.linear import Linear, match_linear
 
 name = "linear"
 op = "megacpp::fp8_linear"

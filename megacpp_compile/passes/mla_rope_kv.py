@@ -15,12 +15,12 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
-from megacpp_compile.graph_edit import Builder, place, value
+from megacpp_compile.fx.edit import Builder, place, value
+from megacpp_compile.matchers.rope.heads import Head
+from megacpp_compile.matchers.views import is_outer_view, lane_slice
 from megacpp_compile.passes import _rope
 from megacpp_compile.passes._rule import GraphView, Match, Refusal
 from megacpp_compile.passes.mla_rope_q import is_mla_key
-from megacpp_compile.recognise.heads import Head
-from megacpp_compile.recognise.views import is_outer_view, lane_slice
 
 aten = torch.ops.aten
 name = "mla_rope_kv"

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
-from megacpp_compile.passes import _moe_dense, _moe_loop, _moe_products, _moe_sorted, _moe_unread
+from megacpp_compile.matchers.moe import dense, grouped, loop, sorted_tokens, unread
 from megacpp_compile.passes._rule import GraphView, Match, Refusal
 
 aten = torch.ops.aten
@@ -38,10 +38,10 @@ after: tuple[str, ...] = ()
 
 def find(view: GraphView) -> Iterator[Match | Refusal]:
     found: list[Match | Refusal] = []
-    for way in (_moe_loop.find, _moe_dense.find, _moe_products.find, _moe_sorted.find, _hit_lists):
+    for way in (loop.find, dense.find, grouped.find, sorted_tokens.find, _hit_lists):
         found += way(view)
     yield from found
-    yield from _moe_unread.find(view, found, _moe_loop.unweighted(view))
+    yield from unread.find(view, found, loop.unweighted(view))
 
 
 def _hit_lists(view: GraphView) -> Iterator[Refusal]:

@@ -20,12 +20,12 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
-from megacpp_compile.graph_edit import Builder, move_behind, place, value
+from megacpp_compile.fx.edit import Builder, move_behind, place, value
+from megacpp_compile.matchers.linear import Linear, match_linear
+from megacpp_compile.matchers.rms_norm import NoNorm, RmsNorm
+from megacpp_compile.matchers.views import consumers, replay
 from megacpp_compile.passes._norm import between, depends, escaping, gain_of, norm_before, projections
 from megacpp_compile.passes._rule import GraphView, Match, Refusal
-from megacpp_compile.recognise.linear import Linear, match_linear
-from megacpp_compile.recognise.rms_norm import NoNorm, RmsNorm
-from megacpp_compile.recognise.views import consumers, replay
 
 aten = torch.ops.aten
 name = "norm_linear"

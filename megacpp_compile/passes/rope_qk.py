@@ -15,13 +15,13 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
-from megacpp_compile.graph_edit import Builder, place, value
+from megacpp_compile.fx.edit import Builder, place, value
+from megacpp_compile.matchers.attention import leaves_graph
+from megacpp_compile.matchers.rope.heads import Head
+from megacpp_compile.matchers.rope.rotation import Table
 from megacpp_compile.passes import _rope
 from megacpp_compile.passes._rule import GraphView, Match, Refusal
 from megacpp_compile.passes.mla_rope_q import is_mla_key
-from megacpp_compile.recognise.attention import leaves_graph
-from megacpp_compile.recognise.heads import Head
-from megacpp_compile.recognise.rotation import Table
 
 name = "rope_qk"
 op = "megacpp::rope_qk"

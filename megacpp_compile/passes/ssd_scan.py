@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from megacpp_compile.graph_edit import Builder, move_behind, place, value
+from megacpp_compile.fx.edit import Builder, move_behind, place, value
+from megacpp_compile.matchers.ssd.axes import flat, length
+from megacpp_compile.matchers.ssd.chain import joined
+from megacpp_compile.matchers.ssd.scan import Leaf, Scan, find_scans
 from megacpp_compile.passes._rule import GraphView, Match, Refusal
-from megacpp_compile.recognise.axes import flat, length
-from megacpp_compile.recognise.ssd import Leaf, Scan, find_scans
-from megacpp_compile.recognise.ssd_chain import joined
 
 aten = torch.ops.aten
 name = "ssd_scan"

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from torch.utils import checkpoint as stock
 
+from megacpp_compile.config.checkpointing import FP8_WRAPPERS
 from megacpp_compile.errors import BadOptionError, EngineError, StockCheckpointError
 from megacpp_compile.precision import engine
-from megacpp_compile.remat.policy import FP8_WRAPPERS
 
 _DEEPEST = 200  # frames between a module and the checkpoint around its block; nested modules take three each
 

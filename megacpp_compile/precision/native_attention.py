@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from megacpp_compile.attending import attention
+from megacpp_compile.nn.attention import attention
 from megacpp_compile.precision.native import refuse
 
 _FORMATS = ("sbhd", "bshd")

@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import nn
 
-from megacpp_compile import log
+from megacpp_compile.config.precision import UNTRACEABLE, PrecisionPlan, announce
 from megacpp_compile.errors import BadOptionError, EngineError, NotAModuleError
 from megacpp_compile.precision import engine
-from megacpp_compile.precision.plan import UNTRACEABLE, PrecisionPlan, announce
 from megacpp_compile.precision.survey import DEFAULT_EXCLUSIONS, Found, survey, why_bf16
-from megacpp_compile.report import plural
-from megacpp_compile.report_table import table_text
+from megacpp_compile.report import log
+from megacpp_compile.report.collector import plural
+from megacpp_compile.report.tables import table_text
 
 __all__ = ["DEFAULT_EXCLUSIONS", "Conversion", "ConversionTable", "replace_linears"]
 

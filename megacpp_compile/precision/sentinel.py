@@ -27,9 +27,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megacpp_compile.errors import DequantisationError
-from megacpp_compile.precision.places import Places
+from megacpp_compile.fx.provenance import module_fqn, source_line
+from megacpp_compile.precision.module_tracker import Places
 from megacpp_compile.precision.wrappers import FP8, found_in, is_wrapper, split
-from megacpp_compile.provenance import module_fqn, source_line
 
 logger = logging.getLogger(__name__)
 

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from megacpp_compile.config.globs import hits, inside_segment
+from megacpp_compile.config.precision import PrecisionPlan
+from megacpp_compile.config.roles import role_of
 from megacpp_compile.errors import PlanMismatchError
-from megacpp_compile.float8 import MULTIPLE
+from megacpp_compile.lowerings._gemm.float8_support import MULTIPLE
 from megacpp_compile.precision import engine
-from megacpp_compile.precision.names import hits, inside_segment
-from megacpp_compile.precision.plan import PrecisionPlan
-from megacpp_compile.precision.roles import role_of
 from megacpp_compile.targets import family
 
 # Modules that hold few FLOPs or whose small errors are amplified: embeddings and the head that shares their weight,

@@ -12,7 +12,7 @@ from torch import fx
 from torch.fx import Node
 from torch.utils.flop_counter import flop_registry
 
-from megacpp_compile.graph_edit import value
+from megacpp_compile.fx.edit import value
 from megacpp_compile.remat.nodes import is_view, name_of, nbytes
 
 # Where nothing is known of the device. Only the order of costs matters.

@@ -16,9 +16,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch.fx import GraphModule, Node
 
-from megacpp_compile.graph_edit import value
-from megacpp_compile.provenance import module_fqn
-from megacpp_compile.recognise.recurrence import find_recurrences
+from megacpp_compile.fx.edit import value
+from megacpp_compile.fx.provenance import module_fqn
+from megacpp_compile.matchers.recurrences import find_recurrences
 from megacpp_compile.remat.nodes import base_of, is_core, is_depthwise, is_product, name_of
 
 _RECURRENT = re.compile(r"gru|lstm|(^|[^a-z])rnn|recurrent", re.IGNORECASE)

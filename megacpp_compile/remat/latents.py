@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from torch import fx
 from torch.fx import Node
 
-from megacpp_compile.graph_edit import value
+from megacpp_compile.fx.edit import value
 from megacpp_compile.remat.nodes import name_of
 
 _LATENT = 3  # the op's last result

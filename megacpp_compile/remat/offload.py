@@ -18,14 +18,14 @@ from torch import Tensor
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx import GraphModule, Node
 
-from megacpp_compile.graph_edit import value
-from megacpp_compile.graph_pass import source_hash
+from megacpp_compile.fx.edit import value
+from megacpp_compile.fx.inductor_pass import source_hash
 from megacpp_compile.remat.kinds import Place
 from megacpp_compile.remat.nodes import is_view
 
 if TYPE_CHECKING:
-    from megacpp_compile.remat.plan import Plan
-    from megacpp_compile.remat.policy import CheckpointingPolicy
+    from megacpp_compile.config.checkpointing import CheckpointingPolicy
+    from megacpp_compile.remat.planner import Plan
 
 # The mark on nodes of the joint graph, which the partitioner's copies keep.
 MARK = "megacpp_offload"
@@ -59,7 +59,7 @@ def _(x: Tensor, device: torch.device) -> Tensor:
 
 def chosen(plan: Plan, places: Mapping[Node, Place], policy: CheckpointingPolicy) -> list[Node]:
     """The saved values that `policy` has wait elsewhere. Those of the last layer are read at once and stay."""
-    from megacpp_compile.remat.plan import kept_bytes, leaves_layer
+    from megacpp_compile.remat.planner import kept_bytes, leaves_layer
 
     if policy.offload == "none":
         return []

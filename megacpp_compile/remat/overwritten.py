@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.fx import Node
 
-from megacpp_compile.graph_edit import value
+from megacpp_compile.fx.edit import value
 
 MARK = "megacpp_before_the_write"
 

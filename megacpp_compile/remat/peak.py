@@ -19,12 +19,12 @@ from torch import fx
 from torch.fx import Node
 
 from megacpp_compile.remat.fusion import Memory, fuse
+from megacpp_compile.remat.joint_graph import backward_nodes, joint
 from megacpp_compile.remat.nodes import base_of, beyond_views, is_core, is_product, is_view, name_of, nbytes
-from megacpp_compile.remat.sides import backward_nodes, joint
 
 if TYPE_CHECKING:
-    from megacpp_compile.remat.plan import Plan
-    from megacpp_compile.remat.policy import CheckpointingPolicy
+    from megacpp_compile.config.checkpointing import CheckpointingPolicy
+    from megacpp_compile.remat.planner import Plan
 
 # A limit is to be met though the prediction may be off by this much.
 MARGIN = 1.05

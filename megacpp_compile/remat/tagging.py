@@ -14,14 +14,14 @@ from torch import fx
 from torch.fx import Node
 from torch.utils.checkpoint import CheckpointPolicy as Tag
 
-from megacpp_compile.graph_pass import GraphPass
+from megacpp_compile.config.checkpointing import CheckpointingPolicy
+from megacpp_compile.fx.inductor_pass import GraphPass
 from megacpp_compile.remat import costs, latents, offload, overwritten
-from megacpp_compile.remat import plan as planning
+from megacpp_compile.remat import planner as planning
+from megacpp_compile.remat.joint_graph import joint
 from megacpp_compile.remat.kinds import Place, places
 from megacpp_compile.remat.nodes import base_of, is_view
 from megacpp_compile.remat.peak import ALONE, Liveness, Surroundings
-from megacpp_compile.remat.policy import CheckpointingPolicy
-from megacpp_compile.remat.sides import joint
 
 # One region for the whole graph: torch would save what lies on the border of two.
 _REGION = 1 << 19

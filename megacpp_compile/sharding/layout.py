@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from megacpp_compile.config.sharding import ShardingPlan, Spec
 from megacpp_compile.sharding import pinning
-from megacpp_compile.sharding.plan import ShardingPlan, Spec
 
 
 @torch.library.custom_op("megacpp::laid_out", mutates_args=())

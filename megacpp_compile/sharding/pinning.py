@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
+from megacpp_compile.config.sharding import ShardingPlan, Spec, text
 from megacpp_compile.errors import ShardingError
-from megacpp_compile.provenance import input_name
-from megacpp_compile.sharding.plan import ShardingPlan, Spec, text
+from megacpp_compile.fx.provenance import input_name
 
 Kin = Callable[[torch.Tensor], Sequence[tuple[str, torch.Tensor]]]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megacpp_compile.lowerings._fp8_tiles import widened_by_tiles
+from megacpp_compile.lowerings._kernels.fp8_tiles import widened_by_tiles
 
 from .agreement import reference_of
 from .cases import case

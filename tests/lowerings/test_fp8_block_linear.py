@@ -7,7 +7,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.library import opcheck
 
-from megacpp_compile.gemm import block_scaled
+from megacpp_compile.lowerings._gemm import block_scaled
 from megacpp_compile.lowerings.fp8_block_linear import (
     cuda_scaled_mm,
     fp8_block_linear,
@@ -146,10 +146,10 @@ def test_what_the_lowering_takes(monkeypatch):
 
 @pytest.mark.parametrize("capability, cuda, said", [((8, 9), "13.0", "Hopper"), ((10, 0), "13.0", "Hopper"), ((9, 0), "12.8", "12.9"), ((9, 0), "13.0", ""), ((9, 0), "12.10", "")])  # fmt: skip
 def test_which_devices_have_block_scales(monkeypatch, capability, cuda, said):
-    from megacpp_compile import float8
+    from megacpp_compile.lowerings._gemm import float8_support
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(block_scaled, "failing", lambda device: "")
-    found = float8.no_block_scales(torch.device("cuda"))
+    found = float8_support.no_block_scales(torch.device("cuda"))
     assert said in found and bool(said) == bool(found)

@@ -7,7 +7,7 @@ import torch
 from torch.library import opcheck
 
 from megacpp_compile.errors import OperandError
-from megacpp_compile.gemm import block_scaled
+from megacpp_compile.lowerings._gemm import block_scaled
 from megacpp_compile.lowerings._registry import choose, semantic_ops
 from megacpp_compile.lowerings.linear_fp8_weight import (
     cuda_triton,

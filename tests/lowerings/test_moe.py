@@ -10,7 +10,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils._pytree import tree_map_only
 
-from megacpp_compile.lowerings._grouped import rows, weights
+from megacpp_compile.lowerings._kernels.grouped import rows, weights
 from megacpp_compile.lowerings._registry import semantic_ops
 from megacpp_compile.lowerings.moe import moe, moe_backward, reference, tpu_xla
 

@@ -12,8 +12,8 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from megacpp_compile.float8 import no_grouped_float8
-from megacpp_compile.lowerings._fp8 import round_to_fp8
+from megacpp_compile.lowerings._gemm.float8_support import no_grouped_float8
+from megacpp_compile.lowerings._kernels.fp8 import round_to_fp8
 from megacpp_compile.lowerings.moe import cuda_triton, moe, moe_backward, reference, tpu_xla
 
 from . import addresses, relative_error, saved_by
@@ -217,7 +217,7 @@ class TestKernels:
     @pytest.mark.parametrize("parts", [1, 2])
     def test_payloads_of_weights(self, rand, monkeypatch, r, c, parts):
         """Every byte of them, forward and turned round."""
-        from megacpp_compile.lowerings import _triton_quantise as kernel
+        from megacpp_compile.lowerings._kernels import triton_quantise as kernel
 
         weights = [rand(r, c, dtype=torch.bfloat16, device=DEVICE) for _ in range(3 * parts)]
         weights[1][5] = 0
@@ -233,7 +233,7 @@ class TestKernels:
 
     @pytest.mark.parametrize("k", [16, 176])
     def test_payloads_of_rows(self, rand, monkeypatch, k):
-        from megacpp_compile.lowerings import _triton_quantise as kernel
+        from megacpp_compile.lowerings._kernels import triton_quantise as kernel
 
         x = rand(7, k, dtype=torch.bfloat16, device=DEVICE)
         x[3] = 0

@@ -9,7 +9,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from megacpp_compile.lowerings._rows import Rows, overlaps, rows_of
+from megacpp_compile.lowerings._kernels.rows import Rows, overlaps, rows_of
 
 B, S, H, D = 2, 5, 3, 4
 
@@ -186,7 +186,7 @@ def test_symbolic_sizes_get_no_guards(heads_first):
 
 def test_symbolic_number_of_sequences_gets_no_guard():
     pytest.importorskip("triton")
-    from megacpp_compile.lowerings._rope_launch import angle_arguments
+    from megacpp_compile.lowerings._kernels.rope_launch import angle_arguments
 
     q, table = torch.empty(12, H, D), torch.empty(9, 1, D // 2)
     env, (q, table, cu) = symbolic(q, table, torch.zeros(6, dtype=torch.int32), dynamic=(0,))
@@ -198,7 +198,7 @@ def test_symbolic_number_of_sequences_gets_no_guard():
 @pytest.mark.parametrize("boundaries", range(2, 40))
 def test_steps_of_the_search_suffice(boundaries):
     pytest.importorskip("triton")
-    from megacpp_compile.lowerings._rope_launch import angle_arguments
+    from megacpp_compile.lowerings._kernels.rope_launch import angle_arguments
 
     table, cu = torch.empty(9, 1, D // 2), torch.zeros(boundaries, dtype=torch.int32)
     q = torch.empty(12, H, D)
@@ -218,7 +218,7 @@ WORK = ("turn", "copy", "keys", "key gradients")
 def test_blocks(work, inside):
     """Sizes Triton takes, and no more rows a program than registers hold."""
     pytest.importorskip("triton")
-    from megacpp_compile.lowerings._rope_launch import blocks
+    from megacpp_compile.lowerings._kernels.rope_launch import blocks
 
     table = contiguous(1, S, 1, D)
     for heads in (1, 2, 3, 8, 9, 12, 16, 17, 20, 24, 28, 32, 63, 64, 100, 128, 129):
@@ -231,7 +231,7 @@ def test_blocks(work, inside):
 
 def test_blocks_of_a_symbolic_number_of_heads():
     pytest.importorskip("triton")
-    from megacpp_compile.lowerings._rope_launch import blocks
+    from megacpp_compile.lowerings._kernels.rope_launch import blocks
 
     env, (q, table) = symbolic(torch.empty(B, 11, 7, D), torch.empty(1, 11, 1, D), dynamic=(2,))
     rows = rows_of([q], [table])

@@ -7,10 +7,10 @@ import copy
 from collections.abc import Callable
 
 import torch
-from frames import TOLERANCE, Frames, check, largest_error, run, train
 from torch import Tensor, nn
 
-from megacpp_compile.config import Config
+from megacpp_compile.config.options import Config
+from tests.frames import TOLERANCE, Frames, check, largest_error, run, train
 
 Args = tuple[Tensor, ...]
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import torch
-from corpus import jitter_gains
-from corpus.near_misses import BATCH, DIM, HEADS, NOPE, ROPE, SEQ, Latents, joined, turn
-from corpus.spellings import tables
 from torch import nn
 
-from megacpp_compile.config import Config
+from megacpp_compile.config.options import Config
 from megacpp_compile.passes._driver import pass_names
+from tests.corpus import jitter_gains
+from tests.corpus.near_misses import BATCH, DIM, HEADS, NOPE, ROPE, SEQ, Latents, joined, turn
+from tests.corpus.spellings import tables
 
 # pass -> a configuration in which only that pass runs
 ALONE = {

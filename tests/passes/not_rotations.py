@@ -6,7 +6,8 @@ Each takes (x, cos, sin): the lanes that would rotate, as (B, H, S, D), and tabl
 from __future__ import annotations
 
 import torch
-from corpus.near_misses import (
+
+from tests.corpus.near_misses import (
     cosine_only,
     neighbours_turned_with_the_wrong_partner,
     reflection,

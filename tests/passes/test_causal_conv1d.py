@@ -6,8 +6,9 @@ import expecttest
 import pytest
 import torch
 import torch.nn.functional as F
-from frames import check, render
 from torch import nn
+
+from tests.frames import check, render
 
 from .contract import (
     assert_autocast,

@@ -6,13 +6,13 @@ import expecttest
 import pytest
 import torch
 import torch.nn.functional as F
-from corpus import jitter_gains
-from corpus.near_misses import DIM, EPS, HEADS, NEAR_MISSES, RANK, ROPE, SEQ, Bottleneck, bottleneck, inverse_rms
-from corpus.spellings import PlainMLA
-from frames import check, render, run
 from torch import nn
 
-from megacpp_compile.config import Config
+from megacpp_compile.config.options import Config
+from tests.corpus import jitter_gains
+from tests.corpus.near_misses import DIM, EPS, HEADS, NEAR_MISSES, RANK, ROPE, SEQ, Bottleneck, bottleneck, inverse_rms
+from tests.corpus.spellings import PlainMLA
+from tests.frames import check, render, run
 
 from .contract import (
     assert_autocast,

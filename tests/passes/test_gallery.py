@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from corpus import allowed_counts
-from corpus.gallery import GALLERY
-from frames import check
+
+from tests.corpus import allowed_counts
+from tests.corpus.gallery import GALLERY
+from tests.frames import check
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # torch's rms_norm under autocast

@@ -6,9 +6,10 @@ import expecttest
 import pytest
 import torch
 import torch.nn.functional as F
-from corpus.near_misses import EPS, inverse_rms
-from frames import check, render
 from torch import nn
+
+from tests.corpus.near_misses import EPS, inverse_rms
+from tests.frames import check, render
 
 from .contract import (
     assert_autocast,

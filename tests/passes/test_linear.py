@@ -9,14 +9,14 @@ import expecttest
 import pytest
 import torch
 import torch.nn.functional as F
-from corpus.spellings import PlainMLA
-from frames import check, largest_error, render, run, train
 from torch import nn
 
 import megacpp_compile
-from megacpp_compile.config import Config
+from megacpp_compile.config.options import Config
+from megacpp_compile.config.precision import PrecisionPlan
 from megacpp_compile.passes import linear
-from megacpp_compile.precision.plan import PrecisionPlan
+from tests.corpus.spellings import PlainMLA
+from tests.frames import check, largest_error, render, run, train
 
 NAME = "linear"
 DIM, HIDDEN, ROWS = 32, 48, 16
@@ -253,7 +253,7 @@ def test_refuses_a_device_without_block_scales():
 @pytest.mark.parametrize("recipe", ["fp8_current", "fp8_block"])
 def test_on_a_gpu(recipe):
     """In one graph that Inductor compiled: the products are cuBLASLt's, results and gradients near eager's."""
-    from megacpp_compile.float8 import no_block_scales, no_float8
+    from megacpp_compile.lowerings._gemm.float8_support import no_block_scales, no_float8
 
     device = torch.device("cuda")
     if missing := (no_block_scales if recipe == "fp8_block" else no_float8)(device):

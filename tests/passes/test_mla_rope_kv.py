@@ -7,10 +7,11 @@ from functools import partial
 import expecttest
 import pytest
 import torch
-from corpus.gallery import GALLERY
-from corpus.near_misses import NEAR_MISSES, NOPE, attention_with, joined, latent_attention, turn
-from corpus.spellings import PlainMLA
-from frames import check, largest_error, render, run, train
+
+from tests.corpus.gallery import GALLERY
+from tests.corpus.near_misses import NEAR_MISSES, NOPE, attention_with, joined, latent_attention, turn
+from tests.corpus.spellings import PlainMLA
+from tests.frames import check, largest_error, render, run, train
 
 from .contract import (
     assert_autocast,

@@ -7,13 +7,24 @@ from functools import partial
 import expecttest
 import pytest
 import torch
-from corpus.gallery import GALLERY
-from corpus.near_misses import DIM, HEADS, NEAR_MISSES, NOPE, ROPE, SEQ, attention_with, joined, latent_attention, turn
-from corpus.spellings import PlainMLA, tables
-from frames import check, largest_error, render, run, train
 from torch import nn
 
-from megacpp_compile.config import Config
+from megacpp_compile.config.options import Config
+from tests.corpus.gallery import GALLERY
+from tests.corpus.near_misses import (
+    DIM,
+    HEADS,
+    NEAR_MISSES,
+    NOPE,
+    ROPE,
+    SEQ,
+    attention_with,
+    joined,
+    latent_attention,
+    turn,
+)
+from tests.corpus.spellings import PlainMLA, tables
+from tests.frames import check, largest_error, render, run, train
 
 from .contract import (
     assert_autocast,

@@ -6,8 +6,9 @@ import expecttest
 import pytest
 import torch
 import torch.nn.functional as F
-from frames import check, largest_error, render, run
 from torch import nn
+
+from tests.frames import check, largest_error, render, run
 
 from . import experts_at_once
 from .contract import (

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 
 import pytest
-from corpus.near_misses import NEAR_MISSES
-from frames import check, run
+
+from tests.corpus.near_misses import NEAR_MISSES
+from tests.frames import check, run
 
 
 @functools.cache

@@ -6,11 +6,11 @@ import expecttest
 import pytest
 import torch
 import torch.nn.functional as F
-from corpus import jitter_gains
-from frames import check, render, run
 from torch import nn
 
-from megacpp_compile.config import Config
+from megacpp_compile.config.options import Config
+from tests.corpus import jitter_gains
+from tests.frames import check, render, run
 
 from .contract import assert_autocast, assert_dynamic, assert_fires, assert_refused
 

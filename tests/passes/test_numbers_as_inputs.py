@@ -6,12 +6,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from corpus.spellings import PlainMLA
-from frames import check, run
 from torch import nn
 
-from megacpp_compile.config import Config
+from megacpp_compile.config.options import Config
 from megacpp_compile.passes import moe
+from tests.corpus.spellings import PlainMLA
+from tests.frames import check, run
 
 from .experts import MoE, where_index_add
 

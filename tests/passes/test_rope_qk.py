@@ -5,9 +5,10 @@ from __future__ import annotations
 import expecttest
 import pytest
 import torch
-from corpus.near_misses import NEAR_MISSES, SEQ, Heads, rotated_heads, turn
-from corpus.spellings import PlainGQA, sdpa, tables
-from frames import check, render, run
+
+from tests.corpus.near_misses import NEAR_MISSES, SEQ, Heads, rotated_heads, turn
+from tests.corpus.spellings import PlainGQA, sdpa, tables
+from tests.frames import check, render, run
 
 from .contract import (
     assert_autocast,

@@ -12,9 +12,10 @@ import random
 import zlib
 
 import pytest
-from corpus import allowed_counts
-from corpus.spellings import ATTENTIONS, CONCATS, NORMS, ROPES, SPLITS, PlainGQA, PlainMLA
-from frames import check
+
+from tests.corpus import allowed_counts
+from tests.corpus.spellings import ATTENTIONS, CONCATS, NORMS, ROPES, SPLITS, PlainGQA, PlainMLA
+from tests.frames import check
 
 LAYOUTS = ("bhsd", "bshd")
 CATS = [name for name in CONCATS if "cat_query" in name or "assign" not in name]

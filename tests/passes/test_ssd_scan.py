@@ -8,7 +8,12 @@ import expecttest
 import pytest
 import torch
 import torch.nn.functional as F
-from corpus.scans import (
+from torch import nn
+
+from megacpp_compile.config.options import Config
+from megacpp_compile.matchers.ssd.scan import Scan, find_scans
+from megacpp_compile.passes.ssd_scan import chunk_size
+from tests.corpus.scans import (
     FORMS,
     NEAR_SCANS,
     PlainMamba2,
@@ -18,12 +23,7 @@ from corpus.scans import (
     segment_sums,
     to_heads,
 )
-from frames import check, largest_error, render, run, train
-from torch import nn
-
-from megacpp_compile.config import Config
-from megacpp_compile.passes.ssd_scan import chunk_size
-from megacpp_compile.recognise.ssd import Scan, find_scans
+from tests.frames import check, largest_error, render, run, train
 
 from .contract import (
     assert_autocast,

@@ -9,10 +9,10 @@ from torch.utils.checkpoint import checkpoint
 
 import megacpp_compile
 from megacpp_compile import PrecisionPlan, replace_linears
+from megacpp_compile.config.checkpointing import CheckpointingPolicy
 from megacpp_compile.errors import BadOptionError, StockCheckpointError
 from megacpp_compile.precision import engine
 from megacpp_compile.precision.checkpoint import checkpoint_for
-from megacpp_compile.remat.policy import CheckpointingPolicy
 
 
 def block(te=None, recipe="fp8_current", seed=0):

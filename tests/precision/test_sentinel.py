@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from frames import run
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
-from megacpp_compile.config import Config
+from megacpp_compile.config.options import Config
+from megacpp_compile.config.precision import PrecisionPlan
 from megacpp_compile.errors import DequantisationError
 from megacpp_compile.lowerings._registry import semantic_ops
 from megacpp_compile.passes import linear
-from megacpp_compile.precision.plan import PrecisionPlan
 from megacpp_compile.precision.sentinel import RUNS_COMPILED, Sentinel, check
+from tests.frames import run
 
 from .wrapped import te_tensor, torchao_tensor
 

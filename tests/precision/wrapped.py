@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map_only
 
-from megacpp_compile.lowerings._fp8 import round_to_fp8
+from megacpp_compile.lowerings._kernels.fp8 import round_to_fp8
 
 
 class DType(enum.Enum):

@@ -8,9 +8,9 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 import megacpp_compile
 from megacpp_compile.errors import BadOptionError, PeakUnreachableError
-from megacpp_compile.remat import measuring
-from megacpp_compile.report import Report
-from tests.layered import Model as Layered
+from megacpp_compile.remat import measure
+from megacpp_compile.report.collector import Report
+from tests.memory.layered import Model as Layered
 from tests.remat import models
 from tests.remat.steps import step
 
@@ -53,8 +53,8 @@ def test_measured():
         del first
         return torch.empty(900) + second[0]
 
-    assert measuring.peak_bytes(run, "cpu") >= 4 * 500 + 2 * 4 * 900
-    assert measuring.allocated("cpu") == 0
+    assert measure.peak_bytes(run, "cpu") >= 4 * 500 + 2 * 4 * 900
+    assert measure.allocated("cpu") == 0
 
 
 def test_a_limit_reaches_the_graph_and_the_report():

@@ -6,9 +6,9 @@ import pickle
 
 import pytest
 
+from megacpp_compile.config.checkpointing import KINDS, CheckpointingPolicy
 from megacpp_compile.errors import BadOptionError
 from megacpp_compile.remat.peak import Surroundings
-from megacpp_compile.remat.policy import KINDS, CheckpointingPolicy
 from megacpp_compile.remat.tagging import TagForRemat
 
 

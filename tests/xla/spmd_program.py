@@ -11,12 +11,12 @@ import torch
 import torch_xla
 import torch_xla.debug.metrics as metrics
 import torch_xla.runtime
-from corpus.spellings import PlainMLA, tables
 from torch import nn
 
 import megacpp_compile
 from megacpp_compile import NativeLayerSpec, ShardingPlan
 from megacpp_compile.errors import ShardingError
+from tests.corpus.spellings import PlainMLA, tables
 
 SIZES = {"heads": 4, "q_lora": 20, "kv_lora": 24, "nope": 16, "rope": 8, "v": 12}
 UP, OUT = "*.*_b.weight", "*.o.weight"

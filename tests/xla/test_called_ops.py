@@ -9,16 +9,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from lowerings import relative_error
-from lowerings.agreement import reference_of
-from lowerings.attention_cases import operands
-from lowerings.cases import CASES
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import megacpp_compile
 from megacpp_compile.errors import ForwardOnlyError
 from megacpp_compile.lowerings._registry import choose, semantic_ops
 from megacpp_compile.lowerings.sparse_mla import tpu_xla
+from tests.lowerings import relative_error
+from tests.lowerings.agreement import reference_of
+from tests.lowerings.attention_cases import operands
+from tests.lowerings.cases import CASES
 
 from .test_lowered_ops import program
 from .test_plain_models import compilations, host_ops

@@ -13,7 +13,7 @@ from torch._functorch.aot_autograd import make_boxed_func
 
 import megacpp_compile
 from benchmarks.xla_programs import instructions
-from megacpp_compile import openxla
+from megacpp_compile.backends import openxla
 from megacpp_compile.lowerings.moe import reference as experts
 from megacpp_compile.lowerings.moe import tpu_xla as blocks
 from megacpp_compile.lowerings.ssd_scan import reference as scan
@@ -108,7 +108,7 @@ def test_a_block_of_a_hybrid(xla, monkeypatch, kind):
 
 def test_experts_behind_a_capacity(xla):
     """In one frame with the op; what is dropped is counted there as on CPU."""
-    from passes.experts import DIM, EXPERTS, MoE, where_index_add
+    from tests.passes.experts import DIM, EXPERTS, MoE, where_index_add
 
     counted = []
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from corpus import allowed_counts
-from corpus.spellings import PlainGQA, PlainMLA, tables
 from torch.utils.checkpoint import checkpoint
 
 import megacpp_compile
-from megacpp_compile import handoff
+from megacpp_compile.backends import inductor
 from megacpp_compile.errors import NotLoweredError
+from tests.corpus import allowed_counts
+from tests.corpus.spellings import PlainGQA, PlainMLA, tables
 
 # Largest difference over the largest element, float32 on both sides; sums in any order.
 TOLERANCE = 1e-5
@@ -233,7 +233,7 @@ def test_what_nothing_fires_in_is_left_to_openxla(xla):
 
 
 def test_an_op_left_without_a_lowering_is_an_error(xla, monkeypatch):
-    monkeypatch.setattr(handoff, "_lower", lambda *_: None)
+    monkeypatch.setattr(inductor, "_lower", lambda *_: None)
     block, x, angles = made(PlainMLA, {})
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as caught:
         torch.compile(block.to(xla), backend="megacpp")(x.to(xla), *(t.to(xla) for t in angles))

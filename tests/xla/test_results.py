@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch._functorch.aot_autograd import make_boxed_func
 
-from megacpp_compile import openxla
-from megacpp_compile.config import Config
-from megacpp_compile.handoff import Settings
+from megacpp_compile.backends import openxla
+from megacpp_compile.backends.inductor import Settings
+from megacpp_compile.config.options import Config
 
 aten = torch.ops.aten
 COPIES = {

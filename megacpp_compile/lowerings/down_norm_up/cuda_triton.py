@@ -18,9 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megacpp_compile.gemm import tuned
-from megacpp_compile.lowerings._triton_cast import as_stored
-from megacpp_compile.lowerings._triton_launch import Kernel, is_wide, power_of_2
+from megacpp_compile.lowerings._gemm import autotune
+from megacpp_compile.lowerings._kernels.triton_cast import as_stored
+from megacpp_compile.lowerings._kernels.triton_launch import Kernel, is_wide, power_of_2
 from megacpp_compile.lowerings.down_norm_up import reference
 from megacpp_compile.lowerings.down_norm_up.reference import again
 
@@ -111,7 +111,7 @@ def down_norm_up(
     keep_latent: bool = False,
 ) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
     def project(normed: Tensor, w: Tensor) -> Tensor:
-        return tuned.mm(_flat(normed), w.t()).view((*normed.shape[:-1], w.shape[0]))
+        return autotune.mm(_flat(normed), w.t()).view((*normed.shape[:-1], w.shape[0]))
 
     return reference.down_norm_up(x, w_down, b_down, w_norm, w_up, eps, start, size, keep_latent, project)
 
@@ -152,5 +152,5 @@ def down_norm_up_backward(
         )  # fmt: skip
     d_norm = rrms.new_empty(0) if w_norm is None else sums.sum(0).to(w_norm.dtype)
     d_bias = rrms.new_empty(0) if b_down is None else d_down.to(rrms.dtype).sum(0).to(b_down.dtype)
-    d_x = tuned.mm(d_down, w_down).view(x.shape)
+    d_x = autotune.mm(d_down, w_down).view(x.shape)
     return d_x, d_down.t() @ flat_x, d_bias, d_norm, [grad.t() @ normed]

@@ -23,7 +23,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from megacpp_compile.lowerings._fp8 import SCALED_LANES
+from megacpp_compile.lowerings._kernels.fp8 import SCALED_LANES
 from megacpp_compile.lowerings._op import no_autocast
 from megacpp_compile.lowerings.fp8_block_linear import reference
 

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacpp_compile.float8 import no_block_scales
-from megacpp_compile.gemm.block_scaled import by_squares
-from megacpp_compile.lowerings._fp8 import SCALED_LANES as LANES
-from megacpp_compile.lowerings._fp8_tiles import round_by_tiles, rounded_by_tiles, widened_by_tiles
+from megacpp_compile.lowerings._gemm.block_scaled import by_squares
+from megacpp_compile.lowerings._gemm.float8_support import no_block_scales
+from megacpp_compile.lowerings._kernels.fp8 import SCALED_LANES as LANES
+from megacpp_compile.lowerings._kernels.fp8_tiles import round_by_tiles, rounded_by_tiles, widened_by_tiles
 from megacpp_compile.lowerings.fp8_block_linear.reference import fp8_quantize_tiles
 
 __all__ = ["fp8_block_linear", "fp8_block_linear_backward", "fp8_quantize_tiles", "supports"]

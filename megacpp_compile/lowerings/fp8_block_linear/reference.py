@@ -6,8 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megacpp_compile.lowerings._fp8 import SCALED_LANES as LANES
-from megacpp_compile.lowerings._fp8_tiles import round_by_tiles, rounded_by_tiles, widened_by_tiles
+from megacpp_compile.lowerings._kernels.fp8 import SCALED_LANES as LANES
+from megacpp_compile.lowerings._kernels.fp8_tiles import round_by_tiles, rounded_by_tiles, widened_by_tiles
 
 
 def fp8_quantize_tiles(x: Tensor, rows: int) -> tuple[Tensor, Tensor]:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacpp_compile.float8 import MULTIPLE, no_float8
-from megacpp_compile.lowerings._fp8 import product, rounded_by, scale_of
+from megacpp_compile.lowerings._gemm.float8_support import MULTIPLE, no_float8
+from megacpp_compile.lowerings._kernels.fp8 import product, rounded_by, scale_of
 from megacpp_compile.lowerings.fp8_linear.reference import DTYPES, fp8_quantize
 
 __all__ = ["fp8_linear", "fp8_linear_backward", "fp8_quantize", "supports"]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megacpp_compile.lowerings._fp8 import round_to_fp8, rounded_by, widened
+from megacpp_compile.lowerings._kernels.fp8 import round_to_fp8, rounded_by, widened
 
 DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 

@@ -15,9 +15,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from megacpp_compile.lowerings._kernels.triton_cast import as_stored
+from megacpp_compile.lowerings._kernels.triton_launch import Kernel, is_wide, power_of_2
 from megacpp_compile.lowerings._op import compute_dtype
-from megacpp_compile.lowerings._triton_cast import as_stored
-from megacpp_compile.lowerings._triton_launch import Kernel, is_wide, power_of_2
 
 __all__ = ["MIN_BYTES", "gated_rms_norm", "gated_rms_norm_backward", "supports"]
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from megacpp_compile.errors import OperandError
-from megacpp_compile.lowerings._fp8 import SCALED_LANES
+from megacpp_compile.lowerings._kernels.fp8 import SCALED_LANES
 from megacpp_compile.lowerings._op import no_autocast, serve
 from megacpp_compile.lowerings.linear_fp8_weight import reference
 

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacpp_compile.float8 import MULTIPLE, no_block_scales, no_float8
-from megacpp_compile.gemm.block_scaled import by_squares
-from megacpp_compile.lowerings._fp8 import SCALED_LANES, product, round_to_fp8
-from megacpp_compile.lowerings._fp8_tiles import round_by_tiles
+from megacpp_compile.lowerings._gemm.block_scaled import by_squares
+from megacpp_compile.lowerings._gemm.float8_support import MULTIPLE, no_block_scales, no_float8
+from megacpp_compile.lowerings._kernels.fp8 import SCALED_LANES, product, round_to_fp8
+from megacpp_compile.lowerings._kernels.fp8_tiles import round_by_tiles
 from megacpp_compile.lowerings.linear_fp8_weight.reference import by_blocks
 
 __all__ = ["linear_fp8_weight", "linear_fp8_weight_backward", "supports"]

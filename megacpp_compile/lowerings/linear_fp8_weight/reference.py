@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megacpp_compile.lowerings._fp8 import SCALED_LANES, round_to_fp8, widened
-from megacpp_compile.lowerings._fp8_tiles import round_by_tiles, widened_by_tiles
+from megacpp_compile.lowerings._kernels.fp8 import SCALED_LANES, round_to_fp8, widened
+from megacpp_compile.lowerings._kernels.fp8_tiles import round_by_tiles, widened_by_tiles
 from megacpp_compile.lowerings._op import compute_dtype
 
 

@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megacpp_compile.lowerings._rope_launch import CHOICES, KEY, MIN_BYTES, angle_arguments, blocks, refused
-from megacpp_compile.lowerings._rows import rows_of
-from megacpp_compile.lowerings._triton_launch import Kernel, power_of_2
-from megacpp_compile.lowerings._triton_rope import (
+from megacpp_compile.lowerings._kernels.rope_launch import CHOICES, KEY, MIN_BYTES, angle_arguments, blocks, refused
+from megacpp_compile.lowerings._kernels.rows import rows_of
+from megacpp_compile.lowerings._kernels.triton_launch import Kernel, power_of_2
+from megacpp_compile.lowerings._kernels.triton_rope import (
     angles,
     copy_rows,
     heads_of,

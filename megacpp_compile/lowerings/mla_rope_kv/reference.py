@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megacpp_compile.lowerings._rotation import by_sequence, join_head, rotate, split_head
+from megacpp_compile.lowerings._kernels.rotation import by_sequence, join_head, rotate, split_head
 
 
 def mla_rope_kv(

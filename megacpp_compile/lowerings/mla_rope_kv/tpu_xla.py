@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from megacpp_compile.lowerings._xla_rotation import turned
+from megacpp_compile.lowerings._kernels.xla_rotation import turned
 from megacpp_compile.lowerings.mla_rope_kv import reference
 
 mla_rope_kv = functools.partial(reference.mla_rope_kv, turn=turned)

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacpp_compile.float8 import MULTIPLE, no_float8
-from megacpp_compile.lowerings import _grouped_fp8  # noqa: F401  registers the products
+from megacpp_compile.lowerings._gemm.float8_support import MULTIPLE, no_float8
+from megacpp_compile.lowerings._kernels import grouped_fp8  # noqa: F401  registers the products
 from megacpp_compile.lowerings.moe import float8, reference
 
 __all__ = ["moe", "moe_backward", "supports"]

@@ -13,8 +13,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from megacpp_compile.lowerings import _grouped
-from megacpp_compile.lowerings._fp8 import round_to_fp8, rounded_by, widened
+from megacpp_compile.lowerings._kernels import grouped
+from megacpp_compile.lowerings._kernels.fp8 import round_to_fp8, rounded_by, widened
 from megacpp_compile.lowerings._op import compute_dtype, ends_until
 
 FORMAT = torch.float8_e4m3fn
@@ -40,7 +40,7 @@ class Products:
     ) -> Tensor:
         (x,) = xs
         dtype = compute_dtype(x)
-        each = [w.to(dtype) for w in _grouped.separate(weights)]
+        each = [w.to(dtype) for w in grouped.separate(weights)]
         experts = offsets.shape[0]
         wide = x.to(dtype)
         if transposed:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacpp_compile.lowerings import _grouped  # noqa: F401  registers the products
+import megacpp_compile.lowerings._kernels.grouped  # noqa: F401  registers the products
 from megacpp_compile.lowerings._op import compute_dtype, ends_until
 from megacpp_compile.lowerings.moe import float8
 

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megacpp_compile.lowerings._kernels.rms import input_gradient, row_mean
 from megacpp_compile.lowerings._op import compute_dtype
-from megacpp_compile.lowerings._rms import input_gradient, row_mean
 
 
 def norm_linear(

@@ -11,11 +11,11 @@ import triton.language as tl
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from megacpp_compile.graph_edit import same_size
-from megacpp_compile.lowerings._rope_launch import CHOICES, KEY, MIN_BYTES, angle_arguments, blocks, refused
-from megacpp_compile.lowerings._rows import Rows, overlaps, rows_of
-from megacpp_compile.lowerings._triton_launch import Kernel, power_of_2
-from megacpp_compile.lowerings._triton_rope import turn_heads
+from megacpp_compile.fx.edit import same_size
+from megacpp_compile.lowerings._kernels.rope_launch import CHOICES, KEY, MIN_BYTES, angle_arguments, blocks, refused
+from megacpp_compile.lowerings._kernels.rows import Rows, overlaps, rows_of
+from megacpp_compile.lowerings._kernels.triton_launch import Kernel, power_of_2
+from megacpp_compile.lowerings._kernels.triton_rope import turn_heads
 
 __all__ = ["MIN_BYTES", "OVERWRITES", "rope_qk", "supports"]
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megacpp_compile.lowerings._rotation import rotate, rotate_head
+from megacpp_compile.lowerings._kernels.rotation import rotate, rotate_head
 
 
 def rope_qk(

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from megacpp_compile.errors import ForwardOnlyError, OperandError
-from megacpp_compile.lowerings._fp8 import SCALED_LANES
+from megacpp_compile.lowerings._kernels.fp8 import SCALED_LANES
 from megacpp_compile.lowerings._op import compute_dtype, no_autocast, serve
 from megacpp_compile.lowerings.sparse_mla import reference
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megacpp_compile.lowerings._triton_cast import as_stored
+from megacpp_compile.lowerings._kernels.triton_cast import as_stored
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)

@@ -15,10 +15,10 @@ import triton
 from torch import Tensor
 from triton.errors import TritonError
 
-from megacpp_compile import log
-from megacpp_compile.lowerings._triton_launch import lanes_adjacent, strides
+from megacpp_compile.lowerings._kernels.triton_launch import lanes_adjacent, strides
 from megacpp_compile.lowerings.sparse_mla import cuda_triton
 from megacpp_compile.lowerings.sparse_mla.cuda_triton import aligned, no_launch, scale_steps
+from megacpp_compile.report import log
 
 try:
     from megacpp_compile.lowerings.sparse_mla import _gluon_attention as kernels

@@ -16,7 +16,7 @@ import triton
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from megacpp_compile.lowerings._triton_launch import Kernel, lanes_adjacent, multiply, power_of_2, strides
+from megacpp_compile.lowerings._kernels.triton_launch import Kernel, lanes_adjacent, multiply, power_of_2, strides
 from megacpp_compile.lowerings.sparse_mla import _triton_kernels as kernels
 
 __all__ = ["sparse_mla", "sparse_mla_backward", "supports"]

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megacpp_compile.lowerings._fp8 import SCALED_LANES, widened
+from megacpp_compile.lowerings._kernels.fp8 import SCALED_LANES, widened
 from megacpp_compile.lowerings._op import compute_dtype
 from megacpp_compile.targets import XLA_DEVICES
 

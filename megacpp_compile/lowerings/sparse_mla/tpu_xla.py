@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megacpp_compile.lowerings._kernels.xla_loop import loop, parted, parts_of, rejoined
 from megacpp_compile.lowerings._op import compute_dtype
-from megacpp_compile.lowerings._xla_loop import loop, parted, parts_of, rejoined
 from megacpp_compile.lowerings.sparse_mla.reference import (
     Rows,
     attend,

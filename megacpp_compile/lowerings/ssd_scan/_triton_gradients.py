@@ -5,9 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megacpp_compile.lowerings._triton_cast import as_stored
-from megacpp_compile.lowerings._triton_launch import Kernel
-from megacpp_compile.lowerings.ssd_scan._triton_products import product
+from megacpp_compile.lowerings._kernels.triton_cast import as_stored
+from megacpp_compile.lowerings._kernels.triton_launch import Kernel
+from megacpp_compile.lowerings.ssd_scan._triton_gemms import product
 
 
 @triton.jit

@@ -20,7 +20,7 @@ import triton
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from megacpp_compile.lowerings._triton_launch import lanes_adjacent, power_of_2, strides
+from megacpp_compile.lowerings._kernels.triton_launch import lanes_adjacent, power_of_2, strides
 from megacpp_compile.lowerings.ssd_scan import _triton_gradients, _triton_walk
 
 __all__ = ["ssd_scan", "ssd_scan_backward", "supports"]

@@ -1,0 +1,1 @@
+"""Private symbols of torch, each in one place."""

@@ -1,0 +1,1 @@
+"""Compilers of lowered graphs: Inductor, openxla (torch_xla) and torch_tpu."""

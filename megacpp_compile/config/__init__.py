@@ -1,0 +1,1 @@
+"""Settings as data: `Config`, the plans that are its values, and the glob dialect over module names."""

@@ -1,0 +1,294 @@
+"""The settings of one compilation: frozen, checked, hashable.
+
+`Config` is the only reader of `MEGACPP_*` environment variables.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from types import MappingProxyType
+from typing import Any, Literal, get_args
+
+from megacpp_compile.config.checkpointing import KINDS, CheckpointingPolicy
+from megacpp_compile.config.precision import UNTRACEABLE, PrecisionPlan
+from megacpp_compile.config.sharding import ShardingPlan
+from megacpp_compile.errors import BadOptionError, UnknownOptionError, UnknownPassError
+
+Verify = Literal["off", "each"]
+Target = Literal["auto", "cpu", "cuda", "tpu"]
+
+# Words people use for a target; string similarity alone would read "gpu" as "cpu".
+_TARGET_MEANT = {"gpu": "cuda", "nvidia": "cuda", "triton": "cuda", "xla": "tpu", "openxla": "tpu"}
+_KIND_MEANT = {"attention": "ablock", "a": "ablock", "mamba": "mblock", "m": "mblock", "moe": "eblock", "mlp": "eblock",
+               "expert": "eblock", "e": "eblock", "recurrent": "rblock", "rnn": "rblock", "r": "rblock"}  # fmt: skip
+_BOOLS = {"0": False, "false": False, "1": True, "true": True}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Config:
+    """What `torch.compile(..., backend="megacpp", options={...})` accepts.
+
+    Types are checked on construction (`BadOptionError`); pass names are checked by
+    `from_options`, which is told the passes there are. Mappings are copied and read-only.
+
+    Attributes:
+        disable: passes not to run. A string is read as a comma-separated list; order and
+            repetition do not matter.
+        passes: pass name -> whether to run it; a pass not named runs unless disabled, but for those
+            that are off by default (`norm_linear`).
+        require: pass name -> number of times it has to fire, else `RequirementError`.
+        strict: make an error of what otherwise falls back with a reason in the report.
+        verify: "each" compares every rewrite with the code it replaced; "off" does not.
+        target: what to lower for; "auto" goes by the device of the inputs.
+        explain: print the report of every compiled frame to stderr.
+        keep_latents: save what `down_norm_up` norms instead of computing it again from its
+            input in backward: two bytes a latent lane and token (bf16) for the time of one GEMM. "auto" saves it
+            on XLA devices, so that there are no more products than without this package, and nowhere else.
+        merge_down: multiply linears that share one input, such as MLA's query and key-value
+            down-projections, as one GEMM.
+        tune_products: in graphs for CUDA where a pass has fired, let cuBLASLt's candidates for large half-precision
+            products be timed once per shape and process, and the fastest serve, if its bits are `torch.mm`'s.
+        autotune: choose the block sizes of this package's kernels by measurement on the first
+            call instead of by the built-in table. Results are kept in Inductor's cache.
+        policy: what a training step keeps for its backward and what it computes again there: a
+            `CheckpointingPolicy`, the name of an entry for every kind of block ("selective", "full"),
+            a mapping of its fields, or a budget. None leaves it to Inductor.
+        block_kinds: glob over module names -> kind of block ("ablock", "mblock", "eblock",
+            "rblock"), where `policy` would take it for another; the longest pattern that hits wins.
+        precision: which linears run in fp8: a `PrecisionPlan`, a mapping from glob over module names to recipe, or
+            the name of a recipe ("fp8_current"). None, the default, leaves all of them in the model's own dtype.
+        sharding: how parameters are laid out over a mesh of XLA devices: a `ShardingPlan`, or a mapping of its fields.
+            Those of fused ops are pinned, to a whole copy on every device where no rule means them.
+        inductor: config patches handed to Inductor as they are, e.g. `{"max_autotune": True}`. They go before our own:
+            `{"static_launch_user_defined_triton_kernels": False}` has Triton launch kernels on CUDA, in torch's place.
+    """
+
+    disable: tuple[str, ...] = ()
+    passes: Mapping[str, bool] = field(default_factory=dict)
+    require: Mapping[str, int] = field(default_factory=dict)
+    strict: bool = False
+    verify: Verify = "off"
+    target: Target = "auto"
+    explain: bool = False
+    keep_latents: bool | Literal["auto"] = "auto"
+    merge_down: bool = False
+    tune_products: bool = True
+    autotune: bool = False
+    policy: CheckpointingPolicy | None = None
+    block_kinds: Mapping[str, str] = field(default_factory=dict)
+    precision: PrecisionPlan | None = None
+    sharding: ShardingPlan | None = None
+    inductor: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        checked = {
+            "disable": tuple(sorted(set(_names("disable", self.disable)))),
+            "passes": _mapping("passes", self.passes, _bool),
+            "require": _mapping("require", self.require, _count),
+            "strict": _bool("strict", self.strict),
+            "verify": _choice("verify", self.verify, get_args(Verify)),
+            "target": _choice("target", self.target, get_args(Target), _TARGET_MEANT),
+            "explain": _bool("explain", self.explain),
+            "keep_latents": _bool_or_auto("keep_latents", self.keep_latents),
+            "merge_down": _bool("merge_down", self.merge_down),
+            "tune_products": _bool("tune_products", self.tune_products),
+            "autotune": _bool("autotune", self.autotune),
+            "policy": CheckpointingPolicy.of(self.policy),
+            "block_kinds": _mapping("block_kinds", self.block_kinds, lambda k, v: _choice(k, v, KINDS, _KIND_MEANT)),
+            "precision": _traceable(PrecisionPlan.of(self.precision)),
+            "sharding": ShardingPlan.of(self.sharding),
+            "inductor": _mapping("inductor", self.inductor, lambda _key, value: value),
+        }
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+        for name in self.disable:
+            if self.passes.get(name):
+                raise BadOptionError(f"passes[{name!r}]", True, f"False or no entry, as 'disable' names {name!r} too")
+
+    @classmethod
+    def from_options(
+        cls, options: Mapping[str, Any] | None, known_passes: Sequence[str], environ: Mapping[str, str] | None = None
+    ) -> Config:
+        """The checked settings from `options` and the environment.
+
+        A variable fills a field only when `options` has no such key, so code wins over the
+        environment; an empty variable counts as unset.
+
+        ================  ==================================================================
+        MEGACPP_DISABLE   comma-separated pass names; those that `passes` enables stay enabled
+        MEGACPP_VERIFY    off or each
+        MEGACPP_STRICT    0, 1, false or true
+        MEGACPP_TARGET    auto, cpu, cuda or tpu
+        MEGACPP_EXPLAIN   0, 1, false or true
+        ================  ==================================================================
+
+        Args:
+            options: field name -> value, as given to `torch.compile`; lists may stand for tuples.
+            known_passes: the name of every pass there is.
+            environ: the environment; `os.environ` when None.
+
+        Raises:
+            UnknownOptionError: a key that is no field.
+            BadOptionError: a value of the wrong type or outside its domain, or a pass that is
+                both enabled in `passes` and named in `disable`.
+            UnknownPassError: a name in `disable`, `passes` or `require` that no pass has.
+        """
+        if options is not None and not isinstance(options, Mapping):
+            raise BadOptionError("options", options, "a mapping from option name to value")
+        given = dict(options or {})
+        valid = [f.name for f in fields(cls)]
+        for key in given:
+            if key not in valid:
+                raise UnknownOptionError(key, valid, _is_inductors(key))
+        where = {name: f"option {name!r}" for name in ("disable", "passes", "require")}
+
+        from_environment = _read_environment(os.environ if environ is None else environ, given)
+        if "disable" in from_environment:
+            where["disable"] = "environment variable MEGACPP_DISABLE"
+            _check_known(from_environment["disable"], known_passes, where["disable"])
+            enabled = _mapping("passes", given.get("passes", {}), _bool)
+            from_environment["disable"] = [name for name in from_environment["disable"] if not enabled.get(name)]
+
+        config = cls(**given, **from_environment)
+        for option in ("disable", "passes", "require"):
+            _check_known(getattr(config, option), known_passes, where[option])
+        return config
+
+    def enabled(self, name: str, default: bool = True) -> bool:
+        """Whether the pass `name` is to run; `default` is for a pass that no setting names."""
+        return name not in self.disable and self.passes.get(name, default)
+
+    def on(self, target: str) -> Config:
+        """The settings with what "auto" leaves to the target decided; `target` itself stays as it was asked for."""
+        return replace(self, keep_latents=target == "tpu") if self.keep_latents == "auto" else self
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as plain containers, fit for `Config(**d)` and `options=d`."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        plain = {name: dict(v) if isinstance(v, Mapping) else v for name, v in values.items()}
+        objects = {"policy": self.policy, "precision": self.precision, "sharding": self.sharding}
+        return {**plain, **{name: v.to_dict() if v is not None else None for name, v in objects.items()}}
+
+    def cache_key(self) -> str:
+        """Text that is equal, also across processes, for settings that compile the same code.
+
+        Every field counts but `explain`, which only prints. An object under `inductor` counts
+        by its `uuid()` if it has one (as Inductor's `CustomGraphPass` does), else by its repr.
+        """
+        return _canonical({name: value for name, value in self.to_dict().items() if name != "explain"})
+
+    # Equality goes by text because `inductor` may hold unhashable values, and because 1 == True there
+    # would be an equality that Inductor does not share.
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Config):
+            return NotImplemented
+        return self.explain == other.explain and self.cache_key() == other.cache_key()
+
+    def __hash__(self) -> int:
+        return hash(self.cache_key())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Read-only mapping views can be neither pickled nor deep-copied.
+        return Config, tuple(self.to_dict().values())
+
+
+def _is_inductors(key: Any) -> bool:
+    from torch._inductor import config
+
+    return isinstance(key, str) and hasattr(config, key)
+
+
+def _read_environment(environ: Mapping[str, str], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Field name -> value of every variable that is set, not empty, and not overruled by `given`."""
+    read: dict[str, Any] = {}
+    for name, parse in _VARIABLES.items():
+        variable = f"MEGACPP_{name.upper()}"
+        text = environ.get(variable, "").strip()
+        if text and name not in given:
+            read[name] = parse(variable, text)
+    return read
+
+
+def _bool_text(key: str, text: str) -> bool:
+    if text.lower() not in _BOOLS:
+        raise BadOptionError(key, text, "0, 1, false or true", tuple(_BOOLS))
+    return _BOOLS[text.lower()]
+
+
+def _bool(key: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise BadOptionError(key, value, "True or False")
+    return value
+
+
+def _bool_or_auto(key: str, value: Any) -> Any:
+    if value != "auto" and not isinstance(value, bool):
+        raise BadOptionError(key, value, "True, False or 'auto'", ("auto",))
+    return value
+
+
+def _count(key: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise BadOptionError(key, value, "an int, 0 or more")
+    return value
+
+
+def _choice(key: str, value: Any, valid: Sequence[str], meant: Mapping[str, str] | None = None) -> str:
+    if not isinstance(value, str) or value not in valid:
+        wanted = "one of " + ", ".join(map(repr, valid))
+        known = (meant or {}).get(value.lower()) if isinstance(value, str) else None
+        raise BadOptionError(key, value, wanted, valid, known)
+    return value
+
+
+def _names(key: str, value: Any) -> list[str]:
+    if isinstance(value, str):
+        return [name.strip() for name in value.split(",") if name.strip()]
+    if not isinstance(value, list | tuple | set | frozenset) or not all(isinstance(name, str) for name in value):
+        raise BadOptionError(key, value, "pass names: a list of str, or one comma-separated str")
+    return list(value)
+
+
+def _mapping(key: str, value: Any, check: Callable[[str, Any], Any]) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        raise BadOptionError(key, value, "a mapping with str keys")
+    return MappingProxyType({name: check(f"{key}[{name!r}]", item) for name, item in value.items()})
+
+
+def _traceable(plan: PrecisionPlan | None) -> PrecisionPlan | None:
+    if plan is not None and (untraceable := plan.recipes() & UNTRACEABLE):
+        wanted = "recipes that can be traced. In a graph use 'fp8_current', or plan.traceable(), with bf16 instead"
+        raise BadOptionError("precision", min(untraceable), wanted)
+    return plan
+
+
+def _check_known(names: Iterable[str], known_passes: Sequence[str], where: str) -> None:
+    for name in names:
+        if name not in known_passes:
+            raise UnknownPassError(name, known_passes, where)
+
+
+def _canonical(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(sorted(f"{_canonical(k)}: {_canonical(v)}" for k, v in value.items())) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_canonical, value)) + "]"
+    if isinstance(value, set | frozenset):
+        return "set(" + ", ".join(sorted(map(_canonical, value))) + ")"
+    uuid = getattr(value, "uuid", None)
+    if callable(uuid) and not isinstance(value, type):
+        identity = uuid()
+        if identity is not None:  # None means "cannot be cached", which the repr's address gives
+            return f"{type(value).__qualname__}:{identity!r}"
+    return repr(value)
+
+
+_VARIABLES: dict[str, Callable[[str, str], Any]] = {
+    "disable": _names,
+    "verify": lambda key, text: _choice(key, text, get_args(Verify)),
+    "strict": _bool_text,
+    "target": lambda key, text: _choice(key, text, get_args(Target), _TARGET_MEANT),
+    "explain": _bool_text,
+}

@@ -1,0 +1,210 @@
+"""`PrecisionPlan`: which linear runs in which precision. Frozen, checked, hashable; says nothing of structure."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from megacpp_compile.config import fp8_gain as shapes
+from megacpp_compile.config import globs
+from megacpp_compile.config.roles import ROLES, role_of
+from megacpp_compile.errors import BadOptionError, ManifestError, RuleWithoutHitError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+RECIPES = ("bf16", "fp8_current", "fp8_block", "fp8_delayed")
+# Delayed scaling changes its scales behind the graph's back.
+UNTRACEABLE = frozenset({"fp8_delayed"})
+FP8_ROLES = ("attention", "experts")
+
+_MEANT = {"fp8": "fp8_current", "tensorwise": "fp8_current", "current": "fp8_current", "blockwise": "fp8_block",
+          "block": "fp8_block", "delayed": "fp8_delayed", "bfloat16": "bf16", "none": "bf16"}  # fmt: skip
+_FIELDS = ("rules", "roles", "gate")
+_FORMAT = 1  # version of the manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What the plan says of one linear.
+
+    Attributes:
+        requested: the recipe asked for.
+        effective: the recipe to run; bf16 where `reason` speaks against the one asked for.
+        rule: what asked: a pattern of the plan, or "role attention".
+        reason: why the two differ, "" when they do not.
+    """
+
+    requested: str
+    effective: str
+    rule: str
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PrecisionPlan:
+    """A recipe for every linear: by its name, else by its role.
+
+    A recipe is one of
+
+    - "bf16": left as it is;
+    - "fp8_current": one scale a tensor, from the values it has now; Hopper's default;
+    - "fp8_block": scales by blocks (128 x 128 of a weight, 1 x 128 of an activation);
+    - "fp8_delayed": one scale a tensor, from the maxima of past steps. In modules only: it cannot be traced.
+
+    Attributes:
+        rules: (glob over module names, recipe) pairs, or a mapping; the first that matches the whole of a name wins.
+            A star that is a segment stands for any number of segments, see `names.hits`.
+        roles: role -> recipe for what no rule names; by default "fp8_current" for "attention" and "experts" (which is
+            feed-forward of all kinds), bf16 for "mamba", "router", "norm", "head", "embedding" and "other".
+        gate: whether a shape at which fp8 is predicted to gain less than `gate.LEAST_GAIN` stays in bf16, also where a
+            rule names it.
+    """
+
+    rules: tuple[tuple[str, str], ...] = ()
+    roles: tuple[tuple[str, str], ...] = ()
+    gate: bool = True
+
+    def __post_init__(self) -> None:
+        rules = globs.rules("precision.rules", self.rules, "recipe", "module names", "*.mlp.*")
+        for pattern, recipe in rules:
+            _recipe(f"precision.rules[{pattern!r}]", recipe)
+        roles = dict(globs.pairs("precision.roles", self.roles, "recipe"))
+        for role, recipe in roles.items():
+            if role not in ROLES:
+                raise BadOptionError("precision.roles", role, "one of " + ", ".join(map(repr, ROLES)), ROLES)
+            _recipe(f"precision.roles[{role!r}]", recipe)
+        default = {role: "fp8_current" if role in FP8_ROLES else "bf16" for role in ROLES}
+        object.__setattr__(self, "rules", rules)
+        object.__setattr__(self, "roles", tuple((default | roles).items()))
+        if not isinstance(self.gate, bool):
+            raise BadOptionError("precision.gate", self.gate, "True or False")
+
+    @classmethod
+    def of(cls, value: Any) -> PrecisionPlan | None:
+        """A plan from itself, None, the name of a recipe (for the roles that are in fp8 by default; "bf16" for all),
+        a mapping of rules, or a mapping of fields.
+
+        Raises BadOptionError for anything else.
+        """
+        if value is None or isinstance(value, cls):
+            return value
+        if isinstance(value, str):
+            _recipe("precision", value)
+            return cls(roles=tuple((role, value) for role in FP8_ROLES))
+        if isinstance(value, Mapping):
+            if all(isinstance(recipe, str) for recipe in value.values()):
+                return cls(rules=tuple(value.items()))
+            for key in value:
+                if key not in _FIELDS:
+                    wanted = "fields of PrecisionPlan: " + ", ".join(_FIELDS)
+                    raise BadOptionError("precision", key, wanted, _FIELDS)
+            return cls(**value)
+        wanted = "a PrecisionPlan, a mapping from glob to recipe, or one of " + ", ".join(map(repr, RECIPES))
+        raise BadOptionError("precision", value, wanted)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as plain containers, fit for `of` and JSON."""
+        return {"rules": [list(r) for r in self.rules], "roles": dict(self.roles), "gate": self.gate}
+
+    def recipe_for(self, fqn: str, role: str | None = None, shape: shapes.Shape | None = None) -> str:
+        """The recipe the linear `fqn` runs in; see `decide`."""
+        return self.decide(fqn, role, shape).effective
+
+    def decide(self, fqn: str, role: str | None = None, shape: shapes.Shape | None = None) -> Decision:
+        """What the plan says of a linear on a device that has fp8.
+
+        fqn: name of the module. role: one of `ROLES`; by the name where None. shape: (M, N, K) as tokens (None where
+        unknown), out features, in features; without it the gate is not asked.
+        """
+        role = role or role_of(fqn)
+        pattern = globs.first_hit(dict(self.rules), fqn)
+        requested = dict(self.rules)[pattern] if pattern is not None else dict(self.roles)[role]
+        rule = pattern if pattern is not None else f"role {role}"
+        against = shapes.refusal(requested, shape) if self.gate and shape is not None else ""
+        return Decision(requested, "bf16" if against else requested, rule, against and f"gate: {against}")
+
+    def recipes(self) -> frozenset[str]:
+        """Every recipe the plan can ask for."""
+        return frozenset(recipe for _, recipe in (*self.rules, *self.roles))
+
+    def traceable(self) -> PrecisionPlan:
+        """The plan with bf16 in the place of recipes that cannot be in a graph."""
+        rules, roles = (
+            tuple((name, "bf16" if recipe in UNTRACEABLE else recipe) for name, recipe in pairs)
+            for pairs in (self.rules, self.roles)
+        )
+        return replace(self, rules=rules, roles=roles)
+
+    def without_hit(self, fqns: Iterable[str]) -> tuple[str, ...]:
+        """The patterns of rules that none of the names matches."""
+        return globs.without_hit(dict(self.rules), fqns)
+
+    def check_hits(self, model: nn.Module, exclude: Iterable[str] = ()) -> None:
+        """Raise RuleWithoutHitError for a rule, or a glob of `exclude`, that hits no module with a weight."""
+        modules = model.named_modules(remove_duplicate=False)
+        weights = [name for name, m in modules if any(True for _ in m.parameters(False))]
+        for pattern in (*self.without_hit(weights), *globs.without_hit(exclude, weights)):
+            raise RuleWithoutHitError(pattern, weights)
+
+    def describe(self, target: str = "cuda", reason: str = "") -> str:
+        """The plan in words. target: "cuda", "cpu" or "tpu"; reason: why there is no fp8 there, if there is none."""
+        if target != "cuda" or reason or self.recipes() == {"bf16"}:
+            why = reason or (f"target {target}" if target != "cuda" else "")
+            return "precision plan: bf16 everywhere" + (f" ({why})" if why else "")
+        lines = ["precision plan:"]
+        lines += [f"  {pattern} -> {recipe}" for pattern, recipe in self.rules]
+        lines += [f"  role {role} -> {recipe}" for role, recipe in self.roles]
+        gain = f"where the predicted gain is {shapes.LEAST_GAIN:.2f} or more" if self.gate else "at every shape"
+        return "\n".join((*lines, f"  fp8 {gain}"))
+
+    def manifest(self, model: nn.Module | None = None, **where: Any) -> str:
+        """The plan as JSON, with a row for every linear of `model` if one is given: what is asked for, what is
+        effective, by which rule, and what the module holds. where: `exclude`, `target`, as in `replace_linears`.
+
+        Read back by `from_manifest`.
+        """
+        rows = []
+        if model is not None:
+            from megacpp_compile.precision.survey import survey
+
+            rows = [found.to_dict() for found in survey(model, self, **where)]
+        return json.dumps({"format": _FORMAT, "plan": self.to_dict(), "linears": rows}, indent=1)
+
+    @classmethod
+    def from_manifest(cls, text: str) -> PrecisionPlan:
+        """The plan of a manifest. Raises ManifestError for text that is none of this version."""
+        try:
+            data = json.loads(text)
+            if data["format"] != _FORMAT:
+                raise ManifestError(f"format {data['format']!r}, this version reads {_FORMAT}")
+            return cls(**data["plan"])
+        except (KeyError, TypeError, json.JSONDecodeError, BadOptionError) as error:
+            raise ManifestError(f"{type(error).__name__}: {error}") from error
+
+    def assert_plan(self, model: nn.Module, **where: Any) -> None:
+        """Raise PlanMismatchError, which lists the differences, unless every linear module of `model` holds the
+        recipe that the plan and the limits of a replacement give it. where: as in `manifest`.
+
+        It looks at modules. What a compiled graph runs in is in the report of its frame.
+        """
+        from megacpp_compile.precision.survey import assert_plan
+
+        assert_plan(model, self, **where)
+
+
+def _recipe(key: str, value: Any) -> None:
+    if value not in RECIPES:
+        meant = _MEANT.get(value.lower()) if isinstance(value, str) else None
+        raise BadOptionError(key, value, "one of " + ", ".join(map(repr, RECIPES)), RECIPES, meant)
+
+
+@functools.lru_cache(maxsize=64)
+def announce(plan: PrecisionPlan, target: str, reason: str = "") -> None:
+    """Log the plan in full, once a process for each target."""
+    from megacpp_compile.report import log
+
+    log.logger.info("%s", plan.describe(target, reason))

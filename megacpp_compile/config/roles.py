@@ -1,0 +1,75 @@
+"""What a linear is to the model, told by names: its own first, then those of the modules around it, then classes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.fx import Node
+
+ROLES = ("attention", "experts", "mamba", "router", "norm", "head", "embedding", "other")
+
+_ROUTER = {"gate", "gating", "wg", "shared_expert_gate"}
+_EMBEDDING = {"wte", "wpe"}
+_ATTENTION = {
+    "q", "k", "v", "o", "qkv", "q_a", "q_b", "kv_a", "kv_b", "wq", "wk", "wv", "wo", "wq_a", "wq_b", "wkv_a", "wkv_b",
+    "q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "kv_proj", "q_a_proj", "q_b_proj", "kv_a_proj",
+    "kv_a_proj_with_mqa", "kv_b_proj", "c_attn", "linear_qkv",
+}  # fmt: skip
+_EXPERTS = {
+    "gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3", "w12", "fc1", "fc2", "c_fc", "gate",
+    "linear_fc1", "linear_fc2", "up", "down", "input_linear", "output_linear",
+}  # fmt: skip
+_MAMBA = {"x_proj", "dt_proj"}
+# Words within the name or class of a module around it.
+_AROUND = (
+    ("attention", ("attn", "attention", "mla")),
+    ("mamba", ("mamba", "ssm", "ssd")),
+    ("experts", ("mlp", "ffn", "feed_forward", "feedforward", "expert", "moe")),
+)
+# NemotronH calls attention, Mamba and MLP "mixer" alike; those of other roles are known by their own names.
+_MIXER = {"in_proj", "out_proj"}
+
+
+def _one_of_many(outer: Sequence[str]) -> bool:
+    """Whether this is within one expert, "experts.7": its gate is a product like the others, not what routes."""
+    return len(outer) > 1 and outer[-1].isdigit() and "expert" in outer[-2]
+
+
+def role_of(fqn: str, classes: Sequence[str] = ()) -> str:
+    """One of ROLES for the linear `fqn` ("model.layers.3.self_attn.q_proj").
+
+    classes: class names of the modules around it, the innermost first, where they are known. "experts" is
+    feed-forward layers of all kinds, dense ones too. What no name tells is "other".
+    """
+    *outer, own = fqn.lower().split(".")
+    if (own in _ROUTER and not _one_of_many(outer)) or any("router" in part for part in (own, *outer)):
+        return "router"
+    if own in ("head", "unembed") or own.endswith("_head"):
+        return "head"
+    if own in _EMBEDDING or any("embed" in part for part in (own, *outer)):
+        return "embedding"
+    if "norm" in own:
+        return "norm"
+    for role, names in (("attention", _ATTENTION), ("experts", _EXPERTS), ("mamba", _MAMBA)):
+        if own in names:
+            return role
+    for role, words in _AROUND:  # a module that holds weights itself: "self_attn", "experts", but not "moe_gate"
+        if own.endswith((*words, *(f"{word}s" for word in words))):
+            return role
+    for name in (*reversed(outer), *(c.lower() for c in classes)):
+        for role, words in _AROUND:
+            if any(word in name for word in words):
+                return role
+        if name == "mixer" and own in _MIXER:
+            return "mamba"
+    return "other"
+
+
+def role_at(node: Node) -> str:
+    """`role_of` the module that a linear of a graph belongs to."""
+    from megacpp_compile.fx.provenance import module_classes, module_fqn  # which import torch; plans do without
+
+    classes = module_classes(node)
+    return role_of(module_fqn(node), classes[1:] if classes and classes[0].endswith("Linear") else classes)

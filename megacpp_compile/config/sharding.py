@@ -1,0 +1,187 @@
+"""`ShardingPlan`: how each parameter is laid out over a mesh of XLA devices. Frozen, checked, hashable.
+
+    rules = {"*.q_b.weight": ("model", None), "*.o.weight": (None, "model")}
+    plan = ShardingPlan(mesh={"data": 1, "model": 4}, rules=rules)
+
+A partition spec has an entry for each dimension: the mesh axis it is cut over, several of them, or None; the spec None
+is a whole copy on every device (GSPMD, arXiv:2105.04663). What is pinned this way is left to no propagation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megacpp_compile.config import globs
+from megacpp_compile.errors import BadOptionError, RuleWithoutHitError, ShardingError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from megacpp_compile.sharding.pinning import Pinned
+
+Entry = None | str | tuple[str, ...]
+Spec = tuple[Entry, ...] | None
+
+_FIELDS = ("mesh", "rules", "batch", "devices")
+
+
+@dataclass(frozen=True, slots=True)
+class ShardingPlan:
+    """A partition spec for every parameter, by its name.
+
+    Attributes:
+        mesh: (axis, number of devices) pairs, or a mapping; their product is the number of devices.
+        rules: (glob over parameter names, spec) pairs, or a mapping; the first that matches the whole of a name wins.
+            A star that is a segment stands for any number of segments, see `precision.names.hits`.
+        batch: axes of the mesh that the batch is cut over. A parameter cut over one of them is gathered where it is
+            used, in forward and again in backward, and its gradient cut as it is (FSDP, arXiv:2304.11277): otherwise
+            XLA is as likely to gather the activations. The batch itself is pinned by `pin`.
+        devices: the runtime's numbers of the devices, in the mesh's row-major order; ascending when empty.
+    """
+
+    mesh: tuple[tuple[str, int], ...]
+    rules: tuple[tuple[str, Spec], ...] = ()
+    batch: tuple[str, ...] = ()
+    devices: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        mesh = globs.pairs("sharding.mesh", self.mesh, "int")
+        for axis, size in mesh:
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise BadOptionError(f"sharding.mesh[{axis!r}]", size, "a number of devices, 1 or more")
+        if not mesh or len(dict(mesh)) < len(mesh):
+            raise BadOptionError("sharding.mesh", self.mesh, "at least one axis, each once")
+        batch = (self.batch,) if isinstance(self.batch, str) else tuple(self.batch)
+        for axis in batch:
+            if axis not in dict(mesh):
+                wanted = "axes of the mesh: " + ", ".join(map(repr, dict(mesh)))
+                raise BadOptionError("sharding.batch", axis, wanted, tuple(dict(mesh)))
+        rules = globs.rules("sharding.rules", self.rules, "partition spec", "parameter names", "*.q_b.weight")
+        count = math.prod(dict(mesh).values())
+        devices = tuple(self.devices) or tuple(range(count))
+        if sorted(devices) != list(range(count)):
+            raise BadOptionError("sharding.devices", self.devices, f"each of 0 to {count - 1} once, as the mesh is")
+        object.__setattr__(self, "mesh", mesh)
+        object.__setattr__(self, "batch", batch)
+        object.__setattr__(self, "devices", devices)
+        object.__setattr__(
+            self, "rules", tuple((p, self.checked(f"sharding.rules[{p!r}]", spec)) for p, spec in rules)
+        )
+
+    @classmethod
+    def of(cls, value: Any) -> ShardingPlan | None:
+        """A plan from itself, None, or a mapping of fields. Raises BadOptionError for anything else."""
+        if value is None or isinstance(value, cls):
+            return value
+        if not isinstance(value, Mapping):
+            raise BadOptionError("sharding", value, "a ShardingPlan, or a mapping with 'mesh' and 'rules'")
+        for key in value:
+            if key not in _FIELDS:
+                raise BadOptionError("sharding", key, "fields of ShardingPlan: " + ", ".join(_FIELDS), _FIELDS)
+        if "mesh" not in value:
+            raise BadOptionError("sharding", value, "a mapping with 'mesh', as in {'data': 1, 'model': 4}")
+        return cls(**value)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as plain containers, fit for `of` and JSON."""
+        rules = [[p, s and [list(e) if isinstance(e, tuple) else e for e in s]] for p, s in self.rules]
+        mesh = [list(axis) for axis in self.mesh]
+        return {"mesh": mesh, "rules": rules, "batch": list(self.batch), "devices": list(self.devices)}
+
+    def checked(self, key: str, spec: Any) -> Spec:
+        """`spec` as tuples. Raises BadOptionError for what is none, or has an axis that the mesh has not, or twice."""
+        axes = tuple(dict(self.mesh))
+        wanted = "a tuple with an axis of the mesh (" + ", ".join(map(repr, axes)) + "), several, or None a dimension"
+        if spec is None:
+            return None
+        if not isinstance(spec, list | tuple):
+            raise BadOptionError(key, spec, f"{wanted}; or None for a whole copy on every device")
+        entries = tuple(tuple(e) if isinstance(e, list | tuple) else e for e in spec)
+        used = [axis for e in entries for axis in (e if isinstance(e, tuple) else (e,)) if axis is not None]
+        for axis in used:
+            if axis not in axes:
+                raise BadOptionError(key, axis, wanted, axes)
+        if len(set(used)) < len(used):
+            raise BadOptionError(key, spec, "every axis of the mesh once at most")
+        return entries
+
+    def decide(self, name: str) -> tuple[Spec, str]:
+        """(spec, rule) of the parameter `name`; (None, "") where no rule means it."""
+        pattern = globs.first_hit(dict(self.rules), name)
+        return (dict(self.rules)[pattern], pattern) if pattern is not None else (None, "")
+
+    def check_hits(self, parameters: Iterable[str]) -> None:
+        """Raise RuleWithoutHitError for a rule that means none of the names."""
+        known = list(parameters)
+        for pattern in globs.without_hit(dict(self.rules), known):
+            raise RuleWithoutHitError(pattern, known, "sharding", "parameter")
+
+    def whole(self, name: str, shape: Iterable[int], spec: Spec) -> tuple[Entry, ...]:
+        """`spec` with an entry for each dimension of `shape`.
+
+        Raises ShardingError for another number of dimensions, or one that is not divisible by its devices: XLA would
+        pad it, and every collective with it.
+        """
+        sizes = tuple(shape)
+        if spec is None:
+            return (None,) * len(sizes)
+        if len(spec) != len(sizes):
+            problem = f"it has {len(sizes)} dimensions, {tuple(sizes)}, and the spec {len(spec)} entries"
+            raise ShardingError(name, spec, problem, "Give an entry for each dimension, None for one that stays whole.")
+        for i, (size, entry) in enumerate(zip(sizes, spec, strict=True)):
+            over = entry if isinstance(entry, tuple) else (entry,)
+            parts = math.prod(dict(self.mesh)[axis] for axis in over if axis is not None)
+            if size % parts:
+                problem = f"dimension {i} has {size} elements, not divisible by the {parts} devices of {entry!r}"
+                raise ShardingError(name, spec, problem, "Cut another dimension, or change the mesh.")
+        return spec
+
+    def gathered(self, spec: Spec) -> Spec:
+        """What is left of a parameter's `spec` where it is used: nothing is cut over an axis of the batch."""
+        if spec is None:
+            return None
+        axes = ((e,) if isinstance(e, str) else e or () for e in spec)
+        left = (tuple(axis for axis in found if axis not in self.batch) for found in axes)
+        return tuple(found[0] if len(found) == 1 else found or None for found in left)
+
+    def describe(self) -> str:
+        """The mesh and the rules in words."""
+        mesh = " x ".join(f"{axis} {size}" for axis, size in self.mesh)
+        return "\n".join((f"sharding plan over {mesh}:", *(f"  {p} -> {text(spec)}" for p, spec in self.rules)))
+
+    def pin(self, tensor: torch.Tensor, spec: Any, name: str = "") -> None:
+        """Pin any tensor, a batch of inputs say, to `spec`; raises as `apply`."""
+        from megacpp_compile.sharding import pinning
+
+        pinning.pin(self, tensor, self.checked("spec", spec), name)
+
+    def apply(self, model: nn.Module) -> tuple[Pinned, ...]:
+        """Pin every parameter of `model` that a rule means; returns what was pinned.
+
+        Raises RuleWithoutHitError for a rule that means none, before anything is pinned; ShardingError for a spec that
+        does not fit, a parameter that is on no XLA device, or a runtime that is not in SPMD mode.
+        """
+        from megacpp_compile.sharding import pinning
+
+        return pinning.pin_model(self, model)
+
+    @contextmanager
+    def constructing(self, fqn: str) -> Iterator[None]:
+        """Modules of `NativeLayerSpec` constructed inside are `fqn`, and pin their parameters as they make them: those
+        that no rule means to a whole copy on every device. Raises ShardingError as `apply`."""
+        from megacpp_compile.sharding import pinning
+
+        with pinning.constructing(self, fqn):
+            yield
+
+
+def text(spec: Spec) -> str:
+    """A spec for people: "model, -" cuts the first of two dimensions, "whole" none."""
+    if spec is None or not any(spec):
+        return "whole"
+    return ", ".join("-" if e is None else e if isinstance(e, str) else "+".join(e) for e in spec)

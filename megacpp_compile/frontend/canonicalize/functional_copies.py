@@ -1,0 +1,39 @@
+"""`aten.copy(dst, src)`, what functionalisation makes of a slice assignment, is `src` in dst's shape and dtype.
+
+Before: `sl = slice(k, -1, 0, n); c = copy(sl, nope); k1 = slice_scatter(k, c, -1, 0, n)`
+After:  `c = expand(_to_copy(nope, dtype), shape); k1 = slice_scatter(k, c, -1, 0, n)`
+
+`aten.copy` has no derivative formula, so a training graph that keeps one can't be differentiated again.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+from torch._subclasses import FakeTensorMode
+
+from megacpp_compile.fx.edit import Builder, same_size, value
+
+aten = torch.ops.aten
+
+
+def functional_copies(graph: fx.Graph, fake_mode: FakeTensorMode) -> int:
+    """Rewrite every functional copy; returns how many."""
+    count = 0
+    for node in list(graph.find_nodes(op="call_function", target=aten.copy.default)):
+        destination, source = node.args[:2]
+        to, have = value(destination), value(source)
+        build = Builder(graph, fake_mode, node, node)
+        new = source
+        if have.dtype != to.dtype or have.device != to.device:
+            new = build(aten._to_copy.default, source, dtype=to.dtype, device=to.device)
+        if have.dim() != to.dim() or not all(map(same_size, have.shape, to.shape)):
+            new = build(aten.expand.default, new, _sizes(build, destination, to))
+        node.replace_all_uses_with(new)
+        graph.erase_node(node)
+        count += 1
+    return count
+
+
+def _sizes(build: Builder, node: fx.Node, fake: torch.Tensor) -> list[object]:
+    return [n if isinstance(n, int) else build(aten.sym_size.int, node, i) for i, n in enumerate(fake.shape)]

@@ -1,0 +1,165 @@
+"""Stage 1: Dynamo's torch-level graph -> one functional, pre-dispatch ATen graph with fake metadata.
+
+Before autograd, so that a semantic op can own its backward; pre-dispatch, so that `aten.linear`, `aten.rms_norm` and
+`aten.scaled_dot_product_attention` are still whole; functional, so that slice assignments are values (`slice_scatter`).
+Torch does the tracing (`aot_export_module`); this file keeps what that drops: placeholder order and identity, Dynamo's
+input metadata, and the writes to inputs, which come back as a `copy_` epilogue.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.fx.traceback as fx_traceback
+from torch._functorch.aot_autograd import aot_export_module
+from torch._guards import TracingContext, detect_fake_mode
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.fx import GraphModule, Node
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from megacpp_compile._torch import modes
+from megacpp_compile.errors import CaptureError
+from megacpp_compile.frontend import autocast, opaque_ops
+from megacpp_compile.frontend.checkpoint import inline_checkpoints
+from megacpp_compile.frontend.vmap import resolve_vmaps
+
+
+@dataclasses.dataclass
+class Captured:
+    """A captured frame.
+
+    gm: the ATen graph; placeholders one to one with `example_inputs`, outputs as Dynamo's graph has them.
+    fake_mode: the mode of every `node.meta["val"]`.
+    weights: placeholders that are `nn.Parameter`s or ask for a gradient, i.e. what activations are computed from.
+    trained: placeholders that ask for a gradient.
+    """
+
+    gm: GraphModule
+    fake_mode: FakeTensorMode
+    weights: frozenset[Node]
+    trained: frozenset[Node] = frozenset()
+
+
+def fake_inputs(example_inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[Any]]:
+    """The frame's fake mode and its inputs as that mode knows them, with the symbolic sizes Dynamo gave them."""
+    context = TracingContext.try_get()
+    mode = (context.fake_mode if context else None) or detect_fake_mode(example_inputs)
+    mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
+
+    def fake(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or (isinstance(value, FakeTensor) and value.fake_mode is mode):
+            return value
+        symbolic = context.tensor_to_context.get(value) if context else None
+        source = getattr(symbolic, "tensor_source", None)
+        return mode.from_tensor(
+            value, static_shapes=None if context else True, symbolic_context=symbolic, source=source
+        )
+
+    return mode, [fake(x) for x in example_inputs]
+
+
+def _check(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
+    for value in example_inputs:
+        if isinstance(value, torch.Tensor) and is_traceable_wrapper_subclass(value):
+            raise CaptureError(f"an input is a tensor subclass ({type(value).__name__})")
+    for module in gm.modules():
+        if isinstance(module, GraphModule) and module is not gm:
+            continue
+        if any(True for _ in module.parameters(recurse=False)):
+            raise CaptureError("the graph holds its own parameters instead of taking them as inputs")
+
+
+def capture(gm: GraphModule, example_inputs: Sequence[Any]) -> Captured:
+    """Trace `gm` on fake inputs.
+
+    Raises CaptureError, with the reason, for a frame that can't be expressed this way; the caller then compiles `gm`
+    as it came. Never changes `gm`.
+    """
+    _check(gm, example_inputs)
+    mode, fakes = fake_inputs(example_inputs)
+    try:
+        with modes.kept(), fx_traceback.preserve_node_meta():
+            gm = resolve_vmaps(inline_checkpoints(gm), fakes, mode)
+            made = opaque_ops.cut(gm, fakes, mode)
+            traced = autocast.obeyed(made.gm)
+            buffers = list(traced.named_buffers(remove_duplicate=False))
+            exported, signature = aot_export_module(traced, made.fakes, trace_joint=False, pre_dispatch=True)
+        assert isinstance(exported, GraphModule)
+        _restore_interface(exported, signature, dict(buffers))
+        if made.calls:
+            opaque_ops.restore(exported, made, len(example_inputs))
+        _forget_counts(mode)
+    except CaptureError:
+        raise
+    except Exception as error:  # whatever tracing can't do, plain Inductor may
+        first = (str(error).strip() or "no message").splitlines()[0][:200]
+        raise CaptureError(f"{type(error).__name__}: {first}") from error
+    originals = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    copies = [n for n in exported.graph.nodes if n.op == "placeholder"]
+    if len(originals) != len(copies):
+        raise CaptureError("tracing changed the number of graph inputs")
+    weights, trained = set(), set()
+    for old, new, value in zip(originals, copies, example_inputs, strict=True):
+        _inherit(old, new)
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            trained.add(new)
+        if isinstance(value, torch.nn.Parameter):
+            weights.add(new)
+    exported.meta.update(gm.meta)
+    exported.recompile()
+    return Captured(exported, mode, frozenset(weights | trained), frozenset(trained))
+
+
+def _forget_counts(mode: FakeTensorMode) -> None:
+    """Numbers of elements found at run time (`nonzero`) are named anew whenever a graph is traced; those named here
+    would be asked for by the next trace, in whose outputs they are not."""
+    if (pending := getattr(mode.shape_env, "pending_fresh_unbacked_symbols", None)) is not None:
+        pending.clear()
+
+
+def _inherit(old: Node, new: Node) -> None:
+    """Dynamo marks inputs (static address, source, FQN) on the placeholder itself; AOTAutograd reads it there."""
+    for key, value in old.meta.items():
+        if key not in ("val", "example_value"):
+            new.meta[key] = value
+    for name in ("_dynamo_source",):
+        if hasattr(old, name):
+            setattr(new, name, getattr(old, name))
+    new.meta["dynamo_name"] = old.name
+
+
+def _restore_interface(gm: GraphModule, signature: Any, buffers: dict[str, torch.Tensor]) -> None:
+    """Lifted buffers become attributes again, writes to inputs a `copy_` epilogue, outputs Dynamo's own tuple."""
+    graph = gm.graph
+    placeholders = {n.name: n for n in graph.nodes if n.op == "placeholder"}
+    if signature.parameters:
+        raise CaptureError("the graph holds its own parameters instead of taking them as inputs")
+    for name, buffer in signature.inputs_to_buffers.items():
+        node = placeholders[name]
+        gm.register_buffer(attribute := "_buffer_" + buffer.replace(".", "_"), buffers[buffer])
+        with graph.inserting_before(node):
+            get = graph.get_attr(attribute)
+        get.meta.update(node.meta)
+        node.replace_all_uses_with(get)
+        graph.erase_node(node)
+        placeholders[name] = get
+    output = next(iter(reversed(graph.nodes)))
+    values = list(output.args[0])
+    by_output = {n.name: n for n in values if isinstance(n, Node)}
+    writes = {**signature.buffers_to_mutate, **signature.user_inputs_to_mutate}
+    buffer_input = {b: i for i, b in signature.inputs_to_buffers.items()}
+    with graph.inserting_before(output):
+        for value, target in writes.items():
+            destination = placeholders[buffer_input.get(target, target)]
+            copy = graph.call_function(torch.ops.aten.copy_.default, (destination, by_output[value]))
+            copy.meta["val"] = destination.meta.get("val")
+    output.args = (tuple(values[len(writes) :]),)
+    # Nodes above must precede the first computation for readability and for `placeholder` order.
+    first = next(n for n in graph.nodes if n.op != "placeholder") if buffers else None
+    if first is not None:
+        for node in [n for n in graph.nodes if n.op == "placeholder"]:
+            if node > first:
+                first.prepend(node)

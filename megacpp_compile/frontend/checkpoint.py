@@ -1,0 +1,90 @@
+"""Activation-checkpoint regions, inlined with their tags.
+
+Dynamo wraps a checkpointed block in the higher-order op `tag_activation_checkpoint`, which pre-dispatch tracing can't
+see into. All it means to the compiler is a tag on the block's nodes, and tags survive tracing: so the body is inlined
+and tagged here, passes fire inside it, and the partitioner recomputes what it would have recomputed.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import fx
+from torch.fx import GraphModule, Node
+from torch.utils.checkpoint import CheckpointPolicy
+
+from megacpp_compile.errors import CaptureError
+from megacpp_compile.fx.edit import attribute_of
+
+_HOP = torch.ops.higher_order.tag_activation_checkpoint
+_ids = itertools.count(1 << 20)  # away from the ids torch itself hands out within one graph
+
+
+def inline_checkpoints(gm: GraphModule) -> GraphModule:
+    """`gm` itself where there is no checkpoint region, else a copy with all of them inlined.
+
+    Raises CaptureError for a selective region (`context_fn`), whose policy has to see ops this graph no longer has.
+    """
+    if not any(n.target is _HOP for n in gm.graph.nodes):
+        return gm
+    graph = fx.Graph()
+    env: dict[Node, Node] = {}
+    out = GraphModule(gm, gm.graph)  # shares the submodules; its own attribute table
+    out.meta.update(gm.meta)
+    for node in gm.graph.nodes:
+        if node.target is _HOP:
+            env[node] = _inline(node, gm, out, graph, env, node.name)  # type: ignore[assignment]
+        elif node.op == "output":
+            graph.output(_map(node.args[0], env))
+        else:
+            _copy(node, graph, env)
+    out.graph = graph
+    for node in [n for n in graph.nodes if n.op == "get_attr" and not n.users]:
+        graph.erase_node(node)  # the bodies; anything else without readers may be an in-place op
+    out.recompile()
+    return out
+
+
+def _copy(node: Node, graph: fx.Graph, env: dict) -> Node:  # type: ignore[type-arg]
+    """Copy one node; a getitem on an inlined region's outputs is the output itself."""
+    if node.op == "call_function" and isinstance(source := env.get(node.args[0] if node.args else None), tuple):
+        env[node] = source[node.args[1]]  # type: ignore[index]
+        return env[node]
+    new = graph.node_copy(node, lambda n: env[n])
+    for name in ("_dynamo_source",):
+        if hasattr(node, name):
+            setattr(new, name, getattr(node, name))
+    env[node] = new
+    return new
+
+
+def _map(value, env):  # type: ignore[no-untyped-def]
+    return fx.map_arg(value, lambda n: env[n])
+
+
+def _inline(node: Node, owner: GraphModule, out: GraphModule, graph: fx.Graph, env: dict, prefix: str):  # type: ignore[no-untyped-def,type-arg]
+    body_ref, *args = node.args
+    body = getattr(owner, str(body_ref.target))  # type: ignore[union-attr]
+    if body.meta.get("_checkpoint_context_fn") is not None:
+        raise CaptureError("a checkpoint region chooses what to save by itself (context_fn)")
+    inner: dict = {}  # type: ignore[type-arg]
+    region, values = next(_ids), iter(args)
+    result = None
+    for n in body.graph.nodes:
+        if n.op == "placeholder":
+            inner[n] = _map(next(values), env)
+        elif n.op == "output":
+            result = _map(n.args[0], inner)
+        elif n.target is _HOP:
+            inner[n] = _inline(n, body, out, graph, inner, f"{prefix}_{n.name}")
+        else:
+            new = _copy(n, graph, inner)
+            if n.op == "get_attr":
+                attribute = f"{prefix}_{n.target}".replace(".", "_")
+                setattr(out, attribute, attribute_of(body, str(n.target)))
+                new.target = attribute
+            if isinstance(new, Node) and new.op == "call_function" and "recompute" not in new.meta:
+                new.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+                new.meta["ac_graph_id"] = region
+    return tuple(result) if isinstance(result, (tuple, list)) else result

@@ -1,0 +1,175 @@
+"""Higher-order ops (custom autograd functions, flex attention, scans) carried around capture untouched.
+
+Pre-dispatch tracing would run through them: a custom `autograd.Function` would lose its own backward. So the graph is
+cut at each: its outputs become inputs of the traced part, its arguments outputs; afterwards the call is put back. What
+leaves the traced part is a clone of each argument: it keeps the value from later in-place ops, and the call its place,
+with the grad and autocast modes there. The clones are gone again when the call is back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import HigherOrderOperator
+from torch._subclasses import FakeTensorMode
+from torch.fx import GraphModule, Node
+
+from megacpp_compile.errors import CaptureError
+from megacpp_compile.fx.edit import attribute_of
+
+_CLONE = torch.ops.aten.clone.default
+
+
+@dataclasses.dataclass
+class Call:
+    """A call that was cut out: where its results enter the traced part and its tensor arguments leave it."""
+
+    node: Node
+    owner: GraphModule
+    results: list[tuple[int | None, Node]]  # (output index, placeholder standing for it); None: the result itself
+    arguments: dict[Node, Node]  # original argument nodes without submodules, and what leaves the traced part for them
+
+
+@dataclasses.dataclass
+class Cut:
+    gm: GraphModule
+    fakes: list[Any]
+    calls: list[Call]
+    outputs: int  # outputs of the frame itself; the calls' arguments follow
+
+
+def cut(gm: GraphModule, fakes: Sequence[Any], mode: FakeTensorMode) -> Cut:
+    """`gm` without its higher-order calls. Raises CaptureError for one that writes to its arguments or whose results
+    have no known shape."""
+    output = next(iter(reversed(gm.graph.nodes)))
+    values = output.args[0] if isinstance(output.args[0], (list, tuple)) else [output.args[0]]
+    if not any(_is_call(n) for n in gm.graph.nodes):
+        return Cut(gm, list(fakes), [], len(values))
+    graph, env = fx.Graph(), dict[Node, Node]()
+    extra: list[Any] = []
+    calls: list[Call] = []
+    holders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    for node in holders:
+        env[node] = graph.node_copy(node)
+    replaced: set[Node] = set()
+    for node in gm.graph.nodes:
+        if node in env or node in replaced or node.op == "output":
+            continue
+        if not _is_call(node):
+            if node.op == "get_attr" and isinstance(attribute_of(gm, node.target), GraphModule):
+                continue  # a body; the call brings it along
+            env[node] = graph.node_copy(node, env.__getitem__)
+            continue
+        arguments = {n: _snapshot(graph, n, env[n]) for n in node.all_input_nodes if not _is_body(gm, n)}
+        call = Call(node, gm, [], arguments)
+        for index, result in _results(node):
+            fake = result.meta.get("example_value", result.meta.get("val"))
+            if not isinstance(fake, torch.Tensor):
+                raise CaptureError(f"{node.target} returns something that is not a tensor")
+            holder = _placeholder(graph, f"opaque_{node.name}_{index or 0}")
+            env[result] = holder
+            replaced.add(result)
+            extra.append(refake(fake, mode))
+            call.results.append((index, holder))
+        calls.append(call)
+    outs = [fx.map_arg(v, env.__getitem__) for v in values]
+    outs += [a for c in calls for a in c.arguments.values()]
+    graph.output(tuple(outs))
+    part = GraphModule(gm, graph)
+    part.meta.update(gm.meta)
+    return Cut(part, [*fakes, *extra], calls, len(values))
+
+
+def _snapshot(graph: fx.Graph, original: Node, node: Node) -> Node:
+    """A clone of a tensor as it is at the call; a number as it is."""
+    known = original.meta.get("example_value", original.meta.get("val"))
+    number = known is not None and not isinstance(known, torch.Tensor)
+    return node if number else graph.call_function(_CLONE, (node,))
+
+
+def refake(fake: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    """A fake tensor of Dynamo's own mode as one of the backend's; both share their symbolic sizes."""
+    with mode, torch.no_grad():
+        copy = torch.empty_strided(fake.size(), fake.stride(), dtype=fake.dtype, device=fake.device)
+    return copy.requires_grad_(fake.requires_grad)
+
+
+def _placeholder(graph: fx.Graph, name: str) -> Node:
+    """A placeholder behind those the graph has."""
+    first = next((n for n in graph.nodes if n.op != "placeholder"), None)
+    if first is None:
+        return graph.placeholder(name)
+    with graph.inserting_before(first):
+        return graph.placeholder(name)
+
+
+def restore(gm: GraphModule, made: Cut, frame_inputs: int) -> None:
+    """Put the calls back into the traced graph, in place, and drop the inputs and outputs that stood for them."""
+    graph = gm.graph
+    holders = [n for n in graph.nodes if n.op == "placeholder"]
+    output = next(iter(reversed(graph.nodes)))
+    values = list(output.args[0])
+    frame, arguments = values[: made.outputs], iter(values[made.outputs :])
+    standins = iter(holders[frame_inputs:])
+    borders = [(c, {a: next(arguments) for a in c.arguments}, [(i, next(standins)) for i, _ in c.results])
+               for c in made.calls]  # fmt: skip
+    snapshots: list[Node] = []
+    for call, leaving, results in borders:
+        clones = [v for a, v in leaving.items() if call.arguments[a].target is _CLONE]
+        if not clones or any(getattr(v, "target", None) is not _CLONE for v in clones):
+            raise CaptureError(f"tracing lost the place of {call.node.target}")
+        snapshots += clones
+        before = max(clones)
+        traced = {a: v.args[0] if v in clones else v for a, v in leaving.items()}
+        if any(isinstance(v, Node) and not v < before for v in traced.values()):
+            raise CaptureError("a call's arguments are ready only after it")
+        with graph.inserting_before(before):
+
+            def place(a: Node, traced: dict[Node, Any] = traced, call: Call = call) -> Any:
+                if a in traced:
+                    return traced[a]
+                name = f"{call.node.name}_{a.target}".replace(".", "_")
+                gm.add_submodule(name, attribute_of(call.owner, a.target))
+                return graph.get_attr(name)
+
+            new = graph.node_copy(call.node, place)
+            new.meta["val"] = call.node.meta.get("example_value")
+            for index, holder in results:
+                if index is None:
+                    value = new
+                else:
+                    value = graph.call_function(operator.getitem, (new, index))
+                value.meta["val"] = holder.meta.get("val")
+                holder.replace_all_uses_with(value)
+                frame = [value if v is holder else v for v in frame]
+    output.args = (tuple(frame),)
+    for node in [*snapshots, *holders[frame_inputs:]]:
+        graph.erase_node(node)
+
+
+def _is_call(node: Node) -> bool:
+    if node.op != "call_function" or not isinstance(node.target, HigherOrderOperator):
+        return False
+    if "mutation" in str(node.target) or not node.users:
+        raise CaptureError(f"{node.target} writes to its arguments")
+    return True
+
+
+def _is_body(gm: GraphModule, node: Node) -> bool:
+    return node.op == "get_attr" and isinstance(attribute_of(gm, str(node.target)), torch.nn.Module)
+
+
+def _results(node: Node) -> list[tuple[int | None, Node]]:
+    if isinstance(node.meta.get("example_value"), torch.Tensor):
+        return [(None, node)]
+    found: list[tuple[int | None, Node]] = []
+    for user in node.users:
+        if user.target is not operator.getitem or not isinstance(user.args[1], int):
+            raise CaptureError(f"{node.target} returns something that is not a tuple of tensors")
+        found.append((user.args[1], user))
+    return found

@@ -1,0 +1,155 @@
+"""Tracing through ops whose output has as many rows as the data says (`nonzero`, `where`), for this backend alone.
+
+Dynamo breaks the graph at these unless `torch._dynamo.config.capture_dynamic_output_shape_ops` is set, and a loop over
+experts, each of which takes its rows that way, then runs without a compiler at all. A backend is asked only after
+tracing, so the setting is made around the compilation of frames whose backend is `marked`: `install` puts a wrapper
+around the function that compiles one. It is made for that time only, and for nobody else's frames.
+
+What was traced that way and not recognised is traced again as it would have been, with graph breaks (`refuse`).
+"""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import inspect
+import linecache
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch._dynamo import config as dynamo_config
+from torch._dynamo import convert_frame, exc
+from torch._dynamo.utils import graph_break_reasons
+from torch.fx import GraphModule
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from megacpp_compile.report import collector
+
+Backend = TypeVar("Backend")
+SETTING = "capture_dynamic_output_shape_ops"
+_asked: contextvars.ContextVar[bool] = contextvars.ContextVar("megacpp_dynamic_outputs", default=False)
+_MARK = "_megacpp_compile"
+_OURS = "_megacpp_traces_sizes"
+
+
+class TraceAgain(exc.TensorifyScalarRestartAnalysis):
+    """Dynamo's way out of a backend: trace the frame anew, now that a setting has changed."""
+
+
+def marked(backend: Backend) -> Backend:
+    """`backend`, for whose frames the setting is made; it has to ask `refuse` about each. A class: of its instances."""
+    setattr(backend, _OURS, True)
+    return backend
+
+
+def install() -> None:
+    """See to frames of backends that are marked. Where Dynamo is built otherwise, nothing is done."""
+    original = getattr(convert_frame, "_compile", None)
+    if original is None or hasattr(original, _MARK) or "compiler_fn" not in inspect.signature(original).parameters:
+        return
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def compile_frame(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind_partial(*args, **kwargs).arguments
+        if not getattr(_innermost(given.get("compiler_fn")), _OURS, False):
+            return original(*args, **kwargs)
+        seen = len(graph_break_reasons)
+        try:
+            return _traced_whole(original, args, kwargs)
+        finally:
+            for found in graph_break_reasons[seen:]:
+                if speaks_of_sizes(found.reason):
+                    _report(found.reason, found.user_stack)
+
+    setattr(compile_frame, _MARK, True)
+    convert_frame._compile = compile_frame  # type: ignore[attr-defined]
+
+
+def _traced_whole(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    if getattr(dynamo_config, SETTING):
+        return original(*args, **kwargs)
+    token = _asked.set(True)
+    try:
+        with dynamo_config.patch({SETTING: True}):
+            return original(*args, **kwargs)
+    except Exception as error:
+        text = f"{type(error).__name__} {error} {error.__cause__}"
+        if not speaks_of_sizes(text):
+            raise
+        _report(text, getattr(error, "real_stack", None) or ())
+    finally:
+        _asked.reset(token)
+    return original(*args, **kwargs)  # as if nobody had asked
+
+
+def speaks_of_sizes(text: str) -> bool:
+    """Whether tracing may have stopped only because of a value that is known at run time."""
+    words = ("data-dependent", "data dependent", "unbacked", "for/while loop", "tensor.item()")
+    return any(word in text.lower() for word in words)
+
+
+def _innermost(backend: Any) -> Any:
+    while (inner := getattr(backend, "_torchdynamo_orig_backend", None)) is not None:
+        backend = inner
+    return getattr(backend, "compiler_fn", backend)
+
+
+def unknown_sizes(gm: GraphModule) -> bool:
+    """Whether a tensor in the graph has a size that is known at run time only."""
+    for node in gm.graph.nodes:
+        values = node.meta.get("val", node.meta.get("example_value"))
+        for v in values if isinstance(values, (list, tuple)) else (values,):
+            if isinstance(v, torch.Tensor) and free_unbacked_symbols(v.shape):
+                return True
+    return False
+
+
+def refuse(gm: GraphModule) -> bool:
+    """Whether `gm`, not rewritten, was traced through sizes nobody asked for but this backend: `trace_again` then."""
+    return _asked.get() and getattr(dynamo_config, SETTING) and unknown_sizes(gm)
+
+
+def trace_again() -> None:
+    """Leave the backend and have Dynamo trace the frame as it would have without it."""
+    setattr(dynamo_config, SETTING, False)  # the patch around the frame puts back what was
+    raise TraceAgain(restart_reason="megacpp: sizes known at run time only, and no idiom they belong to")
+
+
+# How a sum over rows that were picked is written, with which a loop over experts ends.
+_SUMS = ("index_add", "scatter_add", "index_put", "scatter_reduce", "] +=", "]+=")
+_BODY = 25  # lines of a loop's body to look for one in
+# How the sizes of experts' groups are read as numbers. Of a frame in pieces names are all there is to go by.
+_READS = ("tolist()", ".item()")
+_LOOP = (
+    "this depends on data and breaks the graph; loop over all experts, `for e in range(num_experts):`, "
+    "without a branch on how many tokens an expert has"
+)
+_SIZES = (
+    "how many rows each expert has is read as a number here, which breaks the graph; multiply by "
+    "`torch._grouped_mm(rows, weights, offs=counts.cumsum(0))`, or `for e in range(num_experts):` take the rows that "
+    "`torch.where(indices == e)` finds"
+)
+
+
+def _report(why: str, stack: Sequence[Any]) -> None:
+    """A loop over experts that Dynamo could not trace is a near miss, with what would let it match."""
+    if not stack or not collector.active():
+        return
+    at = stack[-1]
+    before, body = (
+        "".join(linecache.getline(at.filename, at.lineno + i) for i in lines)
+        for lines in (range(-_BODY, 0), range(_BODY))
+    )
+    loop = any(text in body for text in _SUMS)
+    sizes = any(text in f"{why} {at.line}" for text in _READS) and "expert" in (before + body).lower()
+    listed = sizes and "= " in at.line and "tolist()" in at.line  # to be cut by, not to be looped over
+    if not loop and not sizes:
+        return
+    source = f"{Path(at.filename).name}:{at.lineno}, in {at.name}: `{at.line}`"
+    reason = why.strip().split("\n")[0][:200]
+    frame = collector.Frame(captured=False, reason=reason, name=source)
+    advice = _LOOP if loop and not listed else _SIZES
+    collector.emit_frame(frame, [], [collector.Miss("moe", "", source, "", "graph-break", advice)])

@@ -1,0 +1,1 @@
+"""Editing captured graphs: builder, placement, aliasing, provenance, subgraphs."""

@@ -1,0 +1,38 @@
+"""The part of a graph between some inputs and some outputs, as a module of its own, in its own autocast regions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+from torch.fx import GraphModule, Node
+
+from megacpp_compile.frontend import autocast
+
+
+def between(gm: GraphModule, inputs: Sequence[Node], outputs: Sequence[Node]) -> tuple[GraphModule, list[Node]]:
+    """(module, its inputs): computes `outputs` from `inputs`, and whatever other graph inputs they need."""
+    keep, stack, border = set[Node](), list(outputs), set(inputs)
+    while stack:
+        node = stack.pop()
+        if node in keep or node in border:
+            continue
+        if node.op in ("placeholder", "get_attr"):
+            border.add(node)
+            continue
+        keep.add(node)
+        stack.extend(node.all_input_nodes)
+    for switches in autocast.pairs(gm.graph):
+        if any(switches[0] < node < switches[1] for node in keep):
+            keep.update(switches)
+    order = sorted(border)
+    graph = fx.Graph()
+    env = {}
+    for node in order:
+        env[node] = graph.placeholder(node.name)
+        env[node].meta = dict(node.meta)
+    for node in sorted(keep):
+        env[node] = graph.node_copy(node, env.__getitem__)
+    graph.output(tuple(env[n] for n in outputs))
+    return GraphModule(torch.nn.Module(), graph), order

@@ -1,0 +1,1 @@
+"""GEMMs below the ops: cuBLASLt candidates, float8 support, linears that share an input."""

@@ -1,0 +1,92 @@
+"""`megacpp::tuned_mm`: matrix products of half precision by the fastest of cuBLASLt's own candidates.
+
+Inductor hands a product to `torch.mm`, which takes the first kernel cuBLASLt's heuristic names. On an H200 a later one
+is 5 to 15 % faster for many products that a linear's forward and its input's gradient make; for the gradients of
+weights, which sum over tokens, the first is as good as any. `TuneProducts` tries the large products of a partitioned
+graph, behind Inductor's own patterns, and puts this op where a candidate gains more than a call from Python costs.
+Bits are `torch.mm`'s: see `cublaslt`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx import Node
+
+from megacpp_compile.fx.edit import value
+from megacpp_compile.fx.inductor_pass import GraphPass
+from megacpp_compile.lowerings._gemm import cublaslt
+
+aten = torch.ops.aten
+
+# FLOPs from which a product is looked at (0.14 ms on an H200), and up to which trying candidates stays a small part of
+# a first step.
+MIN_FLOPS, MAX_FLOPS = 1e11, 3e12
+# A short contraction with a large result, as MLA's latents make them, is misjudged most: lanes, and bytes of a result.
+SHORT, LARGE_BYTES = 1024, 16 << 20
+
+
+@torch.library.custom_op("megacpp::tuned_mm", mutates_args=())
+def tuned_mm(a: Tensor, b: Tensor) -> Tensor:
+    """`a @ b` by the fastest of cuBLASLt's kernels. a: [m, k]; b: [k, n]; half precision, else `torch.mm` serves."""
+    return cublaslt.mm(a, b)
+
+
+@tuned_mm.register_fake
+def _(a, b):  # type: ignore[no-untyped-def]
+    return a.new_empty((a.shape[0], b.shape[1]))
+
+
+class TuneProducts(GraphPass):
+    """Large products of a partitioned graph for CUDA become this op. Inductor's `max_autotune` has its own choice."""
+
+    def __init__(self, before: Any = None) -> None:
+        self.before = before
+
+    def run(self, graph: fx.Graph) -> None:
+        if _has_its_own():
+            return
+        for node in graph.find_nodes(op="call_function", target=aten.mm.default):
+            if _takes(node):
+                node.target = torch.ops.megacpp.tuned_mm.default
+                # By these Inductor keeps the operands' layouts as the graph has them.
+                node.meta["eager_input_vals"] = tuple(fx.map_arg(list(node.args), value)), {}
+
+    def key(self) -> tuple[Any, ...]:
+        return ()
+
+    def __reduce__(self) -> Any:
+        return TuneProducts, (self.before,)
+
+
+def mm(a: Tensor, b: Tensor) -> Tensor:
+    """`a @ b` in a lowering: `tuned_mm` at once where that is worth it, which Inductor then joins with no sum."""
+    if not _has_its_own() and _worth(a, b) and cublaslt.gains(a, b):
+        return torch.ops.megacpp.tuned_mm(a, b)
+    return a @ b
+
+
+def _has_its_own() -> bool:
+    """Whether Inductor is told to choose by measurement itself."""
+    from torch._inductor import config
+
+    return bool(config.max_autotune or config.max_autotune_gemm)
+
+
+def _worth(a: Tensor, b: Tensor) -> bool:
+    """Whether a candidate may be worth its call, so that it is worth trying."""
+    m, k, n = *a.shape, b.shape[1]
+    if a.dtype not in cublaslt.DATA_TYPE or a.dtype != b.dtype:
+        return False
+    if a.device.type != "cuda" or not all(isinstance(size, int) for size in (m, k, n)) or a.stride(1) != 1:
+        return False
+    return (k <= SHORT and m * n * 2 >= LARGE_BYTES) or MIN_FLOPS <= 2 * m * k * n <= MAX_FLOPS
+
+
+def _takes(node: Node) -> bool:
+    """Whether a candidate gains. What is concatenated stays: Inductor has it written in place."""
+    a, b = map(value, node.args)
+    concatenated = any(user.target is aten.cat.default for user in node.users)
+    return not concatenated and _worth(a, b) and cublaslt.gains(a, b)

@@ -1,0 +1,1 @@
+"""Device code and launch helpers that several lowerings share."""

@@ -1,0 +1,164 @@
+"""Matrix products over rows that are sorted into groups, each group with a weight of its own.
+
+    rows     [S, d]      offsets [E] int32: where each group ends; rows behind the last are nobody's
+    weights  one tensor [E, n, d], or E tensors [n, d] that stay where they are
+
+Ops of their own, and opaque to what compiles around them: how many rows a group has is known to the device alone. On
+CPU its numbers can be read at no cost, so each group is one product of just its size; on CUDA the kernels of
+`_triton_grouped` read them there, and nothing waits. Elsewhere every group's product runs over all rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from megacpp_compile.lowerings._op import ends_until
+
+
+@torch.library.custom_op("grouped_products::rows", mutates_args=())
+def rows(
+    xs: list[Tensor],
+    weights: list[Tensor],
+    offsets: Tensor,
+    transposed: bool,
+    take: Optional[Tensor] = None,  # noqa: UP045  custom_op reads typing.Optional on every supported torch
+) -> Tensor:
+    """[S, n]: `x @ w.T` with each row's own weight, or with `transposed` `x @ w`; rows that are nobody's are zero.
+
+    Of several xs the sum of their products, with the weights of one after those of the other. take: [S], the rows of
+    xs to read.
+    """
+    if xs[0].device.type == "cuda":
+        from megacpp_compile.lowerings._kernels import triton_grouped
+
+        return triton_grouped.rows(xs, weights, offsets, transposed, take)
+    if take is not None:
+        xs = [x[take] for x in xs]
+    each = [w if transposed else w.transpose(-1, -2) for w in separate(weights)]
+    out = xs[0].new_zeros((xs[0].shape[0], each[0].shape[1]))
+    experts = offsets.shape[0]
+    parts = [(x, each[i * experts : (i + 1) * experts]) for i, x in enumerate(xs)]
+    if out.device.type == "cpu":
+        for e, (start, end) in enumerate(_groups(offsets)):
+            for i, (x, ws) in enumerate(parts):
+                if i:
+                    out[start:end].addmm_(x[start:end], ws[e])
+                else:
+                    torch.mm(x[start:end], ws[e], out=out[start:end])
+        return out
+    group = ends_until(offsets, torch.arange(out.shape[0], device=out.device))
+    for e in range(experts):
+        out = torch.where((group == e)[:, None], sum(x @ ws[e] for x, ws in parts), out)
+    return out
+
+
+@rows.register_fake
+def _(xs, weights, offsets, transposed, take=None):  # type: ignore[no-untyped-def]
+    count = (xs[0] if take is None else take).shape[0]
+    return xs[0].new_empty((count, weights[0].shape[-1 if transposed else -2]))
+
+
+def separate(weights: list[Tensor]) -> list[Tensor]:
+    """One tensor for each weight."""
+    return [part for w in weights for part in (w.unbind(0) if w.dim() == 3 else (w,))]
+
+
+@torch.library.custom_op("grouped_products::weights", mutates_args=())
+def weights(
+    grad: Tensor,
+    x: Tensor,
+    offsets: Tensor,
+    take_grad: Optional[Tensor] = None,  # noqa: UP045
+    take_x: Optional[Tensor] = None,  # noqa: UP045
+) -> Tensor:
+    """[E, n, d]: `grad.T @ x` over the rows of each group, or over rows take_..; zero for a group without rows."""
+    if x.device.type == "cuda":
+        from megacpp_compile.lowerings._kernels import triton_grouped
+
+        return triton_grouped.weights(grad, x, offsets, take_grad, take_x)
+    grad = grad if take_grad is None else grad[take_grad]
+    x = x if take_x is None else x[take_x]
+    out = x.new_zeros((offsets.shape[0], grad.shape[1], x.shape[1]))
+    if x.device.type != "cpu":
+        group = ends_until(offsets, torch.arange(x.shape[0], device=x.device))
+        return torch.stack([torch.where((group == e)[:, None], grad, 0).t() @ x for e in range(out.shape[0])])
+    for e, (start, end) in enumerate(_groups(offsets)):
+        torch.mm(grad[start:end].t(), x[start:end], out=out[e])
+    return out
+
+
+@weights.register_fake
+def _(grad, x, offsets, take_grad=None, take_x=None):  # type: ignore[no-untyped-def]
+    return x.new_empty((offsets.shape[0], grad.shape[1], x.shape[1]))
+
+
+@torch.library.custom_op("grouped_products::weights_by_cutlass", mutates_args=())
+def weights_by_cutlass(
+    grad: Tensor,
+    x: Tensor,
+    offsets: Tensor,
+    take_grad: Optional[Tensor] = None,  # noqa: UP045
+    take_x: Optional[Tensor] = None,  # noqa: UP045
+) -> Tensor:
+    """`weights` by torch's grouped GEMM, CUDA and bfloat16. Opaque for the layout of its operands: to torch's own
+    op Inductor may give a transposed copy of `grad`, which it takes only if groups are of a multiple of 8 rows. Rows
+    are taken in here, too: by ATen 0.20 ms for 98304 of 2048 lanes on an H200, where Inductor made one kernel of two
+    such, 0.49 ms."""
+    grad = grad.contiguous() if take_grad is None else grad.index_select(0, take_grad)
+    x = x.contiguous() if take_x is None else x.index_select(0, take_x)
+    return torch._grouped_mm(grad.t(), x, offsets)
+
+
+@weights_by_cutlass.register_fake
+def _(grad, x, offsets, take_grad=None, take_x=None):  # type: ignore[no-untyped-def]
+    return x.new_empty((offsets.shape[0], grad.shape[1], x.shape[1]))
+
+
+@torch.library.custom_op("grouped_products::gated", mutates_args=())
+def gated(
+    x: Tensor, w_gate: list[Tensor], w_up: list[Tensor], offsets: Tensor, take: Tensor, activation: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(x @ gate.T, x @ up.T, f(the first) * the second) of rows `take`, in one kernel; on CUDA only. With w_up empty
+    w_gate holds both, [2n, d] of an expert; so does the first result then, and the second nothing."""
+    from megacpp_compile.lowerings._kernels import triton_gated
+
+    return triton_gated.gated(x, w_gate, w_up, offsets, take, activation)
+
+
+@gated.register_fake
+def _(x, w_gate, w_up, offsets, take, activation):  # type: ignore[no-untyped-def]
+    rows, n = take.shape[0], w_gate[0].shape[-2]
+    first = x.new_empty((rows, n))
+    return first, x.new_empty((rows, n)) if w_up else x.new_empty(0), x.new_empty((rows, n if w_up else n // 2))
+
+
+@torch.library.custom_op("grouped_products::gradients", mutates_args=())
+def gradients(
+    grad: Tensor,
+    weights: list[Tensor],
+    hidden: list[Tensor],
+    gates: Tensor,
+    offsets: Tensor,
+    take: Tensor,
+    activation: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The first product of backward, of rows `take` of `grad`, and what lies between it and the next ones, in one
+    kernel where gate and up are two; on CUDA only. See `_triton_gated.gradients`."""
+    from megacpp_compile.lowerings._kernels import triton_gated
+
+    return triton_gated.gradients(grad, weights, hidden, gates, offsets, take, activation)
+
+
+@gradients.register_fake
+def _(grad, weights, hidden, gates, offsets, take, activation):  # type: ignore[no-untyped-def]
+    rows, n = take.shape[0], weights[0].shape[-1]
+    return grad.new_empty((rows, 2 * n)), grad.new_empty((rows, n)), gates.new_empty(rows)
+
+
+def _groups(offsets: Tensor) -> Iterator[tuple[int, int]]:
+    ends = offsets.tolist()
+    return zip([0, *ends[:-1]], ends, strict=True)

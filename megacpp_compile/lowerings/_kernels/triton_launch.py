@@ -1,0 +1,81 @@
+"""Launching Triton kernels from lowerings: traceable for Inductor, direct in eager and under the interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.library import wrap_triton
+
+from megacpp_compile.lowerings._kernels.autotune import measuring, traced
+
+# Choices that are the compiler's, not arguments of the kernel.
+LAUNCH = ("num_warps", "num_stages")
+
+
+class Kernel:
+    """A jitted kernel with a static choice of block sizes and, when autotuning, the choices to measure.
+
+    In a compiled graph it is Inductor that measures, at a kernel's first run: once for each kernel it generates, so
+    once for all lengths of a dynamic dimension. It writes the choice beside the kernel's code in its cache directory,
+    where other processes find it (`torch._inductor.config.autotune_local_cache`). A launch outside a graph is Triton's
+    to tune: per `key` (head sizes and counts), and in this process only unless TRITON_CACHE_AUTOTUNING=1.
+    """
+
+    def __init__(
+        self, fn: Any, choices: Sequence[dict[str, int]], key: Sequence[str], restore: Sequence[str] = ()
+    ) -> None:
+        configs = [
+            triton.Config(
+                {k: v for k, v in c.items() if k not in LAUNCH}, **{k: v for k, v in c.items() if k in LAUNCH}
+            )
+            for c in choices
+        ]
+        self.fn, self.tuned = fn, triton.autotune(configs, key=list(key), restore_value=list(restore))(fn)
+
+    def __call__(self, grid: Callable[[dict[str, Any]], tuple[Any, ...]], static: dict[str, int], **args: Any) -> None:
+        compiled = isinstance(self.fn, triton.JITFunction)
+        kernel, sizes = (self.tuned, {}) if measuring() and compiled else (self.fn, static)
+        (wrap_triton(kernel) if traced() else kernel)[grid](**args, **sizes)
+
+
+def power_of_2(n: int) -> int:
+    """The least power of 2 that is at least `n`, and 1 for 0."""
+    return 1 << (n - 1).bit_length() if n else 1
+
+
+def is_wide(*dtypes: torch.dtype) -> bool:
+    """Whether a kernel has to compute in float64."""
+    return torch.float64 in dtypes
+
+
+def accumulator(dtype: torch.dtype) -> Any:
+    """What products of `dtype` are summed in."""
+    return tl.float64 if dtype == torch.float64 else tl.float32
+
+
+def interpreted() -> bool:
+    """Whether Triton's interpreter runs the kernels, on CPU."""
+    return bool(triton.knobs.runtime.interpret)
+
+
+def multiply(dtype: torch.dtype) -> dict[str, Any]:
+    """How a kernel multiplies operands of `dtype`: the constants `PRECISION` and `INTERPRETED`."""
+    exact = dtype == torch.float32 and not torch.backends.cuda.matmul.allow_tf32
+    # Triton's interpreter multiplies the bits of bfloat16 as integers.
+    return {"PRECISION": "tf32" if dtype == torch.float32 and not exact else "ieee",
+            "INTERPRETED": interpreted()}  # fmt: skip
+
+
+def lanes_adjacent(t: Tensor) -> Tensor:
+    return t if statically_known_true(t.stride(-1) == 1) else t.contiguous()
+
+
+def strides(name: str, t: Tensor, dims: str) -> dict[str, Any]:
+    """Arguments `name_d`, the strides of `t`'s first dimensions."""
+    return {f"{name}_{dim}": t.stride(i) for i, dim in enumerate(dims)}

@@ -1,0 +1,1 @@
+"""What an idiom is, told by meaning from a captured graph. Matchers change nothing."""

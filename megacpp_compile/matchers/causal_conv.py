@@ -1,0 +1,241 @@
+"""A depthwise causal convolution by what it computes: which input steps an output step sees, however it was padded,
+cut, transposed and cast on the way.
+
+Padding adds `left` steps before time 0; a cut keeps the output from `first` on. Output step i then reads the inputs
+`i + first - left ... i + first - left + k - 1`, which is causal where `left - first == k - 1` and as many steps are
+kept as came in.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from megacpp_compile.fx.edit import same_size, value
+from megacpp_compile.matchers.silu import match_silu
+from megacpp_compile.matchers.views import is_cast
+
+aten = torch.ops.aten
+_PADS = {aten.pad.default, aten.constant_pad_nd.default}
+_COPIES = {aten.clone.default, aten.contiguous.default, aten.alias.default}
+_ZEROS = {aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default}
+
+
+@dataclasses.dataclass
+class CausalConv:
+    """`end = act(conv(x))` over time.
+
+    x, end: [b, t, c] where their `time` is 1, [b, c, t] where it is 2. weight: [c, 1, k]. internal: nodes from the
+    convolution up to `end`.
+    """
+
+    conv: Node
+    x: Node
+    x_time: int
+    weight: Node
+    bias: Node | None
+    activation: str
+    end: Node
+    end_time: int
+    internal: set[Node]
+
+
+@dataclasses.dataclass(frozen=True)
+class NoCausalConv:
+    """A depthwise convolution, but not this one: why, and at which node."""
+
+    node: Node
+    tag: str
+    reason: str
+
+
+def match_causal_conv(node: Node) -> CausalConv | NoCausalConv | None:
+    """What the convolution `node` is a part of; None for one that is neither depthwise nor causal."""
+    call = _call(node)
+    if call is None:
+        return None
+    operand, weight, bias, stride, padding, dilation, groups = call
+    channels, taps = value(operand).shape[1], value(weight).shape[2]
+    if not all(isinstance(n, int) for n in (channels, taps)) or taps == 1:
+        return None
+    depthwise = groups == channels and value(weight).shape[:2] == (channels, 1) and channels > 1
+    x, x_time, left = _source(operand)
+    steps = _Steps(node, left + padding, taps, value(x).shape[x_time])
+    found = _walk(steps)
+    if not depthwise:
+        if found is None or groups == 1 == channels:
+            return None
+        what = f"{groups} groups for {channels} channels and {value(weight).shape[0]} outputs"
+        return NoCausalConv(node, "groups", f"not depthwise: {what}")
+    if stride != 1 or dilation != 1:
+        return NoCausalConv(node, "stride" if stride != 1 else "dilation", f"stride {stride}, dilation {dilation}")
+    if found is None:
+        return NoCausalConv(*steps.why_not())
+    end, end_time, activation, internal = found
+    bits = [torch.finfo(value(n).dtype).bits for n in (x, end)]
+    for n in sorted(internal - {end}):
+        if torch.finfo(value(n).dtype).bits < min(bits):
+            return NoCausalConv(n, "precision", f"computed in {value(n).dtype}, lower than operand and result")
+    return CausalConv(node, x, x_time, weight, bias, activation, end, end_time, internal)
+
+
+def _filled(node: Node, defaults: tuple[Any, ...]) -> list[Any]:
+    return [*node.args, *defaults[len(node.args) :]]
+
+
+def _call(node: Node) -> tuple[Node, Node, Node | None, int, int, int, int] | None:
+    """(operand, weight, bias, stride, padding, dilation, groups) of a 1D convolution with numbers for parameters."""
+    if node.op != "call_function":
+        return None
+    if node.target is aten.conv1d.default:
+        x, w, b, stride, padding, dilation, groups = _filled(node, (None, None, None, [1], [0], [1], 1))
+    elif node.target is aten.conv1d.padding:
+        x, w, b, stride, kind, dilation, groups = _filled(node, (None, None, None, [1], "valid", [1], 1))
+        if kind != "valid":
+            return None
+        padding = [0]
+    elif node.target is aten.convolution.default:
+        x, w, b, stride, padding, dilation, transposed, _, groups = _filled(node, ())
+        if transposed:
+            return None
+    else:
+        return None
+    numbers = [n[0] if isinstance(n, (list, tuple)) and len(n) == 1 else n for n in (stride, padding, dilation)]
+    if value(x).dim() != 3 or not value(x).is_floating_point() or not all(isinstance(n, int) for n in numbers):
+        return None
+    return x, w, b, *numbers, groups  # type: ignore[return-value]
+
+
+def _source(operand: Node) -> tuple[Node, int, int]:
+    """(x, its dimension of time, steps of zeros put before it): what the operand [b, c, t] is made of, without
+    paddings, transpositions, copies and casts that widen."""
+    node, time, left = operand, 2, 0
+    while True:
+        if (swapped := is_swap(node)) is not None:
+            node, time = swapped, 3 - time
+        elif node.target in _COPIES or is_cast(node) and _bits(node.args[0]) <= _bits(node):
+            node = node.args[0]  # type: ignore[assignment]
+        elif (padded := _padding(node, time)) is not None:
+            node, left = padded[0], left + padded[1]
+        else:
+            return node, time, left
+
+
+def is_swap(node: Node) -> Node | None:
+    """The tensor of rank 3 whose last two dimensions `node` swaps, or None."""
+    base = node.args[0] if node.op == "call_function" and node.args else None
+    if not isinstance(base, Node) or not isinstance(value(base), torch.Tensor) or value(base).dim() != 3:
+        return None
+    if node.target is aten.transpose.int:
+        return base if {d % 3 for d in node.args[1:3]} == {1, 2} else None  # type: ignore[operator]
+    if node.target is aten.permute.default:
+        return base if [d % 3 for d in node.args[1]] == [0, 2, 1] else None  # type: ignore[union-attr]
+    return base if node.target in (aten.mT.default, getattr(aten.matrix_H, "default", None)) else None
+
+
+def _padding(node: Node, time: int) -> tuple[Node, int] | None:
+    """(tensor, steps of zeros before time 0) where `node` pads time, and nothing else, with zeros."""
+    if node.target in _PADS:
+        mode = node.args[2] if node.target is aten.pad.default and len(node.args) > 2 else "constant"
+        fill = node.args[3 if node.target is aten.pad.default else 2 :]
+        x, sizes = node.args[:2]
+        if mode != "constant" or fill and fill[0] not in (None, 0) or not all(isinstance(n, int) for n in sizes):  # type: ignore[union-attr]
+            return None
+        at = 2 * (2 - time)
+        sizes = [*sizes, *[0] * (6 - len(sizes))]  # type: ignore[arg-type,misc]
+        if any(n for i, n in enumerate(sizes) if i not in (at, at + 1)) or sizes[at] < 0:
+            return None
+        return x, sizes[at]  # type: ignore[return-value]
+    if node.target is aten.cat.default and len(node.args[0]) == 2:  # type: ignore[arg-type]
+        first, x = node.args[0]  # type: ignore[misc]
+        if (node.args[1] if len(node.args) > 1 else 0) % 3 == time and _is_zeros(first):  # type: ignore[operator]
+            steps = value(first).shape[time]
+            return (x, steps) if isinstance(steps, int) else None
+    return None
+
+
+def _is_zeros(node: Any) -> bool:
+    if node.target in (aten.full.default, aten.full_like.default, aten.new_full.default):
+        return node.args[-1] == 0
+    return node.target in _ZEROS
+
+
+def _bits(node: Any) -> int:
+    return torch.finfo(value(node).dtype).bits
+
+
+class _Steps:
+    """The walk from a convolution to its readers, and how it ended."""
+
+    def __init__(self, conv: Node, left: int, taps: int, length: Any) -> None:
+        self.conv, self.left, self.taps, self.length = conv, left, taps, length
+        self.last, self.readers = conv, list(conv.users)
+
+    def complete(self, node: Node, time: int, first: int) -> bool:
+        return self.left - first == self.taps - 1 and same_size(value(node).shape[time], self.length)
+
+    def why_not(self) -> tuple[Node, str, str]:
+        if len(self.readers) > 1:
+            names = ", ".join(sorted(u.name for u in self.readers))
+            return self.last, "escapes", f"the convolution with its padding is read by several: {names}"
+        return self.last, "not-causal", (
+            f"{self.left} steps of padding before {self.taps} taps, and {value(self.conv).shape[2]} outputs, "
+            f"are not cut to one output for each of {self.length} steps that sees no later one"
+        )  # fmt: skip
+
+
+def _walk(steps: _Steps) -> tuple[Node, int, str, set[Node]] | None:
+    """(end, its dimension of time, activation, nodes up to it): as far as every value has one reader only."""
+    node, time, first, activation = steps.conv, 2, 0, ""
+    internal = {node}
+    best = (node, time, activation, set(internal)) if steps.complete(node, time, first) else None
+    while True:
+        steps.last, steps.readers = node, list(node.users)
+        silu = next((s for u in node.users for s in _silu_of(node, u)), None) if not activation else None
+        is_end = True
+        if silu is not None:
+            internal |= silu[1]
+            node, activation = silu[0], "silu"
+        elif len(node.users) != 1:
+            return best
+        else:
+            (user,) = node.users
+            if is_swap(user) is not None:
+                time = 3 - time
+            elif user.target is aten.slice.Tensor and (begin := _begin(user, time)) is not None:
+                first += begin
+            elif user.target in _COPIES:
+                is_end = time == 1
+            elif is_cast(user):
+                is_end = _bits(user) <= _bits(node)
+            else:
+                return best
+            node = user
+            internal.add(node)
+        if is_end and steps.complete(node, time, first):
+            best = (node, time, activation, set(internal))
+
+
+def _silu_of(node: Node, reader: Node) -> list[tuple[Node, set[Node]]]:
+    """SiLU of `node`, if that is all that reads it, `reader` being a part of it."""
+    for top in (reader, *reader.users):
+        found = match_silu(top)
+        if found is not None and found[0] is node and set(node.users) <= found[1]:
+            if all(set(n.users) <= found[1] for n in found[1] - {top}):
+                return [(top, found[1])]
+    return []
+
+
+def _begin(cut: Node, time: int) -> int | None:
+    """Where a slice along time begins; None for other slices."""
+    _, dim, start, _, step = _filled(cut, (None, 0, None, None, 1))
+    if dim % 3 != time or step != 1 or not isinstance(start, (int, type(None))):
+        return None
+    start = start or 0
+    size = value(cut.args[0]).shape[time]
+    if start < 0:
+        return size + start if isinstance(size, int) else None
+    return start

@@ -1,0 +1,1 @@
+"""Routed experts in their spellings: loops, gathered and grouped GEMMs, sorted tokens."""

@@ -1,0 +1,138 @@
+"""Every expert on every token, weighted by its column of a gate matrix: `y += gates[:, e, None] * expert_e(x)`, or by
+the sum of a token's gates that are its: `y += (gates * (indices == e)).sum(-1, keepdim=True) * expert_e(x)`.
+
+Most of the matrix is zero where experts are chosen by `topk`, and what is multiplied by zero need not be computed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+from torch.fx import Node
+
+from megacpp_compile.fx.edit import of_tensors, same_size, value
+from megacpp_compile.matchers.moe.experts import Expert, NoExpert, agree, linear_product, match_expert, over_rows
+from megacpp_compile.matchers.moe.gate_matrix import is_filled, match_chosen, match_chosen_gate, match_column
+from megacpp_compile.matchers.views import is_cast
+from megacpp_compile.passes._moe_rewrite import Routed, match
+from megacpp_compile.passes._rule import GraphView, Match, Refusal
+
+aten = torch.ops.aten
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """`node` is column `expert` of `matrix`, or of what the pair (indices, gates) makes one, times `out`."""
+
+    node: Node
+    matrix: Node | tuple[Node, Node]
+    expert: int
+    out: Node
+
+
+def find(view: GraphView) -> Iterator[Match | Refusal]:
+    shares: dict[Node, Share] = {}
+    sums: dict[Node, tuple[Node | None, list[Share]]] = {}  # what was added to, None for nothing
+    for node in view.graph.nodes:
+        if (share := _share(node)) is not None:
+            shares[node] = share
+        elif node.target is aten.add.Tensor and not node.kwargs:
+            for old, new in (node.args, node.args[::-1]):
+                if not isinstance(_uncast(new), Node) or (added := shares.get(_uncast(new))) is None:
+                    continue
+                if old in sums:
+                    base, before = sums[old]
+                    sums[node] = base, [*before, added]
+                elif (start := shares.get(_uncast(old))) is not None and start.matrix == added.matrix:
+                    sums[node] = None, [start, added]
+                else:
+                    empty = not isinstance(old, Node) and old == 0 or is_filled(old, 0.0)
+                    sums[node] = None if empty else old, [added]
+                break
+            else:
+                if node.args[1] == 0 and (start := shares.get(_uncast(node.args[0]))) is not None:  # as `sum` begins
+                    sums[node] = None, [start]
+    for node, (base, found) in sums.items():
+        if len(found) > 1 and not any(u in sums for u in node.users):
+            if (checked := _check(view, node, base, found)) is not None:
+                yield checked
+
+
+def _uncast(node: object) -> Node:
+    while isinstance(node, Node) and is_cast(node):
+        node = node.args[0]
+    return node  # type: ignore[return-value]
+
+
+def _share(node: Node) -> Share | None:
+    if node.target is not aten.mul.Tensor or not of_tensors(node):
+        return None
+    for gate, out in (node.args, node.args[::-1]):
+        if value(gate).dim() != value(out).dim() or value(gate).shape[-1:] != (1,):
+            continue
+        column: tuple[Node | tuple[Node, Node], int] | None = match_column(gate)  # type: ignore[arg-type]
+        if column is None and (own := match_chosen_gate(gate)) is not None:  # type: ignore[arg-type]
+            return Share(node, own[:2], own[2], out)  # type: ignore[arg-type]
+        if column is None or not all(map(same_size, value(column[0]).shape[:-1], value(out).shape[:-1])):
+            continue
+        return Share(node, *column, out)  # type: ignore[arg-type]
+    return None
+
+
+def _check(view: GraphView, node: Node, base: Node | None, shares: list[Share]) -> Match | Refusal | None:
+    matrix = shares[0].matrix
+    if match_expert(shares[0].out, linear_product) is None:
+        return None  # some other sum of products
+    for share in shares:
+        if share.matrix != matrix:
+            return Refusal(share.node, "gates", "experts are weighted by different gates")
+    by_number = {share.expert: share for share in shares}
+    first = 0 if isinstance(matrix, Node) else min(by_number)
+    gaps = sorted(by_number) != list(range(first, first + len(shares)))
+    if gaps or isinstance(matrix, Node) and not same_size(value(matrix).shape[-1], len(shares)):
+        return Refusal(node, "gaps", "not every column of the gates weights one expert")
+    found = all_experts([by_number[first + e].out for e in range(len(shares))])
+    if found is None or isinstance(found, Refusal):
+        return found
+    if isinstance(matrix, Node):
+        return by_matrix(view, node, matrix, *found, base)
+    x, experts = found
+    outer, tokens = value(x).shape[:-1], value(matrix[0]).shape[:-1]
+    if len(outer) != len(tokens) or not all(map(same_size, outer, tokens)):
+        return Refusal(x, "rows", "there are not as many rows as choices")
+    return match(view, Routed(node, x, matrix[0], matrix[1], experts, first, base))
+
+
+def all_experts(outs: list[Node]) -> tuple[Node, list[Expert]] | Refusal | None:
+    """(what all read, the experts) whose outputs are `outs`; None where the first is no expert's."""
+    experts: list[Expert] = []
+    for out in outs:
+        expert = match_expert(out, linear_product)
+        if expert is None:
+            return Refusal(out, "no-expert", "what is weighted is no expert's output") if experts else None
+        if isinstance(expert, NoExpert):
+            return Refusal(expert.node, expert.tag, expert.reason)
+        if experts and over_rows(expert.x) is not over_rows(experts[0].x):
+            return Refusal(expert.node, "inputs", "experts read different inputs")
+        experts.append(expert)
+    if (other := agree(experts)) is not None:
+        return Refusal(other, "experts-differ", "the experts are not built alike")
+    return over_rows(experts[0].x), experts
+
+
+def by_matrix(
+    view: GraphView, node: Node, matrix: Node, x: Node, experts: list[Expert], base: Node | None = None,
+    scaled: bool = False,
+) -> Match | Refusal:
+    """`experts`, or the one that holds them all, of `x`, weighted by the columns of `matrix`, or with what they read
+    `scaled` by it: all of them make zeros of zeros."""
+    found = match_chosen(matrix)
+    if found is None:
+        return Refusal(matrix, "dense-gates", "the gates may all differ from zero: every expert works on every token")
+    gates = matrix if found.gates is None else found.gates
+    if not all(map(same_size, value(x).shape[:-1], value(found.indices).shape[:-1])):
+        return Refusal(x, "rows", "there are not as many rows as choices")
+    routed = Routed(node, x, found.indices, gates, experts, 0, base, matrix=found.gates is None, scaled=scaled)
+    return match(view, routed)

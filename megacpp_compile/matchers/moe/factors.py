@@ -1,0 +1,233 @@
+"""A sum of products, however it is spelled, as its factors and the axes each of them runs over.
+
+Read from the result down: every dimension of the result is an axis, and views, products, sums and contractions say
+which axes their operands' dimensions are. `einsum('ted,te->td', o, g)`, `(o * g[..., None]).sum(1)` and
+`torch.bmm(o.mT, g[..., None])` then are the same two factors over the same axes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from megacpp_compile.fx.edit import of_tensors, same_size, value
+from megacpp_compile.matchers.views import RESHAPES, is_cast
+
+aten = torch.ops.aten
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Axis:
+    """One thing to run over; told apart from others of its size."""
+
+    size: Any
+
+
+# For every dimension of a tensor the axes it runs over, outermost first; none where it is 1 long.
+Dims = tuple[tuple[Axis, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Factor:
+    """`node` over `dims`, a factor of the contraction or product `by`."""
+
+    node: Node
+    dims: Dims
+    by: Node
+
+    @property
+    def axes(self) -> set[Axis]:
+        return {axis for dim in self.dims for axis in dim}
+
+
+def over(node: Node) -> Dims:
+    """An axis for every dimension of `node` that is not 1 long."""
+    return tuple(() if _one(n) else (Axis(n),) for n in value(node).shape)
+
+
+def factors(node: Node, dims: Dims, inner: Callable[[set[Axis]], bool]) -> list[Factor]:
+    """The factors of `node`, each taken apart as far as `inner` says of its axes that it is a product itself."""
+    found: list[Factor] = []
+    pending = [Factor(node, dims, node)]
+    while pending:
+        factor = pending.pop()
+        below = step_into(factor.node, factor.dims) if inner(factor.axes) else None
+        if below is None:
+            found.append(factor)
+        else:
+            by = factor.by if _viewed(factor.node) else factor.node
+            pending += [Factor(n, d, by) for n, d in below]
+    return found
+
+
+def seen_as(factor: Factor, *wanted: Dims) -> tuple[Node, int] | None:
+    """(the innermost tensor of which `factor` is a view over dimensions that are `wanted`, which of them they are)."""
+    found = None
+    for node, dims in beneath(factor):
+        if dims in wanted:
+            found = node, wanted.index(dims)
+    return found
+
+
+def beneath(factor: Factor) -> Iterator[tuple[Node, Dims]]:
+    """`factor`, what it is a view of, and so on, with the dimensions of each."""
+    node, dims = factor.node, factor.dims
+    while True:
+        yield node, dims
+        below = step_into(node, dims) if _viewed(node) else None
+        if below is None:
+            return
+        ((node, dims),) = below
+
+
+def step_into(node: Node, dims: Dims) -> list[tuple[Node, Dims]] | None:
+    """The operands of `node`, whose dimensions are `dims`, with theirs; None where it is none of these operations."""
+    if node.op != "call_function":
+        return None
+    if _viewed(node):
+        source = node.args[0]
+        below = _through(node, dims)
+        return None if below is None else [(source, below)]  # type: ignore[list-item]
+    target, args = node.target, node.args
+    if target is aten.mul.Tensor and of_tensors(node):
+        return [(a, _broadcast(a, dims)) for a in args]  # type: ignore[arg-type, misc]
+    if target is aten.sum.dim_IntList and args[1]:
+        return [(args[0], _summed(node, dims))]  # type: ignore[list-item]
+    if target is aten.einsum.default:
+        return _einsum(str(args[0]), list(args[1]), dims)  # type: ignore[arg-type]
+    if target in (aten.bmm.default, aten.mm.default, aten.matmul.default):
+        a, b = args
+        if value(a).dim() < 2 or value(b).dim() < 2:
+            return None
+        inner = _axis(value(a).shape[-1])
+        left, right = (*dims[:-1], inner), (*dims[:-2], inner, dims[-1])
+        return [(a, _broadcast(a, left)), (b, _broadcast(b, right))]  # type: ignore[list-item, arg-type]
+    if target is aten.linear.default and len(args) == 2 and value(args[1]).dim() == 2:
+        inner = _axis(value(args[0]).shape[-1])
+        return [(args[0], (*dims[:-1], inner)), (args[1], (dims[-1], inner))]  # type: ignore[list-item]
+    return None
+
+
+def _one(n: Any) -> bool:
+    return isinstance(n, int) and n == 1
+
+
+def _axis(n: Any) -> tuple[Axis, ...]:
+    return () if _one(n) else (Axis(n),)
+
+
+def _broadcast(operand: Any, dims: Dims) -> Dims:
+    """`dims` for an operand that is repeated where it is 1 long."""
+    shape = value(operand).shape
+    return tuple(() if _one(n) else d for n, d in zip(shape, dims[len(dims) - len(shape) :], strict=True))
+
+
+def _summed(node: Node, dims: Dims) -> Dims:
+    source, places, *keep = node.args
+    shape = value(source).shape
+    gone = {d % len(shape) for d in places}  # type: ignore[union-attr]
+    rest = iter(dims)
+    out = []
+    for i, n in enumerate(shape):
+        if i in gone:
+            out.append(_axis(n))
+            if keep and keep[0]:
+                next(rest)
+        else:
+            out.append(next(rest))
+    return tuple(out)
+
+
+def _einsum(equation: str, operands: Sequence[Node], dims: Dims) -> list[tuple[Node, Dims]] | None:
+    left, arrow, result = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    if not arrow or "." in equation or any(len(set(t)) != len(t) for t in (*terms, result)):
+        return None
+    letters = dict(zip(result, dims, strict=True))
+    for term, operand in zip(terms, operands, strict=True):
+        for letter, n in zip(term, value(operand).shape, strict=True):
+            if letter not in letters or not letters[letter] and letter not in result:
+                letters[letter] = _axis(n)
+    return [
+        (operand, _broadcast(operand, tuple(letters[letter] for letter in term)))
+        for term, operand in zip(terms, operands, strict=True)
+    ]
+
+
+_SAME = (aten.alias.default, aten.clone.default, aten.contiguous.default, aten.lift_fresh_copy.default)
+_VIEWS = {
+    *_SAME, *RESHAPES, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.transpose.int, aten.t.default,
+    aten.numpy_T.default, aten.permute.default, aten.expand.default, aten.repeat.default,
+    aten.repeat_interleave.self_int,
+}  # fmt: skip
+
+
+def _viewed(node: Node) -> bool:
+    if node.target is aten.select.int:
+        return _one(value(node.args[0]).shape[node.args[1]])  # type: ignore[index]
+    return node.op == "call_function" and (node.target in _VIEWS or is_cast(node))
+
+
+def _through(node: Node, dims: Dims) -> Dims | None:
+    """The dimensions of what `node` is a view, a copy or a repetition of."""
+    target, args = node.target, node.args
+    shape = value(args[0]).shape
+    n = len(shape)
+    if target in _SAME or is_cast(node):
+        return dims
+    if target is aten.unsqueeze.default:
+        at = args[1] % (n + 1)  # type: ignore[operator]
+        return dims[:at] + dims[at + 1 :]
+    if target in (aten.transpose.int, aten.t.default, aten.numpy_T.default, aten.permute.default):
+        if target is aten.permute.default:
+            order = [d % n for d in args[1]]  # type: ignore[union-attr]
+        else:
+            a, b = args[1:3] if target is aten.transpose.int else (0, n - 1)
+            order = list(range(n))
+            order[a], order[b] = order[b], order[a]  # type: ignore[index]
+        out: list[tuple[Axis, ...]] = [()] * n
+        for place, d in zip(order, dims, strict=True):
+            out[place] = d
+        return tuple(out)
+    if target is aten.expand.default:
+        return _broadcast(args[0], dims)
+    if target is aten.repeat.default:
+        times = list(args[1])[len(args[1]) - n :]  # type: ignore[arg-type]
+        rows = [_cut(d, r, False) for d, r in zip(dims[len(dims) - n :], times, strict=True)]
+        return None if None in rows else tuple(rows)  # type: ignore[arg-type]
+    if target is aten.repeat_interleave.self_int:
+        if len(args) < 3 or args[2] is None:
+            return None
+        at = args[2] % n  # type: ignore[operator]
+        kept = _cut(dims[at], args[1], True)
+        return None if kept is None else (*dims[:at], kept, *dims[at + 1 :])
+    return _regroup([axis for d in dims for axis in d], shape)  # squeezes are reshapes, too, and so is the one of one
+
+
+def _cut(dim: tuple[Axis, ...], times: Any, inside: bool) -> tuple[Axis, ...] | None:
+    """`dim` without the axes, innermost or outermost ones, that a repetition `times` made."""
+    if _one(times):
+        return dim
+    for i in range(len(dim) + 1):
+        gone, kept = (dim[i:], dim[:i]) if inside else (dim[:i], dim[i:])
+        if gone and same_size(math.prod(a.size for a in gone), times):
+            return kept
+    return None
+
+
+def _regroup(axes: list[Axis], shape: Sequence[Any]) -> Dims | None:
+    """`axes` in their order as dimensions of `shape`; None where one would have to be taken apart."""
+    out = []
+    for n in shape:
+        dim: list[Axis] = []
+        while not _one(n) and axes and not (dim and same_size(math.prod(a.size for a in dim), n)):
+            dim.append(axes.pop(0))
+        if not _one(n) and not same_size(math.prod(a.size for a in dim), n):
+            return None
+        out.append(tuple(dim))
+    return None if axes else tuple(out)

@@ -1,0 +1,187 @@
+"""A gate for every token and every expert, of which only the chosen experts' are not zero.
+
+Proved from how it is made: gates scattered into zeros, a sum over one-hots of the choices, a softmax over what is minus
+infinity elsewhere, and products, quotients and casts of such. A softmax over all experts is no such matrix: there every
+expert has a share in every token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from megacpp_compile.fx.edit import same_size, value
+from megacpp_compile.matchers.moe.factors import factors, over, seen_as
+from megacpp_compile.matchers.moe.routing import distinct_choices, match_mask
+from megacpp_compile.matchers.views import is_cast, is_outer_view
+
+aten = torch.ops.aten
+_ZEROS = (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
+_FULL = (aten.full.default, aten.full_like.default, aten.new_full.default)
+_SOFTMAX = (aten.softmax.int, aten._softmax.default)
+
+
+@dataclasses.dataclass(frozen=True)
+class Chosen:
+    """A matrix [.., E] that is zero but at `indices` [.., k], where it is `gates`; those are to be read out of the
+    matrix itself where None."""
+
+    indices: Node
+    gates: Node | None = None
+
+
+def is_filled(node: Any, number: float) -> bool:
+    """Whether every element of `node` is `number`."""
+    if not isinstance(node, Node) or node.target not in (*_ZEROS, *_FULL):
+        return False
+    fill = 0 if node.target in _ZEROS else node.args[-1]
+    return isinstance(fill, (int, float)) and fill == number
+
+
+def match_chosen(node: Node) -> Chosen | None:
+    """How `node` [.., E] is made of choices that are distinct; None where it is not, or where that can't be seen."""
+    found = _elsewhere(node, 0.0)
+    if found is None or not distinct_choices(found.indices):
+        return None
+    return found
+
+
+def _elsewhere(node: Node, number: float) -> Chosen | None:
+    """What makes `node` be `number` everywhere but at the choices."""
+    while is_cast(node) or node.target in (aten.clone.default, aten.alias.default, aten.contiguous.default):
+        node = node.args[0]  # type: ignore[assignment]
+    target, args = node.target, node.args
+    if not isinstance(value(node), torch.Tensor) or node.op != "call_function":
+        return None
+    last = value(node).dim() - 1
+    if target in (aten.scatter.src, aten.scatter_add.default, aten.scatter.value) and is_filled(args[0], number):
+        whole = value(args[2]).dim() == last + 1 and args[1] in (-1, last)
+        if not whole or not all(map(same_size, value(args[2]).shape[:-1], value(node).shape[:-1])):
+            return None
+        given = args[3] if target is not aten.scatter.value else None
+        if isinstance(given, Node) and not all(map(same_size, value(given).shape, value(args[2]).shape)):
+            return None
+        return Chosen(args[2], given)  # type: ignore[arg-type]
+    if (target in _SOFTMAX and args[1] in (-1, last) or target is aten.sigmoid.default) and number == 0:
+        inner = _elsewhere(args[0], -math.inf)  # type: ignore[arg-type]
+        return None if inner is None else Chosen(inner.indices)
+    if number != 0:
+        return None
+    if target in (aten.mul.Tensor, aten.div.Tensor):
+        sides = args if target is aten.mul.Tensor else args[:1]
+        for side in sides:
+            whole = isinstance(value(side), torch.Tensor) and value(side).dim() == last + 1
+            if whole and all(map(same_size, value(side).shape, value(node).shape)):
+                inner = _elsewhere(side, number)  # type: ignore[arg-type]
+                if inner is not None:
+                    return Chosen(inner.indices)
+    return _one_hots(node)
+
+
+def _one_hots(node: Node) -> Chosen | None:
+    """The sum over a token's choices of a gate times a one-hot."""
+    if node.target not in (aten.sum.dim_IntList, aten.einsum.default, aten.bmm.default, aten.matmul.default):
+        return None
+    dims = over(node)
+    if any(not d for d in dims):
+        return None
+    parts = factors(node, dims, lambda axes: set(dims[-1]) < axes)
+    for hot in parts:
+        inner = hot.axes - {a for d in dims for a in d}
+        if len(inner) != 1:
+            continue
+        (choice,) = inner
+        wanted = (*dims[:-1], (choice,), *dims[-1:])
+        seen = seen_as(hot, wanted)
+        mask = match_mask(_as_number(seen[0])) if seen else None
+        if mask is None or not mask.by_token or mask.dims[-2:] != ("s", "e") or value(mask.indices).dim() != len(dims):
+            continue
+        rest = [p for p in parts if p is not hot]
+        gates = seen_as(rest[0], wanted[:-1]) if len(rest) == 1 else None
+        if gates is not None and len(rest) == 1:
+            return Chosen(mask.indices, gates[0])
+        if not rest:
+            return Chosen(mask.indices)
+    return None
+
+
+def _as_number(node: Node) -> Node:
+    while node.target in (aten._to_copy.default, aten.to.dtype) or is_cast(node):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def match_chosen_gate(node: Node) -> tuple[Node, Node, int] | None:
+    """(indices [.., k], gates [.., k], e) where `node` [.., 1] or [..] is the sum of a token's gates whose choice is
+    e."""
+    node = _one_lane(node)
+    if node.target is not aten.sum.dim_IntList:
+        return None
+    product, last = node.args[0], value(node.args[0]).dim() - 1
+    if list(node.args[1]) not in ([last], [-1]):  # type: ignore[arg-type]
+        return None
+    while isinstance(product, Node) and is_cast(product):
+        product = product.args[0]
+    assert isinstance(product, Node)
+    target, args = product.target, product.args
+    if target is aten.mul.Tensor:
+        pairs = [args, args[::-1]]
+    elif target is aten.where.ScalarOther and args[2] == 0 or target is aten.where.self and is_filled(args[2], 0.0):
+        pairs = [(args[1], args[0])]
+    elif target is aten.masked_fill.Scalar and args[2] == 0 and _negated(args[1]) is not None:
+        pairs = [(args[0], _negated(args[1]))]
+    else:
+        return None
+    for gates, mark in pairs:
+        if not all(isinstance(value(a), torch.Tensor) for a in (gates, mark)):
+            continue
+        mask = match_mask(_as_number(mark))
+        if mask is None or not mask.by_token or mask.dims[-1] != "s" or mask.expert is None:
+            continue
+        if all(map(same_size, value(gates).shape, value(mask.indices).shape)):
+            return mask.indices, gates, mask.expert
+    return None
+
+
+def _negated(node: Any) -> Node | None:
+    """What `node` is the negation of."""
+    negations = (aten.bitwise_not.default, aten.logical_not.default)
+    return node.args[0] if isinstance(node, Node) and node.target in negations else None  # type: ignore[return-value]
+
+
+def _one_lane(node: Node) -> Node:
+    """`node`, one number a token, before casts and views that add a last dimension to it."""
+    while is_cast(node) or node.target in (aten.unsqueeze.default, aten.clone.default, aten.alias.default) or (
+        is_outer_view(node) and value(node).shape[-1:] == (1,)
+    ):  # fmt: skip
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def match_column(node: Node) -> tuple[Node, int] | None:
+    """(matrix [.., E], e) where `node` is its column e, as [.., 1] or [..]."""
+    node = _one_lane(node)
+    target, args = node.target, node.args
+    if str(target) == "<built-in function getitem>" and isinstance(args[0], Node):
+        parts, index = args
+        matrix = parts.args[0]
+        wide = value(matrix).dim() if isinstance(matrix, Node) else 0
+        by_one = parts.target is aten.unbind.int or parts.target is aten.split.Tensor and parts.args[1] == 1
+        dim = [*parts.args, 0][1 if parts.target is aten.unbind.int else 2]
+        return (matrix, index) if by_one and dim in (-1, wide - 1) else None  # type: ignore[return-value]
+    if target not in (aten.select.int, aten.slice.Tensor) or not isinstance(args[0], Node):
+        return None
+    matrix, dim, at = args[:3]
+    wide = value(matrix).dim()
+    if not isinstance(at, int) or not isinstance(value(matrix).shape[dim], int):  # type: ignore[index]
+        return None
+    if target is aten.slice.Tensor and (len(args) != 4 or args[3] != at + 1):
+        return None
+    at %= value(matrix).shape[dim]  # type: ignore[index]
+    if wide == 2 and dim in (0, -2) and matrix.target in (aten.t.default, aten.transpose.int, aten.permute.default):
+        return matrix.args[0], at  # type: ignore[return-value]
+    return (matrix, at) if dim in (-1, wide - 1) else None

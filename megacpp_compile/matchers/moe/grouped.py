@@ -1,0 +1,280 @@
+"""All slots at once: products over an axis of experts or of choices, and the sum over that axis, gated.
+
+Either every expert multiplies every token (`einsum('td,ehd->teh', x, w)`, `bmm` over a repeated x, a `stack` of the
+outputs of separate experts) and a matrix of gates, zero where an expert was not chosen, leaves k of them; or every
+choice is multiplied by its own copy of a weight (`w[indices]`); or every expert's rows were written in their places
+(`y[ids == e] = expert(rows[ids == e])`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+from torch.fx import Node
+
+from megacpp_compile.fx.edit import of_tensors, same_size, value
+from megacpp_compile.matchers.moe import dense, loop
+from megacpp_compile.matchers.moe.experts import Expert, NoExpert, Product, Weight, biased, expert_into
+from megacpp_compile.matchers.moe.factors import Axis, Dims, Factor, beneath, factors, over, seen_as, step_into
+from megacpp_compile.matchers.moe.routing import chosen, indexed, number_of_scores
+from megacpp_compile.passes._moe_rewrite import Routed, match
+from megacpp_compile.passes._rule import GraphView, Match, Refusal
+
+aten = torch.ops.aten
+_SUMS = (aten.sum.dim_IntList, aten.einsum.default, aten.bmm.default, aten.matmul.default)
+
+
+def find(view: GraphView) -> Iterator[Match | Refusal]:
+    for node in view.graph.nodes:
+        if node.target in _SUMS and (found := _check(view, node)) is not None:
+            yield found
+
+
+@dataclasses.dataclass(frozen=True)
+class Axes:
+    """`tokens`: those of the result but the last, which is `out`; `routes`: the one that is summed with gates."""
+
+    tokens: tuple[Axis, ...]
+    routes: Axis
+
+    def rows(self, *behind: tuple[Axis, ...]) -> list[Dims]:
+        """Tokens as they are or in one dimension, then `behind`."""
+        return [(*((t,) for t in self.tokens), *behind), (self.tokens, *behind)]
+
+    def slots(self, *behind: tuple[Axis, ...]) -> list[Dims]:
+        """Tokens and choices as they are or in one dimension, then `behind`."""
+        each = (*((t,) for t in self.tokens), (self.routes,), *behind)
+        return [each, ((*self.tokens, self.routes), *behind)]
+
+
+def _check(view: GraphView, node: Node) -> Match | Refusal | None:
+    dims = over(node)
+    known = [d for d in dims if d]
+    if len(known) < 2 or not value(node).is_floating_point():
+        return None
+    tokens, (out,) = tuple(a for d in known[:-1] for a in d), known[-1]
+    parts = factors(node, dims, lambda axes: out in axes and not axes.isdisjoint(tokens))
+    gates = [p for p in parts if out not in p.axes and p.axes > set(tokens) and len(p.axes) == len(tokens) + 1]
+    outs = [p for p in parts if out in p.axes]
+    if not gates and len(parts) == 2 and len(outs) == 1:
+        return _ungated(view, node, tokens, outs[0], next(p for p in parts if p is not outs[0]), out)
+    if len(gates) != 1:
+        copies = [p for p in outs if _copies(p) is not None]
+        if copies and len(outs) == len(parts) - 1 > 1:
+            return Refusal(node, "gates", "an expert's output is not multiplied by one gate per choice")
+        return None
+    (gate,), (routes,) = gates, gates[0].axes - set(tokens)
+    axes = Axes(tokens, routes)
+    if len(outs) != 1:
+        return None
+    if len(parts) == 2:
+        return _outputs(view, node, axes, outs[0], gate, out)
+    hidden = next(p for p in parts if p not in (gate, outs[0]))
+    if len(parts) > 3 or len(hidden.axes - gate.axes) != 1 or not hidden.axes > gate.axes:
+        return None
+    return _products(view, node, axes, outs[0], gate, hidden, out)
+
+
+def _ungated(
+    view: GraphView, node: Node, tokens: tuple[Axis, ...], weight: Factor, hidden: Factor, out: Axis
+) -> Match | Refusal | None:
+    """No gates are in the sum: they may multiply what experts read."""
+    *_, (_, dims) = beneath(hidden)
+    routes = hidden.axes - {*tokens, *dims[-1]}
+    if len(routes) != 1 or len(dims[-1]) != 1 or not routes < weight.axes | set(tokens):
+        return None
+    axes = Axes(tokens, *routes)
+    chosen_from = {number_of_scores(n) for n in view.graph.nodes}  # what is summed over may be heads, say
+    size = axes.routes.size
+    experts = _copies(weight) is not None or isinstance(size, int) and size in chosen_from
+    if not experts or not hidden.axes > {*tokens, *routes}:
+        return None
+    return _products(view, node, axes, weight, None, hidden, out)
+
+
+def _copies(factor: Factor) -> tuple[Node, Node, Dims] | None:
+    """(weights, which of them, dimensions) of one weight for every row."""
+    for node, dims in beneath(factor):
+        read = indexed(node)
+        if read is not None and len(read[1]) == 1 and isinstance(read[1][0], Node) and value(read[0]).dim() == 3:
+            return read[0], read[1][0], dims
+    return None
+
+
+def _products(
+    view: GraphView, node: Node, axes: Axes, weight: Factor, gate: Factor | None, hidden: Factor, out: Axis
+) -> Match | Refusal | None:
+    *_, (inner, dims) = beneath(hidden)
+    (lanes,) = hidden.axes - {*axes.tokens, axes.routes}
+    if dims[-1] != (lanes,):
+        return None
+    multiply = _Products(axes, [d for d in dims[:-1] if d])
+    found = multiply.weight(weight, out, lanes)
+    if found is None:
+        return None
+    expert = expert_into(Product(weight.by, inner, found), multiply)
+    if isinstance(expert, NoExpert):
+        return Refusal(expert.node, expert.tag, expert.reason)
+    if multiply.mixed is not None:
+        return Refusal(multiply.mixed, "indices", "an expert's projections go by different choices")
+    scaled = gate is None
+    if (gate is None) == (multiply.gate is None):
+        ends = "neither what an expert reads nor what it makes is" if scaled else "both ends of an expert are"
+        return Refusal(node, "gates", f"{ends} multiplied by gates")
+    gate = gate or multiply.gate
+    assert gate is not None
+    if multiply.ids is None:
+        return _by_matrix(view, node, axes, gate, expert.x, [expert], scaled)
+    if not isinstance(axes.routes.size, int):
+        return None
+    gates = seen_as(gate, *axes.slots())
+    if gates is None:
+        return Refusal(gate.node, "gates", "the gates are in another order than the choices")
+    if not chosen(multiply.ids):
+        return Refusal(multiply.ids, "range", "an expert's number may be negative, which would count from the end")
+    routed = Routed(node, expert.x, multiply.ids, gates[0], [expert], choices=axes.routes.size, scaled=scaled)
+    return match(view, routed)
+
+
+def _by_matrix(
+    view: GraphView, node: Node, axes: Axes, gate: Factor, x: Node, experts: list[Expert], scaled: bool = False
+) -> Match | Refusal:
+    matrix = seen_as(gate, axes.slots()[0])
+    if matrix is None:
+        return Refusal(gate.node, "gates", "the gates are in another order than the tokens")
+    return dense.by_matrix(view, node, matrix[0], x, experts, scaled=scaled)
+
+
+def _outputs(view: GraphView, node: Node, axes: Axes, rows: Factor, gate: Factor, out: Axis) -> Match | Refusal | None:
+    """What is weighted are outputs of experts that are modules of their own, or have biases."""
+    for inner, dims in beneath(rows):
+        if (biased := _biased(view, node, axes, inner, dims, gate, out)) is not None:
+            return biased
+        if inner.target is aten.stack.default:
+            place = dims.index((axes.routes,)) if (axes.routes,) in dims else -1
+            if place != (inner.args[1] if len(inner.args) > 1 else 0) % len(dims):  # type: ignore[operator]
+                return None
+            if dims[:place] + dims[place + 1 :] not in axes.rows((out,)):
+                return None
+            found = dense.all_experts(list(inner.args[0]))  # type: ignore[arg-type]
+            if found is None or isinstance(found, Refusal):
+                return found
+            return _by_matrix(view, node, axes, gate, found[0], found[1])
+        if dims == axes.slots((out,))[1] and (written := loop.written(inner)) is not None:
+            if isinstance(written, Refusal):
+                return written
+            return _slots(view, node, axes, gate, *written)
+    return None
+
+
+def _biased(
+    view: GraphView, node: Node, axes: Axes, inner: Node, dims: Dims, gate: Factor, out: Axis
+) -> Refusal | None:
+    """Why not, where `inner` is experts' outputs with a bias added."""
+    if inner.target is not aten.add.Tensor or not of_tensors(inner):
+        return None
+    for side in inner.args:
+        own, shape = value(side).shape, value(inner).shape
+        if len(own) != len(shape) or not all(map(same_size, own, shape)):
+            continue
+        parts = factors(side, dims, lambda below: out in below and axes.routes in below)  # type: ignore[arg-type]
+        weights = [p for p in parts if out in p.axes]
+        if len(parts) == 2 and len(weights) == 1:
+            (hidden,) = (p for p in parts if p is not weights[0])
+            if len(hidden.axes - gate.axes) != 1 or not hidden.axes > gate.axes:
+                continue
+            if (found := _products(view, node, axes, weights[0], gate, hidden, out)) is not None:
+                why = NoExpert(found.node, found.tag, found.reason) if isinstance(found, Refusal) else None
+                refusal = biased(inner, why)
+                return Refusal(inner, refusal.tag, refusal.reason)
+    return None
+
+
+def _slots(
+    view: GraphView, node: Node, axes: Axes, gate: Factor, ids: Node, rows: Node, experts: list[Expert], first: int
+) -> Match | Refusal:
+    lanes = Axis(value(rows).shape[-1])
+    x = seen_as(Factor(rows, axes.slots((lanes,))[1], rows), *axes.rows((lanes,)))
+    if x is None:
+        return Refusal(rows, "rows", "what experts read are not the tokens, one row for each choice")
+    gates = seen_as(gate, *axes.slots())
+    if gates is None or not isinstance(axes.routes.size, int):
+        return Refusal(gate.node, "gates", "the gates are in another order than the choices")
+    return match(view, Routed(node, x[0], ids, gates[0], experts, first, choices=axes.routes.size))
+
+
+class _Products:
+    """Products of rows with the weights of all experts, or with those of their own experts; all have to go by the same
+    choices."""
+
+    def __init__(self, axes: Axes, rows: list[tuple[Axis, ...]]) -> None:
+        self.axes, self.dims = axes, rows
+        self.ids: Node | None = None
+        self.every = False
+        self.mixed: Node | None = None
+        self.gate: Factor | None = None  # of what experts read
+
+    def __call__(self, node: Node) -> Product | NoExpert | None:
+        rows = iter(self.dims)
+        *outer, width = value(node).shape
+        if sum(not _one(n) for n in outer) != len(self.dims):
+            return None
+        lanes = Axis(width)
+        dims = (*(() if _one(n) else next(rows) for n in outer), (lanes,))
+        mixed = {*self.axes.tokens, self.axes.routes, lanes}
+        parts = factors(node, dims, lambda axes: axes >= mixed)
+        if len(parts) == 1 and parts[0].node.target is aten.add.Tensor:
+            return NoExpert(parts[0].node, "bias", "an expert's projection has a bias")
+        weights = [p for p in parts if lanes in p.axes]
+        if len(parts) != 2 or len(weights) != 1:
+            return None
+        (x,) = (p for p in parts if p is not weights[0])
+        inner = x.axes - {*self.axes.tokens, self.axes.routes}
+        if len(inner) != 1:
+            return None
+        source = seen_as(self._unscaled(x, *inner), *self.axes.rows(tuple(inner)))
+        weight = self.weight(weights[0], lanes, *inner)
+        return Product(node, source[0], weight) if source is not None and weight is not None else None
+
+    def _unscaled(self, x: Factor, lanes: Axis) -> Factor:
+        """`x` before it is multiplied by gates."""
+        *_, (node, dims) = beneath(x)
+        below = step_into(node, dims) if node.target is aten.mul.Tensor else None
+        for rows, gate in (below, below[::-1]) if below else ():
+            scale = Factor(*gate, node)
+            if lanes not in scale.axes and scale.axes == {*self.axes.tokens, self.axes.routes}:
+                if self.gate is None or self.gate.node is scale.node:
+                    self.gate = self.gate or scale
+                    return Factor(*rows, node)
+        return x
+
+    def weight(self, factor: Factor, out: Axis, inner: Axis) -> Weight | None:
+        """`factor` as the weights [.., out, inner] of all experts or of every slot's own."""
+        ends = ((out,), (inner,)), ((inner,), (out,))
+        if factor.axes == {self.axes.routes, out, inner}:
+            seen = seen_as(factor, *(((self.axes.routes,), *end) for end in ends))
+            if seen is None:
+                return None
+            self._goes_by(factor.node, None)
+            return Weight(seen[0], bool(seen[1]), every=True)
+        copies = _copies(factor)
+        if copies is None:
+            return None
+        tensor, ids, dims = copies
+        for transposed, end in enumerate(ends):
+            if dims in self.axes.slots(*end):
+                self._goes_by(factor.node, ids)
+                return Weight(tensor, bool(transposed), every=True)
+        return None
+
+    def _goes_by(self, node: Node, ids: Node | None) -> None:
+        if self.ids is None and not self.every:
+            self.ids, self.every = ids, ids is None
+        elif ids is not self.ids:
+            self.mixed = node
+
+
+def _one(n: object) -> bool:
+    return isinstance(n, int) and n == 1

@@ -1,0 +1,278 @@
+"""All slots at once, sorted by expert: grouped products of their rows, and the sum over each token's choices."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Iterator
+
+import torch
+from torch.fx import Node
+
+from megacpp_compile.fx.edit import of_tensors, same_size, value
+from megacpp_compile.matchers.moe.experts import (
+    Expert,
+    NoExpert,
+    Product,
+    Weight,
+    before_bias,
+    biased,
+    match_expert,
+    over_rows,
+)
+from megacpp_compile.matchers.moe.gate_matrix import is_filled
+from megacpp_compile.matchers.moe.routing import added_rows, indexed, scores_of
+from megacpp_compile.matchers.views import RESHAPES, is_cast
+from megacpp_compile.passes._moe_rewrite import Routed, match
+from megacpp_compile.passes._rule import GraphView, Match, Refusal
+
+aten = torch.ops.aten
+_GROUPED = ("aten._grouped_mm.default", "transformers.grouped_mm_fallback.default")
+
+
+def find(view: GraphView) -> Iterator[Match | Refusal]:
+    for node in view.graph.nodes:
+        ended = _summed(node) if node.target is aten.sum.dim_IntList else _added(node)
+        if ended is not None and (found := _check(view, node, ended)) is not None:
+            yield found
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """`weighted` rows, in the order of slots `order`, each token's added up; `base`: and to that."""
+
+    weighted: Node
+    order: Node
+    choices: int
+    base: Node | None = None
+
+
+def _summed(node: Node) -> Ended | None:
+    """Rows put back into the order of slots, and summed over the choices."""
+    dims = node.args[1]
+    keep = node.args[2] if len(node.args) > 2 else False
+    slots = _uncast(node.args[0])  # type: ignore[arg-type]
+    if value(slots).dim() != 3 or list(dims) not in ([1], [-2]) or keep or slots.target not in RESHAPES:  # type: ignore[arg-type]
+        return None
+    choices = value(slots).shape[1]
+    read = _unsorted(_uncast(slots.args[0]))  # type: ignore[arg-type]
+    if read is None or value(read[0]).dim() != 2 or not isinstance(choices, int):
+        return None
+    return Ended(_uncast(read[0]), read[1], choices)
+
+
+def _added(node: Node) -> Ended | None:
+    """Rows added to those of their tokens."""
+    added = added_rows(node)
+    if added is None:
+        return None
+    base, token, rows = added
+    if value(rows).dim() != 2 or not _halved(token) or _sorted_by(token.args[0]) is None:  # type: ignore[arg-type]
+        return None
+    empty = is_filled(base, 0.0)
+    return Ended(_uncast(rows), token.args[0], token.args[1], None if empty else base)  # type: ignore[arg-type]
+
+
+def _check(view: GraphView, node: Node, ended: Ended) -> Match | Refusal | None:
+    weighted = ended.weighted
+    if weighted.target is aten.mul.Tensor and of_tensors(weighted):
+        for out, gate in (weighted.args, weighted.args[::-1]):
+            multiply = _Products(ended.order)
+            expert = match_expert(multiply.unmasked(over_rows(out)), multiply)  # type: ignore[arg-type]
+            if expert is not None:
+                return _routed(view, node, ended, expert, gate, multiply)  # type: ignore[arg-type]
+        return None
+    multiply = _Products(ended.order)
+    expert = match_expert(multiply.unmasked(weighted), multiply)
+    return None if expert is None else _routed(view, node, ended, expert, None, multiply)
+
+
+def _routed(
+    view: GraphView, node: Node, ended: Ended, expert: Expert | NoExpert, gate: Node | None, multiply: _Products
+) -> Match | Refusal | None:
+    """`gate`: of what the expert makes; where it is None, what the expert reads has to be multiplied by one."""
+    if isinstance(expert, NoExpert):
+        return Refusal(expert.node, expert.tag, expert.reason)
+    if multiply.refusal is not None:
+        return multiply.refusal
+    ids, order, scaled = multiply.ids, ended.order, gate is None
+    rows = multiply.unmasked(over_rows(expert.x))
+    if gate is None:
+        if rows.target is not aten.mul.Tensor or not of_tensors(rows):
+            return Refusal(expert.x, "no-gate", "neither what an expert reads nor what it adds is multiplied by a gate")
+        a, b = rows.args
+        rows, gate = (a, b) if value(b).shape[-1:] == (1,) else (b, a)  # type: ignore[assignment]
+        rows = over_rows(rows)
+    if value(gate).dim() != 2 or value(gate).shape[-1] != 1:
+        return Refusal(gate, "gates", "an expert's rows are not multiplied by one gate per choice")
+    gates = gate
+    while is_cast(gates) or gates.target is aten.unsqueeze.default or (
+        gates.target in RESHAPES and value(gates).dim() == 2 and value(gates.args[0]).dim() == 1
+    ):  # fmt: skip
+        gates = gates.args[0]  # type: ignore[assignment]
+    read = indexed(gates)
+    if read is None or read[1] != [order]:
+        return Refusal(gates, "gates", "the gates are not in the order of the rows")
+    gates = read[0]
+    if value(gates).dim() != 1:
+        return Refusal(gates, "gates", "there is not one gate per choice")
+    x = _rows(rows, ended.choices, order)
+    if x is None or not same_size(value(x).shape[0] * ended.choices, value(ids).shape[0]):
+        return Refusal(expert.x, "rows", "what experts read are not the tokens, one row for each choice")
+    if multiply.limits - {value(expert.down.weight.tensor).shape[0]}:
+        return Refusal(node, "masked", "rows of some experts are set to zero")
+    routed = Routed(node, x, _slots(ids), gates, [expert], base=ended.base, choices=ended.choices, scaled=scaled)
+    return match(view, routed)
+
+
+def _uncast(node: Node) -> Node:
+    while is_cast(node):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _rows(node: Node, choices: int, order: Node) -> Node | None:
+    """The tokens [T, d] of which `node` has one row for each choice, in `order`."""
+    read = indexed(node)
+    if read is None or len(read[1]) != 1 or not isinstance(read[1][0], Node):
+        return None
+    token = read[1][0]
+    return read[0] if _halved(token) and token.args == (order, choices) else None
+
+
+def _halved(token: Node) -> bool:
+    """Whether `token` is the whole part of slots' numbers over a number of choices."""
+    whole = token.target is aten.floor_divide.default or (
+        token.target is aten.div.Tensor_mode and token.kwargs.get("rounding_mode") in ("floor", "trunc")
+    )
+    return whole and isinstance(token.args[0], Node) and isinstance(token.args[1], int)
+
+
+def _ascends(order: Node) -> bool:
+    sorts = order.target in (aten.argsort.default, aten.argsort.stable)
+    return sorts and len(order.args) == 1 and not order.kwargs.get("descending")
+
+
+def _sorted_by(order: Node) -> tuple[Node, Node | None] | None:
+    """(numbers, the sorted numbers' node if there is one) of which `order` is the ascending order."""
+    if _ascends(order):
+        return order.args[0], None  # type: ignore[return-value]
+    if order.target is operator.getitem and order.args[1] == 1:
+        sort = order.args[0]
+        if sort.target in (aten.sort.default, aten.sort.stable) and len(sort.args) == 1 and not sort.kwargs.get(  # type: ignore[union-attr]
+            "descending"
+        ):
+            first = next((u for u in sort.users if u.target is operator.getitem and u.args[1] == 0), None)  # type: ignore[union-attr]
+            return sort.args[0], first  # type: ignore[union-attr, return-value]
+    return None
+
+
+def _unsorted(node: Node) -> tuple[Node, Node] | None:
+    """(rows in some order, that order) where `node` puts them back into the order of slots."""
+    read = indexed(node)
+    if read is None or len(read[1]) != 1 or not isinstance(read[1][0], Node):
+        return None
+    back = read[1][0]
+    if _ascends(back):
+        order = back.args[0]
+    elif back.target is aten.index_put.default and len(back.args) == 3 and len(back.args[1]) == 1:  # type: ignore[arg-type]
+        empty, (order,), numbers = back.args  # type: ignore[misc]
+        count = value(numbers).shape
+        if numbers.target is not aten.arange.default or len(numbers.args) != 1 or count != value(empty).shape:  # type: ignore[union-attr]
+            return None
+    else:
+        return None
+    return (read[0], order) if isinstance(order, Node) and _sorted_by(order) is not None else None
+
+
+class _Products:
+    """Grouped products, the groups ending where each expert's rows do."""
+
+    def __init__(self, order: Node) -> None:
+        found = _sorted_by(order)
+        assert found is not None
+        self.found = found
+        self.ids = found[0]
+        self.refusal: Refusal | None = None
+        self.limits = set[object]()  # numbers from which rows were set to zero
+
+    def __call__(self, node: Node) -> Product | NoExpert | None:
+        node = self.unmasked(node)
+        bias = before_bias(node, self._grouped)
+        return self._grouped(node) if bias is None else biased(node)
+
+    def unmasked(self, node: Node) -> Node:
+        """`node` before rows of no expert were set to zero."""
+        while node.target is aten.masked_fill.Scalar and node.args[2] == 0:
+            mask = node.args[1]
+            while mask.target in (aten.unsqueeze.default, aten.view.default, aten.reshape.default):  # type: ignore[union-attr]
+                mask = mask.args[0]  # type: ignore[union-attr]
+            if mask.target is not aten.ge.Scalar or mask.args[0] is not self.found[1]:  # type: ignore[union-attr]
+                break
+            self.limits.add(mask.args[1])  # type: ignore[union-attr]
+            node = over_rows(node.args[0])  # type: ignore[arg-type]
+        return node
+
+    def _grouped(self, node: Node) -> Product | None:
+        if str(node.target) not in _GROUPED or len(node.args) != 3 or node.kwargs:
+            return None
+        x, w, ends = node.args
+        if value(x).dim() != 2 or value(w).dim() != 3:
+            return None
+        assert isinstance(x, Node) and isinstance(w, Node) and isinstance(ends, Node)
+        if not self._ends(ends, value(w).shape[0]):
+            self.refusal = Refusal(node, "offsets", "the groups do not end where each expert's rows do")
+        if w.target is aten.transpose.int and {d % 3 for d in w.args[1:3]} == {1, 2}:  # type: ignore[operator]
+            return Product(node, x, Weight(w.args[0], False, every=True))  # type: ignore[arg-type]
+        return Product(node, x, Weight(w, True, every=True))
+
+    def _ends(self, ends: Node, experts: int) -> bool:
+        """Whether `ends` is the running count of how many slots chose each expert."""
+        ends = _number(ends)
+        if ends.target is not aten.cumsum.default or ends.args[1] not in (0, -1):
+            return False
+        counts = _number(ends.args[0])  # type: ignore[arg-type]
+        if counts.target is aten.histc.default:
+            bounds = counts.args[1:] in ((experts, 0, experts - 1), (experts, 0, experts)) and not counts.kwargs
+        elif counts.target is aten.bincount.default:
+            least = counts.kwargs.get("minlength", counts.args[2] if len(counts.args) > 2 else 0)
+            bounds = least == experts and (len(counts.args) < 2 or counts.args[1] is None)
+        elif counts.target is aten.sum.dim_IntList:
+            chosen = _marked(counts, experts)
+            return chosen is not None and _slots(chosen) is _slots(self.found[0])
+        else:
+            return False
+        numbers = _number(counts.args[0])  # type: ignore[arg-type]
+        return bounds and numbers in (self.found[0], self.found[1], _number(self.found[0]))
+
+
+def _marked(counts: Node, experts: int) -> Node | None:
+    """The choices of which `counts` is the sum, over tokens, of marks in a matrix [.., E]: one-hots, or ones scattered
+    to places that are distinct."""
+    marks = _number(counts.args[0])  # type: ignore[arg-type]
+    last = value(marks).dim() - 1
+    if sorted(d % (last + 1) for d in counts.args[1]) != list(range(last)) or value(marks).shape[-1] != experts:  # type: ignore[union-attr]
+        return None
+    if marks.target is aten.one_hot.default:
+        return marks.args[0]  # type: ignore[return-value]
+    if marks.target is not aten.scatter.value or marks.args[1] not in (-1, last) or marks.args[3] != 1:
+        return None
+    empty, _, choices, _ = marks.args
+    rows = zip(value(choices).shape[:-1], value(marks).shape[:-1], strict=True)
+    alike = is_filled(empty, 0.0) and all(same_size(a, b) for a, b in rows)
+    return choices if alike and scores_of(choices) is not None else None  # type: ignore[return-value, arg-type]
+
+
+def _slots(ids: Node) -> Node:
+    """What `ids` are another view of."""
+    ids = _number(ids)
+    while ids.target in RESHAPES:
+        ids = _number(ids.args[0])  # type: ignore[arg-type]
+    return ids
+
+
+def _number(node: Node) -> Node:
+    """`node` before conversions of integers to other numbers."""
+    while node.target in (aten._to_copy.default, aten.to.dtype):
+        node = node.args[0]  # type: ignore[assignment]
+    return node

@@ -1,0 +1,316 @@
+"""RMSNorm by meaning: a product of one tensor, the reciprocal root of that tensor's own mean square, and gains.
+
+The product is flattened, through casts, into factors; the order of factors, where the casts stand, `rsqrt` or `1/sqrt`
+or a division, `pow`, `square` or `x*x`, `mean` or `sum/n` make no difference then. What does make a difference is
+refused: another eps place, another axis, the mean of another tensor.
+Source: https://arxiv.org/abs/1910.07467, eq. 4.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from megacpp_compile.fx.edit import value
+from megacpp_compile.matchers.views import is_cast
+
+aten = torch.ops.aten
+_MUL = {aten.mul.Tensor, aten.mul.Scalar}
+_DIV = {aten.div.Tensor, aten.div.Scalar}
+
+
+@dataclasses.dataclass
+class RmsNorm:
+    """`node = x * rsqrt(mean(x**2, -1) + eps) * scale * prod(gains)`; `internal` are the nodes in between."""
+
+    node: Node
+    x: Node
+    eps: float | torch.SymFloat
+    gains: list[Node]
+    scale: float
+    internal: set[Node]
+
+
+@dataclasses.dataclass(frozen=True)
+class NoNorm:
+    """A norm, but not this one: why, and at which node."""
+
+    node: Node
+    tag: str
+    reason: str
+
+
+class _Refuse(Exception):
+    def __init__(self, node: Node, tag: str, reason: str) -> None:
+        super().__init__(reason)
+        self.why = NoNorm(node, tag, reason)
+
+
+def match_rms_norm(node: Node) -> RmsNorm | NoNorm | None:
+    """RMSNorm over the last dimension ending at `node`; NoNorm for a near miss; None for anything else."""
+    try:
+        return _match(node)
+    except _Refuse as refuse:
+        return refuse.why
+
+
+def _match(node: Node) -> RmsNorm | None:
+    internal: set[Node] = set()
+    top = node
+    while is_cast(node) or node.target in (aten.contiguous.default, aten.clone.default):
+        internal.add(node)
+        node = node.args[0]  # type: ignore[assignment]
+    inner = node.args[0] if node.target is operator.getitem else node
+    if isinstance(inner, Node) and inner.target in (aten.layer_norm.default, aten.native_layer_norm.default):
+        raise _Refuse(node, "layer-norm", "LayerNorm subtracts the mean; only RMSNorm can be computed again this way")
+    if node.target is aten.rms_norm.default:
+        return _whole(top, node, internal)
+    if node.target not in _MUL | _DIV:
+        return None
+    over: list[Any] = []
+    under: list[Any] = []
+    seen: set[Node] = set()
+    _flatten(node, over, under, seen)
+    roots = [(f, _root(f, False)) for f in over] + [(f, _root(f, True)) for f in under]
+    found = [(f, r) for f, r in roots if r is not None]
+    if not found:
+        return None
+    factor, (mean, eps, through) = found[0] if len(found) == 1 else _outermost(node, found)
+    x, narrow, more = _mean_square(mean)
+    over, under, internal = [], [], internal - seen
+    _flatten(node, over, under, internal, x)  # again: x may be a product itself, whose factors are its own business
+    internal |= through | more
+    over = [f for f in over if f is not factor]
+    under = [f for f in under if f is not factor]
+    scale, gains, normed = 1.0, [], []
+    for f in over:
+        if not isinstance(f, Node):
+            scale *= f
+        elif _strip_casts(f) is x:
+            normed.append(f)
+        else:
+            gains.append(f)
+    for f in under:
+        if isinstance(f, Node):
+            raise _Refuse(f, "divided", "the normed value is divided by another tensor")
+        scale /= f
+    if len(normed) != 1:
+        raise _Refuse(mean, "other-tensor", "the mean square is of another tensor than the one it scales")
+    chain = _casts_of(normed[0])
+    if narrow in chain:  # rounded before the norm, and all of the norm is of the rounded tensor
+        internal -= set(_casts_of(narrow))
+        x = narrow
+    internal.update(chain[: chain.index(x)])
+    width = value(x).shape[-1]
+    for gain in gains:
+        _check_gain(gain, width)
+    internal.discard(x)
+    internal.add(top)
+    bits = _bits(x)
+    for n in sorted(internal):
+        if isinstance(value(n), torch.Tensor) and n is not top and _bits(n) < bits:
+            raise _Refuse(n, "precision", f"computed in {value(n).dtype}, lower than its operand's precision")
+    return RmsNorm(top, x, eps, gains, scale, internal)
+
+
+def _outermost(node: Node, found: list[Any]) -> Any:
+    """Of several reciprocal roots in a product the one that norms all that the others are factors of."""
+    for factor, (mean, *rest) in found:
+        x, *_ = _mean_square(mean)
+        over: list[Any] = []
+        under: list[Any] = []
+        _flatten(node, over, under, set(), x)
+        others = {f for f, _ in found if f is not factor}
+        if any(_strip_casts(f) is x for f in over) and not others & {f for f in (*over, *under) if isinstance(f, Node)}:
+            return factor, (mean, *rest)
+    raise _Refuse(found[1][0], "two-norms", "the product holds two reciprocal roots")
+
+
+def _bits(node: Node) -> int:
+    return torch.finfo(value(node).dtype).bits
+
+
+def _whole(top: Node, node: Node, internal: set[Node]) -> RmsNorm:
+    x, shape, weight, eps = [*node.args, None, None][:4]
+    if len(shape) != 1:  # type: ignore[arg-type]
+        raise _Refuse(node, "axes", "the norm runs over more than the last dimension")
+    assert isinstance(x, Node)
+    if eps is None:  # torch: the epsilon of the dtype the norm is computed in
+        eps = torch.finfo(torch.promote_types(value(x).dtype, torch.float32)).eps
+    internal |= {node, top}
+    source = _strip_casts(x)
+    step = x
+    while step is not source:
+        internal.add(step)
+        step = step.args[0]  # type: ignore[assignment]
+    return RmsNorm(top, source, float(eps), [weight] if isinstance(weight, Node) else [], 1.0, internal)  # type: ignore[arg-type]
+
+
+def _strip_casts(node: Any) -> Any:
+    while isinstance(node, Node) and is_cast(node):
+        node = node.args[0]
+    return node
+
+
+def _casts_of(node: Node) -> list[Node]:
+    """`node`, then what it is a cast of, and so on down to what is no cast."""
+    chain = [node]
+    while is_cast(chain[-1]):
+        chain.append(chain[-1].args[0])  # type: ignore[arg-type]
+    return chain
+
+
+def _narrowest(node: Node) -> Node:
+    """`node` without the casts that widen it."""
+    while is_cast(node) and _bits(node.args[0]) <= _bits(node):  # type: ignore[arg-type]
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _flatten(
+    node: Any, over: list[Any], under: list[Any], internal: set[Node], whole: Node | None = None
+) -> None:
+    """Factors above and below the fraction line, through products, quotients and casts of products other than
+    `whole`."""
+    if isinstance(node, Node):
+        inner = _strip_casts(node)
+        product = isinstance(inner, Node) and inner is not whole and inner.target in _MUL | _DIV
+        if product and not _is_square(inner) and not _is_root(inner):
+            step = node
+            while step is not inner:
+                internal.add(step)
+                step = step.args[0]
+            internal.add(inner)
+            a, b = inner.args[:2]
+            _flatten(a, over, under, internal, whole)
+            if inner.target in _MUL:
+                _flatten(b, over, under, internal, whole)
+            elif inner.kwargs:
+                raise _Refuse(inner, "rounding", "the division rounds")
+            else:
+                _flatten(b, under, over, internal, whole)
+            return
+    over.append(node)
+
+
+def _is_square(node: Node) -> bool:
+    return node.target is aten.mul.Tensor and node.args[0] is node.args[1]
+
+
+def _is_root(node: Node) -> bool:
+    """`1 / sqrt(..)` spelled as a division is a root, not a product to take apart."""
+    return node.target in _DIV and not isinstance(node.args[0], Node)
+
+
+def _peel(node: Any, through: set[Node]) -> Any:
+    """Casts, and dimensions of size 1 put back after a reduction without keepdim."""
+    while isinstance(node, Node) and (is_cast(node) or node.target is aten.unsqueeze.default):
+        through.add(node)
+        node = node.args[0]
+    return node
+
+
+def _root(factor: Any, under: bool) -> tuple[Node, Any, set[Node]] | None:
+    """(mean square, eps, nodes) where `factor` is `1/sqrt(mean + eps)`, or `sqrt(mean + eps)` if `under`."""
+    through: set[Node] = set()
+    node = _peel(factor, through)
+    if not isinstance(node, Node):
+        return None
+    through.add(node)
+    t = node.target
+    if t is aten.reciprocal.default and not under:
+        node, under = _peel(node.args[0], through), True
+    elif t in _DIV and not isinstance(node.args[0], Node) and node.args[0] == 1 and not under:
+        node, under = _peel(node.args[1], through), True
+    if not isinstance(node, Node):
+        return None
+    through.add(node)
+    t = node.target
+    exponent = node.args[1] if t is aten.pow.Tensor_Scalar else None
+    if under:
+        if t is aten.add.Tensor and _under_root(node.args[0]):
+            raise _Refuse(node, "eps-place", "eps is added outside the root")
+        if t in (aten.clamp.default, aten.clamp_min.default, aten.maximum.default) and _under_root(node.args[0]):
+            raise _Refuse(node, "eps-place", "the root is clamped instead of padded with eps")
+        if t is not aten.sqrt.default and exponent != 0.5:
+            return None
+    elif t is aten.add.Tensor and isinstance(node.args[0], Node) and node.args[0].target is aten.rsqrt.default:
+        raise _Refuse(node, "eps-place", "eps is added outside the root")
+    elif t is not aten.rsqrt.default and exponent != -0.5:
+        return None
+    inner = _peel(node.args[0], through)
+    if not isinstance(inner, Node):
+        return None
+    if inner.target in (aten.add.Tensor, aten.add.Scalar):
+        mean, eps = inner.args[:2]
+        if not isinstance(mean, Node):
+            mean, eps = eps, mean
+        if isinstance(eps, Node) and isinstance(value(eps), torch.SymFloat):
+            eps = value(eps)  # dynamic=True makes even this number symbolic; the rewrite fixes it
+        if isinstance(eps, Node) or inner.kwargs.get("alpha", 1) != 1:
+            raise _Refuse(inner, "eps-tensor", "eps is a tensor, not a number")
+        through.add(inner)
+        return _peel(mean, through), eps, through
+    return inner, 0.0, through
+
+
+def _under_root(node: Any) -> bool:
+    node = _strip_casts(node)
+    return isinstance(node, Node) and (node.target is aten.sqrt.default or (
+        node.target is aten.pow.Tensor_Scalar and node.args[1] == 0.5))  # fmt: skip
+
+
+def _mean_square(mean: Node) -> tuple[Node, Node, set[Node]]:
+    """(x, x rounded, nodes) where `mean` is the mean of x's squares over its last dimension; x rounded is what x was
+    cast to before it was widened again, or x."""
+    internal = {mean}
+    if not isinstance(mean, Node):
+        raise _Refuse(mean, "no-mean", "the root is not of a mean")
+    divisor = None
+    node = mean
+    if node.target in _DIV | _MUL and not isinstance(node.args[1], Node):
+        divisor = node.args[1] if node.target in _DIV else 1 / node.args[1]  # type: ignore[operator]
+        node = _peel(node.args[0], internal)
+    if isinstance(node, Node) and node.target is aten.mean.dim and divisor is None:
+        dims = node.args[1]
+    elif isinstance(node, Node) and node.target is aten.sum.dim_IntList and divisor is not None:
+        dims = node.args[1]
+    else:
+        raise _Refuse(mean, "no-mean", "the value under the root is not a mean of squares")
+    internal.add(node)
+    square = _peel(node.args[0], internal)
+    fake = value(square)
+    if [d % fake.dim() for d in dims] != [fake.dim() - 1]:  # type: ignore[union-attr]
+        raise _Refuse(node, "axes", f"the mean runs over dimensions {list(dims)}, not the last one")  # type: ignore[arg-type]
+    if divisor is not None and abs(divisor / fake.shape[-1] - 1) > 1e-6:
+        raise _Refuse(mean, "divisor", f"the sum of squares is divided by {divisor:g}, not by {fake.shape[-1]}")
+    internal.add(square)
+    if square.target is aten.pow.Tensor_Scalar and square.args[1] == 2 or square.target is aten.square.default:
+        operand = square.args[0]
+    elif square.target is aten.mul.Tensor and _strip_casts(square.args[0]) is _strip_casts(square.args[1]):
+        operand = square.args[0]
+        other = square.args[1]
+        while isinstance(other, Node) and is_cast(other):
+            internal.add(other)
+            other = other.args[0]
+    else:
+        raise _Refuse(square, "no-square", "the mean is not of squares")
+    assert isinstance(operand, Node)
+    narrow = _narrowest(operand)
+    while isinstance(operand, Node) and is_cast(operand):
+        internal.add(operand)
+        operand = operand.args[0]
+    assert isinstance(operand, Node)
+    return operand, narrow, internal
+
+
+def _check_gain(gain: Node, width: Any) -> None:
+    if not isinstance(value(gain), torch.Tensor):
+        raise _Refuse(gain, "gain-shape", "a factor is a number that is known at run time only")
+    shape = value(gain).shape
+    if any(n != 1 for n in shape[:-1]) or (len(shape) and shape[-1] not in (1, width)):
+        raise _Refuse(gain, "gain-shape", f"a factor of shape {list(shape)} is not a gain per feature")

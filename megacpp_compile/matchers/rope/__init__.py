@@ -1,0 +1,1 @@
+"""Rotary embeddings, proved by running the subgraph on symbolic lanes."""

@@ -1,0 +1,297 @@
+"""All RoPE'd heads of a graph: which node holds them, what they are made of, and which attention reads them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import torch
+from torch import fx
+from torch.fx import Node
+
+from megacpp_compile.fx.edit import Regions, regions, same_size, value
+from megacpp_compile.matchers.attention import Reader, readers
+from megacpp_compile.matchers.linear import is_projection
+from megacpp_compile.matchers.rope.lane_interpreter import LaneInterpreter
+from megacpp_compile.matchers.rope.lanes import NONE, Lanes
+from megacpp_compile.matchers.rope.rotation import NoRotation, Part, Rotation, read_rotation
+from megacpp_compile.matchers.views import is_outer_view, lane_slice
+
+aten = torch.ops.aten
+_VIEWS = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
+_TRACED = {*_VIEWS, aten.transpose.int, aten.permute.default, aten.clone.default, aten._to_copy.default}
+# Nodes that can finish a rotation: they put two terms or two runs of lanes together.
+_COMBINERS = {
+    aten.cat.default,
+    aten.stack.default,
+    aten.slice_scatter.default,
+    aten.add.Tensor,
+    aten.sub.Tensor,
+    aten.addcmul.default,
+    aten.select_scatter.default,
+    *_VIEWS,
+}
+# Computing these again would cost; reading them twice is free.
+_FREE = {
+    aten._to_copy.default,
+    aten.type_as.default,
+    aten.clone.default,
+    aten.alias.default,
+    aten.contiguous.default,
+    aten.expand.default,
+    aten.broadcast_to.default,
+}
+
+
+@dataclasses.dataclass
+class Head:
+    """A node whose last dimension is a head with rotated lanes.
+
+    kind: "full" every lane turns; "partial" nope and rope lanes of one tensor; "shared" the rope lanes are one row
+    broadcast over the heads (MLA keys); "separate" two tensors with the same leading dimensions.
+    """
+
+    root: Node
+    lanes: Lanes
+    rotation: Rotation
+    cone: set[Node]
+    kind: str
+    readers: list[Reader]
+
+    @property
+    def main(self) -> Part:
+        return self.rotation.nope or self.rotation.rope
+
+    def role(self) -> str:
+        """ "q", "k", or "" where the graph does not tell."""
+        sides = {r.side for r in self.readers}
+        return "q" if sides & {"q", "0"} else "k" if sides & {"k", "1"} else ""
+
+
+@dataclasses.dataclass(frozen=True)
+class NearHead:
+    """A value that multiplies lanes by tables and is no rotation, or one that may not be touched."""
+
+    node: Node
+    tag: str
+    reason: str
+    role: str
+    partial: bool
+
+
+@dataclasses.dataclass
+class Heads:
+    found: list[Head]
+    near: list[NearHead]
+
+    def partners(self, head: Head) -> list[Head]:
+        """The heads read as the other operand by the same score product."""
+        sides = {(r.node, r.side) for r in head.readers}
+        nodes = {n for n, _ in sides}
+        return [
+            h
+            for h in self.found
+            if h is not head and any(r.node in nodes and (r.node, r.side) not in sides for r in h.readers)
+        ]
+
+
+def activations(graph: fx.Graph, weights: frozenset[Node]) -> set[Node]:
+    """Nodes computed from weights, i.e. by the model's layers; the rest are tables, positions and masks."""
+    found = set(weights)
+    for node in graph.nodes:
+        if node.target in _SHAPE_ONLY:
+            # A buffer to be filled belongs to what is written into it.
+            if isinstance(v := value(node), torch.Tensor) and v.is_floating_point() and node.target in _FILLED:
+                found.add(node)
+            continue
+        if any(a in found for a in node.all_input_nodes):
+            found.add(node)
+        elif node.target in _FILLED:
+            found.add(node)
+    return found
+
+
+# Ops that read a tensor's shape and dtype, not its values.
+_SHAPE_ONLY = {
+    aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.empty_like.default,
+    aten.zeros_like.default, aten.ones_like.default, aten.new_full.default, aten.full_like.default,
+    aten.new_empty_strided.default, aten.sym_size.int,
+}  # fmt: skip
+_FILLED = {
+    aten.new_empty.default, aten.empty.memory_format, aten.empty_like.default, aten.new_zeros.default,
+    aten.zeros.default, aten.zeros_like.default, aten.new_empty_strided.default, aten.empty_permuted.default,
+}  # fmt: skip
+
+
+def find_heads(graph: fx.Graph, weights: frozenset[Node]) -> Heads:
+    """Every RoPE'd head, outermost form: the concat with the unrotated lanes where there is one."""
+    acts, state = activations(graph, weights), regions(graph)
+    it = LaneInterpreter(acts, state)
+    heads, near = _scan(graph, it, acts)
+    # A view that ends in (2, d) is two heads or the two halves of one; only what follows tells, so every reading is
+    # tried: such views of one width d are the same kind of view.
+    split = [n for n in graph.nodes if n in acts and _splits_heads(n)]
+    widths = {_width(n) for n in split}
+    for heads_of in (widths, *({w} for w in widths), *(widths - {w} for w in widths)):
+        stops = frozenset(n for n in split if _width(n) in heads_of)
+        if stops:
+            other = LaneInterpreter(acts, state, stops)
+            again = _scan(graph, other, acts)
+            if _joined(again[0]) > _joined(heads):
+                it, (heads, near) = other, again
+    return _finish(it, heads, near, state)
+
+
+def _width(node: Node) -> int:
+    return int(value(node).shape[-1])
+
+
+def _joined(heads: list[tuple[Node, Rotation]]) -> tuple[int, int]:
+    return sum(r.nope is not None for _, r in heads), len(heads)
+
+
+def _scan(
+    graph: fx.Graph, it: LaneInterpreter, acts: set[Node]
+) -> tuple[list[tuple[Node, Rotation]], list[tuple[Node, NoRotation]]]:
+    heads, near, covered = [], [], set[Node]()
+    for node in reversed(graph.nodes):
+        if node.target not in _COMBINERS or node not in acts or node in covered:
+            continue
+        lanes = it(node)
+        if lanes is None or it.opaque(node) or not any((t.tab != NONE).any() for t in lanes.terms):
+            continue
+        rotation = read_rotation(it, lanes)
+        if isinstance(rotation, Rotation):
+            heads.append((node, rotation))
+            covered |= it.cone(node)
+        elif rotation.near:
+            near.append((node, rotation))
+    return heads[::-1], near[::-1]
+
+
+def _splits_heads(node: Node) -> bool:
+    """A view that ends in (2, d), before any other that splits: two heads, rather than the two halves of one."""
+    if not _splits(node):
+        return False
+    while True:
+        cut = lane_slice(node)
+        if cut is None and node.target not in _TRACED:
+            return True
+        node = cut[0] if cut is not None else node.args[0]  # type: ignore[assignment]
+        if _splits(node) or _head_view(node):
+            return False
+
+
+def _splits(node: Node) -> bool:
+    if node.target not in _VIEWS:
+        return False
+    new, old = ([n for n in value(x).shape if not (isinstance(n, int) and n == 1)] for x in (node, node.args[0]))
+    return len(new) > len(old) and new[-2] == 2 and isinstance(new[-1], int) and new[-1] > 2
+
+
+def _head_view(node: Node) -> bool:
+    """A view that takes the last dimension apart, into however many heads."""
+    return node.target in _VIEWS and not same_size(value(node).shape[-1], value(node.args[0]).shape[-1])
+
+
+def _finish(
+    it: LaneInterpreter, heads: list[tuple[Node, Rotation]], near: list[tuple[Node, NoRotation]], state: Regions
+) -> Heads:
+    found, missed, used = [], [], set[Node]()
+    for node, rotation in heads:
+        lanes, cone = it(node), it.cone(node)
+        assert lanes is not None
+        used |= cone
+        refusal = _legal(node, lanes, rotation, cone, state)
+        read = readers(node)
+        head = Head(node, lanes, rotation, cone, _kind(lanes, rotation), read)
+        if refusal is None:
+            found.append(head)
+        else:
+            missed.append(NearHead(*refusal, head.role(), rotation.nope is not None))
+    # Of nested near misses the outermost speaks, and none that is part of a head.
+    for node, why in reversed(near):
+        if node not in used:
+            used |= it.cone(node)
+            sides = {r.side for r in readers(node)}
+            role = "q" if sides & {"q", "0"} else "k" if sides & {"k", "1"} else ""
+            missed.append(NearHead(node, why.tag, why.reason, role, _has_plain_lanes(it(node))))
+    return Heads(found, missed)
+
+
+def _has_plain_lanes(lanes: Lanes | None) -> bool:
+    if lanes is None:
+        return False
+    live = sum((t.coef != 0) & (t.tab != NONE) for t in lanes.terms)
+    return bool((live == 0).any())
+
+
+def _kind(lanes: Lanes, rotation: Rotation) -> str:
+    nope, rope = rotation.nope, rotation.rope
+    if nope is None:
+        return "full"
+    if nope.source == rope.source:
+        return "partial"
+    outer = [s for s, k in zip(lanes.sizes, lanes.kinds, strict=True) if k == "o"]
+    shared = [
+        s
+        for s, a, b in zip(outer, nope.source.dims, rope.source.dims, strict=True)
+        if b < 0 <= a and not (isinstance(s, int) and s == 1)
+    ]
+    return "shared" if shared else "separate"
+
+
+_RANK = {torch.bfloat16: 1, torch.float16: 1, torch.float32: 2, torch.complex64: 2}
+
+
+def _legal(
+    root: Node, lanes: Lanes, rotation: Rotation, cone: set[Node], state: Regions
+) -> tuple[Node, str, str] | None:
+    """(node, tag, reason) why a proved rotation still may not become an op."""
+    parts = [p for p in (rotation.nope, rotation.rope) if p]
+    need = max(_RANK.get(value(p.source.node).dtype, 3) for p in parts)
+    for node in sorted(cone):
+        fake = value(node)
+        if not isinstance(fake, torch.Tensor):
+            continue
+        if _RANK.get(fake.dtype, 3) < need:
+            return node, "precision", f"computed in {fake.dtype}, lower than its operand's precision"
+        if state[node] != state[root]:
+            return node, "region", "part of it runs under another grad or autocast mode"
+        computed = node.target not in _FREE and not is_outer_view(node) and lane_slice(node) is None
+        if computed and node is not root and node.target in (aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor):
+            outside = [u for u in node.users if u not in cone and u.target not in _SHAPE_ONLY]
+            if outside:
+                return node, "escapes", f"an intermediate is used elsewhere too ({outside[0].name})"
+    nope, rope = rotation.nope, rotation.rope
+    if nope is not None and nope.source == rope.source:
+        ends = {nope.start + nope.width - rope.start, rope.start + rope.width - nope.start}
+        if 0 not in ends:
+            return root, "rope-place", "the rotated and the other lanes are not neighbours in their tensor"
+    outer = [s for s, k in zip(lanes.sizes, lanes.kinds, strict=True) if k == "o"]
+    tables = (rotation.cos.source, rotation.sin.source)
+    if all(d < 0 for t in tables for d in t.dims) and not any(isinstance(s, int) and s == 1 for s in outer):
+        return root, "table-length", "one table row serves every position"
+    main = nope or rope
+    for size, dim in zip(outer, main.source.dims, strict=True):
+        if dim < 0 and not (isinstance(size, int) and size == 1):
+            return root, "broadcast", "the unrotated lanes are broadcast over a leading dimension"
+    return None
+
+
+@functools.lru_cache(maxsize=4096)
+def _origin(node: Node) -> Node:
+    while True:
+        cut = lane_slice(node)
+        if cut is not None:
+            node = cut[0]
+        elif node.target in _VIEWS or is_outer_view(node) or node.target in (aten.transpose.int, aten.permute.default):
+            node = node.args[0]  # type: ignore[assignment]
+        else:
+            return node
+
+
+def from_projection(part: Part) -> bool:
+    """Whether a head's lanes come straight from a linear (or from outside the graph)."""
+    node = _origin(part.source.node)
+    return node.op == "placeholder" or is_projection(node) or "megacpp" in str(node.target) or "getitem" in node.name

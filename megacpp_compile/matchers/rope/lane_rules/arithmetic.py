@@ -1,0 +1,128 @@
+"""Sums, and products with numbers and tables."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.fx import Node
+
+from megacpp_compile.fx.edit import value
+from megacpp_compile.matchers.rope.lane_rules.dims import align, broadcast, insert_outer
+from megacpp_compile.matchers.rope.lanes import MAX_TERMS, NONE, Lanes, Opaque, Term, is_one, rule
+
+if TYPE_CHECKING:
+    from megacpp_compile.matchers.rope.lane_interpreter import LaneInterpreter
+
+aten = torch.ops.aten
+
+
+@rule(aten.add.Tensor, aten.sub.Tensor, aten.add.Scalar, aten.sub.Scalar)
+def _add(it: LaneInterpreter, node: Node) -> Lanes:
+    a, b = node.args[:2]
+    sign = -1.0 if node.target in (aten.sub.Tensor, aten.sub.Scalar) else 1.0
+    alpha = sign * float(node.kwargs.get("alpha", node.args[2] if len(node.args) > 2 else 1))
+    if not isinstance(b, Node):
+        if b == 0:
+            return it.get(a)
+        raise Opaque
+    return add_lanes(it, it.get(a), it.get(b), alpha)
+
+
+def add_lanes(it: LaneInterpreter, a: Lanes, b: Lanes, alpha: float) -> Lanes:
+    if a.complex != b.complex:
+        raise Opaque
+    a, b = align(it, [a, b])
+    sizes, (a, b) = broadcast([a, b])
+    if len(a.terms) + len(b.terms) > MAX_TERMS:
+        raise Opaque
+    return Lanes(a.kinds, sizes, [*a.terms, *(t.scaled(alpha) for t in b.terms)], a.complex)
+
+
+@rule(aten.neg.default)
+def _neg(it: LaneInterpreter, node: Node) -> Lanes:
+    x = it.get(node.args[0])
+    return dataclasses.replace(x, terms=[t.scaled(-1.0) for t in x.terms])
+
+
+@rule(aten.div.Tensor, aten.div.Scalar)
+def _div(it: LaneInterpreter, node: Node) -> Lanes:
+    if not isinstance(node.args[1], (int, float)) or node.args[1] == 0:
+        raise Opaque
+    x = it.get(node.args[0])
+    return dataclasses.replace(x, terms=[t.scaled(1.0 / node.args[1]) for t in x.terms])
+
+
+@rule(aten.mul.Tensor, aten.mul.Scalar)
+def _mul(it: LaneInterpreter, node: Node) -> Lanes:
+    return _product(it, node.args[0], node.args[1])
+
+
+def _product(it: LaneInterpreter, a: Any, b: Any) -> Lanes:
+    if not isinstance(a, Node):
+        a, b = b, a
+    if not isinstance(b, Node):
+        if not isinstance(b, (int, float)):
+            raise Opaque
+        x = it.get(a)
+        return dataclasses.replace(x, terms=[t.scaled(float(b)) for t in x.terms])
+    if it._is_table(a):
+        a, b = b, a
+    if it._is_table(a) or not it._is_table(b):
+        raise Opaque
+    return times_table(it, it.get(a), b)
+
+
+@rule(aten.addcmul.default)
+def _addcmul(it: LaneInterpreter, node: Node) -> Lanes:
+    scale = float(node.kwargs.get("value", 1))
+    return add_lanes(it, it.get(node.args[0]), _product(it, node.args[1], node.args[2]), scale)
+
+
+def times_table(it: LaneInterpreter, x: Lanes, table: Node) -> Lanes:
+    """x * table: table entries that meet a lane of x become part of its terms."""
+    from megacpp_compile.matchers.rope.tables import table_lanes
+
+    if any((t.tab != NONE).any() for t in x.terms):
+        raise Opaque
+    fake = value(table)
+    if not isinstance(fake, torch.Tensor) or fake.dim() == 0 or fake.is_complex() != x.complex:
+        raise Opaque
+    while len(x.kinds) < fake.dim():
+        x = insert_outer(it, x, 0)
+    # A lane dimension of size 1 against a wider table dimension would mean the table widens the data.
+    entries = table_lanes(it, table, x)
+    shape = [s for s, k in zip(x.sizes, x.kinds, strict=True) if k == "l"]
+    sizes = list(x.sizes)
+    for i, n in enumerate(fake.shape):
+        dim = len(sizes) - fake.dim() + i
+        if is_one(sizes[dim]) and not is_one(n):
+            if x.kinds[dim] == "l":
+                raise Opaque
+            sizes[dim] = n
+    if not x.complex:
+        e = entries[0].map(lambda a: np.broadcast_to(a, shape))
+        terms = [_attach(t, e) for t in x.terms]
+        return Lanes(x.kinds, tuple(sizes), terms)
+    if len(x.terms) != 1:
+        raise Opaque
+    re, im = (e.map(lambda a: np.broadcast_to(a, shape)) for e in entries)
+    xr, xi = (_complex_part(x.terms[0], p) for p in (0, 1))
+    first = stack_parts(_attach(xr, re), _attach(xr, im))
+    second = stack_parts(_attach(xi, im).scaled(-1.0), _attach(xi, re))
+    return Lanes(x.kinds, tuple(sizes), [first, second], True)
+
+
+def _complex_part(t: Term, part: int) -> Term:
+    return t.map(lambda a: a[..., part])
+
+
+def _attach(t: Term, e: Term) -> Term:
+    """A term times a table entry (entry terms hold the table in src/lane)."""
+    return Term(t.coef * e.coef, t.src, t.lane, np.where(t.coef == 0, NONE, e.src), np.where(t.coef == 0, NONE, e.lane))
+
+
+def stack_parts(a: Term, b: Term) -> Term:
+    return Term(*(np.stack((getattr(a, f.name), getattr(b, f.name)), -1) for f in dataclasses.fields(Term)))

@@ -1,0 +1,104 @@
+"""Runs of lanes put together: cat, stack, and writes into an empty tensor."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch.fx import Node
+
+from megacpp_compile.fx.edit import value
+from megacpp_compile.matchers.rope.lane_rules.dims import align, as_lane, insert_outer, pad_terms
+from megacpp_compile.matchers.rope.lane_rules.views import bounds
+from megacpp_compile.matchers.rope.lanes import (
+    EMPTY,
+    UNDEFINED,
+    Lanes,
+    Opaque,
+    Term,
+    axis_of,
+    is_one,
+    rule,
+    term,
+    zero_term,
+)
+
+if TYPE_CHECKING:
+    from megacpp_compile.matchers.rope.lane_interpreter import LaneInterpreter
+
+aten = torch.ops.aten
+
+
+def concat(values: list[Lanes], dim: int) -> Lanes:
+    axis = values[0].axis(dim)
+    columns = zip(*pad_terms(values), strict=True)
+    terms = [
+        Term(*(np.concatenate([getattr(t, f.name) for t in c], axis) for f in dataclasses.fields(Term)))
+        for c in columns
+    ]
+    sizes = list(values[0].sizes)
+    sizes[dim] = sum(v.sizes[dim] for v in values)
+    return Lanes(values[0].kinds, tuple(sizes), terms, values[0].complex)
+
+
+@rule(aten.cat.default)
+def _cat(it: LaneInterpreter, node: Node) -> Lanes:
+    parts = [p for p in node.args[0] if not any(isinstance(n, int) and n == 0 for n in value(p).shape)]
+    values = align(it, [it.get(p) for p in parts])
+    dim = axis_of(node.args[1] if len(node.args) > 1 else 0, len(values[0].kinds))
+    if values[0].kinds[dim] == "o" and all(is_one(v.sizes[dim]) for v in values):
+        values = [as_lane(it, v, dim) for v in values]
+    if values[0].kinds[dim] != "l" or len({v.complex for v in values}) != 1:
+        raise Opaque
+    return concat(values, dim)
+
+
+@rule(aten.stack.default)
+def _stack(it: LaneInterpreter, node: Node) -> Lanes:
+    values = [it.get(p) for p in node.args[0]]
+    dim = axis_of(node.args[1] if len(node.args) > 1 else 0, len(values[0].kinds) + 1)
+    values = [as_lane(it, insert_outer(it, v, dim), dim) for v in values]
+    if len({v.kinds for v in values}) != 1:
+        raise Opaque
+    return concat(values, dim)
+
+
+@rule(*EMPTY)
+def _empty(it: LaneInterpreter, node: Node) -> Lanes:
+    fake = value(node)
+    lanes = it.leaf(node)
+    if lanes is None or not fake.is_floating_point():
+        raise Opaque
+    shape = lanes.terms[0].coef.shape
+    undefined = np.full(shape, UNDEFINED)
+    return dataclasses.replace(lanes, terms=[term(np.ones(shape), UNDEFINED, undefined)])
+
+
+@rule(aten.slice_scatter.default)
+def _slice_scatter(it: LaneInterpreter, node: Node) -> Lanes:
+    base = it.get(node.args[0])
+    part = it.get(node.args[1])
+    dim, index, whole = bounds(node, 2, base.sizes)
+    if whole:
+        return part
+    base, part = align(it, [base, part])
+    if base.kinds[dim] != "l":
+        raise Opaque
+    base_terms, part_terms = pad_terms([base, part])
+    count = max(len(base_terms), len(part_terms))
+    base_terms += [zero_term(base_terms[0].coef.shape) for _ in range(count - len(base_terms))]
+    part_terms += [zero_term(part_terms[0].coef.shape) for _ in range(count - len(part_terms))]
+    key = (slice(None),) * base.axis(dim) + (index,)
+
+    def write(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        out = a.copy()
+        out[key] = b
+        return out
+
+    terms = [
+        Term(*(write(getattr(b, f.name), getattr(p, f.name)) for f in dataclasses.fields(Term)))
+        for b, p in zip(base_terms, part_terms, strict=True)
+    ]
+    return Lanes(base.kinds, base.sizes, terms, base.complex)

@@ -1,0 +1,61 @@
+"""Pairs of lanes as complex numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch.fx import Node
+
+from megacpp_compile.matchers.rope.lane_rules.arithmetic import stack_parts
+from megacpp_compile.matchers.rope.lane_rules.dims import align
+from megacpp_compile.matchers.rope.lanes import Lanes, Opaque, rule
+
+if TYPE_CHECKING:
+    from megacpp_compile.matchers.rope.lane_interpreter import LaneInterpreter
+
+aten = torch.ops.aten
+
+
+@rule(aten.view_as_complex.default)
+def _view_as_complex(it: LaneInterpreter, node: Node) -> Lanes:
+    x = it.get(node.args[0])
+    if x.kinds[-1] != "l" or x.sizes[-1] != 2:
+        raise Opaque
+    return Lanes(x.kinds[:-1], x.sizes[:-1], x.terms, True)
+
+
+@rule(aten.complex.default)
+def _complex(it: LaneInterpreter, node: Node) -> Lanes:
+    re, im = align(it, [it.get(node.args[0]), it.get(node.args[1])])
+    if len(re.terms) != 1 or len(im.terms) != 1:
+        raise Opaque
+    return Lanes(re.kinds, re.sizes, [stack_parts(re.terms[0], im.terms[0])], True)
+
+
+@rule(aten.view_as_real.default)
+def _view_as_real(it: LaneInterpreter, node: Node) -> Lanes:
+    x = it.get(node.args[0])
+    if not x.complex:
+        raise Opaque
+    return Lanes(x.kinds + "l", (*x.sizes, 2), x.terms)
+
+
+@rule(aten.real.default, aten.imag.default)
+def _part(it: LaneInterpreter, node: Node) -> Lanes:
+    x = it.get(node.args[0])
+    if not x.complex:
+        raise Opaque
+    part = 0 if node.target is aten.real.default else 1
+    return Lanes(x.kinds, x.sizes, x.map(lambda a: a[..., part]))
+
+
+@rule(aten._conj.default, aten.conj.default)
+def _conj(it: LaneInterpreter, node: Node) -> Lanes:
+    x = it.get(node.args[0])
+    if not x.complex:
+        raise Opaque
+    sign = np.array([1.0, -1.0])
+    return dataclasses.replace(x, terms=[dataclasses.replace(t, coef=t.coef * sign) for t in x.terms])

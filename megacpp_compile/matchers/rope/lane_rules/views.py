@@ -1,0 +1,198 @@
+"""Views, copies and casts."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.fx import Node
+
+from megacpp_compile.fx.edit import same_size, value
+from megacpp_compile.matchers.rope.lane_rules.dims import drop, insert_outer, permute, reshape, select, take
+from megacpp_compile.matchers.rope.lanes import Lanes, Opaque, axis_of, is_one, rule
+
+if TYPE_CHECKING:
+    from megacpp_compile.matchers.rope.lane_interpreter import LaneInterpreter
+
+aten = torch.ops.aten
+_CASTS = {aten._to_copy.default, aten.to.dtype}
+_SAME = {
+    aten.type_as.default,
+    aten.clone.default,
+    aten.alias.default,
+    aten.contiguous.default,
+    aten.lift_fresh_copy.default,
+    *_CASTS,
+}
+
+
+@rule(*_SAME)
+def _same(it: LaneInterpreter, node: Node) -> Lanes:
+    if not value(node).is_floating_point():
+        raise Opaque
+    return it.get(node.args[0])
+
+
+@rule(operator.getitem)
+def _getitem(it: LaneInterpreter, node: Node) -> Lanes:
+    parent, index = node.args
+    assert isinstance(parent, Node)
+    source = parent.args[0] if parent.args else None
+    x = it.get(source)
+    n = len(x.kinds)
+    if parent.target is aten.unbind.int:
+        return select(x, axis_of(parent.args[1] if len(parent.args) > 1 else 0, n), index)
+    if parent.target not in (aten.split_with_sizes.default, aten.split.Tensor, aten.chunk.default):
+        raise Opaque
+    dim = axis_of(parent.args[2] if len(parent.args) > 2 else 0, n)
+    sizes = [v.shape[dim] for v in value(parent)]
+    if x.kinds[dim] != "l" or not all(isinstance(s, int) for s in sizes):
+        raise Opaque
+    start = sum(sizes[:index])
+    return take(x, dim, slice(start, start + sizes[index]))
+
+
+@rule(aten.select.int)
+def _select_rule(it: LaneInterpreter, node: Node) -> Lanes:
+    x = it.get(node.args[0])
+    return select(x, axis_of(node.args[1], len(x.kinds)), node.args[2])
+
+
+def bounds(node: Node, first: int, sizes: tuple[Any, ...]) -> tuple[int, slice, bool]:
+    """(dim, range, whether the range is everything) of slice-like arguments from position `first` on."""
+    args = [*node.args[first:], *(None,) * 4][:4]
+    dim = axis_of(args[0] or 0, len(sizes))
+    start, end, step = args[1], args[2], args[3] or 1
+    whole = start in (None, 0) and step == 1 and (end is None or (isinstance(end, int) and end >= 1 << 62))
+    if not whole and start in (None, 0) and step == 1:
+        whole = same_size(value(end) if isinstance(end, Node) else end, sizes[dim])
+    if not whole and not all(isinstance(v, int) or v is None for v in (start, end, step)):
+        raise Opaque
+    return dim, slice(start, end, step), whole
+
+
+@rule(aten.slice.Tensor)
+def _slice(it: LaneInterpreter, node: Node) -> Lanes:
+    x = it.get(node.args[0])
+    dim, index, whole = bounds(node, 1, x.sizes)
+    if whole:
+        return x
+    if x.kinds[dim] != "l":
+        raise Opaque
+    return take(x, dim, index)
+
+
+@rule(aten.flip.default)
+def _flip(it: LaneInterpreter, node: Node) -> Lanes:
+    x = it.get(node.args[0])
+    for d in node.args[1]:
+        dim = axis_of(d, len(x.kinds))
+        if x.kinds[dim] != "l":
+            raise Opaque
+        axis = x.axis(dim)
+        x = dataclasses.replace(x, terms=x.map(partial(np.flip, axis=axis)))
+    return x
+
+
+@rule(aten.roll.default)
+def _roll(it: LaneInterpreter, node: Node) -> Lanes:
+    x = it.get(node.args[0])
+    shifts, dims = node.args[1], node.args[2] if len(node.args) > 2 else []
+    shifts = [shifts] if isinstance(shifts, int) else shifts
+    if len(shifts) != len(dims):
+        raise Opaque
+    for shift, d in zip(shifts, dims, strict=True):
+        dim = axis_of(d, len(x.kinds))
+        if x.kinds[dim] != "l":
+            raise Opaque
+        axis = x.axis(dim)
+        x = dataclasses.replace(x, terms=x.map(partial(np.roll, shift=shift, axis=axis)))
+    return x
+
+
+@rule(aten.transpose.int, aten.permute.default, aten.t.default)
+def _transpose(it: LaneInterpreter, node: Node) -> Lanes:
+    x = it.get(node.args[0])
+    order = list(range(len(x.kinds)))
+    if node.target is aten.permute.default:
+        order = [axis_of(d, len(order)) for d in node.args[1]]
+    elif node.target is aten.t.default:
+        order.reverse()
+    else:
+        a, b = (axis_of(d, len(order)) for d in node.args[1:3])
+        order[a], order[b] = order[b], order[a]
+    return permute(it, x, order)
+
+
+@rule(aten.unsqueeze.default)
+def _unsqueeze(it: LaneInterpreter, node: Node) -> Lanes:
+    x = it.get(node.args[0])
+    return insert_outer(it, x, axis_of(node.args[1], len(x.kinds) + 1))
+
+
+@rule(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
+def _squeeze(it: LaneInterpreter, node: Node) -> Lanes:
+    x = it.get(node.args[0])
+    n = len(x.kinds)
+    dims = node.args[1] if len(node.args) > 1 else range(n)
+    dims = [dims] if isinstance(dims, int) else dims
+    for dim in sorted({axis_of(d, n) for d in dims}, reverse=True):
+        if is_one(x.sizes[dim]):
+            x = drop(it, x, dim)
+    return x
+
+
+@rule(aten.expand.default, aten.broadcast_to.default)
+def _expand(it: LaneInterpreter, node: Node) -> Lanes:
+    x = it.get(node.args[0])
+    sizes = tuple(value(node).shape)
+    while len(x.kinds) < len(sizes):
+        x = insert_outer(it, x, 0)
+    terms = x.terms
+    for dim, (have, want) in enumerate(zip(x.sizes, sizes, strict=True)):
+        if x.kinds[dim] == "l" and not same_size(have, want):
+            if not isinstance(want, int):
+                raise Opaque
+            axis = x.axis(dim)
+            terms = [t.map(partial(np.repeat, repeats=want, axis=axis)) for t in terms]
+    return Lanes(x.kinds, sizes, terms, x.complex)
+
+
+@rule(aten.repeat.default)
+def _repeat(it: LaneInterpreter, node: Node) -> Lanes:
+    x = it.get(node.args[0])
+    repeats = node.args[1]
+    while len(x.kinds) < len(repeats):
+        x = insert_outer(it, x, 0)
+    if any(not is_one(s) and not is_one(r) for s, r in zip(x.sizes, repeats, strict=True)):
+        raise Opaque
+    if any(k == "l" and not is_one(r) for k, r in zip(x.kinds, repeats, strict=True)):
+        raise Opaque
+    return Lanes(x.kinds, tuple(value(node).shape), x.terms, x.complex)
+
+
+@rule(aten.repeat_interleave.self_int)
+def _repeat_interleave(it: LaneInterpreter, node: Node) -> Lanes:
+    x = it.get(node.args[0])
+    dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim")
+    if dim is None:
+        raise Opaque
+    dim = axis_of(dim, len(x.kinds))
+    if x.kinds[dim] == "l":
+        if not isinstance(node.args[1], int):
+            raise Opaque
+        axis, n = x.axis(dim), node.args[1]
+        return Lanes(x.kinds, tuple(value(node).shape), x.map(lambda a: np.repeat(a, n, axis)), x.complex)
+    if not is_one(x.sizes[dim]):
+        raise Opaque
+    return Lanes(x.kinds, tuple(value(node).shape), x.terms, x.complex)
+
+
+@rule(aten.view.default, aten.reshape.default, aten._unsafe_view.default)
+def _view(it: LaneInterpreter, node: Node) -> Lanes:
+    x = it.get(node.args[0])
+    return reshape(it, x, tuple(value(node).shape))

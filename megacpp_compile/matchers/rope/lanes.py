@@ -1,0 +1,133 @@
+"""What a subgraph does to the last dimension of a tensor, lane by lane.
+
+RoPE is spelled in dozens of ways: even/odd slices, rotate_half, complex products, stack/flatten, writes into an empty
+tensor. They differ in syntax only. So instead of a pattern a spelling, this module *executes* the subgraph on symbols:
+every element of a feature dimension (a "lane") becomes a sum of terms
+
+    coefficient * source[lane] * table[lane]
+
+over a few source tensors, and the rules of RoPE are then checked on that result (`rotation.py`). Whatever is proved
+equal matches, however it is written; whatever is not equal can't match, however alike it looks.
+
+A value's dimensions are of two kinds: *outer* (batch, sequence, heads: carried along, permuted, broadcast) and *lane*
+(the feature dimension and what views split it into). Terms are numpy arrays over the lane dimensions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.fx import Node
+
+if TYPE_CHECKING:
+    from megacpp_compile.matchers.rope.lane_interpreter import LaneInterpreter
+
+aten = torch.ops.aten
+NONE, UNDEFINED = -1, -2  # source ids: no table in this term; memory nothing was written to
+MAX_TERMS = 4
+MAX_LANES = 1 << 15
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A tensor terms refer to.
+
+    dims: for every outer dimension of the value that refers to it, the tensor's own dimension, or -1 where it is
+    broadcast. lane_dims: the tensor's dimensions its lanes index, row-major. part: "re"/"im" of a complex table.
+    """
+
+    node: Node
+    dims: tuple[int, ...]
+    lane_dims: tuple[int, ...]
+    part: str = ""
+
+
+@dataclasses.dataclass
+class Term:
+    coef: np.ndarray
+    src: np.ndarray
+    lane: np.ndarray
+    tab: np.ndarray
+    tlane: np.ndarray
+
+    def map(self, f: Callable[[np.ndarray], np.ndarray]) -> Term:
+        return Term(*(f(getattr(self, x.name)) for x in dataclasses.fields(Term)))
+
+    def scaled(self, c: float) -> Term:
+        return dataclasses.replace(self, coef=self.coef * c)
+
+
+@dataclasses.dataclass
+class Lanes:
+    """kinds: "o" or "l" per dimension; sizes: its sizes; terms: arrays over the "l" dimensions (plus, when `complex`,
+    a last axis of real and imaginary part)."""
+
+    kinds: str
+    sizes: tuple[Any, ...]
+    terms: list[Term]
+    complex: bool = False
+
+    @property
+    def lane_axes(self) -> list[int]:
+        return [i for i, k in enumerate(self.kinds) if k == "l"]
+
+    def axis(self, dim: int) -> int:
+        """The array axis of lane dimension `dim`."""
+        return self.kinds[:dim].count("l")
+
+    def outer(self, dim: int) -> int:
+        """The outer position of outer dimension `dim`."""
+        return self.kinds[:dim].count("o")
+
+    def map(self, f: Callable[[np.ndarray], np.ndarray]) -> list[Term]:
+        return [t.map(f) for t in self.terms]
+
+
+class Opaque(Exception):
+    """This node is not interpreted: it becomes a source of its own."""
+
+
+EMPTY = {
+    aten.new_empty.default,
+    aten.empty.memory_format,
+    aten.empty_like.default,
+    aten.new_zeros.default,
+    aten.zeros.default,
+    aten.zeros_like.default,
+    aten.new_empty_strided.default,
+    aten.empty_permuted.default,
+}
+
+Rule = Callable[["LaneInterpreter", Node], Lanes]
+RULES: dict[Any, Rule] = {}
+
+
+def rule(*targets: Any) -> Callable[[Rule], Rule]:
+    def register(f: Rule) -> Rule:
+        for t in targets:
+            RULES[t] = f
+        return f
+
+    return register
+
+
+def axis_of(dim: int, n: int) -> int:
+    return dim + n if dim < 0 else dim
+
+
+def is_one(size: Any) -> bool:
+    return isinstance(size, int) and size == 1
+
+
+def term(coef: np.ndarray, src: int, lane: np.ndarray) -> Term:
+    none = np.full(coef.shape, NONE)
+    return Term(coef, np.full(coef.shape, src), lane, none, none.copy())
+
+
+def zero_term(shape: tuple[int, ...]) -> Term:
+    z = np.full(shape, NONE)
+    return Term(np.zeros(shape), z, z.copy(), z.copy(), z.copy())

@@ -1,0 +1,105 @@
+"""Which entries of a cos/sin table meet which lanes.
+
+A table is any tensor that is not computed from weights; how it was made does not matter. Views of it do: models slice
+one cache into halves, double half-width tables with `cat((f, f))`, or bake the sign in with `cat((-sin, sin))`, and
+seen through such views the same entries are the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch.fx import Node
+
+from megacpp_compile.fx.edit import same_size, value
+from megacpp_compile.matchers.rope import lanes as L
+from megacpp_compile.matchers.rope.lane_interpreter import LaneInterpreter
+from megacpp_compile.matchers.rope.lane_rules.dims import as_lane, insert_outer
+
+aten = torch.ops.aten
+# Table views worth seeing through; anything else (casts, products, cos itself) makes the table it yields.
+_SEE_THROUGH = {
+    aten.slice.Tensor,
+    aten.unsqueeze.default,
+    aten.expand.default,
+    aten.cat.default,
+    aten.neg.default,
+    aten.alias.default,
+    aten.view.default,
+    aten.reshape.default,
+    aten.transpose.int,
+    aten.permute.default,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.repeat_interleave.self_int,
+}
+
+
+def table_lanes(it: LaneInterpreter, table: Node, x: L.Lanes) -> list[L.Term]:
+    """Entries of `table` over x's lane dimensions: one term, or (real, imaginary) for a complex table.
+
+    Raises `_Opaque` where the shapes don't meet lane by lane.
+    """
+    if x.complex:
+        return [_direct(it, table, x, part) for part in ("re", "im")]
+    seen = _through(it, table, x)
+    return [seen if seen is not None else _direct(it, table, x, "")]
+
+
+def _direct(it: LaneInterpreter, table: Node, x: L.Lanes, part: str) -> L.Term:
+    """The table itself as source: its dimensions that meet lanes are its lane dimensions."""
+    shape = value(table).shape
+    offset = len(x.kinds) - len(shape)
+    dims, lane_dims, lane_sizes = [], [], []
+    for dim, kind in enumerate(x.kinds):
+        own = dim - offset
+        size: Any = shape[own] if own >= 0 else 1
+        broadcast = isinstance(size, int) and size == 1
+        if kind == "o":
+            dims.append(-1 if broadcast else own)
+            continue
+        if not broadcast and not same_size(size, x.sizes[dim]):
+            raise L.Opaque
+        lane_sizes.append(1 if broadcast else size)
+        if not broadcast:
+            lane_dims.append(own)
+    if not lane_dims:
+        raise L.Opaque
+    sid = it.source_id(L.Source(table, tuple(dims), tuple(lane_dims), part))
+    return L.term(np.ones(lane_sizes), sid, np.arange(int(np.prod(lane_sizes))).reshape(lane_sizes))
+
+
+def _through(it: LaneInterpreter, table: Node, x: L.Lanes) -> L.Term | None:
+    """The entries with views of the table resolved; None where that leads nowhere."""
+    it.table_views = it.table_views or _ViewInterpreter(it)
+    try:
+        t = it.table_views(table)
+        if t is None or len(t.terms) != 1:
+            return None
+        while len(t.kinds) < len(x.kinds):
+            t = insert_outer(it, t, 0)
+        for dim, kind in enumerate(x.kinds):
+            if t.kinds[dim] != kind:
+                if kind == "o":
+                    return None
+                t = as_lane(it, t, dim)
+            if kind == "l" and t.sizes[dim] not in (1, x.sizes[dim]):
+                return None
+        term = t.terms[0]
+        return None if (term.src < 0).any() else term
+    except L.Opaque:
+        return None
+
+
+class _ViewInterpreter(LaneInterpreter):
+    """Reads views only, on the sources of the interpreter it serves."""
+
+    def __init__(self, host: LaneInterpreter) -> None:
+        super().__init__(set(), {})
+        self.sources, self._ids, self._numbering = host.sources, host._ids, host._numbering
+
+    def _is_table(self, node: Node) -> bool:
+        return node.target not in _SEE_THROUGH

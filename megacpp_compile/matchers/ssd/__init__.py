@@ -1,0 +1,1 @@
+"""Mamba-2's chunked scan, proved by running the subgraph at small sizes beside the recurrence."""

@@ -1,0 +1,126 @@
+"""Where a scan's operands are."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from megacpp_compile.matchers.ssd.tensor_algebra import Algebra, constants_of, operand_of, tensors
+from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS
+
+aten = torch.ops.aten
+MOST_OPERANDS = 7
+
+
+class Cut:
+    """Where the scan's operands are: what its steps (`dt`) reach is inside, and what meets that is followed to the
+    operands: C . B^T, and D * x where x is one."""
+
+    def __init__(self, algebra: Algebra, carrying: set[Node], dt: Node) -> None:
+        self.algebra, self.dt, self.inside = algebra, dt, set(carrying)
+        self.found: dict[Node, None] = {dt: None}
+
+    def leaves(self, root: Node) -> list[Node]:
+        carrying = set(self.inside)
+        skips = []
+        for n in sorted(carrying):
+            for a in tensors(n):
+                if a in carrying or a is self.dt:
+                    continue
+                if a.target in (aten.mul.Tensor,) and n.target in (aten.add.Tensor,) and a in self.algebra.nodes:
+                    skips.append(a)
+                else:
+                    self.descend(a)
+        for a in skips:
+            known = {self.algebra.source(n) for n in self.found}
+            if any(self.algebra.source(b) in known for b in tensors(a)):
+                self.inside.add(a)
+                for b in tensors(a):
+                    self.descend(b)
+            else:
+                self.descend(a)
+        return self._one_of_each()
+
+    def descend(self, n: Node, summed: bool = False) -> None:
+        """Follow `n`, which no step reaches, to operands; `summed`: its last sum is still to come."""
+        algebra = self.algebra
+        if n in self.inside or n in self.found:
+            return
+        if n in algebra.constants:
+            self.inside |= constants_of(algebra, n)
+            return
+        at, between = self._through(n)
+        inputs = [a for a in tensors(at) if a not in algebra.constants]
+        mixes = at in algebra.nodes and (
+            at.target in CONTRACTIONS
+            and len(tensors(at)) == 2
+            or at.target is aten.sum.dim_IntList
+            or summed
+            and at.target is aten.mul.Tensor
+            and len(inputs) == 2
+            or self._masked_scores(at)
+        )
+        if mixes:
+            self.inside |= {at} | between
+            for a in tensors(at):
+                self.descend(a, at.target is aten.sum.dim_IntList or summed and len(inputs) == 1)
+            return
+        leaf, between = operand_of(algebra, n)
+        self.inside |= between
+        self.found[leaf] = None
+
+    def _masked_scores(self, n: Node) -> bool:
+        """Whether `n` is a contraction with constants applied to it; an operand so changed is one all the same."""
+        changed = False
+        while n in self.algebra.nodes:
+            inputs = self.algebra.inputs(n)
+            if len(inputs) != 1 or len(tensors(n)) != 2:
+                return changed and (n.target in CONTRACTIONS or n.target is aten.sum.dim_IntList)
+            n, changed = self._through(inputs[0])[0], True
+        return False
+
+    def _whole(self, n: Node) -> tuple[Node, set[Node]]:
+        """What `n` is an element of, with the nodes between."""
+        source, between = self._through(n)
+        if source.target is aten.select.int and source in self.algebra.nodes:
+            whole, others = self._through(source.args[0])  # type: ignore[arg-type]
+            return whole, between | {source} | others
+        return source, set()
+
+    def _through(self, n: Node) -> tuple[Node, set[Node]]:
+        between = set()
+        while self.algebra.passes_on(n):
+            between.add(n)
+            n = n.args[0]  # type: ignore[assignment]
+        return n, between
+
+    def from_exponents(self, decays: list[Node]) -> set[Node]:
+        pending, seen = list(decays), set[Node]()
+        while pending:
+            n = pending.pop()
+            if n in seen:
+                continue
+            seen.add(n)
+            if n in self.inside and n not in self.found:
+                pending += tensors(n)
+        return seen & set(self.found)
+
+    def _one_of_each(self) -> list[Node]:
+        """Leaves, one for each source: where two views of one tensor are read, that tensor."""
+        by_source: dict[Node, list[Node]] = {}
+        picked = len(self.found) > MOST_OPERANDS  # chunks are read one by one, in a loop
+        for leaf in self.found:
+            source, between = self._whole(leaf) if picked else (self.algebra.source(leaf), set())
+            if between:
+                self.inside |= between
+            by_source.setdefault(source, []).append(leaf)
+        chosen = []
+        for source, leaves in by_source.items():
+            if len(leaves) > 1:
+                for leaf in leaves:
+                    at, between = self._through(leaf)
+                    self.inside |= between
+            chosen.append(leaves[0] if len(leaves) == 1 and source is self.algebra.source(leaves[0]) else source)
+        self.inside |= {c for n in list(self.inside) for a in tensors(n) for c in constants_of(self.algebra, a)}
+        self.inside -= set(chosen)
+        return chosen

@@ -1,0 +1,83 @@
+"""Sums and products over dimensions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from megacpp_compile.matchers.ssd.axes import Dim, NoAxes, flat
+from megacpp_compile.matchers.ssd.tensor_ops import argument, axis, broadcast, rule
+
+if TYPE_CHECKING:
+    from megacpp_compile.matchers.ssd.resize import Resized
+
+aten = torch.ops.aten
+
+
+@rule(aten.sum.dim_IntList)
+def _sum(r: Resized, n: Node) -> list[Dim]:
+    dims = r.dims[n.args[0]]
+    over = n.args[1]
+    if not over:
+        raise NoAxes("a sum of everything")
+    gone = {axis(d, len(dims)) for d in over}  # type: ignore[union-attr]
+    keep = argument(n, 2, "keepdim", False)
+    return [[] if i in gone else d for i, d in enumerate(dims) if keep or i not in gone]
+
+
+@rule(aten.cumsum.default)
+def _cumsum(r: Resized, n: Node) -> list[Dim]:
+    return r.dims[n.args[0]]
+
+
+@rule(aten.flip.default)
+def _flip(r: Resized, n: Node) -> list[Dim]:
+    return r.dims[n.args[0]]
+
+
+@rule(aten.matmul.default, aten.bmm.default, aten.mm.default)
+def _matmul(r: Resized, n: Node) -> list[Dim]:
+    a, b = (r.dims[x] for x in n.args[:2])
+    left, right = ([[], *a] if len(a) == 1 else a), ([*b, []] if len(b) == 1 else b)
+    r.axes.same(left[-1], right[-2])
+    out = [*broadcast(r, [left[:-2], right[:-2]]), *([left[-2]] if len(a) > 1 else []),
+           *([right[-1]] if len(b) > 1 else [])] if len(left) > 2 or len(right) > 2 else [  # fmt: skip
+        *([left[-2]] if len(a) > 1 else []), *([right[-1]] if len(b) > 1 else [])]  # fmt: skip
+    return out
+
+
+def _einsum_again(r: Resized, n: Node, args: tuple[Any, ...]) -> Tensor:
+    return torch.einsum(args[0], *args[1])
+
+
+@rule(aten.einsum.default, run=_einsum_again)
+def _einsum(r: Resized, n: Node) -> list[Dim]:
+    equation, operands = str(n.args[0]).replace(" ", ""), [r.dims[a] for a in n.args[1]]  # type: ignore[union-attr]
+    inputs, arrow, output = equation.partition("->")
+    terms = inputs.split(",")
+    if not arrow:
+        raise NoAxes("an einsum without an output")
+    letters: dict[str, Dim] = {}
+    dots: list[list[Dim]] = []
+
+    def meet(letter: str, dim: Dim) -> None:
+        if not flat(letters.setdefault(letter, dim)):
+            letters[letter] = dim
+        elif flat(dim):
+            r.axes.same(letters[letter], dim)
+
+    for term, dims in zip(terms, operands, strict=True):
+        before, ellipsis, after = term.partition("...")
+        count = len(dims) - len(before) - len(after)
+        for letter, dim in zip(before, dims, strict=False):
+            meet(letter, dim)
+        for letter, dim in zip(after, dims[len(dims) - len(after) :], strict=True):
+            meet(letter, dim)
+        if ellipsis:
+            dots.append(dims[len(before) : len(before) + count])
+    before, ellipsis, after = output.partition("...")
+    middle = broadcast(r, dots) if ellipsis and dots else []
+    return [*(letters[c] for c in before), *middle, *(letters[c] for c in after)]

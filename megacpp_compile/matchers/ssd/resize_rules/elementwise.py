@@ -1,0 +1,87 @@
+"""Elementwise ops, casts, constants and triangles."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from megacpp_compile.fx.edit import value
+from megacpp_compile.matchers.ssd.axes import Dim, NoAxes, fresh, pin
+from megacpp_compile.matchers.ssd.tensor_ops import (
+    CREATION,
+    ELEMENTWISE,
+    LIKE,
+    MASKS,
+    SAME,
+    argument,
+    broadcast,
+    rule,
+)
+
+if TYPE_CHECKING:
+    from megacpp_compile.matchers.ssd.resize import Resized
+
+aten = torch.ops.aten
+
+
+@rule(*ELEMENTWISE)
+def _elementwise(r: Resized, n: Node) -> list[Dim]:
+    return broadcast(r, [r.dims[a] for a in n.all_input_nodes])
+
+
+@rule(*MASKS)
+def _masks(r: Resized, n: Node) -> list[Dim]:
+    if any(not isinstance(a, Node) and a not in (0, 1, -1) for a in n.args):
+        pin(d for a in n.all_input_nodes for d in r.dims[a])
+    return _elementwise(r, n)
+
+
+def _float(r: Resized, n: Node, args: tuple[Any, ...]) -> Any:
+    return args[0].double() if value(n).is_floating_point() else args[0].to(value(n).dtype)
+
+
+@rule(*SAME, run=_float)
+def _same(r: Resized, n: Node) -> list[Dim]:
+    return r.dims[n.args[0]]
+
+
+def _create(r: Resized, n: Node, args: tuple[Any, ...]) -> Tensor:
+    fake, shape = value(n), r.shape(r.dims[n])
+    dtype = torch.float64 if fake.is_floating_point() else fake.dtype
+    if n.target in (aten.arange.default, aten.arange.start):
+        return torch.arange(shape[0], dtype=dtype, device="cpu")
+    fill = argument(n, 1, "fill_value")
+    if n.target in (aten.new_full.default,):
+        fill = argument(n, 2, "fill_value")
+    if n.target is aten.scalar_tensor.default:
+        fill = n.args[0]
+    if "ones" in str(n.target):
+        fill = 1
+    elif "zeros" in str(n.target):
+        fill = 0
+    if not isinstance(fill, (bool, int, float)):
+        raise NoAxes("a constant that is no number")
+    return torch.full(shape, fill, dtype=dtype, device="cpu")
+
+
+@rule(*CREATION, run=_create)
+def _creation(r: Resized, n: Node) -> list[Dim]:
+    if n.target is aten.arange.start and n.args[0] != 0:
+        raise NoAxes("positions that do not begin at 0")
+    return [fresh(s) for s in value(n).shape]
+
+
+@rule(*LIKE, run=_create)
+def _like(r: Resized, n: Node) -> list[Dim]:
+    return r.dims.get(n.args[0]) or [fresh(s) for s in value(n).shape]
+
+
+@rule(aten.tril.default, aten.triu.default)
+def _triangle(r: Resized, n: Node) -> list[Dim]:
+    dims = r.dims[n.args[0]]
+    if argument(n, 1, "diagonal", 0) not in (-1, 0, 1):
+        pin(dims[-2:])
+    return dims

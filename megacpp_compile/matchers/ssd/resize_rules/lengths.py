@@ -1,0 +1,149 @@
+"""What makes dimensions longer or shorter: padding, slices, concatenation."""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from megacpp_compile.fx.edit import value
+from megacpp_compile.matchers.ssd.axes import Dim, NoAxes, equal, flat, fresh, is_one, length, pin
+from megacpp_compile.matchers.ssd.tensor_ops import argument, axis, broadcast, rule
+
+if TYPE_CHECKING:
+    from megacpp_compile.matchers.ssd.resize import Resized
+
+aten = torch.ops.aten
+
+
+def _padding(n: Node) -> list[tuple[int, Any, Any]]:
+    """(dimension, in front, behind) of what is padded."""
+    amounts, rank = n.args[1], value(n).dim()
+    fill = argument(n, 3 if n.target is aten.pad.default else 2, "value", 0)
+    if n.target is aten.pad.default and argument(n, 2, "mode", "constant") != "constant" or fill not in (0, None):
+        raise NoAxes("padding with other than zeros")
+    pairs = zip(amounts[0::2], amounts[1::2], strict=True)  # type: ignore[index]
+    found = [(rank - 1 - i, value(front), value(behind)) for i, (front, behind) in enumerate(pairs)]
+    return [(d, f, b) for d, f, b in found if not (_is(f, 0) and _nothing(b))]
+
+
+def _nothing(size: Any) -> bool:
+    """Known to be 0, such as what fills up the last chunk where the model has asked whether there is any."""
+    return _is(size, 0) or not isinstance(size, int) and all(map(statically_known_true, (size <= 0, size >= 0)))
+
+
+def _is(size: Any, number: int) -> bool:
+    return isinstance(size, int) and size == number
+
+
+def _padded(r: Resized, n: Node, args: tuple[Any, ...]) -> Tensor:
+    out, want = args[0], r.shape(r.dims[n])
+    for dim, front, _ in _padding(n):
+        amounts = [0] * (2 * out.dim())
+        where = 2 * (out.dim() - 1 - dim)
+        amounts[where], amounts[where + 1] = front, want[dim] - out.shape[dim] - front
+        out = torch.nn.functional.pad(out, amounts)
+    return out
+
+
+@rule(aten.constant_pad_nd.default, aten.pad.default, run=_padded)
+def _pad(r: Resized, n: Node) -> list[Dim]:
+    dims = list(r.dims[n.args[0]])
+    for dim, front, behind in _padding(n):
+        if not (_is(front, 0) or _is(front, 1)):
+            raise NoAxes("padding in front")
+        if not (_is(front, 0) or _is(behind, 0)):
+            raise NoAxes("padding on both sides")
+        whole = value(n).shape[dim]
+        known = next((eq for eq in r.axes.lengths if _same_padding(eq, dims[dim], whole)), None)
+        dims[dim] = known.whole if known else r.axes.longer([dims[dim]], front + behind, whole)
+    return dims
+
+
+def _same_padding(eq: Any, dim: Dim, size: Any) -> bool:
+    return len(eq.parts) == 1 and flat(eq.parts[0]) == flat(dim) and equal(length(eq.whole), size)
+
+
+def _bounds(n: Node) -> tuple[int, Any, Any]:
+    """(dimension, start, size of the result) of a slice."""
+    source, args = value(n.args[0]), [*n.args[1:], *(None,) * 4][:4]
+    dim = axis(args[0] or 0, source.dim())  # type: ignore[call-overload]
+    if args[3] not in (None, 1):
+        raise NoAxes("a slice with a step")
+    start, size, result = value(args[1]) or 0, source.shape[dim], value(n).shape[dim]
+    if isinstance(start, int) and start < 0:
+        start = 0 if isinstance(size, int) and -start > size else size + start
+    return dim, start, result
+
+
+def _sliced(r: Resized, n: Node, args: tuple[Any, ...]) -> Tensor:
+    dim, start, result = _bounds(n)
+    have, want = args[0].shape[dim], r.shape(r.dims[n])[dim]
+    at_end = not _is(start, 0) and equal(start + result, value(n.args[0]).shape[dim])
+    return args[0].narrow(dim, have - want if at_end else start, want)
+
+
+@rule(aten.slice.Tensor, run=_sliced)
+def _slice(r: Resized, n: Node) -> list[Dim]:
+    dims = list(r.dims[n.args[0]])
+    dim, start, result = _bounds(n)
+    size = value(n.args[0]).shape[dim]
+    if equal(size, result):
+        return dims
+    at_end = equal(start + result, size)
+    if not _is(start, 0) and not at_end or _is(size, 2):
+        pin([dims[dim]])  # from the middle; or of two, where "the first" and "all but the last" are one
+    dims[dim] = [] if is_one(result) else r.axes.shorter(dims[dim], result)
+    return dims
+
+
+def _selected(r: Resized, n: Node, args: tuple[Any, ...]) -> Tensor:
+    dim, index, _ = n.args[1], n.args[2], None
+    last = index in (-1, value(n.args[0]).shape[dim] - 1)  # type: ignore[operator, index]
+    return args[0].select(dim, -1 if last and index != 0 else index)
+
+
+@rule(aten.select.int, run=_selected)
+def _select(r: Resized, n: Node) -> list[Dim]:
+    dims = list(r.dims[n.args[0]])
+    dim, index = axis(n.args[1], len(dims)), n.args[2]  # type: ignore[arg-type]
+    if index not in (0, -1):
+        pin([dims[dim]])
+    del dims[dim]
+    return dims
+
+
+@rule(aten.unbind.int)
+def _unbind(r: Resized, n: Node) -> list[list[Dim]]:
+    dims = list(r.dims[n.args[0]])
+    dim = axis(argument(n, 1, "dim", 0), len(dims))
+    pin([dims[dim]])
+    return [[*dims[:dim], *dims[dim + 1 :]] for _ in value(n)]
+
+
+@rule(operator.getitem)
+def _getitem(r: Resized, n: Node) -> list[Dim]:
+    return r.dims[n.args[0]][n.args[1]]
+
+
+@rule(aten.cat.default)
+def _cat(r: Resized, n: Node) -> list[Dim]:
+    parts = [r.dims[a] for a in n.args[0]]  # type: ignore[union-attr]
+    dim = axis(argument(n, 1, "dim", 0), len(parts[0]))
+    others = broadcast(r, [[*p[:dim], [], *p[dim + 1 :]] for p in parts])
+    others[dim] = r.axes.longer([p[dim] for p in parts], 0, value(n).shape[dim])
+    return others
+
+
+@rule(aten.stack.default)
+def _stack(r: Resized, n: Node) -> list[Dim]:
+    parts = [r.dims[a] for a in n.args[0]]  # type: ignore[union-attr]
+    dim = axis(argument(n, 1, "dim", 0), len(parts[0]) + 1)
+    out = broadcast(r, parts)
+    count = fresh(len(parts))
+    pin([count])
+    return [*out[:dim], count, *out[dim:]]

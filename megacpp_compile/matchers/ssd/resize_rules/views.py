@@ -1,0 +1,101 @@
+"""Views, and repetitions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from megacpp_compile.fx.edit import value
+from megacpp_compile.matchers.ssd.axes import Dim, NoAxes, equal, flat, fresh, is_one, length
+from megacpp_compile.matchers.ssd.tensor_ops import argument, axis, reshape_again, rule
+
+if TYPE_CHECKING:
+    from megacpp_compile.matchers.ssd.resize import Resized
+
+aten = torch.ops.aten
+
+
+@rule(
+    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints, aten.unflatten.int,
+    run=reshape_again,
+)  # fmt: skip
+def _view(r: Resized, n: Node) -> list[Dim]:
+    return r.axes.regroup(r.dims[n.args[0]], value(n).shape)
+
+
+def _permuted(r: Resized, n: Node, args: tuple[Any, ...]) -> Tensor:
+    return args[0].permute(_order(n))
+
+
+def _order(n: Node) -> list[int]:
+    rank = value(n).dim()
+    order = list(range(rank))
+    if n.target is aten.permute.default:
+        return [axis(d, rank) for d in n.args[1]]  # type: ignore[union-attr]
+    if n.target in (aten.movedim.int, aten.movedim.intlist):
+        return torch.empty([1] * rank).as_strided([1] * rank, order).movedim(*n.args[1:]).stride()  # type: ignore
+    a, b = (-2, -1) if n.target is aten.mT.default else (0, 1) if n.target is aten.t.default else n.args[1:3]
+    if rank > 1:
+        order[a], order[b] = order[b], order[a]  # type: ignore[index]
+    return order
+
+
+@rule(
+    aten.permute.default, aten.transpose.int, aten.t.default, aten.movedim.int, aten.movedim.intlist, aten.mT.default,
+    run=_permuted,
+)  # fmt: skip
+def _permute(r: Resized, n: Node) -> list[Dim]:
+    dims = r.dims[n.args[0]]
+    return [dims[i] for i in _order(n)]
+
+
+@rule(aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, run=reshape_again)
+def _unit_dims(r: Resized, n: Node) -> list[Dim]:
+    source = [d for d in r.dims[n.args[0]] if flat(d)]
+    it = iter(source)
+    return [[] if is_one(s) else next(it) for s in value(n).shape]
+
+
+def _expanded(r: Resized, n: Node, args: tuple[Any, ...]) -> Tensor:
+    return args[0].expand(r.shape(r.dims[n]))
+
+
+@rule(aten.expand.default, aten.broadcast_to.default, run=_expanded)
+def _expand(r: Resized, n: Node) -> list[Dim]:
+    dims, shape = r.dims[n.args[0]], value(n).shape
+    dims = [*([[]] * (len(shape) - len(dims))), *dims]
+    return [d if flat(d) else fresh(s) for d, s in zip(dims, shape, strict=True)]
+
+
+def _repeated(r: Resized, n: Node, args: tuple[Any, ...]) -> Tensor:
+    have, want = args[0].shape, r.shape(r.dims[n])
+    have = [1] * (len(want) - len(have)) + list(have)
+    times = [w // h for h, w in zip(have, want, strict=True)]
+    if n.target is aten.repeat.default:
+        return args[0].repeat(times)
+    out = args[0]
+    for dim, count in enumerate(times):
+        out = out.repeat_interleave(count, dim) if count > 1 else out
+    return out
+
+
+@rule(aten.repeat.default, aten.repeat_interleave.self_int, run=_repeated)
+def _repeat(r: Resized, n: Node) -> list[Dim]:
+    dims, shape = r.dims[n.args[0]], value(n).shape
+    if n.target is not aten.repeat.default and argument(n, 2, "dim") is None:
+        raise NoAxes("a repetition of all elements")
+    dims = [*([[]] * (len(shape) - len(dims))), *dims]
+    out = []
+    for d, s in zip(dims, shape, strict=True):
+        have = length(d)
+        if equal(have, s):
+            out.append(d)
+            continue
+        if not isinstance(have, int) or not isinstance(s, int):
+            raise NoAxes("a repetition of symbolic size")
+        times = fresh(s // have)
+        out.append([*times, *d] if n.target is aten.repeat.default else [*d, *times])
+    return out

@@ -1,0 +1,196 @@
+"""Which operand of a scan is which, and the proof that it is one."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from megacpp_compile.matchers.ssd.axes import Axes, Dim, NoAxes, flat
+from megacpp_compile.matchers.ssd.resize import Resized
+from megacpp_compile.matchers.ssd.tensor_algebra import Algebra
+
+TOLERANCE = 1e-8  # float64, a few hundred operations
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """An operand of the scan: `node`, and the atoms of each of its dimensions."""
+
+    node: Node
+    dims: tuple[tuple[object, ...], ...]
+
+
+@dataclasses.dataclass
+class Scan:
+    """A scan proved. Groups of atoms: b batch, t tokens, h heads, p channels, n states; `groups` leads h."""
+
+    y: Leaf
+    final_states: list[Leaf]
+    x: Leaf
+    dt: Leaf
+    A: Leaf
+    B: Leaf
+    C: Leaf
+    D: Leaf | None
+    initial_state: Leaf | None
+    b: Dim
+    t: Dim
+    h: Dim
+    p: Dim
+    n: Dim
+    chunk: int
+    inside: set[Node]
+
+
+@dataclasses.dataclass(frozen=True)
+class NoScan:
+    """Why something with a scan's decays is none. `stage`: how far it got, the furthest being the best reason."""
+
+    node: Node
+    tag: str
+    reason: str
+    stage: int = 0
+
+
+class Roles:
+    """Which leaf is which operand: by atoms where they tell, by trial where they do not."""
+
+    def __init__(
+        self, algebra: Algebra, resized: Resized, root: Node, dt: Node, rate: Node, operands: list[Node],
+        exports: list[Node],
+    ) -> None:  # fmt: skip
+        self.algebra, self.r, self.root, self.dt, self.rate = algebra, resized, root, dt, rate
+        self.operands, self.exports = operands, exports
+
+    def atoms(self, n: Node) -> Dim:
+        return [a for d in self.r.of(n) for a in d]
+
+    def scan(self) -> Scan | NoScan:
+        r, dt, made = self.r, self.dt, self.atoms(self.root)
+        if len(set(made)) != len(made):
+            return NoScan(self.root, "roles", "a dimension of the result occurs twice", 2)
+        steps, heads = self.atoms(dt), self.atoms(self.rate)
+        if not set(heads) <= set(steps) or not set(steps) <= set(made):
+            return NoScan(self.rate, "rate", "the rate of the decay is not one number for each head", 3)
+        p = [a for a in made if a not in steps]
+        # The step may be cut into chunks already: time is then one dimension of an operand or of the result alone.
+        whole = [d for m in (self.root, *self.operands) for d in r.of(m) if len(d) > 1 and set(d) <= set(steps)]
+        outer = [d for d in (*whole, *r.of(dt)) if not set(d) & set(heads)]
+        outer = [d for i, d in enumerate(outer) if d not in outer[i + 1 :]]
+        best: NoScan = NoScan(self.root, "roles", "its operands are not those of a scan", 3)
+        for t in [*reversed(outer), []]:
+            b = [a for a in steps if a not in heads and a not in t]
+            for roles in self._assignments(b, t, heads, p):
+                try:
+                    found = self._try(roles, b, t, heads, p)
+                except NoAxes as e:
+                    found = NoScan(self.root, "axes", str(e), 5)
+                if isinstance(found, Scan):
+                    return found
+                if found.stage > best.stage:
+                    best = found
+        return best
+
+    def _assignments(self, b: Dim, t: Dim, h: Dim, p: Dim) -> Iterator[dict[str, Node]]:
+        """Operands as x, B, C and perhaps D and an initial state, where dimensions allow it."""
+        known = {*b, *t, *h, *p}
+        timed = [n for n in self.operands if set(self.atoms(n)) & set(t) or not t]
+        others = [n for n in self.operands if n not in timed]
+        if not t:
+            others = []
+        for names in itertools.product(("x", "B", "C", "D", "initial_state"), repeat=len(self.operands)):
+            roles = dict(zip(names, self.operands, strict=True))
+            if len(roles) < len(self.operands) or not {"x", "B"} <= roles.keys():
+                continue
+            if t and any((n in others) == (name in ("x", "B", "C")) for name, n in roles.items()):
+                continue
+            roles.setdefault("C", roles["B"])  # one tensor as both
+            if any(len(self.atoms(n)) != len(set(self.atoms(n))) for n in roles.values()):
+                continue
+            x, B, C = (set(self.atoms(roles[k])) for k in ("x", "B", "C"))
+            n = B - known
+            if not set(p) <= x <= known or C - known != n or (B | C) & set(p):
+                continue
+            if "D" in roles and not set(self.atoms(roles["D"])) <= set(h):
+                continue
+            if "initial_state" in roles and not set(self.atoms(roles["initial_state"])) <= {*b, *h, *p, *n}:
+                continue
+            yield roles
+
+    def _try(self, roles: dict[str, Node], b: Dim, t: Dim, h: Dim, p: Dim) -> Scan | NoScan:
+        r = self.r
+        n = [a for a in self.atoms(roles["B"]) if a not in {*b, *t, *h, *p}]
+        nodes = {"dt": self.dt, "A": self.rate, **roles}
+        for turn in (0, 1):
+            r.solve(turn)
+            # A generator of its own: what the model draws must not depend on what was compiled.
+            generator = torch.Generator().manual_seed(turn)
+            operands = {m: _random(r.shape(r.of(m)), m is self.dt, generator) for m in r.leaves}
+            y, *states = r.run(operands, [self.root, *self.exports])
+            given = [
+                None if k not in nodes else arranged(r.axes, operands[nodes[k]], r.of(nodes[k]), target)
+                for k, target in (
+                    ("x", [b, t, h, p]), ("dt", [b, t, h]), ("A", [h]), ("B", [b, t, h, n]), ("C", [b, t, h, n]),
+                    ("D", [h]), ("initial_state", [b, h, p, n]),
+                )
+            ]  # fmt: skip
+            want, state = recurrence(*given)  # type: ignore[arg-type]
+            got = arranged(r.axes, y, r.of(self.root), [b, t, h, p])
+            if not _equal(got, want):
+                return NoScan(self.root, "differs", "what is computed is no scan of its operands", 5)
+            for final, found in zip(self.exports, states, strict=True):
+                target, dims = [b, h, p, n], r.of(final)
+                same = {a for d in dims for a in d} == {a for d in target for a in d}
+                if not same or not _equal(arranged(r.axes, found, dims, target), state):
+                    return NoScan(final, "escapes", "an intermediate of the scan is used elsewhere too", 6)
+        made = {k: Leaf(m, tuple(tuple(d) for d in r.of(m))) for k, m in nodes.items()}
+        y_leaf, *finals = (Leaf(m, tuple(tuple(d) for d in r.of(m))) for m in (self.root, *self.exports))
+        return Scan(
+            y_leaf, finals, made["x"], made["dt"], made["A"], made["B"], made["C"], made.get("D"),
+            made.get("initial_state"), b, t, h, p, n, self._chunk(t), set(r.nodes),
+        )  # fmt: skip
+
+    def _chunk(self, t: Dim) -> int:
+        """The size of the model's chunks: the tokens' inner dimension, perhaps once they are padded."""
+        padded = [flat(eq.whole) for eq in self.r.axes.lengths if [flat(d) for d in eq.parts] == [t]]
+        size = next((d[-1].size for d in (t, *padded) if len(d) > 1), next((d[-1].size for d in (*padded, t) if d), 1))
+        return size if isinstance(size, int) else 0
+
+
+def _random(shape: list[int], positive: bool, generator: torch.Generator) -> Tensor:
+    made = torch.randn(shape, dtype=torch.float64, device="cpu", generator=generator)
+    return made.abs() if positive else made
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and bool((a - b).abs().max() <= TOLERANCE * b.abs().max())
+
+
+def arranged(axes: Axes, t: Tensor, dims: list[Dim], target: list[Dim]) -> Tensor:
+    """`t` with dimensions `dims` as a tensor of `target`'s, repeated along atoms it does not have."""
+    have = [a for d in dims for a in d]
+    t = t.reshape([axes.sizes[a] for a in have])
+    want = [a for d in target for a in flat(d)]
+    t = t.permute([have.index(a) for a in want if a in have])
+    t = t.reshape([axes.sizes[a] if a in have else 1 for a in want]).expand([axes.sizes[a] for a in want])
+    return t.reshape([axes.size(d) for d in target])
+
+
+def recurrence(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, state: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """y and the last state, position by position; B and C by head."""
+    b, t, h, p = x.shape
+    state = x.new_zeros(b, h, p, B.shape[-1]) if state is None else state
+    y = []
+    for i in range(t):
+        added = torch.einsum("bh,bhp,bhn->bhpn", dt[:, i], x[:, i], B[:, i])
+        state = (dt[:, i] * A).exp()[..., None, None] * state + added
+        y.append(torch.einsum("bhpn,bhn->bhp", state, C[:, i]))
+    out = torch.stack(y, 1)
+    return out if D is None else out + D[:, None] * x, state

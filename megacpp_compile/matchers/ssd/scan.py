@@ -1,0 +1,118 @@
+"""Mamba-2's chunked scan (state-space dual, arXiv:2405.21060), found by what it computes.
+
+    state_t = exp(dt_t * A) * state_{t-1} + dt_t * outer(x_t, B_t);    y_t = state_t @ C_t + D * x_t
+
+People write it as broadcast products, einsums, batched products, with segment sums or differences of prefix sums, with
+loops over chunks, padded or not. What they share is decays: exponentials of sums of `dt * A` over consecutive
+positions. From a decay the subgraph is grown to a candidate for y; its leaves get roles by the dimensions they have;
+and then it is run at small sizes on random operands beside the recurrence above (`resized.py`). What agrees there is
+the scan, however it is written; what does not is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+from torch.fx import Node
+
+from megacpp_compile.fx.edit import value
+from megacpp_compile.matchers.ssd.axes import NoAxes
+from megacpp_compile.matchers.ssd.isolate_hops import MOST_OPERANDS, Cut
+from megacpp_compile.matchers.ssd.resize import Resized
+from megacpp_compile.matchers.ssd.roles import Leaf, NoScan, Roles, Scan
+from megacpp_compile.matchers.ssd.tensor_algebra import Algebra, constants_of, lends_shape, operand_of, tensors
+from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS, EXPONENTIALS
+
+__all__ = ["Leaf", "NoScan", "Scan", "find_scans"]
+
+aten = torch.ops.aten
+MOST_CANDIDATES = 40
+
+
+def find_scans(graph: fx.Graph) -> Iterator[Scan | NoScan]:
+    """Every scan of `graph`, and everything that has a scan's decays and is none, in graph order."""
+    if not any(n.target in EXPONENTIALS for n in graph.nodes):
+        return
+    algebra = Algebra(graph)
+    done: set[Node] = set()
+    for n in graph.nodes:
+        if n in done or not _is_decay(algebra, n):
+            continue
+        found = _scan_of(algebra, n)
+        if isinstance(found, Scan):
+            done |= found.inside
+        else:
+            done |= set(algebra.ahead(n))
+            done |= {e for a in algebra.ahead(n) for e in algebra.behind([a]) if e.target in EXPONENTIALS}
+        yield found
+
+
+def _is_decay(algebra: Algebra, n: Node) -> bool:
+    """An exponential of sums over consecutive positions."""
+    if n.target not in EXPONENTIALS or n not in algebra.nodes or n in algebra.constants:
+        return False
+    made_of = algebra.behind([n])
+    if any(m.target is aten.cumsum.default for m in made_of):
+        return True
+    return any(m.target in CONTRACTIONS and set(tensors(m)) & algebra.constants for m in made_of)
+
+
+def _scan_of(algebra: Algebra, decay: Node) -> Scan | NoScan:
+    """The scan that `decay` is part of: the last node in which everything it is made of is one."""
+    best = NoScan(decay, "no-scan", "decays over consecutive positions, but nothing made of them is a scan")
+    ahead = [n for n in algebra.ahead(decay) if isinstance(value(n), torch.Tensor) and value(n).dim() > 1]
+    for root in list(reversed(ahead))[-MOST_CANDIDATES:]:
+        try:
+            with torch.no_grad():
+                found = _scan_at(algebra, root, decay)
+        except NoAxes as e:
+            found = NoScan(root, "axes", str(e), 2)
+        if isinstance(found, Scan):
+            return found
+        if found.stage > best.stage:
+            best = found
+    return best
+
+
+def _scan_at(algebra: Algebra, root: Node, decay: Node) -> Scan | NoScan:
+    everything = algebra.behind([root])
+    decays = [n for n in everything if _is_decay(algebra, n)]
+    exponents = algebra.behind(a for e in decays for a in algebra.inputs(e))
+    added = algebra.behind([root], stop=decays)
+    shared = [n for n in exponents & added if n not in algebra.constants]
+    if not shared:
+        return NoScan(decay, "no-step", "what the state takes in is not multiplied by the step of its decay", 1)
+    dt = max(shared)
+    dt, steps = operand_of(algebra, dt)
+    carrying = algebra.behind([root], stop=[dt]) & set(algebra.ahead(dt)) - {dt}
+    cut = Cut(algebra, carrying, dt)
+    cut.inside |= steps
+    leaves = cut.leaves(root)
+    rates = [n for n in leaves if n in cut.from_exponents(decays) and n is not dt]
+    if len(rates) != 1:
+        return NoScan(decay, "rate", f"the logarithm of the decay is a step times {len(rates) or 'no'} rates", 2)
+    operands = [n for n in leaves if n not in (dt, rates[0])]
+    if len(operands) > MOST_OPERANDS - 2:
+        return NoScan(root, "roles", "it has more operands than a scan", 2)
+    exports, shown = _exports(algebra, carrying, cut.inside, leaves, dt, root)
+    resized = Resized(sorted(cut.inside | shown), [dt, *operands, rates[0]])
+    return Roles(algebra, resized, root, dt, rates[0], operands, exports).scan()
+
+
+def _exports(
+    algebra: Algebra, carrying: set[Node], inside: set[Node], operands: list[Node], dt: Node, root: Node
+) -> tuple[list[Node], set[Node]]:
+    """(what leaves the scan beside y, what it takes to make that): to be the state at its end."""
+    known, shown = inside | set(operands) | algebra.constants, set[Node]()
+    for n in sorted({a for o in operands for a in algebra.ahead(o)} - known):
+        if root not in n.all_input_nodes and set(tensors(n)) <= known | shown:
+            shown.add(n)
+    exports = []
+    made = {a for n in carrying if algebra.source(n) is not algebra.source(dt) for a in algebra.ahead(n)}
+    for n in sorted((carrying | shown) & made - {root}):
+        if any(u not in inside and u not in shown and not lends_shape(algebra, u, n) for u in n.users):
+            exports.append(n)
+    shown &= algebra.behind(exports)
+    return exports, shown | {c for n in shown for a in tensors(n) for c in constants_of(algebra, a)}

@@ -1,0 +1,127 @@
+"""Which nodes of a graph are tensor algebra, and what is made of what by it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import fx
+from torch.fx import Node
+
+from megacpp_compile.fx.edit import value
+from megacpp_compile.matchers.ssd import resize_rules  # noqa: F401  fills RULES
+from megacpp_compile.matchers.ssd.tensor_ops import (
+    CONDITION,
+    CREATION,
+    LIKE,
+    MASKS,
+    REPEATS,
+    RULES,
+    SAME,
+    VIEWS,
+    whole,
+)
+
+aten = torch.ops.aten
+
+
+class Algebra:
+    """Which nodes of a graph are tensor algebra, and which of them are constants."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.nodes: set[Node] = set()
+        self.constants: set[Node] = set()
+        for n in graph.nodes:
+            if n.op != "call_function" or n.target not in RULES:
+                continue
+            inputs = tensors(n)
+            constant = n.target in CREATION | LIKE or bool(inputs) and all(a in self.constants for a in inputs)
+            condition = CONDITION.get(n.target)
+            data = n.target in MASKS or condition is not None and n.args[condition] not in self.constants
+            if constant:
+                self.constants.add(n)
+            elif data or not _float(n):
+                continue
+            self.nodes.add(n)
+
+    def inputs(self, n: Node) -> list[Node]:
+        """What the value of `n` depends on; a constant, and what only lends its shape, is not."""
+        return [] if n in self.constants else [a for a in tensors(n) if a not in self.constants]
+
+    def behind(self, roots: Iterable[Node], stop: Iterable[Node] = ()) -> set[Node]:
+        """Everything `roots` are made of by algebra, themselves and the operands it begins with included."""
+        stops, found, pending = set(stop), set[Node](), list(roots)
+        while pending:
+            n = pending.pop()
+            if n in found:
+                continue
+            found.add(n)
+            if n in self.nodes and n not in stops:
+                pending += self.inputs(n)
+        return found
+
+    def ahead(self, root: Node) -> list[Node]:
+        """Everything algebra makes of `root`, in graph order."""
+        found, pending = {root}, [root]
+        while pending:
+            for user in pending.pop().users:
+                if user in self.nodes and user not in self.constants and user not in found:
+                    found.add(user)
+                    pending.append(user)
+        return sorted(found)
+
+    def source(self, n: Node) -> Node:
+        """What `n` is a view, a repetition or an exact cast of."""
+        while self.passes_on(n):
+            n = n.args[0]  # type: ignore[assignment]
+        return n
+
+    def passes_on(self, n: Node) -> bool:
+        if n not in self.nodes or n in self.constants or n.target not in SAME | VIEWS | REPEATS and not whole(n):
+            return False
+        source = n.args[0]
+        assert isinstance(source, Node)
+        have, made = value(source).dtype, value(n).dtype
+        return have.is_floating_point and torch.promote_types(have, made) == made
+
+
+def tensors(n: Node) -> list[Node]:
+    """The inputs of `n` that are tensors, or several; sizes are not."""
+    return [a for a in n.all_input_nodes if isinstance(value(a), (torch.Tensor, tuple, list))]
+
+
+def _float(n: Node) -> bool:
+    values = value(n)
+    values = values if isinstance(values, (tuple, list)) else [values]
+    return all(isinstance(v, torch.Tensor) and v.is_floating_point() for v in values)
+
+
+def operand_of(algebra: Algebra, n: Node) -> tuple[Node, set[Node]]:
+    """(the operand to read instead of `n`, the nodes between): through padding, repetition, casts and new dimensions,
+    but not through other views alone, which cost nothing."""
+    chain, at = [n], n
+    while algebra.passes_on(at):
+        at = at.args[0]  # type: ignore[assignment]
+        chain.append(at)
+    keep = max((i + 1 for i, m in enumerate(chain[:-1]) if m.target not in VIEWS - {aten.unsqueeze.default}), default=0)
+    return chain[keep], set(chain[:keep])
+
+
+def constants_of(algebra: Algebra, n: Node) -> set[Node]:
+    """`n` and what it is made of, where it is a constant."""
+    found, pending = set[Node](), [n]
+    while pending:
+        m = pending.pop()
+        if m in algebra.constants and m not in found:
+            found.add(m)
+            pending += tensors(m) if m.target not in CREATION | LIKE else []
+    return found
+
+
+def lends_shape(algebra: Algebra, reader: Node, read: Node) -> bool:
+    """Whether `reader` reads only the shape and dtype of `read`: a size, or a constant like it."""
+    if not isinstance(value(reader), (torch.Tensor, tuple, list)):
+        return reader.op != "output"
+    if reader.target in LIKE | CREATION and reader.args[0] is read:
+        return True
+    return reader in algebra.nodes and all(lends_shape(algebra, u, reader) for u in reader.users)

@@ -1,0 +1,115 @@
+"""The ops a subgraph may consist of to be run at other sizes (`resized.py`), and how their rules are registered.
+
+They are those of tensor algebra: sums, products, contractions, exponentials, views, and masks made of constants. All of
+them are analytic in their operands, so that two compositions of them which agree on random operands agree on all (a
+polynomial identity test). What branches on data (clamp, max, comparisons of operands) has no rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.fx import Node
+
+from megacpp_compile.fx.edit import value
+from megacpp_compile.matchers.ssd.axes import Dim, equal, flat
+
+if TYPE_CHECKING:
+    from megacpp_compile.matchers.ssd.resize import Resized
+
+aten = torch.ops.aten
+DimsRule = Callable[["Resized", Node], Any]
+RunRule = Callable[["Resized", Node, tuple[Any, ...]], Any]
+RULES: dict[Any, tuple[DimsRule, RunRule]] = {}
+
+CREATION = {
+    aten.ones.default, aten.zeros.default, aten.full.default, aten.arange.default, aten.arange.start,
+    aten.new_ones.default, aten.new_zeros.default, aten.new_full.default, aten.scalar_tensor.default,
+}  # fmt: skip
+LIKE = {aten.ones_like.default, aten.zeros_like.default, aten.full_like.default}
+# These make booleans, or branch on them: of constants only.
+MASKS = {
+    aten.ge.Tensor, aten.gt.Tensor, aten.le.Tensor, aten.lt.Tensor, aten.eq.Tensor, aten.ge.Scalar, aten.gt.Scalar,
+    aten.le.Scalar, aten.lt.Scalar, aten.eq.Scalar, aten.bitwise_not.default, aten.logical_not.default,
+    aten.bitwise_and.Tensor, aten.logical_and.default, aten.bitwise_or.Tensor, aten.logical_or.default,
+    aten.__and__.Tensor, aten.__or__.Tensor,
+}  # fmt: skip
+ELEMENTWISE = {
+    aten.mul.Tensor, aten.mul.Scalar, aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar,
+    aten.rsub.Scalar, aten.div.Tensor, aten.div.Scalar, aten.neg.default, aten.exp.default, aten.exp2.default,
+    aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.where.self, aten.where.ScalarSelf, aten.where.ScalarOther,
+    aten.where.Scalar,
+}  # fmt: skip
+# Which operand of these must be a constant.
+CONDITION = {
+    aten.masked_fill.Scalar: 1, aten.masked_fill.Tensor: 1, aten.where.self: 0, aten.where.ScalarSelf: 0,
+    aten.where.ScalarOther: 0, aten.where.Scalar: 0,
+}  # fmt: skip
+SAME = {
+    aten._to_copy.default, aten.to.dtype, aten.clone.default, aten.alias.default, aten.contiguous.default,
+    aten.type_as.default, aten.lift_fresh_copy.default,
+}  # fmt: skip
+VIEWS = {
+    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints, aten.unflatten.int,
+    aten.permute.default, aten.transpose.int, aten.t.default, aten.unsqueeze.default, aten.squeeze.default,
+    aten.squeeze.dim, aten.squeeze.dims, aten.movedim.int, aten.movedim.intlist, aten.mT.default,
+}  # fmt: skip
+# Each element of the result is an element of the operand, or zero.
+REPEATS = {
+    aten.expand.default, aten.broadcast_to.default, aten.repeat.default, aten.repeat_interleave.self_int,
+    aten.constant_pad_nd.default, aten.pad.default,
+}  # fmt: skip
+CONTRACTIONS = {aten.matmul.default, aten.bmm.default, aten.einsum.default}
+EXPONENTIALS = {aten.exp.default, aten.exp2.default}
+
+
+def rule(*targets: Any, run: RunRule | None = None) -> Callable[[DimsRule], DimsRule]:
+    def register(dims: DimsRule) -> DimsRule:
+        for t in targets:
+            RULES[t] = dims, run or again
+        return dims
+
+    return register
+
+
+def again(r: Resized, n: Node, args: tuple[Any, ...]) -> Any:
+    """The same op; dtypes are float64's affair, devices the CPU's."""
+    kwargs = {k: v for k, v in n.kwargs.items() if k not in ("dtype", "device", "layout", "pin_memory")}
+    return n.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def reshape_again(r: Resized, n: Node, args: tuple[Any, ...]) -> Any:
+    return args[0].reshape(r.shape(r.dims[n]))
+
+
+def axis(dim: int, n: int) -> int:
+    return dim + n if dim < 0 else dim
+
+
+def argument(n: Node, index: int, name: str, default: Any = None) -> Any:
+    return n.args[index] if len(n.args) > index else n.kwargs.get(name, default)
+
+
+def broadcast(r: Resized, operands: Sequence[list[Dim]]) -> list[Dim]:
+    rank = max(map(len, operands))
+    out: list[Dim] = [[] for _ in range(rank)]
+    for dims in operands:
+        for i, dim in enumerate(dims, rank - len(dims)):
+            if not flat(dim):
+                continue
+            if flat(out[i]):
+                r.axes.same(out[i], dim)
+            else:
+                out[i] = dim
+    return out
+
+
+def whole(n: Node) -> bool:
+    """Whether a slice leaves out nothing."""
+    return (
+        n.target is aten.slice.Tensor
+        and argument(n, 4, "step", 1) == 1
+        and all(equal(a, b) for a, b in zip(value(n).shape, value(n.args[0]).shape, strict=True))
+    )

@@ -1,0 +1,107 @@
+"""Chains of nodes that leave the last dimension alone, and slices of it."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from megacpp_compile.fx.edit import Builder, same_size, value
+
+aten = torch.ops.aten
+RESHAPES = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
+_IDENTITIES = {aten.alias.default, aten.clone.default, aten.contiguous.default, aten.lift_fresh_copy.default}
+_CASTS = {aten._to_copy.default, aten.to.dtype, aten.type_as.default}
+
+
+def is_cast(node: Node) -> bool:
+    """A change of floating dtype and nothing else."""
+    if node.target not in _CASTS:
+        return False
+    here, there = value(node), value(node.args[0])
+    return here.is_floating_point() and there.is_floating_point() and here.device == there.device
+
+
+def is_outer_view(node: Node) -> bool:
+    """A view, or copy, of its first argument that keeps the last dimension last and whole, and repeats nothing."""
+    if node.op != "call_function" or not isinstance(value(node), torch.Tensor):
+        return False
+    if node.target in _IDENTITIES:
+        return True
+    if not node.args or not isinstance(node.args[0], Node) or not isinstance(value(node.args[0]), torch.Tensor):
+        return False
+    new, old = value(node).shape, value(node.args[0]).shape
+    if not new or not old or not same_size(new[-1], old[-1]):
+        return False
+    n = len(old)
+    if node.target in RESHAPES:
+        return True
+    if node.target is aten.unsqueeze.default:
+        return node.args[1] % (n + 1) != n
+    if node.target in (aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default):
+        return isinstance(old[-1], int) and old[-1] > 1
+    if node.target is aten.transpose.int:
+        return n - 1 not in (node.args[1] % n, node.args[2] % n)
+    if node.target is aten.permute.default:
+        return node.args[1][-1] % n == n - 1
+    if node.target is aten.slice.Tensor:
+        return all(map(same_size, new, old))
+    return False
+
+
+def replay(build: Builder, chain: list[Node], node: Node) -> Node:
+    """Apply a chain of outer views and casts to `node`, whose last dimension may be another; casts are left out."""
+    for link in chain:
+        if link.target in _IDENTITIES or is_cast(link) or link.target is aten.slice.Tensor:
+            continue
+        if link.target in RESHAPES:
+            shape = [*link.args[1][:-1], value(node).shape[-1]]
+            node = build(aten.reshape.default, node, shape)
+        else:
+            node = build(link.target, node, *link.args[1:])
+    return node
+
+
+def lane_slice(node: Node) -> tuple[Node, int, int] | None:
+    """(tensor, start, size) where `node` is a run of the tensor's last dimension: split, slice, narrow, chunk."""
+    if node.target is operator.getitem and isinstance(node.args[0], Node):
+        split, index = node.args
+        if split.target not in (aten.split_with_sizes.default, aten.split.Tensor, aten.chunk.default):
+            return None
+        base = split.args[0]
+        n = value(base).dim()
+        if (split.args[2] if len(split.args) > 2 else 0) % n != n - 1:
+            return None
+        sizes = [v.shape[-1] for v in value(split)]
+        if not all(isinstance(s, int) for s in sizes):
+            return None
+        return base, sum(sizes[:index]), sizes[index]
+    if node.target is aten.slice.Tensor:
+        base = node.args[0]
+        n = value(base).dim()
+        dim, start, end, step = [*node.args[1:], *(None,) * 4][:4]
+        total = value(base).shape[-1]
+        if (dim or 0) % n != n - 1 or step not in (None, 1) or not isinstance(total, int):
+            return None
+        if not all(isinstance(v, int) or v is None for v in (start, end)):
+            return None
+        begin, stop, _ = slice(start, end).indices(total)
+        return base, begin, max(0, stop - begin)
+    return None
+
+
+def consumers(node: Node, through: Any) -> list[tuple[Node, Node, list[Node]]]:
+    """(user, the value it reads, chain from `node` to that value) for every use of `node` behind links `through`
+    accepts."""
+    found: list[tuple[Node, Node, list[Node]]] = []
+    stack: list[tuple[Node, list[Node]]] = [(node, [])]
+    while stack:
+        current, chain = stack.pop()
+        for user in current.users:
+            if user.args and user.args[0] is current and through(user):
+                stack.append((user, [*chain, user]))
+            else:
+                found.append((user, current, chain))
+    return found

@@ -1,0 +1,1 @@
+"""What a model calls itself: attention, top-k sparse MLA, expert capacity."""

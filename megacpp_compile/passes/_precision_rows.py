@@ -1,0 +1,140 @@
+"""What a plan asks of each linear, routed expert layer and attention of a graph, and what each computes in afterwards.
+
+`asked` looks before the passes run, `answered` after: what a pass took, and what it refused, tells the one from the
+other. An attention's core has no fp8 op: what the plan asks of it is answered with the dtype it computes in, and why.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence, Set
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+from torch.fx import Node
+
+from megacpp_compile.config.options import Config
+from megacpp_compile.config.precision import PrecisionPlan
+from megacpp_compile.config.roles import role_at
+from megacpp_compile.frontend.tensor_subclasses import LINEARS
+from megacpp_compile.fx.edit import value
+from megacpp_compile.fx.provenance import module_fqn, source_line
+from megacpp_compile.lowerings.moe.reference import precision_of
+from megacpp_compile.matchers.linear import match_linear
+from megacpp_compile.matchers.views import is_cast
+from megacpp_compile.passes._driver import Outcome
+from megacpp_compile.passes._moe_precision import REASON
+from megacpp_compile.remat.nodes import base_of, is_core, name_of
+from megacpp_compile.report.collector import Precision
+
+_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
+_FP8_WEIGHT = "megacpp::linear_fp8_weight"
+_STACKED = ("aten::bmm", "aten::baddbmm", "aten::matmul", "aten::einsum", "aten::_grouped_mm",
+            "transformers::grouped_mm_fallback")  # fmt: skip
+_CALLS: dict[Any, str] = dict.fromkeys(LINEARS, "linear") | {F.scaled_dot_product_attention: "attention"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """A row whose answer is not known yet. kind: "linear", "stacked" or "attention"."""
+
+    node: Node
+    kind: str
+    row: Precision
+
+
+def asked(graph: fx.Graph, weights: Set[Node], plan: PrecisionPlan | None) -> list[Asked]:
+    """Every linear, product of stacked weights and attention of a graph as it was captured; nothing without a plan."""
+    if plan is None:
+        return []
+    found = []
+    for node in graph.nodes:
+        if (linear := match_linear(node)) is not None:
+            sizes = linear.out_features, value(linear.x).shape[-1]
+            found.append(Asked(node, "linear", _row(node, "linear", plan, sizes)))
+        elif name_of(node) == _FP8_WEIGHT:
+            found.append(Asked(node, "linear", _row(node, "linear", plan, value(node.args[1]).shape)))
+        elif _multiplies_stacked(node, weights):
+            role = "experts" if (told := role_at(node)) == "other" else told
+            kind = "experts" if role == "experts" else "linear"
+            found.append(Asked(node, "stacked", _row(node, kind, plan, (), role)))
+        elif is_core(node) and "ssd_scan" not in name_of(node):
+            found.append(Asked(node, "attention", _row(node, "attention", plan, (), "attention")))
+    return found
+
+
+def answered(rows: Sequence[Asked], outcome: Outcome, config: Config) -> list[dict[str, Any]]:
+    """The rows with what became of them, and those of routed experts, as plain data."""
+    plan = config.precision
+    if plan is None:
+        return []
+    refused = {miss.node: miss.reason for miss in outcome.misses if miss.pass_name == "linear"}
+    done = []
+    for ask in rows:
+        row, node = ask.row, ask.node
+        if ask.kind == "stacked" and node._erased:
+            continue  # the row of the layer of experts speaks for it
+        if node in outcome.replaced and outcome.replaced[node].pass_name == "linear":
+            row.effective = row.requested
+        elif name_of(node) == _FP8_WEIGHT:
+            row.effective, row.reason = "fp8 weight", "the weight is fp8 already"
+        elif row.requested != "bf16":
+            row.reason = refused.get(node.name) or _why(ask, outcome, config)
+        done.append(row)
+    for site, node in zip(outcome.sites, outcome.op_nodes, strict=True):
+        if site.pass_name == "moe":
+            done.append(_row(node, "experts", plan, (), "experts", site.fqn))
+            done[-1].reason = node.meta[REASON]
+            done[-1].effective = precision_of("moe", node.args) or done[-1].effective
+    return [dataclasses.asdict(row) for row in done]
+
+
+def unseen(graph: fx.Graph, plan: PrecisionPlan | None, reason: str) -> list[dict[str, Any]]:
+    """The same of a graph of Dynamo's that no pass saw, as `reason` says: its calls run as they are written."""
+    rows = []
+    for node in graph.nodes if plan is not None else ():
+        kind = _CALLS.get(node.target)
+        if kind is not None and plan is not None:
+            fqn = module_fqn(node)
+            said = plan.decide(fqn, "attention" if kind == "attention" else role_at(node))
+            why = reason if said.requested != "bf16" else ""
+            rows.append(Precision(fqn, kind, "", source_line(node), said.requested, "as written", said.rule, why))
+    return [dataclasses.asdict(row) for row in rows]
+
+
+def _multiplies_stacked(node: Node, weights: Set[Node]) -> bool:
+    """Whether it is a product by the weights of several experts, [experts, ., .], or heads."""
+    return name_of(node) in _STACKED and any(_stack(a, weights) for a in node.all_input_nodes)
+
+
+def _stack(node: Node, weights: Set[Node]) -> bool:
+    while is_cast(node := base_of(node)):
+        node = node.args[0]  # type: ignore[assignment]
+    return node in weights and value(node).dim() == 3
+
+
+def _why(ask: Asked, outcome: Outcome, config: Config) -> str:
+    """Why something the plan wants in fp8 and the pass said nothing of is not."""
+    if ask.kind == "attention":
+        return "an attention's core has no fp8 op in the graph; its projections have"
+    if ask.kind == "stacked":
+        return "products by stacked weights have no fp8 op in the graph"
+    if not config.enabled("linear", True):
+        return "the pass linear is off"
+    if ask.node._erased:
+        return "part of megacpp::moe, of which the layer of experts' row tells"
+    return "its input has one dimension"
+
+
+def _row(
+    node: Node, kind: str, plan: PrecisionPlan, shape: Sequence[Any], role: str | None = None, fqn: str = ""
+) -> Precision:
+    fqn = fqn or module_fqn(node)
+    said = plan.decide(fqn, role or role_at(node))
+    held = value(node)
+    dtype = (held[0] if isinstance(held, (tuple, list)) else held).dtype
+    computed = _DTYPES.get(dtype, str(dtype).removeprefix("torch."))
+    size = "x".join(map(str, shape))
+    return Precision(fqn, kind, size, source_line(node), said.requested, computed, said.rule)

@@ -1,0 +1,1 @@
+"""Repeated blocks compiled in place, one artifact for each kind."""

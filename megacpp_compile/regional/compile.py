@@ -1,0 +1,261 @@
+"""`compile`: a model compiled block by block, one artifact for all blocks of a kind.
+
+Each block is compiled in place (`nn.Module.compile`), so that its class, its names, its state dict and the hooks
+around its forward (FSDP2's among them) stay as they are. Dynamo keeps what it compiled at the code of `forward`, and
+all blocks share one backend object: blocks that its guards cannot tell apart share one graph and one artifact.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+
+from megacpp_compile.backend import check_torch, compile_frame, mode_patches
+from megacpp_compile.backends.static_launch import start_workers
+from megacpp_compile.config import rules
+from megacpp_compile.config.options import Config
+from megacpp_compile.errors import AlreadyCompiledError, BadOptionError, NotAModuleError
+from megacpp_compile.frontend import unbacked_shapes
+from megacpp_compile.fx.provenance import input_path, local_path
+from megacpp_compile.passes._driver import pass_names
+from megacpp_compile.precision.engine import is_of_transformer_engine
+from megacpp_compile.regional.repeated_blocks import Kind, find_kinds, outside
+from megacpp_compile.report import collector, log
+from megacpp_compile.report.collector import Region
+from megacpp_compile.sharding.pinning import Kin
+from megacpp_compile.targets import by_torch_tpu, device_types, family
+
+# docs/measurements.md: with this many blocks fewer artifacts outweigh the calls between them.
+WHOLE_BELOW = 4
+# Blocks that hold less of a model than this are not what its compilation spends its time on.
+_MOST = 0.5
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def compile(
+    model: Model,
+    *,
+    options: Mapping[str, Any] | None = None,
+    blocks: str | Sequence[str] | None = None,
+    whole_below: int = WHOLE_BELOW,
+    rest: Literal["eager", "compile"] = "eager",
+    mode: str | None = None,
+    dynamic: bool | None = None,
+    fullgraph: bool = False,
+    **fields: Any,
+) -> Model:
+    """Compile `model` in place and return it: its repeated blocks with one artifact a kind, a small model whole.
+
+    model: a module; its parameters may be on any device, and sharded by FSDP2 before or after.
+    options, fields: fields of `Config`, as in `torch.compile(..., backend="megacpp", options=...)`.
+    blocks: names of the blocks ("model.layers.*", a star for one part), where structure finds them wrongly.
+    whole_below: compile the model as one where it has fewer repeated blocks than this.
+    rest: what becomes of modules outside all blocks (embeddings, last norm, head). "eager" leaves them to eager;
+        "compile" compiles, each by itself, those that consist of more than one embedding or linear.
+    mode, dynamic, fullgraph: as in `torch.compile`, for every part; on torch_tpu's devices dynamic is False by default.
+
+    Raises NotAModuleError, AlreadyCompiledError, BlockNotFoundError and the errors of bad options, before anything is
+    changed. What was decided is in the report's `regions`, also of a `record()` that opens later.
+    """
+    check_torch()
+    if not isinstance(model, nn.Module):
+        raise NotAModuleError(model)
+    for name in fields:
+        if name in (options or {}):
+            raise BadOptionError(name, fields[name], "one value: it is in 'options' and a keyword argument too")
+    if rest not in ("eager", "compile"):
+        raise BadOptionError("rest", rest, "'eager' or 'compile'", ("eager", "compile"))
+    config = Config.from_options({**(options or {}), **fields}, pass_names())
+    mode_patches(mode)
+    for fqn, module in model.named_modules():
+        if isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None:
+            raise AlreadyCompiledError(fqn, type(module).__name__)
+    if config.sharding is not None:
+        config.sharding.check_hits(name for name, _ in model.named_parameters(remove_duplicate=False))
+    rules.check_model(model, config)
+    _speak_of_fp8_wrapper(model, config)
+    kinds = find_kinds(model, [blocks] if isinstance(blocks, str) else blocks)
+    whole = None if blocks is not None else _why_whole(model, kinds, whole_below)
+    kinds = [Kind(("",), (model,))] if whole is not None else rules.told_apart(model, kinds, config)
+    leftovers = [] if whole is not None else [(fqn, m) for fqn, m in outside(model, kinds)]
+    regions = [Region(k.fqns, type(k.modules[0]).__name__, _size(k.modules), "compiled", whole or "") for k in kinds]
+    if config.policy is not None and config.policy.peak_gib is not None and len(kinds) > 1:
+        wanted = f"one kind of block, and not {len(kinds)}: compile the model whole (torch.compile), or see fit()"
+        raise BadOptionError("policy.peak_gib", config.policy.peak_gib, wanted)
+    for fqn, module in leftovers:
+        compiled = rest == "compile" and _worth_compiling(module)
+        kinds += [Kind((fqn,), (module,))] * compiled
+        treatment = "compiled" if compiled else "eager"
+        regions.append(Region((fqn,), type(module).__name__, _size([module]), treatment, "outside the blocks"))
+    if dynamic is None and by_torch_tpu(list(model.parameters())):
+        dynamic = False  # all that it takes
+    start_workers(family(device_types(list(model.parameters()))) if config.target == "auto" else config.target)
+    compile_kinds(model, kinds, regions, config, mode, dynamic=dynamic, fullgraph=fullgraph)
+    collector.emit_regions(regions)
+    for region in regions:
+        log.logger.info("region: %s", region)
+    return model
+
+
+def compile_kinds(
+    model: nn.Module, kinds: Sequence[Kind], regions: Sequence[Region], config: Config, mode: str | None,
+    kernels: Any = None, **settings: Any,
+) -> None:  # fmt: skip
+    """`compile_in_place` for all blocks. What rules tell apart has backends that Dynamo's guards tell apart: nothing
+    else about such blocks need differ. settings: of `module.compile`."""
+    count = sum(len(kind.modules) for kind in kinds)
+    backends: dict[tuple[int, bool], Regional] = {}
+    for kind in kinds:
+        own = rules.config_for(kind, config)
+        backend = backends.setdefault((kind.apart, kind.last), Regional(model, regions, own, mode, kernels))
+        for module in kind.modules:
+            compile_in_place(module, count, backend=backend, **settings)
+
+
+def compile_in_place(module: nn.Module, blocks: int, **settings: Any) -> None:
+    """`module.compile` for one of `blocks` modules, also for torch's own classes: Dynamo skips frames of torch's code,
+    so that compiling an `nn.TransformerEncoderLayer` in place would do nothing, without a word."""
+    settings |= _recompile_limit(blocks)
+    if not torch._dynamo.trace_rules.check(type(module).forward):
+        module.compile(**settings)
+        return
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return module._call_impl(*args, **kwargs)
+
+    module._compiled_call_impl = torch.compile(call, **settings)
+
+
+def uncompile(model: nn.Module) -> None:
+    """Undo `compile`: the modules of `model` run in eager again."""
+    for module in model.modules():
+        module._compiled_call_impl = None
+
+
+def _why_whole(model: nn.Module, kinds: Sequence[Kind], whole_below: int) -> str | None:
+    """Why the model is compiled as one; None: block by block."""
+    blocks = sum(len(kind.modules) for kind in kinds)
+    if not blocks:
+        return "no block repeats"
+    if blocks < whole_below:
+        return f"{collector.plural(blocks, 'block')}, fewer than {whole_below}"
+    layers = sum(map(_layers, (m for kind in kinds for m in kind.modules)))
+    if layers < _MOST * _layers(model):
+        return f"repeated blocks hold {layers} of {_layers(model)} layers with parameters"
+    return None
+
+
+def _speak_of_fp8_wrapper(model: nn.Module, config: Config) -> None:
+    """It is for what calls a block; compiled code calls none."""
+    wrapper = config.policy.fp8_wrapper if config.policy is not None else "none"
+    found = next((name for name, m in model.named_modules() if is_of_transformer_engine(m)), None)
+    if wrapper != "none" and found is not None:
+        advice = "call its block through precision.checkpoint.checkpoint_for(block, policy.fp8_wrapper)"
+        log.logger.warning("policy.fp8_wrapper=%r: %s is called as the model calls it; %s", wrapper, found, advice)
+
+
+def _layers(module: nn.Module) -> int:
+    return sum(any(True for _ in m.parameters(recurse=False)) for m in module.modules())
+
+
+def _size(modules: Sequence[nn.Module]) -> int:
+    """Parameters (elements), each once."""
+    return sum({id(p): p.numel() for m in modules for p in m.parameters()}.values())
+
+
+def _worth_compiling(module: nn.Module) -> bool:
+    return not isinstance(module, (nn.Linear, nn.Embedding, nn.Identity, nn.ModuleList, nn.ModuleDict))
+
+
+def _recompile_limit(blocks: int) -> dict[str, int]:
+    """Guards may tell blocks apart (a number that differs from layer to layer, a cache object of each): each of them
+    may then be compiled as often as a function alone. Otherwise Dynamo would leave the ninth layer to eager."""
+    if "recompile_limit" not in inspect.signature(torch.compile).parameters:
+        return {}  # torch 2.9: torch._dynamo.config's holds for all of them
+    return {"recompile_limit": torch._dynamo.config.recompile_limit * blocks}
+
+
+@unbacked_shapes.marked
+class Regional:
+    """The backend of all parts of one model: `megacpp`, with names as they are in the model."""
+
+    __name__ = "megacpp"
+
+    def __init__(
+        self, model: nn.Module, regions: Sequence[Region], config: Config, mode: str | None, kernels: Any = None
+    ) -> None:
+        self.model, self.regions, self.config, self.mode = weakref.ref(model), tuple(regions), config, mode
+        self.kernels = kernels
+        self.parts = {fqn: region for region in regions if region.treatment == "compiled" for fqn in region.fqns}
+
+    def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        collector.emit_regions(self.regions)
+        roots = self._roots(gm, example_inputs)
+        _name_absolutely(gm, roots)
+        part = next((p for fqn in roots.values() if (p := self._part(fqn)) is not None), "")
+        blocks = len(self.parts[part].fqns) if part else 0
+        kin = self._kin(part) if self.config.sharding is not None else None
+        return compile_frame(gm, example_inputs, self.config, self.mode, part, blocks, self.kernels, kin, True)
+
+    def _kin(self, part: str) -> Kin:
+        """Parameter -> (name, parameter) for all blocks like `part`, which run its artifact and are not compiled
+        themselves."""
+        model = self.model()
+        known = {} if model is None else dict(model.named_parameters(remove_duplicate=False))
+        first = {id(p): name for name, p in reversed(known.items())}
+        prefix = f"{part}." if part else ""
+
+        def alike(parameter: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+            own = first.get(id(parameter), "")
+            if not own.startswith(prefix) or not own:
+                return [(own, parameter)] if own else []
+            inner = own.removeprefix(prefix)
+            names = [f"{fqn}.{inner}" if fqn else inner for fqn in (self.parts[part].fqns if part else ("",))]
+            return [(name, known[name]) for name in names if name in known]
+
+        return alike
+
+    def _roots(self, gm: GraphModule, example_inputs: Sequence[Any]) -> dict[str, str]:
+        """Local variable of the frame ("self") -> name of the module it holds, read off the parameters the frame takes.
+        Looked up now, as FSDP2 puts other parameters in place for the time of a forward."""
+        model = self.model()
+        if model is None:
+            return {}
+        names = {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers())}
+        found: dict[str, str] = {}
+        placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+        for node, value in zip(placeholders, example_inputs, strict=True):
+            if id(value) in names:
+                root, inner = input_path(node)
+                whole = "." + names[id(value)]
+                if root and whole.endswith("." + inner):  # a tied parameter may have another name here
+                    found.setdefault(root, whole[: -len(inner) - 1].strip("."))
+        return found
+
+    def _part(self, fqn: str) -> str | None:
+        """The compiled part that the module `fqn` is or belongs to."""
+        parts = fqn.split(".")
+        above = (".".join(parts[:end]) for end in range(len(parts), -1, -1))
+        return next((name for name in above if name in self.parts), None)
+
+
+def _name_absolutely(gm: GraphModule, roots: Mapping[str, str]) -> None:
+    """Names in a block's graph are relative to the block; here they become those of the model."""
+    own = next(iter(roots.values()), "") if len(roots) == 1 else ""
+    for module in gm.modules():
+        for node in module.graph.nodes if isinstance(module, GraphModule) else ():
+            stack = {}
+            for key, (path, kind) in (node.meta.get("nn_module_stack") or {}).items():
+                root, inner = local_path(path)
+                stack[key] = (f"{roots[root]}.{inner}".strip(".") if root in roots else path, kind)
+            if not stack and own:  # the code of the block itself
+                stack = {"block": (own, nn.Module)}
+            if stack:
+                node.meta["nn_module_stack"] = stack

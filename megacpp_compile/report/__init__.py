@@ -1,0 +1,1 @@
+"""What the compiler says it did: records, the collector, tables, the log, and replay against the plain subgraph."""

@@ -1,0 +1,250 @@
+"""What a compilation did: sites fused, near misses, frames; collected, printed, saved as JSON.
+
+    with record() as report:
+        model(x)
+    print(report)
+
+The compiler calls `emit_frame` once per frame; every `record()` that is open receives it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from megacpp_compile.errors import ReportFormatError
+from megacpp_compile.report.records import Frame, Miss, Precision, Region, Site, lock
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "Frame", "Miss", "Precision", "Region", "Report", "Site", "active", "aside", "bytes_text", "emit_estimate",
+    "emit_frame", "emit_regions", "plain", "plural", "record",
+]  # fmt: skip
+
+_FORMAT = 1  # version of the JSON; raise it when a key changes its meaning or goes
+
+# A module-level list, not a context variable: autograd compiles a lazy backward in another thread.
+_open_reports: list[Report] = []
+
+
+@dataclass
+class Report:
+    """Everything collected, in order of compilation. `str(report)` is a table.
+
+    Attributes:
+        known_passes: passes that `counts` lists even when no frame ran them.
+        frames: one per graph compiled.
+        sites: one per op put in place.
+        misses: one per near miss.
+        regions: the parts that `megacpp_compile.compile` made of its models.
+        estimate: the last that `megacpp_compile.estimate` or `fit` said inside, as plain data.
+        measured_peak: bytes allocated on the device at the peak of the step that `measure` ran.
+    """
+
+    known_passes: tuple[str, ...] = ()
+    frames: list[Frame] = field(default_factory=list)
+    sites: list[Site] = field(default_factory=list)
+    misses: list[Miss] = field(default_factory=list)
+    regions: list[Region] = field(default_factory=list)
+    estimate: dict[str, Any] | None = None
+    measured_peak: int | None = None
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Pass name -> times fired over all frames; 0 for every known pass that did not."""
+        counts = Counter(dict.fromkeys(self.known_passes, 0))
+        own = {frame.index: frame.passes for frame in self.frames}
+        for passes in own.values():
+            counts.update(passes)
+        for site in self.sites:
+            # Where the frame counted for itself that stands: a pass may fire and leave no op behind.
+            if site.pass_name not in own.get(site.frame, {}):
+                counts[site.pass_name] += 1
+        return dict(counts)
+
+    def add(self, frame: Frame, sites: Iterable[Site] = (), misses: Iterable[Miss] = ()) -> None:
+        """Append copies numbered for this report; a later `Site.set_saved` reaches the copy."""
+        with lock:
+            index = len(self.frames)
+            self.frames.append(replace(frame, index=index, passes=dict(frame.passes), seconds=dict(frame.seconds)))
+            for site in sites:
+                copy = replace(site, frame=index)
+                site._copies.append(copy)
+                self.sites.append(copy)
+            self.misses.extend(replace(miss, frame=index) for miss in misses)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain containers, as in the JSON."""
+        return {
+            "format": _FORMAT,
+            "known_passes": list(self.known_passes),
+            "counts": self.counts,
+            "frames": [plain(frame) for frame in self.frames],
+            "sites": [plain(site) for site in self.sites],
+            "misses": [plain(miss) for miss in self.misses],
+            "regions": [{**plain(region), "fqns": list(region.fqns)} for region in self.regions],
+            "estimate": self.estimate,
+            "measured_peak": self.measured_peak,
+        }
+
+    def to_json(self, indent: int | None = None) -> str:
+        """The report as JSON; `from_json` reads it back equal."""
+        return json.dumps(self.to_dict(), indent=indent)
+
+    @classmethod
+    def from_json(cls, text: str) -> Report:
+        """The report that `to_json` wrote; raises `ReportFormatError` for anything else."""
+        try:
+            data = json.loads(text)
+            if data["format"] != _FORMAT:
+                raise ReportFormatError(f"format {data['format']!r}, this version reads {_FORMAT}")
+            return cls(
+                tuple(data["known_passes"]),
+                [_from_plain(Frame, item) for item in data["frames"]],
+                [_from_plain(Site, item) for item in data["sites"]],
+                [_from_plain(Miss, item) for item in data["misses"]],
+                [Region(**{**item, "fqns": tuple(item["fqns"])}) for item in data.get("regions", ())],
+                data.get("estimate"),
+                data.get("measured_peak"),
+            )
+        except (AttributeError, KeyError, TypeError, json.JSONDecodeError) as error:
+            raise ReportFormatError(f"{type(error).__name__}: {error}") from error
+
+    @property
+    def predicted_peak(self) -> int | None:
+        """Bytes at the predicted peak of the frame that needs the most; None where no policy said anything."""
+        return max((frame.peak["predicted"] for frame in self.frames if frame.peak), default=None)
+
+    def measure(self, step: Callable[[], Any], device: str | torch.device) -> int:
+        """Run `step`, a training step that ran before, and note the peak of its memory as `measured_peak`.
+
+        Bytes: on CUDA all that is allocated on `device`; elsewhere what the step allocates in main memory.
+        """
+        from megacpp_compile.remat.measure import peak_bytes
+
+        self.measured_peak = peak_bytes(step, device)
+        return self.measured_peak
+
+    def summary(self) -> str:
+        """One line: frames, sites, misses, bytes saved for backward."""
+        captured = sum(frame.captured for frame in self.frames)
+        text = f"{captured} of {plural(len(self.frames), 'frame')} captured, "
+        text += f"{plural(len(self.sites), 'site')} fused, {plural(len(self.misses), 'near miss', 'near misses')}"
+        known = [(s.saved_before, s.saved_after) for s in self.sites]
+        both = [(before, after) for before, after in known if before is not None and after is not None]
+        if both:
+            before, after = (sum(column) for column in zip(*both, strict=True))
+            text += f", saved for backward {bytes_text(before)} → {bytes_text(after)}"
+            if len(both) < len(known):
+                text += f" over the {plural(len(both), 'site')} where known"
+        return text
+
+    def render(self, width: int | None = None) -> str:
+        """The report as tables, by rich where it is installed, plain otherwise.
+
+        Args:
+            width: columns to fold rich's tables to; the terminal's, at least 100, when None.
+        """
+        from megacpp_compile.report.tables import tables
+
+        return f"{tables(self, width)}megacpp: {self.summary()}"
+
+    def __str__(self) -> str:
+        return self.render()
+
+
+@contextmanager
+def record(known_passes: Iterable[str] = ()) -> Iterator[Report]:
+    """Collect every compilation that happens inside, on whatever thread; may be nested.
+
+    Args:
+        known_passes: passes that `Report.counts` lists even when no frame ran them.
+    """
+    report = Report(tuple(known_passes))
+    with lock:
+        _open_reports.append(report)
+    try:
+        yield report
+    finally:
+        with lock:  # by identity: two empty reports are equal
+            _open_reports[:] = [other for other in _open_reports if other is not report]
+
+
+@contextmanager
+def aside() -> Iterator[Report]:
+    """Collect what is compiled inside for this report alone: what is only tried out is none of the others' business."""
+    report = Report()
+    with lock:
+        others = list(_open_reports)
+        _open_reports[:] = [report]
+    try:
+        yield report
+    finally:
+        with lock:
+            _open_reports[:] = others
+
+
+def emit_estimate(estimate: dict[str, Any]) -> None:
+    """Attach an estimate to every open report."""
+    with lock:
+        for report in _open_reports:
+            report.estimate = estimate
+
+
+def active() -> bool:
+    """Whether any `record()` is open, so that the compiler may skip what only reports need."""
+    return bool(_open_reports)
+
+
+def emit_frame(frame: Frame, sites: Sequence[Site] = (), misses: Sequence[Miss] = ()) -> None:
+    """Add a compiled frame to every open report; does nothing when there is none."""
+    with lock:
+        for report in _open_reports:
+            report.add(frame, sites, misses)
+
+
+def emit_regions(regions: Iterable[Region]) -> None:
+    """Add to every open report what it does not know yet."""
+    with lock:
+        for report in _open_reports:
+            report.regions.extend(region for region in regions if region not in report.regions)
+
+
+def bytes_text(n: int | None) -> str:
+    """`n` bytes for people, three significant digits: "512 B", "1.5 KiB", "780 MiB"; None is "?"."""
+    if n is None:
+        return "?"
+    value = float(n)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(value) < 1023.5 or unit == "TiB":
+            break
+        value /= 1024
+    digits = 0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
+    text = f"{value:.{digits}f}"
+    return f"{text.rstrip('0').rstrip('.') if digits else text} {unit}"
+
+
+def plural(count: int, one: str, many: str | None = None) -> str:
+    """ "1 frame", "2 frames"."""
+    return f"{count} {one if count == 1 else many or one + 's'}"
+
+
+# JSON
+
+
+def plain(item: Any) -> dict[str, Any]:
+    values = {f.name: getattr(item, f.name) for f in fields(item) if not f.name.startswith("_")}
+    return {"pass" if name == "pass_name" else name: v for name, v in values.items()}
+
+
+Item = TypeVar("Item", Site, Miss, Frame)
+
+
+def _from_plain(cls: type[Item], values: dict[str, Any]) -> Item:
+    return cls(**{"pass_name" if name == "pass" else name: value for name, value in values.items()})

@@ -1,0 +1,109 @@
+"""`verify="each"`: replay every rewritten site against the plain subgraph it replaced, on the real inputs of the first
+call, forward and gradients.
+
+The captured graph is run once on those inputs (clones: nothing is written to the caller's tensors), only the values at
+site borders are kept, and both versions of each site are then differentiated against the same random cotangents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Interpreter, Node
+
+from megacpp_compile._torch import modes
+from megacpp_compile.fx.subgraph import between
+
+# Relative error (norm of the difference over norm) two spellings of the same maths may have, by the coarsest dtype
+# involved: rounding of a few operations, with room for another order of summation.
+# With float8 inside, asked for by a precision plan: three bits of mantissa in operands and gradients, 0.027 of the norm
+# of each. Where a product cancels its error is larger; gradients of weights were seen to have 1.2 times as much.
+TOLERANCE = {
+    torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2, torch.float8_e4m3fn: 7e-2,
+}  # fmt: skip
+EXPERTS_IN_FLOAT8 = 1e-1  # three such products, one behind the other
+
+
+class Recorder(Interpreter):
+    """Runs a graph and keeps the values of some of its nodes."""
+
+    def __init__(self, gm: GraphModule, wanted: set[Node]) -> None:
+        super().__init__(gm, garbage_collect_values=True)
+        self.wanted, self.kept = wanted, dict[Node, Any]()
+
+    def run_node(self, n: Node) -> Any:
+        if n.target is torch.ops.aten.copy_.default:  # the epilogue that writes to the caller's inputs
+            return n.args
+        result = super().run_node(n)
+        if n in self.wanted:
+            self.kept[n] = result.detach().clone() if isinstance(result, torch.Tensor) else result
+        return result
+
+
+def border_values(gm: GraphModule, example_inputs: Sequence[Any], wanted: set[Node]) -> dict[Node, Any]:
+    """Values of `wanted` on `example_inputs`, computed in eager with its random state put back afterwards."""
+    devices = {x.device.index for x in example_inputs if isinstance(x, torch.Tensor) and x.is_cuda} - {None}
+    recorder = Recorder(gm, wanted)
+    inputs = [x.detach().clone() if isinstance(x, torch.Tensor) else x for x in example_inputs]
+    with modes.kept(), torch.random.fork_rng(devices=sorted(devices)), torch.no_grad():
+        recorder.run(*inputs)
+    return recorder.kept
+
+
+def compare(
+    gm: GraphModule,
+    inputs: Sequence[Node],
+    plain: Sequence[Node],
+    new: Sequence[Node],
+    values: dict[Node, Any],
+    differentiable: Collection[Node],
+) -> tuple[str, float, float]:
+    """(worst tensor, its relative error, tolerance) of outputs and input gradients, new against plain.
+
+    Gradients are asked of the `differentiable` inputs: an op has none for tables and positions, nor needs one.
+    """
+    results, tolerance = [], 0.0
+    for outputs in (plain, new):
+        module, order = between(gm, inputs, outputs)
+        leaves = [_leaf(values[n], n in differentiable) for n in order]
+        with modes.kept(), torch.enable_grad():
+            out = module(*leaves)
+        generator = torch.Generator().manual_seed(0)
+        cotangents = [torch.randn(o.shape, generator=generator).to(o) for o in out]
+        diff = [x for x in leaves if isinstance(x, torch.Tensor) and x.requires_grad]
+        with_grad = [(o, c) for o, c in zip(out, cotangents, strict=True) if o.requires_grad]
+        grads: Sequence[torch.Tensor | None] = []
+        if with_grad:
+            outs, weights = zip(*with_grad, strict=True)
+            with torch._C._DisableAutocast():  # as eager's backward, which runs outside of every region
+                grads = torch.autograd.grad(outs, diff, weights, allow_unused=True)
+        named = {f"output {n.name}": o for n, o in zip(plain, out, strict=True)}
+        names = [n.name for n, x in zip(order, leaves, strict=True) if isinstance(x, torch.Tensor) and x.requires_grad]
+        named.update({f"gradient of {n}": g for n, g in zip(names, grads, strict=True) if g is not None})
+        results.append(named)
+        inside = [n.meta.get("val") for n in module.graph.nodes]
+        for t in [*leaves, *out, *inside]:
+            if isinstance(t, torch.Tensor):
+                tolerance = max(tolerance, TOLERANCE.get(t.dtype, 0.0))
+        if any("fp8_current" in n.args for n in module.graph.nodes):  # inside of an op
+            tolerance = max(tolerance, EXPERTS_IN_FLOAT8)
+    reference, got = results
+    errors = {name: _error(got.get(name), t) for name, t in reference.items()}
+    worst = max(errors, key=errors.__getitem__)
+    return worst, errors[worst], tolerance
+
+
+def _leaf(x: Any, differentiable: bool) -> Any:
+    if isinstance(x, torch.Tensor) and x.is_floating_point():
+        return x.detach().clone().requires_grad_(differentiable)
+    return x
+
+
+def _error(got: torch.Tensor | None, want: torch.Tensor) -> float:
+    if got is None or got.shape != want.shape or got.dtype != want.dtype:
+        return float("inf")
+    difference = (got.detach().double() - want.detach().double()).norm()
+    error = float(difference / want.detach().double().norm().clamp_min(1e-12))
+    return error if error == error else float("inf")

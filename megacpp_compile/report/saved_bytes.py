@@ -1,0 +1,64 @@
+"""Bytes a site keeps for backward, counted with torch's saved-tensor hooks on fake tensors.
+
+Counted: every distinct storage autograd packs between the site's inputs and its outputs. Not counted: the inputs
+themselves (x, weights, tables), which are alive anyway. Before: the plain subgraph in eager autograd. After: the op.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses import FakeTensorMode
+from torch.fx import GraphModule, Node
+
+from megacpp_compile.fx.edit import value
+from megacpp_compile.fx.subgraph import between
+
+
+def saved_bytes(gm: GraphModule, inputs: Sequence[Node], outputs: Sequence[Node], mode: FakeTensorMode) -> int | None:
+    """Bytes saved by computing `outputs` from `inputs`; None where sizes are symbolic without a known value."""
+    module, order = between(gm, inputs, outputs)
+    with mode:
+        args = [_leaf(value(n)) for n in order]
+    kept: dict[Any, int] = {}
+    unknown: list[torch.Tensor] = []
+    own = {_storage(a) for a in args if isinstance(a, torch.Tensor)}
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        if (key := _storage(t)) not in own:
+            size = _bytes(t)
+            unknown.append(t) if size is None else kept.update({key: max(kept.get(key, 0), size)})
+        alive.append(t)
+        return t
+
+    alive: list[torch.Tensor] = []  # storages are told apart by address, so none may be freed while counting
+    # Sizes known only at run time (`nonzero`) get names here that no graph will ever mention.
+    unnamed = mode.shape_env.ignore_fresh_unbacked_symbols() if mode.shape_env else contextlib.nullcontext()
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
+    # Without Python's own decompositions torch 2.9 asks for symbolic sizes as numbers, which they are from then on.
+    with unnamed, mode, enable_python_dispatcher(), torch.enable_grad(), hooks:
+        result = module(*args)
+    del result
+    return None if unknown else sum(kept.values())
+
+
+def _leaf(fake: Any) -> Any:
+    if not isinstance(fake, torch.Tensor):
+        return fake
+    fake = fake.detach()
+    return fake.requires_grad_() if fake.is_floating_point() and fake.requires_grad is False else fake
+
+
+def _storage(t: torch.Tensor) -> Any:
+    return t.untyped_storage()._cdata
+
+
+def _bytes(t: torch.Tensor) -> int | None:
+    n = t.untyped_storage().nbytes()
+    if isinstance(n, int):
+        return n
+    return int(n.node.hint or 0) if n.node.has_hint() else None

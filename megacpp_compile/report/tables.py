@@ -1,0 +1,241 @@
+"""The report as tables: rich where it is installed, plain text otherwise."""
+
+from __future__ import annotations
+
+import io
+import math
+import shutil
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from megacpp_compile.report.collector import Miss, Precision, Report, Site, bytes_text, plain
+from megacpp_compile.sharding.pinning import Pinned
+
+
+class _Section(NamedTuple):
+    title: str
+    headers: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+
+
+def tables(report: Report, width: int | None = None) -> str:
+    """All sections of `report` that have rows; `width` columns for rich, the terminal's (at least 100) when None."""
+    made = (_regions(report), _fused(report), _recognised(report), _precision(report), _missed(report),
+            _compiled(report), _kept(report), _peaks(report), _sharded(report))  # fmt: skip
+    return _text([section for section in made if section.rows], width)
+
+
+def table_text(title: str, headers: Sequence[str], rows: Sequence[tuple[str, ...]], width: int | None = None) -> str:
+    """One table."""
+    return _text([_Section(title, tuple(headers), rows)], width)
+
+
+def _text(sections: Sequence[_Section], width: int | None) -> str:
+    try:
+        return _rich_text(sections, width or max(100, shutil.get_terminal_size((160, 24)).columns))
+    except ImportError:
+        return _plain_text(sections)
+
+
+def _regions(report: Report) -> _Section:
+    rows = []
+    for region in report.regions:
+        name = family(region.fqns) if any(region.fqns) else "(the model)"
+        name += f" ×{len(region.fqns)}" if len(region.fqns) > 1 else ""
+        reason = region.reason or "repeated block"
+        rows.append((name, region.module, f"{region.parameters:,}", region.treatment, reason))
+    return _Section("regions", ("module", "class", "parameters", "treatment", "as"), rows)
+
+
+def family(fqns: Sequence[str]) -> str:
+    """ "layers.{0..23}", or the first of names that differ in more than one number."""
+    split = [fqn.split(".") for fqn in fqns]
+    columns = [sorted(set(column)) for column in zip(*split, strict=False)]
+    varying = [i for i, column in enumerate(columns) if len(column) > 1]
+    if len({len(parts) for parts in split}) > 1 or len(varying) > 1 or any(
+        not value.isdecimal() for i in varying for value in columns[i]
+    ):
+        return f"{fqns[0]} and others"
+    parts = split[0]
+    for i in varying:
+        parts[i] = _range_text(sorted(map(int, columns[i])))
+    return ".".join(parts)
+
+
+def _fused(report: Report) -> _Section:
+    rows = []
+    for fqn, site, count in _grouped(report.sites):
+        lowering = site.effective
+        if site.requested != site.effective:
+            lowering = f"{site.requested} → {site.effective}" + (f" ({site.reason})" if site.reason else "")
+        unknown = site.saved_before is None and site.saved_after is None
+        saved = "-" if unknown else f"{bytes_text(site.saved_before)} → {bytes_text(site.saved_after)}"
+        rows.append(
+            (
+                site.pass_name,
+                _times(fqn, count),
+                _place(site.source),
+                site.op.removeprefix("megacpp::"),
+                lowering,
+                saved,
+            )
+        )
+    return _Section("fused", ("pass", "module", "source", "op", "lowering", "saved for backward, each"), rows)
+
+
+def _recognised(report: Report) -> _Section:
+    rows = [
+        (found["kind"], found["fqn"] or "(the frame itself)", _place(found["source"]))
+        for frame in report.frames
+        for found in frame.recognised
+    ]
+    return _Section("recognised, without a lowering", ("kind of block", "module", "source"), rows)
+
+
+def _precision(report: Report) -> _Section:
+    rows = []
+    for fqn, one, count in _grouped([Precision(**row) for frame in report.frames for row in frame.precision]):
+        size = one.shape.replace("x", " x ") or "-"
+        rows.append((one.kind, _times(fqn, count), size, one.rule, one.requested, one.effective, one.reason or "-"))
+    return _Section("precision", ("kind", "module", "size", "rule", "asked", "is", "reason"), rows)
+
+
+def _missed(report: Report) -> _Section:
+    rows = []
+    for fqn, miss, count in _grouped(report.misses):
+        reason = f"{miss.reason} [{miss.tag}]"
+        rows.append((miss.pass_name, _times(fqn, count), _place(miss.source), miss.node or "-", reason))
+    return _Section("nearest misses", ("pass", "module", "source", "first node", "reason"), rows)
+
+
+def _compiled(report: Report) -> _Section:
+    rows = []
+    for frame in report.frames:
+        outcome = "captured" if frame.captured else f"fell back: {frame.reason}"
+        mode = "training" if frame.grad else "inference"
+        fired = ", ".join(f"{name} {count}" for name, count in frame.passes.items() if count)
+        target = ", ".join([frame.target, *(name for name, choice in frame.chosen.items() if choice is True)])
+        seconds = f"{sum(frame.seconds.values()):.2f} s" if frame.seconds else "-"
+        name = frame.name
+        if frame.block:
+            name += f", {frame.block}" + (f", one of {frame.blocks} equal blocks" if frame.blocks > 1 else "")
+        rows.append((str(frame.index), name, outcome, fired or "-", str(frame.nodes), target, mode, seconds))
+    return _Section("frames", ("#", "name", "outcome", "fired", "nodes", "target", "mode", "time"), rows)
+
+
+def _kept(report: Report) -> _Section:
+    rows = []
+    for frame in report.frames:
+        for kind, found in (frame.remat or {}).items():
+            blocks = str(found["blocks"]) if kind else "-"
+            entries, nodes = ", ".join(found["entries"]), str(found["recomputed"])
+            levers = [bytes_text(found[lever]) for lever in ("saved", "again", "offloaded")]
+            rows.append((str(frame.index), kind or "between", blocks, entries, *levers, nodes))
+    headers = ("#", "kind of block", "blocks", "policy", "saved for backward", "computed again", "offloaded",
+               "nodes computed again")  # fmt: skip
+    return _Section("remat", headers, rows)
+
+
+def _peaks(report: Report) -> _Section:
+    rows = []
+    for frame in report.frames:
+        if frame.peak:
+            found = [bytes_text(frame.peak[name]) for name in ("before", "step", "predicted")]
+            limit = "-" if frame.peak["limit"] is None else bytes_text(frame.peak["limit"])
+            rows.append((str(frame.index), *found, limit))
+    if rows and report.measured_peak is not None:
+        rows.append(("all", "", "", f"measured {bytes_text(report.measured_peak)}", ""))
+    return _Section("memory at the peak of a step", ("#", "before it", "in it", "predicted", "limit"), rows)
+
+
+def _sharded(report: Report) -> _Section:
+    rows = []
+    for frame in report.frames:
+        pinned = [Pinned(**{**row, "shape": tuple(row["shape"])}) for row in (frame.sharding or {}).get("pinned", ())]
+        for fqn, row, count in _grouped(pinned):
+            size, asked = "x".join(map(str, row.shape)), row.rule or "(no rule)"
+            rows.append((str(frame.index), _times(fqn, count), size, row.spec, asked, row.by or "-"))
+    meshes = {" x ".join(f"{a} {n}" for a, n in f.sharding["mesh"].items()) for f in report.frames if f.sharding}
+    title = f"sharding over {', '.join(sorted(meshes))}"
+    return _Section(title, ("#", "parameter", "size", "spec", "rule", "fused into"), rows)
+
+
+def _place(source: str) -> str:
+    """File and line; the code itself is in the JSON."""
+    return source.partition(",")[0] or "-"
+
+
+def _times(text: str, count: int) -> str:
+    return f"{text or '(the frame itself)'} ×{count}" if count > 1 else text or "(the frame itself)"
+
+
+Member = TypeVar("Member", Site, Miss, Precision, Pinned)
+
+
+def _grouped(items: Sequence[Member]) -> Iterator[tuple[str, Member, int]]:
+    """(module pattern, first of the group, size) of items that differ only in the numbers of their module."""
+    groups: dict[tuple[Any, ...], list[Member]] = {}
+    for item in items:
+        skeleton = tuple("#" if part.isdecimal() else part for part in item.fqn.split("."))
+        rest = tuple(value for key, value in plain(item).items() if key not in ("fqn", "node", "frame"))
+        groups.setdefault((skeleton, rest), []).append(item)
+    for members in groups.values():
+        yield from _merged(members)
+
+
+def _merged(items: Sequence[Member]) -> Iterator[tuple[str, Member, int]]:
+    numbers = [tuple(int(part) for part in item.fqn.split(".") if part.isdecimal()) for item in items]
+    columns = [sorted(set(column)) for column in zip(*numbers, strict=True)]
+    if len(set(numbers)) < math.prod(map(len, columns)):
+        # "{0..1}.experts.{0..3}" would claim modules that are not among the items.
+        varying = next(i for i, column in enumerate(columns) if len(column) > 1)
+        for value in columns[varying]:
+            yield from _merged([item for item, n in zip(items, numbers, strict=True) if n[varying] == value])
+        return
+    ranges = iter(columns)
+    parts = [_range_text(next(ranges)) if part.isdecimal() else part for part in items[0].fqn.split(".")]
+    yield ".".join(parts), items[0], len(items)
+
+
+def _range_text(numbers: Sequence[int]) -> str:
+    """Sorted distinct numbers as `7`, `{0..23}` or `{0..2,7}`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    text = ",".join(str(first) if first == last else f"{first}..{last}" for first, last in runs)
+    return text if len(numbers) == 1 else f"{{{text}}}"
+
+
+def _rich_text(sections: Sequence[_Section], width: int) -> str:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    sink = io.StringIO()
+    console = Console(file=sink, width=width, color_system=None, force_terminal=False, force_jupyter=False)
+    for section in sections:
+        table = Table(title=section.title, title_justify="left", title_style="", box=box.SIMPLE_HEAD, pad_edge=False)
+        for header, *cells in zip(section.headers, *section.rows, strict=True):
+            # A module name broken over two lines cannot be searched for; other columns give way to it.
+            whole = header == "module" and max(map(len, cells)) <= width // 3
+            table.add_column(header, overflow="fold", no_wrap=whole)
+        for row in section.rows:
+            table.add_row(*map(Text, row))  # Text: the brackets of a code line are no markup
+        console.print(table)
+    return "".join(f"{line.rstrip()}\n" for line in sink.getvalue().splitlines())
+
+
+def _plain_text(sections: Sequence[_Section]) -> str:
+    lines = []
+    for section in sections:
+        table = [section.headers, *section.rows]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        table.insert(1, tuple("-" * width for width in widths))
+        lines.append(section.title)
+        lines += ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
+        lines.append("")
+    return "".join(f"{line}\n" for line in lines)

@@ -1,0 +1,56 @@
+"""Products over a batch and heads, kept as such.
+
+Before: `bmm(a.view(B * H, M, K), b.view(B * H, K, N)).view(B, H, M, N)`, which is how ATen spells any product of four
+        dimensions, attention's among them
+After:  `einsum("zhmk,zhkn->zhmn", a, b)`, one dot with two batch dimensions in HLO
+
+What is cut over the heads (tensor parallelism), or over both, has no layout once B and H are one dimension: XLA would
+gather it first. Only under a sharding plan, and in graphs with both directions spelled out, as XLA takes an einsum
+for what it is and autograd takes it apart.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+from torch.fx import Node
+
+from megacpp_compile.fx.edit import drop_dead, value
+
+_aten = torch.ops.aten
+_VIEWS = (_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default)
+
+
+def keep_batches(graph: fx.Graph) -> None:
+    """Rewrite every product that fits, in place; others stay."""
+    for node in [n for n in graph.nodes if n.target is _aten.bmm.default]:
+        operands = [_unmerged(a) for a in node.args]  # type: ignore[arg-type]
+        readers = [user for user in node.users if user.target in _VIEWS]
+        (left, left_turned), (right, right_turned) = operands
+        if left is None or right is None or len(readers) < len(node.users):
+            continue
+        batches = value(left).shape[:2]
+        wanted = (*batches, *value(node).shape[1:])
+        if value(right).shape[:2] != batches or any(value(user).shape != wanted for user in readers):
+            continue
+        letters = ("zhkm" if left_turned else "zhmk", "zhnk" if right_turned else "zhkn")
+        with graph.inserting_before(node):
+            new = graph.call_function(_aten.einsum.default, (f"{letters[0]},{letters[1]}->zhmn", [left, right]))
+        new.meta.update(node.meta)  # with what a policy said of the product
+        new.meta["val"] = value(readers[0])
+        for user in readers:
+            user.replace_all_uses_with(new)
+    drop_dead(graph)
+
+
+def _unmerged(node: Node) -> tuple[Node | None, bool]:
+    """(the operand with both of its batch dimensions, whether its last two are to be exchanged), or (None, ...)."""
+    turned = node.target is _aten.transpose.int and sorted(d % 3 for d in node.args[1:]) == [1, 2]  # type: ignore
+    node = node.args[0] if turned else node  # type: ignore[assignment]
+    if node.target not in _VIEWS:
+        return None, turned
+    source = node.args[0]
+    assert isinstance(source, Node)
+    before, after = value(source).shape, value(node).shape
+    merged = len(before) == 4 and tuple(after) == (before[0] * before[1], *before[2:])
+    return (source if merged else None), turned

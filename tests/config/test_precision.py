@@ -1,0 +1,284 @@
+"""`PrecisionPlan`: rules, roles, the gate, manifests, and the option of that name."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from megacpp_compile import PrecisionPlan
+from megacpp_compile.config import fp8_gain
+from megacpp_compile.config import precision as plans
+from megacpp_compile.config.globs import hits
+from megacpp_compile.config.options import Config
+from megacpp_compile.config.roles import role_of
+from megacpp_compile.errors import BadOptionError, ManifestError, PlanMismatchError, RuleWithoutHitError
+from tests.precision import models
+from tests.precision.conftest import stand_in  # noqa: F401  a fixture
+
+WIDE = (None, 8192, 8192)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name", "hit"),
+    [
+        ("*.mlp.gate", "model.layers.0.mlp.gate", True),
+        ("*.mlp.gate", "mlp.gate", True),
+        ("*.mlp.gate", "model.layers.0.mlp.gate_proj", False),
+        ("*.mlp.gate", "model.layers.0.mlp.gate.linear", False),
+        ("*.mlp.gate*", "model.layers.0.mlp.gate_proj", True),
+        ("*.mlp.*", "a.mlp.experts.3.up_proj", True),
+        ("*.mlp.*", "a.mlp", False),
+        ("layers.?.q", "layers.3.q", True),
+        ("layers.?.q", "layers.33.q", False),
+        ("layers.[0-3].q", "layers.2.q", True),
+        ("l*.q", "layers.2.q", False),
+        ("*", "a.b.c", True),
+        ("a.*.c", "a.c", False),
+        ("q_proj", "layers.0.q_proj", False),
+    ],
+)
+def test_globs_are_over_whole_segments(pattern, name, hit):
+    assert hits(pattern, name) is hit
+
+
+@pytest.mark.parametrize(
+    ("name", "role"),
+    [
+        ("model.layers.0.self_attn.q_a_proj", "attention"),
+        ("model.layers.0.self_attn.out_proj", "attention"),
+        ("model.layers.0.mlp.gate", "router"),
+        ("model.layers.0.mlp.experts.3.gate", "experts"),
+        ("experts.3.gate", "experts"),
+        ("model.layers.3.gate", "router"),
+        ("model.layers.0.mlp.gate_proj", "experts"),
+        ("model.layers.0.mlp.experts.7.w1", "experts"),
+        ("model.layers.0.block_sparse_moe.router.layer", "router"),
+        ("backbone.layers.1.mixer.in_proj", "mamba"),
+        ("backbone.layers.1.mixer.q_proj", "attention"),
+        ("model.layers.0.mamba.out_proj", "mamba"),
+        ("lm_head", "head"),
+        ("score_head", "head"),
+        ("transformer.wte", "embedding"),
+        ("model.embed_tokens", "embedding"),
+        ("model.norm", "norm"),
+        ("adapter.linear", "other"),
+        ("model.layers.0.self_attn", "attention"),  # weights of the module's own
+        ("model.layers.0.experts", "experts"),
+        ("model.layers.0.moe_gate", "other"),
+    ],
+)
+def test_roles(name, role):
+    assert role_of(name) == role
+
+
+def test_classes_tell_what_names_do_not():
+    assert role_of("blocks.0.inner.proj", ["MultiHeadAttention", "Block"]) == "attention"
+    assert role_of("blocks.0.inner.proj", ["Block"]) == "other"
+
+
+def test_first_match_wins():
+    plan = PrecisionPlan({"*.mlp.up_proj": "fp8_block", "*.mlp.*": "bf16", "*": "fp8_current"})
+    found = [plan.decide(name) for name in ("a.mlp.up_proj", "a.mlp.down_proj", "a.q")]
+    assert [(d.requested, d.rule) for d in found] == [
+        ("fp8_block", "*.mlp.up_proj"), ("bf16", "*.mlp.*"), ("fp8_current", "*"),
+    ]  # fmt: skip
+
+
+def test_frozen_and_hashable():
+    plan = PrecisionPlan({"*.q": "fp8_block"}, {"mamba": "fp8_current"})
+    assert plan == PrecisionPlan((("*.q", "fp8_block"),), {"mamba": "fp8_current"}) != PrecisionPlan()
+    assert len({plan, PrecisionPlan({"*.q": "fp8_block"}, {"mamba": "fp8_current"}), PrecisionPlan()}) == 2
+    assert pickle.loads(pickle.dumps(plan)) == plan
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.gate = False
+
+
+def test_order_of_rules_is_part_of_the_plan():
+    one, other = {"a.*": "bf16", "*.q": "fp8_block"}, {"*.q": "fp8_block", "a.*": "bf16"}
+    assert PrecisionPlan(one) != PrecisionPlan(other)
+    assert Config(precision=one).cache_key() != Config(precision=other).cache_key()
+
+
+def test_defaults_by_role():
+    roles = dict(PrecisionPlan().roles)
+    assert {role for role, recipe in roles.items() if recipe == "fp8_current"} == {"attention", "experts"}
+    assert {recipe for role, recipe in roles.items() if role not in ("attention", "experts")} == {"bf16"}
+    assert {"router", "norm", "head", "embedding", "mamba", "other"} < set(roles)
+    assert dict(PrecisionPlan(roles={"experts": "bf16"}).roles)["attention"] == "fp8_current"
+
+
+def test_what_stands_for_a_plan():
+    assert PrecisionPlan.of(None) is None
+    assert PrecisionPlan.of("fp8_current") == PrecisionPlan()
+    assert PrecisionPlan.of("bf16").recipes() == {"bf16"}
+    assert PrecisionPlan.of("fp8_block").recipe_for("a.self_attn.q_proj") == "fp8_block"
+    assert PrecisionPlan.of({"*.q": "bf16"}) == PrecisionPlan({"*.q": "bf16"})
+    plan = PrecisionPlan({"*.q": "bf16"}, {"head": "fp8_block"}, gate=False)
+    assert PrecisionPlan.of(plan) is plan and PrecisionPlan.of(plan.to_dict()) == plan
+    assert PrecisionPlan.of(json.loads(json.dumps(plan.to_dict()))) == plan
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("fp8", ["Did you mean 'fp8_current'?", "'fp8_block'"]),
+        ("fp8_curent", ["Did you mean 'fp8_current'?"]),
+        ({"*.q": "blockwise"}, ["precision.rules['*.q']", "Did you mean 'fp8_block'?"]),
+        ({"ruels": []}, ["Did you mean 'rules'?"]),
+        ({"rules": [], "roles": {"atention": "bf16"}}, ["Did you mean 'attention'?"]),
+        ({"rules": [["*.q", "bf16"], ["*.q", "bf16"]]}, ["every pattern once"]),
+        ({"a..b": "bf16"}, ["a glob over module names"]),
+        ({"rules": 3}, ["pairs"]),
+        ({"rules": [], "gate": 1}, ["precision.gate"]),
+        (0.5, ["a PrecisionPlan"]),
+        ("fp8_delayed", ["can be traced", "plan.traceable()"]),
+        ({"*.q": "fp8_delayed"}, ["can be traced"]),
+    ],
+    ids=str,
+)
+def test_bad_options(value, words):
+    with pytest.raises(BadOptionError) as caught:
+        Config.from_options({"precision": value}, ())
+    assert [w for w in words if w not in str(caught.value)] == []
+
+
+def test_option():
+    assert Config().precision is None
+    config = Config.from_options({"precision": {"*.mlp.up_proj": "fp8_block"}}, ())
+    assert config.precision.recipe_for("layers.0.mlp.up_proj", "experts", WIDE) == "fp8_block"
+    assert config == pickle.loads(pickle.dumps(config)) == Config(**config.to_dict())
+    assert len({c.cache_key() for c in (config, Config(), Config(precision="fp8_current"))}) == 3
+    assert Config(precision=PrecisionPlan.of("fp8_delayed").traceable()).precision.recipes() == {"bf16"}
+
+
+def test_delayed_is_for_modules():
+    plan = PrecisionPlan.of("fp8_delayed")
+    assert plan.recipe_for("a.self_attn.q_proj", "attention", WIDE) == "fp8_delayed"
+    assert plan.traceable().recipe_for("a.self_attn.q_proj", "attention", WIDE) == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("shape", "recipe"),
+    [
+        (WIDE, "fp8_current"),
+        ((16384, 4096, 4096), "fp8_current"),
+        ((None, 128, 8192), "bf16"),  # a short side on either end
+        ((None, 8192, 128), "bf16"),
+        ((64, 8192, 8192), "bf16"),  # too few tokens to pay for the weight's cast
+    ],
+)
+def test_gate(shape, recipe):
+    found = PrecisionPlan().decide("a.self_attn.q_proj", "attention", shape)
+    assert (found.requested, found.effective) == ("fp8_current", recipe)
+    assert bool(found.reason) == (recipe == "bf16")
+    assert ("predicted gain" in found.reason) == (recipe == "bf16")
+    assert PrecisionPlan(gate=False).recipe_for("a.self_attn.q_proj", "attention", shape) == "fp8_current"
+
+
+def test_gate_follows_its_rates(monkeypatch):
+    """The gain is between nothing and the ratio of the rates, and grows with every side."""
+    for recipe, rates in fp8_gain.RATES.items():
+        gains = [fp8_gain.gain(recipe, (m, n, n)) for m, n in ((64, 256), (1024, 256), (1024, 4096), (None, 4096))]
+        assert gains == sorted(gains) and 0 < gains[0] and gains[-1] < rates.tflops / fp8_gain.BF16_TFLOPS
+    assert fp8_gain.gain("fp8_delayed", (None, 512, 4096)) > fp8_gain.gain("fp8_current", (None, 512, 4096))
+    assert fp8_gain.gain("fp8_current", (1 << 40, 512, 512)) == pytest.approx(fp8_gain.gain("fp8_current", (None, 512, 512)))
+    assert fp8_gain.refusal("bf16", (1, 16, 16)) == ""
+
+
+def test_logged_in_full_once(caplog):
+    plans.announce.cache_clear()
+    plan = PrecisionPlan({"*.mlp.gate": "bf16"})
+    with caplog.at_level(logging.INFO, logger="megacpp_compile"):
+        for _ in range(2):
+            plans.announce(plan, "cuda")
+    (record,) = caplog.records
+    text = record.getMessage()
+    assert "*.mlp.gate -> bf16" in text and "role attention -> fp8_current" in text and "role head -> bf16" in text
+
+
+@pytest.mark.parametrize("target", ["cpu", "tpu"])
+def test_bf16_everywhere_elsewhere(target, caplog):
+    plans.announce.cache_clear()
+    with caplog.at_level(logging.INFO, logger="megacpp_compile"):
+        plans.announce(PrecisionPlan(), target)
+    assert [r.getMessage() for r in caplog.records] == [f"precision plan: bf16 everywhere (target {target})"]
+    assert PrecisionPlan.of("bf16").describe("cuda") == "precision plan: bf16 everywhere"
+
+
+def test_compiling_logs_the_plan(caplog, monkeypatch):
+    plans.announce.cache_clear()
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda gm, inputs, **_: gm.forward)
+    torch._dynamo.reset()
+    with caplog.at_level(logging.INFO, logger="megacpp_compile"):
+        x = torch.randn(2, 16)
+        got = torch.compile(nn.Linear(16, 16), backend="megacpp", options={"precision": "fp8_current"})(x)
+    assert got.shape == (2, 16)
+    assert "precision plan: bf16 everywhere (target cpu)" in [r.getMessage() for r in caplog.records]
+
+
+def test_manifest_round_trip():
+    plan = PrecisionPlan({"*.mlp.*": "fp8_block"}, gate=False)
+    text = plan.manifest(models.model(), target="cuda")
+    assert PrecisionPlan.from_manifest(text) == plan
+    rows = {row["fqn"]: row for row in json.loads(text)["linears"]}
+    assert len(rows) == 2 * 10 + 1
+    up, head = rows["layers.0.mlp.up_proj"], rows["lm_head"]
+    assert (up["requested"], up["effective"], up["rule"], up["holds"]) == ("fp8_block", "fp8_block", "*.mlp.*", "bf16")
+    assert up["shape"] == [48, 32] and (head["effective"], head["reason"]) == ("bf16", "excluded by 'lm_head'")
+    assert json.loads(PrecisionPlan().manifest())["linears"] == []
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 2, "plan": {}}', '{"format": 1, "plan": {"rules": [["a", "b"]]}}'])
+def test_what_is_no_manifest(text):
+    with pytest.raises(ManifestError):
+        PrecisionPlan.from_manifest(text)
+
+
+def test_assert_plan_lists_the_differences():
+    plan, model = PrecisionPlan(gate=False), models.model()
+    PrecisionPlan.of("bf16").assert_plan(model)
+    plan.assert_plan(model)  # on CPU: bf16 everywhere
+    with pytest.raises(PlanMismatchError) as caught:
+        plan.assert_plan(model, target="cuda")
+    lines = caught.value.differences
+    assert len(lines) == 2 * 8  # five of attention, three of the MLP
+    assert "layers.0.self_attn.o_proj: the plan says fp8_current by role attention, Linear holds bf16" in lines
+    assert lines[0] in str(caught.value)
+
+
+def test_a_rule_without_a_hit_is_an_error():
+    with pytest.raises(RuleWithoutHitError, match="mlp.gat'"):
+        PrecisionPlan({"*.mlp.gat": "bf16"}).assert_plan(models.model())
+    PrecisionPlan({"*.mlp.gate": "bf16", "wte": "bf16"}).assert_plan(models.model())
+
+
+def test_the_gate_can_be_measured(stand_in, no_kernels):
+    from benchmarks.fp8_gate import HEADERS, main, measure
+
+    recipes = sorted(fp8_gain.RATES)
+    rows = list(measure([(16, 32, 16)], recipes, torch.device("cpu"), torch.float32, "cuda", 1, 1.0))
+    assert [len(row) for row in rows] == [len(HEADERS)] * 3
+    assert [row[3] for row in rows] == recipes and all(row[4] > 0 and row[5] > 0 for row in rows)
+    assert {row[-1] for row in rows} == {"bf16"}
+    with pytest.raises(RuntimeError, match="cpu has no float8 products"):  # and no figure of something else
+        next(measure([(16, 32, 16)], ["fp8_current"], torch.device("cpu"), torch.bfloat16, turns=1, compiled=True))
+    if not torch.cuda.is_available():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("megacpp_compile.precision.engine.load", lambda: (None, "no CUDA device"))
+            assert main([]) == 1
+
+
+def test_gate_of_experts():
+    """64 experts of 1408 x 2048: 98304 rows pay for the casts of the weights, half as many do not."""
+    assert fp8_gain.experts_refusal(16384, 98304, 64, 2048, 1408) == ""
+    assert "over 49152 rows: predicted gain 1.0" in fp8_gain.experts_refusal(8192, 49152, 64, 2048, 1408)
+    assert "not fixed" in fp8_gain.experts_refusal(None, None, 64, 2048, 1408)
+    assert "multiples of 128" in fp8_gain.experts_refusal(16384, 98304, 64, 2048, 1400)
+    gains = [fp8_gain.experts_gain(t, 6 * t, 64, 2048, 1408) for t in (64, 1024, 16384, 2**24)]
+    assert gains == sorted(gains) and gains[-1] < fp8_gain.EXPERTS.fp8_tflops / fp8_gain.EXPERTS.bf16_tflops

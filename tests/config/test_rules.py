@@ -1,0 +1,179 @@
+"""Rules by name where one artifact serves several blocks, and rules that hit nothing."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import megacpp_compile
+from megacpp_compile import PrecisionPlan, record
+from megacpp_compile.errors import BlockKindError, RuleWithoutHitError
+from megacpp_compile.passes import linear
+from tests.remat import models as blocks
+
+DIM = 32
+
+
+@pytest.fixture(autouse=True)
+def clean():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class FeedForward(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up_proj, self.down_proj = nn.Linear(DIM, 64, bias=False), nn.Linear(64, DIM, bias=False)
+
+    def forward(self, x):
+        return self.down_proj(F.silu(self.up_proj(x)))
+
+
+class Layer(nn.Module):
+    def __init__(self, broken=False):
+        super().__init__()
+        self.mlp, self.broken = FeedForward(), broken
+
+    def forward(self, x):
+        if self.broken:
+            torch._dynamo.graph_break()
+        return x + self.mlp(x)
+
+
+def model(layers=5, **kwargs):
+    return blocks.Model(*(Layer(**kwargs) for _ in range(layers))).to(torch.bfloat16)
+
+
+def x():
+    return torch.randn(16, DIM, dtype=torch.bfloat16)
+
+
+def compiled(rules, **kwargs):
+    """(block, how many, what its linears run in) of every frame."""
+    with record() as report:
+        megacpp_compile.compile(model(**kwargs), precision=PrecisionPlan(rules, gate=False))(x().requires_grad_())
+    return [(f.block, f.blocks, {row["effective"] for row in f.precision}) for f in report.frames]
+
+
+@pytest.mark.parametrize(
+    ("rules", "frames"),
+    [
+        ({"*": "fp8_current"}, [("layers.0", 5, {"fp8_current"})]),
+        ({"*": "fp8_current", "layers.4.*": "bf16"}, [("layers.0", 5, {"fp8_current"})]),  # the first one wins
+        ({"layers.0.*": "bf16", "*": "fp8_current"}, [("layers.0", 1, {"bf16"}), ("layers.1", 4, {"fp8_current"})]),
+        ({"layers.4.*": "bf16", "*": "fp8_current"}, [("layers.0", 4, {"fp8_current"}), ("layers.4", 1, {"bf16"})]),
+        ({"layers.[04].mlp.up_proj": "bf16", "*": "fp8_current"},
+         [("layers.0", 2, {"bf16", "fp8_current"}), ("layers.1", 3, {"fp8_current"})]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
+)  # fmt: skip
+def test_a_rule_for_one_layer_is_for_that_layer(eager_backend, monkeypatch, rules, frames):
+    """Regression: the artifact compiled for the first block, by the first block's rules, served all."""
+    monkeypatch.setattr(linear, "no_float8", lambda device: "")
+    assert compiled(rules) == frames
+
+
+class Hybrid(nn.Module):
+    def __init__(self, *parts):
+        super().__init__()
+        self.norm = nn.RMSNorm(blocks.DIM)
+        self.mixer, self.mlp = (*parts, None)[:2]
+
+    def forward(self, h):
+        h = h + self.mixer(self.norm(h))
+        return h if self.mlp is None else h + self.mlp(self.norm(h))
+
+
+def hybrid():
+    torch.manual_seed(0)
+    made = (Hybrid(blocks.Mixer()) if i in (1, 3) else Hybrid(blocks.Attention(), blocks.SwiGLU()) for i in range(5))
+    return blocks.Model(*made)
+
+
+def kinds_of(**options):
+    """(block, how many, entries by kind) of every frame of the hybrid."""
+    with record() as report:
+        megacpp_compile.compile(hybrid(), **options)(blocks.hidden().requires_grad_()).sum().backward()
+    entries = [{kind: n["entries"] for kind, n in f.remat.items() if kind} for f in report.frames]
+    return [(f.block, f.blocks, found) for f, found in zip(report.frames, entries, strict=True)]
+
+
+def test_kinds_of_block_in_a_model_of_several(no_kernels):
+    """Regression: every frame by itself had to be hit by every pattern."""
+    options = {"policy": "selective", "block_kinds": {"layers.1.mixer": "rblock", "layers.4.mlp": "mblock"}}
+    one = ["selective"]
+    assert kinds_of(**options) == [
+        ("layers.0", 2, {"ablock": one, "eblock": one}),
+        ("layers.1", 1, {"rblock": one}),
+        ("layers.3", 1, {"mblock": one}),
+        ("layers.4", 1, {"ablock": one, "mblock": one}),
+    ]
+
+
+def test_the_last_layer_by_itself(no_kernels):
+    """An entry for it that is asked for holds where it is a graph of its own, and is estimated so."""
+    options = {"policy": {"ablock": "selective", "last_layer": "full"}}
+    assert kinds_of(**options)[-1] == ("layers.4", 1, {"ablock": ["full"], "eblock": ["full"]})
+    for nothing_new in ({"policy": "selective"}, {"policy": {"budget": 0.5, "last_layer": "full"}}):
+        with record() as report:
+            megacpp_compile.compile(hybrid(), **nothing_new)
+        assert [len(r.fqns) for r in report.regions if r.treatment == "compiled"] == [3, 2]
+    found = megacpp_compile.estimate(hybrid(), blocks.hidden().requires_grad_(), options=options)
+    assert [a.module for a in found.activations[:-1]] == ["layers.{0,2}", "layers.4", "layers.{1,3}"]
+    assert 2 * found.activations[1].compiled < found.activations[0].compiled
+
+
+def unhit(make, **kwargs):
+    with pytest.raises(Exception) as caught:
+        make(model(**kwargs))
+    error = caught.value
+    return type(getattr(error, "inner_exception", error))
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"precision": {"*.mlp.up": "fp8_current"}}, RuleWithoutHitError),
+        ({"block_kinds": {"layers.*.mpl": "mblock"}}, BlockKindError),
+    ],
+    ids=["precision", "block_kinds"],
+)
+def test_a_rule_without_a_hit_is_an_error(eager_backend, options, error, caplog):
+    assert unhit(lambda m: megacpp_compile.compile(m, options=options)) is error, "before anything is changed"
+    assert unhit(lambda m: megacpp_compile.explain(m, x(), options=options)) is error
+    assert unhit(lambda m: megacpp_compile.estimate(m, x(), options=options)) is error
+    torch._dynamo.utils.counters.clear()
+    assert unhit(lambda m: torch.compile(m, backend="megacpp", options=options)(x())) is error
+    # In pieces of a model it may be about another piece.
+    with caplog.at_level(logging.WARNING, logger="megacpp_compile"):
+        torch.compile(model(broken=True), backend="megacpp", options=options)(x())
+    assert "between graph breaks" in caplog.text and next(iter(next(iter(options.values())))) in caplog.text
+
+
+def test_a_bucket_of_ddp_is_a_piece(eager_backend, monkeypatch, caplog):
+    """Torch cuts a model's graph at the borders of DDP's buckets, without a graph break."""
+    torch._dynamo.utils.counters.clear()
+    monkeypatch.setattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 1)
+    if not dist.is_gloo_available():
+        pytest.skip("no gloo")
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        replicated = nn.parallel.DistributedDataParallel(model(), bucket_cap_mb=0.01)
+        options = {"precision": {"module.layers.0.mlp.*": "bf16", "*": "bf16"}}
+        torch.compile(replicated, backend="megacpp", options=options)(x())
+    finally:
+        dist.destroy_process_group()
+    assert "'module.layers.0.mlp.*' hits no module" in caplog.text
+
+
+def test_a_rule_may_hit_what_multiplies_nothing(eager_backend):
+    torch._dynamo.utils.counters.clear()
+    whole = nn.Sequential(nn.Embedding(11, DIM), nn.RMSNorm(DIM), nn.Linear(DIM, 16))
+    options = {"precision": {"0": "bf16", "1": "bf16", "2": "bf16"}}
+    assert torch.compile(whole, backend="megacpp", options=options)(torch.zeros(4, dtype=torch.long)).shape == (4, 16)

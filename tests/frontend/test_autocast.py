@@ -1,0 +1,381 @@
+"""Autocast switched inside a frame: the same dtypes, outputs and gradients as eager's, and idioms fuse in every region.
+
+`frames.check` also compares the dtype of every node with the one it says it has, which is where a switch that tracing
+did not obey would show.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from megacpp_compile import record
+from megacpp_compile._torch import modes
+from megacpp_compile.config.options import Config
+from megacpp_compile.errors import CaptureError
+from megacpp_compile.frontend.capture import capture
+from tests.corpus import jitter_gains
+from tests.corpus.spellings import PlainGQA, PlainMLA
+from tests.frames import TOLERANCE, check, largest_error, run, train
+
+DIM = 24
+PER_BLOCK = {"down_norm_up": 2, "mla_rope_q": 1, "mla_rope_kv": 1}
+BF16 = TOLERANCE[torch.bfloat16]
+
+
+def autocast(dtype=torch.bfloat16, **kwargs):
+    return torch.autocast("cpu", dtype, **kwargs)
+
+
+def off():
+    return torch.autocast("cpu", enabled=False)
+
+
+def hidden():
+    return torch.randn(2, 6, DIM, generator=torch.Generator().manual_seed(6))
+
+
+class Blocks(nn.Module):
+    """Two attention blocks and a weight; what runs in which region is the subclass's."""
+
+    around = staticmethod(autocast)  # what the caller has switched on
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        size: dict[str, Any] = {"heads": 2, "q_lora": 14, "kv_lora": 10, "nope": 6, "rope": 4, "v": 5}
+        self.first, self.second = (PlainMLA(DIM, **size, table_source="buffer") for _ in range(2))
+        self.weight = nn.Parameter(torch.randn(DIM, DIM) * DIM**-0.5)
+        jitter_gains(self)
+
+
+class SecondOff(Blocks):
+    def forward(self, x):
+        y = self.first(x)
+        with off():
+            z = self.second(y.float())
+        return y, z
+
+
+class SecondOn(Blocks):
+    around = contextlib.nullcontext
+
+    def forward(self, x):
+        y = self.first(x)
+        with autocast():
+            z = self.second(y)
+        return y, z
+
+
+class Float16(Blocks):
+    around = contextlib.nullcontext
+
+    def forward(self, x):
+        with autocast(torch.float16):
+            return self.second(self.first(x))
+
+
+class Nested(Blocks):
+    def forward(self, x):
+        with off():
+            y = self.first(x)
+            a = y @ self.weight
+            with autocast():
+                b = self.second(y) @ self.weight
+            c = y @ self.weight
+        return a, b, c, x @ self.weight
+
+
+class GradModes(Blocks):
+    """Regions of either kind within the other."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            y = x @ self.weight
+            with off():
+                a = self.first(x)
+        with off():
+            with torch.no_grad():
+                b = x @ self.weight
+            c = self.second(x + b)
+        return a, b, c, y
+
+
+class InCheckpoint(Blocks):
+    def body(self, x):
+        y = self.first(x)
+        with off():
+            return y + self.second(y.float())
+
+    def forward(self, x):
+        return checkpoint(self.body, x, use_reentrant=False)
+
+
+class AroundCheckpoint(Blocks):
+    def forward(self, x):
+        y = self.first(x)
+        with off():
+            z = checkpoint(self.second, y.float(), use_reentrant=False)
+        return y + z
+
+
+class CacheSwitches(Blocks):
+    def forward(self, x):
+        with autocast(cache_enabled=True):
+            y = self.first(self.first(x))
+        with autocast(cache_enabled=False):
+            return self.second(y)
+
+
+class Product(torch.autograd.Function):
+    """Its dtypes are those of the region it is called in; its backward is not forward's derivative."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(w)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx, grad):
+        (w,) = ctx.saved_tensors
+        return grad.float() @ w.float(), w * grad.float().mean()
+
+
+class FunctionsInRegions(Blocks):
+    """Their results are first used behind the region's end: each must stay in its own."""
+
+    def forward(self, x):
+        y = self.first(x)
+        with off():
+            a = Product.apply(y.float(), self.weight)
+        b = Product.apply(x, self.weight)
+        return self.second(a + b), a, b
+
+
+EXPECTED = {
+    SecondOff: 2, SecondOn: 2, Float16: 2, Nested: 2, GradModes: 2, InCheckpoint: 2, AroundCheckpoint: 2,
+    CacheSwitches: 3, FunctionsInRegions: 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", EXPECTED, ids=lambda kind: kind.__name__)
+def test_region(kind):
+    frames = check(kind(), (hidden().requires_grad_(),), around=kind.around, tolerance=BF16)
+    assert frames.fired == {name: n * EXPECTED[kind] for name, n in PER_BLOCK.items()}, frames.misses
+    assert not frames.again()
+
+
+class Inside(nn.Module):
+    """A block in one region, and a product before and behind it in the caller's."""
+
+    def __init__(self, region):
+        super().__init__()
+        model = Blocks()
+        self.block, self.weight, self.region = model.first, model.weight, region
+
+    def forward(self, x):
+        y = x @ self.weight
+        with self.region():
+            z = self.block(y.float())
+        return y, z.float() @ self.weight
+
+
+@pytest.mark.parametrize(
+    ("around", "region"),
+    [(autocast, off), (contextlib.nullcontext, functools.partial(autocast, torch.float16))],
+    ids=["off", "float16"],
+)
+def test_as_exact_as_inductor(around, region):
+    """Through Inductor's kernels: no further from eager than the plain graph is there."""
+    model, x = Inside(region), hidden().requires_grad_()
+    torch._dynamo.reset()
+    eager, plain, fused = (copy.deepcopy(model) for _ in range(3))
+    want = train(eager, eager, (x,), around)
+    theirs = train(torch.compile(plain, backend="inductor", fullgraph=True), plain, (x,), around)
+    torch._dynamo.reset()
+    with record() as report:
+        ours = train(torch.compile(fused, backend="megacpp", fullgraph=True), fused, (x,), around)
+    assert {name: count for name, count in report.counts.items() if count} == PER_BLOCK
+    assert [frame.captured for frame in report.frames] == [True]
+    allowed = largest_error(theirs, want)[0]
+    error, which = largest_error(ours, want)  # which asserts the dtypes too
+    assert error <= 1.25 * allowed, (which, error, allowed)
+
+
+class Logits(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids):
+        return self.model(input_ids=ids, use_cache=False).logits
+
+
+def test_transformers_deepseek_v3():
+    """Its rotary embedding switches autocast off around the tables."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.DeepseekV3Config(
+        vocab_size=64, hidden_size=48, intermediate_size=56, num_hidden_layers=2, first_k_dense_replace=2,
+        num_attention_heads=2, num_key_value_heads=2, q_lora_rank=20, kv_lora_rank=14, qk_nope_head_dim=10,
+        qk_rope_head_dim=8, v_head_dim=12, max_position_embeddings=32, use_cache=False, pad_token_id=None,
+    )  # fmt: skip
+    model = Logits(transformers.DeepseekV3ForCausalLM(config))
+    ids = torch.randint(3, 64, (2, 7), generator=torch.Generator().manual_seed(1))
+    frames = check(model, (ids,), around=autocast, tolerance=BF16)
+    assert frames.fired == {name: 2 * count for name, count in PER_BLOCK.items()}, frames.misses
+
+
+# --- what may not be merged or moved
+
+
+class Bottleneck(nn.Module):
+    """Linear and norm in the region `first`, linear in the region `last`."""
+
+    def __init__(self, first, last):
+        super().__init__()
+        torch.manual_seed(0)
+        self.down, self.norm, self.up = nn.Linear(DIM, 10), nn.RMSNorm(10, eps=1e-6), nn.Linear(10, 12)
+        self.first, self.last = first, last
+
+    def forward(self, x):
+        with self.first():
+            h = self.norm(self.down(x))
+        with self.last():
+            return self.up(h)
+
+
+def test_an_idiom_in_two_regions_switched_alike_fuses():
+    assert check(Bottleneck(off, off), (hidden(),), around=autocast).fired == {"down_norm_up": 1}
+
+
+def test_an_idiom_across_regions_does_not():
+    """Equal dtypes on both sides, so that nothing but the switch tells them apart."""
+    frames = check(Bottleneck(off, contextlib.nullcontext), (hidden(),), around=off)
+    assert frames.tags("down_norm_up") == {"region"} and not frames.fired
+
+
+class TablesTwice(nn.Module):
+    """The same ops make both pairs of tables, from products in float32 and in bfloat16."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(PlainGQA(DIM, heads=2, kv_heads=1, head_dim=4) for _ in range(2))
+        self.register_buffer("inv_freq", torch.tensor([[1.0, 0.37, 1.0, 0.37]]))
+
+    def tables(self, x):
+        angles = torch.arange(x.shape[1], dtype=torch.float32)[:, None] * 77.7 @ self.inv_freq
+        return angles.cos().half(), angles.sin().half()
+
+    def forward(self, x):
+        with off():
+            exact = self.tables(x)
+        rounded = self.tables(x)
+        return self.blocks[0](x, *rounded), self.blocks[1](x, *exact)
+
+
+def test_tables_of_two_regions_are_two_tables():
+    frames = check(TablesTwice(), (hidden(),), around=autocast, tolerance=BF16)
+    assert frames.fired == {"rope_qk": 2}
+
+
+# --- vmap
+
+
+class MaskUnderVmap(nn.Module):
+    """A mask of distances, computed by a matrix product under vmap so that autocast shows in it."""
+
+    def __init__(self, inside):
+        super().__init__()
+        self.block, self.inside = PlainMLA(DIM, table_source="buffer"), inside
+
+    def forward(self, x):
+        places = torch.arange(x.shape[1], dtype=torch.float32)[:, None] * 1.01
+
+        def row(place):
+            with self.inside():
+                return places @ place
+
+        with off():
+            mask = torch.vmap(row)(places)
+        return self.block(x), mask
+
+
+def test_a_vmap_is_cast_as_its_region_says():
+    frames = check(MaskUnderVmap(contextlib.nullcontext), (hidden(),), around=autocast, tolerance=BF16)
+    assert frames.fired == PER_BLOCK
+    assert frames.results["output 1"].dtype == torch.float32
+
+
+def test_a_switch_inside_a_vmap_is_refused():
+    frames = check(MaskUnderVmap(autocast), (hidden(),), around=autocast, tolerance=BF16, captured=False)
+    assert [a.frame.reason for a in frames.analyses] == ["autocast is switched inside a vmap"]
+
+
+# --- what watches the rewrites
+
+
+@pytest.mark.parametrize("kind", [SecondOff, SecondOn, Nested])
+def test_verification_replays_a_site_in_its_region(kind):
+    frames = run(kind(), (hidden(),), Config(verify="each", strict=True), around=kind.around)
+    assert frames.fired == {name: n * EXPECTED[kind] for name, n in PER_BLOCK.items()}
+
+
+def test_saved_bytes_are_those_of_the_region():
+    """With autocast off inside, a float32 model's, whatever the caller switched on; with it on inside, autocast's."""
+
+    def saved(region, around):
+        with record():
+            (site,) = run(Bottleneck(region, region), (hidden(),), around=around).analyses[0].outcome.sites
+        return site.saved_before
+
+    full, half = saved(contextlib.nullcontext, contextlib.nullcontext), saved(contextlib.nullcontext, autocast)
+    assert full != half
+    assert saved(off, autocast) == full
+    assert saved(autocast, contextlib.nullcontext) == saved(autocast, autocast) == half
+
+
+# --- switches that are no regions, and failures in between
+
+
+def switches(*order):
+    """A graph that enters ("e0") and leaves ("l0") autocast in this order."""
+    graph, entered = torch.fx.Graph(), {}
+    x = graph.placeholder("x")
+    for kind, number in order:
+        if kind == "e":
+            entered[number] = graph.call_function(torch.amp._enter_autocast, ("cpu", torch.bfloat16, True, None))
+        else:
+            graph.call_function(torch.amp._exit_autocast, (entered[number],))
+    graph.output((graph.call_function(torch.relu, (x,)),))
+    return torch.fx.GraphModule(nn.Module(), graph)
+
+
+@pytest.mark.parametrize("order, reason", [(["e0", "e1", "l0", "l1"], "overlap"), (["e0"], "not closed")])
+def test_switches_that_are_no_regions_are_refused(order, reason):
+    with pytest.raises(CaptureError, match=reason):
+        capture(switches(*order), [hidden()])
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_a_failed_trace_leaves_no_region_open():
+    """An open region would keep eager's cache of cast weights past the optimizer step that changes them."""
+    with pytest.raises(ZeroDivisionError), modes.kept():
+        autocast().__enter__()
+        autocast(torch.float16, cache_enabled=False).__enter__()
+        raise ZeroDivisionError
+    weight = nn.Parameter(torch.ones(2, 2))
+    for value in (1.0, 3.0):
+        with torch.no_grad():
+            weight.fill_(value)
+        with autocast():
+            assert (torch.eye(2) @ weight).equal(torch.full((2, 2), value, dtype=torch.bfloat16))
+    assert not torch.is_autocast_enabled("cpu") and torch.is_autocast_cache_enabled()

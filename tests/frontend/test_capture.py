@@ -1,0 +1,118 @@
+"""What capture must carry through: custom autograd functions, in-place ops without readers, checkpointed blocks."""
+
+import sys
+
+import torch
+from torch import fx, nn
+from torch.utils.checkpoint import checkpoint
+
+from megacpp_compile.frontend.canonicalize.whole_slices import whole_slices
+from tests.corpus.spellings import PlainMLA
+from tests.frames import check
+
+
+class Tripled(torch.autograd.Function):
+    """Forward and backward write in place, and backward is not forward's derivative."""
+
+    @staticmethod
+    def forward(ctx, x):
+        y = x.clone()
+        y.mul_(2)
+        y[..., 0].add_(1)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.clone()
+        grad.mul_(3)
+        return grad
+
+
+class Wrapped(nn.Module):
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+        self.into = nn.Linear(40, 40)
+
+    def forward(self, x, *tables):
+        return Tripled.apply(self.block(Tripled.apply(self.into(x)), *tables)) + 1
+
+
+class ChangedAfterTheCall(nn.Module):
+    """What the function reads and what it returns are both written to before either is used again."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+        self.into = nn.Linear(40, 40)
+
+    def forward(self, x, *tables):
+        y = self.into(x)
+        z = Tripled.apply(y)
+        y.add_(1)
+        z.mul_(2)
+        return self.block(z, *tables) + y
+
+
+class OnlyFunctions(nn.Module):
+    """Nothing to fuse: looking at the frame must leave Dynamo's own graph as it was."""
+
+    def __init__(self):
+        super().__init__()
+        self.into = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return Tripled.apply(torch.relu(Tripled.apply(self.into(x))) * 2) + 1
+
+
+class InPlaceUnderCheckpoint(nn.Module):
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+
+    def body(self, x, *tables):
+        y = self.block(x, *tables)
+        y = y * 1.0
+        y[..., 0].mul_(2)
+        return y
+
+    def forward(self, x, *tables):
+        return checkpoint(self.body, x, *tables, use_reentrant=False)
+
+
+def test_custom_functions_keep_their_backward_around_fused_ops():
+    block = PlainMLA()
+    frames = check(Wrapped(block), block.example_inputs())
+    assert frames.counts["down_norm_up"] == 2 and frames.counts["mla_rope_kv"] == 1
+
+
+def test_custom_functions_read_values_as_they_are_at_the_call():
+    block = PlainMLA()
+    frames = check(ChangedAfterTheCall(block), block.example_inputs())
+    assert frames.counts["down_norm_up"] == 2
+
+
+def test_frames_nothing_fires_in_are_left_as_they_came():
+    frames = check(OnlyFunctions(), (torch.randn(4, 8),))
+    assert not any(frames.counts.values())
+
+
+def test_in_place_ops_in_checkpointed_blocks_survive():
+    block = PlainMLA()
+    frames = check(InPlaceUnderCheckpoint(block), block.example_inputs())
+    assert frames.counts["down_norm_up"] == 2
+
+
+def test_slices_of_whole_dimensions_are_dropped():
+    cut, graph = torch.ops.aten.slice.Tensor, fx.Graph()
+    x = graph.placeholder("x")
+    whole = graph.call_function(cut, (graph.call_function(cut, (x,)), 0, 0, sys.maxsize))
+    part = graph.call_function(cut, (whole, 1, 0, 3))
+    tail = graph.call_function(cut, (part, 0, 1, sys.maxsize))
+    every_other = graph.call_function(cut, (tail, 1, 0, sys.maxsize, 2))
+    graph.output((every_other, graph.call_function(cut, (x, 0))))
+    assert whole_slices(graph) == 2
+    given = torch.arange(20).view(4, 5)
+    left, same = fx.GraphModule(nn.Module(), graph)(given)
+    assert torch.equal(left, given[1:, :3:2]) and torch.equal(same, given)
+    assert same is not given  # an output that is an input would be returned as such

@@ -1,0 +1,119 @@
+"""Loops over experts are traced whole for this backend, and nothing else is traced otherwise than it was."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+import megacpp_compile
+from megacpp_compile.frontend import unbacked_shapes
+from tests.frames import largest_error, train
+from tests.passes.experts import DIM, MoE, where_index_add
+
+pytestmark = pytest.mark.usefixtures("no_kernels")
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    counters.clear()
+    before = getattr(torch._dynamo.config, unbacked_shapes.SETTING)
+    yield
+    assert getattr(torch._dynamo.config, unbacked_shapes.SETTING) == before
+
+
+def compiled(module, x, **kwargs):
+    with megacpp_compile.record() as report:
+        got = train(torch.compile(module, backend="megacpp", **kwargs), module, (x,))
+    eager = copy.deepcopy(module)
+    error, which = largest_error(got, train(eager, eager, (x,)))
+    assert error < 1e-5, which
+    return report
+
+
+def tokens():
+    return torch.randn(11, DIM).requires_grad_()
+
+
+def test_a_loop_over_experts_is_one_frame():
+    report = compiled(MoE(where_index_add), tokens())
+    assert report.counts["moe"] == 1, report
+    assert len(report.frames) == 1 and not counters["graph_break"]
+
+
+def rows_above_the_mean(m, x, indices, gates):
+    """No experts: rows whose number the data decides, with something to fuse before and after."""
+    y = m.experts[0](x) + 1
+    rows = torch.nonzero(y.sum(-1) > 0).squeeze(-1)
+    return y.index_add(0, rows, m.experts[1](y[rows]))
+
+
+def test_what_is_not_recognised_breaks_the_graph_as_it_did():
+    module, x = MoE(rows_above_the_mean), tokens()
+    report = compiled(module, x)
+    assert not report.counts["moe"]
+    frames = [f for f in report.frames if f.captured]
+    torch._dynamo.reset()
+    graphs = []
+
+    def count(gm, example_inputs):
+        graphs.append(gm)
+        return gm.forward
+
+    torch.compile(module, backend=count)(x)
+    assert len(frames) == len(graphs) > 1
+
+
+def test_who_asks_for_one_graph_gets_it():
+    try:
+        torch.compile(MoE(rows_above_the_mean), backend="eager", fullgraph=True)(tokens())
+    except torch._dynamo.exc.Unsupported:
+        pytest.skip("this torch has to be told to trace such ops, whatever the backend")
+    report = compiled(MoE(rows_above_the_mean), tokens(), fullgraph=True)
+    assert len(report.frames) == 1
+
+
+def hit_experts_only(m, x, indices, gates):
+    y = torch.zeros_like(x)
+    mask = torch.nn.functional.one_hot(indices, num_classes=m.num_experts).permute(2, 1, 0)
+    for e in torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero():
+        choice, token = torch.where(mask[e[0]])
+        y.index_add_(0, token, x[token] * gates[token, choice, None])
+    return y
+
+
+def test_a_loop_that_depends_on_data_is_a_near_miss_with_advice():
+    report = compiled(MoE(hit_experts_only), tokens())
+    (miss,) = {(m.tag, m.reason): m for m in report.misses if m.pass_name == "moe"}.values()
+    assert miss.tag == "graph-break" and "range(num_experts)" in miss.reason
+    assert "hit_experts_only" in miss.source
+
+
+def groups_of_known_sizes(m, x, indices, gates):
+    """As transformers' JetMoe: rows sorted by expert, and cut where each expert's end."""
+    order = indices.flatten().argsort()
+    sizes = indices.flatten().bincount(minlength=m.num_experts).tolist()
+    groups = x[order // 2].split(sizes)
+    outs = [expert(rows) for expert, rows in zip(m.experts, groups, strict=True)]
+    return torch.zeros_like(x).index_add(0, order // 2, torch.cat(outs) * gates.flatten()[order, None])
+
+
+def test_sizes_of_groups_read_as_numbers_are_a_near_miss_with_advice():
+    report = megacpp_compile.explain(MoE(groups_of_known_sizes), tokens())
+    assert {(m.pass_name, m.tag) for m in report.misses} == {("moe", "graph-break")}
+    assert "_grouped_mm" in report.misses[0].reason and "groups_of_known_sizes" in report.misses[0].source
+
+
+def test_other_backends_are_left_alone():
+    graphs = []
+
+    def count(gm, example_inputs):
+        graphs.append(unbacked_shapes.unknown_sizes(gm))
+        return gm.forward
+
+    torch.compile(MoE(where_index_add), backend=count)(tokens())
+    assert not any(graphs)

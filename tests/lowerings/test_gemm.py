@@ -1,0 +1,499 @@
+"""Products that share an operand as one, and products by cuBLASLt's own candidates."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from torch import Tensor, fx, nn
+from torch._inductor import config as inductor_config
+from torch._inductor.compile_fx import compile_fx, view_to_reshape
+from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.library import opcheck
+
+from megacpp_compile.backends import inductor
+from megacpp_compile.config.options import Config
+from megacpp_compile.lowerings._gemm import autotune, cublaslt
+from megacpp_compile.lowerings._gemm.autotune import TuneProducts
+from megacpp_compile.lowerings._gemm.shared_input import MAX_WIDTH, merge
+
+aten = torch.ops.aten
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def products(graph: fx.Graph) -> int:
+    return len(graph.find_nodes(op="call_function", target=aten.mm.default))
+
+
+# --- merge
+
+
+def check(function: Callable[..., Tensor], *args: Tensor, merged: int, left: int) -> fx.Graph:
+    """`merge` does so many, leaves so many products, and results, layouts as readers saw them and metadata stay."""
+    gm = make_fx(function, select_decomp_table(), tracing_mode="fake")(*args)
+    view_to_reshape(gm)  # as Inductor does ahead of its passes
+    want = function(*args)
+    assert merge(gm.graph) == merged, gm.graph
+    gm.graph.lint()
+    gm.recompile()
+    assert products(gm.graph) == left, gm.graph
+    for node in gm.graph.nodes:
+        assert node.op != "call_function" or "val" in node.meta, node
+    torch.testing.assert_close(gm(*args), want)
+    return gm.graph
+
+
+def x_and_weights(*widths: int, rows: int = 6, inner: int = 5, dtype=torch.float64) -> list[Tensor]:
+    return [torch.randn(rows, inner, dtype=dtype), *(torch.randn(inner, n, dtype=dtype) for n in widths)]
+
+
+def test_one_left_operand():
+    check(lambda x, v, w: (x @ v, x @ w), *x_and_weights(3, 4), merged=1, left=1)
+    check(lambda x, u, v, w: (x @ u, x @ v, x @ w), *x_and_weights(3, 4, 2), merged=1, left=1)
+
+
+def test_one_right_operand():
+    g, h, x = torch.randn(6, 3), torch.randn(6, 4), torch.randn(6, 5)
+    check(lambda g, h, x: (g.t() @ x, h.t() @ x), g, h, x, merged=1, left=1)
+
+
+def test_transposed_weights_are_put_together_by_rows():
+    """So that rows are copied whole: no concat along the lanes of what was transposed."""
+    x, v, w = torch.randn(6, 5), torch.randn(3, 5), torch.randn(4, 5)
+    graph = check(lambda x, v, w: (x @ v.t(), x @ w.t()), x, v, w, merged=1, left=1)
+    (cat,) = graph.find_nodes(op="call_function", target=aten.cat.default)
+    assert all(part.op == "placeholder" for part in cat.args[0])
+
+
+def test_sum_of_products():
+    g, h, v, w = torch.randn(6, 3), torch.randn(6, 4), torch.randn(3, 5), torch.randn(4, 5)
+    check(lambda g, h, v, w: g @ v + h @ w, g, h, v, w, merged=1, left=1)
+    check(lambda g, h, v, w: (g @ v).view(2, 3, 5) + (h @ w).view(2, 3, 5), g, h, v, w, merged=1, left=1)
+
+
+def test_views_of_one_operand():
+    x, v, w = torch.randn(2, 3, 5), torch.randn(5, 3), torch.randn(5, 4)
+    check(lambda x, v, w: (x.view(6, 5) @ v, x.view(6, 5) @ w), x, v, w, merged=1, left=1)
+
+
+def test_results_of_one_pair_are_operands_of_the_next():
+    """The first merge puts other nodes in the place of those the second one looks at."""
+    x, v, w, a, b = torch.randn(6, 5), torch.randn(5, 3), torch.randn(5, 4), torch.randn(3, 7), torch.randn(3, 2)
+
+    def chain(x, v, w, a, b):
+        low = x @ v
+        return low @ a, low @ b, x @ w
+
+    check(chain, x, v, w, a, b, merged=2, left=2)
+
+    def weight_made_by_a_product(x, v, w, a, b):
+        made = v @ a  # [5, 7]
+        return x @ made, x @ w, v @ b
+
+    check(weight_made_by_a_product, x, v, w, a, b, merged=2, left=2)
+
+
+REFUSED = {
+    "another dtype": (lambda x, v, w: (x @ v, x.float() @ w), [*x_and_weights(3), torch.randn(5, 4)]),
+    "another operand": (lambda x, v, w: (x @ v, (x + 1) @ w), x_and_weights(3, 4)),
+    "an operand that is ready too late": (lambda x, v, w: ((y := x @ v), x @ (w + y.sum())), x_and_weights(3, 4)),
+    "too wide": (lambda x, v, w: (x @ v, x @ w), x_and_weights(3, MAX_WIDTH + 1)),
+    "both too wide": (lambda x, v, w: (x @ v, x @ w), x_and_weights(MAX_WIDTH + 1, MAX_WIDTH + 1)),
+    "transposed left operand": (lambda x, v, w: (x @ v, x.t() @ w), [torch.randn(5, 5) for _ in range(3)]),
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_refuses(why):
+    function, args = REFUSED[why]
+    check(function, *args, merged=0, left=2)
+
+
+G, H, V, W = torch.randn(6, 3), torch.randn(6, 4), torch.randn(3, 5), torch.randn(4, 5)
+
+
+def read_twice(g, h, v, w):
+    product = g @ v
+    return product + h @ w, product
+
+
+REFUSED_SUMS = {
+    "a product read twice": (read_twice, (G, H, V, W)),
+    "one product twice": (lambda g, h, v, w: (p := g @ v) + p + (h @ w).sum(), (G, H, V, W)),
+    "another dtype": (lambda g, h, v, w: g @ v + h @ w, (G, H.double(), V, W.double())),
+    "too wide": (
+        lambda g, h, v, w: g @ v + h @ w,
+        (torch.randn(6, MAX_WIDTH + 1), H, torch.randn(MAX_WIDTH + 1, 5), W),
+    ),
+    "a factor": (lambda g, h, v, w: torch.add(g @ v, h @ w, alpha=2), (G, H, V, W)),
+    "a row broadcast": (lambda g, h, v, w: g @ v + h @ w, (G, H[:1], V, W)),
+    "a row broadcast behind a view": (lambda g, h, v, w: (g @ v).view(2, 3, 5) + h @ w, (G, H[:3], V, W)),
+    "rows in another order": (lambda g, h, v, w: (g @ v).view(6, 1, 5) + (h @ w).view(1, 6, 5), (G, H, V, W)),
+}
+
+
+@pytest.mark.parametrize("why", REFUSED_SUMS)
+def test_refuses_sum(why):
+    function, args = REFUSED_SUMS[why]
+    check(function, *args, merged=0, left=2)
+
+
+def test_symbolic_sizes_are_left_alone():
+    """`make_fx` itself guards on what has to be equal; `merge` adds nothing."""
+    cases = [
+        (lambda x, v, w: (x @ v, x @ w), x_and_weights(3, 4)),
+        (lambda g, h, v, w: g @ v + h @ w, (G, H, V, W)),
+    ]
+    for function, args in cases:
+        gm = make_fx(function, select_decomp_table(), tracing_mode="symbolic")(*args)
+        env = next(iter(gm.graph.nodes)).meta["val"].fake_mode.shape_env
+        guards = len(env.guards)
+        assert merge(gm.graph) == 0 and len(env.guards) == guards
+
+
+class TwoProjections(nn.Module):
+    """The two down-projections of multi-latent attention, read apart."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.kv, self.out = nn.Linear(5, 6, bias=False), nn.Linear(5, 4, bias=False), nn.Linear(10, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.cat((self.q(x).relu(), self.kv(x).tanh()), -1))
+
+
+def test_model_forward_and_backward():
+    """One product forward, one for x's gradient, one for both weights'."""
+    model, x = TwoProjections().double(), torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True)
+    leaves, counts = [x, *model.parameters()], []
+
+    def merging(gm, _, **__):
+        view_to_reshape(gm)
+        before = products(gm.graph)
+        merged = merge(gm.graph)
+        gm.recompile()
+        counts.append((before, merged, products(gm.graph)))
+        return make_boxed_func(gm.forward)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=functools.partial(compile_fx, inner_compile=merging))
+    seed = torch.randn(2, 3, 5, dtype=torch.float64)
+    with torch._functorch.config.patch(enable_autograd_cache=False):  # it would store Inductor's own kind of result
+        got, want = (f(x) for f in (compiled, model))
+        torch.testing.assert_close(got, want)
+        grads, expected = (torch.autograd.grad(out, leaves, seed) for out in (got, want))
+    for a, b in zip(grads, expected, strict=True):
+        torch.testing.assert_close(a, b)
+    # Forward: q and kv; out is an addmm. Backward: gradients of out's input and weight, of both weights, and x's twice.
+    assert counts == [(2, 1, 1), (6, 2, 4)]
+
+
+# --- tuned
+
+
+def operands(m=4, k=8, n=16, dtype=torch.bfloat16, device="cpu") -> tuple[Tensor, Tensor]:
+    return torch.randn(m, k, device=device).to(dtype), torch.randn(k, n, device=device).to(dtype)
+
+
+BIG = 1 << 13
+
+
+@pytest.fixture
+def gaining(monkeypatch):
+    """Every product that is tried has a faster candidate; the shapes that were tried."""
+    tried: list[tuple[int, ...]] = []
+    monkeypatch.setattr(cublaslt, "gains", lambda a, b: tried.append((*a.shape, b.shape[1])) or True)
+    return tried
+
+
+def asked(a: tuple[int, int], b: tuple[int, int], dtype=torch.bfloat16, other=None, device="cuda", turned=False):
+    """Fake operands, so that any size will do; `turned`: the left one lies across."""
+    left = torch.empty(a[::-1], dtype=dtype, device=device).t() if turned else torch.empty(a, dtype=dtype, device=device)
+    return left, torch.empty(b, dtype=other or dtype, device=device)
+
+
+WORTH = {
+    "a short contraction": ((BIG, 512), (512, BIG), {}),
+    "float16": ((BIG, 512), (512, BIG), {"dtype": torch.float16}),
+    "just large enough": ((autotune.LARGE_BYTES // 2 // 64, 64), (64, 64), {}),
+    "a long contraction": ((BIG, BIG), (BIG, 1024), {}),
+}
+NOT_WORTH = {
+    "small": ((64, 512), (512, 64), {}),
+    "just too small": ((autotune.LARGE_BYTES // 2 // 64 - 1, 64), (64, 64), {}),
+    "long and few": ((256, BIG), (BIG, 1024), {}),
+    "so large that trying takes long": ((8 * BIG, BIG), (BIG, BIG), {}),
+    "float32": ((BIG, 512), (512, BIG), {"dtype": torch.float32}),
+    "cpu": ((BIG, 512), (512, BIG), {"device": "cpu"}),
+    "a sum over tokens": ((BIG, BIG), (BIG, 1024), {"turned": True}),
+}
+CASES = [(*case, True) for case in WORTH.values()] + [(*case, False) for case in NOT_WORTH.values()]
+
+
+@pytest.mark.parametrize(("a", "b", "kinds", "worth"), CASES, ids=[*WORTH, *NOT_WORTH])
+def test_which_products_are_tuned(gaining, a, b, kinds, worth):
+    """In a graph, and in a lowering, which leaves the others to Inductor as well."""
+    with FakeTensorMode():
+        gm = make_fx(torch.mm)(*asked(a, b, **kinds))
+        lowered = make_fx(autotune.mm)(*asked(a, b, **kinds))
+    TuneProducts()(gm.graph)
+    for graph in (gm.graph, lowered.graph):
+        (node,) = [n for n in graph.nodes if n.op == "call_function" and n.target is not aten.t.default]
+        assert node.target is (torch.ops.megacpp.tuned_mm.default if worth else aten.mm.default)
+        assert node.meta["val"].shape == (a[0], b[1])
+    assert gaining == [(*a, b[1])] * 2 * worth
+
+
+def test_what_gains_nothing_stays(monkeypatch):
+    monkeypatch.setattr(cublaslt, "gains", lambda *_: False)
+    with FakeTensorMode():
+        for function in (torch.mm, autotune.mm):
+            gm = make_fx(function)(*asked((BIG, 512), (512, BIG)))
+            TuneProducts()(gm.graph)
+            assert products(gm.graph) == 1
+
+
+def test_symbolic_sizes_are_inductors(gaining):
+    shapes = torch.fx.experimental.symbolic_shapes.ShapeEnv()
+    mode = FakeTensorMode(shape_env=shapes)
+    a, b = (mode.from_tensor(t) for t in operands(64, 32, 64))
+    assert all(isinstance(n, torch.SymInt) for n in a.shape)
+    gm = make_fx(torch.mm)(a, b)
+    TuneProducts()(gm.graph)
+    assert products(gm.graph) == 1
+
+
+@pytest.mark.parametrize("option", ["max_autotune", "max_autotune_gemm"])
+def test_max_autotune_has_its_own_choice(gaining, option):
+    with FakeTensorMode():
+        gm = make_fx(torch.mm)(*asked((BIG, 512), (512, BIG)))
+        with inductor_config.patch({option: True}):
+            TuneProducts()(gm.graph)
+            lowered = make_fx(autotune.mm)(*asked((BIG, 512), (512, BIG)))
+    assert products(gm.graph) == products(lowered.graph) == 1
+
+
+def test_what_is_concatenated_stays(gaining):
+    """Inductor has both written into the result."""
+    with FakeTensorMode():
+        a, b = asked((BIG, 512), (512, BIG))
+        gm = make_fx(lambda a, b: torch.cat((a @ b, a @ b), 1))(a, b)
+    TuneProducts()(gm.graph)
+    assert products(gm.graph) == 2
+
+
+def test_tuned_on_cpu():
+    a, b = operands()
+    torch.testing.assert_close(autotune.mm(a, b), a @ b)
+    opcheck(autotune.tuned_mm, (a, b))
+
+
+def test_tuned_products_compile(gaining, monkeypatch):
+    """In the place of Inductor's own, on operands whose layouts it would be free to choose."""
+    monkeypatch.setattr(autotune, "_worth", lambda a, b: True)
+
+    def function(x, w):
+        return ((x.relu() @ w.t()) * 2).to(torch.bfloat16)
+
+    given = torch.randn(32, 64, dtype=torch.bfloat16), torch.randn(48, 64, dtype=torch.bfloat16)
+    graphs: list[fx.Graph] = []
+
+    class Spy(TuneProducts):
+        def run(self, graph):
+            super().run(graph)
+            graphs.append(graph)
+
+    with inductor_config.patch(post_grad_custom_post_pass=Spy(), force_disable_caches=True):
+        got = torch.compile(function)(*given)
+    (graph,) = graphs
+    assert len(graph.find_nodes(op="call_function", target=torch.ops.megacpp.tuned_mm.default)) == 1
+    torch.testing.assert_close(got, function(*given), rtol=2e-2, atol=2e-2)
+
+
+def test_products_are_tried_with_memory(monkeypatch):
+    """Also where a lowering asks: fake operands, functionalised, while it is traced."""
+    tried: list[Tensor] = []
+    monkeypatch.setattr(cublaslt, "available", lambda: True)
+    monkeypatch.setattr(cublaslt, "_product", lambda a, b, out: tried.extend((a, b)) or "serves")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+    def lowering(a, b):
+        assert cublaslt.gains(a, b)
+        return a @ b
+
+    before = torch.get_rng_state()
+    with FakeTensorMode():
+        make_fx(torch.func.functionalize(lowering), tracing_mode="real")(*operands())
+    for given, t in zip(operands(), tried, strict=True):
+        assert type(t) is Tensor and not torch._is_functional_tensor(t) and t.data_ptr()
+        assert (t.shape, t.dtype) == (given.shape, given.dtype) and t.float().std() > 0.5
+    torch.set_rng_state(before)
+
+
+def test_what_was_tried_is_not_tried_again(monkeypatch):
+    """A deep model has the same products in every layer."""
+    found = {cublaslt._key(*operands()): None, cublaslt._key(*operands(m=8)): object()}
+    monkeypatch.setattr(cublaslt, "_products", found)
+    monkeypatch.setattr(cublaslt, "_filled", lambda like: pytest.fail("made operands to try it on"))
+    with FakeTensorMode() as mode:
+        fakes = [[mode.from_tensor(t) for t in operands(m=m)] for m in (4, 8)]
+    assert [cublaslt.gains(*pair) for pair in fakes] == [False, True]
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_tuning_is_an_option_and_for_cuda(on):
+    """The user's own pass comes first, and the option takes only ours away."""
+    seen: list[str] = []
+    given = {"post_grad_custom_post_pass": lambda graph: seen.append("the user's")}
+    for target in ("cpu", "cuda"):
+        gave = inductor.products(inductor.Settings(target, Config(tune_products=on), given))
+        if on and target == "cuda":
+            assert isinstance(gave["post_grad_custom_post_pass"], TuneProducts)
+            gave["post_grad_custom_post_pass"](fx.Graph())
+            assert seen == ["the user's"]
+        else:
+            assert gave == given
+
+
+# --- cublaslt
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_cuda_torch_serves():
+    assert not cublaslt.available()
+    for a, b in (operands(), operands(dtype=torch.float32), operands(m=0), operands(k=0)):
+        assert torch.equal(cublaslt.mm(a, b), a @ b)
+
+
+def laid(t: Tensor, how: str) -> Tensor:
+    """The matrix `t` in other memory."""
+    if how == "t":
+        return t.t().contiguous().t()
+    if how == "padded":  # rows 8 lanes apart: aligned, leading dimension not the width
+        return torch.cat((t, t.new_zeros(t.shape[0], 8)), 1)[:, : t.shape[1]]
+    if how == "unaligned":
+        return torch.cat((t.new_zeros(t.shape[0], 1), t), 1)[:, 1:]
+    return t.contiguous()
+
+
+@pytest.fixture
+def every_candidate(monkeypatch):
+    """Take the fastest candidate, also where torch's own choice is as good: what is tested is what they compute."""
+    monkeypatch.setattr(cublaslt, "_WORTH", 1e9)
+    monkeypatch.setattr(cublaslt, "_LEAST", -1e9)
+    monkeypatch.setattr(torch, "equal", lambda a, b: True)
+    monkeypatch.setattr(cublaslt, "_products", {})
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.mark.cuda
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("layouts", ["n n", "n t", "t n", "t t", "padded t", "n padded", "unaligned n", "t unaligned"])
+@pytest.mark.parametrize(
+    "shape", [(256, 512, 384), (8, 16, 8), (77, 33, 51), (1, 64, 9), (9, 64, 1), (5, 1, 7)], ids=str
+)
+def test_cublaslt_agrees_with_torch(every_candidate, shape, layouts, dtype):
+    """Within one rounding: sums of float32 in another order."""
+    m, k, n = shape
+    a, b = (laid(t, how) for t, how in zip(operands(m, k, n, dtype, "cuda"), layouts.split(), strict=True))
+    want = a.double() @ b.double()
+    for _ in range(2):  # the second one finds it prepared
+        got = cublaslt.mm(a, b)
+        assert (got.dtype, got.shape, got.is_contiguous()) == (dtype, (m, n), True)
+        # Half a unit of the result, and float32's rounding of the terms.
+        allowed = torch.finfo(dtype).eps / 2 * want.abs() + 2**-20 * (a.double().abs() @ b.double().abs())
+        assert ((got.double() - want).abs() <= 1.01 * allowed + torch.finfo(dtype).tiny).all()
+
+
+@pytest.mark.cuda
+@needs_gpu
+def test_cublaslt_serves_something(every_candidate):
+    a, b = operands(4096, 512, 4096, device="cuda")
+    cublaslt.mm(a, b)
+    assert cublaslt.available() and any(p is not None for p in cublaslt._products.values())
+
+
+@pytest.mark.cuda
+@needs_gpu
+def test_cublaslt_leaves_the_rest_to_torch(every_candidate):
+    a, b = operands(64, 32, 64, device="cuda")
+    for x, y in ((a.float(), b.float()), (a[::2, ::2], b[::2]), (a[:0], b), (a[:, :0], b[:0])):
+        torch.testing.assert_close(cublaslt.mm(x, y), x @ y)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        torch.testing.assert_close(cublaslt.mm(a, b), a @ b)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not any(cublaslt._products.values())
+
+
+@pytest.mark.cuda
+@needs_gpu
+def test_cublaslt_in_a_cuda_graph(every_candidate):
+    """A shape first met while capturing is torch's, and looked at again later; one prepared before is replayed."""
+    a, b = operands(64, 32, 64, device="cuda")
+    c, d = operands(96, 32, 64, device="cuda")
+    cublaslt.mm(a, b)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        first, second = cublaslt.mm(a, b), cublaslt.mm(c, d)
+    assert len(cublaslt._products) == 1
+    a.normal_(), c.normal_()
+    graph.replay()
+    torch.testing.assert_close(first, a @ b)
+    torch.testing.assert_close(second, c @ d)
+
+
+@pytest.mark.cuda
+@needs_gpu
+def test_cublaslt_on_another_stream(every_candidate):
+    a, b = operands(256, 128, 256, device="cuda")
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        got = cublaslt.mm(a, b)
+    side.synchronize()
+    torch.testing.assert_close(got, a @ b)
+
+
+@pytest.mark.cuda
+@needs_gpu
+def test_tuned_ops():
+    opcheck(autotune.tuned_mm, operands(64, 32, 48, device="cuda"))
+    a, b = operands(BIG, 512, BIG // 4, device="cuda")
+    torch.testing.assert_close(autotune.mm(a, b), a @ b, rtol=0, atol=0)
+
+
+@pytest.mark.cuda
+@needs_gpu
+def test_products_are_tried_on_operands_of_their_own(every_candidate):
+    """Of fake ones; and draw no random numbers of the caller's. What was tried serves from then on."""
+    before = torch.cuda.get_rng_state()
+    with FakeTensorMode():
+        a, b = (torch.empty(256, 512, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        assert cublaslt.gains(a, b.t())
+    assert (torch.cuda.get_rng_state() == before).all() and len(cublaslt._products) == 1
+    a, b = (torch.randn(256, 512, device="cuda").bfloat16() for _ in range(2))
+    cublaslt.mm(a, b.t())
+    assert len(cublaslt._products) == 1
+
+
+@pytest.mark.cuda
+@needs_gpu
+def test_other_bits_are_not_taken(monkeypatch, every_candidate):
+    monkeypatch.setattr(torch, "equal", lambda a, b: False)
+    a, b = operands(256, 512, 384, device="cuda")
+    cublaslt.mm(a, b)
+    assert [*cublaslt._products.values()] == [None]

@@ -1,0 +1,195 @@
+"""Recurrences without a lowering: named in the report, and a kind of block to remat, by structure and not by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from functorch.compile import make_boxed_func
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import default_partition
+
+import megacpp_compile
+from megacpp_compile.matchers.recurrences import NAMES
+from megacpp_compile.remat.kinds import kind_of
+from megacpp_compile.remat.tagging import joint
+from megacpp_compile.report.collector import Report
+from tests.frames import check
+
+HEADS, LANES, TOKENS, STATES = 2, 4, 6, 3
+DIM = HEADS * LANES
+
+
+class Block(nn.Module):
+    """`body(block, q, k, v, step)` with operands [B, T, H, lanes] and a step [B, T, H]."""
+
+    def __init__(self, body):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.inward, self.out = body, nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
+        self.step, self.rates = nn.Linear(DIM, HEADS), nn.Parameter(torch.rand(DIM, STATES))
+        self.mixed = nn.Parameter(torch.rand(2))
+        self.register_buffer("slope", torch.rand(HEADS, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.inward(x).unflatten(-1, (3, HEADS, -1)).unbind(2)
+        return self.out(self.body(self, q, k, v, self.step(x).sigmoid()).flatten(2))
+
+
+def delta_rule_by_token(m, q, k, v, step):
+    state, out = torch.zeros(len(q), HEADS, LANES, LANES), []
+    for t in range(TOKENS):
+        state = state * (-step[:, t]).exp()[..., None, None]
+        predicted = (state * k[:, t, :, :, None]).sum(-2)
+        state = state + k[:, t, :, :, None] * ((v[:, t] - predicted) * step[:, t, :, None])[..., None, :]
+        out.append((state * q[:, t, :, :, None]).sum(-2))
+    return torch.stack(out, 1)
+
+
+def delta_rule_by_chunk(m, q, k, v, step):
+    """Two chunks, as the chunked form of Gated DeltaNet has them behind its triangular solve."""
+    q, k, v = (t.transpose(1, 2).unflatten(2, (2, -1)) for t in (q, k, v))
+    decay = step.transpose(1, 2).unflatten(2, (2, -1)).cumsum(-1).neg().exp()
+    solved = torch.linalg.solve_triangular((k @ k.mT) * decay[..., None], torch.cat((v, k), -1), upper=False, unitriangular=True)
+    new, read = solved.chunk(2, -1)
+    state, out = torch.zeros(len(q), HEADS, LANES, LANES), []
+    for i in range(2):
+        corrected = new[:, :, i] - read[:, :, i] @ state
+        out.append(q[:, :, i] @ state + (q[:, :, i] @ k[:, :, i].mT).tril() @ corrected)
+        state = state * decay[:, :, i, -1, None, None] + k[:, :, i].mT @ corrected
+    return torch.stack(out, 2).flatten(2, 3).transpose(1, 2)
+
+
+def delta_rule_of_one_chunk(m, q, k, v, step):
+    """Nothing reads the state at its end."""
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    total = step.transpose(1, 2).cumsum(-1)
+    decay = (total[..., None, :] - total[..., :, None]).tril().exp()
+    new = torch.linalg.solve_triangular((k @ k.mT) * decay, v, upper=False, unitriangular=True)
+    return (((q @ k.mT) * decay).tril() @ new).transpose(1, 2)
+
+
+def selective_scan(m, q, k, v, step):
+    """As Mamba's plain path: a rate for each lane and state."""
+    x = q.flatten(2).transpose(1, 2)
+    steps = F.softplus(k.flatten(2)).transpose(1, 2)
+    decays = torch.exp(-m.rates[None, :, None, :] * steps[..., None])
+    taken = steps[..., None] * v[:, None, :, 0, :STATES] * x[..., None]
+    state, out = torch.zeros(len(q), DIM, STATES), []
+    for t in range(TOKENS):
+        state = decays[:, :, t] * state + taken[:, :, t]
+        out.append((state @ v[:, t, 1, :STATES, None])[..., 0])
+    return torch.stack(out, 1)
+
+
+def lightning_attention(m, q, k, v, step):
+    """As MiniMax's: blocks of tokens, and a slope for every head that nothing computes."""
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    state, out, size = torch.zeros(len(q), HEADS, LANES, LANES), [], 2
+    for start in range(0, TOKENS, size):
+        a, b, c = (t[:, :, start : start + size] for t in (q, k, v))
+        out.append((a @ b.mT).tril() @ c + a @ state)
+        state = state * torch.exp(-m.slope * size) + b.mT @ c
+    return torch.cat(out, 2).transpose(1, 2)
+
+
+def gated_linear_attention(m, q, k, v, step):
+    """A decay computed from the token, and no correction: none of the three."""
+    state, out = torch.zeros(len(q), HEADS, LANES, LANES), []
+    for t in range(TOKENS):
+        state = state * step[:, t, :, None, None] + k[:, t, :, :, None] @ v[:, t, :, None, :]
+        out.append(q[:, t, :, None, :] @ state)
+    return torch.cat(out, 2).transpose(1, 2)
+
+
+def weighted_residuals(m, q, k, v, step):
+    """Layers on a residual stream that is scaled each time."""
+    x = q
+    for _ in range(3):
+        x = x * m.mixed[0] + (x @ k.mT) @ v
+    return x
+
+
+def averages(m, q, k, v, step):
+    """Of what no product makes."""
+    state = torch.zeros_like(q)
+    for other in (k, v, q):
+        state = state * m.slope[0] + F.silu(other)
+    return state
+
+
+BODIES = {
+    "Gated DeltaNet": [delta_rule_by_token, delta_rule_by_chunk, delta_rule_of_one_chunk],
+    "Mamba-1's selective scan": [selective_scan],
+    "lightning attention": [lightning_attention],
+    "": [gated_linear_attention, weighted_residuals, averages],
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"), [(kind, body) for kind, bodies in BODIES.items() for body in bodies],
+    ids=lambda p: p if isinstance(p, str) else p.__name__,
+)  # fmt: skip
+def test_recognised(kind, body):
+    x = torch.randn(2, TOKENS, DIM).requires_grad_()
+    frames = check(Block(body), (x,))
+    (analysis,) = frames.analyses
+    assert [found["kind"] for found in analysis.frame.recognised] == [kind] * bool(kind)
+    if kind:
+        assert f"in {body.__name__}" in analysis.frame.recognised[0]["source"]
+
+
+def test_every_name_is_tested():
+    assert set(NAMES.values()) == set(BODIES) - {""}
+
+
+class Loop(nn.Module):
+    """A recurrence with a non-linear step, in a class whose name says nothing."""
+
+    def __init__(self, shared: bool):
+        super().__init__()
+        self.own = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(1 if shared else 3))
+
+    def forward(self, x):
+        h = x
+        for t in range(3):
+            h = torch.tanh(self.own[t % len(self.own)](h) + x)
+        return h
+
+
+def kind_to_remat(module, x):
+    """The kind of all that `module` computes, as remat sees it: in the joint graph of forward and backward."""
+    kinds = []
+
+    def partition(joint_module, args, **kwargs):
+        kinds.append(kind_of(joint(joint_module.graph)[0]))
+        return default_partition(joint_module, args, **kwargs)
+
+    torch._dynamo.reset()
+    backend = aot_autograd(fw_compiler=lambda g, _: make_boxed_func(g.forward), partition_fn=partition)
+    torch.compile(module, backend=backend)(x).sum().backward()
+    (kind,) = kinds
+    return kind
+
+
+@pytest.mark.parametrize(
+    ("module", "kind"),
+    [
+        (Loop(shared=True), "rblock"),
+        (Loop(shared=False), "eblock"),
+        (Block(delta_rule_by_token), "mblock"),
+        (Block(lightning_attention), "mblock"),
+        (Block(selective_scan), "mblock"),
+        (Block(weighted_residuals), "eblock"),
+    ],
+    ids=["loop", "layers", "delta_rule", "lightning", "selective_scan", "residuals"],
+)
+def test_kind_to_remat(module, kind):
+    assert kind_to_remat(module, torch.randn(2, TOKENS, DIM)) == kind
+
+
+def test_the_report_names_it():
+    report = megacpp_compile.explain(Block(lightning_attention), torch.randn(2, TOKENS, DIM))
+    assert "recognised, without a lowering" in str(report) and "lightning attention" in str(report)
+    assert Report.from_json(report.to_json()).frames[0].recognised == report.frames[0].recognised

@@ -1,0 +1,161 @@
+"""`estimate`: what it says of a model on fake tensors, beside what autograd keeps of the model itself."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import megacpp_compile
+from megacpp_compile import estimate
+from megacpp_compile.cli import main
+from megacpp_compile.errors import BadOptionError, EstimateError, NotAModuleError, TargetUnavailableError
+from tests.memory.layered import Block, Model, Small, ids
+
+CLOSE = 0.05
+
+
+def measured(model, *inputs):
+    """Bytes of the distinct storages that autograd keeps, without the model's own and its inputs'."""
+    kept = {}
+
+    def pack(t):
+        kept[t.untyped_storage().data_ptr()] = t
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        out = model(*inputs)
+    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers(), *inputs)}
+    del out
+    return sum(t.untyped_storage().nbytes() for key, t in kept.items() if key not in own)
+
+
+@pytest.fixture(autouse=True)
+def clean():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def test_eager_is_what_autograd_keeps():
+    model = Model(3, dense=1)
+    found = estimate(model, ids(), compiled=False)
+    assert found.eager == pytest.approx(measured(model, ids()), rel=CLOSE)
+    assert found.compiled is None and found.total == pytest.approx(
+        found.parameters + found.buffers + found.gradients + found.optimizer + found.eager
+    )
+
+
+def test_compiled_is_what_the_partitioned_graphs_keep(no_kernels):
+    model = Model(2)
+    found = estimate(model, ids())
+    assert found.compiled < found.eager
+    latents = 2 * 10 * (14 + 10 + 4) * 4  # layers, tokens, widths (the rope key lies beside its latent), float32
+    assert estimate(model, ids(), options={"keep_latents": True}).compiled == found.compiled + latents
+    megacpp_compile.compile(model, whole_below=0)
+    assert found.compiled == pytest.approx(measured(model, ids()), rel=CLOSE)
+
+
+def test_by_kind_of_block_and_its_parts():
+    found = estimate(Model(4, dense=1), ids(), compiled=False)
+    dense, experts, outside = found.activations
+    assert (dense.module, dense.kind, dense.blocks) == ("layers.0", "Block", 1)
+    assert (experts.module, experts.blocks) == ("layers.{1..3}", 3)
+    assert outside.module == "(outside the blocks)"
+    assert dense.parts.keys() >= {"attention", "mlp"} and sum(dense.parts.values()) == dense.eager
+    assert experts.parts["attention"] == 3 * dense.parts["attention"]
+    assert experts.parts["mlp"] > 3 * dense.parts["mlp"]
+    table = str(found)
+    assert "layers.{1..3} ×3" in table and ".attention" in table and "total" in table
+
+
+def test_state():
+    model = Model(2, block=Small)
+    model.head.weight = model.embed.weight  # tied: counted once
+    model.layers[0].requires_grad_(False)
+    everything = sum(p.numel() for p in model.parameters())
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    for dtype, width in ((torch.float32, 4), (torch.bfloat16, 2)):
+        found = estimate(model.to(dtype), ids(), compiled=False)
+        assert (found.parameters, found.gradients, found.optimizer) == (
+            width * everything, width * trainable, 8 * trainable,
+        )  # fmt: skip
+    for optimizer, width in (("adamw_master", 12), ("sgd", 0), (3.5, 3.5)):
+        assert estimate(model, ids(), optimizer=optimizer, compiled=False).optimizer == int(width * trainable)
+
+
+def test_a_model_on_meta():
+    with torch.device("meta"):
+        there = estimate(Model(2), ids().to("meta"), compiled=False)
+    assert there == estimate(Model(2), ids(), compiled=False, device=there.device)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_device_that_is_not_there():
+    """Autograd would abort the process."""
+    with pytest.raises(TargetUnavailableError, match="CUDA"):
+        estimate(Model(2, block=Small), ids(), compiled=False, device="cuda")
+
+
+def test_autocast():
+    model = Model(2, block=Small)
+    wide = estimate(model, ids(), compiled=False)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = estimate(model, ids(), compiled=False)
+        assert found.eager == pytest.approx(measured(model, ids()), rel=CLOSE)
+    assert found.eager != wide.eager
+
+
+def test_the_model_is_left_alone(no_kernels):
+    model = megacpp_compile.compile(Model(4, block=Small))
+    before = dict(model.named_parameters())
+    calls = [m._compiled_call_impl for m in model.modules()]
+    estimate(model, ids())
+    assert all(p is before[name] for name, p in model.named_parameters())
+    assert calls == [m._compiled_call_impl for m in model.modules()]
+    assert torch.isfinite(model(ids())).all()
+
+
+def test_it_is_plain_data():
+    found = estimate(Model(2, block=Small), ids(), compiled=False)
+    again = json.loads(json.dumps(found.to_dict()))
+    assert again["total"] == found.total and again["activations"][0]["module"] == "layers.{0..1}"
+
+
+def test_a_model_without_blocks():
+    found = estimate(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(2, 4), compiled=False)
+    assert [a.module for a in found.activations] == ["(the model)"] and found.eager > 0
+
+
+def test_errors():
+    class Loop(Block):
+        def forward(self, x):
+            return x * len((x > 0).nonzero())
+
+    with pytest.raises(EstimateError, match="shapes alone"):
+        estimate(Model(2, block=Loop), ids(), compiled=False)
+    with pytest.raises(NotAModuleError):
+        estimate(torch.sin, torch.ones(2))
+    with pytest.raises(BadOptionError, match="Did you mean 'adamw'"):
+        estimate(Model(2), ids(), optimizer="adam")
+
+
+def build():
+    return Model(2, block=Small), (ids(),)
+
+
+def test_command_line(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "estimated", sys.modules[__name__])
+    assert main(["estimate", "estimated:build", "--json", "--eager", "--optimizer", "sgd"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["optimizer"] == 0 and printed["eager"] == estimate(*build_flat(), compiled=False).eager
+    assert main(["estimate", "estimated:build", "--optimizer", "lion"]) == 2
+    assert "lion" in capsys.readouterr().err
+
+
+def build_flat():
+    model, args = build()
+    return model, *args

@@ -1,0 +1,244 @@
+"""The report's answer to a precision plan: what was asked of each linear, expert layer and attention, and what it is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megacpp_compile import PrecisionPlan, backend, explain
+from megacpp_compile.config.options import Config
+from megacpp_compile.errors import CaptureError
+from megacpp_compile.passes import _moe_precision, linear
+from megacpp_compile.precision.survey import survey
+from megacpp_compile.report.collector import Report
+from tests.frames import run
+from tests.passes import experts
+
+DIM = 32
+PLAN = PrecisionPlan(gate=False)
+
+
+@pytest.fixture
+def float8(monkeypatch):
+    monkeypatch.setattr(linear, "no_float8", lambda device: "")
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q_proj, self.v_proj, self.o_proj = (nn.Linear(DIM, DIM, dtype=torch.bfloat16) for _ in range(3))
+
+    def forward(self, x):
+        q, v = self.q_proj(x)[:, None], self.v_proj(x)[:, None]
+        return self.o_proj(F.scaled_dot_product_attention(q, q, v).squeeze(1))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.self_attn, self.up_proj = Attention(), nn.Linear(DIM, 24, dtype=torch.bfloat16)
+        self.lm_head = nn.Linear(24, 8, dtype=torch.bfloat16)
+
+    def forward(self, x):
+        return self.lm_head(F.silu(self.up_proj(self.self_attn(x))))
+
+
+def x(rows=16):
+    return (torch.randn(2, rows, DIM, dtype=torch.bfloat16),)
+
+
+def rows(module, args, plan=PLAN, **options):
+    frames = run(module, args, Config(precision=plan, **options))
+    return {(r["fqn"], r["kind"]): r for a in frames.analyses for r in a.frame.precision}
+
+
+def test_every_linear_and_attention_has_a_row(float8):
+    found = rows(Model(), x(), PrecisionPlan((("*.v_proj", "bf16"),), gate=False))
+    said = {fqn: (r["requested"], r["effective"], r["rule"], bool(r["reason"])) for (fqn, _), r in found.items()}
+    assert said == {
+        "self_attn.q_proj": ("fp8_current", "fp8_current", "role attention", False),
+        "self_attn.v_proj": ("bf16", "bf16", "*.v_proj", False),
+        "self_attn": ("fp8_current", "bf16", "role attention", True),
+        "self_attn.o_proj": ("fp8_current", "fp8_current", "role attention", False),
+        "up_proj": ("fp8_current", "bf16", "role experts", True),
+        "lm_head": ("bf16", "bf16", "role head", False),
+    }
+    assert found["up_proj", "linear"]["reason"] == "24 out features, not known to be a multiple of 16"
+    assert "attention's core" in found["self_attn", "attention"]["reason"]
+    assert found["self_attn.q_proj", "linear"]["shape"] == "32x32"
+
+
+def test_where_there_is_no_float8():
+    found = rows(Model(), x())
+    assert {r["effective"] for r in found.values()} == {"bf16"}
+    assert found["self_attn.q_proj", "linear"]["reason"] == "cpu has no float8 products"
+
+
+@pytest.mark.parametrize("options, said", [({"disable": ("linear",)}, "the pass linear is off"), ({}, "its input has one dimension")])
+def test_nothing_is_left_without_a_reason(float8, options, said):
+    module = nn.Sequential(nn.Linear(DIM, DIM, dtype=torch.bfloat16), nn.SiLU())
+    args = (torch.randn(DIM, dtype=torch.bfloat16),) if not options else x()
+    (row,) = rows(module, args, PrecisionPlan((("*", "fp8_current"),), gate=False), **options).values()
+    assert (row["requested"], row["effective"], row["reason"]) == ("fp8_current", "bf16", said)
+
+
+@pytest.mark.parametrize("stage, error", [("capture", CaptureError("not this one")), ("run_passes", IndexError("a defect"))])
+def test_a_frame_that_is_left_alone(monkeypatch, stage, error):
+    def no(*_):
+        raise error
+
+    monkeypatch.setattr(backend, stage, no)
+    frames = run(Model(), x(), Config(precision=PLAN), captured=False)
+    found = {r["fqn"]: r for a in frames.analyses for r in a.frame.precision}
+    assert {r["effective"] for r in found.values()} == {"as written"}
+    assert found["self_attn.q_proj"]["reason"] == found["self_attn"]["reason"] == "the frame was compiled by Inductor alone"
+    assert (found["lm_head"]["requested"], found["lm_head"]["reason"]) == ("bf16", "")
+
+
+def test_routed_experts(float8):
+    """One row for the layer; the products of its experts are no linears of their own any more."""
+    module = experts.MoE(experts.nonzero_add_assign).to(torch.bfloat16)
+    found = rows(module, (torch.randn(experts.TOKENS, experts.DIM, dtype=torch.bfloat16),))
+    (layer,) = (r for (_, kind), r in found.items() if kind == "experts")
+    assert (layer["requested"], layer["effective"], layer["rule"]) == ("fp8_current", "bf16", "role experts")
+    assert layer["reason"] == "cpu has no float8 products"
+    inside = [r for (fqn, kind), r in found.items() if kind == "linear" and fqn.endswith((".up", ".down"))]
+    assert len(inside) == 2 * experts.EXPERTS
+    assert all(r["effective"] == "bf16" and "part of megacpp::moe" in r["reason"] for r in inside)
+
+
+def test_a_rule_for_a_part_of_a_layer_of_experts(monkeypatch):
+    """What the user says of one product goes for the layer, as all of its products are in one precision."""
+    monkeypatch.setattr(_moe_precision, "no_grouped_float8", lambda device: "")
+    module = experts.MoE(experts.nonzero_add_assign).to(torch.bfloat16)
+    given = (torch.randn(experts.TOKENS, experts.DIM, dtype=torch.bfloat16),)
+    for rule, why in (("*.1.down", "*.1.down has bf16 for experts.1.down"), ("*.other", "multiples of")):
+        plan = PrecisionPlan({rule: "bf16"}, gate=False)
+        frames = run(module, given, Config(precision=plan))
+        (layer,) = (r for a in frames.analyses for r in a.frame.precision if r["kind"] == "experts" and not r["shape"])
+        assert (layer["requested"], layer["effective"]) == ("fp8_current", "bf16") and why in layer["reason"]
+    inside = [r for a in frames.analyses for r in a.frame.precision if r["fqn"].startswith("experts.")]
+    assert {r["requested"] for r in inside} == {"fp8_current"}  # a gate within an expert routes nothing
+
+
+class Experts(nn.Module):
+    """A layer of routed experts of sizes that float8 has products for; without a gate, or across, where asked."""
+
+    def __init__(self, gated=True, across=False, hidden=16, dtype=torch.bfloat16):
+        super().__init__()
+        self.router, self.gated, self.across = nn.Linear(DIM, 4, bias=False, dtype=dtype), gated, across
+        into, out = (2 * hidden if gated else hidden, DIM), (DIM, hidden)
+        self.up, self.down = (
+            nn.Parameter(torch.randn(4, *(s[::-1] if across else s), dtype=dtype) / 6) for s in (into, out)
+        )
+
+    def forward(self, x):
+        gates, indices = self.router(x).softmax(-1).topk(2, -1)
+        y = torch.zeros_like(x)
+        for e in range(4):
+            token, choice = torch.where(indices == e)
+            up, down = (w[e].t() if self.across else w[e] for w in (self.up, self.down))
+            h = F.linear(x[token], up)
+            if self.gated:
+                gate, h = h.chunk(2, -1)
+                h = F.silu(gate) * h
+            else:
+                h = F.silu(h)
+            y.index_add_(0, token, F.linear(h, down) * gates[token, choice, None])
+        return y
+
+
+@pytest.mark.parametrize(
+    "made, plan, reason",
+    [
+        ({}, {"gate": False}, ""),
+        ({}, {}, "gate: 4 experts of 16x32: measured at multiples of 128 only"),
+        ({"gated": False}, {"gate": False}, "experts of the layouts pair and gate_up, not single"),
+        ({"across": True}, {"gate": False}, "a weight lies [in, out]"),
+        ({"hidden": 24}, {"gate": False}, "experts of 24x32, which are no multiples of 16"),
+        ({"dtype": torch.float32}, {"gate": False}, "computed in torch.float32"),
+        ({}, {"gate": False, "roles": {"experts": "fp8_block"}}, "grouped products of experts have no fp8_block op"),
+    ],
+    ids=lambda p: str(p) if isinstance(p, dict) else "",
+)
+def test_routed_experts_in_float8(monkeypatch, made, plan, reason):
+    monkeypatch.setattr(_moe_precision, "no_grouped_float8", lambda device: "")
+    module = Experts(**made)
+    given = torch.randn(12, DIM, dtype=made.get("dtype", torch.bfloat16))
+    frames = run(module, (given,), Config(precision=PrecisionPlan(**plan)))
+    (layer,) = (r for a in frames.analyses for r in a.frame.precision if r["kind"] == "experts" and not r["shape"])
+    (op,) = (n for n in frames.graph.graph.nodes if "megacpp.moe" in str(n.target))
+    assert op.args[9:] == (() if reason else (True, "fp8_current"))
+    assert reason in layer["reason"] and bool(reason) == bool(layer["reason"])
+    assert layer["effective"] == ({torch.float32: "fp32"}.get(given.dtype, "bf16") if reason else "fp8_current")
+
+
+class Stacked(nn.Module):
+    """Experts whose weights are one tensor, in ways that are no layer of routed experts to the pass `moe`."""
+
+    def __init__(self, product, name="experts"):
+        super().__init__()
+        self.add_module(name, inner := nn.Module())
+        inner.up, inner.down = (nn.Parameter(torch.randn(4, *s, dtype=torch.bfloat16)) for s in ((DIM, 16), (16, DIM)))
+        inner.forward = lambda x: product(F.silu(product(x, inner.up)), inner.down)
+
+    def forward(self, x):
+        for inner in self.children():
+            x = inner(x)
+        return x
+
+
+def every(x, w):
+    return torch.einsum("etd,edh->eth", x.expand(4, -1, -1) if x.dim() == 2 else x, w)
+
+
+@pytest.mark.parametrize(
+    "product, name, kind", [(every, "experts", "experts"), (torch.matmul, "w", "experts"), (torch.bmm, "attn", "linear")]
+)
+def test_products_by_stacked_weights(float8, product, name, kind):
+    x = torch.randn(16, DIM, dtype=torch.bfloat16)
+    module = Stacked(product, name)
+    frames = run(module, (x if product is every else x.repeat(4, 1, 1),), Config(precision=PLAN))
+    found = [r for a in frames.analyses for r in a.frame.precision]
+    assert [(r["kind"], r["requested"], r["effective"]) for r in found] == [(kind, "fp8_current", "bf16")] * 2
+    assert {r["reason"] for r in found} == {"products by stacked weights have no fp8 op in the graph"}
+
+
+def test_activations_are_no_stacked_weights(float8):
+    class Scores(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(16, DIM))
+
+        def forward(self, x):
+            return x @ (x + self.table).transpose(1, 2)
+
+    assert not rows(Scores(), (torch.randn(2, 16, DIM),))
+
+
+def test_classes_tell_roles_in_graphs_as_in_modules(float8):
+    """`replace_linears` and a compiled graph go by the same plan."""
+
+    class LatentAttention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inward = nn.Linear(DIM, DIM, dtype=torch.bfloat16)
+
+        def forward(self, x):
+            return self.inward(x)
+
+    module = nn.ModuleDict({"block": LatentAttention(), "adapter": nn.Linear(DIM, DIM, dtype=torch.bfloat16)})
+    module.forward = lambda x: module["adapter"](module["block"](x))
+    found = {fqn: r["effective"] for (fqn, _), r in rows(module, x()).items()}
+    assert found == {"block.inward": "fp8_current", "adapter": "bf16"}
+    assert {f.fqn: f.requested for f in survey(module, PLAN, target="cuda")} == found
+
+
+def test_in_the_report_and_its_json():
+    report = explain(Model(), *x(), options={"precision": PLAN})
+    assert Report.from_json(report.to_json()) == report
+    text = str(report)
+    assert "asked" in text and "self_attn.q_proj" in text and "cpu has no float8 products" in text
+    assert not explain(Model(), *x()).frames[0].precision

@@ -1,0 +1,154 @@
+"""Everything else a model or a user may have put in place: dropout, autocast, dynamic shapes, graph breaks, checkpoints."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+import megacpp_compile
+from megacpp_compile.config.options import Config
+from megacpp_compile.errors import BlockKindError, TwoPoliciesError
+from tests.remat import models
+from tests.remat.steps import count, same, step
+
+X = models.hidden()
+FULL = {"policy": {"ablock": "full_plus_norms", "eblock": "selective", "last_layer": "full_plus_norms"}}
+
+
+def test_dropout():
+    model = models.llama(2, dropout=0.5)
+    plain, policed = step(model, (X,), {}), step(model, (X,), FULL)
+    assert same(plain, policed) and policed.saved < plain.saved
+    # The mask is drawn again from the seed, which is not.
+    assert count(policed.graphs[1], "inductor_seeds") == 0 < count(policed.graphs[0], "inductor_seeds")
+
+
+class Averaging(models.SwiGLU):
+    """Writes three buffers and reads each: the old value, the new one, and a mean of batches. Others in place, too."""
+
+    def __init__(self):
+        super().__init__()
+        for name in ("old", "new", "mean"):
+            self.register_buffer(name, torch.ones(models.DIM))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        y = super().forward(x) * self.old.clone()
+        self.old.mul_(0.5)
+        self.new.mul_(0.5)
+        self.mean.mul_(0.9).add_(x.detach().mean((0, 1)), alpha=0.1)
+        y = y.tanh_() * 1.5
+        y += x
+        return y * (self.new * 2) * self.mean
+
+
+@pytest.mark.parametrize("policy", [FULL["policy"], 0.0], ids=str)
+def test_what_the_forward_writes(policy):
+    """Regression: a buffer's new value was taken for its old one wherever backward computed again from it."""
+    torch.manual_seed(0)
+    model = models.Model(models.Layer(models.Attention(), Averaging()), models.Layer(models.Attention(), Averaging()))
+    eager, x = copy.deepcopy(model), X.detach().requires_grad_()
+    want = torch.autograd.grad(eager(x).square().sum(), [x, *eager.parameters()])
+    got = step(model, (X,), {"policy": policy})
+    for mine, theirs in zip(got.gradients, want, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5 * theirs.abs().max().item())
+    for (name, mine), theirs in zip(model.named_buffers(), eager.buffers(), strict=True):
+        torch.testing.assert_close(mine, theirs, msg=name)
+
+
+def test_autocast():
+    model = models.llama(2)
+    plain, policed = (step(model, (X,), o, torch.autocast("cpu", torch.bfloat16)) for o in ({}, FULL))
+    assert same(plain, policed) and policed.saved < plain.saved
+
+
+def test_dynamic_shapes():
+    model = models.llama(1)
+    policed = step(model, (models.hidden(40),), FULL, dynamic=True)
+    x = models.hidden(40).requires_grad_()
+    eager = torch.autograd.grad(model(x).square().sum(), [x, *model.parameters()])
+    torch.testing.assert_close(policed.gradients, list(eager), rtol=1e-4, atol=1e-4)
+    assert any(isinstance(n.meta.get("val"), torch.SymInt) for n in policed.graphs[0].graph.nodes)
+
+
+def test_frames_between_graph_breaks():
+    """Each keeps less; a pattern for blocks that are in another frame is no error there."""
+    model = models.llama(2, broken=True)
+    options = {**FULL, "block_kinds": {"layers.*.first": "ablock", "first": "ablock"}}
+    plain, policed = step(model, (X,), {}), step(model, (X,), options)
+    assert same(plain, policed) and policed.saved < plain.saved
+    assert len(policed.report.frames) > 1 and all(f.remat for f in policed.report.frames)
+
+
+def test_checkpoint_in_the_model_is_honoured():
+    model = models.llama(2, checkpointed=True)
+    plain, policed = step(model, (X,), {}), step(model, (X,), {"policy": "selective"})
+    assert same(plain, policed) and policed.saved < plain.saved
+    # The core runs again, with the random state of the first time.
+    assert count(policed.graphs[1], "run_with_rng_state") == count(plain.graphs[1], "run_with_rng_state") == 2
+
+
+def refused(options, **kwargs):
+    with pytest.raises(BackendCompilerFailed) as caught:
+        step(models.llama(2, **kwargs), (X,), options)
+    return caught.value.inner_exception
+
+
+def test_strict_refuses_checkpoint_in_the_model():
+    error = refused({"policy": "selective", "strict": True}, checkpointed=True)
+    assert isinstance(error, TwoPoliciesError) and "torch.utils.checkpoint" in str(error)
+
+
+def test_a_global_budget_beside_a_policy():
+    with torch._functorch.config.patch(activation_memory_budget=0.5):
+        error = refused({"policy": "selective"})
+    assert isinstance(error, TwoPoliciesError) and "activation_memory_budget = 0.5" in str(error)
+
+
+def test_a_pattern_without_a_hit():
+    error = refused({"policy": "selective", "block_kinds": {"layer.*.firs": "mblock"}})
+    assert isinstance(error, BlockKindError) and "layers.0.first" in error.close
+
+
+def test_blocks_are_what_the_user_says():
+    made = step(models.llama(2), (X,), {"policy": "selective", "block_kinds": {"layers.1.second": "rblock"}})
+    assert {k: v["blocks"] for k, v in made.remat.items()} == {"ablock": 2, "eblock": 1, "rblock": 1, "": 0}
+
+
+class Count(CustomGraphPass):
+    calls = 0
+
+    def __call__(self, graph):
+        Count.calls += 1
+
+    def uuid(self):
+        return "count"
+
+
+def test_a_pass_of_the_users_runs_first():
+    step(models.llama(1), (X,), {"policy": "full", "inductor": {"joint_custom_post_pass": Count()}})
+    assert Count.calls == 1
+
+
+def test_no_plan_for_inference():
+    with torch.no_grad(), megacpp_compile.record() as report:
+        torch._dynamo.reset()
+        compiled = torch.compile(
+            models.llama(1), backend=megacpp_compile.backend, options={"policy": "full", "inductor": {}}
+        )
+        from tests.remat.steps import without_code
+
+        with without_code([]):
+            compiled(X)
+    assert [f.remat for f in report.frames] == [None]
+
+
+def test_policies_key_caches():
+    one, other = Config(policy="selective"), Config(policy={"last_layer": "full"})  # type: ignore[arg-type]
+    assert one != other and one == Config(policy=megacpp_compile.CheckpointingPolicy())
+    assert copy.deepcopy(other).policy == other.policy

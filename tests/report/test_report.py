@@ -1,0 +1,317 @@
+"""`Report`: collection, numbering, saved bytes, counts, JSON, tables."""
+
+import copy
+import json
+import pickle
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from megacpp_compile.errors import ReportFormatError
+from megacpp_compile.report.collector import Frame, Miss, Report, Site, active, bytes_text, emit_frame, record
+
+SOURCE = "modeling.py:123, in forward: `k = self.kv_b(self.norm(x[:, [0]]))`"
+
+
+def site(fqn="layers.0.self_attn", **changes):
+    values = {
+        "pass_name": "down_norm_up",
+        "op": "megacpp::down_norm_up",
+        "source": SOURCE,
+        "requested": "reference",
+        "effective": "reference",
+    }
+    return Site(fqn=fqn, **{**values, **changes})
+
+
+def miss(fqn="layers.0.self_attn", node="cat_3"):
+    return Miss("mla_rope_q", fqn, "modeling.py:9", node, "intermediate_escapes", "the rotated query is also returned")
+
+
+@pytest.fixture(params=["rich", "plain"])
+def renderer(request, monkeypatch):
+    if request.param == "plain":
+        monkeypatch.setitem(sys.modules, "rich", None)  # makes `import rich` raise ImportError
+    else:
+        pytest.importorskip("rich")
+    return request.param
+
+
+def test_nothing_is_collected_outside():
+    assert not active()
+    emit_frame(Frame(), [site()])
+    with record() as report:
+        assert active()
+    assert not active()
+    assert report.frames == report.sites == report.misses == []
+
+
+def test_reports_close_when_the_body_raises():
+    with pytest.raises(RuntimeError), record():
+        raise RuntimeError
+    assert not active()
+
+
+def test_nested_reports_both_collect_and_number_their_own_frames():
+    with record() as outer:
+        emit_frame(Frame(name="first"), [site()])
+        with record() as inner:
+            emit_frame(Frame(name="second"), [site("layers.1.self_attn")], [miss()])
+        emit_frame(Frame(name="third"))
+    assert [(f.index, f.name) for f in outer.frames] == [(0, "first"), (1, "second"), (2, "third")]
+    assert [(f.index, f.name) for f in inner.frames] == [(0, "second")]
+    assert [s.frame for s in outer.sites] == [0, 1]
+    assert [s.frame for s in inner.sites] == [0]
+    assert (outer.misses[0].frame, inner.misses[0].frame) == (1, 0)
+
+
+def test_closing_an_inner_report_leaves_an_equal_outer_one_open():
+    with record() as outer:
+        with record():
+            pass
+        emit_frame(Frame())
+    assert len(outer.frames) == 1
+
+
+def test_saved_bytes_arrive_in_every_report_also_after_it_closed():
+    placed = site()
+    with record() as outer, record() as inner:
+        emit_frame(Frame(), [placed])
+        placed.set_saved(2048, None)
+        assert (outer.sites[0].saved_before, outer.sites[0].saved_after) == (2048, None)
+    placed.set_saved(2048, 1024)
+    for report in (outer, inner):
+        assert (report.sites[0].saved_before, report.sites[0].saved_after) == (2048, 1024)
+
+
+def test_what_is_emitted_is_not_changed_nor_followed():
+    frame, placed = Frame(passes={"down_norm_up": 1}), site()
+    with record() as report:
+        emit_frame(Frame())
+        emit_frame(frame, [placed])
+    frame.passes["down_norm_up"] = 9
+    assert (frame.index, placed.frame) == (0, 0)
+    assert report.frames[1].passes == {"down_norm_up": 1}
+
+
+def test_other_threads_are_collected():
+    def emit():
+        for _ in range(50):
+            emit_frame(Frame(), [site()])
+
+    with record() as report:
+        threads = [threading.Thread(target=emit) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert [f.index for f in report.frames] == list(range(200))
+    assert [s.frame for s in report.sites] == list(range(200))
+
+
+def test_counts_hold_every_known_pass():
+    with record(["mla_rope_q", "down_norm_up", "moe"]) as report:
+        emit_frame(Frame(passes={"down_norm_up": 2, "mla_rope_q": 0}), [site(), site("layers.1.self_attn")])
+        emit_frame(Frame(passes={"down_norm_up": 1}), [site()])
+        emit_frame(Frame(), [site(pass_name="late_pass")])
+    assert dict(report.counts) == {"mla_rope_q": 0, "down_norm_up": 3, "moe": 0, "late_pass": 1}
+    assert list(report.counts)[:3] == ["mla_rope_q", "down_norm_up", "moe"]
+
+
+def test_a_frame_may_count_a_pass_that_leaves_no_op():
+    with record() as report:
+        emit_frame(Frame(passes={"cast": 4}))
+    assert report.counts == {"cast": 4}
+
+
+def filled():
+    with record(["down_norm_up", "mla_rope_q"]) as report:
+        placed = [site(f"model.layers.{i}.self_attn", node=f"op_{i}") for i in range(24)]
+        emit_frame(
+            Frame(
+                name="Model.forward", nodes=1203, target="cpu", passes={"down_norm_up": 24}, seconds={"capture": 1.5}
+            ),
+            placed,
+            [miss(f"model.layers.{i}.self_attn", f"cat_{i}") for i in (0, 1, 5)],
+        )
+        for each in placed:
+            each.set_saved(780 * 2**20, 652 * 2**20)
+        emit_frame(Frame(captured=False, reason="autograd.Function in the graph", name="helper", grad=True))
+    return report
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+def test_json_round_trip(indent):
+    report = filled()
+    again = Report.from_json(report.to_json(indent))
+    assert again == report
+    assert str(again) == str(report)
+    assert ("\n" in report.to_json(indent)) == (indent is not None)
+
+
+def test_json_keys():
+    data = json.loads(filled().to_json())
+    assert data == filled().to_dict()
+    assert data["counts"] == {"down_norm_up": 24, "mla_rope_q": 0}
+    assert data["sites"][3] == {
+        "pass": "down_norm_up",
+        "op": "megacpp::down_norm_up",
+        "fqn": "model.layers.3.self_attn",
+        "source": SOURCE,
+        "requested": "reference",
+        "effective": "reference",
+        "reason": "",
+        "saved_before": 780 * 2**20,
+        "saved_after": 652 * 2**20,
+        "frame": 0,
+        "node": "op_3",
+    }
+    assert set(data["misses"][0]) == {"pass", "fqn", "source", "node", "tag", "reason", "frame"}
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("{", "JSONDecodeError"),
+        ("[]", "TypeError"),
+        ("{}", "KeyError: 'format'"),
+        ('{"format": 99}', "format 99, this version reads 1"),
+        ('{"format": 1, "known_passes": [], "frames": [{"no": 1}], "sites": [], "misses": []}', "TypeError"),
+    ],
+)
+def test_other_json_is_refused(text, problem):
+    with pytest.raises(ReportFormatError, match="not a megacpp report") as caught:
+        Report.from_json(text)
+    assert problem in str(caught.value)
+
+
+def test_copies_are_equal_and_independent():
+    report = filled()
+    other = copy.deepcopy(report)
+    assert other == pickle.loads(pickle.dumps(report)) == report
+    other.sites[0].set_saved(1, 1)
+    assert report.sites[0].saved_before == 780 * 2**20
+
+
+def test_text_has_every_section(renderer):
+    text = filled().render(width=200)
+    assert "model.layers.{0..23}.self_attn ×24" in text
+    assert "780 MiB → 652 MiB" in text
+    assert "model.layers.{0..1,5}.self_attn ×3" in text
+    assert "the rotated query is also returned [intermediate_escapes]" in text
+    assert "fell back: autograd.Function in the graph" in text
+    assert "modeling.py:123" in text  # where; the code itself is in the JSON
+    assert [line for line in text.splitlines() if line in ("fused", "nearest misses", "frames")] == [
+        "fused",
+        "nearest misses",
+        "frames",
+    ]
+    assert text.splitlines()[-1] == (
+        "megacpp: 1 of 2 frames captured, 24 sites fused, 3 near misses, saved for backward 18.3 GiB → 15.3 GiB"
+    )
+    assert all(line == line.rstrip() for line in text.splitlines())
+
+
+def test_renderers_differ_only_in_looks(renderer):
+    assert ("─" in str(filled())) == (renderer == "rich")
+
+
+def test_rich_folds_to_the_width_without_losing_text():
+    pytest.importorskip("rich")
+    text = filled().render(width=110)
+    assert all(len(line) <= 110 for line in text.splitlines())
+    assert "model.layers.{0..23}.self_attn ×24" in text
+    assert "…" not in text
+
+
+def test_an_empty_report_is_one_line(renderer):
+    assert str(Report()) == "megacpp: 0 of 0 frames captured, 0 sites fused, 0 near misses"
+
+
+def test_a_lowering_that_fell_back_shows_both_and_why(renderer):
+    report = Report()
+    report.add(Frame(), [site(requested="cuda_triton", effective="reference", reason="no CUDA device")])
+    assert "cuda_triton → reference (no CUDA device)" in report.render(width=200)
+
+
+def test_unknown_saved_bytes_are_not_zero(renderer):
+    report = Report()
+    report.add(Frame(), [site(saved_before=2048, saved_after=0), site("a"), site("b", saved_after=5)])
+    text = report.render(width=200)
+    assert "2 KiB → 0 B" in text and "? → 5 B" in text
+    assert text.endswith("saved for backward 2 KiB → 0 B over the 1 site where known")
+
+
+def modules(*fqns):
+    """The module column for sites at `fqns`."""
+    report = Report()
+    report.add(Frame(), [site(fqn) for fqn in fqns])
+    rows = [line for line in report.render(width=240).splitlines() if "down_norm_up" in line]
+    return [line.split("down_norm_up", 1)[1].split("modeling.py")[0].strip() for line in rows]
+
+
+@pytest.mark.parametrize(
+    ("fqns", "shown"),
+    [
+        (["layers.7.attn"], ["layers.7.attn"]),
+        (["layers.7.attn", "layers.7.attn"], ["layers.7.attn ×2"]),
+        (["layers.10.attn", "layers.9.attn", "layers.2.attn"], ["layers.{2,9..10}.attn ×3"]),
+        (["layers.0.attn", "layers.1.mlp"], ["layers.0.attn", "layers.1.mlp"]),
+        ([f"l.{i}.e.{j}" for i in (0, 1) for j in (0, 1, 2)], ["l.{0..1}.e.{0..2} ×6"]),
+        (["l.0.e.0", "l.0.e.1", "l.1.e.1"], ["l.0.e.{0..1} ×2", "l.1.e.1"]),
+        (["", ""], ["(the frame itself) ×2"]),
+    ],
+)
+def test_grouping_claims_no_module_that_is_not_there(renderer, fqns, shown):
+    assert modules(*fqns) == shown
+
+
+def test_sites_that_differ_are_not_grouped(renderer):
+    report = Report()
+    report.add(Frame(), [site("l.0", saved_before=1, saved_after=1), site("l.1", saved_before=2, saved_after=1)])
+    assert "×" not in str(report)
+
+
+def test_frames_of_equal_regions_are_grouped_together(renderer):
+    report = Report()
+    for i in range(3):
+        report.add(Frame(name=f"block {i}"), [site(f"layers.{i}")])
+    assert "layers.{0..2} ×3" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("n", "text"),
+    [
+        (None, "?"),
+        (0, "0 B"),
+        (512, "512 B"),
+        (1023, "1023 B"),
+        (1024, "1 KiB"),
+        (1536, "1.5 KiB"),
+        (12_600, "12.3 KiB"),
+        (2**20 - 1, "1 MiB"),
+        (780 * 2**20, "780 MiB"),
+        (-(2**21), "-2 MiB"),
+        (24 * 2**30, "24 GiB"),
+        (5000 * 2**40, "5000 TiB"),
+    ],
+)
+def test_bytes_text(n, text):
+    assert bytes_text(n) == text
+
+
+def test_nothing_heavy_is_imported():
+    # A bare package, so that what the package's own __init__ imports does not count here.
+    code = (
+        "import sys, types, importlib.machinery\n"
+        "spec = importlib.machinery.PathFinder.find_spec('megacpp_compile')\n"
+        "package = types.ModuleType('megacpp_compile')\n"
+        "package.__path__ = list(spec.submodule_search_locations)\n"
+        "sys.modules['megacpp_compile'] = package\n"
+        "import megacpp_compile.config.options, megacpp_compile.report.collector, megacpp_compile.errors\n"
+        "print(sorted({name.partition('.')[0] for name in sys.modules} & {'torch', 'rich', 'numpy', 'triton'}))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"

@@ -1,0 +1,74 @@
+"""`explain` and the command line: the report of a model that never runs."""
+
+import json
+import subprocess
+import sys
+
+import torch
+
+import megacpp_compile
+from megacpp_compile.cli import main
+from tests.corpus.spellings import PlainMLA
+from tests.passes.experts import DIM, TOKENS, MoE, where_index_add
+
+
+def build():
+    block = PlainMLA()
+    return block, block.example_inputs()
+
+
+def build_with_kwargs():
+    block = PlainMLA()
+    x, *tables = block.example_inputs()
+    return block, (x, *tables), {}
+
+
+def test_explain_counts_and_leaves_the_model_alone():
+    block, args = build()
+    before = dict(block.named_parameters())
+    report = megacpp_compile.explain(block, *args)
+    assert {k: v for k, v in report.counts.items() if v} == {"down_norm_up": 2, "mla_rope_q": 1, "mla_rope_kv": 1}
+    assert all(p is before[name] for name, p in block.named_parameters())
+    assert all(s.saved_before is not None and s.saved_after is not None for s in report.sites)
+    assert torch.isfinite(block(*args)).all()
+
+
+def test_explain_on_the_meta_device():
+    block, args = build()
+    report = megacpp_compile.explain(block.to("meta"), *(a.to("meta") for a in args))
+    assert report.counts["mla_rope_kv"] == 1
+
+
+def test_explain_sees_through_sizes_that_values_decide():
+    """A loop over experts takes as many rows as the router says. Where nothing is recognised the graph breaks."""
+    x = torch.randn(TOKENS, DIM)
+    assert megacpp_compile.explain(MoE(where_index_add), x).counts["moe"] == 1
+    other = megacpp_compile.explain(lambda x: x[x > 0].sin(), x)
+    assert not other.sites and len(other.frames) > 1
+    beyond = megacpp_compile.explain(lambda x: (x[x > 0].sin() @ x[x > 0]) * x, x)  # which fakes can't run
+    assert "not looked at" in beyond.frames[-1].reason
+
+
+def test_explain_takes_options():
+    block, args = build()
+    report = megacpp_compile.explain(block, *args, options={"disable": ("mla_rope_q", "mla_rope_kv")})
+    assert "mla_rope_q" not in {s.pass_name for s in report.sites} and report.counts["down_norm_up"] == 2
+
+
+def test_command_line_explains_as_json(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "explained", sys.modules[__name__])
+    for target in ("explained:build", "explained:build_with_kwargs"):
+        assert main(["explain", target, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["counts"]["down_norm_up"] == 2
+
+
+def test_command_line_says_what_is_wrong(capsys):
+    assert main(["explain", "no_such_module:build"]) == 2
+    assert "no_such_module" in capsys.readouterr().err
+    assert main(["explain", "json"]) == 2
+    assert "module:callable" in capsys.readouterr().err
+
+
+def test_command_line_lists_passes():
+    done = subprocess.run([sys.executable, "-m", "megacpp_compile.cli", "passes"], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.index("mla_rope_q") > done.stdout.index("down_norm_up")
