@@ -48,7 +48,7 @@ def one(name: str, zoo: Path) -> dict[str, Any]:
 
     import megacpp_compile
     from megacpp_compile.backend import compile_frame
-    from megacpp_compile.backends.inductor import without_kernels
+    from megacpp_compile.backends.inductor import without_codegen
     from megacpp_compile.config.options import Config
 
     torch.set_num_threads(1)
@@ -99,7 +99,7 @@ def one(name: str, zoo: Path) -> dict[str, Any]:
         return sorted(n for n in metrics.counter_names() if n.startswith("aten::"))
 
     def on_cpu() -> None:
-        backend = functools.partial(compile_frame, config=Config(), mode=None, kernels=without_kernels)
+        backend = functools.partial(compile_frame, config=Config(), mode=None, inner_compile=without_codegen)
         with megacpp_compile.record() as report:
             steps("cpu", backend)
         row["cpu sites"] = dict(report.counts)

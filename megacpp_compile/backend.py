@@ -41,14 +41,14 @@ from megacpp_compile.matchers.recurrences import NAMES, find_recurrences
 from megacpp_compile.matchers.rope.heads import activations
 from megacpp_compile.passes._driver import Outcome, enabled_passes, pass_names, run_passes
 from megacpp_compile.passes._precision_rows import answered, asked, unseen
-from megacpp_compile.passes._rule import Match, Pass, Refusal
+from megacpp_compile.passes._rule import Match, MatchFailure, Pass
 from megacpp_compile.remat import conflicts
-from megacpp_compile.remat.kinds import Place, whole
+from megacpp_compile.remat.kinds import BlockRef, whole
 from megacpp_compile.remat.planner import Plan
 from megacpp_compile.remat.tagging import describe
 from megacpp_compile.report import collector, log, replay, saved_bytes
-from megacpp_compile.report.collector import Frame, Miss, Site
-from megacpp_compile.sharding.pinning import Kin, pin_frame
+from megacpp_compile.report.collector import Frame, MissedFusion, Site
+from megacpp_compile.sharding.pinning import SiblingParams, pin_frame
 from megacpp_compile.targets import by_torch_tpu, resolve_target
 
 MINIMUM_TORCH = (2, 9)
@@ -70,14 +70,14 @@ def megacpp(
 
 def compile_frame(
     gm: GraphModule, example_inputs: Sequence[Any], config: Config, mode: str | None, block: str = "", blocks: int = 0,
-    kernels: Any = None, kin: Kin | None = None, checked: bool = False,
+    inner_compile: Any = None, sibling_params: SiblingParams | None = None, checked: bool = False,
 ) -> Callable[..., Any]:  # fmt: skip
-    """All stages. block: name of the repeated block the frame belongs to; blocks: how many are like it; kernels: what
-    makes code of a partitioned graph in Inductor's place; kin: as in `sharding.pinning.pin_frame`;
+    """All stages. block: name of the repeated block the frame belongs to; blocks: how many are like it;
+    inner_compile: what makes code of a partitioned graph in Inductor's place; sibling_params: as in `sharding.pinning.pin_frame`;
     checked: whether rules by name have been held against the whole model."""
     patches = {**mode_patches(mode), **config.inductor}
     target = resolve_target(config.target, example_inputs)
-    if kernels is None:
+    if inner_compile is None:
         start_workers(target)
     conflicts.check(gm, config)
     if not checked:
@@ -96,8 +96,8 @@ def compile_frame(
             _publish(result, config)
         unbacked_shapes.trace_again()
     if config.sharding is not None:
-        _pin(config.sharding, gm, example_inputs, result, kin)
-    compiled = _compile(gm, example_inputs, result, config, patches, kernels)
+        _pin(config.sharding, gm, example_inputs, result, sibling_params)
+    compiled = _compile(gm, example_inputs, result, config, patches, inner_compile)
     # Only now: a frame Inductor can't compile is tried again by Dynamo in pieces, and did not happen.
     _publish(result, config)
     return boundary.adapt(compiled)
@@ -105,7 +105,7 @@ def compile_frame(
 
 def _compile(
     gm: GraphModule, example_inputs: Sequence[Any], result: Analysis, config: Config, patches: dict[str, Any],
-    kernels: Any,
+    inner_compile: Any,
 ) -> Callable[..., Any]:  # fmt: skip
     """Stages 5 and 6. A frame nothing fired in goes to Inductor as it came, and so does one whose rewritten graph
     Inductor refuses (an error under `strict`)."""
@@ -114,12 +114,12 @@ def _compile(
     if rewritten is torch_tpu.to_torchtpu and torch_tpu.dynamic(gm):
         result.fell_back("sizes that are not known when compiling for torch_tpu: compile with dynamic=False")
 
-    def tell(plan: Plan, where: dict[Node, Place], peak: dict[str, Any]) -> None:
+    def on_plan(plan: Plan, where: dict[Node, BlockRef], peak: dict[str, Any]) -> None:
         assert config.policy is not None
         result.frame.remat, result.frame.peak = describe(plan, where, config.policy), peak
 
     copies = max(result.frame.blocks, 1)
-    settings = inductor.Settings(result.frame.target, config, patches, tell, kernels, copies)
+    settings = inductor.Settings(result.frame.target, config, patches, on_plan, inner_compile, copies)
 
     if result.outcome is None or not result.outcome.sites:
         return plain(gm, example_inputs, settings)
@@ -147,11 +147,13 @@ def _compile(
         return compiled
 
 
-def _pin(plan: ShardingPlan, gm: GraphModule, inputs: Sequence[Any], result: Analysis, kin: Kin | None) -> None:
+def _pin(
+    plan: ShardingPlan, gm: GraphModule, inputs: Sequence[Any], result: Analysis, sibling_params: SiblingParams | None
+) -> None:
     """Lay out what the frame's parameters are fused into, before anything is compiled for it."""
     outcome = result.outcome
     ops = zip((s.pass_name for s in outcome.sites), outcome.op_nodes, strict=True) if outcome is not None else ()
-    pinned, specs = pin_frame(plan, gm, inputs, ops, whole(gm) and kin is None, kin)
+    pinned, specs = pin_frame(plan, gm, inputs, ops, whole(gm) and sibling_params is None, sibling_params)
     result.frame.sharding = {"mesh": dict(plan.mesh), "pinned": [row.to_dict() for row in pinned]}
     if plan.batch:
         from megacpp_compile.sharding.layout import gather
@@ -201,7 +203,7 @@ class Analysis:
 
     def __init__(self, frame: Frame, captured: Any = None, outcome: Outcome | None = None) -> None:
         self.frame, self.captured, self.outcome = frame, captured, outcome
-        self.notes: list[Miss] = []  # what is to be reported of the frame, whatever becomes of it
+        self.notes: list[MissedFusion] = []  # what is to be reported of the frame, whatever becomes of it
 
     def fell_back(self, reason: str) -> None:
         """Nothing was rewritten after all."""
@@ -275,9 +277,7 @@ def _rewrite(captured: Captured, example_inputs: Sequence[Any], config: Config, 
 def _recognised(captured: Captured) -> list[dict[str, str]]:
     graph = captured.gm.graph
     found = find_recurrences(graph.nodes, activations(graph, captured.weights))
-    return [
-        {"kind": NAMES[r.kind], "fqn": module_fqn(r.node), "source": source_line(r.node)} for r in found if r.kind
-    ]
+    return [{"kind": NAMES[r.kind], "fqn": module_fqn(r.node), "source": source_line(r.node)} for r in found if r.kind]
 
 
 def _frame_name(gm: GraphModule) -> str:
@@ -332,7 +332,7 @@ class _Reviewer:
         self.count = grad and (collector.active() or config.explain)
         self.cache: dict[Any, int | None] = {}
 
-    def __call__(self, p: Pass, match: Match, new: list[Node], site: Site) -> Refusal | None:
+    def __call__(self, p: Pass, match: Match, new: list[Node], site: Site) -> MatchFailure | None:
         gm = self.captured.gm
         if self.config.verify == "each" and not any(isinstance(x, FakeTensor) for x in self.inputs):
             refusal = self._verify(p, match, new, site)
@@ -342,7 +342,7 @@ class _Reviewer:
             site.set_saved(self._saved(gm, match.inputs, match.outputs), self._saved(gm, match.inputs, new))
         return None
 
-    def _verify(self, p: Pass, match: Match, new: list[Node], site: Site) -> Refusal | None:
+    def _verify(self, p: Pass, match: Match, new: list[Node], site: Site) -> MatchFailure | None:
         gm = self.captured.gm
         gm.recompile()
         wanted = set(match.inputs)
@@ -356,7 +356,7 @@ class _Reviewer:
             return None
         if self.config.strict:
             raise VerificationError(p.name, site.fqn, site.source, tensor, error, tolerance)
-        return Refusal(match.node, "verification", f"{tensor} differs by {error:.2e} (tolerance {tolerance:.0e})")
+        return MatchFailure(match.node, "verification", f"{tensor} differs by {error:.2e} (tolerance {tolerance:.0e})")
 
     def _saved(self, gm: GraphModule, inputs: list[Node], outputs: list[Node]) -> int | None:
         from megacpp_compile.fx.subgraph import between

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megacpp_compile.report.collector import Miss
+    from megacpp_compile.report.collector import MissedFusion
 
 _MISSES_SHOWN = 8  # a message with one line per layer of a deep model would hide its own first line
 
@@ -116,7 +116,7 @@ class RequirementError(MegacppError):
         misses: the nearest misses of that pass; the message shows the first few.
     """
 
-    def __init__(self, pass_name: str, wanted: int, fired: int, misses: Sequence[Miss] = ()) -> None:
+    def __init__(self, pass_name: str, wanted: int, fired: int, misses: Sequence[MissedFusion] = ()) -> None:
         self.pass_name, self.wanted, self.fired, self.misses = pass_name, wanted, fired, tuple(misses)
         lines = [
             f"require={{{pass_name!r}: {wanted}}} was not met: the pass fired {fired} time{'' if fired == 1 else 's'}."

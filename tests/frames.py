@@ -21,7 +21,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from megacpp_compile.backend import Analysis, analyse
 from megacpp_compile.config.options import Config
 from megacpp_compile.passes._driver import run_passes
-from megacpp_compile.report.collector import Miss
+from megacpp_compile.report.collector import MissedFusion
 
 # By the coarsest dtype in the model; relative to each tensor's largest value. bf16 keeps 8 bits, and an op rounds
 # fewer times than the code it replaces.
@@ -49,7 +49,7 @@ class Frames:
         return {name: count for name, count in self.counts.items() if count}
 
     @property
-    def misses(self) -> list[Miss]:
+    def misses(self) -> list[MissedFusion]:
         return [miss for analysis in self.analyses if analysis.outcome for miss in analysis.outcome.misses]
 
     def tags(self, name: str) -> set[str]:

@@ -110,7 +110,7 @@ def kernels_serve(request, device):
 CASES = {
     "default": (Block, {}, SITES),
     "latents kept": (Block, {"keep_latents": True}, SITES),
-    "merged": (Block, {"merge_down": True, "keep_latents": True}, SITES),
+    "merged": (Block, {"fuse_shared_input_gemms": True, "keep_latents": True}, SITES),
     "measured blocks": (Block, {"autotune": True}, SITES),
     "read twice": (QueriesReadTwice, {}, {"mla_rope_q": 1, "mla_rope_kv": 1}),
     "checkpointed": (Checkpointed, {}, SITES),
@@ -122,7 +122,7 @@ CASES = {
 def test_trains_as_exactly_as_eager(kernels_serve, device, case):
     """bf16, and on CUDA another length after the first: at most 1.1 times eager's error against float64."""
     make, options, sites = CASES[case]
-    if device == "cpu" and options.keys() & {"merge_down", "autotune"}:
+    if device == "cpu" and options.keys() & {"fuse_shared_input_gemms", "autotune"}:
         pytest.skip("an option of CUDA's lowerings")
     torch.manual_seed(seed := secrets.randbelow(2**31))
     print("seed", seed)

@@ -28,28 +28,28 @@ from megacpp_compile.fx.edit import drop_dead, memory_of, overwritable, value
 from megacpp_compile.fx.inductor_pass import GraphPass
 from megacpp_compile.fx.provenance import module_fqn, source_line
 from megacpp_compile.lowerings._gemm import shared_input
-from megacpp_compile.lowerings._gemm.autotune import TuneProducts
+from megacpp_compile.lowerings._gemm.autotune import AutotuneGemms
 from megacpp_compile.lowerings._kernels.autotune import autotune, tracing
 from megacpp_compile.lowerings._op import no_autocast
 from megacpp_compile.lowerings._registry import choose, semantic_ops
 from megacpp_compile.remat.measure import allocated
 from megacpp_compile.remat.offload import Offload
-from megacpp_compile.remat.peak import Surroundings
-from megacpp_compile.remat.tagging import TagForRemat, Tell
+from megacpp_compile.remat.peak import StepContext
+from megacpp_compile.remat.tagging import OnPlan, TagForRemat
 from megacpp_compile.targets import XLA_DEVICES
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """How a graph is to be compiled. patches: Inductor's settings, which mean nothing to the others and are named in
-    the log; tell: told what the policy decided; kernels: in the place of what makes code of a partitioned graph;
+    the log; on_plan: told what the policy decided; inner_compile: what place of what makes code of a partitioned graph;
     copies: how many such graphs run in a step."""
 
     target: str
     config: Config
     patches: dict[str, Any]
-    tell: Tell | None = None
-    kernels: Any = None
+    on_plan: OnPlan | None = None
+    inner_compile: Any = None
     copies: int = 1
 
 
@@ -65,7 +65,7 @@ class LowerSemanticOps(GraphPass):
             for node in [n for n in graph.nodes if n.op == "call_function" and n.target in semantic_ops()]:
                 _lower(graph, node, self.target, traced)
         drop_dead(graph)
-        if self.config.merge_down and self.target == "cuda":
+        if self.config.fuse_shared_input_gemms and self.target == "cuda":
             shared_input.merge(graph)
         for node in graph.nodes:
             if node.target in semantic_ops():
@@ -200,17 +200,17 @@ def to_inductor(gm: GraphModule, example_inputs: Sequence[Any], settings: Settin
     """Compile a rewritten graph with Inductor."""
     user = settings.patches.get("post_grad_custom_pre_pass", inductor_config.post_grad_custom_pre_pass)
     lower = LowerSemanticOps(settings.target, settings.config, user)
-    launches = static_launch.patches(gm, settings.target, settings.patches) if settings.kernels is None else {}
+    launches = static_launch.patches(gm, settings.target, settings.patches) if settings.inner_compile is None else {}
     patches = {**launches, **products(settings), "post_grad_custom_pre_pass": lower}
     return plain_inductor(gm, example_inputs, dataclasses.replace(settings, patches=patches))
 
 
 def products(settings: Settings) -> dict[str, Any]:
     """The patches, with what has large products choose their kernels by measurement behind Inductor's own passes."""
-    if settings.target != "cuda" or not settings.config.tune_products:
+    if settings.target != "cuda" or not settings.config.autotune_gemms:
         return settings.patches
     user = settings.patches.get("post_grad_custom_post_pass", inductor_config.post_grad_custom_post_pass)
-    return {**settings.patches, "post_grad_custom_post_pass": TuneProducts(user)}
+    return {**settings.patches, "post_grad_custom_post_pass": AutotuneGemms(user)}
 
 
 def plain_inductor(gm: GraphModule, example_inputs: Sequence[Any], settings: Settings) -> Callable[..., Any]:
@@ -218,7 +218,7 @@ def plain_inductor(gm: GraphModule, example_inputs: Sequence[Any], settings: Set
     from torch._inductor.compile_fx import compile_fx
 
     patches = _with_policy(settings, example_inputs)
-    inputs, inner = _inner(settings.kernels, example_inputs)
+    inputs, inner = _inner(settings.inner_compile, example_inputs)
     return compile_fx(gm, inputs, config_patches=patches or None, **inner)  # type: ignore[arg-type,return-value]
 
 
@@ -246,8 +246,8 @@ def _with_policy(settings: Settings, example_inputs: Sequence[Any]) -> dict[str,
     if config.policy.peak_gib is not None:
         on = next((x.device for x in example_inputs if isinstance(x, torch.Tensor) and x.device.type == "cuda"), "cpu")
         given = allocated(on)
-    around = Surroundings(settings.copies, given, inputs, len(example_inputs))
-    tags = TagForRemat(config.policy, dict(config.block_kinds), user, settings.tell, around)
+    around = StepContext(settings.copies, given, inputs, len(example_inputs))
+    tags = TagForRemat(config.policy, dict(config.block_kinds), user, settings.on_plan, around)
     # To use a dead buffer again Inductor holds it until then: memory that a policy is there to save, and that the
     # device's own allocator hands out again at once.
     patches = {"allow_buffer_reuse": False, **patches, "joint_custom_post_pass": tags}
@@ -257,15 +257,15 @@ def _with_policy(settings: Settings, example_inputs: Sequence[Any]) -> dict[str,
     return patches
 
 
-def _inner(kernels: Any, example_inputs: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+def _inner(inner_compile: Any, example_inputs: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
     """(inputs, arguments) of a compilation. Without kernels a model may run on fake tensors, which torch 2.9 does not
     take for its own where they are of another mode than the frame's."""
-    if kernels is None:
+    if inner_compile is None:
         return example_inputs, {}
-    return fake_inputs(example_inputs)[1], {"inner_compile": kernels}
+    return fake_inputs(example_inputs)[1], {"inner_compile": inner_compile}
 
 
-def without_kernels(gm: GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
+def without_codegen(gm: GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
     """In the place of Inductor's code generation: the graph itself, semantic ops and all. Enough for shapes, and for
     what the partitioner saves."""
     from torch._functorch.aot_autograd import make_boxed_func

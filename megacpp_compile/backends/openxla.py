@@ -140,8 +140,8 @@ def differentiated(
     gm: GraphModule, example_inputs: Sequence[Any], settings: Settings, compiler: Callable[..., Any],
     views_again: bool = False, read_originals: bool = False,
 ) -> Callable[..., Any]:  # fmt: skip
-    """Compile both halves of a frame with `settings.kernels`, or else with `compiler`. views_again: compute in backward
-    the views it reads; openxla by itself saves whatever backward reads. read_originals: read what copies are copies of,
+    """Compile both halves of a frame with `settings.inner_compile`, or else with `compiler`. views_again: compute in
+    backward the views it reads; openxla by itself saves whatever backward reads. read_originals: read what copies are copies of,
     whatever its strides."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import default_partition
@@ -154,7 +154,7 @@ def differentiated(
         if read_originals:
             _read_originals(joint.graph)
         if policy is not None:
-            TagForRemat(policy, dict(config.block_kinds), tell=settings.tell)(joint.graph)
+            TagForRemat(policy, dict(config.block_kinds), on_plan=settings.on_plan)(joint.graph)
         elif views_again or config.sharding is not None:
             # A parameter gathered for forward is gathered again, not kept whole on every device until backward.
             recompute_views(joint.graph, _gathering() if config.sharding is not None else frozenset())
@@ -162,7 +162,7 @@ def differentiated(
             keep_batches(joint.graph)  # before any product is chosen to be saved, as one with a merged dimension
         return default_partition(joint, inputs, **kwargs)  # which obeys tags where there are any
 
-    return aot_autograd(fw_compiler=settings.kernels or compiler, partition_fn=tagged)(gm, example_inputs)  # type: ignore[no-any-return]
+    return aot_autograd(fw_compiler=settings.inner_compile or compiler, partition_fn=tagged)(gm, example_inputs)  # type: ignore[no-any-return]
 
 
 def _gathering() -> frozenset[Any]:

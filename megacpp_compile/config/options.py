@@ -46,9 +46,9 @@ class Config:
         keep_latents: save what `down_norm_up` norms instead of computing it again from its
             input in backward: two bytes a latent lane and token (bf16) for the time of one GEMM. "auto" saves it
             on XLA devices, so that there are no more products than without this package, and nowhere else.
-        merge_down: multiply linears that share one input, such as MLA's query and key-value
+        fuse_shared_input_gemms: multiply linears that share one input, such as MLA's query and key-value
             down-projections, as one GEMM.
-        tune_products: in graphs for CUDA where a pass has fired, let cuBLASLt's candidates for large half-precision
+        autotune_gemms: in graphs for CUDA where a pass has fired, let cuBLASLt's candidates for large half-precision
             products be timed once per shape and process, and the fastest serve, if its bits are `torch.mm`'s.
         autotune: choose the block sizes of this package's kernels by measurement on the first
             call instead of by the built-in table. Results are kept in Inductor's cache.
@@ -73,8 +73,8 @@ class Config:
     target: Target = "auto"
     explain: bool = False
     keep_latents: bool | Literal["auto"] = "auto"
-    merge_down: bool = False
-    tune_products: bool = True
+    fuse_shared_input_gemms: bool = False
+    autotune_gemms: bool = True
     autotune: bool = False
     policy: CheckpointingPolicy | None = None
     block_kinds: Mapping[str, str] = field(default_factory=dict)
@@ -92,8 +92,8 @@ class Config:
             "target": _choice("target", self.target, get_args(Target), _TARGET_MEANT),
             "explain": _bool("explain", self.explain),
             "keep_latents": _bool_or_auto("keep_latents", self.keep_latents),
-            "merge_down": _bool("merge_down", self.merge_down),
-            "tune_products": _bool("tune_products", self.tune_products),
+            "fuse_shared_input_gemms": _bool("fuse_shared_input_gemms", self.fuse_shared_input_gemms),
+            "autotune_gemms": _bool("autotune_gemms", self.autotune_gemms),
             "autotune": _bool("autotune", self.autotune),
             "policy": CheckpointingPolicy.of(self.policy),
             "block_kinds": _mapping("block_kinds", self.block_kinds, lambda k, v: _choice(k, v, KINDS, _KIND_MEANT)),

@@ -47,7 +47,7 @@ def check_frame(gm: GraphModule, config: Config) -> None:
         log.logger.warning("in a frame between graph breaks: %s", error)
 
 
-def told_apart(model: nn.Module, found: Sequence[Kind], config: Config) -> list[Kind]:
+def split_by_rules(model: nn.Module, found: Sequence[Kind], config: Config) -> list[Kind]:
     """`found`, with blocks that rules by name mean differently as kinds of their own, and so the last block where the
     policy has an entry for the last layer."""
     order = {name: number for number, (name, _) in enumerate(model.named_modules())}

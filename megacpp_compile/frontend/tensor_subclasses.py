@@ -26,7 +26,7 @@ import megacpp_compile.lowerings.sparse_mla  # noqa: F401
 from megacpp_compile.fx.provenance import input_name, source_line
 from megacpp_compile.precision import sentinel
 from megacpp_compile.precision.wrappers import Split, is_wrapper, split
-from megacpp_compile.report.collector import Miss
+from megacpp_compile.report.collector import MissedFusion
 
 REPORTED_AS = "fp8_wrappers"
 LINEARS = (F.linear, torch._C._nn.linear)  # as Dynamo has them
@@ -41,7 +41,7 @@ class Boundary:
 
     gm: fx.GraphModule
     inputs: Sequence[Any]
-    notes: list[Miss]
+    notes: list[MissedFusion]
     split: dict[int, str] = dataclasses.field(default_factory=dict)  # position -> name
 
     def adapt(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
@@ -94,12 +94,12 @@ def enter(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boundary:
     return made if made.split else Boundary(gm, example_inputs, made.notes)
 
 
-def widened(gm: fx.GraphModule, strict: bool) -> list[Miss]:
+def widened(gm: fx.GraphModule, strict: bool) -> list[MissedFusion]:
     """What the sentinel finds in a frame and in the graphs it calls, for the report; an error under `strict`."""
     graphs = [m.graph for m in gm.modules() if isinstance(m, fx.GraphModule)]
     found = [w for graph in graphs for w in sentinel.check(graph)]
     sentinel.told(found, strict)
-    return [Miss("sentinel", w.fqn, w.source, w.node, "widened", str(w)) for w in found]
+    return [MissedFusion("sentinel", w.fqn, w.source, w.node, "widened", str(w)) for w in found]
 
 
 def _parts(held: Split) -> tuple[Tensor, Tensor]:
@@ -150,12 +150,12 @@ def _split_node(graph: fx.Graph, node: fx.Node, held: Split, mode: Any) -> None:
     graph.erase_node(node)
 
 
-def _note(node: fx.Node, fqn: str, held: Split, refusal: str | None) -> Miss:
+def _note(node: fx.Node, fqn: str, held: Split, refusal: str | None) -> MissedFusion:
     user = next(iter(node.users), None)
     source = source_line(user) if user is not None else ""
     if refusal is None:
-        return Miss(REPORTED_AS, fqn, source, node.name, "split", f"{held}: linears take the payload")
-    return Miss(REPORTED_AS, fqn, source, node.name, "left-wrapped", f"{held}: left to its class, as {refusal}")
+        return MissedFusion(REPORTED_AS, fqn, source, node.name, "split", f"{held}: linears take the payload")
+    return MissedFusion(REPORTED_AS, fqn, source, node.name, "left-wrapped", f"{held}: left to its class, as {refusal}")
 
 
 # --- outside of a compiled frame

@@ -152,4 +152,4 @@ def _report(why: str, stack: Sequence[Any]) -> None:
     reason = why.strip().split("\n")[0][:200]
     frame = collector.Frame(captured=False, reason=reason, name=source)
     advice = _LOOP if loop and not listed else _SIZES
-    collector.emit_frame(frame, [], [collector.Miss("moe", "", source, "", "graph-break", advice)])
+    collector.emit_frame(frame, [], [collector.MissedFusion("moe", "", source, "", "graph-break", advice)])

@@ -167,7 +167,7 @@ def estimate(
     parameters = list(model.parameters())
     place = _place(device, parameters)
     rules.check_model(model, config)
-    kinds = rules.told_apart(model, find_kinds(model), config)
+    kinds = rules.split_by_rules(model, find_kinds(model), config)
     run = FakeRun(model, args, kwargs, place, kinds)
     eager = run.eager()
     graphs = run.compiled(config) if compiled else None

@@ -45,7 +45,7 @@ class FakeRun:
         torch._dynamo.reset()  # a code object keeps its compiled frames: none may be left that would run on fakes
         try:
             with self._fakes() as (mode, (args, kwargs)), _calls(self.model):
-                compile_kinds(self.model, kinds, regions, config, None, inductor.without_kernels)
+                compile_kinds(self.model, kinds, regions, config, None, inductor.without_codegen)
                 with (
                     _Labels(self.blocks) as labels,
                     torch._functorch.config.patch(enable_autograd_cache=False),

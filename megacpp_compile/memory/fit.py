@@ -38,7 +38,7 @@ _SHORT_OF_MEMORY = re.compile(r"(CUDA|Triton) (error|Error).*: out of memory|_ST
 
 
 @dataclasses.dataclass(frozen=True)
-class Lever:
+class PolicyCandidate:
     """`name`: what is done, in words; `policy`: all of it; `estimate`: None where it was not looked at."""
 
     name: str
@@ -57,8 +57,8 @@ class Fit:
     """
 
     def __init__(
-        self, model: nn.Module, limit: int, settings: Mapping[str, Any], tried: list[Lever], left: Iterator[Lever],
-        present: Set[str],
+        self, model: nn.Module, limit: int, settings: Mapping[str, Any], tried: list[PolicyCandidate],
+        left: Iterator[PolicyCandidate], present: Set[str],
     ) -> None:  # fmt: skip
         self.model, self.limit, self.tried = model, limit, tried
         self._settings, self._left, self._present = dict(settings), left, present
@@ -66,7 +66,7 @@ class Fit:
         self._compile()
 
     @property
-    def lever(self) -> Lever:
+    def lever(self) -> PolicyCandidate:
         return self.tried[-1]
 
     @property
@@ -168,7 +168,7 @@ def fit(
     limit = _limit(limit_gib)
     given = {**(settings or {}), "options": dict(options or {})}
     left = levers(config.policy)
-    tried: list[Lever] = []
+    tried: list[PolicyCandidate] = []
     present: set[str] = set(KINDS)
     for lever in left:
         if not matters(lever.policy, tried[-1].policy if tried else None, present) and tried:
@@ -186,28 +186,30 @@ def fit(
     raise FitError(limit, peaks[lowest], lowest)
 
 
-def levers(start: CheckpointingPolicy | None) -> Iterator[Lever]:
+def levers(start: CheckpointingPolicy | None) -> Iterator[PolicyCandidate]:
     """Policies from `start` on, each keeping no more on the device than the one before it."""
-    yield Lever("as given" if start else "none", start)
+    yield PolicyCandidate("as given" if start else "none", start)
     policy = start or CheckpointingPolicy(**dict.fromkeys(KINDS, "none"), recompute_kv_upproj=False)  # type: ignore
     policy = _raised(policy, "selective")
-    yield Lever("selective", policy)
+    yield PolicyCandidate("selective", policy)
     policy = dataclasses.replace(policy, recompute_kv_upproj=True)
-    yield Lever("selective, keys and values from the latent", policy)
+    yield PolicyCandidate("selective, keys and values from the latent", policy)
     policy = dataclasses.replace(policy, recompute_q_upproj=True)
-    yield Lever("selective, queries from the latent too", policy)
+    yield PolicyCandidate("selective, queries from the latent too", policy)
     done: list[str] = []
     for kind in _ORDER:
         done.append(kind)
         policy = _raised(policy, "full", (kind,))
-        yield Lever(f"full: {', '.join(done)}", policy)
+        yield PolicyCandidate(f"full: {', '.join(done)}", policy)
     if policy.last_layer not in ("full", "full_plus_norms"):
         policy = dataclasses.replace(policy, last_layer="full")
-        yield Lever("full, the last layer too", policy)
+        yield PolicyCandidate("full, the last layer too", policy)
     policy = dataclasses.replace(_raised(policy, "full_plus_norms"), last_layer="full_plus_norms")
-    yield Lever("full, norms too", policy)
+    yield PolicyCandidate("full, norms too", policy)
     if policy.offload == "none":
-        yield Lever("full, what passes between layers in main memory", dataclasses.replace(policy, offload="inputs"))
+        yield PolicyCandidate(
+            "full, what passes between layers in main memory", dataclasses.replace(policy, offload="inputs")
+        )
 
 
 def _raised(policy: CheckpointingPolicy, entry: str, kinds: tuple[str, ...] = KINDS) -> CheckpointingPolicy:

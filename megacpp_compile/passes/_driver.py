@@ -24,8 +24,8 @@ from megacpp_compile.frontend.capture import Captured
 from megacpp_compile.fx.edit import drop_dead
 from megacpp_compile.fx.provenance import module_fqn, source_line
 from megacpp_compile.lowerings._registry import semantic_ops
-from megacpp_compile.passes._rule import GraphView, Match, Pass, Refusal
-from megacpp_compile.report.collector import Miss, Site
+from megacpp_compile.passes._rule import GraphView, Match, MatchFailure, Pass
+from megacpp_compile.report.collector import MissedFusion, Site
 
 
 @functools.cache
@@ -63,7 +63,7 @@ class Outcome:
     for each node that a match was about."""
 
     sites: list[Site]
-    misses: list[Miss]
+    misses: list[MissedFusion]
     counts: dict[str, int]
     seconds: dict[str, float]
     op_nodes: list[Node]
@@ -71,7 +71,7 @@ class Outcome:
 
 
 # (pass, match, the nodes that now carry match.outputs, site) -> why the rewrite must be undone, or None.
-Review = Callable[[Pass, Match, list[Node], Site], Refusal | None]
+Review = Callable[[Pass, Match, list[Node], Site], MatchFailure | None]
 
 
 def run_passes(
@@ -98,10 +98,12 @@ def run_passes(
             except Exception as error:  # a defect of one pass is not to cost the others: nothing was changed yet
                 if config.strict or isinstance(error, MegacppError):
                     raise
-                out.misses.append(Miss(p.name, "", "", "", "internal-error", f"{type(error).__name__}: {error}"[:300]))
+                out.misses.append(
+                    MissedFusion(p.name, "", "", "", "internal-error", f"{type(error).__name__}: {error}"[:300])
+                )
                 candidates = []
             for found in candidates:
-                if isinstance(found, Refusal):
+                if isinstance(found, MatchFailure):
                     out.misses.append(_miss(p, found))
                     continue
                 site = Site(p.name, p.op, module_fqn(found.node), source_line(found.node), "", "")
@@ -130,6 +132,6 @@ def run_passes(
     return out
 
 
-def _miss(p: Pass, refusal: Refusal) -> Miss:
+def _miss(p: Pass, refusal: MatchFailure) -> MissedFusion:
     n = refusal.node
-    return Miss(p.name, module_fqn(n), source_line(n), n.name, refusal.tag, refusal.reason)
+    return MissedFusion(p.name, module_fqn(n), source_line(n), n.name, refusal.tag, refusal.reason)

@@ -13,7 +13,7 @@ from megacpp_compile.fx.provenance import module_fqn
 from megacpp_compile.matchers.moe.experts import Expert, Weight
 from megacpp_compile.matchers.moe.gate_matrix import is_filled
 from megacpp_compile.passes._moe_precision import REASON, decide
-from megacpp_compile.passes._rule import GraphView, Match, Refusal
+from megacpp_compile.passes._rule import GraphView, Match, MatchFailure
 
 aten = torch.ops.aten
 _REPLACED = "megacpp_moe_replaced_by"
@@ -45,7 +45,7 @@ class Routed:
     scaled: bool = False
 
 
-def match(view: GraphView, routed: Routed) -> Match | Refusal:
+def match(view: GraphView, routed: Routed) -> Match | MatchFailure:
     node = routed.node
     weights = [p.weight.tensor for e in routed.experts for p in (*e.ups, e.down)]
     inputs = list(dict.fromkeys([routed.x, routed.indices, routed.gates, *weights]))
@@ -55,12 +55,12 @@ def match(view: GraphView, routed: Routed) -> Match | Refusal:
     for n in inside - {node}:
         outside = next((u for u in n.users if u not in inside and not _of_size(u)), None)
         if outside is not None and not _counts(n):
-            return Refusal(n, "escapes", f"an expert's intermediate value is used elsewhere too ({outside.name})")
+            return MatchFailure(n, "escapes", f"an expert's intermediate value is used elsewhere too ({outside.name})")
         fake = value(n)
         if isinstance(fake, torch.Tensor) and fake.is_floating_point() and view.regions[n] != view.regions[node]:
-            return Refusal(n, "region", "part of it runs under another grad or autocast mode")
+            return MatchFailure(n, "region", "part of it runs under another grad or autocast mode")
     if place(inputs, [node], node, view.regions) is None:
-        return Refusal(node, "region", "a weight is computed under another grad or autocast mode")
+        return MatchFailure(node, "region", "a weight is computed under another grad or autocast mode")
     return Match(node, inputs, [node], lambda: _rewrite(view, routed, inputs, inside))
 
 

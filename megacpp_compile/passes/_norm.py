@@ -9,7 +9,7 @@ from megacpp_compile.fx.edit import Builder, value
 from megacpp_compile.matchers.linear import Linear, match_linear
 from megacpp_compile.matchers.rms_norm import NoNorm, RmsNorm, match_rms_norm
 from megacpp_compile.matchers.views import consumers, is_cast, is_outer_view
-from megacpp_compile.passes._rule import Refusal
+from megacpp_compile.passes._rule import MatchFailure
 
 aten = torch.ops.aten
 
@@ -31,7 +31,7 @@ def norm_before(linear: Linear) -> tuple[Node, RmsNorm | NoNorm | None]:
     return source, match_rms_norm(source)
 
 
-def projections(norm: RmsNorm) -> tuple[list[tuple[Linear, list[Node]]], Refusal | None]:
+def projections(norm: RmsNorm) -> tuple[list[tuple[Linear, list[Node]]], MatchFailure | None]:
     """Every reader of the norm must be a linear, behind views and casts and perhaps a scaling by a number."""
     ups = []
     uses = consumers(norm.node, between)
@@ -50,17 +50,17 @@ def projections(norm: RmsNorm) -> tuple[list[tuple[Linear, list[Node]]], Refusal
             linear = any(match_linear(u) is not None for u, _, _ in uses)
             what = "the normed value is used elsewhere too" if linear else "no linear follows the norm directly"
             at = read if user.op == "output" else user  # the output itself has no place in the source
-            return [], Refusal(at, "escapes" if linear else "no-up", f"{what} ({user.name})")
+            return [], MatchFailure(at, "escapes" if linear else "no-up", f"{what} ({user.name})")
         ups.append((up, chain))
     return ups, None
 
 
-def escaping(norm: RmsNorm) -> Refusal | None:
+def escaping(norm: RmsNorm) -> MatchFailure | None:
     """What else reads a value between a norm's input and its result."""
     for inner in norm.internal - {norm.node}:
         outside = next((u for u in inner.users if u not in norm.internal), None)
         if outside is not None:
-            return Refusal(inner, "escapes", f"an intermediate of the norm is used elsewhere too ({outside.name})")
+            return MatchFailure(inner, "escapes", f"an intermediate of the norm is used elsewhere too ({outside.name})")
     return None
 
 

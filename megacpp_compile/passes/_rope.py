@@ -19,12 +19,12 @@ from megacpp_compile.fx.edit import Builder, move_behind, value
 from megacpp_compile.matchers.rope.heads import Head
 from megacpp_compile.matchers.rope.lanes import Source
 from megacpp_compile.matchers.rope.rotation import Part, Rotation, Table
-from megacpp_compile.passes._rule import GraphView, Refusal
+from megacpp_compile.passes._rule import GraphView, MatchFailure
 
 aten = torch.ops.aten
 
 
-def refusals(view: GraphView, op_name: str) -> list[Refusal]:
+def refusals(view: GraphView, op_name: str) -> list[MatchFailure]:
     """The near misses that belong to `op_name`, judged by what the value would have been: q, k, with plain lanes."""
 
     def owner(role: str, partial: bool) -> str:
@@ -32,7 +32,7 @@ def refusals(view: GraphView, op_name: str) -> list[Refusal]:
             return "rope_qk"
         return "mla_rope_kv" if role == "k" else "mla_rope_q"
 
-    return [Refusal(n.node, n.tag, n.reason) for n in view.heads.near if owner(n.role, n.partial) == op_name]
+    return [MatchFailure(n.node, n.tag, n.reason) for n in view.heads.near if owner(n.role, n.partial) == op_name]
 
 
 def layout(rotation: Rotation) -> tuple[bool, bool, bool]:

@@ -28,7 +28,7 @@ class Match:
 
 
 @dataclasses.dataclass(frozen=True)
-class Refusal:
+class MatchFailure:
     """An idiom nearly found: the first node that differed and why. `tag` is machine-readable."""
 
     node: Node
@@ -46,7 +46,7 @@ class GraphView:
         self.graph, self.fake_mode, self.weights, self.config = graph, fake_mode, weights, config
         self.trained = trained
 
-    def learns(self, node: Node) -> bool:
+    def needs_grad(self, node: Node) -> bool:
         """Whether a gradient flows to or through `node`, as far as operands tell."""
         seen, stack = {node}, [node]
         while stack:
@@ -79,4 +79,4 @@ class Pass(Protocol):
     op: str
     after: tuple[str, ...]
 
-    def find(self, view: GraphView) -> Iterator[Match | Refusal]: ...
+    def find(self, view: GraphView) -> Iterator[Match | MatchFailure]: ...

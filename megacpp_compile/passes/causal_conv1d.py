@@ -20,7 +20,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import Builder, move_behind, place, value
 from megacpp_compile.matchers.causal_conv import CausalConv, NoCausalConv, is_swap, match_causal_conv
-from megacpp_compile.passes._rule import GraphView, Match, Refusal
+from megacpp_compile.passes._rule import GraphView, Match, MatchFailure
 
 aten = torch.ops.aten
 name = "causal_conv1d"
@@ -28,25 +28,25 @@ op = "megacpp::causal_conv1d"
 after: tuple[str, ...] = ()
 
 
-def find(view: GraphView) -> Iterator[Match | Refusal]:
+def find(view: GraphView) -> Iterator[Match | MatchFailure]:
     for node in view.graph.nodes:
         found = match_causal_conv(node)
         if isinstance(found, NoCausalConv):
-            yield Refusal(found.node, found.tag, found.reason)
+            yield MatchFailure(found.node, found.tag, found.reason)
         elif found is not None:
             yield _check(view, found)
 
 
-def _check(view: GraphView, conv: CausalConv) -> Match | Refusal:
+def _check(view: GraphView, conv: CausalConv) -> Match | MatchFailure:
     state = view.regions
     if any(state[n] != state[conv.conv] for n in conv.internal):
-        return Refusal(conv.conv, "region", "part of it runs under another grad or autocast mode")
+        return MatchFailure(conv.conv, "region", "part of it runs under another grad or autocast mode")
     inputs = [n for n in (conv.x, conv.weight, conv.bias) if n is not None]
     outputs = [conv.end]
     if conv.end_time == 2:  # its readers may put time back in front themselves
         outputs += [u for u in conv.end.users if is_swap(u) is conv.end and state[u] == state[conv.conv]]
     if place(inputs, outputs, conv.conv, state) is None:
-        return Refusal(conv.conv, "region", "its inputs are ready only under another grad or autocast mode")
+        return MatchFailure(conv.conv, "region", "its inputs are ready only under another grad or autocast mode")
     inputs = list(dict.fromkeys(inputs))
     return Match(conv.end, inputs, outputs, lambda: _rewrite(view, conv.conv, inputs, outputs))
 

@@ -29,7 +29,7 @@ from megacpp_compile.matchers.linear import Linear, match_linear
 from megacpp_compile.matchers.rms_norm import NoNorm, RmsNorm, match_rms_norm
 from megacpp_compile.matchers.views import consumers, is_cast, is_outer_view, lane_slice, replay
 from megacpp_compile.passes._norm import between, depends, escaping, gain_of, norm_before, projections
-from megacpp_compile.passes._rule import GraphView, Match, Refusal
+from megacpp_compile.passes._rule import GraphView, Match, MatchFailure
 
 aten = torch.ops.aten
 name = "down_norm_up"
@@ -37,7 +37,7 @@ op = "megacpp::down_norm_up"
 after = ("linear",)
 
 
-def find(view: GraphView) -> Iterator[Match | Refusal]:
+def find(view: GraphView) -> Iterator[Match | MatchFailure]:
     done: set[Node] = set()
     seen: set[Node] = set()
     several = dict(_several(view))
@@ -50,7 +50,7 @@ def find(view: GraphView) -> Iterator[Match | Refusal]:
             continue
         if isinstance(norm, NoNorm):
             if _after_projection(source):
-                yield Refusal(norm.node, norm.tag, norm.reason)
+                yield MatchFailure(norm.node, norm.tag, norm.reason)
             continue
         found = several[norm.node] if norm.node in several else _check(view, norm)
         if isinstance(found, Match):
@@ -87,7 +87,7 @@ def _several(view: GraphView) -> Iterator[tuple[Node, Match]]:
             yield from matches
 
 
-def _stranded(view: GraphView, seen: set[Node]) -> Iterator[Refusal]:
+def _stranded(view: GraphView, seen: set[Node]) -> Iterator[MatchFailure]:
     """Norms of a latent that reach their up-projection only through something else."""
     for node in view.graph.nodes:
         if node.target not in (aten.rms_norm.default, aten.rsqrt.default):
@@ -108,7 +108,7 @@ def _stranded(view: GraphView, seen: set[Node]) -> Iterator[Refusal]:
             step = next(iter(step.users))
             if match_linear(step) is not None or any(match_linear(u) is not None for u in step.users):
                 blocker = next(iter(norm.node.users))
-                yield Refusal(blocker, "no-up", f"{blocker.name} stands between the norm and the up-projection")
+                yield MatchFailure(blocker, "no-up", f"{blocker.name} stands between the norm and the up-projection")
                 break
 
 
@@ -148,7 +148,7 @@ def _down(x: Node) -> tuple[Linear, int, int, list[Node]] | None:
     return None if linear is None or not isinstance(size, int) else (linear, start, size, chain)
 
 
-def _check(view: GraphView, norm: RmsNorm, part: tuple[int, int] | None = None) -> Match | Refusal | None:
+def _check(view: GraphView, norm: RmsNorm, part: tuple[int, int] | None = None) -> Match | MatchFailure | None:
     """`part`: the lanes of the down-projection that are this latent's affair; None for all of them."""
     found = _down(norm.x)
     if found is None:
@@ -156,7 +156,7 @@ def _check(view: GraphView, norm: RmsNorm, part: tuple[int, int] | None = None) 
     down, start, size, views = found
     lo, hi = part or (0, down.out_features)
     if start > lo and start + size != hi:
-        return Refusal(norm.x, "latent-place", "the normed lanes lie in the middle of the down-projection")
+        return MatchFailure(norm.x, "latent-place", "the normed lanes lie in the middle of the down-projection")
     ups, refusal = projections(norm)
     if refusal is not None:
         return refusal
@@ -167,24 +167,24 @@ def _check(view: GraphView, norm: RmsNorm, part: tuple[int, int] | None = None) 
         return escape
     dtypes = {value(n).dtype for n in (down.node, *(u.node for u, _ in ups))}
     if len(dtypes) > 1:
-        return Refusal(ups[0][0].node, "dtype", "down- and up-projection run in different dtypes")
+        return MatchFailure(ups[0][0].node, "dtype", "down- and up-projection run in different dtypes")
     rests = _rests(norm, down, start, size, lo, hi)
-    if isinstance(rests, Refusal):
+    if isinstance(rests, MatchFailure):
         return rests
     site = [down.node, *norm.internal, *(u.node for u, _ in ups), *(r for r, _ in rests)]
     for node in site:
         if view.regions[node] != view.regions[down.node]:
-            return Refusal(node, "region", "part of it runs under another grad or autocast mode")
+            return MatchFailure(node, "region", "part of it runs under another grad or autocast mode")
     if (frozen := _frozen(view, down, size, [*norm.gains, *(u.w for u, _ in ups)])) is not None:
         return frozen
     inputs = [down.x, down.w, *([down.b] if down.b is not None else []), *norm.gains]
     inputs += [n for u, _ in ups for n in (u.w, u.b) if n is not None]
     gone = {down.node, *norm.internal}
     if any(depends(i, gone) for i in inputs):
-        return Refusal(norm.node, "feedback", "a weight or gain is computed from the latent itself")
+        return MatchFailure(norm.node, "feedback", "a weight or gain is computed from the latent itself")
     outputs = [u.node for u, _ in ups] + [r for r, _ in rests]
     if place(inputs, outputs, down.node, view.regions) is None:
-        return Refusal(down.node, "region", "a weight is computed under another grad or autocast mode")
+        return MatchFailure(down.node, "region", "a weight is computed under another grad or autocast mode")
     return Match(
         ups[0][0].node,
         list(dict.fromkeys(inputs)),
@@ -193,26 +193,26 @@ def _check(view: GraphView, norm: RmsNorm, part: tuple[int, int] | None = None) 
     )
 
 
-def _frozen(view: GraphView, down: Linear, size: int, behind: list[Node]) -> Refusal | None:
+def _frozen(view: GraphView, down: Linear, size: int, behind: list[Node]) -> MatchFailure | None:
     """Why it would not save memory: no gradient of a weight asks for x, and the latents are narrower."""
-    if not view.trained or view.learns(down.w) or not view.learns(down.x):
+    if not view.trained or view.needs_grad(down.w) or not view.needs_grad(down.x):
         return None
-    latents = size * (2 if any(map(view.learns, behind)) else 1)
+    latents = size * (2 if any(map(view.needs_grad, behind)) else 1)
     x, kept = down.x, False
     while is_outer_view(x) or is_cast(x):
         x = x.args[0]  # type: ignore[assignment]
     for user, read, _ in consumers(x, lambda n: is_outer_view(n) or is_cast(n)):
         linear = match_linear(user)
-        kept = kept or linear is None or linear.x is not read or view.learns(linear.w)
+        kept = kept or linear is None or linear.x is not read or view.needs_grad(linear.w)
     if kept or x.op == "placeholder" or is_attention(x) or not isinstance(n := value(x).shape[-1], int) or n <= latents:
         return None
     reason = f"the down-projection is frozen: {n} lanes of its input would be kept instead of {latents} behind it"
-    return Refusal(down.node, "frozen", reason)
+    return MatchFailure(down.node, "frozen", reason)
 
 
 def _rests(
     norm: RmsNorm, down: Linear, start: int, size: int, first: int, end: int
-) -> list[tuple[Node, list[Node]]] | Refusal:
+) -> list[tuple[Node, list[Node]]] | MatchFailure:
     """[(node, chain from the down-projection)] for every reader of lanes `first` to `end` that are not normed."""
     total = down.out_features
     lo, hi = (first, start) if start > first else (start + size, end)
@@ -229,7 +229,7 @@ def _rests(
                 for item in user.users:
                     cut = lane_slice(item)
                     if cut is None:
-                        return Refusal(user, "escapes", "the down-projection is split along another dimension")
+                        return MatchFailure(user, "escapes", "the down-projection is split along another dimension")
                     stack_or_rest(stack, rests, item, at + cut[1], cut[2], chain, lo, hi)
                 continue
             cut = lane_slice(user)
@@ -239,7 +239,7 @@ def _rests(
                 stack.append((user, at, width, [*chain, user]))
             else:
                 at_node = node if user.op == "output" else user
-                return Refusal(at_node, "escapes", f"the latent is used elsewhere too ({user.name})")
+                return MatchFailure(at_node, "escapes", f"the latent is used elsewhere too ({user.name})")
     return sorted(rests)
 
 

@@ -21,7 +21,7 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import Builder, move_behind, place, same_size, value
 from megacpp_compile.matchers.gated_rms_norm import GatedNorm, gate_nearby, match_gated_norm, same_source
 from megacpp_compile.matchers.rms_norm import NoNorm, RmsNorm, match_rms_norm
-from megacpp_compile.passes._rule import GraphView, Match, Refusal
+from megacpp_compile.passes._rule import GraphView, Match, MatchFailure
 
 aten = torch.ops.aten
 name = "gated_rms_norm"
@@ -34,14 +34,14 @@ _REDUCTIONS = {aten.mean.dim, aten.sum.dim_IntList, aten.rms_norm.default}
 _AROUND = {"gain-shape", "divided", "two-norms", "rounding", "precision"}
 
 
-def find(view: GraphView) -> Iterator[Match | Refusal]:
+def find(view: GraphView) -> Iterator[Match | MatchFailure]:
     seen: set[Node] = set()
     for node in view.graph.nodes:
         norm = match_rms_norm(node) if node.target in _TOPS else None
         if isinstance(norm, NoNorm):
             if norm.tag not in _AROUND and norm.node not in seen and gate_nearby(node):
                 seen.add(norm.node)
-                yield Refusal(norm.node, norm.tag, norm.reason)
+                yield MatchFailure(norm.node, norm.tag, norm.reason)
         elif norm is not None:
             reductions = {n for n in norm.internal if n.target in _REDUCTIONS}
             if not reductions & seen:  # else a product around a norm already met
@@ -51,26 +51,28 @@ def find(view: GraphView) -> Iterator[Match | Refusal]:
                     yield found
 
 
-def _check(view: GraphView, norm: RmsNorm) -> Match | Refusal | None:
+def _check(view: GraphView, norm: RmsNorm) -> Match | MatchFailure | None:
     gated = match_gated_norm(norm)
     if gated is None:
         return None
     if isinstance(gated, NoNorm):
-        return Refusal(gated.node, gated.tag, gated.reason)
+        return MatchFailure(gated.node, gated.tag, gated.reason)
     for n in sorted(gated.internal - {gated.node}):
         outside = next((u for u in n.users if u not in gated.internal), None)
         if outside is not None and not same_source(n, (gated.y, gated.z)):
             at = n if outside.op == "output" else outside
-            return Refusal(at, "escapes", f"an intermediate of the gated norm is used elsewhere too ({outside.name})")
+            return MatchFailure(
+                at, "escapes", f"an intermediate of the gated norm is used elsewhere too ({outside.name})"
+            )
     state = view.regions
     if any(state[n] != state[gated.node] for n in gated.internal if not same_source(n, (gated.y, gated.z))):
-        return Refusal(gated.node, "region", "part of it runs under another grad or autocast mode")
+        return MatchFailure(gated.node, "region", "part of it runs under another grad or autocast mode")
     lanes = _lanes(gated)
     if lanes is None or _sizes(value(gated.node).shape, (gated.y, gated.z)) is None:
-        return Refusal(gated.node, "shape", "operands, gains and result can't be seen as rows of one width")
+        return MatchFailure(gated.node, "shape", "operands, gains and result can't be seen as rows of one width")
     inputs = _inputs(gated)
     if place(inputs, [gated.node], gated.node, state) is None:
-        return Refusal(gated.node, "region", "its inputs are ready only under another grad or autocast mode")
+        return MatchFailure(gated.node, "region", "its inputs are ready only under another grad or autocast mode")
     return Match(gated.node, inputs, [gated.node], lambda: _rewrite(view, norm.node, inputs, lanes))
 
 

@@ -32,7 +32,7 @@ from megacpp_compile.fx.provenance import module_fqn
 from megacpp_compile.lowerings._gemm.float8_support import MULTIPLE, no_block_scales, no_float8
 from megacpp_compile.lowerings._kernels.fp8 import SCALED_LANES
 from megacpp_compile.matchers.linear import Linear, match_linear
-from megacpp_compile.passes._rule import GraphView, Match, Refusal
+from megacpp_compile.passes._rule import GraphView, Match, MatchFailure
 
 name = "linear"
 op = "megacpp::fp8_linear"
@@ -47,7 +47,7 @@ MULTIPLES = {"fp8_current": MULTIPLE, "fp8_block": SCALED_LANES}
 Payloads = dict[tuple[Node, object, object], tuple[Node, Node]]  # (tensor, region, how it is rounded)
 
 
-def find(view: GraphView) -> Iterator[Match | Refusal]:
+def find(view: GraphView) -> Iterator[Match | MatchFailure]:
     plan = view.config.precision
     if plan is None:
         return
@@ -60,25 +60,25 @@ def find(view: GraphView) -> Iterator[Match | Refusal]:
                 yield found
 
 
-def _check(view: GraphView, plan: PrecisionPlan, linear: Linear, payloads: Payloads) -> Match | Refusal | None:
+def _check(view: GraphView, plan: PrecisionPlan, linear: Linear, payloads: Payloads) -> Match | MatchFailure | None:
     node, x = linear.node, value(linear.x)
     rows, k, n = x.numel() // x.shape[-1], x.shape[-1], linear.out_features
     static = all(isinstance(d, int) for d in (rows, k, n))
     shape = (rows if isinstance(rows, int) else None, n, k) if static else None
     decision = plan.decide(module_fqn(node), role_at(node), shape)
     if decision.reason:
-        return Refusal(node, "gate", decision.reason.removeprefix("gate: "))
+        return MatchFailure(node, "gate", decision.reason.removeprefix("gate: "))
     if decision.effective == "bf16":
         return None
     recipe = decision.effective
     if missing := _no_device_for(recipe)(x.device):
-        return Refusal(node, "device", missing)
+        return MatchFailure(node, "device", missing)
     dtype = value(node).dtype
     if dtype not in (torch.bfloat16, torch.float16):
-        return Refusal(node, "dtype", f"computed in {dtype}")
+        return MatchFailure(node, "dtype", f"computed in {dtype}")
     for what, size in (("in features", k), ("out features", n), ("rows", rows)):
         if not statically_known_true(size % MULTIPLES[recipe] == 0):
-            return Refusal(node, "multiple", f"{size} {what}, not known to be a multiple of {MULTIPLES[recipe]}")
+            return MatchFailure(node, "multiple", f"{size} {what}, not known to be a multiple of {MULTIPLES[recipe]}")
     inputs = list(dict.fromkeys(i for i in (linear.x, linear.w, linear.b) if i is not None))
     return Match(node, inputs, [node], lambda: _rewrite(view, linear.node, recipe, payloads))
 

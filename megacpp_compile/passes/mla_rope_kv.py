@@ -19,7 +19,7 @@ from megacpp_compile.fx.edit import Builder, place, value
 from megacpp_compile.matchers.rope.heads import Head
 from megacpp_compile.matchers.views import is_outer_view, lane_slice
 from megacpp_compile.passes import _rope
-from megacpp_compile.passes._rule import GraphView, Match, Refusal
+from megacpp_compile.passes._rule import GraphView, Match, MatchFailure
 from megacpp_compile.passes.mla_rope_q import is_mla_key
 
 aten = torch.ops.aten
@@ -28,14 +28,14 @@ op = "megacpp::mla_rope_kv"
 after = ("mla_rope_q",)
 
 
-def find(view: GraphView) -> Iterator[Match | Refusal]:
+def find(view: GraphView) -> Iterator[Match | MatchFailure]:
     yield from _rope.refusals(view, name)
     for head in view.heads.found:
         if is_mla_key(view, head):
             yield _check(view, head)
 
 
-def _check(view: GraphView, head: Head) -> Match | Refusal:
+def _check(view: GraphView, head: Head) -> Match | MatchFailure:
     rotation = head.rotation
     assert rotation.nope is not None
     values = _values(head)
@@ -44,7 +44,7 @@ def _check(view: GraphView, head: Head) -> Match | Refusal:
     if place(inputs, outputs, head.root, view.regions) is None:
         values, outputs = [], [head.root]  # V's readers can't move: make the keys alone
         if place(inputs, outputs, head.root, view.regions) is None:
-            return Refusal(head.root, *_rope.REGION)
+            return MatchFailure(head.root, *_rope.REGION)
     return Match(head.root, inputs, outputs, lambda: _rewrite(view, head, values, inputs, outputs))
 
 

@@ -20,14 +20,14 @@ from megacpp_compile.fx.edit import Builder, place, value
 from megacpp_compile.matchers.attention import leaves_graph
 from megacpp_compile.matchers.rope.heads import Head, from_projection
 from megacpp_compile.passes import _rope
-from megacpp_compile.passes._rule import GraphView, Match, Refusal
+from megacpp_compile.passes._rule import GraphView, Match, MatchFailure
 
 name = "mla_rope_q"
 op = "megacpp::mla_rope_q"
 after = ("down_norm_up",)
 
 
-def find(view: GraphView) -> Iterator[Match | Refusal]:
+def find(view: GraphView) -> Iterator[Match | MatchFailure]:
     yield from _rope.refusals(view, name)
     for head in view.heads.found:
         if head.kind in ("partial", "separate") and not is_mla_key(view, head):
@@ -75,19 +75,21 @@ def _reads_mla_keys(view: GraphView, head: Head) -> bool:
     return False
 
 
-def _check(view: GraphView, head: Head) -> Match | Refusal | None:
+def _check(view: GraphView, head: Head) -> Match | MatchFailure | None:
     rotation = head.rotation
     if head.role() == "k" and head.kind == "separate":
-        return Refusal(head.root, "own-rope-keys", "every head has a rope key of its own, not one shared row")
+        return MatchFailure(head.root, "own-rope-keys", "every head has a rope key of its own, not one shared row")
     if not _reads_mla_keys(view, head):
         if head.kind == "separate":
-            return Refusal(head.root, "no-mla-keys", "the keys these queries meet are not MLA keys")
+            return MatchFailure(head.root, "no-mla-keys", "the keys these queries meet are not MLA keys")
         return None  # ordinary partial rotary
     if head.kind == "separate" and not all(p and from_projection(p) for p in (rotation.nope, rotation.rope)):
-        return Refusal(head.root, "absorbed", "the unrotated lanes are not a projection's output (absorbed weights)")
+        return MatchFailure(
+            head.root, "absorbed", "the unrotated lanes are not a projection's output (absorbed weights)"
+        )
     inputs = _rope.sources(rotation)
     if place(inputs, [head.root], head.root, view.regions) is None:
-        return Refusal(head.root, *_rope.REGION)
+        return MatchFailure(head.root, *_rope.REGION)
 
     def rewrite() -> tuple[Node, list[Node]]:
         where = place(inputs, [head.root], head.root, view.regions)

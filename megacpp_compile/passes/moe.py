@@ -23,7 +23,7 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.matchers.moe import dense, grouped, loop, sorted_tokens, unread
-from megacpp_compile.passes._rule import GraphView, Match, Refusal
+from megacpp_compile.passes._rule import GraphView, Match, MatchFailure
 
 aten = torch.ops.aten
 _FOUND = (aten.nonzero.default, aten.nonzero_numpy.default, aten.where.default)
@@ -36,15 +36,15 @@ op = "megacpp::moe"
 after: tuple[str, ...] = ()
 
 
-def find(view: GraphView) -> Iterator[Match | Refusal]:
-    found: list[Match | Refusal] = []
+def find(view: GraphView) -> Iterator[Match | MatchFailure]:
+    found: list[Match | MatchFailure] = []
     for way in (loop.find, dense.find, grouped.find, sorted_tokens.find, _hit_lists):
         found += way(view)
     yield from found
     yield from unread.find(view, found, loop.unweighted(view))
 
 
-def _hit_lists(view: GraphView) -> Iterator[Refusal]:
+def _hit_lists(view: GraphView) -> Iterator[MatchFailure]:
     """A list of the experts that were chosen at all: who loops over it breaks the graph, in every iteration."""
     for node in view.graph.nodes:
         if node.target not in _FOUND or len(node.args) != 1:
@@ -55,6 +55,6 @@ def _hit_lists(view: GraphView) -> Iterator[Refusal]:
                 break
             counted = counted or step.target in _COUNTS
             if counted and step.target in (aten.one_hot.default, aten.bincount.default, aten.histc.default):
-                yield Refusal(node, "loop-over-data", _ADVICE)
+                yield MatchFailure(node, "loop-over-data", _ADVICE)
                 break
             step = step.args[0]

@@ -25,7 +25,7 @@ from megacpp_compile.matchers.linear import Linear, match_linear
 from megacpp_compile.matchers.rms_norm import NoNorm, RmsNorm
 from megacpp_compile.matchers.views import consumers, replay
 from megacpp_compile.passes._norm import between, depends, escaping, gain_of, norm_before, projections
-from megacpp_compile.passes._rule import GraphView, Match, Refusal
+from megacpp_compile.passes._rule import GraphView, Match, MatchFailure
 
 aten = torch.ops.aten
 name = "norm_linear"
@@ -35,7 +35,7 @@ after = ("causal_conv1d", "down_norm_up", "gated_rms_norm", "linear", "mla_rope_
 by_default = False
 
 
-def find(view: GraphView) -> Iterator[Match | Refusal]:
+def find(view: GraphView) -> Iterator[Match | MatchFailure]:
     done: set[Node] = set()
     for node in view.graph.nodes:
         linear = match_linear(node)
@@ -43,35 +43,35 @@ def find(view: GraphView) -> Iterator[Match | Refusal]:
             continue
         _, norm = norm_before(linear)
         if isinstance(norm, NoNorm):
-            yield Refusal(norm.node, norm.tag, norm.reason)
+            yield MatchFailure(norm.node, norm.tag, norm.reason)
         elif norm is not None:
             done.update(user for user, _, _ in consumers(norm.node, between))
             yield _check(view, norm)
 
 
-def _check(view: GraphView, norm: RmsNorm) -> Match | Refusal:
+def _check(view: GraphView, norm: RmsNorm) -> Match | MatchFailure:
     if view.config.policy is not None:
-        return Refusal(norm.node, "policy", "under a policy the norm is computed again in backward as it is")
+        return MatchFailure(norm.node, "policy", "under a policy the norm is computed again in backward as it is")
     readers, refusal = projections(norm)
     refusal = refusal or escaping(norm)
     if refusal is not None:
         return refusal
     linears = [linear for linear, _ in readers]
     if value(norm.x).dim() < 2:
-        return Refusal(norm.x, "rank", "a single vector has no tokens")
+        return MatchFailure(norm.x, "rank", "a single vector has no tokens")
     if len({value(n.node).dtype for n in linears}) > 1:
-        return Refusal(linears[0].node, "dtype", "the projections run in different dtypes")
+        return MatchFailure(linears[0].node, "dtype", "the projections run in different dtypes")
     if len({n.b is None for n in linears}) > 1:
-        return Refusal(linears[0].node, "bias", "only some of the projections have a bias")
+        return MatchFailure(linears[0].node, "bias", "only some of the projections have a bias")
     for node in (*norm.internal, *(n.node for n in linears)):
         if view.regions[node] != view.regions[norm.node]:
-            return Refusal(node, "region", "part of it runs under another grad or autocast mode")
+            return MatchFailure(node, "region", "part of it runs under another grad or autocast mode")
     inputs = list(dict.fromkeys([norm.x, *norm.gains, *(w for n in linears for w in (n.w, n.b) if w is not None)]))
     if any(depends(i, norm.internal) for i in inputs if i is not norm.x):
-        return Refusal(norm.node, "feedback", "a weight or gain is computed from the normed value itself")
+        return MatchFailure(norm.node, "feedback", "a weight or gain is computed from the normed value itself")
     outputs = [n.node for n in linears]
     if place(inputs, outputs, norm.node, view.regions) is None:
-        return Refusal(norm.node, "region", "a weight is computed under another grad or autocast mode")
+        return MatchFailure(norm.node, "region", "a weight is computed under another grad or autocast mode")
     return Match(outputs[0], inputs, outputs, lambda: _rewrite(view, norm, readers, inputs))
 
 

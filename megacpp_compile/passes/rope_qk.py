@@ -20,7 +20,7 @@ from megacpp_compile.matchers.attention import leaves_graph
 from megacpp_compile.matchers.rope.heads import Head
 from megacpp_compile.matchers.rope.rotation import Table
 from megacpp_compile.passes import _rope
-from megacpp_compile.passes._rule import GraphView, Match, Refusal
+from megacpp_compile.passes._rule import GraphView, Match, MatchFailure
 from megacpp_compile.passes.mla_rope_q import is_mla_key
 
 name = "rope_qk"
@@ -28,7 +28,7 @@ op = "megacpp::rope_qk"
 after = ("mla_rope_q", "mla_rope_kv")
 
 
-def find(view: GraphView) -> Iterator[Match | Refusal]:
+def find(view: GraphView) -> Iterator[Match | MatchFailure]:
     yield from _rope.refusals(view, name)
     done: set[Node] = set()
     for q in view.heads.found:
@@ -44,7 +44,9 @@ def find(view: GraphView) -> Iterator[Match | Refusal]:
     for head in view.heads.found:
         if head.kind in ("full", "partial") and not head.readers:
             left = "the graph ends before a" if leaves_graph(head.root) else "no"
-            yield Refusal(head.root, "no-scores", f"{left} product of queries and keys that reads what is rotated here")
+            yield MatchFailure(
+                head.root, "no-scores", f"{left} product of queries and keys that reads what is rotated here"
+            )
 
 
 def _same_table(a: Table, b: Table) -> bool:
@@ -52,21 +54,21 @@ def _same_table(a: Table, b: Table) -> bool:
     return same and a.source.node is b.source.node and a.source.part == b.source.part
 
 
-def _check(view: GraphView, q: Head, k: Head) -> Match | Refusal:
+def _check(view: GraphView, q: Head, k: Head) -> Match | MatchFailure:
     a, b = q.rotation, k.rotation
     if not _same_table(a.cos, b.cos) or not _same_table(a.sin, b.sin):
-        return Refusal(k.root, "tables", "queries and keys are rotated by different tables")
+        return MatchFailure(k.root, "tables", "queries and keys are rotated by different tables")
     nope = [r.nope.width if r.nope else 0 for r in (a, b)]
     if _rope.layout(a) != _rope.layout(b) or nope[0] != nope[1] or value(q.root).dtype != value(k.root).dtype:
-        return Refusal(k.root, "layout", "queries and keys are laid out differently")
+        return MatchFailure(k.root, "layout", "queries and keys are laid out differently")
     if value(q.root).dim() != value(k.root).dim() or k.kind not in ("full", "partial"):
-        return Refusal(k.root, "layout", "queries and keys are laid out differently")
+        return MatchFailure(k.root, "layout", "queries and keys are laid out differently")
     if a.cos.source.dims != b.cos.source.dims or a.sin.source.dims != b.sin.source.dims:
-        return Refusal(k.root, "layout", "the tables meet queries and keys in different dimensions")
+        return MatchFailure(k.root, "layout", "the tables meet queries and keys in different dimensions")
     inputs = list(dict.fromkeys(_rope.sources(a) + _rope.sources(b)))
     outputs = [q.root, k.root]
     if place(inputs, outputs, max(outputs), view.regions) is None:
-        return Refusal(max(outputs), *_rope.REGION)
+        return MatchFailure(max(outputs), *_rope.REGION)
 
     def rewrite() -> tuple[Node, list[Node]]:
         where = place(inputs, outputs, max(outputs), view.regions)

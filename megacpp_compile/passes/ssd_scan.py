@@ -23,7 +23,7 @@ from megacpp_compile.fx.edit import Builder, move_behind, place, value
 from megacpp_compile.matchers.ssd.axes import flat, length
 from megacpp_compile.matchers.ssd.chain import joined
 from megacpp_compile.matchers.ssd.scan import Leaf, Scan, find_scans
-from megacpp_compile.passes._rule import GraphView, Match, Refusal
+from megacpp_compile.passes._rule import GraphView, Match, MatchFailure
 
 aten = torch.ops.aten
 name = "ssd_scan"
@@ -34,25 +34,25 @@ LEAST_CHUNK, MOST_CHUNK = 16, 256
 Groups = Sequence[tuple[Any, ...]]
 
 
-def find(view: GraphView) -> Iterator[Match | Refusal]:
+def find(view: GraphView) -> Iterator[Match | MatchFailure]:
     found = list(find_scans(view.graph))
     for scan in joined([f for f in found if isinstance(f, Scan)]):
         yield _check(view, scan)
     for other in found:
         if not isinstance(other, Scan):
-            yield Refusal(other.node, other.tag, other.reason)
+            yield MatchFailure(other.node, other.tag, other.reason)
 
 
-def _check(view: GraphView, scan: Scan) -> Match | Refusal:
+def _check(view: GraphView, scan: Scan) -> Match | MatchFailure:
     root = scan.y.node
     for node in sorted(scan.inside):
         if view.regions[node] != view.regions[root]:
-            return Refusal(node, "region", "part of it runs under another grad or autocast mode")
+            return MatchFailure(node, "region", "part of it runs under another grad or autocast mode")
     operands = (scan.x, scan.dt, scan.A, scan.B, scan.C, scan.D, scan.initial_state)
     inputs = list(dict.fromkeys(leaf.node for leaf in operands if leaf is not None))
     outputs = [leaf.node for leaf in (scan.y, *scan.final_states)]
     if place(inputs, outputs, root, view.regions) is None:
-        return Refusal(root, "region", "its inputs are ready only under another grad or autocast mode")
+        return MatchFailure(root, "region", "its inputs are ready only under another grad or autocast mode")
 
     def rewrite() -> tuple[Node, list[Node]]:
         where = place(inputs, outputs, root, view.regions)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 
-class Places:
+class ModuleTracker:
     """model: whose names count; without one those below the outermost module that runs."""
 
     def __init__(self, model: nn.Module | None = None) -> None:

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from megacpp_compile.errors import DequantisationError
 from megacpp_compile.fx.provenance import module_fqn, source_line
-from megacpp_compile.precision.module_tracker import Places
+from megacpp_compile.precision.module_tracker import ModuleTracker
 from megacpp_compile.precision.wrappers import FP8, found_in, is_wrapper, split
 
 logger = logging.getLogger(__name__)
@@ -200,7 +200,7 @@ class Sentinel(TorchDispatchMode):
         self._bytes = {t.untyped_storage().data_ptr(): t.dtype for t in self._payloads if t.dtype not in FP8}
         self._bytes |= {held.payload.untyped_storage().data_ptr(): held.payload.dtype for held in wrapped}
         self._classes = {type(value) for _, value in named if is_wrapper(value) and hasattr(type(value), "dequantize")}
-        self._places, self._stack = Places(model), contextlib.ExitStack()
+        self._places, self._stack = ModuleTracker(model), contextlib.ExitStack()
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:

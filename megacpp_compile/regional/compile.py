@@ -28,7 +28,7 @@ from megacpp_compile.precision.engine import is_of_transformer_engine
 from megacpp_compile.regional.repeated_blocks import Kind, find_kinds, outside
 from megacpp_compile.report import collector, log
 from megacpp_compile.report.collector import Region
-from megacpp_compile.sharding.pinning import Kin
+from megacpp_compile.sharding.pinning import SiblingParams
 from megacpp_compile.targets import by_torch_tpu, device_types, family
 
 # docs/measurements.md: with this many blocks fewer artifacts outweigh the calls between them.
@@ -83,7 +83,7 @@ def compile(
     _speak_of_fp8_wrapper(model, config)
     kinds = find_kinds(model, [blocks] if isinstance(blocks, str) else blocks)
     whole = None if blocks is not None else _why_whole(model, kinds, whole_below)
-    kinds = [Kind(("",), (model,))] if whole is not None else rules.told_apart(model, kinds, config)
+    kinds = [Kind(("",), (model,))] if whole is not None else rules.split_by_rules(model, kinds, config)
     leftovers = [] if whole is not None else [(fqn, m) for fqn, m in outside(model, kinds)]
     regions = [Region(k.fqns, type(k.modules[0]).__name__, _size(k.modules), "compiled", whole or "") for k in kinds]
     if config.policy is not None and config.policy.peak_gib is not None and len(kinds) > 1:
@@ -106,7 +106,7 @@ def compile(
 
 def compile_kinds(
     model: nn.Module, kinds: Sequence[Kind], regions: Sequence[Region], config: Config, mode: str | None,
-    kernels: Any = None, **settings: Any,
+    inner_compile: Any = None, **settings: Any,
 ) -> None:  # fmt: skip
     """`compile_in_place` for all blocks. What rules tell apart has backends that Dynamo's guards tell apart: nothing
     else about such blocks need differ. settings: of `module.compile`."""
@@ -114,7 +114,7 @@ def compile_kinds(
     backends: dict[tuple[int, bool], Regional] = {}
     for kind in kinds:
         own = rules.config_for(kind, config)
-        backend = backends.setdefault((kind.apart, kind.last), Regional(model, regions, own, mode, kernels))
+        backend = backends.setdefault((kind.apart, kind.last), Regional(model, regions, own, mode, inner_compile))
         for module in kind.modules:
             compile_in_place(module, count, backend=backend, **settings)
 
@@ -189,10 +189,10 @@ class Regional:
     __name__ = "megacpp"
 
     def __init__(
-        self, model: nn.Module, regions: Sequence[Region], config: Config, mode: str | None, kernels: Any = None
+        self, model: nn.Module, regions: Sequence[Region], config: Config, mode: str | None, inner_compile: Any = None
     ) -> None:
         self.model, self.regions, self.config, self.mode = weakref.ref(model), tuple(regions), config, mode
-        self.kernels = kernels
+        self.inner_compile = inner_compile
         self.parts = {fqn: region for region in regions if region.treatment == "compiled" for fqn in region.fqns}
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -201,10 +201,12 @@ class Regional:
         _name_absolutely(gm, roots)
         part = next((p for fqn in roots.values() if (p := self._part(fqn)) is not None), "")
         blocks = len(self.parts[part].fqns) if part else 0
-        kin = self._kin(part) if self.config.sharding is not None else None
-        return compile_frame(gm, example_inputs, self.config, self.mode, part, blocks, self.kernels, kin, True)
+        sibling_params = self._kin(part) if self.config.sharding is not None else None
+        return compile_frame(
+            gm, example_inputs, self.config, self.mode, part, blocks, self.inner_compile, sibling_params, True
+        )
 
-    def _kin(self, part: str) -> Kin:
+    def _kin(self, part: str) -> SiblingParams:
         """Parameter -> (name, parameter) for all blocks like `part`, which run its artifact and are not compiled
         themselves."""
         model = self.model()

@@ -25,7 +25,7 @@ class Kind:
     """Blocks of one structure. fqns: their names in the model, in its order; modules: the blocks themselves.
 
     apart: a number for each of those of one structure that rules by name tell apart; last: whether it is the last
-    block, with an entry of its own in the policy. See `named_rules.told_apart`.
+    block, with an entry of its own in the policy. See `named_rules.split_by_rules`.
     """
 
     fqns: tuple[str, ...]

@@ -19,13 +19,13 @@ from torch.fx import GraphModule, Node
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.provenance import module_fqn
 from megacpp_compile.matchers.recurrences import find_recurrences
-from megacpp_compile.remat.nodes import base_of, is_core, is_depthwise, is_product, name_of
+from megacpp_compile.remat.nodes import base_of, is_core, is_depthwise, is_gemm, name_of
 
 _RECURRENT = re.compile(r"gru|lstm|(^|[^a-z])rnn|recurrent", re.IGNORECASE)
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class BlockRef:
     """`layer`: its FQN, "" for the frame itself; `block`: the FQN of the block, None between blocks; `kind`: one of
     `policy.KINDS`, or "" where none is known."""
 
@@ -34,7 +34,7 @@ class Place:
     kind: str
 
 
-def places(forward: Sequence[Node], patterns: Mapping[str, str]) -> dict[Node, Place]:
+def places(forward: Sequence[Node], patterns: Mapping[str, str]) -> dict[Node, BlockRef]:
     """The place of every forward node. patterns: glob over module names -> kind."""
     fqns: dict[Node, str] = {}
     last = ""
@@ -53,7 +53,7 @@ def places(forward: Sequence[Node], patterns: Mapping[str, str]) -> dict[Node, P
         of[node] = block
         members.setdefault(block, []).append(node)
     kinds = {b: named.get(b) or (kind_of(nodes) if b[1] else "") for b, nodes in members.items()}
-    return {n: Place(b[0], b[1] if kinds[b] else None, kinds[b]) for n, b in of.items()}
+    return {n: BlockRef(b[0], b[1] if kinds[b] else None, kinds[b]) for n, b in of.items()}
 
 
 def _containers(forward: Sequence[Node], fqns: Mapping[Node, str]) -> set[str]:
@@ -97,7 +97,7 @@ def _is_softmax(node: Node, steps: int) -> bool:
     if name == "aten::exp":
         near = [b for a in node.all_input_nodes for b in a.all_input_nodes]
         return any("max" in name_of(n) or "online" in name_of(n) for b in near for n in (b, *b.all_input_nodes))
-    if steps == 0 or is_product(node) or is_core(node):
+    if steps == 0 or is_gemm(node) or is_core(node):
         return False
     return any(_is_softmax(a, steps - 1) for a in node.all_input_nodes)
 
@@ -146,7 +146,7 @@ def kind_of(nodes: Iterable[Node]) -> str:
         return "ablock"
     if any(_RECURRENT.search(t) for n in nodes for t in _types(n)) or _feeds_itself(nodes):
         return "rblock"
-    return "eblock" if any(map(is_product, nodes)) else ""
+    return "eblock" if any(map(is_gemm, nodes)) else ""
 
 
 def _feeds_itself(nodes: Sequence[Node]) -> bool:
@@ -154,7 +154,7 @@ def _feeds_itself(nodes: Sequence[Node]) -> bool:
     behind: dict[Node, frozenset[Node]] = {}  # the weights whose products a node comes from
     for node in nodes:
         own = frozenset().union(*(behind.get(a, frozenset()) for a in node.all_input_nodes))
-        if is_product(node):
+        if is_gemm(node):
             weights = frozenset(b for a in node.all_input_nodes if (b := base_of(a)).op == "placeholder")
             if weights & own:
                 return True

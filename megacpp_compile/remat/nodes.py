@@ -54,7 +54,7 @@ def is_core(node: Node) -> bool:
     return "scaled_dot_product" in name or "flex_attention" in name or name in _CORES
 
 
-def is_product(node: Node) -> bool:
+def is_gemm(node: Node) -> bool:
     """A matrix product, or an op of this package that is made of such."""
     if is_depthwise(node):
         return False

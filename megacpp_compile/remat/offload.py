@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Node
 
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.inductor_pass import source_hash
-from megacpp_compile.remat.kinds import Place
+from megacpp_compile.remat.kinds import BlockRef
 from megacpp_compile.remat.nodes import is_view
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def _(x: Tensor, device: torch.device) -> Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
 
 
-def chosen(plan: Plan, places: Mapping[Node, Place], policy: CheckpointingPolicy) -> list[Node]:
+def chosen(plan: Plan, places: Mapping[Node, BlockRef], policy: CheckpointingPolicy) -> list[Node]:
     """The saved values that `policy` has wait elsewhere. Those of the last layer are read at once and stay."""
     from megacpp_compile.remat.planner import kept_bytes, leaves_layer
 

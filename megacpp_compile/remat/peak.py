@@ -20,7 +20,7 @@ from torch.fx import Node
 
 from megacpp_compile.remat.fusion import Memory, fuse
 from megacpp_compile.remat.joint_graph import backward_nodes, joint
-from megacpp_compile.remat.nodes import base_of, beyond_views, is_core, is_product, is_view, name_of, nbytes
+from megacpp_compile.remat.nodes import base_of, beyond_views, is_core, is_gemm, is_view, name_of, nbytes
 
 if TYPE_CHECKING:
     from megacpp_compile.config.checkpointing import CheckpointingPolicy
@@ -67,7 +67,7 @@ class Peak:
 
 
 @dataclasses.dataclass(frozen=True)
-class Surroundings:
+class StepContext:
     """What a graph shares its device with. `copies`: how many graphs like it run in a step, itself included;
     `given`: bytes allocated when it was compiled, 0 where nothing counts them; `inputs`: which of its `of` inputs are
     activations, by position."""
@@ -96,7 +96,7 @@ class Surroundings:
         return max(self.given, self.copies * own + sum(rounded(n.meta.get("val")) for n in passed))
 
 
-ALONE = Surroundings()
+ALONE = StepContext()
 
 
 class Liveness:
@@ -248,7 +248,7 @@ def _kind(node: Node) -> str:
     name = name_of(node)
     if name in _IN_PLACE:
         return "in place"
-    if is_product(node) or is_core(node) or name in _KERNELS or name.partition("::")[0] not in ("aten", "prims"):
+    if is_gemm(node) or is_core(node) or name in _KERNELS or name.partition("::")[0] not in ("aten", "prims"):
         return "kernel"
     if "scaled_dot_product" in name:
         return "kernel"

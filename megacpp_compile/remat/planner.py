@@ -22,22 +22,22 @@ from torch.utils.checkpoint import CheckpointPolicy as Tag
 from megacpp_compile.config.checkpointing import CheckpointingPolicy
 from megacpp_compile.errors import PeakUnreachableError
 from megacpp_compile.remat import offload
-from megacpp_compile.remat.kinds import Place
+from megacpp_compile.remat.kinds import BlockRef
 from megacpp_compile.remat.nodes import (
     base_of,
     beyond_views,
     is_core,
+    is_gemm,
     is_pinned,
-    is_product,
     is_selection,
     is_view,
     name_of,
     nbytes,
 )
-from megacpp_compile.remat.peak import ALONE, MARGIN, Liveness, Surroundings
+from megacpp_compile.remat.peak import ALONE, MARGIN, Liveness, StepContext
 
 # AGAIN: recompute, and save nothing instead.
-SAVE, RECOMPUTE, FREE, AGAIN = "save", "recompute", "free", "again"
+SAVE, RECOMPUTE, FREE, MUST_RECOMPUTE = "save", "recompute", "free", "again"
 # What is read to compute a value again may hold this many times its bytes.
 _WORTH = 2.5
 _SLIDES = 8
@@ -64,16 +64,16 @@ def kept_bytes(node: Node) -> int:
 def make(
     forward: Sequence[Node],
     needed: Sequence[Node],
-    places: Mapping[Node, Place],
+    places: Mapping[Node, BlockRef],
     policy: CheckpointingPolicy,
     device: str = "cpu",
-    around: Surroundings = ALONE,
+    around: StepContext = ALONE,
 ) -> Plan:
     """forward: call nodes of the forward in order; needed: those that backward nodes read directly.
 
     Raises PeakUnreachableError for a `peak_gib` that no plan meets.
     """
-    wishes = _Wishes(forward, places, policy).of
+    wishes = SaveDecisions(forward, places, policy).of
     if policy.solves():
         from megacpp_compile.remat import solver
 
@@ -102,7 +102,7 @@ def make(
     return settle(forward, needed, wishes)
 
 
-def _fits(plan: Plan, places: Mapping[Node, Place], kind: str | None, allowed: float) -> bool:
+def _fits(plan: Plan, places: Mapping[Node, BlockRef], kind: str | None, allowed: float) -> bool:
     return sum(kept_bytes(n) for n in plan.saved if kind is None or places[n].kind == kind) <= allowed
 
 
@@ -110,7 +110,7 @@ def settle(forward: Sequence[Node], needed: Sequence[Node], wishes: dict[Node, s
     """The wishes carried out, for what `needed` needs."""
     plan = _closure(forward, needed, wishes)
     for _ in range(_SLIDES):
-        moves = {n for n in _slides(plan, set(needed)) if wishes[n] != AGAIN}
+        moves = {n for n in _slides(plan, set(needed)) if wishes[n] != MUST_RECOMPUTE}
         if not moves:
             break
         wishes = {**wishes, **dict.fromkeys(moves, SAVE)}
@@ -126,7 +126,7 @@ def _closure(forward: Sequence[Node], needed: Sequence[Node], wishes: Mapping[No
         wish = wishes.get(node)
         if wish is None:
             continue  # an input of the graph
-        found[RECOMPUTE if wish == AGAIN else wish].add(node)
+        found[RECOMPUTE if wish == MUST_RECOMPUTE else wish].add(node)
         if wish != SAVE:
             new = [a for a in node.all_input_nodes if a not in seen]
             seen.update(new)
@@ -166,10 +166,10 @@ def _readers(node: Node, again: set[Node], free: set[Node], needed: set[Node]) -
     return found
 
 
-class _Wishes:
+class SaveDecisions:
     """`of`: forward node -> SAVE, RECOMPUTE or FREE."""
 
-    def __init__(self, forward: Sequence[Node], places: Mapping[Node, Place], policy: CheckpointingPolicy) -> None:
+    def __init__(self, forward: Sequence[Node], places: Mapping[Node, BlockRef], policy: CheckpointingPolicy) -> None:
         self.places, self.policy, self.inner = places, policy, set(forward)
         layers = list(dict.fromkeys(p.layer for p in places.values() if p.kind and p.layer))
         self.last = layers[-1] if len(layers) > 1 else None
@@ -223,10 +223,10 @@ class _Wishes:
         if node in self.read_by_full and place.kind == "":
             return SAVE
         if entry == "expert_gemm_only":
-            return RECOMPUTE if is_product(node) else SAVE
+            return RECOMPUTE if is_gemm(node) else SAVE
         if is_core(node):
             return SAVE
-        if is_product(node):
+        if is_gemm(node):
             return RECOMPUTE if node in self.upward and entry != "never" else SAVE
         if entry == "conv_bc_only" and self._behind_core(node):
             return SAVE
@@ -240,7 +240,7 @@ class _Wishes:
         return frozenset().union(*(self.leaves[a] for a in node.all_input_nodes if a in self.inner))
 
     def _weight(self, node: Node) -> frozenset[str]:
-        found: set[str] = {self.places[node].layer} if is_product(node) or is_core(node) else set()
+        found: set[str] = {self.places[node].layer} if is_gemm(node) or is_core(node) else set()
         for a in node.all_input_nodes:
             if a in self.inner:
                 found |= self.heavy[a]
@@ -281,7 +281,7 @@ def _sources(node: Node) -> list[Node]:
     return [base_of(a) for a in node.all_input_nodes]
 
 
-def leaves_layer(node: Node, places: Mapping[Node, Place]) -> bool:
+def leaves_layer(node: Node, places: Mapping[Node, BlockRef]) -> bool:
     """Whether another layer reads it."""
     return any(u in places and places[u].layer != places[node].layer for u in beyond_views(node))
 
@@ -293,7 +293,7 @@ def up_projections(forward: Iterable[Node], kv: bool, q: bool) -> set[Node]:
     for node in forward:
         if wanted.get(name_of(node)):
             source = base_of(node.args[0])  # type: ignore[arg-type]
-            if isinstance(source, Node) and is_product(source):
+            if isinstance(source, Node) and is_gemm(source):
                 found.add(source)
     return found
 
@@ -307,6 +307,6 @@ def choices(forward: Iterable[Node]) -> set[Node]:
         if node.op != "call_function" or node in found:
             continue
         found.add(node)
-        if not is_product(node) and not is_core(node):
+        if not is_gemm(node) and not is_core(node):
             todo.extend(node.all_input_nodes)
     return {n for n in found if not is_view(n)}

@@ -22,9 +22,9 @@ from torch.fx import Node
 
 from megacpp_compile.fx.provenance import module_fqn
 from megacpp_compile.remat import costs
-from megacpp_compile.remat.kinds import Place
+from megacpp_compile.remat.kinds import BlockRef
 from megacpp_compile.remat.nodes import base_of, is_pinned
-from megacpp_compile.remat.planner import AGAIN, Plan, choices, kept_bytes, leaves_layer, settle
+from megacpp_compile.remat.planner import MUST_RECOMPUTE, Plan, choices, kept_bytes, leaves_layer, settle
 
 _CHAIN = 8
 
@@ -32,7 +32,7 @@ _CHAIN = 8
 def solve(
     forward: Sequence[Node],
     needed: Sequence[Node],
-    places: Mapping[Node, Place],
+    places: Mapping[Node, BlockRef],
     wishes: dict[Node, str],
     kind: str | None,
     fits: Callable[[Plan], bool],
@@ -109,7 +109,7 @@ def _pull(
     here = set(plan.saved)
     trial, found = plan, [node]
     for _ in range(_CHAIN):
-        wishes = {**wishes, **dict.fromkeys(_with_parts(found), AGAIN)}
+        wishes = {**wishes, **dict.fromkeys(_with_parts(found), MUST_RECOMPUTE)}
         trial = settle(forward, needed, wishes)
         if trial.saved_bytes() < plan.saved_bytes():
             break
@@ -119,7 +119,9 @@ def _pull(
     return wishes, trial
 
 
-def read_bytes(needed: Sequence[Node], forward: Sequence[Node], places: Mapping[Node, Place], kind: str | None) -> int:
+def read_bytes(
+    needed: Sequence[Node], forward: Sequence[Node], places: Mapping[Node, BlockRef], kind: str | None
+) -> int:
     """What backward reads of the forward: the bytes kept if nothing at all was computed again."""
     inner = set(forward)
     bases = dict.fromkeys(b for n in needed if (b := base_of(n, through_items=False)) in inner)

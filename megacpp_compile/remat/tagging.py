@@ -19,21 +19,21 @@ from megacpp_compile.fx.inductor_pass import GraphPass
 from megacpp_compile.remat import costs, latents, offload, overwritten
 from megacpp_compile.remat import planner as planning
 from megacpp_compile.remat.joint_graph import joint
-from megacpp_compile.remat.kinds import Place, places
+from megacpp_compile.remat.kinds import BlockRef, places
 from megacpp_compile.remat.nodes import base_of, is_view
-from megacpp_compile.remat.peak import ALONE, Liveness, Surroundings
+from megacpp_compile.remat.peak import ALONE, Liveness, StepContext
 
 # One region for the whole graph: torch would save what lies on the border of two.
 _REGION = 1 << 19
 
 # Told the plan, where the nodes are, and the plan's predicted peak, see `report.Frame`.
-Tell = Callable[[planning.Plan, dict[Node, Place], dict[str, Any]], None]
+OnPlan = Callable[[planning.Plan, dict[Node, BlockRef], dict[str, Any]], None]
 
 
 class TagForRemat(GraphPass):
     """Tag forward nodes MUST_SAVE or MUST_RECOMPUTE as `policy` has it.
 
-    tell: given what was decided; not called where the compiled code comes from a cache.
+    on_plan: given what was decided; not called where the compiled code comes from a cache.
     around: what the graph shares the device with; it counts for a limit on the peak alone.
     """
 
@@ -42,10 +42,16 @@ class TagForRemat(GraphPass):
         policy: CheckpointingPolicy,
         block_kinds: dict[str, str],
         before: Any = None,
-        tell: Tell | None = None,
-        around: Surroundings = ALONE,
+        on_plan: OnPlan | None = None,
+        around: StepContext = ALONE,
     ) -> None:
-        self.policy, self.block_kinds, self.before, self.tell, self.around = policy, block_kinds, before, tell, around
+        self.policy, self.block_kinds, self.before, self.on_plan, self.around = (
+            policy,
+            block_kinds,
+            before,
+            on_plan,
+            around,
+        )
 
     def run(self, graph: fx.Graph) -> None:
         forward, needed = joint(graph)
@@ -56,7 +62,7 @@ class TagForRemat(GraphPass):
         where = places(forward, self.block_kinds)
         plan = planning.make(forward, needed, where, self.policy, _device(forward), self.around)
         away = offload.chosen(plan, where, self.policy)
-        found = predicted(graph, plan, away, self.policy, self.around) if self.tell is not None else {}
+        found = predicted(graph, plan, away, self.policy, self.around) if self.on_plan is not None else {}
         added = latents.pass_on(graph, plan.recomputed)
         for node in [*plan.saved, *kept]:
             if isinstance(node.meta.get("val"), (torch.Tensor, tuple, list)):
@@ -65,8 +71,8 @@ class TagForRemat(GraphPass):
             node.meta[offload.MARK] = True
         for node in [*plan.recomputed, *added]:
             node.meta["recompute"], node.meta["ac_graph_id"] = Tag.MUST_RECOMPUTE, _REGION
-        if self.tell is not None:
-            self.tell(plan, where, found)
+        if self.on_plan is not None:
+            self.on_plan(plan, where, found)
 
     def key(self) -> tuple[Any, ...]:
         around = repr(self.around) if self.policy.peak_gib is not None or self.policy.offload != "none" else ""
@@ -77,7 +83,7 @@ class TagForRemat(GraphPass):
 
 
 def predicted(
-    graph: fx.Graph, plan: planning.Plan, away: list[Node], policy: CheckpointingPolicy, around: Surroundings
+    graph: fx.Graph, plan: planning.Plan, away: list[Node], policy: CheckpointingPolicy, around: StepContext
 ) -> dict[str, Any]:
     """Bytes at the peak of a step, see `report.Frame.peak`."""
     found, before = Liveness(graph)(plan, set(away)), around.before(graph)
@@ -104,7 +110,9 @@ def recompute_views(graph: fx.Graph, and_of: frozenset[Any] = frozenset()) -> No
             node.meta["recompute"] = Tag.MUST_SAVE
 
 
-def describe(plan: planning.Plan, where: dict[Node, Place], policy: CheckpointingPolicy) -> dict[str, dict[str, Any]]:
+def describe(
+    plan: planning.Plan, where: dict[Node, BlockRef], policy: CheckpointingPolicy
+) -> dict[str, dict[str, Any]]:
     """The plan in numbers, by kind of block; "" for what lies between blocks. See `report.Frame.remat`."""
     found: dict[str, dict[str, Any]] = {}
     blocks: dict[str, set[tuple[str, str | None]]] = {}

@@ -17,13 +17,13 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megacpp_compile.errors import ReportFormatError
-from megacpp_compile.report.records import Frame, Miss, Precision, Region, Site, lock
+from megacpp_compile.report.records import Frame, MissedFusion, Precision, Region, Site, lock
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "Frame", "Miss", "Precision", "Region", "Report", "Site", "active", "aside", "bytes_text", "emit_estimate",
+    "Frame", "MissedFusion", "Precision", "Region", "Report", "Site", "active", "aside", "bytes_text", "emit_estimate",
     "emit_frame", "emit_regions", "plain", "plural", "record",
 ]  # fmt: skip
 
@@ -50,7 +50,7 @@ class Report:
     known_passes: tuple[str, ...] = ()
     frames: list[Frame] = field(default_factory=list)
     sites: list[Site] = field(default_factory=list)
-    misses: list[Miss] = field(default_factory=list)
+    misses: list[MissedFusion] = field(default_factory=list)
     regions: list[Region] = field(default_factory=list)
     estimate: dict[str, Any] | None = None
     measured_peak: int | None = None
@@ -68,7 +68,7 @@ class Report:
                 counts[site.pass_name] += 1
         return dict(counts)
 
-    def add(self, frame: Frame, sites: Iterable[Site] = (), misses: Iterable[Miss] = ()) -> None:
+    def add(self, frame: Frame, sites: Iterable[Site] = (), misses: Iterable[MissedFusion] = ()) -> None:
         """Append copies numbered for this report; a later `Site.set_saved` reaches the copy."""
         with lock:
             index = len(self.frames)
@@ -108,7 +108,7 @@ class Report:
                 tuple(data["known_passes"]),
                 [_from_plain(Frame, item) for item in data["frames"]],
                 [_from_plain(Site, item) for item in data["sites"]],
-                [_from_plain(Miss, item) for item in data["misses"]],
+                [_from_plain(MissedFusion, item) for item in data["misses"]],
                 [Region(**{**item, "fqns": tuple(item["fqns"])}) for item in data.get("regions", ())],
                 data.get("estimate"),
                 data.get("measured_peak"),
@@ -202,7 +202,7 @@ def active() -> bool:
     return bool(_open_reports)
 
 
-def emit_frame(frame: Frame, sites: Sequence[Site] = (), misses: Sequence[Miss] = ()) -> None:
+def emit_frame(frame: Frame, sites: Sequence[Site] = (), misses: Sequence[MissedFusion] = ()) -> None:
     """Add a compiled frame to every open report; does nothing when there is none."""
     with lock:
         for report in _open_reports:
@@ -243,7 +243,7 @@ def plain(item: Any) -> dict[str, Any]:
     return {"pass" if name == "pass_name" else name: v for name, v in values.items()}
 
 
-Item = TypeVar("Item", Site, Miss, Frame)
+Item = TypeVar("Item", Site, MissedFusion, Frame)
 
 
 def _from_plain(cls: type[Item], values: dict[str, Any]) -> Item:

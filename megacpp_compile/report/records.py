@@ -50,7 +50,7 @@ class Site:
 
 
 @dataclass(slots=True)
-class Miss:
+class MissedFusion:
     """A place that came near a pattern and was refused.
 
     Attributes:

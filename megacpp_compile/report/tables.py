@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from megacpp_compile.report.collector import Miss, Precision, Report, Site, bytes_text, plain
+from megacpp_compile.report.collector import MissedFusion, Precision, Report, Site, bytes_text, plain
 from megacpp_compile.sharding.pinning import Pinned
 
 
@@ -169,7 +169,7 @@ def _times(text: str, count: int) -> str:
     return f"{text or '(the frame itself)'} ×{count}" if count > 1 else text or "(the frame itself)"
 
 
-Member = TypeVar("Member", Site, Miss, Precision, Pinned)
+Member = TypeVar("Member", Site, MissedFusion, Precision, Pinned)
 
 
 def _grouped(items: Sequence[Member]) -> Iterator[tuple[str, Member, int]]:

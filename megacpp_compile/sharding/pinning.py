@@ -21,7 +21,7 @@ from megacpp_compile.config.sharding import ShardingPlan, Spec, text
 from megacpp_compile.errors import ShardingError
 from megacpp_compile.fx.provenance import input_name
 
-Kin = Callable[[torch.Tensor], Sequence[tuple[str, torch.Tensor]]]
+SiblingParams = Callable[[torch.Tensor], Sequence[tuple[str, torch.Tensor]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,15 +87,15 @@ def pin_model(plan: ShardingPlan, model: nn.Module) -> tuple[Pinned, ...]:
 
 def pin_frame(
     plan: ShardingPlan, gm: GraphModule, inputs: Sequence[Any], ops: Iterable[tuple[str, Node]], whole: bool,
-    kin: Kin | None = None,
+    sibling_params: SiblingParams | None = None,
 ) -> tuple[tuple[Pinned, ...], dict[int, Spec]]:  # fmt: skip
     """Pin the parameters a frame takes: those of its fused ops, and those that a rule means. Returns what was pinned,
     and number of a placeholder -> spec.
 
     gm, inputs: Dynamo's graph, whose placeholders have the names, and what it is called with. ops: (pass, node) of each
     op put in place, in a graph with placeholders of the same order. whole: whether the frame is all that is compiled,
-    so that a rule without a hit is an error, and not about another frame. kin: parameter -> (name in the model,
-    parameter) of it and of those in its place in other blocks, where one artifact serves several.
+    so that a rule without a hit is an error, and not about another frame. sibling_params: parameter -> (name in the
+    model, parameter) of it and of those in its place in other blocks, where one artifact serves several.
     """
     holders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     names = {
@@ -110,7 +110,7 @@ def pin_frame(
     own = {}
     for i, name in names.items():
         by = ", ".join(dict.fromkeys(readers.get(i, ())))
-        same = kin(inputs[i]) if kin is not None else [(name, inputs[i])]
+        same = sibling_params(inputs[i]) if sibling_params is not None else [(name, inputs[i])]
         own[i] = next((fqn for fqn, parameter in same if parameter is inputs[i]), name)
         found |= {fqn: (parameter, by) for fqn, parameter in same}
     pinned = _pin_named(plan, ((fqn, p, by) for fqn, (p, by) in found.items()))

@@ -328,5 +328,5 @@ def test_a_measured_choice_is_found_again(hopper, tmp_path):
 @pytest.mark.parametrize(("target", "on", "products"), [("cuda", True, 1), ("cuda", False, 2), ("cpu", True, 2)])
 def test_merge_down_is_asked_for_and_for_cuda(target, on, products):
     gm = make_fx(lambda x, v, w: (x @ v, x @ w), tracing_mode="fake")(*(torch.randn(4, 4) for _ in range(3)))
-    LowerSemanticOps(target, Config(merge_down=on))(gm.graph)
+    LowerSemanticOps(target, Config(fuse_shared_input_gemms=on))(gm.graph)
     assert len(gm.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)) == products

@@ -13,7 +13,7 @@ from megacpp_compile.config.checkpointing import CheckpointingPolicy
 from megacpp_compile.config.options import Config
 from megacpp_compile.config.precision import PrecisionPlan
 from megacpp_compile.config.sharding import ShardingPlan
-from megacpp_compile.report.collector import Miss
+from megacpp_compile.report.collector import MissedFusion
 
 PASSES = ("down_norm_up", "mla_rope_q", "mla_rope_kv")
 
@@ -26,7 +26,7 @@ def test_defaults():
     config = read()
     assert config == Config()
     assert (config.disable, config.strict, config.verify, config.target) == ((), False, "off", "auto")
-    assert (config.keep_latents, config.merge_down, config.tune_products, config.autotune) == ("auto", False, True, False)
+    assert (config.keep_latents, config.fuse_shared_input_gemms, config.autotune_gemms, config.autotune) == ("auto", False, True, False)
     assert dict(config.passes) == dict(config.require) == dict(config.inductor) == {}
     assert all(config.enabled(name) for name in PASSES)
 
@@ -46,8 +46,8 @@ def test_every_field_is_read():
         "target": "cuda",
         "explain": True,
         "keep_latents": True,
-        "merge_down": True,
-        "tune_products": False,
+        "fuse_shared_input_gemms": True,
+        "autotune_gemms": False,
         "autotune": True,
         "policy": CheckpointingPolicy("full").to_dict(),
         "block_kinds": {"layers.*.mixer": "mblock"},
@@ -122,7 +122,7 @@ def test_unknown_pass_names_the_closest_the_option_and_all(options):
         ({"strict": 1}, "option strict: got 1 (int), wanted True or False"),
         ({"explain": "yes"}, "option explain: got 'yes' (str), wanted True or False"),
         ({"keep_latents": 1}, "option keep_latents: got 1 (int), wanted True, False or 'auto'"),
-        ({"merge_down": None}, "option merge_down: got None (NoneType), wanted True or False"),
+        ({"fuse_shared_input_gemms": None}, "option fuse_shared_input_gemms: got None (NoneType), wanted True or False"),
         ({"autotune": "max"}, "option autotune: got 'max' (str), wanted True or False"),
         ({"autotune": [True]}, "option autotune: got [True] (list), wanted True or False"),
         ({"passes": {"mla_rope_q": 1}}, "option passes['mla_rope_q']: got 1 (int), wanted True or False"),
@@ -249,8 +249,8 @@ def test_every_field_but_explain_is_in_the_cache_key():
         Config(verify="each"),
         Config(target="cpu"),
         Config(keep_latents=True),
-        Config(merge_down=True),
-        Config(tune_products=False),
+        Config(fuse_shared_input_gemms=True),
+        Config(autotune_gemms=False),
         Config(autotune=True),
         Config(inductor={"a": True}),
         Config(inductor={"a": 1}),
@@ -295,7 +295,7 @@ def test_copies_are_equal():
 
 def test_requirement_error_lists_where_it_nearly_fired():
     misses = [
-        Miss("mla_rope_q", f"layers.{i}.attn", "m.py:4, in forward: `q`", f"cat_{i}", "escapes", "q is also returned")
+        MissedFusion("mla_rope_q", f"layers.{i}.attn", "m.py:4, in forward: `q`", f"cat_{i}", "escapes", "q is also returned")
         for i in range(10)
     ]
     error = errors.RequirementError("mla_rope_q", 27, 17, misses)

@@ -19,7 +19,6 @@ from megacpp_compile.config.options import Config
 from megacpp_compile.config.roles import role_of
 from megacpp_compile.errors import BadOptionError, ManifestError, PlanMismatchError, RuleWithoutHitError
 from tests.precision import models
-from tests.precision.conftest import stand_in  # noqa: F401  a fixture
 
 WIDE = (None, 8192, 8192)
 
@@ -256,22 +255,6 @@ def test_a_rule_without_a_hit_is_an_error():
     with pytest.raises(RuleWithoutHitError, match="mlp.gat'"):
         PrecisionPlan({"*.mlp.gat": "bf16"}).assert_plan(models.model())
     PrecisionPlan({"*.mlp.gate": "bf16", "wte": "bf16"}).assert_plan(models.model())
-
-
-def test_the_gate_can_be_measured(stand_in, no_kernels):
-    from benchmarks.fp8_gate import HEADERS, main, measure
-
-    recipes = sorted(fp8_gain.RATES)
-    rows = list(measure([(16, 32, 16)], recipes, torch.device("cpu"), torch.float32, "cuda", 1, 1.0))
-    assert [len(row) for row in rows] == [len(HEADERS)] * 3
-    assert [row[3] for row in rows] == recipes and all(row[4] > 0 and row[5] > 0 for row in rows)
-    assert {row[-1] for row in rows} == {"bf16"}
-    with pytest.raises(RuntimeError, match="cpu has no float8 products"):  # and no figure of something else
-        next(measure([(16, 32, 16)], ["fp8_current"], torch.device("cpu"), torch.bfloat16, turns=1, compiled=True))
-    if not torch.cuda.is_available():
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("megacpp_compile.precision.engine.load", lambda: (None, "no CUDA device"))
-            assert main([]) == 1
 
 
 def test_gate_of_experts():

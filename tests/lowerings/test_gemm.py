@@ -19,7 +19,7 @@ from torch.library import opcheck
 from megacpp_compile.backends import inductor
 from megacpp_compile.config.options import Config
 from megacpp_compile.lowerings._gemm import autotune, cublaslt
-from megacpp_compile.lowerings._gemm.autotune import TuneProducts
+from megacpp_compile.lowerings._gemm.autotune import AutotuneGemms
 from megacpp_compile.lowerings._gemm.shared_input import MAX_WIDTH, merge
 
 aten = torch.ops.aten
@@ -245,7 +245,7 @@ def test_which_products_are_tuned(gaining, a, b, kinds, worth):
     with FakeTensorMode():
         gm = make_fx(torch.mm)(*asked(a, b, **kinds))
         lowered = make_fx(autotune.mm)(*asked(a, b, **kinds))
-    TuneProducts()(gm.graph)
+    AutotuneGemms()(gm.graph)
     for graph in (gm.graph, lowered.graph):
         (node,) = [n for n in graph.nodes if n.op == "call_function" and n.target is not aten.t.default]
         assert node.target is (torch.ops.megacpp.tuned_mm.default if worth else aten.mm.default)
@@ -258,7 +258,7 @@ def test_what_gains_nothing_stays(monkeypatch):
     with FakeTensorMode():
         for function in (torch.mm, autotune.mm):
             gm = make_fx(function)(*asked((BIG, 512), (512, BIG)))
-            TuneProducts()(gm.graph)
+            AutotuneGemms()(gm.graph)
             assert products(gm.graph) == 1
 
 
@@ -268,7 +268,7 @@ def test_symbolic_sizes_are_inductors(gaining):
     a, b = (mode.from_tensor(t) for t in operands(64, 32, 64))
     assert all(isinstance(n, torch.SymInt) for n in a.shape)
     gm = make_fx(torch.mm)(a, b)
-    TuneProducts()(gm.graph)
+    AutotuneGemms()(gm.graph)
     assert products(gm.graph) == 1
 
 
@@ -277,7 +277,7 @@ def test_max_autotune_has_its_own_choice(gaining, option):
     with FakeTensorMode():
         gm = make_fx(torch.mm)(*asked((BIG, 512), (512, BIG)))
         with inductor_config.patch({option: True}):
-            TuneProducts()(gm.graph)
+            AutotuneGemms()(gm.graph)
             lowered = make_fx(autotune.mm)(*asked((BIG, 512), (512, BIG)))
     assert products(gm.graph) == products(lowered.graph) == 1
 
@@ -287,7 +287,7 @@ def test_what_is_concatenated_stays(gaining):
     with FakeTensorMode():
         a, b = asked((BIG, 512), (512, BIG))
         gm = make_fx(lambda a, b: torch.cat((a @ b, a @ b), 1))(a, b)
-    TuneProducts()(gm.graph)
+    AutotuneGemms()(gm.graph)
     assert products(gm.graph) == 2
 
 
@@ -307,7 +307,7 @@ def test_tuned_products_compile(gaining, monkeypatch):
     given = torch.randn(32, 64, dtype=torch.bfloat16), torch.randn(48, 64, dtype=torch.bfloat16)
     graphs: list[fx.Graph] = []
 
-    class Spy(TuneProducts):
+    class Spy(AutotuneGemms):
         def run(self, graph):
             super().run(graph)
             graphs.append(graph)
@@ -355,9 +355,9 @@ def test_tuning_is_an_option_and_for_cuda(on):
     seen: list[str] = []
     given = {"post_grad_custom_post_pass": lambda graph: seen.append("the user's")}
     for target in ("cpu", "cuda"):
-        gave = inductor.products(inductor.Settings(target, Config(tune_products=on), given))
+        gave = inductor.products(inductor.Settings(target, Config(autotune_gemms=on), given))
         if on and target == "cuda":
-            assert isinstance(gave["post_grad_custom_post_pass"], TuneProducts)
+            assert isinstance(gave["post_grad_custom_post_pass"], AutotuneGemms)
             gave["post_grad_custom_post_pass"](fx.Graph())
             assert seen == ["the user's"]
         else:

@@ -8,7 +8,7 @@ import pytest
 
 from megacpp_compile.config.checkpointing import KINDS, CheckpointingPolicy
 from megacpp_compile.errors import BadOptionError
-from megacpp_compile.remat.peak import Surroundings
+from megacpp_compile.remat.peak import StepContext
 from megacpp_compile.remat.tagging import TagForRemat
 
 
@@ -61,7 +61,7 @@ def test_the_pass_keys_caches_by_policy_and_kinds():
     ]
     assert len({repr(p.uuid()) for p in made}) == 4
     # What else is on the device counts for a limit, and for nothing else.
-    around = [TagForRemat(p, {}, around=Surroundings(given=n)) for p in (one, limited) for n in (0, 1)]
+    around = [TagForRemat(p, {}, around=StepContext(given=n)) for p in (one, limited) for n in (0, 1)]
     assert len({repr(p.uuid()) for p in around}) == 3
     told = TagForRemat(one, {}, None, lambda plan, where, peak: None)
     assert pickle.loads(pickle.dumps(told)).uuid() == told.uuid() == made[0].uuid()

@@ -39,7 +39,7 @@ class Plans(CustomGraphPass):
         # The lowest promise is a margin above the lowest prediction.
         self.limits = [most + (least * 1.05 - most) * i / 7 for i in range(8)]
         self.met = [live(planner.make(forward, needed, where, limited(limit))) for limit in self.limits]
-        self.copies = planner.make(forward, needed, where, limited(1.5 * most), around=peak.Surroundings(copies=2))
+        self.copies = planner.make(forward, needed, where, limited(1.5 * most), around=peak.StepContext(copies=2))
         try:
             planner.make(forward, needed, where, limited(least / 2))
         except PeakUnreachableError as error:

@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from megacpp_compile.errors import ReportFormatError
-from megacpp_compile.report.collector import Frame, Miss, Report, Site, active, bytes_text, emit_frame, record
+from megacpp_compile.report.collector import Frame, MissedFusion, Report, Site, active, bytes_text, emit_frame, record
 
 SOURCE = "modeling.py:123, in forward: `k = self.kv_b(self.norm(x[:, [0]]))`"
 
@@ -27,7 +27,7 @@ def site(fqn="layers.0.self_attn", **changes):
 
 
 def miss(fqn="layers.0.self_attn", node="cat_3"):
-    return Miss("mla_rope_q", fqn, "modeling.py:9", node, "intermediate_escapes", "the rotated query is also returned")
+    return MissedFusion("mla_rope_q", fqn, "modeling.py:9", node, "intermediate_escapes", "the rotated query is also returned")
 
 
 @pytest.fixture(params=["rich", "plain"])

@@ -63,7 +63,7 @@ def test_a_copy_is_saved_once(xla):
             graphs.append(graph)
             return make_boxed_func(graph.forward)
 
-        return openxla.to_openxla(gm, inputs, Settings("tpu", Config(), {}, kernels=keep))
+        return openxla.to_openxla(gm, inputs, Settings("tpu", Config(), {}, inner_compile=keep))
 
     def function(x):
         a = torch.softmax(x, -1)

@@ -2,7 +2,7 @@
 
 Inductor hands a product to `torch.mm`, which takes the first kernel cuBLASLt's heuristic names. On an H200 a later one
 is 5 to 15 % faster for many products that a linear's forward and its input's gradient make; for the gradients of
-weights, which sum over tokens, the first is as good as any. `TuneProducts` tries the large products of a partitioned
+weights, which sum over tokens, the first is as good as any. `AutotuneGemms` tries the large products of a partitioned
 graph, behind Inductor's own patterns, and puts this op where a candidate gains more than a call from Python costs.
 Bits are `torch.mm`'s: see `cublaslt`.
 """
@@ -39,7 +39,7 @@ def _(a, b):  # type: ignore[no-untyped-def]
     return a.new_empty((a.shape[0], b.shape[1]))
 
 
-class TuneProducts(GraphPass):
+class AutotuneGemms(GraphPass):
     """Large products of a partitioned graph for CUDA become this op. Inductor's `max_autotune` has its own choice."""
 
     def __init__(self, before: Any = None) -> None:
@@ -58,7 +58,7 @@ class TuneProducts(GraphPass):
         return ()
 
     def __reduce__(self) -> Any:
-        return TuneProducts, (self.before,)
+        return AutotuneGemms, (self.before,)
 
 
 def mm(a: Tensor, b: Tensor) -> Tensor:

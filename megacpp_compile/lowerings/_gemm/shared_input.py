@@ -1,4 +1,4 @@
-"""`merge_down`: products that share an operand as one product, forward and backward.
+"""`fuse_shared_input_gemms`: products that share an operand as one product, forward and backward.
 
 MLA multiplies one input by two down-projections. Their weights side by side give one GEMM with a wider result; in
 backward, the sum `g1 @ W1 + g2 @ W2` is one GEMM over `[g1 | g2]`, and the weight gradients are one GEMM as well. What

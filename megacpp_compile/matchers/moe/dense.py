@@ -17,7 +17,7 @@ from megacpp_compile.matchers.moe.experts import Expert, NoExpert, agree, linear
 from megacpp_compile.matchers.moe.gate_matrix import is_filled, match_chosen, match_chosen_gate, match_column
 from megacpp_compile.matchers.views import is_cast
 from megacpp_compile.passes._moe_rewrite import Routed, match
-from megacpp_compile.passes._rule import GraphView, Match, Refusal
+from megacpp_compile.passes._rule import GraphView, Match, MatchFailure
 
 aten = torch.ops.aten
 
@@ -32,7 +32,7 @@ class Share:
     out: Node
 
 
-def find(view: GraphView) -> Iterator[Match | Refusal]:
+def find(view: GraphView) -> Iterator[Match | MatchFailure]:
     shares: dict[Node, Share] = {}
     sums: dict[Node, tuple[Node | None, list[Share]]] = {}  # what was added to, None for nothing
     for node in view.graph.nodes:
@@ -81,58 +81,65 @@ def _share(node: Node) -> Share | None:
     return None
 
 
-def _check(view: GraphView, node: Node, base: Node | None, shares: list[Share]) -> Match | Refusal | None:
+def _check(view: GraphView, node: Node, base: Node | None, shares: list[Share]) -> Match | MatchFailure | None:
     matrix = shares[0].matrix
     if match_expert(shares[0].out, linear_product) is None:
         return None  # some other sum of products
     for share in shares:
         if share.matrix != matrix:
-            return Refusal(share.node, "gates", "experts are weighted by different gates")
+            return MatchFailure(share.node, "gates", "experts are weighted by different gates")
     by_number = {share.expert: share for share in shares}
     first = 0 if isinstance(matrix, Node) else min(by_number)
     gaps = sorted(by_number) != list(range(first, first + len(shares)))
     if gaps or isinstance(matrix, Node) and not same_size(value(matrix).shape[-1], len(shares)):
-        return Refusal(node, "gaps", "not every column of the gates weights one expert")
+        return MatchFailure(node, "gaps", "not every column of the gates weights one expert")
     found = all_experts([by_number[first + e].out for e in range(len(shares))])
-    if found is None or isinstance(found, Refusal):
+    if found is None or isinstance(found, MatchFailure):
         return found
     if isinstance(matrix, Node):
         return by_matrix(view, node, matrix, *found, base)
     x, experts = found
     outer, tokens = value(x).shape[:-1], value(matrix[0]).shape[:-1]
     if len(outer) != len(tokens) or not all(map(same_size, outer, tokens)):
-        return Refusal(x, "rows", "there are not as many rows as choices")
+        return MatchFailure(x, "rows", "there are not as many rows as choices")
     return match(view, Routed(node, x, matrix[0], matrix[1], experts, first, base))
 
 
-def all_experts(outs: list[Node]) -> tuple[Node, list[Expert]] | Refusal | None:
+def all_experts(outs: list[Node]) -> tuple[Node, list[Expert]] | MatchFailure | None:
     """(what all read, the experts) whose outputs are `outs`; None where the first is no expert's."""
     experts: list[Expert] = []
     for out in outs:
         expert = match_expert(out, linear_product)
         if expert is None:
-            return Refusal(out, "no-expert", "what is weighted is no expert's output") if experts else None
+            return MatchFailure(out, "no-expert", "what is weighted is no expert's output") if experts else None
         if isinstance(expert, NoExpert):
-            return Refusal(expert.node, expert.tag, expert.reason)
+            return MatchFailure(expert.node, expert.tag, expert.reason)
         if experts and over_rows(expert.x) is not over_rows(experts[0].x):
-            return Refusal(expert.node, "inputs", "experts read different inputs")
+            return MatchFailure(expert.node, "inputs", "experts read different inputs")
         experts.append(expert)
     if (other := agree(experts)) is not None:
-        return Refusal(other, "experts-differ", "the experts are not built alike")
+        return MatchFailure(other, "experts-differ", "the experts are not built alike")
     return over_rows(experts[0].x), experts
 
 
 def by_matrix(
-    view: GraphView, node: Node, matrix: Node, x: Node, experts: list[Expert], base: Node | None = None,
+    view: GraphView,
+    node: Node,
+    matrix: Node,
+    x: Node,
+    experts: list[Expert],
+    base: Node | None = None,
     scaled: bool = False,
-) -> Match | Refusal:
+) -> Match | MatchFailure:
     """`experts`, or the one that holds them all, of `x`, weighted by the columns of `matrix`, or with what they read
     `scaled` by it: all of them make zeros of zeros."""
     found = match_chosen(matrix)
     if found is None:
-        return Refusal(matrix, "dense-gates", "the gates may all differ from zero: every expert works on every token")
+        return MatchFailure(
+            matrix, "dense-gates", "the gates may all differ from zero: every expert works on every token"
+        )
     gates = matrix if found.gates is None else found.gates
     if not all(map(same_size, value(x).shape[:-1], value(found.indices).shape[:-1])):
-        return Refusal(x, "rows", "there are not as many rows as choices")
+        return MatchFailure(x, "rows", "there are not as many rows as choices")
     routed = Routed(node, x, found.indices, gates, experts, 0, base, matrix=found.gates is None, scaled=scaled)
     return match(view, routed)

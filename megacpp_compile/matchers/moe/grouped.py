@@ -20,13 +20,13 @@ from megacpp_compile.matchers.moe.experts import Expert, NoExpert, Product, Weig
 from megacpp_compile.matchers.moe.factors import Axis, Dims, Factor, beneath, factors, over, seen_as, step_into
 from megacpp_compile.matchers.moe.routing import chosen, indexed, number_of_scores
 from megacpp_compile.passes._moe_rewrite import Routed, match
-from megacpp_compile.passes._rule import GraphView, Match, Refusal
+from megacpp_compile.passes._rule import GraphView, Match, MatchFailure
 
 aten = torch.ops.aten
 _SUMS = (aten.sum.dim_IntList, aten.einsum.default, aten.bmm.default, aten.matmul.default)
 
 
-def find(view: GraphView) -> Iterator[Match | Refusal]:
+def find(view: GraphView) -> Iterator[Match | MatchFailure]:
     for node in view.graph.nodes:
         if node.target in _SUMS and (found := _check(view, node)) is not None:
             yield found
@@ -49,7 +49,7 @@ class Axes:
         return [each, ((*self.tokens, self.routes), *behind)]
 
 
-def _check(view: GraphView, node: Node) -> Match | Refusal | None:
+def _check(view: GraphView, node: Node) -> Match | MatchFailure | None:
     dims = over(node)
     known = [d for d in dims if d]
     if len(known) < 2 or not value(node).is_floating_point():
@@ -63,7 +63,7 @@ def _check(view: GraphView, node: Node) -> Match | Refusal | None:
     if len(gates) != 1:
         copies = [p for p in outs if _copies(p) is not None]
         if copies and len(outs) == len(parts) - 1 > 1:
-            return Refusal(node, "gates", "an expert's output is not multiplied by one gate per choice")
+            return MatchFailure(node, "gates", "an expert's output is not multiplied by one gate per choice")
         return None
     (gate,), (routes,) = gates, gates[0].axes - set(tokens)
     axes = Axes(tokens, routes)
@@ -79,7 +79,7 @@ def _check(view: GraphView, node: Node) -> Match | Refusal | None:
 
 def _ungated(
     view: GraphView, node: Node, tokens: tuple[Axis, ...], weight: Factor, hidden: Factor, out: Axis
-) -> Match | Refusal | None:
+) -> Match | MatchFailure | None:
     """No gates are in the sum: they may multiply what experts read."""
     *_, (_, dims) = beneath(hidden)
     routes = hidden.axes - {*tokens, *dims[-1]}
@@ -105,7 +105,7 @@ def _copies(factor: Factor) -> tuple[Node, Node, Dims] | None:
 
 def _products(
     view: GraphView, node: Node, axes: Axes, weight: Factor, gate: Factor | None, hidden: Factor, out: Axis
-) -> Match | Refusal | None:
+) -> Match | MatchFailure | None:
     *_, (inner, dims) = beneath(hidden)
     (lanes,) = hidden.axes - {*axes.tokens, axes.routes}
     if dims[-1] != (lanes,):
@@ -116,13 +116,13 @@ def _products(
         return None
     expert = expert_into(Product(weight.by, inner, found), multiply)
     if isinstance(expert, NoExpert):
-        return Refusal(expert.node, expert.tag, expert.reason)
+        return MatchFailure(expert.node, expert.tag, expert.reason)
     if multiply.mixed is not None:
-        return Refusal(multiply.mixed, "indices", "an expert's projections go by different choices")
+        return MatchFailure(multiply.mixed, "indices", "an expert's projections go by different choices")
     scaled = gate is None
     if (gate is None) == (multiply.gate is None):
         ends = "neither what an expert reads nor what it makes is" if scaled else "both ends of an expert are"
-        return Refusal(node, "gates", f"{ends} multiplied by gates")
+        return MatchFailure(node, "gates", f"{ends} multiplied by gates")
     gate = gate or multiply.gate
     assert gate is not None
     if multiply.ids is None:
@@ -131,23 +131,25 @@ def _products(
         return None
     gates = seen_as(gate, *axes.slots())
     if gates is None:
-        return Refusal(gate.node, "gates", "the gates are in another order than the choices")
+        return MatchFailure(gate.node, "gates", "the gates are in another order than the choices")
     if not chosen(multiply.ids):
-        return Refusal(multiply.ids, "range", "an expert's number may be negative, which would count from the end")
+        return MatchFailure(multiply.ids, "range", "an expert's number may be negative, which would count from the end")
     routed = Routed(node, expert.x, multiply.ids, gates[0], [expert], choices=axes.routes.size, scaled=scaled)
     return match(view, routed)
 
 
 def _by_matrix(
     view: GraphView, node: Node, axes: Axes, gate: Factor, x: Node, experts: list[Expert], scaled: bool = False
-) -> Match | Refusal:
+) -> Match | MatchFailure:
     matrix = seen_as(gate, axes.slots()[0])
     if matrix is None:
-        return Refusal(gate.node, "gates", "the gates are in another order than the tokens")
+        return MatchFailure(gate.node, "gates", "the gates are in another order than the tokens")
     return dense.by_matrix(view, node, matrix[0], x, experts, scaled=scaled)
 
 
-def _outputs(view: GraphView, node: Node, axes: Axes, rows: Factor, gate: Factor, out: Axis) -> Match | Refusal | None:
+def _outputs(
+    view: GraphView, node: Node, axes: Axes, rows: Factor, gate: Factor, out: Axis
+) -> Match | MatchFailure | None:
     """What is weighted are outputs of experts that are modules of their own, or have biases."""
     for inner, dims in beneath(rows):
         if (biased := _biased(view, node, axes, inner, dims, gate, out)) is not None:
@@ -159,11 +161,11 @@ def _outputs(view: GraphView, node: Node, axes: Axes, rows: Factor, gate: Factor
             if dims[:place] + dims[place + 1 :] not in axes.rows((out,)):
                 return None
             found = dense.all_experts(list(inner.args[0]))  # type: ignore[arg-type]
-            if found is None or isinstance(found, Refusal):
+            if found is None or isinstance(found, MatchFailure):
                 return found
             return _by_matrix(view, node, axes, gate, found[0], found[1])
         if dims == axes.slots((out,))[1] and (written := loop.written(inner)) is not None:
-            if isinstance(written, Refusal):
+            if isinstance(written, MatchFailure):
                 return written
             return _slots(view, node, axes, gate, *written)
     return None
@@ -171,7 +173,7 @@ def _outputs(view: GraphView, node: Node, axes: Axes, rows: Factor, gate: Factor
 
 def _biased(
     view: GraphView, node: Node, axes: Axes, inner: Node, dims: Dims, gate: Factor, out: Axis
-) -> Refusal | None:
+) -> MatchFailure | None:
     """Why not, where `inner` is experts' outputs with a bias added."""
     if inner.target is not aten.add.Tensor or not of_tensors(inner):
         return None
@@ -186,22 +188,22 @@ def _biased(
             if len(hidden.axes - gate.axes) != 1 or not hidden.axes > gate.axes:
                 continue
             if (found := _products(view, node, axes, weights[0], gate, hidden, out)) is not None:
-                why = NoExpert(found.node, found.tag, found.reason) if isinstance(found, Refusal) else None
+                why = NoExpert(found.node, found.tag, found.reason) if isinstance(found, MatchFailure) else None
                 refusal = biased(inner, why)
-                return Refusal(inner, refusal.tag, refusal.reason)
+                return MatchFailure(inner, refusal.tag, refusal.reason)
     return None
 
 
 def _slots(
     view: GraphView, node: Node, axes: Axes, gate: Factor, ids: Node, rows: Node, experts: list[Expert], first: int
-) -> Match | Refusal:
+) -> Match | MatchFailure:
     lanes = Axis(value(rows).shape[-1])
     x = seen_as(Factor(rows, axes.slots((lanes,))[1], rows), *axes.rows((lanes,)))
     if x is None:
-        return Refusal(rows, "rows", "what experts read are not the tokens, one row for each choice")
+        return MatchFailure(rows, "rows", "what experts read are not the tokens, one row for each choice")
     gates = seen_as(gate, *axes.slots())
     if gates is None or not isinstance(axes.routes.size, int):
-        return Refusal(gate.node, "gates", "the gates are in another order than the choices")
+        return MatchFailure(gate.node, "gates", "the gates are in another order than the choices")
     return match(view, Routed(node, x[0], ids, gates[0], experts, first, choices=axes.routes.size))
 
 

@@ -27,7 +27,7 @@ from megacpp_compile.matchers.moe.routing import (
 )
 from megacpp_compile.matchers.views import RESHAPES
 from megacpp_compile.passes._moe_rewrite import Routed, match
-from megacpp_compile.passes._rule import GraphView, Match, Refusal
+from megacpp_compile.passes._rule import GraphView, Match, MatchFailure
 
 aten = torch.ops.aten
 _PICKED = (aten.index_add.default, aten.scatter_add.default)
@@ -91,7 +91,7 @@ def _unviewed(node: Node) -> Node:
     return node
 
 
-def find(view: GraphView) -> Iterator[Match | Refusal]:
+def find(view: GraphView) -> Iterator[Match | MatchFailure]:
     links = {node: link for node in view.graph.nodes if (link := _link(node)) is not None}
     for chain in _chains(links):
         found = _check(view, chain)
@@ -100,11 +100,11 @@ def find(view: GraphView) -> Iterator[Match | Refusal]:
     yield from _changed(view, links)
 
 
-def unweighted(view: GraphView) -> Iterator[Refusal]:
+def unweighted(view: GraphView) -> Iterator[MatchFailure]:
     """What is written without a gate; it may be weighted later (see `written`), and is no miss then."""
     links = {node: link for node in view.graph.nodes if (link := _link(node)) is not None}
     for chain in filter(_unweighted, _chains(links)):
-        if isinstance(found := _check(view, chain), Refusal):
+        if isinstance(found := _check(view, chain), MatchFailure):
             yield dataclasses.replace(found, node=chain[-1].node)
 
 
@@ -123,7 +123,7 @@ def _chains(links: dict[Node, Link]) -> Iterator[list[Link]]:
             yield chain
 
 
-def _changed(view: GraphView, links: dict[Node, Link]) -> Iterator[Refusal]:
+def _changed(view: GraphView, links: dict[Node, Link]) -> Iterator[MatchFailure]:
     """Sums over what is nearly the rows of an expert, said once for all of a loop."""
     said = set[Node]()
     for node in view.graph.nodes:
@@ -138,18 +138,18 @@ def _changed(view: GraphView, links: dict[Node, Link]) -> Iterator[Refusal]:
         mask = rows.mask if rows is not None else match_mask(index) if isinstance(index, Node) else None
         if mask is not None and mask.indices not in said:
             said.add(mask.indices)
-            yield Refusal(node, "no-rows", "an expert adds to other rows than all those that chose it")
+            yield MatchFailure(node, "no-rows", "an expert adds to other rows than all those that chose it")
 
 
-def _check(view: GraphView, chain: list[Link]) -> Match | Refusal:
+def _check(view: GraphView, chain: list[Link]) -> Match | MatchFailure:
     found = _turns(chain)
-    if isinstance(found, Refusal):
+    if isinstance(found, MatchFailure):
         return found
     first, turns = found[0], found
     mask = first.link.token
     gates = [g for g in first.gates if all(g in t.gates for t in turns)]
     if not gates or any(t.scaled != first.scaled for t in turns):
-        return Refusal(turns[-1].link.node, "gates", "experts are weighted by different gates")
+        return MatchFailure(turns[-1].link.node, "gates", "experts are weighted by different gates")
     column = None
     if mask.choice is not None:
         by_choice: dict[int | None, list[Turn]] = {}
@@ -157,24 +157,24 @@ def _check(view: GraphView, chain: list[Link]) -> Match | Refusal:
             by_choice.setdefault(turn.link.token.choice, []).append(turn)
         every = by_choice.keys() == set(range(value(mask.indices).shape[-1]))
         if not every and len(by_choice) > 1:
-            return Refusal(first.link.node, "choices", "only some of a token's choices are served")
+            return MatchFailure(first.link.node, "choices", "only some of a token's choices are served")
         column = None if every else mask.choice
         groups = [_in_order(group) for group in by_choice.values()]
         for group in groups:
-            if isinstance(group, Refusal):
+            if isinstance(group, MatchFailure):
                 return group
             if _weights(group) != _weights(groups[0]):
-                return Refusal(first.link.node, "experts-differ", "other experts serve a token's other choices")
+                return MatchFailure(first.link.node, "experts-differ", "other experts serve a token's other choices")
         turns = by_choice[mask.choice]
     ordered = _in_order(turns)
-    if isinstance(ordered, Refusal):
+    if isinstance(ordered, MatchFailure):
         return ordered
     start = chain[0].previous
     empty = is_filled(start, 0.0)
     if any(link.instead for link in chain):
         one = len({t.link.token.choice for t in found}) == 1
         if not (one and all(link.instead for link in chain) and _blank(start)):
-            return Refusal(chain[-1].node, "twice", "rows are written over what was there before")
+            return MatchFailure(chain[-1].node, "twice", "rows are written over what was there before")
         empty = True
     (weights, matrix), number = gates[0], ordered[0].link.token.expert
     assert number is not None
@@ -196,16 +196,16 @@ def _blank(node: Node) -> bool:
     return is_filled(node, 0.0) or node.target in _EMPTY
 
 
-def _weights(turns: list[Turn] | Refusal) -> list[Any]:
-    return [] if isinstance(turns, Refusal) else [p.weight for t in turns for p in (*t.expert.ups, t.expert.down)]
+def _weights(turns: list[Turn] | MatchFailure) -> list[Any]:
+    return [] if isinstance(turns, MatchFailure) else [p.weight for t in turns for p in (*t.expert.ups, t.expert.down)]
 
 
-def _turns(chain: list[Link], gated: bool = True) -> list[Turn] | Refusal:
+def _turns(chain: list[Link], gated: bool = True) -> list[Turn] | MatchFailure:
     """Every expert's turn; all go by the same choices and read the same rows."""
     turns: list[Turn] = []
     for link in chain:
         found = _turn(link, gated)
-        if isinstance(found, Refusal):
+        if isinstance(found, MatchFailure):
             return found
         turns.append(found)
     first = turns[0]
@@ -214,30 +214,30 @@ def _turns(chain: list[Link], gated: bool = True) -> list[Turn] | Refusal:
         link, other = turn.link, turn.link.token
         alike = (other.choice is None, other.any) == (mask.choice is None, mask.any)
         if other.indices is not mask.indices or not alike:
-            return Refusal(link.node, "indices", "experts take their rows by different choices")
+            return MatchFailure(link.node, "indices", "experts take their rows by different choices")
         if turn.x is not first.x:
-            return Refusal(link.node, "inputs", "experts read different inputs")
+            return MatchFailure(link.node, "inputs", "experts read different inputs")
         if link.once and "s" in other.dims and not distinct_choices(mask.indices):
-            return Refusal(link.node, "twice", "a token's rows are written, not added to, and may come twice")
+            return MatchFailure(link.node, "twice", "a token's rows are written, not added to, and may come twice")
     return turns
 
 
-def _in_order(turns: list[Turn]) -> list[Turn] | Refusal:
+def _in_order(turns: list[Turn]) -> list[Turn] | MatchFailure:
     """One turn for each of a range of experts, in the order of their numbers."""
     by_number = {turn.link.token.expert: turn for turn in turns}
     if len(by_number) != len(turns):
         repeated = next(t for t in turns if by_number[t.link.token.expert] is not t)
-        return Refusal(repeated.link.node, "twice", f"choice {repeated.link.token.expert} is served twice")
+        return MatchFailure(repeated.link.node, "twice", f"choice {repeated.link.token.expert} is served twice")
     numbers = sorted(n for n in by_number if n is not None)
     if numbers != list(range(numbers[0], numbers[0] + len(turns))):
-        return Refusal(turns[0].link.node, "gaps", "the experts' numbers are no range")
+        return MatchFailure(turns[0].link.node, "gaps", "the experts' numbers are no range")
     ordered = [by_number[n] for n in numbers]
     if (other := agree([t.expert for t in ordered])) is not None:
-        return Refusal(other, "experts-differ", "the experts are not built alike")
+        return MatchFailure(other, "experts-differ", "the experts are not built alike")
     return ordered
 
 
-def written(node: Node) -> tuple[Node, Node, list[Expert], int] | Refusal | None:
+def written(node: Node) -> tuple[Node, Node, list[Expert], int] | MatchFailure | None:
     """(choices, the rows experts read, the experts, the first one's number) where `node` holds, in the place of every
     choice, what its expert makes of the row there; None where it is no such thing."""
     chain: list[Link] = []
@@ -247,22 +247,22 @@ def written(node: Node) -> tuple[Node, Node, list[Expert], int] | Refusal | None
     if not chain or not _blank(node) or value(chain[0].token.indices).dim() != 1:
         return None
     turns = _turns(chain, gated=False)
-    ordered = turns if isinstance(turns, Refusal) else _in_order(turns)
-    if isinstance(ordered, Refusal):
+    ordered = turns if isinstance(turns, MatchFailure) else _in_order(turns)
+    if isinstance(ordered, MatchFailure):
         return ordered
     mask = ordered[0].link.token
     assert mask.expert is not None
     return mask.indices, ordered[0].x, [t.expert for t in ordered], mask.expert
 
 
-def _turn(link: Link, gated: bool = True) -> Turn | Refusal:
+def _turn(link: Link, gated: bool = True) -> Turn | MatchFailure:
     """What one expert adds: its output for its tokens, times, if `gated`, the gate of the choice."""
     weighted = over_rows(link.added)
     if not gated:
         return _read(link, weighted, [], gated=False)
     split = _weighted(weighted, link)
     if split is None:
-        return Refusal(weighted, "gates", "what an expert's output is multiplied by is not the gate of its choice")
+        return MatchFailure(weighted, "gates", "what an expert's output is multiplied by is not the gate of its choice")
     return _read(link, *split)
 
 
@@ -277,25 +277,25 @@ def _weighted(node: Node, link: Link) -> tuple[Node, list[tuple[Node, bool]]] | 
     return None
 
 
-def _read(link: Link, out: Node, gates: list[tuple[Node, bool]], gated: bool = True) -> Turn | Refusal:
+def _read(link: Link, out: Node, gates: list[tuple[Node, bool]], gated: bool = True) -> Turn | MatchFailure:
     expert = match_expert(out, linear_product)
     if expert is None:
-        return Refusal(out, "no-expert", "what is weighted is no expert's output")
+        return MatchFailure(out, "no-expert", "what is weighted is no expert's output")
     if isinstance(expert, NoExpert):
-        return Refusal(expert.node, expert.tag, expert.reason)
+        return MatchFailure(expert.node, expert.tag, expert.reason)
     rows, scaled = over_rows(expert.x), gated and not gates
     if scaled:
         split = _weighted(rows, link)
         if split is None:
-            return Refusal(rows, "gates", "what an expert's input is multiplied by is not the gate of its choice")
+            return MatchFailure(rows, "gates", "what an expert's input is multiplied by is not the gate of its choice")
         rows, gates = over_rows(split[0]), split[1]
         if not gates:
-            return Refusal(out, "no-gate", "neither what an expert reads nor what it adds is multiplied by a gate")
+            return MatchFailure(out, "no-gate", "neither what an expert reads nor what it adds is multiplied by a gate")
     read = indexed(rows)
     if read is None or picked(read[1]) != link.token:
-        return Refusal(rows, "rows", "an expert reads other rows than it adds to")
+        return MatchFailure(rows, "rows", "an expert reads other rows than it adds to")
     if not read_over(read[0], read[1], link.token.indices, _choices(link.token)):
-        return Refusal(expert.x, "rows", "there are not as many rows as choices")
+        return MatchFailure(expert.x, "rows", "there are not as many rows as choices")
     return Turn(link, expert, read[0], gates, scaled)
 
 

@@ -24,13 +24,13 @@ from megacpp_compile.matchers.moe.gate_matrix import is_filled
 from megacpp_compile.matchers.moe.routing import added_rows, indexed, scores_of
 from megacpp_compile.matchers.views import RESHAPES, is_cast
 from megacpp_compile.passes._moe_rewrite import Routed, match
-from megacpp_compile.passes._rule import GraphView, Match, Refusal
+from megacpp_compile.passes._rule import GraphView, Match, MatchFailure
 
 aten = torch.ops.aten
 _GROUPED = ("aten._grouped_mm.default", "transformers.grouped_mm_fallback.default")
 
 
-def find(view: GraphView) -> Iterator[Match | Refusal]:
+def find(view: GraphView) -> Iterator[Match | MatchFailure]:
     for node in view.graph.nodes:
         ended = _summed(node) if node.target is aten.sum.dim_IntList else _added(node)
         if ended is not None and (found := _check(view, node, ended)) is not None:
@@ -73,7 +73,7 @@ def _added(node: Node) -> Ended | None:
     return Ended(_uncast(rows), token.args[0], token.args[1], None if empty else base)  # type: ignore[arg-type]
 
 
-def _check(view: GraphView, node: Node, ended: Ended) -> Match | Refusal | None:
+def _check(view: GraphView, node: Node, ended: Ended) -> Match | MatchFailure | None:
     weighted = ended.weighted
     if weighted.target is aten.mul.Tensor and of_tensors(weighted):
         for out, gate in (weighted.args, weighted.args[::-1]):
@@ -89,22 +89,24 @@ def _check(view: GraphView, node: Node, ended: Ended) -> Match | Refusal | None:
 
 def _routed(
     view: GraphView, node: Node, ended: Ended, expert: Expert | NoExpert, gate: Node | None, multiply: _Products
-) -> Match | Refusal | None:
+) -> Match | MatchFailure | None:
     """`gate`: of what the expert makes; where it is None, what the expert reads has to be multiplied by one."""
     if isinstance(expert, NoExpert):
-        return Refusal(expert.node, expert.tag, expert.reason)
+        return MatchFailure(expert.node, expert.tag, expert.reason)
     if multiply.refusal is not None:
         return multiply.refusal
     ids, order, scaled = multiply.ids, ended.order, gate is None
     rows = multiply.unmasked(over_rows(expert.x))
     if gate is None:
         if rows.target is not aten.mul.Tensor or not of_tensors(rows):
-            return Refusal(expert.x, "no-gate", "neither what an expert reads nor what it adds is multiplied by a gate")
+            return MatchFailure(
+                expert.x, "no-gate", "neither what an expert reads nor what it adds is multiplied by a gate"
+            )
         a, b = rows.args
         rows, gate = (a, b) if value(b).shape[-1:] == (1,) else (b, a)  # type: ignore[assignment]
         rows = over_rows(rows)
     if value(gate).dim() != 2 or value(gate).shape[-1] != 1:
-        return Refusal(gate, "gates", "an expert's rows are not multiplied by one gate per choice")
+        return MatchFailure(gate, "gates", "an expert's rows are not multiplied by one gate per choice")
     gates = gate
     while is_cast(gates) or gates.target is aten.unsqueeze.default or (
         gates.target in RESHAPES and value(gates).dim() == 2 and value(gates.args[0]).dim() == 1
@@ -112,15 +114,15 @@ def _routed(
         gates = gates.args[0]  # type: ignore[assignment]
     read = indexed(gates)
     if read is None or read[1] != [order]:
-        return Refusal(gates, "gates", "the gates are not in the order of the rows")
+        return MatchFailure(gates, "gates", "the gates are not in the order of the rows")
     gates = read[0]
     if value(gates).dim() != 1:
-        return Refusal(gates, "gates", "there is not one gate per choice")
+        return MatchFailure(gates, "gates", "there is not one gate per choice")
     x = _rows(rows, ended.choices, order)
     if x is None or not same_size(value(x).shape[0] * ended.choices, value(ids).shape[0]):
-        return Refusal(expert.x, "rows", "what experts read are not the tokens, one row for each choice")
+        return MatchFailure(expert.x, "rows", "what experts read are not the tokens, one row for each choice")
     if multiply.limits - {value(expert.down.weight.tensor).shape[0]}:
-        return Refusal(node, "masked", "rows of some experts are set to zero")
+        return MatchFailure(node, "masked", "rows of some experts are set to zero")
     routed = Routed(node, x, _slots(ids), gates, [expert], base=ended.base, choices=ended.choices, scaled=scaled)
     return match(view, routed)
 
@@ -159,8 +161,12 @@ def _sorted_by(order: Node) -> tuple[Node, Node | None] | None:
         return order.args[0], None  # type: ignore[return-value]
     if order.target is operator.getitem and order.args[1] == 1:
         sort = order.args[0]
-        if sort.target in (aten.sort.default, aten.sort.stable) and len(sort.args) == 1 and not sort.kwargs.get(  # type: ignore[union-attr]
-            "descending"
+        if (
+            sort.target in (aten.sort.default, aten.sort.stable)
+            and len(sort.args) == 1
+            and not sort.kwargs.get(  # type: ignore[union-attr]
+                "descending"
+            )
         ):
             first = next((u for u in sort.users if u.target is operator.getitem and u.args[1] == 0), None)  # type: ignore[union-attr]
             return sort.args[0], first  # type: ignore[union-attr, return-value]
@@ -193,7 +199,7 @@ class _Products:
         assert found is not None
         self.found = found
         self.ids = found[0]
-        self.refusal: Refusal | None = None
+        self.refusal: MatchFailure | None = None
         self.limits = set[object]()  # numbers from which rows were set to zero
 
     def __call__(self, node: Node) -> Product | NoExpert | None:
@@ -221,7 +227,7 @@ class _Products:
             return None
         assert isinstance(x, Node) and isinstance(w, Node) and isinstance(ends, Node)
         if not self._ends(ends, value(w).shape[0]):
-            self.refusal = Refusal(node, "offsets", "the groups do not end where each expert's rows do")
+            self.refusal = MatchFailure(node, "offsets", "the groups do not end where each expert's rows do")
         if w.target is aten.transpose.int and {d % 3 for d in w.args[1:3]} == {1, 2}:  # type: ignore[operator]
             return Product(node, x, Weight(w.args[0], False, every=True))  # type: ignore[arg-type]
         return Product(node, x, Weight(w, True, every=True))

@@ -16,7 +16,7 @@ from megacpp_compile.fx.edit import value
 from megacpp_compile.matchers.moe.routing import number_of_scores
 from megacpp_compile.matchers.views import RESHAPES, is_cast
 from megacpp_compile.passes._moe_rewrite import between
-from megacpp_compile.passes._rule import GraphView, Match, Refusal
+from megacpp_compile.passes._rule import GraphView, Match, MatchFailure
 
 aten = torch.ops.aten
 _PRODUCTS = ("bmm", "matmul", "mm", "addmm", "baddbmm", "linear", "einsum", "_grouped_mm", "grouped_mm_fallback")
@@ -29,8 +29,8 @@ _NEAR = 48  # nodes to look at around one
 
 
 def find(
-    view: GraphView, found: Sequence[Match | Refusal], in_doubt: Iterable[Refusal]
-) -> Iterator[Refusal]:
+    view: GraphView, found: Sequence[Match | MatchFailure], in_doubt: Iterable[MatchFailure]
+) -> Iterator[MatchFailure]:
     """`found`: what was said of the graph already; `in_doubt`: what is to be said where that does not cover it."""
     for doubt in in_doubt:
         around = _around(doubt.node)
@@ -50,7 +50,7 @@ def find(
     for node, stacks in products.items():
         if not stacks & said:
             said |= _nearby(node, products)
-            yield Refusal(node, "unread", "weights of experts are multiplied here, in no form that is known")
+            yield MatchFailure(node, "unread", "weights of experts are multiplied here, in no form that is known")
 
 
 def _stacks(node: Node, weights: frozenset[Node], counts: set[Any]) -> set[Node]:

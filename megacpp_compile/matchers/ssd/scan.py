@@ -19,7 +19,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
 from megacpp_compile.matchers.ssd.axes import NoAxes
-from megacpp_compile.matchers.ssd.isolate_hops import MOST_OPERANDS, Cut
+from megacpp_compile.matchers.ssd.boundary import MOST_OPERANDS, Cut
 from megacpp_compile.matchers.ssd.resize import Resized
 from megacpp_compile.matchers.ssd.roles import Leaf, NoScan, Roles, Scan
 from megacpp_compile.matchers.ssd.tensor_algebra import Algebra, constants_of, lends_shape, operand_of, tensors
