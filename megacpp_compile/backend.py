@@ -72,9 +72,12 @@ def compile_frame(
     gm: GraphModule, example_inputs: Sequence[Any], config: Config, mode: str | None, block: str = "", blocks: int = 0,
     inner_compile: Any = None, sibling_params: SiblingParams | None = None, checked: bool = False,
 ) -> Callable[..., Any]:  # fmt: skip
-    """All stages. block: name of the repeated block the frame belongs to; blocks: how many are like it;
-    inner_compile: what makes code of a partitioned graph in Inductor's place; sibling_params: as in `sharding.pinning.pin_frame`;
-    checked: whether rules by name have been held against the whole model."""
+    """All stages.
+
+    block: name of the repeated block the frame belongs to; blocks: how many are like it. inner_compile: makes code of a
+    partitioned graph in Inductor's place. sibling_params: as in `sharding.pinning.pin_frame`. checked: whether rules by
+    name have been held against the whole model.
+    """
     patches = {**mode_patches(mode), **config.inductor}
     target = resolve_target(config.target, example_inputs)
     if inner_compile is None:

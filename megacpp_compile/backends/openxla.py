@@ -140,9 +140,11 @@ def differentiated(
     gm: GraphModule, example_inputs: Sequence[Any], settings: Settings, compiler: Callable[..., Any],
     views_again: bool = False, read_originals: bool = False,
 ) -> Callable[..., Any]:  # fmt: skip
-    """Compile both halves of a frame with `settings.inner_compile`, or else with `compiler`. views_again: compute in
-    backward the views it reads; openxla by itself saves whatever backward reads. read_originals: read what copies are copies of,
-    whatever its strides."""
+    """Compile both halves of a frame with `settings.inner_compile`, or else with `compiler`.
+
+    views_again: compute in backward the views it reads; openxla by itself saves whatever backward reads.
+    read_originals: read what copies are copies of, whatever its strides.
+    """
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import default_partition
 
