@@ -13,9 +13,9 @@ from pathlib import Path
 
 from megacpp_compile import NativeLayerSpec, PrecisionPlan
 from megacpp_compile.lowerings import _registry
-from megacpp_compile.nn.attention import PREFERENCE, bodies
+from megacpp_compile.nn.attention import bodies
 from megacpp_compile.precision.layer_spec import CLASSES
-from megacpp_compile.targets import XLA_DEVICES
+from megacpp_compile.targets import CPU, TPU
 
 PAGE = Path(__file__).parents[1] / "docs" / "targets.md"
 TARGETS = {"cuda": "CUDA", "tpu": "XLA (TPU)", "cpu": "CPU"}
@@ -167,9 +167,9 @@ def keys() -> str:
             home = type(made).__module__.rpartition(".")[2]
             cell = f"`te.{name}`" if target == "cuda" else f"`{home}.{name}`"
             if key == "attention" and target == "cpu":
-                cell += f": {', '.join(PREFERENCE[target])}"
+                cell += f": {', '.join(CPU.devices[0].attention)}"
             if key == "attention" and target == "tpu":
-                ways = (f"{', '.join(PREFERENCE[kind])} ({package})" for kind, package in XLA_DEVICES.items())
+                ways = (f"{', '.join(d.attention)} ({d.package})" for d in TPU.devices)
                 cell += f": {'; '.join(ways)}"
             cells.append(cell)
         parameters = ", ".join(f"`{p}`" for p, _ in made.named_parameters()) or "none"

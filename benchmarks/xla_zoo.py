@@ -47,7 +47,7 @@ def one(name: str, zoo: Path) -> dict[str, Any]:
     import torch_xla.debug.metrics as metrics
 
     import megacpp_compile
-    from megacpp_compile.backend import compile_frame
+    from megacpp_compile.backend import compile_with
     from megacpp_compile.backends.inductor import without_codegen
     from megacpp_compile.config.options import Config
 
@@ -99,7 +99,7 @@ def one(name: str, zoo: Path) -> dict[str, Any]:
         return sorted(n for n in metrics.counter_names() if n.startswith("aten::"))
 
     def on_cpu() -> None:
-        backend = functools.partial(compile_frame, config=Config(), mode=None, inner_compile=without_codegen)
+        backend = functools.partial(compile_with, config=Config(), inner_compile=without_codegen)
         with megacpp_compile.record() as report:
             steps("cpu", backend)
         row["cpu sites"] = dict(report.counts)

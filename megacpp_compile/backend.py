@@ -1,58 +1,25 @@
-"""The whole compiler, as named stages: capture, normalise, passes, then lowering and handoff.
-
-`torch.compile(model, backend="megacpp")` finds `megacpp` through the entry point group `torch_dynamo_backends`.
-"""
+"""The entry point: `torch.compile(model, backend="megacpp")` finds `megacpp` here, through the entry point group
+`torch_dynamo_backends`."""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch._subclasses import FakeTensor
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
-from megacpp_compile.backends import inductor, openxla, torch_tpu
 from megacpp_compile.backends.static_launch import start_workers
 from megacpp_compile.config.options import Config
-from megacpp_compile.config.precision import announce
-from megacpp_compile.config.rules import check_frame
-from megacpp_compile.config.sharding import ShardingPlan
-from megacpp_compile.errors import (
-    CaptureError,
-    MegacppError,
-    NotLoweredError,
-    PeakUnreachableError,
-    RequirementError,
-    TorchTooOldError,
-    VerificationError,
-)
-from megacpp_compile.frontend import tensor_subclasses, unbacked_shapes
-from megacpp_compile.frontend.canonicalize import normalise
-from megacpp_compile.frontend.capture import Captured, capture
-from megacpp_compile.fx.provenance import module_fqn, outermost_frame, source_line
-from megacpp_compile.lowerings._registry import choose, semantic_ops
-from megacpp_compile.matchers.recurrences import NAMES, find_recurrences
-from megacpp_compile.matchers.rope.heads import activations
-from megacpp_compile.passes._driver import Outcome, enabled_passes, pass_names, run_passes
-from megacpp_compile.passes._precision_rows import answered, asked, unseen
-from megacpp_compile.passes._rule import Match, MatchFailure, Pass
-from megacpp_compile.remat import conflicts
-from megacpp_compile.remat.kinds import BlockRef, whole
-from megacpp_compile.remat.planner import Plan
-from megacpp_compile.remat.tagging import describe
-from megacpp_compile.report import collector, log, replay, saved_bytes
-from megacpp_compile.report.collector import Frame, MissedFusion, Site
-from megacpp_compile.sharding.pinning import SiblingParams, pin_frame
-from megacpp_compile.targets import by_torch_tpu, resolve_target
+from megacpp_compile.errors import TorchTooOldError
+from megacpp_compile.frontend import unbacked_shapes
+from megacpp_compile.passes._driver import pass_names
+from megacpp_compile.pipeline import WHOLE, Block, compile_frame
+from megacpp_compile.targets import resolve_target
 
 MINIMUM_TORCH = (2, 9)
-_ALONE = "the frame was compiled by Inductor alone"
 
 
 def megacpp(
@@ -65,124 +32,17 @@ def megacpp(
     failed verification under `strict`, or a target that is not there.
     """
     check_torch()
-    return compile_frame(gm, example_inputs, Config.from_options(options, pass_names()), mode)
+    return compile_with(gm, example_inputs, Config.from_options(options, pass_names()), mode)
 
 
-def compile_frame(
-    gm: GraphModule, example_inputs: Sequence[Any], config: Config, mode: str | None, block: str = "", blocks: int = 0,
-    inner_compile: Any = None, sibling_params: SiblingParams | None = None, checked: bool = False,
+def compile_with(
+    gm: GraphModule, example_inputs: Sequence[Any], config: Config, mode: str | None = None, block: Block = WHOLE,
+    inner_compile: Any = None,
 ) -> Callable[..., Any]:  # fmt: skip
-    """All stages.
-
-    block: name of the repeated block the frame belongs to; blocks: how many are like it. inner_compile: makes code of a
-    partitioned graph in Inductor's place. sibling_params: as in `sharding.pinning.pin_frame`. checked: whether rules by
-    name have been held against the whole model.
-    """
-    patches = {**mode_patches(mode), **config.inductor}
-    target = resolve_target(config.target, example_inputs)
+    """`pipeline.compile_frame` with checked settings, a `torch.compile` mode, and Inductor's workers started early."""
     if inner_compile is None:
-        start_workers(target)
-    conflicts.check(gm, config)
-    if not checked:
-        check_frame(gm, config)
-    if config.precision is not None:
-        announce(config.precision, target)
-    boundary = tensor_subclasses.enter(gm, example_inputs)
-    gm, example_inputs = boundary.gm, boundary.inputs
-    began = time.perf_counter()
-    result = analyse(gm, example_inputs, config, target)
-    result.notes = boundary.notes + tensor_subclasses.widened(gm, config.strict)
-    result.frame.block, result.frame.blocks = block, blocks
-    result.frame.seconds["analysis"] = time.perf_counter() - began - sum(result.frame.seconds.values())
-    if refused(gm, result):
-        if result.outcome is not None and result.outcome.misses:
-            _publish(result, config)
-        unbacked_shapes.trace_again()
-    if config.sharding is not None:
-        _pin(config.sharding, gm, example_inputs, result, sibling_params)
-    compiled = _compile(gm, example_inputs, result, config, patches, inner_compile)
-    # Only now: a frame Inductor can't compile is tried again by Dynamo in pieces, and did not happen.
-    _publish(result, config)
-    return boundary.adapt(compiled)
-
-
-def _compile(
-    gm: GraphModule, example_inputs: Sequence[Any], result: Analysis, config: Config, patches: dict[str, Any],
-    inner_compile: Any,
-) -> Callable[..., Any]:  # fmt: skip
-    """Stages 5 and 6. A frame nothing fired in goes to Inductor as it came, and so does one whose rewritten graph
-    Inductor refuses (an error under `strict`)."""
-
-    plain, rewritten = _handoff(result.frame.target, example_inputs)
-    if rewritten is torch_tpu.to_torchtpu and torch_tpu.dynamic(gm):
-        result.fell_back("sizes that are not known when compiling for torch_tpu: compile with dynamic=False")
-
-    def on_plan(plan: Plan, where: dict[Node, BlockRef], peak: dict[str, Any]) -> None:
-        assert config.policy is not None
-        result.frame.remat, result.frame.peak = describe(plan, where, config.policy), peak
-
-    copies = max(result.frame.blocks, 1)
-    settings = inductor.Settings(result.frame.target, config, patches, on_plan, inner_compile, copies)
-
-    if result.outcome is None or not result.outcome.sites:
-        return plain(gm, example_inputs, settings)
-    lower = functools.partial(rewritten, result.captured.gm, example_inputs)
-    try:
-        try:
-            return lower(settings)
-        except Exception as error:
-            if not inductor.from_pattern_matcher(error):
-                raise
-            log.logger.info("frame %s: one of Inductor's patterns failed, compiled without them", result.frame.name)
-            return lower(dataclasses.replace(settings, patches={**patches, "pattern_matcher": False}))
-    except (PeakUnreachableError, NotLoweredError):
-        raise
-    except torch._dynamo.exc.RestartAnalysis:
-        raise  # Dynamo's own way back, as when a float turns out to be a constant
-    except Exception as error:
-        if config.strict:
-            raise
-        if unbacked_shapes.refuse(gm):
-            log.logger.warning("traced again with graph breaks: %s: %s", type(error).__name__, str(error)[:300])
-            unbacked_shapes.trace_again()
-        compiled = plain(gm, example_inputs, settings)
-        result.fell_back(f"Inductor refused the rewritten graph: {type(error).__name__}: {error}"[:300])
-        return compiled
-
-
-def _pin(
-    plan: ShardingPlan, gm: GraphModule, inputs: Sequence[Any], result: Analysis, sibling_params: SiblingParams | None
-) -> None:
-    """Lay out what the frame's parameters are fused into, before anything is compiled for it."""
-    outcome = result.outcome
-    ops = zip((s.pass_name for s in outcome.sites), outcome.op_nodes, strict=True) if outcome is not None else ()
-    pinned, specs = pin_frame(plan, gm, inputs, ops, whole(gm) and sibling_params is None, sibling_params)
-    result.frame.sharding = {"mesh": dict(plan.mesh), "pinned": [row.to_dict() for row in pinned]}
-    if plan.batch:
-        from megacpp_compile.sharding.layout import gather
-
-        for graph in (gm, result.captured.gm) if outcome is not None else (gm,):
-            gather(plan, graph, specs)
-
-
-def _handoff(target: str, example_inputs: Sequence[Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """What compiles a frame as it came, and what compiles a rewritten one."""
-    if target == "tpu" and by_torch_tpu(example_inputs):
-        return torch_tpu.plain_torchtpu, torch_tpu.to_torchtpu
-    if target == "tpu":
-        return openxla.plain_openxla, openxla.to_openxla
-    return inductor.plain_inductor, inductor.to_inductor
-
-
-def refused(gm: GraphModule, result: Analysis) -> bool:
-    """Whether Dynamo has to trace the frame again, with graph breaks, for sizes that are known at run time only. Of the
-    result its near misses are left: the frame will not look like this then."""
-    if not unbacked_shapes.refuse(result.captured.gm if result.outcome and result.outcome.sites else gm):
-        return False
-    if result.outcome is not None:
-        result.outcome.sites.clear()
-    result.not_kept("sizes known at run time only: traced again with graph breaks")
-    return True
+        start_workers(resolve_target(config.target, example_inputs))
+    return compile_frame(gm, example_inputs, config, {**mode_patches(mode), **config.inductor}, block, inner_compile)
 
 
 def check_torch(found: str | None = None) -> None:
@@ -199,187 +59,6 @@ def mode_patches(mode: str | None) -> dict[str, Any]:
     from torch._inductor import list_mode_options
 
     return dict(list_mode_options(mode))
-
-
-class Analysis:
-    """A frame after the passes: what was captured (None: it fell back), what was done, and the report's frame."""
-
-    def __init__(self, frame: Frame, captured: Any = None, outcome: Outcome | None = None) -> None:
-        self.frame, self.captured, self.outcome = frame, captured, outcome
-        self.notes: list[MissedFusion] = []  # what is to be reported of the frame, whatever becomes of it
-
-    def fell_back(self, reason: str) -> None:
-        """Nothing was rewritten after all."""
-        log.logger.warning("frame %s compiled by Inductor alone: %s", self.frame.name, reason)
-        self.frame.captured, self.frame.reason, self.outcome = False, reason, None
-        self.frame.passes = dict.fromkeys(self.frame.passes, 0)
-        for row in self.frame.precision:
-            if row["effective"] == row["requested"] != "bf16":
-                row["effective"], row["reason"] = "as written", _ALONE
-
-    def not_kept(self, reason: str) -> None:
-        """What was found is to be reported, and the frame itself is not compiled as it was looked at."""
-        self.frame.captured, self.frame.reason = False, reason
-        self.frame.passes = dict.fromkeys(self.frame.passes, 0)
-
-
-def analyse(gm: GraphModule, example_inputs: Sequence[Any], config: Config, target: str) -> Analysis:
-    """Stages 1 to 3. Never changes `gm`."""
-    grad = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs)
-    left, config = config, config.on(target)
-    frame = Frame(name=_frame_name(gm), nodes=len(gm.graph.nodes), target=target, grad=grad)
-    if left is not config:
-        frame.chosen = {"keep_latents": config.keep_latents}
-    log.graph("dynamo", gm)
-    if (nothing := _nothing_to_do(gm, config)) is not None:
-        frame.reason, frame.passes = nothing, {p.name: 0 for p in enabled_passes(config)}
-        _enforce(config, frame.passes, [])
-        return Analysis(frame)
-    began = time.perf_counter()
-    try:
-        captured = capture(gm, example_inputs)
-    except CaptureError as error:
-        frame.captured, frame.reason = False, str(error)
-        frame.precision = unseen(gm.graph, config.precision, _ALONE)
-        log.logger.info("frame not captured, compiled by Inductor alone: %s", error)
-        _enforce(config, {}, [])
-        return Analysis(frame)
-    frame.seconds["capture"] = time.perf_counter() - began
-    try:
-        outcome = _rewrite(captured, example_inputs, config, frame)
-    except MegacppError:
-        raise
-    except Exception as error:  # a defect of ours must not become the user's
-        if config.strict:
-            raise
-        result, frame.precision = Analysis(frame), unseen(gm.graph, config.precision, _ALONE)
-        result.fell_back(f"internal error: {type(error).__name__}: {error}"[:300])
-        _enforce(config, {}, [])
-        return result
-    frame.passes, frame.nodes = outcome.counts, len(captured.gm.graph.nodes)
-    frame.recognised = _recognised(captured)
-    frame.seconds.update(outcome.seconds)
-    log.graph("rewritten", captured.gm)
-    _enforce(config, outcome.counts, outcome.misses)
-    return Analysis(frame, captured, outcome)
-
-
-def _rewrite(captured: Captured, example_inputs: Sequence[Any], config: Config, frame: Frame) -> Outcome:
-    normalise(captured.gm.graph, captured.fake_mode)
-    captured.gm.recompile()
-    log.graph("captured", captured.gm)
-    called = [n for n in captured.gm.graph.nodes if n.target in semantic_ops()]
-    wanted = asked(captured.gm.graph, captured.weights, config.precision)
-    outcome = run_passes(captured, config, _Reviewer(captured, example_inputs, config, frame.grad), log.graph)
-    frame.precision = answered(wanted, outcome, config)
-    _add_called(outcome, called)
-    _choose_lowerings(outcome, captured, frame.target)
-    return outcome
-
-
-def _recognised(captured: Captured) -> list[dict[str, str]]:
-    graph = captured.gm.graph
-    found = find_recurrences(graph.nodes, activations(graph, captured.weights))
-    return [{"kind": NAMES[r.kind], "fqn": module_fqn(r.node), "source": source_line(r.node)} for r in found if r.kind]
-
-
-def _frame_name(gm: GraphModule) -> str:
-    """The function the frame compiles and where it stands."""
-    for node in gm.graph.nodes:
-        place = outermost_frame(node)
-        if place:
-            return place
-    return "(no source known)"
-
-
-def _nothing_to_do(gm: GraphModule, config: Config) -> str | None:
-    """Why no pass can possibly fire: every idiom multiplies, and none fits into a handful of nodes, but for a linear
-    under a precision plan."""
-    if config.precision is not None:
-        return None
-    calls = [n for n in gm.graph.nodes if n.op in ("call_function", "call_method")]
-    if any(isinstance(n.target, torch._ops.HigherOrderOperator) or str(n.target).startswith("megacpp.") for n in calls):
-        return None  # a checkpointed block is one call here, and an op that a model calls is to be lowered
-    return "too small to hold an idiom" if len(calls) < 3 else None
-
-
-def _enforce(config: Config, counts: Mapping[str, int], misses: list[Any]) -> None:
-    for name, wanted in config.require.items():
-        if counts.get(name, 0) != wanted:
-            near = [m for m in misses if m.pass_name == name]
-            raise RequirementError(name, wanted, counts.get(name, 0), near)
-
-
-def _add_called(outcome: Outcome, called: Sequence[Node]) -> None:
-    """Semantic ops that the model itself calls are sites too: they are lowered like those of a pass. What a pass makes
-    beside its op, such as the payloads of a linear in float8, belongs to its site."""
-    for node in called:
-        op = f"{node.target.namespace}::{node.target._opname}"  # type: ignore[union-attr]
-        outcome.sites.append(Site("(called)", op, module_fqn(node), source_line(node), "", "", node=node.name))
-        outcome.op_nodes.append(node)
-
-
-def _choose_lowerings(outcome: Outcome, captured: Captured, target: str) -> None:
-    for site, node in zip(outcome.sites, outcome.op_nodes, strict=True):
-        args = torch.fx.map_arg(node.args, lambda n: n.meta["val"])
-        assert node.target in semantic_ops()
-        choice = choose(node.target, target, args)
-        site.requested, site.effective, site.reason = choice.requested, choice.effective, choice.reason
-
-
-class _Reviewer:
-    """Looks at each rewrite while both versions stand: verifies it if asked to, and counts saved bytes."""
-
-    def __init__(self, captured: Captured, example_inputs: Sequence[Any], config: Config, grad: bool) -> None:
-        self.captured, self.inputs, self.config, self.grad = captured, example_inputs, config, grad
-        self.count = grad and (collector.active() or config.explain)
-        self.cache: dict[Any, int | None] = {}
-
-    def __call__(self, p: Pass, match: Match, new: list[Node], site: Site) -> MatchFailure | None:
-        gm = self.captured.gm
-        if self.config.verify == "each" and not any(isinstance(x, FakeTensor) for x in self.inputs):
-            refusal = self._verify(p, match, new, site)
-            if refusal is not None:
-                return refusal
-        if self.count:
-            site.set_saved(self._saved(gm, match.inputs, match.outputs), self._saved(gm, match.inputs, new))
-        return None
-
-    def _verify(self, p: Pass, match: Match, new: list[Node], site: Site) -> MatchFailure | None:
-        gm = self.captured.gm
-        gm.recompile()
-        wanted = set(match.inputs)
-        values = replay.border_values(gm, self.inputs, wanted)
-        others = [n for n in gm.graph.nodes if n.op in ("placeholder", "get_attr") and n not in values]
-        holders = [n for n in gm.graph.nodes if n.op == "placeholder"]
-        values.update({n: v for n, v in zip(holders, self.inputs, strict=True) if n in others})
-        differentiable = activations(gm.graph, self.captured.weights)
-        tensor, error, tolerance = replay.compare(gm, match.inputs, match.outputs, new, values, differentiable)
-        if error <= tolerance:
-            return None
-        if self.config.strict:
-            raise VerificationError(p.name, site.fqn, site.source, tensor, error, tolerance)
-        return MatchFailure(match.node, "verification", f"{tensor} differs by {error:.2e} (tolerance {tolerance:.0e})")
-
-    def _saved(self, gm: GraphModule, inputs: list[Node], outputs: list[Node]) -> int | None:
-        from megacpp_compile.fx.subgraph import between
-
-        module, order = between(gm, inputs, outputs)
-        key = (module.code, tuple(str(n.meta.get("val")) for n in order))
-        if key not in self.cache:
-            self.cache[key] = saved_bytes.saved_bytes(gm, inputs, outputs, self.captured.fake_mode)
-        return self.cache[key]
-
-
-def _publish(result: Analysis, config: Config) -> None:
-    outcome = result.outcome
-    sites, misses = (outcome.sites, outcome.misses + result.notes) if outcome else ([], result.notes)
-    collector.emit_frame(result.frame, sites, misses)
-    log.artifact(result.frame, sites, misses)
-    if config.explain:
-        own = collector.Report(pass_names())
-        own.add(result.frame, sites, misses)
-        print(own, file=sys.stderr)
 
 
 class _Backend(ModuleType):

@@ -6,7 +6,6 @@ model on the meta device works, and one too large for this machine.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,11 +14,12 @@ from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from megacpp_compile.backend import analyse, check_torch, refused
+from megacpp_compile.backend import check_torch
 from megacpp_compile.config import rules
 from megacpp_compile.config.options import Config
 from megacpp_compile.frontend import unbacked_shapes
 from megacpp_compile.passes._driver import pass_names
+from megacpp_compile.pipeline import analyse, retrace_needed
 from megacpp_compile.report.collector import Frame, Report, emit_frame, record
 from megacpp_compile.targets import resolve_target
 
@@ -38,11 +38,9 @@ def explain(model: Callable[..., Any], *args: Any, options: Mapping[str, Any] | 
 
     @unbacked_shapes.marked
     def backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        began = time.perf_counter()
         result = analyse(gm, example_inputs, config, resolve_target(config.target, example_inputs))
-        result.frame.seconds["analysis"] = time.perf_counter() - began - sum(result.frame.seconds.values())
         outcome = result.outcome
-        again = refused(gm, result)
+        again = retrace_needed(gm, result)
         if not again or outcome and outcome.misses:
             emit_frame(result.frame, outcome.sites if outcome else [], outcome.misses if outcome else [])
         if again:

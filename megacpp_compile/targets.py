@@ -1,47 +1,110 @@
-"""Which device family a frame is compiled for."""
+"""What a frame can be compiled for: each target with its devices, their packages, lowerings and compilers.
+
+A target is named "cpu", "cuda" or "tpu" in options and reports. Whatever differs between targets is a field here, so
+that nothing else compares device names to find out.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from megacpp_compile.errors import TargetUnavailableError
 
-# Type of a device that XLA compiles for -> the package that brings it. Both are the target "tpu".
-XLA_DEVICES = {"xla": "torch_xla", "tpu": "torch_tpu"}
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A torch device type of a target.
+
+    type: as in `torch.device(type)`. package: what brings it beside torch, "" for torch itself. backend: the module of
+    `megacpp_compile.backends` that compiles its frames. attention: what serves `nn.attention`, most wanted first.
+    dynamic: whether its programs take sizes that are not known when they are compiled.
+    """
+
+    type: str
+    package: str
+    backend: str
+    attention: tuple[str, ...]
+    dynamic: bool = True
 
 
-def family(kinds: set[str]) -> str:
-    """ "cpu", "cuda" or "tpu" for tensors on devices of these types."""
-    return "tpu" if kinds & XLA_DEVICES.keys() else "cuda" if "cuda" in kinds else "cpu"
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A family of devices that one set of lowerings serves.
+
+    Attributes:
+        name: as in options and reports.
+        devices: its device types.
+        lowerings: names of lowering files, most wanted first, where an op states no preference of its own.
+        keeps_latents: what `keep_latents="auto"` stands for: whether `down_norm_up` saves the latent.
+        float8: whether precision plans apply; elsewhere everything stays in the model's own dtype.
+        cublas: whether large GEMMs are cuBLAS's, so that candidates are timed and linears of one input merged.
+        graphs_hold_ops: whether a graph may keep a semantic op that cannot be traced and is called when it runs.
+        decomposes: whether traced lowerings are decomposed as Inductor wants them; XLA computes what ATen names.
+    """
+
+    name: str
+    devices: tuple[Device, ...]
+    lowerings: tuple[str, ...]
+    keeps_latents: bool = False
+    float8: bool = False
+    cublas: bool = False
+    graphs_hold_ops: bool = False
+    decomposes: bool = True
+
+    def device(self, example_inputs: Sequence[Any]) -> Device:
+        """The device of this target that a frame's tensors are on; the first where none is."""
+        kinds = device_types(example_inputs)
+        return next((d for d in reversed(self.devices) if d.type in kinds), self.devices[0])
 
 
-def resolve_target(wanted: str, example_inputs: Sequence[Any]) -> str:
-    """ "cpu", "cuda" or "tpu": `wanted`, or for "auto" where the frame's tensors are.
+CPU = Target("cpu", (Device("cpu", "", "inductor", ("sdpa", "plain")),), ("reference",))
+CUDA = Target(
+    "cuda", (Device("cuda", "", "inductor", ("sdpa", "flex", "plain")),), ("cuda_triton", "reference"),
+    float8=True, cublas=True, graphs_hold_ops=True,
+)  # fmt: skip
+TPU = Target(
+    "tpu",
+    (
+        Device("xla", "torch_xla", "openxla", ("pallas", "plain")),
+        Device("tpu", "torch_tpu", "torch_tpu", ("sdpa", "plain"), dynamic=False),
+    ),
+    ("tpu_xla", "reference"), keeps_latents=True, decomposes=False,
+)  # fmt: skip
+TARGETS = {target.name: target for target in (CPU, CUDA, TPU)}
+DEVICES = {device.type: device for target in TARGETS.values() for device in target.devices}
 
-    Raises TargetUnavailableError where `wanted` can't be compiled for here.
+
+def family(kinds: set[str]) -> Target:
+    """The target of tensors on devices of these types: XLA's where one is, else CUDA's, else the CPU."""
+    return next((t for t in (TPU, CUDA) if any(d.type in kinds for d in t.devices)), CPU)
+
+
+def by_xla(device: torch.device) -> bool:
+    """Whether XLA compiles what runs on `device`, be it through torch_xla or torch_tpu."""
+    return any(device.type == d.type for d in TPU.devices)
+
+
+def resolve_target(wanted: str, example_inputs: Sequence[Any]) -> Target:
+    """The target `wanted`, or for "auto" that of the frame's tensors.
+
+    Raises TargetUnavailableError where nothing here can compile for it.
     """
     kinds = device_types(example_inputs)
-    if wanted == "auto":
-        wanted = family(kinds)
-    if wanted == "tpu":
-        needed = [XLA_DEVICES[kind] for kind in kinds if kind in XLA_DEVICES] or list(XLA_DEVICES.values())
-        if all(importlib.util.find_spec(package) is None for package in needed):
-            install = "pip install 'megacpp-compile[tpu]', or torch_tpu with torch 2.11 to 2.15"
-            raise TargetUnavailableError("tpu", f"the package {' or '.join(needed)}", install)
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise TargetUnavailableError("cuda", "a CUDA device", "install a CUDA build of torch")
-    return wanted
+    target = family(kinds) if wanted == "auto" else TARGETS[wanted]
+    packages = [d.package for d in target.devices if d.type in kinds] or [d.package for d in target.devices]
+    if all(package and importlib.util.find_spec(package) is None for package in packages):
+        install = "pip install 'megacpp-compile[tpu]', or torch_tpu with torch 2.11 to 2.15"
+        raise TargetUnavailableError(target.name, f"the package {' or '.join(packages)}", install)
+    if target is CUDA and not torch.cuda.is_available():
+        raise TargetUnavailableError(target.name, "a CUDA device", "install a CUDA build of torch")
+    return target
 
 
 def device_types(example_inputs: Sequence[Any]) -> set[str]:
-    """Where the tensors among a frame's inputs are."""
+    """Types of the devices that the tensors among a frame's inputs are on."""
     return {x.device.type for x in example_inputs if isinstance(x, torch.Tensor)}
-
-
-def by_torch_tpu(example_inputs: Sequence[Any]) -> bool:
-    """Whether torch_tpu, and not torch_xla, compiles a frame of target "tpu"."""
-    return any(XLA_DEVICES.get(kind) == "torch_tpu" for kind in device_types(example_inputs))

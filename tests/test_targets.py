@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 from pathlib import Path
 
 import pytest
 
 from benchmarks.targets_page import PAGE, page
-from megacpp_compile import backend
-from megacpp_compile.backends import inductor, openxla
+from megacpp_compile.backends import inductor, openxla, torch_tpu
+from megacpp_compile.backends._protocol import Backend, backend_for
 from megacpp_compile.errors import TargetUnavailableError
 from megacpp_compile.lowerings import _registry
 from megacpp_compile.lowerings._registry import semantic_ops
-from megacpp_compile.targets import family, resolve_target
+from megacpp_compile.targets import CPU, CUDA, TPU, family, resolve_target
 
 
 def test_the_page_is_up_to_date():
@@ -29,8 +30,17 @@ def test_an_op_suits_xla_or_says_why_it_does(op):
 
 
 def test_who_compiles_for_a_target():
-    assert backend._handoff("tpu", []) == (openxla.plain_openxla, openxla.to_openxla)
-    assert backend._handoff("cpu", []) == backend._handoff("cuda", []) == (inductor.plain_inductor, inductor.to_inductor)
+    assert backend_for(TPU, []) is openxla
+    assert backend_for(CPU, []) is backend_for(CUDA, []) is inductor
+
+
+@pytest.mark.parametrize("module", [inductor, openxla, torch_tpu])
+def test_a_backend_defines_the_protocol(module):
+    for name in (n for n in vars(Backend) if not n.startswith("_")):
+        wanted = list(inspect.signature(getattr(Backend, name)).parameters)[1:]
+        assert list(inspect.signature(getattr(module, name)).parameters)[: len(wanted)] in (
+            wanted, [w.replace("inputs", "example_inputs") for w in wanted],
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("there", ["", "torch_xla", "torch_tpu"])
@@ -38,7 +48,7 @@ def test_tpu_asks_for_one_of_its_packages(monkeypatch, there):
     found = importlib.util.find_spec("json")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: found if name == there else None)
     if there:
-        assert resolve_target("tpu", []) == "tpu"
+        assert resolve_target("tpu", []) is TPU
     else:
         with pytest.raises(TargetUnavailableError, match="torch_xla or torch_tpu"):
             resolve_target("tpu", [])
@@ -48,4 +58,4 @@ def test_tpu_asks_for_one_of_its_packages(monkeypatch, there):
     (set(), "cpu"), ({"cpu"}, "cpu"), ({"cpu", "cuda"}, "cuda"), ({"cpu", "xla"}, "tpu"), ({"tpu"}, "tpu"),
 ])  # fmt: skip
 def test_where_tensors_are(kinds, wanted):
-    assert family(kinds) == wanted
+    assert family(kinds).name == wanted

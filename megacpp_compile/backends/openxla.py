@@ -14,7 +14,8 @@ import torch
 from torch import fx
 from torch.fx import GraphModule, Node
 
-from megacpp_compile.backends.inductor import LowerSemanticOps, Settings
+from megacpp_compile.backends._lower import LowerSemanticOps
+from megacpp_compile.backends._protocol import Settings
 from megacpp_compile.config.options import Config
 from megacpp_compile.remat.tagging import TagForRemat, recompute_views
 from megacpp_compile.report import log
@@ -23,7 +24,12 @@ from megacpp_compile.sharding.gemms import keep_batches
 aten = torch.ops.aten
 
 
-def to_openxla(
+def refusal(gm: GraphModule) -> str:
+    """"": openxla compiles a program for each set of sizes."""
+    return ""
+
+
+def compile_lowered(
     gm: GraphModule, example_inputs: Sequence[Any], settings: Settings, program: Callable[..., Any] | None = None
 ) -> Callable[..., Any]:
     """Compile a rewritten graph with openxla. Nothing predicts the peak of a program of XLA's, so that
@@ -42,7 +48,7 @@ def to_openxla(
     return differentiated(gm, example_inputs, settings, compiler, **again)
 
 
-def plain_openxla(gm: GraphModule, example_inputs: Sequence[Any], settings: Settings) -> Callable[..., Any]:
+def compile_plain(gm: GraphModule, example_inputs: Sequence[Any], settings: Settings) -> Callable[..., Any]:
     """Compile a frame as `backend="openxla"` would, but for a policy or a sharding plan, if there is one, and for
     results mixed up."""
     return differentiated(gm, example_inputs, settings, _program_for(settings.config))

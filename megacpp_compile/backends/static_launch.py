@@ -22,15 +22,16 @@ from torch.fx import GraphModule
 from torch.utils._triton import has_triton_package
 
 from megacpp_compile.report import log
+from megacpp_compile.targets import CUDA, Target
 
 # A patch does not move it where TORCHINDUCTOR_STATIC_LAUNCH_USER_DEFINED_TRITON_KERNELS is in the environment.
 SETTING = "static_launch_user_defined_triton_kernels"
 
 
-def start_workers(target: str) -> None:
+def start_workers(target: Target) -> None:
     """Start Inductor's compile workers, as `backend="inductor"` does before all else: seconds that pass while a model
     is set up or a frame looked at. Only for CUDA: there is nothing for them to do on CPU."""
-    if target != "cuda":
+    if target is not CUDA:
         return
     try:
         from torch._inductor.async_compile import maybe_warm_pool
@@ -40,7 +41,7 @@ def start_workers(target: str) -> None:
         log.logger.info("compile workers were not started ahead: %s: %s", type(error).__name__, error)
 
 
-def patches(gm: GraphModule, target: str, given: Mapping[str, Any]) -> dict[str, Any]:
+def patches(gm: GraphModule, target: Target, given: Mapping[str, Any]) -> dict[str, Any]:
     """Inductor's settings for the launches of a rewritten frame; `given`, what the user has set for it, goes before."""
     try:
         if not _ours_to_set(target):
@@ -55,8 +56,8 @@ def patches(gm: GraphModule, target: str, given: Mapping[str, Any]) -> dict[str,
         return {}
 
 
-def _ours_to_set(target: str) -> bool:
-    there = target == "cuda" and torch.version.hip is None and has_triton_package()
+def _ours_to_set(target: Target) -> bool:
+    there = target is CUDA and torch.version.hip is None and has_triton_package()
     return there and hasattr(inductor_config, SETTING)
 
 

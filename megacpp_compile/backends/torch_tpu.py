@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from megacpp_compile.backends.inductor import Settings
-from megacpp_compile.backends.openxla import differentiated, to_openxla
+from megacpp_compile.backends import openxla
+from megacpp_compile.backends._protocol import Settings
 from megacpp_compile.errors import TargetUnavailableError
 from megacpp_compile.report import log
 
@@ -24,14 +24,14 @@ NAME = "tpu"  # of its Dynamo backend, and of its device
 _DECIDED = ("recompute", "ac_graph_id", "partitioner_tag", "autograd_backward")
 
 
-def to_torchtpu(gm: GraphModule, example_inputs: Sequence[Any], settings: Settings) -> Callable[..., Any]:
+def compile_lowered(gm: GraphModule, example_inputs: Sequence[Any], settings: Settings) -> Callable[..., Any]:
     """Compile a rewritten graph. Raises as `backend`."""
     backend()
     guard_offsets(gm)
-    return to_openxla(gm, example_inputs, settings, _program)
+    return openxla.compile_lowered(gm, example_inputs, settings, _program)
 
 
-def plain_torchtpu(gm: GraphModule, example_inputs: Sequence[Any], settings: Settings) -> Callable[..., Any]:
+def compile_plain(gm: GraphModule, example_inputs: Sequence[Any], settings: Settings) -> Callable[..., Any]:
     """Compile a frame exactly as `backend="tpu"` would, but for the policy, if there is one."""
     compiler = backend()
     if settings.config.policy is None and settings.inner_compile is None:
@@ -39,7 +39,7 @@ def plain_torchtpu(gm: GraphModule, example_inputs: Sequence[Any], settings: Set
             log.logger.warning("settings of Inductor have no effect on a TPU: %s", ", ".join(sorted(settings.patches)))
         return compiler(gm, example_inputs)  # type: ignore[no-any-return]
     guard_offsets(gm)
-    return differentiated(gm, example_inputs, settings, _program)
+    return openxla.differentiated(gm, example_inputs, settings, _program)
 
 
 def backend() -> Callable[..., Any]:
@@ -54,11 +54,13 @@ def backend() -> Callable[..., Any]:
         raise TargetUnavailableError("tpu", what, how) from None
 
 
-def dynamic(gm: GraphModule) -> bool:
-    """Whether a frame has sizes that are not known: such a frame is left to torch_tpu as it came."""
+def refusal(gm: GraphModule) -> str:
+    """Why torch_tpu takes a frame as it came only: its programs are of static shapes."""
     held = (n.meta.get("example_value", n.meta.get("val")) for n in gm.graph.find_nodes(op="placeholder"))
     sizes = (s for x in held for s in (x.shape if isinstance(x, torch.Tensor) else (x,)))
-    return any(isinstance(s, torch.SymInt | torch.SymFloat | torch.SymBool) for s in sizes)
+    if any(isinstance(s, torch.SymInt | torch.SymFloat | torch.SymBool) for s in sizes):
+        return "sizes that are not known when compiling for torch_tpu: compile with dynamic=False"
+    return ""
 
 
 def guard_offsets(gm: GraphModule) -> None:

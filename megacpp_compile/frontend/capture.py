@@ -83,7 +83,7 @@ def capture(gm: GraphModule, example_inputs: Sequence[Any]) -> Captured:
     try:
         with modes.kept(), fx_traceback.preserve_node_meta():
             gm = resolve_vmaps(inline_checkpoints(gm), fakes, mode)
-            made = opaque_ops.cut(gm, fakes, mode)
+            made = opaque_ops.isolate_hops(gm, fakes, mode)
             traced = autocast.obeyed(made.gm)
             buffers = list(traced.named_buffers(remove_duplicate=False))
             exported, signature = aot_export_module(traced, made.fakes, trace_joint=False, pre_dispatch=True)

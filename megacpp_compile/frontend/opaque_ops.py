@@ -43,7 +43,7 @@ class Cut:
     outputs: int  # outputs of the frame itself; the calls' arguments follow
 
 
-def cut(gm: GraphModule, fakes: Sequence[Any], mode: FakeTensorMode) -> Cut:
+def isolate_hops(gm: GraphModule, fakes: Sequence[Any], mode: FakeTensorMode) -> Cut:
     """`gm` without its higher-order calls. Raises CaptureError for one that writes to its arguments or whose results
     have no known shape."""
     output = next(iter(reversed(gm.graph.nodes)))

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 from torch.fx import GraphModule, Node
 
-from megacpp_compile.frontend import autocast
+from megacpp_compile.fx import autocast
 
 
 def between(gm: GraphModule, inputs: Sequence[Node], outputs: Sequence[Node]) -> tuple[GraphModule, list[Node]]:

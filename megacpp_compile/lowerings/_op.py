@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacpp_compile.targets import XLA_DEVICES, family
+from megacpp_compile.targets import CPU, by_xla, family
 
 
 def compute_dtype(*of: Tensor | torch.dtype | None) -> torch.dtype:
@@ -36,15 +36,15 @@ def serve(name: str, reference: ModuleType, *args: Any) -> Any:
     """What an op that models call themselves does outside of a lowered graph: what serves it in one. Ops that only
     passes write need no such thing: they are lowered before they run."""
     target = family({next(a for a in args if isinstance(a, Tensor)).device.type})
-    if target == "cpu":
+    if target is CPU:
         return getattr(reference, name)(*args)
     from megacpp_compile.lowerings._registry import choose
 
-    return choose(getattr(torch.ops.megacpp, name).default, target, args).body(*args)
+    return choose(getattr(torch.ops.megacpp, name).default, target.name, args).body(*args)
 
 
 def ends_until(ends: Tensor, values: Tensor) -> Tensor:
     """How many of `ends` [E], ascending, are at most each of `values` [n]: int64 [n]."""
-    if ends.device.type in XLA_DEVICES:  # torch_xla has no `searchsorted` of its own, and would ask the host
+    if by_xla(ends.device):  # torch_xla has no `searchsorted` of its own, and would ask the host
         return (ends <= values[:, None]).sum(-1)
     return torch.searchsorted(ends, values, right=True)

@@ -17,14 +17,10 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 import megacpp_compile.lowerings as package
+from megacpp_compile.targets import TARGETS
 
 # Per target, most wanted first. A name is a file in the op's folder, which may have a PREFERENCE of its own. Where the
 # reference is all that is wanted the folder says so, and why: REFERENCE_SERVES, by target.
-PREFERENCE = {
-    "cuda": ("cuda_triton", "reference"),
-    "cpu": ("reference",),
-    "tpu": ("tpu_xla", "reference"),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +57,7 @@ def preference(folder: str, target: str) -> tuple[str, ...]:
     if reference_serves(folder, target):
         return ("reference",)
     own = getattr(importlib.import_module(f"{package.__name__}.{folder}"), "PREFERENCE", {})
-    return own.get(target, PREFERENCE[target])
+    return own.get(target, TARGETS[target].lowerings)
 
 
 def reference_serves(folder: str, target: str) -> str | None:

@@ -105,7 +105,7 @@ def why_bf16(model: nn.Module, target: str = "auto") -> str:
     by the device of the parameters; "cuda" is for a model that is to be moved there."""
     if target == "auto":
         kinds = {p.device.type for p in model.parameters()} - {"meta"}
-        target = family(kinds) if kinds else "cuda"
+        target = family(kinds).name if kinds else "cuda"
     return "" if target == "cuda" else f"target {target}"
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from megacpp_compile.backend import check_torch, compile_frame, mode_patches
+from megacpp_compile.backend import check_torch, compile_with, mode_patches
 from megacpp_compile.backends.static_launch import start_workers
 from megacpp_compile.config import rules
 from megacpp_compile.config.options import Config
@@ -24,12 +24,13 @@ from megacpp_compile.errors import AlreadyCompiledError, BadOptionError, NotAMod
 from megacpp_compile.frontend import unbacked_shapes
 from megacpp_compile.fx.provenance import input_path, local_path
 from megacpp_compile.passes._driver import pass_names
+from megacpp_compile.pipeline import Block
 from megacpp_compile.precision.engine import is_of_transformer_engine
 from megacpp_compile.regional.repeated_blocks import Kind, find_kinds, outside
 from megacpp_compile.report import collector, log
 from megacpp_compile.report.collector import Region
 from megacpp_compile.sharding.pinning import SiblingParams
-from megacpp_compile.targets import by_torch_tpu, device_types, family
+from megacpp_compile.targets import TARGETS, device_types, family
 
 # docs/measurements.md: with this many blocks fewer artifacts outweigh the calls between them.
 WHOLE_BELOW = 4
@@ -94,9 +95,11 @@ def compile(
         kinds += [Kind((fqn,), (module,))] * compiled
         treatment = "compiled" if compiled else "eager"
         regions.append(Region((fqn,), type(module).__name__, _size([module]), treatment, "outside the blocks"))
-    if dynamic is None and by_torch_tpu(list(model.parameters())):
-        dynamic = False  # all that it takes
-    start_workers(family(device_types(list(model.parameters()))) if config.target == "auto" else config.target)
+    parameters = list(model.parameters())
+    target = family(device_types(parameters)) if config.target == "auto" else TARGETS[config.target]
+    if dynamic is None and not target.device(parameters).dynamic:
+        dynamic = False
+    start_workers(target)
     compile_kinds(model, kinds, regions, config, mode, dynamic=dynamic, fullgraph=fullgraph)
     collector.emit_regions(regions)
     for region in regions:
@@ -201,12 +204,11 @@ class Regional:
         _name_absolutely(gm, roots)
         part = next((p for fqn in roots.values() if (p := self._part(fqn)) is not None), "")
         blocks = len(self.parts[part].fqns) if part else 0
-        sibling_params = self._kin(part) if self.config.sharding is not None else None
-        return compile_frame(
-            gm, example_inputs, self.config, self.mode, part, blocks, self.inner_compile, sibling_params, True
-        )
+        siblings = self._sibling_params(part) if self.config.sharding is not None else None
+        block = Block(part, blocks, siblings, checked=True)
+        return compile_with(gm, example_inputs, self.config, self.mode, block, self.inner_compile)
 
-    def _kin(self, part: str) -> SiblingParams:
+    def _sibling_params(self, part: str) -> SiblingParams:
         """Parameter -> (name, parameter) for all blocks like `part`, which run its artifact and are not compiled
         themselves."""
         model = self.model()

@@ -12,11 +12,12 @@ from torch import Tensor, fx
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from megacpp_compile.backends.inductor import LowerSemanticOps
+from megacpp_compile.backends._lower import LowerSemanticOps
 from megacpp_compile.config.options import Config
 from megacpp_compile.fx.edit import overwritable
 from megacpp_compile.lowerings.mla_rope_q import mla_rope_q
 from megacpp_compile.lowerings.rope_qk import rope_qk
+from megacpp_compile.targets import CUDA, TARGETS
 
 B, S, H, D = 2, 3, 4, 8
 
@@ -207,7 +208,7 @@ def lowered(
     with pytest.MonkeyPatch.context() as patch:
         for module in (rope_launch, on_q, on_qk):
             patch.setattr(module, "MIN_BYTES", 0)
-        LowerSemanticOps("cuda", config or Config())(gm.graph)
+        LowerSemanticOps(CUDA, config or Config())(gm.graph)
     gm.graph.lint()
     return [n for n in gm.graph.nodes if "triton_kernel_wrapper" in str(n.target)], gm
 
@@ -328,5 +329,5 @@ def test_a_measured_choice_is_found_again(hopper, tmp_path):
 @pytest.mark.parametrize(("target", "on", "products"), [("cuda", True, 1), ("cuda", False, 2), ("cpu", True, 2)])
 def test_merge_down_is_asked_for_and_for_cuda(target, on, products):
     gm = make_fx(lambda x, v, w: (x @ v, x @ w), tracing_mode="fake")(*(torch.randn(4, 4) for _ in range(3)))
-    LowerSemanticOps(target, Config(fuse_shared_input_gemms=on))(gm.graph)
+    LowerSemanticOps(TARGETS[target], Config(fuse_shared_input_gemms=on))(gm.graph)
     assert len(gm.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)) == products

@@ -16,11 +16,13 @@ from torch.fx import Graph, GraphModule
 
 import megacpp_compile
 from benchmarks import models
-from megacpp_compile import backend
+from megacpp_compile import backend, pipeline
 from megacpp_compile.backends import static_launch
-from megacpp_compile.backends.inductor import Settings, plain_inductor, to_inductor
+from megacpp_compile.backends._protocol import Settings
+from megacpp_compile.backends.inductor import compile_lowered, compile_plain
 from megacpp_compile.backends.static_launch import SETTING
 from megacpp_compile.config.options import Config
+from megacpp_compile.targets import CUDA, TARGETS
 
 
 class Pool:
@@ -83,8 +85,8 @@ def graph(*targets) -> GraphModule:
     return GraphModule(nn.Module(), g)
 
 
-def compiled(target: str = "cuda", gm: GraphModule | None = None, lower=to_inductor, **given) -> None:
-    lower(gm or graph(operator.neg), [torch.ones(2)], Settings(target, Config(), given))
+def compiled(target: str = "cuda", gm: GraphModule | None = None, lower=compile_lowered, **given) -> None:
+    lower(gm or graph(operator.neg), [torch.ones(2)], Settings(TARGETS[target], Config(), given))
 
 
 def test_a_cuda_frame_and_its_workers_are_told(started, handed):
@@ -105,7 +107,7 @@ def test_workers_that_run_already_are_told(started, handed):
 
 def test_other_compilations_are_not(started, handed):
     compiled()
-    compiled(lower=plain_inductor)
+    compiled(lower=compile_plain)
     assert SETTING not in handed[1] and started[0].told[1][SETTING] is False
     assert started[0].submit(abs, -1) == 2
 
@@ -137,14 +139,14 @@ def test_kernels_of_the_users_own_are_left_as_they_were(started, handed, caplog)
 def test_nothing_for_other_targets_and_older_torch(started, handed, monkeypatch):
     assert static_launch.patches(graph(), "cpu", {}) == static_launch.patches(graph(), "tpu", {}) == {}
     monkeypatch.setattr(static_launch, "SETTING", "a_setting_of_another_torch")
-    assert static_launch.patches(graph(), "cuda", {}) == {}
+    assert static_launch.patches(graph(), CUDA, {}) == {}
     static_launch.start_workers("cpu")
     assert started == []
 
 
 def test_without_workers_the_frame_is_told(started, handed, monkeypatch):
     monkeypatch.setattr(async_compile, "get_compile_threads", lambda: 1)
-    assert static_launch.patches(graph(), "cuda", {}) == {SETTING: True} and started == []
+    assert static_launch.patches(graph(), CUDA, {}) == {SETTING: True} and started == []
 
 
 def test_a_torch_with_other_internals_compiles_all_the_same(started, handed, monkeypatch, caplog):
@@ -160,14 +162,15 @@ def test_a_torch_with_other_internals_compiles_all_the_same(started, handed, mon
 def test_a_torch_without_these_workers_compiles_all_the_same(started, monkeypatch, caplog):
     monkeypatch.delattr(AsyncCompile, "use_process_pool")
     with caplog.at_level(logging.INFO, "megacpp_compile"):
-        assert static_launch.patches(graph(), "cuda", {}) == {}
+        assert static_launch.patches(graph(), CUDA, {}) == {}
     assert "AttributeError" in caplog.text
 
 
 def test_workers_start_before_a_cuda_frame_is_looked_at(started, eager_backend, monkeypatch):
-    seen, analyse = [], backend.analyse
-    monkeypatch.setattr(backend, "resolve_target", lambda *_: "cuda")
-    monkeypatch.setattr(backend, "analyse", lambda *args: seen.append(len(started)) or analyse(*args))
+    seen, analyse = [], pipeline.analyse
+    monkeypatch.setattr(backend, "resolve_target", lambda *_: CUDA)
+    monkeypatch.setattr(pipeline, "resolve_target", lambda *_: CUDA)
+    monkeypatch.setattr(pipeline, "analyse", lambda *args: seen.append(len(started)) or analyse(*args))
     torch.compile(nn.Linear(4, 4), backend=backend.megacpp)(torch.ones(2, 4))
     assert seen == [1]
 
@@ -184,7 +187,7 @@ def test_workers_that_do_not_start_stop_nothing(started, monkeypatch, caplog):
 
     monkeypatch.setattr(async_compile, "maybe_warm_pool", fails)
     with caplog.at_level(logging.INFO, "megacpp_compile"):
-        static_launch.start_workers("cuda")
+        static_launch.start_workers(CUDA)
     assert "no more processes" in caplog.text
 
 

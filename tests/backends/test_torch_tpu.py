@@ -4,6 +4,7 @@ and CPU in the place of its device."""
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -43,7 +44,10 @@ def tpu(monkeypatch):
 
     monkeypatch.setitem(registry._COMPILER_FNS, "tpu", stand_in)
     monkeypatch.setitem(registry._BACKENDS, "tpu", None)
-    monkeypatch.setattr(targets, "XLA_DEVICES", {"cpu": "torch_tpu"})
+    device = targets.Device("cpu", "torch_tpu", "torch_tpu", ("sdpa", "plain"), dynamic=False)
+    here = dataclasses.replace(targets.TPU, devices=(device,))
+    monkeypatch.setattr(targets, "TPU", here)
+    monkeypatch.setitem(targets.TARGETS, "tpu", here)
     monkeypatch.setattr(targets.importlib.util, "find_spec", lambda name: name == "torch_tpu" or None)
     torch._dynamo.reset()
     yield given, options

@@ -17,10 +17,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
 
 from megacpp_compile.backends import inductor
+from megacpp_compile.backends._protocol import Settings
 from megacpp_compile.config.options import Config
 from megacpp_compile.lowerings._gemm import autotune, cublaslt
 from megacpp_compile.lowerings._gemm.autotune import AutotuneGemms
 from megacpp_compile.lowerings._gemm.shared_input import MAX_WIDTH, merge
+from megacpp_compile.targets import TARGETS
 
 aten = torch.ops.aten
 
@@ -355,7 +357,7 @@ def test_tuning_is_an_option_and_for_cuda(on):
     seen: list[str] = []
     given = {"post_grad_custom_post_pass": lambda graph: seen.append("the user's")}
     for target in ("cpu", "cuda"):
-        gave = inductor.products(inductor.Settings(target, Config(autotune_gemms=on), given))
+        gave = inductor.gemm_patches(Settings(TARGETS[target], Config(autotune_gemms=on), given))
         if on and target == "cuda":
             assert isinstance(gave["post_grad_custom_post_pass"], AutotuneGemms)
             gave["post_grad_custom_post_pass"](fx.Graph())

@@ -7,6 +7,7 @@ its words.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import sys
 from typing import Any
@@ -16,7 +17,8 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
-from megacpp_compile.lowerings._registry import PREFERENCE, choose, semantic_ops
+from megacpp_compile.lowerings._registry import choose, semantic_ops
+from megacpp_compile.targets import TARGETS
 
 from .agreement import (
     KIND,
@@ -159,8 +161,8 @@ def test_every_op_has_cases():
 
 
 def test_every_op_has_a_reference_on_every_target():
-    for target, order in PREFERENCE.items():
-        assert order[-1] == "reference", target
+    for target in TARGETS.values():
+        assert target.lowerings[-1] == "reference", target
     for folder, name in semantic_ops().values():
         assert callable(getattr(module_of(folder, "reference"), name))
 
@@ -177,8 +179,12 @@ def _call(rand, op="mla_rope_q"):
     return found, CASES[op]["bshd_deepseek"](rand, torch.float32)
 
 
+def prefer(monkeypatch, *lowerings):
+    monkeypatch.setitem(TARGETS, "cpu", dataclasses.replace(TARGETS["cpu"], lowerings=lowerings))
+
+
 def test_a_lowering_that_is_missing_is_passed_over_with_a_reason(rand, monkeypatch):
-    monkeypatch.setitem(PREFERENCE, "cpu", ("imaginary", "reference"))
+    prefer(monkeypatch, "imaginary", "reference")
     choice = choose(_call(rand)[0], "cpu", _call(rand)[1])
     assert (choice.requested, choice.effective) == ("imaginary", "reference")
     assert choice.reason.startswith("no-lowering: mla_rope_q has no imaginary")
@@ -187,7 +193,7 @@ def test_a_lowering_that_is_missing_is_passed_over_with_a_reason(rand, monkeypat
 def test_a_lowering_that_refuses_is_passed_over_with_its_reason(rand, monkeypatch):
     module = importlib.import_module("megacpp_compile.lowerings.mla_rope_q.reference")
     monkeypatch.setattr(module, "supports", lambda name, args: f"{name} is not for today", raising=False)
-    monkeypatch.setitem(PREFERENCE, "cpu", ("reference", "fallback"))
+    prefer(monkeypatch, "reference", "fallback")
     stand_in = type(module)("megacpp_compile.lowerings.mla_rope_q.fallback")
     stand_in.mla_rope_q = module.mla_rope_q
     monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import megacpp_compile
-from megacpp_compile.backends import inductor
+from megacpp_compile.backends import _lower
 from megacpp_compile.errors import NotLoweredError
 from tests.corpus import allowed_counts
 from tests.corpus.spellings import PlainGQA, PlainMLA, tables
@@ -233,7 +233,7 @@ def test_what_nothing_fires_in_is_left_to_openxla(xla):
 
 
 def test_an_op_left_without_a_lowering_is_an_error(xla, monkeypatch):
-    monkeypatch.setattr(inductor, "_lower", lambda *_: None)
+    monkeypatch.setattr(_lower, "_lower", lambda *_: None)
     block, x, angles = made(PlainMLA, {})
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as caught:
         torch.compile(block.to(xla), backend="megacpp")(x.to(xla), *(t.to(xla) for t in angles))

@@ -7,8 +7,9 @@ import torch
 from torch._functorch.aot_autograd import make_boxed_func
 
 from megacpp_compile.backends import openxla
-from megacpp_compile.backends.inductor import Settings
+from megacpp_compile.backends._protocol import Settings
 from megacpp_compile.config.options import Config
+from megacpp_compile.targets import TPU
 
 aten = torch.ops.aten
 COPIES = {
@@ -29,7 +30,7 @@ def test_copies_among_the_results(xla, name):
         return x.sum(), a, b, (b * 7).sum(1), COPIES[name](x)
 
     def backend(gm, inputs):
-        return openxla.plain_openxla(gm, inputs, Settings("tpu", Config(), {}))
+        return openxla.compile_plain(gm, inputs, Settings(TPU, Config(), {}))
 
     torch._dynamo.reset()
     x = torch.randn(3, 5)
@@ -63,7 +64,7 @@ def test_a_copy_is_saved_once(xla):
             graphs.append(graph)
             return make_boxed_func(graph.forward)
 
-        return openxla.to_openxla(gm, inputs, Settings("tpu", Config(), {}, inner_compile=keep))
+        return openxla.compile_lowered(gm, inputs, Settings(TPU, Config(), {}, inner_compile=keep))
 
     def function(x):
         a = torch.softmax(x, -1)

@@ -1,6 +1,6 @@
-"""Stage 2: one spelling per idea, for what must be rewritten before anything can be matched or differentiated.
+"""Rewrites a captured graph to one spelling per idea, where it must be before anything is matched or differentiated.
 
-Most spellings need no rewriting here: the recognisers (`recognise/`) read a subgraph by what it computes.
+Most spellings stay as they are: the matchers read a subgraph by what it computes.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from megacpp_compile.frontend.canonicalize.whole_slices import whole_slices
 from megacpp_compile.fx.edit import drop_dead
 
 
-def normalise(graph: fx.Graph, fake_mode: FakeTensorMode) -> None:
-    """Drop tracing's assertions, slices of all, and dead values; let views copy where they must; rename aliases;
-    rewrite copies."""
+def canonicalize(graph: fx.Graph, fake_mode: FakeTensorMode) -> None:
+    """Drop tracing's assertions, slices of whole dimensions and dead values; let views copy where they must; rename
+    aliases; make copies into slices functional."""
     for node in list(graph.nodes):
         if node.target is torch.ops.aten._assert_tensor_metadata.default:
             graph.erase_node(node)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megacpp_compile.lowerings._kernels.fp8 import SCALED_LANES, widened
 from megacpp_compile.lowerings._op import compute_dtype
-from megacpp_compile.targets import XLA_DEVICES
+from megacpp_compile.targets import by_xla
 
 # Bytes of rows gathered at once.
 CHUNK_BYTES = 256 << 20
@@ -70,7 +70,7 @@ class Rows:
             return empty, None if self.scale is None else empty.new_ones(())
         index = torch.where(valid, index, 0)
         batch = torch.arange(index.shape[0], dtype=index.dtype, device=index.device)[:, None, None]
-        if _is_fp8(self.kv) and self.kv.device.type not in XLA_DEVICES:
+        if _is_fp8(self.kv) and not by_xla(self.kv.device):
             # By their bytes: torch 2.9 takes no rows of fp8 tensors on a CPU. XLA takes them, and has no such view.
             taken = self.kv.view(torch.uint8)[batch, index].view(self.kv.dtype)
         else:

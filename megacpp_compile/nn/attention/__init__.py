@@ -20,14 +20,8 @@ from torch import Tensor
 from megacpp_compile.errors import AttentionError, OperandError
 from megacpp_compile.nn.attention import bodies, pallas
 from megacpp_compile.report import log
+from megacpp_compile.targets import DEVICES
 
-# Per device, most wanted first. The plain body serves everything.
-PREFERENCE = {
-    "cuda": ("sdpa", "flex", "plain"),
-    "cpu": ("sdpa", "plain"),
-    "xla": ("pallas", "plain"),
-    "tpu": ("sdpa", "plain"),
-}
 BACKENDS = ("sdpa", "flex", "pallas", "plain")
 
 
@@ -149,7 +143,7 @@ def _capability(
     if backend != "auto" and backend not in BACKENDS:
         raise OperandError("attention", f"backend is {backend!r}, wanted 'auto' or one of {', '.join(BACKENDS)}")
     refused: list[tuple[str, str, str]] = []
-    for name in PREFERENCE.get(q.device.type, ("plain",)) if backend == "auto" else (backend,):
+    for name in _preferred(q.device.type) if backend == "auto" else (backend,):
         asked = pallas.lacks if name == "pallas" else getattr(bodies, f"{name}_lacks")
         against = asked(q, k, v, doc_ids, softcap, causal)
         if against is None:
@@ -163,3 +157,8 @@ def _capability(
 @functools.lru_cache(maxsize=64)
 def _announce(found: Capability, device: str) -> None:
     log.logger.info("attention on %s: %s", device, found)
+
+
+def _preferred(device: str) -> tuple[str, ...]:
+    """What serves on a device of this type, most wanted first; the plain body serves everything."""
+    return DEVICES[device].attention if device in DEVICES else ("plain",)

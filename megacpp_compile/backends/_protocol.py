@@ -1,0 +1,53 @@
+"""What a backend is, and what it is told: the compilers of lowered graphs are modules that define these functions."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, cast
+
+from torch.fx import GraphModule
+
+from megacpp_compile.config.options import Config
+from megacpp_compile.remat.tagging import OnPlan
+from megacpp_compile.targets import Target
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How a frame is to be compiled.
+
+    Attributes:
+        target: what for.
+        config: the user's settings.
+        patches: Inductor's settings; they mean nothing to the other backends, which name them in the log.
+        on_plan: called with what the checkpointing policy decided.
+        inner_compile: makes code of a partitioned graph in place of Inductor's, as in `compile_fx`.
+        copies: how many such frames run in one step.
+    """
+
+    target: Target
+    config: Config
+    patches: dict[str, Any]
+    on_plan: OnPlan | None = None
+    inner_compile: Any = None
+    copies: int = 1
+
+
+class Backend(Protocol):
+    """A module of this package."""
+
+    def compile_plain(self, gm: GraphModule, inputs: Sequence[Any], settings: Settings) -> Callable[..., Any]:
+        """Compile a frame exactly as this compiler would by itself, but for the checkpointing policy, if any."""
+
+    def compile_lowered(self, gm: GraphModule, inputs: Sequence[Any], settings: Settings) -> Callable[..., Any]:
+        """Compile a rewritten frame: differentiate it, plan remat, lower its semantic ops, and generate code."""
+
+    def refusal(self, gm: GraphModule) -> str:
+        """Why a rewritten frame cannot be compiled here, "" where it can."""
+
+
+def backend_for(target: Target, inputs: Sequence[Any]) -> Backend:
+    """The backend of the device of `target` that the frame's tensors are on."""
+    return cast(Backend, importlib.import_module(f"megacpp_compile.backends.{target.device(inputs).backend}"))

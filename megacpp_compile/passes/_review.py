@@ -1,0 +1,59 @@
+"""The review of a rewrite while both versions stand: verified where the user asks for it, its saved bytes counted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch._subclasses import FakeTensor
+from torch.fx import GraphModule, Node
+
+from megacpp_compile.config.options import Config
+from megacpp_compile.errors import VerificationError
+from megacpp_compile.frontend.capture import Captured
+from megacpp_compile.fx.subgraph import between
+from megacpp_compile.matchers.rope.heads import activations
+from megacpp_compile.passes._rule import Match, MatchFailure, Pass
+from megacpp_compile.report import replay, saved_bytes
+from megacpp_compile.report.collector import Site
+
+
+class Reviewer:
+    """Refuses a rewrite that `verify="each"` finds wrong; with `count_saved`, notes what a site keeps for backward."""
+
+    def __init__(self, captured: Captured, example_inputs: Sequence[Any], config: Config, count_saved: bool) -> None:
+        self.captured, self.inputs, self.config, self.count = captured, example_inputs, config, count_saved
+        self.cache: dict[Any, int | None] = {}
+
+    def __call__(self, p: Pass, match: Match, new: list[Node], site: Site) -> MatchFailure | None:
+        gm = self.captured.gm
+        if self.config.verify == "each" and not any(isinstance(x, FakeTensor) for x in self.inputs):
+            refusal = self._verify(p, match, new, site)
+            if refusal is not None:
+                return refusal
+        if self.count:
+            site.set_saved(self._saved(gm, match.inputs, match.outputs), self._saved(gm, match.inputs, new))
+        return None
+
+    def _verify(self, p: Pass, match: Match, new: list[Node], site: Site) -> MatchFailure | None:
+        gm = self.captured.gm
+        gm.recompile()
+        wanted = set(match.inputs)
+        values = replay.border_values(gm, self.inputs, wanted)
+        others = [n for n in gm.graph.nodes if n.op in ("placeholder", "get_attr") and n not in values]
+        holders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+        values.update({n: v for n, v in zip(holders, self.inputs, strict=True) if n in others})
+        differentiable = activations(gm.graph, self.captured.weights)
+        tensor, error, tolerance = replay.compare(gm, match.inputs, match.outputs, new, values, differentiable)
+        if error <= tolerance:
+            return None
+        if self.config.strict:
+            raise VerificationError(p.name, site.fqn, site.source, tensor, error, tolerance)
+        return MatchFailure(match.node, "verification", f"{tensor} differs by {error:.2e} (tolerance {tolerance:.0e})")
+
+    def _saved(self, gm: GraphModule, inputs: list[Node], outputs: list[Node]) -> int | None:
+        module, order = between(gm, inputs, outputs)
+        key = (module.code, tuple(str(n.meta.get("val")) for n in order))
+        if key not in self.cache:
+            self.cache[key] = saved_bytes.saved_bytes(gm, inputs, outputs, self.captured.fake_mode)
+        return self.cache[key]

@@ -1,0 +1,40 @@
+"""Sites after the passes: ops that the model itself calls, the lowering each site gets, and what the user required."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch.fx import Node
+
+from megacpp_compile.config.options import Config
+from megacpp_compile.errors import RequirementError
+from megacpp_compile.fx.provenance import module_fqn, source_line
+from megacpp_compile.lowerings._registry import choose
+from megacpp_compile.passes._driver import Outcome
+from megacpp_compile.report.collector import MissedFusion, Site
+
+
+def add_called_ops(outcome: Outcome, called: Sequence[Node]) -> None:
+    """Add sites for semantic ops that the model itself calls: they are lowered like those of a pass. What a pass makes
+    beside its op, such as the payloads of a linear in float8, belongs to its site."""
+    for node in called:
+        op = f"{node.target.namespace}::{node.target._opname}"  # type: ignore[union-attr]
+        outcome.sites.append(Site("(called)", op, module_fqn(node), source_line(node), "", "", node=node.name))
+        outcome.op_nodes.append(node)
+
+
+def choose_lowerings(outcome: Outcome, target: str) -> None:
+    """Note at each site which lowering was requested on `target`, which serves, and why another one."""
+    for site, node in zip(outcome.sites, outcome.op_nodes, strict=True):
+        args = torch.fx.map_arg(node.args, lambda n: n.meta["val"])
+        choice = choose(node.target, target, args)
+        site.requested, site.effective, site.reason = choice.requested, choice.effective, choice.reason
+
+
+def check_required(config: Config, counts: Mapping[str, int], misses: Sequence[MissedFusion]) -> None:
+    """Raise RequirementError, with its near misses, for a pass that did not fire as often as `require` says."""
+    for name, wanted in config.require.items():
+        if counts.get(name, 0) != wanted:
+            near = [m for m in misses if m.pass_name == name]
+            raise RequirementError(name, wanted, counts.get(name, 0), near)

@@ -1,0 +1,282 @@
+"""The whole compiler, for one frame: `compile_frame` is the data flow, and each line of it names a package.
+
+Dynamo's graph is captured and canonicalized (`frontend`), idioms become semantic ops (`passes`, which ask `matchers`),
+and a backend (`backends`) differentiates the result, plans what a training step keeps (`remat`), lowers the ops
+(`lowerings`) and generates code. `report` records all of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from megacpp_compile.backends._protocol import Settings, backend_for
+from megacpp_compile.config import rules
+from megacpp_compile.config.options import Config
+from megacpp_compile.config.precision import announce
+from megacpp_compile.errors import CaptureError, MegacppError, NotLoweredError, PeakUnreachableError
+from megacpp_compile.frontend import tensor_subclasses, unbacked_shapes
+from megacpp_compile.frontend.canonicalize import canonicalize
+from megacpp_compile.frontend.capture import Captured, capture
+from megacpp_compile.fx.provenance import module_fqn, outermost_frame, source_line
+from megacpp_compile.lowerings._registry import semantic_ops
+from megacpp_compile.matchers.recurrences import NAMES, find_recurrences
+from megacpp_compile.matchers.rope.heads import activations
+from megacpp_compile.passes._driver import Outcome, enabled_passes, pass_names, run_passes
+from megacpp_compile.passes._precision_rows import answered, asked, unseen
+from megacpp_compile.passes._review import Reviewer
+from megacpp_compile.passes._sites import add_called_ops, check_required, choose_lowerings
+from megacpp_compile.remat import conflicts
+from megacpp_compile.remat.kinds import BlockRef, whole
+from megacpp_compile.remat.planner import Plan
+from megacpp_compile.remat.tagging import describe
+from megacpp_compile.report import collector, log
+from megacpp_compile.report.collector import Frame, MissedFusion
+from megacpp_compile.sharding.frames import pin_for_frame
+from megacpp_compile.sharding.pinning import SiblingParams
+from megacpp_compile.targets import Target, resolve_target
+
+ALONE = "the frame was compiled by Inductor alone"
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """The repeated block that a frame belongs to.
+
+    name: of the first such block in the model, "" for a frame that is none. copies: how many run its artifact.
+    sibling_params: as in `sharding.pinning.pin_frame`. checked: whether rules by name were held against the model.
+    """
+
+    name: str = ""
+    copies: int = 0
+    sibling_params: SiblingParams | None = None
+    checked: bool = False
+
+
+WHOLE = Block()
+
+
+def compile_frame(
+    gm: GraphModule, example_inputs: Sequence[Any], config: Config, patches: dict[str, Any], block: Block = WHOLE,
+    inner_compile: Any = None,
+) -> Callable[..., Any]:  # fmt: skip
+    """Compile Dynamo's graph `gm`, called with `example_inputs`; returns the callable that Dynamo runs in its place.
+
+    patches: Inductor's settings. inner_compile: makes code of a partitioned graph in Inductor's place. Raises the
+    errors of `megacpp_compile.errors` for unmet demands of the user's; a frame that cannot be rewritten is compiled by
+    the backend alone, with the reason in the report.
+    """
+    target = resolve_target(config.target, example_inputs)
+    conflicts.check(gm, config)
+    if not block.checked:
+        rules.check_frame(gm, config)
+    if config.precision is not None:
+        announce(config.precision, target.name)
+    boundary = tensor_subclasses.enter(gm, example_inputs)
+    analysis = analyse(boundary.gm, boundary.inputs, config, target)
+    analysis.notes = boundary.notes + tensor_subclasses.widened(boundary.gm, config.strict)
+    analysis.frame.block, analysis.frame.blocks = block.name, block.copies
+    if retrace_needed(boundary.gm, analysis):
+        if analysis.outcome is not None and analysis.outcome.misses:
+            publish(analysis, config)
+        unbacked_shapes.trace_again()
+    if config.sharding is not None:
+        analysis.frame.sharding = pin_for_frame(
+            config.sharding, boundary.gm, boundary.inputs, analysis.op_nodes(), analysis.rewritten_gm(),
+            whole(boundary.gm), block.sibling_params,
+        )  # fmt: skip
+    compiled = _hand_to_backend(boundary.gm, boundary.inputs, analysis, config, target, patches, inner_compile)
+    # Only now: a frame Inductor cannot compile is tried again by Dynamo in pieces, and did not happen.
+    publish(analysis, config)
+    return boundary.adapt(compiled)
+
+
+def analyse(gm: GraphModule, example_inputs: Sequence[Any], config: Config, target: Target) -> Analysis:
+    """Capture a frame, canonicalize it and run the passes. Never changes `gm`."""
+    began = time.perf_counter()
+    analysis = _analyse(gm, example_inputs, config, target)
+    seconds = analysis.frame.seconds
+    seconds["analysis"] = time.perf_counter() - began - sum(seconds.values())
+    return analysis
+
+
+def _analyse(gm: GraphModule, example_inputs: Sequence[Any], config: Config, target: Target) -> Analysis:
+    grad = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs)
+    left, config = config, config.on(target.name)
+    frame = Frame(name=_frame_name(gm), nodes=len(gm.graph.nodes), target=target.name, grad=grad)
+    if left is not config:
+        frame.chosen = {"keep_latents": config.keep_latents}
+    log.graph("dynamo", gm)
+    if (nothing := _nothing_to_do(gm, config)) is not None:
+        frame.reason, frame.passes = nothing, {p.name: 0 for p in enabled_passes(config)}
+        check_required(config, frame.passes, [])
+        return Analysis(frame)
+    began = time.perf_counter()
+    try:
+        captured = capture(gm, example_inputs)
+    except CaptureError as error:
+        frame.captured, frame.reason = False, str(error)
+        frame.precision = unseen(gm.graph, config.precision, ALONE)
+        log.logger.info("frame not captured, compiled by Inductor alone: %s", error)
+        check_required(config, {}, [])
+        return Analysis(frame)
+    frame.seconds["capture"] = time.perf_counter() - began
+    try:
+        outcome = _rewrite(captured, example_inputs, config, frame)
+    except MegacppError:
+        raise
+    except Exception as error:  # a defect of ours must not become the user's
+        if config.strict:
+            raise
+        analysis, frame.precision = Analysis(frame), unseen(gm.graph, config.precision, ALONE)
+        analysis.fell_back(f"internal error: {type(error).__name__}: {error}"[:300])
+        check_required(config, {}, [])
+        return analysis
+    frame.passes, frame.nodes = outcome.counts, len(captured.gm.graph.nodes)
+    frame.recognised = _recurrences(captured)
+    frame.seconds.update(outcome.seconds)
+    log.graph("rewritten", captured.gm)
+    check_required(config, outcome.counts, outcome.misses)
+    return Analysis(frame, captured, outcome)
+
+
+def _rewrite(captured: Captured, example_inputs: Sequence[Any], config: Config, frame: Frame) -> Outcome:
+    canonicalize(captured.gm.graph, captured.fake_mode)
+    captured.gm.recompile()
+    log.graph("captured", captured.gm)
+    called = [n for n in captured.gm.graph.nodes if n.target in semantic_ops()]
+    wanted = asked(captured.gm.graph, captured.weights, config.precision)
+    count_saved = frame.grad and (collector.active() or config.explain)
+    outcome = run_passes(captured, config, Reviewer(captured, example_inputs, config, count_saved), log.graph)
+    frame.precision = answered(wanted, outcome, config)
+    add_called_ops(outcome, called)
+    choose_lowerings(outcome, frame.target)
+    return outcome
+
+
+def retrace_needed(gm: GraphModule, analysis: Analysis) -> bool:
+    """Whether Dynamo has to trace the frame again, with graph breaks, for sizes that are known at run time only. Of
+    `analysis` the near misses are left: the frame will not look like this then."""
+    if not unbacked_shapes.refuse(analysis.rewritten_gm() or gm):
+        return False
+    if analysis.outcome is not None:
+        analysis.outcome.sites.clear()
+    analysis.not_kept("sizes known at run time only: traced again with graph breaks")
+    return True
+
+
+def _hand_to_backend(
+    gm: GraphModule, example_inputs: Sequence[Any], analysis: Analysis, config: Config, target: Target,
+    patches: dict[str, Any], inner_compile: Any,
+) -> Callable[..., Any]:  # fmt: skip
+    """Code for a frame. One that nothing fired in goes to the backend as it came, and so does one whose rewritten graph
+    the backend refuses (an error under `strict`)."""
+    backend = backend_for(target, example_inputs)
+    frame = analysis.frame
+
+    def on_plan(plan: Plan, blocks: dict[Node, BlockRef], peak: dict[str, Any]) -> None:
+        assert config.policy is not None
+        frame.remat, frame.peak = describe(plan, blocks, config.policy), peak
+
+    settings = Settings(target, config, patches, on_plan, inner_compile, max(frame.blocks, 1))
+    plain = functools.partial(backend.compile_plain, gm, example_inputs, settings)
+    if refusal := backend.refusal(gm):
+        analysis.fell_back(refusal)
+    if (rewritten := analysis.rewritten_gm()) is None:
+        return plain()
+    try:
+        return backend.compile_lowered(rewritten, example_inputs, settings)
+    except (PeakUnreachableError, NotLoweredError):
+        raise
+    except torch._dynamo.exc.RestartAnalysis:
+        raise  # Dynamo's own way back, as when a float turns out to be a constant
+    except Exception as error:
+        if config.strict:
+            raise
+        if unbacked_shapes.refuse(gm):
+            log.logger.warning("traced again with graph breaks: %s: %s", type(error).__name__, str(error)[:300])
+            unbacked_shapes.trace_again()
+        compiled = plain()
+        analysis.fell_back(f"Inductor refused the rewritten graph: {type(error).__name__}: {error}"[:300])
+        return compiled
+
+
+@dataclasses.dataclass
+class Analysis:
+    """A frame after the passes.
+
+    frame: its entry in the report. captured: its graph, rewritten; None where it could not be captured. outcome: what
+    the passes did; None where nothing is to be rewritten. notes: what is to be reported even if the frame falls back.
+    """
+
+    frame: Frame
+    captured: Captured | None = None
+    outcome: Outcome | None = None
+    notes: list[MissedFusion] = dataclasses.field(default_factory=list)
+
+    def rewritten_gm(self) -> GraphModule | None:
+        """The rewritten graph, or None where no op was put in place."""
+        return self.captured.gm if self.captured is not None and self.outcome and self.outcome.sites else None
+
+    def op_nodes(self) -> list[tuple[str, Node]]:
+        """(pass, node) of each op put in place."""
+        if self.outcome is None:
+            return []
+        return [(s.pass_name, n) for s, n in zip(self.outcome.sites, self.outcome.op_nodes, strict=True)]
+
+    def fell_back(self, reason: str) -> None:
+        """Record that the frame is compiled by the backend alone after all."""
+        log.logger.warning("frame %s compiled by Inductor alone: %s", self.frame.name, reason)
+        self.not_kept(reason)
+        self.outcome = None
+        for row in self.frame.precision:
+            if row["effective"] == row["requested"] != "bf16":
+                row["effective"], row["reason"] = "as written", ALONE
+
+    def not_kept(self, reason: str) -> None:
+        """Record that the frame is not compiled as it was looked at."""
+        self.frame.captured, self.frame.reason = False, reason
+        self.frame.passes = dict.fromkeys(self.frame.passes, 0)
+
+
+def publish(analysis: Analysis, config: Config) -> None:
+    """Report the frame to every open `record()`, to the structured log, and on stderr where `explain` asks for it."""
+    outcome = analysis.outcome
+    sites, misses = (outcome.sites, outcome.misses + analysis.notes) if outcome else ([], analysis.notes)
+    collector.emit_frame(analysis.frame, sites, misses)
+    log.artifact(analysis.frame, sites, misses)
+    if config.explain:
+        own = collector.Report(pass_names())
+        own.add(analysis.frame, sites, misses)
+        print(own, file=sys.stderr)
+
+
+def _recurrences(captured: Captured) -> list[dict[str, str]]:
+    graph = captured.gm.graph
+    found = find_recurrences(graph.nodes, activations(graph, captured.weights))
+    return [
+        {"kind": NAMES[r.kind], "fqn": module_fqn(r.node), "source": source_line(r.node)} for r in found if r.kind
+    ]
+
+
+def _frame_name(gm: GraphModule) -> str:
+    """The function the frame compiles and where it stands."""
+    return next((place for node in gm.graph.nodes if (place := outermost_frame(node))), "(no source known)")
+
+
+def _nothing_to_do(gm: GraphModule, config: Config) -> str | None:
+    """Why no pass can possibly fire: every idiom multiplies, and none fits into a handful of nodes, but for a linear
+    under a precision plan."""
+    if config.precision is not None:
+        return None
+    calls = [n for n in gm.graph.nodes if n.op in ("call_function", "call_method")]
+    if any(isinstance(n.target, torch._ops.HigherOrderOperator) or str(n.target).startswith("megacpp.") for n in calls):
+        return None  # a checkpointed block is one call here, and an op that a model calls is to be lowered
+    return "too small to hold an idiom" if len(calls) < 3 else None
