@@ -43,9 +43,11 @@ test: lint types  ## lint, type check and the whole test suite
 test-xla: $(XLA_READY)  ## the tests for XLA on its CPU device, with torch 2.9; XLA_TESTS=tests for the whole suite on it
 	PJRT_DEVICE=CPU OMP_NUM_THREADS=1 $(XLA_VENV)/bin/python -m pytest -q $(XLA_TESTS)
 
-lint: $(READY)  ## ruff
+lint: $(READY)  ## ruff, and import-linter's contracts: imports go one way
 	@echo "== ruff"
 	$(BIN)/ruff check .
+	@echo "== import-linter"
+	$(BIN)/lint-imports
 
 types: $(READY)  ## mypy
 	@echo "== mypy"

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megacpp_compile.report.collector import MissedFusion
+    from megacpp_compile.report.records import MissedFusion
 
 _MISSES_SHOWN = 8  # a message with one line per layer of a deep model would hide its own first line
 

@@ -20,7 +20,8 @@ from megacpp_compile.config.options import Config
 from megacpp_compile.frontend import unbacked_shapes
 from megacpp_compile.passes._driver import pass_names
 from megacpp_compile.pipeline import analyse, retrace_needed
-from megacpp_compile.report.collector import Frame, Report, emit_frame, record
+from megacpp_compile.report.collector import Report, emit_frame, record
+from megacpp_compile.report.records import Frame
 from megacpp_compile.targets import resolve_target
 
 

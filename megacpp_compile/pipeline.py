@@ -38,7 +38,7 @@ from megacpp_compile.remat.kinds import BlockRef, whole
 from megacpp_compile.remat.planner import Plan
 from megacpp_compile.remat.tagging import describe
 from megacpp_compile.report import collector, log
-from megacpp_compile.report.collector import Frame, MissedFusion
+from megacpp_compile.report.records import Frame, MissedFusion
 from megacpp_compile.sharding.frames import pin_for_frame
 from megacpp_compile.sharding.pinning import SiblingParams
 from megacpp_compile.targets import Target, resolve_target

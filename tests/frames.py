@@ -21,7 +21,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from megacpp_compile.config.options import Config
 from megacpp_compile.passes._driver import run_passes
 from megacpp_compile.pipeline import Analysis, analyse
-from megacpp_compile.report.collector import MissedFusion
+from megacpp_compile.report.records import MissedFusion
 
 # By the coarsest dtype in the model; relative to each tensor's largest value. bf16 keeps 8 bits, and an op rounds
 # fewer times than the code it replaces.

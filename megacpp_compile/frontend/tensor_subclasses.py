@@ -26,7 +26,7 @@ import megacpp_compile.lowerings.sparse_mla  # noqa: F401
 from megacpp_compile.fx.provenance import input_name, source_line
 from megacpp_compile.precision import sentinel
 from megacpp_compile.precision.wrappers import Split, is_wrapper, split
-from megacpp_compile.report.collector import MissedFusion
+from megacpp_compile.report.records import MissedFusion
 
 REPORTED_AS = "fp8_wrappers"
 LINEARS = (F.linear, torch._C._nn.linear)  # as Dynamo has them

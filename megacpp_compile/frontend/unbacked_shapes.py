@@ -26,6 +26,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from megacpp_compile.report import collector
+from megacpp_compile.report.records import Frame, MissedFusion
 
 Backend = TypeVar("Backend")
 SETTING = "capture_dynamic_output_shape_ops"
@@ -150,6 +151,6 @@ def _report(why: str, stack: Sequence[Any]) -> None:
         return
     source = f"{Path(at.filename).name}:{at.lineno}, in {at.name}: `{at.line}`"
     reason = why.strip().split("\n")[0][:200]
-    frame = collector.Frame(captured=False, reason=reason, name=source)
+    frame = Frame(captured=False, reason=reason, name=source)
     advice = _LOOP if loop and not listed else _SIZES
-    collector.emit_frame(frame, [], [collector.MissedFusion("moe", "", source, "", "graph-break", advice)])
+    collector.emit_frame(frame, [], [MissedFusion("moe", "", source, "", "graph-break", advice)])

@@ -22,8 +22,9 @@ from megacpp_compile.memory.fake_run import FakeRun, Saved, bytes_of
 from megacpp_compile.passes._driver import pass_names
 from megacpp_compile.regional.repeated_blocks import Kind, find_kinds
 from megacpp_compile.report import collector
-from megacpp_compile.report.collector import bytes_text
+from megacpp_compile.report.records import Frame
 from megacpp_compile.report.tables import family, table_text
+from megacpp_compile.report.text import bytes_text
 
 # Bytes of state for each trainable parameter.
 OPTIMIZERS = {"adamw": 8.0, "adamw_bf16": 4.0, "adamw_8bit": 2.0, "adamw_master": 12.0, "momentum": 4.0, "sgd": 0.0}
@@ -208,11 +209,11 @@ def _per_parameter(optimizer: str | float) -> float:
     raise BadOptionError("optimizer", optimizer, wanted, tuple(OPTIMIZERS))
 
 
-def _levers(frames: Sequence[collector.Frame]) -> tuple[dict[str, dict[str, int]], int, float]:
+def _levers(frames: Sequence[Frame]) -> tuple[dict[str, dict[str, int]], int, float]:
     """(`Estimate.levers`, `Estimate.transient`, `Estimate.seconds`) of the frames of all blocks. The first block may be
     compiled by itself, as its input asks for no gradient: of frames of one place in the code that keeps the most counts
     for all."""
-    places: dict[tuple[str, str], collector.Frame] = {}
+    places: dict[tuple[str, str], Frame] = {}
     for frame in frames:
         if frame.remat is not None and frame.peak is not None:
             key = frame.block, frame.name
@@ -228,7 +229,7 @@ def _levers(frames: Sequence[collector.Frame]) -> tuple[dict[str, dict[str, int]
     return found, max(((f.peak or {})["transient"] for f in places.values()), default=0), seconds
 
 
-def _kept(frame: collector.Frame) -> int:
+def _kept(frame: Frame) -> int:
     return sum(numbers["saved"] for numbers in (frame.remat or {}).values())
 
 

@@ -16,7 +16,7 @@ from megacpp_compile.errors import EstimateError
 from megacpp_compile.regional.compile import compile_kinds
 from megacpp_compile.regional.repeated_blocks import Kind
 from megacpp_compile.report import collector
-from megacpp_compile.report.collector import Region
+from megacpp_compile.report.records import Frame, Region
 
 # Name of a module -> bytes first packed while it was the innermost one running.
 Saved = dict[str, int]
@@ -29,7 +29,7 @@ class FakeRun:
         self, model: nn.Module, args: Any, kwargs: Any, device: torch.device, kinds: Sequence[Kind]
     ) -> None:
         self.model, self.inputs, self.device, self.kinds = model, (args, kwargs), device, kinds
-        self.frames: list[collector.Frame] = []
+        self.frames: list[Frame] = []
         self.blocks = {fqn: m for kind in kinds for fqn, m in zip(kind.fqns, kind.modules, strict=True)}
 
     def eager(self) -> Saved:

@@ -23,8 +23,8 @@ from megacpp_compile.memory.estimate import Estimate, estimate
 from megacpp_compile.passes._driver import pass_names
 from megacpp_compile.regional.compile import compile, uncompile
 from megacpp_compile.report import collector, log
-from megacpp_compile.report.collector import bytes_text
 from megacpp_compile.report.tables import table_text
+from megacpp_compile.report.text import bytes_text
 
 Result = TypeVar("Result")
 

@@ -17,8 +17,8 @@ from megacpp_compile.config.checkpointing import KINDS, CheckpointingPolicy
 from megacpp_compile.errors import PackageMissingError
 from megacpp_compile.memory.estimate import estimate
 from megacpp_compile.memory.fit import levers, matters
-from megacpp_compile.report.collector import bytes_text
 from megacpp_compile.report.tables import table_text
+from megacpp_compile.report.text import bytes_text
 
 _BUDGETS = (0.8, 0.6, 0.4, 0.2)
 

@@ -25,7 +25,7 @@ from megacpp_compile.fx.edit import drop_dead
 from megacpp_compile.fx.provenance import module_fqn, source_line
 from megacpp_compile.lowerings._registry import semantic_ops
 from megacpp_compile.passes._rule import GraphView, Match, MatchFailure, Pass
-from megacpp_compile.report.collector import MissedFusion, Site
+from megacpp_compile.report.records import MissedFusion, Site
 
 
 @functools.cache

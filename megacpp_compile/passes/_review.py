@@ -15,7 +15,7 @@ from megacpp_compile.fx.subgraph import between
 from megacpp_compile.matchers.rope.heads import activations
 from megacpp_compile.passes._rule import Match, MatchFailure, Pass
 from megacpp_compile.report import replay, saved_bytes
-from megacpp_compile.report.collector import Site
+from megacpp_compile.report.records import Site
 
 
 class Reviewer:

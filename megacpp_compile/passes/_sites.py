@@ -12,7 +12,7 @@ from megacpp_compile.errors import RequirementError
 from megacpp_compile.fx.provenance import module_fqn, source_line
 from megacpp_compile.lowerings._registry import choose
 from megacpp_compile.passes._driver import Outcome
-from megacpp_compile.report.collector import MissedFusion, Site
+from megacpp_compile.report.records import MissedFusion, Site
 
 
 def add_called_ops(outcome: Outcome, called: Sequence[Node]) -> None:

@@ -13,8 +13,8 @@ from megacpp_compile.errors import BadOptionError, EngineError, NotAModuleError
 from megacpp_compile.precision import engine
 from megacpp_compile.precision.survey import DEFAULT_EXCLUSIONS, Found, survey, why_bf16
 from megacpp_compile.report import log
-from megacpp_compile.report.collector import plural
 from megacpp_compile.report.tables import table_text
+from megacpp_compile.report.text import plural
 
 __all__ = ["DEFAULT_EXCLUSIONS", "Conversion", "ConversionTable", "replace_linears"]
 

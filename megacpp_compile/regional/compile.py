@@ -28,7 +28,8 @@ from megacpp_compile.pipeline import Block
 from megacpp_compile.precision.engine import is_of_transformer_engine
 from megacpp_compile.regional.repeated_blocks import Kind, find_kinds, outside
 from megacpp_compile.report import collector, log
-from megacpp_compile.report.collector import Region
+from megacpp_compile.report.records import Region
+from megacpp_compile.report.text import plural
 from megacpp_compile.sharding.pinning import SiblingParams
 from megacpp_compile.targets import TARGETS, device_types, family
 
@@ -148,7 +149,7 @@ def _why_whole(model: nn.Module, kinds: Sequence[Kind], whole_below: int) -> str
     if not blocks:
         return "no block repeats"
     if blocks < whole_below:
-        return f"{collector.plural(blocks, 'block')}, fewer than {whole_below}"
+        return f"{plural(blocks, 'block')}, fewer than {whole_below}"
     layers = sum(map(_layers, (m for kind in kinds for m in kind.modules)))
     if layers < _MOST * _layers(model):
         return f"repeated blocks hold {layers} of {_layers(model)} layers with parameters"

@@ -13,19 +13,16 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megacpp_compile.errors import ReportFormatError
-from megacpp_compile.report.records import Frame, MissedFusion, Precision, Region, Site, lock
+from megacpp_compile.report.records import Frame, MissedFusion, Region, Site, lock
+from megacpp_compile.report.text import bytes_text, plain, plural
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "Frame", "MissedFusion", "Precision", "Region", "Report", "Site", "active", "aside", "bytes_text", "emit_estimate",
-    "emit_frame", "emit_regions", "plain", "plural", "record",
-]  # fmt: skip
 
 _FORMAT = 1  # version of the JSON; raise it when a key changes its meaning or goes
 
@@ -214,33 +211,6 @@ def emit_regions(regions: Iterable[Region]) -> None:
     with lock:
         for report in _open_reports:
             report.regions.extend(region for region in regions if region not in report.regions)
-
-
-def bytes_text(n: int | None) -> str:
-    """`n` bytes for people, three significant digits: "512 B", "1.5 KiB", "780 MiB"; None is "?"."""
-    if n is None:
-        return "?"
-    value = float(n)
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(value) < 1023.5 or unit == "TiB":
-            break
-        value /= 1024
-    digits = 0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
-    text = f"{value:.{digits}f}"
-    return f"{text.rstrip('0').rstrip('.') if digits else text} {unit}"
-
-
-def plural(count: int, one: str, many: str | None = None) -> str:
-    """ "1 frame", "2 frames"."""
-    return f"{count} {one if count == 1 else many or one + 's'}"
-
-
-# JSON
-
-
-def plain(item: Any) -> dict[str, Any]:
-    values = {f.name: getattr(item, f.name) for f in fields(item) if not f.name.startswith("_")}
-    return {"pass" if name == "pass_name" else name: v for name, v in values.items()}
 
 
 Item = TypeVar("Item", Site, MissedFusion, Frame)

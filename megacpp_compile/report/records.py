@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 # Of everything that is collected: autograd compiles a lazy backward in another thread.
 lock = threading.RLock()
@@ -166,3 +166,13 @@ class Region:
     parameters: int
     treatment: str
     reason: str = ""
+
+
+class Collected(Protocol):
+    """What tables are made of: a `Report`, as far as they read it."""
+
+    frames: list[Frame]
+    sites: list[Site]
+    misses: list[MissedFusion]
+    regions: list[Region]
+    measured_peak: int | None

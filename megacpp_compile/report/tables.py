@@ -8,7 +8,8 @@ import shutil
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from megacpp_compile.report.collector import MissedFusion, Precision, Report, Site, bytes_text, plain
+from megacpp_compile.report.records import Collected, MissedFusion, Precision, Site
+from megacpp_compile.report.text import bytes_text, plain
 from megacpp_compile.sharding.pinning import Pinned
 
 
@@ -18,7 +19,7 @@ class _Section(NamedTuple):
     rows: Sequence[tuple[str, ...]]
 
 
-def tables(report: Report, width: int | None = None) -> str:
+def tables(report: Collected, width: int | None = None) -> str:
     """All sections of `report` that have rows; `width` columns for rich, the terminal's (at least 100) when None."""
     made = (_regions(report), _fused(report), _recognised(report), _precision(report), _missed(report),
             _compiled(report), _kept(report), _peaks(report), _sharded(report))  # fmt: skip
@@ -37,7 +38,7 @@ def _text(sections: Sequence[_Section], width: int | None) -> str:
         return _plain_text(sections)
 
 
-def _regions(report: Report) -> _Section:
+def _regions(report: Collected) -> _Section:
     rows = []
     for region in report.regions:
         name = family(region.fqns) if any(region.fqns) else "(the model)"
@@ -62,7 +63,7 @@ def family(fqns: Sequence[str]) -> str:
     return ".".join(parts)
 
 
-def _fused(report: Report) -> _Section:
+def _fused(report: Collected) -> _Section:
     rows = []
     for fqn, site, count in _grouped(report.sites):
         lowering = site.effective
@@ -83,7 +84,7 @@ def _fused(report: Report) -> _Section:
     return _Section("fused", ("pass", "module", "source", "op", "lowering", "saved for backward, each"), rows)
 
 
-def _recognised(report: Report) -> _Section:
+def _recognised(report: Collected) -> _Section:
     rows = [
         (found["kind"], found["fqn"] or "(the frame itself)", _place(found["source"]))
         for frame in report.frames
@@ -92,7 +93,7 @@ def _recognised(report: Report) -> _Section:
     return _Section("recognised, without a lowering", ("kind of block", "module", "source"), rows)
 
 
-def _precision(report: Report) -> _Section:
+def _precision(report: Collected) -> _Section:
     rows = []
     for fqn, one, count in _grouped([Precision(**row) for frame in report.frames for row in frame.precision]):
         size = one.shape.replace("x", " x ") or "-"
@@ -100,7 +101,7 @@ def _precision(report: Report) -> _Section:
     return _Section("precision", ("kind", "module", "size", "rule", "asked", "is", "reason"), rows)
 
 
-def _missed(report: Report) -> _Section:
+def _missed(report: Collected) -> _Section:
     rows = []
     for fqn, miss, count in _grouped(report.misses):
         reason = f"{miss.reason} [{miss.tag}]"
@@ -108,7 +109,7 @@ def _missed(report: Report) -> _Section:
     return _Section("nearest misses", ("pass", "module", "source", "first node", "reason"), rows)
 
 
-def _compiled(report: Report) -> _Section:
+def _compiled(report: Collected) -> _Section:
     rows = []
     for frame in report.frames:
         outcome = "captured" if frame.captured else f"fell back: {frame.reason}"
@@ -123,7 +124,7 @@ def _compiled(report: Report) -> _Section:
     return _Section("frames", ("#", "name", "outcome", "fired", "nodes", "target", "mode", "time"), rows)
 
 
-def _kept(report: Report) -> _Section:
+def _kept(report: Collected) -> _Section:
     rows = []
     for frame in report.frames:
         for kind, found in (frame.remat or {}).items():
@@ -136,7 +137,7 @@ def _kept(report: Report) -> _Section:
     return _Section("remat", headers, rows)
 
 
-def _peaks(report: Report) -> _Section:
+def _peaks(report: Collected) -> _Section:
     rows = []
     for frame in report.frames:
         if frame.peak:
@@ -148,7 +149,7 @@ def _peaks(report: Report) -> _Section:
     return _Section("memory at the peak of a step", ("#", "before it", "in it", "predicted", "limit"), rows)
 
 
-def _sharded(report: Report) -> _Section:
+def _sharded(report: Collected) -> _Section:
     rows = []
     for frame in report.frames:
         pinned = [Pinned(**{**row, "shape": tuple(row["shape"])}) for row in (frame.sharding or {}).get("pinned", ())]

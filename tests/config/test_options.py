@@ -13,7 +13,7 @@ from megacpp_compile.config.checkpointing import CheckpointingPolicy
 from megacpp_compile.config.options import Config
 from megacpp_compile.config.precision import PrecisionPlan
 from megacpp_compile.config.sharding import ShardingPlan
-from megacpp_compile.report.collector import MissedFusion
+from megacpp_compile.report.records import MissedFusion
 
 PASSES = ("down_norm_up", "mla_rope_q", "mla_rope_kv")
 

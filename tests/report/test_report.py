@@ -10,7 +10,9 @@ import threading
 import pytest
 
 from megacpp_compile.errors import ReportFormatError
-from megacpp_compile.report.collector import Frame, MissedFusion, Report, Site, active, bytes_text, emit_frame, record
+from megacpp_compile.report.collector import Report, active, emit_frame, record
+from megacpp_compile.report.records import Frame, MissedFusion, Site
+from megacpp_compile.report.text import bytes_text
 
 SOURCE = "modeling.py:123, in forward: `k = self.kv_b(self.norm(x[:, [0]]))`"
 

@@ -11,7 +11,7 @@ import megacpp_compile
 from megacpp_compile import Config, Report, ShardingPlan
 from megacpp_compile.errors import BadOptionError, MegacppError, RuleWithoutHitError, ShardingError
 from megacpp_compile.passes._driver import pass_names
-from megacpp_compile.report.collector import Frame
+from megacpp_compile.report.records import Frame
 from megacpp_compile.sharding.gemms import keep_batches
 from megacpp_compile.sharding.layout import gather
 from tests.corpus.spellings import PlainMLA, tables
