@@ -71,5 +71,5 @@ class _Backend(ModuleType):
 sys.modules[__name__].__class__ = _Backend
 # `import megacpp_compile` does not come here; asking for the backend does.
 for _backend in (megacpp, sys.modules[__name__]):
-    unbacked_shapes.marked(_backend)
+    unbacked_shapes.traces_unbacked_shapes(_backend)
 unbacked_shapes.install()

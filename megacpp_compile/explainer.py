@@ -37,7 +37,7 @@ def explain(model: Callable[..., Any], *args: Any, options: Mapping[str, Any] | 
     if isinstance(model, torch.nn.Module):
         rules.check_model(model, config)
 
-    @unbacked_shapes.marked
+    @unbacked_shapes.traces_unbacked_shapes
     def backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         result = analyse(gm, example_inputs, config, resolve_target(config.target, example_inputs))
         outcome = result.outcome
@@ -45,7 +45,7 @@ def explain(model: Callable[..., Any], *args: Any, options: Mapping[str, Any] | 
         if not again or outcome and outcome.misses:
             emit_frame(result.frame, outcome.sites if outcome else [], outcome.misses if outcome else [])
         if again:
-            unbacked_shapes.trace_again()
+            unbacked_shapes.retrace()
         return gm.forward  # runs on fake tensors: shapes only
 
     # With symbols for sizes that only values decide, such as how many tokens an expert has.

@@ -86,7 +86,7 @@ def compile_frame(
     if retrace_needed(boundary.gm, analysis):
         if analysis.outcome is not None and analysis.outcome.misses:
             publish(analysis, config)
-        unbacked_shapes.trace_again()
+        unbacked_shapes.retrace()
     if config.sharding is not None:
         analysis.frame.sharding = pin_for_frame(
             config.sharding, boundary.gm, boundary.inputs, analysis.op_nodes(), analysis.rewritten_gm(),
@@ -202,7 +202,7 @@ def _hand_to_backend(
             raise
         if unbacked_shapes.refuse(gm):
             log.logger.warning("traced again with graph breaks: %s: %s", type(error).__name__, str(error)[:300])
-            unbacked_shapes.trace_again()
+            unbacked_shapes.retrace()
         compiled = plain()
         analysis.fell_back(f"Inductor refused the rewritten graph: {type(error).__name__}: {error}"[:300])
         return compiled

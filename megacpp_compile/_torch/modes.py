@@ -9,7 +9,7 @@ import torch
 
 
 @contextlib.contextmanager
-def kept() -> Iterator[None]:
+def restored() -> Iterator[None]:
     """Grad mode, functorch's stack and autocast are afterwards what they were before, also after an error."""
     functorch = torch._C._functorch
     layers, grad = functorch.get_dynamic_layer_stack_depth(), torch.is_grad_enabled()

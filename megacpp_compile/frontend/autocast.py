@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule
 from megacpp_compile.fx.autocast import ENTER, LEAVE, pairs
 
 
-def obeyed(gm: GraphModule) -> GraphModule:
+def as_real_regions(gm: GraphModule) -> GraphModule:
     """`gm` itself where it never switches autocast, else a copy for tracing that runs its switches as real regions.
 
     Raises CaptureError for regions that are not closed, or not innermost first: tracing pairs them that way.

@@ -1,4 +1,4 @@
-"""Stage 1: Dynamo's torch-level graph -> one functional, pre-dispatch ATen graph with fake metadata.
+"""Captures Dynamo's torch-level graph as one functional, pre-dispatch ATen graph with fake metadata.
 
 Before autograd, so that a semantic op can own its backward; pre-dispatch, so that `aten.linear`, `aten.rms_norm` and
 `aten.scaled_dot_product_attention` are still whole; functional, so that slice assignments are values (`slice_scatter`).
@@ -73,18 +73,18 @@ def _check(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
 
 
 def capture(gm: GraphModule, example_inputs: Sequence[Any]) -> Captured:
-    """Trace `gm` on fake inputs.
+    """The captured form of `gm`, traced on fake inputs. Never changes `gm`.
 
-    Raises CaptureError, with the reason, for a frame that can't be expressed this way; the caller then compiles `gm`
-    as it came. Never changes `gm`.
+    Raises CaptureError, with the reason, for a frame that cannot be expressed this way; the caller then compiles `gm`
+    as it came.
     """
     _check(gm, example_inputs)
     mode, fakes = fake_inputs(example_inputs)
     try:
-        with modes.kept(), fx_traceback.preserve_node_meta():
+        with modes.restored(), fx_traceback.preserve_node_meta():
             gm = resolve_vmaps(inline_checkpoints(gm), fakes, mode)
             made = opaque_ops.isolate_hops(gm, fakes, mode)
-            traced = autocast.obeyed(made.gm)
+            traced = autocast.as_real_regions(made.gm)
             buffers = list(traced.named_buffers(remove_duplicate=False))
             exported, signature = aot_export_module(traced, made.fakes, trace_joint=False, pre_dispatch=True)
         assert isinstance(exported, GraphModule)
@@ -94,7 +94,7 @@ def capture(gm: GraphModule, example_inputs: Sequence[Any]) -> Captured:
         _forget_counts(mode)
     except CaptureError:
         raise
-    except Exception as error:  # whatever tracing can't do, plain Inductor may
+    except Exception as error:  # plain Inductor may compile what cannot be traced
         first = (str(error).strip() or "no message").splitlines()[0][:200]
         raise CaptureError(f"{type(error).__name__}: {first}") from error
     originals = [n for n in gm.graph.nodes if n.op == "placeholder"]
@@ -114,8 +114,8 @@ def capture(gm: GraphModule, example_inputs: Sequence[Any]) -> Captured:
 
 
 def _forget_counts(mode: FakeTensorMode) -> None:
-    """Numbers of elements found at run time (`nonzero`) are named anew whenever a graph is traced; those named here
-    would be asked for by the next trace, in whose outputs they are not."""
+    """Drop the unbacked symbols of this trace: each trace makes its own, and the next one would look for these among its
+    outputs."""
     if (pending := getattr(mode.shape_env, "pending_fresh_unbacked_symbols", None)) is not None:
         pending.clear()
 

@@ -1,8 +1,8 @@
 """Activation-checkpoint regions, inlined with their tags.
 
-Dynamo wraps a checkpointed block in the higher-order op `tag_activation_checkpoint`, which pre-dispatch tracing can't
-see into. All it means to the compiler is a tag on the block's nodes, and tags survive tracing: so the body is inlined
-and tagged here, passes fire inside it, and the partitioner recomputes what it would have recomputed.
+Dynamo wraps a checkpointed block in the higher-order op `tag_activation_checkpoint`, which pre-dispatch tracing cannot
+see into. To the compiler it is a tag on the block's nodes, and tags survive tracing: the body is inlined and tagged
+here, passes fire inside it, and the partitioner recomputes what it would have recomputed.
 """
 
 from __future__ import annotations

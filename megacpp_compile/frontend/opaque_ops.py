@@ -1,9 +1,9 @@
 """Higher-order ops (custom autograd functions, flex attention, scans) carried around capture untouched.
 
 Pre-dispatch tracing would run through them: a custom `autograd.Function` would lose its own backward. So the graph is
-cut at each: its outputs become inputs of the traced part, its arguments outputs; afterwards the call is put back. What
-leaves the traced part is a clone of each argument: it keeps the value from later in-place ops, and the call its place,
-with the grad and autocast modes there. The clones are gone again when the call is back.
+split at each: its outputs become inputs of the traced part, its arguments outputs; `restore` puts the call back. Each
+argument leaves the traced part as a clone, which protects its value from later in-place ops and marks where the call
+stands, with its grad and autocast modes. `restore` removes the clones.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CLONE = torch.ops.aten.clone.default
 
 @dataclasses.dataclass
 class Call:
-    """A call that was cut out: where its results enter the traced part and its tensor arguments leave it."""
+    """A call that was isolated: where its results enter the traced part and its tensor arguments leave it."""
 
     node: Node
     owner: GraphModule
@@ -36,20 +36,20 @@ class Call:
 
 
 @dataclasses.dataclass
-class Cut:
+class IsolatedHops:
     gm: GraphModule
     fakes: list[Any]
     calls: list[Call]
     outputs: int  # outputs of the frame itself; the calls' arguments follow
 
 
-def isolate_hops(gm: GraphModule, fakes: Sequence[Any], mode: FakeTensorMode) -> Cut:
+def isolate_hops(gm: GraphModule, fakes: Sequence[Any], mode: FakeTensorMode) -> IsolatedHops:
     """`gm` without its higher-order calls. Raises CaptureError for one that writes to its arguments or whose results
     have no known shape."""
     output = next(iter(reversed(gm.graph.nodes)))
     values = output.args[0] if isinstance(output.args[0], (list, tuple)) else [output.args[0]]
     if not any(_is_call(n) for n in gm.graph.nodes):
-        return Cut(gm, list(fakes), [], len(values))
+        return IsolatedHops(gm, list(fakes), [], len(values))
     graph, env = fx.Graph(), dict[Node, Node]()
     extra: list[Any] = []
     calls: list[Call] = []
@@ -82,7 +82,7 @@ def isolate_hops(gm: GraphModule, fakes: Sequence[Any], mode: FakeTensorMode) ->
     graph.output(tuple(outs))
     part = GraphModule(gm, graph)
     part.meta.update(gm.meta)
-    return Cut(part, [*fakes, *extra], calls, len(values))
+    return IsolatedHops(part, [*fakes, *extra], calls, len(values))
 
 
 def _snapshot(graph: fx.Graph, original: Node, node: Node) -> Node:
@@ -108,7 +108,7 @@ def _placeholder(graph: fx.Graph, name: str) -> Node:
         return graph.placeholder(name)
 
 
-def restore(gm: GraphModule, made: Cut, frame_inputs: int) -> None:
+def restore(gm: GraphModule, made: IsolatedHops, frame_inputs: int) -> None:
     """Put the calls back into the traced graph, in place, and drop the inputs and outputs that stood for them."""
     graph = gm.graph
     holders = [n for n in graph.nodes if n.op == "placeholder"]

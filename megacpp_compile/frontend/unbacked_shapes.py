@@ -1,11 +1,11 @@
-"""Tracing through ops whose output has as many rows as the data says (`nonzero`, `where`), for this backend alone.
+"""Tracing through ops with data-dependent output shapes (`nonzero`, `where`), for frames of this backend alone.
 
 Dynamo breaks the graph at these unless `torch._dynamo.config.capture_dynamic_output_shape_ops` is set, and a loop over
 experts, each of which takes its rows that way, then runs without a compiler at all. A backend is asked only after
-tracing, so the setting is made around the compilation of frames whose backend is `marked`: `install` puts a wrapper
-around the function that compiles one. It is made for that time only, and for nobody else's frames.
+tracing, so `install` wraps the function that compiles a frame, and makes the setting while Dynamo compiles one whose
+backend is marked by `traces_unbacked_shapes`; other backends' frames are not affected.
 
-What was traced that way and not recognised is traced again as it would have been, with graph breaks (`refuse`).
+A frame traced that way in which no idiom is found is retraced with graph breaks, as without the setting (`refuse`).
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _MARK = "_megacpp_compile"
 _OURS = "_megacpp_traces_sizes"
 
 
-class TraceAgain(exc.TensorifyScalarRestartAnalysis):
+class Retrace(exc.TensorifyScalarRestartAnalysis):
     """Dynamo's way out of a backend: trace the frame anew, now that a setting has changed."""
 
 
-def marked(backend: Backend) -> Backend:
+def traces_unbacked_shapes(backend: Backend) -> Backend:
     """`backend`, for whose frames the setting is made; it has to ask `refuse` about each. A class: of its instances."""
     setattr(backend, _OURS, True)
     return backend
@@ -109,14 +109,14 @@ def unknown_sizes(gm: GraphModule) -> bool:
 
 
 def refuse(gm: GraphModule) -> bool:
-    """Whether `gm`, not rewritten, was traced through sizes nobody asked for but this backend: `trace_again` then."""
+    """Whether `gm`, not rewritten, was traced through sizes nobody asked for but this backend: `retrace` then."""
     return _asked.get() and getattr(dynamo_config, SETTING) and unknown_sizes(gm)
 
 
-def trace_again() -> None:
+def retrace() -> None:
     """Leave the backend and have Dynamo trace the frame as it would have without it."""
     setattr(dynamo_config, SETTING, False)  # the patch around the frame puts back what was
-    raise TraceAgain(restart_reason="megacpp: sizes known at run time only, and no idiom they belong to")
+    raise Retrace(restart_reason="megacpp: sizes known at run time only, and no idiom they belong to")
 
 
 # How a sum over rows that were picked is written, with which a loop over experts ends.

@@ -29,7 +29,7 @@ def resolve_vmaps(gm: GraphModule, fakes: Sequence[Any], mode: FakeTensorMode) -
 
     fakes: the graph's inputs as fake tensors. Raises CaptureError for a region that can't be resolved.
     """
-    regions = _regions(gm.graph)
+    regions = _vmap_bodies(gm.graph)
     if not regions:
         return gm
     first = {nodes[0]: nodes for nodes in regions}
@@ -61,7 +61,7 @@ def resolve_vmaps(gm: GraphModule, fakes: Sequence[Any], mode: FakeTensorMode) -
     return out
 
 
-def _regions(graph: fx.Graph) -> list[list[Node]]:
+def _vmap_bodies(graph: fx.Graph) -> list[list[Node]]:
     """Runs of nodes from an outermost vmap's entry to its exit."""
     found: list[list[Node]] = []
     depth = 0

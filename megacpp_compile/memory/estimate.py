@@ -66,8 +66,8 @@ class Estimate:
         activations: by kind of block, what is outside of blocks last.
         device: what was estimated for; which attention runs, and so what it saves, depends on it.
         levers: under a policy, by kind of block ("ablock", ..., "" between blocks) over all blocks: bytes "saved" on
-            the device, "offloaded" to main memory, and computed "again" of what backward reads.
-        seconds: under a policy, the modelled time of what a step computes again and moves, on an idle device.
+            the device, "offloaded" to main memory, and recomputed ("again") of what backward reads.
+        seconds: under a policy, the modelled time of what a step recomputes and moves, on an idle device.
         transient: under a policy, the most that one block takes in its forward or backward beyond what it saves.
     """
 

@@ -16,7 +16,7 @@ from megacpp_compile.errors import EstimateError
 from megacpp_compile.regional.compile import compile_kinds
 from megacpp_compile.regional.repeated_blocks import Kind
 from megacpp_compile.report import collector
-from megacpp_compile.report.records import Frame, Region
+from megacpp_compile.report.records import CompiledRegion, Frame
 
 # Name of a module -> bytes first packed while it was the innermost one running.
 Saved = dict[str, int]
@@ -41,7 +41,7 @@ class FakeRun:
 
     def compiled(self, config: Config) -> Saved:
         kinds = self.kinds or [Kind(("",), (self.model,))]
-        regions = [Region(kind.fqns, "", 0, "compiled") for kind in kinds]
+        regions = [CompiledRegion(kind.fqns, "", 0, "compiled") for kind in kinds]
         torch._dynamo.reset()  # a code object keeps its compiled frames: none may be left that would run on fakes
         try:
             with self._fakes() as (mode, (args, kwargs)), _calls(self.model):
@@ -117,7 +117,7 @@ def _fake(value: torch.Tensor, mode: FakeTensorMode, device: torch.device) -> to
 
 @contextlib.contextmanager
 def _calls(model: nn.Module) -> Iterator[None]:
-    """What the model's modules were compiled with is put aside."""
+    """Run the model's modules uncompiled inside, and restore what they were compiled with."""
     kept = [(module, module._compiled_call_impl) for module in model.modules()]
     try:
         for module, _ in kept:

@@ -1,8 +1,8 @@
 """`fit`: compile a model so that its training step fits into the memory there is, at the least cost in time.
 
-Levers are tried in the order of what they cost: nothing, what is cheap by bytes, projections from a latent, whole
-blocks (those without attention first), main memory. Each is estimated on fake tensors, as `estimate` does; the first
-that fits is compiled. Where the step then runs out of memory all the same, `Fit.run` goes one lever on.
+Policies are tried in the order of their cost: none, cheap pointwise work recomputed, projections from a latent, whole
+blocks (those without attention first), offload to main memory. Each is estimated on fake tensors, as `estimate` does;
+the first that fits is compiled. Where the step still runs out of memory, `Fit.run` compiles the next one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Result = TypeVar("Result")
 
 # Entries that keep less and less; of those not here the user knows better.
 _RANKS = {entry: i for i, entry in enumerate(("none", "selective", "full", "full_plus_norms"))}
-# From what is cheap to compute again to what is dear.
+# From cheap to expensive to recompute.
 _ORDER = ("eblock", "mblock", "rblock", "ablock")
 # Of a device's memory, what is left to the allocator's gaps where no limit is given.
 _USABLE = 0.92
@@ -39,7 +39,7 @@ _SHORT_OF_MEMORY = re.compile(r"(CUDA|Triton) (error|Error).*: out of memory|_ST
 
 @dataclasses.dataclass(frozen=True)
 class PolicyCandidate:
-    """`name`: what is done, in words; `policy`: all of it; `estimate`: None where it was not looked at."""
+    """A policy to try. name: what it recomputes, in words. estimate: its memory; None where it was not estimated."""
 
     name: str
     policy: CheckpointingPolicy | None
@@ -75,7 +75,7 @@ class Fit:
         return self.lever.policy
 
     def run(self, step: Callable[[], Result]) -> Result:
-        """`step()`, one lever on for every time that it is out of memory; every other setting stays.
+        """Run `step()`; each time it is out of memory, compile the next policy and run it again.
 
         A step may be run again, so it is not to add to gradients of an earlier one: those that it made itself are
         dropped before. Its optimizer is best left out: no lever helps where that runs out of memory, and an update that
@@ -167,7 +167,7 @@ def fit(
     config = Config.from_options(options, pass_names())
     limit = _limit(limit_gib)
     given = {**(settings or {}), "options": dict(options or {})}
-    left = levers(config.policy)
+    left = policy_candidates(config.policy)
     tried: list[PolicyCandidate] = []
     present: set[str] = set(KINDS)
     for lever in left:
@@ -186,8 +186,8 @@ def fit(
     raise FitError(limit, peaks[lowest], lowest)
 
 
-def levers(start: CheckpointingPolicy | None) -> Iterator[PolicyCandidate]:
-    """Policies from `start` on, each keeping no more on the device than the one before it."""
+def policy_candidates(start: CheckpointingPolicy | None) -> Iterator[PolicyCandidate]:
+    """Policies from `start` on, each of which keeps no more on the device than the one before it."""
     yield PolicyCandidate("as given" if start else "none", start)
     policy = start or CheckpointingPolicy(**dict.fromkeys(KINDS, "none"), recompute_kv_upproj=False)  # type: ignore
     policy = _raised(policy, "selective")

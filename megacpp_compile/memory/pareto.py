@@ -1,7 +1,7 @@
-"""`megacpp plan`: what each policy would cost and keep, for the eye to choose by.
+"""`megacpp plan`: checkpointing policies by modelled time and memory kept.
 
-Every policy is estimated on fake tensors as `estimate` does. Its cost is the modelled time of what it computes again,
-on an idle device and without fusion (`remat/costs.py`), and of what it moves to main memory and back.
+Every policy is estimated on fake tensors as `estimate` does. Its cost is the modelled time of what it recomputes, on an
+idle device and without fusion (`remat/costs.py`), and of what it moves to main memory and back.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 from megacpp_compile.config.checkpointing import KINDS, CheckpointingPolicy
 from megacpp_compile.errors import PackageMissingError
 from megacpp_compile.memory.estimate import estimate
-from megacpp_compile.memory.fit import levers, matters
+from megacpp_compile.memory.fit import matters, policy_candidates
 from megacpp_compile.report.tables import table_text
 from megacpp_compile.report.text import bytes_text
 
@@ -65,7 +65,7 @@ def points(
 
 
 def _candidates() -> Iterator[tuple[str, CheckpointingPolicy]]:
-    for lever in levers(None):
+    for lever in policy_candidates(None):
         yield lever.name, lever.policy or CheckpointingPolicy.of("none")  # type: ignore[misc]
     for budget in _BUDGETS:
         yield f"budget {budget}", CheckpointingPolicy(budget=budget)

@@ -28,7 +28,7 @@ from megacpp_compile.pipeline import Block
 from megacpp_compile.precision.engine import is_of_transformer_engine
 from megacpp_compile.regional.repeated_blocks import Kind, find_kinds, outside
 from megacpp_compile.report import collector, log
-from megacpp_compile.report.records import Region
+from megacpp_compile.report.records import CompiledRegion
 from megacpp_compile.report.text import plural
 from megacpp_compile.sharding.pinning import SiblingParams
 from megacpp_compile.targets import TARGETS, device_types, family
@@ -59,7 +59,7 @@ def compile(
     options, fields: fields of `Config`, as in `torch.compile(..., backend="megacpp", options=...)`.
     blocks: names of the blocks ("model.layers.*", a star for one part), where structure finds them wrongly.
     whole_below: compile the model as one where it has fewer repeated blocks than this.
-    rest: what becomes of modules outside all blocks (embeddings, last norm, head). "eager" leaves them to eager;
+    rest: how modules outside all blocks run (embeddings, last norm, head). "eager" leaves them to eager;
         "compile" compiles, each by itself, those that consist of more than one embedding or linear.
     mode, dynamic, fullgraph: as in `torch.compile`, for every part; on torch_tpu's devices dynamic is False by default.
 
@@ -87,7 +87,9 @@ def compile(
     whole = None if blocks is not None else _why_whole(model, kinds, whole_below)
     kinds = [Kind(("",), (model,))] if whole is not None else rules.split_by_rules(model, kinds, config)
     leftovers = [] if whole is not None else [(fqn, m) for fqn, m in outside(model, kinds)]
-    regions = [Region(k.fqns, type(k.modules[0]).__name__, _size(k.modules), "compiled", whole or "") for k in kinds]
+    regions = [
+        CompiledRegion(k.fqns, type(k.modules[0]).__name__, _size(k.modules), "compiled", whole or "") for k in kinds
+    ]
     if config.policy is not None and config.policy.peak_gib is not None and len(kinds) > 1:
         wanted = f"one kind of block, and not {len(kinds)}: compile the model whole (torch.compile), or see fit()"
         raise BadOptionError("policy.peak_gib", config.policy.peak_gib, wanted)
@@ -95,7 +97,7 @@ def compile(
         compiled = rest == "compile" and _worth_compiling(module)
         kinds += [Kind((fqn,), (module,))] * compiled
         treatment = "compiled" if compiled else "eager"
-        regions.append(Region((fqn,), type(module).__name__, _size([module]), treatment, "outside the blocks"))
+        regions.append(CompiledRegion((fqn,), type(module).__name__, _size([module]), treatment, "outside the blocks"))
     parameters = list(model.parameters())
     target = family(device_types(parameters)) if config.target == "auto" else TARGETS[config.target]
     if dynamic is None and not target.device(parameters).dynamic:
@@ -109,11 +111,11 @@ def compile(
 
 
 def compile_kinds(
-    model: nn.Module, kinds: Sequence[Kind], regions: Sequence[Region], config: Config, mode: str | None,
+    model: nn.Module, kinds: Sequence[Kind], regions: Sequence[CompiledRegion], config: Config, mode: str | None,
     inner_compile: Any = None, **settings: Any,
 ) -> None:  # fmt: skip
-    """`compile_in_place` for all blocks. What rules tell apart has backends that Dynamo's guards tell apart: nothing
-    else about such blocks need differ. settings: of `module.compile`."""
+    """Compile all blocks in place. Blocks that rules by name tell apart get backends of their own, which Dynamo's guards
+    distinguish: nothing else about such blocks need differ. settings: of `module.compile`."""
     count = sum(len(kind.modules) for kind in kinds)
     backends: dict[tuple[int, bool], Regional] = {}
     for kind in kinds:
@@ -124,8 +126,8 @@ def compile_kinds(
 
 
 def compile_in_place(module: nn.Module, blocks: int, **settings: Any) -> None:
-    """`module.compile` for one of `blocks` modules, also for torch's own classes: Dynamo skips frames of torch's code,
-    so that compiling an `nn.TransformerEncoderLayer` in place would do nothing, without a word."""
+    """Compile one of `blocks` modules in place. Dynamo skips frames of torch's own code, so that `module.compile` on an
+    `nn.TransformerEncoderLayer` would silently do nothing; such a module is called through a function of ours."""
     settings |= _recompile_limit(blocks)
     if not torch._dynamo.trace_rules.check(type(module).forward):
         module.compile(**settings)
@@ -144,7 +146,7 @@ def uncompile(model: nn.Module) -> None:
 
 
 def _why_whole(model: nn.Module, kinds: Sequence[Kind], whole_below: int) -> str | None:
-    """Why the model is compiled as one; None: block by block."""
+    """Why the model is compiled as one; None where it is compiled block by block."""
     blocks = sum(len(kind.modules) for kind in kinds)
     if not blocks:
         return "no block repeats"
@@ -157,7 +159,7 @@ def _why_whole(model: nn.Module, kinds: Sequence[Kind], whole_below: int) -> str
 
 
 def _speak_of_fp8_wrapper(model: nn.Module, config: Config) -> None:
-    """It is for what calls a block; compiled code calls none."""
+    """Warn that `policy.fp8_wrapper` has no effect here: compiled code calls no block through a wrapper."""
     wrapper = config.policy.fp8_wrapper if config.policy is not None else "none"
     found = next((name for name, m in model.named_modules() if is_of_transformer_engine(m)), None)
     if wrapper != "none" and found is not None:
@@ -186,15 +188,16 @@ def _recompile_limit(blocks: int) -> dict[str, int]:
     return {"recompile_limit": torch._dynamo.config.recompile_limit * blocks}
 
 
-@unbacked_shapes.marked
+@unbacked_shapes.traces_unbacked_shapes
 class Regional:
     """The backend of all parts of one model: `megacpp`, with names as they are in the model."""
 
     __name__ = "megacpp"
 
     def __init__(
-        self, model: nn.Module, regions: Sequence[Region], config: Config, mode: str | None, inner_compile: Any = None
-    ) -> None:
+        self, model: nn.Module, regions: Sequence[CompiledRegion], config: Config, mode: str | None,
+        inner_compile: Any = None,
+    ) -> None:  # fmt: skip
         self.model, self.regions, self.config, self.mode = weakref.ref(model), tuple(regions), config, mode
         self.inner_compile = inner_compile
         self.parts = {fqn: region for region in regions if region.treatment == "compiled" for fqn in region.fqns}

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megacpp_compile.errors import ReportFormatError
-from megacpp_compile.report.records import Frame, MissedFusion, Region, Site, lock
+from megacpp_compile.report.records import CompiledRegion, Frame, MissedFusion, Site, lock
 from megacpp_compile.report.text import bytes_text, plain, plural
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Report:
     frames: list[Frame] = field(default_factory=list)
     sites: list[Site] = field(default_factory=list)
     misses: list[MissedFusion] = field(default_factory=list)
-    regions: list[Region] = field(default_factory=list)
+    regions: list[CompiledRegion] = field(default_factory=list)
     estimate: dict[str, Any] | None = None
     measured_peak: int | None = None
 
@@ -106,7 +106,7 @@ class Report:
                 [_from_plain(Frame, item) for item in data["frames"]],
                 [_from_plain(Site, item) for item in data["sites"]],
                 [_from_plain(MissedFusion, item) for item in data["misses"]],
-                [Region(**{**item, "fqns": tuple(item["fqns"])}) for item in data.get("regions", ())],
+                [CompiledRegion(**{**item, "fqns": tuple(item["fqns"])}) for item in data.get("regions", ())],
                 data.get("estimate"),
                 data.get("measured_peak"),
             )
@@ -175,7 +175,7 @@ def record(known_passes: Iterable[str] = ()) -> Iterator[Report]:
 
 @contextmanager
 def aside() -> Iterator[Report]:
-    """Collect what is compiled inside for this report alone: what is only tried out is none of the others' business."""
+    """Collect compilations inside for this report alone: a trial is not reported to the others that are open."""
     report = Report()
     with lock:
         others = list(_open_reports)
@@ -206,7 +206,7 @@ def emit_frame(frame: Frame, sites: Sequence[Site] = (), misses: Sequence[Missed
             report.add(frame, sites, misses)
 
 
-def emit_regions(regions: Iterable[Region]) -> None:
+def emit_regions(regions: Iterable[CompiledRegion]) -> None:
     """Add to every open report what it does not know yet."""
     with lock:
         for report in _open_reports:

@@ -1,4 +1,4 @@
-"""The records a report is made of: what was put in, what nearly was, what was compiled and how."""
+"""The records of a report: sites fused, missed fusions, frames, compiled regions, precision."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class Frame:
         grad: True when compiled for training.
         remat: what the policy decided: kind of block ("ablock", ..., "" for what lies between blocks) -> entries
             in force, blocks, bytes "saved" for backward, "offloaded" to main memory until then, and read by backward
-            but computed "again", the number of nodes "recomputed", and the modelled "seconds" that all this takes. None
+            but recomputed ("again"), the number of nodes "recomputed", and the modelled "seconds" this takes. None
             without a policy, for inference, and where the code came from a cache.
         peak: under a policy, bytes allocated on the device at the peak of a training step: "before" the step (what
             its graph reads, or all that there was when a limit asked for it), "step" on top, "predicted" (both), and
@@ -150,7 +150,7 @@ class Frame:
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
+class CompiledRegion:
     """What `megacpp_compile.compile` decided about a part of a model.
 
     Attributes:
@@ -174,5 +174,5 @@ class Collected(Protocol):
     frames: list[Frame]
     sites: list[Site]
     misses: list[MissedFusion]
-    regions: list[Region]
+    regions: list[CompiledRegion]
     measured_peak: int | None

@@ -47,7 +47,7 @@ def border_values(gm: GraphModule, example_inputs: Sequence[Any], wanted: set[No
     devices = {x.device.index for x in example_inputs if isinstance(x, torch.Tensor) and x.is_cuda} - {None}
     recorder = Recorder(gm, wanted)
     inputs = [x.detach().clone() if isinstance(x, torch.Tensor) else x for x in example_inputs]
-    with modes.kept(), torch.random.fork_rng(devices=sorted(devices)), torch.no_grad():
+    with modes.restored(), torch.random.fork_rng(devices=sorted(devices)), torch.no_grad():
         recorder.run(*inputs)
     return recorder.kept
 
@@ -68,7 +68,7 @@ def compare(
     for outputs in (plain, new):
         module, order = between(gm, inputs, outputs)
         leaves = [_leaf(values[n], n in differentiable) for n in order]
-        with modes.kept(), torch.enable_grad():
+        with modes.restored(), torch.enable_grad():
             out = module(*leaves)
         generator = torch.Generator().manual_seed(0)
         cotangents = [torch.randn(o.shape, generator=generator).to(o) for o in out]

@@ -368,7 +368,7 @@ def test_switches_that_are_no_regions_are_refused(order, reason):
 
 def test_a_failed_trace_leaves_no_region_open():
     """An open region would keep eager's cache of cast weights past the optimizer step that changes them."""
-    with pytest.raises(ZeroDivisionError), modes.kept():
+    with pytest.raises(ZeroDivisionError), modes.restored():
         autocast().__enter__()
         autocast(torch.float16, cache_enabled=False).__enter__()
         raise ZeroDivisionError

@@ -34,7 +34,7 @@ def test_no_lever_weakens_the_one_before():
     asked = (None, CheckpointingPolicy(), CheckpointingPolicy(ablock="full", eblock=0.3, last_layer="full"),
              CheckpointingPolicy(mblock="conv_bc_only", offload="all", recompute_q_upproj=True))  # fmt: skip
     for start in asked:
-        policies = [lever.policy for lever in fit.levers(start)]
+        policies = [lever.policy for lever in fit.policy_candidates(start)]
         assert policies[0] is start and None not in policies[1:] and len(policies) >= 9
         for one, other in zip(policies[1:], policies[2:], strict=False):
             for kind in KINDS:
@@ -55,7 +55,7 @@ def peaks():
     """Estimated peaks of the levers on a model of two layers, in GiB."""
     found = {}
     model, x = blocks.llama(2), blocks.hidden().requires_grad_()
-    for lever in fit.levers(None):
+    for lever in fit.policy_candidates(None):
         if lever.name in ("none", "selective", "full: eblock, mblock, rblock, ablock"):
             policy = lever.policy or CheckpointingPolicy.of("none")
             found[lever.name] = megacpp_compile.estimate(model, x, options={"policy": policy})
