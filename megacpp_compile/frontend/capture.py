@@ -114,8 +114,7 @@ def capture(gm: GraphModule, example_inputs: Sequence[Any]) -> Captured:
 
 
 def _forget_counts(mode: FakeTensorMode) -> None:
-    """Drop the unbacked symbols of this trace: each trace makes its own, and the next one would look for these among its
-    outputs."""
+    """Drop the unbacked symbols of this trace: the next makes its own, and would look for these in its outputs."""
     if (pending := getattr(mode.shape_env, "pending_fresh_unbacked_symbols", None)) is not None:
         pending.clear()
 

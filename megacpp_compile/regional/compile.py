@@ -114,8 +114,8 @@ def compile_kinds(
     model: nn.Module, kinds: Sequence[Kind], regions: Sequence[CompiledRegion], config: Config, mode: str | None,
     inner_compile: Any = None, **settings: Any,
 ) -> None:  # fmt: skip
-    """Compile all blocks in place. Blocks that rules by name tell apart get backends of their own, which Dynamo's guards
-    distinguish: nothing else about such blocks need differ. settings: of `module.compile`."""
+    """Compile all blocks in place. Blocks that rules by name tell apart get backends of their own, which Dynamo's
+    guards distinguish: nothing else about such blocks need differ. settings: of `module.compile`."""
     count = sum(len(kind.modules) for kind in kinds)
     backends: dict[tuple[int, bool], Regional] = {}
     for kind in kinds:
