@@ -2,7 +2,7 @@
 
     PJRT_DEVICE=CPU python -m benchmarks.xla_zoo ZOO --json out.json
     PJRT_DEVICE=CPU python -m benchmarks.xla_zoo ZOO --only hf_mamba2,litgpt_mla
-    python -m benchmarks.xla_zoo --page out.json > docs/xla_zoo.md
+    python -m benchmarks.xla_zoo --page out.json > docs/generated/xla_zoo.md
 
 ZOO: a folder of models with `models.py`, which fills the `REGISTRY` of `common.py` with entries; `common.build(entry)`
 gives (model, arguments, keyword arguments), `common.eager_step(entry, model, arguments, keywords, fn=callable)` runs a
