@@ -1,8 +1,9 @@
 """Turns the JSON files of a run of the suite into docs/generated/performance.md; no number in it is written by hand.
 
-    python -m benchmarks.performance_page --figures docs/figures FILE.json [FILE.json ...] > docs/generated/performance.md
+    python -m benchmarks.performance_page --figures docs/figures docs/h200/*.json > docs/generated/performance.md
 
-With --figures the plots are drawn there from the JSON and shown, by a path relative to the page's folder.
+With --figures the pictures are drawn there from the JSON and shown, by a path relative to the page's folder. JSON files
+of other measurements are left out.
 """
 
 from __future__ import annotations
@@ -79,8 +80,10 @@ def _flat(sizes: dict[str, Any]) -> dict[str, Any]:
 
 def page(files: Sequence[Path], figures: Path | None, page_folder: Path) -> str:
     parts = [HEAD]
-    for file in sorted(files, key=lambda f: subjects.NAMES.index(json.loads(f.read_text())["subject"])):
-        document, shown = json.loads(file.read_text()), None
+    documents = [(file, json.loads(file.read_text())) for file in files]
+    suite = [(file, document) for file, document in documents if document.get("subject") in subjects.NAMES]
+    for file, document in sorted(suite, key=lambda pair: subjects.NAMES.index(pair[1]["subject"])):
+        shown = None
         if figures is not None:
             figures.mkdir(parents=True, exist_ok=True)
             drawn = figures / f"{file.stem}.png"
@@ -94,7 +97,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE.json")
     parser.add_argument("--figures", type=Path, help="draw the plots there and show them")
-    parser.add_argument("--page-folder", type=Path, default=Path("docs/generated"), help="where the page will lie (default %(default)s)")
+    parser.add_argument(
+        "--page-folder", type=Path, default=Path("docs/generated"), help="where the page will lie (default %(default)s)"
+    )
     a = parser.parse_args(argv)
     print(page(a.files, a.figures, a.page_folder), end="")
 

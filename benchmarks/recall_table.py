@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         prog="python -m benchmarks.recall_table", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument("files", nargs="+", metavar="FILE", help="results in JSON, or with --figure the page made of them")
+    parser.add_argument("files", nargs="+", metavar="FILE", help="results in JSON; with --figure the page")
     parser.add_argument("--figure", type=Path, metavar="PNG", help="draw the page's grid of models by passes")
     a = parser.parse_args(argv)
     if a.figure:

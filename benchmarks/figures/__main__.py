@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m benchmarks.figures", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE.json")
-    parser.add_argument("--out", type=Path, default=Path("docs/figures"), help="folder of the PNGs (default %(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("docs/figures"), help="folder (default %(default)s)")
     a = parser.parse_args(argv)
     a.out.mkdir(parents=True, exist_ok=True)
     drawn = []

@@ -43,8 +43,8 @@ def draw(document: dict[str, Any], path: Path) -> bool:
         for name in names:
             if name in found:
                 _dot(axis, place[_NAMES.get(name, name)], *found[name], style.COLOURS[kinds[name]], True)
-        if "Inductor, again" in found:
-            axis.plot(found["Inductor, again"][0], place["Inductor"], "o", markersize=6, color=style.INDUCTOR, fillstyle="none")
+        if (again := found.get("Inductor, again")) is not None:
+            axis.plot(again[0], place["Inductor"], "o", markersize=6, color=style.INDUCTOR, fillstyle="none")
         for row in other:
             if table["case"] in row["ratio"]:
                 value = row["ratio"][table["case"]]
@@ -60,9 +60,11 @@ def draw(document: dict[str, Any], path: Path) -> bool:
     if half[1]:
         for axis in axes[0]:
             axis.axhline(place[""], color="#bbbbbb", linewidth=0.8)
-    notes = ["limit: the same bf16 GEMMs and attention, nothing between them", "lines: fastest and slowest turn", "hollow circle: Inductor measured again"]
+    notes = ["limit: the same bf16 GEMMs and attention, nothing between them", "lines: fastest and slowest turn"]
+    notes += ["hollow circle: Inductor measured again"]
     notes += ["diamonds: another run, over its own limit"] if other else []
-    style.title(figure, document, "How near is an MLA block, forward + backward, to its GEMMs and attention alone?", *notes)
+    question = "How near is an MLA block, forward + backward, to its GEMMs and attention alone?"
+    style.title(figure, document, question, *notes)
     figure.savefig(path, dpi=130)
     plt.close(figure)
     return True

@@ -25,8 +25,9 @@ def draw(document: dict[str, Any], path: Path) -> bool:
     cases = list(dict.fromkeys(t["case"] for t in tables))
     # Of one case the rows are told by name; of several each case is a line.
     lines = cases if len(cases) > 1 else [r["name"] for r in tables[0]["rows"] if "ms" in r and r["kind"] in _KINDS]
-    figure, axes = plt.subplots(1, len(measures), figsize=(9, (0.42 if len(cases) > 1 else 0.27) * len(lines) + 1.6), sharex=True, sharey=True,
-                                squeeze=False, layout="constrained")  # fmt: skip
+    height = (0.42 if len(cases) > 1 else 0.27) * len(lines) + 1.6
+    figure, axes = plt.subplots(1, len(measures), figsize=(9, height), sharex=True, sharey=True, squeeze=False,
+                                layout="constrained")  # fmt: skip
     seen: dict[str, Any] = {}
     for table in tables:
         axis = axes[0][measures.index(table["measure"])]

@@ -14,7 +14,7 @@ _LEGEND = {
     FULL: "fires at every site counted by hand",
     UNCOUNTED: "fires; sites not counted",
     PARTLY: "fires at some of the sites",
-    NOTHING: "does not fire; –: nobody counted whether it should",
+    NOTHING: "does not fire: no such idiom, not required, or not counted",
 }
 
 
@@ -41,7 +41,8 @@ def draw(passes: Sequence[str], models: Sequence[tuple[str, Sequence[Cell] | Non
         for x, cell in enumerate(cells or ()):
             shade = colour(cell)
             axis.add_patch(Rectangle((x - 0.47, y - 0.44), 0.94, 0.88, facecolor=shade, edgecolor="none"))
-            axis.text(x, y, _text(cell), ha="center", va="center", fontsize=7, color="white" if shade == FULL else style.INK)
+            ink = "white" if shade == FULL else style.INK
+            axis.text(x, y, _text(cell), ha="center", va="center", fontsize=7, color=ink)
     axis.set_xlim(-0.5, len(passes) - 0.5)
     axis.set_ylim(len(models) - 0.5, -0.5)
     axis.set_xticks(range(len(passes)), passes, rotation=25, ha="left", fontsize=8)
@@ -58,7 +59,5 @@ def draw(passes: Sequence[str], models: Sequence[tuple[str, Sequence[Cell] | Non
 
 
 def _text(cell: Cell) -> str:
-    must, may, fired = cell
-    if fired < must:
-        return f"{fired} of {must}"
-    return str(fired) if fired else "–" if may is None else ""
+    must, _, fired = cell
+    return f"{fired} of {must}" if fired < must else str(fired or "")

@@ -18,7 +18,8 @@ def title(figure: Any, document: dict[str, Any], question: str, *notes: str) -> 
     where = document["conditions"]
     figure.suptitle(question, fontsize=11, x=0.01, ha="left", fontweight="bold")
     lines = ["; ".join(notes), f"{where['device']}, torch {where['torch']}, {where['date'][:10]}"]
-    figure.text(0.01, 0.04 / figure.get_figheight(), "\n".join(line for line in lines if line), fontsize=7, color="#666666", va="bottom")
+    text = "\n".join(line for line in lines if line)
+    figure.text(0.01, 0.04 / figure.get_figheight(), text, fontsize=7, color="#666666", va="bottom")
     bottom = (0.34 if notes else 0.2) / figure.get_figheight()
     figure.get_layout_engine().set(rect=(0, bottom, 1, 1 - bottom))
 
@@ -52,7 +53,7 @@ def label_points(axis: Any, points: Sequence[tuple[float, float, str, str]]) -> 
             crossed = sum(box.overlaps(other) for other in taken)
             near = box.padded(3 * scale)
             covered = sum(bool(near.contains(*mark)) for mark in marks)
-            outside = not (inside.x0 <= box.x0 and box.x1 <= inside.x1 + 60 and inside.y0 <= box.y0 and box.y1 <= inside.y1)
+            outside = box.x0 < inside.x0 or box.x1 > inside.x1 or box.y0 < inside.y0 or box.y1 > inside.y1
             cost = 10 * crossed + 3 * covered + 20 * outside
             if best is None or cost < best[0]:
                 if best is not None:
