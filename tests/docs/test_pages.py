@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import re
 from pathlib import Path
@@ -59,6 +60,13 @@ def test_readme_options_are_options():
     found = next(block for block in blocks(ROOT / "README.md") if block.startswith("options = {"))
     options = ast.literal_eval(found[len("options = ") : found.index("\n}") + 2])
     Config.from_options(options, pass_names(), environ={})
+
+
+@pytest.mark.parametrize("module", ["figures.__main__", "recall_table", "performance_page", "targets_page"])
+def test_generators_say_how_they_are_run(module, capsys):
+    with pytest.raises(SystemExit) as left:
+        importlib.import_module(f"benchmarks.{module}").main(["--help"])
+    assert left.value.code == 0 and "python -m benchmarks." in capsys.readouterr().out
 
 
 def test_every_picture_is_shown():
