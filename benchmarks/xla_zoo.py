@@ -169,7 +169,8 @@ def page(rows: list[dict[str, Any]]) -> str:
         lines.append(f"| {row['name']} | {row['source']} | {judged(row)} | {sites} | {' | '.join(cells)} | {host} |")
     good = [sum(judged(row) == verdict for row in rows) for verdict in ("yes", "as openxla")]
     lines.append(f"\nOf {len(rows)} models {good[0]} are equal, {good[1]} as far off as under plain openxla. " + TIES)
-    failures = [(row, what) for row in rows for what in ("build", "megacpp", "openxla", "cpu") if f"{what} fails" in row]
+    steps = ("build", "megacpp", "openxla", "cpu")
+    failures = [(row, what) for row in rows for what in steps if f"{what} fails" in row]
     lines += ["", *(f"- {row['name']}, {what}: {row[f'{what} fails']}" for row, what in failures)] if failures else []
     return "\n".join(lines)
 
