@@ -25,8 +25,12 @@ XLA_READY := $(XLA_VENV)/.installed
 KERNEL_TESTS := tests/lowerings/test_lowerings_agree.py tests/lowerings/test_fuzz.py tests/lowerings/test_ssd_scan_kernels.py \
 	tests/lowerings/test_sparse_mla.py tests/lowerings/test_moe_float8.py
 
+# Neither needs torch: the documentation is read off the source as text.
+DOCS_VENV  := .venv-docs
+DOCS_READY := $(DOCS_VENV)/.installed
+
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-xla lint types accept clean
+.PHONY: help demo test unit test-xla lint types accept pages docs build clean
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -34,7 +38,9 @@ help:  ## list these targets
 demo: $(READY)  ## train a small MLA model, eager and compiled, and compare the two
 	$(BIN)/python examples/train_mla.py
 
-test: lint types  ## lint, type check and the whole test suite
+test: lint types unit  ## lint, type check and the whole test suite
+
+unit: $(READY)  ## the whole test suite alone
 	@echo "== pytest, $(WORKERS) workers"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -q
 	@echo "== pytest, Triton kernels through the interpreter"
@@ -57,8 +63,22 @@ types: $(READY)  ## mypy
 accept: $(READY)  ## rewrite the expected graphs of the pass tests; read the diff afterwards
 	EXPECTTEST_ACCEPT=1 $(BIN)/python -m pytest tests/passes -q
 
-clean:  ## remove .venv, .venv-xla, caches and what the examples wrote
-	rm -rf $(VENV) $(XLA_VENV) .pytest_cache .ruff_cache .mypy_cache build dist examples/out
+pages: $(READY)  ## rewrite the generated pages and pictures of docs/ that the repository's own files determine
+	$(BIN)/python -m benchmarks.targets_page
+	$(BIN)/python -m benchmarks.performance_page --figures docs/figures docs/h200/*.json > docs/generated/.performance.md
+	mv docs/generated/.performance.md docs/generated/performance.md
+	$(BIN)/python -m benchmarks.recall_table --figure docs/figures/recall.png docs/generated/recall.md
+
+docs: $(DOCS_READY)  ## build the site with the API reference into site/; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 PATH="$(CURDIR)/$(DOCS_VENV)/bin:$$PATH" $(DOCS_VENV)/bin/mkdocs build --strict
+
+build: $(DOCS_READY)  ## sdist and wheel into dist/, checked
+	rm -rf dist
+	$(DOCS_VENV)/bin/python -m build
+	$(DOCS_VENV)/bin/python -m twine check --strict dist/*
+
+clean:  ## remove the venvs, caches, builds and what the examples wrote
+	rm -rf $(VENV) $(XLA_VENV) $(DOCS_VENV) .pytest_cache .ruff_cache .mypy_cache build dist site examples/out
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml
@@ -70,6 +90,14 @@ $(READY): pyproject.toml
 	$(PIP) $(TORCH)
 	@echo "== installing megacpp-compile and the development tools, about a minute"
 	$(PIP) -q -e '.[dev]'
+	@touch $@
+
+# The tools of the extra `docs`, without the package itself: that would bring torch.
+$(DOCS_READY): pyproject.toml
+	@echo "== making $(DOCS_VENV)"
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip install --disable-pip-version-check -q build twine $$($(PYTHON) -c 'import tomllib; \
+		print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
 	@touch $@
 
 # uv fetches and unpacks side by side: a minute where pip takes six.

@@ -29,7 +29,7 @@ from megacpp_compile.precision import engine
 from megacpp_compile.precision.replace import replace_linears
 from megacpp_compile.report.tables import table_text
 
-# (tokens, out, in): the linears of the MLA blocks in docs/performance.md, and squares down to where fp8 must lose.
+# (tokens, out, in): the linears of the MLA blocks in docs/generated/performance.md, squares down to where fp8 loses.
 SHAPES = (
     *((16384, n, k) for n, k in ((576, 2048), (576, 4096), (1536, 4096), (6144, 1536), (8192, 512), (4096, 4096))),
     *((4096, n, k) for n, k in ((576, 7168), (1536, 7168), (24576, 1536), (32768, 512), (7168, 16384))),

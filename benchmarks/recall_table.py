@@ -1,17 +1,23 @@
-"""Turns the results of a model zoo run into docs/recall.md.
+"""Turns the results of a model zoo run into docs/generated/recall.md, and that page into its picture.
 
-    python -m benchmarks.recall_table FILE [FILE ...] > docs/recall.md
+    python -m benchmarks.recall_table FILE.json [FILE.json ...] > docs/generated/recall.md
+    python -m benchmarks.recall_table --figure docs/figures/recall.png docs/generated/recall.md
 
-FILE: JSON lists with, per model, `name`, `source`, `same`, `out`, `grad` (relative errors against eager), `graphs`,
+FILE.json: lists with, per model, `name`, `source`, `same`, `out`, `grad` (relative errors against eager), `graphs`,
 `breaks` and their reference values `graphs0`, `breaks0`, `rows`: pass -> [must fire, may fire, fired], and `counts`:
 pass -> fired.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
+import re
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+
+from benchmarks.figures.recall import Cell, draw
 
 PASSES = ("down_norm_up", "mla_rope_q", "mla_rope_kv", "ssd_scan", "causal_conv1d", "gated_rms_norm", "moe")
 HEAD = """# Recall on third-party models
@@ -21,13 +27,15 @@ configuration, on CPU (torch 2.13, two layers where the model has layers). *fire
 that have to, counted by hand from the model's source; `a..b` where firing is allowed but not required; the sites that
 fired alone where nobody has counted. A graph that serves several layers counts once. Errors are relative, of the worst
 tensor, against eager in float32. *graphs*, *breaks*: with megacpp / with Inductor alone.
+
+![passes that fire, by model](../figures/recall.png)
 """
 
 
 UNCOUNTED = 9  # as "may fire": nobody has said how often
 
 
-def counted(r: dict[str, Any], name: str) -> tuple[int, int | None, int]:
+def counted(r: dict[str, Any], name: str) -> Cell:
     """(must fire, may fire or None where nobody has counted, fired)."""
     low, high, fired = r["rows"].get(name, (0, UNCOUNTED, r.get("counts", {}).get(name, 0)))
     return low, None if high >= UNCOUNTED else high, fired
@@ -63,11 +71,39 @@ def table(path: str) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
-        raise SystemExit(__doc__)
+def read_page(text: str) -> list[tuple[str, list[Cell] | None]]:
+    """(model, a cell for each of `PASSES`) of every row of a page; no cells where the model fails."""
+    models: list[tuple[str, list[Cell] | None]] = []
+    for line in text.splitlines():
+        columns = [c.strip() for c in line.strip("|").split("|")]
+        if len(columns) != len(PASSES) + 7 or columns[0] in ("model", "---"):
+            continue
+        fails = columns[2].startswith("fails")
+        models.append((columns[0], None if fails else [_read_cell(c) for c in columns[5 : 5 + len(PASSES)]]))
+    return models
+
+
+def _read_cell(text: str) -> Cell:
+    found = re.fullmatch(r"(\d+)(?: / (\d+)(?:\.\.(\d+))?)?", text)
+    if found is None:
+        raise ValueError(f"no cell of a recall page: {text!r}")
+    fired, low, high = found.groups()
+    return (0, None, int(fired)) if low is None else (int(low), int(high or low), int(fired))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.recall_table", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("files", nargs="+", metavar="FILE", help="results in JSON; with --figure the page")
+    parser.add_argument("--figure", type=Path, metavar="PNG", help="draw the page's grid of models by passes")
+    a = parser.parse_args(argv)
+    if a.figure:
+        draw(PASSES, [row for file in a.files for row in read_page(Path(file).read_text())], a.figure)
+        return
     print(HEAD)
-    for path in sys.argv[1:]:
+    for path in a.files:
         print(table(path), end="\n\n")
 
 

@@ -2,7 +2,7 @@
 
     PJRT_DEVICE=CPU python -m benchmarks.xla_zoo ZOO --json out.json
     PJRT_DEVICE=CPU python -m benchmarks.xla_zoo ZOO --only hf_mamba2,litgpt_mla
-    python -m benchmarks.xla_zoo --page out.json > docs/xla_zoo.md
+    python -m benchmarks.xla_zoo --page out.json > docs/generated/xla_zoo.md
 
 ZOO: a folder of models with `models.py`, which fills the `REGISTRY` of `common.py` with entries; `common.build(entry)`
 gives (model, arguments, keyword arguments), `common.eager_step(entry, model, arguments, keywords, fn=callable)` runs a
@@ -169,10 +169,9 @@ def page(rows: list[dict[str, Any]]) -> str:
         lines.append(f"| {row['name']} | {row['source']} | {judged(row)} | {sites} | {' | '.join(cells)} | {host} |")
     good = [sum(judged(row) == verdict for row in rows) for verdict in ("yes", "as openxla")]
     lines.append(f"\nOf {len(rows)} models {good[0]} are equal, {good[1]} as far off as under plain openxla. " + TIES)
-    for row in rows:
-        for what in ("build", "megacpp", "openxla", "cpu"):
-            if f"{what} fails" in row:
-                lines.append(f"- {row['name']}, {what}: {row[f'{what} fails']}")
+    steps = ("build", "megacpp", "openxla", "cpu")
+    failures = [(row, what) for row in rows for what in steps if f"{what} fails" in row]
+    lines += ["", *(f"- {row['name']}, {what}: {row[f'{what} fails']}" for row, what in failures)] if failures else []
     return "\n".join(lines)
 
 

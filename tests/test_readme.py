@@ -1,4 +1,4 @@
-"""README's example runs and prints what README says it prints."""
+"""The program of docs/first_report.md runs and prints what the page says it prints."""
 
 import os
 import re
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-README = Path(__file__).parent.parent / "README.md"
+PAGE = Path(__file__).parent.parent / "docs" / "first_report.md"
 
 
 def _settled(text):
@@ -19,7 +19,7 @@ def _settled(text):
 
 def test_the_example_prints_what_it_says(tmp_path):
     pytest.importorskip("rich")  # without it the same table is printed plainly
-    text = README.read_text()
+    text = PAGE.read_text()
     code = re.search(r"```python\n(.*?)```", text, re.S).group(1)
     shown = re.search(r"```text\n(.*?)```", text, re.S).group(1)
     (tmp_path / "example.py").write_text(code)

@@ -70,7 +70,7 @@ def cases(settings: Settings) -> Iterator[Case]:
         def more(
             grad: Tensor, size: Size = size, model: models.MLA = model, args: tuple[Tensor, ...] = args
         ) -> list[Contestant]:
-            limit = Contestant("products and attention alone", "limit", lambda: limits.mla(size, settings.device))
+            limit = Contestant("GEMMs and attention alone", "limit", lambda: limits.mla(size, settings.device))
             expert = transformer_engine.block(model, args, grad, settings.with_te)
             return [limit, *wired.block(model, args, grad), *torchao.block(model, args, grad), *expert]
 

@@ -26,7 +26,7 @@ def cases(settings: Settings) -> Iterator[Case]:
     forward = layers * (linear + size.attention_flops())
     step = layers * (3 * linear + 3.5 * size.attention_flops())
     limit = Contestant(
-        "products and attention alone", "limit", lambda: limits.mla(size, settings.device, mlp, layers)
+        "GEMMs and attention alone", "limit", lambda: limits.mla(size, settings.device, mlp, layers)
     )
     sizes = {**dataclasses.asdict(size), "hidden": hidden, "layers": layers}
     name = f"{layers} layers of {size.name}"

@@ -1,0 +1,103 @@
+"""README and docs/: code that can be pasted, links that lead somewhere, pages and pictures that their data still make."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks import performance_page, recall_table
+from benchmarks.figures import remat
+from megacpp_compile import Config
+from megacpp_compile.passes._driver import pass_names
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+
+
+def blocks(page: Path, language: str = "python") -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.S)
+
+
+def anchors(page: Path) -> set[str]:
+    """As GitHub makes them of headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def ids(paths: list[Path]) -> list[str]:
+    return [path.relative_to(ROOT).as_posix() for path in paths]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids(PAGES))
+def test_code_can_be_pasted(page):
+    for block in blocks(page):
+        unfinished = [n for n in ast.walk(ast.parse(block)) if isinstance(n, ast.Constant) and n.value is ...]
+        assert not unfinished, f"... stands for code in\n{block}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids(PAGES))
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if re.match(r"https?:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), target
+        assert not anchor or anchor in anchors(file), target
+
+
+def test_readme_is_a_quickstart_before_it_is_anything_else():
+    first, *_ = blocks(ROOT / "README.md")
+    assert len(first.splitlines()) <= 5 and 'backend="megacpp"' in first
+
+
+def test_readme_options_are_options():
+    found = next(block for block in blocks(ROOT / "README.md") if block.startswith("options = {"))
+    options = ast.literal_eval(found[len("options = ") : found.index("\n}") + 2])
+    Config.from_options(options, pass_names(), environ={})
+
+
+@pytest.mark.parametrize("module", ["figures.__main__", "recall_table", "performance_page", "targets_page"])
+def test_generators_say_how_they_are_run(module, capsys):
+    with pytest.raises(SystemExit) as left:
+        importlib.import_module(f"benchmarks.{module}").main(["--help"])
+    assert left.value.code == 0 and "python -m benchmarks." in capsys.readouterr().out
+
+
+def test_every_picture_is_shown():
+    shown = {name for page in PAGES for name in re.findall(r"figures/([\w.]+\.png)", page.read_text())}
+    assert {path.name for path in ROOT.glob("docs/figures/*")} == shown
+
+
+def test_the_performance_page_is_what_its_data_make(monkeypatch):
+    drawn = {"remat_peaks"}
+    monkeypatch.setattr(performance_page, "draw", lambda document, path: document["subject"] not in drawn)
+    folder = ROOT / "docs" / "generated"
+    text = performance_page.page(sorted(ROOT.glob("docs/h200/*.json")), ROOT / "docs" / "figures", folder)
+    assert (folder / "performance.md").read_text() == text, "make pages"
+
+
+def test_the_recall_page_is_read_back_whole():
+    text = (ROOT / "docs" / "generated" / "recall.md").read_text()
+    models = recall_table.read_page(text)
+    cells = [cell for _, cells in models for cell in cells or ()]
+    must, hit = sum(m for m, _, _ in cells), sum(min(m, fired) for m, _, fired in cells)
+    assert f"{len(models)} models: {hit} of {must} sites that must fire did" in text
+    assert f"{must} sites in {len(models)} models" in " ".join((ROOT / "README.md").read_text().split())
+
+
+def test_no_point_of_the_front_is_beaten():
+    points = [(2.0, 80.0), (4.0, 68.0), (5.0, 68.0), (3.0, 90.0), (7.0, 67.0)]
+    assert remat.front(points) == [(2.0, 80.0), (4.0, 68.0), (7.0, 67.0)]
+
+
+def test_the_figures_of_the_other_run_are_over_its_own_limit():
+    other = json.loads((ROOT / "docs" / "h200" / "block_other_run.json").read_text())
+    for row in other["rows"]:
+        for size, ms in row["ms"].items():
+            assert row["ratio"][size] == pytest.approx(ms / other["limit_ms"][size], abs=1e-4)
