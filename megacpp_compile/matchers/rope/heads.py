@@ -13,6 +13,7 @@ from megacpp_compile.fx.edit import Regions, regions, same_size, value
 from megacpp_compile.matchers.attention import Reader, readers
 from megacpp_compile.matchers.linear import is_projection
 from megacpp_compile.matchers.rope.lane_interpreter import LaneInterpreter
+from megacpp_compile.matchers.rope.lane_rules import RULES
 from megacpp_compile.matchers.rope.lanes import NONE, Lanes
 from megacpp_compile.matchers.rope.rotation import NoRotation, Part, Rotation, read_rotation
 from megacpp_compile.matchers.views import is_outer_view, lane_slice
@@ -126,7 +127,7 @@ _FILLED = {
 def find_heads(graph: fx.Graph, weights: frozenset[Node]) -> Heads:
     """Every RoPE'd head, outermost form: the concat with the unrotated lanes where there is one."""
     acts, state = activations(graph, weights), regions(graph)
-    it = LaneInterpreter(acts, state)
+    it = LaneInterpreter(RULES, acts, state)
     heads, near = _scan(graph, it, acts)
     # A view that ends in (2, d) is two heads or the two halves of one; only what follows tells, so every reading is
     # tried: such views of one width d are the same kind of view.
@@ -135,7 +136,7 @@ def find_heads(graph: fx.Graph, weights: frozenset[Node]) -> Heads:
     for heads_of in (widths, *({w} for w in widths), *(widths - {w} for w in widths)):
         stops = frozenset(n for n in split if _width(n) in heads_of)
         if stops:
-            other = LaneInterpreter(acts, state, stops)
+            other = LaneInterpreter(RULES, acts, state, stops)
             again = _scan(graph, other, acts)
             if _joined(again[0]) > _joined(heads):
                 it, (heads, near) = other, again
