@@ -10,6 +10,7 @@ from torch import fx
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import Regions, regions, same_size, value
+from megacpp_compile.fx.views import RESHAPES, is_reshape
 from megacpp_compile.matchers.attention import Reader, readers
 from megacpp_compile.matchers.linear import is_projection
 from megacpp_compile.matchers.rope.lane_interpreter import LaneInterpreter
@@ -19,8 +20,8 @@ from megacpp_compile.matchers.rope.rotation import NoRotation, Part, Rotation, r
 from megacpp_compile.matchers.views import is_outer_view, lane_slice
 
 aten = torch.ops.aten
-_VIEWS = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
-_TRACED = {*_VIEWS, aten.transpose.int, aten.permute.default, aten.clone.default, aten._to_copy.default}
+# What is looked through for the view that took heads apart; other copies and casts of a projection end the search.
+_TRACED = RESHAPES | {aten.transpose.int, aten.permute.default, aten.clone.default, aten._to_copy.default}
 # Nodes that can finish a rotation: they put two terms or two runs of lanes together.
 _COMBINERS = {
     aten.cat.default,
@@ -30,17 +31,7 @@ _COMBINERS = {
     aten.sub.Tensor,
     aten.addcmul.default,
     aten.select_scatter.default,
-    *_VIEWS,
-}
-# Computing these again would cost; reading them twice is free.
-_FREE = {
-    aten._to_copy.default,
-    aten.type_as.default,
-    aten.clone.default,
-    aten.alias.default,
-    aten.contiguous.default,
-    aten.expand.default,
-    aten.broadcast_to.default,
+    *RESHAPES,
 }
 
 
@@ -184,7 +175,7 @@ def _splits_heads(node: Node) -> bool:
 
 
 def _splits(node: Node) -> bool:
-    if node.target not in _VIEWS:
+    if not is_reshape(node):
         return False
     new, old = ([n for n in value(x).shape if not (isinstance(n, int) and n == 1)] for x in (node, node.args[0]))
     return len(new) > len(old) and new[-2] == 2 and isinstance(new[-1], int) and new[-1] > 2
@@ -192,7 +183,7 @@ def _splits(node: Node) -> bool:
 
 def _head_view(node: Node) -> bool:
     """A view that takes the last dimension apart, into however many heads."""
-    return node.target in _VIEWS and not same_size(value(node).shape[-1], value(node.args[0]).shape[-1])
+    return is_reshape(node) and not same_size(value(node).shape[-1], value(node.args[0]).shape[-1])
 
 
 def _finish(
@@ -259,8 +250,8 @@ def _legal(
             return node, "precision", f"computed in {fake.dtype}, lower than its operand's precision"
         if state[node] != state[root]:
             return node, "region", "part of it runs under another grad or autocast mode"
-        computed = node.target not in _FREE and not is_outer_view(node) and lane_slice(node) is None
-        if computed and node is not root and node.target in (aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor):
+        # Views, copies and casts cost nothing to be read twice; these would be computed twice.
+        if node is not root and node.target in (aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor):
             outside = [u for u in node.users if u not in cone and u.target not in _SHAPE_ONLY]
             if outside:
                 return node, "escapes", f"an intermediate is used elsewhere too ({outside[0].name})"
@@ -286,7 +277,7 @@ def _origin(node: Node) -> Node:
         cut = lane_slice(node)
         if cut is not None:
             node = cut[0]
-        elif node.target in _VIEWS or is_outer_view(node) or node.target in (aten.transpose.int, aten.permute.default):
+        elif is_reshape(node) or is_outer_view(node) or node.target in (aten.transpose.int, aten.permute.default):
             node = node.args[0]  # type: ignore[assignment]
         else:
             return node

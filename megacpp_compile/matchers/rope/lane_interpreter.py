@@ -13,6 +13,7 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import Regions, value
+from megacpp_compile.fx.views import UNIT_DIMS
 from megacpp_compile.matchers.rope.lanes import (
     EMPTY,
     MAX_LANES,
@@ -28,22 +29,10 @@ from megacpp_compile.matchers.rope.lanes import (
 
 aten = torch.ops.aten
 # Table views worth seeing through; anything else (casts, products, cos itself) makes the table it yields.
-_SEE_THROUGH = {
-    aten.slice.Tensor,
-    aten.unsqueeze.default,
-    aten.expand.default,
-    aten.cat.default,
-    aten.neg.default,
-    aten.alias.default,
-    aten.view.default,
-    aten.reshape.default,
-    aten.transpose.int,
-    aten.permute.default,
-    aten.squeeze.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-    aten.repeat_interleave.self_int,
-}
+_SEE_THROUGH = UNIT_DIMS | {
+    aten.view.default, aten.reshape.default, aten.transpose.int, aten.permute.default, aten.expand.default,
+    aten.repeat_interleave.self_int, aten.slice.Tensor, aten.alias.default, aten.cat.default, aten.neg.default,
+}  # fmt: skip
 
 
 class LaneInterpreter:

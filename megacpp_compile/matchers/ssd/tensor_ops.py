@@ -14,6 +14,17 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
+from megacpp_compile.fx.views import (
+    CASTS,
+    COMPOSITE_PERMUTATIONS,
+    EXPANSIONS,
+    FOLDS,
+    IDENTITIES,
+    PERMUTATIONS,
+    REPETITIONS,
+    RESHAPES,
+    UNIT_DIMS,
+)
 from megacpp_compile.matchers.ssd.axes import Axes, Dim, equal, flat
 
 aten = torch.ops.aten
@@ -41,20 +52,10 @@ CONDITION = {
     aten.masked_fill.Scalar: 1, aten.masked_fill.Tensor: 1, aten.where.self: 0, aten.where.ScalarSelf: 0,
     aten.where.ScalarOther: 0, aten.where.Scalar: 0,
 }  # fmt: skip
-SAME = {
-    aten._to_copy.default, aten.to.dtype, aten.clone.default, aten.alias.default, aten.contiguous.default,
-    aten.type_as.default, aten.lift_fresh_copy.default,
-}  # fmt: skip
-VIEWS = {
-    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints, aten.unflatten.int,
-    aten.permute.default, aten.transpose.int, aten.t.default, aten.unsqueeze.default, aten.squeeze.default,
-    aten.squeeze.dim, aten.squeeze.dims, aten.movedim.int, aten.movedim.intlist, aten.mT.default,
-}  # fmt: skip
+SAME = IDENTITIES | CASTS
+VIEWS = RESHAPES | FOLDS | UNIT_DIMS | PERMUTATIONS | COMPOSITE_PERMUTATIONS - {aten.numpy_T.default}
 # Each element of the result is an element of the operand, or zero.
-REPEATS = {
-    aten.expand.default, aten.broadcast_to.default, aten.repeat.default, aten.repeat_interleave.self_int,
-    aten.constant_pad_nd.default, aten.pad.default,
-}  # fmt: skip
+REPEATS = EXPANSIONS | REPETITIONS | {aten.constant_pad_nd.default, aten.pad.default}
 CONTRACTIONS = {aten.matmul.default, aten.bmm.default, aten.einsum.default}
 EXPONENTIALS = {aten.exp.default, aten.exp2.default}
 

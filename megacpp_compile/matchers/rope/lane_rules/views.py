@@ -12,23 +12,15 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, value
+from megacpp_compile.fx.views import CASTS, EXPANSIONS, IDENTITIES, PERMUTATIONS, RESHAPES, SPLITS, SQUEEZES
 from megacpp_compile.matchers.rope.lane_dims import drop, insert_outer, permute, reshape, select, take
 from megacpp_compile.matchers.rope.lanes import LaneContext, Lanes, Opaque, axis_of, is_one, rule_table
 
 aten = torch.ops.aten
 RULES, rule = rule_table()
-_CASTS = {aten._to_copy.default, aten.to.dtype}
-_SAME = {
-    aten.type_as.default,
-    aten.clone.default,
-    aten.alias.default,
-    aten.contiguous.default,
-    aten.lift_fresh_copy.default,
-    *_CASTS,
-}
 
 
-@rule(*_SAME)
+@rule(*IDENTITIES, *CASTS)
 def _same(it: LaneContext, node: Node) -> Lanes:
     if not value(node).is_floating_point():
         raise Opaque
@@ -44,7 +36,7 @@ def _getitem(it: LaneContext, node: Node) -> Lanes:
     n = len(x.kinds)
     if parent.target is aten.unbind.int:
         return select(x, axis_of(parent.args[1] if len(parent.args) > 1 else 0, n), index)
-    if parent.target not in (aten.split_with_sizes.default, aten.split.Tensor, aten.chunk.default):
+    if parent.target not in SPLITS:
         raise Opaque
     dim = axis_of(parent.args[2] if len(parent.args) > 2 else 0, n)
     sizes = [v.shape[dim] for v in value(parent)]
@@ -112,7 +104,7 @@ def _roll(it: LaneContext, node: Node) -> Lanes:
     return x
 
 
-@rule(aten.transpose.int, aten.permute.default, aten.t.default)
+@rule(*PERMUTATIONS)
 def _transpose(it: LaneContext, node: Node) -> Lanes:
     x = it.get(node.args[0])
     order = list(range(len(x.kinds)))
@@ -132,7 +124,7 @@ def _unsqueeze(it: LaneContext, node: Node) -> Lanes:
     return insert_outer(it, x, axis_of(node.args[1], len(x.kinds) + 1))
 
 
-@rule(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
+@rule(*SQUEEZES)
 def _squeeze(it: LaneContext, node: Node) -> Lanes:
     x = it.get(node.args[0])
     n = len(x.kinds)
@@ -144,7 +136,7 @@ def _squeeze(it: LaneContext, node: Node) -> Lanes:
     return x
 
 
-@rule(aten.expand.default, aten.broadcast_to.default)
+@rule(*EXPANSIONS)
 def _expand(it: LaneContext, node: Node) -> Lanes:
     x = it.get(node.args[0])
     sizes = tuple(value(node).shape)
@@ -190,7 +182,7 @@ def _repeat_interleave(it: LaneContext, node: Node) -> Lanes:
     return Lanes(x.kinds, tuple(value(node).shape), x.terms, x.complex)
 
 
-@rule(aten.view.default, aten.reshape.default, aten._unsafe_view.default)
+@rule(*RESHAPES)
 def _view(it: LaneContext, node: Node) -> Lanes:
     x = it.get(node.args[0])
     return reshape(it, x, tuple(value(node).shape))

@@ -9,6 +9,15 @@ from torch import Tensor
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
+from megacpp_compile.fx.views import (
+    COMPOSITE_PERMUTATIONS,
+    EXPANSIONS,
+    FOLDS,
+    PERMUTATIONS,
+    REPETITIONS,
+    RESHAPES,
+    UNIT_DIMS,
+)
 from megacpp_compile.matchers.ssd.axes import Dim, NoAxes, equal, flat, fresh, is_one, length
 from megacpp_compile.matchers.ssd.tensor_ops import ResizeContext, argument, axis, rule_table, run_reshape
 
@@ -16,10 +25,7 @@ aten = torch.ops.aten
 RULES, rule = rule_table()
 
 
-@rule(
-    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints, aten.unflatten.int,
-    run=run_reshape,
-)  # fmt: skip
+@rule(*RESHAPES, *FOLDS, run=run_reshape)
 def _view(r: ResizeContext, n: Node) -> list[Dim]:
     return r.axes.regroup(r.dims[n.args[0]], value(n).shape)
 
@@ -41,16 +47,13 @@ def _order(n: Node) -> list[int]:
     return order
 
 
-@rule(
-    aten.permute.default, aten.transpose.int, aten.t.default, aten.movedim.int, aten.movedim.intlist, aten.mT.default,
-    run=_permuted,
-)  # fmt: skip
+@rule(*PERMUTATIONS, *COMPOSITE_PERMUTATIONS - {aten.numpy_T.default}, run=_permuted)
 def _permute(r: ResizeContext, n: Node) -> list[Dim]:
     dims = r.dims[n.args[0]]
     return [dims[i] for i in _order(n)]
 
 
-@rule(aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, run=run_reshape)
+@rule(*UNIT_DIMS, run=run_reshape)
 def _unit_dims(r: ResizeContext, n: Node) -> list[Dim]:
     source = [d for d in r.dims[n.args[0]] if flat(d)]
     it = iter(source)
@@ -61,7 +64,7 @@ def _expanded(r: ResizeContext, n: Node, args: tuple[Any, ...]) -> Tensor:
     return args[0].expand(r.shape(r.dims[n]))
 
 
-@rule(aten.expand.default, aten.broadcast_to.default, run=_expanded)
+@rule(*EXPANSIONS, run=_expanded)
 def _expand(r: ResizeContext, n: Node) -> list[Dim]:
     dims, shape = r.dims[n.args[0]], value(n).shape
     dims = [*([[]] * (len(shape) - len(dims))), *dims]
@@ -80,7 +83,7 @@ def _repeated(r: ResizeContext, n: Node, args: tuple[Any, ...]) -> Tensor:
     return out
 
 
-@rule(aten.repeat.default, aten.repeat_interleave.self_int, run=_repeated)
+@rule(*REPETITIONS, run=_repeated)
 def _repeat(r: ResizeContext, n: Node) -> list[Dim]:
     dims, shape = r.dims[n.args[0]], value(n).shape
     if n.target is not aten.repeat.default and argument(n, 2, "dim") is None:
