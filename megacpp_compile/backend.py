@@ -37,11 +37,12 @@ from megacpp_compile.frontend.canonicalize import normalise
 from megacpp_compile.frontend.capture import Captured, capture
 from megacpp_compile.fx.provenance import module_fqn, outermost_frame, source_line
 from megacpp_compile.lowerings._registry import choose, semantic_ops
+from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.recurrences import NAMES, find_recurrences
 from megacpp_compile.matchers.rope.heads import activations
 from megacpp_compile.passes._driver import Outcome, enabled_passes, pass_names, run_passes
 from megacpp_compile.passes._precision_rows import answered, asked, unseen
-from megacpp_compile.passes._rule import Match, MatchFailure, Pass
+from megacpp_compile.passes._rule import Match, Pass
 from megacpp_compile.remat import conflicts
 from megacpp_compile.remat.kinds import BlockRef, whole
 from megacpp_compile.remat.planner import Plan

@@ -10,10 +10,12 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from megacpp_compile.fx.edit import Builder, move_behind, place, value
 from megacpp_compile.fx.provenance import module_fqn
+from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe.experts import Expert, Weight
 from megacpp_compile.matchers.moe.gate_matrix import is_filled
 from megacpp_compile.passes._moe_precision import REASON, decide
-from megacpp_compile.passes._rule import GraphView, Match, MatchFailure
+from megacpp_compile.passes._rule import Match
 
 aten = torch.ops.aten
 _REPLACED = "megacpp_moe_replaced_by"

@@ -19,8 +19,10 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import Builder, move_behind, place, value
+from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.causal_conv import CausalConv, NoCausalConv, is_swap, match_causal_conv
-from megacpp_compile.passes._rule import GraphView, Match, MatchFailure
+from megacpp_compile.matchers.graph_view import GraphView
+from megacpp_compile.passes._rule import Match
 
 aten = torch.ops.aten
 name = "causal_conv1d"

@@ -19,9 +19,11 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import Builder, move_behind, place, same_size, value
+from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.gated_rms_norm import GatedNorm, gate_nearby, match_gated_norm, same_source
+from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.rms_norm import NoNorm, RmsNorm, match_rms_norm
-from megacpp_compile.passes._rule import GraphView, Match, MatchFailure
+from megacpp_compile.passes._rule import Match
 
 aten = torch.ops.aten
 name = "gated_rms_norm"

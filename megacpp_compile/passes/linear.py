@@ -31,8 +31,10 @@ from megacpp_compile.fx.edit import Builder, value
 from megacpp_compile.fx.provenance import module_fqn
 from megacpp_compile.lowerings._gemm.float8_support import MULTIPLE, no_block_scales, no_float8
 from megacpp_compile.lowerings._kernels.fp8 import SCALED_LANES
+from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.linear import Linear, match_linear
-from megacpp_compile.passes._rule import GraphView, Match, MatchFailure
+from megacpp_compile.passes._rule import Match
 
 name = "linear"
 op = "megacpp::fp8_linear"

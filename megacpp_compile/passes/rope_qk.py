@@ -16,11 +16,13 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import Builder, place, value
+from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.attention import leaves_graph
+from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.rope.heads import Head
 from megacpp_compile.matchers.rope.rotation import Table
 from megacpp_compile.passes import _rope
-from megacpp_compile.passes._rule import GraphView, Match, MatchFailure
+from megacpp_compile.passes._rule import Match
 from megacpp_compile.passes.mla_rope_q import is_mla_key
 
 name = "rope_qk"

@@ -20,10 +20,12 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import Builder, move_behind, place, value
+from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.ssd.axes import flat, length
 from megacpp_compile.matchers.ssd.chain import joined
 from megacpp_compile.matchers.ssd.scan import Leaf, Scan, find_scans
-from megacpp_compile.passes._rule import GraphView, Match, MatchFailure
+from megacpp_compile.passes._rule import Match
 
 aten = torch.ops.aten
 name = "ssd_scan"
