@@ -2,7 +2,7 @@
 
 Dynamo's graph holds the switches as calls. Pre-dispatch tracing records those without making them, so everything behind
 one would get the dtypes of the region around it; here they are made as well. They stay in the captured graph, as silent
-as Dynamo's: what traces it next casts by them again, and `graph_edit.regions` keeps passes from reaching across.
+as Dynamo's: what traces it next casts by them again, and `fx.mode_states` keeps passes from reaching across.
 """
 
 from __future__ import annotations
@@ -10,11 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, GraphModule
 
-from megacpp_compile.errors import CaptureError
-
-ENTER, LEAVE = torch.amp._enter_autocast, torch.amp._exit_autocast
+from megacpp_compile.fx.mode_states import ENTER, LEAVE, autocast_pairs
 
 
 def obeyed(gm: GraphModule) -> GraphModule:
@@ -22,7 +20,7 @@ def obeyed(gm: GraphModule) -> GraphModule:
 
     Raises CaptureError for regions that are not closed, or not innermost first: tracing pairs them that way.
     """
-    if not pairs(gm.graph):
+    if not autocast_pairs(gm.graph):
         return gm
     graph = Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
@@ -34,21 +32,6 @@ def obeyed(gm: GraphModule) -> GraphModule:
     copy = GraphModule(gm, graph)
     copy.meta.update(gm.meta)
     return copy
-
-
-def pairs(graph: Graph) -> list[tuple[Node, Node]]:
-    """Every region's (entry, exit), in the order of the exits."""
-    found, opened = [], list[Node]()
-    for node in graph.nodes:
-        if node.target is ENTER:
-            opened.append(node)
-        elif node.target is LEAVE:
-            if not opened or node.args[0] is not opened[-1]:
-                raise CaptureError("autocast regions of the frame overlap")
-            found.append((opened.pop(), node))
-    if opened:
-        raise CaptureError("an autocast region of the frame is not closed in it")
-    return found
 
 
 def _enter(*args: Any) -> Any:

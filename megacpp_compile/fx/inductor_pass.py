@@ -10,16 +10,15 @@ from typing import Any
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-import megacpp_compile
+_PACKAGE = Path(__file__).parents[1]
 
 
 @functools.cache
 def source_hash() -> str:
     """Digest of every source file of this package: part of the cache key of what it compiles."""
     digest = hashlib.sha256()
-    root = Path(megacpp_compile.__file__).parent
-    for path in sorted(root.rglob("*.py")):
-        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    for path in sorted(_PACKAGE.rglob("*.py")):
+        digest.update(path.relative_to(_PACKAGE).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
 
 

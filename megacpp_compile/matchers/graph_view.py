@@ -9,7 +9,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx import Node
 
 from megacpp_compile.config.options import Config
-from megacpp_compile.fx.edit import Regions, regions
+from megacpp_compile.fx.mode_states import ModeStates, mode_states
 from megacpp_compile.matchers.rope.heads import Heads, find_heads
 
 
@@ -44,6 +44,6 @@ class GraphView:
         return find_heads(self.graph, self.weights)
 
     @functools.cached_property
-    def regions(self) -> Regions:
+    def mode_states(self) -> ModeStates:
         """The grad and autocast mode that every node runs under."""
-        return regions(self.graph)
+        return mode_states(self.graph)

@@ -90,14 +90,14 @@ def _check(view: GraphView, head: Head) -> Match | MatchFailure | None:
             head.root, "absorbed", "the unrotated lanes are not a projection's output (absorbed weights)"
         )
     inputs = _rope.sources(rotation)
-    if place(inputs, [head.root], head.root, view.regions) is None:
+    if place(inputs, [head.root], head.root, view.mode_states) is None:
         return MatchFailure(head.root, *_rope.REGION)
 
     def rewrite() -> tuple[Node, list[Node]]:
-        where = place(inputs, [head.root], head.root, view.regions)
+        where = place(inputs, [head.root], head.root, view.mode_states)
         assert where is not None
         anchor, moved = where
-        build = Builder(view.graph, view.fake_mode, anchor, head.root, view.regions)
+        build = Builder(view.graph, view.fake_mode, anchor, head.root, view.mode_states)
         nope_dim = rotation.nope.width if rotation.nope else 0
         turned, order = _rope.in_memory_order(head)
         q = _rope.whole_head(build, turned)

@@ -9,7 +9,8 @@ import torch
 from torch import fx
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import Regions, regions, same_size, value
+from megacpp_compile.fx.edit import same_size, value
+from megacpp_compile.fx.mode_states import ModeStates, mode_states
 from megacpp_compile.fx.views import RESHAPES, is_reshape
 from megacpp_compile.matchers.attention import Reader, readers
 from megacpp_compile.matchers.linear import is_projection
@@ -117,8 +118,8 @@ _FILLED = {
 
 def find_heads(graph: fx.Graph, weights: frozenset[Node]) -> Heads:
     """Every RoPE'd head, outermost form: the concat with the unrotated lanes where there is one."""
-    acts, state = activations(graph, weights), regions(graph)
-    it = LaneInterpreter(RULES, acts, state)
+    acts, states = activations(graph, weights), mode_states(graph)
+    it = LaneInterpreter(RULES, acts, states)
     heads, near = _scan(graph, it, acts)
     # A view that ends in (2, d) is two heads or the two halves of one; only what follows tells, so every reading is
     # tried: such views of one width d are the same kind of view.
@@ -127,11 +128,11 @@ def find_heads(graph: fx.Graph, weights: frozenset[Node]) -> Heads:
     for heads_of in (widths, *({w} for w in widths), *(widths - {w} for w in widths)):
         stops = frozenset(n for n in split if _width(n) in heads_of)
         if stops:
-            other = LaneInterpreter(RULES, acts, state, stops)
+            other = LaneInterpreter(RULES, acts, states, stops)
             again = _scan(graph, other, acts)
             if _joined(again[0]) > _joined(heads):
                 it, (heads, near) = other, again
-    return _finish(it, heads, near, state)
+    return _finish(it, heads, near, states)
 
 
 def _width(node: Node) -> int:
@@ -187,14 +188,14 @@ def _head_view(node: Node) -> bool:
 
 
 def _finish(
-    it: LaneInterpreter, heads: list[tuple[Node, Rotation]], near: list[tuple[Node, NoRotation]], state: Regions
+    it: LaneInterpreter, heads: list[tuple[Node, Rotation]], near: list[tuple[Node, NoRotation]], states: ModeStates
 ) -> Heads:
     found, missed, used = [], [], set[Node]()
     for node, rotation in heads:
         lanes, cone = it(node), it.cone(node)
         assert lanes is not None
         used |= cone
-        refusal = _legal(node, lanes, rotation, cone, state)
+        refusal = _legal(node, lanes, rotation, cone, states)
         read = readers(node)
         head = Head(node, lanes, rotation, cone, _kind(lanes, rotation), read)
         if refusal is None:
@@ -237,7 +238,7 @@ _RANK = {torch.bfloat16: 1, torch.float16: 1, torch.float32: 2, torch.complex64:
 
 
 def _legal(
-    root: Node, lanes: Lanes, rotation: Rotation, cone: set[Node], state: Regions
+    root: Node, lanes: Lanes, rotation: Rotation, cone: set[Node], states: ModeStates
 ) -> tuple[Node, str, str] | None:
     """(node, tag, reason) why a proved rotation still may not become an op."""
     parts = [p for p in (rotation.nope, rotation.rope) if p]
@@ -248,7 +249,7 @@ def _legal(
             continue
         if _RANK.get(fake.dtype, 3) < need:
             return node, "precision", f"computed in {fake.dtype}, lower than its operand's precision"
-        if state[node] != state[root]:
+        if states[node] != states[root]:
             return node, "region", "part of it runs under another grad or autocast mode"
         # Views, copies and casts cost nothing to be read twice; these would be computed twice.
         if node is not root and node.target in (aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor):

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import Regions, value
+from megacpp_compile.fx.edit import value
+from megacpp_compile.fx.mode_states import ModeStates
 from megacpp_compile.fx.views import UNIT_DIMS
 from megacpp_compile.matchers.rope.lanes import (
     EMPTY,
@@ -37,20 +38,20 @@ _SEE_THROUGH = UNIT_DIMS | {
 
 class LaneInterpreter:
     """Evaluates nodes of one graph by `rules`. `activations` are the nodes computed from weights; the others are
-    tables. `state` is the graph's `regions`.
+    tables. `states`: the modes of the graph's nodes.
 
     `stops` are nodes to take as sources although they could be interpreted (a head split that looks like a pair split).
     """
 
     def __init__(
-        self, rules: RuleTable, activations: set[Node], state: Regions, stops: frozenset[Node] = frozenset()
+        self, rules: RuleTable, activations: set[Node], states: ModeStates, stops: frozenset[Node] = frozenset()
     ) -> None:
         self.rules, self.activations, self.stops = rules, activations, stops
         self.sources: list[Source] = []
         self._ids: dict[Source, int] = {}
         self._memo: dict[Node, Lanes | None] = {}
         self._opaque: set[Node] = set()
-        self._numbering = ValueNumbering(state)
+        self._numbering = ValueNumbering(states)
         self._table_views: _TableViews | None = None  # made on first use
 
     # -- public -------------------------------------------------------------------------------------------------
@@ -186,11 +187,11 @@ class _TableViews(LaneInterpreter):
 class ValueNumbering:
     """Names nodes that compute the same thing alike: `cos.unsqueeze(1)` written twice is one table.
 
-    Across grad and autocast regions nothing is the same: one copy may be rounded or without gradient.
+    Under different modes nothing is the same: one copy may be rounded or without gradient.
     """
 
-    def __init__(self, state: Regions) -> None:
-        self.state = state
+    def __init__(self, states: ModeStates) -> None:
+        self.states = states
         self._key: dict[Node, Any] = {}
         self._leader: dict[Any, Node] = {}
 
@@ -221,7 +222,7 @@ class ValueNumbering:
     def _hash(self, n: Node) -> Any:
         if not self._pure(n):
             return id(n)
-        key = (self.state[n], n.target, _freeze(n.args, self._key), _freeze(sorted(n.kwargs.items()), self._key))
+        key = (self.states[n], n.target, _freeze(n.args, self._key), _freeze(sorted(n.kwargs.items()), self._key))
         try:
             hash(key)
         except TypeError:
