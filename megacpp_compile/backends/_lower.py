@@ -19,7 +19,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from megacpp_compile.config.options import Config
 from megacpp_compile.errors import NotLoweredError
-from megacpp_compile.fx.edit import drop_dead, memory_of, overwritable, value
+from megacpp_compile.fx.aliasing import memory_of, overwritable
+from megacpp_compile.fx.edit import drop_dead, value
 from megacpp_compile.fx.inductor_pass import GraphPass
 from megacpp_compile.fx.provenance import module_fqn, source_line
 from megacpp_compile.lowerings._gemm import shared_input

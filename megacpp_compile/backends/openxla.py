@@ -17,6 +17,7 @@ from torch.fx import GraphModule, Node
 from megacpp_compile.backends._lower import LowerSemanticOps
 from megacpp_compile.backends._protocol import Settings
 from megacpp_compile.config.options import Config
+from megacpp_compile.fx.views import IDENTITIES
 from megacpp_compile.remat.tagging import TagForRemat, recompute_views
 from megacpp_compile.report import log
 from megacpp_compile.sharding.gemms import keep_batches
@@ -75,7 +76,7 @@ def _spread(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
 
 
 # To XLA a copy is the value itself.
-_COPIES = (aten.clone.default, aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default)
+_COPIES = IDENTITIES - {aten.contiguous.default} | {aten.detach.default}
 # Those that may change dtype or shape, and which argument it is that they copy.
 _CASTS = {aten._to_copy.default: 0, aten.copy.default: 1}
 

@@ -2,7 +2,7 @@
 
 Dynamo's graph holds the switches as calls. Pre-dispatch tracing records those without making them, so everything behind
 one would get the dtypes of the region around it; here they are made as well. They stay in the captured graph, as silent
-as Dynamo's: what traces it next casts by them again, and mode states (`fx`) keep passes from reaching across.
+as Dynamo's: what traces it next casts by them again, and `fx.mode_states` keeps passes from reaching across.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule
 
-from megacpp_compile.fx.autocast import ENTER, LEAVE, pairs
+from megacpp_compile.fx.mode_states import ENTER, LEAVE, autocast_pairs
 
 
 def as_real_regions(gm: GraphModule) -> GraphModule:
@@ -20,7 +20,7 @@ def as_real_regions(gm: GraphModule) -> GraphModule:
 
     Raises CaptureError for regions that are not closed, or not innermost first: tracing pairs them that way.
     """
-    if not pairs(gm.graph):
+    if not autocast_pairs(gm.graph):
         return gm
     graph = Graph()
     graph.output(graph.graph_copy(gm.graph, {}))

@@ -1,1 +1,1 @@
-"""Editing captured graphs: builder, placement, aliasing, provenance, subgraphs."""
+"""Captured graphs: builder and placement, modes, aliasing, views and casts, provenance, subgraphs."""

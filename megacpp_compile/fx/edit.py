@@ -1,4 +1,4 @@
-"""Edits of a captured graph that keep it honest: fake metadata on every node, order, grad and autocast regions."""
+"""Edits of a captured graph that keep it valid: every node has a fake value, its place in order and its modes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 from torch.fx import Node
 
-# For every node: (gradients enabled, what autocast was switched to, by device), relative to the frame's start.
-Regions = dict[Node, tuple[bool, frozenset[Any]]]
+from megacpp_compile.fx.mode_states import ModeStates
+
 _INHERITED = ("nn_module_stack", "stack_trace", "source_fn_stack", "recompute", "ac_graph_id", "custom", "seq_nr")
 
 
@@ -28,13 +28,14 @@ def of_tensors(node: Node) -> bool:
 
 
 class Builder:
-    """Emits nodes before `anchor`, with fake values and the provenance and region of `like`."""
+    """Emits nodes before `anchor`, with fake values, and with the provenance and the modes of `like`."""
 
     def __init__(
-        self, graph: fx.Graph, fake_mode: FakeTensorMode, anchor: Node, like: Node, state: Regions | None = None
-    ) -> None:
+        self, graph: fx.Graph, fake_mode: FakeTensorMode, anchor: Node, like: Node,
+        mode_states: ModeStates | None = None,
+    ) -> None:  # fmt: skip
         self.graph, self.fake_mode, self.anchor, self.like = graph, fake_mode, anchor, like
-        self.state = state if state is not None else {}
+        self.mode_states = mode_states if mode_states is not None else {}
         self.emitted: list[Node] = []
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Node:
@@ -46,8 +47,8 @@ class Builder:
         fake_args, fake_kwargs = fx.map_arg((args, kwargs), value)
         with self.fake_mode, torch.no_grad():
             node.meta["val"] = target(*fake_args, **fake_kwargs)
-        if self.like in self.state:
-            self.state[node] = self.state[self.like]
+        if self.like in self.mode_states:
+            self.mode_states[node] = self.mode_states[self.like]
         self.emitted.append(node)
         return node
 
@@ -59,39 +60,19 @@ class Builder:
         return node if value(node).dtype == dtype else self(torch.ops.aten._to_copy.default, node, dtype=dtype)
 
 
-def regions(graph: fx.Graph) -> Regions:
-    """For every node the state it runs under, see `Regions`. Two regions switched alike are one.
-
-    Two nodes may be merged, or one moved beside the other, only where these agree.
-    """
-    state: Regions = {}
-    grad, autocast, stack = True, dict[Any, Any](), list[dict[Any, Any]]()
-    for node in graph.nodes:
-        state[node] = (grad, frozenset(autocast.items()))  # a switch itself still runs under what it ends
-        if node.target is torch._C._set_grad_enabled:
-            grad = bool(node.args[0])
-        elif node.target is torch.amp._enter_autocast:
-            stack.append(autocast)
-            device, dtype, enabled, _ = node.args
-            autocast = {**autocast, device: dtype if enabled else None}
-        elif node.target is torch.amp._exit_autocast:
-            autocast = stack.pop()
-    return state
-
-
 def place(
-    inputs: Iterable[Node], outputs: Iterable[Node], like: Node, state: Regions
+    inputs: Iterable[Node], outputs: Iterable[Node], like: Node, states: ModeStates
 ) -> tuple[Node, list[Node]] | None:
     """Where an op reading `inputs` and replacing `outputs` can stand: (the node it goes before, the nodes that have to
-    move behind it because they read `outputs` earlier). None where the grad and autocast regions don't allow it."""
+    move behind it because they read `outputs` earlier). None where no place behind `inputs` has the modes of `like`."""
     inputs = list(inputs)
     node = max(inputs).next
-    while node.op in ("placeholder", "get_attr") or (node.op != "output" and state[node] != state[like]):
+    while node.op in ("placeholder", "get_attr") or (node.op != "output" and states[node] != states[like]):
         node = node.next
     if node.op == "output":
         return None
     moved = early_users(outputs, node)
-    if any(state[n] != state[like] for n in moved) or set(moved) & set(inputs):
+    if any(states[n] != states[like] for n in moved) or set(moved) & set(inputs):
         return None
     return node, moved
 
@@ -128,42 +109,6 @@ def drop_dead(graph: fx.Graph) -> None:
     for node in reversed(graph.nodes):
         if not node.users and node.op not in ("placeholder", "output") and not node.is_impure():
             graph.erase_node(node)
-
-
-def overwritable(tensor: Any, reader: Node) -> bool:
-    """Whether nobody needs `tensor`'s memory after `reader`: it was made in this graph, and neither it nor any view of
-    the same memory is read later or returned. For choosing the cheaper kernel; correctness does not rest on it."""
-    base = memory_of(tensor)
-    if not isinstance(base, Node) or base.op != "call_function":
-        return False
-    pending = [base]
-    while pending:
-        for user in pending.pop().users:
-            if user is not reader and _viewed(user) is not None:
-                pending.append(user)
-            elif user > reader:
-                return False
-    return True
-
-
-def memory_of(tensor: Any) -> Any:
-    """The node that made the memory `tensor` is in or is a view of."""
-    while isinstance(tensor, Node) and (source := _viewed(tensor)) is not None:
-        tensor = source
-    return tensor
-
-
-def _viewed(node: Node) -> Node | None:
-    """The node whose memory `node` shares by being a view of it, or one of its several views; or None."""
-    if node.target is operator.getitem:
-        parts = node.args[0]
-        return parts if isinstance(parts, Node) and _viewed(parts) is not None else None
-    if node.target is torch.ops.aten._unsafe_view.default:  # its schema promises new memory, and it makes none
-        return node.args[0] if isinstance(node.args[0], Node) else None
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or not schema.arguments or schema.arguments[0].alias_info is None:
-        return None
-    return node.args[0] if node.args and isinstance(node.args[0], Node) else None
 
 
 def same_size(a: Any, b: Any) -> bool:

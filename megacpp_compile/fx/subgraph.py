@@ -1,4 +1,4 @@
-"""The part of a graph between some inputs and some outputs, as a module of its own, in its own autocast regions."""
+"""The part of a graph between some inputs and some outputs, as a module with the autocast switches around it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import fx
 from torch.fx import GraphModule, Node
 
-from megacpp_compile.fx import autocast
+from megacpp_compile.fx.mode_states import autocast_pairs
 
 
 def between(gm: GraphModule, inputs: Sequence[Node], outputs: Sequence[Node]) -> tuple[GraphModule, list[Node]]:
@@ -23,7 +23,7 @@ def between(gm: GraphModule, inputs: Sequence[Node], outputs: Sequence[Node]) ->
             continue
         keep.add(node)
         stack.extend(node.all_input_nodes)
-    for switches in autocast.pairs(gm.graph):
+    for switches in autocast_pairs(gm.graph):
         if any(switches[0] < node < switches[1] for node in keep):
             keep.update(switches)
     order = sorted(border)

@@ -8,35 +8,16 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
+from megacpp_compile.fx.views import CASTS, COPIES, EXPANSIONS, PERMUTATIONS, REPETITIONS, RESHAPES, UNIT_DIMS
 
 aten = torch.ops.aten
 _SDPA = {aten.scaled_dot_product_attention.default}
 _PRODUCTS = {aten.matmul.default, aten.bmm.default, aten.baddbmm.default, aten.einsum.default, aten.mm.default}
 _TRANSPARENT = {
-    aten.view.default,
-    aten.reshape.default,
-    aten._unsafe_view.default,
-    aten.transpose.int,
-    aten.permute.default,
-    aten.unsqueeze.default,
-    aten.squeeze.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-    aten.expand.default,
-    aten.broadcast_to.default,
-    aten.repeat.default,
-    aten.repeat_interleave.self_int,
-    aten.clone.default,
-    aten.contiguous.default,
-    aten.alias.default,
-    aten._to_copy.default,
-    aten.type_as.default,
-    aten.mul.Tensor,
-    aten.mul.Scalar,
-    aten.div.Tensor,
-    aten.t.default,
+    *RESHAPES, *PERMUTATIONS, *UNIT_DIMS, *EXPANSIONS, *REPETITIONS, *COPIES, *CASTS - {aten.to.dtype},
+    aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor,
     aten.rms_norm.default,  # of a head: queries and keys may be normed behind their rotation
-}
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

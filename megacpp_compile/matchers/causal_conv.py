@@ -15,12 +15,11 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, value
+from megacpp_compile.fx.views import COPIES, is_cast
 from megacpp_compile.matchers.silu import match_silu
-from megacpp_compile.matchers.views import is_cast
 
 aten = torch.ops.aten
 _PADS = {aten.pad.default, aten.constant_pad_nd.default}
-_COPIES = {aten.clone.default, aten.contiguous.default, aten.alias.default}
 _ZEROS = {aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default}
 
 
@@ -116,7 +115,7 @@ def _source(operand: Node) -> tuple[Node, int, int]:
     while True:
         if (swapped := is_swap(node)) is not None:
             node, time = swapped, 3 - time
-        elif node.target in _COPIES or is_cast(node) and _bits(node.args[0]) <= _bits(node):
+        elif node.target in COPIES or is_cast(node) and _bits(node.args[0]) <= _bits(node):
             node = node.args[0]  # type: ignore[assignment]
         elif (padded := _padding(node, time)) is not None:
             node, left = padded[0], left + padded[1]
@@ -207,7 +206,7 @@ def _walk(steps: _Steps) -> tuple[Node, int, str, set[Node]] | None:
                 time = 3 - time
             elif user.target is aten.slice.Tensor and (begin := _begin(user, time)) is not None:
                 first += begin
-            elif user.target in _COPIES:
+            elif user.target in COPIES:
                 is_end = time == 1
             elif is_cast(user):
                 is_end = _bits(user) <= _bits(node)

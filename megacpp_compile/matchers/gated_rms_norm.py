@@ -14,14 +14,13 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import of_tensors, same_size, value
+from megacpp_compile.fx.views import COPIES, FOLDS, RESHAPES, is_cast
 from megacpp_compile.matchers.rms_norm import NoNorm, RmsNorm
 from megacpp_compile.matchers.silu import match_sigmoid, match_silu
-from megacpp_compile.matchers.views import RESHAPES, is_cast
 
 aten = torch.ops.aten
 # What keeps the order of elements in memory, whatever it makes of the dimensions.
-_ROW_MAJOR = RESHAPES | {aten.flatten.using_ints, aten.unflatten.int, aten.unsqueeze.default, aten.squeeze.dim}
-_COPIES = {aten.clone.default, aten.contiguous.default, aten.alias.default}
+_ROW_MAJOR = RESHAPES | FOLDS | {aten.unsqueeze.default, aten.squeeze.dim}
 _MUL, _DIV = {aten.mul.Tensor, aten.mul.Scalar}, {aten.div.Tensor, aten.div.Scalar}
 _OTHER_GATES = {aten.gelu.default: "GELU", aten.relu.default: "ReLU", aten.tanh.default: "tanh"}
 
@@ -77,7 +76,7 @@ def _bits(node: Node) -> int:
 
 
 def _keeps_order(node: Node) -> bool:
-    return node.op == "call_function" and node.target in _ROW_MAJOR | _COPIES and isinstance(value(node), torch.Tensor)
+    return node.op == "call_function" and node.target in _ROW_MAJOR | COPIES and isinstance(value(node), torch.Tensor)
 
 
 def _source(node: Node) -> Node:

@@ -16,9 +16,9 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import of_tensors, same_size, value
+from megacpp_compile.fx.views import is_cast
 from megacpp_compile.matchers.moe.gate_matrix import is_filled
 from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS, REPEATS, VIEWS
-from megacpp_compile.matchers.views import is_cast
 
 aten = torch.ops.aten
 NAMES = {

@@ -16,7 +16,7 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
-from megacpp_compile.matchers.views import is_cast
+from megacpp_compile.fx.views import is_cast
 
 aten = torch.ops.aten
 _MUL = {aten.mul.Tensor, aten.mul.Scalar}

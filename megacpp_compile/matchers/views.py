@@ -9,26 +9,17 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import Builder, same_size, value
+from megacpp_compile.fx.views import RESHAPES as RESHAPES
+from megacpp_compile.fx.views import SPLITS, SQUEEZES, is_cast, is_identity, is_reshape
 
 aten = torch.ops.aten
-RESHAPES = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
-_IDENTITIES = {aten.alias.default, aten.clone.default, aten.contiguous.default, aten.lift_fresh_copy.default}
-_CASTS = {aten._to_copy.default, aten.to.dtype, aten.type_as.default}
-
-
-def is_cast(node: Node) -> bool:
-    """A change of floating dtype and nothing else."""
-    if node.target not in _CASTS:
-        return False
-    here, there = value(node), value(node.args[0])
-    return here.is_floating_point() and there.is_floating_point() and here.device == there.device
 
 
 def is_outer_view(node: Node) -> bool:
     """A view, or copy, of its first argument that keeps the last dimension last and whole, and repeats nothing."""
     if node.op != "call_function" or not isinstance(value(node), torch.Tensor):
         return False
-    if node.target in _IDENTITIES:
+    if is_identity(node):
         return True
     if not node.args or not isinstance(node.args[0], Node) or not isinstance(value(node.args[0]), torch.Tensor):
         return False
@@ -36,11 +27,11 @@ def is_outer_view(node: Node) -> bool:
     if not new or not old or not same_size(new[-1], old[-1]):
         return False
     n = len(old)
-    if node.target in RESHAPES:
+    if is_reshape(node):
         return True
     if node.target is aten.unsqueeze.default:
         return node.args[1] % (n + 1) != n
-    if node.target in (aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default):
+    if node.target in SQUEEZES:
         return isinstance(old[-1], int) and old[-1] > 1
     if node.target is aten.transpose.int:
         return n - 1 not in (node.args[1] % n, node.args[2] % n)
@@ -54,9 +45,9 @@ def is_outer_view(node: Node) -> bool:
 def replay(build: Builder, chain: list[Node], node: Node) -> Node:
     """Apply a chain of outer views and casts to `node`, whose last dimension may be another; casts are left out."""
     for link in chain:
-        if link.target in _IDENTITIES or is_cast(link) or link.target is aten.slice.Tensor:
+        if is_identity(link) or is_cast(link) or link.target is aten.slice.Tensor:
             continue
-        if link.target in RESHAPES:
+        if is_reshape(link):
             shape = [*link.args[1][:-1], value(node).shape[-1]]
             node = build(aten.reshape.default, node, shape)
         else:
@@ -68,7 +59,7 @@ def lane_slice(node: Node) -> tuple[Node, int, int] | None:
     """(tensor, start, size) where `node` is a run of the tensor's last dimension: split, slice, narrow, chunk."""
     if node.target is operator.getitem and isinstance(node.args[0], Node):
         split, index = node.args
-        if split.target not in (aten.split_with_sizes.default, aten.split.Tensor, aten.chunk.default):
+        if split.target not in SPLITS:
             return None
         base = split.args[0]
         n = value(base).dim()

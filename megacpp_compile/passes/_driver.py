@@ -24,7 +24,9 @@ from megacpp_compile.frontend.capture import Captured
 from megacpp_compile.fx.edit import drop_dead
 from megacpp_compile.fx.provenance import module_fqn, source_line
 from megacpp_compile.lowerings._registry import semantic_ops
-from megacpp_compile.passes._rule import GraphView, Match, MatchFailure, Pass
+from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers.graph_view import GraphView
+from megacpp_compile.passes._rule import Match, Pass
 from megacpp_compile.report.records import MissedFusion, Site
 
 

@@ -10,10 +10,12 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from megacpp_compile.fx.edit import Builder, move_behind, place, value
 from megacpp_compile.fx.provenance import module_fqn
+from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe.experts import Expert, Weight
 from megacpp_compile.matchers.moe.gate_matrix import is_filled
 from megacpp_compile.passes._moe_precision import REASON, decide
-from megacpp_compile.passes._rule import GraphView, Match, MatchFailure
+from megacpp_compile.passes._rule import Match
 
 aten = torch.ops.aten
 _REPLACED = "megacpp_moe_replaced_by"
@@ -56,10 +58,10 @@ def match(view: GraphView, routed: Routed) -> Match | MatchFailure:
         outside = next((u for u in n.users if u not in inside and not _of_size(u)), None)
         if outside is not None and not _counts(n):
             return MatchFailure(n, "escapes", f"an expert's intermediate value is used elsewhere too ({outside.name})")
-        fake = value(n)
-        if isinstance(fake, torch.Tensor) and fake.is_floating_point() and view.regions[n] != view.regions[node]:
+        fake, modes = value(n), view.mode_states
+        if isinstance(fake, torch.Tensor) and fake.is_floating_point() and modes[n] != modes[node]:
             return MatchFailure(n, "region", "part of it runs under another grad or autocast mode")
-    if place(inputs, [node], node, view.regions) is None:
+    if place(inputs, [node], node, view.mode_states) is None:
         return MatchFailure(node, "region", "a weight is computed under another grad or autocast mode")
     return Match(node, inputs, [node], lambda: _rewrite(view, routed, inputs, inside))
 
@@ -113,10 +115,10 @@ def _rewrite(view: GraphView, routed: Routed, inputs: list[Node], inside: set[No
         base=None if routed.base is None else _now(routed.base),
     )
     inputs[:] = [_now(n) for n in inputs]
-    where = place(inputs, [old], old, view.regions)
+    where = place(inputs, [old], old, view.mode_states)
     assert where is not None
     anchor, moved = where
-    build = Builder(view.graph, view.fake_mode, anchor, old, view.regions)
+    build = Builder(view.graph, view.fake_mode, anchor, old, view.mode_states)
     expert = routed.experts[0]
     dtype = value(expert.down.node).dtype
     indices, gates, x = routed.indices, routed.gates, routed.x

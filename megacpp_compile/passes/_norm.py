@@ -6,10 +6,10 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import Builder, value
+from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.linear import Linear, match_linear
 from megacpp_compile.matchers.rms_norm import NoNorm, RmsNorm, match_rms_norm
 from megacpp_compile.matchers.views import consumers, is_cast, is_outer_view
-from megacpp_compile.passes._rule import MatchFailure
 
 aten = torch.ops.aten
 

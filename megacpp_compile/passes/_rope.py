@@ -16,10 +16,11 @@ from torch import fx
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import Builder, move_behind, value
+from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.rope.heads import Head
 from megacpp_compile.matchers.rope.lanes import Source
 from megacpp_compile.matchers.rope.rotation import Part, Rotation, Table
-from megacpp_compile.passes._rule import GraphView, MatchFailure
 
 aten = torch.ops.aten
 

@@ -19,8 +19,10 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import Builder, move_behind, place, value
+from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.causal_conv import CausalConv, NoCausalConv, is_swap, match_causal_conv
-from megacpp_compile.passes._rule import GraphView, Match, MatchFailure
+from megacpp_compile.matchers.graph_view import GraphView
+from megacpp_compile.passes._rule import Match
 
 aten = torch.ops.aten
 name = "causal_conv1d"
@@ -38,7 +40,7 @@ def find(view: GraphView) -> Iterator[Match | MatchFailure]:
 
 
 def _check(view: GraphView, conv: CausalConv) -> Match | MatchFailure:
-    state = view.regions
+    state = view.mode_states
     if any(state[n] != state[conv.conv] for n in conv.internal):
         return MatchFailure(conv.conv, "region", "part of it runs under another grad or autocast mode")
     inputs = [n for n in (conv.x, conv.weight, conv.bias) if n is not None]
@@ -58,10 +60,10 @@ def _rewrite(
     conv = match_causal_conv(convolution)
     assert isinstance(conv, CausalConv)
     inputs[:] = dict.fromkeys(n for n in (conv.x, conv.weight, conv.bias) if n is not None)
-    where = place(inputs, outputs, conv.conv, view.regions)
+    where = place(inputs, outputs, conv.conv, view.mode_states)
     assert where is not None
     anchor, moved = where
-    build = Builder(view.graph, view.fake_mode, anchor, conv.conv, view.regions)
+    build = Builder(view.graph, view.fake_mode, anchor, conv.conv, view.mode_states)
     x = conv.x if conv.x_time == 1 else build(aten.transpose.int, conv.x, 1, 2)
     computed = value(conv.conv).dtype
     if torch.finfo(value(x).dtype).bits > torch.finfo(computed).bits:

@@ -24,12 +24,14 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import Builder, move_behind, place, value
+from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.attention import is_attention
+from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.linear import Linear, match_linear
 from megacpp_compile.matchers.rms_norm import NoNorm, RmsNorm, match_rms_norm
 from megacpp_compile.matchers.views import consumers, is_cast, is_outer_view, lane_slice, replay
 from megacpp_compile.passes._norm import between, depends, escaping, gain_of, norm_before, projections
-from megacpp_compile.passes._rule import GraphView, Match, MatchFailure
+from megacpp_compile.passes._rule import Match
 
 aten = torch.ops.aten
 name = "down_norm_up"
@@ -173,7 +175,7 @@ def _check(view: GraphView, norm: RmsNorm, part: tuple[int, int] | None = None) 
         return rests
     site = [down.node, *norm.internal, *(u.node for u, _ in ups), *(r for r, _ in rests)]
     for node in site:
-        if view.regions[node] != view.regions[down.node]:
+        if view.mode_states[node] != view.mode_states[down.node]:
             return MatchFailure(node, "region", "part of it runs under another grad or autocast mode")
     if (frozen := _frozen(view, down, size, [*norm.gains, *(u.w for u, _ in ups)])) is not None:
         return frozen
@@ -183,7 +185,7 @@ def _check(view: GraphView, norm: RmsNorm, part: tuple[int, int] | None = None) 
     if any(depends(i, gone) for i in inputs):
         return MatchFailure(norm.node, "feedback", "a weight or gain is computed from the latent itself")
     outputs = [u.node for u, _ in ups] + [r for r, _ in rests]
-    if place(inputs, outputs, down.node, view.regions) is None:
+    if place(inputs, outputs, down.node, view.mode_states) is None:
         return MatchFailure(down.node, "region", "a weight is computed under another grad or autocast mode")
     return Match(
         ups[0][0].node,
@@ -266,10 +268,10 @@ def _rewrite(
     part: tuple[int, int] | None,
 ) -> tuple[Node, list[Node]]:
     outputs = [u.node for u, _ in ups] + [r for r, _ in rests]
-    where = place(inputs, outputs, down.node, view.regions)
+    where = place(inputs, outputs, down.node, view.mode_states)
     assert where is not None
     anchor, moved = where
-    build = Builder(view.graph, view.fake_mode, anchor, ups[0][0].node, view.regions)
+    build = Builder(view.graph, view.fake_mode, anchor, ups[0][0].node, view.mode_states)
     dtype = value(down.node).dtype
     w_down, b_down = down.weight(build), None if down.b is None else build.cast(down.b, dtype)
     if part is not None:

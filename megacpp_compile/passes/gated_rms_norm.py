@@ -19,9 +19,11 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import Builder, move_behind, place, same_size, value
+from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.gated_rms_norm import GatedNorm, gate_nearby, match_gated_norm, same_source
+from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.rms_norm import NoNorm, RmsNorm, match_rms_norm
-from megacpp_compile.passes._rule import GraphView, Match, MatchFailure
+from megacpp_compile.passes._rule import Match
 
 aten = torch.ops.aten
 name = "gated_rms_norm"
@@ -64,7 +66,7 @@ def _check(view: GraphView, norm: RmsNorm) -> Match | MatchFailure | None:
             return MatchFailure(
                 at, "escapes", f"an intermediate of the gated norm is used elsewhere too ({outside.name})"
             )
-    state = view.regions
+    state = view.mode_states
     if any(state[n] != state[gated.node] for n in gated.internal if not same_source(n, (gated.y, gated.z))):
         return MatchFailure(gated.node, "region", "part of it runs under another grad or autocast mode")
     lanes = _lanes(gated)
@@ -119,10 +121,10 @@ def _rewrite(view: GraphView, core: Node, inputs: list[Node], lanes: int) -> tup
     gated = match_gated_norm(norm)
     assert isinstance(gated, GatedNorm)
     inputs[:] = _inputs(gated)
-    where = place(inputs, [gated.node], gated.node, view.regions)
+    where = place(inputs, [gated.node], gated.node, view.mode_states)
     assert where is not None
     anchor, moved = where
-    build = Builder(view.graph, view.fake_mode, anchor, gated.node, view.regions)
+    build = Builder(view.graph, view.fake_mode, anchor, gated.node, view.mode_states)
     sources = gated.y, gated.z
     like = next((n for n in sources if value(n).shape[-1] == lanes), None)
     y, z = (

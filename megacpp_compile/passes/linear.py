@@ -31,8 +31,10 @@ from megacpp_compile.fx.edit import Builder, value
 from megacpp_compile.fx.provenance import module_fqn
 from megacpp_compile.lowerings._gemm.float8_support import MULTIPLE, no_block_scales, no_float8
 from megacpp_compile.lowerings._kernels.fp8 import SCALED_LANES
+from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.linear import Linear, match_linear
-from megacpp_compile.passes._rule import GraphView, Match, MatchFailure
+from megacpp_compile.passes._rule import Match
 
 name = "linear"
 op = "megacpp::fp8_linear"
@@ -90,11 +92,11 @@ def _no_device_for(recipe: str) -> Callable[[torch.device], str]:
 def _rewrite(view: GraphView, node: Node, recipe: str, payloads: Payloads) -> tuple[Node, list[Node]]:
     linear = match_linear(node)  # again: what it reads may have been another linear's result
     assert linear is not None
-    build = Builder(view.graph, view.fake_mode, node, node, view.regions)
+    build = Builder(view.graph, view.fake_mode, node, node, view.mode_states)
     dtype = value(node).dtype
 
     def payload(t: Node, op: torch._ops.OpOverload, how: object) -> tuple[Node, Node]:
-        key = (t, view.regions[node], how)
+        key = (t, view.mode_states[node], how)
         if key not in payloads:
             quantised = build(op, build(torch.ops.aten.detach.default, t), how)
             payloads[key] = build.item(quantised, 0), build.item(quantised, 1)

@@ -16,10 +16,12 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import Builder, place, value
+from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.rope.heads import Head
 from megacpp_compile.matchers.views import is_outer_view, lane_slice
 from megacpp_compile.passes import _rope
-from megacpp_compile.passes._rule import GraphView, Match, MatchFailure
+from megacpp_compile.passes._rule import Match
 from megacpp_compile.passes.mla_rope_q import is_mla_key
 
 aten = torch.ops.aten
@@ -41,9 +43,9 @@ def _check(view: GraphView, head: Head) -> Match | MatchFailure:
     values = _values(head)
     inputs = _rope.sources(rotation)
     outputs = [head.root, *(v for v, _ in values)]
-    if place(inputs, outputs, head.root, view.regions) is None:
+    if place(inputs, outputs, head.root, view.mode_states) is None:
         values, outputs = [], [head.root]  # V's readers can't move: make the keys alone
-        if place(inputs, outputs, head.root, view.regions) is None:
+        if place(inputs, outputs, head.root, view.mode_states) is None:
             return MatchFailure(head.root, *_rope.REGION)
     return Match(head.root, inputs, outputs, lambda: _rewrite(view, head, values, inputs, outputs))
 
@@ -101,10 +103,10 @@ def _rewrite(
     rotation, order = _rope.in_memory_order(head)
     nope, rope = rotation.nope, rotation.rope
     assert nope is not None
-    where = place(inputs, outputs, head.root, view.regions)
+    where = place(inputs, outputs, head.root, view.mode_states)
     assert where is not None
     anchor, moved = where
-    build = Builder(view.graph, view.fake_mode, anchor, head.root, view.regions)
+    build = Builder(view.graph, view.fake_mode, anchor, head.root, view.mode_states)
     if values:
         kv = _rope.arrange(build, nope.source, 0, value(nope.source.node).shape[-1])
     else:

@@ -17,10 +17,12 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import Builder, place, value
+from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.attention import leaves_graph
+from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.rope.heads import Head, from_projection
 from megacpp_compile.passes import _rope
-from megacpp_compile.passes._rule import GraphView, Match, MatchFailure
+from megacpp_compile.passes._rule import Match
 
 name = "mla_rope_q"
 op = "megacpp::mla_rope_q"
@@ -88,14 +90,14 @@ def _check(view: GraphView, head: Head) -> Match | MatchFailure | None:
             head.root, "absorbed", "the unrotated lanes are not a projection's output (absorbed weights)"
         )
     inputs = _rope.sources(rotation)
-    if place(inputs, [head.root], head.root, view.regions) is None:
+    if place(inputs, [head.root], head.root, view.mode_states) is None:
         return MatchFailure(head.root, *_rope.REGION)
 
     def rewrite() -> tuple[Node, list[Node]]:
-        where = place(inputs, [head.root], head.root, view.regions)
+        where = place(inputs, [head.root], head.root, view.mode_states)
         assert where is not None
         anchor, moved = where
-        build = Builder(view.graph, view.fake_mode, anchor, head.root, view.regions)
+        build = Builder(view.graph, view.fake_mode, anchor, head.root, view.mode_states)
         nope_dim = rotation.nope.width if rotation.nope else 0
         turned, order = _rope.in_memory_order(head)
         q = _rope.whole_head(build, turned)

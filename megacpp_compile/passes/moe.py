@@ -22,8 +22,10 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
+from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe import dense, grouped, loop, sorted_tokens, unread
-from megacpp_compile.passes._rule import GraphView, Match, MatchFailure
+from megacpp_compile.passes._rule import Match
 
 aten = torch.ops.aten
 _FOUND = (aten.nonzero.default, aten.nonzero_numpy.default, aten.where.default)

@@ -21,11 +21,13 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import Builder, move_behind, place, value
+from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.linear import Linear, match_linear
 from megacpp_compile.matchers.rms_norm import NoNorm, RmsNorm
 from megacpp_compile.matchers.views import consumers, replay
 from megacpp_compile.passes._norm import between, depends, escaping, gain_of, norm_before, projections
-from megacpp_compile.passes._rule import GraphView, Match, MatchFailure
+from megacpp_compile.passes._rule import Match
 
 aten = torch.ops.aten
 name = "norm_linear"
@@ -64,13 +66,13 @@ def _check(view: GraphView, norm: RmsNorm) -> Match | MatchFailure:
     if len({n.b is None for n in linears}) > 1:
         return MatchFailure(linears[0].node, "bias", "only some of the projections have a bias")
     for node in (*norm.internal, *(n.node for n in linears)):
-        if view.regions[node] != view.regions[norm.node]:
+        if view.mode_states[node] != view.mode_states[norm.node]:
             return MatchFailure(node, "region", "part of it runs under another grad or autocast mode")
     inputs = list(dict.fromkeys([norm.x, *norm.gains, *(w for n in linears for w in (n.w, n.b) if w is not None)]))
     if any(depends(i, norm.internal) for i in inputs if i is not norm.x):
         return MatchFailure(norm.node, "feedback", "a weight or gain is computed from the normed value itself")
     outputs = [n.node for n in linears]
-    if place(inputs, outputs, norm.node, view.regions) is None:
+    if place(inputs, outputs, norm.node, view.mode_states) is None:
         return MatchFailure(norm.node, "region", "a weight is computed under another grad or autocast mode")
     return Match(outputs[0], inputs, outputs, lambda: _rewrite(view, norm, readers, inputs))
 
@@ -79,10 +81,10 @@ def _rewrite(
     view: GraphView, norm: RmsNorm, readers: list[tuple[Linear, list[Node]]], inputs: list[Node]
 ) -> tuple[Node, list[Node]]:
     outputs = [linear.node for linear, _ in readers]
-    where = place(inputs, outputs, norm.node, view.regions)
+    where = place(inputs, outputs, norm.node, view.mode_states)
     assert where is not None
     anchor, moved = where
-    build = Builder(view.graph, view.fake_mode, anchor, outputs[0], view.regions)
+    build = Builder(view.graph, view.fake_mode, anchor, outputs[0], view.mode_states)
     weights = [linear.weight(build) for linear, _ in readers]
     biases = [build.cast(n.b, value(n.node).dtype) for n, _ in readers if n.b is not None]
     gain = gain_of(build, norm)

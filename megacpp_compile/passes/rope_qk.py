@@ -16,11 +16,13 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import Builder, place, value
+from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.attention import leaves_graph
+from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.rope.heads import Head
 from megacpp_compile.matchers.rope.rotation import Table
 from megacpp_compile.passes import _rope
-from megacpp_compile.passes._rule import GraphView, Match, MatchFailure
+from megacpp_compile.passes._rule import Match
 from megacpp_compile.passes.mla_rope_q import is_mla_key
 
 name = "rope_qk"
@@ -67,14 +69,14 @@ def _check(view: GraphView, q: Head, k: Head) -> Match | MatchFailure:
         return MatchFailure(k.root, "layout", "the tables meet queries and keys in different dimensions")
     inputs = list(dict.fromkeys(_rope.sources(a) + _rope.sources(b)))
     outputs = [q.root, k.root]
-    if place(inputs, outputs, max(outputs), view.regions) is None:
+    if place(inputs, outputs, max(outputs), view.mode_states) is None:
         return MatchFailure(max(outputs), *_rope.REGION)
 
     def rewrite() -> tuple[Node, list[Node]]:
-        where = place(inputs, outputs, max(outputs), view.regions)
+        where = place(inputs, outputs, max(outputs), view.mode_states)
         assert where is not None
         anchor, moved = where
-        build = Builder(view.graph, view.fake_mode, anchor, q.root, view.regions)
+        build = Builder(view.graph, view.fake_mode, anchor, q.root, view.mode_states)
         turned, order = _rope.in_memory_order(q, k)
         node = build(
             torch.ops.megacpp.rope_qk.default,

@@ -20,10 +20,12 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import Builder, move_behind, place, value
+from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.ssd.axes import flat, length
 from megacpp_compile.matchers.ssd.chain import joined
 from megacpp_compile.matchers.ssd.scan import Leaf, Scan, find_scans
-from megacpp_compile.passes._rule import GraphView, Match, MatchFailure
+from megacpp_compile.passes._rule import Match
 
 aten = torch.ops.aten
 name = "ssd_scan"
@@ -46,19 +48,19 @@ def find(view: GraphView) -> Iterator[Match | MatchFailure]:
 def _check(view: GraphView, scan: Scan) -> Match | MatchFailure:
     root = scan.y.node
     for node in sorted(scan.inside):
-        if view.regions[node] != view.regions[root]:
+        if view.mode_states[node] != view.mode_states[root]:
             return MatchFailure(node, "region", "part of it runs under another grad or autocast mode")
     operands = (scan.x, scan.dt, scan.A, scan.B, scan.C, scan.D, scan.initial_state)
     inputs = list(dict.fromkeys(leaf.node for leaf in operands if leaf is not None))
     outputs = [leaf.node for leaf in (scan.y, *scan.final_states)]
-    if place(inputs, outputs, root, view.regions) is None:
+    if place(inputs, outputs, root, view.mode_states) is None:
         return MatchFailure(root, "region", "its inputs are ready only under another grad or autocast mode")
 
     def rewrite() -> tuple[Node, list[Node]]:
-        where = place(inputs, outputs, root, view.regions)
+        where = place(inputs, outputs, root, view.mode_states)
         assert where is not None
         anchor, moved = where
-        build = Builder(view.graph, view.fake_mode, anchor, root, view.regions)
+        build = Builder(view.graph, view.fake_mode, anchor, root, view.mode_states)
         b, t, h, p, n = (tuple(flat(d)) for d in (scan.b, scan.t, scan.h, scan.p, scan.n))
         groups = _groups(scan, h)
         node = build(

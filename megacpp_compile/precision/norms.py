@@ -21,11 +21,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from megacpp_compile.explainer import fake_state
+from megacpp_compile.fx.views import RESHAPES
 from megacpp_compile.precision.survey import HOOKS
 
 aten = torch.ops.aten
 # Of these the last axis of the result is the last axis of the operand where both have one length.
-_VIEWS = (aten.view.default, aten._unsafe_view.default, aten.unsqueeze.default, aten.squeeze.dim, aten.detach.default)
+_VIEWS = RESHAPES - {aten.reshape.default} | {aten.unsqueeze.default, aten.squeeze.dim, aten.detach.default}
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,16 +9,10 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile.fx.views import is_view
 from megacpp_compile.remat.overwritten import MARK
 
 aten = torch.ops.aten
-_VIEWS = {
-    getattr(aten, name)
-    for name in (
-        "view", "_unsafe_view", "reshape", "permute", "transpose", "t", "expand", "unsqueeze", "squeeze", "slice",
-        "select", "split", "split_with_sizes", "unbind", "alias", "detach", "as_strided", "diagonal", "unfold",
-    )
-}  # fmt: skip
 _PRODUCTS = {
     getattr(aten, name)
     for name in ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_mm", "_grouped_mm", "addmv", "mv", "dot")
@@ -26,10 +20,6 @@ _PRODUCTS = {
 }
 _CORES = ("megacpp::ssd_scan", "megacpp::sparse_mla")
 _SELECTIONS = {aten.topk, aten.sort, aten.argsort, aten.multinomial, aten.argmax, aten.argmin, aten.nonzero}
-
-
-def is_view(node: Node) -> bool:
-    return getattr(node.target, "overloadpacket", None) in _VIEWS
 
 
 def base_of(node: Node, through_items: bool = True) -> Any:

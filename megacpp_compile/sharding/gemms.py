@@ -16,16 +16,16 @@ from torch import fx
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import drop_dead, value
+from megacpp_compile.fx.views import is_reshape
 
 _aten = torch.ops.aten
-_VIEWS = (_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default)
 
 
 def keep_batches(graph: fx.Graph) -> None:
     """Rewrite every product that fits, in place; others stay."""
     for node in [n for n in graph.nodes if n.target is _aten.bmm.default]:
         operands = [_unmerged(a) for a in node.args]  # type: ignore[arg-type]
-        readers = [user for user in node.users if user.target in _VIEWS]
+        readers = [user for user in node.users if is_reshape(user)]
         (left, left_turned), (right, right_turned) = operands
         if left is None or right is None or len(readers) < len(node.users):
             continue
@@ -47,7 +47,7 @@ def _unmerged(node: Node) -> tuple[Node | None, bool]:
     """(the operand with both of its batch dimensions, whether its last two are to be exchanged), or (None, ...)."""
     turned = node.target is _aten.transpose.int and sorted(d % 3 for d in node.args[1:]) == [1, 2]  # type: ignore
     node = node.args[0] if turned else node  # type: ignore[assignment]
-    if node.target not in _VIEWS:
+    if not is_reshape(node):
         return None, turned
     source = node.args[0]
     assert isinstance(source, Node)

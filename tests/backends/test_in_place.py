@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from megacpp_compile.backends._lower import LowerSemanticOps
 from megacpp_compile.config.options import Config
-from megacpp_compile.fx.edit import overwritable
+from megacpp_compile.fx.aliasing import overwritable
 from megacpp_compile.lowerings.mla_rope_q import mla_rope_q
 from megacpp_compile.lowerings.rope_qk import rope_qk
 from megacpp_compile.targets import CUDA, TARGETS

@@ -17,7 +17,7 @@ from torch import fx
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import Builder, drop_dead, value
-from megacpp_compile.matchers.views import RESHAPES
+from megacpp_compile.fx.views import is_reshape
 
 aten = torch.ops.aten
 # The narrow sides that are put together: wider ones fill the GPU by themselves.
@@ -71,7 +71,7 @@ def _behind_views(node: Any) -> Node | None:
     while isinstance(node, Node) and len(node.users) == 1:
         if node.target is aten.mm.default:
             return node
-        if node.target not in RESHAPES:
+        if not is_reshape(node):
             return None
         node = node.args[0]
     return None
@@ -119,6 +119,6 @@ def _transposed(node: Node) -> bool:
 def _identity(node: Node) -> Any:
     """Equal for views of one tensor that show the same matrix."""
     fake = value(node)
-    while node.target in RESHAPES:
+    while is_reshape(node):
         node = node.args[0]
     return node, tuple(fake.shape), tuple(fake.stride())

@@ -13,11 +13,13 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import of_tensors, same_size, value
+from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe.experts import Expert, NoExpert, agree, linear_product, match_expert, over_rows
 from megacpp_compile.matchers.moe.gate_matrix import is_filled, match_chosen, match_chosen_gate, match_column
 from megacpp_compile.matchers.views import is_cast
 from megacpp_compile.passes._moe_rewrite import Routed, match
-from megacpp_compile.passes._rule import GraphView, Match, MatchFailure
+from megacpp_compile.passes._rule import Match
 
 aten = torch.ops.aten
 

@@ -16,7 +16,7 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import of_tensors, same_size, value
-from megacpp_compile.matchers.views import RESHAPES, is_cast
+from megacpp_compile.fx.views import IDENTITIES, PERMUTATIONS, REPETITIONS, RESHAPES, UNIT_DIMS, is_cast
 
 aten = torch.ops.aten
 
@@ -159,11 +159,9 @@ def _einsum(equation: str, operands: Sequence[Node], dims: Dims) -> list[tuple[N
     ]
 
 
-_SAME = (aten.alias.default, aten.clone.default, aten.contiguous.default, aten.lift_fresh_copy.default)
 _VIEWS = {
-    *_SAME, *RESHAPES, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.transpose.int, aten.t.default,
-    aten.numpy_T.default, aten.permute.default, aten.expand.default, aten.repeat.default,
-    aten.repeat_interleave.self_int,
+    *IDENTITIES, *RESHAPES, *UNIT_DIMS - {aten.squeeze.default}, *PERMUTATIONS, aten.numpy_T.default,
+    aten.expand.default, *REPETITIONS,
 }  # fmt: skip
 
 
@@ -178,7 +176,7 @@ def _through(node: Node, dims: Dims) -> Dims | None:
     target, args = node.target, node.args
     shape = value(args[0]).shape
     n = len(shape)
-    if target in _SAME or is_cast(node):
+    if target in IDENTITIES or is_cast(node):
         return dims
     if target is aten.unsqueeze.default:
         at = args[1] % (n + 1)  # type: ignore[operator]

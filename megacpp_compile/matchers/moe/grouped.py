@@ -15,12 +15,14 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import of_tensors, same_size, value
+from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe import dense, loop
 from megacpp_compile.matchers.moe.experts import Expert, NoExpert, Product, Weight, biased, expert_into
 from megacpp_compile.matchers.moe.factors import Axis, Dims, Factor, beneath, factors, over, seen_as, step_into
 from megacpp_compile.matchers.moe.routing import chosen, indexed, number_of_scores
 from megacpp_compile.passes._moe_rewrite import Routed, match
-from megacpp_compile.passes._rule import GraphView, Match, MatchFailure
+from megacpp_compile.passes._rule import Match
 
 aten = torch.ops.aten
 _SUMS = (aten.sum.dim_IntList, aten.einsum.default, aten.bmm.default, aten.matmul.default)

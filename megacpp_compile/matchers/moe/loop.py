@@ -10,6 +10,8 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import of_tensors, same_size, value
+from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe.experts import Expert, NoExpert, agree, linear_product, match_expert, over_rows
 from megacpp_compile.matchers.moe.gate_matrix import is_filled, match_chosen_gate
 from megacpp_compile.matchers.moe.routing import (
@@ -27,7 +29,7 @@ from megacpp_compile.matchers.moe.routing import (
 )
 from megacpp_compile.matchers.views import RESHAPES
 from megacpp_compile.passes._moe_rewrite import Routed, match
-from megacpp_compile.passes._rule import GraphView, Match, MatchFailure
+from megacpp_compile.passes._rule import Match
 
 aten = torch.ops.aten
 _PICKED = (aten.index_add.default, aten.scatter_add.default)

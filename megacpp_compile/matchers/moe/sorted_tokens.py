@@ -10,6 +10,8 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import of_tensors, same_size, value
+from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe.experts import (
     Expert,
     NoExpert,
@@ -24,7 +26,7 @@ from megacpp_compile.matchers.moe.gate_matrix import is_filled
 from megacpp_compile.matchers.moe.routing import added_rows, indexed, scores_of
 from megacpp_compile.matchers.views import RESHAPES, is_cast
 from megacpp_compile.passes._moe_rewrite import Routed, match
-from megacpp_compile.passes._rule import GraphView, Match, MatchFailure
+from megacpp_compile.passes._rule import Match
 
 aten = torch.ops.aten
 _GROUPED = ("aten._grouped_mm.default", "transformers.grouped_mm_fallback.default")

@@ -13,10 +13,12 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
+from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe.routing import number_of_scores
 from megacpp_compile.matchers.views import RESHAPES, is_cast
 from megacpp_compile.passes._moe_rewrite import between
-from megacpp_compile.passes._rule import GraphView, Match, MatchFailure
+from megacpp_compile.passes._rule import Match
 
 aten = torch.ops.aten
 _PRODUCTS = ("bmm", "matmul", "mm", "addmm", "baddbmm", "linear", "einsum", "_grouped_mm", "grouped_mm_fallback")

@@ -9,17 +9,20 @@ import torch
 from torch import fx
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import Regions, regions, same_size, value
+from megacpp_compile.fx.edit import same_size, value
+from megacpp_compile.fx.mode_states import ModeStates, mode_states
+from megacpp_compile.fx.views import RESHAPES, is_reshape
 from megacpp_compile.matchers.attention import Reader, readers
 from megacpp_compile.matchers.linear import is_projection
 from megacpp_compile.matchers.rope.lane_interpreter import LaneInterpreter
+from megacpp_compile.matchers.rope.lane_rules import RULES
 from megacpp_compile.matchers.rope.lanes import NONE, Lanes
 from megacpp_compile.matchers.rope.rotation import NoRotation, Part, Rotation, read_rotation
 from megacpp_compile.matchers.views import is_outer_view, lane_slice
 
 aten = torch.ops.aten
-_VIEWS = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
-_TRACED = {*_VIEWS, aten.transpose.int, aten.permute.default, aten.clone.default, aten._to_copy.default}
+# What is looked through for the view that took heads apart; other copies and casts of a projection end the search.
+_TRACED = RESHAPES | {aten.transpose.int, aten.permute.default, aten.clone.default, aten._to_copy.default}
 # Nodes that can finish a rotation: they put two terms or two runs of lanes together.
 _COMBINERS = {
     aten.cat.default,
@@ -29,17 +32,7 @@ _COMBINERS = {
     aten.sub.Tensor,
     aten.addcmul.default,
     aten.select_scatter.default,
-    *_VIEWS,
-}
-# Computing these again would cost; reading them twice is free.
-_FREE = {
-    aten._to_copy.default,
-    aten.type_as.default,
-    aten.clone.default,
-    aten.alias.default,
-    aten.contiguous.default,
-    aten.expand.default,
-    aten.broadcast_to.default,
+    *RESHAPES,
 }
 
 
@@ -125,8 +118,8 @@ _FILLED = {
 
 def find_heads(graph: fx.Graph, weights: frozenset[Node]) -> Heads:
     """Every RoPE'd head, outermost form: the concat with the unrotated lanes where there is one."""
-    acts, state = activations(graph, weights), regions(graph)
-    it = LaneInterpreter(acts, state)
+    acts, states = activations(graph, weights), mode_states(graph)
+    it = LaneInterpreter(RULES, acts, states)
     heads, near = _scan(graph, it, acts)
     # A view that ends in (2, d) is two heads or the two halves of one; only what follows tells, so every reading is
     # tried: such views of one width d are the same kind of view.
@@ -135,11 +128,11 @@ def find_heads(graph: fx.Graph, weights: frozenset[Node]) -> Heads:
     for heads_of in (widths, *({w} for w in widths), *(widths - {w} for w in widths)):
         stops = frozenset(n for n in split if _width(n) in heads_of)
         if stops:
-            other = LaneInterpreter(acts, state, stops)
+            other = LaneInterpreter(RULES, acts, states, stops)
             again = _scan(graph, other, acts)
             if _joined(again[0]) > _joined(heads):
                 it, (heads, near) = other, again
-    return _finish(it, heads, near, state)
+    return _finish(it, heads, near, states)
 
 
 def _width(node: Node) -> int:
@@ -183,7 +176,7 @@ def _splits_heads(node: Node) -> bool:
 
 
 def _splits(node: Node) -> bool:
-    if node.target not in _VIEWS:
+    if not is_reshape(node):
         return False
     new, old = ([n for n in value(x).shape if not (isinstance(n, int) and n == 1)] for x in (node, node.args[0]))
     return len(new) > len(old) and new[-2] == 2 and isinstance(new[-1], int) and new[-1] > 2
@@ -191,18 +184,18 @@ def _splits(node: Node) -> bool:
 
 def _head_view(node: Node) -> bool:
     """A view that takes the last dimension apart, into however many heads."""
-    return node.target in _VIEWS and not same_size(value(node).shape[-1], value(node.args[0]).shape[-1])
+    return is_reshape(node) and not same_size(value(node).shape[-1], value(node.args[0]).shape[-1])
 
 
 def _finish(
-    it: LaneInterpreter, heads: list[tuple[Node, Rotation]], near: list[tuple[Node, NoRotation]], state: Regions
+    it: LaneInterpreter, heads: list[tuple[Node, Rotation]], near: list[tuple[Node, NoRotation]], states: ModeStates
 ) -> Heads:
     found, missed, used = [], [], set[Node]()
     for node, rotation in heads:
         lanes, cone = it(node), it.cone(node)
         assert lanes is not None
         used |= cone
-        refusal = _legal(node, lanes, rotation, cone, state)
+        refusal = _legal(node, lanes, rotation, cone, states)
         read = readers(node)
         head = Head(node, lanes, rotation, cone, _kind(lanes, rotation), read)
         if refusal is None:
@@ -245,7 +238,7 @@ _RANK = {torch.bfloat16: 1, torch.float16: 1, torch.float32: 2, torch.complex64:
 
 
 def _legal(
-    root: Node, lanes: Lanes, rotation: Rotation, cone: set[Node], state: Regions
+    root: Node, lanes: Lanes, rotation: Rotation, cone: set[Node], states: ModeStates
 ) -> tuple[Node, str, str] | None:
     """(node, tag, reason) why a proved rotation still may not become an op."""
     parts = [p for p in (rotation.nope, rotation.rope) if p]
@@ -256,10 +249,10 @@ def _legal(
             continue
         if _RANK.get(fake.dtype, 3) < need:
             return node, "precision", f"computed in {fake.dtype}, lower than its operand's precision"
-        if state[node] != state[root]:
+        if states[node] != states[root]:
             return node, "region", "part of it runs under another grad or autocast mode"
-        computed = node.target not in _FREE and not is_outer_view(node) and lane_slice(node) is None
-        if computed and node is not root and node.target in (aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor):
+        # Views, copies and casts cost nothing to be read twice; these would be computed twice.
+        if node is not root and node.target in (aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor):
             outside = [u for u in node.users if u not in cone and u.target not in _SHAPE_ONLY]
             if outside:
                 return node, "escapes", f"an intermediate is used elsewhere too ({outside[0].name})"
@@ -285,7 +278,7 @@ def _origin(node: Node) -> Node:
         cut = lane_slice(node)
         if cut is not None:
             node = cut[0]
-        elif node.target in _VIEWS or is_outer_view(node) or node.target in (aten.transpose.int, aten.permute.default):
+        elif is_reshape(node) or is_outer_view(node) or node.target in (aten.transpose.int, aten.permute.default):
             node = node.args[0]  # type: ignore[assignment]
         else:
             return node

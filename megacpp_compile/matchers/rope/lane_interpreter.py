@@ -1,4 +1,4 @@
-"""Evaluates the lanes of nodes by the rules in `lane_rules/`; what no rule reads becomes a source."""
+"""Evaluates the lanes of nodes by a table of rules; what no rule reads becomes a source."""
 
 from __future__ import annotations
 
@@ -12,37 +12,47 @@ import numpy as np
 import torch
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import Regions, value
-from megacpp_compile.matchers.rope import lane_rules  # noqa: F401  fills RULES
+from megacpp_compile.fx.edit import value
+from megacpp_compile.fx.mode_states import ModeStates
+from megacpp_compile.fx.views import UNIT_DIMS
 from megacpp_compile.matchers.rope.lanes import (
     EMPTY,
     MAX_LANES,
     MAX_TERMS,
-    RULES,
     Lanes,
     Opaque,
+    RuleTable,
     Source,
     Term,
     is_one,
     term,
 )
 
+aten = torch.ops.aten
+# Table views worth seeing through; anything else (casts, products, cos itself) makes the table it yields.
+_SEE_THROUGH = UNIT_DIMS | {
+    aten.view.default, aten.reshape.default, aten.transpose.int, aten.permute.default, aten.expand.default,
+    aten.repeat_interleave.self_int, aten.slice.Tensor, aten.alias.default, aten.cat.default, aten.neg.default,
+}  # fmt: skip
+
 
 class LaneInterpreter:
-    """Evaluates nodes of one graph. `activations` are the nodes computed from weights; the others are tables.
-    `state` is the graph's `regions`.
+    """Evaluates nodes of one graph by `rules`. `activations` are the nodes computed from weights; the others are
+    tables. `states`: the modes of the graph's nodes.
 
     `stops` are nodes to take as sources although they could be interpreted (a head split that looks like a pair split).
     """
 
-    def __init__(self, activations: set[Node], state: Regions, stops: frozenset[Node] = frozenset()) -> None:
-        self.activations, self.stops = activations, stops
+    def __init__(
+        self, rules: RuleTable, activations: set[Node], states: ModeStates, stops: frozenset[Node] = frozenset()
+    ) -> None:
+        self.rules, self.activations, self.stops = rules, activations, stops
         self.sources: list[Source] = []
         self._ids: dict[Source, int] = {}
         self._memo: dict[Node, Lanes | None] = {}
         self._opaque: set[Node] = set()
-        self._numbering = ValueNumbering(state)
-        self.table_views: LaneInterpreter | None = None  # reads views of tables, made on first use
+        self._numbering = ValueNumbering(states)
+        self._table_views: _TableViews | None = None  # made on first use
 
     # -- public -------------------------------------------------------------------------------------------------
 
@@ -61,7 +71,7 @@ class LaneInterpreter:
                     continue
                 seen.add(n)
                 order.append(n)
-                if (n.target in RULES or is_multi(n)) and n not in self.stops and not self._is_table(n):
+                if (n.target in self.rules or is_multi(n)) and n not in self.stops and not self.is_table(n):
                     stack.extend(n.all_input_nodes)
             for n in sorted(order):
                 self._memo[n] = self._evaluate(n)
@@ -97,16 +107,21 @@ class LaneInterpreter:
             self.sources.append(source)
         return self._ids[key]
 
-    # -- evaluation ---------------------------------------------------------------------------------------------
+    def table_view(self, table: Node) -> Lanes | None:
+        """The lanes of `table` with the views it is made by resolved."""
+        self._table_views = self._table_views or _TableViews(self)
+        return self._table_views(table)
 
-    def _is_table(self, node: Node) -> bool:
+    def is_table(self, node: Node) -> bool:
         return node not in self.activations
+
+    # -- evaluation ---------------------------------------------------------------------------------------------
 
     def _evaluate(self, node: Node) -> Lanes | None:
         if not isinstance(value(node), torch.Tensor):
             return None
-        rule = RULES.get(node.target)
-        if rule is not None and node not in self.stops and not self._is_table(node):
+        rule = self.rules.get(node.target)
+        if rule is not None and node not in self.stops and not self.is_table(node):
             try:
                 lanes = rule(self, node)
                 if len(lanes.terms) <= MAX_TERMS:
@@ -115,7 +130,7 @@ class LaneInterpreter:
                 pass
         self._opaque.add(node)
         # A tensor written in parts is no source: which lanes it holds is what could not be told.
-        return None if node.target is torch.ops.aten.slice_scatter.default else self.leaf(node)
+        return None if node.target is aten.slice_scatter.default else self.leaf(node)
 
     def leaf(self, node: Node) -> Lanes | None:
         """`node` as a source: its last dimension is the lanes, or its last two where the last holds pairs."""
@@ -158,14 +173,25 @@ class LaneInterpreter:
         return [dataclasses.replace(t, src=remap(t.src), tab=remap(t.tab)) for t in lanes.terms]
 
 
+class _TableViews(LaneInterpreter):
+    """Reads views only, on the sources of the interpreter it serves."""
+
+    def __init__(self, host: LaneInterpreter) -> None:
+        super().__init__(host.rules, set(), {})
+        self.sources, self._ids, self._numbering = host.sources, host._ids, host._numbering
+
+    def is_table(self, node: Node) -> bool:
+        return node.target not in _SEE_THROUGH
+
+
 class ValueNumbering:
     """Names nodes that compute the same thing alike: `cos.unsqueeze(1)` written twice is one table.
 
-    Across grad and autocast regions nothing is the same: one copy may be rounded or without gradient.
+    Under different modes nothing is the same: one copy may be rounded or without gradient.
     """
 
-    def __init__(self, state: Regions) -> None:
-        self.state = state
+    def __init__(self, states: ModeStates) -> None:
+        self.states = states
         self._key: dict[Node, Any] = {}
         self._leader: dict[Any, Node] = {}
 
@@ -196,7 +222,7 @@ class ValueNumbering:
     def _hash(self, n: Node) -> Any:
         if not self._pure(n):
             return id(n)
-        key = (self.state[n], n.target, _freeze(n.args, self._key), _freeze(sorted(n.kwargs.items()), self._key))
+        key = (self.states[n], n.target, _freeze(n.args, self._key), _freeze(sorted(n.kwargs.items()), self._key))
         try:
             hash(key)
         except TypeError:

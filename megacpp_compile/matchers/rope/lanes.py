@@ -17,14 +17,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch.fx import Node
-
-if TYPE_CHECKING:
-    from megacpp_compile.matchers.rope.lane_interpreter import LaneInterpreter
 
 aten = torch.ops.aten
 NONE, UNDEFINED = -1, -2  # source ids: no table in this term; memory nothing was written to
@@ -102,17 +99,51 @@ EMPTY = {
     aten.empty_permuted.default,
 }
 
-Rule = Callable[["LaneInterpreter", Node], Lanes]
-RULES: dict[Any, Rule] = {}
+
+class LaneContext(Protocol):
+    """What a lane rule may ask of the interpreter that runs it."""
+
+    def get(self, node: Any) -> Lanes:
+        """The lanes of an operand; raises `Opaque` where it has none."""
+        ...
+
+    def leaf(self, node: Node) -> Lanes | None:
+        """The lanes of `node` taken as a source."""
+        ...
+
+    def source_id(self, source: Source) -> int:
+        """The number by which terms refer to `source`."""
+        ...
+
+    def redim(self, lanes: Lanes, f: Callable[[tuple[int, ...]], tuple[int, ...]]) -> list[Term]:
+        """The terms of `lanes` with the outer dimension map of every source sent through `f`."""
+        ...
+
+    def is_table(self, node: Node) -> bool:
+        """Whether `node` is a table: not computed from weights."""
+        ...
+
+    def table_view(self, table: Node) -> Lanes | None:
+        """The lanes of a table as views of smaller tables."""
+        ...
 
 
-def rule(*targets: Any) -> Callable[[Rule], Rule]:
-    def register(f: Rule) -> Rule:
-        for t in targets:
-            RULES[t] = f
-        return f
+Rule = Callable[[LaneContext, Node], Lanes]
+RuleTable = dict[Any, Rule]
 
-    return register
+
+def rule_table() -> tuple[RuleTable, Callable[..., Callable[[Rule], Rule]]]:
+    """An empty table of rules by op, and the decorator that enters a rule for its ops."""
+    table: RuleTable = {}
+
+    def rule(*targets: Any) -> Callable[[Rule], Rule]:
+        def register(f: Rule) -> Rule:
+            table.update(dict.fromkeys(targets, f))
+            return f
+
+        return register
+
+    return table, rule
 
 
 def axis_of(dim: int, n: int) -> int:

@@ -10,38 +10,17 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.matchers.rope import lanes as L
-from megacpp_compile.matchers.rope.lane_interpreter import LaneInterpreter
-from megacpp_compile.matchers.rope.lane_rules.dims import as_lane, insert_outer
-
-aten = torch.ops.aten
-# Table views worth seeing through; anything else (casts, products, cos itself) makes the table it yields.
-_SEE_THROUGH = {
-    aten.slice.Tensor,
-    aten.unsqueeze.default,
-    aten.expand.default,
-    aten.cat.default,
-    aten.neg.default,
-    aten.alias.default,
-    aten.view.default,
-    aten.reshape.default,
-    aten.transpose.int,
-    aten.permute.default,
-    aten.squeeze.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-    aten.repeat_interleave.self_int,
-}
+from megacpp_compile.matchers.rope.lane_dims import as_lane, insert_outer
 
 
-def table_lanes(it: LaneInterpreter, table: Node, x: L.Lanes) -> list[L.Term]:
+def table_lanes(it: L.LaneContext, table: Node, x: L.Lanes) -> list[L.Term]:
     """Entries of `table` over x's lane dimensions: one term, or (real, imaginary) for a complex table.
 
-    Raises `_Opaque` where the shapes don't meet lane by lane.
+    Raises `Opaque` where the shapes don't meet lane by lane.
     """
     if x.complex:
         return [_direct(it, table, x, part) for part in ("re", "im")]
@@ -49,7 +28,7 @@ def table_lanes(it: LaneInterpreter, table: Node, x: L.Lanes) -> list[L.Term]:
     return [seen if seen is not None else _direct(it, table, x, "")]
 
 
-def _direct(it: LaneInterpreter, table: Node, x: L.Lanes, part: str) -> L.Term:
+def _direct(it: L.LaneContext, table: Node, x: L.Lanes, part: str) -> L.Term:
     """The table itself as source: its dimensions that meet lanes are its lane dimensions."""
     shape = value(table).shape
     offset = len(x.kinds) - len(shape)
@@ -72,11 +51,10 @@ def _direct(it: LaneInterpreter, table: Node, x: L.Lanes, part: str) -> L.Term:
     return L.term(np.ones(lane_sizes), sid, np.arange(int(np.prod(lane_sizes))).reshape(lane_sizes))
 
 
-def _through(it: LaneInterpreter, table: Node, x: L.Lanes) -> L.Term | None:
+def _through(it: L.LaneContext, table: Node, x: L.Lanes) -> L.Term | None:
     """The entries with views of the table resolved; None where that leads nowhere."""
-    it.table_views = it.table_views or _ViewInterpreter(it)
     try:
-        t = it.table_views(table)
+        t = it.table_view(table)
         if t is None or len(t.terms) != 1:
             return None
         while len(t.kinds) < len(x.kinds):
@@ -92,14 +70,3 @@ def _through(it: LaneInterpreter, table: Node, x: L.Lanes) -> L.Term | None:
         return None if (term.src < 0).any() else term
     except L.Opaque:
         return None
-
-
-class _ViewInterpreter(LaneInterpreter):
-    """Reads views only, on the sources of the interpreter it serves."""
-
-    def __init__(self, host: LaneInterpreter) -> None:
-        super().__init__(set(), {})
-        self.sources, self._ids, self._numbering = host.sources, host._ids, host._numbering
-
-    def _is_table(self, node: Node) -> bool:
-        return node.target not in _SEE_THROUGH

@@ -12,11 +12,11 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
+from megacpp_compile.fx.views import SPLITS
 from megacpp_compile.matchers.ssd.axes import flat
 from megacpp_compile.matchers.ssd.roles import Leaf, Scan
 
 aten = torch.ops.aten
-_SPLITS = (aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default)
 
 
 def joined(scans: Sequence[Scan]) -> list[Scan]:
@@ -85,7 +85,7 @@ def _cut_from(leaves: Sequence[Leaf], times: Sequence[tuple[object, ...]]) -> No
 
 def _piece(node: Node, dim: int) -> tuple[Node, int, int] | None:
     """(tensor, start, end) where `node` is a run of the tensor's dimension `dim`."""
-    if node.target is operator.getitem and node.args[0].target in _SPLITS:  # type: ignore[union-attr]
+    if node.target is operator.getitem and node.args[0].target in SPLITS:  # type: ignore[union-attr]
         split, index = node.args
         of = split.args[2] if len(split.args) > 2 else 0  # type: ignore[union-attr]
         sizes = [v.shape[dim] for v in value(split)]

@@ -1,5 +1,4 @@
-"""Runs a subgraph at other sizes: a rule per op (`resize_rules/`) says what it does to dimensions (`axes.py`) and how
-it is run again."""
+"""Runs a subgraph at other sizes: a rule per op says what the op does to dimensions (`axes.py`) and how it is run."""
 
 from __future__ import annotations
 
@@ -10,9 +9,8 @@ from torch import Tensor, fx
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
-from megacpp_compile.matchers.ssd import resize_rules  # noqa: F401  fills RULES
 from megacpp_compile.matchers.ssd.axes import Axes, Dim, NoAxes, flat, fresh
-from megacpp_compile.matchers.ssd.tensor_ops import RULES
+from megacpp_compile.matchers.ssd.tensor_ops import RuleTable
 
 
 class Resized:
@@ -21,12 +19,12 @@ class Resized:
     Raises `NoAxes` where a node's dimensions can't be followed.
     """
 
-    def __init__(self, nodes: Sequence[Node], leaves: Sequence[Node]) -> None:
-        self.axes, self.nodes, self.leaves = Axes(), nodes, leaves
+    def __init__(self, rules: RuleTable, nodes: Sequence[Node], leaves: Sequence[Node]) -> None:
+        self.rules, self.axes, self.nodes, self.leaves = rules, Axes(), nodes, leaves
         self.dims: dict[Node, Any] = {n: [fresh(s) for s in value(n).shape] for n in leaves}
         for n in nodes:
             try:
-                self.dims[n] = RULES[n.target][0](self, n)
+                self.dims[n] = rules[n.target][0](self, n)
             except KeyError as e:
                 raise NoAxes(f"{n.name} computes with a size") from e
         self.axes.close()
@@ -45,7 +43,7 @@ class Resized:
         values: dict[Node, Any] = dict(operands)
         for n in self.nodes:
             try:  # what lends only its shape has no value
-                result = RULES[n.target][1](self, n, fx.map_arg(n.args, values.get))
+                result = self.rules[n.target][1](self, n, fx.map_arg(n.args, values.get))
             except RuntimeError as e:
                 raise NoAxes(f"{n.name} can't be run at another size") from e
             if isinstance(result, Tensor) and list(result.shape) != self.shape(self.dims[n]):

@@ -5,7 +5,7 @@
 People write it as broadcast products, einsums, batched products, with segment sums or differences of prefix sums, with
 loops over chunks, padded or not. What they share is decays: exponentials of sums of `dt * A` over consecutive
 positions. From a decay the subgraph is grown to a candidate for y; its leaves get roles by the dimensions they have;
-and then it is run at small sizes on random operands beside the recurrence above (`resized.py`). What agrees there is
+and then it is run at small sizes on random operands beside the recurrence above (`resize.py`). What agrees there is
 the scan, however it is written; what does not is refused.
 """
 
@@ -21,6 +21,7 @@ from megacpp_compile.fx.edit import value
 from megacpp_compile.matchers.ssd.axes import NoAxes
 from megacpp_compile.matchers.ssd.boundary import MOST_OPERANDS, Cut
 from megacpp_compile.matchers.ssd.resize import Resized
+from megacpp_compile.matchers.ssd.resize_rules import RULES
 from megacpp_compile.matchers.ssd.roles import Leaf, NoScan, Roles, Scan
 from megacpp_compile.matchers.ssd.tensor_algebra import Algebra, constants_of, lends_shape, operand_of, tensors
 from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS, EXPONENTIALS
@@ -35,7 +36,7 @@ def find_scans(graph: fx.Graph) -> Iterator[Scan | NoScan]:
     """Every scan of `graph`, and everything that has a scan's decays and is none, in graph order."""
     if not any(n.target in EXPONENTIALS for n in graph.nodes):
         return
-    algebra = Algebra(graph)
+    algebra = Algebra(graph, RULES)
     done: set[Node] = set()
     for n in graph.nodes:
         if n in done or not _is_decay(algebra, n):
@@ -97,7 +98,7 @@ def _scan_at(algebra: Algebra, root: Node, decay: Node) -> Scan | NoScan:
     if len(operands) > MOST_OPERANDS - 2:
         return NoScan(root, "roles", "it has more operands than a scan", 2)
     exports, shown = _exports(algebra, carrying, cut.inside, leaves, dt, root)
-    resized = Resized(sorted(cut.inside | shown), [dt, *operands, rates[0]])
+    resized = Resized(RULES, sorted(cut.inside | shown), [dt, *operands, rates[0]])
     return Roles(algebra, resized, root, dt, rates[0], operands, exports).scan()
 
 

@@ -9,16 +9,15 @@ from torch import fx
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
-from megacpp_compile.matchers.ssd import resize_rules  # noqa: F401  fills RULES
 from megacpp_compile.matchers.ssd.tensor_ops import (
     CONDITION,
     CREATION,
     LIKE,
     MASKS,
     REPEATS,
-    RULES,
     SAME,
     VIEWS,
+    RuleTable,
     whole,
 )
 
@@ -26,13 +25,13 @@ aten = torch.ops.aten
 
 
 class Algebra:
-    """Which nodes of a graph are tensor algebra, and which of them are constants."""
+    """Which nodes of a graph are tensor algebra, i.e. have one of `rules`, and which of them are constants."""
 
-    def __init__(self, graph: fx.Graph) -> None:
+    def __init__(self, graph: fx.Graph, rules: RuleTable) -> None:
         self.nodes: set[Node] = set()
         self.constants: set[Node] = set()
         for n in graph.nodes:
-            if n.op != "call_function" or n.target not in RULES:
+            if n.op != "call_function" or n.target not in rules:
                 continue
             inputs = tensors(n)
             constant = n.target in CREATION | LIKE or bool(inputs) and all(a in self.constants for a in inputs)

@@ -1,4 +1,4 @@
-"""The ops a subgraph may consist of to be run at other sizes (`resized.py`), and how their rules are registered.
+"""The ops a subgraph may consist of to be run at other sizes (`resize.py`), and what their rules are given.
 
 They are those of tensor algebra: sums, products, contractions, exponentials, views, and masks made of constants. All of
 them are analytic in their operands, so that two compositions of them which agree on random operands agree on all (a
@@ -8,21 +8,26 @@ polynomial identity test). What branches on data (clamp, max, comparisons of ope
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
-from megacpp_compile.matchers.ssd.axes import Dim, equal, flat
-
-if TYPE_CHECKING:
-    from megacpp_compile.matchers.ssd.resize import Resized
+from megacpp_compile.fx.views import (
+    CASTS,
+    COMPOSITE_PERMUTATIONS,
+    EXPANSIONS,
+    FOLDS,
+    IDENTITIES,
+    PERMUTATIONS,
+    REPETITIONS,
+    RESHAPES,
+    UNIT_DIMS,
+)
+from megacpp_compile.matchers.ssd.axes import Axes, Dim, equal, flat
 
 aten = torch.ops.aten
-DimsRule = Callable[["Resized", Node], Any]
-RunRule = Callable[["Resized", Node, tuple[Any, ...]], Any]
-RULES: dict[Any, tuple[DimsRule, RunRule]] = {}
 
 CREATION = {
     aten.ones.default, aten.zeros.default, aten.full.default, aten.arange.default, aten.arange.start,
@@ -47,40 +52,51 @@ CONDITION = {
     aten.masked_fill.Scalar: 1, aten.masked_fill.Tensor: 1, aten.where.self: 0, aten.where.ScalarSelf: 0,
     aten.where.ScalarOther: 0, aten.where.Scalar: 0,
 }  # fmt: skip
-SAME = {
-    aten._to_copy.default, aten.to.dtype, aten.clone.default, aten.alias.default, aten.contiguous.default,
-    aten.type_as.default, aten.lift_fresh_copy.default,
-}  # fmt: skip
-VIEWS = {
-    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints, aten.unflatten.int,
-    aten.permute.default, aten.transpose.int, aten.t.default, aten.unsqueeze.default, aten.squeeze.default,
-    aten.squeeze.dim, aten.squeeze.dims, aten.movedim.int, aten.movedim.intlist, aten.mT.default,
-}  # fmt: skip
+SAME = IDENTITIES | CASTS
+VIEWS = RESHAPES | FOLDS | UNIT_DIMS | PERMUTATIONS | COMPOSITE_PERMUTATIONS - {aten.numpy_T.default}
 # Each element of the result is an element of the operand, or zero.
-REPEATS = {
-    aten.expand.default, aten.broadcast_to.default, aten.repeat.default, aten.repeat_interleave.self_int,
-    aten.constant_pad_nd.default, aten.pad.default,
-}  # fmt: skip
+REPEATS = EXPANSIONS | REPETITIONS | {aten.constant_pad_nd.default, aten.pad.default}
 CONTRACTIONS = {aten.matmul.default, aten.bmm.default, aten.einsum.default}
 EXPONENTIALS = {aten.exp.default, aten.exp2.default}
 
 
-def rule(*targets: Any, run: RunRule | None = None) -> Callable[[DimsRule], DimsRule]:
-    def register(dims: DimsRule) -> DimsRule:
-        for t in targets:
-            RULES[t] = dims, run or again
-        return dims
+class ResizeContext(Protocol):
+    """What a rule may ask of the subgraph that is resized."""
 
-    return register
+    axes: Axes
+    dims: dict[Node, Any]  # of every node before the rule's: the dimensions of a tensor, or those of several
+
+    def shape(self, dims: Sequence[Dim]) -> list[int]:
+        """The sizes of `dims` in the resized subgraph."""
+        ...
 
 
-def again(r: Resized, n: Node, args: tuple[Any, ...]) -> Any:
+DimsRule = Callable[[ResizeContext, Node], Any]
+RunRule = Callable[[ResizeContext, Node, tuple[Any, ...]], Any]
+RuleTable = dict[Any, tuple[DimsRule, RunRule]]
+
+
+def rule_table() -> tuple[RuleTable, Callable[..., Callable[[DimsRule], DimsRule]]]:
+    """An empty table of rules by op, and the decorator that enters a rule for its ops."""
+    table: RuleTable = {}
+
+    def rule(*targets: Any, run: RunRule = run_same_op) -> Callable[[DimsRule], DimsRule]:
+        def register(dims: DimsRule) -> DimsRule:
+            table.update(dict.fromkeys(targets, (dims, run)))
+            return dims
+
+        return register
+
+    return table, rule
+
+
+def run_same_op(r: ResizeContext, n: Node, args: tuple[Any, ...]) -> Any:
     """The same op; dtypes are float64's affair, devices the CPU's."""
     kwargs = {k: v for k, v in n.kwargs.items() if k not in ("dtype", "device", "layout", "pin_memory")}
     return n.target(*args, **kwargs)  # type: ignore[operator]
 
 
-def reshape_again(r: Resized, n: Node, args: tuple[Any, ...]) -> Any:
+def run_reshape(r: ResizeContext, n: Node, args: tuple[Any, ...]) -> Any:
     return args[0].reshape(r.shape(r.dims[n]))
 
 
@@ -92,7 +108,7 @@ def argument(n: Node, index: int, name: str, default: Any = None) -> Any:
     return n.args[index] if len(n.args) > index else n.kwargs.get(name, default)
 
 
-def broadcast(r: Resized, operands: Sequence[list[Dim]]) -> list[Dim]:
+def broadcast(r: ResizeContext, operands: Sequence[list[Dim]]) -> list[Dim]:
     rank = max(map(len, operands))
     out: list[Dim] = [[] for _ in range(rank)]
     for dims in operands:

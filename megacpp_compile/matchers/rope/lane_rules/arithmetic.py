@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
-from megacpp_compile.matchers.rope.lane_rules.dims import align, broadcast, insert_outer
-from megacpp_compile.matchers.rope.lanes import MAX_TERMS, NONE, Lanes, Opaque, Term, is_one, rule
-
-if TYPE_CHECKING:
-    from megacpp_compile.matchers.rope.lane_interpreter import LaneInterpreter
+from megacpp_compile.matchers.rope.lane_dims import align, broadcast, insert_outer
+from megacpp_compile.matchers.rope.lanes import MAX_TERMS, NONE, LaneContext, Lanes, Opaque, Term, is_one, rule_table
+from megacpp_compile.matchers.rope.tables import table_lanes
 
 aten = torch.ops.aten
+RULES, rule = rule_table()
 
 
 @rule(aten.add.Tensor, aten.sub.Tensor, aten.add.Scalar, aten.sub.Scalar)
-def _add(it: LaneInterpreter, node: Node) -> Lanes:
+def _add(it: LaneContext, node: Node) -> Lanes:
     a, b = node.args[:2]
     sign = -1.0 if node.target in (aten.sub.Tensor, aten.sub.Scalar) else 1.0
     alpha = sign * float(node.kwargs.get("alpha", node.args[2] if len(node.args) > 2 else 1))
@@ -31,7 +30,7 @@ def _add(it: LaneInterpreter, node: Node) -> Lanes:
     return add_lanes(it, it.get(a), it.get(b), alpha)
 
 
-def add_lanes(it: LaneInterpreter, a: Lanes, b: Lanes, alpha: float) -> Lanes:
+def add_lanes(it: LaneContext, a: Lanes, b: Lanes, alpha: float) -> Lanes:
     if a.complex != b.complex:
         raise Opaque
     a, b = align(it, [a, b])
@@ -42,13 +41,13 @@ def add_lanes(it: LaneInterpreter, a: Lanes, b: Lanes, alpha: float) -> Lanes:
 
 
 @rule(aten.neg.default)
-def _neg(it: LaneInterpreter, node: Node) -> Lanes:
+def _neg(it: LaneContext, node: Node) -> Lanes:
     x = it.get(node.args[0])
     return dataclasses.replace(x, terms=[t.scaled(-1.0) for t in x.terms])
 
 
 @rule(aten.div.Tensor, aten.div.Scalar)
-def _div(it: LaneInterpreter, node: Node) -> Lanes:
+def _div(it: LaneContext, node: Node) -> Lanes:
     if not isinstance(node.args[1], (int, float)) or node.args[1] == 0:
         raise Opaque
     x = it.get(node.args[0])
@@ -56,11 +55,11 @@ def _div(it: LaneInterpreter, node: Node) -> Lanes:
 
 
 @rule(aten.mul.Tensor, aten.mul.Scalar)
-def _mul(it: LaneInterpreter, node: Node) -> Lanes:
+def _mul(it: LaneContext, node: Node) -> Lanes:
     return _product(it, node.args[0], node.args[1])
 
 
-def _product(it: LaneInterpreter, a: Any, b: Any) -> Lanes:
+def _product(it: LaneContext, a: Any, b: Any) -> Lanes:
     if not isinstance(a, Node):
         a, b = b, a
     if not isinstance(b, Node):
@@ -68,23 +67,21 @@ def _product(it: LaneInterpreter, a: Any, b: Any) -> Lanes:
             raise Opaque
         x = it.get(a)
         return dataclasses.replace(x, terms=[t.scaled(float(b)) for t in x.terms])
-    if it._is_table(a):
+    if it.is_table(a):
         a, b = b, a
-    if it._is_table(a) or not it._is_table(b):
+    if it.is_table(a) or not it.is_table(b):
         raise Opaque
     return times_table(it, it.get(a), b)
 
 
 @rule(aten.addcmul.default)
-def _addcmul(it: LaneInterpreter, node: Node) -> Lanes:
+def _addcmul(it: LaneContext, node: Node) -> Lanes:
     scale = float(node.kwargs.get("value", 1))
     return add_lanes(it, it.get(node.args[0]), _product(it, node.args[1], node.args[2]), scale)
 
 
-def times_table(it: LaneInterpreter, x: Lanes, table: Node) -> Lanes:
+def times_table(it: LaneContext, x: Lanes, table: Node) -> Lanes:
     """x * table: table entries that meet a lane of x become part of its terms."""
-    from megacpp_compile.matchers.rope.tables import table_lanes
-
     if any((t.tab != NONE).any() for t in x.terms):
         raise Opaque
     fake = value(table)

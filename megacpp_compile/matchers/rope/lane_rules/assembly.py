@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
-from megacpp_compile.matchers.rope.lane_rules.dims import align, as_lane, insert_outer, pad_terms
+from megacpp_compile.matchers.rope.lane_dims import align, as_lane, insert_outer, pad_terms
 from megacpp_compile.matchers.rope.lane_rules.views import bounds
 from megacpp_compile.matchers.rope.lanes import (
     EMPTY,
     UNDEFINED,
+    LaneContext,
     Lanes,
     Opaque,
     Term,
     axis_of,
     is_one,
-    rule,
+    rule_table,
     term,
     zero_term,
 )
 
-if TYPE_CHECKING:
-    from megacpp_compile.matchers.rope.lane_interpreter import LaneInterpreter
-
 aten = torch.ops.aten
+RULES, rule = rule_table()
 
 
 def concat(values: list[Lanes], dim: int) -> Lanes:
@@ -44,7 +42,7 @@ def concat(values: list[Lanes], dim: int) -> Lanes:
 
 
 @rule(aten.cat.default)
-def _cat(it: LaneInterpreter, node: Node) -> Lanes:
+def _cat(it: LaneContext, node: Node) -> Lanes:
     parts = [p for p in node.args[0] if not any(isinstance(n, int) and n == 0 for n in value(p).shape)]
     values = align(it, [it.get(p) for p in parts])
     dim = axis_of(node.args[1] if len(node.args) > 1 else 0, len(values[0].kinds))
@@ -56,7 +54,7 @@ def _cat(it: LaneInterpreter, node: Node) -> Lanes:
 
 
 @rule(aten.stack.default)
-def _stack(it: LaneInterpreter, node: Node) -> Lanes:
+def _stack(it: LaneContext, node: Node) -> Lanes:
     values = [it.get(p) for p in node.args[0]]
     dim = axis_of(node.args[1] if len(node.args) > 1 else 0, len(values[0].kinds) + 1)
     values = [as_lane(it, insert_outer(it, v, dim), dim) for v in values]
@@ -66,7 +64,7 @@ def _stack(it: LaneInterpreter, node: Node) -> Lanes:
 
 
 @rule(*EMPTY)
-def _empty(it: LaneInterpreter, node: Node) -> Lanes:
+def _empty(it: LaneContext, node: Node) -> Lanes:
     fake = value(node)
     lanes = it.leaf(node)
     if lanes is None or not fake.is_floating_point():
@@ -77,7 +75,7 @@ def _empty(it: LaneInterpreter, node: Node) -> Lanes:
 
 
 @rule(aten.slice_scatter.default)
-def _slice_scatter(it: LaneInterpreter, node: Node) -> Lanes:
+def _slice_scatter(it: LaneContext, node: Node) -> Lanes:
     base = it.get(node.args[0])
     part = it.get(node.args[1])
     dim, index, whole = bounds(node, 2, base.sizes)

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch.fx import Node
 
+from megacpp_compile.matchers.rope.lane_dims import align
 from megacpp_compile.matchers.rope.lane_rules.arithmetic import stack_parts
-from megacpp_compile.matchers.rope.lane_rules.dims import align
-from megacpp_compile.matchers.rope.lanes import Lanes, Opaque, rule
-
-if TYPE_CHECKING:
-    from megacpp_compile.matchers.rope.lane_interpreter import LaneInterpreter
+from megacpp_compile.matchers.rope.lanes import LaneContext, Lanes, Opaque, rule_table
 
 aten = torch.ops.aten
+RULES, rule = rule_table()
 
 
 @rule(aten.view_as_complex.default)
-def _view_as_complex(it: LaneInterpreter, node: Node) -> Lanes:
+def _view_as_complex(it: LaneContext, node: Node) -> Lanes:
     x = it.get(node.args[0])
     if x.kinds[-1] != "l" or x.sizes[-1] != 2:
         raise Opaque
@@ -28,7 +25,7 @@ def _view_as_complex(it: LaneInterpreter, node: Node) -> Lanes:
 
 
 @rule(aten.complex.default)
-def _complex(it: LaneInterpreter, node: Node) -> Lanes:
+def _complex(it: LaneContext, node: Node) -> Lanes:
     re, im = align(it, [it.get(node.args[0]), it.get(node.args[1])])
     if len(re.terms) != 1 or len(im.terms) != 1:
         raise Opaque
@@ -36,7 +33,7 @@ def _complex(it: LaneInterpreter, node: Node) -> Lanes:
 
 
 @rule(aten.view_as_real.default)
-def _view_as_real(it: LaneInterpreter, node: Node) -> Lanes:
+def _view_as_real(it: LaneContext, node: Node) -> Lanes:
     x = it.get(node.args[0])
     if not x.complex:
         raise Opaque
@@ -44,7 +41,7 @@ def _view_as_real(it: LaneInterpreter, node: Node) -> Lanes:
 
 
 @rule(aten.real.default, aten.imag.default)
-def _part(it: LaneInterpreter, node: Node) -> Lanes:
+def _part(it: LaneContext, node: Node) -> Lanes:
     x = it.get(node.args[0])
     if not x.complex:
         raise Opaque
@@ -53,7 +50,7 @@ def _part(it: LaneInterpreter, node: Node) -> Lanes:
 
 
 @rule(aten._conj.default, aten.conj.default)
-def _conj(it: LaneInterpreter, node: Node) -> Lanes:
+def _conj(it: LaneContext, node: Node) -> Lanes:
     x = it.get(node.args[0])
     if not x.complex:
         raise Opaque

@@ -5,40 +5,30 @@ from __future__ import annotations
 import dataclasses
 import operator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, value
-from megacpp_compile.matchers.rope.lane_rules.dims import drop, insert_outer, permute, reshape, select, take
-from megacpp_compile.matchers.rope.lanes import Lanes, Opaque, axis_of, is_one, rule
-
-if TYPE_CHECKING:
-    from megacpp_compile.matchers.rope.lane_interpreter import LaneInterpreter
+from megacpp_compile.fx.views import CASTS, EXPANSIONS, IDENTITIES, PERMUTATIONS, RESHAPES, SPLITS, SQUEEZES
+from megacpp_compile.matchers.rope.lane_dims import drop, insert_outer, permute, reshape, select, take
+from megacpp_compile.matchers.rope.lanes import LaneContext, Lanes, Opaque, axis_of, is_one, rule_table
 
 aten = torch.ops.aten
-_CASTS = {aten._to_copy.default, aten.to.dtype}
-_SAME = {
-    aten.type_as.default,
-    aten.clone.default,
-    aten.alias.default,
-    aten.contiguous.default,
-    aten.lift_fresh_copy.default,
-    *_CASTS,
-}
+RULES, rule = rule_table()
 
 
-@rule(*_SAME)
-def _same(it: LaneInterpreter, node: Node) -> Lanes:
+@rule(*IDENTITIES, *CASTS)
+def _same(it: LaneContext, node: Node) -> Lanes:
     if not value(node).is_floating_point():
         raise Opaque
     return it.get(node.args[0])
 
 
 @rule(operator.getitem)
-def _getitem(it: LaneInterpreter, node: Node) -> Lanes:
+def _getitem(it: LaneContext, node: Node) -> Lanes:
     parent, index = node.args
     assert isinstance(parent, Node)
     source = parent.args[0] if parent.args else None
@@ -46,7 +36,7 @@ def _getitem(it: LaneInterpreter, node: Node) -> Lanes:
     n = len(x.kinds)
     if parent.target is aten.unbind.int:
         return select(x, axis_of(parent.args[1] if len(parent.args) > 1 else 0, n), index)
-    if parent.target not in (aten.split_with_sizes.default, aten.split.Tensor, aten.chunk.default):
+    if parent.target not in SPLITS:
         raise Opaque
     dim = axis_of(parent.args[2] if len(parent.args) > 2 else 0, n)
     sizes = [v.shape[dim] for v in value(parent)]
@@ -57,7 +47,7 @@ def _getitem(it: LaneInterpreter, node: Node) -> Lanes:
 
 
 @rule(aten.select.int)
-def _select_rule(it: LaneInterpreter, node: Node) -> Lanes:
+def _select_rule(it: LaneContext, node: Node) -> Lanes:
     x = it.get(node.args[0])
     return select(x, axis_of(node.args[1], len(x.kinds)), node.args[2])
 
@@ -76,7 +66,7 @@ def bounds(node: Node, first: int, sizes: tuple[Any, ...]) -> tuple[int, slice, 
 
 
 @rule(aten.slice.Tensor)
-def _slice(it: LaneInterpreter, node: Node) -> Lanes:
+def _slice(it: LaneContext, node: Node) -> Lanes:
     x = it.get(node.args[0])
     dim, index, whole = bounds(node, 1, x.sizes)
     if whole:
@@ -87,7 +77,7 @@ def _slice(it: LaneInterpreter, node: Node) -> Lanes:
 
 
 @rule(aten.flip.default)
-def _flip(it: LaneInterpreter, node: Node) -> Lanes:
+def _flip(it: LaneContext, node: Node) -> Lanes:
     x = it.get(node.args[0])
     for d in node.args[1]:
         dim = axis_of(d, len(x.kinds))
@@ -99,7 +89,7 @@ def _flip(it: LaneInterpreter, node: Node) -> Lanes:
 
 
 @rule(aten.roll.default)
-def _roll(it: LaneInterpreter, node: Node) -> Lanes:
+def _roll(it: LaneContext, node: Node) -> Lanes:
     x = it.get(node.args[0])
     shifts, dims = node.args[1], node.args[2] if len(node.args) > 2 else []
     shifts = [shifts] if isinstance(shifts, int) else shifts
@@ -114,8 +104,8 @@ def _roll(it: LaneInterpreter, node: Node) -> Lanes:
     return x
 
 
-@rule(aten.transpose.int, aten.permute.default, aten.t.default)
-def _transpose(it: LaneInterpreter, node: Node) -> Lanes:
+@rule(*PERMUTATIONS)
+def _transpose(it: LaneContext, node: Node) -> Lanes:
     x = it.get(node.args[0])
     order = list(range(len(x.kinds)))
     if node.target is aten.permute.default:
@@ -129,13 +119,13 @@ def _transpose(it: LaneInterpreter, node: Node) -> Lanes:
 
 
 @rule(aten.unsqueeze.default)
-def _unsqueeze(it: LaneInterpreter, node: Node) -> Lanes:
+def _unsqueeze(it: LaneContext, node: Node) -> Lanes:
     x = it.get(node.args[0])
     return insert_outer(it, x, axis_of(node.args[1], len(x.kinds) + 1))
 
 
-@rule(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
-def _squeeze(it: LaneInterpreter, node: Node) -> Lanes:
+@rule(*SQUEEZES)
+def _squeeze(it: LaneContext, node: Node) -> Lanes:
     x = it.get(node.args[0])
     n = len(x.kinds)
     dims = node.args[1] if len(node.args) > 1 else range(n)
@@ -146,8 +136,8 @@ def _squeeze(it: LaneInterpreter, node: Node) -> Lanes:
     return x
 
 
-@rule(aten.expand.default, aten.broadcast_to.default)
-def _expand(it: LaneInterpreter, node: Node) -> Lanes:
+@rule(*EXPANSIONS)
+def _expand(it: LaneContext, node: Node) -> Lanes:
     x = it.get(node.args[0])
     sizes = tuple(value(node).shape)
     while len(x.kinds) < len(sizes):
@@ -163,7 +153,7 @@ def _expand(it: LaneInterpreter, node: Node) -> Lanes:
 
 
 @rule(aten.repeat.default)
-def _repeat(it: LaneInterpreter, node: Node) -> Lanes:
+def _repeat(it: LaneContext, node: Node) -> Lanes:
     x = it.get(node.args[0])
     repeats = node.args[1]
     while len(x.kinds) < len(repeats):
@@ -176,7 +166,7 @@ def _repeat(it: LaneInterpreter, node: Node) -> Lanes:
 
 
 @rule(aten.repeat_interleave.self_int)
-def _repeat_interleave(it: LaneInterpreter, node: Node) -> Lanes:
+def _repeat_interleave(it: LaneContext, node: Node) -> Lanes:
     x = it.get(node.args[0])
     dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim")
     if dim is None:
@@ -192,7 +182,7 @@ def _repeat_interleave(it: LaneInterpreter, node: Node) -> Lanes:
     return Lanes(x.kinds, tuple(value(node).shape), x.terms, x.complex)
 
 
-@rule(aten.view.default, aten.reshape.default, aten._unsafe_view.default)
-def _view(it: LaneInterpreter, node: Node) -> Lanes:
+@rule(*RESHAPES)
+def _view(it: LaneContext, node: Node) -> Lanes:
     x = it.get(node.args[0])
     return reshape(it, x, tuple(value(node).shape))

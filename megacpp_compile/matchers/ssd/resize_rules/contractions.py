@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
 from megacpp_compile.matchers.ssd.axes import Dim, NoAxes, flat
-from megacpp_compile.matchers.ssd.tensor_ops import argument, axis, broadcast, rule
-
-if TYPE_CHECKING:
-    from megacpp_compile.matchers.ssd.resize import Resized
+from megacpp_compile.matchers.ssd.tensor_ops import ResizeContext, argument, axis, broadcast, rule_table
 
 aten = torch.ops.aten
+RULES, rule = rule_table()
 
 
 @rule(aten.sum.dim_IntList)
-def _sum(r: Resized, n: Node) -> list[Dim]:
+def _sum(r: ResizeContext, n: Node) -> list[Dim]:
     dims = r.dims[n.args[0]]
     over = n.args[1]
     if not over:
@@ -29,17 +27,17 @@ def _sum(r: Resized, n: Node) -> list[Dim]:
 
 
 @rule(aten.cumsum.default)
-def _cumsum(r: Resized, n: Node) -> list[Dim]:
+def _cumsum(r: ResizeContext, n: Node) -> list[Dim]:
     return r.dims[n.args[0]]
 
 
 @rule(aten.flip.default)
-def _flip(r: Resized, n: Node) -> list[Dim]:
+def _flip(r: ResizeContext, n: Node) -> list[Dim]:
     return r.dims[n.args[0]]
 
 
 @rule(aten.matmul.default, aten.bmm.default, aten.mm.default)
-def _matmul(r: Resized, n: Node) -> list[Dim]:
+def _matmul(r: ResizeContext, n: Node) -> list[Dim]:
     a, b = (r.dims[x] for x in n.args[:2])
     left, right = ([[], *a] if len(a) == 1 else a), ([*b, []] if len(b) == 1 else b)
     r.axes.same(left[-1], right[-2])
@@ -49,12 +47,12 @@ def _matmul(r: Resized, n: Node) -> list[Dim]:
     return out
 
 
-def _einsum_again(r: Resized, n: Node, args: tuple[Any, ...]) -> Tensor:
+def _run_einsum(r: ResizeContext, n: Node, args: tuple[Any, ...]) -> Tensor:
     return torch.einsum(args[0], *args[1])
 
 
-@rule(aten.einsum.default, run=_einsum_again)
-def _einsum(r: Resized, n: Node) -> list[Dim]:
+@rule(aten.einsum.default, run=_run_einsum)
+def _einsum(r: ResizeContext, n: Node) -> list[Dim]:
     equation, operands = str(n.args[0]).replace(" ", ""), [r.dims[a] for a in n.args[1]]  # type: ignore[union-attr]
     inputs, arrow, output = equation.partition("->")
     terms = inputs.split(",")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,39 +16,38 @@ from megacpp_compile.matchers.ssd.tensor_ops import (
     LIKE,
     MASKS,
     SAME,
+    ResizeContext,
     argument,
     broadcast,
-    rule,
+    rule_table,
 )
 
-if TYPE_CHECKING:
-    from megacpp_compile.matchers.ssd.resize import Resized
-
 aten = torch.ops.aten
+RULES, rule = rule_table()
 
 
 @rule(*ELEMENTWISE)
-def _elementwise(r: Resized, n: Node) -> list[Dim]:
+def _elementwise(r: ResizeContext, n: Node) -> list[Dim]:
     return broadcast(r, [r.dims[a] for a in n.all_input_nodes])
 
 
 @rule(*MASKS)
-def _masks(r: Resized, n: Node) -> list[Dim]:
+def _masks(r: ResizeContext, n: Node) -> list[Dim]:
     if any(not isinstance(a, Node) and a not in (0, 1, -1) for a in n.args):
         pin(d for a in n.all_input_nodes for d in r.dims[a])
     return _elementwise(r, n)
 
 
-def _float(r: Resized, n: Node, args: tuple[Any, ...]) -> Any:
+def _float(r: ResizeContext, n: Node, args: tuple[Any, ...]) -> Any:
     return args[0].double() if value(n).is_floating_point() else args[0].to(value(n).dtype)
 
 
 @rule(*SAME, run=_float)
-def _same(r: Resized, n: Node) -> list[Dim]:
+def _same(r: ResizeContext, n: Node) -> list[Dim]:
     return r.dims[n.args[0]]
 
 
-def _create(r: Resized, n: Node, args: tuple[Any, ...]) -> Tensor:
+def _create(r: ResizeContext, n: Node, args: tuple[Any, ...]) -> Tensor:
     fake, shape = value(n), r.shape(r.dims[n])
     dtype = torch.float64 if fake.is_floating_point() else fake.dtype
     if n.target in (aten.arange.default, aten.arange.start):
@@ -68,19 +67,19 @@ def _create(r: Resized, n: Node, args: tuple[Any, ...]) -> Tensor:
 
 
 @rule(*CREATION, run=_create)
-def _creation(r: Resized, n: Node) -> list[Dim]:
+def _creation(r: ResizeContext, n: Node) -> list[Dim]:
     if n.target is aten.arange.start and n.args[0] != 0:
         raise NoAxes("positions that do not begin at 0")
     return [fresh(s) for s in value(n).shape]
 
 
 @rule(*LIKE, run=_create)
-def _like(r: Resized, n: Node) -> list[Dim]:
+def _like(r: ResizeContext, n: Node) -> list[Dim]:
     return r.dims.get(n.args[0]) or [fresh(s) for s in value(n).shape]
 
 
 @rule(aten.tril.default, aten.triu.default)
-def _triangle(r: Resized, n: Node) -> list[Dim]:
+def _triangle(r: ResizeContext, n: Node) -> list[Dim]:
     dims = r.dims[n.args[0]]
     if argument(n, 1, "diagonal", 0) not in (-1, 0, 1):
         pin(dims[-2:])

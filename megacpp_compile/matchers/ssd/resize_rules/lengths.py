@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,12 +12,10 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from megacpp_compile.fx.edit import value
 from megacpp_compile.matchers.ssd.axes import Dim, NoAxes, equal, flat, fresh, is_one, length, pin
-from megacpp_compile.matchers.ssd.tensor_ops import argument, axis, broadcast, rule
-
-if TYPE_CHECKING:
-    from megacpp_compile.matchers.ssd.resize import Resized
+from megacpp_compile.matchers.ssd.tensor_ops import ResizeContext, argument, axis, broadcast, rule_table
 
 aten = torch.ops.aten
+RULES, rule = rule_table()
 
 
 def _padding(n: Node) -> list[tuple[int, Any, Any]]:
@@ -40,7 +38,7 @@ def _is(size: Any, number: int) -> bool:
     return isinstance(size, int) and size == number
 
 
-def _padded(r: Resized, n: Node, args: tuple[Any, ...]) -> Tensor:
+def _padded(r: ResizeContext, n: Node, args: tuple[Any, ...]) -> Tensor:
     out, want = args[0], r.shape(r.dims[n])
     for dim, front, _ in _padding(n):
         amounts = [0] * (2 * out.dim())
@@ -51,7 +49,7 @@ def _padded(r: Resized, n: Node, args: tuple[Any, ...]) -> Tensor:
 
 
 @rule(aten.constant_pad_nd.default, aten.pad.default, run=_padded)
-def _pad(r: Resized, n: Node) -> list[Dim]:
+def _pad(r: ResizeContext, n: Node) -> list[Dim]:
     dims = list(r.dims[n.args[0]])
     for dim, front, behind in _padding(n):
         if not (_is(front, 0) or _is(front, 1)):
@@ -80,7 +78,7 @@ def _bounds(n: Node) -> tuple[int, Any, Any]:
     return dim, start, result
 
 
-def _sliced(r: Resized, n: Node, args: tuple[Any, ...]) -> Tensor:
+def _sliced(r: ResizeContext, n: Node, args: tuple[Any, ...]) -> Tensor:
     dim, start, result = _bounds(n)
     have, want = args[0].shape[dim], r.shape(r.dims[n])[dim]
     at_end = not _is(start, 0) and equal(start + result, value(n.args[0]).shape[dim])
@@ -88,7 +86,7 @@ def _sliced(r: Resized, n: Node, args: tuple[Any, ...]) -> Tensor:
 
 
 @rule(aten.slice.Tensor, run=_sliced)
-def _slice(r: Resized, n: Node) -> list[Dim]:
+def _slice(r: ResizeContext, n: Node) -> list[Dim]:
     dims = list(r.dims[n.args[0]])
     dim, start, result = _bounds(n)
     size = value(n.args[0]).shape[dim]
@@ -101,14 +99,14 @@ def _slice(r: Resized, n: Node) -> list[Dim]:
     return dims
 
 
-def _selected(r: Resized, n: Node, args: tuple[Any, ...]) -> Tensor:
+def _selected(r: ResizeContext, n: Node, args: tuple[Any, ...]) -> Tensor:
     dim, index, _ = n.args[1], n.args[2], None
     last = index in (-1, value(n.args[0]).shape[dim] - 1)  # type: ignore[operator, index]
     return args[0].select(dim, -1 if last and index != 0 else index)
 
 
 @rule(aten.select.int, run=_selected)
-def _select(r: Resized, n: Node) -> list[Dim]:
+def _select(r: ResizeContext, n: Node) -> list[Dim]:
     dims = list(r.dims[n.args[0]])
     dim, index = axis(n.args[1], len(dims)), n.args[2]  # type: ignore[arg-type]
     if index not in (0, -1):
@@ -118,7 +116,7 @@ def _select(r: Resized, n: Node) -> list[Dim]:
 
 
 @rule(aten.unbind.int)
-def _unbind(r: Resized, n: Node) -> list[list[Dim]]:
+def _unbind(r: ResizeContext, n: Node) -> list[list[Dim]]:
     dims = list(r.dims[n.args[0]])
     dim = axis(argument(n, 1, "dim", 0), len(dims))
     pin([dims[dim]])
@@ -126,12 +124,12 @@ def _unbind(r: Resized, n: Node) -> list[list[Dim]]:
 
 
 @rule(operator.getitem)
-def _getitem(r: Resized, n: Node) -> list[Dim]:
+def _getitem(r: ResizeContext, n: Node) -> list[Dim]:
     return r.dims[n.args[0]][n.args[1]]
 
 
 @rule(aten.cat.default)
-def _cat(r: Resized, n: Node) -> list[Dim]:
+def _cat(r: ResizeContext, n: Node) -> list[Dim]:
     parts = [r.dims[a] for a in n.args[0]]  # type: ignore[union-attr]
     dim = axis(argument(n, 1, "dim", 0), len(parts[0]))
     others = broadcast(r, [[*p[:dim], [], *p[dim + 1 :]] for p in parts])
@@ -140,7 +138,7 @@ def _cat(r: Resized, n: Node) -> list[Dim]:
 
 
 @rule(aten.stack.default)
-def _stack(r: Resized, n: Node) -> list[Dim]:
+def _stack(r: ResizeContext, n: Node) -> list[Dim]:
     parts = [r.dims[a] for a in n.args[0]]  # type: ignore[union-attr]
     dim = axis(argument(n, 1, "dim", 0), len(parts[0]) + 1)
     out = broadcast(r, parts)

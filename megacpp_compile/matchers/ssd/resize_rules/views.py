@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
+from megacpp_compile.fx.views import (
+    COMPOSITE_PERMUTATIONS,
+    EXPANSIONS,
+    FOLDS,
+    PERMUTATIONS,
+    REPETITIONS,
+    RESHAPES,
+    UNIT_DIMS,
+)
 from megacpp_compile.matchers.ssd.axes import Dim, NoAxes, equal, flat, fresh, is_one, length
-from megacpp_compile.matchers.ssd.tensor_ops import argument, axis, reshape_again, rule
-
-if TYPE_CHECKING:
-    from megacpp_compile.matchers.ssd.resize import Resized
+from megacpp_compile.matchers.ssd.tensor_ops import ResizeContext, argument, axis, rule_table, run_reshape
 
 aten = torch.ops.aten
+RULES, rule = rule_table()
 
 
-@rule(
-    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints, aten.unflatten.int,
-    run=reshape_again,
-)  # fmt: skip
-def _view(r: Resized, n: Node) -> list[Dim]:
+@rule(*RESHAPES, *FOLDS, run=run_reshape)
+def _view(r: ResizeContext, n: Node) -> list[Dim]:
     return r.axes.regroup(r.dims[n.args[0]], value(n).shape)
 
 
-def _permuted(r: Resized, n: Node, args: tuple[Any, ...]) -> Tensor:
+def _permuted(r: ResizeContext, n: Node, args: tuple[Any, ...]) -> Tensor:
     return args[0].permute(_order(n))
 
 
@@ -43,34 +47,31 @@ def _order(n: Node) -> list[int]:
     return order
 
 
-@rule(
-    aten.permute.default, aten.transpose.int, aten.t.default, aten.movedim.int, aten.movedim.intlist, aten.mT.default,
-    run=_permuted,
-)  # fmt: skip
-def _permute(r: Resized, n: Node) -> list[Dim]:
+@rule(*PERMUTATIONS, *COMPOSITE_PERMUTATIONS - {aten.numpy_T.default}, run=_permuted)
+def _permute(r: ResizeContext, n: Node) -> list[Dim]:
     dims = r.dims[n.args[0]]
     return [dims[i] for i in _order(n)]
 
 
-@rule(aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, run=reshape_again)
-def _unit_dims(r: Resized, n: Node) -> list[Dim]:
+@rule(*UNIT_DIMS, run=run_reshape)
+def _unit_dims(r: ResizeContext, n: Node) -> list[Dim]:
     source = [d for d in r.dims[n.args[0]] if flat(d)]
     it = iter(source)
     return [[] if is_one(s) else next(it) for s in value(n).shape]
 
 
-def _expanded(r: Resized, n: Node, args: tuple[Any, ...]) -> Tensor:
+def _expanded(r: ResizeContext, n: Node, args: tuple[Any, ...]) -> Tensor:
     return args[0].expand(r.shape(r.dims[n]))
 
 
-@rule(aten.expand.default, aten.broadcast_to.default, run=_expanded)
-def _expand(r: Resized, n: Node) -> list[Dim]:
+@rule(*EXPANSIONS, run=_expanded)
+def _expand(r: ResizeContext, n: Node) -> list[Dim]:
     dims, shape = r.dims[n.args[0]], value(n).shape
     dims = [*([[]] * (len(shape) - len(dims))), *dims]
     return [d if flat(d) else fresh(s) for d, s in zip(dims, shape, strict=True)]
 
 
-def _repeated(r: Resized, n: Node, args: tuple[Any, ...]) -> Tensor:
+def _repeated(r: ResizeContext, n: Node, args: tuple[Any, ...]) -> Tensor:
     have, want = args[0].shape, r.shape(r.dims[n])
     have = [1] * (len(want) - len(have)) + list(have)
     times = [w // h for h, w in zip(have, want, strict=True)]
@@ -82,8 +83,8 @@ def _repeated(r: Resized, n: Node, args: tuple[Any, ...]) -> Tensor:
     return out
 
 
-@rule(aten.repeat.default, aten.repeat_interleave.self_int, run=_repeated)
-def _repeat(r: Resized, n: Node) -> list[Dim]:
+@rule(*REPETITIONS, run=_repeated)
+def _repeat(r: ResizeContext, n: Node) -> list[Dim]:
     dims, shape = r.dims[n.args[0]], value(n).shape
     if n.target is not aten.repeat.default and argument(n, 2, "dim") is None:
         raise NoAxes("a repetition of all elements")

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from megacpp_compile.fx.edit import same_size
-from megacpp_compile.matchers.rope.lanes import Lanes, Opaque, Term, is_one, zero_term
-
-if TYPE_CHECKING:
-    from megacpp_compile.matchers.rope.lane_interpreter import LaneInterpreter
+from megacpp_compile.matchers.rope.lanes import LaneContext, Lanes, Opaque, Term, is_one, zero_term
 
 
 def take(x: Lanes, dim: int, index: slice) -> Lanes:
@@ -28,7 +25,7 @@ def select(x: Lanes, dim: int, index: Any) -> Lanes:
     return Lanes(kinds, sizes, x.map(lambda a: a[key]), x.complex)
 
 
-def permute(it: LaneInterpreter, x: Lanes, order: list[int]) -> Lanes:
+def permute(it: LaneContext, x: Lanes, order: list[int]) -> Lanes:
     outer_order = [x.outer(d) for d in order if x.kinds[d] == "o"]
     axes = [x.axis(d) for d in order if x.kinds[d] == "l"]
     tail = [len(axes)] if x.complex else []
@@ -40,13 +37,13 @@ def permute(it: LaneInterpreter, x: Lanes, order: list[int]) -> Lanes:
     return y
 
 
-def insert_outer(it: LaneInterpreter, x: Lanes, dim: int) -> Lanes:
+def insert_outer(it: LaneContext, x: Lanes, dim: int) -> Lanes:
     at = x.outer(dim)
     terms = it.redim(x, lambda dims: (*dims[:at], -1, *dims[at:]))
     return Lanes(x.kinds[:dim] + "o" + x.kinds[dim:], (*x.sizes[:dim], 1, *x.sizes[dim:]), terms, x.complex)
 
 
-def drop(it: LaneInterpreter, x: Lanes, dim: int) -> Lanes:
+def drop(it: LaneContext, x: Lanes, dim: int) -> Lanes:
     """Remove a dimension of size 1."""
     kinds, sizes = x.kinds[:dim] + x.kinds[dim + 1 :], (*x.sizes[:dim], *x.sizes[dim + 1 :])
     if x.kinds[dim] == "l":
@@ -56,7 +53,7 @@ def drop(it: LaneInterpreter, x: Lanes, dim: int) -> Lanes:
     return Lanes(kinds, sizes, it.redim(x, lambda dims: (*dims[:at], *dims[at + 1 :])), x.complex)
 
 
-def reshape(it: LaneInterpreter, x: Lanes, new: tuple[Any, ...]) -> Lanes:
+def reshape(it: LaneContext, x: Lanes, new: tuple[Any, ...]) -> Lanes:
     """Views that insert or drop dimensions of size 1, or that split and merge lane dimensions among themselves."""
     for dim in reversed(range(len(x.kinds))):
         if is_one(x.sizes[dim]):
@@ -106,7 +103,7 @@ def _pairs(sizes: Any) -> bool:
     return len(sizes) == 2 and 2 in sizes
 
 
-def align(it: LaneInterpreter, values: list[Lanes]) -> list[Lanes]:
+def align(it: LaneContext, values: list[Lanes]) -> list[Lanes]:
     """Bring values to the same number and kinds of dimensions, as broadcasting does."""
     n = max(len(v.kinds) for v in values)
     out = []
@@ -121,7 +118,7 @@ def align(it: LaneInterpreter, values: list[Lanes]) -> list[Lanes]:
     return out
 
 
-def as_lane(it: LaneInterpreter, v: Lanes, dim: int) -> Lanes:
+def as_lane(it: LaneContext, v: Lanes, dim: int) -> Lanes:
     if not is_one(v.sizes[dim]):
         raise Opaque
     v = drop(it, v, dim)

@@ -1,0 +1,47 @@
+"""Which nodes of a graph share memory, and when it is free."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+aten = torch.ops.aten
+
+
+def overwritable(tensor: Any, reader: Node) -> bool:
+    """Whether nobody needs `tensor`'s memory after `reader`: it was made in this graph, and neither it nor any view of
+    the same memory is read later or returned. For choosing the cheaper kernel; correctness does not rest on it."""
+    base = memory_of(tensor)
+    if not isinstance(base, Node) or base.op != "call_function":
+        return False
+    pending = [base]
+    while pending:
+        for user in pending.pop().users:
+            if user is not reader and _viewed(user) is not None:
+                pending.append(user)
+            elif user > reader:
+                return False
+    return True
+
+
+def memory_of(tensor: Any) -> Any:
+    """The node that made the memory `tensor` is in or is a view of."""
+    while isinstance(tensor, Node) and (source := _viewed(tensor)) is not None:
+        tensor = source
+    return tensor
+
+
+def _viewed(node: Node) -> Node | None:
+    """The node whose memory `node` shares by being a view of it, or one of its several views; or None."""
+    if node.target is operator.getitem:
+        parts = node.args[0]
+        return parts if isinstance(parts, Node) and _viewed(parts) is not None else None
+    if node.target is aten._unsafe_view.default:  # its schema promises new memory, and it makes none
+        return node.args[0] if isinstance(node.args[0], Node) else None
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.arguments or schema.arguments[0].alias_info is None:
+        return None
+    return node.args[0] if node.args and isinstance(node.args[0], Node) else None

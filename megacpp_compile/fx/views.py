@@ -1,0 +1,74 @@
+"""What each ATen view, copy and cast does: one table of sets, in which every overload stands once.
+
+Sites that accept fewer ops than a set, or more, say so by union and difference. Two kinds of graph are read: the
+captured one, pre-dispatch, which has every spelling, and those behind autograd, where composite ops (`reshape`,
+`flatten`, `chunk`, `contiguous`, `to`, ...) are decomposed already.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from megacpp_compile.fx.edit import value
+
+aten = torch.ops.aten
+
+# The elements in the same order, under the shape in args[1].
+RESHAPES = frozenset({aten.view.default, aten.reshape.default, aten._unsafe_view.default})
+# The same, told by the dimensions to merge or split.
+FOLDS = frozenset({aten.flatten.using_ints, aten.unflatten.int})
+# Dimensions of size 1 dropped or inserted.
+SQUEEZES = frozenset({aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims})
+UNSQUEEZE = aten.unsqueeze.default
+UNIT_DIMS = SQUEEZES | {UNSQUEEZE}
+# The dimensions in another order: autograd's ops, and what is decomposed to them.
+PERMUTATIONS = frozenset({aten.transpose.int, aten.permute.default, aten.t.default})
+COMPOSITE_PERMUTATIONS = frozenset(
+    {aten.mT.default, aten.numpy_T.default, aten.movedim.int, aten.movedim.intlist}
+)
+# Elements repeated: as a view with stride 0, or in memory.
+EXPANSIONS = frozenset({aten.expand.default, aten.broadcast_to.default})
+REPETITIONS = frozenset({aten.repeat.default, aten.repeat_interleave.self_int})
+# Parts: one, or a list of parts that make the whole.
+PARTS = frozenset({aten.slice.Tensor, aten.select.int, aten.unbind.int})
+SPLITS = frozenset({aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default})
+# Views by strides.
+STRIDED = frozenset({aten.as_strided.default, aten.diagonal.default, aten.unfold.default})
+# The same values in the same shape, gradient and all; `lift_fresh_copy` is such a copy of a constant.
+COPIES = frozenset({aten.alias.default, aten.clone.default, aten.contiguous.default})
+IDENTITIES = COPIES | {aten.lift_fresh_copy.default}
+# The same values, without a gradient: no identity to what matches before autograd.
+DETACH = aten.detach.default
+# The same shape, perhaps in another dtype or on another device; see `is_cast`.
+CASTS = frozenset({aten._to_copy.default, aten.to.dtype, aten.type_as.default})
+
+# Packets of what shares its operand's memory in graphs behind autograd.
+_MEMORY_VIEWS = frozenset(
+    op.overloadpacket
+    for op in RESHAPES | UNIT_DIMS | PERMUTATIONS | EXPANSIONS | PARTS | SPLITS | STRIDED | {aten.alias.default, DETACH}
+    if op not in (aten.broadcast_to.default, aten.chunk.default)  # composite
+)
+
+
+def is_reshape(node: Node) -> bool:
+    """Whether `node` is its first argument under the shape in its second."""
+    return node.target in RESHAPES
+
+
+def is_identity(node: Node) -> bool:
+    """Whether `node` is its first argument, copied or not, with its gradient."""
+    return node.target in IDENTITIES
+
+
+def is_cast(node: Node) -> bool:
+    """Whether `node` changes the floating dtype of its first argument and nothing else."""
+    if node.target not in CASTS:
+        return False
+    here, there = value(node), value(node.args[0])
+    return here.is_floating_point() and there.is_floating_point() and here.device == there.device
+
+
+def is_view(node: Node) -> bool:
+    """Whether `node`, of a graph behind autograd, is a view, or several, of its first argument's memory."""
+    return getattr(node.target, "overloadpacket", None) in _MEMORY_VIEWS

@@ -1,0 +1,49 @@
+"""A captured graph with the analyses that matchers and passes share."""
+
+from __future__ import annotations
+
+import functools
+
+from torch import fx
+from torch._subclasses import FakeTensorMode
+from torch.fx import Node
+
+from megacpp_compile.config.options import Config
+from megacpp_compile.fx.mode_states import ModeStates, mode_states
+from megacpp_compile.matchers.rope.heads import Heads, find_heads
+
+
+class GraphView:
+    """A captured graph and, computed once, the analyses of it; valid until the graph changes.
+
+    Matchers read `graph`, `weights`, `trained` and the analyses; `fake_mode` and `config` are for a pass's rewrite.
+    """
+
+    def __init__(
+        self, graph: fx.Graph, fake_mode: FakeTensorMode, weights: frozenset[Node], config: Config,
+        trained: frozenset[Node] = frozenset(),
+    ) -> None:  # fmt: skip
+        self.graph, self.fake_mode, self.weights, self.config = graph, fake_mode, weights, config
+        self.trained = trained
+
+    def needs_grad(self, node: Node) -> bool:
+        """Whether a gradient flows to or through `node`, as far as operands tell."""
+        seen, stack = {node}, [node]
+        while stack:
+            n = stack.pop()
+            if n in self.trained:
+                return True
+            new = [m for m in n.all_input_nodes if m not in seen]
+            seen.update(new)
+            stack.extend(new)
+        return False
+
+    @functools.cached_property
+    def heads(self) -> Heads:
+        """Every attention head with a rotary embedding, and the near misses."""
+        return find_heads(self.graph, self.weights)
+
+    @functools.cached_property
+    def mode_states(self) -> ModeStates:
+        """The grad and autocast mode that every node runs under."""
+        return mode_states(self.graph)
