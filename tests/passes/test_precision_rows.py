@@ -159,7 +159,7 @@ class Experts(nn.Module):
         ({"across": True}, {"gate": False}, "a weight lies [in, out]"),
         ({"hidden": 24}, {"gate": False}, "experts of 24x32, which are no multiples of 16"),
         ({"dtype": torch.float32}, {"gate": False}, "computed in torch.float32"),
-        ({}, {"gate": False, "roles": {"experts": "fp8_block"}}, "grouped products of experts have no fp8_block op"),
+        ({}, {"gate": False, "roles": {"experts": "fp8_block"}}, "grouped GEMMs of experts have no fp8_block op"),
     ],
     ids=lambda p: str(p) if isinstance(p, dict) else "",
 )

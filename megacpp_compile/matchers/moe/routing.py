@@ -235,7 +235,7 @@ def indexed(node: Node) -> tuple[Node, list[Any], Any] | None:
     if node.target is aten.embedding.default and len(node.args) == 2:
         return node.args[0], [node.args[1]], None  # type: ignore[return-value]
     if node.target is aten.gather.default and node.args[1] == 0:
-        token = every_lane(node.args[2])  # type: ignore[arg-type]
+        token = repeated_over_channels(node.args[2])  # type: ignore[arg-type]
         return None if token is None else (node.args[0], [token], None)  # type: ignore[return-value]
     if node.target is not aten.index.Tensor:
         return None
@@ -254,7 +254,7 @@ def indexed(node: Node) -> tuple[Node, list[Any], Any] | None:
     return tensor, positions, None  # type: ignore[return-value]
 
 
-def every_lane(index: Node) -> Node | None:
+def repeated_over_channels(index: Node) -> Node | None:
     """The numbers [R] of which `index` [R, d] repeats each for a whole row."""
     if index.target is not aten.expand.default:
         return None
@@ -277,7 +277,7 @@ def added_rows(node: Node) -> tuple[Node, Node, Node] | None:
     base, _, index, rows = args
     if value(base).dim() != 2:
         return None
-    token = every_lane(index)  # type: ignore[arg-type]
+    token = repeated_over_channels(index)  # type: ignore[arg-type]
     # scatter_add takes the rows that the index has, of as many as there may be
     alike = same_size(value(base).shape[1], value(rows).shape[1])
     alike = alike and all(map(same_size, value(index).shape, value(rows).shape))
