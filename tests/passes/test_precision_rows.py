@@ -203,7 +203,7 @@ def test_products_by_stacked_weights(float8, product, name, kind):
     frames = run(module, (x if product is every else x.repeat(4, 1, 1),), Config(precision=PLAN))
     found = [r for a in frames.analyses for r in a.frame.precision]
     assert [(r["kind"], r["requested"], r["effective"]) for r in found] == [(kind, "fp8_current", "bf16")] * 2
-    assert {r["reason"] for r in found} == {"products by stacked weights have no fp8 op in the graph"}
+    assert {r["reason"] for r in found} == {"GEMMs with stacked weights have no fp8 op in the graph"}
 
 
 def test_activations_are_no_stacked_weights(float8):

@@ -23,8 +23,13 @@ aten = torch.ops.aten
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """`tensor` as [out, in] after `transposed`, or with `index` that entry of it; `every`: all experts' in one tensor,
-    chosen by row."""
+    """A weight [out, in], or [in, out] if `transposed`.
+
+    Attributes:
+        tensor: the weight itself, or with `index` or `every` a tensor that holds one for each expert.
+        index: this expert's place in `tensor`.
+        every: whether this stands for the weights of all experts, of which each row takes one.
+    """
 
     tensor: Node
     transposed: bool = False

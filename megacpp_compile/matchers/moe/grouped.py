@@ -21,7 +21,7 @@ from megacpp_compile.matchers.moe import dense, loop
 from megacpp_compile.matchers.moe.experts import Expert, Gemm, Weight, bias_failure, expert_ending_in
 from megacpp_compile.matchers.moe.factors import Axis, Dims, Factor, beneath, factors, over, seen_as, step_into
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, bounded
-from megacpp_compile.matchers.moe.routing import chosen, indexed, number_of_scores
+from megacpp_compile.matchers.moe.routing import indexed, is_nonnegative, number_of_scores
 
 aten = torch.ops.aten
 _SUMS = (aten.sum.dim_IntList, aten.einsum.default, aten.bmm.default, aten.matmul.default)
@@ -136,7 +136,7 @@ def _from_down(
     gates = seen_as(gate, *axes.slots())
     if gates is None:
         return MatchFailure(gate.node, "gates", "the gates are in another order than the choices")
-    if not chosen(match_gemm.ids):
+    if not is_nonnegative(match_gemm.ids):
         reason = "an expert's number may be negative, which would count from the end"
         return MatchFailure(match_gemm.ids, "range", reason)
     layer = RoutedExperts(
