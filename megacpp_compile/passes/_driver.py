@@ -1,4 +1,4 @@
-"""Stage 3: run the passes. Nothing here knows any one of them.
+"""Runs the passes over a captured graph; no pass is known here by name.
 
 A pass is a module in this folder that defines `name`, `op`, `after` and `find` (`_rule.Pass`); order follows `after`.
 """
@@ -55,14 +55,14 @@ def pass_names() -> tuple[str, ...]:
 
 
 def enabled_passes(config: Config) -> list[Pass]:
-    """Those that are to run, in order; one that is not `by_default` only where `config` names it."""
+    """The passes that `config` leaves on, in order; one that is not `by_default` runs only where `config` names it."""
     return [p for p in all_passes() if config.enabled(p.name, getattr(p, "by_default", True))]
 
 
 @dataclasses.dataclass
 class Outcome:
-    """What the passes did to one frame. `op_nodes` are the ops' nodes, beside their `sites`; `replaced` has the site
-    for each node that a match was about."""
+    """What the passes did to one frame. `op_nodes` are the nodes of the ops, in the order of `sites`; `replaced` has the
+    site for each `Match.node`."""
 
     sites: list[Site]
     misses: list[MissedFusion]
@@ -84,8 +84,8 @@ def run_passes(
 ) -> Outcome:
     """Run every enabled pass on `captured` in place.
 
-    review: shown each rewrite while the plain nodes still stand beside the new ones; it may fill in the site, and
-    refuse the rewrite, which is then undone. trace: given the graph after each pass that changed it.
+    review: called for each rewrite while the plain nodes still stand beside the new ones; it may fill in the site, and
+    refuse the rewrite, which is then undone. trace: called with the graph after each pass that changed it.
     """
     gm = captured.gm
     semantic_ops()  # registers the ops the passes name

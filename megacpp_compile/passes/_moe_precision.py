@@ -1,7 +1,7 @@
-"""Which precision a plan gives the products of routed experts, and why not the one it asks for.
+"""Decides the precision of the GEMMs of routed experts, and says why it is not the one that the plan asks for.
 
-"fp8_current" is there where kernels multiply float8 by groups: on Hopper, for experts with a gate whose weights lie row
-by row. Elsewhere they stay in bfloat16; `effective_precision` tells the report so.
+"fp8_current" needs kernels for grouped float8 GEMMs: on Hopper, for gated experts whose weights lie row by row.
+Elsewhere the GEMMs stay in bfloat16; `_precision_rows` says so in the report.
 """
 
 from __future__ import annotations
@@ -18,40 +18,42 @@ from megacpp_compile.lowerings._gemm.float8_support import MULTIPLE, no_grouped_
 
 RECIPE = "fp8_current"
 LAYOUTS = ("pair", "gate_up")
-# Where the op's node has what `decide` says against what the plan asks for.
+# The key of the op node's meta under which the reason of `decide` stands.
 REASON = "megacpp_precision_reason"
 
 
 def decide(plan: PrecisionPlan | None, fqn: str, parts: Iterable[str], args: Sequence[Any]) -> tuple[str, str]:
     """(the op's argument `precision`, why it is not what the plan asks for) for the layer of experts `fqn`.
 
-    parts: names of the modules that multiply within it. args: those of `megacpp::moe`, from x to layout, as nodes.
+    parts: names of the modules whose GEMMs it has. args: those of `megacpp::moe`, from x to layout, as nodes.
     """
     requested = "bf16" if plan is None else plan.decide(fqn, "experts").requested
     if plan is None or requested == "bf16":
         return "", ""
-    reason = _against_parts(plan, requested, parts) or _against(plan, requested, args)
+    reason = _part_refusal(plan, requested, parts) or _refusal(plan, requested, args)
     return ("", reason) if reason else (RECIPE, "")
 
 
-def _against_parts(plan: PrecisionPlan, requested: str, parts: Iterable[str]) -> str:
+def _part_refusal(plan: PrecisionPlan, requested: str, parts: Iterable[str]) -> str:
+    """Why the layer cannot have what is `requested`, as a rule has another precision for one of its `parts`."""
     for part in parts:
         said = plan.decide(part, "experts")
         if said.requested != requested:
-            return f"all products of a layer are in one precision, and {said.rule} has {said.requested} for {part}"
+            return f"all GEMMs of a layer are in one precision, and {said.rule} has {said.requested} for {part}"
     return ""
 
 
-def _against(plan: PrecisionPlan, requested: str, args: Sequence[Any]) -> str:
+def _refusal(plan: PrecisionPlan, requested: str, args: Sequence[Any]) -> str:
+    """Why the op cannot compute in what is `requested`, or would not gain by it; "" where it can."""
     if requested != RECIPE:
-        return f"grouped products of experts have no {requested} op in the graph"
+        return f"grouped GEMMs of experts have no {requested} op in the graph"
     x, indices, down, layout = value(args[0]), value(args[1]), value(args[5][0]), args[7]
     if missing := no_grouped_float8(x.device):
         return missing
     if x.dtype != torch.bfloat16:
         return f"computed in {x.dtype}"
     if layout not in LAYOUTS:
-        return f"float8 products are there for experts of the layouts {' and '.join(LAYOUTS)}, not {layout}"
+        return f"float8 GEMMs are there for experts of the layouts {' and '.join(LAYOUTS)}, not {layout}"
     if any(value(w).stride(-1) != 1 for ws in args[3:6] for w in ws):
         return "a weight lies [in, out], of which every call would make a copy"
     d, n = down.shape[-2:]

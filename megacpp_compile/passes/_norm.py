@@ -1,4 +1,4 @@
-"""What follows a norm, for every pass that takes a norm and its projections together."""
+"""Follows a norm to its projections, for every pass that takes both together."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ aten = torch.ops.aten
 
 
 def between(node: Node) -> bool:
+    """Whether `node` may stand between a norm and its projections: a view or a cast."""
     return is_outer_view(node) or is_cast(node)
 
 
 def scaled(node: Node) -> bool:
-    """A norm's output times a number, which belongs to the gain."""
+    """Whether `node` multiplies a norm's output by a number, which then belongs to the gain."""
     return node.target in (aten.mul.Tensor, aten.mul.Scalar) and isinstance(node.args[1], (int, float))
 
 
 def norm_before(linear: Linear) -> tuple[Node, RmsNorm | NoNorm | None]:
-    """What `linear` reads behind views, casts and a scaling, and the norm that it is."""
+    """(what `linear` reads behind views, casts and a scaling, the norm that it is)."""
     source = linear.x
     while (between(source) or scaled(source)) and not isinstance(match_rms_norm(source), RmsNorm):
         source = source.args[0]  # type: ignore[assignment]
@@ -32,7 +33,10 @@ def norm_before(linear: Linear) -> tuple[Node, RmsNorm | NoNorm | None]:
 
 
 def projections(norm: RmsNorm) -> tuple[list[tuple[Linear, list[Node]]], MatchFailure | None]:
-    """Every reader of the norm must be a linear, behind views and casts and perhaps a scaling by a number."""
+    """(the linears that read the norm, each with the chain to it; why not, where something else reads it too).
+
+    Views, casts and one scaling by a number may stand in between.
+    """
     ups = []
     uses = consumers(norm.node, between)
     if len(uses) == 1 and scaled(uses[0][0]) and uses[0][0].args[0] is uses[0][1]:
@@ -56,7 +60,7 @@ def projections(norm: RmsNorm) -> tuple[list[tuple[Linear, list[Node]]], MatchFa
 
 
 def escaping(norm: RmsNorm) -> MatchFailure | None:
-    """What else reads a value between a norm's input and its result."""
+    """The failure of a norm where something else reads a value between its input and its result."""
     for inner in norm.internal - {norm.node}:
         outside = next((u for u in inner.users if u not in norm.internal), None)
         if outside is not None:
@@ -65,6 +69,7 @@ def escaping(norm: RmsNorm) -> MatchFailure | None:
 
 
 def depends(node: Node, on: set[Node]) -> bool:
+    """Whether `node` is computed from one of the nodes `on`, or is one."""
     first = min(on)
     seen, stack = set(), [node]
     while stack:
@@ -78,7 +83,7 @@ def depends(node: Node, on: set[Node]) -> bool:
 
 
 def gain_of(build: Builder, norm: RmsNorm) -> Node | None:
-    """The product of all gains and numbers, one per lane; None where there is none."""
+    """The product of all gains and numbers, one per channel; None where there is none."""
     gain: Node | None = None
     width = value(norm.x).shape[-1]
     for g in norm.gains:

@@ -1,7 +1,7 @@
-"""What a plan asks of each linear, routed expert layer and attention of a graph, and what each computes in afterwards.
+"""Tables the precision that a plan asks of each linear, routed expert layer and attention, and what each computes in.
 
-`asked` looks before the passes run, `answered` after: what a pass took, and what it refused, tells the one from the
-other. An attention's core has no fp8 op: what the plan asks of it is answered with the dtype it computes in, and why.
+`asked` reads the graph before the passes run. `answered` completes its rows afterwards from what each pass took or
+refused. An attention's core has no fp8 op: its row has the dtype that it computes in, and why.
 """
 
 from __future__ import annotations
@@ -19,26 +19,25 @@ from megacpp_compile.config.options import Config
 from megacpp_compile.config.precision import PrecisionPlan
 from megacpp_compile.config.roles import role_at
 from megacpp_compile.frontend.tensor_subclasses import LINEARS
-from megacpp_compile.fx.edit import value
+from megacpp_compile.fx.edit import memory_of, value
 from megacpp_compile.fx.provenance import module_fqn, source_line
 from megacpp_compile.lowerings.moe.reference import precision_of
 from megacpp_compile.matchers.linear import match_linear
 from megacpp_compile.matchers.views import is_cast
 from megacpp_compile.passes._driver import Outcome
 from megacpp_compile.passes._moe_precision import REASON
-from megacpp_compile.remat.nodes import base_of, is_core, name_of
 from megacpp_compile.report.records import Precision
 
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
-_FP8_WEIGHT = "megacpp::linear_fp8_weight"
-_STACKED = ("aten::bmm", "aten::baddbmm", "aten::matmul", "aten::einsum", "aten::_grouped_mm",
-            "transformers::grouped_mm_fallback")  # fmt: skip
+_FP8_WEIGHT = "megacpp.linear_fp8_weight"
+_STACKED = ("aten.bmm", "aten.baddbmm", "aten.matmul", "aten.einsum", "aten._grouped_mm",
+            "transformers.grouped_mm_fallback")  # fmt: skip
 _CALLS: dict[Any, str] = dict.fromkeys(LINEARS, "linear") | {F.scaled_dot_product_attention: "attention"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """A row whose answer is not known yet. kind: "linear", "stacked" or "attention"."""
+    """A row before the passes have run. kind: "linear", "stacked" or "attention"."""
 
     node: Node
     kind: str
@@ -46,7 +45,7 @@ class Asked:
 
 
 def asked(graph: fx.Graph, weights: Set[Node], plan: PrecisionPlan | None) -> list[Asked]:
-    """Every linear, product of stacked weights and attention of a graph as it was captured; nothing without a plan."""
+    """A row for every linear, GEMM with stacked weights and attention of a captured graph; none without a plan."""
     if plan is None:
         return []
     found = []
@@ -54,19 +53,19 @@ def asked(graph: fx.Graph, weights: Set[Node], plan: PrecisionPlan | None) -> li
         if (linear := match_linear(node)) is not None:
             sizes = linear.out_features, value(linear.x).shape[-1]
             found.append(Asked(node, "linear", _row(node, "linear", plan, sizes)))
-        elif name_of(node) == _FP8_WEIGHT:
+        elif _op_name(node) == _FP8_WEIGHT:
             found.append(Asked(node, "linear", _row(node, "linear", plan, value(node.args[1]).shape)))
         elif _multiplies_stacked(node, weights):
-            role = "experts" if (told := role_at(node)) == "other" else told
+            role = "experts" if (own := role_at(node)) == "other" else own
             kind = "experts" if role == "experts" else "linear"
             found.append(Asked(node, "stacked", _row(node, kind, plan, (), role)))
-        elif is_core(node) and "ssd_scan" not in name_of(node):
+        elif _is_attention(node):
             found.append(Asked(node, "attention", _row(node, "attention", plan, (), "attention")))
     return found
 
 
 def answered(rows: Sequence[Asked], outcome: Outcome, config: Config) -> list[dict[str, Any]]:
-    """The rows with what became of them, and those of routed experts, as plain data."""
+    """The rows with their answers, and those of routed experts, as plain data."""
     plan = config.precision
     if plan is None:
         return []
@@ -75,10 +74,10 @@ def answered(rows: Sequence[Asked], outcome: Outcome, config: Config) -> list[di
     for ask in rows:
         row, node = ask.row, ask.node
         if ask.kind == "stacked" and node._erased:
-            continue  # the row of the layer of experts speaks for it
+            continue  # the layer of experts has a row of its own
         if node in outcome.replaced and outcome.replaced[node].pass_name == "linear":
             row.effective = row.requested
-        elif name_of(node) == _FP8_WEIGHT:
+        elif _op_name(node) == _FP8_WEIGHT:
             row.effective, row.reason = "fp8 weight", "the weight is fp8 already"
         elif row.requested != "bf16":
             row.reason = refused.get(node.name) or _why(ask, outcome, config)
@@ -92,7 +91,7 @@ def answered(rows: Sequence[Asked], outcome: Outcome, config: Config) -> list[di
 
 
 def unseen(graph: fx.Graph, plan: PrecisionPlan | None, reason: str) -> list[dict[str, Any]]:
-    """The same of a graph of Dynamo's that no pass saw, as `reason` says: its calls run as they are written."""
+    """The rows, as plain data, of Dynamo's graph where `reason` kept the passes from it: its calls run as written."""
     rows = []
     for node in graph.nodes if plan is not None else ():
         kind = _CALLS.get(node.target)
@@ -104,33 +103,45 @@ def unseen(graph: fx.Graph, plan: PrecisionPlan | None, reason: str) -> list[dic
     return [dataclasses.asdict(row) for row in rows]
 
 
+def _op_name(node: Node) -> str:
+    """The operation without its overload, "aten.bmm"."""
+    return str(getattr(node.target, "overloadpacket", node.target))
+
+
+def _is_attention(node: Node) -> bool:
+    name = _op_name(node)
+    return "scaled_dot_product" in name or "flex_attention" in name or name == "megacpp.sparse_mla"
+
+
 def _multiplies_stacked(node: Node, weights: Set[Node]) -> bool:
-    """Whether it is a product by the weights of several experts, [experts, ., .], or heads."""
-    return name_of(node) in _STACKED and any(_stack(a, weights) for a in node.all_input_nodes)
+    """Whether `node` is a GEMM with the weights of several experts or heads, [experts, ., .]."""
+    return _op_name(node) in _STACKED and any(_is_stack(a, weights) for a in node.all_input_nodes)
 
 
-def _stack(node: Node, weights: Set[Node]) -> bool:
-    while is_cast(node := base_of(node)):
+def _is_stack(node: Node, weights: Set[Node]) -> bool:
+    """Whether `node` is a view or cast of a weight [experts, ., .]."""
+    while is_cast(node := memory_of(node)):
         node = node.args[0]  # type: ignore[assignment]
     return node in weights and value(node).dim() == 3
 
 
 def _why(ask: Asked, outcome: Outcome, config: Config) -> str:
-    """Why something the plan wants in fp8 and the pass said nothing of is not."""
+    """Why a node that the plan wants in fp8, and of which the pass gave no reason, is not."""
     if ask.kind == "attention":
         return "an attention's core has no fp8 op in the graph; its projections have"
     if ask.kind == "stacked":
-        return "products by stacked weights have no fp8 op in the graph"
+        return "GEMMs with stacked weights have no fp8 op in the graph"
     if not config.enabled("linear", True):
         return "the pass linear is off"
     if ask.node._erased:
-        return "part of megacpp::moe, of which the layer of experts' row tells"
+        return "part of megacpp::moe, which has a row of its own"
     return "its input has one dimension"
 
 
 def _row(
     node: Node, kind: str, plan: PrecisionPlan, shape: Sequence[Any], role: str | None = None, fqn: str = ""
 ) -> Precision:
+    """The row of `node` with what `plan` asks for, and the dtype of its output as the answer so far."""
     fqn = fqn or module_fqn(node)
     said = plan.decide(fqn, role or role_at(node))
     held = value(node)

@@ -1,4 +1,4 @@
-"""What the RoPE passes share: from a proved rotation to the op's arguments.
+"""Builds the arguments of the RoPE ops from a proved rotation, for all RoPE passes.
 
 The ops take queries, keys and tables with equally many dimensions, tables 1 wide where they broadcast, and return
 contiguous tensors. Dimensions are put in memory order (`in_memory_order`) and the op's result is permuted back, which
@@ -26,7 +26,7 @@ aten = torch.ops.aten
 
 
 def refusals(view: GraphView, op_name: str) -> list[MatchFailure]:
-    """The near misses that belong to `op_name`, judged by what the value would have been: q, k, with plain lanes."""
+    """The near misses of `op_name`, to which role (q or k) and unrotated channels of the value say that it belongs."""
 
     def owner(role: str, partial: bool) -> str:
         if not partial:
@@ -42,7 +42,7 @@ def layout(rotation: Rotation) -> tuple[bool, bool, bool]:
 
 
 def in_memory_order(head: Head, *others: Head) -> tuple[Rotation, list[int]]:
-    """The rotation with its outer dimensions in memory order, and that order; `others` are turned by the same op.
+    """The rotation with its outer dimensions in memory order, and that order; the same op rotates `others`.
 
     It is the order of the projection that made the head: the op then reads and writes rows side by side and may work in
     the projection's own memory. Where the result leaves the frame, or meets a foreign op, its strides are part of what
@@ -59,7 +59,7 @@ def in_memory_order(head: Head, *others: Head) -> tuple[Rotation, list[int]]:
     return reordered(head.rotation, order), order
 
 
-# Ops whose result is laid out in one way whatever the operands' strides are.
+# Ops whose result has one layout for any strides of the operands.
 _SETTLED = {
     aten.matmul.default, aten.bmm.default, aten.mm.default, aten.einsum.default, aten.linear.default,
     aten.baddbmm.default, aten.scaled_dot_product_attention.default,
@@ -92,7 +92,7 @@ def reordered(rotation: Rotation, order: list[int]) -> Rotation:
 
 
 def back(build: Builder, node: Node, order: list[int]) -> Node:
-    """From memory order to the head's own."""
+    """`node` with its dimensions in the head's order rather than in memory order."""
     permutation = [order.index(p) for p in range(len(order))] + [len(order)]
     return node if permutation == sorted(permutation) else build(aten.permute.default, node, permutation)
 
@@ -104,7 +104,7 @@ def sources(rotation: Rotation) -> list[Node]:
 
 
 def arrange(build: Builder, source: Source, start: int, width: int, step: int = 1) -> Node:
-    """Lanes of `source` as a tensor with the leading dimensions of the head, 1 where it broadcasts."""
+    """Channels of `source` as a tensor with the leading dimensions of the head, 1 where it broadcasts."""
     node = source.node
     if source.part:
         node = build(aten.real.default if source.part == "re" else aten.imag.default, node)
@@ -128,12 +128,14 @@ def arrange(build: Builder, source: Source, start: int, width: int, step: int = 
 
 
 def table(build: Builder, entries: Table) -> Node:
+    """The node that holds `entries` of a cos or sin table."""
     node = arrange(build, entries.source, entries.start, entries.width, entries.step)
     return build(aten.neg.default, node) if entries.negative else node
 
 
-def part(build: Builder, lanes: Part) -> Node:
-    return arrange(build, lanes.source, lanes.start, lanes.width)
+def part(build: Builder, channels: Part) -> Node:
+    """The node that holds the `channels` of a head."""
+    return arrange(build, channels.source, channels.start, channels.width)
 
 
 def whole_head(build: Builder, rotation: Rotation) -> Node:
@@ -151,7 +153,7 @@ REGION = ("region", "its inputs are ready only under another grad or autocast mo
 
 
 def replace(graph: fx.Graph, build: Builder, pairs: list[tuple[Node, Node]], moved: list[Node]) -> None:
-    """Rewire every old output to its new node."""
+    """Replace every old output by its new node, and move what reads one too early behind them."""
     move_behind(moved, build.emitted[-1])
     for old, new in pairs:
         old.replace_all_uses_with(new)

@@ -4,11 +4,11 @@ attention, DeltaNet and LFM2).
 Before: `y = silu(conv1d(x.transpose(1, 2), w, b, padding=k - 1, groups=c)[..., :t]).transpose(1, 2)`
 After:  `y = megacpp.causal_conv1d(x, w, b, "silu", dtype)`
 
-Safe because padding, cut and transpositions are followed step by step (`recognise/causal_conv.py`): the match proves
-that output step i sees inputs i - (k - 1) to i. The op keeps x, weight and bias; the value before SiLU is computed
-again. SiLU stays outside where the value before it is read by others too.
-Refused: what is not causal; other groups than channels; stride or dilation; a convolution whose padded output is
-read by others; parts under different grad or autocast modes.
+Safe because the matcher (`matchers/causal_conv.py`) follows padding, cut and transpositions step by step: the match
+proves that output step i sees inputs i - (k - 1) to i. The op saves x, weight and bias; backward recomputes the value
+before SiLU. SiLU stays outside where something else reads the value before it.
+Refused: a convolution that is not causal; groups other than channels; stride or dilation; a padded output with other
+readers; parts under different grad or autocast modes.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _check(view: GraphView, conv: CausalConv) -> Match | MatchFailure:
 def _rewrite(
     view: GraphView, convolution: Node, inputs: list[Node], outputs: list[Node]
 ) -> tuple[Node, list[Node]]:
-    # Again: what it reads may have been another convolution's result, which is a new node by now.
+    # Matched anew: what it reads may have been another convolution's result, which is a new node by now.
     conv = match_causal_conv(convolution)
     assert isinstance(conv, CausalConv)
     inputs[:] = dict.fromkeys(n for n in (conv.x, conv.weight, conv.bias) if n is not None)

@@ -3,17 +3,17 @@
 Before: `down = linear(x, w_down); latent, rest = down.split([c, r], -1); up = linear(rms_norm(latent, w_norm), w_up)`
 After:  `[up], rest, rrms = megacpp.down_norm_up(x, w_down, b_down, w_norm, [w_up], eps, start=0, size=c)`
 
-Safe because the op computes the same function in at least the same precision, and nothing between x and the
-up-projections is read by anybody else: what was saved for backward there (the latent, its float32 copy, the normed
-latent) is computed again from x.
-Memory is what it is for: x is kept for the gradient of the down-projection's weight in any case, so that what is saved
-are the latents, and what it costs is their GEMM again. Both grow with the latent's width alike, so that it may be of
-any: an output projection before the norm and the gate of the next block is as good a site as a low rank (Zamba2).
+Safe because the op computes the same function in at least the same precision, and nothing else reads a value between x
+and the up-projections: backward recomputes from x what was saved there (the latent, its float32 copy, the normed
+latent).
+Trades one GEMM for memory: x is saved for the gradient of the down-projection's weight anyway, so backward recomputes
+the latent. What is saved and what is recomputed both grow with the latent's width, so any width is worth it: an output
+projection before the norm and the gate of the next block is as good a site as a low rank (Zamba2).
 One down-projection may make several latents (`q, kv, pe = linear(x, w).split([c, d, r], -1)`): each op then takes its
 own rows of the weight, if all of them can.
 Refused: another norm (LayerNorm, eps outside the root, another axis), a latent or norm that escapes, a bias or
 non-linearity between norm and up-projection, parts under different grad or autocast modes; a frozen down-projection,
-where x would be kept for nothing but narrower latents.
+for which backward would keep x instead of narrower latents.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _stranded(view: GraphView, seen: set[Node]) -> Iterator[MatchFailure]:
         if node.target not in (aten.rms_norm.default, aten.rsqrt.default):
             continue
         top = node
-        for _ in range(4):  # from the root up to the end of the product
+        for _ in range(4):  # from the rsqrt up to the last multiplication
             nxt = next((u for u in top.users if isinstance(match_rms_norm(u), RmsNorm)), None)
             if nxt is None:
                 break
@@ -135,7 +135,7 @@ def _after_projection(node: Node, depth: int = 16) -> bool:
 
 
 def _down(x: Node) -> tuple[Linear, int, int, list[Node]] | None:
-    """(the linear whose output lanes `start : start + size` are `x`, start, size, the views in between)."""
+    """(the linear whose output channels `start : start + size` are `x`, start, size, the views in between)."""
     start, size, chain = 0, value(x).shape[-1], list[Node]()
     while True:
         cut = lane_slice(x)
@@ -151,14 +151,17 @@ def _down(x: Node) -> tuple[Linear, int, int, list[Node]] | None:
 
 
 def _check(view: GraphView, norm: RmsNorm, part: tuple[int, int] | None = None) -> Match | MatchFailure | None:
-    """`part`: the lanes of the down-projection that are this latent's affair; None for all of them."""
+    """The match of `norm` with the projections before and behind it; None where it is no latent's.
+
+    part: the channels of the down-projection that belong to this latent and its op; None for all of them.
+    """
     found = _down(norm.x)
     if found is None:
         return None  # the norm of a residual stream, not of a latent
     down, start, size, views = found
     lo, hi = part or (0, down.out_features)
     if start > lo and start + size != hi:
-        return MatchFailure(norm.x, "latent-place", "the normed lanes lie in the middle of the down-projection")
+        return MatchFailure(norm.x, "latent-place", "the normed channels lie in the middle of the down-projection")
     ups, refusal = projections(norm)
     if refusal is not None:
         return refusal
@@ -208,14 +211,14 @@ def _frozen(view: GraphView, down: Linear, size: int, behind: list[Node]) -> Mat
         kept = kept or linear is None or linear.x is not read or view.needs_grad(linear.w)
     if kept or x.op == "placeholder" or is_attention(x) or not isinstance(n := value(x).shape[-1], int) or n <= latents:
         return None
-    reason = f"the down-projection is frozen: {n} lanes of its input would be kept instead of {latents} behind it"
+    reason = f"the down-projection is frozen: {n} channels of its input would be kept instead of {latents} behind it"
     return MatchFailure(down.node, "frozen", reason)
 
 
 def _rests(
     norm: RmsNorm, down: Linear, start: int, size: int, first: int, end: int
 ) -> list[tuple[Node, list[Node]]] | MatchFailure:
-    """[(node, chain from the down-projection)] for every reader of lanes `first` to `end` that are not normed."""
+    """[(node, chain from the down-projection)] for every reader of channels `first` to `end` that are not normed."""
     total = down.out_features
     lo, hi = (first, start) if start > first else (start + size, end)
     rests: list[tuple[Node, list[Node]]] = []
@@ -232,11 +235,11 @@ def _rests(
                     cut = lane_slice(item)
                     if cut is None:
                         return MatchFailure(user, "escapes", "the down-projection is split along another dimension")
-                    stack_or_rest(stack, rests, item, at + cut[1], cut[2], chain, lo, hi)
+                    _stack_or_rest(stack, rests, item, at + cut[1], cut[2], chain, lo, hi)
                 continue
             cut = lane_slice(user)
             if cut is not None:
-                stack_or_rest(stack, rests, user, at + cut[1], cut[2], chain, lo, hi)
+                _stack_or_rest(stack, rests, user, at + cut[1], cut[2], chain, lo, hi)
             elif is_outer_view(user):
                 stack.append((user, at, width, [*chain, user]))
             else:
@@ -245,10 +248,10 @@ def _rests(
     return sorted(rests)
 
 
-def stack_or_rest(  # type: ignore[no-untyped-def]
+def _stack_or_rest(  # type: ignore[no-untyped-def]
     stack, rests, node: Node, at: int, width: int, chain: list[Node], lo: int, hi: int
 ) -> None:
-    """A run of lanes: wholly outside the latent it is a rest to be rewired, else its readers are looked at too."""
+    """Add a run of channels to `rests` if it lies outside the latent, else to the `stack` of values to look behind."""
     if lo <= at and at + width <= hi:
         node.meta["_run"] = (at - lo, width)
         rests.append((node, chain))

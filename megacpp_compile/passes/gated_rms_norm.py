@@ -4,8 +4,8 @@ Before: `h = (y * silu(z)).view(.., groups, n); out = w * (h * rsqrt(h.pow(2).me
         or, gate last, `out = w * (y * rsqrt(y.pow(2).mean(-1, True) + eps)) * silu(z)`, each with its casts
 After:  `out, rrms = megacpp.gated_rms_norm(y, z, w, eps, group_size, norm_before_gate, dtype)`
 
-Safe because the op computes the same product in at least the same precision, and nothing between y, z and out is read
-by anybody else. It keeps y, z and one number a group.
+Safe because the op computes the same function in at least the same precision, and nothing else reads a value between
+y, z and out. It saves y, z and one number a group.
 Refused: another norm (LayerNorm, eps outside the root, another axis), another gate (sigmoid, GELU), an intermediate
 that is used elsewhere, parts under different grad or autocast modes.
 """
@@ -32,7 +32,7 @@ after = ("down_norm_up",)
 
 _TOPS = {aten.mul.Tensor, aten.div.Tensor, aten.rms_norm.default, aten.layer_norm.default}
 _REDUCTIONS = {aten.mean.dim, aten.sum.dim_IntList, aten.rms_norm.default}
-# What these say of is a product around a norm, not the norm itself, which is looked at on its own.
+# Tags about a multiplication around a norm; `find` comes to the norm itself on its own.
 _AROUND = {"gain-shape", "divided", "two-norms", "rounding", "precision"}
 
 
@@ -46,7 +46,7 @@ def find(view: GraphView) -> Iterator[Match | MatchFailure]:
                 yield MatchFailure(norm.node, norm.tag, norm.reason)
         elif norm is not None:
             reductions = {n for n in norm.internal if n.target in _REDUCTIONS}
-            if not reductions & seen:  # else a product around a norm already met
+            if not reductions & seen:  # else a multiplication around a norm already met
                 seen |= reductions
                 found = _check(view, norm)
                 if found is not None:
@@ -69,21 +69,21 @@ def _check(view: GraphView, norm: RmsNorm) -> Match | MatchFailure | None:
     state = view.mode_states
     if any(state[n] != state[gated.node] for n in gated.internal if not same_source(n, (gated.y, gated.z))):
         return MatchFailure(gated.node, "region", "part of it runs under another grad or autocast mode")
-    lanes = _lanes(gated)
-    if lanes is None or _sizes(value(gated.node).shape, (gated.y, gated.z)) is None:
+    width = _row_width(gated)
+    if width is None or _sizes(value(gated.node).shape, (gated.y, gated.z)) is None:
         return MatchFailure(gated.node, "shape", "operands, gains and result can't be seen as rows of one width")
     inputs = _inputs(gated)
     if place(inputs, [gated.node], gated.node, state) is None:
         return MatchFailure(gated.node, "region", "its inputs are ready only under another grad or autocast mode")
-    return Match(gated.node, inputs, [gated.node], lambda: _rewrite(view, norm.node, inputs, lanes))
+    return Match(gated.node, inputs, [gated.node], lambda: _rewrite(view, norm.node, inputs, width))
 
 
 def _inputs(gated: GatedNorm) -> list[Node]:
     return list(dict.fromkeys([gated.y, gated.z, *(g for g, _ in gated.gains)]))
 
 
-def _lanes(gated: GatedNorm) -> int | None:
-    """The width of the op's rows: the widest of operands and gains, of which each one else is a whole part."""
+def _row_width(gated: GatedNorm) -> int | None:
+    """The width of the op's rows: the widest of operands and gains, a multiple of all others."""
     widths = [value(n).shape[-1] for n in (gated.y, gated.z)] + [n for _, n in gated.gains] + [gated.size]
     if not all(isinstance(n, int) for n in widths):
         return None
@@ -114,8 +114,8 @@ def _reshape(build: Builder, node: Node, shape: Sequence[Any], sources: Sequence
     )
 
 
-def _rewrite(view: GraphView, core: Node, inputs: list[Node], lanes: int) -> tuple[Node, list[Node]]:
-    # Again: what it reads may have been another one's result, which is a new node by now.
+def _rewrite(view: GraphView, core: Node, inputs: list[Node], width: int) -> tuple[Node, list[Node]]:
+    # Matched anew: what it reads may have been another one's result, which is a new node by now.
     norm = match_rms_norm(core)
     assert isinstance(norm, RmsNorm)
     gated = match_gated_norm(norm)
@@ -126,15 +126,15 @@ def _rewrite(view: GraphView, core: Node, inputs: list[Node], lanes: int) -> tup
     anchor, moved = where
     build = Builder(view.graph, view.fake_mode, anchor, gated.node, view.mode_states)
     sources = gated.y, gated.z
-    like = next((n for n in sources if value(n).shape[-1] == lanes), None)
+    like = next((n for n in sources if value(n).shape[-1] == width), None)
     y, z = (
-        build(aten.reshape.default, n, [-1, lanes]) if like is None
+        build(aten.reshape.default, n, [-1, width]) if like is None
         else _reshape(build, n, value(like).shape, (like,))
         for n in sources
     )  # fmt: skip
     node = build(
         torch.ops.megacpp.gated_rms_norm.default,
-        y, z, _weight(build, gated, lanes), float(gated.norm.eps), gated.size, gated.norm_before_gate,
+        y, z, _weight(build, gated, width), float(gated.norm.eps), gated.size, gated.norm_before_gate,
         value(gated.node).dtype,
     )  # fmt: skip
     out = _reshape(build, build.item(node, 0), value(gated.node).shape, sources)
@@ -143,19 +143,19 @@ def _rewrite(view: GraphView, core: Node, inputs: list[Node], lanes: int) -> tup
     return node, [out]
 
 
-def _weight(build: Builder, gated: GatedNorm, lanes: int) -> Node | None:
-    """The product of all gains and numbers, one per lane of a row; None where there is none."""
+def _weight(build: Builder, gated: GatedNorm, width: int) -> Node | None:
+    """The product of all gains and numbers, one per channel of a row; None where there is none."""
     weight: Node | None = None
-    for gain, width in gated.gains:
+    for gain, own_width in gated.gains:
         if value(gain).dim() != 1:
             gain = build(aten.reshape.default, gain, [value(gain).numel()])
-        if value(gain).shape[0] == 1 != lanes:
-            gain = build(aten.expand.default, gain, [lanes])
-        elif width != lanes:
-            gain = build(aten.repeat.default, gain, [lanes // width])
+        if value(gain).shape[0] == 1 != width:
+            gain = build(aten.expand.default, gain, [width])
+        elif own_width != width:
+            gain = build(aten.repeat.default, gain, [width // own_width])
         weight = gain if weight is None else build(aten.mul.Tensor, weight, gain)
     if gated.scale != 1.0:
         if weight is None:
-            return build(aten.full.default, [lanes], gated.scale, dtype=torch.float32, device=value(gated.y).device)
+            return build(aten.full.default, [width], gated.scale, dtype=torch.float32, device=value(gated.y).device)
         weight = build(aten.mul.Tensor, weight, gated.scale)
     return weight

@@ -9,12 +9,12 @@ After, under "fp8_block":
         `x8, sx = megacpp.fp8_quantize_tiles(x, 1)`, `w8, sw = megacpp.fp8_quantize_tiles(w, 128)`;
         `y = megacpp.fp8_block_linear(x, w, x8, sx, w8, sw, b, dtype)`
 
-Nothing happens without a plan: this is the one pass that changes numerics, and it is asked for. It runs before those
-that take linears into ops of their own, so a projection in float8 keeps its payload instead of a latent in bfloat16.
-Backward keeps the payload of x, half of bfloat16, and quantises the gradient.
+Safe only where the user asks for float8: this is the one pass that changes numerics; without a plan it does nothing. It
+runs before the passes that take linears into ops of their own, so a projection in float8 saves its payload instead
+of a latent in bfloat16. Backward keeps the payload of x, half of bfloat16, and quantises the gradient.
 Refused: rows or features that are no multiple of 16 (of 128 under "fp8_block"); computation in float32; a device
-without such products. "fp8_delayed" does not come here: `Config` refuses it. What the plan leaves in bfloat16 is no
-near miss, but for the gate by shape, which says what it predicted.
+without float8 GEMMs. `Config` refuses "fp8_delayed" before any pass runs. A linear that the plan leaves in bfloat16 is
+no near miss, unless the gate by shape did so: its prediction is the reason.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ after = ("moe",)
 # Gradients too are in e4m3: scaled by the values they have now they need no wider range, and they are rounded by half
 # as much as in e5m2 (measured: docs/precision.md).
 FORWARD, GRADIENT = "e4m3", "e4m3"
-# Recipe -> what every side of a product is a multiple of.
+# Recipe -> what every side of a GEMM is a multiple of.
 MULTIPLES = {"fp8_current": MULTIPLE, "fp8_block": SCALED_LANES}
 
 Payloads = dict[tuple[Node, object, object], tuple[Node, Node]]  # (tensor, region, how it is rounded)
@@ -90,7 +90,7 @@ def _no_device_for(recipe: str) -> Callable[[torch.device], str]:
 
 
 def _rewrite(view: GraphView, node: Node, recipe: str, payloads: Payloads) -> tuple[Node, list[Node]]:
-    linear = match_linear(node)  # again: what it reads may have been another linear's result
+    linear = match_linear(node)  # matched anew: what it reads may have been another linear's result
     assert linear is not None
     build = Builder(view.graph, view.fake_mode, node, node, view.mode_states)
     dtype = value(node).dtype

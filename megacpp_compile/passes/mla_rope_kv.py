@@ -5,7 +5,7 @@ Before: `k_nope, v = kv.split([n, d], -1); k = cat((k_nope, rope(k_pe, cos, sin)
 After:  `k, v = megacpp.mla_rope_kv(kv, k_pe, cos, sin, n, interleaved_in, interleaved_out, rope_first, dtype)`
 
 Safe for the reason `mla_rope_q` is. V belongs to the op so that backward writes one gradient for kv, without a concat.
-Refused: what is no rotation; rope keys that are not shared (own heads); a rotated row that escapes.
+Refused: anything but a rotation; rope keys that are not shared (own heads); a rotated row that escapes.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def _check(view: GraphView, head: Head) -> Match | MatchFailure:
 
 
 def _values(head: Head) -> list[tuple[Node, list[int]]]:
-    """[(node, its dimensions in kv's)] that read exactly the lanes behind the keys' of the same tensor: V.
+    """[(node, its dimensions in kv's)] that read exactly the channels behind the keys' of the same tensor: V.
 
-    Empty where kv holds anything else, or anybody reads it differently; the op then makes the keys alone.
+    Empty where kv holds anything else, or has readers of another kind; the op then makes the keys alone.
     """
     nope = head.rotation.nope
     assert nope is not None

@@ -3,9 +3,9 @@
 Before: `nope, pe = q.split([n, r], -1); q = cat((nope, rope(pe, cos, sin)), -1)`, in any spelling of RoPE
 After:  `q = megacpp.mla_rope_q(q, cos, sin, n, interleaved_in, interleaved_out, rope_first, inverse=False, dtype)`
 
-Safe because the lanes are computed symbolically (`recognise/lanes.py`): the match is a proof that the concat holds the
-unrotated lanes as they were and the others rotated in pairs.
-Refused: what is no rotation; a rotation in lower precision than its operand; a rotated slice that escapes; queries
+Safe because the matcher computes channels symbolically (`matchers/rope/lanes.py`): the match is a proof that the concat
+holds the unrotated channels as they were and the others rotated in pairs.
+Refused: anything but a rotation; a rotation in lower precision than its operand; a rotated slice that escapes; queries
 whose keys are no MLA keys (ordinary partial rotary is `rope_qk`'s).
 """
 
@@ -39,8 +39,8 @@ def find(view: GraphView) -> Iterator[Match | MatchFailure]:
 
 
 def is_mla_key(view: GraphView, head: Head) -> bool:
-    """Keys of MLA: one rope row behind every head's own lanes. With a single head nothing is broadcast, and the row
-    is told by its second tensor and its place in the score product."""
+    """Whether `head` is a key of MLA: one rope row behind every head's own channels. A single head broadcasts nothing;
+    its row is one that comes from a second tensor and that the attention scores read as a key."""
     if head.kind == "shared":
         return True
     outer = [s for s, k in zip(head.lanes.sizes, head.lanes.kinds, strict=True) if k == "o"]
@@ -55,7 +55,7 @@ def is_mla_key(view: GraphView, head: Head) -> bool:
 
 
 def _reads_mla_keys(view: GraphView, head: Head) -> bool:
-    """Whether the keys these queries meet are MLA's; where the graph ends before the score product, their shape
+    """Whether the keys that these queries meet are MLA's; where the graph ends before the attention scores, their shape
     decides."""
     partners = view.heads.partners(head)
     if partners:
@@ -87,7 +87,7 @@ def _check(view: GraphView, head: Head) -> Match | MatchFailure | None:
         return None  # ordinary partial rotary
     if head.kind == "separate" and not all(p and from_projection(p) for p in (rotation.nope, rotation.rope)):
         return MatchFailure(
-            head.root, "absorbed", "the unrotated lanes are not a projection's output (absorbed weights)"
+            head.root, "absorbed", "the unrotated channels are not a projection's output (absorbed weights)"
         )
     inputs = _rope.sources(rotation)
     if place(inputs, [head.root], head.root, view.mode_states) is None:

@@ -3,14 +3,14 @@
 Before: `h = rms_norm(x, w_norm); q, k, v = linear(h, w_q), linear(h, w_k), linear(h, w_v)`
 After:  `[q, k, v], rrms = megacpp.norm_linear(x, w_norm, [w_q, w_k, w_v], [], eps)`
 
-Safe because the op computes the same function in at least the same precision, and nobody but the projections reads the
-normed value: it is computed again from x, which the residual stream keeps alive anyway, and from one number a token.
+Safe because the op computes the same function in at least the same precision, and only the projections read the normed
+value: backward recomputes it from x, which the residual stream keeps alive anyway, and from one number a token.
 Refused: another norm, a normed value or statistic that escapes (into a router, a residual, an op that an earlier pass
-made), projections in different dtypes or only some with a bias, parts under different grad or autocast modes. Under
-a policy for remat, too, which computes norms again by itself.
+made), projections in different dtypes or only some with a bias, parts under different grad or autocast modes, and any
+norm under a remat policy, which recomputes norms by itself.
 
-Off unless `passes={"norm_linear": True}`: it takes one more pass over x in backward, for what is not much. Of two
-blocks of a norm and three projections, Inductor kept nine values of x's size without this pass and eight with it.
+Off unless `passes={"norm_linear": True}`: backward reads x once more, and little memory is saved. Of two blocks of a
+norm and three projections, Inductor kept nine values of x's size without this pass and eight with it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def find(view: GraphView) -> Iterator[Match | MatchFailure]:
 
 def _check(view: GraphView, norm: RmsNorm) -> Match | MatchFailure:
     if view.config.policy is not None:
-        return MatchFailure(norm.node, "policy", "under a policy the norm is computed again in backward as it is")
+        return MatchFailure(norm.node, "policy", "under a policy backward recomputes the norm as it is")
     readers, refusal = projections(norm)
     refusal = refusal or escaping(norm)
     if refusal is not None:

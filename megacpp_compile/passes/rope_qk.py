@@ -1,10 +1,10 @@
-"""RoPE of ordinary (grouped-query) attention: queries and keys of one score product, rotated by the same tables.
+"""RoPE of ordinary (grouped-query) attention: queries and keys of one attention, rotated by the same tables.
 
-Before: `q, k = rope(q, cos, sin), rope(k, cos, sin)` in any spelling, over the whole head or lanes at one end of it
+Before: `q, k = rope(q, cos, sin), rope(k, cos, sin)` in any spelling, over the whole head or channels at one end of it
 After:  `q, k = megacpp.rope_qk(q, k, cos, sin, nope_dim, interleaved_in, interleaved_out, rope_first, inverse, dtype)`
 
 Safe for the reason `mla_rope_q` is.
-Refused: queries and keys with different tables or layouts; a rotation that escapes, or that no product of queries and
+Refused: queries and keys with different tables or layouts; a rotation that escapes, or that no GEMM of queries with
 keys reads.
 """
 
@@ -47,7 +47,7 @@ def find(view: GraphView) -> Iterator[Match | MatchFailure]:
         if head.kind in ("full", "partial") and not head.readers:
             left = "the graph ends before a" if leaves_graph(head.root) else "no"
             yield MatchFailure(
-                head.root, "no-scores", f"{left} product of queries and keys that reads what is rotated here"
+                head.root, "no-scores", f"{left} GEMM of queries with keys that reads what is rotated here"
             )
 
 

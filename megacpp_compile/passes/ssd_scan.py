@@ -4,11 +4,11 @@ Before: `a = dt * A; L = exp(segsum(a)); Y = (C B^T * L) (x * dt)` within chunks
         their own, `Y + C states`, `+ D * x`, with padding, in any spelling
 After:  `y, final_state, states = megacpp.ssd_scan(x, dt, A, B, C, D, initial_state, chunk_size, dtype)`
 
-Safe because the subgraph was run at small sizes beside the recurrence the op computes (`recognise/ssd.py`); the op
-computes in float32 or better, and reads x, B and C before they were cast, repeated for the heads of a group, or padded.
-The step's softplus, bias and clamp stay in the graph in front of the op.
-Refused: what is no such scan (another mask, no decay within chunks, a state fed without its step, as in gated linear
-attention), intermediates used elsewhere, parts under different grad or autocast modes.
+Safe because the matcher (`matchers/ssd/`) runs the subgraph at small sizes on random operands and compares it with the
+recurrence that the op computes; the op computes in float32 or better, and reads x, B and C before they are cast,
+repeated for the heads of a group, or padded. The step's softplus, bias and clamp stay in the graph in front of the op.
+Refused: other recurrences with decays (another mask, no decay within chunks, a state fed without its step, as in gated
+linear attention), intermediates used elsewhere, parts under different grad or autocast modes.
 """
 
 from __future__ import annotations

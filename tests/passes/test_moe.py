@@ -226,7 +226,7 @@ def test_refuses_of_stacked_weights(tag, body):
 def test_names_all_that_is_in_the_way():
     frames = run(MoE(as_gpt_oss, stacked=True), tokens())
     (miss,) = frames.misses
-    for word in ("bias", "clamped", "every other lane", "activation is none that is known"):
+    for word in ("bias", "clamped", "every other channel", "activation is none that is known"):
         assert word in miss.reason
 
 

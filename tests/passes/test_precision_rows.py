@@ -159,7 +159,7 @@ class Experts(nn.Module):
         ({"across": True}, {"gate": False}, "a weight lies [in, out]"),
         ({"hidden": 24}, {"gate": False}, "experts of 24x32, which are no multiples of 16"),
         ({"dtype": torch.float32}, {"gate": False}, "computed in torch.float32"),
-        ({}, {"gate": False, "roles": {"experts": "fp8_block"}}, "grouped products of experts have no fp8_block op"),
+        ({}, {"gate": False, "roles": {"experts": "fp8_block"}}, "grouped GEMMs of experts have no fp8_block op"),
     ],
     ids=lambda p: str(p) if isinstance(p, dict) else "",
 )
@@ -203,7 +203,7 @@ def test_products_by_stacked_weights(float8, product, name, kind):
     frames = run(module, (x if product is every else x.repeat(4, 1, 1),), Config(precision=PLAN))
     found = [r for a in frames.analyses for r in a.frame.precision]
     assert [(r["kind"], r["requested"], r["effective"]) for r in found] == [(kind, "fp8_current", "bf16")] * 2
-    assert {r["reason"] for r in found} == {"products by stacked weights have no fp8 op in the graph"}
+    assert {r["reason"] for r in found} == {"GEMMs with stacked weights have no fp8 op in the graph"}
 
 
 def test_activations_are_no_stacked_weights(float8):

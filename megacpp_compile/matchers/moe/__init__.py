@@ -1,1 +1,2 @@
-"""Routed experts in their spellings: loops, gathered and grouped GEMMs, sorted tokens."""
+"""Matchers of routed experts, one module a family of spellings; each has `find(view)`, which yields `RoutedExperts` and
+failures."""

@@ -1,7 +1,9 @@
-"""Every expert on every token, weighted by its column of a gate matrix: `y += gates[:, e, None] * expert_e(x)`, or by
-the sum of a token's gates that are its: `y += (gates * (indices == e)).sum(-1, keepdim=True) * expert_e(x)`.
+"""Matches every expert on every token, weighted by its column of a gate matrix: `y += gates[:, e, None] * expert_e(x)`,
+or by the sum of those of a token's gates that are its own:
+`y += (gates * (indices == e)).sum(-1, keepdim=True) * expert_e(x)`.
 
-Most of the matrix is zero where experts are chosen by `topk`, and what is multiplied by zero need not be computed.
+Most of the matrix is zero where `topk` chooses the experts, and an output that is multiplied by zero need not be
+computed.
 """
 
 from __future__ import annotations
@@ -15,18 +17,23 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import of_tensors, same_size, value
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
-from megacpp_compile.matchers.moe.experts import Expert, NoExpert, agree, linear_product, match_expert, over_rows
+from megacpp_compile.matchers.moe.experts import (
+    Expert,
+    first_unlike,
+    match_expert,
+    match_linear_gemm,
+    strip_row_views,
+)
 from megacpp_compile.matchers.moe.gate_matrix import is_filled, match_chosen, match_chosen_gate, match_column
+from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, bounded
 from megacpp_compile.matchers.views import is_cast
-from megacpp_compile.passes._moe_rewrite import Routed, match
-from megacpp_compile.passes._rule import Match
 
 aten = torch.ops.aten
 
 
 @dataclasses.dataclass(frozen=True)
-class Share:
-    """`node` is column `expert` of `matrix`, or of what the pair (indices, gates) makes one, times `out`."""
+class WeightedOutput:
+    """`node` is `out` times column `expert` of `matrix`, or of the matrix that a pair (indices, gates) stands for."""
 
     node: Node
     matrix: Node | tuple[Node, Node]
@@ -34,27 +41,28 @@ class Share:
     out: Node
 
 
-def find(view: GraphView) -> Iterator[Match | MatchFailure]:
-    shares: dict[Node, Share] = {}
-    sums: dict[Node, tuple[Node | None, list[Share]]] = {}  # what was added to, None for nothing
+def find(view: GraphView) -> Iterator[RoutedExperts | MatchFailure]:
+    """Every sum of experts' outputs that are weighted by columns."""
+    weighted: dict[Node, WeightedOutput] = {}
+    sums: dict[Node, tuple[Node | None, list[WeightedOutput]]] = {}  # what was added to, None for nothing
     for node in view.graph.nodes:
-        if (share := _share(node)) is not None:
-            shares[node] = share
+        if (one := _weighted_output(node)) is not None:
+            weighted[node] = one
         elif node.target is aten.add.Tensor and not node.kwargs:
             for old, new in (node.args, node.args[::-1]):
-                if not isinstance(_uncast(new), Node) or (added := shares.get(_uncast(new))) is None:
+                if not isinstance(_uncast(new), Node) or (added := weighted.get(_uncast(new))) is None:
                     continue
                 if old in sums:
                     base, before = sums[old]
                     sums[node] = base, [*before, added]
-                elif (start := shares.get(_uncast(old))) is not None and start.matrix == added.matrix:
+                elif (start := weighted.get(_uncast(old))) is not None and start.matrix == added.matrix:
                     sums[node] = None, [start, added]
                 else:
                     empty = not isinstance(old, Node) and old == 0 or is_filled(old, 0.0)
                     sums[node] = None if empty else old, [added]
                 break
             else:
-                if node.args[1] == 0 and (start := shares.get(_uncast(node.args[0]))) is not None:  # as `sum` begins
+                if node.args[1] == 0 and (start := weighted.get(_uncast(node.args[0]))) is not None:  # as `sum` begins
                     sums[node] = None, [start]
     for node, (base, found) in sums.items():
         if len(found) > 1 and not any(u in sums for u in node.users):
@@ -63,12 +71,14 @@ def find(view: GraphView) -> Iterator[Match | MatchFailure]:
 
 
 def _uncast(node: object) -> Node:
+    """`node` before casts."""
     while isinstance(node, Node) and is_cast(node):
         node = node.args[0]
     return node  # type: ignore[return-value]
 
 
-def _share(node: Node) -> Share | None:
+def _weighted_output(node: Node) -> WeightedOutput | None:
+    """The column and the rest where `node` is a product of a tensor and a column of gates."""
     if node.target is not aten.mul.Tensor or not of_tensors(node):
         return None
     for gate, out in (node.args, node.args[::-1]):
@@ -76,26 +86,29 @@ def _share(node: Node) -> Share | None:
             continue
         column: tuple[Node | tuple[Node, Node], int] | None = match_column(gate)  # type: ignore[arg-type]
         if column is None and (own := match_chosen_gate(gate)) is not None:  # type: ignore[arg-type]
-            return Share(node, own[:2], own[2], out)  # type: ignore[arg-type]
+            return WeightedOutput(node, own[:2], own[2], out)  # type: ignore[arg-type]
         if column is None or not all(map(same_size, value(column[0]).shape[:-1], value(out).shape[:-1])):
             continue
-        return Share(node, *column, out)  # type: ignore[arg-type]
+        return WeightedOutput(node, *column, out)  # type: ignore[arg-type]
     return None
 
 
-def _check(view: GraphView, node: Node, base: Node | None, shares: list[Share]) -> Match | MatchFailure | None:
-    matrix = shares[0].matrix
-    if match_expert(shares[0].out, linear_product) is None:
+def _check(
+    view: GraphView, node: Node, base: Node | None, outputs: list[WeightedOutput]
+) -> RoutedExperts | MatchFailure | None:
+    """The layer whose sum is `node`, of `base` and `outputs`; None where the first of these is no expert's."""
+    matrix = outputs[0].matrix
+    if match_expert(outputs[0].out, match_linear_gemm) is None:
         return None  # some other sum of products
-    for share in shares:
-        if share.matrix != matrix:
-            return MatchFailure(share.node, "gates", "experts are weighted by different gates")
-    by_number = {share.expert: share for share in shares}
+    for one in outputs:
+        if one.matrix != matrix:
+            return MatchFailure(one.node, "gates", "experts are weighted by different gates")
+    by_number = {one.expert: one for one in outputs}
     first = 0 if isinstance(matrix, Node) else min(by_number)
-    gaps = sorted(by_number) != list(range(first, first + len(shares)))
-    if gaps or isinstance(matrix, Node) and not same_size(value(matrix).shape[-1], len(shares)):
+    gaps = sorted(by_number) != list(range(first, first + len(outputs)))
+    if gaps or isinstance(matrix, Node) and not same_size(value(matrix).shape[-1], len(outputs)):
         return MatchFailure(node, "gaps", "not every column of the gates weights one expert")
-    found = all_experts([by_number[first + e].out for e in range(len(shares))])
+    found = all_experts([by_number[first + e].out for e in range(len(outputs))])
     if found is None or isinstance(found, MatchFailure):
         return found
     if isinstance(matrix, Node):
@@ -104,24 +117,24 @@ def _check(view: GraphView, node: Node, base: Node | None, shares: list[Share]) 
     outer, tokens = value(x).shape[:-1], value(matrix[0]).shape[:-1]
     if len(outer) != len(tokens) or not all(map(same_size, outer, tokens)):
         return MatchFailure(x, "rows", "there are not as many rows as choices")
-    return match(view, Routed(node, x, matrix[0], matrix[1], experts, first, base))
+    return bounded(view, RoutedExperts(node, x, matrix[0], matrix[1], tuple(experts), first, base))
 
 
 def all_experts(outs: list[Node]) -> tuple[Node, list[Expert]] | MatchFailure | None:
-    """(what all read, the experts) whose outputs are `outs`; None where the first is no expert's."""
+    """(what all experts read, the experts) where `outs` are their outputs; None where the first is no expert's."""
     experts: list[Expert] = []
     for out in outs:
-        expert = match_expert(out, linear_product)
+        expert = match_expert(out, match_linear_gemm)
         if expert is None:
             return MatchFailure(out, "no-expert", "what is weighted is no expert's output") if experts else None
-        if isinstance(expert, NoExpert):
-            return MatchFailure(expert.node, expert.tag, expert.reason)
-        if experts and over_rows(expert.x) is not over_rows(experts[0].x):
+        if isinstance(expert, MatchFailure):
+            return expert
+        if experts and strip_row_views(expert.x) is not strip_row_views(experts[0].x):
             return MatchFailure(expert.node, "inputs", "experts read different inputs")
         experts.append(expert)
-    if (other := agree(experts)) is not None:
+    if (other := first_unlike(experts)) is not None:
         return MatchFailure(other, "experts-differ", "the experts are not built alike")
-    return over_rows(experts[0].x), experts
+    return strip_row_views(experts[0].x), experts
 
 
 def by_matrix(
@@ -131,10 +144,12 @@ def by_matrix(
     x: Node,
     experts: list[Expert],
     base: Node | None = None,
-    scaled: bool = False,
-) -> Match | MatchFailure:
-    """`experts`, or the one that holds them all, of `x`, weighted by the columns of `matrix`, or with what they read
-    `scaled` by it: all of them make zeros of zeros."""
+    scaled_input: bool = False,
+) -> RoutedExperts | MatchFailure:
+    """The layer in which columns of `matrix` weight what `experts`, or the one that holds them all, make of `x`.
+
+    scaled_input: the columns weight what experts read; an expert without a bias makes zeros of zeros.
+    """
     found = match_chosen(matrix)
     if found is None:
         return MatchFailure(
@@ -143,5 +158,7 @@ def by_matrix(
     gates = matrix if found.gates is None else found.gates
     if not all(map(same_size, value(x).shape[:-1], value(found.indices).shape[:-1])):
         return MatchFailure(x, "rows", "there are not as many rows as choices")
-    routed = Routed(node, x, found.indices, gates, experts, 0, base, matrix=found.gates is None, scaled=scaled)
-    return match(view, routed)
+    routed = RoutedExperts(
+        node, x, found.indices, gates, tuple(experts), 0, base, by_expert=found.gates is None, scaled_input=scaled_input
+    )
+    return bounded(view, routed)

@@ -1,8 +1,8 @@
-"""A sum of products, however it is spelled, as its factors and the axes each of them runs over.
+"""Reads a contraction, in any spelling, as its factors and the axes that each of them runs over.
 
-Read from the result down: every dimension of the result is an axis, and views, products, sums and contractions say
-which axes their operands' dimensions are. `einsum('ted,te->td', o, g)`, `(o * g[..., None]).sum(1)` and
-`torch.bmm(o.mT, g[..., None])` then are the same two factors over the same axes.
+Works from the result down: every dimension of the result is an axis, and views, multiplications, sums and contractions
+give the axes of their operands' dimensions. `einsum('ted,te->td', o, g)`, `(o * g[..., None]).sum(1)` and
+`torch.bmm(o.mT, g[..., None])` are then the same two factors over the same axes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Axis:
-    """One thing to run over; told apart from others of its size."""
+    """One index of a contraction; two of one size are different axes."""
 
     size: Any
 
@@ -34,7 +34,7 @@ Dims = tuple[tuple[Axis, ...], ...]
 
 @dataclasses.dataclass(frozen=True)
 class Factor:
-    """`node` over `dims`, a factor of the contraction or product `by`."""
+    """`node` over `dims`, a factor of the contraction or multiplication `by`."""
 
     node: Node
     dims: Dims
@@ -46,12 +46,12 @@ class Factor:
 
 
 def over(node: Node) -> Dims:
-    """An axis for every dimension of `node` that is not 1 long."""
+    """The dimensions of `node`, with a new axis for each that is not 1 long."""
     return tuple(() if _one(n) else (Axis(n),) for n in value(node).shape)
 
 
 def factors(node: Node, dims: Dims, inner: Callable[[set[Axis]], bool]) -> list[Factor]:
-    """The factors of `node`, each taken apart as far as `inner` says of its axes that it is a product itself."""
+    """The factors of `node`; one whose axes `inner` accepts is split into its own factors where it has any."""
     found: list[Factor] = []
     pending = [Factor(node, dims, node)]
     while pending:
@@ -66,7 +66,7 @@ def factors(node: Node, dims: Dims, inner: Callable[[set[Axis]], bool]) -> list[
 
 
 def seen_as(factor: Factor, *wanted: Dims) -> tuple[Node, int] | None:
-    """(the innermost tensor of which `factor` is a view over dimensions that are `wanted`, which of them they are)."""
+    """(the innermost tensor of which `factor` is a view and whose dimensions are among `wanted`, their place there)."""
     found = None
     for node, dims in beneath(factor):
         if dims in wanted:
@@ -75,7 +75,7 @@ def seen_as(factor: Factor, *wanted: Dims) -> tuple[Node, int] | None:
 
 
 def beneath(factor: Factor) -> Iterator[tuple[Node, Dims]]:
-    """`factor`, what it is a view of, and so on, with the dimensions of each."""
+    """(node, dimensions) of `factor`, of what it is a view of, and so on."""
     node, dims = factor.node, factor.dims
     while True:
         yield node, dims
@@ -86,7 +86,7 @@ def beneath(factor: Factor) -> Iterator[tuple[Node, Dims]]:
 
 
 def step_into(node: Node, dims: Dims) -> list[tuple[Node, Dims]] | None:
-    """The operands of `node`, whose dimensions are `dims`, with theirs; None where it is none of these operations."""
+    """The operands of `node`, whose dimensions are `dims`, each with its own; None for any other operation."""
     if node.op != "call_function":
         return None
     if _viewed(node):
@@ -118,16 +118,18 @@ def _one(n: Any) -> bool:
 
 
 def _axis(n: Any) -> tuple[Axis, ...]:
+    """A dimension of size `n` with an axis of its own."""
     return () if _one(n) else (Axis(n),)
 
 
 def _broadcast(operand: Any, dims: Dims) -> Dims:
-    """`dims` for an operand that is repeated where it is 1 long."""
+    """The dimensions of `operand`, which is broadcast to `dims`."""
     shape = value(operand).shape
     return tuple(() if _one(n) else d for n, d in zip(shape, dims[len(dims) - len(shape) :], strict=True))
 
 
 def _summed(node: Node, dims: Dims) -> Dims:
+    """The dimensions of what the sum `node` runs over."""
     source, places, *keep = node.args
     shape = value(source).shape
     gone = {d % len(shape) for d in places}  # type: ignore[union-attr]
@@ -166,13 +168,14 @@ _VIEWS = {
 
 
 def _viewed(node: Node) -> bool:
+    """Whether `node` is a view, a copy, a cast or a repetition."""
     if node.target is aten.select.int:
         return _one(value(node.args[0]).shape[node.args[1]])  # type: ignore[index]
     return node.op == "call_function" and (node.target in _VIEWS or is_cast(node))
 
 
 def _through(node: Node, dims: Dims) -> Dims | None:
-    """The dimensions of what `node` is a view, a copy or a repetition of."""
+    """The dimensions of what `node` is a view, a copy or a repetition of; None where they cannot be told."""
     target, args = node.target, node.args
     shape = value(args[0]).shape
     n = len(shape)
@@ -208,7 +211,7 @@ def _through(node: Node, dims: Dims) -> Dims | None:
 
 
 def _cut(dim: tuple[Axis, ...], times: Any, inside: bool) -> tuple[Axis, ...] | None:
-    """`dim` without the axes, innermost or outermost ones, that a repetition `times` made."""
+    """`dim` without the axes, innermost or outermost, that a repetition `times` added."""
     if _one(times):
         return dim
     for i in range(len(dim) + 1):
@@ -219,7 +222,7 @@ def _cut(dim: tuple[Axis, ...], times: Any, inside: bool) -> tuple[Axis, ...] | 
 
 
 def _regroup(axes: list[Axis], shape: Sequence[Any]) -> Dims | None:
-    """`axes` in their order as dimensions of `shape`; None where one would have to be taken apart."""
+    """`axes` in their order as dimensions of `shape`; None where that would split one."""
     out = []
     for n in shape:
         dim: list[Axis] = []

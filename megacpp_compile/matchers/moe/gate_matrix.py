@@ -1,8 +1,8 @@
-"""A gate for every token and every expert, of which only the chosen experts' are not zero.
+"""Matches a matrix with a gate for every token and expert, zero but for the chosen experts.
 
-Proved from how it is made: gates scattered into zeros, a sum over one-hots of the choices, a softmax over what is minus
-infinity elsewhere, and products, quotients and casts of such. A softmax over all experts is no such matrix: there every
-expert has a share in every token.
+The proof is in how it is computed: gates scattered into zeros, a sum over one-hots of the choices, a softmax of minus
+infinity elsewhere, or a multiple, quotient or cast of such a matrix. A softmax over all experts is none: it gives every
+expert a share in every token.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _SOFTMAX = (aten.softmax.int, aten._softmax.default)
 
 @dataclasses.dataclass(frozen=True)
 class Chosen:
-    """A matrix [.., E] that is zero but at `indices` [.., k], where it is `gates`; those are to be read out of the
-    matrix itself where None."""
+    """A matrix [.., E] that is zero but at `indices` [.., k], where it is `gates`; where these are None, the rewrite
+    gathers them from the matrix."""
 
     indices: Node
     gates: Node | None = None
@@ -43,7 +43,7 @@ def is_filled(node: Any, number: float) -> bool:
 
 
 def match_chosen(node: Node) -> Chosen | None:
-    """How `node` [.., E] is made of choices that are distinct; None where it is not, or where that can't be seen."""
+    """The distinct choices that `node` [.., E] is made of; None where it is not, or the graph does not show it."""
     found = _elsewhere(node, 0.0)
     if found is None or not distinct_choices(found.indices):
         return None
@@ -51,7 +51,7 @@ def match_chosen(node: Node) -> Chosen | None:
 
 
 def _elsewhere(node: Node, number: float) -> Chosen | None:
-    """What makes `node` be `number` everywhere but at the choices."""
+    """The choices everywhere but at which `node` is `number`."""
     while is_cast(node) or node.target in (aten.clone.default, aten.alias.default, aten.contiguous.default):
         node = node.args[0]  # type: ignore[assignment]
     target, args = node.target, node.args
@@ -83,7 +83,7 @@ def _elsewhere(node: Node, number: float) -> Chosen | None:
 
 
 def _one_hots(node: Node) -> Chosen | None:
-    """The sum over a token's choices of a gate times a one-hot."""
+    """The choices whose one-hots, times gates, `node` adds up for every token."""
     if node.target not in (aten.sum.dim_IntList, aten.einsum.default, aten.bmm.default, aten.matmul.default):
         return None
     dims = over(node)
@@ -97,7 +97,7 @@ def _one_hots(node: Node) -> Chosen | None:
         (choice,) = inner
         wanted = (*dims[:-1], (choice,), *dims[-1:])
         seen = seen_as(hot, wanted)
-        mask = match_mask(_as_number(seen[0])) if seen else None
+        mask = match_mask(_before_casts(seen[0])) if seen else None
         if mask is None or not mask.by_token or mask.dims[-2:] != ("s", "e") or value(mask.indices).dim() != len(dims):
             continue
         rest = [p for p in parts if p is not hot]
@@ -109,7 +109,8 @@ def _one_hots(node: Node) -> Chosen | None:
     return None
 
 
-def _as_number(node: Node) -> Node:
+def _before_casts(node: Node) -> Node:
+    """`node` before casts, also of integers and masks to floats."""
     while node.target in (aten._to_copy.default, aten.to.dtype) or is_cast(node):
         node = node.args[0]  # type: ignore[assignment]
     return node
@@ -118,7 +119,7 @@ def _as_number(node: Node) -> Node:
 def match_chosen_gate(node: Node) -> tuple[Node, Node, int] | None:
     """(indices [.., k], gates [.., k], e) where `node` [.., 1] or [..] is the sum of a token's gates whose choice is
     e."""
-    node = _one_lane(node)
+    node = _without_last_dim(node)
     if node.target is not aten.sum.dim_IntList:
         return None
     product, last = node.args[0], value(node.args[0]).dim() - 1
@@ -139,7 +140,7 @@ def match_chosen_gate(node: Node) -> tuple[Node, Node, int] | None:
     for gates, mark in pairs:
         if not all(isinstance(value(a), torch.Tensor) for a in (gates, mark)):
             continue
-        mask = match_mask(_as_number(mark))
+        mask = match_mask(_before_casts(mark))
         if mask is None or not mask.by_token or mask.dims[-1] != "s" or mask.expert is None:
             continue
         if all(map(same_size, value(gates).shape, value(mask.indices).shape)):
@@ -148,13 +149,13 @@ def match_chosen_gate(node: Node) -> tuple[Node, Node, int] | None:
 
 
 def _negated(node: Any) -> Node | None:
-    """What `node` is the negation of."""
+    """The mask that `node` negates."""
     negations = (aten.bitwise_not.default, aten.logical_not.default)
     return node.args[0] if isinstance(node, Node) and node.target in negations else None  # type: ignore[return-value]
 
 
-def _one_lane(node: Node) -> Node:
-    """`node`, one number a token, before casts and views that add a last dimension to it."""
+def _without_last_dim(node: Node) -> Node:
+    """`node`, a number a token, before casts and views that give it a last dimension of 1."""
     while is_cast(node) or node.target in (aten.unsqueeze.default, aten.clone.default, aten.alias.default) or (
         is_outer_view(node) and value(node).shape[-1:] == (1,)
     ):  # fmt: skip
@@ -164,7 +165,7 @@ def _one_lane(node: Node) -> Node:
 
 def match_column(node: Node) -> tuple[Node, int] | None:
     """(matrix [.., E], e) where `node` is its column e, as [.., 1] or [..]."""
-    node = _one_lane(node)
+    node = _without_last_dim(node)
     target, args = node.target, node.args
     if str(target) == "<built-in function getitem>" and isinstance(args[0], Node):
         parts, index = args

@@ -1,8 +1,8 @@
-"""All slots at once: products over an axis of experts or of choices, and the sum over that axis, gated.
+"""Matches all slots at once: GEMMs over an axis of experts or of choices, and the gated sum over that axis.
 
 Either every expert multiplies every token (`einsum('td,ehd->teh', x, w)`, `bmm` over a repeated x, a `stack` of the
 outputs of separate experts) and a matrix of gates, zero where an expert was not chosen, leaves k of them; or every
-choice is multiplied by its own copy of a weight (`w[indices]`); or every expert's rows were written in their places
+choice is multiplied by its own copy of a weight (`w[indices]`); or every expert's rows were written to their places
 (`y[ids == e] = expert(rows[ids == e])`).
 """
 
@@ -18,17 +18,17 @@ from megacpp_compile.fx.edit import of_tensors, same_size, value
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe import dense, loop
-from megacpp_compile.matchers.moe.experts import Expert, NoExpert, Product, Weight, biased, expert_into
+from megacpp_compile.matchers.moe.experts import Expert, Gemm, Weight, bias_failure, expert_ending_in
 from megacpp_compile.matchers.moe.factors import Axis, Dims, Factor, beneath, factors, over, seen_as, step_into
-from megacpp_compile.matchers.moe.routing import chosen, indexed, number_of_scores
-from megacpp_compile.passes._moe_rewrite import Routed, match
-from megacpp_compile.passes._rule import Match
+from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, bounded
+from megacpp_compile.matchers.moe.routing import indexed, is_nonnegative, number_of_scores
 
 aten = torch.ops.aten
 _SUMS = (aten.sum.dim_IntList, aten.einsum.default, aten.bmm.default, aten.matmul.default)
 
 
-def find(view: GraphView) -> Iterator[Match | MatchFailure]:
+def find(view: GraphView) -> Iterator[RoutedExperts | MatchFailure]:
+    """Every gated sum over experts or choices."""
     for node in view.graph.nodes:
         if node.target in _SUMS and (found := _check(view, node)) is not None:
             yield found
@@ -36,22 +36,23 @@ def find(view: GraphView) -> Iterator[Match | MatchFailure]:
 
 @dataclasses.dataclass(frozen=True)
 class Axes:
-    """`tokens`: those of the result but the last, which is `out`; `routes`: the one that is summed with gates."""
+    """`tokens`: the axes of the result but its channels; `routes`: the axis of experts or choices that is summed."""
 
     tokens: tuple[Axis, ...]
     routes: Axis
 
     def rows(self, *behind: tuple[Axis, ...]) -> list[Dims]:
-        """Tokens as they are or in one dimension, then `behind`."""
+        """Both layouts of rows: a dimension for each axis of tokens or one for all, then `behind`."""
         return [(*((t,) for t in self.tokens), *behind), (self.tokens, *behind)]
 
     def slots(self, *behind: tuple[Axis, ...]) -> list[Dims]:
-        """Tokens and choices as they are or in one dimension, then `behind`."""
+        """Both layouts of slots: a dimension for each axis of tokens and for routes or one for all, then `behind`."""
         each = (*((t,) for t in self.tokens), (self.routes,), *behind)
         return [each, ((*self.tokens, self.routes), *behind)]
 
 
-def _check(view: GraphView, node: Node) -> Match | MatchFailure | None:
+def _check(view: GraphView, node: Node) -> RoutedExperts | MatchFailure | None:
+    """The layer of experts whose sum is `node`."""
     dims = over(node)
     known = [d for d in dims if d]
     if len(known) < 2 or not value(node).is_floating_point():
@@ -76,13 +77,13 @@ def _check(view: GraphView, node: Node) -> Match | MatchFailure | None:
     hidden = next(p for p in parts if p not in (gate, outs[0]))
     if len(parts) > 3 or len(hidden.axes - gate.axes) != 1 or not hidden.axes > gate.axes:
         return None
-    return _products(view, node, axes, outs[0], gate, hidden, out)
+    return _from_down(view, node, axes, outs[0], gate, hidden, out)
 
 
 def _ungated(
     view: GraphView, node: Node, tokens: tuple[Axis, ...], weight: Factor, hidden: Factor, out: Axis
-) -> Match | MatchFailure | None:
-    """No gates are in the sum: they may multiply what experts read."""
+) -> RoutedExperts | MatchFailure | None:
+    """The layer whose sum `node` has no gates; they may multiply what experts read."""
     *_, (_, dims) = beneath(hidden)
     routes = hidden.axes - {*tokens, *dims[-1]}
     if len(routes) != 1 or len(dims[-1]) != 1 or not routes < weight.axes | set(tokens):
@@ -93,11 +94,11 @@ def _ungated(
     experts = _copies(weight) is not None or isinstance(size, int) and size in chosen_from
     if not experts or not hidden.axes > {*tokens, *routes}:
         return None
-    return _products(view, node, axes, weight, None, hidden, out)
+    return _from_down(view, node, axes, weight, None, hidden, out)
 
 
 def _copies(factor: Factor) -> tuple[Node, Node, Dims] | None:
-    """(weights, which of them, dimensions) of one weight for every row."""
+    """(all weights, which one each row takes, dimensions) where `factor` holds one weight for every row."""
     for node, dims in beneath(factor):
         read = indexed(node)
         if read is not None and len(read[1]) == 1 and isinstance(read[1][0], Node) and value(read[0]).dim() == 3:
@@ -105,54 +106,59 @@ def _copies(factor: Factor) -> tuple[Node, Node, Dims] | None:
     return None
 
 
-def _products(
+def _from_down(
     view: GraphView, node: Node, axes: Axes, weight: Factor, gate: Factor | None, hidden: Factor, out: Axis
-) -> Match | MatchFailure | None:
+) -> RoutedExperts | MatchFailure | None:
+    """The layer whose last GEMM multiplies `hidden` by `weight`, and whose sum may be weighted by `gate`."""
     *_, (inner, dims) = beneath(hidden)
-    (lanes,) = hidden.axes - {*axes.tokens, axes.routes}
-    if dims[-1] != (lanes,):
+    (channels,) = hidden.axes - {*axes.tokens, axes.routes}
+    if dims[-1] != (channels,):
         return None
-    multiply = _Products(axes, [d for d in dims[:-1] if d])
-    found = multiply.weight(weight, out, lanes)
+    match_gemm = _StackedGemms(axes, [d for d in dims[:-1] if d])
+    found = match_gemm.weight(weight, out, channels)
     if found is None:
         return None
-    expert = expert_into(Product(weight.by, inner, found), multiply)
-    if isinstance(expert, NoExpert):
-        return MatchFailure(expert.node, expert.tag, expert.reason)
-    if multiply.mixed is not None:
-        return MatchFailure(multiply.mixed, "indices", "an expert's projections go by different choices")
-    scaled = gate is None
-    if (gate is None) == (multiply.gate is None):
-        ends = "neither what an expert reads nor what it makes is" if scaled else "both ends of an expert are"
+    expert = expert_ending_in(Gemm(weight.by, inner, found), match_gemm)
+    if isinstance(expert, MatchFailure):
+        return expert
+    if match_gemm.mixed is not None:
+        return MatchFailure(match_gemm.mixed, "indices", "an expert's projections go by different choices")
+    scaled_input = gate is None
+    if (gate is None) == (match_gemm.gate is None):
+        ends = "neither what an expert reads nor what it makes is" if scaled_input else "both ends of an expert are"
         return MatchFailure(node, "gates", f"{ends} multiplied by gates")
-    gate = gate or multiply.gate
+    gate = gate or match_gemm.gate
     assert gate is not None
-    if multiply.ids is None:
-        return _by_matrix(view, node, axes, gate, expert.x, [expert], scaled)
+    if match_gemm.ids is None:
+        return _by_matrix(view, node, axes, gate, expert.x, [expert], scaled_input)
     if not isinstance(axes.routes.size, int):
         return None
     gates = seen_as(gate, *axes.slots())
     if gates is None:
         return MatchFailure(gate.node, "gates", "the gates are in another order than the choices")
-    if not chosen(multiply.ids):
-        return MatchFailure(multiply.ids, "range", "an expert's number may be negative, which would count from the end")
-    routed = Routed(node, expert.x, multiply.ids, gates[0], [expert], choices=axes.routes.size, scaled=scaled)
-    return match(view, routed)
+    if not is_nonnegative(match_gemm.ids):
+        reason = "an expert's number may be negative, which would count from the end"
+        return MatchFailure(match_gemm.ids, "range", reason)
+    layer = RoutedExperts(
+        node, expert.x, match_gemm.ids, gates[0], (expert,), choices=axes.routes.size, scaled_input=scaled_input
+    )
+    return bounded(view, layer)
 
 
 def _by_matrix(
-    view: GraphView, node: Node, axes: Axes, gate: Factor, x: Node, experts: list[Expert], scaled: bool = False
-) -> Match | MatchFailure:
+    view: GraphView, node: Node, axes: Axes, gate: Factor, x: Node, experts: list[Expert], scaled_input: bool = False
+) -> RoutedExperts | MatchFailure:
+    """The layer in which every expert works on every token, weighted by the matrix that `gate` is a view of."""
     matrix = seen_as(gate, axes.slots()[0])
     if matrix is None:
         return MatchFailure(gate.node, "gates", "the gates are in another order than the tokens")
-    return dense.by_matrix(view, node, matrix[0], x, experts, scaled=scaled)
+    return dense.by_matrix(view, node, matrix[0], x, experts, scaled_input=scaled_input)
 
 
 def _outputs(
     view: GraphView, node: Node, axes: Axes, rows: Factor, gate: Factor, out: Axis
-) -> Match | MatchFailure | None:
-    """What is weighted are outputs of experts that are modules of their own, or have biases."""
+) -> RoutedExperts | MatchFailure | None:
+    """The layer that weights outputs of experts that are modules of their own; the failure of experts with biases."""
     for inner, dims in beneath(rows):
         if (biased := _biased(view, node, axes, inner, dims, gate, out)) is not None:
             return biased
@@ -176,7 +182,7 @@ def _outputs(
 def _biased(
     view: GraphView, node: Node, axes: Axes, inner: Node, dims: Dims, gate: Factor, out: Axis
 ) -> MatchFailure | None:
-    """Why not, where `inner` is experts' outputs with a bias added."""
+    """The failure of experts' outputs `inner` to which a bias is added."""
     if inner.target is not aten.add.Tensor or not of_tensors(inner):
         return None
     for side in inner.args:
@@ -189,49 +195,53 @@ def _biased(
             (hidden,) = (p for p in parts if p is not weights[0])
             if len(hidden.axes - gate.axes) != 1 or not hidden.axes > gate.axes:
                 continue
-            if (found := _products(view, node, axes, weights[0], gate, hidden, out)) is not None:
-                why = NoExpert(found.node, found.tag, found.reason) if isinstance(found, MatchFailure) else None
-                refusal = biased(inner, why)
-                return MatchFailure(inner, refusal.tag, refusal.reason)
+            if (found := _from_down(view, node, axes, weights[0], gate, hidden, out)) is not None:
+                return bias_failure(inner, found)
     return None
 
 
 def _slots(
     view: GraphView, node: Node, axes: Axes, gate: Factor, ids: Node, rows: Node, experts: list[Expert], first: int
-) -> Match | MatchFailure:
-    lanes = Axis(value(rows).shape[-1])
-    x = seen_as(Factor(rows, axes.slots((lanes,))[1], rows), *axes.rows((lanes,)))
+) -> RoutedExperts | MatchFailure:
+    """The layer whose `experts` read `rows`, one for every slot."""
+    channels = Axis(value(rows).shape[-1])
+    x = seen_as(Factor(rows, axes.slots((channels,))[1], rows), *axes.rows((channels,)))
     if x is None:
         return MatchFailure(rows, "rows", "what experts read are not the tokens, one row for each choice")
     gates = seen_as(gate, *axes.slots())
     if gates is None or not isinstance(axes.routes.size, int):
         return MatchFailure(gate.node, "gates", "the gates are in another order than the choices")
-    return match(view, Routed(node, x[0], ids, gates[0], experts, first, choices=axes.routes.size))
+    return bounded(view, RoutedExperts(node, x[0], ids, gates[0], tuple(experts), first, choices=axes.routes.size))
 
 
-class _Products:
-    """Products of rows with the weights of all experts, or with those of their own experts; all have to go by the same
-    choices."""
+class _StackedGemms:
+    """Matches GEMMs of rows with the weights of all experts, or with those of each row's own expert.
+
+    Attributes:
+        ids: the choices that the GEMMs so far go by; None before the first, and where `every` expert works.
+        mixed: the first weight that goes by other choices.
+        gate: what multiplies what experts read.
+    """
 
     def __init__(self, axes: Axes, rows: list[tuple[Axis, ...]]) -> None:
         self.axes, self.dims = axes, rows
         self.ids: Node | None = None
         self.every = False
         self.mixed: Node | None = None
-        self.gate: Factor | None = None  # of what experts read
+        self.gate: Factor | None = None
 
-    def __call__(self, node: Node) -> Product | NoExpert | None:
+    def __call__(self, node: Node) -> Gemm | MatchFailure | None:
         rows = iter(self.dims)
         *outer, width = value(node).shape
         if sum(not _one(n) for n in outer) != len(self.dims):
             return None
-        lanes = Axis(width)
-        dims = (*(() if _one(n) else next(rows) for n in outer), (lanes,))
-        mixed = {*self.axes.tokens, self.axes.routes, lanes}
+        channels = Axis(width)
+        dims = (*(() if _one(n) else next(rows) for n in outer), (channels,))
+        mixed = {*self.axes.tokens, self.axes.routes, channels}
         parts = factors(node, dims, lambda axes: axes >= mixed)
         if len(parts) == 1 and parts[0].node.target is aten.add.Tensor:
-            return NoExpert(parts[0].node, "bias", "an expert's projection has a bias")
-        weights = [p for p in parts if lanes in p.axes]
+            return MatchFailure(parts[0].node, "bias", "an expert's projection has a bias")
+        weights = [p for p in parts if channels in p.axes]
         if len(parts) != 2 or len(weights) != 1:
             return None
         (x,) = (p for p in parts if p is not weights[0])
@@ -239,23 +249,23 @@ class _Products:
         if len(inner) != 1:
             return None
         source = seen_as(self._unscaled(x, *inner), *self.axes.rows(tuple(inner)))
-        weight = self.weight(weights[0], lanes, *inner)
-        return Product(node, source[0], weight) if source is not None and weight is not None else None
+        weight = self.weight(weights[0], channels, *inner)
+        return Gemm(node, source[0], weight) if source is not None and weight is not None else None
 
-    def _unscaled(self, x: Factor, lanes: Axis) -> Factor:
-        """`x` before it is multiplied by gates."""
+    def _unscaled(self, x: Factor, channels: Axis) -> Factor:
+        """`x` before it is multiplied by gates, which become `self.gate`."""
         *_, (node, dims) = beneath(x)
         below = step_into(node, dims) if node.target is aten.mul.Tensor else None
         for rows, gate in (below, below[::-1]) if below else ():
             scale = Factor(*gate, node)
-            if lanes not in scale.axes and scale.axes == {*self.axes.tokens, self.axes.routes}:
+            if channels not in scale.axes and scale.axes == {*self.axes.tokens, self.axes.routes}:
                 if self.gate is None or self.gate.node is scale.node:
                     self.gate = self.gate or scale
                     return Factor(*rows, node)
         return x
 
     def weight(self, factor: Factor, out: Axis, inner: Axis) -> Weight | None:
-        """`factor` as the weights [.., out, inner] of all experts or of every slot's own."""
+        """The weights [.., out, inner] of all experts, or of every slot's own expert, that `factor` is."""
         ends = ((out,), (inner,)), ((inner,), (out,))
         if factor.axes == {self.axes.routes, out, inner}:
             seen = seen_as(factor, *(((self.axes.routes,), *end) for end in ends))

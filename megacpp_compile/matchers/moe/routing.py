@@ -1,4 +1,4 @@
-"""Which rows go to which expert: `nonzero` of a mask over (token, choice), and reads by what it found.
+"""Matches which rows go to which expert: `nonzero` of a mask over (token, choice), and reads by its result.
 
 A mask is `indices == e`, or one entry of a one-hot of the indices, with its dimensions in any order.
 """
@@ -22,9 +22,14 @@ _COPIES = (aten.alias.default, aten.clone.default, aten.contiguous.default, aten
 
 @dataclasses.dataclass(frozen=True)
 class Mask:
-    """Where `indices` [T, k] (or [T]) is `expert`. `dims`: what each dimension runs over: "t" tokens, "s" a token's
-    choices, "e" all experts (then `expert` is None). Without "s": where the choice `choice` is, or if `any`, where any
-    of a token's choices is. Where tokens have several dimensions, they are "t", "u" and "v" until all in one."""
+    """Where `indices` [T, k] (or [T]) is `expert`.
+
+    Attributes:
+        dims: what each dimension runs over: "t" tokens, "s" a token's choices, "e" all experts (then `expert` is None).
+            Where tokens have several dimensions, they are "t", "u" and "v" until a reshape makes them one.
+        choice: the one of a token's choices that is looked at, in a mask without "s".
+        any: whether, in a mask without "s", any of a token's choices counts.
+    """
 
     indices: Node
     dims: tuple[str, ...]
@@ -38,11 +43,11 @@ class Mask:
 
     @property
     def by_token(self) -> bool:
-        """Whether the first dimensions are the tokens', in their order, and no others are."""
+        """Whether the tokens' dimensions come first, all of them and in their order."""
         return bool(self.tokens) and self.dims[: len(self.tokens)] == tuple(_TOKENS[: len(self.tokens)])
 
     def flat(self) -> Mask:
-        """With one dimension for all tokens; their order stays."""
+        """The mask with one dimension for all tokens, in their order."""
         at = self.dims.index("t")
         rest = tuple(d for d in self.dims if d not in _TOKENS)
         return dataclasses.replace(self, dims=(*rest[:at], "t", *rest[at:]))
@@ -50,7 +55,7 @@ class Mask:
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """The rows of one expert, as the tuple of index tensors `nonzero` gives; `column`: which of them a node is."""
+    """One of the index tensors by which `nonzero` gives the rows of an expert: the one at `column`."""
 
     mask: Mask
     column: int
@@ -61,6 +66,7 @@ class Rows:
 
 
 def match_mask(node: Node) -> Mask | None:
+    """The mask that `node` is."""
     if node.op != "call_function" or not isinstance(value(node), torch.Tensor):
         return None
     target, args = node.target, node.args
@@ -117,7 +123,7 @@ _TOKENS = "tuv"
 
 
 def _dims(indices: Node) -> tuple[str, ...] | None:
-    """What the dimensions of `indices` run over: tokens, and the choices of each, if there are several."""
+    """What the dimensions of `indices` run over: tokens, and a token's choices if there are several."""
     n = value(indices).dim()
     if not 0 < n <= len(_TOKENS) + 1:
         return None
@@ -130,8 +136,7 @@ def _dims(indices: Node) -> tuple[str, ...] | None:
 
 
 def one_choice(node: Node) -> tuple[Node, int | None]:
-    """([.., k], which column) of what every token's choices of one rank are read from; (node, None) for anything
-    else."""
+    """(choices [.., k], column) where `node` is one column of them; (node, None) for anything else."""
     while is_cast(node):
         node = node.args[0]  # type: ignore[assignment]
     last = value(node.args[0]).dim() - 1 if node.target is aten.select.int else 0
@@ -143,7 +148,7 @@ def one_choice(node: Node) -> tuple[Node, int | None]:
 
 
 def _compared(node: Node) -> Mask | None:
-    """`indices[..., None] == arange(E)`."""
+    """The mask `indices[..., None] == arange(E)`."""
     a, b = node.args
     if not isinstance(a, Node) or not isinstance(b, Node):
         return None
@@ -157,6 +162,7 @@ def _compared(node: Node) -> Mask | None:
 
 
 def _plain(node: Node) -> Node:
+    """`node` before copies and conversions between integers."""
     while node.target in _COPIES or (
         node.target in (aten._to_copy.default, aten.to.dtype) and _integer(node) and _integer(node.args[0])
     ):
@@ -169,8 +175,8 @@ def _integer(node: Any) -> bool:
 
 
 def picked(positions: list[Any], slots: bool = False) -> Mask | None:
-    """The mask over tokens, or if `slots` over their choices, in one dimension each, that `positions` say where it is
-    true: all the index tensors `nonzero` gives for them, in order, or the mask itself."""
+    """The mask over tokens, or if `slots` over their choices, with one dimension for all tokens, of whose true entries
+    `positions` are all the index tensors of `nonzero`, in order, or the mask itself."""
     rows = [match_rows(p) if isinstance(p, Node) else None for p in positions]
     if not rows or any(r is None or r.mask != rows[0].mask for r in rows):  # type: ignore[union-attr]
         return None
@@ -183,13 +189,15 @@ def picked(positions: list[Any], slots: bool = False) -> Mask | None:
 
 
 def read_by(positions: list[Any]) -> int:
-    """How many dimensions `positions` read."""
+    """The number of dimensions that `positions` index."""
     return sum(value(p).dim() if value(p).dtype is torch.bool else 1 for p in positions)
 
 
 def read_over(tensor: Node, positions: list[Any], indices: Node, choices: bool) -> bool:
-    """Whether the dimensions of `tensor` that `positions` read by are the tokens of `indices`, in one or as they are.
-    `choices`: its last dimension is a token's choices."""
+    """Whether the dimensions of `tensor` that `positions` index are the tokens of `indices`, as they are or in one.
+
+    choices: the last dimension of `indices` is a token's choices.
+    """
     outer, tokens = value(tensor).shape[: read_by(positions)], value(indices).shape
     tokens = tokens[:-1] if choices else tokens
     if len(outer) == 1 < len(tokens):
@@ -198,7 +206,7 @@ def read_over(tensor: Node, positions: list[Any], indices: Node, choices: bool) 
 
 
 def match_rows(node: Node) -> Rows | None:
-    """One of the index tensors that say where a mask is true, or, as column -1, the mask itself over tokens."""
+    """The index tensor of a mask's true entries that `node` is; with column -1, the mask itself over tokens."""
     if node.op == "call_function" and isinstance(value(node), torch.Tensor) and value(node).dtype is torch.bool:
         mask = match_mask(node)
         return Rows(mask, -1) if mask is not None and mask.expert is not None and "s" not in mask.dims else None
@@ -227,16 +235,16 @@ def match_rows(node: Node) -> Rows | None:
     return Rows(mask, column % len(mask.dims))
 
 
-def indexed(node: Node) -> tuple[Node, list[Any], Any] | None:
-    """(tensor, its leading indices, what is left to say) of a read by index tensors: `t[i, j]`, `t[None, i]`,
-    `t[i, j, None]`, `index_select`, `embedding`. A new dimension in the read is left out of it."""
+def indexed(node: Node) -> tuple[Node, list[Any]] | None:
+    """(tensor, its leading indices) of a read by index tensors: `t[i, j]`, `t[None, i]`, `t[i, j, None]`,
+    `index_select`, `embedding`. A new dimension in the read is left out."""
     if node.target is aten.index_select.default and node.args[1] == 0:
-        return node.args[0], [node.args[2]], None  # type: ignore[return-value]
+        return node.args[0], [node.args[2]]  # type: ignore[return-value]
     if node.target is aten.embedding.default and len(node.args) == 2:
-        return node.args[0], [node.args[1]], None  # type: ignore[return-value]
+        return node.args[0], [node.args[1]]  # type: ignore[return-value]
     if node.target is aten.gather.default and node.args[1] == 0:
-        token = every_lane(node.args[2])  # type: ignore[arg-type]
-        return None if token is None else (node.args[0], [token], None)  # type: ignore[return-value]
+        token = repeated_over_channels(node.args[2])  # type: ignore[arg-type]
+        return None if token is None else (node.args[0], [token])  # type: ignore[return-value]
     if node.target is not aten.index.Tensor:
         return None
     tensor, indices = node.args
@@ -251,11 +259,11 @@ def indexed(node: Node) -> tuple[Node, list[Any], Any] | None:
         tensor = source
     if not positions or any(p is None for p in positions):
         return None
-    return tensor, positions, None  # type: ignore[return-value]
+    return tensor, positions  # type: ignore[return-value]
 
 
-def every_lane(index: Node) -> Node | None:
-    """The numbers [R] of which `index` [R, d] repeats each for a whole row."""
+def repeated_over_channels(index: Node) -> Node | None:
+    """The numbers [R] of which `index` [R, d] repeats each over all channels."""
     if index.target is not aten.expand.default:
         return None
     index = index.args[0]  # type: ignore[assignment]
@@ -267,8 +275,8 @@ def every_lane(index: Node) -> Node | None:
 
 
 def added_rows(node: Node) -> tuple[Node, Node, Node] | None:
-    """(base, which rows [R], what is added to each [R, d]) of a sum over rows that were picked, by `index_add` or
-    `scatter_add`; whole rows, once for every time they were picked."""
+    """(base, rows' numbers [R], what is added to each [R, d]) of an `index_add` or `scatter_add` of whole rows, which
+    counts a row as often as it comes."""
     args = node.args
     if node.target is aten.index_add.default and args[1] == 0 and node.kwargs.get("alpha", 1) == 1 and len(args) == 4:
         return args[0], args[2], args[3]  # type: ignore[return-value]
@@ -277,7 +285,7 @@ def added_rows(node: Node) -> tuple[Node, Node, Node] | None:
     base, _, index, rows = args
     if value(base).dim() != 2:
         return None
-    token = every_lane(index)  # type: ignore[arg-type]
+    token = repeated_over_channels(index)  # type: ignore[arg-type]
     # scatter_add takes the rows that the index has, of as many as there may be
     alike = same_size(value(base).shape[1], value(rows).shape[1])
     alike = alike and all(map(same_size, value(index).shape, value(rows).shape))
@@ -285,7 +293,7 @@ def added_rows(node: Node) -> tuple[Node, Node, Node] | None:
 
 
 def scores_of(indices: Node) -> Node | None:
-    """The scores [.., E] of which `indices` [.., k] are the places of the largest, so that none comes twice."""
+    """The scores [.., E] of which `indices` [.., k] are the places of the k largest, so that none comes twice."""
     node = indices
     while is_cast(node) or node.target in _COPIES or node.target in (aten._to_copy.default, aten.to.dtype):
         node = node.args[0]  # type: ignore[assignment]
@@ -309,7 +317,7 @@ def scores_of(indices: Node) -> Node | None:
 
 
 def number_of_scores(node: Node) -> int | None:
-    """Of how many scores `node` takes the largest."""
+    """The number of scores among which `node` chooses the largest."""
     if node.target not in (aten.topk.default, aten.max.dim, aten.argmax.default, aten.sort.default):
         return None
     last = value(node.args[0]).shape[-1:]
@@ -317,12 +325,12 @@ def number_of_scores(node: Node) -> int | None:
 
 
 def distinct_choices(indices: Node) -> bool:
-    """Whether no token can have one expert twice: its choices are the places of `topk`, or there is but one."""
+    """Whether no token can choose an expert twice: its choices are places that `topk` found, or there is one alone."""
     return value(indices).dim() == 1 or scores_of(indices) is not None
 
 
-def chosen(ids: Node) -> bool:
-    """Whether `ids` are surely no less than 0: clamped, or places that `topk`, `argmax` or `sort` found."""
+def is_nonnegative(ids: Node) -> bool:
+    """Whether `ids` cannot be negative: clamped, or places that `topk`, `argmax` or `sort` found."""
     while True:
         if ids.target in (aten.clamp.default, aten.clamp_min.default):
             return isinstance(ids.args[1], int) and ids.args[1] >= 0

@@ -1,4 +1,4 @@
-"""All slots at once, sorted by expert: grouped products of their rows, and the sum over each token's choices."""
+"""Matches all slots sorted by expert: grouped GEMMs of their rows, and the sum over each token's choices."""
 
 from __future__ import annotations
 
@@ -14,34 +14,33 @@ from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe.experts import (
     Expert,
-    NoExpert,
-    Product,
+    Gemm,
     Weight,
-    before_bias,
-    biased,
+    bias_failure,
+    gemm_before_bias,
     match_expert,
-    over_rows,
+    strip_row_views,
 )
 from megacpp_compile.matchers.moe.gate_matrix import is_filled
+from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, bounded
 from megacpp_compile.matchers.moe.routing import added_rows, indexed, scores_of
 from megacpp_compile.matchers.views import RESHAPES, is_cast
-from megacpp_compile.passes._moe_rewrite import Routed, match
-from megacpp_compile.passes._rule import Match
 
 aten = torch.ops.aten
 _GROUPED = ("aten._grouped_mm.default", "transformers.grouped_mm_fallback.default")
 
 
-def find(view: GraphView) -> Iterator[Match | MatchFailure]:
+def find(view: GraphView) -> Iterator[RoutedExperts | MatchFailure]:
+    """Every sum over rows that are sorted by expert."""
     for node in view.graph.nodes:
-        ended = _summed(node) if node.target is aten.sum.dim_IntList else _added(node)
-        if ended is not None and (found := _check(view, node, ended)) is not None:
+        combine = _summed(node) if node.target is aten.sum.dim_IntList else _added(node)
+        if combine is not None and (found := _check(view, node, combine)) is not None:
             yield found
 
 
 @dataclasses.dataclass(frozen=True)
-class Ended:
-    """`weighted` rows, in the order of slots `order`, each token's added up; `base`: and to that."""
+class Combine:
+    """The sum of each token's `choices` among the `weighted` rows, which lie in `order` of slots, added to `base`."""
 
     weighted: Node
     order: Node
@@ -49,8 +48,8 @@ class Ended:
     base: Node | None = None
 
 
-def _summed(node: Node) -> Ended | None:
-    """Rows put back into the order of slots, and summed over the choices."""
+def _summed(node: Node) -> Combine | None:
+    """The combine that puts rows back into the order of slots, and sums over the choices."""
     dims = node.args[1]
     keep = node.args[2] if len(node.args) > 2 else False
     slots = _uncast(node.args[0])  # type: ignore[arg-type]
@@ -60,11 +59,11 @@ def _summed(node: Node) -> Ended | None:
     read = _unsorted(_uncast(slots.args[0]))  # type: ignore[arg-type]
     if read is None or value(read[0]).dim() != 2 or not isinstance(choices, int):
         return None
-    return Ended(_uncast(read[0]), read[1], choices)
+    return Combine(_uncast(read[0]), read[1], choices)
 
 
-def _added(node: Node) -> Ended | None:
-    """Rows added to those of their tokens."""
+def _added(node: Node) -> Combine | None:
+    """The combine that adds rows to those of their tokens."""
     added = added_rows(node)
     if added is None:
         return None
@@ -72,33 +71,39 @@ def _added(node: Node) -> Ended | None:
     if value(rows).dim() != 2 or not _halved(token) or _sorted_by(token.args[0]) is None:  # type: ignore[arg-type]
         return None
     empty = is_filled(base, 0.0)
-    return Ended(_uncast(rows), token.args[0], token.args[1], None if empty else base)  # type: ignore[arg-type]
+    return Combine(_uncast(rows), token.args[0], token.args[1], None if empty else base)  # type: ignore[arg-type]
 
 
-def _check(view: GraphView, node: Node, ended: Ended) -> Match | MatchFailure | None:
-    weighted = ended.weighted
+def _check(view: GraphView, node: Node, combine: Combine) -> RoutedExperts | MatchFailure | None:
+    """The layer of experts that ends in `combine`; None where what it adds up is no expert's output."""
+    weighted = combine.weighted
     if weighted.target is aten.mul.Tensor and of_tensors(weighted):
         for out, gate in (weighted.args, weighted.args[::-1]):
-            multiply = _Products(ended.order)
-            expert = match_expert(multiply.unmasked(over_rows(out)), multiply)  # type: ignore[arg-type]
+            match_gemm = _GroupedGemms(combine.order)
+            expert = match_expert(match_gemm.unmasked(strip_row_views(out)), match_gemm)  # type: ignore[arg-type]
             if expert is not None:
-                return _routed(view, node, ended, expert, gate, multiply)  # type: ignore[arg-type]
+                return _routed(view, node, combine, expert, gate, match_gemm)  # type: ignore[arg-type]
         return None
-    multiply = _Products(ended.order)
-    expert = match_expert(multiply.unmasked(weighted), multiply)
-    return None if expert is None else _routed(view, node, ended, expert, None, multiply)
+    match_gemm = _GroupedGemms(combine.order)
+    expert = match_expert(match_gemm.unmasked(weighted), match_gemm)
+    return None if expert is None else _routed(view, node, combine, expert, None, match_gemm)
 
 
 def _routed(
-    view: GraphView, node: Node, ended: Ended, expert: Expert | NoExpert, gate: Node | None, multiply: _Products
-) -> Match | MatchFailure | None:
-    """`gate`: of what the expert makes; where it is None, what the expert reads has to be multiplied by one."""
-    if isinstance(expert, NoExpert):
-        return MatchFailure(expert.node, expert.tag, expert.reason)
-    if multiply.refusal is not None:
-        return multiply.refusal
-    ids, order, scaled = multiply.ids, ended.order, gate is None
-    rows = multiply.unmasked(over_rows(expert.x))
+    view: GraphView,
+    node: Node,
+    combine: Combine,
+    expert: Expert | MatchFailure,
+    gate: Node | None,
+    match_gemm: _GroupedGemms,
+) -> RoutedExperts | MatchFailure | None:
+    """The layer of `expert`, whose output `gate` multiplies; where that is None, a gate has to multiply its input."""
+    if isinstance(expert, MatchFailure):
+        return expert
+    if match_gemm.failure is not None:
+        return match_gemm.failure
+    ids, order, scaled_input = match_gemm.ids, combine.order, gate is None
+    rows = match_gemm.unmasked(strip_row_views(expert.x))
     if gate is None:
         if rows.target is not aten.mul.Tensor or not of_tensors(rows):
             return MatchFailure(
@@ -106,7 +111,7 @@ def _routed(
             )
         a, b = rows.args
         rows, gate = (a, b) if value(b).shape[-1:] == (1,) else (b, a)  # type: ignore[assignment]
-        rows = over_rows(rows)
+        rows = strip_row_views(rows)
     if value(gate).dim() != 2 or value(gate).shape[-1] != 1:
         return MatchFailure(gate, "gates", "an expert's rows are not multiplied by one gate per choice")
     gates = gate
@@ -120,16 +125,19 @@ def _routed(
     gates = read[0]
     if value(gates).dim() != 1:
         return MatchFailure(gates, "gates", "there is not one gate per choice")
-    x = _rows(rows, ended.choices, order)
-    if x is None or not same_size(value(x).shape[0] * ended.choices, value(ids).shape[0]):
+    x = _rows(rows, combine.choices, order)
+    if x is None or not same_size(value(x).shape[0] * combine.choices, value(ids).shape[0]):
         return MatchFailure(expert.x, "rows", "what experts read are not the tokens, one row for each choice")
-    if multiply.limits - {value(expert.down.weight.tensor).shape[0]}:
+    if match_gemm.limits - {value(expert.down.weight.tensor).shape[0]}:
         return MatchFailure(node, "masked", "rows of some experts are set to zero")
-    routed = Routed(node, x, _slots(ids), gates, [expert], base=ended.base, choices=ended.choices, scaled=scaled)
-    return match(view, routed)
+    layer = RoutedExperts(
+        node, x, _slots(ids), gates, (expert,), base=combine.base, choices=combine.choices, scaled_input=scaled_input
+    )
+    return bounded(view, layer)
 
 
 def _uncast(node: Node) -> Node:
+    """`node` before casts."""
     while is_cast(node):
         node = node.args[0]  # type: ignore[assignment]
     return node
@@ -153,12 +161,13 @@ def _halved(token: Node) -> bool:
 
 
 def _ascends(order: Node) -> bool:
+    """Whether `order` is an ascending argsort of numbers in one dimension."""
     sorts = order.target in (aten.argsort.default, aten.argsort.stable)
     return sorts and len(order.args) == 1 and not order.kwargs.get("descending")
 
 
 def _sorted_by(order: Node) -> tuple[Node, Node | None] | None:
-    """(numbers, the sorted numbers' node if there is one) of which `order` is the ascending order."""
+    """(numbers, the sorted numbers' node if there is one) where `order` is the numbers' ascending order."""
     if _ascends(order):
         return order.args[0], None  # type: ignore[return-value]
     if order.target is operator.getitem and order.args[1] == 1:
@@ -193,24 +202,30 @@ def _unsorted(node: Node) -> tuple[Node, Node] | None:
     return (read[0], order) if isinstance(order, Node) and _sorted_by(order) is not None else None
 
 
-class _Products:
-    """Grouped products, the groups ending where each expert's rows do."""
+class _GroupedGemms:
+    """Matches grouped GEMMs whose groups end where each expert's rows do.
+
+    Attributes:
+        ids: the slots' experts, by which `order` sorts.
+        failure: the last GEMM whose groups end elsewhere.
+        limits: the expert numbers from which on rows are set to zero.
+    """
 
     def __init__(self, order: Node) -> None:
         found = _sorted_by(order)
         assert found is not None
         self.found = found
         self.ids = found[0]
-        self.refusal: MatchFailure | None = None
-        self.limits = set[object]()  # numbers from which rows were set to zero
+        self.failure: MatchFailure | None = None
+        self.limits = set[object]()
 
-    def __call__(self, node: Node) -> Product | NoExpert | None:
+    def __call__(self, node: Node) -> Gemm | MatchFailure | None:
         node = self.unmasked(node)
-        bias = before_bias(node, self._grouped)
-        return self._grouped(node) if bias is None else biased(node)
+        bias = gemm_before_bias(node, self._grouped)
+        return self._grouped(node) if bias is None else bias_failure(node)
 
     def unmasked(self, node: Node) -> Node:
-        """`node` before rows of no expert were set to zero."""
+        """`node` before rows of no expert are set to zero."""
         while node.target is aten.masked_fill.Scalar and node.args[2] == 0:
             mask = node.args[1]
             while mask.target in (aten.unsqueeze.default, aten.view.default, aten.reshape.default):  # type: ignore[union-attr]
@@ -218,10 +233,10 @@ class _Products:
             if mask.target is not aten.ge.Scalar or mask.args[0] is not self.found[1]:  # type: ignore[union-attr]
                 break
             self.limits.add(mask.args[1])  # type: ignore[union-attr]
-            node = over_rows(node.args[0])  # type: ignore[arg-type]
+            node = strip_row_views(node.args[0])  # type: ignore[arg-type]
         return node
 
-    def _grouped(self, node: Node) -> Product | None:
+    def _grouped(self, node: Node) -> Gemm | None:
         if str(node.target) not in _GROUPED or len(node.args) != 3 or node.kwargs:
             return None
         x, w, ends = node.args
@@ -229,10 +244,10 @@ class _Products:
             return None
         assert isinstance(x, Node) and isinstance(w, Node) and isinstance(ends, Node)
         if not self._ends(ends, value(w).shape[0]):
-            self.refusal = MatchFailure(node, "offsets", "the groups do not end where each expert's rows do")
+            self.failure = MatchFailure(node, "offsets", "the groups do not end where each expert's rows do")
         if w.target is aten.transpose.int and {d % 3 for d in w.args[1:3]} == {1, 2}:  # type: ignore[operator]
-            return Product(node, x, Weight(w.args[0], False, every=True))  # type: ignore[arg-type]
-        return Product(node, x, Weight(w, True, every=True))
+            return Gemm(node, x, Weight(w.args[0], False, every=True))  # type: ignore[arg-type]
+        return Gemm(node, x, Weight(w, True, every=True))
 
     def _ends(self, ends: Node, experts: int) -> bool:
         """Whether `ends` is the running count of how many slots chose each expert."""
@@ -272,7 +287,7 @@ def _marked(counts: Node, experts: int) -> Node | None:
 
 
 def _slots(ids: Node) -> Node:
-    """What `ids` are another view of."""
+    """What `ids` is a reshape of."""
     ids = _number(ids)
     while ids.target in RESHAPES:
         ids = _number(ids.args[0])  # type: ignore[arg-type]

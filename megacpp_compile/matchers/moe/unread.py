@@ -1,6 +1,7 @@
-"""Experts that nothing here could read: their weights are multiplied, and chosen from, in some other form.
+"""Finds experts that no matcher of this folder reads: GEMMs with weights of which scores choose, in some other form.
 
-Said only where no other reason was given nearby, so that no layer of experts is passed over in silence.
+They fail with the tag `unread`, and only where no other failure lies nearby, so that no layer of experts is passed over
+in silence.
 """
 
 from __future__ import annotations
@@ -15,13 +16,12 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import value
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
+from megacpp_compile.matchers.moe.routed_experts import RoutedExperts
 from megacpp_compile.matchers.moe.routing import number_of_scores
 from megacpp_compile.matchers.views import RESHAPES, is_cast
-from megacpp_compile.passes._moe_rewrite import between
-from megacpp_compile.passes._rule import Match
 
 aten = torch.ops.aten
-_PRODUCTS = ("bmm", "matmul", "mm", "addmm", "baddbmm", "linear", "einsum", "_grouped_mm", "grouped_mm_fallback")
+_GEMMS = ("bmm", "matmul", "mm", "addmm", "baddbmm", "linear", "einsum", "_grouped_mm", "grouped_mm_fallback")
 _TAKEN = (
     *RESHAPES, aten.transpose.int, aten.t.default, aten.permute.default, aten.select.int, aten.index.Tensor,
     aten.index_select.default, aten.embedding.default, aten.alias.default, aten.clone.default, aten.contiguous.default,
@@ -31,34 +31,34 @@ _NEAR = 48  # nodes to look at around one
 
 
 def find(
-    view: GraphView, found: Sequence[Match | MatchFailure], in_doubt: Iterable[MatchFailure]
+    view: GraphView, found: Sequence[RoutedExperts | MatchFailure], in_doubt: Iterable[MatchFailure]
 ) -> Iterator[MatchFailure]:
-    """`found`: what was said of the graph already; `in_doubt`: what is to be said where that does not cover it."""
+    """Those of the failures `in_doubt` that nothing `found` covers, then one for every layer of unread experts."""
     for doubt in in_doubt:
         around = _around(doubt.node)
         if not any(
-            doubt.node in between(one.inputs, one.node) if isinstance(one, Match) else one.node in around
+            doubt.node in one.inside if isinstance(one, RoutedExperts) else one.node in around
             for one in found
         ):
             found = [*found, doubt]
             yield doubt
     counts = {number_of_scores(node) for node in view.graph.nodes} - {None}
-    products = {node: stacks for node in view.graph.nodes if (stacks := _stacks(node, view.weights, counts))}
-    if not products:
+    gemms = {node: stacks for node in view.graph.nodes if (stacks := _stacks(node, view.weights, counts))}
+    if not gemms:
         return
-    said = set[Node]()
+    covered = set[Node]()
     for one in found:
-        said.update(one.inputs if isinstance(one, Match) else _nearby(one.node, products))
-    for node, stacks in products.items():
-        if not stacks & said:
-            said |= _nearby(node, products)
+        covered.update(one.inputs if isinstance(one, RoutedExperts) else _nearby(one.node, gemms))
+    for node, stacks in gemms.items():
+        if not stacks & covered:
+            covered |= _nearby(node, gemms)
             yield MatchFailure(node, "unread", "weights of experts are multiplied here, in no form that is known")
 
 
 def _stacks(node: Node, weights: frozenset[Node], counts: set[Any]) -> set[Node]:
-    """The weights that `node` multiplies by, in all their views, if they are those of as many experts as there are
+    """The weights, in all their views, that the GEMM `node` multiplies by, if they are of as many experts as there are
     scores to choose by."""
-    if node.op != "call_function" or str(node.target).split(".")[-2:][0] not in _PRODUCTS:
+    if node.op != "call_function" or str(node.target).split(".")[-2:][0] not in _GEMMS:
         return set()
     found, given = set[Node](), 0
     for operand in node.all_input_nodes:
@@ -76,19 +76,20 @@ def _stacks(node: Node, weights: frozenset[Node], counts: set[Any]) -> set[Node]
 
 
 def _of(node: Node, counts: set[Any]) -> bool:
+    """Whether `node` is [experts, ., .] with one of `counts` of experts."""
     fake = value(node)
     if not isinstance(fake, torch.Tensor) or fake.dim() < 3:
         return False
     return isinstance(fake.shape[0], int) and fake.shape[0] in counts
 
 
-def _nearby(node: Node, products: dict[Node, set[Node]]) -> set[Node]:
-    """The weights that are multiplied by shortly before or behind `node`."""
-    return {weight for n in _around(node) for weight in products.get(n, ())}
+def _nearby(node: Node, gemms: dict[Node, set[Node]]) -> set[Node]:
+    """The weights in GEMMs shortly before or behind `node`."""
+    return {weight for n in _around(node) for weight in gemms.get(n, ())}
 
 
 def _around(node: Node) -> set[Node]:
-    """What `node` was computed from a few steps ago, and what is computed from it in the next few."""
+    """The nodes from which `node` is computed in a few steps, and those computed from it in a few more."""
     found = set[Node]()
     for back in (True, False):
         order = [node]

@@ -1,0 +1,113 @@
+"""What the matchers of this folder return: a layer of routed experts and the nodes that compute it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from megacpp_compile.fx.edit import place, value
+from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers.graph_view import GraphView
+from megacpp_compile.matchers.moe.experts import Expert
+from megacpp_compile.matchers.moe.gate_matrix import is_filled
+
+aten = torch.ops.aten
+_ASSERTS = (
+    aten._assert_scalar.default,
+    aten.sym_constrain_range_for_size.default,
+    aten.sym_constrain_range.default,
+    torch._check,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class RoutedExperts:
+    """`output = base + sum over a token's choices of gate * expert(x)`.
+
+    Attributes:
+        output: the node that holds the sum.
+        x: the tokens, [.., d].
+        indices: the chosen experts' numbers: [.., k], or [T] for one choice; with `choices` of any shape over slots.
+        gates: shaped as `indices`, or with `by_expert` a matrix [.., E] that holds each choice's gate in its column.
+        experts: one for every number from `first` on, or one whose weights hold them all.
+        first: the number of the first expert.
+        base: what the sum is added to; None for nothing.
+        choices: how many choices a token has, where the shape of `indices` does not say so.
+        by_expert: whether `gates` has a column for every expert rather than for every choice.
+        column: the one column of `indices` [T, k] that counts; None for all.
+        scaled_input: whether the gate multiplies what the expert reads: `base + sum of expert(gate * x)`.
+        inputs: what the layer reads; inside: the nodes between these and `output`. Filled in by `bounded`.
+    """
+
+    output: Node
+    x: Node
+    indices: Node
+    gates: Node
+    experts: tuple[Expert, ...]
+    first: int = 0
+    base: Node | None = None
+    choices: int | None = None
+    by_expert: bool = False
+    column: int | None = None
+    scaled_input: bool = False
+    inputs: tuple[Node, ...] = ()
+    inside: frozenset[Node] = frozenset()
+
+    @property
+    def activation(self) -> str:
+        return self.experts[0].activation
+
+    @property
+    def layout(self) -> str:
+        return self.experts[0].layout
+
+
+def bounded(view: GraphView, found: RoutedExperts) -> RoutedExperts | MatchFailure:
+    """`found` with its `inputs` and the nodes `inside`; the first of these that cannot go, as it is read elsewhere or
+    runs under another mode."""
+    output = found.output
+    weights = [g.weight.tensor for e in found.experts for g in (*e.ups, e.down)]
+    inputs = list(dict.fromkeys([found.x, found.indices, found.gates, *weights]))
+    if found.base is not None and found.base not in inputs:
+        inputs.append(found.base)
+    inside = _between(inputs, output)
+    for n in sorted(inside - {output}):
+        outside = next((u for u in n.users if u not in inside and not only_checks_sizes(u)), None)
+        if outside is not None and not _can_be_kept(n):
+            return MatchFailure(n, "escapes", f"an expert's intermediate value is used elsewhere too ({outside.name})")
+        fake = value(n)
+        if isinstance(fake, torch.Tensor) and fake.is_floating_point() and view.mode_states[n] != view.mode_states[output]:
+            return MatchFailure(n, "region", "part of it runs under another grad or autocast mode")
+    if place(inputs, [output], output, view.mode_states) is None:
+        return MatchFailure(output, "region", "a weight is computed under another grad or autocast mode")
+    return dataclasses.replace(found, inputs=tuple(inputs), inside=frozenset(inside))
+
+
+def _between(inputs: list[Node], output: Node) -> set[Node]:
+    """All nodes by which `output` is computed from `inputs`, itself among them; not what makes the inputs."""
+    inside, stack = set[Node](), [output]
+    while stack:
+        n = stack.pop()
+        if n not in inside and n not in inputs and n.op == "call_function":
+            inside.add(n)
+            if not is_filled(n, 0.0):  # zeros take no more than their shape from what they are made like
+                stack.extend(n.all_input_nodes)
+    return inside
+
+
+def _can_be_kept(node: Node) -> bool:
+    """Whether `node` says which tokens go where and has a static size: other readers may keep it at no great cost."""
+    fake = value(node)
+    integer = isinstance(fake, torch.Tensor) and not fake.is_floating_point()
+    return integer and not free_unbacked_symbols(fake.shape)
+
+
+def only_checks_sizes(node: Node) -> bool:
+    """Whether `node` and all that reads it serve run-time checks of how many rows there are."""
+    if node.target in _ASSERTS:
+        return True
+    numbers = isinstance(value(node), (int, bool, torch.SymInt, torch.SymBool))
+    return numbers and all(only_checks_sizes(u) for u in node.users)
