@@ -90,21 +90,22 @@ a line in the log. So does `precision="fp8_current"` in the graph:
 ## Several XLA devices
 
     import torch_xla.runtime
+    from megacpp_compile import sharding
     torch_xla.runtime.use_spmd()                        # before any tensor is on the device
     plan = megacpp_compile.ShardingPlan(
         mesh={{"data": 2, "model": 4}},
         rules={{"*.*_b.weight": ("model", "data"), "*.o.weight": ("data", "model")}},
         batch="data",
     )
-    plan.pin(x, ("data", None, None))                   # the batch
+    sharding.pin(plan, x, ("data", None, None))         # the batch
     model = torch.compile(model, backend="megacpp", options={{"sharding": plan}})
 
 - The first rule that matches a parameter's whole name gives its partition spec; a rule that matches none is an error,
   as are an axis the mesh has not, a dimension that is not divisible, and a tensor that is on no XLA device.
 - Pinned (`mark_sharding`) are the parameters that a rule means, and all that are fused into an op: those without a rule
   to a whole copy on every device. That happens when the frame is compiled, for all blocks that will run its artifact;
-  modules of `NativeLayerSpec` pin theirs as they are made, inside `with plan.constructing(name)`; `plan.apply(model)`
-  pins a whole model. The report has a table of what was pinned, to what, by which rule.
+  modules of `NativeLayerSpec` pin theirs as they are made, inside `with sharding.constructing(plan, name)`;
+  `sharding.apply(plan, model)` pins a whole model. The report has a table of what was pinned, to what, by which rule.
 - A parameter cut over an axis of the batch is gathered in front of its readers, once for forward and once for backward.
 - Products over a batch and heads keep both dimensions in HLO; merged, as ATen has them, XLA would gather queries, keys
   and values first.

@@ -35,7 +35,7 @@ from megacpp_compile.errors import (
 from megacpp_compile.frontend import tensor_subclasses, unbacked_shapes
 from megacpp_compile.frontend.canonicalize import normalise
 from megacpp_compile.frontend.capture import Captured, capture
-from megacpp_compile.fx.provenance import module_fqn, outermost_frame, source_line
+from megacpp_compile.fx.provenance import module_fqn, no_graph_break, outermost_frame, source_line
 from megacpp_compile.lowerings._registry import choose, semantic_ops
 from megacpp_compile.matchers.recurrences import NAMES, find_recurrences
 from megacpp_compile.matchers.rope.heads import activations
@@ -43,7 +43,7 @@ from megacpp_compile.passes._driver import Outcome, enabled_passes, pass_names, 
 from megacpp_compile.passes._precision_rows import answered, asked, unseen
 from megacpp_compile.passes._rule import Match, MatchFailure, Pass
 from megacpp_compile.remat import conflicts
-from megacpp_compile.remat.kinds import BlockRef, whole
+from megacpp_compile.remat.kinds import BlockRef
 from megacpp_compile.remat.planner import Plan
 from megacpp_compile.remat.tagging import describe
 from megacpp_compile.report import collector, log, replay, saved_bytes
@@ -156,7 +156,8 @@ def _pin(
     """Lay out what the frame's parameters are fused into, before anything is compiled for it."""
     outcome = result.outcome
     ops = zip((s.pass_name for s in outcome.sites), outcome.op_nodes, strict=True) if outcome is not None else ()
-    pinned, specs = pin_frame(plan, gm, inputs, ops, whole(gm) and sibling_params is None, sibling_params)
+    whole = no_graph_break(gm) and sibling_params is None
+    pinned, specs = pin_frame(plan, gm, inputs, ops, whole, sibling_params)
     result.frame.sharding = {"mesh": dict(plan.mesh), "pinned": [row.to_dict() for row in pinned]}
     if plan.batch:
         from megacpp_compile.sharding.layout import gather

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from megacpp_compile.report.collector import MissedFusion, Precision, Report, Site, bytes_text, plain
-from megacpp_compile.sharding.pinning import Pinned
+from megacpp_compile.report.records import Pinned
 
 
 class _Section(NamedTuple):
