@@ -1,20 +1,32 @@
 """Every error a user can meet, one class each; the message says what, where, and what to do.
 
-All derive from `MegacppError`. The constructors take the facts, keep them as attributes of the
-same name, and write the message, so that no caller spells a message of its own. All can be
-pickled and copied.
+All derive from `MegacppError`. The constructors take the facts, keep them as attributes of the same name, and write the
+message, so that no caller spells a message of its own. All can be pickled and copied. This file imports nothing of the
+package.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from megacpp_compile.report.records import MissedFusion
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 _MISSES_SHOWN = 8  # a message with one line per layer of a deep model would hide its own first line
+
+
+class Miss(Protocol):
+    """What an error shows of a missed fusion: `report.records.MissedFusion` is one."""
+
+    @property
+    def fqn(self) -> str: ...
+    @property
+    def source(self) -> str: ...
+    @property
+    def node(self) -> str: ...
+    @property
+    def tag(self) -> str: ...
+    @property
+    def reason(self) -> str: ...
 
 
 def closest(name: str, choices: Iterable[str]) -> str | None:
@@ -60,11 +72,16 @@ class UnknownOptionError(MegacppError, ValueError):
         key: the key as given.
         valid: every key that is accepted.
         of_inductor: whether it is a setting of Inductor's, and so no misspelling of ours.
+        renamed: keys of earlier releases -> what they are called now, for the closest-match hint.
     """
 
-    def __init__(self, key: object, valid: Sequence[str], of_inductor: bool = False) -> None:
+    def __init__(
+        self, key: object, valid: Sequence[str], of_inductor: bool = False, renamed: Mapping[str, str] | None = None
+    ) -> None:
         self.key, self.valid = key, tuple(valid)
-        self.closest = None if of_inductor else closest(str(key), valid)
+        old = dict(renamed or {})
+        found = None if of_inductor else closest(str(key), (*valid, *old))
+        self.closest = old.get(found, found) if found is not None else None
         super().__init__(
             f"unknown option {key!r} in torch.compile(..., backend='megacpp', options=...)."
             f"{_did_you_mean(self.closest)} Valid options: {_listed(valid)}. "
@@ -116,7 +133,7 @@ class RequirementError(MegacppError):
         misses: the nearest misses of that pass; the message shows the first few.
     """
 
-    def __init__(self, pass_name: str, wanted: int, fired: int, misses: Sequence[MissedFusion] = ()) -> None:
+    def __init__(self, pass_name: str, wanted: int, fired: int, misses: Sequence[Miss] = ()) -> None:
         self.pass_name, self.wanted, self.fired, self.misses = pass_name, wanted, fired, tuple(misses)
         lines = [
             f"require={{{pass_name!r}: {wanted}}} was not met: the pass fired {fired} time{'' if fired == 1 else 's'}."
@@ -191,7 +208,7 @@ class VerificationError(MegacppError):
 
 
 class NotLoweredError(MegacppError):
-    """A `megacpp::` op reached the handoff without a lowering; a defect of this package.
+    """A `megacpp::` op was handed to a backend without a lowering; a defect of this package.
 
     Args:
         op: the op's qualified name.
@@ -226,20 +243,20 @@ class BlockKindError(MegacppError, ValueError):
 
 
 class TwoPoliciesError(MegacppError, ValueError):
-    """Something else also says what is computed again in backward.
+    """Something beside the policy also says what backward recomputes.
 
     Args:
-        what: the other authority, in words.
+        what: what else says it, in words.
         remedy: what to do.
     """
 
     def __init__(self, what: str, remedy: str) -> None:
         self.what, self.remedy = what, remedy
-        super().__init__(f"options['policy'] decides what backward computes again, and so does {what}: {remedy}.")
+        super().__init__(f"options['policy'] decides what backward recomputes, and so does {what}: {remedy}.")
 
 
 class PeakUnreachableError(MegacppError):
-    """A limit on the peak of memory that no plan of what to compute again meets.
+    """A limit on peak memory that no plan of what to recompute meets.
 
     Args:
         limit: bytes asked for.
@@ -316,7 +333,7 @@ class BlockNotFoundError(MegacppError, ValueError):
         self.pattern, self.names, self.closest = pattern, tuple(names), closest(pattern.replace("*", "0"), names)
         super().__init__(
             f"blocks: no module is called {pattern!r}.{_did_you_mean(self.closest)} "
-            'A star stands for one part of a name, as in "model.layers.*".'
+            'A pattern matches whole names, as in "model.layers.*", and the outermost modules it matches are blocks.'
         )
 
 
@@ -381,7 +398,7 @@ class RuleWithoutHitError(MegacppError, ValueError):
         self.pattern, self.closest = pattern, closest(pattern.replace("*", "0"), names)
         super().__init__(
             f"{option}: the pattern {pattern!r} hits no {what}.{_did_you_mean(self.closest)} It has to "
-            "match a whole name; a star that is a segment stands for any number of segments, as in '*.mlp.*'."
+            "match a whole name; a star that is a segment stands for one or more segments, as in '*.mlp.*'."
         )
 
 
@@ -391,7 +408,7 @@ class ShardingError(MegacppError, ValueError):
     Args:
         name: the tensor's name, "" when unknown.
         spec: its partition spec.
-        problem: what is against it, as a sentence without its stop.
+        problem: why it cannot, as a sentence without its full stop.
         remedy: what to do.
     """
 
@@ -418,7 +435,11 @@ class PlanMismatchError(MegacppError):
 
 
 class ManifestError(MegacppError, ValueError):
-    """Text that is not a manifest of a precision plan. Args: problem: what is wrong with it."""
+    """Text that is not a manifest of a precision plan.
+
+    Args:
+        problem: what is wrong with it.
+    """
 
     def __init__(self, problem: str) -> None:
         self.problem = problem
@@ -455,7 +476,7 @@ class AttentionError(MegacppError, ValueError):
 
     Args:
         backend: its name.
-        tag: why, for machines: one of `attending.bodies.TAGS`.
+        tag: why, for machines: one of `nn.attention.bodies.TAGS`.
         reason: why, in words.
     """
 

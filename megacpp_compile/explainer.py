@@ -18,6 +18,7 @@ from megacpp_compile.backend import check_torch
 from megacpp_compile.config import rules
 from megacpp_compile.config.options import Config
 from megacpp_compile.frontend import unbacked_shapes
+from megacpp_compile.fx.fake_state import fake_state
 from megacpp_compile.passes._driver import pass_names
 from megacpp_compile.pipeline import analyse, retrace_needed
 from megacpp_compile.report.collector import Report, emit_frame, record
@@ -69,27 +70,3 @@ def explain(model: Callable[..., Any], *args: Any, options: Mapping[str, Any] | 
     finally:
         torch._dynamo.reset()
     return report
-
-
-class fake_state:
-    """A module's parameters and buffers as fake tensors, for the time of a `with`."""
-
-    def __init__(self, model: Any, mode: FakeTensorMode) -> None:
-        self.mode = mode
-        self.modules = list(model.modules()) if isinstance(model, torch.nn.Module) else []
-        self.kept: list[tuple[dict[str, Any], dict[str, Any]]] = []
-
-    def __enter__(self) -> None:
-        memo: dict[int, Any] = {}  # tied weights stay tied
-        for module in self.modules:
-            for table in (module._parameters, module._buffers):
-                self.kept.append((table, dict(table)))
-                for name, value in table.items():
-                    if value is not None:
-                        if id(value) not in memo:
-                            memo[id(value)] = self.mode.from_tensor(value, static_shapes=True)
-                        table[name] = memo[id(value)]
-
-    def __exit__(self, *_: object) -> None:
-        for table, values in self.kept:
-            table.update(values)

@@ -25,7 +25,7 @@ from megacpp_compile.errors import CaptureError, MegacppError, NotLoweredError, 
 from megacpp_compile.frontend import tensor_subclasses, unbacked_shapes
 from megacpp_compile.frontend.canonicalize import canonicalize
 from megacpp_compile.frontend.capture import Captured, capture
-from megacpp_compile.fx.provenance import module_fqn, outermost_frame, source_line
+from megacpp_compile.fx.provenance import module_fqn, no_graph_break, outermost_frame, source_line
 from megacpp_compile.lowerings._registry import semantic_ops
 from megacpp_compile.matchers.recurrences import NAMES, find_recurrences
 from megacpp_compile.matchers.rope.heads import activations
@@ -34,7 +34,7 @@ from megacpp_compile.passes._precision_rows import answered, asked, unseen
 from megacpp_compile.passes._review import Reviewer
 from megacpp_compile.passes._sites import add_called_ops, check_required, choose_lowerings
 from megacpp_compile.remat import conflicts
-from megacpp_compile.remat.kinds import BlockRef, whole
+from megacpp_compile.remat.kinds import BlockRef
 from megacpp_compile.remat.planner import Plan
 from megacpp_compile.remat.tagging import describe
 from megacpp_compile.report import collector, log
@@ -90,7 +90,7 @@ def compile_frame(
     if config.sharding is not None:
         analysis.frame.sharding = pin_for_frame(
             config.sharding, boundary.gm, boundary.inputs, analysis.op_nodes(), analysis.rewritten_gm(),
-            whole(boundary.gm), block.sibling_params,
+            no_graph_break(boundary.gm), block.sibling_params,
         )  # fmt: skip
     compiled = _hand_to_backend(boundary.gm, boundary.inputs, analysis, config, target, patches, inner_compile)
     # Only now: a frame Inductor cannot compile is tried again by Dynamo in pieces, and did not happen.

@@ -4,7 +4,7 @@ As of release 0.2 (torch 2.11 to 2.15): importing torch_tpu registers a Dynamo b
 graph by itself. A rewritten one is differentiated and lowered here first, and each half given to that backend as a
 graph without gradients. Shapes are static there (`dynamic=False`), and a compiled program holds for the storage offsets
 it was compiled with, so both are seen to. torch_tpu is never imported from here: who has a tensor on its device has.
-It has not run on a TPU; docs/targets.md says what is untested.
+It has not run on a TPU; docs/xla.md says what is untested.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`CheckpointingPolicy`: what to keep for backward, in the words of the model. Frozen, checked, hashable."""
+"""`CheckpointingPolicy`: what each kind of block saves for backward. Frozen, checked, hashable."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from megacpp_compile.errors import BadOptionError
 
-# What an entry may say. Each is defined by `plan.py`.
+# What an entry may say; `remat/planner.py` carries each out.
 ENTRIES = ("none", "selective", "expert_gemm_only", "conv_bc_only", "full", "full_plus_norms")
 KINDS = ("ablock", "mblock", "eblock", "rblock")
 OFFLOADS = ("none", "inputs", "all")
@@ -19,46 +19,48 @@ _ONLY = {"expert_gemm_only": "eblock", "conv_bc_only": "mblock"}
 
 @dataclass(frozen=True, slots=True)
 class CheckpointingPolicy:
-    """What each kind of block keeps for its backward; what is not kept is computed again there.
+    """What each kind of block saves for its backward; backward recomputes the rest.
 
     An entry is one of
 
     - "none": left to the compiler's own partitioner;
-    - "selective": attention cores, scans and matrix products are kept; what is cheap by bytes per FLOP is computed
-      again: norms, activations and their products, rotated queries and keys, and, as below, projections;
-    - "expert_gemm_only": only the experts' matrix products are computed again;
-    - "conv_bc_only": only Mamba's convolution, its SiLU, norms and biases are computed again, never the scan;
-    - "full": the whole block is computed again from what it reads, but for the norm in front of it;
-    - "full_plus_norms": the norm in front of it, too.
+    - "selective": attention cores, scans and GEMMs are saved; values that are cheap by FLOPs per byte are recomputed:
+      norms, activations and their elementwise products, rotated queries and keys, and projections as said below;
+    - "expert_gemm_only": only the experts' GEMMs are recomputed;
+    - "conv_bc_only": only Mamba's convolution, its SiLU, norms and biases are recomputed, never the scan;
+    - "full": the whole block is recomputed from its inputs, except the norm in front of it;
+    - "full_plus_norms": the norm in front of it, too;
 
-    or a budget, as a fraction from 0 to 1 of the bytes of all that backward reads of such blocks: what costs the least
-    time a byte is computed again until the rest fits, or nothing is left to; see `budget.py`. A budget knows no last
-    layer.
+    or a budget, a fraction from 0 to 1 of the bytes of all values of such blocks that backward reads: values are
+    recomputed in the order of time per byte until the rest fits, or none is left; see `remat/solver.py`. A budget knows
+    no last layer.
 
-    Never computed again, whatever an entry says: a router's choice and the scores it is made from (a second result
-    could differ), random draws, writes, communication, and operations of other libraries.
+    Never recomputed, even if an entry says so: a router's choice and the scores it is made from (a second result could
+    differ), random draws, writes, communication, and operations of other libraries.
 
     Attributes:
         ablock: attention blocks.
         mblock: Mamba and other state-space blocks.
         eblock: expert and feed-forward blocks.
         rblock: recurrent blocks.
-        last_layer: entry for every block of the last layer. "never", as its activations are consumed at once: none
-            of its products, cores, projections or reductions is computed again, whatever its kinds say; only what
-            a fused kernel has while it reads what is saved.
-        recompute_kv_upproj: under "selective", compute keys and values of latent attention again from the latent.
+        last_layer: entry for every block of the last layer. By default "never", since backward consumes its activations
+            at once: none of its GEMMs, cores, projections or reductions is recomputed, even if its kinds' entries say
+            so; only values that a fused kernel computes anyway while it reads saved ones are.
+        recompute_kv_upproj: under "selective", recompute keys and values of latent attention from the latent.
         recompute_q_upproj: likewise the queries.
         budget: a fraction for the whole model, in the place of "selective" for every kind.
-        peak_gib: likewise a limit, in GiB, on all that is allocated on the device at the peak of a training step:
-            what is there when the model is compiled (parameters, its inputs, and optimizer state and gradients if
-            they are there by then), and what forward and backward allocate, gradients included. What comes later,
-            such as the state that an optimizer makes in its first step, is `reserve_gib`'s to say. A limit that
-            cannot be met is an error that names the lowest that can.
-        reserve_gib: GiB that `peak_gib` leaves free for what is not allocated yet when the model is compiled.
-        offload: what of the saved values waits in pinned main memory from forward to backward: "none"; "inputs", the
-            values that pass from layer to layer; or "all".
+        peak_gib: likewise a limit, in GiB, on the memory allocated on the device at the peak of a training step: the
+            bytes allocated when the model is compiled (parameters, its inputs, and optimizer state and gradients if
+            they exist by then) and those that forward and backward allocate, gradients included. `reserve_gib` covers
+            later allocations, such as the state that an optimizer makes in its first step. A limit that cannot be met
+            is a PeakUnreachableError, which names the lowest that can.
+        reserve_gib: GiB that `peak_gib` leaves free for allocations after the model is compiled.
+        offload: which saved values wait in pinned main memory from forward to backward: "none"; "inputs", the values
+            that pass from layer to layer; or "all".
         fp8_wrapper: for fp8 linears of Transformer Engine: "none", or "te_checkpoint", Transformer Engine's own
             checkpoint around such a layer, which must see every forward to keep its scales right.
+
+    Raises BadOptionError for a value outside its domain, and for `budget` and `peak_gib` together.
 
     Source of the idea: Korthikanti et al., arXiv:2205.05198; of the mechanism: `torch.utils.checkpoint`'s
     `CheckpointPolicy` tags, which torch's partitioner obeys.
@@ -137,27 +139,29 @@ class CheckpointingPolicy:
         )
 
     def to_dict(self) -> dict[str, Any]:
+        """The fields as plain containers, fit for `of` and JSON."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
     def entry(self, kind: str, last: bool) -> str:
-        """What holds for a block of `kind`; "none" for one of no kind."""
+        """The entry in force for a block of `kind`: "none" for one of no kind, "never" for one under a budget, where
+        the solver starts. last: whether the block is in the last layer."""
         given = getattr(self, kind) if kind in KINDS else "none"
         solved = self.budget is not None or self.peak_gib is not None
         if isinstance(given, float) or solved and kind in KINDS and given == "selective":
-            return "never"  # where a budget begins
+            return "never"
         entry: str = given
-        # "never" holds back what the kind asks for; it asks for nothing by itself.
+        # "never" takes back what the kind's entry recomputes; over "none" there is nothing to take back.
         return self.last_layer if last and (self.last_layer != "never" or entry != "none") else entry
 
     def of_last_layer(self) -> CheckpointingPolicy:
-        """The policy whose entries are those for the last layer, for a graph that is that layer alone."""
+        """The policy for a graph that is the last layer alone: `last_layer` in place of every kind's entry."""
         if self.last_layer == "never" or self.budget is not None or self.peak_gib is not None:
             return self
         entries = {k: self.last_layer for k in KINDS if not isinstance(getattr(self, k), float)}
         return replace(self, **entries)  # type: ignore[arg-type]
 
     def asked(self, kind: str, last: bool) -> str:
-        """`entry` for people: a budget by its fraction."""
+        """`entry` for reports: a budget as its fraction, a limit in GiB."""
         given = getattr(self, kind)
         if isinstance(given, float):
             return f"{given:g}"
@@ -168,7 +172,7 @@ class CheckpointingPolicy:
         return self.entry(kind, last)
 
     def solves(self) -> bool:
-        """Whether any budget or limit is to be met."""
+        """Whether a budget or a limit has to be met."""
         return bool(self.budgets()) or self.peak_gib is not None
 
     def budgets(self) -> list[tuple[str | None, float]]:

@@ -1,29 +1,34 @@
-"""Whether fp8 is worth its casts for a linear of some shape.
+"""Predicts whether fp8 is worth its casts for a linear of a given shape, and for routed experts.
 
-A step multiplies three times (forward, gradients of input and weight), 2 M N K FLOPs each, and quantises the input, the
-output's gradient and the weight. What the faster products gain has to pay for reading and writing those: per token it
-is the two sides N and K against their product, so a linear with a short side loses in fp8.
+A step runs three GEMMs (forward, gradients of input and weight), 2 M N K FLOPs each, and quantises the input, the
+output's gradient and the weight. The time that the faster GEMMs save has to exceed the time of reading and writing
+those. Per token the casts grow with N + K and the GEMMs with N K, so a linear with a short side loses in fp8.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-Shape = tuple[int | None, int, int]
+Shape = tuple[int | None, int, int]  # (M, N, K): tokens, or None where unknown; out features; in features
 
 
 @dataclass(frozen=True)
 class Rates:
-    """tflops: rate of the products; cast_bytes: moved per element to quantise it, in both layouts the products need."""
+    """What fp8 costs and gains under one recipe.
+
+    Attributes:
+        tflops: rate of its GEMMs, in TFLOP/s.
+        cast_bytes: bytes moved per element to quantise it, in both layouts that the GEMMs need.
+    """
 
     tflops: float
     cast_bytes: float
 
 
-# Measured on one H200 with torch 2.11: ceilings of large bf16 and fp8 products in TFLOP/s, and of a copy in TB/s. The
+# Measured on one H200 with torch 2.11: ceilings of large bf16 and fp8 GEMMs in TFLOP/s, and of a copy in TB/s. The
 # bytes of a cast are counted, not measured: the amax reads 2, the cast reads 2 and writes 1 + 1 (rows, columns);
 # delayed scaling knows its scale beforehand; blocks are small enough to be read once, but an input's payload is read
-# and written once more, as its columns have scales of their own. Products with block scales are taken to be as fast as
+# and written once more, as its columns have scales of their own. GEMMs with block scales are assumed to be as fast as
 # those with one. `python -m benchmarks.fp8_gate` measures what this predicts: put the rates it prints here.
 BF16_TFLOPS, COPY_TB_PER_S = 752.0, 4.27
 RATES = {
@@ -37,8 +42,14 @@ LEAST_GAIN = 1.10
 
 @dataclass(frozen=True)
 class ExpertRates:
-    """What fp8 changes of routed experts. TFLOP/s of the products by weights, in forward and for the gradients of what
-    they read, in bf16 and in fp8; TB/s of the casts of rows and of weights, a read of 2 bytes and a write of 1 each."""
+    """What fp8 changes for routed experts.
+
+    Attributes:
+        bf16_tflops: TFLOP/s of the grouped GEMMs by weights, in forward and for their inputs' gradients, in bf16.
+        fp8_tflops: the same in fp8.
+        rows_tb_per_s: TB/s of the casts of rows; each reads 2 bytes an element and writes 1.
+        weights_tb_per_s: likewise of weights.
+    """
 
     bf16_tflops: float
     fp8_tflops: float
@@ -47,16 +58,20 @@ class ExpertRates:
 
 
 # Measured on one H200 with torch 2.11 and Triton 3.6, each kernel alone: 64 experts of 1408 x 2048, 98304 rows, an
-# expert's between 0 and 6715. Products of 3.40 TFLOP in 6.54 ms and 4.13, 1.95 GB for rows in 0.59 ms. The weights'
-# payloads move 1.66 GB each: 0.47 ms in forward and 0.39 turned round, in backward. This predicts 1.17 there; with all
+# expert's between 0 and 6715. GEMMs of 3.40 TFLOP in 6.54 ms and 4.13, 1.95 GB for rows in 0.59 ms. The weights'
+# payloads move 1.66 GB each: 0.47 ms in forward and 0.39 transposed, in backward. This predicts 1.17 there; with all
 # casts 1.26 was measured, and 1.20 with as many rows for each expert.
 EXPERTS = ExpertRates(520.0, 824.0, 3.3, 3.9)
-EXPERTS_MULTIPLE = 128  # of both sides of a weight, where those products have no ragged tile
+EXPERTS_MULTIPLE = 128  # of both sides of a weight, where those GEMMs have no ragged tile
 
 
 def experts_gain(tokens: int, slots: int, experts: int, d: int, n: int) -> float:
-    """Predicted time in bf16 ÷ time in fp8 of a training step's products by experts' weights, which the gradients of
-    these are not. tokens of d lanes, slots (rows of all experts together), n lanes of gate and of up."""
+    """Predicted time in bf16 ÷ time in fp8 of a training step's GEMMs by the experts' weights; the GEMMs that make the
+    weights' gradients stay in bf16 and are not counted.
+
+    tokens: rows that enter the layer; slots: rows of all experts together; d: the model's channels; n: channels of
+    gate and of up.
+    """
     flops = 12.0 * slots * d * n
     rows = 3.0 * (tokens * d + slots * (d + 3 * n))  # x, the output's gradient, and a, gate's and up's gradients
     weights = 2 * 3.0 * 3 * experts * d * n
@@ -65,7 +80,10 @@ def experts_gain(tokens: int, slots: int, experts: int, d: int, n: int) -> float
 
 
 def experts_refusal(tokens: int | None, slots: int | None, experts: int, d: int, n: int) -> str:
-    """Why "fp8_current" does not pay for these routed experts, "" where it does. None: not known before they run."""
+    """Why "fp8_current" does not pay for these routed experts, "" where it does.
+
+    Arguments as in `experts_gain`; tokens and slots are None where they are not known before the experts run.
+    """
     size = f"{experts} experts of {n}x{d}"
     if tokens is None or slots is None:
         return f"{size} over a number of tokens that is not fixed"
@@ -78,9 +96,9 @@ def experts_refusal(tokens: int | None, slots: int | None, experts: int, d: int,
 
 
 def gain(recipe: str, shape: Shape) -> float:
-    """Predicted time in bf16 ÷ time in `recipe` of a training step's products.
+    """Predicted time in bf16 ÷ time in `recipe` of a training step's three GEMMs, casts included.
 
-    shape: (M, N, K): tokens, or None for many; out features; in features.
+    shape: (M, N, K), i.e. tokens (None for many), out features, in features.
     """
     m, n, k = shape
     rates = RATES[recipe]
@@ -94,7 +112,7 @@ def gain(recipe: str, shape: Shape) -> float:
 
 
 def refusal(recipe: str, shape: Shape) -> str:
-    """Why `recipe` does not pay at this shape, "" where it does."""
+    """Why `recipe` does not pay at this shape, "" where it does. shape: as in `gain`."""
     if recipe not in RATES:
         return ""
     predicted = gain(recipe, shape)

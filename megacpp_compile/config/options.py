@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
+from megacpp_compile.config._deprecated import RENAMED_OPTIONS, accepts_old_names, renamed
 from megacpp_compile.config.checkpointing import KINDS, CheckpointingPolicy
 from megacpp_compile.config.precision import UNTRACEABLE, PrecisionPlan
 from megacpp_compile.config.sharding import ShardingPlan
@@ -26,43 +27,46 @@ _KIND_MEANT = {"attention": "ablock", "a": "ablock", "mamba": "mblock", "m": "mb
 _BOOLS = {"0": False, "false": False, "1": True, "true": True}
 
 
+@accepts_old_names
 @dataclass(frozen=True, slots=True, eq=False)
 class Config:
     """What `torch.compile(..., backend="megacpp", options={...})` accepts.
 
-    Types are checked on construction (`BadOptionError`); pass names are checked by
-    `from_options`, which is told the passes there are. Mappings are copied and read-only.
+    The constructor checks types (`BadOptionError`); `from_options`, which is told the passes there are, checks pass
+    names. Mappings are copied and read-only. Old names of fields (`config/_deprecated.py`) are taken as keywords, with
+    a FutureWarning.
 
     Attributes:
-        disable: passes not to run. A string is read as a comma-separated list; order and
-            repetition do not matter.
-        passes: pass name -> whether to run it; a pass not named runs unless disabled, but for those
-            that are off by default (`norm_linear`).
+        disable: passes not to run. A string is read as a comma-separated list; order and repetition do not matter.
+        passes: pass name -> whether to run it; a pass not named runs unless disabled, but for those that are off by
+            default (`norm_linear`).
         require: pass name -> number of times it has to fire, else `RequirementError`.
-        strict: make an error of what otherwise falls back with a reason in the report.
+        strict: raise an error where a frame or a lowering otherwise falls back with a reason in the report.
         verify: "each" compares every rewrite with the code it replaced; "off" does not.
         target: what to lower for; "auto" goes by the device of the inputs.
         explain: print the report of every compiled frame to stderr.
-        keep_latents: save what `down_norm_up` norms instead of computing it again from its
-            input in backward: two bytes a latent lane and token (bf16) for the time of one GEMM. "auto" saves it
-            on XLA devices, so that there are no more products than without this package, and nowhere else.
+        keep_latents: save the latent that `down_norm_up` norms instead of recomputing it from its input in backward:
+            two bytes a latent channel and token (bf16), and one GEMM less. "auto" saves it on XLA devices, so that
+            there are no more GEMMs than without this package, and nowhere else.
         fuse_shared_input_gemms: multiply linears that share one input, such as MLA's query and key-value
             down-projections, as one GEMM.
-        autotune_gemms: in graphs for CUDA where a pass has fired, let cuBLASLt's candidates for large half-precision
-            products be timed once per shape and process, and the fastest serve, if its bits are `torch.mm`'s.
-        autotune: choose the block sizes of this package's kernels by measurement on the first
-            call instead of by the built-in table. Results are kept in Inductor's cache.
-        policy: what a training step keeps for its backward and what it computes again there: a
-            `CheckpointingPolicy`, the name of an entry for every kind of block ("selective", "full"),
-            a mapping of its fields, or a budget. None leaves it to Inductor.
-        block_kinds: glob over module names -> kind of block ("ablock", "mblock", "eblock",
-            "rblock"), where `policy` would take it for another; the longest pattern that hits wins.
+        autotune_gemms: in graphs for CUDA where a pass has fired, time cuBLASLt's candidates for each large
+            half-precision GEMM once per shape and process, and run the fastest whose result equals `torch.mm`'s bit
+            for bit.
+        autotune: choose the block sizes of this package's kernels by measurement on the first call instead of by the
+            built-in table. Results are kept in Inductor's cache.
+        policy: what a training step saves for its backward and what it recomputes there: a `CheckpointingPolicy`, the
+            name of an entry for every kind of block ("selective", "full"), a mapping of its fields, or a budget. None
+            leaves it to Inductor.
+        block_kinds: glob over module names (`globs`) -> kind of block ("ablock", "mblock", "eblock", "rblock"), where
+            `policy` would take it for another; the longest pattern that hits wins.
         precision: which linears run in fp8: a `PrecisionPlan`, a mapping from glob over module names to recipe, or
             the name of a recipe ("fp8_current"). None, the default, leaves all of them in the model's own dtype.
         sharding: how parameters are laid out over a mesh of XLA devices: a `ShardingPlan`, or a mapping of its fields.
-            Those of fused ops are pinned, to a whole copy on every device where no rule means them.
-        inductor: config patches handed to Inductor as they are, e.g. `{"max_autotune": True}`. They go before our own:
-            `{"static_launch_user_defined_triton_kernels": False}` has Triton launch kernels on CUDA, in torch's place.
+            Parameters of fused ops are pinned, to a whole copy on every device where no rule hits them.
+        inductor: config patches handed to Inductor as they are, e.g. `{"max_autotune": True}`. They override the
+            backend's own: `{"static_launch_user_defined_triton_kernels": False}` makes Triton, not torch, launch
+            kernels on CUDA.
     """
 
     disable: tuple[str, ...] = ()
@@ -113,8 +117,8 @@ class Config:
     ) -> Config:
         """The checked settings from `options` and the environment.
 
-        A variable fills a field only when `options` has no such key, so code wins over the
-        environment; an empty variable counts as unset.
+        A variable fills a field only when `options` has no such key, so code wins over the environment; an empty
+        variable counts as unset.
 
         ================  ==================================================================
         MEGACPP_DISABLE   comma-separated pass names; those that `passes` enables stay enabled
@@ -125,23 +129,24 @@ class Config:
         ================  ==================================================================
 
         Args:
-            options: field name -> value, as given to `torch.compile`; lists may stand for tuples.
+            options: field name -> value, as given to `torch.compile`; lists may stand for tuples. A field's old name
+                is taken with a FutureWarning.
             known_passes: the name of every pass there is.
             environ: the environment; `os.environ` when None.
 
         Raises:
             UnknownOptionError: a key that is no field.
-            BadOptionError: a value of the wrong type or outside its domain, or a pass that is
-                both enabled in `passes` and named in `disable`.
+            BadOptionError: a value of the wrong type or outside its domain, a pass that is both enabled in `passes`
+                and named in `disable`, or an option given by its old and its new name.
             UnknownPassError: a name in `disable`, `passes` or `require` that no pass has.
         """
         if options is not None and not isinstance(options, Mapping):
             raise BadOptionError("options", options, "a mapping from option name to value")
-        given = dict(options or {})
+        given = renamed(options or {})
         valid = [f.name for f in fields(cls)]
         for key in given:
             if key not in valid:
-                raise UnknownOptionError(key, valid, _is_inductors(key))
+                raise UnknownOptionError(key, valid, _is_setting_of_inductor(key), RENAMED_OPTIONS)
         where = {name: f"option {name!r}" for name in ("disable", "passes", "require")}
 
         from_environment = _read_environment(os.environ if environ is None else environ, given)
@@ -161,7 +166,8 @@ class Config:
         return name not in self.disable and self.passes.get(name, default)
 
     def on(self, target: str) -> Config:
-        """The settings with what "auto" leaves to the target decided; `target` itself stays as it was asked for."""
+        """The settings for the target `target` ("cpu", "cuda", "tpu"), with every "auto" but that of `target` itself
+        resolved."""
         return replace(self, keep_latents=target == "tpu") if self.keep_latents == "auto" else self
 
     def to_dict(self) -> dict[str, Any]:
@@ -194,7 +200,7 @@ class Config:
         return Config, tuple(self.to_dict().values())
 
 
-def _is_inductors(key: Any) -> bool:
+def _is_setting_of_inductor(key: Any) -> bool:
     from torch._inductor import config
 
     return isinstance(key, str) and hasattr(config, key)

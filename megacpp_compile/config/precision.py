@@ -1,17 +1,22 @@
-"""`PrecisionPlan`: which linear runs in which precision. Frozen, checked, hashable; says nothing of structure."""
+"""`PrecisionPlan`: which linear runs in which precision. Frozen, checked, hashable.
+
+The plan is data about names, roles and fp8_gain. `precision/survey.py` compares a model with it, `precision/replace.py`
+carries it out on modules, and the pass `linear` on graphs.
+"""
 
 from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from megacpp_compile.config import fp8_gain as shapes
-from megacpp_compile.config import globs
+from megacpp_compile.config import fp8_gain, globs
+from megacpp_compile.config._deprecated import moved
 from megacpp_compile.config.roles import ROLES, role_of
 from megacpp_compile.errors import BadOptionError, ManifestError, RuleWithoutHitError
+from megacpp_compile.report import log
 
 if TYPE_CHECKING:
     from torch import nn
@@ -32,9 +37,9 @@ class Decision:
     """What the plan says of one linear.
 
     Attributes:
-        requested: the recipe asked for.
-        effective: the recipe to run; bf16 where `reason` speaks against the one asked for.
-        rule: what asked: a pattern of the plan, or "role attention".
+        requested: the recipe the plan asks for.
+        effective: the recipe to run; "bf16" where `reason` rules out the one asked for.
+        rule: what asks for it: a pattern of the plan, or "role attention".
         reason: why the two differ, "" when they do not.
     """
 
@@ -53,15 +58,17 @@ class PrecisionPlan:
     - "bf16": left as it is;
     - "fp8_current": one scale a tensor, from the values it has now; Hopper's default;
     - "fp8_block": scales by blocks (128 x 128 of a weight, 1 x 128 of an activation);
-    - "fp8_delayed": one scale a tensor, from the maxima of past steps. In modules only: it cannot be traced.
+    - "fp8_delayed": one scale a tensor, from the maxima of past steps; in modules only, as it cannot be traced.
 
     Attributes:
         rules: (glob over module names, recipe) pairs, or a mapping; the first that matches the whole of a name wins.
-            A star that is a segment stands for any number of segments, see `names.hits`.
-        roles: role -> recipe for what no rule names; by default "fp8_current" for "attention" and "experts" (which is
-            feed-forward of all kinds), bf16 for "mamba", "router", "norm", "head", "embedding" and "other".
-        gate: whether a shape at which fp8 is predicted to gain less than `gate.LEAST_GAIN` stays in bf16, also where a
-            rule names it.
+            `globs` defines the patterns.
+        roles: role -> recipe for linears that no rule hits; by default "fp8_current" for "attention" and "experts"
+            (feed-forward of all kinds), "bf16" for "mamba", "router", "norm", "head", "embedding" and "other".
+        gate: whether a linear stays in bf16 at a shape where fp8 is predicted to gain less than
+            `fp8_gain.LEAST_GAIN`, even if a rule hits it.
+
+    Raises BadOptionError for a pattern given twice or with an empty segment, and for unknown recipes and roles.
     """
 
     rules: tuple[tuple[str, str], ...] = ()
@@ -110,21 +117,21 @@ class PrecisionPlan:
         """The fields as plain containers, fit for `of` and JSON."""
         return {"rules": [list(r) for r in self.rules], "roles": dict(self.roles), "gate": self.gate}
 
-    def recipe_for(self, fqn: str, role: str | None = None, shape: shapes.Shape | None = None) -> str:
+    def recipe_for(self, fqn: str, role: str | None = None, shape: fp8_gain.Shape | None = None) -> str:
         """The recipe the linear `fqn` runs in; see `decide`."""
         return self.decide(fqn, role, shape).effective
 
-    def decide(self, fqn: str, role: str | None = None, shape: shapes.Shape | None = None) -> Decision:
+    def decide(self, fqn: str, role: str | None = None, shape: fp8_gain.Shape | None = None) -> Decision:
         """What the plan says of a linear on a device that has fp8.
 
-        fqn: name of the module. role: one of `ROLES`; by the name where None. shape: (M, N, K) as tokens (None where
-        unknown), out features, in features; without it the gate is not asked.
+        fqn: name of the module. role: one of `ROLES`; told by the name where None. shape: (M, N, K), i.e. tokens (None
+        where unknown), out features, in features; without a shape the gate is not asked.
         """
         role = role or role_of(fqn)
         pattern = globs.first_hit(dict(self.rules), fqn)
         requested = dict(self.rules)[pattern] if pattern is not None else dict(self.roles)[role]
         rule = pattern if pattern is not None else f"role {role}"
-        against = shapes.refusal(requested, shape) if self.gate and shape is not None else ""
+        against = fp8_gain.refusal(requested, shape) if self.gate and shape is not None else ""
         return Decision(requested, "bf16" if against else requested, rule, against and f"gate: {against}")
 
     def recipes(self) -> frozenset[str]:
@@ -132,7 +139,7 @@ class PrecisionPlan:
         return frozenset(recipe for _, recipe in (*self.rules, *self.roles))
 
     def traceable(self) -> PrecisionPlan:
-        """The plan with bf16 in the place of recipes that cannot be in a graph."""
+        """The plan with "bf16" in place of recipes that a graph cannot hold ("fp8_delayed")."""
         rules, roles = (
             tuple((name, "bf16" if recipe in UNTRACEABLE else recipe) for name, recipe in pairs)
             for pairs in (self.rules, self.roles)
@@ -140,43 +147,44 @@ class PrecisionPlan:
         return replace(self, rules=rules, roles=roles)
 
     def without_hit(self, fqns: Iterable[str]) -> tuple[str, ...]:
-        """The patterns of rules that none of the names matches."""
+        """The patterns of rules that hit none of the names."""
         return globs.without_hit(dict(self.rules), fqns)
 
-    def check_hits(self, model: nn.Module, exclude: Iterable[str] = ()) -> None:
-        """Raise RuleWithoutHitError for a rule, or a glob of `exclude`, that hits no module with a weight."""
-        modules = model.named_modules(remove_duplicate=False)
-        weights = [name for name, m in modules if any(True for _ in m.parameters(False))]
+    def check_hits(self, fqns: Iterable[str], exclude: Iterable[str] = ()) -> None:
+        """Raise RuleWithoutHitError for a rule, or a glob of `exclude`, that hits none of the names. fqns: the modules
+        that have a weight of their own."""
+        weights = list(fqns)
         for pattern in (*self.without_hit(weights), *globs.without_hit(exclude, weights)):
             raise RuleWithoutHitError(pattern, weights)
 
     def describe(self, target: str = "cuda", reason: str = "") -> str:
-        """The plan in words. target: "cuda", "cpu" or "tpu"; reason: why there is no fp8 there, if there is none."""
+        """The plan in words. target: "cuda", "cpu" or "tpu"; reason: why the target has no fp8, "" where it has."""
         if target != "cuda" or reason or self.recipes() == {"bf16"}:
             why = reason or (f"target {target}" if target != "cuda" else "")
             return "precision plan: bf16 everywhere" + (f" ({why})" if why else "")
         lines = ["precision plan:"]
         lines += [f"  {pattern} -> {recipe}" for pattern, recipe in self.rules]
         lines += [f"  role {role} -> {recipe}" for role, recipe in self.roles]
-        gain = f"where the predicted gain is {shapes.LEAST_GAIN:.2f} or more" if self.gate else "at every shape"
+        gain = f"where the predicted gain is {fp8_gain.LEAST_GAIN:.2f} or more" if self.gate else "at every shape"
         return "\n".join((*lines, f"  fp8 {gain}"))
 
     def manifest(self, model: nn.Module | None = None, **where: Any) -> str:
-        """The plan as JSON, with a row for every linear of `model` if one is given: what is asked for, what is
-        effective, by which rule, and what the module holds. where: `exclude`, `target`, as in `replace_linears`.
+        """The plan as JSON, to be read back by `from_manifest`.
 
-        Read back by `from_manifest`.
+        Deprecated with a model: `megacpp_compile.precision.survey.manifest(plan, model)` adds a row for every linear.
         """
-        rows = []
         if model is not None:
-            from megacpp_compile.precision.survey import survey
+            replacement = moved("PrecisionPlan.manifest(model)", "precision.survey", "manifest")
+            return str(replacement(self, model, **where))
+        return self.manifest_with(())
 
-            rows = [found.to_dict() for found in survey(model, self, **where)]
-        return json.dumps({"format": _FORMAT, "plan": self.to_dict(), "linears": rows}, indent=1)
+    def manifest_with(self, linears: Sequence[Mapping[str, Any]]) -> str:
+        """The plan as JSON, with a row for each linear of a model as plain containers."""
+        return json.dumps({"format": _FORMAT, "plan": self.to_dict(), "linears": list(linears)}, indent=1)
 
     @classmethod
     def from_manifest(cls, text: str) -> PrecisionPlan:
-        """The plan of a manifest. Raises ManifestError for text that is none of this version."""
+        """The plan of a manifest. Raises ManifestError for text that is no manifest of this version."""
         try:
             data = json.loads(text)
             if data["format"] != _FORMAT:
@@ -186,14 +194,8 @@ class PrecisionPlan:
             raise ManifestError(f"{type(error).__name__}: {error}") from error
 
     def assert_plan(self, model: nn.Module, **where: Any) -> None:
-        """Raise PlanMismatchError, which lists the differences, unless every linear module of `model` holds the
-        recipe that the plan and the limits of a replacement give it. where: as in `manifest`.
-
-        It looks at modules. What a compiled graph runs in is in the report of its frame.
-        """
-        from megacpp_compile.precision.survey import assert_plan
-
-        assert_plan(model, self, **where)
+        """Deprecated: `megacpp_compile.precision.survey.assert_plan(plan, model)`."""
+        moved("PrecisionPlan.assert_plan", "precision.survey", "assert_plan")(self, model, **where)
 
 
 def _recipe(key: str, value: Any) -> None:
@@ -204,7 +206,5 @@ def _recipe(key: str, value: Any) -> None:
 
 @functools.lru_cache(maxsize=64)
 def announce(plan: PrecisionPlan, target: str, reason: str = "") -> None:
-    """Log the plan in full, once a process for each target."""
-    from megacpp_compile.report import log
-
+    """Log the plan in full, once a process for each target. reason: as in `PrecisionPlan.describe`."""
     log.logger.info("%s", plan.describe(target, reason))

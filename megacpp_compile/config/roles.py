@@ -1,12 +1,12 @@
-"""What a linear is to the model, told by names: its own first, then those of the modules around it, then classes."""
+"""The role of a linear, told by names: its own first, then those of the modules around it, then their classes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from torch.fx import Node
+from torch.fx import Node
+
+from megacpp_compile.fx.provenance import module_classes, module_fqn
 
 ROLES = ("attention", "experts", "mamba", "router", "norm", "head", "embedding", "other")
 
@@ -33,15 +33,15 @@ _MIXER = {"in_proj", "out_proj"}
 
 
 def _one_of_many(outer: Sequence[str]) -> bool:
-    """Whether this is within one expert, "experts.7": its gate is a product like the others, not what routes."""
+    """Whether `outer` ends in one expert, "experts.7": its gate is a GEMM of the expert's and not the router."""
     return len(outer) > 1 and outer[-1].isdigit() and "expert" in outer[-2]
 
 
 def role_of(fqn: str, classes: Sequence[str] = ()) -> str:
     """One of ROLES for the linear `fqn` ("model.layers.3.self_attn.q_proj").
 
-    classes: class names of the modules around it, the innermost first, where they are known. "experts" is
-    feed-forward layers of all kinds, dense ones too. What no name tells is "other".
+    classes: class names of the modules around it, the innermost first, where they are known. "experts" stands for
+    feed-forward layers of all kinds, dense ones too; "other" for a linear whose role no name tells.
     """
     *outer, own = fqn.lower().split(".")
     if (own in _ROUTER and not _one_of_many(outer)) or any("router" in part for part in (own, *outer)):
@@ -68,8 +68,6 @@ def role_of(fqn: str, classes: Sequence[str] = ()) -> str:
 
 
 def role_at(node: Node) -> str:
-    """`role_of` the module that a linear of a graph belongs to."""
-    from megacpp_compile.fx.provenance import module_classes, module_fqn  # which import torch; plans do without
-
+    """`role_of` the module that the node of a linear belongs to."""
     classes = module_classes(node)
     return role_of(module_fqn(node), classes[1:] if classes and classes[0].endswith("Linear") else classes)

@@ -3,26 +3,27 @@
     rules = {"*.q_b.weight": ("model", None), "*.o.weight": (None, "model")}
     plan = ShardingPlan(mesh={"data": 1, "model": 4}, rules=rules)
 
-A partition spec has an entry for each dimension: the mesh axis it is cut over, several of them, or None; the spec None
-is a whole copy on every device (GSPMD, arXiv:2105.04663). What is pinned this way is left to no propagation.
+A partition spec has an entry for each dimension: the mesh axis it is cut over, a tuple of several, or None; the spec
+None is a whole copy on every device (GSPMD, arXiv:2105.04663). `megacpp_compile.sharding` pins tensors to the specs;
+XLA's sharding propagation does not decide about pinned ones.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megacpp_compile.config import globs
+from megacpp_compile.config._deprecated import moved
 from megacpp_compile.errors import BadOptionError, RuleWithoutHitError, ShardingError
+from megacpp_compile.report.records import Pinned
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
-
-    from megacpp_compile.sharding.pinning import Pinned
 
 Entry = None | str | tuple[str, ...]
 Spec = tuple[Entry, ...] | None
@@ -37,11 +38,14 @@ class ShardingPlan:
     Attributes:
         mesh: (axis, number of devices) pairs, or a mapping; their product is the number of devices.
         rules: (glob over parameter names, spec) pairs, or a mapping; the first that matches the whole of a name wins.
-            A star that is a segment stands for any number of segments, see `precision.names.hits`.
+            `globs` defines the patterns.
         batch: axes of the mesh that the batch is cut over. A parameter cut over one of them is gathered where it is
-            used, in forward and again in backward, and its gradient cut as it is (FSDP, arXiv:2304.11277): otherwise
-            XLA is as likely to gather the activations. The batch itself is pinned by `pin`.
+            used, once in forward and once in backward, and its gradient is cut like the parameter (FSDP,
+            arXiv:2304.11277); otherwise XLA may gather the activations instead. `sharding.pin` pins the batch itself.
         devices: the runtime's numbers of the devices, in the mesh's row-major order; ascending when empty.
+
+    Raises BadOptionError for a mesh without axes or with an axis twice, axes the mesh lacks, a pattern given twice, a
+    spec that is none, and devices that are not each number once.
     """
 
     mesh: tuple[tuple[str, int], ...]
@@ -94,7 +98,8 @@ class ShardingPlan:
         return {"mesh": mesh, "rules": rules, "batch": list(self.batch), "devices": list(self.devices)}
 
     def checked(self, key: str, spec: Any) -> Spec:
-        """`spec` as tuples. Raises BadOptionError for what is none, or has an axis that the mesh has not, or twice."""
+        """`spec` as tuples. key: the option, for messages. Raises BadOptionError for what is no spec, names an axis the
+        mesh lacks, or names one twice."""
         axes = tuple(dict(self.mesh))
         wanted = "a tuple with an axis of the mesh (" + ", ".join(map(repr, axes)) + "), several, or None a dimension"
         if spec is None:
@@ -111,21 +116,21 @@ class ShardingPlan:
         return entries
 
     def decide(self, name: str) -> tuple[Spec, str]:
-        """(spec, rule) of the parameter `name`; (None, "") where no rule means it."""
+        """(spec, pattern that gives it) of the parameter `name`; (None, "") where no rule hits it."""
         pattern = globs.first_hit(dict(self.rules), name)
         return (dict(self.rules)[pattern], pattern) if pattern is not None else (None, "")
 
     def check_hits(self, parameters: Iterable[str]) -> None:
-        """Raise RuleWithoutHitError for a rule that means none of the names."""
+        """Raise RuleWithoutHitError for a rule that hits none of the names. parameters: all names there are."""
         known = list(parameters)
         for pattern in globs.without_hit(dict(self.rules), known):
             raise RuleWithoutHitError(pattern, known, "sharding", "parameter")
 
     def whole(self, name: str, shape: Iterable[int], spec: Spec) -> tuple[Entry, ...]:
-        """`spec` with an entry for each dimension of `shape`.
+        """`spec` with an entry for each dimension of `shape`; name: for messages.
 
-        Raises ShardingError for another number of dimensions, or one that is not divisible by its devices: XLA would
-        pad it, and every collective with it.
+        Raises ShardingError for another number of dimensions, or a size not divisible by its number of devices: XLA
+        would pad it, and every collective with it.
         """
         sizes = tuple(shape)
         if spec is None:
@@ -142,7 +147,7 @@ class ShardingPlan:
         return spec
 
     def gathered(self, spec: Spec) -> Spec:
-        """What is left of a parameter's `spec` where it is used: nothing is cut over an axis of the batch."""
+        """A parameter's `spec` where it is used: without the axes of the batch, over which it is gathered."""
         if spec is None:
             return None
         axes = ((e,) if isinstance(e, str) else e or () for e in spec)
@@ -155,33 +160,23 @@ class ShardingPlan:
         return "\n".join((f"sharding plan over {mesh}:", *(f"  {p} -> {text(spec)}" for p, spec in self.rules)))
 
     def pin(self, tensor: torch.Tensor, spec: Any, name: str = "") -> None:
-        """Pin any tensor, a batch of inputs say, to `spec`; raises as `apply`."""
-        from megacpp_compile.sharding import pinning
-
-        pinning.pin(self, tensor, self.checked("spec", spec), name)
+        """Deprecated: `megacpp_compile.sharding.pin(plan, tensor, spec)`."""
+        moved("ShardingPlan.pin", "sharding", "pin")(self, tensor, spec, name)
 
     def apply(self, model: nn.Module) -> tuple[Pinned, ...]:
-        """Pin every parameter of `model` that a rule means; returns what was pinned.
+        """Deprecated: `megacpp_compile.sharding.apply(plan, model)`."""
+        pinned: tuple[Pinned, ...] = moved("ShardingPlan.apply", "sharding", "apply")(self, model)
+        return pinned
 
-        Raises RuleWithoutHitError for a rule that means none, before anything is pinned; ShardingError for a spec that
-        does not fit, a parameter that is on no XLA device, or a runtime that is not in SPMD mode.
-        """
-        from megacpp_compile.sharding import pinning
-
-        return pinning.pin_model(self, model)
-
-    @contextmanager
-    def constructing(self, fqn: str) -> Iterator[None]:
-        """Modules of `NativeLayerSpec` constructed inside are `fqn`, and pin their parameters as they make them: those
-        that no rule means to a whole copy on every device. Raises ShardingError as `apply`."""
-        from megacpp_compile.sharding import pinning
-
-        with pinning.constructing(self, fqn):
-            yield
+    def constructing(self, fqn: str) -> AbstractContextManager[None]:
+        """Deprecated: `megacpp_compile.sharding.constructing(plan, fqn)`."""
+        replacement = moved("ShardingPlan.constructing", "sharding", "constructing")
+        context: AbstractContextManager[None] = replacement(self, fqn)
+        return context
 
 
 def text(spec: Spec) -> str:
-    """A spec for people: "model, -" cuts the first of two dimensions, "whole" none."""
+    """A spec in words: "model, -" is cut in the first of two dimensions, "whole" in none."""
     if spec is None or not any(spec):
         return "whole"
     return ", ".join("-" if e is None else e if isinstance(e, str) else "+".join(e) for e in spec)

@@ -98,7 +98,7 @@ def widened(gm: fx.GraphModule, strict: bool) -> list[MissedFusion]:
     """What the sentinel finds in a frame and in the graphs it calls, for the report; an error under `strict`."""
     graphs = [m.graph for m in gm.modules() if isinstance(m, fx.GraphModule)]
     found = [w for graph in graphs for w in sentinel.check(graph)]
-    sentinel.told(found, strict)
+    sentinel.raise_if_strict(found, strict)
     return [MissedFusion("sentinel", w.fqn, w.source, w.node, "widened", str(w)) for w in found]
 
 

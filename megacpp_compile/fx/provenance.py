@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 _OWN = ("/torch/nn/", "/torch/utils/", "/torch/_")
 
@@ -71,3 +71,11 @@ def source_line(node: Node) -> str:
         return ""
     path, line, function, code = frames[-1]
     return f"{path.rsplit('/', 1)[-1]}:{line}, in {function}: {code.strip()}"
+
+
+def no_graph_break(gm: GraphModule) -> bool:
+    """Whether no graph break has happened so far in this process, so that `gm` is all there is to compile."""
+    from torch._dynamo.utils import counters
+
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    return not counters["graph_break"] and not getattr(reason, "graph_break", False)

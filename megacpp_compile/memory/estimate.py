@@ -21,6 +21,7 @@ from megacpp_compile.errors import BadOptionError, NotAModuleError, TargetUnavai
 from megacpp_compile.memory.fake_run import FakeRun, Saved, bytes_of
 from megacpp_compile.passes._driver import pass_names
 from megacpp_compile.regional.repeated_blocks import Kind, find_kinds
+from megacpp_compile.regional.split import split_by_rules
 from megacpp_compile.report import collector
 from megacpp_compile.report.records import Frame
 from megacpp_compile.report.tables import family, table_text
@@ -168,7 +169,7 @@ def estimate(
     parameters = list(model.parameters())
     place = _place(device, parameters)
     rules.check_model(model, config)
-    kinds = rules.split_by_rules(model, find_kinds(model), config)
+    kinds = split_by_rules(model, find_kinds(model), config)
     run = FakeRun(model, args, kwargs, place, kinds)
     eager = run.eager()
     graphs = run.compiled(config) if compiled else None

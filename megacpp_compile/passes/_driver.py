@@ -61,8 +61,8 @@ def enabled_passes(config: Config) -> list[Pass]:
 
 @dataclasses.dataclass
 class Outcome:
-    """What the passes did to one frame. `op_nodes` are the nodes of the ops, in the order of `sites`; `replaced` has the
-    site for each `Match.node`."""
+    """What the passes did to one frame. `op_nodes` are the nodes of the ops, in the order of `sites`; `replaced` has
+    the site for each `Match.node`."""
 
     sites: list[Site]
     misses: list[MissedFusion]

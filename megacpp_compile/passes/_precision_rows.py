@@ -19,7 +19,8 @@ from megacpp_compile.config.options import Config
 from megacpp_compile.config.precision import PrecisionPlan
 from megacpp_compile.config.roles import role_at
 from megacpp_compile.frontend.tensor_subclasses import LINEARS
-from megacpp_compile.fx.edit import memory_of, value
+from megacpp_compile.fx.aliasing import memory_of
+from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.provenance import module_fqn, source_line
 from megacpp_compile.lowerings.moe.reference import precision_of
 from megacpp_compile.matchers.linear import match_linear

@@ -1,7 +1,7 @@
-"""Which module of a model runs, without hooks: Dynamo would trace them, and compile a model other than it runs.
+"""Tells which module of a model runs, without hooks: Dynamo would trace them and compile another model than runs later.
 
-In forward the Python stack says it: the innermost frame whose `self` is a module with a name. Backward has no such
-frames; its nodes are known by the sequence number autograd gave them in forward, and so is where forward was then.
+In forward it is the innermost Python frame whose `self` is a module with a name. Backward has no such frames: autograd
+numbers its nodes in forward, and the tracker keeps which module ran from which number on.
 """
 
 from __future__ import annotations
@@ -16,35 +16,39 @@ from torch import nn
 
 
 class ModuleTracker:
-    """model: whose names count; without one those below the outermost module that runs."""
+    """Follows which module runs: call `note` at every op of forward, and `here` for the module at any time.
+
+    model: names are relative to it; without one, or in modules outside of it, to the outermost module that runs.
+    """
 
     def __init__(self, model: nn.Module | None = None) -> None:
         self._model = model
         self._names: weakref.WeakKeyDictionary[nn.Module, dict[int, str]] = weakref.WeakKeyDictionary()
-        self._began: list[int] = []  # sequence numbers, ascending
-        self._there: list[str] = []  # the module from each of them on
+        self._starts: list[int] = []  # autograd's sequence numbers, ascending
+        self._fqns: list[str] = []  # the module that runs from each of them on
         self._newest = -1
 
     def note(self) -> None:
-        """Forward is where it is now; to be called at every op, within which the newest node is its own."""
+        """Record the running module for backward; called within every op, when the newest autograd node is the op's."""
         own = torch.autograd._get_sequence_nr() - 1
         if own <= self._newest or torch._C._current_autograd_node() is not None:
             return
         self._newest, fqn = own, self._in_forward() or ""
-        if not self._there or self._there[-1] != fqn:
-            self._began.append(own)
-            self._there.append(fqn)
+        if not self._fqns or self._fqns[-1] != fqn:
+            self._starts.append(own)
+            self._fqns.append(fqn)
 
     def here(self) -> str:
-        """The innermost module that runs, "" where there is none."""
+        """The name of the innermost module that runs, in forward or backward; "" where there is none."""
         node = torch._C._current_autograd_node()
         fqn = self._in_forward()
-        if node is None or fqn:  # what is computed again in backward has a forward's frames
+        if node is None or fqn:  # recomputation in backward has forward's frames
             return fqn or ""
-        before = bisect.bisect_right(self._began, node._sequence_nr())
-        return self._there[before - 1] if before else ""
+        before = bisect.bisect_right(self._starts, node._sequence_nr())
+        return self._fqns[before - 1] if before else ""
 
     def _in_forward(self) -> str | None:
+        """The name of the innermost module on the Python stack, None where no frame is a named module's."""
         modules: list[nn.Module] = []
         frame: FrameType | None = sys._getframe(2)
         while frame is not None:
@@ -62,7 +66,7 @@ class ModuleTracker:
 
     def _names_below(self, root: nn.Module) -> dict[int, str]:
         if root not in self._names:
-            # A compiled module has its own below the name of its wrapper.
+            # A compiled module's name has the attribute of its wrapper in it.
             names = ((m, [part for part in n.split(".") if part != "_orig_mod"]) for n, m in root.named_modules())
             self._names[root] = {id(m): ".".join(parts) for m, parts in names}
         return self._names[root]

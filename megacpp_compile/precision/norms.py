@@ -20,7 +20,7 @@ from torch.nn.functional import rms_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from megacpp_compile.explainer import fake_state
+from megacpp_compile.fx.fake_state import fake_state
 from megacpp_compile.fx.views import RESHAPES
 from megacpp_compile.precision.survey import HOOKS
 

@@ -116,7 +116,7 @@ def replace_linears(
         raise BadOptionError("plan", None, "a PrecisionPlan, or the name of a recipe")
     if tp_comm_overlap:
         check_user_buffers()
-    found = survey(model, plan, exclude, target)
+    found = survey(plan, model, exclude, target)
     nowhere, level = why_bf16(model, target), log.logger.info
     wanted = sorted({f.effective for f in found} - {"bf16"})
     if not nowhere and wanted:

@@ -1,14 +1,14 @@
-"""Finds every place where an fp8 payload becomes a wider tensor: what fp8 was to save is then paid for, in silence.
+"""Finds every place where an fp8 payload silently becomes a wider tensor, which gives up the memory that fp8 saves.
 
-    check(graph)                            on a graph: Dynamo's, or ATen's
-    with Sentinel(model, strict=True): ...  on what runs
+    check(graph)                            in a graph: Dynamo's, or ATen's
+    with Sentinel(model, strict=True): ...  in code that runs
 
-A payload is a float8 tensor, the memory of a wrapper (`wrappers.py`), or what is made of one without growing: a view of
-its bytes, a slice, a bit operation. Widening is an op that reads a payload and gives a tensor of two or more bytes an
-element with as many elements: a conversion, a copy into a wider tensor, a dequantisation by method or by op. What ops
-of the allowlist do inside is theirs: they are the ones that multiply payloads.
+A payload is a float8 tensor, the memory of a wrapper (`wrappers.py`), or a tensor made from one without growing: a view
+of its bytes, a slice, a bit operation. Widening is an op that reads a payload and returns a tensor of two or more bytes
+an element with at least as many elements: a conversion, a copy into a wider tensor, a dequantisation by method or by
+op. Ops of the allowlist multiply payloads, and may widen them inside.
 
-Kernels that work outside of PyTorch's dispatcher are not seen, but for the `dequantize` of a wrapper.
+Kernels that run outside of PyTorch's dispatcher are not seen, except the `dequantize` of a wrapper.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megacpp_compile.config import globs
+from megacpp_compile.config._deprecated import star_across_segments
 from megacpp_compile.errors import DequantisationError
 from megacpp_compile.fx.provenance import module_fqn, source_line
 from megacpp_compile.precision.module_tracker import ModuleTracker
@@ -33,27 +35,27 @@ from megacpp_compile.precision.wrappers import FP8, found_in, is_wrapper, split
 
 logger = logging.getLogger(__name__)
 
-# Ops that read payloads and give wide results, as is their work; globs over qualified names.
+# Ops that read payloads and return wide results, as they should; globs over qualified names of ops.
 ALLOWED = ("aten::_scaled_mm*", "aten::_scaled_grouped_mm*", "megacpp::*", "transformer_engine::*", "tex_ts::*",
            "fbgemm::f8*", "mslk::f8*")  # fmt: skip
 # Before it had this, torch compiled anew under any mode; there a compiled model runs in eager under a `Sentinel`.
 RUNS_COMPILED = hasattr(torch._C._dynamo.guards, "set_is_in_mode_without_ignore_compile_internals")
-# They take shape and device from an operand, and nothing of what is in it.
+# They take shape and device from an operand, and none of its values.
 _TEMPLATES = ("_like", "new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "new_empty_strided")
-# By these names a wrapper is asked for its values in full.
+# Ops and methods with these names return a wrapper's values in full.
 _WIDENS_WRAPPERS = ("dequant", "to_original_precision", "_to_copy", "clone")
 _CONVERSIONS = ("to", "float", "half", "bfloat16", "double", "type", "type_as")
 
 
 @dataclasses.dataclass(frozen=True)
 class Widening:
-    """A payload made wide.
+    """One payload that was widened.
 
     Attributes:
         op: qualified name of the op, or the method's.
         bytes: of the wide tensor; None where its size is symbolic.
-        held: dtype of what was in memory.
-        made: dtype it became.
+        held: dtype of the payload.
+        made: dtype of the wide tensor.
         fqn: innermost module, "" when unknown.
         source: "file.py:123, in forward: `code line`", or "".
         node: name of the FX node, "" when it ran.
@@ -84,8 +86,10 @@ def _name(target: Any) -> str:
     return str(target) if isinstance(target, str) else f"{module}.{getattr(target, '__name__', target)}".lstrip(".")
 
 
-def _allowed(name: str, fqn: str, ops: Sequence[str], fqns: Sequence[str]) -> bool:
-    return any(fnmatch.fnmatchcase(name, p) for p in (*ALLOWED, *ops)) or any(fnmatch.fnmatchcase(fqn, p) for p in fqns)
+def _allowed(name: str, fqn: str, ops: Sequence[str], modules: Sequence[str]) -> bool:
+    if any(fnmatch.fnmatchcase(name, pattern) for pattern in (*ALLOWED, *ops)):
+        return True
+    return any(globs.hits(p, fqn) or star_across_segments("allow_modules", p, fqn) for p in modules)
 
 
 def _short(name: str) -> str:
@@ -97,7 +101,7 @@ def _bytes(t: Tensor) -> int | None:
 
 
 def _grown(name: str, payloads: Sequence[Tensor], result: Any) -> Tensor | None:
-    """The wide tensor that an op makes of payloads, if it does."""
+    """The wide tensor that an op makes of payloads, or None."""
     if not payloads or any(part in _short(name) for part in _TEMPLATES):
         return None
     for t in tree_leaves(result):
@@ -109,7 +113,7 @@ def _grown(name: str, payloads: Sequence[Tensor], result: Any) -> Tensor | None:
 
 
 def _unwraps(name: str, result: Any) -> Tensor | None:
-    """The plain tensor that an op with a wrapper for an operand makes of it, going by the op's name."""
+    """The plain tensor that an op makes of a wrapper, told by the op's name, or None."""
     short = _short(name)
     asks = any(part in short for part in _WIDENS_WRAPPERS) or short in _CONVERSIONS
     if not asks or not isinstance(result, Tensor) or is_wrapper(result):
@@ -126,8 +130,9 @@ def check(
 ) -> list[Widening]:  # fmt: skip
     """Every widening in `graph`, whose nodes carry fake values ("val", or Dynamo's "example_value").
 
-    payloads: nodes that hold a payload as plain bytes; float8 values and wrappers are known by themselves. allow, and
-    allow_modules: globs over ops and over modules where it is meant. Raises DequantisationError under `strict`.
+    payloads: nodes that hold a payload as plain bytes; float8 values and wrappers are known without. allow: globs over
+    qualified names of ops that may widen. allow_modules: globs (`config.globs`) over the names of modules that may.
+    Raises DequantisationError for any widening under `strict`, WrapperError as `wrappers.split`.
     """
     held: dict[fx.Node, torch.dtype] = {}
     wrapped: dict[fx.Node, Tensor] = {}
@@ -153,7 +158,7 @@ def check(
                 found.append(Widening(name, _bytes(wide), source, wide.dtype, fqn, source_line(node), node.name))
         elif inputs and _one_byte(value):
             held.setdefault(node, held[inputs[0]])
-    return told(found, strict)
+    return raise_if_strict(found, strict)
 
 
 def _value(node: fx.Node) -> Any:
@@ -161,29 +166,29 @@ def _value(node: fx.Node) -> Any:
 
 
 def _one_byte(value: Any) -> bool:
-    """Whether all of it is bytes, and no truth values: still a payload, in another view or order."""
+    """Whether all tensors of `value` are bytes, and none is bool: still a payload, in another view or order."""
     tensors = [t for t in tree_leaves(value) if isinstance(t, Tensor)]
     return bool(tensors) and all(t.element_size() == 1 and t.dtype != torch.bool for t in tensors)
 
 
-def told(found: list[Widening], strict: bool) -> list[Widening]:
-    """`found`, or DequantisationError under `strict` if there is any."""
+def raise_if_strict(found: list[Widening], strict: bool) -> list[Widening]:
+    """`found`. Raises DequantisationError under `strict` if there is any."""
     if found and strict:
         raise DequantisationError([str(w) for w in found])
     return found
 
 
-# --- what runs
+# --- code that runs
 
 
 class Sentinel(TorchDispatchMode):
-    """A mode that records every widening while it is active, in `findings`; under `strict` the first is an error.
+    """A dispatch mode that records every widening while it is active, in `findings`.
 
     Args:
-        model: its wrappers' memory is known as payloads, whatever view of it an op is given.
+        model: the memory of its wrappers counts as payloads, through any view that an op reads.
         payloads: other tensors of bytes that are payloads.
         allow, allow_modules: as in `check`.
-        strict: raise DequantisationError at the first, before its result is used.
+        strict: raise DequantisationError at the first widening, before its result is used.
     """
 
     def __init__(
@@ -195,12 +200,12 @@ class Sentinel(TorchDispatchMode):
         self.findings: list[Widening] = []
         named = [*model.named_parameters(), *model.named_buffers()] if model is not None else []
         wrapped = [held for _, held in found_in(named)]
-        # The tensors are held on to: an address says nothing of a memory that is gone.
+        # Keeps the tensors alive: the address of freed memory may be another tensor's.
         self._payloads = [*(held.payload for held in wrapped), *payloads]
         self._bytes = {t.untyped_storage().data_ptr(): t.dtype for t in self._payloads if t.dtype not in FP8}
         self._bytes |= {held.payload.untyped_storage().data_ptr(): held.payload.dtype for held in wrapped}
         self._classes = {type(value) for _, value in named if is_wrapper(value) and hasattr(type(value), "dequantize")}
-        self._places, self._stack = ModuleTracker(model), contextlib.ExitStack()
+        self._modules, self._stack = ModuleTracker(model), contextlib.ExitStack()
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -218,14 +223,14 @@ class Sentinel(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(is_wrapper(a) for a in tree_leaves((args, kwargs))):
-            return NotImplemented  # its class first: what it does is seen as it does it
-        self._places.note()
+            return NotImplemented  # the wrapper's class goes first; the ops it calls come back here
+        self._modules.note()
         result = func(*args, **(kwargs or {}))
         operands = [a for a in tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
         payloads = [(a, dtype) for a in operands if (dtype := self._held(a)) is not None]
         if payloads:
             name = _name(func)
-            # What is written to is a result too.
+            # An operand that the op writes to is a result too.
             wide = _grown(name, [a for a, _ in payloads], result)
             if wide is not None:
                 self._record(name, wide, payloads[0][1])
@@ -239,21 +244,21 @@ class Sentinel(TorchDispatchMode):
         return self._bytes.get(t.untyped_storage().data_ptr()) if t.element_size() == 1 and t.numel() else None
 
     def _keep(self, result: Any, dtype: torch.dtype) -> None:
-        """Bytes made of a payload are one."""
+        """Bytes made of a payload are a payload."""
         for t in tree_leaves(result):
             if isinstance(t, Tensor) and t.dtype not in FP8 and t.untyped_storage().data_ptr() not in self._bytes:
                 self._payloads.append(t)
                 self._bytes[t.untyped_storage().data_ptr()] = dtype
 
     def _record(self, name: str, wide: Tensor, held: torch.dtype) -> None:
-        fqn = self._places.here()
+        fqn = self._modules.here()
         if not _allowed(name, fqn, self.allow, self.allow_modules):
             self.findings.append(Widening(name, _bytes(wide), held, wide.dtype, fqn, _line()))
-            told(self.findings[-1:], self.strict)
+            raise_if_strict(self.findings[-1:], self.strict)
 
     @contextlib.contextmanager
     def _watched(self, cls: type) -> Iterator[None]:
-        """Its `dequantize`, which may be a kernel's that no dispatcher sees."""
+        """Watches `cls.dequantize`, which may call a kernel that no dispatcher sees."""
         own, plain = "dequantize" in vars(cls), cls.dequantize  # type: ignore[attr-defined]
         sentinel = self
 

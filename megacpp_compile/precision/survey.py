@@ -1,4 +1,5 @@
-"""Every linear of a model: what a plan asks of it, what speaks against that, and what it holds now."""
+"""Compares a model with a `PrecisionPlan`: what the plan asks of each linear, what rules that out, and what the linear
+computes in now."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from torch import nn
 from megacpp_compile.config.globs import hits, inside_segment
 from megacpp_compile.config.precision import PrecisionPlan
 from megacpp_compile.config.roles import role_of
+from megacpp_compile.config.rules import modules_with_weights
 from megacpp_compile.errors import PlanMismatchError
 from megacpp_compile.lowerings._gemm.float8_support import MULTIPLE
 from megacpp_compile.precision import engine
@@ -32,17 +34,19 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """One linear.
+    """One linear of a model.
 
     Attributes:
-        fqn: its name. module: its class.
-        role: see `roles.ROLES`.
+        fqn: its name.
+        module: its class.
+        role: one of `roles.ROLES`.
         shape: (out features, in features).
         requested: recipe the plan asks for.
-        effective: recipe it has to hold; "bf16", i.e. left in its own dtype, where `reason` is against another.
-        rule: what asked.
-        reason: what is against it, "" if nothing is.
+        effective: recipe it has to hold; "bf16" (its own dtype) where `reason` rules out the one asked for.
+        rule: what asks for it: a pattern of the plan, or "role attention".
+        reason: what rules it out, "" if nothing does.
         holds: recipe it computes in now; "autocast" for a module of Transformer Engine that follows its context.
+        found: the linear itself.
     """
 
     fqn: str
@@ -57,42 +61,50 @@ class Found:
     found: nn.Module = field(repr=False, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
+        """All but `found` as plain containers."""
         values = {name: getattr(self, name) for name in self.__slots__ if name != "found"}
         return {**values, "shape": list(self.shape)}
 
 
 def survey(
-    model: nn.Module, plan: PrecisionPlan, exclude: Sequence[str] = DEFAULT_EXCLUSIONS, target: str = "auto"
+    plan: PrecisionPlan, model: nn.Module, exclude: Sequence[str] = DEFAULT_EXCLUSIONS, target: str = "auto"
 ) -> list[Found]:
-    """Every linear module of `model`, in order; one that is reached by two names is there twice.
+    """Every linear module of `model`, in order; one that two names reach is there twice.
 
-    Raises RuleWithoutHitError for a rule of the plan, or a pattern of `exclude` beside the defaults, that no module
-    with a weight matches.
+    exclude, target: as in `replace_linears`. Raises RuleWithoutHitError for a rule of the plan, or a pattern of
+    `exclude` beside the defaults, that hits no module with a weight.
     """
-    plan.check_hits(model, [pattern for pattern in exclude if pattern not in DEFAULT_EXCLUSIONS])
+    plan.check_hits(modules_with_weights(model), [pattern for pattern in exclude if pattern not in DEFAULT_EXCLUSIONS])
     nowhere = why_bf16(model, target)
     ties = _Ties(model)
     found = []
     for fqn, module, parents in _linears(model):
         role = role_of(fqn, [type(p).__name__ for p in parents])
         shape = (module.out_features, module.in_features)
-        said = plan.decide(fqn, role, (None, *shape))
-        against = _excluded(fqn, exclude)
-        if not against and said.requested != "bf16":
-            against = nowhere or said.reason or _unfit(module, parents[0], ties)
+        decision = plan.decide(fqn, role, (None, *shape))
+        reason = _excluded(fqn, exclude)
+        if not reason and decision.requested != "bf16":
+            reason = nowhere or decision.reason or _unfit(module, parents[0], ties)
         holds = getattr(module, "recipe", "autocast") if engine.is_of_transformer_engine(module) else "bf16"
-        effective = "bf16" if against else said.requested
-        kind = type(module).__name__
-        found.append(Found(fqn, kind, role, shape, said.requested, effective, said.rule, against, holds, module))
+        effective = "bf16" if reason else decision.requested
+        name = type(module).__name__
+        found.append(
+            Found(fqn, name, role, shape, decision.requested, effective, decision.rule, reason, holds, module)
+        )
     return found
 
 
 def assert_plan(
-    model: nn.Module, plan: PrecisionPlan, exclude: Sequence[str] = DEFAULT_EXCLUSIONS, target: str = "auto"
+    plan: PrecisionPlan, model: nn.Module, exclude: Sequence[str] = DEFAULT_EXCLUSIONS, target: str = "auto"
 ) -> None:
-    """`PrecisionPlan.assert_plan`."""
+    """Raise PlanMismatchError, which lists the differences, unless every linear module of `model` holds the recipe that
+    the plan and the limits of a replacement give it.
+
+    exclude, target: as in `replace_linears`. This looks at modules; what a compiled graph runs in is in the report of
+    its frame. Raises RuleWithoutHitError as `survey`.
+    """
     lines = []
-    for f in survey(model, plan, exclude, target):
+    for f in survey(plan, model, exclude, target):
         if f.holds != f.effective:
             why = f" ({f.reason})" if f.reason else ""
             lines.append(f"{f.fqn}: the plan says {f.effective} by {f.rule}{why}, {f.module} holds {f.holds}")
@@ -100,9 +112,19 @@ def assert_plan(
         raise PlanMismatchError(lines)
 
 
+def manifest(
+    plan: PrecisionPlan, model: nn.Module, exclude: Sequence[str] = DEFAULT_EXCLUSIONS, target: str = "auto"
+) -> str:
+    """The plan as JSON with a `Found` for every linear of `model`; `PrecisionPlan.from_manifest` reads the plan back.
+
+    exclude, target: as in `replace_linears`. Raises RuleWithoutHitError as `survey`.
+    """
+    return plan.manifest_with([found.to_dict() for found in survey(plan, model, exclude, target)])
+
+
 def why_bf16(model: nn.Module, target: str = "auto") -> str:
-    """Why nothing of `model` can run in fp8 by Transformer Engine's modules, "" if something can. target: "auto" goes
-    by the device of the parameters; "cuda" is for a model that is to be moved there."""
+    """Why no linear of `model` can run in fp8 by Transformer Engine's modules, "" if some can. target: "auto" goes by
+    the device of the parameters; "cuda" is for a model that is to be moved there."""
     if target == "auto":
         kinds = {p.device.type for p in model.parameters()} - {"meta"}
         target = family(kinds).name if kinds else "cuda"
@@ -110,7 +132,7 @@ def why_bf16(model: nn.Module, target: str = "auto") -> str:
 
 
 def _linears(model: nn.Module) -> Iterator[tuple[str, Any, list[nn.Module]]]:
-    """(name, module, modules around it with the innermost first) of linears, and of what stands for them."""
+    """(name, module, modules around it with the innermost first) of `nn.Linear`s and Transformer Engine's."""
     every = dict(model.named_modules(remove_duplicate=False))
     for fqn, module in every.items():
         ours = engine.is_of_transformer_engine(module) and hasattr(module, "in_features") and hasattr(module, "weight")
@@ -128,7 +150,7 @@ def _excluded(fqn: str, exclude: Sequence[str]) -> str:
 
 
 def _unfit(module: nn.Module, parent: nn.Module, ties: _Ties) -> str:
-    """What keeps a linear from being replaced, most general first."""
+    """Why a linear cannot be replaced, the most general reason first; "" where it can."""
     if parent is module:
         return "the model itself: there is no module to put another one in"
     replaced = hasattr(module, "recipe")
@@ -154,24 +176,25 @@ def _unfit(module: nn.Module, parent: nn.Module, ties: _Ties) -> str:
 
 
 class _Ties:
-    """Which parameters are reached by several names, or share their memory with others."""
+    """Which parameters have several names, or share their memory with others."""
 
     def __init__(self, model: nn.Module) -> None:
         named = list(model.named_parameters(remove_duplicate=False))
         self.objects = Counter(id(p) for _, p in named)
         distinct = {id(p): p for _, p in named}
-        self.places = Counter(filter(None, map(self._place, distinct.values())))
+        self.addresses = Counter(filter(None, map(self._address, distinct.values())))
 
     @staticmethod
-    def _place(p: torch.Tensor) -> tuple[int, Any] | None:
+    def _address(p: torch.Tensor) -> tuple[int, Any] | None:
         try:
             return p.untyped_storage()._cdata, p.storage_offset()
         except (NotImplementedError, RuntimeError):  # wrapper tensors may have none
             return None
 
     def of(self, module: nn.Module) -> str:
+        """Which of the module's own parameters is tied, as a reason; "" where none is."""
         for name, p in module.named_parameters(recurse=False):
-            place = self._place(p)
-            if self.objects[id(p)] > 1 or (place is not None and self.places[place] > 1):
+            address = self._address(p)
+            if self.objects[id(p)] > 1 or (address is not None and self.addresses[address] > 1):
                 return f"{name} is tied: another name holds it too"
         return ""

@@ -27,6 +27,7 @@ from megacpp_compile.passes._driver import pass_names
 from megacpp_compile.pipeline import Block
 from megacpp_compile.precision.engine import is_of_transformer_engine
 from megacpp_compile.regional.repeated_blocks import Kind, find_kinds, outside
+from megacpp_compile.regional.split import config_for, split_by_rules
 from megacpp_compile.report import collector, log
 from megacpp_compile.report.records import CompiledRegion
 from megacpp_compile.report.text import plural
@@ -57,7 +58,7 @@ def compile(
 
     model: a module; its parameters may be on any device, and sharded by FSDP2 before or after.
     options, fields: fields of `Config`, as in `torch.compile(..., backend="megacpp", options=...)`.
-    blocks: names of the blocks ("model.layers.*", a star for one part), where structure finds them wrongly.
+    blocks: names of the blocks ("model.layers.*", see `config.globs`), where structure finds them wrongly.
     whole_below: compile the model as one where it has fewer repeated blocks than this.
     rest: how modules outside all blocks run (embeddings, last norm, head). "eager" leaves them to eager;
         "compile" compiles, each by itself, those that consist of more than one embedding or linear.
@@ -85,7 +86,7 @@ def compile(
     _speak_of_fp8_wrapper(model, config)
     kinds = find_kinds(model, [blocks] if isinstance(blocks, str) else blocks)
     whole = None if blocks is not None else _why_whole(model, kinds, whole_below)
-    kinds = [Kind(("",), (model,))] if whole is not None else rules.split_by_rules(model, kinds, config)
+    kinds = [Kind(("",), (model,))] if whole is not None else split_by_rules(model, kinds, config)
     leftovers = [] if whole is not None else [(fqn, m) for fqn, m in outside(model, kinds)]
     regions = [
         CompiledRegion(k.fqns, type(k.modules[0]).__name__, _size(k.modules), "compiled", whole or "") for k in kinds
@@ -119,7 +120,7 @@ def compile_kinds(
     count = sum(len(kind.modules) for kind in kinds)
     backends: dict[tuple[int, bool], Regional] = {}
     for kind in kinds:
-        own = rules.config_for(kind, config)
+        own = config_for(kind, config)
         backend = backends.setdefault((kind.apart, kind.last), Regional(model, regions, own, mode, inner_compile))
         for module in kind.modules:
             compile_in_place(module, count, backend=backend, **settings)

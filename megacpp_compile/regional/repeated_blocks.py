@@ -1,20 +1,20 @@
-"""Repeated blocks of a model, found by structure: which modules are one artifact's, and what lies outside of them.
+"""Finds the repeated blocks of a model by structure: which modules share one artifact, and what lies outside of them.
 
-A block is a child of a `ModuleList`, `ModuleDict` or `Sequential` that holds modules and parameters of its own and
-whose like is in there again: same classes, same names, same shapes, all the way down. The outermost such container
+A block is a child of a `ModuleList`, `ModuleDict` or `Sequential` that holds modules and parameters of its own and has
+a sibling of the same structure: same classes, same names, same shapes, all the way down. The outermost such container
 counts, so that the experts inside a block are part of it. Where some children repeat, their odd siblings (a dense layer
 before the expert layers) are blocks too, of a kind of their own.
 """
 
 from __future__ import annotations
 
-import fnmatch
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
+from megacpp_compile.config import globs
 from megacpp_compile.errors import BlockNotFoundError
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -22,10 +22,13 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 @dataclass(frozen=True)
 class Kind:
-    """Blocks of one structure. fqns: their names in the model, in its order; modules: the blocks themselves.
+    """Blocks that share one artifact.
 
-    apart: a number for each of those of one structure that rules by name tell apart; last: whether it is the last
-    block, with an entry of its own in the policy. See `named_rules.split_by_rules`.
+    Attributes:
+        fqns: their names in the model, in its order.
+        modules: the blocks themselves.
+        apart: numbers the kinds of one structure that rules over names tell apart, from 0; see `split.split_by_rules`.
+        last: whether it is the model's last block, where the policy has an entry of its own for that.
     """
 
     fqns: tuple[str, ...]
@@ -37,8 +40,9 @@ class Kind:
 def find_kinds(model: nn.Module, patterns: Sequence[str] | None = None) -> list[Kind]:
     """The kinds of repeated blocks in `model`, empty where nothing repeats.
 
-    patterns: names of the blocks instead (`"model.layers.*"`), for a model whose blocks are found wrongly or not at
-    all. Raises BlockNotFoundError for a pattern that no module's name matches.
+    patterns: globs over the names of the blocks (`"model.layers.*"`), for a model where structure finds the wrong
+    blocks or none; the outermost modules that they hit are the blocks. Raises BlockNotFoundError for a pattern that
+    hits no module.
     """
     blocks = _found(model) if patterns is None else _named(model, patterns)
     kinds: dict[Hashable, tuple[list[str], list[nn.Module]]] = {}
@@ -60,7 +64,7 @@ def structure(module: nn.Module) -> Hashable:
 
 
 def outside(model: nn.Module, kinds: Sequence[Kind]) -> Iterator[tuple[str, nn.Module]]:
-    """The largest modules that hold no block and are no part of one."""
+    """(name, module) of the largest modules that hold no block and are no part of one."""
     blocks = {id(module) for kind in kinds for module in kind.modules}
     above = {id(m) for m in model.modules() if any(id(part) in blocks for part in m.modules())}
     seen: set[int] = set()
@@ -84,7 +88,7 @@ def _found(model: nn.Module, fqn: str = "") -> Iterator[tuple[str, nn.Module]]:
         candidates = [(name, child) for name, child in children if _is_block(child)]
         kinds = Counter(structure(child) for _, child in candidates)
         if max(kinds.values(), default=0) > 1:
-            # Siblings by name or in a Sequential may be anything, a list's are layers like each other.
+            # The odd children of a ModuleList are layers too; in a ModuleDict or Sequential they may be anything.
             classes = {type(child) for _, child in candidates if kinds[structure(child)] > 1}
             alike = isinstance(model, nn.ModuleList)
             chosen = [(n, c) for n, c in candidates if alike or type(c) in classes]
@@ -101,17 +105,12 @@ def _is_block(module: nn.Module) -> bool:
 
 
 def _named(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.Module]]:
-    names = [(name, module) for name, module in model.named_modules() if name]
+    modules = {name: module for name, module in model.named_modules() if name}
     chosen: list[tuple[str, nn.Module]] = []
     for pattern in patterns:
-        # A star stands for one part of a name: "layers.*" are the layers, not all that is in them.
-        hits = [(n, m) for n, m in names if _matches(n.split("."), pattern.split("."))]
+        hits = globs.outermost_hits(pattern, modules)
         if not hits:
-            raise BlockNotFoundError(pattern, [name for name, _ in names])
-        chosen += hits
+            raise BlockNotFoundError(pattern, list(modules))
+        chosen += [(name, modules[name]) for name in hits]
     inner = {id(part) for _, m in chosen for part in m.modules() if part is not m}
     return [(name, module) for name, module in chosen if id(module) not in inner]
-
-
-def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
-    return len(parts) == len(pattern) and all(map(fnmatch.fnmatchcase, parts, pattern))

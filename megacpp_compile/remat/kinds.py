@@ -14,7 +14,7 @@ import fnmatch
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.provenance import module_fqn
@@ -168,11 +168,3 @@ def _types(node: Node) -> list[str]:
     stack = node.meta.get("nn_module_stack") or {}
     names = [getattr(e[1], "__name__", str(e[1]).rsplit(".", 1)[-1]) for e in stack.values() if isinstance(e, tuple)]
     return names[1:] if len(names) > 1 else names
-
-
-def whole(gm: GraphModule) -> bool:
-    """Whether `gm` is all that there is to compile: no graph break has cut a frame in pieces so far."""
-    from torch._dynamo.utils import counters
-
-    reason = getattr(gm, "compile_subgraph_reason", None)
-    return not counters["graph_break"] and not getattr(reason, "graph_break", False)

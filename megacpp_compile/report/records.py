@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 # Of everything that is collected: autograd compiles a lazy backward in another thread.
@@ -124,7 +124,7 @@ class Frame:
             `megacpp_compile.compile`.
         blocks: how many blocks of that structure the model has, itself included; 0 outside of blocks.
         sharding: under a sharding plan, its "mesh" (axis -> number of devices) and the parameters that were "pinned":
-            "fqn", "shape", "spec", "rule" and "by" of each, as in `sharding.pinning.Pinned`.
+            "fqn", "shape", "spec", "rule" and "by" of each, as in `Pinned`.
         chosen: settings that were left at "auto" and what they came to on this target.
         recognised: what was recognised and has no lowering: "kind", "fqn" and "source" of each, as in `Site`.
         precision: under a precision plan, a `Precision` as a dict for every linear, routed expert layer and attention.
@@ -166,6 +166,30 @@ class CompiledRegion:
     parameters: int
     treatment: str
     reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Pinned:
+    """One parameter that a sharding plan pinned.
+
+    Attributes:
+        fqn: its name.
+        shape: its size.
+        spec: its partition spec in words, as `config.sharding.text` writes it.
+        rule: the pattern that gave the spec; "" for a parameter of a fused op that no rule hits, which is a whole copy
+            on every device.
+        by: the fused ops that read it ("down_norm_up"), "" for one that only a rule names.
+    """
+
+    fqn: str
+    shape: tuple[int, ...]
+    spec: str
+    rule: str
+    by: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as plain containers, fit for JSON."""
+        return {**asdict(self), "shape": list(self.shape)}
 
 
 class Collected(Protocol):

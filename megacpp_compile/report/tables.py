@@ -8,9 +8,8 @@ import shutil
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from megacpp_compile.report.records import Collected, MissedFusion, Precision, Site
+from megacpp_compile.report.records import Collected, MissedFusion, Pinned, Precision, Site
 from megacpp_compile.report.text import bytes_text, plain
-from megacpp_compile.sharding.pinning import Pinned
 
 
 class _Section(NamedTuple):

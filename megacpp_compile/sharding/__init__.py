@@ -1,6 +1,9 @@
-"""Which parameter is laid out how over several XLA devices: one plan, and what carries it out.
+"""Lays parameters out over several XLA devices, as a `config.sharding.ShardingPlan` says.
 
-`plan.py` is what users write: a mesh, and globs over names that give partition specs. `pinning.py` marks tensors with
-them, `layout.py` gathers a parameter where it is used, and `products.py` keeps the batch and the heads of a product
-apart, which XLA could not cut as one.
+`pinning.py` marks tensors with the plan's partition specs, `layout.py` gathers a parameter where it is used, and
+`gemms.py` keeps batch and heads of a batched GEMM as two dimensions, since XLA cannot shard them merged into one.
 """
+
+from megacpp_compile.sharding.pinning import apply, constructing, pin
+
+__all__ = ["apply", "constructing", "pin"]

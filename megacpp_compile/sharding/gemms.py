@@ -1,12 +1,12 @@
-"""Products over a batch and heads, kept as such.
+"""Rewrites batched GEMMs over batch and heads into einsums that keep both dimensions.
 
-Before: `bmm(a.view(B * H, M, K), b.view(B * H, K, N)).view(B, H, M, N)`, which is how ATen spells any product of four
+Before: `bmm(a.view(B * H, M, K), b.view(B * H, K, N)).view(B, H, M, N)`, ATen's spelling of every matmul of four
         dimensions, attention's among them
 After:  `einsum("zhmk,zhkn->zhmn", a, b)`, one dot with two batch dimensions in HLO
 
-What is cut over the heads (tensor parallelism), or over both, has no layout once B and H are one dimension: XLA would
-gather it first. Only under a sharding plan, and in graphs with both directions spelled out, as XLA takes an einsum
-for what it is and autograd takes it apart.
+A tensor that is sharded over the heads (tensor parallelism), or over batch and heads, has no layout once B and H are
+one dimension, so XLA would gather it first. `keep_batches` runs only under a sharding plan and on graphs that hold both
+forward and backward: XLA lowers an einsum directly, while autograd would decompose it again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _aten = torch.ops.aten
 
 
 def keep_batches(graph: fx.Graph) -> None:
-    """Rewrite every product that fits, in place; others stay."""
+    """Rewrite every `bmm` of `graph` whose operands and readers are such views, in place; others stay."""
     for node in [n for n in graph.nodes if n.target is _aten.bmm.default]:
         operands = [_unmerged(a) for a in node.args]  # type: ignore[arg-type]
         readers = [user for user in node.users if is_reshape(user)]
@@ -36,7 +36,7 @@ def keep_batches(graph: fx.Graph) -> None:
         letters = ("zhkm" if left_turned else "zhmk", "zhnk" if right_turned else "zhkn")
         with graph.inserting_before(node):
             new = graph.call_function(_aten.einsum.default, (f"{letters[0]},{letters[1]}->zhmn", [left, right]))
-        new.meta.update(node.meta)  # with what a policy said of the product
+        new.meta.update(node.meta)  # the checkpointing policy's tag among it
         new.meta["val"] = value(readers[0])
         for user in readers:
             user.replace_all_uses_with(new)
@@ -44,7 +44,7 @@ def keep_batches(graph: fx.Graph) -> None:
 
 
 def _unmerged(node: Node) -> tuple[Node | None, bool]:
-    """(the operand with both of its batch dimensions, whether its last two are to be exchanged), or (None, ...)."""
+    """(the four-dimensional operand, or None where there is none; whether its last two dimensions are transposed)."""
     turned = node.target is _aten.transpose.int and sorted(d % 3 for d in node.args[1:]) == [1, 2]  # type: ignore
     node = node.args[0] if turned else node  # type: ignore[assignment]
     if not is_reshape(node):

@@ -1,9 +1,10 @@
-"""`megacpp::laid_out`: a tensor in another layout over the devices, and its gradient in the one it had.
+"""`megacpp::laid_out`: copies a tensor into another layout over the devices, and its gradient back into the first.
 
     laid_out(t, plan, forward, backward) -> t, pinned to the spec `forward`; d t is pinned to the spec `backward`
 
-plan: a `ShardingPlan`, and the specs, as JSON. On XLA devices alone it does anything. A parameter that is cut over an
-axis of the batch goes through it in front of all that reads it, which is where XLA then gathers it.
+plan, forward, backward: a `ShardingPlan` and two specs, as JSON; t and d t have any shape and dtype. Off XLA devices
+the op only copies. `gather` puts it between each parameter that is cut over a batch axis and its readers, and XLA then
+gathers the parameter there.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def laid_out(t: Tensor, plan: str, forward: str, backward: str) -> Tensor:
         import torch_xla.distributed.spmd as spmd
 
         known = _plan(plan)
-        # Not mark_sharding: the copy says it has the layout of what it was copied from, and that is not to be changed.
+        # Not mark_sharding: the copy reports the layout of its source, which mark_sharding would not change.
         spmd.annotate_custom_sharding(copy, pinning.mesh(known), known.whole("", t.shape, _spec(forward)))
     return copy
 
@@ -60,8 +61,10 @@ def _spec(text: str) -> Spec:
 
 
 def gather(plan: ShardingPlan, gm: GraphModule, specs: Mapping[int, Spec]) -> None:
-    """Put the op behind the parameters of `gm` that are cut over an axis of the batch. specs: number of a placeholder
-    -> its spec."""
+    """Insert `laid_out` behind every parameter of `gm` that is cut over a batch axis, in place.
+
+    specs: position of a placeholder -> its spec.
+    """
     holders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     known = json.dumps({**plan.to_dict(), "rules": []})
     for i, spec in specs.items():

@@ -1,7 +1,7 @@
-"""Pinning tensors as a `ShardingPlan` says, by `torch_xla.distributed.spmd.mark_sharding`: where whatever stands for a
-part of the model is made (a fused op in a frame, a module of `NativeLayerSpec`), and never left to propagation.
+"""Pins tensors to the specs of a `ShardingPlan`, by `torch_xla.distributed.spmd.mark_sharding`.
 
-torch_xla is imported when something is pinned.
+Whatever replaces a part of the model (a fused op in a frame, a module of `NativeLayerSpec`) pins its parameters when it
+is made, so that XLA's sharding propagation does not decide about them. torch_xla is imported when something is pinned.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import contextvars
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -20,37 +19,31 @@ from torch.fx import GraphModule, Node
 from megacpp_compile.config.sharding import ShardingPlan, Spec, text
 from megacpp_compile.errors import ShardingError
 from megacpp_compile.fx.provenance import input_name
+from megacpp_compile.report.records import Pinned
 
+# Parameter -> (name in the model, parameter) of it and of those in its place in blocks that share its artifact.
 SiblingParams = Callable[[torch.Tensor], Sequence[tuple[str, torch.Tensor]]]
 
 
-@dataclass(frozen=True, slots=True)
-class Pinned:
-    """One parameter.
+def apply(plan: ShardingPlan, model: nn.Module) -> tuple[Pinned, ...]:
+    """Pin every parameter of `model` that a rule of `plan` hits; returns what was pinned.
 
-    Attributes:
-        fqn: its name. shape: its size.
-        spec: as in `plan.text`.
-        rule: the pattern that says so, "" for a part of a substitute that none means: a whole copy on every device.
-        by: the substitutes that read it ("down_norm_up"), or "" for one that only a rule means.
+    Raises RuleWithoutHitError for a rule that hits none, before anything is pinned; ShardingError as `pin`.
     """
-
-    fqn: str
-    shape: tuple[int, ...]
-    spec: str
-    rule: str
-    by: str
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "shape": list(self.shape)}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    plan.check_hits(parameters)
+    return _pin_named(plan, ((name, p, "") for name, p in parameters.items()))
 
 
-def pin(plan: ShardingPlan, tensor: torch.Tensor, spec: Spec, name: str) -> None:
-    """Pin `tensor`; nothing happens where it is pinned to the same already.
+def pin(plan: ShardingPlan, tensor: torch.Tensor, spec: Any, name: str = "") -> None:
+    """Pin any tensor, a batch of inputs say, to `spec`; nothing happens where it is pinned to the same already.
 
-    Raises ShardingError for a spec that does not fit the tensor, a tensor that is on no XLA device, and a runtime that
-    is not in SPMD mode or has another number of devices.
+    spec: an entry for each dimension of `tensor`, as in a rule, or None for a whole copy on every device. name: for
+    messages. Raises BadOptionError for a spec that is none or names an axis that the mesh lacks; ShardingError for one
+    that does not fit the tensor, a tensor on no XLA device, and a runtime that is not in SPMD mode or has another
+    number of devices than the mesh.
     """
+    spec = plan.checked("spec", spec)
     whole = plan.whole(name, tensor.shape, spec)
     if tensor.device.type != "xla":
         remedy = "Move it to torch_xla.device() first, or compile without 'sharding'."
@@ -70,7 +63,7 @@ def pin(plan: ShardingPlan, tensor: torch.Tensor, spec: Spec, name: str) -> None
 
 @functools.lru_cache(maxsize=16)
 def mesh(plan: ShardingPlan) -> Any:
-    """The plan's mesh as torch_xla has it."""
+    """The plan's mesh as an object of torch_xla's."""
     import numpy
     import torch_xla.distributed.spmd as spmd
 
@@ -78,24 +71,18 @@ def mesh(plan: ShardingPlan) -> Any:
     return spmd.Mesh(numpy.array(plan.devices), tuple(axes.values()), tuple(axes))
 
 
-def pin_model(plan: ShardingPlan, model: nn.Module) -> tuple[Pinned, ...]:
-    """`ShardingPlan.apply`."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    plan.check_hits(parameters)
-    return _pin_named(plan, ((name, p, "") for name, p in parameters.items()))
-
-
 def pin_frame(
     plan: ShardingPlan, gm: GraphModule, inputs: Sequence[Any], ops: Iterable[tuple[str, Node]], whole: bool,
     sibling_params: SiblingParams | None = None,
 ) -> tuple[tuple[Pinned, ...], dict[int, Spec]]:  # fmt: skip
-    """Pin the parameters a frame takes: those of its fused ops, and those that a rule means. Returns what was pinned,
-    and number of a placeholder -> spec.
+    """Pin the parameters a frame takes: those of its fused ops, and those that a rule hits. Returns what was pinned,
+    and position of a placeholder -> spec.
 
-    gm, inputs: Dynamo's graph, whose placeholders have the names, and what it is called with. ops: (pass, node) of each
-    op put in place, in a graph with placeholders of the same order. whole: whether the frame is all that is compiled,
-    so that a rule without a hit is an error, and not about another frame. sibling_params: parameter -> (name in the
-    model, parameter) of it and of those in its place in other blocks, where one artifact serves several.
+    gm, inputs: Dynamo's graph, whose placeholders have the names, and the values it is called with. ops: (pass, node)
+    of each fused op, in a graph with placeholders of the same order. whole: whether the frame is all that is compiled,
+    so that a rule without a hit is an error; otherwise the rule may be about another frame. sibling_params: see
+    `SiblingParams`; None where the artifact serves this frame alone. Raises RuleWithoutHitError, and ShardingError as
+    `pin`.
     """
     holders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     names = {
@@ -118,7 +105,10 @@ def pin_frame(
 
 
 def _pin_named(plan: ShardingPlan, found: Iterable[tuple[str, torch.Tensor, str]]) -> tuple[Pinned, ...]:
-    """Pin those of (name, parameter, substitutes) that a rule means or a substitute reads; checked before the first."""
+    """Pin those of (name, parameter, fused ops that read it) that a rule hits or a fused op reads.
+
+    All specs are checked before the first parameter is pinned.
+    """
     wanted = [(name, p, by, *plan.decide(name)) for name, p, by in found]
     wanted = [row for row in wanted if row[2] or row[4]]
     for name, p, _, spec, _ in wanted:
@@ -129,7 +119,8 @@ def _pin_named(plan: ShardingPlan, found: Iterable[tuple[str, torch.Tensor, str]
 
 
 def _readers(ops: Iterable[tuple[str, Node]], parameters: set[int]) -> dict[int, list[str]]:
-    """Number of a parameter's placeholder -> the ops that read it, as it is or through code that reads nothing else."""
+    """Position of a parameter's placeholder -> the ops that read it, directly or through nodes that read parameters
+    alone."""
     readers: dict[int, list[str]] = {}
     known: dict[Node, frozenset[int]] | None = None
     for name, op in ops:
@@ -141,7 +132,7 @@ def _readers(ops: Iterable[tuple[str, Node]], parameters: set[int]) -> dict[int,
 
 
 def _of_parameters(graph: torch.fx.Graph, parameters: set[int]) -> dict[Node, frozenset[int]]:
-    """Nodes computed from parameters alone (a view, a cast) -> the numbers of those."""
+    """Nodes computed from parameters alone (a view, a cast) -> the positions of those parameters' placeholders."""
     holders = [n for n in graph.nodes if n.op == "placeholder"]
     known = {node: frozenset({i}) for i, node in enumerate(holders) if i in parameters}
     for node in graph.nodes:
@@ -157,7 +148,11 @@ _constructing: contextvars.ContextVar[tuple[ShardingPlan, str] | None] = context
 
 @contextmanager
 def constructing(plan: ShardingPlan, fqn: str) -> Iterator[None]:
-    """`ShardingPlan.constructing`; one inside another is a name inside another."""
+    """Inside, modules of `NativeLayerSpec` are constructed under the name `fqn` and pin each parameter as they make it,
+    one that no rule hits to a whole copy on every device.
+
+    Nested, an inner name is relative to the outer one. Raises ShardingError as `pin`.
+    """
     outer = _constructing.get()
     token = _constructing.set((plan, f"{outer[1]}.{fqn}" if outer is not None else fqn))
     try:
@@ -167,7 +162,7 @@ def constructing(plan: ShardingPlan, fqn: str) -> Iterator[None]:
 
 
 def constructed(name: str, parameter: nn.Parameter) -> None:
-    """Pin a parameter that a module has just made, where a plan is in force."""
+    """Pin a parameter that a module has just made, inside `constructing`. name: the parameter's name in its module."""
     if (found := _constructing.get()) is not None:
         plan, module = found
         fqn = f"{module}.{name}"

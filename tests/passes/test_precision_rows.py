@@ -233,7 +233,7 @@ def test_classes_tell_roles_in_graphs_as_in_modules(float8):
     module.forward = lambda x: module["adapter"](module["block"](x))
     found = {fqn: r["effective"] for (fqn, _), r in rows(module, x()).items()}
     assert found == {"block.inward": "fp8_current", "adapter": "bf16"}
-    assert {f.fqn: f.requested for f in survey(module, PLAN, target="cuda")} == found
+    assert {f.fqn: f.requested for f in survey(PLAN, module, target="cuda")} == found
 
 
 def test_in_the_report_and_its_json():

@@ -9,6 +9,7 @@ import torch
 
 from megacpp_compile import PrecisionPlan, explain, replace_linears
 from megacpp_compile.precision import engine
+from megacpp_compile.precision.survey import assert_plan
 
 transformers = pytest.importorskip("transformers")
 
@@ -70,7 +71,7 @@ def test_replacement(te, build):
     assert {row.fqn for row in table if row.role != "norm" and row.done} == linears
     assert {row.fqn for row in table if row.role == "norm" and row.done} == norms
     assert table.skipped["lm_head"] == "excluded by 'lm_head'"
-    PLAN.assert_plan(model, target=te.target)
+    assert_plan(PLAN, model, target=te.target)
     assert list(model.state_dict()) == list(state)
     assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
     model.load_state_dict(state, strict=True)

@@ -14,6 +14,7 @@ from megacpp_compile import PrecisionPlan, replace_linears
 from megacpp_compile.errors import EngineError, NotAModuleError, PlanMismatchError, RuleWithoutHitError
 from megacpp_compile.precision import engine
 from megacpp_compile.precision.replace import DEFAULT_EXCLUSIONS
+from megacpp_compile.precision.survey import assert_plan
 
 from . import models
 
@@ -190,7 +191,7 @@ def test_no_op_without_transformer_engine(monkeypatch, caplog):
     assert record.levelname == "WARNING" and "undefined symbol" in record.getMessage()
     assert table.done == () and table.reason == "ImportError: undefined symbol"
     with pytest.raises(PlanMismatchError):
-        EVERYTHING.assert_plan(model, target="cuda")
+        assert_plan(EVERYTHING, model, target="cuda")
 
 
 def test_no_op_on_a_device_without_fp8(stand_in, monkeypatch):
@@ -321,13 +322,13 @@ def test_again_changes_nothing(te):
 def test_assert_plan_of_a_converted_model(te):
     model = models.model(te)
     convert(te, model, example_inputs=(models.ids(te),))
-    EVERYTHING.assert_plan(model, target=te.target)
+    assert_plan(EVERYTHING, model, target=te.target)
     model.layers[1].mlp.up_proj = nn.Linear(32, 48, bias=False, device=te.device, dtype=te.dtype)
     with pytest.raises(PlanMismatchError) as caught:
-        EVERYTHING.assert_plan(model, target=te.target)
+        assert_plan(EVERYTHING, model, target=te.target)
     assert caught.value.differences == ("layers.1.mlp.up_proj: the plan says fp8_current by *, Linear holds bf16",)
     with pytest.raises(PlanMismatchError, match="the plan says bf16 by role attention, Linear holds fp8_current"):
-        PrecisionPlan.of("bf16").assert_plan(model, target=te.target)
+        assert_plan(PrecisionPlan.of("bf16"), model, target=te.target)
 
 
 def test_a_converted_model_compiles_around_its_modules(te, state):

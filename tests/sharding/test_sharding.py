@@ -8,7 +8,7 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import megacpp_compile
-from megacpp_compile import Config, Report, ShardingPlan
+from megacpp_compile import Config, Report, ShardingPlan, sharding
 from megacpp_compile.errors import BadOptionError, MegacppError, RuleWithoutHitError, ShardingError
 from megacpp_compile.passes._driver import pass_names
 from megacpp_compile.report.records import Frame
@@ -78,7 +78,7 @@ def test_specs_have_to_fit():
 def test_a_rule_without_a_hit_is_an_error_before_anything_happens():
     model = nn.ModuleDict({"q": nn.Linear(4, 8), "k": nn.Linear(4, 8)})
     with pytest.raises(RuleWithoutHitError, match="sharding: the pattern '.*qq.weight' hits no parameter.*Did you mean"):
-        ShardingPlan(mesh=MESH, rules={"*.qq.weight": None}).apply(model)
+        sharding.apply(ShardingPlan(mesh=MESH, rules={"*.qq.weight": None}), model)
     with pytest.raises(RuleWithoutHitError):
         megacpp_compile.compile(model, sharding=ShardingPlan(mesh=MESH, rules={"*.qq.weight": None}))
 
@@ -86,8 +86,8 @@ def test_a_rule_without_a_hit_is_an_error_before_anything_happens():
 def test_elsewhere_than_on_xla_it_says_so():
     model = nn.ModuleDict({"q": nn.Linear(4, 8)})
     with pytest.raises(ShardingError, match="q.weight.*on cpu, not on an XLA device"):
-        ShardingPlan(mesh=MESH, rules={"*.weight": None}).apply(model)
-    with pytest.raises(ShardingError, match="fc.weight"), PLAN.constructing("fc"):
+        sharding.apply(ShardingPlan(mesh=MESH, rules={"*.weight": None}), model)
+    with pytest.raises(ShardingError, match="fc.weight"), sharding.constructing(PLAN, "fc"):
         megacpp_compile.NativeLayerSpec()["linear_fc2"](8, 8, bias=False)
     megacpp_compile.NativeLayerSpec()["linear_fc2"](8, 8)  # outside nothing is pinned
 

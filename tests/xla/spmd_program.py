@@ -14,7 +14,7 @@ import torch_xla.runtime
 from torch import nn
 
 import megacpp_compile
-from megacpp_compile import NativeLayerSpec, ShardingPlan
+from megacpp_compile import NativeLayerSpec, ShardingPlan, sharding
 from megacpp_compile.errors import ShardingError
 from tests.corpus.spellings import PlainMLA, tables
 
@@ -65,7 +65,7 @@ def block_of(plan: ShardingPlan, device: torch.device) -> dict:
     moved, back = x.detach().to(device).requires_grad_(), grad.to(device)
     if plan.batch:
         for name, t in (("x", moved), ("grad", back)):
-            plan.pin(t, (plan.batch, None, None), name)
+            sharding.pin(plan, t, (plan.batch, None, None), name)
     torch_xla.sync(wait=True)
     with megacpp_compile.record() as report:
         call = torch.compile(there, backend="megacpp", options={"strict": True, "sharding": plan})
@@ -115,15 +115,15 @@ def native_of(device: torch.device) -> dict:
     """What modules of NativeLayerSpec pin as they are constructed, and where they cannot."""
     plan = ShardingPlan(mesh={"model": 4}, rules={"mlp.fc1.weight": ("model", None), "mlp.fc2.weight": (None, "model")})
     spec_of = NativeLayerSpec()
-    with plan.constructing("mlp"):
-        with plan.constructing("fc1"):
+    with sharding.constructing(plan, "mlp"):
+        with sharding.constructing(plan, "fc1"):
             fc1 = spec_of["linear_fc1"](8, 12, normalization="RMSNorm", device=device)
-        with plan.constructing("fc2"):
+        with sharding.constructing(plan, "fc2"):
             fc2 = spec_of["linear_fc2"](12, 8, device=device)
     refused = {}
     for name, mesh, fits in (("indivisible", {"model": 4}, ("model", None)), ("too few", {"model": 2}, (None, None))):
         try:
-            ShardingPlan(mesh=mesh).pin(torch.zeros(6, 8, device=device), fits, "w")
+            sharding.pin(ShardingPlan(mesh=mesh), torch.zeros(6, 8, device=device), fits, "w")
         except ShardingError as error:
             refused[name] = str(error)
     named = [*fc1.named_parameters(prefix="fc1"), *fc2.named_parameters(prefix="fc2")]

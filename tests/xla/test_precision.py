@@ -54,7 +54,7 @@ def test_replacing_linears_does_nothing(xla, said):
 
 
 def test_a_layer_spec_falls_back_to_plain_modules(xla):
-    """What `docs/targets.md` has in its table: the seven keys, none of Transformer Engine's, with the numbers of CPU."""
+    """What `docs/generated/targets.md` has in its table: the seven keys, none of Transformer Engine's, with the numbers of CPU."""
     spec = megacpp_compile.te_layer_spec().or_native()
     assert list(spec) == list(CLASSES) and all(c.__module__.startswith("megacpp_compile") for c in spec.values())
     torch.manual_seed(0)

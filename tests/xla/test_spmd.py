@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megacpp_compile import ShardingPlan
+from megacpp_compile import ShardingPlan, sharding
 from megacpp_compile.errors import ShardingError
 
 HERE = Path(__file__).parent
@@ -109,4 +109,4 @@ def test_data_parallel_with_parameters_in_parts(tmp_path):
 
 def test_without_spmd_mode_it_says_so(xla):
     with pytest.raises(ShardingError, match="use_spmd"):
-        ShardingPlan(mesh={"model": 1}).pin(torch.zeros(2, 2, device=xla), None, "w")
+        sharding.pin(ShardingPlan(mesh={"model": 1}), torch.zeros(2, 2, device=xla), None, "w")

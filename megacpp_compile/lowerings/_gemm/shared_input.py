@@ -3,7 +3,7 @@
 MLA multiplies one input by two down-projections. Their weights side by side give one GEMM with a wider result; in
 backward, the sum `g1 @ W1 + g2 @ W2` is one GEMM over `[g1 | g2]`, and the weight gradients are one GEMM as well. What
 that costs is putting weights and gradients side by side. Off unless asked for: on an H200 it gains at one size what it
-loses at another (docs/performance.md).
+loses at another (docs/generated/performance.md).
 
 Works on the graph after autograd and lowering, where all of them are plain `aten.mm`.
 """

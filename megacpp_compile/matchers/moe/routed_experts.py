@@ -78,8 +78,8 @@ def bounded(view: GraphView, found: RoutedExperts) -> RoutedExperts | MatchFailu
         outside = next((u for u in n.users if u not in inside and not only_checks_sizes(u)), None)
         if outside is not None and not _can_be_kept(n):
             return MatchFailure(n, "escapes", f"an expert's intermediate value is used elsewhere too ({outside.name})")
-        fake = value(n)
-        if isinstance(fake, torch.Tensor) and fake.is_floating_point() and view.mode_states[n] != view.mode_states[output]:
+        fake, modes = value(n), view.mode_states
+        if isinstance(fake, torch.Tensor) and fake.is_floating_point() and modes[n] != modes[output]:
             return MatchFailure(n, "region", "part of it runs under another grad or autocast mode")
     if place(inputs, [output], output, view.mode_states) is None:
         return MatchFailure(output, "region", "a weight is computed under another grad or autocast mode")

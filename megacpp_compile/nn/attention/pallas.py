@@ -2,7 +2,7 @@
 torch_xla's bridge for custom kernels (torch_xla/experimental/splash_attention.py of release 2.9).
 
 Heads are padded to multiples of 128 lanes and keys repeated for the heads that share them, as the bridge has one shape
-for all three operands. It has not run on a TPU yet; docs/targets.md says what else has not.
+for all three operands. It has not run on a TPU yet; docs/xla.md says what else has not.
 """
 
 from __future__ import annotations

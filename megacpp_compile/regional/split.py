@@ -1,0 +1,55 @@
+"""Splits kinds of repeated blocks by what rules over names say of each block.
+
+One artifact serves all blocks of a kind, compiled under the name of the first. If a rule of the precision plan or of
+`block_kinds` treats blocks of one structure differently, they become kinds of their own; otherwise the first block's
+rules would silently hold for all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Sequence
+
+from torch import nn
+
+from megacpp_compile.config import globs
+from megacpp_compile.config.options import Config
+from megacpp_compile.regional.repeated_blocks import Kind
+
+
+def split_by_rules(model: nn.Module, found: Sequence[Kind], config: Config) -> list[Kind]:
+    """`found`, with blocks that rules treat differently as kinds of their own, and so the last block of the model where
+    the policy has an entry for the last layer."""
+    order = {name: number for number, (name, _) in enumerate(model.named_modules())}
+    blocks = [fqn for kind in found for fqn in kind.fqns]
+    last_differs = config.policy is not None and config.policy.of_last_layer() != config.policy
+    last = max(blocks, key=order.__getitem__) if blocks and last_differs else ""
+    kinds = []
+    for kind in found:
+        groups: dict[tuple[bool, Hashable], list[int]] = {}
+        for i, (fqn, module) in enumerate(zip(kind.fqns, kind.modules, strict=True)):
+            groups.setdefault((fqn == last, _outcome(fqn, module, config)), []).append(i)
+        for number, ((is_last, _), members) in enumerate(groups.items()):
+            fqns, modules = tuple(kind.fqns[i] for i in members), tuple(kind.modules[i] for i in members)
+            kinds.append(Kind(fqns, modules, number, is_last))
+    return kinds
+
+
+def config_for(kind: Kind, config: Config) -> Config:
+    """The settings that the blocks of `kind` are compiled with: those of the last layer for the last block."""
+    if not kind.last or config.policy is None:
+        return config
+    return dataclasses.replace(config, policy=config.policy.of_last_layer())
+
+
+def _outcome(fqn: str, module: nn.Module, config: Config) -> Hashable:
+    """What the rules say of the modules of the block `fqn`; equal for blocks of one structure that they treat alike."""
+    outcome: list[Hashable] = []
+    for name, _ in module.named_modules():
+        whole = f"{fqn}.{name}" if name else fqn
+        if config.precision is not None:
+            outcome.append(config.precision.decide(whole).requested)
+        if (hit := globs.longest_hit(config.block_kinds, whole)) is not None:
+            block, pattern = hit
+            outcome.append((block.removeprefix(fqn), config.block_kinds[pattern]))
+    return tuple(outcome)
