@@ -32,7 +32,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--subject", action="append", choices=subjects.NAMES, help="repeatable; default: all of them")
+    parser.add_argument(
+        "--subject", action="append", type=subjects.current, choices=subjects.NAMES,
+        help="repeatable; default: all of them",
+    )  # fmt: skip
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--quick", action="store_true", help="toy sizes, two turns")
     parser.add_argument("--turns", type=int, help="how often every row is measured (default 5, quick: 2)")

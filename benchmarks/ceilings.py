@@ -19,7 +19,7 @@ class Work:
 
 @dataclasses.dataclass(frozen=True)
 class Ceilings:
-    """Bytes per second of a large device copy (read and write counted), FLOP/s of a large matrix product."""
+    """Bytes per second of a large device copy (read and write counted), FLOP/s of a large GEMM."""
 
     copy_bytes_per_s: float
     matmul_flops_per_s: float
@@ -37,6 +37,6 @@ def measure(device: torch.device, quick: bool, turns: int, timed: Callable[[Call
     target = torch.empty_like(source)
     copies = [timed(lambda: target.copy_(source)) for _ in range(turns)]
     a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
-    products = [timed(lambda: a @ b) for _ in range(turns)]
+    gemms = [timed(lambda: a @ b) for _ in range(turns)]
     # The best turn: a ceiling is what was reached, not what is usual.
-    return Ceilings(2e3 * size / min(copies), 2e3 * n**3 / min(products), {"copy_ms": copies, "matmul_ms": products})
+    return Ceilings(2e3 * size / min(copies), 2e3 * n**3 / min(gemms), {"copy_ms": copies, "matmul_ms": gemms})

@@ -34,7 +34,7 @@ def times_eager(device: torch.device) -> float:
 def tuning(on: bool) -> Callable[[], contextlib.AbstractContextManager[None]]:
     if not on:
         return contextlib.nullcontext
-    from megacpp_compile.lowerings._kernels.autotune import autotune
+    from megacpp_compile.lowerings._kernels.trace_options import autotune
 
     return lambda: autotune(True)
 

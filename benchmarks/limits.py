@@ -1,4 +1,4 @@
-"""The kernels a model cannot do without, run alone: matrix products by cuBLAS and attention by SDPA."""
+"""The kernels a model cannot do without, run alone: GEMMs by cuBLAS and attention by SDPA."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import torch.nn.functional as F
 from benchmarks.harness import FORWARD, STEP, Runner
 
 
-def linear_flops(rows: int, products: Sequence[tuple[int, int]]) -> float:
-    return 2.0 * rows * sum(i * o for i, o in products)
+def linear_flops(rows: int, gemms: Sequence[tuple[int, int]]) -> float:
+    return 2.0 * rows * sum(i * o for i, o in gemms)
 
 
 def mla(
     size: Any, device: torch.device, more: Sequence[tuple[int, int]] = (), layers: int = 1
 ) -> Runner:
-    """Products and attention of `layers` blocks of that size, each with `more` products; nothing in between."""
-    forward, backward = products(size.batch * size.tokens, [*size.products, *more], device)
+    """GEMMs and attention of `layers` blocks of that size, each with `more` GEMMs; nothing in between."""
+    forward, backward = gemms(size.batch * size.tokens, [*size.gemms, *more], device)
     attend, attend_both = attention(size, device)
 
     def forward_all() -> None:
@@ -36,7 +36,7 @@ def mla(
     return Runner({FORWARD: forward_all, STEP: step})
 
 
-def products(
+def gemms(
     rows: int, shapes: Sequence[tuple[int, int]], device: torch.device
 ) -> tuple[Callable[[], None], Callable[[], None]]:
     def random(*shape: int) -> torch.Tensor:
@@ -59,8 +59,8 @@ def products(
 def attention(size: Any, device: torch.device) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """Laid out as a model leaves them: heads first in shape, tokens first in memory, V a part of kv."""
 
-    def random(lanes: int) -> torch.Tensor:
-        shape = (size.batch, size.tokens, size.heads, lanes)
+    def random(channels: int) -> torch.Tensor:
+        shape = (size.batch, size.tokens, size.heads, channels)
         return torch.randn(*shape, device=device, dtype=torch.bfloat16).transpose(1, 2)
 
     q, k = (random(size.nope + size.rope).requires_grad_() for _ in range(2))

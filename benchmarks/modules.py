@@ -36,7 +36,7 @@ def module_case(
     Of the inputs the first one has a gradient.
     `anew`: the model with the same parameters and code of its own, for models that break the graph: Dynamo gives up on
     such code for every compiler, once one has met it.
-    `step_flops`: forward and backward; by default the three matrix products that each one of the forward needs.
+    `step_flops`: forward and backward; by default the three GEMMs that each one of the forward needs.
     """
     x = inputs[0]
     with torch.no_grad():

@@ -30,7 +30,7 @@ from typing import Any
 VARIANTS: dict[str, dict[str, Any] | None] = {
     "openxla": None,
     "megacpp": {},
-    "megacpp, latents computed again": {"keep_latents": False},
+    "megacpp, latents recomputed": {"keep_latents": False},
 }
 MOVES = frozenset(
     "concatenate copy dynamic-slice dynamic-update-slice gather pad reverse scatter slice transpose".split()
@@ -41,7 +41,7 @@ ELEMENTWISE = frozenset(
 )
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.-]+ = (?P<type>\([^)]*\)|\S+) (?P<op>[\w-]+)\(")
 _CALLED = re.compile(r"(?:to_apply|body)=(%?[\w.-]+)")
-# A matrix product that XLA gave to a library.
+# A GEMM that XLA gave to a library.
 _LIBRARY = re.compile(r'custom_call_target="[^"]*(?:matmul|gemm|dot)', re.IGNORECASE)
 
 

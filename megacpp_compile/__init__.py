@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from megacpp_compile.config.precision import PrecisionPlan
     from megacpp_compile.config.sharding import ShardingPlan
     from megacpp_compile.explainer import explain
-    from megacpp_compile.frontend.tensor_subclasses import sparse_mla
     from megacpp_compile.memory.estimate import Estimate, estimate
     from megacpp_compile.memory.fit import Fit, fit
     from megacpp_compile.nn.attention import attention, attention_capability
     from megacpp_compile.nn.expert_capacity import equal_split
+    from megacpp_compile.nn.sparse_mla import sparse_mla
     from megacpp_compile.precision.layer_spec import NativeLayerSpec, te_layer_spec
     from megacpp_compile.precision.replace import replace_linears
     from megacpp_compile.regional.compile import compile
@@ -45,7 +45,7 @@ _HOME = {
     "Report": "report.collector", "ShardingPlan": "config.sharding", "attention": "nn.attention",
     "attention_capability": "nn.attention", "backend": "backend", "compile": "regional.compile",
     "equal_split": "nn.expert_capacity", "estimate": "memory.estimate", "explain": "explainer", "fit": "memory.fit",
-    "record": "report.collector", "replace_linears": "precision.replace", "sparse_mla": "frontend.tensor_subclasses",
+    "record": "report.collector", "replace_linears": "precision.replace", "sparse_mla": "nn.sparse_mla",
     "te_layer_spec": "precision.layer_spec",
 }  # fmt: skip
 

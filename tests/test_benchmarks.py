@@ -18,7 +18,7 @@ from benchmarks import __main__ as suite
 from benchmarks import harness, kernels, performance_page, rounding_loss, variants, xla_zoo
 from benchmarks.ceilings import Work
 from benchmarks.peers import transformer_engine
-from benchmarks.subjects import fp8_products, remat_peaks, rope
+from benchmarks.subjects import fp8_gemms, remat_peaks, rope
 
 ROOT = Path(__file__).parent.parent
 
@@ -95,10 +95,10 @@ def general_gemm(a, b, out_dtype, layout, use_split_accumulator):
     return (left.float() @ right.float().t() * a.scale * b.scale).to(out_dtype), None, None, None
 
 
-def test_products_in_float8(run, monkeypatch):
+def test_gemms_in_float8(run, monkeypatch):
     """Each multiplies the same payloads; Transformer Engine's by a stand-in that has its layouts."""
     names = {"bfloat16, cuBLAS", "torch._scaled_mm", "Transformer Engine's general_gemm"}
-    code, documents, printed = run("fp8_products")
+    code, documents, printed = run("fp8_gemms")
     assert code == 0 and "not here: asked for with --with-te" in printed
     te = types.SimpleNamespace(
         DType=types.SimpleNamespace(kFloat8E4M3=torch.float8_e4m3fn, kFloat8E5M2=torch.float8_e5m2),
@@ -107,12 +107,12 @@ def test_products_in_float8(run, monkeypatch):
     monkeypatch.setattr(transformer_engine, "load", lambda wanted=True: te)
     extensions = types.SimpleNamespace(general_gemm=general_gemm)
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.cpp_extensions", extensions)
-    code, documents, printed = run("fp8_products")
+    code, documents, printed = run("fp8_gemms")
     assert code == 0, printed
-    for table in documents["fp8_products"]["tables"]:
+    for table in documents["fp8_gemms"]["tables"]:
         assert {r["name"] for r in table["rows"]} == names and all(r["ok"] and "ms" in r for r in table["rows"])
-    assert len(documents["fp8_products"]["tables"]) == 3
-    assert len([*fp8_products.sizes()]) == 16 and all(s.n % 16 == s.k % 16 == 0 for s in fp8_products.sizes())
+    assert len(documents["fp8_gemms"]["tables"]) == 3
+    assert len([*fp8_gemms.sizes()]) == 16 and all(s.n % 16 == s.k % 16 == 0 for s in fp8_gemms.sizes())
 
 
 def row(document: dict, name: str) -> dict:
@@ -232,8 +232,13 @@ def test_help():
     assert done.returncode == 0 and "--subject" in done.stdout and "benchmarks.compile_time" in done.stdout
 
 
+def test_an_old_subject_is_taken_with_a_warning():
+    with pytest.warns(FutureWarning, match="fp8_products is now called fp8_gemms"):
+        assert suite.parse(["--subject", "fp8_products"]).subject == ["fp8_gemms"]
+
+
 @pytest.mark.parametrize("module", [
-    "performance_page", "compile_time", "saved_for_backward", "recall_table", "rounding_loss", "xla_programs", "xla_chosen_rows", "xla_zoo",
+    "performance_page", "compile_time", "saved_for_backward", "recall_table", "rounding_loss", "xla_programs", "xla_sparse_mla", "xla_zoo",
 ])  # fmt: skip
 def test_other_measurements_have_help(module, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [module, "--help"])

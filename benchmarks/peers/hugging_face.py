@@ -96,8 +96,8 @@ class Experts(nn.Module):
             self.down_proj = nn.Parameter(torch.stack([e.down_proj.weight for e in plain.experts]))
         del plain.experts
 
-    def _apply_gate(self, products: Tensor) -> Tensor:
-        gate, up = products.chunk(2, dim=-1)
+    def _apply_gate(self, gemms: Tensor) -> Tensor:
+        gate, up = gemms.chunk(2, dim=-1)
         return self.act_fn(gate) * up
 
     def forward(self, x: Tensor) -> Tensor:

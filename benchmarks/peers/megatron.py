@@ -1,7 +1,7 @@
 """Megatron-core's Triton kernels for the RoPE of MLA (`megatron.core.fusions.fused_mla_yarn_rope_apply`).
 
 They work in place on q and on its gradient, want tokens before batch, and read pairs that lie beside each other; with
-the lanes put in that order beforehand, outside what is timed, the results are those of the plain code.
+the channels put in that order beforehand, outside what is timed, the results are those of the plain code.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def functions(device: torch.device) -> tuple[Callable[..., Tensor], Callable[...
 
 
 def paired(rope: int, device: torch.device) -> Tensor:
-    """Where each lane of an interleaved row comes from in a row of halves."""
+    """Where each channel of an interleaved row comes from in a row of halves."""
     return torch.arange(rope, device=device).view(2, rope // 2).t().flatten()
 
 

@@ -1,6 +1,6 @@
 """Other people's kernels for Mamba-2's scan: `mamba_ssm` (ssd_combined) and `fla` (simple gated linear attention).
 
-Both round decays and scores to bfloat16 before a product, so that they have a bound of their own.
+Both round decays and scores to bfloat16 before a GEMM, so that they have a bound of their own.
 """
 
 from __future__ import annotations

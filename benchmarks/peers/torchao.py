@@ -26,13 +26,13 @@ def block(model: nn.Module, inputs: Sequence[Tensor], grad: Tensor) -> list[Cont
 
 def _build(recipe: str, model: nn.Module, inputs: Sequence[Tensor], grad: Tensor) -> Runner:
     if inputs[0].device.type != "cuda":
-        raise Missing("float8 products need CUDA")
+        raise Missing("float8 GEMMs need CUDA")
     try:
         float8: Any = importlib.import_module("torchao.float8")
     except Exception as error:
         raise Missing(f"torchao: {type(error).__name__}: {error}") from None
     config = float8.Float8LinearConfig.from_recipe_name(recipe)
     converted = copy.deepcopy(model)
-    # Widths that are no multiple of 16 are beyond the scaled product, and kv_a gains nothing.
+    # Widths that are no multiple of 16 are beyond the scaled GEMM, and kv_a gains nothing.
     float8.convert_to_float8_training(converted, config=config, module_filter_fn=lambda _, name: "kv_a" not in name)
     return training(torch.compile(converted), inputs, [inputs[0], *converted.parameters()], [grad])

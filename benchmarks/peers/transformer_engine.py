@@ -1,5 +1,5 @@
 """The block as an expert wires it today: Transformer Engine's modules and attention, Megatron's RoPE kernels. And its
-products in float8 alone.
+GEMMs in float8 alone.
 
 Only on request (`--with-te`): importing Transformer Engine can bring a second cuDNN into the process, and then torch's
 own attention falls silently to a slower kernel, in the other rows too. Which kernel ran is in the table.
@@ -43,7 +43,7 @@ def load(wanted: bool = True) -> Any:
 
 
 class Expert(nn.Module):
-    """Same weights as `plain`, with the rope lanes in Megatron's order. Tokens come before batch."""
+    """Same weights as `plain`, with the rope channels in Megatron's order. Tokens come before batch."""
 
     def __init__(self, plain: MLA, te: Any, rope: Any) -> None:
         super().__init__()
@@ -137,14 +137,14 @@ def _build(model: MLA, inputs: Sequence[Tensor], grad: Tensor, recipe: str | Non
     return Runner({FORWARD: forward, STEP: step}, results)
 
 
-def products(x: Any, w: Any, grad: Any, wanted: bool) -> list[Callable[[], Tensor]]:
-    """y = x w', the gradient of x, and that of w, by the product that its modules use, with their accumulation.
+def gemms(x: Any, w: Any, grad: Any, wanted: bool) -> list[Callable[[], Tensor]]:
+    """y = x w', the gradient of x, and that of w, by the GEMM that its modules use, with their accumulation.
 
-    Operands have `payload` [rows, lanes], `transposed` [lanes, rows] and `scale`, which become its tensors as they are:
-    one that multiplies rows by columns only takes the transposed payload for a transposed operand.
+    Operands have `payload` [rows, channels], `transposed` [channels, rows] and `scale`, which become its tensors as
+    they are: one that multiplies rows by columns only takes the transposed payload for a transposed operand.
     """
     te = load(wanted)
-    gemm: Any = importlib.import_module("transformer_engine.pytorch.cpp_extensions").general_gemm
+    general_gemm: Any = importlib.import_module("transformer_engine.pytorch.cpp_extensions").general_gemm
     formats = {torch.float8_e4m3fn: te.DType.kFloat8E4M3, torch.float8_e5m2: te.DType.kFloat8E5M2}
 
     def tensor(operand: Any) -> Any:
@@ -156,9 +156,9 @@ def products(x: Any, w: Any, grad: Any, wanted: bool) -> list[Callable[[], Tenso
             device=data.device,
         )  # fmt: skip
 
-    def product(a: Any, b: Any, layout: str, exact: bool) -> Callable[[], Tensor]:
+    def gemm(a: Any, b: Any, layout: str, exact: bool) -> Callable[[], Tensor]:
         # Of column-major matrices: the result is b a, in the layout's letters of a and b.
-        return lambda: gemm(a, b, out_dtype=torch.bfloat16, layout=layout, use_split_accumulator=exact)[0]
+        return lambda: general_gemm(a, b, out_dtype=torch.bfloat16, layout=layout, use_split_accumulator=exact)[0]
 
     x, w, grad = (tensor(operand) for operand in (x, w, grad))
-    return [product(w, x, "TN", False), product(w, grad, "NN", True), product(x, grad, "NT", True)]
+    return [gemm(w, x, "TN", False), gemm(w, grad, "NN", True), gemm(x, grad, "NT", True)]

@@ -1,6 +1,6 @@
 """The block with three kernels wired into it by hand and compiled by Inductor: what the passes have to match.
 
-An expert who knows the one model writes this; `wired_kernels.py` has the kernels, for half-split lanes only.
+An expert who knows the one model writes this; `wired_kernels.py` has the kernels, for half-split channels only.
 """
 
 from __future__ import annotations

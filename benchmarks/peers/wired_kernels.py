@@ -1,4 +1,4 @@
-"""Three Triton kernels for the RoPE of MLA as one writes them by hand for one model: half-split lanes, contiguous
+"""Three Triton kernels for the RoPE of MLA as one writes them by hand for one model: half-split channels, contiguous
 projections, a power of two of heads. A yardstick for the lowerings, which take every layout; not used by the package.
 """
 
@@ -14,7 +14,7 @@ HEADS_A_PROGRAM = 16
 
 @triton.jit
 def load_turned(row, c, s, HALF: tl.constexpr):
-    """Both halves of the rotated lanes of the rows at pointers `row`."""
+    """Both halves of the rotated channels of the rows at pointers `row`."""
     d = tl.arange(0, HALF)[None, :]
     first, second = tl.load(row + d).to(tl.float32), tl.load(row + HALF + d).to(tl.float32)
     return first * c - second * s, second * c + first * s
@@ -83,11 +83,11 @@ def key_gradients(d_k, d_v, d_kv, d_pe, cos, sin, length, heads, k_token, k_head
 
 @triton_op("megacpp_benchmarks::turned", mutates_args={})
 def turned(q: Tensor, cos: Tensor, sin: Tensor, nope: int, inverse: bool) -> Tensor:
-    """q [batch, tokens, heads, nope + rope] with its rope lanes rotated, in a copy that Inductor may drop."""
+    """q [batch, tokens, heads, nope + rope] with its rope channels rotated, in a copy that Inductor may drop."""
     out = q.clone()
-    batch, tokens, heads, lanes = out.shape
+    batch, tokens, heads, channels = out.shape
     wrap_triton(turn_queries)[(batch * tokens, heads // HEADS_A_PROGRAM)](
-        out, cos, sin, tokens, out.stride(1), out.stride(2), NOPE=nope, HALF=(lanes - nope) // 2, INVERSE=inverse,
+        out, cos, sin, tokens, out.stride(1), out.stride(2), NOPE=nope, HALF=(channels - nope) // 2, INVERSE=inverse,
         HEADS=HEADS_A_PROGRAM, num_warps=2,
     )  # fmt: skip
     return out
@@ -96,11 +96,11 @@ def turned(q: Tensor, cos: Tensor, sin: Tensor, nope: int, inverse: bool) -> Ten
 @triton_op("megacpp_benchmarks::keys", mutates_args={})
 def keys(kv: Tensor, k_pe: Tensor, cos: Tensor, sin: Tensor, nope: int) -> Tensor:
     """K from kv [batch, tokens, heads, nope + v] and the one shared row k_pe [batch, tokens, rope]."""
-    batch, tokens, heads, lanes = kv.shape
+    batch, tokens, heads, channels = kv.shape
     rope = k_pe.shape[-1]
     k = kv.new_empty(batch, tokens, heads, nope + rope)
     wrap_triton(assemble_keys)[(batch * tokens, heads // HEADS_A_PROGRAM)](
-        kv, k_pe, k, cos, sin, tokens, heads, k_pe.stride(1), NOPE=nope, HALF=rope // 2, V=lanes - nope,
+        kv, k_pe, k, cos, sin, tokens, heads, k_pe.stride(1), NOPE=nope, HALF=rope // 2, V=channels - nope,
         HEADS=HEADS_A_PROGRAM, num_warps=4,
     )  # fmt: skip
     return k
@@ -109,8 +109,8 @@ def keys(kv: Tensor, k_pe: Tensor, cos: Tensor, sin: Tensor, nope: int) -> Tenso
 @triton_op("megacpp_benchmarks::keys_backward", mutates_args={})
 def keys_backward(d_k: Tensor, d_v: Tensor, cos: Tensor, sin: Tensor, nope: int) -> tuple[Tensor, Tensor]:
     """Gradients of kv and of k_pe."""
-    batch, tokens, heads, lanes = d_k.shape
-    rope, v = lanes - nope, d_v.shape[-1]
+    batch, tokens, heads, channels = d_k.shape
+    rope, v = channels - nope, d_v.shape[-1]
     d_kv, d_pe = d_k.new_empty(batch, tokens, heads, nope + v), d_k.new_empty(batch, tokens, rope)
     wrap_triton(key_gradients)[(batch * tokens,)](
         d_k, d_v, d_kv, d_pe, cos, sin, tokens, heads, d_k.stride(1), d_k.stride(2), d_v.stride(1), d_v.stride(2),

@@ -1,4 +1,4 @@
-"""A plain MLA block at three sizes, beside what its matrix products and its attention take alone."""
+"""A plain MLA block at three sizes, beside what its GEMMs and its attention take alone."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Size:
         return models.MLA(self.dim, self.heads, self.q_lora, self.kv_lora, self.nope, self.rope, self.v)
 
     @property
-    def products(self) -> list[tuple[int, int]]:
+    def gemms(self) -> list[tuple[int, int]]:
         """(in, out) of every linear layer."""
         q_out = self.heads * (self.nope + self.rope)
         q = [(self.dim, self.q_lora), (self.q_lora, q_out)] if self.q_lora else [(self.dim, q_out)]
@@ -40,7 +40,7 @@ class Size:
         return [*q, (self.dim, self.kv_lora + self.rope), up, (self.heads * self.v, self.dim)]
 
     def attention_flops(self) -> float:
-        """Forward, causal: half of the two products."""
+        """Forward, causal: half of the two GEMMs."""
         return self.batch * self.heads * self.tokens**2 * (self.nope + self.rope + self.v)
 
 
@@ -62,9 +62,9 @@ def cases(settings: Settings) -> Iterator[Case]:
         model = size.attention().to(settings.device, torch.bfloat16)
         args = inputs(size, settings)
         rows = size.batch * size.tokens
-        forward = limits.linear_flops(rows, size.products) + size.attention_flops()
-        # Attention does two products forward and, as it keeps no scores, five backward.
-        step = 3 * limits.linear_flops(rows, size.products) + 3.5 * size.attention_flops()
+        forward = limits.linear_flops(rows, size.gemms) + size.attention_flops()
+        # Attention does two GEMMs forward and, as it keeps no scores, five backward.
+        step = 3 * limits.linear_flops(rows, size.gemms) + 3.5 * size.attention_flops()
 
 
         def more(

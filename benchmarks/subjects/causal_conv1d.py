@@ -22,7 +22,7 @@ def alone(settings: Settings) -> Case:
     batch, tokens, channels, width = (2, 24, 40, 64) if settings.quick else (4, 4096, 6144, 10304)
     model = models.CausalConv(channels, TAPS).to(settings.device, torch.bfloat16)
     whole = torch.randn(batch, tokens, width, device=settings.device, dtype=torch.bfloat16)
-    x = whole[..., width - channels :].requires_grad_()  # some lanes of a projection
+    x = whole[..., width - channels :].requires_grad_()  # some channels of a projection
     grad = torch.randn(batch, tokens, channels, device=settings.device, dtype=torch.bfloat16)
     leaves = leaves_of(model, x)
     rows = contestants("causal_conv1d", model, (x,), leaves, [grad])

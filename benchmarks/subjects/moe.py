@@ -29,8 +29,8 @@ def cases(settings: Settings) -> Iterator[Case]:
         x = torch.randn(tokens, dim, device=settings.device, dtype=torch.bfloat16, requires_grad=True)
         sizes = {"dim": dim, "hidden": hidden, "experts": experts, "choices": choices, "shared": shared,
                  "tokens": tokens}  # fmt: skip
-        products = 3 * [(dim, hidden)] * (choices + shared)
-        yield module_case("moe", name, sizes, model, (x,), limits.linear_flops(tokens, products), anew=anew)
+        gemms = 3 * [(dim, hidden)] * (choices + shared)
+        yield module_case("moe", name, sizes, model, (x,), limits.linear_flops(tokens, gemms), anew=anew)
 
 
 def code_of_its_own(model: nn.Module, *sizes: Any) -> nn.Module:

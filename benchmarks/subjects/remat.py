@@ -102,7 +102,7 @@ def case(
 
     contestants = [Contestant(name, kind, build(make)) for name, (kind, make) in rows.items()]
     mlp = [(size.dim, hidden), (size.dim, hidden), (hidden, size.dim)]
-    linear = limits.linear_flops(size.batch * size.tokens, [*size.products, *mlp])
+    linear = limits.linear_flops(size.batch * size.tokens, [*size.gemms, *mlp])
     work = {STEP: Work(flops=layers * (3 * linear + 3.5 * size.attention_flops()))}
     sizes = {**dataclasses.asdict(size), "hidden": hidden, "layers": layers}
     names = ["output", "grad x", *(f"grad {name}" for name, _ in model.named_parameters())]

@@ -1,7 +1,8 @@
 """Split-RoPE-concat of MLA, alone: plain code under each compiler, our kernels, Megatron's.
 
 The inputs are leaves here, so a compiler has to keep them and copy all of q; the kernels work in place, as they may
-inside a model. The floor is that of working in place: the rope lanes of q, and K, which is written once; V is a view.
+inside a model. The floor is that of working in place: the rope channels of q, and K, which is written once; V is a
+view.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ def problem(layout: Layout, batch: int, tokens: int, settings: Settings) -> Prob
     device, dtype, heads = settings.device, torch.bfloat16, layout.heads
     outer = (batch * tokens,) if layout.packed else (batch, tokens)
     q, kv, k_pe = (
-        torch.randn(*outer, *lanes, device=device, dtype=dtype, requires_grad=True)
-        for lanes in ((heads, NOPE + ROPE), (heads, NOPE + V), (ROPE,))
+        torch.randn(*outer, *channels, device=device, dtype=dtype, requires_grad=True)
+        for channels in ((heads, NOPE + ROPE), (heads, NOPE + V), (ROPE,))
     )
     cos, sin = models.rotary_tables(tokens, ROPE, device, torch.float32 if layout.style == "wide" else dtype)
     if layout.packed:  # sequences of many lengths, one behind the other
@@ -77,14 +78,14 @@ def problem(layout: Layout, batch: int, tokens: int, settings: Settings) -> Prob
 
 
 def work(p: Problem) -> dict[str, Work]:
-    """Bytes: q's rope lanes read and written; kv's nope lanes and the shared row read, K written; and so back."""
+    """Bytes: q's rope channels read and written; kv's nope channels and the shared row read, K written; and so back."""
     q, kv, k_pe, cos, sin = p.inputs
     heads, size = p.layout.heads, q.element_size()
     tokens = q[..., 0, 0].numel()
     tables = (cos.numel() + sin.numel()) * cos.element_size()
-    q_lanes, k_lanes = 2 * heads * ROPE, heads * (NOPE + ROPE)
-    forward = tokens * size * (q_lanes + heads * NOPE + ROPE + k_lanes) + tables
-    backward = tokens * size * (q_lanes + k_lanes + heads * V + heads * (NOPE + V) + ROPE) + tables
+    q_channels, k_channels = 2 * heads * ROPE, heads * (NOPE + ROPE)
+    forward = tokens * size * (q_channels + heads * NOPE + ROPE + k_channels) + tables
+    backward = tokens * size * (q_channels + k_channels + heads * V + heads * (NOPE + V) + ROPE) + tables
     return {FORWARD: Work(bytes=forward), STEP: Work(bytes=forward + backward)}
 
 

@@ -66,13 +66,13 @@ def problem(size: Size, device: torch.device) -> Problem:
     return Problem(size, q.requires_grad_(), kv.requires_grad_(), indices, random(*q.shape[:-1], size.d_v))
 
 
-def work(p: Problem, bytes_a_lane: int = 2) -> dict[str, Work]:
+def work(p: Problem, bytes_per_channel: int = 2) -> dict[str, Work]:
     """Bytes: operands read and results written once, as the rows that queries share lie in the cache."""
-    a_lane = 2.0 * p.pairs() * p.size.heads
+    flops_per_channel = 2.0 * p.pairs() * p.size.heads
     q, out = (2 * t.numel() for t in (p.q, p.grad))
-    kv, indices = bytes_a_lane * p.kv.numel(), p.indices.numel() * 4
-    forward = Work(q + kv + indices + out, a_lane * (p.size.d_qk + p.size.d_v))
-    step = Work(3 * q + 3 * kv + 2 * indices + 3 * out, a_lane * (4 * p.size.d_qk + 3 * p.size.d_v))
+    kv, indices = bytes_per_channel * p.kv.numel(), p.indices.numel() * 4
+    forward = Work(q + kv + indices + out, flops_per_channel * (p.size.d_qk + p.size.d_v))
+    step = Work(3 * q + 3 * kv + 2 * indices + 3 * out, flops_per_channel * (4 * p.size.d_qk + 3 * p.size.d_v))
     return {FORWARD: forward, STEP: step}
 
 
@@ -85,11 +85,11 @@ def wide(p: Problem, kv: Tensor) -> list[Tensor]:
     return [out, *reference.sparse_mla_backward(grad, None, q, kv, p.indices, out, lse, *p.settings)]
 
 
-def ours(p: Problem, scale: Tensor | None = None, fp8_products: bool = False) -> Callable[..., Tensor]:
+def ours(p: Problem, scale: Tensor | None = None, fp8_gemms: bool = False) -> Callable[..., Tensor]:
     import megacpp_compile
 
     def call(q: Tensor, kv: Tensor) -> Tensor:
-        how = {"d_v": p.size.d_v, "kv_scale": scale, "fp8_products": fp8_products}
+        how = {"d_v": p.size.d_v, "kv_scale": scale, "fp8_gemms": fp8_gemms}
         return megacpp_compile.sparse_mla(q, kv, p.indices, **how)[0]  # type: ignore[arg-type]
 
     return call
@@ -130,7 +130,7 @@ def fp8(size: Size, device: torch.device) -> Case:
         row("eager, rows in bfloat16", "eager", lambda: model(q, kv, p.indices)),
         row("megacpp_compile.sparse_mla, rows in bfloat16", "ours", lambda: ours(p)(q, kv)),
         row("megacpp_compile.sparse_mla, rows in fp8", "ours", lambda: ours(p, scale)(q, payload)),
-        row("megacpp_compile.sparse_mla, products in fp8", "ours", lambda: ours(p, scale, True)(q, payload), ROUNDED),
+        row("megacpp_compile.sparse_mla, GEMMs in fp8", "ours", lambda: ours(p, scale, True)(q, payload), ROUNDED),
     ]
     floor, sizes = {FORWARD: work(p, 1)[FORWARD]}, dataclasses.asdict(size)
     return Case("sparse_mla", f"{size.name}, rows in fp8", sizes, floor, lambda: wide(p, kv)[:1], rows, torch.bfloat16,

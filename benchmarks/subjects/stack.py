@@ -22,7 +22,7 @@ def cases(settings: Settings) -> Iterator[Case]:
     size, hidden, layers = (QUICK[0], 96, 2) if settings.quick else (SIZES[0], 5632, 6)
     model = stack(size, hidden, layers).to(settings.device, torch.bfloat16)
     mlp = [(size.dim, hidden), (size.dim, hidden), (hidden, size.dim)]
-    linear = limits.linear_flops(size.batch * size.tokens, [*size.products, *mlp])
+    linear = limits.linear_flops(size.batch * size.tokens, [*size.gemms, *mlp])
     forward = layers * (linear + size.attention_flops())
     step = layers * (3 * linear + 3.5 * size.attention_flops())
     limit = Contestant(

@@ -24,7 +24,7 @@ from megacpp_compile.fx.edit import drop_dead, value
 from megacpp_compile.fx.inductor_pass import GraphPass
 from megacpp_compile.fx.provenance import module_fqn, source_line
 from megacpp_compile.lowerings._gemm import shared_input
-from megacpp_compile.lowerings._kernels.autotune import autotune, tracing
+from megacpp_compile.lowerings._kernels.trace_options import autotune, tracing
 from megacpp_compile.lowerings._op import no_autocast
 from megacpp_compile.lowerings._registry import choose, semantic_ops
 from megacpp_compile.targets import Target

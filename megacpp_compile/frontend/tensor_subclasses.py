@@ -2,8 +2,8 @@
 
 In a compiled frame, a wrapper that only serves linears as their weight is handed over as its payload and its scale, and
 those linears become `megacpp::linear_fp8_weight`. Any other use is left as it came, to the wrapper's own class, and
-reported. Outside of one, `linear` and `sparse_mla` do the same for a call, and `split_linears` for a model: classes
-that Dynamo can't trace (Transformer Engine's) get no further than that.
+reported. Outside of one, `linear` does the same for a call (as `nn.sparse_mla` does), and `split_linears` for a model:
+classes that Dynamo can't trace (Transformer Engine's) get no further than that.
 
 What is wide stays wide: a bfloat16 weight that is no wrapper is never rounded here.
 """
@@ -20,12 +20,11 @@ from torch import Tensor, fx, nn
 from torch._dynamo.source import AttrSource
 from torch._guards import detect_fake_mode
 
-# Register their ops, here and not where they are called: Dynamo traces that.
-import megacpp_compile.lowerings.linear_fp8_weight
-import megacpp_compile.lowerings.sparse_mla  # noqa: F401
+# Registers its op, here and not where it is called: Dynamo traces that.
+import megacpp_compile.lowerings.linear_fp8_weight  # noqa: F401
 from megacpp_compile.fx.provenance import input_name, source_line
+from megacpp_compile.nn.fp8_wrappers import Split, is_wrapper, split
 from megacpp_compile.precision import sentinel
-from megacpp_compile.precision.wrappers import Split, is_wrapper, split
 from megacpp_compile.report.records import MissedFusion
 
 REPORTED_AS = "fp8_wrappers"
@@ -204,39 +203,3 @@ def split_linears(model: nn.Module) -> dict[str, str]:
         setattr(model.get_submodule(parent), name, Fp8WeightLinear(held, module.bias))
         table[fqn] = f"split: {held}"
     return table
-
-
-def sparse_mla(
-    q: Tensor,
-    kv: Tensor,
-    indices: Tensor,
-    *,
-    scale: float | None = None,
-    d_v: int = 512,
-    causal: bool = True,
-    offset: int = 0,
-    kv_scale: Tensor | None = None,
-    fp8_products: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Attention of each query over the latent rows chosen for it: (out [b, t, h, d_v] in q's dtype, lse [b, t, h]).
-
-    Args:
-        q: [b, t, h, d_qk], float32, float16 or bfloat16.
-        kv: [b, s, 1, d_qk], rows all heads share, whose first d_v lanes are the values: of q's dtype, an e4m3 payload
-            with `kv_scale`, or a wrapper that holds one.
-        indices: [b, t, 1, k] int, the rows of each query; -1 is none.
-        scale: of the scores; d_qk ** -0.5 by default.
-        causal: a query sees rows up to `offset` + its own number.
-        kv_scale: float32 that broadcasts to [b, s, 1, n], for whole rows or every 128 lanes.
-        fp8_products: with fp8 rows that have one scale each, lets a kernel round queries and probabilities to e4m3
-            where that is faster; otherwise rows are widened to q's dtype, and these stay as they are.
-
-    Differentiable in q and kv, unless kv is fp8. Raises OperandError, WrapperError, and ForwardOnlyError in backward.
-    The op, `torch.ops.megacpp.sparse_mla`, is described in `lowerings/sparse_mla`.
-    """
-    if is_wrapper(kv):
-        held = split(kv, "kv")
-        kv, kv_scale = _parts(held)
-    return torch.ops.megacpp.sparse_mla(
-        q, kv, indices, kv_scale, q.shape[-1] ** -0.5 if scale is None else scale, d_v, causal, offset, fp8_products
-    )

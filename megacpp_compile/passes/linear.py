@@ -30,7 +30,7 @@ from megacpp_compile.config.roles import role_at
 from megacpp_compile.fx.edit import Builder, value
 from megacpp_compile.fx.provenance import module_fqn
 from megacpp_compile.lowerings._gemm.float8_support import MULTIPLE, no_block_scales, no_float8
-from megacpp_compile.lowerings._kernels.fp8 import SCALED_LANES
+from megacpp_compile.lowerings._kernels.fp8 import SCALE_BLOCK
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.linear import Linear, match_linear
@@ -44,7 +44,7 @@ after = ("moe",)
 # as much as in e5m2 (measured: docs/precision.md).
 FORWARD, GRADIENT = "e4m3", "e4m3"
 # Recipe -> what every side of a GEMM is a multiple of.
-MULTIPLES = {"fp8_current": MULTIPLE, "fp8_block": SCALED_LANES}
+MULTIPLES = {"fp8_current": MULTIPLE, "fp8_block": SCALE_BLOCK}
 
 Payloads = dict[tuple[Node, object, object], tuple[Node, Node]]  # (tensor, region, how it is rounded)
 
@@ -106,7 +106,7 @@ def _rewrite(view: GraphView, node: Node, recipe: str, payloads: Payloads) -> tu
     x, w = build.cast(linear.x, dtype), linear.weight(build)
     if recipe == "fp8_block":
         tiles = ops.fp8_quantize_tiles.default
-        parts = (*payload(x, tiles, 1), *payload(w, tiles, SCALED_LANES))
+        parts = (*payload(x, tiles, 1), *payload(w, tiles, SCALE_BLOCK))
         new = build(ops.fp8_block_linear.default, x, w, *parts, linear.b, dtype)
     else:
         one = ops.fp8_quantize.default

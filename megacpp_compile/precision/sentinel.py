@@ -3,8 +3,8 @@
     check(graph)                            in a graph: Dynamo's, or ATen's
     with Sentinel(model, strict=True): ...  in code that runs
 
-A payload is a float8 tensor, the memory of a wrapper (`wrappers.py`), or a tensor made from one without growing: a view
-of its bytes, a slice, a bit operation. Widening is an op that reads a payload and returns a tensor of two or more bytes
+A payload is a float8 tensor, the memory of a wrapper (`nn.fp8_wrappers`), or a tensor made from one without growing: a
+view of its bytes, a slice, a bit operation. Widening is an op that reads a payload and returns a tensor of two or more bytes
 an element with at least as many elements: a conversion, a copy into a wider tensor, a dequantisation by method or by
 op. Ops of the allowlist multiply payloads, and may widen them inside.
 
@@ -30,8 +30,8 @@ from megacpp_compile.config import globs
 from megacpp_compile.config._deprecated import star_across_segments
 from megacpp_compile.errors import DequantisationError
 from megacpp_compile.fx.provenance import module_fqn, source_line
+from megacpp_compile.nn.fp8_wrappers import FP8, found_in, is_wrapper, split
 from megacpp_compile.precision.module_tracker import ModuleTracker
-from megacpp_compile.precision.wrappers import FP8, found_in, is_wrapper, split
 
 logger = logging.getLogger(__name__)
 

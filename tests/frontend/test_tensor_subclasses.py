@@ -10,7 +10,7 @@ import megacpp_compile
 from megacpp_compile import record
 from megacpp_compile.errors import DequantisationError, ForwardOnlyError, WrapperError
 from megacpp_compile.frontend import tensor_subclasses
-from megacpp_compile.precision import wrappers
+from megacpp_compile.nn import fp8_wrappers
 from megacpp_compile.precision.sentinel import Sentinel
 from tests.precision.wrapped import Wrapper, te_blocks, te_tensor
 
@@ -28,10 +28,10 @@ class Traced(Wrapper):
 
 @pytest.fixture(autouse=True)
 def _registered():
-    wrappers.register(Traced, lambda t: (t.bits, t.scale))
+    fp8_wrappers.register(Traced, lambda t: (t.bits, t.scale))
     torch._dynamo.reset()
     yield
-    wrappers.unregister(Traced)
+    fp8_wrappers.unregister(Traced)
     torch._dynamo.reset()
 
 
@@ -149,7 +149,7 @@ def test_a_weight_without_memory_is_named():
 def test_sparse_mla_takes_rows_in_a_wrapper():
     q, rows = torch.randn(1, 3, 2, 24), te_tensor(torch.randn(1, 9, 1, 24))
     indices = torch.tensor([0, 3, -1]).expand(1, 3, 1, 3)
-    held = wrappers.split(rows)
+    held = fp8_wrappers.split(rows)
     wide = held.payload.float() * held.scale
     got, lse = megacpp_compile.sparse_mla(q, rows, indices, d_v=16, offset=5)
     want, want_lse = megacpp_compile.sparse_mla(q, wide, indices, d_v=16, offset=5)

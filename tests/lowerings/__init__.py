@@ -30,20 +30,20 @@ def relative_error(got: Tensor, want: Tensor) -> float:
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved_in: bool, interleaved_out: bool, inverse: bool) -> Tensor:
-    """RoPE by its definition in float64: the matrix that turns one lane pair, for one pair after the other.
+    """RoPE by its definition in float64: the matrix that turns one channel pair, for one pair after the other.
 
-    With full-width tables each output lane has an entry of its own, which need not be its partner's.
+    With full-width tables each output channel has an entry of its own, which need not be its partner's.
     """
     r = x.shape[-1]
 
-    def lanes(i: int, interleaved: bool) -> tuple[int, int]:
+    def channels(i: int, interleaved: bool) -> tuple[int, int]:
         return (2 * i, 2 * i + 1) if interleaved else (i, i + r // 2)
 
     x, cos, sin = x.double(), cos.double(), sin.double()
-    # matrix[..., o, i]: what lane i of the input gives to lane o of the output
+    # matrix[..., o, i]: what channel i of the input gives to channel o of the output
     matrix = x.new_zeros(*torch.broadcast_shapes(cos.shape[:-1], sin.shape[:-1]), r, r)
     for i in range(r // 2):
-        (a, b), (c, d) = lanes(i, interleaved_in), lanes(i, interleaved_out)
+        (a, b), (c, d) = channels(i, interleaved_in), channels(i, interleaved_out)
         first, second = (i, i) if cos.shape[-1] == r // 2 else (c, d)
         matrix[..., c, a], matrix[..., c, b] = cos[..., first], -sin[..., first]
         matrix[..., d, a], matrix[..., d, b] = sin[..., second], cos[..., second]
@@ -72,7 +72,7 @@ def addresses(*tensors: Tensor) -> set[int]:
     return {t.untyped_storage().data_ptr() for t in tensors}
 
 
-# Leading dimensions of the tables beside operands of (B, S, H, lanes): each 1 or the operand's.
+# Leading dimensions of the tables beside operands of (B, S, H, channels): each 1 or the operand's.
 TABLE_SHAPES = {
     "by_position": lambda b, s, h: (1, s, 1),
     "by_row_and_position": lambda b, s, h: (b, s, 1),

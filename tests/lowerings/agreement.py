@@ -29,14 +29,14 @@ TOLERANCE = {
     ("rotation", torch.float16): 2 * 2**-11,
     ("rotation", torch.float32): 4 * 2**-23,
     ("rotation", torch.float64): 1e-14,
-    # Two matrix products with a norm between. In bfloat16 latent and normed latent are rounded in between, each adding
+    # Two GEMMs with a norm between. In bfloat16 latent and normed latent are rounded in between, each adding
     # 2^-9 or so; the backward goes through both again. float32: sums over the width in any order, and TF32 is off.
     ("projection", torch.bfloat16): 2e-2,
     ("projection", torch.float16): 3e-3,
     ("projection", torch.float32): 5e-6,
     ("projection", torch.float64): 1e-13,
     # Products of rounded factors, decays among them, summed over the positions of a chunk and then over chunks. In
-    # bfloat16 scores, decays and states may each be rounded once before a product, as in a flash attention's kernel.
+    # bfloat16 scores, decays and states may each be rounded once before a GEMM, as in a flash attention's kernel.
     ("scan", torch.bfloat16): 2e-2,
     ("scan", torch.float16): 3e-3,
     ("scan", torch.float32): 6e-5,  # the gradient of A is a sum over all positions that cancels
@@ -46,12 +46,12 @@ TOLERANCE = {
     ("mixer", torch.float16): 2 * 2**-11,
     ("mixer", torch.float32): 5e-6,
     ("mixer", torch.float64): 1e-13,
-    # Three products, an activation between and a weighted sum; in bfloat16 hidden, activated and output are rounded.
+    # Three GEMMs, an activation between and a weighted sum; in bfloat16 hidden, activated and output are rounded.
     ("experts", torch.bfloat16): 2e-2,
     ("experts", torch.float16): 3e-3,
     ("experts", torch.float32): 5e-6,
     ("experts", torch.float64): 1e-13,
-    # Payloads are the same but where a scale of another rounding crosses a tie; products of them are exact until they
+    # Payloads are the same but where a scale of another rounding crosses a tie; GEMMs of them are exact until they
     # are summed, on tensor cores with 14 bits in the forward. Gradients are rounded in between, to e4m3 or (some calls)
     # to e5m2, where a tie is twice as wide.
     ("float8", torch.bfloat16): 1e-2,
@@ -59,14 +59,14 @@ TOLERANCE = {
     ("float8", torch.float32): 1e-2,
     ("float8", torch.float64): 1e-2,
     ("float8", torch.float8_e4m3fn): 1e-2,
-    # Two products with a softmax between, which rounds its probabilities to the dtype; in backward also the scores'
+    # Two GEMMs with a softmax between, which rounds its probabilities to the dtype; in backward also the scores'
     # gradient. Rows in fp8 are exact, and rounded to the dtype of the queries.
     ("attention", torch.bfloat16): 2e-2,
     ("attention", torch.float16): 3e-3,
     ("attention", torch.float32): 5e-6,
     ("attention", torch.float64): 1e-13,
     ("attention", torch.float8_e4m3fn): 2e-2,
-    # Products of what was rounded to fp8 before, summed in float32; now and then a number on the border of two of fp8's
+    # GEMMs of what was rounded to fp8 before, summed in float32; now and then a number on the border of two of fp8's
     # falls to the other side in float64, which counts where there are but a few. Exact: `test_linear_fp8_weight`.
     ("fp8_linear", torch.float8_e4m3fn): 1e-1,
 }

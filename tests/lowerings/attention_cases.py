@@ -1,4 +1,4 @@
-"""Cases of attention over chosen rows."""
+"""Cases of top-k sparse MLA."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ ATTENTION = {
     "no_token": {"t": 0},
     "no_sequence": {"b": 0},
     "values_are_rows": {"d_v": 24},
-    "odd_lanes": {"d_qk": 37, "d_v": 21},
-    "deepseek_lanes": {"b": 1, "t": 2, "h": 2, "d_qk": 576, "d_v": 512, "offset": 7},
+    "odd_channels": {"d_qk": 37, "d_v": 21},
+    "deepseek_channels": {"b": 1, "t": 2, "h": 2, "d_qk": 576, "d_v": 512, "offset": 7},
     "parts_of_buffers": {"layout": "parts"},
 }
 SCALES = {per: {"per": per} for per in ("tensor", "sequence", "row", "block")}

@@ -1,4 +1,4 @@
-"""What the fuzz driver draws for attention over chosen rows."""
+"""What the fuzz driver draws for top-k sparse MLA."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ for label, options in PROJECTIONS.items():
         def _(rand, dtype, options=options, keep=keep):
             return *_projection(rand, dtype, **options), *([True] if keep else [])
 
-        # A gradient of the other lanes may be anything, also a broadcast number, as a sum's gradient is.
+        # A gradient of the other channels may be anything, also a broadcast number, as a sum's gradient is.
         @case("down_norm_up_backward", label + "_kept" * keep)
         def _(rand, dtype, options=options, keep=keep):
             x, w_down, b_down, w_norm, w_up, eps, start, size = _projection(rand, dtype, **options)
@@ -310,7 +310,7 @@ def _(rand, dtype):
 
 @case("mla_rope_q", "wide_nope")
 def _(rand, dtype):
-    """An absorbed query: the latent's 512 lanes before the rotated ones."""
+    """An absorbed query: the latent's 512 channels before the rotated ones."""
     q = rand(3, 2, 512 + 16, dtype=dtype)
     return q, *_tables(rand, (3, 1), 8, torch.float32), 512, True, False, False, False, dtype
 

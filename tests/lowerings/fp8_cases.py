@@ -103,12 +103,12 @@ for format in ("e4m3", "e5m2"):
             return rand(3, 16, dtype=dtype) * factor, format
 
 
-# --- products with a scale for every block
+# --- GEMMs with a scale for every block
 
 
 def block_scaled_as_torch_has_it(a, b, scale_a, scale_b, *, out_dtype, use_fast_accum):
     """`torch._scaled_mm` with block scales: what ScaledBlas.cpp asks of operands, in its oldest and newest form, and the
-    product in float64."""
+    GEMM in float64."""
     assert a.is_contiguous() and b.t().is_contiguous() and not use_fast_accum
     (m, k), n = a.shape, b.shape[1]
     assert scale_a.shape == (m, k // 128) and (k == 128 or scale_a.stride() == (1, m))

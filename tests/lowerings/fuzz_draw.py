@@ -26,7 +26,7 @@ OPS = (*(name for name in KIND if KIND[name] == "rotation"), *KIND)
 @dataclasses.dataclass(frozen=True)
 class Pattern:
     """How a tensor lies in its buffer: outer dimensions in `order` (outermost first), of which `gap` has every second
-    row and `repeated` one row for all; `before` and `behind` other lanes, and `step` from one lane to the next."""
+    row and `repeated` one row for all; `before` and `behind` other channels, and `step` from one channel to the next."""
 
     order: tuple[int, ...]
     gap: int | None = None
@@ -36,11 +36,11 @@ class Pattern:
     step: int = 1
 
     def lay(self, make: Any, shape: Sequence[int]) -> Tensor:
-        outer, lanes = list(shape[:-1]), shape[-1]
+        outer, channels = list(shape[:-1]), shape[-1]
         sizes = [1 if d == self.repeated else 2 * n if d == self.gap else n for d, n in enumerate(outer)]
-        buffer = make(*(sizes[d] for d in self.order), self.before + lanes * self.step + self.behind)
+        buffer = make(*(sizes[d] for d in self.order), self.before + channels * self.step + self.behind)
         t = buffer.permute(*(self.order.index(d) for d in range(len(outer))), len(outer))
-        t = t[..., self.before : self.before + lanes * self.step : self.step]
+        t = t[..., self.before : self.before + channels * self.step : self.step]
         if self.gap is not None and self.gap != self.repeated:
             t = t.narrow(self.gap, 0, sizes[self.gap])[(slice(None),) * self.gap + (slice(0, None, 2),)]
         return t.expand(shape)

@@ -3,7 +3,7 @@
     compute-sanitizer --tool memcheck  python -m tests.lowerings.in_place_runs
     compute-sanitizer --tool racecheck python -m tests.lowerings.in_place_runs
 
-Every repetition starts from the same data and has to give the same bits: a lane read after another thread has written
+Every repetition starts from the same data and has to give the same bits: a channel read after another thread has written
 it would not. Pairs go in interleaved and come out as halves, which is the layout in which that can happen. Exit code 1
 where bits differ. PYTORCH_NO_CUDA_MEMORY_CACHING=1 lets memcheck see the bounds of every tensor.
 """

@@ -13,7 +13,7 @@ from .cases import case
 
 
 def _convolution(rand, dtype, batch=2, steps=9, channels=24, taps=4, bias=True, activation="silu", part=None, wide=False):
-    """x may be some lanes of a wider buffer, `part` before them; with `wide` the weights are float32 or better."""
+    """x may be some channels of a wider buffer, `part` before them; with `wide` the weights are float32 or better."""
     x = rand(batch, steps, channels, dtype=dtype)
     if part is not None:
         x = rand(batch, steps, part + channels + 8, dtype=dtype)[..., part : part + channels]
@@ -25,8 +25,8 @@ CONVOLUTIONS = {
     **{f"taps_{k}": {"taps": k} for k in (1, 2, 3, 5)},
     **{f"taps_{k}_no_bias": {"taps": k, "bias": False, "activation": ""} for k in (2, 3, 4)},
     "no_activation": {"activation": ""},
-    "lanes_of_a_projection": {"part": 16},
-    "lanes_out_of_line": {"part": 3, "channels": 21},
+    "channels_of_a_projection": {"part": 16},
+    "channels_out_of_line": {"part": 3, "channels": 21},
     "float32_weights": {"wide": True},
     "one_step": {"steps": 1},
     "fewer_steps_than_taps": {"steps": 2},
@@ -80,27 +80,27 @@ def _(rand, dtype):
 # --- gated norms
 
 
-def _gated(rand, dtype, outer=(2, 5), lanes=24, group=24, weight=True, part=None, wide=False):
-    y, z = rand(*outer, lanes, dtype=torch.promote_types(dtype, torch.float32) if wide else dtype), None
+def _gated(rand, dtype, outer=(2, 5), channels=24, group=24, weight=True, part=None, wide=False):
+    y, z = rand(*outer, channels, dtype=torch.promote_types(dtype, torch.float32) if wide else dtype), None
     if part is None:
-        z = rand(*outer, lanes, dtype=dtype)
+        z = rand(*outer, channels, dtype=dtype)
     else:
-        z = rand(*outer, part + lanes + 8, dtype=dtype)[..., part : part + lanes]
-    return y, z, 1 + rand(lanes, dtype=dtype) / 4 if weight else None, 1e-3, group
+        z = rand(*outer, part + channels + 8, dtype=dtype)[..., part : part + channels]
+    return y, z, 1 + rand(channels, dtype=dtype) / 4 if weight else None, 1e-3, group
 
 
 NORMS = {
     "one_group": {},
     "groups": {"group": 8},
-    "odd_groups": {"lanes": 39, "group": 13},
-    "groups_of_one": {"lanes": 5, "group": 1},
+    "odd_groups": {"channels": 39, "group": 13},
+    "groups_of_one": {"channels": 5, "group": 1},
     "no_weight": {"weight": False},
     "gate_in_a_projection": {"part": 16},
     "float32_from_the_scan": {"wide": True, "group": 8},
     "flat": {"outer": (17,)},
     "one_row": {"outer": ()},
-    "many_rows": {"outer": (3, 5, 3), "lanes": 3, "group": 3},
-    "wide": {"outer": (3,), "lanes": 1100, "group": 1100},
+    "many_rows": {"outer": (3, 5, 3), "channels": 3, "group": 3},
+    "wide": {"outer": (3,), "channels": 1100, "group": 1100},
     "no_rows": {"outer": (0, 3)},
 }
 for (label, options), first in itertools.product(NORMS.items(), (False, True)):

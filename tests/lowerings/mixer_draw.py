@@ -30,7 +30,7 @@ def kind(draw: random.Random, op: str) -> Kind:
 
 
 def _pattern(draw: random.Random, dims: int) -> Pattern:
-    """Mostly lanes of a projection, as kernels of rows take them."""
+    """Mostly channels of a projection, as kernels of rows take them."""
     if draw.random() < 0.2:
         return pattern(draw, dims)
     return Pattern(tuple(range(dims)), before=draw.choice((0, 0, 1, 16)), behind=draw.choice((0, 0, 3, 16)))
@@ -39,17 +39,17 @@ def _pattern(draw: random.Random, dims: int) -> Pattern:
 def arguments(kind: Kind, draw: random.Random, make: Maker, room: int) -> tuple[Any, ...]:
     outer, w, f, dtypes = outer_sizes(kind, draw, room), kind.widths, kind.flags, kind.dtypes
     convolution = kind.op.startswith("causal_conv1d")
-    lanes = w["channels"] if convolution else w["group"] * w["groups"]
+    channels = w["channels"] if convolution else w["group"] * w["groups"]
 
     def lay(name: str, dtype: str) -> Any:
-        return kind.patterns[name].lay(make.normal(dtypes[dtype]), (*outer, lanes))
+        return kind.patterns[name].lay(make.normal(dtypes[dtype]), (*outer, channels))
 
     main, weights = lay("main", "main"), make.normal(dtypes["weight"])
-    grad = make.normal(dtypes["out"])(1).expand(*outer, lanes) if f["number"] else lay("grad", "out")
+    grad = make.normal(dtypes["out"])(1).expand(*outer, channels) if f["number"] else lay("grad", "out")
     if convolution:
-        operands = main, weights(lanes, w["taps"]), weights(lanes) if f["bias"] else None, f["activation"]
+        operands = main, weights(channels, w["taps"]), weights(channels) if f["bias"] else None, f["activation"]
         return (*operands, dtypes["out"]) if kind.op == "causal_conv1d" else (grad, *operands)
-    operands = main, lay("gate", "gate"), weights(lanes) if f["weight"] else None
+    operands = main, lay("gate", "gate"), weights(channels) if f["weight"] else None
     if kind.op == "gated_rms_norm":
         return *operands, 1e-3, w["group"], f["first"], dtypes["out"]
     _, rrms = reference_of("gated_rms_norm")(*operands, 1e-3, w["group"], f["first"], dtypes["out"])

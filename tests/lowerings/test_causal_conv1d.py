@@ -97,10 +97,10 @@ def test_dtypes_of_their_own(rand):
     assert [g.dtype for g in grads] == [torch.bfloat16, torch.float32, torch.float32]
 
 
-@pytest.mark.parametrize("kind", ["lanes of a projection", "other lanes first", "time adjacent", "every second"])
+@pytest.mark.parametrize("kind", ["channels of a projection", "other channels first", "time adjacent", "every second"])
 def test_layouts(rand, kind):
     """Any strides go in; the result is contiguous, with time adjacent where it is in the operand."""
-    whole = {"lanes of a projection": lambda: rand(2, 5, 9)[..., :3], "other lanes first": lambda: rand(2, 5, 9)[..., 4:7],
+    whole = {"channels of a projection": lambda: rand(2, 5, 9)[..., :3], "other channels first": lambda: rand(2, 5, 9)[..., 4:7],
              "time adjacent": lambda: rand(2, 3, 5).transpose(1, 2), "every second": lambda: rand(2, 5, 6)[..., ::2]}  # fmt: skip
     _, *others = arguments(rand)
     args = whole[kind]().requires_grad_(), *others

@@ -15,8 +15,8 @@ from . import STRIDES, addresses, relative_error, saved_by, strided
 EPS = 1e-3  # large enough that its place matters
 D, SIZE, REST = 8, 5, 3
 
-# Where the latent stands in the down-projection: (start, lanes that are not normed)
-PLACES = {"all_lanes": (0, 0), "rest_behind": (0, REST), "rest_before": (REST, REST)}
+# Where the latent stands in the down-projection: (start, channels that are not normed)
+PLACES = {"all_channels": (0, 0), "rest_behind": (0, REST), "rest_before": (REST, REST)}
 OPTIONAL = list(itertools.product((False, True), repeat=2))  # bias, gain
 
 
@@ -35,7 +35,7 @@ def tensors(args):
 
 
 def formula(x, w_down, b_down, w_norm, w_up, eps, start, size):
-    """The op by its definition, one matrix product after the other, all in the dtype it is given."""
+    """The op by its definition, one GEMM after the other, all in the dtype it is given."""
     down = torch.einsum("...d,kd->...k", x, w_down)
     if b_down is not None:
         down = down + b_down

@@ -29,17 +29,17 @@ def test_opcheck(rand, label):
         opcheck(op, CASES[op._name][label](rand, torch.float32), test_utils=("test_faketensor",))
 
 
-def blocks(x, rows, lanes):
+def blocks(x, rows, channels):
     """Each tile's own (slice, largest magnitude), one after the other."""
     for r in range(0, x.shape[0], rows):
-        for k in range(0, x.shape[1], lanes):
-            yield (slice(r, r + rows), slice(k, k + lanes)), x[r : r + rows, k : k + lanes].abs().max()
+        for k in range(0, x.shape[1], channels):
+            yield (slice(r, r + rows), slice(k, k + channels)), x[r : r + rows, k : k + channels].abs().max()
 
 
-def widened(x, rows, lanes):
+def widened(x, rows, channels):
     """What x becomes, tile by tile in float64."""
     out = torch.empty(x.shape, dtype=torch.float64)
-    for where, largest in blocks(x.float(), rows, lanes):
+    for where, largest in blocks(x.float(), rows, channels):
         scale = (largest / 448).double() if largest else torch.tensor(1.0, dtype=torch.float64)
         out[where] = (x[where].float() / scale.float()).to(E4M3).double() * scale
     return out
@@ -86,7 +86,7 @@ def test_is_the_formula(rand, sizes):
 
 
 def test_follows_what_one_scale_cannot(rand):
-    """A lane a thousand times larger than the others costs its own block's accuracy alone."""
+    """A channel a thousand times larger than the others costs its own block's accuracy alone."""
     x = rand(128, 512, dtype=torch.float32)
     x[:, 0] *= 1e5
     payload, scale = fp8_quantize_tiles(x, 1)
@@ -105,7 +105,7 @@ def test_saved_for_backward(rand):
 
 
 @pytest.mark.parametrize("k, n", [(512, 256), (256, 512), (384, 128)])
-def test_operands_of_the_products(rand, monkeypatch, k, n):
+def test_operands_of_the_gemms(rand, monkeypatch, k, n):
     """What the lowering for CUDA gives to cuBLASLt are the right operands in the layouts it takes."""
     monkeypatch.setattr(block_scaled.torch, "_scaled_mm", block_scaled_as_torch_has_it)
     args = operands(rand, k=k, n=n)

@@ -69,7 +69,7 @@ def test_is_the_formula(rand, bias, grad_format):
 
 
 def test_near_the_linear_it_replaces(rand):
-    """Within what three bits of mantissa cost: two operands of each product, rounded by 2.7 % or so."""
+    """Within what three bits of mantissa cost: two operands of each GEMM, rounded by 2.7 % or so."""
     x, w, *quantised = operands(rand, outer=(64,), k=256, n=128, bias=False)
     grad = rand(64, 128, dtype=torch.bfloat16)
     y = fp8_linear(x, w, *quantised)

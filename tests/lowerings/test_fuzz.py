@@ -29,7 +29,7 @@ def test_short_run():
     print(outcome.text())
     assert not outcome.failures, "\n".join(outcome.failures)
     # Four calls of each op, eight of a rotation: kernels that take but some sizes, as the scan's, may by chance be asked for none;
-    # products in float8 are cuBLASLt's, which no interpreter runs. What is in Gluon takes no sizes that are drawn, nor an
+    # GEMMs in float8 are cuBLASLt's, which no interpreter runs. What is in Gluon takes no sizes that are drawn, nor an
     # interpreter, and has tests of its own.
     some = ("ssd_scan", "linear_fp8_weight", *(() if CUDA else ("fp8_",)))
     assert not [label for label in outcome.idle() if not label.startswith(some) and not label.endswith("cuda_gluon")]

@@ -13,13 +13,13 @@ from megacpp_compile.lowerings.gated_rms_norm import gated_rms_norm, gated_rms_n
 from . import STRIDES, addresses, relative_error, saved_by, strided
 
 EPS = 1e-2  # large enough that its place matters
-# norm before gate, lanes in a group of 6
+# norm before gate, channels in a group of 6
 FORMS = list(itertools.product((False, True), (6, 2)))
 
 
-def arguments(rand, *, outer=(2, 3), lanes=6, group=2, first=True, weight=True, dtype=torch.float64):
-    y, z = (rand(*outer, lanes, dtype=dtype, grad=True) for _ in range(2))
-    return y, z, rand(lanes, dtype=dtype, grad=True) if weight else None, EPS, group, first, dtype
+def arguments(rand, *, outer=(2, 3), channels=6, group=2, first=True, weight=True, dtype=torch.float64):
+    y, z = (rand(*outer, channels, dtype=dtype, grad=True) for _ in range(2))
+    return y, z, rand(channels, dtype=dtype, grad=True) if weight else None, EPS, group, first, dtype
 
 
 def formula(y, z, weight, eps, group, norm_before_gate, out_dtype):

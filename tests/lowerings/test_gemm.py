@@ -1,4 +1,4 @@
-"""Products that share an operand as one, and products by cuBLASLt's own candidates."""
+"""GEMMs that share an operand as one, and GEMMs by cuBLASLt's own candidates."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _seed():
     torch.manual_seed(0)
 
 
-def products(graph: fx.Graph) -> int:
+def gemms(graph: fx.Graph) -> int:
     return len(graph.find_nodes(op="call_function", target=aten.mm.default))
 
 
@@ -40,14 +40,14 @@ def products(graph: fx.Graph) -> int:
 
 
 def check(function: Callable[..., Tensor], *args: Tensor, merged: int, left: int) -> fx.Graph:
-    """`merge` does so many, leaves so many products, and results, layouts as readers saw them and metadata stay."""
+    """`merge` does so many, leaves so many GEMMs, and results, layouts as readers saw them and metadata stay."""
     gm = make_fx(function, select_decomp_table(), tracing_mode="fake")(*args)
     view_to_reshape(gm)  # as Inductor does ahead of its passes
     want = function(*args)
     assert merge(gm.graph) == merged, gm.graph
     gm.graph.lint()
     gm.recompile()
-    assert products(gm.graph) == left, gm.graph
+    assert gemms(gm.graph) == left, gm.graph
     for node in gm.graph.nodes:
         assert node.op != "call_function" or "val" in node.meta, node
     torch.testing.assert_close(gm(*args), want)
@@ -69,14 +69,14 @@ def test_one_right_operand():
 
 
 def test_transposed_weights_are_put_together_by_rows():
-    """So that rows are copied whole: no concat along the lanes of what was transposed."""
+    """So that rows are copied whole: no concat along the channels of what was transposed."""
     x, v, w = torch.randn(6, 5), torch.randn(3, 5), torch.randn(4, 5)
     graph = check(lambda x, v, w: (x @ v.t(), x @ w.t()), x, v, w, merged=1, left=1)
     (cat,) = graph.find_nodes(op="call_function", target=aten.cat.default)
     assert all(part.op == "placeholder" for part in cat.args[0])
 
 
-def test_sum_of_products():
+def test_sum_of_gemms():
     g, h, v, w = torch.randn(6, 3), torch.randn(6, 4), torch.randn(3, 5), torch.randn(4, 5)
     check(lambda g, h, v, w: g @ v + h @ w, g, h, v, w, merged=1, left=1)
     check(lambda g, h, v, w: (g @ v).view(2, 3, 5) + (h @ w).view(2, 3, 5), g, h, v, w, merged=1, left=1)
@@ -97,11 +97,11 @@ def test_results_of_one_pair_are_operands_of_the_next():
 
     check(chain, x, v, w, a, b, merged=2, left=2)
 
-    def weight_made_by_a_product(x, v, w, a, b):
+    def weight_made_by_a_gemm(x, v, w, a, b):
         made = v @ a  # [5, 7]
         return x @ made, x @ w, v @ b
 
-    check(weight_made_by_a_product, x, v, w, a, b, merged=2, left=2)
+    check(weight_made_by_a_gemm, x, v, w, a, b, merged=2, left=2)
 
 
 REFUSED = {
@@ -129,8 +129,8 @@ def read_twice(g, h, v, w):
 
 
 REFUSED_SUMS = {
-    "a product read twice": (read_twice, (G, H, V, W)),
-    "one product twice": (lambda g, h, v, w: (p := g @ v) + p + (h @ w).sum(), (G, H, V, W)),
+    "a GEMM read twice": (read_twice, (G, H, V, W)),
+    "one GEMM twice": (lambda g, h, v, w: (p := g @ v) + p + (h @ w).sum(), (G, H, V, W)),
     "another dtype": (lambda g, h, v, w: g @ v + h @ w, (G, H.double(), V, W.double())),
     "too wide": (
         lambda g, h, v, w: g @ v + h @ w,
@@ -174,16 +174,16 @@ class TwoProjections(nn.Module):
 
 
 def test_model_forward_and_backward():
-    """One product forward, one for x's gradient, one for both weights'."""
+    """One GEMM forward, one for x's gradient, one for both weights'."""
     model, x = TwoProjections().double(), torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True)
     leaves, counts = [x, *model.parameters()], []
 
     def merging(gm, _, **__):
         view_to_reshape(gm)
-        before = products(gm.graph)
+        before = gemms(gm.graph)
         merged = merge(gm.graph)
         gm.recompile()
-        counts.append((before, merged, products(gm.graph)))
+        counts.append((before, merged, gemms(gm.graph)))
         return make_boxed_func(gm.forward)
 
     torch._dynamo.reset()
@@ -211,7 +211,7 @@ BIG = 1 << 13
 
 @pytest.fixture
 def gaining(monkeypatch):
-    """Every product that is tried has a faster candidate; the shapes that were tried."""
+    """Every GEMM that is tried has a faster candidate; the shapes that were tried."""
     tried: list[tuple[int, ...]] = []
     monkeypatch.setattr(cublaslt, "gains", lambda a, b: tried.append((*a.shape, b.shape[1])) or True)
     return tried
@@ -261,7 +261,7 @@ def test_what_gains_nothing_stays(monkeypatch):
         for function in (torch.mm, autotune.mm):
             gm = make_fx(function)(*asked((BIG, 512), (512, BIG)))
             AutotuneGemms()(gm.graph)
-            assert products(gm.graph) == 1
+            assert gemms(gm.graph) == 1
 
 
 def test_symbolic_sizes_are_inductors(gaining):
@@ -271,7 +271,7 @@ def test_symbolic_sizes_are_inductors(gaining):
     assert all(isinstance(n, torch.SymInt) for n in a.shape)
     gm = make_fx(torch.mm)(a, b)
     AutotuneGemms()(gm.graph)
-    assert products(gm.graph) == 1
+    assert gemms(gm.graph) == 1
 
 
 @pytest.mark.parametrize("option", ["max_autotune", "max_autotune_gemm"])
@@ -281,7 +281,7 @@ def test_max_autotune_has_its_own_choice(gaining, option):
         with inductor_config.patch({option: True}):
             AutotuneGemms()(gm.graph)
             lowered = make_fx(autotune.mm)(*asked((BIG, 512), (512, BIG)))
-    assert products(gm.graph) == products(lowered.graph) == 1
+    assert gemms(gm.graph) == gemms(lowered.graph) == 1
 
 
 def test_what_is_concatenated_stays(gaining):
@@ -290,7 +290,7 @@ def test_what_is_concatenated_stays(gaining):
         a, b = asked((BIG, 512), (512, BIG))
         gm = make_fx(lambda a, b: torch.cat((a @ b, a @ b), 1))(a, b)
     AutotuneGemms()(gm.graph)
-    assert products(gm.graph) == 2
+    assert gemms(gm.graph) == 2
 
 
 def test_tuned_on_cpu():
@@ -325,7 +325,7 @@ def test_products_are_tried_with_memory(monkeypatch):
     """Also where a lowering asks: fake operands, functionalised, while it is traced."""
     tried: list[Tensor] = []
     monkeypatch.setattr(cublaslt, "available", lambda: True)
-    monkeypatch.setattr(cublaslt, "_product", lambda a, b, out: tried.extend((a, b)) or "serves")
+    monkeypatch.setattr(cublaslt, "_gemm", lambda a, b, out: tried.extend((a, b)) or "serves")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
     def lowering(a, b):
@@ -342,9 +342,9 @@ def test_products_are_tried_with_memory(monkeypatch):
 
 
 def test_what_was_tried_is_not_tried_again(monkeypatch):
-    """A deep model has the same products in every layer."""
+    """A deep model has the same GEMMs in every layer."""
     found = {cublaslt._key(*operands()): None, cublaslt._key(*operands(m=8)): object()}
-    monkeypatch.setattr(cublaslt, "_products", found)
+    monkeypatch.setattr(cublaslt, "_gemms", found)
     monkeypatch.setattr(cublaslt, "_filled", lambda like: pytest.fail("made operands to try it on"))
     with FakeTensorMode() as mode:
         fakes = [[mode.from_tensor(t) for t in operands(m=m)] for m in (4, 8)]
@@ -380,7 +380,7 @@ def laid(t: Tensor, how: str) -> Tensor:
     """The matrix `t` in other memory."""
     if how == "t":
         return t.t().contiguous().t()
-    if how == "padded":  # rows 8 lanes apart: aligned, leading dimension not the width
+    if how == "padded":  # rows 8 channels apart: aligned, leading dimension not the width
         return torch.cat((t, t.new_zeros(t.shape[0], 8)), 1)[:, : t.shape[1]]
     if how == "unaligned":
         return torch.cat((t.new_zeros(t.shape[0], 1), t), 1)[:, 1:]
@@ -393,7 +393,7 @@ def every_candidate(monkeypatch):
     monkeypatch.setattr(cublaslt, "_WORTH", 1e9)
     monkeypatch.setattr(cublaslt, "_LEAST", -1e9)
     monkeypatch.setattr(torch, "equal", lambda a, b: True)
-    monkeypatch.setattr(cublaslt, "_products", {})
+    monkeypatch.setattr(cublaslt, "_gemms", {})
 
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -424,7 +424,7 @@ def test_cublaslt_agrees_with_torch(every_candidate, shape, layouts, dtype):
 def test_cublaslt_serves_something(every_candidate):
     a, b = operands(4096, 512, 4096, device="cuda")
     cublaslt.mm(a, b)
-    assert cublaslt.available() and any(p is not None for p in cublaslt._products.values())
+    assert cublaslt.available() and any(p is not None for p in cublaslt._gemms.values())
 
 
 @pytest.mark.cuda
@@ -438,7 +438,7 @@ def test_cublaslt_leaves_the_rest_to_torch(every_candidate):
         torch.testing.assert_close(cublaslt.mm(a, b), a @ b)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert not any(cublaslt._products.values())
+    assert not any(cublaslt._gemms.values())
 
 
 @pytest.mark.cuda
@@ -451,7 +451,7 @@ def test_cublaslt_in_a_cuda_graph(every_candidate):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         first, second = cublaslt.mm(a, b), cublaslt.mm(c, d)
-    assert len(cublaslt._products) == 1
+    assert len(cublaslt._gemms) == 1
     a.normal_(), c.normal_()
     graph.replay()
     torch.testing.assert_close(first, a @ b)
@@ -486,10 +486,10 @@ def test_products_are_tried_on_operands_of_their_own(every_candidate):
     with FakeTensorMode():
         a, b = (torch.empty(256, 512, device="cuda", dtype=torch.bfloat16) for _ in range(2))
         assert cublaslt.gains(a, b.t())
-    assert (torch.cuda.get_rng_state() == before).all() and len(cublaslt._products) == 1
+    assert (torch.cuda.get_rng_state() == before).all() and len(cublaslt._gemms) == 1
     a, b = (torch.randn(256, 512, device="cuda").bfloat16() for _ in range(2))
     cublaslt.mm(a, b.t())
-    assert len(cublaslt._products) == 1
+    assert len(cublaslt._gemms) == 1
 
 
 @pytest.mark.cuda
@@ -498,4 +498,4 @@ def test_other_bits_are_not_taken(monkeypatch, every_candidate):
     monkeypatch.setattr(torch, "equal", lambda a, b: False)
     a, b = operands(256, 512, 384, device="cuda")
     cublaslt.mm(a, b)
-    assert [*cublaslt._products.values()] == [None]
+    assert [*cublaslt._gemms.values()] == [None]

@@ -74,7 +74,7 @@ def test_keeps_the_payload_alone(rand):
 
 
 def test_block_scales_on_hopper(rand, monkeypatch):
-    """The forward's product takes the payload as it lies; what it can't take, and backward, is the reference's."""
+    """The forward's GEMM takes the payload as it lies; what it can't take, and backward, is the reference's."""
     monkeypatch.setattr(cuda_triton, "no_block_scales", lambda device: "")
     monkeypatch.setattr(block_scaled.torch, "_scaled_mm", block_scaled_as_torch_has_it)
     args = operands(rand, torch.bfloat16, outer=(2, 16), n=256, k=384, per="block")
@@ -99,7 +99,7 @@ def test_operands_that_mean_nothing(rand):
         assert words in str(caught.value)
 
 
-def test_what_fp8_products_do_not_serve(rand):
+def test_what_fp8_gemms_do_not_serve(rand):
     op = torch.ops.megacpp.linear_fp8_weight.default
     for label, dtype, why in (("blocks", torch.float32, "128 x 128"), ("odd_sizes", torch.float32, "multiples of 16"),
                               ("tensor", torch.float64, "float64"), ("rows", torch.float32, "bfloat16")):  # fmt: skip

@@ -136,7 +136,7 @@ def test_in_place(rand, device, op, folder, name, lowering, dtype):
 
 @pytest.mark.parametrize("rope_first", [False, True], ids=["nope_first", "rope_first"])
 @pytest.mark.parametrize(("device", "op", "folder", "name", "lowering"), everywhere(only_in_place=True))
-def test_in_place_does_not_touch_the_other_lanes(rand, device, op, folder, name, lowering, rope_first):
+def test_in_place_does_not_touch_the_other_channels(rand, device, op, folder, name, lowering, rope_first):
     """Not even to write them as they were: NaNs keep their payload, zeros their sign."""
     nope, r = 12, 8
     module, which = module_of(folder, lowering), overwrites(folder, lowering)[name]

@@ -74,7 +74,7 @@ def test_table_shapes(rand, shape):
     ids=str,
 )
 def test_shapes(rand, outer, nope):
-    """No batch, one position, fewer dimensions, no unrotated lanes."""
+    """No batch, one position, fewer dimensions, no unrotated channels."""
     q = rand(*outer, nope + R, grad=True)
     args = (*tables(rand, (*[1] * (len(outer) - 2), outer[-2], 1)), nope, False, False, False, False, torch.float64)
     opcheck(mla_rope_q, (q, *args))

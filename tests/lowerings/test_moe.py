@@ -73,7 +73,7 @@ def test_opcheck(rand, label):
     torch.library.opcheck(OP, args)
 
 
-def test_opcheck_of_the_products(rand):
+def test_opcheck_of_the_gemms(rand):
     x, w, ends = rand(9, 4, dtype=torch.float32), rand(3, 6, 4, dtype=torch.float32), torch.tensor([2, 2, 7]).int()
     basic = ("test_schema", "test_faketensor")
     torch.library.opcheck(rows, ([x], [w], ends, False), test_utils=basic)

@@ -26,11 +26,11 @@ OP = torch.ops.megacpp.moe.default
 FP8 = "fp8_current"
 kernels = [
     pytest.mark.skipif(not CUDA and not interpreted(), reason="kernels need a GPU, or TRITON_INTERPRET=1"),
-    pytest.mark.skipif(CUDA and bool(no_grouped_float8(torch.device(DEVICE))), reason="a GPU without such products"),
+    pytest.mark.skipif(CUDA and bool(no_grouped_float8(torch.device(DEVICE))), reason="a GPU without such GEMMs"),
     *([pytest.mark.cuda] if CUDA else []),
 ]
 # Numbers of e4m3 have four bits: an operand is off by 2^-4 / sqrt(12) of itself or so, 0.026 in norm, and a product of
-# two such by sqrt(2) of that. Three products, one behind the other, are in the output and in every gradient.
+# two such by sqrt(2) of that. Three GEMMs, one behind the other, are in the output and in every gradient.
 ROUNDED = 0.1
 
 
@@ -136,7 +136,7 @@ def test_who_serves_it(rand):
     assert "multiples of 16" in cuda_triton.supports("moe", call(rand, torch.bfloat16))
     assert "payloads of torch.float32" in cuda_triton.supports("moe", call(rand, torch.float32))
     assert cuda_triton.supports("moe", call(rand, torch.float32)[:-1]) is None
-    assert tpu_xla.supports("moe", (*args, FP8)) == "no float8 products" and tpu_xla.supports("moe", args) is None
+    assert tpu_xla.supports("moe", (*args, FP8)) == "no float8 GEMMs" and tpu_xla.supports("moe", args) is None
 
 
 @pytest.mark.parametrize("label", ["pair_separate", "pair_stacked", "gate_up_separate", "single_stacked"])
@@ -274,7 +274,7 @@ class Rounded(nn.Module):
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not CUDA or bool(no_grouped_float8(torch.device(DEVICE))), reason="needs grouped float8 products")
+@pytest.mark.skipif(not CUDA or bool(no_grouped_float8(torch.device(DEVICE))), reason="needs grouped float8 GEMMs")
 @pytest.mark.parametrize("stacked", [False, True])
 def test_compiled_under_a_plan(stacked):
     """The layer is found, in float8 by the report, and as near the exact one as e4m3 allows."""

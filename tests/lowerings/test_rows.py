@@ -54,7 +54,7 @@ WALKS = {
     "heads first": ([contiguous(B, H, S, D)], [contiguous(1, 1, S, D)], 1, S),
     "one angle for all folds": ([contiguous(B, S, H, D)], [contiguous(1, 1, 1, D)], 2, B * S),
     "rows and positions fold": ([contiguous(B, S, H, D)], [contiguous(B, S, 1, D)], 2, B * S),
-    "padded lanes still fold": ([padded(B, S, H, D)], [contiguous(B, S, 1, D)], 2, B * S),
+    "padded channels still fold": ([padded(B, S, H, D)], [contiguous(B, S, 1, D)], 2, B * S),
     "three token dimensions, two folded": ([contiguous(2, 3, S, H, D)], [contiguous(1, 1, S, 1, D)], 3, S),
     "three token dimensions, the later folded": ([contiguous(2, 3, S, H, D)], [contiguous(1, 3, S, 1, D)], 3, 3 * S),
     "the result folds less": ([heads_outermost(B, S, H, D), contiguous(B, H, S, D).transpose(1, 2)],
@@ -96,7 +96,7 @@ def test_refusals(words):
     assert isinstance(reason, str) and words in reason
 
 
-def test_lanes_of_tables_and_single_lanes_need_not_be_adjacent():
+def test_channels_of_tables_and_single_channels_need_not_be_adjacent():
     tables = [contiguous(1, S, 1, 2 * D)[..., ::2]] * 2
     assert isinstance(rows_of([contiguous(B, S, H, D)], tables), Rows)
     assert isinstance(rows_of([contiguous(B, S, H, 2)[..., ::2]], tables), Rows)

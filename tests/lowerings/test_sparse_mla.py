@@ -47,7 +47,7 @@ def leaves(args):
     return [t.requires_grad_() for t in args[:2]]
 
 
-@pytest.mark.parametrize("label", [name for name in CASES["sparse_mla"] if name not in EMPTY and "products" not in name])
+@pytest.mark.parametrize("label", [name for name in CASES["sparse_mla"] if name not in EMPTY])
 def test_is_the_formula(rand, label):
     args = CASES["sparse_mla"][label](rand, torch.float64)
     fp8 = args[3] is not None
@@ -174,7 +174,7 @@ class TestKernels:
         args = operands(rand, torch.float32)
         for wrong, why in (
             (on("cpu", args, torch.float64), "float64"),
-            (operands(rand, torch.float32, d_qk=700, d_v=600), "lanes"),
+            (operands(rand, torch.float32, d_qk=700, d_v=600), "channels"),
             ((args[0].bfloat16(), *args[1:]), "rows in torch.float32"),
         ):
             choice = chosen("sparse_mla", wrong)

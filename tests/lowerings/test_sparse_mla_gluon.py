@@ -64,21 +64,21 @@ def test_compiles_for_hopper(mode, values, query, index):
     # Rows are copied 16 bytes at once: with less each copy writes to memory that another one waits for.
     assert "0x10, " in text and "], 0x8, " not in text
     fp8 = text.count("m64n64k32.f32.e4m3.e4m3")
-    lanes, kind = values + 64, query[1:].replace("fp", "f")
+    channels, kind = values + 64, query[1:].replace("fp", "f")
     if mode == "FP8":
-        # Scores of 64 rows, and two halves of 32 rows for a warp group's 128 lanes, even and odd.
-        assert fp8 == lanes // 32 + 2 * values // 128
+        # Scores of 64 rows, and two halves of 32 rows for a warp group's 128 channels, even and odd.
+        assert fp8 == channels // 32 + 2 * values // 128
         assert text.count("ldmatrix.sync.aligned.m8n8.x4.trans") == 2 * values // 128
     else:
-        products = values // 2 // 128 * 4  # four steps of 16 rows, for 128 lanes at once
-        assert fp8 == 0 and text.count(f".f32.{kind}.{kind}") == lanes // 16 + products
+        values_gemm = values // 2 // 128 * 4  # four steps of 16 rows, for 128 channels at once
+        assert fp8 == 0 and text.count(f".f32.{kind}.{kind}") == channels // 16 + values_gemm
 
 
 @needs_triton
 @pytest.mark.parametrize("change, words", [
     ({}, None), ({"kind": "fp8"}, None), ({"kind": "fp16"}, None), ({"h": 128}, None), ({"d_v": 256}, None),
-    ({"h": 32}, "32 heads"), ({"d_v": 128}, "128 and 64 lanes"), ({"rest": 32}, "512 and 32 lanes"),
-    ({"kind": "fp32"}, "torch.float32"), ({"kind": "blocks"}, "every block of lanes"), ({"s": 0}, "nothing to attend"),
+    ({"h": 32}, "32 heads"), ({"d_v": 128}, "128 and 64 channels"), ({"rest": 32}, "512 and 32 channels"),
+    ({"kind": "fp32"}, "torch.float32"), ({"kind": "blocks"}, "every block of channels"), ({"s": 0}, "nothing to attend"),
     ({"gap": 4}, "16 bytes"), ({"hopper": False}, "Hopper"), ({"name": "sparse_mla_backward"}, "forward only"),
 ])  # fmt: skip
 def test_whom_it_serves(monkeypatch, change, words):
@@ -87,9 +87,9 @@ def test_whom_it_serves(monkeypatch, change, words):
              "name": "sparse_mla", **change}  # fmt: skip
     monkeypatch.setattr(gluon, "on_hopper", lambda device: sizes["hopper"])
     dtype = {"fp16": torch.float16, "fp32": torch.float32}.get(sizes["kind"], torch.bfloat16)
-    lanes = sizes["d_v"] + sizes["rest"]
-    q = torch.empty(1, 8, sizes["h"], lanes + sizes["gap"], dtype=dtype, device="meta")[..., :lanes]
-    kv, scale = torch.empty(1, sizes["s"], 1, lanes, dtype=dtype, device="meta"), None
+    channels = sizes["d_v"] + sizes["rest"]
+    q = torch.empty(1, 8, sizes["h"], channels + sizes["gap"], dtype=dtype, device="meta")[..., :channels]
+    kv, scale = torch.empty(1, sizes["s"], 1, channels, dtype=dtype, device="meta"), None
     if sizes["kind"] in ("fp8", "blocks"):
         kv, scale = kv.to(E4M3), torch.empty(1, sizes["s"], 1, 5 if sizes["kind"] == "blocks" else 1, device="meta")
     indices = torch.empty(1, 8, 1, 16, dtype=torch.int32, device="meta")
@@ -172,18 +172,18 @@ class TestOnHopper:
         check(payload(operands(**change)), 6e-3)
 
     def test_products_in_fp8(self, change):
-        check(payload(operands(**change)), 5e-2, fp8_products=True)
+        check(payload(operands(**change)), 5e-2, fp8_gemms=True)
 
 
 @on_hopper
-@pytest.mark.parametrize("products", [False, True])
-def test_one_scale_for_all_rows(products):
-    check(payload(operands(), whole=True), 5e-2 if products else 6e-3, fp8_products=products)
+@pytest.mark.parametrize("fp8_gemms", [False, True])
+def test_one_scale_for_all_rows(fp8_gemms):
+    check(payload(operands(), whole=True), 5e-2 if fp8_gemms else 6e-3, fp8_gemms=fp8_gemms)
 
 
 @on_hopper
-@pytest.mark.parametrize("fp8, products", [(False, False), (True, False), (True, True)])
-def test_a_row_that_is_not_valid_is_not_read(fp8, products):
+@pytest.mark.parametrize("fp8, fp8_gemms", [(False, False), (True, False), (True, True)])
+def test_a_row_that_is_not_valid_is_not_read(fp8, fp8_gemms):
     args = operands()
     args[1][:, 17] = float("nan")
     args = (*args[:2], args[2].masked_fill(args[2] == 17, -1), *args[3:])
@@ -191,7 +191,7 @@ def test_a_row_that_is_not_valid_is_not_read(fp8, products):
         bad = args[1].isnan()
         q, kv, indices, scale, *others = payload((args[0], args[1].nan_to_num(1.0), *args[2:]))
         args = q, torch.where(bad.cpu(), torch.tensor(float("nan")), kv.cpu().float()).to(E4M3).cuda(), indices, scale, *others
-    out, lse = lowering().sparse_mla(*args, fp8_products=products)
+    out, lse = lowering().sparse_mla(*args, fp8_gemms=fp8_gemms)
     assert not out.isnan().any() and not lse.isnan().any()
 
 
@@ -219,10 +219,10 @@ def test_fp8_products_want_rows_with_a_scale_each(rand):
     from .attention_cases import quantised
 
     args = small(rand, torch.float32)
-    with pytest.raises(OperandError, match="fp8_products"):
-        sparse_mla(*args, fp8_products=True)
-    with pytest.raises(OperandError, match="fp8_products"):
-        sparse_mla(*quantised(rand, small(rand, torch.float32, d_qk=200, d_v=160), "block"), fp8_products=True)
+    with pytest.raises(OperandError, match="fp8_gemms"):
+        sparse_mla(*args, fp8_gemms=True)
+    with pytest.raises(OperandError, match="fp8_gemms"):
+        sparse_mla(*quantised(rand, small(rand, torch.float32, d_qk=200, d_v=160), "block"), fp8_gemms=True)
     fp8 = quantised(rand, args)
-    exact, allowed = (sparse_mla(*fp8, fp8_products=p) for p in (False, True))
+    exact, allowed = (sparse_mla(*fp8, fp8_gemms=p) for p in (False, True))
     assert all(torch.equal(a, b) for a, b in zip(exact, allowed, strict=True))  # a CPU gains nothing by rounding

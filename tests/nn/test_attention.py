@@ -25,7 +25,7 @@ CALLS = {
     "a cap and documents, scaled": {"softcap": 0.7, "doc_ids": DOCS, "scale": 0.3},
     "padding alone": {"doc_ids": torch.full((2, 7), -1)},
 }
-# heads, heads of keys, lanes of keys, lanes of values
+# heads, heads of keys, channels of keys, channels of values
 HEADS = {"equal": (4, 4, 6, 6), "grouped": (4, 2, 6, 6), "one key": (4, 1, 6, 6), "other values": (4, 4, 24, 16)}
 
 
@@ -206,7 +206,7 @@ def test_a_compiler_sees_one_graph():
 
 
 def test_pallas_kernel_is_given_what_it_takes(monkeypatch):
-    """With ops in the kernel's place: padded lanes, repeated keys, scaled queries, ids and cap, and gradients back."""
+    """With ops in the kernel's place: padded channels, repeated keys, scaled queries, ids and cap, and gradients back."""
 
     class Ops:
         def sa_custom_forward(q, k, v, settings, ids, causal, softcap):

@@ -73,7 +73,7 @@ def test_every_linear_and_attention_has_a_row(float8):
 def test_where_there_is_no_float8():
     found = rows(Model(), x())
     assert {r["effective"] for r in found.values()} == {"bf16"}
-    assert found["self_attn.q_proj", "linear"]["reason"] == "cpu has no float8 products"
+    assert found["self_attn.q_proj", "linear"]["reason"] == "cpu has no float8 GEMMs"
 
 
 @pytest.mark.parametrize("options, said", [({"disable": ("linear",)}, "the pass linear is off"), ({}, "its input has one dimension")])
@@ -103,7 +103,7 @@ def test_routed_experts(float8):
     found = rows(module, (torch.randn(experts.TOKENS, experts.DIM, dtype=torch.bfloat16),))
     (layer,) = (r for (_, kind), r in found.items() if kind == "experts")
     assert (layer["requested"], layer["effective"], layer["rule"]) == ("fp8_current", "bf16", "role experts")
-    assert layer["reason"] == "cpu has no float8 products"
+    assert layer["reason"] == "cpu has no float8 GEMMs"
     inside = [r for (fqn, kind), r in found.items() if kind == "linear" and fqn.endswith((".up", ".down"))]
     assert len(inside) == 2 * experts.EXPERTS
     assert all(r["effective"] == "bf16" and "part of megacpp::moe" in r["reason"] for r in inside)
@@ -240,5 +240,5 @@ def test_in_the_report_and_its_json():
     report = explain(Model(), *x(), options={"precision": PLAN})
     assert Report.from_json(report.to_json()) == report
     text = str(report)
-    assert "asked" in text and "self_attn.q_proj" in text and "cpu has no float8 products" in text
+    assert "asked" in text and "self_attn.q_proj" in text and "cpu has no float8 GEMMs" in text
     assert not explain(Model(), *x()).frames[0].precision

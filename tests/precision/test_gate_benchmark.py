@@ -16,7 +16,7 @@ def test_the_gate_can_be_measured(stand_in, no_kernels):
     assert [len(row) for row in rows] == [len(HEADERS)] * 3
     assert [row[3] for row in rows] == recipes and all(row[4] > 0 and row[5] > 0 for row in rows)
     assert {row[-1] for row in rows} == {"bf16"}
-    with pytest.raises(RuntimeError, match="cpu has no float8 products"):  # and no figure of something else
+    with pytest.raises(RuntimeError, match="cpu has no float8 GEMMs"):  # and no figure of something else
         next(measure([(16, 32, 16)], ["fp8_current"], torch.device("cpu"), torch.bfloat16, turns=1, compiled=True))
     if not torch.cuda.is_available():
         with pytest.MonkeyPatch.context() as patch:

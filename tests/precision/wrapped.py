@@ -29,9 +29,9 @@ class Wrapper(torch.Tensor):
         return made
 
     def dequantize(self):
-        from megacpp_compile.precision import wrappers
+        from megacpp_compile.nn import fp8_wrappers
 
-        held = wrappers.split(self)
+        held = fp8_wrappers.split(self)
         scale = held.scale.float()
         for dim, block in enumerate(held.block):
             if scale.shape[dim] not in (1, held.payload.shape[dim]):

@@ -1,8 +1,8 @@
-"""`megacpp::tuned_mm`: matrix products of half precision by the fastest of cuBLASLt's own candidates.
+"""`megacpp::tuned_mm`: GEMMs of half precision by the fastest of cuBLASLt's own candidates.
 
-Inductor hands a product to `torch.mm`, which takes the first kernel cuBLASLt's heuristic names. On an H200 a later one
-is 5 to 15 % faster for many products that a linear's forward and its input's gradient make; for the gradients of
-weights, which sum over tokens, the first is as good as any. `AutotuneGemms` tries the large products of a partitioned
+Inductor hands a GEMM to `torch.mm`, which takes the first kernel cuBLASLt's heuristic names. On an H200 a later one
+is 5 to 15 % faster for many GEMMs that a linear's forward and its input's gradient make; for the gradients of
+weights, which sum over tokens, the first is as good as any. `AutotuneGemms` tries the large GEMMs of a partitioned
 graph, behind Inductor's own patterns, and puts this op where a candidate gains more than a call from Python costs.
 Bits are `torch.mm`'s: see `cublaslt`.
 """
@@ -21,10 +21,10 @@ from megacpp_compile.lowerings._gemm import cublaslt
 
 aten = torch.ops.aten
 
-# FLOPs from which a product is looked at (0.14 ms on an H200), and up to which trying candidates stays a small part of
+# FLOPs from which a GEMM is looked at (0.14 ms on an H200), and up to which trying candidates stays a small part of
 # a first step.
 MIN_FLOPS, MAX_FLOPS = 1e11, 3e12
-# A short contraction with a large result, as MLA's latents make them, is misjudged most: lanes, and bytes of a result.
+# cuBLASLt misjudges a short contraction with a large result most, as MLA's latents make them: k, and bytes of a result.
 SHORT, LARGE_BYTES = 1024, 16 << 20
 
 
@@ -40,7 +40,7 @@ def _(a, b):  # type: ignore[no-untyped-def]
 
 
 class AutotuneGemms(GraphPass):
-    """Large products of a partitioned graph for CUDA become this op. Inductor's `max_autotune` has its own choice."""
+    """Large GEMMs of a partitioned graph for CUDA become this op. Inductor's `max_autotune` has its own choice."""
 
     def __init__(self, before: Any = None) -> None:
         self.before = before

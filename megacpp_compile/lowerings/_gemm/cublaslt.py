@@ -83,15 +83,15 @@ def _workspace(device: int, stream: int) -> Tensor:
 
 
 def available() -> bool:
-    """Whether products can be served at all: CUDA, and a cuBLASLt to call."""
+    """Whether GEMMs can be served at all: CUDA, and a cuBLASLt to call."""
     try:
         return torch.cuda.is_available() and torch.version.cuda is not None and bool(_library())
     except OSError:
         return False
 
 
-class Product:
-    """One shape's product `out = a @ b`, prepared: descriptors, and the algorithm that won.
+class Gemm:
+    """One shape's GEMM `out = a @ b`, prepared: descriptors, and the algorithm that won.
 
     a: [m, k] and b: [k, n], each with one stride of 1; out: [m, n] row-major. In cuBLAS's column-major terms that is
     out^T = b^T a^T, so b comes first.
@@ -190,60 +190,60 @@ def _aligned(*tensors: Tensor) -> bool:
     return all(t.data_ptr() and t.data_ptr() % _ALIGNED == 0 for t in tensors)
 
 
-_products: dict[tuple[Any, ...], Product | None] = {}
+_gemms: dict[tuple[Any, ...], Gemm | None] = {}
 
 
 def _key(a: Tensor, b: Tensor) -> tuple[Any, ...]:
     return a.device.index, a.dtype, b.dtype, a.shape, b.shape, a.stride(), b.stride()
 
 
-def _product(a: Tensor, b: Tensor, out: Tensor) -> Product | None:
-    """The prepared product, or None where torch's own call serves. A shape first met while a CUDA graph is captured
+def _gemm(a: Tensor, b: Tensor, out: Tensor) -> Gemm | None:
+    """The prepared GEMM, or None where torch's own call serves. A shape first met while a CUDA graph is captured
     can't be timed; torch serves it, and it is looked at again later."""
     if not a.is_cuda or not _aligned(a, b, out):
         return None
-    if (key := _key(a, b)) not in _products:
+    if (key := _key(a, b)) not in _gemms:
         if torch.cuda.is_current_stream_capturing():
             return None
-        _products[key] = _prepare(a, b, out)
-    return _products[key]
+        _gemms[key] = _prepare(a, b, out)
+    return _gemms[key]
 
 
-def _prepare(a: Tensor, b: Tensor, out: Tensor) -> Product | None:
+def _prepare(a: Tensor, b: Tensor, out: Tensor) -> Gemm | None:
     half = a.dtype in DATA_TYPE and a.dtype == b.dtype
     dense = all(1 in t.stride() and t.numel() for t in (a, b))
     if not half or not dense or not available() or torch.are_deterministic_algorithms_enabled():
         return None
     try:
-        product = Product(a, b, out)
+        gemm = Gemm(a, b, out)
     except RuntimeError as error:  # no memory to try it in, too
         log.warning("cublasLt candidates of %s x %s: %s", tuple(a.shape), tuple(b.shape), error)
         return None
-    return product if product.algorithm is not None else None
+    return gemm if gemm.algorithm is not None else None
 
 
 def mm(a: Tensor, b: Tensor) -> Tensor:
     """`a @ b`; a: [m, k], b: [k, n]."""
     out = torch.empty((a.shape[0], b.shape[1]), dtype=a.dtype, device=a.device)
-    product = _product(a, b, out)
-    if product is None:
+    gemm = _gemm(a, b, out)
+    if gemm is None:
         return torch.mm(a, b, out=out)
-    product.run(a, b, out)
+    gemm.run(a, b, out)
     return out
 
 
 def gains(a: Tensor, b: Tensor) -> bool:
-    """Whether a candidate is faster than torch's choice for such a product: tried on operands of the shapes, strides,
+    """Whether a candidate is faster than torch's choice for such a GEMM: tried on operands of the shapes, strides,
     dtype and device of `a` and `b`, which may be fake, filled at random."""
-    if (key := _key(a, b)) in _products:  # by a layer before this one
-        return _products[key] is not None
+    if (key := _key(a, b)) in _gemms:  # by a layer before this one
+        return _gemms[key] is not None
     if not available() or torch.cuda.is_current_stream_capturing():
         return False
     # A lowering asks while it is functionalised, under which new tensors have no memory of their own.
     with _disable_current_modes(), temporarily_clear_interpreter_stack(), torch.no_grad():
         try:
             left, right = (_filled(t) for t in (a, b))
-            return _product(left, right, left.new_empty((left.shape[0], right.shape[1]))) is not None
+            return _gemm(left, right, left.new_empty((left.shape[0], right.shape[1]))) is not None
         except torch.cuda.OutOfMemoryError:
             return False
 

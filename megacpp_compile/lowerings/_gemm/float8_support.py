@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import torch
 
-MULTIPLE = 16  # of every side of a product
+MULTIPLE = 16  # of every side of a GEMM
 
 
 def no_float8(device: torch.device) -> str:
     """Why `device` multiplies no float8, "" where it does."""
     if device.type != "cuda":
-        return f"{device.type} has no float8 products"
+        return f"{device.type} has no float8 GEMMs"
     major, minor = torch.cuda.get_device_capability(device)
-    return "" if (major, minor) >= (8, 9) else f"compute capability {major}.{minor} has no float8 products"
+    return "" if (major, minor) >= (8, 9) else f"compute capability {major}.{minor} has no float8 GEMMs"
 
 
 def no_grouped_float8(device: torch.device) -> str:
@@ -21,7 +21,7 @@ def no_grouped_float8(device: torch.device) -> str:
         return missing
     major, minor = torch.cuda.get_device_capability(device)
     if major != 9 or torch.version.cuda is None:
-        return f"compute capability {major}.{minor}: grouped float8 products are written for Hopper, 9.0"
+        return f"compute capability {major}.{minor}: grouped float8 GEMMs are written for Hopper, 9.0"
     return ""
 
 
@@ -32,11 +32,11 @@ def no_block_scales(device: torch.device) -> str:
         return missing
     major, minor = torch.cuda.get_device_capability(device)
     if major != 9:
-        return f"compute capability {major}.{minor}: products with block scales are Hopper's, 9.0"
+        return f"compute capability {major}.{minor}: GEMMs with block scales are Hopper's, 9.0"
     cuda = torch.version.cuda or "none"
     known = cuda != "none" and tuple(int(part) for part in cuda.split(".")[:2]) >= (12, 9)
     if not known:
-        return f"CUDA {cuda}: products with block scales are there from 12.9 on"
+        return f"CUDA {cuda}: GEMMs with block scales are there from 12.9 on"
     from megacpp_compile.lowerings._gemm import block_scaled
 
     return block_scaled.failing(device)

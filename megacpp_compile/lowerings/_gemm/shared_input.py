@@ -1,4 +1,4 @@
-"""`fuse_shared_input_gemms`: products that share an operand as one product, forward and backward.
+"""`fuse_shared_input_gemms`: GEMMs that share an operand as one GEMM, forward and backward.
 
 MLA multiplies one input by two down-projections. Their weights side by side give one GEMM with a wider result; in
 backward, the sum `g1 @ W1 + g2 @ W2` is one GEMM over `[g1 | g2]`, and the weight gradients are one GEMM as well. What
@@ -25,18 +25,18 @@ MAX_WIDTH = 2048
 
 
 def merge(graph: fx.Graph) -> int:
-    """Merge sums of products, then products of one left operand, then of one right operand; how many were merged."""
+    """Merge sums of GEMMs, then GEMMs of one left operand, then of one right operand; how many were merged."""
     merged = _sums(graph) + _shared(graph, 0) + _shared(graph, 1)
     drop_dead(graph)
     return merged
 
 
-def _products(graph: fx.Graph) -> list[Node]:
+def _gemms(graph: fx.Graph) -> list[Node]:
     return [n for n in graph.find_nodes(op="call_function", target=aten.mm.default) if _static(n)]
 
 
-def _static(product: Node) -> bool:
-    return all(isinstance(s, int) for t in (product, *product.args) for s in value(t).shape)
+def _static(gemm: Node) -> bool:
+    return all(isinstance(s, int) for t in (gemm, *gemm.args) for s in value(t).shape)
 
 
 def _builder(graph: fx.Graph, anchor: Node, like: Node) -> Builder:
@@ -53,14 +53,14 @@ def _sums(graph: fx.Graph) -> int:
         (a, v), (b, w) = (p.args for p in pair if p is not None)
         operands = [value(t) for t in (a, v, b, w)]
         one_kind = len({t.dtype for t in operands} | {value(total).dtype}) == 1
-        # Views keep the order of rows, so products are added row by row where nothing is broadcast.
+        # Views keep the order of rows, so GEMMs are added row by row where nothing is broadcast.
         if any(value(p).shape != value(total).shape for p in total.args) or not all(map(_static, pair)):
             continue
         if not one_kind or max(operands[0].shape[1], operands[2].shape[1]) > MAX_WIDTH:
             continue
         build = _builder(graph, total, total)
-        product = build(aten.mm.default, build(aten.cat.default, [a, b], 1), build(aten.cat.default, [v, w]))
-        total.replace_all_uses_with(build(aten.view.default, product, list(value(total).shape)))
+        gemm = build(aten.mm.default, build(aten.cat.default, [a, b], 1), build(aten.cat.default, [v, w]))
+        total.replace_all_uses_with(build(aten.view.default, gemm, list(value(total).shape)))
         count += 1
     drop_dead(graph)
     return count
@@ -78,9 +78,9 @@ def _behind_views(node: Any) -> Node | None:
 
 
 def _shared(graph: fx.Graph, side: int) -> int:
-    """Products with one operand in common at `side`; the others are put side by side along `1 - side`."""
+    """GEMMs with one operand in common at `side`; the others are put side by side along `1 - side`."""
     groups: dict[Any, list[Node]] = {}
-    for node in _products(graph):
+    for node in _gemms(graph):
         other = value(node.args[1 - side])
         if other.shape[1 - side] <= MAX_WIDTH and node.users:
             groups.setdefault((_identity(node.args[side]), other.dtype), []).append(node)
@@ -91,14 +91,14 @@ def _shared(graph: fx.Graph, side: int) -> int:
         common = nodes[0].args[side]
         needed = [common, *(o.args[0] for o in others)] if all(map(_transposed, others)) else [common, *others]
         if len(nodes) < 2 or max(needed) >= anchor:
-            continue  # an operand is ready only after another product was read
+            continue  # an operand is ready only after another GEMM was read
         build = _builder(graph, anchor, nodes[0])
         wide = _beside(build, others, 1 - side)
-        product = build(aten.mm.default, *((common, wide) if side == 0 else (wide, common)))
+        gemm = build(aten.mm.default, *((common, wide) if side == 0 else (wide, common)))
         start = 0
         for node, other in zip(nodes, others, strict=True):
             end = start + value(other).shape[1 - side]
-            node.replace_all_uses_with(build(aten.slice.Tensor, product, 1 - side, start, end))
+            node.replace_all_uses_with(build(aten.slice.Tensor, gemm, 1 - side, start, end))
             start = end
         count += 1
     return count

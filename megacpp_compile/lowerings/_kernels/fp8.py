@@ -1,4 +1,4 @@
-"""What ops with an fp8 lane share: rounding by the largest magnitude, widening inside an op, and cuBLASLt's product.
+"""What ops with an fp8 path share: rounding by the largest magnitude, widening inside an op, and cuBLASLt's GEMM.
 
 A payload is float8_e4m3fn or float8_e5m2, its scale the factor that gives back the value: `value = payload * scale`.
 """
@@ -8,11 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Lanes that share a scale where there is one for a block (DeepSeek-V3's recipe, https://arxiv.org/abs/2412.19437).
-SCALED_LANES = 128
+# Channels that share a scale where there is one for a block (DeepSeek-V3's recipe, https://arxiv.org/abs/2412.19437).
+SCALE_BLOCK = 128
 
 
-def product(
+def fp8_gemm(
     a: Tensor,
     a_scale: Tensor,
     b: Tensor,

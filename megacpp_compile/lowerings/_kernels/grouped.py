@@ -1,11 +1,11 @@
-"""Matrix products over rows that are sorted into groups, each group with a weight of its own.
+"""GEMMs over rows that are sorted into groups, each group with a weight of its own.
 
-    rows     [S, d]      offsets [E] int32: where each group ends; rows behind the last are nobody's
+    rows     [S, d]      offsets [E] int32: where each group ends; rows behind the last end belong to no group
     weights  one tensor [E, n, d], or E tensors [n, d] that stay where they are
 
 Ops of their own, and opaque to what compiles around them: how many rows a group has is known to the device alone. On
-CPU its numbers can be read at no cost, so each group is one product of just its size; on CUDA the kernels of
-`_triton_grouped` read them there, and nothing waits. Elsewhere every group's product runs over all rows.
+CPU the offsets can be read at no cost, so each group is one GEMM of just its size; on CUDA the kernels of
+`triton_grouped` read them there, and the host does not wait. Elsewhere every group's GEMM runs over all rows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from megacpp_compile.lowerings._op import ends_until
 
 
-@torch.library.custom_op("grouped_products::rows", mutates_args=())
+@torch.library.custom_op("grouped_gemms::rows", mutates_args=())
 def rows(
     xs: list[Tensor],
     weights: list[Tensor],
@@ -27,10 +27,10 @@ def rows(
     transposed: bool,
     take: Optional[Tensor] = None,  # noqa: UP045  custom_op reads typing.Optional on every supported torch
 ) -> Tensor:
-    """[S, n]: `x @ w.T` with each row's own weight, or with `transposed` `x @ w`; rows that are nobody's are zero.
+    """[S, n]: `x @ w.T` with each row's own weight, or with `transposed` `x @ w`; rows of no group are zero.
 
-    Of several xs the sum of their products, with the weights of one after those of the other. take: [S], the rows of
-    xs to read.
+    Several xs give the sum of their GEMMs; the weights of one lie behind those of the other. take: [S], the rows of xs
+    to read.
     """
     if xs[0].device.type == "cuda":
         from megacpp_compile.lowerings._kernels import triton_grouped
@@ -67,7 +67,7 @@ def separate(weights: list[Tensor]) -> list[Tensor]:
     return [part for w in weights for part in (w.unbind(0) if w.dim() == 3 else (w,))]
 
 
-@torch.library.custom_op("grouped_products::weights", mutates_args=())
+@torch.library.custom_op("grouped_gemms::weights", mutates_args=())
 def weights(
     grad: Tensor,
     x: Tensor,
@@ -75,7 +75,8 @@ def weights(
     take_grad: Optional[Tensor] = None,  # noqa: UP045
     take_x: Optional[Tensor] = None,  # noqa: UP045
 ) -> Tensor:
-    """[E, n, d]: `grad.T @ x` over the rows of each group, or over rows take_..; zero for a group without rows."""
+    """[E, n, d]: `grad.T @ x` over the rows of each group, which `take_grad` and `take_x` name if given; zero for an
+    empty group."""
     if x.device.type == "cuda":
         from megacpp_compile.lowerings._kernels import triton_grouped
 
@@ -96,7 +97,7 @@ def _(grad, x, offsets, take_grad=None, take_x=None):  # type: ignore[no-untyped
     return x.new_empty((offsets.shape[0], grad.shape[1], x.shape[1]))
 
 
-@torch.library.custom_op("grouped_products::weights_by_cutlass", mutates_args=())
+@torch.library.custom_op("grouped_gemms::weights_by_cutlass", mutates_args=())
 def weights_by_cutlass(
     grad: Tensor,
     x: Tensor,
@@ -104,10 +105,12 @@ def weights_by_cutlass(
     take_grad: Optional[Tensor] = None,  # noqa: UP045
     take_x: Optional[Tensor] = None,  # noqa: UP045
 ) -> Tensor:
-    """`weights` by torch's grouped GEMM, CUDA and bfloat16. Opaque for the layout of its operands: to torch's own
-    op Inductor may give a transposed copy of `grad`, which it takes only if groups are of a multiple of 8 rows. Rows
-    are taken in here, too: by ATen 0.20 ms for 98304 of 2048 lanes on an H200, where Inductor made one kernel of two
-    such, 0.49 ms."""
+    """`weights` by torch's grouped GEMM; CUDA and bfloat16 only.
+
+    Opaque to Inductor because of the operands' layout: Inductor may hand torch's own op a transposed copy of `grad`,
+    which it takes only if groups have a multiple of 8 rows. The rows are gathered in here too: ATen takes 0.20 ms for
+    98304 of 2048 channels on an H200, where Inductor fused two such gathers into one kernel of 0.49 ms.
+    """
     grad = grad.contiguous() if take_grad is None else grad.index_select(0, take_grad)
     x = x.contiguous() if take_x is None else x.index_select(0, take_x)
     return torch._grouped_mm(grad.t(), x, offsets)
@@ -118,12 +121,15 @@ def _(grad, x, offsets, take_grad=None, take_x=None):  # type: ignore[no-untyped
     return x.new_empty((offsets.shape[0], grad.shape[1], x.shape[1]))
 
 
-@torch.library.custom_op("grouped_products::gated", mutates_args=())
+@torch.library.custom_op("grouped_gemms::gated", mutates_args=())
 def gated(
     x: Tensor, w_gate: list[Tensor], w_up: list[Tensor], offsets: Tensor, take: Tensor, activation: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(x @ gate.T, x @ up.T, f(the first) * the second) of rows `take`, in one kernel; on CUDA only. With w_up empty
-    w_gate holds both, [2n, d] of an expert; so does the first result then, and the second nothing."""
+    """(x @ w_gate.T, x @ w_up.T, f(the first) * the second) of rows `take`, in one kernel; on CUDA only.
+
+    With w_up empty, w_gate holds both, [2n, d] per expert; the first result then holds both too, and the second is
+    empty.
+    """
     from megacpp_compile.lowerings._kernels import triton_gated
 
     return triton_gated.gated(x, w_gate, w_up, offsets, take, activation)
@@ -136,7 +142,7 @@ def _(x, w_gate, w_up, offsets, take, activation):  # type: ignore[no-untyped-de
     return first, x.new_empty((rows, n)) if w_up else x.new_empty(0), x.new_empty((rows, n if w_up else n // 2))
 
 
-@torch.library.custom_op("grouped_products::gradients", mutates_args=())
+@torch.library.custom_op("grouped_gemms::gradients", mutates_args=())
 def gradients(
     grad: Tensor,
     weights: list[Tensor],
@@ -146,8 +152,8 @@ def gradients(
     take: Tensor,
     activation: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The first product of backward, of rows `take` of `grad`, and what lies between it and the next ones, in one
-    kernel where gate and up are two; on CUDA only. See `_triton_gated.gradients`."""
+    """Backward's first GEMM, of rows `take` of `grad`, and what lies between it and the next ones, in one kernel where
+    gate and up are two tensors; on CUDA only. See `triton_gated.gradients`."""
     from megacpp_compile.lowerings._kernels import triton_gated
 
     return triton_gated.gradients(grad, weights, hidden, gates, offsets, take, activation)

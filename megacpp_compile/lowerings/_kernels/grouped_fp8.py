@@ -1,11 +1,11 @@
-"""`_grouped`'s products in float8, on CUDA: e4m3 payloads with a scale for every row of x and of a weight.
+"""The GEMMs of `grouped` in float8, on CUDA: e4m3 payloads with a scale for every row of x and of a weight.
 
     forward    y = (x8 @ w8.T) * scale of x's row * scale of w's row
     backward   y = g8 @ w8, of the same w8: w's scales lie along what is summed there, so they are multiplied into the
-               rows before these are rounded. w8 is made again, from the weight and the scale that forward kept
+               rows before these are rounded. w8 is recomputed, from the weight and the scale that forward kept
 
-Products accumulate in the tensor cores' own 22 bits. Each op makes the payloads it needs, and none outlives it. Weights
-are as in `_grouped`: of several parts (gate and up), those of one after those of the other; scales are [E, parts * n].
+GEMMs accumulate in the tensor cores' own 22 bits. Each op makes the payloads it needs and frees them. Weights are as in
+`grouped`; of several parts (gate and up) those of one lie behind those of the other; scales are [E, parts * n].
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from megacpp_compile.lowerings._kernels.grouped import separate
 
 
-@torch.library.custom_op("grouped_products::rows_fp8", mutates_args=())
+@torch.library.custom_op("grouped_gemms::rows_fp8", mutates_args=())
 def rows(
     x: Tensor,
     weights: list[Tensor],
@@ -39,7 +39,7 @@ def _(x, weights, offsets, take=None):  # type: ignore[no-untyped-def]
     return x.new_empty(((x if take is None else take).shape[0], n)), _scales(x, offsets, n)
 
 
-@torch.library.custom_op("grouped_products::rows_back_fp8", mutates_args=())
+@torch.library.custom_op("grouped_gemms::rows_back_fp8", mutates_args=())
 def rows_back(x: Tensor, weights: list[Tensor], scale: Tensor, offsets: Tensor) -> Tensor:
     """[S, d]: `x @ w` of x [S, parts * n] and weights [n, d]. scale: theirs in forward."""
     from megacpp_compile.lowerings._kernels import triton_grouped, triton_quantise
@@ -54,11 +54,11 @@ def _(x, weights, scale, offsets):  # type: ignore[no-untyped-def]
     return x.new_empty((x.shape[0], weights[0].shape[-1]))
 
 
-@torch.library.custom_op("grouped_products::gated_fp8", mutates_args=())
+@torch.library.custom_op("grouped_gemms::gated_fp8", mutates_args=())
 def gated(
     x: Tensor, w_gate: list[Tensor], w_up: list[Tensor], offsets: Tensor, take: Tensor, activation: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The three results of `grouped_products::gated`, and the weights' scales, the gate's first [E, 2n]."""
+    """The three results of `grouped_gemms::gated`, and the weights' scales, the gate's first [E, 2n]."""
     from megacpp_compile.lowerings._kernels import triton_gated, triton_quantise
 
     x8, x_scale = triton_quantise.quantised_rows(x)
@@ -75,7 +75,7 @@ def _(x, w_gate, w_up, offsets, take, activation):  # type: ignore[no-untyped-de
     return x.new_empty((slots, n)), up, x.new_empty((slots, a)), _scales(x, offsets, 2 * a)
 
 
-@torch.library.custom_op("grouped_products::gradients_fp8", mutates_args=())
+@torch.library.custom_op("grouped_gemms::gradients_fp8", mutates_args=())
 def gradients(
     grad: Tensor,
     weights: list[Tensor],
@@ -86,7 +86,7 @@ def gradients(
     take: Tensor,
     activation: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `grouped_products::gradients`. scale: the weights' in forward [E, d]."""
+    """As `grouped_gemms::gradients`. scale: the weights' in forward [E, d]."""
     from megacpp_compile.lowerings._kernels import triton_gated, triton_quantise
 
     g8, g_scale = triton_quantise.quantised_rows(grad, take, scale, offsets)

@@ -62,7 +62,7 @@ def refused(cos: Tensor, sin: Tensor, rope_dim: Any, nope_dim: Any) -> str | Non
 
 
 # Block sizes without measuring: (tokens, heads, warps) by the number of heads, from many to few, and the choice where
-# tokens lie closer in memory than a token's heads. Found on an H200, by sweeps at 1 to 128 heads of 128 + 64 lanes:
+# tokens lie closer in memory than a token's heads. Found on an H200, by sweeps at 1 to 128 heads of 128 + 64 channels:
 # one token with as many heads as fit keeps most reads in flight, and the heads share their angles.
 _INSIDE = {
     "turn": ((24, (1, 32, 4)), (17, (16, 1, 4)), (9, (1, 16, 4)), (0, (16, 4, 4))),

@@ -1,9 +1,10 @@
-"""The rotation all RoPE ops share: pairs of lanes turned by an angle, as two multiply-adds.
+"""The rotation that all RoPE ops share: pairs of channels rotated by an angle, as two multiply-adds.
 
-Layouts. A head of `r` rotated lanes holds `r/2` pairs. *half*: pair `i` sits in lanes `(i, i + r/2)`; *interleaved*:
-in lanes `(2i, 2i+1)`. Input and output may differ: DeepSeek-V3's weights give interleaved pairs, models write halves.
+Layouts. A head of `r` rotated channels holds `r/2` pairs. *half*: pair `i` sits in channels `(i, i + r/2)`;
+*interleaved*: in channels `(2i, 2i+1)`. Input and output may differ: DeepSeek-V3's weights give interleaved pairs,
+models write halves.
 
-Tables are `r/2` wide (one angle a pair) or `r` wide (one entry for every *output* lane).
+Tables are `r/2` wide (one angle a pair) or `r` wide (one entry for every *output* channel).
 Source: RoFormer, https://arxiv.org/abs/2104.09864, eq. 34.
 """
 
@@ -75,7 +76,7 @@ def by_sequence(table: Tensor, cu_seqlens: Tensor | None, tokens: int) -> Tensor
 
 
 def split_head(x: Tensor, nope_dim: int, rope_first: bool) -> tuple[Tensor, Tensor]:
-    """A head's (unrotated, rotated) lanes."""
+    """A head's (unrotated, rotated) channels."""
     if rope_first:
         return x[..., x.shape[-1] - nope_dim :], x[..., : x.shape[-1] - nope_dim]
     return x[..., :nope_dim], x[..., nope_dim:]
@@ -100,7 +101,7 @@ def rotate_head(
     dtype: torch.dtype,
     turn: Callable[..., Tensor] = rotate,
 ) -> Tensor:
-    """Rotate a head's rope lanes with `turn` and pass the others through."""
+    """Rotate a head's rope channels with `turn` and pass the others through. Shapes as in `rotate` and `split_head`."""
     nope, rope = split_head(x, nope_dim, rope_first)
     turned = turn(
         rope, cos, sin, interleaved_in=interleaved_in, interleaved_out=interleaved_out, inverse=inverse, dtype=dtype

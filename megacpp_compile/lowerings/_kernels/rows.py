@@ -1,4 +1,4 @@
-"""Tensors `[..., lanes]` as tokens x heads: the strides a RoPE kernel walks, worked out on the host.
+"""Tensors `[..., channels]` as tokens x heads: the strides a RoPE kernel walks, worked out on the host.
 
 The head dimension is the one the tables do not depend on; the others are the tokens, folded into at most two
 coordinates `(t // n1, t % n1)`. Nothing here reads data, so it works on fake tensors and on symbolic sizes.
@@ -51,7 +51,7 @@ def rows_of(
 ) -> Rows | str:
     """The walk over `full` tensors (one outer shape) beside `shared` ones (broadcast over heads at least), or why not.
 
-    `packed`: the tables, last in `shared`, are `[positions, 1, lanes]` and indexed by position, not by token.
+    `packed`: the tables, last in `shared`, are `[positions, 1, channels]` and indexed by position, not by token.
     `head`: the dimension of the heads, where it is known; `full` tensors may then differ in it.
     """
     outer = full[0].shape[:-1]
@@ -61,7 +61,7 @@ def rows_of(
         if t.dim() != full[0].dim():
             return "operands differ in rank"
     if any(not _one(t.shape[-1]) and not statically_known_true(t.stride(-1) == 1) for t in (*full, *shared[:-2])):
-        return "lanes are not adjacent in memory"
+        return "channels are not contiguous"
 
     # A packed token's place is read from the tables by its number, so dimension 0 is never the heads'.
     free = [i for i in dims if all(_one(t.shape[i]) for t in by_token) and not (packed and i == 0)]
@@ -86,7 +86,7 @@ def rows_of(
     while len(groups) < 2:
         groups.insert(0, [])
 
-    def product(dims: Sequence[int]) -> Any:
+    def numel(dims: Sequence[int]) -> Any:
         n: Any = 1
         for i in dims:
             n = n * outer[i]
@@ -97,9 +97,9 @@ def rows_of(
         return first, second, 0 if head is None else _step(t, head)
 
     tables = [(0, t.stride(0), 0) for t in shared[-2:]] if packed else []
-    n1 = product(groups[1])
+    n1 = numel(groups[1])
     heads = 1 if head is None else outer[head]
-    return Rows(product(groups[0]) * n1, n1, heads, (*map(strides, tensors), *tables), head)
+    return Rows(numel(groups[0]) * n1, n1, heads, (*map(strides, tensors), *tables), head)
 
 
 def overlaps(t: Tensor) -> bool:

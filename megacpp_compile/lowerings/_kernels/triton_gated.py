@@ -1,6 +1,6 @@
-"""The grouped products of a gated MLP and what lies between them, on CUDA: gate, up and activation in one kernel, and
-backward's first product with all that follows it up to the next ones. Groups and weights are found as in
-`_triton_grouped`."""
+"""The grouped GEMMs of a gated MLP and what lies between them, on CUDA: gate, up and activation in one kernel, and
+backward's first GEMM with all that follows it up to the next ones. `triton_grouped` says how groups and weights are
+found."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megacpp_compile.lowerings._kernels.triton_cast import as_stored
 from megacpp_compile.lowerings._kernels.triton_grouped import (
-    add_product,
+    add_gemm,
     arguments_of,
     block_sizes,
     programs,
@@ -46,7 +46,7 @@ def grouped_gated(x, gates, ups, table, ends, take, x_scale, w_scale, h_gate, h_
                   NAME: tl.constexpr, TYPE: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
                   INTERPRETED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
     """h_gate = x @ gate.T, h_up = x @ up.T, out = f(h_gate) * h_up, of rows take[r], with their group's weights.
-    x_scale [rows of x] and w_scale [E, 2N], the gate's first, or None: factors of the products."""
+    x_scale [rows of x] and w_scale [E, 2N], the gate's first, or None: factors of the GEMMs."""
     across: tl.constexpr = (N + BN - 1) // BN
     n = (tl.program_id(0) % across) * BN + tl.arange(0, BN)
     group, first, stop = tile_of(ends, rows, tl.program_id(0) // across, E, EP, BM)
@@ -99,8 +99,8 @@ def grouped_gated(x, gates, ups, table, ends, take, x_scale, w_scale, h_gate, h_
 @triton.jit
 def _gradients_of(d_a, m, n, h_gate, h_up, scale, d_hidden, out, hs, stop, until, N: tl.constexpr, NAME: tl.constexpr,
                   ACC: tl.constexpr):  # fmt: skip
-    """Lanes `n` of what `gated_gradients` stores for rows `m` before `stop`, of which those from `until` are nobody's;
-    returns what they add to `d_a . a`."""
+    """What channels `n` of rows `m` add to `d_a . a`; stores these channels of the results of `gated_gradients`, of
+    rows before `stop`. Rows from `until` on belong to no expert."""
     inside = (m < stop)[:, None] & (n < N)[None, :]
     live = inside & (m < until)[:, None]
     row = m.to(tl.int64)[:, None]
@@ -125,9 +125,9 @@ def gated_gradients(x, weights, table, ends, take, x_scale, h_gate, h_up, gates,
                     PRECISION: tl.constexpr, INTERPRETED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
                     BK: tl.constexpr):  # fmt: skip
     """With a = f(h_gate) * h_up, and `x[take[r]] @ weights[group of r].T * gates[r]` the gradient of a's row r: the
-    gradients of h_gate and h_up, side by side; `a * gates`; and, in a row of `dots` for each BN lanes, what
+    gradients of h_gate and h_up, side by side; `a * gates`; and, in a row of `dots` for each BN channels, what
     these add to the gradient of the row's gate. Rows behind all groups are zero. Without `take`, x has their order;
-    x_scale [rows of x] or None: factors of the product.
+    x_scale [rows of x] or None: factors of the GEMM.
 
     Two programs share an SM, so that one multiplies while the other is at its last lines. They are taken in quarters:
     whole, an SM's registers are too few."""
@@ -149,7 +149,7 @@ def gated_gradients(x, weights, table, ends, take, x_scale, h_gate, h_up, gates,
             w = weights + group.to(tl.int64) * ws_e
         a = x + row * xs + k[None, :]
         b = w + n[None, :] * wn + k[:, None] * wk
-        acc = add_product(acc, a, b, n, wk, N, K, ACC, PRECISION, INTERPRETED, BN, BK)
+        acc = add_gemm(acc, a, b, n, wk, N, K, ACC, PRECISION, INTERPRETED, BN, BK)
         if x_scale is not None:
             acc *= tl.load(x_scale + (at_row if take is None else tl.load(take + at_row)))[:, None]
     until = tl.where(group < E, stop, 0)
@@ -215,8 +215,8 @@ def gradients(
     dtype: torch.dtype | None = None,
     **sizes: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(gradients of gate and up, side by side; what went into the last product, times the gates; gradients of these),
-    see `gated_gradients`. weights: of the last product; hidden: gate and up, or one tensor of both; scale: of the rows
+    """(gradients of gate and up, side by side; what went into the last GEMM, times the gates; gradients of these),
+    see `gated_gradients`. weights: of the last GEMM; hidden: gate and up, or one tensor of both; scale: of the rows
     of `grad`; dtype: of the results, by default that of `grad`."""
     hidden = [h if h.stride(-1) == 1 else h.contiguous() for h in hidden]
     gate, up = hidden if len(hidden) == 2 else hidden[0].chunk(2, 1)
@@ -226,7 +226,7 @@ def gradients(
     rows, n = gate.shape
     narrow = grad.dtype.itemsize <= 2
     blocks = {**block_sizes(grad.dtype, n), **({"BN": 128} if narrow else {}), **_two_programs(narrow), **sizes}
-    d_hidden, out = (grad.new_empty((rows, lanes), dtype=dtype or grad.dtype) for lanes in (2 * n, n))
+    d_hidden, out = (grad.new_empty((rows, width), dtype=dtype or grad.dtype) for width in (2 * n, n))
     dots = gates.new_empty((-(-n // blocks["BN"]), rows))
     if rows:
         operands, arguments = arguments_of([w.transpose(-1, -2) for w in weights], grad, offsets)

@@ -1,4 +1,4 @@
-"""The products of `_grouped` on CUDA: how many rows a group has, and where its weight lies, is read on the device.
+"""The GEMMs of `grouped` on CUDA: the kernels read on the device how many rows a group has and where its weight lies.
 
 `grouped_rows` gives each program one tile of one group. A program finds its group by counting tiles over all groups'
 ends, so the launch is as large as the rows could need, and programs without a tile return at once. Separate weights
@@ -39,9 +39,9 @@ def tile_of(ends, rows, tile, E: tl.constexpr, EP: tl.constexpr, BM: tl.constexp
 
 
 @triton.jit
-def add_product(acc, a, b, n, wk, N: tl.constexpr, K: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+def add_gemm(acc, a, b, n, wk, N: tl.constexpr, K: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
                 INTERPRETED: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
-    """`acc` and the product of a tile's rows at `a` and lanes `n` of a weight at `b`, summed over K."""
+    """`acc` and the GEMM of a tile's rows at `a` and channels `n` of a weight at `b`, summed over K."""
     k = tl.arange(0, BK)
     for at in range(0, K, BK):
         if K % BK == 0:
@@ -69,7 +69,7 @@ def grouped_rows(x, x2, weights, weights2, table, ends, take, x_scale, w_scale, 
                  PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
                  BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
     """out[r] = x[r] @ weights[group of r].T (+ x2[r] @ weights2[group of r].T), or of rows take[r]; a row behind all
-    groups is zero. x_scale [rows of x] and w_scale [E, N] or None: factors of the products."""
+    groups is zero. x_scale [rows of x] and w_scale [E, N] or None: factors of the GEMMs."""
     across: tl.constexpr = (N + BN - 1) // BN
     tile = tl.program_id(0) // across
     n = (tl.program_id(0) % across) * BN + tl.arange(0, BN)
@@ -92,7 +92,7 @@ def grouped_rows(x, x2, weights, weights2, table, ends, take, x_scale, w_scale, 
                 w = (weights if part == 0 else weights2) + group.to(tl.int64) * ws_e
             a = source + row * stride + k[None, :]
             b = w + n[None, :] * wn + k[:, None] * wk
-            acc = add_product(acc, a, b, n, wk, N, K, ACC, PRECISION, INTERPRETED, BN, BK)
+            acc = add_gemm(acc, a, b, n, wk, N, K, ACC, PRECISION, INTERPRETED, BN, BK)
         if x_scale is not None:
             acc *= tl.load(x_scale + (tl.load(take + at_row) if TAKE else at_row))[:, None]
         if w_scale is not None:

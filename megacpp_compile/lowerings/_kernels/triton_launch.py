@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.library import wrap_triton
 
-from megacpp_compile.lowerings._kernels.autotune import measuring, traced
+from megacpp_compile.lowerings._kernels.trace_options import measuring, traced
 
 # Choices that are the compiler's, not arguments of the kernel.
 LAUNCH = ("num_warps", "num_stages")
@@ -55,7 +55,7 @@ def is_wide(*dtypes: torch.dtype) -> bool:
 
 
 def accumulator(dtype: torch.dtype) -> Any:
-    """What products of `dtype` are summed in."""
+    """What GEMMs of `dtype` are summed in."""
     return tl.float64 if dtype == torch.float64 else tl.float32
 
 
@@ -72,7 +72,7 @@ def multiply(dtype: torch.dtype) -> dict[str, Any]:
             "INTERPRETED": interpreted()}  # fmt: skip
 
 
-def lanes_adjacent(t: Tensor) -> Tensor:
+def last_dim_contiguous(t: Tensor) -> Tensor:
     return t if statically_known_true(t.stride(-1) == 1) else t.contiguous()
 
 

@@ -1,6 +1,6 @@
-"""Rows and weights of grouped products as e4m3 payloads, on CUDA: each in one pass over memory.
+"""Rows and weights of grouped GEMMs as e4m3 payloads, on CUDA: each in one pass over memory.
 
-A payload is the value divided by its row's scale (`_fp8.round_to_fp8`). Weights are found as in `_triton_grouped`.
+A payload is the value divided by its row's scale (`fp8.round_to_fp8`). Weights are found as in `_triton_grouped`.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ def _scale_from(largest):
 
 
 @triton.jit
-def quantise_row(x, take, ends, lane_scale, out, scale, xs, K: tl.constexpr, KP: tl.constexpr, E: tl.constexpr,
+def quantise_row(x, take, ends, channel_scale, out, scale, xs, K: tl.constexpr, KP: tl.constexpr, E: tl.constexpr,
                  EP: tl.constexpr):  # fmt: skip
-    """out[r] * scale[r] = x[take[r]], or x[r]; with lane_scale [E, K] times that of the row's group."""
+    """out[r] * scale[r] = x[take[r]], or x[r]; with channel_scale [E, K] times that of the row's group."""
     r = tl.program_id(0)
     source = (r if take is None else tl.load(take + r)).to(tl.int64)
     k = tl.arange(0, KP)
     v = tl.load(x + source * xs + k, mask=k < K, other=0).to(tl.float32)
-    if lane_scale is not None:
+    if channel_scale is not None:
         e = tl.arange(0, EP)
         behind = tl.load(ends + e, mask=e < E, other=2147483647) <= r
         group = tl.minimum(tl.sum(behind.to(tl.int32), 0), E - 1)  # a row behind all groups may have any scale
-        v *= tl.load(lane_scale + group * K + k, mask=k < K, other=0)
+        v *= tl.load(channel_scale + group * K + k, mask=k < K, other=0)
     one = _scale_from(tl.max(tl.abs(v), 0))
     tl.store(scale + r, one)
     tl.store(out + r.to(tl.int64) * K + k, as_stored(v * (1 / one), out), mask=k < K)
@@ -110,18 +110,18 @@ def quantise_turned(table, out, scale, stride, R: tl.constexpr, C: tl.constexpr,
 
 
 def quantised_rows(
-    x: Tensor, take: Tensor | None = None, lane_scale: Tensor | None = None, offsets: Tensor | None = None
+    x: Tensor, take: Tensor | None = None, channel_scale: Tensor | None = None, offsets: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(payload [S, k], scale [S]) of rows `take` of x, or of all; times lane_scale [E, k] of the group of each."""
+    """(payload [S, k], scale [S]) of rows `take` of x, or of all; times channel_scale [E, k] of the group of each."""
     x = x if x.stride(-1) == 1 else x.contiguous()
-    lane_scale = None if lane_scale is None else lane_scale.contiguous()
+    channel_scale = None if channel_scale is None else channel_scale.contiguous()
     rows, k = (x if take is None else take).shape[0], x.shape[1]
     experts = 0 if offsets is None else offsets.shape[0]
     out = torch.empty((rows, k), dtype=FLOAT8, device=x.device)
     scale = torch.empty(rows, dtype=torch.float32, device=x.device)
     if rows:
         quantise_row[(rows,)](
-            x, take, offsets, lane_scale, out, scale, x.stride(0), K=k, KP=power_of_2(k), E=experts,
+            x, take, offsets, channel_scale, out, scale, x.stride(0), K=k, KP=power_of_2(k), E=experts,
             EP=power_of_2(experts),
         )  # fmt: skip
     return out, scale
@@ -157,7 +157,7 @@ def turned_weights(weights: Sequence[Tensor], parts: int, scale: Tensor) -> Tens
 
 
 def _found(weights: Sequence[Tensor], parts: int) -> tuple[Sequence[Tensor], Tensor, dict[str, int]]:
-    """(weights with adjacent lanes and equal strides, copies if need be; where each lies; their sizes)."""
+    """(weights with adjacent channels and equal strides, copies if need be; where each lies; their sizes)."""
     if len({w.stride() for w in weights}) > 1 or weights[0].stride(-1) != 1:
         weights = [w.contiguous() for w in weights]
     r, c = weights[0].shape

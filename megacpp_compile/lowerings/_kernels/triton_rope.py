@@ -1,10 +1,10 @@
 """Triton device code all RoPE kernels share: where a token's rows lie, its angles, and the turn itself.
 
-Geometry (`_rows.py` works it out on the host). A tensor `[..., lanes]` is seen as tokens x heads x lanes: token `t` is
-the pair of coordinates `(t // n1, t % n1)`, each with its own stride; tables do not depend on the head. A program owns
-`BT` tokens and `BH` heads, and nobody else touches their rows, which is what makes working in place safe across
-programs. Within one, `IN_PLACE` separates the reads from the writes by a barrier: with interleaved pairs going in and
-halves coming out, a lane is written by another thread than the one that reads it.
+Geometry (`rows.py` works it out on the host). A tensor `[..., channels]` is seen as tokens x heads x channels: token
+`t` is the pair of coordinates `(t // n1, t % n1)`, each with its own stride; tables do not depend on the head. A
+program owns `BT` tokens and `BH` heads, and nobody else touches their rows, which is what makes working in place safe
+across programs. Within one, `IN_PLACE` separates the reads from the writes by a barrier: with interleaved pairs going
+in and halves coming out, a channel is written by another thread than the one that reads it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def position_in_sequence(t, ok, cu_seqlens, sequences, rows, STEPS: tl.constexpr
 @triton.jit
 def angles(table, at, lane_stride, ok, FULL: tl.constexpr, INTERLEAVED: tl.constexpr, HALF: tl.constexpr,
            LANES: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
-    """A table's entries for both lanes of every pair, [BT, 1, LANES]; `FULL` tables hold one an output lane."""
+    """A table's entries for both channels of every pair, [BT, 1, LANES]; `FULL` tables hold one an output channel."""
     d = tl.arange(0, LANES)[None, :]
     mask = ok[:, None] & (d < HALF)
     base = table + at[:, None]
@@ -65,7 +65,7 @@ def angles(table, at, lane_stride, ok, FULL: tl.constexpr, INTERLEAVED: tl.const
 @triton.jit
 def load_pairs(base, rows, INTERLEAVED: tl.constexpr, HALF: tl.constexpr, LANES: tl.constexpr, WIDE: tl.constexpr,
                BT: tl.constexpr, BH: tl.constexpr):  # fmt: skip
-    """Both lanes of every pair of the rows at pointers `base` [BT, BH], each [BT, BH, LANES], masked by `rows`."""
+    """Both channels of every pair of the rows at pointers `base` [BT, BH], each [BT, BH, LANES], masked by `rows`."""
     dtype: tl.constexpr = tl.float64 if WIDE else tl.float32
     if INTERLEAVED:
         d = tl.arange(0, 2 * LANES)[None, None, :]
@@ -82,7 +82,7 @@ def load_pairs(base, rows, INTERLEAVED: tl.constexpr, HALF: tl.constexpr, LANES:
 @triton.jit
 def store_pairs(base, rows, y1, y2, INTERLEAVED: tl.constexpr, HALF: tl.constexpr, LANES: tl.constexpr,
                 BT: tl.constexpr, BH: tl.constexpr):  # fmt: skip
-    """Write both lanes of every pair to the rows at pointers `base` [BT, BH]; y1 and y2 broadcast over heads."""
+    """Write both channels of every pair to the rows at pointers `base` [BT, BH]; y1 and y2 broadcast over heads."""
     y1 = tl.broadcast_to(as_stored(y1, base), (BT, BH, LANES))
     y2 = tl.broadcast_to(as_stored(y2, base), (BT, BH, LANES))
     if INTERLEAVED:
@@ -111,7 +111,7 @@ def turn(x1, x2, c1, c2, s1, s2, INVERSE: tl.constexpr):
 
 @triton.jit
 def copy_rows(source, target, rows, WIDTH: tl.constexpr, LANES: tl.constexpr):
-    """Copy `WIDTH` lanes of the rows at pointers `source` to those at `target`, both [BT, BH]."""
+    """Copy `WIDTH` channels of the rows at pointers `source` to those at `target`, both [BT, BH]."""
     d = tl.arange(0, LANES)[None, None, :]
     mask = rows[:, :, None] & (d < WIDTH)
     x = tl.load(source[:, :, None] + d, mask=mask, other=0)
@@ -126,7 +126,7 @@ def turn_heads(source, target, t_pid, h_pid, tokens, n1, heads, xa, xb, xh, ya, 
                STORE_INTERLEAVED: tl.constexpr, TABLE_INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr,
                WIDE: tl.constexpr, IN_PLACE: tl.constexpr, PACKED: tl.constexpr, STEPS: tl.constexpr,
                BT: tl.constexpr, BH: tl.constexpr):  # fmt: skip
-    """A block of whole heads from `source` to `target`: rope lanes turned, the others copied unless in place."""
+    """A block of whole heads from `source` to `target`: rope channels turned, the others copied unless in place."""
     ROPE_AT: tl.constexpr = 0 if ROPE_FIRST else NOPE
     NOPE_AT: tl.constexpr = 2 * HALF if ROPE_FIRST else 0
     t, a, b, ok = tokens_of(t_pid, tokens, n1, BT)

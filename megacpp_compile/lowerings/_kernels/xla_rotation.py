@@ -1,6 +1,6 @@
 """The rotation of RoPE as XLA wants it: two multiply-adds over whole rows, and one reversal of an axis of length two.
 
-A row of `r` rotated lanes is seen as pairs, [r/2, 2] where they lie beside each other and [2, r/2] where they are
+A row of `r` rotated channels is seen as pairs, [r/2, 2] where they lie beside each other and [2, r/2] where they are
 halves. Then `rotated = x * cos + swapped(x) * (-sin, sin)`, where `swapped` exchanges the members of every pair: a
 `reverse`, which fuses into the multiply-add that reads it. No strided slice, no concatenation of parts of a row.
 """
@@ -32,7 +32,7 @@ def turned(
     inverse: bool,
     dtype: torch.dtype,
 ) -> Tensor:
-    """As `_rotation.rotate`, whose arguments these are."""
+    """As `rotation.rotate`, with the same arguments."""
     r = x.shape[-1]
     compute = torch.promote_types(torch.promote_types(x.dtype, dtype), torch.promote_types(cos.dtype, sin.dtype))
     # A table of one angle a pair is the same for both of its members.

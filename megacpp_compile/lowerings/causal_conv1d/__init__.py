@@ -7,7 +7,7 @@
 
 y lies in memory as x does: channels adjacent, or time where that is what is adjacent in x. Computed in float32 (float64
 if an operand is) and rounded once.
-Saved for backward: x, weight and bias. The value before the activation is computed again.
+Saved for backward: x, weight and bias. The value before the activation is recomputed.
 Source: Mamba, https://arxiv.org/abs/2312.00752, section 3.4; Mamba-2, https://arxiv.org/abs/2405.21060, section 7.
 """
 

@@ -1,6 +1,6 @@
 """`causal_conv1d` on CUDA: one kernel forward, one backward, channels adjacent.
 
-Forward: a program makes a tile of steps x channels; the taps' loads are the same lines again, out of the first cache.
+Forward: a program makes a tile of steps x channels; the taps' loads hit the same cache lines, in L1.
 Backward: a program owns some channels over a segment of steps and walks through time with the last few operands and
 gradients in registers, so that x and the gradient are read once and the input gradient is written once. The gradients
 of weight and bias are partial sums per segment, added up afterwards in a fixed order.
@@ -78,7 +78,7 @@ def causal_conv1d_walk(grad, x, weight, bias, dx, partial, steps, channels, segm
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     b = tl.program_id(2).to(tl.int64)
     exists = c < channels
-    # One for every lane: Triton's interpreter (3.9) can't spread a truth value over lanes.
+    # One for every channel: Triton's interpreter (3.9) can't spread a truth value over channels.
     begin = segment * SEGMENT + tl.zeros([BC], tl.int32)
     x += b * xb + c
     grad += b * gb + c

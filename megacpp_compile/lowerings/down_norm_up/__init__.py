@@ -2,13 +2,13 @@
 
     x          [..., d]          w_down [k, d]     b_down [k] or None
     w_norm     [size] or None    w_up   list of [n_i, size]
-    returns    up: list of [..., n_i];  rest [..., k - size]: the lanes of the down-projection that are not normed
+    returns    up: list of [..., n_i];  rest [..., k - size]: the channels of the down-projection that are not normed
                (MLA's rope key);  rrms [..., 1], the per-token reciprocal root mean square, float32 or better;
                latent [..., size] as it was before the norm with `keep_latent`, else empty
 
-The normed latent is lanes `start : start + size` of the down-projection; the rest lies wholly before or behind it.
+The normed latent is channels `start : start + size` of the down-projection; the rest lies wholly before or behind it.
 x, w_down and b_down share a dtype, as do the w_up; the norm is computed in float32 (float64 for float64).
-Saved for backward: x, the weights, rrms. The latent is computed again from x, so nothing of its width is kept, unless
+Saved for backward: x, the weights, rrms. The latent is recomputed from x, so nothing of its width is kept, unless
 `keep_latent` asks to save it (in the down-projection's own buffer) and the time of that GEMM.
 Source: RMSNorm, https://arxiv.org/abs/1910.07467; MLA, https://arxiv.org/abs/2405.04434, section 2.1.
 """

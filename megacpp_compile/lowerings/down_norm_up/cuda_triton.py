@@ -1,11 +1,11 @@
 """`down_norm_up` on CUDA: GEMMs as GEMMs, and one kernel for all that lies between those of backward.
 
-Forward is the reference's algebra: Inductor makes one pass of the norm, a hundredth of the GEMMs beside it; products
+Forward is the reference's algebra: Inductor makes one pass of the norm, a hundredth of the GEMMs beside it; GEMMs
 that contract over the latent go to `gemm.tuned`. Folding the norm into a GEMM's epilogue would need a Triton GEMM,
 which costs more than the pass saves (docs/kernels.md).
 Backward goes over the latents once. `down_norm_up_rows` reads a row of the recomputed latent and of the gradient of the
 normed latent and writes the normed latent (operand of the up-projection's weight gradient), the down-projection's
-gradient (with the gradient of the lanes that were not normed in its place), and partial sums of the gain's gradient.
+gradient (with the gradient of the channels that were not normed in its place), and partial sums of the gain's gradient.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megacpp_compile.lowerings._gemm import autotune
 from megacpp_compile.lowerings._kernels.triton_cast import as_stored
 from megacpp_compile.lowerings._kernels.triton_launch import Kernel, is_wide, power_of_2
 from megacpp_compile.lowerings.down_norm_up import reference
-from megacpp_compile.lowerings.down_norm_up.reference import again
+from megacpp_compile.lowerings.down_norm_up.reference import recompute_latent
 
 __all__ = ["MIN_BYTES", "down_norm_up", "down_norm_up_backward", "supports"]
 
@@ -129,15 +129,15 @@ def down_norm_up_backward(
     size: int,
     latent: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
-    latent = _flat(again(x, w_down, b_down, start, size) if latent is None else latent)
+    latent = _flat(recompute_latent(x, w_down, b_down, start, size) if latent is None else latent)
     grad, flat_x, (w,) = _flat(grad_up[0]), _flat(x), w_up
     tokens, rest = grad.shape[0], grad_rest.shape[-1]
     normed = torch.empty((tokens, size), dtype=w.dtype, device=x.device)
     d_down = torch.empty((tokens, size + rest), dtype=x.dtype, device=x.device)
     programs = PROGRAMS if not isinstance(tokens, int) else max(min(PROGRAMS, tokens), 1)
     sums = torch.zeros((programs, size if w_norm is not None else 0), dtype=rrms.dtype, device=x.device)
-    lanes = power_of_2(size)
-    static = {"BT": 4 if lanes <= 1024 else 1, "num_warps": 2 if lanes <= 2048 else 8}
+    padded = power_of_2(size)
+    static = {"BT": 4 if padded <= 1024 else 1, "num_warps": 2 if padded <= 2048 else 8}
     grad_rest = _flat(grad_rest.to(x.dtype))
     if grad_rest.stride(-1) != 1:  # a sum's gradient is one number, expanded
         grad_rest = grad_rest.contiguous()
@@ -146,7 +146,7 @@ def down_norm_up_backward(
             lambda meta: (programs,), static, grad=grad @ w, latent=latent, rrms=rrms.reshape(-1),
             gain=rrms if w_norm is None else w_norm, grad_rest=grad_rest, normed_out=normed, d_down=d_down,
             d_gain=sums, tokens=tokens, lt=latent.stride(0),
-            gain_d=0 if w_norm is None else w_norm.stride(0), rest_t=grad_rest.stride(0), SIZE=size, LANES=lanes,
+            gain_d=0 if w_norm is None else w_norm.stride(0), rest_t=grad_rest.stride(0), SIZE=size, LANES=padded,
             START=start, REST=rest, REST_LANES=power_of_2(rest), GAIN=int(w_norm is not None),
             WIDE=int(is_wide(rrms.dtype)),
         )  # fmt: skip

@@ -13,7 +13,7 @@ from megacpp_compile.lowerings._op import compute_dtype
 
 
 def rest_slice(start: int, size: int, total: int) -> slice:
-    """The lanes of the down-projection that are not normed: all before `start`, or all behind the latent."""
+    """The channels of the down-projection that are not normed: all before `start`, or all behind the latent."""
     return slice(0, start) if start else slice(size, total)
 
 
@@ -48,7 +48,7 @@ def down_norm_up(
     return up, down[..., rest_slice(start, size, down.shape[-1])], rrms, kept
 
 
-def again(x: Tensor, w_down: Tensor, b_down: Tensor | None, start: int, size: int) -> Tensor:
+def recompute_latent(x: Tensor, w_down: Tensor, b_down: Tensor | None, start: int, size: int) -> Tensor:
     """The latent before its norm."""
     rows = slice(start, start + size)
     return F.linear(x, w_down[rows], None if b_down is None else b_down[rows])
@@ -69,9 +69,9 @@ def down_norm_up_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     """Gradients of x, w_down, b_down, w_norm (empty where there is none) and w_up.
 
-    The latent, if not given, is computed again from x; `grad_latent = rrms * (g - normed * mean(g * normed))`.
+    The latent, if not given, is recomputed from x; `grad_latent = rrms * (g - normed * mean(g * normed))`.
     """
-    latent = again(x, w_down, b_down, start, size) if latent is None else latent
+    latent = recompute_latent(x, w_down, b_down, start, size) if latent is None else latent
     normed = latent.to(rrms.dtype) * rrms
     scaled = normed if w_norm is None else normed * w_norm.to(normed.dtype)
 

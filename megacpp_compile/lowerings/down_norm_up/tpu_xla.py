@@ -1,7 +1,7 @@
 """`down_norm_up` on XLA: rows are scaled behind the up-projection, `W (rrms * h) = rrms * (W h)`.
 
 What is multiplied is then the latent times its gain, without waiting for a sum over the row; the scale is part of the
-epilogue of the product, or of what reads it. Only that order differs from the reference: in half precision the product
+epilogue of the GEMM, or of what reads it. Only that order differs from the reference: in half precision the GEMM
 is rounded once before the scale and once behind it. The backward is the reference's.
 """
 

@@ -1,4 +1,4 @@
-"""`megacpp::fp8_block_linear`: a linear whose three products are in e4m3, with a scale for every block of 128.
+"""`megacpp::fp8_block_linear`: a linear whose three GEMMs are in e4m3, with a scale for every block of 128.
 
     fp8_quantize_tiles(x, rows)     payload, x's shape [..., r, k] in e4m3, and scales [..., ceil(r / rows),
                                     ceil(k / 128)], float32: the largest of rows x 128 numbers becomes e4m3's largest
@@ -11,8 +11,8 @@
         returns     y [..., n] in `out_dtype`
 
 Gradients are rounded to e4m3, too: 1 x 128 along n for x's gradient, 128 x 1 along tokens for the weight's, for which
-x's payload is rounded again along tokens. Products are summed in float32.
-Saved for backward: x8, its scales (four bytes for 128 lanes), weight and its scales; x itself is not.
+x's payload is rounded again along tokens. GEMMs are summed in float32.
+Saved for backward: x8, its scales (four bytes for 128 channels), weight and its scales; x itself is not.
 Source: DeepSeek-V3, https://arxiv.org/abs/2412.19437, section 3.3; scales are any float32 number, as there.
 """
 
@@ -23,13 +23,13 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from megacpp_compile.lowerings._kernels.fp8 import SCALED_LANES
+from megacpp_compile.lowerings._kernels.fp8 import SCALE_BLOCK
 from megacpp_compile.lowerings._op import no_autocast
 from megacpp_compile.lowerings.fp8_block_linear import reference
 
 PREFERENCE = {"cuda": ("cuda_scaled_mm", "reference")}
 REFERENCE_SERVES = {
-    "tpu": "no plan wants float8 there, so that no pass makes it; a call is rounding, widening and plain products",
+    "tpu": "no plan wants float8 there, so that no pass makes it; a call is rounding, widening and plain GEMMs",
 }
 
 
@@ -42,7 +42,7 @@ def fp8_quantize_tiles(x: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 @fp8_quantize_tiles.register_fake
 def _(x, rows):  # type: ignore[no-untyped-def]
     r, k = x.shape[-2:]
-    scales = (*x.shape[:-2], -(-r // rows), -(-k // SCALED_LANES))
+    scales = (*x.shape[:-2], -(-r // rows), -(-k // SCALE_BLOCK))
     return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), x.new_empty(scales, dtype=torch.float32)
 
 
@@ -88,7 +88,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     dx, dw = fp8_block_linear_backward(grad, *ctx.saved_tensors, ctx.x_dtype)
-    # In float32, as torch sums a bias's gradient, whatever precision the products have.
+    # In float32, as torch sums a bias's gradient, whatever precision the GEMMs have.
     db = None if ctx.bias_dtype is None else grad.flatten(0, -2).float().sum(0).to(ctx.bias_dtype)
     return dx, dw, None, None, None, None, db, None
 

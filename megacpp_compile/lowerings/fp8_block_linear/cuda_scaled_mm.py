@@ -1,4 +1,4 @@
-"""`fp8_block_linear` on CUDA: cuBLASLt's products of payloads with block scales (`gemm/block_scaled.py`), with the
+"""`fp8_block_linear` on CUDA: cuBLASLt's GEMMs of payloads with block scales (`_gemm/block_scaled.py`), with the
 rounding in ATen, which Inductor fuses into what stands before: a tile's largest number and its cast in one pass.
 
 Hopper multiplies rows by columns only, so both operands lie with the summed dimension adjacent: in backward the weight
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megacpp_compile.lowerings._gemm.block_scaled import by_squares
 from megacpp_compile.lowerings._gemm.float8_support import no_block_scales
-from megacpp_compile.lowerings._kernels.fp8 import SCALED_LANES as LANES
+from megacpp_compile.lowerings._kernels.fp8 import SCALE_BLOCK
 from megacpp_compile.lowerings._kernels.fp8_tiles import round_by_tiles, rounded_by_tiles, widened_by_tiles
 from megacpp_compile.lowerings.fp8_block_linear.reference import fp8_quantize_tiles
 
@@ -29,8 +29,8 @@ def supports(name: str, args: Sequence[Any]) -> str | None:
     if name == "fp8_quantize_tiles":
         return None
     x8, weight = (args[2], args[1]) if name == "fp8_block_linear" else (args[1], args[3])
-    if any(n % LANES or not n for n in (x8[..., 0].numel(), *weight.shape) if isinstance(n, int)):
-        return f"rows, k and n have to be multiples of {LANES}"
+    if any(n % SCALE_BLOCK or not n for n in (x8[..., 0].numel(), *weight.shape) if isinstance(n, int)):
+        return f"rows, k and n have to be multiples of {SCALE_BLOCK}"
     made = {args[-1], *((weight.dtype,) if name == "fp8_block_linear_backward" else ())}
     if odd := made - {torch.bfloat16, torch.float16, torch.float32}:
         return f"results in {odd.pop()}"
@@ -56,16 +56,17 @@ def fp8_block_linear_backward(
     grad: Tensor, x8: Tensor, x_scale: Tensor, weight: Tensor, w_scale: Tensor, x_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     grad = grad.flatten(0, -2).to(torch.float32)
-    rows, rows_scale = round_by_tiles(grad, 1, LANES)
+    rows, rows_scale = round_by_tiles(grad, 1, SCALE_BLOCK)
     columns_of_w = w_scale.t().contiguous()
-    w = rounded_by_tiles(weight.t().to(torch.float32), columns_of_w, LANES, LANES, torch.float8_e4m3fn).contiguous()
+    wide = weight.t().to(torch.float32)
+    w = rounded_by_tiles(wide, columns_of_w, SCALE_BLOCK, SCALE_BLOCK, torch.float8_e4m3fn).contiguous()
     dx = by_squares(rows.contiguous(), rows_scale.t().contiguous(), w, columns_of_w, x_dtype)
-    x = widened_by_tiles(x8, x_scale, 1, LANES, torch.float32).flatten(0, -2)
+    x = widened_by_tiles(x8, x_scale, 1, SCALE_BLOCK, torch.float32).flatten(0, -2)
     dw = torch.ops.megacpp.block_scaled_mm(*_columns(grad), *_columns(x), weight.dtype)
     return dx.unflatten(0, x8.shape[:-1]), dw
 
 
 def _columns(x: Tensor) -> tuple[Tensor, Tensor]:
     """(x.T as a payload [k, m], its scales [m / 128, k]) of x [m, k]."""
-    payload, scale = round_by_tiles(x, LANES, 1)
+    payload, scale = round_by_tiles(x, SCALE_BLOCK, 1)
     return payload.t().contiguous(), scale

@@ -1,4 +1,4 @@
-"""`megacpp::fp8_linear`: a linear whose three products are in float8, each operand with one scale of its own.
+"""`megacpp::fp8_linear`: a linear whose three GEMMs are in float8, each operand with one scale of its own.
 
     fp8_quantize(x, format)     payload, x's shape in float8, and scale_inv [], float32: x = payload * scale_inv.
                                 format "e4m3" or "e5m2"; the scale comes from the values x has now ("current scaling")
@@ -12,7 +12,7 @@
 Gradients are quantised to `grad_format`: "e4m3", as the pass has it, or "e5m2", with the range of float16 and one bit
 less of mantissa. Scaled by its largest number, a tensor has three bits in e4m3 down to 1/28672 of that number.
 k, n and the rows of x are multiples of 16, as the tensor cores have it.
-Saved for backward: x8, the two scales, and weight, whose payload is made again; x itself is not.
+Saved for backward: x8, the two scales, and weight, whose payload is recomputed; x itself is not.
 Sources: FP8 formats, https://arxiv.org/abs/2209.05433; current scaling as in Transformer Engine's Float8CurrentScaling.
 """
 
@@ -29,7 +29,7 @@ from megacpp_compile.lowerings.fp8_linear.reference import DTYPES
 
 PREFERENCE = {"cuda": ("cuda_scaled_mm", "reference")}
 REFERENCE_SERVES = {
-    "tpu": "no plan wants float8 there, so that no pass makes it; a call is rounding, widening and plain products",
+    "tpu": "no plan wants float8 there, so that no pass makes it; a call is rounding, widening and plain GEMMs",
 }
 
 
@@ -94,7 +94,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     x8, x_scale_inv, weight, w_scale_inv = ctx.saved_tensors
     dx, dw = fp8_linear_backward(grad, x8, x_scale_inv, weight, w_scale_inv, ctx.grad_format, ctx.x_dtype)
-    # In float32, as torch sums a bias's gradient, whatever precision the products have.
+    # In float32, as torch sums a bias's gradient, whatever precision the GEMMs have.
     db = None if ctx.bias_dtype is None else grad.flatten(0, -2).float().sum(0).to(ctx.bias_dtype)
     return dx, dw, None, None, None, None, db, None, None
 

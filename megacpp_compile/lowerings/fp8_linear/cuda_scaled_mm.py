@@ -1,9 +1,9 @@
-"""`fp8_linear` on CUDA: cuBLASLt's products of float8 (`torch._scaled_mm`), with the casts around them in ATen, which
+"""`fp8_linear` on CUDA: cuBLASLt's GEMMs of float8 (`torch._scaled_mm`), with the casts around them in ATen, which
 Inductor fuses into the norm, activation or rotation before them.
 
 Hopper multiplies rows by columns only: the right operand lies with the summed dimension adjacent, and so does the left.
 For the gradient of the weight both are therefore cast into a transposed copy, for that of the input the weight is.
-Products of the forward accumulate fast (in the tensor cores' own 22 bits), those of the backward exactly, as
+GEMMs of the forward accumulate fast (in the tensor cores' own 22 bits), those of the backward exactly, as
 Transformer Engine has it.
 """
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megacpp_compile.lowerings._gemm.float8_support import MULTIPLE, no_float8
-from megacpp_compile.lowerings._kernels.fp8 import product, rounded_by, scale_of
+from megacpp_compile.lowerings._kernels.fp8 import fp8_gemm, rounded_by, scale_of
 from megacpp_compile.lowerings.fp8_linear.reference import DTYPES, fp8_quantize
 
 __all__ = ["fp8_linear", "fp8_linear_backward", "fp8_quantize", "supports"]
@@ -48,7 +48,7 @@ def fp8_linear(
     grad_format: str,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    y = product(x8.flatten(0, -2), x_scale_inv, w8, w_scale_inv, out_dtype, bias, fast=True)
+    y = fp8_gemm(x8.flatten(0, -2), x_scale_inv, w8, w_scale_inv, out_dtype, bias, fast=True)
     return y.unflatten(0, x8.shape[:-1])
 
 
@@ -66,7 +66,7 @@ def fp8_linear_backward(
     rows = rounded_by(grad, scale_inv, format).contiguous()
     columns = rounded_by(grad.t(), scale_inv, format).contiguous()
     w_columns = rounded_by(weight.t().to(torch.float32), w_scale_inv, DTYPES["e4m3"]).contiguous()
-    dx = product(rows, scale_inv, w_columns, w_scale_inv, x_dtype).unflatten(0, x8.shape[:-1])
+    dx = fp8_gemm(rows, scale_inv, w_columns, w_scale_inv, x_dtype).unflatten(0, x8.shape[:-1])
     x_columns = x8.flatten(0, -2).t().contiguous()
-    dw = product(columns, scale_inv, x_columns, x_scale_inv, weight.dtype)
+    dw = fp8_gemm(columns, scale_inv, x_columns, x_scale_inv, weight.dtype)
     return dx, dw

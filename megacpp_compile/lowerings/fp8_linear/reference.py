@@ -1,5 +1,5 @@
 """`fp8_linear` in plain PyTorch: its meaning, its CPU lowering, and the oracle. Payloads are widened to float32 inside
-a product and nowhere else."""
+a GEMM and nowhere else."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def fp8_quantize(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
     return payload.contiguous(), scale
 
 
-def _product(a: Tensor, a_scale_inv: Tensor, b: Tensor, b_scale_inv: Tensor, dtype: torch.dtype) -> Tensor:
+def _gemm(a: Tensor, a_scale_inv: Tensor, b: Tensor, b_scale_inv: Tensor, dtype: torch.dtype) -> Tensor:
     return (widened(a, torch.float32) @ widened(b, torch.float32) * (a_scale_inv * b_scale_inv)).to(dtype)
 
 
@@ -31,7 +31,7 @@ def fp8_linear(
     grad_format: str,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    y = _product(x8, x_scale_inv, w8.t(), w_scale_inv, torch.float32)
+    y = _gemm(x8, x_scale_inv, w8.t(), w_scale_inv, torch.float32)
     return (y if bias is None else y + bias).to(out_dtype)
 
 
@@ -46,6 +46,6 @@ def fp8_linear_backward(
 ) -> tuple[Tensor, Tensor]:
     g8, g_scale_inv = fp8_quantize(grad, grad_format)
     w8 = rounded_by(weight.to(torch.float32), w_scale_inv, DTYPES["e4m3"])
-    dx = _product(g8, g_scale_inv, w8, w_scale_inv, x_dtype)
-    dw = _product(g8.flatten(0, -2).t(), g_scale_inv, x8.flatten(0, -2), x_scale_inv, weight.dtype)
+    dx = _gemm(g8, g_scale_inv, w8, w_scale_inv, x_dtype)
+    dw = _gemm(g8.flatten(0, -2).t(), g_scale_inv, x8.flatten(0, -2), x_scale_inv, weight.dtype)
     return dx, dw

@@ -1,4 +1,4 @@
-"""`megacpp::gated_rms_norm`: RMSNorm over groups of lanes, and a SiLU gate before or behind it.
+"""`megacpp::gated_rms_norm`: RMSNorm over groups of channels, and a SiLU gate before or behind it.
 
     y, z       [..., c]      weight [c] or None      group_size divides c
     returns    out [..., c] in `out_dtype`; rrms [..., c / group_size], the reciprocal root mean square of each group,
@@ -7,7 +7,7 @@
     gate first                       out = h * rrms(h) * weight,  h = y * silu(z)
 
 Computed in float32 (float64 for float64) and rounded once.
-Saved for backward: y, z, weight, rrms. Gate and normed value are computed again.
+Saved for backward: y, z, weight, rrms. Gate and normed value are recomputed.
 Source: Mamba-2, https://arxiv.org/abs/2405.21060, section 7.1 (gate first, grouped); RMSNorm, arXiv:1910.07467.
 """
 

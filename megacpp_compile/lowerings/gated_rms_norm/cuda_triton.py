@@ -1,7 +1,7 @@
 """`gated_rms_norm` on CUDA: each group is read once and kept in registers, forward and backward.
 
-A program goes over many rows of one group of lanes, so that its part of the weight's gradient is summed in registers;
-the programs' sums are added up afterwards in a fixed order.
+A program goes over many rows of one group of channels, so that its part of the weight's gradient is summed in
+registers; the programs' sums are added up afterwards in a fixed order.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["MIN_BYTES", "gated_rms_norm", "gated_rms_norm_backward", "supports"]
 
 # Bytes of the largest operand from which this gains on what Inductor makes of the reference (H200).
 MIN_BYTES = 8 << 20
-# Lanes of a group that one program holds in registers.
+# Channels of a group that one program holds in registers.
 MAX_SIZE = 8192
 # Programs a launch may have along its second axis.
 MAX_GRID = 65535
@@ -114,7 +114,7 @@ def supports(name: str, args: Sequence[Any]) -> str | None:
     at = 0 if name == "gated_rms_norm" else 1
     y, z, size = args[at], args[at + 1], args[4 if at == 0 else 5]
     if not isinstance(y.shape[-1], int):
-        return "the number of lanes is not known"
+        return "the number of channels is not known"
     if size > MAX_SIZE:
         return f"a group is wider than {MAX_SIZE}"
     if any(isinstance(n, int) and n == 0 for n in y.shape):
@@ -126,7 +126,7 @@ def supports(name: str, args: Sequence[Any]) -> str | None:
 
 
 def _rows_of(t: Tensor) -> Tensor | None:
-    """t as [rows, lanes] with adjacent lanes, or None where that takes a copy."""
+    """t as [rows, channels] with adjacent channels, or None where that takes a copy."""
     if not statically_known_true(t.stride(-1) == 1):
         return None
     dims = [i for i in range(t.dim() - 1) if not statically_known_true(t.shape[i] == 1)]
@@ -136,9 +136,9 @@ def _rows_of(t: Tensor) -> Tensor | None:
     return t.flatten(0, -2) if t.dim() > 1 else t.unsqueeze(0)
 
 
-def _static(lanes: int) -> dict[str, int]:
+def _static(channels: int) -> dict[str, int]:
     """Blocks of one row, or of several narrow ones: of wider blocks fewer fit into the registers (H200)."""
-    return {"BR": max(1, min(8, 512 // lanes)), "num_warps": 2 if lanes <= 512 else 4}
+    return {"BR": max(1, min(8, 512 // channels)), "num_warps": 2 if channels <= 512 else 4}
 
 
 def _operands(y: Tensor, z: Tensor, weight: Tensor | None, size: int, norm_before_gate: bool) -> dict[str, Any]:

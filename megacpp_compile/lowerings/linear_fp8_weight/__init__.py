@@ -7,7 +7,7 @@
     returns  [..., n] in `out_dtype`
 
 x is rounded to e4m3 by current scaling: by its largest magnitude where the weight has one scale, by each row's where
-rows have, by that of every 128 lanes of a row where blocks have. Products are summed in float32 (float64 for float64)
+rows have, by that of every 128 channels of a row where blocks have. GEMMs are summed in float32 (float64 for float64)
 and rounded once. Backward gives x's gradient: the output's gradient, times the scales of the weight's rows, is rounded
 to e4m3 by its largest magnitude and multiplied with the payload. The weight is frozen, and has none.
 Raises OperandError for other shapes and dtypes. Saved for backward: payload and scale.
@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 
 from megacpp_compile.errors import OperandError
-from megacpp_compile.lowerings._kernels.fp8 import SCALED_LANES
+from megacpp_compile.lowerings._kernels.fp8 import SCALE_BLOCK
 from megacpp_compile.lowerings._op import no_autocast, serve
 from megacpp_compile.lowerings.linear_fp8_weight import reference
 
-REFERENCE_SERVES = {"tpu": "a payload that stays float8 in memory, rounding, widening and a plain product"}
+REFERENCE_SERVES = {"tpu": "a payload that stays float8 in memory, rounding, widening and a plain GEMM"}
 
 
 def _check(x: Tensor, payload: Tensor, scale: Tensor) -> None:
@@ -38,7 +38,7 @@ def _check(x: Tensor, payload: Tensor, scale: Tensor) -> None:
         problem = f"payload is {payload.dtype}, not torch.float8_e4m3fn"
     else:
         n, k = payload.shape
-        shapes = (1, 1), (n, 1), (-(-n // SCALED_LANES), -(-k // SCALED_LANES))
+        shapes = (1, 1), (n, 1), (-(-n // SCALE_BLOCK), -(-k // SCALE_BLOCK))
         if tuple(scale.shape) not in shapes:
             problem = f"scale is {tuple(scale.shape)}: for a weight {(n, k)} it is one of {', '.join(map(str, shapes))}"
     if problem is not None:

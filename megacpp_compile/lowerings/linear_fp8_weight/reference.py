@@ -8,14 +8,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megacpp_compile.lowerings._kernels.fp8 import SCALED_LANES, round_to_fp8, widened
+from megacpp_compile.lowerings._kernels.fp8 import SCALE_BLOCK, round_to_fp8, widened
 from megacpp_compile.lowerings._kernels.fp8_tiles import round_by_tiles, widened_by_tiles
 from megacpp_compile.lowerings._op import compute_dtype
 
 
 def _weight(payload: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     if by_blocks(payload, scale):
-        return widened_by_tiles(payload, scale, SCALED_LANES, SCALED_LANES, dtype)
+        return widened_by_tiles(payload, scale, SCALE_BLOCK, SCALE_BLOCK, dtype)
     return widened(payload, dtype) * scale.to(dtype)
 
 
@@ -29,7 +29,7 @@ def _rounded(x: Tensor, payload: Tensor, scale: Tensor) -> Tensor:
     if not by_blocks(payload, scale):
         rounded, own = round_to_fp8(x, torch.float8_e4m3fn, whole=scale.numel() == 1)
         return widened(rounded, x.dtype) * own
-    tiles = 1, SCALED_LANES
+    tiles = 1, SCALE_BLOCK
     return widened_by_tiles(*round_by_tiles(x.unsqueeze(-2), *tiles), *tiles, x.dtype).squeeze(-2)
 
 

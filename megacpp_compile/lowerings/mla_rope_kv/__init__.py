@@ -2,9 +2,9 @@
 
     kv         [..., nope_dim + v_dim]  the up-projected latent, per head; v_dim may be 0
     k_rope     as many dimensions as kv, 1 where it is shared (the heads); last one r
-    cos, sin   as many dimensions as kv, each leading one 1 or k_rope's; last one r or r/2 (see `_rotation`)
-    cu_seqlens [sequences + 1] or None: kv and k_rope are packed, [tokens, heads, lanes], and the tables [positions, 1,
-               ...] are read by the token's place in its own sequence (`_rotation.by_sequence`)
+    cos, sin   as many dimensions as kv, each leading one 1 or k_rope's; last one r or r/2 (see `rotation`)
+    cu_seqlens [sequences + 1] or None: kv and k_rope are packed, [tokens, heads, channels], and the tables
+               [positions, 1, ...] are read by the token's position in its own sequence (`rotation.by_sequence`)
     returns    k [..., nope_dim + r] contiguous in `out_dtype`, and v = kv[..., nope_dim:], a view of kv once lowered
 
 Backward takes the gradients of k and v into one buffer and keeps nothing but the tables.

@@ -1,7 +1,7 @@
 """`mla_rope_kv` on CUDA: K written once from the latent's up-projection and the shared key row; V stays a view.
 
-Forward moves the nope lanes twice and writes the rope lanes: `(2 * nope_dim + r)` a head. Backward takes the gradients
-of K and V into one buffer and sums the key row's gradient over the heads in registers, in float32.
+Forward moves the nope channels twice and writes the rope channels: `(2 * nope_dim + r)` a head. Backward takes the
+gradients of K and V into one buffer and sums the key row's gradient over the heads in registers, in float32.
 """
 
 from __future__ import annotations

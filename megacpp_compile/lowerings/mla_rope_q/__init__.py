@@ -1,12 +1,12 @@
 """`megacpp::mla_rope_q`: rotate the rope slice of every query head.
 
     q          [..., nope_dim + r]  any leading dimensions, any strides
-    cos, sin   as many dimensions as q, each leading one 1 or q's; last one r or r/2 (see `_rotation`)
-    cu_seqlens [sequences + 1] or None: q is packed, [tokens, heads, lanes], and the tables [positions, 1, ...] are read
-               by the token's place in its own sequence (`_rotation.by_sequence`)
+    cos, sin   as many dimensions as q, each leading one 1 or q's; last one r or r/2 (see `rotation`)
+    cu_seqlens [sequences + 1] or None: q is packed, [tokens, heads, channels], and the tables [positions, 1, ...] are
+               read by the token's position in its own sequence (`rotation.by_sequence`)
     returns    as q, in `out_dtype`, contiguous
 
-`rope_first` puts the rotated lanes before the others. `inverse` applies the transposed rotation: the op is its own
+`rope_first` puts the rotated channels before the others. `inverse` applies the transposed rotation: the op is its own
 backward, which therefore keeps nothing but the tables.
 Upstream: Megatron-Core `fused_mla_yarn_rope_apply.py`, DeepSeek-V3 `modeling_deepseek_v3.py`.
 """

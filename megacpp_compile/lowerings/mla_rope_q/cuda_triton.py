@@ -1,6 +1,6 @@
-"""`mla_rope_q` on CUDA: one Triton kernel, which touches only the rope lanes where it may work in q's own memory.
+"""`mla_rope_q` on CUDA: one Triton kernel, which touches only the rope channels where it may work in q's own memory.
 
-Bytes moved per head, in place: r lanes read and r written; out of place all `nope_dim + r` lanes, twice.
+Bytes moved per head, in place: r channels read and r written; out of place all `nope_dim + r` channels, twice.
 """
 
 from __future__ import annotations

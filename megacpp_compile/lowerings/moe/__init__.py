@@ -6,15 +6,15 @@
     layout   "pair": down(f(gate(x)) * up(x));  "single": down(f(up(x))), w_gate empty;  "gate_up" and "up_gate": w_gate
              empty, w_up [2n, d] holds both in that order
     activation  f: silu, gelu, gelu_tanh, relu, relu2 (its square)
-    returns  y [T, d] in out_dtype, `sum_j gates[t, j] * expert[indices[t, j]](x[t])`;  hidden: the products before the
+    returns  y [T, d] in out_dtype, `sum_j gates[t, j] * expert[indices[t, j]](x[t])`;  hidden: the GEMMs before the
              activation [T*k, n], rows in the order of experts, none without `keep_hidden`;  order [T*k]: the slots
              `t * k + j` sorted by expert;  offsets [E] int32: where each expert's slots end
 
-precision  "", or "fp8_current": what products by the weights sum is rounded to e4m3, with a scale of its own for every
-             row (see `float8`). Behind `hidden` come the weights' scales then, [E, lanes] of those before the
+precision  "", or "fp8_current": what GEMMs by the weights sum is rounded to e4m3, with a scale of its own for every
+             row (see `float8`). Behind `hidden` come the weights' scales then, [E, channels] of those before the
              activation, the gate's first, and [E, d] of those behind it: float32, or float64 for float64
 
-x and the weights share a dtype, in which products are rounded; activation and weighted sum run in float32 (float64 for
+x and the weights share a dtype, in which GEMMs are rounded; activation and weighted sum run in float32 (float64 for
 float64). An index outside 0..E-1 is no expert's: its slot adds nothing and gets no gradient. The same expert chosen
 twice by a token counts twice.
 Saved for backward: x, gates, weights, order, offsets, and `hidden` with `keep_hidden`; no expert's output,
@@ -60,8 +60,8 @@ def _(  # type: ignore[no-untyped-def]
     hidden = [x.new_empty((slots, w[0].shape[-2])) for w in (w_gate, w_up) if w] if keep_hidden else []
     order, experts = indices.new_empty(slots, dtype=torch.int64), reference.experts_of(w_down)
     if precision:
-        lanes = sum(w[0].shape[-2] for w in (w_gate, w_up) if w), w_down[0].shape[-2]
-        hidden += [x.new_empty((experts, n), dtype=compute_dtype(x)) for n in lanes]
+        widths = sum(w[0].shape[-2] for w in (w_gate, w_up) if w), w_down[0].shape[-2]
+        hidden += [x.new_empty((experts, n), dtype=compute_dtype(x)) for n in widths]
     offsets = indices.new_empty(experts, dtype=torch.int32)
     return x.new_empty((x.shape[0], w_down[0].shape[-2]), dtype=out_dtype), hidden, order, offsets
 
@@ -81,7 +81,8 @@ def moe_backward(
     layout: str,
     precision: str = "",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(gradients of x, of gates, of gate and up with the gate's lanes first [E, 2n, d], or of up alone, and of down)"""
+    """(gradients of x, of gates, of w_gate and w_up as one tensor [E, 2n, d], the gate first, or of w_up alone, and of
+    w_down)"""
     with no_autocast(x):
         return reference.moe_backward(
             grad, x, gates, w_gate, w_up, w_down, hidden, order, offsets, activation, layout, precision
@@ -93,8 +94,8 @@ def _(  # type: ignore[no-untyped-def]
     grad, x, gates, w_gate, w_up, w_down, hidden, order, offsets, activation, layout, precision=""
 ):
     experts, (d, n) = reference.experts_of(w_down), w_down[0].shape[-2:]
-    lanes = sum(w[0].shape[-2] for w in (w_gate, w_up) if w)
-    d_into, d_down = x.new_empty((experts, lanes, d)), x.new_empty((experts, d, n))
+    width = sum(w[0].shape[-2] for w in (w_gate, w_up) if w)
+    d_into, d_down = x.new_empty((experts, width, d)), x.new_empty((experts, d, n))
     return x.new_empty(x.shape), gates.new_empty(gates.shape), d_into, d_down
 
 

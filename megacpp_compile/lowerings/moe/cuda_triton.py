@@ -1,9 +1,9 @@
-"""`moe` on CUDA: the reference's algebra, of which Inductor makes one pass between any two products, and the products
+"""`moe` on CUDA: the reference's algebra, of which Inductor makes one pass between any two GEMMs, and the GEMMs
 by whichever grouped GEMM is best for where the weights lie.
 
-Products by the weights are a Triton kernel's, which finds each weight by its address: separate ones stay where they
+GEMMs by the weights are a Triton kernel's, which finds each weight by its address: separate ones stay where they
 are, where torch's grouped GEMM (CUTLASS) would need a copy of them all. It reads its rows where they are too, so that
-nothing is gathered for a product; gate, up and activation are one kernel, and so are backward's first product and what
+nothing is gathered for a GEMM; gate, up and activation are one kernel, and so are backward's first GEMM and what
 lies behind it. Gradients of the weights are one tensor however the weights lie, and CUTLASS's in bfloat16: 1.00 ms
 beside Triton's 1.15 on an H200 (64 experts, 1408 x 2048, 98304 rows), and 1.81 for those of gate and up in one.
 """
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megacpp_compile.lowerings._gemm.float8_support import MULTIPLE, no_float8
-from megacpp_compile.lowerings._kernels import grouped_fp8  # noqa: F401  registers the products
+from megacpp_compile.lowerings._kernels import grouped_fp8  # noqa: F401  registers the GEMMs
 from megacpp_compile.lowerings.moe import float8, reference
 
 __all__ = ["moe", "moe_backward", "supports"]
@@ -26,7 +26,7 @@ def supports(name: str, args: Sequence[Any]) -> str | None:
     """Why this cannot serve the call, or None."""
     kept = args[0] if name == "moe" else args[1]
     if kept.dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
-        return f"products in {kept.dtype}"
+        return f"GEMMs in {kept.dtype}"
     if reference.precision_of(name, args):
         sizes = args[5][0].shape[-2:]
         if kept.device.type == "cuda" and (missing := no_float8(kept.device)):
@@ -34,7 +34,7 @@ def supports(name: str, args: Sequence[Any]) -> str | None:
         if kept.dtype not in (torch.bfloat16, torch.float16):
             return f"float8 payloads of {kept.dtype}"
         if any(n % MULTIPLE for n in sizes if isinstance(n, int)):
-            return f"float8 products of {sizes[0]} x {sizes[1]}, which are no multiples of {MULTIPLE}"
+            return f"float8 GEMMs of {sizes[0]} x {sizes[1]}, which are no multiples of {MULTIPLE}"
     return None
 
 
@@ -46,18 +46,18 @@ def _cutlass(*tensors: Tensor) -> bool:
     )  # fmt: skip
 
 
-class Products(reference.Products):
-    """The grouped products; the two of gate and up with their activation in one; what backward has between its own."""
+class GroupedGemms(reference.GroupedGemms):
+    """The grouped GEMMs; the two of gate and up with their activation in one; what backward has between its own."""
 
     @staticmethod
     def weights(  # type: ignore[override]
         grad: Tensor, x: Tensor, offsets: Tensor, take_grad: Tensor | None = None, take_x: Tensor | None = None
     ) -> Tensor:
         if not _cutlass(grad, x):
-            return torch.ops.grouped_products.weights(grad, x, offsets, take_grad, take_x)
-        return torch.ops.grouped_products.weights_by_cutlass(grad, x, offsets, take_grad, take_x)
+            return torch.ops.grouped_gemms.weights(grad, x, offsets, take_grad, take_x)
+        return torch.ops.grouped_gemms.weights_by_cutlass(grad, x, offsets, take_grad, take_x)
 
-    gradients = torch.ops.grouped_products.gradients
+    gradients = torch.ops.grouped_gemms.gradients
 
     @staticmethod
     def gated(
@@ -68,16 +68,16 @@ class Products(reference.Products):
         token: Tensor,
         activation: str,
     ) -> tuple[list[Tensor], Tensor]:
-        first, second, a = torch.ops.grouped_products.gated(
+        first, second, a = torch.ops.grouped_gemms.gated(
             x, w_gate or w_up, w_up if w_gate else [], offsets, token, activation
         )
         return [first, second] if w_gate else [first], a
 
 
-class Float8(float8.Products):
-    """`float8.Products` by kernels that multiply payloads, with what `Products` has in one."""
+class Fp8Gemms(float8.Fp8Gemms):
+    """`float8.Fp8Gemms` by kernels that multiply payloads, with what `GroupedGemms` has in one."""
 
-    weights = staticmethod(Products.weights)  # type: ignore[assignment]
+    weights = staticmethod(GroupedGemms.weights)  # type: ignore[assignment]
 
     def gated(
         self,
@@ -88,7 +88,7 @@ class Float8(float8.Products):
         token: Tensor,
         activation: str,
     ) -> tuple[list[Tensor], Tensor]:
-        first, second, a, scale = torch.ops.grouped_products.gated_fp8(
+        first, second, a, scale = torch.ops.grouped_gemms.gated_fp8(
             x, w_gate or w_up, w_up if w_gate else [], offsets, token, activation
         )
         self._made.append(scale)
@@ -104,7 +104,7 @@ class Float8(float8.Products):
         token: Tensor,
         activation: str,
     ) -> Any:
-        return torch.ops.grouped_products.gradients_fp8(
+        return torch.ops.grouped_gemms.gradients_fp8(
             grad, weights, self._given.pop(), hidden, gates, offsets, token, activation
         )
 
@@ -114,8 +114,8 @@ class Float8(float8.Products):
         (x,) = xs
         if transposed:
             x = x if take is None else x[take]
-            return torch.ops.grouped_products.rows_back_fp8(x, weights, self._given.pop(), offsets)  # type: ignore[no-any-return]
-        y, scale = torch.ops.grouped_products.rows_fp8(x, weights, offsets, take)
+            return torch.ops.grouped_gemms.rows_back_fp8(x, weights, self._given.pop(), offsets)  # type: ignore[no-any-return]
+        y, scale = torch.ops.grouped_gemms.rows_fp8(x, weights, offsets, take)
         self._made.append(scale)
         return y  # type: ignore[no-any-return]
 
@@ -133,7 +133,7 @@ def moe(
     keep_hidden: bool = True,
     precision: str = "",
 ) -> tuple[Tensor, list[Tensor], Tensor, Tensor]:
-    grouped: Any = Float8() if precision else Products
+    grouped: Any = Fp8Gemms() if precision else GroupedGemms
     return reference.moe(
         x, indices, gates, w_gate, w_up, w_down, activation, layout, out_dtype, keep_hidden, precision, grouped
     )
@@ -153,7 +153,7 @@ def moe_backward(
     layout: str,
     precision: str = "",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    grouped: Any = Float8(hidden[-reference.SCALES :]) if precision else Products
+    grouped: Any = Fp8Gemms(hidden[-reference.SCALES :]) if precision else GroupedGemms
     return reference.moe_backward(
         grad, x, gates, w_gate, w_up, w_down, hidden, order, offsets, activation, layout, precision, grouped
     )

@@ -1,9 +1,9 @@
-"""The products of `moe` in float8, in plain PyTorch: what `precision="fp8_current"` means, and the oracle.
+"""The GEMMs of `moe` in float8, in plain PyTorch: what `precision="fp8_current"` means, and the oracle.
 
-What a product sums is e4m3, with a scale for every row of it: a token's of x; a slot's of what goes into `down`, of the
+What a GEMM sums is e4m3, with a scale for every row of it: a token's of x; a slot's of what goes into `down`, of the
 output's gradient and of those before the activation; [n] of a weight. Backward multiplies by the payloads that forward
 made. The weights' scales lie along what is summed there: they are multiplied into the rows before these are rounded.
-Gradients of the weights are products of what was not rounded.
+Gradients of the weights are GEMMs of what was not rounded.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from megacpp_compile.lowerings._op import compute_dtype, ends_until
 FORMAT = torch.float8_e4m3fn
 
 
-class Products:
-    """The products of one call. given: the scales that forward kept, for backward, whose products come the other way
+class Fp8Gemms:
+    """The GEMMs of one call. given: the scales that forward kept, for backward, whose GEMMs come the other way
     round."""
 
-    weights = torch.ops.grouped_products.weights
+    weights = torch.ops.grouped_gemms.weights
     side_by_side = True  # the gradients of gate and up are rounded as one row
 
     def __init__(self, given: Iterable[Tensor] = ()) -> None:
@@ -52,11 +52,11 @@ class Products:
             parts = scale.view(experts, len(each) // experts, -1).transpose(0, 1).flatten(0, 1)
             operands = [widened(rounded_by(w, s[:, None], FORMAT), dtype) for w, s in zip(each, parts, strict=True)]
             rows = (widened(payload, dtype) * own).chunk(len(each) // experts, 1)
-            return torch.ops.grouped_products.rows(list(rows), operands, offsets, True).to(x.dtype)
+            return torch.ops.grouped_gemms.rows(list(rows), operands, offsets, True).to(x.dtype)
         payload, own = round_to_fp8(wide, FORMAT)
         rounded = [round_to_fp8(w, FORMAT) for w in each]
         self._made.append(torch.stack([s.squeeze(-1) for _, s in rounded]))
         operands = [widened(p, dtype) * s for p, s in rounded]
-        return torch.ops.grouped_products.rows([widened(payload, dtype) * own], operands, offsets, False, take).to(
+        return torch.ops.grouped_gemms.rows([widened(payload, dtype) * own], operands, offsets, False, take).to(
             x.dtype
         )

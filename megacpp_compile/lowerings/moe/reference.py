@@ -1,6 +1,6 @@
 """`moe` and its backward in plain PyTorch: their meaning, their CPU lowering, and the oracle.
 
-Slots (token, choice) are sorted by expert, so that each expert's rows lie together: gather, grouped products, and a
+Slots (token, choice) are sorted by expert, so that each expert's rows lie together: gather, grouped GEMMs, and a
 weighted sum over every token's choices. No shape depends on the routing, and no sum on the order of atomics.
 """
 
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import megacpp_compile.lowerings._kernels.grouped  # noqa: F401  registers the products
+import megacpp_compile.lowerings._kernels.grouped  # noqa: F401  registers the GEMMs
 from megacpp_compile.lowerings._op import compute_dtype, ends_until
 from megacpp_compile.lowerings.moe import float8
 
@@ -22,7 +22,7 @@ SCALES = 2  # tensors of scales that follow what is kept of a call in float8
 
 
 class Grouped(Protocol):
-    """What does the products; see `lowerings/_grouped.py`."""
+    """How a target does the GEMMs; `_kernels/grouped.py` says what each one is."""
 
     def rows(
         self, xs: list[Tensor], weights: list[Tensor], offsets: Tensor, transposed: bool, take: Tensor | None = None
@@ -37,11 +37,11 @@ class Grouped(Protocol):
     ) -> Tensor: ...
 
 
-class Products:
-    """The grouped products as ops."""
+class GroupedGemms:
+    """The grouped GEMMs as ops."""
 
-    rows = torch.ops.grouped_products.rows
-    weights = torch.ops.grouped_products.weights
+    rows = torch.ops.grouped_gemms.rows
+    weights = torch.ops.grouped_gemms.weights
 
 
 def precision_of(name: str, args: Sequence[Any]) -> str:
@@ -98,7 +98,7 @@ def _relu2(h: Tensor) -> tuple[Tensor, Tensor]:
 ACTIVATIONS = {"silu": _silu, "gelu": _gelu, "gelu_tanh": _gelu_tanh, "relu": _relu, "relu2": _relu2}
 
 
-def lanes(hidden: Sequence[Tensor], layout: str) -> list[Tensor]:
+def gate_and_up(hidden: Sequence[Tensor], layout: str) -> list[Tensor]:
     """[gate, up], or [up] where nothing gates."""
     if layout in ("gate_up", "up_gate"):
         first, second = hidden[0].chunk(2, -1)
@@ -107,7 +107,7 @@ def lanes(hidden: Sequence[Tensor], layout: str) -> list[Tensor]:
 
 
 def activated(hidden: Sequence[Tensor], activation: str, layout: str) -> Tensor:
-    gate, *up = (h.to(compute_dtype(h.dtype)) for h in lanes(hidden, layout))
+    gate, *up = (h.to(compute_dtype(h.dtype)) for h in gate_and_up(hidden, layout))
     out = ACTIVATIONS[activation](gate)[0]
     return (out * up[0] if up else out).to(hidden[0].dtype)
 
@@ -124,10 +124,10 @@ def moe(
     out_dtype: torch.dtype,
     keep_hidden: bool = True,
     precision: str = "",
-    grouped: Grouped = Products,  # type: ignore[assignment]
+    grouped: Grouped = GroupedGemms,  # type: ignore[assignment]
 ) -> tuple[Tensor, list[Tensor], Tensor, Tensor]:
-    if precision and grouped is Products:
-        grouped = float8.Products()
+    if precision and grouped is GroupedGemms:
+        grouped = float8.Fp8Gemms()
     order, offsets = by_expert(indices, experts_of(w_down))
     token = order // indices.shape[1]
     hidden, a = into_experts(x, w_gate, w_up, offsets, token, activation, layout, grouped)
@@ -148,7 +148,7 @@ def into_experts(
     layout: str,
     grouped: Grouped,
 ) -> tuple[list[Tensor], Tensor]:
-    """(the products before the activation, what the activation makes of them)."""
+    """(the GEMMs before the activation, what the activation makes of them)."""
     together = getattr(grouped, "gated", None)
     if together is not None and layout in ("pair", "gate_up"):
         return together(x, w_gate, w_up, offsets, token, activation)  # type: ignore[no-any-return]
@@ -175,16 +175,16 @@ def moe_backward(
     activation: str,
     layout: str,
     precision: str = "",
-    grouped: Grouped = Products,  # type: ignore[assignment]
+    grouped: Grouped = GroupedGemms,  # type: ignore[assignment]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, gates, w_gate and w_up as one tensor [E, 2n, d], the gate's lanes first, and w_down.
+    """Gradients of x, gates, w_gate and w_up as one tensor [E, 2n, d], the gate's channels first, and w_down.
 
     With `out = down(a)` and `dy` the gradient of y, the gate's gradient `dy . out` is `(dy @ w_down) . a`: no expert's
     output has to be kept.
     """
     if precision:
         hidden, scales = hidden[:-SCALES], hidden[-SCALES:]
-        grouped = float8.Products(scales) if grouped is Products else grouped
+        grouped = float8.Fp8Gemms(scales) if grouped is GroupedGemms else grouped
     tokens, k = gates.shape
     token = order // k
     ups = [w for w in (w_gate, w_up) if w]
@@ -196,8 +196,8 @@ def moe_backward(
     if together is not None and layout in ("pair", "gate_up"):
         d_hidden, a, d_gate = together(grad, w_down, hidden, gate_of, offsets, token, activation)
     else:
-        product = grouped.rows([grad], w_down, offsets, True, token)  # the gradient of a, but for the gate
-        d_hidden, a, d_gate = _gradients(product, hidden, gate_of, offsets, activation, layout)
+        d_act = grouped.rows([grad], w_down, offsets, True, token)  # the gradient of a, but for the gate
+        d_hidden, a, d_gate = _gradients(d_act, hidden, gate_of, offsets, activation, layout)
 
     d_gate = d_gate.to(gates.dtype)[inverse_of(order)].view(gates.shape)
     d_down = grouped.weights(grad, a, offsets, token)
@@ -209,14 +209,14 @@ def moe_backward(
 
 
 def _gradients(
-    product: Tensor, hidden: Sequence[Tensor], gate_of: Tensor, offsets: Tensor, activation: str, layout: str
+    d_act: Tensor, hidden: Sequence[Tensor], gate_of: Tensor, offsets: Tensor, activation: str, layout: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(gradients of what is before the activation side by side, what is behind it times the gate, gradients of the
-    gates), by row. product: the gradient of what is behind the activation, but for the gate."""
+    gates), by row. d_act: the gradient of what is behind the activation, but for the gate."""
     dtype = gate_of.dtype
-    here = (torch.arange(product.shape[0], device=product.device) < offsets[-1])[:, None]
-    d_a = torch.where(here, product.to(dtype), 0)
-    inner, *up = (torch.where(here, h.to(dtype), 0) for h in lanes(hidden, layout))
+    here = (torch.arange(d_act.shape[0], device=d_act.device) < offsets[-1])[:, None]
+    d_a = torch.where(here, d_act.to(dtype), 0)
+    inner, *up = (torch.where(here, h.to(dtype), 0) for h in gate_and_up(hidden, layout))
     f, slope = ACTIVATIONS[activation](inner)
     a = f * up[0] if up else f
     d_gate = (d_a * a).sum(-1)
@@ -224,4 +224,4 @@ def _gradients(
     parts = [d_a * slope * up[0], d_a * f] if up else [d_a * slope]
     if layout == "up_gate":
         parts.reverse()
-    return torch.cat([p.to(product.dtype) for p in parts], -1), (a * gate_of[:, None]).to(product.dtype), d_gate
+    return torch.cat([p.to(d_act.dtype) for p in parts], -1), (a * gate_of[:, None]).to(d_act.dtype), d_gate

@@ -1,4 +1,4 @@
-"""`moe` on XLA: each expert's rows padded to whole blocks, of which there is a fixed number, and a product a block.
+"""`moe` on XLA: each expert's rows padded to whole blocks, of which there is a fixed number, and a GEMM a block.
 
 No shape may depend on the routing, and none does: S rows of E experts fill at most `(S + E (B - 1)) / B` blocks of B
 rows, wherever the rows go. Nothing is dropped. What that costs over the rows themselves is less than B rows an expert,
@@ -19,7 +19,7 @@ from torch import Tensor
 from megacpp_compile.lowerings._op import compute_dtype, ends_until
 from megacpp_compile.lowerings.moe import reference
 
-# Rows from which a product takes longer than to copy its weights, on what multiplies a few hundred times faster than
+# Rows from which a GEMM takes longer than to copy its weights, on what multiplies a few hundred times faster than
 # it reads.
 MOST_ROWS = 512
 
@@ -27,7 +27,7 @@ MOST_ROWS = 512
 def supports(name: str, args: Sequence[Any]) -> str | None:
     """Why this cannot serve the call, or None."""
     if reference.precision_of(name, args):
-        return "no float8 products"
+        return "no float8 GEMMs"
     gates = args[2]  # of forward and of backward
     return None if all(isinstance(n, int) for n in gates.shape) else "a number of tokens that is not fixed"
 
@@ -72,8 +72,8 @@ class _Blocks:
         return x[source].unflatten(0, (self.count, self.rows))
 
 
-class Products(reference.Products):
-    """The grouped products of one call, all with the same offsets."""
+class GroupedGemms(reference.GroupedGemms):
+    """The grouped GEMMs of one call, all with the same offsets."""
 
     def __init__(self) -> None:
         self._blocks: _Blocks | None = None
@@ -139,7 +139,7 @@ def moe(
     precision: str = "",
 ) -> tuple[Tensor, list[Tensor], Tensor, Tensor]:
     return reference.moe(
-        x, indices, gates, w_gate, w_up, w_down, activation, layout, out_dtype, keep_hidden, precision, Products()
+        x, indices, gates, w_gate, w_up, w_down, activation, layout, out_dtype, keep_hidden, precision, GroupedGemms()
     )
 
 
@@ -158,5 +158,5 @@ def moe_backward(
     precision: str = "",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return reference.moe_backward(
-        grad, x, gates, w_gate, w_up, w_down, hidden, order, offsets, activation, layout, precision, Products()
+        grad, x, gates, w_gate, w_up, w_down, hidden, order, offsets, activation, layout, precision, GroupedGemms()
     )

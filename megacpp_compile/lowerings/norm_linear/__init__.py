@@ -5,7 +5,7 @@
     returns    y: list of [..., n_i] in the dtype of w_i;  rrms [..., 1], the per-token reciprocal root mean square
 
 The norm is computed in float32 (float64 for float64) and rounded once, to the dtype of w, which all w and b share.
-Saved for backward: x, the weights, rrms. The normed x is computed again from them: that moves bytes and multiplies
+Saved for backward: x, the weights, rrms. The normed x is recomputed from them: that moves bytes and multiplies
 nothing.
 Source: RMSNorm, https://arxiv.org/abs/1910.07467.
 """
@@ -20,7 +20,7 @@ from torch import Tensor
 from megacpp_compile.lowerings._op import compute_dtype, no_autocast
 from megacpp_compile.lowerings.norm_linear import reference
 
-REFERENCE_SERVES = {"tpu": "a norm in front of a product, which XLA fuses into what the product reads"}
+REFERENCE_SERVES = {"tpu": "a norm in front of a GEMM, which XLA fuses into what the GEMM reads"}
 
 
 @torch.library.custom_op("megacpp::norm_linear", mutates_args=())

@@ -1,10 +1,10 @@
 """`megacpp::rope_qk`: rotate queries and keys of ordinary (grouped-query) attention with one pair of tables.
 
     q, k       [..., nope_dim + r]  as many dimensions each; head counts may differ
-    cos, sin   as many dimensions as q, each leading one 1 or q's and k's; last one r or r/2 (see `_rotation`)
+    cos, sin   as many dimensions as q, each leading one 1 or q's and k's; last one r or r/2 (see `rotation`)
     returns    q and k rotated, in `out_dtype`, contiguous
 
-`nope_dim` lanes pass through unrotated (partial rotary; 0 for full heads), before the rotated ones or, with
+`nope_dim` channels pass through unrotated (partial rotary; 0 for full heads), before the rotated ones or, with
 `rope_first`, behind them. The op is its own backward (`inverse`), which keeps nothing but the tables.
 """
 

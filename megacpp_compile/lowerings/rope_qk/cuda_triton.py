@@ -78,7 +78,7 @@ def supports(name: str, args: Sequence[Any]) -> str | None:
 
 
 def loses(name: str, args: Sequence[Any]) -> str | None:
-    """Where Inductor's own fusion is as fast: all lanes turn, in halves, so nothing is left out in place."""
+    """Where Inductor's own fusion is as fast: all channels turn, in halves, so nothing is left out in place."""
     nope_dim, interleaved_in, interleaved_out = args[4:7]
     plain = nope_dim == 0 and not interleaved_in and not interleaved_out
     return "inductor-is-faster: full heads in halves" if plain else None

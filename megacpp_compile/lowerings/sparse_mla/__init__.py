@@ -1,30 +1,30 @@
-"""`megacpp::sparse_mla`: attention of each query over the latent rows that an indexer chose for it.
+"""`megacpp::sparse_mla`: top-k sparse MLA, attention of each query over the latent rows that an indexer names for it.
 
     q          [b, t, h, d_qk]    float32, float16, bfloat16 (float64), any strides
-    kv         [b, s, 1, d_qk]    the latent rows, shared by all heads: whole rows are keys, their first `d_v` lanes
+    kv         [b, s, 1, d_qk]    the latent rows, shared by all heads: whole rows are keys, their first `d_v` channels
                                   values; q's dtype, or an fp8 payload (float8_e4m3fn) with `kv_scale`
     indices    [b, t, 1, k]       int32 or int64, the rows of each query; any that is no row of kv (-1 by convention) is
                                   invalid, and with `causal` any beyond `offset` + the query's number. A row that is
                                   named twice counts twice
     kv_scale   None, or float32 that broadcasts to [b, s, 1, n]: row = payload * scale, for whole rows (n = 1) or every
-                                  128 lanes (n = ceil(d_qk / 128)). One number for a tensor or a sequence is an
+                                  128 channels (n = ceil(d_qk / 128)). One number for a tensor or a sequence is an
                                   `expand`ed view; nobody writes it out per row
     scale      of the scores;  d_v <= d_qk;  offset: rows before the first query (a cached prefix)
-    fp8_products  with fp8 rows that have one scale each: queries and probabilities may be rounded to e4m3 where that is
-               faster (Hopper: 2.8 % of the output in norm, of normal operands), and are not where it is not
+    fp8_gemms  with fp8 rows that have one scale each: lets a kernel round queries and probabilities to e4m3 where that
+               is faster (Hopper; costs 2.8 % of the output in norm, of normal operands)
     returns    out [b, t, h, d_v] in q's dtype;  lse [b, t, h], natural logarithm of the sum of exponentials, float32
                (float64 for float64). A query without a valid row has out 0 and lse -inf
 
 Computed in float32 (float64 for float64); kernels round probabilities to q's dtype before they multiply values, and fp8
-rows to q's dtype, unless `fp8_products`. Raises OperandError for operands of other shapes and dtypes.
+rows to q's dtype, unless `fp8_gemms`. Raises OperandError for operands of other shapes and dtypes.
 
-Backward (q and kv of one dtype; the fp8 lane is forward only and says so): q's gradient is summed in a fixed order.
-That of kv sums over all queries that chose a row: the CUDA kernel adds in float32 with atomics, so that its last bits
+Backward (q and kv of one dtype; the fp8 path is forward only and says so): q's gradient is summed in a fixed order.
+That of kv sums over all queries that name a row: the CUDA kernel adds in float32 with atomics, so that its last bits
 differ from run to run. Under `torch.use_deterministic_algorithms(True)` the reference serves instead, which sorts.
 Saved for backward: q, kv, indices, out, lse.
-Source: DeepSeek-V3.2, https://github.com/deepseek-ai/DeepSeek-V3.2-Exp; invalid rows and the 576/512 lanes are those of
-FlashMLA's `flash_mla_sparse_fwd`, causality that of tilelang's examples/deepseek_v32. Both of those return lse in base
-2, and FlashMLA +inf for a query without rows.
+Source: DeepSeek-V3.2, https://github.com/deepseek-ai/DeepSeek-V3.2-Exp; invalid rows and the 576/512 channels are those
+of FlashMLA's `flash_mla_sparse_fwd`, causality that of tilelang's examples/deepseek_v32. Both of those return lse in
+base 2, and FlashMLA +inf for a query without rows.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ import torch
 from torch import Tensor
 
 from megacpp_compile.errors import ForwardOnlyError, OperandError
-from megacpp_compile.lowerings._kernels.fp8 import SCALED_LANES
+from megacpp_compile.lowerings._kernels.fp8 import SCALE_BLOCK
 from megacpp_compile.lowerings._op import compute_dtype, no_autocast, serve
 from megacpp_compile.lowerings.sparse_mla import reference
 
 PREFERENCE = {"cuda": ("cuda_gluon", "cuda_triton", "reference")}
 
 
-def _check(q: Tensor, kv: Tensor, indices: Tensor, kv_scale: Tensor | None, d_v: int, fp8_products: bool) -> None:
-    problem, blocks = None, -(-kv.shape[-1] // SCALED_LANES)
+def _check(q: Tensor, kv: Tensor, indices: Tensor, kv_scale: Tensor | None, d_v: int, fp8_gemms: bool) -> None:
+    problem, blocks = None, -(-kv.shape[-1] // SCALE_BLOCK)
     if q.dim() != 4 or kv.dim() != 4 or indices.dim() != 4 or kv.shape[2] != 1 or indices.shape[2] != 1:
         shapes = ", ".join(str(tuple(t.shape)) for t in (q, kv, indices))
         problem = f"q, kv and indices are {shapes}, not [b, t, h, d_qk], [b, s, 1, d_qk] and [b, t, 1, k]"
@@ -52,7 +52,7 @@ def _check(q: Tensor, kv: Tensor, indices: Tensor, kv_scale: Tensor | None, d_v:
             f"[b, t] are {tuple(q.shape[:2])} in q, {tuple(indices.shape[:2])} in indices; b is {kv.shape[0]} in kv"
         )
     elif kv.shape[3] != q.shape[3] or not 0 < d_v <= q.shape[3]:
-        problem = f"q has {q.shape[3]} lanes, kv {kv.shape[3]}, of which d_v = {d_v} are values"
+        problem = f"q has {q.shape[3]} channels, kv {kv.shape[3]}, of which d_v = {d_v} are values"
     elif indices.dtype not in (torch.int32, torch.int64):
         problem = f"indices are {indices.dtype}, not int32 or int64"
     elif (kv.dtype == torch.float8_e4m3fn) != (kv_scale is not None):
@@ -60,9 +60,10 @@ def _check(q: Tensor, kv: Tensor, indices: Tensor, kv_scale: Tensor | None, d_v:
     elif kv_scale is None and kv.dtype != q.dtype:
         problem = f"q is {q.dtype}, kv {kv.dtype}"
     elif kv_scale is not None and (kv_scale.dim() != 4 or kv_scale.shape[3] not in (1, blocks)):
-        problem = f"kv_scale is {tuple(kv_scale.shape)}: [b, s, 1, n], a number a row or for every {SCALED_LANES} lanes"
-    elif fp8_products and (kv_scale is None or kv_scale.shape[3] != 1):
-        problem = "fp8_products multiply rows in fp8 that have a scale each, or one for all"
+        per_row = f"a number a row or for every {SCALE_BLOCK} channels"
+        problem = f"kv_scale is {tuple(kv_scale.shape)}: [b, s, 1, n], {per_row}"
+    elif fp8_gemms and (kv_scale is None or kv_scale.shape[3] != 1):
+        problem = "fp8_gemms takes rows in fp8 that have a scale each, or one for all"
     if problem is not None:
         raise OperandError("megacpp::sparse_mla", problem)
 
@@ -77,16 +78,16 @@ def sparse_mla(
     d_v: int,
     causal: bool = True,
     offset: int = 0,
-    fp8_products: bool = False,
+    fp8_gemms: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    _check(q, kv, indices, kv_scale, d_v, fp8_products)
+    _check(q, kv, indices, kv_scale, d_v, fp8_gemms)
     with no_autocast(q):
-        return serve("sparse_mla", reference, q, kv, indices, kv_scale, scale, d_v, causal, offset, fp8_products)
+        return serve("sparse_mla", reference, q, kv, indices, kv_scale, scale, d_v, causal, offset, fp8_gemms)
 
 
 @sparse_mla.register_fake
-def _(q, kv, indices, kv_scale, scale, d_v, causal=True, offset=0, fp8_products=False):  # type: ignore[no-untyped-def]
-    _check(q, kv, indices, kv_scale, d_v, fp8_products)
+def _(q, kv, indices, kv_scale, scale, d_v, causal=True, offset=0, fp8_gemms=False):  # type: ignore[no-untyped-def]
+    _check(q, kv, indices, kv_scale, d_v, fp8_gemms)
     outer = q.shape[:-1]
     return q.new_empty((*outer, d_v)), q.new_empty(outer, dtype=compute_dtype(q.dtype))
 

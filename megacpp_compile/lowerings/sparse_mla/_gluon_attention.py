@@ -1,10 +1,10 @@
 """The forward of `sparse_mla` for Hopper, in Gluon: a program has 64 heads of one query, and its warps have roles.
 
-Four warps score a tile of 64 rows and take its softmax; eight have the sums, 64 heads by all value lanes, and multiply
-probabilities and values of the tile before; four more copy rows. Between them are barriers in shared memory: no warp
-waits for another's work but for the tile it needs.
+Four warps score a tile of 64 rows and take its softmax; eight have the sums, 64 heads by all value channels, and
+multiply probabilities and values of the tile before; four more copy rows. Between them are barriers in shared memory:
+no warp waits for another's work but for the tile it needs.
 
-MODE is WIDE (rows of the queries' dtype), WIDENED (rows in fp8, which those who copy turn into that) or FP8 (products
+MODE is WIDE (rows of the queries' dtype), WIDENED (rows in fp8, which those who copy turn into that) or FP8 (GEMMs
 of fp8: queries and probabilities are rounded to e4m3 as well, and the warps of the sums copy rows, too: as operands of
 theirs come from registers, there may be no more than twelve warps).
 """
@@ -34,7 +34,7 @@ from megacpp_compile.lowerings.sparse_mla._gluon_rows import (
 from megacpp_compile.lowerings.sparse_mla._triton_kernels import LN_2, LOG2_E
 
 WIDE, WIDENED, FP8 = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
-# Bytes of two 16-bit lanes of two rows each become four rows of the even lane, and of the odd one.
+# Bytes of two 16-bit channels of two rows each become four rows of the even channel, and of the odd one.
 _APART = gl.constexpr("prmt.b32 $0, $2, $3, 0x6420; prmt.b32 $1, $2, $3, 0x7531;")
 
 
@@ -45,7 +45,7 @@ def _log2(x):
 
 @gluon.jit
 def _scores(q_v, q_r, k_v, k_r, slot, zero):
-    """Products of all queries and a tile's rows, not waited for."""
+    """GEMMs of all queries and a tile's rows, not waited for."""
     s = warpgroup_mma(q_v, k_v.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
     return warpgroup_mma(q_r, k_r.index(slot).permute((1, 0)), s, is_async=True)
 
@@ -120,7 +120,7 @@ def _softmax(q_v, q_r, q_scale, k_v, k_r, numbers, scales, factors, logs, invers
 @gluon.jit
 def _sums(k_v, p, keep, full, empty, p_full, p_empty, out, heads, tiles,
           V: gl.constexpr, BH: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr):  # fmt: skip
-    """out [BH, V], by two warp groups, each with half of the lanes."""
+    """out [BH, V], by two warp groups, each with half of the channels."""
     M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, min(128, V // 2), 16])
     HEAD: gl.constexpr = gl.SliceLayout(1, M)
     acc = gl.full([BH, V], 0.0, gl.float32, M)
@@ -146,11 +146,11 @@ def _sums(k_v, p, keep, full, empty, p_full, p_empty, out, heads, tiles,
 
 @gluon.jit
 def _turned(values, first: gl.constexpr, V: gl.constexpr, BH: gl.constexpr, BK: gl.constexpr):
-    """Values of 32 rows, lanes by rows, as the left operand of a product: those of even lanes, and of odd ones.
+    """Values of 32 rows, channels by rows, as the left operand of a GEMM: those of even channels, and of odd ones.
 
-    wgmma wants the rows of a lane side by side, four to a register. `ldmatrix` turns 16 bits at once: registers that
-    hold two lanes of rows 2t and 2t + 1 of 16, and of 2t + 8 and 2t + 9. Their bytes, put apart by lane, are such a
-    register, of which rows are in another order; so are the probabilities.
+    wgmma wants the rows of a channel side by side, four to a register. `ldmatrix` turns 16 bits at once: registers that
+    hold two channels of rows 2t and 2t + 1 of 16, and of 2t + 8 and 2t + 9. Their bytes, put apart by channel, are such
+    a register, of which rows are in another order; so are the probabilities.
     """
     M_8: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BH, 32])
     M_16: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BH, 16])
@@ -167,7 +167,7 @@ def _sums_fp8(k_v, k_r, p, keep, numbers, scales, full, p_full, p_empty, out, he
               kv, kv_scale, indices, rows, last, topk, kv_s, i_k, s_s,
               V: gl.constexpr, R: gl.constexpr, CAUSAL: gl.constexpr, BH: gl.constexpr, BK: gl.constexpr,
               STAGES: gl.constexpr, TURNS: gl.constexpr):  # fmt: skip
-    """out as lanes by heads, so that values are the operand that comes from registers, where they are turned.
+    """out as channels by heads, so that values are the operand that comes from registers, where they are turned.
 
     These warps copy rows two tiles ahead: into the place of a tile that has been scored and that they have multiplied.
     """

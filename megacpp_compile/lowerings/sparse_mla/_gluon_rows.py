@@ -1,4 +1,4 @@
-"""How `sparse_mla`'s Gluon kernels bring a query's chosen rows into shared memory, tile by tile.
+"""How `sparse_mla`'s Gluon kernels bring a query's top-k rows into shared memory, tile by tile.
 
 Row numbers are kept beside the rows, -1 for one that is not valid: zeros stand for it, and it is never read. A tile's
 place is `full` when all of its copies have landed, `empty` when nobody reads it any more.
@@ -113,7 +113,7 @@ def _widen(x, scales, to, ROWS: gl.constexpr, START: gl.constexpr):
 def bring(kv, kv_scale, indices, numbers, scales, k_v, k_r, full, empty, tiles, rows, last, topk, kv_s, i_k, s_s,
           V: gl.constexpr, R: gl.constexpr, BK: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr,
           WIDENED: gl.constexpr):  # fmt: skip
-    """All tiles, one after the other, by warps that do nothing else: rows of 16 bits a lane as they are, rows in fp8
+    """All tiles, one after the other, by warps that do nothing else: rows of 16 bits a channel as they are, rows in fp8
     WIDENED to the queries' dtype, by way of registers."""
     HALF: gl.constexpr = BK // 2
     index = named(indices, 0, topk, i_k, BK)

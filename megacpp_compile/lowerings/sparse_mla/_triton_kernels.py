@@ -1,7 +1,7 @@
-"""Triton kernels of `sparse_mla`. A program has a block of one query's heads and walks its chosen rows in tiles of BK.
+"""Triton kernels of `sparse_mla`. A program has a block of one query's heads and walks its top-k rows in tiles of BK.
 
-The lanes of a row are two parts, the values' (V of them, VP with padding) and the rest (R, RP), so that 576 lanes are
-tiles of 512 and 64. Rows that are not valid are loaded as zeros and never read.
+The channels of a row are two parts, the values' (V of them, VP with padding) and the rest (R, RP), so that 576 channels
+are tiles of 512 and 64. Rows that are not valid are loaded as zeros and never read.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _chosen(indices, j, rows, last, topk, i_k, CAUSAL: tl.constexpr):
 
 @triton.jit
 def _row_scale(kv_scale, row, lanes, s_s, s_d, valid, BLOCKS: tl.constexpr):
-    """The scale of whole rows [BK, 1], or of the block each lane is in [BK, lanes]."""
+    """The scale of whole rows [BK, 1], or of the block each channel is in [BK, channels]."""
     at = kv_scale + row[:, None] * s_s
     if BLOCKS:
         at += (lanes // 128)[None, :] * s_d
@@ -45,7 +45,7 @@ def _row_scale(kv_scale, row, lanes, s_s, s_d, valid, BLOCKS: tl.constexpr):
 @triton.jit
 def _rows(kv, kv_scale, row, lanes, there, valid, kv_s, s_s, s_d, like,
           SCALED: tl.constexpr, BLOCKS: tl.constexpr):  # fmt: skip
-    """Lanes of the chosen rows, in `like`'s dtype."""
+    """Channels of a tile's rows, in `like`'s dtype."""
     found = tl.load(kv + row[:, None] * kv_s + lanes[None, :], mask=valid[:, None] & there[None, :], other=0.0)
     if SCALED:
         found = (found.to(tl.float32) * _row_scale(kv_scale, row, lanes, s_s, s_d, valid, BLOCKS)).to(like.dtype)
@@ -97,7 +97,7 @@ def sparse_mla_forward(q, kv, indices, kv_scale, out, lse, tokens, rows, heads, 
 
 @triton.jit
 def _queries_and_gradients(q, grad, h, kind, q_h, g_h, v, heads, V: tl.constexpr, ALIGNED: tl.constexpr):
-    """[rows, VP]: the value lanes of head h's query, or of its output's gradient where `kind` is 1."""
+    """[rows, VP]: the value channels of head h's query, or of its output's gradient where `kind` is 1."""
     at = tl.where(kind == 0, q + h * q_h, grad + h * g_h)
     if ALIGNED:
         at = tl.multiple_of(at, 16)
@@ -112,7 +112,7 @@ def sparse_mla_query_grad(grad, q, kv, indices, lse, delta, dq, tokens, rows, he
                           BH: tl.constexpr, BK: tl.constexpr):  # fmt: skip
     """dq of a block of heads: the walk of the forward, with probabilities from lse.
 
-    Queries and gradients are one tile, in turns of 8 rows: one product gives scores and probabilities' gradients, of
+    Queries and gradients are one tile, in turns of 8 rows: one GEMM gives scores and probabilities' gradients, of
     which a thread of the tensor cores' layout has those of one place (rows r and r + 8), and 8 warps have 128 rows to
     share, where with 64 each half of them would compute all.
     """
@@ -165,8 +165,8 @@ def sparse_mla_rows_grad(grad, q, kv, indices, lse, delta, dkv, tokens, rows, he
     """What one query adds to dkv (float32, zeroed) of BK of its rows: summed over all heads in registers, so that each
     row is added to memory once a query.
 
-    A head's query and gradient are rows 2i and 2i + 1 of one tile: with it one product gives scores and
-    probabilities' gradients, and one sum takes both parts of the rows' gradient. Two products in a row into one sum of
+    A head's query and gradient are rows 2i and 2i + 1 of one tile: with it one GEMM gives scores and
+    probabilities' gradients, and one sum takes both parts of the rows' gradient. Two GEMMs in a row into one sum of
     this size get layouts of their own (Triton 3.9), and move it through shared memory in between.
     """
     tiles = (topk + BK - 1) // BK

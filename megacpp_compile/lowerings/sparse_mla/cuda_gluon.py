@@ -1,8 +1,8 @@
 """`sparse_mla`'s forward on Hopper in Gluon, Triton's language of explicit layouts: roles for warps, rows copied while
 others are multiplied, nothing computed twice. What it does not serve, and every backward, is `cuda_triton`'s.
 
-Rows in fp8 are widened to the queries' dtype on their way into shared memory. With `fp8_products` they are multiplied
-as they are: queries are rounded to e4m3 by their head's largest lane, and probabilities by the largest one so far.
+Rows in fp8 are widened to the queries' dtype on their way into shared memory. With `fp8_gemms` they are multiplied
+as they are: queries are rounded to e4m3 by their head's largest channel, and probabilities by the largest one so far.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import triton
 from torch import Tensor
 from triton.errors import TritonError
 
-from megacpp_compile.lowerings._kernels.triton_launch import lanes_adjacent, strides
+from megacpp_compile.lowerings._kernels.triton_launch import last_dim_contiguous, strides
 from megacpp_compile.lowerings.sparse_mla import cuda_triton
 from megacpp_compile.lowerings.sparse_mla.cuda_triton import aligned, no_launch, scale_steps
 from megacpp_compile.report import log
@@ -31,9 +31,9 @@ __all__ = ["sparse_mla", "supports"]
 
 # A graph holds the op itself, which asks again when it runs: Inductor takes no kernels of Gluon.
 TRACED = False
-# Heads of a program, and rows of a tile. Fewer heads leave more than half of the products to nobody.
+# Heads of a program, and rows of a tile. Fewer heads leave more than half of the GEMMs to nobody.
 HEADS = ROWS = 64
-VALUE_LANES, REST_LANES = (256, 512), 64
+VALUE_CHANNELS, REST_CHANNELS = (256, 512), 64
 # Places for tiles; registers a thread of those who take the softmax, and of those who copy: what is left of 65536 is
 # for the sums, which take 128 for themselves.
 _SETTINGS = {
@@ -57,12 +57,12 @@ def supports(name: str, args: Sequence[Any]) -> str | None:
     if q.dtype not in (torch.float16, torch.bfloat16) or kv.dtype not in (q.dtype, torch.float8_e4m3fn):
         return f"queries in {q.dtype}, rows in {kv.dtype}"
     if kv_scale is not None and kv_scale.shape[3] != 1:
-        return "a scale for every block of lanes"
-    heads, lanes = q.shape[2:]
+        return "a scale for every block of channels"
+    heads, channels = q.shape[2:]
     if not isinstance(heads, int) or heads <= HEADS // 2:
         return f"{heads} heads: it has {HEADS} in a program"
-    if d_v not in VALUE_LANES or lanes - d_v != REST_LANES:
-        return f"{d_v} and {lanes - d_v} lanes: it has {VALUE_LANES} and {REST_LANES}"
+    if d_v not in VALUE_CHANNELS or channels - d_v != REST_CHANNELS:
+        return f"{d_v} and {channels - d_v} channels: it has {VALUE_CHANNELS} and {REST_CHANNELS}"
     if reason := no_launch(q, kv, indices):
         return reason
     if not aligned(q) or not aligned(kv):
@@ -79,10 +79,10 @@ def sparse_mla(
     d_v: int,
     causal: bool = True,
     offset: int = 0,
-    fp8_products: bool = False,
+    fp8_gemms: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    mode = "WIDE" if kv_scale is None else "FP8" if fp8_products else "WIDENED"
-    q, kv = lanes_adjacent(q), lanes_adjacent(kv)
+    mode = "WIDE" if kv_scale is None else "FP8" if fp8_gemms else "WIDENED"
+    q, kv = last_dim_contiguous(q), last_dim_contiguous(kv)
     if q.data_ptr() % 16 or kv.data_ptr() % 16:  # memory of somebody else's
         return cuda_triton.sparse_mla(q, kv, indices, kv_scale, scale, d_v, causal, offset)
     out = torch.empty((*q.shape[:-1], d_v), dtype=q.dtype, device=q.device)
@@ -93,7 +93,7 @@ def sparse_mla(
             q, kv, indices, q if kv_scale is None else kv_scale, out, lse, q.shape[1], kv.shape[1], q.shape[2],
             indices.shape[3], offset, scale, **strides("q", q, "bth"), **strides("kv", kv, "bs"),
             i_b=indices.stride(0), i_t=indices.stride(1), i_k=indices.stride(3), s_b=s_b, s_s=s_s,
-            V=d_v, R=REST_LANES, CAUSAL=int(causal), MODE=getattr(kernels, mode).value, BH=HEADS, BK=ROWS,
+            V=d_v, R=REST_CHANNELS, CAUSAL=int(causal), MODE=getattr(kernels, mode).value, BH=HEADS, BK=ROWS,
             **_SETTINGS[mode], num_warps=8,
         )  # fmt: skip
     except TritonError as error:  # a release whose Gluon has the same names, and another meaning for them

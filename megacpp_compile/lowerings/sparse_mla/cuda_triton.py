@@ -1,9 +1,9 @@
-"""`sparse_mla` on CUDA in Triton: the chosen rows are gathered into tiles on the way, forward and twice in backward.
+"""`sparse_mla` on CUDA in Triton: kernels gather a query's top-k rows tile by tile, forward and twice in backward.
 
 Backward is two kernels. q's gradient walks a query's rows with a block of its heads, as forward does; kv's has a tile
 of a query's rows and goes over its heads, so that a row's gradient is added to memory once a query (float32 atomics),
 not once a block of heads. Scores and the probabilities' gradient are computed twice: 3840 multiply-adds a head, row and
-query at 576/512 lanes, where one kernel would take 2752, and more atomics.
+query at 576/512 channels, where one kernel would take 2752, and more atomics.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import triton
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from megacpp_compile.lowerings._kernels.triton_launch import Kernel, lanes_adjacent, multiply, power_of_2, strides
+from megacpp_compile.lowerings._kernels.triton_launch import Kernel, last_dim_contiguous, multiply, power_of_2, strides
 from megacpp_compile.lowerings.sparse_mla import _triton_kernels as kernels
 
 __all__ = ["sparse_mla", "sparse_mla_backward", "supports"]
 
-# Lanes that one program holds in registers for a block of heads: of values, and of the rest.
-MAX_VALUE_LANES, MAX_REST_LANES = 512, 128
+# Channels that one program holds in registers for a block of heads: of values, and of the rest.
+MAX_VALUE_CHANNELS, MAX_REST_CHANNELS = 512, 128
 # Blocks a launch can have along its second dimension.
 MOST_BLOCKS = 65535
 
@@ -56,9 +56,10 @@ def supports(name: str, args: Sequence[Any]) -> str | None:
         return f"rows in {kv.dtype}, queries in {q.dtype}"
     sizes = (q.shape[2], q.shape[3], indices.shape[3])
     if not all(isinstance(n, int) for n in sizes):
-        return f"symbolic heads, lanes or number of rows: {sizes}"
-    if d_v < 1 or d_v > MAX_VALUE_LANES or q.shape[3] - d_v > MAX_REST_LANES:
-        return f"{d_v} and {q.shape[3] - d_v} lanes: programs hold {MAX_VALUE_LANES} and {MAX_REST_LANES} at most"
+        return f"symbolic heads, channels or number of rows: {sizes}"
+    if d_v < 1 or d_v > MAX_VALUE_CHANNELS or q.shape[3] - d_v > MAX_REST_CHANNELS:
+        most = f"{MAX_VALUE_CHANNELS} and {MAX_REST_CHANNELS}"
+        return f"{d_v} and {q.shape[3] - d_v} channels: programs hold {most} at most"
     if reason := no_launch(q, kv, indices):
         return reason
     if backward and torch.are_deterministic_algorithms_enabled():
@@ -70,8 +71,8 @@ def supports(name: str, args: Sequence[Any]) -> str | None:
 def _operands(
     q: Tensor, kv: Tensor, indices: Tensor, scale: float, d_v: int, causal: bool, offset: int
 ) -> dict[str, Any]:
-    least = 32 if kv.dtype.itemsize == 1 else 16  # lanes that tensor cores multiply at once
-    q, kv = lanes_adjacent(q), lanes_adjacent(kv)
+    least = 32 if kv.dtype.itemsize == 1 else 16  # channels that tensor cores multiply at once
+    q, kv = last_dim_contiguous(q), last_dim_contiguous(kv)
     rest = q.shape[-1] - d_v
     return {
         "q": q, "kv": kv, "indices": indices, "tokens": q.shape[1], "rows": kv.shape[1], "heads": q.shape[2],
@@ -88,7 +89,7 @@ def aligned(t: Tensor) -> bool:
 
 
 def scale_steps(kv_scale: Tensor | None) -> tuple[Any, Any, Any]:
-    """How far apart the scales of sequences, rows and blocks of lanes are; 0 where one is for all."""
+    """How far apart the scales of sequences, rows and blocks of channels are; 0 where one is for all."""
     if kv_scale is None:
         return 0, 0, 0
     b, s, d = (0 if statically_known_true(kv_scale.shape[dim] == 1) else kv_scale.stride(dim) for dim in (0, 1, 3))
@@ -96,7 +97,7 @@ def scale_steps(kv_scale: Tensor | None) -> tuple[Any, Any, Any]:
 
 
 def _tile(q: Tensor, heads: int, rows: int, stages: int) -> dict[str, int]:
-    """The static choice: as many as fit into registers and 227 KiB of shared memory at 512 + 64 lanes."""
+    """The static choice: as many as fit into registers and 227 KiB of shared memory at 512 + 64 channels."""
     if q.dtype.itemsize == 4:
         return {"BH": 16, "BK": 16, "num_warps": 8, "num_stages": 1}
     return {"BH": max(16, min(heads, power_of_2(q.shape[2]))), "BK": rows, "num_warps": 8, "num_stages": stages}
@@ -115,7 +116,7 @@ def sparse_mla(
     d_v: int,
     causal: bool = True,
     offset: int = 0,
-    fp8_products: bool = False,  # these multiply in the queries' dtype
+    fp8_gemms: bool = False,  # these multiply in the queries' dtype
 ) -> tuple[Tensor, Tensor]:
     out = torch.empty((*q.shape[:-1], d_v), dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
@@ -124,7 +125,7 @@ def sparse_mla(
     args |= {**dict(steps), "kv_scale": q if kv_scale is None else kv_scale, "out": out, "lse": lse}
     by_blocks = kv_scale is not None and kv_scale.shape[3] > 1
     scaled = {"SCALED": int(kv_scale is not None), "BLOCKS": int(by_blocks)}
-    # Loaded ahead, the blocks' scales, one a lane, would take more shared memory than there is.
+    # Loaded ahead, the blocks' scales, one a channel, would take more shared memory than there is.
     _forward(_by_heads(q), _tile(q, 64, 64, 1 if by_blocks else 2), **args, **scaled, **multiply(q.dtype))
     return out, lse
 
@@ -148,7 +149,7 @@ def sparse_mla_backward(
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     dkv = torch.zeros(kv.shape, dtype=torch.float32, device=kv.device)
     args = _operands(q, kv, indices, scale, d_v, causal, offset) | multiply(q.dtype)
-    grad = lanes_adjacent(grad.to(q.dtype))
+    grad = last_dim_contiguous(grad.to(q.dtype))
     args |= {"grad": grad, "lse": lse.contiguous(), "delta": delta.contiguous(), **strides("g", grad, "bth"),
              "ALIGNED": int(aligned(args["q"]) and aligned(grad))}  # fmt: skip
     _query_grad(_by_heads(q), _tile(q, 64, 32, 2), dq=dq, **args)

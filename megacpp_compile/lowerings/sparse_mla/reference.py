@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megacpp_compile.lowerings._kernels.fp8 import SCALED_LANES, widened
+from megacpp_compile.lowerings._kernels.fp8 import SCALE_BLOCK, widened
 from megacpp_compile.lowerings._op import compute_dtype
 from megacpp_compile.targets import by_xla
 
@@ -26,8 +26,8 @@ def _chunks(q: Tensor, indices: Tensor) -> Iterator[slice]:
     if not all(isinstance(n, int) for n in sizes):
         yield slice(None)
         return
-    batch, tokens, k, lanes = sizes
-    at_once = CHUNK_BYTES // max(1, batch * k * lanes * compute_dtype(q.dtype).itemsize)
+    batch, tokens, k, channels = sizes
+    at_once = CHUNK_BYTES // max(1, batch * k * channels * compute_dtype(q.dtype).itemsize)
     at_once = max(1, at_once, -(-tokens // MOST_CHUNKS))
     for start in range(0, max(tokens, 1), at_once):
         yield slice(start, start + at_once)
@@ -86,7 +86,7 @@ class Rows:
 
 def _scaled(rows: Tensor, scale: Tensor) -> Tensor:
     if scale.dim() and scale.shape[-1] > 1:
-        scale = scale.repeat_interleave(SCALED_LANES, -1)[..., : rows.shape[-1]]
+        scale = scale.repeat_interleave(SCALE_BLOCK, -1)[..., : rows.shape[-1]]
     return rows * scale
 
 
@@ -103,11 +103,11 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of some queries [b, t, h, d], with the indices [b, t, k] of their rows."""
     valid = _valid(index, rows.count, last)
-    chosen, chosen_scale = rows.take(index, valid)
-    if chosen_scale is not None:
-        chosen = _scaled(chosen, chosen_scale)
-    p, lse = _softmax(torch.einsum("bthd,btkd->bthk", q.to(rows.dtype), chosen) * scale, valid)
-    return torch.einsum("bthk,btkd->bthd", p, chosen[..., :d_v]).to(q.dtype), lse
+    gathered, gathered_scale = rows.take(index, valid)
+    if gathered_scale is not None:
+        gathered = _scaled(gathered, gathered_scale)
+    p, lse = _softmax(torch.einsum("bthd,btkd->bthk", q.to(rows.dtype), gathered) * scale, valid)
+    return torch.einsum("bthk,btkd->bthd", p, gathered[..., :d_v]).to(q.dtype), lse
 
 
 def attend_backward(
@@ -120,24 +120,24 @@ def attend_backward(
     With p the probabilities, dp = grad . values and delta = grad . out - grad_lse, the scores' gradient is
     `p * (dp - delta)`."""
     valid = _valid(index, rows.count, last)
-    chosen, _ = rows.take(index, valid)
+    gathered, _ = rows.take(index, valid)
     queries, d_out = q.to(rows.dtype), grad.to(rows.dtype)
-    p, _ = _softmax(torch.einsum("bthd,btkd->bthk", queries, chosen) * scale, valid, lse)
-    dp = torch.einsum("bthd,btkd->bthk", d_out, chosen[..., :d_v])
+    p, _ = _softmax(torch.einsum("bthd,btkd->bthk", queries, gathered) * scale, valid, lse)
+    dp = torch.einsum("bthd,btkd->bthk", d_out, gathered[..., :d_v])
     d_logits = p * (dp - delta.unsqueeze(-1)) * scale
-    d_q = torch.einsum("bthk,btkd->bthd", d_logits, chosen).to(q.dtype)
-    d_chosen = torch.einsum("bthk,bthd->btkd", d_logits, queries)
+    d_q = torch.einsum("bthk,btkd->bthd", d_logits, gathered).to(q.dtype)
+    d_gathered = torch.einsum("bthk,bthd->btkd", d_logits, queries)
     d_values = torch.einsum("bthk,bthd->btkd", p, d_out)
-    d_chosen = d_chosen + torch.nn.functional.pad(d_values, (0, q.shape[-1] - d_v))
+    d_gathered = d_gathered + torch.nn.functional.pad(d_values, (0, q.shape[-1] - d_v))
     base = torch.arange(q.shape[0], device=q.device)[:, None, None] * (rows.count + 1)
     place = torch.where(valid, index, rows.count) + base
-    return d_q, d_rows.index_add(0, place.flatten(), d_chosen.flatten(0, 2))
+    return d_q, d_rows.index_add(0, place.flatten(), d_gathered.flatten(0, 2))
 
 
 def no_gradient(rows: Rows) -> Tensor:
     """What `attend_backward` starts from."""
-    batch, count, lanes = rows.kv.shape
-    return torch.zeros((batch * (count + 1), lanes), dtype=rows.dtype, device=rows.kv.device)
+    batch, count, channels = rows.kv.shape
+    return torch.zeros((batch * (count + 1), channels), dtype=rows.dtype, device=rows.kv.device)
 
 
 def of_rows(d_rows: Tensor, kv: Tensor) -> Tensor:
@@ -160,7 +160,7 @@ def sparse_mla(
     d_v: int,
     causal: bool = True,
     offset: int = 0,
-    fp8_products: bool = False,  # nothing is rounded here
+    fp8_gemms: bool = False,  # nothing is rounded here
 ) -> tuple[Tensor, Tensor]:
     rows = Rows(kv, kv_scale, compute_dtype(q.dtype))
     last, parts = last_seen(q.shape[1], causal, offset, q), []

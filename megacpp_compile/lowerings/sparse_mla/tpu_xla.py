@@ -57,7 +57,7 @@ def sparse_mla(
     d_v: int,
     causal: bool = True,
     offset: int = 0,
-    fp8_products: bool = False,  # nothing is rounded here
+    fp8_gemms: bool = False,  # nothing is rounded here
 ) -> tuple[Tensor, Tensor]:
     dtype, n = compute_dtype(q.dtype), _parts(q, indices)
 

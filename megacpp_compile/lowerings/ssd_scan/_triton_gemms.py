@@ -1,4 +1,4 @@
-"""Triton device code: matrix products that keep float32 operands nearly exact on bfloat16 tensor cores."""
+"""Triton device code: GEMMs that keep float32 operands nearly exact on bfloat16 tensor cores."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ INTERPRETED = tl.constexpr(interpreted())
 
 
 @triton.jit
-def product(a, b, WIDE: tl.constexpr):
+def gemm(a, b, WIDE: tl.constexpr):
     """`a @ b` in float32. bfloat16 operands are exact; any other is taken apart into two bfloat16 numbers, high + low.
 
     That keeps 16 bits of a float32 factor (all 11 of float16), where TF32 keeps 11 and wants its operands laid out
-    anew. `WIDE`: both operands are float32 and stay so, as three TF32 products; of tiles of 16, those lose digits
+    anew. `WIDE`: both operands are float32 and stay so, as three TF32 GEMMs; of tiles of 16, those lose digits
     (Triton 3.6).
     """
     if WIDE and (a.shape[0] == 16 or a.shape[1] == 16 or b.shape[1] == 16):

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from megacpp_compile.lowerings._kernels.triton_cast import as_stored
 from megacpp_compile.lowerings._kernels.triton_launch import Kernel
-from megacpp_compile.lowerings.ssd_scan._triton_gemms import product
+from megacpp_compile.lowerings.ssd_scan._triton_gemms import gemm
 
 
 @triton.jit
@@ -29,7 +29,7 @@ def ssd_scores_grad(dy, x, B, C, decay, steps, d_scores, row_sums, column_sums, 
     there = r[:, None] < tokens - t
     queries = tl.load(C + b * C_b + t * C_t + g * C_g + (r * C_t)[:, None] + n, mask=there, other=0)
     keys = tl.load(B + b * B_b + t * B_t + g * B_g + (r * B_t)[:, None] + n, mask=there, other=0)
-    scores = product(queries, tl.trans(keys), WIDE)
+    scores = gemm(queries, tl.trans(keys), WIDE)
     own = tl.sum(queries.to(tl.float32) * keys.to(tl.float32), 1)
     scores = tl.where(r[:, None] > r[None, :], scores, 0)
     keep = r[:, None] >= r[None, :]
@@ -45,7 +45,7 @@ def ssd_scores_grad(dy, x, B, C, decay, steps, d_scores, row_sums, column_sums, 
         tl.store(diagonal + row * L + r, straight * own)
         tl.store(d_skip + row, tl.sum(straight, 0))
         a, step = tl.load(decay + row * L + r), tl.load(steps + row * L + r)
-        d = product(grad, tl.trans(values), WIDE)
+        d = gemm(grad, tl.trans(values), WIDE)
         d *= tl.exp2(tl.where(keep, a[:, None] - a[None, :], float("-inf")))
         tl.store(column_sums + row * L + r, tl.sum(scores * d, 0))
         d *= step[None, :]
@@ -65,7 +65,7 @@ def ssd_group_grad(v, own, other, d_scores, decay, steps, states, entering, out,
     v = x, states = the gradients of those leaving), summed over HB heads of a group.
 
     Per head, `dots` is what the state's part of it gives to the gradient of the decay; of B's, without dt, also to that
-    of dt. With KEYS, `inner` is the product of the entering state with the gradient of the leaving one.
+    of dt. With KEYS, `inner` is the inner product of the entering state with the gradient of the leaving one.
     """
     c, part, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     g = (part * HB // per_group).to(tl.int64)
@@ -77,7 +77,7 @@ def ssd_group_grad(v, own, other, d_scores, decay, steps, states, entering, out,
     other += b * other_b + t * other_t + g * other_g
     scores = tl.load(d_scores + ((b * chunks + c) * parts + part) * L * L + r[:, None] * L + r[None, :])
     others = tl.load(other + (r * other_t)[:, None] + n, mask=there, other=0)
-    total = product(tl.trans(scores) if KEYS else scores, others, WIDE)
+    total = gemm(tl.trans(scores) if KEYS else scores, others, WIDE)
     mine = tl.load(own + (r * own_t)[:, None] + n, mask=there, other=0)
     at = tl.arange(0, P)[:, None] * N + n
     for i in range(HB):
@@ -91,7 +91,7 @@ def ssd_group_grad(v, own, other, d_scores, decay, steps, states, entering, out,
         else:
             reach = tl.exp2(a)
         values = tl.load(v + h * v_h + (r * v_t)[:, None] + p, mask=there, other=0)
-        grad = product(values, state, WIDE) * reach[:, None]
+        grad = gemm(values, state, WIDE) * reach[:, None]
         tl.store(dots + row * L + r, tl.sum(grad * mine.to(tl.float32), 1))
         if KEYS:
             grad *= tl.load(steps + row * L + r)[:, None]

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from megacpp_compile.lowerings._kernels.triton_cast import as_stored
 from megacpp_compile.lowerings._kernels.triton_launch import Kernel
-from megacpp_compile.lowerings.ssd_scan._triton_gemms import product
+from megacpp_compile.lowerings.ssd_scan._triton_gemms import gemm
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -37,8 +37,8 @@ def ssd_walk(q, k, v, decay, steps, skip, first, out, states, last,
              q_b, q_t, q_g, k_b, k_t, k_g, v_b, v_t, v_h,
              L: tl.constexpr, P: tl.constexpr, N: tl.constexpr, BP: tl.constexpr, REVERSE: tl.constexpr,
              SKIP: tl.constexpr, FIRST: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
-    """A head's chunks one after the other, BP of its P lanes, the state [N, BP] in registers: with N before the lanes
-    its products have N rows, of which tensor cores take 64 at once.
+    """A head's chunks one after the other, BP of its P channels, the state [N, BP] in registers: with N before the
+    channels its GEMMs have N rows, of which tensor cores take 64 at once.
 
     Forward: q = C, k = B, v = x; out = y, from the scores within the chunk and the state that enters it; then
     state = decay over the chunk * state + sum over its tokens of dt * decay to its end * x (outer) B.
@@ -75,23 +75,23 @@ def ssd_walk(q, k, v, decay, steps, skip, first, out, states, last,
         if ROWS:
             queries = tl.load(q + t * q_t, mask=there, other=0)
             apart = a[None, :] - a[:, None] if REVERSE else a[:, None] - a[None, :]
-            weighted = product(queries, tl.trans(keys), WIDE) * tl.exp2(tl.where(keep, apart, float("-inf")))
-            rows = product(queries, state, WIDE)
+            weighted = gemm(queries, tl.trans(keys), WIDE) * tl.exp2(tl.where(keep, apart, float("-inf")))
+            rows = gemm(queries, state, WIDE)
             if REVERSE:
-                rows = (rows * tl.exp2(end - a)[:, None] + product(weighted, values, WIDE)) * step[:, None]
+                rows = (rows * tl.exp2(end - a)[:, None] + gemm(weighted, values, WIDE)) * step[:, None]
             else:
-                rows = rows * tl.exp2(a)[:, None] + product(weighted * step[None, :], values, WIDE)
+                rows = rows * tl.exp2(a)[:, None] + gemm(weighted * step[None, :], values, WIDE)
             if SKIP:
                 rows += values.to(tl.float32) * own
             tl.store(out + ((b * tokens + t) * heads + h) * P + p[None, :], as_stored(rows, out), mask=there)
         weight = tl.exp2(a) if REVERSE else tl.exp2(end - a) * step
-        added = product(tl.trans(keys), values.to(tl.float32) * weight[:, None], WIDE)
+        added = gemm(tl.trans(keys), values.to(tl.float32) * weight[:, None], WIDE)
         state = state * tl.exp2(end) + added
     tl.store(last + (b * heads + h) * P * N + at, state)
 
 
 decay = Kernel(ssd_decay, [{"BH": 16, "num_warps": 4}], key=("heads", "L"))
-# One stage is not among them: with it and fewer lanes than a head has, Triton 3.6 reads beyond shared memory.
+# One stage is not among them: with it and fewer channels than a head has, Triton 3.6 reads beyond shared memory.
 walk = Kernel(
     ssd_walk,
     [{"num_warps": warps, "num_stages": 2} for warps in (4, 8)],

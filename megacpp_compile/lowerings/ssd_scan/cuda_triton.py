@@ -20,16 +20,16 @@ import triton
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from megacpp_compile.lowerings._kernels.triton_launch import lanes_adjacent, power_of_2, strides
+from megacpp_compile.lowerings._kernels.triton_launch import last_dim_contiguous, power_of_2, strides
 from megacpp_compile.lowerings.ssd_scan import _triton_gradients, _triton_walk
 
 __all__ = ["ssd_scan", "ssd_scan_backward", "supports"]
 
 HEAD_SIZES = (16, 32, 64, 128)
 STATE_SIZES = (16, 32, 64, 128, 256)
-# Heads of a group that a program takes one after the other: they share B, C and their products.
+# Heads of a group that a program takes one after the other: they share B, C and their GEMMs.
 HEADS = 8
-# Lanes of a head that one program of the walk has.
+# Channels of a head that one program of the walk has.
 LANES = 64
 # Blocks a launch can have along a dimension other than the first.
 MOST_BLOCKS = 65535
@@ -55,14 +55,14 @@ def supports(name: str, args: Sequence[Any]) -> str | None:
 
 
 class _Call:
-    """Sizes, and the operands as the kernels read them: lanes adjacent in memory, any other strides."""
+    """Sizes, and the operands as the kernels read them: channels contiguous in memory, any other strides."""
 
     def __init__(self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int) -> None:
         self.batch, self.tokens, self.heads, self.p = x.shape
         self.groups, self.n = B.shape[2:]
-        self.x, self.B, self.C = (lanes_adjacent(t) for t in (x, B, C))
+        self.x, self.B, self.C = (last_dim_contiguous(t) for t in (x, B, C))
         self.dt, self.A = dt, A
-        # Products of float32 operands are taken as such; of half precision, in exact parts (`_triton_products`).
+        # GEMMs of float32 operands are taken as such; of half precision, in exact parts (`_triton_gemms`).
         self.wide = torch.float32 in (x.dtype, B.dtype, C.dtype)
         if isinstance(self.tokens, int):
             chunk_size = min(chunk_size, max(power_of_2(self.tokens), 16))
@@ -167,7 +167,7 @@ def ssd_scan_backward(
     states: Tensor,
     chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    call, dy = _Call(x, dt, A, B, C, chunk_size), lanes_adjacent(dy)
+    call, dy = _Call(x, dt, A, B, C, chunk_size), last_dim_contiguous(dy)
     chunk = min(call.chunk, _longest(call.p, call.n, call.wide))
     if chunk < call.chunk:
         states, _ = call.walk(call.x, None, initial_state, chunk, None, reverse=False)

@@ -1,12 +1,12 @@
 """`ssd_scan` and its backward in plain PyTorch: their meaning, their CPU lowering, and the oracle.
 
-Within a chunk the recurrence is a product with a lower triangular matrix, C_l . B_s times the decay from s to l; across
+Within a chunk the recurrence is a GEMM with a lower triangular matrix, C_l . B_s times the decay from s to l; across
 chunks it is the same thing with chunks for positions. The largest intermediate is that matrix, [b, chunks, h, l, l].
 No loop over chunks, so that the number of tokens may be symbolic.
 
 The logarithm of a decay is a sum over consecutive positions, here a difference of prefix sums. In float32 that would
 lose what the prefixes hold beyond it, so prefix sums are float64, and so are their gradients, which cancel likewise.
-They are products with a triangle of ones: Inductor can't compile a cumsum at a model's sizes, and float64 is out of
+They are GEMMs with a triangle of ones: Inductor can't compile a cumsum at a model's sizes, and float64 is out of
 TF32's reach.
 """
 
@@ -21,13 +21,13 @@ from megacpp_compile.lowerings._op import compute_dtype
 
 class Float64Sums:
     """Logarithms of decays as prefix sums, and the way back. What `prefix` makes may be indexed and subtracted along
-    its last dimensions, `again` sums such sums, and `to` gives their value in a dtype."""
+    its last dimensions, `cumulate` sums such sums, and `to` gives their value in a dtype."""
 
     @staticmethod
     def prefix(a: Tensor) -> Tensor:
         return _prefix_sums(a)
 
-    again = prefix
+    cumulate = prefix
 
     @staticmethod
     def to(sums: Tensor, dtype: torch.dtype) -> Tensor:
@@ -93,7 +93,7 @@ class _Chunks:
 
     def carry(self) -> Tensor:
         """[b, h, z, c]: how much of what is added before chunk c is left where chunk z begins."""
-        return self.between(self.sums.again(F.pad(self.total.transpose(-1, -2), (1, 0)))).exp()
+        return self.between(self.sums.cumulate(F.pad(self.total.transpose(-1, -2), (1, 0)))).exp()
 
     def between(self, logs: Tensor) -> Tensor:
         """[..., l, s]: what comes behind s and up to l, -inf where l comes before s; `logs` are prefix sums."""
@@ -175,7 +175,7 @@ def ssd_scan_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, dt, A, B, C, D and initial_state, the last two empty where there is none.
 
-    Everything within a chunk is computed again from the operands; `states` is what was saved.
+    Everything within a chunk is recomputed from the operands; `states` is what was saved.
     """
     dtype = states.dtype
     k, heads = _Chunks(x, dt, A, B, C, chunk_size, dtype, sums), x.shape[2]

@@ -45,7 +45,7 @@ class PairedSums(reference.Float64Sums):
         return _scanned(a, torch.zeros_like(a))
 
     @staticmethod
-    def again(sums: Tensor) -> Tensor:
+    def cumulate(sums: Tensor) -> Tensor:
         return _scanned(sums[0], sums[1])
 
     @staticmethod

@@ -30,7 +30,7 @@ def plain(
     """The meaning of all others. Scores are materialised: [B, H, S, T] in float32."""
     batch, heads, tokens, _ = q.shape
     groups, keys = k.shape[1:3]
-    # Heads that share a key are rows of one product: keys are read, not repeated.
+    # Heads that share a key are rows of one GEMM: keys are read, not repeated.
     rows = q.reshape(batch, groups, heads // groups * tokens, q.shape[-1])
     scores = (rows @ k.transpose(-1, -2)).view(batch, groups, heads // groups, tokens, keys)
     scores = scores.to(torch.promote_types(q.dtype, torch.float32)) * scale
@@ -83,7 +83,7 @@ def flex_lacks(q: Tensor, k: Tensor, v: Tensor, doc_ids: Any, softcap: float | N
     if q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return "dtype", f"FlexAttention does not compute in {q.dtype}"
     if q.device.type == "cuda" and min(q.shape[-1], v.shape[-1]) < 16:
-        return "width", f"FlexAttention wants heads of 16 lanes or more, not {min(q.shape[-1], v.shape[-1])}"
+        return "width", f"FlexAttention wants heads of 16 channels or more, not {min(q.shape[-1], v.shape[-1])}"
     return None
 
 

@@ -1,8 +1,8 @@
 """Attention on a TPU by JAX's splash attention, a flash kernel in Pallas with a soft cap and segments, called through
 torch_xla's bridge for custom kernels (torch_xla/experimental/splash_attention.py of release 2.9).
 
-Heads are padded to multiples of 128 lanes and keys repeated for the heads that share them, as the bridge has one shape
-for all three operands. It has not run on a TPU yet; docs/xla.md says what else has not.
+Heads are padded to multiples of 128 channels and keys repeated for the heads that share them, as the bridge has one
+shape for all three operands. It has not run on a TPU yet; docs/xla.md says what else has not.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from megacpp_compile.nn.attention.bodies import Lack, without_padding
 
-_LANES = 128
+_PADDED_TO = 128
 
 
 def lacks(q: Tensor, k: Tensor, v: Tensor, doc_ids: Any, softcap: float | None, causal: bool) -> Lack:
@@ -29,8 +29,8 @@ def lacks(q: Tensor, k: Tensor, v: Tensor, doc_ids: Any, softcap: float | None, 
         return missing
     if q.dtype not in (torch.bfloat16, torch.float32):
         return "dtype", f"the kernel does not compute in {q.dtype}"
-    if q.shape[2] != k.shape[2] or q.shape[2] % _LANES:
-        return "shape", f"{q.shape[2]} queries and {k.shape[2]} keys: wanted as many, in multiples of {_LANES}"
+    if q.shape[2] != k.shape[2] or q.shape[2] % _PADDED_TO:
+        return "shape", f"{q.shape[2]} queries and {k.shape[2]} keys: wanted as many, in multiples of {_PADDED_TO}"
     return None
 
 
@@ -54,11 +54,11 @@ def attend(
 ) -> Tensor:
     """As the bodies of `bodies`."""
     heads, width = q.shape[1], v.shape[-1]
-    lanes = -(-max(q.shape[-1], width) // _LANES) * _LANES
+    channels = -(-max(q.shape[-1], width) // _PADDED_TO) * _PADDED_TO
     repeat = heads // k.shape[1]
     k, v = (t.repeat_interleave(repeat, 1) if repeat > 1 else t for t in (k, v))
-    # Zeros add nothing to a score, and the lanes they give are cut off again. The kernel itself scales nothing.
-    q, k, v = (pad(t, (0, lanes - t.shape[-1])) for t in (q * scale, k, v))
+    # Zeros add nothing to a score, and the channels they give are cut off again. The kernel itself scales nothing.
+    q, k, v = (pad(t, (0, channels - t.shape[-1])) for t in (q * scale, k, v))
     ids = None if doc_ids is None else doc_ids.to(torch.int32)
     out = _Splash.apply(q, k, v, ids, softcap, causal)[..., :width]
     return out if doc_ids is None else without_padding(out, doc_ids)

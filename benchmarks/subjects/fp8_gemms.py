@@ -1,4 +1,4 @@
-"""Products in float8 alone, one scale a tensor: `torch._scaled_mm`, as `fp8_linear` calls it, and Transformer Engine's.
+"""GEMMs in float8 alone, one scale a tensor: `torch._scaled_mm`, as `fp8_linear` calls it, and Transformer Engine's.
 
 For each linear of the MLA blocks in `block.py` and of a language model's SwiGLU: forward, and the gradients of input
 and weight. Both are given the same payloads, already laid out as Hopper wants them (the summed dimension adjacent in
@@ -26,7 +26,7 @@ from benchmarks.subjects import block
 GRAD_X, GRAD_W = "gradient of the input", "gradient of the weight"
 # Accumulated fast, a sum keeps some 14 bits between additions to the wide one: more than a rounding to bfloat16.
 BOUND = 2e-2
-# The whole of it in a minute: a product takes less than a millisecond.
+# The whole of it in a minute: a GEMM takes less than a millisecond.
 BUDGET_MS = 20.0
 
 
@@ -45,15 +45,15 @@ QUICK = (Size("toy", 32, 48, 64),)
 
 def sizes() -> Iterator[Size]:
     for one in block.SIZES:
-        for k, n in one.products:
+        for k, n in one.gemms:
             yield Size(f"MLA {one.name}", one.batch * one.tokens, n, k)
     yield from SWIGLU
 
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """A matrix as payload [rows, lanes] and transposed payload [lanes, rows], both contiguous, with their scale, one
-    number in float32."""
+    """A matrix as payload [rows, channels] and transposed payload [channels, rows], both contiguous, with their scale,
+    one number in float32."""
 
     payload: Tensor
     transposed: Tensor
@@ -63,10 +63,10 @@ class Operand:
         return self.payload.to(dtype) * self.scale.to(dtype)
 
 
-def operand(rows: int, lanes: int, dtype: torch.dtype, device: torch.device) -> Operand:
+def operand(rows: int, channels: int, dtype: torch.dtype, device: torch.device) -> Operand:
     from megacpp_compile.lowerings._kernels.fp8 import round_to_fp8
 
-    payload, scale = round_to_fp8(torch.randn(rows, lanes, device=device), dtype, whole=True)
+    payload, scale = round_to_fp8(torch.randn(rows, channels, device=device), dtype, whole=True)
     return Operand(payload, payload.t().contiguous(), scale)
 
 
@@ -87,16 +87,16 @@ def runner(calls: Calls) -> Runner:
 
 
 def plain(p: Problem, dtype: torch.dtype) -> Calls:
-    """The three products of what the payloads stand for."""
+    """The three GEMMs of what the payloads stand for."""
     x, w, grad = (o.wide(dtype) for o in (p.x, p.w, p.grad))
     return {FORWARD: lambda: x @ w.t(), GRAD_X: lambda: grad @ w, GRAD_W: lambda: grad.t() @ x}
 
 
 def scaled_mm(p: Problem) -> Runner:
-    from megacpp_compile.lowerings._kernels.fp8 import product
+    from megacpp_compile.lowerings._kernels.fp8 import fp8_gemm
 
     def multiply(a: Tensor, left: Operand, b: Tensor, right: Operand, fast: bool = False) -> Tensor:
-        return product(a, left.scale, b, right.scale, torch.bfloat16, fast=fast)
+        return fp8_gemm(a, left.scale, b, right.scale, torch.bfloat16, fast=fast)
 
     return runner({
         FORWARD: lambda: multiply(p.x.payload, p.x, p.w.payload, p.w, fast=True),
@@ -106,7 +106,7 @@ def scaled_mm(p: Problem) -> Runner:
 
 
 def engine(p: Problem, wanted: bool) -> Runner:
-    forward, grad_x, grad_w = transformer_engine.products(p.x, p.w, p.grad, wanted)
+    forward, grad_x, grad_w = transformer_engine.gemms(p.x, p.w, p.grad, wanted)
     return runner({FORWARD: forward, GRAD_X: grad_x, GRAD_W: grad_w})
 
 
@@ -126,7 +126,7 @@ def case(size: Size, settings: Settings) -> Case:
         Contestant("Transformer Engine's general_gemm", "peer", lambda: engine(p, settings.with_te), BOUND),
     ]
     name = f"{size.name}, {m} tokens, {k} to {n}"
-    return Case("fp8_products", name, dataclasses.asdict(size), work,
+    return Case("fp8_gemms", name, dataclasses.asdict(size), work,
                 lambda: [call() for call in plain(p, torch.float32).values()], rows, torch.bfloat16,
                 ("output", "grad x", "grad weight"))  # fmt: skip
 

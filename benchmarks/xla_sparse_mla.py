@@ -1,7 +1,7 @@
-"""What attention over chosen rows (`sparse_mla`) costs on XLA: the reference's chunks beside the loop of `tpu_xla.py`.
+"""What top-k sparse MLA (`sparse_mla`) costs on XLA: the reference's chunks beside the loop of `tpu_xla.py`.
 
-    PJRT_DEVICE=CPU python -m benchmarks.xla_chosen_rows
-    PJRT_DEVICE=CPU python -m benchmarks.xla_chosen_rows --tokens 512 --rows 512 --chosen 128 --lanes 192 --values 128
+    PJRT_DEVICE=CPU python -m benchmarks.xla_sparse_mla
+    PJRT_DEVICE=CPU python -m benchmarks.xla_sparse_mla --tokens 512 --rows 512 --topk 128 --channels 192 --values 128
 
 The first takes eight minutes, of which six go into compiling the chunks that are written out.
 
@@ -27,7 +27,7 @@ VARIANTS: dict[str, tuple[str, int | None]] = {
     "reference, chunks of 8 MiB": ("reference", 8 << 20),
     "tpu_xla": ("tpu_xla", None),
 }
-SIZES = {"tokens": 256, "rows": 1024, "heads": 16, "chosen": 512, "lanes": 576, "values": 512, "steps": 5}
+SIZES = {"tokens": 256, "rows": 1024, "heads": 16, "topk": 512, "channels": 576, "values": 512, "steps": 5}
 
 
 def measure(variant: str, a: argparse.Namespace) -> dict[str, Any]:
@@ -43,11 +43,11 @@ def measure(variant: str, a: argparse.Namespace) -> dict[str, Any]:
     reference.CHUNK_BYTES = at_once or reference.CHUNK_BYTES
     op = {"reference": reference, "tpu_xla": tpu_xla}[name]
     torch.manual_seed(0)
-    q, kv = torch.randn(1, a.tokens, a.heads, a.lanes), torch.randn(1, a.rows, 1, a.lanes)
-    indices = torch.rand(1, a.tokens, 1, a.rows).argsort(-1)[..., : a.chosen]
+    q, kv = torch.randn(1, a.tokens, a.heads, a.channels), torch.randn(1, a.rows, 1, a.channels)
+    indices = torch.rand(1, a.tokens, 1, a.rows).argsort(-1)[..., : a.topk]
     grad = torch.randn(1, a.tokens, a.heads, a.values)
     q, kv, indices, grad = (t.to(torch_xla.device()) for t in (q, kv, indices, grad))
-    settings = (a.lanes**-0.5, a.values, True, 0)
+    settings = (a.channels**-0.5, a.values, True, 0)
     seconds = []
     for _ in range(a.steps + 1):
         torch_xla.sync(wait=True)
@@ -67,8 +67,8 @@ def measure(variant: str, a: argparse.Namespace) -> dict[str, Any]:
 
 def run(variant: str, arguments: list[str]) -> dict[str, Any]:
     """`measure` in a process of its own, with the counts and the memory of its two programs."""
-    with compiled_by("benchmarks.xla_chosen_rows", variant, arguments) as (row, folder):
-        # In the order of the modules, of which the first have no product: they copy inputs.
+    with compiled_by("benchmarks.xla_sparse_mla", variant, arguments) as (row, folder):
+        # In the order of the modules, of which the first have no GEMM: they copy inputs.
         given = {p.name.split(".")[0]: p.read_text() for p in sorted(folder.glob("*before_optimizations.txt"))}
         modules = [name for name, text in given.items() if " dot(" in text]
         made = [next(folder.glob(f"{m}.*after_optimizations.txt")).read_text() for m in modules]

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from megacpp_compile.errors import WrapperError
-from megacpp_compile.precision import wrappers
-from megacpp_compile.precision.wrappers import found_in, is_wrapper, split, storage_dtype
-
-from .wrapped import DType, MXFP8Tensor, Wrapper, imitation, te_blocks, te_tensor, torchao_tensor
+from megacpp_compile.nn import fp8_wrappers
+from megacpp_compile.nn.fp8_wrappers import found_in, is_wrapper, split, storage_dtype
+from tests.precision.wrapped import DType, MXFP8Tensor, Wrapper, imitation, te_blocks, te_tensor, torchao_tensor
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
@@ -84,12 +83,12 @@ def test_a_class_of_the_users():
     assert not is_wrapper(weight)
     with pytest.raises(WrapperError, match="is no wrapper that is registered"):
         split(weight)
-    wrappers.register(Own, lambda t: (t.bits.view(torch.float8_e5m2), t.rows))
+    fp8_wrappers.register(Own, lambda t: (t.bits.view(torch.float8_e5m2), t.rows))
     try:
         assert split(weight).granularity == "rows" and storage_dtype(weight) == torch.float8_e5m2
         assert [name for name, _ in found_in([("a", weight), ("b", torch.ones(2)), ("c", 3)])] == ["a"]
     finally:
-        wrappers.unregister(Own)
+        fp8_wrappers.unregister(Own)
     assert not is_wrapper(weight)
 
 
@@ -132,7 +131,16 @@ def test_a_wrapper_without_what_it_should_hold_is_named(held, words):
 
 
 def test_loads_neither_package():
-    code = "import sys, megacpp_compile.precision.wrappers, megacpp_compile.precision.sentinel\n"
+    code = "import sys, megacpp_compile.nn.fp8_wrappers, megacpp_compile.precision.sentinel\n"
     code += "print([n for n in ('torchao', 'transformer_engine', 'triton') if n in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_the_old_module_forwards_with_a_warning():
+    from megacpp_compile.precision import wrappers
+
+    with pytest.warns(FutureWarning, match="is now megacpp_compile.nn.fp8_wrappers.split"):
+        assert wrappers.split is split
+    with pytest.raises(AttributeError):
+        wrappers.no_such_name  # noqa: B018
