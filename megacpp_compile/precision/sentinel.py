@@ -4,9 +4,9 @@
     with Sentinel(model, strict=True): ...  in code that runs
 
 A payload is a float8 tensor, the memory of a wrapper (`nn.fp8_wrappers`), or a tensor made from one without growing: a
-view of its bytes, a slice, a bit operation. Widening is an op that reads a payload and returns a tensor of two or more bytes
-an element with at least as many elements: a conversion, a copy into a wider tensor, a dequantisation by method or by
-op. Ops of the allowlist multiply payloads, and may widen them inside.
+view of its bytes, a slice, a bit operation. Widening is an op that reads a payload and returns a tensor of two or more
+bytes an element with at least as many elements: a conversion, a copy into a wider tensor, a dequantisation by method
+or by op. Ops of the allowlist multiply payloads, and may widen them inside.
 
 Kernels that run outside of PyTorch's dispatcher are not seen, except the `dequantize` of a wrapper.
 """
