@@ -43,8 +43,8 @@ from megacpp_compile.passes._driver import Outcome, enabled_passes, pass_names, 
 from megacpp_compile.passes._precision_rows import answered, asked, unseen
 from megacpp_compile.passes._rule import Match, MatchFailure, Pass
 from megacpp_compile.remat import conflicts
-from megacpp_compile.remat.kinds import BlockRef, whole
-from megacpp_compile.remat.planner import Plan
+from megacpp_compile.remat.kinds import whole
+from megacpp_compile.remat.plan import BlockRef, Plan
 from megacpp_compile.remat.tagging import describe
 from megacpp_compile.report import collector, log, replay, saved_bytes
 from megacpp_compile.report.collector import Frame, MissedFusion, Site

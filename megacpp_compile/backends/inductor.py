@@ -32,10 +32,10 @@ from megacpp_compile.lowerings._gemm.autotune import AutotuneGemms
 from megacpp_compile.lowerings._kernels.autotune import autotune, tracing
 from megacpp_compile.lowerings._op import no_autocast
 from megacpp_compile.lowerings._registry import choose, semantic_ops
-from megacpp_compile.remat.measure import allocated
 from megacpp_compile.remat.offload import Offload
-from megacpp_compile.remat.peak import StepContext
+from megacpp_compile.remat.plan import StepContext
 from megacpp_compile.remat.tagging import OnPlan, TagForRemat
+from megacpp_compile.report.measure import allocated
 from megacpp_compile.targets import XLA_DEVICES
 
 

@@ -21,12 +21,13 @@ from megacpp_compile.config.roles import role_at
 from megacpp_compile.frontend.tensor_subclasses import LINEARS
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.provenance import module_fqn, source_line
+from megacpp_compile.fx.view_chains import base_of
+from megacpp_compile.lowerings._traits import name_of, traits_of
 from megacpp_compile.lowerings.moe.reference import precision_of
 from megacpp_compile.matchers.linear import match_linear
 from megacpp_compile.matchers.views import is_cast
 from megacpp_compile.passes._driver import Outcome
 from megacpp_compile.passes._moe_precision import REASON
-from megacpp_compile.remat.nodes import base_of, is_core, name_of
 from megacpp_compile.report.collector import Precision
 
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
@@ -60,7 +61,7 @@ def asked(graph: fx.Graph, weights: Set[Node], plan: PrecisionPlan | None) -> li
             role = "experts" if (told := role_at(node)) == "other" else told
             kind = "experts" if role == "experts" else "linear"
             found.append(Asked(node, "stacked", _row(node, kind, plan, (), role)))
-        elif is_core(node) and "ssd_scan" not in name_of(node):
+        elif (traits := traits_of(node)).core and traits.block_kind == "ablock":
             found.append(Asked(node, "attention", _row(node, "attention", plan, (), "attention")))
     return found
 
