@@ -93,7 +93,7 @@ def waits_for_device(fn: Callable[[], Any]) -> bool:
 
 def peak_bytes_on_cpu(fn: Callable[[], Any]) -> int:
     """Main memory that torch allocates for `fn` at its peak."""
-    from megacpp_compile.remat.measure import peak_bytes
+    from megacpp_compile.report.measure import peak_bytes
 
     fn()
     return peak_bytes(fn, "cpu")

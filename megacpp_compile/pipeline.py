@@ -34,8 +34,7 @@ from megacpp_compile.passes._precision_rows import answered, asked, unseen
 from megacpp_compile.passes._review import Reviewer
 from megacpp_compile.passes._sites import add_called_ops, check_required, choose_lowerings
 from megacpp_compile.remat import conflicts
-from megacpp_compile.remat.kinds import BlockRef
-from megacpp_compile.remat.planner import Plan
+from megacpp_compile.remat.plan import BlockRef, Plan
 from megacpp_compile.remat.tagging import describe
 from megacpp_compile.report import collector, log
 from megacpp_compile.report.records import Frame, MissedFusion

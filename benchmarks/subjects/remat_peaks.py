@@ -47,8 +47,8 @@ def limited(index: int, most: dict[str, Any], least: dict[str, Any]) -> Callable
     most, least: `report.Frame.peak` of the two."""
 
     def compiled(model: nn.Module) -> Callable[..., Any]:
-        from megacpp_compile.remat.measure import allocated
         from megacpp_compile.remat.peak import MARGIN
+        from megacpp_compile.report.measure import allocated
 
         place = next(model.parameters()).device
         before = max(most["before"], allocated(place))

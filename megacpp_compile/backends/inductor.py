@@ -19,11 +19,11 @@ from megacpp_compile.backends._lower import LowerSemanticOps
 from megacpp_compile.backends._protocol import Settings
 from megacpp_compile.frontend.capture import fake_inputs
 from megacpp_compile.lowerings._gemm.autotune import AutotuneGemms
-from megacpp_compile.remat.measure import allocated
 from megacpp_compile.remat.offload import Offload
-from megacpp_compile.remat.peak import StepContext
+from megacpp_compile.remat.plan import StepContext
 from megacpp_compile.remat.tagging import TagForRemat
 from megacpp_compile.report import log
+from megacpp_compile.report.measure import allocated
 
 
 def refusal(gm: GraphModule) -> str:

@@ -22,6 +22,7 @@ from megacpp_compile.frontend.tensor_subclasses import LINEARS
 from megacpp_compile.fx.aliasing import memory_of
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.provenance import module_fqn, source_line
+from megacpp_compile.lowerings._traits import traits_of
 from megacpp_compile.lowerings.moe.reference import precision_of
 from megacpp_compile.matchers.linear import match_linear
 from megacpp_compile.matchers.views import is_cast
@@ -60,7 +61,7 @@ def asked(graph: fx.Graph, weights: Set[Node], plan: PrecisionPlan | None) -> li
             role = "experts" if (own := role_at(node)) == "other" else own
             kind = "experts" if role == "experts" else "linear"
             found.append(Asked(node, "stacked", _row(node, kind, plan, (), role)))
-        elif _is_attention(node):
+        elif (traits := traits_of(node)).core and traits.block_kind == "ablock":
             found.append(Asked(node, "attention", _row(node, "attention", plan, (), "attention")))
     return found
 
@@ -107,11 +108,6 @@ def unseen(graph: fx.Graph, plan: PrecisionPlan | None, reason: str) -> list[dic
 def _op_name(node: Node) -> str:
     """The operation without its overload, "aten.bmm"."""
     return str(getattr(node.target, "overloadpacket", node.target))
-
-
-def _is_attention(node: Node) -> bool:
-    name = _op_name(node)
-    return "scaled_dot_product" in name or "flex_attention" in name or name == "megacpp.sparse_mla"
 
 
 def _multiplies_stacked(node: Node, weights: Set[Node]) -> bool:

@@ -1,4 +1,4 @@
-"""Under a policy there is one authority on what backward computes again. Checked on Dynamo's graph."""
+"""Refuses what would decide beside the policy what backward recomputes. Checked on Dynamo's graph."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
 
 def check(gm: GraphModule, config: Config) -> None:
-    """Raise TwoPoliciesError where something else decides, too.
+    """Raise TwoPoliciesError where torch's memory budget is set beside a policy.
 
-    Regions under `torch.utils.checkpoint` are honoured: all of them is computed again. `strict` refuses them.
+    Regions under `torch.utils.checkpoint` are honoured: backward recomputes all of them. `strict` refuses them too.
     """
     if config.policy is not None:
         budget = torch._functorch.config.activation_memory_budget

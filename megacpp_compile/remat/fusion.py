@@ -1,8 +1,7 @@
-"""Which nodes Inductor will run as one kernel, as far as memory goes: all results of a kernel are there at once.
+"""Predicts which nodes Inductor runs as one kernel, whose results are allocated together.
 
-Pointwise nodes and reductions that go over as many elements and read, or write, the same memory are fused, if nothing
-lies between them that needs one and is needed by the other. A kernel runs where the first of its nodes stood, behind
-what it needs.
+Pointwise nodes and reductions over equally many elements that read or write the same memory are fused, unless a third
+kernel depends on one and the other depends on it. A kernel runs in the place of its first node, behind its inputs.
 """
 
 from __future__ import annotations
@@ -13,18 +12,21 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from megacpp_compile.remat.nodes import nbytes
+from megacpp_compile.fx.sizes import nbytes
 
-# How many kernels back one is looked for to join. Inductor looks farther, and finds less there.
+# How many kernels back a node may join. Inductor looks farther back, and finds less there.
 _WINDOW = 32
 
-# The node that made a tensor, and where in its result that is.
+# A tensor: the node that made it, and its path in the node's result.
 Memory = tuple[Node, tuple[int, ...]]
 
 
 def fuse(run: Sequence[Node], reads: Mapping[Node, Iterable[Memory]], kinds: Mapping[Node, str]) -> list[list[Node]]:
-    """Nodes, kernel by kernel, in the order they run. reads: the memory each reads; kinds: "kernel" for what runs by
-    itself, "pointwise" and "reduction" for what may be fused."""
+    """The nodes of `run` kernel by kernel, in the order they run.
+
+    run: in graph order, without views; reads: the tensors that each node reads; kinds: `OpTraits.kernel` of each; only
+    "pointwise" and "reduction" are fused.
+    """
     of: dict[Node, int] = {}
     groups: list[list[Node]] = []
     touched: list[set[Memory]] = []
@@ -55,7 +57,7 @@ def fuse(run: Sequence[Node], reads: Mapping[Node, Iterable[Memory]], kinds: Map
 
 
 def _extent(node: Node) -> object:
-    """What two nodes must have in common to be one kernel: the elements they go over, and along what they sum."""
+    """What the nodes of a kernel have in common: how many elements they go over, and whether they sum over columns."""
     held = [node.meta.get("val"), *(a.meta.get("val") for a in node.all_input_nodes)]
     count = max((nbytes(v) // v.element_size() for v in held if isinstance(v, torch.Tensor)), default=0)
     dims: Any = node.args[1] if len(node.args) > 1 else None
@@ -74,7 +76,7 @@ def _bytes(piece: Memory) -> int:
 
 
 def _between(group: int, sources: set[int], needs: Sequence[set[int]]) -> bool:
-    """Whether one of `sources` other than `group` needs `group`."""
+    """Whether one of the kernels `sources` other than `group` depends on `group`."""
     todo, seen = [s for s in sources if s != group], set[int]()
     while todo:
         i = todo.pop()
@@ -87,7 +89,7 @@ def _between(group: int, sources: set[int], needs: Sequence[set[int]]) -> bool:
 
 
 def _sorted(needs: Sequence[set[int]]) -> list[int]:
-    """Groups by their first node, each behind what it needs."""
+    """Kernels by their first node, each behind those it depends on."""
     done: dict[int, None] = {}
     for start in range(len(needs)):
         stack = [start]

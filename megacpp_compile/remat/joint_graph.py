@@ -1,4 +1,4 @@
-"""The two sides of a joint graph: what its forward computes, and what only its backward does."""
+"""The forward and the backward nodes of a joint graph."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch.fx import Node
 
 
 def joint(graph: fx.Graph) -> tuple[list[Node], list[Node]]:
-    """The forward's call nodes, and those of them that backward nodes read; nothing where there is no backward."""
+    """The forward's call nodes in graph order, and those of them that backward nodes read: none without a backward."""
     calls = [n for n in graph.nodes if n.op == "call_function"]
     backward = backward_nodes(graph)
     forward = [n for n in calls if n not in backward]
@@ -17,7 +17,7 @@ def joint(graph: fx.Graph) -> tuple[list[Node], list[Node]]:
 
 
 def backward_nodes(graph: fx.Graph) -> set[Node]:
-    """What depends on a tangent, or was traced for backward only; the tangents themselves, too."""
+    """The tangents, the nodes that depend on one, and those that autograd traced for backward only."""
     found: set[Node] = set()
     for node in graph.nodes:
         tangent = node.op == "placeholder" and "tangents" in str(node.target)

@@ -1,15 +1,14 @@
 """Which block of the model a forward node belongs to, and of what kind that block is.
 
 A layer is a numbered module ("layers.3") of a container that holds attention, scans or convolutions; a block is a
-direct child of a layer, or of the frame where a layer is compiled by itself. A block is told by what it computes:
-attention ("ablock"), a scan, a causal convolution or a linear recurrence of a state ("mblock"), a product with the same
-weight of what it gave before, or recurrence by its module's class ("rblock"), other matrix products ("eblock"), and by
-the user's own patterns before that.
+direct child of a layer, or of the frame where a layer is compiled by itself. The user's patterns decide the kind of a
+block; without one its operations do: "mblock" has a scan, a causal convolution or a linear recurrence of a state,
+"ablock" attention, "rblock" a GEMM whose input depends on an earlier GEMM with the same weight, or a module with the
+class name of a recurrent one, "eblock" any other GEMM.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import fnmatch
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,27 +17,20 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.provenance import module_fqn
+from megacpp_compile.fx.view_chains import base_of
+from megacpp_compile.lowerings._traits import name_of, traits_of
 from megacpp_compile.matchers.recurrences import find_recurrences
-from megacpp_compile.remat.nodes import base_of, is_core, is_depthwise, is_gemm, name_of
+from megacpp_compile.remat.nodes import is_core, is_depthwise, is_gemm
+from megacpp_compile.remat.plan import BlockRef
 
 _RECURRENT = re.compile(r"gru|lstm|(^|[^a-z])rnn|recurrent", re.IGNORECASE)
 
 
-@dataclasses.dataclass(frozen=True)
-class BlockRef:
-    """`layer`: its FQN, "" for the frame itself; `block`: the FQN of the block, None between blocks; `kind`: one of
-    `policy.KINDS`, or "" where none is known."""
-
-    layer: str
-    block: str | None
-    kind: str
-
-
-def places(forward: Sequence[Node], patterns: Mapping[str, str]) -> dict[Node, BlockRef]:
-    """The place of every forward node. patterns: glob over module names -> kind."""
+def blocks_of(forward: Sequence[Node], patterns: Mapping[str, str]) -> dict[Node, BlockRef]:
+    """The block of every forward node. forward: in graph order; patterns: glob over module names -> kind."""
     fqns: dict[Node, str] = {}
     last = ""
-    for node in forward:  # what a pattern of Inductor's put in place has no module: it is where its neighbours are
+    for node in forward:  # a node that a pattern of Inductor's inserted has no module: it takes its neighbours'
         last = fqns[node] = module_fqn(node) or _through(node, fqns) or last
     containers = _containers(forward, fqns)
     members: dict[tuple[str, str], list[Node]] = {}
@@ -57,8 +49,8 @@ def places(forward: Sequence[Node], patterns: Mapping[str, str]) -> dict[Node, B
 
 
 def _containers(forward: Sequence[Node], fqns: Mapping[Node, str]) -> set[str]:
-    """Names of modules whose numbered children are layers: those that hold what mixes tokens, else the outermost. The
-    experts of a layer are numbered, too, and are none."""
+    """Names of modules whose numbered children are layers: the innermost around nodes that mix tokens, or the outermost
+    where none does. A layer's experts are numbered, too, but are no layers."""
     mixing, outermost = set(), set()
     for node in forward:
         parts = fqns[node].split(".")
@@ -74,19 +66,19 @@ def _containers(forward: Sequence[Node], fqns: Mapping[Node, str]) -> set[str]:
 
 
 def _mixes(node: Node) -> bool:
+    """Whether it mixes tokens."""
     return is_core(node) or _convolves(node) or _attends(node)
 
 
 def _convolves(node: Node) -> bool:
-    """A convolution along the tokens, or the scan behind it."""
-    name = name_of(node)
-    if name == "aten::convolution":
+    """Whether it is a depthwise convolution along the tokens, or another op that only a state-space block has."""
+    if name_of(node) == "aten::convolution":
         return value(node).dim() == 3 and is_depthwise(node)
-    return name in ("megacpp::causal_conv1d", "megacpp::ssd_scan")
+    return traits_of(node).block_kind == "mblock"
 
 
 def _attends(node: Node) -> bool:
-    """A product with the result of a softmax, which autograd's graph spells exp(x - amax(x)) / sum."""
+    """Whether it is a batched GEMM that reads a softmax, in autograd's graph exp(x - amax(x)) / sum."""
     return name_of(node) == "aten::bmm" and any(_is_softmax(a, 8) for a in node.all_input_nodes)
 
 
@@ -135,14 +127,11 @@ def hits(pattern: str, name: str) -> bool:
 
 
 def kind_of(nodes: Iterable[Node]) -> str:
-    """The kind of a block by its operations; "" for one that multiplies no matrices, such as a norm."""
+    """The kind of a block by its operations; "" for one without a GEMM, such as a norm."""
     nodes = list(nodes)
     if any(map(_convolves, nodes)) or any(True for _ in find_recurrences(nodes)):
         return "mblock"
-    names = [name_of(n) for n in nodes]
-    if any(map(is_core, nodes)) or any("mla_rope" in n or "rope_qk" in n for n in names):
-        return "ablock"
-    if any(map(_attends, nodes)):
+    if any(traits_of(n).block_kind == "ablock" or _attends(n) for n in nodes):
         return "ablock"
     if any(_RECURRENT.search(t) for n in nodes for t in _types(n)) or _feeds_itself(nodes):
         return "rblock"
@@ -150,8 +139,8 @@ def kind_of(nodes: Iterable[Node]) -> str:
 
 
 def _feeds_itself(nodes: Sequence[Node]) -> bool:
-    """Whether a weight multiplies what was computed from its own product, as in a loop over time."""
-    behind: dict[Node, frozenset[Node]] = {}  # the weights whose products a node comes from
+    """Whether the input of a GEMM depends on an earlier GEMM with the same weight, as in a loop over time."""
+    behind: dict[Node, frozenset[Node]] = {}  # the weights of all GEMMs that a node depends on
     for node in nodes:
         own = frozenset().union(*(behind.get(a, frozenset()) for a in node.all_input_nodes))
         if is_gemm(node):

@@ -1,7 +1,7 @@
-"""A projection that is computed again hands its latent to its own backward, which else begins with the same product.
+"""A recomputed op hands an intermediate to its own backward, which would otherwise compute the same again.
 
-`down_norm_up` keeps no latent: its backward computes it from x. Where the policy has the op itself computed again in
-backward, it has just been there.
+`down_norm_up` keeps no latent: its backward recomputes it from x. Where the policy has backward recompute the op
+itself, the latent exists already (`OpTraits.handed_over`).
 """
 
 from __future__ import annotations
@@ -13,30 +13,31 @@ from torch import fx
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
-from megacpp_compile.remat.nodes import name_of
-
-_LATENT = 3  # the op's last result
+from megacpp_compile.lowerings._traits import HandedOver, name_of, traits_of
 
 
 def pass_on(graph: fx.Graph, recomputed: Sequence[Node]) -> list[Node]:
-    """The nodes added to `graph`: the latents of what is computed again, each read by that op's backward."""
+    """Add the intermediates of recomputed ops to `graph` as inputs of their backwards; the nodes added."""
     added = []
     for op in recomputed:
-        if name_of(op) != "megacpp::down_norm_up" or op.args[8:] == (True,):
+        given = traits_of(op).handed_over
+        if given is None or op.args[given.flag :] == (True,) or not (readers := _backwards(op, given)):
             continue
-        parts = {u for u in op.users if u.target is operator.getitem}
-        users = [(p, b) for p in parts for b in p.users if name_of(b) == "megacpp::down_norm_up_backward"]
-        readers = [b for rrms, b in users if b.args[7] is rrms]
-        if not readers:
-            continue
-        op.args = (*op.args[:8], True)
+        op.args = (*op.args[: given.flag], True)
         with value(op.args[0]).fake_mode:
             op.meta["val"] = op.target(*fx.map_arg(op.args, value))  # type: ignore[operator]
         with graph.inserting_after(op):
-            latent = graph.call_function(operator.getitem, (op, _LATENT))
-        latent.meta = {k: v for k, v in op.meta.items() if k in ("nn_module_stack", "stack_trace", "seq_nr")}
-        latent.meta["val"] = op.meta["val"][_LATENT]
+            intermediate = graph.call_function(operator.getitem, (op, given.result))
+        intermediate.meta = {k: v for k, v in op.meta.items() if k in ("nn_module_stack", "stack_trace", "seq_nr")}
+        intermediate.meta["val"] = op.meta["val"][given.result]
         for backward in readers:
-            backward.args = (*backward.args[:10], latent)
-        added.append(latent)
+            backward.args = (*backward.args[: given.operand], intermediate)
+        added.append(intermediate)
     return added
+
+
+def _backwards(op: Node, given: HandedOver) -> list[Node]:
+    """The backwards of this call of the op: those whose argument is the call's result, as `given.witness` has it."""
+    result, operand = given.witness
+    items = [u for u in op.users if u.target is operator.getitem and u.args[1] == result]
+    return [b for i in items for b in i.users if name_of(b) == given.backward and b.args[operand] is i]

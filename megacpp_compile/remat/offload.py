@@ -1,35 +1,33 @@
-"""Saved values that wait for their backward in main memory.
+"""Offloading: saved values wait for their backward in pinned main memory.
 
-Torch has facilities of its own, and none serves here: `torch.autograd.graph.save_on_cpu` takes all that a region saves;
+torch's own facilities do not fit: `torch.autograd.graph.save_on_cpu` offloads all that a region saves;
 `CheckpointPolicy.MUST_CPU_OFFLOAD` and `torch._functorch.config.enable_activation_offloading` are newer than torch 2.9,
-and the latter's plain form copies to memory that is not pinned. What every torch from 2.9 on has is Inductor's
-`custom_partitioner_fn`: the partitioner runs as ever, and then the chosen values leave the forward graph as copies in
-pinned memory, and come back in the backward where they are first read. The copies run on the stream of the model: they
-are in order, and take their time.
+and the latter's plain form copies to memory that is not pinned. Every torch from 2.9 on has Inductor's
+`custom_partitioner_fn`: after torch's partitioner has run, the forward graph returns copies in pinned memory instead of
+the chosen values, and the backward graph copies them back before their first reader. The copies run on the model's
+stream, in order with its kernels and not beside them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx import GraphModule, Node
 
+from megacpp_compile.config.checkpointing import CheckpointingPolicy
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.inductor_pass import source_hash
-from megacpp_compile.remat.kinds import BlockRef
-from megacpp_compile.remat.nodes import is_view
+from megacpp_compile.fx.view_chains import is_view
+from megacpp_compile.lowerings._traits import OpTraits, declare
+from megacpp_compile.remat.plan import BlockRef, Plan, kept_bytes, last_layer, leaves_layer
 
-if TYPE_CHECKING:
-    from megacpp_compile.config.checkpointing import CheckpointingPolicy
-    from megacpp_compile.remat.planner import Plan
-
-# The mark on nodes of the joint graph, which the partitioner's copies keep.
+# The key in `meta` of offloaded nodes of the joint graph; torch's partitioner copies it to its two graphs.
 MARK = "megacpp_offload"
-# Below this many bytes a copy costs more in calls than it frees.
+# Values of fewer bytes stay on the device under "all": their copies cost more in launches than they free.
 LEAST = 1 << 20
 
 
@@ -57,22 +55,22 @@ def _(x: Tensor, device: torch.device) -> Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
 
 
-def chosen(plan: Plan, places: Mapping[Node, BlockRef], policy: CheckpointingPolicy) -> list[Node]:
-    """The saved values that `policy` has wait elsewhere. Those of the last layer are read at once and stay."""
-    from megacpp_compile.remat.planner import kept_bytes, leaves_layer
+declare({"megacpp::offload": OpTraits(), "megacpp::reload": OpTraits()})
 
+
+def offloaded(plan: Plan, blocks: Mapping[Node, BlockRef], policy: CheckpointingPolicy) -> list[Node]:
+    """The saved values of `plan` that `policy` offloads. Those of the last layer stay: backward reads them at once."""
     if policy.offload == "none":
         return []
-    layers = list(dict.fromkeys(p.layer for p in places.values() if p.kind and p.layer))
-    last = layers[-1] if len(layers) > 1 else None
-    early = [n for n in plan.saved if places[n].layer != last and not is_view(n)]
+    last = last_layer(blocks.values())
+    early = [n for n in plan.saved if blocks[n].layer != last and not is_view(n)]
     if policy.offload == "inputs":
-        return [n for n in early if isinstance(n.meta.get("val"), Tensor) and leaves_layer(n, places)]
+        return [n for n in early if isinstance(n.meta.get("val"), Tensor) and leaves_layer(n, blocks)]
     return [n for n in early if kept_bytes(n) >= LEAST]
 
 
 class Offload(CustomPartitionerFn):
-    """Torch's partitioner, or the user's, and then the marked values through main memory."""
+    """A partitioner that runs torch's, or the user's (`before`), and then offloads the values marked with `MARK`."""
 
     def __init__(self, before: CustomPartitionerFn | None = None) -> None:
         self.before = before
@@ -92,8 +90,10 @@ class Offload(CustomPartitionerFn):
 
 
 def move(forward: GraphModule, backward: GraphModule, outputs: int) -> list[str]:
-    """Take marked values out of the forward graph's memory and into the backward's; their names. outputs: how many of
-    the forward's results are the model's own, which stay."""
+    """Offload the marked values that `forward` saves and reload them in `backward`, both edited in place; their names.
+
+    outputs: how many of the forward's results are the model's own, and stay on the device.
+    """
     holders = {n.name: n for n in backward.graph.nodes if n.op == "placeholder"}
     last = forward.graph.output_node()
     results = list(last.args[0])  # type: ignore[arg-type]
@@ -123,6 +123,7 @@ def move(forward: GraphModule, backward: GraphModule, outputs: int) -> list[str]
 
 
 def _marked(saved: Sequence[Any], own: set[Node]) -> Iterator[Node]:
+    """The marked tensors among `saved`, without the model's `own` results."""
     for node in dict.fromkeys(n for n in saved if isinstance(n, Node)):
         held = node.meta.get("val")
         if node.meta.get(MARK) and node not in own and isinstance(held, Tensor):
@@ -130,7 +131,7 @@ def _marked(saved: Sequence[Any], own: set[Node]) -> Iterator[Node]:
 
 
 def _last_reader(node: Node) -> Node:
-    """The last of the forward's nodes that reads the memory of `node`."""
+    """The last node of the forward that reads the memory of `node`."""
     last, todo = node, [node]
     while last.next.op == "placeholder":
         last = last.next

@@ -1,7 +1,7 @@
-"""Inputs that the forward writes (running statistics, a moving average, a counter) and backward has need of.
+"""Copies of inputs that the forward overwrites (running statistics, a moving average, a counter) and backward reads.
 
-The write is done before backward begins. What backward reads of such an input, or computes again from it, would be of
-the new value: torch's own partitioner lets that happen (2.13). Under a policy the old value is a copy that is kept.
+The forward writes before backward begins, so backward would read the new value of such an input, or recompute from it:
+torch's own partitioner lets that happen (2.13). Under a policy the forward saves a copy of the old value.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ MARK = "megacpp_before_the_write"
 
 
 def keep(graph: fx.Graph) -> list[Node]:
-    """The copies added to `graph`, a joint one, each read in the place of an input that is written. One that backward
-    has no need of is in no memory: Inductor fuses it away."""
+    """Have every reader of an overwritten input in the joint `graph` read a copy of it; the copies. Inductor fuses away
+    a copy that backward does not read."""
     added = []
     for node in list(graph.nodes):
         writes = {u for u in node.users if u.target is torch.ops.aten.copy_.default and u.args[0] is node}

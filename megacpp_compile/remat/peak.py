@@ -1,10 +1,11 @@
-"""The memory of a training step at its peak, predicted from the joint graph: who is alive when.
+"""Predicts the peak memory of a training step from the joint graph, by liveness.
 
-The forward runs as traced and the backward as torch's partitioner orders it under a plan: what is computed again, just
-before it is first read. What Inductor fuses takes no memory: a pointwise value is written out where a product, a core
-or another kernel reads it, where it outlives its graph, or where too much is read to compute it at each of its readers;
-else its readers read what it is made of. A kernel writes over an operand of the same size that nobody reads later.
-Counted are bytes of tensors made in the step, as the caching allocator rounds them; not its gaps, and no workspaces.
+The forward runs as traced, the backward as torch's partitioner orders it under a plan: a value is recomputed just
+before its first reader. A pointwise value that Inductor inlines into its readers takes no memory, and its readers read
+what it is computed from; it is written out where a GEMM, a core or another kernel reads it, where it outlives its
+graph, or where computing it at each of its readers would read too much. A fused kernel writes over an operand of the
+same size that nobody reads later. The prediction counts bytes of tensors allocated in the step, as the caching
+allocator rounds them, without its fragmentation and without workspaces.
 """
 
 from __future__ import annotations
@@ -12,45 +13,34 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 from torch import fx
 from torch.fx import Node
 
+from megacpp_compile.fx.view_chains import base_of, beyond_views, is_view
+from megacpp_compile.lowerings._traits import traits_of
 from megacpp_compile.remat.fusion import Memory, fuse
 from megacpp_compile.remat.joint_graph import backward_nodes, joint
-from megacpp_compile.remat.nodes import base_of, beyond_views, is_core, is_gemm, is_view, name_of, nbytes
+from megacpp_compile.remat.plan import Plan, allocated_bytes
 
-if TYPE_CHECKING:
-    from megacpp_compile.config.checkpointing import CheckpointingPolicy
-    from megacpp_compile.remat.planner import Plan
-
-# A limit is to be met though the prediction may be off by this much.
+# A limit is kept even where the prediction is too low by this factor.
 MARGIN = 1.05
-# What the caching allocator rounds to.
-_BLOCK = 512
-# Inductor's `realize_reads_threshold` and `realize_acc_reads_threshold`: what reads more is written out where it has
-# several readers; and in any case.
+# Inductor's `realize_reads_threshold` and `realize_acc_reads_threshold`: a value that reads more tensors is written out
+# if it has several readers (the first), or in any case (the second).
 _READS_OF_MANY, _READS = 4, 8
-_REDUCTIONS = {
-    f"aten::{name}"
-    for name in ("sum", "mean", "amax", "amin", "var_mean", "prod", "any", "all", "cumsum", "_softmax", "_log_softmax",
-                 "argmax", "argmin", "logsumexp")
-}  # fmt: skip
-_KERNELS = {
-    f"aten::{name}"
-    for name in ("topk", "sort", "argsort", "multinomial", "nonzero", "embedding_dense_backward", "index_put",
-                 "scatter", "scatter_add", "scatter_reduce", "convolution_backward", "convolution")
-}  # fmt: skip
-# Kernels of this package that write where they read.
-_IN_PLACE = ("megacpp::mla_rope_q", "megacpp::rope_qk")
 
 
 @dataclasses.dataclass(frozen=True)
 class Peak:
-    """Bytes of a step beyond what was allocated before it. `forward`, `backward`: at their peaks; `saved`: between the
-    two, the `outputs` included; `gradients`: what backward hands back."""
+    """Bytes of a step beyond what was allocated before it.
+
+    Attributes:
+        forward, backward: at their peaks.
+        saved: between the two, the outputs included.
+        gradients: what backward returns.
+        outputs: what the forward returns to the model.
+    """
 
     forward: int
     backward: int
@@ -59,44 +49,13 @@ class Peak:
     outputs: int = 0
 
     def of(self, copies: int = 1, passed_on: bool = False) -> int:
-        """The peak where `copies` such graphs run one after the other, and their backwards in turn. Each has its own
-        peak with what the forwards before it keep, or with the gradients of the backwards behind it. passed_on: the
-        output of one, which is the input of the next, waits elsewhere."""
+        """Bytes at the peak of `copies` such graphs, whose forwards run one after the other and then their backwards.
+
+        Beside the peak of one there is what the forwards before it save, or the gradients of the backwards that ran.
+        passed_on: the output of one, which is the input of the next, is offloaded.
+        """
         waiting = self.saved - (self.outputs if passed_on else 0)
         return max(self.forward, self.backward) + (copies - 1) * max(waiting, self.gradients)
-
-
-@dataclasses.dataclass(frozen=True)
-class StepContext:
-    """What a graph shares its device with. `copies`: how many graphs like it run in a step, itself included;
-    `given`: bytes allocated when it was compiled, 0 where nothing counts them; `inputs`: which of its `of` inputs are
-    activations, by position."""
-
-    copies: int = 1
-    given: int = 0
-    inputs: tuple[int, ...] = ()
-    of: int = 0
-
-    def activations(self, graph: fx.Graph) -> list[Node]:
-        """The graph's inputs that are activations; none where they cannot be told from parameters."""
-        late = backward_nodes(graph)
-        holders = [n for n in graph.nodes if n.op == "placeholder" and n not in late]
-        return [holders[i] for i in self.inputs] if len(holders) == self.of else []
-
-    def passed_on(self, graph: fx.Graph, policy: CheckpointingPolicy) -> list[Node]:
-        """Inputs that wait in main memory: what came from a block like this one, where blocks are graphs."""
-        return self.activations(graph) if self.copies > 1 and policy.offload != "none" else []
-
-    def before(self, graph: fx.Graph) -> int:
-        """Bytes allocated before a step, at least what the graphs read that none of them makes."""
-        late = backward_nodes(graph)
-        holders = {n for n in graph.nodes if n.op == "placeholder" and n not in late}
-        passed = set(self.activations(graph))
-        own = sum(rounded(n.meta.get("val")) for n in holders - passed)
-        return max(self.given, self.copies * own + sum(rounded(n.meta.get("val")) for n in passed))
-
-
-ALONE = StepContext()
 
 
 class Liveness:
@@ -118,8 +77,8 @@ class Liveness:
         self.inputs = {n: n.all_input_nodes for n in self.kinds}
 
     def __call__(self, plan: Plan, elsewhere: Set[Node] = frozenset()) -> Peak:
-        """elsewhere: saved values that wait in another memory, and come back when backward first reads them."""
-        kept = [*plan.saved, *(n for n in plan.free if n in self.read)]  # what is left to torch may yet be less
+        """The peak under `plan`. elsewhere: saved values that are offloaded until backward first reads them."""
+        kept = [*plan.saved, *(n for n in plan.free if n in self.read)]  # torch's partitioner may save less of `free`
         first = _Sequence(self.forward, {}, [*kept, *self.outputs], self)
         out_of_device = {b for n in elsewhere for b in first.memory(n)}
         between = {b: size for n in (*kept, *self.outputs) for b, size in first.sizes_of(n) if b not in out_of_device}
@@ -127,7 +86,7 @@ class Liveness:
         order = list(_as_autograd(self.backward, plan.recomputed))
         known = {n: first.memory(n) for n in (*kept, *self.outputs)}
         second = _Sequence(order, known, self.gradients, self)
-        tangents = sum(rounded(n.meta.get("val")) for n in self.given)
+        tangents = sum(allocated_bytes(n.meta.get("val")) for n in self.given)
         outputs = {b for n in self.outputs for b in first.memory(n)}
         returning = {b: size for n in elsewhere for b, size in first.sizes_of(n)}
         began = dict(between)
@@ -144,7 +103,7 @@ class Liveness:
 
 
 class _Sequence:
-    """Nodes as they run, and which memory each reads. known: the memory of values made before."""
+    """Nodes in the order they run, and the memory that each reads. known: the memory of values from before."""
 
     def __init__(
         self, order: Sequence[Node], known: Mapping[Node, Iterable[Memory]], lasting: Iterable[Node], live: Liveness
@@ -158,7 +117,7 @@ class _Sequence:
             self.reads[node] = self._memory_of(node)
 
     def memory(self, node: Node) -> dict[Memory, None]:
-        """What is alive while `node` is."""
+        """The tensors that are alive while `node` is."""
         return self.reads.get(node, {})
 
     def sizes_of(self, node: Node) -> Iterator[tuple[Memory, int]]:
@@ -185,7 +144,8 @@ class _Sequence:
         return all(self.live.kinds[u] in ("pointwise", "reduction") for u in readers)
 
     def peak(self, began: Mapping[Memory, int], lasting: Set[Memory], returning: Mapping[Memory, int]) -> int:
-        """Bytes at the peak, where `began` is alive before, and `lasting` is not freed."""
+        """Bytes at the peak. began: tensors that are alive before, with their bytes; lasting: tensors that are not
+        freed; returning: offloaded tensors, with their bytes."""
         run = [n for n in self.order if n not in self.virtual and self.live.kinds[n] != "view"]
         reads = {n: {p: None for a in self.live.inputs[n] for p in self.reads.get(a, {})} for n in run}
         stays = set(lasting) | {p for n in self.lasting for p in self.reads.get(n, {})}
@@ -201,7 +161,7 @@ class _Sequence:
         for i, group in enumerate(order):
             operands = dict.fromkeys(p for n in group for p in reads[n])
             back = {p: returning[p] for p in operands if p in returning and p not in alive}
-            # What only the kernel itself reads is never written out.
+            # A tensor that only the kernel itself reads is never written out.
             own = {p for n in group for p in self.live.pieces[n] if last.get(p) == i and p not in stays}
             new = back | {p: size for n in group for p, size in self.live.pieces[n].items() if p not in own}
             dying = [p for p in operands if last[p] == i and p not in stays and p in alive]
@@ -215,7 +175,7 @@ class _Sequence:
         return top
 
     def _reused(self, group: Sequence[Node], free: list[int], new: Mapping[Memory, int]) -> int:
-        """Bytes of operands, read by one node each, that results are written over."""
+        """Bytes of operands (`free`, each read by one node) that the kernel writes its results over."""
         if self.live.kinds[group[0]] == "kernel":
             return 0
         total = 0
@@ -226,9 +186,9 @@ class _Sequence:
         return total
 
 
-def _as_autograd(backward: Sequence[Node], again: Sequence[Node]) -> Iterator[Node]:
-    """Backward nodes, each behind what is computed again for it."""
-    position = {n: i for i, n in enumerate(again)}
+def _as_autograd(backward: Sequence[Node], recomputed: Sequence[Node]) -> Iterator[Node]:
+    """Backward nodes, and before each the nodes recomputed for it."""
+    position = {n: i for i, n in enumerate(recomputed)}
     done: set[Node] = set()
     for node in backward:
         todo, found = [node], set[Node]()
@@ -245,36 +205,24 @@ def _as_autograd(backward: Sequence[Node], again: Sequence[Node]) -> Iterator[No
 def _kind(node: Node) -> str:
     if is_view(node) or node.target is operator.getitem:
         return "view"
-    name = name_of(node)
-    if name in _IN_PLACE:
-        return "in place"
-    if is_gemm(node) or is_core(node) or name in _KERNELS or name.partition("::")[0] not in ("aten", "prims"):
-        return "kernel"
-    if "scaled_dot_product" in name:
-        return "kernel"
-    return "reduction" if name in _REDUCTIONS else "pointwise"
+    return traits_of(node).kernel
 
 
 def _pieces(node: Node, held: Any = None, path: tuple[int, ...] = ()) -> Iterator[tuple[Memory, int]]:
-    """The tensors that a node makes, and their bytes; a structured result has several."""
+    """The tensors that a node allocates, and their bytes; several for a structured result."""
     held = node.meta.get("val") if held is None else held
     if isinstance(held, (tuple, list)):
         for i, part in enumerate(held):
             if part is not None:
                 yield from _pieces(node, part, (*path, i))
     else:
-        yield (node, path), rounded(held)
+        yield (node, path), allocated_bytes(held)
 
 
 def _source(node: Node) -> tuple[Node, tuple[int, ...]]:
-    """The operation that `node` is a part of the result of, and which."""
+    """The op that `node` is an item of the result of, and the item's path."""
     path: tuple[int, ...] = ()
     while node.target is operator.getitem:
         path = (int(node.args[1]), *path)  # type: ignore[arg-type]
         node = node.args[0]  # type: ignore[assignment]
     return node, path
-
-
-def rounded(value: Any) -> int:
-    """Bytes that the allocator gives out for `value`."""
-    return -(-nbytes(value) // _BLOCK) * _BLOCK if isinstance(value, torch.Tensor) else nbytes(value)

@@ -1,7 +1,7 @@
-"""The policy as a pass over the joint graph: Inductor's `joint_custom_post_pass`, the last one before partitioning.
+"""Hands a plan to torch's partitioner: a pass over the joint graph, Inductor's `joint_custom_post_pass`.
 
-Torch's partitioner obeys the tags that `torch.utils.checkpoint` puts on nodes, orders recomputation the way autograd
-would run, and makes random numbers come out the same; so the plan is handed over as those tags.
+The partitioner obeys the tags that `torch.utils.checkpoint` puts on nodes, orders recomputation the way autograd would
+run it, and replays random state. So a plan is written as those tags. The pass is the last one before partitioning.
 """
 
 from __future__ import annotations
@@ -14,27 +14,29 @@ from torch import fx
 from torch.fx import Node
 from torch.utils.checkpoint import CheckpointPolicy as Tag
 
-from megacpp_compile.config.checkpointing import CheckpointingPolicy
+from megacpp_compile.config.checkpointing import KINDS, CheckpointingPolicy
 from megacpp_compile.fx.inductor_pass import GraphPass
+from megacpp_compile.fx.view_chains import base_of, is_view
 from megacpp_compile.remat import costs, latents, offload, overwritten
-from megacpp_compile.remat import planner as planning
 from megacpp_compile.remat.joint_graph import joint
-from megacpp_compile.remat.kinds import BlockRef, places
-from megacpp_compile.remat.nodes import base_of, is_view
-from megacpp_compile.remat.peak import ALONE, Liveness, StepContext
+from megacpp_compile.remat.kinds import blocks_of
+from megacpp_compile.remat.peak import Liveness
+from megacpp_compile.remat.plan import ALONE, BlockRef, Plan, StepContext, kept_bytes, last_layer
+from megacpp_compile.remat.planner import make_plan
 
-# One region for the whole graph: torch would save what lies on the border of two.
+# One checkpointed region for the whole graph: torch would save the values that pass between two.
 _REGION = 1 << 19
 
-# Told the plan, where the nodes are, and the plan's predicted peak, see `report.Frame`.
-OnPlan = Callable[[planning.Plan, dict[Node, BlockRef], dict[str, Any]], None]
+# Called with the plan, the block of every forward node, and the predicted peak (`report.Frame.peak`).
+OnPlan = Callable[[Plan, dict[Node, BlockRef], dict[str, Any]], None]
 
 
 class TagForRemat(GraphPass):
-    """Tag forward nodes MUST_SAVE or MUST_RECOMPUTE as `policy` has it.
+    """Tags forward nodes MUST_SAVE or MUST_RECOMPUTE as `policy` has it.
 
-    on_plan: given what was decided; not called where the compiled code comes from a cache.
-    around: what the graph shares the device with; it counts for a limit on the peak alone.
+    block_kinds: glob over module names -> kind of block; before: the user's own pass, which runs first; on_plan: not
+    called where the compiled code comes from a cache; around: what the graph shares the device with, for a limit on the
+    peak.
     """
 
     def __init__(
@@ -45,13 +47,8 @@ class TagForRemat(GraphPass):
         on_plan: OnPlan | None = None,
         around: StepContext = ALONE,
     ) -> None:
-        self.policy, self.block_kinds, self.before, self.on_plan, self.around = (
-            policy,
-            block_kinds,
-            before,
-            on_plan,
-            around,
-        )
+        self.policy, self.block_kinds, self.before = policy, block_kinds, before
+        self.on_plan, self.around = on_plan, around
 
     def run(self, graph: fx.Graph) -> None:
         forward, needed = joint(graph)
@@ -59,9 +56,9 @@ class TagForRemat(GraphPass):
             return  # inference, or nothing to differentiate
         if kept := overwritten.keep(graph):
             forward, needed = joint(graph)
-        where = places(forward, self.block_kinds)
-        plan = planning.make(forward, needed, where, self.policy, _device(forward), self.around)
-        away = offload.chosen(plan, where, self.policy)
+        blocks = blocks_of(forward, self.block_kinds)
+        plan = make_plan(forward, needed, blocks, self.policy, _device(forward), self.around)
+        away = offload.offloaded(plan, blocks, self.policy)
         found = predicted(graph, plan, away, self.policy, self.around) if self.on_plan is not None else {}
         added = latents.pass_on(graph, plan.recomputed)
         for node in [*plan.saved, *kept]:
@@ -72,7 +69,7 @@ class TagForRemat(GraphPass):
         for node in [*plan.recomputed, *added]:
             node.meta["recompute"], node.meta["ac_graph_id"] = Tag.MUST_RECOMPUTE, _REGION
         if self.on_plan is not None:
-            self.on_plan(plan, where, found)
+            self.on_plan(plan, blocks, found)
 
     def key(self) -> tuple[Any, ...]:
         around = repr(self.around) if self.policy.peak_gib is not None or self.policy.offload != "none" else ""
@@ -83,9 +80,9 @@ class TagForRemat(GraphPass):
 
 
 def predicted(
-    graph: fx.Graph, plan: planning.Plan, away: list[Node], policy: CheckpointingPolicy, around: StepContext
+    graph: fx.Graph, plan: Plan, away: list[Node], policy: CheckpointingPolicy, around: StepContext
 ) -> dict[str, Any]:
-    """Bytes at the peak of a step, see `report.Frame.peak`."""
+    """The predicted peak of a step in bytes, as `report.Frame.peak` has it. away: the values that are offloaded."""
     found, before = Liveness(graph)(plan, set(away)), around.before(graph)
     step = found.of(around.copies, bool(around.passed_on(graph, policy)))
     return {
@@ -98,8 +95,8 @@ def predicted(
 
 
 def recompute_views(graph: fx.Graph, and_of: frozenset[Any] = frozenset()) -> None:
-    """Tag a joint graph so that backward reads views anew from what they are views of, and all else as it was. A graph
-    with a checkpointed block has its tags, and is left to them. and_of: ops whose results are made anew like views."""
+    """Tag a joint graph so that backward recomputes views, and results of the ops `and_of`, and saves all else. A graph
+    with tags of `torch.utils.checkpoint` is left as it is."""
     forward, _ = joint(graph)
     if any("recompute" in node.meta for node in forward):
         return
@@ -110,32 +107,30 @@ def recompute_views(graph: fx.Graph, and_of: frozenset[Any] = frozenset()) -> No
             node.meta["recompute"] = Tag.MUST_SAVE
 
 
-def describe(
-    plan: planning.Plan, where: dict[Node, BlockRef], policy: CheckpointingPolicy
-) -> dict[str, dict[str, Any]]:
-    """The plan in numbers, by kind of block; "" for what lies between blocks. See `report.Frame.remat`."""
+def describe(plan: Plan, blocks: dict[Node, BlockRef], policy: CheckpointingPolicy) -> dict[str, dict[str, Any]]:
+    """The plan in numbers, by kind of block; "" stands for nodes between blocks. See `report.Frame.remat`."""
     found: dict[str, dict[str, Any]] = {}
-    blocks: dict[str, set[tuple[str, str | None]]] = {}
-    for place in where.values():
-        blocks.setdefault(place.kind, set()).add((place.layer, place.block))
-    layered = len({p.layer for p in where.values() if p.kind and p.layer}) > 1
-    away = set(offload.chosen(plan, where, policy))
-    _, needed = joint(next(iter(where)).graph) if where else ([], [])
+    by_kind: dict[str, set[tuple[str, str | None]]] = {}
+    for block in blocks.values():
+        by_kind.setdefault(block.kind, set()).add((block.layer, block.block))
+    layered = last_layer(blocks.values()) is not None
+    away = set(offload.offloaded(plan, blocks, policy))
+    _, needed = joint(next(iter(blocks)).graph) if blocks else ([], [])
     kept = set(plan.saved) | set(plan.free)
-    read = {b for n in needed if (b := base_of(n, through_items=False)) in where and b not in kept}
-    device = _device(list(where))
-    for kind in (k for k in ("ablock", "mblock", "eblock", "rblock", "") if k in blocks):
+    read = {b for n in needed if (b := base_of(n, through_items=False)) in blocks and b not in kept}
+    device = _device(list(blocks))
+    for kind in (k for k in (*KINDS, "") if k in by_kind):
         entries = [policy.asked(kind, False), *([policy.asked(kind, True)] if layered else [])] if kind else []
-        saved = [n for n in plan.saved if where[n].kind == kind]
+        saved = [n for n in plan.saved if blocks[n].kind == kind]
         found[kind] = {
             "entries": list(dict.fromkeys(map(str, entries))),
-            "blocks": len(blocks[kind]) if kind else 0,
-            "saved": sum(planning.kept_bytes(n) for n in saved if n not in away),
-            "offloaded": sum(planning.kept_bytes(n) for n in saved if n in away),
-            "again": sum(planning.kept_bytes(n) for n in read if where[n].kind == kind),
-            "recomputed": sum(where[n].kind == kind and not is_view(n) for n in plan.recomputed),
-            "seconds": costs.seconds([n for n in plan.recomputed if where[n].kind == kind], device)
-            + 2 * sum(planning.kept_bytes(n) for n in saved if n in away) / costs.TO_MAIN_MEMORY,
+            "blocks": len(by_kind[kind]) if kind else 0,
+            "saved": sum(kept_bytes(n) for n in saved if n not in away),
+            "offloaded": sum(kept_bytes(n) for n in saved if n in away),
+            "again": sum(kept_bytes(n) for n in read if blocks[n].kind == kind),
+            "recomputed": sum(blocks[n].kind == kind and not is_view(n) for n in plan.recomputed),
+            "seconds": costs.seconds([n for n in plan.recomputed if blocks[n].kind == kind], device)
+            + 2 * sum(kept_bytes(n) for n in saved if n in away) / costs.TO_MAIN_MEMORY,
         }
     return found
 

@@ -123,7 +123,7 @@ class Report:
 
         Bytes: on CUDA all that is allocated on `device`; elsewhere what the step allocates in main memory.
         """
-        from megacpp_compile.remat.measure import peak_bytes
+        from megacpp_compile.report.measure import peak_bytes
 
         self.measured_peak = peak_bytes(step, device)
         return self.measured_peak

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from megacpp_compile.config.sharding import ShardingPlan, Spec
+from megacpp_compile.lowerings._traits import OpTraits, declare
 from megacpp_compile.sharding import pinning
 
 
@@ -48,6 +49,7 @@ def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
 
 
 laid_out.register_autograd(_gradient, setup_context=_keep)
+declare({"megacpp::laid_out": OpTraits()})
 
 
 @functools.lru_cache(maxsize=16)

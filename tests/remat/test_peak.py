@@ -8,7 +8,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 import megacpp_compile
 from megacpp_compile.errors import BadOptionError, PeakUnreachableError
-from megacpp_compile.remat import measure
+from megacpp_compile.report import measure
 from megacpp_compile.report.collector import Report
 from tests.memory.layered import Model as Layered
 from tests.remat import models

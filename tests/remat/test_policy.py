@@ -8,7 +8,7 @@ import pytest
 
 from megacpp_compile.config.checkpointing import KINDS, CheckpointingPolicy
 from megacpp_compile.errors import BadOptionError
-from megacpp_compile.remat.peak import StepContext
+from megacpp_compile.remat.plan import StepContext
 from megacpp_compile.remat.tagging import TagForRemat
 
 

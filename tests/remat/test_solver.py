@@ -1,4 +1,4 @@
-"""Budgets: what is computed again grows as the budget falls, and the bytes come out as predicted."""
+"""Budgets: what backward recomputes grows as the budget falls, and the bytes come out as predicted."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from megacpp_compile.config.checkpointing import CheckpointingPolicy
 from megacpp_compile.errors import PeakUnreachableError
-from megacpp_compile.remat import kinds, peak, planner, solver, tagging
+from megacpp_compile.remat import peak, solver
+from megacpp_compile.remat.joint_graph import joint
+from megacpp_compile.remat.kinds import blocks_of
+from megacpp_compile.remat.plan import ALONE, StepContext, kept_bytes
+from megacpp_compile.remat.planner import make_plan
 from tests.remat import models
 from tests.remat.steps import same, step
 
@@ -26,22 +30,22 @@ class Plans(CustomGraphPass):
     """Every plan for one joint graph, which is left as it is."""
 
     def __call__(self, graph):
-        forward, needed = tagging.joint(graph)
-        where = kinds.places(forward, {})
-        self.read = solver.read_bytes(needed, forward, where, None)
-        self.of = [planner.make(forward, needed, where, CheckpointingPolicy(budget=f)) for f in FRACTIONS]
-        self.half = planner.make(forward, needed, where, CheckpointingPolicy(ablock=0.5, eblock=1.0))
-        self.where = where
+        forward, needed = joint(graph)
+        blocks = blocks_of(forward, {})
+        self.read = solver.read_bytes(needed, forward, blocks, None)
+        self.of = [make_plan(forward, needed, blocks, CheckpointingPolicy(budget=f)) for f in FRACTIONS]
+        self.half = make_plan(forward, needed, blocks, CheckpointingPolicy(ablock=0.5, eblock=1.0))
+        self.blocks = blocks
         live = peak.Liveness(graph)
         self.peaks = [live(p) for p in self.of]
-        self.before = peak.ALONE.before(graph)
+        self.before = ALONE.before(graph)
         most, least = (self.before + self.peaks[i].of() for i in (0, -1))
         # The lowest promise is a margin above the lowest prediction.
         self.limits = [most + (least * 1.05 - most) * i / 7 for i in range(8)]
-        self.met = [live(planner.make(forward, needed, where, limited(limit))) for limit in self.limits]
-        self.copies = planner.make(forward, needed, where, limited(1.5 * most), around=peak.StepContext(copies=2))
+        self.met = [live(make_plan(forward, needed, blocks, limited(limit))) for limit in self.limits]
+        self.copies = make_plan(forward, needed, blocks, limited(1.5 * most), around=StepContext(copies=2))
         try:
-            planner.make(forward, needed, where, limited(least / 2))
+            make_plan(forward, needed, blocks, limited(least / 2))
         except PeakUnreachableError as error:
             self.error = error
 
@@ -91,7 +95,7 @@ def test_budgets_are_met_where_they_can_be(plans):
 
 def test_a_kind_of_its_own(plans):
     def of(kind, made):
-        return sum(planner.kept_bytes(n) for n in made.saved if plans.where[n].kind == kind)
+        return sum(kept_bytes(n) for n in made.saved if plans.blocks[n].kind == kind)
 
     assert of("ablock", plans.half) < of("ablock", plans.of[0])
     assert of("eblock", plans.half) == of("eblock", plans.of[0])

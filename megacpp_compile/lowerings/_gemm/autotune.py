@@ -18,6 +18,7 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.inductor_pass import GraphPass
 from megacpp_compile.lowerings._gemm import cublaslt
+from megacpp_compile.lowerings._traits import OpTraits, declare
 
 aten = torch.ops.aten
 
@@ -37,6 +38,9 @@ def tuned_mm(a: Tensor, b: Tensor) -> Tensor:
 @tuned_mm.register_fake
 def _(a, b):  # type: ignore[no-untyped-def]
     return a.new_empty((a.shape[0], b.shape[1]))
+
+
+declare({"megacpp::tuned_mm": OpTraits(gemm=True)})
 
 
 class AutotuneGemms(GraphPass):

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megacpp_compile.lowerings._kernels.fp8 import SCALE_BLOCK
+from megacpp_compile.lowerings._traits import OpTraits, declare
 
 # Later versions of torch want scales of squares at a stride that is a multiple of four, earlier ones without a gap:
 # where the contraction has a multiple of four squares both hold.
@@ -33,6 +34,9 @@ def block_scaled_mm(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out_
 @block_scaled_mm.register_fake
 def _(a, a_scale, b, b_scale, out_dtype):  # type: ignore[no-untyped-def]
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
+
+
+declare({"megacpp::block_scaled_mm": OpTraits(gemm=True)})
 
 
 def by_squares(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out_dtype: torch.dtype) -> Tensor:

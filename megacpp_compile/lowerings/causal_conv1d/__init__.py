@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megacpp_compile.lowerings._op import no_autocast
+from megacpp_compile.lowerings._traits import OpTraits, declare
 from megacpp_compile.lowerings.causal_conv1d import reference
 from megacpp_compile.lowerings.causal_conv1d.layout import laid_out_as
 
@@ -75,3 +76,5 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 
 causal_conv1d.register_autograd(_backward, setup_context=_setup_context)
+
+declare({"megacpp::causal_conv1d": OpTraits(block_kind="mblock"), "megacpp::causal_conv1d_backward": OpTraits()})

@@ -15,12 +15,14 @@ Source: RMSNorm, https://arxiv.org/abs/1910.07467; MLA, https://arxiv.org/abs/24
 
 from __future__ import annotations
 
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
+from megacpp_compile.fx.sizes import elements, rows
 from megacpp_compile.lowerings._op import compute_dtype, no_autocast
+from megacpp_compile.lowerings._traits import HandedOver, OpTraits, declare
 from megacpp_compile.lowerings.down_norm_up import reference
 
 
@@ -113,3 +115,20 @@ def _backward(ctx, grad_up, grad_rest, *_):  # type: ignore[no-untyped-def]
 
 
 down_norm_up.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _flops(x: Tensor, w_down: Tensor, b_down: Any, w_norm: Any, w_up: list[Tensor], *_: Any) -> float:
+    return 2 * rows(x) * (elements(w_down) + sum(map(elements, w_up)))
+
+
+declare(
+    {
+        "megacpp::down_norm_up": OpTraits(
+            gemm=True,
+            flops=_flops,
+            # The latent, which begins backward's work otherwise; rrms tells the calls apart.
+            handed_over=HandedOver("megacpp::down_norm_up_backward", flag=8, result=3, operand=10, witness=(2, 7)),
+        ),
+        "megacpp::down_norm_up_backward": OpTraits(),
+    }
+)

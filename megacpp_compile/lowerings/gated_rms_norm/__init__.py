@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megacpp_compile.lowerings._op import compute_dtype, no_autocast
+from megacpp_compile.lowerings._traits import OpTraits, declare
 from megacpp_compile.lowerings.gated_rms_norm import reference
 
 REFERENCE_SERVES = {"tpu": "pointwise code and sums over rows, which XLA fuses as they are"}
@@ -81,3 +82,5 @@ def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
 
 
 gated_rms_norm.register_autograd(_backward, setup_context=_setup_context)
+
+declare({"megacpp::gated_rms_norm": OpTraits(), "megacpp::gated_rms_norm_backward": OpTraits()})

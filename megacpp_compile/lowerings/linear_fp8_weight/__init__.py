@@ -25,6 +25,7 @@ from torch import Tensor
 from megacpp_compile.errors import OperandError
 from megacpp_compile.lowerings._kernels.fp8 import SCALE_BLOCK
 from megacpp_compile.lowerings._op import no_autocast, serve
+from megacpp_compile.lowerings._traits import OpTraits, declare
 from megacpp_compile.lowerings.linear_fp8_weight import reference
 
 REFERENCE_SERVES = {"tpu": "a payload that stays float8 in memory, rounding, widening and a plain GEMM"}
@@ -92,3 +93,5 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 
 linear_fp8_weight.register_autograd(_backward, setup_context=_setup_context)
+
+declare({"megacpp::linear_fp8_weight": OpTraits(gemm=True), "megacpp::linear_fp8_weight_backward": OpTraits()})

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megacpp_compile.lowerings._op import no_autocast, wide
+from megacpp_compile.lowerings._traits import OpTraits, declare
 from megacpp_compile.lowerings.mla_rope_kv import reference
 
 
@@ -98,3 +99,10 @@ def _backward(ctx, grad_k, grad_v):  # type: ignore[no-untyped-def]
 
 
 mla_rope_kv.register_autograd(_backward, setup_context=_setup_context)
+
+declare(
+    {
+        "megacpp::mla_rope_kv": OpTraits(block_kind="ablock", up_projection="kv"),
+        "megacpp::mla_rope_kv_backward": OpTraits(),
+    }
+)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megacpp_compile.lowerings._op import no_autocast, wide
+from megacpp_compile.lowerings._traits import OpTraits, declare
 from megacpp_compile.lowerings.mla_rope_q import reference
 
 
@@ -61,3 +62,5 @@ def _backward(ctx, grad):  # type: ignore[no-untyped-def]
 
 
 mla_rope_q.register_autograd(_backward, setup_context=_setup_context)
+
+declare({"megacpp::mla_rope_q": OpTraits(kernel="in place", block_kind="ablock", up_projection="q")})

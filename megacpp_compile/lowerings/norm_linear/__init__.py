@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from megacpp_compile.lowerings._op import compute_dtype, no_autocast
+from megacpp_compile.lowerings._traits import OpTraits, declare
 from megacpp_compile.lowerings.norm_linear import reference
 
 REFERENCE_SERVES = {"tpu": "a norm in front of a GEMM, which XLA fuses into what the GEMM reads"}
@@ -90,3 +91,5 @@ def _spread(found: list[Tensor], at: list[int], count: int) -> list[Tensor | Non
 
 
 norm_linear.register_autograd(_backward, setup_context=_setup_context)
+
+declare({"megacpp::norm_linear": OpTraits(gemm=True), "megacpp::norm_linear_backward": OpTraits()})

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megacpp_compile.lowerings._op import no_autocast, wide
+from megacpp_compile.lowerings._traits import OpTraits, declare
 from megacpp_compile.lowerings.rope_qk import reference
 
 
@@ -58,3 +59,5 @@ def _backward(ctx, grad_q, grad_k):  # type: ignore[no-untyped-def]
 
 
 rope_qk.register_autograd(_backward, setup_context=_setup_context)
+
+declare({"megacpp::rope_qk": OpTraits(kernel="in place", block_kind="ablock")})

@@ -37,6 +37,7 @@ from torch import Tensor
 from megacpp_compile.errors import ForwardOnlyError, OperandError
 from megacpp_compile.lowerings._kernels.fp8 import SCALE_BLOCK
 from megacpp_compile.lowerings._op import compute_dtype, no_autocast, serve
+from megacpp_compile.lowerings._traits import OpTraits, declare
 from megacpp_compile.lowerings.sparse_mla import reference
 
 PREFERENCE = {"cuda": ("cuda_gluon", "cuda_triton", "reference")}
@@ -134,3 +135,5 @@ def _backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[A
 
 
 sparse_mla.register_autograd(_backward, setup_context=_setup_context)
+
+declare({"megacpp::sparse_mla": OpTraits(core=True, block_kind="ablock"), "megacpp::sparse_mla_backward": OpTraits()})

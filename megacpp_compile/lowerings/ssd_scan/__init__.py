@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from megacpp_compile.lowerings._op import compute_dtype, no_autocast
+from megacpp_compile.lowerings._traits import OpTraits, declare
 from megacpp_compile.lowerings.ssd_scan import reference
 
 
@@ -105,3 +106,5 @@ def _backward(ctx, dy, dfinal, _):  # type: ignore[no-untyped-def]
 
 
 ssd_scan.register_autograd(_backward, setup_context=_setup_context)
+
+declare({"megacpp::ssd_scan": OpTraits(core=True, block_kind="mblock"), "megacpp::ssd_scan_backward": OpTraits()})

@@ -1,0 +1,80 @@
+"""From decisions to a plan: what backward really needs of them, and where saving another value is as cheap."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch.fx import Node
+
+from megacpp_compile.fx.sizes import nbytes
+from megacpp_compile.fx.view_chains import is_view
+from megacpp_compile.remat.plan import FREE, MUST_RECOMPUTE, RECOMPUTE, SAVE, Plan
+
+_ROUNDS = 8
+
+
+def settle(forward: Sequence[Node], needed: Sequence[Node], decisions: dict[Node, str]) -> Plan:
+    """The plan that carries out `decisions`, of all forward nodes, for what backward needs.
+
+    A saved value that serves only to recompute one other value of no more bytes is recomputed, and the other is saved
+    instead.
+
+    forward: the forward's nodes in graph order; needed: those of them that backward reads directly.
+    """
+    plan = _closure(forward, needed, decisions)
+    for _ in range(_ROUNDS):
+        instead = {n for n in _saved_instead(plan, set(needed)) if decisions[n] != MUST_RECOMPUTE}
+        if not instead:
+            break
+        decisions = {**decisions, **dict.fromkeys(instead, SAVE)}
+        plan = _closure(forward, needed, decisions)
+    return plan
+
+
+def _closure(forward: Sequence[Node], needed: Sequence[Node], decisions: Mapping[Node, str]) -> Plan:
+    """The decisions of what backward reads, and of what it takes to recompute that."""
+    found: dict[str, set[Node]] = {SAVE: set(), RECOMPUTE: set(), FREE: set()}
+    todo, seen = list(needed), set(needed)
+    while todo:
+        node = todo.pop()
+        decision = decisions.get(node)
+        if decision is None:
+            continue  # an input of the graph
+        found[RECOMPUTE if decision == MUST_RECOMPUTE else decision].add(node)
+        if decision != SAVE:
+            new = [a for a in node.all_input_nodes if a not in seen]
+            seen.update(new)
+            todo.extend(new)
+    saved, recomputed, free = ([n for n in forward if n in found[d]] for d in (SAVE, RECOMPUTE, FREE))
+    return Plan(saved, recomputed, free)
+
+
+def _saved_instead(plan: Plan, needed: set[Node]) -> Iterable[Node]:
+    """Recomputed values, each the only one that some saved value serves, and of no more bytes than that one."""
+    recomputed, free = set(plan.recomputed), set(plan.free)
+    for node in plan.saved:
+        if isinstance(node.meta.get("val"), torch.Tensor):
+            readers = _recomputed_from(node, recomputed, free, needed)
+            if readers is not None and len(readers) == 1:
+                (reader,) = readers
+                held = reader.meta.get("val")
+                if isinstance(held, torch.Tensor) and nbytes(held) <= nbytes(node.meta["val"]):
+                    yield reader
+
+
+def _recomputed_from(node: Node, recomputed: set[Node], free: set[Node], needed: set[Node]) -> set[Node] | None:
+    """The values that backward recomputes from `node` or a view of it; None where backward reads it itself."""
+    if node in needed or any(u in free for u in node.users):
+        return None
+    found: set[Node] = set()
+    for user in node.users:
+        if user in recomputed:
+            if is_view(user):
+                inner = _recomputed_from(user, recomputed, free, needed)
+                if inner is None:
+                    return None
+                found |= inner
+            else:
+                found.add(user)
+    return found

@@ -1,0 +1,170 @@
+"""What a policy decides of every forward node: save it, recompute it, or leave it to torch's partitioner.
+
+Under "selective" the bytes decide: a node is recomputed if the saved values it depends on hold at most `_WORTH` times
+its own bytes, as one fused kernel then reads those instead of it. So a residual sum, which runs through all layers, is
+saved in every other layer, and a norm's statistics, one number a row, always.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch.fx import Node
+from torch.utils.checkpoint import CheckpointPolicy as Tag
+
+from megacpp_compile.config.checkpointing import CheckpointingPolicy
+from megacpp_compile.fx.sizes import nbytes
+from megacpp_compile.fx.view_chains import base_of, beyond_views, is_view
+from megacpp_compile.lowerings._traits import traits_of
+from megacpp_compile.remat.nodes import is_core, is_gemm, is_pinned, is_selection
+from megacpp_compile.remat.plan import FREE, RECOMPUTE, SAVE, BlockRef, last_layer, leaves_layer
+
+# A value is worth recomputing where what is read for it holds at most this many times its bytes.
+_WORTH = 2.5
+
+
+class SaveDecisions:
+    """What `policy` decides. `of`: forward node -> SAVE, RECOMPUTE or FREE."""
+
+    def __init__(self, forward: Sequence[Node], blocks: Mapping[Node, BlockRef], policy: CheckpointingPolicy) -> None:
+        self.blocks, self.policy, self.inner = blocks, policy, set(forward)
+        self.last = last_layer(blocks.values())
+        self.upward = up_projections(forward, policy.recompute_kv_upproj, policy.recompute_q_upproj)
+        self.chosen_from = selection_inputs(forward)
+        self.entries: dict[str, set[str]] = {}
+        for block in set(blocks.values()):
+            if block.kind:
+                self.entries.setdefault(block.layer, set()).add(policy.entry(block.kind, block.layer == self.last))
+        self.anywhere = set().union(*self.entries.values()) if self.entries else {"selective"}
+        self.read_by_full = {a for n in forward if self._entry(n) == "full" for a in _sources(n)}
+        self.of: dict[Node, str] = {}
+        # The saved values that a node is recomputed from; of a saved node itself.
+        self.leaves: dict[Node, frozenset[Node]] = {}
+        # The layers with a GEMM or a core that recomputing a node runs again.
+        self.heavy: dict[Node, frozenset[str]] = {}
+        for node in forward:
+            decision = self.of[node] = self._decide(node)
+            recompute = decision == RECOMPUTE
+            self.leaves[node] = self._read(node) if recompute else frozenset({node})
+            self.heavy[node] = self._layers_run_again(node) if recompute else frozenset()
+
+    def _entry(self, node: Node) -> str:
+        """What the policy says of the node's block; "between" for a node between blocks that asks for remat."""
+        block = self.blocks[node]
+        if block.kind:
+            return self.policy.entry(block.kind, block.layer == self.last)
+        # Norms and sums between blocks follow the blocks of their layer: any that asks for remat is enough.
+        if not self.entries.get(block.layer, self.anywhere) - {"none"}:
+            return "none"
+        return "never" if block.layer == self.last and "never" in self.entries.get(block.layer, ()) else "between"
+
+    def _decide(self, node: Node) -> str:
+        if not isinstance(node.meta.get("val"), (torch.Tensor, tuple, list)):
+            return SAVE  # a size, which holds no bytes
+        if node.target is operator.getitem and not is_view(node.args[0]):  # type: ignore[arg-type]
+            return self.of.get(node.args[0], SAVE)  # type: ignore[arg-type]
+        if is_view(node) or node.target is operator.getitem:
+            # It moves no bytes; its base is what is saved.
+            return FREE if self.of.get(base_of(node)) == FREE else RECOMPUTE
+        if (asked := checkpointed(node)) is not None:
+            return asked
+        entry = self._entry(node)
+        if is_pinned(node) or node in self.chosen_from:
+            return FREE if entry == "none" else SAVE
+        if entry == "none":
+            return FREE
+        block = self.blocks[node]
+        if leaves_layer(node, self.blocks) and self._layers_run_again(node):
+            return SAVE  # otherwise the backward of one layer would recompute the layers before it
+        if entry in ("full", "full_plus_norms") and block.kind:
+            return RECOMPUTE
+        if node in self.read_by_full and block.kind == "":
+            return SAVE
+        if entry == "expert_gemm_only":
+            return RECOMPUTE if is_gemm(node) else SAVE
+        if is_core(node):
+            return SAVE
+        if is_gemm(node):
+            return RECOMPUTE if node in self.upward and entry != "never" else SAVE
+        if entry == "conv_bc_only" and self._behind_core(node):
+            return SAVE
+        return RECOMPUTE if self._is_cheap(node) else SAVE
+
+    def _is_cheap(self, node: Node) -> bool:
+        """Whether recomputing it reads little, as `_WORTH` has it."""
+        return sum(nbytes(n.meta.get("val")) for n in self._read(node)) <= _WORTH * nbytes(node.meta.get("val"))
+
+    def _read(self, node: Node) -> frozenset[Node]:
+        """The saved activations that recomputing a node reads. Inputs of the graph, such as weights, do not count."""
+        return frozenset().union(*(self.leaves[a] for a in node.all_input_nodes if a in self.inner))
+
+    def _layers_run_again(self, node: Node) -> frozenset[str]:
+        """The layers with a GEMM or a core that recomputing `node` runs again."""
+        found: set[str] = {self.blocks[node].layer} if is_gemm(node) or is_core(node) else set()
+        for a in node.all_input_nodes:
+            if a in self.inner:
+                found |= self.heavy[a]
+        return frozenset(found)
+
+    def _behind_core(self, node: Node) -> bool:
+        """Whether it depends on a core of its own block."""
+        block, todo = self.blocks[node], list(node.all_input_nodes)
+        seen: set[Node] = set()
+        while todo:
+            a = todo.pop()
+            if a in seen or a not in self.inner or self.blocks[a] != block:
+                continue
+            if is_core(a):
+                return True
+            seen.add(a)
+            todo.extend(a.all_input_nodes)
+        return False
+
+
+def checkpointed(node: Node) -> str | None:
+    """What `torch.utils.checkpoint` in the model decides of a node; None outside of its regions. A region's results are
+    saved, as they would be without a policy."""
+    tag = node.meta.get("recompute")
+    if tag is None or "ac_graph_id" not in node.meta:
+        return None
+    if tag in (Tag.MUST_SAVE, Tag.PREFER_SAVE):
+        return SAVE
+    region = node.meta["ac_graph_id"]
+    forward = [u for u in beyond_views(node) if "recompute" in u.meta or not _late(u)]
+    return RECOMPUTE if all(u.meta.get("ac_graph_id") == region for u in forward) else SAVE
+
+
+def _late(node: Node) -> bool:
+    return node.meta.get("partitioner_tag") == "is_backward" or node.op == "output"
+
+
+def _sources(node: Node) -> list[Node]:
+    return [base_of(a) for a in node.all_input_nodes]
+
+
+def up_projections(forward: Iterable[Node], kv: bool, q: bool) -> set[Node]:
+    """The GEMMs of latent attention's up-projections: those of keys and values with `kv`, of queries with `q`."""
+    wanted = {"kv": kv, "q": q}
+    found = set()
+    for node in forward:
+        if wanted.get(traits_of(node).up_projection):
+            source = base_of(node.args[0])  # type: ignore[arg-type]
+            if isinstance(source, Node) and is_gemm(source):
+                found.add(source)
+    return found
+
+
+def selection_inputs(forward: Iterable[Node]) -> set[Node]:
+    """The values that selections choose by, back to the GEMM that computes the scores; views are left out."""
+    found: set[Node] = set()
+    todo = [a for n in forward if is_selection(n) for a in n.all_input_nodes]
+    while todo:
+        node = todo.pop()
+        if node.op != "call_function" or node in found:
+            continue
+        found.add(node)
+        if not is_gemm(node) and not is_core(node):
+            todo.extend(node.all_input_nodes)
+    return {n for n in found if not is_view(n)}
