@@ -289,7 +289,7 @@ class Mamba2Mixer(nn.Module):
 
 
 class GatheredMLA(nn.Module):
-    """Attention of each query over the latent rows chosen for it, gathered first: q [b, t, h, d], kv [b, s, 1, d],
+    """Top-k sparse MLA, each query's latent rows gathered first: q [b, t, h, d], kv [b, s, 1, d],
     indices [b, t, 1, k], of which -1 is none; every query has one."""
 
     def __init__(self, scale: float, d_v: int) -> None:

@@ -1,4 +1,4 @@
-"""Attention over latent rows an indexer chose (DeepSeek-V3.2), alone: rows in bfloat16, both ways, and in fp8.
+"""Top-k sparse MLA (DeepSeek-V3.2), alone: latent rows in bfloat16, forward and backward, and in fp8, forward.
 
 The plain form gathers the rows of every query and multiplies; it is judged, as ours is, against the op's reference in
 float32. Each query sees as many rows as there are before it, at most `topk`, in no order. FLOPs of the floor are those

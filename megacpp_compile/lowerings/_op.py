@@ -14,18 +14,18 @@ from megacpp_compile.targets import CPU, by_xla, family
 
 
 def compute_dtype(*of: Tensor | torch.dtype | None) -> torch.dtype:
-    """What an op with such operands computes in: float32 for half precision, float64 where one is."""
+    """The dtype an op computes in with these operands: float32, or float64 where one of them is float64."""
     dtypes = (t.dtype if isinstance(t, Tensor) else t for t in of if t is not None)
     return functools.reduce(torch.promote_types, dtypes, torch.float32)
 
 
 def wide(*tensors: Tensor) -> Any:
-    """Operands as an op computes with them outside a compiled graph."""
+    """The operands in their compute dtype, as an op takes them outside of a compiled graph."""
     return [t.to(compute_dtype(t)) for t in tensors]
 
 
 def no_autocast(like: Tensor) -> contextlib.AbstractContextManager[None]:
-    """Autocast off for `like`'s device: an op's dtypes are fixed by the graph, whatever the caller's region says."""
+    """A context with autocast off for `like`'s device: the graph fixes an op's dtypes, whatever region calls it."""
     kind = like.device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return contextlib.nullcontext()
@@ -33,8 +33,11 @@ def no_autocast(like: Tensor) -> contextlib.AbstractContextManager[None]:
 
 
 def serve(name: str, reference: ModuleType, *args: Any) -> Any:
-    """What an op that models call themselves does outside of a lowered graph: what serves it in one. Ops that only
-    passes write need no such thing: they are lowered before they run."""
+    """The result of an op that models call themselves, outside of a lowered graph: by the lowering that serves it in
+    one.
+
+    Ops that only passes write need none of this: they are lowered before they run.
+    """
     target = family({next(a for a in args if isinstance(a, Tensor)).device.type})
     if target is CPU:
         return getattr(reference, name)(*args)
@@ -43,8 +46,14 @@ def serve(name: str, reference: ModuleType, *args: Any) -> Any:
     return choose(getattr(torch.ops.megacpp, name).default, target.name, args).body(*args)
 
 
+def bias_gradient(grad: Tensor, dtype: torch.dtype) -> Tensor:
+    """The gradient [n] of a bias in `dtype`, from that of y [..., n]: summed in float32, as torch sums it, whatever
+    precision the GEMMs have."""
+    return grad.flatten(0, -2).float().sum(0).to(dtype)
+
+
 def ends_until(ends: Tensor, values: Tensor) -> Tensor:
-    """How many of `ends` [E], ascending, are at most each of `values` [n]: int64 [n]."""
+    """int64 [n]: for each of `values` [n], how many of the ascending `ends` [E] are at most that."""
     if by_xla(ends.device):  # torch_xla has no `searchsorted` of its own, and would ask the host
         return (ends <= values[:, None]).sum(-1)
     return torch.searchsorted(ends, values, right=True)

@@ -19,16 +19,13 @@ from torch.utils._pytree import tree_leaves
 import megacpp_compile.lowerings as package
 from megacpp_compile.targets import TARGETS
 
-# Per target, most wanted first. A name is a file in the op's folder, which may have a PREFERENCE of its own. Where the
-# reference is all that is wanted the folder says so, and why: REFERENCE_SERVES, by target.
-
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
     """What a call site asked for and got. `reason` is empty where the two agree.
 
-    `overwrites`: the arguments whose memory `body` can return its result in, told so by `in_place=True`. `traced`: a
-    lowered graph has the ops that `body` traces to; else it calls `body`, or on CUDA keeps the op, which calls it.
+    `overwrites`: the arguments whose memory `body` returns its result in, if called with `in_place=True`. `traced`: a
+    lowered graph holds the ops that `body` traces to; else it calls `body`, or on CUDA keeps the op, which calls it.
     """
 
     requested: str
@@ -53,7 +50,7 @@ def semantic_ops() -> dict[Any, tuple[str, str]]:
 
 
 def preference(folder: str, target: str) -> tuple[str, ...]:
-    """The lowerings of an op on `target`, most wanted first, whether there are such files or not."""
+    """The names of an op's lowerings on `target` in order of preference, whether there are such files or not."""
     if reference_serves(folder, target):
         return ("reference",)
     own = getattr(importlib.import_module(f"{package.__name__}.{folder}"), "PREFERENCE", {})
@@ -61,7 +58,7 @@ def preference(folder: str, target: str) -> tuple[str, ...]:
 
 
 def reference_serves(folder: str, target: str) -> str | None:
-    """Why nothing but the reference is wanted on `target`; None where something is."""
+    """Why the reference serves on `target`, as the op's folder says; None where another lowering is preferred."""
     return getattr(importlib.import_module(f"{package.__name__}.{folder}"), "REFERENCE_SERVES", {}).get(target)
 
 
@@ -69,9 +66,9 @@ def choose(op: Any, target: str, args: Sequence[Any]) -> Choice:
     """The lowering of `op` on `target` for a call with (fake) `args`.
 
     A lowering file may define `supports(op name, args) -> reason or None`; the first one without an objection serves.
-    Policy beside it: `MIN_BYTES`, of the largest operand, from which it gains, and `loses(op name, args) -> reason or
-    None`; where it would not gain, the next lowering serves. `OVERWRITES`: op name -> arguments to work in place on.
-    `TRACED`: false where it makes what no graph of ATen can hold.
+    Policy beside it: `MIN_BYTES`, the size of the largest operand from which it gains, and `loses(op name, args) ->
+    reason or None`; where it would not gain, the next lowering serves. `OVERWRITES`: op name -> arguments it can
+    overwrite. `TRACED`: false where no ATen graph can hold what it does.
     """
     folder, name = semantic_ops()[op]
     reasons = []
@@ -96,7 +93,8 @@ def choose(op: Any, target: str, args: Sequence[Any]) -> Choice:
 
 
 def _too_small(args: Sequence[Any], least: int) -> str | None:
-    """Policy: a kernel of its own costs a launch, which a fusion by Inductor saves where there is little to move."""
+    """Why operands below `least` bytes do not gain, or None: a kernel of its own costs a launch, which Inductor's
+    fusion saves where there is little to move."""
     tensors = [t for t in tree_leaves(args) if isinstance(t, torch.Tensor)]
     sizes = [t.numel() * t.element_size() for t in tensors]
     if not least or not all(isinstance(n, int) for n in sizes) or max(sizes) >= least:

@@ -1,4 +1,4 @@
-"""A capacity for routed experts: no expert takes more slots than its share, and what is dropped is counted."""
+"""A capacity for routed experts: no expert takes more slots than its share, and dropped slots are counted."""
 
 from __future__ import annotations
 
@@ -20,18 +20,17 @@ def equal_split(
     and within a choice earlier tokens before later ones.
 
     Args:
-        indices: [..., k] int32 or int64, the experts chosen for each token; what is no expert (-1) takes no slot.
+        indices: [..., k] int32 or int64, the experts of each token; an index that is no expert (-1) takes no slot.
         experts: how many there are.
         factor: of the equal share: a capacity of `ceil(factor * slots / experts)`.
         capacity: slots an expert takes at most, instead of `factor`.
 
     Returns:
         kept: `indices` with -1 where a slot was dropped, of the same shape and dtype.
-        dropped: [experts] int64, how many slots of each expert were. Their tokens get nothing from it: log the sum.
+        dropped: [experts] int64, how many slots of each expert were dropped. Worth logging: their tokens get nothing.
 
-    Raises OperandError for indices of another dtype, and for what is no capacity.
-    Source: GShard, https://arxiv.org/abs/2006.16668, algorithm 1, whose random second choice ours has
-    not.
+    Raises OperandError for indices of another dtype, and for experts, factor or capacity out of range.
+    Source: GShard, https://arxiv.org/abs/2006.16668, algorithm 1, without its random second choice.
     """
     if indices.dtype not in (torch.int32, torch.int64) or indices.dim() == 0:
         raise OperandError("equal_split", f"indices are {indices.dtype} {tuple(indices.shape)}, not int [..., k]")

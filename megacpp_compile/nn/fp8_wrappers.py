@@ -186,20 +186,21 @@ def _te_tensor(t: Any) -> tuple[Any, Any]:
 
 
 def _te_blocks(t: Any) -> tuple[Any, Any]:
-    """Scales of 128 x 128 blocks are [rows, lanes] padded behind; those of 1 x 128 are [lanes, rows], padded too."""
+    """Scales of 128 x 128 blocks are [rows, channels], padded at the end; those of 1 x 128 [channels, rows], padded
+    too."""
     data, scale = _as_fp8(t._rowwise_data, t._fp8_dtype), t._rowwise_scale_inv
     if data is None or scale is None:
         return data, scale
     if data.dim() != 2 or scale.dim() != 2:
         raise _Problem(f"blocks of a payload {tuple(data.shape)}")
-    rows, lanes = data.shape
+    rows, channels = data.shape
     if t._is_2D_scaled:
-        return data, scale[: -(-rows // 128), : -(-lanes // 128)]
-    return data, scale[: -(-lanes // 128), :rows].t()
+        return data, scale[: -(-rows // 128), : -(-channels // 128)]
+    return data, scale[: -(-channels // 128), :rows].t()
 
 
 def _te_mx(t: Any) -> tuple[Any, Any]:
-    """One power of two for 32 lanes of a row, [rows, lanes / 32], padded."""
+    """One power of two for 32 channels of a row, [rows, channels / 32], padded."""
     data, scale = _as_fp8(t._rowwise_data, t._fp8_dtype), t._rowwise_scale_inv
     if data is None or scale is None:
         return data, scale

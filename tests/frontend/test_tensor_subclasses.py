@@ -118,7 +118,7 @@ def test_a_frame_that_widens_is_reported(no_kernels):
         torch.compile(widening, backend=megacpp_compile.backend)(x, w)
     (miss,) = (m for m in report.misses if m.pass_name == "sentinel")
     assert miss.tag == "widened" and "1024 bytes of float32 out of float8_e4m3fn" in miss.reason
-    assert "test_boundary.py" in miss.source and "in widening" in miss.source
+    assert "test_tensor_subclasses.py" in miss.source and "in widening" in miss.source
     with pytest.raises(Exception, match="widened in silence") as caught:
         torch.compile(widening, backend=megacpp_compile.backend, options={"strict": True})(x, w)
     assert isinstance(caught.value, DequantisationError) or "DequantisationError" in str(caught.value)

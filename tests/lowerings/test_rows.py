@@ -85,7 +85,7 @@ def test_walk(label):
 
 REFUSED = {
     "rank": ([contiguous(B, S, H, D)], [contiguous(S, D)]),
-    "not adjacent": ([contiguous(B, S, H, 2 * D)[..., ::2]], [contiguous(1, S, 1, D)]),
+    "not contiguous": ([contiguous(B, S, H, 2 * D)[..., ::2]], [contiguous(1, S, 1, D)]),
     "3 separate token dimensions": ([padded(2, 3, S, H, D).transpose(0, 1)], [contiguous(3, 1, S, 1, D)]),
 }
 

@@ -1,10 +1,10 @@
 """`megacpp::tuned_mm`: GEMMs of half precision by the fastest of cuBLASLt's own candidates.
 
 Inductor hands a GEMM to `torch.mm`, which takes the first kernel cuBLASLt's heuristic names. On an H200 a later one
-is 5 to 15 % faster for many GEMMs that a linear's forward and its input's gradient make; for the gradients of
+is 5 to 15 % faster for many GEMMs of a linear's forward and of its input's gradient; for the gradients of
 weights, which sum over tokens, the first is as good as any. `AutotuneGemms` tries the large GEMMs of a partitioned
 graph, behind Inductor's own patterns, and puts this op where a candidate gains more than a call from Python costs.
-Bits are `torch.mm`'s: see `cublaslt`.
+Results are bit for bit those of `torch.mm`: see `cublaslt`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ declare({"megacpp::tuned_mm": OpTraits(gemm=True)})
 
 
 class AutotuneGemms(GraphPass):
-    """Large GEMMs of a partitioned graph for CUDA become this op. Inductor's `max_autotune` has its own choice."""
+    """Turns large `aten.mm` of a partitioned CUDA graph into `megacpp::tuned_mm` where a candidate gains; does nothing
+    under Inductor's `max_autotune`, which measures by itself."""
 
     def __init__(self, before: Any = None) -> None:
         self.before = before
@@ -66,21 +67,21 @@ class AutotuneGemms(GraphPass):
 
 
 def mm(a: Tensor, b: Tensor) -> Tensor:
-    """`a @ b` in a lowering: `tuned_mm` at once where that is worth it, which Inductor then joins with no sum."""
+    """`a @ b` in a lowering; `tuned_mm` already where a candidate gains, so that Inductor fuses no addition into it."""
     if not _has_its_own() and _worth(a, b) and cublaslt.gains(a, b):
         return torch.ops.megacpp.tuned_mm(a, b)
     return a @ b
 
 
 def _has_its_own() -> bool:
-    """Whether Inductor is told to choose by measurement itself."""
+    """Whether Inductor's settings make it choose GEMM kernels by measurement."""
     from torch._inductor import config
 
     return bool(config.max_autotune or config.max_autotune_gemm)
 
 
 def _worth(a: Tensor, b: Tensor) -> bool:
-    """Whether a candidate may be worth its call, so that it is worth trying."""
+    """Whether candidates for `a @ b` are worth trying, by dtypes and sizes."""
     m, k, n = *a.shape, b.shape[1]
     if a.dtype not in cublaslt.DATA_TYPE or a.dtype != b.dtype:
         return False
@@ -90,7 +91,7 @@ def _worth(a: Tensor, b: Tensor) -> bool:
 
 
 def _takes(node: Node) -> bool:
-    """Whether a candidate gains. What is concatenated stays: Inductor has it written in place."""
+    """Whether a candidate gains for this `mm`. One that is concatenated stays: Inductor writes it in place."""
     a, b = map(value, node.args)
     concatenated = any(user.target is aten.cat.default for user in node.users)
     return not concatenated and _worth(a, b) and cublaslt.gains(a, b)

@@ -1,8 +1,9 @@
 """`megacpp::block_scaled_mm`: a GEMM of fp8 payloads with a scale for every 128 channels of the contraction.
 
-cuBLASLt has it on Hopper from CUDA 12.9 on; torch calls it through `_scaled_mm`, which tells the recipe by the scales'
-shapes and strides. An op of its own, because what torch 2.9 says of `_scaled_mm` on fake tensors knows tensors and rows
-only. Facts: ATen/native/cuda/ScaledBlas.cpp, `is_blockwise_1x128_scaling` and `is_blockwise_128x128_scaling`.
+cuBLASLt has it on Hopper from CUDA 12.9 on; torch calls it through `_scaled_mm`, which infers the recipe from the
+scales' shapes and strides. An op of its own, because torch 2.9's `_scaled_mm` on fake tensors knows scales by tensor
+and by row only. Facts: ATen/native/cuda/ScaledBlas.cpp, `is_blockwise_1x128_scaling` and
+`is_blockwise_128x128_scaling`.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ declare({"megacpp::block_scaled_mm": OpTraits(gemm=True)})
 
 
 def by_squares(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """a @ b.T, b_scale for squares [n / 128, k / 128] whatever k is: given to rows where torch's versions disagree."""
+    """a @ b.T with b_scale for squares [n / 128, k / 128] and any k: where torch's versions disagree about the strides
+    of such scales, they are repeated for every row."""
     if a.shape[1] % _BOTH:
         b_scale = b_scale.t().repeat_interleave(SCALE_BLOCK, 1)
     return torch.ops.megacpp.block_scaled_mm(a, a_scale, b, b_scale, out_dtype)
@@ -48,8 +50,11 @@ def by_squares(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out_dtype
 
 @functools.cache
 def failing(device: torch.device) -> str:
-    """Why these GEMMs are not to be used on `device`, "" where they are: both kinds are tried once on small
-    operands, as what a build of torch takes of strides, and cuBLASLt of scales, is told by no version number."""
+    """Why block-scaled GEMMs cannot be used on `device`, "" where they can.
+
+    Both kinds are tried once on small operands: no version number says which strides a build of torch takes, and which
+    scales cuBLASLt.
+    """
     with _disable_current_modes(), torch.no_grad():
         try:
             off = max(_error(device, squares) for squares in (True, False))
@@ -60,7 +65,7 @@ def failing(device: torch.device) -> str:
 
 
 def _error(device: torch.device, squares: bool) -> float:
-    """Of a small GEMM, relative, against float32."""
+    """The relative error of a small GEMM against float32."""
     m, n, k = SCALE_BLOCK, 2 * SCALE_BLOCK, _BOTH
 
     def waves(*shape: int) -> Tensor:

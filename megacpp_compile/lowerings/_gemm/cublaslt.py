@@ -33,7 +33,7 @@ _SUM_IN_COMPUTE_TYPE = 2
 _WORKSPACE = 32 << 20
 _CANDIDATES = 16
 _ROUNDS, _FIRST_ROUNDS = 8, 2
-# What is so far behind after the first rounds is not run again.
+# Candidates this far behind after the first rounds are dropped.
 _BEHIND = 1.1
 # A candidate serves where it takes at most this part of the time of torch's choice, and saves more, in ms, than a call
 # from here costs beyond one from Inductor's code.
@@ -139,7 +139,7 @@ class Gemm:
         return list(found[: count.value])
 
     def _best(self, a: Tensor, b: Tensor, out: Tensor, candidates: list[_Candidate]) -> _Candidate | None:
-        """The fastest, timed in turns; None where torch's choice is as good, or other bits come out."""
+        """The fastest candidate, timed in turns; None where torch's choice is as good, or the bits differ."""
 
         def with_(candidate: _Candidate) -> Callable[[], None]:
             return lambda: self.run(a, b, out, candidate)
@@ -249,7 +249,7 @@ def gains(a: Tensor, b: Tensor) -> bool:
 
 
 def _filled(like: Tensor) -> Tensor:
-    """Random numbers in `like`'s memory layout; the caller's own random numbers stay as they were to be."""
+    """Random numbers in `like`'s memory layout, from a generator of their own."""
     source = torch.Generator(like.device).manual_seed(0)
     made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
     return made.normal_(generator=source)

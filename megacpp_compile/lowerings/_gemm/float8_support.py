@@ -1,6 +1,9 @@
-"""What multiplies float8, and in which sizes."""
+"""Which devices multiply float8, and in which sizes."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -16,7 +19,7 @@ def no_float8(device: torch.device) -> str:
 
 
 def no_grouped_float8(device: torch.device) -> str:
-    """Why `device` multiplies no float8 by groups of rows, "" where it does: tiles are of sizes for Hopper."""
+    """Why `device` has no grouped float8 GEMMs, "" where it has: the kernels' tiles are sized for Hopper."""
     if missing := no_float8(device):
         return missing
     major, minor = torch.cuda.get_device_capability(device)
@@ -26,8 +29,10 @@ def no_grouped_float8(device: torch.device) -> str:
 
 
 def no_block_scales(device: torch.device) -> str:
-    """Why `device` multiplies no float8 with a scale for every block of 128, "" where it does: cuBLASLt does on Hopper,
-    from CUDA 12.9 on, which is tried once."""
+    """Why `device` has no float8 GEMMs with a scale for every block of 128, "" where it has.
+
+    cuBLASLt has them on Hopper from CUDA 12.9 on; where it should, one is tried once.
+    """
     if missing := no_float8(device):
         return missing
     major, minor = torch.cuda.get_device_capability(device)
@@ -40,3 +45,17 @@ def no_block_scales(device: torch.device) -> str:
     from megacpp_compile.lowerings._gemm import block_scaled
 
     return block_scaled.failing(device)
+
+
+def no_linear(args: Sequence[Any], backward: bool, multiple: int) -> str | None:
+    """Why cuBLASLt cannot serve such a call of `fp8_linear` or `fp8_block_linear`, or of its backward; None if it can.
+
+    multiple: what rows, k and n have to be multiples of.
+    """
+    x8, weight = (args[1], args[3]) if backward else (args[2], args[1])
+    if any(n % multiple for n in (x8[..., 0].numel(), *weight.shape) if isinstance(n, int)):
+        return f"rows, k and n have to be multiples of {multiple}"
+    made = {args[-1], *((weight.dtype,) if backward else ())}
+    if odd := made - {torch.bfloat16, torch.float16, torch.float32}:
+        return f"results in {odd.pop()}"
+    return None

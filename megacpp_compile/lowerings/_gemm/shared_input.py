@@ -1,9 +1,9 @@
-"""`fuse_shared_input_gemms`: GEMMs that share an operand as one GEMM, forward and backward.
+"""`fuse_shared_input_gemms`: fuses GEMMs that share an operand into one, forward and backward.
 
 MLA multiplies one input by two down-projections. Their weights side by side give one GEMM with a wider result; in
-backward, the sum `g1 @ W1 + g2 @ W2` is one GEMM over `[g1 | g2]`, and the weight gradients are one GEMM as well. What
-that costs is putting weights and gradients side by side. Off unless asked for: on an H200 it gains at one size what it
-loses at another (docs/generated/performance.md).
+backward, the sum `g1 @ W1 + g2 @ W2` is one GEMM over `[g1 | g2]`, and the weight gradients are one GEMM as well. The
+cost is concatenating weights and gradients. Off by default: on an H200 it gains at one size what it loses at another
+(docs/generated/performance.md).
 
 Works on the graph after autograd and lowering, where all of them are plain `aten.mm`.
 """
@@ -25,7 +25,7 @@ MAX_WIDTH = 2048
 
 
 def merge(graph: fx.Graph) -> int:
-    """Merge sums of GEMMs, then GEMMs of one left operand, then of one right operand; how many were merged."""
+    """How many GEMMs it fused: first sums of GEMMs, then GEMMs of one left operand, then of one right operand."""
     merged = _sums(graph) + _shared(graph, 0) + _shared(graph, 1)
     drop_dead(graph)
     return merged
@@ -105,7 +105,8 @@ def _shared(graph: fx.Graph, side: int) -> int:
 
 
 def _beside(build: Builder, parts: list[Node], dim: int) -> Node:
-    """The concat of `parts` along `dim`; of what was transposed, the transpose of a concat, so that rows are copied."""
+    """The concat of `parts` along `dim`; of transposed parts the transpose of a concat, so that whole rows are
+    copied."""
     if all(map(_transposed, parts)):
         rows = build(aten.cat.default, [p.args[0] for p in parts], 1 - dim)
         return build(aten.permute.default, rows, [1, 0])
@@ -117,7 +118,7 @@ def _transposed(node: Node) -> bool:
 
 
 def _identity(node: Node) -> Any:
-    """Equal for views of one tensor that show the same matrix."""
+    """A key that is equal for views of one tensor with the same shape and strides."""
     fake = value(node)
     while is_reshape(node):
         node = node.args[0]

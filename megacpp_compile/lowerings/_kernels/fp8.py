@@ -1,4 +1,4 @@
-"""What ops with an fp8 path share: rounding by the largest magnitude, widening inside an op, and cuBLASLt's GEMM.
+"""FP8 for several ops: rounding by the largest magnitude, widening inside an op, and cuBLASLt's GEMM.
 
 A payload is float8_e4m3fn or float8_e5m2, its scale the factor that gives back the value: `value = payload * scale`.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Channels that share a scale where there is one for a block (DeepSeek-V3's recipe, https://arxiv.org/abs/2412.19437).
+# Channels that share a scale in block-scaled fp8 (DeepSeek-V3's recipe, https://arxiv.org/abs/2412.19437).
 SCALE_BLOCK = 128
 
 
@@ -21,8 +21,8 @@ def fp8_gemm(
     bias: Tensor | None = None,
     fast: bool = False,
 ) -> Tensor:
-    """a @ b.T + bias of payloads [m, k] and [n, k], in `dtype`, by cuBLASLt: k is adjacent in both. Scales are one
-    number each, or [m, 1] and [1, n]. fast: summed in the tensor cores' own 22 bits."""
+    """a @ b.T + bias of payloads [m, k] and [n, k], in `dtype`, by cuBLASLt; k is contiguous in both. Scales are one
+    number each, or [m, 1] and [1, n]. fast: sum in the tensor cores' own 22 bits."""
     fused = None if bias is None or dtype == torch.float32 else bias.to(dtype)  # which it adds in half precision only
     y = torch._scaled_mm(a, b.t(), a_scale, b_scale, bias=fused, out_dtype=dtype, use_fast_accum=fast)
     return y + bias if bias is not None and fused is None else y
@@ -36,7 +36,7 @@ def round_to_fp8(x: Tensor, dtype: torch.dtype, whole: bool = False) -> tuple[Te
 
 
 def scale_of(x: Tensor, dtype: torch.dtype, whole: bool = False) -> Tensor:
-    """The scale of `round_to_fp8`; a normal number, also where x has none."""
+    """The scale of `round_to_fp8`; never subnormal, even if all of x is."""
     if x.numel() == 0:
         return x.new_ones(() if whole else (*x.shape[:-1], 1))
     # Every dimension by name: an `amax` of none leaves its operand as it is on XLA (torch_xla 2.9).
@@ -45,12 +45,12 @@ def scale_of(x: Tensor, dtype: torch.dtype, whole: bool = False) -> Tensor:
 
 
 def scale_from(largest: Tensor, dtype: torch.dtype) -> Tensor:
-    """The scale of numbers up to `largest`."""
+    """The scale that maps `largest` to the dtype's largest number; a normal number, and 1 where `largest` is 0."""
     return torch.where(largest > 0, (largest / torch.finfo(dtype).max).clamp(min=torch.finfo(largest.dtype).tiny), 1)
 
 
 def rounded_by(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """x / scale in `dtype`; beyond its largest number that number, neither infinite nor NaN."""
+    """x / scale in `dtype`, saturated at its largest number: neither infinite nor NaN."""
     limit = torch.finfo(dtype).max
     return (x / scale).clamp(-limit, limit).to(dtype)
 

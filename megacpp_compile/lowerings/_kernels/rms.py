@@ -1,4 +1,4 @@
-"""What RMSNorm has in common wherever projections follow it."""
+"""The parts of RMSNorm that ops share: the mean of a row, and the gradient through the norm from the projections."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def row_mean(x: Tensor) -> Tensor:
-    """[..., n] -> [..., 1]. As a sum: `mean` asks on XLA whether there is anything to divide by."""
+    """The mean of each row, [..., n] -> [..., 1]. As a sum over n: on XLA `mean` also checks for an empty row."""
     return x.sum(-1, keepdim=True) / x.shape[-1]
 
 

@@ -1,4 +1,4 @@
-"""What every RoPE kernel is told about its tables and its heads, and the block sizes it starts from."""
+"""The arguments of every RoPE kernel that describe tables and heads, and the block sizes it starts from."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def angle_arguments(
 ) -> dict[str, Any]:
     """The kernel arguments that describe the rotation. The last two strides of `rows` are those of cos and sin.
 
-    The inverse reads what the forward wrote, so input and output layout change places; tables stay as they were.
+    The inverse reads what the forward wrote, so input and output layouts swap; tables stay as they were.
     """
     (ca, cb, _), (sa, sb, _) = rows.strides[-2:]
     load, store = (interleaved_out, interleaved_in) if inverse else (interleaved_in, interleaved_out)
@@ -50,7 +50,7 @@ def angle_arguments(
     }  # fmt: skip
 
 
-def refused(cos: Tensor, sin: Tensor, rope_dim: Any, nope_dim: Any) -> str | None:
+def unsupported(cos: Tensor, sin: Tensor, rope_dim: Any, nope_dim: Any) -> str | None:
     """Why no kernel takes these tables and head sizes, or None."""
     if not isinstance(rope_dim, int) or not isinstance(nope_dim, int):
         return "head sizes are symbolic"

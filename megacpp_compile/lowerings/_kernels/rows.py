@@ -63,7 +63,7 @@ def rows_of(
     if any(not _one(t.shape[-1]) and not statically_known_true(t.stride(-1) == 1) for t in (*full, *shared[:-2])):
         return "channels are not contiguous"
 
-    # A packed token's place is read from the tables by its number, so dimension 0 is never the heads'.
+    # A packed token's position in the tables is computed from its number, so dimension 0 is never the heads'.
     free = [i for i in dims if all(_one(t.shape[i]) for t in by_token) and not (packed and i == 0)]
     if head is None:
         head = min(free, key=lambda i: _size_hint(full[0].stride(i)), default=None)

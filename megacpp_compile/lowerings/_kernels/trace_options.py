@@ -1,4 +1,4 @@
-"""What a lowering's kernels are told while they are traced for Inductor."""
+"""Two flags that a kernel launch reads: whether to measure block sizes, and whether to become a node of a graph."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def traced() -> bool:
 
 @contextlib.contextmanager
 def autotune(on: bool) -> Iterator[None]:
-    """Kernels launched or traced inside measure their choices of block sizes, or take the built-in one."""
+    """A context in which kernels measure their choices of block sizes, or with `on` false take the built-in ones."""
     token = _measure.set(on)
     try:
         yield
@@ -32,7 +32,7 @@ def autotune(on: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def tracing() -> Iterator[None]:
-    """Kernels launched inside are recorded as nodes of the graph being traced."""
+    """A context in which a launch becomes a node of the graph being traced."""
     token = _traced.set(True)
     try:
         yield

@@ -21,7 +21,7 @@ from megacpp_compile.lowerings._kernels.triton_grouped import (
 
 @triton.jit
 def _with_slope(gate, NAME: tl.constexpr):
-    """An activation and its derivative; what a kernel does not use of the two, Triton does not compute."""
+    """(an activation, its derivative); Triton drops the one that a kernel does not use."""
     if NAME == "silu":
         s = tl.sigmoid(gate)
         return gate * s, s * (1 + gate * (1 - s))
@@ -199,7 +199,7 @@ def gated(
 
 
 def _two_programs(narrow: bool) -> dict[str, int]:
-    """So few registers that an SM has room for two programs of 8 warps; only NVIDIA's compiler is told."""
+    """The launch option that leaves room for two programs of 8 warps on an SM; NVIDIA's compiler alone takes it."""
     return {"maxnreg": 128} if narrow and torch.version.cuda is not None else {}
 
 
@@ -215,9 +215,12 @@ def gradients(
     dtype: torch.dtype | None = None,
     **sizes: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(gradients of gate and up, side by side; what went into the last GEMM, times the gates; gradients of these),
-    see `gated_gradients`. weights: of the last GEMM; hidden: gate and up, or one tensor of both; scale: of the rows
-    of `grad`; dtype: of the results, by default that of `grad`."""
+    """(gradients of gate and up, side by side; the down-projection's input times the gates; gradients of the gates),
+    see `gated_gradients`.
+
+    weights: of the down-projection; hidden: gate and up, or one tensor of both; scale: of the rows of `grad`; dtype: of
+    the results, by default that of `grad`.
+    """
     hidden = [h if h.stride(-1) == 1 else h.contiguous() for h in hidden]
     gate, up = hidden if len(hidden) == 2 else hidden[0].chunk(2, 1)
     if gate.stride() != up.stride():

@@ -24,7 +24,7 @@ TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: 
 
 @triton.jit
 def tile_of(ends, rows, tile, E: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr):
-    """(group, first row, end of its group) of a tile of BM rows; group E holds the rows that are nobody's."""
+    """(group, first row, end of its group) of a tile of BM rows; group E holds the rows of no group."""
     e = tl.arange(0, EP)
     end = tl.load(ends + e, mask=e < E, other=0)
     last = tl.max(end, 0)
@@ -40,8 +40,8 @@ def tile_of(ends, rows, tile, E: tl.constexpr, EP: tl.constexpr, BM: tl.constexp
 
 @triton.jit
 def add_gemm(acc, a, b, n, wk, N: tl.constexpr, K: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
-                INTERPRETED: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
-    """`acc` and the GEMM of a tile's rows at `a` and channels `n` of a weight at `b`, summed over K."""
+             INTERPRETED: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+    """`acc` plus the GEMM of a tile's rows at `a` and channels `n` of a weight at `b`, over all of K."""
     k = tl.arange(0, BK)
     for at in range(0, K, BK):
         if K % BK == 0:
@@ -128,7 +128,7 @@ def grouped_weights(grad, x, ends, take_grad, take_x, out, gs, xs, N: tl.constex
 
 
 def block_sizes(dtype: torch.dtype, n: int, roomy: bool = False) -> dict[str, int]:
-    """Measured on an H200; wide dtypes only have to fit. roomy: take a fourth stage, of 48 KiB."""
+    """Block sizes measured on an H200; those of wide dtypes only have to fit. roomy: a fourth stage, of 48 KiB."""
     if dtype.itemsize == 2:
         return {"BM": 128, "BN": 256 if n >= 256 else 128, "BK": 64, "num_warps": 8, "num_stages": 4 if roomy else 3}
     if dtype.itemsize == 1:
@@ -146,14 +146,14 @@ def _shared_memory(device: torch.device) -> int:
 
 @functools.lru_cache(maxsize=256)
 def table_of(addresses: tuple[int, ...], device: torch.device) -> Tensor:
-    """The addresses, on the device: copied from pinned memory, which waits for nothing."""
+    """The addresses as a tensor on the device, copied from pinned memory so that the host does not wait."""
     made = torch.tensor(addresses, dtype=torch.int64)
     return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
 
 
 def arguments_of(operands: list[Tensor], x: Tensor, offsets: Tensor) -> tuple[list[Tensor], dict[str, Any]]:
-    """Weights [n, k] of every expert, or [E, n, k] of all, with equal strides; and what a kernel is told of them and of
-    the dtype of rows `x` that they multiply."""
+    """(weights [n, k] of every expert, or [E, n, k] of all, with equal strides; the kernel arguments that describe them
+    and the dtype of the rows `x`)."""
     if len({w.stride() for w in operands}) > 1:
         operands = [w.contiguous() for w in operands]
     first, experts, separate = operands[0], offsets.shape[0], operands[0].dim() == 2
@@ -167,7 +167,7 @@ def arguments_of(operands: list[Tensor], x: Tensor, offsets: Tensor) -> tuple[li
 
 
 def programs(rows: int, experts: int, n: int, blocks: dict[str, int]) -> tuple[int]:
-    """A grid with a program for every tile there can be of `rows` rows in groups, and of those behind them."""
+    """A grid with a program for every tile that `rows` rows in groups can need, and the rows behind them."""
     return ((-(-rows // blocks["BM"]) + experts + 1) * -(-n // blocks["BN"]),)
 
 
@@ -181,7 +181,8 @@ def rows(
     dtype: torch.dtype | None = None,
     **sizes: int,
 ) -> Tensor:
-    """scales: of the rows of x, and of those of the weights [E, n]. dtype: of the result, by default x's."""
+    """[S, n]: as `grouped.rows`. scales: of the rows of x, and of those of the weights [E, n]. dtype: of the result, by
+    default x's."""
     assert len(xs) <= 2
     operands = [w.transpose(-1, -2) if transposed else w for w in weights]
     n = operands[0].shape[-2]

@@ -1,6 +1,6 @@
 """Rows and weights of grouped GEMMs as e4m3 payloads, on CUDA: each in one pass over memory.
 
-A payload is the value divided by its row's scale (`fp8.round_to_fp8`). Weights are found as in `_triton_grouped`.
+A payload is the value divided by its row's scale (`fp8.round_to_fp8`). Weights are found as in `triton_grouped`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _HELD = 32768
 
 @triton.jit
 def _scale_from(largest):
-    """As `_fp8.scale_from`."""
+    """As `fp8.scale_from`."""
     return tl.where(largest > 0, tl.maximum(largest / 448, 1.1754943508222875e-38), 1.0)
 
 
@@ -89,7 +89,7 @@ def _word(v0, v1, v2, v3, INTERPRETED: tl.constexpr):
 @triton.jit
 def quantise_turned(table, out, scale, stride, R: tl.constexpr, C: tl.constexpr, E: tl.constexpr, PARTS: tl.constexpr,
                     RB: tl.constexpr, CB: tl.constexpr, TYPE: tl.constexpr, INTERPRETED: tl.constexpr):  # fmt: skip
-    """The same payloads turned round, [E, C, PARTS * R], by scales that are known. A word of `out` has those of four
+    """The same payloads transposed, [E, C, PARTS * R], by scales that are known. A word of `out` has those of four
     rows, and it is words that are turned: bytes were turned wrongly on an H200 by Triton 3.6, see docs/kernels.md."""
     e, part = tl.program_id(1) // PARTS, tl.program_id(1) % PARTS
     w = tl.multiple_of(tl.load(table + part * E + e).to(tl.pointer_type(TYPE)), 16)
@@ -143,7 +143,7 @@ def quantised_weights(weights: Sequence[Tensor], parts: int) -> tuple[Tensor, Te
 
 
 def turned_weights(weights: Sequence[Tensor], parts: int, scale: Tensor) -> Tensor:
-    """The payload of `quantised_weights` turned round, [E, c, parts * r], by its scale. r is a multiple of 4."""
+    """The payload of `quantised_weights` transposed, [E, c, parts * r], by its scale. r is a multiple of 4."""
     weights, table, sizes = _found(weights, parts)
     e, r, c = sizes["E"], parts * sizes["R"], sizes["C"]
     out = torch.empty((e, c, r), dtype=FLOAT8, device=table.device)
@@ -157,7 +157,7 @@ def turned_weights(weights: Sequence[Tensor], parts: int, scale: Tensor) -> Tens
 
 
 def _found(weights: Sequence[Tensor], parts: int) -> tuple[Sequence[Tensor], Tensor, dict[str, int]]:
-    """(weights with adjacent channels and equal strides, copies if need be; where each lies; their sizes)."""
+    """(weights with contiguous channels and equal strides, copies if need be; where each lies; their sizes)."""
     if len({w.stride() for w in weights}) > 1 or weights[0].stride(-1) != 1:
         weights = [w.contiguous() for w in weights]
     r, c = weights[0].shape

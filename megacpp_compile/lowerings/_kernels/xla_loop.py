@@ -1,4 +1,4 @@
-"""A loop inside an XLA program: one body, however often it runs, and the memory of one run of it.
+"""A `while` loop inside an XLA program: the body is compiled once, and takes the memory of one iteration.
 
 The same body written out n times is a program n times as long, and XLA, which sees no order between the copies, holds
 what several of them need at once.
@@ -20,10 +20,10 @@ def loop(body: Body, carried: Tensors, parts: Tensors) -> tuple[Tensors, Tensors
     """`(carried, part) -> (carried, result)` for each part, in order: (carried at last, results stacked).
 
     parts: [n, ...] each, n the same. Whatever `body` reads has to be carried or a part. On an XLA device under
-    torch_xla one `while`; elsewhere the loop as Python has it, which is what a test on CPU sees. No gradients.
+    torch_xla this is one `while`, elsewhere a Python loop. No gradients.
     """
     if parts[0].device.type == "xla" and parts[0].shape[0] > 1:
-        # Private, and of the last release there is of torch_xla: the public `scan` differentiates its body as well.
+        # Private, in the last release of torch_xla: the public `scan` differentiates its body as well.
         from torch_xla.experimental.scan import _scan_impl_pytree  # type: ignore[import-not-found]
 
         return _scan_impl_pytree(body, carried, parts)  # type: ignore[no-any-return]
@@ -35,7 +35,7 @@ def loop(body: Body, carried: Tensors, parts: Tensors) -> tuple[Tensors, Tensors
 
 
 def parted(t: Tensor, parts: int, fill: float = 0) -> Tensor:
-    """[b, t, ...] -> [parts, b, ceil(t / parts), ...], filled up behind the end."""
+    """[b, t, ...] -> [parts, b, ceil(t / parts), ...], padded with `fill` at the end."""
     each = -(-t.shape[1] // parts)
     if over := parts * each - t.shape[1]:
         t = F.pad(t, (0, 0) * (t.dim() - 2) + (0, over), value=fill)
@@ -48,6 +48,6 @@ def rejoined(t: Tensor, length: int) -> Tensor:
 
 
 def parts_of(length: int, bytes_each: int, at_once: int) -> int:
-    """Of how many parts no one takes more than `at_once` bytes, at `bytes_each` an element; one at least."""
+    """The least number of parts of `length` elements, `bytes_each` each, that take at most `at_once` bytes."""
     each = max(1, at_once // max(1, bytes_each))
     return max(1, -(-length // each))

@@ -78,7 +78,7 @@ def causal_conv1d_walk(grad, x, weight, bias, dx, partial, steps, channels, segm
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     b = tl.program_id(2).to(tl.int64)
     exists = c < channels
-    # One for every channel: Triton's interpreter (3.9) can't spread a truth value over channels.
+    # One for every channel: Triton's interpreter (3.9) can't broadcast a truth value over channels.
     begin = segment * SEGMENT + tl.zeros([BC], tl.int32)
     x += b * xb + c
     grad += b * gb + c

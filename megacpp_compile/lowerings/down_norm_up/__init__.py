@@ -9,7 +9,7 @@
 The normed latent is channels `start : start + size` of the down-projection; the rest lies wholly before or behind it.
 x, w_down and b_down share a dtype, as do the w_up; the norm is computed in float32 (float64 for float64).
 Saved for backward: x, the weights, rrms. The latent is recomputed from x, so nothing of its width is kept, unless
-`keep_latent` asks to save it (in the down-projection's own buffer) and the time of that GEMM.
+`keep_latent` saves it, in the down-projection's own buffer, and with it the time of that GEMM.
 Source: RMSNorm, https://arxiv.org/abs/1910.07467; MLA, https://arxiv.org/abs/2405.04434, section 2.1.
 """
 
@@ -97,7 +97,7 @@ def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
 def _backward(ctx, grad_up, grad_rest, *_):  # type: ignore[no-untyped-def]
     x, w_down, rrms, *others = ctx.saved_tensors
     given = {name: others.pop(0) for name in ctx.optional}
-    # An up-projection that no loss depends on, as of an indexer that only chooses, has no gradient, as in eager.
+    # An up-projection that no loss depends on, such as an indexer's, has no gradient, as in eager.
     used = [i for i, g in enumerate(grad_up) if g is not None]
     through = used or [0]
     outer = x.shape[:-1]

@@ -1,11 +1,11 @@
-"""`down_norm_up` on CUDA: GEMMs as GEMMs, and one kernel for all that lies between those of backward.
+"""`down_norm_up` on CUDA: plain GEMMs, and one kernel for all that lies between those of backward.
 
-Forward is the reference's algebra: Inductor makes one pass of the norm, a hundredth of the GEMMs beside it; GEMMs
-that contract over the latent go to `gemm.tuned`. Folding the norm into a GEMM's epilogue would need a Triton GEMM,
-which costs more than the pass saves (docs/kernels.md).
-Backward goes over the latents once. `down_norm_up_rows` reads a row of the recomputed latent and of the gradient of the
-normed latent and writes the normed latent (operand of the up-projection's weight gradient), the down-projection's
-gradient (with the gradient of the channels that were not normed in its place), and partial sums of the gain's gradient.
+Forward is the reference's algebra: Inductor makes one pass of the norm, a hundredth of the GEMMs beside it; GEMMs that
+contract over the latent go through `_gemm.autotune`. Folding the norm into a GEMM's epilogue would need a Triton GEMM,
+which costs more than the pass saves (docs/kernels.md). Backward goes over the latents once. `down_norm_up_rows` reads a
+row of the recomputed latent and of the gradient of the normed latent and writes the normed latent (operand of the
+up-projection's weight gradient), the down-projection's gradient (with the gradient of the channels that were not normed
+in its place), and partial sums of the gain's gradient.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ def rest_slice(start: int, size: int, total: int) -> slice:
 def down_projection(
     x: Tensor, w_down: Tensor, b_down: Tensor | None, eps: float, start: int, size: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The projection, the latent in it, that latent in the dtype of its norm, and rrms."""
+    """(the down-projection, the latent in it, that latent in its compute dtype, rrms)."""
     down = F.linear(x, w_down, b_down)
     raw = down[..., start : start + size]
     latent = raw.to(compute_dtype(down.dtype))
@@ -49,7 +49,7 @@ def down_norm_up(
 
 
 def recompute_latent(x: Tensor, w_down: Tensor, b_down: Tensor | None, start: int, size: int) -> Tensor:
-    """The latent before its norm."""
+    """The latent [..., size] before its norm, recomputed from x."""
     rows = slice(start, start + size)
     return F.linear(x, w_down[rows], None if b_down is None else b_down[rows])
 

@@ -3,15 +3,15 @@
     fp8_quantize_tiles(x, rows)     payload, x's shape [..., r, k] in e4m3, and scales [..., ceil(r / rows),
                                     ceil(k / 128)], float32: the largest of rows x 128 numbers becomes e4m3's largest
     fp8_block_linear(x, weight, x8, x_scale, w8, w_scale, bias, out_dtype)
-        x           [..., k], of two dimensions or more; what is differentiated, and otherwise not read
-        weight      [n, k]; likewise, and read again in backward
+        x           [..., k], of two dimensions or more; takes the gradient, and is not read
+        weight      [n, k]; takes the gradient, and is read in backward only
         x8          x's payload, x_scale [..., k / 128]: 1 x 128
         w8          the weight's, w_scale [n / 128, k / 128]: 128 x 128
         bias        [n] or None
         returns     y [..., n] in `out_dtype`
 
 Gradients are rounded to e4m3, too: 1 x 128 along n for x's gradient, 128 x 1 along tokens for the weight's, for which
-x's payload is rounded again along tokens. GEMMs are summed in float32.
+x's payload is rounded a second time, along tokens. GEMMs are summed in float32.
 Saved for backward: x8, its scales (four bytes for 128 channels), weight and its scales; x itself is not.
 Source: DeepSeek-V3, https://arxiv.org/abs/2412.19437, section 3.3; scales are any float32 number, as there.
 """
@@ -25,13 +25,13 @@ from torch import Tensor
 
 from megacpp_compile.fx.sizes import elements, rows
 from megacpp_compile.lowerings._kernels.fp8 import SCALE_BLOCK
-from megacpp_compile.lowerings._op import no_autocast
+from megacpp_compile.lowerings._op import bias_gradient, no_autocast
 from megacpp_compile.lowerings._traits import OpTraits, declare
 from megacpp_compile.lowerings.fp8_block_linear import reference
 
 PREFERENCE = {"cuda": ("cuda_scaled_mm", "reference")}
 REFERENCE_SERVES = {
-    "tpu": "no plan wants float8 there, so that no pass makes it; a call is rounding, widening and plain GEMMs",
+    "tpu": "no plan asks for float8 there, so no pass makes it; a call is rounding, widening and plain GEMMs",
 }
 
 
@@ -90,8 +90,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     dx, dw = fp8_block_linear_backward(grad, *ctx.saved_tensors, ctx.x_dtype)
-    # In float32, as torch sums a bias's gradient, whatever precision the GEMMs have.
-    db = None if ctx.bias_dtype is None else grad.flatten(0, -2).float().sum(0).to(ctx.bias_dtype)
+    db = None if ctx.bias_dtype is None else bias_gradient(grad, ctx.bias_dtype)
     return dx, dw, None, None, None, None, db, None
 
 

@@ -1,8 +1,8 @@
 """`fp8_block_linear` on CUDA: cuBLASLt's GEMMs of payloads with block scales (`_gemm/block_scaled.py`), with the
 rounding in ATen, which Inductor fuses into what stands before: a tile's largest number and its cast in one pass.
 
-Hopper multiplies rows by columns only, so both operands lie with the summed dimension adjacent: in backward the weight
-and, for its gradient, x and the output's gradient are written as transposed payloads.
+Hopper's float8 GEMM wants both operands with the summed dimension contiguous: in backward the weight and, for its
+gradient, x and the output's gradient are written as transposed payloads.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megacpp_compile.lowerings._gemm.block_scaled import by_squares
-from megacpp_compile.lowerings._gemm.float8_support import no_block_scales
+from megacpp_compile.lowerings._gemm.float8_support import no_block_scales, no_linear
 from megacpp_compile.lowerings._kernels.fp8 import SCALE_BLOCK
 from megacpp_compile.lowerings._kernels.fp8_tiles import round_by_tiles, rounded_by_tiles, widened_by_tiles
 from megacpp_compile.lowerings.fp8_block_linear.reference import fp8_quantize_tiles
@@ -28,13 +28,11 @@ def supports(name: str, args: Sequence[Any]) -> str | None:
         return missing
     if name == "fp8_quantize_tiles":
         return None
-    x8, weight = (args[2], args[1]) if name == "fp8_block_linear" else (args[1], args[3])
-    if any(n % SCALE_BLOCK or not n for n in (x8[..., 0].numel(), *weight.shape) if isinstance(n, int)):
-        return f"rows, k and n have to be multiples of {SCALE_BLOCK}"
-    made = {args[-1], *((weight.dtype,) if name == "fp8_block_linear_backward" else ())}
-    if odd := made - {torch.bfloat16, torch.float16, torch.float32}:
-        return f"results in {odd.pop()}"
-    return None
+    backward = name == "fp8_block_linear_backward"
+    x8, weight = (args[1], args[3]) if backward else (args[2], args[1])
+    if any(isinstance(n, int) and n == 0 for n in (*x8.shape, *weight.shape)):
+        return "there is nothing to multiply"
+    return no_linear(args, backward, SCALE_BLOCK)
 
 
 def fp8_block_linear(

@@ -3,15 +3,15 @@
     fp8_quantize(x, format)     payload, x's shape in float8, and scale_inv [], float32: x = payload * scale_inv.
                                 format "e4m3" or "e5m2"; the scale comes from the values x has now ("current scaling")
     fp8_linear(x, weight, x8, x_scale_inv, w8, w_scale_inv, bias, out_dtype)
-        x           [..., k]; what is differentiated, and otherwise not read
-        weight      [n, k]; likewise, and read again in backward
+        x           [..., k]; takes the gradient, and is not read
+        weight      [n, k]; takes the gradient, and is read in backward only
         x8, w8      their payloads in e4m3, with their scales
         bias        [n] or None
         returns     y [..., n] in `out_dtype` = (x8 @ w8.T) * x_scale_inv * w_scale_inv + bias
 
 Gradients are quantised to `grad_format`: "e4m3", as the pass has it, or "e5m2", with the range of float16 and one bit
 less of mantissa. Scaled by its largest number, a tensor has three bits in e4m3 down to 1/28672 of that number.
-k, n and the rows of x are multiples of 16, as the tensor cores have it.
+k, n and the rows of x are multiples of 16, as the tensor cores require.
 Saved for backward: x8, the two scales, and weight, whose payload is recomputed; x itself is not.
 Sources: FP8 formats, https://arxiv.org/abs/2209.05433; current scaling as in Transformer Engine's Float8CurrentScaling.
 """
@@ -24,14 +24,14 @@ import torch
 from torch import Tensor
 
 from megacpp_compile.fx.sizes import elements, rows
-from megacpp_compile.lowerings._op import no_autocast
+from megacpp_compile.lowerings._op import bias_gradient, no_autocast
 from megacpp_compile.lowerings._traits import OpTraits, declare
 from megacpp_compile.lowerings.fp8_linear import reference
 from megacpp_compile.lowerings.fp8_linear.reference import DTYPES
 
 PREFERENCE = {"cuda": ("cuda_scaled_mm", "reference")}
 REFERENCE_SERVES = {
-    "tpu": "no plan wants float8 there, so that no pass makes it; a call is rounding, widening and plain GEMMs",
+    "tpu": "no plan asks for float8 there, so no pass makes it; a call is rounding, widening and plain GEMMs",
 }
 
 
@@ -96,8 +96,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     x8, x_scale_inv, weight, w_scale_inv = ctx.saved_tensors
     dx, dw = fp8_linear_backward(grad, x8, x_scale_inv, weight, w_scale_inv, ctx.grad_format, ctx.x_dtype)
-    # In float32, as torch sums a bias's gradient, whatever precision the GEMMs have.
-    db = None if ctx.bias_dtype is None else grad.flatten(0, -2).float().sum(0).to(ctx.bias_dtype)
+    db = None if ctx.bias_dtype is None else bias_gradient(grad, ctx.bias_dtype)
     return dx, dw, None, None, None, None, db, None, None
 
 

@@ -1,10 +1,9 @@
 """`fp8_linear` on CUDA: cuBLASLt's GEMMs of float8 (`torch._scaled_mm`), with the casts around them in ATen, which
 Inductor fuses into the norm, activation or rotation before them.
 
-Hopper multiplies rows by columns only: the right operand lies with the summed dimension adjacent, and so does the left.
-For the gradient of the weight both are therefore cast into a transposed copy, for that of the input the weight is.
-GEMMs of the forward accumulate fast (in the tensor cores' own 22 bits), those of the backward exactly, as
-Transformer Engine has it.
+Hopper's float8 GEMM wants both operands with the summed dimension contiguous. The gradient of the weight therefore
+casts both into transposed copies, that of the input the weight. Forward GEMMs accumulate fast (in the tensor cores' own
+22 bits), backward ones exactly, as Transformer Engine has it.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacpp_compile.lowerings._gemm.float8_support import MULTIPLE, no_float8
+from megacpp_compile.lowerings._gemm.float8_support import MULTIPLE, no_float8, no_linear
 from megacpp_compile.lowerings._kernels.fp8 import fp8_gemm, rounded_by, scale_of
 from megacpp_compile.lowerings.fp8_linear.reference import DTYPES, fp8_quantize
 
@@ -28,13 +27,7 @@ def supports(name: str, args: Sequence[Any]) -> str | None:
         return missing
     if name == "fp8_quantize":
         return None
-    x8, weight = (args[2], args[1]) if name == "fp8_linear" else (args[1], args[3])
-    if any(n % MULTIPLE for n in (x8[..., 0].numel(), *weight.shape) if isinstance(n, int)):
-        return f"rows, k and n have to be multiples of {MULTIPLE}"
-    made = {args[-1], *((weight.dtype,) if name == "fp8_linear_backward" else ())}
-    if odd := made - {torch.bfloat16, torch.float16, torch.float32}:
-        return f"results in {odd.pop()}"
-    return None
+    return no_linear(args, name == "fp8_linear_backward", MULTIPLE)
 
 
 def fp8_linear(

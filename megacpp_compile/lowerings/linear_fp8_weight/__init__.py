@@ -6,13 +6,14 @@
     bias     [n] or None
     returns  [..., n] in `out_dtype`
 
-x is rounded to e4m3 by current scaling: by its largest magnitude where the weight has one scale, by each row's where
-rows have, by that of every 128 channels of a row where blocks have. GEMMs are summed in float32 (float64 for float64)
-and rounded once. Backward gives x's gradient: the output's gradient, times the scales of the weight's rows, is rounded
-to e4m3 by its largest magnitude and multiplied with the payload. The weight is frozen, and has none.
+x is rounded to e4m3 by current scaling, at the weight's granularity: by its largest magnitude where the weight has one
+scale, by each row's for scales by row, by that of every 128 channels of a row for scales by block. GEMMs are summed in
+float32 (float64 for float64) and rounded once. Backward gives x's gradient: the output's gradient, times the scales of
+the weight's rows, is rounded to e4m3 by its largest magnitude and multiplied with the payload. The weight is frozen
+and has no gradient.
 Raises OperandError for other shapes and dtypes. Saved for backward: payload and scale.
-Sources: FP8 formats, https://arxiv.org/abs/2209.05433 (with gradients in e5m2; scaled by what they are now they are
-nearer in e4m3); blocks, and gradients in e4m3, https://arxiv.org/abs/2412.19437, section 3.3.
+Sources: FP8 formats, https://arxiv.org/abs/2209.05433 (with gradients in e5m2; under current scaling e4m3 is more
+precise); blocks, and gradients in e4m3, https://arxiv.org/abs/2412.19437, section 3.3.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`linear_fp8_weight` on CUDA: the GEMM is cuBLASLt's (`torch._scaled_mm`), on the payload as it lies; rounding x is
 plain code, of which Inductor makes one Triton kernel with what comes before.
 
-Of blocks with a scale each the forward's GEMM is cuBLASLt's too where it has such GEMMs; the backward's, and the
-forward's elsewhere, are the reference's: it widens the weight inside the op, and the report says so.
+With a scale per block the forward's GEMM is cuBLASLt's too, where it has such GEMMs. The reference serves the backward,
+and the forward elsewhere: it widens the weight inside the op, and the report says so.
 """
 
 from __future__ import annotations

@@ -20,12 +20,12 @@ def _weight(payload: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def by_blocks(payload: Tensor, scale: Tensor) -> bool:
-    """Whether a weight's scale is of blocks; a single block is as well one number for all."""
+    """Whether a weight has a scale per block; a single block counts as one scale for all."""
     return scale.shape[1] > 1 or scale.shape[0] not in (1, payload.shape[0])
 
 
 def _rounded(x: Tensor, payload: Tensor, scale: Tensor) -> Tensor:
-    """x as its own e4m3 payload stands for it, in x's dtype."""
+    """x rounded to e4m3 and widened again, in x's dtype."""
     if not by_blocks(payload, scale):
         rounded, own = round_to_fp8(x, torch.float8_e4m3fn, whole=scale.numel() == 1)
         return widened(rounded, x.dtype) * own

@@ -7,7 +7,7 @@
                [positions, 1, ...] are read by the token's position in its own sequence (`rotation.by_sequence`)
     returns    k [..., nope_dim + r] contiguous in `out_dtype`, and v = kv[..., nope_dim:], a view of kv once lowered
 
-Backward takes the gradients of k and v into one buffer and keeps nothing but the tables.
+Backward writes the gradients of k and v into one buffer. Saved for backward: the tables alone.
 Upstream: Megatron-Core `fused_mla_yarn_rope_apply.py`, DeepSeek-V3 `modeling_deepseek_v3.py`.
 """
 

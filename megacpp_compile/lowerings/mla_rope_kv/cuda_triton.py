@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megacpp_compile.lowerings._kernels.rope_launch import CHOICES, KEY, MIN_BYTES, angle_arguments, blocks, refused
+from megacpp_compile.lowerings._kernels.rope_launch import CHOICES, KEY, MIN_BYTES, angle_arguments, blocks, unsupported
 from megacpp_compile.lowerings._kernels.rows import rows_of
 from megacpp_compile.lowerings._kernels.triton_launch import Kernel, power_of_2
 from megacpp_compile.lowerings._kernels.triton_rope import (
@@ -113,13 +113,13 @@ def supports(name: str, args: Sequence[Any]) -> str | None:
     if name == "mla_rope_kv":
         kv, row, cos, sin, nope_dim = args[:5]
         rows = rows_of([kv, kv.new_empty(kv.shape)], [row, cos, sin], packed=_given(args, 9))
-        return rows if isinstance(rows, str) else refused(cos, sin, row.shape[-1], nope_dim)
+        return rows if isinstance(rows, str) else unsupported(cos, sin, row.shape[-1], nope_dim)
     grad_k, grad_v, cos, sin, nope_dim = args[:5]
     if sum(not (isinstance(grad_k.shape[i], int) and grad_k.shape[i] == 1) for i in args[8]) > 1:
         return "the key row is shared by more than the heads"
     row = grad_k.new_empty(_shared_shape(grad_k, args[8], 1))
     rows = rows_of([grad_k, grad_v, grad_k.new_empty(grad_k.shape)], [row, cos, sin], packed=_given(args, 11))
-    return rows if isinstance(rows, str) else refused(cos, sin, grad_k.shape[-1] - nope_dim, nope_dim)
+    return rows if isinstance(rows, str) else unsupported(cos, sin, grad_k.shape[-1] - nope_dim, nope_dim)
 
 
 def _given(args: Sequence[Any], index: int) -> bool:

@@ -7,7 +7,7 @@
     returns    as q, in `out_dtype`, contiguous
 
 `rope_first` puts the rotated channels before the others. `inverse` applies the transposed rotation: the op is its own
-backward, which therefore keeps nothing but the tables.
+backward. Saved for backward: the tables alone.
 Upstream: Megatron-Core `fused_mla_yarn_rope_apply.py`, DeepSeek-V3 `modeling_deepseek_v3.py`.
 """
 

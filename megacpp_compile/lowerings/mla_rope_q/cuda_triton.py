@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megacpp_compile.lowerings._kernels.rope_launch import CHOICES, KEY, MIN_BYTES, angle_arguments, blocks, refused
+from megacpp_compile.lowerings._kernels.rope_launch import CHOICES, KEY, MIN_BYTES, angle_arguments, blocks, unsupported
 from megacpp_compile.lowerings._kernels.rows import overlaps, rows_of
 from megacpp_compile.lowerings._kernels.triton_launch import Kernel, power_of_2
 from megacpp_compile.lowerings._kernels.triton_rope import turn_heads
@@ -60,7 +60,7 @@ def supports(name: str, args: Sequence[Any]) -> str | None:
     q, cos, sin, nope_dim = args[:4]
     cu_seqlens = args[9] if len(args) > 9 else None
     rows = rows_of([q, q.new_empty(q.shape)], [cos, sin], packed=cu_seqlens is not None)
-    return rows if isinstance(rows, str) else refused(cos, sin, q.shape[-1] - nope_dim, nope_dim)
+    return rows if isinstance(rows, str) else unsupported(cos, sin, q.shape[-1] - nope_dim, nope_dim)
 
 
 def mla_rope_q(

@@ -2,16 +2,16 @@
 
     x        [T, d]      indices [T, k] integer, each choice's expert     gates [T, k], each choice's weight
     w_gate, w_up, w_down   of every expert [n, d], [n, d], [d, n]: one tensor with the experts in front, or a list of
-             one per expert, which are taken where they are and never copied into one
+             one per expert, which are read where they lie and never copied into one
     layout   "pair": down(f(gate(x)) * up(x));  "single": down(f(up(x))), w_gate empty;  "gate_up" and "up_gate": w_gate
              empty, w_up [2n, d] holds both in that order
     activation  f: silu, gelu, gelu_tanh, relu, relu2 (its square)
-    returns  y [T, d] in out_dtype, `sum_j gates[t, j] * expert[indices[t, j]](x[t])`;  hidden: the GEMMs before the
-             activation [T*k, n], rows in the order of experts, none without `keep_hidden`;  order [T*k]: the slots
-             `t * k + j` sorted by expert;  offsets [E] int32: where each expert's slots end
+    returns  y [T, d] in out_dtype, `sum_j gates[t, j] * expert[indices[t, j]](x[t])`;  hidden: results of the GEMMs
+             before the activation [T*k, n], rows in the order of experts, none without `keep_hidden`;  order [T*k]: the
+             slots `t * k + j` sorted by expert;  offsets [E] int32: where each expert's slots end
 
-precision  "", or "fp8_current": what GEMMs by the weights sum is rounded to e4m3, with a scale of its own for every
-             row (see `float8`). Behind `hidden` come the weights' scales then, [E, channels] of those before the
+precision  "", or "fp8_current": operands of the GEMMs by the weights are rounded to e4m3, with a scale for every row
+             (see `float8`). The weights' scales then follow `hidden`: [E, channels] of those before the
              activation, the gate's first, and [E, d] of those behind it: float32, or float64 for float64
 
 x and the weights share a dtype, in which GEMMs are rounded; activation and weighted sum run in float32 (float64 for

@@ -1,11 +1,11 @@
-"""`moe` on CUDA: the reference's algebra, of which Inductor makes one pass between any two GEMMs, and the GEMMs
-by whichever grouped GEMM is best for where the weights lie.
+"""`moe` on CUDA: the reference's algebra, which Inductor fuses into one pass between any two GEMMs, and the grouped
+GEMM that is best for where the weights lie.
 
-GEMMs by the weights are a Triton kernel's, which finds each weight by its address: separate ones stay where they
-are, where torch's grouped GEMM (CUTLASS) would need a copy of them all. It reads its rows where they are too, so that
-nothing is gathered for a GEMM; gate, up and activation are one kernel, and so are backward's first GEMM and what
-lies behind it. Gradients of the weights are one tensor however the weights lie, and CUTLASS's in bfloat16: 1.00 ms
-beside Triton's 1.15 on an H200 (64 experts, 1408 x 2048, 98304 rows), and 1.81 for those of gate and up in one.
+A Triton kernel does the GEMMs by the weights. It finds each weight by its address, so that separate ones stay where
+they are; torch's grouped GEMM (CUTLASS) would need a copy of them all. It reads its rows where they are too, so nothing
+is gathered for a GEMM. Gate, up and activation are one kernel, and so are backward's first GEMM and what follows it.
+Gradients of the weights are one tensor however the weights lie; in bfloat16 CUTLASS computes them: 1.00 ms beside
+Triton's 1.15 on an H200 (64 experts, 1408 x 2048, 98304 rows), and 1.81 for those of gate and up in one.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _cutlass(*tensors: Tensor) -> bool:
 
 
 class GroupedGemms(reference.GroupedGemms):
-    """The grouped GEMMs; the two of gate and up with their activation in one; what backward has between its own."""
+    """The grouped GEMMs; `gated` fuses gate, up and activation, `gradients` what lies between backward's GEMMs."""
 
     @staticmethod
     def weights(  # type: ignore[override]
@@ -75,7 +75,7 @@ class GroupedGemms(reference.GroupedGemms):
 
 
 class Fp8Gemms(float8.Fp8Gemms):
-    """`float8.Fp8Gemms` by kernels that multiply payloads, with what `GroupedGemms` has in one."""
+    """`float8.Fp8Gemms` by kernels that multiply payloads, fused as in `GroupedGemms`."""
 
     weights = staticmethod(GroupedGemms.weights)  # type: ignore[assignment]
 

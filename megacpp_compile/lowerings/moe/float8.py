@@ -1,9 +1,9 @@
 """The GEMMs of `moe` in float8, in plain PyTorch: what `precision="fp8_current"` means, and the oracle.
 
-What a GEMM sums is e4m3, with a scale for every row of it: a token's of x; a slot's of what goes into `down`, of the
-output's gradient and of those before the activation; [n] of a weight. Backward multiplies by the payloads that forward
-made. The weights' scales lie along what is summed there: they are multiplied into the rows before these are rounded.
-Gradients of the weights are GEMMs of what was not rounded.
+Both operands of a GEMM are e4m3, with a scale for every row: of x a token's; of the input of `down`, of the output's
+gradient and of the gradients before the activation a slot's; of a weight [n]. Backward multiplies by the same payloads
+as forward. There the weights' scales lie along the summed dimension, so they are multiplied into the rows before
+these are rounded. Gradients of the weights are GEMMs of unrounded operands.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ FORMAT = torch.float8_e4m3fn
 
 
 class Fp8Gemms:
-    """The GEMMs of one call. given: the scales that forward kept, for backward, whose GEMMs come the other way
-    round."""
+    """The GEMMs of one call. given: the scales that forward kept; backward, whose GEMMs run in reverse order, pops them
+    from the end."""
 
     weights = torch.ops.grouped_gemms.weights
     side_by_side = True  # the gradients of gate and up are rounded as one row
@@ -31,7 +31,7 @@ class Fp8Gemms:
         self._given, self._made = list(given), list[Tensor]()
 
     def scales(self) -> list[Tensor]:
-        """Of the weights before the activation, the gate's first [E, 2n], and of those behind it [E, d]."""
+        """The scales of the weights before the activation, the gate's first [E, 2n], and of those behind it [E, d]."""
         *into, down = self._made
         return [torch.cat(into, 1), down]
 

@@ -1,6 +1,6 @@
 """`moe` and its backward in plain PyTorch: their meaning, their CPU lowering, and the oracle.
 
-Slots (token, choice) are sorted by expert, so that each expert's rows lie together: gather, grouped GEMMs, and a
+Slots (token, choice) are sorted by expert, so that each expert's rows are contiguous: gather, grouped GEMMs, and a
 weighted sum over every token's choices. No shape depends on the routing, and no sum on the order of atomics.
 """
 
@@ -38,7 +38,7 @@ class Grouped(Protocol):
 
 
 class GroupedGemms:
-    """The grouped GEMMs as ops."""
+    """The grouped GEMMs as opaque ops."""
 
     rows = torch.ops.grouped_gemms.rows
     weights = torch.ops.grouped_gemms.weights
@@ -55,7 +55,7 @@ def experts_of(weights: Sequence[Tensor]) -> int:
 
 
 def by_expert(indices: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """(slots in the order of their experts [S], where each expert's end [E]). Slots of no expert come last."""
+    """(slots sorted by expert [S], where each expert's slots end [E]). Slots of no expert come last."""
     flat = indices.reshape(-1)
     key = torch.where((flat < 0) | (flat >= experts), experts, flat)
     # A radix sort passes once over each byte of its keys.
@@ -99,7 +99,7 @@ ACTIVATIONS = {"silu": _silu, "gelu": _gelu, "gelu_tanh": _gelu_tanh, "relu": _r
 
 
 def gate_and_up(hidden: Sequence[Tensor], layout: str) -> list[Tensor]:
-    """[gate, up], or [up] where nothing gates."""
+    """[gate, up], or [up] where the layout has no gate."""
     if layout in ("gate_up", "up_gate"):
         first, second = hidden[0].chunk(2, -1)
         return [first, second] if layout == "gate_up" else [second, first]
@@ -148,7 +148,7 @@ def into_experts(
     layout: str,
     grouped: Grouped,
 ) -> tuple[list[Tensor], Tensor]:
-    """(the GEMMs before the activation, what the activation makes of them)."""
+    """(results of the GEMMs before the activation, the activated hidden)."""
     together = getattr(grouped, "gated", None)
     if together is not None and layout in ("pair", "gate_up"):
         return together(x, w_gate, w_up, offsets, token, activation)  # type: ignore[no-any-return]
@@ -180,7 +180,7 @@ def moe_backward(
     """Gradients of x, gates, w_gate and w_up as one tensor [E, 2n, d], the gate's channels first, and w_down.
 
     With `out = down(a)` and `dy` the gradient of y, the gate's gradient `dy . out` is `(dy @ w_down) . a`: no expert's
-    output has to be kept.
+    output is kept.
     """
     if precision:
         hidden, scales = hidden[:-SCALES], hidden[-SCALES:]
@@ -196,7 +196,7 @@ def moe_backward(
     if together is not None and layout in ("pair", "gate_up"):
         d_hidden, a, d_gate = together(grad, w_down, hidden, gate_of, offsets, token, activation)
     else:
-        d_act = grouped.rows([grad], w_down, offsets, True, token)  # the gradient of a, but for the gate
+        d_act = grouped.rows([grad], w_down, offsets, True, token)  # the gradient of a, without the gate
         d_hidden, a, d_gate = _gradients(d_act, hidden, gate_of, offsets, activation, layout)
 
     d_gate = d_gate.to(gates.dtype)[inverse_of(order)].view(gates.shape)
@@ -211,8 +211,8 @@ def moe_backward(
 def _gradients(
     d_act: Tensor, hidden: Sequence[Tensor], gate_of: Tensor, offsets: Tensor, activation: str, layout: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(gradients of what is before the activation side by side, what is behind it times the gate, gradients of the
-    gates), by row. d_act: the gradient of what is behind the activation, but for the gate."""
+    """(gradients of the hidden, side by side; the activated hidden times its gate weight; gradients of the gate
+    weights), by row. d_act: the gradient of the activated hidden, without the gate weight."""
     dtype = gate_of.dtype
     here = (torch.arange(d_act.shape[0], device=d_act.device) < offsets[-1])[:, None]
     d_a = torch.where(here, d_act.to(dtype), 0)

@@ -1,8 +1,8 @@
-"""`moe` on XLA: each expert's rows padded to whole blocks, of which there is a fixed number, and a GEMM a block.
+"""`moe` on XLA: each expert's rows are padded to whole blocks, a fixed number in all, and each block is one GEMM.
 
-No shape may depend on the routing, and none does: S rows of E experts fill at most `(S + E (B - 1)) / B` blocks of B
-rows, wherever the rows go. Nothing is dropped. What that costs over the rows themselves is less than B rows an expert,
-and a copy of an expert's weights for each of its blocks. B goes by the rows an expert gets if all get the same.
+No shape depends on the routing: S rows of E experts fill at most `(S + E (B - 1)) / B` blocks of B rows, wherever the
+rows go. Nothing is dropped. The cost is less than B rows of padding an expert, and a copy of an expert's weights for
+each of its blocks. B is about the rows an expert gets if all get the same.
 
 Order and result are the reference's, but for gradients of weights in half precision: a block's is rounded before those
 of its expert are summed, in float32.
@@ -33,7 +33,7 @@ def supports(name: str, args: Sequence[Any]) -> str | None:
 
 
 def block_rows(slots: int, experts: int) -> int:
-    """Rows of a block, a power of two: about what an expert gets of evenly spread slots."""
+    """Rows of a block, a power of two: about what an expert gets if slots are spread evenly."""
     even = -(-slots // experts)
     return min(MOST_ROWS, 1 << max(0, even - 1).bit_length())
 
@@ -54,7 +54,7 @@ class _Blocks:
         first = block_ends - blocks  # of each expert
 
         block = torch.arange(self.count, device=on)
-        self.expert = ends_until(block_ends, block).clamp(max=experts - 1)  # blocks behind the last are nobody's
+        self.expert = ends_until(block_ends, block).clamp(max=experts - 1)  # blocks behind the last hold no rows
         start = starts[self.expert] + (block - first[self.expert]) * rows
         slot = start[:, None] + torch.arange(rows, device=on)
         filled = slot < ends[self.expert][:, None]

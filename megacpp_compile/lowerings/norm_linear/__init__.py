@@ -1,12 +1,11 @@
-"""`megacpp::norm_linear`: RMSNorm, then the projection(s) that alone read it.
+"""`megacpp::norm_linear`: RMSNorm, then the projection(s) that are its only readers.
 
     x          [..., d]          w_norm [d] or None
     w          list of [n_i, d]  b      list of [n_i], one for every w, or empty
     returns    y: list of [..., n_i] in the dtype of w_i;  rrms [..., 1], the per-token reciprocal root mean square
 
 The norm is computed in float32 (float64 for float64) and rounded once, to the dtype of w, which all w and b share.
-Saved for backward: x, the weights, rrms. The normed x is recomputed from them: that moves bytes and multiplies
-nothing.
+Saved for backward: x, the weights, rrms. Backward recomputes the normed x from them, without a GEMM.
 Source: RMSNorm, https://arxiv.org/abs/1910.07467.
 """
 
@@ -21,7 +20,7 @@ from megacpp_compile.lowerings._op import compute_dtype, no_autocast
 from megacpp_compile.lowerings._traits import OpTraits, declare
 from megacpp_compile.lowerings.norm_linear import reference
 
-REFERENCE_SERVES = {"tpu": "a norm in front of a GEMM, which XLA fuses into what the GEMM reads"}
+REFERENCE_SERVES = {"tpu": "a norm in front of a GEMM, which XLA fuses into the GEMM's operand"}
 
 
 @torch.library.custom_op("megacpp::norm_linear", mutates_args=())
@@ -85,7 +84,7 @@ def _backward(ctx, grad, _):  # type: ignore[no-untyped-def]
 
 
 def _spread(found: list[Tensor], at: list[int], count: int) -> list[Tensor | None]:
-    """`found` in places `at` of a list of `count`."""
+    """A list of `count` with `found` at positions `at`, None elsewhere."""
     by_place = dict(zip(at, found, strict=True))
     return [by_place.get(i) for i in range(count)]
 

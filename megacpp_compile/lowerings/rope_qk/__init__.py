@@ -5,7 +5,7 @@
     returns    q and k rotated, in `out_dtype`, contiguous
 
 `nope_dim` channels pass through unrotated (partial rotary; 0 for full heads), before the rotated ones or, with
-`rope_first`, behind them. The op is its own backward (`inverse`), which keeps nothing but the tables.
+`rope_first`, behind them. The op is its own backward (`inverse`). Saved for backward: the tables alone.
 """
 
 from __future__ import annotations

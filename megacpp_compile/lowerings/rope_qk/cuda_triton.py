@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from megacpp_compile.fx.edit import same_size
-from megacpp_compile.lowerings._kernels.rope_launch import CHOICES, KEY, MIN_BYTES, angle_arguments, blocks, refused
+from megacpp_compile.lowerings._kernels.rope_launch import CHOICES, KEY, MIN_BYTES, angle_arguments, blocks, unsupported
 from megacpp_compile.lowerings._kernels.rows import Rows, overlaps, rows_of
 from megacpp_compile.lowerings._kernels.triton_launch import Kernel, power_of_2
 from megacpp_compile.lowerings._kernels.triton_rope import turn_heads
@@ -74,11 +74,11 @@ def supports(name: str, args: Sequence[Any]) -> str | None:
     """Why the kernel cannot serve this call, or None."""
     q, k, cos, sin, nope_dim = args[:5]
     rows = _rows(q, k, q.new_empty(q.shape), k.new_empty(k.shape), cos, sin)
-    return rows if isinstance(rows, str) else refused(cos, sin, q.shape[-1] - nope_dim, nope_dim)
+    return rows if isinstance(rows, str) else unsupported(cos, sin, q.shape[-1] - nope_dim, nope_dim)
 
 
 def loses(name: str, args: Sequence[Any]) -> str | None:
-    """Where Inductor's own fusion is as fast: all channels turn, in halves, so nothing is left out in place."""
+    """Why Inductor's own fusion is as fast, or None: where all channels rotate, in halves, in place saves nothing."""
     nope_dim, interleaved_in, interleaved_out = args[4:7]
     plain = nope_dim == 0 and not interleaved_in and not interleaved_out
     return "inductor-is-faster: full heads in halves" if plain else None

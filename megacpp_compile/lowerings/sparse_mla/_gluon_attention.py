@@ -45,7 +45,7 @@ def _log2(x):
 
 @gluon.jit
 def _scores(q_v, q_r, k_v, k_r, slot, zero):
-    """GEMMs of all queries and a tile's rows, not waited for."""
+    """Starts the GEMMs of all queries and a tile's rows; does not wait for them."""
     s = warpgroup_mma(q_v, k_v.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
     return warpgroup_mma(q_r, k_r.index(slot).permute((1, 0)), s, is_async=True)
 

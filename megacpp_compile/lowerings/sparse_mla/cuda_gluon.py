@@ -1,5 +1,5 @@
-"""`sparse_mla`'s forward on Hopper in Gluon, Triton's language of explicit layouts: roles for warps, rows copied while
-others are multiplied, nothing computed twice. What it does not serve, and every backward, is `cuda_triton`'s.
+"""`sparse_mla`'s forward on Hopper in Gluon, Triton's language of explicit layouts: specialised warps copy rows while
+others multiply, and nothing is computed twice. `cuda_triton` serves what this does not, and every backward.
 
 Rows in fp8 are widened to the queries' dtype on their way into shared memory. With `fp8_gemms` they are multiplied
 as they are: queries are rounded to e4m3 by their head's largest channel, and probabilities by the largest one so far.
@@ -31,7 +31,7 @@ __all__ = ["sparse_mla", "supports"]
 
 # A graph holds the op itself, which asks again when it runs: Inductor takes no kernels of Gluon.
 TRACED = False
-# Heads of a program, and rows of a tile. Fewer heads leave more than half of the GEMMs to nobody.
+# Heads of a program, and rows of a tile. With half as many heads or fewer most of a GEMM would be padding.
 HEADS = ROWS = 64
 VALUE_CHANNELS, REST_CHANNELS = (256, 512), 64
 # Places for tiles; registers a thread of those who take the softmax, and of those who copy: what is left of 65536 is

@@ -18,6 +18,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from megacpp_compile.lowerings._kernels.triton_launch import Kernel, last_dim_contiguous, multiply, power_of_2, strides
 from megacpp_compile.lowerings.sparse_mla import _triton_kernels as kernels
+from megacpp_compile.lowerings.sparse_mla.reference import delta_of
 
 __all__ = ["sparse_mla", "sparse_mla_backward", "supports"]
 
@@ -89,7 +90,7 @@ def aligned(t: Tensor) -> bool:
 
 
 def scale_steps(kv_scale: Tensor | None) -> tuple[Any, Any, Any]:
-    """How far apart the scales of sequences, rows and blocks of channels are; 0 where one is for all."""
+    """Strides of the scales by sequence, row and block of channels; 0 where one scale serves all."""
     if kv_scale is None:
         return 0, 0, 0
     b, s, d = (0 if statically_known_true(kv_scale.shape[dim] == 1) else kv_scale.stride(dim) for dim in (0, 1, 3))
@@ -97,7 +98,7 @@ def scale_steps(kv_scale: Tensor | None) -> tuple[Any, Any, Any]:
 
 
 def _tile(q: Tensor, heads: int, rows: int, stages: int) -> dict[str, int]:
-    """The static choice: as many as fit into registers and 227 KiB of shared memory at 512 + 64 channels."""
+    """The static choice of block sizes: what fits into registers and 227 KiB of shared memory at 512 + 64 channels."""
     if q.dtype.itemsize == 4:
         return {"BH": 16, "BK": 16, "num_warps": 8, "num_stages": 1}
     return {"BH": max(16, min(heads, power_of_2(q.shape[2]))), "BK": rows, "num_warps": 8, "num_stages": stages}
@@ -116,7 +117,7 @@ def sparse_mla(
     d_v: int,
     causal: bool = True,
     offset: int = 0,
-    fp8_gemms: bool = False,  # these multiply in the queries' dtype
+    fp8_gemms: bool = False,  # allowed, not taken: these kernels multiply in the queries' dtype
 ) -> tuple[Tensor, Tensor]:
     out = torch.empty((*q.shape[:-1], d_v), dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
@@ -125,7 +126,7 @@ def sparse_mla(
     args |= {**dict(steps), "kv_scale": q if kv_scale is None else kv_scale, "out": out, "lse": lse}
     by_blocks = kv_scale is not None and kv_scale.shape[3] > 1
     scaled = {"SCALED": int(kv_scale is not None), "BLOCKS": int(by_blocks)}
-    # Loaded ahead, the blocks' scales, one a channel, would take more shared memory than there is.
+    # Scales by block, one a channel once loaded, do not fit into shared memory beside tiles loaded ahead.
     _forward(_by_heads(q), _tile(q, 64, 64, 1 if by_blocks else 2), **args, **scaled, **multiply(q.dtype))
     return out, lse
 
@@ -143,9 +144,7 @@ def sparse_mla_backward(
     causal: bool,
     offset: int,
 ) -> tuple[Tensor, Tensor]:
-    delta = (grad.float() * out.float()).sum(-1)
-    if grad_lse is not None:
-        delta = delta - grad_lse
+    delta = delta_of(grad, grad_lse, out, torch.float32)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     dkv = torch.zeros(kv.shape, dtype=torch.float32, device=kv.device)
     args = _operands(q, kv, indices, scale, d_v, causal, offset) | multiply(q.dtype)

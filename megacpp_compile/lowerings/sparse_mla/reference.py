@@ -21,7 +21,7 @@ MOST_CHUNKS = 64
 
 
 def _chunks(q: Tensor, indices: Tensor) -> Iterator[slice]:
-    """Slices of queries. Of a symbolic number of them, one: a graph has to be as long as it is."""
+    """Slices of queries; a single one where their number is symbolic, as a graph cannot have a symbolic length."""
     sizes = (q.shape[0], q.shape[1], indices.shape[-1], q.shape[-1])
     if not all(isinstance(n, int) for n in sizes):
         yield slice(None)
@@ -114,8 +114,8 @@ def attend_backward(
     rows: Rows, d_rows: Tensor, grad: Tensor, delta: Tensor, q: Tensor, index: Tensor, lse: Tensor,
     last: Tensor | None, scale: float, d_v: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The gradient of some queries, and `d_rows` [b * (s + 1), d] with what they add to it. Of each sequence the row
-    behind the last is that of invalid indices, which add zeros.
+    """(The gradient of some queries, `d_rows` [b * (s + 1), d] with what these queries add to it). The extra row behind
+    each sequence takes the zeros that invalid indices add.
 
     With p the probabilities, dp = grad . values and delta = grad . out - grad_lse, the scores' gradient is
     `p * (dp - delta)`."""
@@ -135,18 +135,19 @@ def attend_backward(
 
 
 def no_gradient(rows: Rows) -> Tensor:
-    """What `attend_backward` starts from."""
+    """Zeros [b * (s + 1), d], the `d_rows` that `attend_backward` starts from."""
     batch, count, channels = rows.kv.shape
     return torch.zeros((batch * (count + 1), channels), dtype=rows.dtype, device=rows.kv.device)
 
 
 def of_rows(d_rows: Tensor, kv: Tensor) -> Tensor:
-    """The gradient of kv, from what `attend_backward` ends with."""
+    """The gradient of kv, from the last `d_rows` of `attend_backward`."""
     batch, count = kv.shape[:2]
     return d_rows.unflatten(0, (batch, count + 1))[:, :count].unsqueeze(2).to(kv.dtype).contiguous()
 
 
 def delta_of(grad: Tensor, grad_lse: Tensor | None, out: Tensor, dtype: torch.dtype) -> Tensor:
+    """[b, t, h]: `grad . out - grad_lse`, what the scores' gradient subtracts; see `attend_backward`."""
     delta = (grad.to(dtype) * out.to(dtype)).sum(-1)
     return delta if grad_lse is None else delta - grad_lse
 
@@ -160,7 +161,7 @@ def sparse_mla(
     d_v: int,
     causal: bool = True,
     offset: int = 0,
-    fp8_gemms: bool = False,  # nothing is rounded here
+    fp8_gemms: bool = False,  # allowed, not taken: nothing is rounded here
 ) -> tuple[Tensor, Tensor]:
     rows = Rows(kv, kv_scale, compute_dtype(q.dtype))
     last, parts = last_seen(q.shape[1], causal, offset, q), []

@@ -1,5 +1,5 @@
-"""`sparse_mla` on XLA: the reference, in a loop over queries, so that only the rows of a few are gathered at once. XLA
-sees no order between chunks that are written out, and gathers those of several at once."""
+"""`sparse_mla` on XLA: the reference in a `while` loop over queries, so that only a few queries' rows are gathered at
+once. XLA sees no order between chunks that are unrolled, and gathers the rows of several at once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megacpp_compile.lowerings.sparse_mla.reference import (
 
 # Bytes of rows gathered at once, as they are computed with.
 GATHERED_BYTES = 8 << 20
-# A `while` of XLA's is nothing that can be traced: the lowered graph calls this.
+# ATen cannot express XLA's `while`: the lowered graph calls this function.
 TRACED = False
 
 
@@ -57,7 +57,7 @@ def sparse_mla(
     d_v: int,
     causal: bool = True,
     offset: int = 0,
-    fp8_gemms: bool = False,  # nothing is rounded here
+    fp8_gemms: bool = False,  # allowed, not taken: nothing is rounded here
 ) -> tuple[Tensor, Tensor]:
     dtype, n = compute_dtype(q.dtype), _parts(q, indices)
 

@@ -132,7 +132,7 @@ def _walk_launch(n: int) -> dict[str, int]:
 
 
 def _group_launch(p: int, n: int, length: int) -> dict[str, int]:
-    """Tiles loaded ahead as far as shared memory goes: the largest are a head's states, in float32."""
+    """Launch options: as many stages as shared memory holds; the largest tiles are a head's states, in float32."""
     stages = 3 if p * n <= 64 * 128 else 2 if p * n <= 128 * 128 else 1
     return {"num_warps": 8 if length >= 128 or p * n > 64 * 128 else 4, "num_stages": stages}
 

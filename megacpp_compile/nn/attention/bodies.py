@@ -1,6 +1,6 @@
 """Attention by torch's own operations, and what each way of it lacks.
 
-Each body takes (q, k, v, doc_ids, softcap, scale, causal) as `attending.attention` documents them, with ids on the
+Each body takes (q, k, v, doc_ids, softcap, scale, causal) as `attention` documents them, with ids on the
 device or None. Each `*_lacks` returns None, or (tag, reason).
 """
 
@@ -27,7 +27,7 @@ def plain_lacks(*_: Any) -> Lack:
 def plain(
     q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor | None, softcap: float | None, scale: float, causal: bool
 ) -> Tensor:
-    """The meaning of all others. Scores are materialised: [B, H, S, T] in float32."""
+    """Attention by its definition, the oracle of the other bodies. Materialises the scores, [B, H, S, T] in float32."""
     batch, heads, tokens, _ = q.shape
     groups, keys = k.shape[1:3]
     # Heads that share a key are rows of one GEMM: keys are read, not repeated.
@@ -114,7 +114,8 @@ def flex(
 
 
 def _flex(name: str, device: str) -> Callable[..., Any]:
-    """By itself each materialises what it is there to avoid; in a compiled frame it is compiled with the rest."""
+    """FlexAttention's function `name`, compiled unless a compiler is tracing or `device` is the CPU: uncompiled it
+    materialises all scores."""
     from torch.nn.attention import flex_attention as home
 
     return getattr(home, name) if device == "cpu" or torch.compiler.is_compiling() else _compiled(name)

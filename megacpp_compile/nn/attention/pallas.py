@@ -52,12 +52,12 @@ def unavailable() -> Lack:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor | None, softcap: float | None, scale: float, causal: bool
 ) -> Tensor:
-    """As the bodies of `bodies`."""
+    """Attention by the splash kernel; arguments as in `bodies`."""
     heads, width = q.shape[1], v.shape[-1]
     channels = -(-max(q.shape[-1], width) // _PADDED_TO) * _PADDED_TO
     repeat = heads // k.shape[1]
     k, v = (t.repeat_interleave(repeat, 1) if repeat > 1 else t for t in (k, v))
-    # Zeros add nothing to a score, and the channels they give are cut off again. The kernel itself scales nothing.
+    # Zeros add nothing to a score, and the channels they add are cut off afterwards. The kernel itself scales nothing.
     q, k, v = (pad(t, (0, channels - t.shape[-1])) for t in (q * scale, k, v))
     ids = None if doc_ids is None else doc_ids.to(torch.int32)
     out = _Splash.apply(q, k, v, ids, softcap, causal)[..., :width]
@@ -85,7 +85,7 @@ class _Splash(torch.autograd.Function):
 
 
 def _bridge() -> Any:
-    """The module with the ops, with JAX let at the device after torch_xla."""
+    """torch_xla's module with the ops; its guard has torch_xla take the device before JAX does."""
     from torch_xla._internal.jax_workarounds import jax_import_guard
     from torch_xla.experimental import splash_attention
 
