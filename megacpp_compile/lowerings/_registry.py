@@ -1,7 +1,9 @@
 """Which lowerings an op has, which one a call site gets, and why.
 
 An op's folder holds one file per target; a lowering is a function with the op's arguments that traces to the target's
-own ops. Capability is asked of the lowering, on fake arguments; the order of preference is policy and lives here.
+own ops. Capability is asked of the lowering, on fake arguments. The order of preference is the target's
+(`targets.Target.lowerings`) unless the folder defines its own as PREFERENCE; where the reference is to serve a target,
+the folder's REFERENCE_SERVES says why.
 """
 
 from __future__ import annotations
