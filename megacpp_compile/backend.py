@@ -17,7 +17,18 @@ import torch
 from torch._subclasses import FakeTensor
 from torch.fx import GraphModule, Node
 
-from megacpp_compile import dynamic_outputs, fp8_boundary, handoff, log, openxla, report, saved, torchtpu, verify
+from megacpp_compile import (
+    dynamic_outputs,
+    fp8_boundary,
+    handoff,
+    inductor_stages,
+    log,
+    openxla,
+    report,
+    saved,
+    torchtpu,
+    verify,
+)
 from megacpp_compile.capture import Captured, capture
 from megacpp_compile.config import Config
 from megacpp_compile.effective_precision import answered, asked, unseen
@@ -27,6 +38,7 @@ from megacpp_compile.errors import (
     NotLoweredError,
     PeakUnreachableError,
     RequirementError,
+    StagesOffError,
     TorchTooOldError,
     VerificationError,
 )
@@ -85,7 +97,7 @@ def compile_frame(
     boundary = fp8_boundary.enter(gm, example_inputs)
     gm, example_inputs = boundary.gm, boundary.inputs
     began = time.perf_counter()
-    result = analyse(gm, example_inputs, config, target)
+    result = analyse(gm, example_inputs, config, target, patches)
     result.notes = boundary.notes + fp8_boundary.widened(gm, config.strict)
     result.frame.block, result.frame.blocks = block, blocks
     result.frame.seconds["analysis"] = time.perf_counter() - began - sum(result.frame.seconds.values())
@@ -216,8 +228,10 @@ class Analysis:
         self.frame.passes = dict.fromkeys(self.frame.passes, 0)
 
 
-def analyse(gm: GraphModule, example_inputs: Sequence[Any], config: Config, target: str) -> Analysis:
-    """Stages 1 to 3. Never changes `gm`."""
+def analyse(
+    gm: GraphModule, example_inputs: Sequence[Any], config: Config, target: str, patches: Mapping[str, Any]
+) -> Analysis:
+    """Stages 1 to 3. Never changes `gm`. patches: Inductor's settings for the frame."""
     grad = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs)
     left, config = config, config.on(target)
     frame = Frame(name=_frame_name(gm), nodes=len(gm.graph.nodes), target=target, grad=grad)
@@ -228,6 +242,13 @@ def analyse(gm: GraphModule, example_inputs: Sequence[Any], config: Config, targ
         frame.reason, frame.passes = nothing, {p.name: 0 for p in enabled_passes(config)}
         _enforce(config, frame.passes, [])
         return Analysis(frame)
+    if target != "tpu" and (off := inductor_stages.switched_off(patches, config.policy is not None and grad)):
+        if config.strict:
+            raise StagesOffError(off, inductor_stages.why(off))
+        result, frame.precision = Analysis(frame), unseen(gm.graph, config.precision, _ALONE)
+        result.fell_back(inductor_stages.why(off))
+        _enforce(config, {}, [])
+        return result
     began = time.perf_counter()
     try:
         captured = capture(gm, example_inputs)
