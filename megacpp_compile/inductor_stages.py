@@ -1,7 +1,8 @@
 """Which of Inductor's stages run that this package's own passes are part of.
 
-Semantic ops are lowered by a post-grad pass, and a policy tags the joint graph. `torch.compile(mode="lite")`, torch 2.10
-and newer, switches both stages off, and so does setting either by hand, or TORCHINDUCTOR_LITE_MODE=1 from torch 2.15 on.
+Semantic ops are lowered by a post-grad pass, and a policy tags the joint graph. `torch.compile(mode="lite")` switches
+both stages off where torch has that mode, and so do their settings set by hand; TORCHINDUCTOR_LITE_MODE=1 sets them for
+the whole process from torch 2.15 on.
 """
 
 from __future__ import annotations
