@@ -17,18 +17,7 @@ import torch
 from torch._subclasses import FakeTensor
 from torch.fx import GraphModule, Node
 
-from megacpp_compile import (
-    dynamic_outputs,
-    fp8_boundary,
-    handoff,
-    inductor_stages,
-    log,
-    openxla,
-    report,
-    saved,
-    torchtpu,
-    verify,
-)
+from megacpp_compile import dynamic_outputs, fp8_boundary, handoff, log, openxla, report, saved, torchtpu, verify
 from megacpp_compile.capture import Captured, capture
 from megacpp_compile.config import Config
 from megacpp_compile.effective_precision import answered, asked, unseen
@@ -38,10 +27,10 @@ from megacpp_compile.errors import (
     NotLoweredError,
     PeakUnreachableError,
     RequirementError,
-    StagesOffError,
     TorchTooOldError,
     VerificationError,
 )
+from megacpp_compile.inductor_stages import why_alone
 from megacpp_compile.lowerings._registry import choose, semantic_ops
 from megacpp_compile.named_rules import check_frame
 from megacpp_compile.normalise import normalise
@@ -242,13 +231,8 @@ def analyse(
         frame.reason, frame.passes = nothing, {p.name: 0 for p in enabled_passes(config)}
         _enforce(config, frame.passes, [])
         return Analysis(frame)
-    if target != "tpu" and (off := inductor_stages.switched_off(patches, config.policy is not None and grad)):
-        if config.strict:
-            raise StagesOffError(off, inductor_stages.why(off))
-        result, frame.precision = Analysis(frame), unseen(gm.graph, config.precision, _ALONE)
-        result.fell_back(inductor_stages.why(off))
-        _enforce(config, {}, [])
-        return result
+    if target != "tpu" and (off := why_alone(patches, config, grad)):
+        return _left_to_inductor(frame, gm, config, off)
     began = time.perf_counter()
     try:
         captured = capture(gm, example_inputs)
@@ -266,16 +250,20 @@ def analyse(
     except Exception as error:  # a defect of ours must not become the user's
         if config.strict:
             raise
-        result, frame.precision = Analysis(frame), unseen(gm.graph, config.precision, _ALONE)
-        result.fell_back(f"internal error: {type(error).__name__}: {error}"[:300])
-        _enforce(config, {}, [])
-        return result
+        return _left_to_inductor(frame, gm, config, f"internal error: {type(error).__name__}: {error}"[:300])
     frame.passes, frame.nodes = outcome.counts, len(captured.gm.graph.nodes)
     frame.recognised = _recognised(captured)
     frame.seconds.update(outcome.seconds)
     log.graph("rewritten", captured.gm)
     _enforce(config, outcome.counts, outcome.misses)
     return Analysis(frame, captured, outcome)
+
+
+def _left_to_inductor(frame: Frame, gm: GraphModule, config: Config, reason: str) -> Analysis:
+    result, frame.precision = Analysis(frame), unseen(gm.graph, config.precision, _ALONE)
+    result.fell_back(reason)
+    _enforce(config, {}, [])
+    return result
 
 
 def _rewrite(captured: Captured, example_inputs: Sequence[Any], config: Config, frame: Frame) -> Outcome:

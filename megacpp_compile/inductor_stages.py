@@ -7,10 +7,13 @@ the whole process from torch 2.15 on.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torch._inductor import config as inductor_config
+
+from megacpp_compile.config import Config
+from megacpp_compile.errors import StagesOffError
 
 LOWERING = "use_post_grad_passes"
 REMAT = "use_joint_graph_passes"
@@ -24,7 +27,14 @@ def switched_off(patches: Mapping[str, Any], policy: bool) -> tuple[str, ...]:
     return tuple(name for name in needed if not patches.get(name, getattr(inductor_config, name, True)))
 
 
-def why(settings: Sequence[str]) -> str:
-    """What the settings of `switched_off` keep from running, beginning with the settings."""
+def why_alone(patches: Mapping[str, Any], config: Config, grad: bool) -> str:
+    """Why Inductor has to compile a frame alone, beginning with the settings; "" where it does not have to. Raises
+    StagesOffError under `strict`."""
+    settings = switched_off(patches, policy=config.policy is not None and grad)
+    if not settings:
+        return ""
     off = ", ".join(f"{name}=False" for name in settings)
-    return f"{off}: Inductor does not run the stage that {' nor the one that '.join(_WORK[name] for name in settings)}"
+    reason = f"{off}: Inductor does not run the stage that {' nor the one that '.join(_WORK[n] for n in settings)}"
+    if config.strict:
+        raise StagesOffError(settings, reason)
+    return reason

@@ -18,7 +18,7 @@ from torch._inductor import list_mode_options
 import megacpp_compile
 from megacpp_compile import record
 from megacpp_compile.errors import RequirementError, StagesOffError
-from megacpp_compile.inductor_stages import LOWERING, REMAT, switched_off, why
+from megacpp_compile.inductor_stages import LOWERING, REMAT, switched_off
 
 HAS_LITE = "lite" in list_mode_options()
 needs_lite = pytest.mark.skipif(not HAS_LITE, reason=f"torch {torch.__version__} has no mode 'lite'")
@@ -29,6 +29,10 @@ SAYS = {
     LOWERING: "use_post_grad_passes=False: Inductor does not run the stage that lowers this package's ops",
     REMAT: "use_joint_graph_passes=False: Inductor does not run the stage that applies the policy",
 }
+BOTH = (
+    "use_post_grad_passes=False, use_joint_graph_passes=False: Inductor does not run the stage that lowers this "
+    "package's ops nor the one that applies the policy"
+)
 
 
 class Model(nn.Module):
@@ -122,9 +126,7 @@ def test_without_joint_graph_passes(handed_over, caplog):
 
 
 def test_without_either(handed_over, caplog):
-    says = f"use_post_grad_passes=False, {SAYS[REMAT].split(':')[0]}: " + SAYS[LOWERING].split(": ")[1]
-    says += " nor the one that applies the policy"
-    alone(step({"policy": "full", "inductor": {LOWERING: False, REMAT: False}}), says, caplog)
+    alone(step({"policy": "full", "inductor": {LOWERING: False, REMAT: False}}), BOTH, caplog)
 
 
 def test_strict_and_require_are_errors(handed_over):
@@ -171,9 +173,7 @@ def test_torch_without_the_settings_runs_the_stages(monkeypatch):
 def test_lite_mode_compiles(options, caplog):
     """All of Inductor, not a stand-in: the frame runs, and nothing of this package is in it."""
     report = step(options, mode="lite")
-    off = switched_off(list_mode_options("lite"), policy=bool(options))
-    assert off == ((LOWERING, REMAT) if options else (LOWERING,))
-    alone(report, why(off), caplog)
+    alone(report, BOTH if options else SAYS[LOWERING], caplog)
 
 
 @needs_settings
@@ -186,7 +186,8 @@ def test_inductor_heeds_the_settings():
 
     for off in (False, True):
         torch._dynamo.reset()
-        patches = {"post_grad_custom_pre_pass": seen, "joint_custom_post_pass": seen, "force_disable_caches": True}
+        patches = {"post_grad_custom_pre_pass": seen, "joint_custom_post_pass": seen}
         settings = {LOWERING: False, REMAT: False} if off else {}
-        torch.compile(torch.sin, options={**patches, **settings})(torch.ones(3))
+        with inductor_config.patch(force_disable_caches=True):
+            torch.compile(torch.sin, options={**patches, **settings})(torch.ones(3))
         assert len(ran) == 2

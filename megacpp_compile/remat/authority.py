@@ -34,11 +34,11 @@ def check(gm: GraphModule, config: Config) -> None:
                 f"torch._functorch.config.activation_memory_budget = {budget}", "set it to 1.0, or drop the policy"
             )
         nodes = [n for m in gm.modules() if isinstance(m, GraphModule) for n in m.graph.nodes]
-        budget = next((found for n in nodes if (found := region_budget(n)) is not None), None)
-        if budget is not None:
+        regional = next((found for n in nodes if (found := region_budget(n)) is not None), None)
+        if regional is not None:
             # Whether or not activation_memory_budget_require_full_coverage has it cover all of the frame.
             raise TwoPoliciesError(
-                f"torch.autograd.graph.region_activation_memory_budget({budget}) inside the compiled model",
+                f"torch.autograd.graph.region_activation_memory_budget({regional}) inside the compiled model",
                 "remove it, or drop the policy",
             )
         if config.strict and any(n.target is _CHECKPOINT for n in nodes):
