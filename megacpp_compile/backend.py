@@ -218,9 +218,9 @@ class Analysis:
 
 
 def analyse(
-    gm: GraphModule, example_inputs: Sequence[Any], config: Config, target: str, patches: Mapping[str, Any]
+    gm: GraphModule, example_inputs: Sequence[Any], config: Config, target: str, patches: dict[str, Any] | None = None
 ) -> Analysis:
-    """Stages 1 to 3. Never changes `gm`. patches: Inductor's settings for the frame."""
+    """Stages 1 to 3. Never changes `gm`. patches: Inductor's settings for the frame; those of `config` when None."""
     grad = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs)
     left, config = config, config.on(target)
     frame = Frame(name=_frame_name(gm), nodes=len(gm.graph.nodes), target=target, grad=grad)
@@ -231,7 +231,7 @@ def analyse(
         frame.reason, frame.passes = nothing, {p.name: 0 for p in enabled_passes(config)}
         _enforce(config, frame.passes, [])
         return Analysis(frame)
-    if target != "tpu" and (off := why_alone(patches, config, grad)):
+    if target != "tpu" and (off := why_alone(config.inductor if patches is None else patches, config, grad)):
         return _left_to_inductor(frame, gm, config, off)
     began = time.perf_counter()
     try:

@@ -38,7 +38,7 @@ def explain(model: Callable[..., Any], *args: Any, options: Mapping[str, Any] | 
     @dynamic_outputs.marked
     def backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         began = time.perf_counter()
-        result = analyse(gm, example_inputs, config, resolve_target(config.target, example_inputs), config.inductor)
+        result = analyse(gm, example_inputs, config, resolve_target(config.target, example_inputs))
         result.frame.seconds["analysis"] = time.perf_counter() - began - sum(result.frame.seconds.values())
         outcome = result.outcome
         again = refused(gm, result)
