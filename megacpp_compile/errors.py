@@ -255,6 +255,22 @@ class TwoPoliciesError(MegacppError, ValueError):
         super().__init__(f"options['policy'] decides what backward recomputes, and so does {what}: {remedy}.")
 
 
+class StagesOffError(MegacppError, ValueError):
+    """Inductor's settings switch off a stage that this package's passes are part of, under `strict`.
+
+    Args:
+        settings: their names.
+        problem: what does not run, in words.
+    """
+
+    def __init__(self, settings: Sequence[str], problem: str) -> None:
+        self.settings, self.problem = tuple(settings), problem
+        super().__init__(
+            f"{problem}. Set {'it' if len(settings) == 1 else 'them'} to True, choose another mode than 'lite', or "
+            "compile without 'strict': Inductor then compiles the frame alone."
+        )
+
+
 class PeakUnreachableError(MegacppError):
     """A limit on peak memory that no plan of what to recompute meets.
 

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -79,7 +79,7 @@ def compile_frame(
     if config.precision is not None:
         announce(config.precision, target.name)
     boundary = tensor_subclasses.enter(gm, example_inputs)
-    analysis = analyse(boundary.gm, boundary.inputs, config, target)
+    analysis = analyse(boundary.gm, boundary.inputs, config, target, patches)
     analysis.notes = boundary.notes + tensor_subclasses.widened(boundary.gm, config.strict)
     analysis.frame.block, analysis.frame.blocks = block.name, block.copies
     if retrace_needed(boundary.gm, analysis):
@@ -97,16 +97,22 @@ def compile_frame(
     return boundary.adapt(compiled)
 
 
-def analyse(gm: GraphModule, example_inputs: Sequence[Any], config: Config, target: Target) -> Analysis:
-    """Capture a frame, canonicalize it and run the passes. Never changes `gm`."""
+def analyse(
+    gm: GraphModule, example_inputs: Sequence[Any], config: Config, target: Target,
+    patches: Mapping[str, Any] | None = None,
+) -> Analysis:  # fmt: skip
+    """Capture a frame, canonicalize it and run the passes. Never changes `gm`. patches: Inductor's settings for the
+    frame, by default those of `config`."""
     began = time.perf_counter()
-    analysis = _analyse(gm, example_inputs, config, target)
+    analysis = _analyse(gm, example_inputs, config, target, config.inductor if patches is None else patches)
     seconds = analysis.frame.seconds
     seconds["analysis"] = time.perf_counter() - began - sum(seconds.values())
     return analysis
 
 
-def _analyse(gm: GraphModule, example_inputs: Sequence[Any], config: Config, target: Target) -> Analysis:
+def _analyse(
+    gm: GraphModule, example_inputs: Sequence[Any], config: Config, target: Target, patches: Mapping[str, Any]
+) -> Analysis:
     grad = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs)
     left, config = config, config.on(target.name)
     frame = Frame(name=_frame_name(gm), nodes=len(gm.graph.nodes), target=target.name, grad=grad)
@@ -117,6 +123,8 @@ def _analyse(gm: GraphModule, example_inputs: Sequence[Any], config: Config, tar
         frame.reason, frame.passes = nothing, {p.name: 0 for p in enabled_passes(config)}
         check_required(config, frame.passes, [])
         return Analysis(frame)
+    if refusal := backend_for(target, example_inputs).refusal(gm, patches, config, grad):
+        return _left_alone(frame, gm, config, refusal)
     began = time.perf_counter()
     try:
         captured = capture(gm, example_inputs)
@@ -134,16 +142,21 @@ def _analyse(gm: GraphModule, example_inputs: Sequence[Any], config: Config, tar
     except Exception as error:  # a defect of ours must not become the user's
         if config.strict:
             raise
-        analysis, frame.precision = Analysis(frame), unseen(gm.graph, config.precision, ALONE)
-        analysis.fell_back(f"internal error: {type(error).__name__}: {error}"[:300])
-        check_required(config, {}, [])
-        return analysis
+        return _left_alone(frame, gm, config, f"internal error: {type(error).__name__}: {error}"[:300])
     frame.passes, frame.nodes = outcome.counts, len(captured.gm.graph.nodes)
     frame.recognised = _recurrences(captured)
     frame.seconds.update(outcome.seconds)
     log.graph("rewritten", captured.gm)
     check_required(config, outcome.counts, outcome.misses)
     return Analysis(frame, captured, outcome)
+
+
+def _left_alone(frame: Frame, gm: GraphModule, config: Config, reason: str) -> Analysis:
+    """The analysis of a frame that the backend compiles alone."""
+    analysis, frame.precision = Analysis(frame), unseen(gm.graph, config.precision, ALONE)
+    analysis.fell_back(reason)
+    check_required(config, {}, [])
+    return analysis
 
 
 def _rewrite(captured: Captured, example_inputs: Sequence[Any], config: Config, frame: Frame) -> Outcome:
@@ -186,8 +199,6 @@ def _hand_to_backend(
 
     settings = Settings(target, config, patches, on_plan, inner_compile, max(frame.blocks, 1))
     plain = functools.partial(backend.compile_plain, gm, example_inputs, settings)
-    if refusal := backend.refusal(gm):
-        analysis.fell_back(refusal)
     if (rewritten := analysis.rewritten_gm()) is None:
         return plain()
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 from torch.fx import GraphModule
@@ -44,8 +44,9 @@ class Backend(Protocol):
     def compile_lowered(self, gm: GraphModule, inputs: Sequence[Any], settings: Settings) -> Callable[..., Any]:
         """Compile a rewritten frame: differentiate it, plan remat, lower its semantic ops, and generate code."""
 
-    def refusal(self, gm: GraphModule) -> str:
-        """Why a rewritten frame cannot be compiled here, "" where it can."""
+    def refusal(self, gm: GraphModule, patches: Mapping[str, Any], config: Config, grad: bool) -> str:
+        """Why a frame cannot be compiled here once it is rewritten, "" where it can. patches: Inductor's settings for
+        the frame. grad: whether it is compiled for training. Raises StagesOffError under `strict`."""
 
 
 def backend_for(target: Target, inputs: Sequence[Any]) -> Backend:

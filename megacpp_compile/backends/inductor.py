@@ -7,7 +7,7 @@ Both travel as config patches of this compilation; no global state is touched.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ from torch.fx import GraphModule
 from megacpp_compile.backends import static_launch
 from megacpp_compile.backends._lower import LowerSemanticOps
 from megacpp_compile.backends._protocol import Settings
+from megacpp_compile.backends.inductor_stages import why_alone
+from megacpp_compile.config.options import Config
 from megacpp_compile.frontend.capture import fake_inputs
 from megacpp_compile.lowerings._gemm.autotune import AutotuneGemms
 from megacpp_compile.remat.offload import Offload
@@ -26,9 +28,9 @@ from megacpp_compile.report import log
 from megacpp_compile.report.measure import allocated
 
 
-def refusal(gm: GraphModule) -> str:
-    """"": Inductor takes every frame that Dynamo gives."""
-    return ""
+def refusal(gm: GraphModule, patches: Mapping[str, Any], config: Config, grad: bool) -> str:
+    """Why Inductor compiles the frame alone: its settings switch off a stage that lowers ops or plans remat."""
+    return why_alone(patches, config, grad)
 
 
 def compile_lowered(gm: GraphModule, example_inputs: Sequence[Any], settings: Settings) -> Callable[..., Any]:

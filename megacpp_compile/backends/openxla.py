@@ -7,7 +7,7 @@ program. The lowerings go in just before, so that XLA sees nothing but ATen; how
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from megacpp_compile.sharding.gemms import keep_batches
 aten = torch.ops.aten
 
 
-def refusal(gm: GraphModule) -> str:
+def refusal(gm: GraphModule, patches: Mapping[str, Any], config: Config, grad: bool) -> str:
     """"": openxla compiles a program for each set of sizes."""
     return ""
 

@@ -9,7 +9,7 @@ It has not run on a TPU; docs/xla.md says what is untested.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.fx import GraphModule
 
 from megacpp_compile.backends import openxla
 from megacpp_compile.backends._protocol import Settings
+from megacpp_compile.config.options import Config
 from megacpp_compile.errors import TargetUnavailableError
 from megacpp_compile.report import log
 
@@ -54,7 +55,7 @@ def backend() -> Callable[..., Any]:
         raise TargetUnavailableError("tpu", what, how) from None
 
 
-def refusal(gm: GraphModule) -> str:
+def refusal(gm: GraphModule, patches: Mapping[str, Any], config: Config, grad: bool) -> str:
     """Why torch_tpu takes a frame as it came only: its programs are of static shapes."""
     held = (n.meta.get("example_value", n.meta.get("val")) for n in gm.graph.find_nodes(op="placeholder"))
     sizes = (s for x in held for s in (x.shape if isinstance(x, torch.Tensor) else (x,)))

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
-from torch.fx import GraphModule
+from torch._functorch import config as functorch_config
+from torch.fx import GraphModule, Node
+from torch.fx import traceback as fx_traceback
 
 from megacpp_compile.config.options import Config
 from megacpp_compile.errors import TwoPoliciesError
 
 _CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+
+
+def region_budget(node: Node) -> float | None:
+    """The budget of the `torch.autograd.graph.region_activation_memory_budget` that `node` was traced under, None for
+    none. Torch 2.13 and newer; the partitioner heeds it in place of the global one."""
+    read = getattr(fx_traceback, "_get_memory_budget_annotation", None)
+    return None if read is None else cast("float | None", read(node))
 
 
 def check(gm: GraphModule, config: Config) -> None:
@@ -17,14 +28,20 @@ def check(gm: GraphModule, config: Config) -> None:
     Regions under `torch.utils.checkpoint` are honoured: backward recomputes all of them. `strict` refuses them too.
     """
     if config.policy is not None:
-        budget = torch._functorch.config.activation_memory_budget
+        budget = functorch_config.activation_memory_budget
         if budget != 1.0:
             raise TwoPoliciesError(
                 f"torch._functorch.config.activation_memory_budget = {budget}", "set it to 1.0, or drop the policy"
             )
-        if config.strict and any(
-            n.target is _CHECKPOINT for m in gm.modules() if isinstance(m, GraphModule) for n in m.graph.nodes
-        ):
+        nodes = [n for m in gm.modules() if isinstance(m, GraphModule) for n in m.graph.nodes]
+        regional = next((found for n in nodes if (found := region_budget(n)) is not None), None)
+        if regional is not None:
+            # Whether or not activation_memory_budget_require_full_coverage has it cover all of the frame.
+            raise TwoPoliciesError(
+                f"torch.autograd.graph.region_activation_memory_budget({regional}) inside the compiled model",
+                "remove it, or drop the policy",
+            )
+        if config.strict and any(n.target is _CHECKPOINT for n in nodes):
             raise TwoPoliciesError(
                 "torch.utils.checkpoint inside the compiled model", "remove the call, or compile without 'strict'"
             )

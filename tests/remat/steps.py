@@ -14,9 +14,14 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch._functorch import partitioners
 from torch.fx import GraphModule
 
 import megacpp_compile
+
+# Up to torch 2.13 attention draws random numbers for all the partitioner knows, and runs again with the random state of
+# the first time, which is saved. From 2.14 on the partitioner looks whether there is dropout.
+KEEPS_RANDOM_STATE = not hasattr(partitioners, "is_rng_op")
 
 
 @dataclasses.dataclass
@@ -105,3 +110,11 @@ def same(one: Step, other: Step) -> bool:
 
 def count(gm: GraphModule, *names: str) -> int:
     return sum(any(name in str(n.target) for name in names) for n in gm.graph.nodes if n.op == "call_function")
+
+
+def cores(backward: GraphModule) -> int:
+    """How many attention cores without dropout run again, with the random state of the first time where torch keeps
+    that."""
+    held, plain = count(backward, "run_with_rng_state"), count(backward, "flash_attention_for_cpu.default")
+    assert not (plain if KEEPS_RANDOM_STATE else held)
+    return held + plain
