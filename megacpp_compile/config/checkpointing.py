@@ -143,7 +143,7 @@ class CheckpointingPolicy:
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
     def entry(self, kind: str, last: bool) -> str:
-        """The entry in force for a block of `kind`: "none" for one of no kind, "never" for one under a budget, where the
+        """The entry in force for a block of `kind`: "none" for one of no kind, "never" under a budget, where the
         solver starts. last: whether the block is in the last layer."""
         given = getattr(self, kind) if kind in KINDS else "none"
         solved = self.budget is not None or self.peak_gib is not None
