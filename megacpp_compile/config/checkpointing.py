@@ -143,8 +143,8 @@ class CheckpointingPolicy:
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
     def entry(self, kind: str, last: bool) -> str:
-        """The entry in force for a block of `kind`: "none" for one of no kind, "never" for one under a budget, where
-        the solver starts. last: whether the block is in the last layer."""
+        """The entry in force for a block of `kind`: "none" for one of no kind, "never" under a budget, where the
+        solver starts. last: whether the block is in the last layer."""
         given = getattr(self, kind) if kind in KINDS else "none"
         solved = self.budget is not None or self.peak_gib is not None
         if isinstance(given, float) or solved and kind in KINDS and given == "selective":

@@ -1,7 +1,8 @@
-"""Which linear runs in which precision: one plan, and what carries it out on modules.
+"""Carries a `config.precision.PrecisionPlan` out on modules.
 
-`plan.py` is what users write: globs over names, roles and a gate by shape give a recipe for each linear. `replace.py`
-puts Transformer Engine's modules where the plan asks for fp8, `layer_spec.py` gives classes to build a model from, with
-plain PyTorch ones of the same signatures in `native.py`, and `checkpoint.py` chooses how such blocks recompute.
-Everything that needs Transformer Engine goes through `engine.py`, which imports it on demand.
+`survey.py` compares a model with the plan, `replace.py` puts Transformer Engine's modules where the plan asks for fp8,
+`layer_spec.py` gives classes to build a model from, with plain PyTorch ones of the same signatures in `native.py`, and
+`checkpoint.py` chooses how blocks of such modules recompute. Everything that needs Transformer Engine goes through
+`engine.py`, which imports it on demand. `wrappers.py` opens fp8 tensors of other packages, and `sentinel.py` finds
+where fp8 payloads are widened.
 """

@@ -1,8 +1,8 @@
-"""How blocks with fp8 modules of Transformer Engine compute their forward again.
+"""Chooses the checkpoint for blocks with fp8 modules of Transformer Engine, and refuses torch's around them.
 
-Such a module quantises with scales that belong to its first forward: under delayed scaling they come from a history of
-maxima, which a second forward would add to once more. Transformer Engine's checkpoint keeps the scales of the first
-forward for the second; torch's knows nothing of them.
+Recomputation has to quantise with the scales of the first forward: under delayed scaling they come from a history of
+maxima, which the recomputation would extend a second time. Transformer Engine's checkpoint keeps the scales of the
+first forward; torch's does not know of them.
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ _DEEPEST = 200  # frames between a module and the checkpoint around its block; n
 
 
 def checkpoint_for(block: nn.Module, fp8_wrapper: str = "te_checkpoint") -> Callable[..., Any]:
-    """What to call as `checkpoint(block, *args)`: Transformer Engine's checkpoint if `block` holds modules of
+    """The function to call as `checkpoint(block, *args)`: Transformer Engine's checkpoint if `block` holds modules of
     Transformer Engine, torch's if it holds none; both without reentrant autograd.
 
-    fp8_wrapper: `CheckpointingPolicy.fp8_wrapper`. Where it is not "te_checkpoint", a block in fp8 is refused.
-    Raises StockCheckpointError for a block in fp8 that torch's checkpoint would be used for, and BadOptionError for an
-    unknown wrapper.
+    fp8_wrapper: `CheckpointingPolicy.fp8_wrapper`. Raises BadOptionError for an unknown one, StockCheckpointError for a
+    block in fp8 under "none", and EngineError where Transformer Engine cannot be imported any more.
     """
     if fp8_wrapper not in FP8_WRAPPERS:
         raise BadOptionError("policy.fp8_wrapper", fp8_wrapper, "'none' or 'te_checkpoint'", FP8_WRAPPERS)
@@ -40,14 +39,16 @@ def checkpoint_for(block: nn.Module, fp8_wrapper: str = "te_checkpoint") -> Call
     if fp8_wrapper == "none":
         raise StockCheckpointError(f"{inside or type(block).__name__} in {type(block).__name__}")
     te, reason = engine.load()
-    if te is None:  # the model came with its modules, and then something took the package away
+    if te is None:  # its modules were constructed before, but the package cannot be imported now
         raise EngineError("Transformer Engine's checkpoint", reason, "Mend the installation it was built with.")
     return functools.partial(te.checkpoint, use_reentrant=False)
 
 
 def refuse_stock_checkpoint(module: nn.Module) -> None:
-    """Raise StockCheckpointError if `module`, about to compute in fp8, does so for torch's checkpoint: in the first
-    forward of one without reentrant autograd, in the second forward of any."""
+    """Raise StockCheckpointError if torch's checkpoint is calling `module`, which is about to compute in fp8.
+
+    That shows in the first forward of a checkpoint without reentrant autograd, and in the recomputation of any.
+    """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     kept_by_stock = hooks is not None and getattr(hooks[0], "__module__", "") == stock.__name__
     if kept_by_stock or (torch._C._current_graph_task_id() != -1 and _called_by_stock()):

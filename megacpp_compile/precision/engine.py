@@ -1,4 +1,4 @@
-"""Transformer Engine, imported when somebody needs it, with the reason where it is not to be had.
+"""Imports Transformer Engine on demand, and says why where it is not available.
 
 Facts of its API are those of 2.20: `autocast`, `quantized_model_init`, `checkpoint`, `initialize_ub`.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-# Recipe -> class in transformer_engine.common.recipe, and what asks whether the device has it.
+# Recipe -> class in transformer_engine.common.recipe, and the function that says whether the device supports it.
 _CLASSES = {
     "fp8_current": ("Float8CurrentScaling", "is_fp8_available"),
     "fp8_block": ("Float8BlockScaling", "is_fp8_block_scaling_available"),
@@ -21,7 +21,7 @@ _CLASSES = {
 }
 _NEEDED = ("autocast", "quantized_model_init", "checkpoint", "Linear", "LayerNormLinear")
 
-_recipes: dict[str, Any] = {}  # one object a recipe: Transformer Engine keeps state by it
+_recipes: dict[str, Any] = {}  # one object a recipe: Transformer Engine keys its state by the object
 _suspended = 0
 
 
@@ -41,7 +41,7 @@ def load() -> tuple[Any, str]:
 
 
 def why_no_device() -> str:
-    """Why no module of Transformer Engine can be constructed in this process, "" where one can."""
+    """Why this process cannot construct any module of Transformer Engine, "" where it can."""
     return "" if torch.cuda.is_available() else "no CUDA device"
 
 
@@ -55,8 +55,8 @@ def lacks(te: Any, recipe: str) -> str:
 
 
 def recipe_object(recipe: str) -> Any:
-    """Transformer Engine's recipe for one of ours, with its defaults (e4m3 forward, e5m2 gradients where it has both;
-    e4m3 for both under "fp8_block")."""
+    """Transformer Engine's object for a recipe of `config.precision.RECIPES`, with its defaults: e4m3 in forward and
+    e5m2 for gradients; under "fp8_block" e4m3 for both."""
     if recipe not in _recipes:
         classes = importlib.import_module("transformer_engine.common.recipe")
         _recipes[recipe] = getattr(classes, _CLASSES[recipe][0])()
@@ -64,7 +64,7 @@ def recipe_object(recipe: str) -> Any:
 
 
 def user_buffers_initialised() -> bool:
-    """Whether `transformer_engine.pytorch.initialize_ub` has been called, without importing it for the question."""
+    """Whether `transformer_engine.pytorch.initialize_ub` has been called; does not import it."""
     base = sys.modules.get("transformer_engine.pytorch.module.base")
     if base is None:
         return False
@@ -73,20 +73,22 @@ def user_buffers_initialised() -> bool:
 
 
 def in_autocast(recipe: str) -> bool:
-    """Whether the autocast that is in force is one for this very recipe object."""
+    """Whether an autocast is active whose recipe is the object of `recipe_object(recipe)`."""
     state = sys.modules["transformer_engine.pytorch.quantization"].FP8GlobalStateManager
     return bool(state.is_fp8_enabled()) and state.get_fp8_recipe() is recipe_object(recipe)
 
 
 def is_of_transformer_engine(module: torch.nn.Module) -> bool:
-    """Whether it is one of Transformer Engine's modules or derived from one, without importing it for the question."""
+    """Whether the class of `module` is Transformer Engine's or derived from one of its; does not import it."""
     return any(c.__module__.partition(".")[0] == "transformer_engine" for c in type(module).__mro__)
 
 
 @contextlib.contextmanager
 def high_precision() -> Iterator[None]:
-    """Inside, modules put in place by `replace_linears` compute in their parameters' dtype, not in fp8: to see
-    whether fp8 is what breaks a run. Not for part of a step: forward and backward have to agree."""
+    """Inside, modules that `replace_linears` put in place compute in their parameters' dtype instead of fp8.
+
+    It tells whether fp8 is what breaks a run. Use it around whole steps, as forward and backward have to agree.
+    """
     global _suspended
     _suspended += 1
     try:
@@ -96,5 +98,5 @@ def high_precision() -> Iterator[None]:
 
 
 def suspended() -> bool:
-    """Whether `high_precision` is in force."""
+    """Whether `high_precision` is active."""
     return _suspended > 0

@@ -1,4 +1,4 @@
-"""Classes to build a block from, the same seven on every platform.
+"""Classes to build a block from: the same seven keys on every platform.
 
     spec = te_layer_spec().or_native()
     self.qkv = spec["linear_qkv"](hidden, 3 * hidden, bias=False, normalization="RMSNorm", params_dtype=torch.bfloat16)
@@ -11,7 +11,7 @@ from typing import Any
 
 from megacpp_compile.precision import engine
 
-# Key -> name of Transformer Engine's class. The norm in front of a block's first products is part of their module.
+# Key -> name of Transformer Engine's class. The norm in front of a block's first linears is part of their module.
 CLASSES = {
     "norm": "RMSNorm",
     "linear_qkv": "LayerNormLinear",
@@ -26,8 +26,8 @@ CLASSES = {
 class LayerSpec(dict[str, Any]):
     """Key -> class, or None where there is none; `reasons` has the same keys and says why, "" where there is one.
 
-    "layernorm_mlp" is offered beside "linear_fc1" and "linear_fc2", which are what a block uses by default: that one
-    module leaves nothing between its products for others to fuse, replace or look at.
+    Blocks use "linear_fc1" and "linear_fc2" by default rather than "layernorm_mlp": that is one module, and leaves
+    nothing between its linears to fuse, replace or inspect.
     """
 
     def __init__(self, classes: Iterable[tuple[str, Any]], reasons: dict[str, str]) -> None:
@@ -35,16 +35,16 @@ class LayerSpec(dict[str, Any]):
         self.reasons = reasons
 
     def or_native(self) -> LayerSpec:
-        """This spec, with the plain PyTorch class where it has none."""
+        """This spec, with the plain PyTorch class for each key that has none."""
         native = NativeLayerSpec()
         return LayerSpec(((key, found or native[key]) for key, found in self.items()), dict(self.reasons))
 
 
 class NativeLayerSpec(LayerSpec):
-    """The seven keys with plain PyTorch modules, whose constructors and forwards take what Transformer Engine's take.
+    """The seven keys with plain PyTorch modules, whose constructors and forwards take Transformer Engine's arguments.
 
-    Parameters have the same names and begin with the same distribution. The default of `device` is torch's own instead
-    of "cuda". What plain PyTorch has not (tensor parallelism, packed sequences) is an EngineError, not ignored.
+    Parameters have the same names and initial distributions. `device` defaults to torch's default instead of "cuda".
+    Arguments that plain PyTorch cannot serve (tensor parallelism, packed sequences) raise EngineError.
     """
 
     def __init__(self) -> None:
@@ -60,11 +60,11 @@ class NativeLayerSpec(LayerSpec):
 
 
 def te_layer_spec(use_te: bool = True, *, tp_comm_overlap: bool = False) -> LayerSpec:
-    """Transformer Engine's classes by key; None for each that cannot be imported or constructed here, for any reason,
-    which `spec.reasons[key]` keeps.
+    """Transformer Engine's classes by key; None for each that cannot be imported or constructed here, with the reason
+    in `spec.reasons[key]`.
 
-    use_te: False gives None for all. tp_comm_overlap: the blocks will overlap communication by user buffers; raises
-    EngineError unless they are initialised, as the classes would refuse one by one otherwise.
+    use_te: False gives None for all. tp_comm_overlap: whether the blocks will overlap communication by user buffers.
+    Raises EngineError if they will and the buffers are not initialised.
     """
     if use_te and tp_comm_overlap:
         from megacpp_compile.precision.replace import check_user_buffers

@@ -1,7 +1,7 @@
-"""Plain PyTorch modules with the constructors and forwards of Transformer Engine's, as of its release 2.20.
+"""Plain PyTorch modules with the constructors and forwards of Transformer Engine 2.20's.
 
-Arguments that only say how to be fast (cached casts, saved inputs, overlaps that need tensor parallelism to mean
-anything) are taken and change nothing. Those that would change the result or the interface are refused.
+Arguments that only tune speed (cached casts, saved inputs, overlaps that mean nothing without tensor parallelism) are
+accepted and change nothing. Those that would change the result or the interface raise EngineError.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import gelu, layer_norm, relu, rms_norm, silu
-from torch.nn.functional import linear as product
+from torch.nn.functional import gelu, layer_norm, linear, relu, rms_norm, silu
 from torch.utils.checkpoint import checkpoint as run_checkpointed
 
 from megacpp_compile.errors import EngineError
 from megacpp_compile.sharding.pinning import constructed
 
-_STD = 0.023  # of weights, as Transformer Engine draws them
+_STD = 0.023  # of weights, as Transformer Engine initialises them
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": lambda x: gelu(x, approximate="tanh"),
@@ -27,7 +26,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "srelu": lambda x: relu(x).square(),
     "silu": silu,
 }
-# The first half goes through the function, the second is the other factor.
+# The activation of the first half multiplies the second.
 GATED = {"geglu": "gelu", "qgeglu": "qgelu", "reglu": "relu", "sreglu": "srelu", "swiglu": "silu", "glu": "sigmoid"}
 
 
@@ -43,32 +42,34 @@ def refuse(module: nn.Module, **given: Any) -> None:
 
 
 class _Module(nn.Module):
-    """Parameters that know how they begin."""
+    """A module that knows how to initialise each of its parameters."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.begin: dict[str, Callable[[torch.Tensor], Any]] = {}
+        self.initialisers: dict[str, Callable[[torch.Tensor], Any]] = {}
 
     def new(
-        self, name: str, size: Iterable[int], begin: Callable[[torch.Tensor], Any], dtype: Any, device: Any
+        self, name: str, size: Iterable[int], initialise: Callable[[torch.Tensor], Any], dtype: Any, device: Any
     ) -> None:
+        """Register the parameter `name`, empty until `reset_parameters`."""
         dtype = torch.get_default_dtype() if dtype is None else dtype
         self.register_parameter(name, nn.Parameter(torch.empty(*size, dtype=dtype, device=device)))
-        self.begin[name] = begin
+        self.initialisers[name] = initialise
 
     def reset_parameters(self, defer_init: bool | None = False) -> None:
+        """Initialise all parameters that are not on meta, and pin them inside `sharding.constructing`."""
         for name, parameter in self._parameters.items():
             if not defer_init and parameter is not None and parameter.device.type != "meta":
-                self.begin[name](parameter)
+                self.initialisers[name](parameter)
                 constructed(name, parameter)
 
 
-def _drawn(weight: torch.Tensor) -> torch.Tensor:
+def _normal(weight: torch.Tensor) -> torch.Tensor:
     return nn.init.normal_(weight, mean=0.0, std=_STD)
 
 
 class RMSNorm(_Module):
-    """`te.RMSNorm`: over the last axes of `normalized_shape`."""
+    """`te.RMSNorm` over the last axes, of `normalized_shape`: [..., *normalized_shape] in and out, any float dtype."""
 
     weight: torch.Tensor
 
@@ -86,8 +87,8 @@ class RMSNorm(_Module):
             raise TypeError(f"RMSNorm got unexpected arguments: {sorted(unknown)}")
         self.size = (size,) if isinstance(size, int) else tuple(size)
         self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
-        begin = nn.init.zeros_ if zero_centered_gamma else nn.init.ones_
-        self.new("weight", self.size, begin, params_dtype or kwargs.get("dtype"), kwargs.get("device"))
+        initialise = nn.init.zeros_ if zero_centered_gamma else nn.init.ones_
+        self.new("weight", self.size, initialise, params_dtype or kwargs.get("dtype"), kwargs.get("device"))
         self.reset_parameters()
 
     def forward(self, inp: torch.Tensor) -> torch.Tensor:
@@ -95,7 +96,11 @@ class RMSNorm(_Module):
 
 
 class Linear(_Module):
-    """`te.Linear`. `parameters_split` cuts weight and bias into parameters of their own, by rows."""
+    """`te.Linear`: [..., in_features] to [..., out_features]. `parameters_split` cuts weight and bias, by rows, into
+    parameters of their own.
+
+    Raises EngineError for arguments that plain PyTorch cannot serve, ValueError for a split that does not add up.
+    """
 
     def __init__(
         self, in_features: int, out_features: int, sequence_parallel: bool = False,
@@ -131,18 +136,18 @@ class Linear(_Module):
             raise ValueError(f"parameters_split adds up to {sum(sizes.values())}, not to out_features={out_features}")
         self.weight_names, self.bias_names = [f"{n}weight" for n in sizes], [f"{n}bias" for n in sizes]
         for name, rows in zip(self.weight_names, sizes.values(), strict=True):
-            self.new(name, (rows, in_features), init or _drawn, dtype, device)
+            self.new(name, (rows, in_features), init or _normal, dtype, device)
         for name, rows in zip(self.bias_names, sizes.values(), strict=True):
             if bias:
                 self.new(name, (rows,), nn.init.zeros_, dtype, device)
 
-    def _whole(self, names: list[str]) -> torch.Tensor:
+    def _joined(self, names: list[str]) -> torch.Tensor:
         parts = [getattr(self, name) for name in names]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _apply_linear(self, inp: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        bias = self._whole(self.bias_names) if self.use_bias else None
-        out = product(inp, self._whole(self.weight_names), None if self.return_bias else bias)
+        bias = self._joined(self.bias_names) if self.use_bias else None
+        out = linear(inp, self._joined(self.weight_names), None if self.return_bias else bias)
         return (out, bias) if self.return_bias else (out,)  # type: ignore[return-value]
 
     def forward(
@@ -154,7 +159,7 @@ class Linear(_Module):
 
 
 class _Normed:
-    """The norm in front, of LayerNormLinear and LayerNormMLP."""
+    """The norm at the front of LayerNormLinear and LayerNormMLP."""
 
     normalization: str
     eps: float
@@ -180,7 +185,10 @@ class _Normed:
 
 
 class LayerNormLinear(_Normed, Linear):
-    """`te.LayerNormLinear`."""
+    """`te.LayerNormLinear`: a norm over the last axis, then a linear; [..., in_features] to [..., out_features].
+
+    Raises EngineError as `Linear`, and ValueError for a normalization that is neither LayerNorm nor RMSNorm.
+    """
 
     def __init__(
         self, in_features: int, out_features: int, eps: float = 1e-5, sequence_parallel: bool = False,
@@ -213,7 +221,10 @@ class LayerNormLinear(_Normed, Linear):
 
 
 class LayerNormMLP(_Normed, _Module):
-    """`te.LayerNormMLP`: norm, product, activation, product."""
+    """`te.LayerNormMLP`: norm, linear, activation, linear; [..., hidden_size] in and out.
+
+    Raises EngineError for arguments and activations that plain PyTorch cannot serve, ValueError as `LayerNormLinear`.
+    """
 
     fc1_weight: torch.Tensor
     fc1_bias: torch.Tensor
@@ -242,31 +253,31 @@ class LayerNormMLP(_Normed, _Module):
         self.return_layernorm_output, self.checkpoint = return_layernorm_output, checkpoint
         self._build_norm(hidden_size, normalization, eps, zero_centered_gamma, params_dtype, device)
         rows = ffn_hidden_size * (2 if activation in GATED else 1)
-        self.new("fc1_weight", (rows, hidden_size), init_method or _drawn, params_dtype, device)
+        self.new("fc1_weight", (rows, hidden_size), init_method or _normal, params_dtype, device)
         if bias:
             self.new("fc1_bias", (rows,), nn.init.zeros_, params_dtype, device)
-        second = output_layer_init_method or init_method or _drawn
+        second = output_layer_init_method or init_method or _normal
         self.new("fc2_weight", (hidden_size, ffn_hidden_size), second, params_dtype, device)
         if bias:
             self.new("fc2_bias", (hidden_size,), nn.init.zeros_, params_dtype, device)
         self.reset_parameters()
 
-    def _products(self, normed: torch.Tensor) -> torch.Tensor:
-        hidden = product(normed, self.fc1_weight, self.fc1_bias if self.use_bias else None)
+    def _mlp(self, normed: torch.Tensor) -> torch.Tensor:
+        hidden = linear(normed, self.fc1_weight, self.fc1_bias if self.use_bias else None)
         if self.activation in GATED:
             first, second = hidden.chunk(2, -1)
             inner = GATED[self.activation]
             hidden = (torch.sigmoid(first) if inner == "sigmoid" else ACTIVATIONS[inner](first)) * second
         else:
             hidden = ACTIVATIONS[self.activation](hidden)
-        return product(hidden, self.fc2_weight, self.fc2_bias if self.use_bias and not self.return_bias else None)
+        return linear(hidden, self.fc2_weight, self.fc2_bias if self.use_bias and not self.return_bias else None)
 
     def forward(
         self, inp: torch.Tensor, is_first_microbatch: bool | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         normed = self._apply_norm(inp)
-        again = self.checkpoint and torch.is_grad_enabled()
-        out = run_checkpointed(self._products, normed, use_reentrant=False) if again else self._products(normed)
+        recompute = self.checkpoint and torch.is_grad_enabled()
+        out = run_checkpointed(self._mlp, normed, use_reentrant=False) if recompute else self._mlp(normed)
         found: list[Any] = [out]
         if self.return_bias:
             found.append(self.fc2_bias if self.use_bias else None)

@@ -15,15 +15,15 @@ from megacpp_compile.precision.native import refuse
 
 _FORMATS = ("sbhd", "bshd")
 _MASKS = ("no_mask", "causal", "causal_bottom_right", "arbitrary")
-_ALL = ((-1, -1), (-1, 0))  # windows that are none; the second is what a causal mask is given
+_ALL = ((-1, -1), (-1, 0))  # windows that limit nothing; the second is a causal mask's
 
 
 class DotProductAttention(nn.Module):
     """Attention over queries, keys [.., heads or groups, d_qk] and values [.., d_v], in the layout `qkv_format`.
 
-    Returns [s, b, heads * d_v] for "sbhd", [b, s, heads * d_v] for "bshd". An `attention_mask` is true where nothing
-    is attended to. Packed sequences, padding masks, windows and context parallelism are refused, and a soft cap beside
-    dropout or a mask of one's own.
+    Returns [s, b, heads * d_v] for "sbhd", [b, s, heads * d_v] for "bshd", in the queries' dtype. An `attention_mask`
+    is true where a query must not attend. Raises EngineError for packed sequences, padding masks, windows, context
+    parallelism, and a soft cap beside dropout or an explicit mask.
     """
 
     def __init__(
@@ -99,7 +99,8 @@ class DotProductAttention(nn.Module):
 
 
 def _mask(kind: str, q: torch.Tensor, k: torch.Tensor, given: Any, bias: torch.Tensor | None) -> torch.Tensor | None:
-    """What torch's attention adds to the scores or keeps of them; None where `is_causal` or nothing says it all."""
+    """The `attn_mask` for torch's attention: bool, true where a query attends, or a bias to add to the scores; None
+    where `is_causal` suffices or nothing is masked."""
     queries, keys = q.shape[-2], k.shape[-2]
     kept = None
     if kind == "causal_bottom_right" or (kind == "causal" and bias is not None):

@@ -1,9 +1,9 @@
-"""RMSNorms that one linear alone reads, told by running the model on shapes.
+"""Finds RMSNorms that one linear alone reads, by running the model on fake tensors.
 
-Folded into that linear (`te.LayerNormLinear`), such a norm is computed where its result is quantised. Of a norm that
-feeds several linears each would compute it again, so it stays. Who reads a tensor is code, not structure: the model
-runs once on fake tensors, and every operation that touches the norm's result is seen. Whether a module is an RMSNorm is
-told by what it computes, with weights of our own.
+Folded into that linear (`te.LayerNormLinear`), such a norm is computed where its result is quantised. A norm that feeds
+several linears stays, as each of them would recompute it. The module tree does not say who reads a tensor, so the model
+runs once on shapes and a dispatch mode watches every op that reads a norm's result. Whether a module is an RMSNorm is
+told by what it computes on test values.
 """
 
 from __future__ import annotations
@@ -25,21 +25,26 @@ from megacpp_compile.fx.views import RESHAPES
 from megacpp_compile.precision.survey import HOOKS
 
 aten = torch.ops.aten
-# Of these the last axis of the result is the last axis of the operand where both have one length.
+# Views whose last axis is their operand's wherever the two have the same length.
 _VIEWS = RESHAPES - {aten.reshape.default} | {aten.unsqueeze.default, aten.squeeze.dim, aten.detach.default}
 
 
 @dataclass(frozen=True, slots=True)
 class RMSNorm:
-    """eps: added to the mean square; zero_centered: whether the gain is 1 + weight."""
+    """What an RMSNorm computes.
+
+    Attributes:
+        eps: added to the mean square.
+        zero_centered: whether the gain is 1 + weight.
+    """
 
     eps: float
     zero_centered: bool
 
 
 class Deferred(nn.Module):
-    """In the place of an RMSNorm that a linear computes: keeps its parameter and name, and passes x on, contiguous, as
-    code behind it may view a norm's result in ways that a slice cannot be."""
+    """Stands in for an RMSNorm that a linear computes: keeps the parameter and its name, and returns x, contiguous, as
+    code behind it may take views of a norm's result that a slice does not allow."""
 
     weight: torch.Tensor
 
@@ -66,7 +71,7 @@ def as_rms_norm(module: nn.Module) -> RMSNorm | None:
     width = parameters["weight"].shape[0]
     draw = torch.Generator().manual_seed(0)
     weight = torch.randn(width, generator=draw, dtype=torch.float64).float()
-    # Of the size of eps, so that another place or value of it shows.
+    # Its mean square is about eps, so that an eps of another value or in another place shows.
     x = torch.randn(3, width, generator=draw, dtype=torch.float64).float() * max(eps, 1e-12) ** 0.5
     try:
         with torch.no_grad(), torch.device("cpu"):
@@ -81,10 +86,10 @@ def as_rms_norm(module: nn.Module) -> RMSNorm | None:
 
 
 def readers(model: nn.Module, inputs: Sequence[Any] | Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
-    """({norm: the one linear that reads it, and reads nothing else}, {norm: why not}) by names in `model`.
+    """({norm: the one linear that reads it, and reads nothing else}, {norm: why there is none}), by names in `model`.
 
-    inputs: arguments of the model's forward, as a tuple or by name; only their shapes, dtypes and devices matter.
-    Where the forward cannot run on shapes, that is why for every norm.
+    inputs: arguments of the model's forward, as a tuple or by name; only their shapes, dtypes and devices matter. If
+    the forward cannot run on shapes, that is the reason for every norm.
     """
     norms = {name: m for name, m in model.named_modules() if as_rms_norm(m) is not None}
     if not norms:
@@ -110,7 +115,7 @@ def readers(model: nn.Module, inputs: Sequence[Any] | Mapping[str, Any]) -> tupl
 
 @dataclass
 class _Reads:
-    """Of one norm: linears that take its result, and what else does."""
+    """Who reads one norm's result: linears, and other readers in words."""
 
     linears: set[str] = field(default_factory=set)
     others: list[str] = field(default_factory=list)
@@ -122,7 +127,7 @@ class _Watch(TorchDispatchMode):
         self.reads = {name: _Reads() for name in norms}
         self.linears = {m: name for name, m in model.named_modules() if type(m) is nn.Linear}
         self.norms = {m: name for name, m in norms.items()}
-        self.results: dict[int, tuple[str, torch.Tensor]] = {}  # holds them, so that no id is used twice
+        self.results: dict[int, tuple[str, torch.Tensor]] = {}  # by id; holds the tensors, so that no id is reused
         self.fed_otherwise: set[str] = set()
         self.inside: list[nn.Module] = []
 
@@ -162,11 +167,11 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        # What asks for a shape or a device gives no tensor.
+        # Ops that return no tensor ask for a shape or a device, and read no values.
         reads = out is None or any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(out))
         if reads and (not self.inside or self.inside[-1] not in self.linears):
             if func in _VIEWS and id(args[0]) in self.results and out.shape[-1] == args[0].shape[-1]:
-                self.results[id(out)] = (self.results[id(args[0])][0], out)  # the same rows in another arrangement
+                self.results[id(out)] = (self.results[id(args[0])][0], out)  # the same rows, rearranged
             else:
                 for leaf in tree_leaves((args, kwargs or {})):
                     self.used(leaf, str(func))

@@ -1,4 +1,4 @@
-"""`replace_linears`: Transformer Engine's modules where a plan asks for fp8, with the model's own parameters."""
+"""`replace_linears`: puts Transformer Engine's modules where a plan asks for fp8, with the model's own parameters."""
 
 from __future__ import annotations
 
@@ -24,12 +24,15 @@ class Conversion:
     """One row: a linear, or a norm in front of one.
 
     Attributes:
-        fqn: its name. module: its class before.
-        role: see `roles.ROLES`.
+        fqn: its name.
+        module: its class before.
+        role: one of `roles.ROLES`.
         shape: (out features, in features); (width,) of a norm.
-        requested: recipe the plan asks for. rule: the pattern or role that does.
-        done: whether it was replaced. now: by what, "" if it was not.
-        reason: why not, or, of a norm, which linear computes it.
+        requested: recipe the plan asks for.
+        rule: the pattern or role that asks for it.
+        done: whether it was replaced.
+        now: the module in its place and that one's recipe, "" if it was not replaced.
+        reason: why it was not replaced, or, of a replaced norm, which linear computes it.
     """
 
     fqn: str
@@ -45,11 +48,11 @@ class Conversion:
 
 @dataclass(frozen=True, slots=True)
 class ConversionTable:
-    """Every linear of a model and what became of it; `str(table)` is a table.
+    """Every linear of a model, replaced or not; `str(table)` is a table.
 
     Attributes:
         rows: in the order of the model; norms last.
-        reason: why nothing at all was replaced, "" if anything could be.
+        reason: why no linear could be replaced, "" where some could.
     """
 
     rows: tuple[Conversion, ...]
@@ -60,12 +63,12 @@ class ConversionTable:
 
     @property
     def done(self) -> tuple[str, ...]:
-        """Names of what was replaced."""
+        """Names of the linears and norms that were replaced."""
         return tuple(row.fqn for row in self.rows if row.done)
 
     @property
     def skipped(self) -> dict[str, str]:
-        """Name -> reason of what was not."""
+        """Name -> reason of those that were not."""
         return {row.fqn: row.reason for row in self.rows if not row.done}
 
     def to_dict(self) -> dict[str, Any]:
@@ -93,21 +96,23 @@ def replace_linears(
     target: str = "auto",
     tp_comm_overlap: bool = False,
 ) -> ConversionTable:
-    """Put Transformer Engine's modules in the place of linears that `plan` wants in fp8; after construction, before
-    FSDP. Parameters stay the same objects under the same names, and the state dict keeps its keys and values.
+    """Replace linears that `plan` wants in fp8 by Transformer Engine's modules, in place; call it after construction
+    and before FSDP. Parameters stay the same objects under the same names, and the state dict keeps its keys and
+    values.
 
     plan: a `PrecisionPlan`, or what `PrecisionPlan.of` takes.
-    exclude: names to leave alone. Those of DEFAULT_EXCLUSIONS match inside any segment of a name; others are globs
-        over whole names, and one that hits nothing is an error. To add to the defaults: (*DEFAULT_EXCLUSIONS, "...").
-    example_inputs: arguments of the model's forward, as a tuple or by name. With them an RMSNorm that is read by one
-        linear alone is folded into it (`te.LayerNormLinear`); the model runs once on shapes. Without, no norm is.
+    exclude: linears to leave alone. Words of DEFAULT_EXCLUSIONS match inside any segment of a name; others are globs
+        over whole names (`config.globs`). To add to the defaults: (*DEFAULT_EXCLUSIONS, "...").
+    example_inputs: arguments of the model's forward, as a tuple or by name. With them, an RMSNorm that one linear alone
+        reads is folded into it (`te.LayerNormLinear`), for which the model runs once on shapes. Without, none is.
     target: "auto" goes by the parameters' device. "cuda" is for a model that is to be moved there.
-    tp_comm_overlap: the run overlaps tensor-parallel communication by Transformer Engine's user buffers. They have to
-        be initialised by then.
+    tp_comm_overlap: whether the run overlaps tensor-parallel communication by Transformer Engine's user buffers, which
+        have to be initialised by then.
 
-    Returns the conversion table, which has every linear. On CPU and TPU, and where Transformer Engine is not to be had,
-    nothing is replaced, and one line in the log says why. Raises RuleWithoutHitError, and EngineError for
-    `tp_comm_overlap` without user buffers, before anything is changed.
+    Returns the conversion table, which has every linear. On CPU and TPU, and where Transformer Engine is not available,
+    nothing is replaced, and one line in the log says why. Raises, before anything is changed, NotAModuleError;
+    BadOptionError for a plan that is none; RuleWithoutHitError for a rule of the plan or a glob of `exclude` that hits
+    nothing; and EngineError for `tp_comm_overlap` without user buffers.
     """
     if not isinstance(model, nn.Module):
         raise NotAModuleError(model)

@@ -1,4 +1,4 @@
-"""Transformer Engine's modules in the place of a model's own: its parameters, its state dict, a recipe of their own.
+"""Transformer Engine's modules that replace a model's linears: the same parameters and state dict, a recipe each.
 
 Importing this file imports Transformer Engine.
 """
@@ -17,21 +17,21 @@ from torch.nn.functional import pad
 from megacpp_compile.precision import engine
 from megacpp_compile.precision.checkpoint import refuse_stock_checkpoint
 
-# fp8 products contract over tokens for the weight's gradient, and take multiples of 16 there.
+# The weight's gradient contracts over tokens, and fp8 GEMMs take multiples of 16 there.
 _ROWS = 16
 
 
 class _InRecipe(nn.Module):
-    """Runs the module behind it in `recipe`, whatever autocast is around."""
+    """Runs the module class behind it in `recipe`, even inside another autocast."""
 
     recipe: str
 
-    # A state dict without Transformer Engine's own entry, as it was before. Under delayed scaling it holds the maxima
-    # of past steps; they are gathered again within a few steps of a restart.
+    # Keeps Transformer Engine's own entry out of the state dict, whose keys stay the plain model's. Under delayed
+    # scaling the entry holds the maxima of past steps, which a few steps after a restart collect anew.
     get_extra_state = nn.Module.get_extra_state
     set_extra_state = nn.Module.set_extra_state
 
-    # te.Linear would break the graph by itself, at a place of its own choice; the others always do.
+    # te.Linear breaks the graph anyway, somewhere inside its forward; the other modules are never traced.
     @torch.compiler.disable(reason="Transformer Engine's modules run between compiled graphs, not in them")
     def forward(self, inp: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if engine.suspended():
@@ -39,13 +39,13 @@ class _InRecipe(nn.Module):
                 return super().forward(inp, *args, **kwargs)
         refuse_stock_checkpoint(self)
         rows = math.prod(inp.shape[:-1])
-        # Entering once more what is entered would make every module the first of its step to the one that is left, and
-        # under delayed scaling move all histories on with each of them.
+        # If each module entered the autocast anew, each would count as the first of its step, and under delayed scaling
+        # advance the histories of all.
         entered = engine.in_autocast(self.recipe)
         with nullcontext() if entered else te.autocast(enabled=True, recipe=engine.recipe_object(self.recipe)):
             if rows % _ROWS == 0 and rows:
                 return super().forward(inp, *args, **kwargs)
-            # Rows of zeros add nothing to a product, nor to a gradient, nor to a maximum.
+            # Rows of zeros change no other row of the GEMM, no gradient and no maximum.
             filled = pad(inp.reshape(rows, inp.shape[-1]), (0, 0, 0, _ROWS - rows % _ROWS))
             out = super().forward(filled, *args, **kwargs)
         return out[:rows].reshape(*inp.shape[:-1], out.shape[-1])
@@ -59,32 +59,33 @@ class Linear(_InRecipe, te.Linear):
 
 
 class LayerNormLinear(_InRecipe, te.LayerNormLinear):
-    """`te.LayerNormLinear` for an `nn.Linear` and the RMSNorm in front of it, which keeps its own parameter: there is
-    one parameter under one name, as before, also for optimizers and FSDP."""
+    """`te.LayerNormLinear` for an `nn.Linear` and the RMSNorm in front of it. The norm's module keeps the parameter, so
+    that optimizers and FSDP see one parameter under the same name as before."""
 
     _norm: tuple[nn.Module]
 
     @property
     def layer_norm_weight(self) -> Any:
-        return self._norm[0].weight  # AttributeError during construction: then it is looked up as a parameter
+        return self._norm[0].weight  # AttributeError during construction makes nn.Module look for a parameter
 
 
 def linear(plain: nn.Linear, recipe: str) -> Linear:
-    """The module for `plain`, around the same Parameter objects."""
+    """The module that replaces `plain`, with the same Parameter objects."""
     return _adopt(Linear, plain, recipe)
 
 
 def normed_linear(plain: nn.Linear, norm: nn.Module, eps: float, zero_centered: bool, recipe: str) -> LayerNormLinear:
-    """The module for `plain` behind `norm`, the module that holds the norm's weight from now on."""
+    """The module that replaces `plain` and the norm before it. norm: the module that holds the norm's weight; eps and
+    zero_centered: as in `norms.RMSNorm`."""
     settings = {"eps": eps, "zero_centered_gamma": zero_centered, "normalization": "RMSNorm"}
     new = _adopt(LayerNormLinear, plain, recipe, **settings)
     del new._parameters["layer_norm_weight"]
-    new.__dict__["_norm"] = (norm,)  # in a tuple: no submodule, so not a second time in the state dict
+    new.__dict__["_norm"] = (norm,)  # in a tuple, so that it is no submodule and not in the state dict twice
     return new
 
 
 def _adopt(kind: type[Any], plain: nn.Linear, recipe: str, **settings: Any) -> Any:
-    # On meta nothing is allocated or drawn for parameters that are thrown away.
+    # On meta, the parameters that are replaced below cost no memory and no random draws.
     with te.quantized_model_init(enabled=False):
         new = kind(plain.in_features, plain.out_features, bias=plain.bias is not None,
                    params_dtype=plain.weight.dtype, device="meta", **settings)  # fmt: skip
@@ -96,9 +97,9 @@ def _adopt(kind: type[Any], plain: nn.Linear, recipe: str, **settings: Any) -> A
 
 
 class StepAutocast:
-    """An autocast around the model's whole forward, by hooks. Under delayed scaling the histories of all modules move
-    on when the outermost autocast ends, which has to be once a step and not once a module. Modules of Transformer
-    Engine's that the model had before follow it too, as they follow any."""
+    """Puts an autocast around the model's whole forward, by hooks. Under delayed scaling all histories advance when the
+    outermost autocast ends, which has to happen once a step and not once a module. Transformer Engine's modules that
+    the model had before follow this autocast too."""
 
     def __init__(self, model: nn.Module, recipe: str) -> None:
         self.recipe, self.entered = recipe, []  # type: ignore[var-annotated]

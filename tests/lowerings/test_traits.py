@@ -75,7 +75,7 @@ def test_what_is_handed_over_is_an_argument_of_the_backward(name):
         (torch.ops._c10d_functional.all_reduce.default, {"unknown"}),
         (torch.sin, {"unknown"}),
     ],
-    ids=str,
+    ids=lambda v: "-".join(sorted(v)) if isinstance(v, set) else getattr(v, "__name__", None) or str(v),
 )
 def test_torch(op, facts):
     traits = traits_of(op)
