@@ -1,4 +1,4 @@
-"""Which nodes of a graph share memory, and when it is free."""
+"""Which nodes of a graph share memory, and after which reader that memory is free."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ aten = torch.ops.aten
 
 
 def overwritable(tensor: Any, reader: Node) -> bool:
-    """Whether nobody needs `tensor`'s memory after `reader`: it was made in this graph, and neither it nor any view of
-    the same memory is read later or returned. For choosing the cheaper kernel; correctness does not rest on it."""
+    """Whether `tensor`'s memory is free after `reader`: this graph allocates it, and neither it nor any view of it is
+    read later or returned. Chooses the cheaper kernel; correctness does not rest on it."""
     base = memory_of(tensor)
     if not isinstance(base, Node) or base.op != "call_function":
         return False
@@ -28,14 +28,14 @@ def overwritable(tensor: Any, reader: Node) -> bool:
 
 
 def memory_of(tensor: Any) -> Any:
-    """The node that made the memory `tensor` is in or is a view of."""
+    """The node that allocates the memory of `tensor`."""
     while isinstance(tensor, Node) and (source := _viewed(tensor)) is not None:
         tensor = source
     return tensor
 
 
 def _viewed(node: Node) -> Node | None:
-    """The node whose memory `node` shares by being a view of it, or one of its several views; or None."""
+    """The node that `node` is a view, or one of several views, of; else None."""
     if node.target is operator.getitem:
         parts = node.args[0]
         return parts if isinstance(parts, Node) and _viewed(parts) is not None else None

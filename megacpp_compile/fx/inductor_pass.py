@@ -1,4 +1,4 @@
-"""Passes of this package over Inductor's own graphs: run behind the user's, and named in caches by all sources."""
+"""The base of passes over Inductor's graphs: they run behind the user's; their cache key covers every source file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def source_hash() -> str:
 class GraphPass(CustomGraphPass):
     """before: a pass, or several, that the user has given for the same place in Inductor's pipeline; they run first.
 
-    A subclass defines `run` and `key`, what it is told apart by beside the sources, and `__reduce__`, as keys pickle.
+    A subclass defines `run`, `key` (its part of the cache key) and `__reduce__`, as keys are pickled.
     """
 
     before: Any = None

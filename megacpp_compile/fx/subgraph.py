@@ -12,7 +12,7 @@ from megacpp_compile.fx.mode_states import autocast_pairs
 
 
 def between(gm: GraphModule, inputs: Sequence[Node], outputs: Sequence[Node]) -> tuple[GraphModule, list[Node]]:
-    """(module, its inputs): computes `outputs` from `inputs`, and whatever other graph inputs they need."""
+    """(module, its inputs): computes `outputs` from `inputs` and from the other graph inputs they need."""
     keep, stack, border = set[Node](), list(outputs), set(inputs)
     while stack:
         node = stack.pop()

@@ -1,4 +1,4 @@
-"""Which attention a head's queries or keys go to: the score products downstream of a node."""
+"""Which attention reads a head, and as queries or keys: the score products downstream of a node."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Reader:
 
 
 def is_attention(node: Node) -> bool:
-    """Whether `node` is the output of an attention, which keeps it for its own backward."""
+    """Whether `node` is the output of an attention kernel, which saves it for its own backward."""
     return node.target in _SDPA or "flex_attention" in str(node.target)
 
 
@@ -39,8 +39,8 @@ def readers(root: Node) -> list[Reader]:
 
 
 def leaves_graph(root: Node) -> bool:
-    """Whether the graph returns `root`, perhaps through views, casts, copies and scalings: what reads it is in another
-    graph."""
+    """Whether the graph returns `root`, perhaps through views, casts, copies and scalings, so that another graph may
+    hold its readers."""
     return any(user.op == "output" for node in _follow(root)[1] for user in node.users)
 
 

@@ -1,7 +1,7 @@
-"""A depthwise causal convolution by what it computes: which input steps an output step sees, however it was padded,
-cut, transposed and cast on the way.
+"""A depthwise causal convolution, told by the input steps that an output step reads; padding, slices, transpositions
+and casts may stand anywhere around it.
 
-Padding adds `left` steps before time 0; a cut keeps the output from `first` on. Output step i then reads the inputs
+Padding adds `left` steps before time 0; a slice keeps the output from `first` on. Output step i then reads the inputs
 `i + first - left ... i + first - left + k - 1`, which is causal where `left - first == k - 1` and as many steps are
 kept as came in.
 """
@@ -52,7 +52,7 @@ class NoCausalConv:
 
 
 def match_causal_conv(node: Node) -> CausalConv | NoCausalConv | None:
-    """What the convolution `node` is a part of; None for one that is neither depthwise nor causal."""
+    """The causal convolution that `node` computes; None where `node` is neither depthwise nor causal."""
     call = _call(node)
     if call is None:
         return None
@@ -86,7 +86,7 @@ def _filled(node: Node, defaults: tuple[Any, ...]) -> list[Any]:
 
 
 def _call(node: Node) -> tuple[Node, Node, Node | None, int, int, int, int] | None:
-    """(operand, weight, bias, stride, padding, dilation, groups) of a 1D convolution with numbers for parameters."""
+    """(operand, weight, bias, stride, padding, dilation, groups) of a 1D convolution whose parameters are numbers."""
     if node.op != "call_function":
         return None
     if node.target is aten.conv1d.default:
@@ -109,8 +109,8 @@ def _call(node: Node) -> tuple[Node, Node, Node | None, int, int, int, int] | No
 
 
 def _source(operand: Node) -> tuple[Node, int, int]:
-    """(x, its dimension of time, steps of zeros put before it): what the operand [b, c, t] is made of, without
-    paddings, transpositions, copies and casts that widen."""
+    """(x, its dimension of time, steps of zeros put before it): the tensor that the operand [b, c, t] is made of by
+    padding, transpositions, copies and widening casts."""
     node, time, left = operand, 2, 0
     while True:
         if (swapped := is_swap(node)) is not None:
@@ -167,7 +167,7 @@ def _bits(node: Any) -> int:
 
 
 class _Steps:
-    """The walk from a convolution to its readers, and how it ended."""
+    """Where the convolution's output is complete, and the last value reached for the reason where it never is."""
 
     def __init__(self, conv: Node, left: int, taps: int, length: Any) -> None:
         self.conv, self.left, self.taps, self.length = conv, left, taps, length
@@ -187,7 +187,7 @@ class _Steps:
 
 
 def _walk(steps: _Steps) -> tuple[Node, int, str, set[Node]] | None:
-    """(end, its dimension of time, activation, nodes up to it): as far as every value has one reader only."""
+    """(end, its dimension of time, activation, nodes up to it), followed while every value has exactly one reader."""
     node, time, first, activation = steps.conv, 2, 0, ""
     internal = {node}
     best = (node, time, activation, set(internal)) if steps.complete(node, time, first) else None
@@ -228,13 +228,13 @@ def _silu_of(node: Node, reader: Node) -> list[tuple[Node, set[Node]]]:
     return []
 
 
-def _begin(cut: Node, time: int) -> int | None:
+def _begin(slice_node: Node, time: int) -> int | None:
     """Where a slice along time begins; None for other slices."""
-    _, dim, start, _, step = _filled(cut, (None, 0, None, None, 1))
+    _, dim, start, _, step = _filled(slice_node, (None, 0, None, None, 1))
     if dim % 3 != time or step != 1 or not isinstance(start, (int, type(None))):
         return None
     start = start or 0
-    size = value(cut.args[0]).shape[time]
+    size = value(slice_node.args[0]).shape[time]
     if start < 0:
         return size + start if isinstance(size, int) else None
     return start

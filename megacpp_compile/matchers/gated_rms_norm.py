@@ -1,7 +1,7 @@
 """RMSNorm with a SiLU gate before or behind it, from the norm outwards.
 
-Up from the norm: gains, numbers, casts and reshapes, which keep every group of `size` lanes in its place, and at most
-one gate. Down from what is normed: the product of a tensor and a gate, perhaps seen in groups.
+Downstream of the norm the matcher follows gains, numbers, casts and reshapes that keep every group of `size` channels
+together, and at most one gate. Upstream it looks for the product of a tensor and a gate, perhaps reshaped into groups.
 Source: Mamba-2, https://arxiv.org/abs/2405.21060, section 7.1.
 """
 
@@ -19,7 +19,7 @@ from megacpp_compile.matchers.rms_norm import NoNorm, RmsNorm
 from megacpp_compile.matchers.silu import match_sigmoid, match_silu
 
 aten = torch.ops.aten
-# What keeps the order of elements in memory, whatever it makes of the dimensions.
+# Ops that keep the elements in row-major order and change the dimensions only.
 _ROW_MAJOR = RESHAPES | FOLDS | {aten.unsqueeze.default, aten.squeeze.dim}
 _MUL, _DIV = {aten.mul.Tensor, aten.mul.Scalar}, {aten.div.Tensor, aten.div.Scalar}
 _OTHER_GATES = {aten.gelu.default: "GELU", aten.relu.default: "ReLU", aten.tanh.default: "tanh"}
@@ -27,9 +27,9 @@ _OTHER_GATES = {aten.gelu.default: "GELU", aten.relu.default: "ReLU", aten.tanh.
 
 @dataclasses.dataclass
 class GatedNorm:
-    """`node` is the norm of y, or of `y * silu(z)`, in groups of `size` lanes, times gains and perhaps `silu(z)`.
+    """`node` is the norm of y, or of `y * silu(z)`, in groups of `size` channels, times gains and perhaps `silu(z)`.
 
-    gains: (tensor, lanes it spans: `size`, or a multiple, for groups that differ). internal: nodes up to `node`.
+    gains: (tensor, channels it spans: `size`, or a multiple, for groups that differ). internal: nodes up to `node`.
     """
 
     norm: RmsNorm
@@ -48,27 +48,27 @@ def match_gated_norm(norm: RmsNorm) -> GatedNorm | NoNorm | None:
     size = value(norm.x).shape[-1]
     if not isinstance(size, int):
         return None
-    up = _Upwards(norm, size)
+    readers = _Downstream(norm, size)
     before = _gate_before(norm)
     if isinstance(before, NoNorm):
         return before
     if isinstance(before, _Gate):
         y, z, behind = before.y, before.z, False
-        internal = before.internal | up.walk(gate=False)
+        internal = before.internal | readers.walk(gate=False)
     else:
-        internal = up.walk(gate=True)
-        if up.other is not None:
-            return up.other
-        if up.z is None:
+        internal = readers.walk(gate=True)
+        if readers.other is not None:
+            return readers.other
+        if readers.z is None:
             return None
-        y, z, behind = norm.x, up.z, True
+        y, z, behind = norm.x, readers.z, True
     y, z = (_source(n) for n in (y, z))
-    end = up.end
+    end = readers.end
     bits = min(_bits(n) for n in (y, z, end))
     for n in sorted(internal):
         if isinstance(value(n), torch.Tensor) and _bits(n) < bits:
             return NoNorm(n, "precision", f"computed in {value(n).dtype}, lower than operands and result")
-    return GatedNorm(norm, end, y, z, up.gains, up.scale, size, behind, internal)
+    return GatedNorm(norm, end, y, z, readers.gains, readers.scale, size, behind, internal)
 
 
 def _bits(node: Node) -> int:
@@ -80,7 +80,7 @@ def _keeps_order(node: Node) -> bool:
 
 
 def _source(node: Node) -> Node:
-    """`node` without casts that widen it and reshapes."""
+    """What `node` is made of by reshapes and widening casts."""
     while True:
         cast = is_cast(node) and _bits(node.args[0]) <= _bits(node)  # type: ignore[arg-type]
         if not cast and not (_keeps_order(node) and _fuller(node)):
@@ -136,7 +136,7 @@ class _Gate:
 
 
 def _gate_before(norm: RmsNorm) -> _Gate | NoNorm | None:
-    """The product with a gate that is normed."""
+    """The product with a gate, where that is what `norm` norms."""
     internal: set[Node] = set()
     node = norm.x
     while is_cast(node) or _keeps_order(node):
@@ -153,8 +153,8 @@ def _gate_before(norm: RmsNorm) -> _Gate | NoNorm | None:
     return next((o for o in others if o is not None), None)
 
 
-class _Upwards:
-    """The walk from the norm to its readers, as long as each value has but one."""
+class _Downstream:
+    """Follows the norm to its readers while every value has exactly one."""
 
     def __init__(self, norm: RmsNorm, size: int) -> None:
         self.norm, self.size, self.end = norm, size, norm.node
@@ -164,7 +164,7 @@ class _Upwards:
         self.other: NoNorm | None = None
 
     def walk(self, gate: bool) -> set[Node]:
-        """Nodes up to `end`. gate: whether one may come."""
+        """The nodes from the norm to `end`. gate: whether a gate may be among them."""
         internal, pending = set(self.norm.internal), set[Node]()
         node = self.norm.node
         while len(node.users) == 1:
@@ -191,7 +191,7 @@ class _Upwards:
         return internal
 
     def _factor(self, user: Node, node: Node, gate: bool) -> set[Node] | None:
-        """Take in a product or quotient; the nodes it adds."""
+        """The nodes that a product or quotient adds to the gated norm; None where it ends it."""
         if user.target not in _MUL | _DIV or user.kwargs:
             return None
         first, second = user.args[:2]
@@ -206,8 +206,8 @@ class _Upwards:
             return {user}
         if not isinstance(value(other), torch.Tensor):
             return None
-        if (lanes := self._gain_lanes(other, node)) is not None and _same_shape(user, node):
-            self.gains.append((other, lanes))
+        if (channels := self._gain_channels(other, node)) is not None and _same_shape(user, node):
+            self.gains.append((other, channels))
             return {user}
         if not _same_shape(other, node):
             return None
@@ -219,8 +219,8 @@ class _Upwards:
             self.other = _other_gate(other, user)
         return None
 
-    def _gain_lanes(self, gain: Node, node: Node) -> int | None:
-        """How many neighbouring lanes of `node` a gain tells apart; None for what is no gain."""
+    def _gain_channels(self, gain: Node, node: Node) -> int | None:
+        """Over how many neighbouring channels of `node` a gain varies; None for what is no gain."""
         shape, full = value(gain).shape, value(node).shape
         dims = [i - len(shape) for i, n in enumerate(shape) if not (isinstance(n, int) and n == 1)]
         if not dims:
@@ -240,7 +240,7 @@ def same_source(node: Node, tensors: tuple[Node, ...]) -> bool:
 
 
 def gate_nearby(norm: Node) -> bool:
-    """Whether a gate stands right before or behind what is nearly a norm."""
+    """Whether a SiLU gate is applied right before or behind `norm`, a node that is nearly a norm."""
     node = norm
     for _ in range(6):
         if len(node.users) != 1:

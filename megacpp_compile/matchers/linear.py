@@ -33,7 +33,7 @@ class Linear:
 
 
 def _untranspose(w: Node) -> tuple[Node, bool]:
-    """(tensor, whether it still has to be transposed) for the right operand [in, out] of a product."""
+    """(weight, whether it is stored as [in, out]) for the right operand [in, out] of a GEMM."""
     if w.target is aten.t.default or (w.target is aten.numpy_T.default if hasattr(aten, "numpy_T") else False):
         return w.args[0], False  # type: ignore[return-value]
     if w.target is aten.transpose.int and {w.args[1] % 2, w.args[2] % 2} == {0, 1}:  # type: ignore[operator]

@@ -1,8 +1,8 @@
-"""Linear recurrences of a state that stand unrolled in a graph: `state = state * decay + update`, time and again.
+"""Linear recurrences of a state that a graph holds unrolled: `state = state * decay + update`, once for every step.
 
 Which of the known ones it is shows in the decay and the update: the delta rule (arXiv:2412.06464) writes a correction
 of what the state itself predicts; lightning attention (arXiv:2401.04658) forgets at a rate nothing computes; Mamba-1's
-selective scan (arXiv:2312.00752) has a rate for every lane and state, times the step, in an exponential. There is no
+selective scan (arXiv:2312.00752) has a rate for every channel and state, times the step, in an exponential. There is no
 lowering for these; the report and remat know them.
 """
 
@@ -74,8 +74,8 @@ def find_recurrences(nodes: Iterable[Node], computed: Container[Node] | None = N
 
 
 def _solves_a_chunk(node: Node) -> bool:
-    """The delta rule within a chunk: corrections that depend on each other, by products of keys and by decays. Of one
-    chunk alone nobody may read the state behind it."""
+    """Whether `node` solves the delta rule within a chunk: a triangular system of products of keys and of decays. With
+    a single chunk that is all there is to see, as nothing reads the state behind it."""
     if node.target is not aten.linalg_solve_triangular.default or not isinstance(node.args[0], Node):
         return False
     system = list(_within(node.args[0]))
@@ -120,7 +120,7 @@ def _kind(last: _Update, computed: Container[Node] | None) -> str | None:
         return "gated-delta-rule"
     if last.steps < 2 or _depends(last.added, last.state):
         return None  # a residual stream, for one
-    if _rate_of_each_lane(last.decay):
+    if _rate_of_each_channel(last.decay):
         return "selective-scan"
     if not _contracts(last.added):
         return None
@@ -142,7 +142,7 @@ def _corrects(update: _Update) -> bool:
 
 
 def _within(node: Node) -> Iterator[Node]:
-    """`node` and what multiplications, contractions and views make it of; those are gone through, the others not."""
+    """`node` and the values it is computed from by products, contractions and views; other ops end the walk."""
     seen, pending = {node}, [(node, _STEPS)]
     while pending:
         node, left = pending.pop()
@@ -176,7 +176,7 @@ def _depends(node: Node, on: Node) -> bool:
     return False
 
 
-def _rate_of_each_lane(decay: Node) -> bool:
+def _rate_of_each_channel(decay: Node) -> bool:
     """Whether `decay` is one position of `exp(rate * step)`: the rate alone differs over the states, the step alone
     over positions."""
     *_, power = _through_views(decay)
@@ -190,5 +190,5 @@ def _rate_of_each_lane(decay: Node) -> bool:
         return False
     shapes = [[1] * (value(product).dim() - value(a).dim()) + list(value(a).shape) for a in sides]
     own = [{i for i, n in enumerate(s) if not (isinstance(n, int) and n == 1)} for s in shapes]
-    # each has a dimension of its own, and both have the lanes
+    # each has a dimension of its own, and both have the channels
     return all(o - other for o, other in (own, own[::-1])) and bool(own[0] & own[1])

@@ -1,8 +1,8 @@
 """RMSNorm by meaning: a product of one tensor, the reciprocal root of that tensor's own mean square, and gains.
 
-The product is flattened, through casts, into factors; the order of factors, where the casts stand, `rsqrt` or `1/sqrt`
-or a division, `pow`, `square` or `x*x`, `mean` or `sum/n` make no difference then. What does make a difference is
-refused: another eps place, another axis, the mean of another tensor.
+The matcher flattens the product, through casts, into its factors. The order of factors, the place of casts, `rsqrt` or
+`1/sqrt` or a division, `pow`, `square` or `x*x`, `mean` or `sum/n` then make no difference. What computes something
+else is refused, with the reason: eps in another place, another axis, the mean of another tensor.
 Source: https://arxiv.org/abs/1910.07467, eq. 4.
 """
 
@@ -37,7 +37,7 @@ class RmsNorm:
 
 @dataclasses.dataclass(frozen=True)
 class NoNorm:
-    """A norm, but not this one: why, and at which node."""
+    """Why a norm is not RMSNorm over the last dimension: the node that differs, and how."""
 
     node: Node
     tag: str
@@ -82,7 +82,7 @@ def _match(node: Node) -> RmsNorm | None:
     factor, (mean, eps, through) = found[0] if len(found) == 1 else _outermost(node, found)
     x, narrow, more = _mean_square(mean)
     over, under, internal = [], [], internal - seen
-    _flatten(node, over, under, internal, x)  # again: x may be a product itself, whose factors are its own business
+    _flatten(node, over, under, internal, x)  # x may be a product itself, whose factors are no factors of the norm
     internal |= through | more
     over = [f for f in over if f is not factor]
     under = [f for f in under if f is not factor]
@@ -118,7 +118,7 @@ def _match(node: Node) -> RmsNorm | None:
 
 
 def _outermost(node: Node, found: list[Any]) -> Any:
-    """Of several reciprocal roots in a product the one that norms all that the others are factors of."""
+    """Of several reciprocal roots in a product, the outermost: it norms what the others are factors of."""
     for factor, (mean, *rest) in found:
         x, *_ = _mean_square(mean)
         over: list[Any] = []

@@ -1,4 +1,4 @@
-"""Chains of nodes that leave the last dimension alone, and slices of it."""
+"""Chains of views that keep the last dimension whole, and slices of that dimension."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ aten = torch.ops.aten
 
 
 def is_outer_view(node: Node) -> bool:
-    """A view, or copy, of its first argument that keeps the last dimension last and whole, and repeats nothing."""
+    """Whether `node` is a view or copy of its first argument that keeps the last dimension last and whole, and repeats
+    nothing."""
     if node.op != "call_function" or not isinstance(value(node), torch.Tensor):
         return False
     if is_identity(node):
@@ -43,7 +44,7 @@ def is_outer_view(node: Node) -> bool:
 
 
 def replay(build: Builder, chain: list[Node], node: Node) -> Node:
-    """Apply a chain of outer views and casts to `node`, whose last dimension may be another; casts are left out."""
+    """Apply a chain of outer views to `node`, whose last dimension may have another size; casts in it are left out."""
     for link in chain:
         if is_identity(link) or is_cast(link) or link.target is aten.slice.Tensor:
             continue

@@ -11,11 +11,13 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import default_partition
 
 import megacpp_compile
-from megacpp_compile.matchers.recurrences import NAMES
+from megacpp_compile.matchers.recurrences import NAMES, find_recurrences
+from megacpp_compile.matchers.rope.heads import activations
 from megacpp_compile.remat.kinds import kind_of
 from megacpp_compile.remat.tagging import joint
 from megacpp_compile.report.collector import Report
 from tests.frames import check
+from tests.matchers.graphs import trace
 
 HEADS, LANES, TOKENS, STATES = 2, 4, 6, 3
 DIM = HEADS * LANES
@@ -138,6 +140,41 @@ def test_recognised(kind, body):
     assert [found["kind"] for found in analysis.frame.recognised] == [kind] * bool(kind)
     if kind:
         assert f"in {body.__name__}" in analysis.frame.recognised[0]["source"]
+
+
+def found(body):
+    """What `find_recurrences` says of `body` alone: (kind, steps) of each."""
+    block = Block(body)
+    held = {**dict(block.named_parameters()), **dict(block.named_buffers())}
+
+    def f(x, *values):
+        return torch.func.functional_call(block, dict(zip(held, values, strict=True)), (x,))
+
+    graph = trace(f, torch.randn(2, TOKENS, DIM), *(t.detach() for t in held.values()))
+    weights = {n for n, t in zip(graph.inputs[1:], held.values(), strict=True) if isinstance(t, nn.Parameter)}
+    computed = activations(graph.graph, frozenset(weights))
+    return [(r.kind, r.steps) for r in find_recurrences(graph.graph.nodes, computed)]
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "steps"),
+    [
+        (delta_rule_by_token, "gated-delta-rule", TOKENS),
+        (delta_rule_by_chunk, "gated-delta-rule", 1),  # nobody reads the state behind the last chunk
+        (delta_rule_of_one_chunk, "gated-delta-rule", 1),
+        (selective_scan, "selective-scan", TOKENS),
+        (lightning_attention, "lightning-attention", TOKENS // 2 - 1),
+        (gated_linear_attention, "", TOKENS),
+    ],
+    ids=lambda p: getattr(p, "__name__", None),
+)
+def test_steps_are_counted(body, kind, steps):
+    assert found(body) == [(kind, steps)]
+
+
+@pytest.mark.parametrize("body", [weighted_residuals, averages], ids=lambda p: p.__name__)
+def test_other_sums_are_no_recurrence(body):
+    assert found(body) == []
 
 
 def test_every_name_is_tested():

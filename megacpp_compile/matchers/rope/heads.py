@@ -1,4 +1,4 @@
-"""All RoPE'd heads of a graph: which node holds them, what they are made of, and which attention reads them."""
+"""Every head of a graph that RoPE rotates: its node, what that is computed from, and which attention reads it."""
 
 from __future__ import annotations
 
@@ -129,9 +129,9 @@ def find_heads(graph: fx.Graph, weights: frozenset[Node]) -> Heads:
         stops = frozenset(n for n in split if _width(n) in heads_of)
         if stops:
             other = LaneInterpreter(RULES, acts, states, stops)
-            again = _scan(graph, other, acts)
-            if _joined(again[0]) > _joined(heads):
-                it, (heads, near) = other, again
+            found = _scan(graph, other, acts)
+            if _joined(found[0]) > _joined(heads):
+                it, (heads, near) = other, found
     return _finish(it, heads, near, states)
 
 
@@ -163,14 +163,14 @@ def _scan(
 
 
 def _splits_heads(node: Node) -> bool:
-    """A view that ends in (2, d), before any other that splits: two heads, rather than the two halves of one."""
+    """Whether `node` is a view ending in (2, d) with no other split before it: two heads, or the two halves of one."""
     if not _splits(node):
         return False
     while True:
-        cut = lane_slice(node)
-        if cut is None and node.target not in _TRACED:
+        part = lane_slice(node)
+        if part is None and node.target not in _TRACED:
             return True
-        node = cut[0] if cut is not None else node.args[0]  # type: ignore[assignment]
+        node = part[0] if part is not None else node.args[0]  # type: ignore[assignment]
         if _splits(node) or _head_view(node):
             return False
 
@@ -183,7 +183,7 @@ def _splits(node: Node) -> bool:
 
 
 def _head_view(node: Node) -> bool:
-    """A view that takes the last dimension apart, into however many heads."""
+    """Whether `node` is a view that splits or merges the last dimension."""
     return is_reshape(node) and not same_size(value(node).shape[-1], value(node.args[0]).shape[-1])
 
 
@@ -195,13 +195,13 @@ def _finish(
         lanes, cone = it(node), it.cone(node)
         assert lanes is not None
         used |= cone
-        refusal = _legal(node, lanes, rotation, cone, states)
+        failure = _not_replaceable(node, lanes, rotation, cone, states)
         read = readers(node)
         head = Head(node, lanes, rotation, cone, _kind(lanes, rotation), read)
-        if refusal is None:
+        if failure is None:
             found.append(head)
         else:
-            missed.append(NearHead(*refusal, head.role(), rotation.nope is not None))
+            missed.append(NearHead(*failure, head.role(), rotation.nope is not None))
     # Of nested near misses the outermost speaks, and none that is part of a head.
     for node, why in reversed(near):
         if node not in used:
@@ -237,10 +237,10 @@ def _kind(lanes: Lanes, rotation: Rotation) -> str:
 _RANK = {torch.bfloat16: 1, torch.float16: 1, torch.float32: 2, torch.complex64: 2}
 
 
-def _legal(
+def _not_replaceable(
     root: Node, lanes: Lanes, rotation: Rotation, cone: set[Node], states: ModeStates
 ) -> tuple[Node, str, str] | None:
-    """(node, tag, reason) why a proved rotation still may not become an op."""
+    """(node, tag, reason) where an op may not replace a proved rotation; else None."""
     parts = [p for p in (rotation.nope, rotation.rope) if p]
     need = max(_RANK.get(value(p.source.node).dtype, 3) for p in parts)
     for node in sorted(cone):
@@ -275,9 +275,9 @@ def _legal(
 @functools.lru_cache(maxsize=4096)
 def _origin(node: Node) -> Node:
     while True:
-        cut = lane_slice(node)
-        if cut is not None:
-            node = cut[0]
+        part = lane_slice(node)
+        if part is not None:
+            node = part[0]
         elif is_reshape(node) or is_outer_view(node) or node.target in (aten.transpose.int, aten.permute.default):
             node = node.args[0]  # type: ignore[assignment]
         else:

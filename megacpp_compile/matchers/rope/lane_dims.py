@@ -1,4 +1,4 @@
-"""What several rules do to dimensions: insert, drop, permute, reshape, align and broadcast them."""
+"""Lanes with dimensions inserted, dropped, permuted, reshaped, aligned and broadcast: what the rules share."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def insert_outer(it: LaneContext, x: Lanes, dim: int) -> Lanes:
 
 
 def drop(it: LaneContext, x: Lanes, dim: int) -> Lanes:
-    """Remove a dimension of size 1."""
+    """`x` without dimension `dim` of size 1."""
     kinds, sizes = x.kinds[:dim] + x.kinds[dim + 1 :], (*x.sizes[:dim], *x.sizes[dim + 1 :])
     if x.kinds[dim] == "l":
         axis = x.axis(dim)
@@ -54,7 +54,7 @@ def drop(it: LaneContext, x: Lanes, dim: int) -> Lanes:
 
 
 def reshape(it: LaneContext, x: Lanes, new: tuple[Any, ...]) -> Lanes:
-    """Views that insert or drop dimensions of size 1, or that split and merge lane dimensions among themselves."""
+    """`x` in shape `new`, which inserts or drops dimensions of size 1, or splits and merges lane dimensions."""
     for dim in reversed(range(len(x.kinds))):
         if is_one(x.sizes[dim]):
             x = drop(it, x, dim)

@@ -1,13 +1,13 @@
 """What a subgraph does to the last dimension of a tensor, lane by lane.
 
 RoPE is spelled in dozens of ways: even/odd slices, rotate_half, complex products, stack/flatten, writes into an empty
-tensor. They differ in syntax only. So instead of a pattern a spelling, this module *executes* the subgraph on symbols:
-every element of a feature dimension (a "lane") becomes a sum of terms
+tensor. They differ in syntax only. So instead of one pattern per spelling, the interpreter *executes* the subgraph on
+symbols: every element of a feature dimension (a "lane") becomes a sum of terms
 
     coefficient * source[lane] * table[lane]
 
-over a few source tensors, and the rules of RoPE are then checked on that result (`rotation.py`). Whatever is proved
-equal matches, however it is written; whatever is not equal can't match, however alike it looks.
+over a few source tensors, and the rules of RoPE are then checked on that result (`rotation.py`). A rotation matches in
+any spelling, because it is proved equal; what computes something else cannot match, however alike it looks.
 
 A value's dimensions are of two kinds: *outer* (batch, sequence, heads: carried along, permuted, broadcast) and *lane*
 (the feature dimension and what views split it into). Terms are numpy arrays over the lane dimensions.

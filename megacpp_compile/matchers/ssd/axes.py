@@ -1,4 +1,4 @@
-"""Which dimensions of a subgraph's tensors are the same dimension, so that it can be run again at other sizes.
+"""Which dimensions of a subgraph's tensors are the same dimension, so that it can be run at other sizes.
 
 A captured graph has its sizes burnt in: `view(x, [4, 16, 256, 64, 64])`. What it computes is seldom about those
 numbers. Here each dimension becomes a list of *atoms*: dimensions that meet in an elementwise op or a contraction are
@@ -165,12 +165,12 @@ class Axes:
         for eq in self.lengths:
             if flat(eq.whole) == flat(dim) and len(eq.parts) == 1 and equal(length(eq.parts[0]), size):
                 return eq.parts[0]
-        cut = fresh(size)
+        part = fresh(size)
         extra = length(dim) - size
         if not (isinstance(extra, int) and extra == 1):
-            pin([dim, cut])
-        self.lengths.append(Longer(dim, [cut], extra))
-        return cut
+            pin([dim, part])
+        self.lengths.append(Longer(dim, [part], extra))
+        return part
 
     def close(self) -> None:
         """What becomes one dimension by padding was one before: lengths are equal, whatever they are."""

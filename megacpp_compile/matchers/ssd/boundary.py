@@ -1,4 +1,4 @@
-"""Where a scan's operands are."""
+"""The boundary of a scan's subgraph: which nodes are its operands, and which are inside."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ aten = torch.ops.aten
 MOST_OPERANDS = 7
 
 
-class Cut:
-    """Where the scan's operands are: what its steps (`dt`) reach is inside, and what meets that is followed to the
-    operands: C . B^T, and D * x where x is one."""
+class OperandBoundary:
+    """The operands (`found`) and the nodes between them and the result (`inside`) of one scan.
+
+    What the step `dt` reaches is inside. What is multiplied or added to that is followed upstream to the operands,
+    through contractions of two of them (C . B^T), and through D * x where x is one already.
+    """
 
     def __init__(self, algebra: Algebra, carrying: set[Node], dt: Node) -> None:
         self.algebra, self.dt, self.inside = algebra, dt, set(carrying)
@@ -42,7 +45,7 @@ class Cut:
         return self._one_of_each()
 
     def descend(self, n: Node, summed: bool = False) -> None:
-        """Follow `n`, which no step reaches, to operands; `summed`: its last sum is still to come."""
+        """Follow `n`, which the step does not reach, to operands. summed: a sum downstream makes `n` a contraction."""
         algebra = self.algebra
         if n in self.inside or n in self.found:
             return
@@ -70,7 +73,7 @@ class Cut:
         self.found[leaf] = None
 
     def _masked_scores(self, n: Node) -> bool:
-        """Whether `n` is a contraction with constants applied to it; an operand so changed is one all the same."""
+        """Whether `n` is a contraction with constants applied to it; an operand with constants applied is none."""
         changed = False
         while n in self.algebra.nodes:
             inputs = self.algebra.inputs(n)
@@ -80,7 +83,7 @@ class Cut:
         return False
 
     def _whole(self, n: Node) -> tuple[Node, set[Node]]:
-        """What `n` is an element of, with the nodes between."""
+        """(the tensor that `n` is an element of, the nodes between)."""
         source, between = self._through(n)
         if source.target is aten.select.int and source in self.algebra.nodes:
             whole, others = self._through(source.args[0])  # type: ignore[arg-type]
@@ -106,7 +109,7 @@ class Cut:
         return seen & set(self.found)
 
     def _one_of_each(self) -> list[Node]:
-        """Leaves, one for each source: where two views of one tensor are read, that tensor."""
+        """The operands, one for each source: where two views of one tensor are read, that tensor."""
         by_source: dict[Node, list[Node]] = {}
         picked = len(self.found) > MOST_OPERANDS  # chunks are read one by one, in a loop
         for leaf in self.found:

@@ -1,5 +1,5 @@
-"""Scans that follow each other: a loop over chunks that are cut out of the sequence one by one, each of which carries
-on the state of the one before, is one scan of the whole."""
+"""Scans in a row, joined: a loop that slices the sequence into chunks and scans each from the final state of the one
+before is one scan of the whole sequence."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 
 def joined(scans: Sequence[Scan]) -> list[Scan]:
-    """`scans` in order, with one for each chain of those whose pieces make a whole."""
+    """`scans` in order, each chain of them whose pieces make up one sequence replaced by one scan."""
     before = {final.node: scan for scan in scans for final in scan.final_states}
     links = [(scan, before.get(scan.initial_state.node)) for scan in scans if scan.initial_state is not None]
     after = {id(first): scan for scan, first in links if first is not None}
@@ -65,7 +65,7 @@ def _time(scan: Scan) -> tuple[object, ...]:
 
 
 def _shape(scan: Scan) -> list[object]:
-    """What each dimension of each operand runs over, said alike for all scans."""
+    """What each dimension of each operand runs over, by names that all scans share."""
     names: dict[object, tuple[str, int]] = {a: (k, i) for k in "bthpn" for i, a in enumerate(flat(getattr(scan, k)))}
     leaves = (scan.x, scan.dt, scan.A, scan.B, scan.C, scan.D, scan.y)
     return [leaf and [[names.get(a) for a in d] for d in leaf.dims] for leaf in leaves]

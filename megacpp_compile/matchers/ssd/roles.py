@@ -27,7 +27,7 @@ class Leaf:
 
 @dataclasses.dataclass
 class Scan:
-    """A scan proved. Groups of atoms: b batch, t tokens, h heads, p channels, n states; `groups` leads h."""
+    """A proved scan. Atoms: b batch, t tokens, h heads (groups of B and C first), p channels, n states."""
 
     y: Leaf
     final_states: list[Leaf]
@@ -78,7 +78,7 @@ class Roles:
         if not set(heads) <= set(steps) or not set(steps) <= set(made):
             return NoScan(self.rate, "rate", "the rate of the decay is not one number for each head", 3)
         p = [a for a in made if a not in steps]
-        # The step may be cut into chunks already: time is then one dimension of an operand or of the result alone.
+        # The step may be split into chunks already: time is then one dimension of an operand or of the result alone.
         whole = [d for m in (self.root, *self.operands) for d in r.of(m) if len(d) > 1 and set(d) <= set(steps)]
         outer = [d for d in (*whole, *r.of(dt)) if not set(d) & set(heads)]
         outer = [d for i, d in enumerate(outer) if d not in outer[i + 1 :]]

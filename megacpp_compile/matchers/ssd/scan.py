@@ -19,7 +19,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
 from megacpp_compile.matchers.ssd.axes import NoAxes
-from megacpp_compile.matchers.ssd.boundary import MOST_OPERANDS, Cut
+from megacpp_compile.matchers.ssd.boundary import MOST_OPERANDS, OperandBoundary
 from megacpp_compile.matchers.ssd.resize import Resized
 from megacpp_compile.matchers.ssd.resize_rules import RULES
 from megacpp_compile.matchers.ssd.roles import Leaf, NoScan, Roles, Scan
@@ -33,7 +33,7 @@ MOST_CANDIDATES = 40
 
 
 def find_scans(graph: fx.Graph) -> Iterator[Scan | NoScan]:
-    """Every scan of `graph`, and everything that has a scan's decays and is none, in graph order."""
+    """Every scan of `graph`, and a NoScan for everything else with a scan's decays, in graph order."""
     if not any(n.target in EXPONENTIALS for n in graph.nodes):
         return
     algebra = Algebra(graph, RULES)
@@ -88,24 +88,24 @@ def _scan_at(algebra: Algebra, root: Node, decay: Node) -> Scan | NoScan:
     dt = max(shared)
     dt, steps = operand_of(algebra, dt)
     carrying = algebra.behind([root], stop=[dt]) & set(algebra.ahead(dt)) - {dt}
-    cut = Cut(algebra, carrying, dt)
-    cut.inside |= steps
-    leaves = cut.leaves(root)
-    rates = [n for n in leaves if n in cut.from_exponents(decays) and n is not dt]
+    boundary = OperandBoundary(algebra, carrying, dt)
+    boundary.inside |= steps
+    leaves = boundary.leaves(root)
+    rates = [n for n in leaves if n in boundary.from_exponents(decays) and n is not dt]
     if len(rates) != 1:
         return NoScan(decay, "rate", f"the logarithm of the decay is a step times {len(rates) or 'no'} rates", 2)
     operands = [n for n in leaves if n not in (dt, rates[0])]
     if len(operands) > MOST_OPERANDS - 2:
         return NoScan(root, "roles", "it has more operands than a scan", 2)
-    exports, shown = _exports(algebra, carrying, cut.inside, leaves, dt, root)
-    resized = Resized(RULES, sorted(cut.inside | shown), [dt, *operands, rates[0]])
+    exports, shown = _exports(algebra, carrying, boundary.inside, leaves, dt, root)
+    resized = Resized(RULES, sorted(boundary.inside | shown), [dt, *operands, rates[0]])
     return Roles(algebra, resized, root, dt, rates[0], operands, exports).scan()
 
 
 def _exports(
     algebra: Algebra, carrying: set[Node], inside: set[Node], operands: list[Node], dt: Node, root: Node
 ) -> tuple[list[Node], set[Node]]:
-    """(what leaves the scan beside y, what it takes to make that): to be the state at its end."""
+    """(the values read outside the scan beside y, the nodes that compute them); they have to be its final state."""
     known, shown = inside | set(operands) | algebra.constants, set[Node]()
     for n in sorted({a for o in operands for a in algebra.ahead(o)} - known):
         if root not in n.all_input_nodes and set(tensors(n)) <= known | shown:

@@ -1,4 +1,4 @@
-"""Which nodes of a graph are tensor algebra, and what is made of what by it."""
+"""The nodes of a graph that are tensor algebra, and which of them are computed from which."""
 
 from __future__ import annotations
 

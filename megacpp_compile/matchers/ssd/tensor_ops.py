@@ -91,7 +91,7 @@ def rule_table() -> tuple[RuleTable, Callable[..., Callable[[DimsRule], DimsRule
 
 
 def run_same_op(r: ResizeContext, n: Node, args: tuple[Any, ...]) -> Any:
-    """The same op; dtypes are float64's affair, devices the CPU's."""
+    """Run the same op, on whatever dtype and device its operands have: float64 on the CPU."""
     kwargs = {k: v for k, v in n.kwargs.items() if k not in ("dtype", "device", "layout", "pin_memory")}
     return n.target(*args, **kwargs)  # type: ignore[operator]
 
@@ -123,7 +123,7 @@ def broadcast(r: ResizeContext, operands: Sequence[list[Dim]]) -> list[Dim]:
 
 
 def whole(n: Node) -> bool:
-    """Whether a slice leaves out nothing."""
+    """Whether `n` is a slice of everything."""
     return (
         n.target is aten.slice.Tensor
         and argument(n, 4, "step", 1) == 1

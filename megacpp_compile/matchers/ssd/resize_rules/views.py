@@ -1,4 +1,4 @@
-"""Views, and repetitions."""
+"""Views and repetitions."""
 
 from __future__ import annotations
 
