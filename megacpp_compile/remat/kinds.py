@@ -9,12 +9,12 @@ class name of a recurrent one, "eblock" any other GEMM.
 
 from __future__ import annotations
 
-import fnmatch
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from torch.fx import Node
 
+from megacpp_compile.config.globs import longest_hit
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.provenance import module_fqn
 from megacpp_compile.fx.view_chains import base_of
@@ -38,10 +38,10 @@ def blocks_of(forward: Sequence[Node], patterns: Mapping[str, str]) -> dict[Node
     of: dict[Node, tuple[str, str]] = {}
     for node in forward:
         layer, child = _split(fqns[node], containers)
-        named_by = chosen(fqns[node], patterns)
+        named_by = longest_hit(patterns, fqns[node])
         block = (layer, named_by[0] if named_by else f"{layer}.{child}".strip(".") if child else "")
         if named_by:
-            named[block] = named_by[1]
+            named[block] = patterns[named_by[1]]
         of[node] = block
         members.setdefault(block, []).append(node)
     kinds = {b: named.get(b) or (kind_of(nodes) if b[1] else "") for b, nodes in members.items()}
@@ -105,25 +105,6 @@ def _split(fqn: str, containers: set[str]) -> tuple[str, str | None]:
 def _through(node: Node, fqns: Mapping[Node, str]) -> str:
     return next((fqns[a] for a in node.all_input_nodes if fqns.get(a)), "")
 
-
-def chosen(fqn: str, patterns: Mapping[str, str]) -> tuple[str, str] | None:
-    """(block, kind) by the longest of the user's patterns that hits the module or one around it."""
-    parts = fqn.split(".")
-    for pattern in sorted(patterns, key=lambda p: (-len(p), p)):
-        for depth in range(1, len(parts) + 1):
-            if hits(pattern, name := ".".join(parts[:depth])):
-                return name, patterns[pattern]
-    return None
-
-
-def hits(pattern: str, name: str) -> bool:
-    """Whether a module called `name` is meant. A frame that is one layer by itself knows its modules by the end of
-    their names alone: there a pattern of such a name is told by its end."""
-    if fnmatch.fnmatchcase(name, pattern):
-        return True
-    parts = pattern.split(".")
-    numbered = any(p.isdigit() for p in name.split("."))
-    return not numbered and any(fnmatch.fnmatchcase(name, ".".join(parts[i:])) for i in range(1, len(parts)))
 
 
 def kind_of(nodes: Iterable[Node]) -> str:
