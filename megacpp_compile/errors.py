@@ -185,6 +185,22 @@ class TorchTooOldError(MegacppError):
         )
 
 
+class TorchInternalsError(MegacppError):
+    """Internal: the installed torch lacks a private symbol that this package uses. What was asked for then goes
+    without it wherever it can, and this is the reason in the report; the user meets it where nothing else serves.
+
+    Args:
+        symbol: where torch had it.
+        found: the version of torch.
+        use: what it is for, as a noun.
+        consequence: what happens without it, as a sentence.
+    """
+
+    def __init__(self, symbol: str, found: str, use: str, consequence: str) -> None:
+        self.symbol, self.found, self.use, self.consequence = symbol, found, use, consequence
+        super().__init__(f"torch {found} has no {symbol} (for {use}): {consequence}")
+
+
 class VerificationError(MegacppError):
     """`verify="each"` found a pass that changed a result beyond its tolerance.
 

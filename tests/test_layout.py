@@ -135,6 +135,124 @@ def test_config_alone_reads_the_environment():
     assert reading == {"config/options.py"}
 
 
+# --- torch's private parts
+
+# Attributes that begin with an underscore and belong to objects of torch or of another package, not to this one.
+ALLOWED = {
+    **dict.fromkeys(["_parameters", "_buffers", "_modules"], "what an nn.Module is made of; documented with state dicts"),
+    "_call_impl": "Dynamo traces the call of it, and would guard whatever stood between",
+    "_version": "a tensor's counter of writes, documented with autograd",
+    "_cdata": "what tells storages apart, also those without memory",
+    "_schema": "of a node's target: the operator's signature",
+    "_opname": "of a node's target: the operator's name",
+    "_erased": "of an fx.Node: whether its graph has dropped it",
+    "_codegen": "of an fx.Graph: how Dynamo has its inputs named",
+    "_dynamo_source": "Dynamo's note on a placeholder, copied from node to node and read where it is there",
+    "_sequence_nr": "of autograd's node",
+    "_torchdynamo_orig_backend": "of a backend: the one it wraps, where it wraps one",
+    "_getframe": "of Python's sys",
+    "_reinterpret": "of Triton's shared memory",
+    **dict.fromkeys(
+        ["_data", "_scale", "_fp8_dtype", "_is_2D_scaled", "_rowwise_data", "_rowwise_scale_inv", "_scale_inv",
+         "_transpose", "_transpose_invalid", "_ub_communicators"],
+        "of Transformer Engine, and of its and torchao's tensors",
+    ),
+}  # fmt: skip
+
+
+def private_torch(tree: ast.AST) -> list[tuple[int, str]]:
+    """(line, path) of whatever a file names of torch's private parts: in imports, in chains of attributes that begin at
+    torch or at anything imported from it, and as strings that `getattr` and its like are given."""
+    names, found = {}, []
+
+    def see(line: int, path: str) -> None:
+        # ATen's operators are public, whatever they are called.
+        private = any(part.startswith("_") and not part.startswith("__") for part in path.split("."))
+        if path.split(".")[0] == "torch" and private and not path.startswith("torch.ops."):
+            found.append((line, path))
+
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                see(node.lineno, alias.name)
+                names[alias.asname or alias.name.split(".")[0]] = alias.name if alias.asname else alias.name.split(".")[0]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            for alias in node.names:
+                names[alias.asname or alias.name] = path = f"{node.module}.{alias.name}"
+                see(node.lineno, path)
+
+    def path_of(node: ast.AST) -> str:
+        if isinstance(node, ast.Attribute):
+            return f"{path_of(node.value)}.{node.attr}"
+        return names.get(node.id, "") if isinstance(node, ast.Name) else ""
+
+    # Names for parts of torch: `aten = torch.ops.aten`.
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and path_of(node.value).startswith("torch."):
+            names |= {target.id: path_of(node.value) for target in node.targets if isinstance(target, ast.Name)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            see(node.lineno, path_of(node))
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr", "setattr", "delattr"):
+            on, name = node.args[:2]
+            if isinstance(name, ast.Constant) and path_of(on):
+                see(node.lineno, f"{path_of(on)}.{name.value}")
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "import_module":
+            if node.args and isinstance(node.args[0], ast.Constant):
+                see(node.lineno, str(node.args[0].value))
+    return found
+
+
+def test_private_torch_is_behind_one_door():
+    found = {
+        f"{path.relative_to(PACKAGE)}:{line}": name
+        for path in SOURCES if not path.is_relative_to(PACKAGE / "_torch")
+        for line, name in private_torch(ast.parse(path.read_text()))
+    }  # fmt: skip
+    assert not found, f"private symbols of torch go through megacpp_compile/_torch: {found}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch._dynamo",
+        "import torch._dynamo as d",
+        "from torch._subclasses import FakeTensor",
+        "from torch import _guards",
+        "from torch.utils import _pytree as pytree",
+        "import torch\ntorch._scaled_mm",
+        "import torch as t\nt.utils._pytree.tree_map(f, x)",
+        "from torch import amp\namp._enter_autocast()",
+        "import torch\ncc = torch.autograd\ncc._get_sequence_nr()",
+        "import torch\nhasattr(torch, '_grouped_mm')",
+        "import importlib\nimportlib.import_module('torch._inductor.config')",
+    ],
+)
+def test_the_door_is_watched(source):
+    assert private_torch(ast.parse(source))
+
+
+def test_private_attributes_are_this_package_s_own():
+    """Any other is of an object of torch or of another package, and is in the list with its reason."""
+    own, used = set(), {}
+    for path in (p for p in SOURCES if not p.is_relative_to(PACKAGE / "_torch")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                own.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                own.add(node.id)
+            elif isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+                if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
+                    own.add(node.attr)
+                elif not ast.unparse(node.value).endswith("aten"):  # operators are public, whatever they are called
+                    used.setdefault(node.attr, f"{path.relative_to(PACKAGE)}:{node.lineno}")
+            elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr", "setattr"):
+                name = getattr(node.args[1], "value", None)
+                if isinstance(name, str) and name.startswith("_") and not name.startswith("__"):
+                    used.setdefault(name, f"{path.relative_to(PACKAGE)}:{node.lineno}")
+    assert not {attr: at for attr, at in used.items() if attr not in own and attr not in ALLOWED}
+
+
 # --- what an import costs
 
 IMPORT = f"""

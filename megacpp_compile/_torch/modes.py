@@ -7,22 +7,23 @@ from collections.abc import Iterator
 
 import torch
 
+from megacpp_compile._torch import autocast, functorch
+
 
 @contextlib.contextmanager
 def restored() -> Iterator[None]:
     """Grad mode, functorch's stack and autocast are afterwards what they were before, also after an error."""
-    functorch = torch._C._functorch
-    layers, grad = functorch.get_dynamic_layer_stack_depth(), torch.is_grad_enabled()
-    kinds = torch._C._autocast_supported_devices()
-    autocast = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
+    layers, grad = functorch.layers(), torch.is_grad_enabled()
+    kinds = autocast.supported_devices()
+    switched = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
     cache, depth = torch.is_autocast_cache_enabled(), _autocast_depth()
     try:
         yield
     finally:
-        if functorch.get_dynamic_layer_stack_depth() > layers:
-            functorch.pop_dynamic_layer_stack_and_undo_to_depth(layers)
+        if functorch.layers() > layers:
+            functorch.undo_to_layer(layers)
         torch.set_grad_enabled(grad)
-        for kind, enabled, dtype in autocast:
+        for kind, enabled, dtype in switched:
             torch.set_autocast_enabled(kind, enabled)
             torch.set_autocast_dtype(kind, dtype)
         torch.set_autocast_cache_enabled(cache)

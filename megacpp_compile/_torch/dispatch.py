@@ -1,0 +1,15 @@
+"""Modes that see every op, and what gets a kernel past them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megacpp_compile._torch._registry import theme
+
+if TYPE_CHECKING:
+    from torch._C._dynamo.guards import set_is_in_mode_without_ignore_compile_internals as set_runs_compiled
+    from torch._dispatch.python import enable_python_dispatcher
+    from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+    from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
+else:
+    __getattr__ = theme(__name__)

@@ -1,0 +1,17 @@
+"""The classes of what a graph calls, and functions of torch that have no public name."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megacpp_compile._torch._registry import theme
+
+if TYPE_CHECKING:
+    from torch import _check as torch_check
+    from torch import _grouped_mm as grouped_mm
+    from torch import _scaled_mm as scaled_mm
+    from torch._C import _set_grad_enabled as set_grad_enabled
+    from torch._C._nn import linear as nn_linear
+    from torch._ops import HigherOrderOperator, OpOverload
+else:
+    __getattr__ = theme(__name__)

@@ -1,0 +1,187 @@
+"""The table of torch's private symbols: each once, what it is for, and what happens where this torch lacks it.
+
+To take another one: a row here, its name under `TYPE_CHECKING` in the module of its theme, and a canary in
+`tests/_torch/test_canaries.py` where more is relied on than that it exists.
+"""
+
+from __future__ import annotations
+
+import collections
+from typing import Any
+
+import torch
+
+from megacpp_compile._torch._registry import Symbol
+
+# What becomes of a frame that needs a symbol this torch lacks; the reason is in the report.
+ALONE = "the frame is compiled by Inductor alone"
+# There is nothing to fall back on: whoever asked for it meets TorchInternalsError.
+RAISES = "nothing serves in its place"
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+class _NeverRaised(Exception):
+    """In the place of an exception this torch does not have, and so never raises."""
+
+
+class _NoInstance:
+    """In the place of a class this torch does not have, and so has no instance of."""
+
+
+_ROWS = (
+    # --- fakes
+    Symbol("fakes.FakeTensor", "torch._subclasses.FakeTensor", "tensors without data", ALONE),
+    Symbol("fakes.FakeTensorMode", "torch._subclasses.FakeTensorMode", "computing shapes alone", ALONE),
+    Symbol("fakes.is_fake", "torch._subclasses.fake_tensor.is_fake", "telling tensors without data", ALONE),
+    Symbol("fakes.detect_fake_mode", "torch._guards.detect_fake_mode", "the fake mode of a frame", ALONE),
+    Symbol("fakes.DataDependentOutputException", "torch._subclasses.fake_tensor.DataDependentOutputException",
+           "naming why an estimate failed", "the estimate raises torch's own error", instead=lambda: _NeverRaised),
+    Symbol("fakes.DynamicOutputShapeException", "torch._subclasses.fake_tensor.DynamicOutputShapeException",
+           "naming why an estimate failed", "the estimate raises torch's own error", instead=lambda: _NeverRaised),
+    # --- guards
+    Symbol("guards.TracingContext", "torch._guards.TracingContext", "the sizes Dynamo gave a frame's inputs", ALONE),
+    Symbol("guards.tracing", "torch._guards.tracing", "compiling a half of a frame for torch_tpu", RAISES),
+    # --- ops
+    Symbol("ops.OpOverload", "torch._ops.OpOverload", "telling operators", "the class of a known operator serves",
+           instead=lambda: type(torch.ops.aten.clone.default)),
+    Symbol("ops.HigherOrderOperator", "torch._ops.HigherOrderOperator", "telling calls that hold a graph",
+           "no call is taken for one, and a small frame around one is left to Inductor", instead=lambda: _NoInstance),
+    Symbol("ops.scaled_mm", "torch._scaled_mm", "products of float8", ALONE),
+    Symbol("ops.grouped_mm", "torch._grouped_mm", "grouped products of experts", "Triton's grouped products serve"),
+    Symbol("ops.nn_linear", "torch._C._nn.linear", "`F.linear` as Dynamo has it", "wrapped weights stay wrapped"),
+    Symbol("ops.set_grad_enabled", "torch._C._set_grad_enabled", "grad regions of a graph",
+           "a graph has no such calls either"),
+    Symbol("ops.torch_check", "torch._check", "assertions in a graph", "a graph has no such calls either"),
+    # --- autocast
+    Symbol("autocast.enter_autocast", "torch.amp._enter_autocast", "autocast regions of a graph",
+           "a graph has no such calls either"),
+    Symbol("autocast.exit_autocast", "torch.amp._exit_autocast", "autocast regions of a graph",
+           "a graph has no such calls either"),
+    Symbol("autocast.DisableAutocast", "torch._C._DisableAutocast", "replaying a site's backward", ALONE),
+    Symbol("autocast.supported_devices", "torch._C._autocast_supported_devices", "keeping autocast around a trace",
+           ALONE),
+    # --- dispatch
+    Symbol("dispatch.TorchDispatchMode", "torch.utils._python_dispatch.TorchDispatchMode", "watching ops as they run",
+           RAISES),
+    Symbol("dispatch.disable_current_modes", "torch.utils._python_dispatch._disable_current_modes",
+           "running a kernel while a graph is traced", ALONE),
+    Symbol("dispatch.is_traceable_wrapper_subclass", "torch.utils._python_dispatch.is_traceable_wrapper_subclass",
+           "telling inputs that hold tensors", ALONE),
+    Symbol("dispatch.enable_python_dispatcher", "torch._dispatch.python.enable_python_dispatcher",
+           "counting what a site saves", ALONE),
+    Symbol("dispatch.set_runs_compiled", "torch._C._dynamo.guards.set_is_in_mode_without_ignore_compile_internals",
+           "compiled code under a Sentinel", "a compiled model runs in eager under a Sentinel", seen="2.11-2.15"),
+    # --- pytree
+    Symbol("pytree.tree_map", "torch.utils._pytree.tree_map", "nested arguments", RAISES),
+    Symbol("pytree.tree_leaves", "torch.utils._pytree.tree_leaves", "nested arguments", ALONE),
+    # --- autograd
+    Symbol("autograd.get_sequence_nr", "torch.autograd._get_sequence_nr", "naming modules in backward",
+           "modules are named in forward only", instead=lambda: lambda: 0),
+    Symbol("autograd.current_autograd_node", "torch._C._current_autograd_node", "naming modules in backward",
+           "modules are named in forward only", instead=lambda: _nothing),
+    Symbol("autograd.current_graph_task_id", "torch._C._current_graph_task_id", "telling a second forward",
+           "torch's reentrant checkpoint around fp8 goes unnoticed", instead=lambda: lambda: -1),
+    Symbol("autograd.top_saved_tensors_default_hooks", "torch._C._autograd._top_saved_tensors_default_hooks",
+           "telling a checkpointed forward", "torch's checkpoint around fp8 goes unnoticed", instead=lambda: _nothing),
+    # --- dynamo
+    Symbol("dynamo.config", "torch._dynamo.config", "Dynamo's settings", ALONE),
+    Symbol("dynamo.OptimizedModule", "torch._dynamo.OptimizedModule", "telling compiled modules",
+           "compiling twice goes unnoticed", instead=lambda: _NoInstance),
+    Symbol("dynamo.skips", "torch._dynamo.trace_rules.check", "telling modules whose code Dynamo skips",
+           "modules of torch's own classes stay in eager", instead=lambda: lambda *_: False),
+    Symbol("dynamo.RestartAnalysis", "torch._dynamo.exc.RestartAnalysis", "letting Dynamo trace a frame again", ALONE,
+           instead=lambda: _NeverRaised),
+    Symbol("dynamo.TensorifyScalarRestartAnalysis", "torch._dynamo.exc.TensorifyScalarRestartAnalysis",
+           "having Dynamo trace a frame again", "frames break at sizes known at run time only",
+           instead=lambda: _NeverRaised),
+    Symbol("dynamo.InvalidBackend", "torch._dynamo.exc.InvalidBackend", "telling that torch_tpu is not there",
+           "the error is torch's own", instead=lambda: _NeverRaised),
+    Symbol("dynamo.graph_break_reasons", "torch._dynamo.utils.graph_break_reasons", "why a frame broke",
+           "the report has no reasons of Dynamo's", instead=list),
+    Symbol("dynamo.counters", "torch._dynamo.utils.counters", "telling a frame that is a whole model",
+           "every frame counts as one", instead=lambda: collections.defaultdict(collections.Counter)),
+    Symbol("dynamo.AttrSource", "torch._dynamo.source.AttrSource", "the parts of a wrapped input", ALONE),
+    Symbol("dynamo.TensorProperty", "torch._dynamo.source.TensorProperty", "guards on offsets for torch_tpu", RAISES),
+    Symbol("dynamo.TensorPropertySource", "torch._dynamo.source.TensorPropertySource",
+           "guards on offsets for torch_tpu", RAISES),
+    Symbol("dynamo.GuardBuilder", "torch._dynamo.guards.GuardBuilder", "guards on offsets for torch_tpu", RAISES),
+    Symbol("dynamo.install_guard", "torch._dynamo.guards.install_guard", "guards on offsets for torch_tpu", RAISES),
+    Symbol("dynamo.lookup_backend", "torch._dynamo.backends.registry.lookup_backend", "torch_tpu's backend", RAISES),
+    Symbol("dynamo.aot_autograd", "torch._dynamo.backends.common.aot_autograd", "both halves of a frame on XLA",
+           RAISES),
+    Symbol("dynamo.openxla_eval_boxed", "torch._dynamo.backends.torchxla.openxla_eval_boxed", "programs of XLA",
+           RAISES),
+    Symbol("", "torch._dynamo.convert_frame._compile", "settings for the frames of this backend alone",
+           "frames break at sizes known at run time only"),
+    Symbol("", "torch._dynamo.config.capture_dynamic_output_shape_ops", "sizes known at run time only",
+           "frames break at them"),
+    Symbol("", "torch._dynamo.config.recompile_limit", "as many variants as blocks", RAISES),
+    # --- functorch
+    Symbol("functorch.config", "torch._functorch.config", "AOTAutograd's settings", RAISES),
+    Symbol("functorch.aot_export_module", "torch._functorch.aot_autograd.aot_export_module", "tracing a frame", ALONE),
+    Symbol("functorch.make_boxed_func", "torch._functorch.aot_autograd.make_boxed_func", "a graph as its own code",
+           RAISES),
+    Symbol("functorch.default_partition", "torch._functorch.partitioners.default_partition",
+           "both halves of a frame on XLA", RAISES),
+    Symbol("functorch.min_cut_rematerialization_partition",
+           "torch._functorch.partitioners.min_cut_rematerialization_partition", "offloading", RAISES),
+    Symbol("functorch.temporarily_clear_interpreter_stack",
+           "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack",
+           "running a kernel while a graph is traced", ALONE),
+    Symbol("functorch.layers", "torch._C._functorch.get_dynamic_layer_stack_depth", "keeping vmap around a trace",
+           ALONE),
+    Symbol("functorch.undo_to_layer", "torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth",
+           "keeping vmap around a trace", ALONE),
+    Symbol("", "torch._functorch.config.activation_memory_budget", "telling a second policy", "no other is seen"),
+    Symbol("", "torch._functorch.config.enable_autograd_cache", "estimating what a compiled model saves", RAISES),
+    # --- inductor
+    Symbol("inductor.config", "torch._inductor.config", "Inductor's settings", ALONE),
+    Symbol("inductor.compile_fx", "torch._inductor.compile_fx.compile_fx", "code for a graph",
+           "nothing can be compiled"),
+    Symbol("inductor.list_mode_options", "torch._inductor.list_mode_options", "the settings of a mode", RAISES),
+    Symbol("inductor.select_decomp_table", "torch._inductor.decomposition.select_decomp_table", "lowering an op",
+           ALONE),
+    Symbol("inductor.get_device_tflops", "torch._inductor.utils.get_device_tflops", "the rates of a GPU",
+           "constants stand for them"),
+    Symbol("inductor.get_gpu_dram_gbps", "torch._inductor.utils.get_gpu_dram_gbps", "the rates of a GPU",
+           "constants stand for them"),
+    Symbol("inductor.CustomGraphPass", "torch._inductor.custom_graph_pass.CustomGraphPass",
+           "passes among Inductor's own", ALONE),
+    Symbol("inductor.CustomPartitionerFn", "torch._inductor.custom_graph_pass.CustomPartitionerFn", "offloading",
+           RAISES),
+    Symbol("inductor.AsyncCompile", "torch._inductor.async_compile.AsyncCompile", "torch's launcher for our kernels",
+           "Triton launches them"),
+    Symbol("inductor.get_compile_threads", "torch._inductor.async_compile.get_compile_threads",
+           "torch's launcher for our kernels", "Triton launches them"),
+    Symbol("inductor.maybe_warm_pool", "torch._inductor.async_compile.maybe_warm_pool", "workers started ahead",
+           "Inductor starts them when it needs them"),
+    Symbol("inductor.worker_compile_triton", "torch._inductor.runtime.compile_tasks._worker_compile_triton",
+           "torch's launcher for our kernels", "Triton launches them"),
+    Symbol("inductor.has_triton_package", "torch.utils._triton.has_triton_package", "torch's launcher for our kernels",
+           "Triton launches them"),
+    Symbol("", "torch._inductor.config.post_grad_custom_pre_pass", "lowering the semantic ops", ALONE),
+    Symbol("", "torch._inductor.config.post_grad_custom_post_pass", "choosing products by measurement", ALONE),
+    Symbol("", "torch._inductor.config.joint_custom_post_pass", "a policy", RAISES),
+    Symbol("", "torch._inductor.config.custom_partitioner_fn", "offloading", RAISES),
+    Symbol("", "torch._inductor.config.allow_buffer_reuse", "a policy", RAISES),
+    Symbol("", "torch._inductor.config.pattern_matcher", "a frame one of Inductor's patterns fails on", ALONE),
+    Symbol("", "torch._inductor.config.max_autotune", "leaving products to Inductor's own choice", ALONE),
+    Symbol("", "torch._inductor.config.max_autotune_gemm", "leaving products to Inductor's own choice", ALONE),
+    Symbol("", "torch._inductor.config.static_launch_user_defined_triton_kernels", "torch's launcher for our kernels",
+           "Triton launches them"),
+    Symbol("", "torch._inductor.pattern_matcher", "telling errors of Inductor's patterns", ALONE),
+    # --- logging
+    Symbol("logging.trace_structured", "torch._logging.trace_structured", "artifacts in TORCH_TRACE",
+           "TORCH_TRACE has none", instead=lambda: _nothing),
+    # --- attributes of torch's objects
+    Symbol("", "torch.nn.Module._compiled_call_impl", "blocks compiled in place", RAISES),
+    Symbol("", "torch.nn.Module._call_impl", "blocks of torch's own classes compiled in place", RAISES),
+    Symbol("", "torch.Tensor._version", "telling whether a step has run", RAISES),
+    Symbol("", "torch.UntypedStorage._cdata", "telling storages", ALONE),
+)  # fmt: skip
+
+# By name where there is one, else by path.
+SYMBOLS: dict[str, Symbol] = {row.name or row.path: row for row in _ROWS}

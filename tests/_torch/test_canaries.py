@@ -1,0 +1,310 @@
+"""This torch has every private symbol of the table, and those that more is asked of behave: what fails here says which
+file to look at on a new torch, and what users will see there meanwhile."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from megacpp_compile._torch import _registry, autocast, autograd, dispatch, fakes, functorch, guards, inductor, modules
+from megacpp_compile._torch import dynamo as door
+from megacpp_compile._torch import logging as torch_log
+from megacpp_compile._torch._registry import release
+from megacpp_compile._torch.ops import HigherOrderOperator, OpOverload, nn_linear, set_grad_enabled
+from megacpp_compile._torch.pytree import tree_leaves, tree_map
+from megacpp_compile._torch.symbols import RAISES, SYMBOLS
+from tests._torch.uses import PACKAGE, users
+
+THEMES = sorted({s.name.partition(".")[0] for s in SYMBOLS.values() if s.name})
+
+
+@pytest.mark.parametrize("key", SYMBOLS)
+def test_torch_has_it(key):
+    """Also on releases after the last one it was seen in, which is what tells that one of them has changed."""
+    symbol, nothing = SYMBOLS[key], object()
+    if release(symbol.seen.partition("-")[0]) > release(torch.__version__):
+        pytest.skip(f"newer than torch {torch.__version__}")
+    assert _registry.find(symbol.path, nothing) is not nothing, (
+        f"torch {torch.__version__} has no {symbol.path} (for {symbol.use}; seen in {symbol.seen}), which "
+        f"{', '.join(users()[key])} use: {symbol.without}"
+    )
+
+
+# --- the table
+
+
+def test_every_row_has_a_user():
+    assert not set(SYMBOLS) - set(users())
+
+
+def test_rows_are_complete_and_unique():
+    assert len({s.path for s in SYMBOLS.values()}) == len(SYMBOLS)
+    for symbol in SYMBOLS.values():
+        first, last = map(release, symbol.seen.split("-"))
+        assert (2, 9) <= first <= last
+        assert symbol.use and symbol.without
+        assert symbol.instead is None or symbol.without != RAISES
+
+
+@pytest.mark.parametrize("theme", THEMES)
+def test_types_are_those_of_the_table(theme):
+    """What a type checker reads of a theme is what the table hands out."""
+    tree = ast.parse((PACKAGE / "_torch" / f"{theme}.py").read_text())
+    blocks = [n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
+    declared = {
+        f"{theme}.{alias.asname or alias.name}": f"{node.module}.{alias.name}"
+        for block in blocks for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names
+    }  # fmt: skip
+    assert declared == {s.name: s.path for s in SYMBOLS.values() if s.name.startswith(f"{theme}.")}
+
+
+# --- what they do
+
+
+def test_fakes():
+    mode = fakes.FakeTensorMode(allow_non_fake_inputs=True)
+    fake = mode.from_tensor(torch.ones(2, 3), static_shapes=True)
+    assert isinstance(fake, fakes.FakeTensor) and fakes.is_fake(fake) and not fakes.is_fake(torch.ones(1))
+    assert fake.fake_mode is mode and fakes.detect_fake_mode([fake]) is mode and fakes.detect_fake_mode([]) is None
+    with mode, pytest.raises(fakes.DataDependentOutputException):
+        fake.sum().item()
+    with mode, pytest.raises(fakes.DynamicOutputShapeException):
+        fake.nonzero()
+
+
+def test_a_frame_tells_its_sizes_and_its_interface():
+    seen = {}
+
+    def backend(gm, inputs):
+        context = guards.TracingContext.try_get()
+        seen["mode"] = context.fake_mode
+        seen["contexts"] = [context.tensor_to_context.get(x) for x in inputs if isinstance(x, torch.Tensor)]
+        seen["sources"] = [n._dynamo_source for n in gm.graph.find_nodes(op="placeholder")]
+        offset = door.TensorPropertySource(seen["sources"][0], door.TensorProperty.STORAGE_OFFSET)
+        before = len(list(context.guards_context.dynamo_guards))
+        door.install_guard(offset.make_guard(door.GuardBuilder.EQUALS_MATCH))
+        seen["guards"] = len(list(context.guards_context.dynamo_guards)) - before
+        seen["reset"] = guards.tracing(None)
+        return gm.forward
+
+    torch.compiler.reset()
+    torch.compile(lambda x: x.sin() + 1, backend=backend)(torch.ones(3))
+    assert isinstance(seen["mode"], fakes.FakeTensorMode)
+    assert all(hasattr(c, "tensor_source") for c in seen["contexts"])
+    assert seen["guards"] == 1
+    assert seen["sources"] and all(door.AttrSource(s, "payload") for s in seen["sources"])
+    with seen["reset"]:
+        assert guards.TracingContext.try_get() is None
+
+
+def test_ops():
+    assert isinstance(torch.ops.aten.add.Tensor, OpOverload)
+    assert isinstance(torch.ops.higher_order.cond, HigherOrderOperator)
+    assert torch.ops.aten.add.Tensor._opname == "add" and torch.ops.aten.add_.Tensor._schema.is_mutable
+
+    def model(x, w):
+        with torch.autocast("cpu", torch.bfloat16):
+            x = torch.nn.functional.linear(x, w)
+        with torch.no_grad():
+            return x + 1
+
+    graphs = []
+    torch.compiler.reset()
+    torch.compile(model, backend=lambda gm, _: graphs.append(gm) or gm.forward)(torch.ones(2, 2), torch.ones(2, 2))
+    targets = [n.target for n in graphs[0].graph.nodes]
+    assert {autocast.enter_autocast, autocast.exit_autocast, set_grad_enabled, nn_linear} <= set(targets)
+
+
+def test_autocast():
+    assert {"cpu", "cuda"} <= set(autocast.supported_devices())
+    with torch.autocast("cpu", torch.bfloat16):
+        with autocast.DisableAutocast():
+            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
+
+
+def test_modes():
+    seen = []
+
+    class Watch(dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        torch.ones(1) + 1
+        count = len(seen)
+        with dispatch.disable_current_modes():
+            torch.ones(1) + 1
+    assert count and len(seen) == count
+    assert not dispatch.is_traceable_wrapper_subclass(torch.ones(1))
+    with dispatch.enable_python_dispatcher():
+        assert (torch.ones(1) + 1).item() == 2
+
+
+def test_layers_of_vmap():
+    before = functorch.layers()
+    torch.func.vmap(lambda x: x + functorch.layers() - before)(torch.ones(2))
+    with functorch.temporarily_clear_interpreter_stack():
+        assert functorch.layers() == 0
+    assert functorch.layers() == before
+
+
+def test_pytree():
+    assert tree_leaves(({"a": 1}, [2, 3])) == [1, 2, 3]
+    assert tree_map(lambda x: x + 1, ({"a": 1}, [2])) == ({"a": 2}, [3])
+
+
+def test_autograd_tells_where_it_is():
+    assert autograd.current_autograd_node() is None and autograd.current_graph_task_id() == -1
+    inside = []
+
+    class Note(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, g):
+            inside.append((autograd.current_autograd_node()._sequence_nr(), autograd.current_graph_task_id()))
+            return g
+
+    before = autograd.get_sequence_nr()
+    y = Note.apply(torch.ones(1, requires_grad=True))
+    assert autograd.get_sequence_nr() > before
+    y.backward()
+    [(number, task)] = inside
+    assert number >= before and task != -1
+    assert autograd.top_saved_tensors_default_hooks(True) is None
+    with torch.autograd.graph.saved_tensors_hooks(pack := lambda t: t, lambda t: t):
+        assert autograd.top_saved_tensors_default_hooks(True)[0] is pack
+
+
+def test_dynamo():
+    assert "compiler_fn" in inspect.signature(door.frame_compiler()).parameters
+    assert issubclass(door.TensorifyScalarRestartAnalysis, door.RestartAnalysis)
+    assert door.TensorifyScalarRestartAnalysis(restart_reason="why").restart_reason == "why"
+    assert isinstance(door.graph_break_reasons, list)
+    assert not door.counters["a name nobody counts"]
+    assert isinstance(torch.compile(nn.Linear(1, 1)), door.OptimizedModule)
+    assert door.skips(nn.TransformerEncoderLayer.forward) and not door.skips(test_dynamo)
+    with door.config.patch(capture_dynamic_output_shape_ops=True):
+        assert door.config.capture_dynamic_output_shape_ops
+    assert isinstance(door.config.recompile_limit, int)
+
+
+def test_dynamo_backends_and_guards():
+    assert callable(door.lookup_backend("eager"))
+    with pytest.raises(door.InvalidBackend):
+        door.lookup_backend("no backend of this name")
+    assert list(inspect.signature(door.openxla_eval_boxed).parameters)[:2] == ["model", "fake_tensor_inputs"]
+    compiled = []
+    differentiate = door.aot_autograd(
+        fw_compiler=lambda gm, _: compiled.append(gm) or functorch.make_boxed_func(gm.forward),
+        partition_fn=functorch.default_partition,
+    )
+    torch.compiler.reset()
+    torch.compile(lambda x: x.sin().cos(), backend=differentiate)(torch.ones(2, requires_grad=True)).sum().backward()
+    assert len(compiled) == 2
+
+
+def test_export_keeps_whole_ops():
+    class Linear(nn.Module):
+        def forward(self, x, w):
+            return (nn.functional.linear(x, w),)
+
+    mode = fakes.FakeTensorMode()
+    inputs = [mode.from_tensor(torch.ones(2, 2)) for _ in range(2)]
+    gm = torch.fx.symbolic_trace(Linear())
+    exported, signature = functorch.aot_export_module(gm, inputs, trace_joint=False, pre_dispatch=True)
+    assert [n.target for n in exported.graph.nodes if n.op == "call_function"] == [torch.ops.aten.linear.default]
+    assert not signature.parameters and not signature.buffers_to_mutate and not signature.user_inputs_to_mutate
+    assert not signature.inputs_to_buffers
+
+
+@pytest.mark.parametrize("name", ["default_partition", "min_cut_rematerialization_partition"])
+def test_partitioners(name):
+    parameters = list(inspect.signature(getattr(functorch, name)).parameters.values())
+    assert [p.name for p in parameters[:2]] == ["joint_module", "_joint_inputs"]
+    assert {"num_fwd_outputs"} <= {p.name for p in parameters}
+
+
+def test_settings_of_functorch():
+    assert functorch.memory_budget() == 1.0
+    with functorch.config.patch(activation_memory_budget=0.5, enable_autograd_cache=False):
+        assert functorch.memory_budget() == 0.5
+
+
+def test_inductor_takes_settings_and_passes():
+    assert {"inner_compile", "config_patches"} <= set(inspect.signature(inductor.compile_fx).parameters)
+    hooks = ("post_grad_custom_pre_pass", "post_grad_custom_post_pass", "joint_custom_post_pass",
+             "custom_partitioner_fn")  # fmt: skip
+    assert [getattr(inductor.config, hook) for hook in hooks] == [None] * 4
+    assert inductor.CustomGraphPass.__abstractmethods__ == {"__call__", "uuid"}
+    assert inductor.CustomPartitionerFn.__abstractmethods__ == {"__call__", "uuid"}
+    assert inductor.list_mode_options("max-autotune")
+
+
+class Counting(inductor.CustomGraphPass):
+    def __init__(self, key):
+        self.key = key
+
+    def __call__(self, graph):
+        RAN.append(self.key)
+
+    def uuid(self):
+        return self.key
+
+
+RAN: list[str] = []
+
+
+def test_inductor_runs_passes_where_they_are_put(monkeypatch, no_kernels):
+    from torch._inductor import compile_fx as module  # as patched: everything but code generation
+
+    RAN.clear()
+    names = ("joint_custom_post_pass", "post_grad_custom_pre_pass", "post_grad_custom_post_pass")
+    patches = {name: Counting(name) for name in names}
+    assert all(pickle.loads(pickle.dumps(p)).uuid() for p in patches.values())
+    torch.compiler.reset()
+    x = torch.ones(4, requires_grad=True)
+    f = torch.compile(lambda x: x.sin().cos(), backend=lambda gm, i: module.compile_fx(gm, i, config_patches=patches))
+    f(x).sum().backward()
+    forward_and_backward = ["post_grad_custom_pre_pass", "post_grad_custom_post_pass"] * 2
+    assert RAN == ["joint_custom_post_pass", *forward_and_backward]
+
+
+def test_decompositions_trace():
+    table = inductor.select_decomp_table()
+    gm = make_fx(lambda x: torch.ops.aten.silu(x), decomposition_table=table)(torch.ones(2))
+    assert torch.ops.aten.silu.default not in {n.target for n in gm.graph.nodes}
+
+
+def test_workers():
+    assert list(inspect.signature(inductor.worker_compile_triton).parameters) == [
+        "load_kernel", "extra_env", "extra_config"
+    ]  # fmt: skip
+    assert inductor.get_compile_threads() >= 1 and callable(inductor.maybe_warm_pool)
+    assert callable(inductor.AsyncCompile.use_process_pool) and callable(inductor.AsyncCompile.process_pool.cache_info)
+    assert isinstance(inductor.has_triton_package(), bool)
+
+
+def test_the_log_takes_artifacts():
+    torch_log.trace_structured("artifact", metadata_fn=dict, payload_fn=str)
+    inspect.signature(torch_log.trace_structured).bind("artifact", metadata_fn=dict, payload_fn=str)
+
+
+def test_modules_are_compiled_in_place():
+    module = nn.Linear(2, 2)
+    assert modules.compiled_call(module) is None
+    assert torch.equal(modules.eager_call(module)(x := torch.ones(1, 2)), module(x))
+    modules.set_compiled_call(module, lambda x: "compiled")
+    assert module(x) == "compiled" and modules.compiled_call(module)(x) == "compiled"
+    modules.set_compiled_call(module, None)
+    assert torch.is_tensor(module(x))

@@ -1,0 +1,117 @@
+"""A torch without one of the private symbols: nothing that is imported breaks, and a frame says why it is plain."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megacpp_compile._torch import _registry, fakes
+from megacpp_compile._torch._registry import Missing, Symbol, present
+from megacpp_compile._torch.symbols import ALONE, SYMBOLS
+from megacpp_compile.errors import TorchInternalsError
+
+GONE = Symbol("theme.gone", "torch._dynamo.gone", "a test", ALONE)
+ROOT = Path(__file__).parents[2]
+
+
+def without(*keys: str) -> dict[str, dict]:
+    """What `tests._torch.without` says of each."""
+    command = [sys.executable, "-m", "tests._torch.without", *keys]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+# --- one symbol
+
+
+def test_it_can_be_asked_for_and_not_used():
+    gone = GONE.get()
+    assert not present(gone) and not present(fakes.FakeTensor, gone) and present(fakes.FakeTensor)
+    assert gone != len and gone in (len, gone)
+
+    class Derived(gone):
+        def __init__(self):
+            pass
+
+    for use in (
+        lambda: gone(), lambda: gone.attribute, lambda: gone["key"], lambda: isinstance(1, gone), lambda: Derived(),
+        lambda: gone.__enter__(), lambda: list(gone),
+    ):  # fmt: skip
+        with pytest.raises(TorchInternalsError) as caught:
+            use()
+        assert caught.value.symbol == "torch._dynamo.gone"
+        assert str(caught.value) == f"torch {torch.__version__} has no torch._dynamo.gone (for a test): {ALONE}"
+
+
+def test_what_stands_in():
+    assert Symbol("theme.gone", "torch._dynamo.gone", "a test", "a list serves", instead=list).get() == []
+    operator = SYMBOLS["ops.OpOverload"].instead()
+    assert isinstance(torch.ops.aten.add.Tensor, operator) and operator is torch._ops.OpOverload
+
+
+def test_a_lack_is_logged_once_and_only_where_it_is_unexpected(caplog):
+    _registry._warn_once.cache_clear()
+    for _ in range(2):
+        GONE.get()
+    newer = Symbol("theme.gone", "torch._dynamo.gone_too", "a test", ALONE, seen="99.0-99.1")
+    assert isinstance(newer.get(), Missing)
+    assert [r.getMessage() for r in caplog.records] == [str(GONE.get()._error)]
+
+
+def test_a_theme_has_what_the_table_has():
+    with pytest.raises(AttributeError, match=r"megacpp_compile\._torch\.fakes.*nothing_of_this_name"):
+        fakes.nothing_of_this_name  # noqa: B018
+
+
+# --- a frame
+
+
+def test_frames_say_why():
+    """Capture, the passes, and the handoff lack something; and what nobody asked for is not missed."""
+    needed = ("functorch.aot_export_module", "dispatch.enable_python_dispatcher", "inductor.select_decomp_table")
+    unasked = ("dynamo.lookup_backend", "functorch.min_cut_rematerialization_partition", "logging.trace_structured")
+    found = without("none", *needed, *unasked)
+    for key in ("none", *unasked):
+        assert found[key] == {"fused": 1, "reasons": [""]}
+    for key in needed:
+        assert found[key].get("fused") == 0, found[key]
+        assert SYMBOLS[key].path in found[key]["reasons"][0]
+
+
+@pytest.mark.slow
+def test_no_lack_breaks_a_frame():
+    """But for what compiles one at all, and that by its name."""
+    vital = "inductor.compile_fx"
+    for key, result in without(*SYMBOLS).items():
+        if key == vital:
+            assert "TorchInternalsError" in result["error"] and SYMBOLS[key].path in result["error"]
+        else:
+            assert "error" not in result, (key, result)
+            assert result["fused"] == 1 or SYMBOLS[key].path in result["reasons"][0], (key, result)
+
+
+def test_everything_imports_without_all():
+    """No import uses what it names."""
+    script = (
+        "import importlib, pkgutil, megacpp_compile\n"
+        "from megacpp_compile._torch import _registry, symbols\n"
+        "real, paths = _registry.find, {s.path for s in symbols.SYMBOLS.values()}\n"
+        "_registry.find = lambda path, default=None: default if path in paths else real(path, default)\n"
+        "count = 0\n"
+        "for m in pkgutil.walk_packages(megacpp_compile.__path__, 'megacpp_compile.'):\n"
+        "    try:\n"
+        "        importlib.import_module(m.name)\n"
+        "        count += 1\n"
+        "    except ModuleNotFoundError as error:\n"
+        "        assert (error.name or '').split('.')[0] not in ('torch', 'megacpp_compile'), error  # an optional package\n"
+        "print(count)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert int(done.stdout) > 100

@@ -1,0 +1,85 @@
+"""A step of a small model on a torch that lacks one private symbol: what each lack does, as JSON.
+
+    python -m tests._torch.without KEY...          keys of SYMBOLS; "all" is all of them at once
+
+Each runs in a fork of a process that has torch loaded, and of the package only the table. Inductor goes up to and with
+its post-grad passes; what they leave runs in eager.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+import traceback
+
+import torch
+import torch._dynamo
+from functorch.compile import make_boxed_func
+from torch import nn
+from torch._guards import detect_fake_mode
+from torch._inductor import compile_fx as inductor
+from torch._inductor.virtualized import V
+
+from megacpp_compile._torch import _registry
+from megacpp_compile._torch.symbols import SYMBOLS
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.down, self.norm, self.up = nn.Linear(8, 6, bias=False), nn.RMSNorm(6), nn.Linear(6, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.up(self.norm(self.down(x))).sin()
+
+
+def code(gm, example_inputs, *, is_inference=False, **_):
+    with V.set_fake_mode(detect_fake_mode(example_inputs)):
+        inductor.view_to_reshape(gm)
+        inductor._recursive_post_grad_passes(gm, is_inference=is_inference)
+    assert not any("megacpp" in str(n.target) for n in gm.graph.nodes), "left without a lowering"
+    return make_boxed_func(gm.forward)
+
+
+def outcome(hidden: set[str]) -> dict[str, object]:
+    real, paths = _registry.find, {SYMBOLS[key].path for key in hidden}
+
+    def find(path, default=None):
+        return default if any(path == p or path.startswith(f"{p}.") for p in paths) else real(path, default)
+
+    _registry.find = find
+    inductor.compile_fx = functools.partial(inductor.compile_fx, inner_compile=code)
+    import megacpp_compile
+    from megacpp_compile.backend import megacpp
+
+    model, x = Model(), torch.randn(3, 8)
+    want = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+    with megacpp_compile.record() as report, torch._functorch.config.patch(enable_autograd_cache=False):
+        got = torch.autograd.grad(torch.compile(model, backend=megacpp)(x).sum(), list(model.parameters()))
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
+    return {"fused": len(report.sites), "reasons": [f.reason for f in report.frames]}
+
+
+def forked(hidden: set[str]) -> dict[str, object]:
+    read, write = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            result = outcome(hidden)
+        except BaseException as error:
+            result = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()[-3000:]}
+        os.write(write, json.dumps(result).encode()[:60_000])
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        text = pipe.read()
+    os.waitpid(child, 0)
+    return json.loads(text)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    print(json.dumps({key: forked(set(SYMBOLS) if key == "all" else {key} - {"none"}) for key in sys.argv[1:]}))
