@@ -56,7 +56,7 @@ def mode_patches(mode: str | None) -> dict[str, Any]:
     """Inductor's settings of a `torch.compile` mode."""
     if mode in (None, "default"):
         return {}
-    from torch._inductor import list_mode_options
+    from megacpp_compile._torch.inductor import list_mode_options
 
     return dict(list_mode_options(mode))
 

@@ -10,10 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from megacpp_compile._torch.fakes import FakeTensorMode
+from megacpp_compile._torch.pytree import tree_map
 from megacpp_compile.backend import check_torch
 from megacpp_compile.config import rules
 from megacpp_compile.config.options import Config
@@ -55,9 +56,9 @@ def explain(model: Callable[..., Any], *args: Any, options: Mapping[str, Any] | 
     def fake(value: Any) -> Any:
         return mode.from_tensor(value, static_shapes=True) if isinstance(value, torch.Tensor) else value
 
-    fakes = torch.utils._pytree.tree_map(fake, (args, dict(kwargs)))
+    fakes = tree_map(fake, (args, dict(kwargs)))
     # A code object keeps its compiled frames: start clean, and leave nothing behind that would run on fakes.
-    torch._dynamo.reset()
+    torch.compiler.reset()
     try:
         with record(pass_names()) as report, fake_state(model, mode), mode:
             try:
@@ -68,5 +69,5 @@ def explain(model: Callable[..., Any], *args: Any, options: Mapping[str, Any] | 
                 # What follows a graph break runs on fakes too, and cannot where it depends on how many rows there are.
                 emit_frame(Frame(captured=False, reason=f"not looked at, nor what follows: {text}"[:300]), [], [])
     finally:
-        torch._dynamo.reset()
+        torch.compiler.reset()
     return report

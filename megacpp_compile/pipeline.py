@@ -17,11 +17,19 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from megacpp_compile._torch.dynamo import RestartAnalysis
+from megacpp_compile._torch.ops import HigherOrderOperator
 from megacpp_compile.backends._protocol import Settings, backend_for
 from megacpp_compile.config import rules
 from megacpp_compile.config.options import Config
 from megacpp_compile.config.precision import announce
-from megacpp_compile.errors import CaptureError, MegacppError, NotLoweredError, PeakUnreachableError
+from megacpp_compile.errors import (
+    CaptureError,
+    MegacppError,
+    NotLoweredError,
+    PeakUnreachableError,
+    TorchInternalsError,
+)
 from megacpp_compile.frontend import tensor_subclasses, unbacked_shapes
 from megacpp_compile.frontend.canonicalize import canonicalize
 from megacpp_compile.frontend.capture import Captured, capture
@@ -123,12 +131,12 @@ def _analyse(
         frame.reason, frame.passes = nothing, {p.name: 0 for p in enabled_passes(config)}
         check_required(config, frame.passes, [])
         return Analysis(frame)
-    if refusal := backend_for(target, example_inputs).refusal(gm, patches, config, grad):
-        return _left_alone(frame, gm, config, refusal)
     began = time.perf_counter()
     try:
+        if refusal := backend_for(target, example_inputs).refusal(gm, patches, config, grad):
+            return _left_alone(frame, gm, config, refusal)
         captured = capture(gm, example_inputs)
-    except CaptureError as error:
+    except (CaptureError, TorchInternalsError) as error:
         frame.captured, frame.reason = False, str(error)
         frame.precision = unseen(gm.graph, config.precision, ALONE)
         log.logger.info("frame not captured, compiled by Inductor alone: %s", error)
@@ -137,10 +145,9 @@ def _analyse(
     frame.seconds["capture"] = time.perf_counter() - began
     try:
         outcome = _rewrite(captured, example_inputs, config, frame)
-    except MegacppError:
-        raise
-    except Exception as error:  # a defect of ours must not become the user's
-        if config.strict:
+    except Exception as error:  # a defect of ours must not become the user's, nor a change of torch's
+        meant = isinstance(error, MegacppError) and not isinstance(error, TorchInternalsError)
+        if config.strict or meant:
             raise
         return _left_alone(frame, gm, config, f"internal error: {type(error).__name__}: {error}"[:300])
     frame.passes, frame.nodes = outcome.counts, len(captured.gm.graph.nodes)
@@ -205,7 +212,7 @@ def _hand_to_backend(
         return backend.compile_lowered(rewritten, example_inputs, settings)
     except (PeakUnreachableError, NotLoweredError):
         raise
-    except torch._dynamo.exc.RestartAnalysis:
+    except RestartAnalysis:
         raise  # Dynamo's own way back, as when a float turns out to be a constant
     except Exception as error:
         if config.strict:
@@ -287,6 +294,6 @@ def _nothing_to_do(gm: GraphModule, config: Config) -> str | None:
     if config.precision is not None:
         return None
     calls = [n for n in gm.graph.nodes if n.op in ("call_function", "call_method")]
-    if any(isinstance(n.target, torch._ops.HigherOrderOperator) or str(n.target).startswith("megacpp.") for n in calls):
+    if any(isinstance(n.target, HigherOrderOperator) or str(n.target).startswith("megacpp.") for n in calls):
         return None  # a checkpointed block is one call here, and an op that a model calls is to be lowered
     return "too small to hold an idiom" if len(calls) < 3 else None

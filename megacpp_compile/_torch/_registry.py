@@ -98,18 +98,3 @@ def present(*symbols: Any) -> bool:
 @functools.cache
 def _warn_once(text: str) -> None:
     _logger.warning("%s", text)
-
-
-def theme(module: str) -> Callable[[str], Any]:
-    """The `__getattr__` of a module of this folder: its symbols by the names the table gives them."""
-    from megacpp_compile._torch.symbols import SYMBOLS
-
-    prefix = module.rpartition(".")[2]
-
-    def lookup(name: str) -> Any:
-        symbol = SYMBOLS.get(f"{prefix}.{name}")
-        if symbol is None:
-            raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        return symbol.get()
-
-    return lookup

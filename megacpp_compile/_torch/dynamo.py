@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from megacpp_compile._torch._registry import find, theme
+from megacpp_compile._torch._registry import find
+from megacpp_compile._torch._theme import theme
 
 if TYPE_CHECKING:
     from torch._dynamo import OptimizedModule, config
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from torch._dynamo.source import AttrSource, TensorProperty, TensorPropertySource
     from torch._dynamo.trace_rules import check as skips
     from torch._dynamo.utils import counters, graph_break_reasons
+    from torch.fx.traceback import _get_memory_budget_annotation as memory_budget_of
 else:
     __getattr__ = theme(__name__)
 

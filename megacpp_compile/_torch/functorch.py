@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from megacpp_compile._torch._registry import find, theme
+from megacpp_compile._torch._registry import find
+from megacpp_compile._torch._theme import theme
 
 if TYPE_CHECKING:
     from torch._C._functorch import get_dynamic_layer_stack_depth as layers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megacpp_compile._torch._registry import theme
+from megacpp_compile._torch._theme import theme
 
 if TYPE_CHECKING:
     from torch._guards import TracingContext, tracing

@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo.utils import detect_fake_mode
-from torch._subclasses import FakeTensor
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from megacpp_compile._torch.fakes import FakeTensor, detect_fake_mode
 from megacpp_compile.config.options import Config
 from megacpp_compile.errors import NotLoweredError
 from megacpp_compile.fx.aliasing import memory_of, overwritable
@@ -130,7 +129,7 @@ def _signature(t: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _trace(body: Callable[..., Any], args: Any, fakes: list[torch.Tensor], target: Target) -> GraphModule:
-    from torch._inductor.decomposition import select_decomp_table
+    from megacpp_compile._torch.inductor import select_decomp_table
 
     mode = detect_fake_mode(fakes)
     assert mode is not None and all(isinstance(f, FakeTensor) for f in fakes)

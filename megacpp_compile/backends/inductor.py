@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._inductor import config as inductor_config
 from torch.fx import GraphModule
 
+from megacpp_compile._torch.inductor import config as inductor_config
 from megacpp_compile.backends import static_launch
 from megacpp_compile.backends._lower import LowerSemanticOps
 from megacpp_compile.backends._protocol import Settings
@@ -59,7 +59,7 @@ def gemm_patches(settings: Settings) -> dict[str, Any]:
 
 def compile_plain(gm: GraphModule, example_inputs: Sequence[Any], settings: Settings) -> Callable[..., Any]:
     """Compile a frame exactly as `backend="inductor"` would, but for the policy, if there is one."""
-    from torch._inductor.compile_fx import compile_fx
+    from megacpp_compile._torch.inductor import compile_fx
 
     patches = _with_policy(settings, example_inputs)
     inputs, inner = _inner(settings.inner_compile, example_inputs)
@@ -112,6 +112,6 @@ def _inner(inner_compile: Any, example_inputs: Sequence[Any]) -> tuple[Sequence[
 def without_codegen(gm: GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
     """In the place of Inductor's code generation: the graph itself, semantic ops and all. Enough for shapes, and for
     what the partitioner saves."""
-    from torch._functorch.aot_autograd import make_boxed_func
+    from megacpp_compile._torch.functorch import make_boxed_func
 
     return make_boxed_func(gm.forward)  # type: ignore[no-any-return]

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch._inductor import config as inductor_config
-
+from megacpp_compile._torch.inductor import config as inductor_config
 from megacpp_compile.config.options import Config
 from megacpp_compile.errors import StagesOffError
 

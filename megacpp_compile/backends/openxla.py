@@ -60,7 +60,7 @@ def _program_for(config: Config) -> Callable[..., Any]:
 
 
 def _program(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    from torch._dynamo.backends.torchxla import openxla_eval_boxed
+    from megacpp_compile._torch.dynamo import openxla_eval_boxed
 
     _tell_results_apart(graph.graph)
     _name_dimensions(graph.graph)
@@ -152,8 +152,8 @@ def differentiated(
     views_again: compute in backward the views it reads; openxla by itself saves whatever backward reads.
     read_originals: read what copies are copies of, whatever its strides.
     """
-    from torch._dynamo.backends.common import aot_autograd
-    from torch._functorch.partitioners import default_partition
+    from megacpp_compile._torch.dynamo import aot_autograd
+    from megacpp_compile._torch.functorch import default_partition
 
     config, policy, patches = settings.config, settings.config.policy, settings.patches
     if patches:

@@ -17,10 +17,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch._inductor import config as inductor_config
 from torch.fx import GraphModule
-from torch.utils._triton import has_triton_package
 
+from megacpp_compile._torch.inductor import config as inductor_config
+from megacpp_compile._torch.inductor import has_triton_package
 from megacpp_compile.report import log
 from megacpp_compile.targets import CUDA, Target
 
@@ -34,7 +34,7 @@ def start_workers(target: Target) -> None:
     if target is not CUDA:
         return
     try:
-        from torch._inductor.async_compile import maybe_warm_pool
+        from megacpp_compile._torch.inductor import maybe_warm_pool
 
         maybe_warm_pool()
     except Exception as error:  # Inductor starts them itself, and has more to say of it
@@ -82,10 +82,9 @@ class _Submit:
 
 
 def _tell_workers() -> None:
-    from torch._inductor.async_compile import AsyncCompile, get_compile_threads
-    from torch._inductor.runtime.compile_tasks import _worker_compile_triton
+    from megacpp_compile._torch.inductor import AsyncCompile, get_compile_threads, worker_compile_triton
 
-    if list(inspect.signature(_worker_compile_triton).parameters) != ["load_kernel", "extra_env", "extra_config"]:
+    if list(inspect.signature(worker_compile_triton).parameters) != ["load_kernel", "extra_env", "extra_config"]:
         log.logger.info("this torch's compile workers take other arguments: Triton launches what they compile")
         return
     if get_compile_threads() <= 1:
@@ -95,4 +94,4 @@ def _tell_workers() -> None:
         return
     pool = AsyncCompile.process_pool()
     if not isinstance(pool.submit, _Submit):
-        pool.submit = _Submit(pool.submit, _worker_compile_triton)  # type: ignore[method-assign]
+        pool.submit = _Submit(pool.submit, worker_compile_triton)  # type: ignore[method-assign]

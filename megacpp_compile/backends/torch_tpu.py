@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from megacpp_compile._torch.guards import tracing
 from megacpp_compile.backends import openxla
 from megacpp_compile.backends._protocol import Settings
 from megacpp_compile.config.options import Config
@@ -45,8 +46,7 @@ def compile_plain(gm: GraphModule, example_inputs: Sequence[Any], settings: Sett
 
 def backend() -> Callable[..., Any]:
     """torch_tpu's own. Raises TargetUnavailableError where nothing has registered it."""
-    from torch._dynamo.backends.registry import lookup_backend
-    from torch._dynamo.exc import InvalidBackend
+    from megacpp_compile._torch.dynamo import InvalidBackend, lookup_backend
 
     try:
         return lookup_backend(NAME)
@@ -67,9 +67,8 @@ def refusal(gm: GraphModule, patches: Mapping[str, Any], config: Config, grad: b
 def guard_offsets(gm: GraphModule) -> None:
     """Have Dynamo compile anew for an input at another storage offset, as torch_tpu does for its own frames: its
     programs have the offsets of views in them, and Dynamo's guards say nothing of those."""
-    from torch._dynamo.guards import GuardBuilder, install_guard
-    from torch._dynamo.source import TensorProperty, TensorPropertySource
-    from torch._guards import TracingContext
+    from megacpp_compile._torch.dynamo import GuardBuilder, TensorProperty, TensorPropertySource, install_guard
+    from megacpp_compile._torch.guards import TracingContext
 
     if TracingContext.try_get() is None:
         return
@@ -83,13 +82,13 @@ def guard_offsets(gm: GraphModule) -> None:
 
 def _program(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     """torch_tpu's program for a graph that is differentiated and lowered already."""
-    from torch._functorch.aot_autograd import make_boxed_func
+    from megacpp_compile._torch.functorch import make_boxed_func
 
     for node in graph.graph.nodes:  # what is computed again in backward has been decided, and would be once more
         for note in _DECIDED:
             node.meta.pop(note, None)
     # It would take Dynamo's notes on the frame, which describe the graph around, for notes on this half of it.
-    with torch._guards.tracing(None), torch.no_grad():
+    with tracing(None), torch.no_grad():
         compiled = backend()(graph, inputs, options={"serializable": False})
 
     def call(*args: Any) -> Any:

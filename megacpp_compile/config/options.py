@@ -201,7 +201,7 @@ class Config:
 
 
 def _is_setting_of_inductor(key: Any) -> bool:
-    from torch._inductor import config
+    from megacpp_compile._torch.inductor import config
 
     return isinstance(key, str) and hasattr(config, key)
 

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 import torch.fx.traceback as fx_traceback
-from torch._functorch.aot_autograd import aot_export_module
-from torch._guards import TracingContext, detect_fake_mode
-from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Node
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from megacpp_compile._torch import modes
+from megacpp_compile._torch.dispatch import is_traceable_wrapper_subclass
+from megacpp_compile._torch.fakes import FakeTensor, FakeTensorMode, detect_fake_mode
+from megacpp_compile._torch.functorch import aot_export_module
+from megacpp_compile._torch.guards import TracingContext
 from megacpp_compile.errors import CaptureError
 from megacpp_compile.frontend import autocast, opaque_ops
 from megacpp_compile.frontend.checkpoint import inline_checkpoints

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import HigherOrderOperator
-from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule, Node
 
+from megacpp_compile._torch.fakes import FakeTensorMode
+from megacpp_compile._torch.ops import HigherOrderOperator
 from megacpp_compile.errors import CaptureError
 from megacpp_compile.fx.edit import attribute_of
 

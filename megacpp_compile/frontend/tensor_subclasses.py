@@ -17,18 +17,19 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
-from torch._dynamo.source import AttrSource
-from torch._guards import detect_fake_mode
 
 # Registers its op, here and not where it is called: Dynamo traces that.
 import megacpp_compile.lowerings.linear_fp8_weight  # noqa: F401
+from megacpp_compile._torch.dynamo import AttrSource
+from megacpp_compile._torch.fakes import detect_fake_mode
+from megacpp_compile._torch.ops import nn_linear
 from megacpp_compile.fx.provenance import input_name, source_line
 from megacpp_compile.nn.fp8_wrappers import Split, is_wrapper, split
 from megacpp_compile.precision import sentinel
 from megacpp_compile.report.records import MissedFusion
 
 REPORTED_AS = "fp8_wrappers"
-LINEARS = (F.linear, torch._C._nn.linear)  # as Dynamo has them
+LINEARS = (F.linear, nn_linear)  # as Dynamo has them
 
 
 @dataclasses.dataclass

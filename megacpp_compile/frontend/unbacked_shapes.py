@@ -19,12 +19,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch._dynamo import config as dynamo_config
-from torch._dynamo import convert_frame, exc
-from torch._dynamo.utils import graph_break_reasons
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from megacpp_compile._torch.dynamo import (
+    TensorifyScalarRestartAnalysis,
+    frame_compiler,
+    graph_break_reasons,
+    set_frame_compiler,
+)
+from megacpp_compile._torch.dynamo import config as dynamo_config
 from megacpp_compile.report import collector
 from megacpp_compile.report.records import Frame, MissedFusion
 
@@ -35,7 +39,7 @@ _MARK = "_megacpp_compile"
 _OURS = "_megacpp_traces_sizes"
 
 
-class Retrace(exc.TensorifyScalarRestartAnalysis):
+class Retrace(TensorifyScalarRestartAnalysis):
     """Dynamo's way out of a backend: trace the frame anew, now that a setting has changed."""
 
 
@@ -47,7 +51,7 @@ def traces_unbacked_shapes(backend: Backend) -> Backend:
 
 def install() -> None:
     """See to frames of backends that are marked. Where Dynamo is built otherwise, nothing is done."""
-    original = getattr(convert_frame, "_compile", None)
+    original = frame_compiler()
     if original is None or hasattr(original, _MARK) or "compiler_fn" not in inspect.signature(original).parameters:
         return
     signature = inspect.signature(original)
@@ -66,7 +70,7 @@ def install() -> None:
                     _report(found.reason, found.user_stack)
 
     setattr(compile_frame, _MARK, True)
-    convert_frame._compile = compile_frame  # type: ignore[attr-defined]
+    set_frame_compiler(compile_frame)
 
 
 def _traced_whole(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from megacpp_compile._torch.fakes import FakeTensorMode
 from megacpp_compile.errors import CaptureError
 from megacpp_compile.frontend import autocast
 from megacpp_compile.frontend.opaque_ops import refake

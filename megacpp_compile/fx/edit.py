@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses import FakeTensorMode
 from torch.fx import Node
 
+from megacpp_compile._torch.fakes import FakeTensorMode
 from megacpp_compile.fx.mode_states import ModeStates
 
 _INHERITED = ("nn_module_stack", "stack_trace", "source_fn_stack", "recompute", "ac_graph_id", "custom", "seq_nr")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._subclasses import FakeTensorMode
+
+from megacpp_compile._torch.fakes import FakeTensorMode
 
 
 class fake_state:

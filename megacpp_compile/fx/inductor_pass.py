@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from torch import fx
-from torch._inductor.custom_graph_pass import CustomGraphPass
+
+from megacpp_compile._torch.inductor import CustomGraphPass
 
 
 @functools.cache

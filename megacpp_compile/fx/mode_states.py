@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import fx
 from torch.fx import Node
 
+from megacpp_compile._torch.autocast import enter_autocast, exit_autocast
+from megacpp_compile._torch.ops import set_grad_enabled
 from megacpp_compile.errors import CaptureError
 
-ENTER, LEAVE = torch.amp._enter_autocast, torch.amp._exit_autocast
+ENTER, LEAVE = enter_autocast, exit_autocast
 
 
 class ModeState(NamedTuple):
@@ -33,7 +34,7 @@ def mode_states(graph: fx.Graph) -> ModeStates:
     grad, autocast, stack = True, dict[Any, Any](), list[dict[Any, Any]]()
     for node in graph.nodes:
         states[node] = ModeState(grad, frozenset(autocast.items()))  # a switch itself still runs under what it ends
-        if node.target is torch._C._set_grad_enabled:
+        if node.target is set_grad_enabled:
             grad = bool(node.args[0])
         elif node.target is ENTER:
             stack.append(autocast)

@@ -75,7 +75,7 @@ def source_line(node: Node) -> str:
 
 def no_graph_break(gm: GraphModule) -> bool:
     """Whether no graph break has happened so far in this process, so that `gm` is all there is to compile."""
-    from torch._dynamo.utils import counters
+    from megacpp_compile._torch.dynamo import counters
 
     reason = getattr(gm, "compile_subgraph_reason", None)
     return not counters["graph_break"] and not getattr(reason, "graph_break", False)

@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 import megacpp_compile.lowerings as package
+from megacpp_compile._torch.pytree import tree_leaves
 from megacpp_compile.targets import TARGETS
 
 
@@ -45,8 +45,7 @@ def semantic_ops() -> dict[Any, tuple[str, str]]:
     for folder in (m.name for m in pkgutil.iter_modules(package.__path__) if m.ispkg and not m.name.startswith("_")):
         module = importlib.import_module(f"{package.__name__}.{folder}")
         for name in vars(module):
-            if isinstance(getattr(module, name), torch.library.CustomOpDef if hasattr(torch.library, "CustomOpDef")
-                          else torch._library.custom_ops.CustomOpDef):  # fmt: skip
+            if isinstance(getattr(module, name), torch.library.CustomOpDef):
                 ops[getattr(torch.ops.megacpp, name).default] = (folder, name)
     return ops
 

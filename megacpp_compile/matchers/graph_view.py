@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 
 from torch import fx
-from torch._subclasses import FakeTensorMode
 from torch.fx import Node
 
+from megacpp_compile._torch.fakes import FakeTensorMode
 from megacpp_compile.config.options import Config
 from megacpp_compile.fx.mode_states import ModeStates, mode_states
 from megacpp_compile.matchers.rope.heads import Heads, find_heads

@@ -8,8 +8,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses import FakeTensorMode
 
+from megacpp_compile._torch import functorch
+from megacpp_compile._torch.fakes import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from megacpp_compile._torch.modules import compiled_call, eager_call, set_compiled_call
+from megacpp_compile._torch.pytree import tree_leaves, tree_map
 from megacpp_compile.backends import inductor
 from megacpp_compile.config.options import Config
 from megacpp_compile.errors import EstimateError
@@ -42,20 +45,20 @@ class FakeRun:
     def compiled(self, config: Config) -> Saved:
         kinds = self.kinds or [Kind(("",), (self.model,))]
         regions = [CompiledRegion(kind.fqns, "", 0, "compiled") for kind in kinds]
-        torch._dynamo.reset()  # a code object keeps its compiled frames: none may be left that would run on fakes
+        torch.compiler.reset()  # a code object keeps its compiled frames: none may be left that would run on fakes
         try:
             with self._fakes() as (mode, (args, kwargs)), _calls(self.model):
                 compile_kinds(self.model, kinds, regions, config, None, inductor.without_codegen)
                 with (
                     _Labels(self.blocks) as labels,
-                    torch._functorch.config.patch(enable_autograd_cache=False),
+                    functorch.config.patch(enable_autograd_cache=False),
                     collector.aside() as found,
                 ):
                     saved = self._count(mode, lambda: self.model(*args, **kwargs), labels)
                 self.frames = found.frames
                 return saved
         finally:
-            torch._dynamo.reset()
+            torch.compiler.reset()
 
     def _count(self, mode: FakeTensorMode, forward: Callable[[], Any], labels: _Labels) -> Saved:
         own = {_storage(t) for t in (*self.model.parameters(), *self.model.buffers(), *self._tensors)}
@@ -71,8 +74,7 @@ class FakeRun:
         try:
             with mode, torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
                 result = forward()
-        except (torch._subclasses.fake_tensor.DataDependentOutputException,
-                torch._subclasses.fake_tensor.DynamicOutputShapeException) as error:  # fmt: skip
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise EstimateError(str(error)) from error
         del result
         saved: Saved = {}
@@ -99,8 +101,8 @@ class FakeRun:
                 for table in (module._parameters, module._buffers):
                     kept.append((table, dict(table)))
                     table.update({name: fake(value) for name, value in table.items()})
-            inputs = torch.utils._pytree.tree_map(fake, self.inputs)
-            self._tensors = [t for t in torch.utils._pytree.tree_leaves(inputs) if isinstance(t, torch.Tensor)]
+            inputs = tree_map(fake, self.inputs)
+            self._tensors = [t for t in tree_leaves(inputs) if isinstance(t, torch.Tensor)]
             yield mode, inputs
         finally:
             for table, values in kept:
@@ -118,14 +120,14 @@ def _fake(value: torch.Tensor, mode: FakeTensorMode, device: torch.device) -> to
 @contextlib.contextmanager
 def _calls(model: nn.Module) -> Iterator[None]:
     """Run the model's modules uncompiled inside, and restore what they were compiled with."""
-    kept = [(module, module._compiled_call_impl) for module in model.modules()]
+    kept = [(module, compiled_call(module)) for module in model.modules()]
     try:
         for module, _ in kept:
-            module._compiled_call_impl = None
+            set_compiled_call(module, None)
         yield
     finally:
         for module, call in kept:
-            module._compiled_call_impl = call
+            set_compiled_call(module, call)
 
 
 class _Labels:
@@ -140,7 +142,7 @@ class _Labels:
 
     def __enter__(self) -> _Labels:
         for name, module in self.modules.items():
-            module._compiled_call_impl = self._labelled(name, module._compiled_call_impl or module._call_impl)
+            set_compiled_call(module, self._labelled(name, compiled_call(module) or eager_call(module)))
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -112,7 +112,7 @@ class Fit:
         self.tried.append(following)
         uncompile(self.model)
         # What was compiled before counts against Dynamo's limit, beyond which a model runs in eager and keeps all.
-        torch._dynamo.reset()
+        torch.compiler.reset()
         self._compile()
         return True
 

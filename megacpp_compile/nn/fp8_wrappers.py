@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, is_fake
 
+from megacpp_compile._torch.fakes import FakeTensor, is_fake
 from megacpp_compile.errors import WrapperError
 
 Splitter = Callable[[Any], tuple[Any, Any]]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch._subclasses import FakeTensor
 from torch.fx import GraphModule, Node
 
+from megacpp_compile._torch.fakes import FakeTensor
 from megacpp_compile.config.options import Config
 from megacpp_compile.errors import VerificationError
 from megacpp_compile.frontend.capture import Captured

@@ -25,6 +25,7 @@ import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from megacpp_compile._torch.ops import OpOverload
 from megacpp_compile.config.precision import PrecisionPlan
 from megacpp_compile.config.roles import role_at
 from megacpp_compile.fx.edit import Builder, value
@@ -95,7 +96,7 @@ def _rewrite(view: GraphView, node: Node, recipe: str, payloads: Payloads) -> tu
     build = Builder(view.graph, view.fake_mode, node, node, view.mode_states)
     dtype = value(node).dtype
 
-    def payload(t: Node, op: torch._ops.OpOverload, how: object) -> tuple[Node, Node]:
+    def payload(t: Node, op: OpOverload, how: object) -> tuple[Node, Node]:
         key = (t, view.mode_states[node], how)
         if key not in payloads:
             quantised = build(op, build(torch.ops.aten.detach.default, t), how)

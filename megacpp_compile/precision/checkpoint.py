@@ -13,10 +13,10 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-import torch
 from torch import nn
 from torch.utils import checkpoint as stock
 
+from megacpp_compile._torch.autograd import current_graph_task_id, top_saved_tensors_default_hooks
 from megacpp_compile.config.checkpointing import FP8_WRAPPERS
 from megacpp_compile.errors import BadOptionError, EngineError, StockCheckpointError
 from megacpp_compile.precision import engine
@@ -49,9 +49,9 @@ def refuse_stock_checkpoint(module: nn.Module) -> None:
 
     That shows in the first forward of a checkpoint without reentrant autograd, and in the recomputation of any.
     """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks = top_saved_tensors_default_hooks(True)
     kept_by_stock = hooks is not None and getattr(hooks[0], "__module__", "") == stock.__name__
-    if kept_by_stock or (torch._C._current_graph_task_id() != -1 and _called_by_stock()):
+    if kept_by_stock or (current_graph_task_id() != -1 and _called_by_stock()):
         raise StockCheckpointError(type(module).__name__ + _sizes(module))
 
 

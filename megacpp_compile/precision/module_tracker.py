@@ -11,8 +11,9 @@ import sys
 import weakref
 from types import FrameType
 
-import torch
 from torch import nn
+
+from megacpp_compile._torch.autograd import current_autograd_node, get_sequence_nr
 
 
 class ModuleTracker:
@@ -30,8 +31,8 @@ class ModuleTracker:
 
     def note(self) -> None:
         """Record the running module for backward; called within every op, when the newest autograd node is the op's."""
-        own = torch.autograd._get_sequence_nr() - 1
-        if own <= self._newest or torch._C._current_autograd_node() is not None:
+        own = get_sequence_nr() - 1
+        if own <= self._newest or current_autograd_node() is not None:
             return
         self._newest, fqn = own, self._in_forward() or ""
         if not self._fqns or self._fqns[-1] != fqn:
@@ -40,7 +41,7 @@ class ModuleTracker:
 
     def here(self) -> str:
         """The name of the innermost module that runs, in forward or backward; "" where there is none."""
-        node = torch._C._current_autograd_node()
+        node = current_autograd_node()
         fqn = self._in_forward()
         if node is None or fqn:  # recomputation in backward has forward's frames
             return fqn or ""

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses import FakeTensorMode
 from torch.nn.functional import rms_norm
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
+from megacpp_compile._torch.dispatch import TorchDispatchMode
+from megacpp_compile._torch.fakes import FakeTensorMode
+from megacpp_compile._torch.pytree import tree_leaves, tree_map
 from megacpp_compile.fx.fake_state import fake_state
 from megacpp_compile.fx.views import RESHAPES
 from megacpp_compile.precision.survey import HOOKS

@@ -23,9 +23,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from megacpp_compile._torch import present
+from megacpp_compile._torch.dispatch import TorchDispatchMode, disable_current_modes, set_runs_compiled
+from megacpp_compile._torch.ops import OpOverload
+from megacpp_compile._torch.pytree import tree_leaves
 from megacpp_compile.config import globs
 from megacpp_compile.config._deprecated import star_across_segments
 from megacpp_compile.errors import DequantisationError
@@ -39,7 +41,7 @@ logger = logging.getLogger(__name__)
 ALLOWED = ("aten::_scaled_mm*", "aten::_scaled_grouped_mm*", "megacpp::*", "transformer_engine::*", "tex_ts::*",
            "fbgemm::f8*", "mslk::f8*")  # fmt: skip
 # Before it had this, torch compiled anew under any mode; there a compiled model runs in eager under a `Sentinel`.
-RUNS_COMPILED = hasattr(torch._C._dynamo.guards, "set_is_in_mode_without_ignore_compile_internals")
+RUNS_COMPILED = present(set_runs_compiled)
 # They take shape and device from an operand, and none of its values.
 _TEMPLATES = ("_like", "new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "new_empty_strided")
 # Ops and methods with these names return a wrapper's values in full.
@@ -80,7 +82,7 @@ class Widening:
 
 
 def _name(target: Any) -> str:
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return f"{target.namespace}::{target._opname}"
     module = getattr(target, "__module__", None) or ""
     return str(target) if isinstance(target, str) else f"{module}.{getattr(target, '__name__', target)}".lstrip(".")
@@ -263,7 +265,7 @@ class Sentinel(TorchDispatchMode):
         sentinel = self
 
         def dequantize(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
-            with torch.utils._python_dispatch._disable_current_modes():
+            with disable_current_modes():
                 result = plain(wrapper, *args, **kwargs)
             sentinel._record(f"{cls.__name__}.dequantize", result, split(wrapper).payload.dtype)
             return result

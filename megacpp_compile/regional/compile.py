@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
+from megacpp_compile._torch import dynamo
+from megacpp_compile._torch.modules import compiled_call, set_compiled_call
 from megacpp_compile.backend import check_torch, compile_with, mode_patches
 from megacpp_compile.backends.static_launch import start_workers
 from megacpp_compile.config import rules
@@ -78,7 +80,7 @@ def compile(
     config = Config.from_options({**(options or {}), **fields}, pass_names())
     mode_patches(mode)
     for fqn, module in model.named_modules():
-        if isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None:
+        if isinstance(module, dynamo.OptimizedModule) or compiled_call(module) is not None:
             raise AlreadyCompiledError(fqn, type(module).__name__)
     if config.sharding is not None:
         config.sharding.check_hits(name for name, _ in model.named_parameters(remove_duplicate=False))
@@ -130,20 +132,20 @@ def compile_in_place(module: nn.Module, blocks: int, **settings: Any) -> None:
     """Compile one of `blocks` modules in place. Dynamo skips frames of torch's own code, so that `module.compile` on an
     `nn.TransformerEncoderLayer` would silently do nothing; such a module is called through a function of ours."""
     settings |= _recompile_limit(blocks)
-    if not torch._dynamo.trace_rules.check(type(module).forward):
+    if not dynamo.skips(type(module).forward):
         module.compile(**settings)
         return
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return module._call_impl(*args, **kwargs)
 
-    module._compiled_call_impl = torch.compile(call, **settings)
+    set_compiled_call(module, torch.compile(call, **settings))
 
 
 def uncompile(model: nn.Module) -> None:
     """Undo `compile`: the modules of `model` run in eager again."""
     for module in model.modules():
-        module._compiled_call_impl = None
+        set_compiled_call(module, None)
 
 
 def _why_whole(model: nn.Module, kinds: Sequence[Kind], whole_below: int) -> str | None:
@@ -186,7 +188,7 @@ def _recompile_limit(blocks: int) -> dict[str, int]:
     may then be compiled as often as a function alone. Otherwise Dynamo would leave the ninth layer to eager."""
     if "recompile_limit" not in inspect.signature(torch.compile).parameters:
         return {}  # torch 2.9: torch._dynamo.config's holds for all of them
-    return {"recompile_limit": torch._dynamo.config.recompile_limit * blocks}
+    return {"recompile_limit": dynamo.config.recompile_limit * blocks}
 
 
 @unbacked_shapes.traces_unbacked_shapes

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import cast
 
 import torch
-from torch._functorch import config as functorch_config
 from torch.fx import GraphModule, Node
-from torch.fx import traceback as fx_traceback
 
+from megacpp_compile._torch.dynamo import memory_budget_of
+from megacpp_compile._torch.functorch import config as functorch_config
 from megacpp_compile.config.options import Config
 from megacpp_compile.errors import TwoPoliciesError
 
@@ -18,8 +18,7 @@ _CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 def region_budget(node: Node) -> float | None:
     """The budget of the `torch.autograd.graph.region_activation_memory_budget` that `node` was traced under, None for
     none. Torch 2.13 and newer; the partitioner heeds it in place of the global one."""
-    read = getattr(fx_traceback, "_get_memory_budget_annotation", None)
-    return None if read is None else cast("float | None", read(node))
+    return cast("float | None", memory_budget_of(node))
 
 
 def check(gm: GraphModule, config: Config) -> None:

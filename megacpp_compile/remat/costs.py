@@ -10,6 +10,7 @@ from torch import fx
 from torch.fx import Node
 from torch.utils.flop_counter import flop_registry
 
+from megacpp_compile._torch import present
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.sizes import nbytes
 from megacpp_compile.fx.view_chains import is_view
@@ -26,9 +27,10 @@ def rates(device: str) -> tuple[float, float]:
     """(FLOP/s of 16-bit GEMMs, bytes/s) of a device type ("cuda"), by torch's own estimate where there is such a
     device."""
     if device == "cuda" and torch.cuda.is_available():
-        from torch._inductor.utils import get_device_tflops, get_gpu_dram_gbps
+        from megacpp_compile._torch.inductor import get_device_tflops, get_gpu_dram_gbps
 
-        return get_device_tflops(torch.bfloat16) * 1e12, get_gpu_dram_gbps() * 1e9
+        if present(get_device_tflops, get_gpu_dram_gbps):
+            return get_device_tflops(torch.bfloat16) * 1e12, get_gpu_dram_gbps() * 1e9
     return _FLOPS, _BYTES
 
 

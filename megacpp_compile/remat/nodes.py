@@ -7,6 +7,7 @@ import operator
 import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import OpOverload
 from megacpp_compile.lowerings._traits import name_of, traits_of
 from megacpp_compile.remat.overwritten import MARK
 
@@ -40,7 +41,7 @@ def is_pinned(node: Node) -> bool:
     target = node.target
     if MARK in node.meta:
         return True
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return target is not operator.getitem
     traits = traits_of(node)
     if traits.core:

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx import GraphModule, Node
 
+from megacpp_compile._torch.inductor import CustomPartitionerFn
 from megacpp_compile.config.checkpointing import CheckpointingPolicy
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.inductor_pass import source_hash
@@ -78,7 +78,7 @@ class Offload(CustomPartitionerFn):
     def __call__(
         self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[GraphModule, GraphModule]:
-        from torch._functorch.partitioners import min_cut_rematerialization_partition
+        from megacpp_compile._torch.functorch import min_cut_rematerialization_partition
 
         partition: Any = self.before or min_cut_rematerialization_partition
         forward, backward = partition(gm, joint_inputs, **kwargs)

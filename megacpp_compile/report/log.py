@@ -7,8 +7,9 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from torch._logging import trace_structured
 from torch.fx import GraphModule
+
+from megacpp_compile._torch.logging import trace_structured
 
 logger = logging.getLogger("megacpp_compile")
 

@@ -14,6 +14,7 @@ import torch
 from torch.fx import GraphModule, Interpreter, Node
 
 from megacpp_compile._torch import modes
+from megacpp_compile._torch.autocast import DisableAutocast
 from megacpp_compile.fx.subgraph import between
 
 # Relative error (norm of the difference over norm) two spellings of the same maths may have, by the coarsest dtype
@@ -77,7 +78,7 @@ def compare(
         grads: Sequence[torch.Tensor | None] = []
         if with_grad:
             outs, weights = zip(*with_grad, strict=True)
-            with torch._C._DisableAutocast():  # as eager's backward, which runs outside of every region
+            with DisableAutocast():  # as eager's backward, which runs outside of every region
                 grads = torch.autograd.grad(outs, diff, weights, allow_unused=True)
         named = {f"output {n.name}": o for n, o in zip(plain, out, strict=True)}
         names = [n.name for n, x in zip(order, leaves, strict=True) if isinstance(x, torch.Tensor) and x.requires_grad]

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule, Node
 
+from megacpp_compile._torch.dispatch import enable_python_dispatcher
+from megacpp_compile._torch.fakes import FakeTensorMode
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.subgraph import between
 

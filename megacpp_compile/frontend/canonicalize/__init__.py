@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 from torch import fx
-from torch._subclasses import FakeTensorMode
 
+from megacpp_compile._torch.fakes import FakeTensorMode
 from megacpp_compile.frontend.canonicalize.aliases import aliases
 from megacpp_compile.frontend.canonicalize.functional_copies import functional_copies
 from megacpp_compile.frontend.canonicalize.whole_slices import whole_slices

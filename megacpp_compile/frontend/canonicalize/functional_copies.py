@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import torch
 from torch import fx
-from torch._subclasses import FakeTensorMode
 
+from megacpp_compile._torch.fakes import FakeTensorMode
 from megacpp_compile.fx.edit import Builder, same_size, value
 
 aten = torch.ops.aten

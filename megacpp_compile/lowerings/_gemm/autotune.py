@@ -75,7 +75,7 @@ def mm(a: Tensor, b: Tensor) -> Tensor:
 
 def _has_its_own() -> bool:
     """Whether Inductor's settings make it choose GEMM kernels by measurement."""
-    from torch._inductor import config
+    from megacpp_compile._torch.inductor import config
 
     return bool(config.max_autotune or config.max_autotune_gemm)
 

@@ -12,8 +12,9 @@ import functools
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
+from megacpp_compile._torch.dispatch import disable_current_modes
+from megacpp_compile._torch.ops import scaled_mm
 from megacpp_compile.lowerings._kernels.fp8 import SCALE_BLOCK
 from megacpp_compile.lowerings._traits import OpTraits, declare
 
@@ -29,7 +30,7 @@ def block_scaled_mm(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out_
     squares = b_scale.shape != (a.shape[1] // SCALE_BLOCK, b.shape[0])
     right = b_scale.contiguous().t() if squares else b_scale.contiguous()
     a, b = a.contiguous(), b.contiguous()
-    return torch._scaled_mm(a, b.t(), a_scale.contiguous().t(), right, out_dtype=out_dtype, use_fast_accum=False)
+    return scaled_mm(a, b.t(), a_scale.contiguous().t(), right, out_dtype=out_dtype, use_fast_accum=False)
 
 
 @block_scaled_mm.register_fake
@@ -55,7 +56,7 @@ def failing(device: torch.device) -> str:
     Both kinds are tried once on small operands: no version number says which strides a build of torch takes, and which
     scales cuBLASLt.
     """
-    with _disable_current_modes(), torch.no_grad():
+    with disable_current_modes(), torch.no_grad():
         try:
             off = max(_error(device, squares) for squares in (True, False))
         except RuntimeError as error:

@@ -20,8 +20,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.utils._python_dispatch import _disable_current_modes
+
+from megacpp_compile._torch.dispatch import disable_current_modes
+from megacpp_compile._torch.functorch import temporarily_clear_interpreter_stack
 
 log = logging.getLogger(__name__)
 
@@ -240,7 +241,7 @@ def gains(a: Tensor, b: Tensor) -> bool:
     if not available() or torch.cuda.is_current_stream_capturing():
         return False
     # A lowering asks while it is functionalised, under which new tensors have no memory of their own.
-    with _disable_current_modes(), temporarily_clear_interpreter_stack(), torch.no_grad():
+    with disable_current_modes(), temporarily_clear_interpreter_stack(), torch.no_grad():
         try:
             left, right = (_filled(t) for t in (a, b))
             return _gemm(left, right, left.new_empty((left.shape[0], right.shape[1]))) is not None

@@ -16,6 +16,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
+from megacpp_compile._torch.ops import grouped_mm
 from megacpp_compile.lowerings._op import ends_until
 
 
@@ -113,7 +114,7 @@ def weights_by_cutlass(
     """
     grad = grad.contiguous() if take_grad is None else grad.index_select(0, take_grad)
     x = x.contiguous() if take_x is None else x.index_select(0, take_x)
-    return torch._grouped_mm(grad.t(), x, offsets)
+    return grouped_mm(grad.t(), x, offsets)
 
 
 @weights_by_cutlass.register_fake

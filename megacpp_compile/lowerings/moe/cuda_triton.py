@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megacpp_compile._torch import present
+from megacpp_compile._torch.ops import grouped_mm
 from megacpp_compile.lowerings._gemm.float8_support import MULTIPLE, no_float8
 from megacpp_compile.lowerings._kernels import grouped_fp8  # noqa: F401  registers the GEMMs
 from megacpp_compile.lowerings.moe import float8, reference
@@ -40,7 +42,7 @@ def supports(name: str, args: Sequence[Any]) -> str | None:
 
 def _cutlass(*tensors: Tensor) -> bool:
     """Whether torch's grouped GEMM takes these rows: bfloat16, each row aligned."""
-    return hasattr(torch, "_grouped_mm") and all(
+    return present(grouped_mm) and all(
         t.dtype == torch.bfloat16 and t.device.type == "cuda" and t.shape[-1] % 8 == 0
         and torch.cuda.get_device_capability(t.device)[0] == 9 for t in tensors
     )  # fmt: skip

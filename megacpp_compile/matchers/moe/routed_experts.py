@@ -8,6 +8,7 @@ import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from megacpp_compile._torch.ops import torch_check
 from megacpp_compile.fx.edit import place, value
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
@@ -19,7 +20,7 @@ _ASSERTS = (
     aten._assert_scalar.default,
     aten.sym_constrain_range_for_size.default,
     aten.sym_constrain_range.default,
-    torch._check,
+    torch_check,
 )
 
 

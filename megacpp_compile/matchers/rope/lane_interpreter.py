@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch.fx import Node
 
+from megacpp_compile._torch.ops import OpOverload
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.mode_states import ModeStates
 from megacpp_compile.fx.views import UNIT_DIMS
@@ -214,7 +215,7 @@ class ValueNumbering:
     def _pure(n: Node) -> bool:
         if n.op != "call_function":
             return False
-        if isinstance(n.target, torch._ops.OpOverload):
+        if isinstance(n.target, OpOverload):
             tags = n.target.tags
             return torch.Tag.nondeterministic_seeded not in tags and not n.target._schema.is_mutable
         return n.target is operator.getitem

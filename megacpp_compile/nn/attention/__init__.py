@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megacpp_compile._torch.fakes import is_fake
 from megacpp_compile.errors import AttentionError, OperandError
 from megacpp_compile.nn.attention import bodies, pallas
 from megacpp_compile.report import log
@@ -108,7 +109,7 @@ def normalised(doc_ids: Tensor | None) -> Tensor | None:
     that a compiler traces, stay as they are."""
     if doc_ids is None or doc_ids.device.type != "cpu" or torch.compiler.is_compiling() or not doc_ids.numel():
         return doc_ids
-    if torch._subclasses.fake_tensor.is_fake(doc_ids):
+    if is_fake(doc_ids):
         return doc_ids
     return doc_ids if bool(((doc_ids != doc_ids[:, :1]) | (doc_ids < 0)).any()) else None
 
