@@ -1,14 +1,15 @@
-"""Tensors that say one dtype and hold another: what they hold, as a payload and its scale.
+"""Opens tensors that report one dtype and hold another: as a payload and its scale.
 
-A wrapper such as Transformer Engine's `Float8Tensor` calls itself bfloat16, has `data_ptr() == 0`, and keeps one byte
-an element beside a scale. Whoever goes by its dtype passes a null pointer to a kernel or has it widened. `split` gives
-what is really there; `storage_dtype` is what to dispatch by.
+A wrapper such as Transformer Engine's `Float8Tensor` reports bfloat16, has `data_ptr() == 0`, and keeps one byte an
+element beside a scale. Code that trusts its dtype passes a null pointer to a kernel or widens it. `split` returns
+payload and scale; dispatch by `storage_dtype`.
 
     split(weight, "layers.0.q_proj.weight")  ->  Split(payload float8_e4m3fn, scale float32, ...)
     register(MyTensor, lambda t: (t.bits.view(torch.float8_e4m3fn), t.scale))
 
-Known by name, so that neither package is loaded: Transformer Engine's Float8Tensor, Float8BlockwiseQTensor and
-MXFP8Tensor (transformer_engine/pytorch/tensor/storage/), torchao's Float8Tensor and Float8TrainingTensor.
+These are known by name, so that neither package is imported: Transformer Engine's Float8Tensor,
+Float8BlockwiseQTensor and MXFP8Tensor (transformer_engine/pytorch/tensor/storage/), torchao's Float8Tensor and
+Float8TrainingTensor.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Split:
         scale: `value = payload * scale`, of the payload's rank: dimension i has one entry for every `block[i]`
             elements. One number for all is a tensor of one element, to be `expand`ed where a shape is wanted.
         block: elements of each dimension that share a scale.
-        logical: the dtype the wrapper says it has.
+        logical: the dtype the wrapper reports.
     """
 
     kind: str
@@ -64,17 +65,20 @@ class Split:
 
 
 class _Problem(Exception):
-    """Why a wrapper can't be split, before it is known which one it is."""
+    """Why a wrapper can't be split; `split` adds which one it is."""
 
 
 def register(cls: type, split: Splitter) -> None:
-    """Add a class of wrappers. split: wrapper -> (payload, scale), payload float8 and of the wrapper's shape, scale as
-    in `Split` or with one entry for each row."""
+    """Add a class of wrappers.
+
+    split: wrapper -> (payload, scale); the payload is float8 and of the wrapper's shape, the scale as in `Split` or
+    with one entry for each row.
+    """
     _types[cls] = split
 
 
 def unregister(cls: type) -> None:
-    """Forget a class that was registered."""
+    """Remove a class that was registered."""
     _types.pop(cls, None)
 
 
@@ -84,15 +88,15 @@ def is_wrapper(value: Any) -> bool:
 
 
 def storage_dtype(tensor: Tensor, name: str = "") -> torch.dtype:
-    """The dtype of what is in memory: a wrapper's payload's, else the tensor's own. Raises WrapperError as `split`."""
+    """The dtype of the elements in memory: a wrapper's payload's, or the tensor's. Raises WrapperError as `split`."""
     return split(tensor, name).payload.dtype if is_wrapper(tensor) else tensor.dtype
 
 
 def split(tensor: Tensor, name: str = "") -> Split:
-    """What a wrapper holds. name: for messages.
+    """The payload and scale that a wrapper holds. name: for messages.
 
-    Raises WrapperError, which names the tensor, for one that is not registered, and where payload or scale are missing,
-    point nowhere, or do not belong together.
+    Raises WrapperError, which names the tensor, for a class that is not registered, and where payload or scale are
+    missing, null pointers, or do not fit each other.
     """
     entry = _entry(tensor)
     if entry is None:
@@ -112,7 +116,8 @@ def split(tensor: Tensor, name: str = "") -> Split:
 
 
 def found_in(tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Split]]:
-    """(name, what it holds) of each wrapper among named values, e.g. `model.named_parameters()`."""
+    """(name, `Split`) of each wrapper among named values, e.g. `model.named_parameters()`. Raises WrapperError as
+    `split`."""
     for name, value in tensors:
         if is_wrapper(value):
             yield name, split(value, name)
@@ -160,7 +165,7 @@ def _checked(payload: Any, scale: Any, shape: torch.Size) -> tuple[Tensor, Tenso
     return payload, scale
 
 
-# --- who is known by name
+# --- wrappers known by name
 
 
 def _as_fp8(raw: Tensor | None, tag: Any) -> Tensor | None:
@@ -186,21 +191,20 @@ def _te_tensor(t: Any) -> tuple[Any, Any]:
 
 
 def _te_blocks(t: Any) -> tuple[Any, Any]:
-    """Scales of 128 x 128 blocks are [rows, channels], padded at the end; those of 1 x 128 [channels, rows], padded
-    too."""
+    """Scales of 128 x 128 blocks are [rows, columns], of 1 x 128 blocks [columns, rows]; both padded at the end."""
     data, scale = _as_fp8(t._rowwise_data, t._fp8_dtype), t._rowwise_scale_inv
     if data is None or scale is None:
         return data, scale
     if data.dim() != 2 or scale.dim() != 2:
         raise _Problem(f"blocks of a payload {tuple(data.shape)}")
-    rows, channels = data.shape
+    rows, columns = data.shape
     if t._is_2D_scaled:
-        return data, scale[: -(-rows // 128), : -(-channels // 128)]
-    return data, scale[: -(-channels // 128), :rows].t()
+        return data, scale[: -(-rows // 128), : -(-columns // 128)]
+    return data, scale[: -(-columns // 128), :rows].t()
 
 
 def _te_mx(t: Any) -> tuple[Any, Any]:
-    """One power of two for 32 channels of a row, [rows, channels / 32], padded."""
+    """One power of two for 32 elements of a row, [rows, columns / 32], padded."""
     data, scale = _as_fp8(t._rowwise_data, t._fp8_dtype), t._rowwise_scale_inv
     if data is None or scale is None:
         return data, scale
@@ -214,6 +218,6 @@ _NAMED: dict[tuple[str, str], Splitter] = {
     ("transformer_engine", "Float8BlockwiseQTensor"): _te_blocks,
     ("transformer_engine", "MXFP8Tensor"): _te_mx,
     ("torchao", "Float8Tensor"): lambda t: (t.qdata, t.scale),
-    # Its scale is what the values were multiplied by.
+    # Its scale is the factor that quantised the values.
     ("torchao", "Float8TrainingTensor"): lambda t: (t._data, None if t._scale is None else t._scale.reciprocal()),
 }

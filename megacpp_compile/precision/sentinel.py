@@ -3,10 +3,10 @@
     check(graph)                            on a graph: Dynamo's, or ATen's
     with Sentinel(model, strict=True): ...  on what runs
 
-A payload is a float8 tensor, the memory of a wrapper (`fp8_wrappers`), or what is made of one without growing: a view
-of its bytes, a slice, a bit operation. Widening is an op that reads a payload and gives a tensor of two or more bytes
-an element with as many elements: a conversion, a copy into a wider tensor, a dequantisation by method or by op. What
-ops of the allowlist do inside is theirs: they are the ones that multiply payloads.
+A payload is a float8 tensor, the memory of a wrapper (`wrappers.py`), or what is made of one without growing: a view of
+its bytes, a slice, a bit operation. Widening is an op that reads a payload and gives a tensor of two or more bytes an
+element with as many elements: a conversion, a copy into a wider tensor, a dequantisation by method or by op. What ops
+of the allowlist do inside is theirs: they are the ones that multiply payloads.
 
 Kernels that work outside of PyTorch's dispatcher are not seen, but for the `dequantize` of a wrapper.
 """
