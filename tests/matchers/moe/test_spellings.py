@@ -134,7 +134,7 @@ def test_gemms_over_all_weights(body, says):
 @pytest.mark.parametrize(
     "body, says",
     [
-        (experts.sorted_products, {}),
+        (experts.sorted_grouped_gemms, {}),
         (experts_at_once.sorted_index_add, {}),
         (experts_at_once.sorted_scatter_add, {}),
         (experts_at_once.sorted_by_marks, {}),
