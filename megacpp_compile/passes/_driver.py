@@ -61,8 +61,10 @@ def enabled_passes(config: Config) -> list[Pass]:
 
 @dataclasses.dataclass
 class Outcome:
-    """What the passes did to one frame. `op_nodes` are the nodes of the ops, in the order of `sites`; `replaced` has
-    the site for each `Match.node`."""
+    """What the passes did to one frame.
+
+    `op_nodes` are the nodes of the ops, in the order of `sites`; `replaced` has the site of each `Match.node`.
+    """
 
     sites: list[Site]
     misses: list[MissedFusion]
@@ -97,7 +99,7 @@ def run_passes(
             view = GraphView(gm.graph, captured.fake_mode, captured.weights, config, captured.trained)
             try:
                 candidates = list(p.find(view))
-            except Exception as error:  # a defect of one pass is not to cost the others: nothing was changed yet
+            except Exception as error:  # one pass's defect must not stop the others; the graph is unchanged so far
                 if config.strict or isinstance(error, MegacppError):
                     raise
                 out.misses.append(

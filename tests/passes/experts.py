@@ -156,7 +156,7 @@ def some_of_the_experts(m, x, indices, gates):
     return y
 
 
-def batched_products(m, x, indices, gates):
+def batched_gemms(m, x, indices, gates):
     """Every choice with its own copy of the weights, as transformers' `batched_mm`."""
     ids = indices.reshape(-1).clamp(0, m.num_experts - 1)
     rows = x.repeat_interleave(CHOICES, dim=0)
@@ -165,8 +165,8 @@ def batched_products(m, x, indices, gates):
     return (out * gates.reshape(-1).unsqueeze(-1)).view(x.shape[0], CHOICES, -1).sum(dim=1)
 
 
-def sorted_products(m, x, indices, gates):
-    """Rows sorted by expert through a grouped product, as transformers' `grouped_mm`; in bfloat16 only."""
+def sorted_grouped_gemms(m, x, indices, gates):
+    """Rows sorted by expert through grouped GEMMs, as transformers' `grouped_mm`; in bfloat16 only."""
     ids = indices.reshape(-1)
     order = torch.argsort(ids)
     ends = torch.bincount(ids, minlength=m.num_experts).cumsum(0).to(torch.int32)
@@ -178,7 +178,7 @@ def sorted_products(m, x, indices, gates):
 
 
 def batched_by_other_choices(m, x, indices, gates):
-    """The second product takes the next expert's weight."""
+    """The second GEMM takes the next expert's weight."""
     ids = indices.reshape(-1).clamp(0, m.num_experts - 1)
     rows = x.repeat_interleave(CHOICES, dim=0)
     gate, up = torch.bmm(m.gate_up[ids], rows.unsqueeze(-1)).squeeze(-1).chunk(2, dim=-1)
@@ -187,7 +187,7 @@ def batched_by_other_choices(m, x, indices, gates):
 
 
 def batched_with_gates_of_experts(m, x, indices, gates):
-    """A gate per lane is no gate per choice."""
+    """A gate per channel is no gate per choice."""
     ids = indices.reshape(-1).clamp(0, m.num_experts - 1)
     rows = x.repeat_interleave(CHOICES, dim=0)
     gate, up = torch.bmm(m.gate_up[ids], rows.unsqueeze(-1)).squeeze(-1).chunk(2, dim=-1)
@@ -215,7 +215,7 @@ def scaled_input(m, x, indices, gates):
 
 LISTS = [where_index_add, one_hot_mask, one_hot_tokens_first, nonzero_add_assign, index_put_accumulate,
          experts_backwards, onto_the_input, some_of_the_experts, scaled_input]  # fmt: skip
-STACKED = [stacked_weights, stacked_transposed, batched_products]
+STACKED = [stacked_weights, stacked_transposed, batched_gemms]
 
 
 # --- near misses
@@ -304,7 +304,7 @@ def written_without_a_gate(m, x, indices, gates):
 
 
 def as_gpt_oss(m, x, indices, gates):
-    """Biases, clamps, lanes of gate and up in turn, and an activation of its own."""
+    """Biases, clamps, channels of gate and up in turn, and an activation of its own."""
     ids = indices.reshape(-1).clamp(0, m.num_experts - 1)
     both = torch.bmm(m.gate_up[ids], x.repeat_interleave(CHOICES, dim=0)[..., None])[..., 0] + m.gate_up.mean(-1)[ids]
     gate, up = both[..., ::2].clamp(max=7.0), both[..., 1::2].clamp(-7.0, 7.0)

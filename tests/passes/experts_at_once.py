@@ -1,4 +1,4 @@
-"""Routed experts by masks, by matrices of gates and by products over all experts at once, and what looks like them."""
+"""Routed experts by masks, by matrices of gates and by GEMMs over all experts at once, and what looks like them."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def einsum_of_three(m, x, indices, gates):
 
 
 def bmm_of_all(m, x, indices, gates):
-    """Dense products as transformers has them for inference."""
+    """Dense GEMMs as transformers has them for inference."""
     rows = x.repeat(EXPERTS, 1).view(EXPERTS, -1, DIM)
     out = torch.bmm(_swiglu(torch.bmm(rows, m.gate_up.transpose(1, 2))), m.down.transpose(1, 2))
     return (out * matrix(indices, gates).transpose(0, 1).view(EXPERTS, -1, 1)).sum(dim=0)

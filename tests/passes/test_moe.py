@@ -32,7 +32,7 @@ from .experts import (
     MoE,
     Ungated,
     as_gpt_oss,
-    sorted_products,
+    sorted_grouped_gemms,
     stacked_weights,
     where_index_add,
 )
@@ -122,9 +122,9 @@ def test_bfloat16():
     assert frames.counts[NAME] == 1, frames.misses
 
 
-@pytest.mark.parametrize("body", [sorted_products, *experts_at_once.SORTED], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("body", [sorted_grouped_gemms, *experts_at_once.SORTED], ids=lambda f: f.__name__)
 def test_sorted_rows(body):
-    """On CPU torch's own grouped product reads its groups' ends while it is traced for backward: forward alone here."""
+    """On CPU torch's own grouped GEMM reads its groups' ends while it is traced for backward: forward alone here."""
     frames, error = sorted_rows(body)
     assert frames.counts[NAME] == 1, frames.misses
     assert error < 2e-2
@@ -188,7 +188,7 @@ def test_autocast_inside_the_frame():
 
 
 def one_cast(m, x, indices, gates):
-    """Autocast's products are narrower than the sum they are added to."""
+    """Autocast's GEMMs are narrower than the sum they are added to."""
     y = torch.zeros_like(x)
     for e in range(EXPERTS):
         token, choice = torch.where(indices == e)

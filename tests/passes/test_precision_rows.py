@@ -98,7 +98,7 @@ def test_a_frame_that_is_left_alone(monkeypatch, stage, error):
 
 
 def test_routed_experts(float8):
-    """One row for the layer; the products of its experts are no linears of their own any more."""
+    """One row for the layer; the GEMMs of its experts are no linears of their own any more."""
     module = experts.MoE(experts.nonzero_add_assign).to(torch.bfloat16)
     found = rows(module, (torch.randn(experts.TOKENS, experts.DIM, dtype=torch.bfloat16),))
     (layer,) = (r for (_, kind), r in found.items() if kind == "experts")
@@ -110,7 +110,7 @@ def test_routed_experts(float8):
 
 
 def test_a_rule_for_a_part_of_a_layer_of_experts(monkeypatch):
-    """What the user says of one product goes for the layer, as all of its products are in one precision."""
+    """What the user says of one GEMM goes for the layer, as all of its GEMMs are in one precision."""
     monkeypatch.setattr(_moe_precision, "no_grouped_float8", lambda device: "")
     module = experts.MoE(experts.nonzero_add_assign).to(torch.bfloat16)
     given = (torch.randn(experts.TOKENS, experts.DIM, dtype=torch.bfloat16),)
@@ -124,7 +124,7 @@ def test_a_rule_for_a_part_of_a_layer_of_experts(monkeypatch):
 
 
 class Experts(nn.Module):
-    """A layer of routed experts of sizes that float8 has products for; without a gate, or across, where asked."""
+    """A layer of routed experts of sizes that float8 has GEMMs for; without a gate, or across, where asked."""
 
     def __init__(self, gated=True, across=False, hidden=16, dtype=torch.bfloat16):
         super().__init__()
@@ -197,7 +197,7 @@ def every(x, w):
 @pytest.mark.parametrize(
     "product, name, kind", [(every, "experts", "experts"), (torch.matmul, "w", "experts"), (torch.bmm, "attn", "linear")]
 )
-def test_products_by_stacked_weights(float8, product, name, kind):
+def test_gemms_with_stacked_weights(float8, product, name, kind):
     x = torch.randn(16, DIM, dtype=torch.bfloat16)
     module = Stacked(product, name)
     frames = run(module, (x if product is every else x.repeat(4, 1, 1),), Config(precision=PLAN))

@@ -78,7 +78,7 @@ def _uncast(node: object) -> Node:
 
 
 def _weighted_output(node: Node) -> WeightedOutput | None:
-    """The column and the rest where `node` is a product of a tensor and a column of gates."""
+    """The column and the rest where `node` multiplies a tensor by a column of gates."""
     if node.target is not aten.mul.Tensor or not of_tensors(node):
         return None
     for gate, out in (node.args, node.args[::-1]):
@@ -99,7 +99,7 @@ def _check(
     """The layer whose sum is `node`, of `base` and `outputs`; None where the first of these is no expert's."""
     matrix = outputs[0].matrix
     if match_expert(outputs[0].out, match_linear_gemm) is None:
-        return None  # some other sum of products
+        return None  # some other weighted sum
     for one in outputs:
         if one.matrix != matrix:
             return MatchFailure(one.node, "gates", "experts are weighted by different gates")

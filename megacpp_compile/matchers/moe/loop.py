@@ -23,7 +23,6 @@ from megacpp_compile.matchers.moe.gate_matrix import is_filled, match_chosen_gat
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, bounded
 from megacpp_compile.matchers.moe.routing import (
     Mask,
-    added_rows,
     distinct_choices,
     indexed,
     match_mask,
@@ -34,28 +33,11 @@ from megacpp_compile.matchers.moe.routing import (
     read_over,
     scores_of,
 )
-from megacpp_compile.matchers.views import RESHAPES
+from megacpp_compile.matchers.moe.row_updates import RowUpdate, chains, row_update
 
 aten = torch.ops.aten
 _PICKED = (aten.index_add.default, aten.scatter_add.default)
 _EMPTY = (aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default)
-
-
-@dataclasses.dataclass(frozen=True)
-class RowUpdate:
-    """`node` is `previous` with `added` in the rows of `token`, a mask over tokens.
-
-    Attributes:
-        once: the sum of both is written, so that a row that comes twice counts once.
-        overwrites: `added` alone is written; what was there before is lost.
-    """
-
-    node: Node
-    previous: Node
-    token: Mask
-    added: Node
-    once: bool = False
-    overwrites: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,45 +57,10 @@ class Iteration:
     scaled_input: bool = False
 
 
-def _row_update(node: Node) -> RowUpdate | None:
-    """The update of one expert's rows that `node` is."""
-    args = node.args
-    if (sum_ := added_rows(node)) is not None:
-        rows = picked([sum_[1]])
-        return RowUpdate(node, _unviewed(sum_[0]), rows, sum_[2]) if rows else None
-    if node.target is aten.index_put.default:
-        previous, positions, added, *more = args
-        rows = picked(positions)  # type: ignore[arg-type]
-        if rows is None or not isinstance(added, Node):
-            return None
-        previous = _unviewed(previous)  # type: ignore[arg-type]
-        if more and more[0]:
-            return RowUpdate(node, previous, rows, added)  # type: ignore[arg-type]
-        if added.target is aten.add.Tensor and not added.kwargs:
-            for old, new in (added.args, added.args[::-1]):
-                read = indexed(old) if isinstance(old, Node) else None
-                if read and _unviewed(read[0]) is previous and picked(read[1]) == rows and isinstance(new, Node):
-                    return RowUpdate(node, previous, rows, new, once=True)  # type: ignore[arg-type]
-        if rows.dims == ("t",) and not rows.any:
-            return RowUpdate(node, previous, rows, added, overwrites=True)  # type: ignore[arg-type]
-    return None
-
-
-def _unviewed(node: Node) -> Node:
-    """`node` before reshapes that end in its own shape, which in-place additions to a view leave behind."""
-    inner, shape = node, value(node).shape
-    while inner.target in RESHAPES:
-        inner = inner.args[0]  # type: ignore[assignment]
-        own = value(inner).shape
-        if len(own) == len(shape) and all(map(same_size, own, shape)) or is_filled(inner, 0.0):
-            node = inner
-    return node
-
-
 def find(view: GraphView) -> Iterator[RoutedExperts | MatchFailure]:
     """Every loop over experts but those that `unweighted` is about, then sums over nearly the rows of an expert."""
-    updates = {node: update for node in view.graph.nodes if (update := _row_update(node)) is not None}
-    for chain in _chains(updates):
+    updates = {node: update for node in view.graph.nodes if (update := row_update(node)) is not None}
+    for chain in chains(updates):
         found = _check(view, chain)
         if isinstance(found, RoutedExperts) or not _unweighted(chain):
             yield found
@@ -123,26 +70,15 @@ def find(view: GraphView) -> Iterator[RoutedExperts | MatchFailure]:
 def unweighted(view: GraphView) -> Iterator[MatchFailure]:
     """Why loops that write outputs without a gate do not match; no near miss where the outputs are weighted later, see
     `written`."""
-    updates = {node: update for node in view.graph.nodes if (update := _row_update(node)) is not None}
-    for chain in filter(_unweighted, _chains(updates)):
+    updates = {node: update for node in view.graph.nodes if (update := row_update(node)) is not None}
+    for chain in filter(_unweighted, chains(updates)):
         if isinstance(found := _check(view, chain), MatchFailure):
             yield dataclasses.replace(found, node=chain[-1].node)
 
 
 def _unweighted(chain: list[RowUpdate]) -> bool:
-    """Whether every expert overwrites its rows, with no product."""
+    """Whether every expert overwrites its rows, and no output is multiplied."""
     return all(update.overwrites and strip_row_views(update.added).target is not aten.mul.Tensor for update in chain)
-
-
-def _chains(updates: dict[Node, RowUpdate]) -> Iterator[list[RowUpdate]]:
-    """The updates of one another's results, first update first."""
-    inside = {update.previous for update in updates.values() if update.previous in updates}
-    for node, last in updates.items():
-        if node not in inside:
-            chain = [last]
-            while chain[0].previous in updates:
-                chain.insert(0, updates[chain[0].previous])
-            yield chain
 
 
 def _changed(view: GraphView, updates: dict[Node, RowUpdate]) -> Iterator[MatchFailure]:
@@ -173,22 +109,10 @@ def _check(view: GraphView, chain: list[RowUpdate]) -> RoutedExperts | MatchFail
     gates = [g for g in first.gates if all(g in t.gates for t in iterations)]
     if not gates or any(t.scaled_input != first.scaled_input for t in iterations):
         return MatchFailure(iterations[-1].update.node, "gates", "experts are weighted by different gates")
-    column = None
-    if mask.choice is not None:
-        by_choice: dict[int | None, list[Iteration]] = {}
-        for iteration in iterations:
-            by_choice.setdefault(iteration.update.token.choice, []).append(iteration)
-        every = by_choice.keys() == set(range(value(mask.indices).shape[-1]))
-        if not every and len(by_choice) > 1:
-            return MatchFailure(first.update.node, "choices", "only some of a token's choices are served")
-        column = None if every else mask.choice
-        groups = [_in_order(group) for group in by_choice.values()]
-        for group in groups:
-            if isinstance(group, MatchFailure):
-                return group
-            if _weights(group) != _weights(groups[0]):
-                return MatchFailure(first.update.node, "experts-differ", "other experts serve a token's other choices")
-        iterations = by_choice[mask.choice]
+    served = _one_choice(iterations)
+    if isinstance(served, MatchFailure):
+        return served
+    iterations, column = served
     ordered = _in_order(iterations)
     if isinstance(ordered, MatchFailure):
         return ordered
@@ -203,11 +127,33 @@ def _check(view: GraphView, chain: list[RowUpdate]) -> RoutedExperts | MatchFail
     assert number is not None
     experts = tuple(t.expert for t in ordered)
     base = None if empty else start
-    routed = RoutedExperts(
+    layer = RoutedExperts(
         chain[-1].node, first.x, mask.indices, weights, experts, number, base, by_expert=by_expert, column=column,
         scaled_input=first.scaled_input, choices=None if _choices(mask) or value(mask.indices).dim() == 1 else 1,
     )  # fmt: skip
-    return bounded(view, routed)
+    return bounded(view, layer)
+
+
+def _one_choice(iterations: list[Iteration]) -> tuple[list[Iteration], int | None] | MatchFailure:
+    """(the iterations of one choice, its column), or all of them and None; where every choice has a loop of its own,
+    alike, one of the loops and None."""
+    first = iterations[0].update
+    mask = first.token
+    if mask.choice is None:
+        return iterations, None
+    by_choice: dict[int | None, list[Iteration]] = {}
+    for iteration in iterations:
+        by_choice.setdefault(iteration.update.token.choice, []).append(iteration)
+    every = by_choice.keys() == set(range(value(mask.indices).shape[-1]))
+    if not every and len(by_choice) > 1:
+        return MatchFailure(first.node, "choices", "only some of a token's choices are served")
+    loops = [_in_order(own) for own in by_choice.values()]
+    for own in loops:
+        if isinstance(own, MatchFailure):
+            return own
+        if _weights(own) != _weights(loops[0]):
+            return MatchFailure(first.node, "experts-differ", "other experts serve a token's other choices")
+    return by_choice[mask.choice], None if every else mask.choice
 
 
 def _choices(mask: Mask) -> bool:
@@ -268,7 +214,7 @@ def written(node: Node) -> tuple[Node, Node, list[Expert], int] | MatchFailure |
     """(choices, the rows experts read, the experts, the first one's number) where `node` holds, for every choice, its
     expert's output of the row in the same place; None for anything else."""
     chain: list[RowUpdate] = []
-    while (update := _row_update(node)) is not None and update.overwrites:
+    while (update := row_update(node)) is not None and update.overwrites:
         chain.insert(0, update)
         node = update.previous
     if not chain or not _blank(node) or value(chain[0].token.indices).dim() != 1:

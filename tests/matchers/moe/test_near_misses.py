@@ -1,0 +1,110 @@
+"""What nearly is a layer of routed experts: each matcher names the node and why."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers.moe import dense, grouped, hit_experts, loop, sorted_tokens, unread
+from tests.passes import experts, experts_at_once
+from tests.passes.experts import CHOICES, DIM
+
+from .capture import the_failure, view_of, view_of_experts, view_of_sorted
+
+aten = torch.ops.aten
+
+
+def ids(p):
+    return p.__name__ if callable(p) else ""
+
+
+@pytest.mark.parametrize(
+    "body, tag, target",
+    [
+        (experts.gate_of_the_first_choice, "gates", aten.mul.Tensor),
+        (experts.one_expert_twice, "twice", aten.index_add.default),
+        (experts.an_expert_left_out, "gaps", aten.index_add.default),
+        (experts.output_read_elsewhere, "escapes", aten.linear.default),
+    ],
+    ids=ids,
+)
+def test_loops(body, tag, target):
+    failure = the_failure(loop, view_of_experts(body))
+    assert (failure.tag, failure.node.target) == (tag, target)
+
+
+def test_rows_that_are_written_without_a_gate_are_in_doubt():
+    """They may be weighted later; what finds nothing else nearby then says why."""
+    view = view_of_experts(experts.written_without_a_gate)
+    assert not list(loop.find(view))
+    (doubt,) = loop.unweighted(view)
+    assert doubt.tag == "no-gate" and doubt.node.target is aten.index_put.default
+    assert list(unread.find(view, [], [doubt])) == [doubt]
+    assert not list(unread.find(view, [MatchFailure(doubt.node, "rows", "")], [doubt]))
+
+
+@pytest.mark.parametrize(
+    "body, tag, target",
+    [
+        (experts_at_once.every_expert_works, "dense-gates", aten.softmax.int),
+        (experts_at_once.a_column_left_out, "gaps", aten.add.Tensor),
+        (experts_at_once.marked_gates_of_others, "gates", aten.mul.Tensor),
+    ],
+    ids=ids,
+)
+def test_dense_experts(body, tag, target):
+    failure = the_failure(dense, view_of_experts(body))
+    assert (failure.tag, failure.node.target) == (tag, target)
+
+
+@pytest.mark.parametrize(
+    "body, tag, target",
+    [
+        (experts_at_once.einsum_of_every_expert, "dense-gates", aten.softmax.int),
+        (experts_at_once.bmm_with_bias, "bias", aten.add.Tensor),
+        (experts_at_once.scaled_at_both_ends, "gates", aten.sum.dim_IntList),
+        (experts.batched_by_any_numbers, "range", aten.reshape.default),
+    ],
+    ids=ids,
+)
+def test_gemms_over_all_weights(body, tag, target):
+    failure = the_failure(grouped, view_of_experts(body, stacked=True))
+    assert (failure.tag, failure.node.target) == (tag, target)
+
+
+@pytest.mark.parametrize(
+    "body, tag", [(experts_at_once.sorted_back_to_others, "rows"), (experts_at_once.sorted_into_other_groups, "offsets")], ids=ids
+)
+def test_sorted_tokens(body, tag):
+    assert the_failure(sorted_tokens, view_of_sorted(body)).tag == tag
+
+
+def hit_list(x):
+    """As transformers' `expert_hit`."""
+    indices = x.topk(CHOICES, -1).indices
+    return torch.nn.functional.one_hot(indices, DIM).permute(2, 1, 0).sum((-1, -2)).gt(0).nonzero()
+
+
+def large_entries(x):
+    return (x.sum(-1) > 0).nonzero()
+
+
+def test_a_list_of_hit_experts():
+    failure = the_failure(hit_experts, view_of(hit_list, torch.randn(5, DIM)))
+    assert failure.tag == "loop-over-data" and failure.node.target is aten.nonzero.default
+    assert not list(hit_experts.find(view_of(large_entries, torch.randn(5, DIM))))
+
+
+def test_unread_experts():
+    view = view_of_experts(experts_at_once.experts_merged_into_one, stacked=True)
+    assert not [found for matcher in (loop, dense, grouped, sorted_tokens) for found in matcher.find(view)]
+    (failure,) = unread.find(view, [], [])
+    assert failure.tag == "unread" and failure.node.target is aten.einsum.default
+    assert not list(unread.find(view, [MatchFailure(failure.node, "bias", "")], []))
+
+
+def test_experts_that_a_matcher_has_read_are_not_unread():
+    view = view_of_experts(experts_at_once.einsum_of_all, stacked=True)
+    assert not list(unread.find(view, [*grouped.find(view)], []))
+    assert [failure.tag for failure in unread.find(view, [], [])] == ["unread"]
