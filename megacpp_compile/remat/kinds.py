@@ -107,7 +107,7 @@ def _through(node: Node, fqns: Mapping[Node, str]) -> str:
 
 
 def chosen(fqn: str, patterns: Mapping[str, str]) -> tuple[str, str] | None:
-    """(block, kind) by the longest of the user's patterns that hits the module or one around it."""
+    """(block, kind) by the longest of the user's patterns that hits the module or one around it, or None."""
     parts = fqn.split(".")
     for pattern in sorted(patterns, key=lambda p: (-len(p), p)):
         for depth in range(1, len(parts) + 1):
@@ -117,8 +117,11 @@ def chosen(fqn: str, patterns: Mapping[str, str]) -> tuple[str, str] | None:
 
 
 def hits(pattern: str, name: str) -> bool:
-    """Whether a module called `name` is meant. A frame that is one layer by itself knows its modules by the end of
-    their names alone: there a pattern of such a name is told by its end."""
+    """Whether `pattern` matches the whole of `name`; stars cross dots.
+
+    A frame that is one layer by itself knows only the end of its modules' names ("mixer" of "layers.3.mixer"). So any
+    end of the pattern, from a dot on, may match a name without a numbered segment.
+    """
     if fnmatch.fnmatchcase(name, pattern):
         return True
     parts = pattern.split(".")

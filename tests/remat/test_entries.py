@@ -1,4 +1,4 @@
-"""What each entry keeps and computes again: bytes counted on the partitioned forward, gradients to the last bit."""
+"""What each entry saves and recomputes: bytes counted on the partitioned forward, gradients to the last bit."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def test_the_report_says_it_by_kind(steps):
 
 
 def test_selective_computes_keys_and_values_again_and_the_latent_once(steps):
-    """One of two layers, as the last is never: one up-projection, and the latent where it was before. The core
-    runs again under "full" alone, with the random state of the first time."""
+    """Of the first of two layers: one up-projection; backward computes the latent under every policy. Only "full"
+    recomputes the core, with the random state of the first time."""
     plain, selective, full = (steps[e].graphs[1] for e in (None, "selective", "full"))
     assert count(selective, "aten.mm", "aten.addmm") == count(plain, "aten.mm", "aten.addmm") + 1
     assert [count(g, "run_with_rng_state") for g in (plain, selective, full)] == [0, 0, 1]
