@@ -16,7 +16,7 @@ from megacpp_compile.errors import PeakUnreachableError
 from megacpp_compile.remat.closure import settle
 from megacpp_compile.remat.decisions import SaveDecisions
 from megacpp_compile.remat.offload import offloaded
-from megacpp_compile.remat.peak import MARGIN, Liveness
+from megacpp_compile.remat.peak import MARGIN, PeakModel
 from megacpp_compile.remat.plan import ALONE, BlockRef, Plan, StepContext, kept_bytes
 from megacpp_compile.remat.solver import read_bytes, solve
 
@@ -40,7 +40,7 @@ def make_plan(
     decisions = SaveDecisions(forward, blocks, policy).of
     if policy.solves():
         graph = forward[0].graph
-        live = Liveness(graph)
+        live = PeakModel(graph)
         passed_on = bool(around.passed_on(graph, policy))
 
         @functools.lru_cache(maxsize=2)  # a plan is looked at when it is made, and when it is taken

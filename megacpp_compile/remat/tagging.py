@@ -20,7 +20,7 @@ from megacpp_compile.fx.view_chains import base_of, is_view
 from megacpp_compile.remat import costs, latents, offload, overwritten
 from megacpp_compile.remat.joint_graph import joint
 from megacpp_compile.remat.kinds import blocks_of
-from megacpp_compile.remat.peak import Liveness
+from megacpp_compile.remat.peak import PeakModel
 from megacpp_compile.remat.plan import ALONE, BlockRef, Plan, StepContext, kept_bytes, last_layer
 from megacpp_compile.remat.planner import make_plan
 
@@ -83,7 +83,7 @@ def predicted(
     graph: fx.Graph, plan: Plan, away: list[Node], policy: CheckpointingPolicy, around: StepContext
 ) -> dict[str, Any]:
     """The predicted peak of a step in bytes, as `report.Frame.peak` has it. away: the values that are offloaded."""
-    found, before = Liveness(graph)(plan, set(away)), around.before(graph)
+    found, before = PeakModel(graph)(plan, set(away)), around.before(graph)
     step = found.of(around.copies, bool(around.passed_on(graph, policy)))
     return {
         "before": before,

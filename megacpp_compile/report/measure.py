@@ -1,4 +1,4 @@
-"""The peak that a training step really has, to stand beside the predicted one."""
+"""Measures the peak memory of a training step, to stand beside the predicted one."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 
 
 def peak_bytes(step: Callable[[], Any], device: str | torch.device) -> int:
-    """Bytes allocated on `device` when `step()` needs the most.
+    """Bytes allocated on `device` at the peak of `step()`.
 
-    On CUDA all that is allocated there, before the step as well, by the caching allocator's own count of what it gave
-    out; run the step once before, as compiling and tuning allocate too. Elsewhere what the step allocates in main
-    memory beyond what was there, by torch's profiler.
+    On CUDA all that the caching allocator has handed out there, before the step as well; call the step once before, as
+    compiling and tuning allocate too. Elsewhere what the step allocates in main memory beyond what was there, by
+    torch's profiler.
     """
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)

@@ -49,7 +49,7 @@ class Averaging(models.SwiGLU):
 
 @pytest.mark.parametrize("policy", [FULL["policy"], 0.0], ids=str)
 def test_what_the_forward_writes(policy):
-    """Regression: a buffer's new value was taken for its old one wherever backward computed again from it."""
+    """Regression: backward recomputed from a buffer's new value where the forward had read its old one."""
     torch.manual_seed(0)
     model = models.Model(models.Layer(models.Attention(), Averaging()), models.Layer(models.Attention(), Averaging()))
     eager, x = copy.deepcopy(model), X.detach().requires_grad_()

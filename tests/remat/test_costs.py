@@ -1,4 +1,4 @@
-"""What recomputing costs: products in float8 are counted as what they take."""
+"""The cost of recomputing: a GEMM in float8 counts as the 16-bit FLOPs that take as long."""
 
 from __future__ import annotations
 

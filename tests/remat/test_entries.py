@@ -1,4 +1,4 @@
-"""What each entry keeps and computes again: bytes counted on the partitioned forward, gradients to the last bit."""
+"""What each entry saves and recomputes: bytes counted on the partitioned forward, gradients to the last bit."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class Plans(CustomGraphPass):
         self.of = [make_plan(forward, needed, blocks, CheckpointingPolicy(budget=f)) for f in FRACTIONS]
         self.half = make_plan(forward, needed, blocks, CheckpointingPolicy(ablock=0.5, eblock=1.0))
         self.blocks = blocks
-        live = peak.Liveness(graph)
+        live = peak.PeakModel(graph)
         self.peaks = [live(p) for p in self.of]
         self.before = ALONE.before(graph)
         most, least = (self.before + self.peaks[i].of() for i in (0, -1))
