@@ -1,11 +1,12 @@
-# Everything happens in .venv, made on first use and remade when pyproject.toml changes.
+# Everything happens in .venv, made on first use and updated when pyproject.toml changes.
 #
 # torch is installed by itself, first, so that its build can be chosen: set TORCH= to any
 # arguments of `pip install`, for instance a version or the index of a CPU-only build.
 # Plain `pip install torch` on Linux fetches the CUDA build, several gigabytes.
+# Another TORCH than the last one makes .venv anew; without TORCH= it stays as it is.
 
 PYTHON  ?= python3
-TORCH   ?= torch==2.13.0
+TORCH   ?= $(or $(shell cat $(ASKED) 2>/dev/null),torch==2.13.0)
 WORKERS ?= 2
 
 # torch_xla works with the torch of its own number only, of which PyPI has the CUDA build alone: 3 GiB to fetch, 7 GiB
@@ -16,6 +17,7 @@ XLA_TESTS ?= tests/xla
 VENV  := .venv
 BIN   := $(VENV)/bin
 READY := $(VENV)/.installed
+ASKED := $(VENV)/.torch
 PIP   := $(BIN)/python -m pip install --disable-pip-version-check
 
 XLA_VENV  := .venv-xla
@@ -30,7 +32,7 @@ DOCS_VENV  := .venv-docs
 DOCS_READY := $(DOCS_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test unit test-xla lint types accept pages docs build clean
+.PHONY: help demo test unit test-xla lint types accept pages docs build clean FORCE
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -80,6 +82,19 @@ build: $(DOCS_READY)  ## sdist and wheel into dist/, checked
 clean:  ## remove the venvs, caches, builds and what the examples wrote
 	rm -rf $(VENV) $(XLA_VENV) $(DOCS_VENV) .pytest_cache .ruff_cache .mypy_cache build dist site examples/out
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Only where TORCH was given: whoever leaves it out means the torch that is there.
+ifneq ($(origin TORCH),file)
+$(READY): $(ASKED)
+endif
+
+# Written only when TORCH changes, so that it is newer than what was installed before. By the environment, as TORCH may
+# hold quotes. Begun anew, as pip would keep another build of the same version.
+export TORCH
+$(ASKED): FORCE
+	@test -d $(VENV) || mkdir -p $(VENV)
+	@test ! -e $@ || printf '%s\n' "$$TORCH" | cmp -s - $@ || { echo "== removing $(VENV), made for $$(cat $@)"; rm -rf $(VENV); mkdir -p $(VENV); }
+	@test -e $@ || printf '%s\n' "$$TORCH" > $@
 
 $(READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
