@@ -19,7 +19,7 @@ from megacpp_compile.matchers.rope.lanes import Lanes, Opaque
 from tests.matchers.graphs import aten, trace
 
 BATCH, TIME, DIM = 2, 3, 8
-X, TABLE = torch.randn(BATCH, TIME, DIM), torch.randn(TIME, DIM)
+X, TABLE = torch.randn(BATCH, TIME, DIM, dtype=torch.float64), torch.randn(TIME, DIM, dtype=torch.float64)
 
 
 def interpreted(f, x=X, table=TABLE):
@@ -48,7 +48,7 @@ def evaluated(it: LaneInterpreter, lanes: Lanes, known: dict[Node, torch.Tensor]
 
     def factor(ids: np.ndarray, index: np.ndarray) -> torch.Tensor:
         """For each lane its source's entry, as a tensor of the outer dimensions and then the lane dimensions."""
-        out = torch.ones(*outer, *ids.shape)
+        out = torch.ones(*outer, *ids.shape, dtype=torch.float64)
         for at in np.ndindex(*ids.shape):
             if ids[at] < 0:
                 continue
@@ -94,7 +94,7 @@ def test_lanes_are_what_the_graph_computes(f):
     lanes = it(graph.output)
     assert lanes is not None and not it.opaque(graph.output)
     assert lanes.sizes == tuple(graph.output.meta["val"].shape)
-    torch.testing.assert_close(evaluated(it, lanes, values(graph.graph, X, TABLE)), f(X, TABLE).double())
+    torch.testing.assert_close(evaluated(it, lanes, values(graph.graph, X, TABLE)), f(X, TABLE))
 
 
 @pytest.mark.parametrize(
