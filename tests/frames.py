@@ -22,6 +22,7 @@ from megacpp_compile.config.options import Config
 from megacpp_compile.passes._driver import run_passes
 from megacpp_compile.pipeline import Analysis, analyse
 from megacpp_compile.report.records import MissedFusion
+from megacpp_compile.targets import CPU
 
 # By the coarsest dtype in the model; relative to each tensor's largest value. bf16 keeps 8 bits, and an op rounds
 # fewer times than the code it replaces.
@@ -129,7 +130,7 @@ def run(
     graphs: list[GraphModule] = []
 
     def backend(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        result = analyse(gm, example_inputs, config, "cpu")
+        result = analyse(gm, example_inputs, config, CPU)
         assert result.frame.captured or not captured, result.frame.reason
         rewritten = bool(result.outcome and result.outcome.sites)
         graph = result.captured.gm if rewritten else gm

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megacpp_compile import PrecisionPlan, backend, explain
+from megacpp_compile import PrecisionPlan, explain, pipeline
 from megacpp_compile.config.options import Config
 from megacpp_compile.errors import CaptureError
 from megacpp_compile.passes import _moe_precision, linear
@@ -89,7 +89,7 @@ def test_a_frame_that_is_left_alone(monkeypatch, stage, error):
     def no(*_):
         raise error
 
-    monkeypatch.setattr(backend, stage, no)
+    monkeypatch.setattr(pipeline, stage, no)
     frames = run(Model(), x(), Config(precision=PLAN), captured=False)
     found = {r["fqn"]: r for a in frames.analyses for r in a.frame.precision}
     assert {r["effective"] for r in found.values()} == {"as written"}

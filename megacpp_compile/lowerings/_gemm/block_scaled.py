@@ -13,8 +13,8 @@ import functools
 import torch
 from torch import Tensor
 
+from megacpp_compile._torch import ops
 from megacpp_compile._torch.dispatch import disable_current_modes
-from megacpp_compile._torch.ops import scaled_mm
 from megacpp_compile.lowerings._kernels.fp8 import SCALE_BLOCK
 from megacpp_compile.lowerings._traits import OpTraits, declare
 
@@ -30,7 +30,7 @@ def block_scaled_mm(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out_
     squares = b_scale.shape != (a.shape[1] // SCALE_BLOCK, b.shape[0])
     right = b_scale.contiguous().t() if squares else b_scale.contiguous()
     a, b = a.contiguous(), b.contiguous()
-    return scaled_mm(a, b.t(), a_scale.contiguous().t(), right, out_dtype=out_dtype, use_fast_accum=False)
+    return ops.scaled_mm(a, b.t(), a_scale.contiguous().t(), right, out_dtype=out_dtype, use_fast_accum=False)
 
 
 @block_scaled_mm.register_fake

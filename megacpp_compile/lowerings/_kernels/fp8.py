@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megacpp_compile._torch.ops import scaled_mm
+from megacpp_compile._torch import ops
 
 # Channels that share a scale in block-scaled fp8 (DeepSeek-V3's recipe, https://arxiv.org/abs/2412.19437).
 SCALE_BLOCK = 128
@@ -26,7 +26,7 @@ def fp8_gemm(
     """a @ b.T + bias of payloads [m, k] and [n, k], in `dtype`, by cuBLASLt; k is contiguous in both. Scales are one
     number each, or [m, 1] and [1, n]. fast: sum in the tensor cores' own 22 bits."""
     fused = None if bias is None or dtype == torch.float32 else bias.to(dtype)  # which it adds in half precision only
-    y = scaled_mm(a, b.t(), a_scale, b_scale, bias=fused, out_dtype=dtype, use_fast_accum=fast)
+    y = ops.scaled_mm(a, b.t(), a_scale, b_scale, bias=fused, out_dtype=dtype, use_fast_accum=fast)
     return y + bias if bias is not None and fused is None else y
 
 
