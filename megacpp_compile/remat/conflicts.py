@@ -8,7 +8,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from megacpp_compile._torch.dynamo import memory_budget_of
-from megacpp_compile._torch.functorch import config as functorch_config
+from megacpp_compile._torch.functorch import memory_budget
 from megacpp_compile.config.options import Config
 from megacpp_compile.errors import TwoPoliciesError
 
@@ -27,7 +27,7 @@ def check(gm: GraphModule, config: Config) -> None:
     Regions under `torch.utils.checkpoint` are honoured: backward recomputes all of them. `strict` refuses them too.
     """
     if config.policy is not None:
-        budget = functorch_config.activation_memory_budget
+        budget = memory_budget()
         if budget != 1.0:
             raise TwoPoliciesError(
                 f"torch._functorch.config.activation_memory_budget = {budget}", "set it to 1.0, or drop the policy"
