@@ -213,7 +213,9 @@ def _sums_fp8(k_v, k_r, p, keep, numbers, scales, full, p_full, p_empty, out, he
     barrier()
     T: gl.constexpr = out.dtype.element_ty
     both = gl.join((even_sums * share).to(T), (odd_sums * share).to(T))
-    rows_of_lanes = seen_as(k_v, T, BH, V, gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
+    # All of it, as Triton 3.8 sees memory as something else of the same size only.
+    ALL: gl.constexpr = STAGES * BK * k_v.dtype.primitive_bitwidth // T.primitive_bitwidth
+    rows_of_lanes = seen_as(k_v, T, ALL, V, gl.SwizzledSharedLayout(8, 1, 8, [1, 0])).slice(0, BH, 0)
     rows_of_lanes.store(gl.reshape(gl.permute(both, (1, 0, 2)), [BH, V]))
     barrier()
     L: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
