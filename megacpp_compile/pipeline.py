@@ -22,7 +22,6 @@ from megacpp_compile._torch.ops import HigherOrderOperator
 from megacpp_compile.backends._protocol import Settings, backend_for
 from megacpp_compile.config import rules
 from megacpp_compile.config.options import Config
-from megacpp_compile.config.precision import announce
 from megacpp_compile.errors import (
     CaptureError,
     MegacppError,
@@ -85,7 +84,7 @@ def compile_frame(
     if not block.checked:
         rules.check_frame(gm, config)
     if config.precision is not None:
-        announce(config.precision, target.name)
+        rules.announce(config.precision, target.name)
     boundary = tensor_subclasses.enter(gm, example_inputs)
     analysis = analyse(boundary.gm, boundary.inputs, config, target, patches)
     analysis.notes = boundary.notes + tensor_subclasses.widened(boundary.gm, config.strict)
@@ -122,7 +121,7 @@ def _analyse(
     gm: GraphModule, example_inputs: Sequence[Any], config: Config, target: Target, patches: Mapping[str, Any]
 ) -> Analysis:
     grad = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs)
-    left, config = config, config.on(target.name)
+    left, config = config, config.on(target)
     frame = Frame(name=_frame_name(gm), nodes=len(gm.graph.nodes), target=target.name, grad=grad)
     if left is not config:
         frame.chosen = {"keep_latents": config.keep_latents}

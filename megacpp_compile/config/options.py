@@ -9,13 +9,16 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from megacpp_compile.config._deprecated import RENAMED_OPTIONS, accepts_old_names, renamed
 from megacpp_compile.config.checkpointing import KINDS, CheckpointingPolicy
 from megacpp_compile.config.precision import UNTRACEABLE, PrecisionPlan
 from megacpp_compile.config.sharding import ShardingPlan
 from megacpp_compile.errors import BadOptionError, UnknownOptionError, UnknownPassError
+
+if TYPE_CHECKING:
+    from megacpp_compile import targets
 
 Verify = Literal["off", "each"]
 Target = Literal["auto", "cpu", "cuda", "tpu"]
@@ -165,10 +168,9 @@ class Config:
         """Whether the pass `name` is to run; `default` is for a pass that no setting names."""
         return name not in self.disable and self.passes.get(name, default)
 
-    def on(self, target: str) -> Config:
-        """The settings for the target `target` ("cpu", "cuda", "tpu"), with every "auto" but that of `target` itself
-        resolved."""
-        return replace(self, keep_latents=target == "tpu") if self.keep_latents == "auto" else self
+    def on(self, target: targets.Target) -> Config:
+        """The settings for `target`, with every "auto" but that of `Config.target` itself resolved."""
+        return replace(self, keep_latents=target.keeps_latents) if self.keep_latents == "auto" else self
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain containers, fit for `Config(**d)` and `options=d`."""

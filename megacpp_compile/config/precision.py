@@ -6,7 +6,6 @@ carries it out on modules, and the pass `linear` on graphs.
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +15,6 @@ from megacpp_compile.config import fp8_gain, globs
 from megacpp_compile.config._deprecated import moved
 from megacpp_compile.config.roles import ROLES, role_of
 from megacpp_compile.errors import BadOptionError, ManifestError, RuleWithoutHitError
-from megacpp_compile.report import log
 
 if TYPE_CHECKING:
     from torch import nn
@@ -202,9 +200,3 @@ def _recipe(key: str, value: Any) -> None:
     if value not in RECIPES:
         meant = _MEANT.get(value.lower()) if isinstance(value, str) else None
         raise BadOptionError(key, value, "one of " + ", ".join(map(repr, RECIPES)), RECIPES, meant)
-
-
-@functools.lru_cache(maxsize=64)
-def announce(plan: PrecisionPlan, target: str, reason: str = "") -> None:
-    """Log the plan in full, once a process for each target. reason: as in `PrecisionPlan.describe`."""
-    log.logger.info("%s", plan.describe(target, reason))

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch.fx import Node
-
-from megacpp_compile.fx.provenance import module_classes, module_fqn
-
 ROLES = ("attention", "experts", "mamba", "router", "norm", "head", "embedding", "other")
 
 _ROUTER = {"gate", "gating", "wg", "shared_expert_gate"}
@@ -65,9 +61,3 @@ def role_of(fqn: str, classes: Sequence[str] = ()) -> str:
         if name == "mixer" and own in _MIXER:
             return "mamba"
     return "other"
-
-
-def role_at(node: Node) -> str:
-    """`role_of` the module that the node of a linear belongs to."""
-    classes = module_classes(node)
-    return role_of(module_fqn(node), classes[1:] if classes and classes[0].endswith("Linear") else classes)

@@ -6,15 +6,18 @@ A model is checked before anything is compiled; a frame, where the model is not 
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Iterable, Mapping
 
 from torch import nn
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from megacpp_compile.config import globs
 from megacpp_compile.config.options import Config
+from megacpp_compile.config.precision import PrecisionPlan
+from megacpp_compile.config.roles import role_of
 from megacpp_compile.errors import BlockKindError, RuleWithoutHitError
-from megacpp_compile.fx.provenance import input_path, module_fqn, no_graph_break
+from megacpp_compile.fx.provenance import input_path, module_classes, module_fqn, no_graph_break
 from megacpp_compile.report import log
 
 
@@ -67,3 +70,15 @@ def _module_names(gm: GraphModule) -> list[str]:
             parts = name.split(".")
             found.update(dict.fromkeys(".".join(parts[: i + 1]) for i in range(len(parts)) if parts[i]))
     return list(found)
+
+
+def role_at(node: Node) -> str:
+    """`role_of` the module that the node of a linear belongs to."""
+    classes = module_classes(node)
+    return role_of(module_fqn(node), classes[1:] if classes and classes[0].endswith("Linear") else classes)
+
+
+@functools.lru_cache(maxsize=64)
+def announce(plan: PrecisionPlan, target: str, reason: str = "") -> None:
+    """Log the plan in full, once a process for each target. reason: as in `PrecisionPlan.describe`."""
+    log.logger.info("%s", plan.describe(target, reason))

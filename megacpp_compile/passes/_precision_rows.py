@@ -17,7 +17,7 @@ from torch.fx import Node
 
 from megacpp_compile.config.options import Config
 from megacpp_compile.config.precision import PrecisionPlan
-from megacpp_compile.config.roles import role_at
+from megacpp_compile.config.rules import role_at
 from megacpp_compile.frontend.tensor_subclasses import LINEARS
 from megacpp_compile.fx.aliasing import memory_of
 from megacpp_compile.fx.edit import value

@@ -27,7 +27,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from megacpp_compile._torch.ops import OpOverload
 from megacpp_compile.config.precision import PrecisionPlan
-from megacpp_compile.config.roles import role_at
+from megacpp_compile.config.rules import role_at
 from megacpp_compile.fx.edit import Builder, value
 from megacpp_compile.fx.provenance import module_fqn
 from megacpp_compile.lowerings._gemm.float8_support import MULTIPLE, no_block_scales, no_float8

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from megacpp_compile.config.precision import UNTRACEABLE, PrecisionPlan, announce
+from megacpp_compile.config.precision import UNTRACEABLE, PrecisionPlan
+from megacpp_compile.config.rules import announce
 from megacpp_compile.errors import BadOptionError, EngineError, NotAModuleError
 from megacpp_compile.precision import engine
 from megacpp_compile.precision.survey import DEFAULT_EXCLUSIONS, Found, survey, why_bf16

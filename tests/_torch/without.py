@@ -1,6 +1,6 @@
 """A step of a small model on a torch that lacks one private symbol: what each lack does, as JSON.
 
-    python -m tests._torch.without KEY...          keys of SYMBOLS; "all" is all of them at once
+    python -m tests._torch.without KEY...          keys of SYMBOLS; several of them at once are joined by "+"
 
 Each runs in a fork of a process that has torch loaded, and of the package only the table. Inductor goes up to and with
 its post-grad passes; what they leave runs in eager.
@@ -47,7 +47,10 @@ def code(gm, example_inputs, *, is_inference=False, **_):
 def outcome(hidden: set[str]) -> dict[str, object]:
     real, paths = _registry.find, {SYMBOLS[key].path for key in hidden}
 
+    asked = set()
+
     def find(path, default=None):
+        asked.add(path)
         return default if any(path == p or path.startswith(f"{p}.") for p in paths) else real(path, default)
 
     _registry.find = find
@@ -61,7 +64,7 @@ def outcome(hidden: set[str]) -> dict[str, object]:
         got = torch.autograd.grad(torch.compile(model, backend=megacpp)(x).sum(), list(model.parameters()))
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b)
-    return {"fused": len(report.sites), "reasons": [f.reason for f in report.frames]}
+    return {"fused": len(report.sites), "reasons": [f.reason for f in report.frames], "asked": sorted(asked)}
 
 
 def forked(hidden: set[str]) -> dict[str, object]:
@@ -82,4 +85,4 @@ def forked(hidden: set[str]) -> dict[str, object]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print(json.dumps({key: forked(set(SYMBOLS) if key == "all" else {key} - {"none"}) for key in sys.argv[1:]}))
+    print(json.dumps({key: forked(set(key.split("+")) - {"none"}) for key in sys.argv[1:]}))

@@ -14,6 +14,7 @@ from megacpp_compile.config.options import Config
 from megacpp_compile.config.precision import PrecisionPlan
 from megacpp_compile.config.sharding import ShardingPlan
 from megacpp_compile.report.records import MissedFusion
+from megacpp_compile.targets import CPU, CUDA, TPU
 
 PASSES = ("down_norm_up", "mla_rope_q", "mla_rope_kv")
 
@@ -32,8 +33,8 @@ def test_defaults():
 
 
 def test_what_auto_comes_to():
-    assert [Config().on(target).keep_latents for target in ("cpu", "cuda", "tpu")] == [False, False, True]
-    assert [Config(keep_latents=kept).on("tpu").keep_latents for kept in (False, True)] == [False, True]
+    assert [Config().on(target).keep_latents for target in (CPU, CUDA, TPU)] == [False, False, True]
+    assert [Config(keep_latents=kept).on(TPU).keep_latents for kept in (False, True)] == [False, True]
 
 
 def test_every_field_is_read():

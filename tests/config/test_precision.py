@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from megacpp_compile import PrecisionPlan
-from megacpp_compile.config import fp8_gain
-from megacpp_compile.config import precision as plans
+from megacpp_compile.config import fp8_gain, rules
 from megacpp_compile.config.options import Config
 from megacpp_compile.config.roles import role_of
 from megacpp_compile.errors import BadOptionError, ManifestError, PlanMismatchError, RuleWithoutHitError
@@ -168,11 +167,11 @@ def test_gate_follows_its_rates(monkeypatch):
 
 
 def test_logged_in_full_once(caplog):
-    plans.announce.cache_clear()
+    rules.announce.cache_clear()
     plan = PrecisionPlan({"*.mlp.gate": "bf16"})
     with caplog.at_level(logging.INFO, logger="megacpp_compile"):
         for _ in range(2):
-            plans.announce(plan, "cuda")
+            rules.announce(plan, "cuda")
     (record,) = caplog.records
     text = record.getMessage()
     assert "*.mlp.gate -> bf16" in text and "role attention -> fp8_current" in text and "role head -> bf16" in text
@@ -180,15 +179,15 @@ def test_logged_in_full_once(caplog):
 
 @pytest.mark.parametrize("target", ["cpu", "tpu"])
 def test_bf16_everywhere_elsewhere(target, caplog):
-    plans.announce.cache_clear()
+    rules.announce.cache_clear()
     with caplog.at_level(logging.INFO, logger="megacpp_compile"):
-        plans.announce(PrecisionPlan(), target)
+        rules.announce(PrecisionPlan(), target)
     assert [r.getMessage() for r in caplog.records] == [f"precision plan: bf16 everywhere (target {target})"]
     assert PrecisionPlan.of("bf16").describe("cuda") == "precision plan: bf16 everywhere"
 
 
 def test_compiling_logs_the_plan(caplog, monkeypatch):
-    plans.announce.cache_clear()
+    rules.announce.cache_clear()
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda gm, inputs, **_: gm.forward)
     torch._dynamo.reset()
     with caplog.at_level(logging.INFO, logger="megacpp_compile"):

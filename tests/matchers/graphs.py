@@ -12,7 +12,7 @@ from torch._functorch.aot_autograd import aot_export_module
 from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, Node
 
-from megacpp_compile.frontend.canonicalize import normalise
+from megacpp_compile.frontend.canonicalize import canonicalize
 
 aten = torch.ops.aten
 
@@ -49,7 +49,7 @@ def trace(f: Callable[..., Any], *args: Tensor) -> Traced:
     mode = FakeTensorMode()
     fakes = [mode.from_tensor(a) for a in args]
     module, _ = aot_export_module(_Function(f), fakes, trace_joint=False, pre_dispatch=True)
-    normalise(module.graph, mode)
+    canonicalize(module.graph, mode)
     inputs = module.graph.find_nodes(op="placeholder")
     (outputs,) = module.graph.output_node().args
     return Traced(module.graph, list(inputs), list(outputs))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import megacpp_compile
-from megacpp_compile.config import precision as plans
+from megacpp_compile.config import rules
 from megacpp_compile.precision.layer_spec import CLASSES
 
 EVERYWHERE = "precision plan: bf16 everywhere (target tpu)"
@@ -27,7 +27,7 @@ class Block(nn.Module):
 
 @pytest.fixture
 def said(caplog):
-    plans.announce.cache_clear()
+    rules.announce.cache_clear()
     with caplog.at_level(logging.INFO, logger="megacpp_compile"):
         yield lambda: [record.getMessage() for record in caplog.records]
 
