@@ -1,7 +1,9 @@
 """What capture must carry through: custom autograd functions, in-place ops without readers, checkpointed blocks."""
 
+import functools
 import sys
 
+import pytest
 import torch
 from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
@@ -26,6 +28,22 @@ class Tripled(torch.autograd.Function):
         grad = grad.clone()
         grad.mul_(3)
         return grad
+
+
+@functools.cache
+def dynamo_alone_is_wrong() -> bool:
+    """Whether Dynamo without any compiler behind it differs from eager here, as in torch 2.11, whose traced backward
+    loses what is written in place."""
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(3), requires_grad=True)
+    (want,) = torch.autograd.grad(Tripled.apply(x.sin()).sum(), x)
+    (got,) = torch.autograd.grad(torch.compile(lambda x: Tripled.apply(x.sin()), backend="eager")(x).sum(), x)
+    return not torch.allclose(got, want)
+
+
+@pytest.fixture
+def in_place_backward():
+    if dynamo_alone_is_wrong():
+        pytest.skip(f"torch {torch.__version__}: Dynamo alone computes a wrong gradient for a backward that writes in place")
 
 
 class Wrapped(nn.Module):
@@ -80,19 +98,19 @@ class InPlaceUnderCheckpoint(nn.Module):
         return checkpoint(self.body, x, *tables, use_reentrant=False)
 
 
-def test_custom_functions_keep_their_backward_around_fused_ops():
+def test_custom_functions_keep_their_backward_around_fused_ops(in_place_backward):
     block = PlainMLA()
     frames = check(Wrapped(block), block.example_inputs())
     assert frames.counts["down_norm_up"] == 2 and frames.counts["mla_rope_kv"] == 1
 
 
-def test_custom_functions_read_values_as_they_are_at_the_call():
+def test_custom_functions_read_values_as_they_are_at_the_call(in_place_backward):
     block = PlainMLA()
     frames = check(ChangedAfterTheCall(block), block.example_inputs())
     assert frames.counts["down_norm_up"] == 2
 
 
-def test_frames_nothing_fires_in_are_left_as_they_came():
+def test_frames_nothing_fires_in_are_left_as_they_came(in_place_backward):
     frames = check(OnlyFunctions(), (torch.randn(4, 8),))
     assert not any(frames.counts.values())
 
