@@ -13,6 +13,7 @@ Importing this package loads nothing beyond torch; everything else is loaded on 
 from __future__ import annotations
 
 import importlib
+import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -50,7 +51,14 @@ _HOME = {
 }  # fmt: skip
 
 
+# Modules of the last release that its documentation named.
+_MOVED = {"fp8_boundary": "frontend.tensor_subclasses"}
+
+
 def __getattr__(name: str) -> Any:
+    if name in _MOVED:
+        warnings.warn(f"megacpp_compile.{name} is now megacpp_compile.{_MOVED[name]}", FutureWarning, stacklevel=2)
+        return importlib.import_module(f"{__name__}.{_MOVED[name]}")
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = importlib.import_module(f"{__name__}.{_HOME[name]}")

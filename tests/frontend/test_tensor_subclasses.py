@@ -157,3 +157,8 @@ def test_sparse_mla_takes_rows_in_a_wrapper():
     assert got.shape == (1, 3, 2, 16) and lse.shape == (1, 3, 2)
     with pytest.raises(ForwardOnlyError):
         megacpp_compile.sparse_mla(q.requires_grad_(), rows, indices, d_v=16)[0].sum().backward()
+
+
+def test_the_old_name_of_the_module_works_for_one_release():
+    with pytest.warns(FutureWarning, match="frontend.tensor_subclasses"):
+        assert megacpp_compile.fp8_boundary is tensor_subclasses
