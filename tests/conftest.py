@@ -7,6 +7,7 @@ import gc
 import importlib
 import importlib.util
 import os
+import random
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.virtualized import V
 
 from megacpp_compile.lowerings._registry import semantic_ops
+from tests.seeds import seed_of
 
 # Tables are searched for words, which a narrow terminal would break.
 os.environ["COLUMNS"] = "200"
@@ -31,6 +33,14 @@ def _quick_compilers():
     gc.set_threshold(20_000, 20, 20)
     with inductor_config.patch({"cpp.simdlen": 1}):
         yield
+
+
+@pytest.fixture(autouse=True)
+def seeded(request):
+    """Inputs are the same in every run, whatever ran before in this worker."""
+    seed = seed_of(request.node.name)
+    random.seed(seed)
+    torch.manual_seed(seed)
 
 
 @pytest.fixture

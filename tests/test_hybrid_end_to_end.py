@@ -7,7 +7,6 @@ compiles, that they are as exact, and that nobody waits for the device.
 from __future__ import annotations
 
 import copy
-import secrets
 
 import pytest
 import torch
@@ -26,12 +25,6 @@ def kernels_serve(kernels_of_any_size):
     torch._dynamo.reset()
     with torch._inductor.config.patch(force_disable_caches=True):
         yield
-
-
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(seed := secrets.randbelow(2**31))
-    print("seed", seed)
 
 
 class Expert(nn.Module):

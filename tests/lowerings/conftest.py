@@ -1,16 +1,15 @@
-"""Fresh random inputs in every run, from a seed that a failing test prints."""
+"""Random inputs, the same in every run: the seed is the test's own name."""
 
 from __future__ import annotations
-
-import os
-import secrets
 
 import pytest
 import torch
 
+from tests.seeds import seed_of
+
 
 class Random:
-    """Makes tensors; `seed` repeats a run: `TEST_SEED=123 pytest ...`."""
+    """Makes tensors; `TEST_SEED=123 pytest ...` draws others."""
 
     def __init__(self, seed: int) -> None:
         self.generator = torch.Generator().manual_seed(seed)
@@ -21,7 +20,5 @@ class Random:
 
 
 @pytest.fixture
-def rand() -> Random:
-    seed = int(os.environ.get("TEST_SEED") or secrets.randbelow(2**31))
-    print(f"TEST_SEED={seed}")
-    return Random(seed)
+def rand(request) -> Random:
+    return Random(seed_of(request.node.name))
