@@ -21,20 +21,25 @@ pytestmark = [
 
 
 def test_short_run(request):
-    """Each case of another kind; a failure prints the command that repeats it."""
-    seed = seed_of(request.node.name)
+    """Each case of another kind; a failure prints the command that repeats it. Every lowering is asked for in one of
+    five runs: four calls of an op, eight of a rotation, may miss the few sizes that a kernel takes."""
     count = 4 * len(OPS)
-    outcome = fuzz(count, DEVICE, seed, kinds=count, room=6, quiet=True)
-    print(outcome.text())
-    assert not outcome.failures, "\n".join(outcome.failures)
-    # Four calls of each op, eight of a rotation: kernels that take but some sizes, as the scan's, may by chance be asked for none;
-    # GEMMs in float8 are cuBLASLt's, which no interpreter runs. What is in Gluon takes no sizes that are drawn, nor an
-    # interpreter, and has tests of its own.
+    # GEMMs in float8 are cuBLASLt's, which no interpreter runs, and the scan's kernels take few sizes. What is in Gluon
+    # takes no sizes that are drawn, nor an interpreter, and has tests of its own.
     some = ("ssd_scan", "linear_fp8_weight", *(() if CUDA else ("fp8_",)))
-    assert not [label for label in outcome.idle() if not label.startswith(some) and not label.endswith("cuda_gluon")]
-    kernels = {label: count for label, count in outcome.served.items() if label.endswith("cuda_triton")}
-    assert sum(kernels.values()) > 30
-    assert outcome.in_place.total() > 0  # nine of ten calls of a rotation ask for it
+    idle: set[str] | None = None
+    for turn in range(5):
+        outcome = fuzz(count, DEVICE, seed_of(request.node.name) + turn, kinds=count, room=6, quiet=True)
+        print(outcome.text())
+        assert not outcome.failures, "\n".join(outcome.failures)
+        now = {label for label in outcome.idle() if not label.startswith(some) and not label.endswith("cuda_gluon")}
+        idle = now if idle is None else idle & now
+        kernels = {label: count for label, count in outcome.served.items() if label.endswith("cuda_triton")}
+        assert sum(kernels.values()) > 30
+        assert outcome.in_place.total() > 0  # nine of ten calls of a rotation ask for it
+        if not idle:
+            break
+    assert not idle
 
 
 @pytest.mark.parametrize("broken", ["result", "input", "in place", "error"])
