@@ -90,7 +90,8 @@ def compile_frame(
     analysis.notes = boundary.notes + tensor_subclasses.widened(boundary.gm, config.strict)
     analysis.frame.block, analysis.frame.blocks = block.name, block.copies
     if retrace_needed(boundary.gm, analysis):
-        if analysis.outcome is not None and analysis.outcome.misses:
+        # What is left of a loop behind a graph break would say the same again.
+        if analysis.outcome and analysis.outcome.misses and not collector.told(analysis.outcome.misses):
             publish(analysis, config)
         unbacked_shapes.retrace()
     if config.sharding is not None:

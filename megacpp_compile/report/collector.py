@@ -199,6 +199,13 @@ def active() -> bool:
     return bool(_open_reports)
 
 
+def told(misses: Iterable[MissedFusion]) -> bool:
+    """Whether there are open reports, and each has `misses` already, of the same lines for the same reasons."""
+    said = {(m.pass_name, m.tag, m.reason, m.source) for m in misses}
+    held = [{(m.pass_name, m.tag, m.reason, m.source) for m in report.misses} for report in _open_reports]
+    return bool(held) and all(said <= one for one in held)
+
+
 def emit_frame(frame: Frame, sites: Sequence[Site] = (), misses: Sequence[MissedFusion] = ()) -> None:
     """Add a compiled frame to every open report; does nothing when there is none."""
     with lock:
