@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from megacpp_compile._torch._theme import theme
 
 if TYPE_CHECKING:
+    from torch import _assert_async as assert_async
     from torch import _check as torch_check
     from torch import _grouped_mm as grouped_mm
     from torch import _scaled_mm as scaled_mm

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from megacpp_compile._torch.ops import assert_async
 from megacpp_compile.errors import OperandError
 from megacpp_compile.targets import by_xla
 
@@ -58,4 +59,4 @@ def _check_experts(indices: Tensor, experts: int) -> None:
     if here and not torch.compiler.is_compiling() and not known.all():
         odd = indices[~known][0].item()
         raise OperandError("equal_split", f"indices hold {odd}, where experts are 0 to {experts - 1} and -1 is none")
-    torch._assert_async(known.all(), f"equal_split: an index is neither an expert from 0 to {experts - 1} nor -1")
+    assert_async(known.all(), f"equal_split: an index is neither an expert from 0 to {experts - 1} nor -1")

@@ -62,7 +62,8 @@ for label, options in PROJECTIONS.items():
             return *seeds, x, w_down, b_down, w_norm, w_up, rrms, start, size, *([latent] if keep else [])
 
 
-PRE_NORMS = {"qkv": {}, "one_no_gain": {"ups": (40,), "gain": False}, "biases": {"bias": True}, "flat": {"outer": (33,)}}
+PRE_NORMS = {"qkv": {}, "one_no_gain": {"ups": (40,), "gain": False}, "biases": {"bias": True}, "flat": {"outer": (33,)},
+             "no_token": {"outer": (0, 3), "bias": True}}  # fmt: skip
 for label, options in PRE_NORMS.items():
 
     @case("norm_linear", label)
