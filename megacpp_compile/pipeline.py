@@ -35,7 +35,7 @@ from megacpp_compile.frontend.capture import Captured, capture
 from megacpp_compile.fx.provenance import module_fqn, no_graph_break, outermost_frame, source_line
 from megacpp_compile.lowerings._registry import semantic_ops
 from megacpp_compile.matchers.recurrences import NAMES, find_recurrences
-from megacpp_compile.matchers.rope.heads import activations
+from megacpp_compile.matchers.rope.activations import activations
 from megacpp_compile.passes._driver import Outcome, enabled_passes, pass_names, run_passes
 from megacpp_compile.passes._precision_rows import answered, asked, unseen
 from megacpp_compile.passes._review import Reviewer

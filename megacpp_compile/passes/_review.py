@@ -13,7 +13,7 @@ from megacpp_compile.errors import VerificationError
 from megacpp_compile.frontend.capture import Captured
 from megacpp_compile.fx.subgraph import between
 from megacpp_compile.matchers._match import MatchFailure
-from megacpp_compile.matchers.rope.heads import activations
+from megacpp_compile.matchers.rope.activations import activations
 from megacpp_compile.passes._rule import Match, Pass
 from megacpp_compile.report import replay, saved_bytes
 from megacpp_compile.report.records import Site

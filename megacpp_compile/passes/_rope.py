@@ -26,14 +26,14 @@ aten = torch.ops.aten
 
 
 def refusals(view: GraphView, op_name: str) -> list[MatchFailure]:
-    """The near misses of `op_name`, to which role (q or k) and unrotated channels of the value say that it belongs."""
+    """The near misses of `op_name`, to which the value's attention (MLA or not) and role (q or k) say that it belongs."""
 
-    def owner(role: str, partial: bool) -> str:
-        if not partial:
+    def owner(role: str, mla: bool) -> str:
+        if not mla:
             return "rope_qk"
         return "mla_rope_kv" if role == "k" else "mla_rope_q"
 
-    return [MatchFailure(n.node, n.tag, n.reason) for n in view.heads.near if owner(n.role, n.partial) == op_name]
+    return [MatchFailure(n.node, n.tag, n.reason) for n in view.heads.near if owner(n.role, n.mla) == op_name]
 
 
 def layout(rotation: Rotation) -> tuple[bool, bool, bool]:
