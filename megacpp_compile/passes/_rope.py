@@ -26,7 +26,7 @@ aten = torch.ops.aten
 
 
 def refusals(view: GraphView, op_name: str) -> list[MatchFailure]:
-    """The near misses of `op_name`, to which the value's attention (MLA or not) and role (q or k) say that it belongs."""
+    """The near misses of `op_name`, to which the value's attention (MLA's or not) and role (q or k) assign them."""
 
     def owner(role: str, mla: bool) -> str:
         if not mla:

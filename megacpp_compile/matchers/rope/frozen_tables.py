@@ -32,7 +32,7 @@ def frozen_tables(graph: fx.Graph, weights: frozenset[Node], trained: frozenset[
     while found:
         acts = activations(graph, weights - found)
         uses = {n: _used_as_table(n, acts) for n in found}
-        # What is proved to be a layer's weight goes first: with it more values become activations, for the rest to meet.
+        # Layers' weights go first: with them more values become activations, for the rest to meet.
         others = {n for n, met in uses.items() if met is None} or {n for n, met in uses.items() if not met}
         if not others:
             break

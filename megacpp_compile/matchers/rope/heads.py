@@ -259,7 +259,8 @@ def _not_replaceable(
 def _broadcast_dims(lanes: Lanes, part: Part) -> list[int]:
     """The outer dimensions of a head over which `part` is broadcast."""
     outer = [s for s, k in zip(lanes.sizes, lanes.kinds, strict=True) if k == "o"]
-    return [i for i, (size, dim) in enumerate(zip(outer, part.source.dims, strict=True)) if dim < 0 and not is_one(size)]
+    dims = part.source.dims
+    return [i for i, (size, dim) in enumerate(zip(outer, dims, strict=True)) if dim < 0 and not is_one(size)]
 
 
 @functools.lru_cache(maxsize=4096)
