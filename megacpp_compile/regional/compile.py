@@ -7,6 +7,7 @@ all blocks share one backend object: blocks that its guards cannot tell apart sh
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -120,11 +121,13 @@ def compile_kinds(
 ) -> None:  # fmt: skip
     """Compile all blocks in place. Blocks that rules by name tell apart get backends of their own, which Dynamo's
     guards distinguish: nothing else about such blocks need differ. required: counts in calls of the model, None where
-    the frames of each block are counted by themselves. settings: of `module.compile`."""
+    nothing does but a whole model's own frame. settings: of `module.compile`."""
     count = sum(len(kind.modules) for kind in kinds)
     backends: dict[tuple[int, bool], Regional] = {}
     for kind in kinds:
         own = config_for(kind, config)
+        if required is None and kind.fqns != ("",):
+            own = dataclasses.replace(own, require={})  # an estimate: a block is not the model that counts
         new = Regional(model, regions, own, mode, inner_compile, required)
         backend = backends.setdefault((kind.apart, kind.last), new)
         for module in kind.modules:

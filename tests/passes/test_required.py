@@ -189,3 +189,7 @@ def test_a_step_compiled_with_its_backward():
 def test_explain_counts_alike():
     megacpp_compile.explain(Model(), x(), options=require(3))
     assert error_of(lambda: megacpp_compile.explain(Model(), x(), options=require(4))).fired == 3
+
+
+def test_an_estimate_by_blocks_holds_no_block_against_it():
+    megacpp_compile.estimate(Model(4, broken=False), x().requires_grad_(), options=require(4))
