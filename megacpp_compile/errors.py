@@ -36,12 +36,28 @@ def closest(name: str, choices: Iterable[str]) -> str | None:
     return by_lower[found[0]] if found else None
 
 
+def _close_patterns(pattern: str, names: Iterable[str]) -> tuple[str, ...]:
+    """The patterns closest to `pattern` that hit some of `names`: those with a star for every number."""
+    starred = dict.fromkeys(".".join("*" if part.isdigit() else part for part in name.split(".")) for name in names)
+    return tuple(difflib.get_close_matches(pattern, starred, n=3, cutoff=0.5))
+
+
 def _did_you_mean(choice: str | None) -> str:
     return f" Did you mean {choice!r}?" if choice else ""
 
 
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(names) or "(none)"
+
+
+def _times(count: int) -> str:
+    return {1: "once", 2: "twice"}.get(count, f"{count} times")
+
+
+def _some(lines: list[str]) -> list[str]:
+    """The first few, and how many more there are."""
+    rest = len(lines) - _MISSES_SHOWN
+    return lines[:_MISSES_SHOWN] + ([f"  and {rest} more"] if rest > 0 else [])
 
 
 def _place(fqn: str, source: str) -> str:
@@ -131,24 +147,29 @@ class RequirementError(MegacppError):
         wanted: the count required.
         fired: the count reached.
         misses: the nearest misses of that pass; the message shows the first few.
+        frames: frame -> how often the pass fired in it, where that is known.
+        breaks: the graph breaks between the frames, a line each.
     """
 
-    def __init__(self, pass_name: str, wanted: int, fired: int, misses: Sequence[Miss] = ()) -> None:
+    def __init__(
+        self, pass_name: str, wanted: int, fired: int, misses: Sequence[Miss] = (),
+        frames: Mapping[str, int] | None = None, breaks: Sequence[str] = (),
+    ) -> None:  # fmt: skip
         self.pass_name, self.wanted, self.fired, self.misses = pass_name, wanted, fired, tuple(misses)
-        lines = [
-            f"require={{{pass_name!r}: {wanted}}} was not met: the pass fired {fired} time{'' if fired == 1 else 's'}."
-        ]
-        if misses:
-            lines.append("Nearest misses:")
-        for miss in self.misses[:_MISSES_SHOWN]:
-            lines.append(f"  {_place(miss.fqn, miss.source)}, node {miss.node or '?'}: {miss.reason} [{miss.tag}]")
-        if len(self.misses) > _MISSES_SHOWN:
-            lines.append(f"  and {len(self.misses) - _MISSES_SHOWN} more")
-        lines.append(
-            "Rewrite the model where a miss says so, or lower the count."
-            if misses
-            else "Nothing in the graph came near the pattern: check that the pass is enabled and the code is compiled."
-        )
+        self.frames, self.breaks = dict(frames or {}), tuple(breaks)
+        counts = f"the pass fired {_times(fired)}, wanted {_times(wanted)}."
+        lines = [f"require={{{pass_name!r}: {wanted}}} was not met: {counts}"]
+        shown = [f"  in {frame}: {_times(count)}" for frame, count in self.frames.items()]
+        lines += _some(shown)
+        if fired > wanted:
+            lines.append("Raise the count, or leave the pass out with 'disable'.")
+        else:
+            near = (f"  {_place(m.fqn, m.source)}, node {m.node or '?'}: {m.reason} [{m.tag}]" for m in self.misses)
+            lines += ["Nearest misses:", *_some(list(near))] if misses else []
+            lines += [f"  {line}" for line in self.breaks[:_MISSES_SHOWN]]
+            nothing = "Nothing in the graph came near the pattern"
+            nothing += ": check that the pass is enabled and the code is compiled."
+            lines.append("Rewrite the model where a miss says so, or lower the count." if misses else nothing)
         super().__init__("\n".join(lines))
 
 
@@ -362,9 +383,12 @@ class BlockNotFoundError(MegacppError, ValueError):
     """
 
     def __init__(self, pattern: str, names: Sequence[str]) -> None:
-        self.pattern, self.names, self.closest = pattern, tuple(names), closest(pattern.replace("*", "0"), names)
+        self.pattern, self.names = pattern, tuple(names)
+        self.close = _close_patterns(pattern, names)
+        close = f"Close to it: {', '.join(map(repr, self.close))}."
+        meant = close if self.close else f"Modules: {_listed(names[:8])}."
         super().__init__(
-            f"blocks: no module is called {pattern!r}.{_did_you_mean(self.closest)} "
+            f"blocks: no module is called {pattern!r}. {meant} "
             'A pattern matches whole names, as in "model.layers.*", and the outermost modules it matches are blocks.'
         )
 
@@ -422,12 +446,14 @@ class RuleWithoutHitError(MegacppError, ValueError):
         names: the names there are.
         option: the plan: "precision" or "sharding".
         what: what its names are those of.
+        meant: the hint, where the caller knows better than string similarity.
     """
 
     def __init__(
-        self, pattern: str, names: Sequence[str], option: str = "precision", what: str = "module with a weight"
-    ) -> None:
-        self.pattern, self.closest = pattern, closest(pattern.replace("*", "0"), names)
+        self, pattern: str, names: Sequence[str], option: str = "precision", what: str = "module with a weight",
+        meant: str | None = None,
+    ) -> None:  # fmt: skip
+        self.pattern, self.closest = pattern, meant or closest(pattern.replace("*", "0"), names)
         super().__init__(
             f"{option}: the pattern {pattern!r} hits no {what}.{_did_you_mean(self.closest)} It has to "
             "match a whole name; a star that is a segment stands for one or more segments, as in '*.mlp.*'."

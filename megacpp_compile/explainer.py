@@ -18,9 +18,11 @@ from megacpp_compile._torch.pytree import tree_map
 from megacpp_compile.backend import check_torch
 from megacpp_compile.config import rules
 from megacpp_compile.config.options import Config
+from megacpp_compile.errors import RequirementError
 from megacpp_compile.frontend import unbacked_shapes
 from megacpp_compile.fx.fake_state import fake_state
 from megacpp_compile.passes._driver import pass_names
+from megacpp_compile.passes._required import FrameCount
 from megacpp_compile.pipeline import analyse, retrace_needed
 from megacpp_compile.report.collector import Report, emit_frame, record
 from megacpp_compile.report.records import Frame
@@ -43,12 +45,14 @@ def explain(model: Callable[..., Any], *args: Any, options: Mapping[str, Any] | 
     def backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         result = analyse(gm, example_inputs, config, resolve_target(config.target, example_inputs))
         outcome = result.outcome
-        again = retrace_needed(gm, result)
+        count, again = FrameCount(gm, config), retrace_needed(gm, result)
         if not again or outcome and outcome.misses:
             emit_frame(result.frame, outcome.sites if outcome else [], outcome.misses if outcome else [])
         if again:
+            count.saw(result.near_misses())
             unbacked_shapes.retrace()
-        return gm.forward  # runs on fake tensors: shapes only
+        count.check(result.frame, result.near_misses())
+        return count.counting(gm.forward, result.frame)  # runs on fake tensors: shapes only
 
     # With symbols for sizes that only values decide, such as how many tokens an expert has.
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
@@ -63,6 +67,8 @@ def explain(model: Callable[..., Any], *args: Any, options: Mapping[str, Any] | 
         with record(pass_names()) as report, fake_state(model, mode), mode:
             try:
                 torch.compile(model, backend=backend)(*fakes[0], **fakes[1])
+            except RequirementError:
+                raise
             except Exception as error:
                 if not unbacked_shapes.speaks_of_sizes(text := f"{type(error).__name__}: {error}"):
                     raise

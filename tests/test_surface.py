@@ -218,7 +218,7 @@ def test_met_requirement(no_inductor):
 def test_unmet_requirement_says_how_often_the_pass_fired(no_inductor, wanted):
     error = error_of({"require": {"down_norm_up": wanted}})
     assert isinstance(error, RequirementError)
-    assert f"require={{'down_norm_up': {wanted}}} was not met: the pass fired 2 times" in str(error)
+    assert f"require={{'down_norm_up': {wanted}}} was not met: the pass fired twice, wanted" in str(error)
     assert no_inductor == []
 
 

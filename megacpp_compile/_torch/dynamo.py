@@ -9,15 +9,16 @@ from megacpp_compile._torch._registry import find
 from megacpp_compile._torch._theme import theme
 
 if TYPE_CHECKING:
-    from torch._dynamo import OptimizedModule, config
+    from torch._dynamo import OptimizedModule, config, eval_frame
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.registry import lookup_backend
     from torch._dynamo.backends.torchxla import openxla_eval_boxed
+    from torch._dynamo.convert_frame import CatchErrorsWrapper
     from torch._dynamo.exc import InvalidBackend, RestartAnalysis, TensorifyScalarRestartAnalysis
     from torch._dynamo.guards import GuardBuilder, install_guard
     from torch._dynamo.source import AttrSource, TensorProperty, TensorPropertySource
     from torch._dynamo.trace_rules import check as skips
-    from torch._dynamo.utils import counters, graph_break_reasons
+    from torch._dynamo.utils import graph_break_reasons
     from torch.fx.traceback import _get_memory_budget_annotation as memory_budget_of
 else:
     __getattr__ = theme(__name__)

@@ -6,7 +6,6 @@ To take another one: a row here, its name under `TYPE_CHECKING` in the module of
 
 from __future__ import annotations
 
-import collections
 from typing import Any
 
 import torch
@@ -101,8 +100,6 @@ _ROWS = (
            "the error is torch's own", instead=lambda: _NeverRaised),
     Symbol("dynamo.graph_break_reasons", "torch._dynamo.utils.graph_break_reasons", "why a frame broke",
            "the report has no reasons of Dynamo's", instead=list),
-    Symbol("dynamo.counters", "torch._dynamo.utils.counters", "telling a frame that is a whole model",
-           "every frame counts as one", instead=lambda: collections.defaultdict(collections.Counter)),
     Symbol("dynamo.AttrSource", "torch._dynamo.source.AttrSource", "the parts of a wrapped input", ALONE),
     Symbol("dynamo.TensorProperty", "torch._dynamo.source.TensorProperty", "guards on offsets for torch_tpu", RAISES),
     Symbol("dynamo.TensorPropertySource", "torch._dynamo.source.TensorPropertySource",
@@ -122,6 +119,18 @@ _ROWS = (
     Symbol("dynamo.memory_budget_of", "torch.fx.traceback._get_memory_budget_annotation",
            "telling the memory budget of a region", "no region's budget is seen", seen="2.13-2.15",
            instead=lambda: _nothing),
+    Symbol("dynamo.CatchErrorsWrapper", "torch._dynamo.convert_frame.CatchErrorsWrapper",
+           "finding the call that a frame is compiled for", "every frame counts as a whole model",
+           instead=lambda: _NoInstance),
+    Symbol("dynamo.eval_frame", "torch._dynamo.eval_frame", "finding the call that a frame is compiled for",
+           "every frame counts as a whole model", instead=lambda: None),
+    # --- modules
+    Symbol("modules.checkpoint_wrapped",
+           "torch.distributed.algorithms._checkpoint.checkpoint_wrapper._CHECKPOINT_WRAPPED_MODULE",
+           "names behind `checkpoint_wrapper`", "torch's usual name for it serves",
+           instead=lambda: "_checkpoint_wrapped_module"),
+    Symbol("modules.fsdp_wrapped", "torch.distributed.fsdp._common_utils.FSDP_WRAPPED_MODULE", "names behind FSDP",
+           "torch's usual name for it serves", instead=lambda: "_fsdp_wrapped_module"),
     # --- functorch
     Symbol("functorch.config", "torch._functorch.config", "AOTAutograd's settings", RAISES),
     Symbol("functorch.aot_export_module", "torch._functorch.aot_autograd.aot_export_module", "tracing a frame", ALONE),

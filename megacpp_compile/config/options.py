@@ -43,7 +43,9 @@ class Config:
         disable: passes not to run. A string is read as a comma-separated list; order and repetition do not matter.
         passes: pass name -> whether to run it; a pass not named runs unless disabled, but for those that are off by
             default (`norm_linear`).
-        require: pass name -> number of times it has to fire, else `RequirementError`.
+        require: pass name -> number of times it has to fire in a call of the model, else `RequirementError`. A model
+            that is one frame is checked when it is compiled. Where it is cut into frames, each counts as often as it
+            runs: too many are an error at once, too few at the end of the call.
         strict: raise an error where a frame or a lowering otherwise falls back with a reason in the report.
         verify: "each" compares every rewrite with the code it replaced; "off" does not.
         target: what to lower for; "auto" goes by the device of the inputs.

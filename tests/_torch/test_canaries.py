@@ -10,9 +10,22 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from megacpp_compile._torch import _registry, autocast, autograd, dispatch, fakes, functorch, guards, inductor, modules
+from megacpp_compile._torch import (
+    _registry,
+    autocast,
+    autograd,
+    calls,
+    dispatch,
+    fakes,
+    functorch,
+    guards,
+    inductor,
+    modules,
+)
 from megacpp_compile._torch import dynamo as door
 from megacpp_compile._torch import logging as torch_log
 from megacpp_compile._torch._registry import release
@@ -103,6 +116,44 @@ def test_a_frame_tells_its_sizes_and_its_interface():
         assert guards.TracingContext.try_get() is None
 
 
+def test_a_frame_finds_the_call_it_is_compiled_for():
+    seen, events = [], []
+
+    class Model(torch.nn.Module):
+        def forward(self, x):
+            x = x + 1
+            torch._dynamo.graph_break()
+            return x * 2
+
+    def backend(gm, inputs):
+        seen.append(call := calls.current())
+        if len(seen) == 1:
+            call.leave.append(lambda: events.append("left"))
+            call.enter.append(lambda: events.append("entered") or (lambda: events.append("left again")))
+        return gm.forward
+
+    torch.compiler.reset()
+    model = Model()
+    compiled = torch.compile(model, backend=backend)
+    assert calls.current() is None
+    compiled(torch.ones(3))
+    assert events == ["left"]
+    compiled(torch.ones(3))
+    assert events == ["left", "entered", "left again"]
+    assert [call.whole for call in seen] == [True, False] and all(call.module is model for call in seen)
+    assert seen[0].context is seen[1].context and (__file__, "forward") in seen[1].through
+    torch.compile(torch.sin, backend=backend)(torch.ones(3))
+    torch.compile(lambda x: x.cos(), backend=backend)(torch.ones(3))
+    assert seen[-1].whole and seen[-1].module is None and seen[-1].context is not seen[0].context
+
+
+def test_wrappers_keep_what_they_wrap_under_these_names():
+    inner = nn.Tanh()
+    assert getattr(torch.compile(inner), modules.COMPILED) is inner
+    assert dict(checkpoint_wrapper(inner).named_children()) == {modules.checkpoint_wrapped: inner}
+    assert f"self.{modules.fsdp_wrapped}" in inspect.getsource(FullyShardedDataParallel.module.fget)
+
+
 def test_ops():
     assert isinstance(torch.ops.aten.add.Tensor, OpOverload)
     assert isinstance(torch.ops.higher_order.cond, HigherOrderOperator)
@@ -191,7 +242,6 @@ def test_dynamo():
     assert issubclass(door.TensorifyScalarRestartAnalysis, door.RestartAnalysis)
     assert door.TensorifyScalarRestartAnalysis(restart_reason="why").restart_reason == "why"
     assert isinstance(door.graph_break_reasons, list)
-    assert not door.counters["a name nobody counts"]
     assert isinstance(torch.compile(nn.Linear(1, 1)), door.OptimizedModule)
     assert door.skips(nn.TransformerEncoderLayer.forward) and not door.skips(test_dynamo)
     with door.config.patch(capture_dynamic_output_shape_ops=True):

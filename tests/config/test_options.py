@@ -301,7 +301,7 @@ def test_requirement_error_lists_where_it_nearly_fired():
     ]
     error = errors.RequirementError("mla_rope_q", 27, 17, misses)
     message = str(error)
-    assert "require={'mla_rope_q': 27} was not met: the pass fired 17 times." in message
+    assert "require={'mla_rope_q': 27} was not met: the pass fired 17 times, wanted 27 times." in message
     assert "layers.0.attn (m.py:4, in forward: `q`), node cat_0: q is also returned [escapes]" in message
     assert "layers.8.attn" not in message and "and 2 more" in message
     assert error.misses == tuple(misses)
