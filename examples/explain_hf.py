@@ -3,7 +3,7 @@
 The model is built from a small config with random weights; nothing is downloaded. Its code is the one transformers
 ships, unchanged.
 
-    python examples/explain_hf.py
+    python examples/explain_hf.py     # some minutes on CPU; needs transformers
 """
 
 import argparse
@@ -49,6 +49,12 @@ def tiny_deepseek_v3(layers: int, seed: int) -> Any:
     return model
 
 
+def build() -> tuple[Any, dict[str, torch.Tensor]]:
+    """The model and its inputs, as `megacpp explain examples.explain_hf:build` asks for them from a checkout's root."""
+    tokens = torch.randint(512, (2, 64), generator=torch.Generator().manual_seed(0))
+    return tiny_deepseek_v3(2, 0), {"input_ids": tokens, "labels": tokens}
+
+
 def train(model: Any, step_model: Any, inputs: dict[str, torch.Tensor], steps: int) -> list[float]:
     """Losses of a few steps on one batch, which the model should soon know by heart."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -62,9 +68,12 @@ def train(model: Any, step_model: Any, inputs: dict[str, torch.Tensor], steps: i
     return losses
 
 
+class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """This file's own text as it is written, and the default of every option."""
+
+
 def main() -> int:
-    summary = (__doc__ or "").split("\n\n")[0]
-    parser = argparse.ArgumentParser(description=summary, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     parser.add_argument("--backend", default="megacpp", help="backend of torch.compile; others print no explanation")
     parser.add_argument("--layers", type=int, default=2, help="depth of the model; the first layer is dense")
     parser.add_argument("--steps", type=int, default=5, help="training steps")

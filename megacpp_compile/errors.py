@@ -426,6 +426,18 @@ class EstimateError(MegacppError):
         )
 
 
+class DeviceNotMeasuredError(MegacppError, ValueError):
+    """Memory of a device that torch keeps no account of was to be measured.
+
+    Args:
+        device: the device.
+    """
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        super().__init__(f"the memory of {device!r} cannot be measured: give measure() a CUDA device or 'cpu'.")
+
+
 class ReportFormatError(MegacppError, ValueError):
     """Text or data that is not a report written by this version's `Report.to_json`.
 

@@ -20,6 +20,7 @@ from torch.fx import GraphModule, Node
 from megacpp_compile._torch.dynamo import RestartAnalysis
 from megacpp_compile._torch.ops import HigherOrderOperator
 from megacpp_compile.backends._protocol import Settings, backend_for
+from megacpp_compile.backends.cache_hits import cache_hits
 from megacpp_compile.config import rules
 from megacpp_compile.config.options import Config
 from megacpp_compile.errors import (
@@ -104,7 +105,9 @@ def compile_frame(
             config.sharding, boundary.gm, boundary.inputs, analysis.op_nodes(), analysis.rewritten_gm(),
             is_whole(boundary.gm), block.sibling_params,
         )  # fmt: skip
+    served = cache_hits()
     compiled = _hand_to_backend(boundary.gm, boundary.inputs, analysis, config, target, patches, inner_compile)
+    analysis.frame.cached = cache_hits() > served
     compiled = count.counting(compiled, analysis.frame)
     # Only now: a frame Inductor cannot compile is tried again by Dynamo in pieces, and did not happen.
     publish(analysis, config)
@@ -130,6 +133,7 @@ def _analyse(
     grad = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs)
     left, config = config, config.on(target)
     frame = Frame(name=_frame_name(gm), nodes=len(gm.graph.nodes), target=target.name, grad=grad)
+    frame.policy = config.policy.to_dict() if config.policy is not None else None
     if left is not config:
         frame.chosen = {"keep_latents": config.keep_latents}
     log.graph("dynamo", gm)

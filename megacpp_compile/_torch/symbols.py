@@ -6,6 +6,7 @@ To take another one: a row here, its name under `TYPE_CHECKING` in the module of
 
 from __future__ import annotations
 
+import collections
 from typing import Any
 
 import torch
@@ -100,6 +101,10 @@ _ROWS = (
            "the error is torch's own", instead=lambda: _NeverRaised),
     Symbol("dynamo.graph_break_reasons", "torch._dynamo.utils.graph_break_reasons", "why a frame broke",
            "the report has no reasons of Dynamo's", instead=list),
+    Symbol("dynamo.counters", "torch._dynamo.utils.counters",
+           "telling code from a cache",
+           "no code counts as cached",
+           instead=lambda: collections.defaultdict(collections.Counter)),
     Symbol("dynamo.AttrSource", "torch._dynamo.source.AttrSource", "the parts of a wrapped input", ALONE),
     Symbol("dynamo.TensorProperty", "torch._dynamo.source.TensorProperty", "guards on offsets for torch_tpu", RAISES),
     Symbol("dynamo.TensorPropertySource", "torch._dynamo.source.TensorPropertySource",

@@ -10,6 +10,7 @@ The compiler calls `emit_frame` once per frame; every `record()` that is open re
 from __future__ import annotations
 
 import json
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
     import torch
 
 
-_FORMAT = 1  # version of the JSON; raise it when a key changes its meaning or goes
+_FORMAT = 2  # version of the JSON; raise it when a key changes its meaning or goes
+_OLDEST = 1  # that is read: the release before this one wrote it
 
 # A module-level list, not a context variable: autograd compiles a lazy backward in another thread.
 _open_reports: list[Report] = []
@@ -41,7 +43,9 @@ class Report:
         misses: one per near miss.
         regions: the parts that `megacpp_compile.compile` made of its models.
         estimate: the last that `megacpp_compile.estimate` or `fit` said inside, as plain data.
-        measured_peak: bytes allocated on the device at the peak of the step that `measure` ran.
+        measured: bytes at the peak of the step that `measure` ran: "before", allocated on the device when it began,
+            "step", allocated by it on top, and "peak", the sum. On CPU, where only changes are known, "before" and
+            "peak" are None.
     """
 
     known_passes: tuple[str, ...] = ()
@@ -50,7 +54,7 @@ class Report:
     misses: list[MissedFusion] = field(default_factory=list)
     regions: list[CompiledRegion] = field(default_factory=list)
     estimate: dict[str, Any] | None = None
-    measured_peak: int | None = None
+    measured: dict[str, int | None] | None = None
 
     @property
     def counts(self) -> dict[str, int]:
@@ -87,7 +91,7 @@ class Report:
             "misses": [plain(miss) for miss in self.misses],
             "regions": [{**plain(region), "fqns": list(region.fqns)} for region in self.regions],
             "estimate": self.estimate,
-            "measured_peak": self.measured_peak,
+            "measured": self.measured,
         }
 
     def to_json(self, indent: int | None = None) -> str:
@@ -96,11 +100,12 @@ class Report:
 
     @classmethod
     def from_json(cls, text: str) -> Report:
-        """The report that `to_json` wrote; raises `ReportFormatError` for anything else."""
+        """The report that `to_json` wrote, this release's or the one's before; raises `ReportFormatError` for
+        anything else."""
         try:
             data = json.loads(text)
-            if data["format"] != _FORMAT:
-                raise ReportFormatError(f"format {data['format']!r}, this version reads {_FORMAT}")
+            if data["format"] not in range(_OLDEST, _FORMAT + 1):
+                raise ReportFormatError(f"format {data['format']!r}, this version reads {_OLDEST} to {_FORMAT}")
             return cls(
                 tuple(data["known_passes"]),
                 [_from_plain(Frame, item) for item in data["frames"]],
@@ -108,25 +113,46 @@ class Report:
                 [_from_plain(MissedFusion, item) for item in data["misses"]],
                 [CompiledRegion(**{**item, "fqns": tuple(item["fqns"])}) for item in data.get("regions", ())],
                 data.get("estimate"),
-                data.get("measured_peak"),
+                data["measured"] if data["format"] > 1 else _measured_once(data),
             )
         except (AttributeError, KeyError, TypeError, json.JSONDecodeError) as error:
             raise ReportFormatError(f"{type(error).__name__}: {error}") from error
 
     @property
     def predicted_peak(self) -> int | None:
-        """Bytes at the predicted peak of the frame that needs the most; None where no policy said anything."""
+        """Bytes at the predicted peak of the frame that needs the most, what its graph reads and what it allocates;
+        None where no policy said anything. A limit (`peak_gib`) is on this."""
         return max((frame.peak["predicted"] for frame in self.frames if frame.peak), default=None)
 
+    @property
+    def predicted_step(self) -> int | None:
+        """Bytes that the step is predicted to allocate at its peak, beyond what was there before it: the quantity of
+        `measured["step"]`. None where that is not known: without a policy, for code from a cache, and where several
+        frames make up the step, whose peaks do not add up."""
+        training = [frame for frame in self.frames if frame.grad]
+        found = training[0].peak if len(training) == 1 else None
+        return found["step"] if found else None
+
+    @property
+    def measured_peak(self) -> int | None:
+        """Deprecated: `measured["peak"]` on CUDA, `measured["step"]` elsewhere."""
+        warnings.warn('measured_peak is now measured["step"], or measured["peak"]', FutureWarning, stacklevel=2)
+        found = self.measured or {}
+        return found.get("step") if found.get("peak") is None else found["peak"]
+
     def measure(self, step: Callable[[], Any], device: str | torch.device) -> int:
-        """Run `step`, a training step that ran before, and note the peak of its memory as `measured_peak`.
+        """Run `step`, a training step that ran before and that begins without gradients (`zero_grad()`), and note the
+        peak of its memory in `measured`.
 
-        Bytes: on CUDA all that is allocated on `device`; elsewhere what the step allocates in main memory.
+        Returns `measured["step"]`, the bytes that the step allocates at its peak beyond what was there before, on any
+        device: parameters, optimizer state and whatever else existed are not in it, and not in `predicted_step`.
+        Raises DeviceNotMeasuredError for a device other than CUDA's or the CPU.
         """
-        from megacpp_compile.report.measure import peak_bytes
+        from megacpp_compile.report.measure import at_peak
 
-        self.measured_peak = peak_bytes(step, device)
-        return self.measured_peak
+        self.measured = at_peak(step, device)
+        assert self.measured["step"] is not None
+        return self.measured["step"]
 
     def summary(self) -> str:
         """One line: frames, sites, misses, bytes saved for backward."""
@@ -211,6 +237,14 @@ def emit_regions(regions: Iterable[CompiledRegion]) -> None:
     with lock:
         for report in _open_reports:
             report.regions.extend(region for region in regions if region not in report.regions)
+
+
+def _measured_once(data: dict[str, Any]) -> dict[str, int | None] | None:
+    """`Report.measured` of format 1, which had one number: the sum on CUDA, elsewhere the step's own."""
+    if (peak := data.get("measured_peak")) is None:
+        return None
+    known = {"before": None, "step": None, "peak": None}
+    return known | {"peak" if any(frame["target"] == "cuda" for frame in data["frames"]) else "step": peak}
 
 
 Item = TypeVar("Item", Site, MissedFusion, Frame)
