@@ -242,6 +242,7 @@ def test_dynamo():
     assert issubclass(door.TensorifyScalarRestartAnalysis, door.RestartAnalysis)
     assert door.TensorifyScalarRestartAnalysis(restart_reason="why").restart_reason == "why"
     assert isinstance(door.graph_break_reasons, list)
+    assert not door.counters["a name nobody counts"]
     assert isinstance(torch.compile(nn.Linear(1, 1)), door.OptimizedModule)
     assert door.skips(nn.TransformerEncoderLayer.forward) and not door.skips(test_dynamo)
     with door.config.patch(capture_dynamic_output_shape_ops=True):
