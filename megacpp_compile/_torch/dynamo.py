@@ -85,8 +85,10 @@ def unwrapped(error: Exception, raised_in: FrameType) -> Exception:
     shorten, config = find("torch._dynamo.exc.ShortenTraceback"), find("torch._dynamo.config")
     if shorten is None or isinstance(error, shorten):
         return error
-    short: Exception = _shortened(type(error), shorten).__new__(_shortened(type(error), shorten), *error.args)
-    short.__dict__.update(error.__dict__, first_useful_frame=raised_in, meant=error)
+    cls = _shortened(type(error), shorten)
+    short: Exception = cls.__new__(cls, *error.args)
+    shorten.__init__(short, *error.args, first_useful_frame=raised_in)  # the error's own takes other arguments
+    short.__dict__.update(error.__dict__, meant=error)
     return short.with_traceback(error.__traceback__ if getattr(config, "verbose", False) else None)
 
 
