@@ -94,10 +94,11 @@ def mode_patches(mode: str | None) -> dict[str, Any]:
         return {}
     from megacpp_compile._torch.inductor import list_mode_options
 
-    if not isinstance(mode, str) or mode not in list_mode_options():
+    try:
+        return dict(list_mode_options(mode))
+    except (RuntimeError, TypeError):
         known = list(list_mode_options())
-        raise BadOptionError("mode", mode, "one of " + ", ".join(map(repr, known)), known)
-    return dict(list_mode_options(mode))
+        raise BadOptionError("mode", mode, "one of " + ", ".join(map(repr, known)), known) from None
 
 
 class _Backend(ModuleType):

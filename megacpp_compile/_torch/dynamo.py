@@ -85,7 +85,8 @@ def unwrapped(error: Exception, raised_in: FrameType) -> Exception:
     shorten, config = find("torch._dynamo.exc.ShortenTraceback"), find("torch._dynamo.config")
     if shorten is None or isinstance(error, shorten):
         return error
-    cls = _shortened(type(error), shorten)
+    of: Any = type(error)
+    cls: Any = _shortened(of, shorten)
     short: Exception = cls.__new__(cls, *error.args)
     shorten.__init__(short, *error.args, first_useful_frame=raised_in)  # the error's own takes other arguments
     short.__dict__.update(error.__dict__, meant=error)
@@ -93,7 +94,7 @@ def unwrapped(error: Exception, raised_in: FrameType) -> Exception:
 
 
 @functools.cache
-def _shortened(cls: type[Exception], shorten: type[Exception]) -> type[Exception]:
+def _shortened(cls: Any, shorten: Any) -> type[Exception]:
     # Dynamo adds to the arguments and attributes of what it lets pass: the error that was meant says what it said.
     told = {
         "__str__": lambda self: str(self.meant),

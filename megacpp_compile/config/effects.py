@@ -2,35 +2,24 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-from megacpp_compile import targets
+from megacpp_compile.config.options import Config
+from megacpp_compile.config.warn_once import warn_once
+from megacpp_compile.targets import Target
 
-if TYPE_CHECKING:
-    from megacpp_compile.config.options import Config
-
-_logger = logging.getLogger("megacpp_compile")
 # What `keep_latents` is an argument of.
 _HAS_LATENTS = "down_norm_up"
 
 
-@functools.cache
-def warn_once(text: str) -> None:
-    """Log a warning, once a process."""
-    _logger.warning("%s", text)
-
-
-def warn_of_ineffective(config: Config, target: targets.Target) -> None:
+def warn_of_ineffective(config: Config, target: Target) -> None:
     """Warn of each option that the user gave and that changes nothing of code for `target`."""
     for option, reason in _ineffective(config, target):
         if option in config.asked:
             warn_once(f"option {option}={getattr(config, option)!r} has no effect: {reason}.")
 
 
-def _ineffective(config: Config, target: targets.Target) -> Iterator[tuple[str, str]]:
+def _ineffective(config: Config, target: Target) -> Iterator[tuple[str, str]]:
     elsewhere = f"and this is compiled for target {target.name!r}"
     if not target.cublas:
         for option in ("autotune_gemms", "fuse_shared_input_gemms"):

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from megacpp_compile.config._deprecated import RENAMED_OPTIONS, accepts_old_names, renamed
 from megacpp_compile.config.checkpointing import KINDS, CheckpointingPolicy
-from megacpp_compile.config.effects import warn_once
 from megacpp_compile.config.precision import UNTRACEABLE, PrecisionPlan
 from megacpp_compile.config.sharding import ShardingPlan
+from megacpp_compile.config.warn_once import warn_once
 from megacpp_compile.errors import BadOptionError, UnknownOptionError, UnknownPassError, closest
 
 if TYPE_CHECKING:

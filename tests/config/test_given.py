@@ -13,9 +13,9 @@ from torch import nn
 
 import megacpp_compile
 from megacpp_compile import Config, errors
-from megacpp_compile.config import effects
 from megacpp_compile.config.effects import warn_of_ineffective
 from megacpp_compile.config.options import given_options
+from megacpp_compile.config.warn_once import warn_once
 from megacpp_compile.passes._driver import pass_names
 from megacpp_compile.targets import CPU, CUDA, TPU
 
@@ -24,7 +24,7 @@ from megacpp_compile.targets import CPU, CUDA, TPU
 def _fresh(monkeypatch):
     for name in [n for n in os.environ if n.startswith("MEGACPP_")]:
         monkeypatch.delenv(name)
-    effects.warn_once.cache_clear()
+    warn_once.cache_clear()
     torch._dynamo.reset()
 
 
