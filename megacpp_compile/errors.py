@@ -537,7 +537,7 @@ class StockCheckpointError(EngineError):
         super().__init__(
             f"{where} computes in fp8 under torch.utils.checkpoint",
             "the second forward would quantise with other scales than the first, and count its maxima twice",
-            "Use megacpp_compile.precision.checkpoint.checkpoint_for(block), or the policy's fp8_wrapper.",
+            "Call the block through megacpp_compile.precision.checkpoint.checkpoint_for(block).",
         )
 
 

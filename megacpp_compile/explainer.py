@@ -15,7 +15,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from megacpp_compile._torch.fakes import FakeTensorMode
 from megacpp_compile._torch.pytree import tree_map
-from megacpp_compile.backend import check_torch
+from megacpp_compile.backend import check_torch, raises_own_errors
 from megacpp_compile.config import rules
 from megacpp_compile.config.options import Config
 from megacpp_compile.errors import RequirementError
@@ -29,7 +29,9 @@ from megacpp_compile.report.records import Frame
 from megacpp_compile.targets import resolve_target
 
 
-def explain(model: Callable[..., Any], *args: Any, options: Mapping[str, Any] | None = None, **kwargs: Any) -> Report:
+def explain(
+    model: Callable[..., Any], *args: Any, options: Mapping[str, Any] | Config | None = None, **kwargs: Any
+) -> Report:
     """What `torch.compile(model, backend="megacpp", options=options)` would fuse in `model(*args, **kwargs)`, what not,
     and why.
 
@@ -42,6 +44,7 @@ def explain(model: Callable[..., Any], *args: Any, options: Mapping[str, Any] | 
         rules.check_model(model, config)
 
     @unbacked_shapes.traces_unbacked_shapes
+    @raises_own_errors
     def backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         result = analyse(gm, example_inputs, config, resolve_target(config.target, example_inputs))
         outcome = result.outcome

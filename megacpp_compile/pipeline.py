@@ -21,7 +21,7 @@ from megacpp_compile._torch.dynamo import RestartAnalysis
 from megacpp_compile._torch.ops import HigherOrderOperator
 from megacpp_compile.backends._protocol import Settings, backend_for
 from megacpp_compile.backends.cache_hits import cache_hits
-from megacpp_compile.config import rules
+from megacpp_compile.config import effects, rules
 from megacpp_compile.config.options import Config
 from megacpp_compile.errors import (
     CaptureError,
@@ -120,6 +120,7 @@ def analyse(
 ) -> Analysis:  # fmt: skip
     """Capture a frame, canonicalize it and run the passes. Never changes `gm`. patches: Inductor's settings for the
     frame, by default those of `config`."""
+    effects.warn_of_ineffective(config, target)
     began = time.perf_counter()
     analysis = _analyse(gm, example_inputs, config, target, config.inductor if patches is None else patches)
     seconds = analysis.frame.seconds

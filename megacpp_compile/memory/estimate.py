@@ -144,7 +144,7 @@ def estimate(
     optimizer: str | float = "adamw",
     device: str | torch.device | None = None,
     compiled: bool = True,
-    options: Mapping[str, Any] | None = None,
+    options: Mapping[str, Any] | Config | None = None,
     **kwargs: Any,
 ) -> Estimate:
     """The memory of a training step of `model(*args, **kwargs)`; nothing is allocated, and the model is left alone.
@@ -155,7 +155,7 @@ def estimate(
     device: the device to estimate for; by default the model's own, for a model on meta
         "cuda" where there is one.
     compiled: also count what this compiler's graphs save, at the price of tracing every kind of block.
-    options: fields of `Config`, for what is compiled.
+    options: fields of `Config`, or one, for what is compiled.
 
     What it says is in `report.estimate` of every open `record()`, too; what is traced for it is in none.
 

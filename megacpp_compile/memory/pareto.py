@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from megacpp_compile.config.checkpointing import KINDS, CheckpointingPolicy
+from megacpp_compile.config.options import Config, given_options
 from megacpp_compile.errors import PackageMissingError
 from megacpp_compile.memory.estimate import estimate
 from megacpp_compile.memory.fit import matters, policy_candidates
@@ -43,7 +44,7 @@ class Point:
 def points(
     model: nn.Module,
     *args: Any,
-    options: Mapping[str, Any] | None = None,
+    options: Mapping[str, Any] | Config | None = None,
     device: str | torch.device | None = None,
     **kwargs: Any,
 ) -> list[Point]:
@@ -55,7 +56,7 @@ def points(
         if before is not None and not matters(policy, before, present):
             continue
         before = policy
-        seen = estimate(model, *args, device=device, options={**(options or {}), "policy": policy}, **kwargs)
+        seen = estimate(model, *args, device=device, options={**given_options(options), "policy": policy}, **kwargs)
         present = set(seen.levers) & set(KINDS) or present
         away = sum(lever["offloaded"] for lever in seen.levers.values())
         kept = (seen.eager if seen.compiled is None else seen.compiled) - away

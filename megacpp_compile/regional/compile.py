@@ -19,10 +19,10 @@ from torch.fx import GraphModule
 
 from megacpp_compile._torch import dynamo
 from megacpp_compile._torch.modules import compiled_call, set_compiled_call
-from megacpp_compile.backend import check_torch, compile_with, mode_patches
+from megacpp_compile.backend import check_torch, compile_with, mode_patches, raises_own_errors
 from megacpp_compile.backends.static_launch import start_workers
 from megacpp_compile.config import rules
-from megacpp_compile.config.options import Config
+from megacpp_compile.config.options import Config, given_options
 from megacpp_compile.errors import AlreadyCompiledError, BadOptionError, NotAModuleError
 from megacpp_compile.frontend import unbacked_shapes
 from megacpp_compile.fx.module_names import named_modules, named_parameters, named_tensors
@@ -30,7 +30,6 @@ from megacpp_compile.fx.provenance import input_path, local_path, modules_of
 from megacpp_compile.passes._driver import pass_names
 from megacpp_compile.passes._required import Requirement
 from megacpp_compile.pipeline import Block
-from megacpp_compile.precision.engine import is_of_transformer_engine
 from megacpp_compile.regional.repeated_blocks import Kind, find_kinds, outside
 from megacpp_compile.regional.split import config_for, split_by_rules
 from megacpp_compile.report import collector, log
@@ -50,7 +49,7 @@ Model = TypeVar("Model", bound=nn.Module)
 def compile(
     model: Model,
     *,
-    options: Mapping[str, Any] | None = None,
+    options: Mapping[str, Any] | Config | None = None,
     blocks: str | Sequence[str] | None = None,
     whole_below: int = WHOLE_BELOW,
     rest: Literal["eager", "compile"] = "eager",
@@ -62,7 +61,7 @@ def compile(
     """Compile `model` in place and return it: its repeated blocks with one artifact a kind, a small model whole.
 
     model: a module; its parameters may be on any device, and sharded by FSDP2 before or after.
-    options, fields: fields of `Config`, as in `torch.compile(..., backend="megacpp", options=...)`.
+    options, fields: fields of `Config`, or one, as in `torch.compile(..., backend="megacpp", options=...)`.
     blocks: names of the blocks ("model.layers.*", see `config.globs`), where structure finds them wrongly.
     whole_below: compile the model as one where it has fewer repeated blocks than this.
     rest: how modules outside all blocks run (embeddings, last norm, head). "eager" leaves them to eager;
@@ -75,18 +74,18 @@ def compile(
     check_torch()
     if not isinstance(model, nn.Module):
         raise NotAModuleError(model)
+    given = given_options(options)
     for name in fields:
-        if name in (options or {}):
+        if name in given:
             raise BadOptionError(name, fields[name], "one value: it is in 'options' and a keyword argument too")
     if rest not in ("eager", "compile"):
         raise BadOptionError("rest", rest, "'eager' or 'compile'", ("eager", "compile"))
-    config = Config.from_options({**(options or {}), **fields}, pass_names())
+    config = Config.from_options({**given, **fields}, pass_names())
     mode_patches(mode)
     for fqn, module in model.named_modules():
         if isinstance(module, dynamo.OptimizedModule) or compiled_call(module) is not None:
             raise AlreadyCompiledError(fqn, type(module).__name__)
     rules.check_model(model, config)
-    _speak_of_fp8_wrapper(model, config)
     kinds = find_kinds(model, [blocks] if isinstance(blocks, str) else blocks)
     whole = None if blocks is not None else _why_whole(model, kinds, whole_below)
     kinds = [Kind(("",), (model,))] if whole is not None else split_by_rules(model, kinds, config)
@@ -178,15 +177,6 @@ def _why_whole(model: nn.Module, kinds: Sequence[Kind], whole_below: int) -> str
     return None
 
 
-def _speak_of_fp8_wrapper(model: nn.Module, config: Config) -> None:
-    """Warn that `policy.fp8_wrapper` has no effect here: compiled code calls no block through a wrapper."""
-    wrapper = config.policy.fp8_wrapper if config.policy is not None else "none"
-    found = next((name for name, m in model.named_modules() if is_of_transformer_engine(m)), None)
-    if wrapper != "none" and found is not None:
-        advice = "call its block through precision.checkpoint.checkpoint_for(block, policy.fp8_wrapper)"
-        log.logger.warning("policy.fp8_wrapper=%r: %s is called as the model calls it; %s", wrapper, found, advice)
-
-
 def _layers(module: nn.Module) -> int:
     return sum(any(True for _ in m.parameters(recurse=False)) for m in module.modules())
 
@@ -223,6 +213,7 @@ class Regional:
         self.inner_compile = inner_compile
         self.parts = {fqn: region for region in regions if region.treatment == "compiled" for fqn in region.fqns}
 
+    @raises_own_errors
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         collector.emit_regions(self.regions)
         roots = self._roots(gm, example_inputs)

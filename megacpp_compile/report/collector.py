@@ -4,7 +4,8 @@
         model(x)
     print(report)
 
-The compiler calls `emit_frame` once per frame; every `record()` that is open receives it.
+The compiler calls `emit_frame` once per frame. It goes to every `record()` that the thread which compiles has open; a
+thread that has opened none, such as autograd's own or a pool's worker, reports to every `record()` that is open.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -28,8 +30,16 @@ if TYPE_CHECKING:
 _FORMAT = 2  # version of the JSON; raise it when a key changes its meaning or goes
 _OLDEST = 1  # that is read: the release before this one wrote it
 
-# A module-level list, not a context variable: autograd compiles a lazy backward in another thread.
-_open_reports: list[Report] = []
+
+@dataclass(eq=False)
+class _Opened:
+    report: Report
+    open: bool = True  # a copied context, such as an asyncio task's, may outlive the `with` it was copied in
+
+
+# Of this context, which a new thread begins without, the innermost last; and of all threads.
+_own: ContextVar[tuple[_Opened, ...]] = ContextVar("megacpp_reports", default=())
+_everywhere: list[_Opened] = []
 
 
 @dataclass
@@ -184,58 +194,69 @@ class Report:
 
 @contextmanager
 def record(known_passes: Iterable[str] = ()) -> Iterator[Report]:
-    """Collect every compilation that happens inside, on whatever thread; may be nested.
+    """Collect what is compiled inside: by this thread, and by threads that have no `record()` of their own open.
+
+    Two threads that each open one get what they compile themselves. May be nested: each gets what is compiled inside.
 
     Args:
         known_passes: passes that `Report.counts` lists even when no frame ran them.
     """
-    report = Report(tuple(known_passes))
+    opened = _Opened(Report(tuple(known_passes)))
     with lock:
-        _open_reports.append(report)
+        _everywhere.append(opened)
+    _own.set((*_own.get(), opened))
     try:
-        yield report
+        yield opened.report
     finally:
-        with lock:  # by identity: two empty reports are equal
-            _open_reports[:] = [other for other in _open_reports if other is not report]
+        opened.open = False
+        with lock:
+            _everywhere.remove(opened)
+        _own.set(tuple(other for other in _own.get() if other.open))
 
 
 @contextmanager
 def aside() -> Iterator[Report]:
-    """Collect compilations inside for this report alone: a trial is not reported to the others that are open."""
-    report = Report()
-    with lock:
-        others = list(_open_reports)
-        _open_reports[:] = [report]
+    """Collect what this thread compiles inside for this report alone: a trial is not reported to the others that are
+    open. What other threads compile is reported as if there were no trial."""
+    opened, before = _Opened(Report()), _own.get()
+    _own.set((opened,))
     try:
-        yield report
+        yield opened.report
     finally:
-        with lock:
-            _open_reports[:] = others
+        opened.open = False
+        _own.set(before)
+
+
+def _receivers() -> list[Report]:
+    """The reports that what this thread compiles belongs to. To be called under the lock."""
+    own = [opened.report for opened in _own.get() if opened.open]
+    return own or [opened.report for opened in _everywhere]
 
 
 def emit_estimate(estimate: dict[str, Any]) -> None:
-    """Attach an estimate to every open report."""
+    """Attach an estimate to the reports that are open for this thread."""
     with lock:
-        for report in _open_reports:
+        for report in _receivers():
             report.estimate = estimate
 
 
 def active() -> bool:
-    """Whether any `record()` is open, so that the compiler may skip what only reports need."""
-    return bool(_open_reports)
+    """Whether any `record()` is open for this thread, so that the compiler may skip what only reports need."""
+    with lock:
+        return bool(_receivers())
 
 
 def emit_frame(frame: Frame, sites: Sequence[Site] = (), misses: Sequence[MissedFusion] = ()) -> None:
-    """Add a compiled frame to every open report; does nothing when there is none."""
+    """Add a compiled frame to the reports that are open for this thread; does nothing when there is none."""
     with lock:
-        for report in _open_reports:
+        for report in _receivers():
             report.add(frame, sites, misses)
 
 
 def emit_regions(regions: Iterable[CompiledRegion]) -> None:
-    """Add to every open report what it does not know yet."""
+    """Add to the reports that are open for this thread what they do not know yet."""
     with lock:
-        for report in _open_reports:
+        for report in _receivers():
             report.regions.extend(region for region in regions if region not in report.regions)
 
 

@@ -10,6 +10,8 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch._dynamo import eval_frame
+from torch._dynamo.backends import registry
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -32,6 +34,7 @@ from megacpp_compile._torch._registry import release
 from megacpp_compile._torch.ops import HigherOrderOperator, OpOverload, nn_linear, set_grad_enabled
 from megacpp_compile._torch.pytree import tree_leaves, tree_map
 from megacpp_compile._torch.symbols import RAISES, SYMBOLS
+from megacpp_compile.errors import BadOptionError
 from tests._torch.uses import PACKAGE, users
 
 THEMES = sorted({s.name.partition(".")[0] for s in SYMBOLS.values() if s.name})
@@ -248,6 +251,45 @@ def test_dynamo():
     with door.config.patch(capture_dynamic_output_shape_ops=True):
         assert door.config.capture_dynamic_output_shape_ops
     assert isinstance(door.config.recompile_limit, int)
+
+
+def test_dynamo_lets_a_backend_raise_its_own_error():
+    def backend(gm, inputs):
+        raise door.unwrapped(BadOptionError("verify", "eech", "off"), inspect.currentframe())
+
+    with pytest.raises(BadOptionError) as caught:
+        torch.compile(nn.Linear(1, 1), backend=backend)(torch.ones(1, 1))
+    assert caught.value.got == "eech" and str(caught.value) == str(BadOptionError("verify", "eech", "off"))
+    assert caught.traceback[-1].name == "backend" and caught.traceback[-2].name == "compile_wrapper"
+
+
+def test_dynamo_says_when_a_backend_is_given():
+    def backend(gm, inputs, **_):
+        return gm.forward
+
+    given = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(eval_frame, "get_compiler_fn", eval_frame.get_compiler_fn)  # to be put back
+        door.check_when_given([backend], lambda **kwargs: given.append(kwargs))
+        torch.compile(nn.Linear(1, 1), backend=backend, options={"a": 1})
+        torch.compile(nn.Linear(1, 1), backend=backend, mode="max-autotune")
+        torch.compile(nn.Linear(1, 1), backend="eager")
+    assert given == [{"options": {"a": 1}}, {"mode": "max-autotune"}]
+
+
+def test_dynamo_registers_again():
+    table, backend = registry._COMPILER_FNS, lambda gm, inputs: gm.forward
+    backend.__name__ = "a backend of this test's"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "_COMPILER_FNS", dict(table))
+        patch.setattr(registry, "_BACKENDS", dict(registry._BACKENDS))
+        door.registers_again(backend)
+        for _ in range(2):
+            registry.register_backend(backend, backend.__name__)
+        assert registry.lookup_backend(backend.__name__) is backend
+        with pytest.raises(AssertionError, match="duplicate name: eager"):
+            registry.lookup_backend("eager")
+            registry.register_backend(backend, "eager")
 
 
 def test_dynamo_backends_and_guards():
