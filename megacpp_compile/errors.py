@@ -81,6 +81,14 @@ class MegacppError(Exception):
         return _rebuild, (type(self), self.args, self.__dict__)
 
 
+def wrapped_in(error: BaseException) -> MegacppError | None:
+    """The error of this package that Dynamo or Inductor wrapped into `error`; None where there is none."""
+    inner: BaseException | None = error
+    while inner is not None and not isinstance(inner, MegacppError):
+        inner = getattr(inner, "inner_exception", None) or inner.__cause__
+    return inner
+
+
 class UnknownOptionError(MegacppError, ValueError):
     """A key of `options` that is no field of `Config`.
 
@@ -344,7 +352,7 @@ class PackageMissingError(MegacppError, ImportError):
 
 
 class NotAModuleError(MegacppError, TypeError):
-    """`megacpp_compile.compile` or `estimate` was given something without blocks.
+    """`megacpp_compile.compile`, `estimate` or `explain` was given something that is no model.
 
     Args:
         got: what it was given.
@@ -416,13 +424,15 @@ class EstimateError(MegacppError):
 
     Args:
         problem: what asked for a value.
+        where: source line that did, "" when unknown.
+        advice: what to do, as a sentence without its full stop.
     """
 
-    def __init__(self, problem: str) -> None:
-        self.problem = problem
+    def __init__(self, problem: str, where: str = "", advice: str = "") -> None:
+        self.problem, self.where, self.advice = problem, where, advice
         super().__init__(
-            f"the model cannot run on shapes alone: {problem}. A loop over the experts that got tokens is the usual "
-            "reason: choose a grouped or batched implementation of them."
+            f"the model cannot run on shapes alone: {where or 'its forward'} reads values ({problem}). "
+            f"{advice or 'Let shapes decide instead, or estimate the model without that part'}."
         )
 
 
@@ -436,6 +446,35 @@ class DeviceNotMeasuredError(MegacppError, ValueError):
     def __init__(self, device: str) -> None:
         self.device = device
         super().__init__(f"the memory of {device!r} cannot be measured: give measure() a CUDA device or 'cpu'.")
+class ForwardError(MegacppError):
+    """The model's own forward raised when it ran on fake tensors of the shapes of its inputs.
+
+    Args:
+        model: the model's class.
+        problem: what it raised, without a full stop.
+        where: source line that raised, "" when unknown.
+    """
+
+    def __init__(self, model: str, problem: str, where: str = "") -> None:
+        self.model, self.problem, self.where = model, problem, where
+        super().__init__(
+            f"{model} cannot run on these inputs: {problem}{f' (at {where})' if where else ''}. "
+            "Give it the inputs of a training step; only shapes, dtypes and devices matter."
+        )
+
+
+class BuilderError(MegacppError, ValueError):
+    """A `module:callable` of the command line that gives no model and inputs.
+
+    Args:
+        target: as given.
+        problem: what is wrong with it, without a full stop.
+        remedy: what to do, as a sentence.
+    """
+
+    def __init__(self, target: str, problem: str, remedy: str) -> None:
+        self.target, self.problem, self.remedy = target, problem, remedy
+        super().__init__(f"cannot build {target!r}: {problem}. {remedy}")
 
 
 class ReportFormatError(MegacppError, ValueError):

@@ -201,6 +201,7 @@ _ROWS = (
     Symbol("logging.trace_structured", "torch._logging.trace_structured", "artifacts in TORCH_TRACE",
            "TORCH_TRACE has none", instead=lambda: _nothing),
     # --- attributes of torch's objects
+    Symbol("", "torch._subclasses.FakeTensorMode.dispatch", "sizes in the place of values", RAISES),
     Symbol("", "torch.nn.Module._compiled_call_impl", "blocks compiled in place", RAISES),
     Symbol("", "torch.nn.Module._call_impl", "blocks of torch's own classes compiled in place", RAISES),
     Symbol("", "torch.Tensor._version", "telling whether a step has run", RAISES),

@@ -144,6 +144,17 @@ def _report(why: str, stack: Sequence[Any]) -> None:
     if not stack or not collector.active():
         return
     at = stack[-1]
+    if not (found := advice(why, at)):
+        return
+    source = f"{Path(at.filename).name}:{at.lineno}, in {at.name}: `{at.line}`"
+    reason = why.strip().split("\n")[0][:200]
+    frame = Frame(captured=False, reason=reason, name=source)
+    collector.emit_frame(frame, [], [MissedFusion("moe", "", source, "", "graph-break", found)])
+
+
+def advice(why: str, at: Any) -> str:
+    """What to write in the place of the line `at` (a `FrameSummary`) of a loop over experts, which Dynamo could not
+    trace because of `why`; "" where it is none."""
     before, body = (
         "".join(linecache.getline(at.filename, at.lineno + i) for i in lines)
         for lines in (range(-_BODY, 0), range(_BODY))
@@ -152,9 +163,5 @@ def _report(why: str, stack: Sequence[Any]) -> None:
     sizes = any(text in f"{why} {at.line}" for text in _READS) and "expert" in (before + body).lower()
     listed = sizes and "= " in at.line and "tolist()" in at.line  # to be cut by, not to be looped over
     if not loop and not sizes:
-        return
-    source = f"{Path(at.filename).name}:{at.lineno}, in {at.name}: `{at.line}`"
-    reason = why.strip().split("\n")[0][:200]
-    frame = Frame(captured=False, reason=reason, name=source)
-    advice = _LOOP if loop and not listed else _SIZES
-    collector.emit_frame(frame, [], [MissedFusion("moe", "", source, "", "graph-break", advice)])
+        return ""
+    return _LOOP if loop and not listed else _SIZES

@@ -159,7 +159,11 @@ def estimate(
 
     What it says is in `report.estimate` of every open `record()`, too; what is traced for it is in none.
 
-    Raises EstimateError where the model needs the values of its inputs, and what its forward raises on those shapes.
+    Where values decide how many rows an expert has, each block's experts together have those that were routed; a mask
+    elsewhere picks as many rows as it could.
+
+    Raises NotAModuleError, EstimateError where the model branches on values or reads them as numbers, and ForwardError
+    where its forward raises on those shapes.
     """
     check_torch()
     if not isinstance(model, nn.Module):
@@ -171,7 +175,7 @@ def estimate(
     rules.check_model(model, config)
     kinds = split_by_rules(model, find_kinds(model), config)
     run = FakeRun(model, args, kwargs, place, kinds)
-    eager = run.eager()
+    eager = run.eager(config)
     graphs = run.compiled(config) if compiled else None
     levers, transient, seconds = _levers(run.frames)
     trainable = [p for p in parameters if p.requires_grad]

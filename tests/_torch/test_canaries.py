@@ -94,6 +94,15 @@ def test_fakes():
         fake.nonzero()
 
 
+def test_a_fake_mode_may_answer_for_an_op():
+    mode, seen = fakes.FakeTensorMode(allow_non_fake_inputs=True), []
+    inner = mode.dispatch
+    mode.dispatch = lambda func, types, args=(), kwargs=None: seen.append(func) or inner(func, types, args, kwargs)
+    with mode:
+        torch.ones(2, 3) + 1
+    assert torch.ops.aten.add.Tensor in seen
+
+
 def test_a_frame_tells_its_sizes_and_its_interface():
     seen = {}
 
