@@ -70,6 +70,7 @@ def _fused(report: Collected) -> _Section:
             lowering = f"{site.requested} → {site.effective}" + (f" ({site.reason})" if site.reason else "")
         unknown = site.saved_before is None and site.saved_after is None
         saved = "-" if unknown else f"{bytes_text(site.saved_before)} → {bytes_text(site.saved_after)}"
+        saved += f" ({site.saved_reason})" if site.saved_reason else ""
         rows.append(
             (
                 site.pass_name,

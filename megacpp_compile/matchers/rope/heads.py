@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
+import operator
 
 import torch
 from torch import fx
@@ -11,7 +11,8 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.mode_states import ModeStates, mode_states
-from megacpp_compile.fx.views import RESHAPES, is_reshape
+from megacpp_compile.fx.views import RESHAPES, SPLITS, is_reshape
+from megacpp_compile.lowerings._registry import semantic_ops
 from megacpp_compile.matchers.attention import Reader, readers
 from megacpp_compile.matchers.linear import is_projection
 from megacpp_compile.matchers.rope.lane_interpreter import LaneInterpreter
@@ -272,12 +273,15 @@ def _not_replaceable(
     return None
 
 
-@functools.lru_cache(maxsize=4096)
 def _origin(node: Node) -> Node:
+    """What `node` is a part or view of; of an op with several results, the op."""
     while True:
         part = lane_slice(node)
         if part is not None:
             node = part[0]
+        elif node.target is operator.getitem:
+            split = node.args[0]
+            node = split.args[0] if split.target in SPLITS | {aten.unbind.int} else split  # type: ignore
         elif is_reshape(node) or is_outer_view(node) or node.target in (aten.transpose.int, aten.permute.default):
             node = node.args[0]  # type: ignore[assignment]
         else:
@@ -287,4 +291,4 @@ def _origin(node: Node) -> Node:
 def from_projection(part: Part) -> bool:
     """Whether a head's lanes come straight from a linear (or from outside the graph)."""
     node = _origin(part.source.node)
-    return node.op == "placeholder" or is_projection(node) or "megacpp" in str(node.target) or "getitem" in node.name
+    return node.op == "placeholder" or is_projection(node) or node.target in semantic_ops()
