@@ -88,7 +88,7 @@ class Gated(Norm):
 
 
 def mixture():
-    return experts.MoE(experts.where_index_add)
+    return experts.MoE(experts.batched_gemms, stacked=True)
 
 
 CHAINS = {
