@@ -252,6 +252,27 @@ class VerificationError(MegacppError):
         )
 
 
+class UnfoundedSiteError(MegacppError):
+    """A pass reported an op that it has not put into the graph; raised under `strict`.
+
+    Args:
+        pass_name: the pass.
+        op: qualified name of the op.
+        node: name of the node it was said to be.
+        fqn: module of the site, "" when unresolved.
+        source: source line of the site, "" when unknown.
+        problem: what is wrong, as the rest of a sentence.
+    """
+
+    def __init__(self, pass_name: str, op: str, node: str, fqn: str, source: str, problem: str) -> None:
+        self.pass_name, self.op, self.node = pass_name, op, node
+        self.fqn, self.source, self.problem = fqn, source, problem
+        super().__init__(
+            f"pass {pass_name!r} reported {op} ({node}) at {_place(fqn, source)}, but {problem}. "
+            f"This is a defect of megacpp_compile: turn the pass off with options={{'disable': {pass_name!r}}}."
+        )
+
+
 class NotLoweredError(MegacppError):
     """A `megacpp::` op was handed to a backend without a lowering; a defect of this package.
 

@@ -12,10 +12,9 @@ import sys
 from typing import Any
 
 import torch
-from torch import fx
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import Builder, move_behind, value
+from megacpp_compile.fx.edit import Builder, value
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.rope.heads import Head
@@ -150,10 +149,3 @@ def whole_head(build: Builder, rotation: Rotation) -> Node:
 
 
 REGION = ("region", "its inputs are ready only under another grad or autocast mode")
-
-
-def replace(graph: fx.Graph, build: Builder, pairs: list[tuple[Node, Node]], moved: list[Node]) -> None:
-    """Replace every old output by its new node, and move what reads one too early behind them."""
-    move_behind(moved, build.emitted[-1])
-    for old, new in pairs:
-        old.replace_all_uses_with(new)

@@ -24,6 +24,7 @@ class Site:
         reason: why the two differ, "" when they do not.
         saved_before: bytes the replaced code would save for backward; None when unknown (inference).
         saved_after: bytes the op saves for backward; None when unknown.
+        saved_reason: why bytes are unknown where they were to be counted, else "".
         frame: index of the frame within its report; set on collection.
         node: name of the op's node in the FX graph.
     """
@@ -37,6 +38,7 @@ class Site:
     reason: str = ""
     saved_before: int | None = None
     saved_after: int | None = None
+    saved_reason: str = ""
     frame: int = 0
     node: str = ""
     # Each report holds a copy, as frames are numbered per report; all copies share this list.
@@ -49,11 +51,12 @@ class Site:
             return self.effective
         return f"{self.requested} → {self.effective}" + (f" ({self.reason})" if self.reason else "")
 
-    def set_saved(self, before: int | None, after: int | None) -> None:
-        """Fill in the bytes saved for backward, also in every report this site was emitted to."""
+    def set_saved(self, before: int | None, after: int | None, reason: str = "") -> None:
+        """Fill in the bytes saved for backward, or the `reason` they are unknown, also in every report this site was
+        emitted to."""
         with lock:
             for site in (self, *self._copies):
-                site.saved_before, site.saved_after = before, after
+                site.saved_before, site.saved_after, site.saved_reason = before, after, reason
 
 
 @dataclass(slots=True)

@@ -72,6 +72,7 @@ def _fused(report: Collected) -> _Section:
     for fqn, site, count in _grouped(report.sites):
         unknown = site.saved_before is None and site.saved_after is None
         saved = "-" if unknown else f"{bytes_text(site.saved_before)} → {bytes_text(site.saved_after)}"
+        saved += f" ({site.saved_reason})" if site.saved_reason else ""
         op = site.op.removeprefix("megacpp::")
         rows.append((site.pass_name, _times(fqn, count), _place(site.source), op, site.lowering, saved))
     return _section("fused", rows)

@@ -317,6 +317,10 @@ def test_requirement_error_lists_where_it_nearly_fired():
             errors.VerificationError("down_norm_up", "layers.0", "m.py:4", "output 0", 0.01234, 1e-3),
             ["'down_norm_up'", "output 0", "layers.0 (m.py:4)", "error 0.0123", "tolerance 0.001", "disable"],
         ),
+        (
+            errors.UnfoundedSiteError("moe", "megacpp::moe", "moe_default", "layers.0", "m.py:4", "it is gone"),
+            ["'moe'", "megacpp::moe (moe_default)", "layers.0 (m.py:4)", "it is gone", "disable"],
+        ),
         (errors.NotLoweredError("megacpp::moe", "tpu", "", "m.py:4"), ["megacpp::moe at m.py:4", "'tpu'"]),
         (
             errors.CaptureError("autograd.Function in the graph", "node f"),

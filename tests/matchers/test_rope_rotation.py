@@ -43,6 +43,24 @@ def turned(x, cos, sin):
     return x * cos + rotate_half(x) * sin
 
 
+@pytest.mark.parametrize(
+    ("make", "projected"),
+    [
+        (lambda x, w: F.linear(x, w).unbind(2)[0].unsqueeze(2), True),
+        (lambda x, w: F.linear(x, w).split(1, 2)[1], True),
+        (lambda x, w: F.linear(x, w).topk(DIM)[0], False),
+        (lambda x, w: F.linear(x, w).sort()[0].split(1, 2)[1], False),
+    ],
+    ids=["unbound", "split", "chosen", "split of what is sorted"],
+)
+def test_what_comes_from_a_projection(make, projected):
+    """One of an op's several results is a projection's where the op only takes a projection apart."""
+    entries = torch.randn(2, HEADS, 1, DIM).unbind(0)
+    _, heads = heads_of(lambda x, w, *t: turned(make(x, w), *t), X, W, *entries)
+    (head,) = heads.found
+    assert from_projection(head.rotation.rope) == projected
+
+
 def test_a_head_turns_in_part():
     for rope_first in (False, True):
 

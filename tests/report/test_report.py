@@ -170,6 +170,7 @@ def test_json_keys():
         "reason": "",
         "saved_before": 780 * 2**20,
         "saved_after": 652 * 2**20,
+        "saved_reason": "",
         "frame": 0,
         "node": "op_3",
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
+import operator
 
 import numpy as np
 import torch
@@ -12,7 +12,8 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.mode_states import ModeStates, mode_states
-from megacpp_compile.fx.views import RESHAPES, is_reshape
+from megacpp_compile.fx.views import RESHAPES, SPLITS, is_reshape
+from megacpp_compile.lowerings._registry import semantic_ops
 from megacpp_compile.matchers.attention import Reader, readers
 from megacpp_compile.matchers.linear import is_projection
 from megacpp_compile.matchers.rope.activations import SHAPE_ONLY, activations
@@ -263,12 +264,15 @@ def _broadcast_dims(lanes: Lanes, part: Part) -> list[int]:
     return [i for i, (size, dim) in enumerate(zip(outer, dims, strict=True)) if dim < 0 and not is_one(size)]
 
 
-@functools.lru_cache(maxsize=4096)
 def _origin(node: Node) -> Node:
+    """What `node` is a part or view of; of an op with several results, the op."""
     while True:
         part = lane_slice(node)
         if part is not None:
             node = part[0]
+        elif node.target is operator.getitem:
+            split = node.args[0]
+            node = split.args[0] if split.target in SPLITS | {aten.unbind.int} else split  # type: ignore
         elif is_reshape(node) or is_outer_view(node) or node.target in (aten.transpose.int, aten.permute.default):
             node = node.args[0]  # type: ignore[assignment]
         elif node.target in _SCALINGS and not isinstance(node.args[1], Node):
@@ -283,4 +287,4 @@ _SCALINGS = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar}
 def from_projection(part: Part) -> bool:
     """Whether a head's lanes come straight from a linear (or from outside the graph)."""
     node = _origin(part.source.node)
-    return node.op == "placeholder" or is_projection(node) or "megacpp" in str(node.target) or "getitem" in node.name
+    return node.op == "placeholder" or is_projection(node) or node.target in semantic_ops()
