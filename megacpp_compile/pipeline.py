@@ -96,7 +96,8 @@ def compile_frame(
     count = FrameCount(gm, config, block.required)
     if retrace_needed(boundary.gm, analysis):
         count.saw(analysis.near_misses())
-        if analysis.outcome is not None and analysis.outcome.misses:
+        # What is left of a loop behind a graph break would say the same again.
+        if analysis.outcome and analysis.outcome.misses and not collector.told(analysis.outcome.misses):
             publish(analysis, config)
         unbacked_shapes.retrace()
     count.check(analysis.frame, analysis.near_misses())

@@ -158,7 +158,7 @@ class PrecisionPlan:
     def describe(self, target: str = "cuda", reason: str = "") -> str:
         """The plan in words. target: "cuda", "cpu" or "tpu"; reason: why the target has no fp8, "" where it has."""
         if target != "cuda" or reason or self.recipes() == {"bf16"}:
-            why = reason or (f"target {target}" if target != "cuda" else "")
+            why = reason or (f"target {target}: no float8 here" if target != "cuda" else "")
             return "precision plan: bf16 everywhere" + (f" ({why})" if why else "")
         lines = ["precision plan:"]
         lines += [f"  {pattern} -> {recipe}" for pattern, recipe in self.rules]

@@ -1,12 +1,17 @@
-"""The role of a linear, told by names: its own first, then those of the modules around it, then their classes."""
+"""The role of a linear, told by names: its own, its siblings', those of the modules around it, then their classes.
+
+A feed-forward layer is known by the names of its linears, so that it has one role whatever it is called itself.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 ROLES = ("attention", "experts", "mamba", "router", "norm", "head", "embedding", "other")
 
 _ROUTER = {"gate", "gating", "wg", "shared_expert_gate"}
+# A router, or the gate of a gated feed-forward layer: siblings tell.
+_GATE = {"gate", "wg"}
 _EMBEDDING = {"wte", "wpe"}
 _ATTENTION = {
     "q", "k", "v", "o", "qkv", "q_a", "q_b", "kv_a", "kv_b", "wq", "wk", "wv", "wo", "wq_a", "wq_b", "wkv_a", "wkv_b",
@@ -14,9 +19,11 @@ _ATTENTION = {
     "kv_a_proj_with_mqa", "kv_b_proj", "c_attn", "linear_qkv",
 }  # fmt: skip
 _EXPERTS = {
-    "gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3", "w12", "fc1", "fc2", "c_fc", "gate",
-    "linear_fc1", "linear_fc2", "up", "down", "input_linear", "output_linear",
+    "w1", "w2", "w3", "w12", "fc1", "fc2", "c_fc", "gate", "linear_fc1", "linear_fc2", "input_linear", "output_linear",
+    "linear1", "linear2", "wi", "wi_0", "wi_1", "wu", "wd",
 }  # fmt: skip
+# Names made of one of the former and any of the latter are a feed-forward layer's too: "up_proj", "proj_gate_up".
+_SIDES, _FILLERS = {"up", "down", "gate"}, {"proj", "w", "linear", "fc", "in", "out"}
 _MAMBA = {"x_proj", "dt_proj"}
 # Words within the name or class of a module around it.
 _AROUND = (
@@ -33,14 +40,43 @@ def _one_of_many(outer: Sequence[str]) -> bool:
     return len(outer) > 1 and outer[-1].isdigit() and "expert" in outer[-2]
 
 
-def role_of(fqn: str, classes: Sequence[str] = ()) -> str:
+def _of_feed_forward(name: str) -> bool:
+    """Whether `name` is that of a linear in a feed-forward layer, and could be no router's."""
+    parts = set(name.split("_"))
+    sided = bool(parts & _SIDES) and parts <= _SIDES | _FILLERS and parts != {"gate"}
+    return sided or name in _EXPERTS and name not in _GATE
+
+
+def _in_feed_forward(siblings: Collection[str]) -> bool:
+    """Whether `siblings` are the linears of one feed-forward layer, and of nothing else, by the names of some."""
+    names = [name.lower() for name in siblings]
+    mixed = any(name in _ATTENTION - {"wo"} or name in _MAMBA or _named_after(name) for name in names)
+    return not mixed and any(map(_of_feed_forward, names))
+
+
+def _lacks_gate(own: str, siblings: Collection[str]) -> bool:
+    """Whether the linears `siblings` have an up or down projection that `own` would be the only gate of."""
+    sides = [_SIDES & set(name.lower().split("_")) for name in siblings if name.lower() != own]
+    up_or_down = any(sides) or not {"wu", "wd"}.isdisjoint(name.lower() for name in siblings)
+    return up_or_down and not any("gate" in side for side in sides)
+
+
+def _named_after(name: str) -> str:
+    """The role of a module that holds weights itself, "self_attn" or "experts", but not "moe_gate"; "" for others."""
+    return next((role for role, words in _AROUND if name.endswith((*words, *(f"{w}s" for w in words)))), "")
+
+
+def role_of(fqn: str, classes: Sequence[str] = (), siblings: Collection[str] = ()) -> str:
     """One of ROLES for the linear `fqn` ("model.layers.3.self_attn.q_proj").
 
-    classes: class names of the modules around it, the innermost first, where they are known. "experts" stands for
-    feed-forward layers of all kinds, dense ones too; "other" for a linear whose role no name tells.
+    classes: class names of the modules around it, the innermost first; siblings: names of the modules beside it, its
+    own among them or not; both where they are known. "experts" stands for feed-forward layers of all kinds, dense ones
+    too; "other" for a linear whose role no name tells.
     """
     *outer, own = fqn.lower().split(".")
-    if (own in _ROUTER and not _one_of_many(outer)) or any("router" in part for part in (own, *outer)):
+    in_feed_forward = _in_feed_forward(siblings)
+    gates_up = own in _GATE and (in_feed_forward and _lacks_gate(own, siblings) or _one_of_many(outer))
+    if (own in _ROUTER and not gates_up) or any("router" in part for part in (own, *outer)):
         return "router"
     if own in ("head", "unembed") or own.endswith("_head"):
         return "head"
@@ -48,12 +84,13 @@ def role_of(fqn: str, classes: Sequence[str] = ()) -> str:
         return "embedding"
     if "norm" in own:
         return "norm"
-    for role, names in (("attention", _ATTENTION), ("experts", _EXPERTS), ("mamba", _MAMBA)):
+    if gates_up or _of_feed_forward(own) or own == "wo" and in_feed_forward:
+        return "experts"
+    for role, names in (("attention", _ATTENTION), ("mamba", _MAMBA)):
         if own in names:
             return role
-    for role, words in _AROUND:  # a module that holds weights itself: "self_attn", "experts", but not "moe_gate"
-        if own.endswith((*words, *(f"{word}s" for word in words))):
-            return role
+    if role := _named_after(own) or ("experts" if in_feed_forward else ""):
+        return role
     for name in (*reversed(outer), *(c.lower() for c in classes)):
         for role, words in _AROUND:
             if any(word in name for word in words):

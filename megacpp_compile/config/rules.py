@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import operator
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -119,7 +120,27 @@ def _nodes(gm: GraphModule) -> Iterator[Node]:
 def role_at(node: Node) -> str:
     """`role_of` the module that the node of a linear belongs to."""
     classes = module_classes(node)
-    return role_of(module_fqn(node), classes[1:] if classes and classes[0].endswith("Linear") else classes)
+    classes = classes[1:] if classes and classes[0].endswith("Linear") else classes
+    return role_of(module_fqn(node), classes, siblings_of(node))
+
+
+def siblings_of(node: Node) -> set[str]:
+    """Names of the modules called around `node`, in the parent of its own module."""
+    parent = module_fqn(node).rpartition(".")[0]
+    found: set[str] = set()
+    for step in (operator.attrgetter("next"), operator.attrgetter("prev")):
+        at = node
+        while at.op != "root" and (at.op != "call_function" or _within(parent, module_fqn(at), found)):
+            at = step(at)
+    return found
+
+
+def _within(parent: str, name: str, found: set[str]) -> bool:
+    """Whether the module `name` is `parent` or in it; that right in `parent`, which it is or is in, joins `found`."""
+    inside = not parent or name == parent or name.startswith(f"{parent}.")
+    if inside and name != parent:
+        found.add(name.removeprefix(parent).removeprefix(".").partition(".")[0])
+    return inside
 
 
 @functools.lru_cache(maxsize=64)

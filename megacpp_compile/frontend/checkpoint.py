@@ -18,6 +18,7 @@ from megacpp_compile.errors import CaptureError
 from megacpp_compile.fx.edit import attribute_of
 
 _HOP = torch.ops.higher_order.tag_activation_checkpoint
+_CALLS = ("call_function", "call_method", "call_module")
 _ids = itertools.count(1 << 20)  # away from the ids torch itself hands out within one graph
 
 
@@ -84,7 +85,7 @@ def _inline(node: Node, owner: GraphModule, out: GraphModule, graph: fx.Graph, e
                 attribute = f"{prefix}_{n.target}".replace(".", "_")
                 setattr(out, attribute, attribute_of(body, str(n.target)))
                 new.target = attribute
-            if isinstance(new, Node) and new.op == "call_function" and "recompute" not in new.meta:
+            if isinstance(new, Node) and new.op in _CALLS and "recompute" not in new.meta:
                 new.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
                 new.meta["ac_graph_id"] = region
     return tuple(result) if isinstance(result, (tuple, list)) else result

@@ -14,11 +14,12 @@ import contextvars
 import functools
 import inspect
 import linecache
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
@@ -35,6 +36,8 @@ from megacpp_compile.report.records import Frame, MissedFusion
 Backend = TypeVar("Backend")
 SETTING = "capture_dynamic_output_shape_ops"
 _asked: contextvars.ContextVar[bool] = contextvars.ContextVar("megacpp_dynamic_outputs", default=False)
+# Whether the frame being compiled was traced whole and then left to break: whatever the passes said of it stands.
+_retraced: contextvars.ContextVar[bool] = contextvars.ContextVar("megacpp_retraced", default=False)
 _MARK = "_megacpp_compile"
 _OURS = "_megacpp_traces_sizes"
 
@@ -61,19 +64,20 @@ def install() -> None:
         given = signature.bind_partial(*args, **kwargs).arguments
         if not getattr(_innermost(given.get("compiler_fn")), _OURS, False):
             return original(*args, **kwargs)
-        seen = len(graph_break_reasons)
+        seen, token = len(graph_break_reasons), _retraced.set(False)
         try:
-            return _traced_whole(original, args, kwargs)
+            return _traced_whole(original, args, kwargs, given.get("locals", {}))
         finally:
             for found in graph_break_reasons[seen:]:
                 if speaks_of_sizes(found.reason):
-                    _report(found.reason, found.user_stack)
+                    _report(found.reason, found.user_stack, given.get("locals", {}))
+            _retraced.reset(token)
 
     setattr(compile_frame, _MARK, True)
     set_frame_compiler(compile_frame)
 
 
-def _traced_whole(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _traced_whole(original: Callable[..., Any], args: Any, kwargs: Any, names: Mapping[str, Any]) -> Any:
     if getattr(dynamo_config, SETTING):
         return original(*args, **kwargs)
     token = _asked.set(True)
@@ -84,7 +88,7 @@ def _traced_whole(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         text = f"{type(error).__name__} {error} {error.__cause__}"
         if not speaks_of_sizes(text):
             raise
-        _report(text, getattr(error, "real_stack", None) or ())
+        _report(text, getattr(error, "real_stack", None) or (), names)
     finally:
         _asked.reset(token)
     return original(*args, **kwargs)  # as if nobody had asked
@@ -119,6 +123,7 @@ def refuse(gm: GraphModule) -> bool:
 
 def retrace() -> None:
     """Leave the backend and have Dynamo trace the frame as it would have without it."""
+    _retraced.set(True)
     setattr(dynamo_config, SETTING, False)  # the patch around the frame puts back what was
     raise Retrace(restart_reason="megacpp: sizes known at run time only, and no idiom they belong to")
 
@@ -139,9 +144,25 @@ _SIZES = (
 )
 
 
-def _report(why: str, stack: Sequence[Any]) -> None:
-    """A loop over experts that Dynamo could not trace is a near miss, with what would let it match."""
-    if not stack or not collector.active():
+_BIASES = "an expert's projection has a bias, which the op does not add"
+
+
+def _biased_experts(names: Mapping[str, Any]) -> bool:
+    """Whether a module among the values of `names` holds a list of experts with biases: no loop over it would match."""
+    lists = (
+        child
+        for module in names.values() if isinstance(module, nn.Module)
+        for name, child in module.named_modules()
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)) and "expert" in name.rpartition(".")[2].lower()
+    )  # fmt: skip
+    inner = (linear for experts in lists for linear in experts.modules() if isinstance(linear, nn.Linear))
+    return any(linear.bias is not None for linear in inner)
+
+
+def _report(why: str, stack: Sequence[Any], names: Mapping[str, Any]) -> None:
+    """A loop over experts that Dynamo could not trace is a near miss, with what would let it match, or why nothing
+    would. names: the local variables of the frame."""
+    if not stack or not collector.active() or _retraced.get():
         return
     at = stack[-1]
     if not (found := advice(why, at)):
@@ -149,7 +170,10 @@ def _report(why: str, stack: Sequence[Any]) -> None:
     source = f"{Path(at.filename).name}:{at.lineno}, in {at.name}: `{at.line}`"
     reason = why.strip().split("\n")[0][:200]
     frame = Frame(captured=False, reason=reason, name=source)
-    collector.emit_frame(frame, [], [MissedFusion("moe", "", source, "", "graph-break", found)])
+    tag, text = ("bias", _BIASES) if _biased_experts(names) else ("graph-break", found)
+    miss = MissedFusion("moe", "", source, "", tag, text)
+    if not collector.told([miss]):  # Dynamo may try a frame twice
+        collector.emit_frame(frame, [], [miss])
 
 
 def advice(why: str, at: Any) -> str:

@@ -69,13 +69,12 @@ def _check(view: GraphView, plan: PrecisionPlan, linear: Linear, payloads: Paylo
     static = all(isinstance(d, int) for d in (rows, k, n))
     shape = (rows if isinstance(rows, int) else None, n, k) if static else None
     decision = plan.decide(module_fqn(node), role_at(node), shape)
-    if decision.reason:
-        return MatchFailure(node, "gate", decision.reason.removeprefix("gate: "))
-    if decision.effective == "bf16":
+    if (recipe := decision.requested) == "bf16":
         return None
-    recipe = decision.effective
     if missing := _no_device_for(recipe)(x.device):
         return MatchFailure(node, "device", missing)
+    if decision.reason:
+        return MatchFailure(node, "gate", decision.reason.removeprefix("gate: "))
     dtype = value(node).dtype
     if dtype not in (torch.bfloat16, torch.float16):
         return MatchFailure(node, "dtype", f"computed in {dtype}")

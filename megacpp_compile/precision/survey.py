@@ -21,11 +21,8 @@ from megacpp_compile.precision import engine
 from megacpp_compile.targets import family
 
 # Modules that hold few FLOPs or whose small errors are amplified: embeddings and the head that shares their weight,
-# routing, adapters, mixing of residual streams, hashed n-grams. Each matches inside any segment of a name.
-DEFAULT_EXCLUSIONS = (
-    "wte", "wpe", "lm_head", "router", "shared_expert_gate", "engram", "mhc", "ngram_hash", "structure_emb",
-    "platform_emb", "temporal_", "lora_",
-)  # fmt: skip
+# routing, adapters. Each matches inside any segment of a name.
+DEFAULT_EXCLUSIONS = ("wte", "wpe", "lm_head", "router", "shared_expert_gate", "lora_")
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks",
@@ -79,7 +76,7 @@ def survey(
     ties = _Ties(model)
     found = []
     for fqn, module, parents in _linears(model):
-        role = role_of(fqn, [type(p).__name__ for p in parents])
+        role = role_of(fqn, [type(p).__name__ for p in parents], tuple(parents[0]._modules) if parents else ())
         shape = (module.out_features, module.in_features)
         decision = plan.decide(fqn, role, (None, *shape))
         reason = _excluded(fqn, exclude)
@@ -128,7 +125,7 @@ def why_bf16(model: nn.Module, target: str = "auto") -> str:
     if target == "auto":
         kinds = {p.device.type for p in model.parameters()} - {"meta"}
         target = family(kinds).name if kinds else "cuda"
-    return "" if target == "cuda" else f"target {target}"
+    return "" if target == "cuda" else f"target {target}: no float8 here"
 
 
 def _linears(model: nn.Module) -> Iterator[tuple[str, Any, list[nn.Module]]]:

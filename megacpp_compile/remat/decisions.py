@@ -69,7 +69,8 @@ class SaveDecisions:
             # It moves no bytes; its base is what is saved.
             return FREE if self.of.get(base_of(node)) == FREE else RECOMPUTE
         if (asked := checkpointed(node)) is not None:
-            return asked
+            # What backward recomputes in a region is the user's choice; a second choice of the router's is nobody's.
+            return SAVE if is_selection(node) or node in self.chosen_from else asked
         entry = self._entry(node)
         if is_pinned(node) or node in self.chosen_from:
             return FREE if entry == "none" else SAVE

@@ -6,6 +6,7 @@ run it, and replays random state. So a plan is written as those tags. The pass i
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from megacpp_compile.fx.view_chains import base_of, is_view
 from megacpp_compile.remat import costs, latents, offload, overwritten
 from megacpp_compile.remat.joint_graph import joint
 from megacpp_compile.remat.kinds import blocks_of
+from megacpp_compile.remat.nodes import is_selection
 from megacpp_compile.remat.peak import PeakModel
 from megacpp_compile.remat.plan import ALONE, BlockRef, Plan, StepContext, kept_bytes, last_layer
 from megacpp_compile.remat.planner import make_plan
@@ -64,6 +66,9 @@ class TagForRemat(GraphPass):
         for node in [*plan.saved, *kept]:
             if isinstance(node.meta.get("val"), (torch.Tensor, tuple, list)):
                 node.meta["recompute"] = Tag.MUST_SAVE
+            if node.target is operator.getitem and is_selection(node.args[0]):  # type: ignore[arg-type]
+                # Its own tag may be that of a user's region, and decides whether the choice is made again.
+                node.args[0].meta["recompute"] = Tag.MUST_SAVE  # type: ignore[union-attr]
         for node in [*away, *self.around.passed_on(graph, self.policy)]:
             node.meta[offload.MARK] = True
         for node in [*plan.recomputed, *added]:

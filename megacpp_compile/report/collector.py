@@ -246,6 +246,13 @@ def active() -> bool:
         return bool(_receivers())
 
 
+def told(misses: Iterable[MissedFusion]) -> bool:
+    """Whether reports are open for this thread, and each has `misses` already, of the same lines for the same reasons."""
+    said = {(m.pass_name, m.tag, m.reason, m.source) for m in misses}
+    held = [{(m.pass_name, m.tag, m.reason, m.source) for m in report.misses} for report in _receivers()]
+    return bool(held) and all(said <= one for one in held)
+
+
 def emit_frame(frame: Frame, sites: Sequence[Site] = (), misses: Sequence[MissedFusion] = ()) -> None:
     """Add a compiled frame to the reports that are open for this thread; does nothing when there is none."""
     with lock:

@@ -57,6 +57,36 @@ def test_classes_tell_what_names_do_not():
     assert role_of("blocks.0.inner.proj", ["Block"]) == "other"
 
 
+GLU = [
+    ("gate", "up", "down"), ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"), ("w_gate", "w_up", "w_down"),
+    ("fc1", "fc2"), ("wi_0", "wi_1", "wo"), ("linear1", "linear2"), ("gate", "up", "out"), ("wg", "wu", "wd"),
+    ("proj_gate", "proj_up", "proj_down"), ("gate_up", "down"), ("c_fc", "c_proj"), ("in_up", "in_gate", "out"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("names", GLU, ids=" ".join)
+def test_a_feed_forward_has_one_role_whatever_its_parent_is_called(names):
+    for parent in ("layers.0.mlp", "layers.0.feed_forward", "layers.0.second", "layers.0.body.inner", "layers.0"):
+        for classes in (["MLP"], ["SwiGLU"], ["Block"], []):
+            roles = {role_of(f"{parent}.{name}", classes, names) for name in names}
+            assert roles == {"experts"}, (parent, classes)
+
+
+def test_a_gate_beside_a_feed_forward_of_its_own_is_the_router():
+    for beside in (("experts", "up_proj", "down_proj"), ("gate_proj", "up_proj", "down_proj"), ("w1", "w2", "w3")):
+        assert role_of("layers.0.moe.gate", ["MoE"], ("gate", *beside)) == "router"
+    for gate in ("gate", "wg"):
+        assert role_of(f"layers.0.mlp.{gate}", ["MoE"], (gate, "experts", "shared_experts")) == "router"
+    assert role_of("layers.0.attn.gate", ["GatedAttention"], ("gate", "q_proj", "k_proj", "o_proj")) == "router"
+
+
+def test_siblings_do_not_overrule_parents_of_another_kind():
+    flat = ("q_proj", "o_proj", "w1", "w2", "extra")
+    assert role_of("layers.0.extra", ["Block"], flat) == "other"
+    assert role_of("layers.0.mixer.in_proj", ["Mixer"], ("in_proj", "x_proj", "dt_proj", "out_proj")) == "mamba"
+    assert role_of("layers.0.attn.c_proj", ["Attention"], ("c_attn", "c_proj")) == "attention"
+
+
 def test_first_match_wins():
     plan = PrecisionPlan({"*.mlp.up_proj": "fp8_block", "*.mlp.*": "bf16", "*": "fp8_current"})
     found = [plan.decide(name) for name in ("a.mlp.up_proj", "a.mlp.down_proj", "a.q")]
@@ -182,7 +212,8 @@ def test_bf16_everywhere_elsewhere(target, caplog):
     rules.announce.cache_clear()
     with caplog.at_level(logging.INFO, logger="megacpp_compile"):
         rules.announce(PrecisionPlan(), target)
-    assert [r.getMessage() for r in caplog.records] == [f"precision plan: bf16 everywhere (target {target})"]
+    line = f"precision plan: bf16 everywhere (target {target}: no float8 here)"
+    assert [r.getMessage() for r in caplog.records] == [line]
     assert PrecisionPlan.of("bf16").describe("cuda") == "precision plan: bf16 everywhere"
 
 
@@ -194,7 +225,7 @@ def test_compiling_logs_the_plan(caplog, monkeypatch):
         x = torch.randn(2, 16)
         got = torch.compile(nn.Linear(16, 16), backend="megacpp", options={"precision": "fp8_current"})(x)
     assert got.shape == (2, 16)
-    assert "precision plan: bf16 everywhere (target cpu)" in [r.getMessage() for r in caplog.records]
+    assert "precision plan: bf16 everywhere (target cpu: no float8 here)" in [r.getMessage() for r in caplog.records]
 
 
 def test_manifest_round_trip():

@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 import megacpp_compile
 from megacpp_compile.frontend import unbacked_shapes
 from tests.frames import largest_error, train
-from tests.passes.experts import DIM, MoE, where_index_add
+from tests.passes.experts import DIM, Expert, MoE, where_index_add
 
 pytestmark = pytest.mark.usefixtures("no_kernels")
 
@@ -91,6 +91,53 @@ def test_a_loop_that_depends_on_data_is_a_near_miss_with_advice():
     (miss,) = {(m.tag, m.reason): m for m in report.misses if m.pass_name == "moe"}.values()
     assert miss.tag == "graph-break" and "range(num_experts)" in miss.reason
     assert "hit_experts_only" in miss.source
+
+
+def skipping_idle_experts(m, x, indices, gates):
+    y = torch.zeros_like(x)
+    for e in range(m.num_experts):
+        mask = indices == e
+        if mask.any():
+            token, choice = torch.where(mask)
+            y.index_add_(0, token, m.experts[e](x[token]) * gates[token, choice, None])
+    return y
+
+
+def skipping_empty_groups(m, x, indices, gates):
+    y = torch.zeros_like(x)
+    for e, expert in enumerate(m.experts):
+        token, choice = torch.where(indices == e)
+        if token.numel() == 0:
+            continue
+        y[token] += expert(x[token]) * gates[token, choice, None]
+    return y
+
+
+def with_biases():
+    return Expert(bias=True)
+
+
+def with_tanh():
+    return Expert(activation=torch.tanh)
+
+
+@pytest.mark.parametrize(
+    ("body", "expert", "tag", "words"),
+    [
+        (where_index_add, with_biases, "bias", "bias, which the op does not add"),
+        (skipping_idle_experts, with_biases, "bias", "bias, which the op does not add"),
+        (where_index_add, with_tanh, "activation", "its activation is none that is known"),
+        (skipping_idle_experts, Expert, "graph-break", "without a branch"),
+        (skipping_empty_groups, Expert, "graph-break", "without a branch"),
+    ],
+    ids=lambda p: getattr(p, "__name__", None),
+)
+def test_a_loop_has_one_near_miss_and_its_advice_is_right(body, expert, tag, words, eager_backend):
+    """`where_index_add` over `Expert` is each of these as its advice has it, and fires (above)."""
+    report = compiled(MoE(body, expert), tokens())
+    (miss,) = [m for m in report.misses if m.pass_name == "moe"]
+    assert miss.tag == tag and words in miss.reason
+    assert ("range(num_experts)" in miss.reason) == (tag == "graph-break"), "no other advice beside the reason"
 
 
 def groups_of_known_sizes(m, x, indices, gates):

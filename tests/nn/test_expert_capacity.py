@@ -57,6 +57,17 @@ def test_operands_that_mean_nothing():
             equal_split(indices, experts, **options)
 
 
+@pytest.mark.parametrize("expert", [4, 1 << 40, -2])
+def test_an_expert_that_does_not_exist(expert):
+    indices = torch.tensor([[0, 1], [3, expert], [-1, 2]])
+    with pytest.raises(OperandError, match=rf"indices hold {expert}, .*0 to 3.*-1"):
+        equal_split(indices, 4)
+    compiled = torch.compile(equal_split, backend="megacpp", fullgraph=True)
+    with pytest.raises(RuntimeError, match="equal_split: an index is neither an expert from 0 to 3 nor -1"):
+        compiled(indices, 4)
+    assert torch.equal(compiled(indices[:1], 4)[0], indices[:1])
+
+
 def test_experts_behind_it_are_one_op():
     counted = []
 

@@ -292,6 +292,13 @@ def test_refuses_a_device_without_float8():
     refused("device", MLP(), hidden())
 
 
+def test_a_device_without_float8_gains_nothing():
+    """Whatever the gate would predict: it predicts for devices that have float8."""
+    plan = PrecisionPlan(rules=(("*", "fp8_current"),))
+    misses = [m for m in run(MLP(), hidden(), config(plan)).misses if m.pass_name == NAME]
+    assert len(misses) == 3 and all(m.reason == "cpu has no float8 GEMMs" for m in misses)
+
+
 def test_refuses_float32(float8):
     refused("dtype", MLP(torch.float32), hidden(dtype=torch.float32))
 

@@ -62,11 +62,11 @@ def test_default_exclusions_are_parts_of_any_segment(te):
     class Named(nn.Module):
         def __init__(self):
             super().__init__()
-            for name in (*DEFAULT_EXCLUSIONS, "moe_router", "lora_A", "my_temporal_mix", "Platform_Embedding", "plain"):
+            for name in (*DEFAULT_EXCLUSIONS, "moe_router", "lora_A", "Shared_LM_Head", "plain", "temporal_mix"):
                 self.add_module(name, nn.Sequential(nn.Linear(32, 32)))
 
     table = convert(te, Named().to(te.device, te.dtype))
-    assert table.done == ("plain.0",)
+    assert table.done == ("plain.0", "temporal_mix.0")
     assert table.skipped["moe_router.0"] == "excluded by 'router'"
     assert table.skipped["lora_A.0"] == "excluded by 'lora_'"
 
@@ -176,10 +176,11 @@ def test_no_op_on_cpu_and_tpu_in_one_log_line(stand_in, target, caplog):
         table = replace_linears(model, EVERYTHING, target=target)
     (record,) = caplog.records
     where = "cpu" if target == "auto" else target
-    assert record.getMessage().startswith(f"precision plan: bf16 everywhere (target {where}); replace_linears left all")
+    why = f"target {where}: no float8 here"
+    assert record.getMessage().startswith(f"precision plan: bf16 everywhere ({why}); replace_linears left all")
     assert dict(model.named_modules()) == before
     assert table.done == () and len(table.rows) == 21
-    assert table.reason == table.skipped["layers.0.mlp.up_proj"] == f"target {where}"
+    assert table.reason == table.skipped["layers.0.mlp.up_proj"] == why
 
 
 def test_no_op_without_transformer_engine(monkeypatch, caplog):

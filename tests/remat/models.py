@@ -28,21 +28,22 @@ class Attention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, bias: bool = True) -> None:
         super().__init__()
-        self.gate, self.up, self.down = nn.Linear(DIM, 96), nn.Linear(DIM, 96), nn.Linear(96, DIM)
+        self.gate, self.up = nn.Linear(DIM, 96, bias), nn.Linear(DIM, 96, bias)
+        self.down = nn.Linear(96, DIM, bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
 class Experts(nn.Module):
-    """Two of three experts for each token, all of them computed."""
+    """Two of three experts for each token, all of them computed; without biases `megacpp::moe` serves them."""
 
-    def __init__(self) -> None:
+    def __init__(self, bias: bool = True) -> None:
         super().__init__()
         self.router = nn.Linear(DIM, 3)
-        self.experts = nn.ModuleList(SwiGLU() for _ in range(3))
+        self.experts = nn.ModuleList(SwiGLU(bias) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
         weights, chosen = self.router(x).softmax(-1).topk(2, -1)

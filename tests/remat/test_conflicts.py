@@ -91,6 +91,32 @@ def test_checkpoint_in_the_model_is_honoured():
     assert cores(policed.graphs[1]) == cores(plain.graphs[1]) == 2
 
 
+def routed(checkpointed):
+    torch.manual_seed(0)
+    layers = (models.Layer(models.Experts(bias=False), models.SwiGLU(), checkpointed=checkpointed) for _ in range(2))
+    return models.Model(*layers)
+
+
+@pytest.mark.parametrize("policy", ["selective", 0.0], ids=str)
+def test_a_router_in_a_checkpoint_chooses_once(policy):
+    """A second choice, from scores a rounding apart, could be another one. The experts around it run again."""
+    plain, policed = step(routed(True), (X,), {}), step(routed(True), (X,), {"policy": policy})
+    assert policed.report.counts["moe"] == 2 and same(plain, policed)
+    forward, backward = policed.graphs
+    assert count(forward, "aten.topk") == 2 and count(backward, "aten.topk") == 0
+    assert count(backward, "aten._softmax.") == 0, "what backward reads of the scores is what was chosen from"
+    # One GEMM of each layer's router and shared block is not enough: the experts' own run again.
+    assert policed.saved < step(routed(False), (X,), {}).saved
+
+
+def test_without_a_policy_a_checkpoint_is_the_users():
+    """As under Inductor alone: the whole region runs again, the router's choice with it."""
+    plain = step(routed(True), (X,), {})
+    forward, backward = plain.graphs
+    assert plain.report.counts["moe"] == 2
+    assert count(forward, "aten.topk") == count(backward, "aten.topk") == 2
+
+
 def refused(options, **kwargs):
     with pytest.raises(MegacppError) as caught:
         step(models.llama(2, **kwargs), (X,), options)

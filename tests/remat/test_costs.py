@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import fx
+from torch.utils.flop_counter import FlopCounterMode
 
 from megacpp_compile.lowerings._registry import semantic_ops
 from megacpp_compile.remat.costs import flops
+from tests.lowerings.agreement import reference_of
+from tests.lowerings.cases import CASES
 
 assert semantic_ops()
 
@@ -40,4 +44,50 @@ def test_linears_in_float8():
     x, w = torch.empty(64, 32, device="meta"), torch.empty(48, 32, device="meta")
     scale = torch.empty((), device="meta")
     node = call(torch.ops.megacpp.fp8_linear, x, w, x, scale, w, scale, None, "e4m3", torch.bfloat16)
+    assert flops(node) == 64 * 48 * 32
+
+
+def counted(op, args):
+    """FLOPs of the GEMMs that the op's reference runs."""
+    with FlopCounterMode(display=False) as counter:
+        reference_of(op)(*args)
+    return counter.get_total_flops()
+
+
+def rand(*size, dtype=torch.float32):
+    return torch.randn(*size, dtype=dtype)
+
+
+def of_case(op, label):
+    args = CASES[op][label](rand, torch.float32)
+    return flops(call(getattr(torch.ops.megacpp, op), *args)), counted(op, args)
+
+
+@pytest.mark.parametrize(
+    ("op", "label"), [("norm_linear", "qkv"), ("norm_linear", "one_no_gain"), ("sparse_mla", "one_head")]
+)
+def test_gemms_of_an_op_are_counted(op, label):
+    own, found = of_case(op, label)
+    assert own == found > 0
+
+
+@pytest.mark.parametrize("label", ["chunk_128", "whole_chunks", "group_of_each_head", "one_batch_odd_length"])
+def test_a_scan_counts_its_gemms(label):
+    """All but the states' way from chunk to chunk and the sums of decays; the reference pads the last chunk."""
+    args = CASES["ssd_scan"][label](rand, torch.float32)
+    x, chunk = args[0], args[7]
+    length = min(chunk, x.shape[1])
+    chunks = -(-x.shape[1] // length)
+    (b, t, h, p), n = x.shape, args[3].shape[-1]
+    carried = 2 * b * h * (chunks + 1) ** 2 * (p * n + 1)  # and the sums of the chunks' decays
+    summed = 2 * b * chunks * h * length**2
+    padded = t / (chunks * length)
+    own = flops(call(torch.ops.megacpp.ssd_scan, *args))
+    assert own == pytest.approx((counted("ssd_scan", args) - carried - summed) * padded, rel=1e-2)
+
+
+def test_a_weight_in_float8_takes_half_the_time():
+    x, payload = torch.empty(64, 32, device="meta"), torch.empty(48, 32, device="meta", dtype=torch.float8_e4m3fn)
+    scale = torch.empty(1, 1, device="meta")
+    node = call(torch.ops.megacpp.linear_fp8_weight, x, payload, scale, None, torch.bfloat16)
     assert flops(node) == 64 * 48 * 32

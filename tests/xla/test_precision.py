@@ -13,7 +13,7 @@ import megacpp_compile
 from megacpp_compile.config import rules
 from megacpp_compile.precision.layer_spec import CLASSES
 
-EVERYWHERE = "precision plan: bf16 everywhere (target tpu)"
+EVERYWHERE = "precision plan: bf16 everywhere (target tpu: no float8 here)"
 
 
 class Block(nn.Module):
@@ -49,7 +49,7 @@ def test_replacing_linears_does_nothing(xla, said):
     block = Block().to(xla)
     before = copy.copy(block._modules)
     table = megacpp_compile.replace_linears(block, "fp8_current")
-    assert table.done == () and table.reason == "target tpu" and block._modules == before
+    assert table.done == () and table.reason == "target tpu: no float8 here" and block._modules == before
     assert said() == [f"{EVERYWHERE}; replace_linears left all 2 linears alone"]
 
 

@@ -18,6 +18,12 @@ from torch import Tensor
 
 from megacpp_compile._torch.ops import grouped_mm
 from megacpp_compile.lowerings._op import ends_until
+from megacpp_compile.targets import CPU, CUDA, Target, family
+
+
+def target_of(x: Tensor) -> Target:
+    """The target that serves tensors where `x` lies."""
+    return family({x.device.type})
 
 
 @torch.library.custom_op("grouped_gemms::rows", mutates_args=())
@@ -33,7 +39,7 @@ def rows(
     Several xs give the sum of their GEMMs; the weights of one lie behind those of the other. take: [S], the rows of xs
     to read.
     """
-    if xs[0].device.type == "cuda":
+    if (target := target_of(xs[0])) is CUDA:
         from megacpp_compile.lowerings._kernels import triton_grouped
 
         return triton_grouped.rows(xs, weights, offsets, transposed, take)
@@ -43,7 +49,7 @@ def rows(
     out = xs[0].new_zeros((xs[0].shape[0], each[0].shape[1]))
     experts = offsets.shape[0]
     parts = [(x, each[i * experts : (i + 1) * experts]) for i, x in enumerate(xs)]
-    if out.device.type == "cpu":
+    if target is CPU:
         for e, (start, end) in enumerate(_groups(offsets)):
             for i, (x, ws) in enumerate(parts):
                 if i:
@@ -78,14 +84,14 @@ def weights(
 ) -> Tensor:
     """[E, n, d]: `grad.T @ x` over the rows of each group, which `take_grad` and `take_x` name if given; zero for an
     empty group."""
-    if x.device.type == "cuda":
+    if (target := target_of(x)) is CUDA:
         from megacpp_compile.lowerings._kernels import triton_grouped
 
         return triton_grouped.weights(grad, x, offsets, take_grad, take_x)
     grad = grad if take_grad is None else grad[take_grad]
     x = x if take_x is None else x[take_x]
     out = x.new_zeros((offsets.shape[0], grad.shape[1], x.shape[1]))
-    if x.device.type != "cpu":
+    if target is not CPU:
         group = ends_until(offsets, torch.arange(x.shape[0], device=x.device))
         return torch.stack([torch.where((group == e)[:, None], grad, 0).t() @ x for e in range(out.shape[0])])
     for e, (start, end) in enumerate(_groups(offsets)):

@@ -11,11 +11,12 @@ Source: RMSNorm, https://arxiv.org/abs/1910.07467.
 
 from __future__ import annotations
 
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
+from megacpp_compile.fx.sizes import elements, rows
 from megacpp_compile.lowerings._op import compute_dtype, no_autocast
 from megacpp_compile.lowerings._traits import OpTraits, declare
 from megacpp_compile.lowerings.norm_linear import reference
@@ -91,4 +92,10 @@ def _spread(found: list[Tensor], at: list[int], count: int) -> list[Tensor | Non
 
 norm_linear.register_autograd(_backward, setup_context=_setup_context)
 
-declare({"megacpp::norm_linear": OpTraits(gemm=True), "megacpp::norm_linear_backward": OpTraits()})
+
+
+def _flops(x: Tensor, w_norm: Any, w: list[Tensor], *_: Any) -> float:
+    return 2 * rows(x) * sum(map(elements, w))
+
+
+declare({"megacpp::norm_linear": OpTraits(gemm=True, flops=_flops), "megacpp::norm_linear_backward": OpTraits()})

@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 from megacpp_compile.errors import ForwardOnlyError, OperandError
+from megacpp_compile.fx.sizes import hint, rows
 from megacpp_compile.lowerings._kernels.fp8 import SCALE_BLOCK
 from megacpp_compile.lowerings._op import compute_dtype, no_autocast, serve
 from megacpp_compile.lowerings._traits import OpTraits, declare
@@ -136,4 +137,16 @@ def _backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[A
 
 sparse_mla.register_autograd(_backward, setup_context=_setup_context)
 
-declare({"megacpp::sparse_mla": OpTraits(core=True, block_kind="ablock"), "megacpp::sparse_mla_backward": OpTraits()})
+
+
+def _flops(q: Tensor, kv: Tensor, indices: Tensor, kv_scale: Any, scale: float, d_v: int, *_: Any) -> float:
+    """Each query by its chosen rows, and their probabilities by those rows' values; as if none were masked."""
+    return 2 * rows(q) * hint(indices.shape[-1]) * (hint(q.shape[-1]) + d_v)
+
+
+declare(
+    {
+        "megacpp::sparse_mla": OpTraits(core=True, block_kind="ablock", flops=_flops),
+        "megacpp::sparse_mla_backward": OpTraits(),
+    }
+)

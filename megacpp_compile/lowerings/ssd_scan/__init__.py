@@ -24,6 +24,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
+from megacpp_compile.fx.sizes import elements, hint
 from megacpp_compile.lowerings._op import compute_dtype, no_autocast
 from megacpp_compile.lowerings._traits import OpTraits, declare
 from megacpp_compile.lowerings.ssd_scan import reference
@@ -107,4 +108,20 @@ def _backward(ctx, dy, dfinal, _):  # type: ignore[no-untyped-def]
 
 ssd_scan.register_autograd(_backward, setup_context=_setup_context)
 
-declare({"megacpp::ssd_scan": OpTraits(core=True, block_kind="mblock"), "megacpp::ssd_scan_backward": OpTraits()})
+
+
+def _flops(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Any, state: Any, chunk: int, *_: Any) -> float:
+    """The GEMMs over whole chunks: a group's C by its B, a head's scores by its x, and what a head adds to the state
+    and reads of it. Carrying states from chunk to chunk is left out: it moves bytes."""
+    tokens, length = elements(dt), min(chunk, max(hint(x.shape[1]), 1))
+    groups = elements(B) / hint(B.shape[-1])
+    p, n = hint(x.shape[-1]), hint(B.shape[-1])
+    return 2 * length * (groups * n + tokens * p) + 4 * tokens * p * n
+
+
+declare(
+    {
+        "megacpp::ssd_scan": OpTraits(core=True, block_kind="mblock", flops=_flops),
+        "megacpp::ssd_scan_backward": OpTraits(),
+    }
+)

@@ -41,11 +41,20 @@ def concat(values: list[Lanes], dim: int) -> Lanes:
     return Lanes(values[0].kinds, tuple(sizes), terms, values[0].complex)
 
 
+def is_zero(size: object) -> bool:
+    """Whether a size is known to be 0."""
+    return isinstance(size, int) and size == 0
+
+
 @rule(aten.cat.default)
 def _cat(it: LaneContext, node: Node) -> Lanes:
-    parts = [p for p in node.args[0] if not any(isinstance(n, int) and n == 0 for n in value(p).shape)]
+    rank = value(node).dim()
+    along = axis_of(node.args[1] if len(node.args) > 1 else 0, rank)
+    parts = [p for p in node.args[0] if value(p).dim() == rank and not is_zero(value(p).shape[along])]
+    if not parts:
+        raise Opaque
     values = align(it, [it.get(p) for p in parts])
-    dim = axis_of(node.args[1] if len(node.args) > 1 else 0, len(values[0].kinds))
+    dim = axis_of(along, len(values[0].kinds))
     if values[0].kinds[dim] == "o" and all(is_one(v.sizes[dim]) for v in values):
         values = [as_lane(it, v, dim) for v in values]
     if values[0].kinds[dim] != "l" or len({v.complex for v in values}) != 1:
