@@ -247,9 +247,10 @@ def active() -> bool:
 
 
 def told(misses: Iterable[MissedFusion]) -> bool:
-    """Whether reports are open for this thread, and each has `misses` already, of the same lines for the same reasons."""
+    """Whether reports are open for this thread, and each has `misses` already: the same lines for the same reasons."""
     said = {(m.pass_name, m.tag, m.reason, m.source) for m in misses}
-    held = [{(m.pass_name, m.tag, m.reason, m.source) for m in report.misses} for report in _receivers()]
+    with lock:
+        held = [{(m.pass_name, m.tag, m.reason, m.source) for m in report.misses} for report in _receivers()]
     return bool(held) and all(said <= one for one in held)
 
 
