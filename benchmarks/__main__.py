@@ -1,7 +1,7 @@
 """The benchmark suite: what plain models cost under eager, Inductor, megacpp and other people's kernels.
 
     python -m benchmarks                        # every subject; needs a CUDA GPU
-    python -m benchmarks --subject block        # one
+    python -m benchmarks --subject block        # one of them, likewise
     python -m benchmarks --device cpu --quick   # the whole path at toy sizes, for trying the suite itself
 
 Every row is checked against a wider eager reference before it is timed, and rows are timed in turns. For each subject
@@ -10,7 +10,8 @@ WRONG or failed (somebody else's rows are marked only), 2 when there is nothing 
 
 Other measurements, each with its own --help: benchmarks.compile_time, benchmarks.saved_for_backward,
 benchmarks.recall_table, benchmarks.rounding_loss. benchmarks.performance_page makes docs/generated/performance.md of
-JSON files, benchmarks.figures its pictures.
+JSON files, benchmarks.figures its pictures. On a GPU: benchmarks.fp8_gate, benchmarks.hybrid_lm; with torch_xla:
+benchmarks.xla_programs, benchmarks.xla_sparse_mla, benchmarks.xla_zoo.
 """
 
 from __future__ import annotations
@@ -23,20 +24,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import subjects
+from benchmarks import arguments, subjects
 
 FORMAT = 1  # of the JSON; raise it when a key changes its meaning or goes
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments.parser("benchmarks", __doc__)
     parser.add_argument(
         "--subject", action="append", type=subjects.current, choices=subjects.NAMES,
         help="repeatable; default: all of them",
     )  # fmt: skip
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: with --quick alone")
     parser.add_argument("--quick", action="store_true", help="toy sizes, two turns")
     parser.add_argument("--turns", type=int, help="how often every row is measured (default 5, quick: 2)")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out", help="where JSON and plots go")

@@ -1,14 +1,15 @@
 """Cold compile time of a deep tiny DeepSeek-V3 or hybrid (transformers), backend against backend, and its step after.
 
-    python -m benchmarks.compile_time --layers 24 --repeat 3
+    python -m benchmarks.compile_time --layers 24 --repeat 3      # the defaults; 20 minutes on two cores
+    python -m benchmarks.compile_time --model plain --layers 2 --repeat 1
 
 Every measurement is a process of its own with empty Inductor, AOTAutograd and Triton caches; backends take turns. What
 is timed: the first forward and backward of a training step under `torch.compile`, after imports and model building;
 imports are done by compiling a small function first, which also starts torch's compile workers, and on CUDA these are
-waited for: they start while a model is built or loaded, which takes longer than here.
-`--model plain` needs no transformers: tiny MLA and SwiGLU layers as in `benchmarks.models`; `--model mla` are such of
-width 2048 over 16384 tokens in bfloat16, for a GPU. Steps are timed five in a row, as a training loop runs them: the
-host may be ahead of the device.
+waited for: they start while a model is built or loaded, which takes longer than here. Models are of transformers, which
+has to be installed, but for two. `--model plain`: tiny MLA and SwiGLU layers as in `benchmarks.models`; `--model mla`
+are such of width 2048 over 16384 tokens in bfloat16, for a GPU. Steps are timed five in a row, as a training loop runs
+them: the host may be ahead of the device.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+
+from benchmarks import arguments
 
 
 def tiny_deepseek_v3(layers: int) -> Any:
@@ -116,6 +119,12 @@ def model_for(device: str) -> str:
     return "deepseek_v3" if importlib.util.find_spec("transformers") else "plain"
 
 
+def torch_sees_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
 class CompileFailed(Exception):
     """A measurement whose process failed; its text is the end of what that said."""
 
@@ -199,17 +208,21 @@ def measure(backend: str, layers: int, model: str = "deepseek_v3", device: str =
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--model", choices=MODELS, help="default: mla on CUDA, else deepseek_v3")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--compilers", nargs="+", choices=COMPILERS, default=COMPILERS)
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = arguments.parser("benchmarks.compile_time", __doc__)
+    parser.add_argument("--layers", type=int, default=24, help="depth of the model")
+    parser.add_argument("--repeat", type=int, default=3, help="turns of every compiler")
+    parser.add_argument(
+        "--model", choices=MODELS, help="default: mla on CUDA, else deepseek_v3, or plain without transformers"
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to compile for")
+    parser.add_argument("--compilers", nargs="+", choices=COMPILERS, default=COMPILERS, help="which, in turns")
     parser.add_argument("--out", help="also write the measurements as JSON")
     parser.add_argument("--one", help=argparse.SUPPRESS)
-    a = parser.parse_args()
+    a = parser.parse_args(argv)
     a.model = a.model or model_for(a.device)
+    if a.device == "cuda" and not torch_sees_cuda():
+        parser.exit(2, f"{parser.prog} --device cuda needs a CUDA GPU: torch sees none\n")
     if a.one:
         print(json.dumps(measure_here(a.one, a.layers, a.model, a.device)))
         return

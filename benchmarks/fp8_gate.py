@@ -1,20 +1,21 @@
 """What a linear gains in fp8 by its shape, beside what `megacpp_compile.config.fp8_gain` predicts.
 
     python -m benchmarks.fp8_gate                        # on a GPU with Transformer Engine
-    python -m benchmarks.fp8_gate --shape 16384,8192,512 --recipe fp8_current
+    python -m benchmarks.fp8_gate --shape 16384,8192,512 --recipe fp8_current    # likewise
     python -m benchmarks.fp8_gate --compiled             # on a GPU; linears of compiled graphs
 
 Each row is a training step of one linear (forward, gradients of input and weight) as `nn.Linear` in bf16 and as the
 module that `replace_linears` puts in its place, timed in turns; with `--compiled` as Inductor compiles it and as
 megacpp does under a plan, both replayed as CUDA graphs: a linear alone is too short for the host that launches it. By
 itself it has nothing before it to fuse its casts into, so a model gains more. Where the two gains fall on different
-sides of `LEAST_GAIN`, the gate decides wrongly, and `RATES` want another value.
+sides of `LEAST_GAIN`, the gate decides wrongly, and `RATES` want another value. Exit status 2 without a GPU that has
+float8, or for modules without Transformer Engine.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ import torch
 from torch import nn
 
 import megacpp_compile
+from benchmarks import arguments
 from benchmarks.harness import milliseconds
 from megacpp_compile.config import fp8_gain
 from megacpp_compile.config.precision import UNTRACEABLE, PrecisionPlan
@@ -100,16 +102,17 @@ def _step(module: nn.Module, m: int, k: int, device: torch.device, dtype: torch.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table; exit status 1 where there is nothing to measure with."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", action="append", metavar="TOKENS,OUT,IN", help="repeatable")
+    """Print the table; exit status 2 where there is nothing to measure with."""
+    parser = arguments.parser("benchmarks.fp8_gate", __doc__)
+    parser.add_argument("--shape", action="append", metavar="TOKENS,OUT,IN", help="repeatable; default: 18 shapes")
     parser.add_argument("--compiled", action="store_true", help="linears of compiled graphs, not modules")
-    parser.add_argument("--recipe", action="append", choices=sorted(fp8_gain.RATES), help="repeatable")
+    parser.add_argument("--recipe", action="append", choices=sorted(fp8_gain.RATES),
+                        help="repeatable; default: all")  # fmt: skip
     chosen = parser.parse_args(argv)
     reason = engine.why_no_device() if chosen.compiled else engine.load()[1]
     if reason:
-        print(f"nothing to measure with: {reason}")
-        return 1
+        print(f"nothing to measure with: {reason}", file=sys.stderr)
+        return 2
     shapes = [tuple(map(int, text.split(","))) for text in chosen.shape or ()] or SHAPES
     rows = []
     recipes = chosen.recipe or sorted(fp8_gain.RATES)

@@ -3,7 +3,8 @@
     python -m benchmarks.hybrid_lm --size large --dtype bfloat16 --length 4096 --batch 4 --steps 200 \\
         --backends eager inductor megacpp hugging_face+eager hugging_face+inductor
 
-`hugging_face+BACKEND` has the blocks of peers/hugging_face.py, with the same weights at the start.
+`hugging_face+BACKEND` has the blocks of peers/hugging_face.py, with the same weights at the start. It needs
+a GPU, transformers, mamba_ssm and causal_conv1d.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ MODELS: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 
 def main() -> int:
-    return train_hybrid.main(MODELS)
+    return train_hybrid.main(MODELS, about=__doc__ or "")
 
 
 if __name__ == "__main__":

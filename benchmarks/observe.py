@@ -93,10 +93,12 @@ def waits_for_device(fn: Callable[[], Any]) -> bool:
 
 def peak_bytes_on_cpu(fn: Callable[[], Any]) -> int:
     """Main memory that torch allocates for `fn` at its peak."""
-    from megacpp_compile.report.measure import peak_bytes
+    from megacpp_compile.report.measure import at_peak
 
     fn()
-    return peak_bytes(fn, "cpu")
+    found = at_peak(fn, "cpu")["step"]
+    assert found is not None
+    return found
 
 
 def attention_kernels(fn: Callable[[], Any], device: torch.device) -> list[str]:

@@ -1,7 +1,7 @@
 """What rounding the operands of linears to float8 does to the loss of a small model, over seeds; on any machine.
 
     python -m benchmarks.rounding_loss                  # 4 layers of width 128, 300 steps, 6 seeds: some 20 minutes
-    python -m benchmarks.rounding_loss --steps 20 --seeds 2
+    python -m benchmarks.rounding_loss --steps 20 --seeds 2     # a minute
 
 The model of examples/train_fp8.py is trained in float32, with linears outside of the head as the traced recipe has
 them (`megacpp::fp8_linear`, its reference): e4m3 forward, gradients in e4m3 and in e5m2. Beside them is float32 from
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import megacpp_compile.lowerings.fp8_linear  # noqa: F401  the ops
+from benchmarks import arguments
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from runs import scattered, train
@@ -66,9 +67,9 @@ def final_loss(text: Tensor, seed: int, steps: int, gradients: str = "", noise: 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=6)
-    parser.add_argument("--steps", type=int, default=300)
+    parser = arguments.parser("benchmarks.rounding_loss", __doc__)
+    parser.add_argument("--seeds", type=int, default=6, help="seeds, from 0 on")
+    parser.add_argument("--steps", type=int, default=300, help="optimizer steps of a run")
     args = parser.parse_args(argv)
     text = standard_library_text()
     ratios: dict[str, list[float]] = {name: [] for name in ("float32, nearly the same parameters", *FORMATS)}

@@ -1,19 +1,21 @@
 """Bytes a compiled plain MLA block keeps for backward: what the partitioner saved, backend against backend.
 
-    python -m benchmarks.saved_for_backward
+    python -m benchmarks.saved_for_backward      # on a GPU if there is one
 
 Counted: distinct storages among the tensors the compiled forward hands to its backward, without parameters and inputs.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from benchmarks import arguments
 
 
 class PlainBlock(nn.Module):
@@ -62,10 +64,10 @@ def saved_bytes(backend: str, block: PlainBlock, inputs: tuple[Tensor, ...]) -> 
     return sum(t.untyped_storage().nbytes() for key, t in kept.items() if key not in own)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = arguments.parser("benchmarks.saved_for_backward", __doc__)
     parser.add_argument("--out", help="also write the figures as JSON")
-    a = parser.parse_args()
+    a = parser.parse_args(argv)
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     sizes = {"dim": 512, "heads": 4, "q_lora": 384, "kv_lora": 256, "nope": 64, "rope": 32, "v": 64}

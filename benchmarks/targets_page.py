@@ -8,11 +8,11 @@ file, and what Transformer Engine has is told by name.
 
 from __future__ import annotations
 
-import argparse
 import ast
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks import arguments
 from megacpp_compile import NativeLayerSpec, PrecisionPlan
 from megacpp_compile.lowerings import _registry
 from megacpp_compile.nn.attention import bodies
@@ -114,11 +114,8 @@ def precision() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.targets_page", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    parser.add_argument("--out", type=Path, default=PAGE, help="where to write the page (default: %(default)s)")
+    parser = arguments.parser("benchmarks.targets_page", __doc__)
+    parser.add_argument("--out", type=Path, default=PAGE, help="where to write the page")
     a = parser.parse_args(argv)
     a.out.write_text(page())
     print(f"wrote {a.out}")

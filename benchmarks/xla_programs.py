@@ -7,7 +7,7 @@ A line a variant; each runs in processes of its own, as XLA reads its flags once
 instructions that compute elementwise, and those that only move data, in what XLA was given. The rest is of the programs
 it made of that: dots; fusions; what is launched outside of fusions; and moves inside or outside. ms, CPU ms: medians of
 forward and backward together, by the clock and in all threads, of the best round. Ahead of the table: whether any shape
-was dynamic, and what ran on the host.
+was dynamic, and what ran on the host. Needs torch_xla, and some minutes.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from benchmarks import arguments
 
 VARIANTS: dict[str, dict[str, Any] | None] = {
     "openxla": None,
@@ -165,21 +167,29 @@ def run(name: str, arguments: list[str]) -> dict[str, Any]:
     return {**row, **counts([given[i] for i in wanted], [made[i] for i in wanted])}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    sizes = {"batch": 2, "tokens": 256, "dim": 512, "heads": 4, "head": 64, "steps": 20, "rounds": 3}
-    for name, default in sizes.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
+SIZES = {
+    "batch": (2, "sequences"), "tokens": (256, "tokens of each"), "dim": (512, "width of the block"),
+    "heads": (4, "heads"), "head": (64, "channels of a head, beside half as many that RoPE rotates"),
+    "steps": (20, "steps of a round"), "rounds": (3, "rounds"),
+}  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = arguments.parser("benchmarks.xla_programs", __doc__)
+    for name, (default, meaning) in SIZES.items():
+        parser.add_argument(f"--{name}", type=int, default=default, help=meaning)
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of weights and activations")
     parser.add_argument("--variant", choices=VARIANTS, help="measure this one here, and print it as JSON")
-    a = parser.parse_args()
+    argv = sys.argv[1:] if argv is None else argv
+    a = parser.parse_args(argv)
+    arguments.need_torch_xla(parser)
     if a.variant is not None:
         print(json.dumps(measure(VARIANTS[a.variant], a)))
         return
     rows: dict[str, dict[str, Any]] = {}
     for _ in range(a.rounds):
         for name in VARIANTS:
-            row = run(name, sys.argv[1:])
+            row = run(name, list(argv))
             best = rows.setdefault(name, row)
             best.update({c: min(best[c], row[c]) for c in ("ms", "CPU ms")})
     fallen = sorted({n for row in rows.values() for n in row["fallen"]})

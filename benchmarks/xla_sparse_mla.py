@@ -3,7 +3,7 @@
     PJRT_DEVICE=CPU python -m benchmarks.xla_sparse_mla
     PJRT_DEVICE=CPU python -m benchmarks.xla_sparse_mla --tokens 512 --rows 512 --topk 128 --channels 192 --values 128
 
-The first takes eight minutes, of which six go into compiling the chunks that are written out.
+Needs torch_xla. The first takes eight minutes, of which six go into compiling the chunks that are written out.
 
 Forward and backward are two programs, in a process of its own for each line. MiB: all buffers of each program. first s:
 to trace, compile and run both once. ms of CPU time: median of the steps after that.
@@ -17,8 +17,10 @@ import re
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
+from benchmarks import arguments
 from benchmarks.xla_programs import compiled_by, counts, show
 
 # Lowering, and the bytes of rows it gathers at once; None for its own.
@@ -27,7 +29,11 @@ VARIANTS: dict[str, tuple[str, int | None]] = {
     "reference, chunks of 8 MiB": ("reference", 8 << 20),
     "tpu_xla": ("tpu_xla", None),
 }
-SIZES = {"tokens": 256, "rows": 1024, "heads": 16, "topk": 512, "channels": 576, "values": 512, "steps": 5}
+SIZES = {
+    "tokens": (256, "queries"), "rows": (1024, "rows of keys and values"), "heads": (16, "heads"),
+    "topk": (512, "rows a query reads"), "channels": (576, "channels of a row"),
+    "values": (512, "of them those of the values"), "steps": (5, "steps behind the first"),
+}  # fmt: skip
 
 
 def measure(variant: str, a: argparse.Namespace) -> dict[str, Any]:
@@ -79,16 +85,18 @@ def run(variant: str, arguments: list[str]) -> dict[str, Any]:
     return {**row, "MiB": mib, **{column: found[column] for column in ("dots", "moves in all", "dynamic")}}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in SIZES.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = arguments.parser("benchmarks.xla_sparse_mla", __doc__)
+    for name, (default, meaning) in SIZES.items():
+        parser.add_argument(f"--{name}", type=int, default=default, help=meaning)
     parser.add_argument("--variant", choices=VARIANTS, help="measure this one here, and print it as JSON")
-    a = parser.parse_args()
+    argv = sys.argv[1:] if argv is None else argv
+    a = parser.parse_args(argv)
+    arguments.need_torch_xla(parser)
     if a.variant is not None:
         print(json.dumps(measure(a.variant, a)))
         return
-    rows = {name: run(name, sys.argv[1:]) for name in VARIANTS}
+    rows = {name: run(name, list(argv)) for name in VARIANTS}
     show(rows, list(next(iter(rows.values()))))
 
 

@@ -9,20 +9,23 @@ gives (model, arguments, keyword arguments), `common.eager_step(entry, model, ar
 step, and `run.py` has `flat(step)`, its (outputs, gradients), and `rel(tensors, wanted)`, the relative error of the
 worst. Each model runs in a process of its own, two steps with different weights: eagerly on CPU, compiled for CPU as
 far as the passes and all that surrounds them (code generation is left out), and on XLA; there without this package,
-too, if it is not equal with it.
+too, if it is not equal with it. Needs torch_xla, the models' own packages, and some minutes a model; the page is made
+of results without either. Models and results are not in this repository: docs/generated/xla_zoo.md is.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from benchmarks import arguments
 
 BOUND = 1e-5  # relative, of the worst tensor, float32
 
@@ -147,11 +150,12 @@ def judged(row: dict[str, Any]) -> str:
 
 HEAD = """# Third-party models on XLA
 
-Written by `python -m benchmarks.xla_zoo --page`. The models of [recall.md](recall.md), tiny and in float32, on XLA's
-CPU device with torch and torch_xla 2.9.0, two steps with different weights. *sites*: those that fire on XLA. *output*,
-*gradient*: relative error of the worst tensor beside eager CPU, of this package / of plain openxla (`-` where that was
-not needed, or fails). *equal*: the sites that fire on CPU with the same torch, and both errors within {bound:.0e};
-*as openxla*: beyond, and no worse than 1.5 times plain openxla's. *on the host*: ATen ops that XLA handed back.
+Written by `python -m benchmarks.xla_zoo --page out.json`, of results that are not in the repository. The models of
+[recall.md](recall.md), tiny and in float32, on XLA's CPU device with torch and torch_xla 2.9.0, two steps with
+different weights. *sites*: those that fire on XLA. *output*, *gradient*: relative error of the worst tensor beside
+eager CPU, of this package / of plain openxla (`-` where that was not needed, or fails). *equal*: the sites that fire on
+CPU with the same torch, and both errors within {bound:.0e}; *as openxla*: beyond, and no worse than 1.5 times plain
+openxla's. *on the host*: ATen ops that XLA handed back.
 """
 
 
@@ -182,20 +186,23 @@ torchtitan 0.3.0 imports, by way of spmd_types, parts of torch.distributed that 
 `_mesh_layout`, `ExplicitRedistributionContext`. torch_xla ends at 2.9."""
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("zoo", nargs="?", type=Path, help="folder of the models")
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = arguments.parser("benchmarks.xla_zoo", __doc__)
+    parser.add_argument("zoo", nargs="?", type=Path, metavar="ZOO", help="folder of the models")
     parser.add_argument("--only", help="comma-separated names")
     parser.add_argument("--json", type=Path, help="where to write the results")
     parser.add_argument("--page", type=Path, metavar="JSON", help="print the page of such results")
     parser.add_argument("--timeout", type=int, default=600, help="seconds for a model")
     parser.add_argument("--one", help="measure this one here, and print it as JSON")
-    a = parser.parse_args()
+    a = parser.parse_args(argv)
     if a.page:
         print(page(json.loads(a.page.read_text())))
         return
     if a.zoo is None:
-        parser.error("which folder?")
+        parser.error("give it a folder of models (ZOO), or --page a file of results")
+    arguments.need_torch_xla(parser)
+    if not (a.zoo / "models.py").exists():
+        parser.error(f"{a.zoo} is no folder of models: it has no models.py")
     if a.one:
         print(json.dumps(one(a.one, a.zoo)))
         return

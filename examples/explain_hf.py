@@ -3,7 +3,8 @@
 The model is built from a small config with random weights; nothing is downloaded. Its code is the one transformers
 ships, unchanged.
 
-    python examples/explain_hf.py
+    python examples/explain_hf.py                   # some minutes on CPU; needs transformers
+    megacpp explain examples.explain_hf:build       # the report alone; estimate and plan take it too
 """
 
 import argparse
@@ -12,17 +13,19 @@ from typing import Any
 
 import torch
 
-try:
-    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
-except ImportError:
-    sys.exit("this example needs transformers: pip install 'transformers==5.17.0'")
+VOCABULARY = 512
 
 
 def tiny_deepseek_v3(layers: int, seed: int) -> Any:
-    """DeepSeek-V3 in every part, small in every size: one dense layer, then mixture-of-experts layers."""
+    """DeepSeek-V3 in every part, small in every size: one dense layer, then mixture-of-experts layers. Raises
+    ImportError without transformers."""
+    try:
+        from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+    except ImportError as error:
+        raise ImportError("this example needs transformers: pip install 'transformers==5.17.0'") from error
     torch.manual_seed(seed)
     config = DeepseekV3Config(
-        vocab_size=512,
+        vocab_size=VOCABULARY,
         hidden_size=128,
         intermediate_size=256,
         moe_intermediate_size=64,
@@ -43,10 +46,13 @@ def tiny_deepseek_v3(layers: int, seed: int) -> Any:
         max_position_embeddings=256,
         use_cache=False,
     )
-    model = DeepseekV3ForCausalLM(config).train()
-    # In float32 the default, grouped_mm, falls back under torch.compile to code that breaks the graph.
-    model.set_experts_implementation("batched_mm")
-    return model
+    return DeepseekV3ForCausalLM(config).train()
+
+
+def build() -> tuple[Any, dict[str, torch.Tensor]]:
+    """A model of two layers and the inputs of a training step, as the command line takes them."""
+    tokens = torch.zeros(2, 64, dtype=torch.long)
+    return tiny_deepseek_v3(layers=2, seed=0), {"input_ids": tokens, "labels": tokens}
 
 
 def train(model: Any, step_model: Any, inputs: dict[str, torch.Tensor], steps: int) -> list[float]:
@@ -62,9 +68,12 @@ def train(model: Any, step_model: Any, inputs: dict[str, torch.Tensor], steps: i
     return losses
 
 
+class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """This file's own text as it is written, and the default of every option."""
+
+
 def main() -> int:
-    summary = (__doc__ or "").split("\n\n")[0]
-    parser = argparse.ArgumentParser(description=summary, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     parser.add_argument("--backend", default="megacpp", help="backend of torch.compile; others print no explanation")
     parser.add_argument("--layers", type=int, default=2, help="depth of the model; the first layer is dense")
     parser.add_argument("--steps", type=int, default=5, help="training steps")
@@ -76,7 +85,7 @@ def main() -> int:
     args = parser.parse_args()
 
     generator = torch.Generator().manual_seed(args.seed)
-    tokens = torch.randint(512, (args.batch, args.length), generator=generator).to(args.device)
+    tokens = torch.randint(VOCABULARY, (args.batch, args.length), generator=generator).to(args.device)
     inputs = {"input_ids": tokens, "labels": tokens}
 
     if args.backend == "megacpp":
@@ -108,4 +117,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except ImportError as error:
+        sys.exit(str(error))

@@ -4,7 +4,8 @@
     PJRT_DEVICE=CPU python examples/train_mla.py --steps 100 --device xla --json out/xla.json
     python examples/overlay.py out/cpu.json out/xla.json --plot out/overlay.png --tolerance 1e-4
 
-FILE: what an example wrote by `--json`. The text is the interpreter's own, so both have to come from one Python.
+The first two take some minutes on CPU; the second needs torch_xla, and a figure matplotlib. FILE: what an example wrote
+by `--json`. The text is the interpreter's own, so both have to come from one Python.
 """
 
 import argparse

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from train_mla import batches, progress
+from train_mla import Help, batches, progress
 
 AVERAGED = 20  # last steps whose mean is a run's final loss: a single batch says little
 
@@ -212,8 +212,8 @@ def plot(path: Path, runs: list[Run]) -> None:
 
 
 def arguments(summary: str, figure: str, steps: int, lr: float, backends: Sequence[str]) -> argparse.ArgumentParser:
-    """A parser with what every comparison can be told."""
-    parser = argparse.ArgumentParser(description=summary, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    """A parser with what every comparison can be told. summary: the text of `--help`."""
+    parser = argparse.ArgumentParser(description=summary, formatter_class=Help)
     parser.add_argument(
         "--backends", nargs="+", default=list(backends),
         help="eager, or backends of torch.compile; with a dtype of its own as in eager:float32, or a recipe of "

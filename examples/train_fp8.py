@@ -4,8 +4,11 @@ Parameters are bfloat16 and the optimizer holds float32 copies, as is usual. The
 plan (`options={"precision": "fp8_current"}`) says which linears are in float8. Where a device has no float8 the plan
 says bfloat16 everywhere, and the runs are alike. The text is Python's own standard library.
 
-    python examples/train_fp8.py                                           # with a GPU: 12 layers, 0.60 B parameters
-    python examples/train_fp8.py --size tiny --steps 20 --blocks           # anywhere
+    python examples/train_fp8.py --size tiny --steps 20 --blocks           # anywhere, in some minutes
+
+on a GPU, 12 layers with 0.60 B parameters:
+
+    python examples/train_fp8.py
     python examples/train_fp8.py --backends eager inductor megacpp megacpp:fp8_current --json fp8.json
     python examples/train_fp8.py --seeds 6 --backends inductor megacpp:fp8_current   # what one pair of runs cannot tell
 """
@@ -36,9 +39,8 @@ SIZES = {  # config, sequences a step, bytes a sequence
 
 
 def parse_arguments() -> argparse.Namespace:
-    summary = (__doc__ or "").split("\n\n")[0]
     backends = ("inductor", "megacpp", "megacpp:fp8_current")
-    parser = arguments(summary, "train_fp8.png", steps=300, lr=3e-4, backends=backends)
+    parser = arguments(__doc__ or "", "train_fp8.png", steps=300, lr=3e-4, backends=backends)
     size = "large" if torch.cuda.is_available() else "tiny"
     parser.add_argument("--size", default=size, choices=list(SIZES), help="large: 12 layers of width 2048")
     parser.add_argument("--batch", type=int, default=argparse.SUPPRESS, help="sequences a step (default: 2)")

@@ -4,8 +4,8 @@ The model (`plain_hybrid.py`) is plain PyTorch. A compiler that cannot train it,
 is shown with its reason. The text is Python's own standard library, as in `train_mla.py`.
 
     python examples/train_hybrid.py                                       # a tiny model, on CPU in a few minutes
-    python examples/train_hybrid.py --size large --dtype bfloat16 --length 4096 --batch 4 --steps 200
-    python examples/train_hybrid.py --dtype bfloat16 --backends eager:float32 eager megacpp --steps 200
+    python examples/train_hybrid.py --dtype bfloat16 --backends eager:float32 eager megacpp --steps 200     # likewise
+    python examples/train_hybrid.py --size large --dtype bfloat16 --length 4096 --batch 4 --steps 200     # on a GPU
 """
 
 import argparse
@@ -27,8 +27,7 @@ from train_mla import standard_library_text
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 1e-1}
 
 
-def parse_arguments(models: Collection[str]) -> argparse.Namespace:
-    summary = (__doc__ or "").split("\n\n")[0]
+def parse_arguments(models: Collection[str], summary: str) -> argparse.Namespace:
     parser = arguments(summary, "train_hybrid.png", steps=30, lr=1e-3, backends=("eager", "megacpp"))
     parser.add_argument("--size", default="tiny", choices=["tiny", "large"], help="large: a billion parameters")
     parser.add_argument("--batch", type=int, default=4, help="sequences a step")
@@ -44,10 +43,11 @@ def parse_arguments(models: Collection[str]) -> argparse.Namespace:
     return args
 
 
-def main(models: Mapping[str, Callable[[nn.Module], nn.Module]] | None = None) -> int:
-    """`models`: what may stand before a backend, as in "name+inductor", and what it makes of the plain model."""
+def main(models: Mapping[str, Callable[[nn.Module], nn.Module]] | None = None, about: str = __doc__ or "") -> int:
+    """`models`: what may stand before a backend, as in "name+inductor", and what it makes of the plain model. about:
+    the text of `--help`."""
     made = {"": lambda model: model, **(models or {})}
-    args = parse_arguments(made)
+    args = parse_arguments(made, about)
     text = standard_library_text()
     print(f"{len(text):,} bytes of text, {args.size}, {args.device}, {args.dtype}, torch {torch.__version__}")
 

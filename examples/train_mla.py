@@ -4,9 +4,11 @@ The model is written the plain way, with multi-head latent attention (MLA) as in
 the package; `torch.compile(model, backend="megacpp")` is the only change between the runs. The text is Python's own
 standard library, so that nothing has to be downloaded.
 
-    python examples/train_mla.py
-    python examples/train_mla.py --backend inductor --steps 50 --no-plot
-    PJRT_DEVICE=CPU python examples/train_mla.py --device xla --steps 50 --json out.json  # overlay.py draws such files
+    python examples/train_mla.py                                             # some minutes on CPU
+    python examples/train_mla.py --backend inductor --steps 50 --no-plot     # likewise
+    PJRT_DEVICE=CPU python examples/train_mla.py --device xla --steps 50 --json out.json     # needs torch_xla
+
+overlay.py draws what --json writes. The figure needs matplotlib.
 """
 
 import argparse
@@ -300,9 +302,12 @@ def plot(path: Path, backend: str, eager: Run, compiled: Run) -> None:
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 1e-1}
 
 
+class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """An example's own text as it is written, and the default of every option."""
+
+
 def parse_arguments() -> argparse.Namespace:
-    summary = (__doc__ or "").split("\n\n")[0]
-    parser = argparse.ArgumentParser(description=summary, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     parser.add_argument("--backend", default="megacpp", help="backend of torch.compile")
     parser.add_argument("--steps", type=int, default=150, help="optimizer steps of each run, at least 2")
     parser.add_argument("--batch", type=int, default=8, help="sequences a step")

@@ -3,17 +3,20 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.fx import GraphModule
 
+from megacpp_compile._torch import dynamo
 from megacpp_compile.backends.static_launch import start_workers
 from megacpp_compile.config.options import Config
-from megacpp_compile.errors import TorchTooOldError
+from megacpp_compile.errors import BadOptionError, MegacppError, TorchTooOldError
 from megacpp_compile.frontend import unbacked_shapes
 from megacpp_compile.passes._driver import pass_names
 from megacpp_compile.pipeline import WHOLE, Block, compile_frame
@@ -21,18 +24,51 @@ from megacpp_compile.targets import resolve_target
 
 MINIMUM_TORCH = (2, 9)
 
+Called = TypeVar("Called", bound=Callable[..., Any])
 
+
+def raises_own_errors(backend: Called) -> Called:
+    """`backend`, called by Dynamo, whose errors of this package reach the user by their own class: Dynamo would wrap
+    them in BackendCompilerFailed."""
+
+    @functools.wraps(backend)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return backend(*args, **kwargs)
+        except Exception as error:
+            own: BaseException | None = error
+            while own is not None and not isinstance(own, MegacppError):
+                own = getattr(own, "inner_exception", None)  # Inductor wraps what is raised inside of it
+            frame = inspect.currentframe()
+            if own is None or frame is None:
+                raise
+            raise dynamo.unwrapped(own, frame) from error
+
+    return cast(Called, called)
+
+
+@raises_own_errors
 def megacpp(
-    gm: GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, mode: str | None = None
-) -> Callable[..., Any]:
+    gm: GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | Config | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:  # fmt: skip
     """The `torch.compile` backend.
 
-    gm, example_inputs: Dynamo's graph and its inputs. options: fields of `Config`. mode: a `torch.compile` mode, whose
-    Inductor settings are used. Raises the errors of `megacpp_compile.errors` for bad options, an unmet `require`, a
-    failed verification under `strict`, or a target that is not there.
+    gm, example_inputs: Dynamo's graph and its inputs. options: fields of `Config`, or a `Config`. mode: a
+    `torch.compile` mode, whose Inductor settings are used. Raises the errors of `megacpp_compile.errors` for bad
+    options, an unmet `require`, a failed verification under `strict`, or a target that is not there. They reach the
+    user of `torch.compile` by their own class.
     """
+    return compile_with(gm, example_inputs, checked_options(options, mode), mode)
+
+
+def checked_options(options: Mapping[str, Any] | Config | None = None, mode: str | None = None) -> Config:
+    """The settings that `options` and the environment make. Raises TorchTooOldError and the errors of
+    `Config.from_options`, and BadOptionError for a `mode` that torch does not have. `torch.compile` calls it when the
+    options are given."""
     check_torch()
-    return compile_with(gm, example_inputs, Config.from_options(options, pass_names()), mode)
+    mode_patches(mode)
+    return Config.from_options(options, pass_names())
 
 
 def compile_with(
@@ -53,12 +89,16 @@ def check_torch(found: str | None = None) -> None:
 
 
 def mode_patches(mode: str | None) -> dict[str, Any]:
-    """Inductor's settings of a `torch.compile` mode."""
+    """Inductor's settings of a `torch.compile` mode. Raises BadOptionError for one that torch does not have."""
     if mode in (None, "default"):
         return {}
     from megacpp_compile._torch.inductor import list_mode_options
 
-    return dict(list_mode_options(mode))
+    try:
+        return dict(list_mode_options(mode))
+    except (RuntimeError, TypeError):
+        known = list(list_mode_options())
+        raise BadOptionError("mode", mode, "one of " + ", ".join(map(repr, known)), known) from None
 
 
 class _Backend(ModuleType):
@@ -73,3 +113,5 @@ sys.modules[__name__].__class__ = _Backend
 for _backend in (megacpp, sys.modules[__name__]):
     unbacked_shapes.traces_unbacked_shapes(_backend)
 unbacked_shapes.install()
+dynamo.registers_again(megacpp)
+dynamo.check_when_given((megacpp, sys.modules[__name__]), checked_options)

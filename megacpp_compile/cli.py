@@ -2,136 +2,235 @@
 
 megacpp explain package.module:callable [--json]    report of the model that the callable builds
 megacpp estimate package.module:callable [--json]   memory of its training step, on fake tensors
-megacpp plan package.module:callable [--plot FILE]  policies: the time of each against the memory of activations
+megacpp plan package.module:callable [--plot FILE]  policies: the time of each against the peak of memory
 megacpp passes                                      the passes, in the order they run
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
+import contextlib
 import importlib
 import json
+import logging
 import os
 import sys
-from collections.abc import Sequence
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
 from typing import Any
+
+_TARGET = """\
+module:callable names a callable that needs no arguments and returns the model and its inputs: (model, args),
+(model, args, kwargs), or (model, kwargs) with kwargs a dict. The module is found as Python finds it from the current
+directory; the example is one of a checkout and needs transformers.
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
+    """Run the command line; returns the exit status: 0, or 2 where a sentence on stderr says what is wrong."""
+    given = _parser().parse_args(argv)
+    from megacpp_compile.errors import MegacppError
+    from megacpp_compile.report.user_code import first_line
+
+    try:
+        with _quiet(given.verbose):
+            given.run(given)
+        return 0
+    except Exception as error:
+        if given.verbose:
+            traceback.print_exc()
+        if isinstance(error, MegacppError):
+            text = str(error)
+        elif isinstance(error, OSError) and error.filename:  # a file to write
+            text = f"{error.strerror}: {error.filename!r}"
+        else:
+            text = f"internal error: {first_line(error)}. `--verbose` shows where: please report it."
+        print(f"megacpp {given.command}: {text}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="megacpp", description="What megacpp_compile makes of a model.")
     commands = parser.add_subparsers(dest="command", required=True)
-    explain = commands.add_parser(
-        "explain",
-        help="what would be fused in a model, what not, and why, without running it",
-        description="Explain a model. TARGET names a callable without required arguments that returns the model and "
-        "its inputs: (model, args), (model, args, kwargs), or (model, kwargs) with kwargs a dict.",
-    )
-    explain.add_argument("target", metavar="module:callable", help="for instance examples.explain_hf:build")
-    explain.add_argument("--json", action="store_true", help="print the report as JSON")
-    explain.add_argument(
-        "--option", action="append", default=[], metavar="KEY=VALUE", help="a Config field, repeatable"
-    )
-    estimate = commands.add_parser(
-        "estimate",
-        help="memory of a model's training step, without allocating any",
-        description="Estimate parameters, gradients, optimizer state and activations. TARGET as in `megacpp explain`.",
-    )
-    estimate.add_argument("target", metavar="module:callable")
-    estimate.add_argument("--json", action="store_true", help="print it as JSON")
-    estimate.add_argument("--optimizer", default="adamw", help="adamw, adamw_master, sgd, ... (default: %(default)s)")
-    estimate.add_argument("--device", help="device to estimate for (default: the model's own)")
+
+    def command(name: str, run: Any, help: str, example: str) -> argparse.ArgumentParser:
+        form = argparse.RawDescriptionHelpFormatter
+        about = f"{help[0].upper()}{help[1:]}.\n\n{_TARGET if run is not _passes else ''}"
+        made = commands.add_parser(name, help=help, description=about, epilog=f"example:\n  {example}",
+                                   formatter_class=form)  # fmt: skip
+        made.set_defaults(run=run)
+        made.add_argument("--verbose", action="store_true", help="torch's warnings, and tracebacks of errors")
+        if run is not _passes:
+            made.add_argument("target", metavar="module:callable")
+            made.add_argument("--json", action="store_true", help="print JSON")
+            made.add_argument("--option", action="append", default=[], metavar="KEY=VALUE",
+                              help="a Config field, repeatable; VALUE is a Python or JSON literal, else text: "
+                                   "strict=true, disable=moe, require='{\"moe\": 2}', inductor.max_autotune=true"
+                              )  # fmt: skip
+        return made
+
+    command("explain", _explain, "what would be fused in a model, what not, and why, without running it",
+            "megacpp explain examples.explain_hf:build --option strict=true")  # fmt: skip
+    estimate = command("estimate", _estimate, "memory of a model's training step, without allocating any",
+                       "megacpp estimate examples.explain_hf:build --optimizer adamw_master")  # fmt: skip
+    estimate.add_argument("--optimizer", default="adamw", type=_number_or_text, metavar="NAME",
+                          help="adamw, adamw_bf16, adamw_8bit, adamw_master, momentum, sgd, or bytes a parameter "
+                               "(default: %(default)s)")  # fmt: skip
     estimate.add_argument("--eager", action="store_true", help="skip what the compiler's graphs keep")
-    plan = commands.add_parser(
-        "plan",
-        help="checkpointing policies: what each costs in time and keeps in memory",
-        description="Estimate policies on fake tensors, and mark the best. TARGET as in `megacpp explain`.",
-    )
-    plan.add_argument("target", metavar="module:callable")
-    plan.add_argument("--json", action="store_true", help="print them as JSON")
-    plan.add_argument("--plot", metavar="FILE", help="draw them, too, e.g. into plan.png (needs matplotlib)")
-    plan.add_argument("--device", help="device to estimate for (default: the model's own)")
-    commands.add_parser("passes", help="list the passes in the order they run")
-    options = parser.parse_args(argv)
-    if options.command == "passes":
-        from megacpp_compile.passes._driver import all_passes
-
-        for p in all_passes():
-            print(f"{p.name:16s} {(sys.modules[p.__name__].__doc__ or '').splitlines()[0]}")  # type: ignore[attr-defined]
-        return 0
-    if options.command == "estimate":
-        return _estimate(options)
-    if options.command == "plan":
-        return _plan(options)
-    return _explain(options.target, options.option, options.json)
+    plan = command("plan", _plan, "checkpointing policies: what each costs in time and leaves at the peak of memory",
+                   "megacpp plan examples.explain_hf:build --plot plan.png")  # fmt: skip
+    plan.add_argument("--plot", metavar="FILE", help="draw them too (needs matplotlib)")
+    for made in (estimate, plan):
+        made.add_argument("--device", help="device to estimate for (default: the model's own)")
+    command("passes", _passes, "list the passes in the order they run", "megacpp passes")
+    return parser
 
 
-def _estimate(options: argparse.Namespace) -> int:
-    from megacpp_compile.errors import MegacppError
-    from megacpp_compile.memory.estimate import estimate
-
-    try:
-        model, args, kwargs = _load(options.target)
-        settings = {"optimizer": options.optimizer, "device": options.device, "compiled": not options.eager}
-        found = estimate(model, *args, **settings, **kwargs)
-    except (ImportError, AttributeError, TypeError, ValueError, MegacppError) as error:
-        print(f"megacpp estimate: {error}", file=sys.stderr)
-        return 2
-    print(json.dumps(found.to_dict(), indent=1) if options.json else found)
-    return 0
-
-
-def _plan(options: argparse.Namespace) -> int:
-    from megacpp_compile.errors import MegacppError
-    from megacpp_compile.memory import pareto
-
-    try:
-        model, args, kwargs = _load(options.target)
-        found = pareto.points(model, *args, device=options.device, **kwargs)
-        print(json.dumps([p.to_dict() for p in found], indent=1) if options.json else pareto.text(found))
-        if options.plot:
-            pareto.plot(found, options.plot)
-    except (ImportError, AttributeError, TypeError, ValueError, OSError, MegacppError) as error:
-        print(f"megacpp plan: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-def _explain(target: str, pairs: Sequence[str], as_json: bool) -> int:
-    from megacpp_compile.errors import MegacppError
+def _explain(given: argparse.Namespace) -> None:
     from megacpp_compile.explainer import explain
 
+    options = _options(given.option)
+    model, args, kwargs = _load(given.target)
+    report = explain(model, *args, options=options, **kwargs)
+    print(report.to_json(indent=1) if given.json else report)
+
+
+def _estimate(given: argparse.Namespace) -> None:
+    from megacpp_compile.memory.estimate import estimate
+
+    settings = {"optimizer": given.optimizer, "device": given.device, "compiled": not given.eager}
+    options = _options(given.option)
+    model, args, kwargs = _load(given.target)
+    found = estimate(model, *args, **settings, options=options, **kwargs)
+    print(json.dumps(found.to_dict(), indent=1) if given.json else found)
+
+
+def _plan(given: argparse.Namespace) -> None:
+    from megacpp_compile.memory import pareto
+
+    options = _options(given.option)
+    model, args, kwargs = _load(given.target)
+    found = pareto.points(model, *args, device=given.device, options=options, **kwargs)
+    print(json.dumps([p.to_dict() for p in found], indent=1) if given.json else pareto.text(found))
+    if given.plot:
+        from megacpp_compile.memory.plot import plot
+
+        plot(found, given.plot)
+
+
+def _passes(_: argparse.Namespace) -> None:
+    from megacpp_compile.passes._driver import all_passes
+
+    for p in all_passes():
+        print(f"{p.name:16s} {(sys.modules[p.__name__].__doc__ or '').splitlines()[0]}")  # type: ignore[attr-defined]
+
+
+def _options(pairs: Sequence[str]) -> dict[str, Any]:
+    """Fields of `Config` from KEY=VALUE; `inductor.max_autotune=true` is an entry of the mapping `inductor`."""
+    from megacpp_compile.errors import BadOptionError
+
+    found: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, text = pair.partition("=")
+        if not equals or not key:
+            raise BadOptionError("--option", pair, "KEY=VALUE, for instance strict=true")
+        name, dot, entry = key.strip().partition(".")
+        if dot:
+            if not isinstance(found.setdefault(name, {}), dict):
+                raise BadOptionError("--option", pair, f"{name!r} either as a whole or by its entries")
+            found[name][entry] = _literal(text)
+        else:
+            found[name] = _literal(text)
+    return found
+
+
+def _literal(text: str) -> Any:
+    """A JSON or Python literal; any other text is itself."""
+    for read in (json.loads, ast.literal_eval):
+        with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+            return read(text.strip())
+    return text
+
+
+def _number_or_text(text: str) -> float | str:
     try:
-        model, args, kwargs = _load(target)
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        print(f"megacpp explain: cannot build {target!r}: {error}", file=sys.stderr)
-        return 2
-    options = {key: value for key, _, value in (pair.partition("=") for pair in pairs)}
-    try:
-        report = explain(model, *args, options=options, **kwargs)
-    except MegacppError as error:
-        print(f"megacpp explain: {error}", file=sys.stderr)
-        return 2
-    print(report.to_json(indent=1) if as_json else report)
-    return 0
+        return float(text)
+    except ValueError:
+        return text
 
 
 def _load(target: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """(model, args, kwargs) of "module:callable". Raises ValueError for a target of another form or result."""
+    """(model, args, kwargs) of "module:callable". Raises BuilderError for whatever else comes of it."""
+    from megacpp_compile.errors import BuilderError, closest
+    from megacpp_compile.report.user_code import first_line, place_of, user_frame
+
     name, colon, attribute = target.partition(":")
-    if not colon or not attribute:
-        raise ValueError("write it as module:callable")
-    sys.path.insert(0, os.getcwd())
-    found: Any = importlib.import_module(name)
+    if not colon or not attribute or not name:
+        raise BuilderError(target, "it is not of the form module:callable", "For instance mymodels:build.")
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.insert(0, here)
+
+    def raised(what: str, error: BaseException, remedy: str) -> BuilderError:
+        at = place_of(user_frame(error)) if not isinstance(error, SyntaxError) else f"line {error.lineno}"
+        return BuilderError(target, f"{what} {first_line(error)}{f' (at {at})' if at else ''}", remedy)
+
+    try:
+        found: Any = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name and (name == error.name or name.startswith(error.name + ".")):
+            problem = f"there is no module {error.name!r}"
+            raise BuilderError(target, problem, f"It is looked for in {here} and on PYTHONPATH.") from error
+        raise raised("importing it raised", error, "Install what is missing, or import it elsewhere.") from error
+    except (Exception, SystemExit) as error:
+        raise raised("importing it raised", error, "Mend the module first.") from error
     for part in attribute.split("."):
+        if not hasattr(found, part):
+            near = closest(part, vars(found)) if hasattr(found, "__dict__") else None
+            hint = f"Did you mean {near!r}?" if near else "Give the name of a function there."
+            raise BuilderError(target, f"{name} has no {part!r}", hint)
         found = getattr(found, part)
-    result = found()
+    if not callable(found):
+        raise BuilderError(target, f"{attribute} is no callable but {type(found).__name__}", "Name a function.")
+    try:
+        result = found()
+    except (Exception, SystemExit) as error:
+        raise raised("it raised", error, "The callable has to work without arguments.") from error
     if not isinstance(result, tuple) or not 2 <= len(result) <= 3 or not callable(result[0]):
-        raise ValueError("the callable must return (model, args), (model, args, kwargs) or (model, kwargs)")
+        got = f"({', '.join(type(r).__name__ for r in result)})" if isinstance(result, tuple) else type(result).__name__
+        wanted = "Return (model, args), (model, args, kwargs) or (model, kwargs)."
+        raise BuilderError(target, f"it returned {got}", wanted)
     model, args, kwargs = result if len(result) == 3 else (*result, {})
     if isinstance(args, dict):
         args, kwargs = (), args
+    if not isinstance(args, (tuple, list)) or not isinstance(kwargs, dict):
+        got = f"inputs of {type(args).__name__} and {type(kwargs).__name__}"
+        raise BuilderError(target, f"it returned {got}", "Inputs are a tuple or list, then a dict.")
     return model, tuple(args), dict(kwargs)
+
+
+@contextlib.contextmanager
+def _quiet(verbose: bool) -> Iterator[None]:
+    """Without what torch logs and warns of while it compiles, as none of it is about the user's model and what matters
+    is in the report. Errors are raised, not logged. TORCH_LOGS, where it is set, decides instead."""
+    if verbose or os.environ.get("TORCH_LOGS"):
+        yield
+        return
+    import torch
+
+    assert torch  # has made its loggers, with levels of their own, by now
+    names = [n for n in logging.root.manager.loggerDict if n.startswith("torch.")]
+    kept = {name: logging.getLogger(name).level for name in ("torch", *names)}
+    try:
+        for name in kept:
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module=r"torch(\.|$)")
+            yield
+    finally:
+        for name, level in kept.items():
+            logging.getLogger(name).setLevel(level)
 
 
 if __name__ == "__main__":

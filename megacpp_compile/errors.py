@@ -36,12 +36,28 @@ def closest(name: str, choices: Iterable[str]) -> str | None:
     return by_lower[found[0]] if found else None
 
 
+def _close_patterns(pattern: str, names: Iterable[str]) -> tuple[str, ...]:
+    """The patterns closest to `pattern` that hit some of `names`: those with a star for every number."""
+    starred = dict.fromkeys(".".join("*" if part.isdigit() else part for part in name.split(".")) for name in names)
+    return tuple(difflib.get_close_matches(pattern, starred, n=3, cutoff=0.5))
+
+
 def _did_you_mean(choice: str | None) -> str:
     return f" Did you mean {choice!r}?" if choice else ""
 
 
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(names) or "(none)"
+
+
+def _times(count: int) -> str:
+    return {1: "once", 2: "twice"}.get(count, f"{count} times")
+
+
+def _some(lines: list[str]) -> list[str]:
+    """The first few, and how many more there are."""
+    rest = len(lines) - _MISSES_SHOWN
+    return lines[:_MISSES_SHOWN] + ([f"  and {rest} more"] if rest > 0 else [])
 
 
 def _place(fqn: str, source: str) -> str:
@@ -63,6 +79,14 @@ class MegacppError(Exception):
     def __reduce__(self) -> tuple[Any, ...]:
         # The default would call the subclass's constructor with the finished message.
         return _rebuild, (type(self), self.args, self.__dict__)
+
+
+def wrapped_in(error: BaseException) -> MegacppError | None:
+    """The error of this package that Dynamo or Inductor wrapped into `error`; None where there is none."""
+    inner: BaseException | None = error
+    while inner is not None and not isinstance(inner, MegacppError):
+        inner = getattr(inner, "inner_exception", None) or inner.__cause__
+    return inner
 
 
 class UnknownOptionError(MegacppError, ValueError):
@@ -131,24 +155,29 @@ class RequirementError(MegacppError):
         wanted: the count required.
         fired: the count reached.
         misses: the nearest misses of that pass; the message shows the first few.
+        frames: frame -> how often the pass fired in it, where that is known.
+        breaks: the graph breaks between the frames, a line each.
     """
 
-    def __init__(self, pass_name: str, wanted: int, fired: int, misses: Sequence[Miss] = ()) -> None:
+    def __init__(
+        self, pass_name: str, wanted: int, fired: int, misses: Sequence[Miss] = (),
+        frames: Mapping[str, int] | None = None, breaks: Sequence[str] = (),
+    ) -> None:  # fmt: skip
         self.pass_name, self.wanted, self.fired, self.misses = pass_name, wanted, fired, tuple(misses)
-        lines = [
-            f"require={{{pass_name!r}: {wanted}}} was not met: the pass fired {fired} time{'' if fired == 1 else 's'}."
-        ]
-        if misses:
-            lines.append("Nearest misses:")
-        for miss in self.misses[:_MISSES_SHOWN]:
-            lines.append(f"  {_place(miss.fqn, miss.source)}, node {miss.node or '?'}: {miss.reason} [{miss.tag}]")
-        if len(self.misses) > _MISSES_SHOWN:
-            lines.append(f"  and {len(self.misses) - _MISSES_SHOWN} more")
-        lines.append(
-            "Rewrite the model where a miss says so, or lower the count."
-            if misses
-            else "Nothing in the graph came near the pattern: check that the pass is enabled and the code is compiled."
-        )
+        self.frames, self.breaks = dict(frames or {}), tuple(breaks)
+        counts = f"the pass fired {_times(fired)}, wanted {_times(wanted)}."
+        lines = [f"require={{{pass_name!r}: {wanted}}} was not met: {counts}"]
+        shown = [f"  in {frame}: {_times(count)}" for frame, count in self.frames.items()]
+        lines += _some(shown)
+        if fired > wanted:
+            lines.append("Raise the count, or leave the pass out with 'disable'.")
+        else:
+            near = (f"  {_place(m.fqn, m.source)}, node {m.node or '?'}: {m.reason} [{m.tag}]" for m in self.misses)
+            lines += ["Nearest misses:", *_some(list(near))] if misses else []
+            lines += [f"  {line}" for line in self.breaks[:_MISSES_SHOWN]]
+            nothing = "Nothing in the graph came near the pattern"
+            nothing += ": check that the pass is enabled and the code is compiled."
+            lines.append("Rewrite the model where a miss says so, or lower the count." if misses else nothing)
         super().__init__("\n".join(lines))
 
 
@@ -220,6 +249,27 @@ class VerificationError(MegacppError):
             f"pass {pass_name!r} changed {tensor} at {_place(fqn, source)}: "
             f"error {error:.3g}, tolerance {tolerance:.3g}. "
             f"Turn the pass off with options={{'disable': {pass_name!r}}} and report the module."
+        )
+
+
+class UnfoundedSiteError(MegacppError):
+    """A pass reported an op that it has not put into the graph; raised under `strict`.
+
+    Args:
+        pass_name: the pass.
+        op: qualified name of the op.
+        node: name of the node it was said to be.
+        fqn: module of the site, "" when unresolved.
+        source: source line of the site, "" when unknown.
+        problem: what is wrong, as the rest of a sentence.
+    """
+
+    def __init__(self, pass_name: str, op: str, node: str, fqn: str, source: str, problem: str) -> None:
+        self.pass_name, self.op, self.node = pass_name, op, node
+        self.fqn, self.source, self.problem = fqn, source, problem
+        super().__init__(
+            f"pass {pass_name!r} reported {op} ({node}) at {_place(fqn, source)}, but {problem}. "
+            f"This is a defect of megacpp_compile: turn the pass off with options={{'disable': {pass_name!r}}}."
         )
 
 
@@ -323,7 +373,7 @@ class PackageMissingError(MegacppError, ImportError):
 
 
 class NotAModuleError(MegacppError, TypeError):
-    """`megacpp_compile.compile` or `estimate` was given something without blocks.
+    """`megacpp_compile.compile`, `estimate` or `explain` was given something that is no model.
 
     Args:
         got: what it was given.
@@ -362,9 +412,12 @@ class BlockNotFoundError(MegacppError, ValueError):
     """
 
     def __init__(self, pattern: str, names: Sequence[str]) -> None:
-        self.pattern, self.names, self.closest = pattern, tuple(names), closest(pattern.replace("*", "0"), names)
+        self.pattern, self.names = pattern, tuple(names)
+        self.close = _close_patterns(pattern, names)
+        close = f"Close to it: {', '.join(map(repr, self.close))}."
+        meant = close if self.close else f"Modules: {_listed(names[:8])}."
         super().__init__(
-            f"blocks: no module is called {pattern!r}.{_did_you_mean(self.closest)} "
+            f"blocks: no module is called {pattern!r}. {meant} "
             'A pattern matches whole names, as in "model.layers.*", and the outermost modules it matches are blocks.'
         )
 
@@ -392,14 +445,57 @@ class EstimateError(MegacppError):
 
     Args:
         problem: what asked for a value.
+        where: source line that did, "" when unknown.
+        advice: what to do, as a sentence without its full stop.
     """
 
-    def __init__(self, problem: str) -> None:
-        self.problem = problem
+    def __init__(self, problem: str, where: str = "", advice: str = "") -> None:
+        self.problem, self.where, self.advice = problem, where, advice
         super().__init__(
-            f"the model cannot run on shapes alone: {problem}. A loop over the experts that got tokens is the usual "
-            "reason: choose a grouped or batched implementation of them."
+            f"the model cannot run on shapes alone: {where or 'its forward'} reads values ({problem}). "
+            f"{advice or 'Let shapes decide instead, or estimate the model without that part'}."
         )
+
+
+class DeviceNotMeasuredError(MegacppError, ValueError):
+    """Memory of a device that torch keeps no account of was to be measured.
+
+    Args:
+        device: the device.
+    """
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        super().__init__(f"the memory of {device!r} cannot be measured: give measure() a CUDA device or 'cpu'.")
+class ForwardError(MegacppError):
+    """The model's own forward raised when it ran on fake tensors of the shapes of its inputs.
+
+    Args:
+        model: the model's class.
+        problem: what it raised, without a full stop.
+        where: source line that raised, "" when unknown.
+    """
+
+    def __init__(self, model: str, problem: str, where: str = "") -> None:
+        self.model, self.problem, self.where = model, problem, where
+        super().__init__(
+            f"{model} cannot run on these inputs: {problem}{f' (at {where})' if where else ''}. "
+            "Give it the inputs of a training step; only shapes, dtypes and devices matter."
+        )
+
+
+class BuilderError(MegacppError, ValueError):
+    """A `module:callable` of the command line that gives no model and inputs.
+
+    Args:
+        target: as given.
+        problem: what is wrong with it, without a full stop.
+        remedy: what to do, as a sentence.
+    """
+
+    def __init__(self, target: str, problem: str, remedy: str) -> None:
+        self.target, self.problem, self.remedy = target, problem, remedy
+        super().__init__(f"cannot build {target!r}: {problem}. {remedy}")
 
 
 class ReportFormatError(MegacppError, ValueError):
@@ -422,12 +518,14 @@ class RuleWithoutHitError(MegacppError, ValueError):
         names: the names there are.
         option: the plan: "precision" or "sharding".
         what: what its names are those of.
+        meant: the hint, where the caller knows better than string similarity.
     """
 
     def __init__(
-        self, pattern: str, names: Sequence[str], option: str = "precision", what: str = "module with a weight"
-    ) -> None:
-        self.pattern, self.closest = pattern, closest(pattern.replace("*", "0"), names)
+        self, pattern: str, names: Sequence[str], option: str = "precision", what: str = "module with a weight",
+        meant: str | None = None,
+    ) -> None:  # fmt: skip
+        self.pattern, self.closest = pattern, meant or closest(pattern.replace("*", "0"), names)
         super().__init__(
             f"{option}: the pattern {pattern!r} hits no {what}.{_did_you_mean(self.closest)} It has to "
             "match a whole name; a star that is a segment stands for one or more segments, as in '*.mlp.*'."
@@ -499,7 +597,7 @@ class StockCheckpointError(EngineError):
         super().__init__(
             f"{where} computes in fp8 under torch.utils.checkpoint",
             "the second forward would quantise with other scales than the first, and count its maxima twice",
-            "Use megacpp_compile.precision.checkpoint.checkpoint_for(block), or the policy's fp8_wrapper.",
+            "Call the block through megacpp_compile.precision.checkpoint.checkpoint_for(block).",
         )
 
 

@@ -15,59 +15,81 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from megacpp_compile._torch.fakes import FakeTensorMode
 from megacpp_compile._torch.pytree import tree_map
-from megacpp_compile.backend import check_torch
+from megacpp_compile.backend import check_torch, raises_own_errors
 from megacpp_compile.config import rules
 from megacpp_compile.config.options import Config
+from megacpp_compile.errors import ForwardError, NotAModuleError, wrapped_in
 from megacpp_compile.frontend import unbacked_shapes
 from megacpp_compile.fx.fake_state import fake_state
 from megacpp_compile.passes._driver import pass_names
+from megacpp_compile.passes._required import FrameCount
 from megacpp_compile.pipeline import analyse, retrace_needed
 from megacpp_compile.report.collector import Report, emit_frame, record
 from megacpp_compile.report.records import Frame
+from megacpp_compile.report.user_code import first_line, place_of, user_frame
 from megacpp_compile.targets import resolve_target
 
 
-def explain(model: Callable[..., Any], *args: Any, options: Mapping[str, Any] | None = None, **kwargs: Any) -> Report:
+def explain(
+    model: Callable[..., Any], *args: Any, options: Mapping[str, Any] | Config | None = None, **kwargs: Any
+) -> Report:
     """What `torch.compile(model, backend="megacpp", options=options)` would fuse in `model(*args, **kwargs)`, what not,
     and why.
 
     model: a module or function, on any device, meta included. args, kwargs: its inputs; only their shapes, dtypes and
-    devices matter. Raises what the model's own forward raises on those shapes, and the errors of bad options and rules.
+    devices matter.
+
+    Raises NotAModuleError for what cannot be called, ForwardError where the model's own forward raises on those shapes,
+    and the errors of bad options and rules.
     """
     check_torch()
+    if not callable(model):
+        raise NotAModuleError(model)
     config = Config.from_options(options, pass_names())
     if isinstance(model, torch.nn.Module):
         rules.check_model(model, config)
 
     @unbacked_shapes.traces_unbacked_shapes
+    @raises_own_errors
     def backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         result = analyse(gm, example_inputs, config, resolve_target(config.target, example_inputs))
         outcome = result.outcome
-        again = retrace_needed(gm, result)
+        count, again = FrameCount(gm, config), retrace_needed(gm, result)
         if not again or outcome and outcome.misses:
             emit_frame(result.frame, outcome.sites if outcome else [], outcome.misses if outcome else [])
         if again:
+            count.saw(result.near_misses())
             unbacked_shapes.retrace()
-        return gm.forward  # runs on fake tensors: shapes only
+        count.check(result.frame, result.near_misses())
+        return count.counting(gm.forward, result.frame)  # runs on fake tensors: shapes only
 
     # With symbols for sizes that only values decide, such as how many tokens an expert has.
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-
-    def fake(value: Any) -> Any:
-        return mode.from_tensor(value, static_shapes=True) if isinstance(value, torch.Tensor) else value
-
-    fakes = tree_map(fake, (args, dict(kwargs)))
+    state = fake_state(model, mode)
+    fakes = tree_map(state.fake, (args, dict(kwargs)))
     # A code object keeps its compiled frames: start clean, and leave nothing behind that would run on fakes.
     torch.compiler.reset()
     try:
-        with record(pass_names()) as report, fake_state(model, mode), mode:
+        with record(pass_names()) as report, state, mode:
             try:
                 torch.compile(model, backend=backend)(*fakes[0], **fakes[1])
             except Exception as error:
+                if (own := wrapped_in(error)) is not None:
+                    raise own from None
                 if not unbacked_shapes.speaks_of_sizes(text := f"{type(error).__name__}: {error}"):
+                    _run_plain(model, *fakes)
                     raise
                 # What follows a graph break runs on fakes too, and cannot where it depends on how many rows there are.
                 emit_frame(Frame(captured=False, reason=f"not looked at, nor what follows: {text}"[:300]), [], [])
     finally:
         torch.compiler.reset()
     return report
+
+
+def _run_plain(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Run the model without a compiler, so that an error of its own is raised as such."""
+    try:
+        model(*args, **kwargs)
+    except Exception as error:
+        name = getattr(model, "__name__", type(model).__name__)
+        raise ForwardError(name, first_line(error), place_of(user_frame(error))) from error

@@ -20,7 +20,8 @@ from torch.fx import GraphModule, Node
 from megacpp_compile._torch.dynamo import RestartAnalysis
 from megacpp_compile._torch.ops import HigherOrderOperator
 from megacpp_compile.backends._protocol import Settings, backend_for
-from megacpp_compile.config import rules
+from megacpp_compile.backends.cache_hits import cache_hits
+from megacpp_compile.config import effects, rules
 from megacpp_compile.config.options import Config
 from megacpp_compile.errors import (
     CaptureError,
@@ -32,14 +33,15 @@ from megacpp_compile.errors import (
 from megacpp_compile.frontend import tensor_subclasses, unbacked_shapes
 from megacpp_compile.frontend.canonicalize import canonicalize
 from megacpp_compile.frontend.capture import Captured, capture
-from megacpp_compile.fx.provenance import module_fqn, no_graph_break, outermost_frame, source_line
+from megacpp_compile.fx.provenance import is_whole, module_fqn, outermost_frame, source_line
 from megacpp_compile.lowerings._registry import semantic_ops
 from megacpp_compile.matchers.recurrences import NAMES, find_recurrences
-from megacpp_compile.matchers.rope.heads import activations
+from megacpp_compile.matchers.rope.activations import activations
 from megacpp_compile.passes._driver import Outcome, enabled_passes, pass_names, run_passes
 from megacpp_compile.passes._precision_rows import answered, asked, unseen
+from megacpp_compile.passes._required import FrameCount, Requirement
 from megacpp_compile.passes._review import Reviewer
-from megacpp_compile.passes._sites import add_called_ops, check_required, choose_lowerings
+from megacpp_compile.passes._sites import add_called_ops, choose_lowerings
 from megacpp_compile.remat import conflicts
 from megacpp_compile.remat.plan import BlockRef, Plan
 from megacpp_compile.remat.tagging import describe
@@ -58,12 +60,14 @@ class Block:
 
     name: of the first such block in the model, "" for a frame that is none. copies: how many run its artifact.
     sibling_params: as in `sharding.pinning.pin_frame`. checked: whether rules by name were held against the model.
+    required: what `require` asks of the model that the frame is a piece of, None where the frame's own call counts.
     """
 
     name: str = ""
     copies: int = 0
     sibling_params: SiblingParams | None = None
     checked: bool = False
+    required: Requirement | None = None
 
 
 WHOLE = Block()
@@ -89,17 +93,23 @@ def compile_frame(
     analysis = analyse(boundary.gm, boundary.inputs, config, target, patches)
     analysis.notes = boundary.notes + tensor_subclasses.widened(boundary.gm, config.strict)
     analysis.frame.block, analysis.frame.blocks = block.name, block.copies
+    count = FrameCount(gm, config, block.required)
     if retrace_needed(boundary.gm, analysis):
+        count.saw(analysis.near_misses())
         # What is left of a loop behind a graph break would say the same again.
         if analysis.outcome and analysis.outcome.misses and not collector.told(analysis.outcome.misses):
             publish(analysis, config)
         unbacked_shapes.retrace()
+    count.check(analysis.frame, analysis.near_misses())
     if config.sharding is not None:
         analysis.frame.sharding = pin_for_frame(
             config.sharding, boundary.gm, boundary.inputs, analysis.op_nodes(), analysis.rewritten_gm(),
-            no_graph_break(boundary.gm), block.sibling_params,
+            is_whole(boundary.gm), block.sibling_params,
         )  # fmt: skip
+    served = cache_hits()
     compiled = _hand_to_backend(boundary.gm, boundary.inputs, analysis, config, target, patches, inner_compile)
+    analysis.frame.cached = cache_hits() > served
+    compiled = count.counting(compiled, analysis.frame)
     # Only now: a frame Inductor cannot compile is tried again by Dynamo in pieces, and did not happen.
     publish(analysis, config)
     return boundary.adapt(compiled)
@@ -111,6 +121,7 @@ def analyse(
 ) -> Analysis:  # fmt: skip
     """Capture a frame, canonicalize it and run the passes. Never changes `gm`. patches: Inductor's settings for the
     frame, by default those of `config`."""
+    effects.warn_of_ineffective(config, target)
     began = time.perf_counter()
     analysis = _analyse(gm, example_inputs, config, target, config.inductor if patches is None else patches)
     seconds = analysis.frame.seconds
@@ -124,12 +135,12 @@ def _analyse(
     grad = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs)
     left, config = config, config.on(target)
     frame = Frame(name=_frame_name(gm), nodes=len(gm.graph.nodes), target=target.name, grad=grad)
+    frame.policy = config.policy.to_dict() if config.policy is not None else None
     if left is not config:
         frame.chosen = {"keep_latents": config.keep_latents}
     log.graph("dynamo", gm)
     if (nothing := _nothing_to_do(gm, config)) is not None:
         frame.reason, frame.passes = nothing, {p.name: 0 for p in enabled_passes(config)}
-        check_required(config, frame.passes, [])
         return Analysis(frame)
     began = time.perf_counter()
     try:
@@ -140,7 +151,6 @@ def _analyse(
         frame.captured, frame.reason = False, str(error)
         frame.precision = unseen(gm.graph, config.precision, ALONE)
         log.logger.info("frame not captured, compiled by Inductor alone: %s", error)
-        check_required(config, {}, [])
         return Analysis(frame)
     frame.seconds["capture"] = time.perf_counter() - began
     try:
@@ -154,7 +164,6 @@ def _analyse(
     frame.recognised = _recurrences(captured)
     frame.seconds.update(outcome.seconds)
     log.graph("rewritten", captured.gm)
-    check_required(config, outcome.counts, outcome.misses)
     return Analysis(frame, captured, outcome)
 
 
@@ -162,7 +171,6 @@ def _left_alone(frame: Frame, gm: GraphModule, config: Config, reason: str) -> A
     """The analysis of a frame that the backend compiles alone."""
     analysis, frame.precision = Analysis(frame), unseen(gm.graph, config.precision, ALONE)
     analysis.fell_back(reason)
-    check_required(config, {}, [])
     return analysis
 
 
@@ -241,6 +249,9 @@ class Analysis:
     def rewritten_gm(self) -> GraphModule | None:
         """The rewritten graph, or None where no op was put in place."""
         return self.captured.gm if self.captured is not None and self.outcome and self.outcome.sites else None
+
+    def near_misses(self) -> list[MissedFusion]:
+        return self.outcome.misses if self.outcome is not None else []
 
     def op_nodes(self) -> list[tuple[str, Node]]:
         """(pass, node) of each op put in place."""

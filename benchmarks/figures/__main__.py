@@ -2,28 +2,25 @@
 
     python -m benchmarks.figures --out docs/figures docs/h200/block.json docs/h200/remat.json
 
-A subject's picture takes the name of its file. The grid of models by passes is
+Needs matplotlib. A subject's picture takes the name of its file. The grid of models by passes is
 `python -m benchmarks.recall_table --figure docs/figures/recall.png docs/generated/recall.md`.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import figures
+from benchmarks import arguments, figures
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Draw each file; 1 when one of them has nothing to draw."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.figures", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE.json")
-    parser.add_argument("--out", type=Path, default=Path("docs/figures"), help="folder (default %(default)s)")
+    parser = arguments.parser("benchmarks.figures", __doc__)
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE.json", help="what the suite wrote, by subject")
+    parser.add_argument("--out", type=Path, default=Path("docs/figures"), help="folder")
     a = parser.parse_args(argv)
     a.out.mkdir(parents=True, exist_ok=True)
     drawn = []

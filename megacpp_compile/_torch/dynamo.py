@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from megacpp_compile._torch._registry import find
 from megacpp_compile._torch._theme import theme
 
 if TYPE_CHECKING:
-    from torch._dynamo import OptimizedModule, config
+    from torch._dynamo import OptimizedModule, config, eval_frame
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.registry import lookup_backend
     from torch._dynamo.backends.torchxla import openxla_eval_boxed
+    from torch._dynamo.convert_frame import CatchErrorsWrapper
     from torch._dynamo.exc import InvalidBackend, RestartAnalysis, TensorifyScalarRestartAnalysis
     from torch._dynamo.guards import GuardBuilder, install_guard
     from torch._dynamo.source import AttrSource, TensorProperty, TensorPropertySource
@@ -35,3 +38,70 @@ def frame_compiler() -> Callable[..., Any] | None:
 def set_frame_compiler(compiler: Callable[..., Any]) -> None:
     """Have Dynamo call `compiler` instead."""
     find("torch._dynamo.convert_frame")._compile = compiler
+
+
+class _Reopened(dict[str, Any]):
+    """Dynamo's table of backends, where `open_to` does not count as taken."""
+
+    open_to: str = ""
+
+    def __contains__(self, name: object) -> bool:
+        return name != self.open_to and super().__contains__(name)
+
+
+def registers_again(backend: Any) -> None:
+    """Register `backend`, and let it be registered again. Dynamo looks a name up, imports what the entry point names,
+    and only then asks whether the name is taken, without a lock: threads whose first use of a backend is at once all
+    come to register it, and have looked up by then what registers, so that only the table itself can let them."""
+    registry = find("torch._dynamo.backends.registry")
+    known = find("torch._dynamo.backends.registry._COMPILER_FNS")
+    if not isinstance(known, dict) or isinstance(known, _Reopened):
+        return
+    backend._tags = ()  # what else registering does
+    reopened = _Reopened({**known, backend.__name__: backend})
+    reopened.open_to = backend.__name__
+    registry._COMPILER_FNS = reopened
+
+
+def check_when_given(backends: Sequence[Any], check: Callable[..., Any]) -> None:
+    """Have `torch.compile(model, backend=...)`, for one of `backends`, call `check` with the keyword arguments that it
+    keeps for the backend, `mode` and `options`. Where Dynamo is built otherwise, nothing is done."""
+    original = find("torch._dynamo.eval_frame.get_compiler_fn")
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def get_compiler_fn(compiler_fn: Any) -> Any:
+        if any(getattr(compiler_fn, "compiler_fn", None) is backend for backend in backends):
+            check(**getattr(compiler_fn, "kwargs", {}))
+        return original(compiler_fn)
+
+    find("torch._dynamo.eval_frame").get_compiler_fn = get_compiler_fn
+
+
+def unwrapped(error: Exception, raised_in: FrameType) -> Exception:
+    """`error` as Dynamo lets a backend raise it, where it would wrap any other in BackendCompilerFailed: an instance of
+    the error's own class, with its message and attributes, whose traceback goes from the user's call to the frame
+    `raised_in`. With TORCHDYNAMO_VERBOSE=1 it is whole."""
+    shorten, config = find("torch._dynamo.exc.ShortenTraceback"), find("torch._dynamo.config")
+    if shorten is None or isinstance(error, shorten):
+        return error
+    of: Any = type(error)
+    cls: Any = _shortened(of, shorten)
+    short: Exception = cls.__new__(cls, *error.args)
+    shorten.__init__(short, *error.args, first_useful_frame=raised_in)  # the error's own takes other arguments
+    short.__dict__.update(error.__dict__, meant=error)
+    return short.with_traceback(error.__traceback__ if getattr(config, "verbose", False) else None)
+
+
+@functools.cache
+def _shortened(cls: Any, shorten: Any) -> type[Exception]:
+    # Dynamo adds to the arguments and attributes of what it lets pass: the error that was meant says what it said.
+    told = {
+        "__str__": lambda self: str(self.meant),
+        "__reduce__": lambda self: self.meant.__reduce__(),
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+    }
+    return type(cls.__name__, (cls, shorten), told)

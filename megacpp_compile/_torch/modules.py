@@ -1,13 +1,25 @@
-"""What a module calls in the place of its `forward`, once it is compiled in place."""
+"""What a module calls in the place of its `forward`, once it is compiled in place, and where wrappers keep a module."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from megacpp_compile._torch._theme import theme
 from megacpp_compile._torch.symbols import SYMBOLS
+
+if TYPE_CHECKING:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+        _CHECKPOINT_WRAPPED_MODULE as checkpoint_wrapped,
+    )
+    from torch.distributed.fsdp._common_utils import FSDP_WRAPPED_MODULE as fsdp_wrapped
+else:
+    __getattr__ = theme(__name__)
+
+# The attribute of `OptimizedModule` that holds what was compiled; torch has no constant for it.
+COMPILED = "_orig_mod"
 
 
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:

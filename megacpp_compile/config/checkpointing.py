@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from megacpp_compile.config._deprecated import withdrawn
 from megacpp_compile.errors import BadOptionError
 
 # What an entry may say; `remat/planner.py` carries each out.
@@ -57,8 +58,8 @@ class CheckpointingPolicy:
         reserve_gib: GiB that `peak_gib` leaves free for allocations after the model is compiled.
         offload: which saved values wait in pinned main memory from forward to backward: "none"; "inputs", the values
             that pass from layer to layer; or "all".
-        fp8_wrapper: for fp8 linears of Transformer Engine: "none", or "te_checkpoint", Transformer Engine's own
-            checkpoint around such a layer, which must see every forward to keep its scales right.
+        fp8_wrapper: deprecated, as compiled code calls no block through a checkpoint; the one for a block with
+            Transformer Engine's modules is `precision.checkpoint.checkpoint_for(block)`.
 
     Raises BadOptionError for a value outside its domain, and for `budget` and `peak_gib` together.
 
@@ -109,6 +110,8 @@ class CheckpointingPolicy:
             if getattr(self, name) not in choices:
                 wanted = "one of " + ", ".join(map(repr, choices))
                 raise BadOptionError(f"policy.{name}", getattr(self, name), wanted, choices)
+        if self.fp8_wrapper != "none":
+            withdrawn("policy.fp8_wrapper", "call the block through precision.checkpoint.checkpoint_for(block)")
         for name in ("recompute_kv_upproj", "recompute_q_upproj"):
             if not isinstance(getattr(self, name), bool):
                 raise BadOptionError(f"policy.{name}", getattr(self, name), "True or False")

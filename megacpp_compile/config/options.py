@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -15,7 +15,8 @@ from megacpp_compile.config._deprecated import RENAMED_OPTIONS, accepts_old_name
 from megacpp_compile.config.checkpointing import KINDS, CheckpointingPolicy
 from megacpp_compile.config.precision import UNTRACEABLE, PrecisionPlan
 from megacpp_compile.config.sharding import ShardingPlan
-from megacpp_compile.errors import BadOptionError, UnknownOptionError, UnknownPassError
+from megacpp_compile.config.warn_once import warn_once
+from megacpp_compile.errors import BadOptionError, UnknownOptionError, UnknownPassError, closest
 
 if TYPE_CHECKING:
     from megacpp_compile import targets
@@ -30,20 +31,30 @@ _KIND_MEANT = {"attention": "ablock", "a": "ablock", "mamba": "mblock", "m": "mb
 _BOOLS = {"0": False, "false": False, "1": True, "true": True}
 
 
+class _Asked:
+    """`asked`: the fields that the user gave; of a `Config` made by its constructor those that are not the default."""
+
+    __slots__ = ("asked",)
+    asked: frozenset[str]
+
+
 @accepts_old_names
 @dataclass(frozen=True, slots=True, eq=False)
-class Config:
-    """What `torch.compile(..., backend="megacpp", options={...})` accepts.
+class Config(_Asked):
+    """What `torch.compile(..., backend="megacpp", options={...})` accepts, as a mapping of fields or as a `Config`.
 
-    The constructor checks types (`BadOptionError`); `from_options`, which is told the passes there are, checks pass
-    names. Mappings are copied and read-only. Old names of fields (`config/_deprecated.py`) are taken as keywords, with
-    a FutureWarning.
+    The constructor checks types (`BadOptionError`); `from_options`, which is told the passes there are, checks names of
+    passes and of Inductor's settings. Mappings are copied and read-only. Old names of fields (`config/_deprecated.py`)
+    are taken as keywords, with a FutureWarning. An option that is given and has no effect, on the target or beside the
+    others, is warned of once a process (`config/effects.py`).
 
     Attributes:
         disable: passes not to run. A string is read as a comma-separated list; order and repetition do not matter.
         passes: pass name -> whether to run it; a pass not named runs unless disabled, but for those that are off by
             default (`norm_linear`).
-        require: pass name -> number of times it has to fire, else `RequirementError`.
+        require: pass name -> number of times it has to fire in a call of the model, else `RequirementError`. A model
+            that is one frame is checked when it is compiled. Where it is cut into frames, each counts as often as it
+            runs: too many are an error at once, too few at the end of the call.
         strict: raise an error where a frame or a lowering otherwise falls back with a reason in the report.
         verify: "each" compares every rewrite with the code it replaced; "off" does not.
         target: what to lower for; "auto" goes by the device of the inputs.
@@ -51,8 +62,9 @@ class Config:
         keep_latents: save the latent that `down_norm_up` norms instead of recomputing it from its input in backward:
             two bytes a latent channel and token (bf16), and one GEMM less. "auto" saves it on XLA devices, so that
             there are no more GEMMs than without this package, and nowhere else.
-        fuse_shared_input_gemms: multiply linears that share one input, such as MLA's query and key-value
-            down-projections, as one GEMM.
+        fuse_shared_input_gemms: in graphs for CUDA where a pass has fired, multiply linears without a bias that share
+            one input, such as MLA's query and key-value down-projections, as one GEMM, in forward and backward; those
+            with more than 2048 output channels stay by themselves.
         autotune_gemms: in graphs for CUDA where a pass has fired, time cuBLASLt's candidates for each large
             half-precision GEMM once per shape and process, and run the fastest whose result equals `torch.mm`'s bit
             for bit.
@@ -110,18 +122,22 @@ class Config:
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
+        defaults = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(self)}
+        object.__setattr__(self, "asked", frozenset(n for n, v in checked.items() if v != defaults[n]))
         for name in self.disable:
             if self.passes.get(name):
                 raise BadOptionError(f"passes[{name!r}]", True, f"False or no entry, as 'disable' names {name!r} too")
 
     @classmethod
     def from_options(
-        cls, options: Mapping[str, Any] | None, known_passes: Sequence[str], environ: Mapping[str, str] | None = None
-    ) -> Config:
+        cls, options: Mapping[str, Any] | Config | None, known_passes: Sequence[str],
+        environ: Mapping[str, str] | None = None,
+    ) -> Config:  # fmt: skip
         """The checked settings from `options` and the environment.
 
         A variable fills a field only when `options` has no such key, so code wins over the environment; an empty
-        variable counts as unset.
+        variable counts as unset. One that is overruled, and a MEGACPP_ variable of another name, is warned of, once a
+        process.
 
         ================  ==================================================================
         MEGACPP_DISABLE   comma-separated pass names; those that `passes` enables stay enabled
@@ -133,19 +149,18 @@ class Config:
 
         Args:
             options: field name -> value, as given to `torch.compile`; lists may stand for tuples. A field's old name
-                is taken with a FutureWarning.
+                is taken with a FutureWarning. A `Config` stands for those of its fields that are not the default.
             known_passes: the name of every pass there is.
             environ: the environment; `os.environ` when None.
 
         Raises:
             UnknownOptionError: a key that is no field.
-            BadOptionError: a value of the wrong type or outside its domain, a pass that is both enabled in `passes`
-                and named in `disable`, or an option given by its old and its new name.
+            BadOptionError: a value of the wrong type or outside its domain, a setting that Inductor does not have, a
+                pass that is both enabled in `passes` and named in `disable`, or an option given by its old and its new
+                name.
             UnknownPassError: a name in `disable`, `passes` or `require` that no pass has.
         """
-        if options is not None and not isinstance(options, Mapping):
-            raise BadOptionError("options", options, "a mapping from option name to value")
-        given = renamed(options or {})
+        given = renamed(given_options(options))
         valid = [f.name for f in fields(cls)]
         for key in given:
             if key not in valid:
@@ -157,11 +172,19 @@ class Config:
             where["disable"] = "environment variable MEGACPP_DISABLE"
             _check_known(from_environment["disable"], known_passes, where["disable"])
             enabled = _mapping("passes", given.get("passes", {}), _bool)
+            for name in from_environment["disable"]:
+                if enabled.get(name):
+                    warn_once(f"MEGACPP_DISABLE has no effect on {name!r}: the option 'passes' enables it.")
             from_environment["disable"] = [name for name in from_environment["disable"] if not enabled.get(name)]
 
         config = cls(**given, **from_environment)
         for option in ("disable", "passes", "require"):
             _check_known(getattr(config, option), known_passes, where[option])
+        if config.inductor:
+            from megacpp_compile.config.inductor_settings import check
+
+            check(config.inductor)
+        object.__setattr__(config, "asked", frozenset(given) | frozenset(from_environment))
         return config
 
     def enabled(self, name: str, default: bool = True) -> bool:
@@ -202,6 +225,16 @@ class Config:
         return Config, tuple(self.to_dict().values())
 
 
+def given_options(options: Any) -> dict[str, Any]:
+    """`options` as a mapping of their own: those of a `Config` are its fields that the user gave. Raises BadOptionError
+    for what is neither None, a mapping nor a `Config`."""
+    if isinstance(options, Config):
+        return {name: getattr(options, name) for name in sorted(options.asked)}
+    if options is not None and not isinstance(options, Mapping):
+        raise BadOptionError("options", options, "a mapping from option name to value, or a Config")
+    return dict(options or {})
+
+
 def _is_setting_of_inductor(key: Any) -> bool:
     from megacpp_compile._torch.inductor import config
 
@@ -211,12 +244,30 @@ def _is_setting_of_inductor(key: Any) -> bool:
 def _read_environment(environ: Mapping[str, str], given: Mapping[str, Any]) -> dict[str, Any]:
     """Field name -> value of every variable that is set, not empty, and not overruled by `given`."""
     read: dict[str, Any] = {}
-    for name, parse in _VARIABLES.items():
-        variable = f"MEGACPP_{name.upper()}"
-        text = environ.get(variable, "").strip()
-        if text and name not in given:
-            read[name] = parse(variable, text)
+    fields_of = {f"MEGACPP_{name.upper()}": name for name in _VARIABLES}
+    for variable in [v for v in environ if v.startswith("MEGACPP_")]:
+        text, name = environ[variable].strip(), fields_of.get(variable)
+        if name is None:
+            near = closest(variable.removeprefix("MEGACPP_"), _VARIABLES)
+            hint = f" Did you mean MEGACPP_{near.upper()}?" if near else ""
+            warn_once(f"environment variable {variable} is none of this package's and has no effect.{hint} "
+                      f"Those are {', '.join(fields_of)}.")  # fmt: skip
+        elif text and name not in given:
+            read[name] = _VARIABLES[name](variable, text)
+        elif text and not _says(variable, text, given[name]):
+            warn_once(f"environment variable {variable}={text} has no effect: the option {name!r} is given, and code "
+                      "wins over the environment.")  # fmt: skip
     return read
+
+
+def _says(variable: str, text: str, value: Any) -> bool:
+    """Whether the text of a variable stands for `value`."""
+    name = variable.removeprefix("MEGACPP_").lower()
+    try:
+        said = _VARIABLES[name](variable, text)
+        return sorted(said) == sorted(_names(name, value)) if name == "disable" else said == value
+    except BadOptionError:
+        return False
 
 
 def _bool_text(key: str, text: str) -> bool:

@@ -1,6 +1,7 @@
-"""Checks that every rule over names (of a precision plan, of `block_kinds`) hits something.
+"""Checks that every rule over names (of a precision plan, of `block_kinds`, of a sharding plan) hits something.
 
-A model is checked before anything is compiled; a frame, where the model is not known, as far as it has names.
+A model is checked before anything is compiled; a frame, where the model is not known, as far as it has names. Names are
+canonical (`fx.module_names`): a rule names a module whatever wraps it.
 """
 
 from __future__ import annotations
@@ -8,69 +9,112 @@ from __future__ import annotations
 import difflib
 import functools
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from torch import nn
 from torch.fx import GraphModule, Node
 
+from megacpp_compile._torch import calls
 from megacpp_compile.config import globs
 from megacpp_compile.config.options import Config
 from megacpp_compile.config.precision import PrecisionPlan
 from megacpp_compile.config.roles import role_of
 from megacpp_compile.errors import BlockKindError, RuleWithoutHitError
-from megacpp_compile.fx.provenance import input_path, module_classes, module_fqn, no_graph_break
+from megacpp_compile.fx.module_names import canonical, named_modules, named_parameters
+from megacpp_compile.fx.provenance import input_path, is_whole, module_classes, module_fqn, modules_of
 from megacpp_compile.report import log
 
 
 def check_model(model: nn.Module, config: Config) -> None:
-    """Raise RuleWithoutHitError, or BlockKindError, for a rule that hits no module of `model`."""
-    if config.precision is not None:
-        config.precision.check_hits(modules_with_weights(model))
-    _check_block_kinds(config.block_kinds, [name for name, _ in model.named_modules(remove_duplicate=False) if name])
+    """Raise RuleWithoutHitError, or BlockKindError, for a rule that hits nothing of `model`."""
+    if config.sharding is not None:
+        _check_patterns(config.sharding.rules, [name for name, _ in named_parameters(model)], "sharding", "parameter")
+    _check_hits(config, [name for name, _ in named_modules(model) if name], modules_with_weights(model))
 
 
 def check_frame(gm: GraphModule, config: Config) -> None:
     """Raise RuleWithoutHitError, or BlockKindError, for a rule that hits no module named in `gm`, Dynamo's graph.
 
-    A graph break cuts the model in pieces, and a rule without a hit may be about another piece: then it is logged.
+    Where `gm` is a piece of what was compiled, a rule without a hit may be about another piece: it is an error if the
+    whole model has no such module, and logged if the model is not known, or the piece does not know the module's name.
     """
-    rules = dict(config.precision.rules) if config.precision is not None else {}
-    if not rules and not config.block_kinds:
+    if not config.block_kinds and (config.precision is None or not config.precision.rules):
         return
     names = _module_names(gm)
     try:
-        _check_block_kinds(config.block_kinds, names)
-        if config.precision is not None and (unhit := config.precision.without_hit(names)):
-            raise RuleWithoutHitError(unhit[0], names)
+        _check_hits(config, names, names)
     except (BlockKindError, RuleWithoutHitError) as error:
-        if no_graph_break(gm):
+        if is_whole(gm):
             raise
-        log.logger.warning("in a frame between graph breaks: %s", error)
+        call = calls.current()
+        if call is None or call.module is None:
+            log.logger.warning("in a frame between graph breaks: %s", error)
+            return
+        check_model(call.module, config)
+        say_unnamed(gm, config, call.module)
+
+
+def say_unnamed(gm: GraphModule, config: Config, model: nn.Module) -> None:
+    """Warn of rules that hit a module of `model` that runs in `gm`, but not the name it has there."""
+    names = _module_names(gm)
+    ids = {m for node in _nodes(gm) if node.op != "placeholder" for m in modules_of(node)}
+    inside = [name for name, module in named_modules(model) if name and id(module) in ids]
+    precision = dict(config.precision.rules if config.precision is not None else ())
+    for option, patterns, hit in (
+        ("precision", precision, globs.hits),
+        ("block_kinds", config.block_kinds, globs.block_hit),
+    ):
+        for pattern in patterns:
+            meant = [name for name in inside if hit(pattern, name)]
+            if meant and not any(hit(pattern, name) for name in names):
+                log.logger.warning(
+                    "%s: the pattern %r has no effect on %s, which a frame that is a piece of the model knows as one "
+                    "of %s. megacpp_compile.compile keeps the model's names; or write a pattern for both, as in '*.%s'",
+                    option, pattern, meant[0], ", ".join(names[:4]), meant[0].rpartition(".")[2],
+                )  # fmt: skip
 
 
 def modules_with_weights(model: nn.Module) -> list[str]:
     """The names of the modules of `model` that have a parameter of their own; one with two names is there twice."""
-    modules = model.named_modules(remove_duplicate=False)
-    return [name for name, module in modules if any(True for _ in module.parameters(recurse=False))]
+    return [name for name, module in named_modules(model) if any(True for _ in module.parameters(recurse=False))]
+
+
+def _check_hits(config: Config, names: list[str], weights: list[str]) -> None:
+    _check_block_kinds(config.block_kinds, names)
+    if config.precision is not None:
+        _check_patterns(config.precision.rules, weights, "precision", "module with a weight")
+
+
+def _check_patterns(rules: Iterable[tuple[str, Any]], names: list[str], option: str, what: str) -> None:
+    for pattern in globs.without_hit(dict(rules), names):
+        meant = canonical(pattern)
+        known = meant != pattern and any(globs.hits(meant, name) for name in names)
+        raise RuleWithoutHitError(pattern, names, option, what, meant if known else None)
 
 
 def _check_block_kinds(patterns: Mapping[str, str], names: Iterable[str]) -> None:
     known = list(names)
     for pattern in patterns:
         if not any(globs.block_hit(pattern, name) for name in known):
-            close = difflib.get_close_matches(pattern, known, n=4, cutoff=0.4)
+            close = difflib.get_close_matches(canonical(pattern), known, n=4, cutoff=0.4)
             raise BlockKindError(pattern, close or known[:4])
 
 
 def _module_names(gm: GraphModule) -> list[str]:
     """The modules that the graph's operations and parameters belong to, and those around them."""
     found: dict[str, None] = {}
-    for graph in (m.graph for m in gm.modules() if isinstance(m, GraphModule)):
-        for node in graph.nodes:
-            name = input_path(node)[1].rpartition(".")[0] if node.op == "placeholder" else module_fqn(node)
-            parts = name.split(".")
-            found.update(dict.fromkeys(".".join(parts[: i + 1]) for i in range(len(parts)) if parts[i]))
+    for node in _nodes(gm):
+        name = input_path(node)[1].rpartition(".")[0] if node.op == "placeholder" else module_fqn(node)
+        parts = name.split(".")
+        found.update(dict.fromkeys(".".join(parts[: i + 1]) for i in range(len(parts)) if parts[i]))
     return list(found)
+
+
+def _nodes(gm: GraphModule) -> Iterator[Node]:
+    for module in gm.modules():
+        if isinstance(module, GraphModule):
+            yield from module.graph.nodes
 
 
 def role_at(node: Node) -> str:

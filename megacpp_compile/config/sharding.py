@@ -60,15 +60,15 @@ class ShardingPlan:
                 raise BadOptionError(f"sharding.mesh[{axis!r}]", size, "a number of devices, 1 or more")
         if not mesh or len(dict(mesh)) < len(mesh):
             raise BadOptionError("sharding.mesh", self.mesh, "at least one axis, each once")
-        batch = (self.batch,) if isinstance(self.batch, str) else tuple(self.batch)
+        batch = (self.batch,) if isinstance(self.batch, str) else _several("sharding.batch", self.batch, "axes")
         for axis in batch:
             if axis not in dict(mesh):
                 wanted = "axes of the mesh: " + ", ".join(map(repr, dict(mesh)))
                 raise BadOptionError("sharding.batch", axis, wanted, tuple(dict(mesh)))
         rules = globs.rules("sharding.rules", self.rules, "partition spec", "parameter names", "*.q_b.weight")
         count = math.prod(dict(mesh).values())
-        devices = tuple(self.devices) or tuple(range(count))
-        if sorted(devices) != list(range(count)):
+        devices = _several("sharding.devices", self.devices, "device numbers") or tuple(range(count))
+        if set(devices) != set(range(count)) or len(devices) != count:
             raise BadOptionError("sharding.devices", self.devices, f"each of 0 to {count - 1} once, as the mesh is")
         object.__setattr__(self, "mesh", mesh)
         object.__setattr__(self, "batch", batch)
@@ -173,6 +173,12 @@ class ShardingPlan:
         replacement = moved("ShardingPlan.constructing", "sharding", "constructing")
         context: AbstractContextManager[None] = replacement(self, fqn)
         return context
+
+
+def _several(key: str, value: Any, what: str) -> tuple[Any, ...]:
+    if not isinstance(value, list | tuple):
+        raise BadOptionError(key, value, f"a tuple of {what}")
+    return tuple(value)
 
 
 def text(spec: Spec) -> str:

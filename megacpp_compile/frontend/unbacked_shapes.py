@@ -165,6 +165,20 @@ def _report(why: str, stack: Sequence[Any], names: Mapping[str, Any]) -> None:
     if not stack or not collector.active() or _retraced.get():
         return
     at = stack[-1]
+    if not (found := advice(why, at)):
+        return
+    source = f"{Path(at.filename).name}:{at.lineno}, in {at.name}: `{at.line}`"
+    reason = why.strip().split("\n")[0][:200]
+    frame = Frame(captured=False, reason=reason, name=source)
+    tag, text = ("bias", _BIASES) if _biased_experts(names) else ("graph-break", found)
+    miss = MissedFusion("moe", "", source, "", tag, text)
+    if not collector.told([miss]):  # Dynamo may try a frame twice
+        collector.emit_frame(frame, [], [miss])
+
+
+def advice(why: str, at: Any) -> str:
+    """What to write in the place of the line `at` (a `FrameSummary`) of a loop over experts, which Dynamo could not
+    trace because of `why`; "" where it is none."""
     before, body = (
         "".join(linecache.getline(at.filename, at.lineno + i) for i in lines)
         for lines in (range(-_BODY, 0), range(_BODY))
@@ -173,13 +187,5 @@ def _report(why: str, stack: Sequence[Any], names: Mapping[str, Any]) -> None:
     sizes = any(text in f"{why} {at.line}" for text in _READS) and "expert" in (before + body).lower()
     listed = sizes and "= " in at.line and "tolist()" in at.line  # to be cut by, not to be looped over
     if not loop and not sizes:
-        return
-    source = f"{Path(at.filename).name}:{at.lineno}, in {at.name}: `{at.line}`"
-    reason = why.strip().split("\n")[0][:200]
-    frame = Frame(captured=False, reason=reason, name=source)
-    if _biased_experts(names):
-        miss = MissedFusion("moe", "", source, "", "bias", _BIASES)
-    else:
-        miss = MissedFusion("moe", "", source, "", "graph-break", _LOOP if loop and not listed else _SIZES)
-    if not collector.told([miss]):  # Dynamo may try a frame twice
-        collector.emit_frame(frame, [], [miss])
+        return ""
+    return _LOOP if loop and not listed else _SIZES

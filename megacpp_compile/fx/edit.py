@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 import torch
@@ -94,6 +94,17 @@ def move_behind(nodes: Sequence[Node], anchor: Node) -> None:
     for node in nodes:
         at.append(node)
         at = node
+
+
+def unread_without(values: Iterable[Node], unread: Set[Node]) -> set[Node]:
+    """`unread`, and those of `values`, and of what they are computed from, that nothing but such nodes reads."""
+    found, pending = set(unread), list(values)
+    while pending:
+        node = pending.pop()
+        if node not in found and node.op == "call_function" and not node.is_impure() and found.issuperset(node.users):
+            found.add(node)
+            pending.extend(node.all_input_nodes)
+    return found
 
 
 def attribute_of(module: Any, path: Any) -> Any:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from torch.fx import GraphModule, Node
+
+from megacpp_compile._torch import calls
+from megacpp_compile._torch.dynamo import graph_break_reasons
+from megacpp_compile.fx.module_names import canonical
 
 _OWN = ("/torch/nn/", "/torch/utils/", "/torch/_")
 
@@ -29,13 +34,23 @@ def module_classes(node: Node) -> list[str]:
     return [getattr(kind, "__name__", str(kind).rpartition(".")[2]) for kind in reversed(kinds)]
 
 
+def modules_of(node: Node) -> dict[int, str]:
+    """id of each module around the node -> its path as Dynamo has it, the outermost first."""
+    found = {}
+    for key, entry in (node.meta.get("nn_module_stack") or {}).items():
+        number = key.partition("@")[0]  # a second call of the module adds "@1"
+        if isinstance(entry, tuple) and number.isdigit():
+            found[int(number)] = str(entry[0])
+    return found
+
+
 def local_path(path: str) -> tuple[str, str]:
     """("self", "layers.0.weight") of Dynamo's "L['self']._modules['layers']._modules['0']._parameters['weight']"; the
-    variable is "" for a path that begins with none."""
+    variable is "" for a path that begins with none. The name is canonical (`module_names`)."""
     root = re.match(r"L\['(\w+)'\]", path)  # the frame's own module, by whatever name its first argument has
     path = re.sub(r"\['?([^]']*)'?\]", r".\1", path[root.end() :] if root else path)
-    path = re.sub(r"(^|\.)_(modules|parameters|buffers)(?=\.)", "", path)
-    return root[1] if root else "", path.strip(".")
+    path = re.sub(r"(^|\.)(__dict__\.)?_(modules|parameters|buffers)(?=\.)", "", path)
+    return root[1] if root else "", canonical(path.strip("."))
 
 
 def input_path(node: Node) -> tuple[str, str]:
@@ -73,9 +88,28 @@ def source_line(node: Node) -> str:
     return f"{path.rsplit('/', 1)[-1]}:{line}, in {function}: {code.strip()}"
 
 
-def no_graph_break(gm: GraphModule) -> bool:
-    """Whether no graph break has happened so far in this process, so that `gm` is all there is to compile."""
-    from megacpp_compile._torch.dynamo import counters
+def is_whole(gm: GraphModule) -> bool:
+    """Whether Dynamo's graph `gm` is all of what was compiled, and not a piece of it: between graph breaks, a bucket of
+    DDP's, or a module that eager code calls, as between the hooks of FSDP."""
+    if getattr(getattr(gm, "compile_subgraph_reason", None), "graph_break", False):
+        return False
+    call = calls.current()
+    return call is None or call.whole
 
-    reason = getattr(gm, "compile_subgraph_reason", None)
-    return not counters["graph_break"] and not getattr(reason, "graph_break", False)
+
+def breaks_around(gm: GraphModule) -> list[str]:
+    """ "graph break at model.py:12, in forward: reason", of the graph breaks that cut Dynamo's graph `gm` out of what
+    was compiled: the one that ends it, and those in code that runs around it in eager."""
+    call, own = calls.current(), getattr(gm, "compile_subgraph_reason", None)
+    through = call.through if call is not None else frozenset()
+    found = [own] if getattr(own, "graph_break", False) else []
+    for reason in graph_break_reasons:
+        if any((at.filename, at.name) in through for at in reason.user_stack):
+            found.append(reason)
+    return list(dict.fromkeys(map(_spoken, found)))
+
+
+def _spoken(reason: Any) -> str:
+    at = (reason.user_stack or [None])[-1]
+    place = f" at {at.filename.rsplit('/', 1)[-1]}:{at.lineno}, in {at.name}" if at is not None else ""
+    return f"graph break{place}: {str(reason.reason).strip().splitlines()[0]}"

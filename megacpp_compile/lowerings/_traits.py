@@ -53,6 +53,8 @@ class OpTraits:
             op in fp8 therefore counts less than it multiplies. None: torch's own formula if it has one, else the time
             is that of moving its bytes.
         handed_over: the intermediate its backward can be given.
+        routed: which of its arguments has an element for every row that values send to one of the op's experts; None
+            where values route nothing.
     """
 
     gemm: bool = False
@@ -64,6 +66,7 @@ class OpTraits:
     up_projection: Literal["", "kv", "q"] = ""
     flops: Callable[..., float] | None = None
     handed_over: HandedOver | None = None
+    routed: int | None = None
 
 
 _DECLARED: dict[str, OpTraits] = {}

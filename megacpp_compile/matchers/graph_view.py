@@ -10,6 +10,7 @@ from torch.fx import Node
 from megacpp_compile._torch.fakes import FakeTensorMode
 from megacpp_compile.config.options import Config
 from megacpp_compile.fx.mode_states import ModeStates, mode_states
+from megacpp_compile.matchers.rope.frozen_tables import frozen_tables
 from megacpp_compile.matchers.rope.heads import Heads, find_heads
 
 
@@ -41,7 +42,7 @@ class GraphView:
     @functools.cached_property
     def heads(self) -> Heads:
         """Every attention head with a rotary embedding, and the near misses."""
-        return find_heads(self.graph, self.weights)
+        return find_heads(self.graph, self.weights - frozen_tables(self.graph, self.weights, self.trained))
 
     @functools.cached_property
     def mode_states(self) -> ModeStates:

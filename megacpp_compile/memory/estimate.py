@@ -144,7 +144,7 @@ def estimate(
     optimizer: str | float = "adamw",
     device: str | torch.device | None = None,
     compiled: bool = True,
-    options: Mapping[str, Any] | None = None,
+    options: Mapping[str, Any] | Config | None = None,
     **kwargs: Any,
 ) -> Estimate:
     """The memory of a training step of `model(*args, **kwargs)`; nothing is allocated, and the model is left alone.
@@ -155,11 +155,15 @@ def estimate(
     device: the device to estimate for; by default the model's own, for a model on meta
         "cuda" where there is one.
     compiled: also count what this compiler's graphs save, at the price of tracing every kind of block.
-    options: fields of `Config`, for what is compiled.
+    options: fields of `Config`, or one, for what is compiled.
 
     What it says is in `report.estimate` of every open `record()`, too; what is traced for it is in none.
 
-    Raises EstimateError where the model needs the values of its inputs, and what its forward raises on those shapes.
+    Where values decide how many rows an expert has, each block's experts together have those that were routed; a mask
+    elsewhere picks as many rows as it could.
+
+    Raises NotAModuleError, EstimateError where the model branches on values or reads them as numbers, and ForwardError
+    where its forward raises on those shapes.
     """
     check_torch()
     if not isinstance(model, nn.Module):
@@ -171,7 +175,7 @@ def estimate(
     rules.check_model(model, config)
     kinds = split_by_rules(model, find_kinds(model), config)
     run = FakeRun(model, args, kwargs, place, kinds)
-    eager = run.eager()
+    eager = run.eager(config)
     graphs = run.compiled(config) if compiled else None
     levers, transient, seconds = _levers(run.frames)
     trainable = [p for p in parameters if p.requires_grad]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,11 +16,16 @@ from megacpp_compile._torch.modules import compiled_call, eager_call, set_compil
 from megacpp_compile._torch.pytree import tree_leaves, tree_map
 from megacpp_compile.backends import inductor
 from megacpp_compile.config.options import Config
-from megacpp_compile.errors import EstimateError
+from megacpp_compile.errors import EstimateError, ForwardError, wrapped_in
+from megacpp_compile.frontend import unbacked_shapes
+from megacpp_compile.fx.fake_state import fake_state
+from megacpp_compile.lowerings._traits import traits_of
+from megacpp_compile.memory.shapes import shapes_mode
 from megacpp_compile.regional.compile import compile_kinds
 from megacpp_compile.regional.repeated_blocks import Kind
 from megacpp_compile.report import collector
 from megacpp_compile.report.records import CompiledRegion, Frame
+from megacpp_compile.report.user_code import first_line, place_of, user_frame
 
 # Name of a module -> bytes first packed while it was the innermost one running.
 Saved = dict[str, int]
@@ -34,8 +40,21 @@ class FakeRun:
         self.model, self.inputs, self.device, self.kinds = model, (args, kwargs), device, kinds
         self.frames: list[Frame] = []
         self.blocks = {fqn: m for kind in kinds for fqn, m in zip(kind.fqns, kind.modules, strict=True)}
+        self._rows = _Rows(self.blocks)
+        self._compiled: Saved | None = None
 
-    def eager(self) -> Saved:
+    def eager(self, config: Config) -> Saved:
+        """What eager autograd keeps. Where values decide how many rows an expert has, the fused ops of the compiled
+        graphs say how many all of them have, under `config`."""
+        saved = self._eager()
+        if self._rows.asked:
+            asked = self._rows.asked.copy()
+            self.compiled(config)
+            if self._rows.share_out(asked):
+                saved = self._eager()
+        return saved
+
+    def _eager(self) -> Saved:
         parts = dict(self.blocks)
         for fqn, block in self.blocks.items():
             parts |= {f"{fqn}.{name}": child for name, child in block.named_children()}
@@ -43,8 +62,12 @@ class FakeRun:
             return self._count(mode, lambda: self.model(*args, **kwargs), labels)
 
     def compiled(self, config: Config) -> Saved:
+        """What the partitioned graphs of this compiler keep, each block compiled by itself. Compiled once only."""
+        if self._compiled is not None:
+            return self._compiled
         kinds = self.kinds or [Kind(("",), (self.model,))]
         regions = [CompiledRegion(kind.fqns, "", 0, "compiled") for kind in kinds]
+        self._rows.routed.clear()
         torch.compiler.reset()  # a code object keeps its compiled frames: none may be left that would run on fakes
         try:
             with self._fakes() as (mode, (args, kwargs)), _calls(self.model):
@@ -54,13 +77,15 @@ class FakeRun:
                     functorch.config.patch(enable_autograd_cache=False),
                     collector.aside() as found,
                 ):
-                    saved = self._count(mode, lambda: self.model(*args, **kwargs), labels)
+                    self._compiled = self._count(mode, lambda: self.model(*args, **kwargs), labels, compiling=True)
                 self.frames = found.frames
-                return saved
+                return self._compiled
         finally:
             torch.compiler.reset()
 
-    def _count(self, mode: FakeTensorMode, forward: Callable[[], Any], labels: _Labels) -> Saved:
+    def _count(
+        self, mode: FakeTensorMode, forward: Callable[[], Any], labels: _Labels, compiling: bool = False
+    ) -> Saved:
         own = {_storage(t) for t in (*self.model.parameters(), *self.model.buffers(), *self._tensors)}
         alive: list[torch.Tensor] = []  # storages are told apart by address, so none may be freed while counting
         kept: dict[int, tuple[str, int]] = {}
@@ -71,11 +96,18 @@ class FakeRun:
             alive.append(t)
             return t
 
+        self._rows.begin(labels)
         try:
             with mode, torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
                 result = forward()
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            raise EstimateError(str(error)) from error
+            at = user_frame(error)
+            raise EstimateError(str(error), place_of(at), unbacked_shapes.advice("", at) if at else "") from error
+        except Exception as error:
+            if (meant := wrapped_in(error)) is not None:
+                raise meant from None
+            problem = ("under torch.compile, " if compiling else "") + first_line(error)
+            raise ForwardError(type(self.model).__name__, problem, place_of(user_frame(error))) from error
         del result
         saved: Saved = {}
         for label, size in kept.values():
@@ -85,36 +117,63 @@ class FakeRun:
     @contextlib.contextmanager
     def _fakes(self) -> Iterator[tuple[FakeTensorMode, Any]]:
         """Model and inputs on fake tensors of the device, for the time of a `with`."""
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
-        memo: dict[int, torch.Tensor] = {}  # tied weights stay tied
-
-        def fake(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor):
-                return value
-            if id(value) not in memo:
-                memo[id(value)] = _fake(value, mode, self.device)
-            return memo[id(value)]
-
-        kept: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        try:
-            for module in self.model.modules():
-                for table in (module._parameters, module._buffers):
-                    kept.append((table, dict(table)))
-                    table.update({name: fake(value) for name, value in table.items()})
-            inputs = tree_map(fake, self.inputs)
+        mode = shapes_mode(self._rows.picked, self._rows.saw)
+        state = fake_state(self.model, mode, self.device)
+        with state:
+            inputs = tree_map(state.fake, self.inputs)
             self._tensors = [t for t in tree_leaves(inputs) if isinstance(t, torch.Tensor)]
             yield mode, inputs
-        finally:
-            for table, values in kept:
-                table.update(values)
 
 
-def _fake(value: torch.Tensor, mode: FakeTensorMode, device: torch.device) -> torch.Tensor:
-    with mode:
-        made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
-    if isinstance(value, nn.Parameter):
-        return nn.Parameter(made, value.requires_grad)
-    return made.requires_grad_(value.requires_grad)
+class _Rows:
+    """How many rows values pick. All that a mask has, but in a block where experts are fused: the fused op says how
+    many rows its experts have together, and each asks for as many as any other.
+
+    Attributes:
+        labels: knows which block runs.
+        known: of this run, masks and their rows: a mask that is read again picks the same rows.
+        asked: how many masks picked rows, by block and elements of the mask.
+        routed: rows of fused experts, by block.
+    """
+
+    def __init__(self, blocks: Iterable[str]) -> None:
+        self.blocks = sorted(blocks, key=len)
+        self.labels: _Labels | None = None
+        self.known: dict[Any, tuple[torch.Tensor, int]] = {}
+        self.asked: Counter[tuple[str, int]] = Counter()
+        self.routed: Counter[str] = Counter()
+        self.shares: dict[tuple[str, int], Iterator[int]] = {}
+
+    def begin(self, labels: _Labels) -> None:
+        self.labels = labels
+        self.known.clear()
+
+    def picked(self, mask: torch.Tensor) -> int:
+        key = self._block(), mask.numel()
+        same = _storage(mask), mask.storage_offset(), mask.shape, mask.stride()
+        if same not in self.known:
+            self.asked[key] += 1
+            self.known[same] = mask, next(self.shares.get(key, iter(())), mask.numel())
+        return self.known[same][1]
+
+    def saw(self, op: Any, args: Sequence[Any]) -> None:
+        if (position := traits_of(op).routed) is not None:
+            self.routed[self._block()] += args[position].numel()
+
+    def share_out(self, asked: Mapping[tuple[str, int], int]) -> bool:
+        """Share the rows of each block out among those that asked, the most alike masks being the experts'. Whether
+        any are shared."""
+        for block, rows in self.routed.items():
+            own = {key: count for key, count in asked.items() if key[0] == block}
+            if own:
+                loop = max(own, key=own.__getitem__)
+                each, rest = divmod(rows, own[loop])
+                self.shares[loop] = iter([each + (i < rest) for i in range(own[loop])])
+        return bool(self.shares)
+
+    def _block(self) -> str:
+        label = self.labels.current if self.labels is not None else ""
+        return next((b for b in reversed(self.blocks) if label == b or label.startswith(b + ".")), "")
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from megacpp_compile.config.checkpointing import KINDS, CheckpointingPolicy
-from megacpp_compile.config.options import Config
+from megacpp_compile.config.options import Config, given_options
 from megacpp_compile.errors import BadOptionError, FitError
 from megacpp_compile.memory.estimate import Estimate, estimate
 from megacpp_compile.passes._driver import pass_names
@@ -147,7 +147,7 @@ def fit(
     model: nn.Module,
     *args: Any,
     limit_gib: float | None = None,
-    options: Mapping[str, Any] | None = None,
+    options: Mapping[str, Any] | Config | None = None,
     settings: Mapping[str, Any] | None = None,
     optimizer: str | float = "adamw",
     device: str | torch.device | None = None,
@@ -158,7 +158,7 @@ def fit(
     model, args, kwargs: as in `estimate`; only shapes, dtypes and devices of inputs matter.
     limit_gib: GiB for all of parameters, gradients, optimizer state and activations; by default what the CUDA device
         has (of which the process may be allowed a fraction), less a twelfth.
-    options: fields of `Config`. A "policy" among them is where the search begins: no entry is ever weakened.
+    options: fields of `Config`, or one. A "policy" among them is where the search begins: no entry is ever weakened.
     settings: further arguments of `compile`, such as mode, blocks or rest.
     optimizer, device: as in `estimate`.
 
@@ -166,7 +166,7 @@ def fit(
     """
     config = Config.from_options(options, pass_names())
     limit = _limit(limit_gib)
-    given = {**(settings or {}), "options": dict(options or {})}
+    given = {**(settings or {}), "options": given_options(options)}
     left = policy_candidates(config.policy)
     tried: list[PolicyCandidate] = []
     present: set[str] = set(KINDS)

@@ -10,7 +10,7 @@ import functools
 import importlib
 import pkgutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import torch
@@ -19,13 +19,14 @@ from torch.fx.passes.graph_transform_observer import GraphTransformObserver
 
 import megacpp_compile.passes as package
 from megacpp_compile.config.options import Config
-from megacpp_compile.errors import MegacppError
+from megacpp_compile.errors import MegacppError, UnfoundedSiteError
 from megacpp_compile.frontend.capture import Captured
 from megacpp_compile.fx.edit import drop_dead
 from megacpp_compile.fx.provenance import module_fqn, source_line
 from megacpp_compile.lowerings._registry import semantic_ops
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
+from megacpp_compile.passes._rewriting import OVERLAP, Rewriter
 from megacpp_compile.passes._rule import Match, Pass
 from megacpp_compile.report.records import MissedFusion, Site
 
@@ -88,44 +89,17 @@ def run_passes(
 
     review: called for each rewrite while the plain nodes still stand beside the new ones; it may fill in the site, and
     refuse the rewrite, which is then undone. trace: called with the graph after each pass that changed it.
+    Raises UnfoundedSiteError, under `strict`, for a site whose op is not in the graph at the end; otherwise the site is
+    no site but a missed fusion.
     """
     gm = captured.gm
+    given = frozenset(gm.graph.nodes)
     semantic_ops()  # registers the ops the passes name
     out = Outcome([], [], {}, {}, [])
     for p in enabled_passes(config):
         began = time.perf_counter()
-        fired = 0
         with GraphTransformObserver(gm, f"megacpp_{p.name}"):
-            view = GraphView(gm.graph, captured.fake_mode, captured.weights, config, captured.trained)
-            try:
-                candidates = list(p.find(view))
-            except Exception as error:  # one pass's defect must not stop the others; the graph is unchanged so far
-                if config.strict or isinstance(error, MegacppError):
-                    raise
-                out.misses.append(
-                    MissedFusion(p.name, "", "", "", "internal-error", f"{type(error).__name__}: {error}"[:300])
-                )
-                candidates = []
-            for found in candidates:
-                if isinstance(found, MatchFailure):
-                    out.misses.append(_miss(p, found))
-                    continue
-                site = Site(p.name, p.op, module_fqn(found.node), source_line(found.node), "", "")
-                op_node, new = found.rewrite()
-                site.node = op_node.name
-                if (target := op_node.target) in semantic_ops():
-                    site.op = f"{target.namespace}::{target._opname}"  # type: ignore[union-attr]
-                refusal = review(p, found, new, site) if review is not None else None
-                if refusal is not None:
-                    for node, plain in zip(new, found.outputs, strict=True):
-                        node.replace_all_uses_with(plain)
-                    out.misses.append(_miss(p, refusal))
-                    continue
-                out.sites.append(site)
-                out.op_nodes.append(op_node)
-                out.replaced[found.node] = site
-                fired += 1
-            drop_dead(gm.graph)
+            fired = _run(p, captured, config, review, out)
         gm.graph.lint()
         out.counts[p.name] = fired
         out.seconds[p.name] = time.perf_counter() - began
@@ -133,7 +107,101 @@ def run_passes(
             gm.recompile()
             if trace is not None:
                 trace(p.name, gm)
+    _hold_to_the_graph(out, given, gm.graph, config.strict)
     return out
+
+
+def _run(p: Pass, captured: Captured, config: Config, review: Review | None, out: Outcome) -> int:
+    """How often `p` fires.
+
+    All matches are found in one graph and then applied in turn. One that needs what another has taken, as the second of
+    two neighbours does, is looked for again in the graph that these leave.
+    """
+    graph = captured.gm.graph
+    made: list[tuple[Site, Node, Node]] = []  # (site, its op's node, Match.node)
+    overlaps: dict[Node, MatchFailure] = {}
+    most = 0  # sites there can be: a pass that finds ever more of them has an end, too
+    while True:
+        view = GraphView(graph, captured.fake_mode, captured.weights, config, captured.trained)
+        candidates = _find(p, view, config, out)
+        most = most or sum(isinstance(found, Match) for found in candidates)
+        rewriter = Rewriter(view, {*out.op_nodes, *(op_node for _, op_node, _ in made)})
+        new, failures = _apply(p, candidates, rewriter, review)
+        made += new
+        drop_dead(graph)
+        waiting = {failure.node: failure for failure in failures if failure.tag == OVERLAP}
+        overlaps |= waiting
+        if not waiting or not new or len(made) >= most:
+            break
+    failures = [failure for failure in failures if failure.tag != OVERLAP]
+    failures += [overlap for node, overlap in overlaps.items() if not node._erased]  # else it is part of a site now
+    out.misses += [_miss(p, failure) for failure in failures]
+    for site, op_node, node in sorted(made, key=lambda one: one[1]):
+        out.sites.append(site)
+        out.op_nodes.append(op_node)
+        out.replaced[node] = site
+    return len(made)
+
+
+def _apply(
+    p: Pass, candidates: Sequence[Match | MatchFailure], rewriter: Rewriter, review: Review | None
+) -> tuple[list[tuple[Site, Node, Node]], list[MatchFailure]]:
+    """([(site, its op's node, Match.node)] of the matches that were applied, why the others were not)."""
+    made, failures = [], []
+    for found in candidates:
+        done = found if isinstance(found, MatchFailure) else rewriter.apply(found)
+        if isinstance(done, MatchFailure):
+            failures.append(done)
+            continue
+        site = _site(p, found.node, done.op_node)
+        refusal = review(p, done.match, done.new, site) if review is not None else None
+        if refusal is not None:
+            rewriter.undo(done)
+            failures.append(refusal)
+            continue
+        rewriter.keep(done)
+        made.append((site, done.op_node, found.node))
+    return made, failures
+
+
+def _find(p: Pass, view: GraphView, config: Config, out: Outcome) -> list[Match | MatchFailure]:
+    """What `p` finds; nothing where it fails, as one pass's defect must not stop the others."""
+    try:
+        return list(p.find(view))
+    except Exception as error:
+        if config.strict or isinstance(error, MegacppError):
+            raise
+        out.misses.append(MissedFusion(p.name, "", "", "", "internal-error", f"{type(error).__name__}: {error}"[:300]))
+        return []
+
+
+def _site(p: Pass, match: Node, op_node: Node) -> Site:
+    target = op_node.target
+    op = f"{target.namespace}::{target._opname}" if target in semantic_ops() else p.op  # type: ignore[union-attr]
+    return Site(p.name, op, module_fqn(match), source_line(match), "", "", node=op_node.name)
+
+
+def _hold_to_the_graph(out: Outcome, given: Set[Node], graph: torch.fx.Graph, strict: bool) -> None:
+    """Leave in `out` the sites whose op a pass has put into the final `graph`, one for each op. given: the nodes from
+    before the passes. Whatever nobody reads has been dropped from the graph."""
+    left = set(graph.nodes) - given
+    sites, op_nodes = out.sites, out.op_nodes
+    out.sites, out.op_nodes = [], []
+    for site, node in zip(sites, op_nodes, strict=True):
+        if node in out.op_nodes:
+            tag, problem = "op-reported-twice", "another site has it"
+        elif node not in left or node.target not in semantic_ops():
+            tag, problem = "op-removed", "no such op of the pass is in the graph"
+        else:
+            out.sites.append(site)
+            out.op_nodes.append(node)
+            continue
+        error = UnfoundedSiteError(site.pass_name, site.op, site.node, site.fqn, site.source, problem)
+        if strict:
+            raise error
+        out.misses.append(MissedFusion(site.pass_name, site.fqn, site.source, site.node, tag, str(error)))
+        out.counts[site.pass_name] -= 1
+        out.replaced = {match: at for match, at in out.replaced.items() if at is not site}
 
 
 def _miss(p: Pass, refusal: MatchFailure) -> MissedFusion:

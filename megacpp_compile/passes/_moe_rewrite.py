@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Set
 
 import torch
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import Builder, move_behind, place, value
+from megacpp_compile.fx.edit import Builder, value
 from megacpp_compile.fx.provenance import module_fqn
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe.experts import Weight
@@ -17,13 +16,11 @@ from megacpp_compile.passes._moe_precision import REASON, decide
 from megacpp_compile.passes._rule import Match
 
 aten = torch.ops.aten
-_REPLACED = "megacpp_moe_replaced_by"
 
 
 def to_match(view: GraphView, layer: RoutedExperts) -> Match:
     """The match that replaces `layer` by one op."""
-    inputs = list(layer.inputs)
-    return Match(layer.output, inputs, [layer.output], lambda: _rewrite(view, layer, inputs))
+    return Match(layer.output, list(layer.inputs), [layer.output], lambda build: _rewrite(view, build, layer))
 
 
 def _drop_size_checks(nodes: Set[Node]) -> None:
@@ -37,21 +34,8 @@ def _drop_size_checks(nodes: Set[Node]) -> None:
             n.graph.erase_node(n)
 
 
-def _rewrite(view: GraphView, layer: RoutedExperts, inputs: list[Node]) -> tuple[Node, list[Node]]:
-    # What this layer reads may itself have been rewritten since: one layer's output is the next one's input.
-    layer = dataclasses.replace(
-        layer,
-        x=_current(layer.x),
-        indices=_current(layer.indices),
-        gates=_current(layer.gates),
-        base=None if layer.base is None else _current(layer.base),
-    )
-    inputs[:] = [_current(n) for n in inputs]
+def _rewrite(view: GraphView, build: Builder, layer: RoutedExperts) -> tuple[Node, list[Node]]:
     old = layer.output
-    where = place(inputs, [old], old, view.mode_states)
-    assert where is not None
-    anchor, moved = where
-    build = Builder(view.graph, view.fake_mode, anchor, old, view.mode_states)
     x, indices, gates = _slots(build, layer)
     choices = value(indices).shape[1]
     if layer.scaled_input:  # every choice becomes a row of its own, with one choice
@@ -67,10 +51,7 @@ def _rewrite(view: GraphView, layer: RoutedExperts, inputs: list[Node]) -> tuple
         y = build(aten.reshape.default, y, list(value(old).shape))
     if layer.base is not None:
         y = build(aten.add.Tensor, layer.base, y)
-    move_behind(moved, build.emitted[-1])
     _drop_size_checks(layer.inside)
-    old.replace_all_uses_with(y)
-    old.meta[_REPLACED] = y
     return node, [y]
 
 
@@ -116,13 +97,6 @@ def _op(view: GraphView, build: Builder, layer: RoutedExperts, x: Node, indices:
     precision, reason = decide(view.config.precision, module_fqn(old), parts, args)
     node = build(torch.ops.megacpp.moe.default, *args, *((True, precision) if precision else ()))
     node.meta[REASON] = reason
-    return node
-
-
-def _current(node: Node) -> Node:
-    """The node that earlier rewrites put in place of `node`; itself where none did, or the driver undid it."""
-    while not node.users and _REPLACED in node.meta:
-        node = node.meta[_REPLACED]
     return node
 
 

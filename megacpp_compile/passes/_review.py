@@ -13,7 +13,7 @@ from megacpp_compile.errors import VerificationError
 from megacpp_compile.frontend.capture import Captured
 from megacpp_compile.fx.subgraph import between
 from megacpp_compile.matchers._match import MatchFailure
-from megacpp_compile.matchers.rope.heads import activations
+from megacpp_compile.matchers.rope.activations import activations
 from megacpp_compile.passes._rule import Match, Pass
 from megacpp_compile.report import replay, saved_bytes
 from megacpp_compile.report.records import Site
@@ -27,13 +27,12 @@ class Reviewer:
         self.cache: dict[Any, int | None] = {}
 
     def __call__(self, p: Pass, match: Match, new: list[Node], site: Site) -> MatchFailure | None:
-        gm = self.captured.gm
         if self.config.verify == "each" and not any(isinstance(x, FakeTensor) for x in self.inputs):
             refusal = self._verify(p, match, new, site)
             if refusal is not None:
                 return refusal
         if self.count:
-            site.set_saved(self._saved(gm, match.inputs, match.outputs), self._saved(gm, match.inputs, new))
+            self._count(match, new, site)
         return None
 
     def _verify(self, p: Pass, match: Match, new: list[Node], site: Site) -> MatchFailure | None:
@@ -51,6 +50,16 @@ class Reviewer:
         if self.config.strict:
             raise VerificationError(p.name, site.fqn, site.source, tensor, error, tolerance)
         return MatchFailure(match.node, "verification", f"{tensor} differs by {error:.2e} (tolerance {tolerance:.0e})")
+
+    def _count(self, match: Match, new: list[Node], site: Site) -> None:
+        """Fill in the bytes of `site`, or why nobody knows them: a number in a report is worth no frame."""
+        gm = self.captured.gm
+        try:
+            before, after = (self._saved(gm, match.inputs, outputs) for outputs in (match.outputs, new))
+        except Exception as error:
+            site.set_saved(None, None, f"{type(error).__name__}: {error}".splitlines()[0][:100])
+        else:
+            site.set_saved(before, after, "sizes known at run time only" if None in (before, after) else "")
 
     def _saved(self, gm: GraphModule, inputs: list[Node], outputs: list[Node]) -> int | None:
         module, order = between(gm, inputs, outputs)

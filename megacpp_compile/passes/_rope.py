@@ -12,10 +12,9 @@ import sys
 from typing import Any
 
 import torch
-from torch import fx
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import Builder, move_behind, value
+from megacpp_compile.fx.edit import Builder, value
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.rope.heads import Head
@@ -26,14 +25,14 @@ aten = torch.ops.aten
 
 
 def refusals(view: GraphView, op_name: str) -> list[MatchFailure]:
-    """The near misses of `op_name`, to which role (q or k) and unrotated channels of the value say that it belongs."""
+    """The near misses of `op_name`, to which the value's attention (MLA's or not) and role (q or k) assign them."""
 
-    def owner(role: str, partial: bool) -> str:
-        if not partial:
+    def owner(role: str, mla: bool) -> str:
+        if not mla:
             return "rope_qk"
         return "mla_rope_kv" if role == "k" else "mla_rope_q"
 
-    return [MatchFailure(n.node, n.tag, n.reason) for n in view.heads.near if owner(n.role, n.partial) == op_name]
+    return [MatchFailure(n.node, n.tag, n.reason) for n in view.heads.near if owner(n.role, n.mla) == op_name]
 
 
 def layout(rotation: Rotation) -> tuple[bool, bool, bool]:
@@ -150,10 +149,3 @@ def whole_head(build: Builder, rotation: Rotation) -> Node:
 
 
 REGION = ("region", "its inputs are ready only under another grad or autocast mode")
-
-
-def replace(graph: fx.Graph, build: Builder, pairs: list[tuple[Node, Node]], moved: list[Node]) -> None:
-    """Replace every old output by its new node, and move what reads one too early behind them."""
-    move_behind(moved, build.emitted[-1])
-    for old, new in pairs:
-        old.replace_all_uses_with(new)

@@ -1,18 +1,16 @@
-"""Sites after the passes: ops that the model itself calls, the lowering each site gets, and what the user required."""
+"""Sites after the passes: ops that the model itself calls, and the lowering each site gets."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch.fx import Node
 
-from megacpp_compile.config.options import Config
-from megacpp_compile.errors import RequirementError
 from megacpp_compile.fx.provenance import module_fqn, source_line
 from megacpp_compile.lowerings._registry import choose
 from megacpp_compile.passes._driver import Outcome
-from megacpp_compile.report.records import MissedFusion, Site
+from megacpp_compile.report.records import Site
 
 
 def add_called_ops(outcome: Outcome, called: Sequence[Node]) -> None:
@@ -30,11 +28,3 @@ def choose_lowerings(outcome: Outcome, target: str) -> None:
         args = torch.fx.map_arg(node.args, lambda n: n.meta["val"])
         choice = choose(node.target, target, args)
         site.requested, site.effective, site.reason = choice.requested, choice.effective, choice.reason
-
-
-def check_required(config: Config, counts: Mapping[str, int], misses: Sequence[MissedFusion]) -> None:
-    """Raise RequirementError, with its near misses, for a pass that did not fire as often as `require` says."""
-    for name, wanted in config.require.items():
-        if counts.get(name, 0) != wanted:
-            near = [m for m in misses if m.pass_name == name]
-            raise RequirementError(name, wanted, counts.get(name, 0), near)

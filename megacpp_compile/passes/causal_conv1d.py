@@ -18,7 +18,7 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import Builder, move_behind, place, value
+from megacpp_compile.fx.edit import Builder, place, value
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.causal_conv import CausalConv, NoCausalConv, is_swap, match_causal_conv
 from megacpp_compile.matchers.graph_view import GraphView
@@ -49,21 +49,10 @@ def _check(view: GraphView, conv: CausalConv) -> Match | MatchFailure:
         outputs += [u for u in conv.end.users if is_swap(u) is conv.end and state[u] == state[conv.conv]]
     if place(inputs, outputs, conv.conv, state) is None:
         return MatchFailure(conv.conv, "region", "its inputs are ready only under another grad or autocast mode")
-    inputs = list(dict.fromkeys(inputs))
-    return Match(conv.end, inputs, outputs, lambda: _rewrite(view, conv.conv, inputs, outputs))
+    return Match(conv.end, inputs, outputs, lambda build: _rewrite(build, conv, len(outputs)))
 
 
-def _rewrite(
-    view: GraphView, convolution: Node, inputs: list[Node], outputs: list[Node]
-) -> tuple[Node, list[Node]]:
-    # Matched anew: what it reads may have been another convolution's result, which is a new node by now.
-    conv = match_causal_conv(convolution)
-    assert isinstance(conv, CausalConv)
-    inputs[:] = dict.fromkeys(n for n in (conv.x, conv.weight, conv.bias) if n is not None)
-    where = place(inputs, outputs, conv.conv, view.mode_states)
-    assert where is not None
-    anchor, moved = where
-    build = Builder(view.graph, view.fake_mode, anchor, conv.conv, view.mode_states)
+def _rewrite(build: Builder, conv: CausalConv, outputs: int) -> tuple[Node, list[Node]]:
     x = conv.x if conv.x_time == 1 else build(aten.transpose.int, conv.x, 1, 2)
     computed = value(conv.conv).dtype
     if torch.finfo(value(x).dtype).bits > torch.finfo(computed).bits:
@@ -71,11 +60,7 @@ def _rewrite(
     args = x, _taps(build, conv.weight), conv.bias, conv.activation, value(conv.end).dtype
     node = build(torch.ops.megacpp.causal_conv1d.default, *args)
     swapped = build(aten.transpose.int, node, 1, 2) if conv.end_time == 2 else node
-    new = [swapped, *[node] * (len(outputs) - 1)]
-    move_behind(moved, build.emitted[-1])
-    for old, now in zip(outputs, new, strict=True):
-        old.replace_all_uses_with(now)
-    return node, new
+    return node, [swapped, *[node] * (outputs - 1)]
 
 
 def _taps(build: Builder, weight: Node) -> Node:

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import Builder, move_behind, place, value
+from megacpp_compile.fx.edit import Builder, place, value
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.attention import is_attention
 from megacpp_compile.matchers.graph_view import GraphView
@@ -37,6 +37,8 @@ aten = torch.ops.aten
 name = "down_norm_up"
 op = "megacpp::down_norm_up"
 after = ("linear",)
+
+Rest = tuple[Node, list[Node], int, int]  # channels not normed: (node, chain from the down-projection, start, width)
 
 
 def find(view: GraphView) -> Iterator[Match | MatchFailure]:
@@ -176,7 +178,7 @@ def _check(view: GraphView, norm: RmsNorm, part: tuple[int, int] | None = None) 
     rests = _rests(norm, down, start, size, lo, hi)
     if isinstance(rests, MatchFailure):
         return rests
-    site = [down.node, *norm.internal, *(u.node for u, _ in ups), *(r for r, _ in rests)]
+    site = [down.node, *norm.internal, *(u.node for u, _ in ups), *(r for r, *_ in rests)]
     for node in site:
         if view.mode_states[node] != view.mode_states[down.node]:
             return MatchFailure(node, "region", "part of it runs under another grad or autocast mode")
@@ -187,14 +189,14 @@ def _check(view: GraphView, norm: RmsNorm, part: tuple[int, int] | None = None) 
     gone = {down.node, *norm.internal}
     if any(depends(i, gone) for i in inputs):
         return MatchFailure(norm.node, "feedback", "a weight or gain is computed from the latent itself")
-    outputs = [u.node for u, _ in ups] + [r for r, _ in rests]
+    outputs = [u.node for u, _ in ups] + [r for r, *_ in rests]
     if place(inputs, outputs, down.node, view.mode_states) is None:
         return MatchFailure(down.node, "region", "a weight is computed under another grad or autocast mode")
     return Match(
         ups[0][0].node,
         list(dict.fromkeys(inputs)),
         outputs,
-        lambda: _rewrite(view, norm, down, start - lo, size, ups, rests, inputs, part),
+        lambda build: _rewrite(view, build, norm, down, start - lo, size, ups, rests, part),
     )
 
 
@@ -215,13 +217,11 @@ def _frozen(view: GraphView, down: Linear, size: int, behind: list[Node]) -> Mat
     return MatchFailure(down.node, "frozen", reason)
 
 
-def _rests(
-    norm: RmsNorm, down: Linear, start: int, size: int, first: int, end: int
-) -> list[tuple[Node, list[Node]]] | MatchFailure:
-    """[(node, chain from the down-projection)] for every reader of channels `first` to `end` that are not normed."""
+def _rests(norm: RmsNorm, down: Linear, start: int, size: int, first: int, end: int) -> list[Rest] | MatchFailure:
+    """Every reader of channels `first` to `end` that are not normed."""
     total = down.out_features
     lo, hi = (first, start) if start > first else (start + size, end)
-    rests: list[tuple[Node, list[Node]]] = []
+    rests: list[Rest] = []
     stack: list[tuple[Node, int, int, list[Node]]] = [(down.node, 0, total, [])]
     while stack:
         node, at, width, chain = stack.pop()
@@ -249,32 +249,26 @@ def _rests(
 
 
 def _stack_or_rest(  # type: ignore[no-untyped-def]
-    stack, rests, node: Node, at: int, width: int, chain: list[Node], lo: int, hi: int
+    stack, rests: list[Rest], node: Node, at: int, width: int, chain: list[Node], lo: int, hi: int
 ) -> None:
     """Add a run of channels to `rests` if it lies outside the latent, else to the `stack` of values to look behind."""
     if lo <= at and at + width <= hi:
-        node.meta["_run"] = (at - lo, width)
-        rests.append((node, chain))
+        rests.append((node, chain, at - lo, width))
     else:
         stack.append((node, at, width, [*chain, node] if is_outer_view(node) else chain))
 
 
 def _rewrite(
     view: GraphView,
+    build: Builder,
     norm: RmsNorm,
     down: Linear,
     start: int,
     size: int,
     ups: list[tuple[Linear, list[Node]]],
-    rests: list[tuple[Node, list[Node]]],
-    inputs: list[Node],
+    rests: list[Rest],
     part: tuple[int, int] | None,
 ) -> tuple[Node, list[Node]]:
-    outputs = [u.node for u, _ in ups] + [r for r, _ in rests]
-    where = place(inputs, outputs, down.node, view.mode_states)
-    assert where is not None
-    anchor, moved = where
-    build = Builder(view.graph, view.fake_mode, anchor, ups[0][0].node, view.mode_states)
     dtype = value(down.node).dtype
     w_down, b_down = down.weight(build), None if down.b is None else build.cast(down.b, dtype)
     if part is not None:
@@ -293,13 +287,9 @@ def _rewrite(
         if up.b is not None:
             out = build(aten.add.Tensor, out, build.cast(up.b, value(up.node).dtype))
         new.append(out)
-    for old, chain in rests:
-        at, width = old.meta.pop("_run")
+    for _, chain, at, width in rests:
         out = replay(build, chain, rest)
         if width != value(rest).shape[-1]:
             out = build(aten.slice.Tensor, out, -1, at, at + width)
         new.append(out)
-    move_behind(moved, build.emitted[-1])
-    for old, out in zip(outputs, new, strict=True):
-        old.replace_all_uses_with(out)
     return node, new

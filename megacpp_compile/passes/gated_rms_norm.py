@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import Builder, move_behind, place, same_size, value
+from megacpp_compile.fx.edit import Builder, place, same_size, value
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.gated_rms_norm import GatedNorm, gate_nearby, match_gated_norm, same_source
 from megacpp_compile.matchers.graph_view import GraphView
@@ -72,14 +72,10 @@ def _check(view: GraphView, norm: RmsNorm) -> Match | MatchFailure | None:
     width = _row_width(gated)
     if width is None or _sizes(value(gated.node).shape, (gated.y, gated.z)) is None:
         return MatchFailure(gated.node, "shape", "operands, gains and result can't be seen as rows of one width")
-    inputs = _inputs(gated)
+    inputs = list(dict.fromkeys([gated.y, gated.z, *(g for g, _ in gated.gains)]))
     if place(inputs, [gated.node], gated.node, state) is None:
         return MatchFailure(gated.node, "region", "its inputs are ready only under another grad or autocast mode")
-    return Match(gated.node, inputs, [gated.node], lambda: _rewrite(view, norm.node, inputs, width))
-
-
-def _inputs(gated: GatedNorm) -> list[Node]:
-    return list(dict.fromkeys([gated.y, gated.z, *(g for g, _ in gated.gains)]))
+    return Match(gated.node, inputs, [gated.node], lambda build: _rewrite(build, gated, width))
 
 
 def _row_width(gated: GatedNorm) -> int | None:
@@ -114,17 +110,7 @@ def _reshape(build: Builder, node: Node, shape: Sequence[Any], sources: Sequence
     )
 
 
-def _rewrite(view: GraphView, core: Node, inputs: list[Node], width: int) -> tuple[Node, list[Node]]:
-    # Matched anew: what it reads may have been another one's result, which is a new node by now.
-    norm = match_rms_norm(core)
-    assert isinstance(norm, RmsNorm)
-    gated = match_gated_norm(norm)
-    assert isinstance(gated, GatedNorm)
-    inputs[:] = _inputs(gated)
-    where = place(inputs, [gated.node], gated.node, view.mode_states)
-    assert where is not None
-    anchor, moved = where
-    build = Builder(view.graph, view.fake_mode, anchor, gated.node, view.mode_states)
+def _rewrite(build: Builder, gated: GatedNorm, width: int) -> tuple[Node, list[Node]]:
     sources = gated.y, gated.z
     like = next((n for n in sources if value(n).shape[-1] == width), None)
     y, z = (
@@ -137,10 +123,7 @@ def _rewrite(view: GraphView, core: Node, inputs: list[Node], width: int) -> tup
         y, z, _weight(build, gated, width), float(gated.norm.eps), gated.size, gated.norm_before_gate,
         value(gated.node).dtype,
     )  # fmt: skip
-    out = _reshape(build, build.item(node, 0), value(gated.node).shape, sources)
-    move_behind(moved, build.emitted[-1])
-    gated.node.replace_all_uses_with(out)
-    return node, [out]
+    return node, [_reshape(build, build.item(node, 0), value(gated.node).shape, sources)]
 
 
 def _weight(build: Builder, gated: GatedNorm, width: int) -> Node | None:

@@ -82,21 +82,21 @@ def _check(view: GraphView, plan: PrecisionPlan, linear: Linear, payloads: Paylo
         if not statically_known_true(size % MULTIPLES[recipe] == 0):
             return MatchFailure(node, "multiple", f"{size} {what}, not known to be a multiple of {MULTIPLES[recipe]}")
     inputs = list(dict.fromkeys(i for i in (linear.x, linear.w, linear.b) if i is not None))
-    return Match(node, inputs, [node], lambda: _rewrite(view, linear.node, recipe, payloads))
+    return Match(node, inputs, [node], lambda build: _rewrite(view, build, linear, recipe, payloads))
 
 
 def _no_device_for(recipe: str) -> Callable[[torch.device], str]:
     return no_block_scales if recipe == "fp8_block" else no_float8
 
 
-def _rewrite(view: GraphView, node: Node, recipe: str, payloads: Payloads) -> tuple[Node, list[Node]]:
-    linear = match_linear(node)  # matched anew: what it reads may have been another linear's result
-    assert linear is not None
-    build = Builder(view.graph, view.fake_mode, node, node, view.mode_states)
-    dtype = value(node).dtype
+def _rewrite(
+    view: GraphView, build: Builder, linear: Linear, recipe: str, payloads: Payloads
+) -> tuple[Node, list[Node]]:
+    build.anchor = linear.node  # a linear stays where it is, behind those that it shares payloads with
+    dtype = value(linear.node).dtype
 
     def payload(t: Node, op: OpOverload, how: object) -> tuple[Node, Node]:
-        key = (t, view.mode_states[node], how)
+        key = (t, view.mode_states[linear.node], how)
         if key not in payloads:
             quantised = build(op, build(torch.ops.aten.detach.default, t), how)
             payloads[key] = build.item(quantised, 0), build.item(quantised, 1)
@@ -112,5 +112,4 @@ def _rewrite(view: GraphView, node: Node, recipe: str, payloads: Payloads) -> tu
         one = ops.fp8_quantize.default
         parts = (*payload(x, one, FORWARD), *payload(w, one, FORWARD))
         new = build(ops.fp8_linear.default, x, w, *parts, linear.b, GRADIENT, dtype)
-    node.replace_all_uses_with(new)
     return new, [new]

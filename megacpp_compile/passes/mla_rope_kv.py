@@ -47,7 +47,7 @@ def _check(view: GraphView, head: Head) -> Match | MatchFailure:
         values, outputs = [], [head.root]  # V's readers can't move: make the keys alone
         if place(inputs, outputs, head.root, view.mode_states) is None:
             return MatchFailure(head.root, *_rope.REGION)
-    return Match(head.root, inputs, outputs, lambda: _rewrite(view, head, values, inputs, outputs))
+    return Match(head.root, inputs, outputs, lambda build: _rewrite(build, head, values))
 
 
 def _values(head: Head) -> list[tuple[Node, list[int]]]:
@@ -97,16 +97,10 @@ def _permuted(node: Node, dims: list[int]) -> list[int]:
     return out
 
 
-def _rewrite(
-    view: GraphView, head: Head, values: list[tuple[Node, list[int]]], inputs: list[Node], outputs: list[Node]
-) -> tuple[Node, list[Node]]:
+def _rewrite(build: Builder, head: Head, values: list[tuple[Node, list[int]]]) -> tuple[Node, list[Node]]:
     rotation, order = _rope.in_memory_order(head)
     nope, rope = rotation.nope, rotation.rope
     assert nope is not None
-    where = place(inputs, outputs, head.root, view.mode_states)
-    assert where is not None
-    anchor, moved = where
-    build = Builder(view.graph, view.fake_mode, anchor, head.root, view.mode_states)
     if values:
         kv = _rope.arrange(build, nope.source, 0, value(nope.source.node).shape[-1])
     else:
@@ -132,5 +126,4 @@ def _rewrite(
             permutation = [own.index(d) for d in dims[:-1]] + [len(own)]
             in_order = permutation == sorted(permutation)
             new.append(v if in_order else build(aten.permute.default, v, permutation))
-    _rope.replace(view.graph, build, list(zip(outputs, new, strict=True)), moved)
     return node, new

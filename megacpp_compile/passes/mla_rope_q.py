@@ -93,11 +93,7 @@ def _check(view: GraphView, head: Head) -> Match | MatchFailure | None:
     if place(inputs, [head.root], head.root, view.mode_states) is None:
         return MatchFailure(head.root, *_rope.REGION)
 
-    def rewrite() -> tuple[Node, list[Node]]:
-        where = place(inputs, [head.root], head.root, view.mode_states)
-        assert where is not None
-        anchor, moved = where
-        build = Builder(view.graph, view.fake_mode, anchor, head.root, view.mode_states)
+    def rewrite(build: Builder) -> tuple[Node, list[Node]]:
         nope_dim = rotation.nope.width if rotation.nope else 0
         turned, order = _rope.in_memory_order(head)
         q = _rope.whole_head(build, turned)
@@ -106,8 +102,6 @@ def _check(view: GraphView, head: Head) -> Match | MatchFailure | None:
             torch.ops.megacpp.mla_rope_q.default,
             q, cos, sin, nope_dim, *_rope.layout(rotation), False, value(head.root).dtype,
         )  # fmt: skip
-        new = _rope.back(build, node, order)
-        _rope.replace(view.graph, build, [(head.root, new)], moved)
-        return node, [new]
+        return node, [_rope.back(build, node, order)]
 
     return Match(head.root, inputs, [head.root], rewrite)

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import Builder, move_behind, place, value
+from megacpp_compile.fx.edit import Builder, place, value
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.linear import Linear, match_linear
@@ -74,24 +74,13 @@ def _check(view: GraphView, norm: RmsNorm) -> Match | MatchFailure:
     outputs = [n.node for n in linears]
     if place(inputs, outputs, norm.node, view.mode_states) is None:
         return MatchFailure(norm.node, "region", "a weight is computed under another grad or autocast mode")
-    return Match(outputs[0], inputs, outputs, lambda: _rewrite(view, norm, readers, inputs))
+    return Match(outputs[0], inputs, outputs, lambda build: _rewrite(build, norm, readers))
 
 
-def _rewrite(
-    view: GraphView, norm: RmsNorm, readers: list[tuple[Linear, list[Node]]], inputs: list[Node]
-) -> tuple[Node, list[Node]]:
-    outputs = [linear.node for linear, _ in readers]
-    where = place(inputs, outputs, norm.node, view.mode_states)
-    assert where is not None
-    anchor, moved = where
-    build = Builder(view.graph, view.fake_mode, anchor, outputs[0], view.mode_states)
+def _rewrite(build: Builder, norm: RmsNorm, readers: list[tuple[Linear, list[Node]]]) -> tuple[Node, list[Node]]:
     weights = [linear.weight(build) for linear, _ in readers]
     biases = [build.cast(n.b, value(n.node).dtype) for n, _ in readers if n.b is not None]
     gain = gain_of(build, norm)
     node = build(torch.ops.megacpp.norm_linear.default, norm.x, gain, weights, biases, float(norm.eps))
     projected = build.item(node, 0)
-    new = [replay(build, chain, build.item(projected, i)) for i, (_, chain) in enumerate(readers)]
-    move_behind(moved, build.emitted[-1])
-    for old, out in zip(outputs, new, strict=True):
-        old.replace_all_uses_with(out)
-    return node, new
+    return node, [replay(build, chain, build.item(projected, i)) for i, (_, chain) in enumerate(readers)]

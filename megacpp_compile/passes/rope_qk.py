@@ -68,15 +68,11 @@ def _check(view: GraphView, q: Head, k: Head) -> Match | MatchFailure:
     if a.cos.source.dims != b.cos.source.dims or a.sin.source.dims != b.sin.source.dims:
         return MatchFailure(k.root, "layout", "the tables meet queries and keys in different dimensions")
     inputs = list(dict.fromkeys(_rope.sources(a) + _rope.sources(b)))
-    outputs = [q.root, k.root]
-    if place(inputs, outputs, max(outputs), view.mode_states) is None:
+    outputs, states = [q.root, k.root], view.mode_states
+    if states[q.root] != states[k.root] or place(inputs, outputs, q.root, states) is None:
         return MatchFailure(max(outputs), *_rope.REGION)
 
-    def rewrite() -> tuple[Node, list[Node]]:
-        where = place(inputs, outputs, max(outputs), view.mode_states)
-        assert where is not None
-        anchor, moved = where
-        build = Builder(view.graph, view.fake_mode, anchor, q.root, view.mode_states)
+    def rewrite(build: Builder) -> tuple[Node, list[Node]]:
         turned, order = _rope.in_memory_order(q, k)
         node = build(
             torch.ops.megacpp.rope_qk.default,
@@ -84,8 +80,6 @@ def _check(view: GraphView, q: Head, k: Head) -> Match | MatchFailure:
             _rope.table(build, turned.cos), _rope.table(build, turned.sin),
             nope[0], *_rope.layout(a), False, value(q.root).dtype,
         )  # fmt: skip
-        new = [_rope.back(build, build.item(node, i), order) for i in (0, 1)]
-        _rope.replace(view.graph, build, list(zip(outputs, new, strict=True)), moved)
-        return node, new
+        return node, [_rope.back(build, build.item(node, i), order) for i in (0, 1)]
 
     return Match(q.root, inputs, outputs, rewrite)

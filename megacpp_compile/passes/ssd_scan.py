@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import Builder, move_behind, place, value
+from megacpp_compile.fx.edit import Builder, place, value
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.ssd.axes import flat, length
@@ -56,11 +56,7 @@ def _check(view: GraphView, scan: Scan) -> Match | MatchFailure:
     if place(inputs, outputs, root, view.mode_states) is None:
         return MatchFailure(root, "region", "its inputs are ready only under another grad or autocast mode")
 
-    def rewrite() -> tuple[Node, list[Node]]:
-        where = place(inputs, outputs, root, view.mode_states)
-        assert where is not None
-        anchor, moved = where
-        build = Builder(view.graph, view.fake_mode, anchor, root, view.mode_states)
+    def rewrite(build: Builder) -> tuple[Node, list[Node]]:
         b, t, h, p, n = (tuple(flat(d)) for d in (scan.b, scan.t, scan.h, scan.p, scan.n))
         groups = _groups(scan, h)
         node = build(
@@ -78,9 +74,6 @@ def _check(view: GraphView, scan: Scan) -> Match | MatchFailure:
         for final in scan.final_states:
             state = build.cast(build.item(node, 1), value(final.node).dtype)
             new.append(_arrange(build, Leaf(state, (b, h, p, n)), final.dims))
-        move_behind(moved, build.emitted[-1])
-        for old, result in zip(outputs, new, strict=True):
-            old.replace_all_uses_with(result)
         return node, new
 
     return Match(root, inputs, outputs, rewrite)

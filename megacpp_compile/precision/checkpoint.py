@@ -28,11 +28,12 @@ def checkpoint_for(block: nn.Module, fp8_wrapper: str = "te_checkpoint") -> Call
     """The function to call as `checkpoint(block, *args)`: Transformer Engine's checkpoint if `block` holds modules of
     Transformer Engine, torch's if it holds none; both without reentrant autograd.
 
-    fp8_wrapper: `CheckpointingPolicy.fp8_wrapper`. Raises BadOptionError for an unknown one, StockCheckpointError for a
-    block in fp8 under "none", and EngineError where Transformer Engine cannot be imported any more.
+    fp8_wrapper: "te_checkpoint", or "none" for torch's alone. Raises BadOptionError for another word,
+    StockCheckpointError for a block in fp8 under "none", and EngineError where Transformer Engine cannot be
+    imported any more.
     """
     if fp8_wrapper not in FP8_WRAPPERS:
-        raise BadOptionError("policy.fp8_wrapper", fp8_wrapper, "'none' or 'te_checkpoint'", FP8_WRAPPERS)
+        raise BadOptionError("fp8_wrapper", fp8_wrapper, "'none' or 'te_checkpoint'", FP8_WRAPPERS)
     inside = next((name for name, m in block.named_modules() if engine.is_of_transformer_engine(m)), None)
     if inside is None:
         return functools.partial(stock.checkpoint, use_reentrant=False)

@@ -7,6 +7,7 @@ all blocks share one backend object: blocks that its guards cannot tell apart sh
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -18,16 +19,17 @@ from torch.fx import GraphModule
 
 from megacpp_compile._torch import dynamo
 from megacpp_compile._torch.modules import compiled_call, set_compiled_call
-from megacpp_compile.backend import check_torch, compile_with, mode_patches
+from megacpp_compile.backend import check_torch, compile_with, mode_patches, raises_own_errors
 from megacpp_compile.backends.static_launch import start_workers
 from megacpp_compile.config import rules
-from megacpp_compile.config.options import Config
+from megacpp_compile.config.options import Config, given_options
 from megacpp_compile.errors import AlreadyCompiledError, BadOptionError, NotAModuleError
 from megacpp_compile.frontend import unbacked_shapes
-from megacpp_compile.fx.provenance import input_path, local_path
+from megacpp_compile.fx.module_names import named_modules, named_parameters, named_tensors
+from megacpp_compile.fx.provenance import input_path, local_path, modules_of
 from megacpp_compile.passes._driver import pass_names
+from megacpp_compile.passes._required import Requirement
 from megacpp_compile.pipeline import Block
-from megacpp_compile.precision.engine import is_of_transformer_engine
 from megacpp_compile.regional.repeated_blocks import Kind, find_kinds, outside
 from megacpp_compile.regional.split import config_for, split_by_rules
 from megacpp_compile.report import collector, log
@@ -47,7 +49,7 @@ Model = TypeVar("Model", bound=nn.Module)
 def compile(
     model: Model,
     *,
-    options: Mapping[str, Any] | None = None,
+    options: Mapping[str, Any] | Config | None = None,
     blocks: str | Sequence[str] | None = None,
     whole_below: int = WHOLE_BELOW,
     rest: Literal["eager", "compile"] = "eager",
@@ -59,7 +61,7 @@ def compile(
     """Compile `model` in place and return it: its repeated blocks with one artifact a kind, a small model whole.
 
     model: a module; its parameters may be on any device, and sharded by FSDP2 before or after.
-    options, fields: fields of `Config`, as in `torch.compile(..., backend="megacpp", options=...)`.
+    options, fields: fields of `Config`, or one, as in `torch.compile(..., backend="megacpp", options=...)`.
     blocks: names of the blocks ("model.layers.*", see `config.globs`), where structure finds them wrongly.
     whole_below: compile the model as one where it has fewer repeated blocks than this.
     rest: how modules outside all blocks run (embeddings, last norm, head). "eager" leaves them to eager;
@@ -72,20 +74,18 @@ def compile(
     check_torch()
     if not isinstance(model, nn.Module):
         raise NotAModuleError(model)
+    given = given_options(options)
     for name in fields:
-        if name in (options or {}):
+        if name in given:
             raise BadOptionError(name, fields[name], "one value: it is in 'options' and a keyword argument too")
     if rest not in ("eager", "compile"):
         raise BadOptionError("rest", rest, "'eager' or 'compile'", ("eager", "compile"))
-    config = Config.from_options({**(options or {}), **fields}, pass_names())
+    config = Config.from_options({**given, **fields}, pass_names())
     mode_patches(mode)
     for fqn, module in model.named_modules():
         if isinstance(module, dynamo.OptimizedModule) or compiled_call(module) is not None:
             raise AlreadyCompiledError(fqn, type(module).__name__)
-    if config.sharding is not None:
-        config.sharding.check_hits(name for name, _ in model.named_parameters(remove_duplicate=False))
     rules.check_model(model, config)
-    _speak_of_fp8_wrapper(model, config)
     kinds = find_kinds(model, [blocks] if isinstance(blocks, str) else blocks)
     whole = None if blocks is not None else _why_whole(model, kinds, whole_below)
     kinds = [Kind(("",), (model,))] if whole is not None else split_by_rules(model, kinds, config)
@@ -106,7 +106,8 @@ def compile(
     if dynamic is None and not target.device(parameters).dynamic:
         dynamic = False
     start_workers(target)
-    compile_kinds(model, kinds, regions, config, mode, dynamic=dynamic, fullgraph=fullgraph)
+    required = _count_calls(model, config) if whole is None and config.require else None
+    compile_kinds(model, kinds, regions, config, mode, required=required, dynamic=dynamic, fullgraph=fullgraph)
     collector.emit_regions(regions)
     for region in regions:
         log.logger.info("region: %s", region)
@@ -115,15 +116,19 @@ def compile(
 
 def compile_kinds(
     model: nn.Module, kinds: Sequence[Kind], regions: Sequence[CompiledRegion], config: Config, mode: str | None,
-    inner_compile: Any = None, **settings: Any,
+    inner_compile: Any = None, required: Requirement | None = None, **settings: Any,
 ) -> None:  # fmt: skip
     """Compile all blocks in place. Blocks that rules by name tell apart get backends of their own, which Dynamo's
-    guards distinguish: nothing else about such blocks need differ. settings: of `module.compile`."""
+    guards distinguish: nothing else about such blocks need differ. required: counts in calls of the model, None where
+    nothing does but a whole model's own frame. settings: of `module.compile`."""
     count = sum(len(kind.modules) for kind in kinds)
     backends: dict[tuple[int, bool], Regional] = {}
     for kind in kinds:
         own = config_for(kind, config)
-        backend = backends.setdefault((kind.apart, kind.last), Regional(model, regions, own, mode, inner_compile))
+        if required is None and kind.fqns != ("",):
+            own = dataclasses.replace(own, require={})  # an estimate: a block is not the model that counts
+        new = Regional(model, regions, own, mode, inner_compile, required)
+        backend = backends.setdefault((kind.apart, kind.last), new)
         for module in kind.modules:
             compile_in_place(module, count, backend=backend, **settings)
 
@@ -146,6 +151,17 @@ def uncompile(model: nn.Module) -> None:
     """Undo `compile`: the modules of `model` run in eager again."""
     for module in model.modules():
         set_compiled_call(module, None)
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key in [k for k, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), Requirement)]:
+                del hooks[key]
+
+
+def _count_calls(model: nn.Module, config: Config) -> Requirement:
+    """Count in calls of `model`, which is not compiled itself."""
+    required = Requirement(config.require)
+    model.register_forward_pre_hook(required.began)
+    model.register_forward_hook(required.ended)
+    return required
 
 
 def _why_whole(model: nn.Module, kinds: Sequence[Kind], whole_below: int) -> str | None:
@@ -159,15 +175,6 @@ def _why_whole(model: nn.Module, kinds: Sequence[Kind], whole_below: int) -> str
     if layers < _MOST * _layers(model):
         return f"repeated blocks hold {layers} of {_layers(model)} layers with parameters"
     return None
-
-
-def _speak_of_fp8_wrapper(model: nn.Module, config: Config) -> None:
-    """Warn that `policy.fp8_wrapper` has no effect here: compiled code calls no block through a wrapper."""
-    wrapper = config.policy.fp8_wrapper if config.policy is not None else "none"
-    found = next((name for name, m in model.named_modules() if is_of_transformer_engine(m)), None)
-    if wrapper != "none" and found is not None:
-        advice = "call its block through precision.checkpoint.checkpoint_for(block, policy.fp8_wrapper)"
-        log.logger.warning("policy.fp8_wrapper=%r: %s is called as the model calls it; %s", wrapper, found, advice)
 
 
 def _layers(module: nn.Module) -> int:
@@ -199,27 +206,31 @@ class Regional:
 
     def __init__(
         self, model: nn.Module, regions: Sequence[CompiledRegion], config: Config, mode: str | None,
-        inner_compile: Any = None,
+        inner_compile: Any = None, required: Requirement | None = None,
     ) -> None:  # fmt: skip
+        self.required = required
         self.model, self.regions, self.config, self.mode = weakref.ref(model), tuple(regions), config, mode
         self.inner_compile = inner_compile
         self.parts = {fqn: region for region in regions if region.treatment == "compiled" for fqn in region.fqns}
 
+    @raises_own_errors
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         collector.emit_regions(self.regions)
         roots = self._roots(gm, example_inputs)
         _name_absolutely(gm, roots)
+        if (model := self.model()) is not None:
+            rules.say_unnamed(gm, self.config, model)
         part = next((p for fqn in roots.values() if (p := self._part(fqn)) is not None), "")
         blocks = len(self.parts[part].fqns) if part else 0
         siblings = self._sibling_params(part) if self.config.sharding is not None else None
-        block = Block(part, blocks, siblings, checked=True)
+        block = Block(part, blocks, siblings, checked=True, required=self.required)
         return compile_with(gm, example_inputs, self.config, self.mode, block, self.inner_compile)
 
     def _sibling_params(self, part: str) -> SiblingParams:
         """Parameter -> (name, parameter) for all blocks like `part`, which run its artifact and are not compiled
         themselves."""
         model = self.model()
-        known = {} if model is None else dict(model.named_parameters(remove_duplicate=False))
+        known = {} if model is None else dict(named_parameters(model))
         first = {id(p): name for name, p in reversed(known.items())}
         prefix = f"{part}." if part else ""
 
@@ -234,20 +245,27 @@ class Regional:
         return alike
 
     def _roots(self, gm: GraphModule, example_inputs: Sequence[Any]) -> dict[str, str]:
-        """Local variable of the frame ("self") -> name of the module it holds, read off the parameters the frame takes.
-        Looked up now, as FSDP2 puts other parameters in place for the time of a forward."""
+        """Local variable of the frame ("self") -> name of the module it holds, read off the modules that the frame runs
+        and the parameters it takes.
+        Looked up now, as FSDP2 puts other parameters in place for the time of a forward; where DDP cuts a frame into
+        buckets its parameters are fakes, and modules alone tell."""
         model = self.model()
         if model is None:
             return {}
-        names = {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers())}
-        found: dict[str, str] = {}
+        names: dict[int, list[str]] = {}
+        for name, held in (*named_modules(model), *named_tensors(model)):
+            names.setdefault(id(held), []).append(name)
         placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
-        for node, value in zip(placeholders, example_inputs, strict=True):
-            if id(value) in names:
-                root, inner = input_path(node)
-                whole = "." + names[id(value)]
-                if root and whole.endswith("." + inner):  # a tied parameter may have another name here
-                    found.setdefault(root, whole[: -len(inner) - 1].strip("."))
+        inputs = zip(placeholders, example_inputs, strict=True)
+        paths = [(id(value), input_path(node)) for node, value in inputs]
+        for module in gm.modules():
+            for node in module.graph.nodes if isinstance(module, GraphModule) else ():
+                paths += [(number, local_path(path)) for number, path in modules_of(node).items()]
+        found: dict[str, str] = {}
+        for number, (root, inner) in paths:
+            for name in names.get(number, ()):  # a tied parameter may have another name here
+                if root and f".{name}".endswith(f".{inner}" if inner else ""):
+                    found.setdefault(root, name[: len(name) - len(inner)].strip("."))
         return found
 
     def _part(self, fqn: str) -> str | None:

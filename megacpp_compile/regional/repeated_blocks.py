@@ -16,6 +16,7 @@ from torch import nn
 
 from megacpp_compile.config import globs
 from megacpp_compile.errors import BlockNotFoundError
+from megacpp_compile.fx.module_names import named_modules
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -45,13 +46,14 @@ def find_kinds(model: nn.Module, patterns: Sequence[str] | None = None) -> list[
     hits no module.
     """
     blocks = _found(model) if patterns is None else _named(model, patterns)
+    called = _first_names(model)
     kinds: dict[Hashable, tuple[list[str], list[nn.Module]]] = {}
     seen: set[int] = set()
-    for fqn, module in blocks:
+    for module in blocks:
         if id(module) not in seen:  # the same layer may stand in a list several times
             seen.add(id(module))
             fqns, modules = kinds.setdefault(structure(module), ([], []))
-            fqns.append(fqn)
+            fqns.append(called[id(module)])
             modules.append(module)
     return [Kind(tuple(fqns), tuple(modules)) for fqns, modules in kinds.values()]
 
@@ -68,35 +70,44 @@ def outside(model: nn.Module, kinds: Sequence[Kind]) -> Iterator[tuple[str, nn.M
     blocks = {id(module) for kind in kinds for module in kind.modules}
     above = {id(m) for m in model.modules() if any(id(part) in blocks for part in m.modules())}
     seen: set[int] = set()
+    called = _first_names(model)
 
-    def walk(fqn: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    def walk(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if id(module) in blocks or id(module) in seen:
             return
         seen.add(id(module))
         if id(module) not in above:
-            yield fqn, module
+            yield called[id(module)], module
             return
-        for name, child in module.named_children():
-            yield from walk(f"{fqn}.{name}" if fqn else name, child)
+        for child in module.children():
+            yield from walk(child)
 
-    yield from walk("", model)
+    yield from walk(model)
 
 
-def _found(model: nn.Module, fqn: str = "") -> Iterator[tuple[str, nn.Module]]:
-    children = [(f"{fqn}.{name}" if fqn else name, child) for name, child in model.named_children()]
+def _first_names(model: nn.Module) -> dict[int, str]:
+    """id of each module of `model` -> its first name."""
+    found: dict[int, str] = {}
+    for name, module in named_modules(model):
+        found.setdefault(id(module), name)
+    return found
+
+
+def _found(model: nn.Module) -> Iterator[nn.Module]:
+    children = list(model.children())
     if isinstance(model, _CONTAINERS):
-        candidates = [(name, child) for name, child in children if _is_block(child)]
-        kinds = Counter(structure(child) for _, child in candidates)
+        candidates = [child for child in children if _is_block(child)]
+        kinds = Counter(structure(child) for child in candidates)
         if max(kinds.values(), default=0) > 1:
             # The odd children of a ModuleList are layers too; in a ModuleDict or Sequential they may be anything.
-            classes = {type(child) for _, child in candidates if kinds[structure(child)] > 1}
+            classes = {type(child) for child in candidates if kinds[structure(child)] > 1}
             alike = isinstance(model, nn.ModuleList)
-            chosen = [(n, c) for n, c in candidates if alike or type(c) in classes]
+            chosen = [c for c in candidates if alike or type(c) in classes]
             yield from chosen
-            taken = {id(child) for _, child in chosen}
-            children = [(n, c) for n, c in children if id(c) not in taken]
-    for name, child in children:
-        yield from _found(child, name)
+            taken = {id(child) for child in chosen}
+            children = [c for c in children if id(c) not in taken]
+    for child in children:
+        yield from _found(child)
 
 
 def _is_block(module: nn.Module) -> bool:
@@ -104,13 +115,16 @@ def _is_block(module: nn.Module) -> bool:
     return any(True for _ in module.children()) and any(True for _ in module.parameters())
 
 
-def _named(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.Module]]:
-    modules = {name: module for name, module in model.named_modules() if name}
-    chosen: list[tuple[str, nn.Module]] = []
+def _named(model: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
+    modules: dict[str, nn.Module] = {}
+    for name, module in named_modules(model):
+        modules.setdefault(name, module)  # of a wrapper and what it wraps the wrapper
+    del modules[""]
+    chosen: list[nn.Module] = []
     for pattern in patterns:
         hits = globs.outermost_hits(pattern, modules)
         if not hits:
             raise BlockNotFoundError(pattern, list(modules))
-        chosen += [(name, modules[name]) for name in hits]
-    inner = {id(part) for _, m in chosen for part in m.modules() if part is not m}
-    return [(name, module) for name, module in chosen if id(module) not in inner]
+        chosen += [modules[name] for name in hits]
+    inner = {id(part) for m in chosen for part in m.modules() if part is not m}
+    return [module for module in chosen if id(module) not in inner]

@@ -14,13 +14,14 @@ from torch import nn
 
 from megacpp_compile.config import globs
 from megacpp_compile.config.options import Config
+from megacpp_compile.fx.module_names import named_modules
 from megacpp_compile.regional.repeated_blocks import Kind
 
 
 def split_by_rules(model: nn.Module, found: Sequence[Kind], config: Config) -> list[Kind]:
     """`found`, with blocks that rules treat differently as kinds of their own, and so the last block of the model where
     the policy has an entry for the last layer."""
-    order = {name: number for number, (name, _) in enumerate(model.named_modules())}
+    order = {name: number for number, (name, _) in enumerate(named_modules(model))}
     blocks = [fqn for kind in found for fqn in kind.fqns]
     last_differs = config.policy is not None and config.policy.of_last_layer() != config.policy
     last = max(blocks, key=order.__getitem__) if blocks and last_differs else ""
@@ -45,7 +46,7 @@ def config_for(kind: Kind, config: Config) -> Config:
 def _outcome(fqn: str, module: nn.Module, config: Config) -> Hashable:
     """What the rules say of the modules of the block `fqn`; equal for blocks of one structure that they treat alike."""
     outcome: list[Hashable] = []
-    for name, _ in module.named_modules():
+    for name, _ in named_modules(module):
         whole = f"{fqn}.{name}" if name else fqn
         if config.precision is not None:
             outcome.append(config.precision.decide(whole).requested)

@@ -4,15 +4,18 @@
         model(x)
     print(report)
 
-The compiler calls `emit_frame` once per frame; every `record()` that is open receives it.
+The compiler calls `emit_frame` once per frame. It goes to every `record()` that the thread which compiles has open; a
+thread that has opened none, such as autograd's own or a pool's worker, reports to every `record()` that is open.
 """
 
 from __future__ import annotations
 
 import json
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,10 +27,19 @@ if TYPE_CHECKING:
     import torch
 
 
-_FORMAT = 1  # version of the JSON; raise it when a key changes its meaning or goes
+_FORMAT = 2  # version of the JSON; raise it when a key changes its meaning or goes
+_OLDEST = 1  # that is read: the release before this one wrote it
 
-# A module-level list, not a context variable: autograd compiles a lazy backward in another thread.
-_open_reports: list[Report] = []
+
+@dataclass(eq=False)
+class _Opened:
+    report: Report
+    open: bool = True  # a copied context, such as an asyncio task's, may outlive the `with` it was copied in
+
+
+# Of this context, which a new thread begins without, the innermost last; and of all threads.
+_own: ContextVar[tuple[_Opened, ...]] = ContextVar("megacpp_reports", default=())
+_everywhere: list[_Opened] = []
 
 
 @dataclass
@@ -41,7 +53,9 @@ class Report:
         misses: one per near miss.
         regions: the parts that `megacpp_compile.compile` made of its models.
         estimate: the last that `megacpp_compile.estimate` or `fit` said inside, as plain data.
-        measured_peak: bytes allocated on the device at the peak of the step that `measure` ran.
+        measured: bytes at the peak of the step that `measure` ran: "before", allocated on the device when it began,
+            "step", allocated by it on top, and "peak", the sum. On CPU, where only changes are known, "before" and
+            "peak" are None.
     """
 
     known_passes: tuple[str, ...] = ()
@@ -50,7 +64,7 @@ class Report:
     misses: list[MissedFusion] = field(default_factory=list)
     regions: list[CompiledRegion] = field(default_factory=list)
     estimate: dict[str, Any] | None = None
-    measured_peak: int | None = None
+    measured: dict[str, int | None] | None = None
 
     @property
     def counts(self) -> dict[str, int]:
@@ -87,7 +101,7 @@ class Report:
             "misses": [plain(miss) for miss in self.misses],
             "regions": [{**plain(region), "fqns": list(region.fqns)} for region in self.regions],
             "estimate": self.estimate,
-            "measured_peak": self.measured_peak,
+            "measured": self.measured,
         }
 
     def to_json(self, indent: int | None = None) -> str:
@@ -96,11 +110,12 @@ class Report:
 
     @classmethod
     def from_json(cls, text: str) -> Report:
-        """The report that `to_json` wrote; raises `ReportFormatError` for anything else."""
+        """The report that `to_json` wrote, this release's or the one's before; raises `ReportFormatError` for
+        anything else."""
         try:
             data = json.loads(text)
-            if data["format"] != _FORMAT:
-                raise ReportFormatError(f"format {data['format']!r}, this version reads {_FORMAT}")
+            if data["format"] not in range(_OLDEST, _FORMAT + 1):
+                raise ReportFormatError(f"format {data['format']!r}, this version reads {_OLDEST} to {_FORMAT}")
             return cls(
                 tuple(data["known_passes"]),
                 [_from_plain(Frame, item) for item in data["frames"]],
@@ -108,25 +123,46 @@ class Report:
                 [_from_plain(MissedFusion, item) for item in data["misses"]],
                 [CompiledRegion(**{**item, "fqns": tuple(item["fqns"])}) for item in data.get("regions", ())],
                 data.get("estimate"),
-                data.get("measured_peak"),
+                data["measured"] if data["format"] > 1 else _measured_once(data),
             )
         except (AttributeError, KeyError, TypeError, json.JSONDecodeError) as error:
             raise ReportFormatError(f"{type(error).__name__}: {error}") from error
 
     @property
     def predicted_peak(self) -> int | None:
-        """Bytes at the predicted peak of the frame that needs the most; None where no policy said anything."""
+        """Bytes at the predicted peak of the frame that needs the most, what its graph reads and what it allocates;
+        None where no policy said anything. A limit (`peak_gib`) is on this."""
         return max((frame.peak["predicted"] for frame in self.frames if frame.peak), default=None)
 
+    @property
+    def predicted_step(self) -> int | None:
+        """Bytes that the step is predicted to allocate at its peak, beyond what was there before it: the quantity of
+        `measured["step"]`. None where that is not known: without a policy, for code from a cache, and where several
+        frames make up the step, whose peaks do not add up."""
+        training = [frame for frame in self.frames if frame.grad]
+        found = training[0].peak if len(training) == 1 else None
+        return found["step"] if found else None
+
+    @property
+    def measured_peak(self) -> int | None:
+        """Deprecated: `measured["peak"]` on CUDA, `measured["step"]` elsewhere."""
+        warnings.warn('measured_peak is now measured["step"], or measured["peak"]', FutureWarning, stacklevel=2)
+        found = self.measured or {}
+        return found.get("step") if found.get("peak") is None else found["peak"]
+
     def measure(self, step: Callable[[], Any], device: str | torch.device) -> int:
-        """Run `step`, a training step that ran before, and note the peak of its memory as `measured_peak`.
+        """Run `step`, a training step that ran before and that begins without gradients (`zero_grad()`), and note the
+        peak of its memory in `measured`.
 
-        Bytes: on CUDA all that is allocated on `device`; elsewhere what the step allocates in main memory.
+        Returns `measured["step"]`, the bytes that the step allocates at its peak beyond what was there before, on any
+        device: parameters, optimizer state and whatever else existed are not in it, and not in `predicted_step`.
+        Raises DeviceNotMeasuredError for a device other than CUDA's or the CPU.
         """
-        from megacpp_compile.report.measure import peak_bytes
+        from megacpp_compile.report.measure import at_peak
 
-        self.measured_peak = peak_bytes(step, device)
-        return self.measured_peak
+        self.measured = at_peak(step, device)
+        assert self.measured["step"] is not None
+        return self.measured["step"]
 
     def summary(self) -> str:
         """One line: frames, sites, misses, bytes saved for backward."""
@@ -158,66 +194,86 @@ class Report:
 
 @contextmanager
 def record(known_passes: Iterable[str] = ()) -> Iterator[Report]:
-    """Collect every compilation that happens inside, on whatever thread; may be nested.
+    """Collect what is compiled inside: by this thread, and by threads that have no `record()` of their own open.
+
+    Two threads that each open one get what they compile themselves. May be nested: each gets what is compiled inside.
 
     Args:
         known_passes: passes that `Report.counts` lists even when no frame ran them.
     """
-    report = Report(tuple(known_passes))
+    opened = _Opened(Report(tuple(known_passes)))
     with lock:
-        _open_reports.append(report)
+        _everywhere.append(opened)
+    _own.set((*_own.get(), opened))
     try:
-        yield report
+        yield opened.report
     finally:
-        with lock:  # by identity: two empty reports are equal
-            _open_reports[:] = [other for other in _open_reports if other is not report]
+        opened.open = False
+        with lock:
+            _everywhere.remove(opened)
+        _own.set(tuple(other for other in _own.get() if other.open))
 
 
 @contextmanager
 def aside() -> Iterator[Report]:
-    """Collect compilations inside for this report alone: a trial is not reported to the others that are open."""
-    report = Report()
-    with lock:
-        others = list(_open_reports)
-        _open_reports[:] = [report]
+    """Collect what this thread compiles inside for this report alone: a trial is not reported to the others that are
+    open. What other threads compile is reported as if there were no trial."""
+    opened, before = _Opened(Report()), _own.get()
+    _own.set((opened,))
     try:
-        yield report
+        yield opened.report
     finally:
-        with lock:
-            _open_reports[:] = others
+        opened.open = False
+        _own.set(before)
+
+
+def _receivers() -> list[Report]:
+    """The reports that what this thread compiles belongs to. To be called under the lock."""
+    own = [opened.report for opened in _own.get() if opened.open]
+    return own or [opened.report for opened in _everywhere]
 
 
 def emit_estimate(estimate: dict[str, Any]) -> None:
-    """Attach an estimate to every open report."""
+    """Attach an estimate to the reports that are open for this thread."""
     with lock:
-        for report in _open_reports:
+        for report in _receivers():
             report.estimate = estimate
 
 
 def active() -> bool:
-    """Whether any `record()` is open, so that the compiler may skip what only reports need."""
-    return bool(_open_reports)
+    """Whether any `record()` is open for this thread, so that the compiler may skip what only reports need."""
+    with lock:
+        return bool(_receivers())
 
 
 def told(misses: Iterable[MissedFusion]) -> bool:
-    """Whether there are open reports, and each has `misses` already, of the same lines for the same reasons."""
+    """Whether reports are open for this thread, and each has `misses` already: the same lines for the same reasons."""
     said = {(m.pass_name, m.tag, m.reason, m.source) for m in misses}
-    held = [{(m.pass_name, m.tag, m.reason, m.source) for m in report.misses} for report in _open_reports]
+    with lock:
+        held = [{(m.pass_name, m.tag, m.reason, m.source) for m in report.misses} for report in _receivers()]
     return bool(held) and all(said <= one for one in held)
 
 
 def emit_frame(frame: Frame, sites: Sequence[Site] = (), misses: Sequence[MissedFusion] = ()) -> None:
-    """Add a compiled frame to every open report; does nothing when there is none."""
+    """Add a compiled frame to the reports that are open for this thread; does nothing when there is none."""
     with lock:
-        for report in _open_reports:
+        for report in _receivers():
             report.add(frame, sites, misses)
 
 
 def emit_regions(regions: Iterable[CompiledRegion]) -> None:
-    """Add to every open report what it does not know yet."""
+    """Add to the reports that are open for this thread what they do not know yet."""
     with lock:
-        for report in _open_reports:
+        for report in _receivers():
             report.regions.extend(region for region in regions if region not in report.regions)
+
+
+def _measured_once(data: dict[str, Any]) -> dict[str, int | None] | None:
+    """`Report.measured` of format 1, which had one number: the sum on CUDA, elsewhere the step's own."""
+    if (peak := data.get("measured_peak")) is None:
+        return None
+    known = {"before": None, "step": None, "peak": None}
+    return known | {"peak" if any(frame["target"] == "cuda" for frame in data["frames"]) else "step": peak}
 
 
 Item = TypeVar("Item", Site, MissedFusion, Frame)

@@ -1,4 +1,4 @@
-"""Measures the peak memory of a training step, to stand beside the predicted one."""
+"""Measures the memory of a training step, to stand beside the predicted one."""
 
 from __future__ import annotations
 
@@ -7,21 +7,31 @@ from typing import Any
 
 import torch
 
+from megacpp_compile.errors import DeviceNotMeasuredError
 
-def peak_bytes(step: Callable[[], Any], device: str | torch.device) -> int:
-    """Bytes allocated on `device` at the peak of `step()`.
 
-    On CUDA all that the caching allocator has handed out there, before the step as well; call the step once before, as
-    compiling and tuning allocate too. Elsewhere what the step allocates in main memory beyond what was there, by
-    torch's profiler.
+def at_peak(step: Callable[[], Any], device: str | torch.device) -> dict[str, int | None]:
+    """Bytes allocated at the peak of `step()`: "before", "step" and "peak", as in `Report.measured`.
+
+    On CUDA by the caching allocator; call the step once before, as compiling and tuning allocate too. On CPU by torch's
+    profiler, which sees changes alone. Raises DeviceNotMeasuredError for other devices.
     """
-    if torch.device(device).type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-        step()
-        torch.cuda.synchronize(device)
-        return torch.cuda.max_memory_allocated(device)
+    kind = torch.device(device).type
+    if kind not in ("cuda", "cpu"):
+        raise DeviceNotMeasuredError(str(device))
+    if kind == "cpu":
+        return {"before": None, "step": _on_cpu(step), "peak": None}
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = allocated(device)
+    step()
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device)
+    return {"before": before, "step": peak - before, "peak": peak}
+
+
+def _on_cpu(step: Callable[[], Any]) -> int:
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:

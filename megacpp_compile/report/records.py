@@ -24,6 +24,7 @@ class Site:
         reason: why the two differ, "" when they do not.
         saved_before: bytes the replaced code would save for backward; None when unknown (inference).
         saved_after: bytes the op saves for backward; None when unknown.
+        saved_reason: why bytes are unknown where they were to be counted, else "".
         frame: index of the frame within its report; set on collection.
         node: name of the op's node in the FX graph.
     """
@@ -37,16 +38,25 @@ class Site:
     reason: str = ""
     saved_before: int | None = None
     saved_after: int | None = None
+    saved_reason: str = ""
     frame: int = 0
     node: str = ""
     # Each report holds a copy, as frames are numbered per report; all copies share this list.
     _copies: list[Site] = field(default_factory=list, repr=False, compare=False)
 
-    def set_saved(self, before: int | None, after: int | None) -> None:
-        """Fill in the bytes saved for backward, also in every report this site was emitted to."""
+    @property
+    def lowering(self) -> str:
+        """`effective`; where another was asked for, "cuda_triton → reference (why)"."""
+        if self.requested == self.effective:
+            return self.effective
+        return f"{self.requested} → {self.effective}" + (f" ({self.reason})" if self.reason else "")
+
+    def set_saved(self, before: int | None, after: int | None, reason: str = "") -> None:
+        """Fill in the bytes saved for backward, or the `reason` they are unknown, also in every report this site was
+        emitted to."""
         with lock:
             for site in (self, *self._copies):
-                site.saved_before, site.saved_after = before, after
+                site.saved_before, site.saved_after, site.saved_reason = before, after, reason
 
 
 @dataclass(slots=True)
@@ -106,12 +116,15 @@ class Frame:
         index: number of the frame within its report, from 0; set on collection.
         captured: True when the passes saw it, False when it compiled as plain Inductor would.
         reason: why it fell back, "" when captured.
+        cached: True where its code came from a cache of torch's, of an earlier process or an equal frame. Nothing is
+            decided then on the way to code: `remat` and `peak` are None, whatever the policy.
         name: what it compiles, e.g. the qualified name of the code object.
         nodes: number of FX nodes the passes saw, or Dynamo's when it fell back.
         target: "cpu", "cuda" or "tpu".
         passes: pass name -> times fired, with 0 for a pass that ran and did not fire.
         seconds: stage -> wall-clock seconds; stages do not overlap, so the sum is the whole.
         grad: True when compiled for training.
+        policy: the checkpointing policy asked for, field by field; None without one.
         remat: what the policy decided: kind of block ("ablock", ..., "" for what lies between blocks) -> entries
             in force, blocks, bytes "saved" for backward, "offloaded" to main memory until then, and read by backward
             but recomputed ("again"), the number of nodes "recomputed", and the modelled "seconds" this takes. None
@@ -133,12 +146,14 @@ class Frame:
     index: int = 0
     captured: bool = True
     reason: str = ""
+    cached: bool = False
     name: str = ""
     nodes: int = 0
     target: str = ""
     passes: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     grad: bool = False
+    policy: dict[str, Any] | None = None
     remat: dict[str, dict[str, Any]] | None = None
     peak: dict[str, Any] | None = None
     block: str = ""
@@ -147,6 +162,17 @@ class Frame:
     recognised: list[dict[str, str]] = field(default_factory=list)
     precision: list[dict[str, str]] = field(default_factory=list)
     sharding: dict[str, Any] | None = None
+
+    @property
+    def outcome(self) -> str:
+        """ "captured" or "fell back: why", and "from cache" where `cached`."""
+        text = "captured" if self.captured else f"fell back: {self.reason}"
+        return f"{text}, from cache" if self.cached else text
+
+    @property
+    def mode(self) -> str:
+        """ "training" or "inference"."""
+        return "training" if self.grad else "inference"
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,4 +225,7 @@ class Collected(Protocol):
     sites: list[Site]
     misses: list[MissedFusion]
     regions: list[CompiledRegion]
-    measured_peak: int | None
+    measured: dict[str, int | None] | None
+
+    @property
+    def predicted_step(self) -> int | None: ...

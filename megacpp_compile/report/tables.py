@@ -8,7 +8,8 @@ import shutil
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from megacpp_compile.report.records import Collected, MissedFusion, Pinned, Precision, Site
+from megacpp_compile.report.columns import COLUMNS, FQN
+from megacpp_compile.report.records import Collected, Frame, MissedFusion, Pinned, Precision, Site
 from megacpp_compile.report.text import bytes_text, plain
 
 
@@ -18,10 +19,14 @@ class _Section(NamedTuple):
     rows: Sequence[tuple[str, ...]]
 
 
+def _section(name: str, rows: Sequence[tuple[str, ...]]) -> _Section:
+    return _Section(name, tuple(COLUMNS[name]), rows)
+
+
 def tables(report: Collected, width: int | None = None) -> str:
     """All sections of `report` that have rows; `width` columns for rich, the terminal's (at least 100) when None."""
     made = (_regions(report), _fused(report), _recognised(report), _precision(report), _missed(report),
-            _compiled(report), _kept(report), _peaks(report), _sharded(report))  # fmt: skip
+            _frames(report), _remat(report), _peaks(report), _measured(report), _sharded(report))  # fmt: skip
     return _text([section for section in made if section.rows], width)
 
 
@@ -44,7 +49,7 @@ def _regions(report: Collected) -> _Section:
         name += f" ×{len(region.fqns)}" if len(region.fqns) > 1 else ""
         reason = region.reason or "repeated block"
         rows.append((name, region.module, f"{region.parameters:,}", region.treatment, reason))
-    return _Section("regions", ("module", "class", "parameters", "treatment", "as"), rows)
+    return _section("regions", rows)
 
 
 def family(fqns: Sequence[str]) -> str:
@@ -65,22 +70,12 @@ def family(fqns: Sequence[str]) -> str:
 def _fused(report: Collected) -> _Section:
     rows = []
     for fqn, site, count in _grouped(report.sites):
-        lowering = site.effective
-        if site.requested != site.effective:
-            lowering = f"{site.requested} → {site.effective}" + (f" ({site.reason})" if site.reason else "")
         unknown = site.saved_before is None and site.saved_after is None
         saved = "-" if unknown else f"{bytes_text(site.saved_before)} → {bytes_text(site.saved_after)}"
-        rows.append(
-            (
-                site.pass_name,
-                _times(fqn, count),
-                _place(site.source),
-                site.op.removeprefix("megacpp::"),
-                lowering,
-                saved,
-            )
-        )
-    return _Section("fused", ("pass", "module", "source", "op", "lowering", "saved for backward, each"), rows)
+        saved += f" ({site.saved_reason})" if site.saved_reason else ""
+        op = site.op.removeprefix("megacpp::")
+        rows.append((site.pass_name, _times(fqn, count), _place(site.source), op, site.lowering, saved))
+    return _section("fused", rows)
 
 
 def _recognised(report: Collected) -> _Section:
@@ -89,15 +84,15 @@ def _recognised(report: Collected) -> _Section:
         for frame in report.frames
         for found in frame.recognised
     ]
-    return _Section("recognised, without a lowering", ("kind of block", "module", "source"), rows)
+    return _section("recognised, without a lowering", rows)
 
 
 def _precision(report: Collected) -> _Section:
     rows = []
     for fqn, one, count in _grouped([Precision(**row) for frame in report.frames for row in frame.precision]):
-        size = one.shape.replace("x", " x ") or "-"
-        rows.append((one.kind, _times(fqn, count), size, one.rule, one.requested, one.effective, one.reason or "-"))
-    return _Section("precision", ("kind", "module", "size", "rule", "asked", "is", "reason"), rows)
+        shape = one.shape.replace("x", " x ") or "-"
+        rows.append((one.kind, _times(fqn, count), shape, one.rule, one.requested, one.effective, one.reason or "-"))
+    return _section("precision", rows)
 
 
 def _missed(report: Collected) -> _Section:
@@ -105,25 +100,25 @@ def _missed(report: Collected) -> _Section:
     for fqn, miss, count in _grouped(report.misses):
         reason = f"{miss.reason} [{miss.tag}]"
         rows.append((miss.pass_name, _times(fqn, count), _place(miss.source), miss.node or "-", reason))
-    return _Section("nearest misses", ("pass", "module", "source", "first node", "reason"), rows)
+    return _section("nearest misses", rows)
 
 
-def _compiled(report: Collected) -> _Section:
+def _frames(report: Collected) -> _Section:
     rows = []
     for frame in report.frames:
-        outcome = "captured" if frame.captured else f"fell back: {frame.reason}"
-        mode = "training" if frame.grad else "inference"
         fired = ", ".join(f"{name} {count}" for name, count in frame.passes.items() if count)
         target = ", ".join([frame.target, *(name for name, choice in frame.chosen.items() if choice is True)])
-        seconds = f"{sum(frame.seconds.values()):.2f} s" if frame.seconds else "-"
+        seconds = f"{sum(frame.seconds.values()):.2f}" if frame.seconds else "-"
         name = frame.name
         if frame.block:
             name += f", {frame.block}" + (f", one of {frame.blocks} equal blocks" if frame.blocks > 1 else "")
-        rows.append((str(frame.index), name, outcome, fired or "-", str(frame.nodes), target, mode, seconds))
-    return _Section("frames", ("#", "name", "outcome", "fired", "nodes", "target", "mode", "time"), rows)
+        rows.append(
+            (str(frame.index), name, frame.outcome, fired or "-", str(frame.nodes), target, frame.mode, seconds)
+        )
+    return _section("frames", rows)
 
 
-def _kept(report: Collected) -> _Section:
+def _remat(report: Collected) -> _Section:
     rows = []
     for frame in report.frames:
         for kind, found in (frame.remat or {}).items():
@@ -131,9 +126,9 @@ def _kept(report: Collected) -> _Section:
             entries, nodes = ", ".join(found["entries"]), str(found["recomputed"])
             levers = [bytes_text(found[lever]) for lever in ("saved", "again", "offloaded")]
             rows.append((str(frame.index), kind or "between", blocks, entries, *levers, nodes))
-    headers = ("#", "kind of block", "blocks", "policy", "saved for backward", "computed again", "offloaded",
-               "nodes computed again")  # fmt: skip
-    return _Section("remat", headers, rows)
+        if _undecided(frame):
+            rows.append((str(frame.index), "from cache", *["-"] * 6))
+    return _section("remat", rows)
 
 
 def _peaks(report: Collected) -> _Section:
@@ -143,9 +138,22 @@ def _peaks(report: Collected) -> _Section:
             found = [bytes_text(frame.peak[name]) for name in ("before", "step", "predicted")]
             limit = "-" if frame.peak["limit"] is None else bytes_text(frame.peak["limit"])
             rows.append((str(frame.index), *found, limit))
-    if rows and report.measured_peak is not None:
-        rows.append(("all", "", "", f"measured {bytes_text(report.measured_peak)}", ""))
-    return _Section("memory at the peak of a step", ("#", "before it", "in it", "predicted", "limit"), rows)
+        elif _undecided(frame):
+            rows.append((str(frame.index), "from cache", "-", "-", "-"))
+    return _section("predicted memory at the peak of a step", rows)
+
+
+def _measured(report: Collected) -> _Section:
+    if report.measured is None:
+        return _section("measured memory at the peak of a step", [])
+    found = ["-" if (n := report.measured[name]) is None else bytes_text(n) for name in ("before", "step", "peak")]
+    beside = "-" if report.predicted_step is None else bytes_text(report.predicted_step)
+    return _section("measured memory at the peak of a step", [(*found, beside)])
+
+
+def _undecided(frame: Frame) -> bool:
+    """Whether a policy's decisions are in code that came from a cache, and not known here."""
+    return frame.cached and frame.grad and frame.policy is not None and frame.remat is None
 
 
 def _sharded(report: Collected) -> _Section:
@@ -153,11 +161,10 @@ def _sharded(report: Collected) -> _Section:
     for frame in report.frames:
         pinned = [Pinned(**{**row, "shape": tuple(row["shape"])}) for row in (frame.sharding or {}).get("pinned", ())]
         for fqn, row, count in _grouped(pinned):
-            size, asked = "x".join(map(str, row.shape)), row.rule or "(no rule)"
-            rows.append((str(frame.index), _times(fqn, count), size, row.spec, asked, row.by or "-"))
+            shape, asked = "x".join(map(str, row.shape)), row.rule or "(no rule)"
+            rows.append((str(frame.index), _times(fqn, count), shape, row.spec, asked, row.by or "-"))
     meshes = {" x ".join(f"{a} {n}" for a, n in f.sharding["mesh"].items()) for f in report.frames if f.sharding}
-    title = f"sharding over {', '.join(sorted(meshes))}"
-    return _Section(title, ("#", "parameter", "size", "spec", "rule", "fused into"), rows)
+    return _section("sharding", rows)._replace(title=f"sharding over {', '.join(sorted(meshes))}")
 
 
 def _place(source: str) -> str:
@@ -218,13 +225,15 @@ def _rich_text(sections: Sequence[_Section], width: int) -> str:
     sink = io.StringIO()
     console = Console(file=sink, width=width, color_system=None, force_terminal=False, force_jupyter=False)
     for section in sections:
-        table = Table(title=section.title, title_justify="left", title_style="", box=box.SIMPLE_HEAD, pad_edge=False)
+        # Text: the brackets of a code line are no markup.
+        title = Text(section.title)
+        table = Table(title=title, title_justify="left", title_style="", box=box.SIMPLE_HEAD, pad_edge=False)
         for header, *cells in zip(section.headers, *section.rows, strict=True):
             # A module name broken over two lines cannot be searched for; other columns give way to it.
-            whole = header == "module" and max(map(len, cells)) <= width // 3
-            table.add_column(header, overflow="fold", no_wrap=whole)
+            whole = header in ("module", FQN) and max(map(len, cells)) <= width // 3
+            table.add_column(Text(header), overflow="fold", no_wrap=whole)
         for row in section.rows:
-            table.add_row(*map(Text, row))  # Text: the brackets of a code line are no markup
+            table.add_row(*map(Text, row))
         console.print(table)
     return "".join(f"{line.rstrip()}\n" for line in sink.getvalue().splitlines())
 

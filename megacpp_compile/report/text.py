@@ -20,6 +20,16 @@ def bytes_text(n: int | None) -> str:
     return f"{text.rstrip('0').rstrip('.') if digits else text} {unit}"
 
 
+def seconds_text(seconds: float) -> str:
+    """A time for people, three significant digits: "0 s", "81 ns", "1.5 ms", "2.03 s"."""
+    value, unit = seconds, "s"
+    for smaller, scale in (("s", 1.0), ("ms", 1e3), ("µs", 1e6), ("ns", 1e9)):
+        value, unit = seconds * scale, smaller
+        if abs(value) >= 1:
+            break
+    return f"{value:.0f} {unit}" if abs(value) >= 100 else f"{value:.3g} {unit}" if seconds else "0 s"
+
+
 def plural(count: int, one: str, many: str | None = None) -> str:
     """ "1 frame", "2 frames"."""
     return f"{count} {one if count == 1 else many or one + 's'}"

@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Node
 
 from megacpp_compile.config.sharding import ShardingPlan, Spec, text
 from megacpp_compile.errors import ShardingError
+from megacpp_compile.fx.module_names import named_parameters
 from megacpp_compile.fx.provenance import input_name
 from megacpp_compile.report.records import Pinned
 
@@ -30,7 +31,7 @@ def apply(plan: ShardingPlan, model: nn.Module) -> tuple[Pinned, ...]:
 
     Raises RuleWithoutHitError for a rule that hits none, before anything is pinned; ShardingError as `pin`.
     """
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+    parameters = dict(named_parameters(model))
     plan.check_hits(parameters)
     return _pin_named(plan, ((name, p, "") for name, p in parameters.items()))
 

@@ -10,15 +10,31 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch._dynamo import eval_frame
+from torch._dynamo.backends import registry
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from megacpp_compile._torch import _registry, autocast, autograd, dispatch, fakes, functorch, guards, inductor, modules
+from megacpp_compile._torch import (
+    _registry,
+    autocast,
+    autograd,
+    calls,
+    dispatch,
+    fakes,
+    functorch,
+    guards,
+    inductor,
+    modules,
+)
 from megacpp_compile._torch import dynamo as door
 from megacpp_compile._torch import logging as torch_log
 from megacpp_compile._torch._registry import release
 from megacpp_compile._torch.ops import HigherOrderOperator, OpOverload, nn_linear, set_grad_enabled
 from megacpp_compile._torch.pytree import tree_leaves, tree_map
 from megacpp_compile._torch.symbols import RAISES, SYMBOLS
+from megacpp_compile.errors import BadOptionError
 from tests._torch.uses import PACKAGE, users
 
 THEMES = sorted({s.name.partition(".")[0] for s in SYMBOLS.values() if s.name})
@@ -78,6 +94,15 @@ def test_fakes():
         fake.nonzero()
 
 
+def test_a_fake_mode_may_answer_for_an_op():
+    mode, seen = fakes.FakeTensorMode(allow_non_fake_inputs=True), []
+    inner = mode.dispatch
+    mode.dispatch = lambda func, types, args=(), kwargs=None: seen.append(func) or inner(func, types, args, kwargs)
+    with mode:
+        torch.ones(2, 3) + 1
+    assert torch.ops.aten.add.Tensor in seen
+
+
 def test_a_frame_tells_its_sizes_and_its_interface():
     seen = {}
 
@@ -101,6 +126,44 @@ def test_a_frame_tells_its_sizes_and_its_interface():
     assert seen["sources"] and all(door.AttrSource(s, "payload") for s in seen["sources"])
     with seen["reset"]:
         assert guards.TracingContext.try_get() is None
+
+
+def test_a_frame_finds_the_call_it_is_compiled_for():
+    seen, events = [], []
+
+    class Model(torch.nn.Module):
+        def forward(self, x):
+            x = x + 1
+            torch._dynamo.graph_break()
+            return x * 2
+
+    def backend(gm, inputs):
+        seen.append(call := calls.current())
+        if len(seen) == 1:
+            call.leave.append(lambda: events.append("left"))
+            call.enter.append(lambda: events.append("entered") or (lambda: events.append("left again")))
+        return gm.forward
+
+    torch.compiler.reset()
+    model = Model()
+    compiled = torch.compile(model, backend=backend)
+    assert calls.current() is None
+    compiled(torch.ones(3))
+    assert events == ["left"]
+    compiled(torch.ones(3))
+    assert events == ["left", "entered", "left again"]
+    assert [call.whole for call in seen] == [True, False] and all(call.module is model for call in seen)
+    assert seen[0].context is seen[1].context and (__file__, "forward") in seen[1].through
+    torch.compile(torch.sin, backend=backend)(torch.ones(3))
+    torch.compile(lambda x: x.cos(), backend=backend)(torch.ones(3))
+    assert seen[-1].whole and seen[-1].module is None and seen[-1].context is not seen[0].context
+
+
+def test_wrappers_keep_what_they_wrap_under_these_names():
+    inner = nn.Tanh()
+    assert getattr(torch.compile(inner), modules.COMPILED) is inner
+    assert dict(checkpoint_wrapper(inner).named_children()) == {modules.checkpoint_wrapped: inner}
+    assert f"self.{modules.fsdp_wrapped}" in inspect.getsource(FullyShardedDataParallel.module.fget)
 
 
 def test_ops():
@@ -197,6 +260,45 @@ def test_dynamo():
     with door.config.patch(capture_dynamic_output_shape_ops=True):
         assert door.config.capture_dynamic_output_shape_ops
     assert isinstance(door.config.recompile_limit, int)
+
+
+def test_dynamo_lets_a_backend_raise_its_own_error():
+    def backend(gm, inputs):
+        raise door.unwrapped(BadOptionError("verify", "eech", "off"), inspect.currentframe())
+
+    with pytest.raises(BadOptionError) as caught:
+        torch.compile(nn.Linear(1, 1), backend=backend)(torch.ones(1, 1))
+    assert caught.value.got == "eech" and str(caught.value) == str(BadOptionError("verify", "eech", "off"))
+    assert caught.traceback[-1].name == "backend" and caught.traceback[-2].name == "compile_wrapper"
+
+
+def test_dynamo_says_when_a_backend_is_given():
+    def backend(gm, inputs, **_):
+        return gm.forward
+
+    given = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(eval_frame, "get_compiler_fn", eval_frame.get_compiler_fn)  # to be put back
+        door.check_when_given([backend], lambda **kwargs: given.append(kwargs))
+        torch.compile(nn.Linear(1, 1), backend=backend, options={"a": 1})
+        torch.compile(nn.Linear(1, 1), backend=backend, mode="max-autotune")
+        torch.compile(nn.Linear(1, 1), backend="eager")
+    assert given == [{"options": {"a": 1}}, {"mode": "max-autotune"}]
+
+
+def test_dynamo_registers_again():
+    table, backend = registry._COMPILER_FNS, lambda gm, inputs: gm.forward
+    backend.__name__ = "a backend of this test's"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "_COMPILER_FNS", dict(table))
+        patch.setattr(registry, "_BACKENDS", dict(registry._BACKENDS))
+        door.registers_again(backend)
+        for _ in range(2):
+            registry.register_backend(backend, backend.__name__)
+        assert registry.lookup_backend(backend.__name__) is backend
+        with pytest.raises(AssertionError, match="duplicate name: eager"):
+            registry.lookup_backend("eager")
+            registry.register_backend(backend, "eager")
 
 
 def test_dynamo_backends_and_guards():

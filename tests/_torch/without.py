@@ -1,18 +1,20 @@
 """A step of a small model on a torch that lacks one private symbol: what each lack does, as JSON.
 
-    python -m tests._torch.without KEY...          keys of SYMBOLS; several of them at once are joined by "+"
+    python -m tests._torch.without fakes.is_fake ops.grouped_mm+ops.scaled_mm
 
-Each runs in a fork of a process that has torch loaded, and of the package only the table. Inductor goes up to and with
+KEY: one of SYMBOLS, several at once joined by "+", or "none". Each runs in a fork of a process that has torch loaded, and
+of the package only the table. Inductor goes up to and with
 its post-grad passes; what they leave runs in eager.
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
 import json
 import os
-import sys
 import traceback
+from collections.abc import Sequence
 
 import torch
 import torch._dynamo
@@ -83,6 +85,17 @@ def forked(hidden: set[str]) -> dict[str, object]:
     return json.loads(text)
 
 
-if __name__ == "__main__":
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests._torch.without", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("keys", nargs="+", metavar="KEY", help="what this torch is to lack, in turns")
+    keys = parser.parse_args(argv).keys
+    if unknown := {part for key in keys for part in key.split("+")} - {*SYMBOLS, "none"}:
+        parser.error(f"no symbol of the table: {', '.join(sorted(unknown))}")
     torch.set_num_threads(1)
-    print(json.dumps({key: forked(set(key.split("+")) - {"none"}) for key in sys.argv[1:]}))
+    print(json.dumps({key: forked(set(key.split("+")) - {"none"}) for key in keys}))
+
+
+if __name__ == "__main__":
+    main()

@@ -33,15 +33,19 @@ class Projections(nn.Module):
         return self.up(self.norm(self.down(x))).tanh()
 
 torch.manual_seed(0)
-model = torch.compile(Projections(), backend="megacpp", options=json.loads(sys.argv[1]), fullgraph=True)
-loss = model(torch.ones(2, 3, 8)).square().sum()
-loss.backward()
+options = {"policy": "selective", **json.loads(sys.argv[1])}
+model = torch.compile(Projections(), backend="megacpp", options=options, fullgraph=True)
 import megacpp_compile
+with megacpp_compile.record() as report:
+    loss = model(torch.ones(2, 3, 8)).square().sum()
+    loss.backward()
 print(json.dumps({
     "package": megacpp_compile.__file__,
     "inductor": {k: v for k, v in counters["inductor"].items() if k.startswith("fxgraph_cache")},
     "autograd": {k: v for k, v in counters["aot_autograd"].items() if k.startswith("autograd_cache")},
     "loss": loss.item(),
+    "report": report.to_dict(),
+    "text": str(report),
 }))
 '''
 
@@ -97,11 +101,26 @@ def copied(tmp_path_factory):
 def test_second_process_hits(run):
     assert not hit(run.first)
     assert run.first["autograd"] == {"autograd_cache_miss": 1, "autograd_cache_saved": 1}
-    again = run()
+    again = run.again = run()
     assert hit(again)
     # AOTAutograd's own cache, keyed by the rewritten graph, spares partitioning too.
     assert again["autograd"] == {"autograd_cache_hit": 1}
     assert again["loss"] == run.first["loss"]
+
+
+def test_the_report_of_cached_code_says_so(run):
+    """All that is found out before code is generated is in it; in the place of the rest stands why it is not."""
+    first, again = run.first, run.again
+    (fresh,), (cached,) = first["report"]["frames"], again["report"]["frames"]
+    assert not fresh["cached"] and fresh["remat"] and fresh["peak"]
+    assert cached["cached"] and cached["remat"] is cached["peak"] is None
+    differ = {key for key in fresh if fresh[key] != cached[key]}
+    assert differ - {"seconds"} == {"cached", "remat", "peak"}
+    for part in ("sites", "misses", "counts"):
+        assert first["report"][part] == again["report"][part]
+    assert "from cache" not in first["text"]
+    assert again["text"].count("from cache") == 3  # the frame's outcome, the policy's table and the peak's
+    assert "captured, from cache" in again["text"]
 
 
 def test_an_option_misses(run):

@@ -1,13 +1,17 @@
-"""Options of a compilation that show in what a model keeps for its backward."""
+"""Options of a compilation that show in what a model keeps for its backward, and in the GEMMs it runs."""
 
 from __future__ import annotations
 
+import dataclasses
+import sys
 from collections import Counter
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, fx, nn
 
+from megacpp_compile import pipeline, targets
+from megacpp_compile.backends import _lower
 from tests.corpus.spellings import PlainMLA
 
 BATCH, SEQ, DIM, Q_LORA, KV_LORA, ROPE = 2, 7, 24, 14, 10, 4
@@ -49,3 +53,60 @@ def test_keep_latents():
     assert gradients.keys() == same.keys()
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, same[name])
+
+
+@pytest.fixture
+def gemms(monkeypatch):
+    """The number of GEMMs in each lowered graph, for a CPU whose GEMMs are taken for cuBLAS's."""
+    found: list[int] = []
+    lower, cublas = _lower.LowerSemanticOps.run, dataclasses.replace(targets.CPU, cublas=True)
+
+    def run(self: _lower.LowerSemanticOps, graph: fx.Graph) -> None:
+        lower(self, graph)
+        found.append(len(graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)))
+
+    monkeypatch.setattr(_lower.LowerSemanticOps, "run", run)
+    for module in (pipeline, sys.modules["megacpp_compile.backend"]):
+        monkeypatch.setattr(module, "resolve_target", lambda *_: cublas)
+    return found
+
+
+@pytest.mark.usefixtures("no_kernels")
+def test_fuse_shared_input_gemms(gemms):
+    """In MLA one GEMM less in forward, for the two down-projections of the input, and two less in backward: the
+    gradients of their weights, and the two parts of the input's gradient."""
+    results = []
+    for fuse in (False, True):
+        results.append(kept_shapes({"fuse_shared_input_gemms": fuse, "autotune_gemms": False})[1])
+    assert len(gemms) == 4
+    apart, together = gemms[:2], gemms[2:]
+    assert [a - b for a, b in zip(apart, together, strict=True)] == [1, 2]
+    for name, gradient in results[0].items():
+        torch.testing.assert_close(gradient, results[1][name])
+
+
+class TwoDowns(nn.Module):
+    """Two down-projections of one input with biases, or too wide, beside an idiom that fires."""
+
+    def __init__(self, bias: bool, width: int) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, width, bias=bias), nn.Linear(8, width, bias=bias)
+        self.norm, self.up = nn.RMSNorm(width), nn.Linear(width, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(self.norm(self.a(x))) + self.b(x)[..., :4]
+
+
+@pytest.mark.usefixtures("no_kernels")
+@pytest.mark.parametrize(("bias", "width"), [(False, 2049), (True, 16)], ids=["wide", "biases"])
+def test_shared_inputs_that_stay_by_themselves(gemms, bias, width):
+    torch._dynamo.reset()
+    model, x, counts = TwoDowns(bias, width), torch.randn(3, 8), []
+    for fuse in (False, True):
+        torch._dynamo.reset()
+        gemms.clear()
+        options = {"fuse_shared_input_gemms": fuse, "autotune_gemms": False, "require": {"down_norm_up": 1}}
+        with torch.no_grad():
+            torch.testing.assert_close(torch.compile(model, backend="megacpp", options=options)(x), model(x))
+        counts.append(list(gemms))
+    assert counts[0] == counts[1] != []

@@ -301,7 +301,7 @@ def test_requirement_error_lists_where_it_nearly_fired():
     ]
     error = errors.RequirementError("mla_rope_q", 27, 17, misses)
     message = str(error)
-    assert "require={'mla_rope_q': 27} was not met: the pass fired 17 times." in message
+    assert "require={'mla_rope_q': 27} was not met: the pass fired 17 times, wanted 27 times." in message
     assert "layers.0.attn (m.py:4, in forward: `q`), node cat_0: q is also returned [escapes]" in message
     assert "layers.8.attn" not in message and "and 2 more" in message
     assert error.misses == tuple(misses)
@@ -316,6 +316,10 @@ def test_requirement_error_lists_where_it_nearly_fired():
         (
             errors.VerificationError("down_norm_up", "layers.0", "m.py:4", "output 0", 0.01234, 1e-3),
             ["'down_norm_up'", "output 0", "layers.0 (m.py:4)", "error 0.0123", "tolerance 0.001", "disable"],
+        ),
+        (
+            errors.UnfoundedSiteError("moe", "megacpp::moe", "moe_default", "layers.0", "m.py:4", "it is gone"),
+            ["'moe'", "megacpp::moe (moe_default)", "layers.0 (m.py:4)", "it is gone", "disable"],
         ),
         (errors.NotLoweredError("megacpp::moe", "tpu", "", "m.py:4"), ["megacpp::moe at m.py:4", "'tpu'"]),
         (

@@ -6,13 +6,12 @@ import logging
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
 import megacpp_compile
 from megacpp_compile import PrecisionPlan, record
-from megacpp_compile.errors import BlockKindError, RuleWithoutHitError
+from megacpp_compile.errors import BlockKindError, MegacppError, RuleWithoutHitError
 from megacpp_compile.passes import linear
 from tests.remat import models as blocks
 
@@ -130,10 +129,9 @@ def test_the_last_layer_by_itself(no_kernels):
 
 
 def unhit(make, **kwargs):
-    with pytest.raises(Exception) as caught:
+    with pytest.raises(MegacppError) as caught:
         make(model(**kwargs))
-    error = caught.value
-    return type(getattr(error, "inner_exception", error))
+    return caught.value
 
 
 @pytest.mark.parametrize(
@@ -145,35 +143,20 @@ def unhit(make, **kwargs):
     ids=["precision", "block_kinds"],
 )
 def test_a_rule_without_a_hit_is_an_error(eager_backend, options, error, caplog):
-    assert unhit(lambda m: megacpp_compile.compile(m, options=options)) is error, "before anything is changed"
-    assert unhit(lambda m: megacpp_compile.explain(m, x(), options=options)) is error
-    assert unhit(lambda m: megacpp_compile.estimate(m, x(), options=options)) is error
-    torch._dynamo.utils.counters.clear()
-    assert unhit(lambda m: torch.compile(m, backend="megacpp", options=options)(x())) is error
-    # In pieces of a model it may be about another piece.
+    assert isinstance(unhit(lambda m: megacpp_compile.compile(m, options=options)), error), "before anything is changed"
+    assert isinstance(unhit(lambda m: megacpp_compile.explain(m, x(), options=options)), error)
+    assert isinstance(unhit(lambda m: megacpp_compile.estimate(m, x(), options=options)), error)
+    assert isinstance(unhit(lambda m: torch.compile(m, backend="megacpp", options=options)(x())), error)
+    broken = model(broken=True)
+    compiled = lambda _: torch.compile(broken, backend="megacpp", options=options)(x())  # noqa: E731
+    assert isinstance(unhit(compiled), error), "of no piece"
+    # In pieces of a function it may be about another piece.
     with caplog.at_level(logging.WARNING, logger="megacpp_compile"):
-        torch.compile(model(broken=True), backend="megacpp", options=options)(x())
+        torch.compile(lambda x: broken(x), backend="megacpp", options=options)(x())
     assert "between graph breaks" in caplog.text and next(iter(next(iter(options.values())))) in caplog.text
 
 
-def test_a_bucket_of_ddp_is_a_piece(eager_backend, monkeypatch, caplog):
-    """Torch cuts a model's graph at the borders of DDP's buckets, without a graph break."""
-    torch._dynamo.utils.counters.clear()
-    monkeypatch.setattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 1)
-    if not dist.is_gloo_available():
-        pytest.skip("no gloo")
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    try:
-        replicated = nn.parallel.DistributedDataParallel(model(), bucket_cap_mb=0.01)
-        options = {"precision": {"module.layers.0.mlp.*": "bf16", "*": "bf16"}}
-        torch.compile(replicated, backend="megacpp", options=options)(x())
-    finally:
-        dist.destroy_process_group()
-    assert "'module.layers.0.mlp.*' hits no module" in caplog.text
-
-
 def test_a_rule_may_hit_what_multiplies_nothing(eager_backend):
-    torch._dynamo.utils.counters.clear()
     whole = nn.Sequential(nn.Embedding(11, DIM), nn.RMSNorm(DIM), nn.Linear(DIM, 16))
     options = {"precision": {"0": "bf16", "1": "bf16", "2": "bf16"}}
     assert torch.compile(whole, backend="megacpp", options=options)(torch.zeros(4, dtype=torch.long)).shape == (4, 16)

@@ -503,12 +503,6 @@ def rotation_under_no_grad(m, x, cos, sin):
     return attention_with(m, x, rope, rope)
 
 
-@_query_only("the nope part is scaled on its way")
-def scaled_nope(m, x, cos, sin):
-    rope = partial(turn, cos=cos, sin=sin)
-    return attention_with(m, x, rope, rope, q_join=lambda nope, pe: joined(nope * 0.5, pe))
-
-
 @_query_only("the nope lanes change places")
 def nope_lanes_reversed(m, x, cos, sin):
     rope = partial(turn, cos=cos, sin=sin)
@@ -570,12 +564,6 @@ def rope_key_scaled_by_head(m, x, cos, sin):
 def rope_key_of_the_first_position(m, x, cos, sin):
     rope = partial(turn, cos=cos, sin=sin)
     return attention_with(m, x, rope, lambda k: rope(k)[:, :, :1])
-
-
-@_key_only("the nope key is scaled on its way")
-def scaled_nope_key(m, x, cos, sin):
-    rope = partial(turn, cos=cos, sin=sin)
-    return attention_with(m, x, rope, rope, k_join=lambda nope, pe: joined(nope * 0.5, pe))
 
 
 @_both("absorbed attention: nope and rope scores are added, no head is put together", differs=False)

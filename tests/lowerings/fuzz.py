@@ -1,9 +1,10 @@
 """Random calls of every op: each CUDA lowering that takes one, against the reference in float64.
 
-    python -m tests.lowerings.fuzz --cases 10000 --device cuda --seed 1
-    TRITON_INTERPRET=1 python -m tests.lowerings.fuzz --cases 300 --device cpu
+    python -m tests.lowerings.fuzz                                          # 1000 cases, some minutes
+    python -m tests.lowerings.fuzz --cases 10000 --device cuda --seed 1     # needs a CUDA GPU
+    python -m tests.lowerings.fuzz --cases 300 --device cpu
 
-Prints how many cases each lowering served and why it refused others, so that a run that tried nothing shows; ends with 1
+Needs Triton, whose interpreter runs the kernels where there is no GPU; the seed is drawn and printed. Prints how many cases each lowering served and why it refused others, so that a run that tried nothing shows; ends with 1
 if a case failed, with the command that repeats it, or if a kernel served no case at all.
 """
 
@@ -12,12 +13,16 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import importlib.util
+import os
 import random
+import subprocess
 import sys
 import time
 import traceback
 import warnings
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -54,10 +59,11 @@ class Outcome:
     refused: dict[str, Counter[str]] = dataclasses.field(default_factory=lambda: defaultdict(Counter))
     failures: list[str] = dataclasses.field(default_factory=list)
 
-    def idle(self) -> list[str]:
-        """Lowerings that served nothing."""
+    def idle(self, device: str = "cuda") -> list[str]:
+        """Lowerings that served nothing, of those that can run on `device`: an interpreter runs Triton's alone."""
         labels = [f"{name} {lowering}" for _, _, name, lowering in lowerings("cuda")]
-        return [label for label in labels if not self.served[label]]
+        here = [label for label in labels if device == "cuda" or label.endswith((" reference", " cuda_triton"))]
+        return [label for label in here if not self.served[label]]
 
     def text(self) -> str:
         lines = []
@@ -152,20 +158,32 @@ def fuzz(
     return outcome
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.lowerings.fuzz", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--cases", type=int, default=1000)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**31))
-    parser.add_argument("--kinds", type=int, default=120, help="kinds of calls, each a kernel or two to compile")
-    parser.add_argument("--room", type=int, help="about how many tokens a call may have")
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.lowerings.fuzz", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--cases", type=int, default=1000, help="random calls (default: 1000)")
+    parser.add_argument("--device", default=here, choices=("cpu", "cuda"), help="default: cuda if there is a GPU")
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**31), help="default: a fresh one")
+    parser.add_argument("--kinds", type=int, default=120, help="kinds of calls, each a kernel or two to compile (120)")
+    parser.add_argument("--room", type=int, help="about how many tokens a call may have (cuda: 200, cpu: 12)")
     parser.add_argument("--only", type=int, help="one case, by its number")
-    options = parser.parse_args()
+    argv = sys.argv[1:] if argv is None else argv
+    options = parser.parse_args(argv)
+    if options.device == "cuda" and here == "cpu":
+        parser.exit(2, f"{parser.prog} --device cuda needs a CUDA GPU: torch sees none\n")
+    if importlib.util.find_spec("triton") is None:
+        parser.exit(2, f"{parser.prog} needs Triton, which is not installed: pip install triton\n")
+    if options.device == "cpu" and not interpreted():
+        # Triton reads this when it is imported, which it is by now.
+        again = [sys.executable, "-m", "tests.lowerings.fuzz", *argv]
+        return subprocess.run(again, env={**os.environ, "TRITON_INTERPRET": "1"}).returncode
     room = options.room or (200 if options.device == "cuda" else 12)
     print(f"seed {options.seed}")
     outcome = fuzz(options.cases, options.device, options.seed, options.kinds, room, options.only)
     print(outcome.text())
-    idle = outcome.idle() if options.only is None else []
+    idle = outcome.idle(options.device) if options.only is None else []
     if idle:
         print("served nothing: " + ", ".join(idle))
     print(f"{len(outcome.failures)} failed")

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
+from collections.abc import Sequence
 
 import torch
 
@@ -41,12 +42,15 @@ def run(heads: int, heads_first: bool, inverse: bool, repetitions: int) -> int:
     return sum(not all(map(torch.equal, first, other)) for other in seen[1:])
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repetitions", type=int, default=20)
-    args = parser.parse_args()
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.lowerings.in_place_runs", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("--repetitions", type=int, default=20, help="of every kernel and layout (default: 20)")
+    args = parser.parse_args(argv)
     if not torch.cuda.is_available():
-        print("no CUDA device", file=sys.stderr)
+        print("tests.lowerings.in_place_runs needs a CUDA GPU: torch sees none", file=sys.stderr)
         return 2
     bad = 0
     for heads, heads_first, inverse in itertools.product(HEADS, (False, True), (False, True)):

@@ -42,6 +42,12 @@ def test_short_run(request):
     assert not idle
 
 
+def test_the_command(capsys):
+    """One case, by its number, as a failure prints it."""
+    assert driver.main(["--device", DEVICE, "--seed", "1", "--kinds", "4", "--room", "6", "--only", "2"]) == 0
+    assert capsys.readouterr().out.startswith("seed 1\n")
+
+
 @pytest.mark.parametrize("broken", ["result", "input", "in place", "error"])
 def test_faults_are_found(monkeypatch, capsys, broken):
     """One lowering gets a fault; every case it serves fails, with the command that repeats it."""

@@ -12,7 +12,7 @@ from torch._functorch.partitioners import default_partition
 
 import megacpp_compile
 from megacpp_compile.matchers.recurrences import NAMES, find_recurrences
-from megacpp_compile.matchers.rope.heads import activations
+from megacpp_compile.matchers.rope.activations import activations
 from megacpp_compile.remat.kinds import kind_of
 from megacpp_compile.remat.tagging import joint
 from megacpp_compile.report.collector import Report

@@ -12,7 +12,7 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from megacpp_compile.fx.mode_states import mode_states
-from megacpp_compile.matchers.rope.heads import activations
+from megacpp_compile.matchers.rope.activations import activations
 from megacpp_compile.matchers.rope.lane_interpreter import LaneInterpreter
 from megacpp_compile.matchers.rope.lane_rules import RULES, arithmetic, assembly, complex_numbers, views
 from megacpp_compile.matchers.rope.lanes import Lanes, Opaque
@@ -68,9 +68,9 @@ def evaluated(it: LaneInterpreter, lanes: Lanes, known: dict[Node, torch.Tensor]
 
 
 FORMS = {
-    "sum": lambda x, t: x + 2.0 * x.flip(-1),
-    "difference": lambda x, t: x.roll(1, -1) - x / 4.0,
-    "alpha": lambda x, t: torch.add(x, x.neg(), alpha=3),
+    "sum": lambda x, t: x * t + 2.0 * (x.flip(-1) * t),
+    "difference": lambda x, t: x.roll(1, -1) * t - x / 4.0,
+    "alpha": lambda x, t: torch.add(x * t, x.neg(), alpha=3),
     "table": lambda x, t: x * t,
     "table_first": lambda x, t: t[None] * x,
     "halves": lambda x, t: torch.cat((-x[..., 4:], x[..., :4]), -1),
@@ -106,14 +106,28 @@ def test_lanes_are_what_the_graph_computes(f):
         lambda x, t: x * t * t,
         lambda x, t: x.softmax(-1),
         lambda x, t: x.repeat(1, 1, 2),
+        lambda x, t: 2.0 * x,
+        lambda x, t: x / 3.0,
+        lambda x, t: x + x.flip(-1),
+        lambda x, t: x.float(),
     ],
-    ids=["square", "number_added", "sine", "two_tables", "softmax", "repeated"],
+    ids=["square", "number_added", "sine", "two_tables", "softmax", "repeated", "scaled", "divided", "sum", "rounded"],
 )
 def test_what_no_rule_reads_is_a_source(f):
     graph, it = interpreted(f)
     lanes = it(graph.output)
     assert it.opaque(graph.output)
     assert {s.node for s in it.sources if (lanes.terms[0].src == it.sources.index(s)).any()} == {graph.output}
+
+
+def test_a_cast_that_rounds_nothing_is_read_through():
+    graph, it = interpreted(lambda x, t: x.double().neg().float(), X.float(), TABLE.float())
+    assert it(graph.output) is not None and not it.opaque(graph.output)
+
+
+def test_lanes_scaled_in_a_wider_dtype_are_rounded_to_a_source():
+    graph, it = interpreted(lambda x, t: (x.double() * 0.3).float(), X.float(), TABLE.float())
+    assert it(graph.output) is not None and it.opaque(graph.output)
 
 
 def test_stops_are_sources():

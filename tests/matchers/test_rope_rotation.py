@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megacpp_compile.matchers.rope.frozen_tables import frozen_tables
 from megacpp_compile.matchers.rope.heads import find_heads, from_projection
 from tests.corpus.spellings import ROPES, rotate_half, tables
 from tests.matchers.graphs import trace
@@ -40,6 +41,24 @@ ROPE = tables("full", TIME, DIM - NOPE)
 
 def turned(x, cos, sin):
     return x * cos + rotate_half(x) * sin
+
+
+@pytest.mark.parametrize(
+    ("make", "projected"),
+    [
+        (lambda x, w: F.linear(x, w).unbind(2)[0].unsqueeze(2), True),
+        (lambda x, w: F.linear(x, w).split(1, 2)[1], True),
+        (lambda x, w: F.linear(x, w).topk(DIM)[0], False),
+        (lambda x, w: F.linear(x, w).sort()[0].split(1, 2)[1], False),
+    ],
+    ids=["unbound", "split", "chosen", "split of what is sorted"],
+)
+def test_what_comes_from_a_projection(make, projected):
+    """One of an op's several results is a projection's where the op only takes a projection apart."""
+    entries = torch.randn(2, HEADS, 1, DIM).unbind(0)
+    _, heads = heads_of(lambda x, w, *t: turned(make(x, w), *t), X, W, *entries)
+    (head,) = heads.found
+    assert from_projection(head.rotation.rope) == projected
 
 
 def test_a_head_turns_in_part():
@@ -96,9 +115,9 @@ NEAR = {
     "table-order": lambda x, c, s: x * c + rotate_half(x) * torch.cat((s[..., 2:], s[..., :2]), -1),
     "pairing": lambda x, c, s: x * c + torch.cat((-x[..., 4:].flip(-1), x[..., :4].flip(-1)), -1) * s,
     "rotated-middle": lambda x, c, s: torch.cat((x[..., :2], turned(x[..., 2:6], c[:, :4], s[:, :4]), x[..., 6:]), -1),
-    "nope-lanes": lambda x, c, s: torch.cat((2.0 * x[..., :4], turned(x[..., 4:], c[:, :4], s[:, :4])), -1),
+    "nope-lanes": lambda x, c, s: torch.cat((x[..., :4].flip(-1), turned(x[..., 4:], c[:, :4], s[:, :4])), -1),
     "escapes": lambda x, c, s: (lambda a: (a + rotate_half(x) * s, a.sum()))(x * c),
-    "precision": lambda x, c, s: turned(x.bfloat16(), c.bfloat16(), s.bfloat16()).float(),
+    "precision": lambda x, c, s: ((x * c).bfloat16() + (rotate_half(x) * s).bfloat16()).float(),
     "two-sources": lambda x, c, s: x * c + rotate_half(x.sin()) * s,
 }  # fmt: skip
 
@@ -118,3 +137,57 @@ def test_without_a_table_there_is_nothing_to_report():
 def test_a_product_of_two_activations_is_no_rotation():
     _, heads = heads_of(lambda x, w, c, s: turned(F.linear(x, w), c * w[0], s * w[0]), X, W, *FULL)
     assert not heads.found
+
+
+def test_a_value_rounded_on_its_way_is_what_turns():
+    _, heads = heads_of(
+        lambda x, w, c, s: turned(F.rms_norm(F.linear(x, w), (DIM,)).bfloat16(), c.bfloat16(), s.bfloat16()), X, W, *FULL
+    )
+    (head,) = heads.found
+    assert not heads.near and head.rotation.rope.source.node.meta["val"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("scale", [lambda x: x * 0.3, lambda x: 0.3 * x, lambda x: x / 3.0], ids=["mul", "first", "div"])
+def test_a_scaled_value_is_what_turns(scale):
+    graph, heads = heads_of(lambda x, w, c, s: turned(scale(F.linear(x, w)), c, s), X, W, *FULL)
+    (head,) = heads.found
+    assert head.root is graph.output and head.rotation.rope.source.node.target in (torch.ops.aten.mul.Tensor,
+                                                                                  torch.ops.aten.div.Tensor)
+
+
+def test_one_key_head_turns_before_it_is_repeated():
+    def f(x, w, cos, sin):
+        return turned(F.linear(x[:, :1], w), cos, sin)[:, :, None].expand(-1, 1, HEADS, -1, -1).reshape(X.shape)
+
+    _, heads = heads_of(f, X, W, *FULL)
+    (head,) = heads.found
+    assert tuple(head.lanes.sizes) == (BATCH, 1, TIME, DIM)
+
+
+def frozen(f, *args, weights=(1,), trained=()):
+    graph = trace(f, *args)
+    nodes = [frozenset(graph.inputs[i] for i in which) for which in (weights, trained)]
+    found = frozen_tables(graph.graph, *nodes)
+    return {graph.inputs.index(n) for n in found}
+
+
+def test_frozen_parameters_that_are_read_as_tables():
+    cos, sin = FULL
+
+    def f(x, w, c, s):
+        return turned(F.linear(x, w), c[:TIME], s[:TIME])
+
+    assert frozen(f, X, W, cos, sin, weights=(1, 2, 3), trained=(1,)) == {2, 3}
+    assert frozen(f, X, W, cos, sin, weights=(1, 2, 3)) == {2, 3}  # the layer's weight is frozen as well
+    assert not frozen(f, X, W, cos, sin, weights=(1, 2, 3), trained=(1, 2, 3))
+
+
+def test_frozen_parameters_that_are_a_layers():
+    gain, rows = torch.randn(DIM), torch.randn(7, DIM)
+
+    def f(x, w, gain, rows, at):
+        return F.linear(F.embedding(at, rows) + x, w) * gain
+
+    assert not frozen(f, X, W, gain, rows, torch.arange(TIME), weights=(1, 2, 3))
+    angles = lambda x, w, f: turned(F.linear(x, w), *(lambda t: (t.cos(), t.sin()))(torch.outer(torch.arange(TIME), f)))  # noqa: E731
+    assert frozen(angles, X, W, gain, weights=(1, 2)) == {2}

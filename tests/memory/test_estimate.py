@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 
@@ -13,7 +14,10 @@ import megacpp_compile
 from megacpp_compile import estimate
 from megacpp_compile.cli import main
 from megacpp_compile.errors import BadOptionError, EstimateError, NotAModuleError, TargetUnavailableError
+from megacpp_compile.memory import pareto
+from megacpp_compile.memory.shapes import grouped_shape
 from tests.memory.layered import Block, Model, Small, ids
+from tests.passes import experts, experts_at_once
 
 CLOSE = 0.05
 
@@ -133,7 +137,7 @@ def test_a_model_without_blocks():
 def test_errors():
     class Loop(Block):
         def forward(self, x):
-            return x * len((x > 0).nonzero())
+            return x * (x > 0).sum().item()
 
     with pytest.raises(EstimateError, match="shapes alone"):
         estimate(Model(2, block=Loop), ids(), compiled=False)
@@ -159,3 +163,78 @@ def test_command_line(capsys, monkeypatch):
 def build_flat():
     model, args = build()
     return model, *args
+
+
+class Routed(nn.Module):
+    """A layer of experts, whose rows are counted by values."""
+
+    def __init__(self, body, **settings):
+        super().__init__()
+        self.norm, self.experts = nn.RMSNorm(experts.DIM), experts.MoE(body, **settings)
+
+    def forward(self, x):
+        return x + self.experts(self.norm(x))
+
+
+def routed(body, **settings):
+    return nn.Sequential(*(Routed(body, **settings) for _ in range(2))), torch.randn(experts.TOKENS, experts.DIM)
+
+
+@pytest.mark.parametrize("body", [experts.one_hot_mask, experts_at_once.mask_any_choice], ids=lambda f: f.__name__)
+def test_a_loop_over_experts_that_fuses(no_kernels, body):
+    """However the rows are shared out among the experts, there are as many of all of them together."""
+    model, x = routed(body)
+    found = estimate(model, x)
+    assert found.eager == pytest.approx(measured(model, x), rel=CLOSE)
+    assert estimate(model, x, compiled=False).eager == found.eager
+    assert [a.module for a in found.activations] == ["{0..1}", "(outside the blocks)"]
+    megacpp_compile.compile(model, whole_below=0)
+    assert found.compiled == pytest.approx(measured(model, x), rel=CLOSE)
+
+
+def test_grouped_gemms_in_float32():
+    """The fake kernel of torch takes bfloat16 alone."""
+    model, x = routed(experts.sorted_grouped_gemms, stacked=True)
+    assert estimate(model, x, compiled=False).eager == pytest.approx(measured(model, x), rel=CLOSE)
+
+
+@pytest.mark.parametrize("a, b, groups", [((5, 8), (8, 5), 3), ((5, 8), (3, 8, 4), 3), ((3, 5, 8), (8, 6), 3),
+                                          ((3, 5, 8), (3, 8, 4), None)])  # fmt: skip
+def test_shapes_of_grouped_gemms(a, b, groups):
+    """As torch's own fake kernel has them, of sizes that it takes."""
+    a, b = (torch.empty([8 * n for n in s], dtype=torch.bfloat16, device="meta") for s in (a, b))
+    offs = torch.empty(8 * groups, dtype=torch.int32, device="meta") if groups else None
+    assert grouped_shape(a, b, offs) == tuple(torch._grouped_mm(a, b, offs=offs).shape)
+
+
+def test_rows_that_a_mask_picks_are_at_most_all():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = nn.Linear(8, 16)
+
+        def forward(self, x, mask):
+            return self.up(x[mask]).exp().sum()
+
+    model, x = Masked(), torch.randn(6, 8)
+    everything = measured(model, x, torch.ones(6, dtype=torch.bool))
+    assert estimate(model, x, torch.rand(6) > 0.5, compiled=False).eager == pytest.approx(everything, rel=CLOSE)
+
+
+def branched(m, x, indices, gates):
+    y = torch.zeros_like(x)
+    for e in range(m.num_experts):
+        mask = indices == e
+        if mask.any():
+            token, choice = torch.where(mask)
+            y.index_add_(0, token, m.experts[e](x[token]) * gates[token, choice, None])
+    return y
+
+
+def test_a_loop_over_experts_that_does_not_fuse_is_told_what_explain_says():
+    model, x = routed(branched)
+    advice = megacpp_compile.explain(model, x).misses[0].reason
+    for ask in (estimate, pareto.points, functools.partial(megacpp_compile.fit, limit_gib=1.0)):
+        with pytest.raises(EstimateError, match="if mask.any") as raised:
+            ask(model, x)
+        assert advice in str(raised.value) and "\n" not in str(raised.value)

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from torch import nn
 
 import megacpp_compile
 from megacpp_compile import CheckpointingPolicy
@@ -15,6 +16,7 @@ from megacpp_compile.config.checkpointing import KINDS
 from megacpp_compile.errors import BadOptionError, FitError
 from megacpp_compile.memory import fit, pareto
 from tests.memory.layered import Model, Small, ids
+from tests.passes import experts
 from tests.remat import models as blocks
 
 # One worker makes what all tests share, and keeps it.
@@ -81,6 +83,17 @@ def test_the_first_lever_that_fits(peaks, no_kernels):
     assert "in force" in str(found) and "too much" in str(found)
     assert report.estimate == found.to_dict() and report.to_json()
     assert all(f.remat for f in report.frames), "what was only tried is none of the report's business"
+
+
+def test_a_loop_over_experts_that_fuses(monkeypatch):
+    """What the compiler takes, the search for a policy takes."""
+    monkeypatch.setattr(fit, "compile", lambda model, **settings: None)
+    model = nn.Sequential(*(experts.MoE(experts.where_index_add) for _ in range(2)))
+    x = torch.randn(experts.TOKENS, experts.DIM, requires_grad=True)
+    none = megacpp_compile.estimate(model, x, options={"policy": "none"})
+    assert none.compiled < none.eager
+    found = megacpp_compile.fit(model, x, limit_gib=none.peak / 2**30)
+    assert found.lever.name == "none" and found.lever.estimate.peak == none.peak
 
 
 def test_nothing_fits():

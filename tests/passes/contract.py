@@ -5,11 +5,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Graph, Node
 
 from megacpp_compile.config.options import Config
+from megacpp_compile.matchers.graph_view import GraphView
+from megacpp_compile.passes._rule import Pass
 from tests.frames import TOLERANCE, Frames, check, largest_error, run, train
 
 Args = tuple[Tensor, ...]
@@ -64,6 +68,37 @@ def assert_dynamic(
         error, which = largest_error(got, train(eager, eager, make(length)))
         assert error <= TOLERANCE[torch.float32], (length, which, error)
     assert len(frames.graphs) == 1, "compiled again for another length"
+
+
+class Watched:
+    """A pass in all but that it notes in `changed` what its `find` has changed of a graph."""
+
+    def __init__(self, watched: Pass):
+        self.watched = watched
+        self.changed: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.watched, name)
+
+    def find(self, view: GraphView) -> list[Any]:
+        before = _state(view.graph)
+        found = list(self.watched.find(view))
+        after = _state(view.graph)
+        for n in before.keys() | after.keys():
+            was, now = before.get(n, {}), after.get(n, {})
+            self.changed += [f"{n.name}: {key}" for key in was.keys() | now.keys() if was.get(key) != now.get(key)]
+        return found
+
+
+def _state(graph: Graph) -> dict[Node, dict[str, Any]]:
+    """All that a node is made of; values in its meta by identity, and what mutable ones hold."""
+    return {
+        n: {
+            "target": n.target, "args": n.args, "kwargs": n.kwargs, "users": tuple(n.users), "next": n.next,
+            **{f"meta {key}": (id(v), repr(v) if isinstance(v, dict | list | set) else "") for key, v in n.meta.items()},
+        }
+        for n in graph.nodes
+    }  # fmt: skip
 
 
 class Autocast(nn.Module):

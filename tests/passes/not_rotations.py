@@ -50,7 +50,9 @@ def one_table_lane_for_all(x, cos, sin):
 
 
 def in_bfloat16(x, cos, sin):
-    return turn(x.bfloat16(), cos.bfloat16(), sin.bfloat16()).to(x.dtype)
+    a, b = x.chunk(2, dim=-1)
+    first, second = ((u.bfloat16() + v.bfloat16()).to(x.dtype) for u, v in ((a * cos, -b * sin), (b * cos, a * sin)))
+    return torch.cat((first, second), dim=-1)
 
 
 def without_gradients(x, cos, sin):

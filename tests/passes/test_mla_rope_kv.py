@@ -207,12 +207,17 @@ def test_refuses_one_nope_key_for_all_heads():
     # The keys of all heads are alike: nothing is shared among different heads.
     frames = check(*build(nope_key_of_one_head))
     assert not frames.counts[NAME]
-    assert {"broadcast"} & (frames.tags(NAME) | frames.tags("mla_rope_q"))
+    assert "broadcast" in frames.tags("rope_qk")  # and so it is no key of MLA either
 
 
-def test_refuses_a_scaled_nope_key():
-    (near_miss,) = (n for n in NEAR_MISSES if n.name == "scaled_nope_key")
-    assert_refused(NAME, "nope-lanes", *near_miss.build())
+def scaled_keys(m, x, cos, sin):
+    """As LongCat's, whose parts are scaled each by itself."""
+    rope = partial(turn, cos=cos, sin=sin)
+    return attention_with(m, x, rope, lambda k: rope(k * 0.3), k_join=lambda nope, pe: joined(nope * 0.5, pe))
+
+
+def test_fires_on_scaled_keys():
+    assert_fires(NAME, *build(scaled_keys))
 
 
 @pytest.mark.parametrize("name", ["rope_key_of_every_head", "rope_key_unrotated", "absorbed_scores"])

@@ -220,8 +220,17 @@ def test_refuses(tag, body):
     assert_refused(NAME, tag, *build(body))
 
 
+def scaled_queries(m, x, cos, sin):
+    """As LongCat's, whose parts are scaled each by itself."""
+    rope = partial(turn, cos=cos, sin=sin)
+    return attention_with(m, x, lambda q: rope(q * 0.3), rope, q_join=lambda nope, pe: joined(nope * 0.5, pe))
+
+
+def test_fires_on_scaled_queries():
+    assert_fires(NAME, *build(scaled_queries))
+
+
 REFUSED_NEAR_MISSES = [
-    ("nope-lanes", "scaled_nope"),
     ("nope-lanes", "nope_lanes_reversed"),
     ("rope-place", "slices_overlap"),
     ("rotated-middle", "half_of_the_rope_slice"),

@@ -8,7 +8,7 @@ import torch
 
 from tests.corpus.near_misses import NEAR_MISSES, SEQ, Heads, rotated_heads, turn
 from tests.corpus.spellings import PlainGQA, sdpa, tables
-from tests.frames import check, render, run
+from tests.frames import check, largest_error, render, run, train
 
 from .contract import (
     assert_autocast,
@@ -101,13 +101,89 @@ def normed_behind(q, k, cos, sin):
     return q, torch.nn.functional.rms_norm(k, (Heads.width,))
 
 
-FORMS = [rotated_heads, leading_lanes, trailing_lanes, neighbours, backwards, scaled_queries, normed_behind]
+def scaled_before(q, k, cos, sin):
+    """As Falcon-H1's keys and Muse's queries."""
+    return turn(q / 3.7, cos, sin), turn(0.3 * k, cos, sin)
+
+
+def shifted_before(q, k, cos, sin):
+    """A bias added by hand, as an adapter is."""
+    return turn(q + q.new_full((Heads.width,), 0.1), cos, sin), turn(k + 2.0 * k.tanh(), cos, sin)
+
+
+FORMS = [
+    rotated_heads, leading_lanes, trailing_lanes, neighbours, backwards, scaled_queries, scaled_before, shifted_before,
+    normed_behind,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("body", FORMS, ids=lambda f: f.__name__)
 def test_fires(body, dtype):
     assert_fires(NAME, *build(body, dtype))
+
+
+class Rounded(Heads):
+    """Heads behind norms that compute in float32 and round, as Gemma's do."""
+
+    def __init__(self, body):
+        super().__init__(lambda q, k, cos, sin: body(self.norm(q), self.norm(k), cos, sin))
+
+    def norm(self, t):
+        wide = t.float()
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)).type_as(t)
+
+
+@pytest.mark.parametrize("body", [rotated_heads, trailing_lanes], ids=lambda f: f.__name__)
+def test_fires_in_bfloat16_behind_a_norm_that_rounds(body):
+    """What turns is the rounded value; as near to float32's results as eager's bfloat16 is."""
+    module, args = build(body, torch.bfloat16, Rounded)
+    wide, _ = build(body, torch.float32, Rounded)
+    wide.load_state_dict(module.state_dict())
+    exact = train(wide, wide, (args[0].detach().float().requires_grad_(), *(t.float() for t in args[1:])))
+    want, frames = train(module, module, args), run(module, args)
+    assert frames.counts[NAME] == 1, frames.misses
+    ours, eagers = (
+        largest_error({n: t.float() for n, t in results.items()}, exact)[0] for results in (frames.results, want)
+    )
+    assert ours <= 2 * eagers, f"{ours:.1e} from float32, eager is {eagers:.1e} from it"
+
+
+@pytest.mark.parametrize("repeat", ["expand", "interleave", "gqa"])
+def test_one_key_head(repeat):
+    """Multi-query attention: the one key head is rotated before it is repeated."""
+
+    class Multi(Heads):
+        kv_heads = 1
+
+        def forward(self, x, cos, sin):
+            q, k, v = (p(x).unflatten(-1, (-1, self.width)).transpose(1, 2) for p in (self.q, self.k, self.v))
+            q, k = self.body(q, k, cos, sin)
+            if repeat == "expand":
+                many = (len(x), 1, self.heads, *k.shape[2:])
+                k, v = (t[:, :, None].expand(many).reshape(len(x), self.heads, *k.shape[2:]) for t in (k, v))
+            elif repeat == "interleave":
+                k, v = (t.repeat_interleave(self.heads, 1) for t in (k, v))
+            return self.o(sdpa(q, k, v).transpose(1, 2).flatten(2))
+
+    assert_fires(NAME, *build(rotated_heads, kind=Multi))
+
+
+def test_tables_in_parameters_that_nothing_trains():
+    class Kept(Heads):
+        def __init__(self, body):
+            super().__init__(body)
+            for name, t in zip(("cos", "sin"), tables("half", SEQ + 2, Heads.width), strict=True):
+                setattr(self, name, torch.nn.Parameter(t, requires_grad=False))
+
+        def forward(self, x, *_):
+            return super().forward(x, self.cos[: x.shape[1]], self.sin[: x.shape[1]])
+
+    module, args = build(rotated_heads, kind=Kept)
+    assert_fires(NAME, module, args[:1])
+    assert_fires(NAME, module.requires_grad_(False), args[:1])
+    module.requires_grad_(True)
+    assert not run(module, args[:1]).counts[NAME]  # no op computes a table's gradient
 
 
 def test_two_layers():
@@ -169,14 +245,7 @@ def test_refuses_what_is_no_rotation(tag):
     def body(q, k, cos, sin):
         return NOT_ROTATIONS[tag](q, cos, sin), NOT_ROTATIONS[tag](k, cos, sin)
 
-    module, args = build(body, kind=Scores)
-    if tag == "unwritten-lanes":
-        # Lanes without a table are taken for MLA's unrotated ones, so it is that pass that says why.
-        frames = check(module, args)
-        assert not frames.fired
-        assert tag in frames.tags("mla_rope_q")
-    else:
-        assert_refused(NAME, tag, module, args)
+    assert_refused(NAME, tag, *build(body, kind=Scores))
 
 
 def rotated_in_the_middle(q, k, cos, sin):
@@ -226,7 +295,7 @@ def test_leaves_lanes_alone_that_rotate_in_the_middle():
     # A value with unrotated lanes is taken for MLA's, so it is that pass that says why.
     frames = check(*build(rotated_in_the_middle))
     assert not frames.fired
-    assert "rotated-middle" in frames.tags("mla_rope_q")
+    assert "rotated-middle" in frames.tags(NAME)
 
 
 REFUSED_NEAR_MISSES = [

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import megacpp_compile
 from megacpp_compile import PrecisionPlan, replace_linears
 from megacpp_compile.config.checkpointing import CheckpointingPolicy
 from megacpp_compile.errors import BadOptionError, StockCheckpointError
@@ -103,18 +102,13 @@ def test_a_block_without_transformer_engine_recomputes_by_torch():
             torch.testing.assert_close(a, b)
 
 
-def test_what_the_policy_says_is_obeyed(te):
+def test_what_is_said_is_obeyed(te):
     with pytest.raises(StockCheckpointError, match="Sequential"):
-        checkpoint_for(block(te), CheckpointingPolicy().fp8_wrapper)
+        checkpoint_for(block(te), "none")
     with pytest.raises(BadOptionError, match="Did you mean 'te_checkpoint'"):
         checkpoint_for(block(te), "te_checkpiont")
 
 
-def test_compiling_says_that_it_wraps_no_call(te, caplog):
-    policy = CheckpointingPolicy(fp8_wrapper="te_checkpoint")
-    megacpp_compile.compile(nn.ModuleList([block(te)]), policy=policy)
-    assert "0.0 is called as the model calls it" in caplog.text and "checkpoint_for(block" in caplog.text
-    caplog.clear()
-    megacpp_compile.compile(nn.ModuleList([block()]), policy=policy)
-    megacpp_compile.compile(nn.ModuleList([block(te)]), policy="selective")
-    assert "checkpoint_for" not in caplog.text
+def test_a_policy_says_that_it_wraps_no_call():
+    with pytest.warns(FutureWarning, match=r"'policy.fp8_wrapper' has no effect.*call the block through .*checkpoint_for"):
+        assert CheckpointingPolicy.of({"fp8_wrapper": "te_checkpoint"}).ablock == "selective"

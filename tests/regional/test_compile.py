@@ -322,7 +322,7 @@ def test_the_rest_compiled(eager_backend):
 
 def test_options_reach_the_passes(eager_backend):
     with record() as report:
-        megacpp_compile.compile(Model(4), options={"disable": ("mla_rope_q",)}, require={"mla_rope_kv": 1})(ids())
+        megacpp_compile.compile(Model(4), options={"disable": ("mla_rope_q",)}, require={"mla_rope_kv": 4})(ids())
     assert report.counts["mla_rope_kv"] == 1 and report.counts.get("mla_rope_q", 0) == 0
 
 
@@ -347,8 +347,11 @@ def test_errors():
         megacpp_compile.compile(model, options={"strict": True}, strict=False)
     with pytest.raises(BadOptionError, match="rest"):
         megacpp_compile.compile(model, rest="inductor")
-    with pytest.raises(BlockNotFoundError, match="Did you mean 'layers.0'"):
-        megacpp_compile.compile(model, blocks="layer.*")
+    for wrong in ("layer.*", "model.layers.*"):
+        with pytest.raises(BlockNotFoundError, match=r"Close to it: 'layers\.\*'"):
+            megacpp_compile.compile(model, blocks=wrong)
+    with pytest.raises(BlockNotFoundError, match="Modules: embed, layers, layers.0,"):
+        megacpp_compile.compile(model, blocks="zzz")
     assert all(m._compiled_call_impl is None for m in model.modules()), "an error leaves the model as it was"
     megacpp_compile.compile(model)
     with pytest.raises(AlreadyCompiledError, match="layers.0"):

@@ -42,7 +42,7 @@ def test_the_report_says_it_by_kind(steps):
     assert {k: v["blocks"] for k, v in found.items()} == {"ablock": 2, "eblock": 2, "": 0}
     assert found["ablock"]["entries"] == ["selective", "never"]
     text = str(steps["selective"].report)
-    assert "remat" in text and "nodes computed again" in text
+    assert "remat" in text and "nodes recomputed" in text
     again = type(steps["selective"].report).from_json(steps["selective"].report.to_json())
     assert again.frames[0].remat == found
 

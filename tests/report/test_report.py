@@ -1,8 +1,10 @@
 """`Report`: collection, numbering, saved bytes, counts, JSON, tables."""
 
 import copy
+import dataclasses
 import json
 import pickle
+import re
 import subprocess
 import sys
 import threading
@@ -11,8 +13,9 @@ import pytest
 
 from megacpp_compile.errors import ReportFormatError
 from megacpp_compile.report.collector import Report, active, emit_frame, record
-from megacpp_compile.report.records import Frame, MissedFusion, Site
-from megacpp_compile.report.text import bytes_text
+from megacpp_compile.report.columns import COLUMNS
+from megacpp_compile.report.records import CompiledRegion, Frame, MissedFusion, Pinned, Precision, Site
+from megacpp_compile.report.text import bytes_text, plain
 
 SOURCE = "modeling.py:123, in forward: `k = self.kv_b(self.norm(x[:, [0]]))`"
 
@@ -167,6 +170,7 @@ def test_json_keys():
         "reason": "",
         "saved_before": 780 * 2**20,
         "saved_after": 652 * 2**20,
+        "saved_reason": "",
         "frame": 0,
         "node": "op_3",
     }
@@ -179,8 +183,8 @@ def test_json_keys():
         ("{", "JSONDecodeError"),
         ("[]", "TypeError"),
         ("{}", "KeyError: 'format'"),
-        ('{"format": 99}', "format 99, this version reads 1"),
-        ('{"format": 1, "known_passes": [], "frames": [{"no": 1}], "sites": [], "misses": []}', "TypeError"),
+        ('{"format": 99}', "format 99, this version reads 1 to 2"),
+        ('{"format": 2, "known_passes": [], "frames": [{"no": 1}], "sites": [], "misses": []}', "TypeError"),
     ],
 )
 def test_other_json_is_refused(text, problem):
@@ -302,6 +306,99 @@ def test_frames_of_equal_regions_are_grouped_together(renderer):
 )
 def test_bytes_text(n, text):
     assert bytes_text(n) == text
+
+
+# What `remat.tagging` says of a kind of block, and of the peak.
+REMAT = {"entries": ["selective"], "blocks": 2, "saved": 48, "offloaded": 0, "again": 8, "recomputed": 3, "seconds": 0.0}
+PEAK = {"before": 4608, "step": 6656, "predicted": 11264, "transient": 4608, "limit": None}
+
+
+def everything():
+    """A report with a row in every table."""
+    report = filled()
+    report.regions.append(CompiledRegion(("layers.0", "layers.1"), "Layer", 12, "compiled"))
+    linear = Precision("mlp.up", "linear", "8x6", SOURCE, "fp8_current", "bf16", "*.up", "no gain")
+    report.frames[0].precision = [dataclasses.asdict(linear)]
+    report.frames[0].recognised = [{"kind": "lightning attention", "fqn": "mixer", "source": SOURCE}]
+    report.frames[0].remat, report.frames[0].peak = {"ablock": REMAT}, PEAK
+    pinned = Pinned("q.weight", (8, 4), "data, -", "q.*", "down_norm_up")
+    report.frames[0].sharding = {"mesh": {"data": 2}, "pinned": [pinned.to_dict()]}
+    report.measured = {"before": 10, "step": 20, "peak": 30}
+    return report
+
+
+def shown_by(report):
+    """Section -> what its rows show, as the columns name it."""
+    frame = report.frames[0]
+    return {
+        "regions": report.regions[0], "fused": report.sites[0], "recognised, without a lowering": frame.recognised[0],
+        "precision": Precision(**frame.precision[0]), "nearest misses": report.misses[0], "frames": frame,
+        "remat": frame.remat["ablock"], "predicted memory at the peak of a step": frame.peak,
+        "measured memory at the peak of a step": {**report.measured, "predicted_step": report.predicted_step},
+        "sharding": Pinned(**frame.sharding["pinned"][0]),
+    }  # fmt: skip
+
+
+def test_a_column_is_called_what_it_shows(renderer):
+    """Who has read a table knows the attribute, or the key of the JSON."""
+    report = everything()
+    text, records = report.render(width=300), shown_by(report)
+    assert set(COLUMNS) == set(records)
+    for name, columns in COLUMNS.items():
+        header = next(line for line in text.partition(name)[2].splitlines() if line.strip().startswith(next(iter(columns))))
+        assert re.split(r" {2,}", header.strip()) == list(columns)
+        for shown, attributes in columns.items():
+            for attribute in attributes:
+                record = records[name]
+                assert attribute in record if isinstance(record, dict) else hasattr(record, attribute), (name, shown)
+                words = {"pass"} if attribute == "pass_name" else set(attribute.split("_"))
+                assert words <= set(re.findall(r"\w+", shown)), (name, shown)
+
+
+def test_the_lowering_of_a_site_reads_as_in_the_table():
+    assert site().lowering == "reference"
+    other = site(requested="cuda_triton", reason="no CUDA device")
+    assert other.lowering == "cuda_triton → reference (no CUDA device)"
+    assert "lowering" not in json.loads(json.dumps(plain(other)))  # the JSON has what it is made of
+
+
+def test_code_from_a_cache_says_so_in_the_place_of_what_nobody_decided(renderer):
+    report, policy = Report(), {"ablock": "selective"}
+    report.add(Frame(grad=True, cached=True, policy=policy))
+    report.add(Frame(grad=True, policy=policy, remat={"ablock": REMAT}, peak=PEAK))
+    report.add(Frame(grad=False, cached=True, policy=policy))  # inference: a policy has nothing to decide
+    report.add(Frame(grad=True, cached=True))
+    text = report.render(width=240)
+    rows = [re.split(r" {2,}", line.strip()) for line in text.splitlines() if "from cache" in line]
+    assert [row for row in rows if row[1] == "from cache"] == [["0", "from cache", *["-"] * 6], ["0", "from cache", *["-"] * 3]]
+    assert sum("captured, from cache" in row for row in rows) == 3
+    assert Report.from_json(report.to_json()) == report
+
+
+def test_predicted_and_measured_are_one_quantity(renderer):
+    """What a step allocates beyond what was there; where frames break a step, no single one is the step."""
+    report = Report(measured={"before": 100 * 2**20, "step": 20 * 2**20, "peak": 120 * 2**20})
+    report.add(Frame(grad=True, peak={**PEAK, "step": 19 * 2**20}))
+    report.add(Frame())
+    assert report.predicted_step == 19 * 2**20
+    row = next(line for line in report.render(width=200).splitlines() if "100 MiB" in line)
+    assert re.split(r" {2,}", row.strip()) == ["100 MiB", "20 MiB", "120 MiB", "19 MiB"]
+    report.add(Frame(grad=True, peak=PEAK))
+    assert report.predicted_step is None
+
+
+@pytest.mark.parametrize(("target", "key"), [("cpu", "step"), ("cuda", "peak")])
+def test_the_last_release_s_reports_are_read(target, key):
+    """It had one number for the measured peak: the step's own, and on CUDA all that was allocated."""
+    old = json.loads(Report(frames=[Frame(target=target)]).to_json())
+    del old["measured"]
+    for gone in ("cached", "policy"):
+        del old["frames"][0][gone]
+    report = Report.from_json(json.dumps({**old, "format": 1, "measured_peak": 7}))
+    assert report.measured == {"before": None, "step": None, "peak": None} | {key: 7}
+    with pytest.warns(FutureWarning, match="measured"):
+        assert report.measured_peak == 7
+    assert Report.from_json(json.dumps({**old, "format": 1, "measured_peak": None})).measured is None
 
 
 def test_nothing_heavy_is_imported():

@@ -1,22 +1,30 @@
 """An MLA block on four virtual devices, in a process of its own: XLA reads its flags, and the runtime its number of
-devices, once. Prints what `test_spmd.py` asks about as JSON."""
+devices, once. Prints what `test_spmd.py` asks about as JSON.
+
+    PJRT_DEVICE=CPU CPU_NUM_DEVICES=4 PYTHONPATH=. python tests/xla/spmd_program.py tensor
+
+Needs torch_xla.
+"""
 
 from __future__ import annotations
 
+import argparse
 import copy
+import importlib.util
 import json
-import sys
 
 import torch
-import torch_xla
-import torch_xla.debug.metrics as metrics
-import torch_xla.runtime
 from torch import nn
 
 import megacpp_compile
 from megacpp_compile import NativeLayerSpec, ShardingPlan, sharding
 from megacpp_compile.errors import ShardingError
 from tests.corpus.spellings import PlainMLA, tables
+
+if importlib.util.find_spec("torch_xla") is not None:  # --help needs none
+    import torch_xla
+    import torch_xla.debug.metrics as metrics
+    import torch_xla.runtime
 
 SIZES = {"heads": 4, "q_lora": 20, "kv_lora": 24, "nope": 16, "rope": 8, "v": 12}
 UP, OUT = "*.*_b.weight", "*.o.weight"
@@ -141,4 +149,9 @@ def main(name: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("plan", choices=PLANS, help="what is sharded")
+    plan = parser.parse_args().plan
+    if importlib.util.find_spec("torch_xla") is None:
+        parser.exit(2, "tests/xla/spmd_program.py needs torch_xla, which is not installed: make test-xla\n")
+    main(plan)

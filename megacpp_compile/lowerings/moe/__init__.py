@@ -144,4 +144,4 @@ def _flops(
     return share * 2 * elements(indices) * sum(map(elements, (*w_gate, *w_up, *w_down))) / experts
 
 
-declare({"megacpp::moe": OpTraits(gemm=True, flops=_flops), "megacpp::moe_backward": OpTraits()})
+declare({"megacpp::moe": OpTraits(gemm=True, flops=_flops, routed=1), "megacpp::moe_backward": OpTraits()})

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
+import operator
 
+import numpy as np
 import torch
 from torch import fx
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.mode_states import ModeStates, mode_states
-from megacpp_compile.fx.views import RESHAPES, is_reshape
+from megacpp_compile.fx.views import RESHAPES, SPLITS, is_reshape
+from megacpp_compile.lowerings._registry import semantic_ops
 from megacpp_compile.matchers.attention import Reader, readers
 from megacpp_compile.matchers.linear import is_projection
+from megacpp_compile.matchers.rope.activations import SHAPE_ONLY, activations
 from megacpp_compile.matchers.rope.lane_interpreter import LaneInterpreter
 from megacpp_compile.matchers.rope.lane_rules import RULES
-from megacpp_compile.matchers.rope.lanes import NONE, Lanes
+from megacpp_compile.matchers.rope.lanes import NONE, Lanes, Source, is_one, precision
 from megacpp_compile.matchers.rope.rotation import NoRotation, Part, Rotation, read_rotation
 from megacpp_compile.matchers.views import is_outer_view, lane_slice
 
@@ -53,7 +56,7 @@ class Head:
 
     @property
     def main(self) -> Part:
-        return self.rotation.nope or self.rotation.rope
+        return self.rotation.main
 
     def role(self) -> str:
         """ "q", "k", or "" where the graph does not tell."""
@@ -63,13 +66,16 @@ class Head:
 
 @dataclasses.dataclass(frozen=True)
 class NearHead:
-    """A value that multiplies lanes by tables and is no rotation, or one that may not be touched."""
+    """A value that multiplies lanes by tables and is no rotation, or one that may not be touched.
+
+    mla: some of its lanes are not turned, and it is a key with one row for all heads or meets such keys.
+    """
 
     node: Node
     tag: str
     reason: str
     role: str
-    partial: bool
+    mla: bool
 
 
 @dataclasses.dataclass
@@ -86,34 +92,6 @@ class Heads:
             for h in self.found
             if h is not head and any(r.node in nodes and (r.node, r.side) not in sides for r in h.readers)
         ]
-
-
-def activations(graph: fx.Graph, weights: frozenset[Node]) -> set[Node]:
-    """Nodes computed from weights, i.e. by the model's layers; the rest are tables, positions and masks."""
-    found = set(weights)
-    for node in graph.nodes:
-        if node.target in _SHAPE_ONLY:
-            # A buffer to be filled belongs to what is written into it.
-            if isinstance(v := value(node), torch.Tensor) and v.is_floating_point() and node.target in _FILLED:
-                found.add(node)
-            continue
-        if any(a in found for a in node.all_input_nodes):
-            found.add(node)
-        elif node.target in _FILLED:
-            found.add(node)
-    return found
-
-
-# Ops that read a tensor's shape and dtype, not its values.
-_SHAPE_ONLY = {
-    aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.empty_like.default,
-    aten.zeros_like.default, aten.ones_like.default, aten.new_full.default, aten.full_like.default,
-    aten.new_empty_strided.default, aten.sym_size.int,
-}  # fmt: skip
-_FILLED = {
-    aten.new_empty.default, aten.empty.memory_format, aten.empty_like.default, aten.new_zeros.default,
-    aten.zeros.default, aten.zeros_like.default, aten.new_empty_strided.default, aten.empty_permuted.default,
-}  # fmt: skip
 
 
 def find_heads(graph: fx.Graph, weights: frozenset[Node]) -> Heads:
@@ -151,10 +129,12 @@ def _scan(
         if node.target not in _COMBINERS or node not in acts or node in covered:
             continue
         lanes = it(node)
-        if lanes is None or it.opaque(node) or not any((t.tab != NONE).any() for t in lanes.terms):
+        if lanes is None or it.opaque(node) or not lanes.turned:
             continue
         rotation = read_rotation(it, lanes)
         if isinstance(rotation, Rotation):
+            if is_reshape(node) and _broadcast_dims(lanes, rotation.main):
+                continue  # the one key head of many query heads, repeated: what is rotated lies before the view
             heads.append((node, rotation))
             covered |= it.cone(node)
         elif rotation.near:
@@ -191,6 +171,7 @@ def _finish(
     it: LaneInterpreter, heads: list[tuple[Node, Rotation]], near: list[tuple[Node, NoRotation]], states: ModeStates
 ) -> Heads:
     found, missed, used = [], [], set[Node]()
+    mla = any(_shares_a_row(it, lanes) for node, _ in (*heads, *near) if (lanes := it(node)) is not None)
     for node, rotation in heads:
         lanes, cone = it(node), it.cone(node)
         assert lanes is not None
@@ -201,14 +182,14 @@ def _finish(
         if failure is None:
             found.append(head)
         else:
-            missed.append(NearHead(*failure, head.role(), rotation.nope is not None))
+            missed.append(NearHead(*failure, head.role(), mla and rotation.nope is not None))
     # Of nested near misses the outermost speaks, and none that is part of a head.
     for node, why in reversed(near):
         if node not in used:
             used |= it.cone(node)
             sides = {r.side for r in readers(node)}
             role = "q" if sides & {"q", "0"} else "k" if sides & {"k", "1"} else ""
-            missed.append(NearHead(node, why.tag, why.reason, role, _has_plain_lanes(it(node))))
+            missed.append(NearHead(node, why.tag, why.reason, role, mla and _has_plain_lanes(it(node))))
     return Heads(found, missed)
 
 
@@ -225,16 +206,22 @@ def _kind(lanes: Lanes, rotation: Rotation) -> str:
         return "full"
     if nope.source == rope.source:
         return "partial"
+    return "shared" if _broadcast_beside(lanes, nope.source, rope.source) else "separate"
+
+
+def _shares_a_row(it: LaneInterpreter, lanes: Lanes) -> bool:
+    """Whether some turned lanes are one row for all heads, beside lanes of each head's own that are not turned."""
+    own, rows = set[int](), set[int]()
+    for t in lanes.terms:
+        own |= {int(i) for i in np.unique(t.src[(t.coef != 0) & (t.tab == NONE)]) if i >= 0}
+        rows |= {int(i) for i in np.unique(t.src[(t.coef != 0) & (t.tab != NONE)]) if i >= 0}
+    return any(_broadcast_beside(lanes, it.sources[a], it.sources[b]) for a in own for b in rows)
+
+
+def _broadcast_beside(lanes: Lanes, own: Source, row: Source) -> bool:
+    """Whether `row` is broadcast over a leading dimension that `own` has."""
     outer = [s for s, k in zip(lanes.sizes, lanes.kinds, strict=True) if k == "o"]
-    shared = [
-        s
-        for s, a, b in zip(outer, nope.source.dims, rope.source.dims, strict=True)
-        if b < 0 <= a and not (isinstance(s, int) and s == 1)
-    ]
-    return "shared" if shared else "separate"
-
-
-_RANK = {torch.bfloat16: 1, torch.float16: 1, torch.float32: 2, torch.complex64: 2}
+    return any(b < 0 <= a and not is_one(s) for s, a, b in zip(outer, own.dims, row.dims, strict=True))
 
 
 def _not_replaceable(
@@ -242,18 +229,18 @@ def _not_replaceable(
 ) -> tuple[Node, str, str] | None:
     """(node, tag, reason) where an op may not replace a proved rotation; else None."""
     parts = [p for p in (rotation.nope, rotation.rope) if p]
-    need = max(_RANK.get(value(p.source.node).dtype, 3) for p in parts)
+    need = max(precision(value(p.source.node).dtype) for p in parts)
     for node in sorted(cone):
         fake = value(node)
         if not isinstance(fake, torch.Tensor):
             continue
-        if _RANK.get(fake.dtype, 3) < need:
+        if precision(fake.dtype) < need:
             return node, "precision", f"computed in {fake.dtype}, lower than its operand's precision"
         if states[node] != states[root]:
             return node, "region", "part of it runs under another grad or autocast mode"
         # Views, copies and casts cost nothing to be read twice; these would be computed twice.
         if node is not root and node.target in (aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor):
-            outside = [u for u in node.users if u not in cone and u.target not in _SHAPE_ONLY]
+            outside = [u for u in node.users if u not in cone and u.target not in SHAPE_ONLY]
             if outside:
                 return node, "escapes", f"an intermediate is used elsewhere too ({outside[0].name})"
     nope, rope = rotation.nope, rotation.rope
@@ -265,26 +252,39 @@ def _not_replaceable(
     tables = (rotation.cos.source, rotation.sin.source)
     if all(d < 0 for t in tables for d in t.dims) and not any(isinstance(s, int) and s == 1 for s in outer):
         return root, "table-length", "one table row serves every position"
-    main = nope or rope
-    for size, dim in zip(outer, main.source.dims, strict=True):
-        if dim < 0 and not (isinstance(size, int) and size == 1):
-            return root, "broadcast", "the unrotated lanes are broadcast over a leading dimension"
+    if _broadcast_dims(lanes, rotation.main):
+        return root, "broadcast", "the unrotated lanes are broadcast over a leading dimension"
     return None
 
 
-@functools.lru_cache(maxsize=4096)
+def _broadcast_dims(lanes: Lanes, part: Part) -> list[int]:
+    """The outer dimensions of a head over which `part` is broadcast."""
+    outer = [s for s, k in zip(lanes.sizes, lanes.kinds, strict=True) if k == "o"]
+    dims = part.source.dims
+    return [i for i, (size, dim) in enumerate(zip(outer, dims, strict=True)) if dim < 0 and not is_one(size)]
+
+
 def _origin(node: Node) -> Node:
+    """What `node` is a part or view of; of an op with several results, the op."""
     while True:
         part = lane_slice(node)
         if part is not None:
             node = part[0]
+        elif node.target is operator.getitem:
+            split = node.args[0]
+            node = split.args[0] if split.target in SPLITS | {aten.unbind.int} else split  # type: ignore
         elif is_reshape(node) or is_outer_view(node) or node.target in (aten.transpose.int, aten.permute.default):
+            node = node.args[0]  # type: ignore[assignment]
+        elif node.target in _SCALINGS and not isinstance(node.args[1], Node):
             node = node.args[0]  # type: ignore[assignment]
         else:
             return node
 
 
+_SCALINGS = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar}
+
+
 def from_projection(part: Part) -> bool:
     """Whether a head's lanes come straight from a linear (or from outside the graph)."""
     node = _origin(part.source.node)
-    return node.op == "placeholder" or is_projection(node) or "megacpp" in str(node.target) or "getitem" in node.name
+    return node.op == "placeholder" or is_projection(node) or node.target in semantic_ops()

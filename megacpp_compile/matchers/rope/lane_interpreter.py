@@ -155,6 +155,10 @@ class LaneInterpreter:
             raise Opaque
         return lanes
 
+    def dtypes(self, lanes: Lanes) -> set[torch.dtype]:
+        ids = {int(i) for t in lanes.terms for i in np.unique(t.src[t.coef != 0]) if i >= 0}
+        return {value(self.sources[i].node).dtype for i in ids}
+
     def redim(self, lanes: Lanes, f: Callable[[tuple[int, ...]], tuple[int, ...]]) -> list[Term]:
         """Terms with every source's outer dimension map sent through `f`."""
         ids = {int(i) for t in lanes.terms for a in (t.src, t.tab) for i in np.unique(a) if i >= 0}

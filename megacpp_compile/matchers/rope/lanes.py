@@ -83,6 +83,21 @@ class Lanes:
     def map(self, f: Callable[[np.ndarray], np.ndarray]) -> list[Term]:
         return [t.map(f) for t in self.terms]
 
+    @property
+    def live(self) -> np.ndarray:
+        """Which lanes are not zero."""
+        return np.any([t.coef != 0 for t in self.terms], axis=0)
+
+    @property
+    def turned(self) -> bool:
+        """Whether a table meets any lane."""
+        return any((t.tab != NONE).any() for t in self.terms)
+
+    @property
+    def scaled(self) -> bool:
+        """Whether any lane is multiplied by another number than 1 and -1."""
+        return any((~np.isin(t.coef, (-1.0, 0.0, 1.0))).any() for t in self.terms)
+
 
 class Opaque(Exception):
     """This node is not interpreted: it becomes a source of its own."""
@@ -115,6 +130,10 @@ class LaneContext(Protocol):
         """The number by which terms refer to `source`."""
         ...
 
+    def dtypes(self, lanes: Lanes) -> set[torch.dtype]:
+        """The dtypes of the sources that the terms of `lanes` refer to, but for tables."""
+        ...
+
     def redim(self, lanes: Lanes, f: Callable[[tuple[int, ...]], tuple[int, ...]]) -> list[Term]:
         """The terms of `lanes` with the outer dimension map of every source sent through `f`."""
         ...
@@ -144,6 +163,14 @@ def rule_table() -> tuple[RuleTable, Callable[..., Callable[[Rule], Rule]]]:
         return register
 
     return table, rule
+
+
+_PRECISION = {torch.bfloat16: 1, torch.float16: 1, torch.float32: 2, torch.complex64: 2}
+
+
+def precision(dtype: torch.dtype) -> int:
+    """A number that is larger for a dtype that rounds less; the half precisions count as one."""
+    return _PRECISION.get(dtype, 3)
 
 
 def axis_of(dim: int, n: int) -> int:

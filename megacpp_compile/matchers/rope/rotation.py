@@ -51,6 +51,11 @@ class Rotation:
     interleaved_out: bool
     rope_first: bool
 
+    @property
+    def main(self) -> Part:
+        """The lanes that have the head's own leading dimensions."""
+        return self.nope or self.rope
+
 
 @dataclasses.dataclass(frozen=True)
 class NoRotation:

@@ -37,6 +37,8 @@ def add_lanes(it: LaneContext, a: Lanes, b: Lanes, alpha: float) -> Lanes:
     sizes, (a, b) = broadcast([a, b])
     if len(a.terms) + len(b.terms) > MAX_TERMS:
         raise Opaque
+    if not a.turned and not b.turned and (a.live & b.live).any():
+        raise Opaque  # a bias, or an adapter beside a projection: the sum is a source of its own
     return Lanes(a.kinds, sizes, [*a.terms, *(t.scaled(alpha) for t in b.terms)], a.complex)
 
 
@@ -50,23 +52,29 @@ def _neg(it: LaneContext, node: Node) -> Lanes:
 def _div(it: LaneContext, node: Node) -> Lanes:
     if not isinstance(node.args[1], (int, float)) or node.args[1] == 0:
         raise Opaque
-    x = it.get(node.args[0])
-    return dataclasses.replace(x, terms=[t.scaled(1.0 / node.args[1]) for t in x.terms])
+    return _times_number(it, node, it.get(node.args[0]), 1.0 / node.args[1])
 
 
 @rule(aten.mul.Tensor, aten.mul.Scalar)
 def _mul(it: LaneContext, node: Node) -> Lanes:
-    return _product(it, node.args[0], node.args[1])
+    return _product(it, node, node.args[0], node.args[1])
 
 
-def _product(it: LaneContext, a: Any, b: Any) -> Lanes:
+def _times_number(it: LaneContext, node: Node, x: Lanes, number: float) -> Lanes:
+    """x * number. Values that are scaled on their way to the rotation are a source of their own, unless that would keep
+    them in a wider dtype than theirs."""
+    if abs(number) != 1 and not x.turned and not x.complex and it.dtypes(x) == {value(node).dtype}:
+        raise Opaque
+    return dataclasses.replace(x, terms=[t.scaled(number) for t in x.terms])
+
+
+def _product(it: LaneContext, node: Node, a: Any, b: Any) -> Lanes:
     if not isinstance(a, Node):
         a, b = b, a
     if not isinstance(b, Node):
         if not isinstance(b, (int, float)):
             raise Opaque
-        x = it.get(a)
-        return dataclasses.replace(x, terms=[t.scaled(float(b)) for t in x.terms])
+        return _times_number(it, node, it.get(a), float(b))
     if it.is_table(a):
         a, b = b, a
     if it.is_table(a) or not it.is_table(b):
@@ -77,12 +85,12 @@ def _product(it: LaneContext, a: Any, b: Any) -> Lanes:
 @rule(aten.addcmul.default)
 def _addcmul(it: LaneContext, node: Node) -> Lanes:
     scale = float(node.kwargs.get("value", 1))
-    return add_lanes(it, it.get(node.args[0]), _product(it, node.args[1], node.args[2]), scale)
+    return add_lanes(it, it.get(node.args[0]), _product(it, node, node.args[1], node.args[2]), scale)
 
 
 def times_table(it: LaneContext, x: Lanes, table: Node) -> Lanes:
     """x * table: table entries that meet a lane of x become part of its terms."""
-    if any((t.tab != NONE).any() for t in x.terms):
+    if x.turned:
         raise Opaque
     fake = value(table)
     if not isinstance(fake, torch.Tensor) or fake.dim() == 0 or fake.is_complex() != x.complex:

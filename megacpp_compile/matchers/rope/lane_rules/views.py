@@ -14,17 +14,30 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.views import CASTS, EXPANSIONS, IDENTITIES, PERMUTATIONS, RESHAPES, SPLITS, SQUEEZES
 from megacpp_compile.matchers.rope.lane_dims import drop, insert_outer, permute, reshape, select, take
-from megacpp_compile.matchers.rope.lanes import LaneContext, Lanes, Opaque, axis_of, is_one, rule_table
+from megacpp_compile.matchers.rope.lanes import LaneContext, Lanes, Opaque, axis_of, is_one, precision, rule_table
 
 aten = torch.ops.aten
 RULES, rule = rule_table()
 
 
-@rule(*IDENTITIES, *CASTS)
+@rule(*IDENTITIES)
 def _same(it: LaneContext, node: Node) -> Lanes:
     if not value(node).is_floating_point():
         raise Opaque
     return it.get(node.args[0])
+
+
+@rule(*CASTS)
+def _cast(it: LaneContext, node: Node) -> Lanes:
+    """Values rounded on their way to the rotation, such as a norm's that computes in float32, are a source of their
+    own: what the rotation reads is the rounded value."""
+    x, dtype = it.get(node.args[0]), value(node).dtype
+    if not value(node).is_floating_point():
+        raise Opaque
+    scaled = precision(dtype) < precision(value(node.args[0]).dtype) and x.scaled
+    if not x.turned and (scaled or any(precision(source) > precision(dtype) for source in it.dtypes(x))):
+        raise Opaque
+    return x
 
 
 @rule(operator.getitem)

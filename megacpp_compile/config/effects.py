@@ -1,0 +1,37 @@
+"""Options that are given and change nothing, for what is compiled or beside the others: one warning each a process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megacpp_compile.config.options import Config
+from megacpp_compile.config.warn_once import warn_once
+from megacpp_compile.targets import Target
+
+# What `keep_latents` is an argument of.
+_HAS_LATENTS = "down_norm_up"
+
+
+def warn_of_ineffective(config: Config, target: Target) -> None:
+    """Warn of each option that the user gave and that changes nothing of code for `target`."""
+    for option, reason in _ineffective(config, target):
+        if option in config.asked:
+            warn_once(f"option {option}={getattr(config, option)!r} has no effect: {reason}.")
+
+
+def _ineffective(config: Config, target: Target) -> Iterator[tuple[str, str]]:
+    elsewhere = f"and this is compiled for target {target.name!r}"
+    if not target.cublas:
+        for option in ("autotune_gemms", "fuse_shared_input_gemms"):
+            if getattr(config, option):
+                yield option, f"it is about GEMMs of cuBLAS, {elsewhere}"
+    if config.autotune and "cuda_triton" not in target.lowerings:
+        yield "autotune", f"it is about Triton's kernels, {elsewhere}"
+    if config.precision is not None and not target.float8 and config.precision.recipes() != {"bf16"}:
+        yield "precision", f"float8 needs CUDA, {elsewhere}, where everything stays in the model's own dtype"
+    if config.sharding is not None and not any(d.backend == "openxla" for d in target.devices):
+        yield "sharding", f"it is about devices of XLA, {elsewhere}"
+    if config.keep_latents is True and not config.enabled(_HAS_LATENTS):
+        yield "keep_latents", f"the pass {_HAS_LATENTS!r}, which saves them, is not to run"
+    if config.block_kinds and config.policy is None:
+        yield "block_kinds", "it corrects how 'policy' takes a block, and no policy is given"

@@ -1,0 +1,61 @@
+"""Parameters that are cos and sin tables: kept as `nn.Parameter` with `requires_grad=False`, as RoFormer's positions
+are.
+
+What no optimizer changes need not be a table: under LoRA every weight is frozen. A table shows by its use: through
+indexing, views and casts (or through cos and sin, where frequencies are kept) it reaches nothing but products with
+activations, element by element.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+from torch.fx import Node
+
+from megacpp_compile.fx.edit import value
+from megacpp_compile.matchers.rope.activations import activations
+
+aten = torch.ops.aten
+_MEETS = {aten.mul.Tensor, aten.addcmul.default}
+_FUNCTIONS = {aten.cos.default, aten.sin.default}
+# A weight of two dimensions is a layer's, not a table, where one of these reads it.
+_CONTRACTIONS = {
+    aten.linear.default, aten.matmul.default, aten.mm.default, aten.bmm.default, aten.addmm.default,
+    aten.baddbmm.default, aten.einsum.default, aten.convolution.default, aten.conv1d.default,
+    aten.scaled_dot_product_attention.default,
+}  # fmt: skip
+
+
+def frozen_tables(graph: fx.Graph, weights: frozenset[Node], trained: frozenset[Node]) -> frozenset[Node]:
+    """Those of `weights` that no gradient is asked of and that are used as tables."""
+    found = {n for n in weights - trained if isinstance(v := value(n), torch.Tensor) and v.dim() and n.users}
+    while found:
+        acts = activations(graph, weights - found)
+        uses = {n: _used_as_table(n, acts) for n in found}
+        # Layers' weights go first: with them more values become activations, for the rest to meet.
+        others = {n for n, met in uses.items() if met is None} or {n for n, met in uses.items() if not met}
+        if not others:
+            break
+        found -= others
+    return frozenset(found)
+
+
+def _used_as_table(parameter: Node, acts: set[Node]) -> bool | None:
+    """None where something computed from `parameter` alone is read in another way than a table is; else whether all of
+    it meets activations."""
+    wide = sum(not (isinstance(n, int) and n == 1) for n in value(parameter).shape) > 1
+    reached, pending, met, turned, returned = {parameter}, [parameter], False, False, False
+    while pending:
+        for user in pending.pop().users:
+            if user in acts:
+                if user.target not in _MEETS:
+                    return None
+                met = True
+            elif user not in reached:
+                if wide and user.target in _CONTRACTIONS:
+                    return None
+                returned |= user.op == "output"
+                turned |= user.target in _FUNCTIONS
+                reached.add(user)
+                pending.append(user)
+    return met and not returned if wide or turned else None

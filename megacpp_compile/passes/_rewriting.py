@@ -1,0 +1,85 @@
+"""Puts what a match emits in the place of the plain subgraph, for one match of a pass after the other."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch.fx import Node
+
+from megacpp_compile.fx.edit import Builder, move_behind, place, unread_without
+from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers.graph_view import GraphView
+from megacpp_compile.passes._rule import Match
+
+OVERLAP = "overlap"
+
+
+@dataclasses.dataclass(frozen=True)
+class Rewrite:
+    """A match that was applied. new: the nodes that carry its outputs. unread: the plain nodes without readers now."""
+
+    match: Match
+    op_node: Node
+    new: list[Node]
+    unread: set[Node]
+
+
+class Rewriter:
+    """Applies matches that were all found in the same graph, while they change it.
+
+    A match that reads or replaces what an earlier one has taken is not applied: it was found in a graph that is gone.
+    Nor is one that reads from a match which was not applied, as an op's strides may follow those of its operands, nor
+    one that would take the op of another site away. ops: the ops' nodes of all sites so far.
+    """
+
+    def __init__(self, view: GraphView, ops: set[Node]) -> None:
+        self.view, self.ops = view, ops
+        self.unread: set[Node] = set()
+        self.waiting: set[Node] = set()
+
+    def apply(self, match: Match) -> Rewrite | MatchFailure:
+        """Replace the match's outputs; a failure, and the graph as it was, where another site is in the way."""
+        if not (self.unread | self.waiting).isdisjoint([*match.inputs, *match.outputs]):
+            return self._overlap(match)
+        view, states = self.view, self.view.mode_states
+        where = place(match.inputs, match.outputs, match.node, states)
+        if where is None:
+            return MatchFailure(match.node, "region", "its inputs are ready only under another grad or autocast mode")
+        anchor, moved = where
+        build = Builder(view.graph, view.fake_mode, anchor, match.node, states)
+        op_node, new = match.rewrite(build)
+        if build.emitted:
+            move_behind([n for n in moved if not n._erased], build.emitted[-1])
+        for old, node in zip(match.outputs, new, strict=True):
+            old.replace_all_uses_with(node)
+        done = Rewrite(match, op_node, new, unread_without(match.outputs, self.unread))
+        read = {n for node in build.emitted for n in node.all_input_nodes}
+        if not self.unread.isdisjoint(read) or not done.unread.isdisjoint(self.ops):
+            self.undo(done)
+            return self._overlap(match)
+        return done
+
+    def keep(self, done: Rewrite) -> None:
+        """Refuse later matches that need what `done` has taken."""
+        self.unread = done.unread
+        self.ops.add(done.op_node)
+
+    def undo(self, done: Rewrite) -> None:
+        """Let the plain nodes be read again."""
+        for node, plain in zip(done.new, done.match.outputs, strict=True):
+            node.replace_all_uses_with(plain)
+
+    def _overlap(self, match: Match) -> MatchFailure:
+        self.waiting |= _plain(match)
+        return MatchFailure(match.node, OVERLAP, "part of it belongs to another site")
+
+
+def _plain(match: Match) -> set[Node]:
+    """The nodes that compute the outputs of `match` from its inputs, without these."""
+    found, pending = set[Node](), list(match.outputs)
+    while pending:
+        node = pending.pop()
+        if node not in found and node not in match.inputs and node.op == "call_function":
+            found.add(node)
+            pending.extend(node.all_input_nodes)
+    return found

@@ -1,0 +1,80 @@
+"""Blocks of Python on the pages run as they are printed, on a model that has what they name."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import megacpp_compile
+from benchmarks import models
+from tests.docs.commands import PAGES, ROOT
+
+BLOCKS = [
+    pytest.param(block, id=f"{page.relative_to(ROOT)}-{number}")
+    for page in PAGES
+    for number, block in enumerate(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.S | re.M), start=1)
+]
+# Run by a test of their own, which compares what they print.
+ELSEWHERE = {"docs/first_report.md-1": "tests/test_readme.py"}
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.mlp = models.MLA(32, 2, 24, 16, 16, 8, 16), nn.Module()
+        self.mlp.gate, self.mlp.up, self.mlp.down = nn.Linear(32, 48), nn.Linear(32, 48), nn.Linear(48, 32)
+
+    def forward(self, x, cos, sin):
+        x = x + self.attention(x, cos, sin)
+        return x + self.mlp.down(nn.functional.silu(self.mlp.gate(x)) * self.mlp.up(x))
+
+
+class Model(nn.Module):
+    """What a page's `model` stands for: it takes `x` alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        for name, table in zip(("cos", "sin"), models.rotary_tables(16, 8, torch.device("cpu"), torch.float32), strict=True):
+            self.register_buffer(name, table)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x, self.cos, self.sin)
+        return x
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_a_block_runs(block, request, tmp_path, monkeypatch, no_kernels):
+    place = request.node.callspec.id
+    if place in ELSEWHERE:
+        assert "first_report.md" in (ROOT / ELSEWHERE[place]).read_text()
+        return
+    torch._dynamo.reset()
+    monkeypatch.chdir(tmp_path)  # some write files
+    x = torch.randn(2, 16, 32, requires_grad=True)
+    names = {"torch": torch, "megacpp_compile": megacpp_compile, "model": (model := Model()), "x": x, "inputs": (x,)}
+    names["step"] = lambda: model(x).sum().backward()
+    with megacpp_compile.record() as report:
+        exec(compile(block, place, "exec"), names)
+        model.zero_grad()
+        if "compiled" in names:
+            names["compiled"](x).sum().backward()
+    if "compiled" in names:
+        # All fires, and a step is eager's.
+        assert all(frame.captured for frame in report.frames) and report.counts["down_norm_up"] == 4
+        got = [p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+        model(x).sum().backward()
+        torch.testing.assert_close(got, [p.grad for p in model.parameters()])
+
+
+def test_the_readme_has_every_option():
+    """But for those that name a device's compiler, devices, or passes by themselves."""
+    block = next(param.values[0] for param in BLOCKS if param.id == "README.md-2")
+    options = ast.literal_eval(block[block.index("{") : block.index("\n}") + 2])
+    assert set(megacpp_compile.Config.__dataclass_fields__) - set(options) == {"target", "passes", "sharding"}

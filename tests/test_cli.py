@@ -1,0 +1,247 @@
+"""The command line as a new user meets it: options, what a builder does wrong, what is printed beside the tables."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import sys
+import types
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import megacpp_compile
+from megacpp_compile import cli
+from megacpp_compile.errors import BadOptionError, ForwardError, NotAModuleError, RequirementError
+from megacpp_compile.memory import pareto
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def stack():
+    return nn.Sequential(Block(), Block())
+
+
+def returns(value):
+    return lambda: value
+
+
+def raises(error):
+    def build():
+        raise error
+
+    return build
+
+
+@pytest.fixture
+def built(monkeypatch):
+    """Make builders known as module `built`."""
+    module = types.ModuleType("built")
+    monkeypatch.setitem(sys.modules, "built", module)
+
+    def add(**builders):
+        vars(module).update(builders)
+
+    add(stack=returns((stack(), (torch.randn(3, 8),))))
+    return add
+
+
+def sentence(capsys, *command):
+    """What a command that fails says: one line, with nothing printed as if it had not failed."""
+    assert cli.main(command) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1 and captured.err.startswith(f"megacpp {command[0]}: ")
+    assert "Traceback" not in captured.err
+    return captured.err
+
+
+@pytest.mark.parametrize(
+    "pair, key, value",
+    [
+        ("policy=selective", "policy", "selective"),
+        ("policy=0.4", "policy", 0.4),
+        ("explain=true", "explain", True),
+        ("explain=True", "explain", True),
+        ('require={"moe": 2}', "require", {"moe": 2}),
+        ("require={'moe': 2}", "require", {"moe": 2}),
+        ("inductor.max_autotune=true", "inductor", {"max_autotune": True}),
+        ("inductor.triton.cudagraphs=false", "inductor", {"triton.cudagraphs": False}),
+        ("precision.*.mlp.*=fp8_current", "precision", {"*.mlp.*": "fp8_current"}),
+        ("disable=moe,rope_qk", "disable", "moe,rope_qk"),
+        ("disable=('moe', 'rope_qk')", "disable", ("moe", "rope_qk")),
+        ("policy=none", "policy", "none"),
+        ("policy=", "policy", ""),
+    ],
+)
+def test_values_of_options(pair, key, value):
+    assert cli._options([pair]) == {key: value}
+
+
+def test_entries_of_a_mapping_add_up():
+    assert cli._options(["require.moe=2", "require.linear=0"]) == {"require": {"moe": 2, "linear": 0}}
+    with pytest.raises(BadOptionError, match="as a whole or by its entries"):
+        cli._options(["require=5", "require.moe=2"])
+
+
+@pytest.mark.parametrize(
+    "pair, says",
+    [("strict=maybe", "'maybe'"), ("strict", "KEY=VALUE"), ("polcy=selective", "'policy'"), ("require.mo=1", "'moe'"),
+     ("policy=selectve", "'selective'")],
+)  # fmt: skip
+def test_a_bad_option_costs_a_sentence(built, capsys, pair, says):
+    for command in ("explain", "estimate"):
+        assert says in sentence(capsys, command, "built:stack", "--option", pair)
+
+
+def test_options_take_effect(built, capsys):
+    assert cli.main(["explain", "built:stack", "--option", "require.moe=2"]) == 2
+    assert "fired 0 times" in capsys.readouterr().err
+
+
+def test_a_plan_takes_no_policy(built, capsys):
+    assert "policies of its own" in sentence(capsys, "plan", "built:stack", "--option", "policy=full")
+
+
+@pytest.mark.parametrize(
+    "build, says",
+    [
+        (raises(RuntimeError("no data here")), "it raised RuntimeError: no data here (at test_cli.py:"),
+        (raises(SystemExit("needs a GPU")), "SystemExit: needs a GPU"),
+        (lambda required: None, "missing 1 required positional argument"),
+        (returns(stack()), "it returned Sequential. Return (model, args)"),
+        (returns(("model", ())), "it returned (str, tuple)"),
+        (returns((stack(), torch.ones(3, 8))), "it returned inputs of Tensor and dict"),
+        ("text", "no callable but str"),
+    ],
+)
+def test_a_builder_that_does_not_build(built, capsys, build, says):
+    built(wrong=build)
+    assert says in sentence(capsys, "explain", "built:wrong")
+
+
+@pytest.mark.parametrize(
+    "args, says",
+    [
+        ((), "missing 1 required positional argument"),
+        (("text",), "Sequential cannot run on these inputs: TypeError"),
+        ((torch.randn(3, 7),), "(at test_cli.py:"),
+        (([torch.randn(3, 8)],), "cannot run on these inputs"),
+    ],
+)
+def test_inputs_of_the_wrong_kind(built, capsys, args, says):
+    built(wrong=returns((stack(), args)))
+    for command in ("explain", "estimate"):
+        assert says in sentence(capsys, command, "built:wrong")
+    with pytest.raises(ForwardError):
+        megacpp_compile.explain(stack(), *args)
+    with pytest.raises(ForwardError):
+        megacpp_compile.estimate(stack(), *args)
+
+
+def test_what_is_no_model():
+    for call in (megacpp_compile.explain, megacpp_compile.estimate):
+        with pytest.raises(NotAModuleError, match="got str"):
+            call("model", torch.ones(1))
+
+
+def test_explain_raises_the_errors_of_demands_as_they_are():
+    with pytest.raises(RequirementError):
+        megacpp_compile.explain(stack(), torch.randn(3, 8), options={"require": {"moe": 2}})
+
+
+def test_a_module_that_is_not_there(built, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "halfway.py").write_text("import no_such_package_at_all\n")
+    (tmp_path / "unclosed.py").write_text("def build(:\n")
+    (tmp_path / "leaves.py").write_text("raise SystemExit('this needs a licence')\n")
+    assert "there is no module 'no_such_module'" in sentence(capsys, "explain", "no_such_module.inner:build")
+    assert "No module named 'no_such_package_at_all' (at halfway.py:1" in sentence(capsys, "explain", "halfway:build")
+    assert "SyntaxError" in sentence(capsys, "plan", "unclosed:build")
+    assert "needs a licence" in sentence(capsys, "estimate", "leaves:build")
+    assert "Did you mean 'stack'?" in sentence(capsys, "estimate", "built:stck")
+    for form in ("built", ":stack", "built:"):
+        assert "module:callable" in sentence(capsys, "estimate", form)
+
+
+def test_a_defect_of_ours_is_a_sentence_and_no_less(built, capsys, monkeypatch):
+    def broken(*_, **__):
+        raise KeyError("defect")
+
+    monkeypatch.setattr(pareto, "points", broken)
+    assert "internal error: KeyError" in sentence(capsys, "plan", "built:stack")
+    assert cli.main(["plan", "built:stack", "--verbose"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_torch_is_silent_but_for_verbose(built, capsys, caplog):
+    logger = logging.getLogger("torch._dynamo")
+
+    def noisy():
+        logger.warning("torch says this")
+        warnings.warn_explicit("and warns of that", UserWarning, "variables.py", 1, module="torch._dynamo.variables")
+        logging.getLogger("mine").warning("the model's own")
+        return stack(), (torch.randn(3, 8),)
+
+    built(noisy=noisy)
+    level = logger.level
+    with pytest.warns() as warned:
+        warnings.warn("one at least", UserWarning, stacklevel=1)
+        assert cli.main(["explain", "built:noisy"]) == 0
+    assert [str(w.message) for w in warned] == ["one at least"] and logger.level == level
+    assert caplog.messages == ["the model's own"]
+    with pytest.warns(UserWarning, match="warns of that"):
+        assert cli.main(["explain", "built:noisy", "--verbose"]) == 0
+
+
+def test_a_plan_says_each_thing_once():
+    """Policies that come to the same are one row, and the star is for those that no other beats."""
+    rows = [("none", 900, 2000, 0.0), ("selective", 900, 2000, 0.0), ("full", 100, 1500, 0.004), ("x", 90, 1500, 0.004),
+            ("dear", 80, 1800, 0.005)]  # fmt: skip
+    found = pareto.marked([pareto.Point(n, megacpp_compile.CheckpointingPolicy(), a, p, s) for n, a, p, s in rows])
+    assert [(p.name, p.alike, p.best) for p in found] == [
+        ("none", ("selective",), True), ("dear", (), False), ("full", (), False), ("x", (), True),
+    ]  # fmt: skip
+    table = pareto.text(found)
+    assert "none = selective" in table and "+4 ms" in table and "1.46 KiB" in table
+    assert table.count("*") == 3 and table.splitlines()[-1].startswith("* no other policy")
+
+
+@pytest.mark.parametrize("scale", [1, 2**24])
+def test_the_picture_of_a_plan(tmp_path, scale):
+    """No name lies on another, and units are those of the numbers."""
+    Figure = pytest.importorskip("matplotlib.figure").Figure
+    from matplotlib.text import Text
+
+    from megacpp_compile.memory.plot import draw
+
+    policy = megacpp_compile.CheckpointingPolicy()
+    points = [pareto.Point(f"policy {i}", policy, 0, scale * (2000 - i // 3), 1e-6 * scale * i, i % 2 == 0)
+              for i in range(14)]  # fmt: skip
+    figure = Figure()
+    draw(figure, points)
+    figure.savefig(tmp_path / "plan.png")
+    boxes = [Text.get_window_extent(text) for text in figure.axes[0].texts]
+    assert len(boxes) == 14 and not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
+    assert all(box.x1 <= figure.bbox.x1 for box in boxes)
+    labels = {label.get_text().split()[-1] for label in figure.axes[0].get_xticklabels()}
+    assert labels <= ({"KiB", "B"} if scale == 1 else {"GiB"})
+    assert "policy 3: 1.95 KiB, +3 µs" in figure.axes[0].texts[3].get_text() or scale > 1
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
+def test_the_example_of_the_help(capsys):
+    """Its experts are grouped GEMMs in float32, which torch's fake kernel refuses."""
+    assert cli.main(["estimate", "examples.explain_hf:build", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert 0 < found["compiled"] < found["eager"]
