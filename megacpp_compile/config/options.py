@@ -44,7 +44,8 @@ class Config:
         passes: pass name -> whether to run it; a pass not named runs unless disabled, but for those that are off by
             default (`norm_linear`).
         require: pass name -> number of times it has to fire, else `RequirementError`.
-        strict: raise an error where a frame or a lowering otherwise falls back with a reason in the report.
+        strict: raise an error where a frame or a lowering otherwise falls back with a reason in the report, and where
+            the graph breaks.
         verify: "each" compares every rewrite with the code it replaced; "off" does not.
         target: what to lower for; "auto" goes by the device of the inputs.
         explain: print the report of every compiled frame to stderr.

@@ -15,8 +15,8 @@ from megacpp_compile.fx.subgraph import between
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.rope.heads import activations
 from megacpp_compile.passes._rule import Match, Pass
-from megacpp_compile.report import replay, saved_bytes
-from megacpp_compile.report.records import Site
+from megacpp_compile.report import log, replay, saved_bytes
+from megacpp_compile.report.records import MissedFusion, Site
 
 
 class Reviewer:
@@ -25,16 +25,25 @@ class Reviewer:
     def __init__(self, captured: Captured, example_inputs: Sequence[Any], config: Config, count_saved: bool) -> None:
         self.captured, self.inputs, self.config, self.count = captured, example_inputs, config, count_saved
         self.cache: dict[Any, int | None] = {}
+        self.fake = any(isinstance(x, FakeTensor) for x in example_inputs)
 
     def __call__(self, p: Pass, match: Match, new: list[Node], site: Site) -> MatchFailure | None:
         gm = self.captured.gm
-        if self.config.verify == "each" and not any(isinstance(x, FakeTensor) for x in self.inputs):
+        if self.config.verify == "each" and not self.fake:
             refusal = self._verify(p, match, new, site)
             if refusal is not None:
                 return refusal
         if self.count:
             site.set_saved(self._saved(gm, match.inputs, match.outputs), self._saved(gm, match.inputs, new))
         return None
+
+    def unverified(self) -> list[MissedFusion]:
+        """What to report of a rewritten frame that `verify="each"` could not look at."""
+        if self.config.verify != "each" or not self.fake:
+            return []
+        reason = "the frame is compiled on fake inputs, as under DDP's optimizer, and no rewrite was replayed on values"
+        log.warn_once(f'verify="each" does nothing here: {reason}')
+        return [MissedFusion("verify", "", "", "", "not-verified", reason)]
 
     def _verify(self, p: Pass, match: Match, new: list[Node], site: Site) -> MatchFailure | None:
         gm = self.captured.gm

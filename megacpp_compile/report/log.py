@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 from collections.abc import Sequence
@@ -12,6 +13,12 @@ from torch.fx import GraphModule
 from megacpp_compile._torch.logging import trace_structured
 
 logger = logging.getLogger("megacpp_compile")
+
+
+@functools.cache
+def warn_once(reason: str) -> None:
+    """A warning that a process gives once, however many frames it holds for: their reports name them."""
+    logger.warning("%s", reason)
 
 
 def graph(stage: str, gm: GraphModule) -> None:

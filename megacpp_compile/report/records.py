@@ -106,6 +106,7 @@ class Frame:
         index: number of the frame within its report, from 0; set on collection.
         captured: True when the passes saw it, False when it compiled as plain Inductor would.
         reason: why it fell back, "" when captured.
+        graph_break: the line that the frame ends at while its function goes on, and why; "" for a whole frame.
         name: what it compiles, e.g. the qualified name of the code object.
         nodes: number of FX nodes the passes saw, or Dynamo's when it fell back.
         target: "cpu", "cuda" or "tpu".
@@ -147,6 +148,7 @@ class Frame:
     recognised: list[dict[str, str]] = field(default_factory=list)
     precision: list[dict[str, str]] = field(default_factory=list)
     sharding: dict[str, Any] | None = None
+    graph_break: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,6 +112,7 @@ def _compiled(report: Collected) -> _Section:
     rows = []
     for frame in report.frames:
         outcome = "captured" if frame.captured else f"fell back: {frame.reason}"
+        outcome += f"; graph break at {frame.graph_break}" if frame.graph_break else ""
         mode = "training" if frame.grad else "inference"
         fired = ", ".join(f"{name} {count}" for name, count in frame.passes.items() if count)
         target = ", ".join([frame.target, *(name for name, choice in frame.chosen.items() if choice is True)])

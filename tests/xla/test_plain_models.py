@@ -232,11 +232,17 @@ def test_what_nothing_fires_in_is_left_to_openxla(xla):
     assert difference(result, module(x)) < TOLERANCE
 
 
-def test_an_op_left_without_a_lowering_is_an_error(xla, monkeypatch):
+def test_an_op_left_without_a_lowering_falls_back_and_is_an_error_under_strict(xla, monkeypatch):
     monkeypatch.setattr(_lower, "_lower", lambda *_: None)
     block, x, angles = made(PlainMLA, {})
+    there, given = copy.deepcopy(block).to(xla), (x.to(xla), *(t.to(xla) for t in angles))
+    with megacpp_compile.record() as report:
+        result = torch.compile(there, backend="megacpp")(*given)
+    assert "was left without a lowering" in report.frames[0].reason and not report.sites
+    assert difference(result, block(x, *angles)) < TOLERANCE
+    torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as caught:
-        torch.compile(block.to(xla), backend="megacpp")(x.to(xla), *(t.to(xla) for t in angles))
+        torch.compile(there, backend="megacpp", options={"strict": True})(*given)
     assert isinstance(caught.value.inner_exception, NotLoweredError)
 
 
