@@ -14,13 +14,11 @@ import torch
 from torch.fx import GraphModule
 
 from megacpp_compile._torch import dynamo
-from megacpp_compile.backends.static_launch import start_workers
 from megacpp_compile.config.options import Config
 from megacpp_compile.errors import BadOptionError, MegacppError, TorchTooOldError
 from megacpp_compile.frontend import unbacked_shapes
 from megacpp_compile.passes._driver import pass_names
 from megacpp_compile.pipeline import WHOLE, Block, compile_frame
-from megacpp_compile.targets import resolve_target
 
 MINIMUM_TORCH = (2, 9)
 
@@ -75,9 +73,7 @@ def compile_with(
     gm: GraphModule, example_inputs: Sequence[Any], config: Config, mode: str | None = None, block: Block = WHOLE,
     inner_compile: Any = None,
 ) -> Callable[..., Any]:  # fmt: skip
-    """`pipeline.compile_frame` with checked settings, a `torch.compile` mode, and Inductor's workers started early."""
-    if inner_compile is None:
-        start_workers(resolve_target(config.target, example_inputs))
+    """`pipeline.compile_frame` with checked settings and a `torch.compile` mode."""
     return compile_frame(gm, example_inputs, config, {**mode_patches(mode), **config.inductor}, block, inner_compile)
 
 

@@ -673,9 +673,40 @@ class ForwardOnlyError(MegacppError):
         super().__init__(f"{op} has no gradient for {operands}: {remedy}, or call it under torch.no_grad().")
 
 
+class NotCapturedError(MegacppError):
+    """A frame that cannot be rewritten, under `strict`.
+
+    Args:
+        frame: the function it compiles and where that stands.
+        reason: why not, as a sentence without its full stop.
+    """
+
+    def __init__(self, frame: str, reason: str) -> None:
+        self.frame, self.reason = frame, reason
+        super().__init__(
+            f"{frame} cannot be rewritten: {reason}. Change what the reason names, or compile without 'strict': "
+            "Inductor then compiles the frame alone."
+        )
+
+
+class GraphBreakError(MegacppError):
+    """The model's code cuts its graph in pieces, under `strict`.
+
+    Args:
+        place: the line that does.
+        reason: why, as a sentence without its full stop.
+    """
+
+    def __init__(self, place: str, reason: str) -> None:
+        self.place, self.reason = place, reason
+        super().__init__(
+            f"the graph breaks at {place}: {reason}. Take that out of the compiled code, or compile without 'strict'."
+        )
+
+
 class CaptureError(MegacppError):
-    """Internal: why a frame cannot be captured. It never reaches the user as an error unless
-    `strict` is set; the frame compiles as plain Inductor would and `reason` goes to the report.
+    """Internal: why a frame cannot be captured. It compiles as plain Inductor would and `reason` goes to the report;
+    under `strict` the user meets it as the reason of a NotCapturedError.
 
     Args:
         reason: one sentence.

@@ -8,7 +8,6 @@ and a backend (`backends`) differentiates the result, plans what a training step
 from __future__ import annotations
 
 import dataclasses
-import functools
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,18 +18,22 @@ from torch.fx import GraphModule, Node
 
 from megacpp_compile._torch.dynamo import RestartAnalysis
 from megacpp_compile._torch.ops import HigherOrderOperator
-from megacpp_compile.backends._protocol import Settings, backend_for
+from megacpp_compile.backends._protocol import Backend, Settings, backend_for
 from megacpp_compile.backends.cache_hits import cache_hits
+from megacpp_compile.backends.static_launch import start_workers
 from megacpp_compile.config import effects, rules
 from megacpp_compile.config.options import Config
+from megacpp_compile.config.warn_once import warn_once
 from megacpp_compile.errors import (
     CaptureError,
+    GraphBreakError,
     MegacppError,
+    NotCapturedError,
     NotLoweredError,
     PeakUnreachableError,
     TorchInternalsError,
 )
-from megacpp_compile.frontend import tensor_subclasses, unbacked_shapes
+from megacpp_compile.frontend import graph_breaks, tensor_subclasses, unbacked_shapes
 from megacpp_compile.frontend.canonicalize import canonicalize
 from megacpp_compile.frontend.capture import Captured, capture
 from megacpp_compile.fx.provenance import is_whole, module_fqn, outermost_frame, source_line
@@ -84,15 +87,20 @@ def compile_frame(
     the backend alone, with the reason in the report.
     """
     target = resolve_target(config.target, example_inputs)
+    if inner_compile is None:
+        start_workers(target)
+    if (cut := graph_breaks.end_of(gm)) is not None and config.strict:
+        raise GraphBreakError(cut.place, cut.reason)
     conflicts.check(gm, config)
     if not block.checked:
         rules.check_frame(gm, config)
     if config.precision is not None:
         rules.announce(config.precision, target.name)
-    boundary = tensor_subclasses.enter(gm, example_inputs)
+    boundary = tensor_subclasses.enter(gm, example_inputs, config.strict)
     analysis = analyse(boundary.gm, boundary.inputs, config, target, patches)
     analysis.notes = boundary.notes + tensor_subclasses.widened(boundary.gm, config.strict)
     analysis.frame.block, analysis.frame.blocks = block.name, block.copies
+    analysis.frame.graph_break = str(cut or "")
     count = FrameCount(gm, config, block.required)
     if retrace_needed(boundary.gm, analysis):
         count.saw(analysis.near_misses())
@@ -145,12 +153,16 @@ def _analyse(
     began = time.perf_counter()
     try:
         if refusal := backend_for(target, example_inputs).refusal(gm, patches, config, grad):
+            if config.strict:
+                raise NotCapturedError(frame.name, refusal)
             return _left_alone(frame, gm, config, refusal)
         captured = capture(gm, example_inputs)
     except (CaptureError, TorchInternalsError) as error:
+        if config.strict:
+            raise NotCapturedError(frame.name, str(error)) from error
         frame.captured, frame.reason = False, str(error)
         frame.precision = unseen(gm.graph, config.precision, ALONE)
-        log.logger.info("frame not captured, compiled by Inductor alone: %s", error)
+        warn_once(f"frames that are not captured are compiled by Inductor alone: {error}")
         return Analysis(frame)
     frame.seconds["capture"] = time.perf_counter() - began
     try:
@@ -181,7 +193,10 @@ def _rewrite(captured: Captured, example_inputs: Sequence[Any], config: Config, 
     called = [n for n in captured.gm.graph.nodes if n.target in semantic_ops()]
     wanted = asked(captured.gm.graph, captured.weights, config.precision)
     count_saved = frame.grad and (collector.active() or config.explain)
-    outcome = run_passes(captured, config, Reviewer(captured, example_inputs, config, count_saved), log.graph)
+    reviewer = Reviewer(captured, example_inputs, config, count_saved)
+    outcome = run_passes(captured, config, reviewer, log.graph)
+    if outcome.sites:
+        outcome.misses += reviewer.unverified()
     frame.precision = answered(wanted, outcome, config)
     add_called_ops(outcome, called)
     choose_lowerings(outcome, frame.target)
@@ -203,8 +218,9 @@ def _hand_to_backend(
     gm: GraphModule, example_inputs: Sequence[Any], analysis: Analysis, config: Config, target: Target,
     patches: dict[str, Any], inner_compile: Any,
 ) -> Callable[..., Any]:  # fmt: skip
-    """Code for a frame. One that nothing fired in goes to the backend as it came, and so does one whose rewritten graph
-    the backend refuses (an error under `strict`)."""
+    """Code for a frame. One that nothing fired in goes to the backend as it came, and so does one whose rewritten
+    graph, or whose backward's, the backend refuses; without the policy where that fails. Both are errors under
+    `strict`; what Inductor refuses of the plain frame too is its own error."""
     backend = backend_for(target, example_inputs)
     frame = analysis.frame
 
@@ -213,23 +229,43 @@ def _hand_to_backend(
         frame.remat, frame.peak = describe(plan, blocks, config.policy), peak
 
     settings = Settings(target, config, patches, on_plan, inner_compile, max(frame.blocks, 1))
-    plain = functools.partial(backend.compile_plain, gm, example_inputs, settings)
-    if (rewritten := analysis.rewritten_gm()) is None:
-        return plain()
-    try:
-        return backend.compile_lowered(rewritten, example_inputs, settings)
-    except (PeakUnreachableError, NotLoweredError):
-        raise
-    except RestartAnalysis:
-        raise  # Dynamo's own way back, as when a float turns out to be a constant
-    except Exception as error:
-        if config.strict:
+    if (rewritten := analysis.rewritten_gm()) is not None:
+        try:
+            return backend.compile_lowered(rewritten, example_inputs, settings)
+        except _MEANT:
             raise
-        if unbacked_shapes.refuse(gm):
-            log.logger.warning("traced again with graph breaks: %s: %s", type(error).__name__, str(error)[:300])
-            unbacked_shapes.retrace()
-        compiled = plain()
-        analysis.fell_back(f"Inductor refused the rewritten graph: {type(error).__name__}: {error}"[:300])
+        except Exception as error:
+            if config.strict:
+                raise
+            if unbacked_shapes.refuse(gm):
+                log.logger.warning("traced again with graph breaks: %s: %s", type(error).__name__, str(error)[:300])
+                unbacked_shapes.retrace()
+            refused = f"Inductor refused the rewritten graph: {type(error).__name__}: {error}"[:300]
+        compiled = _plain(backend, gm, example_inputs, analysis, settings)
+        analysis.fell_back(refused)
+        return compiled
+    return _plain(backend, gm, example_inputs, analysis, settings)
+
+
+# Errors that are meant to be seen; and Dynamo's own way back, as when a float turns out to be a constant.
+_MEANT = (NotLoweredError, PeakUnreachableError, RestartAnalysis)
+
+
+def _plain(
+    backend: Backend, gm: GraphModule, example_inputs: Sequence[Any], analysis: Analysis, settings: Settings
+) -> Callable[..., Any]:
+    """Code for a frame as it came, with the policy as far as that can be applied."""
+    try:
+        return backend.compile_plain(gm, example_inputs, settings)
+    except _MEANT:
+        raise
+    except Exception as error:
+        if settings.config.strict or settings.config.policy is None:
+            raise
+        without = dataclasses.replace(settings, config=dataclasses.replace(settings.config, policy=None))
+        compiled = backend.compile_plain(gm, example_inputs, without)
+        analysis.frame.remat = analysis.frame.peak = None
+        analysis.fell_back(f"the policy cannot be applied: {type(error).__name__}: {error}"[:300])
         return compiled
 
 

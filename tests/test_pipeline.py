@@ -13,14 +13,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
 from torch._inductor import compile_fx as module
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import megacpp_compile
-from megacpp_compile import record
+from megacpp_compile import pipeline, record
 from megacpp_compile.backend import megacpp
+from megacpp_compile.config.warn_once import warn_once
+from megacpp_compile.errors import NotCapturedError, TorchInternalsError
+from megacpp_compile.frontend.capture import fake_inputs
 from tests.corpus import jitter_gains
 from tests.corpus.spellings import PlainMLA
 
@@ -513,6 +517,77 @@ def test_tensor_subclass_falls_back(no_kernels):
     (frame,) = report.frames
     assert not frame.captured and "TwoTensor" in frame.reason
     assert report.sites == []
+
+
+class Selective(Checkpointed):
+    how = {"context_fn": lambda: create_selective_checkpoint_contexts(keep_products)}
+
+
+def test_a_frame_not_captured_is_an_error_under_strict(no_kernels):
+    with pytest.raises(BackendCompilerFailed) as caught:
+        torch.compile(Selective(layers=1), backend="megacpp", options={"strict": True})(tokens())
+    error = caught.value.inner_exception
+    assert isinstance(error, NotCapturedError)
+    assert "forward (test_pipeline.py:" in error.frame and "context_fn" in error.reason
+    assert error.frame in str(error) and error.reason in str(error) and "without 'strict'" in str(error)
+
+
+def test_frames_not_captured_warn_once_a_reason(no_kernels, caplog):
+    warn_once.cache_clear()
+    with record() as report:
+        for layers in (1, 2):
+            torch._dynamo.reset()
+            torch.compile(Selective(layers=layers), backend="megacpp")(tokens())
+    assert [f.captured for f in report.frames] == [False, False]
+    (said,) = (r.getMessage() for r in caplog.records if r.levelname == "WARNING" and r.name == "megacpp_compile")
+    assert "context_fn" in said
+
+
+def test_a_torch_without_what_capture_needs_is_an_error_under_strict(no_kernels, monkeypatch):
+    missing = TorchInternalsError("torch.gone", torch.__version__, "a test", "the frame is compiled by Inductor alone")
+
+    def lacks(*_):
+        raise missing
+
+    monkeypatch.setattr(pipeline, "capture", lacks)
+    with pytest.raises(BackendCompilerFailed) as caught:
+        torch.compile(Block(), backend="megacpp", options={"strict": True})(hidden())
+    assert isinstance(caught.value.inner_exception, NotCapturedError) and "torch.gone" in str(caught.value)
+
+
+def test_what_holds_no_idiom_is_no_error_under_strict(no_kernels):
+    with record() as report:
+        torch.compile(lambda x: x.sin(), backend="megacpp", options={"strict": True})(hidden())
+    assert report.frames[0].reason == "too small to hold an idiom"
+
+
+def on_fake_inputs(options):
+    """A backend that is given fake inputs, as DDP's optimizer gives them."""
+
+    def backend(gm, inputs):
+        return megacpp(gm, fake_inputs(inputs)[1], options=options)
+
+    return backend
+
+
+def test_verify_says_where_it_cannot_look(no_kernels, caplog):
+    warn_once.cache_clear()
+    with record() as report:
+        for layers in (1, 2):
+            torch._dynamo.reset()
+            torch.compile(LM(layers), backend=on_fake_inputs({"verify": "each"}))(tokens())
+        torch.compile(LM(), backend=on_fake_inputs({}))(tokens())
+        torch.compile(torch.sin, backend=on_fake_inputs({"verify": "each"}))(hidden())
+    assert [(m.frame, m.tag) for m in report.misses if m.pass_name == "verify"] == [(0, "not-verified"), (1, "not-verified")]
+    assert sum("verify" in r.getMessage() for r in caplog.records if r.levelname == "WARNING") == 1
+
+
+def test_the_target_is_resolved_once_a_frame(no_kernels, monkeypatch):
+    asked = []
+    whole = pipeline.resolve_target
+    monkeypatch.setattr(pipeline, "resolve_target", lambda *a: asked.append(a) or whole(*a))
+    torch.compile(nn.Tanh(), backend="megacpp")(hidden())
+    assert len(asked) == 1
 
 
 def test_model_without_idiom_reaches_inductor_untouched(monkeypatch):

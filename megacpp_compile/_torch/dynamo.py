@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch._dynamo.backends.registry import lookup_backend
     from torch._dynamo.backends.torchxla import openxla_eval_boxed
     from torch._dynamo.convert_frame import CatchErrorsWrapper
-    from torch._dynamo.exc import InvalidBackend, RestartAnalysis, TensorifyScalarRestartAnalysis
+    from torch._dynamo.exc import InvalidBackend, RestartAnalysis, TensorifyScalarRestartAnalysis, Unsupported
     from torch._dynamo.guards import GuardBuilder, install_guard
     from torch._dynamo.source import AttrSource, TensorProperty, TensorPropertySource
     from torch._dynamo.trace_rules import check as skips

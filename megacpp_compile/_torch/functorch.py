@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 from megacpp_compile._torch._registry import find
 from megacpp_compile._torch._theme import theme
+from megacpp_compile._torch.guards import TracingContext
 
 if TYPE_CHECKING:
     from torch._C._functorch import get_dynamic_layer_stack_depth as layers
@@ -21,3 +23,19 @@ else:
 def memory_budget() -> Any:
     """The part of what could be saved that AOTAutograd's partitioner may save, 1.0 for all of it."""
     return find("torch._functorch.config.activation_memory_budget", 1.0)
+
+
+def backward_with_forward() -> contextlib.AbstractContextManager[Any]:
+    """What is compiled for training inside has its backward lowered too, instead of when that first runs; without
+    effect on a torch that has no such setting. Every compiler in it has to call `keep_saved_tensors`."""
+    if find("torch._functorch.config.force_non_lazy_backward_lowering") is None:
+        return contextlib.nullcontext()
+    return find("torch._functorch.config").patch(force_non_lazy_backward_lowering=True)  # type: ignore[no-any-return]
+
+
+def keep_saved_tensors() -> None:
+    """Have a backward that is lowered with its forward leave the tensors saved for it as they are, so that it may run
+    again (`retain_graph=True`). One that is lowered at its first run asks how it is called instead."""
+    metadata: Any = getattr(TracingContext.try_get(), "fw_metadata", None)
+    if find("torch._functorch.config.force_non_lazy_backward_lowering") and hasattr(metadata, "bw_donated_idxs"):
+        metadata.bw_donated_idxs = []

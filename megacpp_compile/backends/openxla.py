@@ -14,6 +14,7 @@ import torch
 from torch import fx
 from torch.fx import GraphModule, Node
 
+from megacpp_compile._torch.functorch import backward_with_forward, keep_saved_tensors
 from megacpp_compile.backends._lower import LowerSemanticOps
 from megacpp_compile.backends._protocol import Settings
 from megacpp_compile.config.options import Config
@@ -39,6 +40,7 @@ def compile_lowered(
     made = program or _program_for(settings.config)
 
     def compiler(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        keep_saved_tensors()
         lower(graph.graph)
         graph.recompile()
         return made(graph, inputs)
@@ -46,7 +48,8 @@ def compile_lowered(
     # XLA has to write each saved view as a tensor of its own: every transposed weight, every unsqueezed table.
     # It has no strides either, so that a copy is the value itself.
     again: dict[str, Any] = {"views_again": True, "read_originals": program is None}
-    return differentiated(gm, example_inputs, settings, compiler, **again)
+    with backward_with_forward():  # as for Inductor: what fails later has nothing to fall back to
+        return differentiated(gm, example_inputs, settings, compiler, **again)
 
 
 def compile_plain(gm: GraphModule, example_inputs: Sequence[Any], settings: Settings) -> Callable[..., Any]:

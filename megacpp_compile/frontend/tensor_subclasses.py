@@ -23,6 +23,7 @@ import megacpp_compile.lowerings.linear_fp8_weight  # noqa: F401
 from megacpp_compile._torch.dynamo import AttrSource
 from megacpp_compile._torch.fakes import detect_fake_mode
 from megacpp_compile._torch.ops import nn_linear
+from megacpp_compile.errors import TorchInternalsError
 from megacpp_compile.fx.provenance import input_name, source_line
 from megacpp_compile.nn.fp8_wrappers import Split, is_wrapper, split
 from megacpp_compile.precision import sentinel
@@ -58,10 +59,23 @@ class Boundary:
         return call
 
 
-def enter(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boundary:
-    """Split the wrappers among a frame's inputs. Never changes `gm`. Raises WrapperError for one that holds nothing."""
+def enter(gm: fx.GraphModule, example_inputs: Sequence[Any], strict: bool = False) -> Boundary:
+    """Split the wrappers among a frame's inputs. Never changes `gm`. Raises WrapperError for one that holds nothing.
+
+    Where torch lacks what that takes, all are left as they came, with the reason in the report; under `strict` that is
+    a TorchInternalsError.
+    """
     if not any(is_wrapper(x) for x in example_inputs):
         return Boundary(gm, example_inputs, [])
+    try:
+        return _split_inputs(gm, example_inputs)
+    except TorchInternalsError as error:
+        if strict:
+            raise
+        return Boundary(gm, example_inputs, [MissedFusion(REPORTED_AS, "", "", "", "left-wrapped", str(error))])
+
+
+def _split_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boundary:
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     output = graph.graph_copy(gm.graph, copies)

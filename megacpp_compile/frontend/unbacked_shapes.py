@@ -30,6 +30,7 @@ from megacpp_compile._torch.dynamo import (
     set_frame_compiler,
 )
 from megacpp_compile._torch.dynamo import config as dynamo_config
+from megacpp_compile.frontend import graph_breaks
 from megacpp_compile.report import collector
 from megacpp_compile.report.records import Frame, MissedFusion
 
@@ -65,8 +66,9 @@ def install() -> None:
         if not getattr(_innermost(given.get("compiler_fn")), _OURS, False):
             return original(*args, **kwargs)
         seen, token = len(graph_break_reasons), _retraced.set(False)
+        traced = functools.partial(_traced_whole, original, args, kwargs, given.get("locals", {}))
         try:
-            return _traced_whole(original, args, kwargs, given.get("locals", {}))
+            return graph_breaks.watched(traced, given["compiler_fn"], bool(given.get("one_graph")))
         finally:
             for found in graph_break_reasons[seen:]:
                 if speaks_of_sizes(found.reason):

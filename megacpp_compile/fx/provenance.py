@@ -70,7 +70,12 @@ def _frames(node: Node) -> list[tuple[str, str, str, str]]:
     """(path, line, function, code) of the node's stack outside torch, outermost first."""
     trace = node.meta.get("stack_trace") or ""
     frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)\n\s*(.*)', trace)
-    return [f for f in frames if not any(part in f[0] for part in _OWN)]
+    return [f for f in frames if not in_torch(f[0])]
+
+
+def in_torch(path: str) -> bool:
+    """Whether a source file is one of torch's that runs a model's code: no line of the model's."""
+    return any(part in path for part in _OWN)
 
 
 def outermost_frame(node: Node) -> str:

@@ -9,6 +9,7 @@ from torch.fx import GraphModule, Node
 
 from megacpp_compile._torch.fakes import FakeTensor
 from megacpp_compile.config.options import Config
+from megacpp_compile.config.warn_once import warn_once
 from megacpp_compile.errors import VerificationError
 from megacpp_compile.frontend.capture import Captured
 from megacpp_compile.fx.subgraph import between
@@ -16,7 +17,7 @@ from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.rope.activations import activations
 from megacpp_compile.passes._rule import Match, Pass
 from megacpp_compile.report import replay, saved_bytes
-from megacpp_compile.report.records import Site
+from megacpp_compile.report.records import MissedFusion, Site
 
 
 class Reviewer:
@@ -25,15 +26,24 @@ class Reviewer:
     def __init__(self, captured: Captured, example_inputs: Sequence[Any], config: Config, count_saved: bool) -> None:
         self.captured, self.inputs, self.config, self.count = captured, example_inputs, config, count_saved
         self.cache: dict[Any, int | None] = {}
+        self.fake = any(isinstance(x, FakeTensor) for x in example_inputs)
 
     def __call__(self, p: Pass, match: Match, new: list[Node], site: Site) -> MatchFailure | None:
-        if self.config.verify == "each" and not any(isinstance(x, FakeTensor) for x in self.inputs):
+        if self.config.verify == "each" and not self.fake:
             refusal = self._verify(p, match, new, site)
             if refusal is not None:
                 return refusal
         if self.count:
             self._count(match, new, site)
         return None
+
+    def unverified(self) -> list[MissedFusion]:
+        """What to report of a rewritten frame that `verify="each"` could not look at."""
+        if self.config.verify != "each" or not self.fake:
+            return []
+        reason = "the frame is compiled on fake inputs, as under DDP's optimizer, and no rewrite was replayed on values"
+        warn_once(f'verify="each" does nothing here: {reason}')
+        return [MissedFusion("verify", "", "", "", "not-verified", reason)]
 
     def _verify(self, p: Pass, match: Match, new: list[Node], site: Site) -> MatchFailure | None:
         gm = self.captured.gm

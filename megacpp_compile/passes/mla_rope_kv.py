@@ -5,7 +5,8 @@ Before: `k_nope, v = kv.split([n, d], -1); k = cat((k_nope, rope(k_pe, cos, sin)
 After:  `k, v = megacpp.mla_rope_kv(kv, k_pe, cos, sin, n, interleaved_in, interleaved_out, rope_first, dtype)`
 
 Safe for the reason `mla_rope_q` is. V belongs to the op so that backward writes one gradient for kv, without a concat.
-Refused: anything but a rotation; rope keys that are not shared (own heads); a rotated row that escapes.
+Refused: anything but a rotation; rope keys that are not shared (own heads); one row turned by tables that differ
+where it is shared, as by head, whose gradient is no longer that of a sum over heads; a rotated row that escapes.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ def find(view: GraphView) -> Iterator[Match | MatchFailure]:
 def _check(view: GraphView, head: Head) -> Match | MatchFailure:
     rotation = head.rotation
     assert rotation.nope is not None
+    if _turned_apart(head):
+        return MatchFailure(head.root, "table-rows", "the shared rope key is turned by tables that differ by head")
     values = _values(head)
     inputs = _rope.sources(rotation)
     outputs = [head.root, *(v for v, _ in values)]
@@ -48,6 +51,16 @@ def _check(view: GraphView, head: Head) -> Match | MatchFailure:
         if place(inputs, outputs, head.root, view.mode_states) is None:
             return MatchFailure(head.root, *_rope.REGION)
     return Match(head.root, inputs, outputs, lambda build: _rewrite(build, head, values))
+
+
+def _turned_apart(head: Head) -> bool:
+    """Whether a table differs along a dimension that the rope key is broadcast over."""
+    outer = [s for s, k in zip(head.lanes.sizes, head.lanes.kinds, strict=True) if k == "o"]
+    return any(
+        row < 0 <= entry and not (isinstance(size, int) and size == 1)
+        for table in (head.rotation.cos, head.rotation.sin)
+        for size, row, entry in zip(outer, head.rotation.rope.source.dims, table.source.dims, strict=True)
+    )
 
 
 def _values(head: Head) -> list[tuple[Node, list[int]]]:

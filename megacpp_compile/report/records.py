@@ -118,6 +118,7 @@ class Frame:
         reason: why it fell back, "" when captured.
         cached: True where its code came from a cache of torch's, of an earlier process or an equal frame. Nothing is
             decided then on the way to code: `remat` and `peak` are None, whatever the policy.
+        graph_break: the line that the frame ends at while its function goes on, and why; "" for a whole frame.
         name: what it compiles, e.g. the qualified name of the code object.
         nodes: number of FX nodes the passes saw, or Dynamo's when it fell back.
         target: "cpu", "cuda" or "tpu".
@@ -162,12 +163,14 @@ class Frame:
     recognised: list[dict[str, str]] = field(default_factory=list)
     precision: list[dict[str, str]] = field(default_factory=list)
     sharding: dict[str, Any] | None = None
+    graph_break: str = ""
 
     @property
     def outcome(self) -> str:
-        """ "captured" or "fell back: why", and "from cache" where `cached`."""
+        """ "captured" or "fell back: why", "from cache" where `cached`, and where the graph breaks behind it."""
         text = "captured" if self.captured else f"fell back: {self.reason}"
-        return f"{text}, from cache" if self.cached else text
+        text += ", from cache" if self.cached else ""
+        return f"{text}; graph break at {self.graph_break}" if self.graph_break else text
 
     @property
     def mode(self) -> str:

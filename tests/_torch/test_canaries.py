@@ -343,6 +343,81 @@ def test_settings_of_functorch():
         assert functorch.memory_budget() == 0.5
 
 
+@pytest.mark.skipif(release(torch.__version__) < (2, 10), reason="torch 2.9 lowers a backward at its first run")
+def test_a_backward_is_lowered_with_its_forward():
+    """And one whose list of tensors to write into is emptied in time may run twice."""
+    compiled, listed = [], []
+
+    def compiler(gm, _):
+        listed.append(guards.TracingContext.get().fw_metadata.bw_donated_idxs)
+        functorch.keep_saved_tensors()
+        compiled.append(gm)
+        return functorch.make_boxed_func(gm.forward)
+
+    differentiate = door.aot_autograd(fw_compiler=compiler, partition_fn=functorch.default_partition)
+    x = torch.ones(2, requires_grad=True)
+    torch.compiler.reset()
+    with functorch.backward_with_forward():
+        y = torch.compile(lambda x: x.sin().exp().exp(), backend=differentiate)(x)
+    assert len(compiled) == 2 and listed[0] and listed[1] == []
+    y.sum().backward(retain_graph=True)
+    y.sum().backward()
+    assert len(compiled) == 2
+
+
+def test_a_backward_is_lowered_when_it_runs():
+    compiled = []
+    differentiate = door.aot_autograd(
+        fw_compiler=lambda gm, _: (compiled.append(gm), functorch.keep_saved_tensors()) and gm.forward,
+        partition_fn=functorch.default_partition,
+    )
+    torch.compiler.reset()
+    torch.compile(lambda x: x.sin().cos(), backend=differentiate)(torch.ones(2, requires_grad=True))
+    assert len(compiled) == 1
+    assert guards.TracingContext.try_get() is None and functorch.keep_saved_tensors() is None
+
+
+def test_dynamo_tells_why_a_graph_ends():
+    reasons = []
+
+    def backend(gm, _):
+        reasons.append(gm.compile_subgraph_reason)
+        return gm.forward
+
+    def breaks(x):
+        x = x + 1
+        torch._dynamo.graph_break()
+        return x + 1
+
+    def gives_up(x):
+        try:
+            torch._dynamo.graph_break()
+            return x + 1
+        except ValueError:
+            return x
+
+    torch.compiler.reset()
+    torch.compile(breaks, backend=backend)(torch.ones(1))
+    first, last = reasons
+    assert first.graph_break and not last.graph_break and first.reason
+    assert first in door.graph_break_reasons and first.user_stack[-1].name == "breaks"
+    original, met = door.frame_compiler(), []
+
+    def watching(*args, **kwargs):
+        try:
+            return original(*args, **kwargs)
+        except door.Unsupported as error:
+            met.append(error.real_stack[-1].name)
+            raise
+
+    door.set_frame_compiler(watching)
+    try:
+        torch.compile(gives_up, backend=backend)(torch.ones(1))
+    finally:
+        door.set_frame_compiler(original)
+    assert met == ["gives_up"]
+
+
 def test_inductor_takes_settings_and_passes():
     assert {"inner_compile", "config_patches"} <= set(inspect.signature(inductor.compile_fx).parameters)
     hooks = ("post_grad_custom_pre_pass", "post_grad_custom_post_pass", "joint_custom_post_pass",

@@ -168,7 +168,6 @@ def test_a_torch_without_these_workers_compiles_all_the_same(started, monkeypatc
 
 def test_workers_start_before_a_cuda_frame_is_looked_at(started, eager_backend, monkeypatch):
     seen, analyse = [], pipeline.analyse
-    monkeypatch.setattr(backend, "resolve_target", lambda *_: CUDA)
     monkeypatch.setattr(pipeline, "resolve_target", lambda *_: CUDA)
     monkeypatch.setattr(pipeline, "analyse", lambda *args: seen.append(len(started)) or analyse(*args))
     torch.compile(nn.Linear(4, 4), backend=backend.megacpp)(torch.ones(2, 4))

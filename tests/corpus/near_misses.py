@@ -560,6 +560,25 @@ def rope_key_scaled_by_head(m, x, cos, sin):
     return attention_with(m, x, rope, lambda k: rope(k) * m.head_scale)
 
 
+def by_head(table):
+    """[H, S, r/2]: every head stands at positions of its own."""
+    return torch.stack([table.roll(h, 0) for h in range(HEADS)])
+
+
+@_key_only("the one rope key is turned anew for every head: what backward sums over the heads is no single row's")
+def rope_key_turned_for_every_head(m, x, cos, sin):
+    rope = partial(turn, cos=by_head(cos), sin=by_head(sin))
+    return attention_with(m, x, rope, rope)
+
+
+@_key_only("one rope key for the whole batch, turned anew for each of its texts")
+def rope_key_turned_for_every_text(m, x, cos, sin):
+    q_nope, q_pe = m.queries(x)
+    k_nope, k_pe, v = m.keys(x)
+    rope = partial(turn, cos=torch.stack((cos, cos.flip(0)))[:, None], sin=torch.stack((sin, sin.flip(0)))[:, None])
+    return m.attend(joined(q_nope, rope(q_pe)), joined(k_nope, rope(k_pe[:1])), v)
+
+
 @_key_only("one rope key serves all positions")
 def rope_key_of_the_first_position(m, x, cos, sin):
     rope = partial(turn, cos=cos, sin=sin)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
 
 import megacpp_compile
 from megacpp_compile import record
-from megacpp_compile.errors import DequantisationError, ForwardOnlyError, WrapperError
+from megacpp_compile.errors import DequantisationError, ForwardOnlyError, TorchInternalsError, WrapperError
 from megacpp_compile.frontend import tensor_subclasses
 from megacpp_compile.nn import fp8_wrappers
 from megacpp_compile.precision.sentinel import Sentinel
@@ -97,6 +98,25 @@ def test_a_wrapper_read_by_others_is_left_to_its_class(no_kernels, other):
     assert torch.allclose(got, model(x), atol=1e-2)
     (note,) = (m for m in report.misses if m.pass_name == "fp8_wrappers")
     assert note.tag == "left-wrapped" and ("e4m3" if other == "e5m2" else "sum") in note.reason
+
+
+@pytest.mark.parametrize("symbol", ["detect_fake_mode", "AttrSource"])
+def test_a_torch_that_cannot_split_them_leaves_them_wrapped(no_kernels, monkeypatch, symbol):
+    def lacks(*_):
+        raise TorchInternalsError(f"torch.{symbol}", torch.__version__, "a test", "nothing is split")
+
+    monkeypatch.setattr(tensor_subclasses, symbol, lacks)
+    model, x = MLP(traced(32, 16), traced(16, 32)), torch.randn(4, 16, dtype=torch.bfloat16)
+    model.up.bias = nn.Parameter(model.up.bias.bfloat16())  # what the class says it is in eager
+    with record() as report:
+        got = torch.compile(model, backend=megacpp_compile.backend)(x)
+    torch.testing.assert_close(got, model(x), rtol=2e-2, atol=2e-2)
+    (note,) = (m for m in report.misses if m.pass_name == "fp8_wrappers")
+    assert note.tag == "left-wrapped" and f"torch.{symbol}" in note.reason
+    assert not report.frames[0].captured
+    torch._dynamo.reset()
+    with pytest.raises(BackendCompilerFailed, match=f"torch.{symbol}"):
+        torch.compile(model, backend=megacpp_compile.backend, options={"strict": True})(x)
 
 
 def test_a_weight_of_bfloat16_stays_one(no_kernels):

@@ -9,7 +9,17 @@ import pytest
 import torch
 
 from tests.corpus.gallery import GALLERY
-from tests.corpus.near_misses import NEAR_MISSES, NOPE, attention_with, joined, latent_attention, turn
+from tests.corpus.near_misses import (
+    HEADS,
+    NEAR_MISSES,
+    NOPE,
+    ROPE,
+    attention_with,
+    by_head,
+    joined,
+    latent_attention,
+    turn,
+)
 from tests.corpus.spellings import PlainMLA
 from tests.frames import check, largest_error, render, run, train
 
@@ -218,6 +228,40 @@ def scaled_keys(m, x, cos, sin):
 
 def test_fires_on_scaled_keys():
     assert_fires(NAME, *build(scaled_keys))
+
+
+def halves(k, cos, sin):
+    cos, sin = (torch.cat((t, t), dim=-1) for t in (cos, sin))
+    return k * cos + torch.cat((-k[..., ROPE // 2 :], k[..., : ROPE // 2]), dim=-1) * sin
+
+
+def neighbours(k, cos, sin):
+    a, b = k[..., ::2], k[..., 1::2]
+    return torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
+
+
+def complex_numbers(k, cos, sin):
+    return torch.view_as_real(torch.view_as_complex(k.unflatten(-1, (-1, 2))) * torch.complex(cos, sin)).flatten(-2)
+
+
+def expanded_first(k, cos, sin):
+    return turn(k.expand(-1, HEADS, -1, -1), cos, sin)
+
+
+@pytest.mark.parametrize("texts", [False, True], ids=["heads", "heads_and_texts"])
+@pytest.mark.parametrize("spelling", [turn, halves, neighbours, complex_numbers, expanded_first])
+def test_refuses_tables_that_differ_by_head(spelling, texts):
+    """The row is no longer shared behind the rotation. Queries have a row for every head anyway."""
+
+    def body(m, x, cos, sin):
+        cos, sin = by_head(cos), by_head(sin)
+        if texts:
+            cos, sin = (torch.stack((t, t.flip(1))) for t in (cos, sin))
+        return attention_with(m, x, partial(neighbours, cos=cos, sin=sin), partial(spelling, cos=cos, sin=sin))
+
+    frames = check(*build(body))
+    assert "table-rows" in frames.tags(NAME), frames.misses
+    assert frames.fired == {"down_norm_up": 1, "mla_rope_q": 1}
 
 
 @pytest.mark.parametrize("name", ["rope_key_of_every_head", "rope_key_unrotated", "absorbed_scores"])

@@ -207,6 +207,23 @@ def test_normed_queries_and_keys(layout, qk_norm):
     assert_fires(NAME, block, block.example_inputs())
 
 
+class AsManyKeys(Heads):
+    """As many key heads as query heads."""
+
+    kv_heads = Heads.heads
+
+
+def tables_of_every_head(cos, sin):
+    return (torch.stack([t.roll(h, 0) for h in range(Heads.heads)]) for t in (cos, sin))
+
+
+def test_tables_of_every_head():
+    def body(q, k, cos, sin):
+        return rotated_heads(q, k, *tables_of_every_head(cos, sin))
+
+    assert_fires(NAME, *build(body, kind=AsManyKeys))
+
+
 # --- stays out
 
 
@@ -348,6 +365,13 @@ def test_queries_and_keys_in_different_orders():
 def test_nothing_of_mla():
     block = PlainGQA()
     assert run(block, block.example_inputs()).fired == {NAME: 1}
+
+
+def test_refuses_one_key_turned_for_every_head():
+    def body(q, k, cos, sin):
+        return rotated_heads(q, k[:, :1], *tables_of_every_head(cos, sin))
+
+    assert_refused(NAME, "broadcast", *build(body, kind=AsManyKeys))
 
 
 # --- where the results lie

@@ -1,0 +1,104 @@
+"""Graph breaks in frames of this backend: where the model's code cuts its graph, and why, for the report and `strict`.
+
+Dynamo tells a backend why its graph ends. Of a frame that it breaks before the first op, or gives up whole, a backend
+never hears: `watched` looks at what Dynamo did with a frame, and is put around it by `unbacked_shapes.install`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.fx import GraphModule
+
+from megacpp_compile._torch.dynamo import Unsupported, graph_break_reasons
+from megacpp_compile.config.options import Config
+from megacpp_compile.errors import GraphBreakError
+from megacpp_compile.fx.provenance import in_torch
+from megacpp_compile.report import collector, log
+from megacpp_compile.report.records import Frame
+
+_MARK = "_megacpp_reported"
+# Dynamo's names for what it stopped at, in the user's words.
+_WORDS = {"generic_jump": "a branch on a value that is known at run time only"}
+
+
+@dataclasses.dataclass(frozen=True)
+class GraphBreak:
+    """place: "file.py:12, in forward: `code`". reason: a sentence without its full stop."""
+
+    place: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.reason}"
+
+
+def graph_break(reason: str, stack: Sequence[Any]) -> GraphBreak:
+    """What Dynamo says in `reason` about the innermost line of `stack` outside torch."""
+    at = next((f for f in reversed(stack) if not in_torch(f.filename)), stack[-1] if stack else None)
+    place = f"{Path(at.filename).name}:{at.lineno}, in {at.name}: `{at.line}`" if at is not None else "an unknown line"
+    title, *rest = (line.strip() for line in reason.strip().splitlines() or ["no reason known"])
+    told = next((line for line in rest if line.startswith("Explanation:")), title).removeprefix("Explanation:").strip()
+    known = next((words for name, words in _WORDS.items() if title.startswith(name)), None)
+    return GraphBreak(place, known or re.split(r"\.(?:\s|$)", told, maxsplit=1)[0][:200])
+
+
+def end_of(gm: GraphModule) -> GraphBreak | None:
+    """The graph break that Dynamo's graph `gm` ends at; None where its function ends, or where nobody says."""
+    why: Any = getattr(gm, "compile_subgraph_reason", None)
+    if not getattr(why, "graph_break", False):
+        return None
+    setattr(why, _MARK, True)
+    return graph_break(why.reason, why.user_stack)
+
+
+def watched(compile_frame: Callable[[], Any], backend: Any, fullgraph: bool) -> Any:
+    """`compile_frame()`, by which Dynamo compiles a frame of `backend`; what breaks it is reported.
+
+    Raises GraphBreakError under `strict`. With `fullgraph` a break is Dynamo's own error, and goes by.
+    """
+    seen = len(graph_break_reasons)
+    try:
+        result = compile_frame()
+    except Exception as error:
+        if isinstance(error, Unsupported) and not fullgraph:
+            _report(graph_break(str(error), getattr(error, "real_stack", None) or ()), backend)
+        raise
+    for why in graph_break_reasons[seen:]:
+        if not hasattr(why, _MARK):
+            _report(graph_break(why.reason, why.user_stack), backend)
+    return result
+
+
+def _report(found: GraphBreak, backend: Any) -> None:
+    if _strict(backend):
+        raise GraphBreakError(found.place, found.reason)
+    log.logger.info("nothing compiled before the graph break at %s", found)
+    frame = Frame(captured=False, reason="nothing to compile before the graph break", name=found.place)
+    frame.graph_break = str(found)
+    collector.emit_frame(frame)
+
+
+def _strict(backend: Any) -> bool:
+    for layer in _layers(backend):
+        if isinstance(config := getattr(layer, "config", None), Config):
+            return config.strict
+        given = getattr(layer, "kwargs", None) or getattr(layer, "keywords", None)
+        options = given.get("options") if isinstance(given, Mapping) else None
+        if isinstance(options, Config):
+            return options.strict
+        if isinstance(options, Mapping):
+            return Config.from_options({k: v for k, v in options.items() if k == "strict"}, ()).strict
+    return Config.from_options(None, ()).strict
+
+
+def _layers(backend: Any) -> Iterator[Any]:
+    """A backend as Dynamo has it and what it is wrapped around, the outermost first."""
+    while backend is not None:
+        yield backend
+        names = ("_torchdynamo_orig_backend", "compiler_fn", "func")
+        backend = next((inner for name in names if (inner := getattr(backend, name, None)) is not None), None)
