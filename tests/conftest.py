@@ -17,10 +17,12 @@ from torch._inductor import config as inductor_config
 from torch._inductor.virtualized import V
 
 from megacpp_compile.lowerings._registry import semantic_ops
-from tests.seeds import seed_of
+from tests.seeds import move_written_seeds, seed_of
 
 # Tables are searched for words, which a narrow terminal would break.
 os.environ["COLUMNS"] = "200"
+
+move_written_seeds()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -38,9 +40,41 @@ def _quick_compilers():
 @pytest.fixture(autouse=True)
 def seeded(request):
     """Inputs are the same in every run, whatever ran before in this worker."""
-    seed = seed_of(request.node.name)
-    random.seed(seed)
-    torch.manual_seed(seed)
+    seed_all(request.node.name)
+
+
+def seed_all(name):
+    random.seed(seed_of(name))
+    torch.manual_seed(seed_of(name))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef, request):
+    """What several tests share is drawn from the fixture's name: whichever of them comes first in this worker makes it,
+    and draws what it would have drawn without."""
+    if fixturedef.scope == "function":
+        return (yield)
+    kept = random.getstate(), torch.get_rng_state()
+    seed_all(fixturedef.argname)
+    try:
+        return (yield)
+    finally:
+        random.setstate(kept[0])
+        torch.set_rng_state(kept[1])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector):
+    """No module draws from torch's generator while it is imported: what it got would depend on which modules were
+    imported before it."""
+    before = torch.get_rng_state()
+    report = yield
+    if report.passed and not torch.equal(torch.get_rng_state(), before):
+        report.outcome = "failed"
+        report.longrepr = (
+            f"{collector.nodeid}: draws random numbers while it is imported. Draw in the test, or by tests.seeds.Draws."
+        )
+    return report
 
 
 @pytest.fixture
