@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import gc
 import importlib
 import importlib.util
 import os
 import random
+import shutil
+import tempfile
 
 import pytest
 import torch
@@ -21,6 +24,12 @@ from tests.seeds import move_written_seeds, seed_of
 
 # Tables are searched for words, which a narrow terminal would break.
 os.environ["COLUMNS"] = "200"
+
+# A process that was killed may leave half a library behind in Inductor's cache, which every later run would load. Workers
+# inherit the variable, and share what they compile.
+if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="megacpp_suite_")
+    atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
 
 move_written_seeds()
 
@@ -61,6 +70,12 @@ def pytest_fixture_setup(fixturedef, request):
     finally:
         random.setstate(kept[0])
         torch.set_rng_state(kept[1])
+
+
+def pytest_collection_modifyitems(items):
+    """`TEST_ORDER=7` shuffles: no test needs another before it. Every worker shuffles alike."""
+    if order := os.environ.get("TEST_ORDER"):
+        random.Random(order).shuffle(items)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -33,7 +33,15 @@ class Draws:
         return made.to(device, dtype or self.dtype).requires_grad_(grad)
 
 
-class _MovedGenerator(torch.Generator):
+_Generator = torch.Generator
+
+
+class _AnyGenerator(type(_Generator)):
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, _Generator)  # the default ones too
+
+
+class _MovedGenerator(_Generator, metaclass=_AnyGenerator):
     def manual_seed(self, seed: int) -> torch.Generator:
         return super().manual_seed(seed + MOVED_BY)
 
