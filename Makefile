@@ -17,6 +17,7 @@ XLA_TESTS ?= tests/xla
 VENV  := .venv
 BIN   := $(VENV)/bin
 READY := $(VENV)/.installed
+BEGUN := .begun
 ASKED := $(VENV)/.torch
 PIP   := $(BIN)/python -m pip install --disable-pip-version-check
 
@@ -31,11 +32,22 @@ KERNEL_TESTS := tests/lowerings/test_lowerings_agree.py tests/lowerings/test_fuz
 DOCS_VENV  := .venv-docs
 DOCS_READY := $(DOCS_VENV)/.installed
 
+# How often the suite is run by test-repeat.
+N ?= 20
+
+# A package index that answers late or breaks off is asked again.
+export PIP_RETRIES ?= 10
+export PIP_DEFAULT_TIMEOUT ?= 60
+export UV_HTTP_TIMEOUT ?= 300
+
+# The recipes have workers of their own; under -j two of them would write one venv or one cache.
+.NOTPARALLEL:
+
 .DEFAULT_GOAL := help
-.PHONY: help demo test unit test-xla lint types accept pages docs build clean FORCE
+.PHONY: help demo test unit test-repeat test-xla lint types accept pages docs build clean FORCE
 
 help:  ## list these targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(READY)  ## train a small MLA model, eager and compiled, and compare the two
 	$(BIN)/python examples/train_mla.py
@@ -47,6 +59,9 @@ unit: $(READY)  ## the whole test suite alone
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -q
 	@echo "== pytest, Triton kernels through the interpreter"
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(WORKERS) -q $(KERNEL_TESTS)
+
+test-repeat: $(READY)  ## the test suite N times, each time in another order, and a table of what failed; N=20
+	OMP_NUM_THREADS=1 WORKERS=$(WORKERS) $(BIN)/python -m tests.repeat $(N)
 
 test-xla: $(XLA_READY)  ## the tests for XLA on its CPU device, with torch 2.9; XLA_TESTS=tests for the whole suite on it
 	PJRT_DEVICE=CPU OMP_NUM_THREADS=1 $(XLA_VENV)/bin/python -m pytest -q $(XLA_TESTS)
@@ -83,6 +98,19 @@ clean:  ## remove the venvs, caches, builds and what the examples wrote
 	rm -rf $(VENV) $(XLA_VENV) $(DOCS_VENV) .pytest_cache .ruff_cache .mypy_cache build dist site examples/out
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
+# $(call afresh,venv): a venv whose installation was cut off is emptied, as pip takes packages that are half there for
+# installed; what it was asked for stays.
+define afresh
+	@if test -e $(1)/$(BEGUN); then echo "== $(1) was cut off half made: beginning anew"; \
+		find $(1) -mindepth 1 -maxdepth 1 ! -name $(notdir $(ASKED)) -exec rm -rf {} +; fi
+	@mkdir -p $(1) && touch $(1)/$(BEGUN)
+endef
+
+# $(call ready,venv,mark)
+define ready
+	@rm $(1)/$(BEGUN) && touch $(2)
+endef
+
 # Only where TORCH was given: whoever leaves it out means the torch that is there.
 ifneq ($(origin TORCH),file)
 $(READY): $(ASKED)
@@ -99,27 +127,30 @@ $(ASKED): FORCE
 $(READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "$(PYTHON) is older than Python 3.11; choose another with make PYTHON=..."; exit 1; }
+	$(call afresh,$(VENV))
 	@echo "== making $(VENV)"
 	$(PYTHON) -m venv $(VENV)
 	@echo "== installing $(TORCH); this is the large one"
 	$(PIP) $(TORCH)
 	@echo "== installing megacpp-compile and the development tools, about a minute"
 	$(PIP) -q -e '.[dev]'
-	@touch $@
+	$(call ready,$(VENV),$@)
 
 # The tools of the extra `docs`, without the package itself: that would bring torch.
 $(DOCS_READY): pyproject.toml
+	$(call afresh,$(DOCS_VENV))
 	@echo "== making $(DOCS_VENV)"
 	$(PYTHON) -m venv $(DOCS_VENV)
 	$(DOCS_VENV)/bin/python -m pip install --disable-pip-version-check -q build twine $$($(PYTHON) -c 'import tomllib; \
 		print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
-	@touch $@
+	$(call ready,$(DOCS_VENV),$@)
 
 # uv fetches and unpacks side by side: a minute where pip takes six.
 $(XLA_READY): pyproject.toml
+	$(call afresh,$(XLA_VENV))
 	@echo "== making $(XLA_VENV)"
 	$(PYTHON) -m venv $(XLA_VENV)
 	$(XLA_VENV)/bin/python -m pip install --disable-pip-version-check -q uv
 	@echo "== installing $(XLA_TORCH), megacpp-compile and the development tools"
 	$(XLA_VENV)/bin/uv pip install -q --python $(XLA_VENV)/bin/python $(XLA_TORCH) -e '.[dev]'
-	@touch $@
+	$(call ready,$(XLA_VENV),$@)

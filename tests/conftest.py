@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import gc
 import importlib
 import importlib.util
 import os
 import random
+import shutil
+import tempfile
 
 import pytest
 import torch
@@ -17,10 +20,18 @@ from torch._inductor import config as inductor_config
 from torch._inductor.virtualized import V
 
 from megacpp_compile.lowerings._registry import semantic_ops
-from tests.seeds import seed_of
+from tests.seeds import move_written_seeds, seed_of
 
 # Tables are searched for words, which a narrow terminal would break.
 os.environ["COLUMNS"] = "200"
+
+# A process that was killed may leave half a library behind in Inductor's cache, which every later run would load. Workers
+# inherit the variable, and share what they compile.
+if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="megacpp_suite_")
+    atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
+
+move_written_seeds()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -38,9 +49,47 @@ def _quick_compilers():
 @pytest.fixture(autouse=True)
 def seeded(request):
     """Inputs are the same in every run, whatever ran before in this worker."""
-    seed = seed_of(request.node.name)
-    random.seed(seed)
-    torch.manual_seed(seed)
+    seed_all(request.node.name)
+
+
+def seed_all(name):
+    random.seed(seed_of(name))
+    torch.manual_seed(seed_of(name))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef, request):
+    """What several tests share is drawn from the fixture's name: whichever of them comes first in this worker makes it,
+    and draws what it would have drawn without."""
+    if fixturedef.scope == "function":
+        return (yield)
+    kept = random.getstate(), torch.get_rng_state()
+    seed_all(fixturedef.argname)
+    try:
+        return (yield)
+    finally:
+        random.setstate(kept[0])
+        torch.set_rng_state(kept[1])
+
+
+def pytest_collection_modifyitems(items):
+    """`TEST_ORDER=7` shuffles: no test needs another before it. Every worker shuffles alike."""
+    if order := os.environ.get("TEST_ORDER"):
+        random.Random(order).shuffle(items)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector):
+    """No module draws from torch's generator while it is imported: what it got would depend on which modules were
+    imported before it."""
+    before = torch.get_rng_state()
+    report = yield
+    if report.passed and not torch.equal(torch.get_rng_state(), before):
+        report.outcome = "failed"
+        report.longrepr = (
+            f"{collector.nodeid}: draws random numbers while it is imported. Draw in the test, or by tests.seeds.Draws."
+        )
+    return report
 
 
 @pytest.fixture

@@ -202,8 +202,10 @@ def in_bfloat16(call):
 
 
 @pytest.mark.parametrize("how", ["autocast", "bfloat16_weights"])
-def test_half_precision(how):
-    """It costs no more accuracy compiled than in eager, as measured against float64."""
+def test_half_precision(request, how):
+    """It costs no more accuracy compiled than in eager, as measured against float64. Kernels of Inductor's run in one."""
+    if how == "autocast":
+        request.getfixturevalue("no_kernels")
     model, wrap, x = Block(), in_bfloat16, hidden()
     if how == "bfloat16_weights":
         model, wrap, x = model.bfloat16(), lambda call: call, x.bfloat16()
@@ -306,7 +308,7 @@ def test_autograd_grad_of_the_input_alone(no_kernels):
 # --- several graphs
 
 
-def test_graph_break_between_blocks():
+def test_graph_break_between_blocks(no_kernels):
     """Frames of the same code: each layer must run with its own weights."""
 
     class Broken(LM):
@@ -326,7 +328,7 @@ def test_graph_break_between_blocks():
     assert {s.frame for s in report.sites} == {0, 1}
 
 
-def test_one_graph_serves_layers_with_different_weights():
+def test_one_graph_serves_layers_with_different_weights(no_kernels):
     model = LM()
     eager = copy.deepcopy(model)
     for layer in model.layers:
@@ -404,7 +406,7 @@ def test_selective_checkpoint_falls_back(no_kernels):
 # --- what surrounds an idiom
 
 
-def test_mutated_buffers():
+def test_mutated_buffers(no_kernels):
     """A counter and a running mean are written to on every call, as often as in eager."""
 
     class Counting(Block):

@@ -6,22 +6,9 @@ import operator
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch.fx import Node
 
-aten = torch.ops.aten
-_VIEWS = {
-    getattr(aten, name)
-    for name in (
-        "view", "_unsafe_view", "reshape", "permute", "transpose", "t", "expand", "unsqueeze", "squeeze", "slice",
-        "select", "split", "split_with_sizes", "unbind", "alias", "detach", "as_strided", "diagonal", "unfold",
-    )
-}  # fmt: skip
-
-
-def is_view(node: Node) -> bool:
-    """Whether `node` shows its first argument's memory: it moves no bytes."""
-    return getattr(node.target, "overloadpacket", None) in _VIEWS
+from megacpp_compile.fx.views import is_view
 
 
 def base_of(node: Node, through_items: bool = True) -> Any:

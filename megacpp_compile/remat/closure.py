@@ -8,7 +8,7 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.sizes import nbytes
-from megacpp_compile.fx.view_chains import is_view
+from megacpp_compile.fx.views import is_view
 from megacpp_compile.remat.plan import FREE, MUST_RECOMPUTE, RECOMPUTE, SAVE, Plan
 
 _ROUNDS = 8

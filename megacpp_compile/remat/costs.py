@@ -13,7 +13,7 @@ from torch.utils.flop_counter import flop_registry
 from megacpp_compile._torch import present
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.sizes import nbytes
-from megacpp_compile.fx.view_chains import is_view
+from megacpp_compile.fx.views import is_view
 from megacpp_compile.lowerings._traits import traits_of
 
 # FLOP/s and bytes/s where nothing is known of the device. Only the order of costs matters.

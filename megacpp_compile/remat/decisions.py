@@ -16,7 +16,8 @@ from torch.utils.checkpoint import CheckpointPolicy as Tag
 
 from megacpp_compile.config.checkpointing import CheckpointingPolicy
 from megacpp_compile.fx.sizes import nbytes
-from megacpp_compile.fx.view_chains import base_of, beyond_views, is_view
+from megacpp_compile.fx.view_chains import base_of, beyond_views
+from megacpp_compile.fx.views import is_view
 from megacpp_compile.lowerings._traits import traits_of
 from megacpp_compile.remat.nodes import is_core, is_gemm, is_pinned, is_selection
 from megacpp_compile.remat.plan import FREE, RECOMPUTE, SAVE, BlockRef, last_layer, leaves_layer

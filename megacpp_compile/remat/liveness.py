@@ -13,7 +13,8 @@ from typing import Any
 
 from torch.fx import Node
 
-from megacpp_compile.fx.view_chains import base_of, beyond_views, is_view
+from megacpp_compile.fx.view_chains import base_of, beyond_views
+from megacpp_compile.fx.views import is_view
 from megacpp_compile.lowerings._traits import traits_of
 from megacpp_compile.remat.fusion import Memory, fuse
 from megacpp_compile.remat.plan import allocated_bytes

@@ -21,7 +21,7 @@ from megacpp_compile._torch.inductor import CustomPartitionerFn
 from megacpp_compile.config.checkpointing import CheckpointingPolicy
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.inductor_pass import source_hash
-from megacpp_compile.fx.view_chains import is_view
+from megacpp_compile.fx.views import is_view
 from megacpp_compile.lowerings._traits import OpTraits, declare
 from megacpp_compile.remat.plan import BlockRef, Plan, kept_bytes, last_layer, leaves_layer
 

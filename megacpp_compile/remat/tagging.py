@@ -17,7 +17,8 @@ from torch.utils.checkpoint import CheckpointPolicy as Tag
 
 from megacpp_compile.config.checkpointing import KINDS, CheckpointingPolicy
 from megacpp_compile.fx.inductor_pass import GraphPass
-from megacpp_compile.fx.view_chains import base_of, is_view
+from megacpp_compile.fx.view_chains import base_of
+from megacpp_compile.fx.views import is_view
 from megacpp_compile.remat import costs, latents, offload, overwritten
 from megacpp_compile.remat.joint_graph import joint
 from megacpp_compile.remat.kinds import blocks_of

@@ -23,13 +23,9 @@ from megacpp_compile.lowerings._gemm import autotune, cublaslt
 from megacpp_compile.lowerings._gemm.autotune import AutotuneGemms
 from megacpp_compile.lowerings._gemm.shared_input import MAX_WIDTH, merge
 from megacpp_compile.targets import TARGETS
+from tests.seeds import Draws
 
 aten = torch.ops.aten
-
-
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
 
 
 def gemms(graph: fx.Graph) -> int:
@@ -105,22 +101,23 @@ def test_results_of_one_pair_are_operands_of_the_next():
 
 
 REFUSED = {
-    "another dtype": (lambda x, v, w: (x @ v, x.float() @ w), [*x_and_weights(3), torch.randn(5, 4)]),
-    "another operand": (lambda x, v, w: (x @ v, (x + 1) @ w), x_and_weights(3, 4)),
-    "an operand that is ready too late": (lambda x, v, w: ((y := x @ v), x @ (w + y.sum())), x_and_weights(3, 4)),
-    "too wide": (lambda x, v, w: (x @ v, x @ w), x_and_weights(3, MAX_WIDTH + 1)),
-    "both too wide": (lambda x, v, w: (x @ v, x @ w), x_and_weights(MAX_WIDTH + 1, MAX_WIDTH + 1)),
-    "transposed left operand": (lambda x, v, w: (x @ v, x.t() @ w), [torch.randn(5, 5) for _ in range(3)]),
+    "another dtype": (lambda x, v, w: (x @ v, x.float() @ w), lambda: [*x_and_weights(3), torch.randn(5, 4)]),
+    "another operand": (lambda x, v, w: (x @ v, (x + 1) @ w), lambda: x_and_weights(3, 4)),
+    "an operand that is ready too late": (lambda x, v, w: ((y := x @ v), x @ (w + y.sum())), lambda: x_and_weights(3, 4)),
+    "too wide": (lambda x, v, w: (x @ v, x @ w), lambda: x_and_weights(3, MAX_WIDTH + 1)),
+    "both too wide": (lambda x, v, w: (x @ v, x @ w), lambda: x_and_weights(MAX_WIDTH + 1, MAX_WIDTH + 1)),
+    "transposed left operand": (lambda x, v, w: (x @ v, x.t() @ w), lambda: [torch.randn(5, 5) for _ in range(3)]),
 }
 
 
 @pytest.mark.parametrize("why", REFUSED)
 def test_refuses(why):
     function, args = REFUSED[why]
-    check(function, *args, merged=0, left=2)
+    check(function, *args(), merged=0, left=2)
 
 
-G, H, V, W = torch.randn(6, 3), torch.randn(6, 4), torch.randn(3, 5), torch.randn(4, 5)
+draw = Draws(__name__)
+G, H, V, W = draw(6, 3), draw(6, 4), draw(3, 5), draw(4, 5)
 
 
 def read_twice(g, h, v, w):
@@ -134,7 +131,7 @@ REFUSED_SUMS = {
     "another dtype": (lambda g, h, v, w: g @ v + h @ w, (G, H.double(), V, W.double())),
     "too wide": (
         lambda g, h, v, w: g @ v + h @ w,
-        (torch.randn(6, MAX_WIDTH + 1), H, torch.randn(MAX_WIDTH + 1, 5), W),
+        (draw(6, MAX_WIDTH + 1), H, draw(MAX_WIDTH + 1, 5), W),
     ),
     "a factor": (lambda g, h, v, w: torch.add(g @ v, h @ w, alpha=2), (G, H, V, W)),
     "a row broadcast": (lambda g, h, v, w: g @ v + h @ w, (G, H[:1], V, W)),

@@ -8,9 +8,11 @@ import torch.nn.functional as F
 
 from megacpp_compile.matchers.causal_conv import CausalConv, NoCausalConv, match_causal_conv
 from tests.matchers.graphs import aten, trace
+from tests.seeds import Draws
 
 BATCH, TIME, CHANNELS, TAPS = 2, 6, 3, 4
-X, W, B = torch.randn(BATCH, CHANNELS, TIME), torch.randn(CHANNELS, 1, TAPS), torch.randn(CHANNELS)
+draw = Draws(__name__)
+X, W, B = draw(BATCH, CHANNELS, TIME), draw(CHANNELS, 1, TAPS), draw(CHANNELS)
 ROWS = X.transpose(1, 2).contiguous()
 
 

@@ -9,9 +9,11 @@ import torch.nn.functional as F
 from megacpp_compile.matchers.gated_rms_norm import GatedNorm, gate_nearby, match_gated_norm
 from megacpp_compile.matchers.rms_norm import NoNorm, RmsNorm, match_rms_norm
 from tests.matchers.graphs import trace
+from tests.seeds import Draws
 
 ROWS, DIM, GROUPS, EPS = 5, 8, 2, 0.05
-Y, Z, W = torch.randn(2, ROWS, DIM), torch.randn(2, ROWS, DIM), torch.randn(DIM)
+draw = Draws(__name__)
+Y, Z, W = draw(2, ROWS, DIM), draw(2, ROWS, DIM), draw(DIM)
 
 
 def normed(x, w=None):

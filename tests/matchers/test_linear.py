@@ -8,8 +8,10 @@ import torch.nn.functional as F
 
 from megacpp_compile.matchers.linear import is_projection, match_linear
 from tests.matchers.graphs import trace
+from tests.seeds import Draws
 
-X, ROWS, W, V, B = torch.randn(2, 3, 4), torch.randn(3, 4), torch.randn(5, 4), torch.randn(4, 5), torch.randn(5)
+draw = Draws(__name__)
+X, ROWS, W, V, B = draw(2, 3, 4), draw(3, 4), draw(5, 4), draw(4, 5), draw(5)
 
 
 @pytest.mark.parametrize(
@@ -37,10 +39,10 @@ def test_matches(f, x, w, transposed):
 @pytest.mark.parametrize(
     ("f", "args"),
     [
-        (lambda x, y: x @ y, (X, torch.randn(2, 4, 5))),
+        (lambda x, y: x @ y, (X, draw(2, 4, 5))),
         (lambda x, w: x * w, (X, B[:4])),
         (lambda x, w, b: torch.addmm(b, x, w, alpha=2.0), (ROWS, V, B)),
-        (lambda x, w, b: torch.addmm(b, x, w), (ROWS, V, torch.randn(3, 5))),
+        (lambda x, w, b: torch.addmm(b, x, w), (ROWS, V, draw(3, 5))),
         (lambda x, w: torch.einsum("btd,bd->bt", x, w), (X, W[:2])),
         (lambda x, w: torch.einsum("tbd,od->bto", x, w), (X, W)),
     ],

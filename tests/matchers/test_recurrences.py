@@ -211,19 +211,19 @@ def kind_to_remat(module, x):
 
 
 @pytest.mark.parametrize(
-    ("module", "kind"),
+    ("make", "kind"),
     [
-        (Loop(shared=True), "rblock"),
-        (Loop(shared=False), "eblock"),
-        (Block(delta_rule_by_token), "mblock"),
-        (Block(lightning_attention), "mblock"),
-        (Block(selective_scan), "mblock"),
-        (Block(weighted_residuals), "eblock"),
+        (lambda: Loop(shared=True), "rblock"),
+        (lambda: Loop(shared=False), "eblock"),
+        (lambda: Block(delta_rule_by_token), "mblock"),
+        (lambda: Block(lightning_attention), "mblock"),
+        (lambda: Block(selective_scan), "mblock"),
+        (lambda: Block(weighted_residuals), "eblock"),
     ],
     ids=["loop", "layers", "delta_rule", "lightning", "selective_scan", "residuals"],
 )
-def test_kind_to_remat(module, kind):
-    assert kind_to_remat(module, torch.randn(2, TOKENS, DIM)) == kind
+def test_kind_to_remat(make, kind):
+    assert kind_to_remat(make(), torch.randn(2, TOKENS, DIM)) == kind
 
 
 def test_the_report_names_it():

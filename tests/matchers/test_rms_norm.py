@@ -8,9 +8,11 @@ import torch.nn.functional as F
 
 from megacpp_compile.matchers.rms_norm import NoNorm, RmsNorm, match_rms_norm
 from tests.matchers.graphs import trace
+from tests.seeds import Draws
 
 DIM, EPS = 8, 0.05
-X, W, OTHER = torch.randn(2, 3, DIM), torch.randn(DIM), torch.randn(2, 3, DIM)
+draw = Draws(__name__)
+X, W, OTHER = draw(2, 3, DIM), draw(DIM), draw(2, 3, DIM)
 
 
 def mean(x):

@@ -17,9 +17,11 @@ from megacpp_compile.matchers.rope.lane_interpreter import LaneInterpreter
 from megacpp_compile.matchers.rope.lane_rules import RULES, arithmetic, assembly, complex_numbers, views
 from megacpp_compile.matchers.rope.lanes import Lanes, Opaque
 from tests.matchers.graphs import aten, trace
+from tests.seeds import Draws
 
 BATCH, TIME, DIM = 2, 3, 8
-X, TABLE = torch.randn(BATCH, TIME, DIM, dtype=torch.float64), torch.randn(TIME, DIM, dtype=torch.float64)
+draw = Draws(__name__)
+X, TABLE = draw(BATCH, TIME, DIM, dtype=torch.float64), draw(TIME, DIM, dtype=torch.float64)
 
 
 def interpreted(f, x=X, table=TABLE):

@@ -10,9 +10,11 @@ from megacpp_compile.matchers.rope.frozen_tables import frozen_tables
 from megacpp_compile.matchers.rope.heads import find_heads, from_projection
 from tests.corpus.spellings import ROPES, rotate_half, tables
 from tests.matchers.graphs import trace
+from tests.seeds import Draws
 
 BATCH, HEADS, TIME, DIM, NOPE = 2, 3, 5, 8, 4
-X, W = torch.randn(BATCH, HEADS, TIME, DIM), torch.randn(DIM, DIM)
+draw = Draws(__name__)
+X, W = draw(BATCH, HEADS, TIME, DIM), draw(DIM, DIM)
 
 
 def heads_of(f, *args, weights=(1,)):

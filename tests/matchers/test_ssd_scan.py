@@ -12,11 +12,13 @@ from megacpp_compile.matchers.ssd.resize_rules import RULES, contractions, eleme
 from megacpp_compile.matchers.ssd.scan import NoScan, Scan, find_scans
 from tests.corpus.scans import CHUNK, FORMS
 from tests.matchers.graphs import aten, trace
+from tests.seeds import Draws
 
 B, T, H, P, G, N = 2, 8, 4, 3, 2, 5
+draw = Draws(__name__)
 OPERANDS = {
-    "x": torch.randn(B, T, H, P), "dt": torch.rand(B, T, H), "A": -torch.rand(H), "B": torch.randn(B, T, G, N),
-    "C": torch.randn(B, T, G, N), "D": torch.randn(H), "initial_state": torch.randn(B, H, P, N),
+    "x": draw(B, T, H, P), "dt": draw(B, T, H).sigmoid(), "A": -draw(H).exp(), "B": draw(B, T, G, N),
+    "C": draw(B, T, G, N), "D": draw(H), "initial_state": draw(B, H, P, N),
 }  # fmt: skip
 
 

@@ -9,11 +9,12 @@ from torch.nn.functional import linear
 
 from megacpp_compile import PrecisionPlan, replace_linears
 from megacpp_compile.precision.norms import RMSNorm, as_rms_norm, readers
+from tests.seeds import Draws
 
 from .models import DIM, Norm, ids, model
 
 PLAN = PrecisionPlan({"*": "fp8_current"}, gate=False)
-X = torch.randn(2, 16, 32)
+X = Draws(__name__)(2, 16, 32)
 
 
 class Gemma(Norm):
@@ -35,25 +36,26 @@ class EpsOutside(Norm):
 
 
 @pytest.mark.parametrize(
-    ("module", "meaning"),
+    ("make", "meaning"),
     [
-        (Norm(32, 1e-6), RMSNorm(1e-6, False)),
-        (Norm(48, 1e-3), RMSNorm(1e-3, False)),
-        (Gemma(32), RMSNorm(1e-6, True)),
-        (nn.RMSNorm(32, eps=1e-5), RMSNorm(1e-5, False)),
-        (nn.RMSNorm(32, eps=1e-5, device="meta"), RMSNorm(1e-5, False)),
-        (nn.RMSNorm(32), None),  # its eps depends on the dtype of its input
-        (nn.RMSNorm(32, eps=1e-5, elementwise_affine=False), None),
-        (nn.LayerNorm(32), None),
-        (nn.LayerNorm(32, bias=False), None),
-        (Centred(32), None),
-        (EpsOutside(32), None),
-        (nn.Linear(32, 32), None),
+        (lambda: Norm(32, 1e-6), RMSNorm(1e-6, False)),
+        (lambda: Norm(48, 1e-3), RMSNorm(1e-3, False)),
+        (lambda: Gemma(32), RMSNorm(1e-6, True)),
+        (lambda: nn.RMSNorm(32, eps=1e-5), RMSNorm(1e-5, False)),
+        (lambda: nn.RMSNorm(32, eps=1e-5, device="meta"), RMSNorm(1e-5, False)),
+        (lambda: nn.RMSNorm(32), None),  # its eps depends on the dtype of its input
+        (lambda: nn.RMSNorm(32, eps=1e-5, elementwise_affine=False), None),
+        (lambda: nn.LayerNorm(32), None),
+        (lambda: nn.LayerNorm(32, bias=False), None),
+        (lambda: Centred(32), None),
+        (lambda: EpsOutside(32), None),
+        (lambda: nn.Linear(32, 32), None),
     ],
-    ids=lambda value: type(value).__name__,
+    ids=["norm", "another eps", "gain of 1 + weight", "torch's", "torch's on meta", "eps by dtype", "no gain",
+         "LayerNorm", "LayerNorm without bias", "centred", "eps outside", "linear"],  # fmt: skip
 )
-def test_a_norm_is_told_by_what_it_computes(module, meaning):
-    assert as_rms_norm(module) == meaning
+def test_a_norm_is_told_by_what_it_computes(make, meaning):
+    assert as_rms_norm(make()) == meaning
 
 
 class Small(nn.Module):

@@ -25,19 +25,19 @@ def returned(function, *args):
 
 
 @pytest.mark.parametrize(
-    "module, activation, layout",
+    "make, activation, layout",
     [
-        (experts.Expert(), "silu", "pair"),
-        (experts.Expert(lambda h: h * h.sigmoid()), "silu", "pair"),
-        (experts.Expert(F.gelu), "gelu", "pair"),
-        (experts.Ungated(), "relu2", "single"),
-        (experts.Fused(), "silu", "gate_up"),
-        (experts.Fused(up_first=True), "silu", "up_gate"),
+        (lambda: experts.Expert(), "silu", "pair"),
+        (lambda: experts.Expert(lambda h: h * h.sigmoid()), "silu", "pair"),
+        (lambda: experts.Expert(F.gelu), "gelu", "pair"),
+        (lambda: experts.Ungated(), "relu2", "single"),
+        (lambda: experts.Fused(), "silu", "gate_up"),
+        (lambda: experts.Fused(up_first=True), "silu", "up_gate"),
     ],
     ids=["pair", "silu by hand", "gelu", "ungated", "fused", "up first"],
 )
-def test_an_expert(module, activation, layout):
-    node = result(view_of(module, torch.randn(5, DIM)))
+def test_an_expert(make, activation, layout):
+    node = result(view_of(make(), torch.randn(5, DIM)))
     expert = match_expert(node, match_linear_gemm)
     assert isinstance(expert, Expert), expert
     assert (expert.activation, expert.layout, expert.node) == (activation, layout, node)
@@ -46,17 +46,17 @@ def test_an_expert(module, activation, layout):
 
 
 @pytest.mark.parametrize(
-    "module, tag",
+    "make, tag",
     [
-        (experts.Expert(bias=True), "bias"),
-        (experts.Expert(F.softplus), "activation"),
-        (experts.Expert(lambda h: F.silu(h.clamp(max=7.0))), "clamp"),
-        (experts.Expert(lambda h: F.silu(h + 1)), "projections"),
+        (lambda: experts.Expert(bias=True), "bias"),
+        (lambda: experts.Expert(F.softplus), "activation"),
+        (lambda: experts.Expert(lambda h: F.silu(h.clamp(max=7.0))), "clamp"),
+        (lambda: experts.Expert(lambda h: F.silu(h + 1)), "projections"),
     ],
     ids=["bias", "activation", "clamp", "projections"],
 )
-def test_no_expert(module, tag):
-    failure = match_expert(result(view_of(module, torch.randn(5, DIM))), match_linear_gemm)
+def test_no_expert(make, tag):
+    failure = match_expert(result(view_of(make(), torch.randn(5, DIM))), match_linear_gemm)
     assert isinstance(failure, MatchFailure) and failure.tag == tag
 
 

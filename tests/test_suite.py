@@ -1,0 +1,81 @@
+"""What the suite can be relied on for: the same inputs in any order, and failures that are counted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import conftest, seeds
+from tests.repeat import failed_in, table
+
+DRAWS = """
+import pytest, torch
+
+@pytest.fixture(scope="module")
+def shared():
+    return torch.randn(3).tolist()
+
+@pytest.mark.parametrize("which", [1, 2, 3])
+def test_draws(which, request):
+    alone = torch.randn(2).tolist()
+    print("DRAWN", which, alone, request.getfixturevalue("shared"), torch.randn(2).tolist())
+"""
+
+
+def suite(folder: Path, source: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """What pytest says of a test file under the suite's own conftest, in this process."""
+    (folder / f"test_{folder.name}.py").write_text(source)
+    options = ["-q", "-s", "-n0", "-pno:cacheprovider", "--rootdir", str(folder), str(folder)]
+    capsys.readouterr()
+    pytest.main(options, plugins=[conftest])
+    return capsys.readouterr().out
+
+
+def drawn(output: str) -> list[str]:
+    return [line[line.index("DRAWN") :] for line in output.splitlines() if "DRAWN" in line]
+
+
+def test_inputs_do_not_depend_on_the_order(tmp_path, capsys, monkeypatch):
+    """Neither a test's own nor those of a fixture that several share, whichever of them makes it."""
+    plain = drawn(suite(tmp_path, DRAWS, capsys))
+    assert len(plain) == 3
+    orders = set()
+    for order in "1234":
+        monkeypatch.setenv("TEST_ORDER", order)
+        found = drawn(suite(tmp_path, DRAWS, capsys))
+        orders.add(tuple(found))
+        assert sorted(found) == sorted(plain)
+    assert len(orders) > 1
+
+
+def test_another_seed_moves_written_ones_too(monkeypatch):
+    monkeypatch.setattr(seeds, "MOVED_BY", 5)
+    for place in (torch, torch.random):
+        monkeypatch.setattr(place, "manual_seed", torch.manual_seed)
+    monkeypatch.setattr(torch, "Generator", torch.Generator)
+
+    def draws():
+        torch.manual_seed(3)
+        return [torch.randn(2).tolist(), torch.randn(2, generator=torch.Generator().manual_seed(3)).tolist()]
+
+    before = draws()
+    seeds.move_written_seeds()
+    assert all(a != b for a, b in zip(before, draws(), strict=True))
+    assert isinstance(torch.default_generator, torch.Generator)
+
+
+@pytest.mark.parametrize("drawing", ["torch.randn(3)", "torch.nn.Linear(2, 2)"])
+def test_a_module_that_draws_while_imported_is_an_error(tmp_path, capsys, drawing):
+    output = suite(tmp_path, f"import torch\nX = {drawing}\ndef test_nothing(): assert True", capsys)
+    assert "draws random numbers while it is imported" in output and "1 error" in output
+
+
+def test_failures_are_counted_by_test():
+    output = "FAILED tests/a.py::test_x[a b] - AssertionError: 1 - 2\n12 passed\nERROR tests/b.py\n"
+    assert failed_in(output) == ["tests/a.py::test_x[a b]", "tests/b.py"]
+    lines = table(Counter({"tests/b.py": 1, "tests/a.py": 12}), 20).splitlines()
+    assert lines == ["20 runs, failures by test:", "  12  tests/a.py", "   1  tests/b.py"]
+    assert table(Counter(), 20) == "20 runs, none failed"
