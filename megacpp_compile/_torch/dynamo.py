@@ -95,7 +95,7 @@ def unwrapped(error: Exception, raised_in: FrameType) -> Exception:
 
 
 @functools.cache
-def _shortened(cls: Any, shorten: Any) -> type[Exception]:
+def _shortened(cls: type[Exception], shorten: type[Exception]) -> type[Exception]:
     # Dynamo adds to the arguments and attributes of what it lets pass: the error that was meant says what it said.
     told = {
         "__str__": lambda self: str(self.meant),

@@ -236,6 +236,11 @@ def given_options(options: Any) -> dict[str, Any]:
     return dict(options or {})
 
 
+def torch_logs() -> bool:
+    """Whether torch's own logs were asked for, by TORCH_LOGS."""
+    return bool(os.environ.get("TORCH_LOGS"))
+
+
 def _is_setting_of_inductor(key: Any) -> bool:
     from megacpp_compile._torch.inductor import config
 

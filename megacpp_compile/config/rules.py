@@ -51,8 +51,15 @@ def check_frame(gm: GraphModule, config: Config) -> None:
         if call is None or call.module is None:
             log.logger.warning("in a frame between graph breaks: %s", error)
             return
-        check_model(call.module, config)
+        known, weights = _in_pieces(name for name, _ in named_modules(call.module)), modules_with_weights(call.module)
+        _check_hits(config, known, _in_pieces(weights))
         say_unnamed(gm, config, call.module)
+
+
+def _in_pieces(names: Iterable[str]) -> list[str]:
+    """The names by which a piece of a model may know its modules: whole, or from some module on."""
+    parts = [name.split(".") for name in names if name]
+    return list(dict.fromkeys(".".join(name[i:]) for name in parts for i in range(len(name))))
 
 
 def say_unnamed(gm: GraphModule, config: Config, model: nn.Module) -> None:

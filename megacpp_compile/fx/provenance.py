@@ -7,8 +7,7 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from megacpp_compile._torch import calls
-from megacpp_compile._torch.dynamo import graph_break_reasons
+from megacpp_compile._torch import calls, dynamo
 from megacpp_compile.fx.module_names import canonical
 
 _OWN = ("/torch/nn/", "/torch/utils/", "/torch/_")
@@ -108,7 +107,7 @@ def breaks_around(gm: GraphModule) -> list[str]:
     call, own = calls.current(), getattr(gm, "compile_subgraph_reason", None)
     through = call.through if call is not None else frozenset()
     found = [own] if getattr(own, "graph_break", False) else []
-    for reason in graph_break_reasons:
+    for reason in dynamo.graph_break_reasons:
         if any((at.filename, at.name) in through for at in reason.user_stack):
             found.append(reason)
     return list(dict.fromkeys(map(_spoken, found)))

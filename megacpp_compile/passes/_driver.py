@@ -120,6 +120,7 @@ def _run(p: Pass, captured: Captured, config: Config, review: Review | None, out
     graph = captured.gm.graph
     made: list[tuple[Site, Node, Node]] = []  # (site, its op's node, Match.node)
     overlaps: dict[Node, MatchFailure] = {}
+    place = {node: i for i, node in enumerate(graph.nodes)}  # sites are reported in the order of the plain graph
     most = 0  # sites there can be: a pass that finds ever more of them has an end, too
     while True:
         view = GraphView(graph, captured.fake_mode, captured.weights, config, captured.trained)
@@ -136,7 +137,7 @@ def _run(p: Pass, captured: Captured, config: Config, review: Review | None, out
     failures = [failure for failure in failures if failure.tag != OVERLAP]
     failures += [overlap for node, overlap in overlaps.items() if not node._erased]  # else it is part of a site now
     out.misses += [_miss(p, failure) for failure in failures]
-    for site, op_node, node in sorted(made, key=lambda one: one[1]):
+    for site, op_node, node in sorted(made, key=lambda one: place.get(one[2], len(place))):
         out.sites.append(site)
         out.op_nodes.append(op_node)
         out.replaced[node] = site

@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 from torch.fx import GraphModule
+from torch.utils.hooks import RemovableHandle
 
 from megacpp_compile._torch import dynamo
 from megacpp_compile._torch.modules import compiled_call, set_compiled_call
@@ -151,17 +152,20 @@ def uncompile(model: nn.Module) -> None:
     """Undo `compile`: the modules of `model` run in eager again."""
     for module in model.modules():
         set_compiled_call(module, None)
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for key in [k for k, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), Requirement)]:
-                del hooks[key]
+        for hook in _counting.pop(module, ()):
+            hook.remove()
 
 
 def _count_calls(model: nn.Module, config: Config) -> Requirement:
     """Count in calls of `model`, which is not compiled itself."""
     required = Requirement(config.require)
-    model.register_forward_pre_hook(required.began)
-    model.register_forward_hook(required.ended)
+    hooks = model.register_forward_pre_hook(required.began), model.register_forward_hook(required.ended)
+    _counting[model] = [*_counting.get(model, ()), *hooks]
     return required
+
+
+# Model -> the hooks by which calls of it are counted.
+_counting: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]] = weakref.WeakKeyDictionary()
 
 
 def _why_whole(model: nn.Module, kinds: Sequence[Kind], whole_below: int) -> str | None:

@@ -75,14 +75,17 @@ def test_a_theme_has_what_the_table_has():
 
 def test_frames_say_why():
     """Capture, the passes, and the handoff lack something; and what nobody asked for is not missed."""
-    needed = ("functorch.aot_export_module", "dispatch.enable_python_dispatcher", "inductor.select_decomp_table")
+    needed, counting = ("functorch.aot_export_module", "inductor.select_decomp_table"), "dispatch.enable_python_dispatcher"
     unasked = ("dynamo.lookup_backend", "functorch.min_cut_rematerialization_partition", "logging.trace_structured")
-    found = without("none", *needed, *unasked)
+    found = without("none", *needed, counting, *unasked)
     for key in ("none", *unasked):
         assert (found[key]["fused"], found[key]["reasons"]) == (1, [""])
     for key in needed:
         assert found[key].get("fused") == 0, found[key]
         assert SYMBOLS[key].path in found[key]["reasons"][0]
+    # What only a report needs costs no frame.
+    assert found[counting]["fused"] == 1 and SYMBOLS[counting].path in found[counting]["uncounted"][0]
+    assert found["none"]["uncounted"] == [""]
 
 
 @pytest.mark.slow

@@ -66,7 +66,10 @@ def outcome(hidden: set[str]) -> dict[str, object]:
         got = torch.autograd.grad(torch.compile(model, backend=megacpp)(x).sum(), list(model.parameters()))
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b)
-    return {"fused": len(report.sites), "reasons": [f.reason for f in report.frames], "asked": sorted(asked)}
+    return {
+        "fused": len(report.sites), "reasons": [f.reason for f in report.frames], "asked": sorted(asked),
+        "uncounted": [s.saved_reason for s in report.sites],
+    }  # fmt: skip
 
 
 def forked(hidden: set[str]) -> dict[str, object]:

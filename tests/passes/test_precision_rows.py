@@ -240,5 +240,5 @@ def test_in_the_report_and_its_json():
     report = explain(Model(), *x(), options={"precision": PLAN})
     assert Report.from_json(report.to_json()) == report
     text = str(report)
-    assert "asked" in text and "self_attn.q_proj" in text and "cpu has no float8 GEMMs" in text
+    assert "requested" in text and "self_attn.q_proj" in text and "cpu has no float8 GEMMs" in text
     assert not explain(Model(), *x()).frames[0].precision
