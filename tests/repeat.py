@@ -1,15 +1,18 @@
-"""The suite several times over, each time in another order: `python -m tests.repeat 20`, or `make test-repeat N=20`.
+"""The suite several times over, each time in another order; at the end, how often each test failed.
 
-Prints how often each test failed. Arguments after the number go to pytest: `python -m tests.repeat 5 tests/lowerings`.
+    make test-repeat N=20                      # a run takes some ten minutes
+    python -m tests.repeat 5 tests/lowerings   # some minutes; what follows the number goes to pytest
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 
 
 def failed_in(output: str) -> list[str]:
@@ -27,8 +30,14 @@ def table(failures: Counter[str], runs: int) -> str:
     )
 
 
-def main(arguments: list[str]) -> int:
-    runs, rest, failures = int(arguments[0]), arguments[1:], Counter[str]()
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.repeat", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("runs", type=int, nargs="?", default=1, help="how often (default 1); WORKERS=2 processes each")
+    parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="arguments of pytest (default: all tests)")
+    given = parser.parse_args(argv)
+    runs, rest, failures = given.runs, given.rest, Counter[str]()
     for order in range(1, runs + 1):
         began = time.monotonic()
         command = [sys.executable, "-m", "pytest", "-q", "-n", os.environ.get("WORKERS", "2"), "--dist", "loadgroup", *rest]
@@ -41,4 +50,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:] or ["1"]))
+    sys.exit(main())

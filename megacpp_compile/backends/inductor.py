@@ -41,8 +41,8 @@ def compile_lowered(gm: GraphModule, example_inputs: Sequence[Any], settings: Se
 
     Inductor by itself lowers a backward when that first runs, and what fails there has nothing to fall back to. So a
     rewritten frame's is lowered with the forward: no time is lost where it runs at all, and one that never does costs
-    its compilation. It leaves saved tensors as they are where Inductor would write into some that are dead: on an H100
-    a step of six layers has the same peak, 4.6 GiB.
+    its compilation. It leaves saved tensors as they are where Inductor would write into some that are dead, which costs
+    up to 2 % of a step's peak without a policy (docs/limits.md).
     """
     user = settings.patches.get("post_grad_custom_pre_pass", inductor_config.post_grad_custom_pre_pass)
     lower = LowerSemanticOps(settings.target, settings.config, user)

@@ -85,6 +85,8 @@ RUNS = {
     "make help": ["make help"],
     # What these would run is printed, and every file and module in it is there.
     **{f"make -n {what}": [f"make {what}"] for what in ("test", "demo", "accept", "pages", "docs", "build", "lint", "test-xla")},
+    "make -n test-repeat N=20": ["make test-repeat N=20"],
+    "python -m tests.repeat 1 --co -n 0 tests/test_targets.py": ["python -m tests.repeat 5 tests/lowerings"],
     "make -n test TORCH=torch==2.11.0": ['make test TORCH="..."'],
     "make -n test-xla XLA_TESTS=tests/passes": ["make test-xla XLA_TESTS=tests/passes"],
 }  # fmt: skip
@@ -167,7 +169,7 @@ NEEDS = {
         "PJRT_DEVICE=CPU python -m benchmarks.xla_zoo ZOO --json out.json",
     ],
     r"minute": [
-        "make test", "make demo", "TEST_EVERY_SPELLING=1 .venv/bin/python -m pytest -n 2 tests/passes/test_spellings.py",
+        "make test", "make demo", "make test-repeat N=20", "python -m tests.repeat 5 tests/lowerings", "TEST_EVERY_SPELLING=1 .venv/bin/python -m pytest -n 2 tests/passes/test_spellings.py",
         "python -m benchmarks.compile_time --layers 24 --repeat 3", "python -m benchmarks.rounding_loss",
         "python -m tests.lowerings.fuzz", "python examples/explain_hf.py", "python examples/train_mla.py",
         "python examples/train_hybrid.py", "python examples/train_fp8.py --size tiny --steps 20 --blocks",
