@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 
 from megacpp_compile._torch import dynamo
 from megacpp_compile.config.options import Config
-from megacpp_compile.errors import BadOptionError, MegacppError, TorchTooOldError
+from megacpp_compile.errors import BadOptionError, TorchTooOldError, wrapped_in
 from megacpp_compile.frontend import unbacked_shapes
 from megacpp_compile.passes._driver import pass_names
 from megacpp_compile.pipeline import WHOLE, Block, compile_frame
@@ -34,10 +34,7 @@ def raises_own_errors(backend: Called) -> Called:
         try:
             return backend(*args, **kwargs)
         except Exception as error:
-            own: BaseException | None = error
-            while own is not None and not isinstance(own, MegacppError):
-                own = getattr(own, "inner_exception", None)  # Inductor wraps what is raised inside of it
-            frame = inspect.currentframe()
+            own, frame = wrapped_in(error), inspect.currentframe()
             if own is None or frame is None:
                 raise
             raise dynamo.unwrapped(own, frame) from error

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from torch.fx import GraphModule
@@ -20,6 +19,7 @@ from megacpp_compile.errors import GraphBreakError
 from megacpp_compile.fx.provenance import in_torch
 from megacpp_compile.report import collector, log
 from megacpp_compile.report.records import Frame
+from megacpp_compile.report.user_code import place_of
 
 _MARK = "_megacpp_reported"
 # Dynamo's names for what it stopped at, in the user's words.
@@ -40,11 +40,10 @@ class GraphBreak:
 def graph_break(reason: str, stack: Sequence[Any]) -> GraphBreak:
     """What Dynamo says in `reason` about the innermost line of `stack` outside torch."""
     at = next((f for f in reversed(stack) if not in_torch(f.filename)), stack[-1] if stack else None)
-    place = f"{Path(at.filename).name}:{at.lineno}, in {at.name}: `{at.line}`" if at is not None else "an unknown line"
     title, *rest = (line.strip() for line in reason.strip().splitlines() or ["no reason known"])
     told = next((line for line in rest if line.startswith("Explanation:")), title).removeprefix("Explanation:").strip()
     known = next((words for name, words in _WORDS.items() if title.startswith(name)), None)
-    return GraphBreak(place, known or re.split(r"\.(?:\s|$)", told, maxsplit=1)[0][:200])
+    return GraphBreak(place_of(at) or "an unknown line", known or re.split(r"\.(?:\s|$)", told, maxsplit=1)[0][:200])
 
 
 def end_of(gm: GraphModule) -> GraphBreak | None:

@@ -15,7 +15,6 @@ import functools
 import inspect
 import linecache
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -33,6 +32,7 @@ from megacpp_compile._torch.dynamo import config as dynamo_config
 from megacpp_compile.frontend import graph_breaks
 from megacpp_compile.report import collector
 from megacpp_compile.report.records import Frame, MissedFusion
+from megacpp_compile.report.user_code import place_of
 
 Backend = TypeVar("Backend")
 SETTING = "capture_dynamic_output_shape_ops"
@@ -169,7 +169,7 @@ def _report(why: str, stack: Sequence[Any], names: Mapping[str, Any]) -> None:
     at = stack[-1]
     if not (found := advice(why, at)):
         return
-    source = f"{Path(at.filename).name}:{at.lineno}, in {at.name}: `{at.line}`"
+    source = place_of(at)
     reason = why.strip().split("\n")[0][:200]
     frame = Frame(captured=False, reason=reason, name=source)
     tag, text = ("bias", _BIASES) if _biased_experts(names) else ("graph-break", found)

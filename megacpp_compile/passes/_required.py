@@ -8,6 +8,7 @@ ends. Calls count until one has met the requirement, and again once something is
 
 from __future__ import annotations
 
+import operator
 import sys
 import threading
 import weakref
@@ -47,7 +48,7 @@ class Requirement:
         if self.met:
             return
         for name, wanted in self.require.items():
-            self._check(name, wanted, fired, lambda count, wanted: count != wanted)
+            self._check(name, wanted, fired, operator.ne)
         self.met, self.misses, self.breaks = True, [], []
 
     def enter(self) -> Callable[[], None]:
@@ -74,7 +75,7 @@ class Requirement:
             return
         for name, wanted in self.require.items():
             fired[frame, name] += passes.get(name, 0)
-            self._check(name, wanted, fired, lambda count, wanted: count > wanted)
+            self._check(name, wanted, fired, operator.gt)
 
     def _check(
         self, name: str, wanted: int, fired: Mapping[tuple[str, str], int], wrong: Callable[[int, int], bool]
@@ -91,7 +92,7 @@ class FrameCount:
     def __init__(self, gm: GraphModule, config: Config, of_model: Requirement | None = None) -> None:
         """of_model: where not torch's call but a call of the model that the frame belongs to is what counts."""
         self.gm, self.require = gm, config.require
-        self.alone = of_model is None and is_whole(gm)
+        self.alone = of_model is None and (not config.require or is_whole(gm))
         self.model = of_model or (_of_call(config) if config.require else None)
 
     def saw(self, misses: Sequence[MissedFusion]) -> None:

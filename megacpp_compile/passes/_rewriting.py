@@ -9,7 +9,7 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import Builder, move_behind, place, unread_without
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
-from megacpp_compile.passes._rule import Match
+from megacpp_compile.passes._rule import REGION, Match
 
 OVERLAP = "overlap"
 
@@ -44,7 +44,7 @@ class Rewriter:
         view, states = self.view, self.view.mode_states
         where = place(match.inputs, match.outputs, match.node, states)
         if where is None:
-            return MatchFailure(match.node, "region", "its inputs are ready only under another grad or autocast mode")
+            return MatchFailure(match.node, *REGION)
         anchor, moved = where
         build = Builder(view.graph, view.fake_mode, anchor, match.node, states)
         op_node, new = match.rewrite(build)

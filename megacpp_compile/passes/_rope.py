@@ -146,6 +146,3 @@ def whole_head(build: Builder, rotation: Rotation) -> Node:
     if first.source == second.source and first.start + first.width == second.start:
         return arrange(build, first.source, first.start, first.width + second.width)
     return build(aten.cat.default, [part(build, first), part(build, second)], -1)
-
-
-REGION = ("region", "its inputs are ready only under another grad or autocast mode")

@@ -12,6 +12,9 @@ from megacpp_compile.fx.edit import Builder
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 
+# (tag, reason) of a match whose op has no place in the graph.
+REGION = ("region", "its inputs are ready only under another grad or autocast mode")
+
 
 @dataclasses.dataclass
 class Match:

@@ -22,7 +22,7 @@ from megacpp_compile.fx.edit import Builder, place, value
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.causal_conv import CausalConv, NoCausalConv, is_swap, match_causal_conv
 from megacpp_compile.matchers.graph_view import GraphView
-from megacpp_compile.passes._rule import Match
+from megacpp_compile.passes._rule import REGION, Match
 
 aten = torch.ops.aten
 name = "causal_conv1d"
@@ -48,7 +48,7 @@ def _check(view: GraphView, conv: CausalConv) -> Match | MatchFailure:
     if conv.end_time == 2:  # its readers may put time back in front themselves
         outputs += [u for u in conv.end.users if is_swap(u) is conv.end and state[u] == state[conv.conv]]
     if place(inputs, outputs, conv.conv, state) is None:
-        return MatchFailure(conv.conv, "region", "its inputs are ready only under another grad or autocast mode")
+        return MatchFailure(conv.conv, *REGION)
     return Match(conv.end, inputs, outputs, lambda build: _rewrite(build, conv, len(outputs)))
 
 

@@ -23,7 +23,7 @@ from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.gated_rms_norm import GatedNorm, gate_nearby, match_gated_norm, same_source
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.rms_norm import NoNorm, RmsNorm, match_rms_norm
-from megacpp_compile.passes._rule import Match
+from megacpp_compile.passes._rule import REGION, Match
 
 aten = torch.ops.aten
 name = "gated_rms_norm"
@@ -74,7 +74,7 @@ def _check(view: GraphView, norm: RmsNorm) -> Match | MatchFailure | None:
         return MatchFailure(gated.node, "shape", "operands, gains and result can't be seen as rows of one width")
     inputs = list(dict.fromkeys([gated.y, gated.z, *(g for g, _ in gated.gains)]))
     if place(inputs, [gated.node], gated.node, state) is None:
-        return MatchFailure(gated.node, "region", "its inputs are ready only under another grad or autocast mode")
+        return MatchFailure(gated.node, *REGION)
     return Match(gated.node, inputs, [gated.node], lambda build: _rewrite(build, gated, width))
 
 

@@ -19,10 +19,10 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import Builder, place, value
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
-from megacpp_compile.matchers.rope.heads import Head
+from megacpp_compile.matchers.rope.heads import Head, broadcast_beside
 from megacpp_compile.matchers.views import is_outer_view, lane_slice
 from megacpp_compile.passes import _rope
-from megacpp_compile.passes._rule import Match
+from megacpp_compile.passes._rule import REGION, Match
 from megacpp_compile.passes.mla_rope_q import is_mla_key
 
 aten = torch.ops.aten
@@ -49,18 +49,14 @@ def _check(view: GraphView, head: Head) -> Match | MatchFailure:
     if place(inputs, outputs, head.root, view.mode_states) is None:
         values, outputs = [], [head.root]  # V's readers can't move: make the keys alone
         if place(inputs, outputs, head.root, view.mode_states) is None:
-            return MatchFailure(head.root, *_rope.REGION)
+            return MatchFailure(head.root, *REGION)
     return Match(head.root, inputs, outputs, lambda build: _rewrite(build, head, values))
 
 
 def _turned_apart(head: Head) -> bool:
     """Whether a table differs along a dimension that the rope key is broadcast over."""
-    outer = [s for s, k in zip(head.lanes.sizes, head.lanes.kinds, strict=True) if k == "o"]
-    return any(
-        row < 0 <= entry and not (isinstance(size, int) and size == 1)
-        for table in (head.rotation.cos, head.rotation.sin)
-        for size, row, entry in zip(outer, head.rotation.rope.source.dims, table.source.dims, strict=True)
-    )
+    row, tables = head.rotation.rope.source, (head.rotation.cos, head.rotation.sin)
+    return any(broadcast_beside(head.lanes, table.source, row) for table in tables)
 
 
 def _values(head: Head) -> list[tuple[Node, list[int]]]:

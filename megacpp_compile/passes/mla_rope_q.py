@@ -22,7 +22,7 @@ from megacpp_compile.matchers.attention import leaves_graph
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.rope.heads import Head, from_projection
 from megacpp_compile.passes import _rope
-from megacpp_compile.passes._rule import Match
+from megacpp_compile.passes._rule import REGION, Match
 
 name = "mla_rope_q"
 op = "megacpp::mla_rope_q"
@@ -91,7 +91,7 @@ def _check(view: GraphView, head: Head) -> Match | MatchFailure | None:
         )
     inputs = _rope.sources(rotation)
     if place(inputs, [head.root], head.root, view.mode_states) is None:
-        return MatchFailure(head.root, *_rope.REGION)
+        return MatchFailure(head.root, *REGION)
 
     def rewrite(build: Builder) -> tuple[Node, list[Node]]:
         nope_dim = rotation.nope.width if rotation.nope else 0

@@ -22,7 +22,7 @@ from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.rope.heads import Head
 from megacpp_compile.matchers.rope.rotation import Table
 from megacpp_compile.passes import _rope
-from megacpp_compile.passes._rule import Match
+from megacpp_compile.passes._rule import REGION, Match
 from megacpp_compile.passes.mla_rope_q import is_mla_key
 
 name = "rope_qk"
@@ -70,7 +70,7 @@ def _check(view: GraphView, q: Head, k: Head) -> Match | MatchFailure:
     inputs = list(dict.fromkeys(_rope.sources(a) + _rope.sources(b)))
     outputs, states = [q.root, k.root], view.mode_states
     if states[q.root] != states[k.root] or place(inputs, outputs, q.root, states) is None:
-        return MatchFailure(max(outputs), *_rope.REGION)
+        return MatchFailure(max(outputs), *REGION)
 
     def rewrite(build: Builder) -> tuple[Node, list[Node]]:
         turned, order = _rope.in_memory_order(q, k)

@@ -25,7 +25,7 @@ from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.ssd.axes import flat, length
 from megacpp_compile.matchers.ssd.chain import joined
 from megacpp_compile.matchers.ssd.scan import Leaf, Scan, find_scans
-from megacpp_compile.passes._rule import Match
+from megacpp_compile.passes._rule import REGION, Match
 
 aten = torch.ops.aten
 name = "ssd_scan"
@@ -54,7 +54,7 @@ def _check(view: GraphView, scan: Scan) -> Match | MatchFailure:
     inputs = list(dict.fromkeys(leaf.node for leaf in operands if leaf is not None))
     outputs = [leaf.node for leaf in (scan.y, *scan.final_states)]
     if place(inputs, outputs, root, view.mode_states) is None:
-        return MatchFailure(root, "region", "its inputs are ready only under another grad or autocast mode")
+        return MatchFailure(root, *REGION)
 
     def rewrite(build: Builder) -> tuple[Node, list[Node]]:
         b, t, h, p, n = (tuple(flat(d)) for d in (scan.b, scan.t, scan.h, scan.p, scan.n))

@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 import megacpp_compile
 from megacpp_compile.frontend import unbacked_shapes
 from tests.frames import largest_error, train
-from tests.passes.experts import DIM, Expert, MoE, where_index_add
+from tests.passes.experts import DIM, Expert, MoE, skipping_idle_experts, where_index_add
 
 pytestmark = pytest.mark.usefixtures("no_kernels")
 
@@ -91,16 +91,6 @@ def test_a_loop_that_depends_on_data_is_a_near_miss_with_advice():
     (miss,) = {(m.tag, m.reason): m for m in report.misses if m.pass_name == "moe"}.values()
     assert miss.tag == "graph-break" and "range(num_experts)" in miss.reason
     assert "hit_experts_only" in miss.source
-
-
-def skipping_idle_experts(m, x, indices, gates):
-    y = torch.zeros_like(x)
-    for e in range(m.num_experts):
-        mask = indices == e
-        if mask.any():
-            token, choice = torch.where(mask)
-            y.index_add_(0, token, m.experts[e](x[token]) * gates[token, choice, None])
-    return y
 
 
 def skipping_empty_groups(m, x, indices, gates):

@@ -221,18 +221,8 @@ def test_rows_that_a_mask_picks_are_at_most_all():
     assert estimate(model, x, torch.rand(6) > 0.5, compiled=False).eager == pytest.approx(everything, rel=CLOSE)
 
 
-def branched(m, x, indices, gates):
-    y = torch.zeros_like(x)
-    for e in range(m.num_experts):
-        mask = indices == e
-        if mask.any():
-            token, choice = torch.where(mask)
-            y.index_add_(0, token, m.experts[e](x[token]) * gates[token, choice, None])
-    return y
-
-
 def test_a_loop_over_experts_that_does_not_fuse_is_told_what_explain_says():
-    model, x = routed(branched)
+    model, x = routed(experts.skipping_idle_experts)
     advice = megacpp_compile.explain(model, x).misses[0].reason
     for ask in (estimate, pareto.points, functools.partial(megacpp_compile.fit, limit_gib=1.0)):
         with pytest.raises(EstimateError, match="if mask.any") as raised:

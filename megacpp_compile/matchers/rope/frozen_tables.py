@@ -14,6 +14,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
 from megacpp_compile.matchers.rope.activations import activations
+from megacpp_compile.matchers.rope.lanes import is_one
 
 aten = torch.ops.aten
 _MEETS = {aten.mul.Tensor, aten.addcmul.default}
@@ -43,7 +44,7 @@ def frozen_tables(graph: fx.Graph, weights: frozenset[Node], trained: frozenset[
 def _used_as_table(parameter: Node, acts: set[Node]) -> bool | None:
     """None where something computed from `parameter` alone is read in another way than a table is; else whether all of
     it meets activations."""
-    wide = sum(not (isinstance(n, int) and n == 1) for n in value(parameter).shape) > 1
+    wide = sum(not is_one(n) for n in value(parameter).shape) > 1
     reached, pending, met, turned, returned = {parameter}, [parameter], False, False, False
     while pending:
         for user in pending.pop().users:

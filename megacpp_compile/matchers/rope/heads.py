@@ -206,7 +206,7 @@ def _kind(lanes: Lanes, rotation: Rotation) -> str:
         return "full"
     if nope.source == rope.source:
         return "partial"
-    return "shared" if _broadcast_beside(lanes, nope.source, rope.source) else "separate"
+    return "shared" if broadcast_beside(lanes, nope.source, rope.source) else "separate"
 
 
 def _shares_a_row(it: LaneInterpreter, lanes: Lanes) -> bool:
@@ -215,10 +215,10 @@ def _shares_a_row(it: LaneInterpreter, lanes: Lanes) -> bool:
     for t in lanes.terms:
         own |= {int(i) for i in np.unique(t.src[(t.coef != 0) & (t.tab == NONE)]) if i >= 0}
         rows |= {int(i) for i in np.unique(t.src[(t.coef != 0) & (t.tab != NONE)]) if i >= 0}
-    return any(_broadcast_beside(lanes, it.sources[a], it.sources[b]) for a in own for b in rows)
+    return any(broadcast_beside(lanes, it.sources[a], it.sources[b]) for a in own for b in rows)
 
 
-def _broadcast_beside(lanes: Lanes, own: Source, row: Source) -> bool:
+def broadcast_beside(lanes: Lanes, own: Source, row: Source) -> bool:
     """Whether `row` is broadcast over a leading dimension that `own` has."""
     outer = [s for s, k in zip(lanes.sizes, lanes.kinds, strict=True) if k == "o"]
     return any(b < 0 <= a and not is_one(s) for s, a, b in zip(outer, own.dims, row.dims, strict=True))
