@@ -19,6 +19,7 @@ from torch._inductor import compile_fx as module
 from torch._inductor import config as inductor_config
 from torch._inductor.virtualized import V
 
+from megacpp_compile.config.warn_once import warn_once
 from megacpp_compile.lowerings._registry import semantic_ops
 from tests.seeds import move_written_seeds, seed_of
 
@@ -50,6 +51,12 @@ def _quick_compilers():
 def seeded(request):
     """Inputs are the same in every run, whatever ran before in this worker."""
     seed_all(request.node.name)
+
+
+@pytest.fixture(autouse=True)
+def _warned_anew():
+    """What is said once a process is said in each test that is about it, whatever ran before in this worker."""
+    warn_once.cache_clear()
 
 
 def seed_all(name):
