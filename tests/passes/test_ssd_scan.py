@@ -261,19 +261,17 @@ def test_disabled():
 
 
 def test_dynamic_shapes():
-    module = PlainMamba2(chunk=16)
+    """What fills up the last chunk is known not to be none. One group here and below: torch takes a third less time."""
+    module = PlainMamba2(chunk=16, groups=1)
     assert_dynamic(NAME, module, module.example_inputs, everything=True)
 
 
-@pytest.mark.parametrize("everything", [False, True], ids=["length", "everything"])
-@pytest.mark.parametrize("length", [12, 10], ids=["whole_chunks", "padded"])
-def test_dynamic_lengths_in_chunks(length, everything):
-    """The number of chunks is an expression, and what fills up the last one is known to be none, or not to be."""
-    module = PlainMamba2()
-    args = module.example_inputs(length)
-    if not everything:
-        torch._dynamo.mark_dynamic(args[0], 1)
-    frames = check(module, args, dynamic=True if everything else None)
+def test_dynamic_lengths_in_chunks():
+    """The number of chunks is an expression. Whole chunks are in tests/passes/test_conditions.py."""
+    module = PlainMamba2(groups=1)
+    args = module.example_inputs(length=11)
+    torch._dynamo.mark_dynamic(args[0], 1)
+    frames = check(module, args)
     assert frames.counts[NAME] == 1, frames.misses
 
 

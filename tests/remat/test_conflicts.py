@@ -99,23 +99,35 @@ def routed(checkpointed):
     return models.Model(*layers)
 
 
+@pytest.fixture(scope="module")
+def user_checkpoint():
+    """A step without a policy, which all tests of routers in checkpoints share."""
+    return step(routed(True), (X,), {})
+
+
+@pytest.fixture(scope="module")
+def no_checkpoint():
+    return step(routed(False), (X,), {})
+
+
+@pytest.mark.xdist_group("remat routers")
 @pytest.mark.parametrize("policy", ["selective", 0.0], ids=str)
-def test_a_router_in_a_checkpoint_chooses_once(policy):
+def test_a_router_in_a_checkpoint_chooses_once(policy, user_checkpoint, no_checkpoint):
     """A second choice, from scores a rounding apart, could be another one. The experts around it run again."""
-    plain, policed = step(routed(True), (X,), {}), step(routed(True), (X,), {"policy": policy})
-    assert policed.report.counts["moe"] == 2 and same(plain, policed)
+    policed = step(routed(True), (X,), {"policy": policy})
+    assert policed.report.counts["moe"] == 2 and same(user_checkpoint, policed)
     forward, backward = policed.graphs
     assert count(forward, "aten.topk") == 2 and count(backward, "aten.topk") == 0
     assert count(backward, "aten._softmax.") == 0, "what backward reads of the scores is what was chosen from"
     # One GEMM of each layer's router and shared block is not enough: the experts' own run again.
-    assert policed.saved < step(routed(False), (X,), {}).saved
+    assert policed.saved < no_checkpoint.saved
 
 
-def test_without_a_policy_a_checkpoint_is_the_users():
+@pytest.mark.xdist_group("remat routers")
+def test_without_a_policy_a_checkpoint_is_the_users(user_checkpoint):
     """As under Inductor alone: the whole region runs again, the router's choice with it."""
-    plain = step(routed(True), (X,), {})
-    forward, backward = plain.graphs
-    assert plain.report.counts["moe"] == 2
+    forward, backward = user_checkpoint.graphs
+    assert user_checkpoint.report.counts["moe"] == 2
     assert count(forward, "aten.topk") == count(backward, "aten.topk") == 2
 
 
