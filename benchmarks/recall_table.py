@@ -5,14 +5,16 @@
 
 zoo.json, or several such files: lists with, per model, `name`, `source`, `same`, `out`, `grad` (relative errors against
 eager), `graphs`, `breaks` and their reference values `graphs0`, `breaks0`, `rows`: pass -> [must fire, may fire,
-fired], and `counts`: pass -> fired. Such results are not in this repository: the page is. The picture needs matplotlib.
+fired], and `counts`: pass -> fired. Files with names, fp32=zoo.json bf16=zoo_bf16.json dynamic=..., are runs of one set
+of models under several conditions: the first is the table, and a second table has a column for each of the others. Such
+results are not in this repository: the page is. The picture needs matplotlib.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +58,7 @@ def row(r: dict[str, Any]) -> str:
     return f"| {r['name']} | {r['source']} | {equal} | {errors} | {' | '.join(cells)} | {graphs} |"
 
 
-def table(path: str) -> str:
-    with open(path) as f:
-        results = json.load(f)
+def table(results: Sequence[dict[str, Any]]) -> str:
     columns = ["model", "source", "equal", "output error", "gradient error", *PASSES, "graphs", "breaks"]
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     lines += [row(r) for r in results]
@@ -72,16 +72,75 @@ def table(path: str) -> str:
     return "\n".join(lines)
 
 
+CONDITIONS = """## Other conditions
+
+The same models, run otherwise. The second column has the sites that fire in the table above, those of passes without a
+column there included; the others how many of them fire under a condition, and each pass that fires another number of
+times. *results off*: further from eager than that run allows. *not run*: no result.
+"""
+FAILS, NOT_RUN, OFF = "fails", "not run", "results off"
+
+
+def fired(r: dict[str, Any]) -> dict[str, int]:
+    """pass -> how often it fired, of every pass that did."""
+    counts = {name: hit for name, (_, _, hit) in r.get("rows", {}).items()} | r.get("counts", {})
+    return {name: count for name, count in counts.items() if count}
+
+
+def compared(first: dict[str, Any], other: dict[str, Any] | None) -> str:
+    """The cell of a model under another condition than the first."""
+    if other is None:
+        return NOT_RUN
+    if "error" in other:
+        return FAILS
+    want, got = fired(first), fired(other)
+    kept = sum(min(count, got.get(name, 0)) for name, count in want.items())
+    said = [f"{name} {got.get(name, 0)} for {want.get(name, 0)}"
+            for name in sorted(want | got) if got.get(name, 0) != want.get(name, 0)]  # fmt: skip
+    said += [] if other["same"] else [OFF]
+    return f"{kept} / {sum(want.values())}" + (f": {', '.join(said)}" if said else "")
+
+
+def conditions_table(results: Mapping[str, Sequence[dict[str, Any]]]) -> str:
+    """results: condition -> its models; the first is what the others are compared with."""
+    name, *others = results
+    found = {c: {r["name"]: r for r in results[c]} for c in others}
+    lines = ["| " + " | ".join(["model", *results]) + " |", "|" + "---|" * (len(results) + 1)]
+    lost, missing = dict.fromkeys(others, 0), dict.fromkeys(others, 0)
+    for r in results[name]:
+        fails = "error" in r
+        cells = [compared(r, found[c].get(r["name"])) if not fails else "" for c in others]
+        lines.append("| " + " | ".join([r["name"], FAILS if fails else str(sum(fired(r).values())), *cells]) + " |")
+        for condition, cell in zip(others, cells, strict=True):
+            part, whole, _ = _read_condition(cell) or (0, 0, "")
+            lost[condition] += whole - part
+            missing[condition] += cell in (FAILS, NOT_RUN)
+    sums = (f"{lost[c]} under {c}" + (f" ({missing[c]} without a result)" if missing[c] else "") for c in others)
+    return "\n".join([*lines, "", f"Sites of {name} that do not fire: {', '.join(sums)}."])
+
+
 def read_page(text: str) -> list[tuple[str, list[Cell] | None]]:
     """(model, a cell for each of `PASSES`) of every row of a page; no cells where the model fails."""
     models: list[tuple[str, list[Cell] | None]] = []
-    for line in text.splitlines():
-        columns = [c.strip() for c in line.strip("|").split("|")]
+    for columns in _rows(text.partition("## Other conditions")[0]):
         if len(columns) != len(PASSES) + 7 or columns[0] in ("model", "---"):
             continue
         fails = columns[2].startswith("fails")
         models.append((columns[0], None if fails else [_read_cell(c) for c in columns[5 : 5 + len(PASSES)]]))
     return models
+
+
+def read_conditions(text: str) -> tuple[list[str], dict[str, list[Cell | None]]]:
+    """(conditions, model -> a cell for each of them) of a page; no cell where the model fails or did not run."""
+    rows = [columns for columns in _rows(text.partition("## Other conditions")[2]) if columns[0] != "---"]
+    if not rows:
+        return [], {}
+    models = {columns[0]: [_condition_cell(c) for c in columns[2:]] for columns in rows[1:]}
+    return rows[0][2:], models
+
+
+def _rows(text: str) -> list[list[str]]:
+    return [[c.strip() for c in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
 
 
 def _read_cell(text: str) -> Cell:
@@ -92,18 +151,47 @@ def _read_cell(text: str) -> Cell:
     return (0, None, int(fired)) if low is None else (int(low), int(high or low), int(fired))
 
 
+def _read_condition(text: str) -> tuple[int, int, str] | None:
+    """(sites of the first condition that fire, how many those are, what differs), or None where there is no number."""
+    found = re.fullmatch(r"(\d+) / (\d+)(?:: (.+))?", text)
+    if found is None and text not in ("", FAILS, NOT_RUN):
+        raise ValueError(f"no cell of a recall page: {text!r}")
+    return (int(found[1]), int(found[2]), found[3] or "") if found else None
+
+
+def _condition_cell(text: str) -> Cell | None:
+    read = _read_condition(text)
+    return (read[1], read[1], read[0]) if read else None
+
+
+def _named(files: Sequence[str]) -> dict[str, str]:
+    """condition -> file, of arguments such as "bf16=zoo_bf16.json"; empty where none has a name."""
+    named = dict(f.split("=", 1) for f in files if re.match(r"[\w-]+=", f))
+    if named and len(named) < len(files):
+        raise SystemExit("recall_table: either every file has a name, and each its own, or none has")
+    return named
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = arguments.parser("benchmarks.recall_table", __doc__)
-    parser.add_argument("files", nargs="+", metavar="FILE", help="results in JSON; with --figure the page")
+    parser.add_argument(
+        "files", nargs="+", metavar="FILE", help="results in JSON, FILE or CONDITION=FILE; with --figure the page"
+    )
     parser.add_argument("--figure", type=Path, metavar="PNG", help="draw the page's grid of models by passes")
     a = parser.parse_args(argv)
     if a.figure:
-        draw(PASSES, [row for file in a.files for row in read_page(Path(file).read_text())], a.figure)
+        text = "".join(Path(file).read_text() for file in a.files)
+        draw(PASSES, read_page(text), a.figure, *read_conditions(text))
         print(f"wrote {a.figure}")
         return
+    named = _named(a.files)
+    results = {name: json.loads(Path(file).read_text()) for name, file in (named or {f: f for f in a.files}).items()}
     print(HEAD)
-    for path in a.files:
-        print(table(path), end="\n\n")
+    for found in list(results.values())[: 1 if named else None]:
+        print(table(found), end="\n\n")
+    if named and len(results) > 1:
+        print(CONDITIONS)
+        print(conditions_table(results))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as suite
-from benchmarks import harness, kernels, performance_page, rounding_loss, variants, xla_zoo
+from benchmarks import harness, kernels, performance_page, recall_table, rounding_loss, variants, xla_zoo
 from benchmarks.ceilings import Work
 from benchmarks.peers import transformer_engine
 from benchmarks.subjects import fp8_gemms, remat_peaks, rope
@@ -265,6 +265,48 @@ def test_models_on_xla_are_judged_by_sites_and_errors(tmp_path, monkeypatch, cap
     xla_zoo.main()
     page = capsys.readouterr().out
     assert "Of 7 models 1 are equal, 1 as far off" in page and "| a | s==1 | yes | moe 1 | 1e-07 / - | 1e-06 / - |" in page
+
+
+def recalled(name, same=True, **counts):
+    return {"name": name, "source": "s==1", "same": same, "out": 1e-7, "grad": 1e-6, "graphs": 1, "graphs0": 1, "breaks": 0,
+            "breaks0": 0, "rows": {"mla_rope_q": [2, 2, counts.get("mla_rope_q", 0)]}, "counts": counts}  # fmt: skip
+
+
+def test_recall_under_other_conditions(tmp_path, capsys):
+    """A cell for each condition; what differs from the first is named, and gains do not make up for losses."""
+    failed = {"name": "d", "error": "Oh"}
+    runs = {
+        "fp32": [recalled("a", mla_rope_q=2, rope_qk=1), recalled("b", moe=2), recalled("c"), failed, recalled("e", moe=1)],
+        "bf16": [recalled("a", mla_rope_q=2, rope_qk=1), recalled("b", same=False, moe=2), recalled("c"), failed, failed],
+        "dynamic": [recalled("b", moe=1, rope_qk=1), recalled("a", mla_rope_q=1, rope_qk=1), recalled("c", moe=1),
+                    {**failed, "name": "e"}],
+    }  # fmt: skip
+    files = []
+    for name, results in runs.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(results))
+        files.append(f"{name}={tmp_path / name}.json")
+    recall_table.main(files)
+    page = capsys.readouterr().out
+    for line in (
+        "| a | 3 | 3 / 3 | 2 / 3: mla_rope_q 1 for 2 |",
+        "| b | 2 | 2 / 2: results off | 1 / 2: moe 1 for 2, rope_qk 1 for 0 |",
+        "| c | 0 | 0 / 0 | 0 / 0: moe 1 for 0 |",
+        "| d | fails |  |  |",
+        "| e | 1 | not run | fails |",
+        "Sites of fp32 that do not fire: 0 under bf16 (1 without a result), 2 under dynamic (1 without a result).",
+    ):
+        assert line in page, page
+    assert len(recall_table.read_page(page)) == 5 and "5 models: 2 of 8 sites" in page
+    names, under = recall_table.read_conditions(page)
+    assert names == ["bf16", "dynamic"] and under["a"] == [(3, 3, 3), (3, 3, 2)] and under["e"] == under["d"] == [None, None]
+    recall_table.main(files[:1])
+    assert recall_table.read_conditions(capsys.readouterr().out) == ([], {})
+    with pytest.raises(SystemExit):
+        recall_table.main([*files, str(tmp_path / "fp32.json")])
+    drawn = pytest.importorskip("benchmarks.figures.recall")
+    pytest.importorskip("matplotlib")
+    drawn.draw(recall_table.PASSES, recall_table.read_page(page), tmp_path / "recall.png", names, under)
+    assert (tmp_path / "recall.png").stat().st_size > 1000
 
 
 def test_rounding_changes_a_loss_a_little():
