@@ -18,8 +18,8 @@ from megacpp_compile._torch.pytree import tree_map
 from megacpp_compile.backend import check_torch, raises_own_errors
 from megacpp_compile.config import rules
 from megacpp_compile.config.options import Config
-from megacpp_compile.errors import ForwardError, NotAModuleError, wrapped_in
-from megacpp_compile.frontend import unbacked_shapes
+from megacpp_compile.errors import ForwardError, GraphBreakError, NotAModuleError, wrapped_in
+from megacpp_compile.frontend import graph_breaks, unbacked_shapes
 from megacpp_compile.fx.fake_state import fake_state
 from megacpp_compile.passes._driver import pass_names
 from megacpp_compile.passes._required import FrameCount
@@ -52,7 +52,10 @@ def explain(
     @unbacked_shapes.traces_unbacked_shapes
     @raises_own_errors
     def backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        if (cut := graph_breaks.end_of(gm)) is not None and config.strict:
+            raise GraphBreakError(cut.place, cut.reason)
         result = analyse(gm, example_inputs, config, resolve_target(config.target, example_inputs))
+        result.frame.graph_break = str(cut or "")
         outcome = result.outcome
         count, again = FrameCount(gm, config), retrace_needed(gm, result)
         if not again or outcome and outcome.misses:
@@ -76,11 +79,12 @@ def explain(
             except Exception as error:
                 if (own := wrapped_in(error)) is not None:
                     raise own from None
-                if not unbacked_shapes.speaks_of_sizes(text := f"{type(error).__name__}: {error}"):
+                if not unbacked_shapes.speaks_of_sizes(f"{type(error).__name__}: {error}"):
                     _run_plain(model, *fakes)
                     raise
                 # What follows a graph break runs on fakes too, and cannot where it depends on how many rows there are.
-                emit_frame(Frame(captured=False, reason=f"not looked at, nor what follows: {text}"[:300]), [], [])
+                why = f"not looked at, nor what follows, as it depends on values: {first_line(error)}"[:300]
+                emit_frame(Frame(captured=False, reason=why, name=place_of(user_frame(error))), [], [])
     finally:
         torch.compiler.reset()
     return report

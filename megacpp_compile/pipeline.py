@@ -195,6 +195,7 @@ def _rewrite(captured: Captured, example_inputs: Sequence[Any], config: Config, 
     count_saved = frame.grad and (collector.active() or config.explain)
     reviewer = Reviewer(captured, example_inputs, config, count_saved)
     outcome = run_passes(captured, config, reviewer, log.graph)
+    outcome.misses += captured.given_up
     if outcome.sites:
         outcome.misses += reviewer.unverified()
     frame.precision = answered(wanted, outcome, config)

@@ -4,11 +4,14 @@ import json
 import subprocess
 import sys
 
+import pytest
 import torch
 
 import megacpp_compile
 from megacpp_compile.cli import main
 from tests.corpus.spellings import PlainMLA
+from tests.frontend.test_transforms import DIM as TRANSFORMED
+from tests.frontend.test_transforms import Around
 from tests.passes.experts import DIM, TOKENS, MoE, where_index_add
 
 
@@ -47,6 +50,40 @@ def test_explain_sees_through_sizes_that_values_decide():
     assert not other.sites and len(other.frames) > 1
     beyond = megacpp_compile.explain(lambda x: (x[x > 0].sin() @ x[x > 0]) * x, x)  # which fakes can't run
     assert "not looked at" in beyond.frames[-1].reason
+
+
+def picks_rows(y):
+    rows = torch.nonzero(y.sum(-1) > 0)[:, 0]
+    return y.index_add(0, rows, y[rows])
+
+
+def picks_by_mask(y):
+    return y[y.sum(-1) > 0]
+
+
+def reads_a_number(y):
+    return y * y.sum().item()
+
+
+@pytest.mark.parametrize("between", [picks_rows, picks_by_mask, reads_a_number])
+def test_explain_reports_what_compiling_does_around_sizes_that_values_decide(between, eager_backend):
+    model, x = Around(between), torch.randn(2, TRANSFORMED).abs()
+    with megacpp_compile.record() as compiled:
+        torch.compile(model, backend="megacpp")(x)
+    told = megacpp_compile.explain(model, x)
+    assert told.counts["down_norm_up"] == compiled.counts["down_norm_up"] == 2
+    (cut,) = {f.graph_break for f in told.frames if f.captured and f.passes["down_norm_up"]} - {""}
+    assert between.__name__ in cut and cut in {f.graph_break for f in compiled.frames}
+
+
+def test_explain_says_where_it_stops():
+    def slices(y):
+        return y[: int(y.sum() > 0)]
+
+    report = megacpp_compile.explain(Around(slices), torch.randn(2, TRANSFORMED))
+    last = report.frames[-1]
+    assert "not looked at" in last.reason and "slices" in last.name and "\n" not in last.reason
+    assert report.counts["down_norm_up"] == 1
 
 
 def test_explain_takes_options():

@@ -11,6 +11,7 @@ from megacpp_compile._torch.guards import TracingContext
 
 if TYPE_CHECKING:
     from torch._C._functorch import get_dynamic_layer_stack_depth as layers
+    from torch._C._functorch import is_functorch_wrapped_tensor
     from torch._C._functorch import pop_dynamic_layer_stack_and_undo_to_depth as undo_to_layer
     from torch._functorch import config
     from torch._functorch.aot_autograd import aot_export_module, make_boxed_func

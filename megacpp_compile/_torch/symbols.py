@@ -161,6 +161,8 @@ _ROWS = (
            "running a kernel while a graph is traced", ALONE),
     Symbol("functorch.layers", "torch._C._functorch.get_dynamic_layer_stack_depth", "keeping vmap around a trace",
            ALONE),
+    Symbol("functorch.is_functorch_wrapped_tensor", "torch._C._functorch.is_functorch_wrapped_tensor",
+           "values that leave a `torch.func` transform wrapped", ALONE),
     Symbol("functorch.undo_to_layer", "torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth",
            "keeping vmap around a trace", ALONE),
     Symbol("", "torch._functorch.config.force_non_lazy_backward_lowering", "lowering a backward with its forward",

@@ -24,7 +24,8 @@ from megacpp_compile._torch.guards import TracingContext
 from megacpp_compile.errors import CaptureError
 from megacpp_compile.frontend import autocast, opaque_ops
 from megacpp_compile.frontend.checkpoint import inline_checkpoints
-from megacpp_compile.frontend.vmap import resolve_vmaps
+from megacpp_compile.frontend.transforms import resolve_transforms
+from megacpp_compile.report.records import MissedFusion
 
 
 @dataclasses.dataclass
@@ -35,12 +36,14 @@ class Captured:
     fake_mode: the mode of every `node.meta["val"]`.
     weights: placeholders that are `nn.Parameter`s or ask for a gradient, i.e. what activations are computed from.
     trained: placeholders that ask for a gradient.
+    given_up: parts of the frame that the passes cannot look into.
     """
 
     gm: GraphModule
     fake_mode: FakeTensorMode
     weights: frozenset[Node]
     trained: frozenset[Node] = frozenset()
+    given_up: Sequence[MissedFusion] = ()
 
 
 def fake_inputs(example_inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[Any]]:
@@ -82,8 +85,9 @@ def capture(gm: GraphModule, example_inputs: Sequence[Any]) -> Captured:
     mode, fakes = fake_inputs(example_inputs)
     try:
         with modes.restored(), fx_traceback.preserve_node_meta():
-            gm = resolve_vmaps(inline_checkpoints(gm), fakes, mode)
+            gm = resolve_transforms(inline_checkpoints(gm), fakes, mode)
             made = opaque_ops.isolate_hops(gm, fakes, mode)
+            given_up = opaque_ops.given_up(made)
             traced = autocast.as_real_regions(made.gm)
             buffers = list(traced.named_buffers(remove_duplicate=False))
             exported, signature = aot_export_module(traced, made.fakes, trace_joint=False, pre_dispatch=True)
@@ -110,7 +114,7 @@ def capture(gm: GraphModule, example_inputs: Sequence[Any]) -> Captured:
             weights.add(new)
     exported.meta.update(gm.meta)
     exported.recompile()
-    return Captured(exported, mode, frozenset(weights | trained), frozenset(trained))
+    return Captured(exported, mode, frozenset(weights | trained), frozenset(trained), given_up)
 
 
 def _forget_counts(mode: FakeTensorMode) -> None:

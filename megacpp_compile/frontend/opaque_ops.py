@@ -21,8 +21,16 @@ from megacpp_compile._torch.fakes import FakeTensorMode
 from megacpp_compile._torch.ops import HigherOrderOperator
 from megacpp_compile.errors import CaptureError
 from megacpp_compile.fx.edit import attribute_of
+from megacpp_compile.fx.provenance import module_fqn, source_line
+from megacpp_compile.report.records import MissedFusion
 
 _CLONE = torch.ops.aten.clone.default
+REPORTED_AS = "capture"
+WHAT = "megacpp_opaque"  # in a call's metadata: what the report calls it
+# Products as PyTorch has them; what else multiplies is made of them.
+_PRODUCTS = frozenset(
+    "linear matmul mm bmm addmm baddbmm einsum conv1d scaled_dot_product_attention grouped_mm scaled_mm".split()
+)
 
 
 @dataclasses.dataclass
@@ -65,16 +73,16 @@ def isolate_hops(gm: GraphModule, fakes: Sequence[Any], mode: FakeTensorMode) ->
                 continue  # a body; the call brings it along
             env[node] = graph.node_copy(node, env.__getitem__)
             continue
-        arguments = {n: _snapshot(graph, n, env[n]) for n in node.all_input_nodes if not _is_body(gm, n)}
+        arguments = {n: _snapshot(graph, n, env[n]) for n in node.all_input_nodes if not is_body(gm, n)}
         call = Call(node, gm, [], arguments)
         for index, result in _results(node):
             fake = result.meta.get("example_value", result.meta.get("val"))
-            if not isinstance(fake, torch.Tensor):
-                raise CaptureError(f"{node.target} returns something that is not a tensor")
+            if not isinstance(fake, torch.Tensor | torch.SymInt):
+                raise CaptureError(f"{node.target} returns something that is neither a tensor nor a size")
             holder = _placeholder(graph, f"opaque_{node.name}_{index or 0}")
             env[result] = holder
             replaced.add(result)
-            extra.append(refake(fake, mode))
+            extra.append(refake(fake, mode) if isinstance(fake, torch.Tensor) else fake)
             call.results.append((index, holder))
         calls.append(call)
     outs = [fx.map_arg(v, env.__getitem__) for v in values]
@@ -83,6 +91,35 @@ def isolate_hops(gm: GraphModule, fakes: Sequence[Any], mode: FakeTensorMode) ->
     part = GraphModule(gm, graph)
     part.meta.update(gm.meta)
     return IsolatedHops(part, [*fakes, *extra], calls, len(values))
+
+
+def given_up(made: IsolatedHops) -> list[MissedFusion]:
+    """A row for each call that multiplies inside: every idiom does, and none is looked for in there."""
+    rows = {}
+    for call in made.calls:
+        bodies = [attribute_of(call.owner, n.target) for n in call.node.all_input_nodes if is_body(call.owner, n)]
+        if call.node.op == "call_module":
+            bodies = [attribute_of(call.owner, call.node.target)]
+        if _own_backward(call.node) or not any(_multiplies(body) for body in bodies):
+            continue
+        what = call.node.meta.get(WHAT, f"`{call.node.target}`")
+        reason = f"no idiom is looked for inside {what}: it is compiled as without this package"
+        source = source_line(call.node)
+        rows[source or call.node.name] = MissedFusion(
+            REPORTED_AS, module_fqn(call.node), source, call.node.name, "opaque", reason
+        )
+    return list(rows.values())
+
+
+def _own_backward(node: Node) -> bool:
+    """A custom `autograd.Function`, whose author has written what no idiom may replace."""
+    return "autograd_function" in str(node.target)
+
+
+def _multiplies(body: torch.nn.Module) -> bool:
+    graphs = [m.graph for m in body.modules() if isinstance(m, GraphModule)]
+    names = (getattr(n.target, "__name__", str(n.target)) for graph in graphs for n in graph.nodes)
+    return any(name.strip("_").partition(".")[0] in _PRODUCTS for name in names)
 
 
 def _snapshot(graph: fx.Graph, original: Node, node: Node) -> Node:
@@ -138,6 +175,8 @@ def restore(gm: GraphModule, made: IsolatedHops, frame_inputs: int) -> None:
                 return graph.get_attr(name)
 
             new = graph.node_copy(call.node, place)
+            if new.op == "call_module":
+                gm.add_submodule(str(new.target), attribute_of(call.owner, new.target))
             new.meta["val"] = call.node.meta.get("example_value")
             for index, holder in results:
                 if index is None:
@@ -153,6 +192,8 @@ def restore(gm: GraphModule, made: IsolatedHops, frame_inputs: int) -> None:
 
 
 def _is_call(node: Node) -> bool:
+    if node.op == "call_module":
+        return True
     if node.op != "call_function" or not isinstance(node.target, HigherOrderOperator):
         return False
     if "mutation" in str(node.target) or not node.users:
@@ -160,7 +201,8 @@ def _is_call(node: Node) -> bool:
     return True
 
 
-def _is_body(gm: GraphModule, node: Node) -> bool:
+def is_body(gm: GraphModule, node: Node) -> bool:
+    """Whether the node reads a submodule, such as the graph that a higher-order op calls."""
     return node.op == "get_attr" and isinstance(attribute_of(gm, str(node.target)), torch.nn.Module)
 
 

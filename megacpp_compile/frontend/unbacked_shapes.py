@@ -24,6 +24,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from megacpp_compile._torch.dynamo import (
     TensorifyScalarRestartAnalysis,
+    counters,
     frame_compiler,
     graph_break_reasons,
     set_frame_compiler,
@@ -39,6 +40,8 @@ SETTING = "capture_dynamic_output_shape_ops"
 _asked: contextvars.ContextVar[bool] = contextvars.ContextVar("megacpp_dynamic_outputs", default=False)
 # Whether the frame being compiled was traced whole and then left to break: whatever the passes said of it stands.
 _retraced: contextvars.ContextVar[bool] = contextvars.ContextVar("megacpp_retraced", default=False)
+# Torch's own count of graph breaks, as it was before the frame being compiled.
+_counted: contextvars.ContextVar[Mapping[str, int]] = contextvars.ContextVar("megacpp_counted")
 _MARK = "_megacpp_compile"
 _OURS = "_megacpp_traces_sizes"
 
@@ -82,7 +85,7 @@ def install() -> None:
 def _traced_whole(original: Callable[..., Any], args: Any, kwargs: Any, names: Mapping[str, Any]) -> Any:
     if getattr(dynamo_config, SETTING):
         return original(*args, **kwargs)
-    token = _asked.set(True)
+    token, counted = _asked.set(True), _counted.set(dict(counters["graph_break"]))
     try:
         with dynamo_config.patch({SETTING: True}):
             return original(*args, **kwargs)
@@ -93,6 +96,7 @@ def _traced_whole(original: Callable[..., Any], args: Any, kwargs: Any, names: M
         _report(text, getattr(error, "real_stack", None) or (), names)
     finally:
         _asked.reset(token)
+        _counted.reset(counted)
     return original(*args, **kwargs)  # as if nobody had asked
 
 
@@ -126,6 +130,8 @@ def refuse(gm: GraphModule) -> bool:
 def retrace() -> None:
     """Leave the backend and have Dynamo trace the frame as it would have without it."""
     _retraced.set(True)
+    counters["graph_break"].clear()  # of what is traced again: it would count what it breaks at behind the sizes too
+    counters["graph_break"].update(_counted.get())
     setattr(dynamo_config, SETTING, False)  # the patch around the frame puts back what was
     raise Retrace(restart_reason="megacpp: sizes known at run time only, and no idiom they belong to")
 

@@ -213,7 +213,11 @@ def test_modes():
 
 def test_layers_of_vmap():
     before = functorch.layers()
-    torch.func.vmap(lambda x: x + functorch.layers() - before)(torch.ones(2))
+    wrapped = []
+    torch.func.vmap(lambda x: wrapped.append(functorch.is_functorch_wrapped_tensor(x)) or x + functorch.layers())(
+        torch.ones(2)
+    )
+    assert wrapped == [True] and not functorch.is_functorch_wrapped_tensor(torch.ones(2))
     with functorch.temporarily_clear_interpreter_stack():
         assert functorch.layers() == 0
     assert functorch.layers() == before

@@ -1,7 +1,7 @@
 """Inductor's on-disk caches: a second process compiles nothing, and whatever can change the code misses.
 
-Each case is a process of its own, as caches in memory would hide what lies on disk. The processes share one cache
-directory, in the order of the file.
+What has to hit is the first step of a process of its own, as caches in memory would hide what lies on disk; a miss may
+follow in the same one. The processes share one cache directory, in the order of the file.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import megacpp_compile
+from megacpp_compile.fx import inductor_pass
 
 pytestmark = pytest.mark.xdist_group("cache")  # one worker, one cache
 
@@ -32,21 +34,26 @@ class Projections(nn.Module):
     def forward(self, x):
         return self.up(self.norm(self.down(x))).tanh()
 
-torch.manual_seed(0)
-options = {"policy": "selective", **json.loads(sys.argv[1])}
-model = torch.compile(Projections(), backend="megacpp", options=options, fullgraph=True)
-import megacpp_compile
-with megacpp_compile.record() as report:
-    loss = model(torch.ones(2, 3, 8)).square().sum()
-    loss.backward()
-print(json.dumps({
-    "package": megacpp_compile.__file__,
-    "inductor": {k: v for k, v in counters["inductor"].items() if k.startswith("fxgraph_cache")},
-    "autograd": {k: v for k, v in counters["aot_autograd"].items() if k.startswith("autograd_cache")},
-    "loss": loss.item(),
-    "report": report.to_dict(),
-    "text": str(report),
-}))
+def step(**options):
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    options = {"policy": "selective", **options}
+    model = torch.compile(Projections(), backend="megacpp", options=options, fullgraph=True)
+    import megacpp_compile
+    with megacpp_compile.record() as report:
+        loss = model(torch.ones(2, 3, 8)).square().sum()
+        loss.backward()
+    return {
+        "package": megacpp_compile.__file__,
+        "inductor": {k: v for k, v in counters["inductor"].items() if k.startswith("fxgraph_cache")},
+        "autograd": {k: v for k, v in counters["aot_autograd"].items() if k.startswith("autograd_cache")},
+        "loss": loss.item(),
+        "report": report.to_dict(),
+        "text": str(report),
+    }
+
+print(json.dumps([step(**options) for options in json.loads(sys.argv[1])]))
 '''
 
 
@@ -55,21 +62,25 @@ class Runner:
         self.home = home
         (home / "step.py").write_text(SCRIPT)
 
-    def __call__(self, package: Path | None = None, **options):
-        """What one training step in a new process met in the caches. package: the folder of a copy of this package."""
+    def __call__(self, *steps: dict[str, Any], package: Path | None = None):
+        """What training steps, each with its options, met in the caches one after the other in a new process; by default
+        one without any. package: the folder of a copy of this package."""
         root = package or Path(megacpp_compile.__file__).parents[1]
         environ = {
             **{k: v for k, v in os.environ.items() if not k.startswith(("MEGACPP_", "TORCHINDUCTOR_"))},
             "TORCHINDUCTOR_CACHE_DIR": str(self.home / "cache"),
             "PYTHONPATH": str(root),
             "OMP_NUM_THREADS": "1",
+            # A pool of compilers, and headers compiled ahead, cost a process that compiles two kernels more than they save.
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",
+            "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",
         }
-        command = [sys.executable, str(self.home / "step.py"), json.dumps(options)]
+        command = [sys.executable, str(self.home / "step.py"), json.dumps(steps or [{}])]
         done = subprocess.run(command, env=environ, cwd=self.home, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-3000:]
-        result = json.loads(done.stdout.splitlines()[-1])
-        assert Path(result["package"]).is_relative_to(root)
-        return result
+        results = json.loads(done.stdout.splitlines()[-1])
+        assert all(Path(result["package"]).is_relative_to(root) for result in results)
+        return results
 
 
 def hit(result) -> bool:
@@ -85,7 +96,7 @@ def hit(result) -> bool:
 def run(tmp_path_factory):
     """A runner whose cache holds one training step."""
     runner = Runner(tmp_path_factory.mktemp("cache"))
-    runner.first = runner()
+    (runner.first,) = runner()
     return runner
 
 
@@ -101,7 +112,8 @@ def copied(tmp_path_factory):
 def test_second_process_hits(run):
     assert not hit(run.first)
     assert run.first["autograd"] == {"autograd_cache_miss": 1, "autograd_cache_saved": 1}
-    again = run.again = run()
+    again, run.with_an_option = run({}, {"disable": "mla_rope_q"})
+    run.again = again
     assert hit(again)
     # AOTAutograd's own cache, keyed by the rewritten graph, spares partitioning too.
     assert again["autograd"] == {"autograd_cache_hit": 1}
@@ -125,22 +137,29 @@ def test_the_report_of_cached_code_says_so(run):
 
 def test_an_option_misses(run):
     """Even one that leaves this very graph as it is: the pass has nothing to do here."""
-    assert not hit(run(disable="mla_rope_q"))
+    assert not hit(run.with_an_option)
 
 
-def test_explain_hits(run):
-    """It only prints."""
-    assert hit(run(explain=True))
+def test_a_moved_package_that_explains_hits(run, copied):
+    """What counts is what the sources say, not where they are; and `explain` only prints."""
+    (moved,) = run({"explain": True}, package=copied)
+    assert hit(moved)
 
 
-def test_moved_package_hits(run, copied):
-    """What counts is what the sources say, not where they are."""
-    assert hit(run(package=copied))
-
-
-@pytest.mark.parametrize("path", ["passes/down_norm_up.py", "lowerings/down_norm_up/reference.py"])
-def test_changed_source_misses(run, copied, path):
+def test_changed_source_misses(run, copied):
     """A comment will do: which edits matter is nobody's to guess."""
-    with (copied / megacpp_compile.__name__ / path).open("a") as file:
+    with (copied / megacpp_compile.__name__ / "passes/down_norm_up.py").open("a") as file:
         file.write("# another version\n")
-    assert not hit(run(package=copied))
+    (changed,) = run(package=copied)
+    assert not hit(changed)
+
+
+@pytest.mark.parametrize("path", ["lowerings/down_norm_up/reference.py", "new.py"])
+def test_every_source_file_counts(copied, path, monkeypatch):
+    root = copied / megacpp_compile.__name__
+    monkeypatch.setattr(inductor_pass, "__file__", str(root / "fx" / "inductor_pass.py"))
+    digest = inductor_pass.source_hash.__wrapped__
+    before = digest()
+    with (root / path).open("a") as file:
+        file.write("# another version\n")
+    assert digest() != before

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 from torch._dynamo.utils import counters
 
 import megacpp_compile
@@ -66,6 +67,25 @@ def test_what_is_not_recognised_breaks_the_graph_as_it_did():
 
     torch.compile(module, backend=count)(x)
     assert len(frames) == len(graphs) > 1
+
+
+def breaks_behind_the_sizes(m, x, indices, gates):
+    rows = torch.nonzero(x.sum(-1) > 0).squeeze(-1)
+    torch._dynamo.graph_break()
+    return x.index_add(0, rows, m.experts[1](x[rows]))
+
+
+@pytest.mark.parametrize("body", [rows_above_the_mean, breaks_behind_the_sizes])
+def test_graphs_and_breaks_are_no_more_than_of_any_backend(body, eager_backend):
+    counted = {}
+    for backend in ("eager", "megacpp"):
+        torch._dynamo.reset()
+        counters.clear()
+        module = torch.compile(nn.Sequential(MoE(body), MoE(body)), backend=backend)
+        for length in (11, 7):
+            module(torch.randn(length, DIM))
+        counted[backend] = (counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()))
+    assert counted["megacpp"] <= counted["eager"] and counted["megacpp"][1] <= counted["eager"][1]
 
 
 def test_who_asks_for_one_graph_gets_it():

@@ -1,0 +1,162 @@
+"""A `torch.func` transform, or a scan made of them, is carried around capture: what stands around it is rewritten."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch._higher_order_ops.associative_scan import associative_scan
+from torch._higher_order_ops.while_loop import while_loop
+from torch.utils.checkpoint import checkpoint
+
+from megacpp_compile import record
+from tests.frames import TOLERANCE, check, largest_error, train
+
+DIM = 8
+
+
+class Around(nn.Module):
+    """`between` stands between two idioms."""
+
+    def __init__(self, between):
+        super().__init__()
+        self.down, self.up = (nn.ModuleList(nn.Linear(DIM, DIM, bias=False) for _ in range(2)) for _ in range(2))
+        self.norms, self.between = nn.ModuleList(nn.RMSNorm(DIM) for _ in range(2)), between
+
+    def forward(self, x):
+        x = self.up[0](self.norms[0](self.down[0](x)))
+        return self.up[1](self.norms[1](self.down[1](self.between(x))))
+
+
+def decayed(a, b):
+    return a[0] * b[0], b[0] * a[1] + b[1]
+
+
+def scanned(x):
+    return associative_scan(decayed, (x.sigmoid(), x), 1, combine_mode="generic")[1]
+
+
+def scanned_in_reverse(x):
+    return associative_scan(lambda a, b: 0.5 * a + b, x, 1, reverse=True, combine_mode="generic")
+
+
+def scanned_under_a_checkpoint(x):
+    return checkpoint(scanned, x, use_reentrant=False)
+
+
+def scanned_without_gradients(x):
+    with torch.no_grad():
+        gates = scanned(x)
+    return x * gates
+
+
+def mapped(x):
+    return torch.vmap(torch.vmap(lambda row: (row - row.mean()).tanh()))(x)
+
+
+def mapped_under_autocast(x):
+    def row(r):
+        with torch.autocast("cpu", torch.bfloat16):
+            mixed = r @ r.transpose(-1, -2)
+        return mixed.float() @ r
+
+    return torch.vmap(row)(x)
+
+
+def mapped_in_place(x):
+    def row(r):
+        y = r * 2
+        y[..., 0].mul_(3)
+        return y
+
+    return torch.vmap(row)(x)
+
+
+def slope(x):
+    return torch.func.grad(lambda y: y.tanh().square().sum())(x)
+
+
+def slopes(x):
+    return torch.vmap(torch.func.grad(lambda y: y.tanh().square().sum()))(x)
+
+
+def pulled_back(x):
+    out, back = torch.func.vjp(torch.tanh, x)
+    return back(out)[0]
+
+
+def pushed_forward(x):
+    return torch.func.jvp(torch.tanh, (x,), (x * 2,))[1]
+
+
+def changed_around_it(x):
+    """What the transform reads and what it returns are both written to before either is used again."""
+    x = x * 1.0
+    y = torch.vmap(lambda r: r * 3 - r.mean())(x)
+    x.add_(1)
+    y.mul_(2)
+    return x + y
+
+
+def branches(x):
+    return torch.cond(x.sum() > 0, lambda y: y @ y.transpose(-1, -2) @ y, lambda y: y * 3, (x,))
+
+
+def loops(x):
+    """Its count is a number that the loop returns."""
+    steps, y = while_loop(lambda i, y: i < 3, lambda i, y: (i + 1, y * 0.9), (0, x.detach()))
+    return x + y * steps
+
+
+CARRIED = [
+    scanned, scanned_in_reverse, scanned_under_a_checkpoint, scanned_without_gradients, mapped, mapped_under_autocast,
+    mapped_in_place, slope, slopes, pulled_back, pushed_forward, changed_around_it,
+    branches, loops,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("between", CARRIED, ids=lambda f: f.__name__)
+def test_what_stands_around_it_is_rewritten(between):
+    assert check(Around(between), (torch.randn(2, 5, DIM),)).fired == {"down_norm_up": 2}
+
+
+def writes_to_its_argument(x):
+    y = x * 1.0
+    torch.vmap(lambda r: r.mul_(2))(y)
+    return y + torch.vmap(lambda r: r.add_(1).sin())(y)
+
+
+def views_its_argument(x):
+    y = x * 1.0
+    torch.vmap(lambda r: r[..., :3])(y).mul_(2)
+    return y
+
+
+@pytest.mark.parametrize("between", [writes_to_its_argument, views_its_argument], ids=lambda f: f.__name__)
+def test_a_transform_that_shares_memory_with_its_arguments_is_refused(between):
+    frames = check(Around(between), (torch.randn(2, 5, DIM),), captured=False)
+    assert not frames.fired
+
+
+@pytest.mark.parametrize(
+    ("between", "told"),
+    [
+        (mapped_under_autocast, "inside a `vmap` that switches autocast"),
+        (branches, "inside `cond`"), (scanned, None),
+    ],
+    ids=lambda p: getattr(p, "__name__", None),
+)  # fmt: skip
+def test_inductor_takes_it_and_the_report_says_what_is_not_looked_at(between, told, no_kernels):
+    model, x = Around(between), torch.randn(2, 5, DIM)
+    eager = copy.deepcopy(model)
+    want = train(eager, eager, (x,))
+    with record() as report:
+        got = train(torch.compile(model, backend="megacpp", options={"strict": True}), model, (x,))
+    error, name = largest_error(got, want)
+    assert error <= TOLERANCE[torch.float32], name
+    assert report.counts["down_norm_up"] == 2
+    rows = [(m.tag, m.reason) for m in report.misses if m.pass_name == "capture"]
+    assert [tag for tag, _ in rows] == ["opaque"] * bool(told)
+    assert not told or told in rows[0][1]
