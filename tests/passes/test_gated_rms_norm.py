@@ -229,6 +229,25 @@ def test_dynamic_shapes(body, everything):
     assert_dynamic(NAME, module, hidden, everything=everything)
 
 
+def in_whole_chunks(m, y, z):
+    """As a chunked scan hands it over: the length comes back as an expression of chunks and their size."""
+    t = y.shape[1]
+    behind = (4 - t % 4) % 4
+    h = F.pad(y, (0, 0, 0, behind)).reshape(y.shape[0], -1, 4, LANES).tanh().reshape(y.shape[0], -1, LANES)
+    return hf_mamba2(m, h[:, :t] if behind > 0 else h, z)
+
+
+@pytest.mark.parametrize("everything", [False, True], ids=["length", "everything"])
+@pytest.mark.parametrize("length", [8, 6], ids=["whole_chunks", "padded"])
+def test_a_length_in_chunks(length, everything):
+    module, _ = build(in_whole_chunks)
+    args = hidden(length)
+    if not everything:
+        torch._dynamo.mark_dynamic(args[0], 1)
+    frames = check(module, args, dynamic=True if everything else None)
+    assert frames.counts[NAME] == 1, frames.misses
+
+
 def test_autocast_around_the_call():
     assert_autocast(NAME, *build(hf_zamba2))
 
