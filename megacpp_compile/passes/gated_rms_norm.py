@@ -1,5 +1,5 @@
-"""RMSNorm with a SiLU or sigmoid gate: the norm at the end of a Mamba-2 mixer (arXiv:2405.21060, 7.1), of gated DeltaNet,
-and, with a sigmoid, of Kimi Delta Attention (arXiv:2510.26692).
+"""RMSNorm with a SiLU or sigmoid gate: the norm at the end of a Mamba-2 mixer (arXiv:2405.21060, 7.1), of gated
+DeltaNet, and, with a sigmoid, of Kimi Delta Attention (arXiv:2510.26692).
 
 Before: `h = (y * silu(z)).view(.., groups, n); out = w * (h * rsqrt(h.pow(2).mean(-1, True) + eps)).view(y.shape)`
         or, gate last, `out = w * (y * rsqrt(y.pow(2).mean(-1, True) + eps)) * silu(z)`, each with its casts;

@@ -9,7 +9,6 @@ from torch import Tensor
 from megacpp_compile.lowerings._kernels.rms import row_mean
 from megacpp_compile.lowerings._op import compute_dtype
 
-
 ACTIVATIONS = ("silu", "sigmoid")
 
 
