@@ -3,9 +3,9 @@
 Which of the known ones it is shows in the decay and the update: the delta rule (arXiv:2412.06464) writes a correction
 of what the state itself predicts; lightning attention (arXiv:2401.04658) forgets at a rate nothing computes; Mamba-1's
 selective scan (arXiv:2312.00752) has a rate for every channel and state, times the step, in an exponential. RWKV
-(arXiv:2305.13048, 2404.05892, 2503.14456) decays a numerator and its denominator alike, or reads the state beside what is
-about to enter it times a bonus, or turns the state by a product of rank one. The RG-LRU (arXiv:2402.19427) decays each
-channel by a power that a sigmoid gates. There is no lowering for these; the report and remat know them.
+(arXiv:2305.13048, 2404.05892, 2503.14456) decays a numerator and its denominator alike, or reads the state beside what
+is about to enter it times a bonus, or turns the state by a product of rank one. The RG-LRU (arXiv:2402.19427) decays
+each channel by a power that a sigmoid gates. There is no lowering for these; the report and remat know them.
 """
 
 from __future__ import annotations
@@ -193,11 +193,9 @@ def _alike(a: Any, b: Any) -> bool:
 
 def _reads_with_a_bonus(update: _Update) -> bool:
     """Whether the state before the update is read in a sum with a multiple of what the update adds."""
-    return any(
-        _is_sum(user) and any(a is update.state and any(_alike(update.added, f) for f in _factors(b)) for a, b in _pairs(user))
-        for user in update.state.users
-        if user is not update.node
-    )
+    sums = [user for user in update.state.users if _is_sum(user) and user is not update.node]
+    beside = [b for user in sums for a, b in _pairs(user) if a is update.state]
+    return any(_alike(update.added, f) for b in beside for f in _factors(b))
 
 
 def _factors(node: Any) -> list[Any]:
@@ -210,12 +208,10 @@ def _factors(node: Any) -> list[Any]:
 def _turns_by_rank_one(update: _Update) -> bool:
     """Whether a sum of the state's decay, the state times a product of two vectors, and another such product is all of
     the update."""
-    own, other = [], []
-    for part in _parts(update.node):
-        part_of_state = any(n is update.state for n in _within(part))
-        (own if part_of_state else other).append(part)
+    parts = _parts(update.node)
+    own = [p for p in parts if update.state in _within(p)]
     turned = [p for p in own if any(_contracts(n) and update.state in _within(n) for n in _within(p))]
-    return len(own) == 2 and len(turned) == 1 and len(other) == 1 and value(update.node).dim() > 3
+    return (len(parts), len(own), len(turned)) == (3, 2, 1) and value(update.node).dim() > 3
 
 
 def _parts(node: Any) -> list[Node]:
