@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from megacpp_compile._torch.fakes import FakeTensorMode
 from megacpp_compile.fx.mode_states import ModeStates
@@ -123,9 +124,7 @@ def drop_dead(graph: fx.Graph) -> None:
 
 
 def same_size(a: Any, b: Any) -> bool:
-    """Sizes known to be equal; never adds a guard on a symbolic size."""
+    """Sizes known to be equal, as they are or by guards that hold already; never adds a guard on a symbolic size."""
     if isinstance(a, int) and isinstance(b, int):
         return a == b
-    expr_a = a.node.expr if isinstance(a, torch.SymInt) else a
-    expr_b = b.node.expr if isinstance(b, torch.SymInt) else b
-    return bool(expr_a == expr_b)
+    return statically_known_true(a == b)

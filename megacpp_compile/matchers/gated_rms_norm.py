@@ -1,4 +1,4 @@
-"""RMSNorm with a SiLU gate before or behind it, from the norm outwards.
+"""RMSNorm with a SiLU or sigmoid gate before or behind it, from the norm outwards.
 
 Downstream of the norm the matcher follows gains, numbers, casts and reshapes that keep every group of `size` channels
 together, and at most one gate. Upstream it looks for the product of a tensor and a gate, perhaps reshaped into groups.
@@ -8,6 +8,7 @@ Source: Mamba-2, https://arxiv.org/abs/2405.21060, section 7.1.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import torch
@@ -22,14 +23,16 @@ aten = torch.ops.aten
 # Ops that keep the elements in row-major order and change the dimensions only.
 _ROW_MAJOR = RESHAPES | FOLDS | {aten.unsqueeze.default, aten.squeeze.dim}
 _MUL, _DIV = {aten.mul.Tensor, aten.mul.Scalar}, {aten.div.Tensor, aten.div.Scalar}
+_GATES = {"silu": match_silu, "sigmoid": match_sigmoid}
 _OTHER_GATES = {aten.gelu.default: "GELU", aten.relu.default: "ReLU", aten.tanh.default: "tanh"}
 
 
 @dataclasses.dataclass
 class GatedNorm:
-    """`node` is the norm of y, or of `y * silu(z)`, in groups of `size` channels, times gains and perhaps `silu(z)`.
+    """`node` is the norm of y, or of `y * f(z)`, in groups of `size` channels, times gains and perhaps `f(z)`.
 
-    gains: (tensor, channels it spans: `size`, or a multiple, for groups that differ). internal: nodes up to `node`.
+    activation: the name of f. gains: (tensor, channels it spans: `size`, or a multiple, for groups that differ).
+    internal: nodes up to `node`.
     """
 
     norm: RmsNorm
@@ -40,6 +43,7 @@ class GatedNorm:
     scale: float
     size: int
     norm_before_gate: bool
+    activation: str
     internal: set[Node]
 
 
@@ -53,7 +57,7 @@ def match_gated_norm(norm: RmsNorm) -> GatedNorm | NoNorm | None:
     if isinstance(before, NoNorm):
         return before
     if isinstance(before, _Gate):
-        y, z, behind = before.y, before.z, False
+        y, z, behind, activation = before.y, before.z, False, before.activation
         internal = before.internal | readers.walk(gate=False)
     else:
         internal = readers.walk(gate=True)
@@ -61,14 +65,14 @@ def match_gated_norm(norm: RmsNorm) -> GatedNorm | NoNorm | None:
             return readers.other
         if readers.z is None:
             return None
-        y, z, behind = norm.x, readers.z, True
+        y, z, behind, activation = norm.x, readers.z, True, readers.activation
     y, z = (_source(n) for n in (y, z))
     end = readers.end
     bits = min(_bits(n) for n in (y, z, end))
     for n in sorted(internal):
         if isinstance(value(n), torch.Tensor) and _bits(n) < bits:
             return NoNorm(n, "precision", f"computed in {value(n).dtype}, lower than operands and result")
-    return GatedNorm(norm, end, y, z, readers.gains, readers.scale, size, behind, internal)
+    return GatedNorm(norm, end, y, z, readers.gains, readers.scale, size, behind, activation, internal)
 
 
 def _bits(node: Node) -> int:
@@ -108,9 +112,9 @@ def _through(node: Any) -> Any:
     return node
 
 
-def _silu(factor: Any) -> tuple[Node, set[Node]] | None:
-    """(z, nodes) where a factor is, behind casts and reshapes, SiLU of z."""
-    found = match_silu(_through(factor))
+def _gate(factor: Any, activation: str) -> tuple[Node, set[Node]] | None:
+    """(z, nodes) where a factor is, behind casts and reshapes, the `activation` of z."""
+    found = _GATES[activation](_through(factor))
     if found is None:
         return None
     z, internal = found[0], set(found[1])
@@ -124,14 +128,15 @@ def _other_gate(factor: Any, node: Node) -> NoNorm | None:
     gate = _through(factor)
     if not isinstance(gate, Node):
         return None
-    kind = "sigmoid" if match_sigmoid(gate) is not None else _OTHER_GATES.get(gate.target)
-    return NoNorm(node, "gate-activation", f"the gate is {kind}, not SiLU") if kind else None
+    kind = _OTHER_GATES.get(gate.target)
+    return NoNorm(node, "gate-activation", f"the gate is {kind}, not SiLU or sigmoid") if kind else None
 
 
 @dataclasses.dataclass
 class _Gate:
     y: Node
     z: Node
+    activation: str
     internal: set[Node]
 
 
@@ -145,10 +150,14 @@ def _gate_before(norm: RmsNorm) -> _Gate | NoNorm | None:
     if node.target is not aten.mul.Tensor or not of_tensors(node):
         return None
     pairs = (node.args, node.args[::-1])
-    for y, factor in pairs:
-        found = _silu(factor)
-        if found is not None and _same_shape(y, factor):  # type: ignore[arg-type]
-            return _Gate(y, found[0], internal | {node} | found[1])  # type: ignore[arg-type]
+    for activation, (y, factor) in itertools.product(_GATES, pairs):
+        found = _gate(factor, activation)
+        if found is None or not _same_shape(y, factor):  # type: ignore[arg-type]
+            continue
+        # A sigmoid also makes activations, of the value that it gates, and gates values that others read beside a norm.
+        itself = _through(y) is _through(found[0])
+        if activation == "silu" or not itself and norm.internal | internal >= set(node.users):
+            return _Gate(y, found[0], activation, internal | {node} | found[1])  # type: ignore[arg-type]
     others = (_other_gate(factor, node) for y, factor in pairs if _same_shape(y, factor))  # type: ignore[arg-type]
     return next((o for o in others if o is not None), None)
 
@@ -161,6 +170,7 @@ class _Downstream:
         self.gains = [(g, size) for g in norm.gains]
         self.scale = norm.scale
         self.z: Node | None = None
+        self.activation = ""
         self.other: NoNorm | None = None
 
     def walk(self, gate: bool) -> set[Node]:
@@ -183,7 +193,7 @@ class _Downstream:
                     self.end = user
                 node = user
                 continue
-            more = self._factor(user, node, gate and self.z is None)
+            more = self._factor(user, node, gate)
             if more is None:
                 break
             internal |= pending | more
@@ -211,11 +221,20 @@ class _Downstream:
             return {user}
         if not _same_shape(other, node):
             return None
-        found = _silu(other) if gate else None
-        if found is not None:
-            self.z = found[0]
-            return {user} | found[1]
-        if gate and self.other is None:
+        return self._gate(other, user) if gate else None
+
+    def _gate(self, other: Node, user: Node) -> set[Node] | None:
+        """The nodes that `other`, a factor of the norm's shape, adds as the gate."""
+        if self.z is not None:  # the two factors of a SiLU, one after the other
+            if self.activation == "sigmoid" and _through(other) is _through(self.z) and _bits(other) >= _bits(self.z):
+                self.activation = "silu"
+                return {user}
+            return None
+        for activation in _GATES:
+            if (found := _gate(other, activation)) is not None:
+                self.z, self.activation = found[0], activation
+                return {user} | found[1]
+        if self.other is None:
             self.other = _other_gate(other, user)
         return None
 
@@ -240,13 +259,13 @@ def same_source(node: Node, tensors: tuple[Node, ...]) -> bool:
 
 
 def gate_nearby(norm: Node) -> bool:
-    """Whether a SiLU gate is applied right before or behind `norm`, a node that is nearly a norm."""
+    """Whether a gate is applied right before or behind `norm`, a node that is nearly a norm."""
     node = norm
     for _ in range(6):
         if len(node.users) != 1:
             break
         (node,) = node.users
-        if node.target is aten.mul.Tensor and any(_silu(a) is not None for a in node.args):
+        if _gated(node):
             return True
         if not (is_cast(node) or _keeps_order(node) or node.target in _MUL):
             break
@@ -255,12 +274,17 @@ def gate_nearby(norm: Node) -> bool:
         if not pending:
             return False
         node = pending.pop()
-        if node.target is aten.mul.Tensor and any(_silu(a) is not None for a in node.args):
+        if _gated(node):
             return True
         if node.op == "call_function" and (node is norm or node.target not in _PRODUCERS) and node not in seen:
             seen.add(node)
             pending.extend(n for n in node.all_input_nodes if isinstance(value(n), torch.Tensor))
     return False
+
+
+def _gated(node: Node) -> bool:
+    """Whether `node` is a product with a SiLU."""
+    return node.target is aten.mul.Tensor and any(_gate(a, "silu") is not None for a in node.args)
 
 
 # What makes another tensor: nothing before it belongs to the norm behind it.

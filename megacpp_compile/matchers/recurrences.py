@@ -2,15 +2,19 @@
 
 Which of the known ones it is shows in the decay and the update: the delta rule (arXiv:2412.06464) writes a correction
 of what the state itself predicts; lightning attention (arXiv:2401.04658) forgets at a rate nothing computes; Mamba-1's
-selective scan (arXiv:2312.00752) has a rate for every channel and state, times the step, in an exponential. There is no
-lowering for these; the report and remat know them.
+selective scan (arXiv:2312.00752) has a rate for every channel and state, times the step, in an exponential. RWKV
+(arXiv:2305.13048, 2404.05892, 2503.14456) decays a numerator and its denominator alike, or reads the state beside what
+is about to enter it times a bonus, or turns the state by a product of rank one. The RG-LRU (arXiv:2402.19427) decays
+each channel by a power that a sigmoid gates. There is no lowering for these; the report and remat know them.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import operator
 from collections.abc import Container, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -24,6 +28,8 @@ aten = torch.ops.aten
 NAMES = {
     "gated-delta-rule": "Gated DeltaNet",
     "lightning-attention": "lightning attention",
+    "rg-lru": "RG-LRU",
+    "rwkv": "RWKV's time mixing",
     "selective-scan": "Mamba-1's selective scan",
 }
 _SUMS = (aten.sum.dim_IntList,)
@@ -43,13 +49,15 @@ class Recurrence:
 
 @dataclasses.dataclass(frozen=True)
 class _Update:
-    """`node = state * decay + added`; `steps`: how many updates led here, this one included."""
+    """`node = state * decay + added`, or `+ added` and another value; `steps`: how many updates led here, this one
+    included."""
 
     node: Node
     state: Node
     decay: Node
     added: Node
     steps: int
+    whole: bool = True
 
 
 def find_recurrences(nodes: Iterable[Node], computed: Container[Node] | None = None) -> Iterator[Recurrence]:
@@ -63,8 +71,12 @@ def find_recurrences(nodes: Iterable[Node], computed: Container[Node] | None = N
         elif _solves_a_chunk(node):
             solved.setdefault(node.args[0], node)  # type: ignore[arg-type]
     earlier = {u.state for u in updates.values()}
-    for node, update in updates.items():
-        if node not in earlier and (kind := _kind(update, computed)) is not None:
+    last = {node: update for node, update in updates.items() if node not in earlier}
+    weighted = _weighted_sums(last.values())
+    longest = {_first(u, updates): u for u in sorted(weighted, key=lambda u: u.steps)}  # each step may branch off
+    for node, update in last.items():
+        kind = "rwkv" if update in longest.values() else None if update in weighted else _kind(update, computed)
+        if kind is not None:
             yield Recurrence(node, kind, update.steps)
             for system, solution in list(solved.items()):
                 if _depends(update.added, solution):
@@ -86,8 +98,10 @@ def _update(node: Node, updates: dict[Node, _Update]) -> _Update | None:
     if node.target is not aten.add.Tensor or node.kwargs or not _is_state(node):
         return None
     found = None
-    for decayed, added in (node.args, node.args[::-1]):
-        decayed, added = _uncast(decayed), _uncast(added)
+    inner = [(a, b) for a, b in _pairs(node) if _is_sum(a)]
+    for whole, (decayed, added) in (
+        *((True, p) for p in _pairs(node)), *((False, (one, b)) for a, b in inner for one, _ in _pairs(a)),
+    ):  # fmt: skip
         if not isinstance(decayed, Node) or decayed.target is not aten.mul.Tensor or not isinstance(added, Node):
             continue
         for state, decay in (decayed.args, decayed.args[::-1]):
@@ -97,16 +111,25 @@ def _update(node: Node, updates: dict[Node, _Update]) -> _Update | None:
             if not all(map(same_size, value(state).shape, value(node).shape)):
                 continue
             if state in updates:
-                return _Update(node, state, decay, added, updates[state].steps + 1)
+                return _Update(node, state, decay, added, updates[state].steps + 1, whole)
             if is_filled(state, 0.0):
-                return _Update(node, state, decay, added, 1)
-            found = found or _Update(node, state, decay, added, 1)
+                return _Update(node, state, decay, added, 1, whole)
+            found = found or _Update(node, state, decay, added, 1, whole)
     return found
+
+
+def _pairs(node: Node) -> list[tuple[Any, Any]]:
+    a, b = (_uncast(x) for x in node.args)
+    return [(a, b), (b, a)]
+
+
+def _is_sum(node: object) -> bool:
+    return isinstance(node, Node) and node.target is aten.add.Tensor and not node.kwargs
 
 
 def _is_state(node: Node) -> bool:
     fake = value(node)
-    return isinstance(fake, torch.Tensor) and fake.dim() >= 3 and fake.is_floating_point()
+    return isinstance(fake, torch.Tensor) and fake.dim() >= 2 and fake.is_floating_point()
 
 
 def _uncast(node: object) -> object:
@@ -116,15 +139,115 @@ def _uncast(node: object) -> object:
 
 
 def _kind(last: _Update, computed: Container[Node] | None) -> str | None:
+    if not last.whole:
+        return "rwkv" if last.steps > 1 and _turns_by_rank_one(last) else None
     if (last.steps > 1 or is_filled(last.state, 0.0)) and _corrects(last):
         return "gated-delta-rule"
-    if last.steps < 2 or _depends(last.added, last.state):
+    if last.steps < 2:
+        return None
+    if _depends(last.added, last.state):
         return None  # a residual stream, for one
+    if _gated_power(last):
+        return "rg-lru"
+    if value(last.node).dim() < 3:
+        return None
+    if _reads_with_a_bonus(last):
+        return "rwkv"
     if _rate_of_each_channel(last.decay):
         return "selective-scan"
     if not _contracts(last.added):
         return None
     return "lightning-attention" if computed is not None and last.decay not in computed else ""
+
+
+def _weighted_sums(last: Iterable[_Update]) -> set[_Update]:
+    """Sums that are weighted with exponentials: beside each is the sum of the weights, which decays alike."""
+    by_decay: dict[tuple[object, int], list[_Update]] = {}
+    for update in last:
+        by_decay.setdefault((_uncast(update.decay), update.steps), []).append(update)
+    found = set()
+    for updates in by_decay.values():
+        for under, over in itertools.permutations(updates, 2):
+            product = over.added
+            factors = [_uncast(a) for a in product.args] if product.target is aten.mul.Tensor else []
+            *_, weight = _through_views(under.added)
+            same = [_alike(under.added, f) for f in factors].count(True) == 1  # no square
+            if under.steps > 1 and same and weight.target is aten.exp.default:
+                found.add(over)
+    return found
+
+
+def _first(update: _Update, updates: dict[Node, _Update]) -> Node:
+    while update.state in updates:
+        update = updates[update.state]
+    return update.node
+
+
+def _alike(a: Any, b: Any) -> bool:
+    """Whether `a` and `b` are one value, or the same view of one."""
+    a, b = _uncast(a), _uncast(b)
+    if a is b or not isinstance(a, Node) or not isinstance(b, Node):
+        return a is b
+    return a.target is b.target and a.target in _READS and a.args[1:] == b.args[1:] and _alike(a.args[0], b.args[0])
+
+
+def _reads_with_a_bonus(update: _Update) -> bool:
+    """Whether the state before the update is read in a sum with a multiple of what the update adds."""
+    sums = [user for user in update.state.users if _is_sum(user) and user is not update.node]
+    beside = [b for user in sums for a, b in _pairs(user) if a is update.state]
+    return any(_alike(update.added, f) for b in beside for f in _factors(b))
+
+
+def _factors(node: Any) -> list[Any]:
+    """The factors of a product, taken apart twice."""
+    outer = [_uncast(a) for a in node.args] if isinstance(node, Node) and node.target is aten.mul.Tensor else []
+    inner = [a for f in outer if isinstance(f, Node) and f.target is aten.mul.Tensor for a in f.args]
+    return [*outer, *map(_uncast, inner)]
+
+
+def _turns_by_rank_one(update: _Update) -> bool:
+    """Whether a sum of the state's decay, the state times a product of two vectors, and another such product is all of
+    the update."""
+    parts = _parts(update.node)
+    own = [p for p in parts if update.state in _within(p)]
+    turned = [p for p in own if any(_contracts(n) and update.state in _within(n) for n in _within(p))]
+    return (len(parts), len(own), len(turned)) == (3, 2, 1) and value(update.node).dim() > 3
+
+
+def _parts(node: Any) -> list[Node]:
+    node = _uncast(node)
+    return [p for a in node.args for p in _parts(a)] if _is_sum(node) else [node] if isinstance(node, Node) else []
+
+
+def _gated_power(update: _Update) -> bool:
+    """Whether each channel decays by an exponential of a sigmoid times a rate that is learned, and takes in a value of
+    its own."""
+    for node in _within(update.decay):
+        factors = []
+        if node.target is aten.exp.default:
+            factors = _leaves(node.args[0])
+        elif node.target is aten.pow.Tensor_Tensor:
+            factors = [node.args[0], *_leaves(node.args[1])]
+        if len(factors) > 1 and any(f.target is aten.sigmoid.default for f in factors if isinstance(f, Node)):
+            return not any(_contracts(n) or _is_outer(n) for n in _within(update.added))
+    return False
+
+
+def _leaves(node: Any) -> list[Node]:
+    """The tensors whose product `node` is, through views and casts."""
+    *_, node = _through_views(node)
+    if node.target is aten.neg.default:
+        return _leaves(node.args[0])
+    if node.target not in (aten.mul.Tensor, aten.mul.Scalar):
+        return [node]
+    return [leaf for a in node.args if isinstance(value(a), torch.Tensor) for leaf in _leaves(a)]
+
+
+def _is_outer(node: Node) -> bool:
+    """Whether `node` is a product of two tensors neither of which has its shape."""
+    if node.target is not aten.mul.Tensor or not of_tensors(node):
+        return False
+    return not any(value(a).shape == value(node).shape for a in node.args)
 
 
 def _algebra(node: Node) -> bool:

@@ -1,12 +1,16 @@
-"""RMSNorm with a SiLU gate: the norm at the end of a Mamba-2 mixer (arXiv:2405.21060, 7.1), and of gated DeltaNet.
+"""RMSNorm with a SiLU or sigmoid gate: the norm at the end of a Mamba-2 mixer (arXiv:2405.21060, 7.1), of gated
+DeltaNet, and, with a sigmoid, of Kimi Delta Attention (arXiv:2510.26692).
 
 Before: `h = (y * silu(z)).view(.., groups, n); out = w * (h * rsqrt(h.pow(2).mean(-1, True) + eps)).view(y.shape)`
-        or, gate last, `out = w * (y * rsqrt(y.pow(2).mean(-1, True) + eps)) * silu(z)`, each with its casts
-After:  `out, rrms = megacpp.gated_rms_norm(y, z, w, eps, group_size, norm_before_gate, dtype)`
+        or, gate last, `out = w * (y * rsqrt(y.pow(2).mean(-1, True) + eps)) * silu(z)`, each with its casts;
+        or `sigmoid(z)` in the place of `silu(z)`
+After:  `out, rrms = megacpp.gated_rms_norm(y, z, w, eps, group_size, norm_before_gate, dtype, activation)`
+
+A gain `1 + w` is computed in front of the op, as the model does: it is as long as a row, and its gradient is w's.
 
 Safe because the op computes the same function in at least the same precision, and nothing else reads a value between
 y, z and out. It saves y, z and one number a group.
-Refused: another norm (LayerNorm, eps outside the root, another axis), another gate (sigmoid, GELU), an intermediate
+Refused: another norm (LayerNorm, eps outside the root, another axis), another gate (GELU, ReLU, tanh), an intermediate
 that is used elsewhere, parts under different grad or autocast modes.
 """
 
@@ -121,7 +125,7 @@ def _rewrite(build: Builder, gated: GatedNorm, width: int) -> tuple[Node, list[N
     node = build(
         torch.ops.megacpp.gated_rms_norm.default,
         y, z, _weight(build, gated, width), float(gated.norm.eps), gated.size, gated.norm_before_gate,
-        value(gated.node).dtype,
+        value(gated.node).dtype, *([gated.activation] if gated.activation != "silu" else []),
     )  # fmt: skip
     return node, [_reshape(build, build.item(node, 0), value(gated.node).shape, sources)]
 

@@ -103,18 +103,21 @@ NORMS = {
     "wide": {"outer": (3,), "channels": 1100, "group": 1100},
     "no_rows": {"outer": (0, 3)},
 }
-for (label, options), first in itertools.product(NORMS.items(), (False, True)):
-    name = label + "_norm_first" * first
+SIGMOIDS = ("groups", "float32_from_the_scan")
+for label, first, act in (
+    *itertools.product(NORMS, (False, True), ("silu",)), *itertools.product(SIGMOIDS, (False, True), ("sigmoid",))
+):  # fmt: skip
+    name = label + "_norm_first" * first + "_sigmoid" * (act == "sigmoid")
 
     @case("gated_rms_norm", name)
-    def _(rand, dtype, options=options, first=first):
-        return *_gated(rand, dtype, **options), first, dtype
+    def _(rand, dtype, options=NORMS[label], first=first, act=act):
+        return *_gated(rand, dtype, **options), first, dtype, act
 
     @case("gated_rms_norm_backward", name)
-    def _(rand, dtype, options=options, first=first):
+    def _(rand, dtype, options=NORMS[label], first=first, act=act):
         y, z, weight, eps, group = _gated(rand, dtype, **options)
-        _, rrms = reference_of("gated_rms_norm")(y, z, weight, eps, group, first, dtype)
-        return rand(*y.shape, dtype=dtype), y, z, weight, rrms, group, first
+        _, rrms = reference_of("gated_rms_norm")(y, z, weight, eps, group, first, dtype, act)
+        return rand(*y.shape, dtype=dtype), y, z, weight, rrms, group, first, act
 
 
 @case("gated_rms_norm_backward", "gradient_of_a_sum")

@@ -23,7 +23,8 @@ def kind(draw: random.Random, op: str) -> Kind:
         dtypes={"main": dtype, "gate": other(), "weight": other(), "out": other()},
         layout=(False, False, False),
         flags={"bias": draw.random() < 0.6, "activation": draw.choice(("", "silu", "silu")), "in_place": False,
-               "first": draw.random() < 0.5, "weight": draw.random() < 0.8, "number": draw.random() < 0.1},
+               "first": draw.random() < 0.5, "weight": draw.random() < 0.8, "number": draw.random() < 0.1,
+               "sigmoid": draw.random() < 0.4},
         patterns={n: _pattern(draw, dims) for n in ("main", "gate", "grad")},
         table_dims=(),
     )  # fmt: skip
@@ -50,7 +51,8 @@ def arguments(kind: Kind, draw: random.Random, make: Maker, room: int) -> tuple[
         operands = main, weights(channels, w["taps"]), weights(channels) if f["bias"] else None, f["activation"]
         return (*operands, dtypes["out"]) if kind.op == "causal_conv1d" else (grad, *operands)
     operands = main, lay("gate", "gate"), weights(channels) if f["weight"] else None
+    act = "sigmoid" if f["sigmoid"] else "silu"
     if kind.op == "gated_rms_norm":
-        return *operands, 1e-3, w["group"], f["first"], dtypes["out"]
-    _, rrms = reference_of("gated_rms_norm")(*operands, 1e-3, w["group"], f["first"], dtypes["out"])
-    return grad, *operands, rrms, w["group"], f["first"]
+        return *operands, 1e-3, w["group"], f["first"], dtypes["out"], act
+    _, rrms = reference_of("gated_rms_norm")(*operands, 1e-3, w["group"], f["first"], dtypes["out"], act)
+    return grad, *operands, rrms, w["group"], f["first"], act

@@ -13,18 +13,18 @@ from megacpp_compile.lowerings.gated_rms_norm import gated_rms_norm, gated_rms_n
 from . import STRIDES, addresses, relative_error, saved_by, strided
 
 EPS = 1e-2  # large enough that its place matters
-# norm before gate, channels in a group of 6
-FORMS = list(itertools.product((False, True), (6, 2)))
+# norm before gate, channels in a group of 6, the gate's function
+FORMS = [*itertools.product((False, True), (6, 2), ("silu",)), (False, 2, "sigmoid"), (True, 6, "sigmoid")]
 
 
-def arguments(rand, *, outer=(2, 3), channels=6, group=2, first=True, weight=True, dtype=torch.float64):
+def arguments(rand, *, outer=(2, 3), channels=6, group=2, first=True, weight=True, dtype=torch.float64, act="silu"):
     y, z = (rand(*outer, channels, dtype=dtype, grad=True) for _ in range(2))
-    return y, z, rand(channels, dtype=dtype, grad=True) if weight else None, EPS, group, first, dtype
+    return y, z, rand(channels, dtype=dtype, grad=True) if weight else None, EPS, group, first, dtype, act
 
 
-def formula(y, z, weight, eps, group, norm_before_gate, out_dtype):
+def formula(y, z, weight, eps, group, norm_before_gate, out_dtype, act):
     """The op by its definition, one group after the other."""
-    gate = z / (1 + torch.exp(-z))
+    gate = (z if act == "silu" else 1) / (1 + torch.exp(-z))
     h = y if norm_before_gate else y * gate
     normed, roots = [], []
     for start in range(0, y.shape[-1], group):
@@ -42,10 +42,10 @@ def differentiate(function, args, seed):
     return [out, rrms, *torch.autograd.grad((out * seed.to(out)).sum(), leaves)]
 
 
-@pytest.mark.parametrize(("first", "group"), FORMS)
+@pytest.mark.parametrize(("first", "group", "act"), FORMS)
 @pytest.mark.parametrize("weight", [False, True])
-def test_opcheck(rand, first, group, weight):
-    opcheck(gated_rms_norm, arguments(rand, first=first, group=group, weight=weight))
+def test_opcheck(rand, first, group, act, weight):
+    opcheck(gated_rms_norm, arguments(rand, first=first, group=group, weight=weight, act=act))
 
 
 @pytest.mark.parametrize("outer", [(), (1,), (0, 3), (2, 1, 3)], ids=str)
@@ -55,14 +55,14 @@ def test_opcheck_shapes(rand, outer):
 
 def test_opcheck_backward(rand):
     y, z, weight, *_ = (t.detach() if isinstance(t, torch.Tensor) else t for t in arguments(rand))
-    for w, first in ((weight, True), (None, False)):
-        opcheck(gated_rms_norm_backward, (rand(*y.shape), y, z, w, rand(2, 3, 3).exp(), 2, first))
+    for w, first, act in ((weight, True, "silu"), (None, False, "sigmoid")):
+        opcheck(gated_rms_norm_backward, (rand(*y.shape), y, z, w, rand(2, 3, 3).exp(), 2, first, act))
 
 
-@pytest.mark.parametrize(("first", "group"), FORMS)
+@pytest.mark.parametrize(("first", "group", "act"), FORMS)
 @pytest.mark.parametrize("weight", [False, True])
-def test_gradcheck(rand, first, group, weight):
-    y, z, w, *rest = arguments(rand, first=first, group=group, weight=weight)
+def test_gradcheck(rand, first, group, act, weight):
+    y, z, w, *rest = arguments(rand, first=first, group=group, weight=weight, act=act)
     leaves = (y, z, w) if weight else (y, z)
     assert torch.autograd.gradcheck(lambda y, z, w=None: gated_rms_norm(y, z, w, *rest)[0], leaves)
 
@@ -70,24 +70,24 @@ def test_gradcheck(rand, first, group, weight):
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 3e-6), (torch.bfloat16, 6e-3)], ids=str
 )
-@pytest.mark.parametrize(("first", "group"), FORMS)
+@pytest.mark.parametrize(("first", "group", "act"), FORMS)
 @pytest.mark.parametrize("weight", [False, True])
-def test_against_the_formula(rand, dtype, tolerance, first, group, weight):
+def test_against_the_formula(rand, dtype, tolerance, first, group, act, weight):
     """Rounding alone: the formula sees the same rounded inputs, in float64."""
-    args = arguments(rand, first=first, group=group, weight=weight, dtype=dtype)
-    wide = [t.detach().double().requires_grad_() if isinstance(t, torch.Tensor) else t for t in args[:-1]]
+    args = arguments(rand, first=first, group=group, weight=weight, dtype=dtype, act=act)
+    wide = [t.detach().double().requires_grad_() if isinstance(t, torch.Tensor) else t for t in args[:-2]]
     seed = rand(*args[0].shape, dtype=dtype)
     got = differentiate(gated_rms_norm, args, seed)
-    want = differentiate(formula, (*wide, torch.float64), seed)
+    want = differentiate(formula, (*wide, torch.float64, act), seed)
     assert [t.dtype for t in got] == [dtype, torch.promote_types(dtype, torch.float32), *[dtype] * (len(got) - 2)]
     assert all(relative_error(g, w) < tolerance for g, w in zip(got, want, strict=True))
 
 
 def test_dtypes_of_their_own(rand):
     """As after a scan in float32: the gate and the weight in bfloat16."""
-    y, z, weight, *rest, _ = arguments(rand, dtype=torch.float32)
+    y, z, weight, *rest, _, act = arguments(rand, dtype=torch.float32)
     z, weight = (t.detach().bfloat16().requires_grad_() for t in (z, weight))
-    args = y, z, weight, *rest, torch.bfloat16
+    args = y, z, weight, *rest, torch.bfloat16, act
     opcheck(gated_rms_norm, args)
     out, rrms, *grads = differentiate(gated_rms_norm, args, rand(*y.shape))
     assert (out.dtype, rrms.dtype) == (torch.bfloat16, torch.float32)
@@ -111,6 +111,11 @@ def test_keeps_operands_and_one_number_a_group(rand, weight):
     outputs = []
     kept = saved_by(lambda: outputs.append(gated_rms_norm(*args)))
     assert kept == addresses(*(t for t in args[:3] if t is not None), outputs[0][1])
+
+
+def test_another_function_is_an_error(rand):
+    with pytest.raises(ValueError, match="'gelu', not one of silu, sigmoid"):
+        gated_rms_norm(*arguments(rand, act="gelu"))
 
 
 def test_rrms_has_no_gradient(rand):

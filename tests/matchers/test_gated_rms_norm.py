@@ -47,9 +47,26 @@ def test_matches(f, size, norm_before_gate):
     graph, norm = gated(f, Y, Z, W)
     assert isinstance(norm, GatedNorm), norm
     assert (norm.y, norm.z, norm.node) == (*graph.inputs[:2], graph.output)
-    assert (norm.size, norm.norm_before_gate, norm.scale) == (size, norm_before_gate, 1.0)
+    assert (norm.size, norm.norm_before_gate, norm.scale, norm.activation) == (size, norm_before_gate, 1.0, "silu")
     assert norm.gains == [(graph.inputs[2], DIM)]
     assert norm.internal == {n for n in graph.graph.nodes if n.op == "call_function"}
+
+
+@pytest.mark.parametrize(
+    ("f", "activation", "norm_before_gate"),
+    [
+        (lambda y, z, w: normed(y, w) * torch.sigmoid(z), "sigmoid", True),
+        (lambda y, z, w: (1 / (1 + torch.exp(-z))) * (normed(y) * w), "sigmoid", True),
+        (lambda y, z, w: w * normed(torch.sigmoid(z) * y), "sigmoid", False),
+        (lambda y, z, w: normed(y, w) * torch.sigmoid(z) * z, "silu", True),
+        (lambda y, z, w: z * (torch.sigmoid(z) * (w * normed(y))), "silu", True),
+    ],
+    ids=["behind", "by_hand", "before", "factors_of_silu", "factors_before"],
+)
+def test_sigmoid_gates(f, activation, norm_before_gate):
+    graph, norm = gated(f, Y, Z, W)
+    assert isinstance(norm, GatedNorm) and (norm.y, norm.z, norm.node) == (*graph.inputs[:2], graph.output)
+    assert (norm.activation, norm.norm_before_gate, norm.gains) == (activation, norm_before_gate, [(graph.inputs[2], DIM)])
 
 
 def test_casts_that_widen_are_part_of_it():
@@ -61,12 +78,12 @@ def test_casts_that_widen_are_part_of_it():
 @pytest.mark.parametrize(
     ("tag", "f"),
     [
-        ("gate-activation", lambda y, z, w: normed(y * torch.sigmoid(z), w)),
+        ("gate-activation", lambda y, z, w: normed(y * torch.tanh(z), w)),
         ("gate-activation", lambda y, z, w: normed(y * F.gelu(z), w)),
         ("gate-activation", lambda y, z, w: normed(y, w) * F.relu(z)),
         ("precision", lambda y, z, w: normed(y * F.silu(z)).bfloat16().float() * w),
     ],
-    ids=["sigmoid", "gelu", "relu_behind", "rounded"],
+    ids=["tanh", "gelu", "relu_behind", "rounded"],
 )
 def test_near_misses(tag, f):
     graph, refused = gated(f, Y, Z, W)
@@ -80,8 +97,12 @@ def test_near_misses(tag, f):
         lambda y, z, w: normed(y, w) + F.silu(z),
         lambda y, z, w: normed(y, w) * F.silu(z)[:, :1],
         lambda y, z, w: (lambda n: (n * F.silu(z), n))(normed(y, w)),
+        lambda y, z, w: normed(z * torch.sigmoid(z), w),
+        lambda y, z, w: (lambda h: (normed(h, w), h))(y * torch.sigmoid(z)),
+        lambda y, z, w: (lambda n: n * torch.sigmoid(n))(normed(y, w)),
+        lambda y, z, w: normed(y, w) * torch.sigmoid(z)[..., :1],
     ],
-    ids=["added", "broadcast", "escapes"],
+    ids=["added", "broadcast", "escapes", "silu", "gated_residual", "silu_of_it", "one_gate_for_all"],
 )
 def test_a_norm_without_a_gate_is_none(f):
     assert gated(f, Y, Z, W)[1] is None

@@ -105,6 +105,103 @@ def gated_linear_attention(m, q, k, v, step):
     return torch.cat(out, 2).transpose(1, 2)
 
 
+def rwkv4(m, q, k, v, step):
+    """A numerator and its denominator, kept below the exponentials' range by a running maximum."""
+    k, v, out = k.flatten(2), v.flatten(2), []
+    num, den, top = torch.zeros_like(k[:, 0]), torch.zeros_like(k[:, 0]), torch.zeros_like(k[:, 0]) - 1e38
+    for t in range(TOKENS):
+        now, decay = k[:, t].float(), -torch.exp(m.rates[:, 0])
+        most = torch.maximum(top, now + m.rates[:, 1])
+        left, new = torch.exp(top - most), torch.exp(now + m.rates[:, 1] - most)
+        out.append((left * num + new * v[:, t]) / (left * den + new))
+        most = torch.maximum(top + decay, now)
+        left, new = torch.exp(top + decay - most), torch.exp(now - most)
+        num, den, top = left * num + new * v[:, t], left * den + new, most
+    return torch.stack(out, 1)
+
+
+def rwkv4_without_a_maximum(m, q, k, v, step):
+    k, v, out = k.flatten(2).exp(), v.flatten(2), []
+    num, den, decay = torch.zeros_like(v[:, 0]), torch.zeros_like(v[:, 0]), torch.exp(-m.rates[:, 0].exp())
+    for t in range(TOKENS):
+        out.append((num + m.rates[:, 1] * k[:, t] * v[:, t]) / (den + m.rates[:, 1] * k[:, t]))
+        num, den = v[:, t] * k[:, t] + num * decay, decay * den + k[:, t]
+    return torch.stack(out, 1)
+
+
+def rwkv5(m, q, k, v, step):
+    """Rows and columns of a state, a decay for each head, and a bonus for the token itself."""
+    decay, bonus = torch.exp(-torch.exp(m.rates[:HEADS, 0])), m.rates[HEADS : 2 * HEADS, 1]
+    state, out = torch.zeros(len(q), HEADS, LANES, LANES), []
+    for t in range(TOKENS):
+        a = k[:, t, :, :, None] @ v[:, t, :, None, :]
+        out.append((q[:, t, :, None, :] @ (bonus[:, None, None] * a + state))[..., 0, :])
+        state = a + decay[:, None, None] * state
+    return torch.stack(out, 1)
+
+
+def rwkv6(m, q, k, v, step):
+    """As before, but the decay is each token's."""
+    decay, state, out = torch.exp(-torch.exp(q)), torch.zeros(len(q), HEADS, LANES, LANES), []
+    for t in range(TOKENS):
+        a = k[:, t].unsqueeze(-1) * v[:, t].unsqueeze(-2)
+        out.append((q[:, t].unsqueeze(-1) * (state + a * m.mixed[0])).sum(-2))
+        state = state * decay[:, t].unsqueeze(-1) + a
+    return torch.stack(out, 1)
+
+
+def rwkv7(m, q, k, v, step):
+    """The state is turned by a product of rank one."""
+    decay, gate = torch.exp(-0.606531 * torch.sigmoid(q)), step[..., None] * k
+    state, out = torch.zeros(len(q), HEADS, LANES, LANES), []
+    for t in range(TOKENS):
+        turned = state @ -k[:, t, :, :, None] @ gate[:, t, :, None, :]
+        state = state * decay[:, t, :, None, :] + turned + v[:, t, :, :, None] @ k[:, t, :, None, :]
+        out.append((state @ q[:, t, :, :, None])[..., 0])
+    return torch.stack(out, 1)
+
+
+def rg_lru(m, q, k, v, step):
+    """With states that start anew at chosen tokens."""
+    reset = (torch.arange(TOKENS) % 4 == 0)[None, :, None]
+    power = -8.0 * torch.sigmoid(q.flatten(2)) * F.softplus(m.rates[:, 0])
+    a = torch.exp(power)
+    x = torch.sigmoid(k.flatten(2)) * v.flatten(2) * (reset + ~reset * torch.sqrt(1 - torch.exp(2 * power)))
+    a, state, out = a * ~reset, torch.zeros_like(x[:, 0]), []
+    for t in range(TOKENS):
+        state = a[:, t].float() * state
+        state = state + x[:, t].float()
+        out.append(state)
+    return torch.stack(out, 1)
+
+
+def rg_lru_as_a_power(m, q, k, v, step):
+    a = torch.sigmoid(m.rates[:, 0]) ** (8.0 * torch.sigmoid(q.flatten(2)))
+    state, out = torch.zeros(len(q), DIM), []
+    for t in range(TOKENS):
+        state = (1 - a[:, t] ** 2).sqrt() * v.flatten(2)[:, t] + a[:, t] * state
+        out.append(state)
+    return torch.stack(out, 1)
+
+
+def minimal_gru(m, q, k, v, step):
+    """A decay of each channel that no exponential makes."""
+    a, state, out = torch.sigmoid(q.flatten(2)), torch.zeros(len(q), DIM), []
+    for t in range(TOKENS):
+        state = (1 - a[:, t]) * state + a[:, t] * v.flatten(2)[:, t]
+        out.append(state)
+    return torch.stack(out, 1)
+
+
+def moments(m, q, k, v, step):
+    """Two averages that forget alike, the one of squares."""
+    decay = torch.exp(-m.rates[:, 0])
+    first, second, new = torch.zeros(len(q), DIM), torch.zeros(len(q), DIM), k.flatten(2).exp()
+    for t in range(TOKENS):
+        first, second = decay * first + new[:, t], decay * second + new[:, t] * new[:, t]
+    return (first / second.sqrt())[:, None]
+
+
 def weighted_residuals(m, q, k, v, step):
     """Layers on a residual stream that is scaled each time."""
     x = q
@@ -125,7 +222,9 @@ BODIES = {
     "Gated DeltaNet": [delta_rule_by_token, delta_rule_by_chunk, delta_rule_of_one_chunk],
     "Mamba-1's selective scan": [selective_scan],
     "lightning attention": [lightning_attention],
-    "": [gated_linear_attention, weighted_residuals, averages],
+    "RWKV's time mixing": [rwkv4, rwkv4_without_a_maximum, rwkv5, rwkv6, rwkv7],
+    "RG-LRU": [rg_lru, rg_lru_as_a_power],
+    "": [gated_linear_attention, weighted_residuals, averages, minimal_gru, moments],
 }
 
 
@@ -164,6 +263,9 @@ def found(body):
         (delta_rule_of_one_chunk, "gated-delta-rule", 1),
         (selective_scan, "selective-scan", TOKENS),
         (lightning_attention, "lightning-attention", TOKENS // 2 - 1),
+        (rwkv4, "rwkv", TOKENS),
+        (rwkv7, "rwkv", TOKENS),
+        (rg_lru, "rg-lru", TOKENS),
         (gated_linear_attention, "", TOKENS),
     ],
     ids=lambda p: getattr(p, "__name__", None),
@@ -172,7 +274,7 @@ def test_steps_are_counted(body, kind, steps):
     assert found(body) == [(kind, steps)]
 
 
-@pytest.mark.parametrize("body", [weighted_residuals, averages], ids=lambda p: p.__name__)
+@pytest.mark.parametrize("body", [weighted_residuals, averages, minimal_gru, moments], ids=lambda p: p.__name__)
 def test_other_sums_are_no_recurrence(body):
     assert found(body) == []
 

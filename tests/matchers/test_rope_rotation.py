@@ -136,6 +136,22 @@ def test_without_a_table_there_is_nothing_to_report():
     assert not heads.found and not heads.near
 
 
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x, w, c, bias: (F.linear(x, w) * c)[..., 2:6] + bias[:4],
+        lambda x, w, c, bias: F.softplus(bias + (c * F.linear(x, w)).split(4, -1)[0].contiguous() + bias[:4]),
+        lambda x, w, c, bias: F.linear(x, w) * c + x,
+    ],
+    ids=["part", "step", "residual"],
+)
+def test_a_scale_and_a_bias_are_no_near_miss(f):
+    """As where a model's multipliers are a buffer: one product in a lane, and what else is added is of another tensor."""
+    wide = lambda x, w, c, bias: f(x, w, c[:1], bias)  # noqa: E731
+    _, heads = heads_of(wide, X, W, FULL[0], W[0, :4].clone(), weights=(1, 3))
+    assert not heads.found and not heads.near
+
+
 def test_a_product_of_two_activations_is_no_rotation():
     _, heads = heads_of(lambda x, w, c, s: turned(F.linear(x, w), c * w[0], s * w[0]), X, W, *FULL)
     assert not heads.found

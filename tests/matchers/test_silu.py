@@ -50,6 +50,30 @@ def test_refuses(f):
     assert match_silu(graph.output) is None
 
 
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: x * torch.sigmoid(x.float()).bfloat16(),
+        lambda x: torch.sigmoid(x.float()).type_as(x) * x,
+        lambda x: x * torch.sigmoid(x.float()),
+        lambda x: x.float() * torch.sigmoid(x.float()),
+    ],
+    ids=["rounded", "first", "promoted", "both"],
+)
+def test_a_sigmoid_in_a_wider_dtype(f):
+    graph = trace(f, X.bfloat16())
+    x, nodes = match_silu(graph.output)
+    assert x is graph.inputs[0] and nodes == {n for n in graph.graph.nodes if n.op == "call_function"}
+
+
+@pytest.mark.parametrize(
+    "f",
+    [lambda x: x * torch.sigmoid(x.bfloat16()), lambda x: x * torch.sigmoid(x).bfloat16()], ids=["of", "result"],
+)  # fmt: skip
+def test_a_sigmoid_in_a_narrower_dtype_is_none(f):
+    assert match_silu(trace(f, X).output) is None
+
+
 def test_sigmoid_is_matched_alone():
     for f in (torch.sigmoid, lambda x: 1 / (1 + torch.exp(-x))):
         graph = trace(f, X)

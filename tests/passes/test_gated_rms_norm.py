@@ -143,6 +143,53 @@ def one_row_for_all_tokens(m, y, z):
     return (h * inverse_rms(h) * m.weight).reshape(y.shape)
 
 
+def sigmoid_of_heads(m, y, z):
+    """As Kimi Delta Attention: each head normed, one weight for all heads, all of it in float32."""
+    h, g = (t.unflatten(-1, (GROUPS, SIZE)) for t in (y, z))
+    h = h.float()
+    h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + EPS) * m.weight[:SIZE].float()
+    return m.out((h * torch.sigmoid(g.float())).to(y.dtype).flatten(-2))
+
+
+def sigmoid_behind_groups(m, y, z):
+    """The norm is rounded, its weight a row's, and the gate is in the model's dtype."""
+    h = y.view(*y.shape[:-1], GROUPS, SIZE).float()
+    h = (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + EPS)).to(y.dtype)
+    return m.out(torch.sigmoid(z) * (m.weight * h.view(y.shape)))
+
+
+def sigmoid_before(m, y, z):
+    h = y.float() * torch.sigmoid(z.float())
+    return m.out(m.weight * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + EPS)).to(y.dtype))
+
+
+def one_plus_weight(m, y, z):
+    h = y.float()
+    h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + EPS) * (1.0 + m.weight.float())
+    return m.out(h.to(y.dtype) * (z * torch.sigmoid(z.float()).to(z.dtype)))
+
+
+def weight_plus_one(m, y, z):
+    h = y.float()
+    h = (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + EPS)).to(y.dtype) * (m.weight + 1)
+    return m.out((F.silu(z.float()) * h).to(y.dtype))
+
+
+VARIANTS = {
+    sigmoid_of_heads: True, sigmoid_behind_groups: True, sigmoid_before: False, one_plus_weight: True,
+    weight_plus_one: True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("body", VARIANTS, ids=lambda f: f.__name__)
+def test_variants(body, dtype):
+    frames = assert_fires(NAME, *build(body, dtype))
+    (node,) = frames.graph.graph.find_nodes(op="call_function", target=torch.ops.megacpp.gated_rms_norm.default)
+    assert node.args[5] == VARIANTS[body] and node.args[7:] == ("sigmoid",) * ("sigmoid" in body.__name__)
+    assert [n.meta["val"].dtype for n in node.args[:2]] == [dtype, dtype] and node.args[6] == dtype
+
+
 def value_and_gate_are_used_elsewhere(m, y, z):
     h = gated(y, z)
     return h * inverse_rms(h) * m.weight + y, z * 2
@@ -229,6 +276,25 @@ def test_dynamic_shapes(body, everything):
     assert_dynamic(NAME, module, hidden, everything=everything)
 
 
+def in_whole_chunks(m, y, z):
+    """As a chunked scan hands it over: the length comes back as an expression of chunks and their size."""
+    t = y.shape[1]
+    behind = (4 - t % 4) % 4
+    h = F.pad(y, (0, 0, 0, behind)).reshape(y.shape[0], -1, 4, LANES).tanh().reshape(y.shape[0], -1, LANES)
+    return hf_mamba2(m, h[:, :t] if behind > 0 else h, z)
+
+
+@pytest.mark.parametrize("everything", [False, True], ids=["length", "everything"])
+@pytest.mark.parametrize("length", [8, 6], ids=["whole_chunks", "padded"])
+def test_a_length_in_chunks(length, everything):
+    module, _ = build(in_whole_chunks)
+    args = hidden(length)
+    if not everything:
+        torch._dynamo.mark_dynamic(args[0], 1)
+    frames = check(module, args, dynamic=True if everything else None)
+    assert frames.counts[NAME] == 1, frames.misses
+
+
 def test_autocast_around_the_call():
     assert_autocast(NAME, *build(hf_zamba2))
 
@@ -248,12 +314,8 @@ def layer_norm_then_gate(m, y, z):
     return F.layer_norm(y, (LANES,), m.weight, None, EPS) * F.silu(z)
 
 
-def sigmoid_gate(m, y, z):
-    return m.weight * (y * inverse_rms(y)) * torch.sigmoid(z)
-
-
-def sigmoid_gate_first(m, y, z):
-    h = y * torch.sigmoid(z)
+def tanh_gate_first(m, y, z):
+    h = y * torch.tanh(z)
     return m.weight * (h * inverse_rms(h))
 
 
@@ -308,8 +370,7 @@ def rounded_in_between(m, y, z):
 REFUSED = [
     ("layer-norm", layer_norm_of_the_product),
     ("layer-norm", layer_norm_then_gate),
-    ("gate-activation", sigmoid_gate),
-    ("gate-activation", sigmoid_gate_first),
+    ("gate-activation", tanh_gate_first),
     ("gate-activation", gelu_gate),
     ("eps-place", eps_outside),
     ("eps-tensor", eps_is_a_parameter),

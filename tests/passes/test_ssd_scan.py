@@ -275,6 +275,15 @@ def test_dynamic_lengths_in_chunks():
     assert frames.counts[NAME] == 1, frames.misses
 
 
+def test_a_loop_over_chunks_of_a_dynamic_length():
+    """The loop's count is an expression that a guard makes a number."""
+    module = PlainMamba2(FORMS["matrix_products_heads_first"], heads=2, groups=1)
+    args = module.example_inputs(8)
+    torch._dynamo.mark_dynamic(args[0], 1)
+    frames = check(module, args)
+    assert frames.counts[NAME] == 1, frames.misses
+
+
 def test_compiling_draws_no_random_numbers():
     """What a model draws must not depend on what is compiled in between."""
     captured = run(*block(einsums), Config(strict=True, disable=(NAME,))).analyses[0].captured

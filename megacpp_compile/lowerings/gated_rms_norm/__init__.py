@@ -1,14 +1,16 @@
-"""`megacpp::gated_rms_norm`: RMSNorm over groups of channels, and a SiLU gate before or behind it.
+"""`megacpp::gated_rms_norm`: RMSNorm over groups of channels, and a SiLU or sigmoid gate before or behind it.
 
     y, z       [..., c]      weight [c] or None      group_size divides c
     returns    out [..., c] in `out_dtype`; rrms [..., c / group_size], the reciprocal root mean square of each group,
                float32 or better
-    gate last  (`norm_before_gate`)  out = y * rrms(y) * weight * silu(z)
-    gate first                       out = h * rrms(h) * weight,  h = y * silu(z)
+    gate last  (`norm_before_gate`)  out = y * rrms(y) * weight * f(z)
+    gate first                       out = h * rrms(h) * weight,  h = y * f(z)
+    f          `activation`: "silu" or "sigmoid"
 
 Computed in float32 (float64 for float64) and rounded once.
 Saved for backward: y, z, weight, rrms. Gate and normed value are recomputed.
-Source: Mamba-2, https://arxiv.org/abs/2405.21060, section 7.1 (gate first, grouped); RMSNorm, arXiv:1910.07467.
+Source: Mamba-2, https://arxiv.org/abs/2405.21060, section 7.1 (gate first, grouped); RMSNorm, arXiv:1910.07467;
+the sigmoid gate behind a norm of each head, Kimi Linear, arXiv:2510.26692.
 """
 
 from __future__ import annotations
@@ -34,13 +36,15 @@ def gated_rms_norm(
     group_size: int,
     norm_before_gate: bool,
     out_dtype: torch.dtype,
+    activation: str = "silu",
 ) -> tuple[Tensor, Tensor]:
     with no_autocast(y):
-        return reference.gated_rms_norm(y, z, weight, eps, group_size, norm_before_gate, out_dtype)
+        return reference.gated_rms_norm(y, z, weight, eps, group_size, norm_before_gate, out_dtype, activation)
 
 
 @gated_rms_norm.register_fake
-def _(y, z, weight, eps, group_size, norm_before_gate, out_dtype):  # type: ignore[no-untyped-def]
+def _(y, z, weight, eps, group_size, norm_before_gate, out_dtype, activation="silu"):  # type: ignore[no-untyped-def]
+    reference.check(activation)
     rrms = y.new_empty((*y.shape[:-1], y.shape[-1] // group_size), dtype=compute_dtype(y, z))
     return y.new_empty(y.shape, dtype=out_dtype), rrms
 
@@ -54,19 +58,20 @@ def gated_rms_norm_backward(
     rrms: Tensor,
     group_size: int,
     norm_before_gate: bool,
+    activation: str = "silu",
 ) -> tuple[Tensor, Tensor, Tensor]:
     with no_autocast(y):
-        return reference.gated_rms_norm_backward(grad, y, z, weight, rrms, group_size, norm_before_gate)
+        return reference.gated_rms_norm_backward(grad, y, z, weight, rrms, group_size, norm_before_gate, activation)
 
 
 @gated_rms_norm_backward.register_fake
-def _(grad, y, z, weight, rrms, group_size, norm_before_gate):  # type: ignore[no-untyped-def]
+def _(grad, y, z, weight, rrms, group_size, norm_before_gate, activation="silu"):  # type: ignore[no-untyped-def]
     d_weight = rrms.new_empty(0) if weight is None else weight.new_empty(weight.shape)
     return y.new_empty(y.shape), z.new_empty(z.shape), d_weight
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    y, z, weight, _, ctx.group_size, ctx.norm_before_gate, _ = inputs
+    y, z, weight, _, ctx.group_size, ctx.norm_before_gate, _, ctx.activation = inputs
     rrms = output[1]
     ctx.mark_non_differentiable(rrms)
     ctx.has_weight = weight is not None
@@ -76,9 +81,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
     y, z, rrms, *weight = ctx.saved_tensors
     dy, dz, dw = gated_rms_norm_backward(
-        grad, y, z, weight[0] if weight else None, rrms, ctx.group_size, ctx.norm_before_gate
+        grad, y, z, weight[0] if weight else None, rrms, ctx.group_size, ctx.norm_before_gate, ctx.activation
     )
-    return dy, dz, dw if ctx.has_weight else None, None, None, None, None
+    return dy, dz, dw if ctx.has_weight else None, None, None, None, None, None
 
 
 gated_rms_norm.register_autograd(_backward, setup_context=_setup_context)

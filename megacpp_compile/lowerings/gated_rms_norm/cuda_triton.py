@@ -34,7 +34,7 @@ PROGRAMS = 1056
 @triton.jit
 def gated_rms_norm_rows(y, z, weight, out, rrms, rows, groups, yr, zr, wc, EPS: tl.constexpr,
                         SIZE: tl.constexpr, LANES: tl.constexpr, WEIGHT: tl.constexpr, NORM_FIRST: tl.constexpr,
-                        WIDE: tl.constexpr, BR: tl.constexpr):  # fmt: skip
+                        SIGMOID: tl.constexpr, WIDE: tl.constexpr, BR: tl.constexpr):  # fmt: skip
     dtype: tl.constexpr = tl.float64 if WIDE else tl.float32
     g = tl.program_id(1)
     d = tl.arange(0, LANES)[None, :]
@@ -43,7 +43,7 @@ def gated_rms_norm_rows(y, z, weight, out, rrms, rows, groups, yr, zr, wc, EPS: 
     mask = (r < rows) & (d < SIZE)
     h = tl.load(y + r * yr + c, mask=mask, other=0).to(dtype)
     v = tl.load(z + r * zr + c, mask=mask, other=0).to(dtype)
-    gate = v / (1 + tl.exp(-v))
+    gate = (1 if SIGMOID else v) / (1 + tl.exp(-v))
     if not NORM_FIRST:
         h = h * gate
     scale = 1 / tl.sqrt(tl.sum(h * h, 1)[:, None] / SIZE + EPS)
@@ -59,8 +59,8 @@ def gated_rms_norm_rows(y, z, weight, out, rrms, rows, groups, yr, zr, wc, EPS: 
 @triton.jit
 def gated_rms_norm_rows_backward(grad, y, z, weight, rrms, dy, dz, partial, rows, groups, gr, yr, zr, wc,
                                  SIZE: tl.constexpr, LANES: tl.constexpr, WEIGHT: tl.constexpr,
-                                 NORM_FIRST: tl.constexpr, WIDE: tl.constexpr, PROGRAMS: tl.constexpr,
-                                 BR: tl.constexpr):  # fmt: skip
+                                 NORM_FIRST: tl.constexpr, SIGMOID: tl.constexpr, WIDE: tl.constexpr,
+                                 PROGRAMS: tl.constexpr, BR: tl.constexpr):  # fmt: skip
     dtype: tl.constexpr = tl.float64 if WIDE else tl.float32
     g = tl.program_id(1)
     d = tl.arange(0, LANES)[None, :]
@@ -78,8 +78,12 @@ def gated_rms_norm_rows_backward(grad, y, z, weight, rrms, dy, dz, partial, rows
         v = tl.load(z + r * zr + c, mask=mask, other=0).to(dtype)
         scale = tl.load(rrms + r * groups + g, mask=exists, other=0).to(dtype)
         s = 1 / (1 + tl.exp(-v))
-        gate = v * s
-        slope = s * (1 + v * (1 - s))
+        if SIGMOID:
+            gate = s
+            slope = s * (1 - s)
+        else:
+            gate = v * s
+            slope = s * (1 + v * (1 - s))
         if NORM_FIRST:
             normed = h * scale
             behind = a * gate
@@ -141,7 +145,9 @@ def _static(channels: int) -> dict[str, int]:
     return {"BR": max(1, min(8, 512 // channels)), "num_warps": 2 if channels <= 512 else 4}
 
 
-def _operands(y: Tensor, z: Tensor, weight: Tensor | None, size: int, norm_before_gate: bool) -> dict[str, Any]:
+def _operands(
+    y: Tensor, z: Tensor, weight: Tensor | None, size: int, norm_before_gate: bool, activation: str
+) -> dict[str, Any]:
     flat_y, flat_z = _rows_of(y), _rows_of(z)
     assert flat_y is not None and flat_z is not None
     return {
@@ -149,7 +155,7 @@ def _operands(y: Tensor, z: Tensor, weight: Tensor | None, size: int, norm_befor
         "groups": y.shape[-1] // size, "weight": y if weight is None else weight,
         "wc": 0 if weight is None else weight.stride(0), "SIZE": size, "LANES": power_of_2(size),
         "WEIGHT": int(weight is not None), "NORM_FIRST": int(norm_before_gate),
-        "WIDE": int(is_wide(y.dtype, z.dtype)),
+        "SIGMOID": int(activation == "sigmoid"), "WIDE": int(is_wide(y.dtype, z.dtype)),
     }  # fmt: skip
 
 
@@ -161,8 +167,9 @@ def gated_rms_norm(
     group_size: int,
     norm_before_gate: bool,
     out_dtype: torch.dtype,
+    activation: str = "silu",
 ) -> tuple[Tensor, Tensor]:
-    args = _operands(y, z, weight, group_size, norm_before_gate)
+    args = _operands(y, z, weight, group_size, norm_before_gate, activation)
     out = torch.empty(y.shape, dtype=out_dtype, device=y.device)
     rrms = torch.empty((*y.shape[:-1], args["groups"]), dtype=compute_dtype(y, z), device=y.device)
     _rows(
@@ -180,8 +187,9 @@ def gated_rms_norm_backward(
     rrms: Tensor,
     group_size: int,
     norm_before_gate: bool,
+    activation: str = "silu",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    args = _operands(y, z, weight, group_size, norm_before_gate)
+    args = _operands(y, z, weight, group_size, norm_before_gate, activation)
     flat = _rows_of(grad)
     flat = _rows_of(grad.contiguous()) if flat is None else flat
     assert flat is not None

@@ -9,6 +9,13 @@ from torch import Tensor
 from megacpp_compile.lowerings._kernels.rms import row_mean
 from megacpp_compile.lowerings._op import compute_dtype
 
+ACTIVATIONS = ("silu", "sigmoid")
+
+
+def check(activation: str) -> None:
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation is {activation!r}, not one of {', '.join(ACTIVATIONS)}")
+
 
 def _groups(x: Tensor, size: int) -> Tensor:
     return x.unflatten(-1, (x.shape[-1] // size, size))
@@ -22,9 +29,11 @@ def gated_rms_norm(
     group_size: int,
     norm_before_gate: bool,
     out_dtype: torch.dtype,
+    activation: str = "silu",
 ) -> tuple[Tensor, Tensor]:
     dtype = compute_dtype(y, z)
-    gate, h = F.silu(z.to(dtype)), y.to(dtype)
+    check(activation)
+    gate, h = (F.silu if activation == "silu" else torch.sigmoid)(z.to(dtype)), y.to(dtype)
     if not norm_before_gate:
         h = h * gate
     groups = _groups(h, group_size)
@@ -45,6 +54,7 @@ def gated_rms_norm_backward(
     rrms: Tensor,
     group_size: int,
     norm_before_gate: bool,
+    activation: str = "silu",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of y, z and weight (empty where there is none).
 
@@ -53,7 +63,7 @@ def gated_rms_norm_backward(
     dtype = rrms.dtype
     grad, wide_y, wide_z = grad.to(dtype), y.to(dtype), z.to(dtype)
     s = torch.sigmoid(wide_z)
-    gate, slope = wide_z * s, s * (1 + wide_z * (1 - s))
+    gate, slope = (wide_z * s, s * (1 + wide_z * (1 - s))) if activation == "silu" else (s, s * (1 - s))
     scale = rrms.unsqueeze(-1)
     w = 1 if weight is None else weight.to(dtype)
     normed = (_groups(wide_y if norm_before_gate else wide_y * gate, group_size) * scale).flatten(-2)

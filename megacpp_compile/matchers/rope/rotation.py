@@ -83,7 +83,8 @@ def read_rotation(it: LaneInterpreter, lanes: Lanes) -> Rotation | NoRotation:
     if (live & (src < 0)).any():
         return NoRotation("unwritten-lanes", "some lanes are never written")
     if ((count != 1) & ~turned).any() or (count[turned] != 2).any() or (live & turned & (tab < 0)).any():
-        return NoRotation("not-pairwise", "a rotated lane is not a sum of two products with tables")
+        near = not _scaled_and_shifted(src[:, turned], live[:, turned], tab[:, turned])
+        return NoRotation("not-pairwise", "a rotated lane is not a sum of two products with tables", near)
     d = len(turned)
     first, last = int(np.argmax(turned)), d - int(np.argmax(turned[::-1]))
     if not turned[first:last].all() or (first != 0 and last != d):
@@ -108,6 +109,14 @@ def read_rotation(it: LaneInterpreter, lanes: Lanes) -> Rotation | NoRotation:
     if isinstance(turn, NoRotation):
         return turn
     return dataclasses.replace(turn, nope=nope, rope_first=nope is not None and first == 0)
+
+
+def _scaled_and_shifted(src: np.ndarray, live: np.ndarray, tab: np.ndarray) -> bool:
+    """Whether each lane is one product with a table, to which other tensors are added: a scale and a bias."""
+    scaled = live & (tab >= 0)
+    own = np.take_along_axis(src, np.argmax(scaled, 0)[None], 0)
+    once = (scaled.sum(0) == 1) & ((live & (src == own)).sum(0) == 1)
+    return bool((once & (live.sum(0) > 1)).all())
 
 
 def _run(it: LaneInterpreter, src: np.ndarray, lane: np.ndarray) -> Part | None:

@@ -58,6 +58,12 @@ def equal(a: Any, b: Any) -> bool:
     return statically_known_true(a == b)
 
 
+def number(size: Any) -> int | None:
+    """`size`, where it is a number, or known to be one by a guard, as the count of a loop that was unrolled is."""
+    hint = size if isinstance(size, int) else size.node.hint
+    return hint if hint is not None and equal(size, hint) else None
+
+
 def is_one(size: Any) -> bool:
     return equal(size, 1)
 
@@ -199,9 +205,10 @@ class Axes:
                 inner.update(dict.fromkeys(members))
         for atom in atoms:
             if atom.pinned:
-                if not isinstance(atom.size, int) or atom.size > LARGEST_PINNED:
+                size = number(atom.size)
+                if size is None or size > LARGEST_PINNED:
                     raise NoAxes(f"what is done to a dimension of {atom.size} depends on its size")
-                self.sizes[atom] = atom.size
+                self.sizes[atom] = size
         for atom in [*inner, *atoms]:
             while self._propagate():
                 pass

@@ -75,8 +75,11 @@ class Roles:
         if len(set(made)) != len(made):
             return NoScan(self.root, "roles", "a dimension of the result occurs twice", 2)
         steps, heads = self.atoms(dt), self.atoms(self.rate)
-        if not set(heads) <= set(steps) or not set(steps) <= set(made):
+        if not set(heads) <= set(steps):
             return NoScan(self.rate, "rate", "the rate of the decay is not one number for each head", 3)
+        lost = [a.size for a in steps if a not in made]
+        if lost:
+            return NoScan(self.dt, "axes", f"the step's dimension of {lost[0]} is not known to be one of the result", 3)
         p = [a for a in made if a not in steps]
         # The step may be split into chunks already: time is then one dimension of an operand or of the result alone.
         whole = [d for m in (self.root, *self.operands) for d in r.of(m) if len(d) > 1 and set(d) <= set(steps)]
