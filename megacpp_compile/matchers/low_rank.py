@@ -1,0 +1,144 @@
+"""A linear with low-rank paths beside it: `W x + s * B (A x)`, as LoRA trains it (arXiv:2106.09685, 4.1).
+
+The matcher flattens the sum, through casts and numbers. One term is the linear; every other one is a product of two
+linears whose rank is smaller than what goes in and what comes out. What `A` reads may be anything, such as x behind
+dropout.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch.fx import Node
+
+from megacpp_compile.fx.edit import Builder, value
+from megacpp_compile.fx.views import is_cast
+from megacpp_compile.matchers.linear import Linear, match_linear
+
+aten = torch.ops.aten
+_ADD = (aten.add.Tensor, aten.add.Scalar)
+
+
+@dataclasses.dataclass(frozen=True)
+class LowRank:
+    """One path beside the linear: `scale * up(down(x))`. numbers: further factors, known at run time only."""
+
+    down: Linear
+    up: Linear
+    scale: float
+    numbers: tuple[Node, ...]
+
+    @property
+    def inputs(self) -> list[Node]:
+        of = (self.down.x, self.down.w, self.down.b, self.up.w, self.up.b)
+        return [*(n for n in of if n is not None), *self.numbers]
+
+    def scaled(self, build: Builder, node: Node) -> Node:
+        """`node` times all that this path is multiplied by."""
+        for number in (*([self.scale] if self.scale != 1.0 else []), *self.numbers):
+            node = build(aten.mul.Tensor, node, number)
+        return node
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapted:
+    """`node = linear + sum(paths)`, in the dtype of the linear; `internal` are the nodes of the sum in front of it."""
+
+    node: Node
+    linear: Linear
+    paths: tuple[LowRank, ...]
+    internal: frozenset[Node]
+
+
+def match_adapted(node: Node) -> Adapted | None:
+    """The linear that `node` computes, alone or with low-rank paths beside it, or None."""
+    linear = match_linear(node)
+    if linear is not None:
+        return Adapted(node, linear, (), frozenset())
+    internal: set[Node] = set()
+    top = node
+    while is_cast(node):
+        internal.add(node)
+        node = node.args[0]  # type: ignore[assignment]
+    if node.target not in _ADD:
+        return None
+    terms: list[Node | _Term] = []
+    if not _flatten(node, terms, internal, node):
+        return None
+    bases = [t for t in terms if isinstance(t, Linear)]
+    paths = tuple(t for t in terms if isinstance(t, LowRank))
+    if len(bases) != 1 or len(paths) + 1 != len(terms) or value(top).dtype != value(bases[0].node).dtype:
+        return None
+    width, rank = bases[0].out_features, max(p.down.out_features for p in paths)
+    if rank >= min(width, value(bases[0].x).shape[-1]) or any(value(p.up.node).shape != value(top).shape for p in paths):
+        return None
+    return Adapted(top, bases[0], paths, frozenset(internal - {top}))
+
+
+_Term = Linear | LowRank
+
+
+def _flatten(node: object, terms: list, internal: set[Node], top: Node) -> bool:  # type: ignore[type-arg]
+    """Collect the terms of a sum; False where one of them is no linear, or is read by something else."""
+    if not isinstance(node, Node) or node is not top and len(node.users) != 1:
+        return False
+    internal.add(node)
+    if is_cast(node):
+        return _flatten(node.args[0], terms, internal, top)
+    if node.target in _ADD:
+        alpha = node.kwargs.get("alpha", 1)
+        before = len(terms)
+        if not _flatten(node.args[0], terms, internal, top):
+            return False
+        before = len(terms)
+        if not _flatten(node.args[1], terms, internal, top):
+            return False
+        return alpha == 1 or _scale(terms, before, alpha)
+    if node.target in (aten.mul.Tensor, aten.mul.Scalar):
+        factor = node.args[1]
+        if isinstance(value(factor), torch.Tensor):
+            return False
+        before = len(terms)
+        return _flatten(node.args[0], terms, internal, top) and _scale(terms, before, factor)
+    up = match_linear(node)
+    if up is None:
+        return False
+    down = match_linear(_strip(up.x))
+    if down is None or not _narrow(down, up):
+        terms.append(up)
+        return True
+    step = up.x
+    while True:
+        if len(step.users) != 1:  # its rows are kept for something else, too
+            return False
+        internal.add(step)
+        if step is down.node:
+            break
+        step = step.args[0]  # type: ignore[assignment]
+    terms.append(LowRank(down, up, 1.0, ()))
+    return True
+
+
+def _strip(node: Node) -> Node:
+    while is_cast(node):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _narrow(down: Linear, up: Linear) -> bool:
+    rank = down.out_features
+    return isinstance(rank, int) and rank < min(up.out_features, value(down.x).shape[-1])
+
+
+def _scale(terms: list, first: int, by: object) -> bool:  # type: ignore[type-arg]
+    """Multiply the terms from `first` on by a number; False where one of them is not a low-rank path."""
+    for i in range(first, len(terms)):
+        path = terms[i]
+        if not isinstance(path, LowRank):
+            return False
+        if isinstance(by, Node):
+            terms[i] = dataclasses.replace(path, numbers=(*path.numbers, by))
+        else:
+            terms[i] = dataclasses.replace(path, scale=path.scale * float(by))  # type: ignore[arg-type]
+    return True
