@@ -22,8 +22,8 @@ class HandedOver:
 
     All fields but `backward` count positions from 0: `flag`, the first of the op's arguments with a default, requests
     the intermediate (True); `result` is its place among the op's results; `operand` is its place among the arguments of
-    the op `backward`, the first with a default. `witness` is a (result, operand) pair of the two ops that shows which backward belongs to
-    which call.
+    the op `backward`, the first with a default. `witness` is a (result, operand) pair of the two ops that shows which
+    backward belongs to which call.
     """
 
     backward: str

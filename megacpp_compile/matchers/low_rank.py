@@ -17,7 +17,6 @@ from megacpp_compile.fx.views import is_cast
 from megacpp_compile.matchers.linear import Linear, match_linear
 
 aten = torch.ops.aten
-_ADD = (aten.add.Tensor, aten.add.Scalar)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,38 +56,30 @@ def match_adapted(node: Node) -> Adapted | None:
     if linear is not None:
         return Adapted(node, linear, (), frozenset())
     internal: set[Node] = set()
-    top = node
-    while is_cast(node):
-        internal.add(node)
-        node = node.args[0]  # type: ignore[assignment]
-    if node.target not in _ADD:
-        return None
-    terms: list[Node | _Term] = []
-    if not _flatten(node, terms, internal, node):
+    terms: list[Linear | LowRank] = []
+    if _strip(node).target is not aten.add.Tensor or not _flatten(node, terms, internal, node):
         return None
     bases = [t for t in terms if isinstance(t, Linear)]
     paths = tuple(t for t in terms if isinstance(t, LowRank))
-    if len(bases) != 1 or len(paths) + 1 != len(terms) or value(top).dtype != value(bases[0].node).dtype:
+    if len(bases) != 1 or len(paths) + 1 != len(terms) or value(node).dtype != value(bases[0].node).dtype:
         return None
     width, rank = bases[0].out_features, max(p.down.out_features for p in paths)
-    if rank >= min(width, value(bases[0].x).shape[-1]) or any(value(p.up.node).shape != value(top).shape for p in paths):
+    if rank >= min(width, value(bases[0].x).shape[-1]):
         return None
-    return Adapted(top, bases[0], paths, frozenset(internal - {top}))
+    if any(value(p.up.node).shape != value(node).shape for p in paths):
+        return None
+    return Adapted(node, bases[0], paths, frozenset(internal - {node}))
 
 
-_Term = Linear | LowRank
-
-
-def _flatten(node: object, terms: list, internal: set[Node], top: Node) -> bool:  # type: ignore[type-arg]
+def _flatten(node: object, terms: list[Linear | LowRank], internal: set[Node], top: Node) -> bool:
     """Collect the terms of a sum; False where one of them is no linear, or is read by something else."""
     if not isinstance(node, Node) or node is not top and len(node.users) != 1:
         return False
     internal.add(node)
     if is_cast(node):
         return _flatten(node.args[0], terms, internal, top)
-    if node.target in _ADD:
+    if node.target is aten.add.Tensor:
         alpha = node.kwargs.get("alpha", 1)
-        before = len(terms)
         if not _flatten(node.args[0], terms, internal, top):
             return False
         before = len(terms)
@@ -131,7 +122,7 @@ def _narrow(down: Linear, up: Linear) -> bool:
     return isinstance(rank, int) and rank < min(up.out_features, value(down.x).shape[-1])
 
 
-def _scale(terms: list, first: int, by: object) -> bool:  # type: ignore[type-arg]
+def _scale(terms: list[Linear | LowRank], first: int, by: object) -> bool:
     """Multiply the terms from `first` on by a number; False where one of them is not a low-rank path."""
     for i in range(first, len(terms)):
         path = terms[i]

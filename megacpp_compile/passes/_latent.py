@@ -23,13 +23,18 @@ from megacpp_compile.matchers.views import consumers, is_cast, is_outer_view, is
 
 aten = torch.ops.aten
 
-# What autograd differentiates without its operand's values.
-_KEEPS_NOTHING = frozenset(
+# What autograd differentiates without its operand's values: writes, and sums.
+_WRITES = frozenset(
     {
         aten.cat.default, aten.stack.default, aten.copy.default, aten.copy_.default, aten.slice_scatter.default,
         aten.select_scatter.default, aten.index_copy.default, aten.index_put.default, aten.index_put_.default,
-        aten._index_put_impl_.default, aten.add.Tensor, aten.sub.Tensor, aten.neg.default, aten.sum.default,
-        aten.sum.dim_IntList, aten.mean.default, aten.mean.dim,
+        aten._index_put_impl_.default,
+    }
+)  # fmt: skip
+_SUMS = frozenset(
+    {
+        aten.add.Tensor, aten.sub.Tensor, aten.neg.default, aten.sum.default, aten.sum.dim_IntList, aten.mean.default,
+        aten.mean.dim,
     }
 )  # fmt: skip
 
@@ -78,8 +83,20 @@ def latent_of(x: Node) -> Latent | None:
     return None if down is None or not isinstance(size, int) else Latent(down, start, size, chain)
 
 
-def beside(view: GraphView, norm: RmsNorm, latent: Latent, first: int, end: int) -> Beside | MatchFailure:
-    """Every reader of the down-projection's channels `first` to `end` but the norm."""
+def is_residual(node: Node) -> bool:
+    """Whether `node` adds two activations, as a residual stream does; a bias is none."""
+    if node.target not in (aten.add.Tensor, aten.sub.Tensor):
+        return False
+    shape = value(node).shape
+    added = [a for a in node.args[:2] if isinstance(a, Node) and isinstance(value(a), torch.Tensor)]
+    return len(added) == 2 and all(
+        len(value(a).shape) == len(shape) > 1 and value(a).shape[-1] == shape[-1] for a in added
+    )
+
+
+def beside(view: GraphView, norm: RmsNorm, latent: Latent, first: int, end: int) -> Beside | MatchFailure | None:
+    """Every reader of the down-projection's channels `first` to `end` but the norm; None where the latent is a residual
+    stream."""
     start, size = latent.start, latent.size
     lo, hi = (first, start) if start > first else (start + size, end)
     found = Beside([], [])
@@ -111,7 +128,9 @@ def beside(view: GraphView, norm: RmsNorm, latent: Latent, first: int, end: int)
                 part(user, at + cut[1], cut[2], chain)
             elif is_outer_view(user):
                 stack.append((user, at, width, [*chain, user]))
-            elif (at, width) == (start, size) and not keeps(view, user, node):
+            elif is_residual(user):
+                return None
+            elif (at, width) == (start, size) and user.target not in _SUMS and not keeps(view, user, node):
                 found.raw += [] if (node, chain) in found.raw else [(node, chain)]
             else:
                 at_node = node if user.op == "output" else user
@@ -124,7 +143,7 @@ def keeps(view: GraphView, user: Node, read: Node, detached: bool = False) -> bo
     """Whether `user` makes autograd keep the values of `read` for backward."""
     if user.op == "output" or not view.trained or not view.mode_states[user].grad:
         return False
-    if user.target in _KEEPS_NOTHING or is_cast(user):
+    if user.target in _WRITES | _SUMS or is_cast(user):
         return False
     linear = match_linear(user)
     if linear is not None and linear.x is read and linear.w is not read:

@@ -18,7 +18,7 @@ from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.linear import Linear, match_linear
 from megacpp_compile.matchers.rms_norm import RmsNorm, match_rms_norm
 from megacpp_compile.matchers.views import is_cast
-from megacpp_compile.passes._latent import latent_of
+from megacpp_compile.passes._latent import is_residual, latent_of
 
 aten = torch.ops.aten
 
@@ -33,18 +33,18 @@ _ARITHMETIC = frozenset(
 _STEPS = 32  # nodes of one normalisation
 
 
-def behind_a_latent(view: GraphView, source: Node, up: Linear) -> bool:
-    """Whether `source`, which `up` projects, is some normalisation of a latent."""
+def behind_a_latent(source: Node, up: Linear) -> bool:
+    """Whether `source`, which `up` projects, is some normalisation of a latent, and no residual stream."""
     stack, seen = [source], set[Node]()
     while stack and len(seen) < _STEPS:
         node = stack.pop()
-        if node in seen or node.op != "call_function":
+        if node in seen or node.op != "call_function" or any(map(is_residual, node.users)):
             continue
         seen.add(node)
         if isinstance(value(node), torch.Tensor) and value(node).dim() and (latent := latent_of(node)) is not None:
             if latent.narrows(up):
                 return True
-        elif _name(node) in _ARITHMETIC and not _residual(view, node) or is_cast(node) or is_reshape(node):
+        elif _name(node) in _ARITHMETIC and not is_residual(node) or is_cast(node) or is_reshape(node):
             stack += node.all_input_nodes
     return False
 
@@ -59,13 +59,12 @@ def stranded(view: GraphView, seen: set[Node]) -> Iterator[MatchFailure]:
             continue
         step = norm.node
         for _ in range(3):
-            if len(step.users) != 1 or _residual(view, step):
+            if len(step.users) != 1 or is_residual(step := next(iter(step.users))):
                 break
-            step = next(iter(step.users))
             ups = [up for up in map(match_linear, (step, *step.users)) if up is not None]
             if ups:
                 blocker = next(iter(norm.node.users))
-                if any(map(latent.narrows, ups)) and not _residual(view, step):
+                if any(map(latent.narrows, ups)):
                     reason = f"{blocker.name} stands between the norm and the up-projection"
                     yield MatchFailure(blocker, "no-up", reason)
                 break
@@ -85,15 +84,3 @@ def _norm_at(node: Node) -> RmsNorm | None:
 def _name(node: Node) -> str:
     packet = getattr(node.target, "overloadpacket", node.target)
     return getattr(packet, "__name__", "")
-
-
-def _residual(view: GraphView, node: Node) -> bool:
-    """Whether `node` adds two activations, as a residual stream does; a bias is none."""
-    if node.target not in (aten.add.Tensor, aten.sub.Tensor):
-        return False
-    shape = value(node).shape
-    added = [a for a in node.args[:2] if isinstance(a, Node) and isinstance(value(a), torch.Tensor)]
-    return len(added) == 2 and all(
-        a not in view.weights and len(value(a).shape) == len(shape) > 1 and value(a).shape[-1] == shape[-1]
-        for a in added
-    )

@@ -83,7 +83,7 @@ def find(view: GraphView) -> Iterator[Match | MatchFailure]:
         if norm is None:
             continue
         if isinstance(norm, NoNorm):
-            if behind_a_latent(view, source, up):
+            if behind_a_latent(source, up):
                 yield MatchFailure(norm.node, norm.tag, norm.reason)
             continue
         done.update(n for n, _, _ in consumers(norm.node, between))
@@ -122,7 +122,9 @@ def _several(view: GraphView) -> Iterator[tuple[Node, Match]]:
             yield from matches
 
 
-def _check(view: GraphView, norm: RmsNorm, up: Linear, part: tuple[int, int] | None = None) -> Match | MatchFailure | None:
+def _check(
+    view: GraphView, norm: RmsNorm, up: Linear, part: tuple[int, int] | None = None
+) -> Match | MatchFailure | None:
     """The match of `norm` with the projections before and behind it; None where it is no latent's.
 
     part: the channels of the down-projection that belong to this latent and its op; None for all of them.
@@ -131,15 +133,16 @@ def _check(view: GraphView, norm: RmsNorm, up: Linear, part: tuple[int, int] | N
     if latent is None:
         return None  # the norm of a residual stream, not of a latent
     found = _site(view, norm, latent, part)
-    if isinstance(found, MatchFailure):
-        return found if latent.narrows(up) else None
-    if (refusal := _refusal(view, found)) is not None:
+    refusal = _refusal(view, found) if isinstance(found, _Site) else found
+    if refusal is not None:
         return refusal if latent.narrows(up) else None
+    if not isinstance(found, _Site):
+        return None
     return Match(found.ups[0][0].node, found.inputs, found.outputs, lambda build: _rewrite(view, build, found))
 
 
-def _site(view: GraphView, norm: RmsNorm, latent: Latent, part: tuple[int, int] | None) -> _Site | MatchFailure:
-    """Who reads the latent and its norm, or why they can't all be served."""
+def _site(view: GraphView, norm: RmsNorm, latent: Latent, part: tuple[int, int] | None) -> _Site | MatchFailure | None:
+    """Who reads the latent and its norm, or why they can't all be served; None for what is no latent."""
     start, size = latent.start, latent.size
     lo, hi = part or (0, latent.down.linear.out_features)
     if start > lo and start + size != hi:
@@ -157,19 +160,19 @@ def _site(view: GraphView, norm: RmsNorm, latent: Latent, part: tuple[int, int] 
         return MatchFailure(at, "no-up", f"no linear follows the norm directly ({user.name})")
     if (escape := escaping(norm)) is not None:
         return escape
-    kept = any(keeps(view, user, read) for user, read in others)
-    if kept and not any(latent.narrows(up) for up, _ in ups):
-        return MatchFailure(norm.node, "escapes", "the normed value is kept for something else, too")
     more = beside(view, norm, latent, lo, hi)
-    if isinstance(more, MatchFailure):
+    if not isinstance(more, Beside):
         return more
-    return _Site(latent, norm, ups, more, part, bool(others), kept or bool(more.raw))
+    if (others or more.raw) and not any(latent.narrows(up) for up, _ in ups):
+        return None
+    keep = bool(more.raw) or any(keeps(view, user, read) for user, read in others)
+    return _Site(latent, norm, ups, more, part, bool(others), keep)
 
 
 def _refusal(view: GraphView, site: _Site) -> MatchFailure | None:
     """Why the op can't stand for `site`, or would not be worth it."""
     norm, ups, down = site.norm, [up for up, _ in site.ups], site.latent.down
-    if len({value(n).dtype for n in (down.node, *(up.node for up in ups))}) > 1:
+    if all(value(up.node).dtype != value(down.node).dtype for up in ups):  # a low-rank path's may be wider
         return MatchFailure(ups[0].node, "dtype", "down- and up-projection run in different dtypes")
     gone = {down.node, down.linear.node, *down.internal, *norm.internal}
     for node in (*gone, *(up.node for up in ups), *(n for n, *_ in site.beside.rests)):

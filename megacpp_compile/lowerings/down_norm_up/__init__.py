@@ -9,10 +9,9 @@
                latent [..., size] as it was before the norm with `keep_latent`, else empty
 
 The normed latent is channels `start : start + size` of the down-projection; the rest lies wholly before or behind it.
-x, w_down and b_down share a dtype, as do x_side and w_side, and the w_up; the norm is computed in float32 (float64 for
-float64).
-Saved for backward: x, x_side, the weights, rrms. The latent is recomputed from x, so nothing of its width is kept, unless
-`keep_latent` saves it, in the down-projection's own buffer, and with it the time of that GEMM.
+x, w_down and b_down share a dtype, as do x_side and w_side; the norm is computed in float32 (float64 for float64).
+Saved for backward: x, x_side, the weights, rrms. The latent is recomputed from x, so nothing of its width is kept,
+unless `keep_latent` saves it, in the down-projection's own buffer, and with it the time of that GEMM.
 Source: RMSNorm, https://arxiv.org/abs/1910.07467; MLA, https://arxiv.org/abs/2405.04434, section 2.1.
 """
 
