@@ -166,7 +166,7 @@ def down_norm_up_backward(
     d_norm = rrms.new_empty(0) if w_norm is None else sums.sum(0).to(w_norm.dtype)
     d_bias = rrms.new_empty(0) if b_down is None else d_down.to(rrms.dtype).sum(0).to(b_down.dtype)
     d_x = autotune.mm(d_down, w_down).view(x.shape)
-    d_x_side, d_w_side = side_gradients(d_down, x_side, w_side)
+    d_x_side, d_w_side = side_gradients(d_down, x_side, w_side, rrms)
     if x_side is not None:
         d_x_side = d_x_side.view(x_side.shape)
     return d_x, d_down.t() @ flat_x, d_bias, d_norm, [grad.t() @ normed], d_x_side, d_w_side

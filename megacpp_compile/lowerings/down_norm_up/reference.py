@@ -70,10 +70,12 @@ def recompute_latent(
     return beside(latent, x_side, None if w_side is None else w_side[rows])
 
 
-def side_gradients(d_down: Tensor, x_side: Tensor | None, w_side: Tensor | None) -> tuple[Tensor, Tensor]:
+def side_gradients(
+    d_down: Tensor, x_side: Tensor | None, w_side: Tensor | None, rrms: Tensor
+) -> tuple[Tensor, Tensor]:
     """Gradients of x_side and w_side from that of the down-projection; empty where there is no path beside it."""
     if x_side is None or w_side is None:
-        return d_down.new_empty(0), d_down.new_empty(0)
+        return rrms.new_empty(0), rrms.new_empty(0)
     d_down = d_down.to(x_side.dtype)
     return d_down @ w_side, d_down.flatten(0, -2).t() @ x_side.flatten(0, -2)
 
@@ -116,5 +118,5 @@ def down_norm_up_backward(
     d_down = torch.cat((rest, d_latent) if start else (d_latent, rest), -1)
     flat = d_down.flatten(0, -2)
     d_bias = rrms.new_empty(0) if b_down is None else flat.to(rrms.dtype).sum(0).to(b_down.dtype)
-    d_sides = side_gradients(d_down, x_side, w_side)
+    d_sides = side_gradients(d_down, x_side, w_side, rrms)
     return d_down @ w_down, flat.t() @ x.flatten(0, -2), d_bias, d_norm, d_up, *d_sides
