@@ -9,7 +9,7 @@ from torch import nn
 
 from megacpp_compile.config.options import Config
 from tests.corpus import jitter_gains
-from tests.corpus.near_misses import RANK, ROPE, SEQ
+from tests.corpus.near_misses import RANK, ROPE, SEQ, inverse_rms
 from tests.frames import check, run
 
 from .contract import assert_dynamic, assert_fires
@@ -215,22 +215,43 @@ def test_read_by_something_else_saved():
 # --- numbers of the model
 
 
-class Scaled(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.block, _ = build(self.body)
-        self.number = 1.7
+def scaled_behind(m, x, number):
+    h, rest = latent(m, x)
+    return m.up(h * number), rest
 
-    def body(self, m, x):
-        h, rest = latent(m, x)
-        return m.up(h * self.number), rest
+
+def scaled_inside(m, x, number):
+    h, rest = m.wide_down(x).split([RANK, ROPE], dim=-1)
+    return m.up(h * inverse_rms(h) * number * m.gain), rest
+
+
+def divided_inside(m, x, number):
+    h, rest = m.wide_down(x).split([RANK, ROPE], dim=-1)
+    return m.up(h * inverse_rms(h) * m.gain / number), rest
+
+
+def scaled_by_the_length(m, x, _):
+    h, rest = m.wide_down(x).split([RANK, ROPE], dim=-1)
+    return m.up(h * inverse_rms(h) * x.shape[1] ** 0.5 * m.gain), rest
+
+
+class Scaled(nn.Module):
+    def __init__(self, body):
+        super().__init__()
+        self.block, _ = build(lambda m, x: body(m, x, self.number))
+        self.number = 1.7
 
     def forward(self, x):
         return self.block(x)
 
 
-def test_scaled_by_a_number_of_the_model():
-    assert_dynamic(NAME, Scaled(), hidden, everything=True)
+@pytest.mark.parametrize("body", [scaled_behind, scaled_inside, divided_inside], ids=lambda f: f.__name__)
+def test_scaled_by_a_number_of_the_model(body):
+    assert_dynamic(NAME, Scaled(body), hidden, everything=True)
+
+
+def test_a_number_that_changes_from_call_to_call_stays_one():
+    assert_dynamic(NAME, Scaled(scaled_by_the_length), hidden, count=0, everything=True)
 
 
 # --- blocks without latents
