@@ -86,29 +86,32 @@ def _flatten(node: object, terms: list[Linear | LowRank], internal: set[Node], t
         if not _flatten(node.args[1], terms, internal, top):
             return False
         return alpha == 1 or _scale(terms, before, alpha)
-    if node.target in (aten.mul.Tensor, aten.mul.Scalar):
-        factor = node.args[1]
-        if isinstance(value(factor), torch.Tensor):
-            return False
+    if _is_scaling(node):
         before = len(terms)
-        return _flatten(node.args[0], terms, internal, top) and _scale(terms, before, factor)
+        return _flatten(node.args[0], terms, internal, top) and _scale(terms, before, node.args[1])
     up = match_linear(node)
     if up is None:
         return False
-    down = match_linear(_strip(up.x))
+    rows: set[Node] = set()
+    step, factors = up.x, list[object]()
+    while is_cast(step) or _is_scaling(step):
+        rows.add(step)
+        factors += [step.args[1]] if _is_scaling(step) else []
+        step = step.args[0]  # type: ignore[assignment]
+    down = match_linear(step)
     if down is None or not _narrow(down, up):
         terms.append(up)
         return True
-    step = up.x
-    while True:
-        if len(step.users) != 1:  # its rows are kept for something else, too
-            return False
-        internal.add(step)
-        if step is down.node:
-            break
-        step = step.args[0]  # type: ignore[assignment]
+    rows.add(step)
+    internal |= rows
     terms.append(LowRank(down, up, 1.0, ()))
-    return True
+    once = all(len(row.users) == 1 for row in rows)  # else they are kept for something else, too
+    return once and all(_scale(terms, len(terms) - 1, factor) for factor in factors)
+
+
+def _is_scaling(node: Node) -> bool:
+    """Whether `node` multiplies by a number."""
+    return node.target in (aten.mul.Tensor, aten.mul.Scalar) and not isinstance(value(node.args[1]), torch.Tensor)
 
 
 def _strip(node: Node) -> Node:

@@ -10,6 +10,7 @@ from torch import nn
 from megacpp_compile.config.options import Config
 from tests.corpus import jitter_gains
 from tests.corpus.near_misses import RANK, ROPE, SEQ, inverse_rms
+from tests.corpus.spellings import PlainMLA
 from tests.frames import check, run
 
 from .contract import assert_dynamic, assert_fires
@@ -71,6 +72,16 @@ def test_low_rank_paths(which, options):
     assert_fires(NAME, *adapted(*which, **options))
 
 
+def test_low_rank_paths_all_over_a_block():
+    """The passes behind it fire as without."""
+    block = PlainMLA().requires_grad_(False)
+    for name, child in list(block.named_children()):
+        if isinstance(child, nn.Linear):
+            setattr(block, name, Adapted(child))
+    fired = check(block, block.example_inputs()).fired
+    assert fired == {"down_norm_up": 2, "mla_rope_q": 1, "mla_rope_kv": 1}
+
+
 def test_low_rank_path_keeps_what_it_kept_alone():
     """The rows of rank width and rrms; with the rows that dropout leaves, also the latent, as normed it is read twice."""
     (site,) = _sites(*adapted("wide_down"))
@@ -86,7 +97,12 @@ def test_low_rank_path_of_dynamic_numbers():
 
 class AddedByAlpha(Adapted):
     def path(self, y, a, b, x):
-        return torch.add(b(a(x)) * 0.5 + b(a(2 * x)), y) if y is None else torch.add(y, b(a(x)), alpha=self.scale)
+        return torch.add(y, b(a(x)), alpha=self.scale)
+
+
+class ScaledInside(Adapted):
+    def path(self, y, a, b, x):
+        return self.scale * ((x @ a.weight.t()) * 3 @ b.weight.t()) + y
 
 
 class NotLinear(Adapted):
@@ -110,8 +126,9 @@ class BaseReadTwice(Adapted):
         return y + b(a(x)) + y.mean()
 
 
-def test_low_rank_path_added_otherwise():
-    assert_fires(NAME, *adapted("wide_down", of=AddedByAlpha))
+@pytest.mark.parametrize("of", [AddedByAlpha, ScaledInside])
+def test_low_rank_path_spelled_otherwise(of):
+    assert_fires(NAME, *adapted("wide_down", of=of))
 
 
 @pytest.mark.parametrize("of", [NotLinear, Gated, RowsReadTwice, BaseReadTwice])

@@ -223,7 +223,9 @@ def test_refuses_one_nope_key_for_all_heads():
 def scaled_keys(m, x, cos, sin):
     """As LongCat's, whose parts are scaled each by itself."""
     rope = partial(turn, cos=cos, sin=sin)
-    return attention_with(m, x, rope, lambda k: rope(k * m.numbers[0]), k_join=lambda nope, pe: joined(nope * m.numbers[1], pe))
+    return attention_with(
+        m, x, rope, lambda k: rope(k * m.numbers[0]), k_join=lambda nope, pe: joined(nope * m.numbers[1], pe)
+    )
 
 
 @pytest.mark.parametrize("dynamic", [None, True], ids=["numbers", "numbers as inputs"])

@@ -223,7 +223,9 @@ def test_refuses(tag, body):
 def scaled_queries(m, x, cos, sin):
     """As LongCat's, whose parts are scaled each by itself."""
     rope = partial(turn, cos=cos, sin=sin)
-    return attention_with(m, x, lambda q: rope(q * m.numbers[0]), rope, q_join=lambda nope, pe: joined(nope * m.numbers[1], pe))
+    return attention_with(
+        m, x, lambda q: rope(q * m.numbers[0]), rope, q_join=lambda nope, pe: joined(nope * m.numbers[1], pe)
+    )
 
 
 @pytest.mark.parametrize("dynamic", [None, True], ids=["numbers", "numbers as inputs"])

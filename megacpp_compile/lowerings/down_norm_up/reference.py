@@ -70,9 +70,7 @@ def recompute_latent(
     return beside(latent, x_side, None if w_side is None else w_side[rows])
 
 
-def side_gradients(
-    d_down: Tensor, x_side: Tensor | None, w_side: Tensor | None, rrms: Tensor
-) -> tuple[Tensor, Tensor]:
+def side_gradients(d_down: Tensor, x_side: Tensor | None, w_side: Tensor | None, rrms: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of x_side and w_side from that of the down-projection; empty where there is no path beside it."""
     if x_side is None or w_side is None:
         return rrms.new_empty(0), rrms.new_empty(0)
