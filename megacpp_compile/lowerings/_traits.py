@@ -20,10 +20,10 @@ Kernel = Literal["kernel", "in place", "pointwise", "reduction"]
 class HandedOver:
     """An intermediate that an op returns on request, and that its backward then takes instead of recomputing it.
 
-    All fields but `backward` count positions from 0: `flag`, the op's last argument, requests the intermediate
-    (True); `result` is its place among the op's results; `operand` is its place among the arguments of the op
-    `backward`, the last one. `witness` is a (result, operand) pair of the two ops that shows which backward belongs to
-    which call.
+    All fields but `backward` count positions from 0: `flag`, the first of the op's arguments with a default, requests
+    the intermediate (True); `result` is its place among the op's results; `operand` is its place among the arguments of
+    the op `backward`, the first with a default. `witness` is a (result, operand) pair of the two ops that shows which
+    backward belongs to which call.
     """
 
     backward: str

@@ -87,7 +87,10 @@ def _match(node: Node) -> RmsNorm | None:
     over = [f for f in over if f is not factor]
     under = [f for f in under if f is not factor]
     scale, gains, normed = 1.0, [], []
+    numbers = [*((f, 1) for f in over if _is_number(f)), *((f, -1) for f in under if _is_number(f))]
     for f in over:
+        if _is_number(f):
+            continue
         if not isinstance(f, Node):
             scale *= f
         elif _strip_casts(f) is x:
@@ -95,6 +98,8 @@ def _match(node: Node) -> RmsNorm | None:
         else:
             gains.append(f)
     for f in under:
+        if _is_number(f):
+            continue
         if isinstance(f, Node):
             raise _Refuse(f, "divided", "the normed value is divided by another tensor")
         scale /= f
@@ -114,7 +119,24 @@ def _match(node: Node) -> RmsNorm | None:
     for n in sorted(internal):
         if isinstance(value(n), torch.Tensor) and n is not top and _bits(n) < bits:
             raise _Refuse(n, "precision", f"computed in {value(n).dtype}, lower than its operand's precision")
+    for f, power in numbers:
+        scale *= float(value(f)) ** power
     return RmsNorm(top, x, eps, gains, scale, internal)
+
+
+def _is_number(factor: Any) -> bool:
+    """Whether `factor` is a float of the model, which `dynamic=True` makes an input; the match fixes it. One computed
+    from a size may change from call to call."""
+    number = value(factor) if isinstance(factor, Node) else None
+    if not isinstance(number, torch.SymFloat) or not number.node.has_hint():
+        return False
+    stack = [factor]
+    while stack:
+        node = stack.pop()
+        if isinstance(value(node), torch.SymInt):
+            return False
+        stack += node.all_input_nodes if not isinstance(value(node), torch.Tensor) else []
+    return True
 
 
 def _outermost(node: Node, found: list[Any]) -> Any:

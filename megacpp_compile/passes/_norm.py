@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.fx import Node
 
@@ -20,8 +22,15 @@ def between(node: Node) -> bool:
 
 
 def scaled(node: Node) -> bool:
-    """Whether `node` multiplies a norm's output by a number, which then belongs to the gain."""
-    return node.target in (aten.mul.Tensor, aten.mul.Scalar) and isinstance(node.args[1], (int, float))
+    """Whether `node` multiplies a norm's output by a number, which then belongs to the gain.
+
+    Under `dynamic=True` the model's own numbers are inputs of the graph, known at run time only.
+    """
+    return (
+        node.target in (aten.mul.Tensor, aten.mul.Scalar)
+        and isinstance(value(node.args[0]), torch.Tensor)
+        and isinstance(value(node.args[1]), (int, float, torch.SymInt, torch.SymFloat))
+    )
 
 
 def norm_before(linear: Linear) -> tuple[Node, RmsNorm | NoNorm | None]:
@@ -32,31 +41,48 @@ def norm_before(linear: Linear) -> tuple[Node, RmsNorm | NoNorm | None]:
     return source, match_rms_norm(source)
 
 
-def projections(norm: RmsNorm) -> tuple[list[tuple[Linear, list[Node]]], MatchFailure | None]:
-    """(the linears that read the norm, each with the chain to it; why not, where something else reads it too).
+def fold_scaling(norm: RmsNorm) -> list[tuple[Node, Node, list[Node]]]:
+    """(user, the value it reads, chain to it) for all that reads the norm behind views and casts.
 
-    Views, casts and one scaling by a number may stand in between.
+    One scaling by a number may stand in between: it becomes part of the norm.
     """
-    ups = []
     uses = consumers(norm.node, between)
     if len(uses) == 1 and scaled(uses[0][0]) and uses[0][0].args[0] is uses[0][1]:
         scaling, _, chain = uses[0]
-        norm.internal.add(scaling)
-        norm.internal.update(chain)
-        norm.scale *= float(scaling.args[1])  # type: ignore[arg-type]
-        norm.internal.add(norm.node)
-        prefix = chain
+        norm.internal.update((norm.node, scaling, *chain))
+        _scale(norm, scaling.args[1])
         norm.node = scaling
-        uses = [(u, v, prefix + c) for u, v, c in consumers(scaling, between)]
+        uses = [(u, v, chain + c) for u, v, c in consumers(scaling, between)]
+    return uses
+
+
+def reads(user: Node, read: Node) -> Linear | None:
+    """The linear that `user` is and that projects `read`."""
+    linear = match_linear(user)
+    return linear if linear is not None and linear.x is read and linear.w is not read else None
+
+
+def projections(norm: RmsNorm) -> tuple[list[tuple[Linear, list[Node]]], MatchFailure | None]:
+    """(the linears that read the norm, each with the chain to it; why not, where something else reads it too)."""
+    ups = []
+    uses = fold_scaling(norm)
     for user, read, chain in uses:
-        up = match_linear(user)
-        if up is None or up.x is not read or up.w is read:
+        up = reads(user, read)
+        if up is None:
             linear = any(match_linear(u) is not None for u, _, _ in uses)
             what = "the normed value is used elsewhere too" if linear else "no linear follows the norm directly"
             at = read if user.op == "output" else user  # the output itself has no place in the source
             return [], MatchFailure(at, "escapes" if linear else "no-up", f"{what} ({user.name})")
         ups.append((up, chain))
     return ups, None
+
+
+def _scale(norm: RmsNorm, by: Any) -> None:
+    """Make the number `by` a factor of the norm; a node of a number stands among the gains."""
+    if isinstance(by, Node):
+        norm.gains.append(by)
+    else:
+        norm.scale *= by
 
 
 def escaping(norm: RmsNorm) -> MatchFailure | None:
@@ -86,13 +112,18 @@ def gain_of(build: Builder, norm: RmsNorm) -> Node | None:
     """The product of all gains and numbers, one per channel; None where there is none."""
     gain: Node | None = None
     width = value(norm.x).shape[-1]
+    numbers = [g for g in norm.gains if not isinstance(value(g), torch.Tensor)]
     for g in norm.gains:
+        if g in numbers:
+            continue
         if value(g).dim() > 1:
             g = build(aten.reshape.default, g, [value(g).numel()])
         gain = g if gain is None else build(aten.mul.Tensor, gain, g)
-    if norm.scale != 1.0:
-        ones = build(aten.full.default, [width], norm.scale, dtype=torch.float32, device=value(norm.x).device)
-        gain = ones if gain is None else build(aten.mul.Tensor, gain, norm.scale)
+    for number in [*([norm.scale] if norm.scale != 1.0 else []), *numbers]:
+        if gain is None:
+            gain = build(aten.full.default, [width], number, dtype=torch.float32, device=value(norm.x).device)
+        else:
+            gain = build(aten.mul.Tensor, gain, number)
     if gain is not None and tuple(value(gain).shape) != (width,):
         gain = build(aten.expand.default, gain, [width])
     return gain

@@ -50,8 +50,9 @@ class Rewriter:
         op_node, new = match.rewrite(build)
         if build.emitted:
             move_behind([n for n in moved if not n._erased], build.emitted[-1])
+        plain = _plain(match)  # an output may be what another is computed from: the plain subgraph stays whole
         for old, node in zip(match.outputs, new, strict=True):
-            old.replace_all_uses_with(node)
+            old.replace_all_uses_with(node, delete_user_cb=lambda user: user not in plain)
         done = Rewrite(match, op_node, new, unread_without(match.outputs, self.unread))
         read = {n for node in build.emitted for n in node.all_input_nodes}
         if not self.unread.isdisjoint(read) or not done.unread.isdisjoint(self.ops):

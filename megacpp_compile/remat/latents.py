@@ -21,9 +21,9 @@ def pass_on(graph: fx.Graph, recomputed: Sequence[Node]) -> list[Node]:
     added = []
     for op in recomputed:
         given = traits_of(op).handed_over
-        if given is None or op.args[given.flag :] == (True,) or not (readers := _backwards(op, given)):
+        if given is None or op.args[given.flag : given.flag + 1] == (True,) or not (readers := _backwards(op, given)):
             continue
-        op.args = (*op.args[: given.flag], True)
+        op.args = (*op.args[: given.flag], True, *op.args[given.flag + 1 :])
         with value(op.args[0]).fake_mode:
             op.meta["val"] = op.target(*fx.map_arg(op.args, value))  # type: ignore[operator]
         with graph.inserting_after(op):
@@ -31,7 +31,7 @@ def pass_on(graph: fx.Graph, recomputed: Sequence[Node]) -> list[Node]:
         intermediate.meta = {k: v for k, v in op.meta.items() if k in ("nn_module_stack", "stack_trace", "seq_nr")}
         intermediate.meta["val"] = op.meta["val"][given.result]
         for backward in readers:
-            backward.args = (*backward.args[: given.operand], intermediate)
+            backward.args = (*backward.args[: given.operand], intermediate, *backward.args[given.operand + 1 :])
         added.append(intermediate)
     return added
 

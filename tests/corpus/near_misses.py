@@ -115,21 +115,6 @@ def bottleneck(m, x):
 _bottleneck = _register(Bottleneck, bottleneck, ("down_norm_up",))
 
 
-@_bottleneck("the normed latent is a second result", differs=False)
-def normed_latent_escapes(m, x):
-    h = m.down(x)
-    latent = h * inverse_rms(h) * m.gain
-    return m.up(latent), latent
-
-
-@_bottleneck("the normed latent is kept in a cache", differs=False)
-def normed_latent_written_to_cache(m, x):
-    h = m.down(x)
-    latent = h * inverse_rms(h) * m.gain
-    m.cache[:, :SEQ].copy_(latent.detach())
-    return m.up(latent)
-
-
 @_bottleneck("the down output is needed whole, beside the norm")
 def down_output_reused(m, x):
     h = m.down(x)

@@ -62,6 +62,23 @@ for label, options in PROJECTIONS.items():
             return *seeds, x, w_down, b_down, w_norm, w_up, rrms, start, size, *([latent] if keep else [])
 
 
+@case("down_norm_up", "low_rank_and_normed")
+def _(rand, dtype):
+    return *_projection(rand, dtype, k=32), False, rand(2, 17, 4, dtype=dtype), rand(32, 4, dtype=dtype) / 2, dtype
+
+
+for label in ("low_rank", "low_rank_and_other_readers"):
+
+    @case("down_norm_up_backward", label)
+    def _(rand, dtype, readers=label != "low_rank"):
+        forward = CASES["down_norm_up"]["low_rank_and_normed"](rand, dtype)
+        up, rest, rrms, _ = reference_of("down_norm_up")(*forward)
+        grads = [rand(*t.shape, dtype=dtype) for t in (up[0], rest, up[1], up[1])]
+        x, w_down, b_down, w_norm, w_up, _, start, size, _, x_side, w_side, _ = forward
+        more = x_side, w_side, *(grads[2:] if readers else [])
+        return [grads[0]], grads[1], x, w_down, b_down, w_norm, w_up, rrms, start, size, None, *more
+
+
 PRE_NORMS = {"qkv": {}, "one_no_gain": {"ups": (40,), "gain": False}, "biases": {"bias": True}, "flat": {"outer": (33,)},
              "no_token": {"outer": (0, 3), "bias": True}}  # fmt: skip
 for label, options in PRE_NORMS.items():

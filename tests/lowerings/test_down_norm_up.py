@@ -219,3 +219,34 @@ def test_opcheck_backward(rand):
     for optional, kept in (((b_down, w_norm), []), ((None, None), [latent])):
         seeds = [torch.ones_like(u) for u in up], torch.ones_like(rest)
         opcheck(down_norm_up_backward, (*seeds, x, w_down, *optional, w_up, rrms, start, size, *kept))
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("keep", [False, True])
+def test_low_rank_path_and_other_readers(rand, place, keep):
+    """With a path beside the down-projection, the normed latent a result and, if it is kept, the latent too."""
+    *args, start, size = arguments(rand, place=place)
+    x, w_down, b_down, w_norm, w_up, eps = args
+    x_side, w_side = (rand(*s, dtype=x.dtype, grad=True) for s in ((2, 3, 2), (len(w_down), 2)))
+    given = (*args, start, size, keep, x_side, w_side, x.dtype)
+    opcheck(down_norm_up, given)
+    up, rest, rrms, latent = down_norm_up(*given)
+    both = torch.cat((x, x_side), -1), torch.cat((w_down, w_side), 1)
+    identity = torch.eye(size, dtype=x.dtype)
+    wanted, wanted_rest, root = formula(*both, b_down, w_norm, [*w_up, identity], eps, start, size)
+    raw = torch.nn.functional.linear(*both, b_down)[..., start : start + size]
+    got = [*up, rest, *([latent] if keep else [])]
+    want = [*wanted, wanted_rest, *([raw] if keep else [])]
+    leaves = [*tensors(args), x_side, w_side]
+    for read in ([0], [2], [3], [0, 2], list(range(len(want)))):  # ups, the normed latent, what is not normed, latent
+        seeds = [rand(*want[i].shape, dtype=x.dtype) for i in read]
+        gradients = [
+            torch.autograd.grad(
+                [outs[i] for i in read], leaves, seeds, retain_graph=True, allow_unused=True, materialize_grads=True
+            )
+            for outs in (got, want)
+        ]
+        for a, b in zip(*gradients, strict=True):
+            torch.testing.assert_close(a, b)
+    for a, b in zip([*got, rrms], [*want, root], strict=True):
+        torch.testing.assert_close(a, b)

@@ -223,11 +223,16 @@ def test_refuses_one_nope_key_for_all_heads():
 def scaled_keys(m, x, cos, sin):
     """As LongCat's, whose parts are scaled each by itself."""
     rope = partial(turn, cos=cos, sin=sin)
-    return attention_with(m, x, rope, lambda k: rope(k * 0.3), k_join=lambda nope, pe: joined(nope * 0.5, pe))
+    return attention_with(
+        m, x, rope, lambda k: rope(k * m.numbers[0]), k_join=lambda nope, pe: joined(nope * m.numbers[1], pe)
+    )
 
 
-def test_fires_on_scaled_keys():
-    assert_fires(NAME, *build(scaled_keys))
+@pytest.mark.parametrize("dynamic", [None, True], ids=["numbers", "numbers as inputs"])
+def test_fires_on_scaled_keys(dynamic):
+    module, args = build(scaled_keys)
+    module.numbers = [0.3, 0.5]
+    assert check(module, args, dynamic=dynamic).counts[NAME] == 1
 
 
 def halves(k, cos, sin):

@@ -223,11 +223,16 @@ def test_refuses(tag, body):
 def scaled_queries(m, x, cos, sin):
     """As LongCat's, whose parts are scaled each by itself."""
     rope = partial(turn, cos=cos, sin=sin)
-    return attention_with(m, x, lambda q: rope(q * 0.3), rope, q_join=lambda nope, pe: joined(nope * 0.5, pe))
+    return attention_with(
+        m, x, lambda q: rope(q * m.numbers[0]), rope, q_join=lambda nope, pe: joined(nope * m.numbers[1], pe)
+    )
 
 
-def test_fires_on_scaled_queries():
-    assert_fires(NAME, *build(scaled_queries))
+@pytest.mark.parametrize("dynamic", [None, True], ids=["numbers", "numbers as inputs"])
+def test_fires_on_scaled_queries(dynamic):
+    module, args = build(scaled_queries)
+    module.numbers = [0.3, 0.5]
+    assert check(module, args, dynamic=dynamic).counts[NAME] == 1
 
 
 REFUSED_NEAR_MISSES = [

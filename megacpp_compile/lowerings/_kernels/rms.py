@@ -11,11 +11,13 @@ def row_mean(x: Tensor) -> Tensor:
 
 
 def input_gradient(
-    normed: Tensor, w_norm: Tensor | None, grad: list[Tensor], w: list[Tensor], rrms: Tensor
-) -> tuple[Tensor, Tensor]:
+    normed: Tensor, w_norm: Tensor | None, grad: list[Tensor], w: list[Tensor], rrms: Tensor,
+    grad_normed: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Gradients of what is normed, in the dtype of rrms, and of the gain (empty where there is none), from those of
-    the projections `w` of it: `rrms * (g - normed * mean(g * normed))`."""
-    g = None
+    the projections `w` of it, and that of the normed value itself where it is read too:
+    `rrms * (g - normed * mean(g * normed))`."""
+    g = None if grad_normed is None else grad_normed.to(normed.dtype)
     for one, weight in zip(grad, w, strict=True):
         part = (one @ weight).to(normed.dtype)
         g = part if g is None else g + part

@@ -2,14 +2,16 @@
 
     x          [..., d]          w_down [k, d]     b_down [k] or None
     w_norm     [size] or None    w_up   list of [n_i, size]
-    returns    up: list of [..., n_i];  rest [..., k - size]: the channels of the down-projection that are not normed
-               (MLA's rope key);  rrms [..., 1], the per-token reciprocal root mean square, float32 or better;
+    x_side     [..., r]          w_side [k, r]: a low-rank path added to the down-projection (LoRA), or None
+    returns    up: list of [..., n_i], and behind them, where `normed` is a dtype, the normed latent [..., size] in it;
+               rest [..., k - size]: the channels of the down-projection that are not normed (MLA's rope key);
+               rrms [..., 1], the per-token reciprocal root mean square, float32 or better;
                latent [..., size] as it was before the norm with `keep_latent`, else empty
 
 The normed latent is channels `start : start + size` of the down-projection; the rest lies wholly before or behind it.
-x, w_down and b_down share a dtype, as do the w_up; the norm is computed in float32 (float64 for float64).
-Saved for backward: x, the weights, rrms. The latent is recomputed from x, so nothing of its width is kept, unless
-`keep_latent` saves it, in the down-projection's own buffer, and with it the time of that GEMM.
+x, w_down and b_down share a dtype, as do x_side and w_side; the norm is computed in float32 (float64 for float64).
+Saved for backward: x, x_side, the weights, rrms. The latent is recomputed from x, so nothing of its width is kept,
+unless `keep_latent` saves it, in the down-projection's own buffer, and with it the time of that GEMM.
 Source: RMSNorm, https://arxiv.org/abs/1910.07467; MLA, https://arxiv.org/abs/2405.04434, section 2.1.
 """
 
@@ -37,21 +39,27 @@ def down_norm_up(
     start: int,
     size: int,
     keep_latent: bool = False,
+    x_side: Optional[Tensor] = None,  # noqa: UP045
+    w_side: Optional[Tensor] = None,  # noqa: UP045
+    normed: Optional[torch.dtype] = None,  # noqa: UP045
 ) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
     with no_autocast(x):
         up, rest, rrms, latent = reference.down_norm_up(
-            x, w_down, b_down, w_norm, w_up, eps, start, size, keep_latent
+            x, w_down, b_down, w_norm, w_up, eps, start, size, keep_latent, x_side, w_side, normed
         )
         # `rest` is a slice of a buffer that dies here: own memory keeps the latent's half of it from living on.
         return up, rest.clone(memory_format=torch.contiguous_format), rrms, latent
 
 
 @down_norm_up.register_fake
-def _(x, w_down, b_down, w_norm, w_up, eps, start, size, keep_latent=False):  # type: ignore[no-untyped-def]
+def _(  # type: ignore[no-untyped-def]
+    x, w_down, b_down, w_norm, w_up, eps, start, size, keep_latent=False, x_side=None, w_side=None, normed=None
+):
     outer = x.shape[:-1]
     rrms = x.new_empty((*outer, 1), dtype=compute_dtype(x.dtype))
     latent = x.new_empty((*outer, w_down.shape[0]))[..., start : start + size] if keep_latent else rrms.new_empty(0)
     up = [x.new_empty((*outer, w.shape[0]), dtype=w.dtype) for w in w_up]
+    up += [] if normed is None else [x.new_empty((*outer, size), dtype=normed)]
     rest = x.new_empty((*outer, w_down.shape[0] - size))
     return up, rest, rrms, latent
 
@@ -69,56 +77,73 @@ def down_norm_up_backward(
     start: int,
     size: int,
     latent: Optional[Tensor] = None,  # noqa: UP045
-) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+    x_side: Optional[Tensor] = None,  # noqa: UP045
+    w_side: Optional[Tensor] = None,  # noqa: UP045
+    grad_normed: Optional[Tensor] = None,  # noqa: UP045
+    grad_latent: Optional[Tensor] = None,  # noqa: UP045
+) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor], Tensor, Tensor]:
     with no_autocast(x):
         return reference.down_norm_up_backward(
-            grad_up, grad_rest, x, w_down, b_down, w_norm, w_up, rrms, start, size, latent
-        )
+            grad_up, grad_rest, x, w_down, b_down, w_norm, w_up, rrms, start, size, latent, x_side, w_side,
+            grad_normed, grad_latent,
+        )  # fmt: skip
 
 
 @down_norm_up_backward.register_fake
-def _(grad_up, grad_rest, x, w_down, b_down, w_norm, w_up, rrms, start, size, latent=None):  # type: ignore[no-untyped-def]
+def _(  # type: ignore[no-untyped-def]
+    grad_up, grad_rest, x, w_down, b_down, w_norm, w_up, rrms, start, size, latent=None, x_side=None, w_side=None,
+    grad_normed=None, grad_latent=None,
+):  # fmt: skip
     def like(weight):  # type: ignore[no-untyped-def]
         return rrms.new_empty(0) if weight is None else weight.new_empty(weight.shape)
 
-    return x.new_empty(x.shape), like(w_down), like(b_down), like(w_norm), [like(w) for w in w_up]
+    d_up = [like(w) for w in w_up]
+    return x.new_empty(x.shape), like(w_down), like(b_down), like(w_norm), d_up, like(x_side), like(w_side)
 
 
 def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    x, w_down, b_down, w_norm, w_up, _, ctx.start, ctx.size, keep_latent = inputs
+    x, w_down, b_down, w_norm, w_up, _, ctx.start, ctx.size, keep_latent, x_side, w_side, normed = inputs
     *_, rrms, latent = output
-    ctx.mark_non_differentiable(rrms, latent)
+    ctx.mark_non_differentiable(rrms, *([] if keep_latent else [latent]))
     ctx.set_materialize_grads(False)
-    optional = {"b_down": b_down, "w_norm": w_norm, "latent": latent if keep_latent else None}
+    ctx.ups, ctx.normed = len(w_up), normed is not None
+    optional = {"b_down": b_down, "w_norm": w_norm, "latent": latent if keep_latent else None, "x_side": x_side,
+                "w_side": w_side}  # fmt: skip
     ctx.optional = [name for name, t in optional.items() if t is not None]
     ctx.save_for_backward(x, w_down, rrms, *(optional[name] for name in ctx.optional), *w_up)
 
 
-def _backward(ctx, grad_up, grad_rest, *_):  # type: ignore[no-untyped-def]
+def _backward(ctx, grad_up, grad_rest, _, grad_latent):  # type: ignore[no-untyped-def]
     x, w_down, rrms, *others = ctx.saved_tensors
     given = {name: others.pop(0) for name in ctx.optional}
+    grad_normed = grad_up[ctx.ups] if ctx.normed else None
     # An up-projection that no loss depends on, such as an indexer's, has no gradient, as in eager.
-    used = [i for i, g in enumerate(grad_up) if g is not None]
+    used = [i for i, g in enumerate(grad_up[: ctx.ups]) if g is not None]
     through = used or [0]
     outer = x.shape[:-1]
     grad_rest = x.new_zeros((*outer, w_down.shape[0] - ctx.size)) if grad_rest is None else grad_rest
     w_up = [others[i] for i in through]
     grad_up = [grad_up[i] for i in used] or [w_up[0].new_zeros((*outer, w_up[0].shape[0]))]
-    dx, dw, db, dn, du = down_norm_up_backward(
-        grad_up, grad_rest, x, w_down, given.get("b_down"), given.get("w_norm"), w_up, rrms, ctx.start, ctx.size,
-        given.get("latent"),
-    )  # fmt: skip
+    more = [given.get("latent"), given.get("x_side"), given.get("w_side"), grad_normed, grad_latent]
+    while more and more[-1] is None:
+        more.pop()
+    dx, dw, db, dn, du, dx_side, dw_side = down_norm_up_backward(
+        grad_up, grad_rest, x, w_down, given.get("b_down"), given.get("w_norm"), w_up, rrms, ctx.start, ctx.size, *more
+    )
     found = dict(zip(used, du, strict=False))
-    d_up = [found.get(i) for i in range(len(others))]
-    grads = dx, dw, db if "b_down" in given else None, dn if "w_norm" in given and used else None, d_up, *(None,) * 4
+    d_up = [found.get(i) for i in range(ctx.ups)]
+    gain = "w_norm" in given and (used or grad_normed is not None)
+    sides = (dx_side, dw_side) if "x_side" in given else (None, None)
+    grads = dx, dw, db if "b_down" in given else None, dn if gain else None, d_up, *(None,) * 4, *sides, None
     return grads[: len(ctx.needs_input_grad)]  # one for every argument the caller gave, defaults not counted
 
 
 down_norm_up.register_autograd(_backward, setup_context=_setup_context)
 
 
-def _flops(x: Tensor, w_down: Tensor, b_down: Any, w_norm: Any, w_up: list[Tensor], *_: Any) -> float:
-    return 2 * rows(x) * (elements(w_down) + sum(map(elements, w_up)))
+def _flops(x: Tensor, w_down: Tensor, b_down: Any, w_norm: Any, w_up: list[Tensor], *more: Any) -> float:
+    sides = [w for w in more[5:6] if w is not None]
+    return 2 * rows(x) * (elements(w_down) + sum(map(elements, (*w_up, *sides))))
 
 
 declare(

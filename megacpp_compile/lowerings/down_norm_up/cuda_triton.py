@@ -22,7 +22,7 @@ from megacpp_compile.lowerings._gemm import autotune
 from megacpp_compile.lowerings._kernels.triton_cast import as_stored
 from megacpp_compile.lowerings._kernels.triton_launch import Kernel, is_wide, power_of_2
 from megacpp_compile.lowerings.down_norm_up import reference
-from megacpp_compile.lowerings.down_norm_up.reference import recompute_latent
+from megacpp_compile.lowerings.down_norm_up.reference import recompute_latent, side_gradients
 
 __all__ = ["MIN_BYTES", "down_norm_up", "down_norm_up_backward", "supports"]
 
@@ -89,6 +89,8 @@ def supports(name: str, args: Sequence[Any]) -> str | None:
     grads, grad_rest, size = args[0], args[1], args[9]
     if len(grads) != 1:
         return "several up-projections read one latent"
+    if any(grad is not None for grad in args[13:]):
+        return "more than the up-projection reads the latent"
     if size > MAX_SIZE:
         return f"the latent is wider than {MAX_SIZE}"
     outer = grad_rest.dim() - 1
@@ -109,11 +111,16 @@ def down_norm_up(
     start: int,
     size: int,
     keep_latent: bool = False,
+    x_side: Tensor | None = None,
+    w_side: Tensor | None = None,
+    normed: torch.dtype | None = None,
 ) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
-    def project(normed: Tensor, w: Tensor) -> Tensor:
-        return autotune.mm(_flat(normed), w.t()).view((*normed.shape[:-1], w.shape[0]))
+    def project(scaled: Tensor, w: Tensor) -> Tensor:
+        return autotune.mm(_flat(scaled), w.t()).view((*scaled.shape[:-1], w.shape[0]))
 
-    return reference.down_norm_up(x, w_down, b_down, w_norm, w_up, eps, start, size, keep_latent, project)
+    return reference.down_norm_up(
+        x, w_down, b_down, w_norm, w_up, eps, start, size, keep_latent, x_side, w_side, normed, project
+    )
 
 
 def down_norm_up_backward(
@@ -128,8 +135,14 @@ def down_norm_up_backward(
     start: int,
     size: int,
     latent: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
-    latent = _flat(recompute_latent(x, w_down, b_down, start, size) if latent is None else latent)
+    x_side: Tensor | None = None,
+    w_side: Tensor | None = None,
+    grad_normed: None = None,
+    grad_latent: None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor], Tensor, Tensor]:
+    if latent is None:
+        latent = recompute_latent(x, w_down, b_down, start, size, x_side, w_side)
+    latent = _flat(latent)
     grad, flat_x, (w,) = _flat(grad_up[0]), _flat(x), w_up
     tokens, rest = grad.shape[0], grad_rest.shape[-1]
     normed = torch.empty((tokens, size), dtype=w.dtype, device=x.device)
@@ -153,4 +166,7 @@ def down_norm_up_backward(
     d_norm = rrms.new_empty(0) if w_norm is None else sums.sum(0).to(w_norm.dtype)
     d_bias = rrms.new_empty(0) if b_down is None else d_down.to(rrms.dtype).sum(0).to(b_down.dtype)
     d_x = autotune.mm(d_down, w_down).view(x.shape)
-    return d_x, d_down.t() @ flat_x, d_bias, d_norm, [grad.t() @ normed]
+    d_x_side, d_w_side = side_gradients(d_down, x_side, w_side, rrms)
+    if x_side is not None:
+        d_x_side = d_x_side.view(x_side.shape)
+    return d_x, d_down.t() @ flat_x, d_bias, d_norm, [grad.t() @ normed], d_x_side, d_w_side

@@ -7,6 +7,7 @@ is rounded once before the scale and once behind it. The backward is the referen
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -25,8 +26,12 @@ def down_norm_up(
     start: int,
     size: int,
     keep_latent: bool = False,
+    x_side: Tensor | None = None,
+    w_side: Tensor | None = None,
+    normed: torch.dtype | None = None,
 ) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
-    down, raw, latent, rrms = down_projection(x, w_down, b_down, eps, start, size)
+    down, raw, latent, rrms = down_projection(x, w_down, b_down, eps, start, size, x_side, w_side)
     gained = latent if w_norm is None else latent * w_norm.to(latent.dtype)
     up = [(F.linear(gained.to(w.dtype), w).to(rrms.dtype) * rrms).to(w.dtype) for w in w_up]
+    up += [] if normed is None else [(gained * rrms).to(normed)]
     return up, down[..., rest_slice(start, size, down.shape[-1])], rrms, raw if keep_latent else rrms.new_empty(0)

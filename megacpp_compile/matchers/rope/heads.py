@@ -275,7 +275,7 @@ def _origin(node: Node) -> Node:
             node = split.args[0] if split.target in SPLITS | {aten.unbind.int} else split  # type: ignore
         elif is_reshape(node) or is_outer_view(node) or node.target in (aten.transpose.int, aten.permute.default):
             node = node.args[0]  # type: ignore[assignment]
-        elif node.target in _SCALINGS and not isinstance(node.args[1], Node):
+        elif node.target in _SCALINGS and not isinstance(value(node.args[1]), torch.Tensor):
             node = node.args[0]  # type: ignore[assignment]
         else:
             return node

@@ -1,0 +1,138 @@
+"""A linear with low-rank paths beside it: `W x + s * B (A x)`, as LoRA trains it (arXiv:2106.09685, 4.1).
+
+The matcher flattens the sum, through casts and numbers. One term is the linear; every other one is a product of two
+linears whose rank is smaller than what goes in and what comes out. What `A` reads may be anything, such as x behind
+dropout.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch.fx import Node
+
+from megacpp_compile.fx.edit import Builder, value
+from megacpp_compile.fx.views import is_cast
+from megacpp_compile.matchers.linear import Linear, match_linear
+
+aten = torch.ops.aten
+
+
+@dataclasses.dataclass(frozen=True)
+class LowRank:
+    """One path beside the linear: `scale * up(down(x))`. numbers: further factors, known at run time only."""
+
+    down: Linear
+    up: Linear
+    scale: float
+    numbers: tuple[Node, ...]
+
+    @property
+    def inputs(self) -> list[Node]:
+        of = (self.down.x, self.down.w, self.down.b, self.up.w, self.up.b)
+        return [*(n for n in of if n is not None), *self.numbers]
+
+    def scaled(self, build: Builder, node: Node) -> Node:
+        """`node` times all that this path is multiplied by."""
+        for number in (*([self.scale] if self.scale != 1.0 else []), *self.numbers):
+            node = build(aten.mul.Tensor, node, number)
+        return node
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapted:
+    """`node = linear + sum(paths)`, in the dtype of the linear; `internal` are the nodes of the sum in front of it."""
+
+    node: Node
+    linear: Linear
+    paths: tuple[LowRank, ...]
+    internal: frozenset[Node]
+
+
+def match_adapted(node: Node) -> Adapted | None:
+    """The linear that `node` computes, alone or with low-rank paths beside it, or None."""
+    linear = match_linear(node)
+    if linear is not None:
+        return Adapted(node, linear, (), frozenset())
+    internal: set[Node] = set()
+    terms: list[Linear | LowRank] = []
+    if _strip(node).target is not aten.add.Tensor or not _flatten(node, terms, internal, node):
+        return None
+    bases = [t for t in terms if isinstance(t, Linear)]
+    paths = tuple(t for t in terms if isinstance(t, LowRank))
+    if len(bases) != 1 or len(paths) + 1 != len(terms) or value(node).dtype != value(bases[0].node).dtype:
+        return None
+    width, rank = bases[0].out_features, max(p.down.out_features for p in paths)
+    if rank >= min(width, value(bases[0].x).shape[-1]):
+        return None
+    if any(value(p.up.node).shape != value(node).shape for p in paths):
+        return None
+    return Adapted(node, bases[0], paths, frozenset(internal - {node}))
+
+
+def _flatten(node: object, terms: list[Linear | LowRank], internal: set[Node], top: Node) -> bool:
+    """Collect the terms of a sum; False where one of them is no linear, or is read by something else."""
+    if not isinstance(node, Node) or node is not top and len(node.users) != 1:
+        return False
+    internal.add(node)
+    if is_cast(node):
+        return _flatten(node.args[0], terms, internal, top)
+    if node.target is aten.add.Tensor:
+        alpha = node.kwargs.get("alpha", 1)
+        if not _flatten(node.args[0], terms, internal, top):
+            return False
+        before = len(terms)
+        if not _flatten(node.args[1], terms, internal, top):
+            return False
+        return alpha == 1 or _scale(terms, before, alpha)
+    if _is_scaling(node):
+        before = len(terms)
+        return _flatten(node.args[0], terms, internal, top) and _scale(terms, before, node.args[1])
+    up = match_linear(node)
+    if up is None:
+        return False
+    rows: set[Node] = set()
+    step, factors = up.x, list[object]()
+    while is_cast(step) or _is_scaling(step):
+        rows.add(step)
+        factors += [step.args[1]] if _is_scaling(step) else []
+        step = step.args[0]  # type: ignore[assignment]
+    down = match_linear(step)
+    if down is None or not _narrow(down, up):
+        terms.append(up)
+        return True
+    rows.add(step)
+    internal |= rows
+    terms.append(LowRank(down, up, 1.0, ()))
+    once = all(len(row.users) == 1 for row in rows)  # else they are kept for something else, too
+    return once and all(_scale(terms, len(terms) - 1, factor) for factor in factors)
+
+
+def _is_scaling(node: Node) -> bool:
+    """Whether `node` multiplies by a number."""
+    return node.target in (aten.mul.Tensor, aten.mul.Scalar) and not isinstance(value(node.args[1]), torch.Tensor)
+
+
+def _strip(node: Node) -> Node:
+    while is_cast(node):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _narrow(down: Linear, up: Linear) -> bool:
+    rank = down.out_features
+    return isinstance(rank, int) and rank < min(up.out_features, value(down.x).shape[-1])
+
+
+def _scale(terms: list[Linear | LowRank], first: int, by: object) -> bool:
+    """Multiply the terms from `first` on by a number; False where one of them is not a low-rank path."""
+    for i in range(first, len(terms)):
+        path = terms[i]
+        if not isinstance(path, LowRank):
+            return False
+        if isinstance(by, Node):
+            terms[i] = dataclasses.replace(path, numbers=(*path.numbers, by))
+        else:
+            terms[i] = dataclasses.replace(path, scale=path.scale * float(by))  # type: ignore[arg-type]
+    return True

@@ -1,0 +1,86 @@
+"""What is nearly a normed latent: only where a down-projection, a norm and an up-projection stand in line.
+
+A transformer is full of a linear, a norm and another linear that are none: the norm of a residual stream, a post-norm
+before its residual, the norm of queries or keys over the whole width. A report about them would be no help.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.fx import Node
+
+from megacpp_compile.fx.edit import value
+from megacpp_compile.fx.views import is_reshape
+from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers.graph_view import GraphView
+from megacpp_compile.matchers.linear import Linear, match_linear
+from megacpp_compile.matchers.rms_norm import RmsNorm, match_rms_norm
+from megacpp_compile.matchers.views import is_cast
+from megacpp_compile.passes._latent import is_residual, latent_of
+
+aten = torch.ops.aten
+
+# What a normalisation may be made of, by the name of the op.
+_ARITHMETIC = frozenset(
+    {
+        "mul", "div", "add", "sub", "rsub", "pow", "square", "abs", "mean", "sum", "var", "rsqrt", "sqrt", "reciprocal",
+        "clamp", "clamp_min", "maximum", "rms_norm", "layer_norm", "native_layer_norm", "group_norm", "getitem",
+        "linalg_vector_norm", "norm", "detach", "expand", "expand_as", "squeeze", "unsqueeze", "flatten", "unflatten",
+    }
+)  # fmt: skip
+_STEPS = 32  # nodes of one normalisation
+
+
+def behind_a_latent(source: Node, up: Linear) -> bool:
+    """Whether `source`, which `up` projects, is some normalisation of a latent, and no residual stream."""
+    stack, seen = [source], set[Node]()
+    while stack and len(seen) < _STEPS:
+        node = stack.pop()
+        if node in seen or node.op != "call_function" or any(map(is_residual, node.users)):
+            continue
+        seen.add(node)
+        if isinstance(value(node), torch.Tensor) and value(node).dim() and (latent := latent_of(node)) is not None:
+            if latent.narrows(up):
+                return True
+        elif _name(node) in _ARITHMETIC and not is_residual(node) or is_cast(node) or is_reshape(node):
+            stack += node.all_input_nodes
+    return False
+
+
+def stranded(view: GraphView, seen: set[Node]) -> Iterator[MatchFailure]:
+    """Norms of a latent that reach their up-projection only through something else."""
+    for node in view.graph.nodes:
+        if node.target not in (aten.rms_norm.default, aten.rsqrt.default):
+            continue
+        norm = _norm_at(node)
+        if norm is None or norm.node in seen or (latent := latent_of(norm.x)) is None:
+            continue
+        step = norm.node
+        for _ in range(3):
+            if len(step.users) != 1 or is_residual(step := next(iter(step.users))):
+                break
+            ups = [up for up in map(match_linear, (step, *step.users)) if up is not None]
+            if ups:
+                blocker = next(iter(norm.node.users))
+                if any(map(latent.narrows, ups)):
+                    reason = f"{blocker.name} stands between the norm and the up-projection"
+                    yield MatchFailure(blocker, "no-up", reason)
+                break
+
+
+def _norm_at(node: Node) -> RmsNorm | None:
+    """The norm whose root is `node`, up to its last multiplication."""
+    for _ in range(4):
+        above = next((u for u in node.users if isinstance(match_rms_norm(u), RmsNorm)), None)
+        if above is None:
+            break
+        node = above
+    norm = match_rms_norm(node)
+    return norm if isinstance(norm, RmsNorm) else None
+
+
+def _name(node: Node) -> str:
+    packet = getattr(node.target, "overloadpacket", node.target)
+    return getattr(packet, "__name__", "")

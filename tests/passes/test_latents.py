@@ -1,0 +1,354 @@
+"""What stands around a latent: low-rank paths beside its projections, other readers, and blocks that have none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megacpp_compile.config.options import Config
+from tests.corpus import jitter_gains
+from tests.corpus.near_misses import RANK, ROPE, SEQ, inverse_rms
+from tests.corpus.spellings import PlainMLA
+from tests.frames import check, run
+
+from .contract import assert_dynamic, assert_fires
+from .test_down_norm_up import NAME, build, hidden
+
+_KEEP = 8  # the op's argument that has it keep the latent
+
+
+class Adapted(nn.Module):
+    """A frozen linear with low-rank paths beside it, in a dtype of their own."""
+
+    def __init__(self, base, rank=3, scale=0.7, paths=1, dropout=0.0, dtype=torch.float32):
+        super().__init__()
+        self.base, self.scale, self.dtype = base.requires_grad_(False), scale, dtype
+        self.a = nn.ModuleList(nn.Linear(base.in_features, rank, bias=False, dtype=dtype) for _ in range(paths))
+        self.b = nn.ModuleList(nn.Linear(rank, base.out_features, bias=False, dtype=dtype) for _ in range(paths))
+        self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
+
+    def forward(self, x):
+        y = self.base(x)
+        for a, b in zip(self.a, self.b, strict=True):
+            y = self.path(y, a, b, self.dropout(x.to(self.dtype)))
+        return y.to(x.dtype)
+
+    def path(self, y, a, b, x):
+        return y + b(a(x)) * self.scale
+
+
+def latent(m, x):
+    h, rest = m.wide_down(x).split([RANK, ROPE], dim=-1)
+    return m.norm(h), rest
+
+
+def projected(m, x):
+    h, rest = latent(m, x)
+    return m.up(h), rest
+
+
+def adapted(*which, of=Adapted, **options):
+    module, args = build(projected)
+    for name in which:
+        setattr(module, name, of(getattr(module, name), **options))
+    return module, args
+
+
+# --- low-rank paths
+
+
+@pytest.mark.parametrize(
+    ("which", "options"),
+    [
+        (["wide_down"], {}),
+        (["wide_down", "up"], {"paths": 2, "dropout": 0.2}),
+        (["wide_down", "up"], {"dtype": torch.float64, "scale": 2}),
+    ],
+    ids=["down", "both, several, with dropout", "in a wider dtype"],
+)
+def test_low_rank_paths(which, options):
+    assert_fires(NAME, *adapted(*which, **options))
+
+
+def test_low_rank_paths_all_over_a_block():
+    """The passes behind it fire as without."""
+    block = PlainMLA().requires_grad_(False)
+    for name, child in list(block.named_children()):
+        if isinstance(child, nn.Linear):
+            setattr(block, name, Adapted(child))
+    fired = check(block, block.example_inputs()).fired
+    assert fired == {"down_norm_up": 2, "mla_rope_q": 1, "mla_rope_kv": 1}
+
+
+def test_low_rank_path_keeps_what_it_kept_alone():
+    """The rows of rank width and rrms; with the rows that dropout leaves, also the latent, as normed it is read twice."""
+    (site,) = _sites(*adapted("wide_down"))
+    tokens = 2 * SEQ
+    assert site.saved_after == 4 * tokens * (1 + 3) < site.saved_before
+    (node,) = _ops(run(*adapted("up", dropout=0.2)))
+    assert node.args[_KEEP] is True
+
+
+def test_low_rank_path_of_dynamic_numbers():
+    assert_dynamic(NAME, adapted("wide_down")[0], hidden, everything=True)
+
+
+class AddedByAlpha(Adapted):
+    def path(self, y, a, b, x):
+        return torch.add(y, b(a(x)), alpha=self.scale)
+
+
+class ScaledInside(Adapted):
+    def path(self, y, a, b, x):
+        return self.scale * ((x @ a.weight.t()) * 3 @ b.weight.t()) + y
+
+
+class NotLinear(Adapted):
+    def path(self, y, a, b, x):
+        return y + b(a(x).relu()) * self.scale
+
+
+class Gated(Adapted):
+    def path(self, y, a, b, x):
+        return y + b(a(x)) * x.mean(-1, keepdim=True)
+
+
+class RowsReadTwice(Adapted):
+    def path(self, y, a, b, x):
+        rows = a(x)
+        return y + b(rows) + rows.square().sum(-1, keepdim=True)
+
+
+class BaseReadTwice(Adapted):
+    def path(self, y, a, b, x):
+        return y + b(a(x)) + y.mean()
+
+
+@pytest.mark.parametrize("of", [AddedByAlpha, ScaledInside])
+def test_low_rank_path_spelled_otherwise(of):
+    assert_fires(NAME, *adapted("wide_down", of=of))
+
+
+@pytest.mark.parametrize("of", [NotLinear, Gated, RowsReadTwice, BaseReadTwice])
+def test_other_paths_are_none(of):
+    frames = check(*adapted("wide_down", of=of))
+    assert not frames.counts[NAME] and not frames.tags(NAME)
+
+
+def test_paths_of_full_rank_are_none():
+    assert not check(*adapted("wide_down", rank=RANK + ROPE)).counts[NAME]
+
+
+# --- other readers
+
+
+def normed_returned(m, x):
+    h, rest = latent(m, x)
+    return m.up(h), rest, h
+
+
+def everything_returned(m, x):
+    h, rest = m.wide_down(x).split([RANK, ROPE], dim=-1)
+    normed = m.norm(h)
+    return m.up(normed), rest, h, normed
+
+
+def latent_returned(m, x):
+    h = m.down(x)
+    return m.up(m.norm(h)), h
+
+
+def normed_written_to_cache(m, x):
+    h, rest = latent(m, x)
+    m.cache[:, :SEQ].copy_(h.detach())
+    return m.up(h), rest
+
+
+def normed_appended_to_cache(m, x):
+    h, rest = latent(m, x)
+    return m.up(h), rest, torch.cat((m.cache[:, :3].clone(), h), 1)
+
+
+def latent_written_to_cache(m, x):
+    h = m.down(x)
+    m.cache[:, :SEQ] = h.detach()
+    return m.up(m.norm(h))
+
+
+def indexer_without_gradients(m, x):
+    h, rest = latent(m, x)
+    with torch.no_grad():
+        best = (m.biased_up(h) * x.mean(-1, keepdim=True)).topk(2, -1).indices
+    return m.up(h) + best.sum(-1, keepdim=True), rest
+
+
+def indexer_detached(m, x):
+    h, rest = latent(m, x)
+    return m.up(h), rest, m.biased_up(h.detach()).detach()
+
+
+def indexer_trained_apart(m, x):
+    h, rest = latent(m, x)
+    return m.up(h), rest, m.biased_up(h.detach())
+
+
+def router_without_gradients_before(m, x):
+    h, rest = latent(m, x)
+    with torch.no_grad():
+        gate = h.mean(-1, keepdim=True)
+    return m.up(h) * gate, rest
+
+
+READ = [
+    (normed_returned, False), (everything_returned, True), (latent_returned, True), (normed_written_to_cache, False),
+    (normed_appended_to_cache, False), (latent_written_to_cache, True), (indexer_without_gradients, False),
+    (indexer_trained_apart, True), (router_without_gradients_before, False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("body", "kept"), READ, ids=lambda p: getattr(p, "__name__", ""))
+def test_read_by_something_else(body, kept):
+    """`kept`: the op keeps the latent where it is alive anyway, or something else keeps what it can be made from."""
+    frames = assert_fires(NAME, *build(body))
+    (node,) = _ops(frames)
+    assert (node.args[_KEEP : _KEEP + 1] == (True,)) == kept
+
+
+@pytest.mark.parametrize("body", [everything_returned, indexer_without_gradients], ids=lambda f: f.__name__)
+def test_read_by_something_else_in_bfloat16(body):
+    assert_fires(NAME, *build(body, torch.bfloat16), config=Config(strict=True, verify="each"))
+
+
+def test_read_by_something_else_saved():
+    """The plain subgraph is counted without the op beside it."""
+    (site,) = _sites(*build(normed_returned))
+    assert site.saved_after == 4 * 2 * SEQ < 3 * 4 * 2 * SEQ * RANK <= site.saved_before + 4 * 2 * SEQ * RANK
+    (site,) = _sites(*build(latent_returned))
+    assert site.saved_after == 4 * 2 * SEQ * (1 + RANK)
+
+
+# --- numbers of the model
+
+
+def scaled_behind(m, x, number):
+    h, rest = latent(m, x)
+    return m.up(h * number), rest
+
+
+def scaled_inside(m, x, number):
+    h, rest = m.wide_down(x).split([RANK, ROPE], dim=-1)
+    return m.up(h * inverse_rms(h) * number * m.gain), rest
+
+
+def divided_inside(m, x, number):
+    h, rest = m.wide_down(x).split([RANK, ROPE], dim=-1)
+    return m.up(h * inverse_rms(h) * m.gain / number), rest
+
+
+def scaled_by_the_length(m, x, _):
+    h, rest = m.wide_down(x).split([RANK, ROPE], dim=-1)
+    return m.up(h * inverse_rms(h) * x.shape[1] ** 0.5 * m.gain), rest
+
+
+class Scaled(nn.Module):
+    def __init__(self, body):
+        super().__init__()
+        self.block, _ = build(lambda m, x: body(m, x, self.number))
+        self.number = 1.7
+
+    def forward(self, x):
+        return self.block(x)
+
+
+@pytest.mark.parametrize("body", [scaled_behind, scaled_inside, divided_inside], ids=lambda f: f.__name__)
+def test_scaled_by_a_number_of_the_model(body):
+    assert_dynamic(NAME, Scaled(body), hidden, everything=True)
+
+
+def test_a_number_that_changes_from_call_to_call_stays_one():
+    assert_dynamic(NAME, Scaled(scaled_by_the_length), hidden, count=0, everything=True)
+
+
+# --- blocks without latents
+
+
+class Blocks(nn.Module):
+    """Linears and norms as transformers have them: every output narrower than what it is made of and read by wide
+    projections, as a latent is."""
+
+    def __init__(self, bodies):
+        super().__init__()
+        self.bodies = bodies
+        dim, inner = 40, 160
+        self.q, self.k, self.v = (nn.Linear(dim, n, bias=False) for n in (64, 32, 64))
+        self.o, self.patch, self.down = (nn.Linear(n, dim, bias=False) for n in (64, 64, inner))
+        self.gate, self.up = (nn.Linear(dim, inner, bias=False) for _ in range(2))
+        self.rms = nn.ModuleList(nn.RMSNorm(dim) for _ in range(4))
+        self.ln = nn.ModuleList(nn.LayerNorm(dim) for _ in range(4))
+        self.q_norm, self.k_norm, self.inner_norm = nn.RMSNorm(64), nn.RMSNorm(32), nn.LayerNorm(inner)
+
+    def attention(self, h, normed=False):
+        q, k, v = self.q(h), self.k(h), self.v(h)
+        if normed:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (t.unflatten(-1, (-1, 16)).transpose(1, 2) for t in (q, k, v))
+        return self.o(F.scaled_dot_product_attention(q, k.repeat_interleave(2, 1), v).transpose(1, 2).flatten(2))
+
+    def mlp(self, h):
+        return self.down(F.silu(self.gate(h)) * self.up(h))
+
+    def forward(self, x):
+        return tuple(body(self, x) for body in self.bodies)
+
+
+def pre_norm(m, x, norm="rms"):
+    first, second, third, _ = getattr(m, norm)
+    x = x + m.attention(first(x))
+    return m.gate(third(x + m.mlp(second(x))))
+
+
+def patches(m, x):
+    return pre_norm(m, m.patch(torch.cat((x, x[..., :24]), -1)), "ln")
+
+
+def normed_patches(m, x):
+    return pre_norm(m, m.ln[3](m.patch(torch.cat((x, x[..., :24]), -1))))
+
+
+def sandwich(m, x):
+    x = x + m.rms[1](m.attention(m.rms[0](x)))
+    return m.gate(x + 0.5 * m.rms[3](m.mlp(m.rms[2](x))))
+
+
+def post_norm(m, x):
+    x = x + m.rms[0](m.attention(x, normed=True))
+    return m.gate(x + F.dropout(m.rms[1](m.mlp(x)), 0.1))
+
+
+def norm_of_the_sum(m, x):
+    x = m.ln[0](x + m.attention(x))
+    return m.gate(m.ln[1](x + m.mlp(x)))
+
+
+def norm_inside_the_mlp(m, x):
+    x = x + m.down(m.inner_norm(F.silu(m.gate(x)) * m.up(x)))
+    return m.gate(m.rms[0](x + m.attention(m.rms[1](x)) + m.mlp(m.rms[1](x))))
+
+
+ORDINARY = (pre_norm, patches, normed_patches, sandwich, post_norm, norm_of_the_sum, norm_inside_the_mlp)
+
+
+def test_ordinary_blocks_have_no_near_miss():
+    frames = run(jitter_gains(Blocks(ORDINARY)), hidden(SEQ))
+    assert not frames.counts[NAME] and not frames.tags(NAME), frames.misses
+
+
+def _ops(frames):
+    return [n for n in frames.graph.graph.nodes if n.target is torch.ops.megacpp.down_norm_up.default]
+
+
+def _sites(module, args):
+    frames = run(module, args, Config(strict=True, explain=True))
+    return frames.analyses[0].outcome.sites
