@@ -87,11 +87,12 @@ def _one_hots(node: Node) -> Chosen | None:
     if node.target not in (aten.sum.dim_IntList, aten.einsum.default, aten.bmm.default, aten.matmul.default):
         return None
     dims = over(node)
-    if any(not d for d in dims):
+    if not dims or not dims[-1]:
         return None
-    parts = factors(node, dims, lambda axes: set(dims[-1]) < axes)
+    own = {a for d in dims for a in d}
+    parts = factors(node, dims, lambda axes: axes == own or set(dims[-1]) < axes)
     for hot in parts:
-        inner = hot.axes - {a for d in dims for a in d}
+        inner = hot.axes - own
         if len(inner) != 1:
             continue
         (choice,) = inner
@@ -102,7 +103,7 @@ def _one_hots(node: Node) -> Chosen | None:
             continue
         rest = [p for p in parts if p is not hot]
         gates = seen_as(rest[0], wanted[:-1]) if len(rest) == 1 else None
-        if gates is not None and len(rest) == 1:
+        if gates is not None and value(gates[0]).dim() == value(mask.indices).dim():
             return Chosen(mask.indices, gates[0])
         if not rest:
             return Chosen(mask.indices)

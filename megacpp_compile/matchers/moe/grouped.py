@@ -19,12 +19,23 @@ from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe import dense, loop
 from megacpp_compile.matchers.moe.experts import Expert, Gemm, Weight, bias_failure, expert_ending_in
-from megacpp_compile.matchers.moe.factors import Axis, Dims, Factor, beneath, factors, over, seen_as, step_into
+from megacpp_compile.matchers.moe.factors import (
+    Axis,
+    Dims,
+    Factor,
+    beneath,
+    factors,
+    is_one,
+    longer_dims,
+    over,
+    seen_as,
+    step_into,
+)
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, bounded
 from megacpp_compile.matchers.moe.routing import indexed, is_nonnegative, number_of_scores
 
 aten = torch.ops.aten
-_SUMS = (aten.sum.dim_IntList, aten.einsum.default, aten.bmm.default, aten.matmul.default)
+_SUMS = (aten.sum.dim_IntList, aten.einsum.default, aten.bmm.default, aten.mm.default, aten.matmul.default)
 
 
 def find(view: GraphView) -> Iterator[RoutedExperts | MatchFailure]:
@@ -36,29 +47,33 @@ def find(view: GraphView) -> Iterator[RoutedExperts | MatchFailure]:
 
 @dataclasses.dataclass(frozen=True)
 class Axes:
-    """`tokens`: the axes of the result but its channels; `routes`: the axis of experts or choices that is summed."""
+    """`tokens`: the axes of the result but its channels, none for a single token; `routes`: the axis of experts or
+    choices that is summed."""
 
     tokens: tuple[Axis, ...]
     routes: Axis
 
+    @property
+    def _each(self) -> Dims:
+        return tuple((t,) for t in self.tokens) or ((),)
+
     def rows(self, *behind: tuple[Axis, ...]) -> list[Dims]:
         """Both layouts of rows: a dimension for each axis of tokens or one for all, then `behind`."""
-        return [(*((t,) for t in self.tokens), *behind), (self.tokens, *behind)]
+        return [(*self._each, *behind), (self.tokens, *behind)]
 
     def slots(self, *behind: tuple[Axis, ...]) -> list[Dims]:
         """Both layouts of slots: a dimension for each axis of tokens and for routes or one for all, then `behind`."""
-        each = (*((t,) for t in self.tokens), (self.routes,), *behind)
-        return [each, ((*self.tokens, self.routes), *behind)]
+        return [(*self._each, (self.routes,), *behind), ((*self.tokens, self.routes), *behind)]
 
 
 def _check(view: GraphView, node: Node) -> RoutedExperts | MatchFailure | None:
     """The layer of experts whose sum is `node`."""
     dims = over(node)
-    known = [d for d in dims if d]
-    if len(known) < 2 or not value(node).is_floating_point():
+    known = longer_dims(dims)
+    if not known or not value(node).is_floating_point():
         return None
     tokens, (out,) = tuple(a for d in known[:-1] for a in d), known[-1]
-    parts = factors(node, dims, lambda axes: out in axes and not axes.isdisjoint(tokens))
+    parts = factors(node, dims, lambda axes: out in axes and not (tokens and axes.isdisjoint(tokens)))
     gates = [p for p in parts if out not in p.axes and p.axes > set(tokens) and len(p.axes) == len(tokens) + 1]
     outs = [p for p in parts if out in p.axes]
     if not gates and len(parts) == 2 and len(outs) == 1:
@@ -166,13 +181,13 @@ def _outputs(
             place = dims.index((axes.routes,)) if (axes.routes,) in dims else -1
             if place != (inner.args[1] if len(inner.args) > 1 else 0) % len(dims):  # type: ignore[operator]
                 return None
-            if dims[:place] + dims[place + 1 :] not in axes.rows((out,)):
+            if longer_dims(dims[:place] + dims[place + 1 :]) not in map(longer_dims, axes.rows((out,))):
                 return None
             found = dense.all_experts(list(inner.args[0]))  # type: ignore[arg-type]
             if found is None or isinstance(found, MatchFailure):
                 return found
             return _by_matrix(view, node, axes, gate, found[0], found[1])
-        if dims == axes.slots((out,))[1] and (written := loop.written(inner)) is not None:
+        if longer_dims(dims) == axes.slots((out,))[1] and (written := loop.written(inner)) is not None:
             if isinstance(written, MatchFailure):
                 return written
             return _slots(view, node, axes, gate, *written)
@@ -233,10 +248,10 @@ class _StackedGemms:
     def __call__(self, node: Node) -> Gemm | MatchFailure | None:
         rows = iter(self.dims)
         *outer, width = value(node).shape
-        if sum(not _one(n) for n in outer) != len(self.dims):
+        if sum(not is_one(n) for n in outer) != len(self.dims):
             return None
         channels = Axis(width)
-        dims = (*(() if _one(n) else next(rows) for n in outer), (channels,))
+        dims = (*(() if is_one(n) else next(rows) for n in outer), (channels,))
         mixed = {*self.axes.tokens, self.axes.routes, channels}
         parts = factors(node, dims, lambda axes: axes >= mixed)
         if len(parts) == 1 and parts[0].node.target is aten.add.Tensor:
@@ -267,18 +282,18 @@ class _StackedGemms:
     def weight(self, factor: Factor, out: Axis, inner: Axis) -> Weight | None:
         """The weights [.., out, inner] of all experts, or of every slot's own expert, that `factor` is."""
         ends = ((out,), (inner,)), ((inner,), (out,))
-        if factor.axes == {self.axes.routes, out, inner}:
+        copies = _copies(factor)
+        if factor.axes == {self.axes.routes, out, inner} and (copies is None or self.axes.tokens):
             seen = seen_as(factor, *(((self.axes.routes,), *end) for end in ends))
-            if seen is None:
+            if seen is None or value(seen[0]).dim() != 3:
                 return None
             self._goes_by(factor.node, None)
             return Weight(seen[0], bool(seen[1]), every=True)
-        copies = _copies(factor)
         if copies is None:
             return None
         tensor, ids, dims = copies
         for transposed, end in enumerate(ends):
-            if dims in self.axes.slots(*end):
+            if longer_dims(dims) in map(longer_dims, self.axes.slots(*end)):
                 self._goes_by(factor.node, ids)
                 return Weight(tensor, bool(transposed), every=True)
         return None
@@ -288,7 +303,3 @@ class _StackedGemms:
             self.ids, self.every = ids, ids is None
         elif ids is not self.ids:
             self.mixed = node
-
-
-def _one(n: object) -> bool:
-    return isinstance(n, int) and n == 1

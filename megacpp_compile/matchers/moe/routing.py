@@ -14,10 +14,14 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, value
+from megacpp_compile.fx.views import EXPANSIONS, PERMUTATIONS, REPETITIONS, UNIT_DIMS
 from megacpp_compile.matchers.views import RESHAPES, is_cast
 
 aten = torch.ops.aten
 _COPIES = (aten.alias.default, aten.clone.default, aten.contiguous.default, aten.detach.default)
+_SOME_OR_ALL = {
+    *_COPIES, *RESHAPES, *UNIT_DIMS, *PERMUTATIONS, *EXPANSIONS, *REPETITIONS, aten.select.int, aten.slice.Tensor,
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -334,7 +338,7 @@ def is_nonnegative(ids: Node) -> bool:
     while True:
         if ids.target in (aten.clamp.default, aten.clamp_min.default):
             return isinstance(ids.args[1], int) and ids.args[1] >= 0
-        if ids.target in _COPIES or ids.target in RESHAPES or ids.target in (aten._to_copy.default, aten.to.dtype):
+        if ids.target in _SOME_OR_ALL or ids.target in (aten._to_copy.default, aten.to.dtype):
             ids = ids.args[0]  # type: ignore[assignment]
         elif ids.target is operator.getitem and ids.args[1] == 1:
             return ids.args[0].target in (aten.topk.default, aten.sort.default, aten.max.dim)  # type: ignore[union-attr]
