@@ -22,6 +22,7 @@ _ASSERTS = (
     aten.sym_constrain_range.default,
     torch_check,
 )
+_NEAR = 48  # nodes to look at around one
 _NUMBERS = (int, bool, torch.SymInt, torch.SymBool)
 
 
@@ -115,3 +116,16 @@ def only_checks_sizes(node: Node) -> bool:
     if node.target in _ASSERTS:
         return True
     return isinstance(value(node), _NUMBERS) and all(only_checks_sizes(u) for u in node.users)
+
+
+def around(node: Node) -> set[Node]:
+    """The nodes from which `node` is computed in a few steps, and those computed from it in a few more."""
+    found = set[Node]()
+    for back in (True, False):
+        order = [node]
+        for n in order:
+            for other in n.all_input_nodes if back else n.users:
+                if other not in order and other.op == "call_function" and len(order) < _NEAR:
+                    order.append(other)
+        found.update(order)
+    return found

@@ -15,7 +15,6 @@ from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe.experts import (
     Expert,
     Gemm,
-    Weight,
     bias_failure,
     gemm_before_bias,
     match_expert,
@@ -24,10 +23,10 @@ from megacpp_compile.matchers.moe.experts import (
 from megacpp_compile.matchers.moe.gate_matrix import is_filled
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, bounded
 from megacpp_compile.matchers.moe.routing import added_rows, indexed, scores_of
+from megacpp_compile.matchers.moe.sorted_rows import grouped_gemm
 from megacpp_compile.matchers.views import RESHAPES, is_cast
 
 aten = torch.ops.aten
-_GROUPED = ("aten._grouped_mm.default", "transformers.grouped_mm_fallback.default")
 
 
 def find(view: GraphView) -> Iterator[RoutedExperts | MatchFailure]:
@@ -237,17 +236,13 @@ class _GroupedGemms:
         return node
 
     def _grouped(self, node: Node) -> Gemm | None:
-        if str(node.target) not in _GROUPED or len(node.args) != 3 or node.kwargs:
+        found = grouped_gemm(node)
+        if found is None:
             return None
-        x, w, ends = node.args
-        if value(x).dim() != 2 or value(w).dim() != 3:
-            return None
-        assert isinstance(x, Node) and isinstance(w, Node) and isinstance(ends, Node)
-        if not self._ends(ends, value(w).shape[0]):
+        gemm, ends = found
+        if not self._ends(ends, value(gemm.weight.tensor).shape[0]):
             self.failure = MatchFailure(node, "offsets", "the groups do not end where each expert's rows do")
-        if w.target is aten.transpose.int and {d % 3 for d in w.args[1:3]} == {1, 2}:  # type: ignore[operator]
-            return Gemm(node, x, Weight(w.args[0], False, every=True))  # type: ignore[arg-type]
-        return Gemm(node, x, Weight(w, True, every=True))
+        return gemm
 
     def _ends(self, ends: Node, experts: int) -> bool:
         """Whether `ends` is the running count of how many slots chose each expert."""
