@@ -121,7 +121,7 @@ def mask_of_the_largest(m, x, indices, gates):
 
 def slots_in_their_places(m, x, indices, gates):
     """As DeepSeek's own modelling files train."""
-    slots, rows = indices.view(-1), x.repeat_interleave(CHOICES, dim=0)
+    slots, rows = indices.view(-1), x.repeat_interleave(indices.shape[-1], dim=0)
     y = torch.empty_like(rows)
     for e, expert in enumerate(m.experts):
         y[slots == e] = expert(rows[slots == e])
@@ -263,13 +263,13 @@ def sorted_as_transformers(m, x, indices, gates):
     counts = torch.histc(ids.float(), bins=EXPERTS, min=0, max=EXPERTS - 1)
     ends = torch.cumsum(counts, dim=0, dtype=torch.int32)
     others = (ids >= EXPERTS).unsqueeze(-1)
-    rows = x[order // CHOICES].masked_fill_(others, 0.0)
+    rows = x[order // indices.size(-1)].masked_fill_(others, 0.0)
     hidden = _swiglu(GROUPED_MM(rows, m.gate_up.transpose(-2, -1), offs=ends).masked_fill(others, 0.0))
     out = GROUPED_MM(hidden, m.down.transpose(-2, -1), offs=ends).masked_fill(others, 0.0)
     back = torch.empty_like(order)
     back[order] = torch.arange(order.size(0), device=x.device)
     out = (out * gates.reshape(-1)[order].unsqueeze(-1))[back]
-    return out.view(x.size(0), CHOICES, -1).sum(dim=1).to(x.dtype)
+    return out.view(x.size(0), indices.size(-1), -1).sum(dim=1).to(x.dtype)
 
 
 def sorted_back_to_others(m, x, indices, gates):

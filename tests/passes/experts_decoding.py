@@ -1,4 +1,4 @@
-"""Routed experts where there is one token, or one sequence: dimensions of 1 that views drop, insert or keep."""
+"""Routed experts where there is one token, one sequence or one choice: dimensions of 1 that views drop, insert or keep."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .experts import CHOICES, DIM, EXPERTS
+from .experts import DIM, EXPERTS
 
 
 def _swiglu(both: Tensor) -> Tensor:
@@ -28,10 +28,15 @@ def matmul_of_chosen(m, x, indices, gates):
 def bmm_of_slots(m, x, indices, gates):
     """As transformers' `batched_mm`."""
     ids = indices.reshape(-1)
-    rows = x.reshape(-1, DIM).repeat_interleave(CHOICES, dim=0)
+    rows = x.reshape(-1, DIM).repeat_interleave(indices.shape[-1], dim=0)
     hidden = _swiglu(torch.bmm(m.gate_up[ids], rows.unsqueeze(-1)).squeeze(-1))
     out = torch.bmm(m.down[ids], hidden.unsqueeze(-1)).squeeze(-1) * gates.reshape(-1, 1)
-    return out.view(-1, CHOICES, DIM).sum(1).view(x.shape)
+    return out.view(-1, indices.shape[-1], DIM).sum(1).view(x.shape)
+
+
+def normed_slots(m, x, indices, gates):
+    """A norm of the rows that experts read multiplies each of them by one number, too, and is no gate."""
+    return bmm_of_slots(m, x * x.square().mean(-1, keepdim=True).add(1e-6).rsqrt(), indices, gates)
 
 
 def einsum_of_all(m, x, indices, gates):
@@ -47,14 +52,14 @@ def one_hots_of_all(m, x, indices, gates):
 
 
 # Of any number of tokens.
-ANY = [einsum_of_chosen, matmul_of_chosen, bmm_of_slots, einsum_of_all, one_hots_of_all]
+ANY = [einsum_of_chosen, matmul_of_chosen, bmm_of_slots, normed_slots, einsum_of_all, one_hots_of_all]
 
 
 # --- one token, without its dimensions
 
 
 def squeezed_bmm(m, x, indices, gates):
-    ids, rows = indices.squeeze(), x.squeeze().expand(CHOICES, -1)
+    ids, rows = indices.squeeze(), x.squeeze().expand(indices.shape[-1], -1)
     hidden = _swiglu(torch.bmm(rows.unsqueeze(1), m.gate_up[ids].mT).squeeze(1))
     out = torch.bmm(hidden.unsqueeze(1), m.down[ids].mT).squeeze(1)
     return (out * gates.squeeze()[:, None]).sum(0).view(x.shape)
@@ -89,6 +94,14 @@ ONE = [squeezed_bmm, weights_by_vector, vector_by_weights, einsum_of_one, scaled
 
 
 # --- near misses
+
+
+def another_scale_for_the_channels(m, x, indices, gates):
+    """Of one choice a token, and no gate."""
+    ids = indices.flatten()
+    hidden = _swiglu(torch.bmm(m.gate_up[ids], x.reshape(-1, DIM, 1)).squeeze(-1))
+    out = torch.bmm(m.down[ids], hidden.unsqueeze(-1)).squeeze(-1) * x.reshape(-1, DIM).softmax(-1)
+    return out.view(-1, 1, DIM).sum(1).view(x.shape)
 
 
 def any_numbers(m, x, indices, gates):

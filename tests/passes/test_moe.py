@@ -112,6 +112,23 @@ def test_fires_on_dimensions_of_one(body, shape):
     assert_fires(NAME, MoE(body, stacked=True).double(), sequences(*shape))
 
 
+@pytest.mark.parametrize("shape", [(2, 5), (1, 1)], ids=["tokens", "one token"])
+@pytest.mark.parametrize("body", experts_decoding.ANY, ids=lambda f: f.__name__)
+def test_fires_on_one_choice(body, shape):
+    assert_fires(NAME, MoE(body, stacked=True, choices=1).double(), sequences(*shape))
+
+
+@pytest.mark.parametrize("count", [TOKENS, 1])
+def test_fires_on_one_choice_in_its_place(count):
+    module = MoE(experts_at_once.slots_in_their_places, choices=1).double()
+    assert_fires(NAME, module, tokens(torch.float64, count))
+
+
+def test_refuses_one_choice_without_a_gate():
+    module = MoE(experts_decoding.another_scale_for_the_channels, stacked=True, choices=1)
+    assert_refused(NAME, "gates", module, sequences(2, 5, dtype=torch.float32))
+
+
 @pytest.mark.parametrize(
     ("tag", "body"), experts_decoding.NEAR_MISSES.items(), ids=lambda p: p if isinstance(p, str) else p.__name__
 )
@@ -164,9 +181,16 @@ def test_refuses_sorted_rows(tag, body):
     assert not error
 
 
+@pytest.mark.parametrize("choices", [1, 2])
+def test_sorted_rows_of_one_token(choices):
+    frames, error = sorted_rows(experts_at_once.sorted_as_transformers, 1, choices)
+    assert frames.counts[NAME] == 1, frames.misses
+    assert error < 2e-2
+
+
 @torch.no_grad()
-def sorted_rows(body):
-    module, x = MoE(body, stacked=True).bfloat16(), torch.randn(16, DIM).bfloat16()
+def sorted_rows(body, count=16, choices=2):
+    module, x = MoE(body, stacked=True, choices=choices).bfloat16(), torch.randn(count, DIM).bfloat16()
     frames = run(module, (x,))
     return frames, largest_error({"y": frames.compiled(x)}, {"y": module(x)})[0]
 

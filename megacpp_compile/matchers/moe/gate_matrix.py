@@ -93,10 +93,9 @@ def _one_hots(node: Node) -> Chosen | None:
     parts = factors(node, dims, lambda axes: axes == own or set(dims[-1]) < axes)
     for hot in parts:
         inner = hot.axes - own
-        if len(inner) != 1:
+        if len(inner) > 1:
             continue
-        (choice,) = inner
-        wanted = (*dims[:-1], (choice,), *dims[-1:])
+        wanted = (*dims[:-1], tuple(inner), *dims[-1:])
         seen = seen_as(hot, wanted)
         mask = match_mask(_before_casts(seen[0])) if seen else None
         if mask is None or not mask.by_token or mask.dims[-2:] != ("s", "e") or value(mask.indices).dim() != len(dims):

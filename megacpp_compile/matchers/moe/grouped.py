@@ -48,10 +48,20 @@ def find(view: GraphView) -> Iterator[RoutedExperts | MatchFailure]:
 @dataclasses.dataclass(frozen=True)
 class Axes:
     """`tokens`: the axes of the result but its channels, none for a single token; `routes`: the axis of experts or
-    choices that is summed."""
+    choices that is summed, none for a single choice."""
 
     tokens: tuple[Axis, ...]
-    routes: Axis
+    routes: tuple[Axis, ...]
+
+    @property
+    def both(self) -> set[Axis]:
+        return {*self.tokens, *self.routes}
+
+    @property
+    def choices(self) -> int | None:
+        """The number of routes, if it is fixed."""
+        size = self.routes[0].size if self.routes else 1
+        return size if isinstance(size, int) else None
 
     @property
     def _each(self) -> Dims:
@@ -63,7 +73,7 @@ class Axes:
 
     def slots(self, *behind: tuple[Axis, ...]) -> list[Dims]:
         """Both layouts of slots: a dimension for each axis of tokens and for routes or one for all, then `behind`."""
-        return [(*self._each, (self.routes,), *behind), ((*self.tokens, self.routes), *behind)]
+        return [(*self._each, self.routes, *behind), ((*self.tokens, *self.routes), *behind)]
 
 
 def _check(view: GraphView, node: Node) -> RoutedExperts | MatchFailure | None:
@@ -74,19 +84,19 @@ def _check(view: GraphView, node: Node) -> RoutedExperts | MatchFailure | None:
         return None
     tokens, (out,) = tuple(a for d in known[:-1] for a in d), known[-1]
     parts = factors(node, dims, lambda axes: out in axes and not (tokens and axes.isdisjoint(tokens)))
-    gates = [p for p in parts if out not in p.axes and p.axes > set(tokens) and len(p.axes) == len(tokens) + 1]
+    one = [p for p in parts if p.axes == set(tokens)]
+    several = [p for p in parts if out not in p.axes and p.axes > set(tokens) and len(p.axes) == len(tokens) + 1]
+    gates = one or several  # choices of a token
     outs = [p for p in parts if out in p.axes]
     if not gates and len(parts) == 2 and len(outs) == 1:
         return _ungated(view, node, tokens, outs[0], next(p for p in parts if p is not outs[0]), out)
-    if len(gates) != 1:
+    if len(gates) != 1 or len(outs) != 1:
         copies = [p for p in outs if _copies(p) is not None]
         if copies and len(outs) == len(parts) - 1 > 1:
             return MatchFailure(node, "gates", "an expert's output is not multiplied by one gate per choice")
         return None
-    (gate,), (routes,) = gates, gates[0].axes - set(tokens)
-    axes = Axes(tokens, routes)
-    if len(outs) != 1:
-        return None
+    (gate,) = gates
+    axes = Axes(tokens, tuple(gate.axes - set(tokens)))
     if len(parts) == 2:
         return _outputs(view, node, axes, outs[0], gate, out)
     hidden = next(p for p in parts if p not in (gate, outs[0]))
@@ -103,10 +113,9 @@ def _ungated(
     routes = hidden.axes - {*tokens, *dims[-1]}
     if len(routes) != 1 or len(dims[-1]) != 1 or not routes < weight.axes | set(tokens):
         return None
-    axes = Axes(tokens, *routes)
+    axes = Axes(tokens, tuple(routes))
     chosen_from = {number_of_scores(n) for n in view.graph.nodes}  # what is summed over may be heads, say
-    size = axes.routes.size
-    experts = _copies(weight) is not None or isinstance(size, int) and size in chosen_from
+    experts = _copies(weight) is not None or axes.choices is not None and axes.choices in chosen_from
     if not experts or not hidden.axes > {*tokens, *routes}:
         return None
     return _from_down(view, node, axes, weight, None, hidden, out)
@@ -126,7 +135,7 @@ def _from_down(
 ) -> RoutedExperts | MatchFailure | None:
     """The layer whose last GEMM multiplies `hidden` by `weight`, and whose sum may be weighted by `gate`."""
     *_, (inner, dims) = beneath(hidden)
-    (channels,) = hidden.axes - {*axes.tokens, axes.routes}
+    (channels,) = hidden.axes - axes.both
     if dims[-1] != (channels,):
         return None
     match_gemm = _StackedGemms(axes, [d for d in dims[:-1] if d])
@@ -146,7 +155,7 @@ def _from_down(
     assert gate is not None
     if match_gemm.ids is None:
         return _by_matrix(view, node, axes, gate, expert.x, [expert], scaled_input)
-    if not isinstance(axes.routes.size, int):
+    if axes.choices is None:
         return None
     gates = seen_as(gate, *axes.slots())
     if gates is None:
@@ -155,7 +164,7 @@ def _from_down(
         reason = "an expert's number may be negative, which would count from the end"
         return MatchFailure(match_gemm.ids, "range", reason)
     layer = RoutedExperts(
-        node, expert.x, match_gemm.ids, gates[0], (expert,), choices=axes.routes.size, scaled_input=scaled_input
+        node, expert.x, match_gemm.ids, gates[0], (expert,), choices=axes.choices, scaled_input=scaled_input
     )
     return bounded(view, layer)
 
@@ -178,7 +187,7 @@ def _outputs(
         if (biased := _biased(view, node, axes, inner, dims, gate, out)) is not None:
             return biased
         if inner.target is aten.stack.default:
-            place = dims.index((axes.routes,)) if (axes.routes,) in dims else -1
+            place = dims.index(axes.routes) if axes.routes in dims else -1
             if place != (inner.args[1] if len(inner.args) > 1 else 0) % len(dims):  # type: ignore[operator]
                 return None
             if longer_dims(dims[:place] + dims[place + 1 :]) not in map(longer_dims, axes.rows((out,))):
@@ -187,7 +196,8 @@ def _outputs(
             if found is None or isinstance(found, MatchFailure):
                 return found
             return _by_matrix(view, node, axes, gate, found[0], found[1])
-        if longer_dims(dims) == axes.slots((out,))[1] and (written := loop.written(inner)) is not None:
+        slots = longer_dims(axes.slots((out,))[1])
+        if len(dims) == 2 and longer_dims(dims) == slots and (written := loop.written(inner)) is not None:
             if isinstance(written, MatchFailure):
                 return written
             return _slots(view, node, axes, gate, *written)
@@ -204,7 +214,7 @@ def _biased(
         own, shape = value(side).shape, value(inner).shape
         if len(own) != len(shape) or not all(map(same_size, own, shape)):
             continue
-        parts = factors(side, dims, lambda below: out in below and axes.routes in below)  # type: ignore[arg-type]
+        parts = factors(side, dims, lambda below: out in below and below.issuperset(axes.routes))  # type: ignore[arg-type]
         weights = [p for p in parts if out in p.axes]
         if len(parts) == 2 and len(weights) == 1:
             (hidden,) = (p for p in parts if p is not weights[0])
@@ -224,9 +234,9 @@ def _slots(
     if x is None:
         return MatchFailure(rows, "rows", "what experts read are not the tokens, one row for each choice")
     gates = seen_as(gate, *axes.slots())
-    if gates is None or not isinstance(axes.routes.size, int):
+    if gates is None or axes.choices is None:
         return MatchFailure(gate.node, "gates", "the gates are in another order than the choices")
-    return bounded(view, RoutedExperts(node, x[0], ids, gates[0], tuple(experts), first, choices=axes.routes.size))
+    return bounded(view, RoutedExperts(node, x[0], ids, gates[0], tuple(experts), first, choices=axes.choices))
 
 
 class _StackedGemms:
@@ -252,7 +262,7 @@ class _StackedGemms:
             return None
         channels = Axis(width)
         dims = (*(() if is_one(n) else next(rows) for n in outer), (channels,))
-        mixed = {*self.axes.tokens, self.axes.routes, channels}
+        mixed = {*self.axes.both, channels}
         parts = factors(node, dims, lambda axes: axes >= mixed)
         if len(parts) == 1 and parts[0].node.target is aten.add.Tensor:
             return MatchFailure(parts[0].node, "bias", "an expert's projection has a bias")
@@ -260,7 +270,7 @@ class _StackedGemms:
         if len(parts) != 2 or len(weights) != 1:
             return None
         (x,) = (p for p in parts if p is not weights[0])
-        inner = x.axes - {*self.axes.tokens, self.axes.routes}
+        inner = x.axes - self.axes.both
         if len(inner) != 1:
             return None
         source = seen_as(self._unscaled(x, *inner), *self.axes.rows(tuple(inner)))
@@ -270,10 +280,11 @@ class _StackedGemms:
     def _unscaled(self, x: Factor, channels: Axis) -> Factor:
         """`x` before it is multiplied by gates, which become `self.gate`."""
         *_, (node, dims) = beneath(x)
-        below = step_into(node, dims) if node.target is aten.mul.Tensor else None
+        # The one choice of a token cannot be told from the token: what is multiplied there may be a norm's.
+        below = step_into(node, dims) if self.axes.routes and node.target is aten.mul.Tensor else None
         for rows, gate in (below, below[::-1]) if below else ():
             scale = Factor(*gate, node)
-            if channels not in scale.axes and scale.axes == {*self.axes.tokens, self.axes.routes}:
+            if channels not in scale.axes and scale.axes == self.axes.both:
                 if self.gate is None or self.gate.node is scale.node:
                     self.gate = self.gate or scale
                     return Factor(*rows, node)
@@ -283,8 +294,9 @@ class _StackedGemms:
         """The weights [.., out, inner] of all experts, or of every slot's own expert, that `factor` is."""
         ends = ((out,), (inner,)), ((inner,), (out,))
         copies = _copies(factor)
-        if factor.axes == {self.axes.routes, out, inner} and (copies is None or self.axes.tokens):
-            seen = seen_as(factor, *(((self.axes.routes,), *end) for end in ends))
+        of_all = self.axes.routes and factor.axes == {*self.axes.routes, out, inner}
+        if of_all and (copies is None or self.axes.tokens):
+            seen = seen_as(factor, *((self.axes.routes, *end) for end in ends))
             if seen is None or value(seen[0]).dim() != 3:
                 return None
             self._goes_by(factor.node, None)

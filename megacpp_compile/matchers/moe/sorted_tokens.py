@@ -193,6 +193,8 @@ def _unsorted(node: Node) -> tuple[Node, Node] | None:
         order = back.args[0]
     elif back.target is aten.index_put.default and len(back.args) == 3 and len(back.args[1]) == 1:  # type: ignore[arg-type]
         empty, (order,), numbers = back.args  # type: ignore[misc]
+        while numbers.target in RESHAPES:  # type: ignore[union-attr]
+            numbers = numbers.args[0]  # type: ignore[union-attr]
         count = value(numbers).shape
         if numbers.target is not aten.arange.default or len(numbers.args) != 1 or count != value(empty).shape:  # type: ignore[union-attr]
             return None
