@@ -21,6 +21,7 @@ from megacpp_compile.matchers.views import is_cast, is_outer_view
 
 aten = torch.ops.aten
 _ZEROS = (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
+_ONES = (aten.ones.default, aten.ones_like.default, aten.new_ones.default)
 _FULL = (aten.full.default, aten.full_like.default, aten.new_full.default)
 _SOFTMAX = (aten.softmax.int, aten._softmax.default)
 
@@ -36,9 +37,9 @@ class Chosen:
 
 def is_filled(node: Any, number: float) -> bool:
     """Whether every element of `node` is `number`."""
-    if not isinstance(node, Node) or node.target not in (*_ZEROS, *_FULL):
+    if not isinstance(node, Node) or node.target not in (*_ZEROS, *_ONES, *_FULL):
         return False
-    fill = 0 if node.target in _ZEROS else node.args[-1]
+    fill = 0 if node.target in _ZEROS else 1 if node.target in _ONES else node.args[-1]
     return isinstance(fill, (int, float)) and fill == number
 
 

@@ -152,17 +152,29 @@ def one_choice(node: Node) -> tuple[Node, int | None]:
 
 
 def _compared(node: Node) -> Mask | None:
-    """The mask `indices[..., None] == arange(E)`."""
+    """The mask `indices[..., None] == arange(E)`, or `indices[None] == arange(E)[:, None]`."""
     a, b = node.args
     if not isinstance(a, Node) or not isinstance(b, Node):
         return None
     for ix, numbers in ((a, b), (b, a)):
-        if numbers.target is aten.arange.default and len(numbers.args) == 1 and ix.target is aten.unsqueeze.default:
-            source = ix.args[0]
-            n, dims = value(source).dim(), _dims(source)  # type: ignore[arg-type]
-            if dims is not None and ix.args[1] % (n + 1) == n and _integer(source):  # type: ignore[operator]
-                return Mask(_plain(source), (*dims, "e"))  # type: ignore[arg-type]
+        if ix.target is not aten.unsqueeze.default:
+            continue
+        source = ix.args[0]
+        n, dims = value(source).dim(), _dims(source)  # type: ignore[arg-type]
+        if dims is None or not _integer(source):
+            continue
+        at = ix.args[1] % (n + 1)  # type: ignore[operator]
+        if at == n and _all_numbers(numbers):
+            return Mask(_plain(source), (*dims, "e"))  # type: ignore[arg-type]
+        column = numbers.target is aten.unsqueeze.default and numbers.args[1] in (1, -1)
+        if at == 0 and n == 1 and column and _all_numbers(numbers.args[0]):
+            return Mask(_plain(source), ("e", *dims))  # type: ignore[arg-type]
     return None
+
+
+def _all_numbers(node: Any) -> bool:
+    """Whether `node` is [E], the numbers from 0 on."""
+    return node.target is aten.arange.default and len(node.args) == 1  # type: ignore[no-any-return]
 
 
 def _plain(node: Node) -> Node:
