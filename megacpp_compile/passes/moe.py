@@ -11,8 +11,9 @@ Safe because each slot (token, choice) is in exactly one expert's rows, and the 
 leaves the router, which computes indices and gates, as it is. A gate on the input does not commute with the activation:
 it stays a product in front of the op, whose own gates are ones; experts that were not chosen make zeros of zeros.
 Refused: experts that differ or repeat, a missing gate, biases, clamps and other activations (gpt-oss), rows or outputs
-that escape, a token written rather than added to where it may come twice, gates of which all may differ from zero; and
-with the tag `unread`, experts' weights in GEMMs that no matcher knows.
+that escape, a token written rather than added to where it may come twice, gates of which all may differ from zero, rows
+that come sorted by expert and without gates, as behind the dispatch of expert parallelism; and with the tag `unread`,
+experts' weights in GEMMs that no matcher knows.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from collections.abc import Iterator
 
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
-from megacpp_compile.matchers.moe import dense, grouped, hit_experts, loop, sorted_tokens, unread
+from megacpp_compile.matchers.moe import dense, grouped, hit_experts, loop, sorted_rows, sorted_tokens, unread
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts
 from megacpp_compile.passes._moe_rewrite import to_match
 from megacpp_compile.passes._rule import Match
@@ -36,6 +37,7 @@ _SPELLINGS = (loop.find, dense.find, grouped.find, sorted_tokens.find)
 def find(view: GraphView) -> Iterator[Match | MatchFailure]:
     found: list[RoutedExperts | MatchFailure] = [one for spelling in _SPELLINGS for one in spelling(view)]
     found += hit_experts.find(view)
+    found += sorted_rows.find(view, tuple(found))
     found += unread.find(view, tuple(found), loop.unweighted(view))
     for one in found:
         yield one if isinstance(one, MatchFailure) else to_match(view, one)

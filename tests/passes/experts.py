@@ -49,9 +49,12 @@ class Fused(nn.Module):
 class MoE(nn.Module):
     """A router, and `body(self, x, indices, gates)` with experts of its own: a list, or weights in one tensor each."""
 
-    def __init__(self, body, expert: Callable[[], nn.Module] = Expert, experts: int = EXPERTS, stacked: bool = False):
+    def __init__(
+        self, body, expert: Callable[[], nn.Module] = Expert, experts: int = EXPERTS, stacked: bool = False,
+        choices: int = CHOICES,
+    ):  # fmt: skip
         super().__init__()
-        self.body, self.router = body, nn.Linear(DIM, experts, bias=False)
+        self.body, self.router, self.choices = body, nn.Linear(DIM, experts, bias=False), choices
         self.num_experts = experts
         if stacked:
             self.gate_up = nn.Parameter(torch.randn(experts, 2 * HIDDEN, DIM) / 3)
@@ -60,7 +63,7 @@ class MoE(nn.Module):
             self.experts = nn.ModuleList(expert() for _ in range(experts))
 
     def forward(self, x: Tensor) -> Tensor:
-        gates, indices = self.router(x).softmax(-1).topk(CHOICES, dim=-1)
+        gates, indices = self.router(x).softmax(-1).topk(self.choices, dim=-1)
         return self.body(self, x, indices, gates)
 
 

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from .experts import CHOICES, DIM, EXPERTS
 
+GROUPED_MM = getattr(F, "grouped_mm", torch._grouped_mm)  # which torch 2.9 has under its private name alone
+
 
 def matrix(indices: Tensor, gates: Tensor) -> Tensor:
     """[T, E], zero where an expert was not chosen."""
@@ -119,7 +121,7 @@ def mask_of_the_largest(m, x, indices, gates):
 
 def slots_in_their_places(m, x, indices, gates):
     """As DeepSeek's own modelling files train."""
-    slots, rows = indices.view(-1), x.repeat_interleave(CHOICES, dim=0)
+    slots, rows = indices.view(-1), x.repeat_interleave(indices.shape[-1], dim=0)
     y = torch.empty_like(rows)
     for e, expert in enumerate(m.experts):
         y[slots == e] = expert(rows[slots == e])
@@ -255,6 +257,21 @@ def sorted_scaled_rows(m, x, indices, gates):
     return torch.zeros_like(x).index_add(0, token, expert(x[token]))
 
 
+def sorted_as_transformers(m, x, indices, gates):
+    """As transformers' `grouped_mm`: slots of no expert, which another rank has, are sorted behind all others."""
+    ids, order = torch.sort(indices.reshape(-1))
+    counts = torch.histc(ids.float(), bins=EXPERTS, min=0, max=EXPERTS - 1)
+    ends = torch.cumsum(counts, dim=0, dtype=torch.int32)
+    others = (ids >= EXPERTS).unsqueeze(-1)
+    rows = x[order // indices.size(-1)].masked_fill_(others, 0.0)
+    hidden = _swiglu(GROUPED_MM(rows, m.gate_up.transpose(-2, -1), offs=ends).masked_fill(others, 0.0))
+    out = GROUPED_MM(hidden, m.down.transpose(-2, -1), offs=ends).masked_fill(others, 0.0)
+    back = torch.empty_like(order)
+    back[order] = torch.arange(order.size(0), device=x.device)
+    out = (out * gates.reshape(-1)[order].unsqueeze(-1))[back]
+    return out.view(x.size(0), indices.size(-1), -1).sum(dim=1).to(x.dtype)
+
+
 def sorted_back_to_others(m, x, indices, gates):
     token, expert = _sorted(m, x, indices, gates, EXPERTS - 1)
     return torch.zeros_like(x).index_add(0, token, expert(x[token.flip(0)]))
@@ -265,7 +282,7 @@ def sorted_into_other_groups(m, x, indices, gates):
     return torch.zeros_like(x).index_add(0, token, expert(x[token]))
 
 
-SORTED = [sorted_index_add, sorted_scatter_add, sorted_by_marks, sorted_scaled_rows]
+SORTED = [sorted_as_transformers, sorted_index_add, sorted_scatter_add, sorted_by_marks, sorted_scaled_rows]
 SORTED_NEAR_MISSES = {
     "rows": [sorted_back_to_others],
     "offsets": [sorted_into_other_groups, sorted_by_marks_of_others],

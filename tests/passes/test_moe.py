@@ -10,7 +10,7 @@ from torch import nn
 
 from tests.frames import check, largest_error, render, run
 
-from . import experts_at_once
+from . import experts_at_once, experts_decoding
 from .contract import (
     assert_autocast,
     assert_autocast_inside,
@@ -32,6 +32,7 @@ from .experts import (
     MoE,
     Ungated,
     as_gpt_oss,
+    batched_gemms,
     sorted_grouped_gemms,
     stacked_weights,
     where_index_add,
@@ -96,6 +97,45 @@ def test_fires_on_stacked_weights(body):
     assert_fires(NAME, MoE(body, stacked=True).double(), tokens(torch.float64))
 
 
+def sequences(*shape: int, dtype=torch.float64):
+    return (torch.randn(*shape, DIM, dtype=dtype).requires_grad_(),)
+
+
+@pytest.mark.parametrize("body", experts_decoding.ANY + experts_decoding.ONE, ids=lambda f: f.__name__)
+def test_fires_on_one_token(body):
+    assert_fires(NAME, MoE(body, stacked=True).double(), sequences(1, 1))
+
+
+@pytest.mark.parametrize("shape", [(1, 5), (4, 1)], ids=["one sequence", "one token each"])
+@pytest.mark.parametrize("body", [experts_decoding.einsum_of_chosen, experts_decoding.one_hots_of_all], ids=lambda f: f.__name__)
+def test_fires_on_dimensions_of_one(body, shape):
+    assert_fires(NAME, MoE(body, stacked=True).double(), sequences(*shape))
+
+
+@pytest.mark.parametrize("shape", [(2, 5), (1, 1)], ids=["tokens", "one token"])
+@pytest.mark.parametrize("body", experts_decoding.ANY, ids=lambda f: f.__name__)
+def test_fires_on_one_choice(body, shape):
+    assert_fires(NAME, MoE(body, stacked=True, choices=1).double(), sequences(*shape))
+
+
+@pytest.mark.parametrize("count", [TOKENS, 1])
+def test_fires_on_one_choice_in_its_place(count):
+    module = MoE(experts_at_once.slots_in_their_places, choices=1).double()
+    assert_fires(NAME, module, tokens(torch.float64, count))
+
+
+def test_refuses_one_choice_without_a_gate():
+    module = MoE(experts_decoding.another_scale_for_the_channels, stacked=True, choices=1)
+    assert_refused(NAME, "gates", module, sequences(2, 5, dtype=torch.float32))
+
+
+@pytest.mark.parametrize(
+    ("tag", "body"), experts_decoding.NEAR_MISSES.items(), ids=lambda p: p if isinstance(p, str) else p.__name__
+)
+def test_refuses_one_token(tag, body):
+    assert_refused(NAME, tag, MoE(body, stacked=True), sequences(1, 1, dtype=torch.float32))
+
+
 ACTIVATIONS = {
     "gelu": F.gelu,
     "gelu_tanh": lambda h: F.gelu(h, approximate="tanh"),
@@ -141,9 +181,16 @@ def test_refuses_sorted_rows(tag, body):
     assert not error
 
 
+@pytest.mark.parametrize("choices", [1, 2])
+def test_sorted_rows_of_one_token(choices):
+    frames, error = sorted_rows(experts_at_once.sorted_as_transformers, 1, choices)
+    assert frames.counts[NAME] == 1, frames.misses
+    assert error < 2e-2
+
+
 @torch.no_grad()
-def sorted_rows(body):
-    module, x = MoE(body, stacked=True).bfloat16(), torch.randn(16, DIM).bfloat16()
+def sorted_rows(body, count=16, choices=2):
+    module, x = MoE(body, stacked=True, choices=choices).bfloat16(), torch.randn(count, DIM).bfloat16()
     frames = run(module, (x,))
     return frames, largest_error({"y": frames.compiled(x)}, {"y": module(x)})[0]
 
@@ -177,6 +224,24 @@ def test_disabled():
 @pytest.mark.parametrize("everything", [False, True], ids=["length", "everything"])
 def test_dynamic_token_counts(everything):
     assert_dynamic(NAME, MoE(where_index_add), lambda n: tokens(count=n), everything=everything)
+
+
+def test_dynamic_token_counts_of_two_layers():
+    layers = nn.Sequential(*(MoE(batched_gemms, stacked=True) for _ in range(2)))
+    assert_dynamic(NAME, layers, lambda n: tokens(count=n), 2, everything=True)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("everything", [False, True], ids=["second length", "everything"])
+def test_sorted_rows_of_two_layers_at_a_second_length(everything):
+    """Both read how many choices there are, which is one number of the graph."""
+    layers = nn.Sequential(*(MoE(experts_at_once.sorted_as_transformers, stacked=True) for _ in range(2))).bfloat16()
+    inputs = [torch.randn(count, DIM).bfloat16() for count in (16, 24)]
+    frames = run(layers, (inputs[0],), dynamic=True if everything else None)
+    for x in inputs:
+        error, _ = largest_error({"y": frames.compiled(x)}, {"y": layers(x)})
+        assert error < 4e-2
+    assert [len(analysis.outcome.sites) for analysis in frames.analyses] == [2] * (1 if everything else 2), frames.misses
 
 
 def test_autocast_around_the_call():

@@ -24,6 +24,7 @@ from megacpp_compile.matchers.moe.experts import (
     match_linear_gemm,
     strip_row_views,
 )
+from megacpp_compile.matchers.moe.factors import is_one
 from megacpp_compile.matchers.moe.gate_matrix import is_filled, match_chosen, match_chosen_gate, match_column
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, bounded
 from megacpp_compile.matchers.views import is_cast
@@ -156,7 +157,10 @@ def by_matrix(
             matrix, "dense-gates", "the gates may all differ from zero: every expert works on every token"
         )
     gates = matrix if found.gates is None else found.gates
-    if not all(map(same_size, value(x).shape[:-1], value(found.indices).shape[:-1])):
+    if value(matrix).dim() == 1:
+        return MatchFailure(matrix, "gates", "the gates of one token have no dimension of tokens")
+    outer, tokens = ([n for n in value(t).shape[:-1] if not is_one(n)] for t in (x, found.indices))
+    if len(outer) != len(tokens) or not all(map(same_size, outer, tokens)):
         return MatchFailure(x, "rows", "there are not as many rows as choices")
     routed = RoutedExperts(
         node, x, found.indices, gates, tuple(experts), 0, base, by_expert=found.gates is None, scaled_input=scaled_input

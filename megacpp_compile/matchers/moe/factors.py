@@ -47,7 +47,7 @@ class Factor:
 
 def over(node: Node) -> Dims:
     """The dimensions of `node`, with a new axis for each that is not 1 long."""
-    return tuple(() if _one(n) else (Axis(n),) for n in value(node).shape)
+    return tuple(() if is_one(n) else (Axis(n),) for n in value(node).shape)
 
 
 def factors(node: Node, dims: Dims, inner: Callable[[set[Axis]], bool]) -> list[Factor]:
@@ -66,12 +66,21 @@ def factors(node: Node, dims: Dims, inner: Callable[[set[Axis]], bool]) -> list[
 
 
 def seen_as(factor: Factor, *wanted: Dims) -> tuple[Node, int] | None:
-    """(the innermost tensor of which `factor` is a view and whose dimensions are among `wanted`, their place there)."""
-    found = None
+    """(the innermost tensor of which `factor` is a view and whose dimensions are among `wanted`, their place there);
+    where there is none, the innermost whose dimensions are so but for those that are 1 long."""
+    found, alike = None, None
+    longer = [longer_dims(dims) for dims in wanted]
     for node, dims in beneath(factor):
         if dims in wanted:
             found = node, wanted.index(dims)
-    return found
+        elif longer_dims(dims) in longer:
+            alike = node, longer.index(longer_dims(dims))
+    return found or alike
+
+
+def longer_dims(dims: Dims) -> Dims:
+    """`dims` without those that are 1 long."""
+    return tuple(d for d in dims if d)
 
 
 def beneath(factor: Factor) -> Iterator[tuple[Node, Dims]]:
@@ -100,11 +109,13 @@ def step_into(node: Node, dims: Dims) -> list[tuple[Node, Dims]] | None:
         return [(args[0], _summed(node, dims))]  # type: ignore[list-item]
     if target is aten.einsum.default:
         return _einsum(str(args[0]), list(args[1]), dims)  # type: ignore[arg-type]
-    if target in (aten.bmm.default, aten.mm.default, aten.matmul.default):
+    if target in (aten.bmm.default, aten.mm.default, aten.mv.default, aten.matmul.default):
         a, b = args
-        if value(a).dim() < 2 or value(b).dim() < 2:
-            return None
         inner = _axis(value(a).shape[-1])
+        if value(b).dim() == 1:
+            return [(a, (*dims, inner)), (b, (inner,))]  # type: ignore[list-item]
+        if value(a).dim() == 1:
+            return [(a, (inner,)), (b, (*dims[:-1], inner, *dims[-1:]))]  # type: ignore[list-item]
         left, right = (*dims[:-1], inner), (*dims[:-2], inner, dims[-1])
         return [(a, _broadcast(a, left)), (b, _broadcast(b, right))]  # type: ignore[list-item, arg-type]
     if target is aten.linear.default and len(args) == 2 and value(args[1]).dim() == 2:
@@ -113,19 +124,20 @@ def step_into(node: Node, dims: Dims) -> list[tuple[Node, Dims]] | None:
     return None
 
 
-def _one(n: Any) -> bool:
+def is_one(n: Any) -> bool:
+    """Whether the size `n` is 1, rather than a symbol that may be."""
     return isinstance(n, int) and n == 1
 
 
 def _axis(n: Any) -> tuple[Axis, ...]:
     """A dimension of size `n` with an axis of its own."""
-    return () if _one(n) else (Axis(n),)
+    return () if is_one(n) else (Axis(n),)
 
 
 def _broadcast(operand: Any, dims: Dims) -> Dims:
     """The dimensions of `operand`, which is broadcast to `dims`."""
     shape = value(operand).shape
-    return tuple(() if _one(n) else d for n, d in zip(shape, dims[len(dims) - len(shape) :], strict=True))
+    return tuple(() if is_one(n) else d for n, d in zip(shape, dims[len(dims) - len(shape) :], strict=True))
 
 
 def _summed(node: Node, dims: Dims) -> Dims:
@@ -162,7 +174,7 @@ def _einsum(equation: str, operands: Sequence[Node], dims: Dims) -> list[tuple[N
 
 
 _VIEWS = {
-    *IDENTITIES, *RESHAPES, *UNIT_DIMS - {aten.squeeze.default}, *PERMUTATIONS, aten.numpy_T.default,
+    *IDENTITIES, *RESHAPES, *UNIT_DIMS, *PERMUTATIONS, aten.numpy_T.default,
     aten.expand.default, *REPETITIONS,
 }  # fmt: skip
 
@@ -170,7 +182,7 @@ _VIEWS = {
 def _viewed(node: Node) -> bool:
     """Whether `node` is a view, a copy, a cast or a repetition."""
     if node.target is aten.select.int:
-        return _one(value(node.args[0]).shape[node.args[1]])  # type: ignore[index]
+        return is_one(value(node.args[0]).shape[node.args[1]])  # type: ignore[index]
     return node.op == "call_function" and (node.target in _VIEWS or is_cast(node))
 
 
@@ -212,7 +224,7 @@ def _through(node: Node, dims: Dims) -> Dims | None:
 
 def _cut(dim: tuple[Axis, ...], times: Any, inside: bool) -> tuple[Axis, ...] | None:
     """`dim` without the axes, innermost or outermost, that a repetition `times` added."""
-    if _one(times):
+    if is_one(times):
         return dim
     for i in range(len(dim) + 1):
         gone, kept = (dim[i:], dim[:i]) if inside else (dim[:i], dim[i:])
@@ -226,9 +238,9 @@ def _regroup(axes: list[Axis], shape: Sequence[Any]) -> Dims | None:
     out = []
     for n in shape:
         dim: list[Axis] = []
-        while not _one(n) and axes and not (dim and same_size(math.prod(a.size for a in dim), n)):
+        while not is_one(n) and axes and not (dim and same_size(math.prod(a.size for a in dim), n)):
             dim.append(axes.pop(0))
-        if not _one(n) and not same_size(math.prod(a.size for a in dim), n):
+        if not is_one(n) and not same_size(math.prod(a.size for a in dim), n):
             return None
         out.append(tuple(dim))
     return None if axes else tuple(out)

@@ -21,6 +21,7 @@ from megacpp_compile.matchers.views import is_cast, is_outer_view
 
 aten = torch.ops.aten
 _ZEROS = (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
+_ONES = (aten.ones.default, aten.ones_like.default, aten.new_ones.default)
 _FULL = (aten.full.default, aten.full_like.default, aten.new_full.default)
 _SOFTMAX = (aten.softmax.int, aten._softmax.default)
 
@@ -36,9 +37,9 @@ class Chosen:
 
 def is_filled(node: Any, number: float) -> bool:
     """Whether every element of `node` is `number`."""
-    if not isinstance(node, Node) or node.target not in (*_ZEROS, *_FULL):
+    if not isinstance(node, Node) or node.target not in (*_ZEROS, *_ONES, *_FULL):
         return False
-    fill = 0 if node.target in _ZEROS else node.args[-1]
+    fill = 0 if node.target in _ZEROS else 1 if node.target in _ONES else node.args[-1]
     return isinstance(fill, (int, float)) and fill == number
 
 
@@ -87,22 +88,22 @@ def _one_hots(node: Node) -> Chosen | None:
     if node.target not in (aten.sum.dim_IntList, aten.einsum.default, aten.bmm.default, aten.matmul.default):
         return None
     dims = over(node)
-    if any(not d for d in dims):
+    if not dims or not dims[-1]:
         return None
-    parts = factors(node, dims, lambda axes: set(dims[-1]) < axes)
+    own = {a for d in dims for a in d}
+    parts = factors(node, dims, lambda axes: axes == own or set(dims[-1]) < axes)
     for hot in parts:
-        inner = hot.axes - {a for d in dims for a in d}
-        if len(inner) != 1:
+        inner = hot.axes - own
+        if len(inner) > 1:
             continue
-        (choice,) = inner
-        wanted = (*dims[:-1], (choice,), *dims[-1:])
+        wanted = (*dims[:-1], tuple(inner), *dims[-1:])
         seen = seen_as(hot, wanted)
         mask = match_mask(_before_casts(seen[0])) if seen else None
         if mask is None or not mask.by_token or mask.dims[-2:] != ("s", "e") or value(mask.indices).dim() != len(dims):
             continue
         rest = [p for p in parts if p is not hot]
         gates = seen_as(rest[0], wanted[:-1]) if len(rest) == 1 else None
-        if gates is not None and len(rest) == 1:
+        if gates is not None and value(gates[0]).dim() == value(mask.indices).dim():
             return Chosen(mask.indices, gates[0])
         if not rest:
             return Chosen(mask.indices)

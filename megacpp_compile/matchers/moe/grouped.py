@@ -19,12 +19,23 @@ from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe import dense, loop
 from megacpp_compile.matchers.moe.experts import Expert, Gemm, Weight, bias_failure, expert_ending_in
-from megacpp_compile.matchers.moe.factors import Axis, Dims, Factor, beneath, factors, over, seen_as, step_into
+from megacpp_compile.matchers.moe.factors import (
+    Axis,
+    Dims,
+    Factor,
+    beneath,
+    factors,
+    is_one,
+    longer_dims,
+    over,
+    seen_as,
+    step_into,
+)
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, bounded
 from megacpp_compile.matchers.moe.routing import indexed, is_nonnegative, number_of_scores
 
 aten = torch.ops.aten
-_SUMS = (aten.sum.dim_IntList, aten.einsum.default, aten.bmm.default, aten.matmul.default)
+_SUMS = (aten.sum.dim_IntList, aten.einsum.default, aten.bmm.default, aten.mm.default, aten.matmul.default)
 
 
 def find(view: GraphView) -> Iterator[RoutedExperts | MatchFailure]:
@@ -36,42 +47,56 @@ def find(view: GraphView) -> Iterator[RoutedExperts | MatchFailure]:
 
 @dataclasses.dataclass(frozen=True)
 class Axes:
-    """`tokens`: the axes of the result but its channels; `routes`: the axis of experts or choices that is summed."""
+    """`tokens`: the axes of the result but its channels, none for a single token; `routes`: the axis of experts or
+    choices that is summed, none for a single choice."""
 
     tokens: tuple[Axis, ...]
-    routes: Axis
+    routes: tuple[Axis, ...]
+
+    @property
+    def both(self) -> set[Axis]:
+        return {*self.tokens, *self.routes}
+
+    @property
+    def choices(self) -> int | None:
+        """The number of routes, if it is fixed."""
+        size = self.routes[0].size if self.routes else 1
+        return size if isinstance(size, int) else None
+
+    @property
+    def _each(self) -> Dims:
+        return tuple((t,) for t in self.tokens) or ((),)
 
     def rows(self, *behind: tuple[Axis, ...]) -> list[Dims]:
         """Both layouts of rows: a dimension for each axis of tokens or one for all, then `behind`."""
-        return [(*((t,) for t in self.tokens), *behind), (self.tokens, *behind)]
+        return [(*self._each, *behind), (self.tokens, *behind)]
 
     def slots(self, *behind: tuple[Axis, ...]) -> list[Dims]:
         """Both layouts of slots: a dimension for each axis of tokens and for routes or one for all, then `behind`."""
-        each = (*((t,) for t in self.tokens), (self.routes,), *behind)
-        return [each, ((*self.tokens, self.routes), *behind)]
+        return [(*self._each, self.routes, *behind), ((*self.tokens, *self.routes), *behind)]
 
 
 def _check(view: GraphView, node: Node) -> RoutedExperts | MatchFailure | None:
     """The layer of experts whose sum is `node`."""
     dims = over(node)
-    known = [d for d in dims if d]
-    if len(known) < 2 or not value(node).is_floating_point():
+    known = longer_dims(dims)
+    if not known or not value(node).is_floating_point():
         return None
     tokens, (out,) = tuple(a for d in known[:-1] for a in d), known[-1]
-    parts = factors(node, dims, lambda axes: out in axes and not axes.isdisjoint(tokens))
-    gates = [p for p in parts if out not in p.axes and p.axes > set(tokens) and len(p.axes) == len(tokens) + 1]
+    parts = factors(node, dims, lambda axes: out in axes and not (tokens and axes.isdisjoint(tokens)))
+    one = [p for p in parts if p.axes == set(tokens)]
+    several = [p for p in parts if out not in p.axes and p.axes > set(tokens) and len(p.axes) == len(tokens) + 1]
+    gates = one or several  # choices of a token
     outs = [p for p in parts if out in p.axes]
     if not gates and len(parts) == 2 and len(outs) == 1:
         return _ungated(view, node, tokens, outs[0], next(p for p in parts if p is not outs[0]), out)
-    if len(gates) != 1:
+    if len(gates) != 1 or len(outs) != 1:
         copies = [p for p in outs if _copies(p) is not None]
         if copies and len(outs) == len(parts) - 1 > 1:
             return MatchFailure(node, "gates", "an expert's output is not multiplied by one gate per choice")
         return None
-    (gate,), (routes,) = gates, gates[0].axes - set(tokens)
-    axes = Axes(tokens, routes)
-    if len(outs) != 1:
-        return None
+    (gate,) = gates
+    axes = Axes(tokens, tuple(gate.axes - set(tokens)))
     if len(parts) == 2:
         return _outputs(view, node, axes, outs[0], gate, out)
     hidden = next(p for p in parts if p not in (gate, outs[0]))
@@ -88,10 +113,9 @@ def _ungated(
     routes = hidden.axes - {*tokens, *dims[-1]}
     if len(routes) != 1 or len(dims[-1]) != 1 or not routes < weight.axes | set(tokens):
         return None
-    axes = Axes(tokens, *routes)
+    axes = Axes(tokens, tuple(routes))
     chosen_from = {number_of_scores(n) for n in view.graph.nodes}  # what is summed over may be heads, say
-    size = axes.routes.size
-    experts = _copies(weight) is not None or isinstance(size, int) and size in chosen_from
+    experts = _copies(weight) is not None or axes.choices is not None and axes.choices in chosen_from
     if not experts or not hidden.axes > {*tokens, *routes}:
         return None
     return _from_down(view, node, axes, weight, None, hidden, out)
@@ -111,7 +135,7 @@ def _from_down(
 ) -> RoutedExperts | MatchFailure | None:
     """The layer whose last GEMM multiplies `hidden` by `weight`, and whose sum may be weighted by `gate`."""
     *_, (inner, dims) = beneath(hidden)
-    (channels,) = hidden.axes - {*axes.tokens, axes.routes}
+    (channels,) = hidden.axes - axes.both
     if dims[-1] != (channels,):
         return None
     match_gemm = _StackedGemms(axes, [d for d in dims[:-1] if d])
@@ -131,7 +155,7 @@ def _from_down(
     assert gate is not None
     if match_gemm.ids is None:
         return _by_matrix(view, node, axes, gate, expert.x, [expert], scaled_input)
-    if not isinstance(axes.routes.size, int):
+    if axes.choices is None:
         return None
     gates = seen_as(gate, *axes.slots())
     if gates is None:
@@ -140,7 +164,7 @@ def _from_down(
         reason = "an expert's number may be negative, which would count from the end"
         return MatchFailure(match_gemm.ids, "range", reason)
     layer = RoutedExperts(
-        node, expert.x, match_gemm.ids, gates[0], (expert,), choices=axes.routes.size, scaled_input=scaled_input
+        node, expert.x, match_gemm.ids, gates[0], (expert,), choices=axes.choices, scaled_input=scaled_input
     )
     return bounded(view, layer)
 
@@ -163,16 +187,17 @@ def _outputs(
         if (biased := _biased(view, node, axes, inner, dims, gate, out)) is not None:
             return biased
         if inner.target is aten.stack.default:
-            place = dims.index((axes.routes,)) if (axes.routes,) in dims else -1
+            place = dims.index(axes.routes) if axes.routes in dims else -1
             if place != (inner.args[1] if len(inner.args) > 1 else 0) % len(dims):  # type: ignore[operator]
                 return None
-            if dims[:place] + dims[place + 1 :] not in axes.rows((out,)):
+            if longer_dims(dims[:place] + dims[place + 1 :]) not in map(longer_dims, axes.rows((out,))):
                 return None
             found = dense.all_experts(list(inner.args[0]))  # type: ignore[arg-type]
             if found is None or isinstance(found, MatchFailure):
                 return found
             return _by_matrix(view, node, axes, gate, found[0], found[1])
-        if dims == axes.slots((out,))[1] and (written := loop.written(inner)) is not None:
+        slots = longer_dims(axes.slots((out,))[1])
+        if len(dims) == 2 and longer_dims(dims) == slots and (written := loop.written(inner)) is not None:
             if isinstance(written, MatchFailure):
                 return written
             return _slots(view, node, axes, gate, *written)
@@ -189,7 +214,7 @@ def _biased(
         own, shape = value(side).shape, value(inner).shape
         if len(own) != len(shape) or not all(map(same_size, own, shape)):
             continue
-        parts = factors(side, dims, lambda below: out in below and axes.routes in below)  # type: ignore[arg-type]
+        parts = factors(side, dims, lambda below: out in below and below.issuperset(axes.routes))  # type: ignore[arg-type]
         weights = [p for p in parts if out in p.axes]
         if len(parts) == 2 and len(weights) == 1:
             (hidden,) = (p for p in parts if p is not weights[0])
@@ -209,9 +234,9 @@ def _slots(
     if x is None:
         return MatchFailure(rows, "rows", "what experts read are not the tokens, one row for each choice")
     gates = seen_as(gate, *axes.slots())
-    if gates is None or not isinstance(axes.routes.size, int):
+    if gates is None or axes.choices is None:
         return MatchFailure(gate.node, "gates", "the gates are in another order than the choices")
-    return bounded(view, RoutedExperts(node, x[0], ids, gates[0], tuple(experts), first, choices=axes.routes.size))
+    return bounded(view, RoutedExperts(node, x[0], ids, gates[0], tuple(experts), first, choices=axes.choices))
 
 
 class _StackedGemms:
@@ -233,11 +258,11 @@ class _StackedGemms:
     def __call__(self, node: Node) -> Gemm | MatchFailure | None:
         rows = iter(self.dims)
         *outer, width = value(node).shape
-        if sum(not _one(n) for n in outer) != len(self.dims):
+        if sum(not is_one(n) for n in outer) != len(self.dims):
             return None
         channels = Axis(width)
-        dims = (*(() if _one(n) else next(rows) for n in outer), (channels,))
-        mixed = {*self.axes.tokens, self.axes.routes, channels}
+        dims = (*(() if is_one(n) else next(rows) for n in outer), (channels,))
+        mixed = {*self.axes.both, channels}
         parts = factors(node, dims, lambda axes: axes >= mixed)
         if len(parts) == 1 and parts[0].node.target is aten.add.Tensor:
             return MatchFailure(parts[0].node, "bias", "an expert's projection has a bias")
@@ -245,7 +270,7 @@ class _StackedGemms:
         if len(parts) != 2 or len(weights) != 1:
             return None
         (x,) = (p for p in parts if p is not weights[0])
-        inner = x.axes - {*self.axes.tokens, self.axes.routes}
+        inner = x.axes - self.axes.both
         if len(inner) != 1:
             return None
         source = seen_as(self._unscaled(x, *inner), *self.axes.rows(tuple(inner)))
@@ -255,10 +280,11 @@ class _StackedGemms:
     def _unscaled(self, x: Factor, channels: Axis) -> Factor:
         """`x` before it is multiplied by gates, which become `self.gate`."""
         *_, (node, dims) = beneath(x)
-        below = step_into(node, dims) if node.target is aten.mul.Tensor else None
+        # The one choice of a token cannot be told from the token: what is multiplied there may be a norm's.
+        below = step_into(node, dims) if self.axes.routes and node.target is aten.mul.Tensor else None
         for rows, gate in (below, below[::-1]) if below else ():
             scale = Factor(*gate, node)
-            if channels not in scale.axes and scale.axes == {*self.axes.tokens, self.axes.routes}:
+            if channels not in scale.axes and scale.axes == self.axes.both:
                 if self.gate is None or self.gate.node is scale.node:
                     self.gate = self.gate or scale
                     return Factor(*rows, node)
@@ -267,18 +293,19 @@ class _StackedGemms:
     def weight(self, factor: Factor, out: Axis, inner: Axis) -> Weight | None:
         """The weights [.., out, inner] of all experts, or of every slot's own expert, that `factor` is."""
         ends = ((out,), (inner,)), ((inner,), (out,))
-        if factor.axes == {self.axes.routes, out, inner}:
-            seen = seen_as(factor, *(((self.axes.routes,), *end) for end in ends))
-            if seen is None:
+        copies = _copies(factor)
+        of_all = self.axes.routes and factor.axes == {*self.axes.routes, out, inner}
+        if of_all and (copies is None or self.axes.tokens):
+            seen = seen_as(factor, *((self.axes.routes, *end) for end in ends))
+            if seen is None or value(seen[0]).dim() != 3:
                 return None
             self._goes_by(factor.node, None)
             return Weight(seen[0], bool(seen[1]), every=True)
-        copies = _copies(factor)
         if copies is None:
             return None
         tensor, ids, dims = copies
         for transposed, end in enumerate(ends):
-            if dims in self.axes.slots(*end):
+            if longer_dims(dims) in map(longer_dims, self.axes.slots(*end)):
                 self._goes_by(factor.node, ids)
                 return Weight(tensor, bool(transposed), every=True)
         return None
@@ -288,7 +315,3 @@ class _StackedGemms:
             self.ids, self.every = ids, ids is None
         elif ids is not self.ids:
             self.mixed = node
-
-
-def _one(n: object) -> bool:
-    return isinstance(n, int) and n == 1

@@ -22,6 +22,8 @@ _ASSERTS = (
     aten.sym_constrain_range.default,
     torch_check,
 )
+_NEAR = 48  # nodes to look at around one
+_NUMBERS = (int, bool, torch.SymInt, torch.SymBool)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,8 +102,11 @@ def _between(inputs: list[Node], output: Node) -> set[Node]:
 
 
 def _can_be_kept(node: Node) -> bool:
-    """Whether `node` says which tokens go where and has a static size: other readers may keep it at no great cost."""
+    """Whether `node` says which tokens go where and has a static size, or is a number that depends on no data, such as
+    how many choices there are in every layer: other readers may keep it at no great cost."""
     fake = value(node)
+    if isinstance(fake, _NUMBERS):
+        return not free_unbacked_symbols(fake)
     integer = isinstance(fake, torch.Tensor) and not fake.is_floating_point()
     return integer and not free_unbacked_symbols(fake.shape)
 
@@ -110,5 +115,17 @@ def only_checks_sizes(node: Node) -> bool:
     """Whether `node` and all that reads it serve run-time checks of how many rows there are."""
     if node.target in _ASSERTS:
         return True
-    numbers = isinstance(value(node), (int, bool, torch.SymInt, torch.SymBool))
-    return numbers and all(only_checks_sizes(u) for u in node.users)
+    return isinstance(value(node), _NUMBERS) and all(only_checks_sizes(u) for u in node.users)
+
+
+def around(node: Node) -> set[Node]:
+    """The nodes from which `node` is computed in a few steps, and those computed from it in a few more."""
+    found = set[Node]()
+    for back in (True, False):
+        order = [node]
+        for n in order:
+            for other in n.all_input_nodes if back else n.users:
+                if other not in order and other.op == "call_function" and len(order) < _NEAR:
+                    order.append(other)
+        found.update(order)
+    return found

@@ -14,10 +14,14 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, value
+from megacpp_compile.fx.views import EXPANSIONS, PERMUTATIONS, REPETITIONS, UNIT_DIMS
 from megacpp_compile.matchers.views import RESHAPES, is_cast
 
 aten = torch.ops.aten
 _COPIES = (aten.alias.default, aten.clone.default, aten.contiguous.default, aten.detach.default)
+_SOME_OR_ALL = {
+    *_COPIES, *RESHAPES, *UNIT_DIMS, *PERMUTATIONS, *EXPANSIONS, *REPETITIONS, aten.select.int, aten.slice.Tensor,
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,17 +152,29 @@ def one_choice(node: Node) -> tuple[Node, int | None]:
 
 
 def _compared(node: Node) -> Mask | None:
-    """The mask `indices[..., None] == arange(E)`."""
+    """The mask `indices[..., None] == arange(E)`, or `indices[None] == arange(E)[:, None]`."""
     a, b = node.args
     if not isinstance(a, Node) or not isinstance(b, Node):
         return None
     for ix, numbers in ((a, b), (b, a)):
-        if numbers.target is aten.arange.default and len(numbers.args) == 1 and ix.target is aten.unsqueeze.default:
-            source = ix.args[0]
-            n, dims = value(source).dim(), _dims(source)  # type: ignore[arg-type]
-            if dims is not None and ix.args[1] % (n + 1) == n and _integer(source):  # type: ignore[operator]
-                return Mask(_plain(source), (*dims, "e"))  # type: ignore[arg-type]
+        if ix.target is not aten.unsqueeze.default:
+            continue
+        source = ix.args[0]
+        n, dims = value(source).dim(), _dims(source)  # type: ignore[arg-type]
+        if dims is None or not _integer(source):
+            continue
+        at = ix.args[1] % (n + 1)  # type: ignore[operator]
+        if at == n and _all_numbers(numbers):
+            return Mask(_plain(source), (*dims, "e"))  # type: ignore[arg-type]
+        column = numbers.target is aten.unsqueeze.default and numbers.args[1] in (1, -1)
+        if at == 0 and n == 1 and column and _all_numbers(numbers.args[0]):
+            return Mask(_plain(source), ("e", *dims))  # type: ignore[arg-type]
     return None
+
+
+def _all_numbers(node: Any) -> bool:
+    """Whether `node` is [E], the numbers from 0 on."""
+    return node.target is aten.arange.default and len(node.args) == 1  # type: ignore[no-any-return]
 
 
 def _plain(node: Node) -> Node:
@@ -334,7 +350,7 @@ def is_nonnegative(ids: Node) -> bool:
     while True:
         if ids.target in (aten.clamp.default, aten.clamp_min.default):
             return isinstance(ids.args[1], int) and ids.args[1] >= 0
-        if ids.target in _COPIES or ids.target in RESHAPES or ids.target in (aten._to_copy.default, aten.to.dtype):
+        if ids.target in _SOME_OR_ALL or ids.target in (aten._to_copy.default, aten.to.dtype):
             ids = ids.args[0]  # type: ignore[assignment]
         elif ids.target is operator.getitem and ids.args[1] == 1:
             return ids.args[0].target in (aten.topk.default, aten.sort.default, aten.max.dim)  # type: ignore[union-attr]

@@ -15,19 +15,19 @@ from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe.experts import (
     Expert,
     Gemm,
-    Weight,
     bias_failure,
     gemm_before_bias,
     match_expert,
     strip_row_views,
 )
 from megacpp_compile.matchers.moe.gate_matrix import is_filled
+from megacpp_compile.matchers.moe.group_ends import SortedIds, slots
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, bounded
-from megacpp_compile.matchers.moe.routing import added_rows, indexed, scores_of
+from megacpp_compile.matchers.moe.routing import added_rows, indexed
+from megacpp_compile.matchers.moe.sorted_rows import grouped_gemm
 from megacpp_compile.matchers.views import RESHAPES, is_cast
 
 aten = torch.ops.aten
-_GROUPED = ("aten._grouped_mm.default", "transformers.grouped_mm_fallback.default")
 
 
 def find(view: GraphView) -> Iterator[RoutedExperts | MatchFailure]:
@@ -131,7 +131,7 @@ def _routed(
     if match_gemm.limits - {value(expert.down.weight.tensor).shape[0]}:
         return MatchFailure(node, "masked", "rows of some experts are set to zero")
     layer = RoutedExperts(
-        node, x, _slots(ids), gates, (expert,), base=combine.base, choices=combine.choices, scaled_input=scaled_input
+        node, x, slots(ids), gates, (expert,), base=combine.base, choices=combine.choices, scaled_input=scaled_input
     )
     return bounded(view, layer)
 
@@ -194,6 +194,8 @@ def _unsorted(node: Node) -> tuple[Node, Node] | None:
         order = back.args[0]
     elif back.target is aten.index_put.default and len(back.args) == 3 and len(back.args[1]) == 1:  # type: ignore[arg-type]
         empty, (order,), numbers = back.args  # type: ignore[misc]
+        while numbers.target in RESHAPES:  # type: ignore[union-attr]
+            numbers = numbers.args[0]  # type: ignore[union-attr]
         count = value(numbers).shape
         if numbers.target is not aten.arange.default or len(numbers.args) != 1 or count != value(empty).shape:  # type: ignore[union-attr]
             return None
@@ -206,7 +208,7 @@ class _GroupedGemms:
     """Matches grouped GEMMs whose groups end where each expert's rows do.
 
     Attributes:
-        ids: the slots' experts, by which `order` sorts.
+        ids: the slots' experts, by which `order` sorts; sorted: where these end.
         failure: the last GEMM whose groups end elsewhere.
         limits: the expert numbers from which on rows are set to zero.
     """
@@ -216,6 +218,7 @@ class _GroupedGemms:
         assert found is not None
         self.found = found
         self.ids = found[0]
+        self.sorted = SortedIds(found[0], order, found[1])
         self.failure: MatchFailure | None = None
         self.limits = set[object]()
 
@@ -237,65 +240,10 @@ class _GroupedGemms:
         return node
 
     def _grouped(self, node: Node) -> Gemm | None:
-        if str(node.target) not in _GROUPED or len(node.args) != 3 or node.kwargs:
+        found = grouped_gemm(node)
+        if found is None:
             return None
-        x, w, ends = node.args
-        if value(x).dim() != 2 or value(w).dim() != 3:
-            return None
-        assert isinstance(x, Node) and isinstance(w, Node) and isinstance(ends, Node)
-        if not self._ends(ends, value(w).shape[0]):
+        gemm, ends = found
+        if not self.sorted.end_at(ends, value(gemm.weight.tensor).shape[0]):
             self.failure = MatchFailure(node, "offsets", "the groups do not end where each expert's rows do")
-        if w.target is aten.transpose.int and {d % 3 for d in w.args[1:3]} == {1, 2}:  # type: ignore[operator]
-            return Gemm(node, x, Weight(w.args[0], False, every=True))  # type: ignore[arg-type]
-        return Gemm(node, x, Weight(w, True, every=True))
-
-    def _ends(self, ends: Node, experts: int) -> bool:
-        """Whether `ends` is the running count of how many slots chose each expert."""
-        ends = _number(ends)
-        if ends.target is not aten.cumsum.default or ends.args[1] not in (0, -1):
-            return False
-        counts = _number(ends.args[0])  # type: ignore[arg-type]
-        if counts.target is aten.histc.default:
-            bounds = counts.args[1:] in ((experts, 0, experts - 1), (experts, 0, experts)) and not counts.kwargs
-        elif counts.target is aten.bincount.default:
-            least = counts.kwargs.get("minlength", counts.args[2] if len(counts.args) > 2 else 0)
-            bounds = least == experts and (len(counts.args) < 2 or counts.args[1] is None)
-        elif counts.target is aten.sum.dim_IntList:
-            chosen = _marked(counts, experts)
-            return chosen is not None and _slots(chosen) is _slots(self.found[0])
-        else:
-            return False
-        numbers = _number(counts.args[0])  # type: ignore[arg-type]
-        return bounds and numbers in (self.found[0], self.found[1], _number(self.found[0]))
-
-
-def _marked(counts: Node, experts: int) -> Node | None:
-    """The choices of which `counts` is the sum, over tokens, of marks in a matrix [.., E]: one-hots, or ones scattered
-    to places that are distinct."""
-    marks = _number(counts.args[0])  # type: ignore[arg-type]
-    last = value(marks).dim() - 1
-    if sorted(d % (last + 1) for d in counts.args[1]) != list(range(last)) or value(marks).shape[-1] != experts:  # type: ignore[union-attr]
-        return None
-    if marks.target is aten.one_hot.default:
-        return marks.args[0]  # type: ignore[return-value]
-    if marks.target is not aten.scatter.value or marks.args[1] not in (-1, last) or marks.args[3] != 1:
-        return None
-    empty, _, choices, _ = marks.args
-    rows = zip(value(choices).shape[:-1], value(marks).shape[:-1], strict=True)
-    alike = is_filled(empty, 0.0) and all(same_size(a, b) for a, b in rows)
-    return choices if alike and scores_of(choices) is not None else None  # type: ignore[return-value, arg-type]
-
-
-def _slots(ids: Node) -> Node:
-    """What `ids` is a reshape of."""
-    ids = _number(ids)
-    while ids.target in RESHAPES:
-        ids = _number(ids.args[0])  # type: ignore[arg-type]
-    return ids
-
-
-def _number(node: Node) -> Node:
-    """`node` before conversions of integers to other numbers."""
-    while node.target in (aten._to_copy.default, aten.to.dtype):
-        node = node.args[0]  # type: ignore[assignment]
-    return node
+        return gemm

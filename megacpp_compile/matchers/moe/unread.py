@@ -16,7 +16,7 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import value
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
-from megacpp_compile.matchers.moe.routed_experts import RoutedExperts
+from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, around
 from megacpp_compile.matchers.moe.routing import number_of_scores
 from megacpp_compile.matchers.views import RESHAPES, is_cast
 
@@ -27,7 +27,6 @@ _TAKEN = (
     aten.index_select.default, aten.embedding.default, aten.alias.default, aten.clone.default, aten.contiguous.default,
     aten.unbind.int, aten.slice.Tensor,
 )  # fmt: skip
-_NEAR = 48  # nodes to look at around one
 
 
 def find(
@@ -35,9 +34,9 @@ def find(
 ) -> Iterator[MatchFailure]:
     """Those of the failures `in_doubt` that nothing `found` covers, then one for every layer of unread experts."""
     for doubt in in_doubt:
-        around = _around(doubt.node)
+        near = around(doubt.node)
         if not any(
-            doubt.node in one.inside if isinstance(one, RoutedExperts) else one.node in around
+            doubt.node in one.inside if isinstance(one, RoutedExperts) else one.node in near
             for one in found
         ):
             found = [*found, doubt]
@@ -85,17 +84,4 @@ def _of(node: Node, counts: set[Any]) -> bool:
 
 def _nearby(node: Node, gemms: dict[Node, set[Node]]) -> set[Node]:
     """The weights in GEMMs shortly before or behind `node`."""
-    return {weight for n in _around(node) for weight in gemms.get(n, ())}
-
-
-def _around(node: Node) -> set[Node]:
-    """The nodes from which `node` is computed in a few steps, and those computed from it in a few more."""
-    found = set[Node]()
-    for back in (True, False):
-        order = [node]
-        for n in order:
-            for other in n.all_input_nodes if back else n.users:
-                if other not in order and other.op == "call_function" and len(order) < _NEAR:
-                    order.append(other)
-        found.update(order)
-    return found
+    return {weight for n in around(node) for weight in gemms.get(n, ())}

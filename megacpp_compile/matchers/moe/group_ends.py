@@ -1,0 +1,116 @@
+"""Matches where each expert's rows end among slots that are sorted by expert: the running count of its slots, however
+these are counted, or the place behind the last of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from megacpp_compile.fx.edit import same_size, value
+from megacpp_compile.matchers.moe.gate_matrix import is_filled
+from megacpp_compile.matchers.moe.routing import indexed, is_nonnegative, match_mask, scores_of
+from megacpp_compile.matchers.views import RESHAPES
+
+aten = torch.ops.aten
+_PLACES = (aten.searchsorted.Tensor, aten.bucketize.Tensor)
+
+
+class SortedIds:
+    """The slots' experts `ids` [S], sorted by `order`; `ordered` are the sorted ones, where the sort returns them."""
+
+    def __init__(self, ids: Node, order: Node, ordered: Node | None) -> None:
+        self.ids, self.order, self.ordered = ids, order, ordered
+
+    def end_at(self, ends: Node, experts: int) -> bool:
+        """Whether `ends` says where each of so many experts' slots end."""
+        ends = number(ends)
+        if ends.target in _PLACES:
+            return self._are_places(ends, experts)
+        if ends.target is not aten.cumsum.default or ends.args[1] not in (0, -1):
+            return False
+        return self._are_counts(number(ends.args[0]), experts)  # type: ignore[arg-type]
+
+    def _has(self, node: Any, in_order: bool = False) -> bool:
+        """Whether `node` is the slots' experts, in whatever order if not `in_order`."""
+        if not isinstance(node, Node):
+            return False
+        node = number(node)
+        if node is self.ordered or (read := indexed(node)) is not None and read[1] == [self.order] and (
+            number(read[0]) is number(self.ids)
+        ):  # fmt: skip
+            return True
+        return not in_order and slots(node) is slots(self.ids)
+
+    def _are_places(self, ends: Node, experts: int) -> bool:
+        """Whether the search `ends` finds the place behind the last slot of each expert."""
+        numbers, within = ends.args[:2] if ends.target is aten.bucketize.Tensor else ends.args[1::-1]
+        behind = bool(ends.kwargs.get("right")) or ends.kwargs.get("side") == "right"
+        if len(ends.args) > 2 or ends.kwargs.get("sorter") is not None or not self._has(within, in_order=True):
+            return False
+        if not is_nonnegative(self.ids):  # such a number would count among the first expert's
+            return False
+        return _counted(numbers) == ((0, experts) if behind else (1, experts + 1))
+
+    def _are_counts(self, counts: Node, experts: int) -> bool:
+        """Whether `counts` [experts] are the numbers of slots that chose each expert."""
+        target, args = counts.target, counts.args
+        if target is aten.histc.default:
+            return args[1:] in ((experts, 0, experts - 1), (experts, 0, experts)) and not counts.kwargs and (
+                self._has(args[0])
+            )  # fmt: skip
+        if target is aten.bincount.default:
+            least = counts.kwargs.get("minlength", args[2] if len(args) > 2 else 0)
+            return least == experts and (len(args) < 2 or args[1] is None) and self._has(args[0])
+        if target in (aten.scatter_add.default, aten.index_add.default) and not counts.kwargs:
+            empty, dim, ids, ones = args
+            one_each = is_filled(empty, 0.0) and is_filled(ones, 1.0) and value(ids).dim() == 1
+            return one_each and dim in (0, -1) and tuple(value(empty).shape) == (experts,) and self._has(ids)
+        if target is aten.sum.dim_IntList:
+            chosen = _marked(counts, experts)
+            return chosen is not None and self._has(chosen)
+        return False
+
+
+def _counted(numbers: Any) -> tuple[int, int] | None:
+    """(first, end) where `numbers` are all whole numbers from the first to before the end."""
+    if not isinstance(numbers, Node) or numbers.target not in (aten.arange.default, aten.arange.start):
+        return None
+    return (0, *numbers.args) if len(numbers.args) == 1 else numbers.args  # type: ignore[return-value]
+
+
+def _marked(counts: Node, experts: int) -> Node | None:
+    """The choices of which `counts` is the sum, over all but experts, of marks: one-hots, or ones scattered to places
+    that are distinct."""
+    marks = number(counts.args[0])  # type: ignore[arg-type]
+    last = value(marks).dim() - 1
+    summed = {d % (last + 1) for d in counts.args[1]}  # type: ignore[union-attr]
+    mask = match_mask(marks)
+    if mask is not None and mask.expert is None and not mask.any and mask.choice is None:
+        place = mask.dims.index("e")
+        whole = value(marks).shape[place] == experts and summed == {*range(last + 1)} - {place}
+        return mask.indices if whole and len(counts.args) == 2 else None
+    if summed != {*range(last)} or value(marks).shape[-1] != experts:
+        return None
+    if marks.target is not aten.scatter.value or marks.args[1] not in (-1, last) or marks.args[3] != 1:
+        return None
+    empty, _, choices, _ = marks.args
+    rows = zip(value(choices).shape[:-1], value(marks).shape[:-1], strict=True)
+    alike = is_filled(empty, 0.0) and all(same_size(a, b) for a, b in rows)
+    return choices if alike and scores_of(choices) is not None else None  # type: ignore[return-value, arg-type]
+
+
+def slots(ids: Node) -> Node:
+    """What `ids` is a reshape of."""
+    ids = number(ids)
+    while ids.target in RESHAPES:
+        ids = number(ids.args[0])  # type: ignore[arg-type]
+    return ids
+
+
+def number(node: Node) -> Node:
+    """`node` before conversions of integers to other numbers."""
+    while node.target in (aten._to_copy.default, aten.to.dtype):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
