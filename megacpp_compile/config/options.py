@@ -59,6 +59,8 @@ class Config(_Asked):
             the graph breaks.
         verify: "each" compares every rewrite with the code it replaced; "off" does not.
         target: what to lower for; "auto" goes by the device of the inputs.
+        expert_loops: trace loops over the experts that have tokens as loops over all, where an expert without tokens is
+            shown to add nothing and to do nothing else; False leaves them to break the graph.
         explain: print the report of every compiled frame to stderr.
         keep_latents: save the latent that `down_norm_up` norms instead of recomputing it from its input in backward:
             two bytes a latent channel and token (bf16), and one GEMM less. "auto" saves it on XLA devices, so that
@@ -91,6 +93,7 @@ class Config(_Asked):
     strict: bool = False
     verify: Verify = "off"
     target: Target = "auto"
+    expert_loops: bool = True
     explain: bool = False
     keep_latents: bool | Literal["auto"] = "auto"
     fuse_shared_input_gemms: bool = False
@@ -110,6 +113,7 @@ class Config(_Asked):
             "strict": _bool("strict", self.strict),
             "verify": _choice("verify", self.verify, get_args(Verify)),
             "target": _choice("target", self.target, get_args(Target), _TARGET_MEANT),
+            "expert_loops": _bool("expert_loops", self.expert_loops),
             "explain": _bool("explain", self.explain),
             "keep_latents": _bool_or_auto("keep_latents", self.keep_latents),
             "fuse_shared_input_gemms": _bool("fuse_shared_input_gemms", self.fuse_shared_input_gemms),

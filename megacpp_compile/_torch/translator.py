@@ -1,0 +1,151 @@
+"""Dynamo's translation of bytecode: watching it instruction by instruction, and what it holds for Python's values."""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import itertools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch.fx import Node
+
+from megacpp_compile._torch._registry import find
+
+_PATHS = {
+    "Translator": "torch._dynamo.symbolic_convert.InstructionTranslatorBase",
+    "SideEffects": "torch._dynamo.side_effects.SideEffects",
+    "MutationType": "torch._dynamo.variables.base.MutationType",
+    "TensorVariable": "torch._dynamo.variables.TensorVariable",
+    "SymNodeVariable": "torch._dynamo.variables.SymNodeVariable",
+    "ConstantVariable": "torch._dynamo.variables.ConstantVariable",
+    "TupleVariable": "torch._dynamo.variables.TupleVariable",
+    "wrap_fx_proxy": "torch._dynamo.variables.builder.wrap_fx_proxy",
+}
+_METHODS = ("Translator.step", "SideEffects.check_allowed_side_effect", "MutationType.__init__")
+_BORN = "_megacpp_born"
+_clock = itertools.count()
+
+
+class Watcher(Protocol):
+    """What is told of a frame's translation."""
+
+    def step(self, translator: Any, proceed: Callable[[], bool]) -> bool:
+        """In the place of one instruction of `translator`, which `proceed` does; returns what that does."""
+
+    def changes(self, born: int) -> None:
+        """A value of Python's is changed that was made at the time `born` (`now`), or before the frame (-1)."""
+
+
+_watcher: contextvars.ContextVar[Watcher | None] = contextvars.ContextVar("megacpp_translation", default=None)
+
+
+def install() -> bool:
+    """Let translations be watched; False where Dynamo is built otherwise, and nothing is done."""
+    parts = {name: find(path) for name, path in _PATHS.items()}
+    if any(part is None for part in parts.values()):
+        return False
+    for method in _METHODS:
+        cls, _, name = method.partition(".")
+        if name not in vars(parts[cls]):
+            return False
+    translator, effects, mutation = parts["Translator"], parts["SideEffects"], parts["MutationType"]
+    step, check, init = translator.step, effects.check_allowed_side_effect, mutation.__init__
+    if hasattr(step, "__wrapped__"):
+        return True
+
+    @functools.wraps(step)
+    def watched_step(self: Any) -> Any:
+        watcher = _watcher.get()
+        if watcher is None:
+            return step(self)
+        return watcher.step(self, lambda: step(self))
+
+    @functools.wraps(check)
+    def watched_check(self: Any, item: Any) -> Any:
+        if (watcher := _watcher.get()) is not None:
+            watcher.changes(getattr(item.mutation_type, _BORN, -1))
+        return check(self, item)
+
+    @functools.wraps(init)
+    def stamped_init(self: Any, typ: Any) -> None:
+        init(self, typ)
+        if typ.name == "New":
+            setattr(self, _BORN, now())
+
+    translator.step, effects.check_allowed_side_effect, mutation.__init__ = watched_step, watched_check, stamped_init
+    return True
+
+
+class watching(AbstractContextManager[None]):
+    """Tell `watcher` of translations in this thread."""
+
+    def __init__(self, watcher: Watcher | None) -> None:
+        self._watcher = watcher
+
+    def __enter__(self) -> None:
+        self._token = _watcher.set(self._watcher)
+
+    def __exit__(self, *_: object) -> None:
+        _watcher.reset(self._token)
+
+
+def now() -> int:
+    """The time, in values made."""
+    return next(_clock)
+
+
+def born(translator: Any) -> int:
+    """When `translator` did its first step that was watched."""
+    if not hasattr(translator, _BORN):
+        setattr(translator, _BORN, now())
+    return int(getattr(translator, _BORN))
+
+
+def realized(variable: Any) -> Any:
+    """`variable` itself, where it stands for a value that is looked at only when it is needed."""
+    unwrapped = variable.unwrap() if hasattr(variable, "unwrap") else variable
+    return unwrapped.realize() if hasattr(unwrapped, "realize") else unwrapped
+
+
+def tensor(variable: Any) -> tuple[Node, torch.Tensor] | None:
+    """(node, fake value) of a tensor in the graph."""
+    if not isinstance(variable, find(_PATHS["TensorVariable"])):
+        return None
+    node = variable.as_proxy().node
+    fake = node.meta.get("example_value")
+    return (node, fake) if isinstance(fake, torch.Tensor) else None
+
+
+def number(variable: Any) -> tuple[Node, Any] | None:
+    """(node, value) of a number or truth value that the graph computes."""
+    if not isinstance(variable, find(_PATHS["SymNodeVariable"])):
+        return None
+    return variable.as_proxy().node, variable.sym_num
+
+
+def constant(value: Any) -> Any:
+    """What Dynamo holds for a constant of Python's."""
+    return find(_PATHS["ConstantVariable"]).create(value)
+
+
+def row(variables: list[Any]) -> Any:
+    """What Dynamo holds for a tuple."""
+    return find(_PATHS["TupleVariable"])(variables)
+
+
+def emit(translator: Any, op: Any, *args: Any) -> Node:
+    """A call of `op` in the graph that is made. args: numbers, and what Dynamo holds for tensors and numbers."""
+    proxies = tuple(a.as_proxy() if hasattr(a, "as_proxy") else a for a in args)
+    node: Node = translator.output.create_proxy("call_function", op, proxies, {}).node
+    return node
+
+
+def known_tensor(translator: Any, op: Any, args: tuple[Any, ...], value: torch.Tensor) -> Any:
+    """What Dynamo holds for the result of `op`, which tracing may read as `value`."""
+    proxies = tuple(a.as_proxy() if hasattr(a, "as_proxy") else a for a in args)
+    variable = find(_PATHS["wrap_fx_proxy"])(translator, translator.output.create_proxy("call_function", op, proxies, {}))
+    variable.as_proxy().node.meta["example_value"].constant = value
+    return variable

@@ -1,0 +1,93 @@
+"""A stretch of translation that was entered on an assumption, and whether Python's state came out of it as it went in.
+
+What runs in it may set names that nothing reads later, change values that it made itself, and compute tensors; a local
+tensor may have become one computed from it, as a sum is that a loop adds to. What the tensors say is the graph's affair.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megacpp_compile._torch import translator as translation
+from megacpp_compile.frontend.expert_loops.control_flow import live_names
+
+# Lists of the frame's that grow with effects which are replayed behind its graph, where Dynamo has them.
+_GROWING = ("random_calls", "debug_locals", "pre_dispatch_hooks")
+_LEAVES = ("RETURN_VALUE", "RETURN_CONST", "YIELD_VALUE", "SEND", "RETURN_GENERATOR")
+
+
+class Refused(Exception):
+    """The assumption does not do: a sentence without its full stop, about what stands in the way."""
+
+
+class OpenRegion:
+    """What was entered and is not yet left.
+
+    translator: of the function it is in. join: the instruction where it ends. at: the graph's node that marks its
+    beginning.
+    """
+
+    def __init__(self, number: int, translator: Any, join: Any, at: Any) -> None:
+        self.number, self.translator, self.join, self.at = number, translator, join, at
+        self.start = translation.now()
+        self._names = dict(translator.symbolic_locals)
+        self._stack = _identities(self._beneath())
+        self._state = _state(translator)
+
+    def _beneath(self) -> list[Any]:
+        """The stack that the end of the region has to find again: what an iteration was given is its own."""
+        given = self.join.opname == "FOR_ITER" and self.translator.current_instruction is self.join
+        return list(self.translator.stack[: -1 if given else None])
+
+    def changes(self, born: int) -> None:
+        """Raises Refused for a change of what was there before."""
+        if born < self.start:
+            raise Refused("more than the sum over experts is changed on the way, which experts without tokens would do")
+
+    def passes(self, translator: Any, inst: Any) -> None:
+        """Raises Refused where `inst` leaves the region by another way than its end, or another function goes on."""
+        if translator is self.translator:
+            if inst.opname in _LEAVES:
+                raise Refused("it is left by another way than its end")
+        elif translation.born(translator) < self.start:
+            raise Refused("a generator goes on in it that was there before")
+
+    def close(self) -> None:
+        """Raises Refused unless Python's state is that of the beginning."""
+        translator = self.translator
+        if _identities(translator.stack) != self._stack or _state(translator) != self._state:
+            raise Refused("it is left by another way than its end")
+        for name in live_names(translator.instructions, self.join):
+            before, after = self._names.get(name), translator.symbolic_locals.get(name)
+            if before is after or before is not None and after is not None and self._same(before, after):
+                continue
+            raise Refused(f"`{name}`, which is set for every expert that has tokens, is read later")
+
+    def _same(self, before: Any, after: Any) -> bool:
+        old, new = translation.realized(before), translation.realized(after)
+        if old is new:
+            return True
+        was, now_ = translation.tensor(old), translation.tensor(new)
+        if was is None or now_ is None:
+            return False
+        pending, seen = [now_[0]], set[Any]()
+        while pending:
+            node = pending.pop()
+            if node is was[0]:
+                return True
+            if node not in seen and node > self.at:
+                seen.add(node)
+                pending.extend(node.all_input_nodes)
+        return False
+
+
+def _identities(variables: list[Any]) -> list[int]:
+    return [id(translation.realized(v)) for v in variables]
+
+
+def _state(translator: Any) -> tuple[Any, ...]:
+    grown = [len(getattr(holder, name, ())) for name in _GROWING for holder in (translator, translator.output)]
+    kinds = [torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")]
+    return (len(translator.block_stack), torch.is_grad_enabled(), *kinds, *grown)

@@ -1,0 +1,149 @@
+"""Watches Dynamo translate a frame, and answers for it what depends on which experts have tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
+
+from megacpp_compile._torch import translator as translation
+from megacpp_compile._torch.dispatch import disable_current_modes
+from megacpp_compile._torch.dynamo import config as dynamo_config
+from megacpp_compile.frontend.expert_loops import origins
+from megacpp_compile.frontend.expert_loops.control_flow import skipped
+from megacpp_compile.frontend.expert_loops.regions import OpenRegion, Refused
+from megacpp_compile.fx import assumptions
+
+_SCALARS = "capture_scalar_outputs"
+
+
+class Loops:
+    """The loops of one frame.
+
+    Tracing reads numbers from tensors in such a loop; the setting for that is to be put back by whoever watches.
+
+    restart: leaves the translation, to begin it anew. refused: why the last translation was left, with the line (a
+    `FrameSummary`); None where nothing was in the way.
+    """
+
+    def __init__(self, restart: Callable[[], NoReturn]) -> None:
+        self.restart = restart
+        self.enabled, self.refused = True, None
+        self._output: Any = None
+        self._open: list[OpenRegion] = []
+        self._regions = 0
+        self._scalars = getattr(dynamo_config, _SCALARS)
+
+    @property
+    def assumed(self) -> bool:
+        """Whether anything was assumed for the graph that is being made."""
+        return self.enabled and self._regions > 0
+
+    def give_up(self, why: tuple[str, Any] | None = None) -> NoReturn:
+        """Have the frame translated anew as it is written."""
+        self.enabled, self.refused = False, why
+        setattr(dynamo_config, _SCALARS, self._scalars)
+        self.restart()
+
+    def changes(self, born: int) -> None:
+        if self.enabled and self._open:
+            self._held_to(lambda region: region.changes(born))
+
+    def step(self, translator: Any, proceed: Callable[[], bool]) -> bool:
+        if not self.enabled or translator.instruction_pointer is None:
+            return proceed()
+        if translator.output is not self._output:  # a new attempt at the frame
+            self._output, self._open, self._regions = translator.output, [], 0
+            setattr(dynamo_config, _SCALARS, self._scalars)
+        translation.born(translator)
+        inst = translator.instructions[translator.instruction_pointer]
+        if self._open and self._open[-1].translator is translator and self._open[-1].join is inst:
+            self._close()
+        if self._open:
+            self._held_to(lambda region: region.passes(translator, inst))
+        if inst.opname == "GET_ITER":
+            self._iterate(translator)
+        elif "JUMP" in inst.opname and "_IF_" in inst.opname and "NONE" not in inst.opname:
+            self._branch(translator, inst)
+        goes_on = proceed()
+        if inst.opname == "FOR_ITER" and goes_on and (entry := _entry(translator)) is not None:
+            self._enter(translator, inst, assumptions.iteration, entry)
+        return goes_on
+
+    def _held_to(self, rule: Callable[[OpenRegion], None]) -> None:
+        try:
+            for region in self._open:
+                rule(region)
+        except Refused as why:
+            self.give_up((str(why), self._open[-1].translator.frame_summary()))
+
+    def _enter(self, translator: Any, join: Any, op: Any, *args: Any) -> None:
+        self._regions += 1
+        node = translation.emit(translator, op, *args, self._regions)
+        self._open.append(OpenRegion(self._regions, translator, join, node))
+        setattr(dynamo_config, _SCALARS, True)  # an expert's number may be read, and is known
+
+    def _close(self) -> None:
+        region = self._open[-1]
+        self._held_to(lambda open_: open_.close() if open_ is region else None)
+        self._open.pop()
+        if not self._open:
+            setattr(dynamo_config, _SCALARS, self._scalars)
+        translation.emit(region.translator, assumptions.end, region.number)
+
+    def _iterate(self, translator: Any) -> None:
+        """Put all experts in the place of a list of those that have tokens."""
+        hits = translation.realized(translator.stack[-1])
+        found = translation.tensor(hits)
+        experts = origins.listed(*found) if found is not None else None
+        if found is None or experts is None:
+            return
+        fake = found[1]
+        with disable_current_modes():  # tracing on fake inputs has one
+            numbers = [torch.full(fake.shape[1:], e, device=fake.device) for e in range(experts)]
+        entries = (translation.known_tensor(translator, assumptions.expert, (hits, e), n) for e, n in enumerate(numbers))
+        translator.stack[-1] = translation.row(list(entries))
+
+    def _branch(self, translator: Any, jump: Any) -> None:
+        """Take the way of an expert that has tokens."""
+        condition = translation.realized(translator.stack[-1])
+        if (found := translation.tensor(condition)) is not None:
+            node, fake = found
+            if (known := getattr(fake, "constant", None)) is not None and known.numel() == 1:
+                translator.stack[-1] = translation.constant(bool(known))
+                return
+            op = assumptions.branch
+        elif (number := translation.number(condition)) is not None:
+            node, op = number[0], _op_for(number[1])
+        else:
+            return
+        if op is None or not origins.about_tokens(node):
+            return
+        way = skipped(translator.instructions, jump)
+        if way is None:
+            return
+        join, by_jump = way
+        taken = by_jump == ("IF_FALSE" in jump.opname)
+        self._enter(translator, join, op, condition, taken)
+        translator.stack[-1] = translation.constant(taken)
+
+
+def _op_for(value: Any) -> Any:
+    """The mark for a branch on a number or a truth value; None where it is known while tracing."""
+    if not isinstance(value, (torch.SymInt, torch.SymBool)) or not free_unbacked_symbols(value):
+        return None
+    truth = value if isinstance(value, torch.SymBool) else value != 0
+    if statically_known_true(truth) or statically_known_true(torch.sym_not(truth)):
+        return None
+    return assumptions.truth_branch if isinstance(value, torch.SymBool) else assumptions.size_branch
+
+
+def _entry(translator: Any) -> Any:
+    """The entry of a list of experts that an iteration has just been given."""
+    if not translator.stack:
+        return None
+    given = translation.realized(translator.stack[-1])
+    found = translation.tensor(given)
+    return given if found is not None and found[0].target is assumptions.expert else None
