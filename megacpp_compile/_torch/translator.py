@@ -24,7 +24,9 @@ _PATHS = {
     "TupleVariable": "torch._dynamo.variables.TupleVariable",
     "wrap_fx_proxy": "torch._dynamo.variables.builder.wrap_fx_proxy",
 }
-_METHODS = ("Translator.step", "SideEffects.check_allowed_side_effect", "MutationType.__init__")
+_METHODS = ("Translator.step", "SideEffects.check_allowed_side_effect", "MutationType.__init__",
+            "TensorVariable.call_method")  # fmt: skip
+_READS = ("item", "tolist")
 _BORN = "_megacpp_born"
 _clock = itertools.count()
 
@@ -34,6 +36,9 @@ class Watcher(Protocol):
 
     def step(self, translator: Any, proceed: Callable[[], bool]) -> bool:
         """In the place of one instruction of `translator`, which `proceed` does; returns what that does."""
+
+    def read(self, translator: Any, variable: Any, proceed: Callable[[], Any]) -> Any:
+        """In the place of reading the numbers of a tensor."""
 
     def changes(self, born: int) -> None:
         """A value of Python's is changed that was made at the time `born` (`now`), or before the frame (-1)."""
@@ -53,6 +58,7 @@ def install() -> bool:
             return False
     translator, effects, mutation = parts["Translator"], parts["SideEffects"], parts["MutationType"]
     step, check, init = translator.step, effects.check_allowed_side_effect, mutation.__init__
+    tensors, call = parts["TensorVariable"], parts["TensorVariable"].call_method
     if hasattr(step, "__wrapped__"):
         return True
 
@@ -69,6 +75,13 @@ def install() -> bool:
             watcher.changes(getattr(item.mutation_type, _BORN, -1))
         return check(self, item)
 
+    @functools.wraps(call)
+    def watched_call(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        watcher = _watcher.get()
+        if watcher is None or name not in _READS:
+            return call(self, tx, name, args, kwargs)
+        return watcher.read(tx, self, lambda: call(self, tx, name, args, kwargs))
+
     @functools.wraps(init)
     def stamped_init(self: Any, typ: Any) -> None:
         init(self, typ)
@@ -76,6 +89,7 @@ def install() -> bool:
             setattr(self, _BORN, now())
 
     translator.step, effects.check_allowed_side_effect, mutation.__init__ = watched_step, watched_check, stamped_init
+    tensors.call_method = watched_call
     return True
 
 
@@ -131,6 +145,11 @@ def constant(value: Any) -> Any:
     return find(_PATHS["ConstantVariable"]).create(value)
 
 
+def parts(variable: Any) -> list[Any] | None:
+    """What Dynamo holds for the entries of a tuple; None for anything else."""
+    return list(variable.items) if isinstance(variable, find(_PATHS["TupleVariable"])) else None
+
+
 def row(variables: list[Any]) -> Any:
     """What Dynamo holds for a tuple."""
     return find(_PATHS["TupleVariable"])(variables)
@@ -143,9 +162,28 @@ def emit(translator: Any, op: Any, *args: Any) -> Node:
     return node
 
 
-def known_tensor(translator: Any, op: Any, args: tuple[Any, ...], value: torch.Tensor) -> Any:
-    """What Dynamo holds for the result of `op`, which tracing may read as `value`."""
+def computed(translator: Any, op: Any, *args: Any) -> Any:
+    """What Dynamo holds for the result of `op`, a tensor. args: as in `emit`."""
     proxies = tuple(a.as_proxy() if hasattr(a, "as_proxy") else a for a in args)
-    variable = find(_PATHS["wrap_fx_proxy"])(translator, translator.output.create_proxy("call_function", op, proxies, {}))
+    proxy = translator.output.create_proxy("call_function", op, proxies, {})
+    return find(_PATHS["wrap_fx_proxy"])(translator, proxy)
+
+
+def known(variable: Any) -> torch.Tensor | None:
+    """The value of a tensor of one entry that tracing may read."""
+    found = tensor(variable)
+    value = getattr(found[1], "constant", None) if found is not None else None
+    return value if isinstance(value, torch.Tensor) and value.numel() == 1 else None
+
+
+def make_known(variable: Any, value: torch.Tensor) -> None:
+    """Let tracing read the tensor `variable` as `value`, and what is computed from such tensors alone."""
     variable.as_proxy().node.meta["example_value"].constant = value
-    return variable
+
+
+def reading(translator: Any) -> AbstractContextManager[None]:
+    """Let numbers that are known at run time only be read from tensors. The frame's fake mode lets it from then on, as
+    the graph is traced again with it."""
+    translator.output.fake_mode.allow_scalar_outputs = True
+    patch: AbstractContextManager[None] = find("torch._dynamo.config").patch(capture_scalar_outputs=True)
+    return patch

@@ -80,6 +80,7 @@ def capture(gm: GraphModule, example_inputs: Sequence[Any]) -> Captured:
     """
     _check(gm, example_inputs)
     mode, fakes = fake_inputs(example_inputs)
+    mode.allow_scalar_outputs = True  # numbers that Dynamo has let a frame read from tensors
     try:
         with modes.restored(), fx_traceback.preserve_node_meta():
             gm = resolve_vmaps(inline_checkpoints(gm), fakes, mode)

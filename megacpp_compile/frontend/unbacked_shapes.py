@@ -38,7 +38,6 @@ from megacpp_compile.report.user_code import place_of
 
 Backend = TypeVar("Backend")
 SETTING = "capture_dynamic_output_shape_ops"
-SCALARS = "capture_scalar_outputs"
 _asked: contextvars.ContextVar[bool] = contextvars.ContextVar("megacpp_dynamic_outputs", default=False)
 # Whether the frame being compiled was traced whole and then left to break: whatever the passes said of it stands.
 _retraced: contextvars.ContextVar[bool] = contextvars.ContextVar("megacpp_retraced", default=False)
@@ -75,7 +74,7 @@ def install() -> None:
         loops = Loops(_restart) if watches and graph_breaks.option(given["compiler_fn"], "expert_loops") else None
         loops_token = _loops.set(loops)
         try:
-            with translator.watching(loops), dynamo_config.patch({SCALARS: getattr(dynamo_config, SCALARS)}):
+            with translator.watching(loops):
                 return graph_breaks.watched(traced, given["compiler_fn"], bool(given.get("one_graph")))
         finally:
             _loops.reset(loops_token)
@@ -143,6 +142,12 @@ def retrace() -> None:
 
 def _restart() -> NoReturn:
     raise Retrace(restart_reason="megacpp: a loop over some experts that cannot be one over all")
+
+
+def numbers_assumed() -> bool:
+    """Whether the graph that was made rests on what loops over experts depend on."""
+    loops = _loops.get()
+    return loops is not None and loops.assumed
 
 
 def retrace_without_loops(told: bool) -> None:

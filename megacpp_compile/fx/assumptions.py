@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Node
 _library = torch.library.Library("megacpp_assumed", "DEF")
 _SCHEMAS = (
     "expert(Tensor hits, int number) -> Tensor",
+    "counts(Tensor counts, int experts) -> Tensor",
     "iteration(Tensor expert, int region) -> ()",
     "branch(Tensor condition, bool taken, int region) -> ()",
     "size_branch(SymInt condition, bool taken, int region) -> ()",
@@ -30,20 +31,30 @@ def _expert(hits: Tensor, number: int) -> Tensor:
     return hits.new_full(hits.shape[1:], number)
 
 
+def _counts(counts: Tensor, experts: int) -> Tensor:
+    return counts[:experts].clone()
+
+
+def _fake_counts(counts: Tensor, experts: int) -> Tensor:
+    return counts.new_empty((experts,))
+
+
 def _mark(*_: Any) -> None:
     return None
 
 
+_BODIES: dict[str, tuple[Any, Any]] = {"expert": (_expert, _expert), "counts": (_counts, _fake_counts)}
 for _schema in _SCHEMAS:
     _name = _schema.partition("(")[0]
     _library.define(_schema)
-    _body = _expert if _name == "expert" else _mark
+    _body, _fake = _BODIES.get(_name, (_mark, _mark))
     _library.impl(_name, _body, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"megacpp_assumed::{_name}", _body, lib=_library)
-    fx.node.has_side_effect(getattr(torch.ops.megacpp_assumed, _name).default)
+    torch.library.register_fake(f"megacpp_assumed::{_name}", _fake, lib=_library)
+    if _body is _mark:
+        fx.node.has_side_effect(getattr(torch.ops.megacpp_assumed, _name).default)
 
 ops = torch.ops.megacpp_assumed
-expert, end = ops.expert.default, ops.end.default
+expert, counts, end = ops.expert.default, ops.counts.default, ops.end.default
 iteration, branch = ops.iteration.default, ops.branch.default
 size_branch, truth_branch = ops.size_branch.default, ops.truth_branch.default
 _BEGINS = (iteration, branch, size_branch, truth_branch)

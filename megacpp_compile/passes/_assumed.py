@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
-from collections.abc import Sequence
-from typing import Any
 
-import torch
 from torch.fx import Node
 
 from megacpp_compile.config.options import Config
 from megacpp_compile.frontend.capture import Captured
 from megacpp_compile.fx import assumptions
-from megacpp_compile.fx.edit import drop_dead, value
+from megacpp_compile.fx.edit import drop_dead
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe import assumed
+from megacpp_compile.fx.size_checks import drop_certain_bounds
 from megacpp_compile.passes._driver import Outcome, missed
 
 
@@ -49,33 +46,8 @@ def show(captured: Captured, config: Config, marks: int) -> Shown:
     regions = assumptions.take_regions(gm.graph)
     found = None
     if whole and regions is not None:
-        _drop_bounds(regions)
+        drop_certain_bounds(gm.graph)
         view = GraphView(gm.graph, captured.fake_mode, captured.weights, config, captured.trained)
         found = assumed.show(view, regions)
     drop_dead(gm.graph)
     return Shown(None, found) if isinstance(found, MatchFailure) else Shown(found)
-
-
-aten = torch.ops.aten
-_BOUNDS: dict[Any, Any] = {operator.ge: lambda n, _: n <= 0, operator.le: lambda n, experts: n >= experts}
-
-
-def _drop_bounds(regions: Sequence[assumptions.Region]) -> None:
-    """Erase checks that a list of experts is no longer than there are experts: they would keep it."""
-    for hits in {region.condition for region in regions if region.number is not None}:
-        experts = 1 + max(region.number or 0 for region in regions if region.condition is hits)
-        for size in [u for n in _behind(hits) for u in n.users if u.target is aten.sym_size.int]:
-            for bound in list(size.users):
-                always = bound.target in _BOUNDS and isinstance(bound.args[1], int)
-                if always and _BOUNDS[bound.target](bound.args[1], experts):
-                    for check in [u for u in bound.users if u.target is aten._assert_scalar.default]:
-                        check.graph.erase_node(check)
-
-
-def _behind(node: Any) -> list[Node]:
-    """`node` and the values it is a view of, as far as they have a size of its own."""
-    found = list[Node]()
-    while isinstance(node, Node) and isinstance(value(node), torch.Tensor) and not isinstance(value(node).shape[0], int):
-        found.append(node)
-        node = node.args[0]
-    return found

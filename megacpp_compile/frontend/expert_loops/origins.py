@@ -51,3 +51,31 @@ def about_tokens(node: Node) -> bool:
 
 def _name(node: Node) -> Any:
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
+def bins(node: Node, fake: torch.Tensor) -> int | None:
+    """How many entries `node`, a count of the choices made among as many scores, has; None where it is no such count,
+    or its length is known while tracing."""
+    if _name(node) != "bincount" or isinstance(fake.shape[0], int) or not isinstance(node.args[0], Node):
+        return None
+    if len(node.args) > 1 and node.args[1] is not None or node.kwargs.get("weights") is not None:
+        return None
+    least = node.args[2] if len(node.args) > 2 else node.kwargs.get("minlength")
+    return least if isinstance(least, int) and least == _scores(node.args[0]) <= MOST else None
+
+
+def _scores(indices: Node) -> Any:
+    """Among how many scores each of `indices` was chosen; 0 where that cannot be seen."""
+    for _ in range(_NEAR):
+        source = indices.args[0] if indices.args else None
+        if not isinstance(source, Node):
+            return 0
+        if _name(indices) == "getitem" and indices.args[1] == 1 and _name(source) == "topk":
+            scores = source.args[0].meta.get("example_value") if isinstance(source.args[0], Node) else None
+            dim = source.args[2] if len(source.args) > 2 else source.kwargs.get("dim", -1)
+            last = isinstance(scores, torch.Tensor) and dim in (-1, scores.dim() - 1)
+            return scores.shape[-1] if last and isinstance(scores.shape[-1], int) else 0  # type: ignore[union-attr]
+        if _name(indices) not in _KEEPS or _name(indices) == "getitem":
+            return 0
+        indices = source
+    return 0

@@ -33,13 +33,8 @@ class OpenRegion:
         self.number, self.translator, self.join, self.at = number, translator, join, at
         self.start = translation.now()
         self._names = dict(translator.symbolic_locals)
-        self._stack = _identities(self._beneath())
+        self._stack = _identities(translator.stack[:-1])  # without what an iteration is given, or a branch goes by
         self._state = _state(translator)
-
-    def _beneath(self) -> list[Any]:
-        """The stack that the end of the region has to find again: what an iteration was given is its own."""
-        given = self.join.opname == "FOR_ITER" and self.translator.current_instruction is self.join
-        return list(self.translator.stack[: -1 if given else None])
 
     def changes(self, born: int) -> None:
         """Raises Refused for a change of what was there before."""

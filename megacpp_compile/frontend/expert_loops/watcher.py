@@ -10,19 +10,15 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statica
 
 from megacpp_compile._torch import translator as translation
 from megacpp_compile._torch.dispatch import disable_current_modes
-from megacpp_compile._torch.dynamo import config as dynamo_config
 from megacpp_compile.frontend.expert_loops import origins
 from megacpp_compile.frontend.expert_loops.control_flow import skipped
 from megacpp_compile.frontend.expert_loops.regions import OpenRegion, Refused
 from megacpp_compile.fx import assumptions
-
-_SCALARS = "capture_scalar_outputs"
+_SUBSCRIPTS = ("BINARY_SUBSCR",)
 
 
 class Loops:
     """The loops of one frame.
-
-    Tracing reads numbers from tensors in such a loop; the setting for that is to be put back by whoever watches.
 
     restart: leaves the translation, to begin it anew. refused: why the last translation was left, with the line (a
     `FrameSummary`); None where nothing was in the way.
@@ -33,18 +29,16 @@ class Loops:
         self.enabled, self.refused = True, None
         self._output: Any = None
         self._open: list[OpenRegion] = []
-        self._regions = 0
-        self._scalars = getattr(dynamo_config, _SCALARS)
+        self._regions = self._reads = 0
 
     @property
     def assumed(self) -> bool:
         """Whether anything was assumed for the graph that is being made."""
-        return self.enabled and self._regions > 0
+        return self.enabled and self._regions + self._reads > 0
 
     def give_up(self, why: tuple[str, Any] | None = None) -> NoReturn:
         """Have the frame translated anew as it is written."""
         self.enabled, self.refused = False, why
-        setattr(dynamo_config, _SCALARS, self._scalars)
         self.restart()
 
     def changes(self, born: int) -> None:
@@ -55,8 +49,7 @@ class Loops:
         if not self.enabled or translator.instruction_pointer is None:
             return proceed()
         if translator.output is not self._output:  # a new attempt at the frame
-            self._output, self._open, self._regions = translator.output, [], 0
-            setattr(dynamo_config, _SCALARS, self._scalars)
+            self._output, self._open, self._regions, self._reads = translator.output, [], 0, 0
         translation.born(translator)
         inst = translator.instructions[translator.instruction_pointer]
         if self._open and self._open[-1].translator is translator and self._open[-1].join is inst:
@@ -65,12 +58,27 @@ class Loops:
             self._held_to(lambda region: region.passes(translator, inst))
         if inst.opname == "GET_ITER":
             self._iterate(translator)
+        elif inst.opname in _SUBSCRIPTS:
+            self._subscript(translator)
         elif "JUMP" in inst.opname and "_IF_" in inst.opname and "NONE" not in inst.opname:
             self._branch(translator, inst)
         goes_on = proceed()
         if inst.opname == "FOR_ITER" and goes_on and (entry := _entry(translator)) is not None:
             self._enter(translator, inst, assumptions.iteration, entry)
+        elif inst.opname.startswith("CALL") and goes_on:
+            self._counted(translator)
         return goes_on
+
+    def read(self, translator: Any, variable: Any, proceed: Callable[[], Any]) -> Any:
+        if not self.enabled:
+            return proceed()
+        if translation.known(variable) is None:
+            found = translation.tensor(variable)
+            if found is None or not origins.about_tokens(found[0]):
+                return proceed()
+            self._reads += 1
+        with translation.reading(translator):
+            return proceed()
 
     def _held_to(self, rule: Callable[[OpenRegion], None]) -> None:
         try:
@@ -83,14 +91,11 @@ class Loops:
         self._regions += 1
         node = translation.emit(translator, op, *args, self._regions)
         self._open.append(OpenRegion(self._regions, translator, join, node))
-        setattr(dynamo_config, _SCALARS, True)  # an expert's number may be read, and is known
 
     def _close(self) -> None:
         region = self._open[-1]
         self._held_to(lambda open_: open_.close() if open_ is region else None)
         self._open.pop()
-        if not self._open:
-            setattr(dynamo_config, _SCALARS, self._scalars)
         translation.emit(region.translator, assumptions.end, region.number)
 
     def _iterate(self, translator: Any) -> None:
@@ -100,21 +105,36 @@ class Loops:
         experts = origins.listed(*found) if found is not None else None
         if found is None or experts is None:
             return
-        fake = found[1]
+        fake, entries = found[1], list[Any]()
         with disable_current_modes():  # tracing on fake inputs has one
             numbers = [torch.full(fake.shape[1:], e, device=fake.device) for e in range(experts)]
-        entries = (translation.known_tensor(translator, assumptions.expert, (hits, e), n) for e, n in enumerate(numbers))
-        translator.stack[-1] = translation.row(list(entries))
+        for e, number in enumerate(numbers):
+            entries.append(translation.computed(translator, assumptions.expert, hits, e))
+            translation.make_known(entries[-1], number)
+        translator.stack[-1] = translation.row(entries)
+
+    def _subscript(self, translator: Any) -> None:
+        """Index tensors by experts' numbers: indexing by a tensor asks for its value."""
+        tensor, key = (translation.realized(v) for v in translator.stack[-2:])
+        if translation.tensor(tensor) is not None:
+            translator.stack[-1] = _numbers(key)
+
+    def _counted(self, translator: Any) -> None:
+        """Let a count of choices have as many entries as there are experts, which torch knows at run time only."""
+        counts = translation.realized(translator.stack[-1]) if translator.stack else None
+        found = translation.tensor(counts)
+        if found is not None and (experts := origins.bins(*found)) is not None:
+            self._reads += 1
+            translator.stack[-1] = translation.computed(translator, assumptions.counts, counts, experts)
 
     def _branch(self, translator: Any, jump: Any) -> None:
         """Take the way of an expert that has tokens."""
         condition = translation.realized(translator.stack[-1])
         if (found := translation.tensor(condition)) is not None:
-            node, fake = found
-            if (known := getattr(fake, "constant", None)) is not None and known.numel() == 1:
+            if (known := translation.known(condition)) is not None:
                 translator.stack[-1] = translation.constant(bool(known))
                 return
-            op = assumptions.branch
+            node, op = found[0], assumptions.branch
         elif (number := translation.number(condition)) is not None:
             node, op = number[0], _op_for(number[1])
         else:
@@ -147,3 +167,13 @@ def _entry(translator: Any) -> Any:
     given = translation.realized(translator.stack[-1])
     found = translation.tensor(given)
     return given if found is not None and found[0].target is assumptions.expert else None
+
+
+def _numbers(key: Any) -> Any:
+    """`key`, with numbers in the place of tensors without dimensions whose numbers are known."""
+    known, parts = translation.known(key), translation.parts(key)
+    if parts is not None:
+        return translation.row([_numbers(translation.realized(part)) for part in parts])
+    if known is None or known.dim() or known.dtype == torch.bool:
+        return key
+    return translation.constant(int(known))

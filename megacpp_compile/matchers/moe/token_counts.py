@@ -10,8 +10,9 @@ import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from megacpp_compile.fx import assumptions
 from megacpp_compile.fx.edit import value
-from megacpp_compile.matchers.moe.routing import Mask, match_mask
+from megacpp_compile.matchers.moe.routing import Mask, match_mask, one_choice
 from megacpp_compile.matchers.views import RESHAPES
 
 aten = torch.ops.aten
@@ -88,6 +89,8 @@ def match_count(node: Any) -> Count | None:
         return _rows_found(args[0])
     if target is aten.sym_numel.default and value(args[0]).dim() == 1:
         return _rows_found(args[0])
+    if target is assumptions.counts:
+        return match_count(args[0])
     if target is aten.bincount.default:
         return _binned(node)
     if target is aten.select.int:
@@ -118,7 +121,10 @@ def _binned(node: Node) -> Count | None:
     indices = node.args[0]
     if len(node.args) > 1 and node.args[1] is not None or node.kwargs.get("weights") is not None:
         return None
-    return Count(Mask(indices, ("e",)), True)  # type: ignore[arg-type]
+    while indices.target in (*RESHAPES, *_COPIES) or indices.target in _CASTS and value(indices).dtype == torch.int64:  # type: ignore[union-attr]
+        indices = indices.args[0]  # type: ignore[union-attr, assignment]
+    indices, choice = one_choice(indices)  # type: ignore[arg-type]
+    return Count(Mask(indices, ("e",), choice=choice), True)
 
 
 def _summed(node: Node) -> Count | None:
