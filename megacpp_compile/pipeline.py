@@ -212,7 +212,8 @@ def _rewrite(
 def retrace_needed(gm: GraphModule, analysis: Analysis) -> bool:
     """Whether Dynamo has to trace the frame again, with graph breaks, for sizes that are known at run time only. Of
     `analysis` the near misses are left: the frame will not look like this then."""
-    if (analysis.shown or not unbacked_shapes.numbers_assumed()) and not unbacked_shapes.refuse(analysis.rewritten_gm() or gm):
+    assumed_only = unbacked_shapes.numbers_assumed() and not analysis.shown
+    if not assumed_only and not unbacked_shapes.refuse(analysis.rewritten_gm() or gm):
         return False
     if analysis.outcome is not None:
         analysis.outcome.sites.clear()

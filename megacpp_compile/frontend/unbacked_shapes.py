@@ -133,7 +133,7 @@ def refuse(gm: GraphModule) -> bool:
     return _asked.get() and getattr(dynamo_config, SETTING) and unknown_sizes(gm)
 
 
-def retrace() -> None:
+def retrace() -> NoReturn:
     """Leave the backend and have Dynamo trace the frame as it would have without it."""
     _retraced.set(True)
     setattr(dynamo_config, SETTING, False)  # the patch around the frame puts back what was
@@ -210,6 +210,7 @@ def _report_refused(why: str, at: Any) -> None:
     """A loop over those experts that have tokens, which is no loop over all, is a near miss."""
     if not collector.active() or not (source := place_of(at)):
         return
+    why = f"the loop runs for some experts alone: {why}"
     miss = MissedFusion("moe", "", source, "", "loop-over-data", why)
     if not collector.told([miss]):
         collector.emit_frame(Frame(captured=False, reason=why, name=source), [], [miss])

@@ -10,10 +10,10 @@ from megacpp_compile.config.options import Config
 from megacpp_compile.frontend.capture import Captured
 from megacpp_compile.fx import assumptions
 from megacpp_compile.fx.edit import drop_dead
+from megacpp_compile.fx.size_checks import drop_certain_bounds
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe import assumed
-from megacpp_compile.fx.size_checks import drop_certain_bounds
 from megacpp_compile.passes._driver import Outcome, missed
 
 

@@ -17,8 +17,8 @@ from megacpp_compile.fx.edit import drop_dead
 
 
 def canonicalize(graph: fx.Graph, fake_mode: FakeTensorMode) -> None:
-    """Drop tracing's assertions, slices of whole dimensions and dead values; write experts' numbers as numbers; let views
-    copy where they must; rename aliases; make copies into slices functional."""
+    """Drop tracing's assertions, slices of whole dimensions and dead values; write experts' numbers as numbers; let
+    views copy where they must; rename aliases; make copies into slices functional."""
     for node in list(graph.nodes):
         if node.target is torch.ops.aten._assert_tensor_metadata.default:
             graph.erase_node(node)

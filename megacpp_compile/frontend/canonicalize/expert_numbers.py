@@ -72,7 +72,7 @@ def _row(build: Builder, source: Any, dim: Any, number: Any, keep: bool) -> Node
 
 
 def _drop_squeezes(row: Node) -> None:
-    """Let what takes the one entry of `row`, where that has a dimension of one for the number, read the entry itself."""
+    """Let what takes the one entry of `row`, which has a dimension of one for the number, read the entry itself."""
     if row.target is not aten.unsqueeze.default:
         return
     entry, dim = row.args

@@ -20,7 +20,9 @@ _SELECTS = ("one_hot", "eq", "bincount", "histc", "where", "nonzero", "argwhere"
 
 def listed(node: Node, fake: torch.Tensor) -> int | None:
     """Of how many places `node` lists, as [n] or [n, 1], those that are not zero; None where it does no such thing."""
-    if fake.dtype != torch.int64 or not 0 < fake.dim() <= 2 or isinstance(fake.shape[0], int) or fake.shape[1:].numel() != 1:
+    if fake.dtype != torch.int64 or not 0 < fake.dim() <= 2 or isinstance(fake.shape[0], int):
+        return None
+    if fake.shape[1:].numel() != 1:
         return None
     for _ in range(_NEAR):
         if not node.args or not isinstance(node.args[0], Node):

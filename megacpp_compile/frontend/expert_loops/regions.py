@@ -1,7 +1,7 @@
 """A stretch of translation that was entered on an assumption, and whether Python's state came out of it as it went in.
 
 What runs in it may set names that nothing reads later, change values that it made itself, and compute tensors; a local
-tensor may have become one computed from it, as a sum is that a loop adds to. What the tensors say is the graph's affair.
+tensor may have become one computed from it, as a sum is that a loop adds to. What the tensors say is for matchers.
 """
 
 from __future__ import annotations
@@ -39,26 +39,26 @@ class OpenRegion:
     def changes(self, born: int) -> None:
         """Raises Refused for a change of what was there before."""
         if born < self.start:
-            raise Refused("more than the sum over experts is changed on the way, which experts without tokens would do")
+            raise Refused("it changes a value of Python's from before it, too")
 
     def passes(self, translator: Any, inst: Any) -> None:
         """Raises Refused where `inst` leaves the region by another way than its end, or another function goes on."""
         if translator is self.translator:
             if inst.opname in _LEAVES:
-                raise Refused("it is left by another way than its end")
+                raise Refused("a `return`, a `yield` or a `break` leaves it")
         elif translation.born(translator) < self.start:
-            raise Refused("a generator goes on in it that was there before")
+            raise Refused("it goes on with a generator from before it")
 
     def close(self) -> None:
         """Raises Refused unless Python's state is that of the beginning."""
         translator = self.translator
         if _identities(translator.stack) != self._stack or _state(translator) != self._state:
-            raise Refused("it is left by another way than its end")
+            raise Refused("what it leaves behind is not what it found")
         for name in live_names(translator.instructions, self.join):
             before, after = self._names.get(name), translator.symbolic_locals.get(name)
             if before is after or before is not None and after is not None and self._same(before, after):
                 continue
-            raise Refused(f"`{name}`, which is set for every expert that has tokens, is read later")
+            raise Refused(f"it sets `{name}`, which is read later")
 
     def _same(self, before: Any, after: Any) -> bool:
         old, new = translation.realized(before), translation.realized(after)

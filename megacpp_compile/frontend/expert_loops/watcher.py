@@ -14,6 +14,7 @@ from megacpp_compile.frontend.expert_loops import origins
 from megacpp_compile.frontend.expert_loops.control_flow import skipped
 from megacpp_compile.frontend.expert_loops.regions import OpenRegion, Refused
 from megacpp_compile.fx import assumptions
+
 _SUBSCRIPTS = ("BINARY_SUBSCR",)
 
 
@@ -26,7 +27,8 @@ class Loops:
 
     def __init__(self, restart: Callable[[], NoReturn]) -> None:
         self.restart = restart
-        self.enabled, self.refused = True, None
+        self.enabled = True
+        self.refused: tuple[str, Any] | None = None
         self._output: Any = None
         self._open: list[OpenRegion] = []
         self._regions = self._reads = 0

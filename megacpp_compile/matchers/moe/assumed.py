@@ -25,6 +25,7 @@ from megacpp_compile.matchers.moe.token_counts import match_empty, match_hits
 from megacpp_compile.matchers.views import RESHAPES
 
 _TAG = "loop-over-data"
+_ONLY = "the loop runs for some experts alone"
 
 
 def show(view: GraphView, regions: Sequence[Region]) -> frozenset[Node] | MatchFailure:
@@ -48,12 +49,11 @@ def show(view: GraphView, regions: Sequence[Region]) -> frozenset[Node] | MatchF
                 continue
             update = _sum_of(node, summed)
             if update is None:
-                return MatchFailure(node, _TAG, "what is computed for the experts that have tokens is used elsewhere too")
+                return MatchFailure(node, _TAG, f"{_ONLY}, and more than their sum is used later")
             needed.add(ends[update.node])
         for node in region.nodes & summed.keys():
             if skipped is None or not _covers(skipped, summed[node].token):
-                reason = "the experts that are left out may have tokens, as far as can be seen"
-                return MatchFailure(node, _TAG, reason)
+                return MatchFailure(node, _TAG, f"{_ONLY}, and it is not seen that the others have no tokens")
     return frozenset(needed)
 
 
@@ -81,9 +81,9 @@ def _effect(node: Node) -> MatchFailure | None:
     """Why `node` cannot be left out even if nobody reads it."""
     tags = getattr(node.target, "tags", ())
     if torch.Tag.nondeterministic_seeded in tags:
-        return MatchFailure(node, _TAG, "random numbers are drawn for every expert that has tokens")
+        return MatchFailure(node, _TAG, f"{_ONLY}, and draws random numbers")
     if isinstance(node.target, HigherOrderOperator) or node.is_impure() and not only_checks_sizes(node):
-        return MatchFailure(node, _TAG, "more than the sum over experts is changed for every expert that has tokens")
+        return MatchFailure(node, _TAG, f"{_ONLY}, and does more than to add to their sum")
     return None
 
 

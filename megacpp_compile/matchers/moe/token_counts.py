@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch.fx import Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from megacpp_compile.fx import assumptions
 from megacpp_compile.fx.edit import value
@@ -21,6 +20,7 @@ _ALL = (aten.sum.default, aten.any.default, aten.max.default, aten.count_nonzero
 _COPIES = (aten.alias.default, aten.clone.default, aten.contiguous.default, aten.detach.default)
 _CASTS = (aten._to_copy.default, aten.to.dtype, aten.to.device)
 _WIDE = (torch.bool, torch.int32, torch.int64, torch.float32, torch.float64, torch.bfloat16)
+_COLUMNS = (aten.squeeze.dim, aten.squeeze.default, aten.select.int, operator.getitem, aten.unbind.int)
 _FOUND = (aten.nonzero.default, aten.nonzero_numpy.default, aten.where.default)
 # What a count is compared with, for the result to say whether there are any, or whether there are none.
 _POSITIVE: dict[Any, int] = {
@@ -97,9 +97,7 @@ def match_count(node: Any) -> Count | None:
         inner = match_count(args[0])
         if inner is None or not inner.by_expert or not isinstance(args[2], int):
             return None
-        size = value(args[0]).shape[0]
-        known = args[2] >= 0 or isinstance(size, int)
-        return Count(dataclasses.replace(inner.mask, expert=args[2] % size if args[2] < 0 else args[2]), False) if known else None
+        return Count(dataclasses.replace(inner.mask, expert=args[2]), False) if args[2] >= 0 else None
     return _summed(node)
 
 
@@ -111,9 +109,11 @@ def _rows_found(found: Any) -> Count | None:
     """The number of rows in what `nonzero` found."""
     if not isinstance(found, Node):
         return None
-    while found.target in (*RESHAPES, aten.squeeze.dim, aten.squeeze.default, aten.select.int, operator.getitem, aten.unbind.int, *_COPIES):
+    while found.target in (*_COLUMNS, *RESHAPES, *_COPIES):
         found = found.args[0]  # type: ignore[assignment]
-    mask = match_mask(found.args[0]) if found.target in _FOUND and len(found.args) == 1 else None  # type: ignore[arg-type]
+    if found.target not in _FOUND or len(found.args) != 1:
+        return None
+    mask = match_mask(found.args[0])  # type: ignore[arg-type]
     return Count(mask, False) if mask is not None and mask.expert is not None else None
 
 
@@ -121,9 +121,10 @@ def _binned(node: Node) -> Count | None:
     indices = node.args[0]
     if len(node.args) > 1 and node.args[1] is not None or node.kwargs.get("weights") is not None:
         return None
-    while indices.target in (*RESHAPES, *_COPIES) or indices.target in _CASTS and value(indices).dtype == torch.int64:  # type: ignore[union-attr]
-        indices = indices.args[0]  # type: ignore[union-attr, assignment]
-    indices, choice = one_choice(indices)  # type: ignore[arg-type]
+    assert isinstance(indices, Node)
+    while indices.target in (*RESHAPES, *_COPIES) or indices.target in _CASTS and value(indices).dtype == torch.int64:
+        indices = indices.args[0]  # type: ignore[assignment]
+    indices, choice = one_choice(indices)
     return Count(Mask(indices, ("e",), choice=choice), True)
 
 
