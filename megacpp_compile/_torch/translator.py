@@ -24,8 +24,8 @@ _PATHS = {
     "TupleVariable": "torch._dynamo.variables.TupleVariable",
     "wrap_fx_proxy": "torch._dynamo.variables.builder.wrap_fx_proxy",
 }
-_METHODS = ("Translator.step", "SideEffects.check_allowed_side_effect", "MutationType.__init__",
-            "TensorVariable.call_method")  # fmt: skip
+_METHODS = ("Translator.__init__", "Translator.step", "SideEffects.check_allowed_side_effect",
+            "MutationType.__init__", "TensorVariable.call_method")  # fmt: skip
 _READS = ("item", "tolist")
 _BORN = "_megacpp_born"
 _clock = itertools.count()
@@ -57,7 +57,8 @@ def install() -> bool:
         if name not in vars(parts[cls]):
             return False
     translator, effects, mutation = parts["Translator"], parts["SideEffects"], parts["MutationType"]
-    step, check, init = translator.step, effects.check_allowed_side_effect, mutation.__init__
+    step, check = translator.step, effects.check_allowed_side_effect
+    init, begin = mutation.__init__, translator.__init__
     tensors, call = parts["TensorVariable"], parts["TensorVariable"].call_method
     if hasattr(step, "__wrapped__"):
         return True
@@ -68,6 +69,11 @@ def install() -> bool:
         if watcher is None:
             return step(self)
         return watcher.step(self, lambda: step(self))
+
+    @functools.wraps(begin)
+    def stamped_begin(self: Any, *args: Any, **kwargs: Any) -> None:
+        setattr(self, _BORN, now())
+        begin(self, *args, **kwargs)
 
     @functools.wraps(check)
     def watched_check(self: Any, item: Any) -> Any:
@@ -88,8 +94,8 @@ def install() -> bool:
         if typ.name == "New":
             setattr(self, _BORN, now())
 
-    translator.step, effects.check_allowed_side_effect, mutation.__init__ = watched_step, watched_check, stamped_init
-    tensors.call_method = watched_call
+    translator.step, effects.check_allowed_side_effect = watched_step, watched_check
+    mutation.__init__, translator.__init__, tensors.call_method = stamped_init, stamped_begin, watched_call
     return True
 
 
@@ -112,10 +118,8 @@ def now() -> int:
 
 
 def born(translator: Any) -> int:
-    """When `translator` did its first step that was watched."""
-    if not hasattr(translator, _BORN):
-        setattr(translator, _BORN, now())
-    return int(getattr(translator, _BORN))
+    """When `translator` was made."""
+    return int(getattr(translator, _BORN, -1))
 
 
 def realized(variable: Any) -> Any:
@@ -178,7 +182,9 @@ def known(variable: Any) -> torch.Tensor | None:
 
 def make_known(variable: Any, value: torch.Tensor) -> None:
     """Let tracing read the tensor `variable` as `value`, and what is computed from such tensors alone."""
-    variable.as_proxy().node.meta["example_value"].constant = value
+    fake = variable.as_proxy().node.meta["example_value"]
+    fake.constant = value
+    fake.fake_mode.fake_tensor_converter.add_constant_storage_mapping(fake)  # until it is written to
 
 
 def reading(translator: Any) -> AbstractContextManager[None]:

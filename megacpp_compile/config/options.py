@@ -59,8 +59,6 @@ class Config(_Asked):
             the graph breaks.
         verify: "each" compares every rewrite with the code it replaced; "off" does not.
         target: what to lower for; "auto" goes by the device of the inputs.
-        expert_loops: trace loops over the experts that have tokens as loops over all, where an expert without tokens is
-            shown to add nothing and to do nothing else; False leaves them to break the graph.
         explain: print the report of every compiled frame to stderr.
         keep_latents: save the latent that `down_norm_up` norms instead of recomputing it from its input in backward:
             two bytes a latent channel and token (bf16), and one GEMM less. "auto" saves it on XLA devices, so that
@@ -73,6 +71,8 @@ class Config(_Asked):
             for bit.
         autotune: choose the block sizes of this package's kernels by measurement on the first call instead of by the
             built-in table. Results are kept in Inductor's cache.
+        expert_loops: trace loops over the experts that have tokens as loops over all, where an expert without tokens is
+            shown to add nothing and to do nothing else; False leaves them to break the graph.
         policy: what a training step saves for its backward and what it recomputes there: a `CheckpointingPolicy`, the
             name of an entry for every kind of block ("selective", "full"), a mapping of its fields, or a budget. None
             leaves it to Inductor.
@@ -93,12 +93,12 @@ class Config(_Asked):
     strict: bool = False
     verify: Verify = "off"
     target: Target = "auto"
-    expert_loops: bool = True
     explain: bool = False
     keep_latents: bool | Literal["auto"] = "auto"
     fuse_shared_input_gemms: bool = False
     autotune_gemms: bool = True
     autotune: bool = False
+    expert_loops: bool = True
     policy: CheckpointingPolicy | None = None
     block_kinds: Mapping[str, str] = field(default_factory=dict)
     precision: PrecisionPlan | None = None
@@ -113,12 +113,12 @@ class Config(_Asked):
             "strict": _bool("strict", self.strict),
             "verify": _choice("verify", self.verify, get_args(Verify)),
             "target": _choice("target", self.target, get_args(Target), _TARGET_MEANT),
-            "expert_loops": _bool("expert_loops", self.expert_loops),
             "explain": _bool("explain", self.explain),
             "keep_latents": _bool_or_auto("keep_latents", self.keep_latents),
             "fuse_shared_input_gemms": _bool("fuse_shared_input_gemms", self.fuse_shared_input_gemms),
             "autotune_gemms": _bool("autotune_gemms", self.autotune_gemms),
             "autotune": _bool("autotune", self.autotune),
+            "expert_loops": _bool("expert_loops", self.expert_loops),
             "policy": CheckpointingPolicy.of(self.policy),
             "block_kinds": _mapping("block_kinds", self.block_kinds, lambda k, v: _choice(k, v, KINDS, _KIND_MEANT)),
             "precision": _traceable(PrecisionPlan.of(self.precision)),

@@ -4,6 +4,7 @@ nothing else; in every other case the graph breaks as before."""
 from __future__ import annotations
 
 import copy
+import random
 
 import pytest
 import torch
@@ -30,8 +31,8 @@ def fresh():
 def trained(call, module, args):
     """What a step computes; an expert without tokens has no gradient in eager, which is a gradient of zeros."""
     results = train(call, module, args)
-    missing = {f"gradient of {n}": p for n, p in module.named_parameters() if p.requires_grad and p.grad is None}
-    return results | {name: torch.zeros_like(p) for name, p in missing.items()}
+    leaves = {f"gradient of {n}": p for n, p in module.named_parameters()} | {"gradient of argument 0": args[0]}
+    return {name: torch.zeros_like(p) for name, p in leaves.items()} | results
 
 
 def compiled(module, *inputs, tolerance=1e-5, **kwargs):
@@ -419,6 +420,23 @@ def in_a_generator(m, x, indices, gates):
     return y * n
 
 
+def shifts_the_list(m, x, indices, gates):
+    """The entries are views of the list."""
+    y, hit = torch.zeros_like(x), hits(choices_by_expert(m, indices)).flatten()
+    for e in hit:
+        add(m, y, x, indices, gates, e)
+        hit += 1
+    return y
+
+
+def draws_a_number(m, x, indices, gates):
+    y = torch.zeros_like(x)
+    for e in hits(choices_by_expert(m, indices)).flatten():
+        add(m, y, x, indices, gates, e)
+        random.random()
+    return y
+
+
 def by_a_closure(m, x, indices, gates):
     y, n = torch.zeros_like(x), 0
 
@@ -447,7 +465,7 @@ OTHERS = (counts_iterations, appends, counts_in_a_module, counts_in_a_tensor, co
           adds_to_all_tokens, most_tokens_first, some_only, hit_by_first_choices, hit_by_other_tokens, stops_early,
           stops_after_one, drops_the_few, skips_by_another_expert, runs_another_expert, or_else, only_if_none,
           with_dropout, reads_the_last, reads_the_last_rows, keeps_an_output, numbers_the_hits, by_a_generator,
-          in_a_generator, by_a_closure, tries)  # fmt: skip
+          in_a_generator, shifts_the_list, draws_a_number, by_a_closure, tries)  # fmt: skip
 
 
 # What Dynamo says where it may not break the graph.
@@ -493,7 +511,9 @@ def test_experts_without_tokens(body):
     module = all_to_one(MoE(body, experts=4, stacked=body in STACKED))
     sizes = (torch.rand(n, DIM).requires_grad_() for n in (9, 0, 1, 5))
     report = compiled(module, *sizes)
-    assert report.counts["moe"] == len(report.frames) and not report.misses
+    assert not report.misses and not any(f.graph_break for f in report.frames)
+    # Without tokens there is no row to look for, and torch knows how a branch on that goes.
+    assert report.counts["moe"] >= len(report.frames) - 1 >= 2
 
 
 class Model(torch.nn.Module):

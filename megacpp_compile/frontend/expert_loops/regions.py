@@ -6,15 +6,19 @@ tensor may have become one computed from it, as a sum is that a loop adds to. Wh
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.fx import Node
 
 from megacpp_compile._torch import translator as translation
 from megacpp_compile.frontend.expert_loops.control_flow import live_names
 
-# Lists of the frame's that grow with effects which are replayed behind its graph, where Dynamo has them.
-_GROWING = ("random_calls", "debug_locals", "pre_dispatch_hooks")
+# What of the frame's grows with effects that are replayed behind its graph.
+_GROWING = ("random_calls", "debug_locals", "tensor_hooks", "save_for_backward")
+_IN_PLACE = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "ilshift",
+             "irshift", "imatmul", "setitem")  # fmt: skip
 _LEAVES = ("RETURN_VALUE", "RETURN_CONST", "YIELD_VALUE", "SEND", "RETURN_GENERATOR")
 
 
@@ -52,6 +56,8 @@ class OpenRegion:
     def close(self) -> None:
         """Raises Refused unless Python's state is that of the beginning."""
         translator = self.translator
+        if any(_counts_in_place(node) for node in self._made()):
+            raise Refused("it writes to a tensor of numbers or truth values")
         if _identities(translator.stack) != self._stack or _state(translator) != self._state:
             raise Refused("what it leaves behind is not what it found")
         for name in live_names(translator.instructions, self.join):
@@ -59,6 +65,13 @@ class OpenRegion:
             if before is after or before is not None and after is not None and self._same(before, after):
                 continue
             raise Refused(f"it sets `{name}`, which is read later")
+
+    def _made(self) -> Iterator[Node]:
+        """The graph's nodes since the beginning."""
+        node = self.at.next
+        while node.op != "root":
+            yield node
+            node = node.next
 
     def _same(self, before: Any, after: Any) -> bool:
         old, new = translation.realized(before), translation.realized(after)
@@ -83,6 +96,25 @@ def _identities(variables: list[Any]) -> list[int]:
 
 
 def _state(translator: Any) -> tuple[Any, ...]:
-    grown = [len(getattr(holder, name, ())) for name in _GROWING for holder in (translator, translator.output)]
+    holders = (translator, translator.output, translator.output.side_effects)
+    grown = [len(getattr(holder, name, ())) for name in _GROWING for holder in holders]
     kinds = [torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")]
-    return (len(translator.block_stack), torch.is_grad_enabled(), *kinds, *grown)
+    return (len(translator.block_stack), torch.is_grad_enabled(), *kinds, *grown, *_cursors(translator))
+
+
+def _cursors(translator: Any) -> Iterator[Any]:
+    """How far iterators have come that names hold: not each tells when it goes on."""
+    while translator is not None:
+        for name, variable in translator.symbolic_locals.items():
+            if isinstance(index := getattr(variable, "index", None), int):
+                yield name, index
+        translator = getattr(translator, "parent", None)
+
+
+def _counts_in_place(node: Node) -> bool:
+    """Whether `node` writes to a tensor of integers or truth values, which may be what the loop goes by."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    written = node.kwargs.get("out", node.args[0] if node.args else None)
+    in_place = name in _IN_PLACE or name.endswith("_") and not name.endswith("__") or "out" in node.kwargs
+    fake = written.meta.get("example_value") if in_place and isinstance(written, Node) else None
+    return isinstance(fake, torch.Tensor) and not fake.is_floating_point()

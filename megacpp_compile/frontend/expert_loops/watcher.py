@@ -52,7 +52,6 @@ class Loops:
             return proceed()
         if translator.output is not self._output:  # a new attempt at the frame
             self._output, self._open, self._regions, self._reads = translator.output, [], 0, 0
-        translation.born(translator)
         inst = translator.instructions[translator.instruction_pointer]
         if self._open and self._open[-1].translator is translator and self._open[-1].join is inst:
             self._close()
@@ -109,7 +108,8 @@ class Loops:
             return
         fake, entries = found[1], list[Any]()
         with disable_current_modes():  # tracing on fake inputs has one
-            numbers = [torch.full(fake.shape[1:], e, device=fake.device) for e in range(experts)]
+            device = "cpu" if fake.device.type == "meta" else fake.device
+            numbers = [torch.full(fake.shape[1:], e, device=device) for e in range(experts)]
         for e, number in enumerate(numbers):
             entries.append(translation.computed(translator, assumptions.expert, hits, e))
             translation.make_known(entries[-1], number)
