@@ -144,6 +144,15 @@ def number(variable: Any) -> tuple[Node, Any] | None:
     return variable.as_proxy().node, variable.sym_num
 
 
+def python_type(variable: Any) -> type | None:
+    """The class of the value; None where Dynamo does not know."""
+    try:
+        cls = variable.python_type()
+    except Exception:
+        return None
+    return cls if isinstance(cls, type) else None
+
+
 def constant(value: Any) -> Any:
     """What Dynamo holds for a constant of Python's."""
     return find(_PATHS["ConstantVariable"]).create(value)

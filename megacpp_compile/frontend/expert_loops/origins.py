@@ -51,8 +51,10 @@ def about_tokens(node: Node) -> bool:
     return False
 
 
-def _name(node: Node) -> Any:
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+def _name(node: Node) -> str:
+    """The op's name, also of an operator's method such as `__eq__`."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return str(name).removeprefix("__").removesuffix("__")
 
 
 def bins(node: Node, fake: torch.Tensor) -> int | None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
+from torch import nn
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
 
 from megacpp_compile._torch import translator as translation
@@ -16,6 +17,7 @@ from megacpp_compile.frontend.expert_loops.regions import OpenRegion, Refused
 from megacpp_compile.fx import assumptions
 
 _SUBSCRIPTS = ("BINARY_SUBSCR",)
+_LISTS = (list, tuple, nn.ModuleList, nn.ParameterList)
 
 
 class Loops:
@@ -116,10 +118,13 @@ class Loops:
         translator.stack[-1] = translation.row(entries)
 
     def _subscript(self, translator: Any) -> None:
-        """Index tensors by experts' numbers: indexing by a tensor asks for its value."""
-        tensor, key = (translation.realized(v) for v in translator.stack[-2:])
-        if translation.tensor(tensor) is not None:
+        """Index tensors and lists by experts' numbers: indexing by a tensor asks for its value."""
+        holder, key = (translation.realized(v) for v in translator.stack[-2:])
+        if translation.tensor(holder) is not None:
             translator.stack[-1] = _numbers(key)
+        elif (known := translation.known(key)) is not None and known.dtype == torch.int64:
+            if translation.python_type(holder) in _LISTS:
+                translator.stack[-1] = translation.constant(int(known))
 
     def _counted(self, translator: Any) -> None:
         """Let a count of choices have as many entries as there are experts, which torch knows at run time only."""
