@@ -206,7 +206,9 @@ def _rewrite(
     frame.precision = answered(wanted, outcome, config)
     add_called_ops(outcome, called)
     choose_lowerings(outcome, frame.target)
-    return outcome, found is not None and found.stands(outcome)
+    shown = found is not None and found.stands(outcome)
+    frame.expert_loops = len(found.outputs or ()) if shown and found is not None else 0
+    return outcome, shown
 
 
 def retrace_needed(gm: GraphModule, analysis: Analysis) -> bool:

@@ -49,6 +49,7 @@ def compiled(module, *inputs, tolerance=1e-5, **kwargs):
 def fuses(report, layers=1):
     assert report.counts["moe"] == layers, report
     assert len(report.frames) == 1 and not counters["graph_break"] and not report.misses
+    assert report.frames[0].expert_loops == layers and "read as sums over all" in report.frames[0].outcome
 
 
 def breaks(report):

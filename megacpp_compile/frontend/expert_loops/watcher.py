@@ -11,10 +11,12 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statica
 
 from megacpp_compile._torch import translator as translation
 from megacpp_compile._torch.dispatch import disable_current_modes
+from megacpp_compile._torch.dynamo import RestartAnalysis
 from megacpp_compile.frontend.expert_loops import origins
 from megacpp_compile.frontend.expert_loops.control_flow import skipped
 from megacpp_compile.frontend.expert_loops.regions import OpenRegion, Refused
 from megacpp_compile.fx import assumptions
+from megacpp_compile.report import log
 
 _SUBSCRIPTS = ("BINARY_SUBSCR",)
 _LISTS = (list, tuple, nn.ModuleList, nn.ParameterList)
@@ -52,9 +54,26 @@ class Loops:
     def step(self, translator: Any, proceed: Callable[[], bool]) -> bool:
         if not self.enabled or translator.instruction_pointer is None:
             return proceed()
+        inst = translator.instructions[translator.instruction_pointer]
+        self._try(self._before, translator, inst)
+        goes_on = proceed()
+        if goes_on:
+            self._try(self._after, translator, inst)
+        return goes_on
+
+    def _try(self, part: Callable[[Any, Any], None], translator: Any, inst: Any) -> None:
+        """A defect here, or a Dynamo that is built otherwise, must not become the user's error."""
+        try:
+            part(translator, inst)
+        except RestartAnalysis:
+            raise
+        except Exception as error:
+            log.logger.info("loops over experts are left as they are: %s: %s", type(error).__name__, error)
+            self.give_up()
+
+    def _before(self, translator: Any, inst: Any) -> None:
         if translator.output is not self._output:  # a new attempt at the frame
             self._output, self._open, self._regions, self._reads = translator.output, [], 0, 0
-        inst = translator.instructions[translator.instruction_pointer]
         if self._open and self._open[-1].translator is translator and self._open[-1].join is inst:
             self._close()
         if self._open:
@@ -65,12 +84,12 @@ class Loops:
             self._subscript(translator)
         elif "JUMP" in inst.opname and "_IF_" in inst.opname and "NONE" not in inst.opname:
             self._branch(translator, inst)
-        goes_on = proceed()
-        if inst.opname == "FOR_ITER" and goes_on and (entry := _entry(translator)) is not None:
+
+    def _after(self, translator: Any, inst: Any) -> None:
+        if inst.opname == "FOR_ITER" and (entry := _entry(translator)) is not None:
             self._enter(translator, inst, assumptions.iteration, entry)
-        elif inst.opname.startswith("CALL") and goes_on:
+        elif inst.opname.startswith("CALL"):
             self._counted(translator)
-        return goes_on
 
     def read(self, translator: Any, variable: Any, proceed: Callable[[], Any]) -> Any:
         if not self.enabled:
