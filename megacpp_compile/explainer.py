@@ -23,7 +23,7 @@ from megacpp_compile.frontend import graph_breaks, unbacked_shapes
 from megacpp_compile.fx.fake_state import fake_state
 from megacpp_compile.passes._driver import pass_names
 from megacpp_compile.passes._required import FrameCount
-from megacpp_compile.pipeline import analyse, retrace_needed
+from megacpp_compile.pipeline import analyse, retrace, retrace_needed
 from megacpp_compile.report.collector import Report, emit_frame, record
 from megacpp_compile.report.records import Frame
 from megacpp_compile.report.user_code import first_line, place_of, user_frame
@@ -62,7 +62,7 @@ def explain(
             emit_frame(result.frame, outcome.sites if outcome else [], outcome.misses if outcome else [])
         if again:
             count.saw(result.near_misses())
-            unbacked_shapes.retrace()
+            retrace(result)
         count.check(result.frame, result.near_misses())
         return count.counting(gm.forward, result.frame)  # runs on fake tensors: shapes only
 

@@ -11,7 +11,7 @@ import dataclasses
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.fx import GraphModule, Node
@@ -36,10 +36,12 @@ from megacpp_compile.errors import (
 from megacpp_compile.frontend import graph_breaks, tensor_subclasses, unbacked_shapes
 from megacpp_compile.frontend.canonicalize import canonicalize
 from megacpp_compile.frontend.capture import Captured, capture
+from megacpp_compile.fx import assumptions
 from megacpp_compile.fx.provenance import is_whole, module_fqn, outermost_frame, source_line
 from megacpp_compile.lowerings._registry import semantic_ops
 from megacpp_compile.matchers.recurrences import NAMES, find_recurrences
 from megacpp_compile.matchers.rope.activations import activations
+from megacpp_compile.passes import _assumed as assumed
 from megacpp_compile.passes._driver import Outcome, enabled_passes, pass_names, run_passes
 from megacpp_compile.passes._precision_rows import answered, asked, unseen
 from megacpp_compile.passes._required import FrameCount, Requirement
@@ -107,7 +109,7 @@ def compile_frame(
         # What is left of a loop behind a graph break would say the same again.
         if analysis.outcome and analysis.outcome.misses and not collector.told(analysis.outcome.misses):
             publish(analysis, config)
-        unbacked_shapes.retrace()
+        retrace(analysis)
     count.check(analysis.frame, analysis.near_misses())
     if config.sharding is not None:
         analysis.frame.sharding = pin_for_frame(
@@ -166,7 +168,7 @@ def _analyse(
         return Analysis(frame)
     frame.seconds["capture"] = time.perf_counter() - began
     try:
-        outcome = _rewrite(captured, example_inputs, config, frame)
+        outcome, shown = _rewrite(captured, example_inputs, config, frame, assumptions.marked(gm))
     except Exception as error:  # a defect of ours must not become the user's, nor a change of torch's
         meant = isinstance(error, MegacppError) and not isinstance(error, TorchInternalsError)
         if config.strict or meant:
@@ -176,7 +178,7 @@ def _analyse(
     frame.recognised = _recurrences(captured)
     frame.seconds.update(outcome.seconds)
     log.graph("rewritten", captured.gm)
-    return Analysis(frame, captured, outcome)
+    return Analysis(frame, captured, outcome, shown)
 
 
 def _left_alone(frame: Frame, gm: GraphModule, config: Config, reason: str) -> Analysis:
@@ -186,8 +188,12 @@ def _left_alone(frame: Frame, gm: GraphModule, config: Config, reason: str) -> A
     return analysis
 
 
-def _rewrite(captured: Captured, example_inputs: Sequence[Any], config: Config, frame: Frame) -> Outcome:
+def _rewrite(
+    captured: Captured, example_inputs: Sequence[Any], config: Config, frame: Frame, marks: int
+) -> tuple[Outcome, bool]:
+    """What the passes did, and whether of `marks` of what was assumed there are any and all may stand."""
     canonicalize(captured.gm.graph, captured.fake_mode)
+    found = assumed.show(captured, config, marks) if marks else None
     captured.gm.recompile()
     log.graph("captured", captured.gm)
     called = [n for n in captured.gm.graph.nodes if n.target in semantic_ops()]
@@ -201,18 +207,28 @@ def _rewrite(captured: Captured, example_inputs: Sequence[Any], config: Config, 
     frame.precision = answered(wanted, outcome, config)
     add_called_ops(outcome, called)
     choose_lowerings(outcome, frame.target)
-    return outcome
+    shown = found is not None and found.stands(outcome)
+    frame.expert_loops = len(found.outputs or ()) if shown and found is not None else 0
+    return outcome, shown
 
 
 def retrace_needed(gm: GraphModule, analysis: Analysis) -> bool:
     """Whether Dynamo has to trace the frame again, with graph breaks, for sizes that are known at run time only. Of
     `analysis` the near misses are left: the frame will not look like this then."""
-    if not unbacked_shapes.refuse(analysis.rewritten_gm() or gm):
+    assumed_only = unbacked_shapes.numbers_assumed() and not analysis.shown
+    if not assumed_only and not unbacked_shapes.refuse(analysis.rewritten_gm() or gm):
         return False
     if analysis.outcome is not None:
         analysis.outcome.sites.clear()
     analysis.not_kept("sizes known at run time only: traced again with graph breaks")
     return True
+
+
+def retrace(analysis: Analysis) -> NoReturn:
+    """Have Dynamo trace the frame again, which `retrace_needed` asked for."""
+    told = analysis.outcome is not None and any(miss.pass_name == "moe" for miss in analysis.outcome.misses)
+    unbacked_shapes.retrace_without_loops(told)
+    unbacked_shapes.retrace()
 
 
 def _hand_to_backend(
@@ -238,9 +254,9 @@ def _hand_to_backend(
         except Exception as error:
             if config.strict:
                 raise
-            if unbacked_shapes.refuse(gm):
+            if analysis.shown or unbacked_shapes.refuse(gm):
                 log.logger.warning("traced again with graph breaks: %s: %s", type(error).__name__, str(error)[:300])
-                unbacked_shapes.retrace()
+                retrace(analysis)
             refused = f"Inductor refused the rewritten graph: {type(error).__name__}: {error}"[:300]
         compiled = _plain(backend, gm, example_inputs, analysis, settings)
         analysis.fell_back(refused)
@@ -275,12 +291,14 @@ class Analysis:
     """A frame after the passes.
 
     frame: its entry in the report. captured: its graph, rewritten; None where it could not be captured. outcome: what
-    the passes did; None where nothing is to be rewritten. notes: what is to be reported even if the frame falls back.
+    the passes did; None where nothing is to be rewritten. shown: whether there are loops in it that were traced for all
+    experts, and may be. notes: what is to be reported even if the frame falls back.
     """
 
     frame: Frame
     captured: Captured | None = None
     outcome: Outcome | None = None
+    shown: bool = False
     notes: list[MissedFusion] = dataclasses.field(default_factory=list)
 
     def rewritten_gm(self) -> GraphModule | None:

@@ -17,6 +17,7 @@ from megacpp_compile._torch._registry import Symbol
 ALONE = "the frame is compiled by Inductor alone"
 # There is nothing to fall back on: whoever asked for it meets TorchInternalsError.
 RAISES = "nothing serves in its place"
+_BREAKS = "loops over the experts that have tokens break the graph"
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -124,6 +125,14 @@ _ROWS = (
            "frames break at sizes known at run time only"),
     Symbol("", "torch._dynamo.config.capture_dynamic_output_shape_ops", "sizes known at run time only",
            "frames break at them"),
+    Symbol("", "torch._dynamo.symbolic_convert.InstructionTranslatorBase", "watching a frame's translation", _BREAKS),
+    Symbol("", "torch._dynamo.side_effects.SideEffects", "telling what a loop over experts changes", _BREAKS),
+    Symbol("", "torch._dynamo.variables.base.MutationType", "telling when a value was made", _BREAKS),
+    Symbol("", "torch._dynamo.variables.TensorVariable", "telling tensors in a translation", _BREAKS),
+    Symbol("", "torch._dynamo.variables.SymNodeVariable", "telling numbers in a translation", _BREAKS),
+    Symbol("", "torch._dynamo.variables.ConstantVariable", "numbers of experts in a translation", _BREAKS),
+    Symbol("", "torch._dynamo.variables.TupleVariable", "lists of experts in a translation", _BREAKS),
+    Symbol("", "torch._dynamo.variables.builder.wrap_fx_proxy", "entries of lists of experts", _BREAKS),
     Symbol("", "torch._dynamo.exc.ShortenTraceback", "errors of this package by their own class",
            "Dynamo wraps them in BackendCompilerFailed"),
     Symbol("", "torch._dynamo.config.verbose", "whole tracebacks where they are asked for", "they are always short"),

@@ -71,6 +71,8 @@ class Config(_Asked):
             for bit.
         autotune: choose the block sizes of this package's kernels by measurement on the first call instead of by the
             built-in table. Results are kept in Inductor's cache.
+        expert_loops: trace loops over the experts that have tokens as loops over all, where an expert without tokens is
+            shown to add nothing and to do nothing else; False leaves them to break the graph.
         policy: what a training step saves for its backward and what it recomputes there: a `CheckpointingPolicy`, the
             name of an entry for every kind of block ("selective", "full"), a mapping of its fields, or a budget. None
             leaves it to Inductor.
@@ -96,6 +98,7 @@ class Config(_Asked):
     fuse_shared_input_gemms: bool = False
     autotune_gemms: bool = True
     autotune: bool = False
+    expert_loops: bool = True
     policy: CheckpointingPolicy | None = None
     block_kinds: Mapping[str, str] = field(default_factory=dict)
     precision: PrecisionPlan | None = None
@@ -115,6 +118,7 @@ class Config(_Asked):
             "fuse_shared_input_gemms": _bool("fuse_shared_input_gemms", self.fuse_shared_input_gemms),
             "autotune_gemms": _bool("autotune_gemms", self.autotune_gemms),
             "autotune": _bool("autotune", self.autotune),
+            "expert_loops": _bool("expert_loops", self.expert_loops),
             "policy": CheckpointingPolicy.of(self.policy),
             "block_kinds": _mapping("block_kinds", self.block_kinds, lambda k, v: _choice(k, v, KINDS, _KIND_MEANT)),
             "precision": _traceable(PrecisionPlan.of(self.precision)),

@@ -83,6 +83,8 @@ def capture(gm: GraphModule, example_inputs: Sequence[Any]) -> Captured:
     """
     _check(gm, example_inputs)
     mode, fakes = fake_inputs(example_inputs)
+    if gm.graph.find_nodes(op="call_method", target="item"):
+        mode.allow_scalar_outputs = True  # Dynamo has let the frame read numbers from tensors
     try:
         with modes.restored(), fx_traceback.preserve_node_meta():
             gm = resolve_transforms(inline_checkpoints(gm), fakes, mode)

@@ -74,7 +74,7 @@ def watched(compile_frame: Callable[[], Any], backend: Any, fullgraph: bool) -> 
 
 
 def _report(found: GraphBreak, backend: Any) -> None:
-    if _strict(backend):
+    if option(backend, "strict"):
         raise GraphBreakError(found.place, found.reason)
     log.logger.info("nothing compiled before the graph break at %s", found)
     frame = Frame(captured=False, reason="nothing to compile before the graph break", name=found.place)
@@ -82,17 +82,18 @@ def _report(found: GraphBreak, backend: Any) -> None:
     collector.emit_frame(frame)
 
 
-def _strict(backend: Any) -> bool:
+def option(backend: Any, name: str) -> Any:
+    """The setting `name` of a backend as Dynamo has it."""
     for layer in _layers(backend):
         if isinstance(config := getattr(layer, "config", None), Config):
-            return config.strict
+            return getattr(config, name)
         given = getattr(layer, "kwargs", None) or getattr(layer, "keywords", None)
         options = given.get("options") if isinstance(given, Mapping) else None
         if isinstance(options, Config):
-            return options.strict
+            return getattr(options, name)
         if isinstance(options, Mapping):
-            return Config.from_options({k: v for k, v in options.items() if k == "strict"}, ()).strict
-    return Config.from_options(None, ()).strict
+            return getattr(Config.from_options({k: v for k, v in options.items() if k == name}, ()), name)
+    return getattr(Config.from_options(None, ()), name)
 
 
 def _layers(backend: Any) -> Iterator[Any]:

@@ -15,13 +15,14 @@ import functools
 import inspect
 import linecache
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from megacpp_compile._torch import translator
 from megacpp_compile._torch.dynamo import (
     TensorifyScalarRestartAnalysis,
     counters,
@@ -31,6 +32,7 @@ from megacpp_compile._torch.dynamo import (
 )
 from megacpp_compile._torch.dynamo import config as dynamo_config
 from megacpp_compile.frontend import graph_breaks
+from megacpp_compile.frontend.expert_loops import Loops
 from megacpp_compile.report import collector
 from megacpp_compile.report.records import Frame, MissedFusion
 from megacpp_compile.report.user_code import place_of
@@ -42,6 +44,7 @@ _asked: contextvars.ContextVar[bool] = contextvars.ContextVar("megacpp_dynamic_o
 _retraced: contextvars.ContextVar[bool] = contextvars.ContextVar("megacpp_retraced", default=False)
 # Torch's own count of graph breaks, as it was before the frame being compiled.
 _counted: contextvars.ContextVar[Mapping[str, int]] = contextvars.ContextVar("megacpp_counted")
+_loops: contextvars.ContextVar[Loops | None] = contextvars.ContextVar("megacpp_expert_loops", default=None)
 _MARK = "_megacpp_compile"
 _OURS = "_megacpp_traces_sizes"
 
@@ -62,6 +65,7 @@ def install() -> None:
     if original is None or hasattr(original, _MARK) or "compiler_fn" not in inspect.signature(original).parameters:
         return
     signature = inspect.signature(original)
+    watches = translator.install()
 
     @functools.wraps(original)
     def compile_frame(*args: Any, **kwargs: Any) -> Any:
@@ -70,9 +74,15 @@ def install() -> None:
             return original(*args, **kwargs)
         seen, token = len(graph_break_reasons), _retraced.set(False)
         traced = functools.partial(_traced_whole, original, args, kwargs, given.get("locals", {}))
+        loops = Loops(_restart) if watches and graph_breaks.option(given["compiler_fn"], "expert_loops") else None
+        loops_token = _loops.set(loops)
         try:
-            return graph_breaks.watched(traced, given["compiler_fn"], bool(given.get("one_graph")))
+            with translator.watching(loops):
+                return graph_breaks.watched(traced, given["compiler_fn"], bool(given.get("one_graph")))
         finally:
+            _loops.reset(loops_token)
+            if loops is not None and loops.refused is not None:
+                _report_refused(*loops.refused)
             for found in graph_break_reasons[seen:]:
                 if speaks_of_sizes(found.reason):
                     _report(found.reason, found.user_stack, given.get("locals", {}))
@@ -127,13 +137,31 @@ def refuse(gm: GraphModule) -> bool:
     return _asked.get() and getattr(dynamo_config, SETTING) and unknown_sizes(gm)
 
 
-def retrace() -> None:
+def retrace() -> NoReturn:
     """Leave the backend and have Dynamo trace the frame as it would have without it."""
     _retraced.set(True)
     counters["graph_break"].clear()  # of what is traced again: it would count what it breaks at behind the sizes too
     counters["graph_break"].update(_counted.get())
     setattr(dynamo_config, SETTING, False)  # the patch around the frame puts back what was
     raise Retrace(restart_reason="megacpp: sizes known at run time only, and no idiom they belong to")
+
+
+def _restart() -> NoReturn:
+    raise Retrace(restart_reason="megacpp: a loop over some experts that cannot be one over all")
+
+
+def numbers_assumed() -> bool:
+    """Whether the graph that was made rests on what loops over experts depend on."""
+    loops = _loops.get()
+    return loops is not None and loops.assumed
+
+
+def retrace_without_loops(told: bool) -> None:
+    """Leave the backend and have Dynamo trace the frame without assuming what loops over experts depend on, if it did.
+    told: whether the report says what is wrong with them."""
+    if (loops := _loops.get()) is not None and loops.assumed:
+        _retraced.set(told)
+        loops.give_up()
 
 
 # How a sum over rows that were picked is written, with which a loop over experts ends.
@@ -182,6 +210,17 @@ def _report(why: str, stack: Sequence[Any], names: Mapping[str, Any]) -> None:
     miss = MissedFusion("moe", "", source, "", tag, text)
     if not collector.told([miss]):  # Dynamo may try a frame twice
         collector.emit_frame(frame, [], [miss])
+
+
+def _report_refused(why: str, at: Any) -> None:
+    """A loop over those experts that have tokens, which is no loop over all, is a near miss."""
+    if not collector.active() or not (source := place_of(at)):
+        return
+    why = f"the loop runs for some experts alone: {why}"
+    miss = MissedFusion("moe", "", source, "", "loop-over-data", why)
+    if not collector.told([miss]):
+        collector.emit_frame(Frame(captured=False, reason=why, name=source), [], [miss])
+    _retraced.set(True)
 
 
 def advice(why: str, at: Any) -> str:

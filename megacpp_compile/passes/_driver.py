@@ -136,7 +136,7 @@ def _run(p: Pass, captured: Captured, config: Config, review: Review | None, out
             break
     failures = [failure for failure in failures if failure.tag != OVERLAP]
     failures += [overlap for node, overlap in overlaps.items() if not node._erased]  # else it is part of a site now
-    out.misses += [_miss(p, failure) for failure in failures]
+    out.misses += [missed(p.name, failure) for failure in failures]
     for site, op_node, node in sorted(made, key=lambda one: place.get(one[2], len(place))):
         out.sites.append(site)
         out.op_nodes.append(op_node)
@@ -205,6 +205,7 @@ def _hold_to_the_graph(out: Outcome, given: Set[Node], graph: torch.fx.Graph, st
         out.replaced = {match: at for match, at in out.replaced.items() if at is not site}
 
 
-def _miss(p: Pass, refusal: MatchFailure) -> MissedFusion:
+def missed(pass_name: str, refusal: MatchFailure) -> MissedFusion:
+    """How the report has it."""
     n = refusal.node
-    return MissedFusion(p.name, module_fqn(n), source_line(n), n.name, refusal.tag, refusal.reason)
+    return MissedFusion(pass_name, module_fqn(n), source_line(n), n.name, refusal.tag, refusal.reason)

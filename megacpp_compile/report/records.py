@@ -119,6 +119,8 @@ class Frame:
         cached: True where its code came from a cache of torch's, of an earlier process or an equal frame. Nothing is
             decided then on the way to code: `remat` and `peak` are None, whatever the policy.
         graph_break: the line that the frame ends at while its function goes on, and why; "" for a whole frame.
+        expert_loops: sums over the experts that have tokens, as loops over these write them, that were read as sums
+            over all experts, an expert without tokens having been shown to add nothing and to do nothing else.
         name: what it compiles, e.g. the qualified name of the code object.
         nodes: number of FX nodes the passes saw, or Dynamo's when it fell back.
         target: "cpu", "cuda" or "tpu".
@@ -164,12 +166,15 @@ class Frame:
     precision: list[dict[str, str]] = field(default_factory=list)
     sharding: dict[str, Any] | None = None
     graph_break: str = ""
+    expert_loops: int = 0
 
     @property
     def outcome(self) -> str:
         """ "captured" or "fell back: why", "from cache" where `cached`, and where the graph breaks behind it."""
         text = "captured" if self.captured else f"fell back: {self.reason}"
         text += ", from cache" if self.cached else ""
+        if self.captured and self.expert_loops:
+            text += f"; sums over the experts that have tokens, read as sums over all: {self.expert_loops}"
         return f"{text}; graph break at {self.graph_break}" if self.graph_break else text
 
     @property

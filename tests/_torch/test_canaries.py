@@ -27,6 +27,7 @@ from megacpp_compile._torch import (
     guards,
     inductor,
     modules,
+    translator,
 )
 from megacpp_compile._torch import dynamo as door
 from megacpp_compile._torch import logging as torch_log
@@ -489,3 +490,41 @@ def test_modules_are_compiled_in_place():
     assert module(x) == "compiled" and modules.compiled_call(module)(x) == "compiled"
     modules.set_compiled_call(module, None)
     assert torch.is_tensor(module(x))
+
+
+def test_a_translation_is_watched():
+    """Instruction by instruction, with what Dynamo holds for tensors, constants and tuples; changes tell their age."""
+    seen, ages, read = [], [], []
+
+    class Watcher:
+        def step(self, tx, proceed):
+            inst = tx.instructions[tx.instruction_pointer] if tx.instruction_pointer is not None else None
+            if inst is not None and inst.opname == "GET_ITER":
+                entries = translator.realized(tx.stack[-1])
+                seen.append(translator.tensor(entries)[1].shape)
+                one = translator.computed(tx, torch.ops.aten.select.int, entries, 0, 0)
+                translator.make_known(one, torch.tensor(7))
+                tx.stack[-1] = translator.row([one, translator.constant(2)])
+                assert translator.parts(tx.stack[-1])[0] is one and tx.symbolic_locals and tx.f_code and tx.output.graph
+            return proceed()
+
+        def read(self, tx, variable, proceed):
+            read.append(translator.known(variable))
+            with translator.reading(tx):
+                return proceed()
+
+        def changes(self, born):
+            ages.append(born)
+
+    def function(x):
+        numbers, n = [], 0
+        for e in x.long():
+            numbers.append(int(e))
+            n = n + int(e)
+        return x * n + len(numbers)
+
+    torch.compiler.reset()
+    assert translator.install()
+    with translator.watching(Watcher()):
+        assert torch.compile(function, backend="eager")(torch.ones(3)).tolist() == [11.0] * 3
+    assert seen and read[0] == 7 and ages and max(ages) >= 0

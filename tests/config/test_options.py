@@ -50,6 +50,7 @@ def test_every_field_is_read():
         "fuse_shared_input_gemms": True,
         "autotune_gemms": False,
         "autotune": True,
+        "expert_loops": False,
         "policy": CheckpointingPolicy("full").to_dict(),
         "block_kinds": {"layers.*.mixer": "mblock"},
         "precision": PrecisionPlan({"*.mlp.*": "fp8_block"}).to_dict(),

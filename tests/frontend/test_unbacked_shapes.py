@@ -106,8 +106,14 @@ def hit_experts_only(m, x, indices, gates):
     return y
 
 
-def test_a_loop_that_depends_on_data_is_a_near_miss_with_advice():
+def test_a_loop_that_depends_on_data_is_a_near_miss_that_says_why():
     report = compiled(MoE(hit_experts_only), tokens())
+    (miss,) = {(m.tag, m.reason): m for m in report.misses if m.pass_name == "moe"}.values()
+    assert miss.tag == "no-expert" and "hit_experts_only" in miss.source
+
+
+def test_a_loop_that_is_left_to_break_the_graph_is_a_near_miss_with_advice():
+    report = compiled(MoE(hit_experts_only), tokens(), options={"expert_loops": False})
     (miss,) = {(m.tag, m.reason): m for m in report.misses if m.pass_name == "moe"}.values()
     assert miss.tag == "graph-break" and "range(num_experts)" in miss.reason
     assert "hit_experts_only" in miss.source
@@ -144,7 +150,7 @@ def with_tanh():
 )
 def test_a_loop_has_one_near_miss_and_its_advice_is_right(body, expert, tag, words, eager_backend):
     """`where_index_add` over `Expert` is each of these as its advice has it, and fires (above)."""
-    report = compiled(MoE(body, expert), tokens())
+    report = compiled(MoE(body, expert), tokens(), options={"expert_loops": tag != "graph-break"})
     (miss,) = [m for m in report.misses if m.pass_name == "moe"]
     assert miss.tag == tag and words in miss.reason
     assert ("range(num_experts)" in miss.reason) == (tag == "graph-break"), "no other advice beside the reason"

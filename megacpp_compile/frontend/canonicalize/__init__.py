@@ -10,20 +10,22 @@ from torch import fx
 
 from megacpp_compile._torch.fakes import FakeTensorMode
 from megacpp_compile.frontend.canonicalize.aliases import aliases
+from megacpp_compile.frontend.canonicalize.expert_numbers import expert_numbers
 from megacpp_compile.frontend.canonicalize.functional_copies import functional_copies
 from megacpp_compile.frontend.canonicalize.whole_slices import whole_slices
 from megacpp_compile.fx.edit import drop_dead
 
 
 def canonicalize(graph: fx.Graph, fake_mode: FakeTensorMode) -> None:
-    """Drop tracing's assertions, slices of whole dimensions and dead values; let views copy where they must; rename
-    aliases; make copies into slices functional."""
+    """Drop tracing's assertions, slices of whole dimensions and dead values; write experts' numbers as numbers; let
+    views copy where they must; rename aliases; make copies into slices functional."""
     for node in list(graph.nodes):
         if node.target is torch.ops.aten._assert_tensor_metadata.default:
             graph.erase_node(node)
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
         # A fused op may lay its result out otherwise than the plain ops did; a view of it must not fail.
         node.target = torch.ops.aten.reshape.default
+    expert_numbers(graph, fake_mode)
     aliases(graph)
     whole_slices(graph)
     functional_copies(graph, fake_mode)

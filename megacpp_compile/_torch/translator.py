@@ -1,0 +1,204 @@
+"""Dynamo's translation of bytecode: watching it instruction by instruction, and what it holds for Python's values."""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import itertools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch.fx import Node
+
+from megacpp_compile._torch._registry import find
+
+_PATHS = {
+    "Translator": "torch._dynamo.symbolic_convert.InstructionTranslatorBase",
+    "SideEffects": "torch._dynamo.side_effects.SideEffects",
+    "MutationType": "torch._dynamo.variables.base.MutationType",
+    "TensorVariable": "torch._dynamo.variables.TensorVariable",
+    "SymNodeVariable": "torch._dynamo.variables.SymNodeVariable",
+    "ConstantVariable": "torch._dynamo.variables.ConstantVariable",
+    "TupleVariable": "torch._dynamo.variables.TupleVariable",
+    "wrap_fx_proxy": "torch._dynamo.variables.builder.wrap_fx_proxy",
+}
+_METHODS = ("Translator.__init__", "Translator.step", "SideEffects.check_allowed_side_effect",
+            "MutationType.__init__", "TensorVariable.call_method")  # fmt: skip
+_READS = ("item", "tolist")
+_BORN = "_megacpp_born"
+_clock = itertools.count()
+
+
+class Watcher(Protocol):
+    """What is told of a frame's translation."""
+
+    def step(self, translator: Any, proceed: Callable[[], bool]) -> bool:
+        """In the place of one instruction of `translator`, which `proceed` does; returns what that does."""
+
+    def read(self, translator: Any, variable: Any, proceed: Callable[[], Any]) -> Any:
+        """In the place of reading the numbers of a tensor."""
+
+    def changes(self, born: int) -> None:
+        """A value of Python's is changed that was made at the time `born` (`now`), or before the frame (-1)."""
+
+
+_watcher: contextvars.ContextVar[Watcher | None] = contextvars.ContextVar("megacpp_translation", default=None)
+
+
+def install() -> bool:
+    """Let translations be watched; False where Dynamo is built otherwise, and nothing is done."""
+    parts = {name: find(path) for name, path in _PATHS.items()}
+    if any(part is None for part in parts.values()):
+        return False
+    for method in _METHODS:
+        cls, _, name = method.partition(".")
+        if name not in vars(parts[cls]):
+            return False
+    translator, effects, mutation = parts["Translator"], parts["SideEffects"], parts["MutationType"]
+    step, check = translator.step, effects.check_allowed_side_effect
+    init, begin = mutation.__init__, translator.__init__
+    tensors, call = parts["TensorVariable"], parts["TensorVariable"].call_method
+    if hasattr(step, "__wrapped__"):
+        return True
+
+    @functools.wraps(step)
+    def watched_step(self: Any) -> Any:
+        watcher = _watcher.get()
+        if watcher is None:
+            return step(self)
+        return watcher.step(self, lambda: step(self))
+
+    @functools.wraps(begin)
+    def stamped_begin(self: Any, *args: Any, **kwargs: Any) -> None:
+        setattr(self, _BORN, now())
+        begin(self, *args, **kwargs)
+
+    @functools.wraps(check)
+    def watched_check(self: Any, item: Any) -> Any:
+        if (watcher := _watcher.get()) is not None:
+            watcher.changes(getattr(item.mutation_type, _BORN, -1))
+        return check(self, item)
+
+    @functools.wraps(call)
+    def watched_call(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        watcher = _watcher.get()
+        if watcher is None or name not in _READS:
+            return call(self, tx, name, args, kwargs)
+        return watcher.read(tx, self, lambda: call(self, tx, name, args, kwargs))
+
+    @functools.wraps(init)
+    def stamped_init(self: Any, typ: Any) -> None:
+        init(self, typ)
+        if typ.name == "New":
+            setattr(self, _BORN, now())
+
+    translator.step, effects.check_allowed_side_effect = watched_step, watched_check
+    mutation.__init__, translator.__init__, tensors.call_method = stamped_init, stamped_begin, watched_call
+    return True
+
+
+class watching(AbstractContextManager[None]):
+    """Tell `watcher` of translations in this thread."""
+
+    def __init__(self, watcher: Watcher | None) -> None:
+        self._watcher = watcher
+
+    def __enter__(self) -> None:
+        self._token = _watcher.set(self._watcher)
+
+    def __exit__(self, *_: object) -> None:
+        _watcher.reset(self._token)
+
+
+def now() -> int:
+    """The time, in values made."""
+    return next(_clock)
+
+
+def born(translator: Any) -> int:
+    """When `translator` was made."""
+    return int(getattr(translator, _BORN, -1))
+
+
+def realized(variable: Any) -> Any:
+    """`variable` itself, where it stands for a value that is looked at only when it is needed."""
+    unwrapped = variable.unwrap() if hasattr(variable, "unwrap") else variable
+    return unwrapped.realize() if hasattr(unwrapped, "realize") else unwrapped
+
+
+def tensor(variable: Any) -> tuple[Node, torch.Tensor] | None:
+    """(node, fake value) of a tensor in the graph."""
+    if not isinstance(variable, find(_PATHS["TensorVariable"])):
+        return None
+    node = variable.as_proxy().node
+    fake = node.meta.get("example_value")
+    return (node, fake) if isinstance(fake, torch.Tensor) else None
+
+
+def number(variable: Any) -> tuple[Node, Any] | None:
+    """(node, value) of a number or truth value that the graph computes."""
+    if not isinstance(variable, find(_PATHS["SymNodeVariable"])):
+        return None
+    return variable.as_proxy().node, variable.sym_num
+
+
+def python_type(variable: Any) -> type | None:
+    """The class of the value; None where Dynamo does not know."""
+    try:
+        cls = variable.python_type()
+    except Exception:
+        return None
+    return cls if isinstance(cls, type) else None
+
+
+def constant(value: Any) -> Any:
+    """What Dynamo holds for a constant of Python's."""
+    return find(_PATHS["ConstantVariable"]).create(value)
+
+
+def parts(variable: Any) -> list[Any] | None:
+    """What Dynamo holds for the entries of a tuple; None for anything else."""
+    return list(variable.items) if isinstance(variable, find(_PATHS["TupleVariable"])) else None
+
+
+def row(variables: list[Any]) -> Any:
+    """What Dynamo holds for a tuple."""
+    return find(_PATHS["TupleVariable"])(variables)
+
+
+def emit(translator: Any, op: Any, *args: Any) -> Node:
+    """A call of `op` in the graph that is made. args: numbers, and what Dynamo holds for tensors and numbers."""
+    proxies = tuple(a.as_proxy() if hasattr(a, "as_proxy") else a for a in args)
+    node: Node = translator.output.create_proxy("call_function", op, proxies, {}).node
+    return node
+
+
+def computed(translator: Any, op: Any, *args: Any) -> Any:
+    """What Dynamo holds for the result of `op`, a tensor. args: as in `emit`."""
+    proxies = tuple(a.as_proxy() if hasattr(a, "as_proxy") else a for a in args)
+    proxy = translator.output.create_proxy("call_function", op, proxies, {})
+    return find(_PATHS["wrap_fx_proxy"])(translator, proxy)
+
+
+def known(variable: Any) -> torch.Tensor | None:
+    """The value of a tensor of one entry that tracing may read."""
+    found = tensor(variable)
+    value = getattr(found[1], "constant", None) if found is not None else None
+    return value if isinstance(value, torch.Tensor) and value.numel() == 1 else None
+
+
+def make_known(variable: Any, value: torch.Tensor) -> None:
+    """Let tracing read the tensor `variable` as `value`, and what is computed from such tensors alone."""
+    fake = variable.as_proxy().node.meta["example_value"]
+    fake.constant = value
+    fake.fake_mode.fake_tensor_converter.add_constant_storage_mapping(fake)  # until it is written to
+
+
+def reading(translator: Any) -> AbstractContextManager[None]:
+    """Let numbers that are known at run time only be read from tensors. The frame's fake mode lets it from then on, as
+    the graph is traced again with it."""
+    translator.output.fake_mode.allow_scalar_outputs = True
+    patch: AbstractContextManager[None] = find("torch._dynamo.config").patch(capture_scalar_outputs=True)
+    return patch

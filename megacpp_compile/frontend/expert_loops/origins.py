@@ -1,0 +1,85 @@
+"""Whether a value of Dynamo's graph may say which experts have tokens: a guess, to leave other loops alone.
+
+What it says is for matchers to show.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+MOST = 1024  # experts whose iterations are traced
+_NEAR = 24  # nodes to look at
+_LISTS = ("nonzero", "where", "argwhere")
+_KEEPS = ("getitem", "select", "squeeze", "flatten", "view", "reshape", "ravel", "detach", "cpu", "to", "long", "int",
+          "contiguous", "clone", "t")  # fmt: skip
+_SELECTS = ("one_hot", "eq", "bincount", "histc", "where", "nonzero", "argwhere", "scatter_add", "scatter_add_")
+
+
+def listed(node: Node, fake: torch.Tensor) -> int | None:
+    """Of how many places `node` lists, as [n] or [n, 1], those that are not zero; None where it does no such thing."""
+    if fake.dtype != torch.int64 or not 0 < fake.dim() <= 2 or isinstance(fake.shape[0], int):
+        return None
+    if fake.shape[1:].numel() != 1:
+        return None
+    for _ in range(_NEAR):
+        if not node.args or not isinstance(node.args[0], Node):
+            return None
+        source, name = node.args[0], _name(node)
+        if name in _LISTS and len(node.args) == 1:
+            counts = source.meta.get("example_value")
+            known = isinstance(counts, torch.Tensor) and counts.dim() == 1 and isinstance(counts.shape[0], int)
+            return counts.shape[0] if known and 2 <= counts.shape[0] <= MOST and about_tokens(source) else None
+        if name not in _KEEPS:
+            return None
+        node = source
+    return None
+
+
+def about_tokens(node: Node) -> bool:
+    """Whether `node` is computed, not far back, from which token chose which expert."""
+    seen, pending = set[Node](), [node]
+    while pending and len(seen) < _NEAR:
+        node = pending.pop(0)
+        if node not in seen and node.op in ("call_function", "call_method"):
+            seen.add(node)
+            if _name(node) in _SELECTS:
+                return True
+            pending.extend(node.all_input_nodes)
+    return False
+
+
+def _name(node: Node) -> str:
+    """The op's name, also of an operator's method such as `__eq__`."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return str(name).removeprefix("__").removesuffix("__")
+
+
+def bins(node: Node, fake: torch.Tensor) -> int | None:
+    """How many entries `node`, a count of the choices made among as many scores, has; None where it is no such count,
+    or its length is known while tracing."""
+    if _name(node) != "bincount" or isinstance(fake.shape[0], int) or not isinstance(node.args[0], Node):
+        return None
+    if len(node.args) > 1 and node.args[1] is not None or node.kwargs.get("weights") is not None:
+        return None
+    least = node.args[2] if len(node.args) > 2 else node.kwargs.get("minlength")
+    return least if isinstance(least, int) and least == _scores(node.args[0]) <= MOST else None
+
+
+def _scores(indices: Node) -> Any:
+    """Among how many scores each of `indices` was chosen; 0 where that cannot be seen."""
+    for _ in range(_NEAR):
+        source = indices.args[0] if indices.args else None
+        if not isinstance(source, Node):
+            return 0
+        if _name(indices) == "getitem" and indices.args[1] == 1 and _name(source) == "topk":
+            scores = source.args[0].meta.get("example_value") if isinstance(source.args[0], Node) else None
+            dim = source.args[2] if len(source.args) > 2 else source.kwargs.get("dim", -1)
+            last = isinstance(scores, torch.Tensor) and dim in (-1, scores.dim() - 1)
+            return scores.shape[-1] if last and isinstance(scores.shape[-1], int) else 0  # type: ignore[union-attr]
+        if _name(indices) not in _KEEPS or _name(indices) == "getitem":
+            return 0
+        indices = source
+    return 0

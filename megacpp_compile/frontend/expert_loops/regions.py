@@ -1,0 +1,120 @@
+"""A stretch of translation that was entered on an assumption, and whether Python's state came out of it as it went in.
+
+What runs in it may set names that nothing reads later, change values that it made itself, and compute tensors; a local
+tensor may have become one computed from it, as a sum is that a loop adds to. What the tensors say is for matchers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from megacpp_compile._torch import translator as translation
+from megacpp_compile.frontend.expert_loops.control_flow import live_names
+
+# What of the frame's grows with effects that are replayed behind its graph.
+_GROWING = ("random_calls", "debug_locals", "tensor_hooks", "save_for_backward")
+_IN_PLACE = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "ilshift",
+             "irshift", "imatmul", "setitem")  # fmt: skip
+_LEAVES = ("RETURN_VALUE", "RETURN_CONST", "YIELD_VALUE", "SEND", "RETURN_GENERATOR")
+
+
+class Refused(Exception):
+    """The assumption does not do: a sentence without its full stop, about what stands in the way."""
+
+
+class OpenRegion:
+    """What was entered and is not yet left.
+
+    translator: of the function it is in. join: the instruction where it ends. at: the graph's node that marks its
+    beginning.
+    """
+
+    def __init__(self, number: int, translator: Any, join: Any, at: Any) -> None:
+        self.number, self.translator, self.join, self.at = number, translator, join, at
+        self.start = translation.now()
+        self._names = dict(translator.symbolic_locals)
+        self._stack = _identities(translator.stack[:-1])  # without what an iteration is given, or a branch goes by
+        self._state = _state(translator)
+
+    def changes(self, born: int) -> None:
+        """Raises Refused for a change of what was there before."""
+        if born < self.start:
+            raise Refused("it changes a value of Python's from before it, too")
+
+    def passes(self, translator: Any, inst: Any) -> None:
+        """Raises Refused where `inst` leaves the region by another way than its end, or another function goes on."""
+        if translator is self.translator:
+            if inst.opname in _LEAVES:
+                raise Refused("a `return`, a `yield` or a `break` leaves it")
+        elif translation.born(translator) < self.start:
+            raise Refused("it goes on with a generator from before it")
+
+    def close(self) -> None:
+        """Raises Refused unless Python's state is that of the beginning."""
+        translator = self.translator
+        if any(_counts_in_place(node) for node in self._made()):
+            raise Refused("it writes to a tensor of numbers or truth values")
+        if _identities(translator.stack) != self._stack or _state(translator) != self._state:
+            raise Refused("what it leaves behind is not what it found")
+        for name in live_names(translator.instructions, self.join):
+            before, after = self._names.get(name), translator.symbolic_locals.get(name)
+            if before is after or before is not None and after is not None and self._same(before, after):
+                continue
+            raise Refused(f"it sets `{name}`, which is read later")
+
+    def _made(self) -> Iterator[Node]:
+        """The graph's nodes since the beginning."""
+        node = self.at.next
+        while node.op != "root":
+            yield node
+            node = node.next
+
+    def _same(self, before: Any, after: Any) -> bool:
+        old, new = translation.realized(before), translation.realized(after)
+        if old is new:
+            return True
+        was, now_ = translation.tensor(old), translation.tensor(new)
+        if was is None or now_ is None:
+            return False
+        pending, seen = [now_[0]], set[Any]()
+        while pending:
+            node = pending.pop()
+            if node is was[0]:
+                return True
+            if node not in seen and node > self.at:
+                seen.add(node)
+                pending.extend(node.all_input_nodes)
+        return False
+
+
+def _identities(variables: list[Any]) -> list[int]:
+    return [id(translation.realized(v)) for v in variables]
+
+
+def _state(translator: Any) -> tuple[Any, ...]:
+    holders = (translator, translator.output, translator.output.side_effects)
+    grown = [len(getattr(holder, name, ())) for name in _GROWING for holder in holders]
+    kinds = [torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")]
+    return (len(translator.block_stack), torch.is_grad_enabled(), *kinds, *grown, *_cursors(translator))
+
+
+def _cursors(translator: Any) -> Iterator[Any]:
+    """How far iterators have come that names hold: not each tells when it goes on."""
+    while translator is not None:
+        for name, variable in translator.symbolic_locals.items():
+            if isinstance(index := getattr(variable, "index", None), int):
+                yield name, index
+        translator = getattr(translator, "parent", None)
+
+
+def _counts_in_place(node: Node) -> bool:
+    """Whether `node` writes to a tensor of integers or truth values, which may be what the loop goes by."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    written = node.kwargs.get("out", node.args[0] if node.args else None)
+    in_place = name in _IN_PLACE or name.endswith("_") and not name.endswith("__") or "out" in node.kwargs
+    fake = written.meta.get("example_value") if in_place and isinstance(written, Node) else None
+    return isinstance(fake, torch.Tensor) and not fake.is_floating_point()

@@ -1,0 +1,205 @@
+"""Watches Dynamo translate a frame, and answers for it what depends on which experts have tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
+
+from megacpp_compile._torch import translator as translation
+from megacpp_compile._torch.dispatch import disable_current_modes
+from megacpp_compile._torch.dynamo import RestartAnalysis
+from megacpp_compile.frontend.expert_loops import origins
+from megacpp_compile.frontend.expert_loops.control_flow import skipped
+from megacpp_compile.frontend.expert_loops.regions import OpenRegion, Refused
+from megacpp_compile.fx import assumptions
+from megacpp_compile.report import log
+
+_SUBSCRIPTS = ("BINARY_SUBSCR",)
+_LISTS = (list, tuple, nn.ModuleList, nn.ParameterList)
+
+
+class Loops:
+    """The loops of one frame.
+
+    restart: leaves the translation, to begin it anew. refused: why the last translation was left, with the line (a
+    `FrameSummary`); None where nothing was in the way.
+    """
+
+    def __init__(self, restart: Callable[[], NoReturn]) -> None:
+        self.restart = restart
+        self.enabled = True
+        self.refused: tuple[str, Any] | None = None
+        self._output: Any = None
+        self._open: list[OpenRegion] = []
+        self._regions = self._reads = 0
+
+    @property
+    def assumed(self) -> bool:
+        """Whether anything was assumed for the graph that is being made."""
+        return self.enabled and self._regions + self._reads > 0
+
+    def give_up(self, why: tuple[str, Any] | None = None) -> NoReturn:
+        """Have the frame translated anew as it is written."""
+        self.enabled, self.refused = False, why
+        self.restart()
+
+    def changes(self, born: int) -> None:
+        if self.enabled and self._open:
+            self._held_to(lambda region: region.changes(born))
+
+    def step(self, translator: Any, proceed: Callable[[], bool]) -> bool:
+        if not self.enabled or translator.instruction_pointer is None:
+            return proceed()
+        inst = translator.instructions[translator.instruction_pointer]
+        self._try(self._before, translator, inst)
+        goes_on = proceed()
+        if goes_on:
+            self._try(self._after, translator, inst)
+        return goes_on
+
+    def _try(self, part: Callable[[Any, Any], None], translator: Any, inst: Any) -> None:
+        """A defect here, or a Dynamo that is built otherwise, must not become the user's error."""
+        try:
+            part(translator, inst)
+        except RestartAnalysis:
+            raise
+        except Exception as error:
+            log.logger.info("loops over experts are left as they are: %s: %s", type(error).__name__, error)
+            self.give_up()
+
+    def _before(self, translator: Any, inst: Any) -> None:
+        if translator.output is not self._output:  # a new attempt at the frame
+            self._output, self._open, self._regions, self._reads = translator.output, [], 0, 0
+        if self._open and self._open[-1].translator is translator and self._open[-1].join is inst:
+            self._close()
+        if self._open:
+            self._held_to(lambda region: region.passes(translator, inst))
+        if inst.opname == "GET_ITER":
+            self._iterate(translator)
+        elif inst.opname in _SUBSCRIPTS:
+            self._subscript(translator)
+        elif "JUMP" in inst.opname and "_IF_" in inst.opname and "NONE" not in inst.opname:
+            self._branch(translator, inst)
+
+    def _after(self, translator: Any, inst: Any) -> None:
+        if inst.opname == "FOR_ITER" and (entry := _entry(translator)) is not None:
+            self._enter(translator, inst, assumptions.iteration, entry)
+        elif inst.opname.startswith("CALL"):
+            self._counted(translator)
+
+    def read(self, translator: Any, variable: Any, proceed: Callable[[], Any]) -> Any:
+        if not self.enabled:
+            return proceed()
+        if translation.known(variable) is None:
+            found = translation.tensor(variable)
+            if found is None or not origins.about_tokens(found[0]):
+                return proceed()
+            self._reads += 1
+        with translation.reading(translator):
+            return proceed()
+
+    def _held_to(self, rule: Callable[[OpenRegion], None]) -> None:
+        try:
+            for region in self._open:
+                rule(region)
+        except Refused as why:
+            self.give_up((str(why), self._open[-1].translator.frame_summary()))
+
+    def _enter(self, translator: Any, join: Any, op: Any, *args: Any) -> None:
+        self._regions += 1
+        node = translation.emit(translator, op, *args, self._regions)
+        self._open.append(OpenRegion(self._regions, translator, join, node))
+
+    def _close(self) -> None:
+        region = self._open[-1]
+        self._held_to(lambda open_: open_.close() if open_ is region else None)
+        self._open.pop()
+        translation.emit(region.translator, assumptions.end, region.number)
+
+    def _iterate(self, translator: Any) -> None:
+        """Put all experts in the place of a list of those that have tokens."""
+        hits = translation.realized(translator.stack[-1])
+        found = translation.tensor(hits)
+        experts = origins.listed(*found) if found is not None else None
+        if found is None or experts is None:
+            return
+        fake, entries = found[1], list[Any]()
+        with disable_current_modes():  # tracing on fake inputs has one
+            device = "cpu" if fake.device.type == "meta" else fake.device
+            numbers = [torch.full(fake.shape[1:], e, device=device) for e in range(experts)]
+        for e, number in enumerate(numbers):
+            entries.append(translation.computed(translator, assumptions.expert, hits, e))
+            translation.make_known(entries[-1], number)
+        translator.stack[-1] = translation.row(entries)
+
+    def _subscript(self, translator: Any) -> None:
+        """Index tensors and lists by experts' numbers: indexing by a tensor asks for its value."""
+        holder, key = (translation.realized(v) for v in translator.stack[-2:])
+        if translation.tensor(holder) is not None:
+            translator.stack[-1] = _numbers(key)
+        elif (known := translation.known(key)) is not None and known.dtype == torch.int64:
+            if translation.python_type(holder) in _LISTS:
+                translator.stack[-1] = translation.constant(int(known))
+
+    def _counted(self, translator: Any) -> None:
+        """Let a count of choices have as many entries as there are experts, which torch knows at run time only."""
+        counts = translation.realized(translator.stack[-1]) if translator.stack else None
+        found = translation.tensor(counts)
+        if found is not None and (experts := origins.bins(*found)) is not None:
+            self._reads += 1
+            translator.stack[-1] = translation.computed(translator, assumptions.counts, counts, experts)
+
+    def _branch(self, translator: Any, jump: Any) -> None:
+        """Take the way of an expert that has tokens."""
+        condition = translation.realized(translator.stack[-1])
+        if (found := translation.tensor(condition)) is not None:
+            if (known := translation.known(condition)) is not None:
+                translator.stack[-1] = translation.constant(bool(known))
+                return
+            node, op = found[0], assumptions.branch
+        elif (number := translation.number(condition)) is not None:
+            node, op = number[0], _op_for(number[1])
+        else:
+            return
+        if op is None or not origins.about_tokens(node):
+            return
+        way = skipped(translator.instructions, jump)
+        if way is None:
+            return
+        join, by_jump = way
+        taken = by_jump == ("IF_FALSE" in jump.opname)
+        self._enter(translator, join, op, condition, taken)
+        translator.stack[-1] = translation.constant(taken)
+
+
+def _op_for(value: Any) -> Any:
+    """The mark for a branch on a number or a truth value; None where it is known while tracing."""
+    if not isinstance(value, (torch.SymInt, torch.SymBool)) or not free_unbacked_symbols(value):
+        return None
+    truth = value if isinstance(value, torch.SymBool) else value != 0
+    if statically_known_true(truth) or statically_known_true(torch.sym_not(truth)):
+        return None
+    return assumptions.truth_branch if isinstance(value, torch.SymBool) else assumptions.size_branch
+
+
+def _entry(translator: Any) -> Any:
+    """The entry of a list of experts that an iteration has just been given."""
+    if not translator.stack:
+        return None
+    given = translation.realized(translator.stack[-1])
+    found = translation.tensor(given)
+    return given if found is not None and found[0].target is assumptions.expert else None
+
+
+def _numbers(key: Any) -> Any:
+    """`key`, with numbers in the place of tensors without dimensions whose numbers are known."""
+    known, parts = translation.known(key), translation.parts(key)
+    if parts is not None:
+        return translation.row([_numbers(translation.realized(part)) for part in parts])
+    if known is None or known.dim() or known.dtype == torch.bool:
+        return key
+    return translation.constant(int(known))

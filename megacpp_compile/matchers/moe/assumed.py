@@ -1,0 +1,95 @@
+"""Shows that what tracing assumed of loops over experts makes no difference: an expert without tokens adds nothing.
+
+A region may be traced as if it ran although the model would skip it, if whatever is read behind it comes from the sum
+of routed experts, and the model skips it only where the sum gets nothing from it: no token chose its expert.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from megacpp_compile._torch.ops import HigherOrderOperator
+from megacpp_compile.fx.assumptions import Region
+from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers.graph_view import GraphView
+from megacpp_compile.matchers.moe import loop
+from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, only_checks_sizes
+from megacpp_compile.matchers.moe.routing import Mask
+from megacpp_compile.matchers.moe.row_updates import RowUpdate, chains, row_update
+from megacpp_compile.matchers.moe.token_counts import match_empty, match_hits
+from megacpp_compile.matchers.views import RESHAPES
+
+_TAG = "loop-over-data"
+_ONLY = "the loop runs for some experts alone"
+
+
+def show(view: GraphView, regions: Sequence[Region]) -> frozenset[Node] | MatchFailure:
+    """The ends of sums of which nothing but these has to be computed from `regions`, and from all of them alike; or the
+    first thing that is in the way."""
+    layers = [found for found in loop.find(view) if isinstance(found, RoutedExperts)]
+    outputs = {layer.output for layer in layers}
+    updates = {node: update for node in view.graph.nodes if (update := row_update(node)) is not None}
+    summed = {u.node: u for chain in chains(updates) if chain[-1].node in outputs for u in chain}
+    ends = dict[Node, Node]()
+    for chain in chains(updates):
+        ends |= {u.node: chain[-1].node for u in chain}
+    needed = set[Node]()
+    for region in regions:
+        skipped = _skipped_for(region)
+        for node in sorted(region.nodes):
+            if (failure := _effect(node)) is not None:
+                return failure
+            outside = [u for u in node.users if u not in region.nodes and not only_checks_sizes(u)]
+            if not outside:
+                continue
+            update = _sum_of(node, summed)
+            if update is None:
+                return MatchFailure(node, _TAG, f"{_ONLY}, and more than their sum is used later")
+            needed.add(ends[update.node])
+        for node in region.nodes & summed.keys():
+            if skipped is None or not _covers(skipped, summed[node].token):
+                return MatchFailure(node, _TAG, f"{_ONLY}, and it is not seen that the others have no tokens")
+    return frozenset(needed)
+
+
+def _skipped_for(region: Region) -> Mask | None:
+    """The choices of which there are none wherever the model skips `region`."""
+    if region.number is None:
+        return match_empty(region.condition, not region.taken)
+    mask = match_hits(region.condition)
+    return dataclasses.replace(mask, expert=region.number) if mask is not None else None
+
+
+def _covers(skipped: Mask, read: Mask) -> bool:
+    """Whether `read` holds nowhere if `skipped` does not."""
+    alike = _plain(skipped.indices) is _plain(read.indices) and skipped.expert == read.expert
+    return alike and (skipped.choice is None or skipped.choice == read.choice and not read.any)
+
+
+def _plain(indices: Node) -> Node:
+    while indices.target in RESHAPES or indices.target in (torch.ops.aten.clone.default, torch.ops.aten.alias.default):
+        indices = indices.args[0]  # type: ignore[assignment]
+    return indices
+
+
+def _effect(node: Node) -> MatchFailure | None:
+    """Why `node` cannot be left out even if nobody reads it."""
+    tags = getattr(node.target, "tags", ())
+    if torch.Tag.nondeterministic_seeded in tags:
+        return MatchFailure(node, _TAG, f"{_ONLY}, and draws random numbers")
+    if isinstance(node.target, HigherOrderOperator) or node.is_impure() and not only_checks_sizes(node):
+        return MatchFailure(node, _TAG, f"{_ONLY}, and does more than to add to their sum")
+    return None
+
+
+def _sum_of(node: Node, summed: dict[Node, RowUpdate]) -> RowUpdate | None:
+    """The update of a sum that `node` is, or is another view of."""
+    current: Any = node
+    while current not in summed and current.target in RESHAPES:
+        current = current.args[0]
+    return summed.get(current)

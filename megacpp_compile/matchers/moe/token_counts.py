@@ -1,0 +1,160 @@
+"""Matches how many tokens chose an expert: numbers that are zero where none did, and positive elsewhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from megacpp_compile.fx import assumptions
+from megacpp_compile.fx.edit import value
+from megacpp_compile.matchers.moe.routing import Mask, match_mask, one_choice
+from megacpp_compile.matchers.views import RESHAPES
+
+aten = torch.ops.aten
+_SUMS = (aten.sum.dim_IntList, aten.any.dim, aten.any.dims, aten.amax.default)
+_ALL = (aten.sum.default, aten.any.default, aten.max.default, aten.count_nonzero.default)
+_COPIES = (aten.alias.default, aten.clone.default, aten.contiguous.default, aten.detach.default)
+_CASTS = (aten._to_copy.default, aten.to.dtype, aten.to.device)
+_WIDE = (torch.bool, torch.int32, torch.int64, torch.float32, torch.float64, torch.bfloat16)
+_COLUMNS = (aten.squeeze.dim, aten.squeeze.default, aten.select.int, operator.getitem, aten.unbind.int)
+_FOUND = (aten.nonzero.default, aten.nonzero_numpy.default, aten.where.default)
+# What a count is compared with, for the result to say whether there are any, or whether there are none.
+_POSITIVE: dict[Any, int] = {
+    aten.gt.Scalar: 0, aten.greater.Scalar: 0, aten.ne.Scalar: 0, aten.not_equal.Scalar: 0, aten.ge.Scalar: 1,
+    aten.greater_equal.Scalar: 1, operator.gt: 0, operator.ne: 0, operator.ge: 1,
+}  # fmt: skip
+_ZERO: dict[Any, int] = {
+    aten.eq.Scalar: 0, aten.le.Scalar: 0, aten.less_equal.Scalar: 0, aten.lt.Scalar: 1, aten.less.Scalar: 1,
+    operator.eq: 0, operator.le: 0, operator.lt: 1,
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Count:
+    """How often `mask` holds, over all its dimensions but for that of the experts, if `by_expert`."""
+
+    mask: Mask
+    by_expert: bool
+
+
+def match_hits(node: Node) -> Mask | None:
+    """The mask over all experts whose numbers, of those that hold anywhere, `node` lists in ascending order."""
+    while node.op == "call_function" and isinstance(value(node), torch.Tensor):
+        if node.target is aten.nonzero.default or node.target is operator.getitem:
+            break
+        column = node.target is aten.select.int and node.args[1] in (1, -1) and node.args[2] in (0, -1)
+        squeezed = node.target in (*RESHAPES, aten.squeeze.default, aten.squeeze.dim, *_COPIES, *_CASTS)
+        if not column and not squeezed:
+            return None
+        node = node.args[0]  # type: ignore[assignment]
+    if node.target is operator.getitem:
+        if node.args[1] != 0 or node.args[0].target not in _FOUND[1:]:  # type: ignore[union-attr]
+            return None
+        node = node.args[0]  # type: ignore[assignment]
+    if node.target not in _FOUND or len(node.args) != 1:
+        return None
+    count = match_count(node.args[0])
+    return count.mask if count is not None and count.by_expert and value(node.args[0]).dim() == 1 else None
+
+
+def match_empty(condition: Any, holds: bool) -> Mask | None:
+    """The mask of which nothing holds wherever `bool(condition) == holds`."""
+    while isinstance(condition, Node):
+        if condition.target in (aten.logical_not.default, aten.bitwise_not.default, operator.not_, torch.sym_not):
+            condition, holds = condition.args[0], not holds
+            continue
+        if holds and len(condition.args) == 2 and condition.args[1] == _ZERO.get(condition.target):
+            condition, holds = condition.args[0], False
+        count = match_count(condition) if not holds else None
+        return count.mask if count is not None and not count.by_expert else None
+    return None
+
+
+def match_count(node: Any) -> Count | None:
+    """The count that `node` is, or something that is zero and positive where that is."""
+    if not isinstance(node, Node) or node.op != "call_function":
+        return None
+    target, args = node.target, node.args
+    if len(args) == 2 and args[1] == _POSITIVE.get(target, ()):
+        return match_count(args[0])
+    if target in (*_COPIES, *RESHAPES) or target in _CASTS and value(node).dtype in _WIDE:
+        return match_count(args[0]) if _alike(args[0], node) else None
+    if target in (aten._local_scalar_dense.default, aten.item.default):
+        return match_count(args[0])
+    if target is aten.sym_size.int:
+        return _rows_found(args[0])
+    if target is aten.sym_numel.default and value(args[0]).dim() == 1:
+        return _rows_found(args[0])
+    if target is assumptions.counts:
+        return match_count(args[0])
+    if target is aten.bincount.default:
+        return _binned(node)
+    if target is aten.select.int:
+        inner = match_count(args[0])
+        if inner is None or not inner.by_expert or not isinstance(args[2], int):
+            return None
+        return Count(dataclasses.replace(inner.mask, expert=args[2]), False) if args[2] >= 0 else None
+    return _summed(node)
+
+
+def _alike(a: Any, b: Node) -> bool:
+    return isinstance(a, Node) and value(a).dim() == value(b).dim()
+
+
+def _rows_found(found: Any) -> Count | None:
+    """The number of rows in what `nonzero` found."""
+    if not isinstance(found, Node):
+        return None
+    while found.target in (*_COLUMNS, *RESHAPES, *_COPIES):
+        found = found.args[0]  # type: ignore[assignment]
+    if found.target not in _FOUND or len(found.args) != 1:
+        return None
+    mask = match_mask(found.args[0])  # type: ignore[arg-type]
+    return Count(mask, False) if mask is not None and mask.expert is not None else None
+
+
+def _binned(node: Node) -> Count | None:
+    indices = node.args[0]
+    if len(node.args) > 1 and node.args[1] is not None or node.kwargs.get("weights") is not None:
+        return None
+    assert isinstance(indices, Node)
+    while indices.target in (*RESHAPES, *_COPIES) or indices.target in _CASTS and value(indices).dtype == torch.int64:
+        indices = indices.args[0]  # type: ignore[assignment]
+    indices, choice = one_choice(indices)
+    return Count(Mask(indices, ("e",), choice=choice), True)
+
+
+def _summed(node: Node) -> Count | None:
+    """A mask, summed over dimensions, in one step or several."""
+    dims = _left(node)
+    if dims is None:
+        return None
+    mask, left = dims
+    if left == ("e",) and mask.expert is None:
+        return Count(mask, True)
+    return Count(mask, False) if not left and mask.expert is not None else None
+
+
+def _left(node: Any) -> tuple[Mask, tuple[str, ...]] | None:
+    """(mask, the dimensions that are left of it)."""
+    if not isinstance(node, Node):
+        return None
+    if (mask := match_mask(node)) is not None:
+        return mask, mask.dims
+    if node.target in _COPIES or node.target in _CASTS and value(node).dtype in _WIDE:
+        return _left(node.args[0])
+    inner = _left(node.args[0]) if node.target in (*_SUMS, *_ALL) and node.args else None
+    if inner is None or value(node).dtype not in _WIDE:
+        return None
+    mask, left = inner
+    if node.target in _ALL and len(node.args) == 1:
+        return mask, ()
+    if node.target not in _SUMS or len(node.args) != 2:
+        return None
+    over = node.args[1] if isinstance(node.args[1], (list, tuple)) else [node.args[1]]
+    gone = {d % len(left) for d in over} if over else set(range(len(left)))  # type: ignore[operator]
+    return mask, tuple(d for i, d in enumerate(left) if i not in gone)
