@@ -18,7 +18,7 @@ from megacpp_compile.lowerings.moe import cuda_triton, moe, moe_backward, refere
 
 from . import addresses, relative_error, saved_by
 from .agreement import interpreted, on, poisoned_memory
-from .cases import EXPERTS, _experts
+from .cases import CURVES, EXPERTS, _experts
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -190,6 +190,9 @@ SIZES = {
     "gate_up_stacked": {"d": 144, "n": 80, "layout": "gate_up", "stacked": True},
     "up_gate": {"d": 32, "n": 16, "layout": "up_gate"},
     "single": {"d": 32, "n": 48, "layout": "single", "activation": "relu2"},
+    "biased": {"d": 48, "n": 32, "biased": "gate up down", "activation": CURVES["swish"]},
+    "biased_gate_up": {"d": 48, "n": 32, "layout": "gate_up", "biased": "up down"},
+    "interleaved": {"d": 32, "n": 16, "layout": "interleaved", "biased": "up down", "activation": CURVES["swish"]},
     "to_one": {"d": 64, "n": 32, "kind": "to_one", "tokens": 150},
     "some_of_none": {"d": 64, "n": 32, "kind": "some_of_none"},
     "transposed": {"d": 48, "n": 32, "stacked": True, "transposed": True},

@@ -199,19 +199,16 @@ def gradients(
     offsets: Tensor,
     take: Tensor,
     activation: str,
-    interleaved: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Backward's first GEMM, of rows `take` of `grad`, and what lies between it and the next ones, in one kernel where
     gate and up are two tensors; on CUDA only. See `triton_gated.gradients`."""
     from megacpp_compile.lowerings._kernels import triton_gated
 
-    return triton_gated.gradients(
-        grad, weights, hidden, gates, offsets, take, activation, interleaved=interleaved
-    )
+    return triton_gated.gradients(grad, weights, hidden, gates, offsets, take, activation)
 
 
 @gradients.register_fake
-def _(grad, weights, hidden, gates, offsets, take, activation, interleaved=False):  # type: ignore[no-untyped-def]
+def _(grad, weights, hidden, gates, offsets, take, activation):  # type: ignore[no-untyped-def]
     rows, n = take.shape[0], weights[0].shape[-1]
     return grad.new_empty((rows, 2 * n)), grad.new_empty((rows, n)), gates.new_empty(rows)
 

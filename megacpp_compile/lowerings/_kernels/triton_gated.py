@@ -136,7 +136,10 @@ def grouped_gated(x, gates, ups, table, ends, take, x_scale, w_scale, b_gate, b_
     gate, up = as_stored(acc_gate, out), as_stored(acc_up, out)
     tl.store(h_gate + wide * hs + n[None, :], gate, mask=mask)
     tl.store(h_up + wide * hs + n[None, :], up, mask=mask)
-    made = _product(gate.to(ACC), up.to(ACC), NAME, CURVE)
+    if CURVE is None:
+        made = _with_slope(gate.to(ACC), NAME)[0] * up.to(ACC)
+    else:
+        made = _product(gate.to(ACC), up.to(ACC), NAME, CURVE)
     tl.store(out + wide * N + n[None, :], as_stored(made, out), mask=mask)
 
 
@@ -179,20 +182,15 @@ def grouped_interleaved(x, weights, table, ends, take, bias, hidden, out, rows, 
 
 @triton.jit
 def _gradients_of(d_a, m, n, h_gate, h_up, scale, d_hidden, out, hs, stop, until, N: tl.constexpr, NAME: tl.constexpr,
-                  CURVE: tl.constexpr, PAIRS: tl.constexpr, ACC: tl.constexpr):  # fmt: skip
+                  CURVE: tl.constexpr, ACC: tl.constexpr):  # fmt: skip
     """What channels `n` of rows `m` add to `d_a . a`; stores these channels of the results of `gated_gradients`, of
-    rows before `stop`. Rows from `until` on belong to no expert. PAIRS: gate and up are channels in turn."""
+    rows before `stop`. Rows from `until` on belong to no expert."""
     inside = (m < stop)[:, None] & (n < N)[None, :]
     live = inside & (m < until)[:, None]
     row = m.to(tl.int64)[:, None]
-    if PAIRS:
-        turn = tl.arange(0, 2)[None, None, :]
-        at = (row * hs + 2 * n[None, :])[:, :, None] + turn
-        gate, up = tl.load(h_gate + at, mask=live[:, :, None], other=0).to(ACC).split()
-    else:
-        at = row * hs + n[None, :]
-        gate = tl.load(h_gate + at, mask=live, other=0).to(ACC)
-        up = tl.load(h_up + at, mask=live, other=0).to(ACC)
+    at = row * hs + n[None, :]
+    gate = tl.load(h_gate + at, mask=live, other=0).to(ACC)
+    up = tl.load(h_up + at, mask=live, other=0).to(ACC)
     if CURVE is None:
         f, slope = _with_slope(gate, NAME)
         a = f * up
@@ -202,22 +200,16 @@ def _gradients_of(d_a, m, n, h_gate, h_up, scale, d_hidden, out, hs, stop, until
     dot = tl.sum(d_a * a, 1)
     tl.store(out + row * N + n[None, :], as_stored(a * scale, out), mask=inside)
     d_a *= scale
-    d_gate = as_stored(d_a * slope * up, d_hidden)
-    d_up = as_stored(d_a * f if CURVE is None else d_a * f * up_slope, d_hidden)
-    if PAIRS:
-        d = (d_hidden + row * (2 * N) + 2 * n[None, :])[:, :, None] + turn
-        tl.store(d, tl.join(d_gate, d_up), mask=inside[:, :, None])
-    else:
-        d = d_hidden + row * (2 * N) + n[None, :]
-        tl.store(d, d_gate, mask=inside)
-        tl.store(d + N, d_up, mask=inside)
+    d = d_hidden + row * (2 * N) + n[None, :]
+    tl.store(d, as_stored(d_a * slope * up, d_hidden), mask=inside)
+    tl.store(d + N, as_stored(d_a * f if CURVE is None else d_a * f * up_slope, d_hidden), mask=inside)
     return dot
 
 
 @triton.jit
 def gated_gradients(x, weights, table, ends, take, x_scale, h_gate, h_up, gates, d_hidden, out, dots, rows, xs, ws_e,
                     wn, wk, hs, N: tl.constexpr, K: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
-                    TABLE: tl.constexpr, NAME: tl.constexpr, CURVE: tl.constexpr, PAIRS: tl.constexpr,
+                    TABLE: tl.constexpr, NAME: tl.constexpr, CURVE: tl.constexpr,
                     TYPE: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
                     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
     """With a = f(h_gate) * h_up, and `x[take[r]] @ weights[group of r].T * gates[r]` the gradient of a's row r: the
@@ -258,7 +250,7 @@ def gated_gradients(x, weights, table, ends, take, x_scale, h_gate, h_up, gates,
             lanes = part * BN + (2 * half + quarter) * (BN // 4) + tl.arange(0, BN // 4)
             d_a = one if quarter == 0 else two
             dot += _gradients_of(d_a, m, lanes, h_gate, h_up, scale, d_hidden, out, hs, stop, until, N, NAME, CURVE,
-                                 PAIRS, ACC)  # fmt: skip
+                                 ACC)  # fmt: skip
     tl.store(dots + part.to(tl.int64) * rows + m, dot, mask=m < stop)
 
 
@@ -334,19 +326,17 @@ def gradients(
     activation: str,
     scale: Tensor | None = None,
     dtype: torch.dtype | None = None,
-    interleaved: bool = False,
     **sizes: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(gradients of gate and up, side by side; the down-projection's input times the gates; gradients of the gates),
     see `gated_gradients`.
 
     weights: of the down-projection; hidden: gate and up, or one tensor of both; scale: of the rows of `grad`; dtype: of
-    the results, by default that of `grad`. interleaved: the channels of the one tensor, and those of the gradients, are
-    gate's and up's in turn.
+    the results, by default that of `grad`.
     """
     hidden = [h if h.stride(-1) == 1 else h.contiguous() for h in hidden]
-    gate, up = hidden if len(hidden) == 2 else hidden[0].chunk(2, 1)
     curve = Activation.parse(activation)
+    gate, up = hidden if len(hidden) == 2 else hidden[0].chunk(2, 1)
     if gate.stride() != up.stride():
         gate, up = gate.contiguous(), up.contiguous()
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()
@@ -360,6 +350,6 @@ def gradients(
         gated_gradients[programs(rows, offsets.shape[0], n, blocks)](
             x=grad, weights=operands[0], take=take, x_scale=scale, h_gate=gate, h_up=up,
             gates=gates.contiguous(), d_hidden=d_hidden, out=out, dots=dots, rows=rows, xs=grad.stride(0),
-            hs=gate.stride(0), NAME=curve.name, CURVE=curve.constants, PAIRS=interleaved, **arguments, **blocks,
+            hs=gate.stride(0), NAME=curve.name, CURVE=curve.constants, **arguments, **blocks,
         )  # fmt: skip
     return d_hidden, out, dots.sum(0)

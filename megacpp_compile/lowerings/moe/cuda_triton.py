@@ -52,7 +52,12 @@ def _cutlass(*tensors: Tensor) -> bool:
 
 def _fuses(activation: Activation, layout: str) -> bool:
     """Whether the kernels that fuse compute this; anything else is Inductor's to fuse, between two grouped GEMMs."""
-    return layout in ("pair", "gate_up", "interleaved") and not activation.soft
+    return layout in ("pair", "gate_up") and not activation.soft
+
+
+def _fuses_interleaved(activation: Activation, layout: str) -> bool:
+    """As `_fuses`, in forward: there a kernel of channels in turn has registers enough; in backward it would spill."""
+    return layout == "interleaved" and not activation.soft or _fuses(activation, layout)
 
 
 class GroupedGemms(reference.GroupedGemms):
@@ -67,7 +72,7 @@ class GroupedGemms(reference.GroupedGemms):
         return torch.ops.grouped_gemms.weights_by_cutlass(grad, x, offsets, take_grad, take_x)
 
     gradients = torch.ops.grouped_gemms.gradients
-    fuses = staticmethod(_fuses)
+    fuses_forward, fuses_backward = staticmethod(_fuses_interleaved), staticmethod(_fuses)
 
     @staticmethod
     def gated(
@@ -93,10 +98,7 @@ class Fp8Gemms(float8.Fp8Gemms):
     """`float8.Fp8Gemms` by kernels that multiply payloads, fused as in `GroupedGemms`."""
 
     weights = staticmethod(GroupedGemms.weights)  # type: ignore[assignment]
-
-    @staticmethod
-    def fuses(activation: Activation, layout: str) -> bool:
-        return layout != "interleaved" and _fuses(activation, layout)
+    fuses_forward, fuses_backward = staticmethod(_fuses), staticmethod(_fuses)
 
     def gated(
         self,

@@ -138,7 +138,7 @@ def into_experts(
     grouped: Grouped,
 ) -> tuple[list[Tensor], Tensor]:
     """(results of the GEMMs before the activation, the activated hidden)."""
-    if _fused(grouped, activation, layout):
+    if _fused(grouped, "fuses_forward", activation, layout):
         interleaved = True if layout == "interleaved" else None
         return grouped.gated(  # type: ignore[attr-defined, no-any-return]
             x, w_gate, w_up, offsets, token, activation, *given(b_gate, b_up, interleaved)
@@ -167,9 +167,9 @@ def given(*args: Any) -> tuple[Any, ...]:
     return args[: max(kept, default=0)]
 
 
-def _fused(grouped: Grouped, activation: str, layout: str) -> bool:
-    """Whether `grouped` has kernels of a GEMM and all that follows it up to the next one."""
-    fuses = getattr(grouped, "fuses", None)
+def _fused(grouped: Grouped, which: str, activation: str, layout: str) -> bool:
+    """Whether `grouped` has a kernel of a GEMM and all that follows it up to the next one."""
+    fuses = getattr(grouped, which, None)
     return fuses is not None and fuses(Activation.parse(activation), layout)
 
 
@@ -212,9 +212,8 @@ def moe_backward(
     grad = grad.to(x.dtype)
     dtype = compute_dtype(x.dtype)
     gate_of = gates.reshape(-1)[order].to(dtype)
-    if _fused(grouped, activation, layout):
-        own = (True,) if layout == "interleaved" else ()
-        d_hidden, a, d_gate = grouped.gradients(grad, w_down, hidden, gate_of, offsets, token, activation, *own)  # type: ignore[attr-defined]
+    if _fused(grouped, "fuses_backward", activation, layout):
+        d_hidden, a, d_gate = grouped.gradients(grad, w_down, hidden, gate_of, offsets, token, activation)  # type: ignore[attr-defined]
     else:
         d_act = grouped.rows([grad], w_down, offsets, True, token)  # the gradient of a, without the gate
         d_hidden, a, d_gate = _gradients(d_act, hidden, gate_of, offsets, activation, layout)
