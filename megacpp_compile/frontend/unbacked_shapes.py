@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import torch
-from torch import nn
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
@@ -73,7 +72,7 @@ def install() -> None:
         if not getattr(_innermost(given.get("compiler_fn")), _OURS, False):
             return original(*args, **kwargs)
         seen, token = len(graph_break_reasons), _retraced.set(False)
-        traced = functools.partial(_traced_whole, original, args, kwargs, given.get("locals", {}))
+        traced = functools.partial(_traced_whole, original, args, kwargs)
         loops = Loops(_restart) if watches and graph_breaks.option(given["compiler_fn"], "expert_loops") else None
         loops_token = _loops.set(loops)
         try:
@@ -85,14 +84,14 @@ def install() -> None:
                 _report_refused(*loops.refused)
             for found in graph_break_reasons[seen:]:
                 if speaks_of_sizes(found.reason):
-                    _report(found.reason, found.user_stack, given.get("locals", {}))
+                    _report(found.reason, found.user_stack)
             _retraced.reset(token)
 
     setattr(compile_frame, _MARK, True)
     set_frame_compiler(compile_frame)
 
 
-def _traced_whole(original: Callable[..., Any], args: Any, kwargs: Any, names: Mapping[str, Any]) -> Any:
+def _traced_whole(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     if getattr(dynamo_config, SETTING):
         return original(*args, **kwargs)
     token, counted = _asked.set(True), _counted.set(dict(counters["graph_break"]))
@@ -103,7 +102,7 @@ def _traced_whole(original: Callable[..., Any], args: Any, kwargs: Any, names: M
         text = f"{type(error).__name__} {error} {error.__cause__}"
         if not speaks_of_sizes(text):
             raise
-        _report(text, getattr(error, "real_stack", None) or (), names)
+        _report(text, getattr(error, "real_stack", None) or ())
     finally:
         _asked.reset(token)
         _counted.reset(counted)
@@ -180,24 +179,8 @@ _SIZES = (
 )
 
 
-_BIASES = "an expert's projection has a bias, which the op does not add"
-
-
-def _biased_experts(names: Mapping[str, Any]) -> bool:
-    """Whether a module among the values of `names` holds a list of experts with biases: no loop over it would match."""
-    lists = (
-        child
-        for module in names.values() if isinstance(module, nn.Module)
-        for name, child in module.named_modules()
-        if isinstance(child, (nn.ModuleList, nn.ModuleDict)) and "expert" in name.rpartition(".")[2].lower()
-    )  # fmt: skip
-    inner = (linear for experts in lists for linear in experts.modules() if isinstance(linear, nn.Linear))
-    return any(linear.bias is not None for linear in inner)
-
-
-def _report(why: str, stack: Sequence[Any], names: Mapping[str, Any]) -> None:
-    """A loop over experts that Dynamo could not trace is a near miss, with what would let it match, or why nothing
-    would. names: the local variables of the frame."""
+def _report(why: str, stack: Sequence[Any]) -> None:
+    """A loop over experts that Dynamo could not trace is a near miss, with what would let it match."""
     if not stack or not collector.active() or _retraced.get():
         return
     at = stack[-1]
@@ -206,8 +189,7 @@ def _report(why: str, stack: Sequence[Any], names: Mapping[str, Any]) -> None:
     source = place_of(at)
     reason = why.strip().split("\n")[0][:200]
     frame = Frame(captured=False, reason=reason, name=source)
-    tag, text = ("bias", _BIASES) if _biased_experts(names) else ("graph-break", found)
-    miss = MissedFusion("moe", "", source, "", tag, text)
+    miss = MissedFusion("moe", "", source, "", "graph-break", found)
     if not collector.told([miss]):  # Dynamo may try a frame twice
         collector.emit_frame(frame, [], [miss])
 

@@ -1,4 +1,5 @@
-"""SiLU by meaning: `silu(x)`, `x * sigmoid(x)`, `x / (1 + exp(-x))`, the sigmoid perhaps in a wider dtype than x."""
+"""SiLU by meaning: `silu(x)`, `x * sigmoid(x)`, `x / (1 + exp(-x))`, the sigmoid perhaps in a wider dtype than x; and
+swish, whose sigmoid is of a multiple of x."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def match_silu(node: Any) -> tuple[Node, set[Node]] | None:
                 return found[0], {node, *found[1]}
     if node.target is aten.div.Tensor and not node.kwargs:
         x, below = node.args[:2]
-        inner = _one_plus_exp_minus(below)
+        inner = _negated(_one_plus_exp(below))
         if inner is not None and inner[0] is x:
             return x, {node, *inner[1]}  # type: ignore[return-value]
     return None
@@ -61,26 +62,90 @@ def _unwidened(node: Node) -> tuple[Node, set[Node]]:
     return node, casts
 
 
+def match_swish(node: Node) -> tuple[Node, float] | None:
+    """(x, alpha) where `node` is `x * sigmoid(alpha * x)`, of one and the same node x."""
+    if node.target is aten.silu.default:
+        return node.args[0], 1.0  # type: ignore[return-value]
+    target, args = node.target, node.args
+    if target is aten.mul.Tensor and all(isinstance(a, Node) for a in args):
+        for x, gate in (args, args[::-1]):
+            inner = match_scaled_sigmoid(gate)
+            if inner is not None and inner[0] is uncast(x):  # type: ignore[arg-type]
+                return inner
+    if target is aten.div.Tensor and not node.kwargs and (below := _one_plus_exp(args[1])) is not None:
+        x, alpha = scaled(below[0])
+        return (x, -alpha) if x is uncast(args[0]) else None  # type: ignore[arg-type]
+    inside, factor = scaled(node)
+    if inside.target is aten.silu.default and factor != 1:  # silu(alpha * x) / alpha
+        x, alpha = scaled(inside.args[0])  # type: ignore[arg-type]
+        return (x, alpha) if abs(alpha * factor - 1) < 1e-12 else None
+    return None
+
+
+def match_scaled_sigmoid(node: Any) -> tuple[Node, float] | None:
+    """(x, alpha) where `node` is `sigmoid(alpha * x)`, or None."""
+    found = _logistic(uncast(node)) if isinstance(node, Node) else None
+    if found is None:
+        return None
+    x, alpha = scaled(found[0])
+    return x, found[1] * alpha
+
+
+def scaled(node: Node) -> tuple[Node, float]:
+    """(x, factor) where `node` is x, which is no such product itself, times a number."""
+    factor = 1.0
+    while (node := uncast(node)).target in (aten.mul.Tensor, aten.div.Tensor, aten.neg.default) and not node.kwargs:
+        by = node.args[1] if len(node.args) > 1 else -1
+        if not isinstance(by, (int, float)) or not isinstance(node.args[0], Node) or not by:
+            break
+        factor = factor / by if node.target is aten.div.Tensor else factor * by
+        node = node.args[0]
+    return node, factor
+
+
+def uncast(node: Node) -> Node:
+    """`node` before casts."""
+    while is_cast(node):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
 def match_sigmoid(node: Any) -> tuple[Node, set[Node]] | None:
     """(x, nodes) where `node` is the logistic function of x, or None."""
+    found = _logistic(node)
+    if found is None:
+        return None
+    return (found[0], found[2]) if found[1] == 1 else _negated((found[0], found[2]))
+
+
+def _logistic(node: Any) -> tuple[Node, int, set[Node]] | None:
+    """(x, sign, nodes) where `node` is the logistic function of x times sign, or None."""
     if not isinstance(node, Node):
         return None
-    if node.target is aten.sigmoid.default:
-        return node.args[0], {node}  # type: ignore[return-value]
-    below = None
+    if node.target in (aten.sigmoid.default, aten.special_expit.default):
+        return node.args[0], 1, {node}  # type: ignore[return-value]
+    below, above = None, {node}
     if node.target is aten.reciprocal.default:
         below = node.args[0]
     elif node.target is aten.div.Tensor and node.args[0] == 1 and not node.kwargs:
         below = node.args[1]
     elif node.target is aten.mul.Tensor and node.args[1] == 1 and isinstance(node.args[0], Node):
         if node.args[0].target is aten.reciprocal.default:  # `1 / x`
-            inner = _one_plus_exp_minus(node.args[0].args[0])
-            return None if inner is None else (inner[0], {node, node.args[0], *inner[1]})
-    inner = _one_plus_exp_minus(below)
-    return None if inner is None else (inner[0], {node, *inner[1]})
+            below, above = node.args[0].args[0], {node, node.args[0]}
+    inner = _one_plus_exp(below)
+    return None if inner is None else (inner[0], -1, above | inner[1])
 
 
-def _one_plus_exp_minus(node: Any) -> tuple[Node, set[Node]] | None:
+def _negated(found: tuple[Node, set[Node]] | None) -> tuple[Node, set[Node]] | None:
+    """(x, nodes with it) where what was `found` is minus x."""
+    if found is None or found[0].target is not aten.neg.default:
+        return None
+    neg, nodes = found
+    return neg.args[0], {*nodes, neg}  # type: ignore[return-value]
+
+
+def _one_plus_exp(node: Any) -> tuple[Node, set[Node]] | None:
+    """(x, nodes) where `node` is `1 + exp(x)`, or None."""
     if not isinstance(node, Node) or node.target not in (aten.add.Tensor, aten.add.Scalar):
         return None
     if node.kwargs.get("alpha", 1) != 1:
@@ -88,7 +153,4 @@ def _one_plus_exp_minus(node: Any) -> tuple[Node, set[Node]] | None:
     exp = next((a for a in node.args[:2] if isinstance(a, Node)), None)
     if exp is None or exp.target is not aten.exp.default or 1 not in [a for a in node.args[:2] if a is not exp]:
         return None
-    neg = exp.args[0]
-    if not isinstance(neg, Node) or neg.target is not aten.neg.default:
-        return None
-    return neg.args[0], {node, exp, neg}  # type: ignore[return-value]
+    return exp.args[0], {node, exp}  # type: ignore[return-value]

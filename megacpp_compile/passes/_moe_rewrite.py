@@ -95,15 +95,29 @@ def _op(view: GraphView, build: Builder, layer: RoutedExperts, x: Node, indices:
     )  # fmt: skip
     parts = dict.fromkeys(module_fqn(gemm.node) for e in layer.experts for gemm in (*e.ups, e.down))
     precision, reason = decide(view.config.precision, module_fqn(old), parts, args)
-    node = build(torch.ops.megacpp.moe.default, *args, *((True, precision) if precision else ()))
+    biases = [_biases(build, [(*e.ups, e.down)[i].bias for e in layer.experts], dtype) for i in range(count + 1)]
+    if any(biases):
+        others = (True, precision, *([None] if count == 1 else []), *biases)
+    else:
+        others = (True, precision) if precision else ()
+    node = build(torch.ops.megacpp.moe.default, *args, *others)
     node.meta[REASON] = reason
     return node
 
 
+def _biases(build: Builder, biases: list[Weight | None], dtype: torch.dtype) -> Node | None:
+    """Every expert's bias [E, n] in `dtype`: the tensor that holds all in order, or a copy."""
+    given = [bias for bias in biases if bias is not None]
+    if not given:
+        return None
+    tensors = _weights(build, given, dtype)
+    return tensors[0] if value(tensors[0]).dim() == 2 else build(aten.stack.default, tensors)
+
+
 def _weights(build: Builder, weights: list[Weight], dtype: torch.dtype) -> list[Node]:
-    """Every expert's weight as [out, in] in `dtype`: the tensor that holds all in order, or one tensor each."""
+    """Every expert's weight as [out, in], or bias, in `dtype`: the tensor of all in order, or one tensor each."""
     first = weights[0]
-    stacked = value(first.tensor).dim() == 3 and all(
+    stacked = first.index is not None and all(
         w.tensor is first.tensor and w.transposed == first.transposed and w.index == i for i, w in enumerate(weights)
     )
     if first.every or (stacked and len(weights) == value(first.tensor).shape[0]):

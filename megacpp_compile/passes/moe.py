@@ -3,17 +3,20 @@
 Before: `for e in range(E): t, j = torch.where(indices == e); y.index_add_(0, t, expert_e(x[t]) * gates[t, j, None])`
         or every choice's row times `w[indices]` (bmm, einsum), or sorted rows through grouped GEMMs, summed over
         choices; or all experts on all tokens, weighted by a matrix of gates that is zero but for the chosen.
-        Tokens are [T] or [B, S]; gates may multiply what experts read instead of their outputs (Llama 4)
-After:  `y = megacpp.moe(x, indices, gates, w_gate, w_up, w_down, activation, layout, dtype)`, and where a precision
-        plan has the layer in "fp8_current" `(.., dtype, True, "fp8_current")`, see `_moe_precision`
+        Tokens are [T] or [B, S]; gates may multiply what experts read instead of their outputs (Llama 4). Experts may
+        have biases, clamps, swish and channels of gate and up in turn (gpt-oss)
+After:  `y = megacpp.moe(x, indices, gates, w_gate, w_up, w_down, activation, layout, dtype)`, where a precision plan
+        has the layer in "fp8_current" `(.., dtype, True, "fp8_current")`, see `_moe_precision`, and with biases
+        `(.., dtype, True, precision, b_gate, b_up, b_down)`
 
 Safe because each slot (token, choice) is in exactly one expert's rows, and the sum over slots is the same sum; the pass
 leaves the router, which computes indices and gates, as it is. A gate on the input does not commute with the activation:
-it stays a product in front of the op, whose own gates are ones; experts that were not chosen make zeros of zeros.
-Refused: experts that differ or repeat, a missing gate, biases, clamps and other activations (gpt-oss), rows or outputs
-that escape, a token written rather than added to where it may come twice, gates of which all may differ from zero, rows
-that come sorted by expert and without gates, as behind the dispatch of expert parallelism; and with the tag `unread`,
-experts' weights in GEMMs that no matcher knows.
+it stays a product in front of the op, whose own gates are ones; experts that were not chosen make zeros of zeros, but
+not those with biases.
+Refused: experts that differ or repeat, a missing gate, other activations, clamps by what is no number, biases that are
+no expert's own or wider than what they are added to, rows or outputs that escape, a token written rather than added to
+where it may come twice, gates of which all may differ from zero, rows that come sorted by expert and without gates, as
+behind the dispatch of expert parallelism; and with the tag `unread`, experts' weights in GEMMs that no matcher knows.
 """
 
 from __future__ import annotations

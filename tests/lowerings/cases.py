@@ -162,7 +162,8 @@ def _routing(rand, kind, tokens, experts, choices):
 
 
 def _experts(rand, dtype, layout="pair", stacked=False, kind="random", activation="silu", tokens=23, experts=5,
-             choices=2, d=24, n=16, transposed=False, keep=True):  # fmt: skip
+             choices=2, d=24, n=16, transposed=False, keep=True, biased=""):  # fmt: skip
+    """biased: which of the projections have biases, as in "gate up down"."""
     def weights(out, width):
         if stacked:
             shape = (experts, width, out) if transposed else (experts, out, width)
@@ -170,18 +171,49 @@ def _experts(rand, dtype, layout="pair", stacked=False, kind="random", activatio
             return [made.transpose(1, 2) if transposed else made]
         return [rand(out, width, dtype=dtype) / width**0.5 for _ in range(experts)]
 
-    up = weights(2 * n if layout in ("gate_up", "up_gate") else n, d)
+    both = 2 * n if layout in ("gate_up", "up_gate", "interleaved") else n
+    up = weights(both, d)
     gates = rand(tokens, choices, dtype=dtype).sigmoid()
     indices = _routing(rand, kind, tokens, experts, choices)
     gate = weights(n, d) if layout == "pair" else []
-    return rand(tokens, d, dtype=dtype), indices, gates, gate, up, weights(d, n), activation, layout, dtype, keep
+    made = rand(tokens, d, dtype=dtype), indices, gates, gate, up, weights(d, n), activation, layout, dtype, keep
+    if not biased:
+        return made
+    widths = {"gate": n, "up": both, "down": d}
+    biases = (rand(experts, width, dtype=dtype) if name in biased.split() else None for name, width in widths.items())
+    return *made, "", *biases
 
 
+# What lies between the GEMMs in models that clamp it; the limits are such that random numbers reach them.
+CURVES = {
+    "swish": "silu(alpha=1.702)",
+    "clamped_silu": "silu(gate=clamp -inf 0.5, up=clamp -0.5 0.5)",
+    "clamped_swish": "silu(alpha=1.702, gate=clamp -inf 0.5, up=clamp -0.5 0.5, offset=1.0)",
+    "clamped_result": "silu(result=clamp -inf 0.2, up=clamp -0.6 0.2)",
+    "hard_gelu": "gelu(gate=hardtanh -0.4 0.6)",
+    "softcapped_silu": "silu(gate=tanh -0.5 0.5, result=tanh -0.8 0.8, up=tanh -0.3 0.3)",
+}
 EXPERTS = {
     **{f"{layout}_{s}": {"layout": layout, "stacked": s == "stacked"}
        for layout in ("pair", "single", "gate_up", "up_gate") for s in ("separate", "stacked")},
     **{name: {"activation": name} for name in ("gelu", "gelu_tanh", "relu", "relu2")},
+    "interleaved_separate": {"layout": "interleaved"},
+    "biases": {"biased": "gate up down"},
+    "bias_of_up": {"biased": "up", "kind": "some_of_none"},
+    "bias_of_down": {"biased": "down", "stacked": True, "kind": "some_of_none", "keep": False},
+    "biases_up_gate": {"biased": "up down", "layout": "up_gate", "keep": False},
+    "biases_gate_up": {"biased": "up down", "layout": "gate_up", "stacked": True, "kind": "some_of_none"},
+    "biases_single": {"biased": "up down", "layout": "single", "activation": "relu2"},
+    "biases_of_no_token": {"biased": "gate up down", "tokens": 0},
+    "as_gpt_oss": {"biased": "up down", "layout": "interleaved", "stacked": True, "transposed": True,
+                   "activation": CURVES["clamped_swish"]},
+    "as_gpt_oss_odd": {"biased": "up down", "layout": "interleaved", "activation": CURVES["clamped_swish"], "d": 37,
+                       "n": 29, "kind": "some_of_none"},
     "single_gelu": {"layout": "single", "activation": "gelu"},
+    **{name: {"activation": text} for name, text in CURVES.items()},
+    "clamped_swish_up_gate": {"layout": "up_gate", "activation": CURVES["clamped_swish"]},
+    "clamped_swish_stacked": {"layout": "gate_up", "stacked": True, "activation": CURVES["clamped_swish"]},
+    "hard_gelu_single": {"layout": "single", "activation": CURVES["hard_gelu"]},
     "transposed": {"stacked": True, "transposed": True},
     "to_one": {"kind": "to_one"},
     "some_of_none": {"kind": "some_of_none"},
@@ -202,12 +234,13 @@ for label, options in EXPERTS.items():
     def _(rand, dtype, options=options):
         args = _experts(rand, dtype, **options)
         y, hidden, order, offsets = reference_of("moe")(*args)
-        x, _, gates, w_gate, w_up, w_down, activation, layout, *_ = args
+        x, _, gates, w_gate, w_up, w_down, activation, layout, _, keep, *others = args
+        hidden = hidden if keep else []
         # Behind the last expert's rows a kernel may leave anything.
         behind = torch.arange(int(offsets[-1]), order.shape[0], device=order.device)
         hidden = [h.index_fill(0, behind, float("nan")) for h in hidden]
         grad = rand(*y.shape, dtype=dtype)
-        return grad, x, gates, w_gate, w_up, w_down, hidden, order, offsets, activation, layout
+        return grad, x, gates, w_gate, w_up, w_down, hidden, order, offsets, activation, layout, *others
 
 
 # --- rotations

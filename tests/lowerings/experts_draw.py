@@ -8,12 +8,18 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from .cases import CASES, EXPERTS
+from .cases import CASES, CURVES, EXPERTS
 from .fuzz_draw import FLOATS, Kind, Maker
 
 
 def kind(draw: random.Random, op: str) -> Kind:
     options = dict(EXPERTS[draw.choice(sorted(EXPERTS))])
+    if draw.random() < 0.3:
+        options["activation"] = draw.choice(sorted(CURVES.values()))
+    if draw.random() < 0.3:
+        options["biased"] = draw.choice(("up", "down", "up down", "gate up down"))
+        if options.get("layout", "pair") != "pair":
+            options["biased"] = options["biased"].removeprefix("gate ")
     options.setdefault("experts", draw.choice((1, 2, 5, 8)))
     options.setdefault("choices", draw.randrange(1, min(4, options["experts"]) + 1))
     options.setdefault("d", draw.choice((8, 24, 37, 64)))

@@ -8,15 +8,17 @@ import torch.nn.functional as F
 from torch._dynamo.source import ConstantSource
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from megacpp_compile.lowerings._kernels.grouped import rows, weights
+from megacpp_compile.lowerings._activation import Activation, Bound
+from megacpp_compile.lowerings._kernels.grouped import rows, sums, weights
 from megacpp_compile.lowerings._registry import semantic_ops
 from megacpp_compile.lowerings.moe import moe, moe_backward, reference, tpu_xla
+from megacpp_compile.lowerings.moe.reference import experts_of
 
 from . import addresses, relative_error, saved_by
 from .agreement import module_of
-from .cases import CASES
+from .cases import CASES, CURVES
 
 assert semantic_ops()
 OP = torch.ops.megacpp.moe.default
@@ -26,31 +28,50 @@ FUNCTIONS = {
     "gelu_tanh": lambda h: F.gelu(h, approximate="tanh"),
     "relu": F.relu,
     "relu2": lambda h: F.relu(h).square(),
+    "swish": lambda h: h * torch.sigmoid(1.702 * h),
+    "clamped_silu": lambda h: F.silu(h.clamp(max=0.5)),
+    "clamped_swish": lambda h: h.clamp(max=0.5) * torch.sigmoid(1.702 * h.clamp(max=0.5)),
+    "clamped_result": lambda h: F.silu(h).clamp(max=0.2),
+    "hard_gelu": lambda h: F.gelu(F.hardtanh(h, -0.4, 0.6)),
+    "softcapped_silu": lambda h: 0.8 * torch.tanh(F.silu(0.5 * torch.tanh(h / 0.5)) / 0.8),
 }
+UPS = {
+    "clamped_silu": lambda h: h.clamp(-0.5, 0.5),
+    "clamped_swish": lambda h: h.clamp(-0.5, 0.5) + 1,
+    "clamped_result": lambda h: h.clamp(-0.6, 0.2),
+    "softcapped_silu": lambda h: 0.3 * torch.tanh(h / 0.3),
+}
+WRITTEN = {str(Activation.parse(text)): name for name, text in CURVES.items()}
 
 
-def loop(x, indices, gates, w_gate, w_up, w_down, activation, layout, out_dtype, keep_hidden=True):
+def loop(x, indices, gates, w_gate, w_up, w_down, activation, layout, out_dtype, keep_hidden=True, precision="",
+         *biases):  # fmt: skip
     """One expert after the other."""
-    f = FUNCTIONS[activation]
+    b_gate, b_up, b_down = ([None] * experts_of(w_down) if b is None else b for b in biases or [None] * 3)
+    name = WRITTEN.get(activation, activation)
+    f, u = FUNCTIONS[name], UPS.get(name, lambda h: h)
     gate, up, down = (list(w[0]) if w and w[0].dim() == 3 else w for w in (w_gate, w_up, w_down))
     y = torch.zeros(x.shape[0], down[0].shape[0], dtype=out_dtype)
     for e in range(len(down)):
         token, choice = torch.where(indices == e)
-        h = F.linear(x[token], up[e])
+        h = F.linear(x[token], up[e], b_up[e])
         if layout == "pair":
-            h = f(F.linear(x[token], gate[e])) * h
+            h = f(F.linear(x[token], gate[e], b_gate[e])) * u(h)
+        elif layout == "interleaved":
+            h = f(h[:, ::2]) * u(h[:, 1::2])
         elif layout == "single":
             h = f(h)
         else:
             first, second = h.chunk(2, -1)
-            h = f(first) * second if layout == "gate_up" else f(second) * first
-        y = y.index_add(0, token, F.linear(h, down[e]) * gates[token, choice, None])
+            h = f(first) * u(second) if layout == "gate_up" else f(second) * u(first)
+        y = y.index_add(0, token, F.linear(h, down[e], b_down[e]) * gates[token, choice, None])
     return y
 
 
 def leaves(args):
     x, _, gates, *lists = args[:6]
-    return [t.requires_grad_() for t in (x, gates, *(w for part in lists for w in part))]
+    biases = [b for b in args[11:] if b is not None]
+    return [t.requires_grad_() for t in (x, gates, *(w for part in lists for w in part), *biases)]
 
 
 @pytest.mark.parametrize("label", CASES["moe"])
@@ -66,7 +87,9 @@ def test_is_the_loop(rand, label):
         assert relative_error(a, b) < 1e-11, label
 
 
-@pytest.mark.parametrize("label", ["pair_separate", "gate_up_stacked", "some_of_none", "hidden_not_kept"])
+@pytest.mark.parametrize(
+    "label", ["pair_separate", "gate_up_stacked", "some_of_none", "hidden_not_kept", "bias_of_up", "as_gpt_oss"]
+)
 def test_opcheck(rand, label):
     args = CASES["moe"][label](rand, torch.float32)
     leaves(args)
@@ -77,7 +100,10 @@ def test_opcheck_of_the_gemms(rand):
     x, w, ends = rand(9, 4, dtype=torch.float32), rand(3, 6, 4, dtype=torch.float32), torch.tensor([2, 2, 7]).int()
     basic = ("test_schema", "test_faketensor")
     torch.library.opcheck(rows, ([x], [w], ends, False), test_utils=basic)
-    torch.library.opcheck(weights, (rand(9, 6, dtype=torch.float32), x, ends), test_utils=basic)
+    grad, bias, take = rand(9, 6, dtype=torch.float32), rand(3, 6, dtype=torch.float32), torch.arange(8, -1, -1)
+    torch.library.opcheck(rows, ([x], [w], ends, False, take, bias), test_utils=basic)
+    torch.library.opcheck(weights, (grad, x, ends), test_utils=basic)
+    torch.library.opcheck(sums, (grad, ends, take, x[:, 0]), test_utils=basic)
 
 
 @pytest.mark.parametrize("op", ["moe", "moe_backward"])
@@ -98,10 +124,35 @@ def test_gradients_lie_as_promised(rand, lowering):
         with FakeTensorMode() as mode:
             fakes = tree_map_only(torch.Tensor, mode.from_tensor, args)
             got, want = module.moe_backward(*fakes), moe_backward(*fakes)
-        described = [[(t.shape, t.dtype, t.stride()) for t in out if t.numel()] for out in (got, want)]
+        described = [[(t.shape, t.dtype, t.stride()) for t in tree_leaves(out) if t.numel()] for out in (got, want)]
         assert described[0] == described[1], label
-        for part in (want[2].chunk(2, 1) if args[3] else want[2:3]):
+        for part in want[2].chunk(2, 1) if args[3] else want[2:3]:
             assert all(w.is_contiguous() for w in part.unbind(0))
+
+
+@pytest.mark.parametrize("text", ["silu", *CURVES.values()])
+def test_an_activation_is_its_string(text):
+    assert str(Activation.parse(text)) == text and Activation.parse(text) == Activation.parse(
+        str(Activation.parse(text))
+    )
+
+
+@pytest.mark.parametrize(
+    "kind, written",
+    [
+        ("clamp", lambda x: x.clamp(-1, 2)),
+        ("minimum", lambda x: torch.minimum(torch.maximum(x, x.new_full((), -1)), x.new_full((), 2))),
+        ("hardtanh", lambda x: F.hardtanh(x, -1, 2)),
+    ],
+)
+def test_a_bound_has_the_gradient_of_what_it_is_written_as(kind, written):
+    """At its ends too, where torch's functions of the same values have three."""
+    assert Bound(-1.0, 2.0, kind).of(torch.tensor(float("nan")))[0].isnan()
+    x = torch.tensor([-3.0, -1.0, 0.0, 2.0, 2.5, float("inf")], requires_grad=True)
+    want = written(x)
+    (slope,) = torch.autograd.grad(want.sum(), x)
+    got = Bound(-1.0, 2.0, kind).of(x.detach())
+    torch.testing.assert_close(got, (want.detach(), slope), rtol=0, atol=0)
 
 
 def test_slots_are_sorted_stably(rand):

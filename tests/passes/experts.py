@@ -12,14 +12,26 @@ TOKENS, DIM, HIDDEN, EXPERTS, CHOICES = 11, 8, 16, 3, 2
 
 
 class Expert(nn.Module):
-    def __init__(self, activation: Callable[[Tensor], Tensor] = F.silu, bias: bool = False):
+    def __init__(
+        self,
+        activation: Callable[[Tensor], Tensor] = F.silu,
+        bias: bool = False,
+        of_up: Callable[[Tensor], Tensor] = lambda up: up,
+    ):
         super().__init__()
         self.gate, self.up = (nn.Linear(DIM, HIDDEN, bias=bias) for _ in range(2))
         self.down = nn.Linear(HIDDEN, DIM, bias=bias)
-        self.activation = activation
+        self.activation, self.of_up = activation, of_up
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.activation(self.gate(x)) * self.up(x))
+        return self.down(self.activation(self.gate(x)) * self.of_up(self.up(x)))
+
+
+class Summed(nn.Linear):
+    """A linear whose bias is added afterwards."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bias + F.linear(x, self.weight)
 
 
 class Ungated(nn.Module):
@@ -227,9 +239,42 @@ def scaled_input(m, x, indices, gates):
     return y
 
 
+def as_gpt_oss(m, x, indices, gates):
+    """As transformers' `batched_mm`: biases, clamps, channels of gate and up in turn, and swish."""
+    ids = indices.reshape(-1).clamp(0, m.num_experts - 1)
+    both = torch.bmm(m.gate_up[ids], x.repeat_interleave(CHOICES, dim=0)[..., None])[..., 0] + m.gate_up.mean(-1)[ids]
+    gate, up = both[..., ::2].clamp(max=0.7), both[..., 1::2].clamp(-0.7, 0.7)
+    hidden = (up + 1) * (gate * torch.sigmoid(gate * 1.702))
+    out = torch.bmm(m.down[ids], hidden[..., None])[..., 0] + m.down.mean(-1)[ids]
+    return (out * gates.reshape(-1, 1)).view(x.shape[0], CHOICES, -1).sum(dim=1)
+
+
+def stacked_as_gpt_oss(m, x, indices, gates):
+    """As transformers' own loop, but over all experts: weights lie [in, out]."""
+    gate_up, down, y = m.gate_up.mT.contiguous(), m.down.mT.contiguous(), torch.zeros_like(x)
+    into, behind = m.gate_up.mean(-1), m.down.mean(-1)
+    for e in range(m.num_experts):
+        token, choice = torch.where(indices == e)
+        both = x[token] @ gate_up[e] + into[e]
+        gate, up = both[..., ::2].clamp(min=None, max=0.7), both[..., 1::2].clamp(min=-0.7, max=0.7)
+        out = ((up + 1) * (gate * torch.sigmoid(gate * 1.702))) @ down[e] + behind[e]
+        y.index_add_(0, token, (out * gates[token, choice, None]).to(x.dtype))
+    return y
+
+
+def scaled_input_of_biased(m, x, indices, gates):
+    """Only rows that chose an expert are there, so that a bias needs no gate."""
+    y = torch.zeros_like(x)
+    for e in range(m.num_experts):
+        token, choice = torch.where(indices == e)
+        gate, up = F.linear(x[token] * gates[token, choice, None], m.gate_up[e], m.gate_up[e].mean(-1)).chunk(2, dim=-1)
+        y.index_add_(0, token, F.linear(F.silu(gate) * up, m.down[e], m.down.unbind(0)[e].mean(-1)))
+    return y
+
+
 LISTS = [where_index_add, one_hot_mask, one_hot_tokens_first, nonzero_add_assign, index_put_accumulate,
          experts_backwards, onto_the_input, some_of_the_experts, scaled_input]  # fmt: skip
-STACKED = [stacked_weights, stacked_transposed, batched_gemms]
+STACKED = [stacked_weights, stacked_transposed, batched_gemms, as_gpt_oss, stacked_as_gpt_oss, scaled_input_of_biased]
 
 
 # --- near misses
@@ -317,14 +362,14 @@ def written_without_a_gate(m, x, indices, gates):
     return y
 
 
-def as_gpt_oss(m, x, indices, gates):
-    """Biases, clamps, channels of gate and up in turn, and an activation of its own."""
-    ids = indices.reshape(-1).clamp(0, m.num_experts - 1)
-    both = torch.bmm(m.gate_up[ids], x.repeat_interleave(CHOICES, dim=0)[..., None])[..., 0] + m.gate_up.mean(-1)[ids]
-    gate, up = both[..., ::2].clamp(max=7.0), both[..., 1::2].clamp(-7.0, 7.0)
-    hidden = (up + 1) * (gate * torch.sigmoid(gate * 1.702))
-    out = torch.bmm(m.down[ids], hidden[..., None])[..., 0] + m.down.mean(-1)[ids]
-    return (out * gates.reshape(-1, 1)).view(x.shape[0], CHOICES, -1).sum(dim=1)
+def rows_added_to_outputs(m, x, indices, gates):
+    y = torch.zeros_like(x)
+    for e in range(m.num_experts):
+        token, choice = torch.where(indices == e)
+        gate, up = F.linear(x[token], m.gate_up[e]).chunk(2, dim=-1)
+        out = F.linear(F.silu(gate) * up, m.down[e]) + x[token]
+        y.index_add_(0, token, out * gates[token, choice, None])
+    return y
 
 
 NEAR_MISSES = {
@@ -338,9 +383,8 @@ NEAR_MISSES = {
     "written_by_any_indices": ("twice", written_by_any_indices, Expert),
     "scaled_by_any_row": ("gates", scaled_by_any_row, Expert),
     "written_without_a_gate": ("no-gate", written_without_a_gate, Expert),
-    "bias": ("bias", where_index_add, lambda: Expert(bias=True)),
     "activation": ("activation", where_index_add, lambda: Expert(F.softplus)),
-    "clamp": ("clamp", where_index_add, lambda: Expert(lambda h: F.silu(h.clamp(max=7.0)))),
+    "clamp": ("clamp", where_index_add, lambda: Expert(lambda h: F.silu(h.clamp(max=h.amax())))),
     "projections": ("projections", where_index_add, lambda: Expert(lambda h: F.silu(h + 1))),
 }
 
@@ -348,5 +392,5 @@ STACKED_NEAR_MISSES = {
     "indices": batched_by_other_choices,
     "gates": batched_with_gates_of_experts,
     "range": batched_by_any_numbers,
-    "bias": as_gpt_oss,
+    "bias": rows_added_to_outputs,
 }

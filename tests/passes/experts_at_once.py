@@ -155,6 +155,28 @@ def einsum_of_all(m, x, indices, gates):
     return torch.einsum("ted,te->td", torch.einsum("teh,edh->ted", hidden, m.down), matrix(indices, gates))
 
 
+def bmm_with_biases(m, x, indices, gates):
+    """As transformers' dense GEMMs with biases, which a gate of 0 strikes out."""
+    rows = x.repeat(EXPERTS, 1).view(EXPERTS, -1, DIM)
+    hidden = _swiglu(torch.bmm(rows, m.gate_up.mT) + m.gate_up.sum(-1)[..., None, :])
+    out = torch.bmm(hidden, m.down.mT) + m.down.sum(-1)[:, None]
+    return (out * matrix(indices, gates).transpose(0, 1).view(EXPERTS, -1, 1)).sum(dim=0)
+
+
+def einsum_with_biases(m, x, indices, gates):
+    hidden = _swiglu(torch.einsum("td,ehd->teh", x, m.gate_up) + m.gate_up.sum(-1))
+    return torch.einsum("ted,te->td", torch.einsum("teh,edh->ted", hidden, m.down) + m.down.sum(-1), matrix(indices, gates))
+
+
+def einsum_of_chosen_with_biases(m, x, indices, gates):
+    """As OpenAI's own model has it: channels in turn, clamped, every choice with its own copy of weights and biases."""
+    both = torch.einsum("beck,bk->bec", m.gate_up[indices], x) + m.gate_up.mean(-1)[indices]
+    gate, up = both[..., ::2].clamp(min=None, max=0.7), both[..., 1::2].clamp(min=-0.7, max=0.7)
+    hidden = gate * torch.sigmoid(1.702 * gate) * (up + 1)
+    out = torch.einsum("beck,bek->bec", m.down[indices], hidden) + m.down.mean(-1)[indices]
+    return torch.einsum("bec,be->bc", out, gates)
+
+
 def einsum_of_three(m, x, indices, gates):
     hidden = _swiglu(torch.einsum("td,ehd->eth", x, m.gate_up))
     return torch.einsum("eth,edh,te->td", hidden, m.down, matrix(indices, gates))
@@ -206,7 +228,8 @@ def scaled_rows_of_chosen(m, x, indices, gates, outer: Tensor | None = None):
 
 
 STACKED = [einsum_of_all, einsum_of_three, bmm_of_all, matmul_of_all, einsum_of_chosen, matmul_of_chosen, bmm_of_slots,
-           scaled_rows_of_all, scaled_rows_of_chosen]  # fmt: skip
+           scaled_rows_of_all, scaled_rows_of_chosen, bmm_with_biases, einsum_with_biases,
+           einsum_of_chosen_with_biases]  # fmt: skip
 
 
 # --- rows sorted by expert, in bfloat16
@@ -282,8 +305,30 @@ def sorted_into_other_groups(m, x, indices, gates):
     return torch.zeros_like(x).index_add(0, token, expert(x[token]))
 
 
-SORTED = [sorted_as_transformers, sorted_index_add, sorted_scatter_add, sorted_by_marks, sorted_scaled_rows]
+def sorted_with_biases(m, x, indices, gates, others: int = 0):
+    """As transformers runs gpt-oss with grouped GEMMs, sentinels of other ranks' experts and all."""
+    ids, order = torch.sort(indices.reshape(-1))
+    ends = torch.histc(ids.float(), EXPERTS, 0, EXPERTS - 1).cumsum(0, dtype=torch.int32)
+    nobody = (ids >= EXPERTS).unsqueeze(-1)
+    own = (ids.clone() if others else ids).clamp_(max=EXPERTS - 1 - others)
+    rows = x[order // CHOICES].masked_fill_(nobody, 0.0)
+    both = torch._grouped_mm(rows, m.gate_up.mT, offs=ends).add_(m.gate_up.mean(-1)[own]).masked_fill(nobody, 0.0)
+    gate, up = both[..., ::2].clamp(max=0.7), both[..., 1::2].clamp(-0.7, 0.7)
+    hidden = (up + 1) * (gate * torch.sigmoid(gate * 1.702))
+    out = torch._grouped_mm(hidden, m.down.mT, offs=ends).add_(m.down.mean(-1)[own]).masked_fill(nobody, 0.0)
+    back = torch.empty_like(order)
+    back[order] = torch.arange(order.shape[0])
+    return (out * gates.reshape(-1)[order].unsqueeze(-1))[back].view(len(x), CHOICES, -1).sum(dim=1)
+
+
+def sorted_with_biases_of_others(m, x, indices, gates):
+    return sorted_with_biases(m, x, indices, gates, others=1)
+
+
+SORTED = [sorted_as_transformers, sorted_index_add, sorted_scatter_add, sorted_by_marks, sorted_scaled_rows,
+          sorted_with_biases]  # fmt: skip
 SORTED_NEAR_MISSES = {
+    "bias": [sorted_with_biases_of_others],
     "rows": [sorted_back_to_others],
     "offsets": [sorted_into_other_groups, sorted_by_marks_of_others],
 }
@@ -391,9 +436,23 @@ def einsum_of_every_expert(m, x, indices, gates):
     return torch.einsum("teh,edh,te->td", hidden, m.down, m.router(x).softmax(-1))
 
 
-def bmm_with_bias(m, x, indices, gates):
-    hidden = _swiglu(torch.einsum("td,ehd->teh", x, m.gate_up) + m.gate_up.sum(-1))
+def einsum_with_a_bias_of_all(m, x, indices, gates):
+    """One for all experts, which is no expert's own."""
+    hidden = _swiglu(torch.einsum("td,ehd->teh", x, m.gate_up) + m.gate_up.sum(-1).sum(0))
     return torch.einsum("teh,edh,te->td", hidden, m.down, matrix(indices, gates))
+
+
+def biases_of_other_choices(m, x, indices, gates):
+    hidden = torch.einsum("td,tkhd->tkh", x, m.gate_up[indices]) + m.gate_up.sum(-1)[indices.flip(-1)]
+    return torch.einsum("tkh,tkdh,tk->td", _swiglu(hidden), m.down[indices], gates)
+
+
+def scaled_rows_with_biases(m, x, indices, gates):
+    """Of rows that a score of 0 makes zeros, a bias makes something."""
+    scores = torch.full_like(m.router(x), float("-inf")).scatter_(1, indices, gates).sigmoid()
+    rows = (x.repeat(EXPERTS, 1) * scores.transpose(0, 1).reshape(-1, 1)).view(EXPERTS, -1, DIM)
+    hidden = _swiglu(torch.bmm(rows, m.gate_up.mT) + m.gate_up.sum(-1)[:, None])
+    return torch.bmm(hidden, m.down.mT).view(-1, DIM).reshape(EXPERTS, -1, DIM).sum(dim=0)
 
 
 def einsum_of_other_choices(m, x, indices, gates):
@@ -415,6 +474,7 @@ STACKED_NEAR_MISSES = {
     "gates": scaled_at_both_ends,
     "unread": experts_merged_into_one,
     "dense-gates": einsum_of_every_expert,
-    "bias": bmm_with_bias,
+    "bias": einsum_with_a_bias_of_all,
     "indices": einsum_of_other_choices,
 }
+STACKED_NEAR_MISSES_OF_BIASES = {"indices": biases_of_other_choices, "bias": scaled_rows_with_biases}

@@ -18,6 +18,7 @@ from megacpp_compile.lowerings.moe import reference as experts
 from megacpp_compile.lowerings.moe import tpu_xla as blocks
 from megacpp_compile.lowerings.ssd_scan import reference as scan
 from megacpp_compile.lowerings.ssd_scan import tpu_xla as paired
+from tests.lowerings.cases import CURVES
 
 TOKENS, WIDTH, HIDDEN, CHOICES = 24, 12, 20, 2
 
@@ -28,8 +29,9 @@ def program(tensors):
     return torch_xla._XLAC._get_xla_tensors_hlo(list(tensors))
 
 
-def moe_step(module, device, count, skewed=False):
-    """Outputs and gradients of forward and backward; with `skewed` every token goes to experts 0 and 1, or to none."""
+def moe_step(module, device, count, skewed=False, as_gpt_oss=False):
+    """Outputs and gradients of forward and backward; with `skewed` every token goes to experts 0 and 1, or to none.
+    as_gpt_oss: with biases, and gate and up in turn, clamped."""
     rand = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0))
     x, grad, gates = rand(TOKENS, WIDTH), rand(TOKENS, WIDTH), rand(TOKENS, CHOICES)
     indices = rand(TOKENS, count).topk(CHOICES).indices
@@ -38,15 +40,23 @@ def moe_step(module, device, count, skewed=False):
         indices[::5] = -1
     up, gate, down = rand(count, HIDDEN, WIDTH), rand(count, HIDDEN, WIDTH), rand(count, WIDTH, HIDDEN)
     x, grad, gates, indices, up, gate, down = (t.to(device) for t in (x, grad, gates, indices, up, gate, down))
-    y, hidden, order, offsets = module.moe(x, indices, gates, [gate], [up], [down], "silu", "pair", x.dtype)
-    return y, *module.moe_backward(grad, x, gates, [gate], [up], [down], hidden, order, offsets, "silu", "pair")
+    into, form, biases = ([gate], [up]), ("silu", "pair"), ()
+    if as_gpt_oss:
+        both = torch.stack((gate, up), 2).flatten(1, 2)
+        into, form = ([], [both]), (CURVES["clamped_swish"], "interleaved")
+        biases = True, "", None, both.sum(-1), down.sum(-1)
+    y, hidden, order, offsets = module.moe(x, indices, gates, *into, [down], *form, x.dtype, *biases)
+    *gradients, others = module.moe_backward(
+        grad, x, gates, *into, [down], hidden, order, offsets, *form, *biases[1:]
+    )
+    return y, *gradients, *others
 
 
+@pytest.mark.parametrize("as_gpt_oss", [False, True], ids=["plain", "as gpt-oss"])
 @pytest.mark.parametrize("skewed", [False, True], ids=["even", "skewed"])
-def test_experts(xla, skewed):
-    for got, want in zip(
-        moe_step(blocks, xla, 5, skewed), moe_step(experts, "cpu", 5, skewed), strict=True
-    ):
+def test_experts(xla, skewed, as_gpt_oss):
+    given = 5, skewed, as_gpt_oss
+    for got, want in zip(moe_step(blocks, xla, *given), moe_step(experts, "cpu", *given), strict=True):
         torch.testing.assert_close(got.cpu(), want, rtol=1e-5, atol=1e-4)
 
 

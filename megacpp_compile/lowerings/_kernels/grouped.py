@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megacpp_compile._torch.ops import grouped_mm
-from megacpp_compile.lowerings._op import ends_until
+from megacpp_compile.lowerings._op import compute_dtype, ends_until
 from megacpp_compile.targets import CPU, CUDA, Target, family
 
 
@@ -33,16 +33,17 @@ def rows(
     offsets: Tensor,
     transposed: bool,
     take: Optional[Tensor] = None,  # noqa: UP045  custom_op reads typing.Optional on every supported torch
+    bias: Optional[Tensor] = None,  # noqa: UP045
 ) -> Tensor:
     """[S, n]: `x @ w.T` with each row's own weight, or with `transposed` `x @ w`; rows of no group are zero.
 
     Several xs give the sum of their GEMMs; the weights of one lie behind those of the other. take: [S], the rows of xs
-    to read.
+    to read. bias: [E, n], what a row of each group adds.
     """
     if (target := target_of(xs[0])) is CUDA:
         from megacpp_compile.lowerings._kernels import triton_grouped
 
-        return triton_grouped.rows(xs, weights, offsets, transposed, take)
+        return triton_grouped.rows(xs, weights, offsets, transposed, take, bias=bias)
     if take is not None:
         xs = [x[take] for x in xs]
     each = [w if transposed else w.transpose(-1, -2) for w in separate(weights)]
@@ -54,17 +55,20 @@ def rows(
             for i, (x, ws) in enumerate(parts):
                 if i:
                     out[start:end].addmm_(x[start:end], ws[e])
+                elif bias is not None:
+                    torch.addmm(bias[e], x[start:end], ws[e], out=out[start:end])
                 else:
                     torch.mm(x[start:end], ws[e], out=out[start:end])
         return out
     group = ends_until(offsets, torch.arange(out.shape[0], device=out.device))
     for e in range(experts):
-        out = torch.where((group == e)[:, None], sum(x @ ws[e] for x, ws in parts), out)
+        own = sum(x @ ws[e] for x, ws in parts)
+        out = torch.where((group == e)[:, None], own if bias is None else own + bias[e], out)
     return out
 
 
 @rows.register_fake
-def _(xs, weights, offsets, transposed, take=None):  # type: ignore[no-untyped-def]
+def _(xs, weights, offsets, transposed, take=None, bias=None):  # type: ignore[no-untyped-def]
     count = (xs[0] if take is None else take).shape[0]
     return xs[0].new_empty((count, weights[0].shape[-1 if transposed else -2]))
 
@@ -72,6 +76,32 @@ def _(xs, weights, offsets, transposed, take=None):  # type: ignore[no-untyped-d
 def separate(weights: list[Tensor]) -> list[Tensor]:
     """One tensor for each weight."""
     return [part for w in weights for part in (w.unbind(0) if w.dim() == 3 else (w,))]
+
+
+@torch.library.custom_op("grouped_gemms::sums", mutates_args=())
+def sums(
+    rows: Tensor,
+    offsets: Tensor,
+    take: Optional[Tensor] = None,  # noqa: UP045
+    factors: Optional[Tensor] = None,  # noqa: UP045
+) -> Tensor:
+    """[E, n]: the sum of the rows of each group, or of rows `take`, times `factors` [S], in float32 or wider, always in
+    the same order."""
+    if (target := target_of(rows)) is CUDA:
+        from megacpp_compile.lowerings._kernels import triton_grouped
+
+        return triton_grouped.sums(rows, offsets, take, factors)
+    rows = (rows if take is None else rows[take]).to(compute_dtype(rows))
+    rows = rows if factors is None else rows * factors[:, None]
+    if target is not CPU:
+        group = ends_until(offsets, torch.arange(rows.shape[0], device=rows.device))
+        return torch.stack([torch.where((group == e)[:, None], rows, 0).sum(0) for e in range(offsets.shape[0])])
+    return torch.stack([rows[start:end].sum(0) for start, end in _groups(offsets)])
+
+
+@sums.register_fake
+def _(rows, offsets, take=None, factors=None):  # type: ignore[no-untyped-def]
+    return rows.new_empty((offsets.shape[0], rows.shape[1]), dtype=compute_dtype(rows))
 
 
 @torch.library.custom_op("grouped_gemms::weights", mutates_args=())
@@ -130,20 +160,31 @@ def _(grad, x, offsets, take_grad=None, take_x=None):  # type: ignore[no-untyped
 
 @torch.library.custom_op("grouped_gemms::gated", mutates_args=())
 def gated(
-    x: Tensor, w_gate: list[Tensor], w_up: list[Tensor], offsets: Tensor, take: Tensor, activation: str
+    x: Tensor,
+    w_gate: list[Tensor],
+    w_up: list[Tensor],
+    offsets: Tensor,
+    take: Tensor,
+    activation: str,
+    b_gate: Optional[Tensor] = None,  # noqa: UP045
+    b_up: Optional[Tensor] = None,  # noqa: UP045
+    interleaved: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(x @ w_gate.T, x @ w_up.T, f(the first) * the second) of rows `take`, in one kernel; on CUDA only.
 
-    With w_up empty, w_gate holds both, [2n, d] per expert; the first result then holds both too, and the second is
-    empty.
+    With w_up empty, w_gate holds both, [2n, d] per expert, in halves or `interleaved`; the first result then holds both
+    too, and the second is empty. b_gate, b_up: biases as the weights, all experts' in one.
     """
     from megacpp_compile.lowerings._kernels import triton_gated
 
-    return triton_gated.gated(x, w_gate, w_up, offsets, take, activation)
+    if interleaved:
+        hidden, out = triton_gated.interleaved(x, w_gate, offsets, take, activation, b_gate)
+        return hidden, x.new_empty(0), out
+    return triton_gated.gated(x, w_gate, w_up, offsets, take, activation, b_gate=b_gate, b_up=b_up)
 
 
 @gated.register_fake
-def _(x, w_gate, w_up, offsets, take, activation):  # type: ignore[no-untyped-def]
+def _(x, w_gate, w_up, offsets, take, activation, *_):  # type: ignore[no-untyped-def]
     rows, n = take.shape[0], w_gate[0].shape[-2]
     first = x.new_empty((rows, n))
     return first, x.new_empty((rows, n)) if w_up else x.new_empty(0), x.new_empty((rows, n if w_up else n // 2))

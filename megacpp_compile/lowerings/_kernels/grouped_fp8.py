@@ -24,17 +24,18 @@ def rows(
     weights: list[Tensor],
     offsets: Tensor,
     take: Optional[Tensor] = None,  # noqa: UP045  custom_op reads typing.Optional on every supported torch
+    bias: Optional[Tensor] = None,  # noqa: UP045
 ) -> tuple[Tensor, Tensor]:
-    """(`x @ w.T` of rows `take` [S, n], or of all; the weights' scales [E, n])."""
+    """(`x @ w.T` plus the group's bias of rows `take` [S, n], or of all; the weights' scales [E, n])."""
     from megacpp_compile.lowerings._kernels import triton_grouped, triton_quantise
 
     x8, x_scale = triton_quantise.quantised_rows(x)
     w8, scale = triton_quantise.quantised_weights(separate(weights), 1)
-    return triton_grouped.rows([x8], [w8], offsets, False, take, (x_scale, scale), x.dtype), scale
+    return triton_grouped.rows([x8], [w8], offsets, False, take, (x_scale, scale), x.dtype, bias), scale
 
 
 @rows.register_fake
-def _(x, weights, offsets, take=None):  # type: ignore[no-untyped-def]
+def _(x, weights, offsets, take=None, bias=None):  # type: ignore[no-untyped-def]
     n = weights[0].shape[-2]
     return x.new_empty(((x if take is None else take).shape[0], n)), _scales(x, offsets, n)
 
@@ -56,7 +57,14 @@ def _(x, weights, scale, offsets):  # type: ignore[no-untyped-def]
 
 @torch.library.custom_op("grouped_gemms::gated_fp8", mutates_args=())
 def gated(
-    x: Tensor, w_gate: list[Tensor], w_up: list[Tensor], offsets: Tensor, take: Tensor, activation: str
+    x: Tensor,
+    w_gate: list[Tensor],
+    w_up: list[Tensor],
+    offsets: Tensor,
+    take: Tensor,
+    activation: str,
+    b_gate: Optional[Tensor] = None,  # noqa: UP045
+    b_up: Optional[Tensor] = None,  # noqa: UP045
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The three results of `grouped_gemms::gated`, and the weights' scales, the gate's first [E, 2n]."""
     from megacpp_compile.lowerings._kernels import triton_gated, triton_quantise
@@ -64,12 +72,14 @@ def gated(
     x8, x_scale = triton_quantise.quantised_rows(x)
     w8, scale = triton_quantise.quantised_weights(separate([*w_gate, *w_up]), 2 if w_up else 1)
     gates, ups = ([part] for part in w8.chunk(2, 1)) if w_up else ([w8], [])
-    h_gate, h_up, a = triton_gated.gated(x8, gates, ups, offsets, take, activation, (x_scale, scale), x.dtype)
+    h_gate, h_up, a = triton_gated.gated(
+        x8, gates, ups, offsets, take, activation, (x_scale, scale), x.dtype, b_gate, b_up
+    )
     return h_gate, h_up, a, scale
 
 
 @gated.register_fake
-def _(x, w_gate, w_up, offsets, take, activation):  # type: ignore[no-untyped-def]
+def _(x, w_gate, w_up, offsets, take, activation, b_gate=None, b_up=None):  # type: ignore[no-untyped-def]
     slots, n = take.shape[0], w_gate[0].shape[-2]
     up, a = (x.new_empty((slots, n)), n) if w_up else (x.new_empty(0), n // 2)
     return x.new_empty((slots, n)), up, x.new_empty((slots, a)), _scales(x, offsets, 2 * a)

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megacpp_compile.lowerings._activation import Activation
 from megacpp_compile.lowerings._kernels.triton_cast import as_stored
 from megacpp_compile.lowerings._kernels.triton_grouped import (
     add_gemm,
@@ -41,12 +42,51 @@ def _with_slope(gate, NAME: tl.constexpr):
 
 
 @triton.jit
-def grouped_gated(x, gates, ups, table, ends, take, x_scale, w_scale, h_gate, h_up, out, rows, xs, ws_e, wn, wk, hs,
-                  N: tl.constexpr, K: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, TABLE: tl.constexpr,
-                  NAME: tl.constexpr, TYPE: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
-                  INTERPRETED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+def _bounded(h, LOW: tl.constexpr, HIGH: tl.constexpr, AT_AN_END: tl.constexpr):
+    """(h between LOW and HIGH, its derivative). NaN stays NaN."""
+    slope = tl.full(h.shape, 1.0, h.dtype)
+    if HIGH is not None:
+        slope = tl.where(h > HIGH, 0.0, slope if AT_AN_END == 1 else tl.where(h == HIGH, AT_AN_END, slope))
+        h = tl.where(h > HIGH, HIGH, h)
+    if LOW is not None:
+        slope = tl.where(h < LOW, 0.0, slope if AT_AN_END == 1 else tl.where(h == LOW, AT_AN_END, slope))
+        h = tl.where(h < LOW, LOW, h)
+    return h, slope.to(h.dtype)
+
+
+@triton.jit
+def _factors(gate, up, NAME: tl.constexpr, CURVE: tl.constexpr):
+    """(the factor that gate makes, its derivative, the factor that up makes, its derivative), see `Activation`."""
+    gate, before = _bounded(gate, CURVE[2], CURVE[3], CURVE[4])
+    if CURVE[0] != 1:
+        s = tl.sigmoid(gate * CURVE[0])
+        f = gate * s
+        slope = s * (1 + gate * CURVE[0] * (1 - s))
+    else:
+        f, slope = _with_slope(gate, NAME)
+    f, behind = _bounded(f, CURVE[5], CURVE[6], CURVE[7])
+    up, up_slope = _bounded(up, CURVE[8], CURVE[9], CURVE[10])
+    return f, slope * before * behind, up + CURVE[1], up_slope
+
+
+@triton.jit
+def _product(gate, up, NAME: tl.constexpr, CURVE: tl.constexpr):
+    if CURVE is None:
+        return _with_slope(gate, NAME)[0] * up
+    else:
+        f, _, factor, _ = _factors(gate, up, NAME, CURVE)
+        return f * factor
+
+
+@triton.jit
+def grouped_gated(x, gates, ups, table, ends, take, x_scale, w_scale, b_gate, b_up, h_gate, h_up, out, rows, xs, ws_e,
+                  wn, wk, hs, N: tl.constexpr, K: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, TABLE: tl.constexpr,
+                  NAME: tl.constexpr, CURVE: tl.constexpr, BS: tl.constexpr, TYPE: tl.constexpr, ACC: tl.constexpr,
+                  PRECISION: tl.constexpr, INTERPRETED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+                  BK: tl.constexpr):  # fmt: skip
     """h_gate = x @ gate.T, h_up = x @ up.T, out = f(h_gate) * h_up, of rows take[r], with their group's weights.
-    x_scale [rows of x] and w_scale [E, 2N], the gate's first, or None: factors of the GEMMs."""
+    x_scale [rows of x] and w_scale [E, 2N], the gate's first, or None: factors of the GEMMs. b_gate and b_up [E, N],
+    BS from one expert to the next, or None."""
     across: tl.constexpr = (N + BN - 1) // BN
     n = (tl.program_id(0) % across) * BN + tl.arange(0, BN)
     group, first, stop = tile_of(ends, rows, tl.program_id(0) // across, E, EP, BM)
@@ -87,18 +127,62 @@ def grouped_gated(x, gates, ups, table, ends, take, x_scale, w_scale, h_gate, h_
             of_gate = w_scale + group * 2 * N + n
             acc_gate *= of_row * tl.load(of_gate, mask=n < N, other=0)[None, :]
             acc_up *= of_row * tl.load(of_gate + N, mask=n < N, other=0)[None, :]
+        if b_gate is not None:
+            acc_gate += tl.load(b_gate + group * BS + n, mask=n < N, other=0).to(ACC)[None, :]
+        if b_up is not None:
+            acc_up += tl.load(b_up + group * BS + n, mask=n < N, other=0).to(ACC)[None, :]
     mask = (m < stop)[:, None] & (n < N)[None, :]
     wide = m.to(tl.int64)[:, None]
     gate, up = as_stored(acc_gate, out), as_stored(acc_up, out)
     tl.store(h_gate + wide * hs + n[None, :], gate, mask=mask)
     tl.store(h_up + wide * hs + n[None, :], up, mask=mask)
-    made = _with_slope(gate.to(ACC), NAME)[0] * up.to(ACC)
+    if CURVE is None:
+        made = _with_slope(gate.to(ACC), NAME)[0] * up.to(ACC)
+    else:
+        made = _product(gate.to(ACC), up.to(ACC), NAME, CURVE)
     tl.store(out + wide * N + n[None, :], as_stored(made, out), mask=mask)
 
 
 @triton.jit
+def grouped_interleaved(x, weights, table, ends, take, bias, hidden, out, rows, xs, ws_e, wn, wk, N: tl.constexpr,
+                        K: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, TABLE: tl.constexpr, NAME: tl.constexpr,
+                        CURVE: tl.constexpr, TYPE: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+                        INTERPRETED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+    """hidden = x @ weights.T (+ bias), of rows take[r], with their group's weights, and out = f(gate) * up of hidden's
+    channels in turn. A tile is one of a plain GEMM, however the weights lie; its accumulator is split in registers."""
+    across: tl.constexpr = (N + BN - 1) // BN
+    part = tl.program_id(0) % across
+    n = part * BN + tl.arange(0, BN)
+    group, first, stop = tile_of(ends, rows, tl.program_id(0) // across, E, EP, BM)
+    if group > E:
+        return
+    m = first + tl.arange(0, BM)
+    acc = tl.zeros([BM, BN], ACC)
+    if group < E:
+        row = tl.load(take + tl.minimum(m, rows - 1)).to(tl.int64)[:, None]
+        k = tl.arange(0, BK)
+        if TABLE:
+            w = tl.multiple_of(tl.load(table + group).to(tl.pointer_type(TYPE)), 16)
+        else:
+            w = weights + group.to(tl.int64) * ws_e
+        a = x + row * xs + k[None, :]
+        b = w + n[None, :] * wn + k[:, None] * wk
+        acc = add_gemm(acc, a, b, n, wk, N, K, ACC, PRECISION, INTERPRETED, BN, BK)
+        if bias is not None:
+            acc += tl.load(bias + group * N + n, mask=n < N, other=0).to(ACC)[None, :]
+    inside = (m < stop)[:, None]
+    wide = m.to(tl.int64)[:, None]
+    both = as_stored(acc, out)
+    tl.store(hidden + wide * N + n[None, :], both, mask=inside & (n < N)[None, :])
+    gate, up = both.to(ACC).reshape(BM, BN // 2, 2).split()
+    lanes = part * (BN // 2) + tl.arange(0, BN // 2)
+    made = _product(gate, up, NAME, CURVE)
+    tl.store(out + wide * (N // 2) + lanes[None, :], as_stored(made, out), mask=inside & (lanes < N // 2)[None, :])
+
+
+@triton.jit
 def _gradients_of(d_a, m, n, h_gate, h_up, scale, d_hidden, out, hs, stop, until, N: tl.constexpr, NAME: tl.constexpr,
-                  ACC: tl.constexpr):  # fmt: skip
+                  CURVE: tl.constexpr, ACC: tl.constexpr):  # fmt: skip
     """What channels `n` of rows `m` add to `d_a . a`; stores these channels of the results of `gated_gradients`, of
     rows before `stop`. Rows from `until` on belong to no expert."""
     inside = (m < stop)[:, None] & (n < N)[None, :]
@@ -107,23 +191,27 @@ def _gradients_of(d_a, m, n, h_gate, h_up, scale, d_hidden, out, hs, stop, until
     at = row * hs + n[None, :]
     gate = tl.load(h_gate + at, mask=live, other=0).to(ACC)
     up = tl.load(h_up + at, mask=live, other=0).to(ACC)
-    f, slope = _with_slope(gate, NAME)
-    a = f * up
+    if CURVE is None:
+        f, slope = _with_slope(gate, NAME)
+        a = f * up
+    else:
+        f, slope, up, up_slope = _factors(gate, up, NAME, CURVE)
+        a = f * up
     dot = tl.sum(d_a * a, 1)
     tl.store(out + row * N + n[None, :], as_stored(a * scale, out), mask=inside)
     d_a *= scale
     d = d_hidden + row * (2 * N) + n[None, :]
     tl.store(d, as_stored(d_a * slope * up, d_hidden), mask=inside)
-    tl.store(d + N, as_stored(d_a * f, d_hidden), mask=inside)
+    tl.store(d + N, as_stored(d_a * f if CURVE is None else d_a * f * up_slope, d_hidden), mask=inside)
     return dot
 
 
 @triton.jit
 def gated_gradients(x, weights, table, ends, take, x_scale, h_gate, h_up, gates, d_hidden, out, dots, rows, xs, ws_e,
                     wn, wk, hs, N: tl.constexpr, K: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
-                    TABLE: tl.constexpr, NAME: tl.constexpr, TYPE: tl.constexpr, ACC: tl.constexpr,
-                    PRECISION: tl.constexpr, INTERPRETED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-                    BK: tl.constexpr):  # fmt: skip
+                    TABLE: tl.constexpr, NAME: tl.constexpr, CURVE: tl.constexpr,
+                    TYPE: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
+                    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
     """With a = f(h_gate) * h_up, and `x[take[r]] @ weights[group of r].T * gates[r]` the gradient of a's row r: the
     gradients of h_gate and h_up, side by side; `a * gates`; and, in a row of `dots` for each BN channels, what
     these add to the gradient of the row's gate. Rows behind all groups are zero. Without `take`, x has their order;
@@ -161,7 +249,8 @@ def gated_gradients(x, weights, table, ends, take, x_scale, h_gate, h_up, gates,
         for quarter in tl.static_range(2):
             lanes = part * BN + (2 * half + quarter) * (BN // 4) + tl.arange(0, BN // 4)
             d_a = one if quarter == 0 else two
-            dot += _gradients_of(d_a, m, lanes, h_gate, h_up, scale, d_hidden, out, hs, stop, until, N, NAME, ACC)
+            dot += _gradients_of(d_a, m, lanes, h_gate, h_up, scale, d_hidden, out, hs, stop, until, N, NAME, CURVE,
+                                 ACC)  # fmt: skip
     tl.store(dots + part.to(tl.int64) * rows + m, dot, mask=m < stop)
 
 
@@ -174,13 +263,19 @@ def gated(
     activation: str,
     scales: tuple[Tensor | None, Tensor | None] = (None, None),
     dtype: torch.dtype | None = None,
+    b_gate: Tensor | None = None,
+    b_up: Tensor | None = None,
     **sizes: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(h_gate, h_up, f(h_gate) * h_up); with w_up empty w_gate holds both, [2n, d] of an expert, as h_gate does.
-    scales: of the rows of x, and of those of the weights [E, 2n]. dtype: of the results, by default x's."""
-    fused = not w_up
+    scales: of the rows of x, and of those of the weights [E, 2n]. dtype: of the results, by default x's. b_gate, b_up:
+    biases as the weights, all experts' in one."""
+    fused, curve = not w_up, Activation.parse(activation)
     if fused:
         w_gate, w_up = ([w.chunk(2, -2)[i] for w in w_gate] for i in range(2))
+        b_gate, b_up = (None, None) if b_gate is None else b_gate.contiguous().chunk(2, 1)
+    else:
+        b_gate, b_up = (None if b is None else b.contiguous() for b in (b_gate, b_up))
     if x.stride(-1) != 1:
         x = x.contiguous()
     n, total, dtype = w_gate[0].shape[-2], take.shape[0], dtype or x.dtype
@@ -192,10 +287,28 @@ def gated(
     if total:
         operands, arguments = arguments_of([*w_gate, *w_up], x, offsets)
         grouped_gated[programs(total, offsets.shape[0], n, blocks)](
-            x=x, gates=operands[0], ups=operands[-1], take=take, x_scale=scales[0], w_scale=scales[1], h_gate=gate,
-            h_up=up, out=out, rows=total, xs=x.stride(0), hs=gate.stride(0), NAME=activation, **arguments, **blocks,
+            x=x, gates=operands[0], ups=operands[-1], take=take, x_scale=scales[0], w_scale=scales[1], b_gate=b_gate,
+            b_up=b_up, h_gate=gate, h_up=up, out=out, rows=total, xs=x.stride(0), hs=gate.stride(0), NAME=curve.name,
+            CURVE=curve.constants, BS=2 * n if fused else n, **arguments, **blocks,
         )  # fmt: skip
     return hidden[0], hidden[-1] if not fused else hidden[0].new_empty(0), out
+
+
+def interleaved(
+    x: Tensor, weights: list[Tensor], offsets: Tensor, take: Tensor, activation: str, bias: Tensor | None, **sizes: int
+) -> tuple[Tensor, Tensor]:
+    """(hidden [S, 2n], f(gate) * up), of weights [2n, d] whose rows are gate's and up's in turn."""
+    x, curve = x if x.stride(-1) == 1 else x.contiguous(), Activation.parse(activation)
+    n, total = weights[0].shape[-2], take.shape[0]
+    hidden, out = (x.new_empty((total, width)) for width in (n, n // 2))
+    blocks = {**block_sizes(x.dtype, n), **sizes}
+    if total:
+        operands, arguments = arguments_of(weights, x, offsets)
+        grouped_interleaved[programs(total, offsets.shape[0], n, blocks)](
+            x=x, weights=operands[0], take=take, bias=None if bias is None else bias.contiguous(), hidden=hidden,
+            out=out, rows=total, xs=x.stride(0), NAME=curve.name, CURVE=curve.constants, **arguments, **blocks,
+        )  # fmt: skip
+    return hidden, out
 
 
 def _two_programs(narrow: bool) -> dict[str, int]:
@@ -222,6 +335,7 @@ def gradients(
     the results, by default that of `grad`.
     """
     hidden = [h if h.stride(-1) == 1 else h.contiguous() for h in hidden]
+    curve = Activation.parse(activation)
     gate, up = hidden if len(hidden) == 2 else hidden[0].chunk(2, 1)
     if gate.stride() != up.stride():
         gate, up = gate.contiguous(), up.contiguous()
@@ -236,6 +350,6 @@ def gradients(
         gated_gradients[programs(rows, offsets.shape[0], n, blocks)](
             x=grad, weights=operands[0], take=take, x_scale=scale, h_gate=gate, h_up=up,
             gates=gates.contiguous(), d_hidden=d_hidden, out=out, dots=dots, rows=rows, xs=grad.stride(0),
-            hs=gate.stride(0), NAME=activation, **arguments, **blocks,
+            hs=gate.stride(0), NAME=curve.name, CURVE=curve.constants, **arguments, **blocks,
         )  # fmt: skip
     return d_hidden, out, dots.sum(0)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megacpp_compile.lowerings._kernels.triton_cast import as_stored
 from megacpp_compile.lowerings._kernels.triton_launch import accumulator, multiply, power_of_2
+from megacpp_compile.lowerings._op import compute_dtype
 
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32, torch.float64: tl.float64,
          torch.float8_e4m3fn: tl.float8e4nv}  # fmt: skip
@@ -63,13 +64,13 @@ def add_gemm(acc, a, b, n, wk, N: tl.constexpr, K: tl.constexpr, ACC: tl.constex
 
 
 @triton.jit
-def grouped_rows(x, x2, weights, weights2, table, ends, take, x_scale, w_scale, out, rows, xs, xs2, ws_e, wn, wk,
+def grouped_rows(x, x2, weights, weights2, table, ends, take, x_scale, w_scale, bias, out, rows, xs, xs2, ws_e, wn, wk,
                  N: tl.constexpr, K: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, TABLE: tl.constexpr,
                  SECOND: tl.constexpr, TAKE: tl.constexpr, TYPE: tl.constexpr, ACC: tl.constexpr,
                  PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
                  BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
     """out[r] = x[r] @ weights[group of r].T (+ x2[r] @ weights2[group of r].T), or of rows take[r]; a row behind all
-    groups is zero. x_scale [rows of x] and w_scale [E, N] or None: factors of the GEMMs."""
+    groups is zero. x_scale [rows of x] and w_scale [E, N] or None: factors of the GEMMs; bias [E, N] or None."""
     across: tl.constexpr = (N + BN - 1) // BN
     tile = tl.program_id(0) // across
     n = (tl.program_id(0) % across) * BN + tl.arange(0, BN)
@@ -97,6 +98,8 @@ def grouped_rows(x, x2, weights, weights2, table, ends, take, x_scale, w_scale, 
             acc *= tl.load(x_scale + (tl.load(take + at_row) if TAKE else at_row))[:, None]
         if w_scale is not None:
             acc *= tl.load(w_scale + group * N + n, mask=n < N, other=0)[None, :]
+        if bias is not None:
+            acc += tl.load(bias + group * N + n, mask=n < N, other=0).to(ACC)[None, :]
     place = out + m.to(tl.int64)[:, None] * N + n[None, :]
     tl.store(place, as_stored(acc, out), mask=(m < stop)[:, None] & (n < N)[None, :])
 
@@ -125,6 +128,23 @@ def grouped_weights(grad, x, ends, take_grad, take_x, out, gs, xs, N: tl.constex
         acc = tl.dot(tl.trans(left), right, acc, input_precision=PRECISION, out_dtype=ACC)
     place = (e.to(tl.int64) * N + n)[:, None] * K + k[None, :]
     tl.store(out + place, as_stored(acc, out), mask=(n < N)[:, None] & (k < K)[None, :])
+
+
+@triton.jit
+def grouped_sums(rows, ends, take, factors, out, rs, N: tl.constexpr, ACC: tl.constexpr, BM: tl.constexpr,
+                 BN: tl.constexpr):  # fmt: skip
+    """out[e] = the sum of the rows of e, or of rows take[r], times factors[r] where there are such"""
+    e = tl.program_id(1)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    start = tl.load(ends + e - 1, mask=e > 0, other=0)
+    stop = tl.load(ends + e)
+    acc = tl.zeros([BM, BN], ACC)
+    for at in range(start, stop, BM):
+        m = at + tl.arange(0, BM)
+        row = (m if take is None else tl.load(take + m, mask=m < stop, other=0)).to(tl.int64)[:, None]
+        own = tl.load(rows + row * rs + n[None, :], mask=(m < stop)[:, None] & (n < N)[None, :], other=0).to(ACC)
+        acc += own if factors is None else own * tl.load(factors + m, mask=m < stop, other=0).to(ACC)[:, None]
+    tl.store(out + e.to(tl.int64) * N + n, tl.sum(acc, 0), mask=n < N)
 
 
 def block_sizes(dtype: torch.dtype, n: int, roomy: bool = False) -> dict[str, int]:
@@ -179,6 +199,7 @@ def rows(
     take: Tensor | None,
     scales: tuple[Tensor | None, Tensor | None] = (None, None),
     dtype: torch.dtype | None = None,
+    bias: Tensor | None = None,
     **sizes: int,
 ) -> Tensor:
     """[S, n]: as `grouped.rows`. scales: of the rows of x, and of those of the weights [E, n]. dtype: of the result, by
@@ -196,8 +217,20 @@ def rows(
     blocks = {**block_sizes(x.dtype, n, roomy=transposed and _shared_memory(x.device) >= 4 * 48 << 10), **sizes}
     grouped_rows[programs(total, offsets.shape[0], n, blocks)](
         x=x, x2=xs[-1], weights=operands[0], weights2=operands[-1], take=offsets if take is None else take,
-        x_scale=scales[0], w_scale=scales[1], out=out, rows=total, xs=x.stride(0), xs2=xs[-1].stride(0),
-        SECOND=len(xs) == 2, TAKE=take is not None, **arguments, **blocks,
+        x_scale=scales[0], w_scale=scales[1], bias=None if bias is None else bias.contiguous(), out=out, rows=total,
+        xs=x.stride(0), xs2=xs[-1].stride(0), SECOND=len(xs) == 2, TAKE=take is not None, **arguments, **blocks,
+    )  # fmt: skip
+    return out
+
+
+def sums(rows: Tensor, offsets: Tensor, take: Tensor | None, factors: Tensor | None) -> Tensor:
+    """[E, n]: as `grouped.sums`."""
+    rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+    n, blocks = rows.shape[1], {"BM": 32, "BN": 64, "num_warps": 4}
+    out = torch.empty((offsets.shape[0], n), dtype=compute_dtype(rows), device=rows.device)
+    grouped_sums[(-(-n // blocks["BN"]), offsets.shape[0])](
+        rows, offsets, take, None if factors is None else factors.contiguous(), out, rows.stride(0), N=n,
+        ACC=accumulator(rows.dtype), **blocks,
     )  # fmt: skip
     return out
 

@@ -4,25 +4,30 @@
     w_gate, w_up, w_down   of every expert [n, d], [n, d], [d, n]: one tensor with the experts in front, or a list of
              one per expert, which are read where they lie and never copied into one
     layout   "pair": down(f(gate(x)) * up(x));  "single": down(f(up(x))), w_gate empty;  "gate_up" and "up_gate": w_gate
-             empty, w_up [2n, d] holds both in that order
-    activation  f: silu, gelu, gelu_tanh, relu, relu2 (its square)
+             empty, w_up [2n, d] holds both in that order;  "interleaved": the same, row after row in turn, the gate's
+             first
+    activation  f: silu, gelu, gelu_tanh, relu, relu2 (its square), or with bounds and numbers, see `activation`
+    b_gate, b_up, b_down  biases of all experts [E, n] in the order of the weights' rows, or None
     returns  y [T, d] in out_dtype, `sum_j gates[t, j] * expert[indices[t, j]](x[t])`;  hidden: results of the GEMMs
-             before the activation [T*k, n], rows in the order of experts, none without `keep_hidden`;  order [T*k]: the
-             slots `t * k + j` sorted by expert;  offsets [E] int32: where each expert's slots end
+             before the activation, with their biases [T*k, n], rows in the order of experts, none without
+             `keep_hidden`;  order [T*k]: the slots `t * k + j` sorted by expert;  offsets [E] int32: where each
+             expert's slots end
 
 precision  "", or "fp8_current": operands of the GEMMs by the weights are rounded to e4m3, with a scale for every row
              (see `float8`). The weights' scales then follow `hidden`: [E, channels] of those before the
              activation, the gate's first, and [E, d] of those behind it: float32, or float64 for float64
 
-x and the weights share a dtype, in which GEMMs are rounded; activation and weighted sum run in float32 (float64 for
-float64). An index outside 0..E-1 is no expert's: its slot adds nothing and gets no gradient. The same expert chosen
-twice by a token counts twice.
-Saved for backward: x, gates, weights, order, offsets, and `hidden` with `keep_hidden`; no expert's output,
-and no payload.
+x, weights and biases share a dtype, in which GEMMs are rounded, the bias added; activation and weighted sum run in
+float32 (float64 for float64). An index outside 0..E-1 is no expert's: its slot adds nothing, no bias either, and gets
+no gradient. The same expert chosen twice by a token counts twice.
+Saved for backward: x, gates, weights, biases, order, offsets, and `hidden` with `keep_hidden`; no expert's output, and
+no payload.
 Source: https://arxiv.org/abs/1701.06538; with many small experts, https://arxiv.org/abs/2401.06066.
 """
 
 from __future__ import annotations
+
+from typing import Optional
 
 import torch
 from torch import Tensor
@@ -46,17 +51,21 @@ def moe(
     out_dtype: torch.dtype,
     keep_hidden: bool = True,
     precision: str = "",
+    b_gate: Optional[Tensor] = None,  # noqa: UP045  custom_op reads typing.Optional on every supported torch
+    b_up: Optional[Tensor] = None,  # noqa: UP045
+    b_down: Optional[Tensor] = None,  # noqa: UP045
 ) -> tuple[Tensor, list[Tensor], Tensor, Tensor]:
     assert precision in reference.PRECISIONS, precision
+    biases = b_gate, b_up, b_down
     with no_autocast(x):
         return reference.moe(
-            x, indices, gates, w_gate, w_up, w_down, activation, layout, out_dtype, keep_hidden, precision
+            x, indices, gates, w_gate, w_up, w_down, activation, layout, out_dtype, keep_hidden, precision, *biases
         )
 
 
 @moe.register_fake
 def _(  # type: ignore[no-untyped-def]
-    x, indices, gates, w_gate, w_up, w_down, activation, layout, out_dtype, keep_hidden=True, precision=""
+    x, indices, gates, w_gate, w_up, w_down, activation, layout, out_dtype, keep_hidden=True, precision="", *_
 ):
     slots = indices.shape[0] * indices.shape[1]
     hidden = [x.new_empty((slots, w[0].shape[-2])) for w in (w_gate, w_up) if w] if keep_hidden else []
@@ -82,41 +91,52 @@ def moe_backward(
     activation: str,
     layout: str,
     precision: str = "",
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(gradients of x, of gates, of w_gate and w_up as one tensor [E, 2n, d], the gate first, or of w_up alone, and of
-    w_down)"""
+    b_gate: Optional[Tensor] = None,  # noqa: UP045
+    b_up: Optional[Tensor] = None,  # noqa: UP045
+    b_down: Optional[Tensor] = None,  # noqa: UP045
+) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+    """(gradients of x, of gates, of w_gate and w_up as one tensor [E, 2n, d], the gate first, or of w_up alone, of
+    w_down, and of the biases that are there)"""
+    biases = b_gate, b_up, b_down
     with no_autocast(x):
         return reference.moe_backward(
-            grad, x, gates, w_gate, w_up, w_down, hidden, order, offsets, activation, layout, precision
+            grad, x, gates, w_gate, w_up, w_down, hidden, order, offsets, activation, layout, precision, *biases
         )
 
 
 @moe_backward.register_fake
 def _(  # type: ignore[no-untyped-def]
-    grad, x, gates, w_gate, w_up, w_down, hidden, order, offsets, activation, layout, precision=""
-):
+    grad, x, gates, w_gate, w_up, w_down, hidden, order, offsets, activation, layout, precision="",
+    b_gate=None, b_up=None, b_down=None,
+):  # fmt: skip
     experts, (d, n) = reference.experts_of(w_down), w_down[0].shape[-2:]
     width = sum(w[0].shape[-2] for w in (w_gate, w_up) if w)
     d_into, d_down = x.new_empty((experts, width, d)), x.new_empty((experts, d, n))
-    return x.new_empty(x.shape), gates.new_empty(gates.shape), d_into, d_down
+    biases = [b.new_empty(b.shape) for b in (b_gate, b_up, b_down) if b is not None]
+    return x.new_empty(x.shape), gates.new_empty(gates.shape), d_into, d_down, biases
 
 
 def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
     x, _, gates, w_gate, w_up, w_down, ctx.activation, ctx.layout = inputs[:8]
-    ctx.precision = inputs[10:]
+    ctx.precision = inputs[10] if len(inputs) > 10 else ""
+    biases = inputs[11:]
+    ctx.biased = [b is not None for b in biases]
     _, hidden, order, offsets = output
     ctx.mark_non_differentiable(*hidden, order, offsets)
     lists = (w_gate, w_up, w_down, hidden)
     ctx.lengths = [len(part) for part in lists]
     ctx.stacked = bool(w_down) and w_down[0].dim() == 3
-    ctx.save_for_backward(x, gates, order, offsets, *(t for part in lists for t in part))
+    own = (b for b in biases if b is not None)
+    ctx.save_for_backward(x, gates, order, offsets, *(t for part in lists for t in part), *own)
 
 
 def _backward(ctx, grad, *_):  # type: ignore[no-untyped-def]
     x, gates, order, offsets, *others = ctx.saved_tensors
     w_gate, w_up, w_down, hidden = ([others.pop(0) for _ in range(n)] for n in ctx.lengths)
-    d_x, d_gates, d_into, d_down = moe_backward(
-        grad, x, gates, w_gate, w_up, w_down, hidden, order, offsets, ctx.activation, ctx.layout, *ctx.precision
+    biases = [others.pop(0) if there else None for there in ctx.biased]
+    said = (ctx.precision, *biases) if biases else (ctx.precision,) if ctx.precision else ()
+    d_x, d_gates, d_into, d_down, d_biases = moe_backward(
+        grad, x, gates, w_gate, w_up, w_down, hidden, order, offsets, ctx.activation, ctx.layout, *said
     )
     # Gradients of separate weights are parts of one tensor, each of which lies together.
     stacks = [*(d_into.chunk(2, 1) if w_gate else (None, d_into)), d_down]
@@ -124,7 +144,8 @@ def _backward(ctx, grad, *_):  # type: ignore[no-untyped-def]
         [] if not n else [stack] if ctx.stacked else list(stack.unbind(0))
         for n, stack in zip(ctx.lengths, stacks, strict=False)
     ]
-    return (d_x, None, d_gates, *d_weights, *[None] * 5)[: len(ctx.needs_input_grad)]
+    grads = [d_biases.pop(0) if there else None for there in ctx.biased]
+    return (d_x, None, d_gates, *d_weights, *[None] * 5, *grads)[: len(ctx.needs_input_grad)]
 
 
 moe.register_autograd(_backward, setup_context=_setup_context)
@@ -137,6 +158,7 @@ _TIME_IN_FP8 = 0.8
 def _flops(
     x: Tensor, indices: Tensor, gates: Tensor, w_gate: list[Tensor], w_up: list[Tensor], w_down: list[Tensor],
     activation: str, layout: str, out_dtype: torch.dtype, keep_hidden: bool = True, precision: str = "",
+    *biases: Tensor | None,
 ) -> float:  # fmt: skip
     """As if every expert were chosen equally often; that does not change the sum, as all are of one size."""
     experts = len(w_down) if w_down[0].dim() == 2 else hint(w_down[0].shape[0])

@@ -18,11 +18,13 @@ from torch import Tensor
 
 from megacpp_compile._torch import present
 from megacpp_compile._torch.ops import grouped_mm
+from megacpp_compile.lowerings._activation import Activation
 from megacpp_compile.lowerings._gemm.float8_support import MULTIPLE, no_float8
 from megacpp_compile.lowerings._kernels import grouped_fp8  # noqa: F401  registers the GEMMs
 from megacpp_compile.lowerings.moe import float8, reference
 
 __all__ = ["moe", "moe_backward", "supports"]
+
 
 def supports(name: str, args: Sequence[Any]) -> str | None:
     """Why this cannot serve the call, or None."""
@@ -48,6 +50,16 @@ def _cutlass(*tensors: Tensor) -> bool:
     )  # fmt: skip
 
 
+def _fuses(activation: Activation, layout: str) -> bool:
+    """Whether the kernels that fuse compute this; anything else is Inductor's to fuse, between two grouped GEMMs."""
+    return layout in ("pair", "gate_up") and not activation.soft
+
+
+def _fuses_interleaved(activation: Activation, layout: str) -> bool:
+    """As `_fuses`, in forward: there a kernel of channels in turn has registers enough; in backward it would spill."""
+    return layout == "interleaved" and not activation.soft or _fuses(activation, layout)
+
+
 class GroupedGemms(reference.GroupedGemms):
     """The grouped GEMMs; `gated` fuses gate, up and activation, `gradients` what lies between backward's GEMMs."""
 
@@ -60,6 +72,7 @@ class GroupedGemms(reference.GroupedGemms):
         return torch.ops.grouped_gemms.weights_by_cutlass(grad, x, offsets, take_grad, take_x)
 
     gradients = torch.ops.grouped_gemms.gradients
+    fuses_forward, fuses_backward = staticmethod(_fuses_interleaved), staticmethod(_fuses)
 
     @staticmethod
     def gated(
@@ -69,9 +82,14 @@ class GroupedGemms(reference.GroupedGemms):
         offsets: Tensor,
         token: Tensor,
         activation: str,
+        b_gate: Tensor | None = None,
+        b_up: Tensor | None = None,
+        interleaved: bool = False,
     ) -> tuple[list[Tensor], Tensor]:
+        biases = (b_gate, b_up) if w_gate else (b_up, None)
+        others = reference.given(*biases, interleaved or None)
         first, second, a = torch.ops.grouped_gemms.gated(
-            x, w_gate or w_up, w_up if w_gate else [], offsets, token, activation
+            x, w_gate or w_up, w_up if w_gate else [], offsets, token, activation, *others
         )
         return [first, second] if w_gate else [first], a
 
@@ -80,6 +98,7 @@ class Fp8Gemms(float8.Fp8Gemms):
     """`float8.Fp8Gemms` by kernels that multiply payloads, fused as in `GroupedGemms`."""
 
     weights = staticmethod(GroupedGemms.weights)  # type: ignore[assignment]
+    fuses_forward, fuses_backward = staticmethod(_fuses), staticmethod(_fuses)
 
     def gated(
         self,
@@ -89,9 +108,12 @@ class Fp8Gemms(float8.Fp8Gemms):
         offsets: Tensor,
         token: Tensor,
         activation: str,
+        b_gate: Tensor | None = None,
+        b_up: Tensor | None = None,
     ) -> tuple[list[Tensor], Tensor]:
+        biases = (b_gate, b_up) if w_gate else (b_up,)
         first, second, a, scale = torch.ops.grouped_gemms.gated_fp8(
-            x, w_gate or w_up, w_up if w_gate else [], offsets, token, activation
+            x, w_gate or w_up, w_up if w_gate else [], offsets, token, activation, *reference.given(*biases)
         )
         self._made.append(scale)
         return [first, second] if w_gate else [first], a
@@ -111,13 +133,19 @@ class Fp8Gemms(float8.Fp8Gemms):
         )
 
     def rows(
-        self, xs: list[Tensor], weights: list[Tensor], offsets: Tensor, transposed: bool, take: Tensor | None = None
+        self,
+        xs: list[Tensor],
+        weights: list[Tensor],
+        offsets: Tensor,
+        transposed: bool,
+        take: Tensor | None = None,
+        bias: Tensor | None = None,
     ) -> Tensor:
         (x,) = xs
         if transposed:
             x = x if take is None else x[take]
             return torch.ops.grouped_gemms.rows_back_fp8(x, weights, self._given.pop(), offsets)  # type: ignore[no-any-return]
-        y, scale = torch.ops.grouped_gemms.rows_fp8(x, weights, offsets, take)
+        y, scale = torch.ops.grouped_gemms.rows_fp8(x, weights, offsets, take, *reference.given(bias))
         self._made.append(scale)
         return y  # type: ignore[no-any-return]
 
@@ -134,11 +162,15 @@ def moe(
     out_dtype: torch.dtype,
     keep_hidden: bool = True,
     precision: str = "",
+    b_gate: Tensor | None = None,
+    b_up: Tensor | None = None,
+    b_down: Tensor | None = None,
 ) -> tuple[Tensor, list[Tensor], Tensor, Tensor]:
     grouped: Any = Fp8Gemms() if precision else GroupedGemms
     return reference.moe(
-        x, indices, gates, w_gate, w_up, w_down, activation, layout, out_dtype, keep_hidden, precision, grouped
-    )
+        x, indices, gates, w_gate, w_up, w_down, activation, layout, out_dtype, keep_hidden, precision, b_gate,
+        b_up, b_down, grouped=grouped,
+    )  # fmt: skip
 
 
 def moe_backward(
@@ -154,10 +186,12 @@ def moe_backward(
     activation: str,
     layout: str,
     precision: str = "",
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    b_gate: Tensor | None = None,
+    b_up: Tensor | None = None,
+    b_down: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     grouped: Any = Fp8Gemms(hidden[-reference.SCALES :]) if precision else GroupedGemms
     return reference.moe_backward(
-        grad, x, gates, w_gate, w_up, w_down, hidden, order, offsets, activation, layout, precision, grouped
-    )
-
-
+        grad, x, gates, w_gate, w_up, w_down, hidden, order, offsets, activation, layout, precision, b_gate,
+        b_up, b_down, grouped=grouped,
+    )  # fmt: skip

@@ -1,9 +1,9 @@
 """The GEMMs of `moe` in float8, in plain PyTorch: what `precision="fp8_current"` means, and the oracle.
 
 Both operands of a GEMM are e4m3, with a scale for every row: of x a token's; of the input of `down`, of the output's
-gradient and of the gradients before the activation a slot's; of a weight [n]. Backward multiplies by the same payloads
-as forward. There the weights' scales lie along the summed dimension, so they are multiplied into the rows before
-these are rounded. Gradients of the weights are GEMMs of unrounded operands.
+gradient and of the gradients before the activation a slot's; of a weight [n]. Biases are added unrounded. Backward
+multiplies by the same payloads as forward. There the weights' scales lie along the summed dimension, so they are
+multiplied into the rows before these are rounded. Gradients of the weights are GEMMs of unrounded operands.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ class Fp8Gemms:
     from the end."""
 
     weights = torch.ops.grouped_gemms.weights
+    sums = torch.ops.grouped_gemms.sums
     side_by_side = True  # the gradients of gate and up are rounded as one row
 
     def __init__(self, given: Iterable[Tensor] = ()) -> None:
@@ -36,7 +37,13 @@ class Fp8Gemms:
         return [torch.cat(into, 1), down]
 
     def rows(
-        self, xs: list[Tensor], weights: list[Tensor], offsets: Tensor, transposed: bool, take: Tensor | None = None
+        self,
+        xs: list[Tensor],
+        weights: list[Tensor],
+        offsets: Tensor,
+        transposed: bool,
+        take: Tensor | None = None,
+        bias: Tensor | None = None,
     ) -> Tensor:
         (x,) = xs
         dtype = compute_dtype(x)
@@ -57,6 +64,7 @@ class Fp8Gemms:
         rounded = [round_to_fp8(w, FORMAT) for w in each]
         self._made.append(torch.stack([s.squeeze(-1) for _, s in rounded]))
         operands = [widened(p, dtype) * s for p, s in rounded]
-        return torch.ops.grouped_gemms.rows([widened(payload, dtype) * own], operands, offsets, False, take).to(
+        added = () if bias is None else (bias.to(dtype),)
+        return torch.ops.grouped_gemms.rows([widened(payload, dtype) * own], operands, offsets, False, take, *added).to(
             x.dtype
         )

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import megacpp_compile.lowerings._kernels.grouped  # noqa: F401  registers the GEMMs
+from megacpp_compile.lowerings._activation import Activation
 from megacpp_compile.lowerings._op import compute_dtype, ends_until
 from megacpp_compile.lowerings.moe import float8
 
@@ -25,7 +25,13 @@ class Grouped(Protocol):
     """How a target does the GEMMs; `_kernels/grouped.py` says what each one is."""
 
     def rows(
-        self, xs: list[Tensor], weights: list[Tensor], offsets: Tensor, transposed: bool, take: Tensor | None = None
+        self,
+        xs: list[Tensor],
+        weights: list[Tensor],
+        offsets: Tensor,
+        transposed: bool,
+        take: Tensor | None = None,
+        bias: Tensor | None = None,
     ) -> Tensor: ...
     def weights(
         self,
@@ -35,6 +41,9 @@ class Grouped(Protocol):
         take_grad: Tensor | None = None,
         take_x: Tensor | None = None,
     ) -> Tensor: ...
+    def sums(
+        self, rows: Tensor, offsets: Tensor, take: Tensor | None = None, factors: Tensor | None = None
+    ) -> Tensor: ...
 
 
 class GroupedGemms:
@@ -42,6 +51,7 @@ class GroupedGemms:
 
     rows = torch.ops.grouped_gemms.rows
     weights = torch.ops.grouped_gemms.weights
+    sums = torch.ops.grouped_gemms.sums
 
 
 def precision_of(name: str, args: Sequence[Any]) -> str:
@@ -69,37 +79,10 @@ def inverse_of(order: Tensor) -> Tensor:
     return torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0], device=order.device))
 
 
-# name -> (f, f and its derivative)
-def _silu(h: Tensor) -> tuple[Tensor, Tensor]:
-    s = torch.sigmoid(h)
-    return h * s, s * (1 + h * (1 - s))
-
-
-def _gelu(h: Tensor) -> tuple[Tensor, Tensor]:
-    below = 0.5 * (1 + torch.erf(h * 0.5**0.5))
-    return h * below, below + h * torch.exp(-0.5 * h * h) * 0.3989422804014327
-
-
-def _gelu_tanh(h: Tensor) -> tuple[Tensor, Tensor]:
-    t = torch.tanh(0.7978845608028654 * (h + 0.044715 * h * h * h))
-    inner = 0.7978845608028654 * (1 + 3 * 0.044715 * h * h)
-    return 0.5 * h * (1 + t), 0.5 * (1 + t) + 0.5 * h * (1 - t * t) * inner
-
-
-def _relu(h: Tensor) -> tuple[Tensor, Tensor]:
-    return F.relu(h), (h > 0).to(h.dtype)
-
-
-def _relu2(h: Tensor) -> tuple[Tensor, Tensor]:
-    r = F.relu(h)
-    return r * r, 2 * r
-
-
-ACTIVATIONS = {"silu": _silu, "gelu": _gelu, "gelu_tanh": _gelu_tanh, "relu": _relu, "relu2": _relu2}
-
-
 def gate_and_up(hidden: Sequence[Tensor], layout: str) -> list[Tensor]:
     """[gate, up], or [up] where the layout has no gate."""
+    if layout == "interleaved":
+        return [hidden[0][:, ::2], hidden[0][:, 1::2]]
     if layout in ("gate_up", "up_gate"):
         first, second = hidden[0].chunk(2, -1)
         return [first, second] if layout == "gate_up" else [second, first]
@@ -107,9 +90,10 @@ def gate_and_up(hidden: Sequence[Tensor], layout: str) -> list[Tensor]:
 
 
 def activated(hidden: Sequence[Tensor], activation: str, layout: str) -> Tensor:
+    curve = Activation.parse(activation)
     gate, *up = (h.to(compute_dtype(h.dtype)) for h in gate_and_up(hidden, layout))
-    out = ACTIVATIONS[activation](gate)[0]
-    return (out * up[0] if up else out).to(hidden[0].dtype)
+    out = curve.of_gate(gate)[0]
+    return (out * curve.of_up(up[0])[0] if up else out).to(hidden[0].dtype)
 
 
 def moe(
@@ -124,14 +108,17 @@ def moe(
     out_dtype: torch.dtype,
     keep_hidden: bool = True,
     precision: str = "",
+    b_gate: Tensor | None = None,
+    b_up: Tensor | None = None,
+    b_down: Tensor | None = None,
     grouped: Grouped = GroupedGemms,  # type: ignore[assignment]
 ) -> tuple[Tensor, list[Tensor], Tensor, Tensor]:
     if precision and grouped is GroupedGemms:
         grouped = float8.Fp8Gemms()
     order, offsets = by_expert(indices, experts_of(w_down))
     token = order // indices.shape[1]
-    hidden, a = into_experts(x, w_gate, w_up, offsets, token, activation, layout, grouped)
-    out = grouped.rows([a], w_down, offsets, False)
+    hidden, a = into_experts(x, w_gate, w_up, offsets, token, activation, layout, b_gate, b_up, grouped)
+    out = grouped.rows([a], w_down, offsets, False, *given(None, b_down))
     wide = torch.promote_types(compute_dtype(out.dtype), gates.dtype)
     y = _per_token(out, order, offsets, gates.to(wide)).sum(1).to(out_dtype)
     kept = (hidden if keep_hidden else []) + (grouped.scales() if precision else [])  # type: ignore[attr-defined]
@@ -146,14 +133,44 @@ def into_experts(
     token: Tensor,
     activation: str,
     layout: str,
+    b_gate: Tensor | None,
+    b_up: Tensor | None,
     grouped: Grouped,
 ) -> tuple[list[Tensor], Tensor]:
     """(results of the GEMMs before the activation, the activated hidden)."""
-    together = getattr(grouped, "gated", None)
-    if together is not None and layout in ("pair", "gate_up"):
-        return together(x, w_gate, w_up, offsets, token, activation)  # type: ignore[no-any-return]
-    hidden = [grouped.rows([x], w, offsets, False, token) for w in (w_gate, w_up) if w]
+    if _fused(grouped, "fuses_forward", activation, layout):
+        interleaved = True if layout == "interleaved" else None
+        return grouped.gated(  # type: ignore[attr-defined, no-any-return]
+            x, w_gate, w_up, offsets, token, activation, *given(b_gate, b_up, interleaved)
+        )
+    hidden = _before_activation(x, w_gate, w_up, offsets, token, b_gate, b_up, grouped)
     return hidden, activated(hidden, activation, layout)
+
+
+def _before_activation(
+    x: Tensor,
+    w_gate: list[Tensor],
+    w_up: list[Tensor],
+    offsets: Tensor,
+    token: Tensor,
+    b_gate: Tensor | None,
+    b_up: Tensor | None,
+    grouped: Grouped,
+) -> list[Tensor]:
+    pairs = (w_gate, b_gate), (w_up, b_up)
+    return [grouped.rows([x], w, offsets, False, token, *given(b)) for w, b in pairs if w]
+
+
+def given(*args: Any) -> tuple[Any, ...]:
+    """`args` up to the last that is not None, so that a call without biases has no arguments for them."""
+    kept = [i + 1 for i, a in enumerate(args) if a is not None]
+    return args[: max(kept, default=0)]
+
+
+def _fused(grouped: Grouped, which: str, activation: str, layout: str) -> bool:
+    """Whether `grouped` has a kernel of a GEMM and all that follows it up to the next one."""
+    fuses = getattr(grouped, which, None)
+    return fuses is not None and fuses(Activation.parse(activation), layout)
 
 
 def _per_token(rows: Tensor, order: Tensor, offsets: Tensor, gates: Tensor) -> Tensor:
@@ -175,12 +192,15 @@ def moe_backward(
     activation: str,
     layout: str,
     precision: str = "",
+    b_gate: Tensor | None = None,
+    b_up: Tensor | None = None,
+    b_down: Tensor | None = None,
     grouped: Grouped = GroupedGemms,  # type: ignore[assignment]
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, gates, w_gate and w_up as one tensor [E, 2n, d], the gate's channels first, and w_down.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+    """Gradients of x, gates, w_gate and w_up as one tensor [E, 2n, d], the gate's channels first, w_down, and biases.
 
-    With `out = down(a)` and `dy` the gradient of y, the gate's gradient `dy . out` is `(dy @ w_down) . a`: no expert's
-    output is kept.
+    With `out = down(a) + b_down` and `dy` the gradient of y, the gate's gradient `dy . out` is `(dy @ w_down) . a` and
+    `dy . b_down`: no expert's output is kept.
     """
     if precision:
         hidden, scales = hidden[:-SCALES], hidden[-SCALES:]
@@ -188,24 +208,51 @@ def moe_backward(
     tokens, k = gates.shape
     token = order // k
     ups = [w for w in (w_gate, w_up) if w]
-    hidden = hidden or [grouped.rows([x], w, offsets, False, token) for w in ups]
+    hidden = hidden or _before_activation(x, w_gate, w_up, offsets, token, b_gate, b_up, grouped)
     grad = grad.to(x.dtype)
     dtype = compute_dtype(x.dtype)
     gate_of = gates.reshape(-1)[order].to(dtype)
-    together = getattr(grouped, "gradients", None)
-    if together is not None and layout in ("pair", "gate_up"):
-        d_hidden, a, d_gate = together(grad, w_down, hidden, gate_of, offsets, token, activation)
+    if _fused(grouped, "fuses_backward", activation, layout):
+        d_hidden, a, d_gate = grouped.gradients(grad, w_down, hidden, gate_of, offsets, token, activation)  # type: ignore[attr-defined]
     else:
         d_act = grouped.rows([grad], w_down, offsets, True, token)  # the gradient of a, without the gate
         d_hidden, a, d_gate = _gradients(d_act, hidden, gate_of, offsets, activation, layout)
 
+    d_biases, added = _bias_gradients(grad, d_hidden, gate_of, offsets, token, (b_gate, b_up), b_down, grouped)
+    d_gate = d_gate if added is None else d_gate + added
     d_gate = d_gate.to(gates.dtype)[inverse_of(order)].view(gates.shape)
     d_down = grouped.weights(grad, a, offsets, token)
     d_into = grouped.weights(d_hidden, x, offsets, None, token)
     parts = [d_hidden] if getattr(grouped, "side_by_side", False) else list(d_hidden.chunk(len(ups), 1))
     d_rows = grouped.rows(parts, [w for part in ups for w in part], offsets, True)
     d_x = _per_token(d_rows, order, offsets, gates.new_ones((), dtype=dtype).expand(tokens, k)).sum(1).to(x.dtype)
-    return d_x, d_gate, d_into, d_down
+    return d_x, d_gate, d_into, d_down, d_biases
+
+
+def _bias_gradients(
+    grad: Tensor,
+    d_hidden: Tensor,
+    gate_of: Tensor,
+    offsets: Tensor,
+    token: Tensor,
+    into: tuple[Tensor | None, Tensor | None],
+    b_down: Tensor | None,
+    grouped: Grouped,
+) -> tuple[list[Tensor], Tensor | None]:
+    """(gradients of the biases that are there; by row, what the last one adds to the gradients of the gate weights)"""
+    found, added = list[Tensor](), None
+    if any(b is not None for b in into):
+        widths = [b.shape[1] if b is not None else 0 for b in into]
+        widths = [w or d_hidden.shape[1] - sum(widths) for w in widths]  # of a layout without a gate, what is left is 0
+        sums = grouped.sums(d_hidden, offsets).split(widths, 1)
+        found = [part.to(b.dtype, copy=True) for part, b in zip(sums, into, strict=True) if b is not None]
+    if b_down is not None:
+        rows = torch.arange(token.shape[0], device=token.device)
+        expert = ends_until(offsets, rows).clamp(max=b_down.shape[0] - 1)
+        added = (grad[token].to(gate_of.dtype) * b_down[expert].to(gate_of.dtype)).sum(-1)
+        added = torch.where(rows < offsets[-1], added, 0)
+        found.append(grouped.sums(grad, offsets, token, gate_of).to(b_down.dtype))
+    return found, added
 
 
 def _gradients(
@@ -217,11 +264,18 @@ def _gradients(
     here = (torch.arange(d_act.shape[0], device=d_act.device) < offsets[-1])[:, None]
     d_a = torch.where(here, d_act.to(dtype), 0)
     inner, *up = (torch.where(here, h.to(dtype), 0) for h in gate_and_up(hidden, layout))
-    f, slope = ACTIVATIONS[activation](inner)
-    a = f * up[0] if up else f
+    curve = Activation.parse(activation)
+    f, slope = curve.of_gate(inner)
+    factor, up_slope = curve.of_up(up[0]) if up else (None, None)
+    a = f if factor is None else f * factor
     d_gate = (d_a * a).sum(-1)
     d_a = d_a * gate_of[:, None]
-    parts = [d_a * slope * up[0], d_a * f] if up else [d_a * slope]
+    parts = [d_a * slope] if factor is None else [d_a * slope * factor, d_a * f]
+    if up_slope is not None:
+        parts[1] = parts[1] * up_slope
+    if layout == "interleaved":
+        d_hidden = torch.stack([p.to(d_act.dtype) for p in parts], -1).flatten(-2)
+        return d_hidden, (a * gate_of[:, None]).to(d_act.dtype), d_gate
     if layout == "up_gate":
         parts.reverse()
     return torch.cat([p.to(d_act.dtype) for p in parts], -1), (a * gate_of[:, None]).to(d_act.dtype), d_gate

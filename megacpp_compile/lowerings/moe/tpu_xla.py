@@ -83,14 +83,20 @@ class GroupedGemms(reference.GroupedGemms):
         return self._blocks
 
     def rows(  # type: ignore[override]
-        self, xs: list[Tensor], weights: list[Tensor], offsets: Tensor, transposed: bool, take: Tensor | None = None
+        self,
+        xs: list[Tensor],
+        weights: list[Tensor],
+        offsets: Tensor,
+        transposed: bool,
+        take: Tensor | None = None,
+        bias: Tensor | None = None,
     ) -> Tensor:
         slots = (xs[0] if take is None else take).shape[0]
         each = _stacked(weights, len(xs))
         if slots == 0:
             return xs[0].new_zeros((0, each[0].shape[-1 if transposed else -2]))
         k = self.blocks(offsets, slots)
-        out = None
+        out = None if bias is None else bias[k.expert][:, None]
         for x, w in zip(xs, each, strict=True):
             w = w[k.expert]
             part = k.fill(x, take) @ (w if transposed else w.transpose(-1, -2))
@@ -116,6 +122,19 @@ class GroupedGemms(reference.GroupedGemms):
         parts = left.transpose(-1, -2) @ right
         return out.to(compute_dtype(out)).index_add(0, k.expert, parts.to(compute_dtype(out))).to(x.dtype)
 
+    def sums(  # type: ignore[override]
+        self, rows: Tensor, offsets: Tensor, take: Tensor | None = None, factors: Tensor | None = None
+    ) -> Tensor:
+        slots = (rows if take is None else take).shape[0]
+        out = rows.new_zeros((offsets.shape[0], rows.shape[1]), dtype=compute_dtype(rows))
+        if slots == 0:
+            return out
+        k = self.blocks(offsets, slots)
+        filled = torch.where(k.filled, k.fill(rows, take).to(out.dtype), 0)
+        if factors is not None:
+            filled = filled * torch.where(k.filled, k.fill(factors[:, None], None).to(out.dtype), 0)
+        return out.index_add(0, k.expert, filled.sum(1))
+
 
 def _stacked(weights: list[Tensor], parts: int) -> list[Tensor]:
     """[E, n, d] of each of the `parts` that `weights` hold one after the other."""
@@ -137,10 +156,14 @@ def moe(
     out_dtype: torch.dtype,
     keep_hidden: bool = True,
     precision: str = "",
+    b_gate: Tensor | None = None,
+    b_up: Tensor | None = None,
+    b_down: Tensor | None = None,
 ) -> tuple[Tensor, list[Tensor], Tensor, Tensor]:
     return reference.moe(
-        x, indices, gates, w_gate, w_up, w_down, activation, layout, out_dtype, keep_hidden, precision, GroupedGemms()
-    )
+        x, indices, gates, w_gate, w_up, w_down, activation, layout, out_dtype, keep_hidden, precision, b_gate,
+        b_up, b_down, grouped=GroupedGemms(),
+    )  # fmt: skip
 
 
 def moe_backward(
@@ -156,7 +179,11 @@ def moe_backward(
     activation: str,
     layout: str,
     precision: str = "",
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    b_gate: Tensor | None = None,
+    b_up: Tensor | None = None,
+    b_down: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     return reference.moe_backward(
-        grad, x, gates, w_gate, w_up, w_down, hidden, order, offsets, activation, layout, precision, GroupedGemms()
-    )
+        grad, x, gates, w_gate, w_up, w_down, hidden, order, offsets, activation, layout, precision, b_gate,
+        b_up, b_down, grouped=GroupedGemms(),
+    )  # fmt: skip

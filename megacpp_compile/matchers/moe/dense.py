@@ -156,6 +156,8 @@ def by_matrix(
         return MatchFailure(
             matrix, "dense-gates", "the gates may all differ from zero: every expert works on every token"
         )
+    if scaled_input and any(expert.biased for expert in experts):
+        return MatchFailure(experts[0].node, "bias", "an expert with a bias makes something of rows of zeros")
     gates = matrix if found.gates is None else found.gates
     if value(matrix).dim() == 1:
         return MatchFailure(matrix, "gates", "the gates of one token have no dimension of tokens")

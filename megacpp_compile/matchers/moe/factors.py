@@ -104,7 +104,7 @@ def step_into(node: Node, dims: Dims) -> list[tuple[Node, Dims]] | None:
         return None if below is None else [(source, below)]  # type: ignore[list-item]
     target, args = node.target, node.args
     if target is aten.mul.Tensor and of_tensors(node):
-        return [(a, _broadcast(a, dims)) for a in args]  # type: ignore[arg-type, misc]
+        return [(a, broadcast(a, dims)) for a in args]  # type: ignore[arg-type, misc]
     if target is aten.sum.dim_IntList and args[1]:
         return [(args[0], _summed(node, dims))]  # type: ignore[list-item]
     if target is aten.einsum.default:
@@ -117,7 +117,7 @@ def step_into(node: Node, dims: Dims) -> list[tuple[Node, Dims]] | None:
         if value(a).dim() == 1:
             return [(a, (inner,)), (b, (*dims[:-1], inner, *dims[-1:]))]  # type: ignore[list-item]
         left, right = (*dims[:-1], inner), (*dims[:-2], inner, dims[-1])
-        return [(a, _broadcast(a, left)), (b, _broadcast(b, right))]  # type: ignore[list-item, arg-type]
+        return [(a, broadcast(a, left)), (b, broadcast(b, right))]  # type: ignore[list-item, arg-type]
     if target is aten.linear.default and len(args) == 2 and value(args[1]).dim() == 2:
         inner = _axis(value(args[0]).shape[-1])
         return [(args[0], (*dims[:-1], inner)), (args[1], (dims[-1], inner))]  # type: ignore[list-item]
@@ -134,7 +134,7 @@ def _axis(n: Any) -> tuple[Axis, ...]:
     return () if is_one(n) else (Axis(n),)
 
 
-def _broadcast(operand: Any, dims: Dims) -> Dims:
+def broadcast(operand: Any, dims: Dims) -> Dims:
     """The dimensions of `operand`, which is broadcast to `dims`."""
     shape = value(operand).shape
     return tuple(() if is_one(n) else d for n, d in zip(shape, dims[len(dims) - len(shape) :], strict=True))
@@ -168,7 +168,7 @@ def _einsum(equation: str, operands: Sequence[Node], dims: Dims) -> list[tuple[N
             if letter not in letters or not letters[letter] and letter not in result:
                 letters[letter] = _axis(n)
     return [
-        (operand, _broadcast(operand, tuple(letters[letter] for letter in term)))
+        (operand, broadcast(operand, tuple(letters[letter] for letter in term)))
         for term, operand in zip(terms, operands, strict=True)
     ]
 
@@ -208,7 +208,7 @@ def _through(node: Node, dims: Dims) -> Dims | None:
             out[place] = d
         return tuple(out)
     if target is aten.expand.default:
-        return _broadcast(args[0], dims)
+        return broadcast(args[0], dims)
     if target is aten.repeat.default:
         times = list(args[1])[len(args[1]) - n :]  # type: ignore[arg-type]
         rows = [_cut(d, r, False) for d, r in zip(dims[len(dims) - n :], times, strict=True)]

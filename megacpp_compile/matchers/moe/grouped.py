@@ -18,12 +18,13 @@ from megacpp_compile.fx.edit import of_tensors, same_size, value
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe import dense, loop
-from megacpp_compile.matchers.moe.experts import Expert, Gemm, Weight, bias_failure, expert_ending_in
+from megacpp_compile.matchers.moe.experts import Expert, Gemm, Weight, expert_ending_in
 from megacpp_compile.matchers.moe.factors import (
     Axis,
     Dims,
     Factor,
     beneath,
+    broadcast,
     factors,
     is_one,
     longer_dims,
@@ -31,6 +32,7 @@ from megacpp_compile.matchers.moe.factors import (
     seen_as,
     step_into,
 )
+from megacpp_compile.matchers.moe.gemms import with_bias
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, bounded
 from megacpp_compile.matchers.moe.routing import indexed, is_nonnegative, number_of_scores
 
@@ -131,9 +133,10 @@ def _copies(factor: Factor) -> tuple[Node, Node, Dims] | None:
 
 
 def _from_down(
-    view: GraphView, node: Node, axes: Axes, weight: Factor, gate: Factor | None, hidden: Factor, out: Axis
+    view: GraphView, node: Node, axes: Axes, weight: Factor, gate: Factor | None, hidden: Factor, out: Axis,
+    added: Factor | None = None,
 ) -> RoutedExperts | MatchFailure | None:
-    """The layer whose last GEMM multiplies `hidden` by `weight`, and whose sum may be weighted by `gate`."""
+    """The layer whose last GEMM multiplies `hidden` by `weight`, which may be `added` to and weighted by `gate`."""
     *_, (inner, dims) = beneath(hidden)
     (channels,) = hidden.axes - axes.both
     if dims[-1] != (channels,):
@@ -142,7 +145,10 @@ def _from_down(
     found = match_gemm.weight(weight, out, channels)
     if found is None:
         return None
-    expert = expert_ending_in(Gemm(weight.by, inner, found), match_gemm)
+    bias = None if added is None else match_gemm.bias(added, out)
+    if added is not None and bias is None:
+        return MatchFailure(added.by, "bias", "what is added to an expert's projection is no bias of its own")
+    expert = expert_ending_in(Gemm(weight.by, inner, found, bias), match_gemm)
     if isinstance(expert, MatchFailure):
         return expert
     if match_gemm.mixed is not None:
@@ -182,7 +188,7 @@ def _by_matrix(
 def _outputs(
     view: GraphView, node: Node, axes: Axes, rows: Factor, gate: Factor, out: Axis
 ) -> RoutedExperts | MatchFailure | None:
-    """The layer that weights outputs of experts that are modules of their own; the failure of experts with biases."""
+    """The layer that weights outputs of experts that are modules of their own, or end in a sum with a bias."""
     for inner, dims in beneath(rows):
         if (biased := _biased(view, node, axes, inner, dims, gate, out)) is not None:
             return biased
@@ -206,11 +212,11 @@ def _outputs(
 
 def _biased(
     view: GraphView, node: Node, axes: Axes, inner: Node, dims: Dims, gate: Factor, out: Axis
-) -> MatchFailure | None:
-    """The failure of experts' outputs `inner` to which a bias is added."""
-    if inner.target is not aten.add.Tensor or not of_tensors(inner):
+) -> RoutedExperts | MatchFailure | None:
+    """The layer whose outputs `inner` are the sum of a GEMM and a bias."""
+    if inner.target is not aten.add.Tensor or not of_tensors(inner) or inner.kwargs:
         return None
-    for side in inner.args:
+    for side, other in (inner.args, inner.args[::-1]):
         own, shape = value(side).shape, value(inner).shape
         if len(own) != len(shape) or not all(map(same_size, own, shape)):
             continue
@@ -220,8 +226,11 @@ def _biased(
             (hidden,) = (p for p in parts if p is not weights[0])
             if len(hidden.axes - gate.axes) != 1 or not hidden.axes > gate.axes:
                 continue
-            if (found := _from_down(view, node, axes, weights[0], gate, hidden, out)) is not None:
-                return bias_failure(inner, found)
+            if value(side).dtype != value(inner).dtype:
+                return MatchFailure(inner, "bias", "an expert's bias is wider than what it is added to")
+            added = Factor(other, broadcast(other, dims), inner)
+            if (found := _from_down(view, node, axes, weights[0], gate, hidden, out, added)) is not None:
+                return found
     return None
 
 
@@ -256,16 +265,42 @@ class _StackedGemms:
         self.gate: Factor | None = None
 
     def __call__(self, node: Node) -> Gemm | MatchFailure | None:
-        rows = iter(self.dims)
-        *outer, width = value(node).shape
+        return with_bias(node, self._gemm, self._added)
+
+    def _dims(self, node: Node, channels: Axis) -> Dims | None:
+        """The dimensions of rows `node` with `channels`."""
+        rows, outer = iter(self.dims), value(node).shape[:-1]
         if sum(not is_one(n) for n in outer) != len(self.dims):
             return None
-        channels = Axis(width)
-        dims = (*(() if is_one(n) else next(rows) for n in outer), (channels,))
+        return (*(() if is_one(n) else next(rows) for n in outer), (channels,))
+
+    def _added(self, node: Node, rows: Node) -> Weight | None:
+        """The biases that `node`, added to `rows`, is."""
+        channels = Axis(value(rows).shape[-1])
+        dims = self._dims(rows, channels)
+        return None if dims is None else self.bias(Factor(node, broadcast(node, dims), rows), channels)
+
+    def bias(self, factor: Factor, channels: Axis) -> Weight | None:
+        """The biases [E, channels] of all experts that `factor`, or of which every slot's own it is."""
+        for node, dims in beneath(factor):
+            read = indexed(node)
+            if read is not None and len(read[1]) == 1 and value(read[0]).dim() == 2:
+                if longer_dims(dims) not in map(longer_dims, self.axes.slots((channels,))):
+                    return None
+                self._goes_by(node, read[1][0])
+                return Weight(read[0], every=True)
+        if not self.axes.routes or factor.axes != {*self.axes.routes, channels} or self.ids is not None:
+            return None
+        seen = seen_as(factor, (self.axes.routes, (channels,)))
+        return None if seen is None else Weight(seen[0], every=True)
+
+    def _gemm(self, node: Node) -> Gemm | None:
+        channels = Axis(value(node).shape[-1])
+        dims = self._dims(node, channels)
+        if dims is None:
+            return None
         mixed = {*self.axes.both, channels}
         parts = factors(node, dims, lambda axes: axes >= mixed)
-        if len(parts) == 1 and parts[0].node.target is aten.add.Tensor:
-            return MatchFailure(parts[0].node, "bias", "an expert's projection has a bias")
         weights = [p for p in parts if channels in p.axes]
         if len(parts) != 2 or len(weights) != 1:
             return None

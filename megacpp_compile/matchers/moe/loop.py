@@ -167,10 +167,10 @@ def _blank(node: Node) -> bool:
 
 
 def _weights(iterations: list[Iteration] | MatchFailure) -> list[Any]:
-    """The weights of all experts, in order."""
+    """The weights and biases of all experts, in order."""
     if isinstance(iterations, MatchFailure):
         return []
-    return [gemm.weight for i in iterations for gemm in (*i.expert.ups, i.expert.down)]
+    return [part for iteration in iterations for part in iteration.expert.parameters]
 
 
 def _iterations(chain: list[RowUpdate], gated: bool = True) -> list[Iteration] | MatchFailure:

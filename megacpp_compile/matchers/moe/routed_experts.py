@@ -72,7 +72,7 @@ def bounded(view: GraphView, found: RoutedExperts) -> RoutedExperts | MatchFailu
     """`found` with its `inputs` and the nodes `inside`; the first of these that cannot go, as it is read elsewhere or
     runs under another mode."""
     output = found.output
-    weights = [g.weight.tensor for e in found.experts for g in (*e.ups, e.down)]
+    weights = [part.tensor for expert in found.experts for part in expert.parameters]
     inputs = list(dict.fromkeys([found.x, found.indices, found.gates, *weights]))
     if found.base is not None and found.base not in inputs:
         inputs.append(found.base)

@@ -12,15 +12,16 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import of_tensors, same_size, value
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
+from megacpp_compile.matchers.moe.activation import bound_of
 from megacpp_compile.matchers.moe.experts import (
     Expert,
     Gemm,
-    bias_failure,
-    gemm_before_bias,
+    Weight,
     match_expert,
     strip_row_views,
 )
 from megacpp_compile.matchers.moe.gate_matrix import is_filled
+from megacpp_compile.matchers.moe.gemms import COPIES, with_bias
 from megacpp_compile.matchers.moe.group_ends import SortedIds, slots
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, bounded
 from megacpp_compile.matchers.moe.routing import added_rows, indexed
@@ -217,15 +218,26 @@ class _GroupedGemms:
         found = _sorted_by(order)
         assert found is not None
         self.found = found
-        self.ids = found[0]
+        self.ids, self.order = found[0], order
         self.sorted = SortedIds(found[0], order, found[1])
         self.failure: MatchFailure | None = None
         self.limits = set[object]()
 
     def __call__(self, node: Node) -> Gemm | MatchFailure | None:
-        node = self.unmasked(node)
-        bias = gemm_before_bias(node, self._grouped)
-        return self._grouped(node) if bias is None else bias_failure(node)
+        return with_bias(self.unmasked(node), self._grouped, self._bias)
+
+    def _bias(self, node: Node, rows: Node) -> Weight | None:
+        """The experts' biases of which `node`, added to `rows`, has one for each row."""
+        read = indexed(strip_row_views(node))
+        if read is None or len(read[1]) != 1 or value(read[0]).dim() != 2:
+            return None
+        if not same_size(value(read[0]).shape[1], value(rows).shape[-1]):
+            return None
+        ids, experts = read[1][0], value(read[0]).shape[0]
+        while ids.target in COPIES or (limited := bound_of(ids)) is not None and limited[1].high >= experts - 1:
+            ids = ids.args[0]  # a clamp moves numbers of no expert alone
+        in_order = ids is self.found[1] or indexed(ids) == (self.ids, [self.order])
+        return Weight(read[0], every=True) if in_order else None
 
     def unmasked(self, node: Node) -> Node:
         """`node` before rows of no expert are set to zero."""

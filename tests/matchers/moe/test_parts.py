@@ -48,16 +48,25 @@ def test_an_expert(make, activation, layout):
 @pytest.mark.parametrize(
     "make, tag",
     [
-        (lambda: experts.Expert(bias=True), "bias"),
         (lambda: experts.Expert(F.softplus), "activation"),
-        (lambda: experts.Expert(lambda h: F.silu(h.clamp(max=7.0))), "clamp"),
+        (lambda: experts.Expert(lambda h: F.silu(h.clamp(max=h.amax()))), "clamp"),
         (lambda: experts.Expert(lambda h: F.silu(h + 1)), "projections"),
     ],
-    ids=["bias", "activation", "clamp", "projections"],
+    ids=["activation", "clamp", "projections"],
 )
 def test_no_expert(make, tag):
     failure = match_expert(result(view_of(make(), torch.randn(5, DIM))), match_linear_gemm)
     assert isinstance(failure, MatchFailure) and failure.tag == tag
+
+
+def test_biases():
+    """Of linears, which `Expert.down` has as a sum."""
+    module = experts.Expert(bias=True)
+    module.down = experts.Summed(experts.HIDDEN, DIM)
+    expert = match_expert(result(view_of(module, torch.randn(5, DIM))), match_linear_gemm)
+    assert isinstance(expert, Expert), expert
+    assert [tuple(value(g.bias.tensor).shape) for g in (*expert.ups, expert.down)] == [(16,), (16,), (8,)]
+    assert expert.biased and len(expert.parameters) == 6
 
 
 def test_what_ends_in_no_gemm_is_not_even_nearly_an_expert():

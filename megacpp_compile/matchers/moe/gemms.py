@@ -1,0 +1,144 @@
+"""Matches the GEMMs of an expert, rows times its own weight and its bias, as linears and products with a part of a
+stack; and what leaves such rows as they are."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+from torch.fx import Node
+
+from megacpp_compile.fx.edit import of_tensors, same_size, value
+from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers.linear import match_linear
+from megacpp_compile.matchers.views import is_cast, is_outer_view
+
+aten = torch.ops.aten
+COPIES = (aten.alias.default, aten.clone.default, aten.contiguous.default)
+_READS = (aten.index.Tensor, aten.index_select.default, aten.embedding.default, aten.select.int)
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """A weight [out, in], or [in, out] if `transposed`.
+
+    Attributes:
+        tensor: the weight itself, or with `index` or `every` a tensor that holds one for each expert.
+        index: this expert's place in `tensor`.
+        every: whether this stands for the weights of all experts, of which each row takes one.
+    """
+
+    tensor: Node
+    transposed: bool = False
+    index: int | None = None
+    every: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Gemm:
+    """`node = x @ weight.T + bias` over rows; the bias, if there is one, is a vector for each expert."""
+
+    node: Node
+    x: Node
+    weight: Weight
+    bias: Weight | None = None
+
+    @property
+    def parameters(self) -> tuple[Weight, ...]:
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
+
+
+MatchGemm = Callable[[Node], Gemm | MatchFailure | None]
+
+
+def match_linear_gemm(node: Node) -> Gemm | MatchFailure | None:
+    """The GEMM of rows with one expert's own weight that `node` computes."""
+    return with_bias(node, _linear_gemm, _own_bias)
+
+
+def with_bias(
+    node: Node, match_gemm: MatchGemm, match_bias: Callable[[Node, Node], Weight | None]
+) -> Gemm | MatchFailure | None:
+    """The GEMM that `match_gemm` finds at `node`, or the sum of one and of biases, which `match_bias` finds in an
+    operand of that sum."""
+    found = match_gemm(node)
+    if found is not None or node.target is not aten.add.Tensor or node.kwargs or not of_tensors(node):
+        return found
+    for rows, other in (node.args, node.args[::-1]):
+        gemm = match_gemm(strip_row_views(rows))  # type: ignore[arg-type]
+        if not isinstance(gemm, Gemm) or gemm.bias is not None:
+            continue
+        if value(node).dtype != value(gemm.node).dtype:
+            return MatchFailure(node, "bias", "an expert's bias is wider than what it is added to")
+        bias = match_bias(other, node)  # type: ignore[arg-type]
+        if bias is not None:
+            return dataclasses.replace(gemm, node=node, bias=bias)
+        outer = value(other).shape[:-1]
+        repeated = len(outer) < len(value(node).shape) - 1 or any(isinstance(n, int) and n == 1 for n in outer)
+        if repeated or strip_row_views(other).target in _READS:  # type: ignore[arg-type]
+            return MatchFailure(node, "bias", "what is added to an expert's projection is no bias of its own")
+    return None
+
+
+def _own_bias(node: Node, rows: Node) -> Weight | None:
+    """The bias [n] of one expert that `node`, [n] or [1, n], is, where it is added to `rows`."""
+    if value(node).dim() == 0:
+        return None
+    *outer, width = value(node).shape
+    if not same_size(width, value(rows).shape[-1]) or not all(isinstance(n, int) and n == 1 for n in outer):
+        return None
+    while is_cast(node) or node.target in COPIES or (is_outer_view(node) and node.target is not aten.slice.Tensor):
+        node = node.args[0]  # type: ignore[assignment]
+    part = _part_of_stack(node, 2)
+    return part or (Weight(node) if value(node).dim() == 1 else None)
+
+
+def _part_of_stack(node: Node, dims: int) -> Weight | None:
+    """One entry of a tensor with `dims` dimensions, the first of which the experts are."""
+    if node.target is aten.select.int:
+        stack, dim, index = node.args
+    elif str(node.target) == "<built-in function getitem>" and isinstance(node.args[0], Node):
+        parts, index = node.args
+        if parts.target is not aten.unbind.int:  # type: ignore[union-attr]
+            return None
+        stack, dim = parts.args[0], [*parts.args, 0][1] or 0  # type: ignore[union-attr]
+    else:
+        return None
+    count = value(stack).shape
+    known = len(count) == dims and dim % dims == 0 and isinstance(index, int) and isinstance(count[0], int)  # type: ignore[operator]
+    return Weight(stack, index=index % count[0]) if known else None  # type: ignore[arg-type, operator]
+
+
+def _linear_gemm(node: Node) -> Gemm | None:
+    found = match_linear(node)
+    if found is None:
+        return None
+    w, transposed = found.w, found.transposed
+    while True:
+        if is_cast(w) or w.target in COPIES:
+            w = w.args[0]  # type: ignore[assignment]
+        elif w.target is aten.t.default or (
+            w.target is aten.transpose.int and {d % 2 for d in w.args[1:3]} == {0, 1}  # type: ignore[operator]
+        ) or (w.target is aten.permute.default and [d % 2 for d in w.args[1]] == [1, 0]):  # type: ignore[union-attr]
+            w, transposed = w.args[0], not transposed  # type: ignore[assignment]
+        else:
+            break
+    part = _part_of_stack(w, 3)
+    weight = Weight(w, transposed) if part is None else dataclasses.replace(part, transposed=transposed)
+    if found.b is None:
+        return Gemm(node, found.x, weight)
+    bias = _own_bias(found.b, node)
+    return None if bias is None else Gemm(node, found.x, weight, bias)
+
+
+def strip_row_views(node: Node) -> Node:
+    """What `node` is a cast of, or a view that leaves rows and channels as they are."""
+    while is_cast(node) or (is_outer_view(node) and _rows_kept(node)):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _rows_kept(view: Node) -> bool:
+    """Whether `view` reads rows [.., R, d] with at most one dimension larger than 1: it cannot reorder them."""
+    return sum(not (isinstance(n, int) and n == 1) for n in value(view.args[0]).shape[:-1]) <= 1
