@@ -14,8 +14,9 @@ leaves the router, which computes indices and gates, as it is. A gate on the inp
 it stays a product in front of the op, whose own gates are ones; experts that were not chosen make zeros of zeros, but
 not those with biases.
 Refused: experts that differ or repeat, a missing gate, other activations, clamps by what is no number, biases that are
-no expert's own or wider than what they are added to, rows or outputs that escape, a token written rather than added to where it may come twice, gates of which all may differ from zero; and
-with the tag `unread`, experts' weights in GEMMs that no matcher knows.
+no expert's own or wider than what they are added to, rows or outputs that escape, a token written rather than added to
+where it may come twice, gates of which all may differ from zero; and with the tag `unread`, experts' weights in GEMMs
+that no matcher knows.
 """
 
 from __future__ import annotations

@@ -266,19 +266,14 @@ class _StackedGemms:
 
     def bias(self, factor: Factor, channels: Axis) -> Weight | None:
         """The biases [E, channels] of all experts that `factor`, or of which every slot's own it is."""
-        if factor.axes == {self.axes.routes, channels}:
-            seen = seen_as(factor, ((self.axes.routes,), (channels,)))
-            if seen is None or self.ids is not None:
-                return None
-            return Weight(seen[0], every=True)
         for node, dims in beneath(factor):
             read = indexed(node)
             if read is not None and len(read[1]) == 1 and value(read[0]).dim() == 2:
-                if dims not in self.axes.slots((channels,)):
-                    return None
-                self._goes_by(node, read[1][0])
-                return Weight(read[0], every=True)
-        return None
+                if dims in self.axes.slots((channels,)):
+                    self._goes_by(node, read[1][0])
+                    return Weight(read[0], every=True)
+        seen = seen_as(factor, ((self.axes.routes,), (channels,)))
+        return None if seen is None or self.ids is not None else Weight(seen[0], every=True)
 
     def _gemm(self, node: Node) -> Gemm | None:
         channels = Axis(value(node).shape[-1])
