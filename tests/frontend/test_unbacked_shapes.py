@@ -129,10 +129,6 @@ def skipping_empty_groups(m, x, indices, gates):
     return y
 
 
-def with_biases():
-    return Expert(bias=True)
-
-
 def with_tanh():
     return Expert(activation=torch.tanh)
 
@@ -140,8 +136,6 @@ def with_tanh():
 @pytest.mark.parametrize(
     ("body", "expert", "tag", "words"),
     [
-        (where_index_add, with_biases, "bias", "bias, which the op does not add"),
-        (skipping_idle_experts, with_biases, "bias", "bias, which the op does not add"),
         (where_index_add, with_tanh, "activation", "its activation is none that is known"),
         (skipping_idle_experts, Expert, "graph-break", "without a branch"),
         (skipping_empty_groups, Expert, "graph-break", "without a branch"),

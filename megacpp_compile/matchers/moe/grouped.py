@@ -285,10 +285,9 @@ class _StackedGemms:
         for node, dims in beneath(factor):
             read = indexed(node)
             if read is not None and len(read[1]) == 1 and value(read[0]).dim() == 2:
-                if longer_dims(dims) not in map(longer_dims, self.axes.slots((channels,))):
-                    return None
-                self._goes_by(node, read[1][0])
-                return Weight(read[0], every=True)
+                if longer_dims(dims) in map(longer_dims, self.axes.slots((channels,))):
+                    self._goes_by(node, read[1][0])
+                    return Weight(read[0], every=True)
         if not self.axes.routes or factor.axes != {*self.axes.routes, channels} or self.ids is not None:
             return None
         seen = seen_as(factor, (self.axes.routes, (channels,)))
