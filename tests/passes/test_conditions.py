@@ -82,21 +82,8 @@ COLUMNS = {
     "inference": Column(around=torch.inference_mode, training=False),
 }
 
-ADAPTED = "a projection with a low-rank path beside it is no linear to down_norm_up"
-SHARED = "under dynamic shapes a size that two layers share counts as an expert's intermediate value that escapes"
-CHUNKED = "the value has chunks times their size positions, which is not seen to be the length that the gate has"
-
-# (model, condition) -> the sites that are lost, and why.
-KNOWN: dict[tuple[str, str], tuple[dict[str, int], str]] = {
-    **{("latent attention with adapters", c): ({"down_norm_up": 1}, ADAPTED) for c in COLUMNS},
-    ("latent attention with adapters", "float32"): ({"down_norm_up": 3}, ADAPTED),
-    ("gated norms", "another length"): ({"gated_rms_norm": 1}, CHUNKED),
-    ("gated norms", "dynamic"): ({"gated_rms_norm": 1}, CHUNKED),
-    ("experts, batched and dense", "another length"): ({"moe": 1}, SHARED),
-    ("experts, batched and dense", "dynamic"): ({"moe": 1}, SHARED),
-    ("experts of sorted rows", "another length"): ({"moe": 1}, SHARED),
-    ("experts of sorted rows", "dynamic"): ({"moe": 1}, SHARED),
-}
+# (model, condition): (the sites that do not fire there, why not)
+KNOWN: dict[tuple[str, str], tuple[dict[str, int], str]] = {}
 
 CELLS = [(m, c) for m, row in ROWS.items() for c in COLUMNS if not (row.only_bfloat16 and c in ("float32", "autocast"))]
 

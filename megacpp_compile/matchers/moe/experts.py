@@ -78,9 +78,10 @@ def expert_ending_in(down: Gemm, match_gemm: MatchGemm) -> Expert | MatchFailure
     for operand in operands:
         if isinstance(operand, MatchFailure):
             return operand
-    gate, *up = [operand for operand in operands if isinstance(operand, Operand)]
-    if len(up) != len(product.others) or gate.offset:
+    found = [operand for operand in operands if isinstance(operand, Operand)]
+    if len(found) != len(operands) or found[0].offset:
         return _unmatched(inner, match_gemm)
+    gate, *up = found
     activation = Activation(product.name, product.alpha, gate.bound, product.result)
     if not up:
         if not gate.whole:
