@@ -112,17 +112,6 @@ def by_numel(m, x, indices, gates):
     return y
 
 
-def by_shape(m, x, indices, gates):
-    y = torch.zeros_like(x)
-    mask = choices_by_expert(m, indices)
-    for e in range(m.num_experts):
-        choice, token = torch.where(mask[e])
-        if token.shape[0] > 0:
-            out = m.experts[e](x[token])
-            y.index_add_(0, token, out * gates[token, choice, None])
-    return y
-
-
 def by_sum(m, x, indices, gates):
     y = torch.zeros_like(x)
     mask = F.one_hot(indices, m.num_experts).permute(2, 0, 1)
@@ -147,5 +136,5 @@ def by_item(m, x, indices, gates):
 
 
 STACKED = (as_eager_experts,)
-LOOPS = (as_mixtral, as_eager_experts, by_number, by_any, as_deepseek, by_mask, by_length, by_numel, by_shape, by_sum,
+LOOPS = (as_mixtral, as_eager_experts, by_number, by_any, as_deepseek, by_mask, by_length, by_numel, by_sum,
          by_item)  # fmt: skip

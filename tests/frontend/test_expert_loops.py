@@ -14,10 +14,8 @@ from tests.frames import largest_error, train
 from tests.frontend.loops_over_hits import LOOPS, STACKED, as_deepseek, as_eager_experts, as_mixtral, by_length, by_mask
 from tests.frontend.loops_that_do_more import (
     OTHERS,
-    appends,
     counts_in_a_tensor,
     counts_iterations,
-    hit_by_first_choices,
 )
 from tests.passes.experts import DIM, MoE
 
@@ -81,9 +79,7 @@ def test_what_an_expert_without_tokens_would_change_breaks_the_graph(body):
     ("body", "reason"),
     [
         (counts_iterations, "sets `n`, which is read later"),
-        (appends, "changes a value of Python's"),
         (counts_in_a_tensor, "more than their sum is used later"),
-        (hit_by_first_choices, "not seen that the others have no tokens"),
     ],
     ids=lambda p: getattr(p, "__name__", None),
 )
