@@ -66,6 +66,7 @@ def explain(
         count.check(result.frame, result.near_misses())
         return count.counting(gm.forward, result.frame)  # runs on fake tensors: shapes only
 
+    backend.config = config  # type: ignore[attr-defined]  # which Dynamo's translation of the frames goes by
     # With symbols for sizes that only values decide, such as how many tokens an expert has.
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     state = fake_state(model, mode)

@@ -1,0 +1,140 @@
+"""Loops over the experts that have tokens as people write them: all of them are loops over all experts."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from tests.passes.experts import DIM
+
+
+def hits(mask):
+    return torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero()
+
+
+def choices_by_expert(m, indices):
+    return F.one_hot(indices, num_classes=m.num_experts).permute(2, 1, 0)
+
+
+# --- lists of the experts that have tokens
+
+
+def as_mixtral(m, x, indices, gates):
+    """As transformers' Mixtral up to 4.56."""
+    y = torch.zeros((x.shape[0], DIM), dtype=x.dtype)
+    mask = choices_by_expert(m, indices)
+    for e in hits(mask):
+        expert = m.experts[e]
+        choice, token = torch.where(mask[e].squeeze(0))
+        current = x[None, token].reshape(-1, DIM)
+        y.index_add_(0, token, (expert(current) * gates[token, choice, None]).to(x.dtype))
+    return y
+
+
+def as_eager_experts(m, x, indices, gates):
+    """As transformers' experts since 5.0, with weights in one tensor each."""
+    y = torch.zeros_like(x)
+    with torch.no_grad():
+        mask = choices_by_expert(m, indices)
+        hit = hits(mask)
+    for e in hit:
+        e = e[0]
+        if e == m.num_experts:
+            continue
+        choice, token = torch.where(mask[e])
+        gate, up = F.linear(x[token], m.gate_up[e]).chunk(2, dim=-1)
+        out = F.linear(F.silu(gate) * up, m.down[e])
+        y.index_add_(0, token, (out * gates[token, choice, None]).to(y.dtype))
+    return y
+
+
+def by_number(m, x, indices, gates):
+    y = torch.zeros_like(x)
+    counts = torch.bincount(indices.flatten(), minlength=m.num_experts)
+    for e in torch.nonzero(counts != 0, as_tuple=True)[0]:
+        e = int(e)
+        token, choice = torch.where(indices == e)
+        y = y.index_add(0, token, m.experts[e](x[token]) * gates[token, choice].unsqueeze(-1))
+    return y
+
+
+def by_any(m, x, indices, gates):
+    y = torch.zeros_like(x)
+    mask = F.one_hot(indices, m.num_experts).permute(2, 0, 1).bool()
+    for e in mask.any(-1).any(-1).nonzero().flatten():
+        token, choice = mask[e].nonzero(as_tuple=True)
+        y[token] += m.experts[e](x[token]) * gates[token, choice, None]
+    return y
+
+
+# --- branches on how many tokens an expert has
+
+
+def as_deepseek(m, x, indices, gates):
+    """As DeepSeek publishes its inference code."""
+    y = torch.zeros_like(x)
+    counts = torch.bincount(indices.flatten(), minlength=m.num_experts).tolist()
+    for i in range(m.num_experts):
+        if counts[i] == 0:
+            continue
+        expert = m.experts[i]
+        token, choice = torch.where(indices == i)
+        y[token] += expert(x[token]) * gates[token, choice, None]
+    return y
+
+
+def by_mask(m, x, indices, gates):
+    y = torch.zeros_like(x)
+    for e in range(m.num_experts):
+        mask = indices == e
+        if mask.any():
+            token, choice = torch.where(mask)
+            y.index_add_(0, token, m.experts[e](x[token]) * gates[token, choice, None])
+    return y
+
+
+def by_length(m, x, indices, gates):
+    y = torch.zeros_like(x)
+    for e, expert in enumerate(m.experts):
+        token, choice = torch.where(indices == e)
+        if len(token) == 0:
+            continue
+        y.index_add_(0, token, expert(x[token]) * gates[token, choice, None])
+    return y
+
+
+def by_numel(m, x, indices, gates):
+    y = torch.zeros_like(x)
+    for e, expert in enumerate(m.experts):
+        token, choice = (indices == e).nonzero(as_tuple=True)
+        if token.numel():
+            y[token] += expert(x[token]) * gates[token, choice, None]
+    return y
+
+
+def by_sum(m, x, indices, gates):
+    y = torch.zeros_like(x)
+    mask = F.one_hot(indices, m.num_experts).permute(2, 0, 1)
+    counts = mask.sum(dim=(1, 2))
+    for e in range(m.num_experts):
+        if not counts[e] > 0:
+            continue
+        token, choice = torch.where(mask[e])
+        y.index_add_(0, token, m.experts[e](x[token]) * gates[token, choice, None])
+    return y
+
+
+def by_item(m, x, indices, gates):
+    y = torch.zeros_like(x)
+    for e in range(m.num_experts):
+        mask = indices == e
+        if mask.sum().item() == 0:
+            continue
+        token, choice = torch.where(mask)
+        y.index_add_(0, token, m.experts[e](x[token]) * gates[token, choice, None])
+    return y
+
+
+STACKED = (as_eager_experts,)
+LOOPS = (as_mixtral, as_eager_experts, by_number, by_any, as_deepseek, by_mask, by_length, by_numel, by_sum,
+         by_item)  # fmt: skip

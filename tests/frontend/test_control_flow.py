@@ -1,0 +1,34 @@
+"""Which names are read behind an instruction, and where the ways of a branch meet."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from torch._dynamo.bytecode_transformation import cleaned_instructions
+
+from megacpp_compile.frontend.expert_loops.control_flow import live_names, skipped
+
+
+def loop(xs, y, z):
+    last = w = 0
+    for x in xs:
+        if y:
+            continue
+        w = x + z
+        last = w
+    return last
+
+
+def test_names_that_are_live():
+    instructions = cleaned_instructions(loop.__code__)
+    (head,) = [i for i in instructions if i.opname == "FOR_ITER"]
+    assert live_names(instructions, head) == {"y", "z", "last"}, "not x and w, which are set before they are read"
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="names of 3.11's jumps")
+def test_where_ways_meet():
+    instructions = cleaned_instructions(loop.__code__)
+    (jump,) = [i for i in instructions if "_IF_" in i.opname]
+    join, by_jump = skipped(instructions, jump)
+    assert join.opname == "FOR_ITER" and by_jump == ("IF_TRUE" in jump.opname)
