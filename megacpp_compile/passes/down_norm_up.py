@@ -155,6 +155,9 @@ def _site(view: GraphView, norm: RmsNorm, latent: Latent, part: tuple[int, int] 
         else:
             others.append((user, read))
     if not ups:
+        elsewhere = next((user for user, read in others if reads(user, read) is not None), None)
+        if elsewhere is not None:
+            return MatchFailure(elsewhere, "region", "the up-projection runs under another grad or autocast mode")
         user, read = others[0]
         at = read if user.op == "output" else user  # the output itself has no place in the source
         return MatchFailure(at, "no-up", f"no linear follows the norm directly ({user.name})")

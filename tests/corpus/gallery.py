@@ -232,7 +232,7 @@ def latent_scaled_by_a_constant():
     return RemoteCodeMLA(latent_scale=0.7), _remote_code_arguments()
 
 
-@gallery("latent_written_to_cache", {**MLA, "down_norm_up": 1})
+@gallery("latent_written_to_cache", MLA)
 def latent_written_to_cache():
     return RemoteCodeMLA(cache="latent"), _remote_code_arguments()
 

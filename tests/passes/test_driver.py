@@ -356,7 +356,7 @@ def test_bytes_behind_a_number_that_is_an_input(monkeypatch):
     with megacpp_compile.record():
         frames = check(Scaled(), (hidden(),), dynamic=True, fullgraph=False)
     (site,) = frames.analyses[0].outcome.sites
-    assert site.saved_before is None and site.saved_reason.startswith("DataDependentOutputException")
+    assert site.saved_before > site.saved_after > 0 and site.saved_reason == ""
 
 
 def test_a_pass_that_fails_stops_no_other(monkeypatch):

@@ -50,11 +50,11 @@ class Model(nn.Module):
         return x.tanh()
 
 
-class Escapes(Layer):
+class Broken(Layer):
     def forward(self, x):
         torch._dynamo.graph_break()
         latent = self.norm(self.down(x))
-        return x + self.up(latent) + latent.sum()
+        return x + self.up(latent.tanh())
 
 
 def x(rows=4):
@@ -117,7 +117,7 @@ def test_a_whole_model_is_checked_before_it_is_compiled():
 
 def test_near_misses_of_all_pieces_are_named():
     model = Model()
-    model.layers[1] = Escapes()
+    model.layers[1] = Broken()
     error = error_of(lambda: torch.compile(model, backend="megacpp", options=require(3))(x()))
     assert error.fired == 2 and error.breaks
     assert any(miss.reason in str(error) for miss in error.misses)

@@ -38,7 +38,7 @@ class SwiGLU(nn.Module):
 
 
 class Experts(nn.Module):
-    """Two of three experts for each token, all of them computed; without biases `megacpp::moe` serves them."""
+    """Two of three experts for each token, all of them computed; `megacpp::moe` serves them."""
 
     def __init__(self, bias: bool = True) -> None:
         super().__init__()

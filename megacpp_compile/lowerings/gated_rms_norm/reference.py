@@ -13,8 +13,7 @@ ACTIVATIONS = ("silu", "sigmoid")
 
 
 def check(activation: str) -> None:
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation is {activation!r}, not one of {', '.join(ACTIVATIONS)}")
+    assert activation in ACTIVATIONS, activation
 
 
 def _groups(x: Tensor, size: int) -> Tensor:
