@@ -72,7 +72,9 @@ class Config(_Asked):
         autotune: choose the block sizes of this package's kernels by measurement on the first call instead of by the
             built-in table. Results are kept in Inductor's cache.
         expert_loops: trace loops over the experts that have tokens as loops over all, where an expert without tokens is
-            shown to add nothing and to do nothing else; False leaves them to break the graph.
+            shown to add nothing and to do nothing else; False leaves them to break the graph. In training, an expert
+            with weights of its own has no gradient where the loop skips it, and one of zeros in a graph, which
+            optimizers with momentum or weight decay tell apart: "auto" leaves such loops alone, True takes them.
         policy: what a training step saves for its backward and what it recomputes there: a `CheckpointingPolicy`, the
             name of an entry for every kind of block ("selective", "full"), a mapping of its fields, or a budget. None
             leaves it to Inductor.
@@ -98,7 +100,7 @@ class Config(_Asked):
     fuse_shared_input_gemms: bool = False
     autotune_gemms: bool = True
     autotune: bool = False
-    expert_loops: bool = True
+    expert_loops: bool | Literal["auto"] = "auto"
     policy: CheckpointingPolicy | None = None
     block_kinds: Mapping[str, str] = field(default_factory=dict)
     precision: PrecisionPlan | None = None
@@ -118,7 +120,7 @@ class Config(_Asked):
             "fuse_shared_input_gemms": _bool("fuse_shared_input_gemms", self.fuse_shared_input_gemms),
             "autotune_gemms": _bool("autotune_gemms", self.autotune_gemms),
             "autotune": _bool("autotune", self.autotune),
-            "expert_loops": _bool("expert_loops", self.expert_loops),
+            "expert_loops": _bool_or_auto("expert_loops", self.expert_loops),
             "policy": CheckpointingPolicy.of(self.policy),
             "block_kinds": _mapping("block_kinds", self.block_kinds, lambda k, v: _choice(k, v, KINDS, _KIND_MEANT)),
             "precision": _traceable(PrecisionPlan.of(self.precision)),

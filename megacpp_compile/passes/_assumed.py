@@ -38,16 +38,17 @@ class Shown:
         return False
 
 
-def show(captured: Captured, config: Config, marks: int) -> Shown:
+def show(captured: Captured, config: Config, marks: int, grad: bool) -> Shown:
     """What can be shown of `captured`, whose marks of what was assumed are erased. marks: how many there were before
-    capture."""
+    capture. grad: whether gradients are recorded."""
     gm = captured.gm
     whole = assumptions.marked(gm) == marks
     regions = assumptions.take_regions(gm.graph)
     found = None
     if whole and regions is not None:
         drop_certain_bounds(gm.graph)
-        view = GraphView(gm.graph, captured.fake_mode, captured.weights, config, captured.trained)
+        trained = captured.trained if grad else frozenset()
+        view = GraphView(gm.graph, captured.fake_mode, captured.weights, config, trained)
         found = assumed.show(view, regions)
     drop_dead(gm.graph)
     return Shown(None, found) if isinstance(found, MatchFailure) else Shown(found)

@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 
 import megacpp_compile
 from tests.frames import largest_error, train
-from tests.frontend.loops_over_hits import LOOPS, STACKED, as_deepseek, as_eager_experts, as_mixtral, by_length, by_mask
+from tests.frontend.loops_over_hits import LOOPS, STACKED, as_deepseek, as_eager_experts, as_mixtral, by_mask
 from tests.frontend.loops_that_do_more import (
     OTHERS,
     counts_in_a_tensor,
@@ -39,10 +39,10 @@ def trained(call, module, args):
     return {name: torch.zeros_like(p) for name, p in leaves.items()} | results
 
 
-def compiled(module, *inputs, tolerance=1e-5, **kwargs):
+def compiled(module, *inputs, tolerance=1e-5, loops=True, **kwargs):
     """The report of training steps on `inputs`, whose results have to be eager's."""
     eager = copy.deepcopy(module)
-    step = torch.compile(module, backend="megacpp", **kwargs)
+    step = torch.compile(module, backend="megacpp", options={"expert_loops": loops}, **kwargs)
     with megacpp_compile.record() as report:
         for x in inputs:
             error, which = largest_error(trained(step, module, (x,)), trained(eager, eager, (x,)))
@@ -100,7 +100,7 @@ def all_to_one(m):
     return m
 
 
-@pytest.mark.parametrize("body", [as_mixtral, as_eager_experts, as_deepseek, by_length], ids=lambda b: b.__name__)
+@pytest.mark.parametrize("body", [as_mixtral, as_deepseek], ids=lambda b: b.__name__)
 def test_experts_without_tokens(body):
     """Two of four experts have none; then there are no tokens at all, and one, and sizes become symbols."""
     module = all_to_one(MoE(body, experts=4, stacked=body in STACKED))
@@ -142,13 +142,25 @@ def test_by_the_package_s_own_compile():
     model, x = Model(), tokens()
     want = model(x)
     with megacpp_compile.record() as report:
-        got = megacpp_compile.compile(model)(x)
+        got = megacpp_compile.compile(model, options={"expert_loops": True})(x)
     assert torch.allclose(got, want, atol=1e-6) and report.counts["moe"] == 2
 
 
 def test_explain_tells_of_it():
-    report = megacpp_compile.explain(MoE(as_mixtral), tokens())
+    report = megacpp_compile.explain(MoE(as_mixtral), tokens(), options={"expert_loops": True})
     assert report.counts["moe"] == 1 and not report.misses
+
+
+def test_by_default_an_expert_that_is_skipped_has_no_gradient():
+    """As in eager: one of zeros would let momentum and weight decay move it."""
+    module = all_to_one(MoE(as_mixtral, experts=4))
+    with megacpp_compile.record() as report:
+        torch.compile(module, backend="megacpp")(torch.rand(5, DIM)).sum().backward()
+    assert [e.up.weight.grad is None for e in module.experts] == [False, False, True, True]
+    assert not report.counts["moe"] and "has no gradient" in report.misses[0].reason
+    torch._dynamo.reset()
+    counters.clear()
+    fuses(compiled(MoE(as_eager_experts, stacked=True), tokens(), loops="auto"))
 
 
 def test_the_option():

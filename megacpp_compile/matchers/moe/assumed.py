@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,10 @@ from megacpp_compile.matchers.moe.token_counts import match_empty, match_hits
 from megacpp_compile.matchers.views import RESHAPES
 
 _TAG = "loop-over-data"
+_NO_GRADIENT = (
+    "an expert that the loop skips has no gradient, and one of zeros in a graph, which optimizers with momentum or "
+    'weight decay tell apart; options={"expert_loops": True} takes that, and so do weights of all experts in one tensor'
+)
 _ONLY = "the loop runs for some experts alone"
 
 
@@ -32,6 +37,8 @@ def show(view: GraphView, regions: Sequence[Region]) -> frozenset[Node] | MatchF
     """The ends of sums of which nothing but these has to be computed from `regions`, and from all of them alike; or the
     first thing that is in the way."""
     layers = [found for found in loop.find(view) if isinstance(found, RoutedExperts)]
+    if view.config.expert_loops is not True and (own := next(filter(partial(_skips_weights, view), layers), None)):
+        return MatchFailure(own.output, _TAG, _NO_GRADIENT)
     outputs = {layer.output for layer in layers}
     updates = {node: update for node in view.graph.nodes if (update := row_update(node)) is not None}
     summed = {u.node: u for chain in chains(updates) if chain[-1].node in outputs for u in chain}
@@ -55,6 +62,14 @@ def show(view: GraphView, regions: Sequence[Region]) -> frozenset[Node] | MatchF
             if skipped is None or not _covers(skipped, summed[node].token):
                 return MatchFailure(node, _TAG, f"{_ONLY}, and it is not seen that the others have no tokens")
     return frozenset(needed)
+
+
+def _skips_weights(view: GraphView, layer: RoutedExperts) -> bool:
+    """Whether a weight of an expert is a parameter of its own, which has no gradient where the expert is skipped."""
+    if len(layer.experts) < 2 or not view.trained or not view.mode_states[layer.output].grad:
+        return False
+    weights = [w for e in layer.experts for gemm in (*e.ups, e.down) for w in gemm.parameters]
+    return any(w.index is None and not w.every and view.needs_grad(w.tensor) for w in weights)
 
 
 def _skipped_for(region: Region) -> Mask | None:
