@@ -123,9 +123,14 @@ def born(translator: Any) -> int:
 
 
 def realized(variable: Any) -> Any:
-    """`variable` itself, where it stands for a value that is looked at only when it is needed."""
-    unwrapped = variable.unwrap() if hasattr(variable, "unwrap") else variable
-    return unwrapped.realize() if hasattr(unwrapped, "realize") else unwrapped
+    """`variable` itself, where it stands for a value that is looked at only when it is needed. Dynamo guards what is
+    looked at: this is for what it is about to look at itself."""
+    return variable.realize()
+
+
+def seen(variable: Any) -> Any:
+    """`variable` itself, where Dynamo has looked at its value, as it has at all that the graph computes; else None."""
+    return variable.unwrap() if variable.is_realized() else None
 
 
 def tensor(variable: Any) -> tuple[Node, torch.Tensor] | None:

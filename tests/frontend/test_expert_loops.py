@@ -11,13 +11,13 @@ from torch._dynamo.utils import counters
 
 import megacpp_compile
 from tests.frames import largest_error, train
-from tests.frontend.loops_over_hits import LOOPS, STACKED, as_deepseek, as_eager_experts, as_mixtral, by_mask
+from tests.frontend.loops_over_hits import LOOPS, STACKED, as_deepseek, as_eager_experts, as_mixtral
 from tests.frontend.loops_that_do_more import (
     OTHERS,
     counts_in_a_tensor,
     counts_iterations,
 )
-from tests.passes.experts import DIM, MoE
+from tests.passes.experts import DIM, MoE, skipping_idle_experts, where_index_add
 
 pytestmark = pytest.mark.usefixtures("eager_backend")
 
@@ -163,13 +163,35 @@ def test_by_default_an_expert_that_is_skipped_has_no_gradient():
     fuses(compiled(MoE(as_eager_experts, stacked=True), tokens(), loops="auto"))
 
 
+def test_what_skips_nothing_is_not_held_to_that():
+    """Regression: experts of their own in a loop over all, which have gradients of zeros in eager too."""
+    model = torch.nn.Sequential(MoE(where_index_add), MoE(as_eager_experts, stacked=True))
+    report = compiled(model, tokens(), loops="auto")
+    assert report.counts["moe"] == 2 and len(report.frames) == 1 and report.frames[0].expert_loops == 1
+
+
 def test_the_option():
-    report = megacpp_compile.explain(MoE(by_mask), tokens(), options={"expert_loops": False})
+    report = megacpp_compile.explain(MoE(skipping_idle_experts), tokens(), options={"expert_loops": False})
     assert any(f.graph_break for f in report.frames)
     with pytest.raises(BREAKS):
-        torch.compile(MoE(by_mask), backend="megacpp", options={"expert_loops": False}, fullgraph=True)(tokens())
+        torch.compile(MoE(skipping_idle_experts), backend="megacpp", options={"expert_loops": False}, fullgraph=True)(tokens())
+
+
+def test_nothing_is_looked_at_that_dynamo_does_not(eager_backend):
+    """Regression: what a call returned and what a loop iterated over was guarded, whether or not it was used."""
+
+    def step(x, settings, values):
+        settings.get("step")
+        for _ in values:
+            pass
+        return x.sin()
+
+    compiled = torch.compile(step, backend="megacpp")
+    for i in range(3):
+        compiled(tokens(), {"step": object()}, [f"{i}", torch.ones(i + 2)])
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 def test_other_backends_are_left_alone():
     with pytest.raises(BREAKS):
-        torch.compile(MoE(by_mask), backend="eager", fullgraph=True)(tokens())
+        torch.compile(MoE(skipping_idle_experts), backend="eager", fullgraph=True)(tokens())

@@ -122,7 +122,7 @@ class Loops:
 
     def _iterate(self, translator: Any) -> None:
         """Put all experts in the place of a list of those that have tokens."""
-        hits = translation.realized(translator.stack[-1])
+        hits = translation.seen(translator.stack[-1])
         found = translation.tensor(hits)
         experts = origins.listed(*found) if found is not None else None
         if found is None or experts is None:
@@ -138,7 +138,10 @@ class Loops:
 
     def _subscript(self, translator: Any) -> None:
         """Index tensors and lists by experts' numbers: indexing by a tensor asks for its value."""
-        holder, key = (translation.realized(v) for v in translator.stack[-2:])
+        holder, key = (translation.seen(v) for v in translator.stack[-2:])
+        if translation.known(key) is None and translation.parts(key) is None:
+            return
+        holder = translation.realized(holder)
         if translation.tensor(holder) is not None:
             translator.stack[-1] = _numbers(key)
         elif (known := translation.known(key)) is not None and known.dtype == torch.int64:
@@ -147,7 +150,7 @@ class Loops:
 
     def _counted(self, translator: Any) -> None:
         """Let a count of choices have as many entries as there are experts, which torch knows at run time only."""
-        counts = translation.realized(translator.stack[-1]) if translator.stack else None
+        counts = translation.seen(translator.stack[-1]) if translator.stack else None
         found = translation.tensor(counts)
         if found is not None and (experts := origins.bins(*found)) is not None:
             self._reads += 1
@@ -155,7 +158,7 @@ class Loops:
 
     def _branch(self, translator: Any, jump: Any) -> None:
         """Take the way of an expert that has tokens."""
-        condition = translation.realized(translator.stack[-1])
+        condition = translation.seen(translator.stack[-1])
         if (found := translation.tensor(condition)) is not None:
             if (known := translation.known(condition)) is not None:
                 translator.stack[-1] = translation.constant(bool(known))
@@ -190,7 +193,7 @@ def _entry(translator: Any) -> Any:
     """The entry of a list of experts that an iteration has just been given."""
     if not translator.stack:
         return None
-    given = translation.realized(translator.stack[-1])
+    given = translation.seen(translator.stack[-1])
     found = translation.tensor(given)
     return given if found is not None and found[0].target is assumptions.expert else None
 
@@ -199,7 +202,7 @@ def _numbers(key: Any) -> Any:
     """`key`, with numbers in the place of tensors without dimensions whose numbers are known."""
     known, parts = translation.known(key), translation.parts(key)
     if parts is not None:
-        return translation.row([_numbers(translation.realized(part)) for part in parts])
+        return translation.row([_numbers(translation.seen(part)) for part in parts])
     if known is None or known.dim() or known.dtype == torch.bool:
         return key
     return translation.constant(int(known))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -36,15 +35,11 @@ _ONLY = "the loop runs for some experts alone"
 def show(view: GraphView, regions: Sequence[Region]) -> frozenset[Node] | MatchFailure:
     """The ends of sums of which nothing but these has to be computed from `regions`, and from all of them alike; or the
     first thing that is in the way."""
-    layers = [found for found in loop.find(view) if isinstance(found, RoutedExperts)]
-    if view.config.expert_loops is not True and (own := next(filter(partial(_skips_weights, view), layers), None)):
-        return MatchFailure(own.output, _TAG, _NO_GRADIENT)
-    outputs = {layer.output for layer in layers}
+    layers = {found.output: found for found in loop.find(view) if isinstance(found, RoutedExperts)}
     updates = {node: update for node in view.graph.nodes if (update := row_update(node)) is not None}
-    summed = {u.node: u for chain in chains(updates) if chain[-1].node in outputs for u in chain}
-    ends = dict[Node, Node]()
-    for chain in chains(updates):
-        ends |= {u.node: chain[-1].node for u in chain}
+    sums = [chain for chain in chains(updates) if chain[-1].node in layers]
+    summed = {u.node: u for chain in sums for u in chain}
+    ends = {u.node: chain[-1].node for chain in sums for u in chain}
     needed = set[Node]()
     for region in regions:
         skipped = _skipped_for(region)
@@ -61,6 +56,9 @@ def show(view: GraphView, regions: Sequence[Region]) -> frozenset[Node] | MatchF
         for node in region.nodes & summed.keys():
             if skipped is None or not _covers(skipped, summed[node].token):
                 return MatchFailure(node, _TAG, f"{_ONLY}, and it is not seen that the others have no tokens")
+    own = next((end for end in sorted(needed) if _skips_weights(view, layers[end])), None)
+    if own is not None and view.config.expert_loops is not True:
+        return MatchFailure(own, _TAG, _NO_GRADIENT)
     return frozenset(needed)
 
 
@@ -68,7 +66,7 @@ def _skips_weights(view: GraphView, layer: RoutedExperts) -> bool:
     """Whether a weight of an expert is a parameter of its own, which has no gradient where the expert is skipped."""
     if len(layer.experts) < 2 or not view.trained or not view.mode_states[layer.output].grad:
         return False
-    weights = [w for e in layer.experts for gemm in (*e.ups, e.down) for w in gemm.parameters]
+    weights = [part for expert in layer.experts for part in expert.parameters]
     return any(w.index is None and not w.every and view.needs_grad(w.tensor) for w in weights)
 
 
