@@ -14,7 +14,8 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from megacpp_compile.fx.edit import value
 
 aten = torch.ops.aten
-_FOUND = (aten.nonzero.default, aten.nonzero_numpy.default, aten.where.default)
+# Ops that find the places that are not zero, with one argument.
+FINDS = (aten.nonzero.default, aten.nonzero_numpy.default, aten.where.default)
 
 
 def drop_certain_bounds(graph: fx.Graph) -> None:
@@ -46,6 +47,6 @@ def _range(node: Any) -> tuple[Any, Any] | None:
     if node.target is aten.bincount.default:
         return node.args[2] if len(node.args) > 2 else 0, None
     found = node.args[0] if node.target is operator.getitem else node
-    if found.target not in _FOUND or len(found.args) != 1:
+    if found.target not in FINDS or len(found.args) != 1:
         return None
     return 0, math.prod(value(found.args[0]).shape)

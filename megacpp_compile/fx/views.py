@@ -69,6 +69,13 @@ def is_cast(node: Node) -> bool:
     return here.is_floating_point() and there.is_floating_point() and here.device == there.device
 
 
+def uncast(node: Node) -> Node:
+    """`node` before casts."""
+    while is_cast(node):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
 def is_view(node: Node) -> bool:
     """Whether `node`, of a graph behind autograd, is a view, or several, of its first argument's memory."""
     return getattr(node.target, "overloadpacket", None) in _MEMORY_VIEWS

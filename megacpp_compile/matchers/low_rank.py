@@ -13,7 +13,7 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import Builder, value
-from megacpp_compile.fx.views import is_cast
+from megacpp_compile.fx.views import is_cast, uncast
 from megacpp_compile.matchers.linear import Linear, match_linear
 
 aten = torch.ops.aten
@@ -57,7 +57,7 @@ def match_adapted(node: Node) -> Adapted | None:
         return Adapted(node, linear, (), frozenset())
     internal: set[Node] = set()
     terms: list[Linear | LowRank] = []
-    if _strip(node).target is not aten.add.Tensor or not _flatten(node, terms, internal, node):
+    if uncast(node).target is not aten.add.Tensor or not _flatten(node, terms, internal, node):
         return None
     bases = [t for t in terms if isinstance(t, Linear)]
     paths = tuple(t for t in terms if isinstance(t, LowRank))
@@ -112,12 +112,6 @@ def _flatten(node: object, terms: list[Linear | LowRank], internal: set[Node], t
 def _is_scaling(node: Node) -> bool:
     """Whether `node` multiplies by a number."""
     return node.target in (aten.mul.Tensor, aten.mul.Scalar) and not isinstance(value(node.args[1]), torch.Tensor)
-
-
-def _strip(node: Node) -> Node:
-    while is_cast(node):
-        node = node.args[0]  # type: ignore[assignment]
-    return node
 
 
 def _narrow(down: Linear, up: Linear) -> bool:

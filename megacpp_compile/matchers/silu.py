@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
-from megacpp_compile.fx.views import is_cast
+from megacpp_compile.fx.views import is_cast, uncast
 
 aten = torch.ops.aten
 
@@ -101,13 +101,6 @@ def scaled(node: Node) -> tuple[Node, float]:
         factor = factor / by if node.target is aten.div.Tensor else factor * by
         node = node.args[0]
     return node, factor
-
-
-def uncast(node: Node) -> Node:
-    """`node` before casts."""
-    while is_cast(node):
-        node = node.args[0]  # type: ignore[assignment]
-    return node
 
 
 def match_sigmoid(node: Any) -> tuple[Node, set[Node]] | None:

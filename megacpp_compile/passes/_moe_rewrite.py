@@ -10,7 +10,7 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import Builder, value
 from megacpp_compile.fx.provenance import module_fqn
 from megacpp_compile.matchers.graph_view import GraphView
-from megacpp_compile.matchers.moe.experts import Weight
+from megacpp_compile.matchers.moe.gemms import Weight
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, only_checks_sizes
 from megacpp_compile.passes._moe_precision import REASON, decide
 from megacpp_compile.passes._rule import Match

@@ -136,10 +136,7 @@ def grouped_gated(x, gates, ups, table, ends, take, x_scale, w_scale, b_gate, b_
     gate, up = as_stored(acc_gate, out), as_stored(acc_up, out)
     tl.store(h_gate + wide * hs + n[None, :], gate, mask=mask)
     tl.store(h_up + wide * hs + n[None, :], up, mask=mask)
-    if CURVE is None:
-        made = _with_slope(gate.to(ACC), NAME)[0] * up.to(ACC)
-    else:
-        made = _product(gate.to(ACC), up.to(ACC), NAME, CURVE)
+    made = _product(gate.to(ACC), up.to(ACC), NAME, CURVE)
     tl.store(out + wide * N + n[None, :], as_stored(made, out), mask=mask)
 
 
@@ -193,10 +190,9 @@ def _gradients_of(d_a, m, n, h_gate, h_up, scale, d_hidden, out, hs, stop, until
     up = tl.load(h_up + at, mask=live, other=0).to(ACC)
     if CURVE is None:
         f, slope = _with_slope(gate, NAME)
-        a = f * up
     else:
         f, slope, up, up_slope = _factors(gate, up, NAME, CURVE)
-        a = f * up
+    a = f * up
     dot = tl.sum(d_a * a, 1)
     tl.store(out + row * N + n[None, :], as_stored(a * scale, out), mask=inside)
     d_a *= scale

@@ -16,11 +16,7 @@ from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.lowerings._activation import Activation, Bound
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.moe.activation import CLAMPS, bound_of, lane_cut, match_product, merged, shifted
-from megacpp_compile.matchers.moe.gemms import Gemm as Gemm
-from megacpp_compile.matchers.moe.gemms import MatchGemm as MatchGemm
-from megacpp_compile.matchers.moe.gemms import Weight as Weight
-from megacpp_compile.matchers.moe.gemms import match_linear_gemm as match_linear_gemm
-from megacpp_compile.matchers.moe.gemms import strip_row_views as strip_row_views
+from megacpp_compile.matchers.moe.gemms import Gemm, MatchGemm, Weight, strip_row_views
 
 aten = torch.ops.aten
 

@@ -10,12 +10,12 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import of_tensors, same_size, value
+from megacpp_compile.fx.views import COPIES
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.linear import match_linear
 from megacpp_compile.matchers.views import is_cast, is_outer_view
 
 aten = torch.ops.aten
-COPIES = (aten.alias.default, aten.clone.default, aten.contiguous.default)
 _READS = (aten.index.Tensor, aten.index_select.default, aten.embedding.default, aten.select.int)
 
 

@@ -18,7 +18,7 @@ from megacpp_compile.fx.edit import of_tensors, same_size, value
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe import dense, loop
-from megacpp_compile.matchers.moe.experts import Expert, Gemm, Weight, expert_ending_in
+from megacpp_compile.matchers.moe.experts import Expert, expert_ending_in
 from megacpp_compile.matchers.moe.factors import (
     Axis,
     Dims,
@@ -32,7 +32,7 @@ from megacpp_compile.matchers.moe.factors import (
     seen_as,
     step_into,
 )
-from megacpp_compile.matchers.moe.gemms import with_bias
+from megacpp_compile.matchers.moe.gemms import Gemm, Weight, with_bias
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, bounded
 from megacpp_compile.matchers.moe.routing import indexed, is_nonnegative, number_of_scores
 

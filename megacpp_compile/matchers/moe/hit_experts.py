@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
+from megacpp_compile.fx.size_checks import FINDS
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 
 aten = torch.ops.aten
-_FOUND = (aten.nonzero.default, aten.nonzero_numpy.default, aten.where.default)
 _COUNTS = (aten.sum.dim_IntList, aten.sum.default, aten.any.dim, aten.any.dims, aten.bincount.default,
            aten.histc.default)  # fmt: skip
 _ADVICE = "a loop over the experts that were hit breaks the graph; write `for e in range(num_experts):` instead"
@@ -21,7 +21,7 @@ _STEPS = 8  # between counting an expert's tokens and the list of those that hav
 def find(view: GraphView) -> Iterator[MatchFailure]:
     """A failure with advice at every list of the experts that have tokens."""
     for node in view.graph.nodes:
-        if node.target not in _FOUND or len(node.args) != 1:
+        if node.target not in FINDS or len(node.args) != 1:
             continue
         step, counted = node.args[0], False
         for _ in range(_STEPS):

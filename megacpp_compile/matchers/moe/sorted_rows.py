@@ -15,7 +15,8 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import value
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
-from megacpp_compile.matchers.moe.experts import Expert, Gemm, Weight, expert_ending_in
+from megacpp_compile.matchers.moe.experts import Expert, expert_ending_in
+from megacpp_compile.matchers.moe.gemms import Gemm, Weight
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, around
 
 aten = torch.ops.aten

@@ -10,18 +10,13 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import of_tensors, same_size, value
+from megacpp_compile.fx.views import COPIES, uncast
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe.activation import bound_of
-from megacpp_compile.matchers.moe.experts import (
-    Expert,
-    Gemm,
-    Weight,
-    match_expert,
-    strip_row_views,
-)
+from megacpp_compile.matchers.moe.experts import Expert, match_expert
 from megacpp_compile.matchers.moe.gate_matrix import is_filled
-from megacpp_compile.matchers.moe.gemms import COPIES, with_bias
+from megacpp_compile.matchers.moe.gemms import Gemm, Weight, strip_row_views, with_bias
 from megacpp_compile.matchers.moe.group_ends import SortedIds, slots
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, bounded
 from megacpp_compile.matchers.moe.routing import added_rows, indexed
@@ -53,14 +48,14 @@ def _summed(node: Node) -> Combine | None:
     """The combine that puts rows back into the order of slots, and sums over the choices."""
     dims = node.args[1]
     keep = node.args[2] if len(node.args) > 2 else False
-    slots = _uncast(node.args[0])  # type: ignore[arg-type]
+    slots = uncast(node.args[0])  # type: ignore[arg-type]
     if value(slots).dim() != 3 or list(dims) not in ([1], [-2]) or keep or slots.target not in RESHAPES:  # type: ignore[arg-type]
         return None
     choices = value(slots).shape[1]
-    read = _unsorted(_uncast(slots.args[0]))  # type: ignore[arg-type]
+    read = _unsorted(uncast(slots.args[0]))  # type: ignore[arg-type]
     if read is None or value(read[0]).dim() != 2 or not isinstance(choices, int):
         return None
-    return Combine(_uncast(read[0]), read[1], choices)
+    return Combine(uncast(read[0]), read[1], choices)
 
 
 def _added(node: Node) -> Combine | None:
@@ -72,7 +67,7 @@ def _added(node: Node) -> Combine | None:
     if value(rows).dim() != 2 or not _halved(token) or _sorted_by(token.args[0]) is None:  # type: ignore[arg-type]
         return None
     empty = is_filled(base, 0.0)
-    return Combine(_uncast(rows), token.args[0], token.args[1], None if empty else base)  # type: ignore[arg-type]
+    return Combine(uncast(rows), token.args[0], token.args[1], None if empty else base)  # type: ignore[arg-type]
 
 
 def _check(view: GraphView, node: Node, combine: Combine) -> RoutedExperts | MatchFailure | None:
@@ -135,13 +130,6 @@ def _routed(
         node, x, slots(ids), gates, (expert,), base=combine.base, choices=combine.choices, scaled_input=scaled_input
     )
     return bounded(view, layer)
-
-
-def _uncast(node: Node) -> Node:
-    """`node` before casts."""
-    while is_cast(node):
-        node = node.args[0]  # type: ignore[assignment]
-    return node
 
 
 def _rows(node: Node, choices: int, order: Node) -> Node | None:

@@ -11,17 +11,18 @@ from torch.fx import Node
 
 from megacpp_compile.fx import assumptions
 from megacpp_compile.fx.edit import value
+from megacpp_compile.fx.size_checks import FINDS
+from megacpp_compile.fx.views import COPIES, DETACH
 from megacpp_compile.matchers.moe.routing import Mask, match_mask, one_choice
 from megacpp_compile.matchers.views import RESHAPES
 
 aten = torch.ops.aten
 _SUMS = (aten.sum.dim_IntList, aten.any.dim, aten.any.dims, aten.amax.default)
 _ALL = (aten.sum.default, aten.any.default, aten.max.default, aten.count_nonzero.default)
-_COPIES = (aten.alias.default, aten.clone.default, aten.contiguous.default, aten.detach.default)
+_COPIES = COPIES | {DETACH}
 _CASTS = (aten._to_copy.default, aten.to.dtype, aten.to.device)
 _WIDE = (torch.bool, torch.int32, torch.int64, torch.float32, torch.float64, torch.bfloat16)
 _COLUMNS = (aten.squeeze.dim, aten.squeeze.default, aten.select.int, operator.getitem, aten.unbind.int)
-_FOUND = (aten.nonzero.default, aten.nonzero_numpy.default, aten.where.default)
 # What a count is compared with, for the result to say whether there are any, or whether there are none.
 _POSITIVE: dict[Any, int] = {
     aten.gt.Scalar: 0, aten.greater.Scalar: 0, aten.ne.Scalar: 0, aten.not_equal.Scalar: 0, aten.ge.Scalar: 1,
@@ -52,10 +53,10 @@ def match_hits(node: Node) -> Mask | None:
             return None
         node = node.args[0]  # type: ignore[assignment]
     if node.target is operator.getitem:
-        if node.args[1] != 0 or node.args[0].target not in _FOUND[1:]:  # type: ignore[union-attr]
+        if node.args[1] != 0 or node.args[0].target not in FINDS[1:]:  # type: ignore[union-attr]
             return None
         node = node.args[0]  # type: ignore[assignment]
-    if node.target not in _FOUND or len(node.args) != 1:
+    if node.target not in FINDS or len(node.args) != 1:
         return None
     count = match_count(node.args[0])
     return count.mask if count is not None and count.by_expert and value(node.args[0]).dim() == 1 else None
@@ -111,7 +112,7 @@ def _rows_found(found: Any) -> Count | None:
         return None
     while found.target in (*_COLUMNS, *RESHAPES, *_COPIES):
         found = found.args[0]  # type: ignore[assignment]
-    if found.target not in _FOUND or len(found.args) != 1:
+    if found.target not in FINDS or len(found.args) != 1:
         return None
     mask = match_mask(found.args[0])  # type: ignore[arg-type]
     return Count(mask, False) if mask is not None and mask.expert is not None else None

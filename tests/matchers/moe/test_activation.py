@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from megacpp_compile.matchers._match import MatchFailure
-from megacpp_compile.matchers.moe.experts import Expert, Gemm, Weight, expert_ending_in
+from megacpp_compile.matchers.moe.experts import Expert, expert_ending_in
+from megacpp_compile.matchers.moe.gemms import Gemm, Weight
 from tests.matchers.graphs import trace
 
 GPT_OSS = "silu(alpha=1.702, gate=clamp -inf 7.0, up=clamp -7.0 7.0, offset=1.0)"
