@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -44,6 +45,18 @@ def serve(name: str, reference: ModuleType, *args: Any) -> Any:
     from megacpp_compile.lowerings._registry import choose
 
     return choose(getattr(torch.ops.megacpp, name).default, target.name, args).body(*args)
+
+
+def save_operands(ctx: Any, operands: Sequence[Tensor | None], *kept: Tensor) -> None:
+    """Saves operands, of which some may be None, and what the op `kept`; `ctx.given` says which are there."""
+    ctx.given = [t is not None for t in operands]
+    ctx.save_for_backward(*(t for t in operands if t is not None), *kept)
+
+
+def saved_operands(ctx: Any) -> tuple[list[Any], list[Tensor]]:
+    """(operands, what was kept) as `save_operands` got them."""
+    saved = iter(ctx.saved_tensors)
+    return [next(saved) if given else None for given in ctx.given], list(saved)
 
 
 def bias_gradient(grad: Tensor, dtype: torch.dtype) -> Tensor:

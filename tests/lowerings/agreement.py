@@ -39,6 +39,10 @@ UNITS = {
     # precision scores, decays and states may each be rounded once before a GEMM, as in a flash attention's kernel.
     ("scan", True): 2.5,
     ("scan", False): 8,
+    # As a scan's, with the inverse of a triangular matrix between, which rounds what it multiplies once more. Linear
+    # attention has none.
+    ("delta rule", True): 2.5,
+    ("delta rule", False): 8,
     # Three GEMMs, an activation between and a weighted sum; in half precision hidden, activated and output are rounded.
     ("experts", True): 2.5,
     ("experts", False): 8,
@@ -69,6 +73,10 @@ KIND = {
     "fp8_block_linear_backward": "float8",
     "causal_conv1d": "mixer",
     "causal_conv1d_backward": "mixer",
+    "gated_delta_rule": "delta rule",
+    "gated_delta_rule_backward": "delta rule",
+    "gated_linear_attention": "delta rule",
+    "gated_linear_attention_backward": "delta rule",
     "gated_rms_norm": "mixer",
     "gated_rms_norm_backward": "mixer",
     "down_norm_up": "projection",
@@ -79,6 +87,8 @@ KIND = {
     "linear_fp8_weight_backward": "fp8_linear",
     "moe": "experts",
     "moe_backward": "experts",
+    "moe_sorted": "experts",
+    "moe_sorted_backward": "experts",
     "mla_rope_q": "rotation",
     "mla_rope_kv": "rotation",
     "mla_rope_kv_backward": "rotation",

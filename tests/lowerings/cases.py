@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from megacpp_compile.lowerings.moe.reference import by_expert, experts_of
+
 from . import LAYOUTS
 from .agreement import KIND, reference_of
 
@@ -234,11 +236,47 @@ for label, options in EXPERTS.items():
         y, hidden, order, offsets = reference_of("moe")(*args)
         x, _, gates, w_gate, w_up, w_down, activation, layout, _, keep, *others = args
         hidden = hidden if keep else []
-        # Behind the last expert's rows a kernel may leave anything.
-        behind = torch.arange(int(offsets[-1]), order.shape[0], device=order.device)
-        hidden = [h.index_fill(0, behind, float("nan")) for h in hidden]
+        hidden = [_unread(h, offsets) for h in hidden]
         grad = rand(*y.shape, dtype=dtype)
         return grad, x, gates, w_gate, w_up, w_down, hidden, order, offsets, activation, layout, *others
+
+
+# Of `EXPERTS`, rows that are sorted; those of no expert are padding, behind all others.
+SORTED = (
+    "pair_separate", "pair_stacked", "single_stacked", "gate_up_separate", "gate_up_stacked", "up_gate_stacked", "relu2",
+    "interleaved_separate", "biases", "bias_of_down", "biases_gate_up", "biases_single", "biases_of_no_token",
+    "as_gpt_oss", "as_gpt_oss_odd", "softcapped_silu", "clamped_swish_stacked", "transposed", "to_one", "some_of_none",
+    "some_of_none_stacked", "odd_sizes", "no_token", "one_expert", "hidden_not_kept",
+)  # fmt: skip
+
+
+def _sorted_rows(rand, dtype, **options):
+    x, indices, _, w_gate, w_up, w_down, activation, layout, _, keep, *others = _experts(rand, dtype, **options)
+    order, offsets = by_expert(indices, experts_of(w_down))
+    rows = _unread(x[order // indices.shape[1]], offsets)
+    return rows, offsets, w_gate, w_up, w_down, activation, layout, keep, *others
+
+
+def _unread(rows, offsets):
+    """`rows`, where those behind the last expert's may hold anything."""
+    behind = torch.arange(int(offsets[-1]), rows.shape[0], device=rows.device)
+    return rows.index_fill(0, behind, float("nan"))
+
+
+for label in SORTED:
+
+    @case("moe_sorted", label)
+    def _(rand, dtype, options=EXPERTS[label]):
+        return _sorted_rows(rand, dtype, **options)
+
+    @case("moe_sorted_backward", label)
+    def _(rand, dtype, options=EXPERTS[label]):
+        args = _sorted_rows(rand, dtype, **options)
+        y, hidden = reference_of("moe_sorted")(*args)
+        x, offsets, w_gate, w_up, w_down, activation, layout, keep, *others = args
+        hidden = [_unread(h, offsets) for h in hidden] if keep else []
+        grad = _unread(rand(*y.shape, dtype=dtype), offsets)
+        return grad, x, w_gate, w_up, w_down, hidden, offsets, activation, layout, *others
 
 
 # --- rotations
@@ -380,6 +418,12 @@ for label, (boundaries, tokens, positions) in PACKED.items():
             tables, cu_seqlens = packed(rand, dtype)
             return rand(tokens, heads, 27, dtype=dtype), *tables, 11, *layout, heads == 3, dtype, cu_seqlens
 
+        @case("rope_qk", name)
+        def _(rand, dtype, tokens=tokens, heads=heads, layout=layout, packed=_packed):
+            tables, cu_seqlens = packed(rand, dtype)
+            q, k = (rand(tokens, n, 27, dtype=dtype) for n in (2 * heads, heads))
+            return q, k, *tables, 11, *layout, heads == 3, dtype, cu_seqlens
+
         @case("mla_rope_kv", name)
         def _(rand, dtype, tokens=tokens, heads=heads, layout=layout, packed=_packed):
             tables, cu_seqlens = packed(rand, dtype)
@@ -393,4 +437,9 @@ for label, (boundaries, tokens, positions) in PACKED.items():
             return *grads, *tables, 11, *layout, [1], dtype, dtype, cu_seqlens
 
 
-from . import attention_cases, fp8_cases, mixer_cases  # noqa: E402, F401  their cases enter themselves above
+from . import (  # noqa: E402  their cases enter themselves above
+    attention_cases,  # noqa: F401
+    delta_cases,  # noqa: F401
+    fp8_cases,  # noqa: F401
+    mixer_cases,  # noqa: F401
+)

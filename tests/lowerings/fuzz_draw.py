@@ -84,10 +84,10 @@ CLASSES = {
 
 def _drawn_elsewhere(op: str) -> Any:
     """The module that draws an op's calls, if it is not this one."""
-    from . import attention_draw, experts_draw, fp8_draw, mixer_draw
+    from . import attention_draw, delta_draw, experts_draw, fp8_draw, mixer_draw
 
     homes = {"mixer": mixer_draw, "experts": experts_draw, "attention": attention_draw, "fp8_linear": fp8_draw,
-             "float8": fp8_draw}  # fmt: skip
+             "float8": fp8_draw, "delta rule": delta_draw}  # fmt: skip
     return homes.get(KIND[op])
 
 
@@ -102,7 +102,7 @@ def _class(draw: random.Random) -> str:
 
 
 def _rotation(draw: random.Random, op: str) -> Kind:
-    packed = op != "rope_qk" and draw.random() < 0.25
+    packed = draw.random() < 0.25
     tokens = 1 if packed else draw.choices((0, 1, 2, 3), weights=(2, 20, 65, 13))[0]
     heads = 1 if packed else draw.randrange(tokens + 1) if draw.random() < 0.4 else tokens
     count = draw.choices((1, 2, 3, 4, 7, 12, 20, 28, 32, 128), weights=(4, 3, 3, 3, 1, 2, 2, 2, 1, 1))[0]
@@ -246,7 +246,7 @@ def arguments(kind: Kind, draw: random.Random, make: Maker, room: int) -> tuple[
         ]
         q = lay("main", (*outer, nope + rope), dtypes["main"])
         k = lay("second", (*fewer, nope + rope), dtypes["second"])
-        return q, k, *tables, nope, *kind.layout, flags["inverse"], dtypes["out"]
+        return q, k, *tables, nope, *kind.layout, flags["inverse"], dtypes["out"], *last
     if kind.op == "mla_rope_kv":
         kv = lay("main", (*outer, nope + v), dtypes["main"])
         k_rope = lay("second", (*shared, rope), dtypes["second"])

@@ -77,6 +77,40 @@ def _(rand, dtype):
     return rand(2, 9, 29, dtype=dtype)[..., 5:], *_convolution(rand, dtype)
 
 
+DOCUMENTS = {
+    "documents": {},
+    "documents_two_taps": {"taps": 2},
+    "documents_three_taps_no_bias": {"taps": 3, "bias": False},
+    "documents_no_activation": {"activation": ""},
+    "documents_five_taps": {"taps": 5},
+    "documents_over_two_segments": {"batch": 1, "steps": 133, "channels": 5},
+    "documents_in_a_projection": {"part": 16, "wide": True},
+}
+
+
+def _documents(x):
+    """Documents of one to five steps, others in each row of the batch, and a last one that comes back: what counts is
+    which document a step is of, not where it begins."""
+    rows, steps = x.shape[:2]
+    at = torch.arange(steps) + torch.arange(rows)[:, None]
+    found = ((at % 5 == 0) | (at % 3 == 1)).cumsum(-1).to(torch.int32)
+    found[:, -1] = found[:, 0]
+    return found
+
+
+for label, options in DOCUMENTS.items():
+
+    @case("causal_conv1d", label)
+    def _(rand, dtype, options=options):
+        x, *others = _convolution(rand, dtype, **options)
+        return x, *others, dtype, _documents(x)
+
+    @case("causal_conv1d_backward", label)
+    def _(rand, dtype, options=options):
+        x, weight, bias, activation = _convolution(rand, dtype, **options)
+        return rand(*x.shape, dtype=dtype), x, weight, bias, activation, _documents(x)
+
+
 # --- gated norms
 
 

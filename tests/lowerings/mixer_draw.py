@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import torch
+
 from .agreement import reference_of
 from .fuzz_draw import FLOATS, Kind, Maker, Pattern, _class, outer_sizes, pattern
 
@@ -24,7 +26,7 @@ def kind(draw: random.Random, op: str) -> Kind:
         layout=(False, False, False),
         flags={"bias": draw.random() < 0.6, "activation": draw.choice(("", "silu", "silu")), "in_place": False,
                "first": draw.random() < 0.5, "weight": draw.random() < 0.8, "number": draw.random() < 0.1,
-               "sigmoid": draw.random() < 0.4},
+               "sigmoid": draw.random() < 0.4, "documents": draw.choice((None, None, torch.int32, torch.int64))},
         patterns={n: _pattern(draw, dims) for n in ("main", "gate", "grad")},
         table_dims=(),
     )  # fmt: skip
@@ -49,7 +51,12 @@ def arguments(kind: Kind, draw: random.Random, make: Maker, room: int) -> tuple[
     grad = make.normal(dtypes["out"])(1).expand(*outer, channels) if f["number"] else lay("grad", "out")
     if convolution:
         operands = main, weights(channels, w["taps"]), weights(channels) if f["bias"] else None, f["activation"]
-        return (*operands, dtypes["out"]) if kind.op == "causal_conv1d" else (grad, *operands)
+        last = []
+        if f["documents"] is not None:
+            begins = [[draw.random() < 0.3 for _ in range(outer[1])] for _ in range(outer[0])]
+            flags = torch.tensor(begins, dtype=f["documents"], device=make.device).reshape(outer)
+            last = [flags.cumsum(-1).to(f["documents"])]
+        return (*operands, dtypes["out"], *last) if kind.op == "causal_conv1d" else (grad, *operands, *last)
     operands = main, lay("gate", "gate"), weights(channels) if f["weight"] else None
     act = "sigmoid" if f["sigmoid"] else "silu"
     if kind.op == "gated_rms_norm":

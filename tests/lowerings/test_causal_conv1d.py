@@ -132,3 +132,38 @@ def test_autocast_does_not_reach_inside(rand):
     want = causal_conv1d(*args)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(causal_conv1d(*args), want)
+
+
+# --- documents
+
+
+def by_document(x, weight, bias, activation, out_dtype, seq_idx):
+    """The formula on each run of one document by itself."""
+    rows = []
+    for row, numbers in zip(x, seq_idx.tolist(), strict=True):
+        ends = [i for i in range(1, len(numbers)) if numbers[i] != numbers[i - 1]]
+        parts = row.tensor_split(ends)
+        rows.append(torch.cat([formula(part[None], weight, bias, activation, out_dtype)[0] for part in parts]))
+    return torch.stack(rows)
+
+
+SEQ_IDX = [[0, 0, 0, 1, 1, 2, 3, 3, 3, 3], [4, 4, 4, 4, 4, 4, 7, 7, 7, 9]]
+
+
+@pytest.mark.parametrize("taps", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("integer", [torch.int32, torch.int64], ids=str)
+def test_documents(rand, taps, integer):
+    """Each document as if it were alone; forward, gradients, registration."""
+    *args, dtype = arguments(rand, steps=10, taps=taps)
+    seq_idx = torch.tensor(SEQ_IDX, dtype=integer)
+    opcheck(causal_conv1d, (*args, dtype, seq_idx))
+    seed = rand(2, 10, 3)
+    got = differentiate(causal_conv1d, (*args, dtype, seq_idx), seed)
+    want = differentiate(by_document, (*args, dtype, seq_idx), seed)
+    assert all(relative_error(g, w) < 1e-13 for g, w in zip(got, want, strict=True))
+
+
+def test_documents_are_saved_as_they_are(rand):
+    x, weight, bias, activation, dtype = arguments(rand, steps=10)
+    seq_idx = torch.tensor(SEQ_IDX)
+    assert saved_by(causal_conv1d, x, weight, bias, activation, dtype, seq_idx) == addresses(x, weight, bias, seq_idx)

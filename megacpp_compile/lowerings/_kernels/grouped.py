@@ -164,13 +164,14 @@ def gated(
     w_gate: list[Tensor],
     w_up: list[Tensor],
     offsets: Tensor,
-    take: Tensor,
+    take: Optional[Tensor],  # noqa: UP045
     activation: str,
     b_gate: Optional[Tensor] = None,  # noqa: UP045
     b_up: Optional[Tensor] = None,  # noqa: UP045
     interleaved: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(x @ w_gate.T, x @ w_up.T, f(the first) * the second) of rows `take`, in one kernel; on CUDA only.
+    """(x @ w_gate.T, x @ w_up.T, f(the first) * the second) of rows `take`, or of all, in one kernel; on
+    CUDA only.
 
     With w_up empty, w_gate holds both, [2n, d] per expert, in halves or `interleaved`; the first result then holds both
     too, and the second is empty. b_gate, b_up: biases as the weights, all experts' in one.
@@ -185,7 +186,7 @@ def gated(
 
 @gated.register_fake
 def _(x, w_gate, w_up, offsets, take, activation, *_):  # type: ignore[no-untyped-def]
-    rows, n = take.shape[0], w_gate[0].shape[-2]
+    rows, n = (x if take is None else take).shape[0], w_gate[0].shape[-2]
     first = x.new_empty((rows, n))
     return first, x.new_empty((rows, n)) if w_up else x.new_empty(0), x.new_empty((rows, n if w_up else n // 2))
 
@@ -197,11 +198,11 @@ def gradients(
     hidden: list[Tensor],
     gates: Tensor,
     offsets: Tensor,
-    take: Tensor,
+    take: Optional[Tensor],  # noqa: UP045
     activation: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Backward's first GEMM, of rows `take` of `grad`, and what lies between it and the next ones, in one kernel where
-    gate and up are two tensors; on CUDA only. See `triton_gated.gradients`."""
+    """Backward's first GEMM, of rows `take` of `grad` or of all, and what lies between it and the next ones, in one
+    kernel where gate and up are two tensors; on CUDA only. See `triton_gated.gradients`."""
     from megacpp_compile.lowerings._kernels import triton_gated
 
     return triton_gated.gradients(grad, weights, hidden, gates, offsets, take, activation)
@@ -209,7 +210,7 @@ def gradients(
 
 @gradients.register_fake
 def _(grad, weights, hidden, gates, offsets, take, activation):  # type: ignore[no-untyped-def]
-    rows, n = take.shape[0], weights[0].shape[-1]
+    rows, n = gates.shape[0], weights[0].shape[-1]
     return grad.new_empty((rows, 2 * n)), grad.new_empty((rows, n)), gates.new_empty(rows)
 
 

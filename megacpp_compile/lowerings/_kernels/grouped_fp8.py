@@ -61,7 +61,7 @@ def gated(
     w_gate: list[Tensor],
     w_up: list[Tensor],
     offsets: Tensor,
-    take: Tensor,
+    take: Optional[Tensor],  # noqa: UP045
     activation: str,
     b_gate: Optional[Tensor] = None,  # noqa: UP045
     b_up: Optional[Tensor] = None,  # noqa: UP045
@@ -80,7 +80,7 @@ def gated(
 
 @gated.register_fake
 def _(x, w_gate, w_up, offsets, take, activation, b_gate=None, b_up=None):  # type: ignore[no-untyped-def]
-    slots, n = take.shape[0], w_gate[0].shape[-2]
+    slots, n = (x if take is None else take).shape[0], w_gate[0].shape[-2]
     up, a = (x.new_empty((slots, n)), n) if w_up else (x.new_empty(0), n // 2)
     return x.new_empty((slots, n)), up, x.new_empty((slots, a)), _scales(x, offsets, 2 * a)
 
@@ -93,7 +93,7 @@ def gradients(
     hidden: list[Tensor],
     gates: Tensor,
     offsets: Tensor,
-    take: Tensor,
+    take: Optional[Tensor],  # noqa: UP045
     activation: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `grouped_gemms::gradients`. scale: the weights' in forward [E, d]."""
@@ -108,7 +108,7 @@ def gradients(
 
 @gradients.register_fake
 def _(grad, weights, scale, hidden, gates, offsets, take, activation):  # type: ignore[no-untyped-def]
-    slots, n = take.shape[0], weights[0].shape[-1]
+    slots, n = gates.shape[0], weights[0].shape[-1]
     return grad.new_empty((slots, 2 * n)), grad.new_empty((slots, n)), gates.new_empty(slots)
 
 

@@ -66,13 +66,14 @@ def by_sequence(table: Tensor, cu_seqlens: Tensor | None, tokens: int) -> Tensor
     """A table by position as one by packed token: token t of sequence i stands at `t - cu_seqlens[i]`.
 
     table: [positions, 1, r]; cu_seqlens: [sequences + 1], ascending, as FlashAttention and Megatron pack sequences; the
-    result is [tokens, 1, r]. Tokens behind the last boundary count on from it, at most to the table's end.
+    result is [tokens, 1, r]. Tokens behind the last boundary count on from it, at most to the table's end; boundaries
+    begin at 0, and what would come before them stands at position 0.
     """
     if cu_seqlens is None:
         return table
     token = torch.arange(tokens, device=table.device, dtype=cu_seqlens.dtype)
     start = cu_seqlens[ends_until(cu_seqlens, token) - 1]
-    return table[(token - start).clamp(max=table.shape[0] - 1)]
+    return table[(token - start).clamp(0, table.shape[0] - 1)]
 
 
 def split_head(x: Tensor, nope_dim: int, rope_first: bool) -> tuple[Tensor, Tensor]:

@@ -84,7 +84,7 @@ def grouped_gated(x, gates, ups, table, ends, take, x_scale, w_scale, b_gate, b_
                   NAME: tl.constexpr, CURVE: tl.constexpr, BS: tl.constexpr, TYPE: tl.constexpr, ACC: tl.constexpr,
                   PRECISION: tl.constexpr, INTERPRETED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
                   BK: tl.constexpr):  # fmt: skip
-    """h_gate = x @ gate.T, h_up = x @ up.T, out = f(h_gate) * h_up, of rows take[r], with their group's weights.
+    """h_gate = x @ gate.T, h_up = x @ up.T, out = f(h_gate) * h_up, of rows take[r] or r, with their group's weights.
     x_scale [rows of x] and w_scale [E, 2N], the gate's first, or None: factors of the GEMMs. b_gate and b_up [E, N],
     BS from one expert to the next, or None."""
     across: tl.constexpr = (N + BN - 1) // BN
@@ -96,7 +96,8 @@ def grouped_gated(x, gates, ups, table, ends, take, x_scale, w_scale, b_gate, b_
     acc_gate = tl.zeros([BM, BN], ACC)
     acc_up = tl.zeros([BM, BN], ACC)
     if group < E:
-        row = tl.load(take + tl.minimum(m, rows - 1)).to(tl.int64)[:, None]
+        at_row = tl.minimum(m, rows - 1)
+        row = (at_row if take is None else tl.load(take + at_row)).to(tl.int64)[:, None]
         k = tl.arange(0, BK)
         if TABLE:
             w_gate = tl.multiple_of(tl.load(table + group).to(tl.pointer_type(TYPE)), 16)
@@ -123,7 +124,7 @@ def grouped_gated(x, gates, ups, table, ends, take, x_scale, w_scale, b_gate, b_
             a += BK
             b += BK * wk
         if x_scale is not None:
-            of_row = tl.load(x_scale + tl.load(take + tl.minimum(m, rows - 1)))[:, None]
+            of_row = tl.load(x_scale + (at_row if take is None else tl.load(take + at_row)))[:, None]
             of_gate = w_scale + group * 2 * N + n
             acc_gate *= of_row * tl.load(of_gate, mask=n < N, other=0)[None, :]
             acc_up *= of_row * tl.load(of_gate + N, mask=n < N, other=0)[None, :]
@@ -145,8 +146,9 @@ def grouped_interleaved(x, weights, table, ends, take, bias, hidden, out, rows, 
                         K: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, TABLE: tl.constexpr, NAME: tl.constexpr,
                         CURVE: tl.constexpr, TYPE: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
                         INTERPRETED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
-    """hidden = x @ weights.T (+ bias), of rows take[r], with their group's weights, and out = f(gate) * up of hidden's
-    channels in turn. A tile is one of a plain GEMM, however the weights lie; its accumulator is split in registers."""
+    """hidden = x @ weights.T (+ bias), of rows take[r] or r, with their group's weights, and out = f(gate) * up of
+    hidden's channels in turn. A tile is one of a plain GEMM, however the weights lie; its accumulator is split in
+    registers."""
     across: tl.constexpr = (N + BN - 1) // BN
     part = tl.program_id(0) % across
     n = part * BN + tl.arange(0, BN)
@@ -156,7 +158,8 @@ def grouped_interleaved(x, weights, table, ends, take, bias, hidden, out, rows, 
     m = first + tl.arange(0, BM)
     acc = tl.zeros([BM, BN], ACC)
     if group < E:
-        row = tl.load(take + tl.minimum(m, rows - 1)).to(tl.int64)[:, None]
+        at_row = tl.minimum(m, rows - 1)
+        row = (at_row if take is None else tl.load(take + at_row)).to(tl.int64)[:, None]
         k = tl.arange(0, BK)
         if TABLE:
             w = tl.multiple_of(tl.load(table + group).to(tl.pointer_type(TYPE)), 16)
@@ -255,7 +258,7 @@ def gated(
     w_gate: list[Tensor],
     w_up: list[Tensor],
     offsets: Tensor,
-    take: Tensor,
+    take: Tensor | None,
     activation: str,
     scales: tuple[Tensor | None, Tensor | None] = (None, None),
     dtype: torch.dtype | None = None,
@@ -274,7 +277,7 @@ def gated(
         b_gate, b_up = (None if b is None else b.contiguous() for b in (b_gate, b_up))
     if x.stride(-1) != 1:
         x = x.contiguous()
-    n, total, dtype = w_gate[0].shape[-2], take.shape[0], dtype or x.dtype
+    n, total, dtype = w_gate[0].shape[-2], (x if take is None else take).shape[0], dtype or x.dtype
     hidden = [torch.empty((total, n * 2 if fused else n), dtype=dtype, device=x.device) for _ in range(2 - fused)]
     gate, up = hidden[0].chunk(2, 1) if fused else hidden
     out = torch.empty((total, n), dtype=dtype, device=x.device)
@@ -291,11 +294,12 @@ def gated(
 
 
 def interleaved(
-    x: Tensor, weights: list[Tensor], offsets: Tensor, take: Tensor, activation: str, bias: Tensor | None, **sizes: int
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, weights: list[Tensor], offsets: Tensor, take: Tensor | None, activation: str, bias: Tensor | None,
+    **sizes: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(hidden [S, 2n], f(gate) * up), of weights [2n, d] whose rows are gate's and up's in turn."""
     x, curve = x if x.stride(-1) == 1 else x.contiguous(), Activation.parse(activation)
-    n, total = weights[0].shape[-2], take.shape[0]
+    n, total = weights[0].shape[-2], (x if take is None else take).shape[0]
     hidden, out = (x.new_empty((total, width)) for width in (n, n // 2))
     blocks = {**block_sizes(x.dtype, n), **sizes}
     if total:

@@ -30,7 +30,10 @@ def heads_of(pid, heads, BH: tl.constexpr):
 
 @triton.jit
 def position_in_sequence(t, ok, cu_seqlens, sequences, rows, STEPS: tl.constexpr):
-    """Packed tokens: how far `t` is behind the last boundary at or before it (a binary search), at most `rows - 1`."""
+    """Packed tokens: how far `t` is behind the last boundary at or before it (a binary search), at most `rows - 1`.
+
+    0 before the first boundary, so that nothing is read outside of the tables.
+    """
     low = t * 0
     high = low + sequences + 1
     for _ in range(STEPS):
@@ -39,7 +42,7 @@ def position_in_sequence(t, ok, cu_seqlens, sequences, rows, STEPS: tl.constexpr
         low = tl.where(left, middle, low)
         high = tl.where(left, high, middle)
     start = tl.load(cu_seqlens + low, mask=ok, other=0)
-    return tl.minimum(t - start, rows - 1).to(tl.int64)
+    return tl.minimum(tl.maximum(t - start, 0), rows - 1).to(tl.int64)
 
 
 @triton.jit

@@ -4,10 +4,12 @@
     weight     [c, k]     bias [c] or None     activation "" or "silu"
     returns    y [b, t, c] in `out_dtype`: y[b, t] = act(bias + sum over j of weight[:, j] * x[b, t - (k - 1) + j]),
                where x is 0 before time 0
+    seq_idx    [b, t] integers or None: the document of each step, as in Mamba's kernels; a step sees those of its own
+               document alone, taps elsewhere count as 0
 
 y lies in memory as x does: channels adjacent, or time where that is what is adjacent in x. Computed in float32 (float64
 if an operand is) and rounded once.
-Saved for backward: x, weight and bias. The value before the activation is recomputed.
+Saved for backward: x, weight, bias and seq_idx. The value before the activation is recomputed.
 Source: Mamba, https://arxiv.org/abs/2312.00752, section 3.4; Mamba-2, https://arxiv.org/abs/2405.21060, section 7.
 """
 
@@ -35,13 +37,14 @@ def causal_conv1d(
     bias: Optional[Tensor],  # noqa: UP045  custom_op reads typing.Optional on every supported torch
     activation: str,
     out_dtype: torch.dtype,
+    seq_idx: Optional[Tensor] = None,  # noqa: UP045
 ) -> Tensor:
     with no_autocast(x):
-        return reference.causal_conv1d(x, weight, bias, activation, out_dtype)
+        return reference.causal_conv1d(x, weight, bias, activation, out_dtype, seq_idx)
 
 
 @causal_conv1d.register_fake
-def _(x, weight, bias, activation, out_dtype):  # type: ignore[no-untyped-def]
+def _(x, weight, bias, activation, out_dtype, seq_idx=None):  # type: ignore[no-untyped-def]
     return laid_out_as(x, out_dtype)
 
 
@@ -52,27 +55,29 @@ def causal_conv1d_backward(
     weight: Tensor,
     bias: Optional[Tensor],  # noqa: UP045
     activation: str,
+    seq_idx: Optional[Tensor] = None,  # noqa: UP045
 ) -> tuple[Tensor, Tensor, Tensor]:
     with no_autocast(x):
-        return reference.causal_conv1d_backward(grad, x, weight, bias, activation)
+        return reference.causal_conv1d_backward(grad, x, weight, bias, activation, seq_idx)
 
 
 @causal_conv1d_backward.register_fake
-def _(grad, x, weight, bias, activation):  # type: ignore[no-untyped-def]
+def _(grad, x, weight, bias, activation, seq_idx=None):  # type: ignore[no-untyped-def]
     d_bias = weight.new_empty(0) if bias is None else bias.new_empty(bias.shape)
     return laid_out_as(x, x.dtype), weight.new_empty(weight.shape), d_bias
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, weight, bias, ctx.activation, _ = inputs
+    x, weight, bias, ctx.activation, _, seq_idx = inputs
     ctx.has_bias = bias is not None
-    ctx.save_for_backward(x, weight, *([bias] if ctx.has_bias else []))
+    ctx.save_for_backward(x, weight, *(t for t in (bias, seq_idx) if t is not None))
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    x, weight, *bias = ctx.saved_tensors
-    dx, dw, db = causal_conv1d_backward(grad, x, weight, bias[0] if bias else None, ctx.activation)
-    return dx, dw, db if ctx.has_bias else None, None, None
+    x, weight, *others = ctx.saved_tensors
+    bias = others.pop(0) if ctx.has_bias else None
+    dx, dw, db = causal_conv1d_backward(grad, x, weight, bias, ctx.activation, *others)
+    return dx, dw, db if ctx.has_bias else None, None, None, None
 
 
 causal_conv1d.register_autograd(_backward, setup_context=_setup_context)

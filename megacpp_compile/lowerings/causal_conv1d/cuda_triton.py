@@ -43,9 +43,9 @@ def _activated_gradient(grad, pre, SILU: tl.constexpr):
 
 
 @triton.jit
-def causal_conv1d_tile(x, weight, bias, y, steps, channels, xb, xt, wc, wk, bias_c, yb, yt,
+def causal_conv1d_tile(x, weight, bias, seq_idx, y, steps, channels, xb, xt, wc, wk, bias_c, sb, st, yb, yt,
                        TAPS: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, WIDE: tl.constexpr,
-                       BT: tl.constexpr, BC: tl.constexpr):  # fmt: skip
+                       PACKED: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr):  # fmt: skip
     dtype: tl.constexpr = tl.float64 if WIDE else tl.float32
     t = tl.program_id(0) * BT + tl.arange(0, BT)[:, None]
     c = tl.program_id(1) * BC + tl.arange(0, BC)[None, :]
@@ -54,10 +54,15 @@ def causal_conv1d_tile(x, weight, bias, y, steps, channels, xb, xt, wc, wk, bias
     total = tl.zeros([BT, BC], dtype)
     if BIAS:
         total += tl.load(bias + c * bias_c, mask=exists, other=0).to(dtype)
+    if PACKED:
+        own = tl.load(seq_idx + b * sb + t.to(tl.int64) * st, mask=t < steps, other=0)
     for j in tl.static_range(TAPS):
         at = t - (TAPS - 1 - j)
         w = tl.load(weight + c * wc + j * wk, mask=exists, other=0).to(dtype)
         tap = tl.load(x + b * xb + at.to(tl.int64) * xt + c, mask=exists & (at >= 0) & (at < steps), other=0).to(dtype)
+        if PACKED:
+            seen = tl.load(seq_idx + b * sb + at.to(tl.int64) * st, mask=(at >= 0) & (at < steps), other=0)
+            tap = tl.where(seen == own, tap, 0)
         total += w * tap
     if SILU:
         total = total / (1 + tl.exp(-total))
@@ -65,9 +70,10 @@ def causal_conv1d_tile(x, weight, bias, y, steps, channels, xb, xt, wc, wk, bias
 
 
 @triton.jit
-def causal_conv1d_walk(grad, x, weight, bias, dx, partial, steps, channels, segments, gb, gt, xb, xt, wc, wk, bias_c,
-                       db, dt, TAPS: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, WIDE: tl.constexpr,
-                       SEGMENT: tl.constexpr, BC: tl.constexpr):  # fmt: skip
+def causal_conv1d_walk(grad, x, weight, bias, seq_idx, dx, partial, steps, channels, segments, gb, gt, xb, xt, wc, wk,
+                       bias_c, sb, st, db, dt, TAPS: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr,
+                       WIDE: tl.constexpr, PACKED: tl.constexpr, SEGMENT: tl.constexpr,
+                       BC: tl.constexpr):  # fmt: skip
     """Rows of `partial` [b * segments, TAPS + 1, channels]: each tap's weight gradient, then the bias'.
 
     `w0` belongs to the newest operand `x0`; `g0` is the gradient of the step being walked, `g1` of the one before.
@@ -103,6 +109,11 @@ def causal_conv1d_walk(grad, x, weight, bias, dx, partial, steps, channels, segm
     g1 = tl.load(grad + (begin - 1).to(tl.int64) * gt, mask=exists & (begin < 0), other=0).to(dtype)
     g2 = tl.load(grad + (begin - 2).to(tl.int64) * gt, mask=exists & (begin < 0), other=0).to(dtype)
     g3 = tl.load(grad + (begin - 3).to(tl.int64) * gt, mask=exists & (begin < 0), other=0).to(dtype)
+    if PACKED:  # the documents of the steps before, as of their operands
+        seq_idx += b * sb
+        i1 = tl.load(seq_idx + (begin - 1).to(tl.int64) * st, mask=begin >= 1, other=0)
+        i2 = tl.load(seq_idx + (begin - 2).to(tl.int64) * st, mask=begin >= 2, other=0)
+        i3 = tl.load(seq_idx + (begin - 3).to(tl.int64) * st, mask=begin >= 3, other=0)
     dw0, dw1, dw2, dw3, d_shift = zero, zero, zero, zero, zero
     # Loads run three steps ahead of the arithmetic.
     end = tl.minimum(begin + SEGMENT + TAPS - 1, steps)
@@ -119,29 +130,43 @@ def causal_conv1d_walk(grad, x, weight, bias, dx, partial, steps, channels, segm
         ahead_x1, ahead_g1, ahead_x2, ahead_g2 = ahead_x2, ahead_g2, ahead_x3, ahead_g3
         ahead_x3 = tl.load(x + (t + 3).to(tl.int64) * xt, mask=exists & (t + 3 < end), other=0)
         ahead_g3 = tl.load(grad + (t + 3).to(tl.int64) * gt, mask=exists & (t + 3 < end), other=0)
+        if PACKED:
+            i0 = tl.load(seq_idx + t.to(tl.int64) * st, mask=t < steps, other=0)
+            s1, s2, s3 = tl.where(i1 == i0, x1, 0), tl.where(i2 == i0, x2, 0), tl.where(i3 == i0, x3, 0)
+        else:
+            s1, s2, s3 = x1, x2, x3
         if SILU:
-            pre = shift + w0 * x0 + w1 * x1
+            pre = shift + w0 * x0 + w1 * s1
             if TAPS > 2:
-                pre += w2 * x2
+                pre += w2 * s2
             if TAPS > 3:
-                pre += w3 * x3
+                pre += w3 * s3
             g0 = _activated_gradient(g0, pre, SILU)
         # Behind the segment only the input gradients are this program's; behind the end there is no gradient.
         g0 = tl.where(t < steps, g0, 0)
         mine = tl.where(i < SEGMENT, g0, 0)
         dw0 += mine * x0
-        dw1 += mine * x1
+        dw1 += mine * s1
         d_shift += mine
-        out = w0 * g1 + w1 * g0
+        # Gradients of the steps that see the one whose input gradient is written.
+        h0, h1, h2 = g0, g1, g2
+        if PACKED:
+            target = i3 if TAPS > 3 else (i2 if TAPS > 2 else i1)
+            h0 = tl.where(i0 == target, g0, 0)
+            h1 = tl.where(i1 == target, g1, 0)
+            h2 = tl.where(i2 == target, g2, 0)
+        out = w0 * h1 + w1 * h0
         if TAPS > 2:
-            dw2 += mine * x2
-            out = w0 * g2 + w1 * g1 + w2 * g0
+            dw2 += mine * s2
+            out = w0 * h2 + w1 * h1 + w2 * h0
         if TAPS > 3:
-            dw3 += mine * x3
-            out = w0 * g3 + w1 * g2 + w2 * g1 + w3 * g0
+            dw3 += mine * s3
+            out = w0 * g3 + w1 * h2 + w2 * h1 + w3 * h0
         at = t - (TAPS - 1)
         tl.store(dx + at.to(tl.int64) * dt, as_stored(out, dx), mask=exists & (at >= begin) & (at < steps))
         x3, x2, x1 = x2, x1, x0
+        if PACKED:
+            i3, i2, i1 = i2, i1, i0
         g3, g2, g1 = g2, g1, g0
     partial += (b * segments + segment) * (TAPS + 1) * channels + c
     tl.store(partial + (TAPS - 1) * channels, dw0, mask=exists)
@@ -182,8 +207,12 @@ def supports(name: str, args: Sequence[Any]) -> str | None:
     return None if 2 <= taps <= MAX_TAPS else f"{taps} taps; the kernel keeps 2 to {MAX_TAPS} in registers"
 
 
-def _shared(weight: Tensor, bias: Tensor | None, activation: str, x: Tensor) -> dict[str, Any]:
+def _shared(
+    weight: Tensor, bias: Tensor | None, activation: str, x: Tensor, seq_idx: Tensor | None
+) -> dict[str, Any]:
     return {
+        "seq_idx": x if seq_idx is None else seq_idx, "sb": 0 if seq_idx is None else seq_idx.stride(0),
+        "st": 0 if seq_idx is None else seq_idx.stride(1), "PACKED": int(seq_idx is not None),
         "weight": weight, "bias": weight if bias is None else bias, "wc": weight.stride(0), "wk": weight.stride(1),
         "bias_c": 0 if bias is None else bias.stride(0), "TAPS": weight.shape[1], "BIAS": int(bias is not None),
         "SILU": int(activation == "silu"), "WIDE": int(is_wide(x.dtype, weight.dtype)),
@@ -196,20 +225,21 @@ def _block(channels: Any, most: int) -> int:
 
 
 def causal_conv1d(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, out_dtype: torch.dtype
-) -> Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, out_dtype: torch.dtype,
+    seq_idx: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     y = laid_out_as(x, out_dtype)
     batch, steps, channels = x.shape
     _tile(
         lambda meta: (triton.cdiv(steps, meta["BT"]), triton.cdiv(channels, meta["BC"]), batch),
         {"BT": 32, "BC": _block(channels, 128), "num_warps": 4},
-        y=y, yb=y.stride(0), yt=y.stride(1), **_shared(weight, bias, activation, x),
+        y=y, yb=y.stride(0), yt=y.stride(1), **_shared(weight, bias, activation, x, seq_idx),
     )  # fmt: skip
     return y
 
 
 def causal_conv1d_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, seq_idx: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     if not statically_known_true(grad.stride(2) == 1):  # a sum's gradient is one number, expanded
         grad = grad.contiguous()
@@ -222,7 +252,7 @@ def causal_conv1d_backward(
         lambda meta: (segments, triton.cdiv(channels, meta["BC"]), batch),
         {"BC": _block(channels, 256), "num_warps": 2},
         grad=grad, gb=grad.stride(0), gt=grad.stride(1), dx=dx, db=dx.stride(0), dt=dx.stride(1), partial=partial,
-        segments=segments, SEGMENT=SEGMENT, **_shared(weight, bias, activation, x),
+        segments=segments, SEGMENT=SEGMENT, **_shared(weight, bias, activation, x, seq_idx),
     )  # fmt: skip
     sums = partial.sum(0)
     d_bias = weight.new_empty(0) if bias is None else sums[taps].to(bias.dtype)

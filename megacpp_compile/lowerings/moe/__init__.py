@@ -150,10 +150,6 @@ def _backward(ctx, grad, *_):  # type: ignore[no-untyped-def]
 
 moe.register_autograd(_backward, setup_context=_setup_context)
 
-# What a forward in fp8 takes of the time in 16 bits: GEMMs of 2.0 ms and casts of 0.6, where GEMMs took 3.25
-# (docs/precision.md).
-_TIME_IN_FP8 = 0.8
-
 
 def _flops(
     x: Tensor, indices: Tensor, gates: Tensor, w_gate: list[Tensor], w_up: list[Tensor], w_down: list[Tensor],
@@ -162,7 +158,7 @@ def _flops(
 ) -> float:  # fmt: skip
     """As if every expert were chosen equally often; that does not change the sum, as all are of one size."""
     experts = len(w_down) if w_down[0].dim() == 2 else hint(w_down[0].shape[0])
-    share = _TIME_IN_FP8 if precision else 1.0
+    share = reference.TIME_IN_FP8 if precision else 1.0
     return share * 2 * elements(indices) * sum(map(elements, (*w_gate, *w_up, *w_down))) / experts
 
 

@@ -28,11 +28,15 @@ __all__ = ["moe", "moe_backward", "supports"]
 
 def supports(name: str, args: Sequence[Any]) -> str | None:
     """Why this cannot serve the call, or None."""
-    kept = args[0] if name == "moe" else args[1]
+    return refusal(args[0] if name == "moe" else args[1], args[5], reference.precision_of(name, args))
+
+
+def refusal(kept: Tensor, down: Sequence[Tensor], precision: str) -> str | None:
+    """Why these kernels cannot multiply rows of `kept` by weights such as `down`, or None."""
     if kept.dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         return f"GEMMs in {kept.dtype}"
-    if reference.precision_of(name, args):
-        sizes = args[5][0].shape[-2:]
+    if precision:
+        sizes = down[0].shape[-2:]
         if kept.device.type == "cuda" and (missing := no_float8(kept.device)):
             return missing
         if kept.dtype not in (torch.bfloat16, torch.float16):
@@ -80,7 +84,7 @@ class GroupedGemms(reference.GroupedGemms):
         w_gate: list[Tensor],
         w_up: list[Tensor],
         offsets: Tensor,
-        token: Tensor,
+        token: Tensor | None,
         activation: str,
         b_gate: Tensor | None = None,
         b_up: Tensor | None = None,
@@ -106,7 +110,7 @@ class Fp8Gemms(float8.Fp8Gemms):
         w_gate: list[Tensor],
         w_up: list[Tensor],
         offsets: Tensor,
-        token: Tensor,
+        token: Tensor | None,
         activation: str,
         b_gate: Tensor | None = None,
         b_up: Tensor | None = None,
@@ -125,7 +129,7 @@ class Fp8Gemms(float8.Fp8Gemms):
         hidden: list[Tensor],
         gates: Tensor,
         offsets: Tensor,
-        token: Tensor,
+        token: Tensor | None,
         activation: str,
     ) -> Any:
         return torch.ops.grouped_gemms.gradients_fp8(

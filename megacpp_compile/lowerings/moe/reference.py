@@ -18,6 +18,10 @@ from megacpp_compile.lowerings._op import compute_dtype, ends_until
 from megacpp_compile.lowerings.moe import float8
 
 PRECISIONS = ("", "fp8_current")
+_PRECISION_AT = {"moe": 10, "moe_backward": 11, "moe_sorted": 8, "moe_sorted_backward": 9}
+# What a forward in fp8 takes of the time in 16 bits: GEMMs of 2.0 ms and casts of 0.6, where GEMMs took 3.25
+# (docs/precision.md).
+TIME_IN_FP8 = 0.8
 SCALES = 2  # tensors of scales that follow what is kept of a call in float8
 
 
@@ -55,8 +59,8 @@ class GroupedGemms:
 
 
 def precision_of(name: str, args: Sequence[Any]) -> str:
-    """The argument `precision` of a call of `moe` or `moe_backward`, which may leave it out."""
-    at = {"moe": 10, "moe_backward": 11}[name]
+    """The argument `precision` of a call of an op of routed experts, which may leave it out."""
+    at = _PRECISION_AT[name]
     return args[at] if len(args) > at else ""
 
 
@@ -130,14 +134,14 @@ def into_experts(
     w_gate: list[Tensor],
     w_up: list[Tensor],
     offsets: Tensor,
-    token: Tensor,
+    token: Tensor | None,
     activation: str,
     layout: str,
     b_gate: Tensor | None,
     b_up: Tensor | None,
     grouped: Grouped,
 ) -> tuple[list[Tensor], Tensor]:
-    """(results of the GEMMs before the activation, the activated hidden)."""
+    """(results of the GEMMs before the activation, the activated hidden) of rows `token` of x, or of all."""
     if _fused(grouped, "fuses_forward", activation, layout):
         interleaved = True if layout == "interleaved" else None
         return grouped.gated(  # type: ignore[attr-defined, no-any-return]
@@ -152,7 +156,7 @@ def _before_activation(
     w_gate: list[Tensor],
     w_up: list[Tensor],
     offsets: Tensor,
-    token: Tensor,
+    token: Tensor | None,
     b_gate: Tensor | None,
     b_up: Tensor | None,
     grouped: Grouped,
@@ -202,16 +206,44 @@ def moe_backward(
     With `out = down(a) + b_down` and `dy` the gradient of y, the gate's gradient `dy . out` is `(dy @ w_down) . a` and
     `dy . b_down`: no expert's output is kept.
     """
+    tokens, k = gates.shape
+    token = order // k
+    gate_of = gates.reshape(-1)[order].to(compute_dtype(x.dtype))
+    d_rows, d_gate, d_into, d_down, d_biases = backward_of_rows(
+        grad, x, gate_of, w_gate, w_up, w_down, hidden, offsets, token, activation, layout, precision, b_gate, b_up,
+        b_down, grouped,
+    )  # fmt: skip
+    d_gates = d_gate.to(gates.dtype)[inverse_of(order)].view(gates.shape)
+    d_x = _per_token(d_rows, order, offsets, gates.new_ones((), dtype=gate_of.dtype).expand(tokens, k)).sum(1)
+    return d_x.to(x.dtype), d_gates, d_into, d_down, d_biases
+
+
+def backward_of_rows(
+    grad: Tensor,
+    x: Tensor,
+    gate_of: Tensor,
+    w_gate: list[Tensor],
+    w_up: list[Tensor],
+    w_down: list[Tensor],
+    hidden: list[Tensor],
+    offsets: Tensor,
+    token: Tensor | None,
+    activation: str,
+    layout: str,
+    precision: str,
+    b_gate: Tensor | None,
+    b_up: Tensor | None,
+    b_down: Tensor | None,
+    grouped: Grouped,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+    """Gradients of the rows that experts read, of their gates `gate_of` [S], and of weights and biases as
+    `moe_backward` has them. token: the rows of x and of grad; None where these are in the order of experts already."""
     if precision:
         hidden, scales = hidden[:-SCALES], hidden[-SCALES:]
         grouped = float8.Fp8Gemms(scales) if grouped is GroupedGemms else grouped
-    tokens, k = gates.shape
-    token = order // k
     ups = [w for w in (w_gate, w_up) if w]
     hidden = hidden or _before_activation(x, w_gate, w_up, offsets, token, b_gate, b_up, grouped)
     grad = grad.to(x.dtype)
-    dtype = compute_dtype(x.dtype)
-    gate_of = gates.reshape(-1)[order].to(dtype)
     if _fused(grouped, "fuses_backward", activation, layout):
         d_hidden, a, d_gate = grouped.gradients(grad, w_down, hidden, gate_of, offsets, token, activation)  # type: ignore[attr-defined]
     else:
@@ -220,13 +252,11 @@ def moe_backward(
 
     d_biases, added = _bias_gradients(grad, d_hidden, gate_of, offsets, token, (b_gate, b_up), b_down, grouped)
     d_gate = d_gate if added is None else d_gate + added
-    d_gate = d_gate.to(gates.dtype)[inverse_of(order)].view(gates.shape)
     d_down = grouped.weights(grad, a, offsets, token)
     d_into = grouped.weights(d_hidden, x, offsets, None, token)
     parts = [d_hidden] if getattr(grouped, "side_by_side", False) else list(d_hidden.chunk(len(ups), 1))
     d_rows = grouped.rows(parts, [w for part in ups for w in part], offsets, True)
-    d_x = _per_token(d_rows, order, offsets, gates.new_ones((), dtype=dtype).expand(tokens, k)).sum(1).to(x.dtype)
-    return d_x, d_gate, d_into, d_down, d_biases
+    return d_rows, d_gate, d_into, d_down, d_biases
 
 
 def _bias_gradients(
@@ -234,7 +264,7 @@ def _bias_gradients(
     d_hidden: Tensor,
     gate_of: Tensor,
     offsets: Tensor,
-    token: Tensor,
+    token: Tensor | None,
     into: tuple[Tensor | None, Tensor | None],
     b_down: Tensor | None,
     grouped: Grouped,
@@ -247,9 +277,9 @@ def _bias_gradients(
         sums = grouped.sums(d_hidden, offsets).split(widths, 1)
         found = [part.to(b.dtype, copy=True) for part, b in zip(sums, into, strict=True) if b is not None]
     if b_down is not None:
-        rows = torch.arange(token.shape[0], device=token.device)
+        rows = torch.arange(gate_of.shape[0], device=gate_of.device)
         expert = ends_until(offsets, rows).clamp(max=b_down.shape[0] - 1)
-        added = (grad[token].to(gate_of.dtype) * b_down[expert].to(gate_of.dtype)).sum(-1)
+        added = ((grad if token is None else grad[token]).to(gate_of.dtype) * b_down[expert].to(gate_of.dtype)).sum(-1)
         added = torch.where(rows < offsets[-1], added, 0)
         found.append(grouped.sums(grad, offsets, token, gate_of).to(b_down.dtype))
     return found, added

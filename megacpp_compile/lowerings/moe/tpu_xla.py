@@ -26,10 +26,14 @@ MOST_ROWS = 512
 
 def supports(name: str, args: Sequence[Any]) -> str | None:
     """Why this cannot serve the call, or None."""
-    if reference.precision_of(name, args):
+    return refusal(args[2].shape, reference.precision_of(name, args))  # the gates' in forward and in backward
+
+
+def refusal(shape: Sequence[Any], precision: str) -> str | None:
+    """Why blocks cannot serve a number of rows that `shape` says, or None."""
+    if precision:
         return "no float8 GEMMs"
-    gates = args[2]  # of forward and of backward
-    return None if all(isinstance(n, int) for n in gates.shape) else "a number of tokens that is not fixed"
+    return None if all(isinstance(n, int) for n in shape) else "a number of tokens that is not fixed"
 
 
 def block_rows(slots: int, experts: int) -> int:

@@ -2,6 +2,8 @@
 
     q, k       [..., nope_dim + r]  as many dimensions each; head counts may differ
     cos, sin   as many dimensions as q, each leading one 1 or q's and k's; last one r or r/2 (see `rotation`)
+    cu_seqlens [sequences + 1] or None: q and k are packed, [tokens, heads, channels], and the tables
+               [positions, 1, ...] are read by the token's position in its own sequence (`rotation.by_sequence`)
     returns    q and k rotated, in `out_dtype`, contiguous
 
 `nope_dim` channels pass through unrotated (partial rotary; 0 for full heads), before the rotated ones or, with
@@ -9,6 +11,8 @@
 """
 
 from __future__ import annotations
+
+from typing import Optional
 
 import torch
 from torch import Tensor
@@ -30,32 +34,33 @@ def rope_qk(
     rope_first: bool,
     inverse: bool,
     out_dtype: torch.dtype,
+    cu_seqlens: Optional[Tensor] = None,  # noqa: UP045  custom_op reads typing.Optional on every supported torch
 ) -> tuple[Tensor, Tensor]:
     with no_autocast(q):
         q, k, cos, sin = wide(q, k, cos, sin)
         q, k = reference.rope_qk(
-            q, k, cos, sin, nope_dim, interleaved_in, interleaved_out, rope_first, inverse, out_dtype
+            q, k, cos, sin, nope_dim, interleaved_in, interleaved_out, rope_first, inverse, out_dtype, cu_seqlens
         )
         return q.contiguous(), k.contiguous()
 
 
 @rope_qk.register_fake
-def _(q, k, cos, sin, nope_dim, interleaved_in, interleaved_out, rope_first, inverse, out_dtype):  # type: ignore[no-untyped-def]
+def _(q, k, cos, sin, nope_dim, interleaved_in, interleaved_out, rope_first, inverse, out_dtype, cu_seqlens=None):  # type: ignore[no-untyped-def]
     return q.new_empty(q.shape, dtype=out_dtype), k.new_empty(k.shape, dtype=out_dtype)
 
 
 def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    q, k, cos, sin, *flags, _ = inputs
-    ctx.save_for_backward(cos, sin)
+    q, k, cos, sin, *flags, _, cu_seqlens = inputs
+    ctx.save_for_backward(cos, sin, *([] if cu_seqlens is None else [cu_seqlens]))
     ctx.flags, ctx.dtypes = flags, (q.dtype, k.dtype)
 
 
 def _backward(ctx, grad_q, grad_k):  # type: ignore[no-untyped-def]
-    cos, sin = ctx.saved_tensors
+    cos, sin, *cu_seqlens = ctx.saved_tensors
     *layout, inverse = ctx.flags
     dtype = torch.promote_types(*ctx.dtypes)
-    d_q, d_k = rope_qk(grad_q, grad_k, cos, sin, *layout, not inverse, dtype)
-    return d_q.to(ctx.dtypes[0]), d_k.to(ctx.dtypes[1]), *(None,) * 8
+    d_q, d_k = rope_qk(grad_q, grad_k, cos, sin, *layout, not inverse, dtype, *cu_seqlens)
+    return d_q.to(ctx.dtypes[0]), d_k.to(ctx.dtypes[1]), *(None,) * 9
 
 
 rope_qk.register_autograd(_backward, setup_context=_setup_context)

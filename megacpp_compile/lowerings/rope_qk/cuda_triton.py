@@ -73,25 +73,36 @@ OVERWRITES = {"rope_qk": (0, 1)}
 def supports(name: str, args: Sequence[Any]) -> str | None:
     """Why the kernel cannot serve this call, or None."""
     q, k, cos, sin, nope_dim = args[:5]
-    rows = _rows(q, k, q.new_empty(q.shape), k.new_empty(k.shape), cos, sin)
+    rows = _rows(q, k, q.new_empty(q.shape), k.new_empty(k.shape), cos, sin, _packed(args))
     return rows if isinstance(rows, str) else unsupported(cos, sin, q.shape[-1] - nope_dim, nope_dim)
 
 
 def loses(name: str, args: Sequence[Any]) -> str | None:
-    """Why Inductor's own fusion is as fast, or None: where all channels rotate, in halves, in place saves nothing."""
+    """Why Inductor's own fusion is as fast, or None: where all channels rotate, in halves, in place saves nothing.
+
+    Packed, it would search the boundaries once for every channel that it turns.
+    """
     nope_dim, interleaved_in, interleaved_out = args[4:7]
-    plain = nope_dim == 0 and not interleaved_in and not interleaved_out
+    plain = nope_dim == 0 and not interleaved_in and not interleaved_out and not _packed(args)
     return "inductor-is-faster: full heads in halves" if plain else None
 
 
-def _rows(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, cos: Tensor, sin: Tensor) -> Rows | str:
+def _packed(args: Sequence[Any]) -> bool:
+    return len(args) > 10 and args[10] is not None
+
+
+def _rows(
+    q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, cos: Tensor, sin: Tensor, packed: bool = False
+) -> Rows | str:
     """One walk over the tokens for all four; or why there is none."""
     if q.dim() != k.dim():
         return "operands differ in rank"
     differ = [i for i, (n, m) in enumerate(zip(q.shape[:-1], k.shape[:-1], strict=True)) if not same_size(n, m)]
     if len(differ) > 1 or any(t.shape[i] != 1 for t in (cos, sin) for i in differ):
         return "queries and keys differ in more than their heads"
-    return rows_of([q, q_out, k, k_out], [cos, sin], head=differ[0] if differ else None)
+    if packed and differ == [0]:
+        return "packed queries and keys differ in their tokens"
+    return rows_of([q, q_out, k, k_out], [cos, sin], packed, head=differ[0] if differ else None)
 
 
 def rope_qk(
@@ -105,20 +116,21 @@ def rope_qk(
     rope_first: bool,
     inverse: bool,
     out_dtype: torch.dtype,
+    cu_seqlens: Tensor | None = None,
     *,
     in_place: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The op; with `in_place` the results are q and k, overwritten, where their dtypes are the results'."""
     in_place = in_place and all(t.dtype == out_dtype and not overlaps(t) for t in (q, k))
     outs = [t if in_place else torch.empty(t.shape, dtype=out_dtype, device=t.device) for t in (q, k)]
-    rows = _rows(q, k, outs[0], outs[1], cos, sin)
+    rows = _rows(q, k, outs[0], outs[1], cos, sin, cu_seqlens is not None)
     assert not isinstance(rows, str), rows
     k_heads = 1 if rows.head is None else k.shape[rows.head]
     if statically_known_true(rows.tokens == 0) or rows.empty and statically_known_true(k_heads == 0):
         return outs[0], outs[1]
     (xa, xb, xh), (ya, yb, yh), (ka, kb, kh), (la, lb, lh), *_ = rows.strides
     args = angle_arguments(
-        cos, sin, rows, q.shape[-1] - nope_dim, interleaved_in, interleaved_out, inverse, None,
+        cos, sin, rows, q.shape[-1] - nope_dim, interleaved_in, interleaved_out, inverse, cu_seqlens,
         q.dtype, k.dtype, out_dtype,
     )  # fmt: skip
     args |= {"q": q, "k": k, "heads": rows.heads, "k_heads": k_heads, "xa": xa, "xb": xb, "xh": xh, "ka": ka,

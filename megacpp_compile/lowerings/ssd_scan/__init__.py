@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from megacpp_compile.fx.sizes import elements, hint
-from megacpp_compile.lowerings._op import compute_dtype, no_autocast
+from megacpp_compile.lowerings._op import compute_dtype, no_autocast, save_operands, saved_operands
 from megacpp_compile.lowerings._traits import OpTraits, declare
 from megacpp_compile.lowerings.ssd_scan import reference
 
@@ -90,14 +90,11 @@ def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
     states = output[2]
     ctx.set_materialize_grads(False)  # a final state that nobody reads has no gradient to be carried back
     ctx.mark_non_differentiable(states)
-    ctx.given = [t is not None for t in tensors]
-    ctx.save_for_backward(*(t for t in tensors if t is not None), states)
+    save_operands(ctx, tensors, states)
 
 
 def _backward(ctx, dy, dfinal, _):  # type: ignore[no-untyped-def]
-    *saved, states = ctx.saved_tensors
-    operands = iter(saved)
-    tensors: list[Any] = [next(operands) if given else None for given in ctx.given]
+    tensors, (states,) = saved_operands(ctx)
     if dy is None:
         if dfinal is None:
             return (None,) * 9

@@ -1,0 +1,258 @@
+"""Triton kernels of backward for gates a channel: what no state enters, and the gradients of q, k and the gates.
+
+The decay between two tokens is inside the sum over channels, and neither of two factors of it may grow. So pairs of
+tokens are told apart by halves: a chunk is cut in two, then each half, down to single rows, and a pair belongs to the
+cut that parts it. With G_m at the cut, the first row behind it, both factors are exp(-|G - G_m|) <= 1, and one GEMM of
+the chunk serves all cuts of one size.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from megacpp_compile.lowerings._kernels.triton_cast import as_stored
+from megacpp_compile.lowerings._kernels.triton_launch import Kernel
+from megacpp_compile.lowerings.gated_delta_rule._triton_backward_tiles import (
+    add_product,
+    chunk_and_head,
+    chunk_tokens,
+    inverse_norm,
+    operand,
+    product,
+    through_norm,
+)
+from megacpp_compile.lowerings.gated_delta_rule._triton_states import LOG2_E, NO_STEP
+
+
+@triton.jit
+def _cut(decay, log, C: tl.constexpr, K: tl.constexpr):
+    """2^-|G - its row behind the cut|, the cut in the middle of each 2^(log + 1) rows, for G [C, K] in memory; and
+    whether a cut parts two rows, the first of them behind it."""
+    r, n = tl.arange(0, C), tl.arange(0, K)[None, :]
+    behind = ((r >> (log + 1)) << (log + 1)) + (1 << log)
+    own = tl.load(decay + (r[:, None] * K + n))
+    factor = tl.exp2(0 - tl.abs(own - tl.load(decay + (behind[:, None] * K + n))))
+    return factor, (((r[:, None] ^ r[None, :]) >> log) == 1) & (r[:, None] > r[None, :])
+
+
+@triton.jit
+def _normed(x, x_t, length, eps, C: tl.constexpr, K: tl.constexpr, NORM: tl.constexpr):
+    """Rows of queries or keys in float32, times what normalises them, and that."""
+    r, n = tl.arange(0, C)[:, None], tl.arange(0, K)[None, :]
+    rows = tl.load(x + (r * x_t + n), mask=r < length, other=0).to(tl.float32)
+    norm = inverse_norm(rows, eps, NORM)
+    return rows * norm[:, None], norm
+
+
+@triton.jit
+def gated_delta_rule_prepare_channels(q, k, do, g, beta, inverse, table, decay, steps, no_decay, norms, ends, reading,
+                                      writing, solve, w, du_local, tokens, chunks, heads, per_key, scale, eps,
+                                      q_b, q_t, q_h, k_b, k_t, k_h, do_b, do_t, do_h, g_b, g_t, g_h,
+                                      beta_b, beta_t, beta_h,
+                                      C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
+                                      CUTS: tl.constexpr, BETA: tl.constexpr, NORM: tl.constexpr,
+                                      PACKED: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+    """As `gated_delta_rule_prepare`, with decay [b, c, h, C, K] a channel. Queries that read the state and keys that
+    write it have theirs inside, and norms, in reading and writing [b, t, h, K]; no_decay is 0 and norms are 1 for them.
+    ends [b, c, h, K]: the decay over the chunk. CUTS: log2(C)."""
+    c, h = chunk_and_head(chunks)
+    b = tl.program_id(1).to(tl.int64)
+    r, n = tl.arange(0, C), tl.arange(0, K)[None, :]
+    first, length = chunk_tokens(table, c, tokens, C, PACKED)
+    there = r < length
+    row = (b * chunks + c) * heads + h
+    k += b * k_b + h // per_key * k_h + first * k_t
+    q += b * q_b + h // per_key * q_h + first * q_t
+    g += b * g_b + h * g_h + first * g_t
+    keys, _ = _normed(k, k_t, length, eps, C, K, NORM)
+    queries, _ = _normed(q, q_t, length, eps, C, K, NORM)
+    gates = tl.load(g + (r[:, None] * g_t + n), mask=there[:, None], other=0).to(tl.float32) * LOG2_E
+    total = tl.cumsum(gates, 0)
+    whole = tl.sum(gates, 0)
+    decay += row * C * K
+    tl.store(decay + (r[:, None] * K + n), total)
+    tl.store(ends + row * K + tl.arange(0, K), tl.exp2(whole))
+    step = tl.full([C], 1, tl.float32)
+    if BETA:
+        step = tl.load(beta + b * beta_b + h * beta_h + first * beta_t + r * beta_t, mask=there, other=0)
+        step = step.to(tl.float32)
+    tl.store(steps + row * C + r, step)
+    tl.store(no_decay + row * C + r, step * 0)
+    tl.store(norms + 2 * row * C + r, step * 0 + 1)
+    tl.store(norms + (2 * row + 1) * C + r, step * 0 + 1)
+    reading += ((b * tokens + first) * heads + h) * K
+    writing += ((b * tokens + first) * heads + h) * K
+    at = r[:, None] * (heads * K) + n
+    tl.store(reading + at, as_stored(queries * tl.exp2(total), reading), mask=there[:, None])
+    tl.store(writing + at, as_stored(keys * tl.exp2(whole[None, :] - total), writing), mask=there[:, None])
+    tl.debug_barrier()  # rows of the decay are read by other threads than wrote them
+    scores = tl.where(r[:, None] == r[None, :], tl.sum(queries * keys, 1)[:, None], 0.0)
+    for log in range(CUTS):
+        factor, parted = _cut(decay, log, C, K)
+        scores += tl.where(parted, product(queries * factor, tl.trans(keys * factor), WIDE), 0)
+    scores = tl.trans(operand(scores * scale, WIDE))
+    do += b * do_b + h * do_h + first * do_t
+    for j in range(V // BV):
+        v = j * BV + tl.arange(0, BV)[None, :]
+        grad = tl.load(do + (r[:, None] * do_t + v), mask=there[:, None], other=0)
+        tl.store(du_local + row * C * V + (r[:, None] * V + v), as_stored(product(scores, grad, WIDE), du_local))
+    inverse += ((b * tokens + first) * heads + h) * C
+    solved = tl.load(inverse + (r[:, None] * (heads * C) + r[None, :]), mask=there[:, None], other=0).to(tl.float32)
+    if BETA:
+        smallest = tl.min(tl.where(there, tl.abs(step), 1), 0)
+        if smallest < NO_STEP:
+            between = tl.zeros([C, C], tl.float32)
+            for log in range(CUTS):
+                factor, parted = _cut(decay, log, C, K)
+                between += tl.where(parted, product(keys * factor, tl.trans(keys * factor), WIDE), 0)
+            solved = 0 - product(between, solved * step[None, :], WIDE)
+        else:
+            solved = solved * (step[None, :] / tl.where(there, step, 1)[:, None])
+    solved = tl.where(r[:, None] == r[None, :], 1, solved)
+    tl.store(solve + row * C * C + (r[:, None] * C + r[None, :]), as_stored(solved, solve))
+    reads = product(solved, keys * tl.exp2(total), WIDE)
+    tl.store(w + row * C * K + (r[:, None] * K + n), as_stored(reads, w))
+
+
+@triton.jit
+def gated_delta_rule_query_grad_channels(q, k, do, table, decay, steps, states, errors, dq, d_scores, d_decay,
+                                         tokens, chunks, heads, per_key, scale, eps,
+                                         q_b, q_t, q_h, k_b, k_t, k_h, do_b, do_t, do_h,
+                                         C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
+                                         CUTS: tl.constexpr, NORM: tl.constexpr, PACKED: tl.constexpr,
+                                         WIDE: tl.constexpr):  # fmt: skip
+    """What a value head gives to dq [b, t, h, K]; the gradient of P, d_scores [b, c, h, C, C], before decays; and the
+    queries' part of that of the decays, d_decay [b, c, h, C, K]."""
+    c, h = chunk_and_head(chunks)
+    b = tl.program_id(1).to(tl.int64)
+    r, n, m = tl.arange(0, C), tl.arange(0, K)[None, :], tl.arange(0, K)[:, None]
+    first, length = chunk_tokens(table, c, tokens, C, PACKED)
+    there = r[:, None] < length
+    row = (b * chunks + c) * heads + h
+    q += b * q_b + h // per_key * q_h + first * q_t
+    k += b * k_b + h // per_key * k_h + first * k_t
+    do += b * do_b + h * do_h + first * do_t
+    dq += ((b * tokens + first) * heads + h) * K
+    decay += row * C * K
+    scores = tl.zeros([C, C], tl.float32)
+    d = tl.zeros([C, K], tl.float32)
+    for j in range(V // BV):
+        v = j * BV + tl.arange(0, BV)[None, :]
+        grad = operand(tl.load(do + (r[:, None] * do_t + v), mask=there, other=0), WIDE)
+        error = operand(tl.load(errors + row * C * V + (r[:, None] * V + v)), WIDE)
+        state = operand(tl.load(states + row * K * V + (m * V + v)), WIDE)
+        scores = add_product(scores, grad, tl.trans(error), WIDE)
+        d = add_product(d, grad, tl.trans(state), WIDE)
+    scores *= (tl.load(steps + row * C + r) * scale)[None, :]
+    tl.store(d_scores + row * C * C + (r[:, None] * C + r[None, :]), as_stored(scores, d_scores))
+    d *= tl.exp2(tl.load(decay + (r[:, None] * K + n))) * scale
+    for log in range(CUTS):
+        factor, parted = _cut(decay, log, C, K)
+        keys, _ = _normed(k, k_t, length, eps, C, K, NORM)
+        d += product(tl.where(parted, scores, 0), keys * factor, WIDE) * factor
+    queries, of_q = _normed(q, q_t, length, eps, C, K, NORM)
+    tl.store(d_decay + row * C * K + (r[:, None] * K + n), queries * d)
+    keys, _ = _normed(k, k_t, length, eps, C, K, NORM)
+    d += tl.sum(tl.where(r[:, None] == r[None, :], scores, 0), 1)[:, None] * keys
+    d = through_norm(d, queries, of_q, NORM)
+    tl.store(dq + (r[:, None] * (heads * K) + n), as_stored(d, dq), mask=there)
+
+
+@triton.jit
+def gated_delta_rule_read_grad_channels(k, table, decay, states, d_between, d_decay, d_reads, dv,
+                                        tokens, chunks, heads, per_key, eps, k_b, k_t, k_h,
+                                        C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
+                                        CUTS: tl.constexpr, NORM: tl.constexpr, PACKED: tl.constexpr,
+                                        WIDE: tl.constexpr):  # fmt: skip
+    """The gradient of keys where they read the state or stand in A's rows, d_reads [b, c, h, C, K]; what it gives to
+    that of the decays is added to `d_decay`. d_between [b, c, h, C, C]: the gradient of A, before decays."""
+    c, h = chunk_and_head(chunks)
+    b = tl.program_id(1).to(tl.int64)
+    r, n, m = tl.arange(0, C), tl.arange(0, K)[None, :], tl.arange(0, K)[:, None]
+    first, length = chunk_tokens(table, c, tokens, C, PACKED)
+    row = (b * chunks + c) * heads + h
+    k += b * k_b + h // per_key * k_h + first * k_t
+    dv += ((b * tokens + first) * heads + h) * V
+    decay += row * C * K
+    d = tl.zeros([C, K], tl.float32)
+    for j in range(V // BV):
+        v = j * BV + tl.arange(0, BV)[None, :]
+        d_value = tl.load(dv + (r[:, None] * (heads * V) + v), mask=r[:, None] < length, other=0)
+        state = tl.load(states + row * K * V + (m * V + v))
+        d = add_product(d, d_value, tl.trans(operand(state, WIDE)), WIDE)
+    d *= 0 - tl.exp2(tl.load(decay + (r[:, None] * K + n)))
+    between = tl.load(d_between + row * C * C + (r[:, None] * C + r[None, :]))
+    for log in range(CUTS):
+        factor, parted = _cut(decay, log, C, K)
+        keys, _ = _normed(k, k_t, length, eps, C, K, NORM)
+        d += product(tl.where(parted, between, 0), keys * factor, WIDE) * factor
+    at = row * C * K + (r[:, None] * K + n)
+    tl.store(d_reads + at, d)
+    keys, _ = _normed(k, k_t, length, eps, C, K, NORM)
+    tl.store(d_decay + at, tl.load(d_decay + at) + keys * d)
+
+
+@triton.jit
+def gated_delta_rule_key_grad_channels(q, k, table, decay, steps, ends, states, errors, d_states, d_scores, d_between,
+                                       d_decay, d_reads, dk, dg, tokens, chunks, heads, per_key, eps,
+                                       q_b, q_t, q_h, k_b, k_t, k_h,
+                                       C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
+                                       CUTS: tl.constexpr, NORM: tl.constexpr, PACKED: tl.constexpr,
+                                       WIDE: tl.constexpr):  # fmt: skip
+    """What a value head gives to dk [b, t, h, K], from d_reads and from keys where they write the state or stand in
+    columns of A and P; and dg."""
+    c, h = chunk_and_head(chunks)
+    b = tl.program_id(1).to(tl.int64)
+    r, n, m = tl.arange(0, C), tl.arange(0, K)[None, :], tl.arange(0, K)[:, None]
+    first, length = chunk_tokens(table, c, tokens, C, PACKED)
+    there = r[:, None] < length
+    row = (b * chunks + c) * heads + h
+    q += b * q_b + h // per_key * q_h + first * q_t
+    k += b * k_b + h // per_key * k_h + first * k_t
+    out = ((b * tokens + first) * heads + h) * K
+    decay += row * C * K
+    d = tl.zeros([C, K], tl.float32)
+    inner = tl.zeros([K], tl.float32)
+    for j in range(V // BV):
+        v = j * BV + tl.arange(0, BV)[None, :]
+        error = tl.load(errors + row * C * V + (r[:, None] * V + v))
+        d_state = operand(tl.load(d_states + row * K * V + (m * V + v)), WIDE)
+        d = add_product(d, error, tl.trans(d_state), WIDE)
+        inner += tl.sum(tl.load(states + row * K * V + (m * V + v)).to(tl.float32) * d_state.to(tl.float32), 1)
+    whole = tl.load(decay + (C - 1) * K + tl.arange(0, K))
+    left = tl.exp2(whole[None, :] - tl.load(decay + (r[:, None] * K + n)))
+    d *= left * tl.load(steps + row * C + r)[:, None]
+    keys, _ = _normed(k, k_t, length, eps, C, K, NORM)
+    at_end = tl.sum(keys * d, 0) + inner * tl.load(ends + row * K + tl.arange(0, K))
+    pairs = row * C * C + (r[:, None] * C + r[None, :])
+    for log in range(CUTS):
+        factor, parted = _cut(decay, log, C, K)
+        queries, _ = _normed(q, q_t, length, eps, C, K, NORM)
+        own = product(tl.trans(tl.load(d_scores + pairs, mask=parted, other=0)), queries * factor, WIDE)
+        keys, _ = _normed(k, k_t, length, eps, C, K, NORM)
+        own = add_product(own, tl.trans(tl.load(d_between + pairs, mask=parted, other=0)), keys * factor, WIDE)
+        d += own * factor
+    at = row * C * K + (r[:, None] * K + n)
+    keys, of_k = _normed(k, k_t, length, eps, C, K, NORM)
+    gate = _from_behind(tl.load(d_decay + at) - keys * d) + at_end[None, :]
+    tl.store(dg + out + (r[:, None] * (heads * K) + n), as_stored(gate, dg), mask=there)
+    diagonal = tl.load(d_scores + row * C * C + r * (C + 1)).to(tl.float32)
+    queries, _ = _normed(q, q_t, length, eps, C, K, NORM)
+    d = through_norm(d + tl.load(d_reads + at) + diagonal[:, None] * queries, keys, of_k, NORM)
+    tl.store(dk + out + (r[:, None] * (heads * K) + n), as_stored(d, dk), mask=there)
+
+
+@triton.jit
+def _from_behind(x):
+    """Sums over a row and all behind it."""
+    return tl.sum(x, 0)[None, :] - tl.cumsum(x, 0) + x
+
+
+CHOICES = [{"num_warps": warps, "num_stages": 1} for warps in (4, 8)]
+prepare = Kernel(gated_delta_rule_prepare_channels, CHOICES, key=("heads", "C", "K", "V", "BV"))
+query_grad = Kernel(gated_delta_rule_query_grad_channels, CHOICES, key=("heads", "C", "K", "V", "BV"))
+read_grad = Kernel(
+    gated_delta_rule_read_grad_channels, CHOICES, key=("heads", "C", "K", "V", "BV"), restore=("d_decay",)
+)
+key_grad = Kernel(gated_delta_rule_key_grad_channels, CHOICES, key=("heads", "C", "K", "V", "BV"))

@@ -1,0 +1,97 @@
+"""Triton device code that the backward kernels of `gated_delta_rule` share: GEMMs, where a chunk lies, its decays."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from megacpp_compile.lowerings._kernels.triton_launch import interpreted
+
+# Triton's interpreter keeps bfloat16 as integers, and multiplies matrices of those (triton 3.9).
+INTERPRETED = tl.constexpr(interpreted())
+
+
+@triton.jit
+def operand(x, WIDE: tl.constexpr):
+    """`x` as GEMMs take it: float32 if WIDE, else bfloat16."""
+    if WIDE:
+        return x.to(tl.float32)
+    else:
+        return x.to(tl.bfloat16)
+
+
+@triton.jit
+def product(a, b, WIDE: tl.constexpr):
+    """`a @ b` in float32, of operands in bfloat16, or WIDE: in float32 as three TF32 GEMMs; of tiles of 16, those lose
+    digits (Triton 3.6)."""
+    a, b = operand(a, WIDE), operand(b, WIDE)
+    if INTERPRETED:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    elif WIDE and (a.shape[0] == 16 or a.shape[1] == 16 or b.shape[1] == 16):
+        return tl.dot(a, b, input_precision="ieee")
+    elif WIDE:
+        return tl.dot(a, b, input_precision="tf32x3")
+    else:
+        return tl.dot(a, b)
+
+
+@triton.jit
+def add_product(to, a, b, WIDE: tl.constexpr):
+    """`to + a @ b`, as `product`."""
+    a, b = operand(a, WIDE), operand(b, WIDE)
+    if INTERPRETED:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), to, input_precision="ieee")
+    elif WIDE and (a.shape[0] == 16 or a.shape[1] == 16 or b.shape[1] == 16):
+        return tl.dot(a, b, to, input_precision="ieee")
+    elif WIDE:
+        return tl.dot(a, b, to, input_precision="tf32x3")
+    else:
+        return tl.dot(a, b, to)
+
+
+@triton.jit
+def chunk_and_head(chunks):
+    """Of a program. Chunks run fastest: on an H100 kernels take a quarter less time than with heads fastest."""
+    pid = tl.program_id(0)
+    return pid % chunks, (pid // chunks).to(tl.int64)
+
+
+@triton.jit
+def chunk_tokens(table, c, tokens, C: tl.constexpr, PACKED: tl.constexpr):
+    """The first token of chunk `c` (64 bits), and how many follow of its document, or of the sequence (32 bits).
+
+    Addresses are the first token's, a number, plus 32-bit offsets: tiles of 64-bit ones fill the registers.
+    """
+    if PACKED:
+        first, end = tl.load(table + 2 * c), tl.load(table + 2 * c + 1)
+        return first.to(tl.int64), end - first
+    else:
+        return c.to(tl.int64) * C, tokens - c * C
+
+
+@triton.jit
+def inverse_norm(rows, eps, NORM: tl.constexpr):
+    """What normalises each of `rows`, or 1."""
+    rows = rows.to(tl.float32)
+    if NORM:
+        return tl.rsqrt(tl.sum(rows * rows, 1) + eps)
+    else:
+        return tl.sum(rows * 0, 1) + 1
+
+
+@triton.jit
+def through_norm(grad, unit, norm, NORM: tl.constexpr):
+    """The gradient of rows from that of `unit` = rows * norm, norm = (|row|^2 + eps)^-1/2."""
+    if NORM:
+        return (grad - unit * tl.sum(unit * grad, 1)[:, None]) * norm[:, None]
+    else:
+        return grad
+
+
+@triton.jit
+def whole_decay(ends, row, whole, K: tl.constexpr, CHANNELS: tl.constexpr):
+    """What is left of a state [K, ...] after a chunk: of each channel, or of all."""
+    if CHANNELS:
+        return tl.load(ends + row * K + tl.arange(0, K))[:, None]
+    else:
+        return tl.exp2(whole)

@@ -1,0 +1,105 @@
+"""Triton kernel: all that a chunk of a head needs and no state has a part in, gates a channel.
+
+Decay between two tokens, exp(G_t - G_i), is now inside the sum over channels, and has to be made of two factors, one
+for each GEMM operand, neither of which may grow. So pairs of tokens are told apart by halves: a chunk is cut in two,
+then each half, down to single rows, and a pair belongs to the cut that parts it. With G_m at the cut, the first row
+behind it, both factors are exp(-|G - G_m|) <= 1, and one GEMM of the chunk serves all cuts of one size.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from megacpp_compile.lowerings._kernels.triton_cast import as_stored
+from megacpp_compile.lowerings._kernels.triton_launch import Kernel
+from megacpp_compile.lowerings.gated_delta_rule._triton_inverse import unit_lower_inverse
+from megacpp_compile.lowerings.gated_delta_rule._triton_prepare import inverse_norm
+from megacpp_compile.lowerings.gated_delta_rule._triton_tiles import LOG2_E, chunk_tokens, dot
+from megacpp_compile.lowerings.ssd_scan._triton_gemms import gemm
+
+# Channels that a program takes at once: their tiles fit into registers.
+AT_ONCE = 64
+
+
+@triton.jit
+def _sums(which, gates, WIDE: tl.constexpr):
+    """`which` @ gates, for a matrix of zeros and ones: sums of gates, without the cancelling of a difference of two."""
+    if WIDE:
+        return gemm(which.to(tl.float32), gates, True)
+    else:
+        return gemm(which.to(tl.float32).to(tl.bfloat16), gates, False)
+
+
+@triton.jit
+def _to_cut(r, c, log):
+    """[t, j]: whether token j lies between t and the first row behind the cut of its block of 2 << log rows."""
+    t, j = r[:, None], c[None, :]
+    cut = (t >> (log + 1) << (log + 1)) + (1 << log)
+    return ((j > cut) & (j <= t)) | ((j > t) & (j <= cut))
+
+
+@triton.jit
+def delta_prepare_channels(q, k, g, beta, places, inverse, mixed, factors, gated_q, gated_k, out_keys, ends,
+                           tokens, heads, per_key, chunks, scale, eps, q_b, q_t, q_h, k_b, k_t, k_h, g_b, g_t, g_h,
+                           beta_b, beta_t, beta_h, C: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
+                           BETA: tl.constexpr, NORM: tl.constexpr, DOCUMENTS: tl.constexpr,
+                           WIDE: tl.constexpr):  # fmt: skip
+    """A chunk of a value head: `inverse`, `mixed` and `factors` as `delta_prepare`, without gates in the factors.
+
+    gated_q = q exp(G), gated_k = k exp(G), out_keys = k exp(G_C - G), all [b, tokens, heads, K] and normed;
+    ends [b, chunks, heads, K] = exp(G_C).
+    """
+    c, h, b = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    first, end = chunk_tokens(places, c, tokens, C, DOCUMENTS)
+    if first >= end:
+        return
+    r = tl.arange(0, C)
+    t = first.to(tl.int64) + r
+    there = t < end
+    q += b * q_b + h // per_key * q_h + t[:, None] * q_t
+    k += b * k_b + h // per_key * k_h + t[:, None] * k_t
+    g += b * g_b + h * g_h + t[:, None] * g_t
+    every = tl.arange(0, K)[None, :]
+    k_norm = inverse_norm(tl.load(k + every, mask=there[:, None], other=0), eps, NORM)
+    q_norm = inverse_norm(tl.load(q + every, mask=there[:, None], other=0), eps, NORM)
+    if BETA:
+        step = tl.load(beta + b * beta_b + h * beta_h + t * beta_t, mask=there, other=0).to(tl.float32)
+    else:
+        step = there.to(tl.float32)
+    rows = ((b * tokens + t) * heads + h)[:, None]
+    lower = tl.zeros([C, C], tl.float32)
+    scores = tl.zeros([C, C], tl.float32)
+    for part in range(K // BK):
+        n = part * BK + tl.arange(0, BK)
+        keys = tl.load(k + n[None, :], mask=there[:, None], other=0).to(tl.float32) * k_norm[:, None]
+        queries = tl.load(q + n[None, :], mask=there[:, None], other=0).to(tl.float32) * q_norm[:, None]
+        gates = tl.load(g + n[None, :], mask=there[:, None], other=0).to(tl.float32) * LOG2_E
+        at = rows * K + n[None, :]
+        decay = tl.exp2(_sums(r[:, None] >= r[None, :], gates, WIDE))
+        tl.store(gated_q + at, as_stored(queries * decay, gated_q), mask=there[:, None])
+        tl.store(gated_k + at, as_stored(keys * decay, gated_k), mask=there[:, None])
+        decay = tl.exp2(_sums(r[:, None] < r[None, :], gates, WIDE))
+        tl.store(out_keys + at, as_stored(keys * decay, out_keys), mask=there[:, None])
+        tl.store(ends + ((b * chunks + c) * heads + h) * K + n, tl.exp2(tl.sum(gates, 0)))
+        scores += tl.where(r[:, None] == r[None, :], tl.sum(queries * keys, 1)[:, None], 0.0)
+        for log in range(4 + C // 32):
+            decay = tl.exp2(_sums(_to_cut(r, r, log), gates, WIDE))
+            parted = ((r[:, None] ^ r[None, :]) >> log == 1) & (r[:, None] > r[None, :])
+            across = tl.trans(keys * decay)
+            lower += tl.where(parted, dot(keys * decay, across, None, WIDE), 0.0)
+            scores += tl.where(parted, dot(queries * decay, across, None, WIDE), 0.0)
+    solved = unit_lower_inverse(lower * step[:, None], C, WIDE)
+    row = rows * C + r[None, :]
+    tl.store(inverse + row, as_stored(solved, inverse), mask=there[:, None])
+    tl.store(mixed + row, as_stored(dot(scores * scale, solved, None, WIDE), mixed), mask=there[:, None])
+    each = (h * 0 + heads) * tokens * tl.num_programs(2)
+    factors += (b * heads + h) * tokens + t
+    ones = tl.full([C], 1.0, tl.float32)
+    tl.store(factors, step, mask=there)
+    tl.store(factors + each, step, mask=there)
+    tl.store(factors + 2 * each, ones * scale, mask=there)
+    tl.store(factors + 3 * each, ones, mask=there)
+
+
+prepare = Kernel(delta_prepare_channels, [{"num_warps": w, "num_stages": 1} for w in (4, 8)], key=("heads", "C", "K"))

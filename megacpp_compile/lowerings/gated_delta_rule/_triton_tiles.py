@@ -1,0 +1,35 @@
+"""Triton device code shared by the gated delta rule's kernels: GEMMs, and which tokens a chunk has."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from megacpp_compile.lowerings.ssd_scan._triton_gemms import INTERPRETED, gemm
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def dot(a, b, to, WIDE: tl.constexpr):
+    """`to + a @ b` in float32 (`to` may be None), of operands rounded to bfloat16, or with `WIDE` kept in float32."""
+    if WIDE:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+        if to is None:
+            return gemm(a, b, True)
+        else:
+            return to + gemm(a, b, True)
+    else:
+        a, b = a.to(tl.bfloat16), b.to(tl.bfloat16)
+        if INTERPRETED:
+            a, b = a.to(tl.float32), b.to(tl.float32)
+        return tl.dot(a, b, to)
+
+
+@triton.jit
+def chunk_tokens(places, c, tokens, C: tl.constexpr, DOCUMENTS: tl.constexpr):
+    """The first token of chunk c, and the one behind its last; the same token for a chunk that is not there."""
+    if DOCUMENTS:
+        return tl.load(places + 2 * c), tl.load(places + 2 * c + 1)
+    else:
+        return c * C, tl.minimum(c * C + C, tokens)

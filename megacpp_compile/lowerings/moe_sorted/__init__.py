@@ -1,0 +1,145 @@
+"""`megacpp::moe_sorted`: experts over rows that lie in the order of experts already, without gates.
+
+    x        [R, d], expert after expert      offsets [E] int32: where each expert's rows end, ascending
+    w_gate, w_up, w_down, activation, layout, precision, b_gate, b_up, b_down: as `megacpp::moe` has them
+    returns  y [R, d] in x's dtype, `expert(x)` of each row's own expert, zero behind the last end;  hidden: results of
+             the GEMMs before the activation, with their biases [R, n], none without `keep_hidden`; behind them with
+             `precision` the weights' scales
+
+Rows behind the last end are padding: whatever they hold, also as a gradient, y and the gradient of x are zero there.
+(`torch._grouped_mm` leaves such rows of its result unwritten.)
+Saved for backward: x, weights, biases, offsets, and `hidden` with `keep_hidden`.
+Source: between the all-to-alls of expert parallelism, https://arxiv.org/abs/2006.16668.
+"""
+
+from __future__ import annotations
+
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from megacpp_compile.fx.sizes import elements, hint
+from megacpp_compile.lowerings._op import compute_dtype, no_autocast
+from megacpp_compile.lowerings._traits import OpTraits, declare
+from megacpp_compile.lowerings.moe.reference import PRECISIONS, TIME_IN_FP8, experts_of
+from megacpp_compile.lowerings.moe_sorted import reference
+
+
+@torch.library.custom_op("megacpp::moe_sorted", mutates_args=())
+def moe_sorted(
+    x: Tensor,
+    offsets: Tensor,
+    w_gate: list[Tensor],
+    w_up: list[Tensor],
+    w_down: list[Tensor],
+    activation: str,
+    layout: str,
+    keep_hidden: bool = True,
+    precision: str = "",
+    b_gate: Optional[Tensor] = None,  # noqa: UP045  custom_op reads typing.Optional on every supported torch
+    b_up: Optional[Tensor] = None,  # noqa: UP045
+    b_down: Optional[Tensor] = None,  # noqa: UP045
+) -> tuple[Tensor, list[Tensor]]:
+    assert precision in PRECISIONS, precision
+    biases = b_gate, b_up, b_down
+    with no_autocast(x):
+        return reference.moe_sorted(
+            x, offsets, w_gate, w_up, w_down, activation, layout, keep_hidden, precision, *biases
+        )
+
+
+@moe_sorted.register_fake
+def _(x, offsets, w_gate, w_up, w_down, activation, layout, keep_hidden=True, precision="", *_):  # type: ignore[no-untyped-def]
+    rows = x.shape[0]
+    hidden = [x.new_empty((rows, w[0].shape[-2])) for w in (w_gate, w_up) if w] if keep_hidden else []
+    if precision:
+        widths = sum(w[0].shape[-2] for w in (w_gate, w_up) if w), w_down[0].shape[-2]
+        hidden += [x.new_empty((experts_of(w_down), n), dtype=compute_dtype(x)) for n in widths]
+    return x.new_empty((rows, w_down[0].shape[-2])), hidden
+
+
+@torch.library.custom_op("megacpp::moe_sorted_backward", mutates_args=())
+def moe_sorted_backward(
+    grad: Tensor,
+    x: Tensor,
+    w_gate: list[Tensor],
+    w_up: list[Tensor],
+    w_down: list[Tensor],
+    hidden: list[Tensor],
+    offsets: Tensor,
+    activation: str,
+    layout: str,
+    precision: str = "",
+    b_gate: Optional[Tensor] = None,  # noqa: UP045
+    b_up: Optional[Tensor] = None,  # noqa: UP045
+    b_down: Optional[Tensor] = None,  # noqa: UP045
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """(gradients of x, of w_gate and w_up as one tensor [E, 2n, d], the gate first, or of w_up alone, of w_down, and of
+    the biases that are there)"""
+    biases = b_gate, b_up, b_down
+    with no_autocast(x):
+        return reference.moe_sorted_backward(
+            grad, x, w_gate, w_up, w_down, hidden, offsets, activation, layout, precision, *biases
+        )
+
+
+@moe_sorted_backward.register_fake
+def _(  # type: ignore[no-untyped-def]
+    grad, x, w_gate, w_up, w_down, hidden, offsets, activation, layout, precision="",
+    b_gate=None, b_up=None, b_down=None,
+):  # fmt: skip
+    experts, (d, n) = experts_of(w_down), w_down[0].shape[-2:]
+    width = sum(w[0].shape[-2] for w in (w_gate, w_up) if w)
+    d_into, d_down = x.new_empty((experts, width, x.shape[1])), x.new_empty((experts, d, n))
+    biases = [b.new_empty(b.shape) for b in (b_gate, b_up, b_down) if b is not None]
+    return x.new_empty(x.shape), d_into, d_down, biases
+
+
+def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    x, offsets, w_gate, w_up, w_down, ctx.activation, ctx.layout = inputs[:7]
+    ctx.precision = inputs[8] if len(inputs) > 8 else ""
+    biases = inputs[9:]
+    ctx.biased = [b is not None for b in biases]
+    _, hidden = output
+    ctx.mark_non_differentiable(*hidden)
+    lists = (w_gate, w_up, w_down, hidden)
+    ctx.lengths = [len(part) for part in lists]
+    ctx.stacked = bool(w_down) and w_down[0].dim() == 3
+    own = (b for b in biases if b is not None)
+    ctx.save_for_backward(x, offsets, *(t for part in lists for t in part), *own)
+
+
+def _backward(ctx, grad, *_):  # type: ignore[no-untyped-def]
+    x, offsets, *others = ctx.saved_tensors
+    w_gate, w_up, w_down, hidden = ([others.pop(0) for _ in range(n)] for n in ctx.lengths)
+    biases = [others.pop(0) if there else None for there in ctx.biased]
+    said = (ctx.precision, *biases) if biases else (ctx.precision,) if ctx.precision else ()
+    d_x, d_into, d_down, d_biases = moe_sorted_backward(
+        grad, x, w_gate, w_up, w_down, hidden, offsets, ctx.activation, ctx.layout, *said
+    )
+    # Gradients of separate weights are parts of one tensor, each of which lies together.
+    stacks = [*(d_into.chunk(2, 1) if w_gate else (None, d_into)), d_down]
+    d_weights = [
+        [] if not n else [stack] if ctx.stacked else list(stack.unbind(0))
+        for n, stack in zip(ctx.lengths, stacks, strict=False)
+    ]
+    grads = [d_biases.pop(0) if there else None for there in ctx.biased]
+    return (d_x, None, *d_weights, *[None] * 4, *grads)[: len(ctx.needs_input_grad)]
+
+
+moe_sorted.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _flops(
+    x: Tensor, offsets: Tensor, w_gate: list[Tensor], w_up: list[Tensor], w_down: list[Tensor], activation: str,
+    layout: str, keep_hidden: bool = True, precision: str = "", *biases: Tensor | None,
+) -> float:  # fmt: skip
+    """As if there were no padding."""
+    experts = len(w_down) if w_down[0].dim() == 2 else hint(w_down[0].shape[0])
+    rows = elements(x) / hint(x.shape[1])
+    share = TIME_IN_FP8 if precision else 1.0
+    return share * 2 * rows * sum(map(elements, (*w_gate, *w_up, *w_down))) / experts
+
+
+declare({"megacpp::moe_sorted": OpTraits(gemm=True, flops=_flops), "megacpp::moe_sorted_backward": OpTraits()})

@@ -1,0 +1,56 @@
+"""`moe_sorted` and its backward in plain PyTorch: `moe` without its sort, its gates and its sum over choices."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from megacpp_compile.lowerings._op import compute_dtype
+from megacpp_compile.lowerings.moe import float8
+from megacpp_compile.lowerings.moe.reference import Grouped, GroupedGemms, backward_of_rows, given, into_experts
+
+
+def moe_sorted(
+    x: Tensor,
+    offsets: Tensor,
+    w_gate: list[Tensor],
+    w_up: list[Tensor],
+    w_down: list[Tensor],
+    activation: str,
+    layout: str,
+    keep_hidden: bool = True,
+    precision: str = "",
+    b_gate: Tensor | None = None,
+    b_up: Tensor | None = None,
+    b_down: Tensor | None = None,
+    grouped: Grouped = GroupedGemms,  # type: ignore[assignment]
+) -> tuple[Tensor, list[Tensor]]:
+    if precision and grouped is GroupedGemms:
+        grouped = float8.Fp8Gemms()
+    hidden, a = into_experts(x, w_gate, w_up, offsets, None, activation, layout, b_gate, b_up, grouped)
+    y = grouped.rows([a], w_down, offsets, False, *given(None, b_down))
+    return y, (hidden if keep_hidden else []) + (grouped.scales() if precision else [])  # type: ignore[attr-defined]
+
+
+def moe_sorted_backward(
+    grad: Tensor,
+    x: Tensor,
+    w_gate: list[Tensor],
+    w_up: list[Tensor],
+    w_down: list[Tensor],
+    hidden: list[Tensor],
+    offsets: Tensor,
+    activation: str,
+    layout: str,
+    precision: str = "",
+    b_gate: Tensor | None = None,
+    b_up: Tensor | None = None,
+    b_down: Tensor | None = None,
+    grouped: Grouped = GroupedGemms,  # type: ignore[assignment]
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """Gradients of x, of w_gate and w_up as one tensor [E, 2n, d], the gate's channels first, w_down, and biases."""
+    ones = grad.new_ones(grad.shape[0], dtype=compute_dtype(x.dtype))  # a gate for every row
+    d_x, _, d_into, d_down, d_biases = backward_of_rows(
+        grad, x, ones, w_gate, w_up, w_down, hidden, offsets, None, activation, layout, precision, b_gate, b_up,
+        b_down, grouped,
+    )  # fmt: skip
+    return d_x, d_into, d_down, d_biases

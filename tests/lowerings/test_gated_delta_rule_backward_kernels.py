@@ -1,0 +1,67 @@
+"""The Triton backward of `gated_delta_rule`: gradients against the reference in float64, and what atomics would break."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from .agreement import disagreements, faults, interpreted, on, poisoned_memory, reference_of
+from .delta_cases import RULES, final_gradient, rule
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+pytestmark = [
+    pytest.mark.skipif(not CUDA and not interpreted(), reason="kernels need a GPU, or TRITON_INTERPRET=1"),
+    *([pytest.mark.cuda] if CUDA else []),
+]
+OP = "gated_delta_rule_backward"
+# Sizes that kernels have; float32 among bfloat16 is as float32.
+SERVED = {label: options for label, options in RULES.items() if options.get("k", 16) in (16, 32)}
+
+
+def backward(args):
+    from megacpp_compile.lowerings.gated_delta_rule.cuda_triton_backward import gated_delta_rule_backward
+
+    with poisoned_memory():
+        return gated_delta_rule_backward(*args)
+
+
+def arguments(rand, dtype, **options):
+    *given, scale, eps, chunk, out = rule(rand, dtype, **options)
+    o, final, states, inverse = reference_of("gated_delta_rule")(*given, scale, eps, chunk, out)
+    do = rand(*o.shape, dtype=out)
+    return on(DEVICE, (do, final_gradient(rand, final, options), *given, states, inverse, scale, eps, chunk))
+
+
+@pytest.mark.parametrize("label", SERVED)
+def test_float32(rand, label):
+    args = arguments(rand, torch.float32, **SERVED[label])
+    assert not disagreements(backward(args), OP, args)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("gate", ["none", "head", "channel"])
+def test_half_precision(rand, gate, dtype):
+    """GEMM operands are rounded to bfloat16 (by the interpreter: cut off), and their sums are not."""
+    args = arguments(rand, dtype, b=1, t=40, gate=gate, chunk=32)
+    want = reference_of(OP)(*on(DEVICE, args, torch.float64))
+    assert not faults(backward(args), want, 6 * torch.finfo(torch.bfloat16).eps)
+
+
+@pytest.mark.parametrize("gate", ["head", "channel"])
+def test_tokens_that_write_nothing(rand, gate):
+    """beta may be 0: its own gradient is not 0 then, nor may anything be divided by it."""
+    do, dfinal, q, k, v, g, beta, *others = arguments(rand, torch.float32, b=1, t=40, gate=gate)
+    beta = beta.clone()
+    beta[:, ::3] = 0
+    *given, states, inverse, scale, eps, chunk = q, k, v, g, beta, *others
+    _, _, states, inverse = reference_of("gated_delta_rule")(*given, scale, eps, chunk, torch.float32)
+    args = do, dfinal, *given, states, inverse, scale, eps, chunk
+    assert not disagreements(backward(args), OP, args)
+
+
+@pytest.mark.parametrize("gate", ["head", "channel"])
+def test_equal_inputs_give_equal_bits(rand, gate):
+    args = arguments(rand, torch.bfloat16, b=1, t=20, hk=1, hv=3, gate=gate)
+    for first, second in zip(*(backward(args) for _ in range(2)), strict=True):
+        assert torch.equal(first, second)
