@@ -62,7 +62,7 @@ class Target:
         return next((d for d in reversed(self.devices) if d.type in kinds), self.devices[0])
 
 
-CPU = Target("cpu", (Device("cpu", "", "inductor", ("sdpa", "plain")),), ("reference",))
+CPU = Target("cpu", (Device("cpu", "", "inductor", ("sdpa", "plain")),), ("reference",), graphs_hold_ops=True)
 CUDA = Target(
     "cuda", (Device("cuda", "", "inductor", ("sdpa", "flex", "plain")),), ("cuda_triton", "reference"),
     float8=True, cublas=True, graphs_hold_ops=True,

@@ -38,13 +38,13 @@ class LowerSemanticOps(GraphPass):
     def run(self, graph: fx.Graph) -> None:
         traced: dict[Any, GraphModule] = {}
         with autotune(self.config.autotune):
-            for node in [n for n in graph.nodes if n.op == "call_function" and n.target in semantic_ops()]:
-                _lower(graph, node, self.target, traced)
+            ops = [n for n in graph.nodes if n.op == "call_function" and n.target in semantic_ops()]
+            held = {node for node in ops if _lower(graph, node, self.target, traced)}
         drop_dead(graph)
         if self.config.fuse_shared_input_gemms and self.target.cublas:
             shared_input.merge(graph)
         for node in graph.nodes:
-            if node.target in semantic_ops():
+            if node.target in semantic_ops() and node not in held:
                 raise NotLoweredError(str(node.target), self.target.name, module_fqn(node), source_line(node))
 
     def key(self) -> tuple[Any, ...]:
@@ -54,7 +54,8 @@ class LowerSemanticOps(GraphPass):
         return LowerSemanticOps, (self.target, self.config, self.before)
 
 
-def _lower(graph: fx.Graph, node: Node, target: Target, traced: dict[Any, GraphModule]) -> None:
+def _lower(graph: fx.Graph, node: Node, target: Target, traced: dict[Any, GraphModule]) -> bool:
+    """Put the lowering of `node` in its place; true where the op itself stays."""
     tensors: list[Node] = []
 
     def hole(a: Any) -> Any:
@@ -67,9 +68,9 @@ def _lower(graph: fx.Graph, node: Node, target: Target, traced: dict[Any, GraphM
     fakes = [t.meta["val"] for t in tensors]
     choice = choose(node.target, target.name, fx.map_arg(node.args, value))
     if not choice.traced:
-        if not target.graphs_hold_ops:  # else the op stays, and asks again when it runs
+        if not target.graphs_hold_ops:  # else the op asks again when it runs
             node.target = choice.body
-        return
+        return target.graphs_hold_ops
     in_place = _in_place(node, choice.overwrites)
     key = (node.target, repr(args), tuple(_signature(f) for f in fakes), in_place)
     if key not in traced:
@@ -79,6 +80,7 @@ def _lower(graph: fx.Graph, node: Node, target: Target, traced: dict[Any, GraphM
         result = _keep_layout(graph, value(node), _inline(graph, traced[key].graph, tensors, node))
     _rewire(node, result)
     graph.erase_node(node)
+    return False
 
 
 def _in_place(node: Node, overwrites: Sequence[int]) -> bool:

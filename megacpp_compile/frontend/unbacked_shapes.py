@@ -80,8 +80,8 @@ def install() -> None:
                 return graph_breaks.watched(traced, given["compiler_fn"], bool(given.get("one_graph")))
         finally:
             _loops.reset(loops_token)
-            if loops is not None and loops.refused is not None:
-                _report_refused(*loops.refused)
+            for why, at in loops.refused if loops is not None else ():
+                _report_refused(why, at)
             for found in graph_break_reasons[seen:]:
                 if speaks_of_sizes(found.reason):
                     _report(found.reason, found.user_stack)
@@ -168,9 +168,14 @@ _SUMS = ("index_add", "scatter_add", "index_put", "scatter_reduce", "] +=", "]+=
 _BODY = 25  # lines of a loop's body to look for one in
 # How the sizes of experts' groups are read as numbers. Of a frame in pieces names are all there is to go by.
 _READS = ("tolist()", ".item()")
+_FOUND = ("unique(", "nonzero(", "where(")  # how the experts that have tokens are listed
 _LOOP = (
     "this depends on data and breaks the graph; loop over all experts, `for e in range(num_experts):`, "
     "without a branch on how many tokens an expert has"
+)
+_LISTED = (
+    "which experts have tokens is read as numbers here, which breaks the graph; loop over the tensor itself, "
+    "`for e in hit:`, or over all experts, `for e in range(num_experts):`"
 )
 _SIZES = (
     "how many rows each expert has is read as a number here, which breaks the graph; multiply by "
@@ -214,6 +219,8 @@ def advice(why: str, at: Any) -> str:
     )
     loop = any(text in body for text in _SUMS)
     sizes = any(text in f"{why} {at.line}" for text in _READS) and "expert" in (before + body).lower()
+    if loop and "tolist()" in at.line and any(text in before + at.line for text in _FOUND) and "for " in at.line:
+        return _LISTED
     listed = sizes and "= " in at.line and "tolist()" in at.line  # to be cut by, not to be looped over
     if not loop and not sizes:
         return ""

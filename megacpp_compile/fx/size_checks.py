@@ -19,8 +19,8 @@ FINDS = (aten.nonzero.default, aten.nonzero_numpy.default, aten.where.default)
 
 
 def drop_certain_bounds(graph: fx.Graph) -> None:
-    """Erase checks that there are no more and no fewer places that are not zero than there may be, and no fewer counts
-    than were asked for."""
+    """Erase checks that there are no more and no fewer places that are not zero than there may be, no fewer counts than
+    were asked for, and no more distinct numbers than numbers."""
     for check in graph.find_nodes(op="call_function", target=aten._assert_scalar.default):
         bound = check.args[0]
         if isinstance(bound, Node) and _holds(bound):
@@ -47,6 +47,8 @@ def _range(node: Any) -> tuple[Any, Any] | None:
     if node.target is aten.bincount.default:
         return node.args[2] if len(node.args) > 2 else 0, None
     found = node.args[0] if node.target is operator.getitem else node
+    if found.target is aten._unique2.default:
+        return 0, math.prod(value(found.args[0]).shape)
     if found.target not in FINDS or len(found.args) != 1:
         return None
     return 0, math.prod(value(found.args[0]).shape)

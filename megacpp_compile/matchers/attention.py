@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -33,9 +34,51 @@ def is_attention(node: Node) -> bool:
     return node.target in _SDPA or "flex_attention" in str(node.target)
 
 
-def readers(root: Node) -> list[Reader]:
-    """The score products that read `root` through views, casts, copies, scalings and norms."""
-    return _follow(root)[0]
+# (op, place of what is put in, place of the dimension it is put along): into a tensor of more rows, such as a cache.
+_APPENDS = {aten.index_copy.default: (3, 1), aten.slice_scatter.default: (1, 2)}
+# Where weights are looked for behind an operand of a product.
+_VIEWS = {*RESHAPES, *PERMUTATIONS, *UNIT_DIMS, *EXPANSIONS, *COPIES, *CASTS}
+
+
+def readers(root: Node, weights: frozenset[Node] = frozenset()) -> list[Reader]:
+    """The score products that read `root` through views, casts, copies, scalings and norms, alone or as some of the
+    rows of a cache. A product with one of `weights` is none."""
+    found = _follow(root)[0]
+    return [r for r in found if is_attention(r.node) or not _multiplies_by(r, weights)]
+
+
+def is_attended(node: Node, weights: frozenset[Node]) -> bool:
+    """Whether `node` is what an attention made: the result of its kernel, or of a product of two activations."""
+    node = _views(node)
+    return is_attention(node) or node.target in _PRODUCTS and not any(_views(a) in weights for a in _operands(node))
+
+
+def _operands(product: Node) -> list[Node]:
+    operands = product.args[1] if product.target is aten.einsum.default else product.args
+    return [a for a in operands[-2:] if isinstance(a, Node)]  # type: ignore[index]  # baddbmm's first is added
+
+
+def _views(node: Node) -> Node:
+    while node.target in _VIEWS:
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _multiplies_by(reader: Reader, weights: frozenset[Node]) -> bool:
+    return _views(_operands(reader.node)[1 - int(reader.side)]) in weights
+
+
+def _appended(node: Node, user: Node) -> bool:
+    """Whether `user` is `node` as some of the rows of a larger tensor, each with its channels."""
+    args: list[Any] = [*user.args, *(None,) * 4]
+    if user.target is aten.cat.default:
+        fits, dim = node in args[0], args[1] or 0
+    elif user.target in _APPENDS:
+        place, along = _APPENDS[user.target]
+        fits, dim = args[place] is node, args[along] or 0
+    else:
+        return False
+    return fits and isinstance(dim, int) and dim % value(node).dim() != value(node).dim() - 1
 
 
 def leaves_graph(root: Node) -> bool:
@@ -55,16 +98,18 @@ def _follow(root: Node) -> tuple[list[Reader], set[Node]]:
                 if side in ("q", "k"):
                     found.append(Reader(user, side))
             elif user.target in _PRODUCTS:
-                operands = user.args[1] if user.target is aten.einsum.default else user.args
-                operands = operands[-2:]  # baddbmm's first operand is added, not multiplied
-                for i, a in enumerate(operands):
+                for i, a in enumerate(_operands(user)):
                     if a is node:
                         found.append(Reader(user, str(i)))
             elif user.target in _TRANSPARENT and user not in seen and user.args and user.args[0] is node:
                 if isinstance(value(user), torch.Tensor):
                     seen.add(user)
                     stack.append(user)
-            elif user.target is aten.mul.Tensor and user not in seen and value(user.args[0]).dim() <= 1:  # or a gain
+            elif user not in seen and (_appended(node, user) or _is_gain_of(user)):
                 seen.add(user)
                 stack.append(user)
     return found, seen
+
+
+def _is_gain_of(user: Node) -> bool:
+    return user.target is aten.mul.Tensor and value(user.args[0]).dim() <= 1

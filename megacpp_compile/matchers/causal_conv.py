@@ -28,7 +28,7 @@ class CausalConv:
     """`end = act(conv(x))` over time.
 
     x, end: [b, t, c] where their `time` is 1, [b, c, t] where it is 2. weight: [c, 1, k]. internal: nodes from the
-    convolution up to `end`.
+    convolution up to `end`. seq_idx: the document of each step [b, t], where a step sees its own alone.
     """
 
     conv: Node
@@ -40,6 +40,7 @@ class CausalConv:
     end: Node
     end_time: int
     internal: set[Node]
+    seq_idx: Node | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,7 +194,7 @@ def _walk(steps: _Steps) -> tuple[Node, int, str, set[Node]] | None:
     best = (node, time, activation, set(internal)) if steps.complete(node, time, first) else None
     while True:
         steps.last, steps.readers = node, list(node.users)
-        silu = next((s for u in node.users for s in _silu_of(node, u)), None) if not activation else None
+        silu = next((s for u in node.users for s in silu_of(node, u)), None) if not activation else None
         is_end = True
         if silu is not None:
             internal |= silu[1]
@@ -218,7 +219,7 @@ def _walk(steps: _Steps) -> tuple[Node, int, str, set[Node]] | None:
             best = (node, time, activation, set(internal))
 
 
-def _silu_of(node: Node, reader: Node) -> list[tuple[Node, set[Node]]]:
+def silu_of(node: Node, reader: Node) -> list[tuple[Node, set[Node]]]:
     """SiLU of `node`, if that is all that reads it, `reader` being a part of it."""
     for top in (reader, *reader.users):
         found = match_silu(top)

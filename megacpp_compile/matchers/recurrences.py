@@ -5,7 +5,8 @@ of what the state itself predicts; lightning attention (arXiv:2401.04658) forget
 selective scan (arXiv:2312.00752) has a rate for every channel and state, times the step, in an exponential. RWKV
 (arXiv:2305.13048, 2404.05892, 2503.14456) decays a numerator and its denominator alike, or reads the state beside what
 is about to enter it times a bonus, or turns the state by a product of rank one. The RG-LRU (arXiv:2402.19427) decays
-each channel by a power that a sigmoid gates. There is no lowering for these; the report and remat know them.
+each channel by a power that a sigmoid gates. What is found here after the passes has no lowering; the report and remat
+know it.
 """
 
 from __future__ import annotations
@@ -83,6 +84,19 @@ def find_recurrences(nodes: Iterable[Node], computed: Container[Node] | None = N
                     del solved[system]
     for solution in solved.values():
         yield Recurrence(solution, "gated-delta-rule", 1)
+
+
+def single_steps(nodes: Iterable[Node]) -> Iterator[Node]:
+    """States that the delta rule updates by one token and that no other update leads to, as in decoding."""
+    updates: dict[Node, _Update] = {}
+    for node in nodes:
+        if (update := _update(node, updates)) is not None:
+            updates[node] = update
+    earlier = {u.state for u in updates.values()}
+    for node, update in updates.items():
+        if update.steps == 1 and node not in earlier and update.whole and not is_filled(update.state, 0.0):
+            if _corrects(update, of_one_token=True):
+                yield node
 
 
 def _solves_a_chunk(node: Node) -> bool:
@@ -254,14 +268,21 @@ def _algebra(node: Node) -> bool:
     return node.target in (aten.mul.Tensor, aten.mul.Scalar, *_SUMS, *_READS, *CONTRACTIONS) or is_cast(node)
 
 
-def _corrects(update: _Update) -> bool:
-    """Whether what is added is a product with `v - (a product with the state)`."""
+def _corrects(update: _Update, of_one_token: bool = False) -> bool:
+    """Whether what is added is a product with `v - (a product with the state)`, which has a dimension less where it is
+    one token's."""
     for node in _within(update.added):
         if node.target is aten.sub.Tensor and isinstance(node.args[1], Node):
             predicted = list(_within(node.args[1]))
-            if update.state in predicted and any(_contracts(n) for n in predicted):
+            smaller = _dimensions(node) == _dimensions(update.node) - 1
+            if update.state in predicted and any(map(_contracts, predicted)) and (smaller or not of_one_token):
                 return True
     return False
+
+
+def _dimensions(node: Node) -> int:
+    """How many dimensions are more than one element long."""
+    return sum(not same_size(n, 1) for n in value(node).shape)
 
 
 def _within(node: Node) -> Iterator[Node]:

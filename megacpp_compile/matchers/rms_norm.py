@@ -17,6 +17,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.views import is_cast
+from megacpp_compile.matchers.numbers import is_number, number_of
 
 aten = torch.ops.aten
 _MUL = {aten.mul.Tensor, aten.mul.Scalar}
@@ -86,23 +87,12 @@ def _match(node: Node) -> RmsNorm | None:
     internal |= through | more
     over = [f for f in over if f is not factor]
     under = [f for f in under if f is not factor]
-    scale, gains, normed = 1.0, [], []
-    numbers = [*((f, 1) for f in over if _is_number(f)), *((f, -1) for f in under if _is_number(f))]
-    for f in over:
-        if _is_number(f):
-            continue
-        if not isinstance(f, Node):
-            scale *= f
-        elif _strip_casts(f) is x:
-            normed.append(f)
-        else:
-            gains.append(f)
+    numbers = [*((f, 1) for f in over if is_number(f)), *((f, -1) for f in under if is_number(f))]
+    normed = [f for f in over if not is_number(f) and _strip_casts(f) is x]
+    gains = [f for f in over if not is_number(f) and f not in normed]
     for f in under:
-        if _is_number(f):
-            continue
-        if isinstance(f, Node):
+        if not is_number(f):
             raise _Refuse(f, "divided", "the normed value is divided by another tensor")
-        scale /= f
     if len(normed) != 1:
         raise _Refuse(mean, "other-tensor", "the mean square is of another tensor than the one it scales")
     chain = _casts_of(normed[0])
@@ -119,24 +109,10 @@ def _match(node: Node) -> RmsNorm | None:
     for n in sorted(internal):
         if isinstance(value(n), torch.Tensor) and n is not top and _bits(n) < bits:
             raise _Refuse(n, "precision", f"computed in {value(n).dtype}, lower than its operand's precision")
+    scale = 1.0
     for f, power in numbers:
-        scale *= float(value(f)) ** power
+        scale *= number_of(f) ** power  # type: ignore[operator]
     return RmsNorm(top, x, eps, gains, scale, internal)
-
-
-def _is_number(factor: Any) -> bool:
-    """Whether `factor` is a float of the model, which `dynamic=True` makes an input; the match fixes it. One computed
-    from a size may change from call to call."""
-    number = value(factor) if isinstance(factor, Node) else None
-    if not isinstance(number, torch.SymFloat) or not number.node.has_hint():
-        return False
-    stack = [factor]
-    while stack:
-        node = stack.pop()
-        if isinstance(value(node), torch.SymInt):
-            return False
-        stack += node.all_input_nodes if not isinstance(value(node), torch.Tensor) else []
-    return True
 
 
 def _outermost(node: Node, found: list[Any]) -> Any:

@@ -10,6 +10,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.views import is_cast, uncast
+from megacpp_compile.matchers.numbers import number_of
 
 aten = torch.ops.aten
 
@@ -95,8 +96,8 @@ def scaled(node: Node) -> tuple[Node, float]:
     """(x, factor) where `node` is x, which is no such product itself, times a number."""
     factor = 1.0
     while (node := uncast(node)).target in (aten.mul.Tensor, aten.div.Tensor, aten.neg.default) and not node.kwargs:
-        by = node.args[1] if len(node.args) > 1 else -1
-        if not isinstance(by, (int, float)) or not isinstance(node.args[0], Node) or not by:
+        by = number_of(node.args[1]) if len(node.args) > 1 else -1.0
+        if not by or not isinstance(node.args[0], Node):
             break
         factor = factor / by if node.target is aten.div.Tensor else factor * by
         node = node.args[0]

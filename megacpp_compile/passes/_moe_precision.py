@@ -6,10 +6,12 @@ Elsewhere the GEMMs stay in bfloat16; `_precision_rows` says so in the report.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.fx import Node
 
 from megacpp_compile.config import fp8_gain
 from megacpp_compile.config.precision import PrecisionPlan
@@ -22,15 +24,26 @@ LAYOUTS = ("pair", "gate_up")
 REASON = "megacpp_precision_reason"
 
 
-def decide(plan: PrecisionPlan | None, fqn: str, parts: Iterable[str], args: Sequence[Any]) -> tuple[str, str]:
+@dataclasses.dataclass(frozen=True)
+class Gemms:
+    """What the GEMMs of a layer multiply: rows of `x`, `slots` of them, by `weights`, the last of which are those of
+    the down-projection; as nodes."""
+
+    x: Node
+    slots: Any
+    weights: Sequence[Sequence[Node]]
+    layout: str
+
+
+def decide(plan: PrecisionPlan | None, fqn: str, parts: Iterable[str], gemms: Gemms) -> tuple[str, str]:
     """(the op's argument `precision`, why it is not what the plan asks for) for the layer of experts `fqn`.
 
-    parts: names of the modules whose GEMMs it has. args: those of `megacpp::moe`, from x to layout, as nodes.
+    parts: names of the modules whose GEMMs it has.
     """
     requested = "bf16" if plan is None else plan.decide(fqn, "experts").requested
     if plan is None or requested == "bf16":
         return "", ""
-    reason = _part_refusal(plan, requested, parts) or _refusal(plan, requested, args)
+    reason = _part_refusal(plan, requested, parts) or _refusal(plan, requested, gemms)
     return ("", reason) if reason else (RECIPE, "")
 
 
@@ -43,25 +56,25 @@ def _part_refusal(plan: PrecisionPlan, requested: str, parts: Iterable[str]) -> 
     return ""
 
 
-def _refusal(plan: PrecisionPlan, requested: str, args: Sequence[Any]) -> str:
+def _refusal(plan: PrecisionPlan, requested: str, gemms: Gemms) -> str:
     """Why the op cannot compute in what is `requested`, or would not gain by it; "" where it can."""
     if requested != RECIPE:
         return f"grouped GEMMs of experts have no {requested} op in the graph"
-    x, indices, down, layout = value(args[0]), value(args[1]), value(args[5][0]), args[7]
+    x, down, layout = value(gemms.x), value(gemms.weights[-1][0]), gemms.layout
     if missing := no_grouped_float8(x.device):
         return missing
     if x.dtype != torch.bfloat16:
         return f"computed in {x.dtype}"
     if layout not in LAYOUTS:
         return f"float8 GEMMs are there for experts of the layouts {' and '.join(LAYOUTS)}, not {layout}"
-    if any(value(w).stride(-1) != 1 for ws in args[3:6] for w in ws):
+    if any(value(w).stride(-1) != 1 for ws in gemms.weights for w in ws):
         return "a weight lies [in, out], of which every call would make a copy"
     d, n = down.shape[-2:]
     if any(not isinstance(side, int) or side % MULTIPLE for side in (d, n)):
         return f"experts of {n}x{d}, which are no multiples of {MULTIPLE}"
     if not plan.gate:
         return ""
-    experts = down.shape[0] if down.dim() == 3 else len(args[5])
-    tokens, slots = (size if isinstance(size, int) else None for size in (x.shape[0], indices.numel()))
+    experts = down.shape[0] if down.dim() == 3 else len(gemms.weights[-1])
+    tokens, slots = (size if isinstance(size, int) else None for size in (x.shape[0], gemms.slots))
     against = fp8_gain.experts_refusal(tokens, slots, experts, d, n)
     return against and f"gate: {against}"

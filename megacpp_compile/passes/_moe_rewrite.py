@@ -1,8 +1,12 @@
-"""Turns a layer of routed experts, in whatever spelling it was found, into the op `megacpp::moe`."""
+"""Turns a layer of routed experts, in whatever spelling it was found, into the op `megacpp::moe`, and experts over
+sorted rows into `megacpp::moe_sorted`."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Set
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -11,15 +15,18 @@ from megacpp_compile.fx.edit import Builder, value
 from megacpp_compile.fx.provenance import module_fqn
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe.gemms import Weight
-from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, only_checks_sizes
-from megacpp_compile.passes._moe_precision import REASON, decide
+from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, SortedExperts, only_checks_sizes
+from megacpp_compile.passes._moe_precision import REASON, Gemms, decide
 from megacpp_compile.passes._rule import Match
 
 aten = torch.ops.aten
 
 
-def to_match(view: GraphView, layer: RoutedExperts) -> Match:
+def to_match(view: GraphView, layer: RoutedExperts | SortedExperts) -> Match:
     """The match that replaces `layer` by one op."""
+    if isinstance(layer, SortedExperts):
+        rewrite = functools.partial(_rewrite_sorted, view, layer=layer)
+        return Match(layer.output, list(layer.inputs), [layer.output], rewrite, layer.ends)
     return Match(layer.output, list(layer.inputs), [layer.output], lambda build: _rewrite(view, build, layer))
 
 
@@ -82,27 +89,60 @@ def _slots(build: Builder, layer: RoutedExperts) -> tuple[Node, Node, Node]:
     return x, indices, gates
 
 
+def _rewrite_sorted(view: GraphView, build: Builder, *, layer: SortedExperts) -> tuple[Node, list[Node]]:
+    x = layer.x
+    if value(x).dim() != 2:
+        x = build(aten.reshape.default, x, [-1, value(x).shape[-1]])
+    made = _Parts.of(view, build, layer, x, value(x).shape[0])
+    others = made.others()
+    node = build(torch.ops.megacpp.moe_sorted.default, made.x, layer.ends, *made.weights, *made.form, *others)
+    node.meta[REASON] = made.reason
+    _drop_size_checks(layer.inside)
+    return node, [build.item(node, 0)]
+
+
 def _op(view: GraphView, build: Builder, layer: RoutedExperts, x: Node, indices: Node, gates: Node) -> Node:
     """The op's node, in the precision that the plan gives the layer."""
-    expert, old = layer.experts[0], layer.output
-    dtype = value(expert.down.node).dtype
-    count = len(expert.ups)
-    ups = [_weights(build, [e.ups[i].weight for e in layer.experts], dtype) for i in range(count)]
-    down = _weights(build, [e.down.weight for e in layer.experts], dtype)
-    args = (
-        build.cast(x, dtype), indices, gates, ups[0] if count == 2 else [], ups[-1], down,
-        layer.activation, layer.layout, value(old).dtype,
-    )  # fmt: skip
-    parts = dict.fromkeys(module_fqn(gemm.node) for e in layer.experts for gemm in (*e.ups, e.down))
-    precision, reason = decide(view.config.precision, module_fqn(old), parts, args)
-    biases = [_biases(build, [(*e.ups, e.down)[i].bias for e in layer.experts], dtype) for i in range(count + 1)]
-    if any(biases):
-        others = (True, precision, *([None] if count == 1 else []), *biases)
-    else:
-        others = (True, precision) if precision else ()
-    node = build(torch.ops.megacpp.moe.default, *args, *others)
-    node.meta[REASON] = reason
+    made, dtype = _Parts.of(view, build, layer, x, value(indices).numel()), value(layer.output).dtype
+    args = made.x, indices, gates, *made.weights, *made.form, dtype
+    node = build(torch.ops.megacpp.moe.default, *args, *made.others())
+    node.meta[REASON] = made.reason
     return node
+
+
+@dataclasses.dataclass(frozen=True)
+class _Parts:
+    """What an op of experts is called with: rows, weights, (activation, layout), precision and why it is not what the
+    plan asks for, and biases."""
+
+    x: Node
+    weights: tuple[list[Node], list[Node], list[Node]]
+    form: tuple[str, str]
+    precision: str
+    reason: str
+    biases: list[Node | None]
+
+    @classmethod
+    def of(cls, view: GraphView, build: Builder, layer: RoutedExperts | SortedExperts, x: Node, slots: Any) -> _Parts:
+        expert, experts = layer.experts[0], layer.experts
+        dtype = value(expert.down.node).dtype
+        count = len(expert.ups)
+        ups = [_weights(build, [e.ups[i].weight for e in experts], dtype) for i in range(count)]
+        down = _weights(build, [e.down.weight for e in experts], dtype)
+        x = build.cast(x, dtype)
+        weights = ups[0] if count == 2 else [], ups[-1], down
+        parts = dict.fromkeys(module_fqn(gemm.node) for e in experts for gemm in (*e.ups, e.down))
+        gemms = Gemms(x, slots, weights, expert.layout)
+        precision, reason = decide(view.config.precision, module_fqn(layer.output), parts, gemms)
+        biases = [_biases(build, [(*e.ups, e.down)[i].bias for e in experts], dtype) for i in range(count + 1)]
+        form = expert.activation, expert.layout
+        return cls(x, weights, form, precision, reason, [*([None] if count == 1 else []), *biases])
+
+    def others(self) -> tuple[Any, ...]:
+        """The arguments with defaults, from `keep_hidden` on."""
+        if any(self.biases):
+            return True, self.precision, *self.biases
+        return (True, self.precision) if self.precision else ()
 
 
 def _biases(build: Builder, biases: list[Weight | None], dtype: torch.dtype) -> Node | None:

@@ -88,7 +88,7 @@ def answered(rows: Sequence[Asked], outcome: Outcome, config: Config) -> list[di
         if site.pass_name == "moe":
             done.append(_row(node, "experts", plan, (), "experts", site.fqn))
             done[-1].reason = node.meta[REASON]
-            done[-1].effective = precision_of("moe", node.args) or done[-1].effective
+            done[-1].effective = precision_of(site.op.removeprefix("megacpp::"), node.args) or done[-1].effective
     return [dataclasses.asdict(row) for row in done]
 
 

@@ -54,7 +54,8 @@ class Reviewer:
         holders = [n for n in gm.graph.nodes if n.op == "placeholder"]
         values.update({n: v for n, v in zip(holders, self.inputs, strict=True) if n in others})
         differentiable = activations(gm.graph, self.captured.weights)
-        tensor, error, tolerance = replay.compare(gm, match.inputs, match.outputs, new, values, differentiable)
+        rows = None if match.ends is None else int(values[match.ends][-1])
+        tensor, error, tolerance = replay.compare(gm, match.inputs, match.outputs, new, values, differentiable, rows)
         if error <= tolerance:
             return None
         if self.config.strict:

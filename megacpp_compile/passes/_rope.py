@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -90,16 +91,24 @@ def reordered(rotation: Rotation, order: list[int]) -> Rotation:
     return dataclasses.replace(rotation, nope=nope, **parts)
 
 
-def back(build: Builder, node: Node, order: list[int]) -> Node:
-    """`node` with its dimensions in the head's order rather than in memory order."""
-    permutation = [order.index(p) for p in range(len(order))] + [len(order)]
-    return node if permutation == sorted(permutation) else build(aten.permute.default, node, permutation)
+def back(build: Builder, node: Node, order: list[int], head: Head) -> Node:
+    """`node` with its dimensions in the order of `head` rather than in memory order, and those of size 1 that `order`
+    is without."""
+    permutation = [order.index(p) for p in sorted(order)] + [len(order)]
+    if permutation != sorted(permutation):
+        node = build(aten.permute.default, node, permutation)
+    for p in range(head.lanes.kinds.count("o")):
+        if p not in order:
+            node = build(aten.unsqueeze.default, node, p)
+    return node
 
 
-def sources(rotation: Rotation) -> list[Node]:
-    """The nodes an op built from `rotation` reads."""
-    parts = [rotation.nope, rotation.rope, rotation.cos, rotation.sin]
-    return list(dict.fromkeys(p.source.node for p in parts if p is not None))
+def sources(rotation: Rotation, tables: Sequence[Node] | None = None) -> list[Node]:
+    """The nodes an op built from `rotation` reads; `tables` in the place of its own."""
+    parts = [rotation.nope, rotation.rope]
+    nodes = [p.source.node for p in parts if p is not None]
+    own = [rotation.cos.source.node, rotation.sin.source.node]
+    return list(dict.fromkeys([*nodes, *(own if tables is None else tables)]))
 
 
 def arrange(build: Builder, source: Source, start: int, width: int, step: int = 1) -> Node:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 from torch.fx import Node
@@ -14,6 +14,17 @@ from megacpp_compile.matchers.graph_view import GraphView
 
 # (tag, reason) of a match whose op has no place in the graph.
 REGION = ("region", "its inputs are ready only under another grad or autocast mode")
+# The same of what has no lowering on CUDA that Inductor compiles: `gated_delta_rule`'s kernels run there when called,
+# but Inductor (torch 2.11) does not get through those of its backward; `gated_linear_attention` has none.
+NOT_ON_CUDA = ("cuda", "its op has no kernels that Inductor compiles on CUDA yet: it stays as it is written")
+
+
+def in_other_modes(view: GraphView, nodes: Iterable[Node], root: Node) -> MatchFailure | None:
+    """The first of `nodes` that runs under other grad or autocast modes than `root`, as a reason to leave them."""
+    for node in nodes:
+        if view.mode_states[node] != view.mode_states[root]:
+            return MatchFailure(node, "region", "part of it runs under another grad or autocast mode")
+    return None
 
 
 @dataclasses.dataclass
@@ -22,12 +33,15 @@ class Match:
 
     rewrite: emits, by the builder it is given, what computes `outputs` from `inputs`; returns the op's node and the
     nodes that are to carry `outputs`, in order. The driver has chosen the place, and puts them there.
+    ends: the input whose last entry says how many rows of inputs and outputs there are; plain code leaves those behind
+    unwritten. None where it writes all.
     """
 
     node: Node
     inputs: list[Node]
     outputs: list[Node]
     rewrite: Callable[[Builder], tuple[Node, list[Node]]]
+    ends: Node | None = None
 
 
 class Pass(Protocol):

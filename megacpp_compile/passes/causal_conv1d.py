@@ -3,6 +3,8 @@ attention, DeltaNet and LFM2).
 
 Before: `y = silu(conv1d(x.transpose(1, 2), w, b, padding=k - 1, groups=c)[..., :t]).transpose(1, 2)`
 After:  `y = megacpp.causal_conv1d(x, w, b, "silu", dtype)`
+With packed documents, whose taps are masked and summed (`matchers/masked_taps.py`), the documents' numbers are an
+operand.
 
 Safe because the matcher (`matchers/causal_conv.py`) follows padding, cut and transpositions step by step: the match
 proves that output step i sees inputs i - (k - 1) to i. The op saves x, weight and bias; backward recomputes the value
@@ -18,10 +20,11 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import Builder, place, value
+from megacpp_compile.fx.edit import Builder, place, same_size, value
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.causal_conv import CausalConv, NoCausalConv, is_swap, match_causal_conv
 from megacpp_compile.matchers.graph_view import GraphView
+from megacpp_compile.matchers.masked_taps import match_masked_taps
 from megacpp_compile.passes._rule import REGION, Match
 
 aten = torch.ops.aten
@@ -31,19 +34,40 @@ after: tuple[str, ...] = ()
 
 
 def find(view: GraphView) -> Iterator[Match | MatchFailure]:
+    done = set[Node]()
+    roots = [n for n in reversed(view.graph.nodes) if n.target is aten.add.Tensor and not _is_summand(n)]
+    packed = [found for node in roots if (found := _sum_of_taps(node, done)) is not None]
     for node in view.graph.nodes:
         found = match_causal_conv(node)
         if isinstance(found, NoCausalConv):
             yield MatchFailure(found.node, found.tag, found.reason)
         elif found is not None:
             yield _check(view, found)
+    for taps in reversed(packed):
+        yield MatchFailure(taps.node, taps.tag, taps.reason) if isinstance(taps, NoCausalConv) else _check(view, taps)
+
+
+def _is_summand(node: Node) -> bool:
+    return len(node.users) == 1 and next(iter(node.users)).target is aten.add.Tensor
+
+
+def _sum_of_taps(node: Node, done: set[Node]) -> CausalConv | NoCausalConv | None:
+    """The convolution of packed documents that `node` is or that is a summand of it; `done` are sums seen."""
+    if node.target is not aten.add.Tensor or node in done:
+        return None
+    done.add(node)
+    found = match_masked_taps(node)
+    if isinstance(found, NoCausalConv):
+        parts = [part for a in node.all_input_nodes if (part := _sum_of_taps(a, done)) is not None]
+        found = next((part for part in parts if isinstance(part, CausalConv)), found)
+    return found
 
 
 def _check(view: GraphView, conv: CausalConv) -> Match | MatchFailure:
     state = view.mode_states
     if any(state[n] != state[conv.conv] for n in conv.internal):
         return MatchFailure(conv.conv, "region", "part of it runs under another grad or autocast mode")
-    inputs = [n for n in (conv.x, conv.weight, conv.bias) if n is not None]
+    inputs = [n for n in (conv.x, conv.weight, conv.bias, conv.seq_idx) if n is not None]
     outputs = [conv.end]
     if conv.end_time == 2:  # its readers may put time back in front themselves
         outputs += [u for u in conv.end.users if is_swap(u) is conv.end and state[u] == state[conv.conv]]
@@ -57,7 +81,12 @@ def _rewrite(build: Builder, conv: CausalConv, outputs: int) -> tuple[Node, list
     computed = value(conv.conv).dtype
     if torch.finfo(value(x).dtype).bits > torch.finfo(computed).bits:
         x = build.cast(x, computed)  # autocast narrows the operand
-    args = x, _taps(build, conv.weight), conv.bias, conv.activation, value(conv.end).dtype
+    args = [x, _taps(build, conv.weight), conv.bias, conv.activation, value(conv.end).dtype]
+    if conv.seq_idx is not None:
+        numbers, (batch, steps, _) = conv.seq_idx, value(x).shape
+        if not same_size(value(numbers).shape[0], batch):
+            numbers = build(aten.expand.default, numbers, [batch, steps])
+        args.append(numbers)
     node = build(torch.ops.megacpp.causal_conv1d.default, *args)
     swapped = build(aten.transpose.int, node, 1, 2) if conv.end_time == 2 else node
     return node, [swapped, *[node] * (outputs - 1)]
@@ -65,6 +94,8 @@ def _rewrite(build: Builder, conv: CausalConv, outputs: int) -> tuple[Node, list
 
 def _taps(build: Builder, weight: Node) -> Node:
     """The weight [c, 1, k] as [c, k]."""
+    if value(weight).dim() == 2:
+        return weight
     if weight.target is aten.unsqueeze.default and weight.args[1] in (1, -2):
         return weight.args[0]  # type: ignore[return-value]
     return build(aten.squeeze.dim, weight, 1)

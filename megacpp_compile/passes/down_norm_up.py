@@ -35,7 +35,7 @@ from megacpp_compile.matchers.views import consumers, replay
 from megacpp_compile.passes._latent import Beside, Latent, beside, frozen, keeps, latent_of
 from megacpp_compile.passes._latent_misses import behind_a_latent, stranded
 from megacpp_compile.passes._norm import between, depends, escaping, fold_scaling, gain_of, norm_before, reads
-from megacpp_compile.passes._rule import Match
+from megacpp_compile.passes._rule import Match, in_other_modes
 
 aten = torch.ops.aten
 name = "down_norm_up"
@@ -178,9 +178,9 @@ def _refusal(view: GraphView, site: _Site) -> MatchFailure | None:
     if all(value(up.node).dtype != value(down.node).dtype for up in ups):  # a low-rank path's may be wider
         return MatchFailure(ups[0].node, "dtype", "down- and up-projection run in different dtypes")
     gone = {down.node, down.linear.node, *down.internal, *norm.internal}
-    for node in (*gone, *(up.node for up in ups), *(n for n, *_ in site.beside.rests)):
-        if view.mode_states[node] != view.mode_states[down.node]:
-            return MatchFailure(node, "region", "part of it runs under another grad or autocast mode")
+    rest = (*gone, *(up.node for up in ups), *(n for n, *_ in site.beside.rests))
+    if (refusal := in_other_modes(view, rest, down.node)) is not None:
+        return refusal
     refusal = frozen(view, site.latent, [*norm.gains, *(up.w for up in ups)])
     if refusal is not None:
         return refusal

@@ -22,6 +22,7 @@ from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.rope.heads import Head, broadcast_beside
 from megacpp_compile.matchers.views import is_outer_view, lane_slice
 from megacpp_compile.passes import _rope
+from megacpp_compile.passes._packed import Packed, operands, packed
 from megacpp_compile.passes._rule import REGION, Match
 from megacpp_compile.passes.mla_rope_q import is_mla_key
 
@@ -44,13 +45,14 @@ def _check(view: GraphView, head: Head) -> Match | MatchFailure:
     if _turned_apart(head):
         return MatchFailure(head.root, "table-rows", "the shared rope key is turned by tables that differ by head")
     values = _values(head)
-    inputs = _rope.sources(rotation)
+    by_position = packed(head)
+    inputs = _rope.sources(rotation, by_position.sources if by_position else None)
     outputs = [head.root, *(v for v, _ in values)]
     if place(inputs, outputs, head.root, view.mode_states) is None:
         values, outputs = [], [head.root]  # V's readers can't move: make the keys alone
         if place(inputs, outputs, head.root, view.mode_states) is None:
             return MatchFailure(head.root, *REGION)
-    return Match(head.root, inputs, outputs, lambda build: _rewrite(build, head, values))
+    return Match(head.root, inputs, outputs, lambda build: _rewrite(build, head, values, by_position))
 
 
 def _turned_apart(head: Head) -> bool:
@@ -106,8 +108,10 @@ def _permuted(node: Node, dims: list[int]) -> list[int]:
     return out
 
 
-def _rewrite(build: Builder, head: Head, values: list[tuple[Node, list[int]]]) -> tuple[Node, list[Node]]:
-    rotation, order = _rope.in_memory_order(head)
+def _rewrite(
+    build: Builder, head: Head, values: list[tuple[Node, list[int]]], by_position: Packed | None
+) -> tuple[Node, list[Node]]:
+    rotation, order, offsets = operands(build, by_position, head)
     nope, rope = rotation.nope, rotation.rope
     assert nope is not None
     if values:
@@ -118,8 +122,9 @@ def _rewrite(build: Builder, head: Head, values: list[tuple[Node, list[int]]]) -
         torch.ops.megacpp.mla_rope_kv.default,
         kv, _rope.part(build, rope), _rope.table(build, rotation.cos),
         _rope.table(build, rotation.sin), nope.width, *_rope.layout(rotation), value(head.root).dtype,
+        *offsets,
     )  # fmt: skip
-    new = [_rope.back(build, build.item(node, 0), order)]
+    new = [_rope.back(build, build.item(node, 0), order, head)]
     if values:
         v = build.item(node, 1)
         # V has the keys' dimensions; its readers want kv's, which may have others of size 1.

@@ -22,6 +22,7 @@ from megacpp_compile.matchers.attention import leaves_graph
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.rope.heads import Head, from_projection
 from megacpp_compile.passes import _rope
+from megacpp_compile.passes._packed import operands, packed
 from megacpp_compile.passes._rule import REGION, Match
 
 name = "mla_rope_q"
@@ -89,19 +90,20 @@ def _check(view: GraphView, head: Head) -> Match | MatchFailure | None:
         return MatchFailure(
             head.root, "absorbed", "the unrotated channels are not a projection's output (absorbed weights)"
         )
-    inputs = _rope.sources(rotation)
+    by_position = packed(head)
+    inputs = _rope.sources(rotation, by_position.sources if by_position else None)
     if place(inputs, [head.root], head.root, view.mode_states) is None:
         return MatchFailure(head.root, *REGION)
 
     def rewrite(build: Builder) -> tuple[Node, list[Node]]:
         nope_dim = rotation.nope.width if rotation.nope else 0
-        turned, order = _rope.in_memory_order(head)
+        turned, order, offsets = operands(build, by_position, head)
         q = _rope.whole_head(build, turned)
         cos, sin = _rope.table(build, turned.cos), _rope.table(build, turned.sin)
         node = build(
             torch.ops.megacpp.mla_rope_q.default,
-            q, cos, sin, nope_dim, *_rope.layout(rotation), False, value(head.root).dtype,
+            q, cos, sin, nope_dim, *_rope.layout(rotation), False, value(head.root).dtype, *offsets,
         )  # fmt: skip
-        return node, [_rope.back(build, node, order)]
+        return node, [_rope.back(build, node, order, head)]
 
     return Match(head.root, inputs, [head.root], rewrite)

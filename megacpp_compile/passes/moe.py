@@ -9,14 +9,19 @@ After:  `y = megacpp.moe(x, indices, gates, w_gate, w_up, w_down, activation, la
         has the layer in "fp8_current" `(.., dtype, True, "fp8_current")`, see `_moe_precision`, and with biases
         `(.., dtype, True, precision, b_gate, b_up, b_down)`
 
+Before: `h = act(grouped_mm(rows, w_up.mT, offs=ends)); grouped_mm(h, w_down.mT, offs=ends)` of rows that come sorted by
+        expert and leave so, as behind the dispatch of expert parallelism, wherever a layer is not whole
+After:  `megacpp.moe_sorted(rows, ends, w_gate, w_up, w_down, activation, layout, ..)`
+
 Safe because each slot (token, choice) is in exactly one expert's rows, and the sum over slots is the same sum; the pass
 leaves the router, which computes indices and gates, as it is. A gate on the input does not commute with the activation:
 it stays a product in front of the op, whose own gates are ones; experts that were not chosen make zeros of zeros, but
-not those with biases.
+not those with biases. Sorted rows keep their order and their ends, whatever these are; padding behind the last end,
+which the plain code leaves unwritten, becomes zeros.
 Refused: experts that differ or repeat, a missing gate, other activations, clamps by what is no number, biases that are
 no expert's own or wider than what they are added to, rows or outputs that escape, a token written rather than added to
-where it may come twice, gates of which all may differ from zero, rows that come sorted by expert and without gates, as
-behind the dispatch of expert parallelism; and with the tag `unread`, experts' weights in GEMMs that no matcher knows.
+where it may come twice, gates of which all may differ from zero; and with the tag `unread`, experts' weights in GEMMs
+that no matcher knows.
 """
 
 from __future__ import annotations
@@ -26,7 +31,7 @@ from collections.abc import Iterator
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe import dense, grouped, hit_experts, loop, sorted_rows, sorted_tokens, unread
-from megacpp_compile.matchers.moe.routed_experts import RoutedExperts
+from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, SortedExperts
 from megacpp_compile.passes._moe_rewrite import to_match
 from megacpp_compile.passes._rule import Match
 
@@ -38,9 +43,9 @@ _SPELLINGS = (loop.find, dense.find, grouped.find, sorted_tokens.find)
 
 
 def find(view: GraphView) -> Iterator[Match | MatchFailure]:
-    found: list[RoutedExperts | MatchFailure] = [one for spelling in _SPELLINGS for one in spelling(view)]
-    found += hit_experts.find(view)
-    found += sorted_rows.find(view, tuple(found))
+    whole: list[RoutedExperts | MatchFailure] = [one for spelling in _SPELLINGS for one in spelling(view)]
+    whole += hit_experts.find(view)
+    found: list[RoutedExperts | SortedExperts | MatchFailure] = [*whole, *sorted_rows.find(view, whole)]
     found += unread.find(view, tuple(found), loop.unweighted(view))
     for one in found:
         yield one if isinstance(one, MatchFailure) else to_match(view, one)

@@ -27,13 +27,13 @@ from megacpp_compile.matchers.linear import Linear, match_linear
 from megacpp_compile.matchers.rms_norm import NoNorm, RmsNorm
 from megacpp_compile.matchers.views import consumers, replay
 from megacpp_compile.passes._norm import between, depends, escaping, gain_of, norm_before, projections
-from megacpp_compile.passes._rule import Match
+from megacpp_compile.passes._rule import Match, in_other_modes
 
 aten = torch.ops.aten
 name = "norm_linear"
 op = "megacpp::norm_linear"
-after = ("causal_conv1d", "down_norm_up", "gated_rms_norm", "linear", "mla_rope_q", "mla_rope_kv", "moe", "rope_qk",
-         "ssd_scan")  # fmt: skip
+after = ("causal_conv1d", "down_norm_up", "gated_delta_rule", "gated_rms_norm", "linear", "mla_rope_q", "mla_rope_kv",
+         "moe", "rope_qk", "ssd_scan")  # fmt: skip
 by_default = False
 
 
@@ -65,9 +65,8 @@ def _check(view: GraphView, norm: RmsNorm) -> Match | MatchFailure:
         return MatchFailure(linears[0].node, "dtype", "the projections run in different dtypes")
     if len({n.b is None for n in linears}) > 1:
         return MatchFailure(linears[0].node, "bias", "only some of the projections have a bias")
-    for node in (*norm.internal, *(n.node for n in linears)):
-        if view.mode_states[node] != view.mode_states[norm.node]:
-            return MatchFailure(node, "region", "part of it runs under another grad or autocast mode")
+    if (refusal := in_other_modes(view, (*norm.internal, *(n.node for n in linears)), norm.node)) is not None:
+        return refusal
     inputs = list(dict.fromkeys([norm.x, *norm.gains, *(w for n in linears for w in (n.w, n.b) if w is not None)]))
     if any(depends(i, norm.internal) for i in inputs if i is not norm.x):
         return MatchFailure(norm.node, "feedback", "a weight or gain is computed from the normed value itself")

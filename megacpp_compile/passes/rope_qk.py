@@ -11,17 +11,19 @@ keys reads.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import Builder, place, value
 from megacpp_compile.matchers._match import MatchFailure
-from megacpp_compile.matchers.attention import leaves_graph
+from megacpp_compile.matchers.attention import is_attended, leaves_graph
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.rope.heads import Head
 from megacpp_compile.matchers.rope.rotation import Table
 from megacpp_compile.passes import _rope
+from megacpp_compile.passes._packed import operands, packed
 from megacpp_compile.passes._rule import REGION, Match
 from megacpp_compile.passes.mla_rope_q import is_mla_key
 
@@ -39,16 +41,25 @@ def find(view: GraphView) -> Iterator[Match | MatchFailure]:
         partners = [k for k in view.heads.partners(q) if k.root not in done]
         if not partners or any(is_mla_key(view, k) for k in partners):
             continue
-        found = _check(view, q, partners[0])
+        checked = [(k, _check(view, q, k)) for k in partners]
+        k, found = next(((k, one) for k, one in checked if isinstance(one, Match)), checked[0])
         if isinstance(found, Match):
-            done |= {q.root, partners[0].root}
-        yield found
+            done |= {q.root, k.root}
+        if found is not None:
+            yield found
     for head in view.heads.found:
-        if head.kind in ("full", "partial") and not head.readers:
+        attended = is_attended(head.rotation.rope.source.node, view.weights)  # turned back, as values were turned
+        if head.kind in ("full", "partial") and not head.readers and not attended:
             left = "the graph ends before a" if leaves_graph(head.root) else "no"
             yield MatchFailure(
                 head.root, "no-scores", f"{left} GEMM of queries with keys that reads what is rotated here"
             )
+
+
+def _places(table: Table) -> list[Any]:
+    """The sizes of what a table has entries for."""
+    shape = value(table.source.node).shape
+    return [shape[d] for d in table.source.dims if d >= 0]
 
 
 def _same_table(a: Table, b: Table) -> bool:
@@ -56,9 +67,12 @@ def _same_table(a: Table, b: Table) -> bool:
     return same and a.source.node is b.source.node and a.source.part == b.source.part
 
 
-def _check(view: GraphView, q: Head, k: Head) -> Match | MatchFailure:
+def _check(view: GraphView, q: Head, k: Head) -> Match | MatchFailure | None:
+    """None where keys have positions of their own, other in number: no tables could serve both."""
     a, b = q.rotation, k.rotation
     if not _same_table(a.cos, b.cos) or not _same_table(a.sin, b.sin):
+        if _places(a.cos) != _places(b.cos):
+            return None
         return MatchFailure(k.root, "tables", "queries and keys are rotated by different tables")
     nope = [r.nope.width if r.nope else 0 for r in (a, b)]
     if _rope.layout(a) != _rope.layout(b) or nope[0] != nope[1] or value(q.root).dtype != value(k.root).dtype:
@@ -67,19 +81,21 @@ def _check(view: GraphView, q: Head, k: Head) -> Match | MatchFailure:
         return MatchFailure(k.root, "layout", "queries and keys are laid out differently")
     if a.cos.source.dims != b.cos.source.dims or a.sin.source.dims != b.sin.source.dims:
         return MatchFailure(k.root, "layout", "the tables meet queries and keys in different dimensions")
-    inputs = list(dict.fromkeys(_rope.sources(a) + _rope.sources(b)))
+    by_position = packed(q, k)
+    tables = by_position.sources if by_position else None
+    inputs = list(dict.fromkeys(_rope.sources(a, tables) + _rope.sources(b, tables)))
     outputs, states = [q.root, k.root], view.mode_states
     if states[q.root] != states[k.root] or place(inputs, outputs, q.root, states) is None:
         return MatchFailure(max(outputs), *REGION)
 
     def rewrite(build: Builder) -> tuple[Node, list[Node]]:
-        turned, order = _rope.in_memory_order(q, k)
+        turned, order, offsets = operands(build, by_position, q, k)
         node = build(
             torch.ops.megacpp.rope_qk.default,
             _rope.whole_head(build, turned), _rope.whole_head(build, _rope.reordered(b, order)),
             _rope.table(build, turned.cos), _rope.table(build, turned.sin),
-            nope[0], *_rope.layout(a), False, value(q.root).dtype,
+            nope[0], *_rope.layout(a), False, value(q.root).dtype, *offsets,
         )  # fmt: skip
-        return node, [_rope.back(build, build.item(node, i), order) for i in (0, 1)]
+        return node, [_rope.back(build, build.item(node, i), order, head) for i, head in enumerate((q, k))]
 
     return Match(q.root, inputs, outputs, rewrite)

@@ -60,10 +60,12 @@ def compare(
     new: Sequence[Node],
     values: dict[Node, Any],
     differentiable: Collection[Node],
+    rows: int | None = None,
 ) -> tuple[str, float, float]:
     """(worst tensor, its relative error, tolerance) of outputs and input gradients, new against plain.
 
     Gradients are asked of the `differentiable` inputs: an op has none for tables and positions, nor needs one.
+    rows: of tensors that have as many as the outputs, so many are compared; None for all.
     """
     results, tolerance = [], 0.0
     for outputs in (plain, new):
@@ -83,6 +85,9 @@ def compare(
         named = {f"output {n.name}": o for n, o in zip(plain, out, strict=True)}
         names = [n.name for n, x in zip(order, leaves, strict=True) if isinstance(x, torch.Tensor) and x.requires_grad]
         named.update({f"gradient of {n}": g for n, g in zip(names, grads, strict=True) if g is not None})
+        if rows is not None:
+            whole = out[0].shape[:1]
+            named = {name: t[:rows] if t.shape[:1] == whole else t for name, t in named.items()}
         results.append(named)
         inside = [n.meta.get("val") for n in module.graph.nodes]
         for t in [*leaves, *out, *inside]:

@@ -67,6 +67,22 @@ def by_any(m, x, indices, gates):
     return y
 
 
+def by_distinct_choices(m, x, indices, gates):
+    y = torch.zeros_like(x)
+    for e in torch.unique(indices):
+        token, choice = torch.where(indices == e)
+        y.index_add_(0, token, m.experts[e](x[token]) * gates[token, choice, None])
+    return y
+
+
+def by_distinct_choices_of_all(m, x, indices, gates):
+    y = torch.zeros_like(x)
+    for e in indices.flatten().unique(sorted=True):
+        token, choice = (indices == e).nonzero(as_tuple=True)
+        y[token] += m.experts[int(e)](x[token]) * gates[token, choice, None]
+    return y
+
+
 # --- branches on how many tokens an expert has
 
 
@@ -126,5 +142,6 @@ def by_item(m, x, indices, gates):
 
 
 STACKED = (as_eager_experts,)
-LOOPS = (as_mixtral, as_eager_experts, by_number, by_any, as_deepseek, skipping_idle_experts, by_length, by_numel, by_sum,
+LOOPS = (as_mixtral, as_eager_experts, by_number, by_any, by_distinct_choices, by_distinct_choices_of_all,
+         as_deepseek, skipping_idle_experts, by_length, by_numel, by_sum,
          by_item)  # fmt: skip

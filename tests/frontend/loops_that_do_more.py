@@ -261,7 +261,29 @@ def tries(m, x, indices, gates):
     return y * n
 
 
-OTHERS = (counts_iterations, appends, counts_in_a_module, counts_in_a_tensor, counts_in_a_new_tensor,
+def distinct_choices_of_a_few(m, x, indices, gates):
+    y = torch.zeros_like(x)
+    for e in torch.unique(indices[:2]):
+        add(m, y, x, indices, gates, e)
+    return y
+
+
+def distinct_first_choices(m, x, indices, gates):
+    y = torch.zeros_like(x)
+    for e in torch.unique(indices[:, 0]):
+        add(m, y, x, indices, gates, e)
+    return y
+
+
+def distinct_numbers(m, x, indices, gates):
+    """Not places among scores: there may be more of them than experts."""
+    y = torch.zeros_like(x)
+    for e in torch.unique(indices + indices):
+        add(m, y, x, indices, gates, e)
+    return y
+
+
+OTHERS = (distinct_choices_of_a_few, distinct_first_choices, distinct_numbers, counts_iterations, appends, counts_in_a_module, counts_in_a_tensor, counts_in_a_new_tensor,
           adds_to_all_tokens, most_tokens_first, some_only, hit_by_first_choices, hit_by_other_tokens, stops_early,
           stops_after_one, drops_the_few, skips_by_another_expert, runs_another_expert, or_else, only_if_none,
           with_dropout, reads_the_last, reads_the_last_rows, keeps_an_output, numbers_the_hits, by_a_generator,

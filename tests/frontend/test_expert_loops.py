@@ -11,11 +11,19 @@ from torch._dynamo.utils import counters
 
 import megacpp_compile
 from tests.frames import largest_error, train
-from tests.frontend.loops_over_hits import LOOPS, STACKED, as_deepseek, as_eager_experts, as_mixtral
+from tests.frontend.loops_over_hits import (
+    LOOPS,
+    STACKED,
+    as_deepseek,
+    as_eager_experts,
+    as_mixtral,
+    by_distinct_choices,
+)
 from tests.frontend.loops_that_do_more import (
     OTHERS,
     counts_in_a_tensor,
     counts_iterations,
+    numbers_the_hits,
 )
 from tests.passes.experts import DIM, MoE, skipping_idle_experts, where_index_add
 
@@ -80,6 +88,7 @@ def test_what_an_expert_without_tokens_would_change_breaks_the_graph(body):
     [
         (counts_iterations, "sets `n`, which is read later"),
         (counts_in_a_tensor, "more than their sum is used later"),
+        (numbers_the_hits, "handed on by `yield`, as `enumerate` does"),
     ],
     ids=lambda p: getattr(p, "__name__", None),
 )
@@ -90,13 +99,31 @@ def test_what_is_not_taken_computes_as_before_and_says_why(body, reason):
     assert miss[0] == "loop-over-data" and reason in miss[1]
 
 
+class ThreeLayers(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = map(MoE, (as_mixtral, by_distinct_choices, counts_iterations))
+
+    def forward(self, x):
+        return self.third(self.second(self.first(x)))
+
+
+def test_a_loop_that_is_refused_leaves_those_before_it_alone():
+    """The graph breaks at its layer, and the layers before are one frame as they would be without it."""
+    report = compiled(ThreeLayers(), tokens())
+    assert report.counts["moe"] == 2 and [f.expert_loops for f in report.frames if f.expert_loops] == [2]
+    (miss,) = {(m.tag, m.reason) for m in report.misses if m.pass_name == "moe"}
+    assert miss[0] == "loop-over-data" and "sets `n`, which is read later" in miss[1]
+
+
 # --- what a loop may come in
 
 
 def all_to_one(m):
-    """Every token chooses expert 1 first and expert 0 second."""
+    """Every token chooses expert 1 first and expert 0 second, by scores near each other: where a softmax is nearly 1,
+    float32 has no digits left for its gradient."""
     with torch.no_grad():
-        m.router.weight.copy_(torch.tensor([[1.0], [2.0], [-1.0], [-2.0]]).expand(4, DIM))
+        m.router.weight.copy_(torch.tensor([[0.1], [0.2], [-0.1], [-0.2]]).expand(4, DIM))
     return m
 
 

@@ -54,6 +54,30 @@ def test_norms_and_gains_in_between_are_passed():
     assert [[r.side for r in readers(n)] for n in graph.inputs[:2]] == [["q"], ["k"]]
 
 
+@pytest.mark.parametrize(
+    "append",
+    [
+        lambda past, k: torch.cat((past, k), 2),
+        lambda past, k: past.index_copy(2, torch.arange(5), k),
+        lambda past, k: torch.slice_scatter(past, k, 2, 1, 6),
+    ],
+    ids=["cat", "index_copy", "slice_scatter"],
+)
+def test_keys_among_those_of_a_cache_are_read(append):
+    graph = trace(lambda q, k, past: F.scaled_dot_product_attention(q, kv := append(past, k), kv), Q, K, draw(2, 3, 9, 8))
+    assert [[r.side for r in readers(n)] for n in graph.inputs[:2]] == [["q"], ["k"]]
+
+
+def test_channels_beside_others_are_not_followed():
+    graph = trace(lambda q, k: F.scaled_dot_product_attention(torch.cat((q, q), -1), torch.cat((k, k), -1), k), Q, K)
+    assert sides(graph) == [[], []]
+
+
+def test_a_product_with_weights_reads_no_head():
+    graph = trace(lambda q, w: q.reshape(2, 15, 8).bmm(w.unflatten(0, (2, 8))), Q, draw(16, 8))
+    assert readers(graph.inputs[0], frozenset(graph.inputs[1:])) == [] != readers(graph.inputs[0])
+
+
 def test_what_mixes_heads_ends_the_search():
     graph = trace(lambda q, k: F.scaled_dot_product_attention(q + k, q.softmax(-1), k), Q, K)
     assert sides(graph) == [[], []]

@@ -34,10 +34,14 @@ def assert_refused(name: str, tag: str, module: nn.Module, args: Args, config: C
     assert not frames.counts[name]
 
 
-def assert_disabled(name: str, module: nn.Module, args: Args) -> None:
-    """Both ways to switch a pass off; the others go on."""
-    on = run(module, args).fired
-    for config in (Config(strict=True, disable=(name,)), Config(strict=True, passes={name: False})):
+def assert_disabled(name: str, module: nn.Module, args: Args, *also: str) -> None:
+    """Both ways to switch a pass off; the others go on. also: passes that are off throughout, as they would take what
+    this one leaves."""
+    on = run(module, args, Config(strict=True, disable=also)).fired
+    for config in (
+        Config(strict=True, disable=(name, *also)),
+        Config(strict=True, disable=also, passes={name: False}),
+    ):
         frames = check(module, args, config)
         assert name not in frames.counts
         assert frames.fired == {other: count for other, count in on.items() if other != name}

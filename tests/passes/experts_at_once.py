@@ -295,6 +295,44 @@ def sorted_as_transformers(m, x, indices, gates):
     return out.view(x.size(0), indices.size(-1), -1).sum(dim=1).to(x.dtype)
 
 
+def _sorted_behind(m, x, indices, gates, rows, order):
+    ids = indices.reshape(-1)[order]
+    ends = torch.histc(ids.float(), bins=EXPERTS, min=0, max=EXPERTS - 1).cumsum(0, dtype=torch.int32)
+    out = GROUPED_MM(_swiglu(GROUPED_MM(rows, m.gate_up.mT, offs=ends)), m.down.mT, offs=ends)
+    return out * gates.reshape(-1)[order].unsqueeze(-1)
+
+
+def sorted_numbers_of_tokens(m, x, indices, gates):
+    """As transformers had it first: each slot's token is a number, sorted along."""
+    count, choices = indices.shape
+    token = torch.arange(count, device=x.device).unsqueeze(1).expand(-1, choices).reshape(-1)
+    order = torch.argsort(indices.reshape(-1))
+    out = _sorted_behind(m, x, indices, gates, x[token[order]], order)
+    return out[torch.argsort(order)].view(count, choices, -1).sum(dim=1)
+
+
+def sorted_numbers_into_rows(m, x, indices, gates):
+    token = torch.arange(len(x)).repeat_interleave(CHOICES)
+    order = torch.argsort(indices.reshape(-1))
+    rows = _sorted_behind(m, x, indices, gates, x[token][order], order)
+    return torch.zeros_like(x).index_add(0, token[order], rows)
+
+
+def sorted_repeated_rows(m, x, indices, gates):
+    order = torch.argsort(indices.reshape(-1))
+    token = torch.arange(len(x) * CHOICES) // CHOICES
+    rows = _sorted_behind(m, x, indices, gates, x.repeat_interleave(CHOICES, 0)[order], order)
+    return torch.zeros_like(x).index_add(0, token[order], rows)
+
+
+def sorted_numbers_of_others(m, x, indices, gates):
+    """All tokens' first choices before all tokens' second ones, which the slots are not."""
+    token = torch.arange(len(x)).repeat(CHOICES)
+    order = torch.argsort(indices.reshape(-1))
+    out = _sorted_behind(m, x, indices, gates, x[token[order]], order)
+    return out[torch.argsort(order)].view(len(x), CHOICES, -1).sum(dim=1)
+
+
 def sorted_back_to_others(m, x, indices, gates):
     token, expert = _sorted(m, x, indices, gates, EXPERTS - 1)
     return torch.zeros_like(x).index_add(0, token, expert(x[token.flip(0)]))
@@ -326,10 +364,10 @@ def sorted_with_biases_of_others(m, x, indices, gates):
 
 
 SORTED = [sorted_as_transformers, sorted_index_add, sorted_scatter_add, sorted_by_marks, sorted_scaled_rows,
-          sorted_with_biases]  # fmt: skip
+          sorted_with_biases, sorted_numbers_of_tokens, sorted_numbers_into_rows, sorted_repeated_rows]  # fmt: skip
 SORTED_NEAR_MISSES = {
     "bias": [sorted_with_biases_of_others],
-    "rows": [sorted_back_to_others],
+    "rows": [sorted_back_to_others, sorted_numbers_of_others],
     "offsets": [sorted_into_other_groups, sorted_by_marks_of_others],
 }
 

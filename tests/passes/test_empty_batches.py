@@ -11,6 +11,7 @@ import megacpp_compile
 from megacpp_compile.config.precision import PrecisionPlan
 from megacpp_compile.passes import linear
 from tests.corpus import scans
+from tests.corpus.delta.block import CHUNKED, PlainDelta
 from tests.passes import test_causal_conv1d as conv
 from tests.passes import test_gated_rms_norm as gated
 from tests.passes import test_linear as fp8
@@ -56,6 +57,18 @@ class Scan(scans.PlainMamba2):
         return self.out_proj(y.reshape(b, t, heads * p))
 
 
+class Delta(PlainDelta):
+    """Likewise."""
+
+    def forward(self, u):
+        (b, t, _), (groups, heads, width, values) = u.shape, self.shape
+        q, k, v = self.in_proj(u).split(self.sizes, -1)
+        q, k, v = q.view(b, t, groups, width), k.view(b, t, groups, width), v.view(b, t, heads, values)
+        beta, norm = self.beta_proj(u).sigmoid(), self.spelling.norm
+        o, _ = self.spelling.form(q, k, v, self.gates(u), beta, None, self.chunk, 1.0, norm)
+        return self.out_proj(o.reshape(b, t, heads * values))
+
+
 def mla():
     angles = torch.randn(5, 2).repeat(1, 2)
     return MLA(), (torch.randn(3, 5, 24), angles.cos(), angles.sin())
@@ -76,6 +89,7 @@ IDIOMS = {
     "causal_conv1d": lambda: conv.build(conv.hf_mamba2),
     "gated_rms_norm": lambda: gated.build(gated.hf_mamba2),
     "ssd_scan": lambda: (Scan(scans.one_triangle), (torch.randn(2, 12, 10),)),
+    "gated_delta_rule": lambda: (Delta(CHUNKED["solved_to_an_inverse"]), (torch.randn(2, 8, 10),)),
     "linear": lambda: (fp8.MLP(), fp8.hidden()),
 }
 

@@ -180,9 +180,11 @@ def test_sorted_rows(body):
     ids=lambda p: p if isinstance(p, str) else p.__name__,
 )
 def test_refuses_sorted_rows(tag, body):
+    """As a whole; experts whose groups are one and the same fuse without the sort and the sum, which stay plain."""
     frames, error = sorted_rows(body)
-    assert tag in frames.tags(NAME) and not frames.counts[NAME]
-    assert not error
+    sites = [site.op for analysis in frames.analyses for site in analysis.outcome.sites]
+    assert tag in frames.tags(NAME) and sites == ["megacpp::moe_sorted"] * (tag != "bias")
+    assert error < 2e-2 and bool(error) <= bool(sites)
 
 
 @pytest.mark.parametrize("choices", [1, 2])

@@ -13,7 +13,7 @@ from megacpp_compile.passes import moe
 from tests.corpus.spellings import PlainMLA
 from tests.frames import check, run
 
-from .experts import MoE, where_index_add
+from .experts import DIM, Expert, MoE, where_index_add
 
 
 class Multipliers(nn.Module):
@@ -39,6 +39,32 @@ def test_floats_of_the_model():
     module = Multipliers()
     frames = check(module, module.attention.example_inputs(), dynamic=True)
     assert frames.counts["moe"] == 1 and frames.counts["mla_rope_q"] == 1, frames.misses
+
+
+def test_floats_of_an_activation():
+    """The limit and the slope of gpt_oss's experts."""
+
+    class Clamped(Expert):
+        def __init__(self):
+            super().__init__(self.of_gate, of_up=lambda h: h.clamp(-self.limit, self.limit) + 1)
+            self.limit, self.slope = 0.7, 1.702
+
+        def of_gate(self, h):
+            h = h.clamp(max=self.limit)
+            return h * torch.sigmoid(h * self.slope)
+
+    class Flat(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.experts = MoE(where_index_add, Clamped, experts=2)
+
+        def forward(self, x):
+            return self.experts(x.flatten(0, 1))
+
+    torch.manual_seed(0)
+    x = torch.randn(2, 6, DIM, requires_grad=True)
+    frames = check(Flat(), (x,), dynamic=True)
+    assert frames.counts["moe"] == 1, frames.misses
 
 
 @pytest.mark.parametrize("strict", [False, True])

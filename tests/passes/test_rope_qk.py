@@ -123,6 +123,34 @@ def test_fires(body, dtype):
     assert_fires(NAME, *build(body, dtype))
 
 
+def behind_a_cache(q, k, cos, sin):
+    """Decoding, or a prompt in chunks: the keys join those that came before."""
+    past = torch.ones_like(k[:, :, :3])
+    return turn(q, cos, sin), torch.cat((past, turn(k, cos, sin)), dim=2)
+
+
+def beside_pooled_keys(q, k, cos, sin):
+    """As DeepSeek-V4's: keys of whole windows, with positions of their own, stand beside those of the tokens."""
+    pooled = k[:, :, :4].unflatten(2, (2, 2)).mean(3)
+    return turn(q, cos, sin), torch.cat((turn(pooled, cos[:4:2], sin[:4:2]), turn(k, cos, sin)), dim=2)
+
+
+class OfKeys(Heads):
+    """Attention to as many rows as there are keys, whose values they are."""
+
+    def forward(self, x, cos, sin):
+        q, k = (p(x).unflatten(-1, (-1, self.width)).transpose(1, 2) for p in (self.q, self.k))
+        q, k = self.body(q, k, cos, sin)
+        weights = (q @ k.repeat_interleave(2, 1).mT).softmax(-1)
+        return self.o((weights @ k.repeat_interleave(2, 1)).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("body", [behind_a_cache, beside_pooled_keys], ids=lambda f: f.__name__)
+def test_keys_among_others(body):
+    frames = assert_fires(NAME, *build(body, kind=OfKeys))
+    assert not frames.misses
+
+
 class Rounded(Heads):
     """Heads behind norms that compute in float32 and round, as Gemma's do."""
 
@@ -184,6 +212,29 @@ def test_tables_in_parameters_that_nothing_trains():
     assert_fires(NAME, module.requires_grad_(False), args[:1])
     module.requires_grad_(True)
     assert not run(module, args[:1]).counts[NAME]  # no op computes a table's gradient
+
+
+def test_keys_of_other_positions_are_no_near_miss():
+    def pooled_keys(q, k, cos, sin):
+        return turn(q, cos, sin), turn(k[:, :, :4].unflatten(2, (2, 2)).mean(3), cos[:4:2], sin[:4:2])
+
+    frames = run(*build(pooled_keys, kind=OfKeys))
+    assert not frames.fired and not frames.misses
+
+
+def test_an_output_that_is_turned_back_is_no_near_miss():
+    """As DeepSeek-V4's, whose values are its rotated keys; groups of heads have an output projection each."""
+
+    class TurnedBack(Heads):
+        def forward(self, x, cos, sin):
+            q, k = (p(x).unflatten(-1, (-1, self.width)).transpose(1, 2) for p in (self.q, self.k))
+            q, k = turn(q, cos, sin), turn(k, cos, sin)
+            out = turn(sdpa(q, k, k), cos, -sin).transpose(1, 2).reshape(-1, 2, 2 * self.width)
+            weights = self.o.weight.view(2, -1, 2 * self.width).transpose(1, 2)
+            return torch.bmm(out.transpose(0, 1), weights).transpose(0, 1).reshape(*x.shape[:2], -1)
+
+    frames = assert_fires(NAME, *build(None, kind=TurnedBack))
+    assert not frames.misses
 
 
 def test_two_layers():

@@ -16,6 +16,8 @@ from benchmarks.xla_programs import instructions
 from megacpp_compile.backends import openxla
 from megacpp_compile.lowerings.moe import reference as experts
 from megacpp_compile.lowerings.moe import tpu_xla as blocks
+from megacpp_compile.lowerings.moe_sorted import reference as sorted_experts
+from megacpp_compile.lowerings.moe_sorted import tpu_xla as sorted_blocks
 from megacpp_compile.lowerings.ssd_scan import reference as scan
 from megacpp_compile.lowerings.ssd_scan import tpu_xla as paired
 from tests.lowerings.cases import CURVES
@@ -58,6 +60,25 @@ def test_experts(xla, skewed, as_gpt_oss):
     given = 5, skewed, as_gpt_oss
     for got, want in zip(moe_step(blocks, xla, *given), moe_step(experts, "cpu", *given), strict=True):
         torch.testing.assert_close(got.cpu(), want, rtol=1e-5, atol=1e-4)
+
+
+def sorted_step(module, device, count, ends):
+    """Outputs and gradients of experts over sorted rows, those behind the last of `ends` padding."""
+    rand = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0))
+    x, grad, gate, up = rand(TOKENS, WIDTH), rand(TOKENS, WIDTH), *(rand(count, HIDDEN, WIDTH) for _ in range(2))
+    down, ends = rand(count, WIDTH, HIDDEN), torch.tensor(ends, dtype=torch.int32)
+    x, grad, gate, up, down, ends = (t.to(device) for t in (x, grad, gate, up, down, ends))
+    y, hidden = module.moe_sorted(x, ends, [gate], [up], [down], "silu", "pair")
+    *gradients, _ = module.moe_sorted_backward(grad, x, [gate], [up], [down], hidden, ends, "silu", "pair")
+    return y, *gradients
+
+
+@pytest.mark.parametrize("ends", [(5, 5, 24), (0, 0, 0), (20, 20, 20)], ids=str)
+def test_sorted_experts(xla, ends):
+    for got, want in zip(sorted_step(sorted_blocks, xla, 3, ends), sorted_step(sorted_experts, "cpu", 3, ends), strict=True):
+        torch.testing.assert_close(got.cpu(), want, rtol=1e-5, atol=1e-4)
+    made = instructions(program(sorted_step(sorted_blocks, xla, 3, ends)))
+    assert made["dot"] == 8  # as many as `moe` has
 
 
 def test_experts_take_as_many_products_however_many_there_are(xla):

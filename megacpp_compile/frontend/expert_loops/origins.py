@@ -19,7 +19,8 @@ _SELECTS = ("one_hot", "eq", "bincount", "histc", "where", "nonzero", "argwhere"
 
 
 def listed(node: Node, fake: torch.Tensor) -> int | None:
-    """Of how many places `node` lists, as [n] or [n, 1], those that are not zero; None where it does no such thing."""
+    """Of how many places `node` lists, as [n] or [n, 1], those that are not zero, or of how many experts those that
+    were chosen; None where it does no such thing."""
     if fake.dtype != torch.int64 or not 0 < fake.dim() <= 2 or isinstance(fake.shape[0], int):
         return None
     if fake.shape[1:].numel() != 1:
@@ -28,6 +29,9 @@ def listed(node: Node, fake: torch.Tensor) -> int | None:
         if not node.args or not isinstance(node.args[0], Node):
             return None
         source, name = node.args[0], _name(node)
+        if name == "unique" and len(node.args) == 1 and node.kwargs in ({}, {"sorted": True}):
+            chosen_from = _scores(source)
+            return chosen_from if 2 <= chosen_from <= MOST else None
         if name in _LISTS and len(node.args) == 1:
             counts = source.meta.get("example_value")
             known = isinstance(counts, torch.Tensor) and counts.dim() == 1 and isinstance(counts.shape[0], int)

@@ -30,10 +30,11 @@ class OpenRegion:
     """What was entered and is not yet left.
 
     translator: of the function it is in. join: the instruction where it ends. at: the graph's node that marks its
-    beginning.
+    beginning. begins: the place of the loop whose iteration it is; None for a branch.
     """
 
-    def __init__(self, number: int, translator: Any, join: Any, at: Any) -> None:
+    def __init__(self, number: int, translator: Any, join: Any, at: Any, begins: Any = None) -> None:
+        self.begins = begins
         self.number, self.translator, self.join, self.at = number, translator, join, at
         self.start = translation.now()
         self._names = dict(translator.symbolic_locals)
@@ -48,8 +49,10 @@ class OpenRegion:
     def passes(self, translator: Any, inst: Any) -> None:
         """Raises Refused where `inst` leaves the region by another way than its end, or another function goes on."""
         if translator is self.translator:
+            if inst.opname in ("YIELD_VALUE", "SEND"):
+                raise Refused("its entries are handed on by `yield`, as `enumerate` does: loop over the list itself")
             if inst.opname in _LEAVES:
-                raise Refused("a `return`, a `yield` or a `break` leaves it")
+                raise Refused("a `return` or a `break` leaves it")
         elif translation.born(translator) < self.start:
             raise Refused("it goes on with a generator from before it")
 

@@ -25,14 +25,16 @@ _LISTS = (list, tuple, nn.ModuleList, nn.ParameterList)
 class Loops:
     """The loops of one frame.
 
-    restart: leaves the translation, to begin it anew. refused: why the last translation was left, with the line (a
-    `FrameSummary`); None where nothing was in the way.
+    restart: leaves the translation, to begin it anew. refused: why loops were left as they are, each with its line (a
+    `FrameSummary`).
     """
 
     def __init__(self, restart: Callable[[], NoReturn]) -> None:
         self.restart = restart
         self.enabled = True
-        self.refused: tuple[str, Any] | None = None
+        self.refused: list[tuple[str, Any]] = []
+        self._left = set[Any]()  # the places (code, instruction) of loops that were refused
+        self._lists = dict[Any, Any]()  # the place of the loop over each list of experts, by the list's node
         self._output: Any = None
         self._open: list[OpenRegion] = []
         self._regions = self._reads = 0
@@ -42,9 +44,18 @@ class Loops:
         """Whether anything was assumed for the graph that is being made."""
         return self.enabled and self._regions + self._reads > 0
 
-    def give_up(self, why: tuple[str, Any] | None = None) -> NoReturn:
+    def give_up(self) -> NoReturn:
         """Have the frame translated anew as it is written."""
-        self.enabled, self.refused = False, why
+        self.enabled = False
+        self.restart()
+
+    def _refuse(self, region: OpenRegion, why: Refused) -> NoReturn:
+        """Have the frame translated anew, with a loop over a list as it is written, and all others of the same code;
+        with everything so for a branch, which may go by numbers that were read for other branches too."""
+        self.refused.append((str(why), self._open[-1].translator.frame_summary()))
+        if region.begins is None or region.begins in self._left:
+            self.give_up()
+        self._left.add(region.begins)
         self.restart()
 
     def changes(self, born: int) -> None:
@@ -73,13 +84,13 @@ class Loops:
 
     def _before(self, translator: Any, inst: Any) -> None:
         if translator.output is not self._output:  # a new attempt at the frame
-            self._output, self._open, self._regions, self._reads = translator.output, [], 0, 0
+            self._output, self._open, self._regions, self._reads, self._lists = translator.output, [], 0, 0, {}
         if self._open and self._open[-1].translator is translator and self._open[-1].join is inst:
             self._close()
         if self._open:
             self._held_to(lambda region: region.passes(translator, inst))
         if inst.opname == "GET_ITER":
-            self._iterate(translator)
+            self._iterate(translator, (translator.f_code, inst.offset))
         elif inst.opname in _SUBSCRIPTS:
             self._subscript(translator)
         elif "JUMP" in inst.opname and "_IF_" in inst.opname and "NONE" not in inst.opname:
@@ -87,7 +98,8 @@ class Loops:
 
     def _after(self, translator: Any, inst: Any) -> None:
         if inst.opname == "FOR_ITER" and (entry := _entry(translator)) is not None:
-            self._enter(translator, inst, assumptions.iteration, entry)
+            hits = translation.tensor(entry)[0].args[0]  # type: ignore[index]
+            self._enter(translator, inst, assumptions.iteration, entry, begins=self._lists.get(hits))
         elif inst.opname.startswith("CALL"):
             self._counted(translator)
 
@@ -103,16 +115,16 @@ class Loops:
             return proceed()
 
     def _held_to(self, rule: Callable[[OpenRegion], None]) -> None:
-        try:
-            for region in self._open:
+        for region in self._open:
+            try:
                 rule(region)
-        except Refused as why:
-            self.give_up((str(why), self._open[-1].translator.frame_summary()))
+            except Refused as why:
+                self._refuse(region, why)
 
-    def _enter(self, translator: Any, join: Any, op: Any, *args: Any) -> None:
+    def _enter(self, translator: Any, join: Any, op: Any, *args: Any, begins: Any = None) -> None:
         self._regions += 1
         node = translation.emit(translator, op, *args, self._regions)
-        self._open.append(OpenRegion(self._regions, translator, join, node))
+        self._open.append(OpenRegion(self._regions, translator, join, node, begins))
 
     def _close(self) -> None:
         region = self._open[-1]
@@ -120,13 +132,16 @@ class Loops:
         self._open.pop()
         translation.emit(region.translator, assumptions.end, region.number)
 
-    def _iterate(self, translator: Any) -> None:
+    def _iterate(self, translator: Any, place: Any) -> None:
         """Put all experts in the place of a list of those that have tokens."""
+        if place in self._left:
+            return
         hits = translation.seen(translator.stack[-1])
         found = translation.tensor(hits)
         experts = origins.listed(*found) if found is not None else None
         if found is None or experts is None:
             return
+        self._lists[found[0]] = place
         fake, entries = found[1], list[Any]()
         with disable_current_modes():  # tracing on fake inputs has one
             device = "cpu" if fake.device.type == "meta" else fake.device

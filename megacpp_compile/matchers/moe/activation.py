@@ -18,6 +18,7 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import of_tensors, same_size, value
 from megacpp_compile.lowerings._activation import Bound
 from megacpp_compile.matchers.moe.gemms import strip_row_views
+from megacpp_compile.matchers.numbers import number_of
 from megacpp_compile.matchers.silu import match_scaled_sigmoid, match_swish, scaled
 from megacpp_compile.matchers.views import RESHAPES, lane_slice
 
@@ -164,8 +165,8 @@ def _number(given: Any) -> float | None:
     """The number that `given` is, or that all elements of the tensor are."""
     if isinstance(given, Node) and given.target in _FULL:
         given = given.args[0 if given.target is aten.scalar_tensor.default else -1]
-    known = isinstance(given, (int, float)) and not isinstance(given, bool) and not math.isnan(given)
-    return float(given) if known else None
+    number = number_of(given)
+    return None if number is None or math.isnan(number) else number
 
 
 def merged(outer: Bound, inner: Bound) -> Bound | None:

@@ -21,7 +21,7 @@ from megacpp_compile.matchers.moe import loop
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, only_checks_sizes
 from megacpp_compile.matchers.moe.routing import Mask
 from megacpp_compile.matchers.moe.row_updates import RowUpdate, chains, row_update
-from megacpp_compile.matchers.moe.token_counts import match_empty, match_hits
+from megacpp_compile.matchers.moe.token_counts import match_empty, match_hits, number_listed
 from megacpp_compile.matchers.views import RESHAPES
 
 _TAG = "loop-over-data"
@@ -53,6 +53,8 @@ def show(view: GraphView, regions: Sequence[Region]) -> frozenset[Node] | MatchF
             if update is None:
                 return MatchFailure(node, _TAG, f"{_ONLY}, and more than their sum is used later")
             needed.add(ends[update.node])
+        if not _listed_whole(region, regions):
+            return MatchFailure(region.condition, _TAG, f"{_ONLY}, and these are not all that tokens choose from")
         for node in region.nodes & summed.keys():
             if skipped is None or not _covers(skipped, summed[node].token):
                 return MatchFailure(node, _TAG, f"{_ONLY}, and it is not seen that the others have no tokens")
@@ -76,6 +78,12 @@ def _skipped_for(region: Region) -> Mask | None:
         return match_empty(region.condition, not region.taken)
     mask = match_hits(region.condition)
     return dataclasses.replace(mask, expert=region.number) if mask is not None else None
+
+
+def _listed_whole(region: Region, regions: Sequence[Region]) -> bool:
+    """Whether every expert that tokens can choose has its iteration, where `region` is one over a list of choices."""
+    count = None if region.number is None else number_listed(region.condition)
+    return count is None or {r.number for r in regions if r.condition is region.condition} == set(range(count))
 
 
 def _covers(skipped: Mask, read: Mask) -> bool:

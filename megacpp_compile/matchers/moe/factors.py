@@ -214,9 +214,10 @@ def _through(node: Node, dims: Dims) -> Dims | None:
         rows = [_cut(d, r, False) for d, r in zip(dims[len(dims) - n :], times, strict=True)]
         return None if None in rows else tuple(rows)  # type: ignore[arg-type]
     if target is aten.repeat_interleave.self_int:
-        if len(args) < 3 or args[2] is None:
+        of_all = len(args) < 3 or args[2] is None
+        if of_all and n > 1:
             return None
-        at = args[2] % n  # type: ignore[operator]
+        at = 0 if of_all else args[2] % n  # type: ignore[operator]
         kept = _cut(dims[at], args[1], True)
         return None if kept is None else (*dims[:at], kept, *dims[at + 1 :])
     return _regroup([axis for d in dims for axis in d], shape)  # squeezes are reshapes, too, and so is the one of one

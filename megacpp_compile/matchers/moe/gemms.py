@@ -16,7 +16,8 @@ from megacpp_compile.matchers.linear import match_linear
 from megacpp_compile.matchers.views import is_cast, is_outer_view
 
 aten = torch.ops.aten
-_READS = (aten.index.Tensor, aten.index_select.default, aten.embedding.default, aten.select.int)
+_READS = (aten.index.Tensor, aten.index_select.default, aten.embedding.default, aten.select.int,
+          aten.repeat_interleave.self_Tensor)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,13 +32,13 @@ class SortedIds:
             return False
         return self._are_counts(number(ends.args[0]), experts)  # type: ignore[arg-type]
 
-    def _has(self, node: Any, in_order: bool = False) -> bool:
+    def has(self, node: Any, in_order: bool = False) -> bool:
         """Whether `node` is the slots' experts, in whatever order if not `in_order`."""
         if not isinstance(node, Node):
             return False
         node = number(node)
         if node is self.ordered or (read := indexed(node)) is not None and read[1] == [self.order] and (
-            number(read[0]) is number(self.ids)
+            value(read[0]).dim() == 1 and slots(read[0]) is slots(self.ids)
         ):  # fmt: skip
             return True
         return not in_order and slots(node) is slots(self.ids)
@@ -47,7 +47,7 @@ class SortedIds:
         """Whether the search `ends` finds the place behind the last slot of each expert."""
         numbers, within = ends.args[:2] if ends.target is aten.bucketize.Tensor else ends.args[1::-1]
         behind = bool(ends.kwargs.get("right")) or ends.kwargs.get("side") == "right"
-        if len(ends.args) > 2 or ends.kwargs.get("sorter") is not None or not self._has(within, in_order=True):
+        if len(ends.args) > 2 or ends.kwargs.get("sorter") is not None or not self.has(within, in_order=True):
             return False
         if not is_nonnegative(self.ids):  # such a number would count among the first expert's
             return False
@@ -58,18 +58,18 @@ class SortedIds:
         target, args = counts.target, counts.args
         if target is aten.histc.default:
             return args[1:] in ((experts, 0, experts - 1), (experts, 0, experts)) and not counts.kwargs and (
-                self._has(args[0])
+                self.has(args[0])
             )  # fmt: skip
         if target is aten.bincount.default:
             least = counts.kwargs.get("minlength", args[2] if len(args) > 2 else 0)
-            return least == experts and (len(args) < 2 or args[1] is None) and self._has(args[0])
+            return least == experts and (len(args) < 2 or args[1] is None) and self.has(args[0])
         if target in (aten.scatter_add.default, aten.index_add.default) and not counts.kwargs:
             empty, dim, ids, ones = args
             one_each = is_filled(empty, 0.0) and is_filled(ones, 1.0) and value(ids).dim() == 1
-            return one_each and dim in (0, -1) and tuple(value(empty).shape) == (experts,) and self._has(ids)
+            return one_each and dim in (0, -1) and tuple(value(empty).shape) == (experts,) and self.has(ids)
         if target is aten.sum.dim_IntList:
             chosen = _marked(counts, experts)
-            return chosen is not None and self._has(chosen)
+            return chosen is not None and self.has(chosen)
         return False
 
 

@@ -1,8 +1,10 @@
-"""What the matchers of this folder return: a layer of routed experts and the nodes that compute it."""
+"""What the matchers of this folder return: a layer of routed experts, or experts over sorted rows, and the nodes that
+compute it."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import TypeVar
 
 import torch
 from torch.fx import Node
@@ -67,15 +69,46 @@ class RoutedExperts:
     def layout(self) -> str:
         return self.experts[0].layout
 
+    @property
+    def operands(self) -> list[Node]:
+        base = [] if self.base is None else [self.base]
+        return [self.x, self.indices, self.gates, *_parameters(self.experts), *base]
 
-def bounded(view: GraphView, found: RoutedExperts) -> RoutedExperts | MatchFailure:
+
+@dataclasses.dataclass(frozen=True)
+class SortedExperts:
+    """`output = expert(x)` of rows [R, d] that lie in the order of experts, each row with its own.
+
+    Attributes:
+        ends: where each expert's rows end, [E] int32; rows behind the last end are no expert's.
+        experts: one, whose weights hold those of all.
+        inputs, inside: as those of `RoutedExperts`.
+    """
+
+    output: Node
+    x: Node
+    ends: Node
+    experts: tuple[Expert]
+    inputs: tuple[Node, ...] = ()
+    inside: frozenset[Node] = frozenset()
+
+    @property
+    def operands(self) -> list[Node]:
+        return [self.x, self.ends, *_parameters(self.experts)]
+
+
+def _parameters(experts: tuple[Expert, ...]) -> list[Node]:
+    return [part.tensor for expert in experts for part in expert.parameters]
+
+
+_Layer = TypeVar("_Layer", RoutedExperts, SortedExperts)
+
+
+def bounded(view: GraphView, found: _Layer) -> _Layer | MatchFailure:
     """`found` with its `inputs` and the nodes `inside`; the first of these that cannot go, as it is read elsewhere or
     runs under another mode."""
     output = found.output
-    weights = [part.tensor for expert in found.experts for part in expert.parameters]
-    inputs = list(dict.fromkeys([found.x, found.indices, found.gates, *weights]))
-    if found.base is not None and found.base not in inputs:
-        inputs.append(found.base)
+    inputs = list(dict.fromkeys(found.operands))
     inside = _between(inputs, output)
     for n in sorted(inside - {output}):
         outside = next((u for u in n.users if u not in inside and not only_checks_sizes(u)), None)
@@ -107,8 +140,14 @@ def _can_be_kept(node: Node) -> bool:
     fake = value(node)
     if isinstance(fake, _NUMBERS):
         return not free_unbacked_symbols(fake)
-    integer = isinstance(fake, torch.Tensor) and not fake.is_floating_point()
-    return integer and not free_unbacked_symbols(fake.shape)
+    return isinstance(fake, torch.Tensor) and _is_whole(node) and not free_unbacked_symbols(fake.shape)
+
+
+def _is_whole(node: Node) -> bool:
+    """Whether `node` holds whole numbers, in floating point perhaps, as a histogram does: no gradient passes it."""
+    while value(node).is_floating_point() and node.target in (aten._to_copy.default, aten.to.dtype):
+        node = node.args[0]  # type: ignore[assignment]
+    return not value(node).is_floating_point() or node.target is aten.histc.default
 
 
 def only_checks_sizes(node: Node) -> bool:

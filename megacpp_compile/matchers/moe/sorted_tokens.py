@@ -20,6 +20,7 @@ from megacpp_compile.matchers.moe.gemms import Gemm, Weight, strip_row_views, wi
 from megacpp_compile.matchers.moe.group_ends import SortedIds, slots
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, bounded
 from megacpp_compile.matchers.moe.routing import added_rows, indexed
+from megacpp_compile.matchers.moe.slot_rows import choices_of, order_of_tokens, tokens_in_order
 from megacpp_compile.matchers.moe.sorted_rows import grouped_gemm
 from megacpp_compile.matchers.views import RESHAPES, is_cast
 
@@ -64,10 +65,14 @@ def _added(node: Node) -> Combine | None:
     if added is None:
         return None
     base, token, rows = added
-    if value(rows).dim() != 2 or not _halved(token) or _sorted_by(token.args[0]) is None:  # type: ignore[arg-type]
+    if value(rows).dim() != 2:
         return None
-    empty = is_filled(base, 0.0)
-    return Combine(uncast(rows), token.args[0], token.args[1], None if empty else base)  # type: ignore[arg-type]
+    tokens = value(base).shape[0]
+    choices = choices_of(token, tokens)
+    order = None if choices is None else order_of_tokens(token, tokens, choices)
+    if choices is None or order is None or _sorted_by(order) is None:
+        return None
+    return Combine(uncast(rows), order, choices, None if is_filled(base, 0.0) else base)
 
 
 def _check(view: GraphView, node: Node, combine: Combine) -> RoutedExperts | MatchFailure | None:
@@ -121,7 +126,7 @@ def _routed(
     gates = read[0]
     if value(gates).dim() != 1:
         return MatchFailure(gates, "gates", "there is not one gate per choice")
-    x = _rows(rows, combine.choices, order)
+    x = tokens_in_order(rows, order, value(node).shape[0], combine.choices)
     if x is None or not same_size(value(x).shape[0] * combine.choices, value(ids).shape[0]):
         return MatchFailure(expert.x, "rows", "what experts read are not the tokens, one row for each choice")
     if match_gemm.limits - {value(expert.down.weight.tensor).shape[0]}:
@@ -130,23 +135,6 @@ def _routed(
         node, x, slots(ids), gates, (expert,), base=combine.base, choices=combine.choices, scaled_input=scaled_input
     )
     return bounded(view, layer)
-
-
-def _rows(node: Node, choices: int, order: Node) -> Node | None:
-    """The tokens [T, d] of which `node` has one row for each choice, in `order`."""
-    read = indexed(node)
-    if read is None or len(read[1]) != 1 or not isinstance(read[1][0], Node):
-        return None
-    token = read[1][0]
-    return read[0] if _halved(token) and token.args == (order, choices) else None
-
-
-def _halved(token: Node) -> bool:
-    """Whether `token` is the whole part of slots' numbers over a number of choices."""
-    whole = token.target is aten.floor_divide.default or (
-        token.target is aten.div.Tensor_mode and token.kwargs.get("rounding_mode") in ("floor", "trunc")
-    )
-    return whole and isinstance(token.args[0], Node) and isinstance(token.args[1], int)
 
 
 def _ascends(order: Node) -> bool:
@@ -224,8 +212,7 @@ class _GroupedGemms:
         ids, experts = read[1][0], value(read[0]).shape[0]
         while ids.target in COPIES or (limited := bound_of(ids)) is not None and limited[1].high >= experts - 1:
             ids = ids.args[0]  # a clamp moves numbers of no expert alone
-        in_order = ids is self.found[1] or indexed(ids) == (self.ids, [self.order])
-        return Weight(read[0], every=True) if in_order else None
+        return Weight(read[0], every=True) if self.sorted.has(ids, in_order=True) else None
 
     def unmasked(self, node: Node) -> Node:
         """`node` before rows of no expert are set to zero."""

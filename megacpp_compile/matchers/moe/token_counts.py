@@ -13,7 +13,7 @@ from megacpp_compile.fx import assumptions
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.size_checks import FINDS
 from megacpp_compile.fx.views import COPIES, DETACH
-from megacpp_compile.matchers.moe.routing import Mask, match_mask, one_choice
+from megacpp_compile.matchers.moe.routing import Mask, match_mask, one_choice, scores_of
 from megacpp_compile.matchers.views import RESHAPES
 
 aten = torch.ops.aten
@@ -53,6 +53,8 @@ def match_hits(node: Node) -> Mask | None:
             return None
         node = node.args[0]  # type: ignore[assignment]
     if node.target is operator.getitem:
+        if (chosen := _distinct(node)) is not None:
+            return Mask(chosen, ("e",))
         if node.args[1] != 0 or node.args[0].target not in FINDS[1:]:  # type: ignore[union-attr]
             return None
         node = node.args[0]  # type: ignore[assignment]
@@ -60,6 +62,31 @@ def match_hits(node: Node) -> Mask | None:
         return None
     count = match_count(node.args[0])
     return count.mask if count is not None and count.by_expert and value(node.args[0]).dim() == 1 else None
+
+
+def number_listed(node: Node) -> int | None:
+    """Among how many experts those were chosen whose numbers `node` lists by looking at the choices; None where it
+    looks at all experts' counts, of which it lists places."""
+    while node.op == "call_function" and node.target is not operator.getitem:
+        if not node.args or not isinstance(node.args[0], Node):
+            return None
+        node = node.args[0]
+    chosen = _distinct(node)
+    scores = None if chosen is None else scores_of(chosen)
+    return None if scores is None else value(scores).shape[-1]
+
+
+def _distinct(node: Node) -> Node | None:
+    """The choices, places of the largest scores, of which `node` is the sorted list without repetitions."""
+    if node.target is not operator.getitem or node.args[1] != 0:
+        return None
+    listing: Any = node.args[0]
+    if listing.target is not aten._unique2.default or listing.args[1:] not in ((), (True,), (True, False, False)):
+        return None
+    chosen = listing.args[0]
+    while chosen.target in (*RESHAPES, *_COPIES):
+        chosen = chosen.args[0]
+    return chosen if scores_of(chosen) is not None else None
 
 
 def match_empty(condition: Any, holds: bool) -> Mask | None:

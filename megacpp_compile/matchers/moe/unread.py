@@ -16,7 +16,7 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import value
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
-from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, around
+from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, SortedExperts, around
 from megacpp_compile.matchers.moe.routing import number_of_scores
 from megacpp_compile.matchers.views import RESHAPES, is_cast
 
@@ -30,13 +30,13 @@ _TAKEN = (
 
 
 def find(
-    view: GraphView, found: Sequence[RoutedExperts | MatchFailure], in_doubt: Iterable[MatchFailure]
+    view: GraphView, found: Sequence[RoutedExperts | SortedExperts | MatchFailure], in_doubt: Iterable[MatchFailure]
 ) -> Iterator[MatchFailure]:
     """Those of the failures `in_doubt` that nothing `found` covers, then one for every layer of unread experts."""
     for doubt in in_doubt:
         near = around(doubt.node)
         if not any(
-            doubt.node in one.inside if isinstance(one, RoutedExperts) else one.node in near
+            one.node in near if isinstance(one, MatchFailure) else doubt.node in one.inside
             for one in found
         ):
             found = [*found, doubt]
@@ -47,7 +47,7 @@ def find(
         return
     covered = set[Node]()
     for one in found:
-        covered.update(one.inputs if isinstance(one, RoutedExperts) else _nearby(one.node, gemms))
+        covered.update(_nearby(one.node, gemms) if isinstance(one, MatchFailure) else one.inputs)
     for node, stacks in gemms.items():
         if not stacks & covered:
             covered |= _nearby(node, gemms)

@@ -22,7 +22,7 @@ def activations(graph: fx.Graph, weights: frozenset[Node]) -> set[Node]:
             continue
         if any(a in found for a in node.all_input_nodes):
             found.add(node)
-        elif node.target in _FILLED:
+        elif node.target in _FILLED and value(node).is_floating_point():
             found.add(node)
     return found
 

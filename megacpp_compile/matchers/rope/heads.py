@@ -110,7 +110,7 @@ def find_heads(graph: fx.Graph, weights: frozenset[Node]) -> Heads:
             found = _scan(graph, other, acts)
             if _joined(found[0]) > _joined(heads):
                 it, (heads, near) = other, found
-    return _finish(it, heads, near, states)
+    return _finish(it, heads, near, states, weights)
 
 
 def _width(node: Node) -> int:
@@ -168,8 +168,9 @@ def _head_view(node: Node) -> bool:
 
 
 def _finish(
-    it: LaneInterpreter, heads: list[tuple[Node, Rotation]], near: list[tuple[Node, NoRotation]], states: ModeStates
-) -> Heads:
+    it: LaneInterpreter, heads: list[tuple[Node, Rotation]], near: list[tuple[Node, NoRotation]], states: ModeStates,
+    weights: frozenset[Node],
+) -> Heads:  # fmt: skip
     found, missed, used = [], [], set[Node]()
     mla = any(_shares_a_row(it, lanes) for node, _ in (*heads, *near) if (lanes := it(node)) is not None)
     for node, rotation in heads:
@@ -177,7 +178,7 @@ def _finish(
         assert lanes is not None
         used |= cone
         failure = _not_replaceable(node, lanes, rotation, cone, states)
-        read = readers(node)
+        read = readers(node, weights)
         head = Head(node, lanes, rotation, cone, _kind(lanes, rotation), read)
         if failure is None:
             found.append(head)
@@ -187,7 +188,7 @@ def _finish(
     for node, why in reversed(near):
         if node not in used:
             used |= it.cone(node)
-            sides = {r.side for r in readers(node)}
+            sides = {r.side for r in readers(node, weights)}
             role = "q" if sides & {"q", "0"} else "k" if sides & {"k", "1"} else ""
             missed.append(NearHead(node, why.tag, why.reason, role, mla and _has_plain_lanes(it(node))))
     return Heads(found, missed)

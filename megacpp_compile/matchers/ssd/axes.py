@@ -17,6 +17,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 LARGEST_PINNED = 64
@@ -86,8 +87,10 @@ class Longer:
 class Axes:
     """The equations between atoms, and a small size for each of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, largest_pinned: int = LARGEST_PINNED, small: Sequence[int] = SMALL) -> None:
+        self.largest_pinned, self.small = largest_pinned, small
         self.lengths: list[Longer] = []
+        self.picked: list[tuple[Dim, object]] = []
         self.sizes: dict[Atom, int] = {}
 
     # -- equations
@@ -178,7 +181,32 @@ class Axes:
         self.lengths.append(Longer(dim, [part], extra))
         return part
 
+    def pick(self, dim: Dim, *pieces: object) -> None:
+        """Elements or slices `pieces` (indices, or starts and sizes) of `dim` are read one by one."""
+        if flat(dim):
+            self.picked += [(dim, _comparable(piece)) for piece in pieces]
+
     def close(self) -> None:
+        """Find dimensions that are one although no op makes them meet."""
+        self._join_picked()
+        self._join_padded()
+
+    def _join_picked(self) -> None:
+        """What a loop takes apart into the same pieces, of several tensors, is one dimension."""
+        pieces: dict[tuple[Atom, ...], set[object]] = {}
+        for dim, piece in self.picked:
+            pieces.setdefault(tuple(flat(dim)), set()).add(piece)
+        alike: dict[object, tuple[Atom, ...]] = {}
+        for atoms, read in pieces.items():
+            sizes = [number(a.size) for a in atoms]
+            if len(read) < 2 or None in sizes:
+                continue
+            first = alike.setdefault((math.prod(sizes), frozenset(read)), atoms)  # type: ignore[arg-type]
+            if not set(flat(first)) & set(flat(atoms)):
+                pin([list(first), list(atoms)])
+                self.same(list(first), list(atoms))
+
+    def _join_padded(self) -> None:
         """What becomes one dimension by padding was one before: lengths are equal, whatever they are."""
         changed = True
         while changed:
@@ -206,14 +234,14 @@ class Axes:
         for atom in atoms:
             if atom.pinned:
                 size = number(atom.size)
-                if size is None or size > LARGEST_PINNED:
+                if size is None or size > self.largest_pinned:
                     raise NoAxes(f"what is done to a dimension of {atom.size} depends on its size")
                 self.sizes[atom] = size
         for atom in [*inner, *atoms]:
             while self._propagate():
                 pass
             if atom not in self.sizes:
-                self.sizes[atom] = SMALL[(turn + len(self.sizes)) % len(SMALL)]
+                self.sizes[atom] = self.small[(turn + len(self.sizes)) % len(self.small)]
         while self._propagate():
             pass
         for eq in self.lengths:
@@ -239,6 +267,13 @@ class Axes:
             self.sizes[atom] = total // others
             return True
         return False
+
+
+def _comparable(piece: object) -> object:
+    """`piece`, symbolic sizes in it as their expressions: a SymInt has no hash."""
+    if isinstance(piece, tuple):
+        return tuple(map(_comparable, piece))
+    return piece.node.expr if isinstance(piece, torch.SymInt) else piece
 
 
 def length(dim: Dim) -> Any:

@@ -19,8 +19,10 @@ class Resized:
     Raises `NoAxes` where a node's dimensions can't be followed.
     """
 
-    def __init__(self, rules: RuleTable, nodes: Sequence[Node], leaves: Sequence[Node]) -> None:
-        self.rules, self.axes, self.nodes, self.leaves = rules, Axes(), nodes, leaves
+    def __init__(
+        self, rules: RuleTable, nodes: Sequence[Node], leaves: Sequence[Node], axes: Axes | None = None
+    ) -> None:
+        self.rules, self.axes, self.nodes, self.leaves = rules, axes or Axes(), nodes, leaves
         self.dims: dict[Node, Any] = {n: [fresh(s) for s in value(n).shape] for n in leaves}
         for n in nodes:
             try:
@@ -36,11 +38,13 @@ class Resized:
         return [self.axes.size(d) for d in dims]
 
     def solve(self, turn: int) -> None:
-        self.axes.solve([d for dims in self.dims.values() for d in dims if isinstance(d, list)], turn)
+        tensors = [one for dims in self.dims.values() for one in (dims if _several(dims) else [dims])]
+        self.axes.solve([d for dims in tensors for d in dims], turn)
 
     def run(self, operands: dict[Node, Tensor], wanted: Sequence[Node]) -> list[Tensor]:
         """Values of `wanted` for `operands`, float64 tensors of the leaves' small shapes."""
         values: dict[Node, Any] = dict(operands)
+        last = {a: n for n in self.nodes for a in n.all_input_nodes}
         for n in self.nodes:
             try:  # what lends only its shape has no value
                 result = self.rules[n.target][1](self, n, fx.map_arg(n.args, values.get))
@@ -49,4 +53,12 @@ class Resized:
             if isinstance(result, Tensor) and list(result.shape) != self.shape(self.dims[n]):
                 raise NoAxes(f"{n.name} comes out in another shape")
             values[n] = result
+            for a in n.all_input_nodes:  # unrolled loops have thousands of values
+                if last[a] is n and a not in wanted:
+                    values.pop(a, None)
         return [values[n] for n in wanted]
+
+
+def _several(dims: Sequence[Any]) -> bool:
+    """Whether `dims` are those of several tensors: a dimension is a list of atoms, never of lists."""
+    return any(isinstance(x, list) for d in dims for x in d)

@@ -39,7 +39,7 @@ def find_scans(graph: fx.Graph) -> Iterator[Scan | NoScan]:
     algebra = Algebra(graph, RULES)
     done: set[Node] = set()
     for n in graph.nodes:
-        if n in done or not _is_decay(algebra, n):
+        if n in done or not is_decay(algebra, n):
             continue
         found = _scan_of(algebra, n)
         if isinstance(found, Scan):
@@ -50,7 +50,7 @@ def find_scans(graph: fx.Graph) -> Iterator[Scan | NoScan]:
         yield found
 
 
-def _is_decay(algebra: Algebra, n: Node) -> bool:
+def is_decay(algebra: Algebra, n: Node) -> bool:
     """An exponential of sums over consecutive positions."""
     if n.target not in EXPONENTIALS or n not in algebra.nodes or n in algebra.constants:
         return False
@@ -60,11 +60,16 @@ def _is_decay(algebra: Algebra, n: Node) -> bool:
     return any(m.target in CONTRACTIONS and set(tensors(m)) & algebra.constants for m in made_of)
 
 
+def candidates(algebra: Algebra, decay: Node) -> list[Node]:
+    """What may be the result that `decay` is part of, the last node first."""
+    ahead = [n for n in algebra.ahead(decay) if isinstance(value(n), torch.Tensor) and value(n).dim() > 1]
+    return list(reversed(ahead))[-MOST_CANDIDATES:]
+
+
 def _scan_of(algebra: Algebra, decay: Node) -> Scan | NoScan:
     """The scan that `decay` is part of: the last node in which everything it is made of is one."""
     best = NoScan(decay, "no-scan", "decays over consecutive positions, but nothing made of them is a scan")
-    ahead = [n for n in algebra.ahead(decay) if isinstance(value(n), torch.Tensor) and value(n).dim() > 1]
-    for root in list(reversed(ahead))[-MOST_CANDIDATES:]:
+    for root in candidates(algebra, decay):
         try:
             with torch.no_grad():
                 found = _scan_at(algebra, root, decay)
@@ -79,7 +84,7 @@ def _scan_of(algebra: Algebra, decay: Node) -> Scan | NoScan:
 
 def _scan_at(algebra: Algebra, root: Node, decay: Node) -> Scan | NoScan:
     everything = algebra.behind([root])
-    decays = [n for n in everything if _is_decay(algebra, n)]
+    decays = [n for n in everything if is_decay(algebra, n)]
     exponents = algebra.behind(a for e in decays for a in algebra.inputs(e))
     added = algebra.behind([root], stop=decays)
     shared = [n for n in exponents & added if n not in algebra.constants]
@@ -97,12 +102,12 @@ def _scan_at(algebra: Algebra, root: Node, decay: Node) -> Scan | NoScan:
     operands = [n for n in leaves if n not in (dt, rates[0])]
     if len(operands) > MOST_OPERANDS - 2:
         return NoScan(root, "roles", "it has more operands than a scan", 2)
-    exports, shown = _exports(algebra, carrying, boundary.inside, leaves, dt, root)
+    exports, shown = exports_of(algebra, carrying, boundary.inside, leaves, dt, root)
     resized = Resized(RULES, sorted(boundary.inside | shown), [dt, *operands, rates[0]])
     return Roles(algebra, resized, root, dt, rates[0], operands, exports).scan()
 
 
-def _exports(
+def exports_of(
     algebra: Algebra, carrying: set[Node], inside: set[Node], operands: list[Node], dt: Node, root: Node
 ) -> tuple[list[Node], set[Node]]:
     """(the values read outside the scan beside y, the nodes that compute them); they have to be its final state."""

@@ -18,6 +18,7 @@ from megacpp_compile.matchers.ssd.tensor_ops import (
     SAME,
     VIEWS,
     RuleTable,
+    only,
     whole,
 )
 
@@ -76,7 +77,9 @@ class Algebra:
         return n
 
     def passes_on(self, n: Node) -> bool:
-        if n not in self.nodes or n in self.constants or n.target not in SAME | VIEWS | REPEATS and not whole(n):
+        if n not in self.nodes or n in self.constants:
+            return False
+        if n.target not in SAME | VIEWS | REPEATS and not whole(n) and not only(n):
             return False
         source = n.args[0]
         assert isinstance(source, Node)

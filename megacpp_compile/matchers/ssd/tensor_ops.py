@@ -25,15 +25,16 @@ from megacpp_compile.fx.views import (
     RESHAPES,
     UNIT_DIMS,
 )
-from megacpp_compile.matchers.ssd.axes import Axes, Dim, equal, flat
+from megacpp_compile.matchers.ssd.axes import Axes, Dim, equal, flat, is_one
 
 aten = torch.ops.aten
 
 CREATION = {
     aten.ones.default, aten.zeros.default, aten.full.default, aten.arange.default, aten.arange.start,
-    aten.new_ones.default, aten.new_zeros.default, aten.new_full.default, aten.scalar_tensor.default,
+    aten.new_ones.default, aten.new_zeros.default, aten.new_full.default, aten.scalar_tensor.default, aten.eye.default,
+    aten.empty.memory_format, aten.new_empty.default,
 }  # fmt: skip
-LIKE = {aten.ones_like.default, aten.zeros_like.default, aten.full_like.default}
+LIKE = {aten.ones_like.default, aten.zeros_like.default, aten.full_like.default, aten.empty_like.default}
 # These make booleans, or branch on them: of constants only.
 MASKS = {
     aten.ge.Tensor, aten.gt.Tensor, aten.le.Tensor, aten.lt.Tensor, aten.eq.Tensor, aten.ge.Scalar, aten.gt.Scalar,
@@ -129,3 +130,8 @@ def whole(n: Node) -> bool:
         and argument(n, 4, "step", 1) == 1
         and all(equal(a, b) for a, b in zip(value(n).shape, value(n.args[0]).shape, strict=True))
     )
+
+
+def only(n: Node) -> bool:
+    """Whether `n` is the one element of a dimension."""
+    return n.target is aten.select.int and is_one(value(n.args[0]).shape[n.args[1]])  # type: ignore[index]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.moe import dense, grouped, hit_experts, loop, sorted_rows, sorted_tokens, unread
-from tests.passes import experts, experts_at_once
-from tests.passes.experts import CHOICES, DIM, EXPERTS, HIDDEN
+from tests.passes import experts, experts_at_once, experts_sorted
+from tests.passes.experts import CHOICES, DIM
 
 from .capture import the_failure, view_of, view_of_experts, view_of_sorted
 
@@ -81,46 +80,23 @@ def test_sorted_tokens(body, tag):
     assert the_failure(sorted_tokens, view_of_sorted(body)).tag == tag
 
 
-def one_projection(x, counts, gate, up, down):
-    """Gate and up in one, as transformers has them."""
-    ends = counts.cumsum(0, dtype=torch.int32)
-    a, b = torch._grouped_mm(x, torch.cat((gate, up), 1).mT, offs=ends).chunk(2, -1)
-    return torch._grouped_mm(F.silu(a) * b, down.mT, offs=ends)
+def sorted_view(body):
+    module, counts = experts_sorted.Sorted(body).bfloat16(), torch.tensor([2, 3, 4])
+    return view_of(module, torch.randn(9, DIM).bfloat16(), counts, grad=False)
 
 
-def two_projections(x, counts, gate, up, down):
-    """As torchtitan's `GroupedExperts`."""
-    ends = torch.cumsum(counts, dim=0, dtype=torch.int32)
-    hidden = F.silu(torch._grouped_mm(x, gate.transpose(-2, -1), offs=ends))
-    hidden = hidden * torch._grouped_mm(x, up.transpose(-2, -1), offs=ends)
-    return torch._grouped_mm(hidden, down.transpose(-2, -1), offs=ends).type_as(x)
+@pytest.mark.parametrize("tag, body", experts_sorted.NEAR_MISSES.items(), ids=ids)
+def test_rows_that_come_sorted(tag, body):
+    (failure,) = sorted_rows.find(sorted_view(body), [])
+    assert failure.tag == tag
 
 
-def adapters(x, counts, gate, up, down):
-    """Two GEMMs by group without an activation between them, as LoRA's of several texts are."""
-    ends = counts.cumsum(0, dtype=torch.int32)
-    return torch._grouped_mm(torch._grouped_mm(x, up.mT, offs=ends), down.mT, offs=ends)
+@pytest.mark.parametrize("body", experts_sorted.OTHERS, ids=ids)
+def test_grouped_gemms_that_are_no_experts(body):
+    assert not list(sorted_rows.find(sorted_view(body), []))
 
 
-def other_groups_behind(x, counts, gate, up, down):
-    ends = counts.cumsum(0, dtype=torch.int32)
-    hidden = F.relu(torch._grouped_mm(x, up.mT, offs=ends))
-    return torch._grouped_mm(hidden, down.mT, offs=counts.flip(0).cumsum(0, dtype=torch.int32))
-
-
-@pytest.mark.parametrize(
-    "body, told", [(one_projection, True), (two_projections, True), (adapters, False), (other_groups_behind, False)], ids=ids
-)
-def test_rows_that_come_sorted(body, told):
-    shapes = (9, DIM), (EXPERTS, HIDDEN, DIM), (EXPERTS, HIDDEN, DIM), (EXPERTS, DIM, HIDDEN)
-    x, *weights = (torch.randn(shape).bfloat16() for shape in shapes)
-    view = view_of(body, x, torch.tensor([2, 3, 4]), *weights, grad=False)
-    found = [*sorted_rows.find(view, [])]
-    assert [failure.tag for failure in found] == ["sorted-rows"] * told
-    assert not list(sorted_rows.find(view, found))
-
-
-def test_rows_that_are_sorted_in_the_graph_come_from_somewhere():
+def test_experts_of_a_layer_that_is_whole_are_its_own():
     view = view_of_sorted(experts.sorted_grouped_gemms)
     assert len(list(sorted_rows.find(view, []))) == 1
     assert not list(sorted_rows.find(view, [*sorted_tokens.find(view)]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -52,6 +53,8 @@ def _create(r: ResizeContext, n: Node, args: tuple[Any, ...]) -> Tensor:
     dtype = torch.float64 if fake.is_floating_point() else fake.dtype
     if n.target in (aten.arange.default, aten.arange.start):
         return torch.arange(shape[0], dtype=dtype, device="cpu")
+    if n.target is aten.eye.default:
+        return torch.eye(shape[0], dtype=dtype, device="cpu")
     fill = argument(n, 1, "fill_value")
     if n.target in (aten.new_full.default,):
         fill = argument(n, 2, "fill_value")
@@ -61,6 +64,8 @@ def _create(r: ResizeContext, n: Node, args: tuple[Any, ...]) -> Tensor:
         fill = 1
     elif "zeros" in str(n.target):
         fill = 0
+    elif "empty" in str(n.target):
+        fill = math.nan  # whatever is not written over shows
     if not isinstance(fill, (bool, int, float)):
         raise NoAxes("a constant that is no number")
     return torch.full(shape, fill, dtype=dtype, device="cpu")
@@ -70,6 +75,8 @@ def _create(r: ResizeContext, n: Node, args: tuple[Any, ...]) -> Tensor:
 def _creation(r: ResizeContext, n: Node) -> list[Dim]:
     if n.target is aten.arange.start and n.args[0] != 0:
         raise NoAxes("positions that do not begin at 0")
+    if n.target is aten.eye.default:
+        return [fresh(n.args[0])] * 2
     return [fresh(s) for s in value(n).shape]
 
 

@@ -95,6 +95,7 @@ def _slice(r: ResizeContext, n: Node) -> list[Dim]:
     at_end = equal(start + result, size)
     if not _is(start, 0) and not at_end or _is(size, 2):
         pin([dims[dim]])  # from the middle; or of two, where "the first" and "all but the last" are one
+    r.axes.pick(dims[dim], (start, result))
     dims[dim] = [] if is_one(result) else r.axes.shorter(dims[dim], result)
     return dims
 
@@ -111,6 +112,8 @@ def _select(r: ResizeContext, n: Node) -> list[Dim]:
     dim, index = axis(n.args[1], len(dims)), n.args[2]  # type: ignore[arg-type]
     if index not in (0, -1):
         pin([dims[dim]])
+    size = value(n.args[0]).shape[dim]
+    r.axes.pick(dims[dim], index % size if isinstance(size, int) else index)  # type: ignore[operator]
     del dims[dim]
     return dims
 
@@ -120,6 +123,7 @@ def _unbind(r: ResizeContext, n: Node) -> list[list[Dim]]:
     dims = list(r.dims[n.args[0]])
     dim = axis(argument(n, 1, "dim", 0), len(dims))
     pin([dims[dim]])
+    r.axes.pick(dims[dim], *range(len(value(n))))
     return [[*dims[:dim], *dims[dim + 1 :]] for _ in value(n)]
 
 
@@ -131,9 +135,14 @@ def _getitem(r: ResizeContext, n: Node) -> list[Dim]:
 @rule(aten.cat.default)
 def _cat(r: ResizeContext, n: Node) -> list[Dim]:
     parts = [r.dims[a] for a in n.args[0]]  # type: ignore[union-attr]
+    if len(parts) == 1:
+        return parts[0]
     dim = axis(argument(n, 1, "dim", 0), len(parts[0]))
     others = broadcast(r, [[*p[:dim], [], *p[dim + 1 :]] for p in parts])
     others[dim] = r.axes.longer([p[dim] for p in parts], 0, value(n).shape[dim])
+    sizes = [value(a).shape[dim] for a in n.args[0]]  # type: ignore[union-attr]
+    if all(isinstance(size, int) for size in sizes):
+        r.axes.pick(others[dim], *((sum(sizes[:i]), size) for i, size in enumerate(sizes)))
     return others
 
 
@@ -144,4 +153,5 @@ def _stack(r: ResizeContext, n: Node) -> list[Dim]:
     out = broadcast(r, parts)
     count = fresh(len(parts))
     pin([count])
+    r.axes.pick(count, *range(len(parts)))
     return [*out[:dim], count, *out[dim:]]

@@ -1,0 +1,130 @@
+"""Where tokens meet: the part of a graph that may be a delta rule, grown in one pass over the nodes.
+
+It begins where gates are summed over tokens, where activations are multiplied with each other by a contraction or an
+outer product; what tensor algebra makes of that is part of it, up to the first nonlinearity or layer. In front of it
+every op works on each token alone: those are operands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Set
+
+import torch
+from torch.fx import Graph, Node
+
+from megacpp_compile.fx.edit import value
+from megacpp_compile.fx.views import FOLDS, PERMUTATIONS, RESHAPES
+from megacpp_compile.matchers.delta_rule.rules import POWERS, ROOTS, RULES, SCATTERS, SOLVES
+from megacpp_compile.matchers.ssd.tensor_algebra import Algebra, tensors
+from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS
+
+aten = torch.ops.aten
+PRODUCTS = CONTRACTIONS | {aten.baddbmm.default}
+SUMS = {aten.cumsum.default}
+OUTER = {aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor}
+# A norm, or a gate, of what comes out: no part of it.
+ENDS = ROOTS | POWERS | {aten.linalg_vector_norm.default, aten.reciprocal.default}
+LEAST_DEPTH = 3  # products in a row that a delta rule has, and attention without a softmax has not
+
+
+class Cores:
+    """The cores of a graph. `algebra`: of its nodes; `depth`: how many products of activations lead to a node."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.algebra = Algebra(graph, RULES)
+        self.depth: dict[Node, int] = {}
+        self._parent: dict[Node, Node] = {}
+        level: dict[Node, int] = {}  # how many cores, with what is no core after each, lead to a node
+        for n in graph.nodes:
+            inputs = tensors(n)
+            constants = self.algebra.constants
+            if n.op != "call_function" or not inputs or n in constants:
+                continue
+            most = max(level.get(a, 0) for a in inputs)
+            touched = [a for a in inputs if a in self.depth and level[a] == most]
+            if self._is_core(n, inputs, touched):
+                several = sum(a not in constants for a in inputs) > 1
+                own = several and (n.target in PRODUCTS | SOLVES or self._is_outer(n, inputs))
+                self.depth[n] = max((self.depth[a] for a in touched), default=0) + own
+                for a in touched:
+                    self._join(n, a)
+                level[n] = most
+            else:  # a core is never made of what is made of it
+                level[n] = most + bool(touched)
+
+    def __iter__(self) -> Iterator[list[Node]]:
+        """Each core's nodes in graph order."""
+        cores: dict[Node, list[Node]] = {}
+        for n in self.depth:
+            cores.setdefault(self._root(n), []).append(n)
+        for nodes in cores.values():
+            if max(self.depth[n] for n in nodes) >= LEAST_DEPTH:
+                yield nodes
+
+    def _is_core(self, n: Node, inputs: list[Node], touched: list[Node]) -> bool:
+        algebra = self.algebra
+        if n not in algebra.nodes or n in algebra.constants or n.target in ENDS:
+            return False
+        if n.target in PRODUCTS and self._projects(n, inputs):
+            return False
+        if touched:
+            return not (n.target is aten.mul.Tensor and n.args[0] is n.args[1])
+        return n.target in SUMS or n.target in PRODUCTS or n.target in SOLVES or self._is_outer(n, inputs)
+
+    def _projects(self, n: Node, inputs: list[Node]) -> bool:
+        """Whether `n` multiplies every row with one matrix, as a layer does."""
+        if any(a in self.algebra.constants for a in inputs):
+            return False
+        if n.target is aten.einsum.default:
+            terms, _, made = str(n.args[0]).replace(" ", "").partition("->")
+            return "..." not in terms and not set.intersection(set(made), *map(set, terms.split(",")))
+        return any(value(a).dim() < 3 for a in inputs)
+
+    def _is_outer(self, n: Node, inputs: list[Node]) -> bool:
+        """Whether each of two operands is repeated over a dimension of the other."""
+        if n.target not in OUTER or len(inputs) != 2 or any(a in self.algebra.constants for a in inputs):
+            return False
+        made = value(n)
+        return isinstance(made, torch.Tensor) and all(value(a).shape != made.shape for a in inputs)
+
+    def _join(self, a: Node, b: Node) -> None:
+        self._parent[self._root(a)] = self._root(b)
+
+    def _root(self, n: Node) -> Node:
+        while (above := self._parent.get(n, n)) is not n:
+            self._parent[n] = self._parent.get(above, above)
+            n = above
+        return n
+
+
+def corrects(nodes: list[Node]) -> Node | None:
+    """The last node that shows a delta rule rather than another recurrence: rows solved for one another, or a
+    difference from what a product of three predicts. None where there is none."""
+    inside = set(nodes)
+    for n in reversed(nodes):
+        if n.target in SOLVES:
+            return n
+        if n.target in SCATTERS and n.args[0] in inside and _made_of(n.args[1], n.args[0], inside):  # type: ignore[arg-type]
+            return n
+        if n.target is aten.sub.Tensor and all(isinstance(a, Node) for a in n.args):
+            subtracted = n.args[1]
+            while subtracted in inside and subtracted.target in RESHAPES | FOLDS | PERMUTATIONS:  # type: ignore[union-attr]
+                subtracted = subtracted.args[0]  # type: ignore[union-attr]
+            if subtracted in inside and subtracted.target in PRODUCTS | {aten.sum.dim_IntList}:  # type: ignore[union-attr]
+                return n
+    return None
+
+
+def _made_of(node: Node, source: Node, inside: Set[Node], steps: int = 8) -> bool:
+    """Whether a product leads from `source` to `node` in a few steps, as in a row of forward substitution."""
+    pending, seen = [(node, steps, False)], set[tuple[Node, bool]]()
+    while pending:
+        n, left, product = pending.pop()
+        if n is source and product:
+            return True
+        if n not in inside or not left or (n, product) in seen:
+            continue
+        seen.add((n, product))
+        product |= n.target in PRODUCTS | {aten.mul.Tensor}
+        pending += [(a, left - 1, product) for a in n.all_input_nodes]
+    return False

@@ -1,0 +1,111 @@
+"""The proof that a core is a delta rule: at small sizes, on random operands, it computes the recurrence."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from megacpp_compile.fx.edit import value
+from megacpp_compile.matchers.delta_rule.roles import Roles
+from megacpp_compile.matchers.ssd.axes import NoAxes
+from megacpp_compile.matchers.ssd.resize import Resized
+from megacpp_compile.matchers.ssd.roles import arranged
+
+TOLERANCE = 1e-8  # float64, a few thousand operations
+NO_SCALE = 1e-12
+MOST_ELEMENTS = 1 << 25  # of the largest tensor: 256 MiB
+
+
+TURNS = (0, 1)  # of operands, and of sizes
+
+
+def proved(
+    r: Resized, root: Node, exports: Sequence[Node], roles: Roles, eps: float | None
+) -> tuple[float, Node | None] | None:
+    """(the scale of the result, an export that is not the final state); None where the result is no delta rule of its
+    operands. Leaves the sizes of `r` solved."""
+    scales, wrong = [], None
+    for turn in TURNS:
+        r.solve(turn)
+        _fits(r)
+        one = _tried(r, root, exports, roles, eps, turn)
+        if one is None:
+            return None
+        scales.append(one[0])
+        wrong = wrong or one[1]
+    if max(scales) - min(scales) > TOLERANCE * abs(scales[0]):
+        return None  # it depends on a size that is not kept
+    return (1.0 if abs(scales[0] - 1) < NO_SCALE else scales[0]), wrong
+
+
+def _fits(r: Resized) -> None:
+    """Dimensions that loops have unrolled keep their size; NoAxes where the tensors they make are too large to try."""
+    for n in r.nodes:
+        fake = value(n)
+        if isinstance(fake, Tensor) and (count := math.prod(r.shape(r.of(n)))) > MOST_ELEMENTS:
+            raise NoAxes(f"{n.name} would have {count} elements in the trial that tells what is computed")
+
+
+def _tried(
+    r: Resized, root: Node, exports: Sequence[Node], roles: Roles, eps: float | None, turn: int
+) -> tuple[float, Node | None] | None:
+    generator = torch.Generator().manual_seed(turn)  # of its own: a model draws the same, whatever is compiled
+    names = {n: name for name, n in roles.nodes.items()}
+    operands = {n: _random(names[n], r.shape(r.of(n)), eps, generator) for n in r.leaves}
+    o, *states = r.run(operands, [root, *exports])
+    x = roles.axes
+    target = {
+        "q": [x.b, x.t, x.h, x.k], "k": [x.b, x.t, x.h, x.k], "v": [x.b, x.t, x.h, x.v], "g": [x.b, x.t, x.h, x.k],
+        "beta": [x.b, x.t, x.h], "initial_state": [x.b, x.h, x.k, x.v],
+    }  # fmt: skip
+    given = {name: arranged(r.axes, operands[n], r.of(n), target[name]) for name, n in roles.nodes.items()}
+    want, state = recurrence(given, eps)
+    got = arranged(r.axes, o, r.of(root), target["v"])
+    scale = float((got * want).sum() / want.square().sum())
+    if not math.isfinite(scale) or abs(scale) < NO_SCALE or not _equal(got, scale * want):
+        return None
+    wrong = None
+    for node, found in zip(exports, states, strict=True):
+        dims = r.of(node)
+        same = sorted(map(id, (a for d in dims for a in d))) == sorted(map(id, [*x.b, *x.h, *x.k, *x.v]))
+        if not same or not _equal(arranged(r.axes, found, dims, target["initial_state"]), state):
+            wrong = wrong or node
+    return scale, wrong
+
+
+def recurrence(given: Mapping[str, Tensor], eps: float | None) -> tuple[Tensor, Tensor]:
+    """o and the last state, token by token, of operands that all have their heads; gates a channel."""
+    q, k, v = given["q"], given["k"], given["v"]
+    if eps is not None:
+        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps) for x in (q, k))
+    b, t, h, values = v.shape
+    state = given["initial_state"].clone() if "initial_state" in given else v.new_zeros(b, h, k.shape[-1], values)
+    decays: Sequence[Tensor | float] = given["g"].exp()[..., None].unbind(1) if "g" in given else [1.0] * t
+    beta = given["beta"][..., None] if "beta" in given else v.new_ones(b, t, h, 1)
+    o = []
+    for q_t, k_t, v_t, decay, weight in zip(q.unbind(1), k.unbind(1), v.unbind(1), decays, beta.unbind(1), strict=True):
+        state = decay * state
+        u = weight * (v_t - (k_t[..., None] * state).sum(-2))
+        state = state + k_t[..., None] * u[..., None, :]
+        o.append((q_t[..., None] * state).sum(-2))
+    return torch.stack(o, 1), state
+
+
+def _random(name: str, shape: list[int], eps: float | None, generator: torch.Generator) -> Tensor:
+    """Gates below 0 and weights from 0 to 1, as every model's; keys so short that no state grows, or, before a norm, as
+    short as shows its eps."""
+    if name in ("g", "beta"):
+        drawn = torch.rand(shape, dtype=torch.float64, device="cpu", generator=generator)
+        return -0.2 * drawn if name == "g" else drawn
+    drawn = torch.randn(shape, dtype=torch.float64, device="cpu", generator=generator)
+    if name in ("q", "k"):
+        drawn *= 0.5 if eps is None else max(eps, 1e-12) ** 0.5
+    return drawn
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and bool((a - b).abs().max() <= TOLERANCE * b.abs().max())

@@ -1,0 +1,117 @@
+"""Which operand of a core is which, by the dimensions that they share with each other and with the result."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Set
+
+from torch.fx import Node
+
+from megacpp_compile.matchers.ssd.axes import Atom, Dim, flat
+from megacpp_compile.matchers.ssd.resize import Resized
+from megacpp_compile.matchers.ssd.tensor_algebra import Algebra
+from megacpp_compile.matchers.ssd.tensor_ops import EXPONENTIALS
+
+ROLES = ("q", "k", "v", "beta", "initial_state")
+
+
+@dataclasses.dataclass(frozen=True)
+class Axes:
+    """Atoms of the dimensions: b batch, t tokens, h value heads, k and v channels."""
+
+    b: Dim
+    t: Dim
+    h: Dim
+    k: Dim
+    v: Dim
+
+
+@dataclasses.dataclass(frozen=True)
+class Roles:
+    """The operand of each role, and the dimensions they have."""
+
+    nodes: dict[str, Node]
+    axes: Axes
+
+
+def gate_of(algebra: Algebra, resized: Resized) -> list[Node]:
+    """The leaves that exponentials are made of: one, or none without gates."""
+    inside = set(resized.nodes)
+    exponents = {n for n in inside if n.target in EXPONENTIALS and n not in algebra.constants}
+    found, pending = set[Node](), list(exponents)
+    while pending:
+        n = pending.pop()
+        if n not in found:
+            found.add(n)
+            pending += algebra.inputs(n) if n in inside else []
+    return [n for n in resized.leaves if n in found]
+
+
+def assignments(r: Resized, root: Node, gate: Node | None, corrected: Set[Node]) -> Iterator[Roles]:
+    """Every way to name the leaves that dimensions allow. corrected: what the state is made of, so no queries."""
+    made = atoms(r, root)
+    others = [n for n in r.leaves if n is not gate]
+    for names in itertools.permutations(ROLES, len(others)):
+        nodes = dict(zip(names, others, strict=True))
+        if not {"k", "v"} <= nodes.keys() or nodes.get("q") in corrected:
+            continue
+        nodes.setdefault("q", nodes["k"])  # one tensor as both
+        if gate is not None:
+            nodes["g"] = gate
+        axes = _axes(r, root, made, nodes)
+        if axes is not None:
+            yield Roles(nodes, axes)
+
+
+def atoms(r: Resized, n: Node) -> Dim:
+    return [a for d in r.of(n) for a in d]
+
+
+def _axes(r: Resized, root: Node, made: Dim, nodes: dict[str, Node]) -> Axes | None:
+    of = {name: set(atoms(r, n)) for name, n in nodes.items()}
+    if any(len(atoms(r, n)) != len(of[name]) for name, n in nodes.items()) or len(set(made)) != len(made):
+        return None
+    known = set(made)
+    keys = of["k"] - known
+    if not keys or of["q"] - known != keys or of["v"] != known:
+        return None
+    elsewhere = set().union(*(of[name] for name in ("q", "k", "g", "beta") if name in of))
+    own = [d for d in r.of(nodes["v"]) if d and not set(d) & elsewhere]
+    if not own:
+        return None
+    values = own[-1]
+    outer = known - set(values)
+    if any(of[name] - keys - outer for name in ("q", "k") if name in of) or of.get("beta", set()) - outer:
+        return None
+    if of.get("g", set()) - keys - outer:
+        return None
+    if "initial_state" in of and (not keys | set(values) >= of["initial_state"] - outer):
+        return None
+    time = _time(r, outer, keys, set(values))
+    if time is None or "initial_state" in of and of["initial_state"] & time:
+        return None
+    dims = [d for d in r.of(nodes["v"]) if d != values and not set(d) & time]
+    order = atoms(r, nodes["v"])
+    heads = [a for d in (dims[1:] or dims) for a in d]
+    return Axes(
+        b=[a for a in order if a in outer - time and a not in heads], t=[a for a in order if a in time], h=heads,
+        k=[a for a in atoms(r, nodes["k"]) if a in keys], v=values,
+    )  # fmt: skip
+
+
+def _time(r: Resized, outer: Set[Atom], keys: Set[Atom], values: Set[Atom]) -> Set[Atom] | None:
+    """The dimensions that a state, which has those of keys and of values, has not; or those that meet themselves."""
+    least: set[Atom] | None = None
+    twice = set[Atom]()
+    for dims in r.dims.values():
+        if not isinstance(dims, list) or any(d and isinstance(d[0], list) for d in dims):
+            continue  # several tensors
+        mine = [a for d in dims for a in flat(d)]
+        twice |= {a for a in mine if a in outer and mine.count(a) > 1}
+        if keys | values <= set(mine):
+            rest = set(mine) & outer
+            least = rest if least is None or len(rest) < len(least) else least
+    if least is not None and outer - least:
+        return outer - least
+    return twice or None

@@ -1,0 +1,277 @@
+"""A causal convolution of packed documents, written as a sum of taps: each is x some steps earlier, where that step is
+of the same document, times a column of the weight.
+
+    y[t] = sum over lags of w[:, k - 1 - lag] * x[t - lag] * (seq_idx[t - lag] == seq_idx[t]),  + bias
+
+Factors stand in any order, masks as a product, `where` or `masked_fill`, time in any of the last two dimensions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from megacpp_compile.fx.edit import same_size, value
+from megacpp_compile.fx.views import CASTS, IDENTITIES, SQUEEZES, UNSQUEEZE
+from megacpp_compile.matchers.causal_conv import CausalConv, NoCausalConv, silu_of
+
+aten = torch.ops.aten
+_PADS = {aten.pad.default, aten.constant_pad_nd.default}
+_NOT = {aten.logical_not.default, aten.bitwise_not.default}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Term:
+    """One summand: x delayed by `lag` along dimension `time`, perhaps masked by documents, times a weight's column."""
+
+    x: Node
+    time: int
+    lag: int
+    weight: Node
+    column: int
+    seq_idx: Node | None
+
+
+def match_masked_taps(root: Node) -> CausalConv | NoCausalConv | None:
+    """The convolution that the sum `root` is; None where no term of it is masked by documents."""
+    summands, internal = _flatten(root, aten.add.Tensor)
+    if len(summands) < 2 or not any(_is_same(f) is not None for s in summands for f in _factors(s)[0]):
+        return None
+    bias, terms = None, list[_Term]()
+    for node in summands:
+        factors, inside, cleared = _factors(node)
+        term = _term(factors, cleared)
+        if term is not None:
+            terms.append(term)
+            internal |= inside
+        elif bias is None and _is_channels(node, value(root)):
+            bias = node
+        else:
+            return NoCausalConv(node, "documents", "a summand is no tap of x, masked by its document, times a weight")
+    wrong = _disagreement(terms, bias, root)
+    if wrong is not None:
+        return NoCausalConv(root, "documents", wrong)
+    end, activation = root, ""
+    silu = next((s for user in root.users for s in silu_of(root, user)), None)
+    if silu is not None:
+        end, activation = silu[0], "silu"
+        internal |= silu[1]
+    first = terms[0]
+    outside = [u for n in internal - {end} for u in n.users if u not in internal]
+    if outside:
+        return NoCausalConv(root, "escapes", f"a part of the sum of taps is read elsewhere, too: {outside[0].name}")
+    bits = [torch.finfo(value(n).dtype).bits for n in (first.x, end)]
+    low = next((n for n in sorted(internal) if torch.finfo(value(n).dtype).bits < min(bits)), None)
+    if low is not None:
+        return NoCausalConv(low, "precision", f"computed in {value(low).dtype}, lower than operand and result")
+    bias = None if bias is None else _unit_free(bias)
+    seq_idx = next(t.seq_idx for t in terms if t.seq_idx is not None)
+    time = first.time
+    return CausalConv(root, first.x, time, first.weight, bias, activation, end, time, internal, seq_idx)
+
+
+def _disagreement(terms: list[_Term], bias: Node | None, root: Node) -> str | None:
+    """Why these taps are not one convolution, or None."""
+    first = terms[0]
+    taps = value(first.weight).shape[-1]
+    if any((t.x, t.time, t.weight) != (first.x, first.time, first.weight) for t in terms):
+        return "the taps are of several tensors or weights"
+    if sorted(t.lag for t in terms) != list(range(len(terms))) or taps != len(terms):
+        return f"{len(terms)} taps at lags {sorted(t.lag for t in terms)} for a weight of {taps}"
+    if any(t.column != taps - 1 - t.lag for t in terms):
+        return "the weight's columns are not in the order of the taps"
+    numbers = {t.seq_idx for t in terms if t.lag}
+    if len(numbers) != 1 or None in numbers or any(t.seq_idx not in (None, *numbers) for t in terms):
+        return "not all taps are masked by the same documents"
+    channels = value(first.x).shape[3 - first.time]
+    if not same_size(value(first.weight).shape[0], channels) or value(root).shape != value(first.x).shape:
+        return "the weight is not one column of taps for each channel"
+    return "the bias does not lie along the channels" if bias is not None and first.time == 2 else None
+
+
+def _flatten(root: Node, op: Any) -> tuple[list[Node], set[Node]]:
+    """(what the tree of `op`s at `root` combines, the tree's nodes); a 0 that a sum begins with is nothing."""
+    leaves, tree, pending = [], set[Node](), [root]
+    while pending:
+        node = pending.pop()
+        if node.target is op and not node.kwargs and (node is root or len(node.users) == 1):
+            tree.add(node)
+            pending += [a for a in node.args if isinstance(a, Node)]
+            if any(not isinstance(a, Node) and a != 0 for a in node.args):
+                leaves.append(node)
+        else:
+            leaves.append(node)
+    return leaves, tree
+
+
+def _factors(node: Node) -> tuple[list[Node], set[Node], set[Node]]:
+    """(the factors of a product, with masks as factors; the nodes that multiply them; masks of what becomes 0)."""
+    factors, inside, cleared, pending = [], set[Node](), set[Node](), [node]
+    while pending:
+        n = pending.pop()
+        arguments: Any = n.args
+        if n.target is aten.mul.Tensor and all(isinstance(a, Node) for a in arguments):
+            pending += arguments
+        elif n.target in (aten.where.self, aten.where.ScalarOther) and _is_zero(arguments[2]):
+            pending += arguments[:2]
+        elif n.target is aten.masked_fill.Scalar and arguments[2] == 0:
+            pending += arguments[:2]
+            cleared.add(arguments[1])
+        else:
+            factors.append(n)
+            continue
+        inside.add(n)
+    return factors, inside, cleared
+
+
+def _is_zero(node: Any) -> bool:
+    if not isinstance(node, Node):
+        return isinstance(node, (int, float)) and node == 0
+    if node.target in (aten.full.default, aten.full_like.default, aten.new_full.default):
+        return node.args[-1] == 0
+    if node.target in (aten.scalar_tensor.default,):
+        return node.args[0] == 0
+    return node.target in (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
+
+
+def _term(factors: list[Node], cleared: set[Node]) -> _Term | None:
+    masks = {f: same for f in factors if (same := _is_same(f)) is not None}
+    columns = {f: found for f in factors if (found := _column(f)) is not None}
+    taps = [f for f in factors if f not in masks and f not in columns]
+    if len(taps) != 1 or len(columns) != 1 or len(masks) > 1 or value(taps[0]).dim() != 3:
+        return None
+    for time in (1, 2):
+        x, lag = _delayed(taps[0], time, zeros=True)
+        fits = all(
+            same.lag == lag and same.differs == (mask in cleared) and _one_wide(mask, 3 - time)
+            for mask, same in masks.items()
+        )
+        if fits and (masks or not lag) and all(_one_wide(column, 0, time) for column in columns):
+            return _Term(x, time, lag, *columns.popitem()[1], next((m.seq_idx for m in masks.values()), None))
+    return None
+
+
+def _one_wide(node: Node, *dims: int) -> bool:
+    """Whether `node`, beside x [b, t, c] or [b, c, t], is 1 wide in `dims`."""
+    shape = value(node).shape
+    shape = [1] * (3 - len(shape)) + list(shape)
+    return len(shape) == 3 and all(isinstance(shape[d], int) and shape[d] == 1 for d in dims)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Same:
+    """Whether a step and the one `lag` before are of one document, or, with `differs`, of two."""
+
+    seq_idx: Node
+    lag: int
+    differs: bool
+
+
+def _is_same(node: Any) -> _Same | None:
+    differs = False
+    while isinstance(node, Node) and node.target in IDENTITIES | CASTS | SQUEEZES | _NOT | {UNSQUEEZE}:
+        differs ^= node.target in _NOT
+        node = node.args[0]
+    if not isinstance(node, Node) or node.target not in (aten.eq.Tensor, aten.ne.Tensor):
+        return None
+    differs ^= node.target is aten.ne.Tensor
+    a, b = node.args
+    if not all(isinstance(n, Node) and _is_numbers(n) for n in (a, b)):
+        return None
+    for earlier, now in ((a, b), (b, a)):
+        x, lag = _delayed(earlier, 1, zeros=False)  # type: ignore[arg-type]
+        if x is now:
+            return _Same(x, lag, differs)
+    return None
+
+
+def _is_numbers(node: Any) -> bool:
+    fake = value(node)
+    return not fake.is_floating_point() and not fake.is_complex() and fake.dtype != torch.bool and fake.dim() == 2
+
+
+def _delayed(node: Node, time: int, zeros: bool) -> tuple[Node, int]:
+    """(x, lag) where `node` is x as it was `lag` steps earlier along `time`; before time 0 it is 0, if `zeros` is
+    asked. `node` itself and 0 where it is no delay."""
+    first, at = 0, node
+    while (start := _slice_start(at, time)) is not None:
+        first, at = first + start, at.args[0]  # type: ignore[assignment]
+    left = 0
+    while (padded := _padded(at, time, zeros)) is not None:
+        at, left = padded[0], left + padded[1]
+    # It may have been cut at its end before it was padded.
+    for x in (at, *(at.args[:1] if _slice_start(at, time) == 0 else ())):
+        if left >= first and same_size(value(node).shape[time], value(x).shape[time]):
+            return x, left - first  # type: ignore[return-value]
+    return node, 0
+
+
+def _slice_start(node: Node, time: int) -> int | None:
+    """Where a slice along `time` begins; None for anything else."""
+    if node.target is not aten.slice.Tensor:
+        return None
+    arguments: Any = (*node.args, *(None, 0, None, None, 1)[len(node.args) :])
+    _, dim, start, _, step = arguments
+    start = start or 0
+    return start if dim % value(node).dim() == time and isinstance(start, int) and start >= 0 and step == 1 else None
+
+
+def _dim(node: Node, position: int) -> int:
+    dim: Any = node.args[position] if len(node.args) > position else 0
+    return dim % value(node).dim()
+
+
+def _padded(node: Node, time: int, zeros: bool) -> tuple[Node, int] | None:
+    """(tensor, steps put before it) where `node` pads time in front, with zeros if these are asked for."""
+    rank = value(node).dim()
+    if node.target in _PADS:
+        constant = node.target is not aten.pad.default or len(node.args) < 3 or node.args[2] == "constant"
+        fill = node.args[3 if node.target is aten.pad.default else 2 :]
+        sizes: Any = node.args[1]
+        at = 2 * (rank - 1 - time)
+        others = [n for i, n in enumerate(sizes) if i != at]
+        if not constant or zeros and fill and fill[0] not in (None, 0) or len(sizes) <= at or any(others):
+            return None
+        return (node.args[0], sizes[at]) if isinstance(sizes[at], int) and sizes[at] >= 0 else None  # type: ignore[return-value]
+    if node.target is aten.cat.default and len(node.args[0]) == 2 and _dim(node, 1) == time:  # type: ignore[arg-type]
+        before, x = node.args[0]  # type: ignore[misc]
+        steps = value(before).shape[time]
+        return (x, steps) if isinstance(steps, int) and (not zeros or _is_zero(before)) else None
+    return None
+
+
+def _column(node: Node) -> tuple[Node, int] | None:
+    """(weight [c, k] or [c, 1, k], column) where `node` is that column, perhaps with dimensions of size 1."""
+    node = _unit_free(node)
+    if node.target is not aten.select.int or node.args[1] % value(node.args[0]).dim() != value(node).dim():  # type: ignore[operator]
+        return None
+    taps, column = value(node.args[0]).shape[-1], node.args[2]
+    if not isinstance(taps, int) or not isinstance(column, int):
+        return None
+    base, found = node.args[0], None
+    while isinstance(base, Node):
+        shape = value(base).shape
+        if len(shape) < 2 or shape[-1] != taps:
+            break
+        if len(shape) == 2 or len(shape) == 3 and shape[1] == 1:
+            found = base
+        units = SQUEEZES | IDENTITIES | {UNSQUEEZE}
+        one = base.target is aten.select.int and value(base.args[0]).shape[base.args[1]] == 1  # type: ignore[index]
+        base = base.args[0] if base.target in units or one else None
+    return None if found is None else (found, column % taps)
+
+
+def _unit_free(node: Node) -> Node:
+    """`node` before dimensions of size 1 were put in or dropped."""
+    while node.target in SQUEEZES | {UNSQUEEZE}:
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _is_channels(node: Node, like: torch.Tensor) -> bool:
+    shape = value(node).shape
+    along = value(_unit_free(node)).dim() == 1 and all(n == 1 for n in shape[:-1])
+    return along and same_size(shape[-1], like.shape[-1])

@@ -1,0 +1,94 @@
+"""Rows of tokens, one for each choice, in an order of slots: what sorted experts read, and where they add to.
+
+Slot s is choice s % k of token s // k. In the order `o` of slots, tokens' rows are `x[o // k]`, `x[token[o]]` or
+`x[token][o]`, with `token` the number of each slot's token, or `every_choice(x)[o]`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from megacpp_compile.fx.edit import same_size, value
+from megacpp_compile.matchers.moe.factors import Axis, Factor, is_one, seen_as
+from megacpp_compile.matchers.moe.routing import indexed
+
+aten = torch.ops.aten
+
+
+def tokens_in_order(rows: Node, order: Node, tokens: Any, choices: int) -> Node | None:
+    """The `tokens` [T, d] of which `rows` has one for each of `choices`, in `order`."""
+    read = _taken(rows)
+    if read is None:
+        return None
+    x, token = read
+    if order_of_tokens(token, tokens, choices) is order:
+        return x
+    return _once_a_choice(x, tokens, choices) if token is order else None
+
+
+def order_of_tokens(token: Node, tokens: Any, choices: int) -> Node | None:
+    """The order of slots in which `token` has the numbers of their `tokens`."""
+    if _is_whole_part(token):
+        return token.args[0] if token.args[1] == choices else None  # type: ignore[return-value]
+    read = _taken(token)
+    return read[1] if read is not None and _numbers_each_slot(read[0], tokens, choices) else None
+
+
+def choices_of(token: Node, tokens: Any) -> int | None:
+    """How many choices each of `tokens` has, by the numbers `token` of slots' tokens."""
+    if _is_whole_part(token):
+        return token.args[1]  # type: ignore[return-value]
+    if _taken(token) is None or is_one(tokens) and is_one(value(token).shape[0]):
+        return None
+    times = value(token).shape[0] // tokens
+    fixed = times if isinstance(times, int) else int(times.node.expr) if times.node.expr.is_Integer else None
+    return fixed if fixed and same_size(tokens * fixed, value(token).shape[0]) else None
+
+
+def _is_whole_part(node: Node) -> bool:
+    """Whether `node` is the whole part of numbers over a number."""
+    whole = node.target is aten.floor_divide.default or (
+        node.target is aten.div.Tensor_mode and node.kwargs.get("rounding_mode") in ("floor", "trunc")
+    )
+    return whole and isinstance(node.args[0], Node) and isinstance(node.args[1], int)
+
+
+def _numbers_each_slot(numbers: Node, tokens: Any, choices: int) -> bool:
+    """Whether `numbers` has the number of each slot's token, in the slots' own order."""
+    if _is_whole_part(numbers):
+        return numbers.args[1] == choices and _counts_up(numbers.args[0])  # type: ignore[arg-type]
+    each = _repeated(numbers, tokens, choices)
+    return each is not None and _counts_up(each)
+
+
+def _once_a_choice(rows: Node, tokens: Any, choices: int) -> Node | None:
+    """The `tokens` [T, d] of which `rows` has each one `choices` times, one behind the other."""
+    read = _taken(rows)
+    if read is not None and _numbers_each_slot(read[1], tokens, choices):
+        return read[0]
+    return _repeated(rows, tokens, choices)
+
+
+def _repeated(rows: Node, tokens: Any, choices: int) -> Node | None:
+    """What has one row for each of `tokens`, of which `rows` is a repetition of each `choices` times by views."""
+    t, k, *rest = (() if is_one(n) else (Axis(n),) for n in (tokens, choices, *value(rows).shape[1:]))
+    seen = seen_as(Factor(rows, ((*t, *k), *rest), rows), (t, *rest))
+    return None if seen is None else seen[0]
+
+
+def _counts_up(node: Node) -> bool:
+    """Whether `node` is 0, 1, 2, ..."""
+    starts = {aten.arange.default: 0, aten.arange.start: 1, aten.arange.start_step: 1}
+    first = starts.get(node.target)
+    return first is not None and (first == 0 or node.args[0] == 0) and node.args[2:] in ((), (1,))
+
+
+def _taken(node: Node) -> tuple[Node, Node] | None:
+    """(rows, numbers) where `node` is `rows[numbers]`."""
+    read = indexed(node)
+    if read is None or len(read[1]) != 1 or not isinstance(read[1][0], Node):
+        return None
+    return read[0], read[1][0]

@@ -1,0 +1,175 @@
+"""Linear attention with gates, in chunks or as one triangle: a scan without a step.
+
+    S_t = diag(exp g_t) S_t-1 + k_t v_t^T;   o_t = scale * S_t^T q_t
+
+g is one number for each head and token (simple GLA), or one for each channel of the keys (arXiv:2312.06635). What tells
+it from Mamba-2's scan is that the operand whose sums are the exponents is read by nothing else; it is found and proved
+as that is (`scan.py`, `roles.py`), beside this recurrence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, fx
+from torch.fx import Node
+
+from megacpp_compile.matchers.ssd.axes import Dim, NoAxes
+from megacpp_compile.matchers.ssd.boundary import MOST_OPERANDS, OperandBoundary
+from megacpp_compile.matchers.ssd.resize import Resized
+from megacpp_compile.matchers.ssd.resize_rules import RULES
+from megacpp_compile.matchers.ssd.roles import TOLERANCE, Leaf, Roles, arranged
+from megacpp_compile.matchers.ssd.scan import candidates, exports_of, is_decay
+from megacpp_compile.matchers.ssd.tensor_algebra import Algebra, operand_of
+from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS, EXPONENTIALS
+
+aten = torch.ops.aten
+
+
+@dataclasses.dataclass
+class LinearAttention:
+    """A proved one. Atoms: b batch, t tokens, h heads, k channels of keys, v of values."""
+
+    o: Leaf
+    final_states: list[Leaf]
+    q: Leaf
+    k: Leaf
+    v: Leaf
+    g: Leaf
+    initial_state: Leaf | None
+    scale: float
+    dims: dict[str, tuple[object, ...]]
+    chunk: int
+    inside: set[Node]
+
+
+def find_linear_attention(graph: fx.Graph) -> Iterator[LinearAttention]:
+    """Every linear attention of `graph` whose gates are summed over positions."""
+    if not any(n.target in EXPONENTIALS for n in graph.nodes):
+        return
+    algebra = Algebra(graph, RULES)
+    done: set[Node] = set()
+    for n in graph.nodes:
+        if n in done or not is_decay(algebra, n):
+            continue
+        found = None
+        for root in candidates(algebra, n):
+            try:
+                with torch.no_grad():
+                    found = _at(algebra, root)
+            except NoAxes:
+                continue
+            if found is not None:
+                yield found
+                done |= found.inside
+                break
+        if found is None:
+            done |= set(algebra.ahead(n))
+            done |= {e for a in algebra.ahead(n) for e in algebra.behind([a]) if e.target in EXPONENTIALS}
+
+
+def _at(algebra: Algebra, root: Node) -> LinearAttention | None:
+    everything = algebra.behind([root])
+    decays = [n for n in everything if is_decay(algebra, n)]
+    exponents = algebra.behind(a for e in decays for a in algebra.inputs(e))
+    sums = [m for m in exponents if _sums(algebra, m)]
+    gates = {operand_of(algebra, algebra.inputs(m)[0])[0] for m in sums}
+    first = {g for g in gates if not any(_sums(algebra, m) for m in algebra.behind([g]))}
+    if len(first) != 1:
+        return None
+    (g,) = first
+    between = {n for m in sums for n in operand_of(algebra, algebra.inputs(m)[0])[1]}
+    carrying = algebra.behind([root], stop=[g]) & set(algebra.ahead(g)) - {g}
+    if not all(n in carrying for n in decays):
+        return None
+    boundary = OperandBoundary(algebra, carrying, g)
+    boundary.inside |= between
+    operands = [n for n in boundary.leaves(root) if n is not g]
+    if len(operands) > MOST_OPERANDS - 2:
+        return None
+    exports, shown = exports_of(algebra, carrying, boundary.inside, [g, *operands], g, root)
+    resized = Resized(RULES, sorted(boundary.inside | shown), [g, *operands])
+    return _LinearRoles(algebra, resized, root, g, g, operands, exports).attention()
+
+
+def _sums(algebra: Algebra, n: Node) -> bool:
+    """Whether `n` sums its operand over consecutive positions."""
+    if n not in algebra.nodes or n in algebra.constants or len(algebra.inputs(n)) != 1:
+        return False
+    return n.target is aten.cumsum.default or n.target in CONTRACTIONS
+
+
+class _LinearRoles(Roles):
+    """x is v, B is k, C is q, and the step is g."""
+
+    def attention(self) -> LinearAttention | None:
+        r, g, made = self.r, self.atoms(self.dt), self.atoms(self.root)
+        if len(set(made)) != len(made) or len(set(g)) != len(g):
+            return None
+        p = [a for a in made if a not in g]
+        shared = [a for a in g if a in made]
+        dims = [d for m in (self.root, *self.operands, self.dt) for d in r.of(m) if d and set(d) <= set(shared)]
+        for t in {tuple(d): d for d in dims}.values():
+            others = [a for a in made if a in shared and a not in t]
+            for b in (others[:1], []):
+                h = [a for a in others if a not in b]
+                for roles in self._assignments(b, t, h, p):
+                    if "D" in roles:
+                        continue
+                    try:
+                        found = self._proved(roles, b, t, h, p)
+                    except NoAxes:
+                        continue
+                    if found is not None:
+                        return found
+        return None
+
+    def _proved(self, roles: dict[str, Node], b: Dim, t: Dim, h: Dim, p: Dim) -> LinearAttention | None:
+        r, scales = self.r, []
+        n = [a for a in self.atoms(roles["B"]) if a not in {*b, *t, *h, *p}]
+        if set(self.atoms(self.dt)) - {*b, *t, *h, *n}:
+            return None
+        for turn in (0, 1):
+            r.solve(turn)
+            generator = torch.Generator().manual_seed(turn)  # its own: what a model draws does not depend on compiling
+            operands = {m: torch.randn(r.shape(r.of(m)), dtype=torch.float64, generator=generator) for m in r.leaves}
+            operands[self.dt] = -operands[self.dt].abs()
+            o, *states = r.run(operands, [self.root, *self.exports])
+            targets = {"x": [b, t, h, p], "B": [b, t, h, n], "C": [b, t, h, n], "initial_state": [b, h, n, p]}
+            given = {k: arranged(r.axes, operands[m], r.of(m), targets[k]) for k, m in roles.items()}
+            gates = arranged(r.axes, operands[self.dt], r.of(self.dt), [b, t, h, n])
+            want, state = recurrence(given["C"], given["B"], given["x"], gates, given.get("initial_state"))
+            got = arranged(r.axes, o, r.of(self.root), [b, t, h, p])
+            scale = float((got * want).sum() / (want * want).sum())
+            if scale == 0 or not _equal(got, scale * want):
+                return None
+            scales.append(scale)
+            for final, found in zip(self.exports, states, strict=True):
+                same = {a for d in r.of(final) for a in d} == {*b, *h, *n, *p}
+                if not same or not _equal(arranged(r.axes, found, r.of(final), [b, h, n, p]), state):
+                    return None
+        if abs(scales[0] - scales[1]) > TOLERANCE * abs(scales[0]):
+            return None
+        made = {k: Leaf(m, tuple(tuple(d) for d in r.of(m))) for k, m in {**roles, "g": self.dt}.items()}
+        o_leaf, *finals = (Leaf(m, tuple(tuple(d) for d in r.of(m))) for m in (self.root, *self.exports))
+        return LinearAttention(
+            o_leaf, finals, made["C"], made["B"], made["x"], made["g"], made.get("initial_state"), scales[0],
+            {"b": tuple(b), "t": tuple(t), "h": tuple(h), "k": tuple(n), "v": tuple(p)}, self._chunk(t), set(r.nodes),
+        )  # fmt: skip
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and bool((a - b).abs().max() <= TOLERANCE * b.abs().max())
+
+
+def recurrence(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    """o without its scale [b, t, h, v] and the last state [b, h, k, v]; all operands by head, g by channel."""
+    b, t, h, _ = v.shape
+    state = v.new_zeros(b, h, k.shape[-1], v.shape[-1]) if state is None else state
+    out = []
+    for i in range(t):
+        state = g[:, i].exp()[..., None] * state + torch.einsum("bhk,bhv->bhkv", k[:, i], v[:, i])
+        out.append(torch.einsum("bhkv,bhk->bhv", state, q[:, i]))
+    return torch.stack(out, 1), state

@@ -1,0 +1,173 @@
+"""Where a graph takes tensors apart token by token, and where it puts results together again."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from megacpp_compile.fx.edit import same_size, value
+from megacpp_compile.fx.views import SPLITS
+from megacpp_compile.matchers.ssd.axes import number
+
+aten = torch.ops.aten
+
+
+@dataclasses.dataclass(frozen=True)
+class Read:
+    """Position `at` of dimension `dim` of `source`, which has `count`; kept: as a dimension of size 1."""
+
+    source: Node
+    dim: int
+    at: int
+    count: int
+    kept: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Collected:
+    """`node` is made of one of `parts` for every position of its dimension `dim`; between: nodes on the way, which
+    nothing else reads."""
+
+    node: Node
+    parts: tuple[Node, ...]
+    dim: int
+    kept: bool
+    between: frozenset[Node] = frozenset()
+
+
+def read_of(node: Node) -> Read | None:
+    """`node` as one position of a dimension of several."""
+    if node.op != "call_function" or not node.args or not isinstance(node.args[0], Node):
+        return None
+    source, rank = node.args[0], _rank(node.args[0])
+    if node.target is aten.select.int:
+        return _read(source, node.args[1] % rank, node.args[2], False)  # type: ignore[operator]
+    if node.target is aten.slice.Tensor:
+        of, start, end, step = [*node.args[1:], *(None,) * 4][:4]
+        size = number(value(source).shape[of or 0])  # type: ignore[index]
+        if size is None or not all(isinstance(v, int | None) for v in (start, end, step)):
+            return None
+        first, last, step = slice(start, end, step).indices(size)
+        return _read(source, (of or 0) % rank, first, True) if last - first == 1 and step == 1 else None  # type: ignore[operator]
+    if node.target is operator.getitem:
+        return _of_several(source, node.args[1])
+    return None
+
+
+def _of_several(several: Node, index: Any) -> Read | None:
+    source = several.args[0] if several.args else None
+    if not isinstance(source, Node) or not isinstance(index, int):
+        return None
+    if several.target is aten.unbind.int:
+        dim = several.args[1] if len(several.args) > 1 else several.kwargs.get("dim", 0)
+        return _read(source, dim % _rank(source), index, False)  # type: ignore[operator]
+    if several.target in SPLITS:
+        dim = several.args[2] if len(several.args) > 2 else several.kwargs.get("dim", 0)
+        dim %= _rank(source)  # type: ignore[operator, assignment]
+        pieces = value(several)
+        if all(same_size(p.shape[dim], 1) for p in pieces):
+            return _read(source, dim, index, True)  # type: ignore[arg-type]
+    return None
+
+
+def _rank(node: Node) -> int:
+    fake = value(node)
+    return fake.dim() if isinstance(fake, torch.Tensor) else 1
+
+
+def _read(source: Node, dim: int, at: Any, kept: bool) -> Read | None:
+    count = number(value(source).shape[dim])
+    if count is None or count < 2 or not isinstance(at, int):
+        return None
+    return Read(source, dim, at % count, count, kept)
+
+
+def reads_by_count(nodes: Iterable[Node]) -> dict[int, dict[Node, Read]]:
+    """All reads of tensors every position of which is read, by how many positions there are."""
+    groups: dict[tuple[Node, int, int], dict[Node, Read]] = {}
+    for node in nodes:
+        if (read := read_of(node)) is not None:
+            groups.setdefault((read.source, read.dim, read.count), {})[node] = read
+    found: dict[int, dict[Node, Read]] = {}
+    for (*_, count), reads in groups.items():
+        if len({r.at for r in reads.values()}) == count:
+            found.setdefault(count, {}).update(reads)
+    return found
+
+
+def collected(nodes: Iterable[Node], count: int) -> list[Collected]:
+    """What is put together of `count` parts, in order: stacks, concatenations, and writes into each position of one
+    tensor."""
+    found = []
+    for node in nodes:
+        if node.target in (aten.stack.default, aten.cat.default):
+            parts = node.args[0]
+            dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
+            if len(parts) == count and all(isinstance(p, Node) for p in parts):  # type: ignore[arg-type]
+                kept = node.target is aten.cat.default
+                dim %= _rank(node)  # type: ignore[operator, assignment]
+                if not kept or all(same_size(value(p).shape[dim], 1) for p in parts):  # type: ignore[union-attr, index]
+                    found.append(Collected(node, tuple(parts), dim, kept))  # type: ignore[arg-type]
+        elif _writes_into(node) and not any(map(_writes_into, node.users)):
+            found += _writes(node, count)
+    return found
+
+
+def _writes_into(node: Node) -> bool:
+    return _written(node) is not None or _overwrites(node)
+
+
+def _overwrites(node: Node) -> bool:
+    """Whether `node` writes its second argument over all of its first: the end of a write into a view of everything."""
+    if node.target is not aten.slice_scatter.default:
+        return False
+    whole = all(map(same_size, value(node.args[1]).shape, value(node).shape))
+    return whole and value(node.args[1]).dtype == value(node).dtype
+
+
+def _written(node: Node) -> tuple[int, int, bool] | None:
+    """(dimension, position, whether it is kept) that `node` writes its second argument to."""
+    if node.target is aten.select_scatter.default:
+        dim, at, kept = node.args[2] % _rank(node), node.args[3], False  # type: ignore[operator]
+    elif node.target is aten.slice_scatter.default:
+        of, start, end, step = [*node.args[2:], *(None,) * 4][:4]
+        dim, kept = (of or 0) % _rank(node), True  # type: ignore[operator]
+        size = number(value(node).shape[dim])
+        if size is None or not all(isinstance(v, int | None) for v in (start, end, step)):
+            return None
+        at, last, step = slice(start, end, step).indices(size)
+        if last - at != 1 or step != 1:
+            return None
+    else:
+        return None
+    size = number(value(node).shape[dim])
+    return (dim, at % size, kept) if size and isinstance(at, int) else None
+
+
+def _writes(last: Node, count: int) -> list[Collected]:
+    """`last` as the end of writes into every position, if it is."""
+    chain, between, node = [], set[Node](), last
+    while _writes_into(node):
+        between.add(node)
+        to = None if _overwrites(node) else _written(node)
+        if to is not None:
+            chain.append((node, to))
+        base = node.args[0 if to is not None else 1]
+        if not isinstance(base, Node):
+            return []
+        node = base
+    places = [to for _, to in reversed(chain)]
+    dims = {(dim, kept) for dim, _, kept in places}
+    if len(dims) > 1 or [at for _, at, _ in places] != list(range(count)):
+        return []
+    (dim, kept), parts = dims.pop(), [n.args[1] for n, _ in reversed(chain)]
+    if any(u is not last and u not in between for n in between - {last} for u in n.users):
+        return []
+    if not all(isinstance(p, Node) and value(p).dtype == value(last).dtype for p in parts):
+        return []
+    return [Collected(last, tuple(parts), dim, kept, frozenset(between - {last}))]  # type: ignore[arg-type]

@@ -1,0 +1,83 @@
+"""An operand's dimensions in the order, and merged as, an op asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from megacpp_compile.fx.edit import Builder
+from megacpp_compile.lowerings._kernels.gated_chunks import CHUNK_SIZES
+from megacpp_compile.matchers.ssd.axes import length
+from megacpp_compile.matchers.ssd.scan import Leaf
+
+aten = torch.ops.aten
+Groups = Sequence[tuple[Any, ...]]
+
+
+def gated_chunk_size(model: int) -> int:
+    """The model's, as one that the ops with gates take; it is free, as it decides only how they are computed."""
+    return next((size for size in CHUNK_SIZES if 0 < model <= size), CHUNK_SIZES[-1])
+
+
+def leading(leaves: Sequence[Leaf], heads: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The atoms of `heads` that `leaves` differ in, if those lead: one group for each; else all heads."""
+    own = {a for leaf in leaves for d in leaf.dims for a in d}
+    first = heads[: sum(a in own for a in heads)]
+    return first if set(first) == own & set(heads) else heads
+
+
+def arrange(build: Builder, leaf: Leaf | tuple[Node, Groups], target: Groups) -> Node:
+    """`leaf` with the dimensions of `target`, repeated where it lacks an atom; views wherever they will do."""
+    node, given = (leaf.node, leaf.dims) if isinstance(leaf, Leaf) else leaf
+    wanted = [tuple(g) for g in target]
+    if list(given) == wanted:
+        return node
+    units = [i for i, d in enumerate(given) if not d]
+    if units:
+        node = build(aten.squeeze.dims, node, units)
+    dims = [d for d in given if d]
+    # Whole dimensions stay whole; the others are taken apart.
+    have: list[tuple[Any, ...]] = []
+    for d in dims:
+        if len(d) == 1 or any(_tokens(g, [d]) for g in wanted):
+            have.append(d)
+        else:
+            node = build(aten.unflatten.int, node, len(have), _sizes(d))
+            have += [(a,) for a in d]
+    parts = [_tokens(g, have) or [(a,) for a in g] for g in wanted]
+    order = [part for group in parts for part in group]
+    permutation = [have.index(part) for part in order if part in have]
+    if permutation != sorted(permutation):
+        node = build(aten.permute.default, node, permutation)
+    missing = [i for i, part in enumerate(order) if part not in have]
+    if missing:
+        for i in missing:
+            node = build(aten.unsqueeze.default, node, i)
+        node = build(aten.expand.default, node, [length([*part]) if part not in have else -1 for part in order])
+    at = 0
+    for group in parts:
+        if not group:
+            node = build(aten.unsqueeze.default, node, at)
+        elif len(group) > 1:
+            node = build(aten.flatten.using_ints, node, at, at + len(group) - 1)
+        at += 1
+    return node
+
+
+def _tokens(group: tuple[Any, ...], dims: Groups) -> Groups | None:
+    """`group` as a sequence of single atoms and of `dims`, at least one of these; None where it is not."""
+    out: list[tuple[Any, ...]] = []
+    at, whole = 0, False
+    while at < len(group):
+        dim = next((d for d in dims if d == group[at : at + len(d)]), (group[at],))
+        whole |= dim in dims
+        out.append(dim)
+        at += len(dim)
+    return out if whole else None
+
+
+def _sizes(dim: tuple[Any, ...]) -> list[Any]:
+    return [a.size if isinstance(a.size, int) else -1 for a in dim]

@@ -1,0 +1,78 @@
+"""The gated delta rule in chunks: DeltaNet, Gated DeltaNet (arXiv:2412.06464), Kimi Delta Attention (arXiv:2510.26692).
+
+Before: within chunks `T = (I + tril(beta k k^T * decays, -1))^-1`, by rows, a solve or a series, `u = T (beta v)`,
+        `w = T (beta k * decays)`; from chunk to chunk `new = u - w S`, `o = q S + (q k^T * decays) new`,
+        `S = S * decay + k^T new`; l2 norms, padding, repeated heads, a scale; in any spelling
+After:  `o, final_state, ... = megacpp.gated_delta_rule(q, k, v, g, beta, state, None, scale, eps, chunk, ...)`
+
+Safe because the matcher (`matchers/delta_rule/`) runs the subgraph at small sizes on random operands in float64 and
+compares it with the recurrence that the op computes. Operands are read before they are normed, cast, repeated for the
+heads of a group, or padded; what makes gates and weights (softplus, sigmoid) stays in front of the op.
+Refused: other recurrences that correct a state, intermediates used elsewhere, parts under different grad or autocast
+modes, spellings with ops whose sizes can't be told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from megacpp_compile.fx.edit import Builder, place, value
+from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers.delta_rule.rule import DeltaRule, find_delta_rules
+from megacpp_compile.matchers.graph_view import GraphView
+from megacpp_compile.matchers.ssd.axes import flat
+from megacpp_compile.passes._arrange import arrange, gated_chunk_size, leading
+from megacpp_compile.passes._rule import NOT_ON_CUDA, REGION, Match, in_other_modes
+
+name = "gated_delta_rule"
+op = "megacpp::gated_delta_rule"
+after: tuple[str, ...] = ("token_loop",)  # a loop of few tokens is also one of chunks
+
+
+def find(view: GraphView) -> Iterator[Match | MatchFailure]:
+    for found in find_delta_rules(view.graph):
+        if isinstance(found, DeltaRule):
+            yield _check(view, found)
+        else:
+            yield MatchFailure(found.node, found.tag, found.reason)
+
+
+def _check(view: GraphView, rule: DeltaRule) -> Match | MatchFailure:
+    root = rule.o.node
+    if value(root).device.type == "cuda":
+        return MatchFailure(root, *NOT_ON_CUDA)
+    if (refusal := in_other_modes(view, sorted(rule.inside), root)) is not None:
+        return refusal
+    inputs = list(dict.fromkeys(leaf.node for leaf in rule.operands.values()))
+    outputs = [leaf.node for leaf in (rule.o, *rule.final_states)]
+    if place(inputs, outputs, root, view.mode_states) is None:
+        return MatchFailure(root, *REGION)
+
+    def rewrite(build: Builder) -> tuple[Node, list[Node]]:
+        x = rule.axes
+        b, t, h, k, v = (tuple(flat(d)) for d in (x.b, x.t, x.h, x.k, x.v))
+        groups = leading([rule.operands["q"], rule.operands["k"]], h)
+        channels = "g" in rule.operands and bool({a for d in rule.operands["g"].dims for a in d} & set(k))
+        targets = {
+            "q": (b, t, groups, k), "k": (b, t, groups, k), "v": (b, t, h, v),
+            "g": (b, t, h, k) if channels else (b, t, h), "beta": (b, t, h), "initial_state": (b, h, k, v),
+        }  # fmt: skip
+        args: list[Any] = [
+            arrange(build, rule.operands[role], target) if role in rule.operands else None
+            for role, target in targets.items()
+        ]
+        node = build(
+            torch.ops.megacpp.gated_delta_rule.default, *args, None, rule.scale, rule.qk_norm_eps,
+            gated_chunk_size(rule.chunk), value(root).dtype,
+        )  # fmt: skip
+        new = [arrange(build, (build.item(node, 0), (b, t, h, v)), rule.o.dims)]
+        for final in rule.final_states:
+            state = build.cast(build.item(node, 1), value(final.node).dtype)
+            new.append(arrange(build, (state, (b, h, k, v)), final.dims))
+        return node, new
+
+    return Match(root, inputs, outputs, rewrite)

@@ -1,0 +1,68 @@
+"""Linear attention with gates, chunk by chunk or as one triangle (GLA, arXiv:2312.06635; simple GLA).
+
+Before: `G = cumsum(g); L = exp(G_t - G_s); o = (q k^T * L) v` within chunks, states of chunks carried by decays of
+        their own, `o + (q exp(G)) S`, with a gate a head or a channel, in any spelling
+After:  `o, final_state, states = megacpp.gated_linear_attention(q, k, v, g, initial_state, None, scale, ...)`
+
+Safe because the matcher (`matchers/ssd/linear.py`) runs the subgraph at small sizes on random operands and compares it
+with the recurrence that the op computes; the op computes in float32 or better.
+Refused: parts under different grad or autocast modes. What is no such attention is told by `ssd_scan`, which knows the
+same decays. Off by default: on CUDA the op has no kernel yet, and code in chunks may be as fast as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.fx import Node
+
+from megacpp_compile.fx.edit import Builder, place, value
+from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers.graph_view import GraphView
+from megacpp_compile.matchers.ssd.linear import LinearAttention, find_linear_attention
+from megacpp_compile.matchers.ssd.roles import Leaf
+from megacpp_compile.passes._arrange import arrange, gated_chunk_size, leading
+from megacpp_compile.passes._rule import REGION, Match, in_other_modes
+
+name = "gated_linear_attention"
+op = "megacpp::gated_linear_attention"
+after: tuple[str, ...] = ("gated_delta_rule",)  # a delta rule is no near miss of this pass
+by_default = False
+
+
+def find(view: GraphView) -> Iterator[Match | MatchFailure]:
+    for found in find_linear_attention(view.graph):
+        yield _check(view, found)
+
+
+def _check(view: GraphView, found: LinearAttention) -> Match | MatchFailure:
+    root = found.o.node
+    if (refusal := in_other_modes(view, sorted(found.inside), root)) is not None:
+        return refusal
+    operands = (found.q, found.k, found.v, found.g, found.initial_state)
+    inputs = list(dict.fromkeys(leaf.node for leaf in operands if leaf is not None))
+    outputs = [leaf.node for leaf in (found.o, *found.final_states)]
+    if place(inputs, outputs, root, view.mode_states) is None:
+        return MatchFailure(root, *REGION)
+
+    def rewrite(build: Builder) -> tuple[Node, list[Node]]:
+        b, t, h, k, v = (found.dims[name] for name in "bthkv")
+        groups = leading([found.q, found.k], h)
+        by_channel = {a for d in found.g.dims for a in d} & set(k)
+        node = build(
+            torch.ops.megacpp.gated_linear_attention.default,
+            arrange(build, found.q, (b, t, groups, k)),
+            arrange(build, found.k, (b, t, groups, k)),
+            arrange(build, found.v, (b, t, h, v)),
+            arrange(build, found.g, (b, t, h, k) if by_channel else (b, t, h)),
+            found.initial_state and arrange(build, found.initial_state, (b, h, k, v)),
+            None, found.scale, gated_chunk_size(found.chunk), value(root).dtype,
+        )  # fmt: skip
+        new = [arrange(build, Leaf(build.item(node, 0), (b, t, h, v)), found.o.dims)]
+        for final in found.final_states:
+            state = build.cast(build.item(node, 1), value(final.node).dtype)
+            new.append(arrange(build, Leaf(state, (b, h, k, v)), final.dims))
+        return node, new
+
+    return Match(root, inputs, outputs, rewrite)

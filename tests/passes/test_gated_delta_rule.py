@@ -1,0 +1,162 @@
+"""Chunked gated delta rules are found however they are written, and nothing beside them; results stay eager's."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import expecttest
+import pytest
+import torch
+
+from megacpp_compile.config.options import Config
+from megacpp_compile.matchers.delta_rule import proof
+from megacpp_compile.matchers.delta_rule.rule import DeltaRule, find_delta_rules
+from megacpp_compile.matchers.delta_rule.verdicts import Verdicts
+from megacpp_compile.passes._arrange import gated_chunk_size
+from tests.corpus.delta.block import CHUNKED, LINEAR, PlainDelta, Spelling
+from tests.corpus.delta.chunked import chunk_after_chunk, padded_into_zeros
+from tests.corpus.delta.near_misses import NEAR_DELTA_RULES, NEAR_LINEAR
+from tests.corpus.delta.parts import by_rows_in_place, by_solving
+from tests.frames import check, render, run
+
+from .contract import assert_autocast, assert_autocast_inside, assert_disabled, assert_fires, assert_refused
+
+NAME = "gated_delta_rule"
+# Spellings that are left alone as yet, and why.
+LEFT = {
+    "general_inverse": "the frame is not captured",
+    "halves": "an inverse in halves leaves the sizes of the triangle apart",
+    "no_gate_row_by_row": "rows in two lists are not known to be the tokens of a chunk",
+    "channel_gates_by_columns": "a clamp branches on data",
+}
+# Why near misses are none, beside those whose results differ. The loops over tokens below do not get as far as that.
+TAGS = {
+    "keys_meet_queries": "roles",
+    "left_is_entered": "escapes",
+    "state_decays_twice": "escapes",
+    "read_before_the_update": "roles",
+    "decayed_after_the_correction": "roles",
+    "all_forgotten": "roles",
+    "corrected_by_the_query": "roles",
+    "weight_on_the_value_alone": "roles",
+}
+SILENT = {name: NEAR_DELTA_RULES[name] for name in ("squashed", "state_normed")}
+FIRES = {name: spelling for name, spelling in CHUNKED.items() if name not in LEFT}
+
+
+def block(spelling=CHUNKED["rows_in_place"], length=12, **kwargs):
+    module = PlainDelta(spelling, **kwargs)
+    return module, module.example_inputs(length)
+
+
+def near(form):
+    return block(Spelling(form), given=True, state=True)
+
+
+def test_graph():
+    frames = assert_fires(NAME, *block(length=10, given=True, state=True))
+    (line,) = (line for line in render(frames.graph).splitlines() if "megacpp.gated_delta_rule" in line)
+    expecttest.assert_expected_inline(line, """gated_delta_rule: (f32[2, 10, 4, 5], f32[2, 4, 3, 5], f32[2, 1, 4, 3, 5], f32[2, 10, 4, 16]) = megacpp.gated_delta_rule(view, view_1, permute, permute_1, permute_2, state, None, 0.5773502691896258, 1e-06, 16, float32)""")
+
+
+@pytest.mark.parametrize("name", FIRES)
+def test_spellings(name):
+    """Every other one with states in and out, which costs as long again."""
+    given = list(FIRES).index(name) % 2 == 1
+    frames = assert_fires(NAME, *block(FIRES[name], given=given, state=given))
+    assert not {n.target for n in frames.graph.graph.nodes} & {torch.ops.aten.cumsum.default}, "a part stayed behind"
+
+
+@pytest.mark.parametrize("length", [3, 4, 10])
+@pytest.mark.parametrize("name", ["rows_in_place", "channel_gates"])
+def test_lengths(name, length):
+    """Padded or not, in one chunk or in several."""
+    assert_fires(NAME, *block(FIRES[name], length, given=True, state=True))
+
+
+@pytest.mark.parametrize("sizes", [{"groups": 1}, {"groups": 4}, {"width": 5}, {"strength": 2}], ids=str)
+def test_sizes(sizes):
+    assert_fires(NAME, *block(**sizes))
+
+
+def test_inference():
+    module, args = block(given=True, state=True)
+    with torch.no_grad():
+        assert_fires(NAME, module.requires_grad_(False), tuple(a.detach() for a in args))
+
+
+def test_bfloat16():
+    module = PlainDelta().bfloat16()
+    assert run(module, module.example_inputs(dtype=torch.bfloat16)).counts[NAME] == 1
+
+
+def test_disabled():
+    assert_disabled(NAME, *block())
+
+
+def test_autocast_around_the_call():
+    assert_autocast(NAME, *block())
+
+
+def test_autocast_inside_the_frame():
+    assert_autocast_inside(NAME, *block())
+
+
+@pytest.mark.parametrize("model", [0, 1, 16, 20, 64, 256])
+def test_chunk_size_is_one_the_op_takes(model):
+    assert gated_chunk_size(model) in (16, 32, 64)
+
+
+def test_compiling_draws_no_random_numbers():
+    captured = run(*block(), Config(strict=True, disable=(NAME,))).analyses[0].captured
+    before = torch.get_rng_state()
+    (rule,) = find_delta_rules(captured.gm.graph)
+    assert isinstance(rule, DeltaRule)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("name", sorted(NEAR_DELTA_RULES.keys() - SILENT.keys()))
+def test_refuses(name):
+    """Another function of the same operands."""
+    assert_refused(NAME, TAGS.get(name, "differs"), *near(NEAR_DELTA_RULES[name]))
+
+
+@pytest.mark.parametrize("name", NEAR_LINEAR | SILENT)
+def test_no_business_of_this_pass(name):
+    """Nothing corrects a state, or what does is squashed or normed before it is read again."""
+    frames = check(*near((NEAR_LINEAR | SILENT)[name]))
+    assert not frames.counts[NAME] and not frames.tags(NAME)
+
+
+def test_refuses_an_inverse_that_is_read_elsewhere():
+    def form(*args):
+        seen = []
+        o, _ = chunk_after_chunk(*args, inverse=lambda lower: seen.append(by_solving(lower)) or seen[-1])
+        return o, seen[0]
+
+    assert_refused(NAME, "escapes", *near(form))
+
+
+def test_refuses_an_inverse_under_no_grad():
+    def inverse(lower):
+        with torch.no_grad():
+            return by_rows_in_place(lower)
+
+    assert_refused(NAME, "region", *near(partial(padded_into_zeros, inverse=inverse)))
+
+
+def test_refuses_what_is_too_large_to_try(monkeypatch):
+    """The chunks of a loop keep their number and size in the trial."""
+    monkeypatch.setattr(proof, "MOST_ELEMENTS", 100)
+    Verdicts.forget()  # what another test had proved needs no trial
+    assert_refused(NAME, "axes", *block())
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_linear_attention_is_none(name):
+    assert not run(*block(LINEAR[name], given=True, state=True)).counts[NAME]
+
+
+@pytest.mark.parametrize("name", sorted(LEFT.keys() - {"general_inverse"}))
+def test_left_alone(name):
+    assert not check(*block(CHUNKED[name])).counts[NAME]

@@ -1,0 +1,116 @@
+"""Gated delta rules of whole models: lengths that are symbols, and layers that are the same, which are proved once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from megacpp_compile.matchers.delta_rule import rule
+from megacpp_compile.matchers.delta_rule.verdicts import MOST, Structure, Verdict, Verdicts
+from tests.corpus.delta.block import CHUNKED, PlainDelta, Spelling
+from tests.corpus.delta.near_misses import NEAR_DELTA_RULES
+from tests.frames import TOLERANCE, check, largest_error, run, train
+
+NAME = "gated_delta_rule"
+QUICK = CHUNKED["whole_sequence"]  # without a loop
+
+
+class Stack(nn.Module):
+    def __init__(self, *layers):
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+    def example_inputs(self, length=12):
+        return (torch.randn(2, length, 10, generator=torch.Generator().manual_seed(1)).requires_grad_(),)
+
+
+@pytest.fixture
+def proofs(monkeypatch):
+    """The roots that were proved, or tried to be."""
+    roots = []
+
+    def proved(r, root, *rest):
+        roots.append(root)
+        return plain(r, root, *rest)
+
+    plain = rule.proved
+    monkeypatch.setattr(rule, "proved", proved)
+    Verdicts.forget()
+    yield roots
+    Verdicts.forget()
+
+
+@pytest.mark.parametrize("name", ["rows_in_place", "solved_to_an_inverse"])
+def test_dynamic(name):
+    """Only the length is a symbol: a loop over chunks fixes how many there are, not how far the last is filled."""
+    module = PlainDelta(CHUNKED[name])
+    frames = check(module, module.example_inputs(10), dynamic=True)
+    assert frames.fired.get(NAME) == 1, frames.misses
+
+
+def test_a_second_length():
+    module = PlainDelta(CHUNKED["solved_to_an_inverse"])
+    frames = run(module, module.example_inputs(10), fullgraph=False)
+    for length in (11, 15):
+        args = module.example_inputs(length)
+        got = train(frames.compiled, module, args)
+        assert largest_error(got, train(module, module, args))[0] <= TOLERANCE[torch.float32]
+    assert [analysis.frame.passes[NAME] for analysis in frames.analyses] == [1] * len(frames.analyses)
+    assert len(frames.analyses) > 1
+
+
+def test_layers_that_are_the_same_are_proved_once(proofs):
+    module = Stack(*(PlainDelta(QUICK) for _ in range(3)))
+    assert check(module, module.example_inputs()).counts[NAME] == 3
+    assert len(proofs) == 1
+    assert check(module, module.example_inputs()).counts[NAME] == 3
+    assert len(proofs) == 1, "a graph captured again is the same, too"
+
+
+@pytest.mark.parametrize("other", [{"width": 4}, {"groups": 4}, {"strength": 2}], ids=str)
+def test_layers_of_other_sizes_or_constants_are_proved_apart(proofs, other):
+    module = Stack(PlainDelta(QUICK), PlainDelta(QUICK, **other))
+    assert check(module, module.example_inputs()).counts[NAME] == 2
+    assert len(proofs) == 2
+
+
+def test_near_misses_beside_a_delta_rule(proofs):
+    """They differ in a constant or an op, and are refused whatever was proved before, each for its own node."""
+    near = Spelling(NEAR_DELTA_RULES[next(iter(NEAR_DELTA_RULES))])
+    module = Stack(PlainDelta(), PlainDelta(near), PlainDelta(near), PlainDelta())
+    frames = check(module, module.example_inputs())
+    assert frames.counts[NAME] == 2
+    assert len([m for m in frames.misses if m.pass_name == NAME]) == 2
+
+
+def test_few_verdicts_are_kept_and_no_nodes():
+    Verdicts.forget()
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(2)
+    for i in range(MOST + 3):
+        Verdicts().keep(Structure([x], [i]), Verdict({"q": 0}))
+    assert Verdicts().get(Structure([x], [0])) is None
+    assert Verdicts().get(Structure([x], [MOST + 2])) == Verdict({"q": 0})
+    assert len(Verdicts._kept) == MOST
+    assert all(isinstance(key, bytes) for key in Verdicts._kept)
+    Verdicts.forget()
+
+
+@pytest.mark.parametrize("a, b", [(1, 1.0), (1, True), ("1", 1), ((1,), (1, 1)), (torch.float32, torch.bfloat16)])
+def test_constants_of_other_kinds_differ(a, b):
+    assert Structure([], [a]).digest != Structure([], [b]).digest
+    assert Structure([], [a]).digest == Structure([], [a]).digest
+
+
+def test_what_is_not_known_to_be_equal_is_never_kept():
+    structure = Structure([], [object()])
+    Verdicts().keep(structure, Verdict())
+    assert structure.digest is None
+    assert Verdicts().get(structure) is None

@@ -1,0 +1,298 @@
+"""Loops over tokens are found however their step is written, and nothing beside them; results and gradients stay
+eager's."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megacpp_compile.config.options import Config
+from megacpp_compile.matchers.token_loops.proof import TokenLoop, find_token_loops
+from tests.corpus.delta.block import LINEAR, TOKENS, PlainDelta, Spelling
+from tests.corpus.delta.near_misses import NEAR_DELTA_RULES, NEAR_LINEAR
+from tests.corpus.delta.parts import no_norm, repeated, zeros_for
+from tests.frames import check, run
+
+from .contract import (
+    assert_autocast,
+    assert_autocast_inside,
+    assert_disabled,
+    assert_fires,
+    assert_refused,
+)
+
+NAME = "token_loop"
+# What a loop over tokens is; the others are chunks.
+NEAR = {
+    "read_before_the_update": "differs", "decayed_after_the_correction": "differs", "all_forgotten": "differs",
+    "corrected_by_the_query": "differs", "weight_on_the_value_alone": "differs", "squashed": "op", "state_normed": "op",
+    "bonus": "differs", "gate_of_each_value": "roles", "values_a_token_late": "steps",
+}  # fmt: skip
+
+
+def block(form=TOKENS["sums_of_products"], length=5, **kwargs):
+    module = PlainDelta(form, **kwargs)
+    return module, module.example_inputs(length)
+
+
+def op_of(frames, name="gated_delta_rule"):
+    target = getattr(torch.ops.megacpp, name).default
+    (node,) = (n for n in frames.graph.graph.nodes if n.target is target)
+    return node
+
+
+@pytest.mark.parametrize("name", TOKENS)
+def test_spelling(name):
+    assert_fires(NAME, *block(TOKENS[name], 4))
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_a_rate_that_no_token_changes_is_a_scan_with_a_step_of_one(given):
+    frames = assert_fires(NAME, *block(LINEAR["rate_by_token"], given=given, state=given))
+    assert op_of(frames, "ssd_scan")
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("name", ["by_token", "by_token_channel_gates"])
+def test_linear_attention(name, given):
+    frames = assert_fires(NAME, *block(LINEAR[name], 4, given=given, state=given))
+    assert op_of(frames, "gated_linear_attention")
+
+
+@pytest.mark.parametrize("length", [2, 17])
+def test_lengths(length):
+    frames = assert_fires(NAME, *block(length=length))
+    assert op_of(frames).args[9] == (16 if length <= 16 else 32)
+
+
+@pytest.mark.parametrize("name", TOKENS)
+def test_states_in_and_out_in_float64(name):
+    module = PlainDelta(TOKENS[name], given=True, state=True).double()
+    assert_fires(NAME, module, module.example_inputs(4, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("name", ["sums_of_products", "no_gate"])
+def test_bfloat16(name):
+    module = PlainDelta(TOKENS[name]).bfloat16()
+    frames = run(module, module.example_inputs(5, dtype=torch.bfloat16))
+    assert frames.counts[NAME] == 1, frames.misses
+
+
+def test_heads_and_keys_that_are_alone():
+    assert_fires(NAME, *block(groups=1, heads=1))
+
+
+def test_one_sequence():
+    module = PlainDelta()
+    module.spelling = TOKENS["einsums"]
+    assert_fires(NAME, module, module.example_inputs(5, batch=1))
+
+
+def test_two_layers():
+    module = nn.Sequential(PlainDelta(TOKENS["sums_of_products"]), PlainDelta(TOKENS["no_gate"]))
+    assert_fires(NAME, module, block()[1], count=2)
+
+
+def test_inference():
+    module, args = block(given=True, state=True)
+    with torch.no_grad():
+        assert_fires(NAME, module.requires_grad_(False), tuple(a.detach() for a in args))
+
+
+def test_disabled():
+    assert_disabled(NAME, *block(), "gated_delta_rule")  # a loop of few tokens is also one of chunks
+
+
+def test_dynamic_batches():
+    """The number of tokens is a number, as the loop is unrolled; that of sequences is not."""
+    module = PlainDelta(TOKENS["sums_of_products"])
+    args = module.example_inputs(5, batch=3)
+    torch._dynamo.mark_dynamic(args[0], 0)
+    frames = check(module, args)
+    assert frames.counts[NAME] == 1, frames.misses
+
+
+@pytest.mark.parametrize("spelling", [LINEAR["rate_by_token"], TOKENS["einsums_channel_gates"]])
+def test_everything_dynamic(spelling):
+    frames = check(*block(spelling, groups=1), dynamic=True)
+    assert frames.counts[NAME] == 1, frames.misses
+
+
+def test_autocast_around_the_call():
+    assert_autocast(NAME, *block(TOKENS["einsums"]))
+
+
+def test_autocast_inside_the_frame():
+    assert_autocast_inside(NAME, *block(TOKENS["einsums"]))
+
+
+# --- steps
+
+
+def stepwise(step, decays=torch.exp):
+    """A loop around `step(state, q, k, v, decay, beta)`, which takes one token of each."""
+
+    def form(q, k, v, g, beta, state, size, scale, norm):
+        q, k = repeated(norm(q), v.shape[2]) * scale, repeated(norm(k), v.shape[2])
+        state, out = zeros_for(k.transpose(1, 2), v.transpose(1, 2)) if state is None else state, []
+        for i in range(v.shape[1]):
+            o, state = step(state, q[:, i], k[:, i], v[:, i], decays(g[:, i]), beta[:, i])
+            out.append(o)
+        return torch.stack(out, 1), state
+
+    return Spelling(form, norm=no_norm)
+
+
+def update(state, q, k, v, decay, beta):
+    state = decay[..., None, None] * state
+    new = beta[..., None] * (v - torch.einsum("bhkv,bhk->bhv", state, k))
+    state = state + torch.einsum("bhk,bhv->bhkv", k, new)
+    return torch.einsum("bhkv,bhk->bhv", state, q), state
+
+
+def normed_within(state, q, k, v, decay, beta):
+    return update(state, F.normalize(q, dim=-1), k * torch.rsqrt((k * k).sum(-1, keepdim=True) + 1e-6), v, decay, beta)
+
+
+def clamped_within(state, q, k, v, decay, beta):
+    return update(state, q, k, v.clamp(-1, 1), decay, beta.sigmoid())
+
+
+@pytest.mark.parametrize("step", [normed_within, clamped_within], ids=lambda f: f.__name__)
+def test_what_a_step_does_to_its_operands_stays_in_front_of_the_op(step):
+    assert_fires(NAME, *block(stepwise(step)))
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_a_decay_by_sigmoid_has_a_logarithm(given):
+    assert_fires(NAME, *block(stepwise(update, torch.sigmoid), given=given, state=given))
+
+
+def test_refuses_a_decay_that_may_be_negative():
+    assert_refused(NAME, "decay", *block(stepwise(update, torch.tanh)))
+
+
+def test_the_first_state_may_be_broadcast_and_is_refused():
+    def form(q, k, v, g, beta, state, size, scale, norm):
+        return stepwise(update).form(q, k, v, g, beta, torch.ones(k.shape[-1], v.shape[-1]), size, scale, norm)
+
+    assert_refused(NAME, "state", *block(Spelling(form)))
+
+
+@pytest.mark.parametrize("shared", ["gate and beta of all heads", "gate a channel of all heads", "rate a channel"])
+def test_operands_that_heads_or_tokens_share(shared):
+    """The op has them for each."""
+
+    def step(state, q, k, v, decay, beta):
+        decay = decay[..., None].expand(*decay.shape, k.shape[-1])
+        if shared == "gate a channel of all heads":
+            decay = k[:, :1].sigmoid()
+        if shared == "rate a channel":
+            decay = torch.linspace(-2, -0.1, 4 * k.shape[-1], dtype=k.dtype).view(4, -1).exp()[None]
+        return update_by_channel(state, q, k, v, decay, beta)
+
+    def form(q, k, v, g, beta, *others):
+        if shared == "gate and beta of all heads":
+            g, beta = g.mean(2, keepdim=True), beta.mean(2, keepdim=True)
+        return stepwise(step).form(q, k, v, g, beta, *others)
+
+    assert_fires(NAME, *block(Spelling(form, norm=no_norm), 4))
+
+
+def update_by_channel(state, q, k, v, decay, beta):
+    state = decay[..., None] * state
+    new = beta[..., None] * (v - torch.einsum("bhkv,bhk->bhv", state, k))
+    state = state + torch.einsum("bhk,bhv->bhkv", k, new)
+    return torch.einsum("bhkv,bhk->bhv", state, q), state
+
+
+# --- stays out
+
+
+@pytest.mark.parametrize("near", NEAR)
+def test_refuses(near):
+    form = {**NEAR_DELTA_RULES, **NEAR_LINEAR}[near]
+    assert_refused(NAME, NEAR[near], *block(Spelling(form), given=True, state=True))
+
+
+@pytest.mark.parametrize("near", ["no_weight", "state_decays_twice", "upper_instead"])
+def test_chunks_that_are_no_delta_rule_are_none_of_its_business(near):
+    form = {**NEAR_DELTA_RULES, **NEAR_LINEAR}[near]
+    frames = check(*block(Spelling(form), 8))
+    assert not frames.counts[NAME] and not frames.tags(NAME)
+
+
+@pytest.mark.parametrize(
+    ("tag", "read"), [("escapes", lambda states: states[1].tanh()), ("carried", lambda states: sum(s.tanh() for s in states))]
+)
+def test_refuses_states_that_are_read(tag, read):
+    def form(q, k, v, g, beta, state, size, scale, norm):
+        states = []
+
+        def step(state, *operands):
+            o, state = update(state, *operands)
+            states.append(state)
+            return o, state
+
+        o, final = stepwise(step).form(q, k, v, g, beta, state, size, scale, norm)
+        return o, final + read(states[:-1])
+
+    assert_refused(NAME, tag, *block(Spelling(form), state=True))
+
+
+def test_refuses_a_step_under_no_grad():
+    def step(state, q, k, v, decay, beta):
+        with torch.no_grad():
+            new = beta[..., None] * v
+        state = decay[..., None, None] * state
+        state = state + torch.einsum("bhk,bhv->bhkv", k, new - beta[..., None] * torch.einsum("bhkv,bhk->bhv", state, k))
+        return torch.einsum("bhkv,bhk->bhv", state, q), state
+
+    assert_refused(NAME, "region", *block(stepwise(step)))
+
+
+def test_one_token_stays_plain_and_is_told():
+    module, args = block(given=True, state=True, length=1)
+    with torch.no_grad():
+        assert_refused(NAME, "one-token", module.requires_grad_(False), tuple(a.detach() for a in args))
+
+
+def test_a_recurrent_network_is_none_of_its_business():
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inward, self.across = nn.Linear(4, 6), nn.Linear(6, 6)
+
+        def forward(self, x):
+            state, out = torch.zeros(len(x), 6), []
+            for i in range(x.shape[1]):
+                state = torch.tanh(self.inward(x[:, i]) + self.across(state))
+                out.append(state)
+            return torch.stack(out, 1)
+
+    frames = check(Recurrent(), (torch.randn(2, 5, 4, requires_grad=True),))
+    assert not frames.counts[NAME] and not frames.misses
+
+
+def test_finding_is_linear_in_the_tokens():
+    def seconds(length):
+        module, args = block(length=length)
+        with torch.no_grad():
+            frames = run(module, args, Config(strict=True, disable=(NAME, "gated_delta_rule")))
+        graph = frames.analyses[0].captured.gm.graph
+        start = time.process_time()
+        (loop,) = find_token_loops(graph)
+        assert isinstance(loop, TokenLoop)
+        return time.process_time() - start
+
+    assert seconds(64) <= 12 * max(seconds(16), 0.01)
+
+
+def test_the_norm_of_queries_may_be_any():
+    spelling = dataclasses.replace(TOKENS["sums_of_products"], norm=no_norm)
+    assert_fires(NAME, *block(spelling))
