@@ -1,4 +1,4 @@
-"""Triton device code: a computed value in the dtype of the memory it goes to."""
+"""Triton device code: a computed value in the dtype of the memory it goes to, and numbers given to a kernel."""
 
 from __future__ import annotations
 
@@ -14,3 +14,10 @@ def as_stored(x, pointer):
         return x.to(tl.float32).to(pointer.dtype.element_ty)
     else:
         return x.to(pointer.dtype.element_ty)
+
+
+@triton.jit
+def single(number):
+    """A float argument of a kernel, in float32: Inductor passes it in float64 (torch 2.11 to 2.14, pytorch#190340),
+    and what it is multiplied by would be float64 too."""
+    return number.to(tl.float32)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megacpp_compile.lowerings._kernels.triton_cast import as_stored
+from megacpp_compile.lowerings._kernels.triton_cast import as_stored, single
 from megacpp_compile.lowerings._kernels.triton_launch import Kernel
 from megacpp_compile.lowerings.gated_delta_rule._triton_backward_tiles import (
     add_product,
@@ -56,6 +56,7 @@ def gated_delta_rule_prepare_channels(q, k, do, g, beta, inverse, table, decay, 
     """As `gated_delta_rule_prepare`, with decay [b, c, h, C, K] a channel. Queries that read the state and keys that
     write it have theirs inside, and norms, in reading and writing [b, t, h, K]; no_decay is 0 and norms are 1 for them.
     ends [b, c, h, K]: the decay over the chunk. CUTS: log2(C)."""
+    scale, eps = single(scale), single(eps)
     c, h = chunk_and_head(chunks)
     b = tl.program_id(1).to(tl.int64)
     r, n = tl.arange(0, C), tl.arange(0, K)[None, :]
@@ -124,6 +125,7 @@ def gated_delta_rule_query_grad_channels(q, k, do, table, decay, steps, states, 
                                          WIDE: tl.constexpr):  # fmt: skip
     """What a value head gives to dq [b, t, h, K]; the gradient of P, d_scores [b, c, h, C, C], before decays; and the
     queries' part of that of the decays, d_decay [b, c, h, C, K]."""
+    scale, eps = single(scale), single(eps)
     c, h = chunk_and_head(chunks)
     b = tl.program_id(1).to(tl.int64)
     r, n, m = tl.arange(0, C), tl.arange(0, K)[None, :], tl.arange(0, K)[:, None]
@@ -167,6 +169,7 @@ def gated_delta_rule_read_grad_channels(k, table, decay, states, d_between, d_de
                                         WIDE: tl.constexpr):  # fmt: skip
     """The gradient of keys where they read the state or stand in A's rows, d_reads [b, c, h, C, K]; what it gives to
     that of the decays is added to `d_decay`. d_between [b, c, h, C, C]: the gradient of A, before decays."""
+    eps = single(eps)
     c, h = chunk_and_head(chunks)
     b = tl.program_id(1).to(tl.int64)
     r, n, m = tl.arange(0, C), tl.arange(0, K)[None, :], tl.arange(0, K)[:, None]
@@ -202,6 +205,7 @@ def gated_delta_rule_key_grad_channels(q, k, table, decay, steps, ends, states, 
                                        WIDE: tl.constexpr):  # fmt: skip
     """What a value head gives to dk [b, t, h, K], from d_reads and from keys where they write the state or stand in
     columns of A and P; and dg."""
+    eps = single(eps)
     c, h = chunk_and_head(chunks)
     b = tl.program_id(1).to(tl.int64)
     r, n, m = tl.arange(0, C), tl.arange(0, K)[None, :], tl.arange(0, K)[:, None]

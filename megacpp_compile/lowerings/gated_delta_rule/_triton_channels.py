@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megacpp_compile.lowerings._kernels.triton_cast import as_stored
+from megacpp_compile.lowerings._kernels.triton_cast import as_stored, single
 from megacpp_compile.lowerings._kernels.triton_launch import Kernel
 from megacpp_compile.lowerings.gated_delta_rule._triton_inverse import unit_lower_inverse
 from megacpp_compile.lowerings.gated_delta_rule._triton_prepare import inverse_norm
@@ -50,6 +50,7 @@ def delta_prepare_channels(q, k, g, beta, places, inverse, mixed, factors, gated
     gated_q = q exp(G), gated_k = k exp(G), out_keys = k exp(G_C - G), all [b, tokens, heads, K] and normed;
     ends [b, chunks, heads, K] = exp(G_C).
     """
+    scale, eps = single(scale), single(eps)
     c, h, b = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     first, end = chunk_tokens(places, c, tokens, C, DOCUMENTS)
     if first >= end:

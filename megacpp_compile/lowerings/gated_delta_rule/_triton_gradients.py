@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megacpp_compile.lowerings._kernels.triton_cast import as_stored
+from megacpp_compile.lowerings._kernels.triton_cast import as_stored, single
 from megacpp_compile.lowerings._kernels.triton_launch import Kernel
 from megacpp_compile.lowerings.gated_delta_rule._triton_backward_tiles import (
     add_product,
@@ -32,6 +32,7 @@ def gated_delta_rule_query_grad(q, k, do, table, decay, steps, norms, states, er
                                 WIDE: tl.constexpr):  # fmt: skip
     """dq, summed over the HB value heads of a key head; the gradient of the scores q k^T, summed likewise and times
     q's norm, for dk; and two parts of the decays' gradient."""
+    scale = single(scale)
     c, group = chunk_and_head(chunks)
     b = tl.program_id(1).to(tl.int64)
     r, n = tl.arange(0, C), tl.arange(0, K)[None, :]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megacpp_compile.lowerings._kernels.triton_cast import as_stored
+from megacpp_compile.lowerings._kernels.triton_cast import as_stored, single
 from megacpp_compile.lowerings._kernels.triton_launch import Kernel
 from megacpp_compile.lowerings.gated_delta_rule._triton_inverse import unit_lower_inverse
 from megacpp_compile.lowerings.gated_delta_rule._triton_tiles import LOG2_E, chunk_tokens, dot
@@ -38,6 +38,7 @@ def delta_prepare(q, k, g, beta, places, inverse, mixed, factors, tokens, heads,
     factors [5, b, heads, tokens], float32, what the walk multiplies by: beta for v; beta * exp(G) for k S;
     scale * exp(G) for q S; exp(G_C - G) for U; exp(G_C) for S. Those of k and q have the norms in them.
     """
+    scale, eps = single(scale), single(eps)
     h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     first, end = chunk_tokens(places, tl.program_id(0), tokens, C, DOCUMENTS)
     if first >= end:

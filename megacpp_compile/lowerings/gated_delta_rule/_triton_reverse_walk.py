@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megacpp_compile.lowerings._kernels.triton_cast import as_stored
+from megacpp_compile.lowerings._kernels.triton_cast import as_stored, single
 from megacpp_compile.lowerings._kernels.triton_launch import Kernel
 from megacpp_compile.lowerings.gated_delta_rule._triton_backward_tiles import (
     add_product,
@@ -28,6 +28,7 @@ def gated_delta_rule_reverse_walk(q, k, do, w, du_local, decay, steps, norms, en
 
     Two GEMMs wait for the state's gradient, that of U and what w takes from it; the one of the queries does not.
     """
+    scale = single(scale)
     tile, h, document = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     r, n, p = tl.arange(0, C), tl.arange(0, K), tile * BV + tl.arange(0, BV)[None, :]
     if PACKED:

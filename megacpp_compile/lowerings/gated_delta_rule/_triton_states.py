@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megacpp_compile.lowerings._kernels.triton_cast import as_stored
+from megacpp_compile.lowerings._kernels.triton_cast import as_stored, single
 from megacpp_compile.lowerings._kernels.triton_launch import Kernel
 from megacpp_compile.lowerings.gated_delta_rule._triton_backward_tiles import (
     add_product,
@@ -40,6 +40,7 @@ def gated_delta_rule_prepare(q, k, do, g, beta, inverse, table, decay, steps, no
     decays and nothing comes in. norms [b, c, h, 2, C]: what normalises a row of q and of k.
     solve [b, c, h, C, C] = (I + A diag(beta))^-1; w [b, c, h, C, K] = solve Kh; du_local [b, c, h, C, V] = P^T dO'.
     """
+    scale, eps = single(scale), single(eps)
     c, h = chunk_and_head(chunks)
     b = tl.program_id(1).to(tl.int64)
     r, n = tl.arange(0, C), tl.arange(0, K)[None, :]

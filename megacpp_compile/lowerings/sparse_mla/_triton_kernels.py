@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megacpp_compile.lowerings._kernels.triton_cast import as_stored
+from megacpp_compile.lowerings._kernels.triton_cast import as_stored, single
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -59,6 +59,7 @@ def sparse_mla_forward(q, kv, indices, kv_scale, out, lse, tokens, rows, heads, 
                        SCALED: tl.constexpr, BLOCKS: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
                        BH: tl.constexpr, BK: tl.constexpr):  # fmt: skip
     """One pass of online softmax. The heads' blocks of a query are neighbours: they read the same rows."""
+    scale = single(scale)
     across = (heads + BH - 1) // BH
     t, b = (tl.program_id(0) // across).to(tl.int64), tl.program_id(1).to(tl.int64)
     h = (tl.program_id(0) % across) * BH + tl.arange(0, BH)
@@ -116,6 +117,7 @@ def sparse_mla_query_grad(grad, q, kv, indices, lse, delta, dq, tokens, rows, he
     which a thread of the tensor cores' layout has those of one place (rows r and r + 8), and 8 warps have 128 rows to
     share, where with 64 each half of them would compute all.
     """
+    scale = single(scale)
     across = (heads + BH - 1) // BH
     t, b = (tl.program_id(0) // across).to(tl.int64), tl.program_id(1).to(tl.int64)
     start = (tl.program_id(0) % across) * BH
@@ -169,6 +171,7 @@ def sparse_mla_rows_grad(grad, q, kv, indices, lse, delta, dkv, tokens, rows, he
     probabilities' gradients, and one sum takes both parts of the rows' gradient. Two GEMMs in a row into one sum of
     this size get layouts of their own (Triton 3.9), and move it through shared memory in between.
     """
+    scale = single(scale)
     tiles = (topk + BK - 1) // BK
     t, b = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(1).to(tl.int64)
     v, r = tl.arange(0, VP), V + tl.arange(0, RP)
