@@ -7,6 +7,7 @@ import functools
 import gc
 import importlib
 import importlib.util
+import logging
 import os
 import random
 import shutil
@@ -16,6 +17,7 @@ import pytest
 import torch
 from functorch.compile import make_boxed_func
 from torch import fx
+from torch._dynamo import guards
 from torch._inductor import compile_fx as module
 from torch._inductor import config as inductor_config
 from torch._inductor.virtualized import V
@@ -41,11 +43,20 @@ move_written_seeds()
 def _quick_compilers():
     """Scalar C++, a third quicker to generate and compile than what Inductor vectorises: that is its own affair, and
     tests that are about kernels as users get them ask for `vectorised`. Collecting garbage among the millions of
-    objects that imports leave behind finds nothing and takes a tenth of the time."""
+    objects that imports leave behind finds nothing and takes a tenth of the time. As much again goes into what torch
+    does for its telemetry at each compilation: all graphs as text, which pytest has torch's trace log write, as that
+    does not propagate, and a measurement of the guards, for which it flushes the CPU's caches."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
-    with inductor_config.patch({"cpp.simdlen": 1}):
+    trace = logging.getLogger("torch.__trace")
+    trace.handlers, trace.propagate = [], True
+    with (
+        inductor_config.patch({"cpp.simdlen": 1}),
+        torch._dynamo.config.patch(run_gc_after_compile=False),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr(guards, "profile_guard_manager", lambda *_: 0.0)
         yield
 
 

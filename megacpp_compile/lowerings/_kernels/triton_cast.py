@@ -20,4 +20,4 @@ def as_stored(x, pointer):
 def single(number):
     """A float argument of a kernel, in float32: Inductor passes it in float64 (torch 2.11 to 2.14, pytorch#190340),
     and what it is multiplied by would be float64 too."""
-    return number.to(tl.float32)
+    return tl.cast(number, tl.float32)
