@@ -11,5 +11,6 @@ if TYPE_CHECKING:
     from torch._dispatch.python import enable_python_dispatcher
     from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
     from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
+    from torch.utils.checkpoint import _CachingTorchDispatchMode as SelectiveContext
 else:
     __getattr__ = theme(__name__)

@@ -77,6 +77,8 @@ _ROWS = (
            "counting what a site saves", ALONE),
     Symbol("dispatch.set_runs_compiled", "torch._C._dynamo.guards.set_is_in_mode_without_ignore_compile_internals",
            "compiled code under a Sentinel", "a compiled model runs in eager under a Sentinel", seen="2.11-2.15"),
+    Symbol("dispatch.SelectiveContext", "torch.utils.checkpoint._CachingTorchDispatchMode",
+           "what a checkpoint region saves", ALONE),
     # --- pytree
     Symbol("pytree.tree_map", "torch.utils._pytree.tree_map", "nested arguments", RAISES),
     Symbol("pytree.tree_leaves", "torch.utils._pytree.tree_leaves", "nested arguments", ALONE),

@@ -30,10 +30,11 @@ from megacpp_compile.targets import Target
 
 
 class LowerSemanticOps(GraphPass):
-    """Replace every `megacpp::` node by its lowering's ops."""
+    """Replace every `megacpp::` node by its lowering's ops. regions: tags of the graph's checkpoint regions, which
+    torch's caches do not look at: a model compiled with and without checkpoints may have the same graph."""
 
-    def __init__(self, target: Target, config: Config, before: Any = None) -> None:
-        self.target, self.config, self.before = target, config, before
+    def __init__(self, target: Target, config: Config, before: Any = None, regions: tuple[Any, ...] = ()) -> None:
+        self.target, self.config, self.before, self.regions = target, config, before, regions
 
     def run(self, graph: fx.Graph) -> None:
         traced: dict[Any, GraphModule] = {}
@@ -48,10 +49,10 @@ class LowerSemanticOps(GraphPass):
                 raise NotLoweredError(str(node.target), self.target.name, module_fqn(node), source_line(node))
 
     def key(self) -> tuple[Any, ...]:
-        return self.target.name, self.config.cache_key()
+        return self.target.name, self.config.cache_key(), self.regions
 
     def __reduce__(self) -> Any:
-        return LowerSemanticOps, (self.target, self.config, self.before)
+        return LowerSemanticOps, (self.target, self.config, self.before, self.regions)
 
 
 def _lower(graph: fx.Graph, node: Node, target: Target, traced: dict[Any, GraphModule]) -> bool:

@@ -23,6 +23,7 @@ from megacpp_compile.backends._protocol import Settings
 from megacpp_compile.backends.inductor_stages import why_alone
 from megacpp_compile.config.options import Config
 from megacpp_compile.frontend.capture import fake_inputs
+from megacpp_compile.frontend.checkpoint import checkpoint_tags
 from megacpp_compile.lowerings._gemm.autotune import AutotuneGemms
 from megacpp_compile.remat.offload import Offload
 from megacpp_compile.remat.plan import StepContext
@@ -45,7 +46,7 @@ def compile_lowered(gm: GraphModule, example_inputs: Sequence[Any], settings: Se
     up to 2 % of a step's peak without a policy (docs/limits.md).
     """
     user = settings.patches.get("post_grad_custom_pre_pass", inductor_config.post_grad_custom_pre_pass)
-    lower = LowerSemanticOps(settings.target, settings.config, user)
+    lower = LowerSemanticOps(settings.target, settings.config, user, checkpoint_tags(gm.graph))
     launches = static_launch.patches(gm, settings.target, settings.patches) if settings.inner_compile is None else {}
     patches = {**launches, **gemm_patches(settings), "post_grad_custom_pre_pass": lower}
     try:

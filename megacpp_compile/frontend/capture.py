@@ -87,7 +87,7 @@ def capture(gm: GraphModule, example_inputs: Sequence[Any]) -> Captured:
         mode.allow_scalar_outputs = True  # Dynamo has let the frame read numbers from tensors
     try:
         with modes.restored(), fx_traceback.preserve_node_meta():
-            gm = resolve_transforms(inline_checkpoints(gm), fakes, mode)
+            gm = resolve_transforms(inline_checkpoints(gm, mode), fakes, mode)
             made = opaque_ops.isolate_hops(gm, fakes, mode)
             given_up = opaque_ops.given_up(made)
             traced = autocast.as_real_regions(made.gm)

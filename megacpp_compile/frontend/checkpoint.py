@@ -14,7 +14,8 @@ from torch import fx
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from megacpp_compile.errors import CaptureError
+from megacpp_compile._torch.fakes import FakeTensorMode
+from megacpp_compile.frontend.selective_checkpoint import decide
 from megacpp_compile.fx.edit import attribute_of
 
 _HOP = torch.ops.higher_order.tag_activation_checkpoint
@@ -22,10 +23,10 @@ _CALLS = ("call_function", "call_method", "call_module")
 _ids = itertools.count(1 << 20)  # away from the ids torch itself hands out within one graph
 
 
-def inline_checkpoints(gm: GraphModule) -> GraphModule:
+def inline_checkpoints(gm: GraphModule, mode: FakeTensorMode) -> GraphModule:
     """`gm` itself where there is no checkpoint region, else a copy with all of them inlined.
 
-    Raises CaptureError for a selective region (`context_fn`), whose policy has to see ops this graph no longer has.
+    Raises CaptureError for a selective region (`context_fn`) that cannot be asked what it saves.
     """
     if not any(n.target is _HOP for n in gm.graph.nodes):
         return gm
@@ -35,7 +36,7 @@ def inline_checkpoints(gm: GraphModule) -> GraphModule:
     out.meta.update(gm.meta)
     for node in gm.graph.nodes:
         if node.target is _HOP:
-            env[node] = _inline(node, gm, out, graph, env, node.name)  # type: ignore[assignment]
+            env[node] = _inline(node, gm, out, graph, env, node.name, mode)  # type: ignore[assignment]
         elif node.op == "output":
             graph.output(_map(node.args[0], env))
         else:
@@ -45,6 +46,15 @@ def inline_checkpoints(gm: GraphModule) -> GraphModule:
         graph.erase_node(node)  # the bodies; anything else without readers may be an in-place op
     out.recompile()
     return out
+
+
+def checkpoint_tags(graph: fx.Graph) -> tuple[tuple[int, int, int], ...]:
+    """(place, number of the region, policy) of each node in a checkpoint region; regions are numbered as they come."""
+    regions: dict[int, int] = {}
+    return tuple(
+        (i, regions.setdefault(n.meta.get("ac_graph_id", -1), len(regions)), n.meta["recompute"].value)
+        for i, n in enumerate(graph.nodes) if "recompute" in n.meta
+    )  # fmt: skip
 
 
 def _copy(node: Node, graph: fx.Graph, env: dict) -> Node:  # type: ignore[type-arg]
@@ -64,11 +74,14 @@ def _map(value, env):  # type: ignore[no-untyped-def]
     return fx.map_arg(value, lambda n: env[n])
 
 
-def _inline(node: Node, owner: GraphModule, out: GraphModule, graph: fx.Graph, env: dict, prefix: str):  # type: ignore[no-untyped-def,type-arg]
+def _inline(  # type: ignore[no-untyped-def]
+    node: Node, owner: GraphModule, out: GraphModule, graph: fx.Graph, env: dict, prefix: str, mode: FakeTensorMode  # type: ignore[type-arg]
+):  # fmt: skip
     body_ref, *args = node.args
     body = getattr(owner, str(body_ref.target))  # type: ignore[union-attr]
-    if body.meta.get("_checkpoint_context_fn") is not None:
-        raise CaptureError("a checkpoint region chooses what to save by itself (context_fn)")
+    decided = {}
+    if (context_fn := body.meta.get("_checkpoint_context_fn")) is not None:
+        decided = decide(body, context_fn, fx.map_arg(args, lambda n: n.meta["example_value"]), mode)
     inner: dict = {}  # type: ignore[type-arg]
     region, values = next(_ids), iter(args)
     result = None
@@ -78,7 +91,7 @@ def _inline(node: Node, owner: GraphModule, out: GraphModule, graph: fx.Graph, e
         elif n.op == "output":
             result = _map(n.args[0], inner)
         elif n.target is _HOP:
-            inner[n] = _inline(n, body, out, graph, inner, f"{prefix}_{n.name}")
+            inner[n] = _inline(n, body, out, graph, inner, f"{prefix}_{n.name}", mode)
         else:
             new = _copy(n, graph, inner)
             if n.op == "get_attr":
@@ -86,6 +99,6 @@ def _inline(node: Node, owner: GraphModule, out: GraphModule, graph: fx.Graph, e
                 setattr(out, attribute, attribute_of(body, str(n.target)))
                 new.target = attribute
             if isinstance(new, Node) and new.op in _CALLS and "recompute" not in new.meta:
-                new.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+                new.meta["recompute"] = decided.get(n, CheckpointPolicy.PREFER_RECOMPUTE)
                 new.meta["ac_graph_id"] = region
     return tuple(result) if isinstance(result, (tuple, list)) else result
