@@ -16,7 +16,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "megacpp_compile"
 TOPICS = {
-    "Compiling": ("backend", "Config", "compile"),
+    "Compiling": ("backend", "Config", "compile", "enable"),
     "Reports": ("record", "Report", "explain"),
     "Memory": ("CheckpointingPolicy", "estimate", "Estimate", "fit", "Fit"),
     "Precision": ("PrecisionPlan", "replace_linears", "te_layer_spec", "NativeLayerSpec"),

@@ -1,0 +1,75 @@
+"""`enable()`: megacpp compiles what Inductor would, where a trainer owns the call of `torch.compile`.
+
+Trainers name their backends in an enumeration of torch's own (accelerate's `DynamoBackend`, and so Hugging Face's
+`TrainingArguments`), or call `torch.compile(model)` without one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from megacpp_compile.backend import checked_options, mode_patches
+
+__all__ = ["Enabled", "enable"]
+
+
+class Enabled:
+    """What `enable` returns; a context manager that disables again when left."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self.options, self._replaced = options, torch.compile
+
+        @functools.wraps(self._replaced)
+        def compile(model: Any = None, *args: Any, **kwargs: Any) -> Any:
+            return self._replaced(model, *args, **self._redirected(kwargs))
+
+        self._compile = torch.compile = compile
+
+    def _redirected(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        mode, inductor = kwargs.get("mode"), kwargs.get("options")
+        if kwargs.get("backend", "inductor") != "inductor" or (mode is not None and inductor is not None):
+            return kwargs  # both is torch's own error
+        patches = {**self.options.get("inductor", {}), **mode_patches(mode), **(inductor or {})}
+        options = {**self.options, **({"inductor": patches} if patches else {})}
+        return {**kwargs, "backend": "megacpp", "mode": None, "options": options or None}
+
+    def disable(self) -> None:
+        """Leave `torch.compile` as it was; models compiled meanwhile stay compiled. A second call does nothing."""
+        if torch.compile is self._compile:
+            torch.compile = self._replaced
+        else:  # somebody else has replaced it since: what they call is torch's own again
+            self._redirected = lambda kwargs: kwargs  # type: ignore[method-assign]
+
+    def __enter__(self) -> Enabled:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self.disable()
+
+
+def enable(options: Mapping[str, Any] | None = None) -> Enabled:
+    """From here on, `torch.compile` and `nn.Module.compile` without a backend, or with `"inductor"`, mean `"megacpp"`.
+
+    options: fields of `Config`, for all of them. Inductor's own options and modes given to a call still count. Calls
+    that name another backend, and what is compiled already, stay as they are. Called again, it replaces the earlier
+    options. Raises the errors of `Config.from_options`.
+
+        megacpp_compile.enable({"policy": "selective"})
+        Trainer(model, TrainingArguments(torch_compile=True, ...)).train()
+    """
+    global _current
+    checked_options(options)
+    if _current is not None:
+        _current.disable()
+    _current = Enabled(dict(options or {}))
+    return _current
+
+
+_current: Enabled | None = None

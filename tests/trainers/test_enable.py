@@ -1,0 +1,102 @@
+"""`enable()`: calls of `torch.compile` that name no backend, or Inductor, compile with megacpp."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import megacpp_compile
+from megacpp_compile.errors import UnknownOptionError
+
+COMPILE = torch.compile
+
+
+@pytest.fixture(autouse=True)
+def _put_back():
+    torch._dynamo.reset()
+    yield
+    megacpp_compile.enable().disable()
+    assert torch.compile is COMPILE
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Arguments that reach torch's own `torch.compile`, which compiles nothing here."""
+    seen = []
+    monkeypatch.setattr(torch, "compile", lambda model=None, **kwargs: seen.append(kwargs))
+    return seen
+
+
+class Latents(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.down, self.norm, self.up = nn.Linear(16, 8, bias=False), nn.RMSNorm(8), nn.Linear(8, 16, bias=False)
+
+    def forward(self, x):
+        return self.up(self.norm(self.down(x)))
+
+
+@pytest.mark.parametrize("how", ["torch.compile", "decorator", "Module.compile", "backend"])
+def test_passes_fire(no_kernels, how):
+    model, x = Latents(), torch.ones(4, 16)
+    want = model(x)
+    with megacpp_compile.enable(), megacpp_compile.record() as report:
+        if how == "torch.compile":
+            got = torch.compile(model)(x)
+        elif how == "backend":
+            got = torch.compile(model, backend="inductor", dynamic=False)(x)
+        elif how == "decorator":
+            got = torch.compile(dynamic=False)(model.forward)(x)
+        else:
+            model.compile()
+            got = model(x)
+    assert report.counts["down_norm_up"] == 1
+    torch.testing.assert_close(got, want)
+
+
+def test_options_of_inductor_and_of_this_backend_meet(calls):
+    with megacpp_compile.enable({"policy": "selective", "inductor": {"max_autotune": True, "epilogue_fusion": True}}):
+        torch.compile(options={"epilogue_fusion": False})
+        torch.compile(mode="max-autotune-no-cudagraphs")
+        torch.compile(mode="default")
+    first, second, third = (call["options"] for call in calls)
+    assert {call["backend"] for call in calls} == {"megacpp"}
+    assert first == {"policy": "selective", "inductor": {"max_autotune": True, "epilogue_fusion": False}}
+    assert second["inductor"]["coordinate_descent_tuning"] is True
+    assert third["inductor"] == {"max_autotune": True, "epilogue_fusion": True}
+
+
+def test_other_backends_stay(calls):
+    with megacpp_compile.enable():
+        torch.compile(backend="eager", mode=None)
+    assert calls == [{"backend": "eager", "mode": None}]
+
+
+def test_mode_and_options_at_once_are_torch_s_error():
+    with megacpp_compile.enable(), pytest.raises(RuntimeError, match="mode or options"):
+        torch.compile(Latents(), mode="default", options={"max_autotune": True})
+
+
+def test_the_last_call_counts(calls):
+    megacpp_compile.enable({"policy": "selective"})
+    with megacpp_compile.enable({"policy": "full"}) as enabled:
+        torch.compile()
+    torch.compile()
+    enabled.disable()
+    assert calls == [{"backend": "megacpp", "mode": None, "options": {"policy": "full"}}, {}]
+
+
+def test_disabled_beneath_another_replacement(calls, monkeypatch):
+    enabled = megacpp_compile.enable()
+    inner = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda model=None, **kwargs: inner(model, **kwargs))
+    enabled.disable()
+    torch.compile()
+    assert calls == [{}]
+
+
+def test_bad_options_are_an_error_at_once():
+    with pytest.raises(UnknownOptionError, match="polcy"):
+        megacpp_compile.enable({"polcy": "selective"})
+    assert torch.compile is COMPILE

@@ -1,0 +1,70 @@
+"""Hugging Face's Trainer and accelerate, the packages themselves: one line makes them compile with megacpp."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import megacpp_compile
+
+accelerate = pytest.importorskip("accelerate")
+transformers = pytest.importorskip("transformers")
+
+STEPS = 3
+
+
+def model() -> torch.nn.Module:
+    torch.manual_seed(3)
+    return transformers.DeepseekV3ForCausalLM(
+        transformers.DeepseekV3Config(
+            vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+            num_key_value_heads=2, q_lora_rank=12, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8,
+            v_head_dim=8, first_k_dense_replace=1, max_position_embeddings=32,
+        )
+    )  # fmt: skip
+
+
+class Tokens(torch.utils.data.Dataset):
+    def __len__(self):
+        return 2 * STEPS
+
+    def __getitem__(self, i):
+        ids = torch.randint(64, (12,), generator=torch.Generator().manual_seed(i))
+        return {"input_ids": ids, "labels": ids}
+
+
+def losses(tmp_path, **how) -> list[float]:
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path), per_device_train_batch_size=2, max_steps=STEPS, logging_steps=1, report_to=[],
+        save_strategy="no", use_cpu=True, seed=1, learning_rate=1e-2, disable_tqdm=True, **how,
+    )  # fmt: skip
+    trainer = transformers.Trainer(model(), arguments, train_dataset=Tokens())
+    trainer.train()
+    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+
+
+def test_trainer(no_kernels, tmp_path):
+    torch._dynamo.reset()
+    want = losses(tmp_path)
+    with megacpp_compile.enable({"strict": True}), megacpp_compile.record() as report:
+        got = losses(tmp_path, torch_compile=True)
+    assert {name: n for name, n in report.counts.items() if n} == {
+        "down_norm_up": 2, "mla_rope_kv": 1, "mla_rope_q": 1,
+    }  # fmt: skip
+    assert len(got) == STEPS and got == pytest.approx(want, rel=1e-4)
+
+
+def test_accelerate(no_kernels, monkeypatch):
+    """As `accelerate launch --dynamo_backend inductor` has it."""
+    torch._dynamo.reset()
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
+    with megacpp_compile.enable(), megacpp_compile.record() as report:
+        prepared = accelerate.Accelerator(cpu=True).prepare(model())
+        prepared(torch.arange(12)[None], use_cache=False)
+    assert report.counts["mla_rope_q"] == 1
+
+
+def test_without_it_the_trainer_refuses_the_name(tmp_path):
+    """Why there is `enable`; once this passes by itself, docs/trainers.md can say so."""
+    with pytest.raises(ValueError, match=r"(?i)megacpp"):
+        losses(tmp_path, torch_compile_backend="megacpp")
