@@ -85,12 +85,14 @@ class Watched:
         return getattr(self.watched, name)
 
     def find(self, view: GraphView) -> list[Any]:
-        before = _state(view.graph)
+        before = view.__dict__.get("as_left")  # by the pass before, from whom only a graph that is the same comes along
+        before = _state(view.graph) if before is None else before
         found = list(self.watched.find(view))
-        after = _state(view.graph)
+        after = view.__dict__["as_left"] = _state(view.graph)
         for n in before.keys() | after.keys():
             was, now = before.get(n, {}), after.get(n, {})
-            self.changed += [f"{n.name}: {key}" for key in was.keys() | now.keys() if was.get(key) != now.get(key)]
+            if was != now:
+                self.changed += [f"{n.name}: {key}" for key in was.keys() | now.keys() if was.get(key) != now.get(key)]
         return found
 
 
@@ -99,10 +101,16 @@ def _state(graph: Graph) -> dict[Node, dict[str, Any]]:
     return {
         n: {
             "target": n.target, "args": n.args, "kwargs": n.kwargs, "users": tuple(n.users), "next": n.next,
-            **{f"meta {key}": (id(v), repr(v) if isinstance(v, dict | list | set) else "") for key, v in n.meta.items()},
+            **{f"meta {key}": _held(v) for key, v in n.meta.items()},
         }
         for n in graph.nodes
     }  # fmt: skip
+
+
+def _held(v: Any) -> Any:
+    if isinstance(v, dict):
+        return id(v), *v, *map(_held, v.values())
+    return (id(v), *map(_held, v)) if isinstance(v, list | set) else id(v)
 
 
 class Autocast(nn.Module):
