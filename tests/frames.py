@@ -16,10 +16,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._functorch.aot_autograd import aot_export_module
+from torch._subclasses import FakeTensorMode
+from torch.func import functional_call
 from torch.fx import GraphModule, Interpreter, Node
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from megacpp_compile.config.options import Config
-from megacpp_compile.passes._driver import run_passes
+from megacpp_compile.frontend.canonicalize import canonicalize
+from megacpp_compile.frontend.capture import Captured
+from megacpp_compile.passes._driver import Outcome, run_passes
 from megacpp_compile.pipeline import Analysis, analyse
 from megacpp_compile.report.records import MissedFusion
 from megacpp_compile.targets import CPU
@@ -165,6 +171,45 @@ def check(
     error, name = largest_error(frames.results, want)
     assert error <= tolerance, f"{name} differs from eager's by {error:.2e}; fired {frames.fired}"
     return frames
+
+
+def passed(module: nn.Module, args: tuple[Any, ...], config: Config | None = None) -> Outcome:
+    """What the passes do to `module`, traced without Dynamo, which takes longer than all else: its parameters and
+    buffers are inputs, as Dynamo has them. Where a pass fires, results of the rewritten graph have to be eager's. For
+    modules that write to nothing."""
+    state = dict([*module.named_parameters(), *module.named_buffers()])
+    names, inputs, mode = list(state), (*state.values(), *args), FakeTensorMode(shape_env=ShapeEnv())
+
+    def call(*flat: Any) -> tuple[Any, ...]:
+        out = functional_call(module, dict(zip(names, flat, strict=False)), flat[len(names) :])
+        return out if isinstance(out, tuple) else (out,)
+
+    fakes = [mode.from_tensor(x, static_shapes=True) if isinstance(x, Tensor) else x for x in inputs]
+    gm, signature = aot_export_module(Function(call), fakes, trace_joint=False, pre_dispatch=True)
+    assert isinstance(gm, GraphModule) and not signature.buffers_to_mutate and not signature.user_inputs_to_mutate
+    canonicalize(gm.graph, mode)
+    given = list(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True))
+    trained = frozenset(n for n, x in given if isinstance(x, Tensor) and x.requires_grad)
+    weights = frozenset(n for n, x in given if isinstance(x, nn.Parameter))
+    outcome = run_passes(Captured(gm, mode, weights | trained, trained), config or Config(strict=True))
+    if outcome.sites:
+        gm.recompile()
+        want = train(module, module, args)
+        error, name = largest_error(train(lambda *args: gm(*state.values(), *args), module, args), want)
+        tolerance = max(TOLERANCE.get(x.dtype, 0.0) for x in inputs if isinstance(x, Tensor))
+        assert error <= tolerance, f"{name} differs from eager's by {error:.2e}; fired {outcome.counts}"
+    return outcome
+
+
+class Function(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, f: Callable[..., Any]) -> None:
+        super().__init__()
+        self.f = f
+
+    def forward(self, *args: Any) -> Any:
+        return self.f(*args)
 
 
 class _HonestyCheck(Interpreter):

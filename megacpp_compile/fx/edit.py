@@ -115,12 +115,16 @@ def attribute_of(module: Any, path: Any) -> Any:
     return module
 
 
-def drop_dead(graph: fx.Graph) -> None:
-    """Erase values nobody reads. Unlike `eliminate_dead_code` this leaves submodules alone: the bodies of higher-order
-    ops are shared with Dynamo's graph, and in them an in-place op without readers is not dead."""
+def drop_dead(graph: fx.Graph) -> bool:
+    """Erase values nobody reads; whether there were any. Unlike `eliminate_dead_code` this leaves submodules alone: the
+    bodies of higher-order ops are shared with Dynamo's graph, and in them an in-place op without readers is not dead.
+    """
+    erased = False
     for node in reversed(graph.nodes):
         if not node.users and node.op not in ("placeholder", "output") and not node.is_impure():
             graph.erase_node(node)
+            erased = True
+    return erased
 
 
 def same_size(a: Any, b: Any) -> bool:

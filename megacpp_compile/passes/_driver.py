@@ -96,10 +96,11 @@ def run_passes(
     given = frozenset(gm.graph.nodes)
     semantic_ops()  # registers the ops the passes name
     out = Outcome([], [], {}, {}, [])
+    views = _Views(captured, config)
     for p in enabled_passes(config):
         began = time.perf_counter()
         with GraphTransformObserver(gm, f"megacpp_{p.name}"):
-            fired = _run(p, captured, config, review, out)
+            fired = _run(p, views, config, review, out)
         gm.graph.lint()
         out.counts[p.name] = fired
         out.seconds[p.name] = time.perf_counter() - began
@@ -111,25 +112,48 @@ def run_passes(
     return out
 
 
-def _run(p: Pass, captured: Captured, config: Config, review: Review | None, out: Outcome) -> int:
+class _Views:
+    """The view of the graph as it is: passes share it, and its analyses, until one of them changes the graph."""
+
+    def __init__(self, captured: Captured, config: Config) -> None:
+        self.captured, self.config = captured, config
+        self._view: GraphView | None = None
+
+    @property
+    def graph(self) -> torch.fx.Graph:
+        return self.captured.gm.graph
+
+    def current(self) -> GraphView:
+        if self._view is None:
+            c = self.captured
+            self._view = GraphView(self.graph, c.fake_mode, c.weights, self.config, c.trained)
+        return self._view
+
+    def changed(self) -> None:
+        self._view = None
+
+
+def _run(p: Pass, views: _Views, config: Config, review: Review | None, out: Outcome) -> int:
     """How often `p` fires.
 
     All matches are found in one graph and then applied in turn. One that needs what another has taken, as the second of
     two neighbours does, is looked for again in the graph that these leave.
     """
-    graph = captured.gm.graph
+    graph = views.graph
     made: list[tuple[Site, Node, Node]] = []  # (site, its op's node, Match.node)
     overlaps: dict[Node, MatchFailure] = {}
     place = {node: i for i, node in enumerate(graph.nodes)}  # sites are reported in the order of the plain graph
     most = 0  # sites there can be: a pass that finds ever more of them has an end, too
     while True:
-        view = GraphView(graph, captured.fake_mode, captured.weights, config, captured.trained)
+        view = views.current()
         candidates = _find(p, view, config, out)
-        most = most or sum(isinstance(found, Match) for found in candidates)
+        matches = sum(isinstance(found, Match) for found in candidates)
+        most = most or matches
         rewriter = Rewriter(view, {*out.op_nodes, *(op_node for _, op_node, _ in made)})
         new, failures = _apply(p, candidates, rewriter, review)
         made += new
-        drop_dead(graph)
+        if drop_dead(graph) or matches:
+            views.changed()
         waiting = {failure.node: failure for failure in failures if failure.tag == OVERLAP}
         overlaps |= waiting
         if not waiting or not new or len(made) >= most:

@@ -17,7 +17,7 @@ from .contract import (
     assert_disabled,
     assert_dynamic,
     assert_fires,
-    assert_refused,
+    assert_refused_in_a_graph,
 )
 
 NAME = "gated_rms_norm"
@@ -385,7 +385,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("tag", "body"), REFUSED, ids=lambda p: p if isinstance(p, str) else p.__name__)
 def test_refuses(tag, body):
-    assert_refused(NAME, tag, *build(body))
+    assert_refused_in_a_graph(NAME, tag, *build(body))
 
 
 def test_refuses_lower_precision_than_operands_and_result():

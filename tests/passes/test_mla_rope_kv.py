@@ -29,7 +29,7 @@ from .contract import (
     assert_disabled,
     assert_dynamic,
     assert_fires,
-    assert_refused,
+    assert_refused_in_a_graph,
 )
 from .latents import ALONE, build
 from .not_rotations import NOT_ROTATIONS
@@ -177,7 +177,7 @@ def test_refuses_what_is_no_rotation(tag):
         wrong = partial(NOT_ROTATIONS[tag], cos=cos, sin=sin)
         return attention_with(m, x, lambda q: turn(q, cos, sin)[..., : wrong(q).shape[-1]], wrong)
 
-    assert_refused(NAME, tag, *build(body))
+    assert_refused_in_a_graph(NAME, tag, *build(body))
 
 
 def product_read_elsewhere(m, x, cos, sin):
@@ -192,7 +192,7 @@ def product_read_elsewhere(m, x, cos, sin):
 
 
 def test_refuses_a_product_that_escapes():
-    assert_refused(NAME, "escapes", *build(product_read_elsewhere))
+    assert_refused_in_a_graph(NAME, "escapes", *build(product_read_elsewhere))
 
 
 def half_of_the_rope_key(m, x, cos, sin):
@@ -204,7 +204,7 @@ def half_of_the_rope_key(m, x, cos, sin):
 
 
 def test_refuses_a_rope_key_that_rotates_in_part():
-    assert_refused(NAME, "rotated-middle", *build(half_of_the_rope_key))
+    assert_refused_in_a_graph(NAME, "rotated-middle", *build(half_of_the_rope_key))
 
 
 def nope_key_of_one_head(m, x, cos, sin):

@@ -33,6 +33,7 @@ from .contract import (
     assert_dynamic,
     assert_fires,
     assert_refused,
+    assert_refused_in_a_graph,
 )
 from .latents import ALONE, build, outside_the_graph
 from .not_rotations import NOT_ROTATIONS
@@ -162,7 +163,7 @@ def test_refuses_what_is_no_rotation(tag):
         wrong = partial(NOT_ROTATIONS[tag], cos=cos, sin=sin)
         return attention_with(m, x, wrong, lambda k: turn(k, cos, sin)[..., : wrong(k).shape[-1]])
 
-    assert_refused(NAME, tag, *build(body))
+    assert_refused_in_a_graph(NAME, tag, *build(body))
 
 
 def product_read_elsewhere(m, x, cos, sin):
@@ -217,7 +218,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("tag", "body"), REFUSED, ids=lambda p: p if isinstance(p, str) else p.__name__)
 def test_refuses(tag, body):
-    assert_refused(NAME, tag, *build(body))
+    assert_refused_in_a_graph(NAME, tag, *build(body))
 
 
 def scaled_queries(m, x, cos, sin):
@@ -246,7 +247,7 @@ REFUSED_NEAR_MISSES = [
 @pytest.mark.parametrize(("tag", "name"), REFUSED_NEAR_MISSES)
 def test_refuses_near_miss(tag, name):
     (near_miss,) = (n for n in NEAR_MISSES if n.name == name)
-    assert_refused(NAME, tag, *near_miss.build())
+    assert_refused_in_a_graph(NAME, tag, *near_miss.build())
 
 
 def test_refuses_rope_keys_of_every_head():

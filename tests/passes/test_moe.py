@@ -18,6 +18,7 @@ from .contract import (
     assert_dynamic,
     assert_fires,
     assert_refused,
+    assert_refused_in_a_graph,
 )
 from .experts import (
     DIM,
@@ -89,7 +90,7 @@ def test_fires_on_batches(body):
     ids=lambda p: p if isinstance(p, str) else p.__name__,
 )
 def test_refuses_batches(tag, body):
-    assert_refused(NAME, tag, MoE(body), (torch.randn(3, 3, DIM).requires_grad_(),))
+    assert_refused_in_a_graph(NAME, tag, MoE(body), (torch.randn(3, 3, DIM).requires_grad_(),))
 
 
 @pytest.mark.parametrize("body", STACKED + experts_at_once.STACKED, ids=lambda f: f.__name__)
@@ -133,7 +134,7 @@ def test_refuses_one_choice_without_a_gate():
     ("tag", "body"), experts_decoding.NEAR_MISSES.items(), ids=lambda p: p if isinstance(p, str) else p.__name__
 )
 def test_refuses_one_token(tag, body):
-    assert_refused(NAME, tag, MoE(body, stacked=True), sequences(1, 1, dtype=torch.float32))
+    assert_refused_in_a_graph(NAME, tag, MoE(body, stacked=True), sequences(1, 1, dtype=torch.float32))
 
 
 ACTIVATIONS = {
@@ -283,7 +284,7 @@ def test_refuses(name):
 def test_refuses_at_once(tag, body):
     if body is experts_at_once.scatter_add_of_a_few and torch.__version__ < "2.11":
         pytest.skip("this torch cannot trace a slice of an unknown length")
-    assert_refused(NAME, tag, MoE(body), tokens())
+    assert_refused_in_a_graph(NAME, tag, MoE(body), tokens())
 
 
 @pytest.mark.parametrize(
@@ -293,7 +294,7 @@ def test_refuses_at_once(tag, body):
     ids=lambda p: p if isinstance(p, str) else p.__name__,
 )  # fmt: skip
 def test_refuses_of_stacked_weights(tag, body):
-    assert_refused(NAME, tag, MoE(body, stacked=True), tokens())
+    assert_refused_in_a_graph(NAME, tag, MoE(body, stacked=True), tokens())
 
 
 def in_the_way(m, x, indices, gates):

@@ -9,7 +9,7 @@ from torch import nn
 
 from tests.frames import TOLERANCE, check, largest_error, train
 
-from .contract import assert_fires, assert_refused
+from .contract import assert_fires, assert_refused_in_a_graph
 
 NAME = "causal_conv1d"
 CHANNELS, TAPS = 6, 4
@@ -224,7 +224,7 @@ REFUSED = [unmasked_lag, masked_by_the_neighbour, weights_reversed, other_docume
 
 @pytest.mark.parametrize("body", REFUSED, ids=lambda f: f.__name__)
 def test_refused(body):
-    assert_refused(NAME, "documents", Mixer(body), arguments())
+    assert_refused_in_a_graph(NAME, "documents", Mixer(body), arguments())
 
 
 def test_what_is_no_delay_stays_plain():

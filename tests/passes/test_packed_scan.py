@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from tests.corpus.scans import PlainMamba2, chunks, einsums, one_triangle, segment_sums
 
-from .contract import assert_fires, assert_refused
+from .contract import assert_fires, assert_refused_in_a_graph
 
 NAME = "ssd_scan"
 
@@ -51,7 +51,7 @@ class Packed(PlainMamba2):
 def test_documents_are_named(form):
     module = Packed(form)
     numbers = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2, 2, 3, 3, 3], [0] * 5 + [1] * 7])
-    assert_refused(NAME, "documents", module, (*module.example_inputs(), numbers))
+    assert_refused_in_a_graph(NAME, "documents", module, (*module.example_inputs(), numbers))
 
 
 def test_a_mask_of_positions_is_no_document():

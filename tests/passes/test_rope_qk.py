@@ -16,7 +16,7 @@ from .contract import (
     assert_disabled,
     assert_dynamic,
     assert_fires,
-    assert_refused,
+    assert_refused_in_a_graph,
 )
 from .not_rotations import NOT_ROTATIONS
 
@@ -313,7 +313,7 @@ def test_refuses_what_is_no_rotation(tag):
     def body(q, k, cos, sin):
         return NOT_ROTATIONS[tag](q, cos, sin), NOT_ROTATIONS[tag](k, cos, sin)
 
-    assert_refused(NAME, tag, *build(body, kind=Scores))
+    assert_refused_in_a_graph(NAME, tag, *build(body, kind=Scores))
 
 
 def rotated_in_the_middle(q, k, cos, sin):
@@ -356,7 +356,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("tag", "body"), REFUSED, ids=lambda p: p if isinstance(p, str) else p.__name__)
 def test_refuses(tag, body):
-    assert_refused(NAME, tag, *build(body))
+    assert_refused_in_a_graph(NAME, tag, *build(body))
 
 
 def test_leaves_lanes_alone_that_rotate_in_the_middle():
@@ -377,7 +377,7 @@ REFUSED_NEAR_MISSES = [
 @pytest.mark.parametrize(("tag", "name"), REFUSED_NEAR_MISSES)
 def test_refuses_near_miss(tag, name):
     (near_miss,) = (n for n in NEAR_MISSES if n.name == name)
-    assert_refused(NAME, tag, *near_miss.build())
+    assert_refused_in_a_graph(NAME, tag, *near_miss.build())
 
 
 def different_widths(q, k, cos, sin):
@@ -422,7 +422,7 @@ def test_refuses_one_key_turned_for_every_head():
     def body(q, k, cos, sin):
         return rotated_heads(q, k[:, :1], *tables_of_every_head(cos, sin))
 
-    assert_refused(NAME, "broadcast", *build(body, kind=AsManyKeys))
+    assert_refused_in_a_graph(NAME, "broadcast", *build(body, kind=AsManyKeys))
 
 
 # --- where the results lie

@@ -32,6 +32,7 @@ from .contract import (
     assert_dynamic,
     assert_fires,
     assert_refused,
+    assert_refused_in_a_graph,
 )
 
 NAME = "ssd_scan"
@@ -307,7 +308,7 @@ def test_autocast_inside_the_frame():
 @pytest.mark.parametrize("near", NEAR_SCANS)
 def test_refuses(near):
     form, tag = NEAR_SCANS[near]
-    assert_refused(NAME, tag, *block(form))
+    assert_refused_in_a_graph(NAME, tag, *block(form))
 
 
 def test_refuses_what_is_read_elsewhere():
@@ -316,7 +317,7 @@ def test_refuses_what_is_read_elsewhere():
         y, _ = einsums(x, dt, A, B, C, D, state, size, cumsum=lambda a: seen.append(a.cumsum(-1)) or seen[0])
         return y, seen[0]
 
-    assert_refused(NAME, "escapes", *block(form, state=True))
+    assert_refused_in_a_graph(NAME, "escapes", *block(form, state=True))
 
 
 def test_refuses_states_under_no_grad():

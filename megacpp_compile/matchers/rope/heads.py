@@ -103,7 +103,8 @@ def find_heads(graph: fx.Graph, weights: frozenset[Node]) -> Heads:
     # tried: such views of one width d are the same kind of view.
     split = [n for n in graph.nodes if n in acts and _splits_heads(n)]
     widths = {_width(n) for n in split}
-    for heads_of in (widths, *({w} for w in widths), *(widths - {w} for w in widths)):
+    readings = (widths, *({w} for w in widths), *(widths - {w} for w in widths))
+    for heads_of in dict.fromkeys(map(frozenset, readings)):
         stops = frozenset(n for n in split if _width(n) in heads_of)
         if stops:
             other = LaneInterpreter(RULES, acts, states, stops)
