@@ -7,7 +7,9 @@
 
 PYTHON  ?= python3
 TORCH   ?= $(or $(shell cat $(ASKED) 2>/dev/null),torch==2.13.0)
-WORKERS ?= 2
+# Processes of the suite: as many as this one may have CPUs, from two to eight.
+WORKERS ?= $(shell n=$$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); \
+	echo $$((n < 2 ? 2 : n > 8 ? 8 : n)))
 
 # torch_xla works with the torch of its own number only, of which PyPI has the CUDA build alone: 3 GiB to fetch, 7 GiB
 # installed. numpy: the interpreter of that torch's Triton turns arrays of one element into numbers, which 2.4 refuses.
@@ -63,8 +65,11 @@ unit: $(READY)  ## the whole test suite alone
 test-repeat: $(READY)  ## the test suite N times, each time in another order, and a table of what failed; N=20
 	OMP_NUM_THREADS=1 WORKERS=$(WORKERS) $(BIN)/python -m tests.repeat $(N)
 
+# uv leaves it to the first import to compile a module, so that may be kept: it takes as long as importing torch does.
 test-xla: $(XLA_READY)  ## the tests for XLA on its CPU device, with torch 2.9; XLA_TESTS=tests for the whole suite on it
-	PJRT_DEVICE=CPU OMP_NUM_THREADS=1 $(XLA_VENV)/bin/python -m pytest -q $(XLA_TESTS)
+	@echo "== pytest, $(WORKERS) workers"
+	PYTHONDONTWRITEBYTECODE= PJRT_DEVICE=CPU OMP_NUM_THREADS=1 \
+		$(XLA_VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile -q $(XLA_TESTS)
 
 lint: $(READY)  ## ruff, and import-linter's contracts: imports go one way
 	@echo "== ruff"

@@ -7,12 +7,30 @@ what it says it keeps for backward. `test_lowerings_agree.py` runs whatever lowe
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 # (interleaved_in, interleaved_out, rope_first), all of them
 LAYOUTS = list(itertools.product((False, True), repeat=3))
+BOTH = (False, True)
+
+
+def pairwise(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Combinations of the values of axes that are apart from one another in the code: every two values of two axes stand
+    together in one of them."""
+
+    def pairs(combination: tuple[Any, ...]) -> set[tuple[tuple[int, Any], ...]]:
+        return set(itertools.combinations(enumerate(combination), 2))
+
+    combinations = list(itertools.product(*axes))
+    chosen, missing = [], set().union(*map(pairs, combinations))
+    while missing:
+        chosen.append(max(combinations, key=lambda c: len(pairs(c) & missing)))
+        missing -= pairs(chosen[-1])
+    return chosen
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:

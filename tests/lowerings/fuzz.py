@@ -22,7 +22,7 @@ import time
 import traceback
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -121,9 +121,11 @@ def args_device(args: Any) -> str:
 
 
 def fuzz(
-    cases: int, device: str, seed: int, kinds: int = 120, room: int = 200, only: int | None = None, quiet: bool = False
-) -> Outcome:
-    """`cases` random calls of `kinds` kinds with at most about `room` tokens each; or the one case `only`."""
+    cases: int, device: str, seed: int, kinds: int = 120, room: int = 200, only: int | None = None, quiet: bool = False,
+    ops: Collection[str] = OPS,
+) -> Outcome:  # fmt: skip
+    """`cases` random calls of `kinds` kinds with at most about `room` tokens each; or the one case `only`. Of those,
+    calls of `ops`."""
     if device == "cpu" and not interpreted():
         raise SystemExit("on CPU the kernels need TRITON_INTERPRET=1 in the environment")
     pool = [kind(random.Random(f"{seed} kind {i}"), OPS[i % len(OPS)]) for i in range(kinds)]
@@ -131,6 +133,8 @@ def fuzz(
     for index in range(cases) if only is None else [only]:
         draw = random.Random(f"{seed} case {index}")
         case = pool[index % kinds]
+        if case.op not in ops:
+            continue
         args: Any = "not made"
         try:
             with warnings.catch_warnings(), torch.no_grad():

@@ -10,14 +10,16 @@ from torch.library import opcheck
 
 from megacpp_compile.lowerings.down_norm_up import down_norm_up, down_norm_up_backward
 
-from . import STRIDES, addresses, relative_error, saved_by, strided
+from . import BOTH, STRIDES, addresses, pairwise, relative_error, saved_by, strided
 
 EPS = 1e-3  # large enough that its place matters
 D, SIZE, REST = 8, 5, 3
 
 # Where the latent stands in the down-projection: (start, channels that are not normed)
 PLACES = {"all_channels": (0, 0), "rest_behind": (0, REST), "rest_before": (REST, REST)}
-OPTIONAL = list(itertools.product((False, True), repeat=2))  # bias, gain
+OPTIONAL = list(itertools.product(BOTH, repeat=2))  # bias, gain
+# For what `opcheck` and numeric gradients ask; the formula is compared with in every combination.
+PAIRS = pairwise(PLACES, BOTH, BOTH)
 
 
 def arguments(rand, *, outer=(2, 3), place="rest_behind", bias=True, gain=True, ups=(4, 6), dtype=torch.float64, **kw):
@@ -54,8 +56,7 @@ def differentiate(function, args, seeds):
     return [*outs, rrms], list(torch.autograd.grad(loss, tensors(args), allow_unused=True, materialize_grads=True))
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize(("bias", "gain"), OPTIONAL)
+@pytest.mark.parametrize(("place", "bias", "gain"), PAIRS)
 def test_opcheck(rand, place, bias, gain):
     opcheck(down_norm_up, arguments(rand, place=place, bias=bias, gain=gain))
 
@@ -89,8 +90,7 @@ def test_strided_inputs(rand, kind):
         assert relative_error(got, want) < 1e-12
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize(("bias", "gain"), OPTIONAL)
+@pytest.mark.parametrize(("place", "bias", "gain"), PAIRS)
 def test_gradcheck(rand, place, bias, gain):
     args = arguments(rand, place=place, bias=bias, gain=gain)
     leaves = tensors(args)
@@ -161,8 +161,7 @@ def test_keeps_inputs_and_rrms_only(rand, bias, gain):
     assert kept == addresses(*tensors(args), outputs[0][2])
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize(("bias", "gain"), OPTIONAL)
+@pytest.mark.parametrize(("place", "bias", "gain"), PAIRS)
 def test_latent_kept_on_request(rand, place, bias, gain):
     """Same results and gradients, and the latent's buffer beside what is kept otherwise."""
     args = arguments(rand, place=place, bias=bias, gain=gain)

@@ -12,13 +12,15 @@ from torch.library import opcheck
 from megacpp_compile.errors import OperandError
 from megacpp_compile.lowerings.gated_delta_rule import STATES_EVERY, gated_delta_rule, gated_delta_rule_backward
 
-from . import addresses, relative_error, saved_by
+from . import BOTH, addresses, pairwise, relative_error, saved_by
 from .agreement import TIMES_ROUNDING, faults
 from .delta_cases import DECAYS, GATES, rule
 from .delta_recurrence import delta_rule, normalised
 from .rounding import moved_by_rounding
 
-OPTIONAL = list(itertools.product((False, True), repeat=2))  # beta, initial state
+OPTIONAL = list(itertools.product(BOTH, repeat=2))  # beta, initial state
+# For what `opcheck` and numeric gradients ask; the recurrence is compared with in every combination.
+PAIRS = pairwise(GATES, BOTH, BOTH)
 DOCUMENTS = [(7,), (16, 1, 0, 20), (0, 33, 2), (0, 0)]
 CHUNK = 16
 
@@ -61,8 +63,7 @@ def assert_as_the_recurrence(rand, args, tolerance=1e-10):
         assert relative_error(got, want) < tolerance or (got - want).abs().max() < tolerance**1.5
 
 
-@pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize(("beta", "initial"), OPTIONAL)
+@pytest.mark.parametrize(("gate", "beta", "initial"), PAIRS)
 def test_opcheck(rand, beta, initial, gate):
     opcheck(gated_delta_rule, arguments(rand, beta=beta, initial=initial, gate=gate))
 
@@ -98,8 +99,7 @@ def test_opcheck_backward(rand, gate):
         opcheck(gated_delta_rule_backward, given)
 
 
-@pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize(("beta", "initial"), OPTIONAL)
+@pytest.mark.parametrize(("gate", "beta", "initial"), PAIRS)
 def test_gradcheck(rand, beta, initial, gate):
     args = arguments(rand, b=1, t=18, hk=1, hv=2, k=3, v=2, beta=beta, initial=initial, gate=gate)
 

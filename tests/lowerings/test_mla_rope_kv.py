@@ -8,7 +8,7 @@ from torch.library import opcheck
 
 from megacpp_compile.lowerings.mla_rope_kv import mla_rope_kv, mla_rope_kv_backward
 
-from . import LAYOUTS, STRIDES, TABLE_SHAPES, addresses, relative_error, saved_by, strided, turn
+from . import BOTH, LAYOUTS, STRIDES, TABLE_SHAPES, addresses, pairwise, relative_error, saved_by, strided, turn
 
 B, S, H, NOPE, V, R = 2, 3, 2, 5, 4, 6
 
@@ -35,14 +35,19 @@ def agree(got, want, tolerance=1e-14):
         assert relative_error(a, b) < tolerance
 
 
+# What `opcheck` asks depends on no two of these together.
+PAIRS = pairwise(BOTH, BOTH, BOTH, BOTH)
+
+
 @pytest.mark.parametrize("full", [False, True], ids=["half_tables", "full_tables"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_layouts(rand, layout, full):
     """opcheck, gradcheck and the formula."""
     (kv, k_rope), (cos, sin) = operands(rand, grad=True), tables(rand, full=full)
     args = (cos, sin, NOPE, *layout, torch.float64)
-    opcheck(mla_rope_kv, (kv, k_rope, *args))
-    assert torch.autograd.gradcheck(lambda kv, k: mla_rope_kv(kv, k, *args), (kv, k_rope))
+    if (*layout, full) in PAIRS:
+        opcheck(mla_rope_kv, (kv, k_rope, *args))
+    assert torch.autograd.gradcheck(lambda kv, k: mla_rope_kv(kv, k, *args), (kv, k_rope), fast_mode=True)
     agree(mla_rope_kv(kv, k_rope, *args), formula(kv, k_rope, *args))
 
 
@@ -51,7 +56,7 @@ def test_table_shapes(rand, shape):
     (kv, k_rope), (cos, sin) = operands(rand, grad=True), tables(rand, TABLE_SHAPES[shape](B, S, H))
     args = (cos, sin, NOPE, True, False, False, torch.float64)
     opcheck(mla_rope_kv, (kv, k_rope, *args))
-    assert torch.autograd.gradcheck(lambda kv, k: mla_rope_kv(kv, k, *args), (kv, k_rope))
+    assert torch.autograd.gradcheck(lambda kv, k: mla_rope_kv(kv, k, *args), (kv, k_rope), fast_mode=True)
     agree(mla_rope_kv(kv, k_rope, *args), formula(kv, k_rope, *args))
 
 
@@ -114,7 +119,8 @@ def test_dtypes(rand, dtype, rope_dtype, out_dtype):
     kv, k_rope = operands(rand)
     kv, k_rope = kv.to(dtype).requires_grad_(), k_rope.to(rope_dtype).requires_grad_()
     args = (*tables(rand, dtype=torch.float32), NOPE, True, False, False, out_dtype)
-    opcheck(mla_rope_kv, (kv, k_rope, *args))
+    if (dtype, rope_dtype, out_dtype) in pairwise(*[(torch.float32, torch.bfloat16)] * 3):
+        opcheck(mla_rope_kv, (kv, k_rope, *args))
     (k, v), (want_k, want_v) = mla_rope_kv(kv, k_rope, *args), formula(kv, k_rope, *args)
     assert (k.dtype, v.dtype) == (out_dtype, dtype)
     assert torch.equal(v.double(), want_v)
@@ -162,7 +168,7 @@ def test_autocast_does_not_reach_inside(rand):
         assert all(torch.equal(a, b) for a, b in zip(mla_rope_kv(*args), want, strict=True))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", pairwise(BOTH, BOTH, BOTH), ids=str)
 def test_opcheck_backward(rand, layout):
     grads = rand(B, S, H, NOPE + R), rand(B, S, H, V)
     opcheck(mla_rope_kv_backward, (*grads, *tables(rand), NOPE, *layout, [2], torch.float64, torch.float32))

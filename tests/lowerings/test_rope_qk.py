@@ -8,7 +8,7 @@ from torch.library import opcheck
 
 from megacpp_compile.lowerings.rope_qk import rope_qk
 
-from . import LAYOUTS, STRIDES, TABLE_SHAPES, addresses, relative_error, saved_by, strided, turn
+from . import BOTH, LAYOUTS, STRIDES, TABLE_SHAPES, addresses, pairwise, relative_error, saved_by, strided, turn
 
 B, S, H, KV_HEADS, NOPE, R = 2, 3, 4, 2, 5, 6
 
@@ -38,12 +38,17 @@ def agree(got, want, tolerance=1e-14):
         assert relative_error(a, b) < tolerance
 
 
+# What `opcheck` asks depends on no two of these together.
+PAIRS = pairwise(BOTH, BOTH, BOTH, BOTH)
+
+
 @pytest.mark.parametrize("full", [False, True], ids=["half_tables", "full_tables"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_layouts(rand, layout, full):
     """opcheck, gradcheck and the formula, forward and inverse."""
     (q, k), (cos, sin) = operands(rand, grad=True), tables(rand, full=full)
-    opcheck(rope_qk, (q, k, cos, sin, NOPE, *layout, False, torch.float64))
+    if (*layout, full) in PAIRS:
+        opcheck(rope_qk, (q, k, cos, sin, NOPE, *layout, False, torch.float64))
     for inverse in (False, True):
         args = (cos, sin, NOPE, *layout, inverse, torch.float64)
         assert torch.autograd.gradcheck(lambda q, k, args=args: rope_qk(q, k, *args), (q, k), fast_mode=True)
@@ -55,7 +60,7 @@ def test_table_shapes(rand, shape):
     (q, k), (cos, sin) = operands(rand, grad=True), tables(rand, TABLE_SHAPES[shape](B, S, H))
     args = (cos, sin, NOPE, True, False, False, False, torch.float64)
     opcheck(rope_qk, (q, k, *args))
-    assert torch.autograd.gradcheck(lambda q, k: rope_qk(q, k, *args), (q, k))
+    assert torch.autograd.gradcheck(lambda q, k: rope_qk(q, k, *args), (q, k), fast_mode=True)
     agree(rope_qk(q, k, *args), formula(q, k, *args))
 
 
@@ -168,9 +173,10 @@ def test_packed(rand, boundaries, integer):
     starts = [max(b for b in boundaries if b <= t) for t in range(tokens)]
     rows = torch.tensor([min(t - start, positions - 1) for t, start in enumerate(starts)])
     args = (NOPE, True, False, False, False, torch.float64)
-    opcheck(rope_qk, (q, k, cos, sin, *args, cu_seqlens))
+    if (integer, boundaries) in ((torch.int32, PACKED[0]), (torch.int64, PACKED[1])):
+        opcheck(rope_qk, (q, k, cos, sin, *args, cu_seqlens))
     agree(rope_qk(q, k, cos, sin, *args, cu_seqlens), formula(q, k, cos[rows], sin[rows], *args))
-    assert torch.autograd.gradcheck(lambda q, k: rope_qk(q, k, cos, sin, *args, cu_seqlens), (q, k))
+    assert torch.autograd.gradcheck(lambda q, k: rope_qk(q, k, cos, sin, *args, cu_seqlens), (q, k), fast_mode=True)
 
 
 def test_packed_keeps_the_tables_by_position(rand):

@@ -10,6 +10,10 @@ import pytest
 HERE = os.path.dirname(__file__)
 MISSING = importlib.util.find_spec("torch_xla") is None
 
+# LLVM's own optimisations of what runs but a few times. What XLA makes of a program's HLO, which tests read, stays.
+if os.environ.get("PJRT_DEVICE", "CPU") == "CPU":
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
+
 
 def pytest_collection_modifyitems(items):
     for item in items:

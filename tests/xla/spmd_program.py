@@ -138,20 +138,23 @@ def native_of(device: torch.device) -> dict:
     return {"specs": {name: spec(p) for name, p in named}, "refused": refused}
 
 
-def main(name: str) -> None:
+def main(names: list[str]) -> None:
     torch_xla.runtime.use_spmd()
     device = torch_xla.device()
-    torch.manual_seed(0)
-    found = {"block": block_of(PLANS[name], device)}
-    if name == "tensor":
-        found |= {"blocks": blocks_of(device), "native": native_of(device)}
+    found = {}
+    for name in names:
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        found[name] = {"block": block_of(PLANS[name], device)}
+        if name == "tensor":
+            found[name] |= {"blocks": blocks_of(device), "native": native_of(device)}
     print(json.dumps(found))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("plan", choices=PLANS, help="what is sharded")
-    plan = parser.parse_args().plan
+    parser.add_argument("plans", choices=PLANS, nargs="+", help="what is sharded, one after the other")
+    plans = parser.parse_args().plans
     if importlib.util.find_spec("torch_xla") is None:
         parser.exit(2, "tests/xla/spmd_program.py needs torch_xla, which is not installed: make test-xla\n")
-    main(plan)
+    main(plans)

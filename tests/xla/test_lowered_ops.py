@@ -31,6 +31,14 @@ def program(tensors):
     return torch_xla._XLAC._get_xla_tensors_hlo(list(tensors))
 
 
+def computed(tensors):
+    """`tensors`, by one program for all of them: who reads one after the other compiles a program for each."""
+    import torch_xla
+
+    torch_xla.sync(wait=True)
+    return tensors
+
+
 def moe_step(module, device, count, skewed=False, as_gpt_oss=False):
     """Outputs and gradients of forward and backward; with `skewed` every token goes to experts 0 and 1, or to none.
     as_gpt_oss: with biases, and gate and up in turn, clamped."""
@@ -58,7 +66,7 @@ def moe_step(module, device, count, skewed=False, as_gpt_oss=False):
 @pytest.mark.parametrize("skewed", [False, True], ids=["even", "skewed"])
 def test_experts(xla, skewed, as_gpt_oss):
     given = 5, skewed, as_gpt_oss
-    for got, want in zip(moe_step(blocks, xla, *given), moe_step(experts, "cpu", *given), strict=True):
+    for got, want in zip(computed(moe_step(blocks, xla, *given)), moe_step(experts, "cpu", *given), strict=True):
         torch.testing.assert_close(got.cpu(), want, rtol=1e-5, atol=1e-4)
 
 
@@ -75,10 +83,10 @@ def sorted_step(module, device, count, ends):
 
 @pytest.mark.parametrize("ends", [(5, 5, 24), (0, 0, 0), (20, 20, 20)], ids=str)
 def test_sorted_experts(xla, ends):
-    for got, want in zip(sorted_step(sorted_blocks, xla, 3, ends), sorted_step(sorted_experts, "cpu", 3, ends), strict=True):
+    found = sorted_step(sorted_blocks, xla, 3, ends)
+    assert instructions(program(found))["dot"] == 8  # as many as `moe` has
+    for got, want in zip(computed(found), sorted_step(sorted_experts, "cpu", 3, ends), strict=True):
         torch.testing.assert_close(got.cpu(), want, rtol=1e-5, atol=1e-4)
-    made = instructions(program(sorted_step(sorted_blocks, xla, 3, ends)))
-    assert made["dot"] == 8  # as many as `moe` has
 
 
 def test_experts_take_as_many_products_however_many_there_are(xla):
@@ -187,5 +195,5 @@ def scan_step(module, device):
 def test_scan(xla):
     got = scan_step(paired, xla)
     assert "f64" not in program(got)
-    for one, want in zip(got, scan_step(scan, "cpu"), strict=True):
+    for one, want in zip(computed(got), scan_step(scan, "cpu"), strict=True):
         assert (one.cpu() - want).norm() / want.norm() < 1e-5

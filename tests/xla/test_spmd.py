@@ -24,13 +24,20 @@ NORMS = {"q_norm": (20,), "kv_norm": (24,)}
 ROWS, COLUMNS, WHOLE = "{devices=[4,1]0,1,2,3}", "{devices=[1,4]0,1,2,3}", "{replicated}"
 
 
-def run(name: str, folder: Path) -> tuple[dict, list[str], list[str]]:
-    """What the program says, and the HLO of its programs with a product, before and after XLA's optimisations."""
-    flags = f"--xla_dump_to={folder} --xla_dump_hlo_as_text"
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> dict[str, tuple[dict, list[str], list[str]]]:
+    """By plan, what the program says, and the HLO of its programs with a product, before and after XLA's optimisations.
+    Both in one process: to import torch_xla takes longer than either. The first has two programs, forward and backward."""
+    found, given, made = run(["data", "tensor"], tmp_path_factory.mktemp("programs"))
+    return {"data": (found["data"], given[:2], made[:2]), "tensor": (found["tensor"], given[2:], made[2:])}
+
+
+def run(names: list[str], folder: Path) -> tuple[dict, list[str], list[str]]:
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={folder} --xla_dump_hlo_as_text"
     env = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4", "XLA_FLAGS": flags}
     path = os.pathsep.join((str(HERE.parents[1]), str(HERE.parent), os.environ.get("PYTHONPATH", "")))
     done = subprocess.run(
-        [sys.executable, str(HERE / "spmd_program.py"), name],
+        [sys.executable, str(HERE / "spmd_program.py"), *names],
         env={**os.environ, **env, "PYTHONPATH": path}, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
@@ -66,10 +73,10 @@ def check(block: dict, given: list[str], specs: dict[str, str]) -> None:
     assert all(name in block["report"] for name in pinned)
 
 
-def test_tensor_parallel(tmp_path):
+def test_tensor_parallel(runs):
     """The output projection adds up what the devices' heads contribute. Backward adds up the gradients of what all heads
     read: two latents and the rotated row. What no rule means is pinned whole."""
-    found, given, made = run("tensor", tmp_path)
+    found, given, made = runs["tensor"]
     specs = {**dict.fromkeys(WEIGHTS | NORMS, WHOLE), "q_b": ROWS, "kv_b": ROWS, "o": COLUMNS}
     check(found["block"], given, {name: specs[name] for name in ("q_a", "q_norm", "q_b", "kv_a", "kv_norm", "kv_b", "o")})
     forward, backward, *_ = map(collectives, made)
@@ -95,10 +102,10 @@ def test_tensor_parallel(tmp_path):
     assert "the mesh has 2 devices and the runtime 4" in native["refused"]["too few"]
 
 
-def test_data_parallel_with_parameters_in_parts(tmp_path):
+def test_data_parallel_with_parameters_in_parts(runs):
     """A weight is gathered once for forward and once for backward, and its gradient added up once (a reduce-scatter where
     XLA's backend has one; the CPU's adds up and cuts). No activation travels."""
-    found, given, made = run("data", tmp_path)
+    found, given, made = runs["data"]
     order = ("q_a", "q_norm", "q_b", "kv_a", "kv_norm", "kv_b", "o")
     check(found["block"], given, {name: ROWS if name in WEIGHTS else WHOLE for name in order})
     forward, backward = map(collectives, made)
