@@ -1,7 +1,8 @@
 """Inductor's on-disk caches: a second process compiles nothing, and whatever can change the code misses.
 
 What has to hit is the first step of a process of its own, as caches in memory would hide what lies on disk; a miss may
-follow in the same one. The processes share one cache directory, in the order of the file.
+follow in the same one. The processes share one cache directory. All but the first are forks of one that has torch
+loaded, and neither the package nor anything compiled: their hash seed is not that of the first.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from megacpp_compile.fx import inductor_pass
 pytestmark = pytest.mark.xdist_group("cache")  # one worker, one cache
 
 SCRIPT = '''
-import json, sys
+import json, os, sys
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
@@ -53,7 +54,27 @@ def step(**options):
         "text": str(report),
     }
 
-print(json.dumps([step(**options) for options in json.loads(sys.argv[1])]))
+def forked(root, steps):
+    read, write = os.pipe()
+    if (child := os.fork()) == 0:
+        sys.path.insert(0, root)
+        try:
+            result = [step(**options) for options in steps]
+        except BaseException:
+            import traceback
+            result = traceback.format_exc()[-3000:]
+        with os.fdopen(write, "w") as pipe:
+            json.dump(result, pipe)
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        text = pipe.read()
+    os.waitpid(child, 0)
+    return json.loads(text)
+
+torch.set_num_threads(1)
+assert "megacpp_compile" not in sys.modules
+print(json.dumps([forked(root, steps) for root, steps in json.loads(sys.argv[1])]))
 '''
 
 
@@ -62,24 +83,26 @@ class Runner:
         self.home = home
         (home / "step.py").write_text(SCRIPT)
 
-    def __call__(self, *steps: dict[str, Any], package: Path | None = None):
-        """What training steps, each with its options, met in the caches one after the other in a new process; by default
-        one without any. package: the folder of a copy of this package."""
-        root = package or Path(megacpp_compile.__file__).parents[1]
+    def __call__(self, *jobs: tuple[Path, list[dict[str, Any]]]):
+        """What training steps, each with its options, met in the caches one after the other: for each job in a process of
+        its own, with the package of that folder."""
         environ = {
             **{k: v for k, v in os.environ.items() if not k.startswith(("MEGACPP_", "TORCHINDUCTOR_"))},
             "TORCHINDUCTOR_CACHE_DIR": str(self.home / "cache"),
-            "PYTHONPATH": str(root),
+            "PYTHONPATH": "",
             "OMP_NUM_THREADS": "1",
             # A pool of compilers, and headers compiled ahead, cost a process that compiles two kernels more than they save.
             "TORCHINDUCTOR_COMPILE_THREADS": "1",
             "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",
         }
-        command = [sys.executable, str(self.home / "step.py"), json.dumps(steps or [{}])]
+        given = json.dumps([(str(root), steps) for root, steps in jobs])
+        command = [sys.executable, str(self.home / "step.py"), given]
         done = subprocess.run(command, env=environ, cwd=self.home, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-3000:]
         results = json.loads(done.stdout.splitlines()[-1])
-        assert all(Path(result["package"]).is_relative_to(root) for result in results)
+        for (root, _), steps in zip(jobs, results, strict=True):
+            assert isinstance(steps, list), steps
+            assert all(Path(result["package"]).is_relative_to(root) for result in steps)
         return results
 
 
@@ -92,23 +115,33 @@ def hit(result) -> bool:
     return hits > 0
 
 
+SOURCE = Path(megacpp_compile.__file__).parent
+
+
 @pytest.fixture(scope="session")
-def run(tmp_path_factory):
-    """A runner whose cache holds one training step, with what that step met, and what it met in a second process, the
-    second time with an option."""
+def run(tmp_path_factory, copied):
+    """A runner whose cache holds one training step, with what that step met, and what it met in other processes: the same
+    step and one with an option, one of a copy of the package that explains, and one of a copy with another source."""
     runner = Runner(tmp_path_factory.mktemp("cache"))
-    (runner.first,) = runner()
-    runner.again, runner.with_an_option = runner({}, {"disable": "mla_rope_q"})
+    changed = copy_to(tmp_path_factory.mktemp("changed"))
+    with (changed / SOURCE.name / "passes/down_norm_up.py").open("a") as file:
+        file.write("# another version\n")  # which edits matter is nobody's to guess
+    root = SOURCE.parent
+    ((runner.first,),) = runner((root, [{}]))
+    jobs = (root, [{}, {"disable": "mla_rope_q"}]), (copied, [{"explain": True}]), (changed, [{}])
+    (runner.again, runner.with_an_option), (runner.moved,), (runner.changed,) = runner(*jobs)
     return runner
+
+
+def copy_to(root):
+    shutil.copytree(SOURCE, root / SOURCE.name, ignore=shutil.ignore_patterns("__pycache__"))
+    return root
 
 
 @pytest.fixture(scope="session")
 def copied(tmp_path_factory):
     """A copy of the package, to be edited."""
-    root = tmp_path_factory.mktemp("copy")
-    source = Path(megacpp_compile.__file__).parent
-    shutil.copytree(source, root / source.name, ignore=shutil.ignore_patterns("__pycache__"))
-    return root
+    return copy_to(tmp_path_factory.mktemp("copy"))
 
 
 def test_second_process_hits(run):
@@ -141,22 +174,19 @@ def test_an_option_misses(run):
     assert not hit(run.with_an_option)
 
 
-def test_a_moved_package_that_explains_hits(run, copied):
+def test_a_moved_package_that_explains_hits(run):
     """What counts is what the sources say, not where they are; and `explain` only prints."""
-    (moved,) = run({"explain": True}, package=copied)
-    assert hit(moved)
+    assert hit(run.moved)
 
 
-def test_changed_source_misses(run, copied):
-    """A comment will do: which edits matter is nobody's to guess."""
-    with (copied / megacpp_compile.__name__ / "passes/down_norm_up.py").open("a") as file:
-        file.write("# another version\n")
-    (changed,) = run(package=copied)
-    assert not hit(changed)
+def test_changed_source_misses(run):
+    """A comment will do."""
+    assert not hit(run.changed)
 
 
 @pytest.mark.parametrize("path", ["lowerings/down_norm_up/reference.py", "new.py"])
-def test_every_source_file_counts(copied, path, monkeypatch):
+def test_every_source_file_counts(run, copied, path, monkeypatch):
+    """`run` comes first: it needs the copy as it was."""
     root = copied / megacpp_compile.__name__
     monkeypatch.setattr(inductor_pass, "__file__", str(root / "fx" / "inductor_pass.py"))
     digest = inductor_pass.source_hash.__wrapped__

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 from typing import Any
 
 import pytest
@@ -42,8 +41,24 @@ def hidden():
     return torch.randn(2, 6, DIM, generator=torch.Generator().manual_seed(6))
 
 
+class Bottleneck(nn.Module):
+    """Linear and norm in the region `first`, linear in the region `last`."""
+
+    def __init__(self, first=contextlib.nullcontext, last=contextlib.nullcontext, out=12):
+        super().__init__()
+        torch.manual_seed(0)
+        self.down, self.norm, self.up = nn.Linear(DIM, 10), nn.RMSNorm(10, eps=1e-6), nn.Linear(10, out)
+        self.first, self.last = first, last
+
+    def forward(self, x):
+        with self.first():
+            h = self.norm(self.down(x))
+        with self.last():
+            return self.up(h)
+
+
 class Blocks(nn.Module):
-    """Two attention blocks and a weight; what runs in which region is the subclass's."""
+    """A bottleneck, an attention block and a weight; what runs in which region is the subclass's."""
 
     around = staticmethod(autocast)  # what the caller has switched on
 
@@ -51,7 +66,7 @@ class Blocks(nn.Module):
         super().__init__()
         torch.manual_seed(3)
         size: dict[str, Any] = {"heads": 2, "q_lora": 14, "kv_lora": 10, "nope": 6, "rope": 4, "v": 5}
-        self.first, self.second = (PlainMLA(DIM, **size, table_source="buffer") for _ in range(2))
+        self.first, self.second = Bottleneck(out=DIM), PlainMLA(DIM, **size, table_source="buffer")
         self.weight = nn.Parameter(torch.randn(DIM, DIM) * DIM**-0.5)
         jitter_gains(self)
 
@@ -159,54 +174,64 @@ class FunctionsInRegions(Blocks):
         return self.second(a + b), a, b
 
 
-EXPECTED = {
-    SecondOff: 2, SecondOn: 2, Float16: 2, Nested: 2, GradModes: 2, InCheckpoint: 2, AroundCheckpoint: 2,
-    CacheSwitches: 3, FunctionsInRegions: 2,
-}  # fmt: skip
+KINDS = (
+    SecondOff, SecondOn, Float16, Nested, GradModes, InCheckpoint, AroundCheckpoint, CacheSwitches, FunctionsInRegions,
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", EXPECTED, ids=lambda kind: kind.__name__)
+def expected(kind):
+    """What fires: `second` runs once in each."""
+    return PER_BLOCK | {"down_norm_up": PER_BLOCK["down_norm_up"] + (2 if kind is CacheSwitches else 1)}
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_region(kind):
     frames = check(kind(), (hidden().requires_grad_(),), around=kind.around, tolerance=BF16)
-    assert frames.fired == {name: n * EXPECTED[kind] for name, n in PER_BLOCK.items()}, frames.misses
+    assert frames.fired == expected(kind), frames.misses
     assert not frames.again()
 
 
-class Inside(nn.Module):
-    """A block in one region, and a product before and behind it in the caller's."""
+def weighed(q, k, v):
+    """In the place of attention, half of whose kernels would be its own and its backward's."""
+    return v * (q * k).sum(-1, keepdim=True)
 
-    def __init__(self, region):
+
+class Inside(Blocks):
+    """A region that is off within one that is on, one of another dtype, and a product before and behind them."""
+
+    def __init__(self):
         super().__init__()
-        model = Blocks()
-        self.block, self.weight, self.region = model.first, model.weight, region
+        self.second.attend = weighed
 
     def forward(self, x):
-        y = x @ self.weight
-        with self.region():
-            z = self.block(y.float())
-        return y, z.float() @ self.weight
+        with autocast():
+            y = (x @ self.weight) @ self.weight
+            with off():
+                z = self.first(y.float())
+        with autocast(torch.float16):
+            u = self.second(z)
+        return y, z, u, u.float() @ self.weight
 
 
-@pytest.mark.parametrize(
-    ("around", "region"),
-    [(autocast, off), (contextlib.nullcontext, functools.partial(autocast, torch.float16))],
-    ids=["off", "float16"],
-)
-def test_as_exact_as_inductor(around, region):
+def test_as_exact_as_inductor():
     """Through Inductor's kernels: no further from eager than the plain graph is there."""
-    model, x = Inside(region), hidden().requires_grad_()
+    model, x = Inside(), hidden().requires_grad_()
     torch._dynamo.reset()
     eager, plain, fused = (copy.deepcopy(model) for _ in range(3))
-    want = train(eager, eager, (x,), around)
-    theirs = train(torch.compile(plain, backend="inductor", fullgraph=True), plain, (x,), around)
+    want = train(eager, eager, (x,))
+    theirs = train(torch.compile(plain, backend="inductor", fullgraph=True), plain, (x,))
     torch._dynamo.reset()
     with record() as report:
-        ours = train(torch.compile(fused, backend="megacpp", fullgraph=True), fused, (x,), around)
-    assert {name: count for name, count in report.counts.items() if count} == PER_BLOCK
+        ours = train(torch.compile(fused, backend="megacpp", fullgraph=True), fused, (x,))
+    assert {name: count for name, count in report.counts.items() if count} == expected(Inside)
     assert [frame.captured for frame in report.frames] == [True]
-    allowed = largest_error(theirs, want)[0]
-    error, which = largest_error(ours, want)  # which asserts the dtypes too
-    assert error <= 1.25 * allowed, (which, error, allowed)
+    # float16 is eight times as fine as bfloat16: what only its region computes is held to its own bound.
+    in_float16 = {name for name in want if name in ("output 2", "output 3") or name.startswith("gradient of second.")}
+    for names in (in_float16, want.keys() - in_float16):
+        of = [{name: results[name] for name in names} for results in (theirs, ours, want)]
+        allowed = largest_error(of[0], of[2])[0]
+        error, which = largest_error(of[1], of[2])  # which asserts the dtypes too
+        assert error <= 1.25 * allowed, (which, error, allowed)
 
 
 class Logits(nn.Module):
@@ -223,33 +248,17 @@ def test_transformers_deepseek_v3():
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.DeepseekV3Config(
-        vocab_size=64, hidden_size=48, intermediate_size=56, num_hidden_layers=2, first_k_dense_replace=2,
+        vocab_size=64, hidden_size=48, intermediate_size=56, num_hidden_layers=1, first_k_dense_replace=1,
         num_attention_heads=2, num_key_value_heads=2, q_lora_rank=20, kv_lora_rank=14, qk_nope_head_dim=10,
         qk_rope_head_dim=8, v_head_dim=12, max_position_embeddings=32, use_cache=False, pad_token_id=None,
     )  # fmt: skip
     model = Logits(transformers.DeepseekV3ForCausalLM(config))
     ids = torch.randint(3, 64, (2, 7), generator=torch.Generator().manual_seed(1))
     frames = check(model, (ids,), around=autocast, tolerance=BF16)
-    assert frames.fired == {name: 2 * count for name, count in PER_BLOCK.items()}, frames.misses
+    assert frames.fired == PER_BLOCK, frames.misses
 
 
 # --- what may not be merged or moved
-
-
-class Bottleneck(nn.Module):
-    """Linear and norm in the region `first`, linear in the region `last`."""
-
-    def __init__(self, first, last):
-        super().__init__()
-        torch.manual_seed(0)
-        self.down, self.norm, self.up = nn.Linear(DIM, 10), nn.RMSNorm(10, eps=1e-6), nn.Linear(10, 12)
-        self.first, self.last = first, last
-
-    def forward(self, x):
-        with self.first():
-            h = self.norm(self.down(x))
-        with self.last():
-            return self.up(h)
 
 
 def test_an_idiom_in_two_regions_switched_alike_fuses():
@@ -324,10 +333,11 @@ def test_a_vmap_that_switches_is_carried_as_it_is():
 # --- what watches the rewrites
 
 
-@pytest.mark.parametrize("kind", [SecondOff, SecondOn, Nested])
+@pytest.mark.parametrize("kind", [SecondOn, Nested])
 def test_verification_replays_a_site_in_its_region(kind):
+    """`Nested` has one that is off, too."""
     frames = run(kind(), (hidden(),), Config(verify="each", strict=True), around=kind.around)
-    assert frames.fired == {name: n * EXPECTED[kind] for name, n in PER_BLOCK.items()}
+    assert frames.fired == expected(kind)
 
 
 def test_saved_bytes_are_those_of_the_region():

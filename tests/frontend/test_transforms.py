@@ -18,16 +18,18 @@ DIM = 8
 
 
 class Around(nn.Module):
-    """`between` stands between two idioms."""
+    """Each `between` stands between two idioms."""
 
-    def __init__(self, between):
+    def __init__(self, *between):
         super().__init__()
-        self.down, self.up = (nn.ModuleList(nn.Linear(DIM, DIM, bias=False) for _ in range(2)) for _ in range(2))
-        self.norms, self.between = nn.ModuleList(nn.RMSNorm(DIM) for _ in range(2)), between
+        n = len(between) + 1
+        self.down, self.up = (nn.ModuleList(nn.Linear(DIM, DIM, bias=False) for _ in range(n)) for _ in range(2))
+        self.norms, self.between = nn.ModuleList(nn.RMSNorm(DIM) for _ in range(n)), (lambda x: x, *between)
 
     def forward(self, x):
-        x = self.up[0](self.norms[0](self.down[0](x)))
-        return self.up[1](self.norms[1](self.down[1](self.between(x))))
+        for down, norm, up, between in zip(self.down, self.norms, self.up, self.between, strict=True):
+            x = up(norm(down(between(x))))
+        return x
 
 
 def decayed(a, b):
@@ -111,15 +113,18 @@ def loops(x):
 
 
 CARRIED = [
-    scanned, scanned_in_reverse, scanned_under_a_checkpoint, scanned_without_gradients, mapped, mapped_under_autocast,
-    mapped_in_place, slope, slopes, pulled_back, pushed_forward, changed_around_it,
-    branches, loops,
+    (scanned, scanned_in_reverse, scanned_under_a_checkpoint, scanned_without_gradients),
+    (mapped, mapped_under_autocast, mapped_in_place, changed_around_it),
+    (slope, slopes, pulled_back, pushed_forward),
+    (branches, loops),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("between", CARRIED, ids=lambda f: f.__name__)
-def test_what_stands_around_it_is_rewritten(between):
-    assert check(Around(between), (torch.randn(2, 5, DIM),)).fired == {"down_norm_up": 2}
+@pytest.mark.parametrize("betweens", CARRIED, ids=lambda fs: fs[0].__name__)
+def test_what_stands_around_it_is_rewritten(betweens):
+    """Several in a frame: one that is not carried takes the frame along, and the reason that it is not captured for."""
+    frames = check(Around(*betweens), (torch.randn(2, 5, DIM),))
+    assert frames.fired == {"down_norm_up": len(betweens) + 1}, [s.fqn for a in frames.analyses for s in a.outcome.sites]
 
 
 def writes_to_its_argument(x):

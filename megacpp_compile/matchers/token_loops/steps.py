@@ -98,9 +98,11 @@ class _Steps:
             self.step[node] = min(later)
 
     def carried(self, node: Node) -> bool:
-        """Whether a later position reads `node`."""
+        """Whether a later position reads `node`, a tensor: a number, such as a sum of sizes, is no state."""
         at = self.step.get(node)
-        return node not in self.reads and at is not None and any(self.step.get(u, at) > at for u in node.users)
+        if node in self.reads or at is None or not isinstance(value(node), torch.Tensor):
+            return False
+        return any(self.step.get(u, at) > at for u in node.users)
 
     def loops(self) -> Iterator[Loop | NoLoop]:
         several = False
