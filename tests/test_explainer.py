@@ -1,5 +1,6 @@
 """`explain` and the command line: the report of a model that never runs."""
 
+import functools
 import json
 import subprocess
 import sys
@@ -10,8 +11,6 @@ import torch
 import megacpp_compile
 from megacpp_compile.cli import main
 from tests.corpus.spellings import PlainMLA
-from tests.frontend.test_transforms import DIM as TRANSFORMED
-from tests.frontend.test_transforms import Around
 from tests.passes.experts import DIM, TOKENS, MoE, where_index_add
 
 
@@ -52,6 +51,23 @@ def test_explain_sees_through_sizes_that_values_decide():
     assert "not looked at" in beyond.frames[-1].reason
 
 
+WIDTH = 8
+
+
+class Around(torch.nn.Module):
+    """`between` stands between two idioms, outside of any loop, in which a graph break costs Dynamo the frame."""
+
+    def __init__(self, between):
+        super().__init__()
+        linear = functools.partial(torch.nn.Linear, WIDTH, WIDTH, bias=False)
+        self.down, self.up, self.again, self.out = linear(), linear(), linear(), linear()
+        self.norm, self.last, self.between = torch.nn.RMSNorm(WIDTH), torch.nn.RMSNorm(WIDTH), between
+
+    def forward(self, x):
+        y = self.between(self.up(self.norm(self.down(x))))
+        return self.out(self.last(self.again(y)))
+
+
 def picks_rows(y):
     rows = torch.nonzero(y.sum(-1) > 0)[:, 0]
     return y.index_add(0, rows, y[rows])
@@ -67,7 +83,7 @@ def reads_a_number(y):
 
 @pytest.mark.parametrize("between", [picks_rows, picks_by_mask, reads_a_number])
 def test_explain_reports_what_compiling_does_around_sizes_that_values_decide(between, eager_backend):
-    model, x = Around(between), torch.randn(2, TRANSFORMED).abs()
+    model, x = Around(between), torch.randn(2, WIDTH).abs()
     with megacpp_compile.record() as compiled:
         torch.compile(model, backend="megacpp")(x)
     told = megacpp_compile.explain(model, x)
@@ -80,7 +96,7 @@ def test_explain_says_where_it_stops():
     def slices(y):
         return y[: int(y.sum() > 0)]
 
-    report = megacpp_compile.explain(Around(slices), torch.randn(2, TRANSFORMED))
+    report = megacpp_compile.explain(Around(slices), torch.randn(2, WIDTH))
     last = report.frames[-1]
     assert "not looked at" in last.reason and "slices" in last.name and "\n" not in last.reason
     assert report.counts["down_norm_up"] == 1

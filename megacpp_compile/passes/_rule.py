@@ -16,7 +16,7 @@ from megacpp_compile.matchers.graph_view import GraphView
 REGION = ("region", "its inputs are ready only under another grad or autocast mode")
 # The same of what has no lowering on CUDA that Inductor compiles: `gated_delta_rule`'s kernels run there when called,
 # but Inductor (torch 2.11) does not get through those of its backward; `gated_linear_attention` has none.
-NOT_ON_CUDA = ("cuda", "its op has no kernels that Inductor compiles on CUDA yet: it stays as it is written")
+NOT_ON_CUDA = ("cuda", "its op's kernels have not been run in a compiled graph on CUDA yet: it stays as it is written")
 
 
 def in_other_modes(view: GraphView, nodes: Iterable[Node], root: Node) -> MatchFailure | None:
