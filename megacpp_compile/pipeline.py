@@ -57,6 +57,7 @@ from megacpp_compile.sharding.pinning import SiblingParams
 from megacpp_compile.targets import Target, resolve_target
 
 ALONE = "the frame was compiled by Inductor alone"
+ON_DTENSORS = "a call on DTensors is compiled as it is written"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,6 +206,7 @@ def _rewrite(
     if outcome.sites:
         outcome.misses += reviewer.unverified()
     frame.precision = answered(wanted, outcome, config)
+    frame.precision += unseen(captured.gm.graph, config.precision, ON_DTENSORS)
     add_called_ops(outcome, called)
     choose_lowerings(outcome, frame.target)
     shown = found is not None and found.stands(outcome)

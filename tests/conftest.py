@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import gc
 import importlib
@@ -126,23 +127,30 @@ def held(node):
 
 
 @pytest.fixture
-def no_kernels(monkeypatch):
+def no_kernels():
+    with kernels_left_out():
+        yield
+
+
+@contextlib.contextmanager
+def kernels_left_out(runs=lambda gm: None):
     """Inductor up to and including its post-grad passes, lowering among them; what they leave runs in eager. C++ takes
-    most of the time of a test, and says nothing of what a frame's interface or its graphs look like."""
+    most of the time of a test, and says nothing of what a frame's interface or its graphs look like. `runs` is told of each graph when it is called."""
 
     def inner_compile(gm, example_inputs, *, is_inference=False, **_):
         with V.set_fake_mode(torch._guards.detect_fake_mode(example_inputs)):
             module.view_to_reshape(gm)  # a lowered value may have other strides than its op promised
             module._recursive_post_grad_passes(gm, is_inference=is_inference)
         assert not any("megacpp" in str(n.target) and not held(n) for n in gm.graph.nodes), "left without a lowering"
-        return make_boxed_func(gm.forward)
+        return make_boxed_func(lambda *args: (runs(gm), gm.forward(*args))[1])
 
-    monkeypatch.setattr(module, "compile_fx", functools.partial(module.compile_fx, inner_compile=inner_compile))
     # The cache would store Inductor's own kind of result; torch 2.9 leaves such a scatter as a call for code generation.
     with (
+        pytest.MonkeyPatch.context() as patch,
         torch._functorch.config.patch(enable_autograd_cache=False),
         inductor_config.patch(optimize_scatter_upon_const_tensor=False),
     ):
+        patch.setattr(module, "compile_fx", functools.partial(module.compile_fx, inner_compile=inner_compile))
         yield
 
 

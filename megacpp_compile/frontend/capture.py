@@ -24,6 +24,7 @@ from megacpp_compile._torch.guards import TracingContext
 from megacpp_compile.errors import CaptureError
 from megacpp_compile.frontend import autocast, opaque_ops
 from megacpp_compile.frontend.checkpoint import inline_checkpoints
+from megacpp_compile.frontend.dtensors import calls_on_dtensors, is_dtensor
 from megacpp_compile.frontend.transforms import resolve_transforms
 from megacpp_compile.report.records import MissedFusion
 
@@ -66,7 +67,7 @@ def fake_inputs(example_inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[Any
 
 def _check(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
     for value in example_inputs:
-        if isinstance(value, torch.Tensor) and is_traceable_wrapper_subclass(value):
+        if isinstance(value, torch.Tensor) and is_traceable_wrapper_subclass(value) and not is_dtensor(value):
             raise CaptureError(f"an input is a tensor subclass ({type(value).__name__})")
     for module in gm.modules():
         if isinstance(module, GraphModule) and module is not gm:
@@ -88,7 +89,7 @@ def capture(gm: GraphModule, example_inputs: Sequence[Any]) -> Captured:
     try:
         with modes.restored(), fx_traceback.preserve_node_meta():
             gm = resolve_transforms(inline_checkpoints(gm, mode), fakes, mode)
-            made = opaque_ops.isolate_hops(gm, fakes, mode)
+            made = opaque_ops.isolate_hops(gm, fakes, mode, calls_on_dtensors(gm, example_inputs))
             given_up = opaque_ops.given_up(made)
             traced = autocast.as_real_regions(made.gm)
             buffers = list(traced.named_buffers(remove_duplicate=False))
@@ -96,7 +97,7 @@ def capture(gm: GraphModule, example_inputs: Sequence[Any]) -> Captured:
         assert isinstance(exported, GraphModule)
         _restore_interface(exported, signature, dict(buffers))
         if made.calls:
-            opaque_ops.restore(exported, made, len(example_inputs))
+            opaque_ops.restore(exported, made)
         _forget_counts(mode)
     except CaptureError:
         raise

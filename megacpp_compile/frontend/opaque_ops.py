@@ -4,13 +4,16 @@ Pre-dispatch tracing would run through them: a custom `autograd.Function` would 
 split at each: its outputs become inputs of the traced part, its arguments outputs; `restore` puts the call back. Each
 argument leaves the traced part as a clone, which protects its value from later in-place ops and marks where the call
 stands, with its grad and autocast modes. `restore` removes the clones.
+
+Calls on DTensors (`frontend.dtensors`) are carried around in the same way. What they hand each other never enters the
+traced part, nor do inputs and outputs of the frame that are DTensors; only local tensors cross.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -20,11 +23,13 @@ from torch.fx import GraphModule, Node
 from megacpp_compile._torch.fakes import FakeTensorMode
 from megacpp_compile._torch.ops import HigherOrderOperator
 from megacpp_compile.errors import CaptureError
+from megacpp_compile.frontend import dtensors
 from megacpp_compile.fx.edit import attribute_of
 from megacpp_compile.fx.provenance import module_fqn, source_line
 from megacpp_compile.report.records import MissedFusion
 
 _CLONE = torch.ops.aten.clone.default
+_EMPTY = torch.ops.aten.empty.memory_format
 REPORTED_AS = "capture"
 WHAT = "megacpp_opaque"  # in a call's metadata: what the report calls it
 # Products as PyTorch has them; what else multiplies is made of them.
@@ -41,41 +46,63 @@ class Call:
     owner: GraphModule
     results: list[tuple[int | None, Node]]  # (output index, placeholder standing for it); None: the result itself
     arguments: dict[Node, Node]  # original argument nodes without submodules, and what leaves the traced part for them
+    joined: bool = False  # whether it stands where the call before it does
 
 
 @dataclasses.dataclass
 class IsolatedHops:
+    """The traced part. fakes: its inputs, those of the frame first, then what stands for results of `calls`.
+
+    inputs, outputs: how many are the frame's own; the calls' results and arguments follow. holders: the frame's
+    placeholders. on_dtensors: those of them that are left out, and calls. left_out: position of an output of the frame
+    that is -> the node.
+    """
+
     gm: GraphModule
     fakes: list[Any]
     calls: list[Call]
-    outputs: int  # outputs of the frame itself; the calls' arguments follow
+    inputs: int
+    outputs: int
+    holders: Sequence[Node] = ()
+    on_dtensors: Collection[Node] = ()
+    left_out: dict[int, Node] = dataclasses.field(default_factory=dict)
 
 
-def isolate_hops(gm: GraphModule, fakes: Sequence[Any], mode: FakeTensorMode) -> IsolatedHops:
-    """`gm` without its higher-order calls. Raises CaptureError for one that writes to its arguments or whose results
-    have no known shape."""
+def isolate_hops(
+    gm: GraphModule, fakes: Sequence[Any], mode: FakeTensorMode, on_dtensors: Collection[Node] = ()
+) -> IsolatedHops:
+    """`gm` without its higher-order calls, nor `on_dtensors`, placeholders and calls as `frontend.dtensors` names them.
+    Raises CaptureError for one that writes to its arguments or whose results have no known shape."""
     output = next(iter(reversed(gm.graph.nodes)))
     values = output.args[0] if isinstance(output.args[0], (list, tuple)) else [output.args[0]]
-    if not any(_is_call(n) for n in gm.graph.nodes):
-        return IsolatedHops(gm, list(fakes), [], len(values))
+    if not on_dtensors and not any(_is_call(n) for n in gm.graph.nodes):
+        return IsolatedHops(gm, list(fakes), [], len(fakes), len(values))
     graph, env = fx.Graph(), dict[Node, Node]()
     extra: list[Any] = []
     calls: list[Call] = []
     holders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    own = [fake for node, fake in zip(holders, fakes, strict=True) if node not in on_dtensors]
     for node in holders:
-        env[node] = graph.node_copy(node)
+        if node not in on_dtensors:
+            env[node] = graph.node_copy(node)
     replaced: set[Node] = set()
+    joined = False
     for node in gm.graph.nodes:
-        if node in env or node in replaced or node.op == "output":
+        if node in env or node in replaced or node.op in ("placeholder", "output"):
             continue
-        if not _is_call(node):
+        if not (on_dtensor := node in on_dtensors) and not _is_call(node):
             if node.op == "get_attr" and isinstance(attribute_of(gm, node.target), GraphModule):
                 continue  # a body; the call brings it along
             env[node] = graph.node_copy(node, env.__getitem__)
+            joined = joined and node.op == "get_attr"
             continue
-        arguments = {n: _snapshot(graph, n, env[n]) for n in node.all_input_nodes if not is_body(gm, n)}
+        arguments = {n: _snapshot(graph, n, env[n]) for n in node.all_input_nodes if n in env and not is_body(gm, n)}
         call = Call(node, gm, [], arguments)
-        for index, result in _results(node):
+        if on_dtensor and not any(v.target is _CLONE for v in arguments.values()):
+            if not (call := dataclasses.replace(call, joined=joined)).joined:
+                marker = graph.call_function(_EMPTY, ([0],), {"device": torch.device("cpu")})
+                call.arguments[marker] = graph.call_function(_CLONE, (marker,))
+        for index, result in _results(node) if not on_dtensor else [(None, node)] if dtensors.crosses(node) else ():
             fake = result.meta.get("example_value", result.meta.get("val"))
             if not isinstance(fake, torch.Tensor | torch.SymInt):
                 raise CaptureError(f"{node.target} returns something that is neither a tensor nor a size")
@@ -85,18 +112,30 @@ def isolate_hops(gm: GraphModule, fakes: Sequence[Any], mode: FakeTensorMode) ->
             extra.append(refake(fake, mode) if isinstance(fake, torch.Tensor) else fake)
             call.results.append((index, holder))
         calls.append(call)
-    outs = [fx.map_arg(v, env.__getitem__) for v in values]
+        joined = True
+    left_out = {i: v for i, v in enumerate(values) if v in on_dtensors and v not in env}
+    outs = [fx.map_arg(v, env.__getitem__) for i, v in enumerate(values) if i not in left_out]
+    outputs = len(outs)
     outs += [a for c in calls for a in c.arguments.values()]
     graph.output(tuple(outs))
     part = GraphModule(gm, graph)
     part.meta.update(gm.meta)
-    return IsolatedHops(part, [*fakes, *extra], calls, len(values))
+    return IsolatedHops(part, [*own, *extra], calls, len(own), outputs, holders, on_dtensors, left_out)
 
 
 def given_up(made: IsolatedHops) -> list[MissedFusion]:
     """A row for each call that multiplies inside: every idiom does, and none is looked for in there."""
     rows = {}
     for call in made.calls:
+        source = source_line(call.node)
+        if call.node in made.on_dtensors:
+            if _is_product(call.node):
+                what = dtensors.described(call.node)
+                reason = f"{what} is compiled as without this package: its collectives are DTensor's"
+                rows[source or call.node.name] = MissedFusion(
+                    REPORTED_AS, module_fqn(call.node), source, call.node.name, "opaque", reason
+                )
+            continue
         bodies = [attribute_of(call.owner, n.target) for n in call.node.all_input_nodes if is_body(call.owner, n)]
         if call.node.op == "call_module":
             bodies = [attribute_of(call.owner, call.node.target)]
@@ -104,7 +143,6 @@ def given_up(made: IsolatedHops) -> list[MissedFusion]:
             continue
         what = call.node.meta.get(WHAT, f"`{call.node.target}`")
         reason = f"no idiom is looked for inside {what}: it is compiled as without this package"
-        source = source_line(call.node)
         rows[source or call.node.name] = MissedFusion(
             REPORTED_AS, module_fqn(call.node), source, call.node.name, "opaque", reason
         )
@@ -118,8 +156,12 @@ def _own_backward(node: Node) -> bool:
 
 def _multiplies(body: torch.nn.Module) -> bool:
     graphs = [m.graph for m in body.modules() if isinstance(m, GraphModule)]
-    names = (getattr(n.target, "__name__", str(n.target)) for graph in graphs for n in graph.nodes)
-    return any(name.strip("_").partition(".")[0] in _PRODUCTS for name in names)
+    return any(_is_product(n) for graph in graphs for n in graph.nodes)
+
+
+def _is_product(node: Node) -> bool:
+    name = getattr(node.target, "__name__", str(node.target))
+    return name.strip("_").partition(".")[0] in _PRODUCTS
 
 
 def _snapshot(graph: fx.Graph, original: Node, node: Node) -> Node:
@@ -145,31 +187,36 @@ def _placeholder(graph: fx.Graph, name: str) -> Node:
         return graph.placeholder(name)
 
 
-def restore(gm: GraphModule, made: IsolatedHops, frame_inputs: int) -> None:
+def restore(gm: GraphModule, made: IsolatedHops) -> None:
     """Put the calls back into the traced graph, in place, and drop the inputs and outputs that stood for them."""
     graph = gm.graph
     holders = [n for n in graph.nodes if n.op == "placeholder"]
     output = next(iter(reversed(graph.nodes)))
     values = list(output.args[0])
     frame, arguments = values[: made.outputs], iter(values[made.outputs :])
-    standins = iter(holders[frame_inputs:])
+    standins = iter(holders[made.inputs :])
     borders = [(c, {a: next(arguments) for a in c.arguments}, [(i, next(standins)) for i, _ in c.results])
                for c in made.calls]  # fmt: skip
+    placed = _restore_holders(graph, made, holders)
     snapshots: list[Node] = []
+    markers: list[Any] = []  # what holds the place of calls that take no local tensor
+    before: Node | None = None
     for call, leaving, results in borders:
         clones = [v for a, v in leaving.items() if call.arguments[a].target is _CLONE]
-        if not clones or any(getattr(v, "target", None) is not _CLONE for v in clones):
+        if not (clones or call.joined) or any(getattr(v, "target", None) is not _CLONE for v in clones):
             raise CaptureError(f"tracing lost the place of {call.node.target}")
         snapshots += clones
-        before = max(clones)
+        markers += [v.args[0] for a, v in leaving.items() if a.target is _EMPTY and a.graph is made.gm.graph]
+        before = max(clones) if clones else before
+        assert before is not None
         traced = {a: v.args[0] if v in clones else v for a, v in leaving.items()}
         if any(isinstance(v, Node) and not v < before for v in traced.values()):
             raise CaptureError("a call's arguments are ready only after it")
         with graph.inserting_before(before):
 
             def place(a: Node, traced: dict[Node, Any] = traced, call: Call = call) -> Any:
-                if a in traced:
-                    return traced[a]
+                if a in traced or a in placed:
+                    return traced[a] if a in traced else placed[a]
                 name = f"{call.node.name}_{a.target}".replace(".", "_")
                 gm.add_submodule(name, attribute_of(call.owner, a.target))
                 return graph.get_attr(name)
@@ -178,6 +225,7 @@ def restore(gm: GraphModule, made: IsolatedHops, frame_inputs: int) -> None:
             if new.op == "call_module":
                 gm.add_submodule(str(new.target), attribute_of(call.owner, new.target))
             new.meta["val"] = call.node.meta.get("example_value")
+            placed[call.node] = new
             for index, holder in results:
                 if index is None:
                     value = new
@@ -186,9 +234,25 @@ def restore(gm: GraphModule, made: IsolatedHops, frame_inputs: int) -> None:
                 value.meta["val"] = holder.meta.get("val")
                 holder.replace_all_uses_with(value)
                 frame = [value if v is holder else v for v in frame]
+    for position, node in sorted(made.left_out.items()):
+        frame.insert(position, placed[node])
     output.args = (tuple(frame),)
-    for node in [*snapshots, *holders[frame_inputs:]]:
+    for node in [*snapshots, *markers, *holders[made.inputs :]]:
         graph.erase_node(node)
+
+
+def _restore_holders(graph: fx.Graph, made: IsolatedHops, holders: Sequence[Node]) -> dict[Node, Node]:
+    """Put the frame's placeholders that were left out between `holders`; each by the node it was."""
+    placed = dict[Node, Node]()
+    own, last = iter(holders), None
+    for node in made.holders:
+        if node not in made.on_dtensors:
+            last = next(own)
+            continue
+        with graph.inserting_after(last) if last is not None else graph.inserting_before(next(iter(graph.nodes))):
+            placed[node] = last = graph.node_copy(node)
+        last.meta["val"] = node.meta.get("example_value")
+    return placed
 
 
 def _is_call(node: Node) -> bool:

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
+from megacpp_compile.frontend.dtensors import described
+from megacpp_compile.frontend.tensor_subclasses import LINEARS
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.views import is_reshape
 from megacpp_compile.matchers._match import MatchFailure
@@ -60,6 +62,11 @@ def stranded(view: GraphView, seen: set[Node]) -> Iterator[MatchFailure]:
         step = norm.node
         for _ in range(3):
             if len(step.users) != 1 or is_residual(step := next(iter(step.users))):
+                break
+            if step.target in LINEARS:  # captured as it was written, so on DTensors
+                if latent.narrows(Linear(step, step.args[0], step.args[1], None)):  # type: ignore[arg-type]
+                    why = "its input's gradient is summed over ranks before the norm's backward"
+                    yield MatchFailure(step, "dtensor", f"the up-projection is {described(step)}: {why}")
                 break
             ups = [up for up in map(match_linear, (step, *step.users)) if up is not None]
             if ups:

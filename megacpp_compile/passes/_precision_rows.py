@@ -93,7 +93,8 @@ def answered(rows: Sequence[Asked], outcome: Outcome, config: Config) -> list[di
 
 
 def unseen(graph: fx.Graph, plan: PrecisionPlan | None, reason: str) -> list[dict[str, Any]]:
-    """The rows, as plain data, of Dynamo's graph where `reason` kept the passes from it: its calls run as written."""
+    """The rows, as plain data, of Dynamo's calls in `graph` where `reason` kept the passes from them: all of a frame's,
+    or those that a captured graph holds as they were written. They run as written."""
     rows = []
     for node in graph.nodes if plan is not None else ():
         kind = _CALLS.get(node.target)

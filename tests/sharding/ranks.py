@@ -1,0 +1,296 @@
+"""Parallel models, each run by two ranks eagerly and compiled. `outcomes` starts the ranks, and says what was seen."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+RANKS = 2
+COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
+PLAN = {"q_up": ColwiseParallel(), "kv_up": ColwiseParallel(), "o": RowwiseParallel()}
+
+
+def rotated(x, cos, sin):
+    a, b = x.chunk(2, -1)
+    return x * cos + torch.cat([-b, a], -1) * sin
+
+
+class MLA(nn.Module):
+    """Plain multi-head latent attention, with as many heads as its projections make."""
+
+    def __init__(self, dim=32, heads=4, nope=8, rope=4, v=8, latent=16):
+        super().__init__()
+        self.nope, self.rope, self.v, self.latent = nope, rope, v, latent
+        self.q_down, self.q_norm = nn.Linear(dim, latent, bias=False), nn.RMSNorm(latent, eps=1e-6)
+        self.q_up = nn.Linear(latent, heads * (nope + rope), bias=False)
+        self.kv_down, self.kv_norm = nn.Linear(dim, latent + rope, bias=False), nn.RMSNorm(latent, eps=1e-6)
+        self.kv_up = nn.Linear(latent, heads * (nope + v), bias=False)
+        self.o = nn.Linear(heads * v, dim, bias=False)
+
+    def forward(self, x, cos, sin):
+        batch, tokens, _ = x.shape
+        q = self.q_up(self.q_norm(self.q_down(x))).view(batch, tokens, -1, self.nope + self.rope).transpose(1, 2)
+        q_nope, q_rope = q.split([self.nope, self.rope], -1)
+        latent, k_rope = self.kv_down(x).split([self.latent, self.rope], -1)
+        kv = self.kv_up(self.kv_norm(latent)).view(batch, tokens, -1, self.nope + self.v).transpose(1, 2)
+        k_nope, v = kv.split([self.nope, self.v], -1)
+        k_rope = rotated(k_rope.view(batch, tokens, 1, self.rope).transpose(1, 2), cos, sin)
+        q = torch.cat([q_nope, rotated(q_rope, cos, sin)], -1)
+        k = torch.cat([k_nope, k_rope.expand(*k_nope.shape[:-1], -1)], -1)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o(out.transpose(1, 2).reshape(batch, tokens, -1))
+
+
+class Around(nn.Module):
+    """MLA with something before or behind it."""
+
+    def __init__(self, before=None, behind=None):
+        super().__init__()
+        self.mla, self.before, self.behind = MLA(), before, behind
+        self.norm, self.gain = nn.RMSNorm(32, eps=1e-6), nn.Parameter(torch.rand(32) + 0.5)
+
+    def forward(self, x, cos, sin):
+        x = self.before(self, x) if self.before else x
+        x = self.mla(x, cos, sin)
+        return self.behind(self, x) if self.behind else x
+
+
+class Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mla = MLA()
+
+    def forward(self, x, cos, sin):
+        return x + checkpoint(self.mla, x, cos, sin, use_reentrant=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """make: the model for a mesh. grad, dynamic, options, around: how it is run."""
+
+    make: Callable[[DeviceMesh], nn.Module]
+    mode: Callable[[], Any] | None = None
+    dynamic: bool | None = None
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    around: Callable[[], Any] = nullcontext
+    batches: tuple[int, ...] = (2,)
+    tokens: int = 6
+    count_graphs: bool = False
+
+
+def tensor_parallel(mesh, model=None, plan=PLAN):
+    return parallelize_module(model or MLA(), mesh, plan)
+
+
+def replicated(mesh, **parts):
+    """MLA as on one device, with one gain alone that is a DTensor."""
+    model = Around(**parts)
+    model.gain = nn.Parameter(distribute_tensor(model.gain.detach(), mesh, [Replicate()]))
+    return model
+
+
+def gathered_gain(mesh):
+    model = Around(behind=lambda model, x: x * model.gain.full_tensor())
+    model.gain = nn.Parameter(distribute_tensor(model.gain.detach(), mesh, [Shard(0)]))
+    return model
+
+
+def sequence_parallel(mesh):
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.mla = nn.RMSNorm(32, eps=1e-6), MLA()
+
+        def forward(self, x, cos, sin):
+            return x + self.mla(self.norm(x), cos, sin)
+
+    whole = PrepareModuleInput(
+        input_layouts=(Shard(1), None, None), desired_input_layouts=(Replicate(), None, None), use_local_output=True
+    )
+    plan = {f"mla.{name}": style for name, style in PLAN.items()}
+    plan |= {"norm": SequenceParallel(), "mla": whole, "mla.o": RowwiseParallel(output_layouts=Shard(1))}
+    return parallelize_module(Block(), mesh, plan)
+
+
+def frozen_region(model, x):
+    """A call that takes DTensors alone, under a grad mode of its own, between plain calls. What is written to before a
+    DTensor shares it is no hindrance."""
+    x = (x * 2).add_(1.0)
+    x = DTensor.from_local(x, model.gain.device_mesh, [Replicate()], run_check=False).to_local() * 0.5
+    with torch.no_grad():
+        gain = model.gain * 3
+    return x * gain.to_local()
+
+
+def as_dtensor(model, x):
+    mesh = model.gain.device_mesh
+    return DTensor.from_local(x, mesh, [Replicate()], run_check=False) * model.gain
+
+
+def written(model, x):
+    local = x * 1.0
+    given = DTensor.from_local(local, model.gain.device_mesh, [Replicate()], run_check=False)
+    local.add_(1.0)
+    return (given * model.gain).to_local()
+
+
+CASES: dict[str, Case] = {
+    "tensor_parallel": Case(tensor_parallel, count_graphs=True),
+    "tensor_parallel_inference": Case(tensor_parallel, torch.inference_mode),
+    "tensor_parallel_autocast": Case(tensor_parallel, around=lambda: torch.autocast("cpu", torch.bfloat16)),
+    "tensor_parallel_policy": Case(tensor_parallel, options={"policy": "selective", "verify": "each", "strict": True}),
+    "tensor_parallel_no_grad": Case(tensor_parallel, torch.no_grad, dynamic=True, batches=(2, 3), count_graphs=True),
+    "checkpointed": Case(lambda mesh: tensor_parallel(mesh, Checkpointed(), {f"mla.{k}": v for k, v in PLAN.items()})),
+    "sequence_parallel": Case(sequence_parallel, tokens=3),
+    "gathered_gain": Case(gathered_gain, dynamic=True, batches=(2, 3), count_graphs=True),
+    "frozen_region": Case(lambda mesh: replicated(mesh, before=frozen_region)),
+    "dtensor_out": Case(lambda mesh: replicated(mesh, behind=as_dtensor)),
+    "written": Case(lambda mesh: replicated(mesh, before=written)),
+}
+
+
+def outcomes(names: tuple[str, ...] = tuple(CASES)) -> dict[str, list[dict[str, Any]]]:
+    """Case -> what each rank saw. A rank that fails says so in place of what it saw."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_rank, (folder, names), RANKS)
+        seen = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(RANKS)]
+    return {name: [of_rank[name] for of_rank in seen] for name in names}
+
+
+def _rank(rank: int, folder: str, names: tuple[str, ...]) -> None:
+    import traceback
+    from datetime import timedelta
+
+    from tests.conftest import kernels_left_out
+
+    warnings.simplefilter("ignore")
+    store = dist.FileStore(f"{folder}/store", RANKS)
+    dist.init_process_group("gloo", rank=rank, world_size=RANKS, store=store, timeout=timedelta(seconds=120))
+    seen: dict[str, Any] = {}
+    try:
+        mesh = init_device_mesh("cpu", (RANKS,))
+        for name in names:
+            with kernels_left_out(lambda gm: [_note(node.target) for node in gm.graph.nodes]):
+                try:
+                    seen[name] = _run(CASES[name], mesh)
+                except Exception:
+                    seen[name] = {"failed": traceback.format_exc()}
+    finally:
+        Path(folder, f"{rank}.json").write_text(json.dumps(seen))
+        dist.destroy_process_group()
+
+
+def _run(case: Case, mesh: DeviceMesh) -> dict[str, Any]:
+    import logging
+
+    from megacpp_compile import record
+    from megacpp_compile.config.warn_once import warn_once
+
+    warn_once.cache_clear()
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda r: said.append(r.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("megacpp_compile").addHandler(handler)
+    want = _step(case, mesh, lambda model: model)
+    graphs = {}
+    for backend in ("inductor", "megacpp") if case.count_graphs else ("megacpp",):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        options = {"options": case.options} if backend == "megacpp" and case.options else {}
+        compiled = functools.partial(torch.compile, backend=backend, dynamic=case.dynamic, **options)
+        with record() as report:
+            got = _step(case, mesh, compiled)
+        graphs[backend] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    logging.getLogger("megacpp_compile").removeHandler(handler)
+    errors = {}
+    assert want["values"].keys() == got["values"].keys()
+    for name, tensor in want["values"].items():
+        other = got["values"][name]
+        assert tensor.shape == other.shape and tensor.dtype == other.dtype, name
+        errors[name] = float((tensor - other).double().norm() / tensor.double().norm().clamp_min(1e-12))
+    return {
+        "error": max(errors.values()), "worst": max(errors, key=errors.__getitem__), "kinds": [want["kind"], got["kind"]],
+        "eager": want["collectives"], "compiled": got["collectives"], "graphs": graphs, "said": said,
+        "sites": dict(report.counts), "frames": [[f.captured, f.reason] for f in report.frames],
+        "misses": [[m.pass_name, m.reason] for m in report.misses],
+    }  # fmt: skip
+
+
+def _step(case: Case, mesh: DeviceMesh, compiled: Callable[[nn.Module], Any]) -> dict[str, Any]:
+    """A step of the case's model on each of its batches; what is seen is the last one's."""
+    torch.manual_seed(0)
+    model = case.make(mesh)
+    run = compiled(model)
+    angles = torch.outer(torch.arange(6).float(), torch.tensor([1.0, 0.1])).repeat(1, 2)
+    for batch in case.batches:
+        model.zero_grad()
+        x = torch.randn(batch, case.tokens, 32, requires_grad=True)
+        collectives = []
+        with (case.mode or nullcontext)(), case.around():
+            if run is not model:  # compiling runs collectives
+                float(run(x, angles.cos(), angles.sin()).detach().sum())
+            out, kinds = _counted(lambda x=x: run(x, angles.cos(), angles.sin()), run is model)
+            if not isinstance(out, DTensor):
+                float(out.detach().sum())  # nothing is freed with a collective under way
+        collectives.append(kinds)
+        values = {"output": out, "x": None}
+        if case.mode is None:
+            local = out.to_local() if isinstance(out, DTensor) else out
+            _, kinds = _counted(lambda local=local: local.float().square().sum().backward(), run is model)
+            collectives.append(kinds)
+            values = {"output": out, "x": x.grad} | {n: p.grad for n, p in model.named_parameters()}
+    values = {n: t.to_local() if isinstance(t, DTensor) else t for n, t in values.items() if t is not None}
+    return {
+        "values": {n: t.detach() for n, t in values.items()},
+        "collectives": collectives,
+        "kind": isinstance(out, DTensor),
+    }
+
+
+# Collectives since `_counted` looked last: each call in eager, and each node of a graph that ran. Torch's profiler would
+# name both, and corrupts memory where it stops with one under way.
+_ran: Counter[str] = Counter()
+
+
+class _Eager(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        _note(func)
+        return func(*args, **(kwargs or {}))
+
+
+def _note(target: Any) -> None:
+    name = str(target).removeprefix("_c10d_functional.").partition(".")[0].rstrip("_")
+    if name in COLLECTIVES:
+        _ran[name] += 1
+
+
+def _counted(call: Callable[[], Any], eager: bool) -> tuple[Any, dict[str, int]]:
+    """What `call` returns, and how many collectives of each kind ran."""
+    _ran.clear()
+    with _Eager() if eager else nullcontext():
+        result = call()
+    return result, dict(_ran)
