@@ -17,7 +17,7 @@ from torch import fx
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from megacpp_compile._torch.dispatch import SelectiveContext
+from megacpp_compile._torch.dispatch import SelectiveContext, is_traceable_wrapper_subclass
 from megacpp_compile._torch.fakes import FakeTensorMode
 from megacpp_compile.errors import CaptureError
 
@@ -27,7 +27,8 @@ _SAVED = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 
 
 def decide(body: GraphModule, context_fn: Callable[[], Any], args: Sequence[Any], mode: FakeTensorMode) -> Decisions:
-    """What the policy of `context_fn` decides of each node of `body` that calls an op, called with values like `args`.
+    """What the policy of `context_fn` decides of each node of `body` that calls an op, called with values like
+    `args`, which are Dynamo's own fake ones.
 
     A node of several ops, such as a bias behind a GEMM, is saved if one of them is: what is a view takes no memory.
     Raises CaptureError where `context_fn` gives no policy to ask.
@@ -65,8 +66,13 @@ def decide(body: GraphModule, context_fn: Callable[[], Any], args: Sequence[Any]
 
 
 def _like(value: Any) -> Any:
-    """A tensor as Dynamo described it, of the frame's own fake mode."""
+    """A value as Dynamo described it, of the fake mode that is on: Dynamo's own are of several."""
     if not isinstance(value, torch.Tensor):
         return value
-    new = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)
-    return new.requires_grad_(value.requires_grad)
+    if is_traceable_wrapper_subclass(value):
+        inner, described = value.__tensor_flatten__()
+        parts = {name: _like(getattr(value, name)) for name in inner}
+        new = type(value).__tensor_unflatten__(parts, described, value.size(), value.stride())
+    else:
+        new = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)
+    return new.detach().requires_grad_(value.requires_grad)

@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 RANKS = 2
 COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
@@ -79,13 +79,25 @@ class Around(nn.Module):
         return self.behind(self, x) if self.behind else x
 
 
+def keep_products(ctx, op, *args, **kwargs):
+    return op is torch.ops.aten.mm.default
+
+
 class Checkpointed(nn.Module):
-    def __init__(self):
+    def __init__(self, **how):
         super().__init__()
-        self.mla = MLA()
+        self.mla, self.how = MLA(), how
 
     def forward(self, x, cos, sin):
-        return x + checkpoint(self.mla, x, cos, sin, use_reentrant=False)
+        return x + checkpoint(self.mla, x, cos, sin, use_reentrant=False, **self.how)
+
+
+def in_a_region(mesh: DeviceMesh, **how: Any) -> nn.Module:
+    return tensor_parallel(mesh, Checkpointed(**how), {f"mla.{name}": style for name, style in PLAN.items()})
+
+
+def in_a_selective_region(mesh: DeviceMesh) -> nn.Module:
+    return in_a_region(mesh, context_fn=functools.partial(create_selective_checkpoint_contexts, keep_products))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +176,8 @@ CASES: dict[str, Case] = {
     "tensor_parallel_autocast": Case(tensor_parallel, around=lambda: torch.autocast("cpu", torch.bfloat16)),
     "tensor_parallel_policy": Case(tensor_parallel, options={"policy": "selective", "verify": "each", "strict": True}),
     "tensor_parallel_no_grad": Case(tensor_parallel, torch.no_grad, dynamic=True, batches=(2, 3), count_graphs=True),
-    "checkpointed": Case(lambda mesh: tensor_parallel(mesh, Checkpointed(), {f"mla.{k}": v for k, v in PLAN.items()})),
+    "checkpointed": Case(in_a_region),
+    "checkpointed_selectively": Case(in_a_selective_region),
     "sequence_parallel": Case(sequence_parallel, tokens=3),
     "gathered_gain": Case(gathered_gain, dynamic=True, batches=(2, 3), count_graphs=True),
     "frozen_region": Case(lambda mesh: replicated(mesh, before=frozen_region)),

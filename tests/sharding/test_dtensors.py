@@ -53,6 +53,7 @@ def test_results_gradients_and_collectives_are_those_of_eager(seen, case):
         *((name, MLA_SITES) for name in ranks.CASES if name.startswith("tensor_parallel") and "no_grad" not in name),
         ("tensor_parallel_no_grad", {name: 2 * n for name, n in MLA_SITES.items()}),  # two graphs: dynamic sizes
         ("checkpointed", MLA_SITES),
+        ("checkpointed_selectively", MLA_SITES),
         ("sequence_parallel", MLA_SITES),
         *((name, MLA_SITES | PAIRS) for name in ("gathered_gain", "frozen_region", "dtensor_out")),
         ("written", {}),
