@@ -11,6 +11,7 @@ accelerate = pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
 
 STEPS = 3
+SITES = {"down_norm_up": 2, "mla_rope_kv": 1, "mla_rope_q": 1}
 
 
 def model() -> torch.nn.Module:
@@ -43,14 +44,13 @@ def losses(tmp_path, **how) -> list[float]:
     return [row["loss"] for row in trainer.state.log_history if "loss" in row]
 
 
-def test_trainer(no_kernels, tmp_path):
+@pytest.mark.parametrize("how", [{}, {"gradient_checkpointing": True}], ids=["plain", "checkpointed"])
+def test_trainer(no_kernels, tmp_path, how):
     torch._dynamo.reset()
     want = losses(tmp_path)
     with megacpp_compile.enable({"strict": True}), megacpp_compile.record() as report:
-        got = losses(tmp_path, torch_compile=True)
-    assert {name: n for name, n in report.counts.items() if n} == {
-        "down_norm_up": 2, "mla_rope_kv": 1, "mla_rope_q": 1,
-    }  # fmt: skip
+        got = losses(tmp_path, torch_compile=True, **how)
+    assert {name: n for name, n in report.counts.items() if n} == SITES
     assert len(got) == STEPS and got == pytest.approx(want, rel=1e-4)
 
 
@@ -62,6 +62,21 @@ def test_accelerate(no_kernels, monkeypatch):
         prepared = accelerate.Accelerator(cpu=True).prepare(model())
         prepared(torch.arange(12)[None], use_cache=False)
     assert report.counts["mla_rope_q"] == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "targets", [["q_b_proj", "kv_b_proj", "o_proj"], ["q_a_proj", "kv_a_proj_with_mqa"]], ids=["up", "down"]
+)
+def test_adapters_of_peft(eager_backend, targets, dtype):
+    """No projection of latent attention is lost to the path beside it."""
+    peft = pytest.importorskip("peft")
+    torch._dynamo.reset()
+    adapted = peft.get_peft_model(model(), peft.LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM"))
+    ids = torch.arange(24).view(2, 12)
+    with megacpp_compile.record() as report:
+        torch.compile(adapted.to(dtype), backend="megacpp")(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    assert {name: n for name, n in report.counts.items() if n} == SITES and len(report.frames) == 1
 
 
 def test_without_it_the_trainer_refuses_the_name(tmp_path):
