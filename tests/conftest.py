@@ -68,6 +68,14 @@ def seeded(request):
 
 
 @pytest.fixture(autouse=True)
+def _enabled_nowhere():
+    """A test that enables this backend for torch's own calls leaves that to no other."""
+    before = torch.compile
+    yield
+    assert torch.compile is before, "torch.compile is not what it was before the test"
+
+
+@pytest.fixture(autouse=True)
 def _warned_anew():
     """What is said once a process is said in each test that is about it, whatever ran before in this worker."""
     warn_once.cache_clear()

@@ -9,15 +9,14 @@ from torch import nn
 import megacpp_compile
 from megacpp_compile.errors import UnknownOptionError
 
-COMPILE = torch.compile
-
 
 @pytest.fixture(autouse=True)
 def _put_back():
     torch._dynamo.reset()
+    before = torch.compile
     yield
     megacpp_compile.enable().disable()
-    assert torch.compile is COMPILE
+    assert torch.compile is before
 
 
 @pytest.fixture
@@ -97,6 +96,7 @@ def test_disabled_beneath_another_replacement(calls, monkeypatch):
 
 
 def test_bad_options_are_an_error_at_once():
+    before = torch.compile
     with pytest.raises(UnknownOptionError, match="polcy"):
         megacpp_compile.enable({"polcy": "selective"})
-    assert torch.compile is COMPILE
+    assert torch.compile is before
