@@ -22,7 +22,7 @@ class Enabled:
     """What `enable` returns; a context manager that disables again when left."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        self.options, self._replaced = options, torch.compile
+        self.options, self._replaced, self._on = options, torch.compile, True
 
         @functools.wraps(self._replaced)
         def compile(model: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -32,18 +32,18 @@ class Enabled:
 
     def _redirected(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         mode, inductor = kwargs.get("mode"), kwargs.get("options")
-        if kwargs.get("backend", "inductor") != "inductor" or (mode is not None and inductor is not None):
-            return kwargs  # both is torch's own error
+        both = mode is not None and inductor is not None  # torch's own error
+        if not self._on or both or kwargs.get("backend", "inductor") != "inductor":
+            return kwargs
         patches = {**self.options.get("inductor", {}), **mode_patches(mode), **(inductor or {})}
         options = {**self.options, **({"inductor": patches} if patches else {})}
         return {**kwargs, "backend": "megacpp", "mode": None, "options": options or None}
 
     def disable(self) -> None:
         """Leave `torch.compile` as it was; models compiled meanwhile stay compiled. A second call does nothing."""
+        self._on = False  # for who has replaced it since, and calls this one
         if torch.compile is self._compile:
             torch.compile = self._replaced
-        else:  # somebody else has replaced it since: what they call is torch's own again
-            self._redirected = lambda kwargs: kwargs  # type: ignore[method-assign]
 
     def __enter__(self) -> Enabled:
         return self

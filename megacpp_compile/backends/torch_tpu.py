@@ -20,6 +20,7 @@ from megacpp_compile.backends import openxla
 from megacpp_compile.backends._protocol import Settings
 from megacpp_compile.config.options import Config
 from megacpp_compile.errors import TargetUnavailableError
+from megacpp_compile.fx.edit import dynamo_value
 from megacpp_compile.report import log
 
 NAME = "tpu"  # of its Dynamo backend, and of its device
@@ -57,7 +58,7 @@ def backend() -> Callable[..., Any]:
 
 def refusal(gm: GraphModule, patches: Mapping[str, Any], config: Config, grad: bool) -> str:
     """Why torch_tpu takes a frame as it came only: its programs are of static shapes."""
-    held = (n.meta.get("example_value", n.meta.get("val")) for n in gm.graph.find_nodes(op="placeholder"))
+    held = (dynamo_value(n) for n in gm.graph.find_nodes(op="placeholder"))
     sizes = (s for x in held for s in (x.shape if isinstance(x, torch.Tensor) else (x,)))
     if any(isinstance(s, torch.SymInt | torch.SymFloat | torch.SymBool) for s in sizes):
         return "sizes that are not known when compiling for torch_tpu: compile with dynamic=False"
@@ -74,7 +75,7 @@ def guard_offsets(gm: GraphModule) -> None:
         return
     for node in gm.graph.find_nodes(op="placeholder"):
         source = getattr(node, "_dynamo_source", None)
-        held = node.meta.get("example_value", node.meta.get("val"))
+        held = dynamo_value(node)
         if source is not None and isinstance(held, torch.Tensor):
             offset = TensorPropertySource(source, TensorProperty.STORAGE_OFFSET)
             install_guard(offset.make_guard(GuardBuilder.EQUALS_MATCH))

@@ -25,6 +25,7 @@ from torch.fx import GraphModule, Node
 
 from megacpp_compile._torch.dispatch import is_traceable_wrapper_subclass
 from megacpp_compile.errors import CaptureError
+from megacpp_compile.fx.edit import dynamo_value
 from megacpp_compile.fx.provenance import source_line
 
 _WRITERS = frozenset(
@@ -60,7 +61,7 @@ def calls_on_dtensors(gm: GraphModule, example_inputs: Sequence[Any]) -> frozens
     holders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     given = dict(zip(holders, example_inputs, strict=True))
     if not any(isinstance(v, kind) for v in example_inputs) and not any(
-        any(isinstance(v, kind) for v in _leaves(_value(n))) for n in gm.graph.nodes
+        any(isinstance(v, kind) for v in _leaves(dynamo_value(n))) for n in gm.graph.nodes
     ):
         return frozenset()
     found: set[Node] = set()
@@ -69,14 +70,14 @@ def calls_on_dtensors(gm: GraphModule, example_inputs: Sequence[Any]) -> frozens
         if node.op == "placeholder":
             if isinstance(given[node], kind) or not isinstance(given[node], (Tensor, *_NUMBERS)):
                 found.add(node)
-                shared.update(_storages([_value(node)]))
+                shared.update(_storages([dynamo_value(node)]))
             continue
         if node.op == "output":
             continue
         operands = node.all_input_nodes
-        own = any(isinstance(v, kind) for v in _leaves(_value(node)))
+        own = any(isinstance(v, kind) for v in _leaves(dynamo_value(node)))
         own = own or any(a in found and not crosses(a) for a in operands)
-        if writes(node) and (own or shared.intersection(_storages(map(_value, operands)))):
+        if writes(node) and (own or shared.intersection(_storages(map(dynamo_value, operands)))):
             name = getattr(node.target, "__name__", node.target)
             raise CaptureError(
                 f"`{name}` writes to a DTensor or to memory that one shares ({source_line(node)}); compute a new "
@@ -84,19 +85,19 @@ def calls_on_dtensors(gm: GraphModule, example_inputs: Sequence[Any]) -> frozens
             )
         if own:
             found.add(node)
-            shared.update(_storages(map(_value, (node, *operands))))
+            shared.update(_storages(map(dynamo_value, (node, *operands))))
     return frozenset(found)
 
 
 def crosses(node: Node) -> bool:
     """Whether the result of a call on DTensors is something that what is captured can take as an input."""
-    value = _value(node)
+    value = dynamo_value(node)
     return isinstance(value, torch.SymInt) or isinstance(value, Tensor) and not is_traceable_wrapper_subclass(value)
 
 
 def described(node: Node) -> str:
     """A call on DTensors in the words of a report, with how its DTensors are placed."""
-    placed = [v.placements for a in node.all_input_nodes for v in _leaves(_value(a)) if is_dtensor(v)]
+    placed = [v.placements for a in node.all_input_nodes for v in _leaves(dynamo_value(a)) if is_dtensor(v)]
     where = ", ".join(f"({', '.join(map(str, p))})" for p in placed)
     return f"a DTensor's {getattr(node.target, '__name__', node.target)} of tensors placed {where}"
 
@@ -115,10 +116,6 @@ def writes(node: Node) -> bool:
         return bool(schema.is_mutable)
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     return name.endswith("_") and not name.endswith("__") or name in ("__setitem__", "__iadd__", "__imul__")
-
-
-def _value(node: Node) -> Any:
-    return node.meta.get("example_value", node.meta.get("val"))
 
 
 def _leaves(value: Any) -> Iterable[Any]:

@@ -20,11 +20,12 @@ import torch
 from torch import fx
 from torch.fx import GraphModule, Node
 
+from megacpp_compile._torch.dispatch import is_traceable_wrapper_subclass
 from megacpp_compile._torch.fakes import FakeTensorMode
 from megacpp_compile._torch.ops import HigherOrderOperator
 from megacpp_compile.errors import CaptureError
 from megacpp_compile.frontend import dtensors
-from megacpp_compile.fx.edit import attribute_of
+from megacpp_compile.fx.edit import attribute_of, dynamo_value
 from megacpp_compile.fx.provenance import module_fqn, source_line
 from megacpp_compile.report.records import MissedFusion
 
@@ -103,7 +104,7 @@ def isolate_hops(
                 marker = graph.call_function(_EMPTY, ([0],), {"device": torch.device("cpu")})
                 call.arguments[marker] = graph.call_function(_CLONE, (marker,))
         for index, result in _results(node) if not on_dtensor else [(None, node)] if dtensors.crosses(node) else ():
-            fake = result.meta.get("example_value", result.meta.get("val"))
+            fake = dynamo_value(result)
             if not isinstance(fake, torch.Tensor | torch.SymInt):
                 raise CaptureError(f"{node.target} returns something that is neither a tensor nor a size")
             holder = _placeholder(graph, f"opaque_{node.name}_{index or 0}")
@@ -166,15 +167,22 @@ def _is_product(node: Node) -> bool:
 
 def _snapshot(graph: fx.Graph, original: Node, node: Node) -> Node:
     """A clone of a tensor as it is at the call; a number as it is."""
-    known = original.meta.get("example_value", original.meta.get("val"))
+    known = dynamo_value(original)
     number = known is not None and not isinstance(known, torch.Tensor)
     return node if number else graph.call_function(_CLONE, (node,))
 
 
 def refake(fake: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
-    """A fake tensor of Dynamo's own mode as one of the backend's; both share their symbolic sizes."""
+    """A fake tensor of Dynamo's own mode, or what holds some, as one of the backend's; both share their symbolic
+    sizes."""
     with mode, torch.no_grad():
-        copy = torch.empty_strided(fake.size(), fake.stride(), dtype=fake.dtype, device=fake.device)
+        if is_traceable_wrapper_subclass(fake):
+            names, described = fake.__tensor_flatten__()
+            parts = {name: getattr(fake, name) for name in names}  # a mesh may be among them
+            held = {name: refake(p, mode) if isinstance(p, torch.Tensor) else p for name, p in parts.items()}
+            copy = type(fake).__tensor_unflatten__(held, described, fake.size(), fake.stride()).detach()
+        else:
+            copy = torch.empty_strided(fake.size(), fake.stride(), dtype=fake.dtype, device=fake.device)
     return copy.requires_grad_(fake.requires_grad)
 
 

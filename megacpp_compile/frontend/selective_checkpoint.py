@@ -17,9 +17,10 @@ from torch import fx
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from megacpp_compile._torch.dispatch import SelectiveContext, is_traceable_wrapper_subclass
+from megacpp_compile._torch.dispatch import SelectiveContext
 from megacpp_compile._torch.fakes import FakeTensorMode
 from megacpp_compile.errors import CaptureError
+from megacpp_compile.frontend.opaque_ops import refake
 
 Decisions = dict[Node, CheckpointPolicy]
 
@@ -58,21 +59,7 @@ def decide(body: GraphModule, context_fn: Callable[[], Any], args: Sequence[Any]
 
     context.policy_fn = asked
     unnamed = mode.shape_env.ignore_fresh_unbacked_symbols() if mode.shape_env else contextlib.nullcontext()
-    with mode, unnamed:
-        inputs = [_like(arg) for arg in args]
-        with context:
-            region.run(*inputs)
+    inputs = [refake(arg, mode) if isinstance(arg, torch.Tensor) else arg for arg in args]
+    with mode, unnamed, context:
+        region.run(*inputs)
     return decided
-
-
-def _like(value: Any) -> Any:
-    """A value as Dynamo described it, of the fake mode that is on: Dynamo's own are of several."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    if is_traceable_wrapper_subclass(value):
-        inner, described = value.__tensor_flatten__()
-        parts = {name: _like(getattr(value, name)) for name in inner}
-        new = type(value).__tensor_unflatten__(parts, described, value.size(), value.stride())
-    else:
-        new = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)
-    return new.detach().requires_grad_(value.requires_grad)

@@ -22,6 +22,11 @@ def value(node: Any) -> Any:
     return node.meta.get("val") if isinstance(node, Node) else node
 
 
+def dynamo_value(node: Node) -> Any:
+    """The fake value of a node of Dynamo's graph, or of one that tracing made."""
+    return node.meta.get("example_value", node.meta.get("val"))
+
+
 def of_tensors(node: Node) -> bool:
     """Whether every argument of `node` is a tensor's node: one may stand for a number that is an input, as every float
     of the model does under `dynamic=True`."""

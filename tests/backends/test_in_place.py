@@ -175,27 +175,6 @@ def test_no_tensor_at_all():
 FLAGS = (D - 4, True, False, False, False, torch.float32)
 
 
-@pytest.fixture
-def hopper():
-    """A driver that names a GPU to compile for; Triton then says what a kernel writes, and nothing runs."""
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime import driver
-
-    class Driver:
-        def get_current_target(self):
-            return GPUTarget("cuda", 90, 32)
-
-        def get_current_device(self):
-            return 0
-
-    if torch.cuda.is_available():
-        yield
-        return
-    driver.set_active(Driver())
-    yield
-    driver._active = None
-
-
 def lowered(
     function: Callable[..., object], *args: Tensor, config: Config | None = None
 ) -> tuple[list[Node], fx.GraphModule]:

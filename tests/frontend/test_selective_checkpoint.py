@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from megacpp_compile import record
 from tests.corpus.spellings import PlainMLA, tables
 from tests.frames import check
+from tests.test_pipeline import PassedOn
 
 aten = torch.ops.aten
 SITES = {"down_norm_up": 2, "mla_rope_q": 1, "mla_rope_kv": 1}
@@ -173,16 +173,11 @@ def test_torch_s_caches_tell_regions_apart(tmp_path, monkeypatch):
     assert first[1] == second[1] < without
 
 
-class Plain(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
-
-
 def test_contexts_without_a_policy_leave_the_frame_to_inductor(no_kernels):
     model = Latents(POLICIES["recompute_all"])
-    model.contexts = lambda: (Plain(), Plain())
+    model.contexts = lambda: (PassedOn(), PassedOn())
     with record() as report:
         torch.compile(model, backend="megacpp")(torch.ones(4, 16))
     (frame,) = report.frames
-    assert not frame.captured and "context_fn" in frame.reason and "Plain" in frame.reason
+    assert not frame.captured and "context_fn" in frame.reason and "PassedOn" in frame.reason
     assert "create_selective_checkpoint_contexts" in frame.reason

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only
@@ -110,6 +111,13 @@ def places() -> list[tuple[str, str]]:
     if torch.cuda.is_available():
         return [("cpu", "cpu"), ("cpu", "tpu"), ("cuda", "cuda")]  # what suits XLA is plain PyTorch
     return [("cpu", "cuda")] if interpreted() else [("cpu", "cpu"), ("cpu", "tpu")]
+
+
+def of_kernels() -> list[pytest.MarkDecorator]:
+    """The marks of a file whose tests run Triton's kernels."""
+    skipped = not torch.cuda.is_available() and not interpreted()
+    marks = [pytest.mark.skipif(skipped, reason="kernels need a GPU, or TRITON_INTERPRET=1")]
+    return [*marks, pytest.mark.cuda] if torch.cuda.is_available() else marks
 
 
 def lowerings(target: str) -> Iterator[tuple[Any, str, str, str]]:

@@ -8,16 +8,13 @@ import torch
 from tests.seeds import seed_of
 
 from . import fuzz as driver
-from .agreement import interpreted, module_of
+from .agreement import module_of, of_kernels
 from .fuzz import fuzz
 from .fuzz_draw import OPS
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
-pytestmark = [
-    pytest.mark.skipif(not CUDA and not interpreted(), reason="kernels need a GPU, or TRITON_INTERPRET=1"),
-    *([pytest.mark.cuda] if CUDA else []),
-]
+pytestmark = of_kernels()
 
 
 def test_short_run(request):

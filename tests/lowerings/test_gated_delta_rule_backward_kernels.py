@@ -5,15 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from .agreement import disagreements, faults, interpreted, on, poisoned_memory, reference_of
+from .agreement import disagreements, faults, of_kernels, on, poisoned_memory, reference_of
 from .delta_cases import RULES, final_gradient, rule
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
-pytestmark = [
-    pytest.mark.skipif(not CUDA and not interpreted(), reason="kernels need a GPU, or TRITON_INTERPRET=1"),
-    *([pytest.mark.cuda] if CUDA else []),
-]
+pytestmark = of_kernels()
 OP = "gated_delta_rule_backward"
 # Sizes that kernels have; float32 among bfloat16 is as float32.
 SERVED = {label: options for label, options in RULES.items() if options.get("k", 16) in (16, 32)}

@@ -6,15 +6,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from .agreement import faults, interpreted, on
+from .agreement import faults, of_kernels, on
 from .delta_cases import rule
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
-pytestmark = [
-    pytest.mark.skipif(not CUDA and not interpreted(), reason="kernels need a GPU, or TRITON_INTERPRET=1"),
-    *([pytest.mark.cuda] if CUDA else []),
-]
+pytestmark = of_kernels()
 
 
 def kernels():

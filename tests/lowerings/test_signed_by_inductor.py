@@ -20,7 +20,10 @@ from .agreement import interpreted, lowerings, module_of, why_not
 from .cases import CASES
 
 triton = pytest.importorskip("triton")
-pytestmark = pytest.mark.skipif(interpreted(), reason="Triton's interpreter takes the place of its compiler")
+pytestmark = [
+    pytest.mark.skipif(interpreted(), reason="Triton's interpreter takes the place of its compiler"),
+    pytest.mark.usefixtures("hopper"),
+]
 
 OPS = [(folder, name) for _, folder, name, lowering in lowerings("cuda") if lowering == "cuda_triton"]
 TYPES = {
@@ -41,23 +44,6 @@ WITH_FLOATS = {
     "sparse_mla": {"sparse_mla_forward"},
     "sparse_mla_backward": {"sparse_mla_query_grad", "sparse_mla_rows_grad"},
 }  # fmt: skip
-
-
-class Hopper:
-    """The driver of a GPU that is not there."""
-
-    def get_current_target(self) -> Any:
-        return triton.backends.compiler.GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-
-@pytest.fixture(autouse=True)
-def _hopper():
-    triton.runtime.driver.set_active(Hopper())
-    yield
-    triton.runtime.driver.set_active(None)  # the next to ask looks for one
 
 
 def launches(folder: str, name: str, rand: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
@@ -100,10 +86,11 @@ def signed(kernel: Any, given: dict[str, Any]) -> tuple[dict[str, str], dict[tup
 def build(kernel: Any, given: dict[str, Any]) -> str:
     """Triton's IR of a kernel."""
     from triton._C.libtriton import ir
+    from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from triton.compiler.compiler import make_backend
 
-    source, context, target = ASTSource(kernel, *signed(kernel, given)), ir.context(), Hopper().get_current_target()
+    source, context, target = ASTSource(kernel, *signed(kernel, given)), ir.context(), GPUTarget("cuda", 90, 32)
     backend = make_backend(target)
     ir.load_dialects(context)
     backend.load_dialects(context)

@@ -7,16 +7,13 @@ import torch
 
 from megacpp_compile.lowerings.ssd_scan import reference
 
-from .agreement import INNER_UNIT, TIMES_ROUNDING, faults, interpreted, on
+from .agreement import INNER_UNIT, TIMES_ROUNDING, faults, of_kernels, on
 from .cases import _scan
 from .rounding import moved_by_rounding
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
-pytestmark = [
-    pytest.mark.skipif(not CUDA and not interpreted(), reason="kernels need a GPU, or TRITON_INTERPRET=1"),
-    *([pytest.mark.cuda] if CUDA else []),
-]
+pytestmark = of_kernels()
 
 
 def kernels():

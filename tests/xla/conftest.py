@@ -6,6 +6,7 @@ import importlib.util
 import os
 
 import pytest
+import torch
 
 HERE = os.path.dirname(__file__)
 MISSING = importlib.util.find_spec("torch_xla") is None
@@ -28,3 +29,25 @@ def xla():
     import torch_xla
 
     return torch_xla.device()
+
+
+@pytest.fixture
+def fresh():
+    """Nothing compiled or counted before."""
+    import torch_xla.debug.metrics as metrics
+
+    torch._dynamo.reset()
+    metrics.clear_all()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def rand():
+    """Draws on CPU that are the same in float32 and float64."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*size, dtype=torch.float32):
+        return torch.randn(*size, generator=generator, dtype=torch.float64).to(dtype)
+
+    return draw

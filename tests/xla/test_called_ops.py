@@ -3,7 +3,6 @@ for all steps, nothing on the host, and no more in memory at once than was meant
 
 from __future__ import annotations
 
-import functools
 import re
 from types import SimpleNamespace
 
@@ -23,26 +22,9 @@ from tests.lowerings.cases import CASES
 from .test_lowered_ops import program
 from .test_plain_models import compilations, host_ops
 
+pytestmark = pytest.mark.usefixtures("fresh")
+
 TOLERANCE = 1e-5
-
-
-@pytest.fixture(autouse=True)
-def _fresh():
-    import torch_xla.debug.metrics as metrics
-
-    torch._dynamo.reset()
-    metrics.clear_all()
-    yield
-    torch._dynamo.reset()
-
-
-@pytest.fixture
-def rand():
-    return functools.partial(draw, torch.Generator().manual_seed(0))
-
-
-def draw(generator, *size, dtype=torch.float32):
-    return torch.randn(*size, generator=generator, dtype=torch.float64).to(dtype)
 
 
 def moved(args, device):

@@ -3,7 +3,6 @@ no float64."""
 
 from __future__ import annotations
 
-import functools
 import re
 
 import pytest
@@ -20,28 +19,11 @@ from tests.lowerings.delta_cases import ATTENTIONS, RULES, attention, rule
 from .test_lowered_ops import program
 from .test_plain_models import host_ops
 
+pytestmark = pytest.mark.usefixtures("fresh")
+
 OPS = {"delta": (gated_delta_rule, rule, RULES), "linear": (gated_linear_attention, attention, ATTENTIONS)}
 # Gates and documents are apart in the lowering, so two cases see either of both; a loop is traced of each alone below.
 LABELS = ("gate_a_head", "documents_channels")
-
-
-@pytest.fixture(autouse=True)
-def _fresh():
-    import torch_xla.debug.metrics as metrics
-
-    torch._dynamo.reset()
-    metrics.clear_all()
-    yield
-    torch._dynamo.reset()
-
-
-@pytest.fixture
-def rand():
-    return functools.partial(draw, torch.Generator().manual_seed(0))
-
-
-def draw(generator, *size, dtype=torch.float32):
-    return torch.randn(*size, generator=generator, dtype=torch.float64).to(dtype)
 
 
 def step(op, args, device, dtype=torch.float32):

@@ -21,9 +21,9 @@ from megacpp_compile.matchers.ssd.boundary import MOST_OPERANDS, OperandBoundary
 from megacpp_compile.matchers.ssd.resize import Resized
 from megacpp_compile.matchers.ssd.resize_rules import RULES
 from megacpp_compile.matchers.ssd.roles import TOLERANCE, Leaf, Roles, arranged
-from megacpp_compile.matchers.ssd.scan import candidates, exports_of, is_decay
+from megacpp_compile.matchers.ssd.scan import candidates, exports_of, found_at_decays, is_decay
 from megacpp_compile.matchers.ssd.tensor_algebra import Algebra, operand_of
-from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS, EXPONENTIALS
+from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS
 
 aten = torch.ops.aten
 
@@ -47,27 +47,20 @@ class LinearAttention:
 
 def find_linear_attention(graph: fx.Graph) -> Iterator[LinearAttention]:
     """Every linear attention of `graph` whose gates are summed over positions."""
-    if not any(n.target in EXPONENTIALS for n in graph.nodes):
-        return
-    algebra = Algebra(graph, RULES)
-    done: set[Node] = set()
-    for n in graph.nodes:
-        if n in done or not is_decay(algebra, n):
+    yield from filter(None, found_at_decays(graph, _attention_of))
+
+
+def _attention_of(algebra: Algebra, decay: Node) -> LinearAttention | None:
+    """The linear attention that `decay` is part of."""
+    for root in candidates(algebra, decay):
+        try:
+            with torch.no_grad():
+                found = _at(algebra, root)
+        except NoAxes:
             continue
-        found = None
-        for root in candidates(algebra, n):
-            try:
-                with torch.no_grad():
-                    found = _at(algebra, root)
-            except NoAxes:
-                continue
-            if found is not None:
-                yield found
-                done |= found.inside
-                break
-        if found is None:
-            done |= set(algebra.ahead(n))
-            done |= {e for a in algebra.ahead(n) for e in algebra.behind([a]) if e.target in EXPONENTIALS}
+        if found is not None:
+            return found
+    return None
 
 
 def _at(algebra: Algebra, root: Node) -> LinearAttention | None:

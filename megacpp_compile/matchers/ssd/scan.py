@@ -11,7 +11,8 @@ the scan, however it is written; what does not is refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import torch
 from torch import fx
@@ -29,11 +30,18 @@ from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS, EXPONENTIALS
 __all__ = ["Leaf", "NoScan", "Scan", "find_scans"]
 
 aten = torch.ops.aten
+Found = TypeVar("Found")
 MOST_CANDIDATES = 40
 
 
 def find_scans(graph: fx.Graph) -> Iterator[Scan | NoScan]:
     """Every scan of `graph`, and a NoScan for everything else with a scan's decays, in graph order."""
+    yield from found_at_decays(graph, _scan_of)
+
+
+def found_at_decays(graph: fx.Graph, find: Callable[[Algebra, Node], Found]) -> Iterator[Found]:
+    """`find` of each decay of `graph` that nothing found before took part in, in graph order. A decay in nothing, which
+    has no `inside`, answers for what is made of it, and for the exponentials in that."""
     if not any(n.target in EXPONENTIALS for n in graph.nodes):
         return
     algebra = Algebra(graph, RULES)
@@ -41,9 +49,9 @@ def find_scans(graph: fx.Graph) -> Iterator[Scan | NoScan]:
     for n in graph.nodes:
         if n in done or not is_decay(algebra, n):
             continue
-        found = _scan_of(algebra, n)
-        if isinstance(found, Scan):
-            done |= found.inside
+        found = find(algebra, n)
+        if (inside := getattr(found, "inside", None)) is not None:
+            done |= inside
         else:
             done |= set(algebra.ahead(n))
             done |= {e for a in algebra.ahead(n) for e in algebra.behind([a]) if e.target in EXPONENTIALS}
