@@ -61,7 +61,7 @@ def calls_on_dtensors(gm: GraphModule, example_inputs: Sequence[Any]) -> frozens
     holders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     given = dict(zip(holders, example_inputs, strict=True))
     if not any(isinstance(v, kind) for v in example_inputs) and not any(
-        any(isinstance(v, kind) for v in _leaves(dynamo_value(n))) for n in gm.graph.nodes
+        any(isinstance(v, kind) for v in leaves(dynamo_value(n))) for n in gm.graph.nodes
     ):
         return frozenset()
     found: set[Node] = set()
@@ -75,7 +75,7 @@ def calls_on_dtensors(gm: GraphModule, example_inputs: Sequence[Any]) -> frozens
         if node.op == "output":
             continue
         operands = node.all_input_nodes
-        own = any(isinstance(v, kind) for v in _leaves(dynamo_value(node)))
+        own = any(isinstance(v, kind) for v in leaves(dynamo_value(node)))
         own = own or any(a in found and not crosses(a) for a in operands)
         if writes(node) and (own or shared.intersection(_storages(map(dynamo_value, operands)))):
             name = getattr(node.target, "__name__", node.target)
@@ -97,7 +97,7 @@ def crosses(node: Node) -> bool:
 
 def described(node: Node) -> str:
     """A call on DTensors in the words of a report, with how its DTensors are placed."""
-    placed = [v.placements for a in node.all_input_nodes for v in _leaves(dynamo_value(a)) if is_dtensor(v)]
+    placed = [v.placements for a in node.all_input_nodes for v in leaves(dynamo_value(a)) if is_dtensor(v)]
     where = ", ".join(f"({', '.join(map(str, p))})" for p in placed)
     return f"a DTensor's {getattr(node.target, '__name__', node.target)} of tensors placed {where}"
 
@@ -118,14 +118,14 @@ def writes(node: Node) -> bool:
     return name.endswith("_") and not name.endswith("__") or name in ("__setitem__", "__iadd__", "__imul__")
 
 
-def _leaves(value: Any) -> Iterable[Any]:
+def leaves(value: Any) -> Iterable[Any]:
     return value if isinstance(value, (tuple, list)) else (value,)
 
 
 def _storages(values: Iterable[Any]) -> set[Any]:
     """The memory of tensors, a DTensor's being that of its local tensor."""
     found = set()
-    for leaf in (leaf for value in values for leaf in _leaves(value)):
+    for leaf in (leaf for value in values for leaf in leaves(value)):
         if is_dtensor(leaf):
             found |= _storages(getattr(leaf, name) for name in leaf.__tensor_flatten__()[0])
         elif isinstance(leaf, Tensor) and not is_traceable_wrapper_subclass(leaf):

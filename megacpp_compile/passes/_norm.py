@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.fx import Node
 
+from megacpp_compile.frontend.sum_gradient import sum_gradient
 from megacpp_compile.fx.edit import Builder, value
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.linear import Linear, match_linear
@@ -21,6 +23,11 @@ def between(node: Node) -> bool:
     return is_outer_view(node) or is_cast(node)
 
 
+def between_ranks(node: Node) -> bool:
+    """The same where the projections may be those of a rank, and their gradients be summed over ranks."""
+    return between(node) or node.target is sum_gradient
+
+
 def scaled(node: Node) -> bool:
     """Whether `node` multiplies a norm's output by a number, which then belongs to the gain.
 
@@ -33,26 +40,26 @@ def scaled(node: Node) -> bool:
     )
 
 
-def norm_before(linear: Linear) -> tuple[Node, RmsNorm | NoNorm | None]:
-    """(what `linear` reads behind views, casts and a scaling, the norm that it is)."""
+def norm_before(linear: Linear, link: Callable[[Node], bool] = between) -> tuple[Node, RmsNorm | NoNorm | None]:
+    """(what `linear` reads behind views, casts and a scaling, the norm that it is). link: what else may stand there."""
     source = linear.x
-    while (between(source) or scaled(source)) and not isinstance(match_rms_norm(source), RmsNorm):
+    while (link(source) or scaled(source)) and not isinstance(match_rms_norm(source), RmsNorm):
         source = source.args[0]  # type: ignore[assignment]
     return source, match_rms_norm(source)
 
 
-def fold_scaling(norm: RmsNorm) -> list[tuple[Node, Node, list[Node]]]:
+def fold_scaling(norm: RmsNorm, link: Callable[[Node], bool] = between) -> list[tuple[Node, Node, list[Node]]]:
     """(user, the value it reads, chain to it) for all that reads the norm behind views and casts.
 
     One scaling by a number may stand in between: it becomes part of the norm.
     """
-    uses = consumers(norm.node, between)
+    uses = consumers(norm.node, link)
     if len(uses) == 1 and scaled(uses[0][0]) and uses[0][0].args[0] is uses[0][1]:
         scaling, _, chain = uses[0]
         norm.internal.update((norm.node, scaling, *chain))
         _scale(norm, scaling.args[1])
         norm.node = scaling
-        uses = [(u, v, chain + c) for u, v, c in consumers(scaling, between)]
+        uses = [(u, v, chain + c) for u, v, c in consumers(scaling, link)]
     return uses
 
 

@@ -13,6 +13,7 @@ own rows of the weight, if all of them can. Low-rank paths beside it (LoRA) are 
 keep anyway.
 A normed latent that is also returned, written to a cache or read without gradients is a result of the op; the latent
 before its norm likewise, and what reads one of them and keeps it for backward has the op keep the latent.
+Under tensor parallelism each rank has up-projections of its own, and the op sums the gradient of the normed latent.
 Refused: another norm (LayerNorm, eps outside the root, another axis), a statistic that escapes, a bias or
 non-linearity between norm and up-projection, parts under different grad or autocast modes; a frozen down-projection,
 for which backward would keep x instead of narrower latents. Told only of what is narrower than both its neighbours.
@@ -26,6 +27,7 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
+from megacpp_compile.frontend.sum_gradient import sum_gradient
 from megacpp_compile.fx.edit import Builder, place, value
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
@@ -34,7 +36,7 @@ from megacpp_compile.matchers.rms_norm import NoNorm, RmsNorm
 from megacpp_compile.matchers.views import consumers, replay
 from megacpp_compile.passes._latent import Beside, Latent, beside, frozen, keeps, latent_of
 from megacpp_compile.passes._latent_misses import behind_a_latent, stranded
-from megacpp_compile.passes._norm import between, depends, escaping, fold_scaling, gain_of, norm_before, reads
+from megacpp_compile.passes._norm import between_ranks, depends, escaping, fold_scaling, gain_of, norm_before, reads
 from megacpp_compile.passes._rule import Match, in_other_modes
 
 aten = torch.ops.aten
@@ -46,7 +48,8 @@ after = ("linear",)
 @dataclasses.dataclass(frozen=True)
 class _Site:
     """A latent between its projections. part: the channels of the down-projection that belong to the op, None for all;
-    escapes: whether something else reads the normed latent; keep: whether the op keeps the latent for backward."""
+    escapes: whether something else reads the normed latent; keep: whether the op keeps the latent for backward;
+    group: of the ranks that share the latent and have projections of their own, if there are any."""
 
     latent: Latent
     norm: RmsNorm
@@ -55,6 +58,7 @@ class _Site:
     part: tuple[int, int] | None
     escapes: bool
     keep: bool
+    group: tuple[str, ...]
 
     @property
     def inputs(self) -> list[Node]:
@@ -79,21 +83,21 @@ def find(view: GraphView) -> Iterator[Match | MatchFailure]:
         up = match_linear(node)
         if up is None or node in done:
             continue
-        source, norm = norm_before(up)
+        source, norm = norm_before(up, between_ranks)
         if norm is None:
             continue
         if isinstance(norm, NoNorm):
             if behind_a_latent(source, up):
                 yield MatchFailure(norm.node, norm.tag, norm.reason)
             continue
-        done.update(n for n, _, _ in consumers(norm.node, between))
+        done.update(n for n, _, _ in consumers(norm.node, between_ranks))
         found = several[norm.node] if norm.node in several else _check(view, norm, up)
         if isinstance(found, Match):
             done.update(found.outputs)
         if found is not None:
             yield found
         seen.add(source)
-        done.update(n for n, _, _ in consumers(norm.node, between))
+        done.update(n for n, _, _ in consumers(norm.node, between_ranks))
     yield from stranded(view, seen)
 
 
@@ -102,7 +106,7 @@ def _several(view: GraphView) -> Iterator[tuple[Node, Match]]:
     latents: dict[Node, dict[int, tuple[int, RmsNorm, Linear]]] = {}
     for node in view.graph.nodes:
         up = match_linear(node)
-        norm = norm_before(up)[1] if up is not None else None
+        norm = norm_before(up, between_ranks)[1] if up is not None else None
         if up is not None and isinstance(norm, RmsNorm) and (found := latent_of(norm.x)) is not None:
             latents.setdefault(found.down.node, {}).setdefault(found.start, (found.size, norm, up))
     for node, by_start in latents.items():
@@ -147,11 +151,13 @@ def _site(view: GraphView, norm: RmsNorm, latent: Latent, part: tuple[int, int] 
     lo, hi = part or (0, latent.down.linear.out_features)
     if start > lo and start + size != hi:
         return MatchFailure(norm.x, "latent-place", "the normed channels lie in the middle of the down-projection")
-    ups, others = [], []
-    for user, read, chain in fold_scaling(norm):
+    ups, others, groups = [], [], set()
+    for user, read, chain in fold_scaling(norm, between_ranks):
         up = reads(user, read)
         if up is not None and view.mode_states[user] == view.mode_states[norm.node]:
-            ups.append((up, latent.views + chain))
+            sums = [link for link in chain if link.target is sum_gradient]
+            groups.add(tuple(link.args[1] for link in sums))
+            ups.append((up, latent.views + [link for link in chain if link not in sums]))
         else:
             others.append((user, read))
     if not ups:
@@ -161,6 +167,9 @@ def _site(view: GraphView, norm: RmsNorm, latent: Latent, part: tuple[int, int] 
         user, read = others[0]
         at = read if user.op == "output" else user  # the output itself has no place in the source
         return MatchFailure(at, "no-up", f"no linear follows the norm directly ({user.name})")
+    if len(groups) > 1 or len(*groups) > 1:
+        reason = "the gradients of its up-projections are not all summed over the same ranks"
+        return MatchFailure(norm.node, "ranks", reason)
     if (escape := escaping(norm)) is not None:
         return escape
     more = beside(view, norm, latent, lo, hi)
@@ -169,7 +178,7 @@ def _site(view: GraphView, norm: RmsNorm, latent: Latent, part: tuple[int, int] 
     if (others or more.raw) and not any(latent.narrows(up) for up, _ in ups):
         return None
     keep = bool(more.raw) or any(keeps(view, user, read) for user, read in others)
-    return _Site(latent, norm, ups, more, part, bool(others), keep)
+    return _Site(latent, norm, ups, more, part, bool(others), keep, *groups)
 
 
 def _refusal(view: GraphView, site: _Site) -> MatchFailure | None:
@@ -200,7 +209,7 @@ def _rewrite(view: GraphView, build: Builder, site: _Site) -> tuple[Node, list[N
 
     x_side, w_side, b_down = _sides(build, site.latent, None if down.b is None else build.cast(down.b, _dtype(down)))
     keep = view.config.keep_latents is True or site.keep
-    options = [keep, x_side, w_side and own(w_side), value(norm.node).dtype if site.escapes else None]
+    options = [keep, x_side, w_side and own(w_side), value(norm.node).dtype if site.escapes else None, *site.group]
     while options and not options[-1]:
         options.pop()
     node = build(

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -61,8 +61,20 @@ class MLA(nn.Module):
         k_rope = rotated(k_rope.view(batch, tokens, 1, self.rope).transpose(1, 2), cos, sin)
         q = torch.cat([q_nope, rotated(q_rope, cos, sin)], -1)
         k = torch.cat([k_nope, k_rope.expand(*k_nope.shape[:-1], -1)], -1)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out = self.attend(q, k, v)
         return self.o(out.transpose(1, 2).reshape(batch, tokens, -1))
+
+
+    def attend(self, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+class HeadsOfARank(MLA):
+    """Its queries, keys and values are DTensors, sharded by heads, and attention is local."""
+
+    def attend(self, q, k, v):
+        out = super().attend(*(t.to_local() for t in (q, k, v)))
+        return DTensor.from_local(out, q.device_mesh, q.placements, run_check=False)
 
 
 class Around(nn.Module):
@@ -131,6 +143,31 @@ def gathered_gain(mesh):
     return model
 
 
+def on_dtensors(mesh, model=None, sequence=False):
+    """A model that computes on DTensors throughout, as torchtitan's do; only its attention and its result are local."""
+    places = {"q_up": Shard(0), "kv_up": Shard(0), "o": Shard(1)}
+
+    def distribute(name, module, mesh):
+        for key, weight in module.named_parameters(recurse=False):
+            placed = distribute_tensor(weight.detach(), mesh, [places.get(name.rpartition(".")[2], Replicate())])
+            module.register_parameter(key, nn.Parameter(placed))
+
+    def enter(module, inputs):
+        first = Shard(1) if sequence else Replicate()
+        x, *tables = (DTensor.from_local(t, mesh, [p], run_check=False) for t, p in zip(
+            inputs, (first, Replicate(), Replicate()), strict=True))  # fmt: skip
+        return (x.redistribute(placements=[Replicate()]) if sequence else x, *tables)
+
+    def leave(module, inputs, out):
+        return out.redistribute(placements=[Shard(1) if sequence else Replicate()]).to_local()
+
+    model = model or HeadsOfARank()
+    distribute_module(model, mesh, distribute)
+    model.register_forward_pre_hook(enter)
+    model.register_forward_hook(leave)
+    return model
+
+
 def sequence_parallel(mesh):
     class Block(nn.Module):
         def __init__(self):
@@ -176,6 +213,8 @@ CASES: dict[str, Case] = {
     "tensor_parallel_autocast": Case(tensor_parallel, around=lambda: torch.autocast("cpu", torch.bfloat16)),
     "tensor_parallel_policy": Case(tensor_parallel, options={"policy": "selective", "verify": "each", "strict": True}),
     "tensor_parallel_no_grad": Case(tensor_parallel, torch.no_grad, dynamic=True, batches=(2, 3), count_graphs=True),
+    "on_dtensors": Case(on_dtensors, count_graphs=True),
+    "on_dtensors_sequence": Case(lambda mesh: on_dtensors(mesh, sequence=True), tokens=3),
     "checkpointed": Case(in_a_region),
     "checkpointed_selectively": Case(in_a_selective_region),
     "sequence_parallel": Case(sequence_parallel, tokens=3),
@@ -276,7 +315,8 @@ def _step(case: Case, mesh: DeviceMesh, compiled: Callable[[nn.Module], Any]) ->
             _, kinds = _counted(lambda local=local: local.float().square().sum().backward(), run is model)
             collectives.append(kinds)
             values = {"output": out, "x": x.grad} | {n: p.grad for n, p in model.named_parameters()}
-    values = {n: t.to_local() if isinstance(t, DTensor) else t for n, t in values.items() if t is not None}
+    # Eager may leave a gradient as partial sums.
+    values = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in values.items() if t is not None}
     return {
         "values": {n: t.detach() for n, t in values.items()},
         "collectives": collectives,

@@ -9,6 +9,8 @@
                latent [..., size] as it was before the norm with `keep_latent`, else empty
 
 The normed latent is channels `start : start + size` of the down-projection; the rest lies wholly before or behind it.
+group: the name of a process group whose ranks hold the same latent and project it with weights of their own, as under
+tensor parallelism: the gradient through the up-projections is summed over them before the norm's backward.
 x, w_down and b_down share a dtype, as do x_side and w_side; the norm is computed in float32 (float64 for float64).
 Saved for backward: x, x_side, the weights, rrms. The latent is recomputed from x, so nothing of its width is kept,
 unless `keep_latent` saves it, in the down-projection's own buffer, and with it the time of that GEMM.
@@ -17,11 +19,14 @@ Source: RMSNorm, https://arxiv.org/abs/1910.07467; MLA, https://arxiv.org/abs/24
 
 from __future__ import annotations
 
+import functools
+import operator
 from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
+from megacpp_compile.frontend.sum_gradient import summed
 from megacpp_compile.fx.sizes import elements, rows
 from megacpp_compile.lowerings._op import compute_dtype, no_autocast
 from megacpp_compile.lowerings._traits import HandedOver, OpTraits, declare
@@ -42,10 +47,11 @@ def down_norm_up(
     x_side: Optional[Tensor] = None,  # noqa: UP045
     w_side: Optional[Tensor] = None,  # noqa: UP045
     normed: Optional[torch.dtype] = None,  # noqa: UP045
+    group: Optional[str] = None,  # noqa: UP045
 ) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
     with no_autocast(x):
         up, rest, rrms, latent = reference.down_norm_up(
-            x, w_down, b_down, w_norm, w_up, eps, start, size, keep_latent, x_side, w_side, normed
+            x, w_down, b_down, w_norm, w_up, eps, start, size, keep_latent, x_side, w_side, normed, group
         )
         # `rest` is a slice of a buffer that dies here: own memory keeps the latent's half of it from living on.
         return up, rest.clone(memory_format=torch.contiguous_format), rrms, latent
@@ -53,8 +59,9 @@ def down_norm_up(
 
 @down_norm_up.register_fake
 def _(  # type: ignore[no-untyped-def]
-    x, w_down, b_down, w_norm, w_up, eps, start, size, keep_latent=False, x_side=None, w_side=None, normed=None
-):
+    x, w_down, b_down, w_norm, w_up, eps, start, size, keep_latent=False, x_side=None, w_side=None, normed=None,
+    group=None,
+):  # fmt: skip
     outer = x.shape[:-1]
     rrms = x.new_empty((*outer, 1), dtype=compute_dtype(x.dtype))
     latent = x.new_empty((*outer, w_down.shape[0]))[..., start : start + size] if keep_latent else rrms.new_empty(0)
@@ -81,18 +88,19 @@ def down_norm_up_backward(
     w_side: Optional[Tensor] = None,  # noqa: UP045
     grad_normed: Optional[Tensor] = None,  # noqa: UP045
     grad_latent: Optional[Tensor] = None,  # noqa: UP045
+    grad_whole: Optional[Tensor] = None,  # noqa: UP045
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor], Tensor, Tensor]:
     with no_autocast(x):
         return reference.down_norm_up_backward(
             grad_up, grad_rest, x, w_down, b_down, w_norm, w_up, rrms, start, size, latent, x_side, w_side,
-            grad_normed, grad_latent,
+            grad_normed, grad_latent, grad_whole,
         )  # fmt: skip
 
 
 @down_norm_up_backward.register_fake
 def _(  # type: ignore[no-untyped-def]
     grad_up, grad_rest, x, w_down, b_down, w_norm, w_up, rrms, start, size, latent=None, x_side=None, w_side=None,
-    grad_normed=None, grad_latent=None,
+    grad_normed=None, grad_latent=None, grad_whole=None,
 ):  # fmt: skip
     def like(weight):  # type: ignore[no-untyped-def]
         return rrms.new_empty(0) if weight is None else weight.new_empty(weight.shape)
@@ -102,7 +110,7 @@ def _(  # type: ignore[no-untyped-def]
 
 
 def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    x, w_down, b_down, w_norm, w_up, _, ctx.start, ctx.size, keep_latent, x_side, w_side, normed = inputs
+    x, w_down, b_down, w_norm, w_up, _, ctx.start, ctx.size, keep_latent, x_side, w_side, normed, ctx.group = inputs
     *_, rrms, latent = output
     ctx.mark_non_differentiable(rrms, *([] if keep_latent else [latent]))
     ctx.set_materialize_grads(False)
@@ -124,7 +132,11 @@ def _backward(ctx, grad_up, grad_rest, _, grad_latent):  # type: ignore[no-untyp
     grad_rest = x.new_zeros((*outer, w_down.shape[0] - ctx.size)) if grad_rest is None else grad_rest
     w_up = [others[i] for i in through]
     grad_up = [grad_up[i] for i in used] or [w_up[0].new_zeros((*outer, w_up[0].shape[0]))]
-    more = [given.get("latent"), given.get("x_side"), given.get("w_side"), grad_normed, grad_latent]
+    whole = None
+    if ctx.group is not None and used:  # what reads the normed latent itself is the same on every rank
+        whole = summed(functools.reduce(operator.add, (g @ w for g, w in zip(grad_up, w_up, strict=True))), ctx.group)
+        whole, grad_normed = whole if grad_normed is None else whole + grad_normed, None
+    more = [given.get("latent"), given.get("x_side"), given.get("w_side"), grad_normed, grad_latent, whole]
     while more and more[-1] is None:
         more.pop()
     dx, dw, db, dn, du, dx_side, dw_side = down_norm_up_backward(
@@ -134,7 +146,7 @@ def _backward(ctx, grad_up, grad_rest, _, grad_latent):  # type: ignore[no-untyp
     d_up = [found.get(i) for i in range(ctx.ups)]
     gain = "w_norm" in given and (used or grad_normed is not None)
     sides = (dx_side, dw_side) if "x_side" in given else (None, None)
-    grads = dx, dw, db if "b_down" in given else None, dn if gain else None, d_up, *(None,) * 4, *sides, None
+    grads = dx, dw, db if "b_down" in given else None, dn if gain else None, d_up, *(None,) * 4, *sides, None, None
     return grads[: len(ctx.needs_input_grad)]  # one for every argument the caller gave, defaults not counted
 
 

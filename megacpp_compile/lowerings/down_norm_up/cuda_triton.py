@@ -89,7 +89,7 @@ def supports(name: str, args: Sequence[Any]) -> str | None:
     grads, grad_rest, size = args[0], args[1], args[9]
     if len(grads) != 1:
         return "several up-projections read one latent"
-    if any(grad is not None for grad in args[13:]):
+    if any(grad is not None for grad in args[13:15]):
         return "more than the up-projection reads the latent"
     if size > MAX_SIZE:
         return f"the latent is wider than {MAX_SIZE}"
@@ -114,12 +114,13 @@ def down_norm_up(
     x_side: Tensor | None = None,
     w_side: Tensor | None = None,
     normed: torch.dtype | None = None,
+    group: str | None = None,
 ) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
     def project(scaled: Tensor, w: Tensor) -> Tensor:
         return autotune.mm(_flat(scaled), w.t()).view((*scaled.shape[:-1], w.shape[0]))
 
     return reference.down_norm_up(
-        x, w_down, b_down, w_norm, w_up, eps, start, size, keep_latent, x_side, w_side, normed, project
+        x, w_down, b_down, w_norm, w_up, eps, start, size, keep_latent, x_side, w_side, normed, group, project
     )
 
 
@@ -139,11 +140,13 @@ def down_norm_up_backward(
     w_side: Tensor | None = None,
     grad_normed: None = None,
     grad_latent: None = None,
+    grad_whole: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor], Tensor, Tensor]:
     if latent is None:
         latent = recompute_latent(x, w_down, b_down, start, size, x_side, w_side)
     latent = _flat(latent)
     grad, flat_x, (w,) = _flat(grad_up[0]), _flat(x), w_up
+    grad_latents = grad @ w if grad_whole is None else _flat(grad_whole).contiguous()
     tokens, rest = grad.shape[0], grad_rest.shape[-1]
     normed = torch.empty((tokens, size), dtype=w.dtype, device=x.device)
     d_down = torch.empty((tokens, size + rest), dtype=x.dtype, device=x.device)
@@ -156,7 +159,7 @@ def down_norm_up_backward(
         grad_rest = grad_rest.contiguous()
     if not (isinstance(tokens, int) and tokens == 0):
         _rows(
-            lambda meta: (programs,), static, grad=grad @ w, latent=latent, rrms=rrms.reshape(-1),
+            lambda meta: (programs,), static, grad=grad_latents, latent=latent, rrms=rrms.reshape(-1),
             gain=rrms if w_norm is None else w_norm, grad_rest=grad_rest, normed_out=normed, d_down=d_down,
             d_gain=sums, tokens=tokens, lt=latent.stride(0),
             gain_d=0 if w_norm is None else w_norm.stride(0), rest_t=grad_rest.stride(0), SIZE=size, LANES=padded,

@@ -48,6 +48,7 @@ def down_norm_up(
     x_side: Tensor | None = None,
     w_side: Tensor | None = None,
     normed: torch.dtype | None = None,
+    group: str | None = None,
     project: Callable[[Tensor, Tensor], Tensor] = F.linear,
 ) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
     down, raw, latent, rrms = down_projection(x, w_down, b_down, eps, start, size, x_side, w_side)
@@ -94,11 +95,13 @@ def down_norm_up_backward(
     w_side: Tensor | None = None,
     grad_normed: Tensor | None = None,
     grad_latent: Tensor | None = None,
+    grad_whole: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor], Tensor, Tensor]:
     """Gradients of x, w_down, b_down, w_norm (empty where there is none), w_up, x_side and w_side (empty likewise).
 
     The latent, if not given, is recomputed from x; `grad_latent = rrms * (g - normed * mean(g * normed))`.
-    grad_normed, grad_latent: gradients of the op's results of these names, where something reads them.
+    grad_normed, grad_latent: gradients of the op's results of these names, where something reads them. grad_whole: the
+    gradient of the normed latent, all in all, where it is not grad_up's and grad_normed's share on this rank alone.
     """
     if latent is None:
         latent = recompute_latent(x, w_down, b_down, start, size, x_side, w_side)
@@ -107,7 +110,10 @@ def down_norm_up_backward(
 
     flat_up = [grad.flatten(0, -2).t() for grad in grad_up]
     d_up = [g @ scaled.to(w.dtype).flatten(0, -2) for g, w in zip(flat_up, w_up, strict=True)]
-    d_latent, d_norm = input_gradient(normed, w_norm, grad_up, w_up, rrms, grad_normed)
+    if grad_whole is None:
+        d_latent, d_norm = input_gradient(normed, w_norm, grad_up, w_up, rrms, grad_normed)
+    else:
+        d_latent, d_norm = input_gradient(normed, w_norm, [], [], rrms, grad_whole)
     if grad_latent is not None:
         d_latent = d_latent + grad_latent.to(d_latent.dtype)
     d_latent = d_latent.to(x.dtype)

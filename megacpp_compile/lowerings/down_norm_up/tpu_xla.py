@@ -29,6 +29,7 @@ def down_norm_up(
     x_side: Tensor | None = None,
     w_side: Tensor | None = None,
     normed: torch.dtype | None = None,
+    group: str | None = None,
 ) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
     down, raw, latent, rrms = down_projection(x, w_down, b_down, eps, start, size, x_side, w_side)
     gained = latent if w_norm is None else latent * w_norm.to(latent.dtype)

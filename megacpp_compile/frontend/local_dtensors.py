@@ -1,0 +1,403 @@
+"""Calls on DTensors of which every rank can compute its own part, written on local tensors for the passes to see.
+
+A linear on a replicated input and a column of its weight is the linear of the two local tensors; so are views of heads,
+RoPE and norms behind it. `localize` writes such calls on local tensors. What communicates (`redistribute` to another
+placement, or a call that would first move its operands) and what is not known here stays a call on DTensors.
+
+The gradient of a local tensor has the placement that DTensor promises (`DTensor.from_local`, "gradient placement
+guarantees"): replicated for a replicated tensor, sharded for a sharded one, replicated for a partial sum. Where a
+replicated tensor takes part in what differs between ranks, each rank has a share of its gradient: `sum_gradient` adds
+them up (Megatron's f, https://arxiv.org/abs/1909.08053, section 3), or, on the way into the frame, `to_local` is told
+that the gradient is a partial sum, and DTensor reduces it as it would have.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx import GraphModule, Node
+
+from megacpp_compile._torch.fakes import FakeTensorMode
+from megacpp_compile.frontend.dtensors import is_dtensor, leaves
+from megacpp_compile.frontend.opaque_ops import refake
+from megacpp_compile.frontend.sum_gradient import CASTS, VIEWS, hoist, sum_gradient
+from megacpp_compile.fx.edit import dynamo_value, same_size
+
+_SIZED = frozenset(("view", "reshape", "expand", "unflatten"))  # told the sizes of their result
+_ELEMENTWISE = frozenset(
+    "add sub mul div truediv neg pow square sqrt rsqrt reciprocal exp log sigmoid tanh silu gelu relu softplus "
+    "logsigmoid clamp clamp_min clamp_max minimum maximum abs sin cos where lerp addcmul radd rsub rmul "
+    "masked_fill".split()
+)  # fmt: skip
+_ROWS = frozenset("rms_norm layer_norm softmax log_softmax cat stack mean view_as_complex view_as_real glu".split())
+_BROADCAST = _ELEMENTWISE | {"cat", "stack"}
+_PRODUCTS = frozenset("linear matmul mm bmm einsum".split())
+_KNOWN = VIEWS | CASTS | {"detach"} | _ELEMENTWISE | _ROWS | _PRODUCTS | {"sum", "scaled_dot_product_attention"}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Local:
+    """The local tensor, or tensors, of a DTensor. given: the DTensor as Dynamo knows it."""
+
+    node: Node
+    fake: Any
+    given: Any
+
+
+class _Moves(Exception):
+    """A call that is more than its local part."""
+
+
+def localize(gm: GraphModule, mode: FakeTensorMode, found: frozenset[Node]) -> GraphModule:
+    """`gm` with its local calls on local tensors; `gm` itself where none is. found: what `calls_on_dtensors` says."""
+    return _Localizer(gm, mode, found).run() if found else gm
+
+
+def dtensor_like(local: Tensor, source: Any, placements: Sequence[Any]) -> Tensor:
+    """The DTensor of `local` on the mesh `source`, or on that of the DTensor `source`."""
+    from torch.distributed.tensor import DTensor
+
+    mesh = source.device_mesh if isinstance(source, DTensor) else source
+    return DTensor.from_local(local, mesh, placements, run_check=False)
+
+
+class _Localizer:
+    def __init__(self, gm: GraphModule, mode: FakeTensorMode, found: frozenset[Node]) -> None:
+        self.gm, self.mode, self.found = gm, mode, found
+        self.graph = fx.Graph()
+        self.env: dict[Node, Node] = {}  # the same value in the new graph
+        self.local: dict[Node, _Local] = {}
+        self.opened: dict[tuple[Node, tuple[int, ...]], Node] = {}  # a local tensor, its gradient a sum over mesh dims
+        self.sources: dict[Any, Node] = {}  # mesh -> a node that knows it
+        self.made: set[Node] = set()
+
+    def run(self) -> GraphModule:
+        for node in self.gm.graph.nodes:
+            if node.op == "output":
+                self.graph.output(fx.map_arg(node.args[0], self._whole)).meta.update(node.meta)
+            elif node not in self.found or node.op == "placeholder" or not self._localized(node):
+                self.env[node] = self.graph.node_copy(node, self._whole)
+            self._remember_mesh(node)
+        if not self.made:
+            return self.gm
+        for node in reversed(self.graph.nodes):
+            if not node.users and (node in self.made or node.target is getattr):
+                self.graph.erase_node(node)
+        hoist(self.graph)
+        new = GraphModule(self.gm, self.graph)
+        new.meta.update(self.gm.meta)
+        return new
+
+    def _localized(self, node: Node) -> bool:
+        name = _name(node)
+        try:
+            if name == "from_local":
+                return self._enter(node)
+            if name == "to_local":
+                return self._leave(node)
+            if name == "redistribute":
+                return self._stay(node)
+            return self._call(node, name)
+        except _Moves:
+            return False
+
+    # ------------------------------------------------------------------------------------- between local and global
+
+    def _enter(self, node: Node) -> bool:
+        """`DTensor.from_local`: its local tensor is what it is made of."""
+        x, *more = node.args
+        known = {k for k, v in node.kwargs.items() if v is not None and not (k == "run_check" and v is False)}
+        if not isinstance(x, Node) or x in self.found and is_dtensor(dynamo_value(x)) or len(more) > 2:
+            return False
+        if known - {"device_mesh", "placements"} or not isinstance(given := dynamo_value(x), Tensor):
+            return False
+        self._keep(node, self.env[x], self._fake(given), given.requires_grad)
+        return True
+
+    def _leave(self, node: Node) -> bool:
+        """`to_local` of what is local already."""
+        (x,) = node.args
+        if not isinstance(x, Node) or x not in self.local or set(node.kwargs) - {"grad_placements"}:
+            return False
+        known, wanted = self.local[x], node.kwargs.get("grad_placements")
+        summed: tuple[int, ...] = ()
+        if wanted is not None:
+            have = known.given.placements
+            promised = [_replicated() if p.is_partial() else p for p in have]
+            summed = tuple(i for i, (w, p) in enumerate(zip(wanted, promised, strict=True)) if w != p)
+            if not all(have[i].is_replicate() and wanted[i].is_partial() for i in summed):
+                return False
+        local = self._summed(x, summed)
+        self.env[node] = self._detached(local, node, known.given.requires_grad)
+        self.made.add(local)
+        return True
+
+    def _stay(self, node: Node) -> bool:
+        """`redistribute` to the placements it has."""
+        x = node.args[0]
+        if not isinstance(x, Node) or x not in self.local or len(node.args) > 1:
+            return False
+        if {k for k, v in node.kwargs.items() if v is not None} - {"placements", "async_op"}:
+            return False
+        if dynamo_value(node).placements != self.local[x].given.placements:
+            return False
+        known = self.local[x]
+        self._keep(node, known.node, known.fake, known.given.requires_grad)
+        return True
+
+    def _keep(self, node: Node, local: Node, fake: Any, grad: bool) -> None:
+        self.local[node] = _Local(self._detached(local, node, grad), fake, dynamo_value(node))
+
+    def _detached(self, local: Node, node: Node, grad: bool) -> Node:
+        """`local`, which has a gradient if `grad`, as `node` passes it on: without one where gradients are off."""
+        if not grad or dynamo_value(node).requires_grad:
+            return local
+        return self._made(self.graph.call_method("detach", (local,)), node, dynamo_value(local).detach())
+
+    # -------------------------------------------------------------------------------------------------------- calls
+
+    def _call(self, node: Node, name: str) -> bool:
+        """A call every rank computes its part of."""
+        results = list(leaves(dynamo_value(node)))
+        if name not in _KNOWN or not results or not all(map(is_dtensor, results)) or "out" in node.kwargs:
+            return False
+        operands = node.all_input_nodes
+        tensors = [a for a in operands if a in self.found or isinstance(dynamo_value(a), Tensor)]
+        given = {a: list(leaves(dynamo_value(a))) for a in tensors}
+        if not given or not all(is_dtensor(v) for values in given.values() for v in values):
+            return False
+        if name == "scaled_dot_product_attention" and not _of_whole_heads(node, given):
+            return False
+        summed = _gradients_to_sum(name, given, results)
+        cut = {a: sizes for a in tensors if name in _BROADCAST and (sizes := self._cut(a, results[0])) is not None}
+        fakes = {a: self._opened_fake(a) for a in tensors if a not in cut}
+        fakes |= {a: self._opened_fake(a.args[0]).expand(sizes) for a, sizes in cut.items()}
+        args, kwargs = _local_sizes(name, node, results)
+        try:
+            with self.mode, torch.set_grad_enabled(any(v.requires_grad for v in results)):
+                values = fx.map_arg((args, kwargs), lambda a: fakes[a] if a in fakes else dynamo_value(a))
+                fake = _function(node)(*values[0], **values[1])
+        except _Moves:
+            raise
+        except Exception as error:  # sizes that fit globally alone
+            raise _Moves from error
+        for mine, theirs in zip(leaves(fake), results, strict=True):
+            part = _part(theirs)
+            if mine.dtype != part.dtype or not _same_sizes(mine.shape, part.shape):
+                return False
+        places = {a: self._opened(a, summed[a]) for a in tensors if a not in cut}
+        for a, sizes in cut.items():
+            expanded = self.graph.call_method("expand", (self._opened(a.args[0], summed[a]), *sizes))
+            places[a] = self._made(expanded, a, fakes[a])
+        args, kwargs = fx.map_arg((args, kwargs), lambda a: places[a] if a in places else self.env[a])
+        new = self.graph.create_node(node.op, node.target, tuple(args), kwargs)
+        self.local[node] = _Local(self._made(new, node, fake), fake, dynamo_value(node))
+        return True
+
+    def _cut(self, node: Node, result: Any) -> list[int] | None:
+        """Sizes to expand to what `node` expands, where DTensor would cut a rank's run out of the expanded."""
+        whole, part = result.shape, _part(result).shape
+        shape = dynamo_value(node).shape
+        before = len(whole) - len(shape)
+        sharded = [i for i in range(max(before, 0), len(whole)) if not same_size(whole[i], part[i])]
+        sharded = [i for i in sharded if same_size(shape[i - before], whole[i])]
+        if not sharded or any(not p.is_replicate() for p in dynamo_value(node).placements):
+            return None
+        if _name(node) not in ("expand", "expand_as") or before or not isinstance(node.args[0], Node):
+            raise _Moves
+        base = dynamo_value(node.args[0]).shape
+        if len(base) != len(shape) or any(base[i] != 1 for i in sharded):
+            raise _Moves
+        local = [part[i] if i in sharded else s for i, s in enumerate(shape)]
+        sizes = [-1 if same_size(b, s) else s for b, s in zip(base, local, strict=True)]
+        if not all(isinstance(s, int) for s in sizes):
+            raise _Moves
+        return sizes
+
+    def _opened_fake(self, node: Node) -> Any:
+        if node not in self.local:
+            value = dynamo_value(node)
+            if not is_dtensor(value):
+                raise _Moves
+            return self._fake_part(value)
+        return self.local[node].fake
+
+    def _opened(self, node: Node, summed: tuple[int, ...]) -> Node:
+        """The local tensor of `node`, whose gradient is to be summed over the mesh's dimensions `summed`."""
+        if node in self.local:
+            return self._summed(node, summed)
+        if (node, summed) not in self.opened:
+            value = dynamo_value(node)
+            promised = [_replicated() if p.is_partial() else p for p in value.placements]
+            placements = tuple(_partial() if i in summed else p for i, p in enumerate(promised))
+            kwargs = {"grad_placements": placements} if summed else {}
+            with self._behind(self.env[node]):
+                new = self.graph.call_method("to_local", (self.env[node],), kwargs)
+            self.opened[node, summed] = self._made(new, node, self._fake_part(value))
+        return self.opened[node, summed]
+
+    def _summed(self, node: Node, summed: tuple[int, ...]) -> Node:
+        """The local tensor that `node` has, with its gradient summed over the mesh's dimensions `summed`."""
+        known = self.local[node]
+        if not summed:
+            return known.node
+        if (node, summed) not in self.opened:
+            local = known.node
+            for dim in summed:
+                group = known.given.device_mesh.get_group(dim).group_name
+                with self._behind(local):
+                    local = self.graph.call_function(sum_gradient, (local, group))
+                self._made(local, node, known.fake)
+            self.opened[node, summed] = local
+        return self.opened[node, summed]
+
+    def _whole(self, node: Node) -> Node:
+        """The value of `node` as the frame has it: a DTensor is made of its local tensor where it has only that."""
+        if node not in self.env:
+            known = self.local[node]
+            if not is_dtensor(known.given):
+                raise AssertionError(f"{node} is read as a whole")
+            with self._behind(known.node):
+                source = self.sources[known.given.device_mesh]
+                made = self.graph.call_function(dtensor_like, (known.node, source, tuple(known.given.placements)))
+            self.env[node] = self._made(made, node, known.given)
+        return self.env[node]
+
+    # -------------------------------------------------------------------------------------------------------- nodes
+
+    def _behind(self, node: Node) -> Any:
+        """To insert behind `node`, so with its grad mode; behind all placeholders where it is one."""
+        while node.op == "placeholder" and node.next.op == "placeholder":
+            node = node.next
+        return self.graph.inserting_after(node)
+
+    def _made(self, new: Node, like: Node, value: Any) -> Node:
+        self.made.add(new)
+        if like.op != "placeholder":
+            new.meta.update({k: v for k, v in like.meta.items() if k != "val"})
+        new.meta["example_value"] = value
+        return new
+
+    def _remember_mesh(self, node: Node) -> None:
+        if _name(node) == "from_local" and is_dtensor(value := dynamo_value(node)):
+            mesh = node.args[1] if len(node.args) > 1 else node.kwargs.get("device_mesh")
+            if isinstance(mesh, Node) and mesh in self.env:
+                self.sources.setdefault(value.device_mesh, self.env[mesh])
+        elif node in self.env and is_dtensor(value := dynamo_value(node)):
+            self.sources.setdefault(value.device_mesh, self.env[node])
+
+    def _fake_part(self, value: Any) -> Tensor:
+        """The local tensor of a DTensor, which by itself does not say whether it has a gradient."""
+        return refake(_part(value), self.mode).requires_grad_(value.requires_grad)
+
+    def _fake(self, value: Tensor) -> Tensor:
+        return value if getattr(value, "fake_mode", None) is self.mode else refake(value, self.mode)
+
+
+def _of_whole_heads(node: Node, given: dict[Node, list[Any]]) -> bool:
+    """Whether an attention is one of whole sequences of whole heads, and draws no random numbers."""
+    dropout = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
+    every = [v for values in given.values() for v in values]
+    return dropout == 0.0 and all(not p.is_shard() or p.dim < v.dim() - 2 for v in every for p in v.placements)
+
+
+def _gradients_to_sum(name: str, given: dict[Node, list[Any]], results: list[Any]) -> dict[Node, tuple[int, ...]]:
+    """Operand -> the dimensions of the mesh over which its gradient is a partial sum. Raises _Moves for a call whose
+    placements say that it is not computed on each rank's part alone."""
+    every = [v for values in given.values() for v in values] + results
+    mesh = every[0].device_mesh
+    if any(v.device_mesh != mesh for v in every) or not all(map(_is_plain, every)):
+        raise _Moves
+    summed: dict[Node, list[int]] = {a: [] for a in given}
+    for dim in range(mesh.ndim):
+        differs = [not v.placements[dim].is_replicate() for v in results]
+        partial = [v.placements[dim].is_partial() for v in results]
+        ins = [v.placements[dim] for values in given.values() for v in values]
+        if any(differs) != all(differs) or any(differs) == all(p.is_replicate() for p in ins):
+            raise _Moves
+        if any(p.is_partial() for p in ins):  # a view of a sum is the sum of views; little else is
+            if name not in VIEWS or not all(p.is_partial() for p in ins) or not all(partial):
+                raise _Moves
+        elif any(partial) and (name not in _PRODUCTS | {"sum"} or len(given) > 2):  # a bias is added once only
+            raise _Moves
+        for a, values in given.items():
+            if any(differs) and all(v.placements[dim].is_replicate() for v in values):
+                if any(v.requires_grad for v in values):
+                    summed[a].append(dim)
+    return {a: tuple(dims) for a, dims in summed.items()}
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether each rank has an equal run of each sharded dimension, and partial sums are sums."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    even = list(_part(value).shape)
+    for dim, placement in enumerate(value.placements):
+        if type(placement) is Shard:
+            even[placement.dim] = even[placement.dim] * value.device_mesh.size(dim)
+        elif type(placement) is Partial:
+            if placement.reduce_op != "sum":
+                return False
+        elif type(placement) is not Replicate:
+            return False
+    return _same_sizes(even, value.shape)
+
+
+def _local_sizes(name: str, node: Node, results: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call, sizes of its result being those of the local one."""
+    args, kwargs = node.args, dict(node.kwargs)
+    if name not in _SIZED or _same_sizes(results[0].shape, _part(results[0]).shape):
+        return args, kwargs
+    if kwargs:
+        raise _Moves
+    first = 0
+    x, *sizes = args
+    if name == "unflatten":
+        first, sizes = sizes[0], sizes[1:]
+        first = first + node.args[0].meta["example_value"].dim() if first < 0 else first  # type: ignore[union-attr]
+    listed = len(sizes) == 1 and isinstance(sizes[0], (list, tuple))
+    sizes = list(sizes[0]) if listed else sizes
+    whole, part = results[0].shape, _part(results[0]).shape
+    for i, size in enumerate(sizes):
+        if not same_size(whole[first + i], part[first + i]) and size != -1:
+            if not isinstance(size, int) or not isinstance(part[first + i], int):
+                raise _Moves
+            sizes[i] = part[first + i]
+    new = [sizes] if listed else sizes
+    return (x, *([node.args[1]] if name == "unflatten" else []), *new), kwargs
+
+
+def _same_sizes(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    return len(a) == len(b) and all(map(same_size, a, b))
+
+
+def _part(value: Any) -> Tensor:
+    local: Tensor = value._local_tensor
+    return local
+
+
+def _name(node: Node) -> str:
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return name.strip("_")
+
+
+def _function(node: Node) -> Callable[..., Any]:
+    if node.op == "call_method":
+        return lambda x, *args, **kwargs: getattr(x, str(node.target))(*args, **kwargs)
+    return node.target  # type: ignore[return-value]
+
+
+def _replicated() -> Any:
+    from torch.distributed.tensor import Replicate
+
+    return Replicate()
+
+
+def _partial() -> Any:
+    from torch.distributed.tensor import Partial
+
+    return Partial()
