@@ -14,5 +14,6 @@ if TYPE_CHECKING:
     from torch._C import _set_grad_enabled as set_grad_enabled
     from torch._C._nn import linear as nn_linear
     from torch._ops import HigherOrderOperator, OpOverload
+    from torch.ops import _c10d_functional as collectives  # type: ignore[import-not-found]  # no module, but as one
 else:
     __getattr__ = theme(__name__)

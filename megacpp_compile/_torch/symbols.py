@@ -52,6 +52,7 @@ _ROWS = (
            "no call is taken for one, and a small frame around one is left to Inductor", instead=lambda: _NoInstance),
     Symbol("ops.scaled_mm", "torch._scaled_mm", "GEMMs in float8", ALONE),
     Symbol("ops.grouped_mm", "torch._grouped_mm", "grouped GEMMs of experts", "Triton's grouped GEMMs serve"),
+    Symbol("ops.collectives", "torch.ops._c10d_functional", "sums of gradients over ranks", ALONE),
     Symbol("ops.nn_linear", "torch._C._nn.linear", "`F.linear` as Dynamo has it", "wrapped weights stay wrapped"),
     Symbol("ops.set_grad_enabled", "torch._C._set_grad_enabled", "grad regions of a graph",
            "a graph has no such calls either"),

@@ -18,11 +18,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from megacpp_compile._torch.fakes import FakeTensor, detect_fake_mode
 from megacpp_compile.config.options import Config
 from megacpp_compile.errors import NotLoweredError
-from megacpp_compile.frontend import sum_gradient
 from megacpp_compile.fx.aliasing import memory_of, overwritable
 from megacpp_compile.fx.edit import drop_dead, value
 from megacpp_compile.fx.inductor_pass import GraphPass
 from megacpp_compile.fx.provenance import module_fqn, source_line
+from megacpp_compile.lowerings import _sum_gradient
 from megacpp_compile.lowerings._gemm import shared_input
 from megacpp_compile.lowerings._kernels.trace_options import autotune, tracing
 from megacpp_compile.lowerings._op import no_autocast
@@ -38,7 +38,7 @@ class LowerSemanticOps(GraphPass):
         self.target, self.config, self.before, self.regions = target, config, before, regions
 
     def run(self, graph: fx.Graph) -> None:
-        sum_gradient.erase(graph)
+        _sum_gradient.erase(graph)
         traced: dict[Any, GraphModule] = {}
         with autotune(self.config.autotune):
             ops = [n for n in graph.nodes if n.op == "call_function" and n.target in semantic_ops()]

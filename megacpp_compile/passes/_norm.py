@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from megacpp_compile.frontend.sum_gradient import sum_gradient
 from megacpp_compile.fx.edit import Builder, value
+from megacpp_compile.lowerings._sum_gradient import sum_gradient
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.linear import Linear, match_linear
 from megacpp_compile.matchers.rms_norm import NoNorm, RmsNorm, match_rms_norm

@@ -27,8 +27,8 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
-from megacpp_compile.frontend.sum_gradient import sum_gradient
 from megacpp_compile.fx.edit import Builder, place, value
+from megacpp_compile.lowerings._sum_gradient import sum_gradient
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.linear import Linear, match_linear

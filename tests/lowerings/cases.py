@@ -81,6 +81,13 @@ for label in ("low_rank", "low_rank_and_other_readers"):
         return [grads[0]], grads[1], x, w_down, b_down, w_norm, w_up, rrms, start, size, None, *more
 
 
+@case("down_norm_up_backward", "summed_over_ranks")
+def _(rand, dtype):
+    given = CASES["down_norm_up_backward"]["latent_before_rope_key"](rand, dtype)
+    w_up = given[6][0]
+    return *given, None, None, None, None, None, rand(2, 17, w_up.shape[1], dtype=dtype)
+
+
 PRE_NORMS = {"qkv": {}, "one_no_gain": {"ups": (40,), "gain": False}, "biases": {"bias": True}, "flat": {"outer": (33,)},
              "no_token": {"outer": (0, 3), "bias": True}}  # fmt: skip
 for label, options in PRE_NORMS.items():

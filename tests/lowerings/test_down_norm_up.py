@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.library import opcheck
 
 from megacpp_compile.lowerings.down_norm_up import down_norm_up, down_norm_up_backward
@@ -218,6 +219,34 @@ def test_opcheck_backward(rand):
     for optional, kept in (((b_down, w_norm), []), ((None, None), [latent])):
         seeds = [torch.ones_like(u) for u in up], torch.ones_like(rest)
         opcheck(down_norm_up_backward, (*seeds, x, w_down, *optional, w_up, rrms, start, size, *kept))
+
+
+@pytest.fixture
+def alone():
+    """The name of a group of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield dist.group.WORLD.group_name
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="no gloo")
+@pytest.mark.parametrize("normed", [None, torch.float64])
+def test_a_group_of_one_rank_changes_nothing(rand, alone, normed):
+    args = arguments(rand, ups=(3, 2))
+    opcheck(down_norm_up, (*args, False, None, None, normed, alone))
+    leaves = tensors(args)
+    gradients = []
+    for group in (None, alone):
+        up, rest, _, _ = down_norm_up(*args, False, None, None, normed, group)
+        outs = [*up, rest]
+        seeds = [torch.ones_like(t) * (i + 1) for i, t in enumerate(outs)]
+        gradients.append(torch.autograd.grad(outs, leaves, seeds, retain_graph=True))
+        gradients.append(torch.autograd.grad(outs[-2:], leaves, seeds[-2:], allow_unused=True, materialize_grads=True))
+    for a, b in zip(gradients[:2], gradients[2:], strict=True):
+        for one, other in zip(a, b, strict=True):
+            torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -130,6 +130,11 @@ def tensor_parallel(mesh, model=None, plan=PLAN):
     return parallelize_module(model or MLA(), mesh, plan)
 
 
+def uneven(mesh):
+    """Of an up-projection of 17 channels one rank has nine."""
+    return tensor_parallel(mesh, MLA(heads=1, v=9), {"kv_up": ColwiseParallel(output_layouts=Replicate())})
+
+
 def replicated(mesh, **parts):
     """MLA as on one device, with one gain alone that is a DTensor."""
     model = Around(**parts)
@@ -200,6 +205,27 @@ def as_dtensor(model, x):
     return DTensor.from_local(x, mesh, [Replicate()], run_check=False) * model.gain
 
 
+def assorted(model, x):
+    """Calls on DTensors of which a rank computes its own part, and others between them."""
+    mesh, batch, tokens = model.gain.device_mesh, *x.shape[:2]
+    rows = DTensor.from_local(x, mesh, [Shard(0)], run_check=False)
+    same = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+    weight = model.gain.unsqueeze(1) * model.gain.cos()
+    normed = F.rms_norm(same.sin(), (32,), model.gain)
+    column = F.linear(normed, weight.redistribute(placements=[Shard(0)]))
+    heads = column.view(batch, tokens, 4, 8).transpose(1, 2)
+    shared = same[..., :8].cos().unsqueeze(1).mul(2.0)
+    keys = torch.cat([heads, shared.expand(-1, 4, -1, -1)], -1)
+    summed = F.linear(column.tanh(), weight.redistribute(placements=[Shard(1)]))
+    with torch.no_grad():
+        frozen = normed * 3
+    found = [
+        F.silu(rows * model.gain).softmax(-1), rows.softmax(0), rows[: batch + 1], rows.sum(0), normed, frozen * normed,
+        keys, summed.unsqueeze(0), column + summed,
+    ]  # fmt: skip
+    return torch.cat([t.full_tensor().flatten() for t in found])
+
+
 def written(model, x):
     local = x * 1.0
     given = DTensor.from_local(local, model.gain.device_mesh, [Replicate()], run_check=False)
@@ -213,6 +239,8 @@ CASES: dict[str, Case] = {
     "tensor_parallel_autocast": Case(tensor_parallel, around=lambda: torch.autocast("cpu", torch.bfloat16)),
     "tensor_parallel_policy": Case(tensor_parallel, options={"policy": "selective", "verify": "each", "strict": True}),
     "tensor_parallel_no_grad": Case(tensor_parallel, torch.no_grad, dynamic=True, batches=(2, 3), count_graphs=True),
+    "uneven": Case(uneven),
+    "assorted": Case(lambda mesh: replicated(mesh, behind=assorted)),
     "on_dtensors": Case(on_dtensors, count_graphs=True),
     "on_dtensors_sequence": Case(lambda mesh: on_dtensors(mesh, sequence=True), tokens=3),
     "checkpointed": Case(in_a_region),
@@ -287,7 +315,7 @@ def _run(case: Case, mesh: DeviceMesh) -> dict[str, Any]:
     return {
         "error": max(errors.values()), "worst": max(errors, key=errors.__getitem__), "kinds": [want["kind"], got["kind"]],
         "eager": want["collectives"], "compiled": got["collectives"], "graphs": graphs, "said": said,
-        "sites": dict(report.counts), "frames": [[f.captured, f.reason] for f in report.frames],
+        "placed": [want["placed"], got["placed"]], "sites": dict(report.counts), "frames": [[f.captured, f.reason] for f in report.frames],
         "misses": [[m.pass_name, m.reason] for m in report.misses],
     }  # fmt: skip
 
@@ -315,11 +343,13 @@ def _step(case: Case, mesh: DeviceMesh, compiled: Callable[[nn.Module], Any]) ->
             _, kinds = _counted(lambda local=local: local.float().square().sum().backward(), run is model)
             collectives.append(kinds)
             values = {"output": out, "x": x.grad} | {n: p.grad for n, p in model.named_parameters()}
+    placed = {n: str(p.grad.placements) for n, p in model.named_parameters() if isinstance(p.grad, DTensor)}
     # Eager may leave a gradient as partial sums.
     values = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in values.items() if t is not None}
     return {
         "values": {n: t.detach() for n, t in values.items()},
         "collectives": collectives,
+        "placed": placed,
         "kind": isinstance(out, DTensor),
     }
 
@@ -331,6 +361,8 @@ _ran: Counter[str] = Counter()
 
 class _Eager(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # what it makes of the call comes by
         _note(func)
         return func(*args, **(kwargs or {}))
 

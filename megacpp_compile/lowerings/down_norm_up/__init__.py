@@ -26,9 +26,9 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from megacpp_compile.frontend.sum_gradient import summed
 from megacpp_compile.fx.sizes import elements, rows
 from megacpp_compile.lowerings._op import compute_dtype, no_autocast
+from megacpp_compile.lowerings._sum_gradient import summed
 from megacpp_compile.lowerings._traits import HandedOver, OpTraits, declare
 from megacpp_compile.lowerings.down_norm_up import reference
 

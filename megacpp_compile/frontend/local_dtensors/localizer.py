@@ -1,15 +1,4 @@
-"""Calls on DTensors of which every rank can compute its own part, written on local tensors for the passes to see.
-
-A linear on a replicated input and a column of its weight is the linear of the two local tensors; so are views of heads,
-RoPE and norms behind it. `localize` writes such calls on local tensors. What communicates (`redistribute` to another
-placement, or a call that would first move its operands) and what is not known here stays a call on DTensors.
-
-The gradient of a local tensor has the placement that DTensor promises (`DTensor.from_local`, "gradient placement
-guarantees"): replicated for a replicated tensor, sharded for a sharded one, replicated for a partial sum. Where a
-replicated tensor takes part in what differs between ranks, each rank has a share of its gradient: `sum_gradient` adds
-them up (Megatron's f, https://arxiv.org/abs/1909.08053, section 3), or, on the way into the frame, `to_local` is told
-that the gradient is a partial sum, and DTensor reduces it as it would have.
-"""
+"""Writes a graph anew, with local tensors for the DTensors of calls that each rank computes its own part of."""
 
 from __future__ import annotations
 
@@ -23,20 +12,12 @@ from torch.fx import GraphModule, Node
 
 from megacpp_compile._torch.fakes import FakeTensorMode
 from megacpp_compile.frontend.dtensors import is_dtensor, leaves
+from megacpp_compile.frontend.local_dtensors import rules
+from megacpp_compile.frontend.local_dtensors.hoist import hoist
+from megacpp_compile.frontend.local_dtensors.rules import Moves, name_of, part_of
 from megacpp_compile.frontend.opaque_ops import refake
-from megacpp_compile.frontend.sum_gradient import CASTS, VIEWS, hoist, sum_gradient
 from megacpp_compile.fx.edit import dynamo_value, same_size
-
-_SIZED = frozenset(("view", "reshape", "expand", "unflatten"))  # told the sizes of their result
-_ELEMENTWISE = frozenset(
-    "add sub mul div truediv neg pow square sqrt rsqrt reciprocal exp log sigmoid tanh silu gelu relu softplus "
-    "logsigmoid clamp clamp_min clamp_max minimum maximum abs sin cos where lerp addcmul radd rsub rmul "
-    "masked_fill".split()
-)  # fmt: skip
-_ROWS = frozenset("rms_norm layer_norm softmax log_softmax cat stack mean view_as_complex view_as_real glu".split())
-_BROADCAST = _ELEMENTWISE | {"cat", "stack"}
-_PRODUCTS = frozenset("linear matmul mm bmm einsum".split())
-_KNOWN = VIEWS | CASTS | {"detach"} | _ELEMENTWISE | _ROWS | _PRODUCTS | {"sum", "scaled_dot_product_attention"}
+from megacpp_compile.lowerings._sum_gradient import sum_gradient
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,10 +27,6 @@ class _Local:
     node: Node
     fake: Any
     given: Any
-
-
-class _Moves(Exception):
-    """A call that is more than its local part."""
 
 
 def localize(gm: GraphModule, mode: FakeTensorMode, found: frozenset[Node]) -> GraphModule:
@@ -93,7 +70,7 @@ class _Localizer:
         return new
 
     def _localized(self, node: Node) -> bool:
-        name = _name(node)
+        name = name_of(node)
         try:
             if name == "from_local":
                 return self._enter(node)
@@ -102,7 +79,7 @@ class _Localizer:
             if name == "redistribute":
                 return self._stay(node)
             return self._call(node, name)
-        except _Moves:
+        except Moves:
             return False
 
     # ------------------------------------------------------------------------------------- between local and global
@@ -163,31 +140,29 @@ class _Localizer:
     def _call(self, node: Node, name: str) -> bool:
         """A call every rank computes its part of."""
         results = list(leaves(dynamo_value(node)))
-        if name not in _KNOWN or not results or not all(map(is_dtensor, results)) or "out" in node.kwargs:
+        if name not in rules.KNOWN or not results or not all(map(is_dtensor, results)) or "out" in node.kwargs:
             return False
         operands = node.all_input_nodes
         tensors = [a for a in operands if a in self.found or isinstance(dynamo_value(a), Tensor)]
         given = {a: list(leaves(dynamo_value(a))) for a in tensors}
         if not given or not all(is_dtensor(v) for values in given.values() for v in values):
             return False
-        if name == "scaled_dot_product_attention" and not _of_whole_heads(node, given):
-            return False
-        summed = _gradients_to_sum(name, given, results)
-        cut = {a: sizes for a in tensors if name in _BROADCAST and (sizes := self._cut(a, results[0])) is not None}
+        summed = rules.gradients_to_sum(name, given, results)
+        cut = {a: sizes for a in tensors if name in rules.BROADCAST and (sizes := self._cut(a, results[0])) is not None}
         fakes = {a: self._opened_fake(a) for a in tensors if a not in cut}
         fakes |= {a: self._opened_fake(a.args[0]).expand(sizes) for a, sizes in cut.items()}
-        args, kwargs = _local_sizes(name, node, results)
+        args, kwargs = rules.local_sizes(name, node, results)
         try:
             with self.mode, torch.set_grad_enabled(any(v.requires_grad for v in results)):
                 values = fx.map_arg((args, kwargs), lambda a: fakes[a] if a in fakes else dynamo_value(a))
                 fake = _function(node)(*values[0], **values[1])
-        except _Moves:
+        except Moves:
             raise
         except Exception as error:  # sizes that fit globally alone
-            raise _Moves from error
+            raise Moves from error
         for mine, theirs in zip(leaves(fake), results, strict=True):
-            part = _part(theirs)
-            if mine.dtype != part.dtype or not _same_sizes(mine.shape, part.shape):
+            part = part_of(theirs)
+            if mine.dtype != part.dtype or not rules.same_sizes(mine.shape, part.shape):
                 return False
         places = {a: self._opened(a, summed[a]) for a in tensors if a not in cut}
         for a, sizes in cut.items():
@@ -200,29 +175,29 @@ class _Localizer:
 
     def _cut(self, node: Node, result: Any) -> list[int] | None:
         """Sizes to expand to what `node` expands, where DTensor would cut a rank's run out of the expanded."""
-        whole, part = result.shape, _part(result).shape
+        whole, part = result.shape, part_of(result).shape
         shape = dynamo_value(node).shape
         before = len(whole) - len(shape)
         sharded = [i for i in range(max(before, 0), len(whole)) if not same_size(whole[i], part[i])]
         sharded = [i for i in sharded if same_size(shape[i - before], whole[i])]
         if not sharded or any(not p.is_replicate() for p in dynamo_value(node).placements):
             return None
-        if _name(node) not in ("expand", "expand_as") or before or not isinstance(node.args[0], Node):
-            raise _Moves
+        if name_of(node) not in ("expand", "expand_as") or before or not isinstance(node.args[0], Node):
+            raise Moves
         base = dynamo_value(node.args[0]).shape
         if len(base) != len(shape) or any(base[i] != 1 for i in sharded):
-            raise _Moves
+            raise Moves
         local = [part[i] if i in sharded else s for i, s in enumerate(shape)]
         sizes = [-1 if same_size(b, s) else s for b, s in zip(base, local, strict=True)]
         if not all(isinstance(s, int) for s in sizes):
-            raise _Moves
+            raise Moves
         return sizes
 
     def _opened_fake(self, node: Node) -> Any:
         if node not in self.local:
             value = dynamo_value(node)
             if not is_dtensor(value):
-                raise _Moves
+                raise Moves
             return self._fake_part(value)
         return self.local[node].fake
 
@@ -283,7 +258,7 @@ class _Localizer:
         return new
 
     def _remember_mesh(self, node: Node) -> None:
-        if _name(node) == "from_local" and is_dtensor(value := dynamo_value(node)):
+        if name_of(node) == "from_local" and is_dtensor(value := dynamo_value(node)):
             mesh = node.args[1] if len(node.args) > 1 else node.kwargs.get("device_mesh")
             if isinstance(mesh, Node) and mesh in self.env:
                 self.sources.setdefault(value.device_mesh, self.env[mesh])
@@ -292,97 +267,10 @@ class _Localizer:
 
     def _fake_part(self, value: Any) -> Tensor:
         """The local tensor of a DTensor, which by itself does not say whether it has a gradient."""
-        return refake(_part(value), self.mode).requires_grad_(value.requires_grad)
+        return refake(part_of(value), self.mode).requires_grad_(value.requires_grad)
 
     def _fake(self, value: Tensor) -> Tensor:
         return value if getattr(value, "fake_mode", None) is self.mode else refake(value, self.mode)
-
-
-def _of_whole_heads(node: Node, given: dict[Node, list[Any]]) -> bool:
-    """Whether an attention is one of whole sequences of whole heads, and draws no random numbers."""
-    dropout = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
-    every = [v for values in given.values() for v in values]
-    return dropout == 0.0 and all(not p.is_shard() or p.dim < v.dim() - 2 for v in every for p in v.placements)
-
-
-def _gradients_to_sum(name: str, given: dict[Node, list[Any]], results: list[Any]) -> dict[Node, tuple[int, ...]]:
-    """Operand -> the dimensions of the mesh over which its gradient is a partial sum. Raises _Moves for a call whose
-    placements say that it is not computed on each rank's part alone."""
-    every = [v for values in given.values() for v in values] + results
-    mesh = every[0].device_mesh
-    if any(v.device_mesh != mesh for v in every) or not all(map(_is_plain, every)):
-        raise _Moves
-    summed: dict[Node, list[int]] = {a: [] for a in given}
-    for dim in range(mesh.ndim):
-        differs = [not v.placements[dim].is_replicate() for v in results]
-        partial = [v.placements[dim].is_partial() for v in results]
-        ins = [v.placements[dim] for values in given.values() for v in values]
-        if any(differs) != all(differs) or any(differs) == all(p.is_replicate() for p in ins):
-            raise _Moves
-        if any(p.is_partial() for p in ins):  # a view of a sum is the sum of views; little else is
-            if name not in VIEWS or not all(p.is_partial() for p in ins) or not all(partial):
-                raise _Moves
-        elif any(partial) and (name not in _PRODUCTS | {"sum"} or len(given) > 2):  # a bias is added once only
-            raise _Moves
-        for a, values in given.items():
-            if any(differs) and all(v.placements[dim].is_replicate() for v in values):
-                if any(v.requires_grad for v in values):
-                    summed[a].append(dim)
-    return {a: tuple(dims) for a, dims in summed.items()}
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether each rank has an equal run of each sharded dimension, and partial sums are sums."""
-    from torch.distributed.tensor import Partial, Replicate, Shard
-
-    even = list(_part(value).shape)
-    for dim, placement in enumerate(value.placements):
-        if type(placement) is Shard:
-            even[placement.dim] = even[placement.dim] * value.device_mesh.size(dim)
-        elif type(placement) is Partial:
-            if placement.reduce_op != "sum":
-                return False
-        elif type(placement) is not Replicate:
-            return False
-    return _same_sizes(even, value.shape)
-
-
-def _local_sizes(name: str, node: Node, results: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call, sizes of its result being those of the local one."""
-    args, kwargs = node.args, dict(node.kwargs)
-    if name not in _SIZED or _same_sizes(results[0].shape, _part(results[0]).shape):
-        return args, kwargs
-    if kwargs:
-        raise _Moves
-    first = 0
-    x, *sizes = args
-    if name == "unflatten":
-        first, sizes = sizes[0], sizes[1:]
-        first = first + node.args[0].meta["example_value"].dim() if first < 0 else first  # type: ignore[union-attr]
-    listed = len(sizes) == 1 and isinstance(sizes[0], (list, tuple))
-    sizes = list(sizes[0]) if listed else sizes
-    whole, part = results[0].shape, _part(results[0]).shape
-    for i, size in enumerate(sizes):
-        if not same_size(whole[first + i], part[first + i]) and size != -1:
-            if not isinstance(size, int) or not isinstance(part[first + i], int):
-                raise _Moves
-            sizes[i] = part[first + i]
-    new = [sizes] if listed else sizes
-    return (x, *([node.args[1]] if name == "unflatten" else []), *new), kwargs
-
-
-def _same_sizes(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    return len(a) == len(b) and all(map(same_size, a, b))
-
-
-def _part(value: Any) -> Tensor:
-    local: Tensor = value._local_tensor
-    return local
-
-
-def _name(node: Node) -> str:
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return name.strip("_")
 
 
 def _function(node: Node) -> Callable[..., Any]:

@@ -1,0 +1,131 @@
+"""Which calls on DTensors every rank can compute on its own part: what is known of calls by name, and what their
+placements say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from megacpp_compile.frontend.dtensors import leaves, writes
+from megacpp_compile.fx.edit import dynamo_value, same_size
+
+SIZED = frozenset(("view", "reshape", "expand", "unflatten"))  # told the sizes of their result
+VIEWS = frozenset(
+    "view reshape expand unflatten transpose permute movedim swapaxes t flatten squeeze unsqueeze getitem chunk split "
+    "tensor_split unbind narrow select contiguous clone alias".split()
+)
+CASTS = frozenset("to float bfloat16 half double type type_as".split())
+_ELEMENTWISE = frozenset(
+    "add sub mul div truediv neg pow square sqrt rsqrt reciprocal exp log sigmoid tanh silu gelu relu softplus "
+    "logsigmoid clamp clamp_min clamp_max minimum maximum abs sin cos where lerp addcmul radd rsub rmul "
+    "masked_fill".split()
+)  # fmt: skip
+_ROWS = frozenset("rms_norm layer_norm softmax log_softmax cat stack mean view_as_complex view_as_real glu".split())
+BROADCAST = _ELEMENTWISE | {"cat", "stack"}
+_PRODUCTS = frozenset("linear matmul mm bmm einsum".split())
+KNOWN = VIEWS | CASTS | {"detach"} | _ELEMENTWISE | _ROWS | _PRODUCTS | {"sum"}
+
+_LINEAR = VIEWS | CASTS | {"neg", "add", "sub", "cat", "stack", "view_as_complex", "view_as_real"}
+
+
+class Moves(Exception):
+    """A call is more than what each rank computes of its own part."""
+
+
+def gradients_to_sum(name: str, given: dict[Node, list[Any]], results: list[Any]) -> dict[Node, tuple[int, ...]]:
+    """Operand -> the dimensions of the mesh over which its gradient is a partial sum. Raises Moves for a call whose
+    placements say that it is not computed on each rank's part alone."""
+    every = [v for values in given.values() for v in values] + results
+    mesh = every[0].device_mesh
+    if any(v.device_mesh != mesh for v in every) or not all(map(_is_plain, every)):
+        raise Moves
+    summed: dict[Node, list[int]] = {a: [] for a in given}
+    for dim in range(mesh.ndim):
+        differs = [not v.placements[dim].is_replicate() for v in results]
+        partial = [v.placements[dim].is_partial() for v in results]
+        ins = [v.placements[dim] for values in given.values() for v in values]
+        if any(differs) != all(differs) or any(differs) == all(p.is_replicate() for p in ins):
+            raise Moves
+        if any(p.is_partial() for p in ins):  # a view of a sum is the sum of views; little else is
+            if name not in VIEWS or not all(p.is_partial() for p in ins) or not all(partial):
+                raise Moves
+        elif any(partial) and (name not in _PRODUCTS | {"sum"} or len(given) > 2):  # a bias is added once only
+            raise Moves
+        for a, values in given.items():
+            if any(differs) and all(v.placements[dim].is_replicate() for v in values):
+                if any(v.requires_grad for v in values):
+                    summed[a].append(dim)
+    return {a: tuple(dims) for a, dims in summed.items()}
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether each rank has an equal run of each sharded dimension, and partial sums are sums."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    even = list(part_of(value).shape)
+    for dim, placement in enumerate(value.placements):
+        if type(placement) is Shard:
+            even[placement.dim] = even[placement.dim] * value.device_mesh.size(dim)
+        elif type(placement) is Partial:
+            if placement.reduce_op != "sum":
+                return False
+        elif type(placement) is not Replicate:
+            return False
+    return same_sizes(even, value.shape)
+
+
+def local_sizes(name: str, node: Node, results: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call, sizes of its result being those of the local one."""
+    args, kwargs = node.args, dict(node.kwargs)
+    if name not in SIZED or same_sizes(results[0].shape, part_of(results[0]).shape):
+        return args, kwargs
+    if kwargs:
+        raise Moves
+    first = 0
+    x, *sizes = args
+    if name == "unflatten":
+        first, sizes = sizes[0], sizes[1:]
+        first = first + node.args[0].meta["example_value"].dim() if first < 0 else first  # type: ignore[union-attr]
+    listed = len(sizes) == 1 and isinstance(sizes[0], (list, tuple))
+    sizes = list(sizes[0]) if listed else sizes
+    whole, part = results[0].shape, part_of(results[0]).shape
+    for i, size in enumerate(sizes):
+        if not same_size(whole[first + i], part[first + i]) and size != -1:
+            if not isinstance(size, int) or not isinstance(part[first + i], int):
+                raise Moves
+            sizes[i] = part[first + i]
+    new = [sizes] if listed else sizes
+    return (x, *([node.args[1]] if name == "unflatten" else []), *new), kwargs
+
+
+def same_sizes(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    return len(a) == len(b) and all(map(same_size, a, b))
+
+
+def part_of(value: Any) -> Tensor:
+    with torch.no_grad():  # else a view of it
+        local: Tensor = value.to_local()
+    return local
+
+
+def name_of(node: Node) -> str:
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return name.strip("_")
+
+
+def is_linear(node: Node) -> bool:
+    """Whether a call is linear in all its operands that have a gradient."""
+    if node.op not in ("call_function", "call_method") or writes(node):
+        return False
+    name = name_of(node)
+    if name in ("mul", "div", "truediv"):
+        return len(found := differentiable(node)) == 1 and (name == "mul" or node.args[0] is found[0])
+    return name in _LINEAR
+
+
+def differentiable(node: Node) -> list[Node]:
+    return [a for a in node.all_input_nodes if any(getattr(v, "requires_grad", False) for v in leaves(dynamo_value(a)))]
