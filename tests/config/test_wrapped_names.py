@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 
 import pytest
@@ -122,6 +123,21 @@ def compiled_inside(layers):
     return wrapped
 
 
+def around(forward):
+    return lambda *args: forward(*args)
+
+
+def replaced_forward(layers):
+    """As torchtitan and accelerate put themselves around a module's forward."""
+    wrapped = model(layers)
+    for mlp in (layer.mlp for layer in wrapped.layers):
+        mlp.forward = around(around(mlp.forward))
+        mlp.up._old_forward = mlp.up.forward
+        mlp.up.forward = functools.partial(lambda module, x: module._old_forward(x), mlp.up)
+        mlp.down.forward = functools.partial(lambda forward, x: forward(x), mlp.down.forward)
+    return wrapped
+
+
 # --- one name
 
 
@@ -147,7 +163,7 @@ def test_a_module_called_module_is_the_users():
 # --- behind wrappers
 
 
-@pytest.mark.parametrize("wrap", [checkpointed, compiled_inside])
+@pytest.mark.parametrize("wrap", [checkpointed, compiled_inside, replaced_forward])
 def test_an_exact_rule_behind_a_wrapper(wrap):
     """Regression: the model hit it or the frame did, never both, and nobody said so."""
     fp8, others = in_float8(as_one(wrap(2), "layers.1.mlp.up"))
