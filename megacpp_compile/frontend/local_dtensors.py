@@ -22,7 +22,7 @@ from torch import Tensor, fx
 from torch.fx import GraphModule, Node
 
 from megacpp_compile._torch.fakes import FakeTensorMode
-from megacpp_compile.frontend.dtensors import is_dtensor, leaves
+from megacpp_compile.frontend.dtensors import is_dtensor, leaves, writes
 from megacpp_compile.frontend.opaque_ops import refake
 from megacpp_compile.frontend.sum_gradient import CASTS, VIEWS, hoist, sum_gradient
 from megacpp_compile.fx.edit import dynamo_value, same_size
@@ -36,6 +36,7 @@ _ELEMENTWISE = frozenset(
 _ROWS = frozenset("rms_norm layer_norm softmax log_softmax cat stack mean view_as_complex view_as_real glu".split())
 _BROADCAST = _ELEMENTWISE | {"cat", "stack"}
 _PRODUCTS = frozenset("linear matmul mm bmm einsum".split())
+_LOOKUPS = frozenset("gather index_select take_along_dim".split())  # where each rank has all of both
 _KNOWN = VIEWS | CASTS | {"detach"} | _ELEMENTWISE | _ROWS | _PRODUCTS | {"sum", "scaled_dot_product_attention"}
 
 
@@ -94,6 +95,8 @@ class _Localizer:
 
     def _localized(self, node: Node) -> bool:
         name = _name(node)
+        if writes(node):
+            return False
         try:
             if name == "from_local":
                 return self._enter(node)
@@ -163,7 +166,9 @@ class _Localizer:
     def _call(self, node: Node, name: str) -> bool:
         """A call every rank computes its part of."""
         results = list(leaves(dynamo_value(node)))
-        if name not in _KNOWN or not results or not all(map(is_dtensor, results)) or "out" in node.kwargs:
+        if name not in _KNOWN | _LOOKUPS or not results or not all(map(is_dtensor, results)) or "out" in node.kwargs:
+            return False
+        if name in _LOOKUPS and not all(p.is_replicate() for p in results[0].placements):
             return False
         operands = node.all_input_nodes
         tensors = [a for a in operands if a in self.found or isinstance(dynamo_value(a), Tensor)]
