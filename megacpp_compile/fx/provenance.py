@@ -90,10 +90,12 @@ def outermost_frame(node: Node) -> str:
 
 
 def source_line(node: Node) -> str:
-    """ "file.py:123, in forward: code" of the innermost frame outside torch's own modules."""
+    """ "file.py:123, in forward: code" of the innermost frame outside torch's own modules that does more than hand on
+    its arguments: those are what trainers put around a module."""
     frames = _frames(node)
     if not frames:
         return ""
+    frames = [f for f in frames if not f[3].strip().endswith("(*args, **kwargs)")] or frames
     path, line, function, code = frames[-1]
     return f"{path.rsplit('/', 1)[-1]}:{line}, in {function}: {code.strip()}"
 

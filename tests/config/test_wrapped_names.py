@@ -170,6 +170,23 @@ def test_an_exact_rule_behind_a_wrapper(wrap):
     assert fp8 == ["layers.1.mlp.up"] and others == ["layers.0.mlp.up", "layers.0.mlp.down", "layers.1.mlp.down"]
 
 
+def test_a_line_that_hands_on_its_arguments_is_no_source():
+    """Regression: every linear of torchtitan's was said to be at the line that wraps it, and near misses were one row."""
+
+    def handing_on(forward):
+        def handed(*args, **kwargs):
+            return forward(*args, **kwargs)
+
+        return handed
+
+    wrapped = model(1)
+    for linear_ in (wrapped.layers[0].mlp.up, wrapped.layers[0].mlp.down):
+        linear_.forward = handing_on(linear_.forward)
+    rows = [row for frame in as_one(wrapped, "*.up").frames for row in frame.precision]
+    assert {row["fqn"] for row in rows} == {"layers.0.mlp.up", "layers.0.mlp.down"}
+    assert all("return self.down(F.silu(self.up(x)))" in row["source"] for row in rows)
+
+
 def test_an_exact_rule_for_a_block_behind_a_wrapper():
     report = by_blocks(checkpointed(4), "layers.1.mlp.up", blocks="layers.*")
     assert in_float8(report)[0] == ["layers.1.mlp.up"]
