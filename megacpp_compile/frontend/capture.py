@@ -24,6 +24,7 @@ from megacpp_compile._torch.guards import TracingContext
 from megacpp_compile.errors import CaptureError
 from megacpp_compile.frontend import autocast, opaque_ops
 from megacpp_compile.frontend.checkpoint import inline_checkpoints
+from megacpp_compile.frontend.dtensor_writes import without_writes_to_new_tensors
 from megacpp_compile.frontend.dtensors import calls_on_dtensors, is_dtensor
 from megacpp_compile.frontend.local_dtensors import localize
 from megacpp_compile.frontend.transforms import resolve_transforms
@@ -90,9 +91,10 @@ def capture(gm: GraphModule, example_inputs: Sequence[Any]) -> Captured:
     try:
         with modes.restored(), fx_traceback.preserve_node_meta():
             gm = resolve_transforms(inline_checkpoints(gm, mode), fakes, mode)
-            on_dtensors = calls_on_dtensors(gm, example_inputs)
-            local = localize(gm, mode, on_dtensors)
-            if local is not gm:
+            plain = without_writes_to_new_tensors(gm)
+            on_dtensors = calls_on_dtensors(plain, example_inputs)
+            local = localize(plain, mode, on_dtensors)
+            if local is not plain:
                 on_dtensors = calls_on_dtensors(local, example_inputs)
             made = opaque_ops.isolate_hops(local, fakes, mode, on_dtensors)
             given_up = opaque_ops.given_up(made)

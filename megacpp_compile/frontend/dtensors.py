@@ -53,7 +53,7 @@ def calls_on_dtensors(gm: GraphModule, example_inputs: Sequence[Any]) -> frozens
     a frame without.
 
     Raises CaptureError where a call writes to a DTensor or to memory that one shares with a plain tensor: the passes
-    see values, and would not see that the other changed.
+    see values, and would not see that the other changed. An input that the frame only writes to has no other.
     """
     kind = dtensor_type()
     if kind is None:
@@ -77,7 +77,11 @@ def calls_on_dtensors(gm: GraphModule, example_inputs: Sequence[Any]) -> frozens
         operands = node.all_input_nodes
         own = any(isinstance(v, kind) for v in leaves(dynamo_value(node)))
         own = own or any(a in found and not crosses(a) for a in operands)
-        if writes(node) and (own or shared.intersection(_storages(map(dynamo_value, operands)))):
+        if (
+            writes(node)
+            and not _only_written(node, holders)
+            and (own or shared.intersection(_storages(map(dynamo_value, operands))))
+        ):
             name = getattr(node.target, "__name__", node.target)
             raise CaptureError(
                 f"`{name}` writes to a DTensor or to memory that one shares ({source_line(node)}); compute a new "
@@ -87,6 +91,20 @@ def calls_on_dtensors(gm: GraphModule, example_inputs: Sequence[Any]) -> frozens
             found.add(node)
             shared.update(_storages(map(dynamo_value, (node, *operands))))
     return frozenset(found)
+
+
+def _only_written(node: Node, holders: Sequence[Node]) -> bool:
+    """Whether the call writes to a DTensor among the frame's inputs whose memory nothing else in the frame reads, such
+    as a counter (`self.tokens_per_expert.add_(...)`)."""
+    held = node.args[0] if node.args else None
+    if node.op != "call_method" or node.users or held not in holders or set(held.users) != {node}:
+        return False
+    if held in (*node.args[1:], *node.kwargs.values()):
+        return False
+    memory = _storages([dynamo_value(held)])
+    return is_dtensor(dynamo_value(held)) and memory.isdisjoint(
+        _storages(dynamo_value(h) for h in holders if h is not held)
+    )
 
 
 def crosses(node: Node) -> bool:

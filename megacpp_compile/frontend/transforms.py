@@ -155,7 +155,7 @@ def _resolve(
     if any(isinstance(f, torch.Tensor) and f.requires_grad for f in fakes.values()) and torch.is_grad_enabled():
         raise _NotPlain("a `vmap` that gradients flow through")
     try:
-        with torch.no_grad():
+        with restored(), mode, torch.no_grad():
             traced = make_fx(_body(gm, region, region.inputs), tracing_mode="real")(*fakes.values())
     except Exception as error:
         raise _NotPlain("a `vmap` that cannot be traced by itself") from error

@@ -123,10 +123,12 @@ def attribute_of(module: Any, path: Any) -> Any:
 def drop_dead(graph: fx.Graph) -> bool:
     """Erase values nobody reads; whether there were any. Unlike `eliminate_dead_code` this leaves submodules alone: the
     bodies of higher-order ops are shared with Dynamo's graph, and in them an in-place op without readers is not dead.
+    Nor is a method that writes, which a captured graph has on DTensors alone.
     """
     erased = False
     for node in reversed(graph.nodes):
-        if not node.users and node.op not in ("placeholder", "output") and not node.is_impure():
+        written = node.op == "call_method" and str(node.target).endswith("_")
+        if not node.users and node.op not in ("placeholder", "output") and not written and not node.is_impure():
             graph.erase_node(node)
             erased = True
     return erased

@@ -11,6 +11,11 @@ from megacpp_compile._torch import calls, dynamo
 from megacpp_compile.fx.module_names import canonical
 
 _OWN = ("/torch/nn/", "/torch/utils/", "/torch/_")
+# ".forward.__closure__.0.cell_contents.__self__": the module itself, by way of its own method. Trainers put a function
+# around a module's `forward` that holds the bound method, as closure, partial or attribute (`_old_forward`).
+_BY_ITS_FORWARD = re.compile(
+    r"(^|\.)\w*forward\w*(\.__closure__\.\d+\.cell_contents|\.args\.\d+|\.func)*\.__self__(?=\.|$)"
+)
 
 
 def module_fqn(node: Node) -> str:
@@ -49,6 +54,7 @@ def local_path(path: str) -> tuple[str, str]:
     root = re.match(r"L\['(\w+)'\]", path)  # the frame's own module, by whatever name its first argument has
     path = re.sub(r"\['?([^]']*)'?\]", r".\1", path[root.end() :] if root else path)
     path = re.sub(r"(^|\.)(__dict__\.)?_(modules|parameters|buffers)(?=\.)", "", path)
+    path = _BY_ITS_FORWARD.sub("", path)
     return root[1] if root else "", canonical(path.strip("."))
 
 
@@ -84,10 +90,12 @@ def outermost_frame(node: Node) -> str:
 
 
 def source_line(node: Node) -> str:
-    """ "file.py:123, in forward: code" of the innermost frame outside torch's own modules."""
+    """ "file.py:123, in forward: code" of the innermost frame outside torch's own modules that does more than hand on
+    its arguments: those are what trainers put around a module."""
     frames = _frames(node)
     if not frames:
         return ""
+    frames = [f for f in frames if not f[3].strip().endswith("(*args, **kwargs)")] or frames
     path, line, function, code = frames[-1]
     return f"{path.rsplit('/', 1)[-1]}:{line}, in {function}: {code.strip()}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 
 import pytest
@@ -122,6 +123,21 @@ def compiled_inside(layers):
     return wrapped
 
 
+def around(forward):
+    return lambda *args: forward(*args)
+
+
+def replaced_forward(layers):
+    """As torchtitan and accelerate put themselves around a module's forward."""
+    wrapped = model(layers)
+    for mlp in (layer.mlp for layer in wrapped.layers):
+        mlp.forward = around(around(mlp.forward))
+        mlp.up._old_forward = mlp.up.forward
+        mlp.up.forward = functools.partial(lambda module, x: module._old_forward(x), mlp.up)
+        mlp.down.forward = functools.partial(lambda forward, x: forward(x), mlp.down.forward)
+    return wrapped
+
+
 # --- one name
 
 
@@ -147,11 +163,28 @@ def test_a_module_called_module_is_the_users():
 # --- behind wrappers
 
 
-@pytest.mark.parametrize("wrap", [checkpointed, compiled_inside])
+@pytest.mark.parametrize("wrap", [checkpointed, compiled_inside, replaced_forward])
 def test_an_exact_rule_behind_a_wrapper(wrap):
     """Regression: the model hit it or the frame did, never both, and nobody said so."""
     fp8, others = in_float8(as_one(wrap(2), "layers.1.mlp.up"))
     assert fp8 == ["layers.1.mlp.up"] and others == ["layers.0.mlp.up", "layers.0.mlp.down", "layers.1.mlp.down"]
+
+
+def test_a_line_that_hands_on_its_arguments_is_no_source():
+    """Regression: every linear of torchtitan's was said to be at the line that wraps it, and near misses were one row."""
+
+    def handing_on(forward):
+        def handed(*args, **kwargs):
+            return forward(*args, **kwargs)
+
+        return handed
+
+    wrapped = model(1)
+    for linear_ in (wrapped.layers[0].mlp.up, wrapped.layers[0].mlp.down):
+        linear_.forward = handing_on(linear_.forward)
+    rows = [row for frame in as_one(wrapped, "*.up").frames for row in frame.precision]
+    assert {row["fqn"] for row in rows} == {"layers.0.mlp.up", "layers.0.mlp.down"}
+    assert all("return self.down(F.silu(self.up(x)))" in row["source"] for row in rows)
 
 
 def test_an_exact_rule_for_a_block_behind_a_wrapper():

@@ -12,6 +12,7 @@ from torch._higher_order_ops.while_loop import while_loop
 from torch.utils.checkpoint import checkpoint
 
 from megacpp_compile import record
+from megacpp_compile.frontend import transforms
 from tests.frames import TOLERANCE, check, largest_error, train
 
 DIM = 8
@@ -76,6 +77,13 @@ def mapped_in_place(x):
     return torch.vmap(row)(x)
 
 
+def counted_under_it(x):
+    """Regression: a tensor made under vmap, as in FlexAttention's `create_block_mask`, was no fake among fakes."""
+    counts = (x.detach().sum(-1) > 0).sum(-1)
+    kept = torch.vmap(lambda n: torch.arange(x.shape[1]) < n)(counts)
+    return x * kept.unsqueeze(-1)
+
+
 def slope(x):
     return torch.func.grad(lambda y: y.tanh().square().sum())(x)
 
@@ -114,7 +122,7 @@ def loops(x):
 
 CARRIED = [
     (scanned, scanned_in_reverse, scanned_under_a_checkpoint, scanned_without_gradients),
-    (mapped, mapped_under_autocast, mapped_in_place, changed_around_it),
+    (mapped, mapped_under_autocast, mapped_in_place, counted_under_it, changed_around_it),
     (slope, slopes, pulled_back, pushed_forward),
     (branches, loops),
 ]  # fmt: skip
@@ -137,6 +145,21 @@ def views_its_argument(x):
     y = x * 1.0
     torch.vmap(lambda r: r[..., :3])(y).mul_(2)
     return y
+
+
+def test_a_vmap_that_cannot_be_traced_is_carried_as_it_is(monkeypatch):
+    """Regression: the failed trace left its vmap open, and the frame was lost with it."""
+
+    def fails(body, **_):
+        def run(*args):
+            torch._C._functorch._vmap_increment_nesting(2, "error")
+            raise RuntimeError
+
+        return run
+
+    monkeypatch.setattr(transforms, "make_fx", fails)
+    frames = check(Around(counted_under_it), (torch.randn(2, 5, DIM),))
+    assert frames.fired == {"down_norm_up": 2}
 
 
 @pytest.mark.parametrize("between", [writes_to_its_argument, views_its_argument], ids=lambda f: f.__name__)

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from torch.fx import GraphModule, Node
 
 from megacpp_compile._torch.fakes import FakeTensorMode
-from megacpp_compile.frontend.dtensors import is_dtensor, leaves
+from megacpp_compile.frontend.dtensors import is_dtensor, leaves, writes
 from megacpp_compile.frontend.local_dtensors import rules
 from megacpp_compile.frontend.local_dtensors.hoist import hoist
 from megacpp_compile.frontend.local_dtensors.rules import Moves, name_of, part_of
@@ -71,6 +71,8 @@ class _Localizer:
 
     def _localized(self, node: Node) -> bool:
         name = name_of(node)
+        if writes(node):
+            return False
         try:
             if name == "from_local":
                 return self._enter(node)

@@ -27,7 +27,8 @@ _ELEMENTWISE = frozenset(
 _ROWS = frozenset("rms_norm layer_norm softmax log_softmax cat stack mean view_as_complex view_as_real glu".split())
 BROADCAST = _ELEMENTWISE | {"cat", "stack"}
 _PRODUCTS = frozenset("linear matmul mm bmm einsum".split())
-KNOWN = VIEWS | CASTS | {"detach"} | _ELEMENTWISE | _ROWS | _PRODUCTS | {"sum"}
+_LOOKUPS = frozenset("gather index_select take_along_dim".split())  # where each rank has all of both
+KNOWN = VIEWS | CASTS | {"detach"} | _ELEMENTWISE | _ROWS | _PRODUCTS | _LOOKUPS | {"sum"}
 
 _LINEAR = VIEWS | CASTS | {"neg", "add", "sub", "cat", "stack", "view_as_complex", "view_as_real"}
 
@@ -49,6 +50,8 @@ def gradients_to_sum(name: str, given: dict[Node, list[Any]], results: list[Any]
         partial = [v.placements[dim].is_partial() for v in results]
         ins = [v.placements[dim] for values in given.values() for v in values]
         if any(differs) != all(differs) or any(differs) == all(p.is_replicate() for p in ins):
+            raise Moves
+        if name in _LOOKUPS and any(differs):
             raise Moves
         if any(p.is_partial() for p in ins):  # a view of a sum is the sum of views; little else is
             if name not in VIEWS or not all(p.is_partial() for p in ins) or not all(partial):

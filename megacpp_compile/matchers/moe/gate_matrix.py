@@ -170,6 +170,8 @@ def match_column(node: Node) -> tuple[Node, int] | None:
     target, args = node.target, node.args
     if str(target) == "<built-in function getitem>" and isinstance(args[0], Node):
         parts, index = args
+        if parts.target not in (aten.unbind.int, aten.split.Tensor):
+            return None  # such as a result of a call that capture carries around
         matrix = parts.args[0]
         wide = value(matrix).dim() if isinstance(matrix, Node) else 0
         by_one = parts.target is aten.unbind.int or parts.target is aten.split.Tensor and parts.args[1] == 1

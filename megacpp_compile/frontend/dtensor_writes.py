@@ -1,0 +1,43 @@
+"""Writes to DTensors that are made to be written to: `zeros_like(scores).scatter_(...)`, a router's map of which token
+goes where. They are calls that return a new tensor (`scatter`)."""
+
+from __future__ import annotations
+
+from torch import fx
+from torch.fx import GraphModule, Node
+
+from megacpp_compile.frontend.dtensors import is_dtensor
+from megacpp_compile.fx.edit import dynamo_value
+
+_MAKERS = frozenset(
+    "zeros_like ones_like full_like empty_like zeros ones full empty new_zeros new_ones new_full".split()
+)
+# Those whose result without the underscore has the dtype of what is written to, too.
+_WRITES = frozenset(
+    "scatter_ scatter_add_ scatter_reduce_ index_add_ index_copy_ index_fill_ index_put_ masked_fill_".split()
+)
+
+
+def without_writes_to_new_tensors(gm: GraphModule) -> GraphModule:
+    """`gm` with writes to DTensors that it made for the purpose as calls that return a new one; itself without any."""
+    found = {n for n in gm.graph.nodes if _to_a_new_tensor(n)}
+    if not found:
+        return gm
+    graph, env = fx.Graph(), dict[Node, Node]()
+    for node in gm.graph.nodes:
+        if node.op == "output":
+            graph.output(fx.map_arg(node.args[0], env.__getitem__)).meta.update(node.meta)
+            continue
+        env[node] = graph.node_copy(node, env.__getitem__)
+        if node in found:
+            env[node].target = node.target.removesuffix("_")
+    new = GraphModule(gm, graph)
+    new.meta.update(gm.meta)
+    return new
+
+
+def _to_a_new_tensor(node: Node) -> bool:
+    if node.op != "call_method" or node.target not in _WRITES or not isinstance(made := node.args[0], Node):
+        return False
+    name = made.target if isinstance(made.target, str) else getattr(made.target, "__name__", "")
+    return name in _MAKERS and set(made.users) == {node} and is_dtensor(dynamo_value(made))
