@@ -29,6 +29,8 @@ from torch.distributed.tensor.parallel import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from tests.sharding.expert_parallel import expert_parallel
+
 RANKS = 2
 COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
 PLAN = {"q_up": ColwiseParallel(), "kv_up": ColwiseParallel(), "o": RowwiseParallel()}
@@ -112,6 +114,7 @@ class Case:
     batches: tuple[int, ...] = (2,)
     tokens: int = 6
     count_graphs: bool = False
+    tolerance: float = 1e-5
 
 
 def tensor_parallel(mesh, model=None, plan=PLAN):
@@ -170,10 +173,17 @@ def written(model, x):
     return (given * model.gain).to_local()
 
 
+def reads_counts():
+    """How many rows go where is read as numbers, within a graph."""
+    return torch._dynamo.config.patch(capture_scalar_outputs=True)
+
+
 CASES: dict[str, Case] = {
     "tensor_parallel": Case(tensor_parallel, count_graphs=True),
     "tensor_parallel_inference": Case(tensor_parallel, torch.inference_mode),
-    "tensor_parallel_autocast": Case(tensor_parallel, around=lambda: torch.autocast("cpu", torch.bfloat16)),
+    "tensor_parallel_autocast": Case(
+        tensor_parallel, around=lambda: torch.autocast("cpu", torch.bfloat16), tolerance=2e-2
+    ),
     "tensor_parallel_policy": Case(tensor_parallel, options={"policy": "selective", "verify": "each", "strict": True}),
     "tensor_parallel_no_grad": Case(tensor_parallel, torch.no_grad, dynamic=True, batches=(2, 3), count_graphs=True),
     "checkpointed": Case(in_a_region),
@@ -183,6 +193,13 @@ CASES: dict[str, Case] = {
     "frozen_region": Case(lambda mesh: replicated(mesh, before=frozen_region)),
     "dtensor_out": Case(lambda mesh: replicated(mesh, behind=as_dtensor)),
     "written": Case(lambda mesh: replicated(mesh, before=written)),
+    "experts": Case(
+        lambda mesh: expert_parallel(mesh, mla=MLA()), around=reads_counts, count_graphs=True, tolerance=2e-2
+    ),
+    "local_experts": Case(
+        lambda mesh: expert_parallel(mesh, dtensors=False), around=reads_counts, count_graphs=True, tolerance=2e-2
+    ),
+    "experts_in_parts": Case(expert_parallel, count_graphs=True, tolerance=2e-2),
 }
 
 
