@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -173,6 +174,22 @@ def written(model, x):
     return (given * model.gain).to_local()
 
 
+def sharded_tensor_parallel(mesh):
+    """Parameters cut over one axis of a mesh by FSDP2, and over the other by layers."""
+    axes = init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("data", "model"))
+    model = tensor_parallel(axes["model"], Around(), {f"mla.{name}": style for name, style in PLAN.items()})
+    fully_shard(model.mla, mesh=axes["data"])
+    return fully_shard(model, mesh=axes["data"])
+
+
+def sharded_experts(mesh):
+    """What is no expert's is cut over all ranks by FSDP2, and experts over the ranks that have the same ones."""
+    axes = init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("data", "experts"))
+    model = expert_parallel(axes["experts"], mla=MLA())
+    fully_shard(model.moe.experts, mesh=axes["data"])
+    return fully_shard(model, mesh=mesh)
+
+
 def reads_counts():
     """How many rows go where is read as numbers, within a graph."""
     return torch._dynamo.config.patch(capture_scalar_outputs=True)
@@ -197,9 +214,15 @@ CASES: dict[str, Case] = {
         lambda mesh: expert_parallel(mesh, mla=MLA()), around=reads_counts, count_graphs=True, tolerance=2e-2
     ),
     "local_experts": Case(
-        lambda mesh: expert_parallel(mesh, dtensors=False), around=reads_counts, count_graphs=True, tolerance=2e-2
+        lambda mesh: expert_parallel(mesh, dtensors=False),
+        around=reads_counts,
+        dynamic=True,
+        batches=(2, 3),
+        tolerance=2e-2,
     ),
-    "experts_in_parts": Case(expert_parallel, count_graphs=True, tolerance=2e-2),
+    "experts_in_parts": Case(expert_parallel, tolerance=2e-2),
+    "sharded_tensor_parallel": Case(sharded_tensor_parallel, count_graphs=True),
+    "sharded_experts": Case(sharded_experts, around=reads_counts, count_graphs=True, tolerance=2e-2),
 }
 
 
@@ -215,7 +238,7 @@ def _rank(rank: int, folder: str, names: tuple[str, ...]) -> None:
     import traceback
     from datetime import timedelta
 
-    from tests.conftest import kernels_left_out
+    from tests.conftest import kernels_left_out, quick_compilers
 
     warnings.simplefilter("ignore")
     store = dist.FileStore(f"{folder}/store", RANKS)
@@ -224,7 +247,7 @@ def _rank(rank: int, folder: str, names: tuple[str, ...]) -> None:
     try:
         mesh = init_device_mesh("cpu", (RANKS,))
         for name in names:
-            with kernels_left_out(lambda gm: [_note(node.target) for node in gm.graph.nodes]):
+            with quick_compilers(), kernels_left_out(lambda gm: [_note(node.target) for node in gm.graph.nodes]):
                 try:
                     seen[name] = _run(CASES[name], mesh)
                 except Exception:
@@ -266,7 +289,7 @@ def _run(case: Case, mesh: DeviceMesh) -> dict[str, Any]:
         "error": max(errors.values()), "worst": max(errors, key=errors.__getitem__), "kinds": [want["kind"], got["kind"]],
         "eager": want["collectives"], "compiled": got["collectives"], "graphs": graphs, "said": said,
         "sites": dict(report.counts), "frames": [[f.captured, f.reason] for f in report.frames],
-        "misses": [[m.pass_name, m.reason] for m in report.misses],
+        "misses": [[m.pass_name, m.reason] for m in report.misses], "ops": [site.op for site in report.sites],
     }  # fmt: skip
 
 

@@ -18,6 +18,7 @@ pytestmark = [
 
 MLA_SITES = {"mla_rope_q": 1, "mla_rope_kv": 1}
 PAIRS = {"down_norm_up": 2}
+EXPERTS = {"moe": 1}
 WRITTEN = "writes to a DTensor or to memory that one shares"
 
 
@@ -56,6 +57,9 @@ def test_results_gradients_and_collectives_are_those_of_eager(seen, case):
         ("checkpointed_selectively", MLA_SITES),
         ("sequence_parallel", MLA_SITES),
         *((name, MLA_SITES | PAIRS) for name in ("gathered_gain", "frozen_region", "dtensor_out")),
+        *((name, MLA_SITES | PAIRS | EXPERTS) for name in ("experts", "sharded_experts")),
+        *((name, EXPERTS) for name in ("local_experts", "experts_in_parts")),
+        ("sharded_tensor_parallel", MLA_SITES),
         ("written", {}),
     ],
 )
@@ -71,6 +75,15 @@ def test_tensor_parallel_mla_sums_once_in_forward(seen, case):
         forward, *backward = rank["compiled"]
         assert forward == {"all_reduce": 1}
         assert backward == ([] if case.endswith("inference") else [{"all_reduce": 2}])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [name for name in ranks.CASES if "experts" in name])
+def test_rows_go_to_experts_and_back_by_all_to_all(seen, case):
+    """Their counts, then the rows, then the results; backward sends gradients of both the other way."""
+    for rank in compiled(seen, case):
+        assert rank["compiled"] == [{"all_to_all_single": 3}, {"all_to_all_single": 2}]
+        assert set(rank["ops"]) >= {"megacpp::moe_sorted"}
 
 
 @pytest.mark.slow
