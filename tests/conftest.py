@@ -42,6 +42,12 @@ move_written_seeds()
 
 @pytest.fixture(scope="session", autouse=True)
 def _quick_compilers():
+    with quick_compilers():
+        yield
+
+
+@contextlib.contextmanager
+def quick_compilers():
     """Scalar C++, a third quicker to generate and compile than what Inductor vectorises: that is its own affair, and
     tests that are about kernels as users get them ask for `vectorised`. Collecting garbage among the millions of
     objects that imports leave behind finds nothing and takes a tenth of the time. As much again goes into what torch

@@ -17,7 +17,7 @@ import torch.fx.traceback as fx_traceback
 from torch.fx import GraphModule, Node
 
 from megacpp_compile._torch import modes
-from megacpp_compile._torch.dispatch import is_traceable_wrapper_subclass
+from megacpp_compile._torch.dispatch import AsyncCollectiveTensor, is_traceable_wrapper_subclass
 from megacpp_compile._torch.fakes import FakeTensor, FakeTensorMode, detect_fake_mode
 from megacpp_compile._torch.functorch import aot_export_module
 from megacpp_compile._torch.guards import TracingContext
@@ -69,7 +69,8 @@ def fake_inputs(example_inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[Any
 
 def _check(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
     for value in example_inputs:
-        if isinstance(value, torch.Tensor) and is_traceable_wrapper_subclass(value) and not is_dtensor(value):
+        known = is_dtensor(value) or isinstance(value, AsyncCollectiveTensor)
+        if isinstance(value, torch.Tensor) and is_traceable_wrapper_subclass(value) and not known:
             raise CaptureError(f"an input is a tensor subclass ({type(value).__name__})")
     for module in gm.modules():
         if isinstance(module, GraphModule) and module is not gm:
@@ -86,6 +87,8 @@ def capture(gm: GraphModule, example_inputs: Sequence[Any]) -> Captured:
     """
     _check(gm, example_inputs)
     mode, fakes = fake_inputs(example_inputs)
+    # What a collective under way returns is a plain tensor here; AOTAutograd is given it as it came, and waits for it.
+    fakes = [opaque_ops.plain(fake, mode) if isinstance(fake, AsyncCollectiveTensor) else fake for fake in fakes]
     if gm.graph.find_nodes(op="call_method", target="item"):
         mode.allow_scalar_outputs = True  # Dynamo has let the frame read numbers from tensors
     try:

@@ -175,14 +175,20 @@ def _snapshot(graph: fx.Graph, original: Node, node: Node) -> Node:
 def refake(fake: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
     """A fake tensor of Dynamo's own mode, or what holds some, as one of the backend's; both share their symbolic
     sizes."""
+    if not is_traceable_wrapper_subclass(fake):
+        return plain(fake, mode)
     with mode, torch.no_grad():
-        if is_traceable_wrapper_subclass(fake):
-            names, described = fake.__tensor_flatten__()
-            parts = {name: getattr(fake, name) for name in names}  # a mesh may be among them
-            held = {name: refake(p, mode) if isinstance(p, torch.Tensor) else p for name, p in parts.items()}
-            copy = type(fake).__tensor_unflatten__(held, described, fake.size(), fake.stride()).detach()
-        else:
-            copy = torch.empty_strided(fake.size(), fake.stride(), dtype=fake.dtype, device=fake.device)
+        names, described = fake.__tensor_flatten__()
+        parts = {name: getattr(fake, name) for name in names}  # a mesh may be among them
+        held = {name: refake(p, mode) if isinstance(p, torch.Tensor) else p for name, p in parts.items()}
+        copy = type(fake).__tensor_unflatten__(held, described, fake.size(), fake.stride()).detach()
+    return copy.requires_grad_(fake.requires_grad)
+
+
+def plain(fake: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    """A fake tensor of `mode`, of no class of its own, as large as `fake`."""
+    with mode, torch.no_grad():
+        copy = torch.empty_strided(fake.size(), fake.stride(), dtype=fake.dtype, device=fake.device)
     return copy.requires_grad_(fake.requires_grad)
 
 

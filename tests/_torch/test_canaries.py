@@ -208,6 +208,7 @@ def test_modes():
             torch.ones(1) + 1
     assert count and len(seen) == count
     assert not dispatch.is_traceable_wrapper_subclass(torch.ones(1))
+    assert dispatch.is_traceable_wrapper_subclass(dispatch.AsyncCollectiveTensor(torch.ones(1)))
     with dispatch.enable_python_dispatcher():
         assert (torch.ones(1) + 1).item() == 2
 

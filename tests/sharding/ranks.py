@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -28,6 +29,8 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from tests.sharding.expert_parallel import expert_parallel
 
 RANKS = 2
 COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
@@ -124,6 +127,7 @@ class Case:
     batches: tuple[int, ...] = (2,)
     tokens: int = 6
     count_graphs: bool = False
+    tolerance: float = 1e-5
 
 
 def tensor_parallel(mesh, model=None, plan=PLAN):
@@ -233,10 +237,33 @@ def written(model, x):
     return (given * model.gain).to_local()
 
 
+def sharded_tensor_parallel(mesh):
+    """Parameters cut over one axis of a mesh by FSDP2, and over the other by layers."""
+    axes = init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("data", "model"))
+    model = tensor_parallel(axes["model"], Around(), {f"mla.{name}": style for name, style in PLAN.items()})
+    fully_shard(model.mla, mesh=axes["data"])
+    return fully_shard(model, mesh=axes["data"])
+
+
+def sharded_experts(mesh):
+    """What is no expert's is cut over all ranks by FSDP2, and experts over the ranks that have the same ones."""
+    axes = init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("data", "experts"))
+    model = expert_parallel(axes["experts"], mla=MLA())
+    fully_shard(model.moe.experts, mesh=axes["data"])
+    return fully_shard(model, mesh=mesh)
+
+
+def reads_counts():
+    """How many rows go where is read as numbers, within a graph."""
+    return torch._dynamo.config.patch(capture_scalar_outputs=True)
+
+
 CASES: dict[str, Case] = {
     "tensor_parallel": Case(tensor_parallel, count_graphs=True),
     "tensor_parallel_inference": Case(tensor_parallel, torch.inference_mode),
-    "tensor_parallel_autocast": Case(tensor_parallel, around=lambda: torch.autocast("cpu", torch.bfloat16)),
+    "tensor_parallel_autocast": Case(
+        tensor_parallel, around=lambda: torch.autocast("cpu", torch.bfloat16), tolerance=2e-2
+    ),
     "tensor_parallel_policy": Case(tensor_parallel, options={"policy": "selective", "verify": "each", "strict": True}),
     "tensor_parallel_no_grad": Case(tensor_parallel, torch.no_grad, dynamic=True, batches=(2, 3), count_graphs=True),
     "uneven": Case(uneven),
@@ -250,6 +277,19 @@ CASES: dict[str, Case] = {
     "frozen_region": Case(lambda mesh: replicated(mesh, before=frozen_region)),
     "dtensor_out": Case(lambda mesh: replicated(mesh, behind=as_dtensor)),
     "written": Case(lambda mesh: replicated(mesh, before=written)),
+    "experts": Case(
+        lambda mesh: expert_parallel(mesh, mla=MLA()), around=reads_counts, count_graphs=True, tolerance=2e-2
+    ),
+    "local_experts": Case(
+        lambda mesh: expert_parallel(mesh, dtensors=False),
+        around=reads_counts,
+        dynamic=True,
+        batches=(2, 3),
+        tolerance=2e-2,
+    ),
+    "experts_in_parts": Case(expert_parallel, tolerance=2e-2),
+    "sharded_tensor_parallel": Case(sharded_tensor_parallel, count_graphs=True),
+    "sharded_experts": Case(sharded_experts, around=reads_counts, count_graphs=True, tolerance=2e-2),
 }
 
 
@@ -265,7 +305,7 @@ def _rank(rank: int, folder: str, names: tuple[str, ...]) -> None:
     import traceback
     from datetime import timedelta
 
-    from tests.conftest import kernels_left_out
+    from tests.conftest import kernels_left_out, quick_compilers
 
     warnings.simplefilter("ignore")
     store = dist.FileStore(f"{folder}/store", RANKS)
@@ -274,7 +314,7 @@ def _rank(rank: int, folder: str, names: tuple[str, ...]) -> None:
     try:
         mesh = init_device_mesh("cpu", (RANKS,))
         for name in names:
-            with kernels_left_out(lambda gm: [_note(node.target) for node in gm.graph.nodes]):
+            with quick_compilers(), kernels_left_out(lambda gm: [_note(node.target) for node in gm.graph.nodes]):
                 try:
                     seen[name] = _run(CASES[name], mesh)
                 except Exception:
@@ -315,8 +355,9 @@ def _run(case: Case, mesh: DeviceMesh) -> dict[str, Any]:
     return {
         "error": max(errors.values()), "worst": max(errors, key=errors.__getitem__), "kinds": [want["kind"], got["kind"]],
         "eager": want["collectives"], "compiled": got["collectives"], "graphs": graphs, "said": said,
-        "placed": [want["placed"], got["placed"]], "sites": dict(report.counts), "frames": [[f.captured, f.reason] for f in report.frames],
-        "misses": [[m.pass_name, m.reason] for m in report.misses],
+        "placed": [want["placed"], got["placed"]], "sites": dict(report.counts),
+        "frames": [[f.captured, f.reason] for f in report.frames],
+        "misses": [[m.pass_name, m.reason] for m in report.misses], "ops": [site.op for site in report.sites],
     }  # fmt: skip
 
 
