@@ -23,7 +23,6 @@ from megacpp_compile.backends.cache_hits import cache_hits
 from megacpp_compile.backends.static_launch import start_workers
 from megacpp_compile.config import effects, rules
 from megacpp_compile.config.options import Config
-from megacpp_compile.config.warn_once import warn_once
 from megacpp_compile.errors import (
     CaptureError,
     GraphBreakError,
@@ -33,7 +32,7 @@ from megacpp_compile.errors import (
     PeakUnreachableError,
     TorchInternalsError,
 )
-from megacpp_compile.frontend import graph_breaks, tensor_subclasses, unbacked_shapes
+from megacpp_compile.frontend import fallbacks, graph_breaks, tensor_subclasses, unbacked_shapes
 from megacpp_compile.frontend.canonicalize import canonicalize
 from megacpp_compile.frontend.capture import Captured, capture
 from megacpp_compile.fx import assumptions
@@ -158,15 +157,12 @@ def _analyse(
         if refusal := backend_for(target, example_inputs).refusal(gm, patches, config, grad):
             if config.strict:
                 raise NotCapturedError(frame.name, refusal)
-            return _left_alone(frame, gm, config, refusal)
+            return _left_alone(frame, gm, config, refusal, fallbacks.SETTINGS)
         captured = capture(gm, example_inputs)
     except (CaptureError, TorchInternalsError) as error:
         if config.strict:
             raise NotCapturedError(frame.name, str(error)) from error
-        frame.captured, frame.reason = False, str(error)
-        frame.precision = unseen(gm.graph, config.precision, ALONE)
-        warn_once(f"frames that are not captured are compiled by Inductor alone: {error}")
-        return Analysis(frame)
+        return _left_alone(frame, gm, config, str(error), fallbacks.CAPTURE)
     frame.seconds["capture"] = time.perf_counter() - began
     try:
         outcome, shown = _rewrite(captured, example_inputs, config, frame, assumptions.marked(gm))
@@ -174,7 +170,8 @@ def _analyse(
         meant = isinstance(error, MegacppError) and not isinstance(error, TorchInternalsError)
         if config.strict or meant:
             raise
-        return _left_alone(frame, gm, config, f"internal error: {type(error).__name__}: {error}"[:300])
+        reason = f"internal error: {type(error).__name__}: {error}"[:300]
+        return _left_alone(frame, gm, config, reason, fallbacks.DEFECT)
     frame.passes, frame.nodes = outcome.counts, len(captured.gm.graph.nodes)
     frame.recognised = _recurrences(captured)
     frame.seconds.update(outcome.seconds)
@@ -182,10 +179,10 @@ def _analyse(
     return Analysis(frame, captured, outcome, shown)
 
 
-def _left_alone(frame: Frame, gm: GraphModule, config: Config, reason: str) -> Analysis:
+def _left_alone(frame: Frame, gm: GraphModule, config: Config, reason: str, advice: str) -> Analysis:
     """The analysis of a frame that the backend compiles alone."""
     analysis, frame.precision = Analysis(frame), unseen(gm.graph, config.precision, ALONE)
-    analysis.fell_back(reason)
+    analysis.fell_back(reason, advice, fallbacks.may_hold_idiom(gm))
     return analysis
 
 
@@ -223,6 +220,7 @@ def retrace_needed(gm: GraphModule, analysis: Analysis) -> bool:
     if analysis.outcome is not None:
         analysis.outcome.sites.clear()
     analysis.not_kept("sizes known at run time only: traced again with graph breaks")
+    analysis.frame.left_to = "pieces"
     return True
 
 
@@ -261,7 +259,7 @@ def _hand_to_backend(
                 retrace(analysis)
             refused = f"Inductor refused the rewritten graph: {type(error).__name__}: {error}"[:300]
         compiled = _plain(backend, gm, example_inputs, analysis, settings)
-        analysis.fell_back(refused)
+        analysis.fell_back(refused, fallbacks.REFUSED)
         return compiled
     return _plain(backend, gm, example_inputs, analysis, settings)
 
@@ -284,7 +282,7 @@ def _plain(
         without = dataclasses.replace(settings, config=dataclasses.replace(settings.config, policy=None))
         compiled = backend.compile_plain(gm, example_inputs, without)
         analysis.frame.remat = analysis.frame.peak = None
-        analysis.fell_back(f"the policy cannot be applied: {type(error).__name__}: {error}"[:300])
+        analysis.fell_back(f"the policy cannot be applied: {type(error).__name__}: {error}"[:300], fallbacks.POLICY)
         return compiled
 
 
@@ -316,11 +314,12 @@ class Analysis:
             return []
         return [(s.pass_name, n) for s, n in zip(self.outcome.sites, self.outcome.op_nodes, strict=True)]
 
-    def fell_back(self, reason: str) -> None:
-        """Record that the frame is compiled by the backend alone after all."""
-        log.logger.warning("frame %s compiled by Inductor alone: %s", self.frame.name, reason)
+    def fell_back(self, reason: str, advice: str, lost: bool = True) -> None:
+        """Record that the frame is compiled by the backend alone after all. advice: what to do about it. lost: whether
+        an idiom may have been in it."""
         self.not_kept(reason)
-        self.outcome = None
+        self.outcome, self.frame.left_to, self.frame.lost = None, "backend", lost
+        fallbacks.tell(self.frame, advice)
         for row in self.frame.precision:
             if row["effective"] == row["requested"] != "bf16":
                 row["effective"], row["reason"] = "as written", ALONE
@@ -335,7 +334,7 @@ def publish(analysis: Analysis, config: Config) -> None:
     """Report the frame to every open `record()`, to the structured log, and on stderr where `explain` asks for it."""
     outcome = analysis.outcome
     sites, misses = (outcome.sites, outcome.misses + analysis.notes) if outcome else ([], analysis.notes)
-    collector.emit_frame(analysis.frame, sites, misses)
+    collector.emit_frame(analysis.frame, sites, misses, at_exit=config.summary)
     log.artifact(analysis.frame, sites, misses)
     if config.explain:
         own = collector.Report(pass_names())

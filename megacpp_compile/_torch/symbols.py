@@ -137,6 +137,8 @@ _ROWS = (
     Symbol("", "torch._dynamo.variables.builder.wrap_fx_proxy", "entries of lists of experts", _BREAKS),
     Symbol("", "torch._dynamo.exc.ShortenTraceback", "errors of this package by their own class",
            "Dynamo wraps them in BackendCompilerFailed"),
+    Symbol("", "torch._dynamo.config.suppress_errors", "telling errors that Dynamo hides",
+           "frames that ran in eager for one are not in the report"),
     Symbol("", "torch._dynamo.config.verbose", "whole tracebacks where they are asked for", "they are always short"),
     Symbol("", "torch._dynamo.backends.registry._COMPILER_FNS", "a first use from several threads at once",
            "all but one of them fail"),
