@@ -91,6 +91,9 @@ _ROWS = (
            "torch's reentrant checkpoint around fp8 goes unnoticed", instead=lambda: lambda: -1),
     Symbol("autograd.top_saved_tensors_default_hooks", "torch._C._autograd._top_saved_tensors_default_hooks",
            "telling a checkpointed forward", "torch's checkpoint around fp8 goes unnoticed", instead=lambda: _nothing),
+    Symbol("autograd.CompiledAutogradOp", "torch._dynamo.compiled_autograd.Op",
+           "telling a backward of compiled autograd", "it is captured as any frame, or falls back",
+           instead=lambda: _NoInstance),
     # --- dynamo
     Symbol("dynamo.config", "torch._dynamo.config", "Dynamo's settings", ALONE),
     Symbol("dynamo.OptimizedModule", "torch._dynamo.OptimizedModule", "telling compiled modules",
@@ -148,6 +151,8 @@ _ROWS = (
     Symbol("dynamo.memory_budget_of", "torch.fx.traceback._get_memory_budget_annotation",
            "telling the memory budget of a region", "no region's budget is seen", seen="2.13-2.15",
            instead=lambda: _nothing),
+    Symbol("ddp.DDPOptimizer", "torch._dynamo.backends.distributed.DDPOptimizer", "telling where DDP cuts a graph",
+           "the report does not say which sites are cut", instead=lambda: None),
     Symbol("dynamo.CatchErrorsWrapper", "torch._dynamo.convert_frame.CatchErrorsWrapper",
            "finding the call that a frame is compiled for", "every frame counts as a whole model",
            instead=lambda: _NoInstance),

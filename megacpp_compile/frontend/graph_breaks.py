@@ -44,8 +44,14 @@ class GraphBreak:
         return f"{self.place}: {self.reason}"
 
 
+# Where DDP's optimizer cuts a graph, of which it says that it stands in a file of its own.
+BUCKETS = GraphBreak("the end of a bucket of DDP", "torch._dynamo.config.optimize_ddp = False has no such graph breaks")
+
+
 def graph_break(reason: str, stack: Sequence[Any]) -> GraphBreak:
     """What Dynamo says in `reason` about the innermost line of `stack` outside torch."""
+    if "DDPOptimizer" in reason:
+        return BUCKETS
     at = next((f for f in reversed(stack) if not in_torch(f.filename)), stack[-1] if stack else None)
     title, *rest = (line.strip() for line in reason.strip().splitlines() or ["no reason known"])
     told = next((line for line in rest if line.startswith("Explanation:")), title).removeprefix("Explanation:").strip()

@@ -1,0 +1,173 @@
+"""DDP's optimizer cuts a graph between its buckets: a site that is cut is a near miss that says where, and what helps."""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+import megacpp_compile
+from megacpp_compile import record
+from megacpp_compile.errors import RequirementError
+from megacpp_compile.passes._buckets import TAG
+
+DIM, LAYERS = 16, 3
+
+
+@pytest.fixture(autouse=True)
+def group():
+    if not dist.is_gloo_available():
+        pytest.skip("no gloo")
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Buckets that hold one product's weight each, and the gains behind it; what DDP is to be called with."""
+    monkeypatch.setattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 1)
+    return {"bucket_cap_mb": 0.0001}
+
+
+class Layer(nn.Module):
+    """One `down_norm_up`."""
+
+    def __init__(self):
+        super().__init__()
+        self.down, self.norm, self.up = nn.Linear(DIM, 8, bias=False), nn.RMSNorm(8), nn.Linear(8, DIM, bias=False)
+
+    def forward(self, x):
+        return x + self.up(self.norm(self.down(x)))
+
+
+class Model(nn.Module):
+    def __init__(self, layer=Layer):
+        super().__init__()
+        self.layers = nn.ModuleList(layer() for _ in range(LAYERS))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def step(model, compiled):
+    """The report of a training step of `compiled`, whose gradients are those of `model` in eager."""
+    eager, x = copy.deepcopy(model), torch.randn(5, DIM, requires_grad=True)
+    eager(x).square().sum().backward()
+    with record() as report:
+        compiled(x).square().sum().backward()
+    for (name, got), want in zip(model.named_parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(got.grad, want.grad, rtol=1e-4, atol=1e-4, msg=name)
+    return report
+
+
+def under_ddp(model, options=None, **buckets):
+    """(report of) a training step of the whole model, wrapped first."""
+    return step(model, torch.compile(nn.parallel.DistributedDataParallel(model, **buckets), backend="megacpp", options=options))
+
+
+def cut(report):
+    return [miss for miss in report.misses if miss.tag == TAG]
+
+
+def test_a_cut_site_names_the_buckets_and_what_helps(no_kernels, small, caplog):
+    with caplog.at_level(logging.WARNING, logger="megacpp_compile"):
+        report = under_ddp(Model(), **small)
+    assert report.counts["down_norm_up"] == 0
+    assert [(m.pass_name, m.fqn) for m in cut(report)] == [("down_norm_up", f"layers.{i}.up") for i in range(LAYERS)]
+    first = cut(report)[0]
+    assert "bucket 1 of 6 (which ends with layers.0.norm.weight)" in first.reason
+    assert "bucket 2 (from layers.0.up.weight on)" in first.reason
+    assert "torch._dynamo.config.optimize_ddp = False" in first.reason
+    assert report.frames[first.frame].captured  # it is told with the piece that the site ends in
+    (said,) = (r.getMessage() for r in caplog.records if r.name == "megacpp_compile")
+    assert said.startswith("DDP's buckets cut the graph inside of 3 ") and "layers.0.up" in said and "optimize_ddp" in said
+    assert "the end of a bucket of DDP" in report.summary()
+
+
+def test_without_the_optimizer_every_site_fires(no_kernels, small):
+    with torch._dynamo.config.patch(optimize_ddp=False):
+        report = under_ddp(Model(), {"require": {"down_norm_up": LAYERS}}, **small)
+    assert report.counts["down_norm_up"] == LAYERS and not cut(report)
+
+
+def test_a_larger_bucket_leaves_the_cut_behind_the_first(no_kernels, small):
+    """DDP makes the first bucket small, whatever the others are: that of the last layer."""
+    report = under_ddp(Model(), bucket_cap_mb=25)
+    assert report.counts["down_norm_up"] == LAYERS - 1
+    assert [m.fqn for m in cut(report)] == [f"layers.{LAYERS - 1}.up"]
+
+
+def test_a_graph_for_each_layer_has_none_to_cut(no_kernels, small):
+    model = Model()
+    with torch._dynamo.config.patch(optimize_ddp=False):
+        megacpp_compile.compile(model, blocks="layers.*", require={"down_norm_up": LAYERS})
+        report = step(model, nn.parallel.DistributedDataParallel(model, **small))
+    assert {f.block for f in report.frames} == {"layers.0"} and report.counts["down_norm_up"] == 1
+    assert not cut(report)
+
+
+def test_a_cut_between_sites_is_no_miss(no_kernels, small, caplog, monkeypatch):
+    monkeypatch.setattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 700)  # less than a layer, and more than its last weight
+    with caplog.at_level(logging.WARNING, logger="megacpp_compile"):
+        report = under_ddp(Model(), {"require": {"down_norm_up": LAYERS}}, bucket_cap_mb=0.001)
+    assert len([f for f in report.frames if f.captured]) == LAYERS
+    assert report.counts["down_norm_up"] == LAYERS
+    assert not cut(report) and not [r for r in caplog.records if r.name == "megacpp_compile"]
+
+
+def test_require_says_what_cut_the_sites(no_kernels, small):
+    with pytest.raises(RequirementError) as caught:
+        under_ddp(Model(), {"require": {"down_norm_up": LAYERS}}, **small)
+    assert caught.value.fired == 0 and "DDP cuts the graph inside of it" in str(caught.value)
+
+
+# --- wrappers
+
+
+def plain(layer):
+    return layer
+
+
+def checkpointed(layer):
+    return checkpoint_wrapper(layer, CheckpointImpl.NO_REENTRANT)
+
+
+def compiled_inside(layer):
+    return torch.compile(layer, backend="eager")
+
+
+@pytest.mark.parametrize("ddp", [False, True])
+@pytest.mark.parametrize("wrap", [plain, checkpointed, compiled_inside])
+def test_require_counts_behind_wrappers(wrap, ddp, no_kernels, small):
+    options = {"require": {"down_norm_up": LAYERS}, "passes": {"norm_linear": False}}
+    model = Model(lambda: wrap(Layer()))
+    with torch._dynamo.config.patch(optimize_ddp=False):
+        wrapped = nn.parallel.DistributedDataParallel(model, **small) if ddp else model
+        report = step(model, torch.compile(wrapped, backend="megacpp", options=options))
+    assert [site.fqn for site in report.sites] == [f"layers.{i}.up" for i in range(LAYERS)]
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(optimize_ddp=False), pytest.raises(RequirementError):
+        torch.compile(wrapped, backend="megacpp", options={"require": {"down_norm_up": LAYERS + 1}})(torch.randn(5, DIM))
+
+
+def test_require_counts_behind_fsdp(no_kernels, recwarn):
+    model, x = Model(), torch.randn(5, DIM)
+    for i, layer in enumerate(model.layers):
+        model.layers[i] = FullyShardedDataParallel(layer, use_orig_params=True, device_id=torch.device("cpu"))
+    with record() as report:
+        torch.compile(model, backend="megacpp", options={"require": {"down_norm_up": LAYERS}})(x)
+    assert not any("_fsdp" in str(part) for part in report.to_dict().values())
+    torch._dynamo.reset()
+    with pytest.raises(RequirementError):
+        torch.compile(model, backend="megacpp", options={"require": {"down_norm_up": LAYERS + 1}})(x)
