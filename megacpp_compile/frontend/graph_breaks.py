@@ -52,11 +52,16 @@ def graph_break(reason: str, stack: Sequence[Any]) -> GraphBreak:
     """What Dynamo says in `reason` about the innermost line of `stack` outside torch."""
     if "DDPOptimizer" in reason:
         return BUCKETS
-    at = next((f for f in reversed(stack) if not in_torch(f.filename)), stack[-1] if stack else None)
+    at = _line(stack)
     title, *rest = (line.strip() for line in reason.strip().splitlines() or ["no reason known"])
     told = next((line for line in rest if line.startswith("Explanation:")), title).removeprefix("Explanation:").strip()
     known = next((words for name, words in _WORDS.items() if title.startswith(name)), None)
     return GraphBreak(place_of(at) or "an unknown line", known or re.split(r"\.(?:\s|$)", told, maxsplit=1)[0][:200])
+
+
+def _line(stack: Sequence[Any]) -> Any:
+    """The innermost line of `stack` outside of what in torch runs a model's code; None for an empty one."""
+    return next((f for f in reversed(stack) if not in_torch(f.filename)), stack[-1] if stack else None)
 
 
 def end_of(gm: GraphModule) -> GraphBreak | None:
@@ -101,6 +106,7 @@ def _given_up(error: Exception, backend: Any, code: CodeType | None) -> None:
     """Report a frame that Dynamo runs in eager because of `error`, and warn of it where Dynamo itself does not."""
     name = f"{code.co_name} ({Path(code.co_filename).name}:{code.co_firstlineno})" if code else "(no source known)"
     frame, advice = Frame(captured=False, name=name, left_to="eager"), ""
+    stack = getattr(error, "real_stack", None) or ()
     if isinstance(error, Unsupported) and (limit := _LIMIT.search(str(error))):
         frame.reason = (
             f"{limit[0]} reached, other inputs than those it was compiled for run in eager: mark what varies "
@@ -108,7 +114,7 @@ def _given_up(error: Exception, backend: Any, code: CodeType | None) -> None:
         )
         found = GraphBreak(name, f"{limit[0]} reached")
     elif isinstance(error, Unsupported):
-        found = graph_break(str(error), getattr(error, "real_stack", None) or ())
+        found = graph_break(str(error), stack)
         frame.reason, frame.graph_break = "the graph breaks where Dynamo cannot resume it", str(found)
         advice = (
             "Move that line out of the loop, `try` or `with` around it, or out of the compiled code. Your functions "
@@ -121,7 +127,9 @@ def _given_up(error: Exception, backend: Any, code: CodeType | None) -> None:
         return  # the user meets the error itself
     if found is not None and option(backend, "strict"):
         raise GraphBreakError(found.place, found.reason)
-    frame.lost = code is None or is_users(code.co_filename)
+    # Hooks of FSDP break the graph of what loops over layers, for one: nobody can help it, and each layer is a frame.
+    files = [code.co_filename if code else "", *(f.filename for f in [_line(stack)] if f)]
+    frame.lost = all(map(is_users, files))
     log.logger.info("frame %s runs in eager: %s", name, frame.reason)
     if frame.lost and advice:
         warn_once(f"{name} runs in eager: {frame.reason}: {frame.graph_break}. {advice}")

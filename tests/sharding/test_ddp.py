@@ -10,12 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import megacpp_compile
 from megacpp_compile import record
 from megacpp_compile.errors import RequirementError
 from megacpp_compile.passes._buckets import TAG
+from megacpp_compile.report.at_exit import ENDING
 
 DIM, LAYERS = 16, 3
 
@@ -171,3 +173,14 @@ def test_require_counts_behind_fsdp(no_kernels, recwarn):
     torch._dynamo.reset()
     with pytest.raises(RequirementError):
         torch.compile(model, backend="megacpp", options={"require": {"down_norm_up": LAYERS + 1}})(x)
+
+
+def test_a_loop_over_layers_that_the_hooks_of_fsdp_break_is_no_loss(no_kernels, caplog):
+    """Nobody can help it, and each layer is a frame: it is in the report alone."""
+    model, mesh = Model(), init_device_mesh("cpu", (1,))
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    with caplog.at_level(logging.WARNING, logger="megacpp_compile"), record() as report:
+        torch.compile(fully_shard(model, mesh=mesh), backend="megacpp")(torch.randn(5, DIM))
+    assert "ran in eager, given up by Dynamo (1):" in report.summary() and report.counts["down_norm_up"]
+    assert ENDING.text() == "" and not [r for r in caplog.records if r.name == "megacpp_compile"]
