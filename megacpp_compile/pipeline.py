@@ -108,7 +108,7 @@ def compile_frame(
     analysis.notes = boundary.notes + tensor_subclasses.widened(boundary.gm, config.strict)
     analysis.frame.block, analysis.frame.blocks = block.name, block.copies
     analysis.frame.graph_break = str(cut or "")
-    analysis.notes += cut_sites(gm, config)
+    analysis.notes += cut_sites(gm, analysis.outcome.sites if analysis.outcome else [], config)
     count = FrameCount(gm, config, block.required)
     if retrace_needed(boundary.gm, analysis):
         count.saw(analysis.near_misses())

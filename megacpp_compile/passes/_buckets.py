@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from torch.fx import GraphModule, Node
@@ -15,13 +17,13 @@ from torch.fx import GraphModule, Node
 from megacpp_compile._torch.ddp import Split, split_of
 from megacpp_compile.config.options import Config
 from megacpp_compile.config.warn_once import warn_once
-from megacpp_compile.errors import CaptureError, TorchInternalsError
 from megacpp_compile.frontend.canonicalize import canonicalize
 from megacpp_compile.frontend.capture import capture
 from megacpp_compile.fx.provenance import input_name
 from megacpp_compile.fx.subgraph import inside
 from megacpp_compile.passes._driver import run_passes
 from megacpp_compile.passes._rule import Match, Pass
+from megacpp_compile.report import log
 from megacpp_compile.report.records import MissedFusion, Site
 
 TAG = "cut-by-ddp"
@@ -30,26 +32,49 @@ REMEDY = (
     "is a graph then, and its gradients are reduced while the next is differentiated"
 )
 
-# Dynamo's graph -> (the bucket in which the site ends, near miss) of each site that is cut.
-_known: weakref.WeakKeyDictionary[GraphModule, list[tuple[int, MissedFusion]]] = weakref.WeakKeyDictionary()
 
 
-def cut_sites(piece: GraphModule, config: Config) -> list[MissedFusion]:
-    """The near misses of the sites that end in `piece`, Dynamo's graph, and begin in an earlier one of DDP's pieces."""
+@dataclasses.dataclass
+class _Cuts:
+    """What would have fired in one graph. sites: the bucket in which a site ends, the site and, where it begins in an
+    earlier bucket, the near miss. told: whether a warning said so."""
+
+    sites: list[tuple[int, Site, MissedFusion | None]]
+    told: bool = False
+
+
+# By Dynamo's graph before it was cut.
+_known: weakref.WeakKeyDictionary[GraphModule, _Cuts] = weakref.WeakKeyDictionary()
+
+
+def cut_sites(piece: GraphModule, fired: Sequence[Site], config: Config) -> list[MissedFusion]:
+    """The near misses of sites that end in `piece`, Dynamo's graph, and begin in an earlier one of DDP's pieces, as far
+    as there are fewer among those that `fired` here: what is left of a site may be one."""
     split = split_of(piece)
     if split is None:
         return []
     if split.gm not in _known:
-        _known[split.gm] = found = _look(split, config)
-        if found:
-            warn_once(
-                f"DDP's buckets cut the graph inside of {len(found)} of the places that would fuse, first at "
-                f"{found[0][1].fqn or found[0][1].source}: {REMEDY}."
-            )
-    return [miss for index, miss in _known[split.gm] if index == split.index]
+        _known[split.gm] = _Cuts(_look(split, config))
+    cuts = _known[split.gm]
+    here = [(site, miss) for index, site, miss in cuts.sites if index == split.index]
+    lacking = Counter(_place(site) for site, _ in here) - Counter(map(_place, fired))
+    found = []
+    for site, miss in here:
+        if miss is not None and lacking[_place(site)] > 0:
+            lacking[_place(site)] -= 1
+            found.append(miss)
+    if found and not cuts.told:
+        cuts.told = True
+        where = found[0].fqn or found[0].source
+        warn_once(f"DDP's buckets cut the graph inside of places that would fuse, first at {where}: {REMEDY}.")
+    return found
 
 
-def _look(split: Split, config: Config) -> list[tuple[int, MissedFusion]]:
+def _place(one: Site) -> tuple[str, str, str]:
+    return one.pass_name, one.fqn, one.source
+
+
+def _look(split: Split, config: Config) -> list[tuple[int, Site, MissedFusion | None]]:
     bucket = {node.name: i for i, nodes in enumerate(split.buckets) for node in nodes}
     names = {str(n.target): input_name(n) for n in split.gm.graph.find_nodes(op="placeholder")}
     params = [[names.get(name, name) for name in own] for own in split.params]
@@ -63,13 +88,18 @@ def _look(split: Split, config: Config) -> list[tuple[int, MissedFusion]]:
         captured = capture(split.gm, split.inputs)
         canonicalize(captured.gm.graph, captured.fake_mode)
         run_passes(captured, dataclasses.replace(config, strict=False), review)
-    except (CaptureError, TorchInternalsError):
-        return []  # its pieces say so themselves
+    except Exception as error:  # its pieces say so themselves, and a defect here must not become the user's
+        log.logger.info("nobody knows which sites DDP cuts: %s: %s", type(error).__name__, str(error)[:200])
+        return []
     return [
-        (max(among), MissedFusion(site.pass_name, site.fqn, site.source, node, TAG, _reason(among, params)))
+        (max(among), site, _miss(site, node, _reason(among, params)) if len(among) > 1 else None)
         for site, node, among in sites
-        if len(among) > 1
+        if among
     ]
+
+
+def _miss(site: Site, node: str, reason: str) -> MissedFusion:
+    return MissedFusion(site.pass_name, site.fqn, site.source, node, TAG, reason)
 
 
 def _reason(among: set[int], params: list[list[str]]) -> str:

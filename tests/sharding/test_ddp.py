@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections import Counter
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from megacpp_compile import record
 from megacpp_compile.errors import RequirementError
 from megacpp_compile.passes._buckets import TAG
 from megacpp_compile.report.at_exit import ENDING
+from tests.sharding.ranks import MLA
 
 DIM, LAYERS = 16, 3
 
@@ -93,8 +95,34 @@ def test_a_cut_site_names_the_buckets_and_what_helps(no_kernels, small, caplog):
     assert "torch._dynamo.config.optimize_ddp = False" in first.reason
     assert report.frames[first.frame].captured  # it is told with the piece that the site ends in
     (said,) = (r.getMessage() for r in caplog.records if r.name == "megacpp_compile")
-    assert said.startswith("DDP's buckets cut the graph inside of 3 ") and "layers.0.up" in said and "optimize_ddp" in said
+    assert said.startswith("DDP's buckets cut the graph inside of places that would fuse, first at layers.0.up: ")
+    assert "optimize_ddp" in said
     assert "the end of a bucket of DDP" in report.summary()
+
+
+@pytest.mark.parametrize(("megabytes", "cut_sites"), [(0.002, 6), (0.004, 2), (0.006, 0)])
+def test_every_site_fires_or_is_told_as_cut(no_kernels, small, megabytes, cut_sites):
+    """All of these buckets end inside of the query's RoPE, behind its view and transpose: what is left is enough for it."""
+    model = nn.ModuleList(MLA() for _ in range(LAYERS))
+
+    class Stack(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = model
+
+        def forward(self, x, cos, sin):
+            for layer in self.layers:
+                x = x + layer(x, cos, sin)
+            return x
+
+    angles = torch.randn(6, 4)
+    wrapped = nn.parallel.DistributedDataParallel(Stack(), bucket_cap_mb=megabytes)
+    with record() as report:
+        torch.compile(wrapped, backend="megacpp")(torch.randn(2, 6, 32), angles.cos(), angles.sin())
+    told = Counter(miss.pass_name for miss in cut(report))
+    found = {name: report.counts[name] + told[name] for name in ("down_norm_up", "mla_rope_q", "mla_rope_kv")}
+    assert found == {"down_norm_up": 2 * LAYERS, "mla_rope_q": LAYERS, "mla_rope_kv": LAYERS}
+    assert told == ({"down_norm_up": cut_sites} if cut_sites else {})
 
 
 def test_without_the_optimizer_every_site_fires(no_kernels, small):
