@@ -6,6 +6,7 @@ model on the meta device works, and one too large for this machine.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -66,7 +67,8 @@ def explain(
         count.check(result.frame, result.near_misses())
         return count.counting(gm.forward, result.frame)  # runs on fake tensors: shapes only
 
-    backend.config = config  # type: ignore[attr-defined]  # which Dynamo's translation of the frames goes by
+    # What Dynamo's translation of the frames goes by. Nothing is compiled here that the process could end on.
+    backend.config = dataclasses.replace(config, summary=False)  # type: ignore[attr-defined]
     # With symbols for sizes that only values decide, such as how many tokens an expert has.
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     state = fake_state(model, mode)
@@ -85,7 +87,7 @@ def explain(
                     raise
                 # What follows a graph break runs on fakes too, and cannot where it depends on how many rows there are.
                 why = f"not looked at, nor what follows, as it depends on values: {first_line(error)}"[:300]
-                emit_frame(Frame(captured=False, reason=why, name=place_of(user_frame(error))), [], [])
+                emit_frame(Frame(captured=False, reason=why, name=place_of(user_frame(error)), left_to="pieces"))
     finally:
         torch.compiler.reset()
     return report

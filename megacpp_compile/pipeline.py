@@ -23,7 +23,6 @@ from megacpp_compile.backends.cache_hits import cache_hits
 from megacpp_compile.backends.static_launch import start_workers
 from megacpp_compile.config import effects, rules
 from megacpp_compile.config.options import Config
-from megacpp_compile.config.warn_once import warn_once
 from megacpp_compile.errors import (
     CaptureError,
     GraphBreakError,
@@ -33,15 +32,16 @@ from megacpp_compile.errors import (
     PeakUnreachableError,
     TorchInternalsError,
 )
-from megacpp_compile.frontend import graph_breaks, tensor_subclasses, unbacked_shapes
+from megacpp_compile.frontend import fallbacks, graph_breaks, tensor_subclasses, unbacked_shapes
 from megacpp_compile.frontend.canonicalize import canonicalize
 from megacpp_compile.frontend.capture import Captured, capture
 from megacpp_compile.fx import assumptions
-from megacpp_compile.fx.provenance import is_whole, module_fqn, outermost_frame, source_line
+from megacpp_compile.fx.provenance import is_backward, is_whole, module_fqn, outermost_frame, source_line
 from megacpp_compile.lowerings._registry import semantic_ops
 from megacpp_compile.matchers.recurrences import NAMES, find_recurrences
 from megacpp_compile.matchers.rope.activations import activations
 from megacpp_compile.passes import _assumed as assumed
+from megacpp_compile.passes._buckets import cut_sites
 from megacpp_compile.passes._driver import Outcome, enabled_passes, pass_names, run_passes
 from megacpp_compile.passes._precision_rows import answered, asked, unseen
 from megacpp_compile.passes._required import FrameCount, Requirement
@@ -77,6 +77,8 @@ class Block:
 
 
 WHOLE = Block()
+# The settings that compiled autograd's frames have no use for: how a forward is rewritten, and what it saves.
+_OF_FORWARD: dict[str, Any] = {"require": {}, "policy": None, "block_kinds": {}, "precision": None, "sharding": None}
 
 
 def compile_frame(
@@ -89,6 +91,8 @@ def compile_frame(
     errors of `megacpp_compile.errors` for unmet demands of the user's; a frame that cannot be rewritten is compiled by
     the backend alone, with the reason in the report.
     """
+    if is_backward(gm):  # what is asked of a model was held against its forward
+        config = dataclasses.replace(config, **_OF_FORWARD)
     target = resolve_target(config.target, example_inputs)
     if inner_compile is None:
         start_workers(target)
@@ -104,6 +108,7 @@ def compile_frame(
     analysis.notes = boundary.notes + tensor_subclasses.widened(boundary.gm, config.strict)
     analysis.frame.block, analysis.frame.blocks = block.name, block.copies
     analysis.frame.graph_break = str(cut or "")
+    analysis.notes += cut_sites(gm, analysis.outcome.sites if analysis.outcome else [], config)
     count = FrameCount(gm, config, block.required)
     if retrace_needed(boundary.gm, analysis):
         count.saw(analysis.near_misses())
@@ -150,6 +155,10 @@ def _analyse(
     if left is not config:
         frame.chosen = {"keep_latents": config.keep_latents}
     log.graph("dynamo", gm)
+    calls_ops = any(_is_own(node) for node in gm.graph.nodes)
+    if is_backward(gm):
+        frame.name, frame.reason = "backward (compiled autograd)", "its ops are lowered, and no pass looks at it"
+        return Analysis(frame, calls_ops=calls_ops)
     if (nothing := _nothing_to_do(gm, config)) is not None:
         frame.reason, frame.passes = nothing, {p.name: 0 for p in enabled_passes(config)}
         return Analysis(frame)
@@ -158,15 +167,14 @@ def _analyse(
         if refusal := backend_for(target, example_inputs).refusal(gm, patches, config, grad):
             if config.strict:
                 raise NotCapturedError(frame.name, refusal)
-            return _left_alone(frame, gm, config, refusal)
+            return _left_alone(frame, gm, config, refusal, fallbacks.SETTINGS)
         captured = capture(gm, example_inputs)
     except (CaptureError, TorchInternalsError) as error:
         if config.strict:
             raise NotCapturedError(frame.name, str(error)) from error
-        frame.captured, frame.reason = False, str(error)
-        frame.precision = unseen(gm.graph, config.precision, ALONE)
-        warn_once(f"frames that are not captured are compiled by Inductor alone: {error}")
-        return Analysis(frame)
+        analysis = _left_alone(frame, gm, config, str(error), fallbacks.CAPTURE)
+        analysis.calls_ops = calls_ops
+        return analysis
     frame.seconds["capture"] = time.perf_counter() - began
     try:
         outcome, shown = _rewrite(captured, example_inputs, config, frame, assumptions.marked(gm))
@@ -174,7 +182,8 @@ def _analyse(
         meant = isinstance(error, MegacppError) and not isinstance(error, TorchInternalsError)
         if config.strict or meant:
             raise
-        return _left_alone(frame, gm, config, f"internal error: {type(error).__name__}: {error}"[:300])
+        reason = f"internal error: {type(error).__name__}: {error}"[:300]
+        return _left_alone(frame, gm, config, reason, fallbacks.DEFECT)
     frame.passes, frame.nodes = outcome.counts, len(captured.gm.graph.nodes)
     frame.recognised = _recurrences(captured)
     frame.seconds.update(outcome.seconds)
@@ -182,10 +191,10 @@ def _analyse(
     return Analysis(frame, captured, outcome, shown)
 
 
-def _left_alone(frame: Frame, gm: GraphModule, config: Config, reason: str) -> Analysis:
+def _left_alone(frame: Frame, gm: GraphModule, config: Config, reason: str, advice: str) -> Analysis:
     """The analysis of a frame that the backend compiles alone."""
     analysis, frame.precision = Analysis(frame), unseen(gm.graph, config.precision, ALONE)
-    analysis.fell_back(reason)
+    analysis.fell_back(reason, advice, fallbacks.may_hold_idiom(gm))
     return analysis
 
 
@@ -223,6 +232,7 @@ def retrace_needed(gm: GraphModule, analysis: Analysis) -> bool:
     if analysis.outcome is not None:
         analysis.outcome.sites.clear()
     analysis.not_kept("sizes known at run time only: traced again with graph breaks")
+    analysis.frame.left_to = "pieces"
     return True
 
 
@@ -248,7 +258,10 @@ def _hand_to_backend(
         frame.remat, frame.peak = describe(plan, blocks, config.policy), peak
 
     settings = Settings(target, config, patches, on_plan, inner_compile, max(frame.blocks, 1))
-    if (rewritten := analysis.rewritten_gm()) is not None:
+    rewritten = analysis.rewritten_gm()
+    if rewritten is None and analysis.calls_ops:
+        rewritten = gm
+    if rewritten is not None:
         try:
             return backend.compile_lowered(rewritten, example_inputs, settings)
         except _MEANT:
@@ -261,7 +274,7 @@ def _hand_to_backend(
                 retrace(analysis)
             refused = f"Inductor refused the rewritten graph: {type(error).__name__}: {error}"[:300]
         compiled = _plain(backend, gm, example_inputs, analysis, settings)
-        analysis.fell_back(refused)
+        analysis.fell_back(refused, fallbacks.REFUSED)
         return compiled
     return _plain(backend, gm, example_inputs, analysis, settings)
 
@@ -284,7 +297,7 @@ def _plain(
         without = dataclasses.replace(settings, config=dataclasses.replace(settings.config, policy=None))
         compiled = backend.compile_plain(gm, example_inputs, without)
         analysis.frame.remat = analysis.frame.peak = None
-        analysis.fell_back(f"the policy cannot be applied: {type(error).__name__}: {error}"[:300])
+        analysis.fell_back(f"the policy cannot be applied: {type(error).__name__}: {error}"[:300], fallbacks.POLICY)
         return compiled
 
 
@@ -294,7 +307,8 @@ class Analysis:
 
     frame: its entry in the report. captured: its graph, rewritten; None where it could not be captured. outcome: what
     the passes did; None where nothing is to be rewritten. shown: whether there are loops in it that were traced for all
-    experts, and may be. notes: what is to be reported even if the frame falls back.
+    experts, and may be. notes: what is to be reported even if the frame falls back. calls_ops: whether semantic ops are
+    to be lowered in the frame as it came.
     """
 
     frame: Frame
@@ -302,13 +316,14 @@ class Analysis:
     outcome: Outcome | None = None
     shown: bool = False
     notes: list[MissedFusion] = dataclasses.field(default_factory=list)
+    calls_ops: bool = False
 
     def rewritten_gm(self) -> GraphModule | None:
         """The rewritten graph, or None where no op was put in place."""
         return self.captured.gm if self.captured is not None and self.outcome and self.outcome.sites else None
 
     def near_misses(self) -> list[MissedFusion]:
-        return self.outcome.misses if self.outcome is not None else []
+        return (self.outcome.misses if self.outcome is not None else []) + self.notes
 
     def op_nodes(self) -> list[tuple[str, Node]]:
         """(pass, node) of each op put in place."""
@@ -316,11 +331,12 @@ class Analysis:
             return []
         return [(s.pass_name, n) for s, n in zip(self.outcome.sites, self.outcome.op_nodes, strict=True)]
 
-    def fell_back(self, reason: str) -> None:
-        """Record that the frame is compiled by the backend alone after all."""
-        log.logger.warning("frame %s compiled by Inductor alone: %s", self.frame.name, reason)
+    def fell_back(self, reason: str, advice: str, lost: bool = True) -> None:
+        """Record that the frame is compiled by the backend alone after all. advice: what to do about it. lost: whether
+        an idiom may have been in it."""
         self.not_kept(reason)
-        self.outcome = None
+        self.outcome, self.frame.left_to, self.frame.lost = None, "backend", lost
+        fallbacks.tell(self.frame, advice)
         for row in self.frame.precision:
             if row["effective"] == row["requested"] != "bf16":
                 row["effective"], row["reason"] = "as written", ALONE
@@ -335,12 +351,17 @@ def publish(analysis: Analysis, config: Config) -> None:
     """Report the frame to every open `record()`, to the structured log, and on stderr where `explain` asks for it."""
     outcome = analysis.outcome
     sites, misses = (outcome.sites, outcome.misses + analysis.notes) if outcome else ([], analysis.notes)
-    collector.emit_frame(analysis.frame, sites, misses)
+    collector.emit_frame(analysis.frame, sites, misses, at_exit=config.summary)
     log.artifact(analysis.frame, sites, misses)
     if config.explain:
         own = collector.Report(pass_names())
         own.add(analysis.frame, sites, misses)
         print(own, file=sys.stderr)
+
+
+def _is_own(node: Node) -> bool:
+    """Whether the node calls an op of this package, by whichever of its overloads."""
+    return node.op == "call_function" and str(node.target).startswith("megacpp.")
 
 
 def _recurrences(captured: Captured) -> list[dict[str, str]]:
@@ -362,6 +383,6 @@ def _nothing_to_do(gm: GraphModule, config: Config) -> str | None:
     if config.precision is not None:
         return None
     calls = [n for n in gm.graph.nodes if n.op in ("call_function", "call_method")]
-    if any(isinstance(n.target, HigherOrderOperator) or str(n.target).startswith("megacpp.") for n in calls):
+    if any(isinstance(n.target, HigherOrderOperator) or _is_own(n) for n in calls):
         return None  # a checkpointed block is one call here, and an op that a model calls is to be lowered
     return "too small to hold an idiom" if len(calls) < 3 else None

@@ -107,4 +107,10 @@ def resolve_target(wanted: str, example_inputs: Sequence[Any]) -> Target:
 
 def device_types(example_inputs: Sequence[Any]) -> set[str]:
     """Types of the devices that the tensors among a frame's inputs are on."""
-    return {x.device.type for x in example_inputs if isinstance(x, torch.Tensor)}
+    kinds: set[str] = set()
+    for x in example_inputs:
+        if isinstance(x, torch.Tensor):
+            kinds.add(x.device.type)
+        elif isinstance(x, (list, tuple)):  # as compiled autograd hands a backward what was saved
+            kinds |= device_types(x)
+    return kinds

@@ -26,6 +26,7 @@ from torch._inductor.virtualized import V
 from megacpp_compile.config.warn_once import warn_once
 from megacpp_compile.fx.edit import value
 from megacpp_compile.lowerings._registry import choose, semantic_ops
+from megacpp_compile.report.at_exit import ENDING
 from tests.seeds import move_written_seeds, seed_of
 
 # Tables are searched for words, which a narrow terminal would break.
@@ -83,8 +84,11 @@ def _enabled_nowhere():
 
 @pytest.fixture(autouse=True)
 def _warned_anew():
-    """What is said once a process is said in each test that is about it, whatever ran before in this worker."""
+    """What is said once a process is said in each test that is about it, whatever ran before in this worker; and a
+    worker does not end on frames that tests meant to fall back."""
     warn_once.cache_clear()
+    yield
+    ENDING.clear()
 
 
 def seed_all(name):

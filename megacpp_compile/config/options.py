@@ -28,6 +28,7 @@ Target = Literal["auto", "cpu", "cuda", "tpu"]
 _TARGET_MEANT = {"gpu": "cuda", "nvidia": "cuda", "triton": "cuda", "xla": "tpu", "openxla": "tpu"}
 _KIND_MEANT = {"attention": "ablock", "a": "ablock", "mamba": "mblock", "m": "mblock", "moe": "eblock", "mlp": "eblock",
                "expert": "eblock", "e": "eblock", "recurrent": "rblock", "rnn": "rblock", "r": "rblock"}  # fmt: skip
+_PRINTS = ("explain", "summary")  # what decides of what is printed alone, and of no code
 _BOOLS = {"0": False, "false": False, "1": True, "true": True}
 
 
@@ -60,6 +61,8 @@ class Config(_Asked):
         verify: "each" compares every rewrite with the code it replaced; "off" does not.
         target: what to lower for; "auto" goes by the device of the inputs.
         explain: print the report of every compiled frame to stderr.
+        summary: have the process say on stderr, when it ends, which frames fell back whole or ran in eager, and why. It
+            says nothing where there are none. Off, frames compiled with these settings are left out.
         keep_latents: save the latent that `down_norm_up` norms instead of recomputing it from its input in backward:
             two bytes a latent channel and token (bf16), and one GEMM less. "auto" saves it on XLA devices, so that
             there are no more GEMMs than without this package, and nowhere else.
@@ -96,6 +99,7 @@ class Config(_Asked):
     verify: Verify = "off"
     target: Target = "auto"
     explain: bool = False
+    summary: bool = True
     keep_latents: bool | Literal["auto"] = "auto"
     fuse_shared_input_gemms: bool = False
     autotune_gemms: bool = True
@@ -116,6 +120,7 @@ class Config(_Asked):
             "verify": _choice("verify", self.verify, get_args(Verify)),
             "target": _choice("target", self.target, get_args(Target), _TARGET_MEANT),
             "explain": _bool("explain", self.explain),
+            "summary": _bool("summary", self.summary),
             "keep_latents": _bool_or_auto("keep_latents", self.keep_latents),
             "fuse_shared_input_gemms": _bool("fuse_shared_input_gemms", self.fuse_shared_input_gemms),
             "autotune_gemms": _bool("autotune_gemms", self.autotune_gemms),
@@ -152,6 +157,7 @@ class Config(_Asked):
         MEGACPP_STRICT    0, 1, false or true
         MEGACPP_TARGET    auto, cpu, cuda or tpu
         MEGACPP_EXPLAIN   0, 1, false or true
+        MEGACPP_SUMMARY   0, 1, false or true
         ================  ==================================================================
 
         Args:
@@ -212,17 +218,18 @@ class Config(_Asked):
     def cache_key(self) -> str:
         """Text that is equal, also across processes, for settings that compile the same code.
 
-        Every field counts but `explain`, which only prints. An object under `inductor` counts
+        Every field counts but `explain` and `summary`, which only print. An object under `inductor` counts
         by its `uuid()` if it has one (as Inductor's `CustomGraphPass` does), else by its repr.
         """
-        return _canonical({name: value for name, value in self.to_dict().items() if name != "explain"})
+        return _canonical({name: value for name, value in self.to_dict().items() if name not in _PRINTS})
 
     # Equality goes by text because `inductor` may hold unhashable values, and because 1 == True there
     # would be an equality that Inductor does not share.
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Config):
             return NotImplemented
-        return self.explain == other.explain and self.cache_key() == other.cache_key()
+        printing = all(getattr(self, name) == getattr(other, name) for name in _PRINTS)
+        return printing and self.cache_key() == other.cache_key()
 
     def __hash__(self) -> int:
         return hash(self.cache_key())
@@ -362,4 +369,5 @@ _VARIABLES: dict[str, Callable[[str, str], Any]] = {
     "strict": _bool_text,
     "target": lambda key, text: _choice(key, text, get_args(Target), _TARGET_MEANT),
     "explain": _bool_text,
+    "summary": _bool_text,
 }

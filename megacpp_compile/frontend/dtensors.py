@@ -97,7 +97,9 @@ def _only_written(node: Node, holders: Sequence[Node]) -> bool:
     """Whether the call writes to a DTensor among the frame's inputs whose memory nothing else in the frame reads, such
     as a counter (`self.tokens_per_expert.add_(...)`)."""
     held = node.args[0] if node.args else None
-    if node.op != "call_method" or node.users or held not in holders or set(held.users) != {node}:
+    if node.op != "call_method" or node.users or not isinstance(held, Node) or held not in holders:
+        return False
+    if set(held.users) != {node}:
         return False
     if held in (*node.args[1:], *node.kwargs.values()):
         return False

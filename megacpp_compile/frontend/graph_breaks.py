@@ -1,7 +1,9 @@
 """Graph breaks in frames of this backend: where the model's code cuts its graph, and why, for the report and `strict`.
 
 Dynamo tells a backend why its graph ends. Of a frame that it breaks before the first op, or gives up whole, a backend
-never hears: `watched` looks at what Dynamo did with a frame, and is put around it by `unbacked_shapes.install`.
+never hears: `watched` looks at what Dynamo did with a frame, and is put around it by `unbacked_shapes.install`. Dynamo
+gives a frame up, to run in eager, where the graph breaks inside of a loop or of a block it cannot resume, at its limit
+of recompilations, and at any error under `suppress_errors`.
 """
 
 from __future__ import annotations
@@ -9,19 +11,24 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import CodeType
 from typing import Any
 
 from torch.fx import GraphModule
 
 from megacpp_compile._torch.dynamo import Unsupported, graph_break_reasons
+from megacpp_compile._torch.dynamo import config as dynamo_config
 from megacpp_compile.config.options import Config
+from megacpp_compile.config.warn_once import warn_once
 from megacpp_compile.errors import GraphBreakError
 from megacpp_compile.fx.provenance import in_torch
 from megacpp_compile.report import collector, log
 from megacpp_compile.report.records import Frame
-from megacpp_compile.report.user_code import place_of
+from megacpp_compile.report.user_code import first_line, is_users, place_of
 
 _MARK = "_megacpp_reported"
+_LIMIT = re.compile(r"\b(accumulated_)?(recompile|cache_size)_limit\b")
 # Dynamo's names for what it stopped at, in the user's words.
 _WORDS = {"generic_jump": "a branch on a value that is known at run time only"}
 
@@ -37,13 +44,24 @@ class GraphBreak:
         return f"{self.place}: {self.reason}"
 
 
+# Where DDP's optimizer cuts a graph, of which it says that it stands in a file of its own.
+BUCKETS = GraphBreak("the end of a bucket of DDP", "torch._dynamo.config.optimize_ddp = False has no such graph breaks")
+
+
 def graph_break(reason: str, stack: Sequence[Any]) -> GraphBreak:
     """What Dynamo says in `reason` about the innermost line of `stack` outside torch."""
-    at = next((f for f in reversed(stack) if not in_torch(f.filename)), stack[-1] if stack else None)
+    if "DDPOptimizer" in reason:
+        return BUCKETS
+    at = _line(stack)
     title, *rest = (line.strip() for line in reason.strip().splitlines() or ["no reason known"])
     told = next((line for line in rest if line.startswith("Explanation:")), title).removeprefix("Explanation:").strip()
     known = next((words for name, words in _WORDS.items() if title.startswith(name)), None)
     return GraphBreak(place_of(at) or "an unknown line", known or re.split(r"\.(?:\s|$)", told, maxsplit=1)[0][:200])
+
+
+def _line(stack: Sequence[Any]) -> Any:
+    """The innermost line of `stack` outside of what in torch runs a model's code; None for an empty one."""
+    return next((f for f in reversed(stack) if not in_torch(f.filename)), stack[-1] if stack else None)
 
 
 def end_of(gm: GraphModule) -> GraphBreak | None:
@@ -55,8 +73,9 @@ def end_of(gm: GraphModule) -> GraphBreak | None:
     return graph_break(why.reason, why.user_stack)
 
 
-def watched(compile_frame: Callable[[], Any], backend: Any, fullgraph: bool) -> Any:
-    """`compile_frame()`, by which Dynamo compiles a frame of `backend`; what breaks it is reported.
+def watched(compile_frame: Callable[[], Any], backend: Any, fullgraph: bool, code: CodeType | None = None) -> Any:
+    """`compile_frame()`, by which Dynamo compiles a frame of `backend`; what breaks it is reported, and whether it
+    runs in eager. code: the frame's.
 
     Raises GraphBreakError under `strict`. With `fullgraph` a break is Dynamo's own error, and goes by.
     """
@@ -64,8 +83,8 @@ def watched(compile_frame: Callable[[], Any], backend: Any, fullgraph: bool) -> 
     try:
         result = compile_frame()
     except Exception as error:
-        if isinstance(error, Unsupported) and not fullgraph:
-            _report(graph_break(str(error), getattr(error, "real_stack", None) or ()), backend)
+        if not fullgraph:
+            _given_up(error, backend, code)
         raise
     for why in graph_break_reasons[seen:]:
         if not hasattr(why, _MARK):
@@ -77,9 +96,44 @@ def _report(found: GraphBreak, backend: Any) -> None:
     if option(backend, "strict"):
         raise GraphBreakError(found.place, found.reason)
     log.logger.info("nothing compiled before the graph break at %s", found)
-    frame = Frame(captured=False, reason="nothing to compile before the graph break", name=found.place)
-    frame.graph_break = str(found)
-    collector.emit_frame(frame)
+    reason = "nothing to compile before the graph break"
+    collector.emit_frame(
+        Frame(captured=False, reason=reason, name=found.place, graph_break=str(found), left_to="pieces")
+    )
+
+
+def _given_up(error: Exception, backend: Any, code: CodeType | None) -> None:
+    """Report a frame that Dynamo runs in eager because of `error`, and warn of it where Dynamo itself does not."""
+    name = f"{code.co_name} ({Path(code.co_filename).name}:{code.co_firstlineno})" if code else "(no source known)"
+    frame, advice = Frame(captured=False, name=name, left_to="eager"), ""
+    stack = getattr(error, "real_stack", None) or ()
+    if isinstance(error, Unsupported) and (limit := _LIMIT.search(str(error))):
+        frame.reason = (
+            f"{limit[0]} reached, other inputs than those it was compiled for run in eager: mark what varies "
+            f"(torch._dynamo.mark_dynamic), or raise torch._dynamo.config.{limit[0]}"
+        )
+        found = GraphBreak(name, f"{limit[0]} reached")
+    elif isinstance(error, Unsupported):
+        found = graph_break(str(error), stack)
+        frame.reason, frame.graph_break = "the graph breaks where Dynamo cannot resume it", str(found)
+        advice = (
+            "Move that line out of the loop, `try` or `with` around it, or out of the compiled code. Your functions "
+            "that are called from there are compiled by themselves."
+        )
+    elif getattr(dynamo_config, "suppress_errors", False):
+        hidden = getattr(error, "inner_exception", error)  # of what Dynamo wraps
+        frame.reason, found = f"torch._dynamo.config.suppress_errors hid {first_line(hidden)}"[:300], None
+    else:
+        return  # the user meets the error itself
+    if found is not None and option(backend, "strict"):
+        raise GraphBreakError(found.place, found.reason)
+    # Hooks of FSDP break the graph of what loops over layers, for one: nobody can help it, and each layer is a frame.
+    files = [code.co_filename if code else "", *(f.filename for f in [_line(stack)] if f)]
+    frame.lost = all(map(is_users, files))
+    log.logger.info("frame %s runs in eager: %s", name, frame.reason)
+    if frame.lost and advice:
+        warn_once(f"{name} runs in eager: {frame.reason}: {frame.graph_break}. {advice}")
+    collector.emit_frame(frame, at_exit=option(backend, "summary"))
 
 
 def option(backend: Any, name: str) -> Any:

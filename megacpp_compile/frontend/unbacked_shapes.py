@@ -77,7 +77,9 @@ def install() -> None:
         loops_token = _loops.set(loops)
         try:
             with translator.watching(loops):
-                return graph_breaks.watched(traced, given["compiler_fn"], bool(given.get("one_graph")))
+                return graph_breaks.watched(
+                    traced, given["compiler_fn"], bool(given.get("one_graph")), given.get("code")
+                )
         finally:
             _loops.reset(loops_token)
             for why, at in loops.refused if loops is not None else ():
@@ -193,7 +195,7 @@ def _report(why: str, stack: Sequence[Any]) -> None:
         return
     source = place_of(at)
     reason = why.strip().split("\n")[0][:200]
-    frame = Frame(captured=False, reason=reason, name=source)
+    frame = Frame(captured=False, reason=reason, name=source, left_to="pieces")
     miss = MissedFusion("moe", "", source, "", "graph-break", found)
     if not collector.told([miss]):  # Dynamo may try a frame twice
         collector.emit_frame(frame, [], [miss])
@@ -206,7 +208,7 @@ def _report_refused(why: str, at: Any) -> None:
     why = f"the loop runs for some experts alone: {why}"
     miss = MissedFusion("moe", "", source, "", "loop-over-data", why)
     if not collector.told([miss]):
-        collector.emit_frame(Frame(captured=False, reason=why, name=source), [], [miss])
+        collector.emit_frame(Frame(captured=False, reason=why, name=source, left_to="pieces"), [], [miss])
     _retraced.set(True)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from megacpp_compile._torch import calls, dynamo
+from megacpp_compile._torch.autograd import CompiledAutogradOp
 from megacpp_compile.fx.module_names import canonical
 
 _OWN = ("/torch/nn/", "/torch/utils/", "/torch/_")
@@ -98,6 +99,11 @@ def source_line(node: Node) -> str:
     frames = [f for f in frames if not f[3].strip().endswith("(*args, **kwargs)")] or frames
     path, line, function, code = frames[-1]
     return f"{path.rsplit('/', 1)[-1]}:{line}, in {function}: {code.strip()}"
+
+
+def is_backward(gm: GraphModule) -> bool:
+    """Whether Dynamo's graph `gm` is a backward that compiled autograd has it translate."""
+    return any(isinstance(node.target, CompiledAutogradOp) for node in gm.graph.nodes)
 
 
 def is_whole(gm: GraphModule) -> bool:

@@ -11,18 +11,21 @@ from torch.fx import GraphModule, Node
 from megacpp_compile.fx.mode_states import autocast_pairs
 
 
-def between(gm: GraphModule, inputs: Sequence[Node], outputs: Sequence[Node]) -> tuple[GraphModule, list[Node]]:
-    """(module, its inputs): computes `outputs` from `inputs` and from the other graph inputs they need."""
+def inside(inputs: Sequence[Node], outputs: Sequence[Node]) -> set[Node]:
+    """The calls that compute `outputs` from `inputs` and from the other graph inputs they need."""
     keep, stack, border = set[Node](), list(outputs), set(inputs)
     while stack:
         node = stack.pop()
-        if node in keep or node in border:
-            continue
-        if node.op in ("placeholder", "get_attr"):
-            border.add(node)
-            continue
-        keep.add(node)
-        stack.extend(node.all_input_nodes)
+        if node not in keep and node not in border and node.op not in ("placeholder", "get_attr"):
+            keep.add(node)
+            stack.extend(node.all_input_nodes)
+    return keep
+
+
+def between(gm: GraphModule, inputs: Sequence[Node], outputs: Sequence[Node]) -> tuple[GraphModule, list[Node]]:
+    """(module, its inputs): computes `outputs` from `inputs` and from the other graph inputs they need."""
+    keep, border = inside(inputs, outputs), set(inputs)
+    border |= {n for node in (*keep, *outputs) for n in (*node.all_input_nodes, node)} - keep
     for switches in autocast_pairs(gm.graph):
         if any(switches[0] < node < switches[1] for node in keep):
             keep.update(switches)

@@ -19,6 +19,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from megacpp_compile._torch import autograd, calls
+from megacpp_compile._torch.guards import TracingContext
 from megacpp_compile.config.options import Config
 from megacpp_compile.errors import RequirementError
 from megacpp_compile.fx.provenance import breaks_around, is_whole
@@ -118,7 +119,8 @@ class FrameCount:
         model, name, passes = self.model, frame.name, frame.passes
 
         def run(*args: Any) -> Any:
-            model.add(name, passes)
+            if TracingContext.try_get() is None:  # else DDP's optimizer asks for the shapes of what it has compiled
+                model.add(name, passes)
             return compiled(*args)
 
         return run

@@ -20,8 +20,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megacpp_compile.errors import ReportFormatError
+from megacpp_compile.report.at_exit import ENDING
 from megacpp_compile.report.records import CompiledRegion, Frame, MissedFusion, Site, lock
-from megacpp_compile.report.text import bytes_text, plain, plural
+from megacpp_compile.report.text import plain
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +35,7 @@ _OLDEST = 1  # that is read: the release before this one wrote it
 @dataclass(eq=False)
 class _Opened:
     report: Report
+    trial: bool = False
     open: bool = True  # a copied context, such as an asyncio task's, may outlive the `with` it was copied in
 
 
@@ -165,18 +167,11 @@ class Report:
         return self.measured["step"]
 
     def summary(self) -> str:
-        """One line: frames, sites, misses, bytes saved for backward."""
-        captured = sum(frame.captured for frame in self.frames)
-        text = f"{captured} of {plural(len(self.frames), 'frame')} captured, "
-        text += f"{plural(len(self.sites), 'site')} fused, {plural(len(self.misses), 'near miss', 'near misses')}"
-        known = [(s.saved_before, s.saved_after) for s in self.sites]
-        both = [(before, after) for before, after in known if before is not None and after is not None]
-        if both:
-            before, after = (sum(column) for column in zip(*both, strict=True))
-            text += f", saved for backward {bytes_text(before)} → {bytes_text(after)}"
-            if len(both) < len(known):
-                text += f" over the {plural(len(both), 'site')} where known"
-        return text
+        """What was compiled and what was not, and why, in a few lines: frames fused with their sites, frames that fell
+        back whole, frames that Dynamo gave up or ran in eager, graph breaks, what has no lowering, near misses."""
+        from megacpp_compile.report.summary import summary
+
+        return summary(self)
 
     def render(self, width: int | None = None) -> str:
         """The report as tables, by rich where it is installed, plain otherwise.
@@ -184,9 +179,10 @@ class Report:
         Args:
             width: columns to fold rich's tables to; the terminal's, at least 100, when None.
         """
+        from megacpp_compile.report.summary import headline
         from megacpp_compile.report.tables import tables
 
-        return f"{tables(self, width)}megacpp: {self.summary()}"
+        return f"{tables(self, width)}megacpp: {headline(self)}"
 
     def __str__(self) -> str:
         return self.render()
@@ -218,7 +214,7 @@ def record(known_passes: Iterable[str] = ()) -> Iterator[Report]:
 def aside() -> Iterator[Report]:
     """Collect what this thread compiles inside for this report alone: a trial is not reported to the others that are
     open. What other threads compile is reported as if there were no trial."""
-    opened, before = _Opened(Report()), _own.get()
+    opened, before = _Opened(Report(), trial=True), _own.get()
     _own.set((opened,))
     try:
         yield opened.report
@@ -254,9 +250,14 @@ def told(misses: Iterable[MissedFusion]) -> bool:
     return bool(held) and all(said <= one for one in held)
 
 
-def emit_frame(frame: Frame, sites: Sequence[Site] = (), misses: Sequence[MissedFusion] = ()) -> None:
-    """Add a compiled frame to the reports that are open for this thread; does nothing when there is none."""
+def emit_frame(
+    frame: Frame, sites: Sequence[Site] = (), misses: Sequence[MissedFusion] = (), at_exit: bool = False
+) -> None:
+    """Add a compiled frame to the reports that are open for this thread. at_exit: count it for what the process says
+    when it ends too, unless this is a trial."""
     with lock:
+        if at_exit and not any(opened.trial for opened in _own.get() if opened.open):
+            ENDING.note(frame, sites)
         for report in _receivers():
             report.add(frame, sites, misses)
 

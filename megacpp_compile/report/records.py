@@ -143,6 +143,9 @@ class Frame:
             "fqn", "shape", "spec", "rule" and "by" of each, as in `Pinned`.
         chosen: settings that were left at "auto" and what they came to on this target.
         recognised: what was recognised and has no lowering: "kind", "fqn" and "source" of each, as in `Site`.
+        left_to: who runs what was not captured: "backend", as it came; "eager", where Dynamo gave the frame up;
+            "pieces", where graph breaks cut it. "" when captured.
+        lost: whether it was not captured and may have held an idiom, so that the log warned of it.
         precision: under a precision plan, a `Precision` as a dict for every linear, routed expert layer and attention.
     """
 
@@ -167,11 +170,15 @@ class Frame:
     sharding: dict[str, Any] | None = None
     graph_break: str = ""
     expert_loops: int = 0
+    left_to: str = ""
+    lost: bool = False
 
     @property
     def outcome(self) -> str:
-        """ "captured" or "fell back: why", "from cache" where `cached`, and where the graph breaks behind it."""
-        text = "captured" if self.captured else f"fell back: {self.reason}"
+        """ "captured", "fell back: why" or "ran in eager: why", "from cache" where `cached`, and where the graph breaks
+        behind it."""
+        left = "ran in eager" if self.left_to == "eager" else "fell back"
+        text = "captured" if self.captured else f"{left}: {self.reason}"
         text += ", from cache" if self.cached else ""
         if self.captured and self.expert_loops:
             text += f"; sums over the experts that have tokens, read as sums over all: {self.expert_loops}"

@@ -15,8 +15,13 @@ _QUOTED = re.compile(r": got (\w+)\((['\"])(.*?)\2\)")
 
 def user_frame(error: BaseException) -> traceback.FrameSummary | None:
     """The innermost line of the traceback that is neither torch's nor this package's; None where there is none."""
-    own = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((*_OTHERS, "<"))]
+    own = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename) and f.filename[:1] != "<"]
     return own[-1] if own else None
+
+
+def is_users(filename: str) -> bool:
+    """Whether code is neither torch's nor this package's."""
+    return not filename.startswith(_OTHERS)
 
 
 def place_of(frame: traceback.FrameSummary | None) -> str:

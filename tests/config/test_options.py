@@ -46,6 +46,7 @@ def test_every_field_is_read():
         "verify": "each",
         "target": "cuda",
         "explain": True,
+        "summary": False,
         "keep_latents": True,
         "fuse_shared_input_gemms": True,
         "autotune_gemms": False,
@@ -173,8 +174,9 @@ def test_environment_fills_what_code_leaves():
         "MEGACPP_STRICT": "1",
         "MEGACPP_TARGET": "cpu",
         "MEGACPP_EXPLAIN": "True",
+        "MEGACPP_SUMMARY": "0",
     }
-    assert read({}, **environ) == Config(("mla_rope_q", "down_norm_up"), {}, {}, True, "each", "cpu", True)
+    assert read({}, **environ) == Config(("mla_rope_q", "down_norm_up"), {}, {}, True, "each", "cpu", True, False)
 
 
 def test_code_wins_over_the_environment_even_with_a_default_value():
@@ -241,7 +243,7 @@ def test_equal_settings_are_equal_whatever_their_order():
     assert one != "a config"
 
 
-def test_every_field_but_explain_is_in_the_cache_key():
+def test_every_field_but_what_is_printed_is_in_the_cache_key():
     base = Config()
     changed = [
         Config(disable=("a",)),
@@ -260,6 +262,8 @@ def test_every_field_but_explain_is_in_the_cache_key():
     assert len({config.cache_key() for config in [base, *changed]}) == len(changed) + 1
     assert Config(explain=True).cache_key() == base.cache_key()
     assert Config(explain=True) != base
+    assert Config(summary=False).cache_key() == base.cache_key()
+    assert Config(summary=False) != base
 
 
 class KeyedPass:

@@ -1,0 +1,53 @@
+"""DDP's optimizer, which cuts Dynamo's graph between the buckets of gradients that are reduced together."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from torch.fx import GraphModule, Node
+
+from megacpp_compile._torch._theme import theme
+
+if TYPE_CHECKING:
+    from torch._dynamo.backends.distributed import DDPOptimizer
+else:
+    __getattr__ = theme(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """A graph that is cut.
+
+    gm, inputs: Dynamo's graph before, and what it is called with. buckets: the calls of each piece, in the order they
+    run. params: the placeholders of parameters that each piece's bucket is made of, in the order of the graph. index:
+    the piece that is being compiled.
+    """
+
+    gm: GraphModule
+    inputs: Sequence[Any]
+    buckets: Sequence[Sequence[Node]]
+    params: Sequence[Sequence[str]]
+    index: int
+
+
+def split_of(piece: GraphModule) -> Split | None:
+    """The cut that Dynamo's graph `piece` comes from, read off Python's stack; None for a graph that is whole."""
+    from megacpp_compile._torch import ddp  # its names are looked up there
+
+    code = getattr(getattr(ddp.DDPOptimizer, "compile_fn", None), "__code__", None)
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    held = frame.f_locals if frame is not None else {}
+    pieces, buckets = held.get("split_gm"), held.get("buckets")
+    if pieces is None or not buckets or not all(hasattr(b, "nodes") and hasattr(b, "params") for b in buckets):
+        return None
+    index = next((i for i in range(len(buckets)) if getattr(pieces, f"submod_{i}", None) is piece), None)
+    if index is None:
+        return None
+    nodes, params = [b.nodes for b in buckets], [list(reversed(b.params)) for b in buckets]
+    return Split(held["gm"], held["example_inputs"], nodes, params, index)

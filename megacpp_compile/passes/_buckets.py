@@ -1,0 +1,118 @@
+"""Sites that DDP's optimizer cuts: near misses that name the buckets and what keeps the graph whole.
+
+The optimizer hands over a piece for each bucket. What would have fired in the graph before the cut says which sites
+have parts in more than one of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from torch.fx import GraphModule, Node
+
+from megacpp_compile._torch.ddp import Split, split_of
+from megacpp_compile.config.options import Config
+from megacpp_compile.config.warn_once import warn_once
+from megacpp_compile.frontend.canonicalize import canonicalize
+from megacpp_compile.frontend.capture import capture
+from megacpp_compile.fx.provenance import input_name
+from megacpp_compile.fx.subgraph import inside
+from megacpp_compile.passes._driver import run_passes
+from megacpp_compile.passes._rule import Match, Pass
+from megacpp_compile.report import log
+from megacpp_compile.report.records import MissedFusion, Site
+
+TAG = "cut-by-ddp"
+REMEDY = (
+    "torch._dynamo.config.optimize_ddp = False keeps the graph whole. With megacpp_compile.compile(model) each layer "
+    "is a graph then, and its gradients are reduced while the next is differentiated"
+)
+
+
+
+@dataclasses.dataclass
+class _Cuts:
+    """What would have fired in one graph. sites: the bucket in which a site ends, the site and, where it begins in an
+    earlier bucket, the near miss. told: whether a warning said so."""
+
+    sites: list[tuple[int, Site, MissedFusion | None]]
+    told: bool = False
+
+
+# By Dynamo's graph before it was cut.
+_known: weakref.WeakKeyDictionary[GraphModule, _Cuts] = weakref.WeakKeyDictionary()
+
+
+def cut_sites(piece: GraphModule, fired: Sequence[Site], config: Config) -> list[MissedFusion]:
+    """The near misses of sites that end in `piece`, Dynamo's graph, and begin in an earlier one of DDP's pieces, as far
+    as there are fewer among those that `fired` here: what is left of a site may be one."""
+    split = split_of(piece)
+    if split is None:
+        return []
+    if split.gm not in _known:
+        _known[split.gm] = _Cuts(_look(split, config))
+    cuts = _known[split.gm]
+    here = [(site, miss) for index, site, miss in cuts.sites if index == split.index]
+    lacking = Counter(_place(site) for site, _ in here) - Counter(map(_place, fired))
+    found = []
+    for site, miss in here:
+        if miss is not None and lacking[_place(site)] > 0:
+            lacking[_place(site)] -= 1
+            found.append(miss)
+    if found and not cuts.told:
+        cuts.told = True
+        where = found[0].fqn or found[0].source
+        warn_once(f"DDP's buckets cut the graph inside of places that would fuse, first at {where}: {REMEDY}.")
+    return found
+
+
+def _place(one: Site) -> tuple[str, str, str]:
+    return one.pass_name, one.fqn, one.source
+
+
+def _look(split: Split, config: Config) -> list[tuple[int, Site, MissedFusion | None]]:
+    bucket = {node.name: i for i, nodes in enumerate(split.buckets) for node in nodes}
+    names = {str(n.target): input_name(n) for n in split.gm.graph.find_nodes(op="placeholder")}
+    params = [[names.get(name, name) for name in own] for own in split.params]
+    sites: list[tuple[Site, str, set[int]]] = []
+
+    def review(p: Pass, match: Match, new: list[Node], site: Site) -> None:
+        found = {bucket.get(_dynamo_name(node)) for node in inside(match.inputs, match.outputs)}
+        sites.append((site, match.node.name, {i for i in found if i is not None}))
+
+    try:
+        captured = capture(split.gm, split.inputs)
+        canonicalize(captured.gm.graph, captured.fake_mode)
+        run_passes(captured, dataclasses.replace(config, strict=False), review)
+    except Exception as error:  # its pieces say so themselves, and a defect here must not become the user's
+        log.logger.info("nobody knows which sites DDP cuts: %s: %s", type(error).__name__, str(error)[:200])
+        return []
+    return [
+        (max(among), site, _miss(site, node, _reason(among, params)) if len(among) > 1 else None)
+        for site, node, among in sites
+        if among
+    ]
+
+
+def _miss(site: Site, node: str, reason: str) -> MissedFusion:
+    return MissedFusion(site.pass_name, site.fqn, site.source, node, TAG, reason)
+
+
+def _reason(among: set[int], params: list[list[str]]) -> str:
+    order = sorted(among)
+    ends = (
+        f"bucket {i + 1} of {len(params)} (which ends with {(params[i] or ['no parameter'])[-1]}) and bucket {j + 1} "
+        f"(from {(params[j] or ['no parameter'])[0]} on)"
+        for i, j in zip(order, order[1:], strict=False)
+    )
+    return f"DDP cuts the graph inside of it, between {', between '.join(ends)}: {REMEDY}"
+
+
+def _dynamo_name(node: Node) -> str:
+    """The name of the node of Dynamo's graph that a captured one comes from; "" inside of a graph that is called."""
+    stack: Any = node.meta.get("source_fn_stack") or ()
+    return str(stack[0][0]) if len(stack) == 1 else ""
