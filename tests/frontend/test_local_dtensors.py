@@ -11,13 +11,16 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megacpp_compile import record
 from megacpp_compile.frontend.capture import fake_inputs
 from megacpp_compile.frontend.dtensors import calls_on_dtensors, is_dtensor
 from megacpp_compile.frontend.local_dtensors import dtensor_like, localize
 from megacpp_compile.fx.edit import dynamo_value
 from megacpp_compile.lowerings._sum_gradient import sum_gradient
+from tests.sharding import ranks
 
 R, S, P = Replicate(), Shard, Partial()
 
@@ -138,6 +141,44 @@ def test_inputs_sum_as_dtensor_does(mesh):
     """What enters the frame as a DTensor is told that its gradient is a partial sum; DTensor reduces it."""
     whole, local, sums = localized(F.linear, mesh, ((2, 3, 8), R), ((6, 8), S(0)))
     assert (whole, local, sums) == ([], ["linear"], [])
+
+
+@pytest.mark.usefixtures("no_kernels")
+def test_backward_keeps_no_more_than_inductor_s(mesh):
+    """The activation is recomputed, where a copy of it in front of the linear would have been kept."""
+
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mla = ranks.MLA()
+            self.up, self.down = (torch.nn.Linear(32, 32, bias=False) for _ in "ab")
+
+        def forward(self, x, cos, sin):
+            x = x + self.mla(x, cos, sin)
+            return x + self.down(F.silu(self.up(F.silu(x))))
+
+    kept = {}
+    for backend in ("inductor", "megacpp"):
+        torch._dynamo.reset()
+        plan = {f"mla.{name}": style for name, style in ranks.PLAN.items()}
+        block = parallelize_module(Block(), mesh, plan | {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        own = {t.data_ptr() for p in block.parameters() for t in (p, p.to_local() if is_dtensor(p) else p)}
+        sizes = {}
+
+        def keep(t, sizes=sizes, own=own):
+            if t.data_ptr() not in own:
+                sizes[t.data_ptr()] = t.numel()
+            return t
+
+        given = torch.randn(64, 6, 32, requires_grad=True), torch.rand(6, 4), torch.rand(6, 4)
+        compiled = torch.compile(block, backend=backend)
+        with record() as report:
+            compiled(*given)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            out = compiled(*given)
+        assert out.requires_grad
+        kept[backend] = sum(sizes.values())
+    assert report.counts["down_norm_up"] == 2 and 0 < kept["megacpp"] < kept["inductor"]
 
 
 def test_a_frame_of_several_lengths(mesh):
