@@ -135,6 +135,8 @@ _ROWS = (
     Symbol("", "torch._dynamo.config.capture_dynamic_output_shape_ops", "sizes known at run time only",
            "frames break at them"),
     Symbol("", "torch._dynamo.symbolic_convert.InstructionTranslatorBase", "watching a frame's translation", _BREAKS),
+    Symbol("", "torch._dynamo.exc.SkipFrame", "telling frames that torch 2.9 leaves to Python",
+           "the report does not list them"),
     Symbol("", "torch._dynamo.side_effects.SideEffects", "telling what a loop over experts changes", _BREAKS),
     Symbol("", "torch._dynamo.variables.base.MutationType", "telling when a value was made", _BREAKS),
     Symbol("", "torch._dynamo.variables.TensorVariable", "telling tensors in a translation", _BREAKS),

@@ -45,6 +45,8 @@ class Watcher(Protocol):
 
 
 _watcher: contextvars.ContextVar[Watcher | None] = contextvars.ContextVar("megacpp_translation", default=None)
+_left: contextvars.ContextVar[list[tuple[BaseException | None, Any]] | None]
+_left = contextvars.ContextVar("megacpp_left", default=None)
 
 
 def install() -> bool:
@@ -60,15 +62,19 @@ def install() -> bool:
     step, check = translator.step, effects.check_allowed_side_effect
     init, begin = mutation.__init__, translator.__init__
     tensors, call = parts["TensorVariable"], parts["TensorVariable"].call_method
+    skip = find("torch._dynamo.exc.SkipFrame", ())
     if hasattr(step, "__wrapped__"):
         return True
 
     @functools.wraps(step)
     def watched_step(self: Any) -> Any:
         watcher = _watcher.get()
-        if watcher is None:
-            return step(self)
-        return watcher.step(self, lambda: step(self))
+        try:
+            return step(self) if watcher is None else watcher.step(self, lambda: step(self))
+        except skip as error:
+            if (left := _left.get()) is not None and "graph break" in str(error):
+                left.append((error.__cause__, self.frame_summary()))
+            raise
 
     @functools.wraps(begin)
     def stamped_begin(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -97,6 +103,19 @@ def install() -> bool:
     translator.step, effects.check_allowed_side_effect = watched_step, watched_check
     mutation.__init__, translator.__init__, tensors.call_method = stamped_init, stamped_begin, watched_call
     return True
+
+
+class noting_skips(AbstractContextManager[list[tuple[BaseException | None, Any]]]):
+    """A list of what made Dynamo leave frames to Python without an error, as torch 2.9 does at a graph break in a loop:
+    the error that broke the graph, or None for a branch on data, and the line (a `FrameSummary`)."""
+
+    def __enter__(self) -> list[tuple[BaseException | None, Any]]:
+        found: list[tuple[BaseException | None, Any]] = []
+        self._token = _left.set(found)
+        return found
+
+    def __exit__(self, *_: object) -> None:
+        _left.reset(self._token)
 
 
 class watching(AbstractContextManager[None]):

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
+from megacpp_compile._torch import translator
 from megacpp_compile._torch.dynamo import Unsupported, graph_break_reasons
 from megacpp_compile._torch.dynamo import config as dynamo_config
 from megacpp_compile.config.options import Config
@@ -30,7 +31,8 @@ from megacpp_compile.report.user_code import first_line, is_users, place_of
 _MARK = "_megacpp_reported"
 _LIMIT = re.compile(r"\b(accumulated_)?(recompile|cache_size)_limit\b")
 # Dynamo's names for what it stopped at, in the user's words.
-_WORDS = {"generic_jump": "a branch on a value that is known at run time only"}
+_JUMP = "generic_jump"
+_WORDS = {_JUMP: "a branch on a value that is known at run time only"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,11 +83,15 @@ def watched(compile_frame: Callable[[], Any], backend: Any, fullgraph: bool, cod
     """
     seen = len(graph_break_reasons)
     try:
-        result = compile_frame()
+        with translator.noting_skips() as left:
+            result = compile_frame()
     except Exception as error:
         if not fullgraph:
-            _given_up(error, backend, code)
+            _given_up(error, getattr(error, "real_stack", None) or (), backend, code)
         raise
+    if left and getattr(result, "guarded_code", result) is None:
+        cause, line = left[-1]
+        _given_up(cause or Unsupported(_JUMP), getattr(cause, "real_stack", None) or (line,), backend, code)
     for why in graph_break_reasons[seen:]:
         if not hasattr(why, _MARK):
             _report(graph_break(why.reason, why.user_stack), backend)
@@ -102,11 +108,11 @@ def _report(found: GraphBreak, backend: Any) -> None:
     )
 
 
-def _given_up(error: Exception, backend: Any, code: CodeType | None) -> None:
-    """Report a frame that Dynamo runs in eager because of `error`, and warn of it where Dynamo itself does not."""
+def _given_up(error: BaseException, stack: Sequence[Any], backend: Any, code: CodeType | None) -> None:
+    """Report a frame that Dynamo runs in eager because of `error`, which the innermost line of `stack` met, and warn of
+    it where Dynamo itself does not."""
     name = f"{code.co_name} ({Path(code.co_filename).name}:{code.co_firstlineno})" if code else "(no source known)"
     frame, advice = Frame(captured=False, name=name, left_to="eager"), ""
-    stack = getattr(error, "real_stack", None) or ()
     if isinstance(error, Unsupported) and (limit := _LIMIT.search(str(error))):
         frame.reason = (
             f"{limit[0]} reached, other inputs than those it was compiled for run in eager: mark what varies "

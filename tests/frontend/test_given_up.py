@@ -59,6 +59,24 @@ def test_a_graph_break_in_a_loop(caplog):
     assert f"{frame.name}: {frame.reason}" in ENDING.text() and "×2" in ENDING.text()
 
 
+def branches_in_a_loop(x):
+    for _ in range(2):
+        if x.sum() > 0:
+            x = x @ x
+    return x
+
+
+@pytest.mark.parametrize("function", [breaks_in_a_loop, branches_in_a_loop], ids=lambda f: f.__name__)
+def test_a_loop_under_strict(function):
+    line = {breaks_in_a_loop: "graph_break()", branches_in_a_loop: "x.sum() > 0"}[function]
+    (frame,) = compiled(function, torch.eye(3)).frames
+    assert frame.left_to == "eager" and line in frame.graph_break
+    torch._dynamo.reset()
+    with pytest.raises(GraphBreakError) as caught:
+        compiled(function, torch.eye(3), strict=True)
+    assert line in caught.value.place and ("branch" in caught.value.reason) == (function is branches_in_a_loop)
+
+
 def test_what_it_calls_is_compiled_by_itself():
     """And counts as any frame."""
 
