@@ -170,6 +170,7 @@ _SUMS = ("index_add", "scatter_add", "index_put", "scatter_reduce", "] +=", "]+=
 _BODY = 25  # lines of a loop's body to look for one in
 # How the sizes of experts' groups are read as numbers. Of a frame in pieces names are all there is to go by.
 _READS = ("tolist()", ".item()")
+_EXCHANGES = ("all_to_all", "alltoall")  # of rows, between the ranks of expert parallelism
 _FOUND = ("unique(", "nonzero(", "where(")  # how the experts that have tokens are listed
 _LOOP = (
     "this depends on data and breaks the graph; loop over all experts, `for e in range(num_experts):`, "
@@ -183,6 +184,10 @@ _SIZES = (
     "how many rows each expert has is read as a number here, which breaks the graph; multiply by "
     "`torch._grouped_mm(rows, weights, offs=counts.cumsum(0))`, or `for e in range(num_experts):` take the rows that "
     "`torch.where(indices == e)` finds"
+)
+_SENT = (
+    "how many rows go to each rank is read as a number here, which breaks the graph; with "
+    "`torch._dynamo.config.capture_scalar_outputs = True` what stands before and behind stays in one graph"
 )
 
 
@@ -223,6 +228,8 @@ def advice(why: str, at: Any) -> str:
     sizes = any(text in f"{why} {at.line}" for text in _READS) and "expert" in (before + body).lower()
     if loop and "tolist()" in at.line and any(text in before + at.line for text in _FOUND) and "for " in at.line:
         return _LISTED
+    if sizes and any(text in before + body for text in _EXCHANGES):
+        return _SENT
     listed = sizes and "= " in at.line and "tolist()" in at.line  # to be cut by, not to be looped over
     if not loop and not sizes:
         return ""

@@ -103,6 +103,7 @@ ELSEWHERE = {
     "tests/passes/test_spellings.py": [
         "TEST_EVERY_SPELLING=1 .venv/bin/python -m pytest -n 2 tests/passes/test_spellings.py",
     ],
+    "tests/test_train_parallel.py": ["python examples/train_parallel.py --compare inductor"],
     ".ci/run": [
         "python examples/explain_hf.py", "python examples/train_hybrid.py",
         "python examples/train_fp8.py --size tiny --steps 20 --blocks",

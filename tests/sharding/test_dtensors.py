@@ -33,7 +33,9 @@ ELSEWHERE = {
     ],
 }
 OTHER_SITES = {
-    "tensor_parallel_no_grad": {name: 2 * n for name, n in (MLA_SITES | PAIRS).items()},  # two graphs: dynamic sizes
+    **dict.fromkeys(  # two graphs: dynamic sizes
+        ("tensor_parallel_dynamic", "tensor_parallel_no_grad"), {name: 2 * n for name, n in (MLA_SITES | PAIRS).items()}
+    ),
     "uneven": {"down_norm_up": 1},
     "written": {},
     **dict.fromkeys(("experts", "sharded_experts"), MLA_SITES | PAIRS | EXPERTS),
@@ -93,7 +95,8 @@ def test_tensor_parallel_mla_sums_once_in_forward(seen, case):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [name for name in ranks.CASES if "experts" in name])
 def test_rows_go_to_experts_and_back_by_all_to_all(seen, case):
-    """Their counts, then the rows, then the results; backward sends gradients of both the other way."""
+    """Their counts, then the rows, then the results; backward sends gradients of both the other way, and recomputes none
+    of it under a policy: ranks whose plans differ still meet."""
     for rank in compiled(seen, case):
         assert rank["compiled"] == [{"all_to_all_single": 3}, {"all_to_all_single": 2}]
         assert set(rank["ops"]) >= {"megacpp::moe_sorted"}
@@ -104,6 +107,14 @@ def test_rows_go_to_experts_and_back_by_all_to_all(seen, case):
 def test_no_more_graphs_than_inductor(seen, case):
     for rank in compiled(seen, case):
         assert rank["graphs"]["megacpp"] == rank["graphs"]["inductor"] > 0
+
+
+@pytest.mark.slow
+def test_a_dispatch_that_breaks_the_graph_says_how_not_to(seen):
+    for rank in seen["experts_in_parts"]:
+        assert {name for name, _ in rank["misses"]} == {"moe"}
+        for _, reason in rank["misses"]:
+            assert "rows go to each rank" in reason and "capture_scalar_outputs = True" in reason
 
 
 @pytest.mark.slow
