@@ -151,6 +151,7 @@ def fit(
     settings: Mapping[str, Any] | None = None,
     optimizer: str | float = "adamw",
     device: str | torch.device | None = None,
+    group: Any = None,
     **kwargs: Any,
 ) -> Fit:
     """Compile `model` in place with the cheapest policy under which a training step fits into `limit_gib`.
@@ -161,16 +162,20 @@ def fit(
     options: fields of `Config`, or one. A "policy" among them is where the search begins: no entry is ever weakened.
     settings: further arguments of `compile`, such as mode, blocks or rest.
     optimizer, device: as in `estimate`.
+    group: a process group of torch.distributed, each of whose ranks calls `fit`: all take the policy of the rank that
+        needs the costliest. What a step that is out of memory changes later, it changes on its own rank.
 
-    Raises FitError where no lever is enough, and the errors of `estimate` and `compile`.
+    Raises FitError where no lever is enough (on any rank of `group`: on all of them), and the errors of `estimate` and
+    `compile`.
     """
     config = Config.from_options(options, pass_names())
     limit = _limit(limit_gib)
     given = {**(settings or {}), "options": given_options(options)}
-    left = policy_candidates(config.policy)
+    candidates = list(policy_candidates(config.policy))
+    enough = len(candidates)
     tried: list[PolicyCandidate] = []
     present: set[str] = set(KINDS)
-    for lever in left:
+    for at, lever in enumerate(candidates):
         if not matters(lever.policy, tried[-1].policy if tried else None, present) and tried:
             continue
         # What nothing is asked of is estimated all the same, as the graph's own partitioner leaves it.
@@ -180,10 +185,25 @@ def fit(
         present = set(found.levers) & set(KINDS) or present
         tried.append(dataclasses.replace(lever, estimate=found))
         if found.peak <= limit:
-            return Fit(model, limit, given, tried, left, present)
+            enough = at
+            break
     peaks = {lever.name: lever.estimate.peak for lever in tried if lever.estimate}
     lowest = min(peaks, key=peaks.__getitem__)
-    raise FitError(limit, peaks[lowest], lowest)
+    chosen, short_of, needed, by = max(_of_ranks((enough, limit, peaks[lowest], lowest), group))
+    if chosen == len(candidates):
+        raise FitError(short_of, needed, by)
+    if chosen > enough:
+        tried.append(candidates[chosen])  # another rank's
+    return Fit(model, limit, given, tried, iter(candidates[chosen + 1 :]), present)
+
+
+def _of_ranks(own: tuple[int, int, int, str], group: Any) -> list[tuple[int, int, int, str]]:
+    """What each rank of `group` found."""
+    if group is None:
+        return [own]
+    every: list[Any] = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(every, own, group)
+    return every
 
 
 def policy_candidates(start: CheckpointingPolicy | None) -> Iterator[PolicyCandidate]:

@@ -103,6 +103,40 @@ def test_nothing_fits():
         megacpp_compile.fit(Model(2, block=Small), ids(), limit_gib=-1)
 
 
+@pytest.fixture
+def group():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield torch.distributed.group.WORLD
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed")
+def test_ranks_take_the_costliest_policy_that_one_of_them_needs(monkeypatch, group):
+    """The other rank is one of another model's: what it says is put where it would arrive."""
+    monkeypatch.setattr(fit, "compile", lambda model, **settings: None)
+    names = [lever.name for lever in fit.policy_candidates(None)]
+    gather = torch.distributed.all_gather_object
+    given = blocks.llama(2), blocks.hidden().requires_grad_()
+
+    def fitted(*other, limit_gib=100.0):
+        def gathered(every, own, group):
+            gather(every, own, group)
+            every.extend(other)
+
+        monkeypatch.setattr(torch.distributed, "all_gather_object", gathered)
+        return megacpp_compile.fit(*given, limit_gib=limit_gib, group=group)
+
+    assert fitted().lever.name == "none"
+    found = fitted((names.index("selective"), 1, 1, "selective"))
+    assert [t.name for t in found.tried] == ["none", "selective"] and found.policy.eblock == "selective"
+    assert found.lever.estimate is None and "in force" in str(found) and json.dumps(found.to_dict())
+    assert found.retry() and names.index(found.lever.name) > names.index("selective")
+    with pytest.raises(FitError, match="into 3 GiB: the lowest estimated peak is 4 GiB"):
+        fitted((len(names), 3 * 2**30, 4 * 2**30, "full"))
+    with pytest.raises(FitError, match="into 0.0001 GiB"):
+        fitted((0, 2**40, 1, "none"), limit_gib=1e-4)
+
+
 def test_out_of_memory_goes_one_lever_on_and_keeps_every_setting(monkeypatch):
     """Regression: a retry once compiled with its defaults, and so without remat."""
     given = []
