@@ -94,7 +94,7 @@ def test_ranks_train_to_the_losses_of_one(of_two, no_kernels):
 @pytest.mark.slow
 def test_it_fuses_on_every_rank(of_two):
     by_heads, by_experts = (first for first, _ in of_two)
-    assert "fused on every rank: moe 1, mla_rope_q 1, mla_rope_kv 1" in by_heads
+    assert "fused on every rank: moe 1, down_norm_up 1, mla_rope_q 1, mla_rope_kv 1" in by_heads
     # FSDP2 leaves the experts a frame of their own, which is compiled once more for another number of rows.
     assert "fused on every rank: moe 2, down_norm_up 1, mla_rope_q 1, mla_rope_kv 1" in by_experts
     for printed in (by_heads, by_experts):

@@ -7,8 +7,7 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from megacpp_compile._torch import calls, dynamo
-from megacpp_compile._torch.autograd import CompiledAutogradOp
+from megacpp_compile._torch import autograd, calls, dynamo
 from megacpp_compile.fx.module_names import canonical
 
 _OWN = ("/torch/nn/", "/torch/utils/", "/torch/_")
@@ -103,7 +102,7 @@ def source_line(node: Node) -> str:
 
 def is_backward(gm: GraphModule) -> bool:
     """Whether Dynamo's graph `gm` is a backward that compiled autograd has it translate."""
-    return any(isinstance(node.target, CompiledAutogradOp) for node in gm.graph.nodes)
+    return any(isinstance(node.target, autograd.CompiledAutogradOp) for node in gm.graph.nodes)
 
 
 def is_whole(gm: GraphModule) -> bool:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megacpp_compile import record
@@ -79,7 +79,17 @@ LOCAL = {
     "replicated": (lambda x: x[:3].mean(), ((6, 6), R)),
     "row_parallel": (lambda x, w: F.linear(x, w), ((2, 6, 8), S(2)), ((5, 8), S(1))),
 }
+
+
+def parallel_loss(x):
+    with loss_parallel():
+        return x.log_softmax(-1)
+
+
 WHOLE = {
+    "softmax_across_ranks": (parallel_loss, ((2, 6), S(1))),
+    "norm_across_ranks": (lambda x: F.layer_norm(x, (12,)), ((2, 6), S(1))),
+    "chunks_across_ranks": (lambda x: x.chunk(2, -1)[0], ((2, 6), S(1))),
     "sharded_softmax": (lambda x: x.softmax(0), ((2, 6), S(0))),
     "sharded_slice": (lambda x: x[:3].neg(), ((2, 6), S(0))),
     "merged_shard": (lambda x: x.reshape(24).neg(), ((4, 3), S(1))),

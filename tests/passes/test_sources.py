@@ -55,7 +55,7 @@ def writes_meta(tree: ast.AST) -> list[int]:
 
 def cached_by_graph(tree: ast.Module) -> list[int]:
     """Lines of functions with a cache of the process, and of dictionaries and sets of a module, whose keys may hold a
-    graph's objects. A key of unknown type may."""
+    graph's objects. A key of unknown type may; one that is held weakly keeps nothing alive."""
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and any(_caches(d) for d in node.decorator_list):
@@ -64,7 +64,8 @@ def cached_by_graph(tree: ast.Module) -> list[int]:
                 found.append(node.lineno)
     for node in tree.body:
         if isinstance(node, ast.AnnAssign) and _names(node.annotation) & {"Node", "Graph", "GraphModule", "GraphView"}:
-            if isinstance(node.value, ast.Dict | ast.Set | ast.List | ast.Call | ast.DictComp):
+            weak = isinstance(node.value, ast.Call) and "WeakKeyDictionary" in _names(node.value.func)
+            if isinstance(node.value, ast.Dict | ast.Set | ast.List | ast.Call | ast.DictComp) and not weak:
                 found.append(node.lineno)
     return found
 
@@ -113,6 +114,7 @@ def test_no_cache_of_the_process_holds_a_graph():
         (cached_by_graph, "@functools.cache\ndef f(node): pass"),
         (cached_by_graph, "@cache\ndef f(graph: fx.Graph): pass"),
         (cached_by_graph, "known: dict[Node, int] = {}"),
+        (cached_by_graph, "known: weakref.WeakValueDictionary[Node, int] = weakref.WeakValueDictionary()"),
     ],
 )
 def test_the_rules_are_watched(check, source):

@@ -90,7 +90,10 @@ class _Localizer:
         """`DTensor.from_local`: its local tensor is what it is made of."""
         x, *more = node.args
         known = {k for k, v in node.kwargs.items() if v is not None and not (k == "run_check" and v is False)}
-        if not isinstance(x, Node) or x in self.found and is_dtensor(dynamo_value(x)) or len(more) > 2:
+        mesh = more[0] if more else node.kwargs.get("device_mesh")
+        if not isinstance(x, Node) or not isinstance(mesh, Node) or len(more) > 2 or not is_dtensor(dynamo_value(node)):
+            return False
+        if x in self.found and is_dtensor(dynamo_value(x)):
             return False
         if known - {"device_mesh", "placements"} or not isinstance(given := dynamo_value(x), Tensor):
             return False
@@ -148,6 +151,8 @@ class _Localizer:
         tensors = [a for a in operands if a in self.found or isinstance(dynamo_value(a), Tensor)]
         given = {a: list(leaves(dynamo_value(a))) for a in tensors}
         if not given or not all(is_dtensor(v) for values in given.values() for v in values):
+            return False
+        if rules.along_shards(name, node, given, results):
             return False
         summed = rules.gradients_to_sum(name, given, results)
         cut = {a: sizes for a in tensors if name in rules.BROADCAST and (sizes := self._cut(a, results[0])) is not None}

@@ -24,7 +24,8 @@ _ELEMENTWISE = frozenset(
     "logsigmoid clamp clamp_min clamp_max minimum maximum abs sin cos where lerp addcmul radd rsub rmul "
     "masked_fill".split()
 )  # fmt: skip
-_ROWS = frozenset("rms_norm layer_norm softmax log_softmax cat stack mean view_as_complex view_as_real glu".split())
+_ROWS = frozenset("rms_norm layer_norm softmax log_softmax cat stack mean view_as_complex view_as_real".split())
+_SLICES = frozenset("getitem narrow select chunk split tensor_split unbind".split())
 BROADCAST = _ELEMENTWISE | {"cat", "stack"}
 _PRODUCTS = frozenset("linear matmul mm bmm einsum".split())
 _LOOKUPS = frozenset("gather index_select take_along_dim".split())  # where each rank has all of both
@@ -63,6 +64,24 @@ def gradients_to_sum(name: str, given: dict[Node, list[Any]], results: list[Any]
                 if any(v.requires_grad for v in values):
                     summed[a].append(dim)
     return {a: tuple(dims) for a, dims in summed.items()}
+
+
+def along_shards(name: str, node: Node, given: dict[Node, list[Any]], results: list[Any]) -> bool:
+    """Whether a call mixes or takes apart what lies along a sharded dimension, which DTensor may still return sharded:
+    under `loss_parallel` a softmax is."""
+    x = next(iter(given.values()))[0]
+    sharded = {p.dim for p in x.placements if p.is_shard()}
+    if name in ("softmax", "log_softmax"):
+        dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+        return not isinstance(dim, int) or dim % x.dim() in sharded
+    if name in ("rms_norm", "layer_norm"):
+        shape = node.args[1] if len(node.args) > 1 else node.kwargs.get("normalized_shape")
+        normed = len(shape) if isinstance(shape, (list, tuple)) else 1
+        return any(dim >= x.dim() - normed for dim in sharded)
+    if name in _SLICES:
+        kept = [(p, q, v) for v in results for p, q in zip(x.placements, v.placements, strict=True) if p.is_shard()]
+        return not all(q.is_shard() and same_size(x.shape[p.dim], v.shape[q.dim]) for p, q, v in kept)
+    return False
 
 
 def _is_plain(value: Any) -> bool:
