@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 from megacpp_compile import record
+from megacpp_compile._torch._registry import release
 from megacpp_compile.errors import NotCapturedError
 from tests.sharding import ranks
 
@@ -41,6 +42,9 @@ OTHER_SITES = {
     **dict.fromkeys(("experts", "sharded_experts"), MLA_SITES | PAIRS | EXPERTS),
     **dict.fromkeys(("local_experts", "experts_in_parts"), EXPERTS),
 }
+OLD = release(torch.__version__) < (2, 10)
+# Cases of which torch 2.9 runs a part without a graph, where collectives are not counted.
+UNCOUNTED = ("sharded_experts",) if OLD else ()
 WRITTEN = "writes to a DTensor or to memory that one shares"
 
 
@@ -66,7 +70,7 @@ def test_results_gradients_and_collectives_are_those_of_eager(seen, case):
     for rank in compiled(seen, case):
         assert rank["error"] < ranks.CASES[case].tolerance, rank["worst"]
         assert rank["kinds"][0] == rank["kinds"][1]
-        if case not in ELSEWHERE:
+        if case not in ELSEWHERE and case not in UNCOUNTED:
             assert rank["compiled"] == rank["eager"]
 
 
@@ -93,7 +97,7 @@ def test_tensor_parallel_mla_sums_once_in_forward(seen, case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [name for name in ranks.CASES if "experts" in name])
+@pytest.mark.parametrize("case", [name for name in ranks.CASES if "experts" in name and name not in UNCOUNTED])
 def test_rows_go_to_experts_and_back_by_all_to_all(seen, case):
     """Their counts, then the rows, then the results; backward sends gradients of both the other way, and recomputes none
     of it under a policy: ranks whose plans differ still meet."""
@@ -110,6 +114,7 @@ def test_no_more_graphs_than_inductor(seen, case):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(OLD, reason="torch 2.9 reads these numbers within the graph")
 def test_a_dispatch_that_breaks_the_graph_says_how_not_to(seen):
     for rank in seen["experts_in_parts"]:
         assert {name for name, _ in rank["misses"]} == {"moe"}
