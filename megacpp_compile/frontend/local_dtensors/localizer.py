@@ -42,6 +42,15 @@ def dtensor_like(local: Tensor, source: Any, placements: Sequence[Any]) -> Tenso
     return DTensor.from_local(local, mesh, placements, run_check=False)
 
 
+def _dtensors_of(mesh: Any, placements: Sequence[Any]) -> Callable[[Tensor], Tensor]:
+    """`dtensor_like` for a mesh that no node of the graph knows."""
+
+    def dtensor_of(local: Tensor) -> Tensor:
+        return dtensor_like(local, mesh, placements)
+
+    return dtensor_of
+
+
 class _Localizer:
     def __init__(self, gm: GraphModule, mode: FakeTensorMode, found: frozenset[Node]) -> None:
         self.gm, self.mode, self.found = gm, mode, found
@@ -88,10 +97,9 @@ class _Localizer:
 
     def _enter(self, node: Node) -> bool:
         """`DTensor.from_local`: its local tensor is what it is made of."""
-        x, *more = node.args
-        known = {k for k, v in node.kwargs.items() if v is not None and not (k == "run_check" and v is False)}
-        mesh = more[0] if more else node.kwargs.get("device_mesh")
-        if not isinstance(x, Node) or not isinstance(mesh, Node) or len(more) > 2 or not is_dtensor(dynamo_value(node)):
+        (x, *more), kwargs = rules.spelled_out(node)
+        known = {k for k, v in kwargs.items() if v is not None and not (k == "run_check" and v is False)}
+        if not isinstance(x, Node) or len(more) > 2 or not is_dtensor(dynamo_value(node)):
             return False
         if x in self.found and is_dtensor(dynamo_value(x)):
             return False
@@ -102,13 +110,15 @@ class _Localizer:
 
     def _leave(self, node: Node) -> bool:
         """`to_local` of what is local already."""
-        (x,) = node.args
-        if not isinstance(x, Node) or x not in self.local or set(node.kwargs) - {"grad_placements"}:
+        (x, *more), kwargs = rules.spelled_out(node)
+        if not isinstance(x, Node) or x not in self.local or more or set(kwargs) - {"grad_placements"}:
             return False
-        known, wanted = self.local[x], node.kwargs.get("grad_placements")
+        known, wanted = self.local[x], kwargs.get("grad_placements")
         summed: tuple[int, ...] = ()
+        have = known.given.placements
+        if wanted is None and any(p.is_partial() for p in have):
+            return False  # releases of torch differ in what its gradient is then
         if wanted is not None:
-            have = known.given.placements
             promised = [_replicated() if p.is_partial() else p for p in have]
             summed = tuple(i for i, (w, p) in enumerate(zip(wanted, promised, strict=True)) if w != p)
             if not all(have[i].is_replicate() and wanted[i].is_partial() for i in summed):
@@ -120,10 +130,12 @@ class _Localizer:
 
     def _stay(self, node: Node) -> bool:
         """`redistribute` to the placements it has."""
-        x = node.args[0]
-        if not isinstance(x, Node) or x not in self.local or len(node.args) > 1:
+        (x, *_), kwargs = rules.spelled_out(node)
+        if not isinstance(x, Node) or x not in self.local:
             return False
-        if {k for k, v in node.kwargs.items() if v is not None} - {"placements", "async_op"}:
+        if {k for k, v in kwargs.items() if v is not None} - {"device_mesh", "placements", "async_op"}:
+            return False
+        if dynamo_value(node).device_mesh != self.local[x].given.device_mesh:
             return False
         if dynamo_value(node).placements != self.local[x].given.placements:
             return False
@@ -216,7 +228,7 @@ class _Localizer:
             value = dynamo_value(node)
             promised = [_replicated() if p.is_partial() else p for p in value.placements]
             placements = tuple(_partial() if i in summed else p for i, p in enumerate(promised))
-            kwargs = {"grad_placements": placements} if summed else {}
+            kwargs = {"grad_placements": placements} if placements != tuple(value.placements) else {}
             with self._behind(self.env[node]):
                 new = self.graph.call_method("to_local", (self.env[node],), kwargs)
             self.opened[node, summed] = self._made(new, node, self._fake_part(value))
@@ -244,8 +256,11 @@ class _Localizer:
             if not is_dtensor(known.given):
                 raise AssertionError(f"{node} is read as a whole")
             with self._behind(known.node):
-                source = self.sources[known.given.device_mesh]
-                made = self.graph.call_function(dtensor_like, (known.node, source, tuple(known.given.placements)))
+                mesh, placements = known.given.device_mesh, tuple(known.given.placements)
+                if (source := self.sources.get(mesh)) is not None:
+                    made = self.graph.call_function(dtensor_like, (known.node, source, placements))
+                else:
+                    made = self.graph.call_function(_dtensors_of(mesh, placements), (known.node,))
             self.env[node] = self._made(made, node, known.given)
         return self.env[node]
 

@@ -3,7 +3,9 @@ placements say."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -136,7 +138,18 @@ def part_of(value: Any) -> Tensor:
 
 def name_of(node: Node) -> str:
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return name.strip("_")
+    return name.removeprefix("prim").strip("_ ")
+
+
+def spelled_out(node: Node) -> tuple[Sequence[Any], dict[str, Any]]:
+    """The arguments of a call of `from_local`, `to_local` or `redistribute`: up to torch 2.12 or so Dynamo keeps those
+    that are no tensors in the closure of a function that it makes."""
+    closure = inspect.getclosurevars(node.target).nonlocals if isinstance(node.target, FunctionType) else {}
+    if not str(getattr(node.target, "__name__", "")).startswith("prim"):
+        return node.args, dict(node.kwargs)
+    if not {"args_as_value", "kwargs_as_value"} <= closure.keys():
+        raise Moves
+    return (*node.args, *closure["args_as_value"]), {**closure["kwargs_as_value"], **node.kwargs}
 
 
 def is_linear(node: Node) -> bool:
