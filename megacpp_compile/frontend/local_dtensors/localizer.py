@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx import GraphModule, Node
 
+from megacpp_compile._torch.dispatch import enable_python_dispatcher
 from megacpp_compile._torch.fakes import FakeTensorMode
 from megacpp_compile.frontend.dtensors import is_dtensor, leaves, writes
 from megacpp_compile.frontend.local_dtensors import rules
@@ -31,7 +32,10 @@ class _Local:
 
 def localize(gm: GraphModule, mode: FakeTensorMode, found: frozenset[Node]) -> GraphModule:
     """`gm` with its local calls on local tensors; `gm` itself where none is. found: what `calls_on_dtensors` says."""
-    return _Localizer(gm, mode, found).run() if found else gm
+    if not found:
+        return gm
+    with enable_python_dispatcher():  # else calls made of others would ask symbolic sizes for numbers
+        return _Localizer(gm, mode, found).run()
 
 
 def dtensor_like(local: Tensor, source: Any, placements: Sequence[Any]) -> Tensor:
