@@ -142,8 +142,8 @@ def name_of(node: Node) -> str:
 
 
 def spelled_out(node: Node) -> tuple[Sequence[Any], dict[str, Any]]:
-    """The arguments of a call of `from_local`, `to_local` or `redistribute`: up to torch 2.12 or so Dynamo keeps those
-    that are no tensors in the closure of a function that it makes."""
+    """The arguments of a call of `from_local`, `to_local` or `redistribute`: torch 2.9's Dynamo keeps those that are no
+    tensors in the closure of a function that it makes. Raises Moves where they are not to be seen."""
     closure = inspect.getclosurevars(node.target).nonlocals if isinstance(node.target, FunctionType) else {}
     if not str(getattr(node.target, "__name__", "")).startswith("prim"):
         return node.args, dict(node.kwargs)
