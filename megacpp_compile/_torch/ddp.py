@@ -36,6 +36,8 @@ class Split:
 
 def split_of(piece: GraphModule) -> Split | None:
     """The cut that Dynamo's graph `piece` comes from, read off Python's stack; None for a graph that is whole."""
+    if "torch._dynamo.backends.distributed" not in sys.modules:
+        return None  # Dynamo loads it for the first graph that it cuts
     from megacpp_compile._torch import ddp  # its names are looked up there
 
     code = getattr(getattr(ddp.DDPOptimizer, "compile_fn", None), "__code__", None)

@@ -7,7 +7,7 @@ from torch import fx
 from torch.fx import GraphModule, Node
 
 from megacpp_compile.frontend.dtensors import is_dtensor
-from megacpp_compile.fx.edit import dynamo_value
+from megacpp_compile.fx.edit import called, dynamo_value
 
 _MAKERS = frozenset(
     "zeros_like ones_like full_like empty_like zeros ones full empty new_zeros new_ones new_full".split()
@@ -24,13 +24,9 @@ def without_writes_to_new_tensors(gm: GraphModule) -> GraphModule:
     if not found:
         return gm
     graph, env = fx.Graph(), dict[Node, Node]()
-    for node in gm.graph.nodes:
-        if node.op == "output":
-            graph.output(fx.map_arg(node.args[0], env.__getitem__)).meta.update(node.meta)
-            continue
-        env[node] = graph.node_copy(node, env.__getitem__)
-        if node in found:
-            env[node].target = node.target.removesuffix("_")
+    graph.output(graph.graph_copy(gm.graph, env))
+    for node in found:
+        env[node].target = str(node.target).removesuffix("_")
     new = GraphModule(gm, graph)
     new.meta.update(gm.meta)
     return new
@@ -39,5 +35,4 @@ def without_writes_to_new_tensors(gm: GraphModule) -> GraphModule:
 def _to_a_new_tensor(node: Node) -> bool:
     if node.op != "call_method" or node.target not in _WRITES or not isinstance(made := node.args[0], Node):
         return False
-    name = made.target if isinstance(made.target, str) else getattr(made.target, "__name__", "")
-    return name in _MAKERS and set(made.users) == {node} and is_dtensor(dynamo_value(made))
+    return called(made) in _MAKERS and set(made.users) == {node} and is_dtensor(dynamo_value(made))

@@ -27,6 +27,11 @@ def dynamo_value(node: Node) -> Any:
     return node.meta.get("example_value", node.meta.get("val"))
 
 
+def called(node: Node) -> str:
+    """The name of the method or function that a call of Dynamo's graph calls, "" for one without."""
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
 def of_tensors(node: Node) -> bool:
     """Whether every argument of `node` is a tensor's node: one may stand for a number that is an input, as every float
     of the model does under `dynamic=True`."""

@@ -33,7 +33,6 @@ REMEDY = (
 )
 
 
-
 @dataclasses.dataclass
 class _Cuts:
     """What would have fired in one graph. sites: the bucket in which a site ends, the site and, where it begins in an

@@ -8,25 +8,14 @@ from collections import Counter
 
 import pytest
 import torch
-from torch import nn
 
 from megacpp_compile import pipeline, record
 from megacpp_compile.errors import CaptureError
 from megacpp_compile.fx.provenance import is_backward
 from megacpp_compile.report.at_exit import ENDING
 from megacpp_compile.targets import CUDA, device_types, family
+from tests.backends.test_backward import Model as Layer
 from tests.conftest import kernels_left_out
-
-
-class Layer(nn.Module):
-    """One `down_norm_up`."""
-
-    def __init__(self):
-        super().__init__()
-        self.down, self.norm, self.up = nn.Linear(16, 8, bias=False), nn.RMSNorm(8), nn.Linear(8, 24, bias=False)
-
-    def forward(self, x):
-        return self.up(self.norm(self.down(x))).sin()
 
 
 @pytest.fixture(autouse=True)

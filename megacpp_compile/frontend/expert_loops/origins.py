@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile.fx.edit import called
+
 MOST = 1024  # experts whose iterations are traced
 _NEAR = 24  # nodes to look at
 _LISTS = ("nonzero", "where", "argwhere")
@@ -57,7 +59,7 @@ def about_tokens(node: Node) -> bool:
 
 def _name(node: Node) -> str:
     """The op's name, also of an operator's method such as `__eq__`."""
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    name = called(node)
     return str(name).removeprefix("__").removesuffix("__")
 
 

@@ -14,6 +14,7 @@ from torch.fx import Node
 
 from megacpp_compile._torch import translator as translation
 from megacpp_compile.frontend.expert_loops.control_flow import live_names
+from megacpp_compile.fx.edit import called
 
 # What of the frame's grows with effects that are replayed behind its graph.
 _GROWING = ("random_calls", "debug_locals", "tensor_hooks", "save_for_backward")
@@ -116,7 +117,7 @@ def _cursors(translator: Any) -> Iterator[Any]:
 
 def _counts_in_place(node: Node) -> bool:
     """Whether `node` writes to a tensor of integers or truth values, which may be what the loop goes by."""
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    name = called(node)
     written = node.kwargs.get("out", node.args[0] if node.args else None)
     in_place = name in _IN_PLACE or name.endswith("_") and not name.endswith("__") or "out" in node.kwargs
     fake = written.meta.get("example_value") if in_place and isinstance(written, Node) else None

@@ -17,7 +17,7 @@ from megacpp_compile.frontend.local_dtensors import rules
 from megacpp_compile.frontend.local_dtensors.hoist import hoist
 from megacpp_compile.frontend.local_dtensors.rules import Moves, name_of, part_of
 from megacpp_compile.frontend.opaque_ops import refake
-from megacpp_compile.fx.edit import dynamo_value, same_size
+from megacpp_compile.fx.edit import dynamo_value
 from megacpp_compile.lowerings._sum_gradient import sum_gradient
 
 
@@ -123,7 +123,7 @@ class _Localizer:
         if wanted is None and any(p.is_partial() for p in have):
             return False  # releases of torch differ in what its gradient is then
         if wanted is not None:
-            promised = [_replicated() if p.is_partial() else p for p in have]
+            promised = rules.promised(have)
             summed = tuple(i for i, (w, p) in enumerate(zip(wanted, promised, strict=True)) if w != p)
             if not all(have[i].is_replicate() and wanted[i].is_partial() for i in summed):
                 return False
@@ -171,7 +171,7 @@ class _Localizer:
         if rules.along_shards(name, node, given, results):
             return False
         summed = rules.gradients_to_sum(name, given, results)
-        cut = {a: sizes for a in tensors if name in rules.BROADCAST and (sizes := self._cut(a, results[0])) is not None}
+        cut = {a: sizes for a in tensors if name in rules.BROADCAST and (sizes := rules.cut(a, results[0])) is not None}
         fakes = {a: self._opened_fake(a) for a in tensors if a not in cut}
         fakes |= {a: self._opened_fake(a.args[0]).expand(sizes) for a, sizes in cut.items()}
         args, kwargs = rules.local_sizes(name, node, results)
@@ -196,26 +196,6 @@ class _Localizer:
         self.local[node] = _Local(self._made(new, node, fake), fake, dynamo_value(node))
         return True
 
-    def _cut(self, node: Node, result: Any) -> list[int] | None:
-        """Sizes to expand to what `node` expands, where DTensor would cut a rank's run out of the expanded."""
-        whole, part = result.shape, part_of(result).shape
-        shape = dynamo_value(node).shape
-        before = len(whole) - len(shape)
-        sharded = [i for i in range(max(before, 0), len(whole)) if not same_size(whole[i], part[i])]
-        sharded = [i for i in sharded if same_size(shape[i - before], whole[i])]
-        if not sharded or any(not p.is_replicate() for p in dynamo_value(node).placements):
-            return None
-        if name_of(node) not in ("expand", "expand_as") or before or not isinstance(node.args[0], Node):
-            raise Moves
-        base = dynamo_value(node.args[0]).shape
-        if len(base) != len(shape) or any(base[i] != 1 for i in sharded):
-            raise Moves
-        local = [part[i] if i in sharded else s for i, s in enumerate(shape)]
-        sizes = [-1 if same_size(b, s) else s for b, s in zip(base, local, strict=True)]
-        if not all(isinstance(s, int) for s in sizes):
-            raise Moves
-        return sizes
-
     def _opened_fake(self, node: Node) -> Any:
         if node not in self.local:
             value = dynamo_value(node)
@@ -230,8 +210,7 @@ class _Localizer:
             return self._summed(node, summed)
         if (node, summed) not in self.opened:
             value = dynamo_value(node)
-            promised = [_replicated() if p.is_partial() else p for p in value.placements]
-            placements = tuple(_partial() if i in summed else p for i, p in enumerate(promised))
+            placements = rules.promised(value.placements, summed)
             kwargs = {"grad_placements": placements} if placements != tuple(value.placements) else {}
             with self._behind(self.env[node]):
                 new = self.graph.call_method("to_local", (self.env[node],), kwargs)
@@ -303,15 +282,3 @@ def _function(node: Node) -> Callable[..., Any]:
     if node.op == "call_method":
         return lambda x, *args, **kwargs: getattr(x, str(node.target))(*args, **kwargs)
     return node.target  # type: ignore[return-value]
-
-
-def _replicated() -> Any:
-    from torch.distributed.tensor import Replicate
-
-    return Replicate()
-
-
-def _partial() -> Any:
-    from torch.distributed.tensor import Partial
-
-    return Partial()

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from megacpp_compile.frontend.dtensors import leaves, writes
-from megacpp_compile.fx.edit import dynamo_value, same_size
+from megacpp_compile.fx.edit import called, dynamo_value, same_size
 
 SIZED = frozenset(("view", "reshape", "expand", "unflatten"))  # told the sizes of their result
 VIEWS = frozenset(
@@ -86,6 +86,36 @@ def along_shards(name: str, node: Node, given: dict[Node, list[Any]], results: l
     return False
 
 
+def promised(placements: Sequence[Any], summed: Sequence[int] = ()) -> tuple[Any, ...]:
+    """How the gradient of a tensor with these placements is placed: a partial sum over the mesh's dimensions `summed`,
+    and whole for a tensor that is one."""
+    from torch.distributed.tensor import Partial, Replicate
+
+    whole = (Replicate() if p.is_partial() else p for p in placements)
+    return tuple(Partial() if i in summed else p for i, p in enumerate(whole))
+
+
+def cut(node: Node, result: Any) -> list[int] | None:
+    """Sizes to expand to what `node` expands, where DTensor would cut a rank's run out of the expanded."""
+    whole, part = result.shape, part_of(result).shape
+    shape = dynamo_value(node).shape
+    before = len(whole) - len(shape)
+    sharded = [i for i in range(max(before, 0), len(whole)) if not same_size(whole[i], part[i])]
+    sharded = [i for i in sharded if same_size(shape[i - before], whole[i])]
+    if not sharded or any(not p.is_replicate() for p in dynamo_value(node).placements):
+        return None
+    if name_of(node) not in ("expand", "expand_as") or before or not isinstance(node.args[0], Node):
+        raise Moves
+    base = dynamo_value(node.args[0]).shape
+    if len(base) != len(shape) or any(base[i] != 1 for i in sharded):
+        raise Moves
+    local = [part[i] if i in sharded else s for i, s in enumerate(shape)]
+    sizes = [-1 if same_size(b, s) else s for b, s in zip(base, local, strict=True)]
+    if not all(isinstance(s, int) for s in sizes):
+        raise Moves
+    return sizes
+
+
 def _is_plain(value: Any) -> bool:
     """Whether each rank has an equal run of each sharded dimension, and partial sums are sums."""
     from torch.distributed.tensor import Partial, Replicate, Shard
@@ -137,15 +167,14 @@ def part_of(value: Any) -> Tensor:
 
 
 def name_of(node: Node) -> str:
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return name.removeprefix("prim").strip("_ ")
+    return called(node).removeprefix("prim").strip("_ ")
 
 
 def spelled_out(node: Node) -> tuple[Sequence[Any], dict[str, Any]]:
     """The arguments of a call of `from_local`, `to_local` or `redistribute`: torch 2.9's Dynamo keeps those that are no
     tensors in the closure of a function that it makes. Raises Moves where they are not to be seen."""
     closure = inspect.getclosurevars(node.target).nonlocals if isinstance(node.target, FunctionType) else {}
-    if not str(getattr(node.target, "__name__", "")).startswith("prim"):
+    if not called(node).startswith("prim"):
         return node.args, dict(node.kwargs)
     if not {"args_as_value", "kwargs_as_value"} <= closure.keys():
         raise Moves
