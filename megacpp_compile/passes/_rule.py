@@ -14,9 +14,6 @@ from megacpp_compile.matchers.graph_view import GraphView
 
 # (tag, reason) of a match whose op has no place in the graph.
 REGION = ("region", "its inputs are ready only under another grad or autocast mode")
-# The same of what has no lowering on CUDA that has run in a compiled graph: `gated_delta_rule`'s kernels run there when
-# called, those of its backward in no graph of Inductor's yet; `gated_linear_attention` has none.
-NOT_ON_CUDA = ("cuda", "its op's kernels have not been run in a compiled graph on CUDA yet: it stays as it is written")
 
 
 def in_other_modes(view: GraphView, nodes: Iterable[Node], root: Node) -> MatchFailure | None:

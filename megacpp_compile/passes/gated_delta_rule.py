@@ -26,7 +26,7 @@ from megacpp_compile.matchers.delta_rule.rule import DeltaRule, find_delta_rules
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.ssd.axes import flat
 from megacpp_compile.passes._arrange import arrange, gated_chunk_size, leading
-from megacpp_compile.passes._rule import NOT_ON_CUDA, REGION, Match, in_other_modes
+from megacpp_compile.passes._rule import REGION, Match, in_other_modes
 
 name = "gated_delta_rule"
 op = "megacpp::gated_delta_rule"
@@ -43,8 +43,6 @@ def find(view: GraphView) -> Iterator[Match | MatchFailure]:
 
 def _check(view: GraphView, rule: DeltaRule) -> Match | MatchFailure:
     root = rule.o.node
-    if value(root).device.type == "cuda":
-        return MatchFailure(root, *NOT_ON_CUDA)
     if (refusal := in_other_modes(view, sorted(rule.inside), root)) is not None:
         return refusal
     inputs = list(dict.fromkeys(leaf.node for leaf in rule.operands.values()))

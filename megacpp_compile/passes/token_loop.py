@@ -27,7 +27,7 @@ from megacpp_compile.matchers.recurrences import single_steps
 from megacpp_compile.matchers.ssd.roles import Leaf
 from megacpp_compile.matchers.token_loops.proof import TokenLoop, find_token_loops
 from megacpp_compile.passes._arrange import arrange, gated_chunk_size
-from megacpp_compile.passes._rule import NOT_ON_CUDA, REGION, Match, in_other_modes
+from megacpp_compile.passes._rule import REGION, Match, in_other_modes
 from megacpp_compile.passes._token_operands import Operands
 from megacpp_compile.passes.ssd_scan import chunk_size
 
@@ -35,6 +35,9 @@ aten = torch.ops.aten
 name = "token_loop"
 op = "megacpp::gated_delta_rule"
 after: tuple[str, ...] = ()
+# (tag, reason) of a linear attention with gates of its tokens: `gated_linear_attention` has no kernel.
+NO_KERNEL = ("cuda", "linear attention with gates of its tokens has no kernel on CUDA: it stays as it is written")
+
 
 def find(view: GraphView) -> Iterator[Match | MatchFailure]:
     found = list(find_token_loops(view.graph))
@@ -52,8 +55,8 @@ def _check(view: GraphView, found: TokenLoop) -> Match | MatchFailure:
     operands = Operands(found)
     if (problem := operands.problem()) is not None:
         return MatchFailure(root, *problem)
-    if value(root).device.type == "cuda" and (found.delta or not operands.one_rate()):
-        return MatchFailure(root, *NOT_ON_CUDA)
+    if value(root).device.type == "cuda" and not found.delta and not operands.one_rate():
+        return MatchFailure(root, *NO_KERNEL)
     ends = [last] if any(u not in loop.inside and u is not root for u in last.users) else []
     inputs = list(dict.fromkeys(operands.read()))
     if place(inputs, [root, *ends], root, view.mode_states) is None:

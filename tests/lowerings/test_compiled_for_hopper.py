@@ -1,0 +1,48 @@
+"""Kernels in graphs that Inductor compiles for a Hopper GPU, which need not be there: signatures, block sizes and launches
+are as they are in a frame, where a launch by hand has others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch._inductor.compile_fx import compile_fx_inner
+
+from megacpp_compile.backends import _lower
+from megacpp_compile.targets import CUDA
+
+from .agreement import interpreted, module_of
+from .cases import CASES
+from .hopper import inductor_for_hopper, on_hopper
+
+pytest.importorskip("triton")
+pytestmark = [
+    pytest.mark.skipif(interpreted(), reason="Triton's interpreter takes the place of its compiler"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU test_delta_end_to_end compiles them, and runs them"),
+    pytest.mark.usefixtures("hopper"),
+]
+RULE = "gated_delta_rule_"
+KERNELS = {
+    ("gated_delta_rule", "gate_a_head"): {"delta_prepare", "delta_walk"},
+    ("gated_delta_rule", "gate_a_channel"): {"delta_prepare_channels", "delta_walk"},
+    ("gated_delta_rule_backward", "gate_a_head"): {
+        RULE + name for name in ("prepare", "states", "reverse_walk", "query_grad", "value_grad", "key_grad")
+    },
+    ("gated_delta_rule_backward", "gate_a_channel"): {
+        RULE + name
+        for name in ("prepare_channels", "states", "reverse_walk", "query_grad_channels", "value_grad",
+                     "read_grad_channels", "key_grad_channels")
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "label"), KERNELS, ids=lambda part: part)
+def test_a_delta_rule(rand, name, label):
+    operands = on_hopper(CASES[name][label](rand, torch.bfloat16))
+    tensors = [arg for arg in operands if isinstance(arg, Tensor)]
+    places = iter(range(len(tensors)))
+    args = [_lower._Hole(next(places)) if isinstance(arg, Tensor) else arg for arg in operands]
+    lowering = getattr(module_of("gated_delta_rule", "cuda_triton"), name)
+    with inductor_for_hopper() as compiled:
+        compile_fx_inner(_lower._trace(lowering, args, tensors, CUDA), tensors)
+    assert KERNELS[name, label] <= set(compiled), compiled
