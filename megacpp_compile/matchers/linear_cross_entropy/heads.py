@@ -1,0 +1,173 @@
+"""Linears whose output losses read, and what the losses read of them, put together by rows and targets."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx import Node
+
+from megacpp_compile.fx.edit import value
+from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers.linear import Linear, match_linear
+from megacpp_compile.matchers.linear_cross_entropy import logits as logits_of
+from megacpp_compile.matchers.linear_cross_entropy.logits import Logits
+from megacpp_compile.matchers.linear_cross_entropy.reads import Read, read_of, same_elements
+from megacpp_compile.matchers.linear_cross_entropy.rows import keys
+
+aten = torch.ops.aten
+
+
+@dataclasses.dataclass(frozen=True)
+class Head:
+    """A linear that at least one loss reads. others: what else reads its logits. failures: losses of other kinds."""
+
+    linear: Linear
+    reads: tuple[Read, ...]
+    others: tuple[Node, ...]
+    failures: tuple[MatchFailure, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """A read of the rows of a site; of the rows `part` of the first dimension only, where that is not None."""
+
+    read: Read
+    part: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadLoss:
+    """What one op computes: reads of the same rows with the same targets. logits: those rows.
+
+    targets: nodes whose elements, one tensor after the other, are the targets of the rows; () where there are none.
+    """
+
+    logits: Logits
+    outputs: tuple[Output, ...]
+    targets: tuple[Node, ...]
+
+    @property
+    def of_targets(self) -> Read:
+        """The read that says how targets count."""
+        losses = [o.read for o in self.outputs if o.read.kind == "loss"]
+        return (losses or [self.outputs[0].read])[0]
+
+    @property
+    def summed(self) -> bool:
+        """Whether the losses' sum over rows is all that is read of rows."""
+        return all(o.read.reduction != "none" for o in self.outputs)
+
+    def inside(self) -> list[Node]:
+        """The nodes that compute what is read, without views of targets."""
+        found = [n for o in self.outputs for n in (o.read.logits.linear.node, *o.read.logits.path, o.read.node)]
+        return list(dict.fromkeys(found))
+
+
+def find_heads(graph: fx.Graph) -> Iterator[Head]:
+    if not any(node.target in _LOSSES for node in graph.nodes):
+        return
+    for node in graph.nodes:
+        linear = match_linear(node)
+        if linear is not None and value(node).is_floating_point() and (head := _head(linear)) is not None:
+            yield head
+
+
+# One of these is in every loss that is found.
+_LOSSES = {aten.cross_entropy_loss.default, aten.log_softmax.int, aten._log_softmax.default, aten.logsumexp.default,
+           aten.log.default}  # fmt: skip
+
+
+def _head(linear: Linear) -> Head | None:
+    reads, others, failures = list[Read](), list[Node](), list[MatchFailure]()
+    for logits, reader in logits_of.readers(logits_of.of(linear)):
+        found = read_of(logits, reader)
+        if isinstance(found, Read):
+            reads.append(found)
+        elif found is not None:
+            failures.append(found)
+        else:
+            others.append(reader)
+    kinds = {read.kind for read in reads}
+    if not failures and not kinds & {"loss", "log-probability"} and not kinds >= {"logit", "logsumexp"}:
+        return None
+    return Head(linear, tuple(reads), tuple(others), tuple(failures))
+
+
+def sites(head: Head) -> list[HeadLoss]:
+    """All reads of `head`, as few sites as possible. Log-sum-exps are of the site that has their rows."""
+    pieces: dict[Any, list[_Piece]] = {}
+    for piece in _lifted(head.reads):
+        pieces.setdefault(piece.rows, []).append(piece)
+    found = []
+    for same_rows in pieces.values():
+        by_target: dict[Any, list[_Piece]] = {}
+        for piece in same_rows:
+            if piece.targets:
+                by_target.setdefault(piece.counts, []).append(piece)
+        without = [piece for piece in same_rows if not piece.targets]
+        groups = list(by_target.values()) or [[]]
+        groups[0] = groups[0] + without
+        for group in groups:
+            outputs = tuple(output for piece in group for output in piece.outputs)
+            found.append(HeadLoss(group[0].logits, outputs, group[0].targets))
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Piece:
+    """A read, or reads of all parts of the same rows. targets: roots (`same_elements`), in the order of rows."""
+
+    logits: Logits
+    outputs: tuple[Output, ...]
+    targets: tuple[Node, ...]
+
+    @property
+    def rows(self) -> Any:
+        return keys(self.logits.views), self.logits.scale, self.logits.softcap
+
+    @property
+    def counts(self) -> Any:
+        read = self.outputs[0].read
+        return self.targets, read.ignore_index, read.label_smoothing
+
+
+def _lifted(reads: Iterable[Read]) -> Iterator[_Piece]:
+    """Every read, those of `rows[0]`, `rows[1]`, ... together where they are of all such rows and are alike."""
+    alike: dict[Any, list[Read]] = {}
+    for read in reads:
+        key: Any = read
+        moves = read.logits.moves()
+        if moves and read.reduction == "none" and moves[-1].takes_first:
+            own = keys(moves[:-1]), read.logits.scale, read.logits.softcap
+            key = (own, read.kind, read.logits.sign, read.keepdim, read.logits.dim)
+        alike.setdefault(key, []).append(read)
+    for group in alike.values():
+        yield from _together(group) or (_Piece(r.logits, (Output(r),), _roots([r])) for r in group)
+
+
+def _together(group: Sequence[Read]) -> list[_Piece]:
+    moves = group[0].logits.moves()
+    if len(group) < 2 or group[0].reduction != "none" or not moves or not moves[-1].takes_first:
+        return []
+    parts = {read.logits.moves()[-1].index: read for read in group}
+    count = value(moves[-1].source).shape[0]
+    if not isinstance(count, int) or sorted(parts) != list(range(count)) or len(group) != count:
+        return []
+    ordered = [parts[i] for i in range(count)]
+    logits = ordered[0].logits
+    whole = dataclasses.replace(logits, views=moves[:-1], node=moves[-1].source, dim=moves[-1].before)
+    return [_Piece(whole, tuple(Output(read, i) for i, read in enumerate(ordered)), _roots(ordered))]
+
+
+def _roots(reads: Sequence[Read]) -> tuple[Node, ...]:
+    """The targets' roots; one for all where they are its rows in order."""
+    found = tuple(same_elements(read.target) for read in reads if read.target is not None)
+    if len(found) < 2 or any(n.target is not aten.select.int or n.args[1] != 0 for n in found):
+        return found
+    whole = {n.args[0] for n in found}
+    in_order = [n.args[2] for n in found] == list(range(len(found)))
+    return (same_elements(whole.pop()),) if len(whole) == 1 and in_order else found  # type: ignore[arg-type]

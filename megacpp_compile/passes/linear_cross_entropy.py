@@ -1,0 +1,99 @@
+"""The output projection and its loss without logits (arXiv:2411.09009; gradients in the forward: arXiv:2410.10989).
+
+Before: `logits = linear(x, w, b)`, perhaps scaled, softcapped, cast, shifted and reshaped; then
+        `cross_entropy(logits, labels)` or `nll_loss(log_softmax(logits), labels)` with any reduction, or for each token
+        `log_softmax(logits).gather(-1, labels)` or `logits.gather(-1, labels) - logsumexp(logits)`
+After:  `loss, lse, dx, dw, db = megacpp.linear_cross_entropy(rows of x, w, b, labels, None, ignore_index, ..,
+        "sum", "xw")`, `loss / (labels != ignore_index).sum()` for a mean; of losses of each row "none"
+
+Safe because the op computes the same loss, in float32 or better. Views that choose rows move from the logits to x. Of a
+sum, forward makes the gradients that are trained, which backward multiplies by the gradient of the loss. Where rows
+count by themselves (log-probabilities, a z-loss of log-sum-exps), backward makes the logits again.
+Refused: logits that anything else reads, as they stay alive then (tag `logits-kept`); losses that weigh classes, or
+whose targets are probabilities, or several words a row; a loss in another frame than its linear; parts with gradients
+recorded and parts without; a loss in float64 of other logits; on CUDA, logits of less than MIN_BYTES.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.fx import Node
+
+from megacpp_compile.fx.edit import Builder, place, value
+from megacpp_compile.fx.sizes import nbytes
+from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers.graph_view import GraphView
+from megacpp_compile.matchers.linear_cross_entropy.heads import Head, HeadLoss, find_heads, sites
+from megacpp_compile.matchers.linear_cross_entropy.inputs import logits_from_outside
+from megacpp_compile.passes._differentiated import differentiated
+from megacpp_compile.passes._head_rewrite import emit, inputs_of
+from megacpp_compile.passes._rule import REGION, Match
+
+name = "linear_cross_entropy"
+op = "megacpp::linear_cross_entropy"
+after: tuple[str, ...] = ("linear",)
+
+# On CUDA, smaller logits are left as they are: they take little memory, and Inductor fuses what follows them.
+MIN_BYTES, SMALL_ON = 64 << 20, "cuda"
+
+
+def find(view: GraphView) -> Iterator[Match | MatchFailure]:
+    gradients: set[Node] | None = None
+    for head in find_heads(view.graph):
+        refusal = _refusal(view, head)
+        if refusal is not None:
+            yield refusal
+            continue
+        gradients = differentiated(view) if gradients is None else gradients
+        for site in sites(head):
+            yield _match(view, site, gradients)
+    for node in logits_from_outside(view.graph):
+        if not _small(node.args[0]):  # type: ignore[arg-type]
+            yield MatchFailure(node, "another-frame", "the logits are an input of this frame, so they are in memory "
+                               "already: compile the loss together with the model that makes them")  # fmt: skip
+
+
+def _refusal(view: GraphView, head: Head) -> MatchFailure | None:
+    """Why `head` stays as it is."""
+    node = head.linear.node
+    if head.failures:
+        return head.failures[0]
+    losses = [read.node for read in head.reads]
+    if _small(node):
+        size = f"{nbytes(value(node)) / 2**20:.1f} MiB of logits, of use from {MIN_BYTES >> 20} MiB"
+        return MatchFailure(losses[0], "small", size)
+    if head.others:
+        reader = min(head.others)
+        how = "returned from the frame" if reader.op == "output" else f"read by {_name(reader)}"
+        return MatchFailure(losses[0], "logits-kept", f"the logits are {how} beside the loss, so they stay in memory: "
+                            "return the loss alone")  # fmt: skip
+    inside = [n for site in sites(head) for n in site.inside()]
+    dtype = value(node).dtype
+    if any(value(n).dtype == torch.float64 != dtype for n in inside):
+        return MatchFailure(losses[0], "dtype", f"logits in {dtype} and their loss in float64")
+    if len({view.mode_states[n].grad for n in inside}) > 1:
+        return MatchFailure(losses[0], "region", "part of it runs with gradients recorded, and part without")
+    return None
+
+
+def _small(logits: Node) -> bool:
+    fake = value(logits)
+    return fake.device.type == SMALL_ON and nbytes(fake) < MIN_BYTES
+
+
+def _name(node: Node) -> str:
+    return str(getattr(node.target, "overloadpacket", node.target)).removeprefix("aten.")
+
+
+def _match(view: GraphView, site: HeadLoss, gradients: set[Node]) -> Match | MatchFailure:
+    root = site.outputs[0].read.node
+    inputs, outputs = inputs_of(site), [output.read.node for output in site.outputs]
+    if place(inputs, outputs, root, view.mode_states) is None:
+        return MatchFailure(root, *REGION)
+
+    def rewrite(build: Builder) -> tuple[Node, list[Node]]:
+        return emit(build, site, gradients)
+
+    return Match(root, inputs, outputs, rewrite)

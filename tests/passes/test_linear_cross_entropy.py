@@ -1,0 +1,328 @@
+"""A head and its loss without logits: found in every spelling, rewritten, and refused for every reason there is."""
+
+from __future__ import annotations
+
+import expecttest
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megacpp_compile.config.options import Config
+from megacpp_compile.passes import linear_cross_entropy
+from tests.corpus.heads import (
+    IGNORED,
+    SPELLINGS,
+    WITHOUT_IGNORED,
+    WORDS,
+    arguments,
+    build,
+    each_row,
+    flattened,
+    per_items,
+    selective_log_softmax,
+    several_heads,
+    shifted_labels,
+    shifted_logits,
+    smoothed,
+    softcapped,
+    tied,
+    words_second,
+    z_loss,
+)
+from tests.frames import TOLERANCE, check, largest_error, render, run, train
+
+from .contract import assert_autocast, assert_autocast_inside, assert_disabled, assert_fires, assert_refused
+
+NAME = "linear_cross_entropy"
+
+
+@pytest.mark.parametrize(("body", "count"), SPELLINGS.items(), ids=lambda p: getattr(p, "__name__", str(p)))
+def test_fires(body, count):
+    assert_fires(NAME, *build(body), count)
+
+
+def test_graph():
+    frames = assert_fires(NAME, *build(shifted_logits))
+    expecttest.assert_expected_inline(render(frames.graph), """\
+slice: i64[2, 5] = slice.Tensor(labels, 1, 1, 9223372036854775807)
+slice_1: f32[2, 5, 12] = slice.Tensor(hidden, 1, 0, -1)
+view: f32[10, 12] = view(slice_1, [-1, 12])
+view_1: i64[10] = view(slice, [-1])
+linear_cross_entropy: (f32[], f32[10], f32[10, 12], f32[23, 12], f32[0]) = megacpp.linear_cross_entropy(view, proj_weight, None, view_1, None, -100, 0.0, 1.0, None, 0.0, sum, xw)
+getitem: f32[] = linear_cross_entropy[0]
+ne: b8[10] = ne.Scalar(view_1, -100)
+sum: i64[] = sum(ne)
+div: f32[] = div.Tensor(getitem, sum)
+return [div]""")
+
+
+def test_graph_of_a_sum():
+    frames = assert_fires(NAME, *build(per_items, bias=True))
+    expecttest.assert_expected_inline(render(frames.graph), """\
+ne: b8[2, 6] = ne.Scalar(labels, -100)
+sum: i64[] = sum(ne)
+pad: i64[2, 7] = pad(labels, [0, 1], constant, -100.0)
+slice: i64[2, 6] = slice.Tensor(pad, 1, 1, 9223372036854775807)
+view: f32[12, 12] = view(hidden, [-1, 12])
+view_1: i64[12] = view(slice, [-1])
+linear_cross_entropy: (f32[], f32[12], f32[12, 12], f32[23, 12], f32[23]) = megacpp.linear_cross_entropy(view, proj_weight, proj_bias, view_1, None, -100, 0.0, 1.0, None, 0.0, sum, xwb)
+getitem: f32[] = linear_cross_entropy[0]
+div: f32[] = div.Tensor(getitem, sum)
+return [div]""")
+
+
+def test_graph_of_rows():
+    frames = assert_fires(NAME, *build(selective_log_softmax))
+    expecttest.assert_expected_inline(render(frames.graph), """\
+slice: i64[2, 5] = slice.Tensor(labels, 1, 1, 9223372036854775807)
+slice_1: f32[2, 5, 12] = slice.Tensor(hidden, 1, 0, -1)
+flatten: f32[10, 12] = flatten.using_ints(slice_1, 0, -2)
+view: i64[10] = view(slice, [-1])
+linear_cross_entropy: (f32[10], f32[10], f32[0], f32[0], f32[0]) = megacpp.linear_cross_entropy(flatten, proj_weight, None, view, None, -100, 0.0, 1.1111111111111112, None, 0.0, none, )
+getitem: f32[10] = linear_cross_entropy[1]
+getitem_1: f32[10] = linear_cross_entropy[0]
+sub: f32[10] = sub.Tensor(getitem, getitem_1)
+view_1: f32[2, 5] = view(sub, [2, 5])
+unsqueeze: f32[2, 5, 1] = unsqueeze(view_1, 2)
+view_2: f32[2, 5] = view(getitem, [2, 5])
+select: f32[5] = select.int(view_2, 0, 0)
+select_1: f32[5] = select.int(view_2, 0, 1)
+squeeze: f32[2, 5] = squeeze.dim(unsqueeze, -1)
+stack: f32[2, 5] = stack([select, select_1])
+sub_1: f32[2, 5] = sub.Tensor(squeeze, stack)
+return [sub_1]""")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("body", [flattened, each_row, z_loss, shifted_labels, softcapped], ids=lambda f: f.__name__)
+def test_dtypes(body, dtype):
+    assert_fires(NAME, *build(body, dtype=dtype))
+
+
+@pytest.mark.parametrize("body", [flattened, each_row, tied, smoothed], ids=lambda f: f.__name__)
+def test_bias(body):
+    assert_fires(NAME, *build(body, bias=True))
+
+
+DYNAMIC = [flattened, words_second, shifted_logits, shifted_labels, z_loss, selective_log_softmax, several_heads]
+
+
+@pytest.mark.parametrize("everything", [False, True], ids=["length", "everything"])
+@pytest.mark.parametrize("body", DYNAMIC, ids=lambda f: f.__name__)
+def test_dynamic_lengths(body, everything):
+    def args(length):
+        hidden, labels = arguments(length, ignored=body not in WITHOUT_IGNORED.values())
+        if not everything:
+            torch._dynamo.mark_dynamic(hidden, 1)
+            torch._dynamo.mark_dynamic(labels, 1)
+        return hidden, labels
+
+    module, _ = build(body)
+    frames = check(module, args(6), dynamic=True if everything else None)
+    assert frames.counts[NAME] == SPELLINGS[body], frames.misses
+    for length in (9, 5):
+        given = args(length)
+        got = train(frames.compiled, module, given)
+        error, which = largest_error(got, train(module, module, given))
+        assert error <= TOLERANCE[torch.float32], (length, which, error)
+    assert len(frames.graphs) == 1, "compiled again for another length"
+
+
+@pytest.mark.parametrize("body", [flattened, shifted_labels, each_row, softcapped, z_loss], ids=lambda f: f.__name__)
+def test_autocast(body):
+    assert_autocast(NAME, *build(body))
+    assert_autocast_inside(NAME, *build(body))
+
+
+def head_under_autocast(m, x, labels):
+    """As trainers have it: the model under autocast, the loss outside."""
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = m.proj(x)
+    return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+
+
+def test_head_under_autocast():
+    frames = check(*build(head_under_autocast), tolerance=TOLERANCE[torch.bfloat16])
+    assert frames.counts[NAME] == 1, frames.misses
+
+
+# --- what is trained decides what forward makes
+
+
+def gradients_of(frames):
+    (node,) = [n for n in frames.graph.graph.nodes if n.target is torch.ops.megacpp.linear_cross_entropy.default]
+    return node.args[-2:]
+
+
+def without(module, name):
+    module.get_parameter(name).requires_grad_(False)
+    return module
+
+
+def detached(m, x, labels):
+    return flattened(m, x.detach(), labels)
+
+
+def without_gradients(m, x, labels):
+    with torch.no_grad():
+        loss = flattened(m, x, labels)
+    return loss * x.sum()
+
+
+def test_gradients_are_made_of_what_is_trained():
+    module, args = build(flattened, bias=True)
+    assert gradients_of(check(module, args)) == ("sum", "xwb")
+    assert gradients_of(check(without(module, "proj.weight"), args)) == ("sum", "xb")
+    assert gradients_of(check(without(module, "proj.bias"), args)) == ("sum", "x")
+    assert gradients_of(check(*build(detached))) == ("sum", "w")
+    assert gradients_of(check(*build(without_gradients))) == ("sum", "")
+    assert gradients_of(check(*build(each_row))) == ("none", "")
+
+
+@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode], ids=lambda f: f.__name__)
+def test_inference(around):
+    module, (x, labels) = build(shifted_labels)
+    frames = check(module, (x.detach(), labels), around=around)
+    assert frames.counts[NAME] == 1 and gradients_of(frames) == ("sum", "")
+
+
+def test_all_rows_ignored():
+    """A mean of nothing, as eager has it."""
+    module, (x, labels) = build(flattened)
+    frames = run(module, (x, torch.full_like(labels, IGNORED)))
+    assert frames.counts[NAME] == 1 and frames.results["output 0"].isnan()
+
+
+def test_counts_every_site_of_a_model():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, _ = build(several_heads)
+
+        def forward(self, x, labels):
+            return self.inner(x, labels) + flattened(self.inner, x, labels)
+
+    assert_fires(NAME, Model(), arguments(), 3)
+
+
+def test_disabled():
+    assert_disabled(NAME, *build(flattened))
+
+
+# --- stays out
+
+
+def kept(m, x, labels):
+    logits = m.proj(x)
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits
+
+
+def accuracy(m, x, labels):
+    logits = m.proj(x)
+    right = (logits.argmax(-1) == labels).sum()
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten()), right
+
+
+def entropy(m, x, labels):
+    logp = m.proj(x).log_softmax(-1)
+    return logp.gather(-1, labels.clamp(min=0)[..., None]).mean() - (logp.exp() * logp).sum(-1).mean()
+
+
+def last_logits(m, x, labels):
+    logits = m.proj(x)
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits[:, -1]
+
+
+def class_weights(m, x, labels):
+    return F.cross_entropy(m.proj(x).flatten(0, 1), labels.flatten(), weight=m.embed.weight[:, 0].exp().detach())
+
+
+def probabilities(m, x, labels):
+    return F.cross_entropy(m.proj(x).flatten(0, 1), m.embed(labels.clamp(min=0)).softmax(-1).flatten(0, 1) @
+                           m.embed.weight.T)  # fmt: skip
+
+
+def several_words(m, x, labels):
+    words = torch.stack([labels, labels.roll(1)], -1).clamp(min=0)
+    return m.proj(x).log_softmax(-1).gather(-1, words).mean()
+
+
+def in_double(m, x, labels):
+    return F.cross_entropy(m.proj(x).double().flatten(0, 1), labels.flatten())
+
+
+def half_without_gradients(m, x, labels):
+    with torch.no_grad():
+        logits = m.proj(x)
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten()) * x.sum()
+
+
+NEAR_MISSES = {
+    "logits-kept": [kept, accuracy, entropy, last_logits],
+    "class-weights": [class_weights],
+    "soft-targets": [probabilities],
+    "several-targets": [several_words],
+    "dtype": [in_double],
+    "region": [half_without_gradients],
+}
+
+
+@pytest.mark.parametrize(
+    ("tag", "body"), [(tag, body) for tag, bodies in NEAR_MISSES.items() for body in bodies],
+    ids=lambda p: p if isinstance(p, str) else p.__name__,
+)  # fmt: skip
+def test_refuses(tag, body):
+    assert_refused(NAME, tag, *build(body))
+
+
+class Loss(nn.Module):
+    """A loss compiled by itself."""
+
+    def forward(self, logits, labels):
+        return F.cross_entropy(logits.float()[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def test_refuses_logits_of_another_frame():
+    logits = torch.randn(2, 6, WORDS, requires_grad=True)
+    assert_refused(NAME, "another-frame", Loss(), (logits, arguments()[1]))
+
+
+def test_small_logits_stay_on_cuda(monkeypatch):
+    """Told by a device that CPU's tensors are taken to be on."""
+    monkeypatch.setattr(linear_cross_entropy, "SMALL_ON", "cpu")
+    module, args = build(flattened)
+    assert_refused(NAME, "small", module, args)
+    monkeypatch.setattr(linear_cross_entropy, "MIN_BYTES", 4 * args[1].numel() * WORDS)
+    assert_fires(NAME, module, args)
+
+
+def logits_alone(m, x, labels):
+    return m.proj(x)
+
+
+def routed(m, x, labels):
+    """A router with a z-loss, of experts that tokens choose."""
+    logits = m.proj(x)
+    z = logits.logsumexp(-1).square().mean()
+    return logits.softmax(-1).topk(2)[0].sum() + z
+
+
+def attended(m, x, labels):
+    scores = (m.proj(x) @ m.embed.weight @ x.transpose(1, 2)).softmax(-1)
+    return scores @ x
+
+
+def of_a_layer(m, x, labels):
+    """No linear's logits."""
+    return F.cross_entropy(m.proj(x).relu().flatten(0, 1), labels.flatten())
+
+
+def mean_square(m, x, labels):
+    return F.mse_loss(m.proj(x).tanh() * 3, x.repeat(1, 1, 2)[..., :WORDS])
+
+
+@pytest.mark.parametrize("body", [logits_alone, routed, attended, of_a_layer, mean_square], ids=lambda f: f.__name__)
+def test_says_nothing(body):
+    frames = check(*build(body))
+    assert not frames.counts[NAME] and not frames.tags(NAME)
