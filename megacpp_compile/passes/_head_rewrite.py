@@ -2,45 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import Node, map_arg
 
 from megacpp_compile.fx.edit import Builder, value
+from megacpp_compile.fx.subgraph import inside
 from megacpp_compile.matchers.linear_cross_entropy.heads import HeadLoss, Output
 from megacpp_compile.matchers.linear_cross_entropy.reads import Read
-from megacpp_compile.matchers.linear_cross_entropy.rows import RowView, replay
+from megacpp_compile.matchers.linear_cross_entropy.rows import RowView, outer, replay
 
 aten = torch.ops.aten
 
 
 def inputs_of(site: HeadLoss) -> list[Node]:
     """What the op is computed from: the linear's operands, targets, and what chooses rows."""
-    linear, views = site.logits.linear, site.logits.moves()
-    chosen = [n for view in views for n in view.chosen_by()]
-    operands = (linear.x, linear.w, linear.b, *site.targets, *chosen)
-    return list(dict.fromkeys(n for n in operands if n is not None))
+    linear = site.logits.linear
+    views = {view for o in site.outputs for view in o.read.logits.moves()}
+    views |= {view for logits in site.sizes.values() for view in logits.moves()}
+    operands = [linear.x, linear.w, *([linear.b] if linear.b is not None else []), *site.targets]
+    sized = _of_sizes(site.sizes)
+    pending, found = [n for view in views for n in view.chosen_by()], set[Node]()
+    while pending:
+        node = pending.pop()
+        if node in sized:
+            pending += [n for n in node.all_input_nodes if node not in site.sizes]
+        else:
+            found.add(node)
+    return list(dict.fromkeys([*operands, *sorted(found)]))
 
 
-def emit(build: Builder, site: HeadLoss, gradients: set[Node]) -> tuple[Node, list[Node]]:
-    """(the op's node, the nodes that stand for the outputs of `site`)."""
+def sizes_read_elsewhere(site: HeadLoss, inputs: list[Node]) -> list[Node]:
+    """The sizes of logits that more is computed from than what `site` reads."""
+    plain = inside(inputs, [output.read.node for output in site.outputs])
+    return [size for size in site.sizes if not plain.issuperset(size.users)]
+
+
+def _of_sizes(sizes: Iterable[Node]) -> set[Node]:
+    """`sizes` and what is computed from them, up to what reads tensors."""
+    found, pending = set[Node](), list(sizes)
+    while pending:
+        node = pending.pop()
+        if node not in found and not isinstance(value(node), torch.Tensor):
+            found.add(node)
+            pending.extend(node.users)
+    return found
+
+
+def emit(build: Builder, site: HeadLoss, sizes: list[Node], gradients: set[Node]) -> tuple[Node, list[Node]]:
+    """(the op's node, the nodes that stand for the outputs of `site` and for `sizes`)."""
     linear, read = site.logits.linear, site.of_targets
     operands = (linear.x, linear.w, linear.b)
-    chosen = replay(build, site.logits.moves(), linear.x)
+    rows = _Rows(build, site)
     dtype = value(linear.node).dtype
-    x, w = build.cast(_flat(build, chosen), dtype), linear.weight(build)
+    x = build.cast(_flat(build, rows.of_x(site.logits.moves())), dtype)
     b = None if linear.b is None else build.cast(linear.b, dtype)
     target = _target(build, site, x)
     trained = [letter for letter, operand in zip("xwb", operands, strict=True) if operand in gradients]
     node = build(
-        torch.ops.megacpp.linear_cross_entropy.default, x, w, b, target, None, read.ignore_index, read.label_smoothing,
-        site.logits.scale, site.logits.softcap, 0.0, "sum" if site.summed else "none",
+        torch.ops.megacpp.linear_cross_entropy.default, x, linear.weight(build), b, target, None, read.ignore_index,
+        read.label_smoothing, site.logits.scale, site.logits.softcap, 0.0, "sum" if site.summed else "none",
         "".join(trained) if site.summed else "",
     )  # fmt: skip
-    rows = _Rows(build, node, site, chosen, target)
-    return node, [rows.output(output) for output in site.outputs]
+    results = _Results(build, site, rows, node, target)
+    return node, [*map(results.of, site.outputs), *map(rows.size, sizes)]
 
 
 def _flat(build: Builder, x: Node) -> Node:
@@ -65,14 +92,40 @@ def _size(build: Builder, of: Node, dim: int) -> Any:
 
 
 class _Rows:
-    """What the op's node says of rows, in the shapes that the plain graph has. chosen: the rows of x [..., h]."""
+    """The rows of x that logits show, and their sizes."""
 
-    def __init__(self, build: Builder, node: Node, site: HeadLoss, chosen: Node, target: Node) -> None:
-        self.build, self.node, self.site, self.target = build, node, site, target
-        self.shapes = {site.logits.moves(): chosen}
+    def __init__(self, build: Builder, site: HeadLoss) -> None:
+        self.build, self.sizes, self.sized = build, site.sizes, _of_sizes(site.sizes)
+        self.made: dict[tuple[RowView, ...], Node] = {(): site.logits.linear.x}
+        self.copies: dict[Node, Node] = {}
+
+    def of_x(self, views: tuple[RowView, ...]) -> Node:
+        """The rows [..., h] of x that `views` show."""
+        if views not in self.made:
+            self.made[views] = replay(self.build, views[-1], self.of_x(views[:-1]), self.size)
+        return self.made[views]
+
+    def size(self, node: Node) -> Node:
+        """`node`, or the same number from sizes of x where it is computed from those of logits."""
+        if node in self.sized and node not in self.copies:
+            if (logits := self.sizes.get(node)) is not None:
+                dim = node.args[1] % value(logits.node).dim()  # type: ignore[operator]
+                new = self.build(aten.sym_size.int, self.of_x(logits.moves()), outer(dim, logits.dim))
+            else:
+                new = self.build(node.target, *map_arg(node.args, self.size), **map_arg(node.kwargs, self.size))
+            self.copies[node] = new
+        return self.copies.get(node, node)
+
+
+class _Results:
+    """What the op's node says of rows, in the shapes that the plain graph has."""
+
+    def __init__(self, build: Builder, site: HeadLoss, rows: _Rows, node: Node, target: Node) -> None:
+        self.build, self.site, self.rows, self.node, self.target = build, site, rows, node, target
         self.made: dict[Any, Node] = {}
 
-    def output(self, output: Output) -> Node:
+    def of(self, output: Output) -> Node:
+        """The node that stands for an output."""
         read, build = output.read, self.build
         if read.reduction != "none":
             new = self._scaled(self._total(read.reduction), read.logits.sign)
@@ -119,9 +172,7 @@ class _Rows:
 
     def _shaped(self, flat: Node, views: tuple[RowView, ...]) -> Node:
         """`flat` [n] with the rows' dimensions under `views`."""
-        if views not in self.shapes:
-            self.shapes[views] = replay(self.build, views, self.site.logits.linear.x)
-        like = self.shapes[views]
+        like = self.rows.of_x(views)
         sizes = [_size(self.build, like, d) for d in range(value(like).dim() - 1)]
         if len(sizes) == 1:
             return flat

@@ -28,7 +28,7 @@ from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.linear_cross_entropy.heads import Head, HeadLoss, find_heads, sites
 from megacpp_compile.matchers.linear_cross_entropy.inputs import logits_from_outside
 from megacpp_compile.passes._differentiated import differentiated
-from megacpp_compile.passes._head_rewrite import emit, inputs_of
+from megacpp_compile.passes._head_rewrite import emit, inputs_of, sizes_read_elsewhere
 from megacpp_compile.passes._rule import REGION, Match
 
 name = "linear_cross_entropy"
@@ -88,12 +88,13 @@ def _name(node: Node) -> str:
 
 
 def _match(view: GraphView, site: HeadLoss, gradients: set[Node]) -> Match | MatchFailure:
-    root = site.outputs[0].read.node
-    inputs, outputs = inputs_of(site), [output.read.node for output in site.outputs]
+    root, inputs = site.outputs[0].read.node, inputs_of(site)
+    sizes = sizes_read_elsewhere(site, inputs)
+    outputs = [*(output.read.node for output in site.outputs), *sizes]
     if place(inputs, outputs, root, view.mode_states) is None:
         return MatchFailure(root, *REGION)
 
     def rewrite(build: Builder) -> tuple[Node, list[Node]]:
-        return emit(build, site, gradients)
+        return emit(build, site, sizes, gradients if view.mode_states[root].grad else set())
 
     return Match(root, inputs, outputs, rewrite)

@@ -169,6 +169,14 @@ def one_sequence(m, x, labels):
     return F.cross_entropy(m.proj(x)[1], labels[1])
 
 
+def sum_over_size(m, x, labels):
+    """A mean by hand, over sizes of logits."""
+    logits = m.proj(x)[:, 1:]
+    batch, length, words = logits.shape
+    loss = F.cross_entropy(logits.reshape(batch * length, words), labels[:, 1:].reshape(-1), reduction="sum")
+    return loss / (batch * length)
+
+
 def each_row(m, x, labels):
     return F.cross_entropy(m.proj(x).flatten(0, 1), labels.flatten(), reduction="none")
 
@@ -266,15 +274,15 @@ def chosen_and_rejected(m, x, labels):
 
 
 # Spelling -> how often the pass fires.
-WITH_IGNORED = {
-    f: 1
-    for f in (
+WITH_IGNORED = dict.fromkeys(
+    (
         flattened, in_float, words_second, words_second_by_permute, words_second_then_flat, rows_of_batches, tied,
         matmul, einsum, softcapped, softcapped_the_other_way, scaled, shifted_logits, shifted_labels, per_items,
         another_ignore_index, smoothed, smoothed_and_shifted, nll, nll_of_log_softmax_in_float, nll_of_words_second,
         last_positions, masked_rows, one_sequence, each_row, each_row_of_words_second, z_loss, z_loss_of_rows,
-    )
-} | {several_heads: 2, in_chunks: 2}  # fmt: skip
+        sum_over_size,
+    ), 1,
+) | {several_heads: 2, in_chunks: 2}  # fmt: skip
 WITHOUT_IGNORED = {
     f.__name__: f
     for f in (

@@ -26,6 +26,7 @@ from tests.corpus.heads import (
     shifted_logits,
     smoothed,
     softcapped,
+    sum_over_size,
     tied,
     words_second,
     z_loss,
@@ -95,9 +96,20 @@ return [sub_1]""")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("body", [flattened, each_row, z_loss, shifted_labels, softcapped], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("body", [flattened, each_row, z_loss, smoothed, softcapped], ids=lambda f: f.__name__)
 def test_dtypes(body, dtype):
     assert_fires(NAME, *build(body, dtype=dtype))
+
+
+def test_half_in_float():
+    assert_fires(NAME, *build(shifted_labels, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("body", [flattened, each_row, z_loss, sum_over_size, selective_log_softmax],
+                         ids=lambda f: f.__name__)  # fmt: skip
+def test_verified(body):
+    module, args = build(body)
+    assert check(module, args, Config(strict=True, verify="each")).counts[NAME] == 1
 
 
 @pytest.mark.parametrize("body", [flattened, each_row, tied, smoothed], ids=lambda f: f.__name__)
@@ -105,7 +117,8 @@ def test_bias(body):
     assert_fires(NAME, *build(body, bias=True))
 
 
-DYNAMIC = [flattened, words_second, shifted_logits, shifted_labels, z_loss, selective_log_softmax, several_heads]
+DYNAMIC = [flattened, words_second, shifted_logits, shifted_labels, z_loss, selective_log_softmax, several_heads,
+           sum_over_size]  # fmt: skip
 
 
 @pytest.mark.parametrize("everything", [False, True], ids=["length", "everything"])

@@ -23,10 +23,12 @@ aten = torch.ops.aten
 
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """A linear that at least one loss reads. others: what else reads its logits. failures: losses of other kinds."""
+    """A linear that at least one loss reads. sizes: what reads sizes of rows alone; others: what else reads its logits.
+    failures: losses of other kinds."""
 
     linear: Linear
     reads: tuple[Read, ...]
+    sizes: dict[Node, Logits]
     others: tuple[Node, ...]
     failures: tuple[MatchFailure, ...]
 
@@ -41,7 +43,7 @@ class Output:
 
 @dataclasses.dataclass(frozen=True)
 class HeadLoss:
-    """What one op computes: reads of the same rows with the same targets. logits: those rows.
+    """What one op computes: reads of the same rows with the same targets. logits: those rows. sizes: as in `Head`.
 
     targets: nodes whose elements, one tensor after the other, are the targets of the rows; () where there are none.
     """
@@ -49,6 +51,7 @@ class HeadLoss:
     logits: Logits
     outputs: tuple[Output, ...]
     targets: tuple[Node, ...]
+    sizes: dict[Node, Logits]
 
     @property
     def of_targets(self) -> Read:
@@ -83,9 +86,12 @@ _LOSSES = {aten.cross_entropy_loss.default, aten.log_softmax.int, aten._log_soft
 
 def _head(linear: Linear) -> Head | None:
     reads, others, failures = list[Read](), list[Node](), list[MatchFailure]()
+    sizes = dict[Node, Logits]()
     for logits, reader in logits_of.readers(logits_of.of(linear)):
         found = read_of(logits, reader)
-        if isinstance(found, Read):
+        if reader.target is aten.sym_size.int and reader.args[1] % value(logits.node).dim() != logits.dim:  # type: ignore
+            sizes[reader] = logits
+        elif isinstance(found, Read):
             reads.append(found)
         elif found is not None:
             failures.append(found)
@@ -94,7 +100,7 @@ def _head(linear: Linear) -> Head | None:
     kinds = {read.kind for read in reads}
     if not failures and not kinds & {"loss", "log-probability"} and not kinds >= {"logit", "logsumexp"}:
         return None
-    return Head(linear, tuple(reads), tuple(others), tuple(failures))
+    return Head(linear, tuple(reads), sizes, tuple(others), tuple(failures))
 
 
 def sites(head: Head) -> list[HeadLoss]:
@@ -113,7 +119,7 @@ def sites(head: Head) -> list[HeadLoss]:
         groups[0] = groups[0] + without
         for group in groups:
             outputs = tuple(output for piece in group for output in piece.outputs)
-            found.append(HeadLoss(group[0].logits, outputs, group[0].targets))
+            found.append(HeadLoss(group[0].logits, outputs, group[0].targets, head.sizes))
     return found
 
 

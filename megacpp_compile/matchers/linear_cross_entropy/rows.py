@@ -1,6 +1,6 @@
 """Views of logits that choose or arrange rows and leave the vocabulary whole, and the same views of hidden states.
 
-A view is a `RowView`: the node, and where the vocabulary stands before and behind it. `replay` applies views to another
+A view is a `RowView`: the node, and where the vocabulary stands before and behind it. `replay` applies one to another
 tensor of the same rows, whose channels stand last.
 """
 
@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import Node, map_arg
 
 from megacpp_compile.fx.edit import Builder, same_size, value
 from megacpp_compile.fx.views import RESHAPES, SPLITS, SQUEEZES, UNIT_DIMS, UNSQUEEZE, is_identity
@@ -154,22 +154,19 @@ def keys(views: Sequence[RowView]) -> tuple[Any, ...]:
     return tuple(key for view in views if (key := view.key))
 
 
-def replay(build: Builder, views: Sequence[RowView], x: Node) -> Node:
-    """The rows of `x` [..., h] that `views` show of logits with the same rows, in the same order, h last."""
-    for view in views:
-        x = _replay(build, view, x)
-    return x
+def outer(d: int, words: int) -> int:
+    """Dimension `d` of logits with `words` as the vocabulary's, among rows alone."""
+    return d - (d > words)
 
 
-def _replay(build: Builder, view: RowView, x: Node) -> Node:
+def replay(build: Builder, view: RowView, x: Node, given: Callable[[Node], Node]) -> Node:
+    """The rows of `x` [..., h] that `view` shows of logits with the same rows, in the same order, h last. given: the
+    node that stands for one of `chosen_by`."""
     node, dim = view.node, view.before
     if is_identity(node):
         return x
-
-    def outer(d: int) -> int:
-        return d - (d > dim)
-
     target, arguments = _call(node)
+    arguments = list(map_arg(arguments, given))
     n = value(x).dim()
     if target in RESHAPES:
         sizes = list(arguments[0])
@@ -177,18 +174,18 @@ def _replay(build: Builder, view: RowView, x: Node) -> Node:
         return build(aten.reshape.default, x, [*sizes, value(x).shape[-1]])
     if target is UNSQUEEZE:
         at = arguments[0] % (n + 1)
-        return build(target, x, at - (at > dim))
+        return build(target, x, outer(at, dim))
     if target in SQUEEZES:
         source = value(node.args[0])
-        gone = [outer(d) for d in _squeezed(node, source.shape) or ()]
+        gone = [outer(d, dim) for d in _squeezed(node, source.shape) or ()]
         return build(aten.squeeze.dims, x, gone) if gone else x
     if (order := _permutation(node, n)) is not None:
-        rows = [outer(d) for d in order if d != dim]
+        rows = [outer(d, dim) for d in order if d != dim]
         return x if rows == sorted(rows) else build(aten.permute.default, x, [*rows, n - 1])
     if target is aten.index.Tensor:
         return build(target, x, *arguments)
     if target in SPLITS:
-        return build.item(build(target, x, arguments[0], outer(arguments[1] % n)), node.args[1])  # type: ignore[arg-type]
-    new = build(target, x, outer(arguments[0] % n), *arguments[1:])
+        return build.item(build(target, x, arguments[0], outer(arguments[1] % n, dim)), node.args[1])  # type: ignore[arg-type]
+    new = build(target, x, outer(arguments[0] % n, dim), *arguments[1:])
     return build.item(new, node.args[1]) if target is aten.unbind.int else new  # type: ignore[arg-type]
 
