@@ -10,6 +10,7 @@ from torch.fx import Node, map_arg
 
 from megacpp_compile.fx.edit import Builder, value
 from megacpp_compile.fx.subgraph import inside
+from megacpp_compile.lowerings._op import compute_dtype
 from megacpp_compile.matchers.linear_cross_entropy.heads import HeadLoss, Output
 from megacpp_compile.matchers.linear_cross_entropy.reads import Read
 from megacpp_compile.matchers.linear_cross_entropy.rows import RowView, outer, replay
@@ -22,7 +23,8 @@ def inputs_of(site: HeadLoss) -> list[Node]:
     linear = site.logits.linear
     views = {view for o in site.outputs for view in o.read.logits.moves()}
     views |= {view for logits in site.sizes.values() for view in logits.moves()}
-    operands = [linear.x, linear.w, *([linear.b] if linear.b is not None else []), *site.targets]
+    operands = [n for n in (linear.x, linear.w, linear.b) if n is not None]
+    operands += [*site.targets, *site.of_targets.weights]
     sized = _of_sizes(site.sizes)
     pending, found = [n for view in views for n in view.chosen_by()], set[Node]()
     while pending:
@@ -60,9 +62,10 @@ def emit(build: Builder, site: HeadLoss, sizes: list[Node], gradients: set[Node]
     x = build.cast(_flat(build, rows.of_x(site.logits.moves())), dtype)
     b = None if linear.b is None else build.cast(linear.b, dtype)
     target = _target(build, site, x)
+    weight = _weight(build, site, x)
     trained = [letter for letter, operand in zip("xwb", operands, strict=True) if operand in gradients]
     node = build(
-        torch.ops.megacpp.linear_cross_entropy.default, x, linear.weight(build), b, target, None, read.ignore_index,
+        torch.ops.megacpp.linear_cross_entropy.default, x, linear.weight(build), b, target, weight, read.ignore_index,
         read.label_smoothing, site.logits.scale, site.logits.softcap, 0.0, "sum" if site.summed else "none",
         "".join(trained) if site.summed else "",
     )  # fmt: skip
@@ -84,6 +87,16 @@ def _target(build: Builder, site: HeadLoss, x: Node) -> Node:
         return build(aten.new_full.default, x, [_size(build, x, 0)], site.of_targets.ignore_index, dtype=torch.int64)
     flat = [t if value(t).dim() == 1 else build(aten.reshape.default, t, [-1]) for t in site.targets]
     return build.cast(flat[0] if len(flat) == 1 else build(aten.cat.default, flat), torch.int64)
+
+
+def _weight(build: Builder, site: HeadLoss, x: Node) -> Node | None:
+    """What each row counts for, [n] in the op's compute dtype; None where all count alike."""
+    product = None
+    for weight in site.of_targets.weights:
+        flat = weight if value(weight).dim() == 1 else build(aten.reshape.default, weight, [-1])
+        one = build.cast(build(aten.detach.default, flat), compute_dtype(value(x)))
+        product = one if product is None else build(aten.mul.Tensor, product, one)
+    return product
 
 
 def _size(build: Builder, of: Node, dim: int) -> Any:
@@ -148,15 +161,18 @@ class _Results:
         return self._scaled(self._item(0), sign)
 
     def _total(self, reduction: str) -> Node:
-        """The losses' sum over rows, or their mean over rows that are not ignored."""
+        """The losses' sum over rows, or a mean of them."""
         build = self.build
         if not self.site.summed:
             total = self._once("sum", lambda: build(aten.sum.default, self._item(0)))
         else:
             total = self._item(0)
+        if reduction == "rows":
+            return self._once("rows", lambda: build(aten.div.Tensor, total, _size(build, self.target, 0)))
         return total if reduction == "sum" else self._once("mean", lambda: self._mean(total))
 
     def _mean(self, total: Node) -> Node:
+        """Over rows that are not ignored."""
         counted = self.build(aten.ne.Scalar, self.target, self.site.of_targets.ignore_index)
         return self.build(aten.div.Tensor, total, self.build(aten.sum.default, counted))
 

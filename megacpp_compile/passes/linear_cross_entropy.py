@@ -40,22 +40,19 @@ MIN_BYTES, SMALL_ON = 64 << 20, "cuda"
 
 
 def find(view: GraphView) -> Iterator[Match | MatchFailure]:
-    gradients: set[Node] | None = None
-    for head in find_heads(view.graph):
-        refusal = _refusal(view, head)
-        if refusal is not None:
-            yield refusal
-            continue
-        gradients = differentiated(view) if gradients is None else gradients
-        for site in sites(head):
-            yield _match(view, site, gradients)
+    heads = list(find_heads(view.graph))
+    gradients = differentiated(view) if heads else set()
+    for head in heads:
+        found = sites(head, gradients.__contains__)
+        refusal = _refusal(view, head, found)
+        yield from [refusal] if refusal is not None else (_match(view, site, gradients) for site in found)
     for node in logits_from_outside(view.graph):
         if not _small(node.args[0]):  # type: ignore[arg-type]
             yield MatchFailure(node, "another-frame", "the logits are an input of this frame, so they are in memory "
                                "already: compile the loss together with the model that makes them")  # fmt: skip
 
 
-def _refusal(view: GraphView, head: Head) -> MatchFailure | None:
+def _refusal(view: GraphView, head: Head, found: list[HeadLoss]) -> MatchFailure | None:
     """Why `head` stays as it is."""
     node = head.linear.node
     if head.failures:
@@ -69,7 +66,7 @@ def _refusal(view: GraphView, head: Head) -> MatchFailure | None:
         how = "returned from the frame" if reader.op == "output" else f"read by {_name(reader)}"
         return MatchFailure(losses[0], "logits-kept", f"the logits are {how} beside the loss, so they stay in memory: "
                             "return the loss alone")  # fmt: skip
-    inside = [n for site in sites(head) for n in site.inside()]
+    inside = [n for site in found for n in site.inside()]
     dtype = value(node).dtype
     if any(value(n).dtype == torch.float64 != dtype for n in inside):
         return MatchFailure(losses[0], "dtype", f"logits in {dtype} and their loss in float64")

@@ -198,6 +198,34 @@ def z_loss_of_rows(m, x, labels):
     return ((loss + 1e-2 * torch.logsumexp(logits, dim=-1) ** 2) * counted).sum() / counted.sum()
 
 
+# --- sums of what rows count for
+
+
+def mean_of_rows(m, x, labels):
+    """Ignored rows count in the mean, as zeros."""
+    return F.cross_entropy(m.proj(x).flatten(0, 1), labels.flatten(), reduction="none").mean()
+
+
+def masked_sum(m, x, labels):
+    """nanotron's and Megatron's: a mask of the loss, per token of those that count."""
+    loss = F.cross_entropy(m.proj(x).float().view(-1, WORDS), labels.view(-1).clamp(min=0), reduction="none")
+    mask = (labels != IGNORED).view(-1)
+    return (loss * mask).sum() / mask.sum()
+
+
+def weighted_log_probabilities(m, x, labels):
+    """Advantages times log-probabilities: the policy's gradient."""
+    logp = m.proj(x)[:, :-1].log_softmax(-1).gather(-1, labels[:, 1:].clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    advantages = torch.arange(1.0, 1 + labels[:, 1:].numel()).view(2, -1) / 7
+    mask = (labels[:, 1:] != IGNORED).float()
+    return -(logp * advantages * mask).sum() / mask.sum()
+
+
+def mean_of_log_probabilities(m, x, labels):
+    logp = m.proj(x).log_softmax(-1).gather(2, labels.clamp(min=0)[..., None])
+    return -1.5 * logp.mean()
+
+
 def several_heads(m, x, labels):
     """Multi-token prediction: several losses of one vocabulary."""
     losses = []
@@ -280,7 +308,7 @@ WITH_IGNORED = dict.fromkeys(
         matmul, einsum, softcapped, softcapped_the_other_way, scaled, shifted_logits, shifted_labels, per_items,
         another_ignore_index, smoothed, smoothed_and_shifted, nll, nll_of_log_softmax_in_float, nll_of_words_second,
         last_positions, masked_rows, one_sequence, each_row, each_row_of_words_second, z_loss, z_loss_of_rows,
-        sum_over_size,
+        sum_over_size, mean_of_rows, masked_sum, weighted_log_probabilities, mean_of_log_probabilities,
     ), 1,
 ) | {several_heads: 2, in_chunks: 2}  # fmt: skip
 WITHOUT_IGNORED = {

@@ -17,8 +17,12 @@ from tests.corpus.heads import (
     WORDS,
     arguments,
     build,
+    by_log_of_softmax,
     each_row,
     flattened,
+    masked_sum,
+    mean_of_log_probabilities,
+    mean_of_rows,
     per_items,
     selective_log_softmax,
     several_heads,
@@ -28,6 +32,7 @@ from tests.corpus.heads import (
     softcapped,
     sum_over_size,
     tied,
+    weighted_log_probabilities,
     words_second,
     z_loss,
 )
@@ -95,6 +100,66 @@ sub_1: f32[2, 5] = sub.Tensor(squeeze, stack)
 return [sub_1]""")
 
 
+def test_graph_of_a_masked_sum():
+    frames = assert_fires(NAME, *build(masked_sum))
+    expecttest.assert_expected_inline(render(frames.graph), """\
+view: i64[12] = view(labels, [-1])
+clamp: i64[12] = clamp(view, 0)
+ne: b8[2, 6] = ne.Scalar(labels, -100)
+view_1: b8[12] = view(ne, [-1])
+view_2: f32[12, 12] = view(hidden, [-1, 12])
+detach: b8[12] = detach(view_1)
+to_copy: f32[12] = _to_copy(detach, dtype=float32)
+linear_cross_entropy: (f32[], f32[12], f32[12, 12], f32[23, 12], f32[0]) = megacpp.linear_cross_entropy(view_2, proj_weight, None, clamp, to_copy, -100, 0.0, 1.0, None, 0.0, sum, xw)
+getitem: f32[] = linear_cross_entropy[0]
+sum: i64[] = sum(view_1)
+div: f32[] = div.Tensor(getitem, sum)
+return [div]""")
+
+
+SUMS = [mean_of_rows, masked_sum, weighted_log_probabilities, mean_of_log_probabilities, by_log_of_softmax]
+
+
+@pytest.mark.parametrize("body", SUMS, ids=lambda f: f.__name__)
+def test_rows_that_are_added_up_are_a_sum(body):
+    assert gradients_of(assert_fires(NAME, *build(body))) == ("sum", "xw")
+
+
+def weighted_by_the_trained(m, x, labels):
+    """A weight with a gradient of its own."""
+    loss = F.cross_entropy(m.proj(x).flatten(0, 1), labels.flatten(), reduction="none")
+    return (loss * x.mean(-1).flatten()).sum()
+
+
+def read_twice(m, x, labels):
+    loss = F.cross_entropy(m.proj(x).flatten(0, 1), labels.flatten(), reduction="none")
+    return (loss * (labels.flatten() > 4)).sum(), loss.detach().amax()
+
+
+def focal(m, x, labels):
+    """Rows count for what their own loss says."""
+    loss = F.cross_entropy(m.proj(x).flatten(0, 1), labels.flatten(), reduction="none")
+    return ((1 - torch.exp(-loss)).square().detach() * loss).mean()
+
+
+def two_weights(m, x, labels):
+    logits = m.proj(x).flatten(0, 1)
+    losses = [F.cross_entropy(logits, labels.flatten(), reduction="none") for _ in range(2)]
+    return (losses[0] * (labels.flatten() > 4)).sum() + (losses[1] * labels.flatten()).mean()
+
+
+def of_each_sequence(m, x, labels):
+    loss = F.cross_entropy(m.proj(x).transpose(1, 2), labels, reduction="none")
+    return loss.sum(-1).square().mean()
+
+
+@pytest.mark.parametrize(
+    "body", [weighted_by_the_trained, read_twice, focal, two_weights, of_each_sequence], ids=lambda f: f.__name__
+)
+def test_rows_that_count_by_themselves(body):
+    assert gradients_of(assert_fires(NAME, *build(body))) == ("none", "")
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("body", [flattened, each_row, z_loss, smoothed, softcapped], ids=lambda f: f.__name__)
 def test_dtypes(body, dtype):
@@ -118,7 +183,7 @@ def test_bias(body):
 
 
 DYNAMIC = [flattened, words_second, shifted_logits, shifted_labels, z_loss, selective_log_softmax, several_heads,
-           sum_over_size]  # fmt: skip
+           sum_over_size, masked_sum, mean_of_rows]  # fmt: skip
 
 
 @pytest.mark.parametrize("everything", [False, True], ids=["length", "everything"])
@@ -287,6 +352,14 @@ NEAR_MISSES = {
 )  # fmt: skip
 def test_refuses(tag, body):
     assert_refused(NAME, tag, *build(body))
+
+
+def test_refuses_labels_that_may_be_fewer():
+    """Of lengths that vary by themselves, as nothing here says that they are one."""
+    module, (x, labels) = build(mean_of_log_probabilities)
+    for t in (x, labels):
+        torch._dynamo.mark_dynamic(t, 1)
+    assert_refused(NAME, "rows", module, (x, labels))
 
 
 class Loss(nn.Module):

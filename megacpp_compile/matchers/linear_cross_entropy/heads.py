@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from megacpp_compile.matchers.linear_cross_entropy import logits as logits_of
 from megacpp_compile.matchers.linear_cross_entropy.logits import Logits
 from megacpp_compile.matchers.linear_cross_entropy.reads import Read, read_of, same_elements
 from megacpp_compile.matchers.linear_cross_entropy.rows import keys
+from megacpp_compile.matchers.linear_cross_entropy.sums import summed
 
 aten = torch.ops.aten
 
@@ -66,7 +67,8 @@ class HeadLoss:
 
     def inside(self) -> list[Node]:
         """The nodes that compute what is read, without views of targets."""
-        found = [n for o in self.outputs for n in (o.read.logits.linear.node, *o.read.logits.path, o.read.node)]
+        found = [n for o in self.outputs for n in (o.read.logits.linear.node, *o.read.logits.path,
+                                                   *o.read.through, o.read.node)]  # fmt: skip
         return list(dict.fromkeys(found))
 
 
@@ -103,7 +105,7 @@ def _head(linear: Linear) -> Head | None:
     return Head(linear, tuple(reads), sizes, tuple(others), tuple(failures))
 
 
-def sites(head: Head) -> list[HeadLoss]:
+def sites(head: Head, has_gradient: Callable[[Node], bool]) -> list[HeadLoss]:
     """All reads of `head`, as few sites as possible. Log-sum-exps are of the site that has their rows."""
     pieces: dict[Any, list[_Piece]] = {}
     for piece in _lifted(head.reads):
@@ -118,9 +120,16 @@ def sites(head: Head) -> list[HeadLoss]:
         groups = list(by_target.values()) or [[]]
         groups[0] = groups[0] + without
         for group in groups:
-            outputs = tuple(output for piece in group for output in piece.outputs)
+            outputs = _added_up([output for piece in group for output in piece.outputs], has_gradient)
             found.append(HeadLoss(group[0].logits, outputs, group[0].targets, head.sizes))
     return found
+
+
+def _added_up(outputs: Sequence[Output], has_gradient: Callable[[Node], bool]) -> tuple[Output, ...]:
+    """`outputs` as sums over rows, where all are and rows count alike in them; else as they are."""
+    sums = [o if o.part is not None else Output(summed(o.read, has_gradient)) for o in outputs]
+    alike = len({o.read.weights for o in sums}) == 1 and all(o.read.reduction != "none" for o in sums)
+    return tuple(sums if alike else outputs)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -91,7 +91,7 @@ def _made(logits: Logits, user: Node) -> list[Logits] | None:
             return [view]
         if user.target is aten.tanh.default and logits.inner is None and not logits.normalised:
             return [logits.made(user, inner=logits.factor, factor=1.0)]
-    if (factor := _factor(logits.node, user)) is not None:
+    if (factor := factor_of(logits.node, user)) is not None:
         return [logits.made(user, **({"sign": logits.sign * factor} if logits.normalised
                                      else {"factor": logits.factor * factor}))]  # fmt: skip
     return None if logits.normalised else _normalised(logits, user)
@@ -102,7 +102,7 @@ def _of_view(logits: Logits, user: Node) -> Logits | None:
     return logits.made(user, views=(*logits.views, view), dim=view.behind) if view is not None else None
 
 
-def _factor(node: Node, user: Node) -> float | None:
+def factor_of(node: Node, user: Node) -> float | None:
     """The number that `user` multiplies `node` by."""
     if user.target is aten.neg.default:
         return -1.0

@@ -27,6 +27,8 @@ class Read:
 
     target: int64, an element for every row, in the order of rows; None of a log-sum-exp.
     keepdim: whether the result of a read without reduction has the vocabulary's dimension, of size 1.
+    weights: what rows are multiplied by before they are added up, in the order of rows. through: nodes between the loss
+    of rows and `node`, which has the reduction; "rows" is the mean over all rows, "mean" that of rows not ignored.
     """
 
     kind: Kind
@@ -37,6 +39,8 @@ class Read:
     ignore_index: int = IGNORE_INDEX
     label_smoothing: float = 0.0
     keepdim: bool = False
+    weights: tuple[Node, ...] = ()
+    through: tuple[Node, ...] = ()
 
 
 def read_of(logits: Logits, node: Node) -> Read | MatchFailure | None:
@@ -82,11 +86,13 @@ def _gathered(logits: Logits, node: Node) -> Read | MatchFailure | None:
     if not isinstance(dim, int) or dim % len(sizes) != logits.dim:
         return None
     rows = [same_size(a, b) for d, (a, b) in enumerate(zip(sizes, shape, strict=True)) if d != logits.dim]
-    if not all(rows) or shape[logits.dim] != 1:
-        if not logits.normalised:
-            return None
+    if all(rows) and shape[logits.dim] == 1:
+        return _picked(logits, node, index, True)  # type: ignore[arg-type]
+    if not logits.normalised:
+        return None
+    if shape[logits.dim] != 1:
         return MatchFailure(node, "several-targets", "more than one word's log-probability is read of a row")
-    return _picked(logits, node, index, True)  # type: ignore[arg-type]
+    return MatchFailure(node, "rows", "not known to read a word of every row: gather takes fewer, too")
 
 
 def _indexed(logits: Logits, node: Node) -> Read | None:
