@@ -196,7 +196,7 @@ def test_keeps_its_gradients_or_its_operands(rand):
 
 
 class Largest(TorchDispatchMode):
-    """Elements of the largest tensor that an op makes; `besides` are shapes that may be larger."""
+    """Elements of the largest floating point tensor that an op makes; `besides` are shapes that may be larger."""
 
     def __init__(self, *besides):
         super().__init__()
@@ -204,8 +204,9 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        new = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and tuple(t.shape) not in self.besides]
-        self.found = max([self.found, *(t.numel() for t in new if not func.is_view)])
+        made = [] if func.is_view else [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
+        new = (t.numel() for t in made if t.is_floating_point() and tuple(t.shape) not in self.besides)
+        self.found = max([self.found, *new])
         return out
 
 
