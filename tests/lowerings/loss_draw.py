@@ -36,11 +36,13 @@ def arguments(kind: Kind, draw: random.Random, make: Maker, room: int) -> tuple[
     (n,), (h, v), f = outer_sizes(kind, draw, room), kind.widths.values(), kind.flags
     normal = make.normal(kind.dtypes["main"])
     wide = torch.promote_types(kind.dtypes["main"], torch.float32)
-    x, w = kind.patterns["x"].lay(normal, (n, h)), kind.patterns["w"].lay(normal, (v, h)) / h**0.5
+    # Logits below some 3: half precision rounds them by 2^-9 of themselves, and probabilities are off by as much.
+    small = 0.5 / max(1, f["scale"])
+    x, w = kind.patterns["x"].lay(normal, (n, h)), kind.patterns["w"].lay(normal, (v, h)) * (small / h**0.5)
     words = [f["ignore_index"] if draw.random() < f["ignored"] else draw.randrange(v) for _ in range(n)]
     target = torch.tensor(words, dtype=torch.int64, device=make.device)
     weight = make.normal(wide)(n).exp() if f["weighted"] else None
-    tensors = x, w, normal(v) if f["bias"] else None, target, weight
+    tensors = x, w, normal(v) * small if f["bias"] else None, target, weight
     settings = f["ignore_index"], f["smoothing"], f["scale"], f["softcap"], f["z_loss"]
     if kind.op == "linear_cross_entropy":
         return *tensors, *settings, "sum" if f["summed"] else "none", f["grads"]

@@ -196,7 +196,7 @@ def test_keeps_its_gradients_or_its_operands(rand):
 
 
 class Largest(TorchDispatchMode):
-    """Elements of the largest tensor that an op makes; `besides` are shapes that may be larger."""
+    """Elements of the largest floating point tensor that an op makes; `besides` are shapes that may be larger."""
 
     def __init__(self, *besides):
         super().__init__()
@@ -204,8 +204,9 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        new = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and tuple(t.shape) not in self.besides]
-        self.found = max([self.found, *(t.numel() for t in new if not func.is_view)])
+        made = [] if func.is_view else [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
+        new = (t.numel() for t in made if t.is_floating_point() and tuple(t.shape) not in self.besides)
+        self.found = max([self.found, *new])
         return out
 
 
@@ -297,3 +298,44 @@ def test_autocast_does_not_reach_inside(rand):
     with torch.autocast("cpu", torch.bfloat16):
         got = linear_cross_entropy(*args)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+class Head(torch.nn.Module):
+    """A layer, and the mean loss of what it says of the next token."""
+
+    def __init__(self, reduction, softcap=4.0):
+        super().__init__()
+        self.inner, self.outer = torch.nn.Linear(HIDDEN, HIDDEN), torch.nn.Linear(HIDDEN, WORDS)
+        self.rest = IGNORED, 0.1, 1.0, softcap, 1e-3, reduction, "xwb" if reduction == "sum" else ""
+
+    def forward(self, x, target, op=linear_cross_entropy):
+        y = F.silu(self.inner(x)).flatten(0, -2)
+        loss, lse, *_ = op(y, self.outer.weight, self.outer.bias, target.flatten(), None, *self.rest)
+        if self.rest[-2] == "none":
+            loss = (loss + 0.1 * lse.sin()).sum()
+        return loss / (target != IGNORED).sum()
+
+
+@pytest.mark.usefixtures("no_kernels", "short_chunks")
+@pytest.mark.parametrize("policy", ["none", "selective", "full", 0.3])
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_in_compiled_graphs(rand, monkeypatch, reduction, dynamic, policy):
+    """The op stays in the graph, whatever there are of tokens, and no policy runs it a second time."""
+    torch._dynamo.reset()
+    model, calls, plain = Head(reduction).double(), [], reference.linear_cross_entropy
+    monkeypatch.setattr(reference, "linear_cross_entropy", lambda *args: (calls.append(args), plain(*args))[1])
+    compiled = torch.compile(
+        model, backend="megacpp", dynamic=dynamic, fullgraph=True, options={"strict": True, "policy": policy}
+    )
+    for tokens in (5, 9):
+        x, target = rand(2, tokens, HIDDEN), torch.arange(2 * tokens).remainder(WORDS).view(2, tokens)
+        target[0, 1] = IGNORED
+        calls.clear()
+        losses = compiled(x, target), model(x, target, formula)
+        got, want = ([loss, *torch.autograd.grad(loss, tuple(model.parameters()))] for loss in losses)
+        assert all(relative_error(g, w) < 1e-12 for g, w in zip(got, want, strict=True))
+        assert len(calls) == 1
+    with torch.no_grad():
+        assert relative_error(compiled(x, target), losses[1]) < 1e-12
+    torch._dynamo.reset()

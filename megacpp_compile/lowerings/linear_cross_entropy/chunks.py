@@ -10,8 +10,11 @@ from collections.abc import Iterator
 
 import torch
 
+from megacpp_compile.targets import CUDA, TPU, family
+
 # Bytes of logits in a chunk, in the dtype that they are kept in.
 CUDA_BYTES = 512 << 20
+XLA_BYTES = 256 << 20
 CPU_BYTES = 64 << 20
 # Chunks are a multiple of so many rows, a tile of a GEMM, where they are that long.
 TILE = 128
@@ -19,7 +22,7 @@ TILE = 128
 
 def chunk_rows(tokens: int, words: int, itemsize: int, device: torch.device) -> int:
     """Rows of the longest chunk: as many as fit, or fewer where so many chunks are then of one length."""
-    most = max(1, (CUDA_BYTES if device.type == "cuda" else CPU_BYTES) // max(1, words * itemsize))
+    most = max(1, {CUDA: CUDA_BYTES, TPU: XLA_BYTES}.get(family({device.type}), CPU_BYTES) // max(1, words * itemsize))
     if tokens <= most:
         return max(1, tokens)
     even = -(-tokens // -(-tokens // most))

@@ -53,7 +53,8 @@ def gradient(
     if dlse is not None:
         of_lse = of_lse + dlse
     d = torch.exp(z - lse.unsqueeze(1)) * of_lse.unsqueeze(1)
-    d = d.scatter_add(1, at.unsqueeze(1), -(1 - label_smoothing) * count.unsqueeze(1))
+    hot = torch.arange(z.shape[1], device=z.device) == at.unsqueeze(1)
+    d = torch.where(hot, d - (1 - label_smoothing) * count.unsqueeze(1), d)
     if label_smoothing:
         d = d - (label_smoothing / z.shape[1]) * count.unsqueeze(1)
     if softcap is not None:
@@ -105,7 +106,7 @@ def linear_cross_entropy(
     grads: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     (n, words), wide = (x.shape[0], w.shape[0]), compute_dtype(x)
-    count, at = counts(target, weight, ignore_index, wide), _places(target, ignore_index)
+    count, at = counts(target, weight, ignore_index, wide), places_of(target, ignore_index)
     lse, loss = (x.new_empty(n, dtype=wide) for _ in range(2))
     made = Gradients(x, w, grads)
     for rows in chunks(n, words, wide.itemsize, x.device):
@@ -135,7 +136,7 @@ def linear_cross_entropy_backward(
     grads: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, w and b (empty where `grads` does not name them), from those of each row's loss and lse."""
-    count, at = counts(target, weight, ignore_index, lse.dtype), _places(target, ignore_index)
+    count, at = counts(target, weight, ignore_index, lse.dtype), places_of(target, ignore_index)
     count = torch.zeros_like(count) if dloss is None else count * dloss.to(lse.dtype)
     made = Gradients(x, w, grads)
     for rows in chunks(x.shape[0], w.shape[0], lse.dtype.itemsize, x.device):
@@ -152,6 +153,6 @@ def reduced(loss: Tensor, count: Tensor, reduction: str) -> Tensor:
     return loss.sum() if reduction == "sum" else loss
 
 
-def _places(target: Tensor, ignore_index: int) -> Tensor:
+def places_of(target: Tensor, ignore_index: int) -> Tensor:
     """The word that each row is compared with, the first one where the row is ignored."""
     return torch.where(target == ignore_index, 0, target)
