@@ -85,13 +85,15 @@ def _name(node: Node) -> str:
 
 
 def _match(view: GraphView, site: HeadLoss, gradients: set[Node]) -> Match | MatchFailure:
-    root, inputs = site.outputs[0].read.node, inputs_of(site)
+    loss, linear, inputs = site.outputs[0].read.node, site.logits.linear.node, inputs_of(site)
+    states = view.mode_states
+    root = linear if states[linear] == states[loss] else loss  # the report names the head where it may
     sizes = sizes_read_elsewhere(site, inputs)
     outputs = [*(output.read.node for output in site.outputs), *sizes]
-    if place(inputs, outputs, root, view.mode_states) is None:
+    if place(inputs, outputs, root, states) is None:
         return MatchFailure(root, *REGION)
 
     def rewrite(build: Builder) -> tuple[Node, list[Node]]:
-        return emit(build, site, sizes, gradients if view.mode_states[root].grad else set())
+        return emit(build, site, sizes, gradients if states[root].grad else set())
 
     return Match(root, inputs, outputs, rewrite)

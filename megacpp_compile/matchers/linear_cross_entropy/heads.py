@@ -16,7 +16,7 @@ from megacpp_compile.matchers.linear import Linear, match_linear
 from megacpp_compile.matchers.linear_cross_entropy import logits as logits_of
 from megacpp_compile.matchers.linear_cross_entropy.logits import Logits
 from megacpp_compile.matchers.linear_cross_entropy.reads import Read, read_of, same_elements
-from megacpp_compile.matchers.linear_cross_entropy.rows import keys
+from megacpp_compile.matchers.linear_cross_entropy.rows import first_of, keys
 from megacpp_compile.matchers.linear_cross_entropy.sums import summed
 
 aten = torch.ops.aten
@@ -156,7 +156,7 @@ def _lifted(reads: Iterable[Read]) -> Iterator[_Piece]:
     for read in reads:
         key: Any = read
         moves = read.logits.moves()
-        if moves and read.reduction == "none" and moves[-1].takes_first:
+        if moves and read.reduction == "none" and moves[-1].index is not None:
             own = keys(moves[:-1]), read.logits.scale, read.logits.softcap
             key = (own, read.kind, read.logits.sign, read.keepdim, read.logits.dim)
         alike.setdefault(key, []).append(read)
@@ -166,11 +166,11 @@ def _lifted(reads: Iterable[Read]) -> Iterator[_Piece]:
 
 def _together(group: Sequence[Read]) -> list[_Piece]:
     moves = group[0].logits.moves()
-    if len(group) < 2 or group[0].reduction != "none" or not moves or not moves[-1].takes_first:
+    if len(group) < 2 or group[0].reduction != "none" or not moves or moves[-1].index is None:
         return []
     parts = {read.logits.moves()[-1].index: read for read in group}
     count = value(moves[-1].source).shape[0]
-    if not isinstance(count, int) or sorted(parts) != list(range(count)) or len(group) != count:
+    if not isinstance(count, int) or set(parts) != set(range(count)) or len(group) != count:
         return []
     ordered = [parts[i] for i in range(count)]
     logits = ordered[0].logits
@@ -181,8 +181,8 @@ def _together(group: Sequence[Read]) -> list[_Piece]:
 def _roots(reads: Sequence[Read]) -> tuple[Node, ...]:
     """The targets' roots; one for all where they are its rows in order."""
     found = tuple(same_elements(read.target) for read in reads if read.target is not None)
-    if len(found) < 2 or any(n.target is not aten.select.int or n.args[1] != 0 for n in found):
-        return found
-    whole = {n.args[0] for n in found}
-    in_order = [n.args[2] for n in found] == list(range(len(found)))
-    return (same_elements(whole.pop()),) if len(whole) == 1 and in_order else found  # type: ignore[arg-type]
+    rows = [first_of(node) for node in found]
+    wholes = {row[0] for row in rows if row is not None}
+    if len(found) > 1 and len(wholes) == 1 and [row and row[1] for row in rows] == list(range(len(found))):
+        return (same_elements(wholes.pop()),)
+    return found

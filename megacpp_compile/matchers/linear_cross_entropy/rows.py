@@ -48,21 +48,25 @@ class RowView:
         return self.node.args[0].args[0] if self.node.target is operator.getitem else self.node.args[0]  # type: ignore
 
     @property
-    def takes_first(self) -> bool:
-        """Whether it is one entry of the first dimension, as `rows[3]` or what iterating over rows gives."""
-        target, arguments = _call(self.node)
-        along = {aten.select.int: 0, aten.unbind.int: 0}.get(target)
-        return along is not None and arguments[0] == 0 and self.before != 0
-
-    @property
-    def index(self) -> int:
-        """Which entry `takes_first` says it is."""
-        return self.node.args[1] if self.node.target is operator.getitem else self.node.args[2]  # type: ignore
+    def index(self) -> int | None:
+        """Which entry of the first dimension it is, as `rows[3]` or what iterating over rows gives; None otherwise."""
+        entry = first_of(self.node) if self.before != 0 else None
+        return entry and entry[1]
 
     def chosen_by(self) -> list[Node]:
         """The nodes beside what it is a view of: masks, indices, sizes."""
         call = self.node.args[0] if self.node.target is operator.getitem else self.node
         return [n for n in call.all_input_nodes if n is not self.source]  # type: ignore[union-attr]
+
+
+def first_of(node: Node) -> tuple[Node, int] | None:
+    """(tensor, i) where `node` is entry i of the tensor's first dimension."""
+    target, arguments = _call(node)
+    if target is aten.unbind.int and node.target is operator.getitem and arguments[0] == 0:
+        return node.args[0].args[0], node.args[1]  # type: ignore
+    if target is aten.select.int and arguments[0] == 0 and isinstance(arguments[1], int):
+        return node.args[0], arguments[1]  # type: ignore
+    return None
 
 
 def row_view(node: Node, dim: int) -> RowView | None:
@@ -104,9 +108,11 @@ _ALONG = (aten.slice.Tensor, aten.select.int, aten.index_select.default, aten.un
 
 
 def _call(node: Node) -> tuple[Any, list[Any]]:
-    """(what is called, its arguments behind the tensor, with the dimension spelled out); of an item, those of the
-    split or unbind."""
+    """(what is called, its arguments behind the tensor, with the dimension spelled out); of an item, those of the split
+    or unbind. (None, []) of an input."""
     node = node.args[0] if node.target is operator.getitem else node  # type: ignore[assignment]
+    if node.op != "call_function":
+        return None, []
     arguments = list(node.args[1:])
     if node.target in SPLITS:
         arguments = [arguments[0], arguments[1] if len(arguments) > 1 else 0]
