@@ -16,12 +16,13 @@ recorded and parts without; a loss in float64 of other logits; on CUDA, logits o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from megacpp_compile.fx.edit import Builder, place, value
+from megacpp_compile.fx.edit import Builder, place, same_size, value
 from megacpp_compile.fx.sizes import nbytes
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
@@ -62,10 +63,9 @@ def _refusal(view: GraphView, head: Head, found: list[HeadLoss]) -> MatchFailure
         size = f"{nbytes(value(node)) / 2**20:.1f} MiB of logits, of use from {MIN_BYTES >> 20} MiB"
         return MatchFailure(losses[0], "small", size)
     if head.others:
-        reader = min(head.others)
-        how = "returned from the frame" if reader.op == "output" else f"read by {_name(reader)}"
-        return MatchFailure(losses[0], "logits-kept", f"the logits are {how} beside the loss, so they stay in memory: "
-                            "return the loss alone")  # fmt: skip
+        return MatchFailure(losses[0], "logits-kept", _kept(head.others))
+    if not all(map(_target_a_row, found)):
+        return MatchFailure(losses[0], "rows", "the rows are not known to be as many as the targets")
     inside = [n for site in found for n in site.inside()]
     dtype = value(node).dtype
     if any(value(n).dtype == torch.float64 != dtype for n in inside):
@@ -73,6 +73,24 @@ def _refusal(view: GraphView, head: Head, found: list[HeadLoss]) -> MatchFailure
     if len({view.mode_states[n].grad for n in inside}) > 1:
         return MatchFailure(losses[0], "region", "part of it runs with gradients recorded, and part without")
     return None
+
+
+def _kept(readers: Sequence[Node]) -> str:
+    """Why logits that `readers` read stay in memory, and what to do where they are returned."""
+    others = sorted({_name(reader) for reader in readers if reader.op != "output"})
+    if others:
+        return f"beside the loss {', '.join(others)} read the logits, so they stay in memory"
+    return "the frame returns the logits beside the loss, so they stay in memory: return the loss alone"
+
+
+def _target_a_row(site: HeadLoss) -> bool:
+    """Whether each row has a target. Rows that a mask chooses would get a number of their own, which no check equates
+    with that of the labels."""
+    given = sum(value(target).numel() for target in site.targets)
+    fake = value(site.logits.node)
+    if free_unbacked_symbols(fake):
+        return False
+    return not site.targets or same_size(given * fake.shape[site.logits.dim], fake.numel())
 
 
 def _small(logits: Node) -> bool:

@@ -362,6 +362,23 @@ def test_refuses_labels_that_may_be_fewer():
     assert_refused(NAME, "rows", module, (x, labels))
 
 
+def rows_by_their_labels(m, x, labels):
+    """How many there are is known at run time only, and of either tensor by itself."""
+    counted = labels != IGNORED
+    return F.cross_entropy(m.proj(x)[counted], labels[counted])
+
+
+def test_refuses_rows_of_unknown_number():
+    assert_refused(NAME, "rows", *build(rows_by_their_labels))
+
+
+def test_says_what_keeps_logits():
+    """What to do is said where it is known."""
+    reasons = {body: run(*build(body)).misses[0].reason for body in (kept, accuracy)}
+    assert "return the loss alone" in reasons[kept]
+    assert "argmax read" in reasons[accuracy] and "return" not in reasons[accuracy]
+
+
 class Loss(nn.Module):
     """A loss compiled by itself."""
 
