@@ -80,7 +80,10 @@ def _kept(readers: Sequence[Node]) -> str:
     others = sorted({_name(reader) for reader in readers if reader.op != "output"})
     if others:
         return f"beside the loss {', '.join(others)} read the logits, so they stay in memory"
-    return "the frame returns the logits beside the loss, so they stay in memory: return the loss alone"
+    return (
+        "the frame returns the logits beside the loss, so they stay in memory: return the loss alone, or name that "
+        'output in options={"drop_outputs": ("logits",)}'
+    )
 
 
 def _target_a_row(site: HeadLoss) -> bool:
