@@ -714,7 +714,7 @@ class DroppedOutputError(MegacppError):
     def __init__(self, name: str) -> None:
         self.name = name
         super().__init__(
-            f"the output {name!r} is read, and the option 'drop_outputs' has dropped it: it was never computed as a whole. "
+            f"the output {name!r} is read, and the option 'drop_outputs' has dropped it: it was never made as a whole. "
             f"Take {name!r} out of 'drop_outputs', or do not read it."
         )
 

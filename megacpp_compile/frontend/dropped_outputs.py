@@ -30,8 +30,8 @@ class DroppedOutput:
         return f"<{self._name}, dropped by the option 'drop_outputs'>"
 
     def __getattr__(self, attribute: str) -> Any:
-        if attribute.startswith("__"):  # protocols that a trainer asks every output for
-            raise AttributeError(attribute)
+        if attribute.startswith("__"):  # protocols that a trainer asks every output for; an AttributeError
+            return object.__getattribute__(self, attribute)
         raise DroppedOutputError(self._name)
 
     @classmethod
