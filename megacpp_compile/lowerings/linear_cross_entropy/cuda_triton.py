@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megacpp_compile._torch.ops import assert_async
 from megacpp_compile.lowerings._kernels.triton_launch import is_wide
 from megacpp_compile.lowerings._op import compute_dtype
 from megacpp_compile.lowerings.linear_cross_entropy import chunks
@@ -164,7 +165,7 @@ def _constants(x: Tensor, label_smoothing: float, scale: float, softcap: float |
 
 def _assert_words(target: Tensor, ignore_index: int, words: int) -> None:
     inside = (target >= 0) & (target < words)
-    torch._assert_async((inside | (target == ignore_index)).all(), "linear_cross_entropy: a target is out of bounds")
+    assert_async((inside | (target == ignore_index)).all(), "linear_cross_entropy: a target is out of bounds")
 
 
 def _dense(t: Tensor) -> Tensor:

@@ -83,7 +83,8 @@ class Gradients:
         if "x" in self.wanted:
             self.dx[rows] = d.to(self.x.dtype) @ self.w
         if "w" in self.wanted:
-            self.dw.addmm_(d.t(), self.x[rows].to(d.dtype))
+            of_rows = d.t(), self.x[rows].to(d.dtype)
+            self.dw = torch.mm(*of_rows) if rows.start == 0 else self.dw.addmm_(*of_rows)
         if "b" in self.wanted:
             self.db += d.sum(0)
 
