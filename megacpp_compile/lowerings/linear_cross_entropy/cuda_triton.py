@@ -2,8 +2,8 @@
 in their place (`_triton_rows`), and cuBLAS takes it from there.
 
 In memory beside operands and results: the logits of one chunk (`chunks`), and where several chunks add to the gradient
-of w, that in `ACCUMULATE`. No atomics: equal inputs give equal bits. A target that is no word fails a device-side
-assertion, as in eager.
+of w, that in `chunks.ACCUMULATE`. No atomics: equal inputs give equal bits. A target that is no word fails an assertion
+on the device, as in eager.
 """
 
 from __future__ import annotations
@@ -27,9 +27,6 @@ __all__ = ["TRACED", "linear_cross_entropy", "linear_cross_entropy_backward", "s
 
 # A loop over chunks, of which there may be any number, each in the memory of the one before.
 TRACED = False
-# What several chunks' gradients of a weight in half precision are added up in: torch.float32, which holds them twice as
-# wide until the last, or None for the weight's own dtype, which rounds once a chunk.
-ACCUMULATE: torch.dtype | None = torch.float32
 # Bytes of float32 products that torch 2.9, which adds none of them inside a GEMM, makes beside that sum.
 SCRATCH_BYTES = 64 << 20
 # Bytes that a row of logits begins at a multiple of; GEMMs are slow on others.
@@ -73,10 +70,7 @@ class Gradients:
     def __init__(self, of: Chunks, wanted: str) -> None:
         self.of, self.wanted = of, wanted
         x, w, b = (name in wanted for name in "xwb")
-        sums = of.w.dtype
-        if len(of.slices) > 1:
-            half = torch.float32 if sums == torch.float16 else ACCUMULATE or sums
-            sums = torch.promote_types(half, sums)
+        sums = chunks.sum_dtype(of.w.dtype, len(of.slices) > 1)
         new = of.w.new_empty if of.tokens else of.w.new_zeros
         self.dx = of.x.new_empty(of.x.shape if x else 0)
         self.dw = new(of.w.shape if w else 0, dtype=sums)

@@ -115,8 +115,8 @@ def linear_cross_entropy(
         lse[rows], picked, total = statistics(z, at[rows])
         loss[rows] = row_losses(lse[rows], picked, total, words, label_smoothing, z_loss)
         if grads:
-            d = gradient(z, lse[rows], at[rows], count[rows], None, label_smoothing, scale, softcap, z_loss)
-            made.add(rows, d)
+            settings = label_smoothing, scale, softcap, z_loss
+            made.add(rows, gradient(z, lse[rows], at[rows], count[rows], None, *settings))
     return reduced(loss, count, reduction), lse, *made.made()
 
 
