@@ -27,8 +27,8 @@ _READS_OF_MANY, _READS = 4, 8
 
 class Facts:
     """What does not depend on a plan. By node: `kinds`, how it runs ("view" or `OpTraits.kernel`); `readers`, beyond
-    views; `pieces`, the tensors it allocates, with their bytes; `workspaces`, bytes that it has while it runs, of the few
-    that have many; `inputs`."""
+    views; `pieces`, the tensors it allocates, with their bytes; `workspaces`, bytes it has while it runs, where many;
+    `inputs`."""
 
     def __init__(self, nodes: Sequence[Node]) -> None:
         self.kinds: dict[Node, str] = {n: _kind(n) for n in nodes}
