@@ -37,8 +37,8 @@ aten = torch.ops.aten
 
 def supports(name: str, args: Sequence[Any]) -> str | None:
     """Why the kernel cannot serve this call, or None."""
-    w = args[3] if name.endswith("_backward") else args[1]
-    return f"{w.shape[0]} words: a row is counted in 32 bits" if w.shape[0] >= 1 << 31 else None
+    words = args[3 if name.endswith("_backward") else 1].shape[0]
+    return f"{words} words: a row is counted in 32 bits" if isinstance(words, int) and words >= 1 << 31 else None
 
 
 class Chunks:
