@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megacpp_compile.errors import OperandError
+from megacpp_compile.lowerings._traits import traits_of
 from megacpp_compile.lowerings.linear_cross_entropy import (
     GRADS,
     chunks,
@@ -151,6 +154,16 @@ def test_only_the_gradients_that_are_needed(rand):
     assert not loss.requires_grad and not lse.requires_grad
 
 
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_gradients_have_no_gradients(rand, reduction):
+    """They would be wrong: an error, as for any op without a second derivative."""
+    args = arguments(rand, reduction=reduction)
+    loss = linear_cross_entropy(*args)[0].sum()
+    with pytest.raises(RuntimeError if reduction == "none" else OperandError, match="create_graph|no autograd formula"):
+        first = torch.autograd.grad(loss, leaves(args), create_graph=True)
+        torch.autograd.grad(first[0].sum(), leaves(args))
+
+
 def test_the_losses_gradient_is_not_rounded_to_half_precision(rand):
     """A third is not a number of bfloat16's; a gradient is multiplied by it in float32, and rounded once."""
     args = arguments(rand, dtype=torch.bfloat16)
@@ -238,6 +251,23 @@ def test_chunks(tokens, words, device):
     assert longest <= chunks.chunk_rows(tokens, words, 2, torch.device(device))
     assert longest * words * 2 <= (chunks.CUDA_BYTES if device == "cuda" else chunks.CPU_BYTES)
     assert device == "cpu" or longest >= min(tokens, 1024)
+
+
+@pytest.mark.parametrize("accumulate", [torch.float32, None])
+@pytest.mark.parametrize("grads", ["", "x", "xw"])
+@pytest.mark.parametrize(("tokens", "words"), [(16384, 131072), (1024, 32768)])
+def test_what_it_holds_while_it_runs(monkeypatch, accumulate, grads, tokens, words):
+    """On a GPU: a chunk of logits, and where there are several the gradient of w in what they are added up in."""
+    monkeypatch.setattr(chunks, "ACCUMULATE", accumulate)
+    on_gpu = {"dtype": torch.bfloat16, "device": torch.device("cuda")}
+    x, w = (SimpleNamespace(shape=(n, 2048), **on_gpu) for n in (tokens, words))
+    whole, several = 2 * tokens * words, tokens * words * 2 > chunks.CUDA_BYTES
+    logits = chunks.CUDA_BYTES if several else whole
+    wide = 2 * words * 2048 if several and accumulate and "w" in grads else 0  # beside the result
+    want = max(logits + wide, 2 * wide)
+    assert traits_of(torch.ops.megacpp.linear_cross_entropy.default).workspace(x, w, *[None] * 9, grads) == want
+    backward = traits_of(torch.ops.megacpp.linear_cross_entropy_backward.default)
+    assert backward.workspace(None, None, x, w, *[None] * 9, grads) == want
 
 
 REFUSED = {

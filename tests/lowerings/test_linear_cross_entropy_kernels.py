@@ -56,7 +56,7 @@ def calls(rand, dtype, **options):
 @pytest.mark.parametrize("accumulate", [torch.float32, None], ids=["wide", "in_place"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_several_chunks(rand, monkeypatch, dtype, accumulate):
-    monkeypatch.setattr(kernels(), "ACCUMULATE", accumulate)
+    monkeypatch.setattr(chunks, "ACCUMULATE", accumulate)
     for name, args in calls(rand, dtype):
         with poisoned_memory(), torch.no_grad():
             got = getattr(kernels(), name)(*args)
@@ -76,7 +76,7 @@ def test_chunks_round_the_gradient_once(rand, monkeypatch, dtype):
             return float((kernels().linear_cross_entropy(*args)[3].cpu().double() - want).norm())
 
     parted = error()
-    monkeypatch.setattr(kernels(), "ACCUMULATE", None)
+    monkeypatch.setattr(chunks, "ACCUMULATE", None)
     in_place = error()
     monkeypatch.setattr(chunks, "chunk_rows", lambda *_: 11)
     whole = error()

@@ -42,6 +42,7 @@ from megacpp_compile.fx.sizes import elements, hint
 from megacpp_compile.lowerings._op import compute_dtype, no_autocast, save_operands, saved_operands, serve
 from megacpp_compile.lowerings._traits import OpTraits, declare
 from megacpp_compile.lowerings.linear_cross_entropy import reference
+from megacpp_compile.lowerings.linear_cross_entropy.chunks import workspace
 
 __all__ = ["GRADS", "linear_cross_entropy", "linear_cross_entropy_backward"]
 
@@ -168,6 +169,9 @@ def _backward(ctx: Any, dloss: Tensor | None, dlse: Tensor | None, *_: None) -> 
 def _of_sum(ctx: Any, dloss: Tensor | None) -> list[Tensor | None]:
     if dloss is None:
         return [None] * 3
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        problem = "a sum's gradients are made in its forward and have none of their own (create_graph=True)"
+        raise OperandError("megacpp::linear_cross_entropy", problem)
     # By a number in the compute dtype: rounded to half precision it would move a whole gradient by as much.
     scaled = {
         name: (t.to(dloss.dtype) * dloss).to(t.dtype) for name, t in zip(ctx.grads, ctx.saved_tensors, strict=True)
@@ -200,10 +204,20 @@ def _flops_backward(dloss: Any, dlse: Any, x: Tensor, w: Tensor, *rest: Any) -> 
     return _gemms(x, w, rest[-1])
 
 
+def _workspace(x: Tensor, w: Tensor, *rest: Any) -> int:
+    return workspace(x, w, rest[-1])
+
+
+def _workspace_backward(dloss: Any, dlse: Any, x: Tensor, w: Tensor, *rest: Any) -> int:
+    return workspace(x, w, rest[-1])
+
+
 declare(
     {
         # Never recomputed: what it saves is smaller than its operand's logits, and gradients are three GEMMs.
-        "megacpp::linear_cross_entropy": OpTraits(gemm=True, recomputable=False, flops=_flops),
-        "megacpp::linear_cross_entropy_backward": OpTraits(gemm=True, flops=_flops_backward),
+        "megacpp::linear_cross_entropy": OpTraits(gemm=True, recomputable=False, flops=_flops, workspace=_workspace),
+        "megacpp::linear_cross_entropy_backward": OpTraits(
+            gemm=True, flops=_flops_backward, workspace=_workspace_backward
+        ),
     }
 )

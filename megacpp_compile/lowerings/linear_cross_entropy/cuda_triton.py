@@ -2,8 +2,8 @@
 in their place (`_triton_rows`), and cuBLAS takes it from there.
 
 In memory beside operands and results: the logits of one chunk (`chunks`), and where several chunks add to the gradient
-of w, that in `ACCUMULATE`. No atomics: equal inputs give equal bits. A target that is no word fails a device-side
-assertion, as in eager.
+of w, that in `chunks.ACCUMULATE`. No atomics: equal inputs give equal bits. A target that is no word fails an assertion
+on the device, as in eager.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megacpp_compile._torch.ops import assert_async
 from megacpp_compile.lowerings._kernels.triton_launch import is_wide
 from megacpp_compile.lowerings._op import compute_dtype
 from megacpp_compile.lowerings.linear_cross_entropy import chunks
@@ -26,9 +27,6 @@ __all__ = ["TRACED", "linear_cross_entropy", "linear_cross_entropy_backward", "s
 
 # A loop over chunks, of which there may be any number, each in the memory of the one before.
 TRACED = False
-# What several chunks' gradients of a weight in half precision are added up in: torch.float32, which holds them twice as
-# wide until the last, or None for the weight's own dtype, which rounds once a chunk.
-ACCUMULATE: torch.dtype | None = torch.float32
 # Bytes of float32 products that torch 2.9, which adds none of them inside a GEMM, makes beside that sum.
 SCRATCH_BYTES = 64 << 20
 # Bytes that a row of logits begins at a multiple of; GEMMs are slow on others.
@@ -39,8 +37,8 @@ aten = torch.ops.aten
 
 def supports(name: str, args: Sequence[Any]) -> str | None:
     """Why the kernel cannot serve this call, or None."""
-    w = args[3] if name.endswith("_backward") else args[1]
-    return f"{w.shape[0]} words: a row is counted in 32 bits" if w.shape[0] >= 1 << 31 else None
+    words = args[3 if name.endswith("_backward") else 1].shape[0]
+    return f"{words} words: a row is counted in 32 bits" if isinstance(words, int) and words >= 1 << 31 else None
 
 
 class Chunks:
@@ -72,10 +70,7 @@ class Gradients:
     def __init__(self, of: Chunks, wanted: str) -> None:
         self.of, self.wanted = of, wanted
         x, w, b = (name in wanted for name in "xwb")
-        sums = of.w.dtype
-        if len(of.slices) > 1:
-            half = torch.float32 if sums == torch.float16 else ACCUMULATE or sums
-            sums = torch.promote_types(half, sums)
+        sums = chunks.sum_dtype(of.w.dtype, len(of.slices) > 1)
         new = of.w.new_empty if of.tokens else of.w.new_zeros
         self.dx = of.x.new_empty(of.x.shape if x else 0)
         self.dw = new(of.w.shape if w else 0, dtype=sums)
@@ -164,7 +159,7 @@ def _constants(x: Tensor, label_smoothing: float, scale: float, softcap: float |
 
 def _assert_words(target: Tensor, ignore_index: int, words: int) -> None:
     inside = (target >= 0) & (target < words)
-    torch._assert_async((inside | (target == ignore_index)).all(), "linear_cross_entropy: a target is out of bounds")
+    assert_async((inside | (target == ignore_index)).all(), "linear_cross_entropy: a target is out of bounds")
 
 
 def _dense(t: Tensor) -> Tensor:

@@ -83,7 +83,8 @@ class Gradients:
         if "x" in self.wanted:
             self.dx[rows] = d.to(self.x.dtype) @ self.w
         if "w" in self.wanted:
-            self.dw.addmm_(d.t(), self.x[rows].to(d.dtype))
+            of_rows = d.t(), self.x[rows].to(d.dtype)
+            self.dw = torch.mm(*of_rows) if rows.start == 0 else self.dw.addmm_(*of_rows)
         if "b" in self.wanted:
             self.db += d.sum(0)
 
@@ -114,8 +115,8 @@ def linear_cross_entropy(
         lse[rows], picked, total = statistics(z, at[rows])
         loss[rows] = row_losses(lse[rows], picked, total, words, label_smoothing, z_loss)
         if grads:
-            d = gradient(z, lse[rows], at[rows], count[rows], None, label_smoothing, scale, softcap, z_loss)
-            made.add(rows, d)
+            settings = label_smoothing, scale, softcap, z_loss
+            made.add(rows, gradient(z, lse[rows], at[rows], count[rows], None, *settings))
     return reduced(loss, count, reduction), lse, *made.made()
 
 
