@@ -1,7 +1,7 @@
-"""Output projections and their losses as different authors write them, and what stands right beside them.
+"""Output projections and their losses as different authors write them.
 
-A body is a function of a `Head` and of hidden states [2, T, DIM] and labels [2, T], of which -100 is none. It returns
-the loss, a sum of losses, or what a loss is made of.
+A body is a function of a `Head` and of hidden states [2, T, DIM] and labels [2, T]. It returns the loss, a sum of losses,
+or what a loss is made of.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ LENGTH = 6
 
 
 class Head(nn.Module):
-    """`body(head, hidden, labels)`. proj and tied: heads of a vocabulary; shared: a bottleneck before proj."""
+    """`body(head, hidden, labels)`. proj and embed: weights of a vocabulary; blocks: layers in front of either."""
 
     def __init__(self, body, bias: bool = False):
         super().__init__()
@@ -29,7 +29,7 @@ class Head(nn.Module):
 
 
 def build(body, *, bias=False, length=LENGTH, dtype=torch.float32, ignored=True):
-    """(module, arguments) of a body; some labels are -100 unless the body reads all."""
+    """(module, arguments) of a body; some labels are IGNORED unless the body takes each for a word."""
     head = Head(body, bias).to(dtype)
     return head, arguments(length, dtype, ignored and body not in WITHOUT_IGNORED.values())
 
