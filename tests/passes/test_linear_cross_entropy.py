@@ -153,6 +153,20 @@ def of_each_sequence(m, x, labels):
     return loss.sum(-1).square().mean()
 
 
+def weighted_by_another_site(m, x, labels):
+    """Each row counts for the loss of the row in front of it."""
+    logits = m.proj(x)
+    first, second = (F.cross_entropy(part.transpose(1, 2), own, reduction="none") for part, own in
+                     ((logits[:, :-1], labels[:, :-1]), (logits[:, 1:], labels[:, 1:])))  # fmt: skip
+    return (second * first.detach()).sum(), first
+
+
+def test_weights_of_another_site():
+    frames = assert_fires(NAME, *build(weighted_by_another_site), 2)
+    ops = [n for n in frames.graph.graph.nodes if n.target is torch.ops.megacpp.linear_cross_entropy.default]
+    assert [n.args[-2] for n in ops] == ["none", "sum"]
+
+
 @pytest.mark.parametrize(
     "body", [weighted_by_the_trained, read_twice, focal, two_weights, of_each_sequence], ids=lambda f: f.__name__
 )
@@ -411,6 +425,13 @@ def routed(m, x, labels):
     return logits.softmax(-1).topk(2)[0].sum() + z
 
 
+def routed_to_one(m, x, labels):
+    """The score of the expert that a token chooses, and a z-loss."""
+    logits = m.proj(x)
+    chosen = logits.topk(1)[1]
+    return logits.gather(-1, chosen).sigmoid().sum() + logits.logsumexp(-1).square().mean()
+
+
 def attended(m, x, labels):
     scores = (m.proj(x) @ m.embed.weight @ x.transpose(1, 2)).softmax(-1)
     return scores @ x
@@ -425,7 +446,9 @@ def mean_square(m, x, labels):
     return F.mse_loss(m.proj(x).tanh() * 3, x.repeat(1, 1, 2)[..., :WORDS])
 
 
-@pytest.mark.parametrize("body", [logits_alone, routed, attended, of_a_layer, mean_square], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "body", [logits_alone, routed, routed_to_one, attended, of_a_layer, mean_square], ids=lambda f: f.__name__
+)
 def test_says_nothing(body):
     frames = check(*build(body))
     assert not frames.counts[NAME] and not frames.tags(NAME)

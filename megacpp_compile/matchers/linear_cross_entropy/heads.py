@@ -100,7 +100,8 @@ def _head(linear: Linear) -> Head | None:
         else:
             others.append(reader)
     kinds = {read.kind for read in reads}
-    if not failures and not kinds & {"loss", "log-probability"} and not kinds >= {"logit", "logsumexp"}:
+    by_hand = kinds >= {"logit", "logsumexp"} and not others  # else it may be a router
+    if not failures and not kinds & {"loss", "log-probability"} and not by_hand:
         return None
     return Head(linear, tuple(reads), sizes, tuple(others), tuple(failures))
 
