@@ -19,7 +19,7 @@ class Head(nn.Module):
 
     def __init__(self, body, bias: bool = False):
         super().__init__()
-        self.body = body
+        self.body, self.cap = body, 7.3
         self.embed = nn.Embedding(WORDS, DIM)
         self.proj = nn.Linear(DIM, WORDS, bias=bias)
         self.blocks = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(2))
@@ -177,6 +177,30 @@ def sum_over_size(m, x, labels):
     return loss / (batch * length)
 
 
+def one_token(m, x, labels):
+    return F.cross_entropy(m.proj(x[0, 0]), labels[0, 0])
+
+
+def addmm(m, x, labels):
+    logits = torch.addmm(m.embed.weight[:, 0], x.flatten(0, 1), m.embed.weight.t())
+    return F.cross_entropy(logits, labels.flatten())
+
+
+def weight_by_words(m, x, labels):
+    """[DIM, WORDS]"""
+    return F.cross_entropy((x @ m.embed.weight.t().contiguous()).flatten(0, 1), labels.flatten())
+
+
+def no_tokens(m, x, labels):
+    return F.cross_entropy(m.proj(x[:, :0]).flatten(0, 1), labels[:, :0].flatten(), reduction="sum")
+
+
+def cap_of_the_model(m, x, labels):
+    """A number that `dynamic=True` makes an input."""
+    logits = torch.tanh(m.proj(x) / m.cap) * m.cap
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
 def each_row(m, x, labels):
     return F.cross_entropy(m.proj(x).flatten(0, 1), labels.flatten(), reduction="none")
 
@@ -308,7 +332,7 @@ WITH_IGNORED = dict.fromkeys(
         matmul, einsum, softcapped, softcapped_the_other_way, scaled, shifted_logits, shifted_labels, per_items,
         another_ignore_index, smoothed, smoothed_and_shifted, nll, nll_of_log_softmax_in_float, nll_of_words_second,
         last_positions, masked_rows, one_sequence, each_row, each_row_of_words_second, z_loss, z_loss_of_rows,
-        sum_over_size, mean_of_rows, masked_sum, weighted_log_probabilities, mean_of_log_probabilities,
+        one_token, addmm, weight_by_words, no_tokens, cap_of_the_model, sum_over_size, mean_of_rows, masked_sum, weighted_log_probabilities, mean_of_log_probabilities,
     ), 1,
 ) | {several_heads: 2, in_chunks: 2}  # fmt: skip
 WITHOUT_IGNORED = {

@@ -18,6 +18,7 @@ from tests.corpus.heads import (
     arguments,
     build,
     by_log_of_softmax,
+    cap_of_the_model,
     each_row,
     flattened,
     masked_sum,
@@ -197,7 +198,7 @@ def test_bias(body):
 
 
 DYNAMIC = [flattened, words_second, shifted_logits, shifted_labels, z_loss, selective_log_softmax, several_heads,
-           sum_over_size, masked_sum, mean_of_rows]  # fmt: skip
+           sum_over_size, masked_sum, mean_of_rows, cap_of_the_model]  # fmt: skip
 
 
 @pytest.mark.parametrize("everything", [False, True], ids=["length", "everything"])
