@@ -704,6 +704,21 @@ class GraphBreakError(MegacppError):
         )
 
 
+class DroppedOutputError(MegacppError):
+    """Something reads an output that the option 'drop_outputs' has dropped.
+
+    Args:
+        name: the output's name.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        super().__init__(
+            f"the output {name!r} is read, and the option 'drop_outputs' has dropped it: it was never made as a whole. "
+            f"Take {name!r} out of 'drop_outputs', or do not read it."
+        )
+
+
 class CaptureError(MegacppError):
     """Internal: why a frame cannot be captured. It compiles as plain Inductor would and `reason` goes to the report;
     under `strict` the user meets it as the reason of a NotCapturedError.

@@ -32,7 +32,7 @@ from megacpp_compile.errors import (
     PeakUnreachableError,
     TorchInternalsError,
 )
-from megacpp_compile.frontend import fallbacks, graph_breaks, tensor_subclasses, unbacked_shapes
+from megacpp_compile.frontend import dropped_outputs, fallbacks, graph_breaks, tensor_subclasses, unbacked_shapes
 from megacpp_compile.frontend.canonicalize import canonicalize
 from megacpp_compile.frontend.capture import Captured, capture
 from megacpp_compile.fx import assumptions
@@ -77,8 +77,10 @@ class Block:
 
 
 WHOLE = Block()
-# The settings that compiled autograd's frames have no use for: how a forward is rewritten, and what it saves.
-_OF_FORWARD: dict[str, Any] = {"require": {}, "policy": None, "block_kinds": {}, "precision": None, "sharding": None}
+# The settings that compiled autograd's frames have no use for: what a forward returns and saves, how it is rewritten.
+_OF_FORWARD: dict[str, Any] = {
+    "require": {}, "drop_outputs": (), "policy": None, "block_kinds": {}, "precision": None, "sharding": None,
+}  # fmt: skip
 
 
 def compile_frame(
@@ -98,6 +100,8 @@ def compile_frame(
         start_workers(target)
     if (cut := graph_breaks.end_of(gm)) is not None and config.strict:
         raise GraphBreakError(cut.place, cut.reason)
+    outputs = dropped_outputs.without(gm, example_inputs, config)
+    gm = outputs.gm
     conflicts.check(gm, config)
     if not block.checked:
         rules.check_frame(gm, config)
@@ -128,7 +132,7 @@ def compile_frame(
     compiled = count.counting(compiled, analysis.frame)
     # Only now: a frame Inductor cannot compile is tried again by Dynamo in pieces, and did not happen.
     publish(analysis, config)
-    return boundary.adapt(compiled)
+    return outputs.adapt(boundary.adapt(compiled))
 
 
 def analyse(

@@ -26,6 +26,7 @@ from torch._inductor.virtualized import V
 from megacpp_compile.config.warn_once import warn_once
 from megacpp_compile.fx.edit import value
 from megacpp_compile.lowerings._registry import choose, semantic_ops
+from megacpp_compile.passes import linear_cross_entropy
 from megacpp_compile.report.at_exit import ENDING
 from tests.seeds import move_written_seeds, seed_of
 
@@ -201,7 +202,9 @@ def eager_backend(monkeypatch):
 
 @pytest.fixture
 def kernels_of_any_size(monkeypatch):
-    """On CUDA small tensors, which would be left to Inductor, go to the kernels all the same."""
+    """On CUDA small tensors, which would be left to Inductor, go to the kernels all the same, and small logits to the op
+    that keeps none."""
+    monkeypatch.setattr(linear_cross_entropy, "MIN_BYTES", 0)
     for folder in {folder for folder, _ in semantic_ops().values()}:
         name = f"megacpp_compile.lowerings.{folder}.cuda_triton"
         module = importlib.import_module(name) if importlib.util.find_spec(name) else None

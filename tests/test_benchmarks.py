@@ -115,6 +115,20 @@ def test_gemms_in_float8(run, monkeypatch):
     assert len([*fp8_gemms.sizes()]) == 16 and all(s.n % 16 == s.k % 16 == 0 for s in fp8_gemms.sizes())
 
 
+def test_head(run):
+    """The op by itself and in a frame, beside what else keeps no logits; on a CPU the kernels' rows say what they need."""
+    code, documents, printed = run("head")
+    assert code == 0, printed
+    (table,) = documents["head"]["tables"]
+    check_table(table)
+    found = {r["name"] for r in table["rows"] if "ms" in r}
+    assert {"its GEMMs alone", "eager", "Inductor", "megacpp", "our op", "our op, compiled"} <= found
+    assert all(r["ok"] for r in table["rows"] if r["name"] in found and r["kind"] not in ("limit", "peer"))
+    op = row(documents["head"], "our op")
+    assert op["saved_mib"] < row(documents["head"], "eager")["saved_mib"]
+    assert "need CUDA" in row(documents["head"], "Liger's kernel")["missing"]
+
+
 def row(document: dict, name: str) -> dict:
     return next(r for r in document["tables"][-1]["rows"] if r["name"] == name)
 

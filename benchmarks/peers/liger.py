@@ -1,9 +1,10 @@
-"""Liger's Triton kernel for the RoPE of Llama (`liger_kernel.transformers.rope`), in place on q and k."""
+"""Liger's Triton kernels: RoPE of Llama in place on q and k (`liger_kernel.transformers.rope`), and the fused linear
+cross entropy (`liger_kernel.transformers.functional`)."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,12 +18,7 @@ def rope(inputs: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Contestant]:
 
 
 def _build(inputs: Sequence[Tensor], grads: Sequence[Tensor]) -> Runner:
-    if inputs[0].device.type != "cuda":
-        raise Missing("Liger's kernels need CUDA")
-    try:
-        module: Any = importlib.import_module("liger_kernel.transformers.rope")
-    except Exception as error:
-        raise Missing(f"liger_kernel: {type(error).__name__}: {error}") from None
+    module = _module("rope", inputs[0])
     cos, sin = (t[None] for t in inputs[2:])
 
     def leaves() -> list[Tensor]:
@@ -40,3 +36,23 @@ def _build(inputs: Sequence[Tensor], grads: Sequence[Tensor]) -> Runner:
     return Runner(
         {FORWARD: lambda: forward(*mine), STEP: lambda: torch.autograd.grad(forward(*mine), mine, given)}, results
     )
+
+
+def linear_cross_entropy(target: Tensor, ignore_index: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """(x, w) -> the mean loss."""
+    run = _module("functional", target).liger_fused_linear_cross_entropy
+
+    def mean(x: Tensor, w: Tensor) -> Tensor:
+        loss = run(x, w, target, ignore_index=ignore_index)
+        return loss[0] if isinstance(loss, tuple) else loss  # beside a z loss, in later releases
+
+    return mean
+
+
+def _module(name: str, on: Tensor) -> Any:
+    if on.device.type != "cuda":
+        raise Missing("Liger's kernels need CUDA")
+    try:
+        return importlib.import_module(f"liger_kernel.transformers.{name}")
+    except Exception as error:
+        raise Missing(f"liger_kernel: {type(error).__name__}: {error}") from None

@@ -56,7 +56,8 @@ _ROWS = (
     Symbol("ops.nn_linear", "torch._C._nn.linear", "`F.linear` as Dynamo has it", "wrapped weights stay wrapped"),
     Symbol("ops.set_grad_enabled", "torch._C._set_grad_enabled", "grad regions of a graph",
            "a graph has no such calls either"),
-    Symbol("ops.assert_async", "torch._assert_async", "an index that is no expert, without waiting for the device",
+    Symbol("ops.assert_async", "torch._assert_async",
+           "an index that is no expert or no word, without waiting for the device",
            "it is not looked for in compiled code and on GPUs", instead=lambda: _nothing),
     Symbol("ops.torch_check", "torch._check", "assertions in a graph", "a graph has no such calls either"),
     # --- autocast

@@ -78,6 +78,9 @@ class Config(_Asked):
             shown to add nothing and to do nothing else; False leaves them to break the graph. In training, an expert
             with weights of its own has no gradient where the loop skips it, and one of zeros in a graph, which
             optimizers with momentum or weight decay tell apart: "auto" leaves such loops alone, True takes them.
+        drop_outputs: names of outputs that nobody reads in training, by the variables that hold them: `("logits",)` for
+            models that return logits beside the loss. Where a loss of the frame is computed from it, such an output is
+            not made, and what stands in its place raises DroppedOutputError when it is used.
         policy: what a training step saves for its backward and what it recomputes there: a `CheckpointingPolicy`, the
             name of an entry for every kind of block ("selective", "full"), a mapping of its fields, or a budget. None
             leaves it to Inductor.
@@ -105,6 +108,7 @@ class Config(_Asked):
     autotune_gemms: bool = True
     autotune: bool = False
     expert_loops: bool | Literal["auto"] = "auto"
+    drop_outputs: tuple[str, ...] = ()
     policy: CheckpointingPolicy | None = None
     block_kinds: Mapping[str, str] = field(default_factory=dict)
     precision: PrecisionPlan | None = None
@@ -126,6 +130,7 @@ class Config(_Asked):
             "autotune_gemms": _bool("autotune_gemms", self.autotune_gemms),
             "autotune": _bool("autotune", self.autotune),
             "expert_loops": _bool_or_auto("expert_loops", self.expert_loops),
+            "drop_outputs": tuple(sorted(set(_names("drop_outputs", self.drop_outputs, "names of outputs")))),
             "policy": CheckpointingPolicy.of(self.policy),
             "block_kinds": _mapping("block_kinds", self.block_kinds, lambda k, v: _choice(k, v, KINDS, _KIND_MEANT)),
             "precision": _traceable(PrecisionPlan.of(self.precision)),
@@ -321,11 +326,11 @@ def _choice(key: str, value: Any, valid: Sequence[str], meant: Mapping[str, str]
     return value
 
 
-def _names(key: str, value: Any) -> list[str]:
+def _names(key: str, value: Any, what: str = "pass names") -> list[str]:
     if isinstance(value, str):
         return [name.strip() for name in value.split(",") if name.strip()]
     if not isinstance(value, list | tuple | set | frozenset) or not all(isinstance(name, str) for name in value):
-        raise BadOptionError(key, value, "pass names: a list of str, or one comma-separated str")
+        raise BadOptionError(key, value, f"{what}: a list of str, or one comma-separated str")
     return list(value)
 
 

@@ -52,6 +52,8 @@ class OpTraits:
         flops: called with the op's arguments (fake tensors), returns the FLOPs of a 16-bit GEMM that takes as long; an
             op in fp8 therefore counts less than it multiplies. None: torch's own formula if it has one, else the time
             is that of moving its bytes.
+        workspace: called like `flops`, returns the bytes that the op holds while it runs, beside operands and results;
+            None for few.
         handed_over: the intermediate its backward can be given.
         routed: which of its arguments has an element for every row that values send to one of the op's experts; None
             where values route nothing.
@@ -65,6 +67,7 @@ class OpTraits:
     block_kind: str = ""
     up_projection: Literal["", "kv", "q"] = ""
     flops: Callable[..., float] | None = None
+    workspace: Callable[..., int] | None = None
     handed_over: HandedOver | None = None
     routed: int | None = None
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch.fx import GraphModule, Node
 
 from megacpp_compile._torch.fakes import FakeTensor
@@ -12,6 +14,7 @@ from megacpp_compile.config.options import Config
 from megacpp_compile.config.warn_once import warn_once
 from megacpp_compile.errors import VerificationError
 from megacpp_compile.frontend.capture import Captured
+from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.subgraph import between
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.rope.activations import activations
@@ -29,6 +32,9 @@ class Reviewer:
         self.fake = any(isinstance(x, FakeTensor) for x in example_inputs)
 
     def __call__(self, p: Pass, match: Match, new: list[Node], site: Site) -> MatchFailure | None:
+        if any(not isinstance(value(n), torch.Tensor) for n in new):  # sizes, which are neither computed nor saved
+            kept = [(o, n) for o, n in zip(match.outputs, new, strict=True) if isinstance(value(n), torch.Tensor)]
+            match, new = dataclasses.replace(match, outputs=[o for o, _ in kept]), [n for _, n in kept]
         if self.config.verify == "each" and not self.fake:
             refusal = self._verify(p, match, new, site)
             if refusal is not None:

@@ -11,8 +11,9 @@ import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
-from torch.fx import Node
+from torch.fx import Node, map_arg
 
+from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.view_chains import base_of, beyond_views
 from megacpp_compile.fx.views import is_view
 from megacpp_compile.lowerings._traits import traits_of
@@ -26,12 +27,14 @@ _READS_OF_MANY, _READS = 4, 8
 
 class Facts:
     """What does not depend on a plan. By node: `kinds`, how it runs ("view" or `OpTraits.kernel`); `readers`, beyond
-    views; `pieces`, the tensors it allocates, with their bytes; `inputs`."""
+    views; `pieces`, the tensors it allocates, with their bytes; `workspaces`, bytes it has while it runs, where many;
+    `inputs`."""
 
     def __init__(self, nodes: Sequence[Node]) -> None:
         self.kinds: dict[Node, str] = {n: _kind(n) for n in nodes}
         self.readers = {n: list(beyond_views(n, through_items=False)) for n in nodes}
         self.pieces = {n: dict(_pieces(n)) for n, kind in self.kinds.items() if kind != "view"}
+        self.workspaces = {n: size for n in nodes if (size := _workspace(n))}
         self.inputs = {n: n.all_input_nodes for n in nodes}
 
 
@@ -104,7 +107,8 @@ class Run:
             reused = self._reused(group, [alive[p] for p in dying if len(readers[p]) == 1], new)
             alive |= new
             now += sum(new.values())
-            top = max(top, now - reused)
+            inside = max(self.facts.workspaces.get(n, 0) for n in group)
+            top = max(top, now - reused + inside)
             for piece in [*dying, *back, *new]:
                 if piece in alive and piece not in stays and last.get(piece, i) <= i:
                     now -= alive.pop(piece)
@@ -126,6 +130,14 @@ def _kind(node: Node) -> str:
     if is_view(node) or node.target is operator.getitem:
         return "view"
     return traits_of(node).kernel
+
+
+def _workspace(node: Node) -> int:
+    own = traits_of(node).workspace
+    if own is None:
+        return 0
+    args, kwargs = map_arg((node.args, node.kwargs), value)
+    return own(*args, **kwargs)
 
 
 def _pieces(node: Node, held: Any = None, path: tuple[int, ...] = ()) -> Iterator[tuple[Memory, int]]:

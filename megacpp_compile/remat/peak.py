@@ -2,7 +2,8 @@
 
 The forward runs as traced, the backward as torch's partitioner orders it under a plan: a value is recomputed just
 before its first reader. `liveness.py` says which tensors are alive when. The prediction counts bytes of tensors
-allocated in the step, as the caching allocator rounds them, without its fragmentation and without workspaces.
+allocated in the step, as the caching allocator rounds them, without its fragmentation and without workspaces of
+libraries; ops of this package that hold much while they run say how much (`OpTraits.workspace`).
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@
 `near_misses`  models that look like an idiom and are not
 `gallery`      whole blocks in the manner of well-known code bases
 `delta`        the delta rule and gated linear attention in chunks and token by token, and their near misses
+`heads`        output projections and their losses, as different authors write them
 `layers`       models of two layers of every idiom, which take any length
 
 An expectation maps a pass name to a count: an int is exact, "2?" allows 0 to 2, "1..2" allows 1 to 2. A pass that an

@@ -735,7 +735,7 @@ class TiedLM(nn.Module):
         return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
 
 
-@gallery("tied_language_model", {"down_norm_up": 4, "mla_rope_q": 2, "mla_rope_kv": 2})
+@gallery("tied_language_model", {"down_norm_up": 4, "mla_rope_q": 2, "mla_rope_kv": 2, "linear_cross_entropy": 1})
 def tied_language_model():
     tokens = torch.randint(0, 50, (BATCH, SEQ + 1))
     return TiedLM(), (tokens[:, :-1], tokens[:, 1:].contiguous())

@@ -165,3 +165,32 @@ def gated_norms(n: int = 2) -> nn.Module:
     """The gate in front of the norm, in groups, behind a scan in chunks; and behind the norm."""
     blocks = (lambda: Gated(GatedRMSNorm(12, 3), 12, in_chunks=True)), (lambda: Gated(NormThenGate(14), 14))
     return drawn(lambda: (block() for block in blocks[:n]))
+
+
+class Heads(nn.Module):
+    """A tied head whose logits are capped and shifted, and the log-probabilities of another's words; labels are made of
+    positions, so that the second head's rows cannot be fewer than its labels."""
+
+    WORDS = 41
+
+    def __init__(self, n: int):
+        super().__init__()
+        self.embed = nn.Embedding(self.WORDS, DIM)
+        self.proj = nn.Linear(DIM, self.WORDS) if n > 1 else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        labels = (torch.arange(x.shape[1], device=x.device) * 7 % self.WORDS).expand(x.shape[:2])
+        logits = torch.tanh(F.linear(x + self.embed(labels), self.embed.weight) / 5.0) * 5.0
+        shifted = logits[..., :-1, :].float().contiguous().view(-1, self.WORDS)
+        loss = F.cross_entropy(shifted, labels[..., 1:].reshape(-1))
+        if self.proj is None:
+            return loss
+        logp = self.proj(x).float().log_softmax(-1).gather(-1, labels.unsqueeze(-1))
+        return loss + (logp.exp() - logp).mean()
+
+
+def heads(n: int = 2) -> nn.Module:
+    """A loss that is one number, and one of each token."""
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)
+        return Heads(n)

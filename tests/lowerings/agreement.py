@@ -51,6 +51,9 @@ UNITS = {
     # gradient. Rows in fp8 are exact, and rounded to the dtype of the queries, bfloat16.
     ("attention", True): 2.5,
     ("attention", False): 8,
+    # Two GEMMs with a softmax between, as attention's: logits and their gradient are rounded to the dtype.
+    ("loss", True): 2.5,
+    ("loss", False): 8,
 }
 # Results in float8, or of what was rounded to it, by kind of op; neither has units that would say much.
 # "float8": payloads are the same but where a scale of another rounding crosses a tie, which moves an element by 2^-3 of
@@ -84,6 +87,8 @@ KIND = {
     "down_norm_up_backward": "projection",
     "norm_linear": "projection",
     "norm_linear_backward": "projection",
+    "linear_cross_entropy": "loss",
+    "linear_cross_entropy_backward": "loss",
     "linear_fp8_weight": "fp8_linear",
     "linear_fp8_weight_backward": "fp8_linear",
     "moe": "experts",

@@ -448,5 +448,6 @@ from . import (  # noqa: E402  their cases enter themselves above
     attention_cases,  # noqa: F401
     delta_cases,  # noqa: F401
     fp8_cases,  # noqa: F401
+    loss_cases,  # noqa: F401
     mixer_cases,  # noqa: F401
 )

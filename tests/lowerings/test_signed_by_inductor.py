@@ -41,6 +41,8 @@ WITH_FLOATS = {
                        "read_grad_channels", "key_grad_channels")
     },
     "gated_rms_norm": {"gated_rms_norm_rows"},
+    "linear_cross_entropy": {"cross_entropy_rows"},
+    "linear_cross_entropy_backward": {"cross_entropy_rows"},
     "sparse_mla": {"sparse_mla_forward"},
     "sparse_mla_backward": {"sparse_mla_query_grad", "sparse_mla_rows_grad"},
 }  # fmt: skip

@@ -65,6 +65,7 @@ ROWS = {
     "attention": Row(layers.attention, ({"rope_qk": 1}, {"rope_qk": 1})),
     "mixers": Row(layers.mixers, (MIXER, MIXER)),
     "gated norms": Row(layers.gated_norms, ({"gated_rms_norm": 1},) * 2, together=True),
+    "heads and losses": Row(layers.heads, ({"linear_cross_entropy": 1},) * 2),
     "experts in a loop": routed(experts.where_index_add, experts.one_hot_mask, experts=2),
     "experts, batched and dense": routed(experts.batched_gemms, experts_at_once.einsum_of_all, stacked=True),
     # torch's fake kernel of grouped GEMMs takes bfloat16 alone

@@ -64,8 +64,12 @@ def of_case(op, label):
 
 
 @pytest.mark.parametrize(
-    ("op", "label"), [("norm_linear", "qkv"), ("norm_linear", "one_no_gain"), ("sparse_mla", "one_head")]
-)
+    ("op", "label"),
+    [("norm_linear", "qkv"), ("norm_linear", "one_no_gain"), ("sparse_mla", "one_head"),
+     *(("linear_cross_entropy", label) for label in ("plain", "bias", "gradients_none", "gradients_xb")),
+     ("linear_cross_entropy", "all_of_each_row"), ("linear_cross_entropy_backward", "all"),
+     ("linear_cross_entropy_backward", "gradient_of_a_sum")],
+)  # fmt: skip
 def test_gemms_of_an_op_are_counted(op, label):
     own, found = of_case(op, label)
     assert own == found > 0

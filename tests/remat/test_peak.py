@@ -8,6 +8,7 @@ from torch._inductor import async_compile
 
 import megacpp_compile
 from megacpp_compile.errors import BadOptionError, PeakUnreachableError
+from megacpp_compile.lowerings.linear_cross_entropy import chunks, linear_cross_entropy
 from megacpp_compile.report.collector import Report
 from tests.memory.layered import Model as Layered
 from tests.remat import models
@@ -67,3 +68,34 @@ def test_a_limit_reaches_the_graph_and_the_report():
 def test_kinds_of_blocks_that_share_a_limit():
     with pytest.raises(BadOptionError, match="one kind of block"):
         megacpp_compile.compile(Layered(4, dense=1), policy={"peak_gib": 1.0}, whole_below=0)
+
+
+class Head(torch.nn.Module):
+    """A layer, and a loss of which the op keeps no logits."""
+
+    def __init__(self, width, words):
+        super().__init__()
+        self.layer, self.head = torch.nn.Linear(width, width), torch.nn.Linear(width, words, bias=False)
+
+    def forward(self, x, target):
+        x = torch.nn.functional.silu(self.layer(x))
+        return linear_cross_entropy(x, self.head.weight, None, target, None, -100, 0.0, 1.0, None, 0.0, "sum", "xw")[0]
+
+
+def test_what_an_op_holds_while_it_runs_is_counted(one_thread, monkeypatch):
+    """Logits of a chunk, here most of what a step takes; measured on a CPU, where the reference has some of them at once."""
+    tokens, words, rows = 1024, 4096, 256
+    monkeypatch.setattr(chunks, "CPU_BYTES", rows * words * 4)
+    torch._dynamo.reset()
+    model, target = Head(32, words), torch.arange(tokens)
+    x = torch.randn(tokens, 32, requires_grad=True)
+    with megacpp_compile.record() as report, torch._inductor.config.patch(force_disable_caches=True):
+        compiled = torch.compile(model, backend=megacpp_compile.backend, options={"policy": 0.4})
+
+        def run():
+            return torch.autograd.grad(compiled(x, target), [x, *model.parameters()])
+
+        run()
+    measured = report.measure(run, "cpu")
+    assert rows * words * 4 < measured < tokens * words * 4 * 2
+    assert measured == pytest.approx(report.predicted_step, rel=0.1)

@@ -39,7 +39,7 @@ def losses(tmp_path, **how) -> list[float]:
         output_dir=str(tmp_path), per_device_train_batch_size=2, max_steps=STEPS, logging_steps=1, report_to=[],
         save_strategy="no", use_cpu=True, seed=1, learning_rate=1e-2, disable_tqdm=True, **how,
     )  # fmt: skip
-    trainer = transformers.Trainer(model(), arguments, train_dataset=Tokens())
+    trainer = transformers.Trainer(model(), arguments, train_dataset=Tokens(), eval_dataset=Tokens())
     trainer.train()
     return [row["loss"] for row in trainer.state.log_history if "loss" in row]
 
@@ -51,6 +51,17 @@ def test_trainer(no_kernels, tmp_path, how):
     with megacpp_compile.enable({"strict": True}), megacpp_compile.record() as report:
         got = losses(tmp_path, torch_compile=True, **how)
     assert {name: n for name, n in report.counts.items() if n} == SITES
+    assert len(got) == STEPS and got == pytest.approx(want, rel=1e-4)
+
+
+def test_trainer_without_logits(no_kernels, tmp_path):
+    """The Trainer reads the loss alone; evaluation reads both."""
+    torch._dynamo.reset()
+    want = losses(tmp_path, eval_strategy="steps", eval_steps=2)
+    with megacpp_compile.enable({"strict": True, "drop_outputs": "logits"}), megacpp_compile.record() as report:
+        got = losses(tmp_path, torch_compile=True, eval_strategy="steps", eval_steps=2)
+    trained = [{s.pass_name for s in report.sites if s.frame == i} for i, f in enumerate(report.frames) if f.grad]
+    assert trained and all("linear_cross_entropy" in fired for fired in trained)
     assert len(got) == STEPS and got == pytest.approx(want, rel=1e-4)
 
 

@@ -1,0 +1,123 @@
+"""Outputs of a training frame that the user says nobody reads (`drop_outputs`), such as logits beside a loss.
+
+transformers' models return logits beside the loss, and what is returned stays in memory. Named in the option, an output
+that a loss in the same frame is computed from leaves the frame's graph, and a `DroppedOutput` stands in its place.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx import GraphModule, Node
+
+from megacpp_compile._torch.pytree import tree_leaves
+from megacpp_compile.config.options import Config
+from megacpp_compile.errors import DroppedOutputError
+from megacpp_compile.fx.edit import dynamo_value
+
+
+class DroppedOutput:
+    """Stands for an output that was dropped: any use of it raises DroppedOutputError."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __repr__(self) -> str:
+        return f"<{self._name}, dropped by the option 'drop_outputs'>"
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("__"):  # protocols that a trainer asks every output for; an AttributeError
+            return object.__getattribute__(self, attribute)
+        raise DroppedOutputError(self._name)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = tree_leaves((args, kwargs))
+        raise DroppedOutputError(next((t._name for t in given if isinstance(t, cls)), "an output"))
+
+
+def _raises(self: DroppedOutput, *args: Any) -> Any:
+    raise DroppedOutputError(self._name)
+
+
+for _operator in ("getitem", "iter", "len", "float", "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "matmul",
+                  "neg", "bool", "lt", "gt", "array"):  # fmt: skip
+    setattr(DroppedOutput, f"__{_operator}__", _raises)
+
+
+class Outputs:
+    """A frame without the outputs at the places of `dropped`, by name; `gm` is the frame's own where there are none."""
+
+    def __init__(self, gm: GraphModule, dropped: dict[int, str]) -> None:
+        self.gm, self.dropped = gm, dropped
+
+    def adapt(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """`compiled`, with an object in the place of each output that it does not have."""
+        if not self.dropped:
+            return compiled
+
+        def call(*args: Any) -> Any:
+            results = compiled(*args)
+            return tuple(
+                DroppedOutput(self.dropped[i]) if i in self.dropped else result for i, result in enumerate(results)
+            )
+
+        return call
+
+
+def without(gm: GraphModule, example_inputs: Sequence[Any], config: Config) -> Outputs:
+    """Dynamo's graph `gm` without the outputs that `config` drops. Never changes `gm`.
+
+    An output has the name of the variable that held it. It stays where the frame records no gradients, as evaluation
+    reads it, and where no loss, one number, is computed from it: what leaves such a frame is on its way to one.
+    """
+    trains = any(isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs)
+    if not config.drop_outputs or not trains or not torch.is_grad_enabled():
+        return Outputs(gm, {})
+    outputs = gm.graph.output_node().args[0]
+    losses = [n for n in outputs if isinstance(n, Node) and _is_loss(dynamo_value(n))]  # type: ignore[union-attr]
+    dropped = {
+        i: name for i, node in enumerate(outputs)  # type: ignore[arg-type]
+        if isinstance(node, Node) and (name := _named(node, config)) and _computed_from(losses, node)
+    }  # fmt: skip
+    if not dropped:
+        return Outputs(gm, {})
+    graph = fx.Graph()
+    copies: dict[Node, Node] = {}
+    results = graph.graph_copy(gm.graph, copies)
+    graph.output(tuple(None if i in dropped else result for i, result in enumerate(results)))  # type: ignore[arg-type]
+    new = GraphModule(gm, graph)
+    new.meta.update(gm.meta)
+    for old, copy in copies.items():
+        if hasattr(old, "_dynamo_source"):
+            copy._dynamo_source = old._dynamo_source  # type: ignore[attr-defined]
+    if hasattr(gm, "compile_subgraph_reason"):
+        new.compile_subgraph_reason = gm.compile_subgraph_reason
+    return Outputs(new, dropped)
+
+
+def _named(node: Node, config: Config) -> str:
+    """The name in `drop_outputs` that `node` has; Dynamo counts what is assigned again: logits, logits_1."""
+    return next((n for n in config.drop_outputs if re.fullmatch(rf"{re.escape(n)}(_\d+)?", node.name)), "")
+
+
+def _is_loss(fake: Any) -> bool:
+    return isinstance(fake, torch.Tensor) and fake.is_floating_point() and fake.numel() == 1
+
+
+def _computed_from(losses: Sequence[Node], output: Node) -> bool:
+    if output in losses:
+        return False
+    pending, seen = list(losses), set(losses)
+    while pending:
+        for source in pending.pop().all_input_nodes:
+            if source is output:
+                return True
+            if source not in seen:
+                seen.add(source)
+                pending.append(source)
+    return False

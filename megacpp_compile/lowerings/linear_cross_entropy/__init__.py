@@ -1,0 +1,223 @@
+"""`megacpp::linear_cross_entropy`: the head's projection and its loss, of which no logits are kept.
+
+    x                [n, h]  any floating dtype, any strides: a row a token
+    w                [v, h]  x's dtype: a row a word
+    b                [v] or None, x's dtype
+    target           int64 [n]; a row whose target is `ignore_index` adds nothing to loss or gradients
+    weight           [n] or None (1), in the compute dtype: what a row's loss counts for. It has no gradient
+    label_smoothing  eps, from 0 to less than 1
+    scale            multiplies logits
+    softcap          None, or logits become softcap * tanh(logits / softcap), after `scale`
+    z_loss           what lse^2 of a row adds to its loss, 0 for nothing
+    reduction        "sum" or "none". A mean is a sum over a count that stands beside the op
+    grads            which gradients the forward makes, of the letters of "xwb" in that order. With "none" it is ""
+    returns          loss, [] for "sum", [n] for "none", weighted and 0 where ignored; lse [n], log-sum-exp of every
+                     row's final logits; dx [n, h], dw [v, h] and db [v], the sum's gradients in the dtypes of x and w,
+                     of size 0 where `grads` does not name them
+
+    row loss         (1 - eps) (lse - logit of target) + eps (lse - mean of logits) + z_loss lse^2
+
+Logits are a GEMM in x's dtype; what follows is computed in float32 (float64 for float64), loss and lse are in that
+dtype, and the logits' gradient is rounded to x's dtype before its GEMMs. Raises OperandError for operands of other
+shapes and dtypes; a target that is no word is an error where the lowering can tell, as in eager.
+
+No tensor of n * v elements exists: logits are made for a chunk of tokens, and their gradient takes their place.
+"sum": the forward makes gradients beside the loss, three GEMMs where eager has three, and backward multiplies them by
+the loss's gradient; lse has no gradient. Saved for backward: dx, dw, db. A gradient that was not made is None. They are
+gradients once: nothing is differentiated twice.
+"none": the loss and lse of each row have gradients of their own, so backward makes the logits again, a fourth GEMM.
+Saved for backward: the operands and lse.
+Source: https://arxiv.org/abs/2411.09009 and https://arxiv.org/abs/2410.10989 (gradients in the forward).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from megacpp_compile.errors import OperandError
+from megacpp_compile.fx.sizes import elements, hint
+from megacpp_compile.lowerings._op import compute_dtype, no_autocast, save_operands, saved_operands, serve
+from megacpp_compile.lowerings._traits import OpTraits, declare
+from megacpp_compile.lowerings.linear_cross_entropy import reference
+from megacpp_compile.lowerings.linear_cross_entropy.chunks import workspace
+
+__all__ = ["GRADS", "linear_cross_entropy", "linear_cross_entropy_backward"]
+
+GRADS = ("", "x", "w", "b", "xw", "xb", "wb", "xwb")
+
+
+def _check(
+    x: Tensor, w: Tensor, b: Tensor | None, target: Tensor, weight: Tensor | None, label_smoothing: float,
+    softcap: float | None, reduction: str, grads: str,
+) -> None:  # fmt: skip
+    problem = None
+    if x.dim() != 2 or w.dim() != 2 or x.shape[1] != w.shape[1]:
+        problem = f"x is {tuple(x.shape)}, w {tuple(w.shape)}, not [n, h] and [v, h]"
+    elif not x.is_floating_point() or x.dtype.itemsize < 2 or w.dtype != x.dtype:
+        problem = f"x is {x.dtype}, w {w.dtype}: both are one of float64, float32, bfloat16, float16"
+    elif b is not None and (b.dtype != x.dtype or b.dim() != 1 or b.shape[0] != w.shape[0]):
+        problem = f"b is {b.dtype} {tuple(b.shape)}, not {x.dtype} [v], v = {w.shape[0]}"
+    elif target.dtype != torch.int64 or target.dim() != 1 or target.shape[0] != x.shape[0]:
+        problem = f"target is {target.dtype} {tuple(target.shape)}, not int64 [n], n = {x.shape[0]}"
+    elif weight is not None and (weight.dtype not in (torch.float32, compute_dtype(x)) or weight.dim() != 1):
+        problem = f"weight is {weight.dtype} {tuple(weight.shape)}, not {compute_dtype(x)} [n], n = {x.shape[0]}"
+    elif weight is not None and weight.shape[0] != x.shape[0]:
+        problem = f"weight has {weight.shape[0]} rows, x {x.shape[0]}"
+    elif w.shape[0] == 0:
+        problem = "w has no word to choose from"
+    elif not 0 <= label_smoothing < 1:
+        problem = f"label_smoothing is {label_smoothing}, not from 0 to less than 1"
+    elif softcap is not None and softcap <= 0:
+        problem = f"softcap is {softcap}: a positive number, or None for none"
+    elif reduction not in ("sum", "none"):
+        problem = f"reduction is {reduction!r}: 'sum' or 'none'; divide the sum for a mean"
+    elif grads not in GRADS:
+        problem = f"grads is {grads!r}: letters of 'xwb' in that order"
+    elif grads and reduction == "none":
+        problem = f"grads is {grads!r} with reduction 'none', whose gradients backward makes: ''"
+    elif "b" in grads and b is None:
+        problem = f"grads is {grads!r}, and there is no b"
+    if problem is not None:
+        raise OperandError("megacpp::linear_cross_entropy", problem)
+
+
+@torch.library.custom_op("megacpp::linear_cross_entropy", mutates_args=())
+def linear_cross_entropy(
+    x: Tensor,
+    w: Tensor,
+    b: Optional[Tensor],  # noqa: UP045  custom_op reads typing.Optional on every supported torch
+    target: Tensor,
+    weight: Optional[Tensor],  # noqa: UP045
+    ignore_index: int,
+    label_smoothing: float,
+    scale: float,
+    softcap: Optional[float],  # noqa: UP045
+    z_loss: float,
+    reduction: str,
+    grads: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    _check(x, w, b, target, weight, label_smoothing, softcap, reduction, grads)
+    with no_autocast(x):
+        args = x, w, b, target, weight, ignore_index, label_smoothing, scale, softcap, z_loss, reduction, grads
+        return serve("linear_cross_entropy", reference, *args)
+
+
+@linear_cross_entropy.register_fake
+def _(x, w, b, target, weight, ignore_index, label_smoothing, scale, softcap, z_loss, reduction, grads):  # type: ignore[no-untyped-def]
+    _check(x, w, b, target, weight, label_smoothing, softcap, reduction, grads)
+    wide = compute_dtype(x)
+    loss = x.new_empty(() if reduction == "sum" else x.shape[:1], dtype=wide)
+    return loss, x.new_empty(x.shape[:1], dtype=wide), *_gradients_like(x, w, grads)
+
+
+def _gradients_like(x: Tensor, w: Tensor, grads: str) -> tuple[Tensor, Tensor, Tensor]:
+    shapes = (("x", x, x.shape), ("w", w, w.shape), ("b", w, w.shape[:1]))
+    dx, dw, db = (like.new_empty(shape if name in grads else 0) for name, like, shape in shapes)
+    return dx, dw, db
+
+
+@torch.library.custom_op("megacpp::linear_cross_entropy_backward", mutates_args=())
+def linear_cross_entropy_backward(
+    dloss: Optional[Tensor],  # noqa: UP045
+    dlse: Optional[Tensor],  # noqa: UP045
+    x: Tensor,
+    w: Tensor,
+    b: Optional[Tensor],  # noqa: UP045
+    target: Tensor,
+    weight: Optional[Tensor],  # noqa: UP045
+    lse: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    scale: float,
+    softcap: Optional[float],  # noqa: UP045
+    z_loss: float,
+    grads: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    with no_autocast(x):
+        settings = ignore_index, label_smoothing, scale, softcap, z_loss, grads
+        args = dloss, dlse, x, w, b, target, weight, lse, *settings
+        return serve("linear_cross_entropy_backward", reference, *args)
+
+
+@linear_cross_entropy_backward.register_fake
+def _(dloss, dlse, x, w, b, target, weight, lse, ignore_index, label_smoothing, scale, softcap, z_loss, grads):  # type: ignore[no-untyped-def]
+    return _gradients_like(x, w, grads)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, ignore_index, label_smoothing, scale, softcap, z_loss, reduction, ctx.grads = inputs
+    ctx.settings = ignore_index, label_smoothing, scale, softcap, z_loss
+    _, lse, *made = output
+    ctx.set_materialize_grads(False)  # a loss or an lse that nobody reads has no gradient
+    ctx.summed = reduction == "sum"
+    if ctx.summed:
+        ctx.mark_non_differentiable(lse, *made)
+        ctx.save_for_backward(*(t for t, name in zip(made, "xwb", strict=True) if name in ctx.grads))
+    else:
+        ctx.mark_non_differentiable(*made)
+        save_operands(ctx, tensors, lse)
+
+
+def _backward(ctx: Any, dloss: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Any, ...]:
+    dx, dw, db = _of_sum(ctx, dloss) if ctx.summed else _of_rows(ctx, dloss, dlse)
+    return dx, dw, db, *[None] * 9
+
+
+def _of_sum(ctx: Any, dloss: Tensor | None) -> list[Tensor | None]:
+    if dloss is None:
+        return [None] * 3
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        problem = "a sum's gradients are made in its forward and have none of their own (create_graph=True)"
+        raise OperandError("megacpp::linear_cross_entropy", problem)
+    # By a number in the compute dtype: rounded to half precision it would move a whole gradient by as much.
+    scaled = {
+        name: (t.to(dloss.dtype) * dloss).to(t.dtype) for name, t in zip(ctx.grads, ctx.saved_tensors, strict=True)
+    }
+    return [scaled.get(name) for name in "xwb"]
+
+
+def _of_rows(ctx: Any, dloss: Tensor | None, dlse: Tensor | None) -> list[Tensor | None]:
+    (x, w, b, target, weight), (lse,) = saved_operands(ctx)
+    grads = "".join(name for name, needed in zip("xwb", ctx.needs_input_grad, strict=False) if needed)
+    if not grads or dloss is None and dlse is None:
+        return [None] * 3
+    made = linear_cross_entropy_backward(dloss, dlse, x, w, b, target, weight, lse, *ctx.settings, grads)
+    return [t if name in grads else None for t, name in zip(made, "xwb", strict=True)]
+
+
+linear_cross_entropy.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _gemms(x: Tensor, w: Tensor, grads: str) -> float:
+    """The logits, and a GEMM for each gradient but the bias's, which is a sum."""
+    return 2 * elements(w) * hint(x.shape[0]) * (1 + len(grads.replace("b", "")))
+
+
+def _flops(x: Tensor, w: Tensor, *rest: Any) -> float:
+    return _gemms(x, w, rest[-1])
+
+
+def _flops_backward(dloss: Any, dlse: Any, x: Tensor, w: Tensor, *rest: Any) -> float:
+    return _gemms(x, w, rest[-1])
+
+
+def _workspace(x: Tensor, w: Tensor, *rest: Any) -> int:
+    return workspace(x, w, rest[-1])
+
+
+def _workspace_backward(dloss: Any, dlse: Any, x: Tensor, w: Tensor, *rest: Any) -> int:
+    return workspace(x, w, rest[-1])
+
+
+declare(
+    {
+        # Never recomputed: what it saves is smaller than its operand's logits, and gradients are three GEMMs.
+        "megacpp::linear_cross_entropy": OpTraits(gemm=True, recomputable=False, flops=_flops, workspace=_workspace),
+        "megacpp::linear_cross_entropy_backward": OpTraits(
+            gemm=True, flops=_flops_backward, workspace=_workspace_backward
+        ),
+    }
+)

@@ -1,0 +1,196 @@
+"""`linear_cross_entropy` on CUDA: cuBLAS makes the logits of a chunk of tokens, one Triton kernel puts their gradient
+in their place (`_triton_rows`), and cuBLAS takes it from there.
+
+In memory beside operands and results: the logits of one chunk (`chunks`), and where several chunks add to the gradient
+of w, that in `chunks.ACCUMULATE`. No atomics: equal inputs give equal bits. A target that is no word fails an assertion
+on the device, as in eager.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megacpp_compile._torch.ops import assert_async
+from megacpp_compile.lowerings._kernels.triton_launch import is_wide
+from megacpp_compile.lowerings._op import compute_dtype
+from megacpp_compile.lowerings.linear_cross_entropy import chunks
+from megacpp_compile.lowerings.linear_cross_entropy._triton_rows import launch
+from megacpp_compile.lowerings.linear_cross_entropy.chunks import TILE
+from megacpp_compile.lowerings.linear_cross_entropy.reference import counts, reduced, row_losses
+
+__all__ = ["TRACED", "linear_cross_entropy", "linear_cross_entropy_backward", "supports"]
+
+# A loop over chunks, of which there may be any number, each in the memory of the one before.
+TRACED = False
+# Bytes of float32 products that torch 2.9, which adds none of them inside a GEMM, makes beside that sum.
+SCRATCH_BYTES = 64 << 20
+# Bytes that a row of logits begins at a multiple of; GEMMs are slow on others.
+ALIGNED = 16
+
+aten = torch.ops.aten
+
+
+def supports(name: str, args: Sequence[Any]) -> str | None:
+    """Why the kernel cannot serve this call, or None."""
+    words = args[3 if name.endswith("_backward") else 1].shape[0]
+    return f"{words} words: a row is counted in 32 bits" if isinstance(words, int) and words >= 1 << 31 else None
+
+
+class Chunks:
+    """The chunks of a call."""
+
+    def __init__(self, x: Tensor, w: Tensor, b: Tensor | None, target: Tensor) -> None:
+        self.x, self.w, self.b, self.target = _dense(x), _dense(w), b, target.contiguous()
+        self.tokens, self.words = x.shape[0], w.shape[0]
+        each = max(1, ALIGNED // x.dtype.itemsize)
+        self.width = -(-self.words // each) * each
+        self.slices = list(chunks.chunks(self.tokens, self.width, x.dtype.itemsize, x.device))
+
+    def logits(self) -> Iterator[tuple[slice, Tensor]]:
+        """(tokens, their logits), each time in the same memory."""
+        longest = max((s.stop - s.start for s in self.slices), default=0)
+        buffer = self.x.new_empty((longest, self.width))
+        for rows in self.slices:
+            logits = buffer[: rows.stop - rows.start, : self.words]
+            if self.b is None:
+                torch.mm(self.x[rows], self.w.t(), out=logits)
+            else:
+                torch.addmm(self.b, self.x[rows], self.w.t(), out=logits)
+            yield rows, logits
+
+
+class Gradients:
+    """Those of x, w and b that `wanted` names, from chunk to chunk."""
+
+    def __init__(self, of: Chunks, wanted: str) -> None:
+        self.of, self.wanted = of, wanted
+        x, w, b = (name in wanted for name in "xwb")
+        sums = chunks.sum_dtype(of.w.dtype, len(of.slices) > 1)
+        new = of.w.new_empty if of.tokens else of.w.new_zeros
+        self.dx = of.x.new_empty(of.x.shape if x else 0)
+        self.dw = new(of.w.shape if w else 0, dtype=sums)
+        self.db = of.w.new_zeros(of.words if b else 0, dtype=compute_dtype(of.w))
+
+    def add(self, rows: slice, d: Tensor) -> None:
+        """d: the gradient of the logits of `rows`."""
+        if "x" in self.wanted:
+            torch.mm(d, self.of.w, out=self.dx[rows])
+        if "w" in self.wanted:
+            add_product(self.dw, d.t(), self.of.x[rows], first=rows.start == 0)
+        if "b" in self.wanted:
+            self.db += d.sum(0, dtype=self.db.dtype)
+
+    def made(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.dx, self.dw.to(self.of.w.dtype), self.db.to(self.of.w.dtype)
+
+
+def _walk(of: Chunks, made: Gradients, vectors: dict[str, Tensor], constants: dict[str, Any]) -> None:
+    """Run the kernel on every chunk, and `made` on what it leaves there. vectors: a number for each token."""
+    for rows, logits in of.logits():
+        own = {name: t[rows] for name, t in vectors.items()}
+        launch(len(logits), of.words, logits=logits, ROOM=of.width, **own, **constants)
+        if made.wanted:
+            made.add(rows, logits)
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    w: Tensor,
+    b: Tensor | None,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    scale: float,
+    softcap: float | None,
+    z_loss: float,
+    reduction: str,
+    grads: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    of = Chunks(x, w, b, target)
+    made = Gradients(of, grads)
+    _assert_words(of.target, ignore_index, of.words)
+    count = counts(of.target, weight, ignore_index, compute_dtype(x))
+    lse, picked, total = (torch.empty_like(count) for _ in range(3))
+    vectors = {"target": of.target, "count": count, "dlse": count, "lse": lse, "picked": picked, "total": total}
+    constants = _constants(x, label_smoothing, scale, softcap, z_loss)
+    _walk(of, made, vectors, constants | {"STATISTICS": True, "GRADIENT": bool(grads), "DLSE": False})
+    loss = row_losses(lse, picked, total, of.words, label_smoothing, z_loss)
+    return reduced(loss, count, reduction), lse, *made.made()
+
+
+def linear_cross_entropy_backward(
+    dloss: Tensor | None,
+    dlse: Tensor | None,
+    x: Tensor,
+    w: Tensor,
+    b: Tensor | None,
+    target: Tensor,
+    weight: Tensor | None,
+    lse: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    scale: float,
+    softcap: float | None,
+    z_loss: float,
+    grads: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    of = Chunks(x, w, b, target)
+    made = Gradients(of, grads)
+    lse = lse.contiguous()
+    count = counts(of.target, weight, ignore_index, lse.dtype)
+    count = torch.zeros_like(count) if dloss is None else count * dloss.to(lse.dtype)
+    own = count if dlse is None else dlse.to(lse.dtype).contiguous()
+    vectors = {"target": of.target, "count": count, "dlse": own, "lse": lse, "picked": lse, "total": lse}
+    constants = _constants(x, label_smoothing, scale, softcap, z_loss)
+    _walk(of, made, vectors, constants | {"STATISTICS": False, "GRADIENT": True, "DLSE": dlse is not None})
+    return made.made()
+
+
+def _constants(x: Tensor, label_smoothing: float, scale: float, softcap: float | None, z_loss: float) -> dict[str, Any]:
+    return {"SMOOTHING": label_smoothing, "SCALE": scale, "SOFTCAP": softcap or 0, "Z_LOSS": z_loss,
+            "WIDE": is_wide(x.dtype)}  # fmt: skip
+
+
+def _assert_words(target: Tensor, ignore_index: int, words: int) -> None:
+    inside = (target >= 0) & (target < words)
+    assert_async((inside | (target == ignore_index)).all(), "linear_cross_entropy: a target is out of bounds")
+
+
+def _dense(t: Tensor) -> Tensor:
+    """`t` as cuBLAS takes it, so that no chunk copies it again."""
+    rows_or_columns = (t.stride(1 - d) == 1 and t.stride(d) >= max(1, t.shape[1 - d]) for d in (0, 1))
+    return t if any(rows_or_columns) else t.contiguous()
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+    """total = a @ b for the first chunk, total += a @ b for others, where total may be wider than a and b."""
+    wide = total.dtype
+    if wide == a.dtype or total.device.type != "cuda":  # a CPU runs this for tests alone
+        a, b = a.to(wide), b.to(wide)
+        torch.mm(a, b, out=total) if first else total.addmm_(a, b)
+    elif first:
+        aten.mm.dtype_out(a, b, wide, out=total)
+    elif _adds_wide(a.device, a.dtype):
+        aten.addmm.dtype_out(total, a, b, wide, out=total)
+    else:
+        each = max(TILE, SCRATCH_BYTES // max(1, b.shape[1] * wide.itemsize))
+        for words in range(0, len(total), each):
+            total[words : words + each] += aten.mm.dtype(a[words : words + each], b, wide)
+
+
+@functools.cache
+def _adds_wide(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether torch adds a product of half precision to float32 inside the GEMM: older ones take no such sum."""
+    a = torch.zeros((16, 16), dtype=dtype, device=device)
+    total = torch.zeros((16, 16), device=device)
+    try:
+        aten.addmm.dtype_out(total, a, a, torch.float32, out=total)
+    except RuntimeError:
+        return False
+    return True

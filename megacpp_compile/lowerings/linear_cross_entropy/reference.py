@@ -1,0 +1,159 @@
+"""`linear_cross_entropy` and its backward in plain PyTorch, a chunk of tokens at a time: their meaning, their CPU
+lowering, and the oracle.
+
+With z the final logits of a row, p their softmax and `count` what the row's loss counts for (0 where it is ignored):
+
+    row loss       (1 - eps) (lse - z_target) + eps (lse - mean z) + z_loss lse^2
+    its gradient   p (1 + 2 z_loss lse) - (1 - eps) [word = target] - eps / words
+
+The loop over chunks has as many turns as there are tokens, so that graphs hold the op.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megacpp_compile.lowerings._op import compute_dtype
+from megacpp_compile.lowerings.linear_cross_entropy.chunks import chunks
+
+# A loop over chunks, of which there may be any number.
+TRACED = False
+
+
+def final_logits(logits: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """The logits that softmax is taken of, in the compute dtype."""
+    z = logits.to(compute_dtype(logits))
+    if scale != 1:
+        z = z * scale
+    return z if softcap is None else softcap * torch.tanh(z / softcap)
+
+
+def statistics(z: Tensor, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(lse, the logit of the word `at`, the sum of logits) of each row."""
+    return torch.logsumexp(z, -1), z.gather(1, at.unsqueeze(1)).squeeze(1), z.sum(-1)
+
+
+def row_losses(lse: Tensor, picked: Tensor, total: Tensor, words: int, label_smoothing: float, z_loss: float) -> Tensor:
+    """The loss of each row, from its statistics."""
+    loss = lse - picked
+    if label_smoothing:
+        loss = (1 - label_smoothing) * loss + label_smoothing * (lse - total / words)
+    return loss + z_loss * lse.square() if z_loss else loss
+
+
+def gradient(
+    z: Tensor, lse: Tensor, at: Tensor, count: Tensor, dlse: Tensor | None, label_smoothing: float, scale: float,
+    softcap: float | None, z_loss: float,
+) -> Tensor:  # fmt: skip
+    """The gradient of the logits as the GEMM makes them, in the compute dtype. count: what each row's loss counts for;
+    dlse: the gradient of lse."""
+    of_lse = count * (1 + 2 * z_loss * lse) if z_loss else count
+    if dlse is not None:
+        of_lse = of_lse + dlse
+    d = torch.exp(z - lse.unsqueeze(1)) * of_lse.unsqueeze(1)
+    hot = torch.arange(z.shape[1], device=z.device) == at.unsqueeze(1)
+    d = torch.where(hot, d - (1 - label_smoothing) * count.unsqueeze(1), d)
+    if label_smoothing:
+        d = d - (label_smoothing / z.shape[1]) * count.unsqueeze(1)
+    if softcap is not None:
+        d = d * (1 - (z / softcap).square())
+    return d if scale == 1 else d * scale
+
+
+def counts(target: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
+    """What each row's loss counts for: 0 where it is ignored, else its weight or 1."""
+    counted = target != ignore_index
+    return counted.to(dtype) if weight is None else torch.where(counted, weight.to(dtype), 0)
+
+
+class Gradients:
+    """Those of x, w and b that `wanted` names, from chunk to chunk; w's and b's are summed in the compute dtype."""
+
+    def __init__(self, x: Tensor, w: Tensor, wanted: str) -> None:
+        self.x, self.w, self.wanted = x, w, wanted
+        wide = compute_dtype(x)
+        self.dx = x.new_empty(x.shape if "x" in wanted else 0)
+        self.dw = w.new_zeros(w.shape if "w" in wanted else 0, dtype=wide)
+        self.db = w.new_zeros(w.shape[0] if "b" in wanted else 0, dtype=wide)
+
+    def add(self, rows: slice, d: Tensor) -> None:
+        """d: the gradient of the logits of `rows`, in the compute dtype."""
+        if "x" in self.wanted:
+            self.dx[rows] = d.to(self.x.dtype) @ self.w
+        if "w" in self.wanted:
+            of_rows = d.t(), self.x[rows].to(d.dtype)
+            self.dw = torch.mm(*of_rows) if rows.start == 0 else self.dw.addmm_(*of_rows)
+        if "b" in self.wanted:
+            self.db += d.sum(0)
+
+    def made(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.dx, self.dw.to(self.w.dtype), self.db.to(self.w.dtype)
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    w: Tensor,
+    b: Tensor | None,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    scale: float,
+    softcap: float | None,
+    z_loss: float,
+    reduction: str,
+    grads: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    (n, words), wide = (x.shape[0], w.shape[0]), compute_dtype(x)
+    count, at = counts(target, weight, ignore_index, wide), places_of(target, ignore_index)
+    lse, loss = (x.new_empty(n, dtype=wide) for _ in range(2))
+    made = Gradients(x, w, grads)
+    for rows in chunks(n, words, wide.itemsize, x.device):
+        z = final_logits(F.linear(x[rows], w, b), scale, softcap)
+        lse[rows], picked, total = statistics(z, at[rows])
+        loss[rows] = row_losses(lse[rows], picked, total, words, label_smoothing, z_loss)
+        if grads:
+            settings = label_smoothing, scale, softcap, z_loss
+            made.add(rows, gradient(z, lse[rows], at[rows], count[rows], None, *settings))
+    return reduced(loss, count, reduction), lse, *made.made()
+
+
+def linear_cross_entropy_backward(
+    dloss: Tensor | None,
+    dlse: Tensor | None,
+    x: Tensor,
+    w: Tensor,
+    b: Tensor | None,
+    target: Tensor,
+    weight: Tensor | None,
+    lse: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    scale: float,
+    softcap: float | None,
+    z_loss: float,
+    grads: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x, w and b (empty where `grads` does not name them), from those of each row's loss and lse."""
+    count, at = counts(target, weight, ignore_index, lse.dtype), places_of(target, ignore_index)
+    count = torch.zeros_like(count) if dloss is None else count * dloss.to(lse.dtype)
+    made = Gradients(x, w, grads)
+    for rows in chunks(x.shape[0], w.shape[0], lse.dtype.itemsize, x.device):
+        z = final_logits(F.linear(x[rows], w, b), scale, softcap)
+        own = None if dlse is None else dlse[rows].to(lse.dtype)
+        made.add(rows, gradient(z, lse[rows], at[rows], count[rows], own, label_smoothing, scale, softcap, z_loss))
+    return made.made()
+
+
+def reduced(loss: Tensor, count: Tensor, reduction: str) -> Tensor:
+    """What the op returns of the losses of all rows; a row that counts for nothing adds nothing, not even an
+    infinity."""
+    loss = torch.where(count == 0, 0, loss * count)
+    return loss.sum() if reduction == "sum" else loss
+
+
+def places_of(target: Tensor, ignore_index: int) -> Tensor:
+    """The word that each row is compared with, the first one where the row is ignored."""
+    return torch.where(target == ignore_index, 0, target)

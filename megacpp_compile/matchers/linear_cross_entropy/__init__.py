@@ -1,0 +1,1 @@
+"""Losses over a vocabulary whose logits are a linear's: what reads the logits, and through which rows."""

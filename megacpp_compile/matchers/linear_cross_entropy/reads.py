@@ -1,0 +1,125 @@
+"""What losses read of logits: their cross entropy, the log-probability or the logit of a target, their log-sum-exp."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import torch
+from torch.fx import Node
+
+from megacpp_compile.fx.edit import same_size, value
+from megacpp_compile.fx.views import RESHAPES, UNIT_DIMS, is_identity
+from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers.linear_cross_entropy.logits import Logits, is_logsumexp_of
+
+aten = torch.ops.aten
+Kind = Literal["loss", "log-probability", "logit", "logsumexp"]
+IGNORE_INDEX = -100  # torch's own default; what gathers has no such thing, and negative indices are errors there
+_NLL = (aten.nll_loss_nd.default, aten.nll_loss.default, aten.nll_loss2d.default)
+_REDUCTIONS = ("none", "mean", "sum")
+
+
+@dataclasses.dataclass(frozen=True)
+class Read:
+    """`node` is what `kind` says of `logits`: a row's loss, times `logits.sign`, reduced as `reduction` says; the
+    target's log-probability, times that sign, or its logit; the log-sum-exp.
+
+    target: int64, an element for every row, in the order of rows; None of a log-sum-exp.
+    keepdim: whether the result of a read without reduction has the vocabulary's dimension, of size 1.
+    weights: what rows are multiplied by before they are added up, in the order of rows. through: nodes between the loss
+    of rows and `node`, which has the reduction; "rows" is the mean over all rows, "mean" that of rows not ignored.
+    """
+
+    kind: Kind
+    node: Node
+    logits: Logits
+    target: Node | None = None
+    reduction: str = "none"
+    ignore_index: int = IGNORE_INDEX
+    label_smoothing: float = 0.0
+    keepdim: bool = False
+    weights: tuple[Node, ...] = ()
+    through: tuple[Node, ...] = ()
+
+
+def read_of(logits: Logits, node: Node) -> Read | MatchFailure | None:
+    """What `node` reads of `logits`; a near miss of a loss that the op has no word for; None where it is no loss."""
+    if node.target is aten.cross_entropy_loss.default and not logits.normalised:
+        return _loss(logits, node, ("weight", "reduction", "ignore_index", "label_smoothing"))
+    if node.target in _NLL and logits.normalised:
+        return _loss(logits, node, ("weight", "reduction", "ignore_index"))
+    if node.target in (aten.gather.default, aten.take_along_dim.default):
+        return _gathered(logits, node)
+    if node.target is aten.index.Tensor:
+        return _indexed(logits, node)
+    if is_logsumexp_of(node, logits, None) and not logits.normalised:
+        return Read("logsumexp", node, logits, keepdim=is_logsumexp_of(node, logits))
+    return None
+
+
+def _loss(logits: Logits, node: Node, names: tuple[str, ...]) -> Read | MatchFailure | None:
+    if node.args[0] is not logits.node or logits.dim != min(1, value(logits.node).dim() - 1):
+        return None
+    target = node.args[1]
+    given: dict[str, Any] = {**dict(zip(names, node.args[2:], strict=False)), **node.kwargs}
+    if given.get("weight") is not None:
+        return MatchFailure(node, "class-weights", "the loss weighs classes, which the op does not")
+    if value(target).is_floating_point():
+        return MatchFailure(node, "soft-targets", "the targets are probabilities, as many of them as logits")
+    return Read(
+        "loss", node, logits, target, _REDUCTIONS[given.get("reduction", 1)], given.get("ignore_index", IGNORE_INDEX),
+        float(given.get("label_smoothing", 0.0)),
+    )  # fmt: skip
+
+
+def _picked(logits: Logits, node: Node, target: Node, keepdim: bool) -> Read:
+    return Read("log-probability" if logits.normalised else "logit", node, logits, target, keepdim=keepdim)
+
+
+def _gathered(logits: Logits, node: Node) -> Read | MatchFailure | None:
+    """`gather(logits, dim, index)` with one index a row."""
+    if node.args[0] is not logits.node or len(node.args) < 2:
+        return None
+    dim, index = (node.args[1:3] if node.target is aten.gather.default else (*node.args[2:3], node.args[1]))
+    sizes, shape = value(logits.node).shape, value(index).shape
+    if not isinstance(dim, int) or dim % len(sizes) != logits.dim:
+        return None
+    rows = [same_size(a, b) for d, (a, b) in enumerate(zip(sizes, shape, strict=True)) if d != logits.dim]
+    if all(rows) and shape[logits.dim] == 1:
+        return _picked(logits, node, index, True)  # type: ignore[arg-type]
+    if not logits.normalised:
+        return None
+    if shape[logits.dim] != 1:
+        return MatchFailure(node, "several-targets", "more than one word's log-probability is read of a row")
+    return MatchFailure(node, "rows", "not known to read a word of every row: gather takes fewer, too")
+
+
+def _indexed(logits: Logits, node: Node) -> Read | None:
+    """`logits[torch.arange(n), target]` of logits [n, v]."""
+    if node.args[0] is not logits.node or logits.dim != 1 or value(logits.node).dim() != 2:
+        return None
+    rows, target = [*node.args[1], None][:2]  # type: ignore[misc]
+    if rows is None or target is None or value(target).dim() != 1 or value(target).dtype not in _INDICES:
+        return None
+    n = value(logits.node).shape[0]
+    if not _counts_up(rows) or not same_size(value(rows).shape[0], n) or not same_size(value(target).shape[0], n):
+        return None
+    return _picked(logits, node, target, False)
+
+
+_INDICES = (torch.int64, torch.int32)
+
+
+def _counts_up(node: Node) -> bool:
+    """Whether `node` is 0, 1, 2, ..."""
+    if node.target is aten.arange.start:
+        return node.args[0] == 0
+    return node.target is aten.arange.default
+
+
+def same_elements(node: Node) -> Node:
+    """The node that holds the elements of `node` in the same order: what a target is, however it is shaped."""
+    while node.target in RESHAPES or node.target in UNIT_DIMS or is_identity(node):
+        node = node.args[0]  # type: ignore[assignment]
+    return node

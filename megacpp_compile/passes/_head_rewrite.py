@@ -1,0 +1,200 @@
+"""Emits `megacpp::linear_cross_entropy` for what losses read of a head's logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.fx import Node, map_arg
+
+from megacpp_compile.fx.edit import Builder, value
+from megacpp_compile.fx.subgraph import inside
+from megacpp_compile.lowerings._op import compute_dtype
+from megacpp_compile.matchers.linear_cross_entropy.heads import HeadLoss, Output
+from megacpp_compile.matchers.linear_cross_entropy.reads import Read
+from megacpp_compile.matchers.linear_cross_entropy.rows import RowView, outer, replay
+
+aten = torch.ops.aten
+
+
+def inputs_of(site: HeadLoss) -> list[Node]:
+    """What the op is computed from: the linear's operands, targets, and what chooses rows."""
+    linear = site.logits.linear
+    views = {view for o in site.outputs for view in o.read.logits.moves()}
+    views |= {view for logits in site.sizes.values() for view in logits.moves()}
+    operands = [n for n in (linear.x, linear.w, linear.b) if n is not None]
+    operands += [*site.targets, *site.of_targets.weights]
+    sized = _of_sizes(site.sizes)
+    pending, found = [n for view in views for n in view.chosen_by()], set[Node]()
+    while pending:
+        node = pending.pop()
+        if node in sized:
+            pending += [n for n in node.all_input_nodes if node not in site.sizes]
+        else:
+            found.add(node)
+    return list(dict.fromkeys([*operands, *sorted(found)]))
+
+
+def sizes_read_elsewhere(site: HeadLoss, inputs: list[Node]) -> list[Node]:
+    """The sizes of logits that more is computed from than what `site` reads."""
+    plain = inside(inputs, [output.read.node for output in site.outputs])
+    return [size for size in site.sizes if not plain.issuperset(size.users)]
+
+
+def _of_sizes(sizes: Iterable[Node]) -> set[Node]:
+    """`sizes` and what is computed from them, up to what reads tensors."""
+    found, pending = set[Node](), list(sizes)
+    while pending:
+        node = pending.pop()
+        if node not in found and not isinstance(value(node), torch.Tensor):
+            found.add(node)
+            pending.extend(node.users)
+    return found
+
+
+def emit(build: Builder, site: HeadLoss, sizes: list[Node], gradients: set[Node]) -> tuple[Node, list[Node]]:
+    """(the op's node, the nodes that stand for the outputs of `site` and for `sizes`)."""
+    linear, read = site.logits.linear, site.of_targets
+    operands = (linear.x, linear.w, linear.b)
+    rows = _Rows(build, site)
+    dtype = value(linear.node).dtype
+    x = build.cast(_flat(build, rows.of_x(site.logits.moves())), dtype)
+    b = None if linear.b is None else build.cast(linear.b, dtype)
+    target = _target(build, site, x)
+    weight = _weight(build, site, x)
+    trained = [letter for letter, operand in zip("xwb", operands, strict=True) if operand in gradients]
+    node = build(
+        torch.ops.megacpp.linear_cross_entropy.default, x, linear.weight(build), b, target, weight, read.ignore_index,
+        read.label_smoothing, site.logits.scale, site.logits.softcap, 0.0, "sum" if site.summed else "none",
+        "".join(trained) if site.summed else "",
+    )  # fmt: skip
+    results = _Results(build, site, rows, node, target)
+    return node, [*map(results.of, site.outputs), *map(rows.size, sizes)]
+
+
+def _flat(build: Builder, x: Node) -> Node:
+    """x as [n, h]."""
+    dims = value(x).dim()
+    if dims == 1:
+        return build(aten.unsqueeze.default, x, 0)
+    return x if dims == 2 else build(aten.flatten.using_ints, x, 0, -2)
+
+
+def _target(build: Builder, site: HeadLoss, x: Node) -> Node:
+    """The targets as int64 [n]; where there are none, all are ignored."""
+    if not site.targets:
+        return build(aten.new_full.default, x, [_size(build, x, 0)], site.of_targets.ignore_index, dtype=torch.int64)
+    flat = [t if value(t).dim() == 1 else build(aten.reshape.default, t, [-1]) for t in site.targets]
+    return build.cast(flat[0] if len(flat) == 1 else build(aten.cat.default, flat), torch.int64)
+
+
+def _weight(build: Builder, site: HeadLoss, x: Node) -> Node | None:
+    """What each row counts for, [n] in the op's compute dtype; None where all count alike."""
+    product = None
+    for weight in site.of_targets.weights:
+        flat = weight if value(weight).dim() == 1 else build(aten.reshape.default, weight, [-1])
+        one = build.cast(build(aten.detach.default, flat), compute_dtype(value(x)))
+        product = one if product is None else build(aten.mul.Tensor, product, one)
+    return product
+
+
+def _size(build: Builder, of: Node, dim: int) -> Any:
+    size = value(of).shape[dim]
+    return size if isinstance(size, int) else build(aten.sym_size.int, of, dim)
+
+
+class _Rows:
+    """The rows of x that logits show, and their sizes."""
+
+    def __init__(self, build: Builder, site: HeadLoss) -> None:
+        self.build, self.sizes, self.sized = build, site.sizes, _of_sizes(site.sizes)
+        self.made: dict[tuple[RowView, ...], Node] = {(): site.logits.linear.x}
+        self.copies: dict[Node, Node] = {}
+
+    def of_x(self, views: tuple[RowView, ...]) -> Node:
+        """The rows [..., h] of x that `views` show."""
+        if views not in self.made:
+            self.made[views] = replay(self.build, views[-1], self.of_x(views[:-1]), self.size)
+        return self.made[views]
+
+    def size(self, node: Node) -> Node:
+        """`node`, or the same number from sizes of x where it is computed from those of logits."""
+        if node in self.sized and node not in self.copies:
+            if (logits := self.sizes.get(node)) is not None:
+                dim = node.args[1] % value(logits.node).dim()  # type: ignore[operator]
+                new = self.build(aten.sym_size.int, self.of_x(logits.moves()), outer(dim, logits.dim))
+            else:
+                new = self.build(node.target, *map_arg(node.args, self.size), **map_arg(node.kwargs, self.size))
+            self.copies[node] = new
+        return self.copies.get(node, node)
+
+
+class _Results:
+    """What the op's node says of rows, in the shapes that the plain graph has."""
+
+    def __init__(self, build: Builder, site: HeadLoss, rows: _Rows, node: Node, target: Node) -> None:
+        self.build, self.site, self.rows, self.node, self.target = build, site, rows, node, target
+        self.made: dict[Any, Node] = {}
+
+    def of(self, output: Output) -> Node:
+        """The node that stands for an output."""
+        read, build = output.read, self.build
+        if read.reduction != "none":
+            new = self._scaled(self._total(read.reduction), read.logits.sign)
+            return build.cast(new, value(read.node).dtype)
+        views = self.site.logits.moves() if output.part is not None else read.logits.moves()
+        new = self._shaped(self._of_rows(read), views)
+        if output.part is not None:
+            new = build(aten.select.int, new, 0, output.part)
+        if read.keepdim:
+            new = build(aten.unsqueeze.default, new, read.logits.dim)
+        return build.cast(new, value(read.node).dtype)
+
+    def _of_rows(self, read: Read) -> Node:
+        """What is read of each row, [n]."""
+        if read.kind == "logsumexp":
+            return self._item(1)
+        if read.kind == "logit":
+            return self._once("logit", lambda: self.build(aten.sub.Tensor, self._item(1), self._item(0)))
+        sign = read.logits.sign if read.kind == "loss" else -read.logits.sign
+        return self._scaled(self._item(0), sign)
+
+    def _total(self, reduction: str) -> Node:
+        """The losses' sum over rows, or a mean of them."""
+        build = self.build
+        if not self.site.summed:
+            total = self._once("sum", lambda: build(aten.sum.default, self._item(0)))
+        else:
+            total = self._item(0)
+        if reduction == "rows":
+            return self._once("rows", lambda: build(aten.div.Tensor, total, _size(build, self.target, 0)))
+        return total if reduction == "sum" else self._once("mean", lambda: self._mean(total))
+
+    def _mean(self, total: Node) -> Node:
+        """Over rows that are not ignored."""
+        counted = self.build(aten.ne.Scalar, self.target, self.site.of_targets.ignore_index)
+        return self.build(aten.div.Tensor, total, self.build(aten.sum.default, counted))
+
+    def _scaled(self, node: Node, factor: float) -> Node:
+        if factor == 1:
+            return node
+        if factor == -1:
+            return self._once(("neg", node), lambda: self.build(aten.neg.default, node))
+        return self._once((factor, node), lambda: self.build(aten.mul.Tensor, node, factor))
+
+    def _item(self, index: int) -> Node:
+        return self._once(index, lambda: self.build.item(self.node, index))
+
+    def _shaped(self, flat: Node, views: tuple[RowView, ...]) -> Node:
+        """`flat` [n] with the rows' dimensions under `views`."""
+        like = self.rows.of_x(views)
+        sizes = [_size(self.build, like, d) for d in range(value(like).dim() - 1)]
+        if len(sizes) == 1:
+            return flat
+        return self._once((views, flat), lambda: self.build(aten.reshape.default, flat, sizes))
+
+    def _once(self, key: Any, make: Callable[[], Node]) -> Node:
+        if key not in self.made:
+            self.made[key] = make()
+        return self.made[key]

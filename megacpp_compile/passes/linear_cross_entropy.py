@@ -1,0 +1,120 @@
+"""The output projection and its loss without logits (arXiv:2411.09009; gradients in the forward: arXiv:2410.10989).
+
+Before: `logits = linear(x, w, b)`, perhaps scaled, softcapped, cast, shifted and reshaped; then
+        `cross_entropy(logits, labels)` or `nll_loss(log_softmax(logits), labels)` with any reduction, or for each token
+        `log_softmax(logits).gather(-1, labels)` or `logits.gather(-1, labels) - logsumexp(logits)`
+After:  `loss, lse, dx, dw, db = megacpp.linear_cross_entropy(rows of x, w, b, labels, None, ignore_index, ..,
+        "sum", "xw")`, `loss / (labels != ignore_index).sum()` for a mean; of losses of each row "none"
+
+Safe because the op computes the same loss, in float32 or better. Views that choose rows move from the logits to x. Of a
+sum, forward makes the gradients that are trained, which backward multiplies by the gradient of the loss. Where rows
+count by themselves (log-probabilities, a z-loss of log-sum-exps), backward makes the logits again.
+Refused: logits that anything else reads, as they stay alive then (tag `logits-kept`); losses that weigh classes, or
+whose targets are probabilities, or several words a row; a loss in another frame than its linear; parts with gradients
+recorded and parts without; a loss in float64 of other logits; on CUDA, logits of less than MIN_BYTES.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from megacpp_compile.fx.edit import Builder, place, same_size, value
+from megacpp_compile.fx.sizes import nbytes
+from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers.graph_view import GraphView
+from megacpp_compile.matchers.linear_cross_entropy.heads import Head, HeadLoss, find_heads, sites
+from megacpp_compile.matchers.linear_cross_entropy.inputs import logits_from_outside
+from megacpp_compile.passes._differentiated import differentiated
+from megacpp_compile.passes._head_rewrite import emit, inputs_of, sizes_read_elsewhere
+from megacpp_compile.passes._rule import REGION, Match
+
+name = "linear_cross_entropy"
+op = "megacpp::linear_cross_entropy"
+after: tuple[str, ...] = ("linear",)
+
+# On CUDA, smaller logits are left as they are: they take little memory, and Inductor fuses what follows them.
+MIN_BYTES, SMALL_ON = 64 << 20, "cuda"
+
+
+def find(view: GraphView) -> Iterator[Match | MatchFailure]:
+    heads = list(find_heads(view.graph))
+    gradients = differentiated(view) if heads else set()
+    for head in heads:
+        found = sites(head, gradients.__contains__)
+        refusal = _refusal(view, head, found)
+        yield from [refusal] if refusal is not None else (_match(view, site, gradients) for site in found)
+    for node in logits_from_outside(view.graph):
+        if not _small(node.args[0]):  # type: ignore[arg-type]
+            yield MatchFailure(node, "another-frame", "the logits are an input of this frame, so they are in memory "
+                               "already: compile the loss together with the model that makes them")  # fmt: skip
+
+
+def _refusal(view: GraphView, head: Head, found: list[HeadLoss]) -> MatchFailure | None:
+    """Why `head` stays as it is."""
+    node = head.linear.node
+    if head.failures:
+        return head.failures[0]
+    losses = [read.node for read in head.reads]
+    if _small(node):
+        size = f"{nbytes(value(node)) / 2**20:.1f} MiB of logits, of use from {MIN_BYTES >> 20} MiB"
+        return MatchFailure(losses[0], "small", size)
+    if head.others:
+        return MatchFailure(losses[0], "logits-kept", _kept(head.others))
+    if not all(map(_target_a_row, found)):
+        return MatchFailure(losses[0], "rows", "the rows are not known to be as many as the targets")
+    inside = [n for site in found for n in site.inside()]
+    dtype = value(node).dtype
+    if any(value(n).dtype == torch.float64 != dtype for n in inside):
+        return MatchFailure(losses[0], "dtype", f"logits in {dtype} and their loss in float64")
+    if len({view.mode_states[n].grad for n in inside}) > 1:
+        return MatchFailure(losses[0], "region", "part of it runs with gradients recorded, and part without")
+    return None
+
+
+def _kept(readers: Sequence[Node]) -> str:
+    """Why logits that `readers` read stay in memory, and what to do where they are returned."""
+    others = sorted({_name(reader) for reader in readers if reader.op != "output"})
+    if others:
+        return f"beside the loss {', '.join(others)} read the logits, so they stay in memory"
+    return (
+        "the frame returns the logits beside the loss, so they stay in memory: return the loss alone, or name that "
+        'output in options={"drop_outputs": ("logits",)}'
+    )
+
+
+def _target_a_row(site: HeadLoss) -> bool:
+    """Whether each row has a target. Rows that a mask chooses would get a number of their own, which no check equates
+    with that of the labels."""
+    given = sum(value(target).numel() for target in site.targets)
+    fake = value(site.logits.node)
+    if free_unbacked_symbols(fake):
+        return False
+    return not site.targets or same_size(given * fake.shape[site.logits.dim], fake.numel())
+
+
+def _small(logits: Node) -> bool:
+    fake = value(logits)
+    return fake.device.type == SMALL_ON and nbytes(fake) < MIN_BYTES
+
+
+def _name(node: Node) -> str:
+    return str(getattr(node.target, "overloadpacket", node.target)).removeprefix("aten.")
+
+
+def _match(view: GraphView, site: HeadLoss, gradients: set[Node]) -> Match | MatchFailure:
+    loss, linear, inputs = site.outputs[0].read.node, site.logits.linear.node, inputs_of(site)
+    states = view.mode_states
+    root = linear if states[linear] == states[loss] else loss  # the report names the head where it may
+    sizes = sizes_read_elsewhere(site, inputs)
+    outputs = [*(output.read.node for output in site.outputs), *sizes]
+    if place(inputs, outputs, root, states) is None:
+        return MatchFailure(root, *REGION)
+
+    def rewrite(build: Builder) -> tuple[Node, list[Node]]:
+        return emit(build, site, sizes, gradients if states[root].grad else set())
+
+    return Match(root, inputs, outputs, rewrite)

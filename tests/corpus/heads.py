@@ -1,0 +1,345 @@
+"""Output projections and their losses as different authors write them.
+
+A body is a function of a `Head` and of hidden states [2, T, DIM] and labels [2, T]. It returns the loss, a sum of losses,
+or what a loss is made of.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+DIM, WORDS, IGNORED = 12, 23, -100
+LENGTH = 6
+
+
+class Head(nn.Module):
+    """`body(head, hidden, labels)`. proj and embed: weights of a vocabulary; blocks: layers in front of either."""
+
+    def __init__(self, body, bias: bool = False):
+        super().__init__()
+        self.body, self.cap = body, 7.3
+        self.embed = nn.Embedding(WORDS, DIM)
+        self.proj = nn.Linear(DIM, WORDS, bias=bias)
+        self.blocks = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(2))
+
+    def forward(self, hidden, labels):
+        return self.body(self, hidden, labels)
+
+
+def build(body, *, bias=False, length=LENGTH, dtype=torch.float32, ignored=True):
+    """(module, arguments) of a body; some labels are IGNORED unless the body takes each for a word."""
+    head = Head(body, bias).to(dtype)
+    return head, arguments(length, dtype, ignored and body not in WITHOUT_IGNORED.values())
+
+
+def arguments(length=LENGTH, dtype=torch.float32, ignored=True):
+    hidden = torch.randn(2, length, DIM).to(dtype).requires_grad_()
+    labels = torch.randint(0, WORDS, (2, length))
+    if ignored:
+        labels[0, 1] = labels[1, -1] = IGNORED
+    return hidden, labels
+
+
+def flattened(m, x, labels):
+    return F.cross_entropy(m.proj(x).flatten(0, 1), labels.flatten())
+
+
+def in_float(m, x, labels):
+    return F.cross_entropy(m.proj(x).float().view(-1, WORDS), labels.view(-1), ignore_index=IGNORED)
+
+
+def words_second(m, x, labels):
+    """[b, v, t], as cross entropy has it."""
+    return F.cross_entropy(m.proj(x).transpose(1, 2), labels)
+
+
+def words_second_by_permute(m, x, labels):
+    return nn.CrossEntropyLoss(reduction="sum")(m.proj(x).permute(0, 2, 1), labels)
+
+
+def words_second_then_flat(m, x, labels):
+    """Images do so: [b, v, t1, t2] -> [b, v, t]."""
+    logits = m.proj(x.unflatten(1, (2, -1))).movedim(-1, 1)
+    return F.cross_entropy(logits.reshape(2, WORDS, -1), labels)
+
+
+def rows_of_batches(m, x, labels):
+    """[t, b, ...], as Megatron has it."""
+    logits = m.proj(x.transpose(0, 1).contiguous())
+    return F.cross_entropy(logits.transpose(0, 1).contiguous().view(-1, WORDS), labels.reshape(-1))
+
+
+def tied(m, x, labels):
+    logits = F.linear(x + m.embed(labels.clamp(min=0)), m.embed.weight)
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def matmul(m, x, labels):
+    return F.cross_entropy((x @ m.embed.weight.T).flatten(0, 1), labels.flatten())
+
+
+def einsum(m, x, labels):
+    logits = torch.einsum("btd,vd->btv", x, m.embed.weight)
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def softcapped(m, x, labels):
+    """gemma's."""
+    logits = m.proj(x) / 3.0
+    logits = torch.tanh(logits) * 3.0
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def softcapped_the_other_way(m, x, labels):
+    """nanochat's, with a temperature behind it."""
+    logits = 15 * torch.tanh(0.2 * m.proj(x).float()) / 0.7
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def scaled(m, x, labels):
+    """granite's and cohere's."""
+    return F.cross_entropy((m.proj(x) / 4.0 * 0.5).flatten(0, 1), labels.flatten(), reduction="sum") / 11
+
+
+def shifted_logits(m, x, labels):
+    """transformers, until 4.46."""
+    logits = m.proj(x).float()
+    shift_logits = logits[..., :-1, :].contiguous()
+    shift_labels = labels[..., 1:].contiguous()
+    loss_fct = nn.CrossEntropyLoss()
+    return loss_fct(shift_logits.view(-1, WORDS), shift_labels.view(-1).to(shift_logits.device))
+
+
+def shifted_labels(m, x, labels):
+    """transformers' ForCausalLMLoss."""
+    logits = m.proj(x).float()
+    labels = F.pad(labels, (0, 1), value=IGNORED)
+    shift_labels = labels[..., 1:].contiguous()
+    return F.cross_entropy(logits.view(-1, WORDS), shift_labels.view(-1), ignore_index=IGNORED, reduction="mean")
+
+
+def per_items(m, x, labels):
+    """transformers' with num_items_in_batch."""
+    logits, items = m.proj(x).float(), (labels != IGNORED).sum()
+    labels = F.pad(labels, (0, 1), value=IGNORED)[..., 1:].contiguous()
+    return F.cross_entropy(logits.view(-1, WORDS), labels.view(-1), ignore_index=IGNORED, reduction="sum") / items
+
+
+def another_ignore_index(m, x, labels):
+    labels = labels.masked_fill(labels == IGNORED, 0)
+    return F.cross_entropy(m.proj(x).flatten(0, 1), labels.flatten(), ignore_index=0)
+
+
+def smoothed(m, x, labels):
+    return F.cross_entropy(m.proj(x).flatten(0, 1), labels.flatten(), label_smoothing=0.1)
+
+
+def smoothed_and_shifted(m, x, labels):
+    logits = m.proj(x)[:, :-1].transpose(1, 2)
+    return F.cross_entropy(logits, labels[:, 1:], label_smoothing=0.2, reduction="sum")
+
+
+def nll(m, x, labels):
+    return F.nll_loss(F.log_softmax(m.proj(x), -1).view(-1, WORDS), labels.view(-1))
+
+
+def nll_of_log_softmax_in_float(m, x, labels):
+    logp = F.log_softmax(m.proj(x).flatten(0, 1), dim=-1, dtype=torch.float32)
+    return F.nll_loss(logp, labels.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def nll_of_words_second(m, x, labels):
+    return F.nll_loss(m.proj(x).log_softmax(-1).transpose(1, 2), labels, reduction="none")
+
+
+def last_positions(m, x, labels):
+    """Hidden states sliced before the head."""
+    return F.cross_entropy(m.proj(x[:, -3:]).flatten(0, 1), labels[:, -3:].flatten())
+
+
+def masked_rows(m, x, labels):
+    """Labels that count, by their places."""
+    rows = torch.arange(0, 2 * x.shape[1], 2)
+    return F.cross_entropy(m.proj(x).flatten(0, 1)[rows], labels.flatten()[rows])
+
+
+def one_sequence(m, x, labels):
+    return F.cross_entropy(m.proj(x)[1], labels[1])
+
+
+def sum_over_size(m, x, labels):
+    """A mean by hand, over sizes of logits."""
+    logits = m.proj(x)[:, 1:]
+    batch, length, words = logits.shape
+    loss = F.cross_entropy(logits.reshape(batch * length, words), labels[:, 1:].reshape(-1), reduction="sum")
+    return loss / (batch * length)
+
+
+def one_token(m, x, labels):
+    return F.cross_entropy(m.proj(x[0, 0]), labels[0, 0])
+
+
+def addmm(m, x, labels):
+    logits = torch.addmm(m.embed.weight[:, 0], x.flatten(0, 1), m.embed.weight.t())
+    return F.cross_entropy(logits, labels.flatten())
+
+
+def weight_by_words(m, x, labels):
+    """[DIM, WORDS]"""
+    return F.cross_entropy((x @ m.embed.weight.t().contiguous()).flatten(0, 1), labels.flatten())
+
+
+def no_tokens(m, x, labels):
+    return F.cross_entropy(m.proj(x[:, :0]).flatten(0, 1), labels[:, :0].flatten(), reduction="sum")
+
+
+def cap_of_the_model(m, x, labels):
+    """A number that `dynamic=True` makes an input."""
+    logits = torch.tanh(m.proj(x) / m.cap) * m.cap
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def each_row(m, x, labels):
+    return F.cross_entropy(m.proj(x).flatten(0, 1), labels.flatten(), reduction="none")
+
+
+def each_row_of_words_second(m, x, labels):
+    return F.cross_entropy(m.proj(x).transpose(1, 2), labels, reduction="none", label_smoothing=0.1)
+
+
+def z_loss(m, x, labels):
+    """PaLM's, by hand."""
+    logits = m.proj(x)
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten()) + 1e-2 * logits.logsumexp(-1).square().mean()
+
+
+def z_loss_of_rows(m, x, labels):
+    logits = m.proj(x).float().view(-1, WORDS)
+    loss = F.cross_entropy(logits, labels.view(-1), reduction="none")
+    counted = labels.view(-1) != IGNORED
+    return ((loss + 1e-2 * torch.logsumexp(logits, dim=-1) ** 2) * counted).sum() / counted.sum()
+
+
+# --- sums of what rows count for
+
+
+def mean_of_rows(m, x, labels):
+    """Ignored rows count in the mean, as zeros."""
+    return F.cross_entropy(m.proj(x).flatten(0, 1), labels.flatten(), reduction="none").mean()
+
+
+def masked_sum(m, x, labels):
+    """nanotron's and Megatron's: a mask of the loss, per token of those that count."""
+    loss = F.cross_entropy(m.proj(x).float().view(-1, WORDS), labels.view(-1).clamp(min=0), reduction="none")
+    mask = (labels != IGNORED).view(-1)
+    return (loss * mask).sum() / mask.sum()
+
+
+def weighted_log_probabilities(m, x, labels):
+    """Advantages times log-probabilities: the policy's gradient."""
+    logp = m.proj(x)[:, :-1].log_softmax(-1).gather(-1, labels[:, 1:].clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    advantages = torch.arange(1.0, 1 + labels[:, 1:].numel()).view(2, -1) / 7
+    mask = (labels[:, 1:] != IGNORED).float()
+    return -(logp * advantages * mask).sum() / mask.sum()
+
+
+def mean_of_log_probabilities(m, x, labels):
+    logp = m.proj(x).log_softmax(-1).gather(2, labels.clamp(min=0)[..., None])
+    return -1.5 * logp.mean()
+
+
+def several_heads(m, x, labels):
+    """Multi-token prediction: several losses of one vocabulary."""
+    losses = []
+    for i, block in enumerate(m.blocks):
+        logits = m.proj(block(x))
+        losses.append(F.cross_entropy(logits[:, : -(i + 1)].flatten(0, 1), labels[:, i + 1 :].flatten()))
+    return losses[0] + 0.3 * losses[1]
+
+
+def in_chunks(m, x, labels):
+    """The loss of two parts of a sequence, each by itself."""
+    chunks = zip(m.proj(x).chunk(2, dim=1), labels.chunk(2, dim=1), strict=True)
+    total = [F.cross_entropy(c.flatten(0, 1), part.flatten(), reduction="sum") for c, part in chunks]
+    return sum(total) / (labels != IGNORED).sum()
+
+
+# --- log-probabilities of words, as reinforcement learning and distillation have them; every label is a word
+
+
+def log_probabilities(m, x, labels):
+    return m.proj(x).log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+
+
+def negative_log_probabilities(m, x, labels):
+    logp = -F.log_softmax(m.proj(x[:, :-1]).float() / 0.7, dim=2)
+    return torch.gather(logp, 2, labels[:, 1:, None])[..., 0]
+
+
+def by_log_of_softmax(m, x, labels):
+    p = F.softmax(m.proj(x).view(-1, WORDS), dim=-1)
+    return torch.log(p).gather(1, labels.view(-1, 1)).mean()
+
+
+def by_subtraction(m, x, labels):
+    """The softmax's denominator by hand."""
+    logits = m.proj(x)
+    logp = logits - logits.logsumexp(-1, keepdim=True)
+    return logp.gather(-1, labels[..., None]).exp()
+
+
+def by_numbers_of_rows(m, x, labels):
+    logp = m.proj(x).flatten(0, 1).log_softmax(-1)
+    return -logp[torch.arange(logp.shape[0]), labels.flatten()]
+
+
+def selective_log_softmax(m, x, labels):
+    """TRL's of float32: one sequence's log-sum-exp after the other."""
+    logits = m.proj(x)[:, :-1] / 0.9
+    index = labels[:, 1:]
+    selected = torch.gather(logits, dim=-1, index=index.unsqueeze(-1)).squeeze(-1)
+    return selected - torch.stack([torch.logsumexp(one, dim=-1) for one in logits])
+
+
+def selective_log_softmax_of_halves(m, x, labels):
+    """TRL's of bfloat16."""
+    found = []
+    for row, index in zip(m.proj(x), labels, strict=True):
+        found.append(F.log_softmax(row, dim=-1).gather(dim=-1, index=index.unsqueeze(-1)).squeeze(-1))
+    return torch.stack(found)
+
+
+def policy_gradient(m, x, labels):
+    """A clipped ratio to what the words' probabilities were."""
+    logp = m.proj(x).log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    ratio = torch.exp(logp - logp.detach().mul(0.9))
+    return -torch.min(ratio * x.detach().mean(-1), ratio.clamp(0.8, 1.2)).mean()
+
+
+def chosen_and_rejected(m, x, labels):
+    """Preferences: two halves of a batch."""
+    logp = m.proj(x).log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1).sum(-1)
+    chosen, rejected = logp.chunk(2)
+    return -F.logsigmoid(chosen - rejected).mean()
+
+
+# Spelling -> how often the pass fires.
+WITH_IGNORED = dict.fromkeys(
+    (
+        flattened, in_float, words_second, words_second_by_permute, words_second_then_flat, rows_of_batches, tied,
+        matmul, einsum, softcapped, softcapped_the_other_way, scaled, shifted_logits, shifted_labels, per_items,
+        another_ignore_index, smoothed, smoothed_and_shifted, nll, nll_of_log_softmax_in_float, nll_of_words_second,
+        last_positions, masked_rows, one_sequence, each_row, each_row_of_words_second, z_loss, z_loss_of_rows,
+        one_token, addmm, weight_by_words, no_tokens, cap_of_the_model, sum_over_size, mean_of_rows, masked_sum, weighted_log_probabilities, mean_of_log_probabilities,
+    ), 1,
+) | {several_heads: 2, in_chunks: 2}  # fmt: skip
+WITHOUT_IGNORED = {
+    f.__name__: f
+    for f in (
+        log_probabilities, negative_log_probabilities, by_log_of_softmax, by_subtraction, by_numbers_of_rows,
+        selective_log_softmax, selective_log_softmax_of_halves, policy_gradient, chosen_and_rejected,
+    )
+}  # fmt: skip
+SPELLINGS = WITH_IGNORED | dict.fromkeys(WITHOUT_IGNORED.values(), 1)

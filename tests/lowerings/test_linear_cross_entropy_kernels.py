@@ -1,0 +1,195 @@
+"""`linear_cross_entropy` on CUDA beyond agreeing with the reference: several chunks, what the gradient of w is added up
+in, what it allocates, and that its kernel compiles to whole vectors."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+
+import pytest
+import torch
+
+from megacpp_compile.lowerings.linear_cross_entropy import chunks, linear_cross_entropy, reference
+
+from .agreement import disagreements, interpreted, of_kernels, on, poisoned_memory
+from .loss_cases import ALL, operands
+from .test_linear_cross_entropy import Largest
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+MARKS = of_kernels()
+NAMES = "logits target count dlse lse picked total".split()
+
+
+def kernels():
+    from megacpp_compile.lowerings.linear_cross_entropy import cuda_triton
+
+    return cuda_triton
+
+
+def runs_kernels(test):
+    for mark in MARKS:
+        test = mark(test)
+    return test
+
+
+@pytest.fixture
+def short_chunks(monkeypatch):
+    """Chunks of four rows of forty words, in any dtype."""
+    monkeypatch.setattr(chunks, "chunk_rows", lambda *_: 4)
+
+
+def calls(rand, dtype, **options):
+    """name -> arguments of the forward, of that of each row, and of the backward."""
+    given = on(DEVICE, operands(rand, dtype, n=11, **(ALL | options)))
+    _, lse, *_ = reference.linear_cross_entropy(*given, "none", "")
+    seeds = (rand(11, dtype=lse.dtype, device=DEVICE) for _ in range(2))
+    return [
+        ("linear_cross_entropy", (*given, "sum", "xwb")),
+        ("linear_cross_entropy", (*given, "none", "")),
+        ("linear_cross_entropy_backward", (*seeds, *given[:5], lse, *given[5:], "xwb")),
+    ]
+
+
+@runs_kernels
+@pytest.mark.usefixtures("short_chunks")
+@pytest.mark.parametrize("accumulate", [torch.float32, None], ids=["wide", "in_place"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_several_chunks(rand, monkeypatch, dtype, accumulate):
+    monkeypatch.setattr(chunks, "ACCUMULATE", accumulate)
+    for name, args in calls(rand, dtype):
+        with poisoned_memory(), torch.no_grad():
+            got = getattr(kernels(), name)(*args)
+        assert not disagreements(got, name, args)
+
+
+@runs_kernels
+@pytest.mark.usefixtures("short_chunks")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_chunks_round_the_gradient_once(rand, monkeypatch, dtype):
+    """That of w, as it is by default: no further off than in one chunk. Added up in bfloat16 it is."""
+    _, args = calls(rand, dtype, z_loss=0.0)[0]
+    want = reference.linear_cross_entropy(*on("cpu", args, torch.float64))[3]
+
+    def error():
+        with torch.no_grad():
+            return float((kernels().linear_cross_entropy(*args)[3].cpu().double() - want).norm())
+
+    parted = error()
+    monkeypatch.setattr(chunks, "ACCUMULATE", None)
+    in_place = error()
+    monkeypatch.setattr(chunks, "chunk_rows", lambda *_: 11)
+    whole = error()
+    assert parted < 1.05 * whole  # sums in another order cross a tie now and then
+    assert (
+        in_place > 1.2 * whole if dtype == torch.bfloat16 else in_place == parted
+    )  # float16 is never added up in place
+
+
+@runs_kernels
+def test_statistics_alone_leave_the_logits(rand):
+    """What ranks that hold other words of these rows need before any gradient."""
+    from megacpp_compile.lowerings.linear_cross_entropy._triton_rows import launch
+
+    logits = rand(3, 48, dtype=torch.float32, device=DEVICE)
+    before = logits.clone()
+    target = torch.tensor([0, 39, -100], device=DEVICE)
+    lse, picked, total, count = (torch.full((3,), torch.nan, device=DEVICE) for _ in range(4))
+    launch(3, 40, logits=logits, ROOM=48, target=target, count=count, dlse=count, lse=lse, picked=picked, total=total,
+           SMOOTHING=0.1, SCALE=1.0, SOFTCAP=0, Z_LOSS=0.0, STATISTICS=True, GRADIENT=False, DLSE=False,
+           WIDE=False)  # fmt: skip
+    assert torch.equal(logits, before)
+    words = logits[:, :40].double()
+    torch.testing.assert_close(lse.double(), words.logsumexp(1), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(total.double(), words.sum(1), rtol=1e-6, atol=1e-5)
+    assert picked.tolist()[:2] == [logits[0, 0].item(), logits[1, 39].item()]
+
+
+@runs_kernels
+def test_logits_of_minus_infinity(rand):
+    """Words that a mask in the bias rules out, a whole block of them first."""
+    x, w, _, target, *rest = on(DEVICE, operands(rand, torch.float32, n=3, v=9001, ignored=0))
+    b = torch.zeros(9001, device=DEVICE)
+    b[:8500] = -torch.inf
+    target[:] = 8999
+    args = x, w, b, target, *rest, "sum", "xwb"
+    with torch.no_grad():
+        assert not disagreements(kernels().linear_cross_entropy(*args), "linear_cross_entropy", args)
+
+
+@runs_kernels
+@pytest.mark.skipif(CUDA, reason="a device-side assertion ends the process's use of the GPU")
+def test_a_target_that_is_no_word(rand):
+    x, w, b, target, *rest = operands(rand, torch.float32)
+    target[1] = 40
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        kernels().linear_cross_entropy(x, w, b, target, *rest, "sum", "xw")
+
+
+@runs_kernels
+@pytest.mark.skipif(CUDA, reason="counts what the interpreter allocates too")
+@pytest.mark.usefixtures("short_chunks")
+def test_makes_the_logits_of_one_chunk(rand):
+    for name, args in calls(rand, torch.bfloat16, v=300):
+        x, w = args[:2] if name == "linear_cross_entropy" else args[2:4]
+        with torch.no_grad(), Largest(tuple(x.shape), tuple(w.shape)) as seen:
+            getattr(kernels(), name)(*args)
+        assert seen.found == 4 * 304  # rows begin at multiples of 16 bytes
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not CUDA, reason="a GPU's allocator says how much there was at once")
+@pytest.mark.parametrize("grads", ["", "xw"])
+def test_peak(rand, grads):
+    """Beside what is returned: a chunk of logits, and with gradients w's in float32."""
+    n, h, v = 16384, 256, 32768
+    x, w = (torch.randn(*shape, device="cuda", dtype=torch.bfloat16) / 16 for shape in ((n, h), (v, h)))
+    target = torch.randint(v, (n,), device="cuda")
+    args = x, w, None, target, None, -100, 0.0, 1.0, None, 0.0, "sum", grads
+    linear_cross_entropy(*args)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    linear_cross_entropy(*args)
+    results = 2 * (n + v) * h if grads else 0
+    wide = 4 * v * h if grads else 0
+    few = 2 << 20
+    assert torch.cuda.max_memory_allocated() - before <= chunks.CUDA_BYTES + results + wide + few
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None or interpreted(), reason="the kernel is Triton's to compile"
+)
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    ("words", "options"),
+    [(131072, {}), (50257, {}), (131072, {"SMOOTHING": 0.1, "SCALE": 0.5, "SOFTCAP": 30.0, "Z_LOSS": 1e-4}),
+     (131072, {"STATISTICS": False, "DLSE": True}), (32000, {"GRADIENT": False})],
+)  # fmt: skip
+def test_compiles_for_hopper(words, options):
+    """To loads and stores of 16 bytes, also where words are odd in number; and an exponential a word and sweep."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from megacpp_compile.lowerings.linear_cross_entropy._triton_rows import BLOCK, WARPS, cross_entropy_rows
+
+    usual = {"SMOOTHING": 0.0, "SCALE": 1.0, "SOFTCAP": 0, "Z_LOSS": 0.0, "STATISTICS": True, "GRADIENT": True,
+             "DLSE": False, "WIDE": False, "BLOCK": BLOCK, "WORDS": words, "ROOM": -(-words // 8) * 8}  # fmt: skip
+    constants = usual | options
+    types = {"logits": "*bf16", "target": "*i64"}
+    names = cross_entropy_rows.arg_names
+    assert [name for name in names if name not in constants] == NAMES
+    signature = {name: "constexpr" if name in constants else types.get(name, "*fp32") for name in names}
+    source = ASTSource(cross_entropy_rows, signature, {(names.index(n),): v for n, v in constants.items()},
+                       {(0,): [["tt.divisibility", 16]]})  # fmt: skip
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": WARPS})
+    assert made.asm["cubin"]
+    text = made.asm["ptx"]
+    sweeps = constants["STATISTICS"] + constants["GRADIENT"]
+    each = BLOCK // (32 * WARPS)
+    assert len(re.findall(r"ld\.global\.v4\.b32", text)) == sweeps * each // 8
+    assert len(re.findall(r"st\.global\.v4\.b32", text)) == constants["GRADIENT"] * each // 8
+    assert "f64" not in text
+    if not constants["SOFTCAP"]:
+        assert text.count("ex2.approx") == sweeps * each + constants["STATISTICS"]

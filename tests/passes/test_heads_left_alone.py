@@ -1,0 +1,165 @@
+"""Heads and losses that `linear_cross_entropy` leaves as they are: with a reason for each, or without a word."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megacpp_compile.passes import linear_cross_entropy
+from tests.corpus.heads import IGNORED, WORDS, arguments, build, flattened, mean_of_log_probabilities
+from tests.frames import check, run
+
+from .contract import assert_fires, assert_refused
+
+NAME = "linear_cross_entropy"
+
+
+def kept(m, x, labels):
+    logits = m.proj(x)
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits
+
+
+def accuracy(m, x, labels):
+    logits = m.proj(x)
+    right = (logits.argmax(-1) == labels).sum()
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten()), right
+
+
+def entropy(m, x, labels):
+    logp = m.proj(x).log_softmax(-1)
+    return logp.gather(-1, labels.clamp(min=0)[..., None]).mean() - (logp.exp() * logp).sum(-1).mean()
+
+
+def last_logits(m, x, labels):
+    logits = m.proj(x)
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits[:, -1]
+
+
+def class_weights(m, x, labels):
+    return F.cross_entropy(m.proj(x).flatten(0, 1), labels.flatten(), weight=m.embed.weight[:, 0].exp().detach())
+
+
+def probabilities(m, x, labels):
+    return F.cross_entropy(m.proj(x).flatten(0, 1), m.embed(labels.clamp(min=0)).softmax(-1).flatten(0, 1) @
+                           m.embed.weight.T)  # fmt: skip
+
+
+def several_words(m, x, labels):
+    words = torch.stack([labels, labels.roll(1)], -1).clamp(min=0)
+    return m.proj(x).log_softmax(-1).gather(-1, words).mean()
+
+
+def in_double(m, x, labels):
+    return F.cross_entropy(m.proj(x).double().flatten(0, 1), labels.flatten())
+
+
+def half_without_gradients(m, x, labels):
+    with torch.no_grad():
+        logits = m.proj(x)
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten()) * x.sum()
+
+
+NEAR_MISSES = {
+    "logits-kept": [kept, accuracy, entropy, last_logits],
+    "class-weights": [class_weights],
+    "soft-targets": [probabilities],
+    "several-targets": [several_words],
+    "dtype": [in_double],
+    "region": [half_without_gradients],
+}
+
+
+@pytest.mark.parametrize(
+    ("tag", "body"), [(tag, body) for tag, bodies in NEAR_MISSES.items() for body in bodies],
+    ids=lambda p: p if isinstance(p, str) else p.__name__,
+)  # fmt: skip
+def test_refuses(tag, body):
+    assert_refused(NAME, tag, *build(body))
+
+
+def test_refuses_labels_that_may_be_fewer():
+    """Of lengths that vary by themselves, as nothing here says that they are one."""
+    module, (x, labels) = build(mean_of_log_probabilities)
+    for t in (x, labels):
+        torch._dynamo.mark_dynamic(t, 1)
+    assert_refused(NAME, "rows", module, (x, labels))
+
+
+def rows_by_their_labels(m, x, labels):
+    """How many there are is known at run time only, and of either tensor by itself."""
+    counted = labels != IGNORED
+    return F.cross_entropy(m.proj(x)[counted], labels[counted])
+
+
+def test_refuses_rows_of_unknown_number():
+    assert_refused(NAME, "rows", *build(rows_by_their_labels))
+
+
+def test_says_what_keeps_logits():
+    """What to do is said where it is known."""
+    reasons = {body: run(*build(body)).misses[0].reason for body in (kept, accuracy)}
+    assert "return the loss alone" in reasons[kept]
+    assert "argmax read" in reasons[accuracy] and "return" not in reasons[accuracy]
+
+
+class Loss(nn.Module):
+    """A loss compiled by itself."""
+
+    def forward(self, logits, labels):
+        return F.cross_entropy(logits.float()[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def test_refuses_logits_of_another_frame():
+    logits = torch.randn(2, 6, WORDS, requires_grad=True)
+    assert_refused(NAME, "another-frame", Loss(), (logits, arguments()[1]))
+
+
+def test_small_logits_stay_on_cuda(monkeypatch):
+    """Told by a device that CPU's tensors are taken to be on."""
+    monkeypatch.setattr(linear_cross_entropy, "SMALL_ON", "cpu")
+    module, args = build(flattened)
+    assert_refused(NAME, "small", module, args)
+    monkeypatch.setattr(linear_cross_entropy, "MIN_BYTES", 4 * args[1].numel() * WORDS)
+    assert_fires(NAME, module, args)
+
+
+def logits_alone(m, x, labels):
+    return m.proj(x)
+
+
+def routed(m, x, labels):
+    """A router with a z-loss, of experts that tokens choose."""
+    logits = m.proj(x)
+    z = logits.logsumexp(-1).square().mean()
+    return logits.softmax(-1).topk(2)[0].sum() + z
+
+
+def routed_to_one(m, x, labels):
+    """The score of the expert that a token chooses, and a z-loss."""
+    logits = m.proj(x)
+    chosen = logits.topk(1)[1]
+    return logits.gather(-1, chosen).sigmoid().sum() + logits.logsumexp(-1).square().mean()
+
+
+def attended(m, x, labels):
+    scores = (m.proj(x) @ m.embed.weight @ x.transpose(1, 2)).softmax(-1)
+    return scores @ x
+
+
+def of_a_layer(m, x, labels):
+    """No linear's logits."""
+    return F.cross_entropy(m.proj(x).relu().flatten(0, 1), labels.flatten())
+
+
+def mean_square(m, x, labels):
+    return F.mse_loss(m.proj(x).tanh() * 3, x.repeat(1, 1, 2)[..., :WORDS])
+
+
+@pytest.mark.parametrize(
+    "body", [logits_alone, routed, routed_to_one, attended, of_a_layer, mean_square], ids=lambda f: f.__name__
+)
+def test_says_nothing(body):
+    frames = check(*build(body))
+    assert not frames.counts[NAME] and not frames.tags(NAME)

@@ -1,0 +1,301 @@
+"""A head and its loss without logits: found in every spelling, rewritten, and refused for every reason there is."""
+
+from __future__ import annotations
+
+import expecttest
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megacpp_compile.config.options import Config
+from tests.corpus.heads import (
+    IGNORED,
+    SPELLINGS,
+    WITHOUT_IGNORED,
+    arguments,
+    build,
+    by_log_of_softmax,
+    cap_of_the_model,
+    each_row,
+    flattened,
+    masked_sum,
+    mean_of_log_probabilities,
+    mean_of_rows,
+    per_items,
+    selective_log_softmax,
+    several_heads,
+    shifted_labels,
+    shifted_logits,
+    smoothed,
+    softcapped,
+    sum_over_size,
+    tied,
+    weighted_log_probabilities,
+    words_second,
+    z_loss,
+)
+from tests.frames import TOLERANCE, check, largest_error, render, run, train
+
+from .contract import assert_autocast, assert_autocast_inside, assert_disabled, assert_fires
+
+NAME = "linear_cross_entropy"
+
+
+@pytest.mark.parametrize(("body", "count"), SPELLINGS.items(), ids=lambda p: getattr(p, "__name__", str(p)))
+def test_fires(body, count):
+    assert_fires(NAME, *build(body), count)
+
+
+def test_graph():
+    frames = assert_fires(NAME, *build(shifted_logits))
+    expecttest.assert_expected_inline(render(frames.graph), """\
+slice: i64[2, 5] = slice.Tensor(labels, 1, 1, 9223372036854775807)
+slice_1: f32[2, 5, 12] = slice.Tensor(hidden, 1, 0, -1)
+view: f32[10, 12] = view(slice_1, [-1, 12])
+view_1: i64[10] = view(slice, [-1])
+linear_cross_entropy: (f32[], f32[10], f32[10, 12], f32[23, 12], f32[0]) = megacpp.linear_cross_entropy(view, proj_weight, None, view_1, None, -100, 0.0, 1.0, None, 0.0, sum, xw)
+getitem: f32[] = linear_cross_entropy[0]
+ne: b8[10] = ne.Scalar(view_1, -100)
+sum: i64[] = sum(ne)
+div: f32[] = div.Tensor(getitem, sum)
+return [div]""")
+
+
+def test_graph_of_a_sum():
+    frames = assert_fires(NAME, *build(per_items, bias=True))
+    expecttest.assert_expected_inline(render(frames.graph), """\
+ne: b8[2, 6] = ne.Scalar(labels, -100)
+sum: i64[] = sum(ne)
+pad: i64[2, 7] = pad(labels, [0, 1], constant, -100.0)
+slice: i64[2, 6] = slice.Tensor(pad, 1, 1, 9223372036854775807)
+view: f32[12, 12] = view(hidden, [-1, 12])
+view_1: i64[12] = view(slice, [-1])
+linear_cross_entropy: (f32[], f32[12], f32[12, 12], f32[23, 12], f32[23]) = megacpp.linear_cross_entropy(view, proj_weight, proj_bias, view_1, None, -100, 0.0, 1.0, None, 0.0, sum, xwb)
+getitem: f32[] = linear_cross_entropy[0]
+div: f32[] = div.Tensor(getitem, sum)
+return [div]""")
+
+
+def test_graph_of_rows():
+    frames = assert_fires(NAME, *build(selective_log_softmax))
+    expecttest.assert_expected_inline(render(frames.graph), """\
+slice: i64[2, 5] = slice.Tensor(labels, 1, 1, 9223372036854775807)
+slice_1: f32[2, 5, 12] = slice.Tensor(hidden, 1, 0, -1)
+flatten: f32[10, 12] = flatten.using_ints(slice_1, 0, -2)
+view: i64[10] = view(slice, [-1])
+linear_cross_entropy: (f32[10], f32[10], f32[0], f32[0], f32[0]) = megacpp.linear_cross_entropy(flatten, proj_weight, None, view, None, -100, 0.0, 1.1111111111111112, None, 0.0, none, )
+getitem: f32[10] = linear_cross_entropy[1]
+getitem_1: f32[10] = linear_cross_entropy[0]
+sub: f32[10] = sub.Tensor(getitem, getitem_1)
+view_1: f32[2, 5] = view(sub, [2, 5])
+unsqueeze: f32[2, 5, 1] = unsqueeze(view_1, 2)
+view_2: f32[2, 5] = view(getitem, [2, 5])
+select: f32[5] = select.int(view_2, 0, 0)
+select_1: f32[5] = select.int(view_2, 0, 1)
+squeeze: f32[2, 5] = squeeze.dim(unsqueeze, -1)
+stack: f32[2, 5] = stack([select, select_1])
+sub_1: f32[2, 5] = sub.Tensor(squeeze, stack)
+return [sub_1]""")
+
+
+def test_graph_of_a_masked_sum():
+    frames = assert_fires(NAME, *build(masked_sum))
+    expecttest.assert_expected_inline(render(frames.graph), """\
+view: i64[12] = view(labels, [-1])
+clamp: i64[12] = clamp(view, 0)
+ne: b8[2, 6] = ne.Scalar(labels, -100)
+view_1: b8[12] = view(ne, [-1])
+view_2: f32[12, 12] = view(hidden, [-1, 12])
+detach: b8[12] = detach(view_1)
+to_copy: f32[12] = _to_copy(detach, dtype=float32)
+linear_cross_entropy: (f32[], f32[12], f32[12, 12], f32[23, 12], f32[0]) = megacpp.linear_cross_entropy(view_2, proj_weight, None, clamp, to_copy, -100, 0.0, 1.0, None, 0.0, sum, xw)
+getitem: f32[] = linear_cross_entropy[0]
+sum: i64[] = sum(view_1)
+div: f32[] = div.Tensor(getitem, sum)
+return [div]""")
+
+
+SUMS = [mean_of_rows, masked_sum, weighted_log_probabilities, mean_of_log_probabilities, by_log_of_softmax]
+
+
+@pytest.mark.parametrize("body", SUMS, ids=lambda f: f.__name__)
+def test_rows_that_are_added_up_are_a_sum(body):
+    assert gradients_of(assert_fires(NAME, *build(body))) == ("sum", "xw")
+
+
+def weighted_by_the_trained(m, x, labels):
+    """A weight with a gradient of its own."""
+    loss = F.cross_entropy(m.proj(x).flatten(0, 1), labels.flatten(), reduction="none")
+    return (loss * x.mean(-1).flatten()).sum()
+
+
+def read_twice(m, x, labels):
+    loss = F.cross_entropy(m.proj(x).flatten(0, 1), labels.flatten(), reduction="none")
+    return (loss * (labels.flatten() > 4)).sum(), loss.detach().amax()
+
+
+def focal(m, x, labels):
+    """Rows count for what their own loss says."""
+    loss = F.cross_entropy(m.proj(x).flatten(0, 1), labels.flatten(), reduction="none")
+    return ((1 - torch.exp(-loss)).square().detach() * loss).mean()
+
+
+def two_weights(m, x, labels):
+    logits = m.proj(x).flatten(0, 1)
+    losses = [F.cross_entropy(logits, labels.flatten(), reduction="none") for _ in range(2)]
+    return (losses[0] * (labels.flatten() > 4)).sum() + (losses[1] * labels.flatten()).mean()
+
+
+def of_each_sequence(m, x, labels):
+    loss = F.cross_entropy(m.proj(x).transpose(1, 2), labels, reduction="none")
+    return loss.sum(-1).square().mean()
+
+
+def weighted_by_another_site(m, x, labels):
+    """Each row counts for the loss of the row in front of it."""
+    logits = m.proj(x)
+    first, second = (F.cross_entropy(part.transpose(1, 2), own, reduction="none") for part, own in
+                     ((logits[:, :-1], labels[:, :-1]), (logits[:, 1:], labels[:, 1:])))  # fmt: skip
+    return (second * first.detach()).sum(), first
+
+
+def test_weights_of_another_site():
+    frames = assert_fires(NAME, *build(weighted_by_another_site), 2)
+    ops = [n for n in frames.graph.graph.nodes if n.target is torch.ops.megacpp.linear_cross_entropy.default]
+    assert [n.args[-2] for n in ops] == ["none", "sum"]
+
+
+@pytest.mark.parametrize(
+    "body", [weighted_by_the_trained, read_twice, focal, two_weights, of_each_sequence], ids=lambda f: f.__name__
+)
+def test_rows_that_count_by_themselves(body):
+    assert gradients_of(assert_fires(NAME, *build(body))) == ("none", "")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("body", [flattened, each_row, z_loss, smoothed, softcapped], ids=lambda f: f.__name__)
+def test_dtypes(body, dtype):
+    assert_fires(NAME, *build(body, dtype=dtype))
+
+
+def test_half_in_float():
+    assert_fires(NAME, *build(shifted_labels, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("body", [flattened, each_row, z_loss, sum_over_size, selective_log_softmax],
+                         ids=lambda f: f.__name__)  # fmt: skip
+def test_verified(body):
+    module, args = build(body)
+    assert check(module, args, Config(strict=True, verify="each")).counts[NAME] == 1
+
+
+@pytest.mark.parametrize("body", [flattened, each_row, tied, smoothed], ids=lambda f: f.__name__)
+def test_bias(body):
+    assert_fires(NAME, *build(body, bias=True))
+
+
+DYNAMIC = [flattened, words_second, shifted_logits, shifted_labels, z_loss, selective_log_softmax, several_heads,
+           sum_over_size, masked_sum, mean_of_rows, cap_of_the_model]  # fmt: skip
+
+
+@pytest.mark.parametrize("everything", [False, True], ids=["length", "everything"])
+@pytest.mark.parametrize("body", DYNAMIC, ids=lambda f: f.__name__)
+def test_dynamic_lengths(body, everything):
+    def args(length):
+        hidden, labels = arguments(length, ignored=body not in WITHOUT_IGNORED.values())
+        if not everything:
+            torch._dynamo.mark_dynamic(hidden, 1)
+            torch._dynamo.mark_dynamic(labels, 1)
+        return hidden, labels
+
+    module, _ = build(body)
+    frames = check(module, args(6), dynamic=True if everything else None)
+    assert frames.counts[NAME] == SPELLINGS[body], frames.misses
+    for length in (9, 5):
+        given = args(length)
+        got = train(frames.compiled, module, given)
+        error, which = largest_error(got, train(module, module, given))
+        assert error <= TOLERANCE[torch.float32], (length, which, error)
+    assert len(frames.graphs) == 1, "compiled again for another length"
+
+
+@pytest.mark.parametrize("body", [flattened, shifted_labels, each_row, softcapped, z_loss], ids=lambda f: f.__name__)
+def test_autocast(body):
+    assert_autocast(NAME, *build(body))
+    assert_autocast_inside(NAME, *build(body))
+
+
+def head_under_autocast(m, x, labels):
+    """As trainers have it: the model under autocast, the loss outside."""
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = m.proj(x)
+    return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+
+
+def test_head_under_autocast():
+    frames = check(*build(head_under_autocast), tolerance=TOLERANCE[torch.bfloat16])
+    assert frames.counts[NAME] == 1, frames.misses
+
+
+# --- what is trained decides what forward makes
+
+
+def gradients_of(frames):
+    (node,) = [n for n in frames.graph.graph.nodes if n.target is torch.ops.megacpp.linear_cross_entropy.default]
+    return node.args[-2:]
+
+
+def without(module, name):
+    module.get_parameter(name).requires_grad_(False)
+    return module
+
+
+def detached(m, x, labels):
+    return flattened(m, x.detach(), labels)
+
+
+def without_gradients(m, x, labels):
+    with torch.no_grad():
+        loss = flattened(m, x, labels)
+    return loss * x.sum()
+
+
+def test_gradients_are_made_of_what_is_trained():
+    module, args = build(flattened, bias=True)
+    assert gradients_of(check(module, args)) == ("sum", "xwb")
+    assert gradients_of(check(without(module, "proj.weight"), args)) == ("sum", "xb")
+    assert gradients_of(check(without(module, "proj.bias"), args)) == ("sum", "x")
+    assert gradients_of(check(*build(detached))) == ("sum", "w")
+    assert gradients_of(check(*build(without_gradients))) == ("sum", "")
+    assert gradients_of(check(*build(each_row))) == ("none", "")
+
+
+@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode], ids=lambda f: f.__name__)
+def test_inference(around):
+    module, (x, labels) = build(shifted_labels)
+    frames = check(module, (x.detach(), labels), around=around)
+    assert frames.counts[NAME] == 1 and gradients_of(frames) == ("sum", "")
+
+
+def test_all_rows_ignored():
+    """A mean of nothing, as eager has it."""
+    module, (x, labels) = build(flattened)
+    frames = run(module, (x, torch.full_like(labels, IGNORED)))
+    assert frames.counts[NAME] == 1 and frames.results["output 0"].isnan()
+
+
+def test_counts_every_site_of_a_model():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, _ = build(several_heads)
+
+        def forward(self, x, labels):
+            return self.inner(x, labels) + flattened(self.inner, x, labels)
+
+    assert_fires(NAME, Model(), arguments(), 3)
+
+
+def test_disabled():
+    assert_disabled(NAME, *build(flattened))
