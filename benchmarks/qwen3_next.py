@@ -2,7 +2,7 @@
 
     python -m benchmarks.qwen3_next --rows float32 eager inductor megacpp --steps 100
 
-It needs a GPU (with `--device cpu --quick` none, at toy sizes) and transformers. A row is a process of its own: bfloat16
+It needs a GPU (with `--device cpu --quick` none, at toy sizes) and transformers. A row is its own process: bfloat16
 parameters, AdamW, the same weights and the same text (a random walk over words) in every row. `float32` is eager in
 float32, what losses are judged by. `fla` is eager with flash-linear-attention's kernels, which transformers calls
 wherever they are installed; every other row hides that package.

@@ -26,6 +26,7 @@ from megacpp_compile.frontend import autocast, opaque_ops
 from megacpp_compile.frontend.checkpoint import inline_checkpoints
 from megacpp_compile.frontend.dtensor_writes import without_writes_to_new_tensors
 from megacpp_compile.frontend.dtensors import calls_on_dtensors, is_dtensor
+from megacpp_compile.frontend.hidden_writes import refuse_hidden_writes
 from megacpp_compile.frontend.local_dtensors import localize
 from megacpp_compile.frontend.transforms import resolve_transforms
 from megacpp_compile.report.records import MissedFusion
@@ -77,6 +78,7 @@ def _check(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
             continue
         if any(True for _ in module.parameters(recurse=False)):
             raise CaptureError("the graph holds its own parameters instead of taking them as inputs")
+    refuse_hidden_writes(gm)
 
 
 def capture(gm: GraphModule, example_inputs: Sequence[Any]) -> Captured:

@@ -161,10 +161,12 @@ def _site(view: GraphView, norm: RmsNorm, latent: Latent, part: tuple[int, int] 
         else:
             others.append((user, read))
     if not ups:
+        # What reads it in its own mode is what a latent is for; a linear in another one may choose tokens alone.
+        own = [(user, read) for user, read in others if view.mode_states[user] == view.mode_states[norm.node]]
         elsewhere = next((user for user, read in others if reads(user, read) is not None), None)
-        if elsewhere is not None:
+        if elsewhere is not None and not own:
             return MatchFailure(elsewhere, "region", "the up-projection runs under another grad or autocast mode")
-        user, read = others[0]
+        user, read = (own or others)[0]
         at = read if user.op == "output" else user  # the output itself has no place in the source
         return MatchFailure(at, "no-up", f"no linear follows the norm directly ({user.name})")
     if len(groups) > 1 or len(*groups) > 1:

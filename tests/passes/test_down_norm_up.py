@@ -282,7 +282,17 @@ def gate_as_gain(m, x):
     return m.up(h * inverse_rms(h) * m.other_down(x))
 
 
+def projected_with_the_latent_and_without_gradients(m, x):
+    """As A.X-K2's queries, which an indexer reads under `no_grad`, too."""
+    h = m.down(x)
+    latent = m.norm(h)
+    with torch.no_grad():
+        chosen = m.up(latent)
+    return torch.cat((latent, h), dim=-1) @ torch.cat((m.up.weight, m.up.weight), dim=1).t(), chosen
+
+
 REFUSED = [
+    ("no-up", projected_with_the_latent_and_without_gradients),
     ("two-norms", two_roots),
     ("divided", divided_by_a_projection),
     ("divided", divided_by_a_gain),

@@ -284,6 +284,46 @@ def test_a_recurrent_network_is_none_of_its_business():
     assert not frames.counts[NAME] and not frames.misses
 
 
+class Streams(nn.Module):
+    """Residual streams that each layer mixes by scales of one parameter, as hyper-connections do (arXiv:2409.19606)."""
+
+    def __init__(self, layers=3, width=6):
+        super().__init__()
+        self.mixes = nn.ModuleList(nn.Linear(3 * width, 6) for _ in range(layers))
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        self.scales = nn.ParameterList(torch.linspace(0.5, 1.5, 2) for _ in range(layers))
+
+    def forward(self, x):
+        streams = x.unsqueeze(2).expand(-1, -1, 3, -1)
+        for mix, block, scale in zip(self.mixes, self.blocks, self.scales, strict=True):
+            inward, outward = mix(streams.flatten(2)).split(3, dim=-1)
+            first, second = scale.unbind(0)
+            gathered = (torch.sigmoid(inward * first).unsqueeze(-1) * streams).sum(2)
+            streams = torch.sigmoid(outward * second).unsqueeze(-1) * block(gathered).unsqueeze(-2) + streams
+        return streams
+
+
+class Roles(nn.Module):
+    """Inputs of queries, keys and values of their own, taken apart behind an attention over earlier layers."""
+
+    def __init__(self, width=6):
+        super().__init__()
+        self.projections = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+        self.asked = nn.Parameter(torch.linspace(-1, 1, 3 * width).view(3, width))
+
+    def forward(self, x):
+        earlier = torch.stack((x, x.tanh(), x.sigmoid()), 2)
+        read = torch.softmax(self.asked @ earlier.transpose(-1, -2), -1) @ earlier
+        q, k, v = (p(one) for p, one in zip(self.projections, read.unbind(2), strict=True))
+        return torch.softmax(torch.cat((q @ k.transpose(-1, -2), q[..., :1]), -1), -1)[..., :-1] @ v
+
+
+@pytest.mark.parametrize("kind", [Streams, Roles])
+def test_neither_are_positions_that_are_no_tokens(kind):
+    frames = check(kind(), (torch.randn(2, 5, 6, requires_grad=True),))
+    assert not frames.counts[NAME] and not frames.tags(NAME), frames.misses
+
+
 def test_finding_is_linear_in_the_tokens():
     """By the calls it makes, which are as many every time."""
 

@@ -121,12 +121,30 @@ class _Steps:
             if len(chain) < self.count - 1:
                 continue
             if self.step[chain[-1]] == self.count - 2 and self._by_token(chain[-1]):
-                yield self._loop(chain)
+                found = self._loop(chain)
+                if isinstance(found, Loop) or len({(n.target, _like(n)) for n in chain}) == 1:
+                    yield found  # of states that differ in kind nobody made a loop
 
     def _by_token(self, state: Node) -> bool:
-        """Whether what the last step reads is smaller than the state: the tokens of a chunk are not."""
-        reads = {a for n in self._ahead(state) for a in n.all_input_nodes if a in self.reads}
-        return all(dimensions(n) < dimensions(state) for n in reads)
+        """Whether what the last step reads is smaller than the state, as the tokens of a chunk are not, and more than
+        the numbers of a list, as one of a scale for each of several streams."""
+        ahead = self._ahead(state)
+        reads = {a for n in ahead for a in n.all_input_nodes if a in self.reads}
+        return all(dimensions(n) < dimensions(state) for n in reads) and self._of_tokens(ahead)
+
+    def _of_tokens(self, made: list[Node]) -> bool:
+        """Whether any position that `made`, of one step, comes from is one of a tensor of several dimensions."""
+        pending, seen = list(made), set(made)
+        while pending:
+            node = pending.pop()
+            if node in self.reads:
+                if value(self.reads[node].source).dim() > 1:
+                    return True
+                continue
+            new = [a for a in node.all_input_nodes if self.step.get(a) == self.step[node] and a not in seen]
+            seen.update(new)
+            pending += new
+        return False
 
     def _ahead(self, state: Node) -> list[Node]:
         """What the next step makes of `state`, in graph order."""

@@ -1,0 +1,98 @@
+"""Writes that autograd does not see: `weight.data.clamp_(-c, c)`, `x.detach().mul_(s)`, `x.mul_(s)` under `no_grad`.
+
+Eager changes the values in place and differentiates what reads them as if nothing had been written. A functional graph
+has a new value instead, `clamp(weight)`, through which the gradient would flow, or, under `no_grad`, end: such a frame
+cannot be captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.fx import GraphModule, Node
+
+from megacpp_compile._torch.dispatch import is_traceable_wrapper_subclass
+from megacpp_compile.errors import CaptureError
+from megacpp_compile.fx.edit import called, dynamo_value
+from megacpp_compile.fx.provenance import source_line
+
+_DETACHES = ("detach", "detach_", "_get_data_attr")
+_IN_PLACE = frozenset(
+    "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift imatmul setitem".split()
+)
+
+
+def refuse_hidden_writes(gm: GraphModule) -> None:
+    """Raises CaptureError for the first write in Dynamo's graph `gm`, or one that it calls, that autograd is not to see
+    and that changes what something differentiable is."""
+    for module in gm.modules():
+        if isinstance(module, GraphModule) and (node := _hidden(module)) is not None:
+            raise CaptureError(
+                "a tensor that has a gradient is written to where autograd does not see it, by `.data`, by `detach()` "
+                "or under `no_grad`: write before the call, or without hiding it",
+                source_line(node) or node.name,
+            )
+
+
+def _hidden(gm: GraphModule) -> Node | None:
+    recording = torch.is_grad_enabled()
+    differentiated = set[int]()  # the storages of tensors that ask for a gradient, or have one
+    hidden, recorded = None, False
+    for node in gm.graph.nodes:
+        if called(node) == "_set_grad_enabled":
+            recording = bool(node.args[0])
+            continue
+        for written in _written(node) if hidden is None else ():
+            if _storage(written) in differentiated if not recording else _behind_a_detach(node, written):
+                hidden = node
+        if _asks(node) and (storage := _storage(node)) is not None:
+            differentiated.add(storage)
+            recorded = recorded or recording and node.op != "placeholder"
+    return hidden if recorded else None  # a frame that records nothing has no gradients: an optimizer's
+
+
+def _written(node: Node) -> Iterator[Node]:
+    """The tensors that the call `node` writes to."""
+    if node.op not in ("call_function", "call_method"):
+        return
+    found = []
+    if (schema := getattr(node.target, "_schema", None)) is not None:
+        given = {a.name: v for a, v in zip(schema.arguments, node.args, strict=False)} | node.kwargs
+        found = [given.get(a.name) for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    elif node.args:
+        name = called(node)
+        if name in _IN_PLACE or name.endswith("_") and not name.endswith("__") or node.kwargs.get("inplace") is True:
+            found = [node.args[0]]
+    for entry in (*found, node.kwargs.get("out")):
+        for one in entry if isinstance(entry, list | tuple) else (entry,):
+            if isinstance(one, Node) and isinstance(dynamo_value(one), torch.Tensor):
+                yield one
+
+
+def _behind_a_detach(write: Node, written: Node) -> bool:
+    """Whether `written` is a part of a tensor that was detached from its history, and the tensor, or what is written,
+    has a gradient."""
+    storage, node = _storage(written), written
+    while storage is not None and node.op != "placeholder" and node.args and isinstance(node.args[0], Node):
+        source = node.args[0]
+        if _storage(source) != storage:
+            return False
+        if called(node) in _DETACHES:
+            values = [a for a in write.all_input_nodes if a is not written]
+            return any(map(_asks, (source, *values)))
+        node = source
+    return False
+
+
+def _asks(node: Node) -> bool:
+    fake = dynamo_value(node)
+    return isinstance(fake, torch.Tensor) and fake.requires_grad
+
+
+def _storage(node: Node) -> int | None:
+    """What tells the memory of `node`'s tensor from others'; None for what has none of its own."""
+    fake = dynamo_value(node)
+    if not isinstance(fake, torch.Tensor) or is_traceable_wrapper_subclass(fake) or fake.layout != torch.strided:
+        return None
+    return fake.untyped_storage()._cdata
