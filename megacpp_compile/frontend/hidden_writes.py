@@ -95,4 +95,7 @@ def _storage(node: Node) -> int | None:
     fake = dynamo_value(node)
     if not isinstance(fake, torch.Tensor) or is_traceable_wrapper_subclass(fake) or fake.layout != torch.strided:
         return None
-    return fake.untyped_storage()._cdata
+    try:
+        return fake.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # of functorch's, within a transform
+        return None
