@@ -606,7 +606,7 @@ class AttentionError(MegacppError, ValueError):
 
     Args:
         backend: its name.
-        tag: why, for machines: one of `nn.attention.bodies.TAGS`.
+        tag: why, for machines: one of `nn.attention.bodies.TAGS`, or of `nn.attention.eligibility.TAGS` of "fa4".
         reason: why, in words.
     """
 

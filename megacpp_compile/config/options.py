@@ -78,6 +78,8 @@ class Config(_Asked):
             shown to add nothing and to do nothing else; False leaves them to break the graph. In training, an expert
             with weights of its own has no gradient where the loop skips it, and one of zeros in a graph, which
             optimizers with momentum or weight decay tell apart: "auto" leaves such loops alone, True takes them.
+        fa4: have FlashAttention-4 (the package flash-attn-4) serve every dense causal attention that it can, those that
+            a model writes as `scaled_dot_product_attention` included; where it cannot, the report says why.
         policy: what a training step saves for its backward and what it recomputes there: a `CheckpointingPolicy`, the
             name of an entry for every kind of block ("selective", "full"), a mapping of its fields, or a budget. None
             leaves it to Inductor.
@@ -105,6 +107,7 @@ class Config(_Asked):
     autotune_gemms: bool = True
     autotune: bool = False
     expert_loops: bool | Literal["auto"] = "auto"
+    fa4: bool = False
     policy: CheckpointingPolicy | None = None
     block_kinds: Mapping[str, str] = field(default_factory=dict)
     precision: PrecisionPlan | None = None
@@ -126,6 +129,7 @@ class Config(_Asked):
             "autotune_gemms": _bool("autotune_gemms", self.autotune_gemms),
             "autotune": _bool("autotune", self.autotune),
             "expert_loops": _bool_or_auto("expert_loops", self.expert_loops),
+            "fa4": _bool("fa4", self.fa4),
             "policy": CheckpointingPolicy.of(self.policy),
             "block_kinds": _mapping("block_kinds", self.block_kinds, lambda k, v: _choice(k, v, KINDS, _KIND_MEANT)),
             "precision": _traceable(PrecisionPlan.of(self.precision)),

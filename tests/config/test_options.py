@@ -52,6 +52,7 @@ def test_every_field_is_read():
         "autotune_gemms": False,
         "autotune": True,
         "expert_loops": False,
+        "fa4": True,
         "policy": CheckpointingPolicy("full").to_dict(),
         "block_kinds": {"layers.*.mixer": "mblock"},
         "precision": PrecisionPlan({"*.mlp.*": "fp8_block"}).to_dict(),
