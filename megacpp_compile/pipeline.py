@@ -386,8 +386,8 @@ def _frame_name(gm: GraphModule) -> str:
 
 def _nothing_to_do(gm: GraphModule, config: Config) -> str | None:
     """Why no pass can possibly fire: every idiom multiplies, and none fits into a handful of nodes, but for a linear
-    under a precision plan."""
-    if config.precision is not None:
+    under a precision plan and an attention that is to be another's."""
+    if config.precision is not None or config.fa4:
         return None
     calls = [n for n in gm.graph.nodes if n.op in ("call_function", "call_method")]
     if any(isinstance(n.target, HigherOrderOperator) or _is_own(n) for n in calls):

@@ -26,6 +26,7 @@ from megacpp_compile.nn.attention import attention_order, bodies, fa4
 from megacpp_compile.nn.attention.eligibility import Call
 from megacpp_compile.nn.attention.sdpa_choice import UNFUSED, UNKNOWN, kernel_of
 from megacpp_compile.report.records import AttentionSite
+from megacpp_compile.report.user_code import first_line
 
 aten = torch.ops.aten
 SDPA, FLEX, OURS = "sdpa", "flex_attention", "attention"
@@ -59,8 +60,19 @@ def attention_sites(captured: Captured, wanted: bool, grad: bool) -> tuple[list[
 
 def unseen_sites(graph: fx.Graph, wanted: bool, grad: bool) -> list[dict[str, Any]]:
     """The rows of a graph of Dynamo's that is compiled as it was written."""
-    rows = [row for node in graph.nodes if (row := _row(node, dynamo_value, wanted, grad)) is not None]
-    return [as_written(dataclasses.asdict(row)) for row in rows]
+    rows = []
+    for node in graph.nodes:
+        try:
+            row = _row(node, _dynamo_value, wanted, grad)
+        except Exception as error:  # a row is not worth a frame that compiles without it
+            row = _made(node, SDPA, "fa4" if wanted else "sdpa", "sdpa", UNKNOWN, NOT_CAPTURED, first_line(error))
+        if row is not None:
+            rows.append(as_written(dataclasses.asdict(row)))
+    return rows
+
+
+def _dynamo_value(given: Any) -> Any:
+    return dynamo_value(given) if isinstance(given, Node) else given
 
 
 def as_written(row: dict[str, Any]) -> dict[str, Any]:
@@ -97,12 +109,15 @@ def _sdpa_row(node: Node, of: Callable[[Any], Any], wanted: bool, grad: bool, bo
     given = _arguments(node)
     q, k, v = (of(given[name]) for name in ("query", "key", "value"))
     mask = of(given["attn_mask"])
+    # Floats of the model are inputs under `dynamic=True`.
+    traced = any(isinstance(given[name], Node) for name in ("dropout_p", "scale", "is_causal", "enable_gqa"))
     requested, tag, reason = _first(q, body) or "sdpa", "", ""
     if wanted:
         requested = "fa4"
         asked = Call(
             q.device.type, q.dtype, (hint(q.shape[-1]), hint(v.shape[-1])), (hint(q.shape[-2]), hint(k.shape[-2])),
-            bool(given["is_causal"]), mask=mask is not None, dropout=given["dropout_p"], backward=grad,
+            traced or bool(given["is_causal"]), mask=mask is not None, dropout=0.0 if traced else given["dropout_p"],
+            backward=grad, traced=traced,
         )  # fmt: skip
         lack = ("dense_fa4_widths", "operands have no heads of their own") if q.dim() != 4 else None
         lack = lack or fa4.against(asked, q.device)
@@ -112,9 +127,10 @@ def _sdpa_row(node: Node, of: Callable[[Any], Any], wanted: bool, grad: bool, bo
     elif requested == "fa4":
         tag, reason = _refusals(node, q, v, "sdpa", wanted, grad)
     operands = tuple(_layout(t, grad) for t in (q, k, v)) + (None if mask is None else _layout(mask, False),)
-    kernel = kernel_of(
-        q.device.type, operands, float(given["dropout_p"]), bool(given["is_causal"]), bool(given["enable_gqa"])
-    )
+    kernel = UNKNOWN
+    if not traced:
+        numbers = float(given["dropout_p"]), bool(given["is_causal"]), bool(given["enable_gqa"])
+        kernel = kernel_of(q.device.type, operands, *numbers)
     if kernel == UNFUSED:
         tag, reason = tag or UNFUSED, "; ".join(filter(None, (reason, _UNFUSED)))
     return _made(node, call, requested, "sdpa", kernel, tag, reason)

@@ -85,6 +85,7 @@ def operands(keys=64, values=64, groups=4, dtype=torch.bfloat16, tokens=16, grad
     (eligibility.DROPOUT, {"dropout": 0.1}, {}),
     (eligibility.SOFTCAP, {"softcap": 30.0}, {"softcap": False}),
     (eligibility.BACKWARD, {"backward": True}, {"backward": False}),
+    (eligibility.TRACED, {"traced": True}, {}),
 ])  # fmt: skip
 def test_eligibility(tag, call, runtime):
     found = eligible(dataclasses.replace(GOOD, **call), dataclasses.replace(ABLE, **runtime))

@@ -11,6 +11,8 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 import megacpp_compile
+from megacpp_compile import pipeline
+from megacpp_compile.errors import CaptureError
 from megacpp_compile.nn.attention import eligibility
 from megacpp_compile.passes import _attention_sites as sites
 from tests.nn.standing_in import hopper_on_cpu
@@ -146,17 +148,44 @@ def test_flash_attention_4_by_the_switch(monkeypatch):
 
 @pytest.mark.usefixtures("eager_backend")
 def test_frames_that_are_compiled_as_they_were_written(monkeypatch):
-    """Too small for the passes, or refused by the backend: the rows stay, and claim no kernel that is not there."""
+    """Too small for the passes, not captured, or refused by the backend: the rows stay, and claim no kernel that is not
+    there."""
+    def refuse(*_, **__):
+        raise CaptureError("no")
+
     with hopper_on_cpu(monkeypatch):
         x = [torch.randn(1, 2, 8, 64).bfloat16() for _ in range(3)]
-        call = torch.compile(Inner(), backend="megacpp", options={"fa4": True})
-        with megacpp_compile.record() as report:
-            call(*x)
-        [row] = report.frames[0].attention
-        assert not report.frames[0].reason.startswith("internal")
-        assert (row["requested"], row["effective"], row["tag"]) == ("fa4", "sdpa", sites.NOT_CAPTURED)
+        for options, capture, expected in (
+            ({}, None, ("sdpa", "sdpa", "", "flash")),
+            ({"fa4": True}, None, ("fa4", "fa4", "", "fa4")),
+            ({"fa4": True}, refuse, ("fa4", "sdpa", sites.NOT_CAPTURED, "?")),
+            ({}, refuse, ("sdpa", "sdpa", "", "flash")),
+        ):
+            torch._dynamo.reset()
+            with monkeypatch.context() as patch, megacpp_compile.record() as report:
+                if capture is not None:
+                    patch.setattr(pipeline, "capture", capture)
+                    patch.setattr(pipeline, "_nothing_to_do", lambda *_: None)
+                torch.compile(Inner(), backend="megacpp", options=options)(*x)
+            [row] = report.frames[0].attention
+            assert (row["requested"], row["effective"], row["tag"], row["kernel"]) == expected
+            assert "internal error" not in report.frames[0].reason
     before = {"effective": "fa4", "call": "attention", "kernel": "fa4", "tag": "", "reason": ""}
     assert sites.as_written(dict(before)) == before, "this one is in the graph that Dynamo made"
+
+
+@pytest.mark.usefixtures("eager_backend")
+def test_numbers_that_are_inputs_of_the_graph(monkeypatch):
+    """Under `dynamic=True` a scale may be one: the row says what is not known, and the frame compiles."""
+    def call(q, k, v, scale):
+        return scaled_dot_product_attention(q * 2, k, v * 3, is_causal=True, scale=scale)
+
+    with hopper_on_cpu(monkeypatch), megacpp_compile.record() as report:
+        x = [torch.randn(1, 2, 8, 64).bfloat16() for _ in range(3)]
+        compiled = torch.compile(call, backend="megacpp", options={"fa4": True}, dynamic=True)
+        for scale in (0.1, 0.2, 0.3):
+            torch.testing.assert_close(compiled(*x, scale), call(*x, scale), rtol=2e-2, atol=2e-2)
+    assert {row["tag"] for frame in report.frames for row in frame.attention} <= {"", eligibility.TRACED}
 
 
 def test_reports_of_releases_before_have_no_rows():

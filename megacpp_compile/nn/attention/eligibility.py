@@ -29,8 +29,9 @@ VALID_COUNTS = "dense_fa4_no_valid_token_counts"
 DROPOUT = "dense_fa4_no_dropout"
 SOFTCAP = "dense_fa4_no_softcap"
 BACKWARD = "dense_fa4_no_backward"
+TRACED = "dense_fa4_traced_numbers"
 TAGS = (CUDA_ONLY, CAPABILITY, RUNTIME, FP4, DTYPE, WIDTHS, ABSORBED, CAUSAL, LENGTHS, DOC_IDS, MASK, WINDOW,
-        VALID_COUNTS, DROPOUT, SOFTCAP, BACKWARD)  # fmt: skip
+        VALID_COUNTS, DROPOUT, SOFTCAP, BACKWARD, TRACED)  # fmt: skip
 
 # Capabilities with a kernel: Hopper, datacenter Blackwell, and GB10.
 CAPABILITIES = ((9, 0), (10, 0), (12, 1))
@@ -56,6 +57,7 @@ class Call:
         dropout: probability.
         backward: whether a gradient will be asked for.
         fp4: whether operands are to be rounded to 4 bits.
+        traced: whether the scale, the dropout or a flag is an input of a graph.
     """
 
     device: str
@@ -71,6 +73,7 @@ class Call:
     dropout: float = 0.0
     backward: bool = False
     fp4: bool = False
+    traced: bool = False
 
 
 @dataclass(frozen=True)
@@ -144,6 +147,8 @@ def _of_masking(call: Call) -> tuple[str, str] | None:
 
 
 def _of_kernel(call: Call, runtime: Runtime) -> tuple[str, str] | None:
+    if call.traced:
+        return TRACED, "its scale or dropout is an input of the graph, and the op takes numbers"
     if call.dropout:
         return DROPOUT, f"it drops nothing, and dropout is {call.dropout:g}"
     if call.softcap is not None and not runtime.softcap:
