@@ -26,6 +26,7 @@ from tests.docs.commands import PAGES, ROOT, Printed, commands_of, programs, sta
 # What is run -> the commands that it stands for. {tmp}: a folder, with what `made` puts there.
 RUNS = {
     "megacpp passes": ["megacpp passes"],
+    "megacpp doctor --device cpu": ["megacpp doctor"],
     "megacpp explain examples.explain_hf:build": [
         "megacpp explain module:callable", "megacpp explain examples.explain_hf:build",
     ],

@@ -6,6 +6,7 @@ import dataclasses
 import subprocess
 import sys
 import threading
+import types
 
 import pytest
 import torch
@@ -15,8 +16,9 @@ from torch.nn.functional import scaled_dot_product_attention
 import megacpp_compile
 from megacpp_compile import Validity, attention, attention_capability, last_attention
 from megacpp_compile.errors import AttentionError, BadOptionError, OperandError
-from megacpp_compile.nn.attention import bodies, eligibility, fa4, fa4_runtime, switch
+from megacpp_compile.nn.attention import bodies, eligibility, fa4, fa4_runtime, switch, te
 from megacpp_compile.nn.attention.eligibility import Call, Runtime, eligible
+from megacpp_compile.precision.native_attention import DotProductAttention as Native
 from megacpp_compile.report.kernels import families
 from tests.nn.standing_in import forget, hopper_on_cpu, package_missing
 from tests.nn.test_attention import mathematics, with_gradients
@@ -485,3 +487,49 @@ def test_a_validity_of_other_rows():
 def test_tags_of_bodies_and_of_this_are_apart():
     assert not set(bodies.TAGS) & set(eligibility.TAGS)
     assert all(tag.startswith("dense_fa4_") for tag in eligibility.TAGS)
+
+
+# --- Transformer Engine's, by the same pattern
+
+
+class OnCuda:
+    """An operand on a device that is not there."""
+
+    def __init__(self, dtype=torch.bfloat16, tokens=16):
+        self.device, self.dtype, self.shape = torch.device("cuda"), dtype, (2, 4, tokens, 64)
+
+
+@pytest.mark.parametrize(("tag", "operand", "keys", "rest"), [
+    ("dtype", OnCuda(torch.float32), OnCuda(), (None, None, True)),
+    ("doc-ids", OnCuda(), OnCuda(), (DOCS, None, True)),
+    ("window", OnCuda(), OnCuda(), (None, None, False, 3)),
+    ("shape", OnCuda(), OnCuda(tokens=8), (None, None, True)),
+    (None, OnCuda(), OnCuda(), (None, 2.0, True, 3)),
+])  # fmt: skip
+def test_what_the_engine_lacks(monkeypatch, tag, operand, keys, rest):
+    monkeypatch.setattr(te.importlib.util, "find_spec", lambda name: name)
+    assert ((found := te.lacks(operand, keys, keys, *rest)) and found[0]) == tag
+    assert tag is None or tag in bodies.TAGS
+
+
+def test_without_the_engine_and_in_a_graph(monkeypatch):
+    monkeypatch.setattr(te.importlib.util, "find_spec", lambda name: None)
+    assert te.lacks(OnCuda(), OnCuda(), OnCuda(), None, None, True)[0] == "no-te"
+    monkeypatch.setattr(te.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert te.lacks(OnCuda(), OnCuda(), OnCuda(), None, None, True)[0] == "graph-break"
+
+
+@pytest.mark.parametrize("given", [{}, {"softcap": 0.7}, {"causal": False}])
+def test_the_engines_module_is_given_what_it_takes(monkeypatch, given):
+    """With this package's module of the same signature in its place, against mathematics in float64."""
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", types.SimpleNamespace(DotProductAttention=Native))
+    te._module.cache_clear()
+    tensors = [t.detach().double().requires_grad_() for t in operands(24, 16, 2)]
+
+    def call(q, k, v):
+        return te.attend(q, k, v, given.get("softcap"), 0.3, given.get("causal", True))
+
+    for g, w in zip(with_gradients(call, tensors), with_gradients(mathematics, tensors, scale=0.3, **given), strict=True):
+        torch.testing.assert_close(g, w, rtol=1e-10, atol=1e-12)
+    te._module.cache_clear()
