@@ -24,7 +24,7 @@ TOPICS = {
     "Attention": ("enable_fa4", "disable_fa4", "uses_dense_fa4", "Validity", "last_attention", "observed_attention"),
     "Sharding": ("ShardingPlan",),
 }
-COMMANDS = ("explain", "estimate", "plan", "passes", "doctor")
+COMMANDS = ("explain", "estimate", "plan", "passes", "doctor", "evidence")
 
 
 def public_names() -> dict[str, str]:

@@ -5,6 +5,7 @@ megacpp estimate package.module:callable [--json]   memory of its training step,
 megacpp plan package.module:callable [--plot FILE]  policies: the time of each against the peak of memory
 megacpp passes                                      the passes, in the order they run
 megacpp doctor [--json]                             what this machine has, who serves attention on it, known traps
+megacpp evidence run|status|gate                    what is proved of attention, where, and what a promotion lacks
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ directory; the example is one of a checkout and needs transformers.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status: 0, the command's own (1: the doctor found a trap), or 2 where a
-    sentence on stderr says what is wrong."""
+    """Run the command line; returns the exit status: 0, the command's own (1: the doctor found a trap, the gate is
+    blocked, a run failed), or 2 where a sentence on stderr says what is wrong."""
     given = _parser().parse_args(argv)
     from megacpp_compile.errors import MegacppError
     from megacpp_compile.report.user_code import first_line
@@ -88,8 +89,22 @@ def _parser() -> argparse.ArgumentParser:
     command("passes", _passes, "list the passes in the order they run", "megacpp passes")
     doctor = command("doctor", _doctor, "what this machine has, who serves attention on it, and traps that it is in",
                      "megacpp doctor")  # fmt: skip
-    doctor.add_argument("--device", choices=("cpu", "cuda"), help="where to try attention (default: cuda if there is one)")
+    doctor.add_argument("--device", choices=("cpu", "cuda"), help="where to try attention (default: the GPU's, if any)")
     doctor.add_argument("--json", action="store_true", help="print JSON")
+    evidence = command("evidence", _evidence, "what is proved of attention, and where: run a profile, status, gate",
+                       "megacpp evidence gate")  # fmt: skip
+    actions = evidence.add_subparsers(dest="action", required=True)
+    run = actions.add_parser("run", help="run a profile's tests and write its record")
+    run.add_argument("profile", help="a profile of the catalog, which docs/generated/evidence.md lists")
+    run.add_argument("--environment", required=True, metavar="ID", help="where this is: h200_canonical")
+    status = actions.add_parser("status", help="what is proved, and where each rung of the rollout stands")
+    status.add_argument("--page", metavar="FILE", help="write the page docs/generated/evidence.md is")
+    gate = actions.add_parser("gate", help="what each promotion lacks; exit status 1 where one is blocked")
+    for made in (status, gate):
+        made.add_argument("--environments", metavar="ID,ID", help="the two that a promotion needs")
+        made.add_argument("--json", action="store_true", help="print JSON")
+    for made in (run, status, gate):
+        made.add_argument("--records", metavar="DIR", default="docs/evidence", help="default: %(default)s")
     return parser
 
 
@@ -138,6 +153,12 @@ def _doctor(given: argparse.Namespace) -> int:
     found = examine(given.device)
     print(json.dumps(found.to_dict(), indent=1) if given.json else found)
     return 1 if found.traps else 0
+
+
+def _evidence(given: argparse.Namespace) -> int:
+    from megacpp_compile.evidence.command import evidence
+
+    return evidence(given)
 
 
 _OF_MODELS = (_explain, _estimate, _plan)

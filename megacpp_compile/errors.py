@@ -615,6 +615,19 @@ class AttentionError(MegacppError, ValueError):
         super().__init__(f"attention by {backend!r}: {reason} [{tag}]. Let backend='auto' choose what can.")
 
 
+class EvidenceError(MegacppError, ValueError):
+    """A profile, a surface or a record of evidence that claims what it cannot, or that there is none of.
+
+    Args:
+        what: which of them, "profile 'dense_fa4_forward'".
+        problem: what is wrong with it.
+    """
+
+    def __init__(self, what: str, problem: str) -> None:
+        self.what, self.problem = what, problem
+        super().__init__(f"{what}: {problem}.")
+
+
 class OperandError(MegacppError, ValueError):
     """Operands that an op called by the user cannot mean anything with.
 

@@ -1,1 +1,1 @@
-"""`megacpp doctor`: what this machine has, who serves attention on it and how fast, and traps that are known by name."""
+"""`megacpp doctor`: what this machine has, who serves attention on it and how fast, and known traps."""

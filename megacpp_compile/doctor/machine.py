@@ -1,5 +1,5 @@
-"""What this process has loaded and could load, read from where it can't be mistaken: the process's own memory map and the
-metadata of what is installed. Nothing here loads a library or touches a device."""
+"""What this process has loaded and could load, read from where it can't be mistaken: its own memory map, and the
+metadata of what is installed. Nothing here loads a library."""
 
 from __future__ import annotations
 

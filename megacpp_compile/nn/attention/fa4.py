@@ -73,7 +73,8 @@ def fa4_attention(
 ) -> tuple[Tensor, Tensor]:
     _loaded()
     with no_autocast(q):
-        out, lse = fa4_runtime.forward(*_by_token(q, k, v), scale, softcap, causal)
+        queries, keys, values = _by_token(q, k, v)
+        out, lse = fa4_runtime.forward(queries, keys, values, scale, softcap, causal)
     if out.dtype != q.dtype:
         raise AssertionError(f"the kernel returned {out.dtype} for operands in {q.dtype}")
     return out.contiguous().transpose(1, 2), lse.contiguous()
@@ -92,8 +93,8 @@ def fa4_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     _loaded()
     with no_autocast(q):
-        operands = _by_token(grad, q, k, v, out)
-        found = fa4_runtime.backward(*operands, lse, scale, softcap, causal)
+        grad, q, k, v, out = _by_token(grad, q, k, v, out)
+        found = fa4_runtime.backward(grad, q, k, v, out, lse, scale, softcap, causal)
     dq, dk, dv = (g.contiguous().transpose(1, 2) for g in found)
     return dq, dk, dv
 
