@@ -20,11 +20,13 @@ from megacpp_compile.nn.attention import bodies, eligibility, fa4, fa4_runtime, 
 from megacpp_compile.nn.attention.eligibility import Call, Runtime, eligible
 from megacpp_compile.precision.native_attention import DotProductAttention as Native
 from megacpp_compile.report.kernels import families
+from tests.corpus.spellings import PlainMLA
 from tests.nn.standing_in import forget, hopper_on_cpu, package_missing
 from tests.nn.test_attention import mathematics, with_gradients
 
 DOCS = torch.tensor([[0] * 9 + [1] * 7, [0] * 16])
 GOOD = Call("cuda", torch.bfloat16, (192, 128), (256, 256))
+PROBE = 1  # the first question calls the kernel once
 ABLE = Runtime("", (9, 0), softcap=True, backward=True)
 
 
@@ -533,3 +535,37 @@ def test_the_engines_module_is_given_what_it_takes(monkeypatch, given):
     for g, w in zip(with_gradients(call, tensors), with_gradients(mathematics, tensors, scale=0.3, **given), strict=True):
         torch.testing.assert_close(g, w, rtol=1e-10, atol=1e-12)
     te._module.cache_clear()
+
+
+# --- beside the passes
+
+
+@pytest.mark.usefixtures("no_kernels")
+@pytest.mark.parametrize("policy", [None, "selective", "full"])
+def test_a_plain_mla_block(hopper, policy):
+    """Heads of 192 and 128 channels: the passes of latent attention fire as without, its attention is FlashAttention-4's,
+    in one graph; under a policy the core is kept or recomputed whole, with the same gradients."""
+    torch._dynamo.reset()
+    model = PlainMLA(64, heads=2, q_lora=32, kv_lora=32, nope=128, rope=64, v=128, table_source="buffer").bfloat16()
+    x = torch.randn(2, 16, 64).bfloat16().requires_grad_()
+
+    def gradients(call):
+        model.zero_grad()
+        out = call(x)
+        out.float().square().sum().backward()
+        return [out.detach(), *(p.grad.clone() for p in model.parameters())]
+
+    want, counts = gradients(model), []
+    for options in ({}, {"fa4": True}):
+        torch._dynamo.reset()
+        hopper.CALLS.clear()
+        with megacpp_compile.record() as report:
+            call = torch.compile(model, backend="megacpp", options={**options, "policy": policy}, fullgraph=True)
+            got = gradients(call)
+        counts.append(report.counts)
+        assert len(report.frames) == 1 and report.frames[0].captured
+    assert counts[0] == counts[1] and counts[1]["mla_rope_q"] == counts[1]["mla_rope_kv"] == 1
+    assert [row["effective"] for row in report.frames[0].attention] == ["fa4"]
+    assert hopper.CALLS.count("backward") == 1 and hopper.CALLS.count("forward") == (2 if policy == "full" else 1) + PROBE
+    for g, w in zip(got, want, strict=True):
+        assert (g.float() - w.float()).norm() < 2**-5 * w.float().norm(), "some ten roundings to bfloat16 in a row"
