@@ -12,8 +12,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import megacpp_compile
 from megacpp_compile import pipeline
+from megacpp_compile._torch.autograd import get_sequence_nr
 from megacpp_compile.errors import CaptureError
 from megacpp_compile.nn.attention import eligibility
+from megacpp_compile.nn.attention.sdpa_choice import kernel_of
 from megacpp_compile.passes import _attention_sites as sites
 from tests.nn.standing_in import hopper_on_cpu
 
@@ -79,6 +81,15 @@ def test_what_the_row_says_is_what_the_graph_gets():
         torch.compile(Model(Inner(), keys, 16), backend=aot_autograd(fw_compiler=keep))(torch.randn(2, 8, 32))
         assert any("_scaled_dot_product_flash" in name for name in seen) == (kernel == "flash")
         assert rows(Inner(), keys=keys)[1][0]["kernel"] == kernel
+
+
+def test_asking_for_the_kernel_leaves_no_trace():
+    """Autograd counts its nodes by thread, and what a step saves goes by that count."""
+    layout = ((2, 2, 8, 16), (256, 128, 16, 1), torch.float32, True)
+    before = get_sequence_nr()
+    kernel_of.cache_clear()
+    assert kernel_of("cpu", (layout, layout, layout, None), 0.0, True, False) == "flash"
+    assert kernel_of.cache_info().misses == 1 and get_sequence_nr() == before
 
 
 @pytest.mark.parametrize(("given", "effective", "kernel", "tag", "says"), [

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import threading
 from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from megacpp_compile._torch.dispatch import TorchDispatchMode, disable_current_modes
+from megacpp_compile._torch.dispatch import TorchDispatchMode
 from megacpp_compile._torch.fakes import FakeTensorMode
 
 # How an operator's name begins -> the family of kernels, as in `report.kernels`.
@@ -32,16 +33,26 @@ def kernel_of(device: str, operands: tuple[Layout | None, ...], dropout: float, 
     """
     if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
         return UNKNOWN
-    watch = _Watch()
-    try:
-        with disable_current_modes(), FakeTensorMode(), torch.enable_grad():
-            q, k, v, mask = (None if one is None else _tensor(device, *one) for one in operands)
-            assert q is not None and k is not None and v is not None
-            with watch:
-                scaled_dot_product_attention(q, k, v, mask, dropout, causal, enable_gqa=grouped)
-    except Exception:  # what torch refuses is its own error, when the graph is compiled
-        return UNKNOWN
-    return watch.found
+    found = [UNKNOWN]
+
+    def ask() -> None:
+        watch = _Watch()
+        try:
+            with FakeTensorMode():
+                q, k, v, mask = (None if one is None else _tensor(device, *one) for one in operands)
+                assert q is not None and k is not None and v is not None
+                with watch:
+                    scaled_dot_product_attention(q, k, v, mask, dropout, causal, enable_gqa=grouped)
+        except Exception:  # what torch refuses is its own error, when the graph is compiled
+            return
+        found[0] = watch.found
+
+    # A thread of its own has neither this one's modes nor its count of autograd's nodes, which a partitioner goes by:
+    # what is saved must not depend on who was asked before.
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join()
+    return found[0]
 
 
 def _tensor(device: str, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, grad: bool) -> Any:
