@@ -541,7 +541,7 @@ def test_the_engines_module_is_given_what_it_takes(monkeypatch, given):
 
 
 @pytest.mark.usefixtures("no_kernels")
-@pytest.mark.parametrize("policy", [None, "selective", "full"])
+@pytest.mark.parametrize("policy", [None, "full"])
 def test_a_plain_mla_block(hopper, policy):
     """Heads of 192 and 128 channels: the passes of latent attention fire as without, its attention is FlashAttention-4's,
     in one graph; under a policy the core is kept or recomputed whole, with the same gradients."""
