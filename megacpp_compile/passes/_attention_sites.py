@@ -31,7 +31,7 @@ from megacpp_compile.report.user_code import first_line
 aten = torch.ops.aten
 SDPA, FLEX, OURS = "sdpa", "flex_attention", "attention"
 ALONE = "the frame was compiled as it was written"
-NOT_CAPTURED = "not-captured"
+NOT_CAPTURED, UNREAD = "not-captured", "unread"
 _SDPA = (aten.scaled_dot_product_attention.default, F.scaled_dot_product_attention)
 _FA4 = "megacpp.fa4_attention"
 _SOFTMAX = (aten.softmax.int, aten._softmax.default)
@@ -46,7 +46,7 @@ def attention_sites(captured: Captured, wanted: bool, grad: bool) -> tuple[list[
     wanted: the option `fa4`. grad: whether the frame is compiled for training."""
     rows, swapped = [], 0
     for node in list(captured.gm.graph.nodes):
-        if (row := _row(node, value, wanted, grad)) is None:
+        if (row := _told(node, value, wanted, grad)) is None:
             continue
         if row.effective == "fa4" and node.target in _SDPA:
             _swap(captured, node)
@@ -60,15 +60,8 @@ def attention_sites(captured: Captured, wanted: bool, grad: bool) -> tuple[list[
 
 def unseen_sites(graph: fx.Graph, wanted: bool, grad: bool) -> list[dict[str, Any]]:
     """The rows of a graph of Dynamo's that is compiled as it was written."""
-    rows = []
-    for node in graph.nodes:
-        try:
-            row = _row(node, _dynamo_value, wanted, grad)
-        except Exception as error:  # a row is not worth a frame that compiles without it
-            row = _made(node, SDPA, "fa4" if wanted else "sdpa", "sdpa", UNKNOWN, NOT_CAPTURED, first_line(error))
-        if row is not None:
-            rows.append(as_written(dataclasses.asdict(row)))
-    return rows
+    rows = (row for node in graph.nodes if (row := _told(node, _dynamo_value, wanted, grad)) is not None)
+    return [as_written(dataclasses.asdict(row)) for row in rows]
 
 
 def _dynamo_value(given: Any) -> Any:
@@ -80,6 +73,14 @@ def as_written(row: dict[str, Any]) -> dict[str, Any]:
     if row["effective"] == "fa4" and row["call"] == SDPA:
         row |= {"effective": "sdpa", "kernel": UNKNOWN, "tag": NOT_CAPTURED, "reason": ALONE}
     return row
+
+
+def _told(node: Node, of: Callable[[Any], Any], wanted: bool, grad: bool) -> AttentionSite | None:
+    """`_row`; a row is not worth a frame that compiles without it, so that what goes wrong is said in the row."""
+    try:
+        return _row(node, of, wanted, grad)
+    except Exception as error:
+        return _made(node, SDPA, "fa4" if wanted else "sdpa", "sdpa", UNKNOWN, UNREAD, first_line(error))
 
 
 def _row(node: Node, of: Callable[[Any], Any], wanted: bool, grad: bool) -> AttentionSite | None:

@@ -199,6 +199,16 @@ def test_numbers_that_are_inputs_of_the_graph(monkeypatch):
     assert {row["tag"] for frame in report.frames for row in frame.attention} <= {"", eligibility.TRACED}
 
 
+def test_a_defect_of_a_row_costs_the_row_alone(monkeypatch):
+    def broken(*_, **__):
+        raise KeyError("defect")
+
+    monkeypatch.setattr(sites, "_sdpa_row", broken)
+    report, [row] = rows(Inner())
+    assert (row["effective"], row["kernel"], row["tag"]) == ("sdpa", "?", sites.UNREAD) and "KeyError" in row["reason"]
+    assert report.frames[0].captured
+
+
 def test_reports_of_releases_before_have_no_rows():
     report, _ = rows(Inner())
     data = json.loads(report.to_json())
