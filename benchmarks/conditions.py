@@ -5,11 +5,12 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import platform
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from megacpp_compile.evidence import binding
 
 PEERS = ("megatron-core", "torchao", "transformer-engine", "liger-kernel", "transformers")
 
@@ -43,17 +44,8 @@ def version(package: str) -> str | None:
 
 def commit() -> str | None:
     """The commit of this checkout, with a + when files differ from it; None outside a checkout."""
-    here = Path(__file__).parent
-
-    def git(*args: str) -> str | None:
-        try:
-            done = subprocess.run(["git", *args], cwd=here, capture_output=True, text=True, timeout=20)
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-        return done.stdout.strip() if done.returncode == 0 else None
-
-    head = git("rev-parse", "--short=12", "HEAD")
-    return head and head + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
+    head, clean = binding.commit(Path(__file__).parent)
+    return head and head + ("" if clean else "+")
 
 
 def _cudnn() -> int | str | None:

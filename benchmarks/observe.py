@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-# Kernels of cuDNN, FlashAttention, xFormers and flex attention; a softmax is attention written out.
-KERNELS = re.compile(r"flash|fmha|attention|attn|sdpa|softmax", re.IGNORECASE)
-OPERATORS = re.compile(r"aten::_(scaled_dot_product|softmax$)")
+from megacpp_compile.report.kernels import attention_kernels
+
+__all__ = ["attention_kernels", "fused", "peak_bytes", "peak_bytes_on_cpu", "saved_bytes", "sites", "waits_for_device"]
 
 
 @contextlib.contextmanager
@@ -99,17 +98,3 @@ def peak_bytes_on_cpu(fn: Callable[[], Any]) -> int:
     found = at_peak(fn, "cpu")["step"]
     assert found is not None
     return found
-
-
-def attention_kernels(fn: Callable[[], Any], device: torch.device) -> list[str]:
-    """Names of the attention kernels of one call, by the profiler: on CUDA the kernels, elsewhere the operators."""
-    from torch.profiler import ProfilerActivity, profile
-
-    cuda = device.type == "cuda"
-    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]) as profiler:
-        fn()
-        if cuda:
-            torch.cuda.synchronize()
-    kind = torch.autograd.DeviceType.CUDA if cuda else torch.autograd.DeviceType.CPU
-    names = {str(event.name) for event in profiler.events() or () if event.device_type == kind}
-    return sorted(name for name in names if (KERNELS if cuda else OPERATORS).search(name))

@@ -21,9 +21,10 @@ TOPICS = {
     "Memory": ("CheckpointingPolicy", "estimate", "Estimate", "fit", "Fit"),
     "Precision": ("PrecisionPlan", "replace_linears", "te_layer_spec", "NativeLayerSpec"),
     "Ops a model calls": ("attention", "attention_capability", "sparse_mla", "equal_split"),
+    "Attention": ("enable_fa4", "disable_fa4", "uses_dense_fa4", "Validity", "last_attention", "observed_attention"),
     "Sharding": ("ShardingPlan",),
 }
-COMMANDS = ("explain", "estimate", "plan", "passes")
+COMMANDS = ("explain", "estimate", "plan", "passes", "doctor", "evidence")
 
 
 def public_names() -> dict[str, str]:

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from megacpp_compile.explainer import explain
     from megacpp_compile.memory.estimate import Estimate, estimate
     from megacpp_compile.memory.fit import Fit, fit
-    from megacpp_compile.nn.attention import attention, attention_capability
+    from megacpp_compile.nn.attention import attention, attention_capability, last_attention, observed_attention
+    from megacpp_compile.nn.attention.switch import disable_fa4, enable_fa4, uses_dense_fa4
+    from megacpp_compile.nn.attention.validity import Validity
     from megacpp_compile.nn.expert_capacity import equal_split
     from megacpp_compile.nn.sparse_mla import sparse_mla
     from megacpp_compile.precision.layer_spec import NativeLayerSpec, te_layer_spec
@@ -36,19 +38,23 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "CheckpointingPolicy", "Config", "Estimate", "Fit", "NativeLayerSpec", "PrecisionPlan", "Report",
-    "ShardingPlan", "attention", "attention_capability", "backend", "compile", "enable", "equal_split", "estimate",
-    "explain", "fit", "record", "replace_linears", "sparse_mla", "te_layer_spec",
+    "CheckpointingPolicy", "Config", "Estimate", "Fit", "NativeLayerSpec", "PrecisionPlan", "Report", "ShardingPlan",
+    "Validity", "attention", "attention_capability", "backend", "compile", "disable_fa4", "enable", "enable_fa4",
+    "equal_split", "estimate", "explain", "fit", "last_attention", "observed_attention", "record", "replace_linears",
+    "sparse_mla", "te_layer_spec", "uses_dense_fa4",
 ]  # fmt: skip
 
 _HOME = {
     "CheckpointingPolicy": "config.checkpointing", "Config": "config.options", "Estimate": "memory.estimate",
     "Fit": "memory.fit", "NativeLayerSpec": "precision.layer_spec", "PrecisionPlan": "config.precision",
-    "Report": "report.collector", "ShardingPlan": "config.sharding", "attention": "nn.attention",
-    "attention_capability": "nn.attention", "backend": "backend", "compile": "regional.compile", "enable": "enable",
-    "equal_split": "nn.expert_capacity", "estimate": "memory.estimate", "explain": "explainer", "fit": "memory.fit",
-    "record": "report.collector", "replace_linears": "precision.replace", "sparse_mla": "nn.sparse_mla",
-    "te_layer_spec": "precision.layer_spec",
+    "Report": "report.collector", "ShardingPlan": "config.sharding", "Validity": "nn.attention.validity",
+    "attention": "nn.attention", "attention_capability": "nn.attention", "backend": "backend",
+    "compile": "regional.compile", "disable_fa4": "nn.attention.switch", "enable": "enable",
+    "enable_fa4": "nn.attention.switch", "equal_split": "nn.expert_capacity", "estimate": "memory.estimate",
+    "explain": "explainer", "fit": "memory.fit", "last_attention": "nn.attention",
+    "observed_attention": "nn.attention", "record": "report.collector",
+    "replace_linears": "precision.replace", "sparse_mla": "nn.sparse_mla",
+    "te_layer_spec": "precision.layer_spec", "uses_dense_fa4": "nn.attention.switch",
 }  # fmt: skip
 
 

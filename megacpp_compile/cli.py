@@ -4,6 +4,8 @@ megacpp explain package.module:callable [--json]    report of the model that the
 megacpp estimate package.module:callable [--json]   memory of its training step, on fake tensors
 megacpp plan package.module:callable [--plot FILE]  policies: the time of each against the peak of memory
 megacpp passes                                      the passes, in the order they run
+megacpp doctor [--json]                             what this machine has, who serves attention on it, known traps
+megacpp evidence run|status|gate                    what is proved of attention, where, and what a promotion lacks
 """
 
 from __future__ import annotations
@@ -29,15 +31,15 @@ directory; the example is one of a checkout and needs transformers.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status: 0, or 2 where a sentence on stderr says what is wrong."""
+    """Run the command line; returns the exit status: 0, the command's own (1: the doctor found a trap, the gate is
+    blocked, a run failed), or 2 where a sentence on stderr says what is wrong."""
     given = _parser().parse_args(argv)
     from megacpp_compile.errors import MegacppError
     from megacpp_compile.report.user_code import first_line
 
     try:
         with _quiet(given.verbose):
-            given.run(given)
-        return 0
+            return given.run(given) or 0
     except Exception as error:
         if given.verbose:
             traceback.print_exc()
@@ -57,12 +59,12 @@ def _parser() -> argparse.ArgumentParser:
 
     def command(name: str, run: Any, help: str, example: str) -> argparse.ArgumentParser:
         form = argparse.RawDescriptionHelpFormatter
-        about = f"{help[0].upper()}{help[1:]}.\n\n{_TARGET if run is not _passes else ''}"
+        about = f"{help[0].upper()}{help[1:]}.\n\n{_TARGET if run in _OF_MODELS else ''}"
         made = commands.add_parser(name, help=help, description=about, epilog=f"example:\n  {example}",
                                    formatter_class=form)  # fmt: skip
         made.set_defaults(run=run)
         made.add_argument("--verbose", action="store_true", help="torch's warnings, and tracebacks of errors")
-        if run is not _passes:
+        if run in _OF_MODELS:
             made.add_argument("target", metavar="module:callable")
             made.add_argument("--json", action="store_true", help="print JSON")
             made.add_argument("--option", action="append", default=[], metavar="KEY=VALUE",
@@ -85,6 +87,24 @@ def _parser() -> argparse.ArgumentParser:
     for made in (estimate, plan):
         made.add_argument("--device", help="device to estimate for (default: the model's own)")
     command("passes", _passes, "list the passes in the order they run", "megacpp passes")
+    doctor = command("doctor", _doctor, "what this machine has, who serves attention on it, and traps that it is in",
+                     "megacpp doctor")  # fmt: skip
+    doctor.add_argument("--device", choices=("cpu", "cuda"), help="where to try attention (default: the GPU's, if any)")
+    doctor.add_argument("--json", action="store_true", help="print JSON")
+    evidence = command("evidence", _evidence, "what is proved of attention, and where: run a profile, status, gate",
+                       "megacpp evidence gate")  # fmt: skip
+    actions = evidence.add_subparsers(dest="action", required=True)
+    run = actions.add_parser("run", help="run a profile's tests and write its record")
+    run.add_argument("profile", help="a profile of the catalog, which docs/generated/evidence.md lists")
+    run.add_argument("--environment", required=True, metavar="ID", help="where this is: h200_canonical")
+    status = actions.add_parser("status", help="what is proved, and where each rung of the rollout stands")
+    status.add_argument("--page", metavar="FILE", help="write the page docs/generated/evidence.md is")
+    gate = actions.add_parser("gate", help="what each promotion lacks; exit status 1 where one is blocked")
+    for made in (status, gate):
+        made.add_argument("--environments", metavar="ID,ID", help="the two that a promotion needs")
+        made.add_argument("--json", action="store_true", help="print JSON")
+    for made in (run, status, gate):
+        made.add_argument("--records", metavar="DIR", default="docs/evidence", help="default: %(default)s")
     return parser
 
 
@@ -125,6 +145,23 @@ def _passes(_: argparse.Namespace) -> None:
 
     for p in all_passes():
         print(f"{p.name:16s} {(sys.modules[p.__name__].__doc__ or '').splitlines()[0]}")  # type: ignore[attr-defined]
+
+
+def _doctor(given: argparse.Namespace) -> int:
+    from megacpp_compile.doctor.examine import examine
+
+    found = examine(given.device)
+    print(json.dumps(found.to_dict(), indent=1) if given.json else found)
+    return 1 if found.traps else 0
+
+
+def _evidence(given: argparse.Namespace) -> int:
+    from megacpp_compile.evidence.command import evidence
+
+    return evidence(given)
+
+
+_OF_MODELS = (_explain, _estimate, _plan)
 
 
 def _options(pairs: Sequence[str]) -> dict[str, Any]:

@@ -606,13 +606,26 @@ class AttentionError(MegacppError, ValueError):
 
     Args:
         backend: its name.
-        tag: why, for machines: one of `nn.attention.bodies.TAGS`.
+        tag: why, for machines: one of `nn.attention.bodies.TAGS`, or of `nn.attention.eligibility.TAGS` of "fa4".
         reason: why, in words.
     """
 
     def __init__(self, backend: str, tag: str, reason: str) -> None:
         self.backend, self.tag, self.reason = backend, tag, reason
         super().__init__(f"attention by {backend!r}: {reason} [{tag}]. Let backend='auto' choose what can.")
+
+
+class EvidenceError(MegacppError, ValueError):
+    """A profile, a surface or a record of evidence that claims what it cannot, or that there is none of.
+
+    Args:
+        what: which of them, "profile 'dense_fa4_forward'".
+        problem: what is wrong with it.
+    """
+
+    def __init__(self, what: str, problem: str) -> None:
+        self.what, self.problem = what, problem
+        super().__init__(f"{what}: {problem}.")
 
 
 class OperandError(MegacppError, ValueError):

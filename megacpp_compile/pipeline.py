@@ -41,6 +41,7 @@ from megacpp_compile.lowerings._registry import semantic_ops
 from megacpp_compile.matchers.recurrences import NAMES, find_recurrences
 from megacpp_compile.matchers.rope.activations import activations
 from megacpp_compile.passes import _assumed as assumed
+from megacpp_compile.passes._attention_sites import as_written, attention_sites, unseen_sites
 from megacpp_compile.passes._buckets import cut_sites
 from megacpp_compile.passes._driver import Outcome, enabled_passes, pass_names, run_passes
 from megacpp_compile.passes._precision_rows import answered, asked, unseen
@@ -165,6 +166,7 @@ def _analyse(
         return Analysis(frame, calls_ops=calls_ops)
     if (nothing := _nothing_to_do(gm, config)) is not None:
         frame.reason, frame.passes = nothing, {p.name: 0 for p in enabled_passes(config)}
+        frame.attention = unseen_sites(gm.graph, config.fa4, frame.grad)
         return Analysis(frame)
     began = time.perf_counter()
     try:
@@ -182,6 +184,7 @@ def _analyse(
     frame.seconds["capture"] = time.perf_counter() - began
     try:
         outcome, shown = _rewrite(captured, example_inputs, config, frame, assumptions.marked(gm))
+        frame.attention, swapped = attention_sites(captured, config.fa4, frame.grad)
     except Exception as error:  # a defect of ours must not become the user's, nor a change of torch's
         meant = isinstance(error, MegacppError) and not isinstance(error, TorchInternalsError)
         if config.strict or meant:
@@ -192,12 +195,13 @@ def _analyse(
     frame.recognised = _recurrences(captured)
     frame.seconds.update(outcome.seconds)
     log.graph("rewritten", captured.gm)
-    return Analysis(frame, captured, outcome, shown)
+    return Analysis(frame, captured, outcome, shown, swapped=swapped)
 
 
 def _left_alone(frame: Frame, gm: GraphModule, config: Config, reason: str, advice: str) -> Analysis:
     """The analysis of a frame that the backend compiles alone."""
     analysis, frame.precision = Analysis(frame), unseen(gm.graph, config.precision, ALONE)
+    frame.attention = unseen_sites(gm.graph, config.fa4, frame.grad)
     analysis.fell_back(reason, advice, fallbacks.may_hold_idiom(gm))
     return analysis
 
@@ -312,7 +316,7 @@ class Analysis:
     frame: its entry in the report. captured: its graph, rewritten; None where it could not be captured. outcome: what
     the passes did; None where nothing is to be rewritten. shown: whether there are loops in it that were traced for all
     experts, and may be. notes: what is to be reported even if the frame falls back. calls_ops: whether semantic ops are
-    to be lowered in the frame as it came.
+    to be lowered in the frame as it came. swapped: how many attentions FlashAttention-4 was put in place of.
     """
 
     frame: Frame
@@ -321,10 +325,12 @@ class Analysis:
     shown: bool = False
     notes: list[MissedFusion] = dataclasses.field(default_factory=list)
     calls_ops: bool = False
+    swapped: int = 0
 
     def rewritten_gm(self) -> GraphModule | None:
         """The rewritten graph, or None where no op was put in place."""
-        return self.captured.gm if self.captured is not None and self.outcome and self.outcome.sites else None
+        changed = self.outcome is not None and (bool(self.outcome.sites) or self.swapped > 0)
+        return self.captured.gm if self.captured is not None and changed else None
 
     def near_misses(self) -> list[MissedFusion]:
         return (self.outcome.misses if self.outcome is not None else []) + self.notes
@@ -341,6 +347,7 @@ class Analysis:
         self.not_kept(reason)
         self.outcome, self.frame.left_to, self.frame.lost = None, "backend", lost
         fallbacks.tell(self.frame, advice)
+        self.frame.attention = [as_written(row) for row in self.frame.attention]
         for row in self.frame.precision:
             if row["effective"] == row["requested"] != "bf16":
                 row["effective"], row["reason"] = "as written", ALONE
@@ -383,8 +390,8 @@ def _frame_name(gm: GraphModule) -> str:
 
 def _nothing_to_do(gm: GraphModule, config: Config) -> str | None:
     """Why no pass can possibly fire: every idiom multiplies, and none fits into a handful of nodes, but for a linear
-    under a precision plan."""
-    if config.precision is not None:
+    under a precision plan and an attention that is to be another's."""
+    if config.precision is not None or config.fa4:
         return None
     calls = [n for n in gm.graph.nodes if n.op in ("call_function", "call_method")]
     if any(isinstance(n.target, HigherOrderOperator) or _is_own(n) for n in calls):

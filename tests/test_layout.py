@@ -151,6 +151,7 @@ ALLOWED = {
     "_torchdynamo_orig_backend": "of a backend: the one it wraps, where it wraps one",
     "_getframe": "of Python's sys",
     "_reinterpret": "of Triton's shared memory",
+    **dict.fromkeys(["_flash_attn_fwd", "_flash_attn_bwd"], "of flash-attn-4, whose public function brings a graph break"),
     **dict.fromkeys(
         ["_data", "_scale", "_fp8_dtype", "_is_2D_scaled", "_rowwise_data", "_rowwise_scale_inv", "_scale_inv",
          "_transpose", "_transpose_invalid", "_ub_communicators"],

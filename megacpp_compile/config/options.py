@@ -81,6 +81,8 @@ class Config(_Asked):
         drop_outputs: names of outputs that nobody reads in training, by the variables that hold them: `("logits",)` for
             models that return logits beside the loss. Where a loss of the frame is computed from it, such an output is
             not made, and what stands in its place raises DroppedOutputError when it is used.
+        fa4: have FlashAttention-4 (the package flash-attn-4) serve every dense causal attention that it can, those that
+            a model writes as `scaled_dot_product_attention` included; where it cannot, the report says why.
         policy: what a training step saves for its backward and what it recomputes there: a `CheckpointingPolicy`, the
             name of an entry for every kind of block ("selective", "full"), a mapping of its fields, or a budget. None
             leaves it to Inductor.
@@ -109,6 +111,7 @@ class Config(_Asked):
     autotune: bool = False
     expert_loops: bool | Literal["auto"] = "auto"
     drop_outputs: tuple[str, ...] = ()
+    fa4: bool = False
     policy: CheckpointingPolicy | None = None
     block_kinds: Mapping[str, str] = field(default_factory=dict)
     precision: PrecisionPlan | None = None
@@ -131,6 +134,7 @@ class Config(_Asked):
             "autotune": _bool("autotune", self.autotune),
             "expert_loops": _bool_or_auto("expert_loops", self.expert_loops),
             "drop_outputs": tuple(sorted(set(_names("drop_outputs", self.drop_outputs, "names of outputs")))),
+            "fa4": _bool("fa4", self.fa4),
             "policy": CheckpointingPolicy.of(self.policy),
             "block_kinds": _mapping("block_kinds", self.block_kinds, lambda k, v: _choice(k, v, KINDS, _KIND_MEANT)),
             "precision": _traceable(PrecisionPlan.of(self.precision)),

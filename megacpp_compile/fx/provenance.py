@@ -10,7 +10,7 @@ from torch.fx import GraphModule, Node
 from megacpp_compile._torch import autograd, calls, dynamo
 from megacpp_compile.fx.module_names import canonical
 
-_OWN = ("/torch/nn/", "/torch/utils/", "/torch/_")
+_OWN = ("/torch/nn/", "/torch/utils/", "/torch/_", "/megacpp_compile/nn/")
 # ".forward.__closure__.0.cell_contents.__self__": the module itself, by way of its own method. Trainers put a function
 # around a module's `forward` that holds the bound method, as closure, partial or attribute (`_old_forward`).
 _BY_ITS_FORWARD = re.compile(
@@ -79,7 +79,7 @@ def _frames(node: Node) -> list[tuple[str, str, str, str]]:
 
 
 def in_torch(path: str) -> bool:
-    """Whether a source file is one of torch's that runs a model's code: no line of the model's."""
+    """Whether a source file is one of torch's or of this package's that a model's code calls: no line of it."""
     return any(part in path for part in _OWN)
 
 

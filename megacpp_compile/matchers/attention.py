@@ -31,7 +31,7 @@ class Reader:
 
 def is_attention(node: Node) -> bool:
     """Whether `node` is the output of an attention kernel, which saves it for its own backward."""
-    return node.target in _SDPA or "flex_attention" in str(node.target)
+    return node.target in _SDPA or any(name in str(node.target) for name in ("flex_attention", "fa4_attention"))
 
 
 # (op, place of what is put in, place of the dimension it is put along): into a tensor of more rows, such as a cache.

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from megacpp_compile.errors import ReportFormatError
 from megacpp_compile.report.at_exit import ENDING
+from megacpp_compile.report.attention import AttentionCall, counted
 from megacpp_compile.report.records import CompiledRegion, Frame, MissedFusion, Site, lock
 from megacpp_compile.report.text import plain
 
@@ -58,6 +59,7 @@ class Report:
         measured: bytes at the peak of the step that `measure` ran: "before", allocated on the device when it began,
             "step", allocated by it on top, and "peak", the sum. On CPU, where only changes are known, "before" and
             "peak" are None.
+        attention: calls of `megacpp_compile.attention` outside of compiled code, equal ones counted once.
     """
 
     known_passes: tuple[str, ...] = ()
@@ -67,6 +69,7 @@ class Report:
     regions: list[CompiledRegion] = field(default_factory=list)
     estimate: dict[str, Any] | None = None
     measured: dict[str, int | None] | None = None
+    attention: list[AttentionCall] = field(default_factory=list)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -104,6 +107,7 @@ class Report:
             "regions": [{**plain(region), "fqns": list(region.fqns)} for region in self.regions],
             "estimate": self.estimate,
             "measured": self.measured,
+            "attention": [plain(call) for call in self.attention],
         }
 
     def to_json(self, indent: int | None = None) -> str:
@@ -126,6 +130,7 @@ class Report:
                 [CompiledRegion(**{**item, "fqns": tuple(item["fqns"])}) for item in data.get("regions", ())],
                 data.get("estimate"),
                 data["measured"] if data["format"] > 1 else _measured_once(data),
+                [AttentionCall.of(item) for item in data.get("attention", ())],
             )
         except (AttributeError, KeyError, TypeError, json.JSONDecodeError) as error:
             raise ReportFormatError(f"{type(error).__name__}: {error}") from error
@@ -234,6 +239,15 @@ def emit_estimate(estimate: dict[str, Any]) -> None:
     with lock:
         for report in _receivers():
             report.estimate = estimate
+
+
+def emit_attention(call: AttentionCall) -> None:
+    """Add an eager call of `attention` to the reports that are open for this thread."""
+    if not _everywhere and not _own.get():  # the usual case, and calls are many
+        return
+    with lock:
+        for report in _receivers():
+            counted(report.attention, call)
 
 
 def active() -> bool:

@@ -6,6 +6,8 @@ import threading
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
+from megacpp_compile.report.attention import AttentionCall
+
 # Of everything that is collected: autograd compiles a lazy backward in another thread.
 lock = threading.RLock()
 
@@ -109,6 +111,33 @@ class Precision:
 
 
 @dataclass(slots=True)
+class AttentionSite:
+    """One attention of a frame, as it was decided when the frame was compiled.
+
+    Attributes:
+        fqn: module the code belongs to, "" when it could not be resolved.
+        source: as in `Site`.
+        call: what the model calls: "sdpa" (`scaled_dot_product_attention`), "flex_attention", or "attention", this
+            package's.
+        requested: the backend asked first: "fa4" under the option of that name or `enable_fa4`.
+        effective: the backend in the graph: "fa4", "sdpa", "flex" or "plain".
+        kernel: the family of kernels that serves: "fa4", "cudnn", "flash", "efficient" and "flex" are fused, "unfused"
+            multiplies all scores out, "?" is not known here.
+        tag: why `requested` is not `effective`, or "unfused"; "" where neither.
+        reason: the same in words.
+    """
+
+    fqn: str
+    source: str
+    call: str
+    requested: str
+    effective: str
+    kernel: str
+    tag: str = ""
+    reason: str = ""
+
+
+@dataclass(slots=True)
 class Frame:
     """One graph that Dynamo handed over.
 
@@ -147,6 +176,7 @@ class Frame:
             "pieces", where graph breaks cut it. "" when captured.
         lost: whether it was not captured and may have held an idiom, so that the log warned of it.
         precision: under a precision plan, a `Precision` as a dict for every linear, routed expert layer and attention.
+        attention: an `AttentionSite` as a dict for every attention.
     """
 
     index: int = 0
@@ -172,6 +202,7 @@ class Frame:
     expert_loops: int = 0
     left_to: str = ""
     lost: bool = False
+    attention: list[dict[str, str]] = field(default_factory=list)
 
     @property
     def outcome(self) -> str:
@@ -241,6 +272,7 @@ class Collected(Protocol):
     misses: list[MissedFusion]
     regions: list[CompiledRegion]
     measured: dict[str, int | None] | None
+    attention: list[AttentionCall]
 
     @property
     def predicted_step(self) -> int | None: ...

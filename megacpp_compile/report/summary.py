@@ -45,9 +45,18 @@ def summary(report: Collected) -> str:
     lines += section("graph breaks", cut)
     found = (f"{r['kind']}: {r['fqn'] or '(the frame itself)'}" for frame in frames for r in frame.recognised)
     lines += section("recognised, without a lowering", found)
+    lines += section("attention, unfused", unfused(report))
     misses = (f"{miss.pass_name}: {miss.reason} [{miss.tag}]" for miss in report.misses)
     lines += section("nearest misses", misses)
     return "\n".join(lines)
+
+
+def unfused(report: Collected) -> Iterator[str]:
+    """A line for each attention of the frames that multiplies all scores out."""
+    for frame in report.frames:
+        for row in frame.attention:
+            if row["kernel"] == "unfused":
+                yield f"{row['fqn'] or '(the frame itself)'}: {row['reason']} [{row['tag']}]"
 
 
 def left_to(frame: Frame) -> str:

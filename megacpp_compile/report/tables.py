@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from megacpp_compile.report.columns import COLUMNS, FQN
-from megacpp_compile.report.records import Collected, Frame, MissedFusion, Pinned, Precision, Site
+from megacpp_compile.report.records import AttentionSite, Collected, Frame, MissedFusion, Pinned, Precision, Site
 from megacpp_compile.report.text import bytes_text, plain
 
 
@@ -25,8 +25,9 @@ def _section(name: str, rows: Sequence[tuple[str, ...]]) -> _Section:
 
 def tables(report: Collected, width: int | None = None) -> str:
     """All sections of `report` that have rows; `width` columns for rich, the terminal's (at least 100) when None."""
-    made = (_regions(report), _fused(report), _recognised(report), _precision(report), _missed(report),
-            _frames(report), _remat(report), _peaks(report), _measured(report), _sharded(report))  # fmt: skip
+    made = (_regions(report), _fused(report), _recognised(report), _precision(report), _attention(report),
+            _eager(report), _missed(report), _frames(report), _remat(report), _peaks(report), _measured(report),
+            _sharded(report))  # fmt: skip
     return _text([section for section in made if section.rows], width)
 
 
@@ -93,6 +94,23 @@ def _precision(report: Collected) -> _Section:
         shape = one.shape.replace("x", " x ") or "-"
         rows.append((one.kind, _times(fqn, count), shape, one.rule, one.requested, one.effective, one.reason or "-"))
     return _section("precision", rows)
+
+
+def _attention(report: Collected) -> _Section:
+    rows = []
+    for fqn, one, count in _grouped([AttentionSite(**row) for frame in report.frames for row in frame.attention]):
+        reason = f"{one.reason} [{one.tag}]" if one.tag else "-"
+        place = _place(one.source)
+        rows.append((one.call, _times(fqn, count), place, one.requested, one.effective, one.kernel, reason))
+    return _section("attention", rows)
+
+
+def _eager(report: Collected) -> _Section:
+    rows = []
+    for call in report.attention:
+        shape = " x ".join(map(str, call.shape))
+        rows.append((call.requested, call.effective, shape, call.dtype, call.kind, str(call.calls), call.reason or "-"))
+    return _section("attention, eager calls", rows)
 
 
 def _missed(report: Collected) -> _Section:
@@ -176,7 +194,7 @@ def _times(text: str, count: int) -> str:
     return f"{text or '(the frame itself)'} ×{count}" if count > 1 else text or "(the frame itself)"
 
 
-Member = TypeVar("Member", Site, MissedFusion, Precision, Pinned)
+Member = TypeVar("Member", Site, MissedFusion, Precision, Pinned, AttentionSite)
 
 
 def _grouped(items: Sequence[Member]) -> Iterator[tuple[str, Member, int]]:

@@ -53,6 +53,7 @@ def test_every_field_is_read():
         "autotune": True,
         "expert_loops": False,
         "drop_outputs": ("logits",),
+        "fa4": True,
         "policy": CheckpointingPolicy("full").to_dict(),
         "block_kinds": {"layers.*.mixer": "mblock"},
         "precision": PrecisionPlan({"*.mlp.*": "fp8_block"}).to_dict(),

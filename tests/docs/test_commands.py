@@ -26,6 +26,11 @@ from tests.docs.commands import PAGES, ROOT, Printed, commands_of, programs, sta
 # What is run -> the commands that it stands for. {tmp}: a folder, with what `made` puts there.
 RUNS = {
     "megacpp passes": ["megacpp passes"],
+    "megacpp doctor --device cpu": ["megacpp doctor"],
+    "megacpp evidence status": ["megacpp evidence status"],
+    "megacpp evidence status --page {tmp}/evidence.md": [
+        "megacpp evidence status --page docs/generated/evidence.md",
+    ],
     "megacpp explain examples.explain_hf:build": [
         "megacpp explain module:callable", "megacpp explain examples.explain_hf:build",
     ],
@@ -89,6 +94,7 @@ RUNS = {
 
 # A test that runs it -> commands.
 ELSEWHERE = {
+    "tests/evidence/test_evidence.py": ["megacpp evidence gate", "megacpp evidence run PROFILE --environment ID"],
     "tests/memory/test_estimate.py": [
         "megacpp estimate module:callable", "megacpp estimate examples.explain_hf:build",
     ],
@@ -176,7 +182,7 @@ NEEDS = {
         "python examples/train_hybrid.py", "python examples/train_fp8.py --size tiny --steps 20 --blocks",
         "python examples/train_hybrid.py --dtype bfloat16 --backends eager:float32 eager megacpp --steps 200",
     ],
-    r"(?i)network|install": ["pip install .", 'pip install "git+$URL"', "pip install tilelang"],
+    r"(?i)network|install": ["pip install .", 'pip install "git+$URL"', "pip install tilelang", "pip install flash-attn-4"],
 }  # fmt: skip
 
 

@@ -12,9 +12,10 @@ import threading
 import pytest
 
 from megacpp_compile.errors import ReportFormatError
+from megacpp_compile.report.attention import AttentionCall
 from megacpp_compile.report.collector import Report, active, emit_frame, record
 from megacpp_compile.report.columns import COLUMNS
-from megacpp_compile.report.records import CompiledRegion, Frame, MissedFusion, Pinned, Precision, Site
+from megacpp_compile.report.records import AttentionSite, CompiledRegion, Frame, MissedFusion, Pinned, Precision, Site
 from megacpp_compile.report.text import bytes_text, plain
 
 SOURCE = "modeling.py:123, in forward: `k = self.kv_b(self.norm(x[:, [0]]))`"
@@ -324,6 +325,9 @@ def everything():
     pinned = Pinned("q.weight", (8, 4), "data, -", "q.*", "down_norm_up")
     report.frames[0].sharding = {"mesh": {"data": 2}, "pinned": [pinned.to_dict()]}
     report.measured = {"before": 10, "step": 20, "peak": 30}
+    report.frames[0].attention = [dataclasses.asdict(AttentionSite("mla", SOURCE, "sdpa", "fa4", "sdpa", "cudnn", "t", "why"))]
+    shape = (1, 2, 2, 8, 8, 64, 64)
+    report.attention.append(AttentionCall("auto", False, "sdpa", (), shape, "bfloat16", "cuda", True, "absent", "prefill"))
     return report
 
 
@@ -336,6 +340,7 @@ def shown_by(report):
         "remat": frame.remat["ablock"], "predicted memory at the peak of a step": frame.peak,
         "measured memory at the peak of a step": {**report.measured, "predicted_step": report.predicted_step},
         "sharding": Pinned(**frame.sharding["pinned"][0]),
+        "attention": AttentionSite(**frame.attention[0]), "attention, eager calls": report.attention[0],
     }  # fmt: skip
 
 

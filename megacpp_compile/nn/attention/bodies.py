@@ -1,6 +1,6 @@
 """Attention by torch's own operations, and what each way of it lacks.
 
-Each body takes (q, k, v, doc_ids, softcap, scale, causal) as `attention` documents them, with ids on the
+Each body takes (q, k, v, doc_ids, softcap, scale, causal, window) as `attention` documents them, with ids on the
 device or None. Each `*_lacks` returns None, or (tag, reason).
 """
 
@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 # Why a backend cannot serve a call.
-TAGS = ("doc-ids", "softcap", "backward", "width", "dtype", "shape", "device", "no-pallas", "spmd")
+TAGS = ("doc-ids", "softcap", "window", "backward", "width", "dtype", "shape", "device", "no-pallas", "spmd", "no-te",
+        "graph-break")  # fmt: skip
 
 Lack = tuple[str, str] | None
 
@@ -25,8 +26,9 @@ def plain_lacks(*_: Any) -> Lack:
 
 
 def plain(
-    q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor | None, softcap: float | None, scale: float, causal: bool
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor | None, softcap: float | None, scale: float, causal: bool,
+    window: int | None = None,
+) -> Tensor:  # fmt: skip
     """Attention by its definition, the oracle of the other bodies. Materialises the scores, [B, H, S, T] in float32."""
     batch, heads, tokens, _ = q.shape
     groups, keys = k.shape[1:3]
@@ -36,7 +38,7 @@ def plain(
     scores = scores.to(torch.promote_types(q.dtype, torch.float32)) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    keep = _kept(q, k, doc_ids, causal)
+    keep = _kept(q, k, doc_ids, causal, window)
     if keep is not None:
         # Not -inf: a row of padding would become NaN, and its gradient too.
         scores = scores.masked_fill(~keep[:, None, None], torch.finfo(scores.dtype).min)
@@ -50,19 +52,25 @@ def without_padding(out: Tensor, doc_ids: Tensor) -> Tensor:
     return out.masked_fill((doc_ids < 0)[:, None, :, None], 0)
 
 
-def _kept(q: Tensor, k: Tensor, doc_ids: Tensor | None, causal: bool) -> Tensor | None:
+def _kept(q: Tensor, k: Tensor, doc_ids: Tensor | None, causal: bool, window: int | None) -> Tensor | None:
     """[1 or B, S, T], true where a token attends; None for everywhere."""
     keep = None
     if causal:
         rows, columns = (torch.arange(n, device=q.device) for n in (q.shape[2], k.shape[2]))
         keep = (columns <= rows[:, None])[None]
+        if window is not None:
+            keep = keep & (columns > rows[:, None] - window)
     if doc_ids is not None:
         same = (doc_ids[:, :, None] == doc_ids[:, None, :]) & (doc_ids >= 0)[:, None, :]
         keep = same if keep is None else keep & same
     return keep
 
 
-def sdpa_lacks(q: Tensor, k: Tensor, v: Tensor, doc_ids: Any, softcap: float | None, causal: bool) -> Lack:
+def sdpa_lacks(
+    q: Tensor, k: Tensor, v: Tensor, doc_ids: Any, softcap: float | None, causal: bool, window: int | None = None
+) -> Lack:
+    if window is not None:
+        return "window", "scaled_dot_product_attention takes a window as a mask of all scores only"
     if softcap is not None:
         return "softcap", "scaled_dot_product_attention caps no scores"
     if doc_ids is not None:
@@ -70,12 +78,16 @@ def sdpa_lacks(q: Tensor, k: Tensor, v: Tensor, doc_ids: Any, softcap: float | N
     return None
 
 
-def sdpa(q: Tensor, k: Tensor, v: Tensor, doc_ids: Any, softcap: Any, scale: float, causal: bool) -> Tensor:
+def sdpa(
+    q: Tensor, k: Tensor, v: Tensor, doc_ids: Any, softcap: Any, scale: float, causal: bool, window: Any = None
+) -> Tensor:
     grouped = q.shape[1] != k.shape[1]
     return scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
 
 
-def flex_lacks(q: Tensor, k: Tensor, v: Tensor, doc_ids: Any, softcap: float | None, causal: bool) -> Lack:
+def flex_lacks(
+    q: Tensor, k: Tensor, v: Tensor, doc_ids: Any, softcap: float | None, causal: bool, window: int | None = None
+) -> Lack:
     if q.device.type not in ("cuda", "cpu"):
         return "device", f"FlexAttention has nothing for {q.device.type}"
     if q.device.type == "cpu" and torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
@@ -88,12 +100,14 @@ def flex_lacks(q: Tensor, k: Tensor, v: Tensor, doc_ids: Any, softcap: float | N
 
 
 def flex(
-    q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor | None, softcap: float | None, scale: float, causal: bool
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor | None, softcap: float | None, scale: float, causal: bool,
+    window: int | None = None,
+) -> Tensor:  # fmt: skip
     """FlexAttention (arXiv:2412.05496): blocks of scores between documents, or behind the diagonal, are left out."""
 
     def keep(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         kept = j <= i if causal else j >= 0
+        kept = kept if window is None else kept & (j > i - window)
         return kept if doc_ids is None else kept & (doc_ids[b, i] == doc_ids[b, j]) & (doc_ids[b, j] >= 0)
 
     def cap(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:

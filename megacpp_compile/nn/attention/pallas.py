@@ -20,7 +20,9 @@ from megacpp_compile.nn.attention.bodies import Lack, without_padding
 _PADDED_TO = 128
 
 
-def lacks(q: Tensor, k: Tensor, v: Tensor, doc_ids: Any, softcap: float | None, causal: bool) -> Lack:
+def lacks(
+    q: Tensor, k: Tensor, v: Tensor, doc_ids: Any, softcap: float | None, causal: bool, window: int | None = None
+) -> Lack:
     """Why the kernel cannot serve a call, as (tag, reason), or None."""
     if q.device.type != "xla":
         return "device", f"Pallas kernels of torch_xla run on XLA devices, not on {q.device.type}"
@@ -31,6 +33,8 @@ def lacks(q: Tensor, k: Tensor, v: Tensor, doc_ids: Any, softcap: float | None, 
         return "dtype", f"the kernel does not compute in {q.dtype}"
     if q.shape[2] != k.shape[2] or q.shape[2] % _PADDED_TO:
         return "shape", f"{q.shape[2]} queries and {k.shape[2]} keys: wanted as many, in multiples of {_PADDED_TO}"
+    if window is not None:
+        return "window", "the kernel is called without a window"
     return None
 
 
