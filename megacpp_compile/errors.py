@@ -673,6 +673,23 @@ class ForwardOnlyError(MegacppError):
         super().__init__(f"{op} has no gradient for {operands}: {remedy}, or call it under torch.no_grad().")
 
 
+class CacheError(MegacppError, ValueError):
+    """A cache of latents was used in a way that would leave rows where they do not belong. Nothing was written.
+
+    Args:
+        call: the method that refuses.
+        expected: what it takes, in words.
+        found: what it was given.
+        remedy: what to do, as a sentence without its full stop.
+        layer: which layer it is about, None where it is about all.
+    """
+
+    def __init__(self, call: str, expected: str, found: object, remedy: str, layer: int | None = None) -> None:
+        self.call, self.expected, self.found, self.remedy, self.layer = call, expected, found, remedy, layer
+        of = "" if layer is None else f" of layer {layer}"
+        super().__init__(f"{call}{of}: expected {expected}, found {found}. {remedy}.")
+
+
 class NotCapturedError(MegacppError):
     """A frame that cannot be rewritten, under `strict`.
 
