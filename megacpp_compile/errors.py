@@ -673,6 +673,25 @@ class ForwardOnlyError(MegacppError):
         super().__init__(f"{op} has no gradient for {operands}: {remedy}, or call it under torch.no_grad().")
 
 
+class AbsorbedInTrainingError(MegacppError):
+    """Attention with absorbed weights was asked to train.
+
+    Args:
+        where: the op or function.
+        score_channels: of a query and a row.
+        value_channels: of a row's values.
+    """
+
+    def __init__(self, where: str, score_channels: int, value_channels: int) -> None:
+        self.where, self.score_channels, self.value_channels = where, score_channels, value_channels
+        super().__init__(
+            f"{where} is for decoding, and an operand or weight requires a gradient: with absorbed weights a score "
+            f"takes {score_channels} channels and a value {value_channels} instead of one head's own, no flash kernel "
+            "takes the two parts of a score, and the memory it saves is not held in training where keys and values are "
+            "recomputed from the latent. Decode under torch.no_grad(), or expand keys and values to train."
+        )
+
+
 class CacheError(MegacppError, ValueError):
     """A cache of latents was used in a way that would leave rows where they do not belong. Nothing was written.
 

@@ -7,6 +7,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+# Registers the op, here and not where it is called: Dynamo traces that.
+import megacpp_compile.lowerings.mla_decode  # noqa: F401
 from megacpp_compile.errors import CacheError
 
 
@@ -28,6 +30,12 @@ class RowFormat(Protocol):
         """Rows [..., r + p], of what `encode` returned."""
         ...
 
+    def attend(
+        self, queries: Tensor, stored: tuple[Tensor, ...], length: Tensor, scale: float, latent_dim: int
+    ) -> Tensor:
+        """[b, t, h, r]: absorbed attention of queries [b, t, h, r + p] over stored rows, `length` [b] of them valid."""
+        ...
+
 
 class PlainRows:
     """Rows as they come."""
@@ -45,6 +53,11 @@ class PlainRows:
 
     def decode(self, stored: tuple[Tensor, ...], latent_dim: int, rope_dim: int) -> Tensor:
         return stored[0]
+
+    def attend(
+        self, queries: Tensor, stored: tuple[Tensor, ...], length: Tensor, scale: float, latent_dim: int
+    ) -> Tensor:
+        return torch.ops.megacpp.mla_decode(queries, stored[0], length, None, None, scale, latent_dim)[0]  # type: ignore[no-any-return]
 
 
 def formats_by_layer(

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megacpp_compile.decode.absorbed import latent_attention
+
 HEADS, NOPE, ROPE, VALUE, LATENT, WIDTH = 3, 8, 4, 6, 16, 24
 
 
@@ -60,13 +62,17 @@ class Layers(nn.Module):
             x = x + block(x)
         return x
 
-    def step(self, cache, x: Tensor) -> Tensor:
-        """The next tokens [b, n, WIDTH], by the rows of the cache expanded."""
+    def step(self, cache, x: Tensor, form: str = "plain") -> Tensor:
+        """The next tokens [b, n, WIDTH]: by the rows of the cache expanded here, or by `latent_attention`."""
         positions = cache.cache_seqlens[0] + torch.arange(x.shape[1])
         seen = torch.arange(cache.capacity) <= positions[:, None]
         for i, block in enumerate(self.blocks):
             rows = cache.update(i, *block.latents(x, positions))
-            found = block.expanded(*block.queries(x, positions), rows.latent, rows.rope, seen)
+            q_nope, q_rope = block.queries(x, positions)
+            if form == "plain":
+                found = block.expanded(q_nope, q_rope, rows.latent, rows.rope, seen)
+            else:
+                found = latent_attention(q_nope, q_rope, rows, block.up.weight, form=form)
             x = x + block.out(found.flatten(-2))
         cache.advance(x.shape[1])
         return x

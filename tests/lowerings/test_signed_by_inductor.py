@@ -41,6 +41,7 @@ WITH_FLOATS = {
                        "read_grad_channels", "key_grad_channels")
     },
     "gated_rms_norm": {"gated_rms_norm_rows"},
+    "mla_decode": {"mla_decode_rows", "mla_decode_codes"},
     "sparse_mla": {"sparse_mla_forward"},
     "sparse_mla_backward": {"sparse_mla_query_grad", "sparse_mla_rows_grad"},
 }  # fmt: skip
