@@ -709,6 +709,22 @@ class CacheError(MegacppError, ValueError):
         super().__init__(f"{call}{of}: expected {expected}, found {found}. {remedy}.")
 
 
+class LatentCacheError(MegacppError):
+    """A model that cannot decode from a cache of latents.
+
+    Args:
+        where: the model, or the layer of it.
+        reason: why, as a sentence without its full stop.
+    """
+
+    def __init__(self, where: str, reason: str) -> None:
+        self.where, self.reason = where, reason
+        super().__init__(
+            f"{where} cannot decode from a cache of latents: {reason}. Decode with its own cache, or write the step "
+            "with megacpp_compile.MLAKVCache and latent_attention."
+        )
+
+
 class NotCapturedError(MegacppError):
     """A frame that cannot be rewritten, under `strict`.
 
