@@ -709,6 +709,20 @@ class CacheError(MegacppError, ValueError):
         super().__init__(f"{call}{of}: expected {expected}, found {found}. {remedy}.")
 
 
+class CodecError(MegacppError, ValueError):
+    """A codec of cached rows was given what it cannot store or read.
+
+    Args:
+        codec: its name.
+        wanted: what it takes, and what it was given.
+        remedy: what to do, as a sentence without its full stop.
+    """
+
+    def __init__(self, codec: str, wanted: str, remedy: str) -> None:
+        self.codec, self.wanted, self.remedy = codec, wanted, remedy
+        super().__init__(f"{codec} takes {wanted}. {remedy}{'' if remedy.endswith('?') else '.'}")
+
+
 class LatentCacheError(MegacppError):
     """A model that cannot decode from a cache of latents.
 

@@ -83,8 +83,9 @@ class MLAKVCache:
         expanded_channels: of the keys and values of all heads, for the log: heads * (nope + rope + value channels).
         seed: of the formats that rotate rows.
 
-    Raises CacheError for everything that would leave rows where they do not belong, before anything is written. A
-    device that is not the host is not waited for: what only its memory tells is asserted there.
+    Raises CodecError for a codec that cannot store such rows, and CacheError for everything that would leave rows where
+    they do not belong, before anything is written. A device that is not the host is not waited for: what only its
+    memory tells is asserted there.
     """
 
     def __init__(
@@ -98,9 +99,9 @@ class MLAKVCache:
                 raise CacheError("MLAKVCache", f"{name} of at least 1", size, "Give the model's own sizes")
         self.layers, self.batch, self.capacity = layers, batch, capacity
         self.latent_dim, self.rope_dim, self.dtype = latent_dim, rope_dim, dtype
-        self.formats = formats_by_layer(codec, layers, latent_dim, rope_dim, dtype, seed)
         # Tensors of inference mode could not be written to outside of it.
         with torch.inference_mode(False), torch.no_grad():
+            self.formats = formats_by_layer(codec, layers, latent_dim, rope_dim, dtype, seed, device)
             self._stores = self._allocated(device)
             self.cache_seqlens = torch.zeros(batch, dtype=torch.int32, device=device)
             self._start = torch.zeros(1, dtype=torch.int64, device=device)
