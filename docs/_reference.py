@@ -21,7 +21,7 @@ TOPICS = {
     "Memory": ("CheckpointingPolicy", "estimate", "Estimate", "fit", "Fit"),
     "Precision": ("PrecisionPlan", "replace_linears", "te_layer_spec", "NativeLayerSpec"),
     "Ops a model calls": ("attention", "attention_capability", "sparse_mla", "equal_split"),
-    "Decoding": ("MLAKVCache", "latent_attention", "use_latent_cache"),
+    "Decoding": ("MLAKVCache", "latent_attention", "use_latent_cache", "ServingConfig"),
     "Sharding": ("ShardingPlan",),
 }
 COMMANDS = ("explain", "estimate", "plan", "passes")

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from megacpp_compile.config.sharding import ShardingPlan
     from megacpp_compile.decode.absorbed import latent_attention
     from megacpp_compile.decode.cache import MLAKVCache
+    from megacpp_compile.decode.serving import ServingConfig
     from megacpp_compile.decode.transformers_cache import use_latent_cache
     from megacpp_compile.enable import enable
     from megacpp_compile.explainer import explain
@@ -40,17 +41,17 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "CheckpointingPolicy", "Config", "Estimate", "Fit", "MLAKVCache", "NativeLayerSpec", "PrecisionPlan", "Report",
-    "ShardingPlan", "attention", "attention_capability", "backend", "compile", "enable", "equal_split", "estimate",
-    "explain", "fit", "latent_attention", "record", "replace_linears", "sparse_mla", "te_layer_spec",
+    "ServingConfig", "ShardingPlan", "attention", "attention_capability", "backend", "compile", "enable", "equal_split",
+    "estimate", "explain", "fit", "latent_attention", "record", "replace_linears", "sparse_mla", "te_layer_spec",
     "use_latent_cache",
 ]  # fmt: skip
 
 _HOME = {
     "CheckpointingPolicy": "config.checkpointing", "Config": "config.options", "Estimate": "memory.estimate",
     "Fit": "memory.fit", "MLAKVCache": "decode.cache", "NativeLayerSpec": "precision.layer_spec",
-    "PrecisionPlan": "config.precision", "Report": "report.collector", "ShardingPlan": "config.sharding",
-    "attention": "nn.attention", "attention_capability": "nn.attention", "backend": "backend",
-    "compile": "regional.compile", "enable": "enable", "equal_split": "nn.expert_capacity",
+    "PrecisionPlan": "config.precision", "Report": "report.collector", "ServingConfig": "decode.serving",
+    "ShardingPlan": "config.sharding", "attention": "nn.attention", "attention_capability": "nn.attention",
+    "backend": "backend", "compile": "regional.compile", "enable": "enable", "equal_split": "nn.expert_capacity",
     "estimate": "memory.estimate", "explain": "explainer", "fit": "memory.fit", "latent_attention": "decode.absorbed",
     "record": "report.collector", "replace_linears": "precision.replace", "sparse_mla": "nn.sparse_mla",
     "te_layer_spec": "precision.layer_spec", "use_latent_cache": "decode.transformers_cache",

@@ -739,6 +739,32 @@ class LatentCacheError(MegacppError):
         )
 
 
+class ServingConfigError(MegacppError, ValueError):
+    """A serving configuration that nothing serves.
+
+    Args:
+        tag: why, for machines.
+        reason: why, in words.
+    """
+
+    def __init__(self, tag: str, reason: str) -> None:
+        self.tag, self.reason = tag, reason
+        super().__init__(f"this serving configuration is refused: {reason} [{tag}].")
+
+
+class ServingRecordError(MegacppError, ValueError):
+    """A record of a prefill that says too little, or more than it bears.
+
+    Args:
+        tag: why, for machines.
+        problem: why, in words.
+    """
+
+    def __init__(self, tag: str, problem: str) -> None:
+        self.tag, self.problem = tag, problem
+        super().__init__(f"this record of a prefill is invalid: {problem} [{tag}].")
+
+
 class NotCapturedError(MegacppError):
     """A frame that cannot be rewritten, under `strict`.
 

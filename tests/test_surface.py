@@ -101,7 +101,7 @@ def error_of(options, model=None, x=None) -> MegacppError:
 def test_public_names():
     assert megacpp_compile.__all__ == [
         "CheckpointingPolicy", "Config", "Estimate", "Fit", "MLAKVCache", "NativeLayerSpec", "PrecisionPlan", "Report",
-        "ShardingPlan", "attention", "attention_capability", "backend", "compile", "enable", "equal_split", "estimate", "explain", "fit", "latent_attention", "record", "replace_linears", "sparse_mla", "te_layer_spec", "use_latent_cache",
+        "ServingConfig", "ShardingPlan", "attention", "attention_capability", "backend", "compile", "enable", "equal_split", "estimate", "explain", "fit", "latent_attention", "record", "replace_linears", "sparse_mla", "te_layer_spec", "use_latent_cache",
     ]  # fmt: skip
     assert all(callable(getattr(megacpp_compile, name)) for name in megacpp_compile.__all__)
     assert set(megacpp_compile.__all__) <= set(dir(megacpp_compile))
