@@ -22,6 +22,7 @@ TOPICS = {
     "Precision": ("PrecisionPlan", "replace_linears", "te_layer_spec", "NativeLayerSpec"),
     "Ops a model calls": ("attention", "attention_capability", "sparse_mla", "equal_split"),
     "Attention": ("enable_fa4", "disable_fa4", "uses_dense_fa4", "Validity", "last_attention", "observed_attention"),
+    "Decoding": ("MLAKVCache", "latent_attention", "use_latent_cache", "ServingConfig"),
     "Sharding": ("ShardingPlan",),
 }
 COMMANDS = ("explain", "estimate", "plan", "passes", "doctor", "evidence")

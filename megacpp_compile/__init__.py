@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from megacpp_compile.config.options import Config
     from megacpp_compile.config.precision import PrecisionPlan
     from megacpp_compile.config.sharding import ShardingPlan
+    from megacpp_compile.decode.absorbed import latent_attention
+    from megacpp_compile.decode.cache import MLAKVCache
+    from megacpp_compile.decode.serving import ServingConfig
+    from megacpp_compile.decode.transformers_cache import use_latent_cache
     from megacpp_compile.enable import enable
     from megacpp_compile.explainer import explain
     from megacpp_compile.memory.estimate import Estimate, estimate
@@ -38,23 +42,25 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "CheckpointingPolicy", "Config", "Estimate", "Fit", "NativeLayerSpec", "PrecisionPlan", "Report", "ShardingPlan",
-    "Validity", "attention", "attention_capability", "backend", "compile", "disable_fa4", "enable", "enable_fa4",
-    "equal_split", "estimate", "explain", "fit", "last_attention", "observed_attention", "record", "replace_linears",
-    "sparse_mla", "te_layer_spec", "uses_dense_fa4",
+    "CheckpointingPolicy", "Config", "Estimate", "Fit", "MLAKVCache", "NativeLayerSpec", "PrecisionPlan", "Report",
+    "ServingConfig", "ShardingPlan", "Validity", "attention", "attention_capability", "backend", "compile",
+    "disable_fa4", "enable", "enable_fa4", "equal_split", "estimate", "explain", "fit", "last_attention",
+    "latent_attention", "observed_attention", "record", "replace_linears", "sparse_mla", "te_layer_spec",
+    "use_latent_cache", "uses_dense_fa4",
 ]  # fmt: skip
 
 _HOME = {
     "CheckpointingPolicy": "config.checkpointing", "Config": "config.options", "Estimate": "memory.estimate",
-    "Fit": "memory.fit", "NativeLayerSpec": "precision.layer_spec", "PrecisionPlan": "config.precision",
-    "Report": "report.collector", "ShardingPlan": "config.sharding", "Validity": "nn.attention.validity",
-    "attention": "nn.attention", "attention_capability": "nn.attention", "backend": "backend",
-    "compile": "regional.compile", "disable_fa4": "nn.attention.switch", "enable": "enable",
-    "enable_fa4": "nn.attention.switch", "equal_split": "nn.expert_capacity", "estimate": "memory.estimate",
-    "explain": "explainer", "fit": "memory.fit", "last_attention": "nn.attention",
-    "observed_attention": "nn.attention", "record": "report.collector",
-    "replace_linears": "precision.replace", "sparse_mla": "nn.sparse_mla",
-    "te_layer_spec": "precision.layer_spec", "uses_dense_fa4": "nn.attention.switch",
+    "Fit": "memory.fit", "MLAKVCache": "decode.cache", "NativeLayerSpec": "precision.layer_spec",
+    "PrecisionPlan": "config.precision", "Report": "report.collector", "ServingConfig": "decode.serving",
+    "ShardingPlan": "config.sharding", "Validity": "nn.attention.validity", "attention": "nn.attention",
+    "attention_capability": "nn.attention", "backend": "backend", "compile": "regional.compile",
+    "disable_fa4": "nn.attention.switch", "enable": "enable", "enable_fa4": "nn.attention.switch",
+    "equal_split": "nn.expert_capacity", "estimate": "memory.estimate", "explain": "explainer", "fit": "memory.fit",
+    "last_attention": "nn.attention", "latent_attention": "decode.absorbed", "observed_attention": "nn.attention",
+    "record": "report.collector", "replace_linears": "precision.replace", "sparse_mla": "nn.sparse_mla",
+    "te_layer_spec": "precision.layer_spec", "use_latent_cache": "decode.transformers_cache",
+    "uses_dense_fa4": "nn.attention.switch",
 }  # fmt: skip
 
 

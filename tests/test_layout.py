@@ -140,6 +140,7 @@ def test_config_alone_reads_the_environment():
 ALLOWED = {
     **dict.fromkeys(["_parameters", "_buffers", "_modules"], "what an nn.Module is made of; documented with state dicts"),
     "_call_impl": "Dynamo traces the call of it, and would guard whatever stood between",
+    "_attn_implementation": "of a configuration of transformers: the name its attention is called by",
     "_version": "a tensor's counter of writes, documented with autograd",
     "_cdata": "what tells storages apart, also those without memory",
     "_schema": "of a node's target: the operator's signature",

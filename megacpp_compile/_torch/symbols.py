@@ -126,6 +126,8 @@ _ROWS = (
            "guards on offsets for torch_tpu", RAISES),
     Symbol("dynamo.GuardBuilder", "torch._dynamo.guards.GuardBuilder", "guards on offsets for torch_tpu", RAISES),
     Symbol("dynamo.install_guard", "torch._dynamo.guards.install_guard", "guards on offsets for torch_tpu", RAISES),
+    Symbol("dynamo.mark_static_address", "torch._dynamo.mark_static_address", "caches that CUDA graphs may write to",
+           "Inductor leaves out CUDA graphs for steps that write to a cache", instead=lambda: _nothing),
     Symbol("dynamo.lookup_backend", "torch._dynamo.backends.registry.lookup_backend", "torch_tpu's backend", RAISES),
     Symbol("dynamo.aot_autograd", "torch._dynamo.backends.common.aot_autograd", "both halves of a frame on XLA",
            RAISES),

@@ -75,6 +75,12 @@ RUNS = {
         "python examples/train_mla.py --steps 100 --json out/cpu.json",
         "python examples/train_mla.py --steps 100 --no-plot --json cpu.json",
     ],
+    "python examples/generate.py --steps 2 --new 4 --batch 1 --length 16 --prompt 4 --dim 32 --layers 1 --backend eager": [
+        "python examples/generate.py --load out/model.pt --backend eager",
+    ],
+    "python examples/generate.py --steps 2 --new 4 --batch 1 --length 16 --prompt 4 --dim 32 --layers 1 --caches latents --save {tmp}/a.pt": [
+        "python examples/generate.py", "python examples/generate.py --steps 300 --save out/model.pt",
+    ],
     "python examples/overlay.py {tmp}/one.json {tmp}/one.json --plot {tmp}/overlay.png --tolerance 1e-4": [
         "python examples/overlay.py A.json B.json --plot FILE.png",
         "python examples/overlay.py cpu.json xla.json --plot overlay.png --tolerance 1e-4",
@@ -125,7 +131,7 @@ NEEDS = {
         "python -m benchmarks", "python -m benchmarks --subject block", "python -m benchmarks --out DIR",
         "python -m benchmarks --subject remat", "python -m benchmarks --subject remat_peaks",
         "python -m benchmarks --subject sparse_mla", "python -m benchmarks --subject head",
-        "python -m benchmarks.fp8_gate",
+        "python -m benchmarks --subject mla_decode", "python -m benchmarks.fp8_gate",
         "python -m benchmarks.fp8_gate --compiled", "python -m benchmarks.fp8_gate --compiled --recipe fp8_current",
         "python -m benchmarks.fp8_gate --shape 16384,8192,512 --recipe fp8_current",
         "python -m benchmarks.compile_time --device cuda", "python -m benchmarks.hybrid_lm",
@@ -178,7 +184,7 @@ NEEDS = {
     r"minute": [
         "make test", "make demo", "make test-repeat N=20", "python -m tests.repeat 5 tests/lowerings", "TEST_EVERY_SPELLING=1 .venv/bin/python -m pytest -n 2 tests/passes/test_spellings.py",
         "python -m benchmarks.compile_time --layers 24 --repeat 3", "python -m benchmarks.rounding_loss",
-        "python -m tests.lowerings.fuzz", "python examples/explain_hf.py", "python examples/train_mla.py",
+        "python -m tests.lowerings.fuzz", "python examples/explain_hf.py", "python examples/train_mla.py", "python examples/generate.py",
         "python examples/train_hybrid.py", "python examples/train_fp8.py --size tiny --steps 20 --blocks",
         "python examples/train_hybrid.py --dtype bfloat16 --backends eager:float32 eager megacpp --steps 200",
     ],

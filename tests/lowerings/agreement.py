@@ -99,6 +99,7 @@ KIND = {
     "mla_rope_kv": "rotation",
     "mla_rope_kv_backward": "rotation",
     "rope_qk": "rotation",
+    "mla_decode": "attention",
     "sparse_mla": "attention",
     "sparse_mla_backward": "attention",
     "ssd_scan": "scan",

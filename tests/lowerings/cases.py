@@ -446,6 +446,7 @@ for label, (boundaries, tokens, positions) in PACKED.items():
 
 from . import (  # noqa: E402  their cases enter themselves above
     attention_cases,  # noqa: F401
+    decode_cases,  # noqa: F401
     delta_cases,  # noqa: F401
     fp8_cases,  # noqa: F401
     loss_cases,  # noqa: F401

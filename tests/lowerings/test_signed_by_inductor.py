@@ -43,6 +43,7 @@ WITH_FLOATS = {
     "gated_rms_norm": {"gated_rms_norm_rows"},
     "linear_cross_entropy": {"cross_entropy_rows"},
     "linear_cross_entropy_backward": {"cross_entropy_rows"},
+    "mla_decode": {"mla_decode_rows", "mla_decode_codes"},
     "sparse_mla": {"sparse_mla_forward"},
     "sparse_mla_backward": {"sparse_mla_query_grad", "sparse_mla_rows_grad"},
 }  # fmt: skip

@@ -154,3 +154,17 @@ def test_a_weight_in_fp8_in_a_compiled_frame(xla, rand):
     for want, got in zip(*results, strict=True):
         assert relative_error(got.detach().cpu(), want.detach()) < TOLERANCE
     assert not host_ops()
+
+
+@pytest.mark.parametrize("label", ["three_tokens", "no_row", "more_than_there_are", "fp8", "codes"])
+def test_decoding_is_the_reference_in_static_shapes(xla, rand, label):
+    """Lengths are data: nothing is asked of the host, and no shape depends on them."""
+    args = CASES["mla_decode"][label](rand, torch.float32)
+    want, there = reference_of("mla_decode")(*args), moved(args, xla)
+    got = torch.ops.megacpp.mla_decode(*there)
+    text = program(got)
+    assert "<=" not in text and "f64" not in text
+    for g, w in zip(got, want, strict=True):
+        finite = ~w.isinf()
+        assert torch.equal(g.cpu().isinf(), w.isinf()) and relative_error(g.cpu()[finite], w[finite]) < TOLERANCE
+    assert not host_ops()

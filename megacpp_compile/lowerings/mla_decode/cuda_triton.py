@@ -1,0 +1,113 @@
+"""`mla_decode` on CUDA in Triton: rows are split over programs, whose partial softmaxes a second kernel combines.
+
+The number of parts follows from the shapes alone; what each part has of a sequence is worked out on the device from its
+length, so that a captured launch serves all lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from megacpp_compile.fx.sizes import hint
+from megacpp_compile.lowerings._kernels.triton_launch import Kernel, last_dim_contiguous, multiply, power_of_2, strides
+from megacpp_compile.lowerings.mla_decode import _triton_kernels as kernels
+
+__all__ = ["mla_decode", "supports"]
+
+# Channels that one program holds in registers for a block of queries: of values, and of the rest.
+MAX_VALUE_CHANNELS, MAX_REST_CHANNELS = 512, 128
+# Programs to have in flight: an H200 has 132 SMs, and a program of this size fills one.
+PROGRAMS = 132
+# Blocks a launch can have along its second and third dimension.
+MOST_BLOCKS = 65535
+
+_TILES = [
+    {"BH": bh, "BK": bk, "num_warps": warps, "num_stages": stages}
+    for bh, bk in ((64, 32), (64, 64), (32, 64), (16, 64), (16, 128)) for warps in (4, 8) for stages in (1, 2)
+]  # fmt: skip
+_rows = Kernel(kernels.mla_decode_rows, _TILES, ("V", "R", "heads", "tokens"))
+_codes = Kernel(kernels.mla_decode_codes, _TILES, ("V", "R", "heads", "tokens"))
+_combine = Kernel(kernels.mla_decode_combine, [{"num_warps": 4}], ("V",))
+
+
+def supports(name: str, args: Sequence[Any]) -> str | None:
+    """Why the kernels cannot serve this call, or None."""
+    q, rows, _, _, codebook, _, d_v = args
+    if q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"queries in {q.dtype}: tensor cores multiply in float32 at most"
+    if not all(isinstance(n, int) for n in (*q.shape[1:], d_v)):
+        return f"symbolic tokens, heads or channels: {tuple(q.shape[1:])}"
+    rest = q.shape[3] - d_v
+    if d_v > MAX_VALUE_CHANNELS or rest > MAX_REST_CHANNELS:
+        most = f"{MAX_VALUE_CHANNELS} and {MAX_REST_CHANNELS}"
+        return f"{d_v} and {rest} channels: programs hold {most} at most"
+    if codebook is not None and rest % 2:
+        return f"an odd number of other channels, {rest}"
+    if any(isinstance(n, int) and n == 0 for n in (*q.shape, rows.shape[1])):
+        return "there is nothing to attend to"
+    if isinstance(q.shape[0], int) and q.shape[0] > MOST_BLOCKS:
+        return f"more than {MOST_BLOCKS} sequences"
+    return None
+
+
+def tile(q: Tensor, rows: Tensor) -> dict[str, int]:
+    """The static choice of block sizes: what fits into registers and 227 KiB of shared memory at 512 + 64 channels."""
+    queries = q.shape[1] * q.shape[2]
+    if q.dtype.itemsize == 4:
+        return {"BH": 16, "BK": 16, "num_warps": 8, "num_stages": 1}
+    block = max(16, min(64, power_of_2(queries)))
+    # Bytes are two tiles once decoded, beside those loaded ahead.
+    return {"BH": block, "BK": 32 if block == 64 and rows.dtype == torch.uint8 else 64, "num_warps": 8, "num_stages": 2}
+
+
+def parts(q: Tensor, rows: Tensor, block: int) -> int:
+    """Into how many parts to split a sequence's rows: enough programs for the device, of 4 tiles of rows at least."""
+    sequences = max(1, hint(q.shape[0]) * -(-q.shape[1] * q.shape[2] // block))
+    return max(1, min(-(-2 * PROGRAMS // sequences), -(-hint(rows.shape[1]) // 256)))
+
+
+def mla_decode(
+    q: Tensor,
+    rows: Tensor,
+    lengths: Tensor,
+    row_scale: Tensor | None,
+    codebook: Tensor | None,
+    scale: float,
+    d_v: int,
+) -> tuple[Tensor, Tensor]:
+    batch, tokens, heads, channels = q.shape
+    rest, block = channels - d_v, tile(q, rows)
+    splits = parts(q, rows, block["BH"])
+    out = torch.empty((*q.shape[:-1], d_v), dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+    part_out = torch.empty((batch, tokens, heads, splits, d_v), dtype=torch.float32, device=q.device)
+    part_lse = torch.empty((batch, tokens, heads, splits), dtype=torch.float32, device=q.device)
+    q, rows = last_dim_contiguous(q), last_dim_contiguous(rows)
+    least = 16 if rows.dtype == q.dtype else 32  # channels that tensor cores multiply at once
+    half = 1 if codebook is None else 2
+    args: dict[str, Any] = {
+        "q": q, "kv": rows, "lengths": lengths, "part_out": part_out, "part_lse": part_lse, "tokens": tokens,
+        "rows": rows.shape[1], "heads": heads, "splits": splits, "scale": scale, **strides("q", q, "bth"),
+        **strides("kv", rows, "bs"), "l_b": lengths.stride(0), "V": d_v // half, "R": rest // half,
+        "VP": max(least, power_of_2(d_v // half)), "RP": max(least, power_of_2(rest // half)), **multiply(q.dtype),
+    }  # fmt: skip
+    steps = (0, 0, 0) if row_scale is None else row_scale.stride()
+    args |= {"row_scale": q if row_scale is None else row_scale, "s_b": steps[0], "s_s": steps[1]}
+
+    def grid(meta: dict[str, Any]) -> tuple[Any, ...]:
+        return triton.cdiv(tokens * heads, meta["BH"]), splits, batch
+
+    if codebook is None:
+        _rows(grid, block, SCALED=int(row_scale is not None), **args)
+    else:
+        _codes(grid, block, codebook=codebook, s_d=steps[2], **args)
+    _combine(
+        lambda meta: (batch * tokens * heads,), {"num_warps": 4},
+        part_out=part_out, part_lse=part_lse, out=out, lse=lse, splits=splits, V=d_v, VP=power_of_2(d_v),
+    )  # fmt: skip
+    return out, lse
