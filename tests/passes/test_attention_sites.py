@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -14,8 +15,7 @@ import megacpp_compile
 from megacpp_compile import pipeline
 from megacpp_compile._torch.autograd import get_sequence_nr
 from megacpp_compile.errors import CaptureError
-from megacpp_compile.nn.attention import eligibility
-from megacpp_compile.nn.attention.sdpa_choice import kernel_of
+from megacpp_compile.nn.attention import eligibility, sdpa_choice
 from megacpp_compile.passes import _attention_sites as sites
 from tests.nn.standing_in import hopper_on_cpu
 
@@ -83,13 +83,23 @@ def test_what_the_row_says_is_what_the_graph_gets():
         assert rows(Inner(), keys=keys)[1][0]["kernel"] == kernel
 
 
+def test_what_a_context_allows_is_asked_each_time():
+    shape = 2, 4, 64, 32
+    layout = shape, torch.empty(shape).stride(), torch.float32, True
+    found = []
+    for allowed in ([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], [SDPBackend.MATH], [SDPBackend.FLASH_ATTENTION]):
+        with sdpa_kernel(allowed):
+            found.append(sdpa_choice.kernel_of("cpu", (layout, layout, layout, None), 0.0, True, False))
+    assert found == ["flash", "unfused", "flash"]
+
+
 def test_asking_for_the_kernel_leaves_no_trace():
     """Autograd counts its nodes by thread, and what a step saves goes by that count."""
     layout = ((2, 2, 8, 16), (256, 128, 16, 1), torch.float32, True)
     before = get_sequence_nr()
-    kernel_of.cache_clear()
-    assert kernel_of("cpu", (layout, layout, layout, None), 0.0, True, False) == "flash"
-    assert kernel_of.cache_info().misses == 1 and get_sequence_nr() == before
+    sdpa_choice._asked.cache_clear()
+    assert sdpa_choice.kernel_of("cpu", (layout, layout, layout, None), 0.0, True, False) == "flash"
+    assert sdpa_choice._asked.cache_info().misses == 1 and get_sequence_nr() == before
 
 
 @pytest.mark.parametrize(("given", "effective", "kernel", "tag", "says"), [

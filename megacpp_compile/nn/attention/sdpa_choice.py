@@ -25,7 +25,6 @@ UNFUSED, UNKNOWN = "unfused", "?"
 Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, bool]
 
 
-@functools.lru_cache(maxsize=256)
 def kernel_of(device: str, operands: tuple[Layout | None, ...], dropout: float, causal: bool, grouped: bool) -> str:
     """"flash", "efficient", "cudnn", "unfused" where it multiplies all scores out, "?" where nobody here can tell.
 
@@ -33,6 +32,17 @@ def kernel_of(device: str, operands: tuple[Layout | None, ...], dropout: float, 
     """
     if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
         return UNKNOWN
+    of = torch.backends.cuda
+    allowed = (of.flash_sdp_enabled(), of.mem_efficient_sdp_enabled(), of.math_sdp_enabled(), of.cudnn_sdp_enabled())
+    return _asked(device, operands, dropout, causal, grouped, allowed)
+
+
+@functools.lru_cache(maxsize=256)
+def _asked(
+    device: str, operands: tuple[Layout | None, ...], dropout: float, causal: bool, grouped: bool,
+    allowed: tuple[bool, ...],
+) -> str:  # fmt: skip
+    """`kernel_of` under what `torch.nn.attention.sdpa_kernel` and its like allow now."""
     found = [UNKNOWN]
 
     def ask() -> None:
