@@ -34,7 +34,7 @@ def padded_into_zeros(q, k, v, g, beta, state, size, scale, norm, inverse=by_row
     weighted_v, weighted_k = v * beta.unsqueeze(-1), k * beta.unsqueeze(-1)
     q, k, v, weighted_k, weighted_v = (chunked(x, size) for x in (q, k, v, weighted_k, weighted_v))
     g = g.reshape(*g.shape[:2], -1, size).cumsum(dim=-1)
-    upper = torch.triu(torch.ones(size, size, dtype=torch.bool), diagonal=0)
+    upper = torch.triu(torch.ones(size, size, dtype=torch.bool, device=k.device), diagonal=0)
     decay = (g.unsqueeze(-1) - g.unsqueeze(-2)).tril().exp().tril()
     solved = inverse((weighted_k @ k.transpose(-1, -2) * decay).masked_fill(upper, 0))
     v = solved @ weighted_v
@@ -58,14 +58,14 @@ def einsums_solved_at_once(q, k, v, g, beta, state, size, scale, norm):
     q, k = (expanded(norm(x), h).unflatten(1, (-1, size)) for x in (q, k))
     v, beta, total = v.unflatten(1, (-1, size)), beta.unflatten(1, (-1, size)), g.unflatten(1, (-1, size)).cumsum(2)
     apart = (total[:, :, :, None] - total[:, :, None]).permute(0, 1, 4, 2, 3)
-    decay = apart.masked_fill(~causal(size), -torch.inf).exp()
-    lower = torch.einsum("bnchk,bnshk,bnch->bnhcs", k, k, beta) * decay * causal(size, -1)
+    decay = apart.masked_fill(~causal(size, k), -torch.inf).exp()
+    lower = torch.einsum("bnchk,bnshk,bnch->bnhcs", k, k, beta) * decay * causal(size, k, -1)
     both = torch.cat((v, k * total.exp()[..., None]), -1) * beta[..., None]
     solved = torch.linalg.solve_triangular(
-        lower + torch.eye(size, dtype=v.dtype), both.transpose(2, 3), upper=False, unitriangular=True)
+        lower + torch.eye(size, dtype=v.dtype, device=v.device), both.transpose(2, 3), upper=False, unitriangular=True)
     new, read = solved.split((width, k.shape[-1]), -1)
     scores = torch.einsum("bnchk,bnshk->bnhcs", q, k) * decay
-    state = torch.zeros(b, h, k.shape[-1], width, dtype=v.dtype) if state is None else state
+    state = torch.zeros(b, h, k.shape[-1], width, dtype=v.dtype, device=v.device) if state is None else state
     out = []
     for i in range(t // size):
         corrected = new[:, i] - torch.einsum("bhck,bhkv->bhcv", read[:, i], state)
@@ -80,7 +80,7 @@ def einsums_solved_at_once(q, k, v, g, beta, state, size, scale, norm):
 def one_chunk(q, k, v, g, beta, state, inverse):
     """One chunk [b, h, c, ...]; g: [b, h, c, 1], or a gate a channel [b, h, c, K]."""
     total = g.cumsum(2)
-    strictly, here = causal(k.shape[2], -1), causal(k.shape[2])
+    strictly, here = causal(k.shape[2], k, -1), causal(k.shape[2], k)
     apart = total[:, :, :, None] - total[:, :, None]  # [b, h, c, c, K or 1]
     decay = apart.masked_fill(~here[..., None], -torch.inf).exp()
     lower = beta * (k[:, :, :, None] * decay * k[:, :, None]).sum(-1) * strictly
@@ -121,14 +121,14 @@ def channel_gates_by_columns(q, k, v, g, beta, state, size, scale, norm):
     q, k = (repeated(norm(x), h) for x in (q, k))
     q, k, v, g, beta = (chunked(x.transpose(1, 2), size) for x in (q * scale, k, v, g, beta))
     total = g.cumsum(-2)
-    lower = torch.zeros(*k.shape[:-1], size, dtype=k.dtype)
+    lower = torch.zeros(*k.shape[:-1], size, dtype=k.dtype, device=k.device)
     scores = torch.zeros_like(lower)
     for i in range(size):
         decayed = k[..., i : i + 1, :] * (total - total[..., i : i + 1, :]).clamp(max=0).exp()
         lower[..., i] = torch.einsum("...cd,...cd->...c", k, decayed)
         scores[..., i] = torch.einsum("...cd,...cd->...c", q, decayed)
-    lower = (lower * beta[..., None]).masked_fill(~causal(size, -1), 0)
-    scores = scores.masked_fill(~causal(size), 0)
+    lower = (lower * beta[..., None]).masked_fill(~causal(size, k, -1), 0)
+    scores = scores.masked_fill(~causal(size, k), 0)
     solved = by_rows_in_place(lower) * beta[..., None, :]
     read, new = solved @ (total.exp() * k), solved @ v
     state = zeros_for(k, v) if state is None else state
@@ -148,7 +148,7 @@ def gates_in_the_operands(q, k, v, g, beta, state, size, scale, norm):
     q, k = (norm(x).transpose(1, 2)[:, :, None] for x in (q, k))  # [b, hk, 1, t, K]
     g = g if g.dim() == 4 else g[..., None]
     v, g, beta = (x.transpose(1, 2).reshape(b, groups, h // groups, t, -1) for x in (v, g, beta))
-    state = torch.zeros(b, groups, h // groups, k.shape[-1], width, dtype=v.dtype) if state is None else (
+    state = torch.zeros(b, groups, h // groups, k.shape[-1], width, dtype=v.dtype, device=v.device) if state is None else (
         state.reshape(b, groups, h // groups, k.shape[-1], width))
     out = []
     for q_c, k_c, v_c, g_c, beta_c in zip(*(x.chunk(t // size, 3) for x in (q, k, v, g, beta)), strict=True):
@@ -189,7 +189,7 @@ def whole_sequence(q, k, v, g, beta, state, size, scale, norm):
     """One triangle over all tokens, and no loop."""
     q, k = (repeated(norm(x), v.shape[2]) for x in (q, k))
     total = g.cumsum(1).transpose(1, 2)
-    decay = torch.where(causal(v.shape[1]), (total[..., :, None] - total[..., None, :]), -torch.inf).exp()
+    decay = torch.where(causal(v.shape[1], k), (total[..., :, None] - total[..., None, :]), -torch.inf).exp()
     lower = torch.einsum("bthk,bshk->bhts", k, k) * decay * beta.transpose(1, 2)[..., None]
     wanted = v if state is None else v - torch.einsum("bthk,bhkv,bht->bthv", k, state, total.exp())
     new = torch.linalg.solve_triangular(
@@ -208,7 +208,7 @@ def inverse_in_halves(q, k, v, g, beta, state, size, scale, norm, inverse=by_hal
     q, k = (chunked(repeated(norm(x), h).transpose(1, 2), size) for x in (q, k))
     v, beta, g = (chunked(x.transpose(1, 2), size) for x in (v, beta, g))
     total = torch.cumsum(g, -1)
-    decay = torch.exp((total[..., None] - total[..., None, :]).masked_fill(~causal(size), float("-inf")))
+    decay = torch.exp((total[..., None] - total[..., None, :]).masked_fill(~causal(size, k), float("-inf")))
     solved = inverse(torch.tril(torch.einsum("bhnck,bhnsk->bhncs", k * beta[..., None], k) * decay, -1))
     new = torch.einsum("bhncs,bhns,bhnsv->bhncv", solved, beta, v)
     read = torch.einsum("bhncs,bhns,bhnsk->bhnck", solved, beta * total.exp(), k)
@@ -235,8 +235,8 @@ def low_precision(q, k, v, g, beta, state, size, scale, norm):
     q, k, v, beta, g = (F.pad(x, (0, 0) * (x.dim() - 2) + (0, behind)).transpose(1, 2) for x in (q, k, v, beta, g))
     q, k, v, beta, total = (chunked(x.to(wide), size) for x in (q, k, v, beta, g))
     total = total.cumsum(-1)
-    decay = (total[..., None] - total[..., None, :]).masked_fill(~causal(size), -torch.inf).exp()
-    lower = ((beta[..., None] * k) @ k.mT * decay).masked_fill(~causal(size, -1), 0)
+    decay = (total[..., None] - total[..., None, :]).masked_fill(~causal(size, k), -torch.inf).exp()
+    lower = ((beta[..., None] * k) @ k.mT * decay).masked_fill(~causal(size, k, -1), 0)
     solved = by_general_inverse(lower) * beta[..., None, :]
     state, out = zeros_for(k, v) if state is None else state.to(wide), []
     for i in range(v.shape[2]):

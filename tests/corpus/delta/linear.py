@@ -15,7 +15,7 @@ def decays_in_one_triangle(q, k, v, g, beta, state, size, scale, norm):
     """A gate a head and token, one quadratic form over the sequence (simple GLA, Mamba-2's kin)."""
     q, k = repeated(norm(q), v.shape[2]), repeated(norm(k), v.shape[2])
     total = g.cumsum(1)
-    decay = (total[:, :, None] - total[:, None]).masked_fill(~causal(v.shape[1])[None, :, :, None], -torch.inf).exp()
+    decay = (total[:, :, None] - total[:, None]).masked_fill(~causal(v.shape[1], k)[None, :, :, None], -torch.inf).exp()
     out = torch.einsum("btsh,bshv->bthv", torch.einsum("bthk,bshk->btsh", q, k) * decay, v)
     kept = (total[:, -1:] - total).exp()
     final = torch.einsum("bth,bthk,bthv->bhkv", kept, k, v)
@@ -49,10 +49,10 @@ def channel_gates_in_chunks(q, k, v, g, beta, state, size, scale, norm):
     b, t, h, width = v.shape
     q, k = (expanded(norm(x), h).unflatten(1, (-1, size)) for x in (q, k))
     v, total = v.unflatten(1, (-1, size)), g.unflatten(1, (-1, size)).cumsum(2)
-    state = torch.zeros(b, h, k.shape[-1], width, dtype=v.dtype) if state is None else state
+    state = torch.zeros(b, h, k.shape[-1], width, dtype=v.dtype, device=v.device) if state is None else state
     out = []
     for q_c, k_c, v_c, here in zip(*(x.unbind(1) for x in (q, k, v, total)), strict=True):
-        apart = (here[:, :, None] - here[:, None]).masked_fill(~causal(size)[None, :, :, None, None], -torch.inf)
+        apart = (here[:, :, None] - here[:, None]).masked_fill(~causal(size, k)[None, :, :, None, None], -torch.inf)
         scores = torch.einsum("bthk,bshk,btshk->bhts", q_c, k_c, apart.exp())
         o = torch.einsum("bhts,bshv->bthv", scores, v_c)
         out.append(o + torch.einsum("bthk,bhkv->bthv", q_c * here.exp(), state))
@@ -67,7 +67,7 @@ def channel_gates_in_the_operands(q, k, v, g, beta, state, size, scale, norm):
     q, k, v, g = (chunked(x.transpose(1, 2), size) for x in (q, k, v, g))
     total = g.cumsum(-2)
     asked, met = q * total.exp() * scale, k * (-total).exp()
-    within = (asked @ met.mT).masked_fill(~causal(size), 0) @ v
+    within = (asked @ met.mT).masked_fill(~causal(size, k), 0) @ v
     added = (k * (total[..., -1:, :] - total).exp()).mT @ v
     state = zeros_for(k, v) if state is None else state
     entered = []
@@ -81,7 +81,7 @@ def channel_gates_in_the_operands(q, k, v, g, beta, state, size, scale, norm):
 def rate_parallel(q, k, v, g, beta, state, size, scale, norm):
     """RetNet's parallel form: powers of each head's rate, by how far apart two tokens are."""
     q, k, v = (x.transpose(1, 2) for x in (expanded(norm(q), v.shape[2]), expanded(norm(k), v.shape[2]), v))
-    place = torch.arange(v.shape[2])
+    place = torch.arange(v.shape[2], device=v.device)
     apart = (place[:, None] - place[None]).to(v.dtype)
     decay = torch.exp(g[:, None, None] * apart.clamp(min=0)) * (apart >= 0)
     out = ((q @ k.mT) * scale * decay) @ v
@@ -97,10 +97,10 @@ def rate_in_blocks(q, k, v, g, beta, state, size, scale, norm):
     """Lightning attention: blocks of tokens, three tables of decays made once."""
     b, t, h, _ = v.shape
     q, k, v = (x.transpose(1, 2) for x in (repeated(norm(q), h) * scale, repeated(norm(k), h), v))
-    place = torch.arange(size, dtype=v.dtype) + 1
+    place = torch.arange(size, dtype=v.dtype, device=v.device) + 1
     entered, left = torch.exp(g[:, None, None] * place[:, None]), torch.exp(g[:, None, None] * (size - place[:, None]))
     apart = g[:, None, None] * (place[:, None] - place[None])
-    diagonal = torch.exp(torch.where(causal(size), apart, float("-inf")))
+    diagonal = torch.exp(torch.where(causal(size, k), apart, float("-inf")))
     state = zeros_for(k, v) if state is None else state
     out = []
     for i in range((t + size - 1) // size):
@@ -117,7 +117,7 @@ def by_token(q, k, v, g, beta, state, size, scale, norm):
     """A gate a head or a channel, token after token, results stacked."""
     q, k = repeated(norm(q), v.shape[2]) * scale, repeated(norm(k), v.shape[2])
     decays = (g if g.dim() == 4 else g[..., None]).exp()
-    state = torch.zeros(v.shape[0], v.shape[2], k.shape[-1], v.shape[-1], dtype=v.dtype) if state is None else state
+    state = torch.zeros(v.shape[0], v.shape[2], k.shape[-1], v.shape[-1], dtype=v.dtype, device=v.device) if state is None else state
     out = []
     for i in range(v.shape[1]):
         state = state * decays[:, i, :, :, None] + k[:, i, :, :, None] * v[:, i, :, None, :]

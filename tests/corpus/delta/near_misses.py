@@ -16,12 +16,12 @@ def not_all_rows(lower, rows=2):
     for i in range(1, lower.shape[-1] - rows):
         row, above = inverse[..., i, :i].clone(), inverse[..., :i, :i].clone()
         inverse[..., i, :i] = row + (row[..., None] * above).sum(-2)
-    return inverse + torch.eye(lower.shape[-1], dtype=lower.dtype)
+    return inverse + torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device)
 
 
 def first_order(lower):
     """I - L alone."""
-    return torch.eye(lower.shape[-1], dtype=lower.dtype) - lower
+    return torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device) - lower
 
 
 def other_sign(lower):
@@ -35,7 +35,7 @@ def upper_instead(lower):
 
 def with_its_diagonal(lower):
     """(2I + L)^-1."""
-    unit = torch.eye(lower.shape[-1], dtype=lower.dtype)
+    unit = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device)
     return torch.linalg.solve_triangular(lower + 2 * unit, unit.expand_as(lower), upper=False)
 
 
@@ -59,7 +59,7 @@ def _chunk(q, k, v, g, beta, state, fault):
     total = g.cumsum(2)
     if fault == "gate_a_token_late":
         total = total - g
-    decay = (total[..., None] - total[..., None, :]).masked_fill(~causal(k.shape[2]), -torch.inf).exp()
+    decay = (total[..., None] - total[..., None, :]).masked_fill(~causal(k.shape[2], k), -torch.inf).exp()
     lower = beta * (k @ k.mT) * (1 if fault == "no_gate_in_the_triangle" else decay)
     if fault == "keys_meet_queries":
         lower = beta * (k @ q.mT) * decay
@@ -179,7 +179,7 @@ def band(q, k, v, g, beta, state, size, scale, norm):
     """Decays, but nothing further away than two tokens is seen."""
     q, k = expanded(norm(q), v.shape[2]), expanded(norm(k), v.shape[2])
     total, t = g.cumsum(1), v.shape[1]
-    mask = causal(t) & ~causal(t, -3)
+    mask = causal(t, k) & ~causal(t, k, -3)
     decay = (total[:, :, None] - total[:, None]).masked_fill(~mask[None, :, :, None], -torch.inf).exp()
     out = torch.einsum("btsh,bshv->bthv", torch.einsum("bthk,bshk->btsh", q, k) * decay, v)
     return out * scale, zeros_for(k.transpose(1, 2), v.transpose(1, 2))

@@ -45,7 +45,7 @@ def by_rows_in_place(lower):
 def by_rows_in_a_list(lower):
     """Each row by a product with all rows above it."""
     size = lower.shape[-1]
-    unit = torch.eye(size, dtype=lower.dtype).expand(lower.shape)
+    unit = torch.eye(size, dtype=lower.dtype, device=lower.device).expand(lower.shape)
     rows = [unit[..., 0, :]]
     for i in range(1, size):
         above = torch.stack(rows, -2)
@@ -54,13 +54,13 @@ def by_rows_in_a_list(lower):
 
 
 def by_solving(lower):
-    unit = torch.eye(lower.shape[-1], dtype=lower.dtype)
+    unit = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device)
     return torch.linalg.solve_triangular(lower + unit, unit.expand_as(lower), upper=False, unitriangular=True)
 
 
 def by_doubling(lower):
     """(I - L)(I + L^2)(I + L^4)...: L is nilpotent."""
-    unit = torch.eye(lower.shape[-1], dtype=lower.dtype)
+    unit = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device)
     inverse, power, reached = unit - lower, lower @ lower, 2
     while reached < lower.shape[-1]:
         inverse, power, reached = inverse @ (unit + power), power @ power, 2 * reached
@@ -69,7 +69,7 @@ def by_doubling(lower):
 
 def by_power_series(lower):
     """I - L + L^2 - ..."""
-    term = torch.eye(lower.shape[-1], dtype=lower.dtype).expand_as(lower)
+    term = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device).expand_as(lower)
     total = term
     for _ in range(lower.shape[-1] - 1):
         term = -torch.matmul(lower, term)
@@ -89,7 +89,7 @@ def by_halves(lower):
 
 
 def by_general_inverse(lower):
-    return torch.linalg.inv(torch.eye(lower.shape[-1], dtype=lower.dtype) + lower)
+    return torch.linalg.inv(torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device) + lower)
 
 
 # --- chunks and heads
@@ -116,10 +116,10 @@ def expanded(x, heads):
     return x[:, :, :, None, :].expand(b, t, hk, heads // hk, size).reshape(b, t, heads, size)
 
 
-def causal(size, diagonal=0):
-    return torch.ones(size, size, dtype=torch.bool).tril(diagonal)
+def causal(size, of, diagonal=0):
+    return torch.ones(size, size, dtype=torch.bool, device=of.device).tril(diagonal)
 
 
 def zeros_for(k, v):
     """A state for k [b, h, ..., K] and v [b, h, ..., V]."""
-    return torch.zeros(k.shape[0], k.shape[1], k.shape[-1], v.shape[-1], dtype=v.dtype)
+    return torch.zeros(k.shape[0], k.shape[1], k.shape[-1], v.shape[-1], dtype=v.dtype, device=v.device)

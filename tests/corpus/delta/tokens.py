@@ -28,7 +28,7 @@ def sums_of_products(q, k, v, g, beta, state, size, scale, norm):
 def einsums(q, k, v, g, beta, state, size, scale, norm):
     """Operands unbound along the tokens, results stacked; a gate a channel or a head."""
     q, k = expanded(norm(q) * scale, v.shape[2]), expanded(norm(k), v.shape[2])
-    state = torch.zeros(v.shape[0], v.shape[2], k.shape[-1], v.shape[-1], dtype=v.dtype) if state is None else state
+    state = torch.zeros(v.shape[0], v.shape[2], k.shape[-1], v.shape[-1], dtype=v.dtype, device=v.device) if state is None else state
     decays = (g if g.dim() == 4 else g[..., None]).exp()
     out = []
     for q_t, k_t, v_t, decay, weight in zip(*(x.unbind(1) for x in (q, k, v, decays, beta)), strict=True):
@@ -43,8 +43,8 @@ def turned_by_rank_one(q, k, v, g, beta, state, size, scale, norm):
     """The state [V, K], as the papers write it: S (alpha (I - beta k k^T)) + beta v k^T."""
     q, k = repeated(norm(q), v.shape[2]), repeated(norm(k), v.shape[2])
     b, t, h, width = k.shape
-    unit = torch.eye(width, dtype=k.dtype)
-    state = torch.zeros(b, h, v.shape[-1], width, dtype=k.dtype) if state is None else state.mT
+    unit = torch.eye(width, dtype=k.dtype, device=k.device)
+    state = torch.zeros(b, h, v.shape[-1], width, dtype=k.dtype, device=k.device) if state is None else state.mT
     out = []
     for i in range(t):
         key, weight = k[:, i, :, :, None], beta[:, i, :, None, None]
