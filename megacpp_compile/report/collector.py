@@ -19,7 +19,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from megacpp_compile.errors import ReportFormatError
+from megacpp_compile.errors import DeviceNotMeasuredError, ReportFormatError
 from megacpp_compile.report.at_exit import ENDING
 from megacpp_compile.report.attention import AttentionCall, counted
 from megacpp_compile.report.records import CompiledRegion, Frame, MissedFusion, Site, lock
@@ -170,6 +170,20 @@ class Report:
         self.measured = at_peak(step, device)
         assert self.measured["step"] is not None
         return self.measured["step"]
+
+    def observe(self, step: Callable[[], Any], device: str | torch.device) -> tuple[str, ...]:
+        """Run `step`, a step that ran before, under torch's profiler, and note in the frames' rows of attention which
+        family of kernels served each (`AttentionSite.observed`).
+
+        Returns the families seen, sorted: "cudnn", "flash", "efficient", "fa4", "flex", "unfused", "other". Warns
+        where a frame was compiled to a kernel that did not run, as when the process has a second cuDNN. Raises
+        DeviceNotMeasuredError for a device other than CUDA's or the CPU.
+        """
+        from megacpp_compile.report.observed import observed
+
+        if (kind := str(device).partition(":")[0]) not in ("cuda", "cpu"):
+            raise DeviceNotMeasuredError(kind)
+        return observed(step, device, (row for frame in self.frames for row in frame.attention))
 
     def summary(self) -> str:
         """What was compiled and what was not, and why, in a few lines: frames fused with their sites, frames that fell

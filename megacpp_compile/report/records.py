@@ -125,6 +125,8 @@ class AttentionSite:
             multiplies all scores out, "?" is not known here.
         tag: why `requested` is not `effective`, or "unfused"; "" where neither.
         reason: the same in words.
+        observed: the family that ran in the step given to `Report.observe`; "" where nobody looked, "?" where it could
+            not be told.
     """
 
     fqn: str
@@ -135,6 +137,7 @@ class AttentionSite:
     kernel: str
     tag: str = ""
     reason: str = ""
+    observed: str = ""
 
 
 @dataclass(slots=True)

@@ -101,7 +101,8 @@ def _attention(report: Collected) -> _Section:
     for fqn, one, count in _grouped([AttentionSite(**row) for frame in report.frames for row in frame.attention]):
         reason = f"{one.reason} [{one.tag}]" if one.tag else "-"
         place = _place(one.source)
-        rows.append((one.call, _times(fqn, count), place, one.requested, one.effective, one.kernel, reason))
+        served = one.requested, one.effective, one.kernel, one.observed or "-"
+        rows.append((one.call, _times(fqn, count), place, *served, reason))
     return _section("attention", rows)
 
 

@@ -325,7 +325,7 @@ def everything():
     pinned = Pinned("q.weight", (8, 4), "data, -", "q.*", "down_norm_up")
     report.frames[0].sharding = {"mesh": {"data": 2}, "pinned": [pinned.to_dict()]}
     report.measured = {"before": 10, "step": 20, "peak": 30}
-    report.frames[0].attention = [dataclasses.asdict(AttentionSite("mla", SOURCE, "sdpa", "fa4", "sdpa", "cudnn", "t", "why"))]
+    report.frames[0].attention = [dataclasses.asdict(AttentionSite("mla", SOURCE, "sdpa", "fa4", "sdpa", "cudnn", "t", "why", "flash"))]
     shape = (1, 2, 2, 8, 8, 64, 64)
     report.attention.append(AttentionCall("auto", False, "sdpa", (), shape, "bfloat16", "cuda", True, "absent", "prefill"))
     return report

@@ -1,9 +1,10 @@
 """The kernel between the GEMMs: a row of logits becomes its statistics, and then its gradient where it lies.
 
-A program has a row, and goes over its words in blocks: once for the largest logit and the sum of exponentials, with one
-exponential a word, and once for the gradient. A row of 131072 words in bfloat16 is 256 KiB, which the second sweep
-finds in L2. Either sweep can be left out: where statistics are known (backward), or where ranks that have other words
-of the same rows are to add theirs before any gradient.
+A program has a row, and goes over its words twice: for the largest logit and the sum of exponentials, which every lane
+has of its own words until the end, so that no step waits for another lane; and from the last word to the first for the
+gradient, as what was read last is in L2. A row of 131072 words in bfloat16 is 256 KiB: with a program on each of 132
+SMs all of them are. Either sweep can be left out: where statistics are known (backward), or where ranks that have other
+words of the same rows are to add theirs before any gradient.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import triton.language as tl
 from megacpp_compile.lowerings._kernels.triton_cast import as_stored
 from megacpp_compile.lowerings._kernels.triton_launch import Kernel, power_of_2
 
-# Words that a program takes at once, and the warps it has for them.
-BLOCK, WARPS = 8192, 16
+# Words that a program's lanes take side by side, how many such blocks at once, and the warps it has for them.
+BLOCK, GROUP, WARPS = 8192, 4, 32
 
 
 @triton.jit
@@ -41,35 +42,75 @@ def final(logits, dtype: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexp
 
 
 @triton.jit
+def _words(logits, first, words, dtype: tl.constexpr, WORDS: tl.constexpr, ROOM: tl.constexpr, WHOLE: tl.constexpr,
+           SCALE: tl.constexpr, SOFTCAP: tl.constexpr):  # fmt: skip
+    """Logits of the words from `first` on. WHOLE: all of them are there; else those that are not are -inf."""
+    if WHOLE:
+        return final(tl.load(logits + first + words), dtype, SCALE, SOFTCAP)
+    else:
+        z = final(tl.load(logits + first + words, mask=first + words < ROOM, other=0), dtype, SCALE, SOFTCAP)
+        return tl.where(first + words < WORDS, z, float("-inf"))
+
+
+@triton.jit
+def _counted(z, top, exponentials):
+    """One step of every lane's own largest logit and sum of exponentials below it."""
+    above = tl.maximum(top, tl.max(z, 0))
+    base = tl.where(above == float("-inf"), 0, above)  # so far nothing but -inf
+    return above, exponentials * tl.exp(top - base) + tl.sum(tl.exp(z - base[None, :]), 0)
+
+
+@triton.jit
+def _gradient(z, of_row, of_lse, counted, WORDS: tl.constexpr, SMOOTHING: tl.constexpr, SCALE: tl.constexpr,
+              SOFTCAP: tl.constexpr, TARGET: tl.constexpr):  # fmt: skip
+    """Of a logit as the GEMM made it. TARGET: that of the row's target."""
+    d = tl.exp(z - of_row) * of_lse
+    if TARGET:
+        d -= (1 - SMOOTHING) * counted
+    if SMOOTHING != 0:
+        d -= SMOOTHING / WORDS * counted
+    if SOFTCAP != 0:
+        d = d * (1 - z * z / (SOFTCAP * SOFTCAP))
+    if SCALE != 1:
+        d = d * SCALE
+    return d
+
+
+@triton.jit
 def cross_entropy_rows(logits, target, count, dlse, lse, picked, total, WORDS: tl.constexpr, ROOM: tl.constexpr,
                        SMOOTHING: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, Z_LOSS: tl.constexpr,
                        STATISTICS: tl.constexpr, GRADIENT: tl.constexpr, DLSE: tl.constexpr, WIDE: tl.constexpr,
-                       BLOCK: tl.constexpr):  # fmt: skip
+                       BLOCK: tl.constexpr, GROUP: tl.constexpr):  # fmt: skip
     """logits: rows of WORDS in memory for ROOM, where anything may stand and be written behind them, so that every load
     and store is of whole vectors. lse, picked (the target's logit) and total (the sum of logits): a number a row,
     written with STATISTICS; without it lse is read. count and dlse: as `reference.gradient` has them."""
     dtype: tl.constexpr = tl.float64 if WIDE else tl.float32
+    SPAN: tl.constexpr = GROUP * BLOCK
+    WHOLE: tl.constexpr = WORDS // SPAN * SPAN
     row = tl.program_id(0).to(tl.int64)
     logits += row * ROOM
-    words = tl.arange(0, BLOCK)
+    words = tl.arange(0, GROUP)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     at = tl.load(target + row)
+    there = (at >= 0) & (at < WORDS)
+    own = final(tl.load(logits + at, mask=there, other=0), dtype, SCALE, SOFTCAP)
     if STATISTICS:
-        own = tl.load(logits + at, mask=(at >= 0) & (at < WORDS), other=0)
-        tl.store(picked + row, final(own, dtype, SCALE, SOFTCAP))
-        top = tl.full([], float("-inf"), dtype)
+        tl.store(picked + row, own)
+        top = tl.full([BLOCK], float("-inf"), dtype)
         exponentials = tl.zeros([BLOCK], dtype)
         sums = tl.zeros([BLOCK], dtype)
-        for first in range(0, WORDS, BLOCK):
-            inside = first + words < WORDS
-            z = final(tl.load(logits + first + words, mask=first + words < ROOM, other=0), dtype, SCALE, SOFTCAP)
+        for first in range(0, WHOLE, SPAN):
+            z = _words(logits, first, words, dtype, WORDS, ROOM, True, SCALE, SOFTCAP)
             if SMOOTHING != 0:
-                sums += tl.where(inside, z, 0)
-            z = tl.where(inside, z, float("-inf"))
-            above = tl.maximum(top, tl.max(z, 0))
-            base = tl.where(above == float("-inf"), 0, above)  # so far nothing but -inf
-            exponentials = exponentials * tl.exp(top - base) + tl.exp(z - base)
-            top = above
-        of_row = top + tl.log(tl.sum(exponentials, 0))
+                sums += tl.sum(z, 0)
+            top, exponentials = _counted(z, top, exponentials)
+        if WHOLE < WORDS:
+            z = _words(logits, WHOLE, words, dtype, WORDS, ROOM, False, SCALE, SOFTCAP)
+            if SMOOTHING != 0:
+                sums += tl.sum(tl.where(WHOLE + words < WORDS, z, 0), 0)
+            top, exponentials = _counted(z, top, exponentials)
+        largest = tl.max(top, 0)
+        base = tl.where(largest == float("-inf"), 0, largest)
+        of_row = base + tl.log(tl.sum(exponentials * tl.exp(top - base), 0))
         tl.store(lse + row, of_row)
         if SMOOTHING != 0:
             tl.store(total + row, tl.sum(sums, 0))
@@ -80,26 +121,30 @@ def cross_entropy_rows(logits, target, count, dlse, lse, picked, total, WORDS: t
         of_lse = counted * (1 + 2 * Z_LOSS * of_row)
         if DLSE:
             of_lse += tl.load(dlse + row)
-        for first in range(0, WORDS, BLOCK):
-            there = first + words < ROOM
-            z = final(tl.load(logits + first + words, mask=there, other=0), dtype, SCALE, SOFTCAP)
-            d = tl.exp(z - of_row) * of_lse
-            d = tl.where(first + words == at, d - (1 - SMOOTHING) * counted, d)
-            if SMOOTHING != 0:
-                d -= SMOOTHING / WORDS * counted
-            if SOFTCAP != 0:
-                d = d * (1 - z * z / (SOFTCAP * SOFTCAP))
-            if SCALE != 1:
-                d = d * SCALE
-            tl.store(logits + first + words, as_stored(d, logits), mask=there)
+        tl.debug_barrier()  # all have read `own` before one writes
+        if WHOLE < WORDS:
+            z = _words(logits, WHOLE, words, dtype, WORDS, ROOM, False, SCALE, SOFTCAP)
+            d = _gradient(z, of_row, of_lse, counted, WORDS, SMOOTHING, SCALE, SOFTCAP, False)
+            tl.store(logits + WHOLE + words, as_stored(d, logits), mask=WHOLE + words < ROOM)
+        for done in range(0, WHOLE, SPAN):
+            first = WHOLE - SPAN - done
+            z = _words(logits, first, words, dtype, WORDS, ROOM, True, SCALE, SOFTCAP)
+            d = _gradient(z, of_row, of_lse, counted, WORDS, SMOOTHING, SCALE, SOFTCAP, False)
+            tl.store(logits + first + words, as_stored(d, logits))
+        tl.debug_barrier()  # and the block that holds the target is written before it
+        d = _gradient(own, of_row, of_lse, counted, WORDS, SMOOTHING, SCALE, SOFTCAP, True)
+        tl.store(logits + at, as_stored(d, logits), mask=there)
 
 
-_CHOICES = [{"BLOCK": block, "num_warps": warps} for block in (4096, 8192, 16384) for warps in (8, 16, 32)]
+_CHOICES = [
+    {"BLOCK": 256 * warps, "GROUP": group, "num_warps": warps} for warps in (8, 16, 32) for group in (1, 2, 4)
+]
 _rows = Kernel(cross_entropy_rows, _CHOICES, key=("WORDS",), restore=("logits",))
 
 
 def launch(rows: int, words: int, **args: object) -> None:
     """`cross_entropy_rows` on so many rows of logits."""
     block = min(BLOCK, power_of_2(words))
+    group = max(1, min(GROUP, power_of_2(words) // block))
     warps = max(1, min(WARPS, block // 256))
-    _rows(lambda meta: (rows,), {"BLOCK": block, "num_warps": warps}, WORDS=words, **args)
+    _rows(lambda meta: (rows,), {"BLOCK": block, "GROUP": group, "num_warps": warps}, WORDS=words, **args)
