@@ -29,6 +29,8 @@ def _ineffective(config: Config, target: Target) -> Iterator[tuple[str, str]]:
         yield "autotune", f"it is about Triton's kernels, {elsewhere}"
     if config.fa4 and not target.cublas:
         yield "fa4", f"FlashAttention-4 needs CUDA, {elsewhere}"
+    if config.attention == "fastest" and not target.cublas:
+        yield "attention", f"it is about CUDA's kernels, {elsewhere}"
     if config.precision is not None and not target.float8 and config.precision.recipes() != {"bf16"}:
         yield "precision", f"float8 needs CUDA, {elsewhere}, where everything stays in the model's own dtype"
     if config.sharding is not None and not any(d.backend == "openxla" for d in target.devices):

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 Verify = Literal["off", "each"]
 Target = Literal["auto", "cpu", "cuda", "tpu"]
+Attention = Literal["default", "fastest"]
 
 # Words people use for a target; string similarity alone would read "gpu" as "cpu".
 _TARGET_MEANT = {"gpu": "cuda", "nvidia": "cuda", "triton": "cuda", "xla": "tpu", "openxla": "tpu"}
@@ -83,6 +84,8 @@ class Config(_Asked):
             not made, and what stands in its place raises DroppedOutputError when it is used.
         fa4: have FlashAttention-4 (the package flash-attn-4) serve every dense causal attention that it can, those that
             a model writes as `scaled_dot_product_attention` included; where it cannot, the report says why.
+        attention: "fastest" has FlashAttention-4 serve those of them where it is faster than torch's own kernel, by a
+            measurement when the graph is compiled; the report has both times. Without its package torch's own stay.
         policy: what a training step saves for its backward and what it recomputes there: a `CheckpointingPolicy`, the
             name of an entry for every kind of block ("selective", "full"), a mapping of its fields, or a budget. None
             leaves it to Inductor.
@@ -112,6 +115,7 @@ class Config(_Asked):
     expert_loops: bool | Literal["auto"] = "auto"
     drop_outputs: tuple[str, ...] = ()
     fa4: bool = False
+    attention: Attention = "default"
     policy: CheckpointingPolicy | None = None
     block_kinds: Mapping[str, str] = field(default_factory=dict)
     precision: PrecisionPlan | None = None
@@ -135,6 +139,7 @@ class Config(_Asked):
             "expert_loops": _bool_or_auto("expert_loops", self.expert_loops),
             "drop_outputs": tuple(sorted(set(_names("drop_outputs", self.drop_outputs, "names of outputs")))),
             "fa4": _bool("fa4", self.fa4),
+            "attention": _choice("attention", self.attention, get_args(Attention)),
             "policy": CheckpointingPolicy.of(self.policy),
             "block_kinds": _mapping("block_kinds", self.block_kinds, lambda k, v: _choice(k, v, KINDS, _KIND_MEANT)),
             "precision": _traceable(PrecisionPlan.of(self.precision)),
@@ -145,6 +150,8 @@ class Config(_Asked):
             object.__setattr__(self, name, value)
         defaults = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(self)}
         object.__setattr__(self, "asked", frozenset(n for n, v in checked.items() if v != defaults[n]))
+        if self.fa4 and self.attention == "fastest":
+            raise BadOptionError("attention", "fastest", "\"default\", as 'fa4' decides without a measurement")
         for name in self.disable:
             if self.passes.get(name):
                 raise BadOptionError(f"passes[{name!r}]", True, f"False or no entry, as 'disable' names {name!r} too")

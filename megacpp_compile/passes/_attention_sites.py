@@ -22,7 +22,7 @@ from megacpp_compile.fx.edit import Builder, dynamo_value, value
 from megacpp_compile.fx.provenance import module_fqn, source_line
 from megacpp_compile.fx.sizes import hint
 from megacpp_compile.fx.views import COPIES, PERMUTATIONS
-from megacpp_compile.nn.attention import attention_order, bodies, fa4
+from megacpp_compile.nn.attention import attention_order, bodies, fa4, fastest
 from megacpp_compile.nn.attention.eligibility import Call
 from megacpp_compile.nn.attention.sdpa_choice import UNFUSED, UNKNOWN, kernel_of
 from megacpp_compile.report.records import AttentionSite
@@ -32,6 +32,7 @@ aten = torch.ops.aten
 SDPA, FLEX, OURS = "sdpa", "flex_attention", "attention"
 ALONE = "the frame was compiled as it was written"
 NOT_CAPTURED, UNREAD = "not-captured", "unread"
+FASTEST, MEASURED = "fastest", "measured"
 _SDPA = (aten.scaled_dot_product_attention.default, F.scaled_dot_product_attention)
 _FA4 = "megacpp.fa4_attention"
 _SOFTMAX = (aten.softmax.int, aten._softmax.default)
@@ -41,9 +42,10 @@ _BODY = re.compile(r'nn/attention/(?:bodies|fa4)\.py", line \d+, in (\w+)')
 _UNFUSED = "no fused kernel: all scores in memory"
 
 
-def attention_sites(captured: Captured, wanted: bool, grad: bool) -> tuple[list[dict[str, Any]], int]:
+def attention_sites(captured: Captured, wanted: str, grad: bool) -> tuple[list[dict[str, Any]], int]:
     """A row for each attention of a captured graph, as plain data, and how many FlashAttention-4 was put in place of.
-    wanted: the option `fa4`. grad: whether the frame is compiled for training."""
+    wanted: "fa4" by the option of that name, FASTEST by the option `attention`, "" by neither. grad: whether the frame
+    is compiled for training."""
     rows, swapped = [], 0
     for node in list(captured.gm.graph.nodes):
         if (row := _told(node, value, wanted, grad)) is None:
@@ -58,7 +60,7 @@ def attention_sites(captured: Captured, wanted: bool, grad: bool) -> tuple[list[
     return [dataclasses.asdict(row) for row in rows], swapped
 
 
-def unseen_sites(graph: fx.Graph, wanted: bool, grad: bool) -> list[dict[str, Any]]:
+def unseen_sites(graph: fx.Graph, wanted: str, grad: bool) -> list[dict[str, Any]]:
     """The rows of a graph of Dynamo's that is compiled as it was written."""
     rows = (row for node in graph.nodes if (row := _told(node, _dynamo_value, wanted, grad)) is not None)
     return [as_written(dataclasses.asdict(row)) for row in rows]
@@ -75,46 +77,48 @@ def as_written(row: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
-def _told(node: Node, of: Callable[[Any], Any], wanted: bool, grad: bool) -> AttentionSite | None:
+def _told(node: Node, of: Callable[[Any], Any], wanted: str, grad: bool) -> AttentionSite | None:
     """`_row`; a row is not worth a frame that compiles without it, so that what goes wrong is said in the row."""
     try:
         return _row(node, of, wanted, grad)
     except Exception as error:
-        return _made(node, SDPA, "fa4" if wanted else "sdpa", "sdpa", UNKNOWN, UNREAD, first_line(error))
+        return _made(node, SDPA, wanted or "sdpa", "sdpa", UNKNOWN, UNREAD, first_line(error))
 
 
-def _row(node: Node, of: Callable[[Any], Any], wanted: bool, grad: bool) -> AttentionSite | None:
+def _row(node: Node, of: Callable[[Any], Any], wanted: str, grad: bool) -> AttentionSite | None:
     """The row of `node`; None where it is no attention. of: the fake value of a node."""
     if node.op != "call_function":
         return None
     body = _body(node)
-    asked = "fa4" if wanted else ""
+    fa4_first = wanted == "fa4"
+    asked = "fa4" if fa4_first else ""
     if node.target in _SDPA:
         return _sdpa_row(node, of, wanted, grad, body)
     if str(node.target).startswith(_FA4) and "backward" not in str(node.target):
         return _made(node, OURS, "fa4", "fa4", "fa4")
     if str(node.target) == "flex_attention":
-        tag, reason = _refusals(node, of(node.args[0]), of(node.args[2]), "flex", wanted, grad) if body else ("", "")
+        tag, reason = _refusals(node, of(node.args[0]), of(node.args[2]), "flex", fa4_first, grad) if body else ("", "")
         return _made(node, OURS if body else FLEX, asked or _first(of(node.args[0]), body) or "flex", "flex", "flex",
                      tag, reason)  # fmt: skip
     if node.target in _SOFTMAX and body == "plain":
         rows, values = _operands(node, of)
-        tag, reason = _refusals(node, rows, values, "plain", wanted, grad)
+        tag, reason = _refusals(node, rows, values, "plain", fa4_first, grad)
         reason = "; ".join(filter(None, (reason, _UNFUSED)))
         return _made(node, OURS, asked or _first(rows, body) or "plain", "plain", UNFUSED, tag or UNFUSED, reason)
     return None
 
 
-def _sdpa_row(node: Node, of: Callable[[Any], Any], wanted: bool, grad: bool, body: str) -> AttentionSite:
+def _sdpa_row(node: Node, of: Callable[[Any], Any], wanted: str, grad: bool, body: str) -> AttentionSite:
     call = OURS if body else SDPA
     given = _arguments(node)
     q, k, v = (of(given[name]) for name in ("query", "key", "value"))
     mask = of(given["attn_mask"])
     # Floats of the model are inputs under `dynamic=True`.
     traced = any(isinstance(given[name], Node) for name in ("dropout_p", "scale", "is_causal", "enable_gqa"))
+    operands = tuple(_layout(t, grad) for t in (q, k, v))
     requested, tag, reason = _first(q, body) or "sdpa", "", ""
     if wanted:
-        requested = "fa4"
+        requested = wanted
         asked = Call(
             q.device.type, q.dtype, (hint(q.shape[-1]), hint(v.shape[-1])), (hint(q.shape[-2]), hint(k.shape[-2])),
             traced or bool(given["is_causal"]), mask=mask is not None, dropout=0.0 if traced else given["dropout_p"],
@@ -122,12 +126,16 @@ def _sdpa_row(node: Node, of: Callable[[Any], Any], wanted: bool, grad: bool, bo
         )  # fmt: skip
         lack = ("dense_fa4_widths", "operands have no heads of their own") if q.dim() != 4 else None
         lack = lack or fa4.against(asked, q.device)
-        if lack is None:
-            return _made(node, call, requested, "fa4", "fa4")
-        tag, reason = lack
+        served = "sdpa" if lack else "fa4"
+        if lack is None and wanted == FASTEST:
+            served, told = _faster(q.device.type, operands, given, grad)
+            lack = MEASURED, told
+        tag, reason = lack or ("", "")
+        if served == "fa4":
+            return _made(node, call, requested, "fa4", "fa4", tag, reason)
     elif requested == "fa4":
-        tag, reason = _refusals(node, q, v, "sdpa", wanted, grad)
-    operands = tuple(_layout(t, grad) for t in (q, k, v)) + (None if mask is None else _layout(mask, False),)
+        tag, reason = _refusals(node, q, v, "sdpa", False, grad)
+    operands += (None if mask is None else _layout(mask, False),)
     kernel = UNKNOWN
     if not traced:
         numbers = float(given["dropout_p"]), bool(given["is_causal"]), bool(given["enable_gqa"])
@@ -135,6 +143,14 @@ def _sdpa_row(node: Node, of: Callable[[Any], Any], wanted: bool, grad: bool, bo
     if kernel == UNFUSED:
         tag, reason = tag or UNFUSED, "; ".join(filter(None, (reason, _UNFUSED)))
     return _made(node, call, requested, "sdpa", kernel, tag, reason)
+
+
+def _faster(device: str, operands: Any, given: dict[str, Any], grad: bool) -> tuple[str, str]:
+    """(the faster of torch's attention and FlashAttention-4 at these operands, their times for a reader)."""
+    of_torch, of_fa4 = fastest.milliseconds(device, operands, given["scale"], given["is_causal"])
+    what = "forward and backward" if grad else "forward"
+    times = f"{what} measured: fa4 {of_fa4:.3g} ms, sdpa {of_torch:.3g} ms"
+    return "fa4" if of_fa4 < fastest.WORTH * of_torch else "sdpa", times
 
 
 def _made(
@@ -180,14 +196,14 @@ def _operands(softmax: Node, of: Callable[[Any], Any]) -> tuple[Any, Any]:
     return of(node.args[0]), of(node.args[0])
 
 
-def _refusals(node: Node, q: Any, v: Any, served: str, wanted: bool, grad: bool) -> tuple[str, str]:
+def _refusals(node: Node, q: Any, v: Any, served: str, fa4_first: bool, grad: bool) -> tuple[str, str]:
     """(tag, reason) of the first that `megacpp_compile.attention` asked before `served`, as it found it then: what it
     was given is read off the lines of code in the nodes around; ("", "") where nobody was asked before."""
     facts = set(_facts(node))
     ids, window = ("documents" if "doc_ids" in facts else None), (1 if "window" in facts else None)
     softcap = 1.0 if "softcap" in facts else None
     stub = _Operand(q, grad)
-    for name in attention_order(q.device.type, wanted):
+    for name in attention_order(q.device.type, fa4_first):
         if name == served:
             break
         if name == "fa4":

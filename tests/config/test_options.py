@@ -54,6 +54,7 @@ def test_every_field_is_read():
         "expert_loops": False,
         "drop_outputs": ("logits",),
         "fa4": True,
+        "attention": "default",
         "policy": CheckpointingPolicy("full").to_dict(),
         "block_kinds": {"layers.*.mixer": "mblock"},
         "precision": PrecisionPlan({"*.mlp.*": "fp8_block"}).to_dict(),
@@ -64,6 +65,14 @@ def test_every_field_is_read():
     assert config.to_dict() == {**options, "disable": ("mla_rope_q",)}
     assert set(options) == {f.name for f in dataclasses.fields(Config)}
     assert [config.enabled(name) for name in PASSES] == [True, False, False]
+
+
+def test_attention_is_measured_or_fa4s():
+    assert read({"attention": "fastest"}).attention == "fastest"
+    with pytest.raises(errors.BadOptionError, match="decides without a measurement"):
+        read({"attention": "fastest", "fa4": True})
+    with pytest.raises(errors.BadOptionError, match="Did you mean 'fastest'"):
+        read({"attention": "fast"})
 
 
 def test_enabled_default_serves_passes_that_are_off_unless_asked_for():
@@ -155,12 +164,12 @@ def test_bad_values_say_what_was_wanted(options, words):
 
 
 def test_options_must_be_a_mapping():
-    with pytest.raises(errors.BadOptionError, match="option options: got 'disable'"):
+    with pytest.raises(errors.errors.BadOptionError, match="option options: got 'disable'"):
         read("disable")
 
 
 def test_the_constructor_checks_types_too():
-    with pytest.raises(errors.BadOptionError, match="option strict"):
+    with pytest.raises(errors.errors.BadOptionError, match="option strict"):
         Config(strict=1)  # type: ignore[arg-type]
     assert Config(disable="b,a").disable == ("a", "b")  # type: ignore[arg-type]
 

@@ -15,7 +15,7 @@ import megacpp_compile
 from megacpp_compile import pipeline
 from megacpp_compile._torch.autograd import get_sequence_nr
 from megacpp_compile.errors import CaptureError
-from megacpp_compile.nn.attention import eligibility, sdpa_choice
+from megacpp_compile.nn.attention import eligibility, fastest, sdpa_choice
 from megacpp_compile.passes import _attention_sites as sites
 from tests.nn.standing_in import hopper_on_cpu
 
@@ -58,7 +58,7 @@ def test_torchs_own(keys, values, kernel, grad):
     tag, reason = ("", "") if kernel == "flash" else ("unfused", UNFUSED)
     assert row == {
         "fqn": "call", "source": row["source"], "call": "sdpa", "requested": "sdpa", "effective": "sdpa",
-        "kernel": kernel, "tag": tag, "reason": reason,
+        "kernel": kernel, "tag": tag, "reason": reason, "observed": "",
     }  # fmt: skip
     assert row["source"].startswith("test_attention_sites.py:") and "return scaled_dot_product_attention" in row["source"]
     assert ("attention, unfused (1):\n  call: " + UNFUSED + " [unfused]" in report.summary()) == (kernel == "unfused")
@@ -225,3 +225,52 @@ def test_reports_of_releases_before_have_no_rows():
     del data["attention"], data["frames"][0]["attention"]
     again = megacpp_compile.Report.from_json(json.dumps(data))
     assert again.attention == [] and again.frames[0].attention == []
+
+
+@pytest.mark.parametrize(("of_fa4", "effective"), [(1.9, "fa4"), (1.99, "sdpa"), (2.5, "sdpa")])
+def test_the_faster_by_measurement(monkeypatch, of_fa4, effective):
+    """And a hundredth of the time is not worth another package's kernel."""
+    asked = []
+    monkeypatch.setattr(fastest, "milliseconds", lambda *call: asked.append(call) or (2.0, of_fa4))
+    with hopper_on_cpu(monkeypatch):
+        report, [row] = rows(Inner(), options={"attention": "fastest"}, dtype=torch.bfloat16, keys=64, values=64)
+        assert row["requested"] == "fastest" and row["effective"] == effective and row["tag"] == sites.MEASURED
+        assert row["reason"] == f"forward and backward measured: fa4 {of_fa4} ms, sdpa 2 ms"
+        layout = (2, 2, 8, 64), (1024, 64, 128, 1), torch.bfloat16, True
+        assert asked == [("cpu", (layout, layout, layout), None, True)]
+        _, [row] = rows(Inner(), options={"attention": "fastest"}, dtype=torch.float32, keys=64, values=64)
+        assert (row["effective"], row["tag"]) == ("sdpa", eligibility.DTYPE) and len(asked) == 1
+
+
+def test_nothing_is_measured_where_it_cannot_serve():
+    _, [row] = rows(Inner(), options={"attention": "fastest"}, dtype=torch.bfloat16, keys=64, values=64)
+    assert (row["requested"], row["effective"], row["tag"]) == ("fastest", "sdpa", eligibility.CUDA_ONLY)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_both_are_measured_at_the_shape(monkeypatch, grad):
+    """Forward alone in inference; once a process; nobody's random numbers change."""
+    shape = 1, 4, 8, 64
+    layout = shape, torch.empty(shape).stride(), torch.bfloat16, grad
+    calls = []
+    monkeypatch.setattr(fastest, "_timed", lambda step, device: calls.append(step()) or float(len(calls) % 2 + 1))
+    fastest.milliseconds.cache_clear()
+    state = torch.get_rng_state()
+    with hopper_on_cpu(monkeypatch) as package:
+        ran = []
+        of_package = package._flash_attn_fwd
+        monkeypatch.setattr(package, "_flash_attn_fwd", lambda *a, **k: ran.append(1) or of_package(*a, **k))
+        for _ in range(2):
+            assert fastest.milliseconds("cpu", (layout, layout, layout), None, True) == (2.0, 1.0)
+    assert len(calls) == 2 * fastest.TIMES and len(ran) == fastest.TIMES + 1
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_what_cannot_be_measured_stays_torchs(monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError("there is no room")
+
+    monkeypatch.setattr(fastest, "milliseconds", full)
+    with hopper_on_cpu(monkeypatch):
+        _, [row] = rows(Inner(), options={"attention": "fastest"}, dtype=torch.bfloat16, keys=64, values=64)
+    assert (row["effective"], row["tag"]) == ("sdpa", sites.UNREAD) and "there is no room" in row["reason"]
