@@ -1,7 +1,9 @@
-"""A hybrid language model of attention (A), Mamba-2 (M) and expert (E) layers, in plain PyTorch, without kernels.
+"""A hybrid language model of attention (A), Mamba-2 (M), Gated DeltaNet (D) and expert (E) layers, in plain PyTorch,
+without kernels.
 
 Every layer is `x + block(norm(x))`. Attention is multi-head latent (arXiv:2405.04434), the state-space scan is the
-chunked algebra of arXiv:2405.21060 in einsums, and experts are a loop over all of them.
+chunked algebra of arXiv:2405.21060 in einsums, the gated delta rule that of arXiv:2412.06464 with a triangular solve,
+and experts are a loop over all of them.
 """
 
 from dataclasses import dataclass
@@ -30,6 +32,10 @@ class HybridConfig:
     state: int = 16
     conv: int = 4
     chunk: int = 32
+    # Gated DeltaNet; `conv` and `chunk` are its too
+    key_heads: int = 2
+    value_heads: int = 4
+    delta_dim: int = 16  # channels of a head, of keys and of values
     # experts
     experts: int = 8
     active: int = 2
@@ -40,7 +46,8 @@ class HybridConfig:
 # About a billion parameters in 12 layers.
 LARGE = HybridConfig(
     pattern="MEMAEMMEAMEA", dim=2048, heads=16, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128, ssm_heads=64,
-    ssm_head_dim=64, groups=8, state=128, chunk=256, experts=32, active=4, expert_dim=1024, shared_dim=1024,
+    ssm_head_dim=64, groups=8, state=128, chunk=256, key_heads=16, value_heads=32, delta_dim=128, experts=32, active=4,
+    expert_dim=1024, shared_dim=1024,
 )  # fmt: skip
 TINY = HybridConfig()
 
@@ -158,6 +165,61 @@ class Mamba(nn.Module):
         return self.out_proj(self.norm(y * F.silu(z)))
 
 
+# ------------------------------------------------------------------------------------------------- Gated DeltaNet
+
+
+def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunk: int) -> Tensor:
+    """q and k (batch, length, heads, channels), v (batch, length, heads, values), g, the logarithm of the decay, and
+    beta (batch, length, heads); the length is a multiple of the chunk."""
+    q, k, v, g, beta = (t.unflatten(1, (-1, chunk)).movedim(3, 1) for t in (q, k, v, g[..., None], beta[..., None]))
+    total = g.squeeze(-1).cumsum(-1)
+    decay = (total[..., :, None] - total[..., None, :]).tril().exp().tril()
+    lower = ((beta * k) @ k.mT * decay).tril(-1)
+    written = torch.cat((beta * v, beta * total[..., None].exp() * k), dim=-1)
+    one = torch.eye(chunk, dtype=v.dtype, device=v.device)
+    written = torch.linalg.solve_triangular(lower + one, written, upper=False)
+    values, keys = written.split([v.shape[-1], k.shape[-1]], dim=-1)
+    scores = q @ k.mT * decay
+    left = (total[..., -1:] - total)[..., None].exp() * k
+    state, out = torch.zeros_like(k[:, :, 0].mT @ v[:, :, 0]), []
+    for i in range(q.shape[2]):
+        new = values[:, :, i] - keys[:, :, i] @ state
+        out.append(total[:, :, i, :, None].exp() * q[:, :, i] @ state + scores[:, :, i] @ new)
+        state = total[:, :, i, -1, None, None].exp() * state + left[:, :, i].mT @ new
+    return torch.cat(out, dim=2).transpose(1, 2)
+
+
+class DeltaNet(nn.Module):
+    def __init__(self, c: HybridConfig):
+        super().__init__()
+        self.c = c
+        self.keys, self.values = c.key_heads * c.delta_dim, c.value_heads * c.delta_dim
+        mixed = 2 * self.keys + self.values
+        self.in_proj = nn.Linear(c.dim, mixed + self.values, bias=False)
+        self.gates = nn.Linear(c.dim, 2 * c.value_heads, bias=False)
+        self.conv = nn.Conv1d(mixed, mixed, c.conv, groups=mixed, padding=c.conv - 1, bias=False)
+        self.dt_bias = nn.Parameter(torch.linspace(-6.0, -2.0, c.value_heads))
+        self.A_log = nn.Parameter(torch.linspace(1.0, 16.0, c.value_heads).log())
+        self.norm = RMSNorm(c.delta_dim)
+        self.out_proj = nn.Linear(self.values, c.dim, bias=False)
+
+    def forward(self, u: Tensor) -> Tensor:
+        c = self.c
+        batch, length, _ = u.shape
+        mixed, z = self.in_proj(u).split([2 * self.keys + self.values, self.values], dim=-1)
+        mixed = F.silu(self.conv(mixed.transpose(1, 2))[..., :length].transpose(1, 2))
+        q, k, v = mixed.split([self.keys, self.keys, self.values], dim=-1)
+        q, k, v = (t.reshape(batch, length, -1, c.delta_dim).float() for t in (q, k, v))
+        q, k = (
+            F.normalize(t, dim=-1, eps=1e-6).repeat_interleave(c.value_heads // c.key_heads, dim=2) for t in (q, k)
+        )
+        step, beta = self.gates(u).float().chunk(2, dim=-1)
+        g = -self.A_log.float().exp() * F.softplus(step + self.dt_bias.float())
+        o = delta_rule(q * c.delta_dim**-0.5, k, v, g, beta.sigmoid(), c.chunk).to(u.dtype)
+        o = self.norm(o) * F.silu(z.view_as(o))
+        return self.out_proj(o.reshape(batch, length, -1))
+
+
 # -------------------------------------------------------------------------------------------------------- experts
 
 
@@ -199,7 +261,7 @@ class Layer(nn.Module):
     def __init__(self, c: HybridConfig, kind: str):
         super().__init__()
         self.norm = RMSNorm(c.dim)
-        self.block = {"A": Attention, "M": Mamba, "E": Experts}[kind](c)
+        self.block = {"A": Attention, "M": Mamba, "D": DeltaNet, "E": Experts}[kind](c)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.block(self.norm(x))

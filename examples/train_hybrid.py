@@ -1,10 +1,11 @@
-"""Train a hybrid of attention, Mamba-2 and expert layers under several compilers, on the same text, and compare them.
+"""Train a hybrid of attention, Mamba-2 or Gated DeltaNet, and expert layers under several compilers, and compare them.
 
 The model (`plain_hybrid.py`) is plain PyTorch. A compiler that cannot train it, for want of memory or because it fails,
 is shown with its reason. The text is Python's own standard library, as in `train_mla.py`.
 
     python examples/train_hybrid.py                                       # a tiny model, on CPU in a few minutes
     python examples/train_hybrid.py --dtype bfloat16 --backends eager:float32 eager megacpp --steps 200     # likewise
+    python examples/train_hybrid.py --mixer delta                         # Gated DeltaNet in the place of Mamba-2
     python examples/train_hybrid.py --size large --dtype bfloat16 --length 4096 --batch 4 --steps 200     # on a GPU
 """
 
@@ -30,11 +31,15 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 1e-1}
 def parse_arguments(models: Collection[str], summary: str) -> argparse.Namespace:
     parser = arguments(summary, "train_hybrid.png", steps=30, lr=1e-3, backends=("eager", "megacpp"))
     parser.add_argument("--size", default="tiny", choices=["tiny", "large"], help="large: a billion parameters")
+    parser.add_argument("--mixer", default="mamba", choices=["mamba", "delta"], help="delta: Gated DeltaNet layers")
     parser.add_argument("--batch", type=int, default=4, help="sequences a step")
     parser.add_argument("--length", type=int, default=128, help="bytes a sequence, a multiple of the scan's chunk")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="weights and activations")
     args = parsed(parser)
     args.config = plain_hybrid.LARGE if args.size == "large" else plain_hybrid.TINY
+    if args.mixer == "delta":
+        own = dataclasses.replace(args.config, pattern=args.config.pattern.replace("M", "D"))
+        args.config = dataclasses.replace(own, chunk=min(own.chunk, 64))
     if args.length % args.config.chunk:
         parser.error(f"--length must be a multiple of the scan's chunk, {args.config.chunk}")
     if unknown := {backend.rpartition("+")[0] for backend in args.backends}.difference(models):

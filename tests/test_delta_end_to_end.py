@@ -16,7 +16,7 @@ LOOPS = {name: TOKENS[name] for name in ("sums_of_products", "einsums_channel_ga
 
 
 def make(spelling, **sizes):
-    return lambda: PlainDelta(spelling, dim=DIM, groups=2, heads=4, width=32, values=32, **sizes)
+    return lambda: PlainDelta(spelling, dim=DIM, groups=2, heads=4, width=32, values=32, wide=True, **sizes)
 
 
 def tokens(length):

@@ -251,19 +251,28 @@ def test_chunks(tokens, words, device):
     assert longest <= chunks.chunk_rows(tokens, words, 2, torch.device(device))
     assert longest * words * 2 <= (chunks.CUDA_BYTES if device == "cuda" else chunks.CPU_BYTES)
     assert device == "cpu" or longest >= min(tokens, 1024)
+    assert device == "cpu" or tokens <= longest or longest == 1 << longest.bit_length() - 1
 
 
-@pytest.mark.parametrize("accumulate", [torch.float32, None])
 @pytest.mark.parametrize("grads", ["", "x", "xw"])
-@pytest.mark.parametrize(("tokens", "words"), [(16384, 131072), (1024, 32768)])
-def test_what_it_holds_while_it_runs(monkeypatch, accumulate, grads, tokens, words):
+@pytest.mark.parametrize(("dtype", "tokens", "words", "rows", "wide"), [
+    (torch.bfloat16, 16384, 131072, 2048, False),
+    (torch.bfloat16, 8192, 131072, 2048, False),
+    (torch.bfloat16, 4096, 262144, 1024, False),
+    (torch.bfloat16, 16384, 32768, 4096, False),
+    (torch.bfloat16, 1024, 32768, 1024, False),
+    (torch.bfloat16, 32768, 131072, 4096, False),  # a larger chunk, as eight of them may be added up in place
+    (torch.bfloat16, 131072, 131072, 2048, True),  # which costs more than a sum in float32 here
+    (torch.float16, 16384, 131072, 2048, True),
+])  # fmt: skip
+def test_what_it_holds_while_it_runs(dtype, grads, tokens, words, rows, wide):
     """On a GPU: a chunk of logits, and where there are several the gradient of w in what they are added up in."""
-    monkeypatch.setattr(chunks, "ACCUMULATE", accumulate)
-    on_gpu = {"dtype": torch.bfloat16, "device": torch.device("cuda")}
+    on_gpu = {"dtype": dtype, "device": torch.device("cuda")}
     x, w = (SimpleNamespace(shape=(n, 2048), **on_gpu) for n in (tokens, words))
-    whole, several = 2 * tokens * words, tokens * words * 2 > chunks.CUDA_BYTES
-    logits = chunks.CUDA_BYTES if several else whole
-    wide = 2 * words * 2048 if several and accumulate and "w" in grads else 0  # beside the result
+    if "w" not in grads:
+        rows = min(rows, chunks.CUDA_BYTES // (2 * words))  # nothing to add up
+    logits = 2 * rows * words
+    wide = 2 * words * 2048 if wide and "w" in grads else 0  # beside the result
     want = max(logits + wide, 2 * wide)
     assert traits_of(torch.ops.megacpp.linear_cross_entropy.default).workspace(x, w, *[None] * 9, grads) == want
     backward = traits_of(torch.ops.megacpp.linear_cross_entropy_backward.default)

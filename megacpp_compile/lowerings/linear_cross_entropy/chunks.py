@@ -20,35 +20,59 @@ XLA_BYTES = 256 << 20
 CPU_BYTES = 64 << 20
 # Times those bytes that the reference has at once: logits, their gradient in three steps, and a mask.
 AT_ONCE = 4.25
-# What several chunks' gradients of a weight in half precision are added up in on CUDA: torch.float32, which holds them
-# twice as wide until the last, or None for the weight's own dtype, which rounds once a chunk.
-ACCUMULATE: torch.dtype | None = torch.float32
-# Chunks are a multiple of so many rows, a tile of a GEMM, where they are that long.
-TILE = 128
+# Of so many chunks the gradients of a weight in bfloat16 are added up in place on CUDA, each sum rounded: at 2048 to
+# 131072 that is no further off than eager's, which rounds the logits and their gradient. Of more in float32, which
+# holds them twice as wide until the last.
+MOST_IN_PLACE = 8
+# Rows that a chunk is cut to where there are so many, a tile of a GEMM; and those that fill a GPU.
+TILE, FULL = 128, 2048
 
 
-def chunk_rows(tokens: int, words: int, itemsize: int, device: torch.device) -> int:
-    """Rows of the longest chunk: as many as fit, or fewer where so many chunks are then of one length."""
-    most = max(1, {CUDA: CUDA_BYTES, TPU: XLA_BYTES}.get(family({device.type}), CPU_BYTES) // max(1, words * itemsize))
+def chunk_rows(tokens: int, words: int, itemsize: int, device: torch.device, wide: int = 0) -> int:
+    """Rows of the longest chunk. wide: bytes that sums of w's gradient take in float32 beside the result, where such a
+    sum may be in place."""
+    each = max(1, words * itemsize)
+    if family({device.type}) is CUDA:
+        return min(max(1, tokens), _cuda_rows(tokens, each, wide))
+    most = max(1, {TPU: XLA_BYTES}.get(family({device.type}), CPU_BYTES) // each)
     if tokens <= most:
         return max(1, tokens)
-    even = -(-tokens // -(-tokens // most))
+    even = -(-tokens // -(-tokens // most))  # fewer rows where so many chunks are then of one length
     return min(most, -(-even // TILE) * TILE)
 
 
-def chunks(tokens: int, words: int, itemsize: int, device: torch.device) -> Iterator[slice]:
+def _cuda_rows(tokens: int, each: int, wide: int) -> int:
+    """A quarter of the tokens or `FULL` of them, as many as fit, and a power of 2, which cuBLAS likes best (1280 and
+    1536 rows take longer than 1024 and 2048); more, where that costs less memory than sums in float32. each: bytes of
+    a row of logits."""
+    fits = _power_below(min(max(1, CUDA_BYTES // each), max(tokens // 4, FULL)))
+    few = 1 << max(0, -(-tokens // max(1, MOST_IN_PLACE)) - 1).bit_length()
+    return few if fits < few and few * each <= fits * each + wide else fits
+
+
+def _power_below(n: int) -> int:
+    """The largest power of 2 that is at most n."""
+    return 1 << n.bit_length() - 1
+
+
+def chunks(tokens: int, words: int, itemsize: int, device: torch.device, wide: int = 0) -> Iterator[slice]:
     """Slices of tokens, in order."""
-    rows = chunk_rows(tokens, words, itemsize, device)
+    rows = chunk_rows(tokens, words, itemsize, device, wide)
     for start in range(0, tokens, rows):
         yield slice(start, min(start + rows, tokens))
 
 
-def sum_dtype(dtype: torch.dtype, several: bool) -> torch.dtype:
-    """What gradients of a weight in `dtype` are added up in on CUDA. float16 is never added to in place: sums of many
-    chunks leave its range, and those of few lose their digits."""
-    if not several:
+def sum_dtype(dtype: torch.dtype, count: int) -> torch.dtype:
+    """What gradients of a weight in `dtype` are added up in on CUDA, over so many chunks. float16 is never added to in
+    place: sums of many chunks leave its range, and those of few lose their digits."""
+    if count <= 1 or dtype == torch.bfloat16 and count <= MOST_IN_PLACE:
         return dtype
-    return torch.promote_types(torch.float32 if dtype == torch.float16 else ACCUMULATE or dtype, dtype)
+    return torch.promote_types(torch.float32, dtype)
+
+
+def wide_bytes(w: torch.Tensor, grads: str) -> int:
+    """`wide` of `chunk_rows`."""
+    return 2 * hint(w.shape[0]) * hint(w.shape[1]) if "w" in grads and w.dtype == torch.bfloat16 else 0
 
 
 def workspace(x: torch.Tensor, w: torch.Tensor, grads: str) -> int:
@@ -56,13 +80,13 @@ def workspace(x: torch.Tensor, w: torch.Tensor, grads: str) -> int:
     tokens, words, hidden = hint(x.shape[0]), hint(w.shape[0]), hint(w.shape[1])
     cuda = family({x.device.type}) is CUDA
     itemsize = x.dtype.itemsize if cuda else compute_dtype(x).itemsize
-    rows = chunk_rows(tokens, words, itemsize, x.device)
+    rows = chunk_rows(tokens, words, itemsize, x.device, wide_bytes(w, grads) if cuda else 0)
     logits = rows * words * itemsize
     if not cuda:
         logits = int(AT_ONCE * logits)
     if "w" not in grads:
         return logits
     own = words * hidden * w.dtype.itemsize
-    sums = words * hidden * (sum_dtype(w.dtype, tokens > rows) if cuda else compute_dtype(w)).itemsize
+    sums = words * hidden * (sum_dtype(w.dtype, -(-tokens // rows)) if cuda else compute_dtype(w)).itemsize
     # While chunks are added there is no result yet; when it is made there are no logits any more.
     return max(logits + sums - own, sums if sums > own else 0)

@@ -2,7 +2,7 @@
 in their place (`_triton_rows`), and cuBLAS takes it from there.
 
 In memory beside operands and results: the logits of one chunk (`chunks`), and where several chunks add to the gradient
-of w, that in `chunks.ACCUMULATE`. No atomics: equal inputs give equal bits. A target that is no word fails an assertion
+of w, that in `chunks.sum_dtype`. No atomics: equal inputs give equal bits. A target that is no word fails an assertion
 on the device, as in eager.
 """
 
@@ -44,12 +44,13 @@ def supports(name: str, args: Sequence[Any]) -> str | None:
 class Chunks:
     """The chunks of a call."""
 
-    def __init__(self, x: Tensor, w: Tensor, b: Tensor | None, target: Tensor) -> None:
+    def __init__(self, x: Tensor, w: Tensor, b: Tensor | None, target: Tensor, grads: str) -> None:
         self.x, self.w, self.b, self.target = _dense(x), _dense(w), b, target.contiguous()
         self.tokens, self.words = x.shape[0], w.shape[0]
         each = max(1, ALIGNED // x.dtype.itemsize)
         self.width = -(-self.words // each) * each
-        self.slices = list(chunks.chunks(self.tokens, self.width, x.dtype.itemsize, x.device))
+        wide = chunks.wide_bytes(w, grads)
+        self.slices = list(chunks.chunks(self.tokens, self.width, x.dtype.itemsize, x.device, wide))
 
     def logits(self) -> Iterator[tuple[slice, Tensor]]:
         """(tokens, their logits), each time in the same memory."""
@@ -70,7 +71,7 @@ class Gradients:
     def __init__(self, of: Chunks, wanted: str) -> None:
         self.of, self.wanted = of, wanted
         x, w, b = (name in wanted for name in "xwb")
-        sums = chunks.sum_dtype(of.w.dtype, len(of.slices) > 1)
+        sums = chunks.sum_dtype(of.w.dtype, len(of.slices))
         new = of.w.new_empty if of.tokens else of.w.new_zeros
         self.dx = of.x.new_empty(of.x.shape if x else 0)
         self.dw = new(of.w.shape if w else 0, dtype=sums)
@@ -112,7 +113,7 @@ def linear_cross_entropy(
     reduction: str,
     grads: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    of = Chunks(x, w, b, target)
+    of = Chunks(x, w, b, target, grads)
     made = Gradients(of, grads)
     _assert_words(of.target, ignore_index, of.words)
     count = counts(of.target, weight, ignore_index, compute_dtype(x))
@@ -140,7 +141,7 @@ def linear_cross_entropy_backward(
     z_loss: float,
     grads: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    of = Chunks(x, w, b, target)
+    of = Chunks(x, w, b, target, grads)
     made = Gradients(of, grads)
     lse = lse.contiguous()
     count = counts(of.target, weight, ignore_index, lse.dtype)

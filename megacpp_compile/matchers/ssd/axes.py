@@ -169,6 +169,15 @@ class Axes:
         self.lengths.append(Longer(whole, parts, extra))
         return whole
 
+    def repeated(self, part: Dim, count: int) -> Dim:
+        """`count` times `part`, one behind another, as a loop over it puts its results together."""
+        times = fresh(count)
+        pin([times])
+        self.pick(times, *range(count))
+        whole = [*times, *part]
+        self.lengths.append(Longer(whole, [part] * count, 0))
+        return whole
+
     def shorter(self, dim: Dim, size: Any) -> Dim:
         """A dimension of `size`, what a slice leaves of `dim`: what it was before padding, where that is its length."""
         for eq in self.lengths:

@@ -41,6 +41,7 @@ CHUNKED = {
     "halves": Spelling(chunked.inverse_in_halves, whole=True, norm=no_norm),
     "general_inverse": Spelling(chunked.low_precision),
     "whole_sequence": Spelling(chunked.whole_sequence, norm=over_longer_norm),
+    "put_together": Spelling(chunked.chunks_put_together, whole=True),
     "gates_in_the_operands": Spelling(chunked.gates_in_the_operands, whole=True),
     "no_gate_row_by_row": Spelling(chunked.no_gate_row_by_row, gate=None, whole=True),
     "channel_gates": Spelling(chunked.chunk_after_chunk, gate="channel"),
@@ -70,13 +71,15 @@ LINEAR = {
 
 
 class PlainDelta(nn.Module):
-    """given: a state carried in is an argument; state: the one at the end is returned; strength: beta in (0, it)."""
+    """given: a state carried in is an argument; state: the one at the end is returned; strength: beta in (0, it); wide:
+    the recurrence is given float32 at least."""
 
     def __init__(self, spelling=CHUNKED["rows_in_place"], *, dim=10, groups=2, heads=4, width=3, values=5, chunk=CHUNK,
-                 given=False, state=False, strength=1):  # fmt: skip
+                 given=False, state=False, strength=1, wide=False):  # fmt: skip
         super().__init__()
         torch.manual_seed(0)
         self.spelling, self.chunk, self.given, self.state, self.strength = spelling, chunk, given, state, strength
+        self.wide = wide
         self.shape = (groups, heads, width, values)
         self.sizes = (groups * width, groups * width, heads * values)
         self.in_proj = nn.Linear(dim, sum(self.sizes), bias=False)
@@ -102,6 +105,9 @@ class PlainDelta(nn.Module):
         q, k, v = self.in_proj(u).split(self.sizes, -1)
         q, k, v = q.sin().view(b, t, groups, width), k.view(b, t, groups, width), v.view(b, t, heads, values)
         beta = None if self.beta_proj is None else self.strength * self.beta_proj(u).sigmoid()
+        if self.wide:
+            q, k, v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, v))
+            beta = None if beta is None else beta.to(v.dtype)
         o, final = self.spelling.form(
             q, k, v, self.gates(u), beta, state, self.chunk, width**-0.5, self.spelling.norm)
         o = self.out_proj(o.reshape(b, t, -1).to(u.dtype).tanh())

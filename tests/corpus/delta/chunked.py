@@ -250,3 +250,22 @@ def low_precision(q, k, v, g, beta, state, size, scale, norm):
 
 def with_rows_in_a_list(*args):
     return chunk_after_chunk(*args, inverse=by_rows_in_a_list)
+
+
+def chunks_put_together(q, k, v, g, beta, state, size, scale, norm):
+    """What each chunk reads is concatenated along the tokens; one solve for values and keys that gates are in."""
+    q, k = expanded(norm(q) * scale, v.shape[2]), expanded(norm(k), v.shape[2])
+    q, k, v, g, beta = (x.unflatten(1, (-1, size)).movedim(3, 1) for x in (q, k, v, g[..., None], beta[..., None]))
+    total = g.squeeze(-1).cumsum(-1)
+    decay = (total[..., :, None] - total[..., None, :]).tril().exp().tril()
+    both = torch.cat((beta * v, beta * total[..., None].exp() * k), -1)
+    one = torch.eye(size, dtype=v.dtype, device=v.device)
+    both = torch.linalg.solve_triangular(((beta * k) @ k.mT * decay).tril(-1) + one, both, upper=False)
+    values, keys = both.split([v.shape[-1], k.shape[-1]], -1)
+    scores, left = q @ k.mT * decay, (total[..., -1:] - total)[..., None].exp() * k
+    state, out = torch.zeros_like(k[:, :, 0].mT @ v[:, :, 0]) if state is None else state, []
+    for i in range(q.shape[2]):
+        new = values[:, :, i] - keys[:, :, i] @ state
+        out.append(total[:, :, i, :, None].exp() * q[:, :, i] @ state + scores[:, :, i] @ new)
+        state = total[:, :, i, -1, None, None].exp() * state + left[:, :, i].mT @ new
+    return torch.cat(out, 2).transpose(1, 2), state

@@ -139,7 +139,11 @@ def _cat(r: ResizeContext, n: Node) -> list[Dim]:
         return parts[0]
     dim = axis(argument(n, 1, "dim", 0), len(parts[0]))
     others = broadcast(r, [[*p[:dim], [], *p[dim + 1 :]] for p in parts])
-    others[dim] = r.axes.longer([p[dim] for p in parts], 0, value(n).shape[dim])
+    each = flat(parts[0][dim])
+    if each and all(flat(p[dim]) == each for p in parts):
+        others[dim] = r.axes.repeated(parts[0][dim], len(parts))
+    else:
+        others[dim] = r.axes.longer([p[dim] for p in parts], 0, value(n).shape[dim])
     sizes = [value(a).shape[dim] for a in n.args[0]]  # type: ignore[union-attr]
     if all(isinstance(size, int) for size in sizes):
         r.axes.pick(others[dim], *((sum(sizes[:i]), size) for i, size in enumerate(sizes)))
