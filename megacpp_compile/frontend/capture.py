@@ -128,6 +128,7 @@ def capture(gm: GraphModule, example_inputs: Sequence[Any]) -> Captured:
         if isinstance(value, torch.nn.Parameter):
             weights.add(new)
     exported.meta.update(gm.meta)
+    _inherit_sources(gm, exported)
     exported.recompile()
     return Captured(exported, mode, frozenset(weights | trained), frozenset(trained), given_up)
 
@@ -149,6 +150,26 @@ def _inherit(old: Node, new: Node) -> None:
     new.meta["dynamo_name"] = old.name
 
 
+def _inherit_sources(old: GraphModule, new: GraphModule) -> None:
+    """Where Dynamo found the tensors that a graph holds itself. AOTAutograd reads the marks of static addresses off
+    placeholders of a graph that says so alone; CUDA graphs copy what has no such mark, and refuse to write to it."""
+    found = getattr(old, "_param_name_to_source", None)
+    if found is None:
+        return
+    of = {_attribute(name): source for name, source in found.items()}
+    held = [name for each in (new.named_parameters, new.named_buffers) for name, _ in each(remove_duplicate=False)]
+    given = [getattr(n, "_dynamo_source", None) for n in new.graph.nodes if n.op == "placeholder"]
+    if all(name in of for name in held) and None not in given:
+        sources = [*(of[name] for name in held), *given]
+        if len(set(sources)) == len(sources):
+            new._param_name_to_source = {name: of[name] for name in held}  # type: ignore[assignment]
+
+
+def _attribute(buffer: str) -> str:
+    """What a buffer of Dynamo's graph is called in ours."""
+    return "_buffer_" + buffer.replace(".", "_")
+
+
 def _restore_interface(gm: GraphModule, signature: Any, buffers: dict[str, torch.Tensor]) -> None:
     """Lifted buffers become attributes again, writes to inputs a `copy_` epilogue, outputs Dynamo's own tuple."""
     graph = gm.graph
@@ -157,7 +178,7 @@ def _restore_interface(gm: GraphModule, signature: Any, buffers: dict[str, torch
         raise CaptureError("the graph holds its own parameters instead of taking them as inputs")
     for name, buffer in signature.inputs_to_buffers.items():
         node = placeholders[name]
-        gm.register_buffer(attribute := "_buffer_" + buffer.replace(".", "_"), buffers[buffer])
+        gm.register_buffer(attribute := _attribute(buffer), buffers[buffer])
         with graph.inserting_before(node):
             get = graph.get_attr(attribute)
         get.meta.update(node.meta)
