@@ -29,6 +29,7 @@ class Site:
         saved_reason: why bytes are unknown where they were to be counted, else "".
         frame: index of the frame within its report; set on collection.
         node: name of the op's node in the FX graph.
+        note: what the pass decided, and by what, "" where there was nothing to decide.
     """
 
     pass_name: str
@@ -43,6 +44,7 @@ class Site:
     saved_reason: str = ""
     frame: int = 0
     node: str = ""
+    note: str = ""
     # Each report holds a copy, as frames are numbered per report; all copies share this list.
     _copies: list[Site] = field(default_factory=list, repr=False, compare=False)
 
