@@ -14,6 +14,9 @@ from megacpp_compile.matchers.latent_decode.decodes import Decode, View
 from megacpp_compile.matchers.latent_decode.masks import Seen
 
 aten = torch.ops.aten
+# What a row is hidden by where data says so: its exponential is 0 beside any other's, and it is no infinity, of which a
+# product with 0 would be no number.
+LOW = -1e30
 
 
 def inputs_of(found: Decode) -> list[Node]:
@@ -21,7 +24,7 @@ def inputs_of(found: Decode) -> list[Node]:
     core = found.core
     views = (found.latent, found.w_uk, found.w_uv, *(one.rows for one in found.shared))
     nodes = [*(q.node for q, _ in core.scores), *(view.node for view in views)]
-    nodes += [node for one in found.seen for _, node in one.last.parts]
+    nodes += [node for one in found.seen for _, node in one.last.parts] + [one.node for one in found.given]
     return list(dict.fromkeys(nodes))
 
 
@@ -30,11 +33,13 @@ def emit(build: Builder, found: Decode) -> tuple[Node, list[Node]]:
     core, sizes = found.core, found.sizes
     dtype = torch.promote_types(value(found.latent.node).dtype, value(found.expanded[0]).dtype)
     size = _Sizes(build, found)
-    latent = _one_buffer(build, found, size)
+    seen = _given(build, found)
+    latent = None if found.given else _one_buffer(build, found, size)
     if latent is None:
         parts = [_rows(build, found.latent, "bsr", size)]
         parts += [_rows(build, one.rows, "bsc", size, one.width) for one in found.shared]
         parts = [build.cast(part, dtype) for part in parts]
+        parts += [_bias(build, seen, size, dtype)] if seen is not None else []
         latent = build(aten.cat.default, parts, -1) if len(parts) > 1 else parts[0]
     rows = build.cast(latent, dtype)
     w_uk, w_uv = (_weight(build, w, (sizes["h"], n, sizes["r"]), dtype) for w, n in
@@ -44,11 +49,15 @@ def emit(build: Builder, found: Decode) -> tuple[Node, list[Node]]:
     absorbed = build(aten.einsum.default, "bthn,hnr->bthr", [nope, w_uk])
     pieces = [build.cast(absorbed, dtype)]
     pieces += [_channels(build, queries[one.part], one.first, one.width) for one in found.shared]
+    if found.given:
+        pieces.append(build(aten.new_ones.default, pieces[0], [size("b"), size("t"), sizes["h"], 1]))
     q = build(aten.cat.default, pieces, -1) if len(pieces) > 1 else pieces[0]
     together = not same_size(sizes["t"], 1) and not (found.seen and found.seen[0].moves)
     if together:  # all queries see the same rows: as many heads of one
         q = build(aten.unsqueeze.default, build(aten.flatten.using_ints, q, 1, 2), 1)
     lengths = _lengths(build, found, size)
+    if seen is not None:  # a sequence without any row has a result of 0, as torch's attention has it
+        lengths = build(aten.mul.Tensor, lengths, build(aten.any.dim, seen, -1))
     op = build(torch.ops.megacpp.mla_decode.default, q, rows, lengths, None, None, core.scale, sizes["r"])
     out = build.item(op, 0)
     if together:
@@ -174,6 +183,30 @@ def _channels(build: Builder, queries: Node, first: int, width: int) -> Node:
     if (first, width) == (0, value(queries).shape[-1]):
         return queries
     return build(aten.slice.Tensor, queries, -1, first, first + width)
+
+
+def _given(build: Builder, found: Decode) -> Node | None:
+    """[b or 1, s] of bool, which rows all queries see as far as data says so; None where it says nothing."""
+    seen = None
+    for one in found.given:
+        node, axes = one.node, found.core.scores_axes
+        have = list(axes[len(axes) - value(node).dim() :])
+        for dim in reversed(range(len(have))):
+            if have[dim] not in "bs":
+                node = build(aten.select.int, node, dim, 0)
+                del have[dim]
+        node = _ordered(build, node, have, "bs")
+        node = build(aten.logical_not.default, node) if one.hidden else node
+        seen = node if seen is None else build(aten.logical_and.default, seen, node)
+    return seen
+
+
+def _bias(build: Builder, seen: Node, size: Callable[[str], Any], dtype: torch.dtype) -> Node:
+    """[b, s, 1]: one more channel of the keys, which queries have 1 in: 0, or so low that a row has no weight."""
+    options: dict[str, Any] = {"dtype": dtype, "device": value(seen).device}
+    low = build(aten.full.default, [], max(LOW, torch.finfo(dtype).min), **options)
+    bias = build(aten.where.self, seen, build(aten.full.default, [], 0.0, **options), low)
+    return build(aten.unsqueeze.default, build(aten.expand.default, bias, [size("b"), size("s")]), -1)
 
 
 def _lengths(build: Builder, found: Decode, size: Callable[[str], Any]) -> Node:

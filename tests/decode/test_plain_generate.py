@@ -1,5 +1,5 @@
-"""Models of transformers with caches of their own, compiled: they generate eager's tokens, and the report says what to
-do about a cache of expanded keys."""
+"""Models of transformers with caches of their own, which hold latents, compiled: each step takes the absorbed form, and
+they generate eager's tokens."""
 
 from __future__ import annotations
 
@@ -29,10 +29,9 @@ def test_generates_the_tokens_of_eager(which, kind, no_kernels):
         model.compile(backend="megacpp", options={"strict": True})
         assert torch.equal(generated(model, ids, past_key_values=cache()), want)
     assert all(frame.captured for frame in report.frames)
-    misses = {(m.tag, m.fqn) for m in report.misses if m.pass_name == "mla_decode"}
-    layers = {f"model.layers.{i}.self_attn" for i in range(2)}
-    assert {fqn for tag, fqn in misses if tag == "expanded-cache"} == layers, report.misses
-    assert "use_latent_cache(model" in str(report)
+    steps = [frame for frame in report.frames if frame.passes["mla_decode"]]
+    assert steps and {frame.passes["mla_decode"] for frame in steps} == {2}, report.misses
+    assert all(site.note.startswith("absorbed by counts") for site in report.sites if site.pass_name == "mla_decode")
 
 
 @torch.no_grad()
@@ -49,10 +48,12 @@ def test_a_static_cache_is_one_graph_for_64_steps(no_kernels):
         place = torch.tensor([at])
         return called(ids[:, at : at + 1], past_key_values=past, cache_position=place, position_ids=place[None]).logits
 
-    got = [step(compiled, 5, own)]
+    with megacpp_compile.record() as report:
+        got = [step(compiled, 5, own)]
     graphs = counters["stats"]["unique_graphs"]
     with torch._dynamo.config.patch(error_on_recompile=True):
         got += [step(compiled, at, own) for at in range(6, 70)]
+    assert report.counts["mla_decode"] == 1, report.misses
     assert graphs == counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
     for at, logits in zip(range(5, 70), got, strict=True):
         torch.testing.assert_close(logits, step(model, at, eager), msg=lambda m, at=at: f"step {at}: {m}")

@@ -267,17 +267,39 @@ def positions_that_are_data(m, x, latents, ropes, position):
 
 def mask_that_is_data(m, x, latents, ropes, position):
     k, v = expanded(m, latents, ropes)
-    return joined(F.scaled_dot_product_attention(queries(m, x, position), k, v, attn_mask=latents[:, None, None, :, 0] > 0))
+    seen = (latents[:, None, :1, 0] + latents[:, None, :, 0] > 0)[:, None] | (x[:, None, :, :1] > 9)
+    return joined(F.scaled_dot_product_attention(queries(m, x, position), k, v, attn_mask=seen))
 
 
 @pytest.mark.parametrize(
     ("body", "tag", "tokens"),
-    [(keys_read_elsewhere, "escapes", 1), (window, "mask", 1), (positions_that_are_data, "mask", 2),
-     (mask_that_is_data, "mask", 1)],
+    [(keys_read_elsewhere, "escapes", 1), (window, "mask", 2), (positions_that_are_data, "mask", 2),
+     (mask_that_is_data, "mask", 2)],
     ids=lambda p: getattr(p, "__name__", str(p)),
 )  # fmt: skip
 def test_refused(body, tag, tokens):
     assert_refused(NAME, tag, *build(body, tokens))
+
+
+def padded(m, x, latents, ropes, position):
+    """Rows that are padding are hidden as well, by data."""
+    positions = position + torch.arange(x.shape[1])
+    k, v = expanded(m, latents, ropes)
+    there = (latents[..., 0] + 1 > 0)[:, None, None, :]
+    seen = (torch.arange(latents.shape[1]) <= positions[:, None]) & there
+    return joined(F.scaled_dot_product_attention(queries(m, x, positions), k, v, attn_mask=seen))
+
+
+@pytest.mark.parametrize(("body", "tokens"), [(padded, 1), (padded, 3), (window, 1), (mask_that_is_data, 1)])
+def test_rows_hidden_by_data(body, tokens):
+    """What is the same for all queries is one more channel of the rows, beside the length where there is one."""
+    frames = assert_fires(NAME, *build(body, tokens))
+    (node,) = (n for n in frames.graph.graph.nodes if "mla_decode" in str(n.target))
+    assert node.args[1].meta["val"].shape[-1] == LATENT + ROPE + 1
+    module, args = Step(body, torch.bfloat16), arguments(tokens, torch.bfloat16, batch=32)
+    want = copy.deepcopy(module).double()(*(a.double() if a.is_floating_point() else a for a in args))
+    eager = relative_error(module(*args), want)
+    assert 0 < relative_error(run(module, args).results["output 0"], want) < 1.25 * eager
 
 
 def keys_of_their_own(m, x, latents, ropes, position):

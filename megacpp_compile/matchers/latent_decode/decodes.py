@@ -23,7 +23,7 @@ from megacpp_compile.fx.views import is_cast
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.latent_decode.core import Core, Operand, cores
 from megacpp_compile.matchers.latent_decode.elements import AXES, Elements, along, cut, elements, levels, places
-from megacpp_compile.matchers.latent_decode.masks import NotRows, Seen, rows_seen
+from megacpp_compile.matchers.latent_decode.masks import NotRows, Rows, Seen, rows_seen
 from megacpp_compile.matchers.latent_decode.products import BROADCAST, CONTRACTED, Factor, product_of
 
 # For each dimension of a tensor, where along it an element is: (its first place, axis -> places a step along it).
@@ -54,7 +54,8 @@ class Decode:
 
     latent [b, s, r]; w_uk [h, nope, r]; w_uv [h, v, r]. part, first: which channels of which part's queries meet w_uk.
     shared: the other channels. sizes: of "b", "h", "t", "s", of "n" (nope), "p" (shared), "v" and "r", symbolic or not.
-    expanded: the projections' nodes. seen: up to which row a query sees, of each limit; empty where it sees all.
+    expanded: the projections' nodes. seen: up to which row a query sees, of each limit; empty where it sees all. given:
+    further rows that are hidden from all queries, as data.
     """
 
     core: Core
@@ -67,6 +68,7 @@ class Decode:
     sizes: dict[str, Any]
     expanded: tuple[Node, ...]
     seen: tuple[Seen, ...] = ()
+    given: tuple[Rows, ...] = ()
 
 
 def find_decodes(graph: fx.Graph) -> Iterator[Decode | MatchFailure]:
@@ -121,12 +123,12 @@ def _decode(core: Core) -> Decode | MatchFailure | None:
     if sizes["r"] >= sizes["h"] * (sizes["n"] + sizes["v"]):
         return None
     try:
-        seen = tuple(rows_seen(core, sizes["t"]))
+        seen, given = map(tuple, rows_seen(core, sizes["t"]))
     except NotRows as why:
         mask = core.masks[0].node
         return MatchFailure(core.result.node, "mask", f"which rows a query sees is not told by {mask.name}: {why}")
     return Decode(core, latent, w_uk, w_uv, part, int(channels[0]), tuple(shared), sizes,
-                  (key.product, value_.product), seen)  # fmt: skip
+                  (key.product, value_.product), seen, given)  # fmt: skip
 
 
 def _samples(core: Core) -> dict[str, np.ndarray] | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -132,30 +132,38 @@ def levels(at: Elements) -> list[Elements]:
     return found
 
 
-def cut(at: Elements) -> Iterator[Elements] | None:
-    """The elements of each tensor that `at.node` puts one behind the other along the channels; None where it is
-    something else."""
-    node = at.node
-    if node.target is not aten.cat.default:
+def cut(at: Elements) -> list[Elements] | None:
+    """The elements of each tensor that `at.node` has side by side along the channels, as `cat` does, and writes into a
+    part of another; None where it is something else."""
+    node, rank = at.node, len(at.index)
+    if node.target is aten.cat.default:
+        dim = (node.args[1] if len(node.args) > 1 else 0) % rank  # type: ignore[operator]
+        given: Any = node.args[0]
+        ends = [0, *itertools.accumulate(hint(value(part).shape[dim]) for part in given)]
+        runs = list(zip(given, ends, ends, ends[1:], strict=False))
+    elif node.target is aten.slice_scatter.default:
+        base, source, dim, start, _, step = [*node.args, *(None,) * 4][:6]
+        dim, whole = (dim or 0) % rank, hint(value(node).shape[(dim or 0) % rank])  # type: ignore[operator]
+        start = start or 0
+        if not isinstance(start, int) or start < 0 or step not in (None, 1):
+            return None
+        end = start + hint(value(source).shape[dim])
+        runs = [(base, 0, 0, start), (source, start, start, end), (base, 0, end, whole)]
+    else:
         return None
-    parts: Any = node.args[0]
-    dim = (node.args[1] if len(node.args) > 1 else 0) % len(at.index)  # type: ignore[operator]
     if any(at.varies(dim, axis) for axis in AXES if axis != "c"):
         return None
-    return _cut(at, dim, parts)
-
-
-def _cut(at: Elements, dim: int, parts: Sequence[Node]) -> Iterator[Elements]:
-    place = np.broadcast_to(at.index[dim].reshape(-1), at.samples["c"].shape)
-    ends = [0, *itertools.accumulate(hint(value(p).shape[dim]) for p in parts)]
-    for part, lo, hi in zip(parts, ends, ends[1:], strict=False):
+    place, axis = np.broadcast_to(at.index[dim].reshape(-1), at.samples["c"].shape), AXES.index("c")
+    found = []
+    for part, first, lo, hi in runs:
         chosen = np.flatnonzero((place >= lo) & (place < hi))
-        if not len(chosen):
-            continue
-        axis = AXES.index("c")
-        index = [i if i.shape[axis] == 1 else np.take(i, chosen, axis) for i in at.index]
-        index[dim] = index[dim] - lo
-        yield Elements(part, {**at.samples, "c": at.samples["c"][chosen]}, tuple(index))
+        if len(chosen) and (np.diff(chosen) == 1).all():
+            index = [i if i.shape[axis] == 1 else np.take(i, chosen, axis) for i in at.index]
+            index[dim] = index[dim] - first
+            found.append(Elements(part, {**at.samples, "c": at.samples["c"][chosen]}, tuple(index)))
+        elif len(chosen):
+            return None
+    return found
 
 
 def _part(at: Elements, split: Node, index: Any) -> Elements | None:

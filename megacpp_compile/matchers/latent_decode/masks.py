@@ -63,23 +63,69 @@ class Seen:
     moves: bool
 
 
-def rows_seen(core: Core, tokens: Any) -> list[Seen]:
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Which rows are seen, the same by all queries, as data: `node`, of bool, is broadcast to the scores. hidden: what
+    it says is the contrary."""
+
+    node: Node
+    hidden: bool
+
+
+def rows_seen(core: Core, tokens: Any) -> tuple[list[Seen], list[Rows]]:
     """What the masks of `core` let a query see, each of them; none where it sees all rows. Raises NotRows."""
-    limits = [limit for mask in core.masks for limit in _limits(mask.node, mask.kind)]
-    rank, found = len(core.scores_axes), list[Seen]()
-    for limit in limits:
-        steps = dict(zip(core.scores_axes, (0,) * (rank - len(limit.steps)) + limit.steps, strict=True))
-        if steps.get("t") == DATA:
-            raise NotRows("it goes by positions of the new tokens that are data, and may be any: make them start + arange")
-        if steps["s"] == DATA or steps["h"] == DATA:
-            raise NotRows("it is data")
-        if steps["s"] != 1 or steps["b"] not in (0, DATA) or steps["h"] or steps.get("t", 0) not in (0, -1):
-            raise NotRows("it hides other rows than those behind a last one")
-        moves = steps.get("t", 0) == -1
-        found.append(Seen(-Sum((), limit.number, limit.parts), moves))
+    parts = [part for mask in core.masks for part in _parts(mask.node, mask.kind)]
+    limits, given = list[Seen](), list[Rows]()
+    for part in parts:
+        try:
+            limits += [_limit(limit, core) for limit in (part if isinstance(part, list) else _where(*part))]
+        except NotRows:
+            if isinstance(part, list) or not _of_rows(part[0], core):
+                raise
+            given.append(Rows(*part))
     if core.causal:
-        found.append(Seen(Sum(()), True))
-    return _least(found, tokens)
+        limits.append(Seen(Sum(()), True))
+    return _least(limits, tokens), given
+
+
+def _limit(limit: Sum, core: Core) -> Seen:
+    steps = dict(zip(core.scores_axes, (0,) * (len(core.scores_axes) - len(limit.steps)) + limit.steps, strict=True))
+    if steps.get("t") == DATA:
+        raise NotRows("it goes by positions of the new tokens that are data, and may be any: make them start + arange")
+    if DATA in (steps["s"], steps["h"]):
+        raise NotRows("it is data")
+    if steps["s"] != 1 or steps["b"] not in (0, DATA) or steps["h"] or steps.get("t", 0) not in (0, -1):
+        raise NotRows("it hides other rows than those behind a last one")
+    return Seen(-Sum((), limit.number, limit.parts), steps.get("t", 0) == -1)
+
+
+def _of_rows(node: Node, core: Core) -> bool:
+    """Whether `node` is of bool and the same for all queries and heads."""
+    fake = value(node)
+    if not isinstance(fake, torch.Tensor) or fake.dtype != torch.bool:
+        return False
+    axes = core.scores_axes[len(core.scores_axes) - fake.dim() :]
+    return all(same_size(n, 1) for axis, n in zip(axes, fake.shape, strict=True) if axis in "ht")
+
+
+# Sums that are at most 0 where a row is seen, or (condition, whether it says what is hidden).
+_Limits = list[Sum] | tuple[Node, bool]
+
+
+def _parts(node: Node, kind: str) -> list[_Limits]:
+    return _added(node) if kind == "added" else _conditions(node, kind == "hidden")
+
+
+def _conditions(node: Node, hidden: bool) -> list[_Limits]:
+    """The parts of a condition that all have to hold."""
+    if node.target in (aten.logical_not.default, aten.bitwise_not.default):
+        return _conditions(node.args[0], not hidden)  # type: ignore[arg-type]
+    both = [n for n in node.args[:2] if isinstance(n, Node)] if node.target in (_OR if hidden else _AND) else []
+    if len(both) == 2 and all(value(n).dtype == torch.bool for n in both):
+        return [part for n in both for part in _conditions(n, hidden)]
+    if node.target in EXPANSIONS | IDENTITIES:  # what is broadcast once more
+        return _conditions(node.args[0], hidden)  # type: ignore[arg-type]
+    return [] if constant(node) == (0 if hidden else 1) else [(node, hidden)]
 
 
 def _least(found: list[Seen], tokens: Any) -> list[Seen]:
@@ -104,30 +150,26 @@ def _least(found: list[Seen], tokens: Any) -> list[Seen]:
     return left
 
 
-def _limits(node: Node, kind: str) -> list[Sum]:
-    """Sums that are at most 0 where a row is seen."""
-    if kind == "added":
-        return _added(node)
-    return _where(node, hidden=kind == "hidden")
-
-
-def _added(node: Node) -> list[Sum]:
+def _added(node: Node) -> list[_Limits]:
     """Of a mask that is 0 or so low that nothing is left."""
     if node.target in (aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar):
         condition, a, b = node.args
         if constant(a) == 0 and _low(b):
-            return _where(condition, hidden=False)
+            return _conditions(condition, False)  # type: ignore[arg-type]
         if constant(b) == 0 and _low(a):
-            return _where(condition, hidden=True)
+            return _conditions(condition, True)  # type: ignore[arg-type]
     if node.target in (aten.masked_fill.Scalar, aten.masked_fill.Tensor):
         if constant(node.args[0]) == 0 and _low(node.args[2]):
-            return _where(node.args[1], hidden=True)
+            return _conditions(node.args[1], True)  # type: ignore[arg-type]
         if _low(node.args[0]) and constant(node.args[2]) == 0:
-            return _where(node.args[1], hidden=False)
+            return _conditions(node.args[1], False)  # type: ignore[arg-type]
     if node.target is aten.triu.default and _low(node.args[0]):
-        return [_beside_diagonal(node, -1).plus(1)]
+        return [[_beside_diagonal(node).plus(1)]]
+    if node.target in EXPANSIONS | IDENTITIES or node.target in _DTYPES:
+        return _added(node.args[0])  # type: ignore[arg-type]
     if _is_through(node):
-        return _viewed(node, _added(node.args[0]))  # type: ignore[arg-type]
+        parts = [part if isinstance(part, list) else _where(*part) for part in _added(node.args[0])]  # type: ignore[arg-type]
+        return [_viewed(node, part) for part in parts]
     raise NotRows("it is data")
 
 
@@ -136,8 +178,8 @@ def _low(x: Any) -> bool:
     return number is not None and number <= -60000
 
 
-def _beside_diagonal(node: Node, sign: int) -> Sum:
-    """column - row - diagonal, the last `sign` times what triu and tril take."""
+def _beside_diagonal(node: Node) -> Sum:
+    """column - row - diagonal of a `triu` or `tril`."""
     diagonal = node.args[1] if len(node.args) > 1 else 0
     rank = value(node).dim()
     return Sum((0,) * (rank - 2) + (-1, 1)) + _number(diagonal, -1)
@@ -167,10 +209,10 @@ def _where(node: Any, hidden: bool) -> list[Sum]:
         limit = (a + -b if sign > 0 else b + -a).plus(more)
         return [(-limit).plus(1) if hidden else limit]
     if target is aten.tril.default and constant(node.args[0]) == 1:
-        limit = _beside_diagonal(node, 1)
+        limit = _beside_diagonal(node)
         return [(-limit).plus(1) if hidden else limit]
     if target is aten.triu.default and constant(node.args[0]) == 1:
-        limit = -_beside_diagonal(node, 1)
+        limit = -_beside_diagonal(node)
         return [(-limit).plus(1) if hidden else limit]
     if _is_through(node):
         return _viewed(node, _where(node.args[0], hidden))
