@@ -179,6 +179,9 @@ class Frame:
         lost: whether it was not captured and may have held an idiom, so that the log warned of it.
         precision: under a precision plan, a `Precision` as a dict for every linear, routed expert layer and attention.
         attention: an `AttentionSite` as a dict for every attention.
+        cuda_graph: where CUDA graphs are asked for, "captured" or "not captured: why", as Inductor decided for the code
+            it made, and what it leaves out; "" where nobody asked. Of a backward that is compiled when it first runs
+            nothing is known yet.
     """
 
     index: int = 0
@@ -205,16 +208,18 @@ class Frame:
     left_to: str = ""
     lost: bool = False
     attention: list[dict[str, str]] = field(default_factory=list)
+    cuda_graph: str = ""
 
     @property
     def outcome(self) -> str:
-        """ "captured", "fell back: why" or "ran in eager: why", "from cache" where `cached`, and where the graph breaks
-        behind it."""
+        """ "captured", "fell back: why" or "ran in eager: why", "from cache" where `cached`, what became of CUDA graphs
+        where they are asked for, and where the graph breaks behind it."""
         left = "ran in eager" if self.left_to == "eager" else "fell back"
         text = "captured" if self.captured else f"{left}: {self.reason}"
         text += ", from cache" if self.cached else ""
         if self.captured and self.expert_loops:
             text += f"; sums over the experts that have tokens, read as sums over all: {self.expert_loops}"
+        text += f"; CUDA graphs: {self.cuda_graph}" if self.cuda_graph else ""
         return f"{text}; graph break at {self.graph_break}" if self.graph_break else text
 
     @property
