@@ -48,8 +48,9 @@ def decision_on_cuda_graphs(code: Any, given: Mapping[str, Any]) -> CudaGraphDec
     info, reasons = code.cudagraph_info, getattr(code, "disabled_cudagraphs_reason", None)
     if not reasons and info is not None:
         reasons = ", ".join(info.cudagraph_fail_reasons)
-    reason = str(reasons or _said()).removeprefix("skipping cudagraphs due to ").removeprefix("disabling cudagraphs due to ")
-    return CudaGraphDecision(False, reason=(reason.strip().splitlines() or [""])[0].removesuffix(" Found from : ").strip(" ."))
+    lines = str(reasons or _said()).strip().splitlines() or [""]  # behind the first comes where in the user's code
+    reason = lines[0].removeprefix("skipping cudagraphs due to ").removeprefix("disabling cudagraphs due to ")
+    return CudaGraphDecision(False, reason=reason.partition("Found from")[0].strip(" ."))
 
 
 def _said() -> str:

@@ -1,8 +1,8 @@
 """What Inductor decides on CUDA graphs, of each frame, for the report: captured, or why not.
 
-Asked for by `mode="reduce-overhead"`, "max-autotune", or `inductor={"triton.cudagraphs": True}`. Inductor decides when it
-has made the code of a graph, and says so in the box that it is given; it records graphs in the first calls. A call then
-runs the code itself where an input it writes to may have moved.
+Asked for by `mode="reduce-overhead"`, "max-autotune", or `inductor={"triton.cudagraphs": True}`. Inductor decides when
+it has made the code of a graph, and says so in the box that it is given; it records graphs in the first calls. A call
+then runs the code itself where an input it writes to may have moved.
 """
 
 from __future__ import annotations

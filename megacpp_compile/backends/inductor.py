@@ -80,9 +80,9 @@ def _compile(
     patches = _with_policy(settings, example_inputs)
     inputs, inner = _inner(settings.inner_compile, example_inputs)
     usual = inspect.signature(compile_fx).parameters.get("inner_compile")
-    watched = settings.on_cuda_graph is not None and cuda_graphs.asked(patches) and cuda_graphs.is_for_cuda(example_inputs)
-    if watched and (made := inner.get("inner_compile", usual and usual.default)):
-        inner = {"inner_compile": cuda_graphs.Watched(made, settings.on_cuda_graph)}  # type: ignore[arg-type]
+    tell, captures = settings.on_cuda_graph, cuda_graphs.asked(patches) and cuda_graphs.is_for_cuda(example_inputs)
+    if tell is not None and captures and (made := inner.get("inner_compile", usual and usual.default)):
+        inner = {"inner_compile": cuda_graphs.Watched(made, tell)}
     if not with_backward:
         return compile_fx(gm, inputs, config_patches=patches or None, **inner)  # type: ignore[arg-type,return-value]
     if own := inner.get("inner_compile", usual and usual.default):

@@ -1,12 +1,13 @@
 """A decoding step of latent attention in the absorbed form (arXiv:2405.04434, 2.1).
 
-Before: `k_nope, v = kv_b(latents).split(..); k = cat((k_nope, rope_row.expand(heads)), -1); sdpa(q, k, v, mask)`, with
-        the latents of all rows so far, or in any other spelling: two up-projections, einsums, a softmax between products
+Before: `k_nope, v = kv_b(latents).split(..); k = cat((k_nope, rope_row.expand(heads)), -1); sdpa(q, k, v, mask)` over
+        the latents of all rows so far, or in another spelling: two up-projections, einsums, a softmax between products
 After:  `out, _ = megacpp.mla_decode(cat((q_nope W_uk, q_rope)), cat((latents, rope_row)), lengths, ..); out W_uv`
 
-Safe because (q W_uk) c = q (W_uk c): scores and results are the same sums in another order. Keys and values of all heads
-are not made. Found by what attention computes (`matchers/latent_decode`): which elements of the keys and values a
-projection makes of which latents, and up to which row a query sees. A query that sees no row is 0 where eager's is NaN.
+Safe because (q W_uk) c = q (W_uk c): scores and results are the same sums in another order. No head's keys and values
+are made. Found by what attention computes (`matchers/latent_decode`): which elements of keys and values a projection
+makes of which latents, and up to which row a query sees; further rows that a mask hides from all queries, as data, are
+low in one more channel. A query that sees no row is 0 where eager's is NaN.
 Taken where it needs fewer multiply-adds by `choose_form`, whose counts are the site's note; for symbolic sizes, those
 that the frame was first compiled with.
 Refused: training, for which it is no gain (tag `training`); caches of expanded keys (`expanded-cache`); keys or values
@@ -64,7 +65,8 @@ def _decide(view: GraphView, found: Decode, gradients: set[Node]) -> Match | Mat
     unread = unread_without(node.all_input_nodes, {node})
     for expanded in found.expanded:
         if expanded not in unread:
-            return MatchFailure(expanded, "escapes", f"{expanded.name}, what the latents are expanded to, is read elsewhere too")
+            reason = f"{expanded.name}, what the latents are expanded to, is read elsewhere too"
+            return MatchFailure(expanded, "escapes", reason)
     if place(inputs, [node], node, view.mode_states) is None:
         return MatchFailure(node, *REGION)
     return Match(node, inputs, [node], lambda build: emit(build, found), note=str(form))

@@ -54,10 +54,11 @@ def test_inductor_s_own_reason(monkeypatch, fires):
     """Its code is asked on CPU as it is on CUDA, for a frame of our ops and for one that is Inductor's alone."""
     torch._dynamo.reset()
     monkeypatch.setattr(cuda_graphs, "is_for_cuda", lambda inputs: True)
-    settings = {"triton.cudagraphs": True, "graph_partition": False, "force_disable_caches": True}
-    with megacpp_compile.record() as report, torch.no_grad():
-        model = torch.compile(Model(), backend="megacpp", options={"inductor": settings, "disable": () if fires else ("down_norm_up",)})
-        model(torch.randn(4, 8))
+    settings = {"triton.cudagraphs": True, "graph_partition": False, "fx_graph_cache": False}
+    options = {"inductor": settings, "disable": () if fires else ("down_norm_up",)}
+    cache = torch._functorch.config.patch(enable_autograd_cache=False)
+    with megacpp_compile.record() as report, torch.no_grad(), cache:
+        torch.compile(Model(), backend="megacpp", options=options)(torch.randn(4, 8))
     (frame,) = report.frames
     assert frame.passes.get("down_norm_up", 0) == fires
     assert frame.cuda_graph.startswith("not captured: cpu device ("), frame.cuda_graph

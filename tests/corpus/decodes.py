@@ -86,7 +86,8 @@ def one_projection(m, x, latents, ropes, position):
 def two_projections(m, x, latents, ropes, position):
     """Scores of two parts, in float32; a mask of lengths."""
     positions = position + torch.arange(x.shape[1], device=x.device)
-    latents, ropes = (c.index_copy(1, positions, n) for c, n in zip((latents, ropes), new_rows(m, x, positions), strict=True))
+    latent, rope = new_rows(m, x, positions)
+    latents, ropes = latents.index_copy(1, positions, latent), ropes.index_copy(1, positions, rope)
     k = m.up_k(latents).unflatten(-1, (HEADS, NOPE))
     v = m.up_v(latents).unflatten(-1, (HEADS, VALUE))
     q_nope, q_rope = queries(m, x, positions).transpose(1, 2).split([NOPE, ROPE], -1)

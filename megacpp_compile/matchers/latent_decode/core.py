@@ -109,7 +109,7 @@ def _of_softmax(softmax: Node) -> Iterator[Core]:
     if len(shared) != 2 or len(queries) > 1:
         return
     for batch, heads in (shared, shared[::-1]):
-        names = {rows: "s", batch: "b", heads: "h", **{d: "t" for d in queries}}
+        names = {rows: "s", batch: "b", heads: "h", **dict.fromkeys(queries, "t")}
         out = {weights.dims[d]: name for d, name in names.items() if d != rows}
         pairs = [_pair(product, names) for product in scores.products]
         if any(pair is None for pair in pairs):

@@ -1,5 +1,5 @@
-"""Decode over cached latents: attention whose keys and values are, head by head, what a projection makes of one latent a
-row, beside channels of the keys that all heads share.
+"""Decode over cached latents: attention whose keys and values are, head by head, what a projection makes of one latent
+a row, beside channels of the keys that all heads share.
 
     k[b, h, s] = (W_uk[h] latent[b, s], rope[b, s])    v[b, h, s] = W_uv[h] latent[b, s]
 
@@ -40,7 +40,7 @@ class View:
 
 @dataclasses.dataclass(frozen=True)
 class Shared:
-    """Channels of the keys that all heads share. part: of the scores they are in; first, width: their channels there."""
+    """Channels of the keys that all heads share. part: of the scores they are in; first, width: which of its channels."""
 
     rows: View
     part: int
@@ -123,12 +123,12 @@ def _decode(core: Core) -> Decode | MatchFailure | None:
     if sizes["r"] >= sizes["h"] * (sizes["n"] + sizes["v"]):
         return None
     try:
-        seen, given = map(tuple, rows_seen(core, sizes["t"]))
+        seen, given = rows_seen(core, sizes["t"])
     except NotRows as why:
         mask = core.masks[0].node
         return MatchFailure(core.result.node, "mask", f"which rows a query sees is not told by {mask.name}: {why}")
     return Decode(core, latent, w_uk, w_uv, part, int(channels[0]), tuple(shared), sizes,
-                  (key.product, value_.product), seen, given)  # fmt: skip
+                  (key.product, value_.product), tuple(seen), tuple(given))  # fmt: skip
 
 
 def _samples(core: Core) -> dict[str, np.ndarray] | None:
@@ -192,8 +192,8 @@ def _expanded(at: Elements) -> _Expanded | None:
 def _factor(at: Elements, factor: Factor, samples: Mapping[str, np.ndarray]) -> Elements:
     """The elements of a factor that the elements `at` of a product are made of, along "r"."""
     zero = np.zeros([1] * len(AXES), dtype=np.int64)
-    index = [along("r", samples["r"]) if d == CONTRACTED else zero if d == BROADCAST else at.index[d] for d in factor.dims]
-    return Elements(factor.node, samples, tuple(index))
+    of = {CONTRACTED: along("r", samples["r"]), BROADCAST: zero, **dict(enumerate(at.index))}
+    return Elements(factor.node, samples, tuple(of[d] for d in factor.dims))
 
 
 def _places(at: Elements, axes: str) -> Places | None:
@@ -256,7 +256,7 @@ def _weight(at: list[Elements], axes: str) -> View | None:
 
 # --- caches whose latents are gone
 
-_APPENDS = ("cat", "index_copy", "slice_scatter", "index_put", "_unsafe_index_put", "scatter", "where", "select_scatter")
+_APPENDS = frozenset({"cat", "index_copy", "slice_scatter", "select_scatter", "index_put", "scatter", "where"})
 
 
 def _of_a_cache_of_keys(core: Core, samples: Mapping[str, np.ndarray]) -> MatchFailure | None:

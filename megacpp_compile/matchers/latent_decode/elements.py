@@ -109,12 +109,12 @@ def back(at: Elements) -> Elements | None:
         return Elements(source, at.samples, tuple(at.index[order.index(d)] for d in range(len(order))))
     if node.target in EXPANSIONS:
         here, there = value(node).shape, value(source).shape
-        index, first = list[np.ndarray](), len(here) - len(there)
+        own, first = list[np.ndarray](), len(here) - len(there)
         for d, size in enumerate(there):
             if not same_size(size, here[first + d]) and not same_size(size, 1):
                 return None
-            index.append(at.index[first + d] * 0 if same_size(size, 1) else at.index[first + d])
-        return Elements(source, at.samples, tuple(index))
+            own.append(at.index[first + d] * 0 if same_size(size, 1) else at.index[first + d])
+        return Elements(source, at.samples, tuple(own))
     if node.target is aten.slice.Tensor:
         return _sliced(at, source)
     if node.target is aten.select.int and isinstance(node.args[2], int):
@@ -192,9 +192,7 @@ def _sliced(at: Elements, source: Node) -> Elements | None:
         if not isinstance(size, int):
             return None
         start = max(0, size + start)
-    return Elements(
-        source, at.samples, tuple(i * step + start if d == dim else i for d, i in enumerate(at.index))
-    )
+    return Elements(source, at.samples, tuple(i * step + start if d == dim else i for d, i in enumerate(at.index)))
 
 
 def _order(node: Node, rank: int) -> list[int]:

@@ -32,7 +32,8 @@ class Sum:
     parts: tuple[Part, ...] = ()
 
     def __neg__(self) -> Sum:
-        return Sum(tuple(n if n == DATA else -n for n in self.steps), -self.number, tuple((-n, node) for n, node in self.parts))
+        steps = tuple(n if n == DATA else -n for n in self.steps)
+        return Sum(steps, -self.number, tuple((-n, node) for n, node in self.parts))
 
     def __add__(self, other: Sum) -> Sum:
         rank = max(len(self.steps), len(other.steps))
@@ -226,14 +227,12 @@ _COMPARISONS = {
     aten.le.Tensor: (1, 0), aten.le.Scalar: (1, 0), aten.lt.Tensor: (1, 1), aten.lt.Scalar: (1, 1),
     aten.ge.Tensor: (-1, 0), aten.ge.Scalar: (-1, 0), aten.gt.Tensor: (-1, 1), aten.gt.Scalar: (-1, 1),
 }  # fmt: skip
-_DTYPES = (aten._to_copy.default, aten.to.dtype)
+_DTYPES = frozenset({aten._to_copy.default, aten.to.dtype})
+_THROUGH = IDENTITIES | RESHAPES | SQUEEZES | EXPANSIONS | _DTYPES | {UNSQUEEZE, aten.slice.Tensor, aten.transpose.int}
 
 
 def _is_through(node: Any) -> bool:
-    return isinstance(node, Node) and node.op == "call_function" and (
-        node.target in IDENTITIES | RESHAPES | SQUEEZES | EXPANSIONS | {UNSQUEEZE, aten.slice.Tensor, aten.transpose.int}
-        or node.target in _DTYPES
-    )  # fmt: skip
+    return isinstance(node, Node) and node.target in _THROUGH
 
 
 def _viewed(node: Node, sums: Sequence[Sum]) -> list[Sum]:

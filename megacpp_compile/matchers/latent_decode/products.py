@@ -80,6 +80,7 @@ def _einsum(node: Node) -> Product | None:
     for operand, term in zip(operands, terms, strict=True):  # type: ignore[arg-type]
         sizes = value(operand).shape
         dims = tuple(CONTRACTED if s in contracted else out.index(s) for s in term)
-        widened = (d >= 0 and _is_one(n) and not _is_one(value(node).shape[d]) for d, n in zip(dims, sizes, strict=True))
+        whole = value(node).shape
+        widened = [d >= 0 and _is_one(n) and not _is_one(whole[d]) for d, n in zip(dims, sizes, strict=True)]
         factors.append(Factor(operand, tuple(BROADCAST if w else d for w, d in zip(widened, dims, strict=True))))
     return Product(node, (factors[0], factors[1]))
