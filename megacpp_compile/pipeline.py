@@ -18,7 +18,6 @@ from torch.fx import GraphModule, Node
 
 from megacpp_compile._torch.dynamo import RestartAnalysis
 from megacpp_compile._torch.ops import HigherOrderOperator
-from megacpp_compile.backends import cuda_graphs
 from megacpp_compile.backends._protocol import Backend, Settings, backend_for
 from megacpp_compile.backends.cache_hits import cache_hits
 from megacpp_compile.backends.static_launch import start_workers
@@ -266,11 +265,7 @@ def _hand_to_backend(
         assert config.policy is not None
         frame.remat, frame.peak = describe(plan, blocks, config.policy), peak
 
-    def on_cuda_graph(text: str) -> None:
-        frame.cuda_graph = text
-
-    frame.cuda_graph = cuda_graphs.before(target.device(example_inputs).type, patches)
-    settings = Settings(target, config, patches, on_plan, inner_compile, max(frame.blocks, 1), on_cuda_graph)
+    settings = Settings(target, config, patches, on_plan, inner_compile, max(frame.blocks, 1), frame.on_cuda_graph)
     rewritten = analysis.rewritten_gm()
     if rewritten is None and analysis.calls_ops:
         rewritten = gm

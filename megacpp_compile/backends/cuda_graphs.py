@@ -19,19 +19,13 @@ from megacpp_compile._torch.inductor import decision_on_cuda_graphs
 from megacpp_compile.lowerings._traits import name_of, traits_of
 
 SETTING = "triton.cudagraphs"
-UNTOLD = "not known: the code came from a cache"
+# What is told before there is code: of a frame for CUDA until it is made, of another for good.
+UNTOLD, ELSEWHERE = "not known: the code came from a cache", "not captured: cpu"
 
 
 def asked(patches: Mapping[str, Any]) -> bool:
     """Whether Inductor's settings ask for CUDA graphs. patches: those of the frame, before the global ones."""
     return bool(patches.get(SETTING, inductor_config.triton.cudagraphs))
-
-
-def before(device: str, patches: Mapping[str, Any]) -> str:
-    """What to report of a frame that is to be compiled: of one for another device this is all; "" if nobody asked."""
-    if not asked(patches):
-        return ""
-    return UNTOLD if device == "cuda" else f"not captured: {device}"
 
 
 class Watched:

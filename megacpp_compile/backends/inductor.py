@@ -80,9 +80,11 @@ def _compile(
     patches = _with_policy(settings, example_inputs)
     inputs, inner = _inner(settings.inner_compile, example_inputs)
     usual = inspect.signature(compile_fx).parameters.get("inner_compile")
-    tell, captures = settings.on_cuda_graph, cuda_graphs.asked(patches) and cuda_graphs.is_for_cuda(example_inputs)
-    if tell is not None and captures and (made := inner.get("inner_compile", usual and usual.default)):
-        inner = {"inner_compile": cuda_graphs.Watched(made, tell)}
+    if (tell := settings.on_cuda_graph) is not None and cuda_graphs.asked(patches):
+        there = cuda_graphs.is_for_cuda(example_inputs)
+        tell(cuda_graphs.UNTOLD if there else cuda_graphs.ELSEWHERE)
+        if there and (made := inner.get("inner_compile", usual and usual.default)):
+            inner = {"inner_compile": cuda_graphs.Watched(made, tell)}
     if not with_backward:
         return compile_fx(gm, inputs, config_patches=patches or None, **inner)  # type: ignore[arg-type,return-value]
     if own := inner.get("inner_compile", usual and usual.default):

@@ -222,6 +222,10 @@ class Frame:
         text += f"; CUDA graphs: {self.cuda_graph}" if self.cuda_graph else ""
         return f"{text}; graph break at {self.graph_break}" if self.graph_break else text
 
+    def on_cuda_graph(self, text: str) -> None:
+        """Note what became of CUDA graphs."""
+        self.cuda_graph = text
+
     @property
     def mode(self) -> str:
         """ "training" or "inference"."""

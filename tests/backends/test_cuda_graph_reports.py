@@ -141,12 +141,6 @@ def test_what_is_told():
     )
 
 
-def test_before_it_is_compiled():
-    asked = {"triton.cudagraphs": True}
-    assert cuda_graphs.before("cuda", asked) == cuda_graphs.UNTOLD
-    assert cuda_graphs.before("xla", asked) == "not captured: xla" and cuda_graphs.before("cuda", {}) == ""
-
-
 # --- ops that no graph can hold
 
 

@@ -40,7 +40,7 @@ class View:
 
 @dataclasses.dataclass(frozen=True)
 class Shared:
-    """Channels of the keys that all heads share. part: of the scores they are in; first, width: which of its channels."""
+    """Channels of the keys that all heads share. part: of the scores they are in; first, width: which of it."""
 
     rows: View
     part: int
