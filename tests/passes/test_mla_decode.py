@@ -302,6 +302,17 @@ def test_rows_hidden_by_data(body, tokens):
     assert 0 < relative_error(run(module, args).results["output 0"], want) < 1.25 * eager
 
 
+def causal_from_the_first_row(m, x, latents, ropes, position):
+    """Torch's own mask counts rows from the first, whatever there is behind."""
+    k, v = expanded(m, latents, ropes)
+    return joined(F.scaled_dot_product_attention(queries(m, x, position), k, v, is_causal=True))
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_torch_s_causal_mask(tokens):
+    assert_fires(NAME, *build(causal_from_the_first_row, tokens))
+
+
 def keys_of_their_own(m, x, latents, ropes, position):
     """Keys and values are made of different latents."""
     v = m.up_v(latents.flip(1)).unflatten(-1, (HEADS, VALUE)).transpose(1, 2)
