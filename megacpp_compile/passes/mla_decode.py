@@ -69,4 +69,4 @@ def _decide(view: GraphView, found: Decode, gradients: set[Node]) -> Match | Mat
             return MatchFailure(expanded, "escapes", reason)
     if place(inputs, [node], node, view.mode_states) is None:
         return MatchFailure(node, *REGION)
-    return Match(node, inputs, [node], lambda build: emit(build, found), note=str(form))
+    return Match(node, inputs, [node], lambda build: emit(build, found), note=str(form), forward_only=True)

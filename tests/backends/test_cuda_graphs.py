@@ -18,7 +18,7 @@ import megacpp_compile
 from megacpp_compile.lowerings._registry import choose, semantic_ops
 from tests.corpus import decodes
 from tests.lowerings import relative_error
-from tests.lowerings.agreement import KIND, on, tensors_of, unit_of
+from tests.lowerings.agreement import KIND, bits, on, tensors_of, unit_of
 from tests.lowerings.cases import CASES
 from tests.seeds import Draws
 
@@ -77,7 +77,7 @@ def test_an_op_is_captured_and_replayed(name, kernels_of_any_size):
         torch.cuda.synchronize()
         for i, (g, w) in enumerate(zip(tensors_of(got), want, strict=True)):
             # Sums by atomic additions may come in another order.
-            assert torch.equal(g, w) or relative_error(g, w) < unit_of(DTYPE), f"{label}: output {i}"
+            assert torch.equal(bits(g), bits(w)) or relative_error(g, w) < unit_of(DTYPE), f"{label}: output {i}"
         served += 1
         if served == 2:
             return
@@ -129,13 +129,14 @@ def test_training_is_captured_and_replayed(model, asked):
     """Forward and backward, on new inputs each, with eager's gradients; nothing was skipped."""
     torch._dynamo.reset()
     counters.clear()
-    plain = model().to("cuda", DTYPE)
+    # Rounded to fewer bits a router may choose otherwise than eager's.
+    dtype, width = (DTYPE, 256) if model is Block else (torch.float32, 64)
+    plain = model().to("cuda", dtype)
     ours = copy.deepcopy(plain)
     compiled = torch.compile(ours, backend="megacpp", **asked)
-    width = 256 if model is Block else 64
     with megacpp_compile.record() as report:
         for step in range(5):
-            x = torch.randn(128, width, device="cuda", dtype=DTYPE)
+            x = torch.randn(128, width, device="cuda", dtype=dtype)
             results = []
             for call, of in ((plain, plain), (compiled, ours)):
                 torch.compiler.cudagraph_mark_step_begin()

@@ -175,6 +175,11 @@ def test_what_was_decided_is_in_the_report():
     assert Report.from_json(report.to_json()).sites[0].note == site.note
 
 
+@pytest.mark.parametrize("body", [one_buffer, two_projections, length_of_each], ids=lambda f: f.__name__)
+def test_verified_against_the_plain_code(body):
+    assert check(*build(body, 2), Config(strict=True, verify="each")).counts[NAME] == 1
+
+
 def test_disabled():
     assert_disabled(NAME, *build(one_projection))
 
