@@ -265,7 +265,7 @@ def _hand_to_backend(
         assert config.policy is not None
         frame.remat, frame.peak = describe(plan, blocks, config.policy), peak
 
-    settings = Settings(target, config, patches, on_plan, inner_compile, max(frame.blocks, 1))
+    settings = Settings(target, config, patches, on_plan, inner_compile, max(frame.blocks, 1), frame.on_cuda_graph)
     rewritten = analysis.rewritten_gm()
     if rewritten is None and analysis.calls_ops:
         rewritten = gm

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
+from megacpp_compile._torch._registry import find
 from megacpp_compile._torch._theme import theme
 
 if TYPE_CHECKING:
@@ -17,3 +20,41 @@ if TYPE_CHECKING:
     from torch.utils._triton import has_triton_package
 else:
     __getattr__ = theme(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class CudaGraphDecision:
+    """Whether Inductor captures the code of a graph as CUDA graphs.
+
+    captured: it does. parts: into how many graphs. reason: why it does not, on one line; "" where it does not say.
+    writes: how many inputs it writes to whose addresses may change from call to call.
+    """
+
+    captured: bool
+    parts: int = 1
+    reason: str = ""
+    writes: int = 0
+
+
+def decision_on_cuda_graphs(code: Any, given: Mapping[str, Any]) -> CudaGraphDecision:
+    """What Inductor decided on `code`, which `compile_fx_inner` has made. given: the arguments by name that it got, of
+    which "cudagraphs" is the box that says whether they are used."""
+    if find("torch._inductor.output_code.CompiledFxGraph") is None or not hasattr(code, "cudagraph_info"):
+        return CudaGraphDecision(False, reason="it is no code of Inductor's")
+    if given.get("cudagraphs"):
+        parts = getattr(code, "partition_maps", None)
+        moving = set(getattr(code, "mutated_input_idxs", ())) - set(given.get("static_input_idxs") or ())
+        return CudaGraphDecision(True, len(parts) if parts else 1, writes=len(moving))
+    info, reasons = code.cudagraph_info, getattr(code, "disabled_cudagraphs_reason", None)
+    if not reasons and info is not None:
+        reasons = ", ".join(info.cudagraph_fail_reasons)
+    lines = str(reasons or _said()).strip().splitlines() or [""]  # behind the first comes where in the user's code
+    reason = lines[0].removeprefix("skipping cudagraphs due to ").removeprefix("disabling cudagraphs due to ")
+    return CudaGraphDecision(False, reason=reason.partition("Found from")[0].strip(" ."))
+
+
+def _said() -> str:
+    """What Inductor noted last, for torch's own telemetry, of the compilation under way."""
+    context = find("torch._dynamo.utils.get_metrics_context")
+    noted = getattr(context() if context is not None else None, "_metrics", {})
+    return str(noted.get("cudagraph_skip_reason", ""))

@@ -234,6 +234,11 @@ _ROWS = (
     Symbol("", "torch._inductor.config.static_launch_user_defined_triton_kernels", "torch's launcher for our kernels",
            "Triton launches them"),
     Symbol("", "torch._inductor.pattern_matcher", "telling errors of Inductor's patterns", ALONE),
+    Symbol("", "torch._inductor.output_code.CompiledFxGraph", "telling whether code is captured as CUDA graphs",
+           "the report does not say whether a frame is captured"),
+    Symbol("", "torch._dynamo.utils.get_metrics_context", "telling why code is not captured as CUDA graphs",
+           "some reasons are not in the report"),
+    Symbol("", "torch._inductor.config.triton.cudagraphs", "telling whether CUDA graphs are asked for", ALONE),
     # --- logging
     Symbol("logging.trace_structured", "torch._logging.trace_structured", "artifacts in TORCH_TRACE",
            "TORCH_TRACE has none", instead=lambda: _nothing),

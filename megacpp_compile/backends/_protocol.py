@@ -25,6 +25,7 @@ class Settings:
         on_plan: called with what the checkpointing policy decided.
         inner_compile: makes code of a partitioned graph in place of Inductor's, as in `compile_fx`.
         copies: how many such frames run in one step.
+        on_cuda_graph: called with what was decided on CUDA graphs, in words, where they are asked for.
     """
 
     target: Target
@@ -33,6 +34,7 @@ class Settings:
     on_plan: OnPlan | None = None
     inner_compile: Any = None
     copies: int = 1
+    on_cuda_graph: Callable[[str], None] | None = None
 
 
 class Backend(Protocol):

@@ -17,7 +17,7 @@ from torch.fx import GraphModule
 
 from megacpp_compile._torch.functorch import backward_with_forward, keep_saved_tensors
 from megacpp_compile._torch.inductor import config as inductor_config
-from megacpp_compile.backends import static_launch
+from megacpp_compile.backends import cuda_graphs, static_launch
 from megacpp_compile.backends._lower import LowerSemanticOps
 from megacpp_compile.backends._protocol import Settings
 from megacpp_compile.backends.inductor_stages import why_alone
@@ -79,9 +79,14 @@ def _compile(
 
     patches = _with_policy(settings, example_inputs)
     inputs, inner = _inner(settings.inner_compile, example_inputs)
+    usual = inspect.signature(compile_fx).parameters.get("inner_compile")
+    if (tell := settings.on_cuda_graph) is not None and cuda_graphs.asked(patches):
+        there = cuda_graphs.is_for_cuda(example_inputs)
+        tell(cuda_graphs.UNTOLD if there else cuda_graphs.ELSEWHERE)
+        if there and (made := inner.get("inner_compile", usual and usual.default)):
+            inner = {"inner_compile": cuda_graphs.Watched(made, tell)}
     if not with_backward:
         return compile_fx(gm, inputs, config_patches=patches or None, **inner)  # type: ignore[arg-type,return-value]
-    usual = inspect.signature(compile_fx).parameters.get("inner_compile")
     if own := inner.get("inner_compile", usual and usual.default):
         inner = {"inner_compile": functools.partial(_keeping_saved_tensors, own)}
     with backward_with_forward():

@@ -112,7 +112,7 @@ def unread_without(values: Iterable[Node], unread: Set[Node]) -> set[Node]:
     found, pending = set(unread), list(values)
     while pending:
         node = pending.pop()
-        if node not in found and node.op == "call_function" and not node.is_impure() and found.issuperset(node.users):
+        if node not in found and node.op == "call_function" and not has_effects(node) and found.issuperset(node.users):
             found.add(node)
             pending.extend(node.all_input_nodes)
     return found
@@ -125,6 +125,15 @@ def attribute_of(module: Any, path: Any) -> Any:
     return module
 
 
+def has_effects(node: Node) -> bool:
+    """Whether `node` does more than compute its value. Torch says so of any attention, which draws random numbers only
+    where it drops out."""
+    if node.target is torch.ops.aten.scaled_dot_product_attention.default:
+        dropout = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
+        return dropout != 0.0
+    return bool(node.is_impure())
+
+
 def drop_dead(graph: fx.Graph) -> bool:
     """Erase values nobody reads; whether there were any. Unlike `eliminate_dead_code` this leaves submodules alone: the
     bodies of higher-order ops are shared with Dynamo's graph, and in them an in-place op without readers is not dead.
@@ -133,7 +142,7 @@ def drop_dead(graph: fx.Graph) -> bool:
     erased = False
     for node in reversed(graph.nodes):
         written = node.op == "call_method" and str(node.target).endswith("_")
-        if not node.users and node.op not in ("placeholder", "output") and not written and not node.is_impure():
+        if not node.users and node.op not in ("placeholder", "output") and not written and not has_effects(node):
             graph.erase_node(node)
             erased = True
     return erased

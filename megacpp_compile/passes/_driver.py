@@ -178,7 +178,7 @@ def _apply(
         if isinstance(done, MatchFailure):
             failures.append(done)
             continue
-        site = _site(p, found.node, done.op_node)
+        site = _site(p, done.match, done.op_node)
         refusal = review(p, done.match, done.new, site) if review is not None else None
         if refusal is not None:
             rewriter.undo(done)
@@ -200,10 +200,10 @@ def _find(p: Pass, view: GraphView, config: Config, out: Outcome) -> list[Match 
         return []
 
 
-def _site(p: Pass, match: Node, op_node: Node) -> Site:
-    target = op_node.target
+def _site(p: Pass, match: Match, op_node: Node) -> Site:
+    target, node = op_node.target, match.node
     op = f"{target.namespace}::{target._opname}" if target in semantic_ops() else p.op  # type: ignore[union-attr]
-    return Site(p.name, op, module_fqn(match), source_line(match), "", "", node=op_node.name)
+    return Site(p.name, op, module_fqn(node), source_line(node), "", "", node=op_node.name, note=match.note)
 
 
 def _hold_to_the_graph(out: Outcome, given: Set[Node], graph: torch.fx.Graph, strict: bool) -> None:

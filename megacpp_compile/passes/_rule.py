@@ -30,6 +30,7 @@ class Match:
 
     rewrite: emits, by the builder it is given, what computes `outputs` from `inputs`; returns the op's node and the
     nodes that are to carry `outputs`, in order. The driver has chosen the place, and puts them there.
+    note: what was decided, for the report. forward_only: nothing differentiates it, and its op has no gradient.
     ends: the input whose last entry says how many rows of inputs and outputs there are; plain code leaves those behind
     unwritten. None where it writes all.
     """
@@ -39,6 +40,8 @@ class Match:
     outputs: list[Node]
     rewrite: Callable[[Builder], tuple[Node, list[Node]]]
     ends: Node | None = None
+    note: str = ""
+    forward_only: bool = False
 
 
 class Pass(Protocol):

@@ -42,7 +42,7 @@ from megacpp_compile.passes._rule import Match, in_other_modes
 aten = torch.ops.aten
 name = "down_norm_up"
 op = "megacpp::down_norm_up"
-after = ("linear", "linear_cross_entropy")  # a head behind a narrow norm is the loss's
+after = ("linear", "linear_cross_entropy", "mla_decode")  # a head behind a narrow norm is the loss's
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,7 +31,11 @@ MARK = "megacpp_offload"
 LEAST = 1 << 20
 
 
-@torch.library.custom_op("megacpp::offload", mutates_args=())
+# What CUDA graphs cannot hold: Inductor captures what is around it.
+UNSAFE = (torch.Tag.cudagraph_unsafe,)
+
+
+@torch.library.custom_op("megacpp::offload", mutates_args=(), tags=UNSAFE)
 def offload(x: Tensor) -> Tensor:
     """`x` in main memory, with its strides; pinned where `x` is on a GPU."""
     there = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu", pin_memory=x.is_cuda)
@@ -43,7 +47,7 @@ def _(x: Tensor) -> Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
 
 
-@torch.library.custom_op("megacpp::reload", mutates_args=())
+@torch.library.custom_op("megacpp::reload", mutates_args=(), tags=UNSAFE)
 def reload(x: Tensor, device: torch.device) -> Tensor:
     """`x`, from main memory, on `device`, with its strides."""
     here = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
@@ -55,7 +59,8 @@ def _(x: Tensor, device: torch.device) -> Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
 
 
-declare({"megacpp::offload": OpTraits(), "megacpp::reload": OpTraits()})
+_PINNED = "the host hands out pinned memory while it runs"
+declare({name: OpTraits(uncapturable=_PINNED) for name in ("megacpp::offload", "megacpp::reload")})
 
 
 def offloaded(plan: Plan, blocks: Mapping[Node, BlockRef], policy: CheckpointingPolicy) -> list[Node]:

@@ -8,8 +8,8 @@ FQN = "module (fqn)"
 COLUMNS: dict[str, dict[str, tuple[str, ...]]] = {
     "regions": {"modules (fqns)": ("fqns",), "module class": ("module",), "parameters": ("parameters",),
                 "treatment": ("treatment",), "reason": ("reason",)},
-    "fused": {"pass": ("pass_name",), FQN: ("fqn",), "source": ("source",), "op": ("op",), "lowering": ("lowering",),
-              "saved before → after": ("saved_before", "saved_after")},
+    "fused": {"pass": ("pass_name",), FQN: ("fqn",), "source": ("source",), "op": ("op",),
+              "lowering; note": ("lowering", "note"), "saved before → after": ("saved_before", "saved_after")},
     "recognised, without a lowering": {"kind": ("kind",), FQN: ("fqn",), "source": ("source",)},
     "precision": {"kind": ("kind",), FQN: ("fqn",), "shape": ("shape",), "rule": ("rule",),
                   "requested": ("requested",), "effective": ("effective",), "reason": ("reason",)},

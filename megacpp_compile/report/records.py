@@ -29,6 +29,7 @@ class Site:
         saved_reason: why bytes are unknown where they were to be counted, else "".
         frame: index of the frame within its report; set on collection.
         node: name of the op's node in the FX graph.
+        note: what the pass decided, and by what, "" where there was nothing to decide.
     """
 
     pass_name: str
@@ -43,6 +44,7 @@ class Site:
     saved_reason: str = ""
     frame: int = 0
     node: str = ""
+    note: str = ""
     # Each report holds a copy, as frames are numbered per report; all copies share this list.
     _copies: list[Site] = field(default_factory=list, repr=False, compare=False)
 
@@ -180,6 +182,9 @@ class Frame:
         lost: whether it was not captured and may have held an idiom, so that the log warned of it.
         precision: under a precision plan, a `Precision` as a dict for every linear, routed expert layer and attention.
         attention: an `AttentionSite` as a dict for every attention.
+        cuda_graph: where CUDA graphs are asked for, "captured" or "not captured: why", as Inductor decided for the code
+            it made, and what it leaves out; "" where nobody asked. Of a backward that is compiled when it first runs
+            nothing is known yet.
     """
 
     index: int = 0
@@ -206,17 +211,23 @@ class Frame:
     left_to: str = ""
     lost: bool = False
     attention: list[dict[str, str]] = field(default_factory=list)
+    cuda_graph: str = ""
 
     @property
     def outcome(self) -> str:
-        """ "captured", "fell back: why" or "ran in eager: why", "from cache" where `cached`, and where the graph breaks
-        behind it."""
+        """ "captured", "fell back: why" or "ran in eager: why", "from cache" where `cached`, what became of CUDA graphs
+        where they are asked for, and where the graph breaks behind it."""
         left = "ran in eager" if self.left_to == "eager" else "fell back"
         text = "captured" if self.captured else f"{left}: {self.reason}"
         text += ", from cache" if self.cached else ""
         if self.captured and self.expert_loops:
             text += f"; sums over the experts that have tokens, read as sums over all: {self.expert_loops}"
+        text += f"; CUDA graphs: {self.cuda_graph}" if self.cuda_graph else ""
         return f"{text}; graph break at {self.graph_break}" if self.graph_break else text
+
+    def on_cuda_graph(self, text: str) -> None:
+        """Note what became of CUDA graphs."""
+        self.cuda_graph = text
 
     @property
     def mode(self) -> str:

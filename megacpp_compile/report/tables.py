@@ -75,7 +75,8 @@ def _fused(report: Collected) -> _Section:
         saved = "-" if unknown else f"{bytes_text(site.saved_before)} → {bytes_text(site.saved_after)}"
         saved += f" ({site.saved_reason})" if site.saved_reason else ""
         op = site.op.removeprefix("megacpp::")
-        rows.append((site.pass_name, _times(fqn, count), _place(site.source), op, site.lowering, saved))
+        lowering = f"{site.lowering}; {site.note}" if site.note else site.lowering
+        rows.append((site.pass_name, _times(fqn, count), _place(site.source), op, lowering, saved))
     return _section("fused", rows)
 
 

@@ -174,6 +174,7 @@ def test_json_keys():
         "saved_reason": "",
         "frame": 0,
         "node": "op_3",
+        "note": "",
     }
     assert set(data["misses"][0]) == {"pass", "fqn", "source", "node", "tag", "reason", "frame"}
 

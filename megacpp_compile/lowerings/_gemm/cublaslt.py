@@ -23,6 +23,7 @@ from torch import Tensor
 
 from megacpp_compile._torch.dispatch import disable_current_modes
 from megacpp_compile._torch.functorch import temporarily_clear_interpreter_stack
+from megacpp_compile.lowerings._kernels.kept_tensors import kept
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +81,8 @@ def _handle(device: int) -> c_void_p:
 
 @functools.cache
 def _workspace(device: int, stream: int) -> Tensor:
-    return torch.empty(_WORKSPACE, dtype=torch.uint8, device=f"cuda:{device}")
+    on = torch.device("cuda", device)
+    return kept(lambda: torch.empty(_WORKSPACE, dtype=torch.uint8, device=on), on)
 
 
 def available() -> bool:

@@ -1,0 +1,307 @@
+"""Decode over cached latents: attention whose keys and values are, head by head, what a projection makes of one latent
+a row, beside channels of the keys that all heads share.
+
+    k[b, h, s] = (W_uk[h] latent[b, s], rope[b, s])    v[b, h, s] = W_uv[h] latent[b, s]
+
+It is told by where each element of the keys and values comes from (`elements.py`), so that one projection or two, split
+before or behind, in any order of dimensions, are the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from torch import fx
+from torch.fx import Node
+
+from megacpp_compile.fx.edit import same_size, value
+from megacpp_compile.fx.sizes import hint
+from megacpp_compile.fx.views import is_cast
+from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers.latent_decode.core import Core, Operand, cores
+from megacpp_compile.matchers.latent_decode.elements import AXES, Elements, along, cut, elements, levels, places
+from megacpp_compile.matchers.latent_decode.masks import NotRows, Rows, Seen, rows_seen
+from megacpp_compile.matchers.latent_decode.products import BROADCAST, CONTRACTED, Factor, product_of
+
+# For each dimension of a tensor, where along it an element is: (its first place, axis -> places a step along it).
+Places = tuple[tuple[int, Mapping[str, int]], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """Elements of `node`, by axis."""
+
+    node: Node
+    places: Places
+
+
+@dataclasses.dataclass(frozen=True)
+class Shared:
+    """Channels of the keys that all heads share. part: of the scores they are in; first, width: which of it."""
+
+    rows: View
+    part: int
+    first: int
+    width: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Decode:
+    """An attention over latents.
+
+    latent [b, s, r]; w_uk [h, nope, r]; w_uv [h, v, r]. part, first: which channels of which part's queries meet w_uk.
+    shared: the other channels. sizes: of "b", "h", "t", "s", of "n" (nope), "p" (shared), "v" and "r", symbolic or not.
+    expanded: the projections' nodes. seen: up to which row a query sees, of each limit; empty where it sees all. given:
+    further rows that are hidden from all queries, as data.
+    """
+
+    core: Core
+    latent: View
+    w_uk: View
+    w_uv: View
+    part: int
+    first: int
+    shared: tuple[Shared, ...]
+    sizes: dict[str, Any]
+    expanded: tuple[Node, ...]
+    seen: tuple[Seen, ...] = ()
+    given: tuple[Rows, ...] = ()
+
+
+def find_decodes(graph: fx.Graph) -> Iterator[Decode | MatchFailure]:
+    """Every attention of fewer queries than rows over latents, and what is nearly one."""
+    done = set[Node]()
+    for core in cores(graph):
+        if core.result.node in done or not _is_step(core):
+            continue
+        found = _decode(core)
+        if found is not None:
+            done.add(core.result.node)
+            yield found
+
+
+def _is_step(core: Core) -> bool:
+    queries, keys = core.scores[0]
+    tokens, rows = queries.size("t"), keys.size("s")
+    return not same_size(tokens, rows) and hint(tokens) < hint(rows)
+
+
+def _decode(core: Core) -> Decode | MatchFailure | None:
+    samples = _samples(core)
+    if samples is None:
+        return None
+    keys = [_Side(k, samples) for _, k in core.scores]
+    values = _Side(core.values, samples)
+    up = [(i, piece) for i, side in enumerate(keys) for piece in side.expanded]
+    if not up:
+        return _of_a_cache_of_keys(core, samples)
+    if len(up) != 1 or len(values.pieces) != 1 or len(values.expanded) != 1:
+        return None
+    (part, key), value_ = up[0], values.expanded[0]
+    if not key.latents[-1].is_that_of(value_.latents[-1]):
+        return None
+    sizes = {a: core.scores[0][0].size(a) for a in "bht"} | {"s": core.values.size("s"), "r": key.width}
+    latent, w_uk, w_uv = _rows(key.latents, "bsr", sizes), _weight(key.weight, "hcr"), _weight(value_.weight, "hcr")
+    shared = []
+    for i, side in enumerate(keys):
+        for piece in side.pieces:
+            if piece is key.at:
+                continue
+            at = levels(piece)
+            width = len(piece.samples["c"])
+            rows = _rows(at, "bsc", {**sizes, "c": width})
+            if at[-1].depends("h") or rows is None:
+                return None
+            shared.append(Shared(rows, i, int(piece.samples["c"][0]), width))
+    if latent is None or w_uk is None or w_uv is None:
+        return None
+    channels = key.at.samples["c"]
+    sizes |= {"n": len(channels), "p": sum(one.width for one in shared), "v": core.values.size("c")}
+    if sizes["r"] >= sizes["h"] * (sizes["n"] + sizes["v"]):
+        return None
+    try:
+        seen, given = rows_seen(core, sizes["t"])
+    except NotRows as why:
+        mask = core.masks[0].node
+        return MatchFailure(core.result.node, "mask", f"which rows a query sees is not told by {mask.name}: {why}")
+    return Decode(core, latent, w_uk, w_uv, part, int(channels[0]), tuple(shared), sizes,
+                  (key.product, value_.product), tuple(seen), tuple(given))  # fmt: skip
+
+
+def _samples(core: Core) -> dict[str, np.ndarray] | None:
+    queries, keys = core.scores[0]
+    heads, widths = queries.size("h"), [k.size("c") for _, k in core.scores] + [core.values.size("c")]
+    if not all(isinstance(n, int) for n in (heads, *widths)) or heads < 2:
+        return None
+    found = {"b": places(queries.size("b"), False), "s": places(keys.size("s"), False), "h": places(heads, True)}
+    return found | {"r": np.zeros(1, dtype=np.int64)}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Expanded:
+    """Channels that a projection makes of latents. latents: their elements, and those of what they are views of."""
+
+    at: Elements
+    product: Node
+    latents: list[Elements]
+    weight: list[Elements]
+    width: int
+
+
+class _Side:
+    """Keys or values: the pieces that their channels are made of, and those of them that are expanded latents."""
+
+    def __init__(self, operand: Operand, samples: Mapping[str, np.ndarray]) -> None:
+        channels = places(operand.size("c"), True)
+        self.pieces = list(_pieces(elements(operand.node, operand.axes, {**samples, "c": channels})))
+        self.expanded = [e for e in map(_expanded, self.pieces) if e is not None]
+
+
+def _pieces(at: Elements) -> Iterator[Elements]:
+    """The pieces of a tensor's channels; one that no projection of heads is in is not taken apart."""
+    last = levels(at)[-1]
+    parts = cut(last)
+    if parts is None:
+        yield at
+        return
+    inner = [piece for part in parts for piece in _pieces(part)]
+    yield from inner if any(_expanded(piece) is not None for piece in inner) else [at]
+
+
+def _expanded(at: Elements) -> _Expanded | None:
+    last = levels(at)[-1]
+    product = product_of(last.node)
+    if product is None or not last.depends("h"):
+        return None
+    contracted = [value(f.node).shape[f.dims.index(CONTRACTED)] for f in product.factors]
+    if not isinstance(contracted[0], int):
+        return None
+    samples = {**last.samples, "r": places(contracted[0], True)}
+    sides = [_factor(last, factor, samples) for factor in product.factors]
+    latents = [side for side in sides if not side.depends("h") and not side.depends("c")]
+    weights = [side for side in sides if side.depends("h") and not side.depends("s") and not side.depends("b")]
+    if len(latents) != 1 or len(weights) != 1:
+        return None
+    of_rows = [level.at_first("hc") for level in levels(latents[0])]
+    return _Expanded(at, last.node, of_rows, levels(weights[0]), contracted[0])
+
+
+def _factor(at: Elements, factor: Factor, samples: Mapping[str, np.ndarray]) -> Elements:
+    """The elements of a factor that the elements `at` of a product are made of, along "r"."""
+    zero = np.zeros([1] * len(AXES), dtype=np.int64)
+    of = {CONTRACTED: along("r", samples["r"]), BROADCAST: zero, **dict(enumerate(at.index))}
+    return Elements(factor.node, samples, tuple(of[d] for d in factor.dims))
+
+
+def _places(at: Elements, axes: str) -> Places | None:
+    """The elements by their axes, where they go in even steps along these and along no other."""
+    found = []
+    for index in at.index:
+        steps, first = dict[str, int](), int(index.reshape(-1)[0])
+        for axis in AXES:
+            n = AXES.index(axis)
+            if index.shape[n] == 1:
+                continue
+            looked = at.samples[axis]
+            rise = np.take(index, 1, n).reshape(-1)[0] - first
+            step, rest = divmod(int(rise), int(looked[1] - looked[0]))
+            if rest:
+                return None
+            if step:
+                steps[axis] = step
+        even: Any = first
+        for axis, step in steps.items():
+            even = even + along(axis, (at.samples[axis] - at.samples[axis][0]) * step)
+        if not set(steps) <= set(axes) or not (index == even).all():
+            return None
+        # Rows and sequences begin at 0; channels of a piece are counted from its own first.
+        found.append((first, steps))
+    return tuple(found)
+
+
+def _rows(at: list[Elements], axes: str, sizes: dict[str, Any]) -> View | None:
+    """The tensor nearest to where the rows come from that has a dimension for each of `axes`."""
+    for level in reversed(at):
+        found = _places(level, axes)
+        if found is None or not all(len(steps) <= 1 and set(steps.values()) <= {1} for _, steps in found):
+            continue
+        named = [axis for _, steps in found for axis in steps]
+        wanted = [axis for axis in axes if hint(sizes[axis]) > 1]
+        if sorted(named) != sorted(wanted):
+            continue
+        if all(_fits(value(level.node).shape[d], first, steps, sizes) for d, (first, steps) in enumerate(found)):
+            return View(level.node, found)
+    return None
+
+
+def _fits(size: Any, first: int, steps: Mapping[str, int], sizes: dict[str, Any]) -> bool:
+    """Whether a dimension can be cut to an axis by numbers."""
+    if not steps:
+        return True
+    (axis,) = steps
+    return first == 0 and same_size(size, sizes[axis]) or isinstance(size, int) and isinstance(sizes[axis], int)
+
+
+def _weight(at: list[Elements], axes: str) -> View | None:
+    """The weight itself, or the nearest view of it, by digits of its dimensions."""
+    for level in reversed(at):
+        sizes = value(level.node).shape
+        if all(isinstance(n, int) for n in sizes) and (found := _places(level, axes)) is not None:
+            return View(level.node, found)
+    return None
+
+
+# --- caches whose latents are gone
+
+_APPENDS = frozenset({"cat", "index_copy", "slice_scatter", "select_scatter", "index_put", "scatter", "where"})
+
+
+def _of_a_cache_of_keys(core: Core, samples: Mapping[str, np.ndarray]) -> MatchFailure | None:
+    """A cache of every head's keys, to which a step appends the keys it expands from its own latents."""
+    keys = core.scores[0][1]
+    last = levels(elements(keys.node, keys.axes, {**samples, "c": places(keys.size("c"), True)}))[-1].node
+    if str(getattr(last.target, "overloadpacket", "")).rpartition(".")[2] not in _APPENDS:
+        return None
+    given = [n for n in last.all_input_nodes if value(n).dim() == value(last).dim()]
+    if not any(_is_given(n) for n in given):
+        return None
+    rows = keys.axes.index("s")
+    if list(map(hint, value(last).shape)) != list(map(hint, value(keys.node).shape)):
+        return None
+    for new in given:
+        axes = list(keys.axes)
+        if [hint(n) for d, n in enumerate(value(new).shape) if d != rows] != [
+            hint(n) for d, n in enumerate(value(last).shape) if d != rows
+        ]:
+            continue
+        own = {**samples, "s": places(value(new).shape[rows], False), "c": places(keys.size("c"), True)}
+        pieces = list(_pieces(elements(new, axes, own)))
+        if any(_is_latent(piece) for piece in pieces) and any(not levels(p)[-1].depends("h") for p in pieces):
+            return MatchFailure(
+                core.result.node, "expanded-cache", "the cache holds the keys and values of every head, whose latents "
+                "are gone, so that no projection can be absorbed: keep latents instead, for a model of transformers "
+                "past_key_values=megacpp_compile.use_latent_cache(model, batch=..., capacity=...)"
+            )  # fmt: skip
+    return None
+
+
+def _is_latent(piece: Elements) -> bool:
+    """Whether a projection makes it of something narrower."""
+    product = product_of(levels(piece)[-1].node)
+    if product is None or not levels(piece)[-1].depends("h"):
+        return False
+    made = value(product.node).shape
+    widths = [value(f.node).shape[f.dims.index(CONTRACTED)] for f in product.factors]
+    return isinstance(widths[0], int) and isinstance(made[-1], int) and widths[0] < made[-1]
+
+
+def _is_given(node: Node) -> bool:
+    """Whether `node` is an input of the frame, or a view of one."""
+    while node.op == "call_function" and node.args and isinstance(node.args[0], Node) and (
+        is_cast(node) or len(node.all_input_nodes) == 1 and "slice" in str(node.target)
+    ):  # fmt: skip
+        node = node.args[0]
+    return node.op == "placeholder"

@@ -1,0 +1,237 @@
+"""Which elements of one tensor the elements of another are, followed back through views.
+
+A view only moves elements, so that a chain of views in any spelling is told by where it takes each element from. Here a
+grid of elements is followed back: by batch, head, row and channel, of which all heads and channels are looked at and
+some places of the others. Views move elements by digits of their index, in which places that differ in each digit tell
+as much as all of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.fx import Node
+
+from megacpp_compile.fx.edit import same_size, value
+from megacpp_compile.fx.sizes import hint
+from megacpp_compile.fx.views import (
+    COMPOSITE_PERMUTATIONS,
+    DETACH,
+    EXPANSIONS,
+    FOLDS,
+    IDENTITIES,
+    PERMUTATIONS,
+    RESHAPES,
+    SPLITS,
+    UNIT_DIMS,
+    is_cast,
+)
+
+aten = torch.ops.aten
+AXES = "bhscr"  # batch, head, row, channel of a head, channel of the latent
+_SAME_ORDER = RESHAPES | FOLDS | UNIT_DIMS
+_PERMUTATIONS = PERMUTATIONS | COMPOSITE_PERMUTATIONS
+
+
+@dataclasses.dataclass(frozen=True)
+class Elements:
+    """A grid of elements of `node`.
+
+    samples: axis -> the places along it that are looked at. index: for each dimension of `node`, where the element is
+    along it: an array over AXES, of size 1 along those it does not depend on.
+    """
+
+    node: Node
+    samples: Mapping[str, np.ndarray]
+    index: tuple[np.ndarray, ...]
+
+    def varies(self, dim: int, axis: str) -> bool:
+        """Whether the place along `dim` depends on `axis`."""
+        return bool((np.diff(self.index[dim], axis=AXES.index(axis)) != 0).any())
+
+    def depends(self, axis: str) -> bool:
+        return any(self.varies(dim, axis) for dim in range(len(self.index)))
+
+    def at_first(self, axes: str) -> Elements:
+        """The elements at the first place along `axes`."""
+        index = self.index
+        for axis in axes:
+            index = tuple(np.take(i, [0], AXES.index(axis)) for i in index)
+        return Elements(self.node, {a: v[:1] if a in axes else v for a, v in self.samples.items()}, index)
+
+    def is_that_of(self, other: Elements) -> bool:
+        """Whether both are the same elements of the same tensor."""
+        pairs = zip(self.index, other.index, strict=True)
+        return self.node is other.node and all((a == b).all() for a, b in pairs)
+
+
+def places(size: Any, all_of: bool) -> np.ndarray:
+    """The places to look at along an axis of `size`."""
+    n = hint(size)
+    some = {0, 1, 2, n // 2, n - 2, n - 1}
+    return np.arange(n) if all_of else np.array(sorted(i for i in some if 0 <= i < n))
+
+
+def along(axis: str, values: np.ndarray) -> np.ndarray:
+    """`values` as an array over AXES."""
+    return values.reshape([-1 if a == axis else 1 for a in AXES])
+
+
+def elements(node: Node, axes: Sequence[str | None], samples: Mapping[str, np.ndarray]) -> Elements:
+    """The elements of `node`, whose dimensions are `axes`, None for one of size 1."""
+    zero = np.zeros([1] * len(AXES), dtype=np.int64)
+    return Elements(node, samples, tuple(zero if a is None else along(a, samples[a]) for a in axes))
+
+
+def back(at: Elements) -> Elements | None:
+    """The elements of the tensor that `at.node` is a view or cast of; None where it is none."""
+    node = at.node
+    if node.op != "call_function" or not node.args or not isinstance(node.args[0], Node):
+        return None
+    source = node.args[0]
+    if node.target is operator.getitem:
+        return _part(at, source, node.args[1])
+    if not isinstance(value(source), torch.Tensor) or not isinstance(value(node), torch.Tensor):
+        return None
+    if node.target in IDENTITIES or node.target is DETACH or is_cast(node):
+        return Elements(source, at.samples, at.index)
+    if node.target in _SAME_ORDER:
+        index = _reshaped(at.index, value(node).shape, value(source).shape)
+        return None if index is None else Elements(source, at.samples, index)
+    if node.target in _PERMUTATIONS:
+        order = _order(node, len(at.index))
+        return Elements(source, at.samples, tuple(at.index[order.index(d)] for d in range(len(order))))
+    if node.target in EXPANSIONS:
+        here, there = value(node).shape, value(source).shape
+        own, first = list[np.ndarray](), len(here) - len(there)
+        for d, size in enumerate(there):
+            if not same_size(size, here[first + d]) and not same_size(size, 1):
+                return None
+            own.append(at.index[first + d] * 0 if same_size(size, 1) else at.index[first + d])
+        return Elements(source, at.samples, tuple(own))
+    if node.target is aten.slice.Tensor:
+        return _sliced(at, source)
+    if node.target is aten.select.int and isinstance(node.args[2], int):
+        dim, place = node.args[1] % value(source).dim(), node.args[2]  # type: ignore[operator]
+        chosen = np.full([1] * len(AXES), place % hint(value(source).shape[dim]))
+        return Elements(source, at.samples, (*at.index[:dim], chosen, *at.index[dim:]))
+    return None
+
+
+def levels(at: Elements) -> list[Elements]:
+    """`at`, and the elements of each tensor that it is views of, to the one that is no view."""
+    found = [at]
+    while (step := back(found[-1])) is not None:
+        found.append(step)
+    return found
+
+
+def cut(at: Elements) -> list[Elements] | None:
+    """The elements of each tensor that `at.node` has side by side along the channels, as `cat` does, and writes into a
+    part of another; None where it is something else."""
+    node, rank = at.node, len(at.index)
+    if node.target is aten.cat.default:
+        dim = (node.args[1] if len(node.args) > 1 else 0) % rank  # type: ignore[operator]
+        given: Any = node.args[0]
+        ends = [0, *itertools.accumulate(hint(value(part).shape[dim]) for part in given)]
+        runs = list(zip(given, ends, ends, ends[1:], strict=False))
+    elif node.target is aten.slice_scatter.default:
+        base, source, dim, start, _, step = [*node.args, *(None,) * 4][:6]
+        dim, whole = (dim or 0) % rank, hint(value(node).shape[(dim or 0) % rank])  # type: ignore[operator]
+        start = start or 0
+        if not isinstance(start, int) or start < 0 or step not in (None, 1):
+            return None
+        end = start + hint(value(source).shape[dim])
+        runs = [(base, 0, 0, start), (source, start, start, end), (base, 0, end, whole)]
+    else:
+        return None
+    if any(at.varies(dim, axis) for axis in AXES if axis != "c"):
+        return None
+    place, axis = np.broadcast_to(at.index[dim].reshape(-1), at.samples["c"].shape), AXES.index("c")
+    found = []
+    for part, first, lo, hi in runs:
+        chosen = np.flatnonzero((place >= lo) & (place < hi))
+        if len(chosen) and (np.diff(chosen) == 1).all():
+            index = [i if i.shape[axis] == 1 else np.take(i, chosen, axis) for i in at.index]
+            index[dim] = index[dim] - first
+            found.append(Elements(part, {**at.samples, "c": at.samples["c"][chosen]}, tuple(index)))
+        elif len(chosen):
+            return None
+    return found
+
+
+def _part(at: Elements, split: Node, index: Any) -> Elements | None:
+    if not split.args or not isinstance(split.args[0], Node):
+        return None
+    source, rank = split.args[0], len(at.index)
+    if split.target in SPLITS:
+        dim = (split.args[2] if len(split.args) > 2 else 0) % rank  # type: ignore[operator]
+        before = sum(hint(t.shape[dim]) for t in value(split)[:index])
+        moved = tuple(i + before if d == dim else i for d, i in enumerate(at.index))
+        return Elements(source, at.samples, moved)
+    if split.target is aten.unbind.int:
+        dim = (split.args[1] if len(split.args) > 1 else 0) % (rank + 1)  # type: ignore[operator]
+        return Elements(source, at.samples, (*at.index[:dim], np.full([1] * len(AXES), index), *at.index[dim:]))
+    return None
+
+
+def _sliced(at: Elements, source: Node) -> Elements | None:
+    _, dim, start, _, step = [*at.node.args, *(None,) * 4][:5]
+    dim = (dim or 0) % len(at.index)  # type: ignore[operator]
+    start, step = start or 0, step or 1
+    if not isinstance(start, int) or not isinstance(step, int):
+        return None
+    if start < 0:
+        size = value(source).shape[dim]
+        if not isinstance(size, int):
+            return None
+        start = max(0, size + start)
+    return Elements(source, at.samples, tuple(i * step + start if d == dim else i for d, i in enumerate(at.index)))
+
+
+def _order(node: Node, rank: int) -> list[int]:
+    """Which dimension of its operand each dimension of a permutation is."""
+    marked = torch.empty([n + 2 for n in range(rank)], device="meta")
+    return [n - 2 for n in node.target(marked, *node.args[1:]).shape]  # type: ignore[operator]
+
+
+def _reshaped(index: Sequence[np.ndarray], here: Sequence[Any], there: Sequence[Any]) -> tuple[np.ndarray, ...] | None:
+    """The index of elements of sizes `here` in the same order under sizes `there`, group by group of equal size."""
+    new, i = list[np.ndarray](), 0
+    d = 0
+    zero = np.zeros([1] * len(AXES), dtype=np.int64)
+    while d < len(there):
+        if same_size(there[d], 1):
+            new.append(zero)
+            d += 1
+            continue
+        while i < len(here) and same_size(here[i], 1):
+            i += 1
+        if i < len(here) and same_size(here[i], there[d]):
+            new.append(index[i])
+            i, d = i + 1, d + 1
+            continue
+        first_i, first_d = i, d
+        a = b = 1
+        while a != b or a == 1:
+            if a <= b and i < len(here):
+                a, i = a * hint(here[i]), i + 1
+            elif d < len(there):
+                b, d = b * hint(there[d]), d + 1
+            else:
+                return None
+        flat = zero
+        for k in range(first_i, i):
+            flat = flat * hint(here[k]) + index[k]
+        digits = list[np.ndarray]()
+        for k in reversed(range(first_d, d)):
+            digits.append(flat % hint(there[k]))
+            flat = flat // hint(there[k])
+        new += reversed(digits)
+    return tuple(new)

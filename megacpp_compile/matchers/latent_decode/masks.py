@@ -1,0 +1,290 @@
+"""Which rows a query sees by a mask: all up to some last one, told by what the mask compares.
+
+Every integer that a mask is made of is read as a sum: so much for each step along each dimension, a number, and a value
+that is data, such as a position. A comparison of two of them says up to which row a query sees.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from megacpp_compile.fx.edit import same_size, value
+from megacpp_compile.fx.views import EXPANSIONS, IDENTITIES, RESHAPES, SQUEEZES, UNSQUEEZE
+from megacpp_compile.matchers.latent_decode.core import Core, constant
+
+aten = torch.ops.aten
+# A part of a sum: (how often, the node of a number or of a tensor).
+Part = tuple[int, Node]
+DATA = 1 << 40  # the step along a dimension along which a part has a value for each place
+
+
+@dataclasses.dataclass(frozen=True)
+class Sum:
+    """`number + sum(steps[d] * index of dimension d) + parts`; a step of DATA is none."""
+
+    steps: tuple[int, ...]
+    number: int = 0
+    parts: tuple[Part, ...] = ()
+
+    def __neg__(self) -> Sum:
+        steps = tuple(n if n == DATA else -n for n in self.steps)
+        return Sum(steps, -self.number, tuple((-n, node) for n, node in self.parts))
+
+    def __add__(self, other: Sum) -> Sum:
+        rank = max(len(self.steps), len(other.steps))
+        a, b = ((0,) * (rank - len(x.steps)) + x.steps for x in (self, other))
+        steps = (DATA if DATA in both else sum(both) for both in zip(a, b, strict=True))
+        return Sum(tuple(steps), self.number + other.number, _merged(self, other))
+
+    def plus(self, number: int) -> Sum:
+        return dataclasses.replace(self, number=self.number + number)
+
+
+def _merged(a: Sum, b: Sum) -> tuple[Part, ...]:
+    counts: dict[Node, int] = {}
+    for n, node in (*a.parts, *b.parts):
+        counts[node] = counts.get(node, 0) + n
+    return tuple((n, node) for node, n in counts.items() if n)
+
+
+class NotRows(Exception):
+    """The mask is not told by comparing places."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Seen:
+    """Up to which row a query sees: query i up to `last` (+ i where it `moves`)."""
+
+    last: Sum
+    moves: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Which rows are seen, the same by all queries, as data: `node`, of bool, is broadcast to the scores. hidden: what
+    it says is the contrary."""
+
+    node: Node
+    hidden: bool
+
+
+def rows_seen(core: Core, tokens: Any) -> tuple[list[Seen], list[Rows]]:
+    """What the masks of `core` let a query see, each of them; none where it sees all rows. Raises NotRows."""
+    parts = [part for mask in core.masks for part in _parts(mask.node, mask.kind)]
+    limits, given = list[Seen](), list[Rows]()
+    for part in parts:
+        try:
+            limits += [_limit(limit, core) for limit in (part if isinstance(part, list) else _where(*part))]
+        except NotRows:
+            if isinstance(part, list) or not _of_rows(part[0], core):
+                raise
+            given.append(Rows(*part))
+    if core.causal:
+        limits.append(Seen(Sum(()), True))
+    return _least(limits, tokens), given
+
+
+def _limit(limit: Sum, core: Core) -> Seen:
+    steps = dict(zip(core.scores_axes, (0,) * (len(core.scores_axes) - len(limit.steps)) + limit.steps, strict=True))
+    if steps.get("t") == DATA:
+        raise NotRows("it goes by positions of the new tokens that are data, and may be any: make them start + arange")
+    if DATA in (steps["s"], steps["h"]):
+        raise NotRows("it is data")
+    if steps["s"] != 1 or steps["b"] not in (0, DATA) or steps["h"] or steps.get("t", 0) not in (0, -1):
+        raise NotRows("it hides other rows than those behind a last one")
+    return Seen(-Sum((), limit.number, limit.parts), steps.get("t", 0) == -1)
+
+
+def _of_rows(node: Node, core: Core) -> bool:
+    """Whether `node` is of bool and the same for all queries and heads."""
+    fake = value(node)
+    if not isinstance(fake, torch.Tensor) or fake.dtype != torch.bool:
+        return False
+    axes = core.scores_axes[len(core.scores_axes) - fake.dim() :]
+    return all(same_size(n, 1) for axis, n in zip(axes, fake.shape, strict=True) if axis in "ht")
+
+
+# Sums that are at most 0 where a row is seen, or (condition, whether it says what is hidden).
+_Limits = list[Sum] | tuple[Node, bool]
+
+
+def _parts(node: Node, kind: str) -> list[_Limits]:
+    return _added(node) if kind == "added" else _conditions(node, kind == "hidden")
+
+
+def _conditions(node: Node, hidden: bool) -> list[_Limits]:
+    """The parts of a condition that all have to hold."""
+    if node.target in (aten.logical_not.default, aten.bitwise_not.default):
+        return _conditions(node.args[0], not hidden)  # type: ignore[arg-type]
+    both = [n for n in node.args[:2] if isinstance(n, Node)] if node.target in (_OR if hidden else _AND) else []
+    if len(both) == 2 and all(value(n).dtype == torch.bool for n in both):
+        return [part for n in both for part in _conditions(n, hidden)]
+    if node.target in EXPANSIONS | IDENTITIES:  # what is broadcast once more
+        return _conditions(node.args[0], hidden)  # type: ignore[arg-type]
+    return [] if constant(node) == (0 if hidden else 1) else [(node, hidden)]
+
+
+def _least(found: list[Seen], tokens: Any) -> list[Seen]:
+    """`found` without those that hide nothing which another does not."""
+    if same_size(tokens, 1):
+        found = [dataclasses.replace(one, moves=True) for one in found]
+    left = list[Seen]()
+    for one in found:
+        for other in found:
+            gap = one.last + -other.last
+            if one is other or gap.parts:
+                continue
+            more = gap.number
+            if one.moves == other.moves and (more > 0 or more == 0 and found.index(one) > found.index(other)):
+                break
+            if not one.moves and other.moves and isinstance(tokens, int) and more >= tokens - 1:
+                break
+        else:
+            left.append(one)
+    if len({one.moves for one in left}) > 1:
+        raise NotRows("one part of it moves with the query, and another does not")
+    return left
+
+
+def _added(node: Node) -> list[_Limits]:
+    """Of a mask that is 0 or so low that nothing is left."""
+    if node.target in (aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar):
+        condition, a, b = node.args
+        if constant(a) == 0 and _low(b):
+            return _conditions(condition, False)  # type: ignore[arg-type]
+        if constant(b) == 0 and _low(a):
+            return _conditions(condition, True)  # type: ignore[arg-type]
+    if node.target in (aten.masked_fill.Scalar, aten.masked_fill.Tensor):
+        if constant(node.args[0]) == 0 and _low(node.args[2]):
+            return _conditions(node.args[1], True)  # type: ignore[arg-type]
+        if _low(node.args[0]) and constant(node.args[2]) == 0:
+            return _conditions(node.args[1], False)  # type: ignore[arg-type]
+    if node.target is aten.triu.default and _low(node.args[0]):
+        return [[_beside_diagonal(node).plus(1)]]
+    if node.target in EXPANSIONS | IDENTITIES or node.target in _DTYPES:
+        return _added(node.args[0])  # type: ignore[arg-type]
+    if _is_through(node):
+        parts = [part if isinstance(part, list) else _where(*part) for part in _added(node.args[0])]  # type: ignore[arg-type]
+        return [_viewed(node, part) for part in parts]
+    raise NotRows("it is data")
+
+
+def _low(x: Any) -> bool:
+    number = constant(x)
+    return number is not None and number <= -60000
+
+
+def _beside_diagonal(node: Node) -> Sum:
+    """column - row - diagonal of a `triu` or `tril`."""
+    diagonal = node.args[1] if len(node.args) > 1 else 0
+    rank = value(node).dim()
+    return Sum((0,) * (rank - 2) + (-1, 1)) + _number(diagonal, -1)
+
+
+def _number(x: Any, times: int = 1) -> Sum:
+    if isinstance(x, int):
+        return Sum((), times * x)
+    if isinstance(x, Node) and not isinstance(value(x), torch.Tensor):
+        return Sum((), 0, ((times, x),))
+    raise NotRows("it is data")
+
+
+def _where(node: Any, hidden: bool) -> list[Sum]:
+    """Of a condition, under which rows are seen, or `hidden`."""
+    if not isinstance(node, Node):
+        raise NotRows("it is data")
+    target = node.target
+    if target in (aten.logical_not.default, aten.bitwise_not.default):
+        return _where(node.args[0], not hidden)
+    joined = _OR if hidden else _AND
+    if target in joined:
+        return [limit for x in node.args[:2] for limit in _where(x, hidden)]
+    if target in _COMPARISONS:
+        sign, more = _COMPARISONS[target]
+        a, b = (_sum_of(x) for x in node.args[:2])
+        limit = (a + -b if sign > 0 else b + -a).plus(more)
+        return [(-limit).plus(1) if hidden else limit]
+    if target is aten.tril.default and constant(node.args[0]) == 1:
+        limit = _beside_diagonal(node)
+        return [(-limit).plus(1) if hidden else limit]
+    if target is aten.triu.default and constant(node.args[0]) == 1:
+        limit = -_beside_diagonal(node)
+        return [(-limit).plus(1) if hidden else limit]
+    if _is_through(node):
+        return _viewed(node, _where(node.args[0], hidden))
+    raise NotRows("it is data")
+
+
+_AND = (aten.logical_and.default, aten.bitwise_and.Tensor, aten.__and__.Tensor, aten.mul.Tensor)
+_OR = (aten.logical_or.default, aten.bitwise_or.Tensor, aten.__or__.Tensor)
+# Comparison -> (a - b or b - a, the number added) that is at most 0 where it holds.
+_COMPARISONS = {
+    aten.le.Tensor: (1, 0), aten.le.Scalar: (1, 0), aten.lt.Tensor: (1, 1), aten.lt.Scalar: (1, 1),
+    aten.ge.Tensor: (-1, 0), aten.ge.Scalar: (-1, 0), aten.gt.Tensor: (-1, 1), aten.gt.Scalar: (-1, 1),
+}  # fmt: skip
+_DTYPES = frozenset({aten._to_copy.default, aten.to.dtype})
+_THROUGH = IDENTITIES | RESHAPES | SQUEEZES | EXPANSIONS | _DTYPES | {UNSQUEEZE, aten.slice.Tensor, aten.transpose.int}
+
+
+def _is_through(node: Any) -> bool:
+    return isinstance(node, Node) and node.target in _THROUGH
+
+
+def _viewed(node: Node, sums: Sequence[Sum]) -> list[Sum]:
+    """`sums` over the dimensions of the view that `node` is of its operand."""
+    source = node.args[0]
+    there, here = value(source).shape, value(node).shape
+    padded = [(0,) * (len(there) - len(s.steps)) + s.steps for s in sums]
+    if node.target in IDENTITIES or node.target in _DTYPES:
+        return list(sums)
+    if node.target in EXPANSIONS:
+        widened = [(0,) * (len(here) - len(there)) + p for p in padded]
+        # What was one place is seen from many.
+        one = [False] * (len(here) - len(there)) + [same_size(n, 1) for n in there]
+        return [dataclasses.replace(s, steps=tuple(0 if o else n for o, n in zip(one, w, strict=True)))
+                for s, w in zip(sums, widened, strict=True)]  # fmt: skip
+    if node.target is aten.transpose.int:
+        a, b = (d % len(there) for d in node.args[1:3])  # type: ignore[operator]
+        order = list(range(len(there)))
+        order[a], order[b] = b, a
+        return [dataclasses.replace(s, steps=tuple(p[d] for d in order)) for s, p in zip(sums, padded, strict=True)]
+    if node.target is aten.slice.Tensor:
+        _, dim, start, _, step = [*node.args, *(None,) * 4][:5]
+        dim = (dim or 0) % len(there)  # type: ignore[operator]
+        if step not in (None, 1) or isinstance(start, int) and start < 0 or any(p[dim] == DATA for p in padded):
+            raise NotRows("it is data")
+        return [s + _number(start or 0, p[dim]) if p[dim] else s for s, p in zip(sums, padded, strict=True)]
+    big = [d for d, n in enumerate(there) if not same_size(n, 1)]
+    kept = [d for d, n in enumerate(here) if not same_size(n, 1)]
+    if len(big) != len(kept) or not all(same_size(there[a], here[b]) for a, b in zip(big, kept, strict=True)):
+        raise NotRows("it is data")
+    placed = [{b: p[a] for a, b in zip(big, kept, strict=True)} for p in padded]
+    return [dataclasses.replace(s, steps=tuple(at.get(d, 0) for d in range(len(here))))
+            for s, at in zip(sums, placed, strict=True)]  # fmt: skip
+
+
+def _sum_of(x: Any) -> Sum:
+    """An integer, or a tensor of integers."""
+    if not isinstance(x, Node) or not isinstance(value(x), torch.Tensor):
+        return _number(x)
+    fake, target = value(x), x.target
+    if fake.dtype.is_floating_point or fake.dtype == torch.bool:
+        raise NotRows("it is data")
+    if target in (aten.arange.default, aten.arange.start):
+        return Sum((1,)) + (_number(x.args[0]) if target is aten.arange.start else Sum(()))
+    if target in (aten.add.Tensor, aten.sub.Tensor) and not x.kwargs:
+        a, b = map(_sum_of, x.args[:2])
+        return a + (b if target is aten.add.Tensor else -b)
+    if (number := constant(x)) is not None:
+        return Sum((0,) * fake.dim(), int(number))
+    if _is_through(x):
+        try:
+            return _viewed(x, [_sum_of(x.args[0])])[0]
+        except NotRows:
+            pass
+    return Sum(tuple(0 if same_size(n, 1) else DATA for n in fake.shape), 0, ((1, x),))

@@ -1,0 +1,259 @@
+"""Emits the absorbed form of an attention over latents: queries by W_uk, `mla_decode` over rows, results by W_uv."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from megacpp_compile.fx.edit import Builder, same_size, value
+from megacpp_compile.fx.sizes import hint
+from megacpp_compile.matchers.latent_decode.decodes import Decode, View
+from megacpp_compile.matchers.latent_decode.masks import Seen
+
+aten = torch.ops.aten
+# What a row is hidden by where data says so: its exponential is 0 beside any other's, and it is no infinity, of which a
+# product with 0 would be no number.
+LOW = -1e30
+
+
+def inputs_of(found: Decode) -> list[Node]:
+    """What the absorbed form reads."""
+    core = found.core
+    views = (found.latent, found.w_uk, found.w_uv, *(one.rows for one in found.shared))
+    nodes = [*(q.node for q, _ in core.scores), *(view.node for view in views)]
+    nodes += [node for one in found.seen for _, node in one.last.parts] + [one.node for one in found.given]
+    return list(dict.fromkeys(nodes))
+
+
+def emit(build: Builder, found: Decode) -> tuple[Node, list[Node]]:
+    """(the op, the node in the place of the attention's result)."""
+    core, sizes = found.core, found.sizes
+    dtype = torch.promote_types(value(found.latent.node).dtype, value(found.expanded[0]).dtype)
+    size = _Sizes(build, found)
+    seen = _given(build, found)
+    latent = None if found.given else _one_buffer(build, found, size)
+    if latent is None:
+        parts = [_rows(build, found.latent, "bsr", size)]
+        parts += [_rows(build, one.rows, "bsc", size, one.width) for one in found.shared]
+        parts = [build.cast(part, dtype) for part in parts]
+        parts += [_bias(build, seen, size, dtype)] if seen is not None else []
+        latent = build(aten.cat.default, parts, -1) if len(parts) > 1 else parts[0]
+    rows = build.cast(latent, dtype)
+    w_uk, w_uv = (_weight(build, w, (sizes["h"], n, sizes["r"]), dtype) for w, n in
+                  ((found.w_uk, sizes["n"]), (found.w_uv, sizes["v"])))  # fmt: skip
+    queries = [_queries(build, found, i, dtype) for i in range(len(core.scores))]
+    nope = _channels(build, queries[found.part], found.first, sizes["n"])
+    absorbed = build(aten.einsum.default, "bthn,hnr->bthr", [nope, w_uk])
+    pieces = [build.cast(absorbed, dtype)]
+    pieces += [_channels(build, queries[one.part], one.first, one.width) for one in found.shared]
+    if found.given:
+        pieces.append(build(aten.new_ones.default, pieces[0], [size("b"), size("t"), sizes["h"], 1]))
+    q = build(aten.cat.default, pieces, -1) if len(pieces) > 1 else pieces[0]
+    together = not same_size(sizes["t"], 1) and not (found.seen and found.seen[0].moves)
+    if together:  # all queries see the same rows: as many heads of one
+        q = build(aten.unsqueeze.default, build(aten.flatten.using_ints, q, 1, 2), 1)
+    lengths = _lengths(build, found, size)
+    if seen is not None:  # a sequence without any row has a result of 0, as torch's attention has it
+        lengths = build(aten.mul.Tensor, lengths, build(aten.any.dim, seen, -1))
+    op = build(torch.ops.megacpp.mla_decode.default, q, rows, lengths, None, None, core.scale, sizes["r"])
+    out = build.item(op, 0)
+    if together:
+        out = build(aten.reshape.default, out, [size("b"), size("t"), sizes["h"], sizes["r"]])
+    out = build(aten.einsum.default, "bthr,hvr->bthv", [out, w_uv])
+    return op, [_result(build, found, build.cast(out, value(core.result.node).dtype))]
+
+
+class _Sizes:
+    """The sizes of axes, as numbers or as nodes that read them."""
+
+    def __init__(self, build: Builder, found: Decode) -> None:
+        self.build, self.found = build, found
+
+    def __call__(self, axis: str) -> Any:
+        known = self.found.sizes[axis]
+        if isinstance(known, int):
+            return known
+        if axis == "s":
+            view = self.found.latent
+            dim = next(d for d, (_, steps) in enumerate(view.places) if "s" in steps)
+            return self.build(aten.sym_size.int, view.node, dim)
+        operand = self.found.core.scores[0][0]
+        return self.build(aten.sym_size.int, operand.node, operand.axes.index(axis))
+
+
+def _rows(build: Builder, view: View, axes: str, size: Callable[[str], Any], width: int | None = None) -> Node:
+    """[b, s, channels] of what holds them. width: of the channels, where they are not the latent's."""
+    node, kept = view.node, list[str]()
+    for dim in reversed(range(len(view.places))):
+        first, steps = view.places[dim]
+        if not steps:
+            node = build(aten.select.int, node, dim, first)
+            continue
+        (axis,) = steps
+        wanted = width if axis == "c" else size(axis)
+        whole = value(node).shape[dim]
+        if isinstance(wanted, int) and isinstance(whole, int) and (first, wanted) != (0, whole):
+            node = build(aten.slice.Tensor, node, dim, first, first + wanted)
+        kept.insert(0, axis)
+    return _ordered(build, node, kept, axes)
+
+
+def _ordered(build: Builder, node: Node, have: list[str], axes: str) -> Node:
+    """`node`, whose dimensions are `have`, with those of `axes`, of size 1 where it has none."""
+    order = [have.index(axis) for axis in axes if axis in have]
+    if order != sorted(order):
+        node = build(aten.permute.default, node, order)
+    for place, axis in enumerate(axes):
+        if axis not in have:
+            node = build(aten.unsqueeze.default, node, place)
+    return node
+
+
+def _one_buffer(build: Builder, found: Decode, size: Callable[[str], Any]) -> Node | None:
+    """The rows where one buffer has latent and shared channels side by side, so that nothing is copied."""
+    if len(found.shared) != 1 or found.shared[0].rows.node is not found.latent.node:
+        return None
+    latent, (shared,) = found.latent, found.shared
+    places = []
+    for (first, steps), (other_first, other) in zip(latent.places, shared.rows.places, strict=True):
+        if "r" in steps:
+            if "c" not in other or other_first != first + found.sizes["r"]:
+                return None
+            places.append((first, {"c": 1}))
+        elif (first, dict(steps)) != (other_first, dict(other)):
+            return None
+        else:
+            places.append((first, dict(steps)))
+    return _rows(build, View(latent.node, tuple(places)), "bsc", size, found.sizes["r"] + shared.width)
+
+
+def _weight(build: Builder, view: View, sizes: tuple[int, int, int], dtype: torch.dtype) -> Node:
+    """[h, c, r] of a weight: its dimensions taken apart into digits, of which each axis is one."""
+    wanted = dict(zip("hcr", sizes, strict=True))
+    shape, kept = list[int](), list[tuple[str, int]]()  # digits; (axis, its first place) of each
+    for whole, (first, steps) in zip(value(view.node).shape, view.places, strict=True):
+        left = whole
+        for axis, step in sorted(steps.items(), key=lambda one: -one[1]):
+            shape.append(left // step)
+            kept.append((axis, first // step))
+            first, left = first % step, step
+        if left > 1 or not steps:
+            shape.append(left)
+            kept.append(("", first))
+    node = view.node
+    if shape != list(value(node).shape):
+        node = build(aten.reshape.default, node, shape)
+    have = list[str]()
+    for dim in reversed(range(len(kept))):
+        axis, first = kept[dim]
+        if not axis:
+            node = build(aten.select.int, node, dim, first)
+            continue
+        if (first, wanted[axis]) != (0, shape[dim]):
+            node = build(aten.slice.Tensor, node, dim, first, first + wanted[axis])
+        have.insert(0, axis)
+    return build.cast(_ordered(build, node, have, "hcr"), dtype)
+
+
+def digits_fit(view: View, sizes: tuple[int, int, int]) -> bool:
+    """Whether `_weight` can take it apart."""
+    wanted = dict(zip("hcr", sizes, strict=True))
+    if sorted(axis for _, steps in view.places for axis in steps) != sorted(a for a, n in wanted.items() if n > 1):
+        return False
+    for whole, (first, steps) in zip(value(view.node).shape, view.places, strict=True):
+        left = whole
+        for axis, step in sorted(steps.items(), key=lambda one: -one[1]):
+            if step <= 0 or left % step or first // step + wanted[axis] > left // step:
+                return False
+            first, left = first % step, step
+    return True
+
+
+def _queries(build: Builder, found: Decode, part: int, dtype: torch.dtype) -> Node:
+    """[b, t, h, c] of the queries of a part of the scores."""
+    operand = found.core.scores[part][0]
+    have = [axis for axis in operand.axes if axis is not None]
+    return build.cast(_ordered(build, operand.node, have, "bthc"), dtype)
+
+
+def _channels(build: Builder, queries: Node, first: int, width: int) -> Node:
+    if (first, width) == (0, value(queries).shape[-1]):
+        return queries
+    return build(aten.slice.Tensor, queries, -1, first, first + width)
+
+
+def _given(build: Builder, found: Decode) -> Node | None:
+    """[b or 1, s] of bool, which rows all queries see as far as data says so; None where it says nothing."""
+    seen = None
+    for one in found.given:
+        node, axes = one.node, found.core.scores_axes
+        have = list(axes[len(axes) - value(node).dim() :])
+        for dim in reversed(range(len(have))):
+            if have[dim] not in "bs":
+                node = build(aten.select.int, node, dim, 0)
+                del have[dim]
+        node = _ordered(build, node, have, "bs")
+        node = build(aten.logical_not.default, node) if one.hidden else node
+        seen = node if seen is None else build(aten.logical_and.default, seen, node)
+    return seen
+
+
+def _bias(build: Builder, seen: Node, size: Callable[[str], Any], dtype: torch.dtype) -> Node:
+    """[b, s, 1]: one more channel of the keys, which queries have 1 in: 0, or so low that a row has no weight."""
+    options: dict[str, Any] = {"dtype": dtype, "device": value(seen).device}
+    low = build(aten.full.default, [], max(LOW, torch.finfo(dtype).min), **options)
+    bias = build(aten.where.self, seen, build(aten.full.default, [], 0.0, **options), low)
+    return build(aten.unsqueeze.default, build(aten.expand.default, bias, [size("b"), size("s")]), -1)
+
+
+def _lengths(build: Builder, found: Decode, size: Callable[[str], Any]) -> Node:
+    """[b]: how many rows are there, of which the newest query sees all."""
+    device = value(found.latent.node).device
+    options: dict[str, Any] = {"dtype": torch.int64, "device": device}
+    if not found.seen:
+        return build(aten.full.default, [size("b")], size("s"), **options)
+    limits = [_limit(build, one, found, size, options) for one in found.seen]
+    whole = limits[0]
+    for other in limits[1:]:
+        whole = build(aten.minimum.default, whole, other)
+    return build(aten.expand.default, whole, [size("b")])
+
+
+def _limit(build: Builder, one: Seen, found: Decode, size: Callable[[str], Any], options: dict[str, Any]) -> Node:
+    """[b] or [1]: the rows up to the last that the newest query sees."""
+    number, parts = one.last.number + (0 if one.moves else 1), list(one.last.parts)
+    if one.moves and isinstance(found.sizes["t"], int):
+        number += found.sizes["t"]
+    tensors = [(n, node) for n, node in parts if isinstance(value(node), torch.Tensor)]
+    total = build(aten.full.default, [1], number, **options)
+    for n, node in tensors:
+        total = build(aten.add.Tensor, total, build(aten.reshape.default, node, [-1]), alpha=n)
+    for n, node in parts:
+        if not isinstance(value(node), torch.Tensor):
+            total = build(aten.add.Tensor, total, node, alpha=n)
+    if one.moves and not isinstance(found.sizes["t"], int):
+        total = build(aten.add.Tensor, total, size("t"))
+    return total
+
+
+def _result(build: Builder, found: Decode, out: Node) -> Node:
+    """`out` [b, t, h, v] with the dimensions of the attention's result, laid out as that is."""
+    axes, plain = found.core.result.axes, value(found.core.result.node)
+    if "t" not in axes:
+        out = build(aten.squeeze.dim, out, 1)
+    have = [axis for axis in "bthc" if axis in axes]
+    laid = sorted(range(len(axes)), key=lambda d: -hint(plain.stride(d)))
+    order = [have.index(axes[d]) for d in laid]  # type: ignore[arg-type]
+    if order != sorted(order):
+        out = build(aten.permute.default, out, order)
+    out = build(aten.contiguous.default, out)
+    back = [laid.index(d) for d in range(len(axes))]
+    return out if back == sorted(back) else build(aten.permute.default, out, back)
+
+
+def readable(nodes: Iterable[Node], device: torch.device) -> bool:
+    """Whether all tensors among `nodes` are on `device`."""
+    return all(value(n).device == device for n in nodes if isinstance(value(n), torch.Tensor))

@@ -1,0 +1,72 @@
+"""A decoding step of latent attention in the absorbed form (arXiv:2405.04434, 2.1).
+
+Before: `k_nope, v = kv_b(latents).split(..); k = cat((k_nope, rope_row.expand(heads)), -1); sdpa(q, k, v, mask)` over
+        the latents of all rows so far, or in another spelling: two up-projections, einsums, a softmax between products
+After:  `out, _ = megacpp.mla_decode(cat((q_nope W_uk, q_rope)), cat((latents, rope_row)), lengths, ..); out W_uv`
+
+Safe because (q W_uk) c = q (W_uk c): scores and results are the same sums in another order. No head's keys and values
+are made. Found by what attention computes (`matchers/latent_decode`): which elements of keys and values a projection
+makes of which latents, and up to which row a query sees; further rows that a mask hides from all queries, as data, are
+low in one more channel. A query that sees no row is 0 where eager's is NaN.
+Taken where it needs fewer multiply-adds by `choose_form`, whose counts are the site's note; for symbolic sizes, those
+that the frame was first compiled with.
+Refused: training, for which it is no gain (tag `training`); caches of expanded keys (`expanded-cache`); keys or values
+that something else reads, too (`escapes`); masks that hide other rows than those behind a last one (`mask`); steps of
+so many tokens that the expanded form takes fewer multiply-adds (`expanded-cheaper`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch.fx import Node
+
+from megacpp_compile.decode.absorbed import choose_form
+from megacpp_compile.fx.edit import place, unread_without, value
+from megacpp_compile.fx.sizes import hint
+from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers.graph_view import GraphView
+from megacpp_compile.matchers.latent_decode.decodes import Decode, find_decodes
+from megacpp_compile.passes._decode_rewrite import digits_fit, emit, inputs_of, readable
+from megacpp_compile.passes._differentiated import differentiated
+from megacpp_compile.passes._rule import REGION, Match
+
+name = "mla_decode"
+op = "megacpp::mla_decode"
+after: tuple[str, ...] = ("linear",)
+
+
+def find(view: GraphView) -> Iterator[Match | MatchFailure]:
+    found = list(find_decodes(view.graph))
+    gradients = differentiated(view) if found else set()
+    for one in found:
+        if isinstance(one, MatchFailure):
+            yield one
+        elif (decided := _decide(view, one, gradients)) is not None:
+            yield decided
+
+
+def _decide(view: GraphView, found: Decode, gradients: set[Node]) -> Match | MatchFailure | None:
+    node, sizes = found.core.result.node, found.sizes
+    inputs = inputs_of(found)
+    heads, latent = sizes["h"], sizes["r"]
+    fits = digits_fit(found.w_uk, (heads, sizes["n"], latent)) and digits_fit(found.w_uv, (heads, sizes["v"], latent))
+    if not fits or not readable(inputs, value(node).device):
+        return None
+    if node in gradients:
+        return MatchFailure(
+            node, "training", f"absorbed, scores would take {latent + sizes['p']} channels instead of "
+            f"{sizes['n'] + sizes['p']} and no flash kernel, and save nothing that backward does not recompute: decode "
+            "under torch.no_grad()"
+        )  # fmt: skip
+    form = choose_form(hint(sizes["t"]), hint(sizes["s"]), heads, sizes["n"], sizes["p"], sizes["v"], latent)
+    if not form.absorbed:
+        return MatchFailure(node, "expanded-cheaper", str(form))
+    unread = unread_without(node.all_input_nodes, {node})
+    for expanded in found.expanded:
+        if expanded not in unread:
+            reason = f"{expanded.name}, what the latents are expanded to, is read elsewhere too"
+            return MatchFailure(expanded, "escapes", reason)
+    if place(inputs, [node], node, view.mode_states) is None:
+        return MatchFailure(node, *REGION)
+    return Match(node, inputs, [node], lambda build: emit(build, found), note=str(form), forward_only=True)

@@ -1,0 +1,398 @@
+"""A decoding step of latent attention in the absorbed form: found in every spelling, rewritten, and refused for every
+reason there is."""
+
+from __future__ import annotations
+
+import copy
+
+import expecttest
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megacpp_compile.config.options import Config
+from tests.corpus.decodes import (
+    CACHED,
+    HEADS,
+    LATENT,
+    NOPE,
+    ROPE,
+    SPELLINGS,
+    VALUE,
+    Step,
+    appended,
+    arguments,
+    build,
+    by_matmul,
+    expanded,
+    joined,
+    length_of_each,
+    new_rows,
+    one_buffer,
+    one_projection,
+    queries,
+    two_projections,
+)
+from tests.frames import TOLERANCE, check, largest_error, render, run, train
+from tests.lowerings import relative_error
+
+from .contract import assert_disabled, assert_fires, assert_refused
+
+NAME = "mla_decode"
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("body", SPELLINGS, ids=lambda f: f.__name__)
+def test_fires(body, tokens):
+    assert_fires(NAME, *build(body, tokens))
+
+
+def test_graph():
+    frames = assert_fires(NAME, *build(length_of_each, 1))
+    expecttest.assert_expected_inline(render(frames.graph), """\
+sub: i64[1] = sub.Tensor(position, 3)
+cat: i64[2] = cat([position, sub])
+linear: f32[2, 1, 36] = linear(x, q_weight)
+view: f32[2, 1, 3, 12] = view(linear, [2, 1, 3, 12])
+transpose: f32[2, 3, 1, 12] = transpose.int(view, 1, 2)
+split_with_sizes: (f32[2, 3, 1, 8], f32[2, 3, 1, 4]) = split_with_sizes(transpose, [8, 4], -1)
+getitem: f32[2, 3, 1, 8] = split_with_sizes[0]
+getitem_1: f32[2, 3, 1, 4] = split_with_sizes[1]
+unsqueeze: i64[1, 1] = unsqueeze(position, 1)
+arange: i64[2] = arange(2, device=cpu, pin_memory=False)
+neg: i64[2] = neg(arange)
+pow: f32[2] = pow.Scalar(10.0, neg)
+mul: f32[1, 2] = mul.Tensor(unsqueeze, pow)
+cos: f32[1, 2] = cos(mul)
+sin: f32[1, 2] = sin(mul)
+split: (f32[2, 3, 1, 2], f32[2, 3, 1, 2]) = split.Tensor(getitem_1, 2, -1)
+getitem_2: f32[2, 3, 1, 2] = split[0]
+getitem_3: f32[2, 3, 1, 2] = split[1]
+mul_1: f32[2, 3, 1, 2] = mul.Tensor(getitem_2, cos)
+mul_2: f32[2, 3, 1, 2] = mul.Tensor(getitem_3, sin)
+sub_1: f32[2, 3, 1, 2] = sub.Tensor(mul_1, mul_2)
+mul_3: f32[2, 3, 1, 2] = mul.Tensor(getitem_3, cos)
+mul_4: f32[2, 3, 1, 2] = mul.Tensor(getitem_2, sin)
+add: f32[2, 3, 1, 2] = add.Tensor(mul_3, mul_4)
+cat_1: f32[2, 3, 1, 4] = cat([sub_1, add], -1)
+cat_2: f32[2, 3, 1, 12] = cat([getitem, cat_1], -1)
+cat_3: f32[2, 37, 20] = cat([latents, ropes], -1)
+view_1: f32[3, 14, 16] = view(up_weight, [3, 14, 16])
+slice: f32[3, 8, 16] = slice.Tensor(view_1, 1, 0, 8)
+view_2: f32[3, 14, 16] = view(up_weight, [3, 14, 16])
+slice_1: f32[3, 6, 16] = slice.Tensor(view_2, 1, 8, 14)
+permute: f32[2, 1, 3, 12] = permute(cat_2, [0, 2, 1, 3])
+slice_2: f32[2, 1, 3, 8] = slice.Tensor(permute, -1, 0, 8)
+einsum: f32[2, 1, 3, 16] = einsum(bthn,hnr->bthr, [slice_2, slice])
+slice_3: f32[2, 1, 3, 4] = slice.Tensor(permute, -1, 8, 12)
+cat_4: f32[2, 1, 3, 20] = cat([einsum, slice_3], -1)
+full: i64[1] = full([1], 0, dtype=int64, device=cpu)
+view_3: i64[2] = view(cat, [-1])
+add_1: i64[2] = add.Tensor(full, view_3, alpha=1)
+expand: i64[2] = expand(add_1, [2])
+mla_decode: (f32[2, 1, 3, 16], f32[2, 1, 3]) = megacpp.mla_decode(cat_4, cat_3, expand, None, None, 0.28867513459481287, 16)
+getitem_4: f32[2, 1, 3, 16] = mla_decode[0]
+einsum_1: f32[2, 1, 3, 6] = einsum(bthr,hvr->bthv, [getitem_4, slice_1])
+permute_1: f32[2, 3, 1, 6] = permute(einsum_1, [0, 2, 1, 3])
+contiguous: f32[2, 3, 1, 6] = contiguous(permute_1)
+transpose_1: f32[2, 1, 3, 6] = transpose.int(contiguous, 1, 2)
+view_4: f32[2, 1, 18] = view(transpose_1, [2, 1, 18])
+linear_1: f32[2, 1, 40] = linear(view_4, out_weight)
+return [linear_1]""")
+
+
+def test_graph_of_one_buffer():
+    """The buffer's rows are the op's: nothing is put together."""
+    frames = assert_fires(NAME, *build(one_buffer, 2))
+    (node,) = (n for n in frames.graph.graph.nodes if "mla_decode" in str(n.target))
+    assert node.args[1].target is torch.ops.aten.index_copy.default
+
+
+def test_keys_and_values_are_not_made():
+    """Nothing of the rows' length has heads any more."""
+    for body in SPELLINGS:
+        nodes = assert_fires(NAME, *build(body, 1)).graph.graph.nodes
+        shapes = [tuple(n.meta["val"].shape) for n in nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+        assert not [s for s in shapes if {CACHED, CACHED + 1} & set(s) and {HEADS, HEADS * NOPE} & set(s)], body
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("body", SPELLINGS, ids=lambda f: f.__name__)
+def test_is_the_same_attention_in_float64(body, tokens):
+    frames = check(*build(body, tokens, torch.float64), tolerance=1e-12)
+    assert frames.counts[NAME] == 1
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("body", [one_projection, two_projections, by_matmul, one_buffer], ids=lambda f: f.__name__)
+def test_in_half_precision(body, tokens):
+    """As far from float64 as eager is in bfloat16, or a quarter more; over a batch that makes one figure of it."""
+    module, args = Step(body, torch.bfloat16), arguments(tokens, torch.bfloat16, batch=32)
+    want = copy.deepcopy(module).double()(*(a.double() if a.is_floating_point() else a for a in args))
+    frames = run(module, args)
+    assert frames.counts[NAME] == 1
+    eager = relative_error(module(*args), want)
+    assert 0 < relative_error(frames.results["output 0"], want) < 1.25 * eager
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+@pytest.mark.parametrize("body", SPELLINGS, ids=lambda f: f.__name__)
+def test_one_graph_serves_all_lengths(body, tokens):
+    module, args = build(body, tokens)
+    for cache in args[1:3]:
+        torch._dynamo.mark_dynamic(cache, 1)
+    frames = check(module, args)
+    assert frames.counts[NAME] == 1
+    for cached in (29, 50):
+        args = arguments(tokens, cached=cached)
+        got = train(frames.compiled, module, args)
+        error, which = largest_error(got, train(module, module, args))
+        assert error <= TOLERANCE[torch.float32], (cached, which)
+    assert len(frames.graphs) == 1
+
+
+def test_lengths_move_without_another_graph():
+    """The position is data: one graph, and the rows that are seen follow it."""
+    module, args = build(one_buffer, 2)
+    frames = check(module, args)
+    for position in (0, 7, CACHED - 2):
+        moved = (*args[:3], torch.tensor([position]))
+        assert largest_error(train(frames.compiled, module, moved), train(module, module, moved))[0] < 1e-5
+    assert len(frames.graphs) == 1
+
+
+def test_what_was_decided_is_in_the_report():
+    """By counts, as `latent_attention` decides."""
+    from megacpp_compile.decode.absorbed import choose_form
+    from megacpp_compile.report.collector import Report
+
+    frames = check(*build(one_projection))
+    (site,) = frames.analyses[0].outcome.sites
+    assert site.note == str(choose_form(1, CACHED + 1, HEADS, NOPE, ROPE, VALUE, LATENT))
+    report = Report()
+    report.add(frames.analyses[0].frame, [site], [])
+    assert site.note.split(":")[0] in str(report)
+    assert Report.from_json(report.to_json()).sites[0].note == site.note
+
+
+@pytest.mark.parametrize("body", [one_buffer, two_projections, length_of_each], ids=lambda f: f.__name__)
+def test_verified_against_the_plain_code(body):
+    assert check(*build(body, 2), Config(strict=True, verify="each")).counts[NAME] == 1
+
+
+def test_disabled():
+    assert_disabled(NAME, *build(one_projection))
+
+
+def test_autocast():
+    module, args = build(one_projection)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        frames = run(module, args)
+        want = module(*args)
+    assert frames.counts[NAME] == 1
+    exact, got = module(*args), frames.results["output 0"]
+    assert got.dtype == want.dtype
+    assert relative_error(got, exact) <= 1.25 * relative_error(want, exact)
+
+
+# --- what is refused
+
+
+def test_training():
+    module, args = build(one_projection)
+    module.requires_grad_(True)
+    assert_refused(NAME, "training", module, args)
+    with torch.no_grad():
+        assert check(module, args).counts[NAME] == 1
+
+
+def test_a_step_of_many_tokens():
+    """From some number of tokens on the expanded form takes fewer multiply-adds; the reason has both counts."""
+    module, args = build(one_projection, 24)
+    assert_refused(NAME, "expanded-cheaper", module, args)
+    (miss,) = (m for m in check(module, args).misses if m.tag == "expanded-cheaper")
+    assert miss.reason.startswith("expanded by counts: ") and "multiply-adds absorbed" in miss.reason
+
+
+def cache_of_keys(m, x, latents, ropes, position):
+    """What transformers' DynamicCache holds of DeepSeek-V3: latents and ropes stand for keys and values of all heads."""
+    positions = position + torch.arange(x.shape[1])
+    k, v = expanded(m, *new_rows(m, x, positions))
+    k, v = torch.cat((latents, k), -2), torch.cat((ropes, v), -2)
+    return joined(F.scaled_dot_product_attention(queries(m, x, positions), k, v))
+
+
+def static_cache_of_keys(m, x, latents, ropes, position):
+    positions = position + torch.arange(x.shape[1])
+    k, v = expanded(m, *new_rows(m, x, positions))
+    latents.index_copy_(2, positions, k)
+    ropes.index_copy_(2, positions, v)
+    seen = torch.arange(latents.shape[2]) <= positions[:, None]
+    return joined(F.scaled_dot_product_attention(queries(m, x, positions), latents, ropes, attn_mask=seen))
+
+
+@pytest.mark.parametrize("body", [cache_of_keys, static_cache_of_keys], ids=lambda f: f.__name__)
+def test_a_cache_of_keys(body):
+    module, (x, _, _, position) = build(body)
+    held = (torch.randn(2, HEADS, CACHED, n) for n in (NOPE + ROPE, VALUE))
+    args = (x, *held, position)
+    assert_refused(NAME, "expanded-cache", module, args)
+    (miss,) = (m for m in check(module, args).misses if m.tag == "expanded-cache")
+    assert "megacpp_compile.use_latent_cache(model" in miss.reason
+
+
+def keys_read_elsewhere(m, x, latents, ropes, position):
+    positions = position + torch.arange(x.shape[1])
+    k, v = expanded(m, *appended(m, x, latents, ropes, positions))
+    return joined(F.scaled_dot_product_attention(queries(m, x, positions), k, v)) * k.sum()
+
+
+def weights_read_elsewhere(m, x, latents, ropes, position):
+    positions = position + torch.arange(x.shape[1])
+    k, v = expanded(m, *appended(m, x, latents, ropes, positions))
+    p = (queries(m, x, positions) @ k.mT).softmax(-1)
+    return joined(p @ v) + p.sum()
+
+
+def window(m, x, latents, ropes, position):
+    """Rows before a first one are hidden, too."""
+    positions = position + torch.arange(x.shape[1])
+    k, v = expanded(m, latents, ropes)
+    place = torch.arange(latents.shape[1])
+    seen = (place <= positions[:, None]) & (place > positions[:, None] - 5)
+    return joined(F.scaled_dot_product_attention(queries(m, x, positions), k, v, attn_mask=seen))
+
+
+def positions_that_are_data(m, x, latents, ropes, position):
+    positions = torch.cat((position, position + 2))
+    k, v = expanded(m, latents, ropes)
+    seen = torch.arange(latents.shape[1]) <= positions[:, None]
+    return joined(F.scaled_dot_product_attention(queries(m, x, positions), k, v, attn_mask=seen))
+
+
+def mask_that_is_data(m, x, latents, ropes, position):
+    k, v = expanded(m, latents, ropes)
+    seen = (latents[:, None, :1, 0] + latents[:, None, :, 0] > 0)[:, None] | (x[:, None, :, :1] > 9)
+    return joined(F.scaled_dot_product_attention(queries(m, x, position), k, v, attn_mask=seen))
+
+
+@pytest.mark.parametrize(
+    ("body", "tag", "tokens"),
+    [(keys_read_elsewhere, "escapes", 1), (window, "mask", 2), (positions_that_are_data, "mask", 2),
+     (mask_that_is_data, "mask", 2)],
+    ids=lambda p: getattr(p, "__name__", str(p)),
+)  # fmt: skip
+def test_refused(body, tag, tokens):
+    assert_refused(NAME, tag, *build(body, tokens))
+
+
+def padded(m, x, latents, ropes, position):
+    """Rows that are padding are hidden as well, by data."""
+    positions = position + torch.arange(x.shape[1])
+    k, v = expanded(m, latents, ropes)
+    there = (latents[..., 0] + 1 > 0)[:, None, None, :]
+    seen = (torch.arange(latents.shape[1]) <= positions[:, None]) & there
+    return joined(F.scaled_dot_product_attention(queries(m, x, positions), k, v, attn_mask=seen))
+
+
+@pytest.mark.parametrize(("body", "tokens"), [(padded, 1), (padded, 3), (window, 1), (mask_that_is_data, 1)])
+def test_rows_hidden_by_data(body, tokens):
+    """What is the same for all queries is one more channel of the rows, beside the length where there is one."""
+    frames = assert_fires(NAME, *build(body, tokens))
+    (node,) = (n for n in frames.graph.graph.nodes if "mla_decode" in str(n.target))
+    assert node.args[1].meta["val"].shape[-1] == LATENT + ROPE + 1
+    module, args = Step(body, torch.bfloat16), arguments(tokens, torch.bfloat16, batch=32)
+    want = copy.deepcopy(module).double()(*(a.double() if a.is_floating_point() else a for a in args))
+    eager = relative_error(module(*args), want)
+    assert 0 < relative_error(run(module, args).results["output 0"], want) < 1.25 * eager
+
+
+def causal_from_the_first_row(m, x, latents, ropes, position):
+    """Torch's own mask counts rows from the first, whatever there is behind."""
+    k, v = expanded(m, latents, ropes)
+    return joined(F.scaled_dot_product_attention(queries(m, x, position), k, v, is_causal=True))
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_torch_s_causal_mask(tokens):
+    assert_fires(NAME, *build(causal_from_the_first_row, tokens))
+
+
+def keys_of_their_own(m, x, latents, ropes, position):
+    """Keys and values are made of different latents."""
+    v = m.up_v(latents.flip(1)).unflatten(-1, (HEADS, VALUE)).transpose(1, 2)
+    k, _ = expanded(m, latents, ropes)
+    return joined(F.scaled_dot_product_attention(queries(m, x, position), k, v))
+
+
+def heads_in_another_order(m, x, latents, ropes, position):
+    k, v = expanded(m, latents, ropes)
+    return joined(F.scaled_dot_product_attention(queries(m, x, position), k.flip(1), v))
+
+
+def heads_swapped_by_slices(m, x, latents, ropes, position):
+    k, v = expanded(m, latents, ropes)
+    k = torch.cat((k[:, 1:], k[:, :1]), 1)
+    return joined(F.scaled_dot_product_attention(queries(m, x, position), k, v))
+
+
+def rope_of_each_head(m, x, latents, ropes, position):
+    k, v = expanded(m, latents, ropes)
+    k = torch.cat((k[..., :NOPE], ropes.unsqueeze(1) * torch.ones(HEADS, 1, 1)), -1)
+    return joined(F.scaled_dot_product_attention(queries(m, x, position), k, v))
+
+
+def normed_keys(m, x, latents, ropes, position):
+    k, v = expanded(m, latents, ropes)
+    k = torch.cat((F.rms_norm(k[..., :NOPE], (NOPE,)), k[..., NOPE:]), -1)
+    return joined(F.scaled_dot_product_attention(queries(m, x, position), k, v))
+
+
+def heads_read_as_rows(m, x, latents, ropes, position):
+    """A view without a transposition: other elements under the same shape."""
+    b, s, _ = latents.shape
+    k_nope, v = m.up(latents).view(b, HEADS, s, NOPE + VALUE).split([NOPE, VALUE], -1)
+    k = torch.cat((k_nope, ropes.unsqueeze(1).expand(-1, HEADS, -1, -1)), -1)
+    return joined(F.scaled_dot_product_attention(queries(m, x, position), k, v))
+
+
+def with_dropout(m, x, latents, ropes, position):
+    k, v = expanded(m, latents, ropes)
+    return joined(F.scaled_dot_product_attention(queries(m, x, position), k, v, dropout_p=0.0001)) * 0
+
+
+@pytest.mark.parametrize(
+    "body",
+    [keys_of_their_own, heads_in_another_order, heads_swapped_by_slices, rope_of_each_head, normed_keys,
+     heads_read_as_rows, weights_read_elsewhere, with_dropout],
+    ids=lambda f: f.__name__,
+)  # fmt: skip
+def test_what_is_another_attention_stays(body):
+    frames = check(*build(body))
+    assert not frames.counts[NAME]
+
+
+def test_prefill_is_no_news():
+    """As many queries as rows: nothing is absorbed, and nothing said."""
+
+    def prefill(m, x, latents, ropes, position):
+        positions = torch.arange(x.shape[1])
+        k, v = expanded(m, *new_rows(m, x, positions))
+        return joined(F.scaled_dot_product_attention(queries(m, x, positions), k, v, is_causal=True))
+
+    frames = check(*build(prefill, 6))
+    assert not frames.counts[NAME] and not frames.tags(NAME)
+
+
+def test_other_modes():
+    """Made under gradients that are recorded, attended without: trained weights are no reason then."""
+
+    def outside(m, x, latents, ropes, position):
+        k, v = expanded(m, latents, ropes)
+        with torch.no_grad():
+            return joined(F.scaled_dot_product_attention(queries(m, x, position), k, v))
+
+    module, args = build(outside)
+    module.requires_grad_(True)
+    frames = check(module, args, Config(strict=True))
+    assert frames.counts[NAME] == 1
