@@ -47,12 +47,14 @@ class HeadLoss:
     """What one op computes: reads of the same rows with the same targets. logits: those rows. sizes: as in `Head`.
 
     targets: nodes whose elements, one tensor after the other, are the targets of the rows; () where there are none.
+    mask: what chooses the rows that count, in the shape of the targets; None where all do.
     """
 
     logits: Logits
     outputs: tuple[Output, ...]
     targets: tuple[Node, ...]
     sizes: dict[Node, Logits]
+    mask: Node | None = None
 
     @property
     def of_targets(self) -> Read:
@@ -99,6 +101,10 @@ def _head(linear: Linear) -> Head | None:
             failures.append(found)
         else:
             others.append(reader)
+    spelled = {node for read in reads for node in read.through}  # zeros shaped like the logits
+    others = [node for node in others if node not in spelled]
+    if others:  # what is computed from the logits themselves, such as their entropy
+        failures = [f for f in failures if f.node.target is not aten.mul.Tensor or f.tag == "rows"]
     kinds = {read.kind for read in reads}
     by_hand = kinds >= {"logit", "logsumexp"} and not others  # else it may be a router
     if not failures and not kinds & {"loss", "log-probability"} and not by_hand:
@@ -143,7 +149,7 @@ class _Piece:
 
     @property
     def rows(self) -> Any:
-        return keys(self.logits.views), self.logits.scale, self.logits.softcap
+        return keys(self.logits.views), self.logits.scale, self.logits.softcap, self.logits.steps
 
     @property
     def counts(self) -> Any:
@@ -158,7 +164,7 @@ def _lifted(reads: Iterable[Read]) -> Iterator[_Piece]:
         key: Any = read
         moves = read.logits.moves()
         if moves and read.reduction == "none" and moves[-1].index is not None:
-            own = keys(moves[:-1]), read.logits.scale, read.logits.softcap
+            own = keys(moves[:-1]), read.logits.scale, read.logits.softcap, read.logits.steps
             key = (own, read.kind, read.logits.sign, read.keepdim, read.logits.dim)
         alike.setdefault(key, []).append(read)
     for group in alike.values():
