@@ -75,7 +75,7 @@ def emit(build: Builder, site: HeadLoss, sizes: list[Node], gradients: set[Node]
     node = build(
         torch.ops.megacpp.linear_cross_entropy.default, x, linear.weight(build), b, target, weight, read.ignore_index,
         read.label_smoothing, site.logits.scale, site.logits.softcap, 0.0, "sum" if site.summed else "none",
-        "".join(trained) if site.summed else "",
+        "".join(trained) if site.summed else "", *read.part,
     )  # fmt: skip
     results = _Results(build, site, rows, node, target)
     return node, [*map(results.of, site.outputs), *map(rows.size, sizes)]

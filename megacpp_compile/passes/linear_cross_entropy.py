@@ -80,9 +80,12 @@ def _refusal(view: GraphView, head: Head, found: list[HeadLoss]) -> MatchFailure
         return MatchFailure(losses[0], "logits-kept", _kept(head.others))
     if not all(map(_target_a_row, found)):
         return MatchFailure(losses[0], "rows", _ROWS)
+    if any(len({output.read.part for output in site.outputs}) > 1 for site in found):
+        reason = "beside a loss over all ranks' words one over a rank's own reads the logits"
+        return MatchFailure(losses[0], "ranks", reason)
     inside = [n for site in found for n in site.inside()]
     dtype = value(node).dtype
-    if any(value(n).dtype == torch.float64 != dtype for n in inside):
+    if any(getattr(value(n), "dtype", dtype) == torch.float64 != dtype for n in inside):
         return MatchFailure(losses[0], "dtype", f"logits in {dtype} and their loss in float64")
     if len({view.mode_states[n].grad for n in inside}) > 1:
         return MatchFailure(losses[0], "region", "part of it runs with gradients recorded, and part without")

@@ -11,6 +11,7 @@ from torch import fx
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
+from megacpp_compile.lowerings._sharded_loss import sharded_cross_entropy
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.linear import Linear, match_linear
 from megacpp_compile.matchers.linear_cross_entropy import logits as logits_of
@@ -85,7 +86,7 @@ def find_heads(graph: fx.Graph) -> Iterator[Head]:
 
 # One of these is in every loss that is found.
 _LOSSES = {aten.cross_entropy_loss.default, aten.log_softmax.int, aten._log_softmax.default, aten.logsumexp.default,
-           aten.log.default}  # fmt: skip
+           aten.log.default, sharded_cross_entropy}  # fmt: skip
 
 
 def _head(linear: Linear) -> Head | None:
@@ -154,7 +155,7 @@ class _Piece:
     @property
     def counts(self) -> Any:
         read = self.outputs[0].read
-        return self.targets, read.ignore_index, read.label_smoothing
+        return self.targets, read.ignore_index, read.label_smoothing, read.part
 
 
 def _lifted(reads: Iterable[Read]) -> Iterator[_Piece]:

@@ -11,6 +11,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.views import RESHAPES, UNIT_DIMS, is_identity
+from megacpp_compile.lowerings._sharded_loss import sharded_cross_entropy
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.linear_cross_entropy.logits import Logits, is_logsumexp_of
 from megacpp_compile.matchers.linear_cross_entropy.one_hot import one_hot
@@ -31,6 +32,7 @@ class Read:
     keepdim: whether the result of a read without reduction has the vocabulary's dimension, of size 1.
     weights: what rows are multiplied by before they are added up, in the order of rows. through: nodes between the loss
     of rows and `node`, which has the reduction; "rows" is the mean over all rows, "mean" that of rows not ignored.
+    part: (first, words, group) where the logits are those of a rank's words, as in `sharded_cross_entropy`.
     """
 
     kind: Kind
@@ -43,12 +45,15 @@ class Read:
     keepdim: bool = False
     weights: tuple[Node, ...] = ()
     through: tuple[Node, ...] = ()
+    part: tuple[Any, ...] = ()
 
 
 def read_of(logits: Logits, node: Node) -> Read | MatchFailure | None:
     """What `node` reads of `logits`; a near miss of a loss that the op has no word for; None where it is no loss."""
     if node.target is aten.cross_entropy_loss.default and not logits.normalised:
         return _loss(logits, node, ("weight", "reduction", "ignore_index", "label_smoothing"))
+    if node.target is sharded_cross_entropy and not logits.normalised:
+        return _of_words(logits, node)
     if node.target in _NLL and logits.normalised:
         return _loss(logits, node, ("weight", "reduction", "ignore_index"))
     if node.target in (aten.gather.default, aten.take_along_dim.default):
@@ -77,6 +82,15 @@ def _loss(logits: Logits, node: Node, names: tuple[str, ...]) -> Read | MatchFai
         target, ignored = hot.target, IGNORE_INDEX  # a mean is that of all rows
         reduction = "rows" if reduction == "mean" else reduction
     return Read("loss", node, logits, target, reduction, ignored, float(given.get("label_smoothing", 0.0)))
+
+
+def _of_words(logits: Logits, node: Node) -> Read | None:
+    """The loss that all ranks' words make."""
+    _, target, ignored, smoothing, reduction, *part = node.args
+    items = list(node.users)
+    if len(items) != 1 or items[0].args[1] != 0 or logits.dim != min(1, value(logits.node).dim() - 1):
+        return None
+    return Read("loss", items[0], logits, target, reduction, ignored, smoothing, through=(node,), part=tuple(part))  # type: ignore[arg-type]
 
 
 SOFT_TARGETS = ("soft-targets", "the targets are probabilities, as many of them as logits")
