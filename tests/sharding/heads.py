@@ -71,6 +71,13 @@ def each_row(m, x, labels):
     return F.cross_entropy(m.proj(x).flatten(0, 1), labels.flatten(), reduction="none")
 
 
+def gathered(m, x, labels):
+    """Every rank has all words for the time of the loss."""
+    weight = m.proj.weight
+    weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
+    return F.cross_entropy(F.linear(x, weight).flatten(0, 1), labels.flatten())
+
+
 def words_second(m, x, labels):
     return F.cross_entropy(m.proj(x).transpose(1, 2), labels)
 
@@ -126,6 +133,7 @@ CASES = {
     "dynamic": Case(flattened, dynamic=True),
     "verified": Case(flattened, options={"verify": "each", "strict": True}),
     "ignored": Case(smoothed, all_ignored=True, around=contextlib.nullcontext),
+    "gathered": Case(gathered, on_dtensors, around=contextlib.nullcontext),
     "kept": Case(kept, fires=0),
 }  # fmt: skip
 

@@ -49,8 +49,9 @@ from megacpp_compile.lowerings._traits import OpTraits, declare
 from megacpp_compile.lowerings.linear_cross_entropy import reference
 from megacpp_compile.lowerings.linear_cross_entropy.chunks import workspace
 
-__all__ = ["GRADS", "linear_cross_entropy", "linear_cross_entropy_backward"]
+__all__ = ["GRADS", "PREFERENCE", "linear_cross_entropy", "linear_cross_entropy_backward"]
 
+PREFERENCE = {"cuda": ("cuda_triton", "cuda_triton_ranks", "reference")}
 GRADS = ("", "x", "w", "b", "xw", "xb", "wb", "xwb")
 
 
