@@ -18,6 +18,7 @@ from torch import nn
 from torch.fx import GraphModule
 from torch.utils.hooks import RemovableHandle
 
+from megacpp_compile._torch.dynamo import graph_break
 from megacpp_compile._torch.modules import compiled_call, eager_call, set_compiled_call
 from megacpp_compile._torch.pytree import tree_leaves
 from megacpp_compile.config.options import Config
@@ -136,7 +137,7 @@ def keep_apart(modules: Sequence[nn.Module]) -> Iterator[RemovableHandle]:
 
 
 def _apart(module: nn.Module, args: Any) -> None:
-    torch._dynamo.graph_break()
+    graph_break()
 
 
 def watch_compiled(model: nn.Module) -> None:
