@@ -11,7 +11,7 @@ from megacpp_compile._torch._registry import find
 from megacpp_compile._torch._theme import theme
 
 if TYPE_CHECKING:
-    from torch._dynamo import OptimizedModule, config, eval_frame, mark_static_address
+    from torch._dynamo import OptimizedModule, config, eval_frame, graph_break, mark_static_address
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.registry import lookup_backend
     from torch._dynamo.backends.torchxla import openxla_eval_boxed

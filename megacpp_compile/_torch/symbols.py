@@ -114,6 +114,8 @@ _ROWS = (
            "the report does not list them", instead=lambda: _NeverRaised),
     Symbol("dynamo.InvalidBackend", "torch._dynamo.exc.InvalidBackend", "telling that torch_tpu is not there",
            "the error is torch's own", instead=lambda: _NeverRaised),
+    Symbol("dynamo.graph_break", "torch._dynamo.graph_break", "compiling a head and its loss apart from blocks",
+           "a head and its loss are not compiled by blocks", instead=lambda: _nothing),
     Symbol("dynamo.graph_break_reasons", "torch._dynamo.utils.graph_break_reasons", "why a frame broke",
            "the report has no reasons of Dynamo's", instead=list),
     Symbol("dynamo.counters", "torch._dynamo.utils.counters",

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import inspect
 import pkgutil
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -83,7 +84,8 @@ def choose(op: Any, target: str, args: Sequence[Any]) -> Choice:
             reasons.append(f"no-lowering: {folder} has no {lowering}{why}")
             continue
         objections = (getattr(module, asked, None) for asked in ("supports", "loses"))
-        reason = next((r for objects in objections if objects and (r := objects(name, args))), None)
+        reason = _untaken(getattr(module, name, None), args)
+        reason = reason or next((r for objects in objections if objects and (r := objects(name, args))), None)
         reason = reason or _too_small(args, getattr(module, "MIN_BYTES", 0))
         if reason is None:
             overwrites = getattr(module, "OVERWRITES", {}).get(name, ())
@@ -91,6 +93,15 @@ def choose(op: Any, target: str, args: Sequence[Any]) -> Choice:
             return Choice(wanted[0], lowering, "; ".join(reasons), getattr(module, name), overwrites, traced)
         reasons.append(f"{lowering}: {reason}")
     raise AssertionError("every op has a reference lowering")
+
+
+def _untaken(body: Callable[..., Any] | None, args: Sequence[Any]) -> str | None:
+    """Why a lowering that knows fewer arguments than a call has cannot serve it, or None: an op's optional arguments
+    may be newer than its lowerings."""
+    taken = inspect.signature(body).parameters.values() if body is not None else []
+    if body is None or any(p.kind is p.VAR_POSITIONAL for p in taken) or len(args) <= len(taken):
+        return None
+    return f"it takes {len(taken)} of the call's {len(args)} arguments"
 
 
 def _too_small(args: Sequence[Any], least: int) -> str | None:

@@ -21,7 +21,8 @@ from megacpp_compile.frontend import unbacked_shapes
 from megacpp_compile.fx.fake_state import fake_state
 from megacpp_compile.lowerings._traits import traits_of
 from megacpp_compile.memory.shapes import shapes_mode
-from megacpp_compile.regional.compile import compile_kinds
+from megacpp_compile.regional import loss_region
+from megacpp_compile.regional.compile import compile_kinds, compile_loss
 from megacpp_compile.regional.repeated_blocks import Kind
 from megacpp_compile.report import collector
 from megacpp_compile.report.records import CompiledRegion, Frame
@@ -73,6 +74,7 @@ class FakeRun:
             with self._fakes() as (mode, (args, kwargs)), _calls(self.model):
                 compile_kinds(self.model, kinds, regions, config, None, inductor.without_codegen)
                 with (
+                    self._loss_region(kinds, regions, config),
                     _Labels(self.blocks) as labels,
                     functorch.config.patch(enable_autograd_cache=False),
                     collector.aside() as found,
@@ -82,6 +84,18 @@ class FakeRun:
                 return self._compiled
         finally:
             torch.compiler.reset()
+
+    @contextlib.contextmanager
+    def _loss_region(self, kinds: Sequence[Kind], regions: Sequence[CompiledRegion], config: Config) -> Iterator[None]:
+        """The head and its loss compiled for the time of a `with`, as `megacpp_compile.compile` has them."""
+        hooks = []
+        if self.kinds and config.enabled(loss_region.PASS) and (apart := loss_region.runners(self.model, kinds)):
+            hooks = compile_loss(self.model, kinds, apart, regions, config, None, inductor.without_codegen)
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def _count(
         self, mode: FakeTensorMode, forward: Callable[[], Any], labels: _Labels, compiling: bool = False

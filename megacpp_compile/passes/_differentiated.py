@@ -13,12 +13,15 @@ from megacpp_compile.matchers.graph_view import GraphView
 
 
 def differentiated(view: GraphView) -> set[Node]:
-    """The nodes that are trained, or computed from such with gradients recorded; none where the frame records none."""
+    """The nodes that are trained, or computed from such with gradients recorded; none where the frame records none.
+    Calls of methods are those on DTensors."""
     if not torch.is_grad_enabled():
         return set()
     found = set(view.trained)
     for node in view.graph.nodes:
-        if node.op != "call_function" or node.target is DETACH or not view.mode_states[node].grad:
+        if node.op not in ("call_function", "call_method") or node.target in (DETACH, "detach"):
+            continue
+        if not view.mode_states[node].grad:
             continue
         if _has_floats(value(node)) and any(source in found for source in node.all_input_nodes):
             found.add(node)

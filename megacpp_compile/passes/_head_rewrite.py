@@ -12,6 +12,7 @@ from megacpp_compile.fx.edit import Builder, value
 from megacpp_compile.fx.subgraph import inside
 from megacpp_compile.lowerings._op import compute_dtype
 from megacpp_compile.matchers.linear_cross_entropy.heads import HeadLoss, Output
+from megacpp_compile.matchers.linear_cross_entropy.logits import Step
 from megacpp_compile.matchers.linear_cross_entropy.reads import Read
 from megacpp_compile.matchers.linear_cross_entropy.rows import RowView, outer, replay
 
@@ -21,10 +22,12 @@ aten = torch.ops.aten
 def inputs_of(site: HeadLoss) -> list[Node]:
     """What the op is computed from: the linear's operands, targets, and what chooses rows."""
     linear = site.logits.linear
-    views = {view for o in site.outputs for view in o.read.logits.moves()}
+    views = {view for o in site.outputs for view in o.read.logits.moves()} if site.mask is None else set()
+    views |= set(site.logits.moves())
     views |= {view for logits in site.sizes.values() for view in logits.moves()}
     operands = [n for n in (linear.x, linear.w, linear.b) if n is not None]
-    operands += [*site.targets, *site.of_targets.weights]
+    operands += [step.tensor for step in site.logits.steps]
+    operands += [*site.targets, *site.of_targets.weights, *([site.mask] if site.mask is not None else [])]
     sized = _of_sizes(site.sizes)
     pending, found = [n for view in views for n in view.chosen_by()], set[Node]()
     while pending:
@@ -56,18 +59,23 @@ def _of_sizes(sizes: Iterable[Node]) -> set[Node]:
 def emit(build: Builder, site: HeadLoss, sizes: list[Node], gradients: set[Node]) -> tuple[Node, list[Node]]:
     """(the op's node, the nodes that stand for the outputs of `site` and for `sizes`)."""
     linear, read = site.logits.linear, site.of_targets
-    operands = (linear.x, linear.w, linear.b)
     rows = _Rows(build, site)
     dtype = value(linear.node).dtype
     x = build.cast(_flat(build, rows.of_x(site.logits.moves())), dtype)
     b = None if linear.b is None else build.cast(linear.b, dtype)
+    x, b = _behind_steps(build, site.logits.steps, x, b)
     target = _target(build, site, x)
     weight = _weight(build, site, x)
-    trained = [letter for letter, operand in zip("xwb", operands, strict=True) if operand in gradients]
+    scales = [step.tensor for step in site.logits.steps if step.kind != "plus"]
+    sources = {
+        "x": [linear.x, *scales], "w": [linear.w],
+        "b": [n for n in (linear.b, *(step.tensor for step in site.logits.steps)) if n is not None and b is not None],
+    }  # fmt: skip
+    trained = [letter for letter, nodes in sources.items() if not gradients.isdisjoint(nodes)]
     node = build(
         torch.ops.megacpp.linear_cross_entropy.default, x, linear.weight(build), b, target, weight, read.ignore_index,
         read.label_smoothing, site.logits.scale, site.logits.softcap, 0.0, "sum" if site.summed else "none",
-        "".join(trained) if site.summed else "",
+        "".join(trained) if site.summed else "", *read.part,
     )  # fmt: skip
     results = _Results(build, site, rows, node, target)
     return node, [*map(results.of, site.outputs), *map(rows.size, sizes)]
@@ -81,10 +89,29 @@ def _flat(build: Builder, x: Node) -> Node:
     return x if dims == 2 else build(aten.flatten.using_ints, x, 0, -2)
 
 
+def _behind_steps(build: Builder, steps: tuple[Step, ...], x: Node, b: Node | None) -> tuple[Node, Node | None]:
+    """Hidden states and bias of a linear whose output is that of x and b behind `steps`."""
+    dtype = value(x).dtype
+    for step in steps:
+        if step.kind == "plus":
+            more = build.cast(build(aten.reshape.default, step.tensor, [-1]), dtype)
+            more = more if step.factor == 1 else build(aten.mul.Tensor, more, step.factor)
+            b = more if b is None else build(aten.add.Tensor, b, more)
+            continue
+        one = step.tensor if value(step.tensor).dim() == 0 else build(aten.reshape.default, step.tensor, [])
+        target = aten.mul.Tensor if step.kind == "times" else aten.div.Tensor
+        x, b = build(target, x, one), None if b is None else build(target, b, one)
+    return x, b
+
+
 def _target(build: Builder, site: HeadLoss, x: Node) -> Node:
     """The targets as int64 [n]; where there are none, all are ignored."""
     if not site.targets:
         return build(aten.new_full.default, x, [_size(build, x, 0)], site.of_targets.ignore_index, dtype=torch.int64)
+    if site.mask is not None:
+        others = build(aten.logical_not.default, site.mask)
+        chosen = build(aten.masked_fill.Scalar, *site.targets, others, site.of_targets.ignore_index)
+        return build.cast(build(aten.reshape.default, chosen, [-1]), torch.int64)
     flat = [t if value(t).dim() == 1 else build(aten.reshape.default, t, [-1]) for t in site.targets]
     return build.cast(flat[0] if len(flat) == 1 else build(aten.cat.default, flat), torch.int64)
 
@@ -168,8 +195,14 @@ class _Results:
         else:
             total = self._item(0)
         if reduction == "rows":
-            return self._once("rows", lambda: build(aten.div.Tensor, total, _size(build, self.target, 0)))
+            return self._once("rows", lambda: build(aten.div.Tensor, total, self._rows()))
         return total if reduction == "sum" else self._once("mean", lambda: self._mean(total))
+
+    def _rows(self) -> Any:
+        """How many rows there are, or are chosen."""
+        if self.site.mask is not None:
+            return self.build(aten.sum.default, self.site.mask)
+        return _size(self.build, self.target, 0)
 
     def _mean(self, total: Node) -> Node:
         """Over rows that are not ignored."""

@@ -27,7 +27,8 @@ class Reviewer:
     """Refuses a rewrite that `verify="each"` finds wrong; with `count_saved`, notes what a site keeps for backward."""
 
     def __init__(self, captured: Captured, example_inputs: Sequence[Any], config: Config, count_saved: bool) -> None:
-        self.captured, self.inputs, self.config, self.count = captured, example_inputs, config, count_saved
+        self.captured, self.config, self.count = captured, config, count_saved
+        self.inputs = replay.concrete(example_inputs)
         self.cache: dict[Any, int | None] = {}
         self.fake = any(isinstance(x, FakeTensor) for x in example_inputs)
 

@@ -1,17 +1,20 @@
 """The output projection and its loss without logits (arXiv:2411.09009; gradients in the forward: arXiv:2410.10989).
 
-Before: `logits = linear(x, w, b)`, perhaps scaled, softcapped, cast, shifted and reshaped; then
-        `cross_entropy(logits, labels)` or `nll_loss(log_softmax(logits), labels)` with any reduction, or for each token
+Before: `logits = linear(x, w, b)`, perhaps with a bias behind it, scaled by numbers or by tensors of one element,
+        softcapped, cast, shifted and reshaped; then `cross_entropy(logits, labels)`, also of the rows that a mask
+        chooses, or `nll_loss(log_softmax(logits), labels)` with any reduction, or for each token
         `log_softmax(logits).gather(-1, labels)` or `logits.gather(-1, labels) - logsumexp(logits)`
 After:  `loss, lse, dx, dw, db = megacpp.linear_cross_entropy(rows of x, w, b, labels, None, ignore_index, ..,
         "sum", "xw")`, `loss / (labels != ignore_index).sum()` for a mean; of losses of each row "none"
 
-Safe because the op computes the same loss, in float32 or better. Views that choose rows move from the logits to x. Of a
-sum, forward makes the gradients that are trained, which backward multiplies by the gradient of the loss. Where rows
-count by themselves (log-probabilities, a z-loss of log-sum-exps), backward makes the logits again.
+Safe because the op computes the same loss, in float32 or better. Views that choose rows move from the logits to x, and
+so do scales that are tensors; rows that a mask leaves out have a label that is ignored. Of a sum, forward makes the
+gradients that are trained, which backward multiplies by the gradient of the loss. Where rows count by themselves
+(log-probabilities, a z-loss of log-sum-exps), backward makes the logits again.
 Refused: logits that anything else reads, as they stay alive then (tag `logits-kept`); losses that weigh classes, or
-whose targets are probabilities, or several words a row; a loss in another frame than its linear; parts with gradients
-recorded and parts without; a loss in float64 of other logits; on CUDA, logits of less than MIN_BYTES.
+whose targets are probabilities, or several words a row; what else stands between linear and loss (`between`); a loss
+in another frame than its linear; parts with gradients recorded and parts without; a loss in float64 of other logits;
+on CUDA, logits of less than MIN_BYTES.
 """
 
 from __future__ import annotations
@@ -26,6 +29,8 @@ from megacpp_compile.fx.edit import Builder, place, same_size, value
 from megacpp_compile.fx.sizes import nbytes
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
+from megacpp_compile.matchers.linear_cross_entropy.between import between
+from megacpp_compile.matchers.linear_cross_entropy.chosen import by_labels
 from megacpp_compile.matchers.linear_cross_entropy.heads import Head, HeadLoss, find_heads, sites
 from megacpp_compile.matchers.linear_cross_entropy.inputs import logits_from_outside
 from megacpp_compile.passes._differentiated import differentiated
@@ -44,13 +49,22 @@ def find(view: GraphView) -> Iterator[Match | MatchFailure]:
     heads = list(find_heads(view.graph))
     gradients = differentiated(view) if heads else set()
     for head in heads:
-        found = sites(head, gradients.__contains__)
+        found = [by_labels(site) for site in sites(head, gradients.__contains__)]
         refusal = _refusal(view, head, found)
         yield from [refusal] if refusal is not None else (_match(view, site, gradients) for site in found)
+    for miss in between(view.graph, {head.linear.node for head in heads}):
+        if not _small(miss.node):
+            yield miss
     for node in logits_from_outside(view.graph):
         if not _small(node.args[0]):  # type: ignore[arg-type]
             yield MatchFailure(node, "another-frame", "the logits are an input of this frame, so they are in memory "
                                "already: compile the loss together with the model that makes them")  # fmt: skip
+
+
+_ROWS = (
+    "the rows are not known to be as many as the targets: choose rows by their labels, "
+    "`labels.masked_fill(~mask, -100)` beside all logits"
+)
 
 
 def _refusal(view: GraphView, head: Head, found: list[HeadLoss]) -> MatchFailure | None:
@@ -65,10 +79,13 @@ def _refusal(view: GraphView, head: Head, found: list[HeadLoss]) -> MatchFailure
     if head.others:
         return MatchFailure(losses[0], "logits-kept", _kept(head.others))
     if not all(map(_target_a_row, found)):
-        return MatchFailure(losses[0], "rows", "the rows are not known to be as many as the targets")
+        return MatchFailure(losses[0], "rows", _ROWS)
+    if any(len({output.read.part for output in site.outputs}) > 1 for site in found):
+        reason = "beside a loss over all ranks' words one over a rank's own reads the logits"
+        return MatchFailure(losses[0], "ranks", reason)
     inside = [n for site in found for n in site.inside()]
     dtype = value(node).dtype
-    if any(value(n).dtype == torch.float64 != dtype for n in inside):
+    if any(getattr(value(n), "dtype", dtype) == torch.float64 != dtype for n in inside):
         return MatchFailure(losses[0], "dtype", f"logits in {dtype} and their loss in float64")
     if len({view.mode_states[n].grad for n in inside}) > 1:
         return MatchFailure(losses[0], "region", "part of it runs with gradients recorded, and part without")

@@ -31,6 +31,7 @@ from megacpp_compile.fx.provenance import input_path, local_path, modules_of
 from megacpp_compile.passes._driver import pass_names
 from megacpp_compile.passes._required import Requirement
 from megacpp_compile.pipeline import Block
+from megacpp_compile.regional import loss_region
 from megacpp_compile.regional.repeated_blocks import Kind, find_kinds, outside
 from megacpp_compile.regional.split import config_for, split_by_rules
 from megacpp_compile.report import collector, log
@@ -65,8 +66,9 @@ def compile(
     options, fields: fields of `Config`, or one, as in `torch.compile(..., backend="megacpp", options=...)`.
     blocks: names of the blocks ("model.layers.*", see `config.globs`), where structure finds them wrongly.
     whole_below: compile the model as one where it has fewer repeated blocks than this.
-    rest: how modules outside all blocks run (embeddings, last norm, head). "eager" leaves them to eager;
-        "compile" compiles, each by itself, those that consist of more than one embedding or linear.
+    rest: how modules outside all blocks run (embeddings, last norm). "eager" leaves them to eager;
+        "compile" compiles, each by itself, those that consist of more than one embedding or linear. A head with its
+        loss, where the model's forward computes one, is a region of its own either way.
     mode, dynamic, fullgraph: as in `torch.compile`, for every part; on torch_tpu's devices dynamic is False by default.
 
     Raises NotAModuleError, AlreadyCompiledError, BlockNotFoundError and the errors of bad options, before anything is
@@ -102,6 +104,9 @@ def compile(
         kinds += [Kind((fqn,), (module,))] * compiled
         treatment = "compiled" if compiled else "eager"
         regions.append(CompiledRegion((fqn,), type(module).__name__, _size([module]), treatment, "outside the blocks"))
+    apart = loss_region.runners(model, kinds) if whole is None and config.enabled(loss_region.PASS) else None
+    if apart:
+        regions.append(CompiledRegion(("",), type(model).__name__, 0, "compiled", loss_region.REASON))
     parameters = list(model.parameters())
     target = family(device_types(parameters)) if config.target == "auto" else TARGETS[config.target]
     if dynamic is None and not target.device(parameters).dynamic:
@@ -109,6 +114,14 @@ def compile(
     start_workers(target)
     required = _count_calls(model, config) if whole is None and config.require else None
     compile_kinds(model, kinds, regions, config, mode, required=required, dynamic=dynamic, fullgraph=fullgraph)
+    if apart:
+        hooks = compile_loss(
+            model, kinds, apart, regions, config, mode, everything=rest == "compile", required=required, dynamic=dynamic
+        )
+        _hooks.setdefault(model, []).extend(hooks)
+        loss_region.watch_compiled(model)
+    elif apart is not None:
+        _hooks.setdefault(model, []).append(loss_region.watch(model))
     collector.emit_regions(regions)
     for region in regions:
         log.logger.info("region: %s", region)
@@ -134,6 +147,22 @@ def compile_kinds(
             compile_in_place(module, count, backend=backend, **settings)
 
 
+def compile_loss(
+    model: nn.Module, kinds: Sequence[Kind], apart: Sequence[nn.Module], regions: Sequence[CompiledRegion],
+    config: Config, mode: str | None, inner_compile: Any = None, required: Requirement | None = None,
+    everything: bool = False, **settings: Any,
+) -> list[RemovableHandle]:  # fmt: skip
+    """Compile the head and its loss of a model whose blocks are compiled; returns the hooks that keep both apart.
+    apart: what `loss_region.runners` says. everything: whether all that forward itself does is compiled."""
+    own = loss_region.config_of(config)
+    if required is None:
+        own = dataclasses.replace(own, require={})
+    backend = Regional(model, regions, own, mode, inner_compile, required)
+    region = loss_region.LossRegion(model, kinds, backend, everything)
+    compile_in_place(model, len(region.blocks), backend=region, **settings)
+    return list(loss_region.keep_apart(apart))
+
+
 def compile_in_place(module: nn.Module, blocks: int, **settings: Any) -> None:
     """Compile one of `blocks` modules in place. Dynamo skips frames of torch's own code, so that `module.compile` on an
     `nn.TransformerEncoderLayer` would silently do nothing; such a module is called through a function of ours."""
@@ -152,20 +181,21 @@ def uncompile(model: nn.Module) -> None:
     """Undo `compile`: the modules of `model` run in eager again."""
     for module in model.modules():
         set_compiled_call(module, None)
-        for hook in _counting.pop(module, ()):
+        for hook in _hooks.pop(module, ()):
             hook.remove()
 
 
 def _count_calls(model: nn.Module, config: Config) -> Requirement:
-    """Count in calls of `model`, which is not compiled itself."""
+    """Count in calls of `model`, in code that Dynamo leaves alone where it compiles the model's forward."""
     required = Requirement(config.require)
-    hooks = model.register_forward_pre_hook(required.began), model.register_forward_hook(required.ended)
-    _counting[model] = [*_counting.get(model, ()), *hooks]
+    began, ended = map(torch.compiler.disable, (required.began, required.ended))
+    hooks = model.register_forward_pre_hook(began), model.register_forward_hook(ended)
+    _hooks.setdefault(model, []).extend(hooks)
     return required
 
 
-# Model -> the hooks by which calls of it are counted.
-_counting: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]] = weakref.WeakKeyDictionary()
+# Model -> the hooks by which calls of it are counted, and what runs its blocks is kept out of compiled code.
+_hooks: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]] = weakref.WeakKeyDictionary()
 
 
 def _why_whole(model: nn.Module, kinds: Sequence[Kind], whole_below: int) -> str | None:

@@ -43,6 +43,12 @@ class Recorder(Interpreter):
         return result
 
 
+def concrete(example_inputs: Sequence[Any]) -> list[Any]:
+    """The inputs of the first call: sizes and floats that the graph takes as inputs come as symbols beside them."""
+    symbols = (torch.SymInt, torch.SymFloat, torch.SymBool)
+    return [x.node.hint if isinstance(x, symbols) else x for x in example_inputs]
+
+
 def border_values(gm: GraphModule, example_inputs: Sequence[Any], wanted: set[Node]) -> dict[Node, Any]:
     """Values of `wanted` on `example_inputs`, computed in eager with its random state put back afterwards."""
     devices = {x.device.index for x in example_inputs if isinstance(x, torch.Tensor) and x.is_cuda} - {None}

@@ -23,6 +23,8 @@ class Head(nn.Module):
         self.embed = nn.Embedding(WORDS, DIM)
         self.proj = nn.Linear(DIM, WORDS, bias=bias)
         self.blocks = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(2))
+        self.temperature = nn.Parameter(torch.tensor(0.3))
+        self.register_buffer("scale", torch.tensor([1.7]))
 
     def forward(self, hidden, labels):
         return self.body(self, hidden, labels)
@@ -222,6 +224,64 @@ def z_loss_of_rows(m, x, labels):
     return ((loss + 1e-2 * torch.logsumexp(logits, dim=-1) ** 2) * counted).sum() / counted.sum()
 
 
+# --- scales and biases that are tensors
+
+
+def learned_temperature(m, x, labels):
+    """CLIP's."""
+    logits = m.proj(x) * m.temperature.exp()
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def scaled_by_a_buffer(m, x, labels):
+    """And a softcap of what is scaled."""
+    logits = 5 * torch.tanh(m.proj(x).view(-1, WORDS) / m.scale / 5)
+    return F.cross_entropy(logits, labels.view(-1), label_smoothing=0.1)
+
+
+def scaled_by_an_input(m, x, labels):
+    """A number of the data's."""
+    logits = m.proj(x).transpose(1, 2) / labels.max().add(1).sqrt()
+    return F.cross_entropy(logits, labels, reduction="none")
+
+
+def bias_behind(m, x, labels):
+    logits = F.linear(x, m.embed.weight) + m.embed.weight[:, 0]
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def bias_behind_a_scale(m, x, labels):
+    """Scaled before and behind, by a number and by a tensor."""
+    logits = (0.5 * m.proj(x) * m.temperature - m.embed.weight[:, 1, None].T) * m.scale
+    return F.cross_entropy(logits.view(-1, WORDS), labels.view(-1), reduction="sum")
+
+
+def bias_of_words_second(m, x, labels):
+    return F.cross_entropy(m.proj(x).transpose(1, 2) + m.embed.weight[:, :1], labels)
+
+
+# --- rows that a mask chooses
+
+
+def masked_logits(m, x, labels):
+    counted = labels != IGNORED
+    return F.cross_entropy(m.proj(x)[counted], labels[counted])
+
+
+def masked_shifted(m, x, labels):
+    """Each mask by itself."""
+    logits = m.proj(x)[:, :-1].flatten(0, 1).float()
+    labels = labels[:, 1:].flatten()
+    return F.cross_entropy(logits[labels != IGNORED], labels[labels != IGNORED], reduction="sum")
+
+
+def masked_mean_of_rows(m, x, labels):
+    """A mean over all that are chosen, of which some are ignored."""
+    chosen = labels.roll(1, 1) != IGNORED
+    loss = F.cross_entropy(m.proj(x)[chosen].float().view(-1, WORDS), labels[chosen].view(-1), reduction="none")
+    return loss.mean()
+
+
 # --- sums of what rows count for
 
 
@@ -325,6 +385,38 @@ def chosen_and_rejected(m, x, labels):
     return -F.logsigmoid(chosen - rejected).mean()
 
 
+def one_hot(m, x, labels):
+    hot = F.one_hot(labels, WORDS).to(x.dtype)
+    return -(hot * m.proj(x).log_softmax(-1)).sum(-1)
+
+
+def one_hot_sum(m, x, labels):
+    logp = F.log_softmax(m.proj(x).float().view(-1, WORDS), dim=-1)
+    return (-F.one_hot(labels.view(-1), WORDS) * logp).sum() / labels.numel()
+
+
+def one_hot_by_scatter(m, x, labels):
+    logp = F.log_softmax(m.proj(x), dim=-1)
+    hot = torch.zeros_like(logp).scatter_(-1, labels.unsqueeze(-1), 1)
+    return -(logp * hot).sum(dim=2).mean()
+
+
+def one_hot_of_logits(m, x, labels):
+    """Megatron's: the label's logit."""
+    logits = m.proj(x)
+    return logits.logsumexp(-1) - (logits * F.one_hot(labels, WORDS)).sum(-1)
+
+
+def one_hot_probabilities(m, x, labels):
+    hot = F.one_hot(labels.flatten(), WORDS).to(x.dtype)
+    return F.cross_entropy(m.proj(x).flatten(0, 1), hot, label_smoothing=0.2)
+
+
+def categorical(m, x, labels):
+    """A policy's log-probabilities of what it did."""
+    return torch.distributions.Categorical(logits=m.proj(x) / 0.8).log_prob(labels)
+
+
 # Spelling -> how often the pass fires.
 WITH_IGNORED = dict.fromkeys(
     (
@@ -333,6 +425,8 @@ WITH_IGNORED = dict.fromkeys(
         another_ignore_index, smoothed, smoothed_and_shifted, nll, nll_of_log_softmax_in_float, nll_of_words_second,
         last_positions, masked_rows, one_sequence, each_row, each_row_of_words_second, z_loss, z_loss_of_rows,
         one_token, addmm, weight_by_words, no_tokens, cap_of_the_model, sum_over_size, mean_of_rows, masked_sum, weighted_log_probabilities, mean_of_log_probabilities,
+        learned_temperature, scaled_by_a_buffer, scaled_by_an_input, bias_behind, bias_behind_a_scale,
+        bias_of_words_second, masked_logits, masked_shifted, masked_mean_of_rows,
     ), 1,
 ) | {several_heads: 2, in_chunks: 2}  # fmt: skip
 WITHOUT_IGNORED = {
@@ -340,6 +434,7 @@ WITHOUT_IGNORED = {
     for f in (
         log_probabilities, negative_log_probabilities, by_log_of_softmax, by_subtraction, by_numbers_of_rows,
         selective_log_softmax, selective_log_softmax_of_halves, policy_gradient, chosen_and_rejected,
+        one_hot, one_hot_sum, one_hot_by_scatter, one_hot_of_logits, one_hot_probabilities, categorical,
     )
 }  # fmt: skip
 SPELLINGS = WITH_IGNORED | dict.fromkeys(WITHOUT_IGNORED.values(), 1)

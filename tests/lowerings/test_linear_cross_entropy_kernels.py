@@ -196,3 +196,37 @@ def test_compiles_for_hopper(words, options):
     if not constants["SOFTCAP"]:
         of_lanes = constants["STATISTICS"] * lanes * (steps + 1)
         assert sweeps * each < text.count("ex2.approx") <= sweeps * each + of_lanes + constants["GRADIENT"]
+
+
+@pytest.fixture
+def alone():
+    """The name of a group of one rank."""
+    from torch import distributed
+
+    if not distributed.is_gloo_available():
+        pytest.skip("no gloo")
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        yield distributed.group.WORLD.group_name
+    finally:
+        distributed.destroy_process_group()
+
+
+@runs_kernels
+@pytest.mark.parametrize("rows", [4, 11], ids=["chunks", "one_chunk"])
+@pytest.mark.parametrize("first", [0, 7])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_words_of_a_rank(rand, monkeypatch, alone, dtype, first, rows):
+    """Of 60 words the rank has 40, as the group's only one: some rows' targets nobody has."""
+    from megacpp_compile.lowerings.linear_cross_entropy import cuda_triton_ranks
+
+    monkeypatch.setattr(chunks, "chunk_rows", lambda *_: rows)
+    for name, args in calls(rand, dtype, smoothing=0.0):
+        at = next(i for i, t in enumerate(args) if isinstance(t, torch.Tensor) and t.dtype == torch.int64)
+        target = args[at].where(args[at] < 0, (args[at] * 60) // 40)
+        args = (*args[:at], target, *args[at + 1 :], first, 60, alone)
+        with poisoned_memory(), torch.no_grad():
+            got = getattr(cuda_triton_ranks, name)(*args)
+        assert not disagreements(got, name, args)
+    assert "smoothing" in str(cuda_triton_ranks.supports(name, (*args[:9], 0.1, *args[10:])))
+    assert "one-rank" in str(cuda_triton_ranks.supports(name, args[:-3]))

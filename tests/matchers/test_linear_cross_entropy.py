@@ -60,7 +60,7 @@ def test_scale_and_softcap(of_logits, scale, softcap):
         lambda y: y.flip(-1),
         lambda y: y[..., :4],
         lambda y: y.reshape(2, 5, 3).transpose(1, 2),
-        lambda y: y * y.mean(),
+        lambda y: y * y.mean(-1, keepdim=True),
         lambda y: y.repeat(1, 1, 2),
     ],
 )

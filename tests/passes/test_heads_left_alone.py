@@ -8,7 +8,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from megacpp_compile.passes import linear_cross_entropy
-from tests.corpus.heads import IGNORED, WORDS, arguments, build, flattened, mean_of_log_probabilities
+from tests.corpus.heads import (
+    IGNORED,
+    WORDS,
+    arguments,
+    build,
+    flattened,
+    mean_of_log_probabilities,
+    one_hot_by_scatter,
+)
 from tests.frames import check, run
 
 from .contract import assert_fires, assert_refused
@@ -25,6 +33,11 @@ def accuracy(m, x, labels):
     logits = m.proj(x)
     right = (logits.argmax(-1) == labels).sum()
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten()), right
+
+
+def scaled_by_itself(m, x, labels):
+    logits = m.proj(x)
+    return F.cross_entropy((logits / logits.mean()).flatten(0, 1), labels.flatten())
 
 
 def entropy(m, x, labels):
@@ -46,6 +59,12 @@ def probabilities(m, x, labels):
                            m.embed.weight.T)  # fmt: skip
 
 
+def distilled(m, x, labels):
+    """A teacher's probabilities."""
+    teacher = (x.detach() @ m.embed.weight.detach().T).softmax(-1)
+    return -(teacher * m.proj(x).log_softmax(-1)).sum(-1).mean()
+
+
 def several_words(m, x, labels):
     words = torch.stack([labels, labels.roll(1)], -1).clamp(min=0)
     return m.proj(x).log_softmax(-1).gather(-1, words).mean()
@@ -62,9 +81,9 @@ def half_without_gradients(m, x, labels):
 
 
 NEAR_MISSES = {
-    "logits-kept": [kept, accuracy, entropy, last_logits],
+    "logits-kept": [kept, accuracy, entropy, last_logits, scaled_by_itself],
     "class-weights": [class_weights],
-    "soft-targets": [probabilities],
+    "soft-targets": [probabilities, distilled],
     "several-targets": [several_words],
     "dtype": [in_double],
     "region": [half_without_gradients],
@@ -79,22 +98,96 @@ def test_refuses(tag, body):
     assert_refused(NAME, tag, *build(body))
 
 
-def test_refuses_labels_that_may_be_fewer():
+@pytest.mark.parametrize("body", [mean_of_log_probabilities, one_hot_by_scatter], ids=lambda f: f.__name__)
+def test_refuses_labels_that_may_be_fewer(body):
     """Of lengths that vary by themselves, as nothing here says that they are one."""
-    module, (x, labels) = build(mean_of_log_probabilities)
+    module, (x, labels) = build(body)
     for t in (x, labels):
         torch._dynamo.mark_dynamic(t, 1)
     assert_refused(NAME, "rows", module, (x, labels))
 
 
-def rows_by_their_labels(m, x, labels):
+def hidden_by_their_labels(m, x, labels):
     """How many there are is known at run time only, and of either tensor by itself."""
+    return F.cross_entropy(m.proj(x[labels != IGNORED]), labels[labels != IGNORED])
+
+
+def by_two_masks(m, x, labels):
+    """Equally many, but others."""
     counted = labels != IGNORED
-    return F.cross_entropy(m.proj(x)[counted], labels[counted])
+    return F.cross_entropy(m.proj(x)[counted], labels[counted.flip(0)].clamp(min=0))
 
 
-def test_refuses_rows_of_unknown_number():
-    assert_refused(NAME, "rows", *build(rows_by_their_labels))
+def losses_of_masked_rows(m, x, labels):
+    """There would be a result of as many rows."""
+    counted = labels != IGNORED
+    return F.cross_entropy(m.proj(x)[counted], labels[counted], reduction="none")
+
+
+@pytest.mark.parametrize(
+    "body", [hidden_by_their_labels, by_two_masks, losses_of_masked_rows], ids=lambda f: f.__name__
+)
+def test_refuses_rows_of_unknown_number(body):
+    assert_refused(NAME, "rows", *build(body))
+    assert "masked_fill" in run(*build(body)).misses[0].reason
+
+
+# --- between linear and loss: told with a remedy
+
+
+def padded_words(m, x, labels):
+    """Rows of the weight that are no words, cut off behind the GEMM."""
+    return F.cross_entropy(m.proj(x)[..., : WORDS - 2].flatten(0, 1), labels.flatten().clamp(max=WORDS - 3))
+
+
+def masked_words(m, x, labels):
+    logits = m.proj(x).masked_fill(torch.arange(WORDS) > WORDS - 3, -1e9)
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten().clamp(max=WORDS - 3))
+
+
+def scaled_rows(m, x, labels):
+    logits = m.proj(x) / x.detach().norm(dim=-1, keepdim=True)
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def scaled_words(m, x, labels):
+    return F.cross_entropy((m.proj(x) * m.embed.weight[:, 0]).flatten(0, 1), labels.flatten())
+
+
+def learned_cap(m, x, labels):
+    logits = torch.tanh(m.proj(x)).float() * m.temperature
+    return F.nll_loss(logits.log_softmax(-1).flatten(0, 1), labels.flatten())
+
+
+def biased_rows(m, x, labels):
+    return F.cross_entropy((m.proj(x) + m.embed(labels.clamp(min=0)) @ m.embed.weight.T).flatten(0, 1), labels.flatten())
+
+
+REMEDIES = {
+    padded_words: "the weight's rows", masked_words: "that are words alone", scaled_rows: "multiply the hidden states",
+    scaled_words: "multiply the weight", learned_cap: "in front of a softcap", biased_rows: "an element a word",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("body", "remedy"), REMEDIES.items(), ids=lambda p: getattr(p, "__name__", ""))
+def test_refuses_what_stands_between(body, remedy):
+    module, args = build(body)
+    assert_refused(NAME, "between", module, args)
+    (miss,) = run(module, args).misses
+    assert remedy in miss.reason and "stands between the linear and its loss" in miss.reason
+
+
+def test_refuses_a_bias_that_would_be_rounded():
+    class Wide(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.proj, self.bias = nn.Linear(12, WORDS, bias=False), nn.Parameter(torch.randn(WORDS))
+            self.proj.to(torch.bfloat16)
+
+        def forward(self, x, labels):
+            return F.cross_entropy((self.proj(x).float() + self.bias).flatten(0, 1), labels.flatten())
+
+    assert_refused(NAME, "between", Wide(), arguments(dtype=torch.bfloat16))
 
 
 def test_says_what_keeps_logits():

@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
+import copy
+
 import expecttest
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+import megacpp_compile
 from megacpp_compile.config.options import Config
 from tests.corpus.heads import (
     IGNORED,
     SPELLINGS,
     WITHOUT_IGNORED,
     arguments,
+    bias_behind,
+    bias_behind_a_scale,
     build,
     by_log_of_softmax,
     cap_of_the_model,
+    categorical,
     each_row,
     flattened,
+    learned_temperature,
+    masked_logits,
+    masked_mean_of_rows,
+    masked_shifted,
     masked_sum,
     mean_of_log_probabilities,
     mean_of_rows,
+    one_hot,
+    one_hot_sum,
     per_items,
+    scaled_by_a_buffer,
     selective_log_softmax,
     several_heads,
     shifted_labels,
@@ -173,10 +186,28 @@ def test_rows_that_count_by_themselves(body):
     assert gradients_of(assert_fires(NAME, *build(body))) == ("none", "")
 
 
+WITH_TENSORS = [learned_temperature, scaled_by_a_buffer, masked_logits, one_hot, categorical]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("body", [flattened, each_row, z_loss, smoothed, softcapped], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "body", [flattened, each_row, z_loss, smoothed, softcapped, bias_behind, *WITH_TENSORS],
+    ids=lambda f: f.__name__,
+)
 def test_dtypes(body, dtype):
     assert_fires(NAME, *build(body, dtype=dtype))
+
+
+def test_scales_and_biases_in_half():
+    """A temperature's gradient is one number of all rows and words: as near float64's as eager's own, twice over."""
+    module, args = build(bias_behind_a_scale, dtype=torch.bfloat16)
+    exact, wide = copy.deepcopy(module).double(), (args[0].detach().double().requires_grad_(), args[1])
+    want, eager = train(exact, exact, wide), train(module, module, args)
+    frames = run(module, args)
+    assert frames.counts[NAME] == 1
+    for name, t in want.items():
+        error, own = ((r[name].double() - t).abs().max() / t.abs().max() for r in (frames.results, eager))
+        assert error <= 2 * own + 2**-8, (name, error, own)
 
 
 def test_half_in_float():
@@ -190,13 +221,47 @@ def test_verified(body):
     assert check(module, args, Config(strict=True, verify="each")).counts[NAME] == 1
 
 
+@pytest.mark.parametrize("everything", [False, True], ids=["length", "everything"])
+@pytest.mark.parametrize("body", [flattened, each_row, z_loss, sum_over_size, masked_shifted], ids=lambda f: f.__name__)
+def test_verified_at_lengths_that_vary(body, everything):
+    """Sizes that are inputs of the graph are what they are in the first call."""
+    module, (hidden, labels) = build(body)
+    if not everything:
+        torch._dynamo.mark_dynamic(hidden, 1)
+        torch._dynamo.mark_dynamic(labels, 1)
+    config = Config(strict=True, verify="each")
+    frames = check(module, (hidden, labels), config, dynamic=True if everything else None)
+    assert frames.counts[NAME] == 1 and not frames.misses
+
+
+def test_what_verification_finds_at_lengths_that_vary(monkeypatch):
+    from megacpp_compile.lowerings.linear_cross_entropy import reference
+
+    exact = reference.row_losses
+    monkeypatch.setattr(reference, "row_losses", lambda *args: 1.01 * exact(*args))
+    with pytest.raises(Exception, match="changed output"):
+        check(*build(flattened), Config(strict=True, verify="each"), dynamic=True)
+
+
+def test_masked_rows_through_the_backend(no_kernels):
+    """How many rows a mask chooses is not asked, so that the graph neither breaks nor waits for a number."""
+    torch._dynamo.reset()
+    module, args = build(masked_logits)
+    with megacpp_compile.record() as report:
+        got = train(torch.compile(module, backend="megacpp"), module, args)
+    assert report.counts[NAME] == 1 and len(report.frames) == 1 and not report.misses
+    error, which = largest_error(got, train(module, module, args))
+    assert error <= TOLERANCE[torch.float32], (which, error)
+
+
 @pytest.mark.parametrize("body", [flattened, each_row, tied, smoothed], ids=lambda f: f.__name__)
 def test_bias(body):
     assert_fires(NAME, *build(body, bias=True))
 
 
 DYNAMIC = [flattened, words_second, shifted_logits, shifted_labels, z_loss, selective_log_softmax, several_heads,
-           sum_over_size, masked_sum, mean_of_rows, cap_of_the_model]  # fmt: skip
+           sum_over_size, masked_sum, mean_of_rows, cap_of_the_model, masked_shifted, masked_mean_of_rows,
+           one_hot_sum, bias_behind, bias_behind_a_scale, *WITH_TENSORS]  # fmt: skip
 
 
 @pytest.mark.parametrize("everything", [False, True], ids=["length", "everything"])
@@ -220,10 +285,19 @@ def test_dynamic_lengths(body, everything):
     assert len(frames.graphs) == 1, "compiled again for another length"
 
 
-@pytest.mark.parametrize("body", [flattened, shifted_labels, each_row, softcapped, z_loss], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "body", [flattened, shifted_labels, each_row, softcapped, z_loss, *WITH_TENSORS], ids=lambda f: f.__name__
+)
 def test_autocast(body):
     assert_autocast(NAME, *build(body))
     assert_autocast_inside(NAME, *build(body))
+
+
+def test_a_bias_in_float_under_autocast():
+    """It is added in float32, and the linear's own in bfloat16."""
+    module, args = build(bias_behind)
+    frames = run(module, args, around=lambda: torch.autocast("cpu", torch.bfloat16))
+    assert frames.tags(NAME) == {"between"} and "no wider dtype" in frames.misses[0].reason
 
 
 def head_under_autocast(m, x, labels):

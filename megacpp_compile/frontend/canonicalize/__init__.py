@@ -14,11 +14,13 @@ from megacpp_compile.frontend.canonicalize.expert_numbers import expert_numbers
 from megacpp_compile.frontend.canonicalize.functional_copies import functional_copies
 from megacpp_compile.frontend.canonicalize.whole_slices import whole_slices
 from megacpp_compile.fx.edit import drop_dead
+from megacpp_compile.fx.size_checks import drop_counts_of_masks
 
 
 def canonicalize(graph: fx.Graph, fake_mode: FakeTensorMode) -> None:
-    """Drop tracing's assertions, slices of whole dimensions and dead values; write experts' numbers as numbers; let
-    views copy where they must; rename aliases; make copies into slices functional."""
+    """Drop tracing's assertions, those on how many rows a mask chooses, slices of whole dimensions and dead values;
+    write experts' numbers as numbers; let views copy where they must; rename aliases; make copies into slices
+    functional."""
     for node in list(graph.nodes):
         if node.target is torch.ops.aten._assert_tensor_metadata.default:
             graph.erase_node(node)
@@ -30,3 +32,4 @@ def canonicalize(graph: fx.Graph, fake_mode: FakeTensorMode) -> None:
     whole_slices(graph)
     functional_copies(graph, fake_mode)
     drop_dead(graph)
+    drop_counts_of_masks(graph)

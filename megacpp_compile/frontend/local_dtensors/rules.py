@@ -3,12 +3,14 @@ placements say."""
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Sequence
 from types import FunctionType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Node
 
@@ -45,7 +47,7 @@ def gradients_to_sum(name: str, given: dict[Node, list[Any]], results: list[Any]
     placements say that it is not computed on each rank's part alone."""
     every = [v for values in given.values() for v in values] + results
     mesh = every[0].device_mesh
-    if any(v.device_mesh != mesh for v in every) or not all(map(_is_plain, every)):
+    if any(v.device_mesh != mesh for v in every) or not all(map(is_plain, every)):
         raise Moves
     summed: dict[Node, list[int]] = {a: [] for a in given}
     for dim in range(mesh.ndim):
@@ -86,6 +88,48 @@ def along_shards(name: str, node: Node, given: dict[Node, list[Any]], results: l
     return False
 
 
+@dataclasses.dataclass(frozen=True)
+class WordsOfRanks:
+    """A cross entropy of logits whose words are sharded. logits, target: its operands; target is the same on all ranks.
+    settings: of `sharded_cross_entropy`, behind these."""
+
+    logits: Node
+    target: Node
+    settings: tuple[Any, ...]
+
+
+def words_of_ranks(node: Node) -> WordsOfRanks | None:
+    """The loss that a call of `F.cross_entropy` is, where its logits are sharded by words over one dimension of the
+    mesh, in equal parts, and everything else about it is the same on all ranks."""
+    given = _CROSS_ENTROPY.bind(*node.args, **node.kwargs)
+    given.apply_defaults()
+    logits, target, settings = given.arguments["input"], given.arguments["target"], given.arguments
+    if not isinstance(logits, Node) or not isinstance(target, Node):
+        return None
+    x, labels, result = dynamo_value(logits), dynamo_value(target), dynamo_value(node)
+    if getattr(x, "device_mesh", None) is None or getattr(result, "device_mesh", None) != x.device_mesh:
+        return None
+    if any(settings[name] is not None for name in ("weight", "size_average", "reduce")) or labels.is_floating_point():
+        return None
+    words = min(1, x.dim() - 1)
+    parts = [i for i, p in enumerate(x.placements) if p.is_shard(words)]
+    others = [p for i, p in enumerate(x.placements) if i not in parts]
+    same = [*others, *result.placements, *getattr(labels, "placements", ())]
+    if len(parts) != 1 or not all(p.is_replicate() for p in same) or not is_plain(x):
+        return None
+    own = part_of(x).shape[words]
+    if not isinstance(own, int):
+        return None
+    first = x.device_mesh.get_local_rank(parts[0]) * own
+    return WordsOfRanks(logits, target, (
+        settings["ignore_index"], float(settings["label_smoothing"]), settings["reduction"], first, x.shape[words],
+        x.device_mesh.get_group(parts[0]).group_name,
+    ))  # fmt: skip
+
+
+_CROSS_ENTROPY = inspect.signature(F.cross_entropy)
+
+
 def promised(placements: Sequence[Any], summed: Sequence[int] = ()) -> tuple[Any, ...]:
     """How the gradient of a tensor with these placements is placed: a partial sum over the mesh's dimensions `summed`,
     and whole for a tensor that is one."""
@@ -116,7 +160,7 @@ def cut(node: Node, result: Any) -> list[int] | None:
     return sizes
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
     """Whether each rank has an equal run of each sharded dimension, and partial sums are sums."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 

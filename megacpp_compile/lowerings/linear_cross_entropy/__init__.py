@@ -11,6 +11,8 @@
     z_loss           what lse^2 of a row adds to its loss, 0 for nothing
     reduction        "sum" or "none". A mean is a sum over a count that stands beside the op
     grads            which gradients the forward makes, of the letters of "xwb" in that order. With "none" it is ""
+    first, words, group   where ranks hold a part of the words each (tensor parallelism): w and b have the words from
+                     `first` on, of `words` in all, and the ranks of the process group `group` all of them together
     returns          loss, [] for "sum", [n] for "none", weighted and 0 where ignored; lse [n], log-sum-exp of every
                      row's final logits; dx [n, h], dw [v, h] and db [v], the sum's gradients in the dtypes of x and w,
                      of size 0 where `grads` does not name them
@@ -27,6 +29,9 @@ the loss's gradient; lse has no gradient. Saved for backward: dx, dw, db. A grad
 gradients once: nothing is differentiated twice.
 "none": the loss and lse of each row have gradients of their own, so backward makes the logits again, a fourth GEMM.
 Saved for backward: the operands and lse.
+With a group every rank is given the same x, target and weight, and returns the same loss and lse: ranks exchange four
+numbers a row, in two all-reduces. dw and db are those of the rank's own words, and dx is the rank's share of a sum over
+the group, which is for the graph to take (`megacpp::sum_gradient`). Only the forward communicates.
 Source: https://arxiv.org/abs/2411.09009 and https://arxiv.org/abs/2410.10989 (gradients in the forward).
 """
 
@@ -44,14 +49,15 @@ from megacpp_compile.lowerings._traits import OpTraits, declare
 from megacpp_compile.lowerings.linear_cross_entropy import reference
 from megacpp_compile.lowerings.linear_cross_entropy.chunks import workspace
 
-__all__ = ["GRADS", "linear_cross_entropy", "linear_cross_entropy_backward"]
+__all__ = ["GRADS", "PREFERENCE", "linear_cross_entropy", "linear_cross_entropy_backward"]
 
+PREFERENCE = {"cuda": ("cuda_triton", "cuda_triton_ranks", "reference")}
 GRADS = ("", "x", "w", "b", "xw", "xb", "wb", "xwb")
 
 
 def _check(
     x: Tensor, w: Tensor, b: Tensor | None, target: Tensor, weight: Tensor | None, label_smoothing: float,
-    softcap: float | None, reduction: str, grads: str,
+    softcap: float | None, reduction: str, grads: str, first: int, words: int | None, group: str | None,
 ) -> None:  # fmt: skip
     problem = None
     if x.dim() != 2 or w.dim() != 2 or x.shape[1] != w.shape[1]:
@@ -80,6 +86,10 @@ def _check(
         problem = f"grads is {grads!r} with reduction 'none', whose gradients backward makes: ''"
     elif "b" in grads and b is None:
         problem = f"grads is {grads!r}, and there is no b"
+    elif (words is None) != (group is None) or words is None and first:
+        problem = f"first is {first}, words {words}, group {group!r}: all of them, or none"
+    elif words is not None and not 0 <= first <= words - w.shape[0]:
+        problem = f"w has the {w.shape[0]} words from {first} on, of {words} in all"
     if problem is not None:
         raise OperandError("megacpp::linear_cross_entropy", problem)
 
@@ -98,16 +108,27 @@ def linear_cross_entropy(
     z_loss: float,
     reduction: str,
     grads: str,
+    first: int = 0,
+    words: Optional[int] = None,  # noqa: UP045
+    group: Optional[str] = None,  # noqa: UP045
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    _check(x, w, b, target, weight, label_smoothing, softcap, reduction, grads)
+    _check(x, w, b, target, weight, label_smoothing, softcap, reduction, grads, first, words, group)
     with no_autocast(x):
         args = x, w, b, target, weight, ignore_index, label_smoothing, scale, softcap, z_loss, reduction, grads
-        return serve("linear_cross_entropy", reference, *args)
+        return serve("linear_cross_entropy", reference, *args, *_part(first, words, group))
+
+
+def _part(first: int, words: int | None, group: str | None) -> tuple[Any, ...]:
+    """The arguments that say which words a rank has; none where it has all, as not every lowering knows of parts."""
+    return () if group is None else (first, words, group)
 
 
 @linear_cross_entropy.register_fake
-def _(x, w, b, target, weight, ignore_index, label_smoothing, scale, softcap, z_loss, reduction, grads):  # type: ignore[no-untyped-def]
-    _check(x, w, b, target, weight, label_smoothing, softcap, reduction, grads)
+def _(  # type: ignore[no-untyped-def]
+    x, w, b, target, weight, ignore_index, label_smoothing, scale, softcap, z_loss, reduction, grads, first=0,
+    words=None, group=None,
+):  # fmt: skip
+    _check(x, w, b, target, weight, label_smoothing, softcap, reduction, grads, first, words, group)
     wide = compute_dtype(x)
     loss = x.new_empty(() if reduction == "sum" else x.shape[:1], dtype=wide)
     return loss, x.new_empty(x.shape[:1], dtype=wide), *_gradients_like(x, w, grads)
@@ -135,20 +156,27 @@ def linear_cross_entropy_backward(
     softcap: Optional[float],  # noqa: UP045
     z_loss: float,
     grads: str,
+    first: int = 0,
+    words: Optional[int] = None,  # noqa: UP045
+    group: Optional[str] = None,  # noqa: UP045
 ) -> tuple[Tensor, Tensor, Tensor]:
     with no_autocast(x):
-        settings = ignore_index, label_smoothing, scale, softcap, z_loss, grads
+        settings = ignore_index, label_smoothing, scale, softcap, z_loss, grads, *_part(first, words, group)
         args = dloss, dlse, x, w, b, target, weight, lse, *settings
         return serve("linear_cross_entropy_backward", reference, *args)
 
 
 @linear_cross_entropy_backward.register_fake
-def _(dloss, dlse, x, w, b, target, weight, lse, ignore_index, label_smoothing, scale, softcap, z_loss, grads):  # type: ignore[no-untyped-def]
+def _(  # type: ignore[no-untyped-def]
+    dloss, dlse, x, w, b, target, weight, lse, ignore_index, label_smoothing, scale, softcap, z_loss, grads, first=0,
+    words=None, group=None,
+):  # fmt: skip
     return _gradients_like(x, w, grads)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, ignore_index, label_smoothing, scale, softcap, z_loss, reduction, ctx.grads = inputs
+    *tensors, ignore_index, label_smoothing, scale, softcap, z_loss, reduction, ctx.grads = inputs[:12]
+    ctx.part = _part(*inputs[12:])
     ctx.settings = ignore_index, label_smoothing, scale, softcap, z_loss
     _, lse, *made = output
     ctx.set_materialize_grads(False)  # a loss or an lse that nobody reads has no gradient
@@ -163,7 +191,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 def _backward(ctx: Any, dloss: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Any, ...]:
     dx, dw, db = _of_sum(ctx, dloss) if ctx.summed else _of_rows(ctx, dloss, dlse)
-    return dx, dw, db, *[None] * 9
+    return (dx, dw, db, *[None] * 12)[: len(ctx.needs_input_grad)]  # defaults that the caller left out do not count
 
 
 def _of_sum(ctx: Any, dloss: Tensor | None) -> list[Tensor | None]:
@@ -184,11 +212,14 @@ def _of_rows(ctx: Any, dloss: Tensor | None, dlse: Tensor | None) -> list[Tensor
     grads = "".join(name for name, needed in zip("xwb", ctx.needs_input_grad, strict=False) if needed)
     if not grads or dloss is None and dlse is None:
         return [None] * 3
-    made = linear_cross_entropy_backward(dloss, dlse, x, w, b, target, weight, lse, *ctx.settings, grads)
+    made = linear_cross_entropy_backward(dloss, dlse, x, w, b, target, weight, lse, *ctx.settings, grads, *ctx.part)
     return [t if name in grads else None for t, name in zip(made, "xwb", strict=True)]
 
 
 linear_cross_entropy.register_autograd(_backward, setup_context=_setup_context)
+
+
+_GRADS = 9  # where that argument is among those behind w
 
 
 def _gemms(x: Tensor, w: Tensor, grads: str) -> float:
@@ -197,19 +228,19 @@ def _gemms(x: Tensor, w: Tensor, grads: str) -> float:
 
 
 def _flops(x: Tensor, w: Tensor, *rest: Any) -> float:
-    return _gemms(x, w, rest[-1])
+    return _gemms(x, w, rest[_GRADS])
 
 
 def _flops_backward(dloss: Any, dlse: Any, x: Tensor, w: Tensor, *rest: Any) -> float:
-    return _gemms(x, w, rest[-1])
+    return _gemms(x, w, rest[_GRADS])
 
 
 def _workspace(x: Tensor, w: Tensor, *rest: Any) -> int:
-    return workspace(x, w, rest[-1])
+    return workspace(x, w, rest[_GRADS])
 
 
 def _workspace_backward(dloss: Any, dlse: Any, x: Tensor, w: Tensor, *rest: Any) -> int:
-    return workspace(x, w, rest[-1])
+    return workspace(x, w, rest[_GRADS])
 
 
 declare(

@@ -6,6 +6,9 @@ With z the final logits of a row, p their softmax and `count` what the row's los
     row loss       (1 - eps) (lse - z_target) + eps (lse - mean z) + z_loss lse^2
     its gradient   p (1 + 2 z_loss lse) - (1 - eps) [word = target] - eps / words
 
+Where a rank has a part of the words (`ranks`), statistics of all rows come first, then those of all ranks, and then the
+gradient of the rank's own words, for which logits of more than one chunk are made again.
+
 The loop over chunks has as many turns as there are tokens, so that graphs hold the op.
 """
 
@@ -17,6 +20,7 @@ from torch import Tensor
 
 from megacpp_compile.lowerings._op import compute_dtype
 from megacpp_compile.lowerings.linear_cross_entropy.chunks import chunks
+from megacpp_compile.lowerings.linear_cross_entropy.ranks import in_bounds, joined, statistics_of_words
 
 # A loop over chunks, of which there may be any number.
 TRACED = False
@@ -45,10 +49,10 @@ def row_losses(lse: Tensor, picked: Tensor, total: Tensor, words: int, label_smo
 
 def gradient(
     z: Tensor, lse: Tensor, at: Tensor, count: Tensor, dlse: Tensor | None, label_smoothing: float, scale: float,
-    softcap: float | None, z_loss: float,
+    softcap: float | None, z_loss: float, words: int | None = None,
 ) -> Tensor:  # fmt: skip
     """The gradient of the logits as the GEMM makes them, in the compute dtype. count: what each row's loss counts for;
-    dlse: the gradient of lse."""
+    dlse: the gradient of lse; words: how many there are in all, None for those of z."""
     of_lse = count * (1 + 2 * z_loss * lse) if z_loss else count
     if dlse is not None:
         of_lse = of_lse + dlse
@@ -56,7 +60,7 @@ def gradient(
     hot = torch.arange(z.shape[1], device=z.device) == at.unsqueeze(1)
     d = torch.where(hot, d - (1 - label_smoothing) * count.unsqueeze(1), d)
     if label_smoothing:
-        d = d - (label_smoothing / z.shape[1]) * count.unsqueeze(1)
+        d = d - (label_smoothing / (words or z.shape[1])) * count.unsqueeze(1)
     if softcap is not None:
         d = d * (1 - (z / softcap).square())
     return d if scale == 1 else d * scale
@@ -105,17 +109,34 @@ def linear_cross_entropy(
     z_loss: float,
     reduction: str,
     grads: str,
+    first: int = 0,
+    words: int | None = None,
+    group: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    (n, words), wide = (x.shape[0], w.shape[0]), compute_dtype(x)
+    n, own, wide = x.shape[0], w.shape[0], compute_dtype(x)
     count, at = counts(target, weight, ignore_index, wide), places_of(target, ignore_index)
-    lse, loss = (x.new_empty(n, dtype=wide) for _ in range(2))
+    settings = label_smoothing, scale, softcap, z_loss, words or own
     made = Gradients(x, w, grads)
-    for rows in chunks(n, words, wide.itemsize, x.device):
+    if group is not None and words is not None:
+        in_bounds(at, words)
+        at = at - first
+        lse, picked, total = (torch.empty_like(count) for _ in range(3))
+        parts = list(chunks(n, own, wide.itemsize, x.device))
+        for rows in parts:
+            z = final_logits(F.linear(x[rows], w, b), scale, softcap)
+            lse[rows], picked[rows], total[rows] = statistics_of_words(z, at[rows])
+        lse, picked, total = joined(lse, picked, total, group)
+        loss = row_losses(lse, picked, total, words, label_smoothing, z_loss)
+        for rows in parts if grads else ():
+            z = z if len(parts) == 1 else final_logits(F.linear(x[rows], w, b), scale, softcap)
+            made.add(rows, gradient(z, lse[rows], at[rows], count[rows], None, *settings))
+        return reduced(loss, count, reduction), lse, *made.made()
+    lse, loss = (x.new_empty(n, dtype=wide) for _ in range(2))
+    for rows in chunks(n, own, wide.itemsize, x.device):
         z = final_logits(F.linear(x[rows], w, b), scale, softcap)
         lse[rows], picked, total = statistics(z, at[rows])
-        loss[rows] = row_losses(lse[rows], picked, total, words, label_smoothing, z_loss)
+        loss[rows] = row_losses(lse[rows], picked, total, own, label_smoothing, z_loss)
         if grads:
-            settings = label_smoothing, scale, softcap, z_loss
             made.add(rows, gradient(z, lse[rows], at[rows], count[rows], None, *settings))
     return reduced(loss, count, reduction), lse, *made.made()
 
@@ -135,15 +156,19 @@ def linear_cross_entropy_backward(
     softcap: float | None,
     z_loss: float,
     grads: str,
+    first: int = 0,
+    words: int | None = None,
+    group: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, w and b (empty where `grads` does not name them), from those of each row's loss and lse."""
-    count, at = counts(target, weight, ignore_index, lse.dtype), places_of(target, ignore_index)
+    count, at = counts(target, weight, ignore_index, lse.dtype), places_of(target, ignore_index) - first
     count = torch.zeros_like(count) if dloss is None else count * dloss.to(lse.dtype)
     made = Gradients(x, w, grads)
     for rows in chunks(x.shape[0], w.shape[0], lse.dtype.itemsize, x.device):
         z = final_logits(F.linear(x[rows], w, b), scale, softcap)
         own = None if dlse is None else dlse[rows].to(lse.dtype)
-        made.add(rows, gradient(z, lse[rows], at[rows], count[rows], own, label_smoothing, scale, softcap, z_loss))
+        settings = label_smoothing, scale, softcap, z_loss, words
+        made.add(rows, gradient(z, lse[rows], at[rows], count[rows], own, *settings))
     return made.made()
 
 

@@ -11,6 +11,7 @@ from torch import fx
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
+from megacpp_compile.lowerings._sharded_loss import sharded_cross_entropy
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.linear import Linear, match_linear
 from megacpp_compile.matchers.linear_cross_entropy import logits as logits_of
@@ -47,12 +48,14 @@ class HeadLoss:
     """What one op computes: reads of the same rows with the same targets. logits: those rows. sizes: as in `Head`.
 
     targets: nodes whose elements, one tensor after the other, are the targets of the rows; () where there are none.
+    mask: what chooses the rows that count, in the shape of the targets; None where all do.
     """
 
     logits: Logits
     outputs: tuple[Output, ...]
     targets: tuple[Node, ...]
     sizes: dict[Node, Logits]
+    mask: Node | None = None
 
     @property
     def of_targets(self) -> Read:
@@ -83,7 +86,7 @@ def find_heads(graph: fx.Graph) -> Iterator[Head]:
 
 # One of these is in every loss that is found.
 _LOSSES = {aten.cross_entropy_loss.default, aten.log_softmax.int, aten._log_softmax.default, aten.logsumexp.default,
-           aten.log.default}  # fmt: skip
+           aten.log.default, sharded_cross_entropy}  # fmt: skip
 
 
 def _head(linear: Linear) -> Head | None:
@@ -99,6 +102,10 @@ def _head(linear: Linear) -> Head | None:
             failures.append(found)
         else:
             others.append(reader)
+    spelled = {node for read in reads for node in read.through}  # zeros shaped like the logits
+    others = [node for node in others if node not in spelled]
+    if others:  # what is computed from the logits themselves, such as their entropy
+        failures = [f for f in failures if f.node.target is not aten.mul.Tensor or f.tag == "rows"]
     kinds = {read.kind for read in reads}
     by_hand = kinds >= {"logit", "logsumexp"} and not others  # else it may be a router
     if not failures and not kinds & {"loss", "log-probability"} and not by_hand:
@@ -143,12 +150,12 @@ class _Piece:
 
     @property
     def rows(self) -> Any:
-        return keys(self.logits.views), self.logits.scale, self.logits.softcap
+        return keys(self.logits.views), self.logits.scale, self.logits.softcap, self.logits.steps
 
     @property
     def counts(self) -> Any:
         read = self.outputs[0].read
-        return self.targets, read.ignore_index, read.label_smoothing
+        return self.targets, read.ignore_index, read.label_smoothing, read.part
 
 
 def _lifted(reads: Iterable[Read]) -> Iterator[_Piece]:
@@ -158,7 +165,7 @@ def _lifted(reads: Iterable[Read]) -> Iterator[_Piece]:
         key: Any = read
         moves = read.logits.moves()
         if moves and read.reduction == "none" and moves[-1].index is not None:
-            own = keys(moves[:-1]), read.logits.scale, read.logits.softcap
+            own = keys(moves[:-1]), read.logits.scale, read.logits.softcap, read.logits.steps
             key = (own, read.kind, read.logits.sign, read.keepdim, read.logits.dim)
         alike.setdefault(key, []).append(read)
     for group in alike.values():

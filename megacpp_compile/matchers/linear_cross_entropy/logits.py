@@ -1,7 +1,7 @@
 """The values that are made of a linear's output and keep its vocabulary whole, and who reads them.
 
-Followed are views of rows, casts, products with numbers, a softcap (c * tanh(a * logits)), and log_softmax in its
-spellings; whatever else reads such a value is a reader.
+Followed are views of rows, casts, products with numbers and with tensors of one element, a bias of the vocabulary, a
+softcap (c * tanh(a * logits)), and log_softmax in its spellings; whatever else reads such a value is a reader.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import value
+from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.views import SPLITS, is_cast, is_identity
 from megacpp_compile.matchers.linear import Linear
 from megacpp_compile.matchers.linear_cross_entropy.rows import RowView, row_view
@@ -29,9 +29,19 @@ _PARTED = (*SPLITS, aten.unbind.int)
 
 
 @dataclasses.dataclass(frozen=True)
+class Step:
+    """What is done to a linear's output: times `tensor` or over it, one element, with `kind` "times" or "over"; with
+    "plus", a bias `tensor` of the vocabulary, times `factor`, is added."""
+
+    kind: str
+    tensor: Node
+    factor: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
 class Logits:
-    """`node`, made of the output y of `linear`: the rows that `views` show of `factor * tanh(inner * y)`, or of
-    `factor * y` where `inner` is None; with `normalised`, `sign` times the log-softmax of that.
+    """`node`, made of the output y of `linear`, behind `steps`: the rows that `views` show of `factor * tanh(inner *
+    y)`, or of `factor * y` where `inner` is None; with `normalised`, `sign` times the log-softmax of that.
 
     dim: where the vocabulary is. path: the nodes from the linear to `node`, without the linear.
     """
@@ -44,6 +54,7 @@ class Logits:
     inner: float | None = None
     normalised: bool = False
     sign: float = 1.0
+    steps: tuple[Step, ...] = ()
     path: tuple[Node, ...] = ()
 
     @property
@@ -81,6 +92,8 @@ def _made(logits: Logits, user: Node) -> list[Logits] | None:
     """What `user` makes of `logits`, None where it is a reader."""
     if user.op != "call_function" or not user.args:
         return None
+    if user.target is aten.broadcast_tensors.default:
+        return _broadcast(logits, user)
     if user.target in _PARTED:
         items = [_of_view(logits, item) for item in user.users if item.target is operator.getitem]
         return items if len(items) == len(user.users) and None not in items else None  # type: ignore[return-value]
@@ -94,7 +107,52 @@ def _made(logits: Logits, user: Node) -> list[Logits] | None:
     if (factor := factor_of(logits.node, user)) is not None:
         return [logits.made(user, **({"sign": logits.sign * factor} if logits.normalised
                                      else {"factor": logits.factor * factor}))]  # fmt: skip
-    return None if logits.normalised else _normalised(logits, user)
+    if logits.normalised:
+        return None
+    if logits.inner is None and logits.factor and (step := _step(logits, user)) is not None:
+        return [logits.made(user, steps=(*logits.steps, step))]
+    return _normalised(logits, user)
+
+
+def _broadcast(logits: Logits, user: Node) -> list[Logits] | None:
+    """The logits among tensors that are broadcast to their shape, as `torch.distributions` do with targets."""
+    places = [i for i, given in enumerate(user.args[0]) if given is logits.node]  # type: ignore[arg-type]
+    items = [item for item in user.users if item.target is operator.getitem and item.args[1] in places]
+    shape = value(logits.node).shape
+    if any(value(i).dim() != len(shape) or not all(map(same_size, value(i).shape, shape)) for i in items):
+        return None
+    return [logits.made(item) for item in items]
+
+
+def _step(logits: Logits, user: Node) -> Step | None:
+    """What `user` does to `logits` with a tensor of one element, or with one of an element a word."""
+    if user.kwargs or len(user.all_input_nodes) != 2 or user.target not in _WITH_TENSORS:
+        return None
+    first, other = user.args[0] is logits.node, user.args[user.args[0] is logits.node]
+    fake, own, shape = value(other), value(logits.node), value(user).shape
+    if not isinstance(fake, torch.Tensor) or fake.is_complex():
+        return None
+    if torch.promote_types(own.dtype, value(user).dtype) != value(user).dtype:
+        return None
+    if len(shape) != own.dim() or not all(map(same_size, shape, own.shape)):
+        return None
+    if user.target in (aten.add.Tensor, aten.sub.Tensor):
+        at = logits.dim - own.dim() + fake.dim()
+        sizes = [n for d, n in enumerate(fake.shape) if d != at]
+        if at < 0 or not same_size(fake.shape[at], own.shape[logits.dim]) or any(n != 1 for n in sizes):
+            return None
+        if torch.promote_types(fake.dtype, value(logits.linear.node).dtype) != value(logits.linear.node).dtype:
+            return None
+        sign = -1.0 if user.target is aten.sub.Tensor else 1.0
+        if not first and sign < 0:
+            return None
+        return Step("plus", other, sign / logits.factor)  # type: ignore[arg-type]
+    if fake.numel() != 1 or not first and user.target is aten.div.Tensor:
+        return None
+    return Step("over" if user.target is aten.div.Tensor else "times", other)  # type: ignore[arg-type]
+
+
+_WITH_TENSORS = (aten.mul.Tensor, aten.div.Tensor, aten.add.Tensor, aten.sub.Tensor)
 
 
 def _of_view(logits: Logits, user: Node) -> Logits | None:

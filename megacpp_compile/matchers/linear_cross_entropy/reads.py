@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from typing import Any, Literal
 
 import torch
@@ -10,8 +11,10 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.views import RESHAPES, UNIT_DIMS, is_identity
+from megacpp_compile.lowerings._sharded_loss import sharded_cross_entropy
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.linear_cross_entropy.logits import Logits, is_logsumexp_of
+from megacpp_compile.matchers.linear_cross_entropy.one_hot import one_hot
 
 aten = torch.ops.aten
 Kind = Literal["loss", "log-probability", "logit", "logsumexp"]
@@ -29,6 +32,7 @@ class Read:
     keepdim: whether the result of a read without reduction has the vocabulary's dimension, of size 1.
     weights: what rows are multiplied by before they are added up, in the order of rows. through: nodes between the loss
     of rows and `node`, which has the reduction; "rows" is the mean over all rows, "mean" that of rows not ignored.
+    part: (first, words, group) where the logits are those of a rank's words, as in `sharded_cross_entropy`.
     """
 
     kind: Kind
@@ -41,18 +45,23 @@ class Read:
     keepdim: bool = False
     weights: tuple[Node, ...] = ()
     through: tuple[Node, ...] = ()
+    part: tuple[Any, ...] = ()
 
 
 def read_of(logits: Logits, node: Node) -> Read | MatchFailure | None:
     """What `node` reads of `logits`; a near miss of a loss that the op has no word for; None where it is no loss."""
     if node.target is aten.cross_entropy_loss.default and not logits.normalised:
         return _loss(logits, node, ("weight", "reduction", "ignore_index", "label_smoothing"))
+    if node.target is sharded_cross_entropy and not logits.normalised:
+        return _of_words(logits, node)
     if node.target in _NLL and logits.normalised:
         return _loss(logits, node, ("weight", "reduction", "ignore_index"))
     if node.target in (aten.gather.default, aten.take_along_dim.default):
         return _gathered(logits, node)
     if node.target is aten.index.Tensor:
         return _indexed(logits, node)
+    if node.target is aten.mul.Tensor:
+        return _by_one_hot(logits, node)
     if is_logsumexp_of(node, logits, None) and not logits.normalised:
         return Read("logsumexp", node, logits, keepdim=is_logsumexp_of(node, logits))
     return None
@@ -65,12 +74,73 @@ def _loss(logits: Logits, node: Node, names: tuple[str, ...]) -> Read | MatchFai
     given: dict[str, Any] = {**dict(zip(names, node.args[2:], strict=False)), **node.kwargs}
     if given.get("weight") is not None:
         return MatchFailure(node, "class-weights", "the loss weighs classes, which the op does not")
+    reduction, ignored = _REDUCTIONS[given.get("reduction", 1)], given.get("ignore_index", IGNORE_INDEX)
     if value(target).is_floating_point():
-        return MatchFailure(node, "soft-targets", "the targets are probabilities, as many of them as logits")
-    return Read(
-        "loss", node, logits, target, _REDUCTIONS[given.get("reduction", 1)], given.get("ignore_index", IGNORE_INDEX),
-        float(given.get("label_smoothing", 0.0)),
-    )  # fmt: skip
+        hot = one_hot(target)
+        if hot is None or hot.sign != 1 or not hot.every or logits.dim != value(logits.node).dim() - 1:
+            return MatchFailure(node, *SOFT_TARGETS)
+        target, ignored = hot.target, IGNORE_INDEX  # a mean is that of all rows
+        reduction = "rows" if reduction == "mean" else reduction
+    return Read("loss", node, logits, target, reduction, ignored, float(given.get("label_smoothing", 0.0)))
+
+
+def _of_words(logits: Logits, node: Node) -> Read | None:
+    """The loss that all ranks' words make."""
+    _, target, ignored, smoothing, reduction, *part = node.args
+    items = list(node.users)
+    if len(items) != 1 or items[0].args[1] != 0 or logits.dim != min(1, value(logits.node).dim() - 1):
+        return None
+    return Read("loss", items[0], logits, target, reduction, ignored, smoothing, through=(node,), part=tuple(part))  # type: ignore[arg-type]
+
+
+SOFT_TARGETS = ("soft-targets", "the targets are probabilities, as many of them as logits")
+
+
+def _by_one_hot(logits: Logits, node: Node) -> Read | MatchFailure | None:
+    """`(one_hot(target) * logits).sum(-1)`, or the sum over all."""
+    other = node.args[node.args[0] is logits.node]
+    shape = value(logits.node).shape
+    if not isinstance(other, Node) or logits.dim != len(shape) - 1 or other is logits.node:
+        return None
+    if value(other).dim() != len(shape) or not all(map(same_size, value(other).shape, shape)):
+        return None
+    sign, through = logits.sign, [node]
+    while len(through[-1].users) == 1 and (user := next(iter(through[-1].users))).target is aten.neg.default:
+        sign, through = -sign, [*through, user]
+    reduction, keepdim = _summed(through[-1], logits.dim)
+    if reduction is None:
+        return None
+    hot = one_hot(other)
+    if hot is None:
+        return MatchFailure(node, *SOFT_TARGETS) if logits.normalised else None
+    if not hot.every:
+        return MatchFailure(node, "rows", "not known to have a one in every row: scatter takes fewer, too")
+    user = next(iter(through[-1].users))
+    through += hot.inside
+    signed = dataclasses.replace(logits, sign=sign * hot.sign)
+    if reduction == "none":
+        if not logits.normalised and signed.sign != 1:
+            return None
+        return dataclasses.replace(_picked(signed, user, hot.target, keepdim), through=tuple(through))
+    if not logits.normalised:
+        return None
+    signed = dataclasses.replace(signed, sign=-signed.sign)
+    return Read("loss", user, signed, hot.target, reduction, through=tuple(through))
+
+
+def _summed(node: Node, dim: int) -> tuple[str | None, bool]:
+    """(over what the one reader of `node` sums it, whether the dimension is kept): "none" for `dim` alone, "sum" for
+    all; None where it does neither."""
+    user = next(iter(node.users)) if len(node.users) == 1 else node
+    if user.target is aten.sum.default and not user.kwargs:
+        return "sum", False
+    if user.target is not aten.sum.dim_IntList or user.kwargs or not user.args[1]:
+        return None, False
+    n = value(node).dim()
+    dims, kept = {d % n for d in user.args[1]}, len(user.args) > 2 and user.args[2] is True  # type: ignore
+    if dims == {dim}:
+        return "none", kept
+    return ("sum", False) if dims == set(range(n)) and not kept else (None, False)
 
 
 def _picked(logits: Logits, node: Node, target: Node, keepdim: bool) -> Read:
@@ -120,6 +190,22 @@ def _counts_up(node: Node) -> bool:
 
 def same_elements(node: Node) -> Node:
     """The node that holds the elements of `node` in the same order: what a target is, however it is shaped."""
-    while node.target in RESHAPES or node.target in UNIT_DIMS or is_identity(node):
-        node = node.args[0]  # type: ignore[assignment]
-    return node
+    while True:
+        if node.target in RESHAPES or node.target in UNIT_DIMS or is_identity(node):
+            node = node.args[0]  # type: ignore[assignment]
+        elif (source := _before_broadcast(node)) is not None:
+            node = source
+        else:
+            return node
+
+
+def _before_broadcast(node: Node) -> Node | None:
+    """What `node` is the one entry of along the dimension that `broadcast_tensors` repeated."""
+    if node.target is not aten.slice.Tensor or list(node.args[2:]) != [0, 1]:
+        return None
+    item = node.args[0]
+    if item.target is not operator.getitem or item.args[0].target is not aten.broadcast_tensors.default:  # type: ignore
+        return None
+    source = item.args[0].args[0][item.args[1]]  # type: ignore
+    here, there = value(node).shape, value(source).shape
+    return source if len(here) == len(there) and all(map(same_size, here, there)) else None

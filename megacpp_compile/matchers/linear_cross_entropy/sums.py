@@ -30,7 +30,7 @@ def summed(read: Read, has_gradient: Callable[[Node], bool]) -> Read:
         if (reduction := _reduces(user, node)) is not None:
             logits = dataclasses.replace(read.logits, sign=read.logits.sign * factor)
             return dataclasses.replace(read, kind="loss", node=user, logits=logits, reduction=reduction,
-                                       weights=tuple(weights), through=tuple(through[:-1]))  # fmt: skip
+                                       weights=tuple(weights), through=(*read.through, *through[:-1]))  # fmt: skip
         if (number := factor_of(node, user)) is not None:
             factor *= number
         elif (weight := _weight(node, user, has_gradient)) is not None:

@@ -1,0 +1,79 @@
+"""Losses of logits that a linear makes but for one operation that the op has no word for: near misses that say so."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+import torch
+from torch import fx
+from torch.fx import Node
+
+from megacpp_compile.fx.edit import same_size, value
+from megacpp_compile.fx.views import CASTS, RESHAPES, UNIT_DIMS, is_cast, is_identity
+from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers.linear import match_linear
+from megacpp_compile.matchers.numbers import number_of
+
+aten = torch.ops.aten
+TAG = "between"
+_LOSSES = (aten.cross_entropy_loss.default, aten.nll_loss_nd.default, aten.nll_loss.default, aten.nll_loss2d.default)
+_ALIKE = (aten.log_softmax.int, aten._log_softmax.default, aten.tanh.default, aten.transpose.int, aten.permute.default,
+          aten.flatten.using_ints, aten.slice.Tensor, aten.select.int)  # fmt: skip
+_SUMS = (aten.add.Tensor, aten.sub.Tensor)
+_FACTORS = (aten.mul.Tensor, aten.div.Tensor)
+_FILLS = (aten.where.self, aten.where.ScalarSelf, aten.where.ScalarOther, aten.masked_fill.Scalar,
+          aten.masked_fill.Tensor)  # fmt: skip
+_REMEDY = {
+    "words": "choose the weight's rows and not the words of the logits",
+    "fill": "give the linear the weight's rows that are words alone, or a bias that leaves the others out",
+    "rows": "multiply the hidden states by it, which makes the same logits",
+    "factor": "of a tensor it has one element and stands in front of a softcap; multiply the weight by it, or the bias",
+    "sum": "a bias has an element a word, no wider dtype than the logits', and stands in front of a softcap",
+}
+
+
+def between(graph: fx.Graph, found: Collection[Node]) -> Iterator[MatchFailure]:
+    """Every loss whose logits are a linear's, none of `found`, behind one operation that is not followed."""
+    for target in _LOSSES:
+        for loss in graph.find_nodes(op="call_function", target=target):
+            stop, node = None, loss.args[0]
+            while isinstance(node, Node) and node.op == "call_function" and match_linear(node) is None:
+                kind = _kind(node)
+                if kind is None:
+                    break
+                stop = (node, kind) if kind else stop
+                node = _source(node)
+            else:
+                if isinstance(node, Node) and node.op == "call_function" and node not in found and stop is not None:
+                    at, kind = stop
+                    reason = f"{at.target.overloadpacket.__name__} stands between the linear and its loss"  # type: ignore
+                    yield MatchFailure(at, TAG, f"{reason}, which the op does not compute: {_REMEDY[kind]}")
+
+
+def _kind(node: Node) -> str | None:
+    """What of `_REMEDY` there is to say of `node`, "" where it is followed; None where it is something else."""
+    if node.target in _FILLS:
+        return "fill"
+    if node.target is aten.slice.Tensor and not same_size(value(node).shape[-1], value(node.args[0]).shape[-1]):
+        return "words"
+    if node.target in RESHAPES or node.target in UNIT_DIMS or is_identity(node) or is_cast(node):
+        return ""
+    if node.target in _ALIKE or node.target in CASTS:
+        return ""
+    if node.target not in _SUMS + _FACTORS:
+        return None
+    other = next((n for n in node.args if n is not _source(node)), None)
+    if number_of(other) is not None:
+        return "" if node.target in _FACTORS else "sum"
+    if node.target in _SUMS:
+        return "sum"
+    fake = value(other)
+    return "rows" if isinstance(fake, torch.Tensor) and fake.dim() > 0 and fake.shape[-1] == 1 else "factor"
+
+
+def _source(node: Node) -> Node | None:
+    """The operand of `node` that has its shape, the first of them."""
+    shape = value(node).shape
+    tensors = [n for n in node.all_input_nodes if isinstance(value(n), torch.Tensor) and value(n).is_floating_point()]
+    alike = [n for n in tensors if len(value(n).shape) == len(shape) and all(map(same_size, value(n).shape, shape))]
+    return next(iter([*alike, *tensors]), None)

@@ -1,0 +1,46 @@
+"""Targets spelled out: a row a token with a one at its word and zeros elsewhere."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch.fx import Node
+
+from megacpp_compile.fx.edit import same_size, value
+from megacpp_compile.fx.views import CASTS, is_identity
+
+aten = torch.ops.aten
+_ZEROS = (aten.zeros_like.default, aten.zeros.default, aten.new_zeros.default)
+
+
+@dataclasses.dataclass(frozen=True)
+class OneHot:
+    """target: the words, int64. inside: the nodes that spell them out. sign: of the one. every: whether each row is
+    known to have a word."""
+
+    target: Node
+    inside: tuple[Node, ...]
+    sign: float = 1.0
+    every: bool = True
+
+
+def one_hot(node: Node) -> OneHot | None:
+    """The words whose rows `node` [..., words] has a one at, or minus one."""
+    inside, sign = list[Node](), 1.0
+    while node.target in CASTS or is_identity(node) or node.target is aten.neg.default:
+        inside.append(node)
+        sign = -sign if node.target is aten.neg.default else sign
+        node = node.args[0]  # type: ignore[assignment]
+    inside.append(node)
+    if node.target is aten.one_hot.default:
+        return OneHot(node.args[0], tuple(inside), sign)  # type: ignore[arg-type]
+    if node.target is not aten.scatter.value or node.kwargs or node.args[3] != 1:
+        return None
+    zeros, dim, index = node.args[:3]
+    last = value(node).dim() - 1
+    sizes, given = value(node).shape, value(index).shape
+    if zeros.target not in _ZEROS or dim % (last + 1) != last or given[-1] != 1:  # type: ignore[union-attr, operator]
+        return None
+    every = all(map(same_size, sizes[:-1], given[:-1]))
+    return OneHot(index, (*inside, zeros), sign, every)  # type: ignore[arg-type]

@@ -1,0 +1,308 @@
+"""The head and its loss of a model that is compiled by blocks: one region where forward computes a loss, and told of
+where it cannot be."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import megacpp_compile
+from megacpp_compile import record
+from megacpp_compile.regional.compile import uncompile
+from tests.memory.layered import MLP, Small
+
+NAME = "linear_cross_entropy"
+WORDS, DIM = 23, 24
+
+
+@pytest.fixture(autouse=True)
+def clean():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Body(nn.Module):
+    """Embedding, blocks and norm, as the models of transformers have them in a module."""
+
+    def __init__(self, layers=4):
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, DIM)
+        self.layers = nn.ModuleList(Small(i, MLP(DIM)) for i in range(layers))
+        self.norm = nn.RMSNorm(DIM)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return {"hidden": self.norm(x)}
+
+
+def shifted(logits, labels):
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+class LM(nn.Module):
+    """Its loss is a function that forward calls."""
+
+    def __init__(self, layers=4, loss=shifted):
+        super().__init__()
+        self.body, self.head, self.loss = Body(layers), nn.Linear(DIM, WORDS, bias=False), loss
+
+    def forward(self, ids, labels=None):
+        logits = self.head(self.body(ids)["hidden"])
+        return logits if labels is None else self.loss(logits, labels)
+
+
+class Tied(LM):
+    def forward(self, ids, labels=None):
+        logits = F.linear(self.body(ids)["hidden"], self.body.embed.weight)
+        return logits if labels is None else self.loss(logits, labels)
+
+
+class Wrapped(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids, labels=None):
+        return self.model(ids, labels)
+
+
+class ByItself(nn.Module):
+    """Runs its blocks in its own forward, as nanoGPT does."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.ModuleDict({"embed": nn.Embedding(WORDS, DIM),
+                                    "layers": nn.ModuleList(Small(i, MLP(DIM)) for i in range(4))})  # fmt: skip
+        self.head = nn.Linear(DIM, WORDS, bias=False)
+
+    def forward(self, ids, labels=None):
+        x = self.inner.embed(ids)
+        for layer in self.inner.layers:
+            x = layer(x)
+        logits = self.head(x)
+        return logits if labels is None else shifted(logits, labels)
+
+
+class InSequential(ByItself):
+    """Goes around the forward of what holds its blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner["layers"] = nn.Sequential(*self.inner["layers"])
+
+
+def ids(length=6):
+    return torch.randint(0, WORDS, (2, length), generator=torch.Generator().manual_seed(length))
+
+
+def step(model, length=6):
+    model.zero_grad()
+    loss = model(ids(length), ids(length))
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def agree(model, eager, length=6):
+    for a, b in zip(step(model, length), step(eager, length), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def both(model, **options):
+    """(`model` compiled by blocks, a copy in eager)."""
+    eager = copy.deepcopy(model)
+    return megacpp_compile.compile(model, **options), eager
+
+
+@pytest.mark.parametrize("kind", [LM, Tied], ids=lambda k: k.__name__)
+def test_fires(no_kernels, kind):
+    with record() as report:
+        agree(*both(kind()))
+    assert report.counts[NAME] == 1 and not report.misses
+    assert [f.block for f in report.frames] == ["body.layers.0", ""]
+    (site,) = [s for s in report.sites if s.pass_name == NAME]
+    assert site.fqn == ("head" if kind is LM else "")
+    region = report.regions[-1]
+    assert (region.fqns, region.module, region.treatment) == (("",), kind.__name__, "compiled")
+
+
+def test_under_a_wrapper(no_kernels):
+    with record() as report:
+        agree(*both(Wrapped(LM())))
+    assert report.counts[NAME] == 1 and not report.misses
+
+
+def test_lengths_that_change(no_kernels):
+    with record() as report:
+        model, eager = both(LM())
+        for length in (6, 9, 5, 12):
+            agree(model, eager, length)
+    assert report.counts[NAME] == 2 and not report.misses, "once static, once dynamic"
+
+
+def test_without_labels_the_head_runs_in_eager(eager_backend):
+    model, eager = both(LM())
+    with record() as report:
+        torch.testing.assert_close(model(ids()), eager(ids()))
+    assert [f.block for f in report.frames] == ["body.layers.0"]
+
+
+def test_all_of_the_rest(eager_backend):
+    model, eager = both(LM(), rest="compile")
+    with record() as report:
+        agree(model, eager)
+    assert report.counts[NAME] == 1
+    assert [f.block for f in report.frames] == ["body.layers.0", "body.norm", ""]
+
+
+def test_required(eager_backend):
+    """Counted in calls of the model."""
+    with record() as report:
+        agree(*both(LM(), require={NAME: 1}))
+    assert report.counts[NAME] == 1
+    with pytest.raises(megacpp_compile.errors.MegacppError, match=NAME):
+        step(both(LM(), require={NAME: 2})[0])
+
+
+def test_disabled(eager_backend):
+    with record() as report:
+        agree(*both(LM(), disable=(NAME,)))
+    assert [f.block for f in report.frames] == ["body.layers.0"] and len(report.regions) == 4
+
+
+@pytest.mark.parametrize("kind", [ByItself, InSequential], ids=lambda k: k.__name__)
+def test_a_model_that_runs_its_blocks_itself(eager_backend, kind):
+    """Once, and of training alone."""
+    with record() as report:
+        model, eager = both(kind())
+        model(ids())
+        agree(model, eager)
+        agree(model, eager)
+    (miss,) = report.misses
+    assert (miss.pass_name, miss.tag) == (NAME, "eager-loss")
+    assert "a module of their own" in miss.reason and "whole_below" in miss.reason and kind.__name__ in miss.reason
+    assert report.counts.get(NAME, 0) == 0
+
+
+def test_a_loss_that_dynamo_leaves_to_eager(eager_backend):
+    @torch.compiler.disable
+    def loss(logits, labels):
+        return shifted(logits, labels)
+
+    with record() as report:
+        agree(*both(LM(loss=loss)))
+    assert [(m.pass_name, m.tag) for m in report.misses] == [(NAME, "eager-loss")]
+    assert "TORCH_LOGS=graph_breaks" in report.misses[0].reason
+
+
+def test_a_break_between_head_and_loss(no_kernels):
+    def loss(logits, labels):
+        torch._dynamo.graph_break()
+        return shifted(logits, labels)
+
+    with record() as report:
+        agree(*both(LM(loss=loss)))
+    assert [(m.pass_name, m.tag) for m in report.misses] == [(NAME, "another-frame")]
+
+
+def test_strict(no_kernels):
+    """The graph breaks that keep blocks apart are meant."""
+    agree(*both(LM(), strict=True))
+
+
+def test_a_model_without_a_loss(eager_backend):
+    with record() as report:
+        model, eager = both(LM())
+        model.zero_grad()
+        model(ids()).square().mean().backward()
+    assert not report.misses
+
+
+def test_copies_and_pickles_run_in_eager(eager_backend):
+    model = megacpp_compile.compile(LM())
+    want = step(model)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert all(m._compiled_call_impl is None for m in other.modules())
+        torch.testing.assert_close(step(other), want)
+
+
+def test_undone(eager_backend):
+    model = LM()
+    uncompile(megacpp_compile.compile(model))
+    assert all(m._compiled_call_impl is None and not m._forward_pre_hooks for m in model.modules())
+    megacpp_compile.compile(model)
+
+
+def test_estimated():
+    model = LM(loss=lambda logits, labels: F.cross_entropy(logits.flatten(0, 1), labels.flatten()))
+    args = torch.zeros(4, 512, dtype=torch.int64), torch.zeros(4, 512, dtype=torch.int64)
+    outside = megacpp_compile.estimate(model, *args).activations[-1]
+    logits = 4 * 4 * 512 * WORDS
+    assert outside.eager - outside.compiled > logits / 2, "log-probabilities are kept in eager, gradients by the op"
+
+
+def test_a_model_of_transformers(no_kernels):
+    """Whose loss function is a plain one that forward calls, and whose logits are returned beside the loss."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(3)
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=2,
+            num_key_value_heads=2, max_position_embeddings=32,
+        )
+    )  # fmt: skip
+    compiled, eager = both(model, drop_outputs=("logits",))
+    for length in (6, 9, 5):
+        tokens = torch.randint(0, 64, (2, length), generator=torch.Generator().manual_seed(length))
+        with record() as report:
+            losses = [m(input_ids=tokens, labels=tokens, use_cache=False).loss for m in (compiled, eager)]
+            for loss in losses:
+                loss.backward()
+        torch.testing.assert_close(*losses)
+        # Static, then of any length.
+        assert report.counts.get(NAME, 0) == (length != 5) and not report.misses
+    for (name, p), q in zip(compiled.named_parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_sharded_by_fsdp2(no_kernels):
+    """The head's weight is another object inside the forward than outside of it."""
+    from torch import distributed
+    from torch.distributed.fsdp import fully_shard
+
+    if not distributed.is_gloo_available():
+        pytest.skip("no gloo")
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = distributed.init_device_mesh("cpu", (1,))
+        model = LM()
+        eager = copy.deepcopy(model)
+        for layer in model.body.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        with record() as report:
+            got = step(megacpp_compile.compile(model))
+        for a, b in zip(got, step(eager), strict=True):
+            torch.testing.assert_close(getattr(a, "_local_tensor", a), b, rtol=1e-4, atol=1e-6)
+        assert report.counts[NAME] == 1 and not report.misses
+    finally:
+        distributed.destroy_process_group()
+
+
+def test_logits_that_are_returned(no_kernels):
+    class Both(LM):
+        def forward(self, ids, labels):
+            logits = self.head(self.body(ids)["hidden"])
+            return self.loss(logits, labels), logits
+
+    with record() as report:
+        megacpp_compile.compile(Both())(ids(), ids())
+    assert [(m.pass_name, m.tag) for m in report.misses] == [(NAME, "logits-kept")]
+    assert "drop_outputs" in report.misses[0].reason

@@ -1,0 +1,47 @@
+"""Heads whose words are sharded over ranks: loss and gradients are those of one rank, and no rank has all logits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.sharding import heads
+
+pytestmark = [
+    pytest.mark.skipif(not dist.is_gloo_available(), reason="no gloo"),
+    pytest.mark.xdist_group("sharded heads"),  # one worker starts the ranks
+]
+
+
+@pytest.fixture(scope="module")
+def seen():
+    return heads.outcomes()
+
+
+@pytest.mark.parametrize("case", sorted(heads.CASES))
+def test_loss_and_gradients_are_those_of_one_rank(seen, case):
+    """Relative to each tensor's largest value, in float32."""
+    for rank in seen[case]:
+        assert "failed" not in rank, rank["failed"]
+        assert rank["error"] <= 1e-6, rank["errors"]
+
+
+@pytest.mark.parametrize("case", sorted(heads.CASES))
+def test_fires_on_every_rank(seen, case):
+    for rank in seen[case]:
+        assert rank["ops"] == ["megacpp::linear_cross_entropy"] * heads.CASES[case].fires, rank["misses"]
+
+
+def test_what_keeps_the_logits_is_said(seen):
+    for rank in seen["kept"]:
+        assert [m[1] for m in rank["misses"]] == ["logits-kept"]
+
+
+@pytest.mark.parametrize("call", sorted(heads.OPS))
+def test_parts_of_the_op_make_the_whole(seen, call):
+    """Beside the op on all words, in the dtype of the call."""
+    for rank in seen[call]:
+        assert "failed" not in rank, rank["failed"]
+        assert rank["error"] <= (1e-6 if heads.OPS[call].dtype is torch.float32 else 1e-12), rank["errors"]
+    assert len({rank["loss"] for rank in seen[call]}) == 1, "the same on every rank, bit for bit"
