@@ -18,7 +18,7 @@ PACKAGE = "megacpp_compile"
 TOPICS = {
     "Compiling": ("backend", "Config", "compile", "enable"),
     "Reports": ("record", "Report", "explain"),
-    "Memory": ("CheckpointingPolicy", "estimate", "Estimate", "fit", "Fit"),
+    "Memory": ("CheckpointingPolicy", "apply_checkpoints", "estimate", "Estimate", "fit", "Fit"),
     "Precision": ("PrecisionPlan", "replace_linears", "te_layer_spec", "NativeLayerSpec"),
     "Ops a model calls": ("attention", "attention_capability", "sparse_mla", "equal_split"),
     "Attention": ("enable_fa4", "disable_fa4", "uses_dense_fa4", "Validity", "last_attention", "observed_attention"),

@@ -422,6 +422,22 @@ class BlockNotFoundError(MegacppError, ValueError):
         )
 
 
+class CheckpointedTwiceError(MegacppError, ValueError):
+    """A block that is recomputed already was to be wrapped in a checkpoint once more.
+
+    Args:
+        fqn: the block's name.
+        module: the class that recomputes, or is set to.
+    """
+
+    def __init__(self, fqn: str, module: str) -> None:
+        self.fqn, self.module = fqn, module
+        super().__init__(
+            f"{fqn or 'the model'} is checkpointed already, by {module}: backward would recompute it twice. Apply "
+            "checkpoints once, and switch the model's own off (gradient_checkpointing_disable() in transformers)."
+        )
+
+
 class FitError(MegacppError):
     """No policy makes a training step fit into the memory there is.
 
@@ -597,7 +613,9 @@ class StockCheckpointError(EngineError):
         super().__init__(
             f"{where} computes in fp8 under torch.utils.checkpoint",
             "the second forward would quantise with other scales than the first, and count its maxima twice",
-            "Call the block through megacpp_compile.precision.checkpoint.checkpoint_for(block).",
+            "Call the block through megacpp_compile.precision.checkpoint.checkpoint_for(block), or let "
+            "megacpp_compile.apply_checkpoints(model) do so for every block, with fp8_wrapper='auto' or "
+            "'te_checkpoint'.",
         )
 
 

@@ -172,6 +172,9 @@ _ROWS = (
            "torch.distributed.algorithms._checkpoint.checkpoint_wrapper._CHECKPOINT_WRAPPED_MODULE",
            "names behind `checkpoint_wrapper`", "torch's usual name for it serves",
            instead=lambda: "_checkpoint_wrapped_module"),
+    Symbol("modules.checkpoint_wrapper",
+           "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.checkpoint_wrapper",
+           "checkpoints around blocks in eager", RAISES),
     Symbol("modules.fsdp_wrapped", "torch.distributed.fsdp._common_utils.FSDP_WRAPPED_MODULE", "names behind FSDP",
            "torch's usual name for it serves", instead=lambda: "_fsdp_wrapped_module"),
     # --- functorch

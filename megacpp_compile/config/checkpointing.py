@@ -6,14 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from megacpp_compile.config._deprecated import withdrawn
 from megacpp_compile.errors import BadOptionError
 
 # What an entry may say; `remat/planner.py` carries each out.
 ENTRIES = ("none", "selective", "expert_gemm_only", "conv_bc_only", "full", "full_plus_norms")
 KINDS = ("ablock", "mblock", "eblock", "rblock")
 OFFLOADS = ("none", "inputs", "all")
-FP8_WRAPPERS = ("none", "te_checkpoint")
+FP8_WRAPPERS = ("auto", "none", "te_checkpoint")
 # Entries that name operations of one kind of block only.
 _ONLY = {"expert_gemm_only": "eblock", "conv_bc_only": "mblock"}
 
@@ -58,8 +57,10 @@ class CheckpointingPolicy:
         reserve_gib: GiB that `peak_gib` leaves free for allocations after the model is compiled.
         offload: which saved values wait in pinned main memory from forward to backward: "none"; "inputs", the values
             that pass from layer to layer; or "all".
-        fp8_wrapper: deprecated, as compiled code calls no block through a checkpoint; the one for a block with
-            Transformer Engine's modules is `precision.checkpoint.checkpoint_for(block)`.
+        fp8_wrapper: which checkpoint `apply_checkpoints` calls a block with Transformer Engine's modules through:
+            "auto", Transformer Engine's where its fp8 is in force and torch's elsewhere; "te_checkpoint", Transformer
+            Engine's wherever a block holds its modules; "none", torch's, which is an error where fp8 is in force.
+            Compiled code calls no block through a checkpoint.
 
     Raises BadOptionError for a value outside its domain, and for `budget` and `peak_gib` together.
 
@@ -78,7 +79,7 @@ class CheckpointingPolicy:
     peak_gib: float | None = None
     reserve_gib: float = 0.0
     offload: str = "none"
-    fp8_wrapper: str = "none"
+    fp8_wrapper: str = "auto"
 
     def __post_init__(self) -> None:
         for kind in KINDS:
@@ -110,8 +111,6 @@ class CheckpointingPolicy:
             if getattr(self, name) not in choices:
                 wanted = "one of " + ", ".join(map(repr, choices))
                 raise BadOptionError(f"policy.{name}", getattr(self, name), wanted, choices)
-        if self.fp8_wrapper != "none":
-            withdrawn("policy.fp8_wrapper", "call the block through precision.checkpoint.checkpoint_for(block)")
         for name in ("recompute_kv_upproj", "recompute_q_upproj"):
             if not isinstance(getattr(self, name), bool):
                 raise BadOptionError(f"policy.{name}", getattr(self, name), "True or False")

@@ -78,6 +78,12 @@ def in_autocast(recipe: str) -> bool:
     return bool(state.is_fp8_enabled()) and state.get_fp8_recipe() is recipe_object(recipe)
 
 
+def fp8_in_force() -> bool:
+    """Whether an fp8 autocast of Transformer Engine's is active, whoever entered it; does not import it."""
+    quantization = sys.modules.get("transformer_engine.pytorch.quantization")
+    return quantization is not None and bool(quantization.FP8GlobalStateManager.is_fp8_enabled())
+
+
 def is_of_transformer_engine(module: torch.nn.Module) -> bool:
     """Whether the class of `module` is Transformer Engine's or derived from one of its; does not import it."""
     return any(c.__module__.partition(".")[0] == "transformer_engine" for c in type(module).__mro__)

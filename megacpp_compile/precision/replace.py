@@ -12,6 +12,7 @@ from megacpp_compile.config.precision import UNTRACEABLE, PrecisionPlan
 from megacpp_compile.config.rules import announce
 from megacpp_compile.errors import BadOptionError, EngineError, NotAModuleError
 from megacpp_compile.precision import engine
+from megacpp_compile.precision.checkpoint import guard
 from megacpp_compile.precision.survey import DEFAULT_EXCLUSIONS, Found, survey, why_bf16
 from megacpp_compile.report import log
 from megacpp_compile.report.tables import table_text
@@ -138,6 +139,7 @@ def replace_linears(
         from megacpp_compile.precision.te_modules import StepAutocast
 
         StepAutocast(model, "fp8_delayed")
+    guard(model)
     if tp_comm_overlap:
         log.logger.warning("tp_comm_overlap: no nn.Linear is tensor parallel, so nothing overlaps in what was replaced")
     log.logger.info("%s", table)

@@ -1,0 +1,157 @@
+"""Keeps what a block chose in its forward, so that its recomputation does not choose again.
+
+A router's scores come out of a GEMM. Computed a second time they may be a rounding apart, behind an atomic add for one,
+and a token near a tie then goes to another expert: backward would differentiate another function than forward computed,
+with other numbers of rows an expert, or with the same and unnoticed. So the contexts of `choices` keep, of one call,
+
+- the results of selections (top-k, sort, argmax, nonzero: `OpTraits.selection`);
+- the results of GEMMs and of ops that may add in any order, as far as selections read them: scores before top-k.
+
+What lies between is pointwise, or a reduction in a fixed order, and gives the same bits again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from megacpp_compile._torch.dispatch import TorchDispatchMode
+from megacpp_compile._torch.pytree import tree_leaves, tree_map
+from megacpp_compile.lowerings._traits import name_of, traits_of
+
+# Their order of adding is not fixed on GPUs, beside that of the ops whose trait is "kernel".
+_ADD_UP = ("aten::cumsum", "aten::index_add", "aten::index_reduce", "aten::histc")
+# The n-th call of an op. Other ops may come between: a checkpoint's own `detach`, casts that autocast has cached.
+Call = tuple[Any, int]
+
+
+@dataclasses.dataclass(eq=False)
+class _Source:
+    """A result that may be another the next time. version: of `result`, to tell a write to it."""
+
+    call: Call
+    result: Any
+    version: int
+
+
+@dataclasses.dataclass
+class Choices:
+    """What the calls of one block chose.
+
+    Attributes:
+        routed: whether a selection has run whose operands are computed in the block.
+        flips: entries of choices that came out otherwise when they were made again; counted by `choices(count=True)`.
+        again: choices that were made again for that.
+    """
+
+    routed: bool = False
+    flips: int = 0
+    again: int = 0
+
+
+def choices(found: Choices, count: bool = False) -> Callable[[], tuple[TorchDispatchMode, TorchDispatchMode]]:
+    """The `context_fn` of `torch.utils.checkpoint.checkpoint`, and of Transformer Engine's, for one block.
+
+    found: what is learnt of the block's calls. count: debugging: recompute scores too, choose from them and count in
+    `found.flips` the entries that differ; backward goes by the first choice all the same.
+    """
+
+    def contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
+        kept: dict[Call, Any] = {}
+        return _Keep(found, kept), _Reuse(found, kept, count)
+
+    return contexts
+
+
+class _Keep(TorchDispatchMode):
+    """Runs a forward and keeps its choices and their sources."""
+
+    def __init__(self, found: Choices, kept: dict[Call, Any]) -> None:
+        super().__init__()
+        self.found, self.kept, self.calls = found, kept, Counter[Any]()
+        # A living tensor holds its sources, and no other: a GEMM's result outlives its last reader by nothing.
+        self.sources: Any = WeakTensorKeyDictionary()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        call = func, self.calls[func]
+        self.calls[func] += 1
+        operands = list(_tensors((args, kwargs)))
+        sources = frozenset().union(*(self.sources.get(t, ()) for t in operands))
+        if _restorable(func) and traits_of(func).selection and (sources or any(map(_is_float, operands))):
+            self.found.routed = True
+            self.kept[call] = tree_map(_copy, result)
+            for source in sources:
+                if source.result._version == source.version:  # what was written since is computed again
+                    self.kept[source.call] = source.result
+            sources = frozenset()
+        elif _restorable(func) and _may_differ(func) and isinstance(result, Tensor) and _is_float(result):
+            sources = frozenset({_Source(call, result.detach(), result._version)})
+        for t in _tensors(result):
+            if sources:
+                self.sources[t] = sources
+        return result
+
+
+class _Reuse(TorchDispatchMode):
+    """Runs a recomputation with what `_Keep` has kept. A second backward enters it again."""
+
+    def __init__(self, found: Choices, kept: dict[Call, Any], count: bool) -> None:
+        super().__init__()
+        self.found, self.kept, self.count, self.calls = found, kept, count, Counter[Any]()
+
+    def __enter__(self) -> Any:
+        self.calls.clear()
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        call = func, self.calls[func]
+        self.calls[func] += 1
+        if call not in self.kept:
+            return func(*args, **(kwargs or {}))
+        kept = self.kept[call]
+        if self.count:
+            result = func(*args, **(kwargs or {}))
+            if not traits_of(func).selection:
+                return result  # scores as they come the second time, to choose from
+            self.found.again += 1
+            self.found.flips += _flips(kept, result)
+        return tree_map(_copy, kept)
+
+
+def _restorable(func: Any) -> bool:
+    """Whether a result may be handed out in the place of a call: none that writes or returns a view."""
+    return not func._schema.is_mutable and not any(r.alias_info for r in func._schema.returns)
+
+
+def _may_differ(func: Any) -> bool:
+    """Whether a second run may round otherwise: a GEMM, an attention core, another kernel that may add in any order."""
+    traits = traits_of(func)
+    return traits.gemm or traits.core or traits.kernel == "kernel" or name_of(func) in _ADD_UP
+
+
+def _flips(first: Any, second: Any) -> int:
+    """Entries of integer results that differ; all of the longer one where lengths do."""
+    found = 0
+    for a, b in zip(_tensors(first), _tensors(second), strict=True):
+        if not _is_float(a):
+            found += int((a != b).sum()) if a.shape == b.shape else max(a.numel(), b.numel())
+    return found
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    return (t for t in tree_leaves(values) if isinstance(t, Tensor))
+
+
+def _is_float(t: Tensor) -> bool:
+    return t.is_floating_point()
+
+
+def _copy(value: Any) -> Any:
+    return torch.clone(value) if isinstance(value, Tensor) else value
