@@ -198,6 +198,37 @@ class TargetUnavailableError(MegacppError):
         )
 
 
+class TargetRecipeError(MegacppError, ValueError):
+    """A plan asks of a recipe what is refused on the device that is to run it.
+
+    Args:
+        target: label of the device, "sm_121a".
+        recipe: the recipe.
+        reason: why it is refused, as a sentence without its full stop.
+        remedy: what to do, as a sentence.
+    """
+
+    def __init__(self, target: str, recipe: str, reason: str, remedy: str) -> None:
+        self.target, self.recipe, self.reason, self.remedy = target, recipe, reason, remedy
+        super().__init__(f"precision: {recipe!r} on {target}: {reason}. {remedy}")
+
+
+class TargetMismatchError(MegacppError, ValueError):
+    """Measurements or evidence of different devices were to be merged or compared.
+
+    Args:
+        what: what was to become of them, "one page of benchmarks".
+        labels: the labels of the devices.
+    """
+
+    def __init__(self, what: str, labels: Sequence[str]) -> None:
+        self.what, self.labels = what, tuple(labels)
+        super().__init__(
+            f"{what} would merge rows of {' and '.join(self.labels)}: figures and evidence of one target say nothing "
+            "of another. Give the rows of one target at a time."
+        )
+
+
 class TorchTooOldError(MegacppError):
     """The installed torch is older than this package supports.
 

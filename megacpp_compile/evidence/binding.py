@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from megacpp_compile.doctor.machine import installed
+from megacpp_compile.targets import chips
 
 
 def machine_binding(folder: Path) -> dict[str, Any]:
@@ -21,6 +22,7 @@ def machine_binding(folder: Path) -> dict[str, Any]:
         "kind": "cpu",
         "device": platform.processor() or platform.machine(),
         "capability": None,
+        "label": "cpu",
         "driver": None,
         "torch": torch.__version__,
         "packages": installed(),
@@ -28,6 +30,7 @@ def machine_binding(folder: Path) -> dict[str, Any]:
     if torch.cuda.is_available():
         found["kind"], found["device"] = "cuda", torch.cuda.get_device_name()
         found["capability"] = ".".join(map(str, torch.cuda.get_device_capability()))
+        found["label"] = chips.label("cuda")
         found["driver"] = _driver()
     found["commit"], found["clean"] = commit(folder)
     return found

@@ -28,6 +28,7 @@ from megacpp_compile.precision import engine
 from megacpp_compile.precision.kept_choices import Choices, choices
 from megacpp_compile.report import log
 
+_GUARDED = "megacpp_guarded"  # the attribute of a module that has the hook
 _DEEPEST = 200  # frames between a module and the checkpoint around its block; nested modules take three each
 
 
@@ -96,8 +97,8 @@ class BlockCheckpoint:
         """The block's result. Traced by torch.compile it is a region of `torch.utils.checkpoint`, in which this
         package's compiler keeps choices by itself; Transformer Engine's modules end the graph before it."""
         if torch.compiler.is_compiling() and not self._holds_engine:
-            extra = {"context_fn": selected} if self.selective else {}
-            return stock.checkpoint(block, *args, use_reentrant=False, **extra, **kwargs)
+            regional: dict[str, Any] = {"context_fn": selected} if self.selective else {}
+            return stock.checkpoint(block, *args, use_reentrant=False, **regional, **kwargs)
         return self._run(block, *args, **kwargs)
 
     @torch.compiler.disable(reason="recomputes modules that run between compiled graphs")
@@ -179,8 +180,9 @@ def guard(model: nn.Module) -> int:
     found = 0
     for module in model.modules():
         if hasattr(module, "fp8_meta") and engine.is_of_transformer_engine(module) and not hasattr(module, "recipe"):
-            if _refuse_in_fp8 not in module._forward_pre_hooks.values():
+            if not hasattr(module, _GUARDED):
                 module.register_forward_pre_hook(_refuse_in_fp8, prepend=True)
+                setattr(module, _GUARDED, True)
             found += 1
     return found
 

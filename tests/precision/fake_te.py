@@ -38,6 +38,11 @@ class Float8BlockScaling(Recipe):
     pass
 
 
+class NVFP4BlockScaling(Recipe):
+    def __init__(self, disable_rht=False):
+        self.disable_rht = disable_rht
+
+
 class autocast:
     def __init__(self, enabled=True, calibrating=False, recipe=None, amax_reduction_group=None, _graph=False):
         assert not enabled or isinstance(recipe, Recipe)
@@ -73,6 +78,10 @@ class quantized_model_init:
 
 def is_fp8_available(return_reason=False):
     return (True, "") if return_reason else True
+
+
+def is_nvfp4_available(return_reason=False):
+    return is_fp8_available(return_reason)
 
 
 def is_fp8_block_scaling_available(return_reason=False):
@@ -282,11 +291,11 @@ def install(monkeypatch):
 
     STATE.__dict__.update(FRESH, ran=[], measured=[])
     te = types.ModuleType("transformer_engine.pytorch")
-    for thing in (autocast, quantized_model_init, is_fp8_available, is_fp8_block_scaling_available, Linear,
-                  LayerNormLinear, RMSNorm, LayerNormMLP, DotProductAttention, checkpoint):  # fmt: skip
+    for thing in (autocast, quantized_model_init, is_fp8_available, is_fp8_block_scaling_available, is_nvfp4_available,
+                  Linear, LayerNormLinear, RMSNorm, LayerNormMLP, DotProductAttention, checkpoint):  # fmt: skip
         setattr(te, thing.__name__, thing)
     recipes = types.ModuleType("transformer_engine.common.recipe")
-    for kind in (DelayedScaling, Float8CurrentScaling, Float8BlockScaling):
+    for kind in (DelayedScaling, Float8CurrentScaling, Float8BlockScaling, NVFP4BlockScaling):
         setattr(recipes, kind.__name__, kind)
     base = types.ModuleType("transformer_engine.pytorch.module.base")
     base.is_ub_initialized = lambda: STATE.user_buffers
