@@ -24,6 +24,7 @@ TOPICS = {
     "Attention": ("enable_fa4", "disable_fa4", "uses_dense_fa4", "Validity", "last_attention", "observed_attention"),
     "Decoding": ("MLAKVCache", "latent_attention", "use_latent_cache", "ServingConfig"),
     "Sharding": ("ShardingPlan",),
+    "Resuming": ("check_resume",),
 }
 COMMANDS = ("explain", "estimate", "plan", "passes", "doctor", "evidence")
 

@@ -469,6 +469,27 @@ class CheckpointedTwiceError(MegacppError, ValueError):
         )
 
 
+class ResumeError(MegacppError, ValueError):
+    """A checkpoint that does not fit the model, told before anything is loaded.
+
+    Args:
+        lines: what differs, a line each.
+        missing: names that the model has alone.
+        unexpected: names that the checkpoint has alone.
+        differing: names of tensors with another shape.
+    """
+
+    def __init__(
+        self, lines: Sequence[str], missing: Sequence[str], unexpected: Sequence[str], differing: Sequence[str]
+    ) -> None:
+        self.lines, self.missing = tuple(lines), tuple(missing)
+        self.unexpected, self.differing = tuple(unexpected), tuple(differing)
+        super().__init__(
+            "\n".join(("the checkpoint does not fit the model, and nothing was loaded:", *(f"  {x}" for x in lines)))
+            + "\nBuild the model with the configuration that the checkpoint was trained with, or convert it first."
+        )
+
+
 class FitError(MegacppError):
     """No policy makes a training step fit into the memory there is.
 

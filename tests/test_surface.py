@@ -102,7 +102,7 @@ def test_public_names():
     assert megacpp_compile.__all__ == [
         "CheckpointingPolicy", "Config", "Estimate", "Fit", "MLAKVCache", "NativeLayerSpec", "PrecisionPlan",
         "Report", "ServingConfig", "ShardingPlan", "Validity", "apply_checkpoints", "attention", "attention_capability",
-        "backend", "compile", "disable_fa4", "enable", "enable_fa4", "equal_split", "estimate", "explain", "fit",
+        "backend", "check_resume", "compile", "disable_fa4", "enable", "enable_fa4", "equal_split", "estimate", "explain", "fit",
         "last_attention", "latent_attention", "observed_attention", "record", "replace_linears", "sparse_mla",
         "te_layer_spec", "use_latent_cache", "uses_dense_fa4",
     ]  # fmt: skip
