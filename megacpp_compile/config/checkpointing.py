@@ -13,6 +13,8 @@ ENTRIES = ("none", "selective", "expert_gemm_only", "conv_bc_only", "full", "ful
 KINDS = ("ablock", "mblock", "eblock", "rblock")
 OFFLOADS = ("none", "inputs", "all")
 FP8_WRAPPERS = ("auto", "none", "te_checkpoint")
+# What `recompute` may name -> the kind of block that has it.
+OPERATIONS = {"core_attn": "ablock", "mlp": "eblock", "moe": "eblock"}
 # Entries that name operations of one kind of block only.
 _ONLY = {"expert_gemm_only": "eblock", "conv_bc_only": "mblock"}
 
@@ -43,6 +45,11 @@ class CheckpointingPolicy:
         mblock: Mamba and other state-space blocks.
         eblock: expert and feed-forward blocks.
         rblock: recurrent blocks.
+        recompute: operations that are recomputed whatever their kinds' entries say, and nothing else on their account;
+            the default entries recompute more, "none" nothing beside them. "core_attn": attention cores, from queries,
+            keys and values, which costs little memory to give up, as flash attention recomputes scores anyway; "mlp":
+            blocks of GEMMs that do not route, from their input; "moe": those that do, from their input and the
+            router's choice. A name, or several. `last_layer` "never" takes them back in the last layer.
         last_layer: entry for every block of the last layer. By default "never", since backward consumes its activations
             at once: none of its GEMMs, cores, projections or reductions is recomputed, even if its kinds' entries say
             so; only values that a fused kernel computes anyway while it reads saved ones are.
@@ -72,6 +79,7 @@ class CheckpointingPolicy:
     mblock: str | float = "selective"
     eblock: str | float = "selective"
     rblock: str | float = "selective"
+    recompute: tuple[str, ...] = ()
     last_layer: str = "never"
     recompute_kv_upproj: bool = True
     recompute_q_upproj: bool = False
@@ -91,6 +99,14 @@ class CheckpointingPolicy:
                 raise BadOptionError(
                     f"policy.{kind}", entry, "a fraction from 0 to 1, or one of " + ", ".join(map(repr, valid)), valid
                 )
+        names = (self.recompute,) if isinstance(self.recompute, str) else self.recompute
+        if not isinstance(names, (tuple, list)):
+            raise BadOptionError("policy.recompute", names, f"names among {', '.join(map(repr, OPERATIONS))}")
+        for name in names:
+            if not isinstance(name, str) or name not in OPERATIONS:
+                wanted = "one of " + ", ".join(map(repr, OPERATIONS))
+                raise BadOptionError("policy.recompute", name, wanted, tuple(OPERATIONS))
+        object.__setattr__(self, "recompute", tuple(dict.fromkeys(names)))
         last = ("never", *(e for e in ENTRIES if e not in _ONLY))
         if self.last_layer not in last:
             raise BadOptionError("policy.last_layer", self.last_layer, "one of " + ", ".join(map(repr, last)), last)
@@ -142,7 +158,8 @@ class CheckpointingPolicy:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain containers, fit for `of` and JSON."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
+        found = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {**found, "recompute": list(self.recompute)}
 
     def entry(self, kind: str, last: bool) -> str:
         """The entry in force for a block of `kind`: "none" for one of no kind, "never" under a budget, where the
@@ -154,6 +171,10 @@ class CheckpointingPolicy:
         entry: str = given
         # "never" takes back what the kind's entry recomputes; over "none" there is nothing to take back.
         return self.last_layer if last and (self.last_layer != "never" or entry != "none") else entry
+
+    def again(self, operation: str, last: bool) -> bool:
+        """Whether `recompute` has `operation` recomputed. last: as in `entry`."""
+        return operation in self.recompute and not (last and self.last_layer == "never")
 
     def of_last_layer(self) -> CheckpointingPolicy:
         """The policy for a graph that is the last layer alone: `last_layer` in place of every kind's entry."""

@@ -162,7 +162,7 @@ def _checked(policy: CheckpointingPolicy | None) -> CheckpointingPolicy:
         if (entry := getattr(policy, kind)) not in EAGER:
             wanted = f"in eager one of {', '.join(map(repr, EAGER))}: {_GRAPH}"
             raise BadOptionError(f"policy.{kind}", entry, wanted, EAGER)
-    for name, default in (("budget", None), ("peak_gib", None), ("offload", "none")):
+    for name, default in (("budget", None), ("peak_gib", None), ("offload", "none"), ("recompute", ())):
         if getattr(policy, name) != default:
             raise BadOptionError(f"policy.{name}", getattr(policy, name), f"{default!r} in eager: {_GRAPH}")
     return policy

@@ -15,7 +15,7 @@ from torch import fx
 from torch.fx import Node
 from torch.utils.checkpoint import CheckpointPolicy as Tag
 
-from megacpp_compile.config.checkpointing import KINDS, CheckpointingPolicy
+from megacpp_compile.config.checkpointing import KINDS, OPERATIONS, CheckpointingPolicy
 from megacpp_compile.fx.inductor_pass import GraphPass
 from megacpp_compile.fx.view_chains import base_of
 from megacpp_compile.fx.views import is_view
@@ -156,6 +156,7 @@ def describe(plan: Plan, blocks: dict[Node, BlockRef], policy: CheckpointingPoli
     device = _device(list(blocks))
     for kind in (k for k in (*KINDS, "") if k in by_kind):
         entries = [policy.asked(kind, False), *([policy.asked(kind, True)] if layered else [])] if kind else []
+        entries += [f"recompute {name}" for name in policy.recompute if kind == OPERATIONS[name]]
         saved = [n for n in plan.saved if blocks[n].kind == kind]
         found[kind] = {
             "entries": list(dict.fromkeys(map(str, entries))),

@@ -165,7 +165,7 @@ def test_a_layer_in_the_list_twice():
     [
         ({"budget": 0.5}, r"policy.budget.*needs a graph"), ({"peak_gib": 4}, "policy.peak_gib"),
         ({"offload": "all"}, "policy.offload"), ({"eblock": "expert_gemm_only"}, "policy.eblock"),
-        ({"ablock": 0.5}, "policy.ablock"), (None, "policy"), ("fulll", "Did you mean 'full'"),
+        ({"ablock": 0.5}, "policy.ablock"), ({"recompute": "mlp"}, "policy.recompute.*needs a graph"), (None, "policy"), ("fulll", "Did you mean 'full'"),
     ],
 )  # fmt: skip
 def test_what_eager_cannot_carry_out(policy, match):
