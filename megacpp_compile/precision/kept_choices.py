@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from megacpp_compile._torch.dispatch import TorchDispatchMode
+from megacpp_compile._torch.ops import OpOverload
 from megacpp_compile._torch.pytree import tree_leaves, tree_map
 from megacpp_compile.lowerings._traits import name_of, traits_of
 
@@ -69,7 +70,17 @@ def choices(found: Choices, count: bool = False) -> Callable[[], tuple[TorchDisp
     return contexts
 
 
-class _Keep(TorchDispatchMode):
+class _Seeing(TorchDispatchMode):
+    """Sees every op. FlexAttention runs as it is, an operator of higher order that compiles itself in eager."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # asked by torch 2.11 and newer; older ones refuse FlexAttention, and run compiled code in eager
+
+
+class _Keep(_Seeing):
     """Runs a forward and keeps its choices and their sources."""
 
     def __init__(self, found: Choices, kept: dict[Call, Any]) -> None:
@@ -99,7 +110,7 @@ class _Keep(TorchDispatchMode):
         return result
 
 
-class _Reuse(TorchDispatchMode):
+class _Reuse(_Seeing):
     """Runs a recomputation with what `_Keep` has kept. A second backward enters it again."""
 
     def __init__(self, found: Choices, kept: dict[Call, Any], count: bool) -> None:
@@ -127,6 +138,8 @@ class _Reuse(TorchDispatchMode):
 
 def _restorable(func: Any) -> bool:
     """Whether a result may be handed out in the place of a call: none that writes or returns a view."""
+    if not isinstance(func, OpOverload):
+        return False
     return not func._schema.is_mutable and not any(r.alias_info for r in func._schema.returns)
 
 

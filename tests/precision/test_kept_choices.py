@@ -15,6 +15,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 from megacpp_compile.errors import BadOptionError
 from megacpp_compile.precision import checkpoint as rule
 from megacpp_compile.precision.checkpoint import checkpoint_for
+from megacpp_compile.precision.sentinel import RUNS_COMPILED
 
 DIM, EXPERTS, TOKENS = 8, 4, 12
 ROUNDING = 1e-6
@@ -232,6 +233,22 @@ def test_a_block_that_starts_to_route_late_is_noticed():
     for a, b in zip(gradients(lambda x: again(block, x), block, x, [3])[0], want, strict=True):
         assert torch.equal(a, b)
     assert again.routes
+
+
+@pytest.mark.skipif(not RUNS_COMPILED, reason="this torch compiles nothing under a mode, and so has no FlexAttention there")
+def test_flex_attention_runs_under_it():
+    """An operator of higher order, which modes have to let through."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    class Flex(nn.Module):
+        def forward(self, x):
+            q = x.detach()[None, None]  # there is no backward on CPU
+            return flex_attention(q, q, q)[0, 0] * x * x.argmax(-1, keepdim=True)
+
+    block, x = Flex(), torch.randn(16, 16, requires_grad=True)
+    (want,) = torch.autograd.grad(block(x).square().sum(), x)
+    (got,) = torch.autograd.grad(checkpoint_for(block)(block, x).square().sum(), x)
+    assert torch.equal(got, want)
 
 
 def test_without_gradients_nothing_is_kept(monkeypatch):
