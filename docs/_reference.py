@@ -19,6 +19,7 @@ TOPICS = {
     "Compiling": ("backend", "Config", "compile", "enable"),
     "Reports": ("record", "Report", "explain"),
     "Memory": ("CheckpointingPolicy", "apply_checkpoints", "estimate", "Estimate", "fit", "Fit"),
+    "Launching": ("launch_record", "LaunchRecord"),
     "Precision": ("PrecisionPlan", "replace_linears", "te_layer_spec", "NativeLayerSpec"),
     "Ops a model calls": ("attention", "attention_capability", "sparse_mla", "equal_split"),
     "Attention": ("enable_fa4", "disable_fa4", "uses_dense_fa4", "Validity", "last_attention", "observed_attention"),

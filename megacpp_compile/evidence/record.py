@@ -50,6 +50,7 @@ class Record:
         claims: what it says it supports, "decode", "kv_cache".
         configuration: of a matrix, which one.
         difference_against: what `max_abs_diff` is a difference from.
+        launch: digest of the launch record of its run (`launch.LaunchRecord.digest`), None where there was none.
         checks: name -> whether it held.
         metrics: name -> number.
     """
@@ -73,6 +74,7 @@ class Record:
     claims: tuple[str, ...] = ()
     configuration: str = ""
     difference_against: str | None = None
+    launch: str | None = None
     checks: dict[str, bool] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
 
