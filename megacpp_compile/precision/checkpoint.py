@@ -106,15 +106,14 @@ class BlockCheckpoint:
         if not torch.is_grad_enabled():
             return block(*args, **kwargs)
         extra: dict[str, Any] = {}
-        if self.asked is not False and self._watchable(block):
-            extra["context_fn"] = choices(self.choices, self.count_flips)
+        if (self.selective or self.asked is not False) and self._watchable(block):
+            saves = kept_when_selective if self.selective else None
+            extra["context_fn"] = choices(self.choices, self.count_flips, saves)
         if self._by_transformer_engine(block):
             te, reason = engine.load()
             if te is None:  # its modules were constructed before, but the package cannot be imported now
                 raise EngineError("Transformer Engine's checkpoint", reason, "Mend the installation it was built with.")
             return te.checkpoint(block, *args, use_reentrant=False, **extra, **kwargs)  # it compares no shapes
-        if self.selective:
-            extra["context_fn"] = selected  # keeps choices, too
         if self.relaxed:
             extra["determinism_check"] = "none"
             self._say()
@@ -145,14 +144,20 @@ class BlockCheckpoint:
                             self.name)  # fmt: skip
 
 
+def kept_when_selective(op: Any) -> bool:
+    """Whether `selective` keeps the results of `op`: GEMMs, attention cores, choices, and what is not known to give
+    the same twice."""
+    traits = traits_of(op)
+    return traits.gemm or traits.core or traits.selection or not traits.recomputable
+
+
 def selected() -> Any:
-    """The `context_fn` of `selective`."""
+    """The `context_fn` of `selective` where torch.compile traces it: torch's own, which becomes tags of the graph."""
     return stock.create_selective_checkpoint_contexts(_saved)
 
 
 def _saved(context: Any, op: Any, *args: Any, **kwargs: Any) -> stock.CheckpointPolicy:
-    traits = traits_of(op)
-    kept = traits.gemm or traits.core or traits.selection or not traits.recomputable
+    kept = kept_when_selective(op)
     return stock.CheckpointPolicy.MUST_SAVE if kept else stock.CheckpointPolicy.PREFER_RECOMPUTE
 
 

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from megacpp_compile._torch.dispatch import TorchDispatchMode
+from megacpp_compile._torch import present
+from megacpp_compile._torch.dispatch import DispatchKey, TorchDispatchMode, set_excluded
 from megacpp_compile._torch.ops import OpOverload
 from megacpp_compile._torch.pytree import tree_leaves, tree_map
 from megacpp_compile.lowerings._traits import name_of, traits_of
@@ -56,16 +57,37 @@ class Choices:
     again: int = 0
 
 
-def choices(found: Choices, count: bool = False) -> Callable[[], tuple[TorchDispatchMode, TorchDispatchMode]]:
+@dataclasses.dataclass(eq=False)
+class _Kept:
+    """A result that a recomputation is handed: a copy of a choice, or the result itself, as long as nobody has written
+    to it (versions)."""
+
+    result: Any
+    versions: tuple[int, ...] | None = None
+
+    def intact(self) -> bool:
+        return self.versions is None or self.versions == _versions(self.result)
+
+    def handed(self) -> Any:
+        """A choice may be written to again; of anything else a write shows in its version."""
+        copied = _copy if self.versions is None else _alias
+        return tree_map(copied, self.result)
+
+
+def choices(
+    found: Choices, count: bool = False, saves: Callable[[Any], bool] | None = None
+) -> Callable[[], tuple[TorchDispatchMode, TorchDispatchMode]]:
     """The `context_fn` of `torch.utils.checkpoint.checkpoint`, and of Transformer Engine's, for one block.
 
     found: what is learnt of the block's calls. count: debugging: recompute scores too, choose from them and count in
     `found.flips` the entries that differ; backward goes by the first choice all the same.
+    saves: called with an op, says whether its results are kept, too. What draws random numbers is not, as drawing is
+    what moves the generator on for those behind it; nor what somebody wrote to afterwards: both run again.
     """
 
     def contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
-        kept: dict[Call, Any] = {}
-        return _Keep(found, kept), _Reuse(found, kept, count)
+        kept: dict[Call, _Kept] = {}
+        return _Keep(found, kept, saves), _Reuse(found, kept, count)
 
     return contexts
 
@@ -83,9 +105,9 @@ class _Seeing(TorchDispatchMode):
 class _Keep(_Seeing):
     """Runs a forward and keeps its choices and their sources."""
 
-    def __init__(self, found: Choices, kept: dict[Call, Any]) -> None:
+    def __init__(self, found: Choices, kept: dict[Call, _Kept], saves: Callable[[Any], bool] | None) -> None:
         super().__init__()
-        self.found, self.kept, self.calls = found, kept, Counter[Any]()
+        self.found, self.kept, self.saves, self.calls = found, kept, saves, Counter[Any]()
         # A living tensor holds its sources, and no other: a GEMM's result outlives its last reader by nothing.
         self.sources: Any = WeakTensorKeyDictionary()
 
@@ -97,13 +119,16 @@ class _Keep(_Seeing):
         sources = frozenset().union(*(self.sources.get(t, ()) for t in operands))
         if _restorable(func) and traits_of(func).selection and (sources or any(map(_is_float, operands))):
             self.found.routed = True
-            self.kept[call] = tree_map(_copy, result)
+            self.kept[call] = _Kept(tree_map(_copy, result))
             for source in sources:
                 if source.result._version == source.version:  # what was written since is computed again
-                    self.kept[source.call] = source.result
+                    self.kept[source.call] = _Kept(source.result, (source.version,))
             sources = frozenset()
         elif _restorable(func) and _may_differ(func) and isinstance(result, Tensor) and _is_float(result):
-            sources = frozenset({_Source(call, result.detach(), result._version)})
+            sources = frozenset({_Source(call, kept := _alias(result), kept._version)})
+        if self.saves is not None and call not in self.kept and _restorable(func) and self.saves(func):
+            if not draws(func, args, kwargs):
+                self.kept[call] = _Kept(held := tree_map(_alias, result), _versions(held))
         for t in _tensors(result):
             if sources:
                 self.sources[t] = sources
@@ -113,7 +138,7 @@ class _Keep(_Seeing):
 class _Reuse(_Seeing):
     """Runs a recomputation with what `_Keep` has kept. A second backward enters it again."""
 
-    def __init__(self, found: Choices, kept: dict[Call, Any], count: bool) -> None:
+    def __init__(self, found: Choices, kept: dict[Call, _Kept], count: bool) -> None:
         super().__init__()
         self.found, self.kept, self.count, self.calls = found, kept, count, Counter[Any]()
 
@@ -124,16 +149,14 @@ class _Reuse(_Seeing):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         call = func, self.calls[func]
         self.calls[func] += 1
-        if call not in self.kept:
-            return func(*args, **(kwargs or {}))
-        kept = self.kept[call]
-        if self.count:
+        kept, choice = self.kept.get(call), traits_of(func).selection
+        if kept is None or not kept.intact() or (self.count and not choice):
+            return func(*args, **(kwargs or {}))  # under `count` scores as they come the second time, to choose from
+        if self.count or draws(func, args, kwargs):
             result = func(*args, **(kwargs or {}))
-            if not traits_of(func).selection:
-                return result  # scores as they come the second time, to choose from
-            self.found.again += 1
-            self.found.flips += _flips(kept, result)
-        return tree_map(_copy, kept)
+            self.found.again += self.count
+            self.found.flips += self.count and _flips(kept.result, result)
+        return kept.handed()
 
 
 def _restorable(func: Any) -> bool:
@@ -141,6 +164,16 @@ def _restorable(func: Any) -> bool:
     if not isinstance(func, OpOverload):
         return False
     return not func._schema.is_mutable and not any(r.alias_info for r in func._schema.returns)
+
+
+def draws(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a call moves a generator of random numbers on. Attention says so of itself, and does not without
+    dropout."""
+    if not isinstance(func, OpOverload) or torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    names = [a.name for a in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
+    return not ("dropout_p" in names and given.get("dropout_p", 0.0) == 0.0)
 
 
 def _may_differ(func: Any) -> bool:
@@ -164,6 +197,21 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 def _is_float(t: Tensor) -> bool:
     return t.is_floating_point()
+
+
+def _alias(value: Any) -> Any:
+    """The same memory without autograd's graph, on which writes count as on `value`: below autograd a `detach` by
+    itself begins to count anew."""
+    if not isinstance(value, Tensor):
+        return value
+    if not present(DispatchKey, set_excluded):
+        return value.clone()
+    with set_excluded(DispatchKey.ADInplaceOrView, False):
+        return value.detach()
+
+
+def _versions(values: Any) -> tuple[int, ...]:
+    return tuple(t._version for t in _tensors(values))
 
 
 def _copy(value: Any) -> Any:

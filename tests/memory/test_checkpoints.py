@@ -213,6 +213,26 @@ def test_compiled_afterwards_it_chooses_once_too(no_kernels):
     torch.testing.assert_close(mine, x.grad)
 
 
+@pytest.mark.parametrize("policy", ["full_plus_norms", "full", "selective"])
+def test_models_nobody_here_wrote(policy):
+    """Layers take keywords and masks; experts are sorted and multiplied in groups."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MixtralConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        num_local_experts=4, num_experts_per_tok=2, vocab_size=64,
+    )  # fmt: skip
+    model, ids = transformers.MixtralForCausalLM(config), torch.randint(64, (2, 12))
+    plain = copy.deepcopy(model)
+    table = apply_checkpoints(model, {**dict.fromkeys(KINDS, policy), "last_layer": policy})
+    found = []
+    for one in (plain, model):
+        one(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        found.append([p.grad for p in one.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    if policy != "selective":
+        assert len(table.relaxed) == 3 and all("self_attn" not in name for name in table.relaxed)
+
+
 # --- Transformer Engine's modules, the stand-in's
 
 
