@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import megacpp_compile
 from megacpp_compile import PrecisionPlan, replace_linears
 from megacpp_compile.errors import BadOptionError, EngineError, StockCheckpointError
 from megacpp_compile.precision import checkpoint as rule
@@ -43,6 +46,11 @@ def called(monkeypatch, te):
     monkeypatch.setattr(rule.stock, "checkpoint", by("torch", checkpoint))
     monkeypatch.setattr(te.module, "checkpoint", by("te", te.module.checkpoint))
     return names
+
+
+@pytest.fixture
+def stand_in_te(stand_in):
+    return types.SimpleNamespace(module=stand_in, device="cpu", dtype=torch.float32, real=False, target="cuda")
 
 
 def gradients(run, model, x):
@@ -168,6 +176,17 @@ def test_the_models_own_modules_are_refused_where_an_autocast_is_in_force(te, re
         model(x).sum().backward()  # without a checkpoint nobody minds
 
 
+@pytest.mark.parametrize("by", ["replace_linears", "policy", "precision", "neither"])
+def test_who_guards_a_models_own_modules(stand_in_te, by):
+    model = nn.Sequential(Owned(stand_in_te), nn.Linear(32, 32))
+    if by == "replace_linears":
+        replace_linears(model, PrecisionPlan({"1": "fp8_current"}, gate=False), target="cuda")
+    else:
+        asked = {"policy": {"policy": "selective"}, "precision": {"precision": "fp8_current"}, "neither": {}}[by]
+        megacpp_compile.compile(model, rest="eager", **asked)
+    assert [bool(m._forward_pre_hooks) for m in (model[0].up, model[0].down)] == [by != "neither"] * 2
+
+
 def test_the_models_own_modules_are_fine_in_bf16(te, called):
     model, x = Owned(te), sample(te)
     guard(model)
@@ -215,13 +234,6 @@ def delayed(te):
     model._forward_pre_hooks.clear()
     model._forward_hooks.clear()
     return model
-
-
-@pytest.fixture
-def stand_in_te(stand_in):
-    import types
-
-    return types.SimpleNamespace(module=stand_in, device="cpu", dtype=torch.float32, real=False, target="cuda")
 
 
 def test_a_history_of_maxima_grows_once_a_step(stand_in_te, state):
