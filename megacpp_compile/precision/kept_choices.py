@@ -13,23 +13,25 @@ What lies between is pointwise, or a reduction in a fixed order, and gives the s
 from __future__ import annotations
 
 import dataclasses
+import functools
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from megacpp_compile._torch import present
 from megacpp_compile._torch.dispatch import DispatchKey, TorchDispatchMode, set_excluded
 from megacpp_compile._torch.ops import OpOverload
-from megacpp_compile._torch.pytree import tree_leaves, tree_map
+from megacpp_compile._torch.pytree import tree_map
 from megacpp_compile.lowerings._traits import name_of, traits_of
 
 # Their order of adding is not fixed on GPUs, beside that of the ops whose trait is "kernel".
 _ADD_UP = ("aten::cumsum", "aten::index_add", "aten::index_reduce", "aten::histc")
-# The n-th call of an op. Other ops may come between: a checkpoint's own `detach`, casts that autocast has cached.
+# The n-th call of an op, of those that are watched. Others may come between: a checkpoint's own `detach`, casts that
+# autocast has cached.
 Call = tuple[Any, int]
 
 
@@ -87,7 +89,7 @@ def choices(
 
     def contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
         kept: dict[Call, _Kept] = {}
-        return _Keep(found, kept, saves), _Reuse(found, kept, count)
+        return _Keep(found, kept, saves), _Reuse(found, kept, saves, count)
 
     return contexts
 
@@ -108,55 +110,92 @@ class _Keep(_Seeing):
     def __init__(self, found: Choices, kept: dict[Call, _Kept], saves: Callable[[Any], bool] | None) -> None:
         super().__init__()
         self.found, self.kept, self.saves, self.calls = found, kept, saves, Counter[Any]()
-        # A living tensor holds its sources, and no other: a GEMM's result outlives its last reader by nothing.
-        self.sources: Any = WeakTensorKeyDictionary()
+        # By identity of a living tensor, which holds its sources and no other: a GEMM's result outlives its last reader
+        # by nothing. References are never followed, so that none brings a tensor back that only C++ holds.
+        self.sources: dict[int, frozenset[_Source]] = {}
+        self.living: dict[int, Any] = {}
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.sources.clear()
+        self.living.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        selects, differs, restorable = _facts(func)
+        sources = self._sources_of(args, kwargs)
+        if restorable and (selects or differs or (self.saves is not None and self.saves(func))):
+            sources = self._watched(func, args, kwargs, result, sources)
+        if sources:
+            for t in _tensors(result):
+                self.sources[id(t)] = sources
+                if id(t) not in self.living:
+                    self.living[id(t)] = weakref.ref(t, functools.partial(self._forget, id(t)))
+        return result
+
+    def _watched(
+        self, func: Any, args: Any, kwargs: Any, result: Any, sources: frozenset[_Source]
+    ) -> frozenset[_Source]:
+        """Keep what is to be kept of a call; returns the sources of its result."""
         call = func, self.calls[func]
         self.calls[func] += 1
-        operands = list(_tensors((args, kwargs)))
-        sources = frozenset().union(*(self.sources.get(t, ()) for t in operands))
-        if _restorable(func) and traits_of(func).selection and (sources or any(map(_is_float, operands))):
+        selects, differs, _ = _facts(func)
+        if selects and (sources or any(map(_is_float, (*_tensors(args), *_tensors(kwargs))))):
             self.found.routed = True
             self.kept[call] = _Kept(tree_map(_copy, result))
             for source in sources:
                 if source.result._version == source.version:  # what was written since is computed again
                     self.kept[source.call] = _Kept(source.result, (source.version,))
-            sources = frozenset()
-        elif _restorable(func) and _may_differ(func) and isinstance(result, Tensor) and _is_float(result):
+            return frozenset()
+        if differs and isinstance(result, Tensor) and _is_float(result):
             sources = frozenset({_Source(call, kept := _alias(result), kept._version)})
-        if self.saves is not None and call not in self.kept and _restorable(func) and self.saves(func):
-            if not draws(func, args, kwargs):
-                self.kept[call] = _Kept(held := tree_map(_alias, result), _versions(held))
-        for t in _tensors(result):
-            if sources:
-                self.sources[t] = sources
-        return result
+        if self.saves is not None and self.saves(func) and not draws(func, args, kwargs):
+            self.kept[call] = _Kept(held := tree_map(_alias, result), _versions(held))
+        return sources
+
+    def _sources_of(self, args: Any, kwargs: Any) -> frozenset[_Source]:
+        if not self.sources:
+            return frozenset()
+        found = [s for t in (*_tensors(args), *_tensors(kwargs)) if (s := self.sources.get(id(t)))]
+        return found[0] if len(found) == 1 else frozenset().union(*found)
+
+    def _forget(self, key: int, _: Any) -> None:
+        self.sources.pop(key, None)
+        self.living.pop(key, None)
 
 
 class _Reuse(_Seeing):
     """Runs a recomputation with what `_Keep` has kept. A second backward enters it again."""
 
-    def __init__(self, found: Choices, kept: dict[Call, _Kept], count: bool) -> None:
+    def __init__(
+        self, found: Choices, kept: dict[Call, _Kept], saves: Callable[[Any], bool] | None, count: bool
+    ) -> None:
         super().__init__()
-        self.found, self.kept, self.count, self.calls = found, kept, count, Counter[Any]()
+        self.found, self.kept, self.saves, self.count, self.calls = found, kept, saves, count, Counter[Any]()
 
     def __enter__(self) -> Any:
         self.calls.clear()
         return super().__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        call = func, self.calls[func]
+        selects, differs, restorable = _facts(func)
+        if not restorable or not (selects or differs or (self.saves is not None and self.saves(func))):
+            return func(*args, **(kwargs or {}))
+        kept = self.kept.get((func, self.calls[func]))
         self.calls[func] += 1
-        kept, choice = self.kept.get(call), traits_of(func).selection
-        if kept is None or not kept.intact() or (self.count and not choice):
+        if kept is None or not kept.intact() or (self.count and not selects):
             return func(*args, **(kwargs or {}))  # under `count` scores as they come the second time, to choose from
         if self.count or draws(func, args, kwargs):
             result = func(*args, **(kwargs or {}))
             self.found.again += self.count
             self.found.flips += self.count and _flips(kept.result, result)
         return kept.handed()
+
+
+@functools.cache
+def _facts(func: Any) -> tuple[bool, bool, bool]:
+    """Whether an op selects, may round otherwise in a second run, and has results that may be handed out again."""
+    return traits_of(func).selection, _may_differ(func), _restorable(func)
 
 
 def _restorable(func: Any) -> bool:
@@ -192,7 +231,14 @@ def _flips(first: Any, second: Any) -> int:
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
-    return (t for t in tree_leaves(values) if isinstance(t, Tensor))
+    """The tensors among an op's operands or results, which stand in lists at most; this runs for every op."""
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, (tuple, list)):
+        for value in values:
+            yield from _tensors(value)
+    elif isinstance(values, dict):
+        yield from _tensors(list(values.values()))
 
 
 def _is_float(t: Tensor) -> bool:
