@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from megacpp_compile.evidence import binding
+from megacpp_compile.targets import chips
 
 PEERS = ("megatron-core", "torchao", "transformer-engine", "liger-kernel", "transformers")
 
@@ -31,6 +32,9 @@ def conditions(device: torch.device, seed: int) -> dict[str, Any]:
     if device.type == "cuda":
         found["device"] = torch.cuda.get_device_name(device)
         found["capability"] = ".".join(map(str, torch.cuda.get_device_capability(device)))
+        found["label"], chip = chips.label("cuda", device), chips.current(device)
+        if chip is not None and chip.utilisation_of:  # the maker's figure, of which a utilisation is a fraction
+            found["stated_peak"] = {chip.utilisation_of: chip.peaks[chip.utilisation_of]}
         found["device_memory_gib"] = round(torch.cuda.get_device_properties(device).total_memory / 2**30, 1)
     return found
 

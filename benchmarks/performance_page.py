@@ -17,6 +17,7 @@ from typing import Any
 
 from benchmarks import arguments, subjects, tables
 from benchmarks.figures import draw
+from megacpp_compile.targets import chips
 
 RESULTS = Path(__file__).parents[1] / "docs" / "h200"
 
@@ -44,6 +45,7 @@ def conditions(document: dict[str, Any]) -> str:
     shown = {
         "device": where["device"],
         "compute capability": where.get("capability"),
+        "label": where.get("label"),
         "torch": where["torch"],
         "Triton": where["triton"],
         "CUDA": where["cuda"],
@@ -84,6 +86,7 @@ def page(files: Sequence[Path], figures: Path | None, page_folder: Path) -> str:
     parts = [HEAD]
     documents = [(file, json.loads(file.read_text())) for file in files]
     suite = [(file, document) for file, document in documents if document.get("subject") in subjects.NAMES]
+    chips.one_label("one page of benchmarks", (document["conditions"] for _, document in suite))
     for file, document in sorted(suite, key=lambda pair: subjects.NAMES.index(pair[1]["subject"])):
         shown = None
         if figures is not None:

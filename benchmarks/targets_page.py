@@ -17,7 +17,7 @@ from megacpp_compile import NativeLayerSpec, PrecisionPlan
 from megacpp_compile.lowerings import _registry
 from megacpp_compile.nn.attention import bodies
 from megacpp_compile.precision.layer_spec import CLASSES
-from megacpp_compile.targets import CPU, TPU
+from megacpp_compile.targets import CPU, TPU, chips
 
 PAGE = Path(__file__).parents[1] / "docs" / "generated" / "targets.md"
 TARGETS = {"cuda": "CUDA", "tpu": "XLA (TPU)", "cpu": "CPU"}
@@ -42,6 +42,13 @@ the op in plain PyTorch: its meaning, and what every other lowering is tested ag
 Where there is none, the reference is what XLA wants:
 
 {references}
+
+## CUDA devices
+
+Read off `megacpp_compile/targets/chips.py`. [Targets](../targets.md) says what a label is for, and what of this has
+run. Peaks and bandwidths are the makers', dense; none was measured.
+
+{chips}
 
 ## Classes of a layer spec
 
@@ -79,8 +86,24 @@ def page() -> str:
     return TEXT.format(
         table="\n".join(table), differences="\n".join(differences), keys=keys(),
         references="\n".join(f"- `{op}`: {reason}." for op, reason in reasons.items() if reason),
-        tags=", ".join(f"`{tag}`" for tag in bodies.TAGS), precision=precision(),
+        tags=", ".join(f"`{tag}`" for tag in bodies.TAGS), precision=precision(), chips=devices(),
     )  # fmt: skip
+
+
+def devices() -> str:
+    """The table of CUDA devices."""
+    names = ("label", "devices", *chips.FEATURES, "shared memory of a block", "pinned", "peak, TFLOP/s", "GB/s")
+    rows = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
+    for chip in chips.CHIPS:
+        has = ["yes" if feature in chip.features else "" for feature in chips.FEATURES]
+        pins = [f"`{recipe}`: `{n}={v}`" for recipe, values in chip.pins.items() for n, v in values.items()]
+        peaks = [f"{name} {rate:g}" + (" (of utilisation)" if name == chip.utilisation_of else "")
+                 for name, rate in chip.peaks.items()]  # fmt: skip
+        cells = [f"`{chip.label}`", chip.devices, *has, f"{chip.shared_memory // 1024} KiB", ", ".join(pins),
+                 ", ".join(peaks), f"{chip.memory_gb_per_s:g}" if chip.memory_gb_per_s else ""]  # fmt: skip
+        rows.append("| " + " | ".join(cells) + " |")
+    rows.append("| `sm_<mm>` | any other | " + " | ".join([""] * (len(chips.FEATURES) + 4)) + " |")
+    return "\n".join(rows)
 
 
 def keys() -> str:

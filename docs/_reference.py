@@ -18,12 +18,14 @@ PACKAGE = "megacpp_compile"
 TOPICS = {
     "Compiling": ("backend", "Config", "compile", "enable"),
     "Reports": ("record", "Report", "explain"),
-    "Memory": ("CheckpointingPolicy", "estimate", "Estimate", "fit", "Fit"),
+    "Memory": ("CheckpointingPolicy", "apply_checkpoints", "estimate", "Estimate", "fit", "Fit"),
+    "Launching": ("launch_record", "LaunchRecord"),
     "Precision": ("PrecisionPlan", "replace_linears", "te_layer_spec", "NativeLayerSpec"),
     "Ops a model calls": ("attention", "attention_capability", "sparse_mla", "equal_split"),
     "Attention": ("enable_fa4", "disable_fa4", "uses_dense_fa4", "Validity", "last_attention", "observed_attention"),
     "Decoding": ("MLAKVCache", "latent_attention", "use_latent_cache", "ServingConfig"),
     "Sharding": ("ShardingPlan",),
+    "Resuming": ("check_resume",),
 }
 COMMANDS = ("explain", "estimate", "plan", "passes", "doctor", "evidence")
 

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from megacpp_compile.decode.transformers_cache import use_latent_cache
     from megacpp_compile.enable import enable
     from megacpp_compile.explainer import explain
+    from megacpp_compile.launch import LaunchRecord, launch_record
+    from megacpp_compile.memory.checkpoints import apply_checkpoints
     from megacpp_compile.memory.estimate import Estimate, estimate
     from megacpp_compile.memory.fit import Fit, fit
     from megacpp_compile.nn.attention import attention, attention_capability, last_attention, observed_attention
@@ -39,22 +41,27 @@ if TYPE_CHECKING:
     from megacpp_compile.precision.replace import replace_linears
     from megacpp_compile.regional.compile import compile
     from megacpp_compile.report.collector import Report, record
+    from megacpp_compile.resume import check_resume
 
 __version__ = "0.1.0"
 __all__ = [
-    "CheckpointingPolicy", "Config", "Estimate", "Fit", "MLAKVCache", "NativeLayerSpec", "PrecisionPlan", "Report",
-    "ServingConfig", "ShardingPlan", "Validity", "attention", "attention_capability", "backend", "compile",
-    "disable_fa4", "enable", "enable_fa4", "equal_split", "estimate", "explain", "fit", "last_attention",
-    "latent_attention", "observed_attention", "record", "replace_linears", "sparse_mla", "te_layer_spec",
-    "use_latent_cache", "uses_dense_fa4",
+    "CheckpointingPolicy", "Config", "Estimate", "Fit", "LaunchRecord", "MLAKVCache", "NativeLayerSpec",
+    "PrecisionPlan", "Report", "ServingConfig", "ShardingPlan", "Validity", "apply_checkpoints", "attention",
+    "attention_capability", "backend", "check_resume", "compile", "disable_fa4", "enable", "enable_fa4",
+    "equal_split", "estimate", "explain", "fit", "last_attention", "latent_attention", "launch_record",
+    "observed_attention", "record", "replace_linears", "sparse_mla", "te_layer_spec", "use_latent_cache",
+    "uses_dense_fa4",
 ]  # fmt: skip
 
 _HOME = {
     "CheckpointingPolicy": "config.checkpointing", "Config": "config.options", "Estimate": "memory.estimate",
-    "Fit": "memory.fit", "MLAKVCache": "decode.cache", "NativeLayerSpec": "precision.layer_spec",
+    "Fit": "memory.fit", "LaunchRecord": "launch", "MLAKVCache": "decode.cache",
+    "NativeLayerSpec": "precision.layer_spec", "launch_record": "launch",
     "PrecisionPlan": "config.precision", "Report": "report.collector", "ServingConfig": "decode.serving",
-    "ShardingPlan": "config.sharding", "Validity": "nn.attention.validity", "attention": "nn.attention",
-    "attention_capability": "nn.attention", "backend": "backend", "compile": "regional.compile",
+    "ShardingPlan": "config.sharding", "Validity": "nn.attention.validity",
+    "apply_checkpoints": "memory.checkpoints", "attention": "nn.attention",
+    "attention_capability": "nn.attention", "backend": "backend", "check_resume": "resume",
+    "compile": "regional.compile",
     "disable_fa4": "nn.attention.switch", "enable": "enable", "enable_fa4": "nn.attention.switch",
     "equal_split": "nn.expert_capacity", "estimate": "memory.estimate", "explain": "explainer", "fit": "memory.fit",
     "last_attention": "nn.attention", "latent_attention": "decode.absorbed", "observed_attention": "nn.attention",

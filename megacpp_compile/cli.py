@@ -97,6 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     run = actions.add_parser("run", help="run a profile's tests and write its record")
     run.add_argument("profile", help="a profile of the catalog, which docs/generated/evidence.md lists")
     run.add_argument("--environment", required=True, metavar="ID", help="where this is: h200_canonical")
+    run.add_argument("--launch", metavar="FILE", help="the launch record that was written at its start")
     status = actions.add_parser("status", help="what is proved, and where each rung of the rollout stands")
     status.add_argument("--page", metavar="FILE", help="write the page docs/generated/evidence.md is")
     gate = actions.add_parser("gate", help="what each promotion lacks; exit status 1 where one is blocked")

@@ -198,6 +198,37 @@ class TargetUnavailableError(MegacppError):
         )
 
 
+class TargetRecipeError(MegacppError, ValueError):
+    """A plan asks of a recipe what is refused on the device that is to run it.
+
+    Args:
+        target: label of the device, "sm_121a".
+        recipe: the recipe.
+        reason: why it is refused, as a sentence without its full stop.
+        remedy: what to do, as a sentence.
+    """
+
+    def __init__(self, target: str, recipe: str, reason: str, remedy: str) -> None:
+        self.target, self.recipe, self.reason, self.remedy = target, recipe, reason, remedy
+        super().__init__(f"precision: {recipe!r} on {target}: {reason}. {remedy}")
+
+
+class TargetMismatchError(MegacppError, ValueError):
+    """Measurements or evidence of different devices were to be merged or compared.
+
+    Args:
+        what: what was to become of them, "one page of benchmarks".
+        labels: the labels of the devices.
+    """
+
+    def __init__(self, what: str, labels: Sequence[str]) -> None:
+        self.what, self.labels = what, tuple(labels)
+        super().__init__(
+            f"{what} would merge rows of {' and '.join(self.labels)}: figures and evidence of one target say nothing "
+            "of another. Give the rows of one target at a time."
+        )
+
+
 class TorchTooOldError(MegacppError):
     """The installed torch is older than this package supports.
 
@@ -422,6 +453,43 @@ class BlockNotFoundError(MegacppError, ValueError):
         )
 
 
+class CheckpointedTwiceError(MegacppError, ValueError):
+    """A block that is recomputed already was to be wrapped in a checkpoint once more.
+
+    Args:
+        fqn: the block's name.
+        module: the class that recomputes, or is set to.
+    """
+
+    def __init__(self, fqn: str, module: str) -> None:
+        self.fqn, self.module = fqn, module
+        super().__init__(
+            f"{fqn or 'the model'} is checkpointed already, by {module}: backward would recompute it twice. Apply "
+            "checkpoints once, and switch the model's own off (gradient_checkpointing_disable() in transformers)."
+        )
+
+
+class ResumeError(MegacppError, ValueError):
+    """A checkpoint that does not fit the model, told before anything is loaded.
+
+    Args:
+        lines: what differs, a line each.
+        missing: names that the model has alone.
+        unexpected: names that the checkpoint has alone.
+        differing: names of tensors with another shape.
+    """
+
+    def __init__(
+        self, lines: Sequence[str], missing: Sequence[str], unexpected: Sequence[str], differing: Sequence[str]
+    ) -> None:
+        self.lines, self.missing = tuple(lines), tuple(missing)
+        self.unexpected, self.differing = tuple(unexpected), tuple(differing)
+        super().__init__(
+            "\n".join(("the checkpoint does not fit the model, and nothing was loaded:", *(f"  {x}" for x in lines)))
+            + "\nBuild the model with the configuration that the checkpoint was trained with, or convert it first."
+        )
+
+
 class FitError(MegacppError):
     """No policy makes a training step fit into the memory there is.
 
@@ -597,7 +665,9 @@ class StockCheckpointError(EngineError):
         super().__init__(
             f"{where} computes in fp8 under torch.utils.checkpoint",
             "the second forward would quantise with other scales than the first, and count its maxima twice",
-            "Call the block through megacpp_compile.precision.checkpoint.checkpoint_for(block).",
+            "Call the block through megacpp_compile.precision.checkpoint.checkpoint_for(block), or let "
+            "megacpp_compile.apply_checkpoints(model) do so for every block, with fp8_wrapper='auto' or "
+            "'te_checkpoint'.",
         )
 
 

@@ -156,6 +156,7 @@ def _analyse(
     grad = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs)
     left, config = config, config.on(target)
     frame = Frame(name=_frame_name(gm), nodes=len(gm.graph.nodes), target=target.name, grad=grad)
+    frame.label = rules.announce_target(target.name)
     frame.policy = config.policy.to_dict() if config.policy is not None else None
     if left is not config:
         frame.chosen = {"keep_latents": config.keep_latents}

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from megacpp_compile._torch._theme import theme
 
 if TYPE_CHECKING:
+    from torch._C import DispatchKey
+    from torch._C import _SetExcludeDispatchKeyGuard as set_excluded
     from torch._C._dynamo.guards import set_is_in_mode_without_ignore_compile_internals as set_runs_compiled
     from torch._dispatch.python import enable_python_dispatcher
     from torch.distributed._functional_collectives import AsyncCollectiveTensor

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
         _CHECKPOINT_WRAPPED_MODULE as checkpoint_wrapped,
     )
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
     from torch.distributed.fsdp._common_utils import FSDP_WRAPPED_MODULE as fsdp_wrapped
 else:
     __getattr__ = theme(__name__)

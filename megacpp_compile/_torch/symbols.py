@@ -84,6 +84,10 @@ _ROWS = (
            "compiled code under a Sentinel", "a compiled model runs in eager under a Sentinel", seen="2.11-2.15"),
     Symbol("dispatch.SelectiveContext", "torch.utils.checkpoint._CachingTorchDispatchMode",
            "what a checkpoint region saves", ALONE),
+    Symbol("dispatch.DispatchKey", "torch._C.DispatchKey", "keeping results of ops so that a write to them shows",
+           "they are copied"),
+    Symbol("dispatch.set_excluded", "torch._C._SetExcludeDispatchKeyGuard",
+           "keeping results of ops so that a write to them shows", "they are copied"),
     # --- pytree
     Symbol("pytree.tree_map", "torch.utils._pytree.tree_map", "nested arguments", RAISES),
     Symbol("pytree.tree_leaves", "torch.utils._pytree.tree_leaves", "nested arguments", ALONE),
@@ -174,6 +178,9 @@ _ROWS = (
            "torch.distributed.algorithms._checkpoint.checkpoint_wrapper._CHECKPOINT_WRAPPED_MODULE",
            "names behind `checkpoint_wrapper`", "torch's usual name for it serves",
            instead=lambda: "_checkpoint_wrapped_module"),
+    Symbol("modules.checkpoint_wrapper",
+           "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.checkpoint_wrapper",
+           "checkpoints around blocks in eager", RAISES),
     Symbol("modules.fsdp_wrapped", "torch.distributed.fsdp._common_utils.FSDP_WRAPPED_MODULE", "names behind FSDP",
            "torch's usual name for it serves", instead=lambda: "_fsdp_wrapped_module"),
     # --- functorch

@@ -23,11 +23,11 @@ from megacpp_compile.backends._protocol import Settings
 from megacpp_compile.backends.inductor_stages import why_alone
 from megacpp_compile.config.options import Config
 from megacpp_compile.frontend.capture import fake_inputs
-from megacpp_compile.frontend.checkpoint import checkpoint_tags
+from megacpp_compile.frontend.checkpoint import checkpoint_tags, has_regions
 from megacpp_compile.lowerings._gemm.autotune import AutotuneGemms
 from megacpp_compile.remat.offload import Offload
 from megacpp_compile.remat.plan import StepContext
-from megacpp_compile.remat.tagging import TagForRemat
+from megacpp_compile.remat.tagging import KeepChoices, TagForRemat
 from megacpp_compile.report import log
 from megacpp_compile.report.measure import allocated
 
@@ -77,7 +77,7 @@ def _compile(
 ) -> Callable[..., Any]:
     from megacpp_compile._torch.inductor import compile_fx
 
-    patches = _with_policy(settings, example_inputs)
+    patches = _with_policy(settings, gm, example_inputs)
     inputs, inner = _inner(settings.inner_compile, example_inputs)
     usual = inspect.signature(compile_fx).parameters.get("inner_compile")
     if (tell := settings.on_cuda_graph) is not None and cuda_graphs.asked(patches):
@@ -109,11 +109,11 @@ def from_pattern_matcher(error: BaseException) -> bool:
     return False
 
 
-def _with_policy(settings: Settings, example_inputs: Sequence[Any]) -> dict[str, Any]:
+def _with_policy(settings: Settings, gm: GraphModule, example_inputs: Sequence[Any]) -> dict[str, Any]:
     config, patches = settings.config, settings.patches
-    if config.policy is None:
-        return patches
     user = patches.get("joint_custom_post_pass", inductor_config.joint_custom_post_pass)
+    if config.policy is None:
+        return {**patches, "joint_custom_post_pass": KeepChoices(user)} if has_regions(gm) else patches
     inputs = tuple(
         i for i, x in enumerate(example_inputs)
         if isinstance(x, torch.Tensor) and x.requires_grad and not isinstance(x, torch.nn.Parameter)

@@ -19,7 +19,7 @@ from megacpp_compile.backends._lower import LowerSemanticOps
 from megacpp_compile.backends._protocol import Settings
 from megacpp_compile.config.options import Config
 from megacpp_compile.fx.views import IDENTITIES
-from megacpp_compile.remat.tagging import TagForRemat, recompute_views
+from megacpp_compile.remat.tagging import TagForRemat, keep_choices, recompute_views
 from megacpp_compile.report import log
 from megacpp_compile.sharding.gemms import keep_batches
 
@@ -165,6 +165,8 @@ def differentiated(
     def tagged(joint: GraphModule, inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
         if read_originals:
             _read_originals(joint.graph)
+        if policy is None:
+            keep_choices(joint.graph)
         if policy is not None:
             TagForRemat(policy, dict(config.block_kinds), on_plan=settings.on_plan)(joint.graph)
         elif views_again or config.sharding is not None:

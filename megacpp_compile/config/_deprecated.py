@@ -1,8 +1,8 @@
 """Names that users wrote in earlier releases and that keep working for one more, each with a FutureWarning that says
 what to write instead.
 
-To be emptied at the next release: RENAMED_OPTIONS, the methods of plans that call `moved`, `star_across_segments`, and
-`CheckpointingPolicy.fp8_wrapper`.
+To be emptied at the next release: RENAMED_OPTIONS, the methods of plans that call `moved`, and
+`star_across_segments`.
 """
 
 from __future__ import annotations
@@ -49,12 +49,6 @@ def accepts_old_names(cls: type[Class]) -> type[Class]:
 
     cls.__init__ = __init__  # type: ignore[method-assign, assignment]
     return cls
-
-
-def withdrawn(option: str, instead: str) -> None:
-    """Emit a FutureWarning for an option that changes nothing. instead: what to do, in words."""
-    message = f"the option {option!r} has no effect and goes with the next release; {instead}"
-    warnings.warn(message, FutureWarning, stacklevel=4)
 
 
 def moved(method: str, home: str, name: str) -> Any:

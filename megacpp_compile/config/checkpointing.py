@@ -6,14 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from megacpp_compile.config._deprecated import withdrawn
 from megacpp_compile.errors import BadOptionError
 
 # What an entry may say; `remat/planner.py` carries each out.
 ENTRIES = ("none", "selective", "expert_gemm_only", "conv_bc_only", "full", "full_plus_norms")
 KINDS = ("ablock", "mblock", "eblock", "rblock")
 OFFLOADS = ("none", "inputs", "all")
-FP8_WRAPPERS = ("none", "te_checkpoint")
+FP8_WRAPPERS = ("auto", "none", "te_checkpoint")
+# What `recompute` may name -> the kind of block that has it.
+OPERATIONS = {"core_attn": "ablock", "mlp": "eblock", "moe": "eblock"}
 # Entries that name operations of one kind of block only.
 _ONLY = {"expert_gemm_only": "eblock", "conv_bc_only": "mblock"}
 
@@ -44,6 +45,11 @@ class CheckpointingPolicy:
         mblock: Mamba and other state-space blocks.
         eblock: expert and feed-forward blocks.
         rblock: recurrent blocks.
+        recompute: operations that are recomputed whatever their kinds' entries say, and nothing else on their account;
+            the default entries recompute more, "none" nothing beside them. "core_attn": attention cores, from queries,
+            keys and values, which costs little memory to give up, as flash attention recomputes scores anyway; "mlp":
+            blocks of GEMMs that do not route, from their input; "moe": those that do, from their input and the
+            router's choice. A name, or several. `last_layer` "never" takes them back in the last layer.
         last_layer: entry for every block of the last layer. By default "never", since backward consumes its activations
             at once: none of its GEMMs, cores, projections or reductions is recomputed, even if its kinds' entries say
             so; only values that a fused kernel computes anyway while it reads saved ones are.
@@ -58,8 +64,10 @@ class CheckpointingPolicy:
         reserve_gib: GiB that `peak_gib` leaves free for allocations after the model is compiled.
         offload: which saved values wait in pinned main memory from forward to backward: "none"; "inputs", the values
             that pass from layer to layer; or "all".
-        fp8_wrapper: deprecated, as compiled code calls no block through a checkpoint; the one for a block with
-            Transformer Engine's modules is `precision.checkpoint.checkpoint_for(block)`.
+        fp8_wrapper: which checkpoint `apply_checkpoints` calls a block with Transformer Engine's modules through:
+            "auto", Transformer Engine's where its fp8 is in force and torch's elsewhere; "te_checkpoint", Transformer
+            Engine's wherever a block holds its modules; "none", torch's, which is an error where fp8 is in force.
+            Compiled code calls no block through a checkpoint.
 
     Raises BadOptionError for a value outside its domain, and for `budget` and `peak_gib` together.
 
@@ -71,6 +79,7 @@ class CheckpointingPolicy:
     mblock: str | float = "selective"
     eblock: str | float = "selective"
     rblock: str | float = "selective"
+    recompute: tuple[str, ...] = ()
     last_layer: str = "never"
     recompute_kv_upproj: bool = True
     recompute_q_upproj: bool = False
@@ -78,7 +87,7 @@ class CheckpointingPolicy:
     peak_gib: float | None = None
     reserve_gib: float = 0.0
     offload: str = "none"
-    fp8_wrapper: str = "none"
+    fp8_wrapper: str = "auto"
 
     def __post_init__(self) -> None:
         for kind in KINDS:
@@ -90,6 +99,14 @@ class CheckpointingPolicy:
                 raise BadOptionError(
                     f"policy.{kind}", entry, "a fraction from 0 to 1, or one of " + ", ".join(map(repr, valid)), valid
                 )
+        names = (self.recompute,) if isinstance(self.recompute, str) else self.recompute
+        if not isinstance(names, (tuple, list)):
+            raise BadOptionError("policy.recompute", names, f"names among {', '.join(map(repr, OPERATIONS))}")
+        for name in names:
+            if not isinstance(name, str) or name not in OPERATIONS:
+                wanted = "one of " + ", ".join(map(repr, OPERATIONS))
+                raise BadOptionError("policy.recompute", name, wanted, tuple(OPERATIONS))
+        object.__setattr__(self, "recompute", tuple(dict.fromkeys(names)))
         last = ("never", *(e for e in ENTRIES if e not in _ONLY))
         if self.last_layer not in last:
             raise BadOptionError("policy.last_layer", self.last_layer, "one of " + ", ".join(map(repr, last)), last)
@@ -110,8 +127,6 @@ class CheckpointingPolicy:
             if getattr(self, name) not in choices:
                 wanted = "one of " + ", ".join(map(repr, choices))
                 raise BadOptionError(f"policy.{name}", getattr(self, name), wanted, choices)
-        if self.fp8_wrapper != "none":
-            withdrawn("policy.fp8_wrapper", "call the block through precision.checkpoint.checkpoint_for(block)")
         for name in ("recompute_kv_upproj", "recompute_q_upproj"):
             if not isinstance(getattr(self, name), bool):
                 raise BadOptionError(f"policy.{name}", getattr(self, name), "True or False")
@@ -143,7 +158,8 @@ class CheckpointingPolicy:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain containers, fit for `of` and JSON."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
+        found = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {**found, "recompute": list(self.recompute)}
 
     def entry(self, kind: str, last: bool) -> str:
         """The entry in force for a block of `kind`: "none" for one of no kind, "never" under a budget, where the
@@ -155,6 +171,10 @@ class CheckpointingPolicy:
         entry: str = given
         # "never" takes back what the kind's entry recomputes; over "none" there is nothing to take back.
         return self.last_layer if last and (self.last_layer != "never" or entry != "none") else entry
+
+    def again(self, operation: str, last: bool) -> bool:
+        """Whether `recompute` has `operation` recomputed. last: as in `entry`."""
+        return operation in self.recompute and not (last and self.last_layer == "never")
 
     def of_last_layer(self) -> CheckpointingPolicy:
         """The policy for a graph that is the last layer alone: `last_layer` in place of every kind's entry."""

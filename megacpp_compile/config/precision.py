@@ -19,14 +19,15 @@ from megacpp_compile.errors import BadOptionError, ManifestError, RuleWithoutHit
 if TYPE_CHECKING:
     from torch import nn
 
-RECIPES = ("bf16", "fp8_current", "fp8_block", "fp8_delayed")
-# Delayed scaling changes its scales behind the graph's back.
-UNTRACEABLE = frozenset({"fp8_delayed"})
+RECIPES = ("bf16", "fp8_current", "fp8_block", "fp8_delayed", "nvfp4")
+# Delayed scaling changes its scales behind the graph's back; no op of a graph multiplies in 4 bits.
+UNTRACEABLE = frozenset({"fp8_delayed", "nvfp4"})
 FP8_ROLES = ("attention", "experts")
 
 _MEANT = {"fp8": "fp8_current", "tensorwise": "fp8_current", "current": "fp8_current", "blockwise": "fp8_block",
-          "block": "fp8_block", "delayed": "fp8_delayed", "bfloat16": "bf16", "none": "bf16"}  # fmt: skip
-_FIELDS = ("rules", "roles", "gate")
+          "block": "fp8_block", "delayed": "fp8_delayed", "fp4": "nvfp4", "bfloat16": "bf16",
+          "none": "bf16"}  # fmt: skip
+_FIELDS = ("rules", "roles", "gate", "disable_rht")
 _FORMAT = 1  # version of the manifest
 
 
@@ -56,7 +57,9 @@ class PrecisionPlan:
     - "bf16": left as it is;
     - "fp8_current": one scale a tensor, from the values it has now; Hopper's default;
     - "fp8_block": scales by blocks (128 x 128 of a weight, 1 x 128 of an activation);
-    - "fp8_delayed": one scale a tensor, from the maxima of past steps; in modules only, as it cannot be traced.
+    - "fp8_delayed": one scale a tensor, from the maxima of past steps; in modules only, as it cannot be traced;
+    - "nvfp4": 4 bits, with a scale in e4m3 for 16 elements; in modules only, by Transformer Engine 2.8 and newer on
+      devices of compute capability 10 and newer. The gate predicts nothing for it.
 
     Attributes:
         rules: (glob over module names, recipe) pairs, or a mapping; the first that matches the whole of a name wins.
@@ -65,13 +68,18 @@ class PrecisionPlan:
             (feed-forward of all kinds), "bf16" for "mamba", "router", "norm", "head", "embedding" and "other".
         gate: whether a linear stays in bf16 at a shape where fp8 is predicted to gain less than
             `fp8_gain.LEAST_GAIN`, even if a rule hits it.
+        disable_rht: of "nvfp4", `disable_rht` of Transformer Engine's `NVFP4BlockScaling`: whether to leave out the
+            random Hadamard transform. None takes the target's pin, else Transformer Engine's default; False asks for
+            the transform, which is a TargetRecipeError on a target that pins it off (`targets.chips`).
 
-    Raises BadOptionError for a pattern given twice or with an empty segment, and for unknown recipes and roles.
+    Raises BadOptionError for a pattern given twice or with an empty segment, for unknown recipes and roles, and for
+    `disable_rht` where no rule or role asks for "nvfp4".
     """
 
     rules: tuple[tuple[str, str], ...] = ()
     roles: tuple[tuple[str, str], ...] = ()
     gate: bool = True
+    disable_rht: bool | None = None
 
     def __post_init__(self) -> None:
         rules = globs.rules("precision.rules", self.rules, "recipe", "module names", "*.mlp.*")
@@ -87,6 +95,11 @@ class PrecisionPlan:
         object.__setattr__(self, "roles", tuple((default | roles).items()))
         if not isinstance(self.gate, bool):
             raise BadOptionError("precision.gate", self.gate, "True or False")
+        if self.disable_rht not in (True, False, None):
+            raise BadOptionError("precision.disable_rht", self.disable_rht, "True, False or None")
+        if self.disable_rht is not None and "nvfp4" not in self.recipes():
+            wanted = "None, as nothing in the plan is in 'nvfp4': other recipes have no Hadamard transform"
+            raise BadOptionError("precision.disable_rht", self.disable_rht, wanted)
 
     @classmethod
     def of(cls, value: Any) -> PrecisionPlan | None:
@@ -113,7 +126,8 @@ class PrecisionPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain containers, fit for `of` and JSON."""
-        return {"rules": [list(r) for r in self.rules], "roles": dict(self.roles), "gate": self.gate}
+        found = {"rules": [list(r) for r in self.rules], "roles": dict(self.roles), "gate": self.gate}
+        return found if self.disable_rht is None else {**found, "disable_rht": self.disable_rht}
 
     def recipe_for(self, fqn: str, role: str | None = None, shape: fp8_gain.Shape | None = None) -> str:
         """The recipe the linear `fqn` runs in; see `decide`."""
@@ -137,12 +151,12 @@ class PrecisionPlan:
         return frozenset(recipe for _, recipe in (*self.rules, *self.roles))
 
     def traceable(self) -> PrecisionPlan:
-        """The plan with "bf16" in place of recipes that a graph cannot hold ("fp8_delayed")."""
+        """The plan with "bf16" in place of recipes that a graph cannot hold ("fp8_delayed", "nvfp4")."""
         rules, roles = (
             tuple((name, "bf16" if recipe in UNTRACEABLE else recipe) for name, recipe in pairs)
             for pairs in (self.rules, self.roles)
         )
-        return replace(self, rules=rules, roles=roles)
+        return replace(self, rules=rules, roles=roles, disable_rht=None)
 
     def without_hit(self, fqns: Iterable[str]) -> tuple[str, ...]:
         """The patterns of rules that hit none of the names."""

@@ -24,6 +24,7 @@ from megacpp_compile.errors import BlockKindError, RuleWithoutHitError
 from megacpp_compile.fx.module_names import canonical, named_modules, named_parameters
 from megacpp_compile.fx.provenance import input_path, is_whole, module_classes, module_fqn, modules_of
 from megacpp_compile.report import log
+from megacpp_compile.targets import chips
 
 
 def check_model(model: nn.Module, config: Config) -> None:
@@ -148,6 +149,21 @@ def _within(parent: str, name: str, found: set[str]) -> bool:
     if inside and name != parent:
         found.add(name.removeprefix(parent).removeprefix(".").partition(".")[0])
     return inside
+
+
+def announce_target(target: str) -> str:
+    """The label of a target where it runs. On "cuda" what is known of the device and pinned on it is logged, once a
+    process."""
+    chip = chips.current() if target == "cuda" else None
+    if chip is not None:
+        announce_chip(chip)
+    return chip.label if chip is not None else target
+
+
+@functools.cache
+def announce_chip(chip: chips.Chip) -> None:
+    """Log a kind of device, once a process."""
+    log.logger.info("%s", chip.describe())
 
 
 @functools.lru_cache(maxsize=64)

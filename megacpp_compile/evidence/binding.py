@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import platform
 import subprocess
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 import torch
 
 from megacpp_compile.doctor.machine import installed
+from megacpp_compile.errors import EvidenceError
+from megacpp_compile.targets import chips
 
 
 def machine_binding(folder: Path) -> dict[str, Any]:
@@ -21,6 +24,7 @@ def machine_binding(folder: Path) -> dict[str, Any]:
         "kind": "cpu",
         "device": platform.processor() or platform.machine(),
         "capability": None,
+        "label": "cpu",
         "driver": None,
         "torch": torch.__version__,
         "packages": installed(),
@@ -28,9 +32,34 @@ def machine_binding(folder: Path) -> dict[str, Any]:
     if torch.cuda.is_available():
         found["kind"], found["device"] = "cuda", torch.cuda.get_device_name()
         found["capability"] = ".".join(map(str, torch.cuda.get_device_capability()))
+        found["label"] = chips.label("cuda")
         found["driver"] = _driver()
     found["commit"], found["clean"] = commit(folder)
     return found
+
+
+def digest(text: str) -> str:
+    """Twelve hexadecimal digits of a text."""
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def launched(path: Path, binding: dict[str, Any]) -> str:
+    """The digest of the launch record at `path`, for a record of evidence that `binding` binds.
+
+    Raises EvidenceError for a file that is no launch record, and for one of another host, commit or label: what was
+    about to run elsewhere, or with other code, is not what ran.
+    """
+    name = f"launch record {path.name!r}"
+    try:
+        text = path.read_text()
+        machine = json.loads(text)["machine"]
+        said = {key: machine[key] for key in ("host", "commit", "label")}
+    except (OSError, json.JSONDecodeError, TypeError, KeyError) as error:
+        raise EvidenceError(name, f"it is none: {type(error).__name__}: {error}") from error
+    for key, value in said.items():
+        if value != binding.get(key):
+            raise EvidenceError(name, f"its {key} is {value!r}, and the run's {binding.get(key)!r}")
+    return digest(text)
 
 
 def commit(folder: Path) -> tuple[str | None, bool]:

@@ -16,7 +16,8 @@ def evidence(given: argparse.Namespace) -> int:
     """Carry out the command; returns the exit status: 0, or 1 where the gate is blocked or a run has failed."""
     folder = Path(given.records)
     if given.action == "run":
-        found, lines = run(given.profile, given.environment, folder, Path.cwd())
+        begun = Path(given.launch) if given.launch else None
+        found, lines = run(given.profile, given.environment, folder, Path.cwd(), launch=begun)
         print(lines)
         return 0 if all(record.checks.get("passed") for record in found) else 1
     records = read(folder)

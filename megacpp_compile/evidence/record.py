@@ -12,6 +12,7 @@ from typing import Any
 from megacpp_compile.errors import EvidenceError
 from megacpp_compile.evidence.catalog import PROFILES, profile_of, surface_of
 from megacpp_compile.evidence.kinds import Profile
+from megacpp_compile.targets import chips
 
 # What a record needs to be more than a manifest, whatever it calls itself.
 TRUTH = ("actual_backend", "shape", "fallback_reason", "phase")
@@ -33,8 +34,8 @@ class Record:
     Attributes:
         profile, line: what was run, and the line it belongs to.
         environment: id of the environment, "h200_canonical".
-        machine: its binding: host, device, kind ("cuda", "cpu", "tpu"), capability, driver, torch, packages, commit,
-            clean.
+        machine: its binding: host, device, kind ("cuda", "cpu", "tpu"), capability, label ("sm_90"), driver, torch,
+            packages, commit, clean.
         date: of the run.
         shape: batch, heads, queries, keys, channels of queries and of values; None if absent.
         dtype: of the operands.
@@ -49,6 +50,7 @@ class Record:
         claims: what it says it supports, "decode", "kv_cache".
         configuration: of a matrix, which one.
         difference_against: what `max_abs_diff` is a difference from.
+        launch: digest of the launch record of its run (`launch.LaunchRecord.digest`), None where there was none.
         checks: name -> whether it held.
         metrics: name -> number.
     """
@@ -72,6 +74,7 @@ class Record:
     claims: tuple[str, ...] = ()
     configuration: str = ""
     difference_against: str | None = None
+    launch: str | None = None
     checks: dict[str, bool] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
 
@@ -153,6 +156,9 @@ def _of_tree(record: Record, _: Profile) -> str:
     for name in ("host", "device", "torch", "commit"):
         if not record.machine.get(name):
             return f"it is not bound to a machine: {name!r} is absent"
+    told = chips.label_of({**record.machine, "label": None})
+    if told and (label := record.machine.get("label")) and label != told:
+        return f"its label is {label!r}, and its capability that of {told!r}"
     if record.machine.get("clean") is not True:
         return "the tree was dirty: kept, and never counts"
     return ""

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megacpp_compile.evidence.catalog import profile_of
-from megacpp_compile.evidence.record import CANONICAL_METRICS, REFERENCE, Record, verdict
+from megacpp_compile.evidence.record import CANONICAL_METRICS, REFERENCE, Record, counting, verdict
+from megacpp_compile.targets import chips
 
 State = Literal["not started", "pending", "passed", "stopped"]
 # The canonical environment, and a second one that is no part of it; `gate` takes others.
@@ -141,7 +142,13 @@ class Standing:
 
 
 def standings(records: Sequence[Record], environments: Sequence[str] = ENVIRONMENTS) -> list[Standing]:
-    """Where each rung stands, from the lowest."""
+    """Where each rung stands, from the lowest.
+
+    Raises TargetMismatchError where records of these environments that count are of different targets: what one has
+    shown is no evidence for another.
+    """
+    counted = (r for r in counting(records) if r.environment in environments)
+    chips.one_label("a rollout", (r.machine for r in counted))
     found: dict[str, Standing] = {}
     for rung in RUNGS:
         own = [r for r in records if r.profile in rung.profiles and _in_place(r, rung, environments)]

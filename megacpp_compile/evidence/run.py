@@ -15,7 +15,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from megacpp_compile.errors import EvidenceError, closest
-from megacpp_compile.evidence.binding import machine_binding
+from megacpp_compile.evidence.binding import launched, machine_binding
 from megacpp_compile.evidence.catalog import PROFILES, profile_of
 from megacpp_compile.evidence.kinds import Profile
 from megacpp_compile.evidence.record import Record, verdict
@@ -24,13 +24,15 @@ PROPERTY = "evidence"
 
 
 def run(
-    id: str, environment: str, records: Path, root: Path, execute: Callable[[Profile, Path], str] | None = None
-) -> tuple[list[Record], str]:
+    id: str, environment: str, records: Path, root: Path, execute: Callable[[Profile, Path], str] | None = None,
+    launch: Path | None = None,
+) -> tuple[list[Record], str]:  # fmt: skip
     """Run the profile `id` from the checkout at `root`, and write a record into `records` for each piece of evidence
     that its tests left: (the records, a line for each).
 
-    execute: called with the profile and `root`, returns the XML, in the place of pytest. Raises EvidenceError for a
-    profile that there is not, and where nothing ran.
+    execute: called with the profile and `root`, returns the XML, in the place of pytest. launch: the launch record
+    that was written at its start, which is named in the records. Raises EvidenceError for a profile that there is not,
+    where nothing ran, and for a launch record of another machine or commit.
     """
     profile = profile_of(id)
     if profile is None:
@@ -40,9 +42,11 @@ def run(
     if not re.fullmatch(r"\w+", environment):
         raise EvidenceError(f"environment {environment!r}", "an id has letters, digits and underscores")
     binding = machine_binding(root)
+    begun = {} if launch is None else {"launch": launched(launch, binding)}
     passed, left = read_xml((execute or _pytest)(profile, root))
     date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
-    own = {"profile": profile.id, "line": profile.line, "environment": environment, "machine": binding, "date": date}
+    own = {"profile": profile.id, "line": profile.line, "environment": environment, "machine": binding, "date": date,
+           **begun}  # fmt: skip
     found = []
     for evidence in left or [{}]:
         if taken := sorted(set(own) & set(evidence)):

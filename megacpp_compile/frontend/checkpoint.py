@@ -48,6 +48,12 @@ def inline_checkpoints(gm: GraphModule, mode: FakeTensorMode) -> GraphModule:
     return out
 
 
+def has_regions(gm: GraphModule) -> bool:
+    """Whether there is a checkpoint region in `gm`, inlined or not."""
+    graphs = (m.graph for m in gm.modules() if isinstance(m, GraphModule))
+    return any(n.target is _HOP or "ac_graph_id" in n.meta for graph in graphs for n in graph.nodes)
+
+
 def checkpoint_tags(graph: fx.Graph) -> tuple[tuple[int, int, int], ...]:
     """(place, number of the region, policy) of each node in a checkpoint region; regions are numbered as they come."""
     regions: dict[int, int] = {}

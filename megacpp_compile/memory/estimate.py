@@ -65,6 +65,9 @@ class Estimate:
         gradients: of the trainable parameters, in their dtype.
         optimizer: state of `optimizer_name`.
         activations: by kind of block, what is outside of blocks last.
+        fields: what eager autograd keeps, in bytes by what it is (`memory.fields.FIELDS`): a router's input and scores,
+            dispatch, gathered rows, experts' hiddens, combine, attention, convolutions, the head's logits, the results
+            of other GEMMs, the rest. Their sum is `eager`.
         device: what was estimated for; which attention runs, and so what it saves, depends on it.
         levers: under a policy, by kind of block ("ablock", ..., "" between blocks) over all blocks: bytes "saved" on
             the device, "offloaded" to main memory, and recomputed ("again") of what backward reads.
@@ -82,6 +85,7 @@ class Estimate:
     levers: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     transient: int = 0
     seconds: float = 0.0
+    fields: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def eager(self) -> int:
@@ -127,6 +131,8 @@ class Estimate:
             for name, size in sorted(a.parts.items(), key=lambda item: -item[1]):
                 if len(a.parts) > 1 and size:
                     rows.append(("", f"  .{name}" if name else "  (its own code)", "", bytes_text(size), ""))
+        for name, size in self.fields.items():
+            rows.append(("of which", name, "", bytes_text(size), ""))
         compiled = "-" if self.compiled is None else bytes_text(self.compiled)
         rows.append(("activations", "all", "", bytes_text(self.eager), compiled))
         whole = "-" if self.compiled is None else bytes_text(self.total)
@@ -190,6 +196,7 @@ def estimate(
         levers=levers,
         transient=transient,
         seconds=seconds,
+        fields=run.fields,
     )
     collector.emit_estimate(found.to_dict())
     return found

@@ -20,6 +20,7 @@ from megacpp_compile.errors import EstimateError, ForwardError, wrapped_in
 from megacpp_compile.frontend import unbacked_shapes
 from megacpp_compile.fx.fake_state import fake_state
 from megacpp_compile.lowerings._traits import traits_of
+from megacpp_compile.memory.fields import FieldWatch, Made, by_field
 from megacpp_compile.memory.shapes import shapes_mode
 from megacpp_compile.regional import loss_region
 from megacpp_compile.regional.compile import compile_kinds, compile_loss
@@ -33,13 +34,19 @@ Saved = dict[str, int]
 
 
 class FakeRun:
-    """A model and its inputs, ready to run on fake tensors. `frames`: what `compiled` compiled, as reported."""
+    """A model and its inputs, ready to run on fake tensors.
+
+    Attributes:
+        frames: what `compiled` compiled, as reported.
+        fields: what `eager` counted, by what it is (`memory.fields.FIELDS`).
+    """
 
     def __init__(
         self, model: nn.Module, args: Any, kwargs: Any, device: torch.device, kinds: Sequence[Kind]
     ) -> None:
         self.model, self.inputs, self.device, self.kinds = model, (args, kwargs), device, kinds
         self.frames: list[Frame] = []
+        self.fields: Saved = {}
         self.blocks = {fqn: m for kind in kinds for fqn, m in zip(kind.fqns, kind.modules, strict=True)}
         self._rows = _Rows(self.blocks)
         self._compiled: Saved | None = None
@@ -60,7 +67,7 @@ class FakeRun:
         for fqn, block in self.blocks.items():
             parts |= {f"{fqn}.{name}": child for name, child in block.named_children()}
         with self._fakes() as (mode, (args, kwargs)), _calls(self.model), _Labels(parts) as labels:
-            return self._count(mode, lambda: self.model(*args, **kwargs), labels)
+            return self._count(mode, lambda: self.model(*args, **kwargs), labels, watch=FieldWatch())
 
     def compiled(self, config: Config) -> Saved:
         """What the partitioned graphs of this compiler keep, each block compiled by itself. Compiled once only."""
@@ -98,21 +105,23 @@ class FakeRun:
                 hook.remove()
 
     def _count(
-        self, mode: FakeTensorMode, forward: Callable[[], Any], labels: _Labels, compiling: bool = False
-    ) -> Saved:
+        self, mode: FakeTensorMode, forward: Callable[[], Any], labels: _Labels, compiling: bool = False,
+        watch: FieldWatch | None = None,
+    ) -> Saved:  # fmt: skip
         own = {_storage(t) for t in (*self.model.parameters(), *self.model.buffers(), *self._tensors)}
         alive: list[torch.Tensor] = []  # storages are told apart by address, so none may be freed while counting
-        kept: dict[int, tuple[str, int]] = {}
+        kept: dict[int, tuple[str, int, Made | None]] = {}
 
         def pack(t: torch.Tensor) -> torch.Tensor:
             if (key := _storage(t)) not in own:
-                kept.setdefault(key, (labels.current, _bytes_of_storage(t)))
+                kept.setdefault(key, (labels.current, _bytes_of_storage(t), watch.of(t) if watch else None))
             alive.append(t)
             return t
 
         self._rows.begin(labels)
         try:
-            with mode, torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
+            with mode, torch.enable_grad(), hooks, watch or contextlib.nullcontext():
                 result = forward()
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             at = user_frame(error)
@@ -124,8 +133,10 @@ class FakeRun:
             raise ForwardError(type(self.model).__name__, problem, place_of(user_frame(error))) from error
         del result
         saved: Saved = {}
-        for label, size in kept.values():
+        for label, size, _ in kept.values():
             saved[label] = saved.get(label, 0) + size
+        if watch is not None:
+            self.fields = by_field((made, size) for _, size, made in kept.values())
         return saved
 
     @contextlib.contextmanager

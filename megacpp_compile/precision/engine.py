@@ -18,10 +18,12 @@ _CLASSES = {
     "fp8_current": ("Float8CurrentScaling", "is_fp8_available"),
     "fp8_block": ("Float8BlockScaling", "is_fp8_block_scaling_available"),
     "fp8_delayed": ("DelayedScaling", "is_fp8_available"),
+    "nvfp4": ("NVFP4BlockScaling", "is_nvfp4_available"),  # Transformer Engine 2.8 and newer
 }
 _NEEDED = ("autocast", "quantized_model_init", "checkpoint", "Linear", "LayerNormLinear")
 
-_recipes: dict[str, Any] = {}  # one object a recipe: Transformer Engine keys its state by the object
+# One object a recipe and its `disable_rht`: Transformer Engine keys its state by the object.
+_recipes: dict[tuple[str, bool | None], Any] = {}
 _suspended = 0
 
 
@@ -50,17 +52,22 @@ def lacks(te: Any, recipe: str) -> str:
     missing = [name for name in _NEEDED if not hasattr(te, name)]
     if missing:
         return f"this Transformer Engine has no {', '.join(missing)}: 2.20 has"
-    available, reason = getattr(te, _CLASSES[recipe][1])(return_reason=True)
+    asked = getattr(te, _CLASSES[recipe][1], None)
+    if asked is None:
+        return f"this Transformer Engine has no {_CLASSES[recipe][1]}, and so no {recipe}: 2.20 has"
+    available, reason = asked(return_reason=True)
     return "" if available else f"{recipe}: {reason or 'not available on this device'}"
 
 
-def recipe_object(recipe: str) -> Any:
+def recipe_object(recipe: str, disable_rht: bool | None = None) -> Any:
     """Transformer Engine's object for a recipe of `config.precision.RECIPES`, with its defaults: e4m3 in forward and
-    e5m2 for gradients; under "fp8_block" e4m3 for both."""
-    if recipe not in _recipes:
+    e5m2 for gradients; under "fp8_block" e4m3 for both. disable_rht: of "nvfp4", None for its default."""
+    key = recipe, disable_rht
+    if key not in _recipes:
         classes = importlib.import_module("transformer_engine.common.recipe")
-        _recipes[recipe] = getattr(classes, _CLASSES[recipe][0])()
-    return _recipes[recipe]
+        settings = {} if disable_rht is None else {"disable_rht": disable_rht}
+        _recipes[key] = getattr(classes, _CLASSES[recipe][0])(**settings)
+    return _recipes[key]
 
 
 def user_buffers_initialised() -> bool:
@@ -72,10 +79,16 @@ def user_buffers_initialised() -> bool:
     return bool(asked()) if asked is not None else getattr(base, "_ub_communicators", None) is not None
 
 
-def in_autocast(recipe: str) -> bool:
-    """Whether an autocast is active whose recipe is the object of `recipe_object(recipe)`."""
+def in_autocast(recipe: str, disable_rht: bool | None = None) -> bool:
+    """Whether an autocast is active whose recipe is the object of `recipe_object(recipe, disable_rht)`."""
     state = sys.modules["transformer_engine.pytorch.quantization"].FP8GlobalStateManager
-    return bool(state.is_fp8_enabled()) and state.get_fp8_recipe() is recipe_object(recipe)
+    return bool(state.is_fp8_enabled()) and state.get_fp8_recipe() is recipe_object(recipe, disable_rht)
+
+
+def fp8_in_force() -> bool:
+    """Whether an fp8 autocast of Transformer Engine's is active, whoever entered it; does not import it."""
+    quantization = sys.modules.get("transformer_engine.pytorch.quantization")
+    return quantization is not None and bool(quantization.FP8GlobalStateManager.is_fp8_enabled())
 
 
 def is_of_transformer_engine(module: torch.nn.Module) -> bool:

@@ -8,14 +8,16 @@ from typing import Any
 
 from torch import nn
 
-from megacpp_compile.config.precision import UNTRACEABLE, PrecisionPlan
+from megacpp_compile.config.precision import PrecisionPlan
 from megacpp_compile.config.rules import announce
-from megacpp_compile.errors import BadOptionError, EngineError, NotAModuleError
+from megacpp_compile.errors import BadOptionError, EngineError, NotAModuleError, TargetRecipeError
 from megacpp_compile.precision import engine
+from megacpp_compile.precision.checkpoint import guard
 from megacpp_compile.precision.survey import DEFAULT_EXCLUSIONS, Found, survey, why_bf16
 from megacpp_compile.report import log
 from megacpp_compile.report.tables import table_text
 from megacpp_compile.report.text import plural
+from megacpp_compile.targets import chips
 
 __all__ = ["DEFAULT_EXCLUSIONS", "Conversion", "ConversionTable", "replace_linears"]
 
@@ -113,7 +115,8 @@ def replace_linears(
     Returns the conversion table, which has every linear. On CPU and TPU, and where Transformer Engine is not available,
     nothing is replaced, and one line in the log says why. Raises, before anything is changed, NotAModuleError;
     BadOptionError for a plan that is none; RuleWithoutHitError for a rule of the plan or a glob of `exclude` that hits
-    nothing; and EngineError for `tp_comm_overlap` without user buffers.
+    nothing; TargetRecipeError for a plan that asks what the device pins otherwise; and EngineError for
+    `tp_comm_overlap` without user buffers.
     """
     if not isinstance(model, nn.Module):
         raise NotAModuleError(model)
@@ -124,24 +127,45 @@ def replace_linears(
         check_user_buffers()
     found = survey(plan, model, exclude, target)
     nowhere, level = why_bf16(model, target), log.logger.info
+    rht = check_recipes(plan, None if nowhere else chips.current())
     wanted = sorted({f.effective for f in found} - {"bf16"})
     if not nowhere and wanted:
         te, nowhere = engine.load()
+        chip = chips.current()
+        nowhere = nowhere or next(filter(None, (chip.lacks(recipe) for recipe in wanted)), "") if chip else nowhere
         nowhere = nowhere or next(filter(None, (engine.lacks(te, recipe) for recipe in wanted)), "")
         level = log.logger.warning if nowhere else level  # fp8 was asked for, on a device that may have it
     if nowhere:
         level("%s; replace_linears left all %d linears alone", plan.describe("cuda", nowhere), len(found))
         return ConversionTable(tuple(_row(f, "", f.reason or nowhere) for f in found), nowhere)
     announce(plan, "cuda")
-    table = ConversionTable(tuple(_replace(model, found, example_inputs)))
-    if set(wanted) & UNTRACEABLE:
+    table = ConversionTable(tuple(_replace(model, found, example_inputs, rht)))
+    if "fp8_delayed" in wanted:
         from megacpp_compile.precision.te_modules import StepAutocast
 
         StepAutocast(model, "fp8_delayed")
+    guard(model)
     if tp_comm_overlap:
         log.logger.warning("tp_comm_overlap: no nn.Linear is tensor parallel, so nothing overlaps in what was replaced")
     log.logger.info("%s", table)
     return table
+
+
+def check_recipes(plan: PrecisionPlan, chip: chips.Chip | None) -> bool | None:
+    """`disable_rht` of "nvfp4" as the plan has it on `chip`, None for Transformer Engine's default. chip: None where
+    the plan is not carried out.
+
+    Raises TargetRecipeError where the plan asks for what the chip pins otherwise.
+    """
+    if chip is None or "nvfp4" not in plan.recipes():
+        return plan.disable_rht
+    pinned = chip.pinned("nvfp4", "disable_rht", plan.disable_rht)
+    if plan.disable_rht is not None and pinned != plan.disable_rht:
+        raise TargetRecipeError(
+            chip.label, "nvfp4", f"disable_rht={plan.disable_rht} is asked for, and {chip.why_pinned['nvfp4']}",
+            f"Leave disable_rht out of the plan, or set it to {pinned}.",
+        )  # fmt: skip
+    return bool(pinned) if pinned is not None else None
 
 
 def check_user_buffers() -> None:
@@ -158,10 +182,10 @@ def _row(f: Found, now: str, reason: str) -> Conversion:
     return Conversion(f.fqn, f.module, f.role, f.shape, f.requested, f.rule, bool(now), now, reason)
 
 
-def _replace(model: nn.Module, found: Sequence[Found], inputs: Any) -> Iterator[Conversion]:
+def _replace(model: nn.Module, found: Sequence[Found], inputs: Any, rht: bool | None) -> Iterator[Conversion]:
     """Carry it out, row by row; norms first, as one decides what its linear becomes."""
     convertible = {f.fqn: f for f in found if f.effective != "bf16" and f.holds == "bf16"}
-    norms = list(_fold(model, convertible, inputs))
+    norms = list(_fold(model, convertible, inputs, rht))
     folded = {row.reason.removeprefix("computed by ") for row in norms if row.done}
     for f in found:
         if f.fqn in folded:
@@ -169,14 +193,16 @@ def _replace(model: nn.Module, found: Sequence[Found], inputs: Any) -> Iterator[
         elif f.fqn in convertible:
             from megacpp_compile.precision import te_modules
 
-            _put(model, f.fqn, te_modules.linear(f.found, f.effective))  # type: ignore[arg-type]
+            _put(model, f.fqn, te_modules.linear(f.found, f.effective, rht))  # type: ignore[arg-type]
             yield _row(f, f"te.Linear, {f.effective}", "")
         else:
             yield _row(f, "", f.reason or ("" if f.holds == "bf16" else f"replaced before: {f.holds}"))
     yield from norms
 
 
-def _fold(model: nn.Module, convertible: Mapping[str, Found], inputs: Any) -> Iterator[Conversion]:
+def _fold(
+    model: nn.Module, convertible: Mapping[str, Found], inputs: Any, rht: bool | None
+) -> Iterator[Conversion]:
     if inputs is None or not convertible:
         return
     from megacpp_compile.precision import te_modules
@@ -197,7 +223,8 @@ def _fold(model: nn.Module, convertible: Mapping[str, Found], inputs: Any) -> It
         what = as_rms_norm(module)
         assert what is not None
         kept = Deferred(module)
-        new = te_modules.normed_linear(linear.found, kept, what.eps, what.zero_centered, linear.effective)  # type: ignore[arg-type]
+        settings = what.eps, what.zero_centered, linear.effective, rht
+        new = te_modules.normed_linear(linear.found, kept, *settings)  # type: ignore[arg-type]
         _put(model, fqn, kept)
         _put(model, linear.fqn, new)
         now = f"te.LayerNormLinear, {linear.effective}"

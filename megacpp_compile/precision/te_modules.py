@@ -25,6 +25,7 @@ class _InRecipe(nn.Module):
     """Runs the module class behind it in `recipe`, even inside another autocast."""
 
     recipe: str
+    disable_rht: bool | None = None
 
     # Keeps Transformer Engine's own entry out of the state dict, whose keys stay the plain model's. Under delayed
     # scaling the entry holds the maxima of past steps, which a few steps after a restart collect anew.
@@ -41,8 +42,8 @@ class _InRecipe(nn.Module):
         rows = math.prod(inp.shape[:-1])
         # If each module entered the autocast anew, each would count as the first of its step, and under delayed scaling
         # advance the histories of all.
-        entered = engine.in_autocast(self.recipe)
-        with nullcontext() if entered else te.autocast(enabled=True, recipe=engine.recipe_object(self.recipe)):
+        entered, recipe = engine.in_autocast(self.recipe, self.disable_rht), (self.recipe, self.disable_rht)
+        with nullcontext() if entered else te.autocast(enabled=True, recipe=engine.recipe_object(*recipe)):
             if rows % _ROWS == 0 and rows:
                 return super().forward(inp, *args, **kwargs)
             # Rows of zeros change no other row of the GEMM, no gradient and no maximum.
@@ -69,22 +70,24 @@ class LayerNormLinear(_InRecipe, te.LayerNormLinear):
         return self._norm[0].weight  # AttributeError during construction makes nn.Module look for a parameter
 
 
-def linear(plain: nn.Linear, recipe: str) -> Linear:
-    """The module that replaces `plain`, with the same Parameter objects."""
-    return _adopt(Linear, plain, recipe)
+def linear(plain: nn.Linear, recipe: str, disable_rht: bool | None = None) -> Linear:
+    """The module that replaces `plain`, with the same Parameter objects. disable_rht: as in `engine.recipe_object`."""
+    return _adopt(Linear, plain, recipe, disable_rht)
 
 
-def normed_linear(plain: nn.Linear, norm: nn.Module, eps: float, zero_centered: bool, recipe: str) -> LayerNormLinear:
+def normed_linear(
+    plain: nn.Linear, norm: nn.Module, eps: float, zero_centered: bool, recipe: str, disable_rht: bool | None = None
+) -> LayerNormLinear:
     """The module that replaces `plain` and the norm before it. norm: the module that holds the norm's weight; eps and
-    zero_centered: as in `norms.RMSNorm`."""
+    zero_centered: as in `norms.RMSNorm`; disable_rht: as in `linear`."""
     settings = {"eps": eps, "zero_centered_gamma": zero_centered, "normalization": "RMSNorm"}
-    new = _adopt(LayerNormLinear, plain, recipe, **settings)
+    new = _adopt(LayerNormLinear, plain, recipe, disable_rht, **settings)
     del new._parameters["layer_norm_weight"]
     new.__dict__["_norm"] = (norm,)  # in a tuple, so that it is no submodule and not in the state dict twice
     return new
 
 
-def _adopt(kind: type[Any], plain: nn.Linear, recipe: str, **settings: Any) -> Any:
+def _adopt(kind: type[Any], plain: nn.Linear, recipe: str, disable_rht: bool | None, **settings: Any) -> Any:
     # On meta, the parameters that are replaced below cost no memory and no random draws.
     with te.quantized_model_init(enabled=False):
         new = kind(plain.in_features, plain.out_features, bias=plain.bias is not None,
@@ -93,6 +96,7 @@ def _adopt(kind: type[Any], plain: nn.Linear, recipe: str, **settings: Any) -> A
         if (parameter := plain._parameters[name]) is not None:
             new._parameters[name] = parameter
     new.__dict__["recipe"] = recipe
+    new.__dict__["disable_rht"] = disable_rht if recipe == "nvfp4" else None
     return new.train(plain.training)
 
 

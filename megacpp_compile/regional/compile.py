@@ -31,6 +31,7 @@ from megacpp_compile.fx.provenance import input_path, local_path, modules_of
 from megacpp_compile.passes._driver import pass_names
 from megacpp_compile.passes._required import Requirement
 from megacpp_compile.pipeline import Block
+from megacpp_compile.precision.checkpoint import guard
 from megacpp_compile.regional import loss_region
 from megacpp_compile.regional.repeated_blocks import Kind, find_kinds, outside
 from megacpp_compile.regional.split import config_for, split_by_rules
@@ -113,6 +114,8 @@ def compile(
         dynamic = False
     start_workers(target)
     required = _count_calls(model, config) if whole is None and config.require else None
+    if config.policy is not None or config.precision is not None:
+        guard(model)
     compile_kinds(model, kinds, regions, config, mode, required=required, dynamic=dynamic, fullgraph=fullgraph)
     if apart:
         hooks = compile_loss(

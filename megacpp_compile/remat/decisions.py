@@ -38,6 +38,7 @@ class SaveDecisions:
         for block in set(blocks.values()):
             if block.kind:
                 self.entries.setdefault(block.layer, set()).add(policy.entry(block.kind, block.layer == self.last))
+        self.routing = {blocks[n] for n in forward if is_selection(n) or traits_of(n).routed is not None}
         self.anywhere = set().union(*self.entries.values()) if self.entries else {"selective"}
         self.read_by_full = {a for n in forward if self._entry(n) == "full" for a in _sources(n)}
         self.of: dict[Node, str] = {}
@@ -55,7 +56,10 @@ class SaveDecisions:
         """What the policy says of the node's block; "between" for a node between blocks that asks for remat."""
         block = self.blocks[node]
         if block.kind:
-            return self.policy.entry(block.kind, block.layer == self.last)
+            last = block.layer == self.last
+            if block.kind == "eblock" and self.policy.again("moe" if block in self.routing else "mlp", last):
+                return "full"
+            return self.policy.entry(block.kind, last)
         # Norms and sums between blocks follow the blocks of their layer: any that asks for remat is enough.
         if not self.entries.get(block.layer, self.anywhere) - {"none"}:
             return "none"
@@ -73,6 +77,8 @@ class SaveDecisions:
             # What backward recomputes in a region is the user's choice; a second choice of the router's is nobody's.
             return SAVE if is_selection(node) or node in self.chosen_from else asked
         entry = self._entry(node)
+        if is_core(node) and self._core_again(node):
+            return RECOMPUTE
         if is_pinned(node) or node in self.chosen_from:
             return FREE if entry == "none" else SAVE
         if entry == "none":
@@ -93,6 +99,11 @@ class SaveDecisions:
         if entry == "conv_bc_only" and self._behind_core(node):
             return SAVE
         return RECOMPUTE if self._is_cheap(node) else SAVE
+
+    def _core_again(self, node: Node) -> bool:
+        """Whether `policy.recompute` names attention cores, and this is one."""
+        last = self.blocks[node].layer == self.last
+        return traits_of(node).block_kind == "ablock" and self.policy.again("core_attn", last)
 
     def _is_cheap(self, node: Node) -> bool:
         """Whether recomputing it reads little, as `_WORTH` has it."""

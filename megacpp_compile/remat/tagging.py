@@ -15,11 +15,12 @@ from torch import fx
 from torch.fx import Node
 from torch.utils.checkpoint import CheckpointPolicy as Tag
 
-from megacpp_compile.config.checkpointing import KINDS, CheckpointingPolicy
+from megacpp_compile.config.checkpointing import KINDS, OPERATIONS, CheckpointingPolicy
 from megacpp_compile.fx.inductor_pass import GraphPass
 from megacpp_compile.fx.view_chains import base_of
 from megacpp_compile.fx.views import is_view
 from megacpp_compile.remat import costs, latents, offload, overwritten
+from megacpp_compile.remat.decisions import selection_inputs
 from megacpp_compile.remat.joint_graph import joint
 from megacpp_compile.remat.kinds import blocks_of
 from megacpp_compile.remat.nodes import is_selection
@@ -85,6 +86,34 @@ class TagForRemat(GraphPass):
         return TagForRemat, (self.policy, self.block_kinds, self.before, None, self.around)
 
 
+class KeepChoices(GraphPass):
+    """Without a policy: tags a router's choice in a user's checkpoint region, and the scores it is made from, so that
+    backward does not choose a second time. The rest of a region is the user's."""
+
+    def __init__(self, before: Any = None) -> None:
+        self.before = before
+
+    def run(self, graph: fx.Graph) -> None:
+        keep_choices(graph)
+
+    def key(self) -> tuple[Any, ...]:
+        return ()
+
+    def __reduce__(self) -> Any:
+        return KeepChoices, (self.before,)
+
+
+def keep_choices(graph: fx.Graph) -> None:
+    """Tag the selections in checkpoint regions of a joint graph, and what they choose from, to be saved."""
+    forward, _ = joint(graph)
+    regional = [n for n in forward if "recompute" in n.meta and "ac_graph_id" in n.meta]
+    chosen_from = selection_inputs(regional)
+    for node in regional:
+        selected = node.target is operator.getitem and is_selection(node.args[0])  # type: ignore[arg-type]
+        if is_selection(node) or selected or node in chosen_from:
+            node.meta["recompute"] = Tag.MUST_SAVE
+
+
 def predicted(
     graph: fx.Graph, plan: Plan, away: list[Node], policy: CheckpointingPolicy, around: StepContext
 ) -> dict[str, Any]:
@@ -127,6 +156,7 @@ def describe(plan: Plan, blocks: dict[Node, BlockRef], policy: CheckpointingPoli
     device = _device(list(blocks))
     for kind in (k for k in (*KINDS, "") if k in by_kind):
         entries = [policy.asked(kind, False), *([policy.asked(kind, True)] if layered else [])] if kind else []
+        entries += [f"recompute {name}" for name in policy.recompute if kind == OPERATIONS[name]]
         saved = [n for n in plan.saved if blocks[n].kind == kind]
         found[kind] = {
             "entries": list(dict.fromkeys(map(str, entries))),

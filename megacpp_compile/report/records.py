@@ -158,6 +158,7 @@ class Frame:
         name: what it compiles, e.g. the qualified name of the code object.
         nodes: number of FX nodes the passes saw, or Dynamo's when it fell back.
         target: "cpu", "cuda" or "tpu".
+        label: of the device it was compiled for: on "cuda" a chip's, "sm_90" (`targets.chips`), else the target.
         passes: pass name -> times fired, with 0 for a pass that ran and did not fire.
         seconds: stage -> wall-clock seconds; stages do not overlap, so the sum is the whole.
         grad: True when compiled for training.
@@ -212,6 +213,7 @@ class Frame:
     lost: bool = False
     attention: list[dict[str, str]] = field(default_factory=list)
     cuda_graph: str = ""
+    label: str = ""
 
     @property
     def outcome(self) -> str:

@@ -95,6 +95,24 @@ def test_fakes():
         fake.nonzero()
 
 
+def test_writes_to_a_result_show_on_what_a_mode_keeps():
+    kept = []
+
+    class Keeps(dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten.mm.default:
+                with dispatch.set_excluded(dispatch.DispatchKey.ADInplaceOrView, False):
+                    kept.append(result.detach())
+            return result
+
+    with Keeps():
+        made = torch.ones(2, 2, requires_grad=True) @ torch.ones(2, 2)
+        before = kept[0]._version
+        made.mul_(2)
+    assert kept[0]._version == before + 1 and kept[0].grad_fn is None
+
+
 def test_a_fake_mode_may_answer_for_an_op():
     mode, seen = fakes.FakeTensorMode(allow_non_fake_inputs=True), []
     inner = mode.dispatch

@@ -229,6 +229,20 @@ def test_defaults_and_what_is_switched_off_are_not_warned_of(options, target, ca
     assert warned(caplog) == []
 
 
+MAMBA = {"roles": {"mamba": "fp8_current"}}
+
+
+@pytest.mark.parametrize(("policy", "precision", "target", "said"), [
+    ("full", MAMBA, CUDA, True), ({"mblock": "full_plus_norms"}, MAMBA, CUDA, True), ("selective", MAMBA, CUDA, False),
+    ("full", "fp8_current", CUDA, False), ("full", None, CUDA, False), (None, MAMBA, CUDA, False),
+])  # fmt: skip
+def test_whole_mamba_blocks_in_float8_are_warned_of(policy, precision, target, said, caplog):
+    config = Config.from_options({"policy": policy, "precision": precision}, pass_names(), {})
+    for _ in range(2):
+        warn_of_ineffective(config, target)
+    assert len(warned(caplog)) == said and all("packed documents" in text for text in warned(caplog))
+
+
 def test_options_with_effect(caplog):
     options = {"autotune_gemms": True, "fuse_shared_input_gemms": True, "autotune": True, "precision": "fp8_current",
                "keep_latents": True, "policy": "full", "block_kinds": {"a": "mblock"}}  # fmt: skip

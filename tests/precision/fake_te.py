@@ -6,6 +6,7 @@ each module ran. Installed under the real one's names; `install(monkeypatch)` ta
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 import types
@@ -14,7 +15,9 @@ import torch
 from torch import nn
 from torch.nn.functional import layer_norm, linear, rms_norm
 
-STATE = types.SimpleNamespace(recipe=None, depth=0, recomputing=False, user_buffers=False, steps=0, deepest=0, ran=[])
+FRESH = {"recipe": None, "depth": 0, "recomputing": False, "user_buffers": False, "steps": 0, "deepest": 0,
+         "frame": None, "rounds": False}  # fmt: skip
+STATE = types.SimpleNamespace(**FRESH, ran=[], measured=[])
 META = "meta"
 
 
@@ -35,6 +38,11 @@ class Float8BlockScaling(Recipe):
     pass
 
 
+class NVFP4BlockScaling(Recipe):
+    def __init__(self, disable_rht=False):
+        self.disable_rht = disable_rht
+
+
 class autocast:
     def __init__(self, enabled=True, calibrating=False, recipe=None, amax_reduction_group=None, _graph=False):
         assert not enabled or isinstance(recipe, Recipe)
@@ -50,7 +58,11 @@ class autocast:
         (STATE.recipe,), self.before = self.before, None
         STATE.depth -= 1
         # Where delayed scaling moves its histories on.
-        STATE.steps += self.enabled and STATE.depth == 0 and torch.is_grad_enabled()
+        if self.enabled and STATE.depth == 0 and torch.is_grad_enabled():
+            STATE.steps += 1
+            for module, amax in STATE.measured:
+                module.fp8_meta["history"].append(amax)
+            STATE.measured.clear()
 
 
 class quantized_model_init:
@@ -66,6 +78,10 @@ class quantized_model_init:
 
 def is_fp8_available(return_reason=False):
     return (True, "") if return_reason else True
+
+
+def is_nvfp4_available(return_reason=False):
+    return is_fp8_available(return_reason)
 
 
 def is_fp8_block_scaling_available(return_reason=False):
@@ -97,6 +113,22 @@ class TransformerEngineBaseModule(nn.Module):
         STATE.ran.append((self, repr(STATE.recipe) if STATE.recipe else None, STATE.recomputing))
         STATE.deepest = max(STATE.deepest, STATE.depth)
 
+    def _rounded(self, x):
+        """With `STATE.rounds`, x in e4m3 as delayed scaling has it: by the largest magnitude of past steps. The scale
+        of a recomputation is its forward's, and is measured no second time, under this package's checkpoint alone."""
+        if not STATE.rounds or not isinstance(STATE.recipe, DelayedScaling):
+            return x
+        history = self.fp8_meta.setdefault("history", [])
+        if STATE.recomputing:
+            scale = STATE.frame.scales.pop(0)
+        else:
+            STATE.measured.append((self, x.detach().abs().max().item()))
+            scale = 448 / max(history[-16:], default=1.0)
+            if STATE.frame is not None:
+                STATE.frame.scales.append(scale)
+        held = (x * scale).clamp(-448, 448).to(torch.float8_e4m3fn).to(x.dtype) / scale
+        return x + (held - x).detach()
+
     def _weights(self, in_features, out_features, bias, dtype, device):
         dtype = torch.get_default_dtype() if dtype is None else dtype
         self.in_features, self.out_features, self.use_bias = in_features, out_features, bias
@@ -126,7 +158,7 @@ class Linear(TransformerEngineBaseModule):
 
     def forward(self, inp, is_first_microbatch=None, fp8_output=False, fp8_grad=False):
         self._prepare(inp, self.weight)
-        return linear(inp, self.weight, self.bias if self.use_bias else None)
+        return linear(self._rounded(inp), self.weight, self.bias if self.use_bias else None)
 
 
 class LayerNormLinear(TransformerEngineBaseModule):
@@ -202,27 +234,47 @@ class DotProductAttention(TransformerEngineBaseModule):
         raise NotImplementedError
 
 
-class _Again(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, function, x):
-        ctx.function, ctx.x, ctx.recipe = function, x.detach().requires_grad_(x.requires_grad), STATE.recipe
-        with torch.no_grad():
-            return function(x)
+class _Frame:
+    """One call under `checkpoint`: what autograd packs is dropped, and recomputed by the first that unpacks any."""
 
-    @staticmethod
-    def backward(ctx, grad):
-        STATE.recomputing = True
+    def __init__(self, function, args, kwargs, again):
+        self.function, self.args, self.kwargs, self.context = function, args, kwargs, again
+        self.recipe, self.count, self.found, self.scales = STATE.recipe, 0, None, []
+
+    def pack(self, t):
+        self.count += 1
+        return self.count - 1
+
+    def unpack(self, i):
+        if self.found is None:
+            self.found = self.again()
+        return self.found[i]
+
+    def again(self):
+        found, before = [], (STATE.recipe, STATE.frame)
+        args = [a.detach().requires_grad_(a.requires_grad) if isinstance(a, torch.Tensor) else a for a in self.args]
+        keep = torch.autograd.graph.saved_tensors_hooks(lambda t: found.append(t.detach()), lambda t: t)
+        STATE.recipe, STATE.frame, STATE.recomputing = self.recipe, self, True
+        left = list(self.scales)
         try:
-            with torch.enable_grad():
-                out = ctx.function(ctx.x)
+            with torch.enable_grad(), keep, self.context:
+                self.function(*args, **self.kwargs)
         finally:
-            STATE.recomputing = False
-        torch.autograd.backward(out, grad)
-        return None, ctx.x.grad
+            (STATE.recipe, STATE.frame), STATE.recomputing, self.scales = before, False, left
+        return found
 
 
-def checkpoint(function, *args, use_reentrant=True, **kwargs):
-    return _Again.apply(function, *args)
+def checkpoint(function, *args, use_reentrant=True, context_fn=None, determinism_check="default", **kwargs):
+    """Recomputes in the recipe and with the scales of the forward. As the real one, it compares no shapes."""
+    assert not use_reentrant
+    ahead, again = context_fn() if context_fn is not None else (contextlib.nullcontext(), contextlib.nullcontext())
+    frame, before = _Frame(function, args, kwargs, again), STATE.frame
+    STATE.frame = frame
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(frame.pack, frame.unpack), ahead:
+            return function(*args, **kwargs)
+    finally:
+        STATE.frame = before
 
 
 def forget():
@@ -237,13 +289,13 @@ def install(monkeypatch):
     """Under the real one's names, on a machine that has no CUDA."""
     from megacpp_compile.precision import engine
 
-    STATE.__dict__.update(recipe=None, depth=0, recomputing=False, user_buffers=False, steps=0, deepest=0, ran=[])
+    STATE.__dict__.update(FRESH, ran=[], measured=[])
     te = types.ModuleType("transformer_engine.pytorch")
-    for thing in (autocast, quantized_model_init, is_fp8_available, is_fp8_block_scaling_available, Linear,
-                  LayerNormLinear, RMSNorm, LayerNormMLP, DotProductAttention, checkpoint):  # fmt: skip
+    for thing in (autocast, quantized_model_init, is_fp8_available, is_fp8_block_scaling_available, is_nvfp4_available,
+                  Linear, LayerNormLinear, RMSNorm, LayerNormMLP, DotProductAttention, checkpoint):  # fmt: skip
         setattr(te, thing.__name__, thing)
     recipes = types.ModuleType("transformer_engine.common.recipe")
-    for kind in (DelayedScaling, Float8CurrentScaling, Float8BlockScaling):
+    for kind in (DelayedScaling, Float8CurrentScaling, Float8BlockScaling, NVFP4BlockScaling):
         setattr(recipes, kind.__name__, kind)
     base = types.ModuleType("transformer_engine.pytorch.module.base")
     base.is_ub_initialized = lambda: STATE.user_buffers

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import megacpp_compile
 from megacpp_compile import PrecisionPlan, replace_linears
-from megacpp_compile.config.checkpointing import CheckpointingPolicy
-from megacpp_compile.errors import BadOptionError, StockCheckpointError
+from megacpp_compile.errors import BadOptionError, EngineError, StockCheckpointError
+from megacpp_compile.precision import checkpoint as rule
 from megacpp_compile.precision import engine
-from megacpp_compile.precision.checkpoint import checkpoint_for
+from megacpp_compile.precision.checkpoint import checkpoint_for, guard, in_fp8
 
 
 def block(te=None, recipe="fp8_current", seed=0):
@@ -28,6 +31,28 @@ def sample(te=None):
     return (x if te is None else x.to(te.device, te.dtype)).requires_grad_()
 
 
+@pytest.fixture
+def called(monkeypatch, te):
+    """Which checkpoints were called, "torch" or "te"."""
+    names = []
+
+    def by(name, function):
+        def counted(*args, **kwargs):
+            names.append(name)
+            return function(*args, **kwargs)
+
+        return counted
+
+    monkeypatch.setattr(rule.stock, "checkpoint", by("torch", checkpoint))
+    monkeypatch.setattr(te.module, "checkpoint", by("te", te.module.checkpoint))
+    return names
+
+
+@pytest.fixture
+def stand_in_te(stand_in):
+    return types.SimpleNamespace(module=stand_in, device="cpu", dtype=torch.float32, real=False, target="cuda")
+
+
 def gradients(run, model, x):
     run(x).float().square().sum().backward()
     found = [x.grad, *(p.grad for p in model.parameters())]
@@ -36,10 +61,9 @@ def gradients(run, model, x):
 
 
 @pytest.mark.parametrize("recipe", ["fp8_current", "fp8_delayed"])
-def test_a_block_in_fp8_recomputes_by_transformer_engine(te, recipe, state):
+def test_a_block_in_fp8_recomputes_by_transformer_engine(te, recipe, state, called):
     model, x = block(te, recipe), sample(te)
     again = checkpoint_for(model)
-    assert again.func is te.module.checkpoint
     if te.real and recipe == "fp8_delayed":  # its scales move from step to step: compare two equal models' first steps
         other = block(te, recipe)
         other.load_state_dict(model.state_dict())
@@ -48,6 +72,7 @@ def test_a_block_in_fp8_recomputes_by_transformer_engine(te, recipe, state):
     want = gradients(other, other, x)
     state.ran.clear()
     got = gradients(lambda x: again(model, x), model, x)
+    assert called == ["te"]
     for a, b in zip(got, want, strict=True):
         assert (a - b).norm() <= 1e-3 * b.norm()
     if not te.real:
@@ -92,23 +117,141 @@ def test_a_forward_within_backward_is_no_checkpoint(te):
     assert x.grad.shape == x.shape
 
 
-def test_a_block_without_transformer_engine_recomputes_by_torch():
+@pytest.mark.parametrize("wrapper", rule.FP8_WRAPPERS)
+def test_a_block_without_transformer_engine_recomputes_by_torch(te, wrapper, called):
     model, x = block(), sample()
-    for wrapper in ("te_checkpoint", "none"):
-        again = checkpoint_for(model, wrapper)
-        assert again.func is checkpoint
-        want = gradients(model, model, x)
-        for a, b in zip(gradients(lambda x, f=again: f(model, x), model, x), want, strict=True):
-            torch.testing.assert_close(a, b)
+    again = checkpoint_for(model, wrapper)
+    want = gradients(model, model, x)
+    for a, b in zip(gradients(lambda x: again(model, x), model, x), want, strict=True):
+        torch.testing.assert_close(a, b)
+    assert called == ["torch"]
 
 
-def test_what_is_said_is_obeyed(te):
-    with pytest.raises(StockCheckpointError, match="Sequential"):
-        checkpoint_for(block(te), "none")
+def test_where_transformer_engine_is_absent():
+    model, x = block(), sample()
+    assert in_fp8(model) is None and guard(model) == 0
+    want = gradients(model, model, x)
+    for a, b in zip(gradients(lambda x: checkpoint_for(model)(model, x), model, x), want, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_what_is_said_is_obeyed(te, called):
+    model, x = block(te), sample(te)
+    with pytest.raises(StockCheckpointError, match="0 in Sequential computes in fp8.*apply_checkpoints"):
+        checkpoint_for(model, "none")(model, x)
     with pytest.raises(BadOptionError, match="Did you mean 'te_checkpoint'"):
-        checkpoint_for(block(te), "te_checkpiont")
+        checkpoint_for(model, "te_checkpiont")
+    with engine.high_precision():  # in bf16: by name always, else where it is needed
+        for wrapper in rule.FP8_WRAPPERS:
+            checkpoint_for(model, wrapper)(model, x).sum().backward()
+    assert called == ["torch", "torch", "te"]
 
 
-def test_a_policy_says_that_it_wraps_no_call():
-    with pytest.warns(FutureWarning, match=r"'policy.fp8_wrapper' has no effect.*call the block through .*checkpoint_for"):
-        assert CheckpointingPolicy.of({"fp8_wrapper": "te_checkpoint"}).ablock == "selective"
+def test_a_package_that_is_gone_is_an_error(te, monkeypatch):
+    model, x = block(te), sample(te)
+    monkeypatch.setattr(engine, "load", lambda: (None, "no module"))
+    with pytest.raises(EngineError, match="Transformer Engine's checkpoint: no module"):
+        checkpoint_for(model)(model, x)
+
+
+class Owned(nn.Module):
+    """A block that brings modules of Transformer Engine itself, which follow the autocast around them."""
+
+    def __init__(self, te):
+        super().__init__()
+        self.up, self.down = (te.module.Linear(*s, params_dtype=te.dtype, device=te.device) for s in ((32, 64), (64, 32)))
+
+    def forward(self, x):
+        return self.down(self.up(x).tanh())
+
+
+@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_delayed"])
+def test_the_models_own_modules_are_refused_where_an_autocast_is_in_force(te, recipe):
+    """A recomputation runs outside of the autocast: in bf16, where the forward was in fp8."""
+    model, x = Owned(te), sample(te)
+    assert guard(model) == guard(model) == 2 and len(model.up._forward_pre_hooks) == 1
+    with te.module.autocast(enabled=True, recipe=engine.recipe_object(recipe)):
+        with pytest.raises(StockCheckpointError, match=r"Linear\(32, 64\) computes in fp8"):
+            checkpoint(model, x, use_reentrant=False)
+        model(x).sum().backward()  # without a checkpoint nobody minds
+
+
+@pytest.mark.parametrize("by", ["replace_linears", "policy", "precision", "neither"])
+def test_who_guards_a_models_own_modules(stand_in_te, by):
+    model = nn.Sequential(Owned(stand_in_te), nn.Linear(32, 32))
+    if by == "replace_linears":
+        replace_linears(model, PrecisionPlan({"1": "fp8_current"}, gate=False), target="cuda")
+    else:
+        asked = {"policy": {"policy": "selective"}, "precision": {"precision": "fp8_current"}, "neither": {}}[by]
+        megacpp_compile.compile(model, rest="eager", **asked)
+    assert [bool(m._forward_pre_hooks) for m in (model[0].up, model[0].down)] == [by != "neither"] * 2
+
+
+def test_the_models_own_modules_are_fine_in_bf16(te, called):
+    model, x = Owned(te), sample(te)
+    guard(model)
+    want = gradients(model, model, x)
+    for again in (rule.stock.checkpoint, checkpoint_for(model)):
+        kwargs = {"use_reentrant": False} if again is rule.stock.checkpoint else {}
+        for a, b in zip(gradients(lambda x, a=again, k=kwargs: a(model, x, **k), model, x), want, strict=True):
+            torch.testing.assert_close(a, b)
+    assert called == ["torch", "torch"]
+
+
+def test_the_models_own_modules_recompute_by_transformer_engine(te, called):
+    model, x = Owned(te), sample(te)
+    guard(model)
+    again = checkpoint_for(model)
+
+    def in_autocast(run):
+        def ran(x):
+            with te.module.autocast(enabled=True, recipe=engine.recipe_object("fp8_current")):
+                return run(x)
+
+        return ran
+
+    want = gradients(in_autocast(model), model, x)
+    got = gradients(in_autocast(lambda x: again(model, x)), model, x)
+    assert called == ["te"]
+    for a, b in zip(got, want, strict=True):
+        assert (a - b).norm() <= 1e-3 * b.norm()
+
+
+# --- a history of maxima, planted
+
+
+def steps(call, model, state):
+    """Three steps of inputs that grow; gradients of the last, and each module's history."""
+    state.rounds = True
+    for size in (1.0, 2.0, 8.0):
+        found = gradients(call, model, (size * sample().detach()).requires_grad_())
+    return found, [m.fp8_meta["history"] for m in model.modules() if hasattr(m, "fp8_meta")]
+
+
+def delayed(te):
+    model = block(te, "fp8_delayed")
+    # Without the autocast around the model's forward, which the recomputation of a block is outside of, too.
+    model._forward_pre_hooks.clear()
+    model._forward_hooks.clear()
+    return model
+
+
+def test_a_history_of_maxima_grows_once_a_step(stand_in_te, state):
+    plain, twin = delayed(stand_in_te), delayed(stand_in_te)
+    again = checkpoint_for(twin)
+    want, once = steps(plain, plain, state)
+    got, histories = steps(lambda x: again(twin, x), twin, state)
+    assert histories == once and all(len(history) == 3 for history in histories)
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_without_the_rule_a_history_grows_twice_and_gradients_are_wrong(stand_in_te, state, monkeypatch):
+    from megacpp_compile.precision import te_modules
+
+    monkeypatch.setattr(te_modules, "refuse_stock_checkpoint", lambda module: None)
+    plain, twin = delayed(stand_in_te), delayed(stand_in_te)
+    want, once = steps(plain, plain, state)
+    got, histories = steps(lambda x: checkpoint(twin, x, use_reentrant=False), twin, state)
+    assert [len(h) for h in histories] == [6, 6] and [len(h) for h in once] == [3, 3]
+    assert max(((a - b).norm() / b.norm()).item() for a, b in zip(got, want, strict=True)) > 1e-2

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import megacpp_compile
+from megacpp_compile import pipeline
 from megacpp_compile.config.options import Config
-from megacpp_compile.errors import BlockKindError, MegacppError, TwoPoliciesError
+from megacpp_compile.errors import BlockKindError, CaptureError, MegacppError, TwoPoliciesError
 from tests.remat import models
 from tests.remat.steps import cores, count, same, step
 
@@ -124,11 +126,23 @@ def test_a_router_in_a_checkpoint_chooses_once(policy, user_checkpoint, no_check
 
 
 @pytest.mark.xdist_group("remat routers")
-def test_without_a_policy_a_checkpoint_is_the_users(user_checkpoint):
-    """As under Inductor alone: the whole region runs again, the router's choice with it."""
+def test_without_a_policy_a_checkpoint_is_the_users_but_for_the_choice(user_checkpoint, no_checkpoint):
+    """As under Inductor alone the whole region runs again, but for the router's choice and what it is made from."""
     forward, backward = user_checkpoint.graphs
-    assert user_checkpoint.report.counts["moe"] == 2
-    assert count(forward, "aten.topk") == count(backward, "aten.topk") == 2
+    assert user_checkpoint.report.counts["moe"] == 2 and same(user_checkpoint, no_checkpoint)
+    assert count(forward, "aten.topk") == 2 and count(backward, "aten.topk") == 0
+    assert count(backward, "aten._softmax.") == 0
+    assert user_checkpoint.saved < no_checkpoint.saved
+
+
+def test_a_frame_that_falls_back_chooses_once_too():
+    """It keeps its regions as Dynamo has them, and chooses in them."""
+    torch.manual_seed(0)
+    model = models.Model(models.Layer(models.Experts(bias=False), models.SwiGLU(), checkpointed=True))
+    with mock.patch.object(pipeline, "capture", side_effect=CaptureError("planted")):
+        fallen = step(model, (X,), {})
+    assert not fallen.report.frames[0].captured
+    assert count(fallen.graphs[0], "aten.topk") == 1 and count(fallen.graphs[1], "aten.topk") == 0
 
 
 def refused(options, **kwargs):
