@@ -37,7 +37,10 @@ def _index(instructions: Sequence[Any]) -> dict[int, int]:
 
 
 def live_names(instructions: Sequence[Any], at: Any) -> frozenset[str]:
-    """The local names whose values, as they are when `at` is come to, may be read from there on."""
+    """The local names whose values, as they are when `at` is come to, may be read from there on.
+
+    No `with` is taken to swallow an exception: behind one that does, names may be read that it did not come to set.
+    """
     index = _index(instructions)
     live = [frozenset[str]()] * len(instructions)
     effects = [_effect(inst) for inst in instructions]
@@ -49,7 +52,7 @@ def live_names(instructions: Sequence[Any], at: Any) -> frozenset[str]:
             out = frozenset[str]()
             if inst.opname not in _ENDS and i + 1 < len(instructions):
                 out |= live[i + 1]
-            if inst.target is not None:
+            if inst.target is not None and not _swallows(instructions, i):
                 out |= live[index[id(inst.target)]]
             reads, writes = effects[i]
             new = reads | (out - writes)
@@ -58,6 +61,14 @@ def live_names(instructions: Sequence[Any], at: Any) -> frozenset[str]:
             if new != live[i]:
                 live[i], changed = new, True
     return live[index[id(at)]]
+
+
+def _swallows(instructions: Sequence[Any], at: int) -> bool:
+    """Whether the jump at `at` is taken where a context manager's `__exit__` returned true for an exception."""
+    at -= 1
+    while at > 0 and instructions[at].opname in ("TO_BOOL", *_NOTHING):
+        at -= 1
+    return at >= 0 and bool(instructions[at].opname == "WITH_EXCEPT_START")
 
 
 @functools.cache
