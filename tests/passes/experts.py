@@ -417,6 +417,17 @@ def rows_added_to_outputs(m, x, indices, gates):
     return y
 
 
+def normed_outputs(m, x, indices, gates):
+    """A norm between an expert and its gate, in the dtype of its own."""
+    y = torch.zeros_like(x)
+    for e in range(m.num_experts):
+        token, choice = torch.where(indices == e)
+        out = m.experts[e](x[token]).float() * (1 + m.router.weight[0])
+        out = (out * torch.rsqrt(out.square().mean(-1, keepdim=True) + 1e-6)).type_as(x)
+        y.index_add_(0, token, out * gates[token, choice, None])
+    return y
+
+
 def returning_without_a_gate(m, x, indices, gates):
     y = torch.zeros_like(x)
     for e in range(m.num_experts):
@@ -444,6 +455,7 @@ def returning_twice(m, x, indices, gates):
 
 
 NEAR_MISSES = {
+    "normed_outputs": ("no-expert", normed_outputs, Expert),
     "returning_without_a_gate": ("no-expert", returning_without_a_gate, Expert),
     "returning_other_rows": ("inputs", returning_other_rows, Expert),
     "returning_twice": ("twice", returning_twice, Expert),

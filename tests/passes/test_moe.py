@@ -309,6 +309,13 @@ def test_names_all_that_is_in_the_way():
         assert word in miss.reason
 
 
+def test_names_what_an_output_goes_through():
+    frames = run(MoE(NEAR_MISSES["normed_outputs"][1]), tokens())
+    (reason,) = {miss.reason for miss in frames.misses if miss.pass_name == NAME}
+    assert "goes through" in reason and "rsqrt" in reason
+    assert "internal-error" not in {miss.tag for miss in frames.misses}, frames.misses
+
+
 def heads_summed(m, x, indices, gates):
     """An output projection of two heads, and no experts beside the router of three."""
     heads = torch.stack((x.tanh(), x.cos()), 1)

@@ -14,7 +14,7 @@ from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe.experts import Expert, first_unlike, match_expert
 from megacpp_compile.matchers.moe.gate_matrix import is_filled, match_chosen_gate
-from megacpp_compile.matchers.moe.gemms import match_linear_gemm, strip_row_views
+from megacpp_compile.matchers.moe.gemms import Gemm, match_linear_gemm, strip_row_views
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, bounded
 from megacpp_compile.matchers.moe.routing import (
     Mask,
@@ -32,6 +32,7 @@ from megacpp_compile.matchers.moe.row_updates import RowUpdate, chains, row_upda
 
 aten = torch.ops.aten
 _PICKED = (aten.index_add.default, aten.scatter_add.default)
+_NEAR = 24  # nodes to look at
 _EMPTY = (aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default)
 
 
@@ -278,7 +279,7 @@ def _read(
     if expert is None and gates and indexed(rows) is not None:
         return _of_rows(update, None, rows, gates)
     if expert is None:
-        return MatchFailure(out, "no-expert", "what is weighted is no expert's output")
+        return MatchFailure(out, "no-expert", _changed_before(out))
     if isinstance(expert, MatchFailure):
         return expert
     rows, scaled_input = strip_row_views(expert.x), gated and not gates
@@ -290,6 +291,21 @@ def _read(
         if not gates:
             return MatchFailure(out, "no-gate", "neither what an expert reads nor what it adds is multiplied by a gate")
     return _of_rows(update, expert, rows, gates, scaled_input)
+
+
+def _changed_before(out: Node) -> str:
+    """Why `out`, which is weighted, is no expert's output: what the expert's last GEMM goes through, if there is one."""
+    between, gemms = [out], 0
+    for node in between:
+        if isinstance(match_linear_gemm(strip_row_views(node)), Gemm):
+            gemms += 1
+        elif node.op == "call_function" and len(between) < _NEAR:
+            between += [n for n in node.all_input_nodes if n not in between]
+    changes = [n for n in sorted(between) if n.op == "call_function" and strip_row_views(n) is n]
+    named = dict.fromkeys(str(n.target).removeprefix("aten.").split(".")[0] for n in changes if not match_linear_gemm(n))
+    if gemms != 1:
+        return "what is weighted is no expert's output"
+    return f"an expert's output goes through {', '.join(named)} before it is weighted: only a bias may be added there"
 
 
 def _of_rows(
@@ -307,7 +323,7 @@ def _of_rows(
 def _gates(node: Node, update: RowUpdate) -> list[tuple[Node, bool]]:
     """What `node` is read from, each with whether it is a matrix: gates [.., k] of which it is `gates[token, choice]`,
     one per row, or a matrix [.., E] of which it is the expert's column."""
-    if value(node).dim() != 2 or value(node).shape[-1] != 1:
+    if value(node).dim() != 2 or not same_size(value(node).shape[-1], 1):
         return []
     while node.target in (aten.unsqueeze.default, aten.view.default, aten.reshape.default, aten._to_copy.default,
                           aten.to.dtype, aten.clone.default):  # fmt: skip
