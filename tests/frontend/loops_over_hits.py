@@ -173,7 +173,20 @@ def without_gradients_inside(m, x, indices, gates):
     return y
 
 
-STACKED = (as_eager_experts, with_idle_experts, without_gradients_inside)
+def in_other_places(m, x, indices, gates):
+    """Scores of all experts but the first, which lie in other places."""
+    gates, indices = m.router(x)[:, 1:].softmax(-1).topk(2, dim=-1)
+    y, places = torch.zeros_like(x), torch.arange(m.num_experts - 1, 0, -1)[indices]
+    mask = choices_by_expert(m, places)
+    for e in hits(mask):
+        e = e[0]
+        choice, token = torch.where(mask[e])
+        gate, up = F.linear(x[token], m.gate_up[e]).chunk(2, dim=-1)
+        y.index_add_(0, token, F.linear(F.silu(gate) * up, m.down[e]) * gates[token, choice, None])
+    return y
+
+
+STACKED = (as_eager_experts, with_idle_experts, without_gradients_inside, in_other_places)
 LOOPS = (as_mixtral, as_eager_experts, by_number, by_any, by_distinct_choices, by_distinct_choices_of_all,
          as_deepseek, skipping_idle_experts, by_length, by_numel, by_sum,
-         by_item, with_idle_experts, without_gradients_inside)  # fmt: skip
+         by_item, with_idle_experts, without_gradients_inside, in_other_places)  # fmt: skip

@@ -18,6 +18,9 @@ _LISTS = ("nonzero", "where", "argwhere")
 _KEEPS = ("getitem", "select", "squeeze", "flatten", "view", "reshape", "ravel", "detach", "cpu", "to", "long", "int",
           "contiguous", "clone", "t")  # fmt: skip
 _SELECTS = ("one_hot", "eq", "bincount", "histc", "where", "nonzero", "argwhere", "scatter_add", "scatter_add_")
+# What a mask of choices, and the counts of it, go through without becoming another one's.
+_TELLS = ("one_hot", "eq", "bincount", "histc", "sum", "any", "amax", "gt", "greater", "ne", "permute", "transpose",
+          "movedim", "unsqueeze", "bool", "float", *_KEEPS[1:])  # fmt: skip
 
 
 def listed(node: Node, fake: torch.Tensor) -> int | None:
@@ -68,7 +71,8 @@ def _choosable(counts: Node) -> int:
             seen.add(node)
             if experts := _scores(node):
                 return int(experts)
-            pending.extend(node.all_input_nodes)
+            if _name(node) in _TELLS:
+                pending.extend(node.all_input_nodes)
     return 0
 
 

@@ -294,7 +294,7 @@ def _read(
 
 
 def _changed_before(out: Node) -> str:
-    """Why `out`, which is weighted, is no expert's output: what the expert's last GEMM goes through, if there is one."""
+    """Why `out`, which is weighted, is no expert's output: what its last GEMM goes through, if there is one."""
     between, gemms = [out], 0
     for node in between:
         if isinstance(match_linear_gemm(strip_row_views(node)), Gemm):
@@ -302,7 +302,8 @@ def _changed_before(out: Node) -> str:
         elif node.op == "call_function" and len(between) < _NEAR:
             between += [n for n in node.all_input_nodes if n not in between]
     changes = [n for n in sorted(between) if n.op == "call_function" and strip_row_views(n) is n]
-    named = dict.fromkeys(str(n.target).removeprefix("aten.").split(".")[0] for n in changes if not match_linear_gemm(n))
+    own = [n for n in changes if not match_linear_gemm(n)]
+    named = dict.fromkeys(str(n.target).removeprefix("aten.").split(".")[0] for n in own)
     if gemms != 1:
         return "what is weighted is no expert's output"
     return f"an expert's output goes through {', '.join(named)} before it is weighted: only a bias may be added there"

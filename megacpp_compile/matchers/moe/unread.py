@@ -79,8 +79,8 @@ def _stacks(node: Node, weights: frozenset[Node], counts: set[Any]) -> set[Node]
 
 
 def _of_channels(operand: Node) -> bool:
-    """Whether `operand` is a token's channels in groups, [.., groups, channels], perhaps transposed: heads, each of which
-    a weight of its own reads. What experts made for their last GEMM is not meant."""
+    """Whether `operand` is a token's channels in groups, [.., groups, channels], perhaps transposed: heads, each of
+    which a weight of its own reads. What experts made for their last GEMM is not meant."""
     while operand.target in PERMUTATIONS | COMPOSITE_PERMUTATIONS or operand.target in COPIES or is_cast(operand):
         operand = operand.args[0]  # type: ignore[assignment]
     if operand.target not in RESHAPES or value(operand).dim() < 3:
