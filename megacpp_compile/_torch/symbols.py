@@ -153,6 +153,8 @@ _ROWS = (
     Symbol("", "torch._dynamo.variables.ConstantVariable", "numbers of experts in a translation", _BREAKS),
     Symbol("", "torch._dynamo.variables.TupleVariable", "lists of experts in a translation", _BREAKS),
     Symbol("", "torch._dynamo.variables.builder.wrap_fx_proxy", "entries of lists of experts", _BREAKS),
+    Symbol("", "torch._dynamo.exc.TorchDynamoException", "telling a translation's failures from its ways", _BREAKS),
+    Symbol("", "torch._dynamo.exc.TorchRuntimeError", "telling a translation's failures from its ways", _BREAKS),
     Symbol("", "torch._dynamo.exc.ShortenTraceback", "errors of this package by their own class",
            "Dynamo wraps them in BackendCompilerFailed"),
     Symbol("", "torch._dynamo.config.suppress_errors", "telling errors that Dynamo hides",

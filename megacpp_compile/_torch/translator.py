@@ -23,6 +23,8 @@ _PATHS = {
     "ConstantVariable": "torch._dynamo.variables.ConstantVariable",
     "TupleVariable": "torch._dynamo.variables.TupleVariable",
     "wrap_fx_proxy": "torch._dynamo.variables.builder.wrap_fx_proxy",
+    "TorchDynamoException": "torch._dynamo.exc.TorchDynamoException",
+    "TorchRuntimeError": "torch._dynamo.exc.TorchRuntimeError",
 }
 _METHODS = ("Translator.__init__", "Translator.step", "SideEffects.check_allowed_side_effect",
             "MutationType.__init__", "TensorVariable.call_method")  # fmt: skip
@@ -103,6 +105,12 @@ def install() -> bool:
     translator.step, effects.check_allowed_side_effect = watched_step, watched_check
     mutation.__init__, translator.__init__, tensors.call_method = stamped_init, stamped_begin, watched_call
     return True
+
+
+def is_failure(error: Exception) -> bool:
+    """Whether translation raises `error` because what it ran on fakes has failed, rather than to find its way."""
+    own, failed = find(_PATHS["TorchDynamoException"]), find(_PATHS["TorchRuntimeError"])
+    return not isinstance(error, own) or isinstance(error, failed)
 
 
 class noting_skips(AbstractContextManager[list[tuple[BaseException | None, Any]]]):

@@ -273,5 +273,5 @@ def _unit_free(node: Node) -> Node:
 
 def _is_channels(node: Node, like: torch.Tensor) -> bool:
     shape = value(node).shape
-    along = value(_unit_free(node)).dim() == 1 and all(n == 1 for n in shape[:-1])
+    along = value(_unit_free(node)).dim() == 1 and all(same_size(n, 1) for n in shape[:-1])
     return along and same_size(shape[-1], like.shape[-1])

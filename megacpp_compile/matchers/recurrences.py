@@ -261,7 +261,10 @@ def _is_outer(node: Node) -> bool:
     """Whether `node` is a product of two tensors neither of which has its shape."""
     if node.target is not aten.mul.Tensor or not of_tensors(node):
         return False
-    return not any(value(a).shape == value(node).shape for a in node.args)
+    whole = value(node).shape
+    return not any(
+        value(a).dim() == len(whole) and all(map(same_size, value(a).shape, whole)) for a in node.args
+    )
 
 
 def _algebra(node: Node) -> bool:

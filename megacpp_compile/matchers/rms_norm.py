@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import value
+from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.views import is_cast
 from megacpp_compile.matchers.numbers import is_number, number_of
 
@@ -310,5 +310,6 @@ def _check_gain(gain: Node, width: Any) -> None:
     if not isinstance(value(gain), torch.Tensor):
         raise _Refuse(gain, "gain-shape", "a factor is a number that is known at run time only")
     shape = value(gain).shape
-    if any(n != 1 for n in shape[:-1]) or (len(shape) and shape[-1] not in (1, width)):
+    feature = not shape or same_size(shape[-1], 1) or same_size(shape[-1], width)
+    if not feature or not all(same_size(n, 1) for n in shape[:-1]):
         raise _Refuse(gain, "gain-shape", f"a factor of shape {list(shape)} is not a gain per feature")

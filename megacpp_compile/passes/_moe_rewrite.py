@@ -13,6 +13,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import Builder, value
 from megacpp_compile.fx.provenance import module_fqn
+from megacpp_compile.lowerings._op import compute_dtype
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe.gemms import Weight
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, SortedExperts, only_checks_sizes
@@ -45,6 +46,7 @@ def _rewrite(view: GraphView, build: Builder, layer: RoutedExperts) -> tuple[Nod
     old = layer.output
     x, indices, gates = _slots(build, layer)
     choices = value(indices).shape[1]
+    passed = _passed(build, layer, x, indices, gates) if layer.identities else None
     if layer.scaled_input:  # every choice becomes a row of its own, with one choice
         x = build(aten.mul.Tensor, build(aten.unsqueeze.default, x, 1), build(aten.unsqueeze.default, gates, -1))
         x = build(aten.reshape.default, x, [-1, value(x).shape[-1]])
@@ -54,12 +56,23 @@ def _rewrite(view: GraphView, build: Builder, layer: RoutedExperts) -> tuple[Nod
     y = build.item(node, 0)
     if layer.scaled_input and choices != 1:
         y = build(aten.sum.dim_IntList, build(aten.reshape.default, y, [-1, choices, value(y).shape[-1]]), [1])
+    if passed is not None:
+        y = build(aten.add.Tensor, y, passed)
     if tuple(value(y).shape) != tuple(value(old).shape):
         y = build(aten.reshape.default, y, list(value(old).shape))
     if layer.base is not None:
         y = build(aten.add.Tensor, layer.base, y)
     _drop_size_checks(layer.inside)
     return node, [y]
+
+
+def _passed(build: Builder, layer: RoutedExperts, x: Node, indices: Node, gates: Node) -> Node:
+    """What the experts that return what they read add [T, d]: x, times the sum of a token's gates for them."""
+    first, last = layer.identities[0] - layer.first, layer.identities[-1] - layer.first
+    others = build(aten.logical_or.default, build(aten.lt.Scalar, indices, first), build(aten.gt.Scalar, indices, last))
+    gates = build.cast(gates, compute_dtype(value(gates)))
+    gates = build(aten.sum.dim_IntList, build(aten.masked_fill.Scalar, gates, others, 0.0), [-1], True)
+    return build.cast(build(aten.mul.Tensor, x, gates), value(layer.output).dtype)
 
 
 def _slots(build: Builder, layer: RoutedExperts) -> tuple[Node, Node, Node]:
@@ -127,8 +140,9 @@ class _Parts:
         expert, experts = layer.experts[0], layer.experts
         dtype = value(expert.down.node).dtype
         count = len(expert.ups)
-        ups = [_weights(build, [e.ups[i].weight for e in experts], dtype) for i in range(count)]
-        down = _weights(build, [e.down.weight for e in experts], dtype)
+        own = [[gemm.weight for gemm in gemms] for gemms in zip(*((*e.ups, e.down) for e in experts), strict=True)]
+        together = all(map(_in_one, own))  # the op takes either form, and the same for all
+        *ups, down = [_weights(build, weights, dtype, together) for weights in own]
         x = build.cast(x, dtype)
         weights = ups[0] if count == 2 else [], ups[-1], down
         parts = dict.fromkeys(module_fqn(gemm.node) for e in experts for gemm in (*e.ups, e.down))
@@ -150,18 +164,27 @@ def _biases(build: Builder, biases: list[Weight | None], dtype: torch.dtype) -> 
     given = [bias for bias in biases if bias is not None]
     if not given:
         return None
-    tensors = _weights(build, given, dtype)
+    tensors = _weights(build, given, dtype, _in_one(given))
     return tensors[0] if value(tensors[0]).dim() == 2 else build(aten.stack.default, tensors)
 
 
-def _weights(build: Builder, weights: list[Weight], dtype: torch.dtype) -> list[Node]:
-    """Every expert's weight as [out, in], or bias, in `dtype`: the tensor of all in order, or one tensor each."""
+def _in_one(weights: list[Weight]) -> bool:
+    """Whether one tensor holds `weights` one after the other."""
     first = weights[0]
-    stacked = first.index is not None and all(
-        w.tensor is first.tensor and w.transposed == first.transposed and w.index == i for i, w in enumerate(weights)
+    return first.every or first.index is not None and all(
+        w.tensor is first.tensor and w.transposed == first.transposed and w.index == i
+        for i, w in enumerate(weights, first.index)
     )
-    if first.every or (stacked and len(weights) == value(first.tensor).shape[0]):
-        return [_as_out_in(build, first.tensor, first.transposed, dtype)]
+
+
+def _weights(build: Builder, weights: list[Weight], dtype: torch.dtype, together: bool) -> list[Node]:
+    """Every expert's weight as [out, in], or bias, in `dtype`: one tensor of all in order, or one each."""
+    first = weights[0]
+    if together:
+        tensor = first.tensor
+        if not first.every and len(weights) != value(tensor).shape[0]:
+            tensor = build(aten.slice.Tensor, tensor, 0, first.index, first.index + len(weights))  # type: ignore[operator]
+        return [_as_out_in(build, tensor, first.transposed, dtype)]
     own = [w.tensor if w.index is None else build(aten.select.int, w.tensor, 0, w.index) for w in weights]
     return [_as_out_in(build, t, w.transposed, dtype) for t, w in zip(own, weights, strict=True)]
 

@@ -141,7 +141,52 @@ def by_item(m, x, indices, gates):
     return y
 
 
-STACKED = (as_eager_experts,)
+def with_idle_experts(m, x, indices, gates):
+    """As LongCat-Flash: one expert returns what it reads, and an iteration may end before its sum."""
+    y = torch.zeros_like(x)
+    mask = choices_by_expert(m, indices)
+    for e in hits(mask):
+        e = int(e.item())
+        choice, token = torch.where(mask[e].squeeze(0))
+        if token.numel() == 0:
+            continue
+        out = x[token]
+        if e < m.num_experts - 1:
+            gate, up = F.linear(out, m.gate_up[e]).chunk(2, dim=-1)
+            out = F.linear(F.silu(gate) * up, m.down[e])
+        y.index_add_(0, token, out * gates[token, choice, None])
+    return y
+
+
+def without_gradients_inside(m, x, indices, gates):
+    """As DBRX: its list has a place for an expert that nobody can choose."""
+    y = torch.zeros_like(x)
+    with torch.no_grad():
+        mask = F.one_hot(indices, num_classes=m.num_experts + 1).permute(2, 1, 0)
+        hit = hits(mask)
+    for e in hit:
+        e = e[0]
+        with torch.no_grad():
+            choice, token = torch.where(mask[e])
+        gate, up = F.linear(x[token], m.gate_up[e]).chunk(2, dim=-1)
+        y.index_add_(0, token, F.linear(F.silu(gate) * up, m.down[e]) * gates[token, choice, None])
+    return y
+
+
+def in_other_places(m, x, indices, gates):
+    """Scores of all experts but the first, which lie in other places."""
+    gates, indices = m.router(x)[:, 1:].softmax(-1).topk(2, dim=-1)
+    y, places = torch.zeros_like(x), torch.arange(m.num_experts - 1, 0, -1)[indices]
+    mask = choices_by_expert(m, places)
+    for e in hits(mask):
+        e = e[0]
+        choice, token = torch.where(mask[e])
+        gate, up = F.linear(x[token], m.gate_up[e]).chunk(2, dim=-1)
+        y.index_add_(0, token, F.linear(F.silu(gate) * up, m.down[e]) * gates[token, choice, None])
+    return y
+
+
+STACKED = (as_eager_experts, with_idle_experts, without_gradients_inside, in_other_places)
 LOOPS = (as_mixtral, as_eager_experts, by_number, by_any, by_distinct_choices, by_distinct_choices_of_all,
          as_deepseek, skipping_idle_experts, by_length, by_numel, by_sum,
-         by_item)  # fmt: skip
+         by_item, with_idle_experts, without_gradients_inside, in_other_places)  # fmt: skip

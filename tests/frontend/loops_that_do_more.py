@@ -3,6 +3,7 @@ should be."""
 
 from __future__ import annotations
 
+import contextlib
 import random
 
 import torch
@@ -283,7 +284,29 @@ def distinct_numbers(m, x, indices, gates):
     return y
 
 
-OTHERS = (distinct_choices_of_a_few, distinct_first_choices, distinct_numbers, counts_iterations, appends, counts_in_a_module, counts_in_a_tensor, counts_in_a_new_tensor,
+def beyond_the_weights(m, x, indices, gates):
+    """Choices are any numbers: the list may name an expert that is not there, at which eager fails as well."""
+    y = torch.zeros_like(x)
+    indices = indices.clone() // 1
+    for e in hits(F.one_hot(indices, m.num_experts + 1).permute(2, 1, 0)):
+        token, choice = torch.where(indices == e)
+        y.index_add_(0, token, (x[token] @ m.router.weight[e].T) * gates[token, choice, None])
+    return y
+
+
+def swallows_errors(m, x, indices, gates):
+    """What is left of a name where a `with` swallows an error is of the iteration before."""
+    y, out = torch.zeros_like(x), x.sum()
+    for e in hits(choices_by_expert(m, indices)).flatten():
+        token, choice = torch.where(indices == e)
+        with contextlib.suppress(ZeroDivisionError):
+            1 // int(e)
+            out = m.experts[e](x[token]).sum()
+        y.index_add_(0, token, m.experts[e](x[token]) * gates[token, choice, None] + out)
+    return y
+
+
+OTHERS = (beyond_the_weights, swallows_errors, distinct_choices_of_a_few, distinct_first_choices, distinct_numbers, counts_iterations, appends, counts_in_a_module, counts_in_a_tensor, counts_in_a_new_tensor,
           adds_to_all_tokens, most_tokens_first, some_only, hit_by_first_choices, hit_by_other_tokens, stops_early,
           stops_after_one, drops_the_few, skips_by_another_expert, runs_another_expert, or_else, only_if_none,
           with_dropout, reads_the_last, reads_the_last_rows, keeps_an_output, numbers_the_hits, by_a_generator,

@@ -26,6 +26,49 @@ def test_names_that_are_live():
     assert live_names(instructions, head) == {"y", "z", "last"}, "not x and w, which are set before they are read"
 
 
+def within(xs, scope, z):
+    y = 0
+    for x in xs:
+        with scope:
+            y = x + z
+        z = y
+    return z
+
+
+def test_a_name_that_a_with_sets_is_not_live_before_it():
+    """Where no error is swallowed it is set whenever it is read."""
+    instructions = cleaned_instructions(within.__code__)
+    (head,) = [i for i in instructions if i.opname == "FOR_ITER"]
+    assert live_names(instructions, head) == {"scope", "z"}
+
+
+def one_way_or_the_other(xs, y):
+    for x in xs:
+        if y:
+            w = x
+        else:
+            w = y
+        y = w
+    return y
+
+
+def at_times(xs, y):
+    for x in xs:
+        if y:
+            if x:
+                y = y + 1
+            y = y + x
+        y = y - 1
+    return y
+
+
+def test_an_else_is_no_way_to_skip():
+    for loop_, joins in ((one_way_or_the_other, [None]), (at_times, ["LOAD_FAST", "LOAD_FAST"])):
+        instructions = cleaned_instructions(loop_.__code__)
+        ways = [skipped(instructions, i) for i in instructions if "JUMP" in i.opname and "_IF_" in i.opname]
+        assert [way and way[0].opname[:9] for way in ways] == joins
+
+
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="names of 3.11's jumps")
 def test_where_ways_meet():
     instructions = cleaned_instructions(loop.__code__)

@@ -272,9 +272,54 @@ def scaled_input_of_biased(m, x, indices, gates):
     return y
 
 
+def returning_what_they_read(m, x, indices, gates):
+    """Zero-computation experts (arXiv:2410.07348): all but the first return what they read."""
+    y = torch.zeros_like(x)
+    for e in range(m.num_experts):
+        token, choice = torch.where(indices == e)
+        out = m.experts[e](x[token]) if e < 1 else x[token]
+        y.index_add_(0, token, out * gates[token, choice, None])
+    return y
+
+
+def first_returns_what_it_reads(m, x, indices, gates):
+    """Onto the residual stream, and by a matrix of gates."""
+    y, by_expert = x.clone(), torch.zeros(x.shape[0], m.num_experts, dtype=x.dtype).scatter(1, indices, gates)
+    for e in range(m.num_experts):
+        token, _ = torch.where(indices == e)
+        out = m.experts[e](x[token]) if e else x[token]
+        y.index_add_(0, token, out * by_expert[token, e, None])
+    return y
+
+
+def returning_among_stacked(m, x, indices, gates):
+    """The last expert's part of one weight nothing reads, and the other weight has none."""
+    y = torch.zeros_like(x)
+    for e in range(m.num_experts):
+        token, choice = torch.where(indices == e)
+        out = x[token]
+        if e < m.num_experts - 1:
+            gate, up = F.linear(out, m.gate_up[e]).chunk(2, dim=-1)
+            out = F.linear(F.silu(gate) * up, m.down[: m.num_experts - 1].unbind()[e])
+        y.index_add_(0, token, out * gates[token, choice, None])
+    return y
+
+
+def rows_read_twice(m, x, indices, gates):
+    """Rows are taken anew for each projection."""
+    y = torch.zeros_like(x)
+    for e in range(m.num_experts):
+        token, choice = torch.where(indices == e)
+        own = m.experts[e]
+        y.index_add_(0, token, own.down(F.silu(own.gate(x[token])) * own.up(x[token])) * gates[token, choice, None])
+    return y
+
+
 LISTS = [where_index_add, one_hot_mask, one_hot_tokens_first, nonzero_add_assign, index_put_accumulate,
-         experts_backwards, onto_the_input, some_of_the_experts, scaled_input]  # fmt: skip
-STACKED = [stacked_weights, stacked_transposed, batched_gemms, as_gpt_oss, stacked_as_gpt_oss, scaled_input_of_biased]
+         experts_backwards, onto_the_input, some_of_the_experts, scaled_input,
+         returning_what_they_read, first_returns_what_it_reads, rows_read_twice]  # fmt: skip
+STACKED = [stacked_weights, stacked_transposed, batched_gemms, as_gpt_oss, stacked_as_gpt_oss, scaled_input_of_biased,
+           returning_among_stacked]  # fmt: skip
 
 
 # --- near misses
@@ -372,7 +417,48 @@ def rows_added_to_outputs(m, x, indices, gates):
     return y
 
 
+def normed_outputs(m, x, indices, gates):
+    """A norm between an expert and its gate, in the dtype of its own."""
+    y = torch.zeros_like(x)
+    for e in range(m.num_experts):
+        token, choice = torch.where(indices == e)
+        out = m.experts[e](x[token]).float() * (1 + m.router.weight[0])
+        out = (out * torch.rsqrt(out.square().mean(-1, keepdim=True) + 1e-6)).type_as(x)
+        y.index_add_(0, token, out * gates[token, choice, None])
+    return y
+
+
+def returning_without_a_gate(m, x, indices, gates):
+    y = torch.zeros_like(x)
+    for e in range(m.num_experts):
+        token, choice = torch.where(indices == e)
+        y.index_add_(0, token, m.experts[e](x[token]) * gates[token, choice, None] if e else x[token])
+    return y
+
+
+def returning_other_rows(m, x, indices, gates):
+    y = torch.zeros_like(x)
+    for e in range(m.num_experts):
+        token, choice = torch.where(indices == e)
+        out = m.experts[e](x[token]) if e else x.tanh()[token]
+        y.index_add_(0, token, out * gates[token, choice, None])
+    return y
+
+
+def returning_twice(m, x, indices, gates):
+    y = torch.zeros_like(x)
+    for i, e in enumerate((*range(m.num_experts), 0)):
+        token, choice = torch.where(indices == e)
+        out = m.experts[e](x[token]) if i < m.num_experts else x[token]
+        y.index_add_(0, token, out * gates[token, choice, None])
+    return y
+
+
 NEAR_MISSES = {
+    "normed_outputs": ("no-expert", normed_outputs, Expert),
+    "returning_without_a_gate": ("no-expert", returning_without_a_gate, Expert),
+    "returning_other_rows": ("inputs", returning_other_rows, Expert),
+    "returning_twice": ("twice", returning_twice, Expert),
     "one_expert_twice": ("twice", one_expert_twice, Expert),
     "an_expert_left_out": ("gaps", an_expert_left_out, Expert),
     "no_gate": ("no-gate", no_gate, Expert),

@@ -309,6 +309,13 @@ def test_names_all_that_is_in_the_way():
         assert word in miss.reason
 
 
+def test_names_what_an_output_goes_through():
+    frames = run(MoE(NEAR_MISSES["normed_outputs"][1]), tokens())
+    (reason,) = {miss.reason for miss in frames.misses if miss.pass_name == NAME}
+    assert "goes through" in reason and "rsqrt" in reason
+    assert "internal-error" not in {miss.tag for miss in frames.misses}, frames.misses
+
+
 def heads_summed(m, x, indices, gates):
     """An output projection of two heads, and no experts beside the router of three."""
     heads = torch.stack((x.tanh(), x.cos()), 1)
@@ -317,6 +324,24 @@ def heads_summed(m, x, indices, gates):
 
 def test_a_projection_of_heads_is_no_near_miss():
     assert not run(MoE(heads_summed), tokens()).misses
+
+
+def groups_projected(m, x, indices, gates):
+    """As DeepSeek-V4's output projection: a weight for each group of channels, as many as there are experts."""
+    wide = torch.cat([x.tanh()] * m.num_experts, -1).reshape(-1, m.num_experts, DIM)
+    grouped = torch.bmm(wide.transpose(0, 1), m.gate_up.transpose(1, 2)).transpose(0, 1)
+    return grouped.reshape(len(x), -1)[:, :DIM] * gates[:, :1]
+
+
+def heads_up(m, x, indices, gates):
+    """As absorbed attention: each head's channels times its own weight, heads as many as experts."""
+    heads = x.repeat(1, m.num_experts).view(-1, m.num_experts, DIM)
+    return torch.einsum("thd,hed->the", heads, m.gate_up).flatten(1)[:, :DIM] + gates[:, :1]
+
+
+@pytest.mark.parametrize("body", [groups_projected, heads_up])
+def test_groups_of_channels_are_no_near_miss(body):
+    assert not run(MoE(body, stacked=True), tokens()).misses
 
 
 def test_refuses_experts_that_differ():

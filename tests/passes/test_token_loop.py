@@ -318,9 +318,38 @@ class Roles(nn.Module):
         return torch.softmax(torch.cat((q @ k.transpose(-1, -2), q[..., :1]), -1), -1)[..., :-1] @ v
 
 
+class Chunks(nn.Module):
+    """A matrix memory that goes from chunk to chunk by gates with a running maximum, as mLSTM's (arXiv:2405.04517)."""
+
+    def __init__(self, width=6, chunk=4):
+        super().__init__()
+        self.projections, self.chunk = nn.Linear(width, 2 * width + 2), chunk
+
+    def forward(self, x):
+        keys, values, inward, kept = self.projections(x).split((x.shape[-1], x.shape[-1], 1, 1), -1)
+        rates = torch.nn.functional.logsigmoid(kept).squeeze(-1).view(len(x), -1, self.chunk)
+        total = rates.sum(-1)
+        gates = total[..., None] - rates.cumsum(-1) + inward.squeeze(-1).view_as(rates)
+        state, largest, out = x.new_zeros(len(x), x.shape[-1], x.shape[-1]), x.new_zeros(len(x)), []
+        for i in range(total.shape[1]):
+            part = slice(i * self.chunk, (i + 1) * self.chunk)
+            following = torch.maximum(total[:, i] + largest, gates[:, i].amax(-1))
+            weighted = keys[:, part] * torch.exp(gates[:, i] - following[:, None])[..., None]
+            state = torch.exp(total[:, i] + largest - following)[:, None, None] * state + weighted.mT @ values[:, part]
+            largest = following
+            out.append(state)
+        return torch.stack(out, 1)
+
+
 @pytest.mark.parametrize("kind", [Streams, Roles])
 def test_neither_are_positions_that_are_no_tokens(kind):
     frames = check(kind(), (torch.randn(2, 5, 6, requires_grad=True),))
+    assert not frames.counts[NAME] and not frames.tags(NAME), frames.misses
+
+
+@pytest.mark.parametrize("chunks", [2, 3])
+def test_a_state_that_goes_from_chunk_to_chunk_is_none_of_its_business(chunks):
+    frames = check(Chunks(), (torch.randn(2, 4 * chunks, 6, requires_grad=True),))
     assert not frames.counts[NAME] and not frames.tags(NAME), frames.misses
 
 

@@ -13,14 +13,33 @@ _NOTHING = ("NOP", "CACHE", "EXTENDED_ARG", "NOT_TAKEN", *_JUMPS)
 
 def skipped(instructions: Sequence[Any], jump: Any) -> tuple[Any, bool] | None:
     """(the instruction that both ways of a conditional jump come to, whether it jumps to get there at once); None where
-    neither way seems to be the short one."""
+    either way does something, as with an `else`."""
     at = next(i for i, inst in enumerate(instructions) if inst is jump)
     target, following = _arrival(instructions, jump.target), _arrival(instructions, instructions[at + 1])
     index = _index(instructions)
     for there, by_jump in ((target, True), (following, False)):
         if there.opname == "FOR_ITER" and index[id(there)] < at:
             return there, by_jump  # on with the loop
-    return (target, True) if index[id(target)] > at else None
+    ahead = index[id(target)] > at and _leads_to(instructions, instructions[at + 1], target)
+    return (target, True) if ahead else None
+
+
+def _leads_to(instructions: Sequence[Any], start: Any, end: Any) -> bool:
+    """Whether the way from `start` comes to `end` further on, without going back."""
+    index = _index(instructions)
+    pending, seen, last = [index[id(start)]], set[int](), index[id(end)]
+    while pending:
+        at = pending.pop()
+        if at == last:
+            return True
+        if at in seen or at > last:
+            continue
+        seen.add(at)
+        inst = instructions[at]
+        ways = [] if inst.opname in _ENDS else [at + 1]
+        ways += [index[id(inst.target)]] if inst.target is not None else []
+        pending += [way for way in ways if way > at]
+    return False
 
 
 def _arrival(instructions: Sequence[Any], inst: Any) -> Any:
@@ -37,7 +56,10 @@ def _index(instructions: Sequence[Any]) -> dict[int, int]:
 
 
 def live_names(instructions: Sequence[Any], at: Any) -> frozenset[str]:
-    """The local names whose values, as they are when `at` is come to, may be read from there on."""
+    """The local names whose values, as they are when `at` is come to, may be read from there on.
+
+    No `with` is taken to swallow an exception: behind one that does, names may be read that it did not come to set.
+    """
     index = _index(instructions)
     live = [frozenset[str]()] * len(instructions)
     effects = [_effect(inst) for inst in instructions]
@@ -49,7 +71,7 @@ def live_names(instructions: Sequence[Any], at: Any) -> frozenset[str]:
             out = frozenset[str]()
             if inst.opname not in _ENDS and i + 1 < len(instructions):
                 out |= live[i + 1]
-            if inst.target is not None:
+            if inst.target is not None and not _swallows(instructions, i):
                 out |= live[index[id(inst.target)]]
             reads, writes = effects[i]
             new = reads | (out - writes)
@@ -58,6 +80,14 @@ def live_names(instructions: Sequence[Any], at: Any) -> frozenset[str]:
             if new != live[i]:
                 live[i], changed = new, True
     return live[index[id(at)]]
+
+
+def _swallows(instructions: Sequence[Any], at: int) -> bool:
+    """Whether the jump at `at` is taken where a context manager's `__exit__` returned true for an exception."""
+    at -= 1
+    while at > 0 and instructions[at].opname in ("TO_BOOL", *_NOTHING):
+        at -= 1
+    return at >= 0 and bool(instructions[at].opname == "WITH_EXCEPT_START")
 
 
 @functools.cache

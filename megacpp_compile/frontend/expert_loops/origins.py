@@ -18,6 +18,9 @@ _LISTS = ("nonzero", "where", "argwhere")
 _KEEPS = ("getitem", "select", "squeeze", "flatten", "view", "reshape", "ravel", "detach", "cpu", "to", "long", "int",
           "contiguous", "clone", "t")  # fmt: skip
 _SELECTS = ("one_hot", "eq", "bincount", "histc", "where", "nonzero", "argwhere", "scatter_add", "scatter_add_")
+# What a mask of choices, and the counts of it, go through without becoming another one's.
+_TELLS = ("one_hot", "eq", "bincount", "histc", "sum", "any", "amax", "gt", "greater", "ne", "permute", "transpose",
+          "movedim", "unsqueeze", "bool", "float", *_KEEPS[1:])  # fmt: skip
 
 
 def listed(node: Node, fake: torch.Tensor) -> int | None:
@@ -37,7 +40,9 @@ def listed(node: Node, fake: torch.Tensor) -> int | None:
         if name in _LISTS and len(node.args) == 1:
             counts = source.meta.get("example_value")
             known = isinstance(counts, torch.Tensor) and counts.dim() == 1 and isinstance(counts.shape[0], int)
-            return counts.shape[0] if known and 2 <= counts.shape[0] <= MOST and about_tokens(source) else None
+            if not known or not 2 <= counts.shape[0] <= MOST or not about_tokens(source):
+                return None
+            return min(counts.shape[0], _choosable(source) or MOST)
         if name not in _KEEPS:
             return None
         node = source
@@ -55,6 +60,20 @@ def about_tokens(node: Node) -> bool:
                 return True
             pending.extend(node.all_input_nodes)
     return False
+
+
+def _choosable(counts: Node) -> int:
+    """Among how many experts the choices that `counts` tells were made; 0 where that cannot be seen."""
+    seen, pending = set[Node](), [counts]
+    while pending and len(seen) < _NEAR:
+        node = pending.pop(0)
+        if node not in seen and node.op in ("call_function", "call_method"):
+            seen.add(node)
+            if experts := _scores(node):
+                return int(experts)
+            if _name(node) in _TELLS:
+                pending.extend(node.all_input_nodes)
+    return 0
 
 
 def _name(node: Node) -> str:

@@ -67,7 +67,12 @@ class Loops:
             return proceed()
         inst = translator.instructions[translator.instruction_pointer]
         self._try(self._before, translator, inst)
-        goes_on = proceed()
+        try:
+            goes_on = proceed()
+        except Exception as error:
+            if self._open and translation.is_failure(error):  # of what an expert without tokens would not have run
+                self.give_up()
+            raise
         if goes_on:
             self._try(self._after, translator, inst)
         return goes_on
@@ -85,10 +90,12 @@ class Loops:
     def _before(self, translator: Any, inst: Any) -> None:
         if translator.output is not self._output:  # a new attempt at the frame
             self._output, self._open, self._regions, self._reads, self._lists = translator.output, [], 0, 0, {}
-        if self._open and self._open[-1].translator is translator and self._open[-1].join is inst:
-            self._close()
+        while self._open and self._open[-1].translator is translator and self._open[-1].join is inst:
+            self._close()  # an iteration may end with a branch in it
         if self._open:
             self._held_to(lambda region: region.passes(translator, inst))
+        if inst.opname == "WITH_EXCEPT_START" and self.assumed:  # which `live_names` leaves out
+            self.give_up()
         if inst.opname == "GET_ITER":
             self._iterate(translator, (translator.f_code, inst.offset))
         elif inst.opname in _SUBSCRIPTS:

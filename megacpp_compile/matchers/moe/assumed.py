@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from megacpp_compile._torch.ops import HigherOrderOperator
+from megacpp_compile._torch.ops import HigherOrderOperator, set_grad_enabled
 from megacpp_compile.fx.assumptions import Region
+from megacpp_compile.fx.mode_states import ENTER, LEAVE
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe import loop
@@ -42,8 +43,8 @@ def show(view: GraphView, regions: Sequence[Region]) -> frozenset[Node] | MatchF
     ends = {u.node: chain[-1].node for chain in sums for u in chain}
     needed = set[Node]()
     for region in regions:
-        skipped = _skipped_for(region)
-        for node in sorted(region.nodes):
+        skipped, switches = _skipped_for(region), _passing_switches(view, region)
+        for node in sorted(region.nodes - switches):
             if (failure := _effect(node)) is not None:
                 return failure
             outside = [u for u in node.users if u not in region.nodes and not only_checks_sizes(u)]
@@ -81,9 +82,9 @@ def _skipped_for(region: Region) -> Mask | None:
 
 
 def _listed_whole(region: Region, regions: Sequence[Region]) -> bool:
-    """Whether every expert that tokens can choose has its iteration, where `region` is one over a list of choices."""
+    """Whether every expert that tokens can choose has its iteration, where `region` is one over a list."""
     count = None if region.number is None else number_listed(region.condition)
-    return count is None or {r.number for r in regions if r.condition is region.condition} == set(range(count))
+    return count is None or {r.number for r in regions if r.condition is region.condition} >= set(range(count))
 
 
 def _covers(skipped: Mask, read: Mask) -> bool:
@@ -96,6 +97,17 @@ def _plain(indices: Node) -> Node:
     while indices.target in RESHAPES or indices.target in (torch.ops.aten.clone.default, torch.ops.aten.alias.default):
         indices = indices.args[0]  # type: ignore[assignment]
     return indices
+
+
+def _passing_switches(view: GraphView, region: Region) -> frozenset[Node]:
+    """The switches of modes in `region`, where behind it modes are as they were before."""
+    switches = frozenset(n for n in region.nodes if n.target in (set_grad_enabled, ENTER, LEAVE))
+    if not switches:
+        return switches
+    left = {n.args[0] for n in switches if n.target is LEAVE}
+    paired = left == {n for n in switches if n.target is ENTER}
+    before, behind = view.mode_states[min(region.nodes)], view.mode_states[max(region.nodes).next]
+    return switches if paired and before == behind else frozenset()
 
 
 def _effect(node: Node) -> MatchFailure | None:

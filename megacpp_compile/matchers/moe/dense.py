@@ -78,7 +78,7 @@ def _weighted_output(node: Node) -> WeightedOutput | None:
     if node.target is not aten.mul.Tensor or not of_tensors(node):
         return None
     for gate, out in (node.args, node.args[::-1]):
-        if value(gate).dim() != value(out).dim() or value(gate).shape[-1:] != (1,):
+        if not value(gate).dim() == value(out).dim() > 0 or not same_size(value(gate).shape[-1], 1):
             continue
         column: tuple[Node | tuple[Node, Node], int] | None = match_column(gate)  # type: ignore[arg-type]
         if column is None and (own := match_chosen_gate(gate)) is not None:  # type: ignore[arg-type]

@@ -152,9 +152,17 @@ def _gated(node: Node, inner: Node, activation: str, gate: Operand, up: Operand,
         return MatchFailure(inner, "halves", "gate and up are not the halves of one projection")
     if not (gate.whole and up.whole):
         return MatchFailure(inner, "halves", "gate and up are parts of two projections")
-    if strip_row_views(gate.gemm.x) is not strip_row_views(up.gemm.x):
+    if not _same_rows(strip_row_views(gate.gemm.x), strip_row_views(up.gemm.x)):
         return MatchFailure(inner, "inputs", "gate and up are projections of two different inputs")
     return Expert(node, gate.gemm.x, (gate.gemm, up.gemm), down, activation, "pair")
+
+
+def _same_rows(a: Node, b: Node) -> bool:
+    """Whether `a` and `b` are one node, or the same rows of one tensor."""
+    if a is b:
+        return True
+    read = a.target in (aten.index.Tensor, aten.index_select.default) and a.target is b.target
+    return read and a.args == b.args and a.kwargs == b.kwargs
 
 
 def first_unlike(experts: list[Expert]) -> Node | None:

@@ -14,7 +14,7 @@ from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe.experts import Expert, first_unlike, match_expert
 from megacpp_compile.matchers.moe.gate_matrix import is_filled, match_chosen_gate
-from megacpp_compile.matchers.moe.gemms import match_linear_gemm, strip_row_views
+from megacpp_compile.matchers.moe.gemms import Gemm, match_linear_gemm, strip_row_views
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, bounded
 from megacpp_compile.matchers.moe.routing import (
     Mask,
@@ -32,6 +32,7 @@ from megacpp_compile.matchers.moe.row_updates import RowUpdate, chains, row_upda
 
 aten = torch.ops.aten
 _PICKED = (aten.index_add.default, aten.scatter_add.default)
+_NEAR = 24  # nodes to look at
 _EMPTY = (aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default)
 
 
@@ -40,13 +41,14 @@ class Iteration:
     """One expert's iteration of the loop.
 
     Attributes:
+        expert: None for one that returns what it reads.
         x: the tokens whose rows `expert` reads.
         gates: what the gate may be read from, each with whether it is a matrix [T, E]; some spellings fit both.
         scaled_input: whether the gate multiplies what the expert reads.
     """
 
     update: RowUpdate
-    expert: Expert
+    expert: Expert | None
     x: Node
     gates: list[tuple[Node, bool]]
     scaled_input: bool = False
@@ -101,9 +103,16 @@ def _check(view: GraphView, chain: list[RowUpdate]) -> RoutedExperts | MatchFail
         return found
     first, iterations = found[0], found
     mask = first.update.token
-    gates = [g for g in first.gates if all(g in t.gates for t in iterations)]
-    if not gates or any(t.scaled_input != first.scaled_input for t in iterations):
+    identities = [t for t in found if t.expert is None]
+    iterations = [t for t in found if t.expert is not None]
+    if not iterations:
+        return MatchFailure(first.update.node, "no-expert", "what is weighted is no expert's output")
+    gates, scaled_input = [g for g in first.gates if all(g in t.gates for t in found)], iterations[0].scaled_input
+    if not gates or any(t.scaled_input != scaled_input for t in iterations):
         return MatchFailure(iterations[-1].update.node, "gates", "experts are weighted by different gates")
+    passed = _numbers(identities, iterations)
+    if isinstance(passed, MatchFailure):
+        return passed
     served = _one_choice(iterations)
     if isinstance(served, MatchFailure):
         return served
@@ -120,13 +129,29 @@ def _check(view: GraphView, chain: list[RowUpdate]) -> RoutedExperts | MatchFail
         empty = True
     (weights, by_expert), number = gates[0], ordered[0].update.token.expert
     assert number is not None
-    experts = tuple(t.expert for t in ordered)
+    experts = tuple(t.expert for t in ordered if t.expert is not None)
     base = None if empty else start
     layer = RoutedExperts(
         chain[-1].node, first.x, mask.indices, weights, experts, number, base, by_expert=by_expert, column=column,
-        scaled_input=first.scaled_input, choices=None if _choices(mask) or value(mask.indices).dim() == 1 else 1,
+        scaled_input=scaled_input, identities=passed,
+        choices=None if _choices(mask) or value(mask.indices).dim() == 1 else 1,
     )  # fmt: skip
     return bounded(view, layer)
+
+
+def _numbers(identities: list[Iteration], others: list[Iteration]) -> range | MatchFailure:
+    """The numbers of experts that return what they read, which are a range, and none of them another expert's."""
+    if not identities:
+        return range(0)
+    last, served = identities[-1].update, [t.update.token.expert for t in (*identities, *others)]
+    if any(t.update.token.choice is not None for t in identities):
+        return MatchFailure(last.node, "choices", "an expert that returns what it reads serves one choice alone")
+    if len(set(served)) != len(served):
+        return MatchFailure(last.node, "twice", f"choice {last.token.expert} is served twice")
+    numbers = sorted(served[: len(identities)])  # type: ignore[type-var]
+    if numbers != list(range(numbers[0], numbers[0] + len(numbers))):  # type: ignore[arg-type, operator]
+        return MatchFailure(last.node, "gaps", "the numbers of the experts that return what they read are no range")
+    return range(numbers[0], numbers[-1] + 1)  # type: ignore[arg-type, operator]
 
 
 def _one_choice(iterations: list[Iteration]) -> tuple[list[Iteration], int | None] | MatchFailure:
@@ -165,7 +190,7 @@ def _weights(iterations: list[Iteration] | MatchFailure) -> list[Any]:
     """The weights and biases of all experts, in order."""
     if isinstance(iterations, MatchFailure):
         return []
-    return [part for iteration in iterations for part in iteration.expert.parameters]
+    return [part for iteration in iterations if iteration.expert for part in iteration.expert.parameters]
 
 
 def _iterations(chain: list[RowUpdate], gated: bool = True) -> list[Iteration] | MatchFailure:
@@ -200,7 +225,7 @@ def _in_order(iterations: list[Iteration]) -> list[Iteration] | MatchFailure:
     if numbers != list(range(numbers[0], numbers[0] + len(iterations))):
         return MatchFailure(iterations[0].update.node, "gaps", "the experts' numbers are no range")
     ordered = [by_number[n] for n in numbers]
-    if (other := first_unlike([t.expert for t in ordered])) is not None:
+    if (other := first_unlike([t.expert for t in ordered if t.expert is not None])) is not None:
         return MatchFailure(other, "experts-differ", "the experts are not built alike")
     return ordered
 
@@ -220,7 +245,7 @@ def written(node: Node) -> tuple[Node, Node, list[Expert], int] | MatchFailure |
         return ordered
     mask = ordered[0].update.token
     assert mask.expert is not None
-    return mask.indices, ordered[0].x, [t.expert for t in ordered], mask.expert
+    return mask.indices, ordered[0].x, [t.expert for t in ordered if t.expert is not None], mask.expert
 
 
 def _iteration(update: RowUpdate, gated: bool = True) -> Iteration | MatchFailure:
@@ -250,8 +275,11 @@ def _read(
 ) -> Iteration | MatchFailure:
     """The iteration whose expert's output is `out`. `gated`: without `gates` its input has to be multiplied by some."""
     expert = match_expert(out, match_linear_gemm)
+    rows = strip_row_views(out)
+    if expert is None and gates and indexed(rows) is not None:
+        return _of_rows(update, None, rows, gates)
     if expert is None:
-        return MatchFailure(out, "no-expert", "what is weighted is no expert's output")
+        return MatchFailure(out, "no-expert", _changed_before(out))
     if isinstance(expert, MatchFailure):
         return expert
     rows, scaled_input = strip_row_views(expert.x), gated and not gates
@@ -262,18 +290,41 @@ def _read(
         rows, gates = strip_row_views(split[0]), split[1]
         if not gates:
             return MatchFailure(out, "no-gate", "neither what an expert reads nor what it adds is multiplied by a gate")
+    return _of_rows(update, expert, rows, gates, scaled_input)
+
+
+def _changed_before(out: Node) -> str:
+    """Why `out`, which is weighted, is no expert's output: what its last GEMM goes through, if there is one."""
+    between, gemms = [out], 0
+    for node in between:
+        if isinstance(match_linear_gemm(strip_row_views(node)), Gemm):
+            gemms += 1
+        elif node.op == "call_function" and len(between) < _NEAR:
+            between += [n for n in node.all_input_nodes if n not in between]
+    changes = [n for n in sorted(between) if n.op == "call_function" and strip_row_views(n) is n]
+    own = [n for n in changes if not match_linear_gemm(n)]
+    named = dict.fromkeys(str(n.target).removeprefix("aten.").split(".")[0] for n in own)
+    if gemms != 1:
+        return "what is weighted is no expert's output"
+    return f"an expert's output goes through {', '.join(named)} before it is weighted: only a bias may be added there"
+
+
+def _of_rows(
+    update: RowUpdate, expert: Expert | None, rows: Node, gates: list[tuple[Node, bool]], scaled_input: bool = False
+) -> Iteration | MatchFailure:
+    """The iteration whose expert reads `rows`."""
     read = indexed(rows)
     if read is None or picked(read[1]) != update.token:
         return MatchFailure(rows, "rows", "an expert reads other rows than it adds to")
     if not read_over(read[0], read[1], update.token.indices, _choices(update.token)):
-        return MatchFailure(expert.x, "rows", "there are not as many rows as choices")
+        return MatchFailure(rows, "rows", "there are not as many rows as choices")
     return Iteration(update, expert, read[0], gates, scaled_input)
 
 
 def _gates(node: Node, update: RowUpdate) -> list[tuple[Node, bool]]:
     """What `node` is read from, each with whether it is a matrix: gates [.., k] of which it is `gates[token, choice]`,
     one per row, or a matrix [.., E] of which it is the expert's column."""
-    if value(node).dim() != 2 or value(node).shape[-1] != 1:
+    if value(node).dim() != 2 or not same_size(value(node).shape[-1], 1):
         return []
     while node.target in (aten.unsqueeze.default, aten.view.default, aten.reshape.default, aten._to_copy.default,
                           aten.to.dtype, aten.clone.default):  # fmt: skip

@@ -44,6 +44,7 @@ class RoutedExperts:
         by_expert: whether `gates` has a column for every expert rather than for every choice.
         column: the one column of `indices` [T, k] that counts; None for all.
         scaled_input: whether the gate multiplies what the expert reads: `base + sum of expert(gate * x)`.
+        identities: the numbers of experts that return what they read, which `experts` does not hold.
         inputs: what the layer reads; inside: the nodes between these and `output`. Filled in by `bounded`.
     """
 
@@ -58,6 +59,7 @@ class RoutedExperts:
     by_expert: bool = False
     column: int | None = None
     scaled_input: bool = False
+    identities: range = range(0)
     inputs: tuple[Node, ...] = ()
     inside: frozenset[Node] = frozenset()
 

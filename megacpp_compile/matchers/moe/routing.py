@@ -102,8 +102,10 @@ def match_mask(node: Node) -> Mask | None:
         return inner
     if target in (aten.ne.Scalar, aten.gt.Scalar) and args[1] == 0 and args[1] is not False:
         return inner
+    new, old = value(node).shape, value(args[0]).shape
+    if target in UNIT_DIMS and len(new) == len(old):  # a squeeze that finds nothing to drop
+        return inner
     if target in RESHAPES:
-        new, old = value(node).shape, value(args[0]).shape
         kept = inner.dims[len(inner.tokens) :]
         alike = len(new) == 1 + len(kept) and all(map(same_size, new[1:], old[len(inner.tokens) :]))
         return inner.flat() if inner.by_token and alike else None

@@ -65,15 +65,19 @@ def match_hits(node: Node) -> Mask | None:
 
 
 def number_listed(node: Node) -> int | None:
-    """Among how many experts those were chosen whose numbers `node` lists by looking at the choices; None where it
-    looks at all experts' counts, of which it lists places."""
-    while node.op == "call_function" and node.target is not operator.getitem:
-        if not node.args or not isinstance(node.args[0], Node):
-            return None
-        node = node.args[0]
-    chosen = _distinct(node)
-    scores = None if chosen is None else scores_of(chosen)
-    return None if scores is None else value(scores).shape[-1]
+    """How many experts may be among those whose numbers `node` lists: as many as there are to choose from, and no more
+    than there are counts of which it lists places; None where it lists something else."""
+    mask = match_hits(node)
+    if mask is None:
+        return None
+    scores = scores_of(mask.indices)
+    chosen_from = None if scores is None else value(scores).shape[-1]
+    while node.op == "call_function" and node.target not in FINDS:
+        if _distinct(node) is not None:
+            return chosen_from
+        node = node.args[0]  # type: ignore[assignment]
+    counts = value(node.args[0]).shape[0]
+    return counts if chosen_from is None or chosen_from > counts else chosen_from
 
 
 def _distinct(node: Node) -> Node | None:

@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import value
+from megacpp_compile.fx.edit import same_size, value
+from megacpp_compile.fx.views import COMPOSITE_PERMUTATIONS, COPIES, PERMUTATIONS
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
+from megacpp_compile.matchers.moe.activation import match_product
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, SortedExperts, around
 from megacpp_compile.matchers.moe.routing import number_of_scores
 from megacpp_compile.matchers.views import RESHAPES, is_cast
@@ -60,6 +62,8 @@ def _stacks(node: Node, weights: frozenset[Node], counts: set[Any]) -> set[Node]
     if node.op != "call_function" or str(node.target).split(".")[-2:][0] not in _GEMMS:
         return set()
     found, given = set[Node](), 0
+    if any(_of_channels(operand) for operand in node.all_input_nodes):
+        return found
     for operand in node.all_input_nodes:
         each, chain = False, [operand]
         while operand.op == "call_function" and (
@@ -72,6 +76,19 @@ def _stacks(node: Node, weights: frozenset[Node], counts: set[Any]) -> set[Node]
             given += 1
             found.update(chain if each or _of(operand, counts) else ())
     return found if given == 1 else set()  # of two, one is an activation: behind a graph break these are inputs, too
+
+
+def _of_channels(operand: Node) -> bool:
+    """Whether `operand` is a token's channels in groups, [.., groups, channels], perhaps transposed: heads, each of
+    which a weight of its own reads. What experts made for their last GEMM is not meant."""
+    while operand.target in PERMUTATIONS | COMPOSITE_PERMUTATIONS or operand.target in COPIES or is_cast(operand):
+        operand = operand.args[0]  # type: ignore[assignment]
+    if operand.target not in RESHAPES or value(operand).dim() < 3:
+        return False
+    source = operand.args[0]
+    groups, channels = value(operand).shape[-2:]
+    split = same_size(value(source).shape[-1], groups * channels)  # type: ignore[arg-type]
+    return split and not same_size(groups, 1) and match_product(source) is None  # type: ignore[arg-type]
 
 
 def _of(node: Node, counts: set[Any]) -> bool:

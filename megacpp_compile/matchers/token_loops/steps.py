@@ -17,7 +17,7 @@ from torch import fx
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, value
-from megacpp_compile.matchers.token_loops.tokens import Collected, Read, collected, reads_by_count
+from megacpp_compile.matchers.token_loops.tokens import Collected, Read, collected, part_of_several, reads_by_count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,18 +133,20 @@ class _Steps:
         return all(dimensions(n) < dimensions(state) for n in reads) and self._of_tokens(ahead)
 
     def _of_tokens(self, made: list[Node]) -> bool:
-        """Whether any position that `made`, of one step, comes from is one of a tensor of several dimensions."""
-        pending, seen = list(made), set(made)
+        """Whether any position that `made`, of one step, comes from is one of a tensor of several dimensions, and none
+        of its operands is one of as many parts of another: a state that goes from chunk to chunk."""
+        pending, seen, found = list(made), set(made), False
         while pending:
             node = pending.pop()
             if node in self.reads:
-                if value(self.reads[node].source).dim() > 1:
-                    return True
+                found = found or value(self.reads[node].source).dim() > 1
                 continue
+            if any(a not in self.step and part_of_several(a) == self.count for a in node.all_input_nodes):
+                return False
             new = [a for a in node.all_input_nodes if self.step.get(a) == self.step[node] and a not in seen]
             seen.update(new)
             pending += new
-        return False
+        return found
 
     def _ahead(self, state: Node) -> list[Node]:
         """What the next step makes of `state`, in graph order."""

@@ -87,6 +87,17 @@ def _read(source: Node, dim: int, at: Any, kept: bool) -> Read | None:
     return Read(source, dim, at % count, count, kept)
 
 
+def part_of_several(node: Node) -> int | None:
+    """Of how many parts of a tensor, each of several positions, `node` is one; None where it is no such part."""
+    if node.target is not aten.slice.Tensor:
+        return None
+    source, of, start = [*node.args, 0, 0][:3]
+    whole, own = (number(value(n).shape[of]) for n in (source, node))  # type: ignore[arg-type, index]
+    if whole is None or own is None or own < 2 or whole % own or not isinstance(start, int) or start % own:
+        return None
+    return whole // own
+
+
 def reads_by_count(nodes: Iterable[Node]) -> dict[int, dict[Node, Read]]:
     """All reads of tensors every position of which is read, by how many positions there are."""
     groups: dict[tuple[Node, int, int], dict[Node, Read]] = {}

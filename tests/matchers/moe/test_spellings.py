@@ -35,6 +35,7 @@ def ids(p):
         (experts.onto_the_input, {"base": True}),
         (experts.some_of_the_experts, {"first": 1, "experts": 2, "weights": LISTS[:6]}),
         (experts.scaled_input, {"scaled_input": True}),
+        (experts.returning_what_they_read, {"experts": 1, "weights": LISTS[:3]}),
         (experts_at_once.mask_any_choice, {"by_expert": True}),
         (experts_at_once.mask_of_the_first_choice, {"column": 0}),
         (experts_at_once.mask_of_the_largest, {"by_expert": True}),
@@ -56,6 +57,11 @@ def test_what_a_loop_reads():
     assert layer.indices.target is operator.getitem
     assert layer.indices.args[0].target is torch.ops.aten.topk.default
     assert {n.op for n in layer.inputs} == {"placeholder", "call_function"} and len(layer.inputs) == 3 + 3 * EXPERTS
+
+
+def test_experts_that_return_what_they_read():
+    layer = the_layer(loop, view_of_experts(experts.first_returns_what_it_reads))
+    assert (layer.identities, layer.first, len(layer.experts)) == (range(1), 1, EXPERTS - 1)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
