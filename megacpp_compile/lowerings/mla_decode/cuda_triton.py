@@ -32,7 +32,9 @@ _TILES = [
 ]  # fmt: skip
 _rows = Kernel(kernels.mla_decode_rows, _TILES, ("V", "R", "heads", "tokens"))
 _codes = Kernel(kernels.mla_decode_codes, _TILES, ("V", "R", "heads", "tokens"))
-_combine = Kernel(kernels.mla_decode_combine, [{"num_warps": 4}], ("V",))
+_combine = Kernel(
+    kernels.mla_decode_combine, [{"BV": bv, "BS": bs, "num_warps": 4} for bv, bs in ((64, 32), (512, 4))], ("V", "SP")
+)
 
 
 def supports(name: str, args: Sequence[Any]) -> str | None:
@@ -106,8 +108,18 @@ def mla_decode(
         _rows(grid, block, SCALED=int(row_scale is not None), **args)
     else:
         _codes(grid, block, codebook=codebook, s_d=steps[2], **args)
-    _combine(
-        lambda meta: (batch * tokens * heads,), {"num_warps": 4},
-        part_out=part_out, part_lse=part_lse, out=out, lse=lse, splits=splits, V=d_v, VP=power_of_2(d_v),
-    )  # fmt: skip
+    combine(part_out, part_lse, out, lse)
     return out, lse
+
+
+def combine(part_out: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Results of parts [b, t, h, splits, d_v] and [b, t, h, splits] into out and lse. Few queries are spread over the
+    device by channels."""
+    queries, (splits, d_v) = lse.numel(), part_out.shape[3:]
+    width = power_of_2(d_v)
+    across = min(width, 512 if isinstance(queries, int) and queries >= 512 else 64)
+    block = {"BV": across, "BS": min(max(1, 2048 // across), power_of_2(splits)), "num_warps": 4}
+    _combine(
+        lambda meta: (queries, triton.cdiv(d_v, meta["BV"])), block,
+        part_out=part_out, part_lse=part_lse, out=out, lse=lse, splits=splits, V=d_v, SP=power_of_2(splits),
+    )  # fmt: skip
