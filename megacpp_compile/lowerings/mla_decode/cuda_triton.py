@@ -6,6 +6,7 @@ length, so that a captured launch serves all lengths.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,8 +22,10 @@ __all__ = ["mla_decode", "supports"]
 
 # Channels that one program holds in registers for a block of queries: of values, and of the rest.
 MAX_VALUE_CHANNELS, MAX_REST_CHANNELS = 512, 128
-# Programs to have in flight: an H200 has 132 SMs, and a program of this size fills one.
-PROGRAMS = 132
+# An H100 or H200 has so many; a program of this size fills one.
+SMS = 132
+# What a part takes beside its tiles, and its share of combining, in tiles.
+START, COMBINE = 3, 0.01
 # Blocks a launch can have along its second and third dimension.
 MOST_BLOCKS = 65535
 
@@ -68,9 +71,24 @@ def tile(q: Tensor, rows: Tensor) -> dict[str, int]:
 
 
 def parts(q: Tensor, rows: Tensor, block: int) -> int:
-    """Into how many parts to split a sequence's rows: enough programs for the device, of 4 tiles of rows at least."""
-    sequences = max(1, hint(q.shape[0]) * -(-q.shape[1] * q.shape[2] // block))
-    return max(1, min(-(-2 * PROGRAMS // sequences), -(-hint(rows.shape[1]) // 256)))
+    """Into how many parts to split a sequence's rows, of 4 tiles of 64 at least."""
+    blocks = max(1, hint(q.shape[0]) * -(-q.shape[1] * q.shape[2] // block))
+    return min(even_parts(blocks, hint(rows.shape[1]), SMS, 64), -(-hint(rows.shape[1]) // 256))
+
+
+@functools.lru_cache(1024)
+def even_parts(blocks: int, rows: int, at_once: int, tile: int) -> int:
+    """Into how many parts to split each of `blocks` so that no SM waits for the last ones: a part takes as long as its
+    tiles and START more, and `at_once` of them run at once."""
+    tiles, best, least = -(-rows // tile), 1, float("inf")
+    for splits in range(1, min(tiles, 2 * at_once) + 1):
+        each = -(-tiles // splits)
+        if splits > 1 and each == -(-tiles // (splits - 1)):
+            continue  # the same, with a part that has none
+        takes = -(-blocks * splits // at_once) * (each + START) + splits * COMBINE
+        if takes < least:
+            best, least = splits, takes
+    return best
 
 
 def mla_decode(
