@@ -176,10 +176,10 @@ def mla_decode_combine(part_out, part_lse, out, lse, splits, V: tl.constexpr, BV
     total = tl.where(found, total, 1.0)
     acc = tl.zeros([BV], tl.float32)
     for first in range(0, splits, BS):
-        s = first + tl.arange(0, BS)
-        there = s < splits
-        weight = tl.exp2(tl.load(part_lse + m * splits + s, mask=there, other=float("-inf")) - base)
-        at = part_out + (m * splits + s)[:, None] * V + v[None, :]
+        part = first + tl.arange(0, BS)
+        there = part < splits
+        weight = tl.exp2(tl.load(part_lse + m * splits + part, mask=there, other=float("-inf")) - base)
+        at = part_out + (m * splits + part)[:, None] * V + v[None, :]
         acc += tl.sum(weight[:, None] * tl.load(at, mask=there[:, None] & (v < V)[None, :], other=0.0), 0)
     tl.store(out + m * V + v, as_stored(acc / total, out), mask=v < V)
     if tl.program_id(1) == 0:
