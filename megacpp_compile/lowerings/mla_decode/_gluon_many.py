@@ -14,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -27,16 +28,17 @@ from megacpp_compile.lowerings.mla_decode._gluon_rows import (
     log2,
     part,
     planes,
+    queries,
+    read,
+    scale_of,
     scaled,
-    words,
 )
 from megacpp_compile.lowerings.mla_decode._triton_kernels import LOG2_E
 from megacpp_compile.lowerings.sparse_mla._gluon_rows import barrier, load_async, seen_as
 
 
-@gluon.jit
-def _scale_of(row_scale, s_s, row, end):
-    return gl.load(row_scale + row.to(gl.int64) * s_s, mask=row < end, other=0.0)
+# By the name it has in Triton 3.9, and by that of 3.6.
+_tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 
 @gluon.jit
@@ -53,18 +55,17 @@ def _softmax(q_a, q_b, q_r, k_a, k_b, k_r, keep, share, full_a, full_b, p_full, 
     total = gl.full([BH], 0.0, gl.float32, QUERY)
     m = first_query + gl.arange(0, BH, QUERY)
     limit = gl.minimum(length - tokens + m // heads + 1, end)
+    whole = gl.minimum(length - tokens + 1, end)  # up to where every query sees every row
     i = 0
     for first in range(start, end, BK):
         slot = i & 1
         phase = (i >> 1) & 1
         row = first + gl.arange(0, BK, ROW)
         if KIND != PLAIN:
-            its_v = _scale_of(row_scale, s_s, row, end)
+            its_v = scale_of(row_scale, s_s, row, end)
         mbarrier.wait(full_a.index(slot), phase)
-        fence_async_shared()
         s = warpgroup_mma(q_a, k_a.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
         mbarrier.wait(full_b.index(slot), phase)
-        fence_async_shared()
         s = warpgroup_mma(q_b, k_b.index(slot).permute((1, 0)), s, is_async=True)
         if KIND == CODES:  # whose other channels are their row's scale times what their codes stand for
             s = warpgroup_mma_wait(0, deps=[s])
@@ -73,7 +74,9 @@ def _softmax(q_a, q_b, q_r, k_a, k_b, k_r, keep, share, full_a, full_b, p_full, 
         s = warpgroup_mma_wait(0, deps=[s])
         if KIND == FP8:
             s = s * its_v[None, :]
-        s = gl.where(row[None, :] < limit[:, None], s * scale, float("-inf"))
+        s = s * scale
+        if first + BK > whole:
+            s = gl.where(row[None, :] < limit[:, None], s, float("-inf"))
         new = gl.maximum(most, gl.max(s, 1))
         base = gl.where(new == float("-inf"), 0.0, new)
         kept_share = gl.exp2(most - base)
@@ -98,18 +101,18 @@ def _softmax(q_a, q_b, q_r, k_a, k_b, k_r, keep, share, full_a, full_b, p_full, 
 
 
 @gluon.jit
-def _store(part_out, acc, first_query, first_place, queries, splits, lanes_from: gl.constexpr, V: gl.constexpr,
+def _store(part_out, acc, first_query, first_place, number, splits, lanes_from: gl.constexpr, V: gl.constexpr,
            BH: gl.constexpr, KIND: gl.constexpr, M: gl.constexpr):  # fmt: skip
     row = gl.arange(0, BH, gl.SliceLayout(1, M))
     v = channel(lanes_from + gl.arange(0, V // 2, gl.SliceLayout(0, M)), V // 2, KIND)
     place = (first_place + row * splits).to(gl.int64)
-    there = (first_query + row < queries)[:, None] & (v >= 0)[None, :]
+    there = (first_query + row < number)[:, None] & (v >= 0)[None, :]
     gl.store((part_out + place * V)[:, None] + v[None, :], acc, mask=there)
 
 
 @gluon.jit
 def _sums(k_a, k_b, k_r, keep, share, full_a, full_b, empty_a, empty_b, p_full, done, part_out,
-          queries, splits, start, end, first_query, first_place,
+          number, splits, start, end, first_query, first_place,
           V: gl.constexpr, KIND: gl.constexpr, BH: gl.constexpr, BK: gl.constexpr):  # fmt: skip
     """The results [BH, V], by two warp groups, each with half of the channels of either half of a tile."""
     M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, V // 4, 16])
@@ -126,7 +129,6 @@ def _sums(k_a, k_b, k_r, keep, share, full_a, full_b, empty_a, empty_b, p_full, 
         kept_share = keep.index(slot).load(QUERY)[:, None]
         a = a * kept_share
         b = b * kept_share
-        fence_async_shared()
         a = warpgroup_mma(k_r.index(slot), k_a.index(slot), a, is_async=True)
         b = warpgroup_mma(k_r.index(slot), k_b.index(slot), b, is_async=True)
         a = warpgroup_mma_wait(1, deps=[a])
@@ -138,12 +140,12 @@ def _sums(k_a, k_b, k_r, keep, share, full_a, full_b, empty_a, empty_b, p_full, 
         i += 1
     mbarrier.wait(done, 0)
     total = share.load(QUERY)[:, None]
-    _store(part_out, a * total, first_query, first_place, queries, splits, 0, V, BH, KIND, M)
-    _store(part_out, b * total, first_query, first_place, queries, splits, V // 2, V, BH, KIND, M)
+    _store(part_out, a * total, first_query, first_place, number, splits, 0, V, BH, KIND, M)
+    _store(part_out, b * total, first_query, first_place, number, splits, V // 2, V, BH, KIND, M)
 
 
 @gluon.jit
-def _copy(kv, kv_s, first, end, lane_from, to, full, LANES: gl.constexpr, BK: gl.constexpr):
+def _copy(kv, kv_s, first, end, lane_from, to, LANES: gl.constexpr, BK: gl.constexpr):
     ACROSS: gl.constexpr = min(32, LANES // 8)
     L: gl.constexpr = gl.BlockedLayout([1, 8], [32 // ACROSS, ACROSS], [gl.num_warps(), 1], [1, 0])
     row = first + gl.arange(0, BK, gl.SliceLayout(1, L))
@@ -154,45 +156,37 @@ def _copy(kv, kv_s, first, end, lane_from, to, full, LANES: gl.constexpr, BK: gl
 
 
 @gluon.jit
-def _ahead(kv, kv_s, first, end, which, LINES: gl.constexpr, BK: gl.constexpr):
-    """Asks for the lines of 128 bytes of every second row of a tile, so that they are in L2 when they are copied. The
-    program of the sequence's other queries asks for the other rows."""
-    L: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [gl.num_warps(), 1], [1, 0])
-    row = first + which + 2 * gl.arange(0, BK // 2, gl.SliceLayout(1, L))
-    row = gl.minimum(row, end - 1)
-    line = gl.minimum(gl.arange(0, 16, gl.SliceLayout(0, L)), LINES - 1)
-    at = (kv + row.to(gl.int64) * kv_s)[:, None] + 64 * line[None, :]
-    gl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], gl.int32, False, 1)
-
-
-@gluon.jit
-def _bring(kv, kv_s, k_a, k_b, k_r, full_a, full_b, empty_a, empty_b, start, end,
-           V: gl.constexpr, R: gl.constexpr, BK: gl.constexpr, AHEAD: gl.constexpr):  # fmt: skip
-    """All tiles, one after the other, by warps that do nothing else."""
+def _bring(halves, rests, kv, kv_s, k_a, k_b, k_r, full_a, full_b, empty_a, empty_b, batch, start, end,
+           V: gl.constexpr, R: gl.constexpr, BK: gl.constexpr):  # fmt: skip
+    """All tiles, one after the other, by a warp that does nothing else. The last one may have rows that nobody may see,
+    which are copied as zeros, by threads."""
     i = 0
-    for first in range(start, end, BK):
+    for first in range(start, end - BK + 1, BK):
         slot = i & 1
         phase = (i >> 1) & 1
-        if AHEAD > 0:
-            if first + AHEAD * BK < end:
-                _ahead(kv, kv_s, first + AHEAD * BK, end, gl.program_id(0) & 1, (V + R) // 64, BK)
         mbarrier.wait(empty_a.index(slot), phase ^ 1)
-        _copy(kv, kv_s, first, end, 0, k_a.index(slot), full_a.index(slot), V // 2, BK)
-        async_copy.mbarrier_arrive(full_a.index(slot), increment_count=False)
+        mbarrier.expect(full_a.index(slot), BK * V)
+        _tma_load(halves, [batch, first, 0], full_a.index(slot), k_a.index(slot).reshape([1, BK, V // 2]))
         mbarrier.wait(empty_b.index(slot), phase ^ 1)
-        _copy(kv, kv_s, first, end, V // 2, k_b.index(slot), full_b.index(slot), V // 2, BK)
-        _copy(kv, kv_s, first, end, V, k_r.index(slot), full_b.index(slot), R, BK)
-        async_copy.mbarrier_arrive(full_b.index(slot), increment_count=False)
+        mbarrier.expect(full_b.index(slot), BK * (V + 2 * R))
+        _tma_load(rests, [batch, first, V], full_b.index(slot), k_r.index(slot).reshape([1, BK, R]))
+        _tma_load(halves, [batch, first, V // 2], full_b.index(slot), k_b.index(slot).reshape([1, BK, V // 2]))
         i += 1
-
-
-@gluon.jit
-def _read(kv, kv_s, first, end, word, WORDS: gl.constexpr, BK: gl.constexpr, KIND: gl.constexpr):
-    VEC: gl.constexpr = 1 if KIND == CODES else 2
-    ACROSS: gl.constexpr = min(32, WORDS // VEC)
-    L: gl.constexpr = gl.BlockedLayout([1, VEC], [32 // ACROSS, ACROSS], [gl.num_warps(), 1], [1, 0])
-    row = first + gl.arange(0, BK, gl.SliceLayout(1, L))
-    return words(kv, kv_s, row, row < end, word, WORDS, L)
+    first = start + i * BK
+    if first < end:
+        slot = i & 1
+        phase = (i >> 1) & 1
+        mbarrier.wait(empty_a.index(slot), phase ^ 1)
+        mbarrier.wait(empty_b.index(slot), phase ^ 1)
+        _copy(kv, kv_s, first, end, 0, k_a.index(slot), V // 2, BK)
+        _copy(kv, kv_s, first, end, V // 2, k_b.index(slot), V // 2, BK)
+        _copy(kv, kv_s, first, end, V, k_r.index(slot), R, BK)
+        async_copy.commit_group()
+        async_copy.wait_group(0)
+        fence_async_shared()
+        barrier()
+        mbarrier.arrive(full_a.index(slot), count=1)
+        mbarrier.arrive(full_b.index(slot), count=1)
 
 
 @gluon.jit
@@ -208,26 +202,26 @@ def _bring_widened(kv, kv_s, row_scale, s_s, s_d, codebook, k_a, k_b, k_r, full_
     PER: gl.constexpr = 8 if KIND == CODES else 4
     HALF: gl.constexpr = V // 2 // PER
     book = planes(codebook, KIND)
-    x_a = _read(kv, kv_s, start, end, 0, HALF, BK, KIND)
+    x_a = read(kv, kv_s, start, end, 0, HALF, BK, KIND)
     i = 0
     for first in range(start, end, BK):
         slot = i & 1
         phase = (i >> 1) & 1
-        x_b = _read(kv, kv_s, first, end, HALF, HALF, BK, KIND)
-        x_r = _read(kv, kv_s, first, end, 2 * HALF, R // PER, BK, KIND)
+        x_b = read(kv, kv_s, first, end, HALF, HALF, BK, KIND)
+        x_r = read(kv, kv_s, first, end, 2 * HALF, R // PER, BK, KIND)
         mbarrier.wait(empty_a.index(slot), phase ^ 1)
         _widen(x_a, book, k_a.index(slot), V // 2, BK, KIND)
         fence_async_shared()
         barrier()
         mbarrier.arrive(full_a.index(slot), count=1)
-        x_a = _read(kv, kv_s, first + BK, end, 0, HALF, BK, KIND)
+        x_a = read(kv, kv_s, first + BK, end, 0, HALF, BK, KIND)
         mbarrier.wait(empty_b.index(slot), phase ^ 1)
         _widen(x_b, book, k_b.index(slot), V // 2, BK, KIND)
         if KIND == CODES:
             y = decoded(x_r, book, BK, R // PER, KIND)
             to_r = seen_as(k_r.index(slot), gl.int32, BK, R // 2, gl.NVMMASharedLayout(128, 32))
             row = first + gl.arange(0, BK, gl.SliceLayout(1, y.type.layout))
-            to_r.store(scaled(y, _scale_of(row_scale + s_d, s_s, row, end)))
+            to_r.store(scaled(y, scale_of(row_scale + s_d, s_s, row, end)))
         else:
             _widen(x_r, book, k_r.index(slot), R, BK, KIND)
         fence_async_shared()
@@ -237,11 +231,14 @@ def _bring_widened(kv, kv_s, row_scale, s_s, s_d, codebook, k_a, k_b, k_r, full_
 
 
 @gluon.jit
-def mla_decode_many(q, kv, row_scale, codebook, lengths, part_out, part_lse, tokens, rows, heads, splits, scale,
+def mla_decode_many(halves, rests, q, kv, row_scale, codebook, lengths, part_out, part_lse, tokens, rows, heads, splits, scale,
                     q_b, q_t, q_h, kv_b, kv_s, s_b, s_s, s_d, l_b,
                     V: gl.constexpr, R: gl.constexpr, KIND: gl.constexpr, BH: gl.constexpr, BK: gl.constexpr,
-                    AHEAD: gl.constexpr, SOFTMAX_REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr):  # fmt: skip
-    """BH queries and a part of their sequence's rows. Launched with eight warps, which become those of the sums."""
+                    SOFTMAX_REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr,
+                    COPY_WARPS: gl.constexpr):  # fmt: skip
+    """BH queries and a part of their sequence's rows. Launched with eight warps, which become those of the sums. PLAIN
+    rows are `halves` and `rests`, too, descriptors of all rows for tiles of half of the values' channels, and of the
+    others."""
     gl.static_assert(R == BK and BH == BK)  # probabilities take the place of a tile's last channels
     T: gl.constexpr = q.dtype.element_ty
     batch = gl.program_id(2).to(gl.int64)
@@ -266,8 +263,8 @@ def mla_decode_many(q, kv, row_scale, codebook, lengths, part_out, part_lse, tok
     p_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     done = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(2):
-        mbarrier.init(full_a.index(slot), count=128 if KIND == PLAIN else 1)
-        mbarrier.init(full_b.index(slot), count=128 if KIND == PLAIN else 1)
+        mbarrier.init(full_a.index(slot), count=1)
+        mbarrier.init(full_b.index(slot), count=1)
         mbarrier.init(empty_a.index(slot), count=1)
         mbarrier.init(empty_b.index(slot), count=1)
         mbarrier.init(p_full.index(slot), count=1)
@@ -276,12 +273,11 @@ def mla_decode_many(q, kv, row_scale, codebook, lengths, part_out, part_lse, tok
     L: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
     first_query = gl.program_id(0) * BH
     m = first_query + gl.arange(0, BH, gl.SliceLayout(1, L))
-    mine = (m < tokens * heads)[:, None]
-    at = (q + batch * q_b + (m // heads).to(gl.int64) * q_t + (m % heads) * q_h)[:, None]
-    v, r = gl.arange(0, V // 2, gl.SliceLayout(0, L)), gl.arange(0, R, gl.SliceLayout(0, L))
-    q_a.store(gl.load(at + channel(v, V // 2, KIND)[None, :], mask=mine & (v >= 0)[None, :], other=0.0))
-    q_b_.store(gl.load(at + channel(V // 2 + v, V // 2, KIND)[None, :], mask=mine & (v >= 0)[None, :], other=0.0))
-    q_r.store(gl.load(at + V + channel(r, R // 2, KIND)[None, :], mask=mine & (r >= 0)[None, :], other=0.0))
+    mine = m < tokens * heads
+    at = q + batch * q_b + (m // heads).to(gl.int64) * q_t + (m % heads) * q_h
+    queries(at, mine, q_a, 0, V // 2, V // 2, KIND, L)
+    queries(at, mine, q_b_, V // 2, V // 2, V // 2, KIND, L)
+    queries(at + V, mine, q_r, 0, R, R // 2, KIND, L)
     fence_async_shared()
     barrier()
     first_place = (batch * tokens * heads + first_query) * splits + gl.program_id(1)
@@ -293,8 +289,9 @@ def mla_decode_many(q, kv, row_scale, codebook, lengths, part_out, part_lse, tok
             (_softmax, (q_a, q_b_, q_r, k_a, k_b, k_r, keep, share, full_a, full_b, p_full, done, row_scale,
                         s_s, part_lse, length, tokens, heads, splits, start, end, first_query, first_place, scale,
                         KIND, BH, BK)),
-            (_bring, (kv, kv_s, k_a, k_b, k_r, full_a, full_b, empty_a, empty_b, start, end, V, R, BK, AHEAD)),
-        ], [4, 4], [SOFTMAX_REGISTERS, COPY_REGISTERS])  # fmt: skip
+            (_bring, (halves, rests, kv, kv_s, k_a, k_b, k_r, full_a, full_b, empty_a, empty_b, gl.program_id(2), start, end,
+                      V, R, BK)),
+        ], [4, COPY_WARPS], [SOFTMAX_REGISTERS, COPY_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
             (_sums, (k_a, k_b, k_r, keep, share, full_a, full_b, empty_a, empty_b, p_full, done, part_out,
@@ -304,4 +301,4 @@ def mla_decode_many(q, kv, row_scale, codebook, lengths, part_out, part_lse, tok
                         KIND, BH, BK)),
             (_bring_widened, (kv, kv_s, row_scale, s_s, s_d, codebook, k_a, k_b, k_r, full_a, full_b, empty_a, empty_b,
                               start, end, V, R, BK, KIND)),
-        ], [4, 4], [SOFTMAX_REGISTERS, COPY_REGISTERS])  # fmt: skip
+        ], [4, COPY_WARPS], [SOFTMAX_REGISTERS, COPY_REGISTERS])  # fmt: skip

@@ -30,6 +30,10 @@ _LOOK_UP = gl.constexpr(
     + _HALF + " prmt.b32 $0, lo, hi, 0x5140; prmt.b32 $1, lo, hi, 0x7362; shr.b32 s, s, 16; shr.b32 c, c, 16;"
     + _HALF + " prmt.b32 $2, lo, hi, 0x5140; prmt.b32 $3, lo, hi, 0x7362; }"
 )  # fmt: skip
+_SCALE = gl.constexpr(
+    "{ .reg .b32 a, b; shl.b32 a, $1, 16; and.b32 b, $1, 0xffff0000;"
+    " mul.f32 a, a, $2; mul.f32 b, b, $2; cvt.rn.bf16x2.f32 $0, b, a; }"
+)
 _LOOK_UP_CONSTRAINTS = gl.constexpr("=&r,=&r,=&r,=&r" + 9 * ",r")
 
 
@@ -81,13 +85,28 @@ def planes(codebook, KIND: gl.constexpr):
 
 
 @gluon.jit
-def words(kv, kv_s, row, there, first, WORDS: gl.constexpr, L: gl.constexpr):
-    """WORDS of 32 bits of the rows [BK], in layout L, zeros where they are not there."""
-    VEC: gl.constexpr = L.size_per_thread[1]
-    word = first + gl.arange(0, WORDS, gl.SliceLayout(0, L))
+def read(kv, kv_s, first, end, word, WORDS: gl.constexpr, BK: gl.constexpr, KIND: gl.constexpr):
+    """WORDS of a tile's rows. What a thread reads at once becomes 16 bytes of shared memory."""
+    VEC: gl.constexpr = 1 if KIND == CODES else 2
+    ACROSS: gl.constexpr = min(32, WORDS // VEC)
+    L: gl.constexpr = gl.BlockedLayout([1, VEC], [32 // ACROSS, ACROSS], [gl.num_warps(), 1], [1, 0])
+    row = first + gl.arange(0, BK, gl.SliceLayout(1, L))
+    word += gl.arange(0, WORDS, gl.SliceLayout(0, L))
     at = (kv + row.to(gl.int64) * kv_s)[:, None] + word[None, :]
     at = gl.max_contiguous(gl.multiple_of(at, [1, 4 * VEC]), [1, VEC])
-    return gl.load(at, mask=there[:, None] & (word >= 0)[None, :], other=0)
+    return gl.load(at, mask=(row < end)[:, None] & (word >= 0)[None, :], other=0)
+
+
+@gluon.jit
+def scale_of(row_scale, s_s, row, end):
+    return gl.load(row_scale + row.to(gl.int64) * s_s, mask=row < end, other=0.0)
+
+
+@gluon.jit
+def queries(at, there, to, first, LANES: gl.constexpr, HALF: gl.constexpr, KIND: gl.constexpr, L: gl.constexpr):
+    """Stores a part of the queries at those addresses, from a place on, in the order of the rows' channels."""
+    place = first + gl.arange(0, LANES, gl.SliceLayout(0, L))
+    to.store(gl.load(at[:, None] + channel(place, HALF, KIND)[None, :], mask=there[:, None] & (place >= 0)[None, :], other=0.0))
 
 
 @gluon.jit
@@ -108,5 +127,5 @@ def decoded(x, book, ROWS: gl.constexpr, WORDS: gl.constexpr, KIND: gl.constexpr
 @gluon.jit
 def scaled(pairs, its):
     """Pairs of bfloat16 times their row's scale."""
-    words: gl.constexpr = "{ .reg .b32 a, b; shl.b32 a, $1, 16; and.b32 b, $1, 0xffff0000; mul.f32 a, a, $2; mul.f32 b, b, $2; cvt.rn.bf16x2.f32 $0, b, a; }"
-    return gl.inline_asm_elementwise(words, "=r,r,r", [pairs, gl.expand_dims(its, 1).to(gl.int32, bitcast=True)], gl.int32, True, 1)
+    its = gl.expand_dims(its, 1).to(gl.int32, bitcast=True)
+    return gl.inline_asm_elementwise(_SCALE, "=r,r,r", [pairs, its], gl.int32, True, 1)

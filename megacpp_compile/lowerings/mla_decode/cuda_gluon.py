@@ -1,6 +1,6 @@
-"""`mla_decode` on Hopper in Gluon, Triton's language of explicit layouts, for bfloat16 queries of 512 + 64 channels: one
-kernel for up to 32 queries of a sequence, all heads and new tokens counted, one for more. `cuda_triton` serves what these
-do not, and has the kernel that combines the parts.
+"""`mla_decode` on Hopper in Gluon, Triton's language of explicit layouts, for bfloat16 queries of 512 + 64 channels: a
+kernel for up to 32 queries of a sequence, all heads and new tokens counted, over rows in bfloat16, one for those over
+rows of fewer bits, and one for more queries. `cuda_triton` serves what these do not, and combines the parts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ from megacpp_compile.lowerings.mla_decode.cuda_triton import SMS, combine, even_
 from megacpp_compile.report import log
 
 try:
+    from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
     from megacpp_compile.lowerings.mla_decode import _gluon_few as few
+    from megacpp_compile.lowerings.mla_decode import _gluon_few_widened as few_widened
     from megacpp_compile.lowerings.mla_decode import _gluon_many as many
     from megacpp_compile.lowerings.mla_decode import _gluon_rows as kinds
 
@@ -35,12 +39,16 @@ VALUE_CHANNELS, REST_CHANNELS = 512, 64
 # Rows of a tile, and queries of a program: of few, and of many.
 ROWS, FEW, MANY = 64, (16, 32), 64
 KINDS = {torch.bfloat16: "PLAIN", torch.float8_e4m3fn: "FP8", torch.uint8: "CODES"}
-# Places for tiles, 0 for rows that come by way of registers; and registers a thread of those who take the softmax, and of
-# those who bring rows: what is left of 65536 is for the sums, which take 128 for themselves.
+# Registers a thread of those who take the softmax, and of others: what is left of 65536 is for the eight warps that a
+# kernel is launched with, of which those of many queries' sums take 128 for themselves.
+_FEW = {
+    16: {"SOFTMAX_REGISTERS": 88, "SUM_REGISTERS": 112, "EARLY": 1, "DEPTH": 2},
+    32: {"SOFTMAX_REGISTERS": 96, "SUM_REGISTERS": 168, "EARLY": 0, "DEPTH": 2},
+}
 _MANY = {
-    "PLAIN": {"AHEAD": 0, "SOFTMAX_REGISTERS": 120, "COPY_REGISTERS": 56},
-    "FP8": {"AHEAD": 0, "SOFTMAX_REGISTERS": 88, "COPY_REGISTERS": 96},
-    "CODES": {"AHEAD": 0, "SOFTMAX_REGISTERS": 88, "COPY_REGISTERS": 96},
+    "PLAIN": {"SOFTMAX_REGISTERS": 136, "COPY_REGISTERS": 40, "COPY_WARPS": 4},
+    "FP8": {"SOFTMAX_REGISTERS": 88, "COPY_REGISTERS": 96, "COPY_WARPS": 4},
+    "CODES": {"SOFTMAX_REGISTERS": 88, "COPY_REGISTERS": 96, "COPY_WARPS": 4},
 }
 
 
@@ -68,7 +76,8 @@ def aligned(rows: Tensor) -> bool:
     """Whether every row begins at a multiple of 16 bytes, if the first one does, which only real memory can tell."""
     steps = (rows.stride(0), rows.stride(1), rows.storage_offset())
     known = all(isinstance(n, int) and n * rows.dtype.itemsize % 16 == 0 for n in steps)
-    return known and rows.stride(2) == 1
+    # Rows that are all the same one have no descriptor.
+    return known and rows.stride(2) == 1 and rows.stride(1) > 0 and (rows.stride(0) > 0 or rows.shape[0] == 1)
 
 
 def block_of(queries: int) -> int:
@@ -79,7 +88,17 @@ def launch_of(kind: str, queries: int) -> tuple[Any, int, dict[str, int]]:
     """(The kernel for so many queries a program, its warps, its sizes)."""
     if queries == MANY:
         return many.mla_decode_many, 8, {"BH": queries, **_MANY[kind]}
-    return few.mla_decode_few, 4, {"N": queries, "STAGES": 1}
+    if kind == "PLAIN":
+        return few.mla_decode_few, 4, {"N": queries, "STAGES": 2}
+    return few_widened.mla_decode_few_widened, 8, {"N": queries, **_FEW[queries]}
+
+
+def descriptor(rows: Tensor, lanes: int) -> Any:
+    """Of all rows, by tiles of so many channels."""
+    tile = [1, ROWS, lanes]
+    # Of a single sequence the stride may be anything.
+    steps = [rows.stride(0) if rows.shape[0] > 1 else rows.shape[1] * rows.stride(1), rows.stride(1), 1]
+    return TensorDescriptor(rows, list(rows.shape), steps, tile, NVMMASharedLayout.get_default_for(tile, bfloat16))
 
 
 def mla_decode(
@@ -96,25 +115,28 @@ def mla_decode(
     batch, tokens, heads, _ = q.shape
     kind, n = KINDS[rows.dtype], block_of(tokens * heads)
     blocks = triton.cdiv(tokens * heads, n)
-    # Two programs of 16 queries share an SM.
-    splits = even_parts(batch * blocks, rows.shape[1], SMS * (2 if n == FEW[0] else 1), ROWS)
+    splits = even_parts(batch * blocks, rows.shape[1], SMS, ROWS)
     out = torch.empty((*q.shape[:-1], d_v), dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
     part_out = torch.empty((batch, tokens, heads, splits, d_v), dtype=torch.float32, device=q.device)
     part_lse = torch.empty((batch, tokens, heads, splits), dtype=torch.float32, device=q.device)
     q = last_dim_contiguous(q)
     cached = rows if kind == "PLAIN" else rows.view(torch.int32)
-    steps = (0, 0, 0) if row_scale is None else row_scale.stride()
+    kernel, warps, sizes = launch_of(kind, n)
     args: dict[str, Any] = {
-        "q": q, "kv": cached, "row_scale": q if row_scale is None else row_scale,
-        "codebook": q if codebook is None else codebook, "lengths": lengths, "part_out": part_out, "part_lse": part_lse,
-        "tokens": tokens, "rows": rows.shape[1], "heads": heads, "splits": splits, "scale": scale,
-        **strides("q", q, "bth"), **strides("kv", cached, "bs"), "s_b": steps[0], "s_s": steps[1], "s_d": steps[2],
-        "l_b": lengths.stride(0), "V": d_v, "R": REST_CHANNELS, "KIND": getattr(kinds, kind).value, "BK": ROWS,
+        "q": q, "kv": cached, "lengths": lengths, "part_out": part_out, "part_lse": part_lse, "tokens": tokens,
+        "rows": rows.shape[1], "heads": heads, "splits": splits, "scale": scale, **strides("q", q, "bth"),
+        **strides("kv", cached, "bs"), "l_b": lengths.stride(0), "V": d_v, "R": REST_CHANNELS, "BK": ROWS, **sizes,
     }  # fmt: skip
+    if n == MANY or kind != "PLAIN":
+        steps = (0, 0, 0) if row_scale is None else row_scale.stride()
+        args |= {"row_scale": q if row_scale is None else row_scale, "codebook": q if codebook is None else codebook}
+        args |= {"s_b": steps[0], "s_s": steps[1], "s_d": steps[2], "KIND": getattr(kinds, kind).value}
+    if n == MANY:
+        tiles = [descriptor(rows, lanes) for lanes in (d_v // 2, REST_CHANNELS)] if kind == "PLAIN" else [cached, cached]
+        args |= {"halves": tiles[0], "rests": tiles[1]}
     try:
-        kernel, warps, sizes = launch_of(kind, n)
-        kernel[(blocks, splits, batch)](**args, **sizes, num_warps=warps)
+        kernel[(blocks, splits, batch)](**args, num_warps=warps)
     except TritonError as error:  # a release whose Gluon has the same names, and another meaning for them
         global missing
         words = (str(error).strip() or type(error).__name__).splitlines()[-1]

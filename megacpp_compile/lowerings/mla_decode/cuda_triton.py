@@ -135,7 +135,7 @@ def combine(part_out: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor) -> Non
     device by channels."""
     queries, (splits, d_v) = lse.numel(), part_out.shape[3:]
     width = power_of_2(d_v)
-    across = min(width, 512 if isinstance(queries, int) and queries >= 512 else 64)
+    across = min(width, 256 if isinstance(queries, int) and queries >= 128 else 64)
     block = {"BV": across, "BS": min(max(1, 2048 // across), power_of_2(splits)), "num_warps": 4}
     _combine(
         lambda meta: (queries, triton.cdiv(d_v, meta["BV"])), block,
