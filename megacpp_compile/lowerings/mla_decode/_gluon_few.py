@@ -38,10 +38,9 @@ def _copy_tile(kv, kv_s, first, end, k_v, k_r, V: gl.constexpr, R: gl.constexpr,
 
 @gluon.jit
 def mla_decode_few(q, kv, lengths, part_out, part_lse, tokens, rows, heads, splits, scale,
-                   q_b, q_t, q_h, kv_b, kv_s, l_b,
-                   V: gl.constexpr, R: gl.constexpr, N: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """One warp group: a part of a sequence's rows, and N of its queries. With one place for a tile two programs of 16
-    queries share an SM, and while one waits for rows the other multiplies."""
+                   q_b, q_t, q_h, kv_b, kv_s, l_b, V: gl.constexpr, R: gl.constexpr, N: gl.constexpr,
+                   BK: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """One warp group: a part of a sequence's rows, and N of its queries. STAGES tiles are on their way or in use."""
     gl.static_assert(gl.num_warps() == 4 and BK == 64)
     T: gl.constexpr = q.dtype.element_ty
     b = gl.program_id(2).to(gl.int64)

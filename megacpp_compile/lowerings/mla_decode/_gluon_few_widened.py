@@ -43,8 +43,8 @@ def _scales(row_scale, s_s, s_d, row, end, KIND: gl.constexpr):
 
 
 @gluon.jit
-def _softmax(q_v, q_r, k_v, k_r, p, keep, share, full, p_full, done, row_scale, s_s, s_d, part_lse, length, tokens, heads,
-             splits, start, end, first_query, first_place, scale,
+def _softmax(q_v, q_r, k_v, k_r, p, keep, share, full, p_full, done, row_scale, s_s, s_d, part_lse, length, tokens,
+             heads, splits, start, end, first_query, first_place, scale,
              KIND: gl.constexpr, N: gl.constexpr, BK: gl.constexpr):  # fmt: skip
     """Scores and softmax of all tiles: p [BK, N], times the rows' scales; what the sums before are to be multiplied by,
     and in the end what the results are."""
@@ -99,8 +99,8 @@ def _softmax(q_v, q_r, k_v, k_r, p, keep, share, full, p_full, done, row_scale, 
 
 
 @gluon.jit
-def _sums(k_v, p, keep, share, full, empty, p_full, done, part_out, number, splits, start, end, first_query, first_place,
-          V: gl.constexpr, KIND: gl.constexpr, N: gl.constexpr, BK: gl.constexpr):  # fmt: skip
+def _sums(k_v, p, keep, share, full, empty, p_full, done, part_out, number, splits, start, end, first_query,
+          first_place, V: gl.constexpr, KIND: gl.constexpr, N: gl.constexpr, BK: gl.constexpr):  # fmt: skip
     """The results [V, N]."""
     M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     QUERY: gl.constexpr = gl.SliceLayout(0, M)
@@ -218,8 +218,8 @@ def mla_decode_few_widened(q, kv, row_scale, codebook, lengths, part_out, part_l
     scale = scale * LOG2_E
     gl.warp_specialize([
         (_bring, (kv, kv_s, codebook, k_v, k_r, full, empty, start, end, V, R, BK, KIND, EARLY, DEPTH)),
-        (_softmax, (q_v, q_r, k_v, k_r, p, keep, share, full, p_full, done, row_scale, s_s, s_d, part_lse, length, tokens,
-                    heads, splits, start, end, first_query, first_place, scale, KIND, N, BK)),
-        (_sums, (k_v, p, keep, share, full, empty, p_full, done, part_out, tokens * heads, splits, start, end, first_query,
-                 first_place, V, KIND, N, BK)),
+        (_softmax, (q_v, q_r, k_v, k_r, p, keep, share, full, p_full, done, row_scale, s_s, s_d, part_lse, length,
+                    tokens, heads, splits, start, end, first_query, first_place, scale, KIND, N, BK)),
+        (_sums, (k_v, p, keep, share, full, empty, p_full, done, part_out, tokens * heads, splits, start, end,
+                 first_query, first_place, V, KIND, N, BK)),
     ], [4, 4], [SOFTMAX_REGISTERS, SUM_REGISTERS])  # fmt: skip

@@ -36,7 +36,6 @@ from megacpp_compile.lowerings.mla_decode._gluon_rows import (
 from megacpp_compile.lowerings.mla_decode._triton_kernels import LOG2_E
 from megacpp_compile.lowerings.sparse_mla._gluon_rows import barrier, load_async, seen_as
 
-
 # By the name it has in Triton 3.9, and by that of 3.6.
 _tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
@@ -45,8 +44,8 @@ _tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 def _softmax(q_a, q_b, q_r, k_a, k_b, k_r, keep, share, full_a, full_b, p_full, done, row_scale, s_s,
              part_lse, length, tokens, heads, splits, start, end, first_query, first_place, scale,
              KIND: gl.constexpr, BH: gl.constexpr, BK: gl.constexpr):  # fmt: skip
-    """Scores and softmax of all tiles, by one warp group: p [BH, BK], times the rows' scales, where the last channels of
-    the tile were; what the sums before are to be multiplied by, and in the end what the results are."""
+    """Scores and softmax of all tiles, by one warp group: p [BH, BK], times the rows' scales, where the last channels
+    of the tile were; what the sums before are to be multiplied by, and in the end what the results are."""
     M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BK, 16])
     QUERY: gl.constexpr = gl.SliceLayout(1, M)
     ROW: gl.constexpr = gl.SliceLayout(0, M)
@@ -231,8 +230,8 @@ def _bring_widened(kv, kv_s, row_scale, s_s, s_d, codebook, k_a, k_b, k_r, full_
 
 
 @gluon.jit
-def mla_decode_many(halves, rests, q, kv, row_scale, codebook, lengths, part_out, part_lse, tokens, rows, heads, splits, scale,
-                    q_b, q_t, q_h, kv_b, kv_s, s_b, s_s, s_d, l_b,
+def mla_decode_many(halves, rests, q, kv, row_scale, codebook, lengths, part_out, part_lse, tokens, rows, heads, splits,
+                    scale, q_b, q_t, q_h, kv_b, kv_s, s_b, s_s, s_d, l_b,
                     V: gl.constexpr, R: gl.constexpr, KIND: gl.constexpr, BH: gl.constexpr, BK: gl.constexpr,
                     SOFTMAX_REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr,
                     COPY_WARPS: gl.constexpr):  # fmt: skip
@@ -289,8 +288,8 @@ def mla_decode_many(halves, rests, q, kv, row_scale, codebook, lengths, part_out
             (_softmax, (q_a, q_b_, q_r, k_a, k_b, k_r, keep, share, full_a, full_b, p_full, done, row_scale,
                         s_s, part_lse, length, tokens, heads, splits, start, end, first_query, first_place, scale,
                         KIND, BH, BK)),
-            (_bring, (halves, rests, kv, kv_s, k_a, k_b, k_r, full_a, full_b, empty_a, empty_b, gl.program_id(2), start, end,
-                      V, R, BK)),
+            (_bring, (halves, rests, kv, kv_s, k_a, k_b, k_r, full_a, full_b, empty_a, empty_b, gl.program_id(2), start,
+                      end, V, R, BK)),
         ], [4, COPY_WARPS], [SOFTMAX_REGISTERS, COPY_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([

@@ -1,4 +1,4 @@
-"""What `mla_decode`'s Gluon kernels have in common: their part of a sequence, and how rows of fewer bits become bfloat16.
+"""What `mla_decode`'s Gluon kernels have in common: their part of a sequence, and rows of fewer bits as bfloat16.
 
 Rows are read as words of 32 bits, and what a word stands for is stored in the order that is the cheapest to make. So
 channels lie at other places in shared memory than in the cache; queries are brought into the same order, and results
@@ -106,7 +106,8 @@ def scale_of(row_scale, s_s, row, end):
 def queries(at, there, to, first, LANES: gl.constexpr, HALF: gl.constexpr, KIND: gl.constexpr, L: gl.constexpr):
     """Stores a part of the queries at those addresses, from a place on, in the order of the rows' channels."""
     place = first + gl.arange(0, LANES, gl.SliceLayout(0, L))
-    to.store(gl.load(at[:, None] + channel(place, HALF, KIND)[None, :], mask=there[:, None] & (place >= 0)[None, :], other=0.0))
+    at = at[:, None] + channel(place, HALF, KIND)[None, :]
+    to.store(gl.load(at, mask=there[:, None] & (place >= 0)[None, :], other=0.0))
 
 
 @gluon.jit

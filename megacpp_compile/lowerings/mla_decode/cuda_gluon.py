@@ -133,8 +133,9 @@ def mla_decode(
         args |= {"row_scale": q if row_scale is None else row_scale, "codebook": q if codebook is None else codebook}
         args |= {"s_b": steps[0], "s_s": steps[1], "s_d": steps[2], "KIND": getattr(kinds, kind).value}
     if n == MANY:
-        tiles = [descriptor(rows, lanes) for lanes in (d_v // 2, REST_CHANNELS)] if kind == "PLAIN" else [cached, cached]
-        args |= {"halves": tiles[0], "rests": tiles[1]}
+        plain = kind == "PLAIN"
+        args |= {"halves": descriptor(rows, d_v // 2) if plain else cached}
+        args |= {"rests": descriptor(rows, REST_CHANNELS) if plain else cached}
     try:
         kernel[(blocks, splits, batch)](**args, num_warps=warps)
     except TritonError as error:  # a release whose Gluon has the same names, and another meaning for them
