@@ -67,7 +67,9 @@ def tile(q: Tensor, rows: Tensor) -> dict[str, int]:
         return {"BH": 16, "BK": 16, "num_warps": 8, "num_stages": 1}
     block = max(16, min(64, power_of_2(queries)))
     # Bytes are two tiles once decoded, beside those loaded ahead.
-    return {"BH": block, "BK": 32 if block == 64 and rows.dtype == torch.uint8 else 64, "num_warps": 8, "num_stages": 2}
+    rows_of_tile = 32 if block == 64 and rows.dtype == torch.uint8 else 64
+    warps = 4 if block == 16 and rows.dtype == q.dtype else 8
+    return {"BH": block, "BK": rows_of_tile, "num_warps": warps, "num_stages": 2}
 
 
 def parts(q: Tensor, rows: Tensor, block: int) -> int:
