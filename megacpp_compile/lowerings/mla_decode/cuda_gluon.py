@@ -42,8 +42,8 @@ KINDS = {torch.bfloat16: "PLAIN", torch.float8_e4m3fn: "FP8", torch.uint8: "CODE
 # Registers a thread of those who take the softmax, and of others: what is left of 65536 is for the eight warps that a
 # kernel is launched with, of which those of many queries' sums take 128 for themselves.
 _FEW = {
-    16: {"SOFTMAX_REGISTERS": 88, "SUM_REGISTERS": 112, "EARLY": 1, "DEPTH": 2},
-    32: {"SOFTMAX_REGISTERS": 96, "SUM_REGISTERS": 168, "EARLY": 0, "DEPTH": 2},
+    16: {"SOFTMAX_REGISTERS": 96, "SUM_REGISTERS": 112, "DEPTH": 1},
+    32: {"SOFTMAX_REGISTERS": 96, "SUM_REGISTERS": 168, "DEPTH": 1},
 }
 _MANY = {
     "PLAIN": {"SOFTMAX_REGISTERS": 136, "COPY_REGISTERS": 40, "COPY_WARPS": 4},
