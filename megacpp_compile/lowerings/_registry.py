@@ -107,8 +107,10 @@ def _untaken(body: Callable[..., Any] | None, args: Sequence[Any]) -> str | None
 def _too_small(args: Sequence[Any], least: int) -> str | None:
     """Why operands below `least` bytes do not gain, or None: a kernel of its own costs a launch, which Inductor's
     fusion saves where there is little to move."""
+    if not least:  # asked at every call that is not in a graph
+        return None
     tensors = [t for t in tree_leaves(args) if isinstance(t, torch.Tensor)]
     sizes = [t.numel() * t.element_size() for t in tensors]
-    if not least or not all(isinstance(n, int) for n in sizes) or max(sizes) >= least:
+    if not all(isinstance(n, int) for n in sizes) or max(sizes) >= least:
         return None
     return f"small: {max(sizes) / 2**20:.1f} MiB, of use from {least >> 20} MiB"

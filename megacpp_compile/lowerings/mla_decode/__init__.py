@@ -37,6 +37,7 @@ from megacpp_compile.lowerings._op import compute_dtype, no_autocast, serve
 from megacpp_compile.lowerings._traits import OpTraits, declare
 from megacpp_compile.lowerings.mla_decode import reference
 
+PREFERENCE = {"cuda": ("cuda_gluon", "cuda_triton", "reference")}
 REFERENCE_SERVES = {"tpu": "two GEMMs and a masked softmax in static shapes, with the lengths as data"}
 
 

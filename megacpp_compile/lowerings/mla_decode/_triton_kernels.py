@@ -161,21 +161,26 @@ def mla_decode_codes(q, kv, row_scale, codebook, lengths, part_out, part_lse, to
 
 
 @triton.jit
-def mla_decode_combine(part_out, part_lse, out, lse, splits, V: tl.constexpr, VP: tl.constexpr):
-    """One query's result of its parts' [splits, V], by their lse [splits] in base 2. A part without rows has -inf."""
+def mla_decode_combine(part_out, part_lse, out, lse, splits, V: tl.constexpr, BV: tl.constexpr, SP: tl.constexpr,
+                       BS: tl.constexpr):  # fmt: skip
+    """One query's result in BV of its channels, of its parts' [splits, V], by their lse [splits] in base 2, all SP of
+    them at once. A part without rows has -inf."""
     m = tl.program_id(0).to(tl.int64)
-    v = tl.arange(0, VP)
-    most = tl.load(part_lse + m * splits)
-    for i in range(1, splits):
-        most = tl.maximum(most, tl.load(part_lse + m * splits + i))
+    v = tl.program_id(1) * BV + tl.arange(0, BV)
+    s = tl.arange(0, SP)
+    each = tl.load(part_lse + m * splits + s, mask=s < splits, other=float("-inf"))
+    most = tl.max(each, 0)
     base = tl.where(most == float("-inf"), 0.0, most)
-    total = base * 0.0  # a scalar of its type
-    acc = tl.zeros([VP], tl.float32)
-    for i in range(splits):
-        weight = tl.exp2(tl.load(part_lse + m * splits + i) - base)
-        total += weight
-        acc += weight * tl.load(part_out + (m * splits + i) * V + v, mask=v < V, other=0.0)
+    total = tl.sum(tl.exp2(each - base), 0)
     found = total > 0
     total = tl.where(found, total, 1.0)
+    acc = tl.zeros([BV], tl.float32)
+    for first in range(0, splits, BS):
+        part = first + tl.arange(0, BS)
+        there = part < splits
+        weight = tl.exp2(tl.load(part_lse + m * splits + part, mask=there, other=float("-inf")) - base)
+        at = part_out + (m * splits + part)[:, None] * V + v[None, :]
+        acc += tl.sum(weight[:, None] * tl.load(at, mask=there[:, None] & (v < V)[None, :], other=0.0), 0)
     tl.store(out + m * V + v, as_stored(acc / total, out), mask=v < V)
-    tl.store(lse + m, tl.where(found, (base + tl.log2(total)) * LN_2, float("-inf")))
+    if tl.program_id(1) == 0:
+        tl.store(lse + m, tl.where(found, (base + tl.log2(total)) * LN_2, float("-inf")))

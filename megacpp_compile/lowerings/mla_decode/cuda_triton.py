@@ -6,6 +6,7 @@ length, so that a captured launch serves all lengths.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,8 +22,10 @@ __all__ = ["mla_decode", "supports"]
 
 # Channels that one program holds in registers for a block of queries: of values, and of the rest.
 MAX_VALUE_CHANNELS, MAX_REST_CHANNELS = 512, 128
-# Programs to have in flight: an H200 has 132 SMs, and a program of this size fills one.
-PROGRAMS = 132
+# An H100 or H200 has so many; a program of this size fills one.
+SMS = 132
+# What a part takes beside its tiles, and its share of combining, in tiles.
+START, COMBINE = 3, 0.01
 # Blocks a launch can have along its second and third dimension.
 MOST_BLOCKS = 65535
 
@@ -32,7 +35,9 @@ _TILES = [
 ]  # fmt: skip
 _rows = Kernel(kernels.mla_decode_rows, _TILES, ("V", "R", "heads", "tokens"))
 _codes = Kernel(kernels.mla_decode_codes, _TILES, ("V", "R", "heads", "tokens"))
-_combine = Kernel(kernels.mla_decode_combine, [{"num_warps": 4}], ("V",))
+_combine = Kernel(
+    kernels.mla_decode_combine, [{"BV": bv, "BS": bs, "num_warps": 4} for bv, bs in ((64, 32), (512, 4))], ("V", "SP")
+)
 
 
 def supports(name: str, args: Sequence[Any]) -> str | None:
@@ -62,13 +67,30 @@ def tile(q: Tensor, rows: Tensor) -> dict[str, int]:
         return {"BH": 16, "BK": 16, "num_warps": 8, "num_stages": 1}
     block = max(16, min(64, power_of_2(queries)))
     # Bytes are two tiles once decoded, beside those loaded ahead.
-    return {"BH": block, "BK": 32 if block == 64 and rows.dtype == torch.uint8 else 64, "num_warps": 8, "num_stages": 2}
+    rows_of_tile = 32 if block == 64 and rows.dtype == torch.uint8 else 64
+    warps = 4 if block == 16 and rows.dtype == q.dtype else 8
+    return {"BH": block, "BK": rows_of_tile, "num_warps": warps, "num_stages": 2}
 
 
 def parts(q: Tensor, rows: Tensor, block: int) -> int:
-    """Into how many parts to split a sequence's rows: enough programs for the device, of 4 tiles of rows at least."""
-    sequences = max(1, hint(q.shape[0]) * -(-q.shape[1] * q.shape[2] // block))
-    return max(1, min(-(-2 * PROGRAMS // sequences), -(-hint(rows.shape[1]) // 256)))
+    """Into how many parts to split a sequence's rows, of 4 tiles of 64 at least."""
+    blocks = max(1, hint(q.shape[0]) * -(-q.shape[1] * q.shape[2] // block))
+    return min(even_parts(blocks, hint(rows.shape[1]), SMS, 64), -(-hint(rows.shape[1]) // 256))
+
+
+@functools.lru_cache(1024)
+def even_parts(blocks: int, rows: int, at_once: int, tile: int) -> int:
+    """Into how many parts to split each of `blocks` so that no SM waits for the last ones: a part takes as long as its
+    tiles and START more, and `at_once` of them run at once."""
+    tiles, best, least = -(-rows // tile), 1, float("inf")
+    for splits in range(1, min(tiles, 2 * at_once) + 1):
+        each = -(-tiles // splits)
+        if splits > 1 and each == -(-tiles // (splits - 1)):
+            continue  # the same, with a part that has none
+        takes = -(-blocks * splits // at_once) * (each + START) + splits * COMBINE
+        if takes < least:
+            best, least = splits, takes
+    return best
 
 
 def mla_decode(
@@ -106,8 +128,18 @@ def mla_decode(
         _rows(grid, block, SCALED=int(row_scale is not None), **args)
     else:
         _codes(grid, block, codebook=codebook, s_d=steps[2], **args)
-    _combine(
-        lambda meta: (batch * tokens * heads,), {"num_warps": 4},
-        part_out=part_out, part_lse=part_lse, out=out, lse=lse, splits=splits, V=d_v, VP=power_of_2(d_v),
-    )  # fmt: skip
+    combine(part_out, part_lse, out, lse)
     return out, lse
+
+
+def combine(part_out: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Results of parts [b, t, h, splits, d_v] and [b, t, h, splits] into out and lse. Few queries are spread over the
+    device by channels."""
+    queries, (splits, d_v) = lse.numel(), part_out.shape[3:]
+    width = power_of_2(d_v)
+    across = min(width, 256 if isinstance(queries, int) and queries >= 128 else 64)
+    block = {"BV": across, "BS": min(max(1, 2048 // across), power_of_2(splits)), "num_warps": 4}
+    _combine(
+        lambda meta: (queries, triton.cdiv(d_v, meta["BV"])), block,
+        part_out=part_out, part_lse=part_lse, out=out, lse=lse, splits=splits, V=d_v, SP=power_of_2(splits),
+    )  # fmt: skip
