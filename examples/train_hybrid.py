@@ -5,7 +5,7 @@ is shown with its reason. The text is Python's own standard library, as in `trai
 
     python examples/train_hybrid.py                                       # a tiny model, on CPU in a few minutes
     python examples/train_hybrid.py --dtype bfloat16 --backends eager:float32 eager megacpp --steps 200     # likewise
-    python examples/train_hybrid.py --mixer delta                         # Gated DeltaNet in the place of Mamba-2
+    python examples/train_hybrid.py --mixer delta                         # likewise, Gated DeltaNet for Mamba-2
     python examples/train_hybrid.py --size large --dtype bfloat16 --length 4096 --batch 4 --steps 200     # on a GPU
 """
 

@@ -41,7 +41,7 @@ from megacpp_compile.lowerings._registry import semantic_ops
 from megacpp_compile.matchers.recurrences import NAMES, find_recurrences
 from megacpp_compile.matchers.rope.activations import activations
 from megacpp_compile.passes import _assumed as assumed
-from megacpp_compile.passes._attention_sites import FASTEST, as_written, attention_sites, unseen_sites
+from megacpp_compile.passes._attention_sites import as_written, attention_sites, unseen_sites, wanted_by
 from megacpp_compile.passes._buckets import cut_sites
 from megacpp_compile.passes._driver import Outcome, enabled_passes, pass_names, run_passes
 from megacpp_compile.passes._precision_rows import answered, asked, unseen
@@ -167,7 +167,7 @@ def _analyse(
         return Analysis(frame, calls_ops=calls_ops)
     if (nothing := _nothing_to_do(gm, config)) is not None:
         frame.reason, frame.passes = nothing, {p.name: 0 for p in enabled_passes(config)}
-        frame.attention = unseen_sites(gm.graph, _attention_wanted(config), frame.grad)
+        frame.attention = unseen_sites(gm.graph, wanted_by(config), frame.grad)
         return Analysis(frame)
     began = time.perf_counter()
     try:
@@ -185,7 +185,7 @@ def _analyse(
     frame.seconds["capture"] = time.perf_counter() - began
     try:
         outcome, shown = _rewrite(captured, example_inputs, config, frame, assumptions.marked(gm))
-        frame.attention, swapped = attention_sites(captured, _attention_wanted(config), frame.grad)
+        frame.attention, swapped = attention_sites(captured, wanted_by(config), frame.grad)
     except Exception as error:  # a defect of ours must not become the user's, nor a change of torch's
         meant = isinstance(error, MegacppError) and not isinstance(error, TorchInternalsError)
         if config.strict or meant:
@@ -202,7 +202,7 @@ def _analyse(
 def _left_alone(frame: Frame, gm: GraphModule, config: Config, reason: str, advice: str) -> Analysis:
     """The analysis of a frame that the backend compiles alone."""
     analysis, frame.precision = Analysis(frame), unseen(gm.graph, config.precision, ALONE)
-    frame.attention = unseen_sites(gm.graph, _attention_wanted(config), frame.grad)
+    frame.attention = unseen_sites(gm.graph, wanted_by(config), frame.grad)
     analysis.fell_back(reason, advice, fallbacks.may_hold_idiom(gm))
     return analysis
 
@@ -389,15 +389,10 @@ def _frame_name(gm: GraphModule) -> str:
     return next((place for node in gm.graph.nodes if (place := outermost_frame(node))), "(no source known)")
 
 
-def _attention_wanted(config: Config) -> str:
-    """As `attention_sites` takes it."""
-    return "fa4" if config.fa4 else FASTEST if config.attention == FASTEST else ""
-
-
 def _nothing_to_do(gm: GraphModule, config: Config) -> str | None:
     """Why no pass can possibly fire: every idiom multiplies, and none fits into a handful of nodes, but for a linear
     under a precision plan and an attention that is to be another's."""
-    if config.precision is not None or _attention_wanted(config):
+    if config.precision is not None or wanted_by(config):
         return None
     calls = [n for n in gm.graph.nodes if n.op in ("call_function", "call_method")]
     if any(isinstance(n.target, HigherOrderOperator) or _is_own(n) for n in calls):

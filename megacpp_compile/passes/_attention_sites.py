@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import fx
 from torch.fx import Node
 
+from megacpp_compile.config.options import Config
 from megacpp_compile.frontend.capture import Captured
 from megacpp_compile.fx.edit import Builder, dynamo_value, value
 from megacpp_compile.fx.provenance import module_fqn, source_line
@@ -40,6 +41,11 @@ _PRODUCTS = (aten.matmul.default, aten.bmm.default)
 # "  File ".../nn/attention/bodies.py", line 51, in plain", of the line that made a node.
 _BODY = re.compile(r'nn/attention/(?:bodies|fa4)\.py", line \d+, in (\w+)')
 _UNFUSED = "no fused kernel: all scores in memory"
+
+
+def wanted_by(config: Config) -> str:
+    """`wanted` of `attention_sites`."""
+    return "fa4" if config.fa4 else FASTEST if config.attention == FASTEST else ""
 
 
 def attention_sites(captured: Captured, wanted: str, grad: bool) -> tuple[list[dict[str, Any]], int]:

@@ -117,7 +117,7 @@ ELSEWHERE = {
     ],
     "tests/test_train_parallel.py": ["python examples/train_parallel.py --compare inductor"],
     ".ci/run": [
-        "python examples/explain_hf.py", "python examples/train_hybrid.py",
+        "python examples/explain_hf.py", "python examples/train_hybrid.py", "python examples/train_hybrid.py --mixer delta",
         "python examples/train_fp8.py --size tiny --steps 20 --blocks",
     ],
     "tests/xla/test_spmd.py": [
@@ -185,7 +185,8 @@ NEEDS = {
         "make test", "make demo", "make test-repeat N=20", "python -m tests.repeat 5 tests/lowerings", "TEST_EVERY_SPELLING=1 .venv/bin/python -m pytest -n 2 tests/passes/test_spellings.py",
         "python -m benchmarks.compile_time --layers 24 --repeat 3", "python -m benchmarks.rounding_loss",
         "python -m tests.lowerings.fuzz", "python examples/explain_hf.py", "python examples/train_mla.py", "python examples/generate.py",
-        "python examples/train_hybrid.py", "python examples/train_fp8.py --size tiny --steps 20 --blocks",
+        "python examples/train_hybrid.py", "python examples/train_hybrid.py --mixer delta",
+        "python examples/train_fp8.py --size tiny --steps 20 --blocks",
         "python examples/train_hybrid.py --dtype bfloat16 --backends eager:float32 eager megacpp --steps 200",
     ],
     r"(?i)network|install": ["pip install .", 'pip install "git+$URL"', "pip install tilelang", "pip install flash-attn-4"],

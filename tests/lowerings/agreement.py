@@ -300,7 +300,7 @@ def in_place_faults(
 
 def bits(t: Tensor) -> Tensor:
     """Comparable bit by bit, NaN and the sign of zero included."""
-    return t.contiguous().view(torch.uint8) if t.numel() else t
+    return t.contiguous().view(t.shape or (1,)).view(torch.uint8) if t.numel() else t
 
 
 def _differing(a: Tensor, b: Tensor) -> int:

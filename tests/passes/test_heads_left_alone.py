@@ -215,6 +215,18 @@ def test_small_logits_stay_on_cuda(monkeypatch):
     module, args = build(flattened)
     assert_refused(NAME, "small", module, args)
     monkeypatch.setattr(linear_cross_entropy, "MIN_BYTES", 4 * args[1].numel() * WORDS)
+    monkeypatch.setattr(linear_cross_entropy, "WEIGHTS", 0)
+    assert_fires(NAME, module, args)
+
+
+def test_few_tokens_stay_on_cuda(monkeypatch):
+    """A weight's gradient kept from forward to backward has to be worth it; where the weight has none, none is kept."""
+    monkeypatch.setattr(linear_cross_entropy, "SMALL_ON", "cpu")
+    monkeypatch.setattr(linear_cross_entropy, "MIN_BYTES", 0)
+    module, args = build(flattened)
+    monkeypatch.setattr(linear_cross_entropy, "WEIGHTS", 1000)
+    assert_refused(NAME, "few-tokens", module, args)
+    module.proj.weight.requires_grad_(False)
     assert_fires(NAME, module, args)
 
 
