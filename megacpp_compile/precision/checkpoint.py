@@ -146,7 +146,7 @@ class BlockCheckpoint:
 
 
 @functools.cache
-def kept_when_selective(op: Any) -> bool:
+def kept_when_selective(op: object) -> bool:
     """Whether `selective` keeps the results of `op`: GEMMs, attention cores, choices, and what is not known to give
     the same twice."""
     traits = traits_of(op)

@@ -164,12 +164,12 @@ def test_bad_values_say_what_was_wanted(options, words):
 
 
 def test_options_must_be_a_mapping():
-    with pytest.raises(errors.errors.BadOptionError, match="option options: got 'disable'"):
+    with pytest.raises(errors.BadOptionError, match="option options: got 'disable'"):
         read("disable")
 
 
 def test_the_constructor_checks_types_too():
-    with pytest.raises(errors.errors.BadOptionError, match="option strict"):
+    with pytest.raises(errors.BadOptionError, match="option strict"):
         Config(strict=1)  # type: ignore[arg-type]
     assert Config(disable="b,a").disable == ("a", "b")  # type: ignore[arg-type]
 

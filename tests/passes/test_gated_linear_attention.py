@@ -51,7 +51,7 @@ def triangle(diagonal=0, sums=lambda g: g.cumsum(1)):
 
     def form(q, k, v, g, beta, state, size, scale, norm):
         q, k, total = repeated(q, v.shape[2]), repeated(k, v.shape[2]), sums(g)
-        mask = causal(v.shape[1], diagonal)[None, :, :, None]
+        mask = causal(v.shape[1], v, diagonal)[None, :, :, None]
         decay = (total[:, :, None] - total[:, None]).masked_fill(~mask, -torch.inf).exp()
         return torch.einsum("btsh,bshv->bthv", torch.einsum("bthk,bshk->btsh", q, k) * decay, v), None
 
