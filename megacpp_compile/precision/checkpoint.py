@@ -21,6 +21,7 @@ from torch.utils import checkpoint as stock
 
 from megacpp_compile._torch.autograd import current_graph_task_id, top_saved_tensors_default_hooks
 from megacpp_compile._torch.modules import compiled_call
+from megacpp_compile._torch.ops import OpOverload
 from megacpp_compile.config.checkpointing import FP8_WRAPPERS
 from megacpp_compile.config.warn_once import warn_once
 from megacpp_compile.errors import BadOptionError, EngineError, StockCheckpointError
@@ -146,7 +147,7 @@ class BlockCheckpoint:
 
 
 @functools.cache
-def kept_when_selective(op: object) -> bool:
+def kept_when_selective(op: OpOverload) -> bool:
     """Whether `selective` keeps the results of `op`: GEMMs, attention cores, choices, and what is not known to give
     the same twice."""
     traits = traits_of(op)

@@ -193,7 +193,7 @@ class _Reuse(_Seeing):
 
 
 @functools.cache
-def _facts(func: object) -> tuple[bool, bool, bool]:
+def _facts(func: OpOverload) -> tuple[bool, bool, bool]:
     """Whether an op selects, may round otherwise in a second run, and has results that may be handed out again."""
     return traits_of(func).selection, _may_differ(func), _restorable(func)
 
