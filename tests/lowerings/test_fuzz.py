@@ -23,15 +23,17 @@ def test_short_run(request):
     first are of ops with a lowering that was not."""
     count = 4 * len(OPS)
     # GEMMs in float8 are cuBLASLt's, which no interpreter runs, and the scan's kernels take few sizes. What is in Gluon
-    # takes no sizes that are drawn, nor an interpreter, and has tests of its own.
+    # takes no sizes that are drawn, nor an interpreter, and has tests of its own; and what takes a group of ranks, none
+    # of which is drawn, has its own too.
     some = ("ssd_scan", "linear_fp8_weight", *(() if CUDA else ("fp8_",)))
+    elsewhere = "cuda_gluon", "cuda_triton_ranks"
     idle: set[str] = set()
     for turn in range(5):
         ops = {label.split()[0] for label in idle} if turn else OPS
         outcome = fuzz(count, DEVICE, seed_of(request.node.name) + turn, kinds=count, room=6, quiet=True, ops=ops)
         print(outcome.text())
         assert not outcome.failures, "\n".join(outcome.failures)
-        now = {label for label in outcome.idle() if not label.startswith(some) and not label.endswith("cuda_gluon")}
+        now = {label for label in outcome.idle() if not label.startswith(some) and not label.endswith(elsewhere)}
         if not turn:
             kernels = {label: count for label, count in outcome.served.items() if label.endswith("cuda_triton")}
             assert sum(kernels.values()) > 30
