@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import torch
 
 from megacpp_compile._torch import autocast, functorch
+
+Result = TypeVar("Result")
+
+
+def in_own_thread(run: Callable[[], Result]) -> Result:
+    """`run()`, or what it raises, by a thread that has neither this one's modes, nor its count of autograd's nodes, nor
+    the pool that its allocations go to while CUDA graphs are warmed up."""
+    with ThreadPoolExecutor(1, "megacpp") as alone:
+        return alone.submit(run).result()
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from megacpp_compile.errors import DeviceNotMeasuredError, ReportFormatError
+from megacpp_compile.errors import ReportFormatError
 from megacpp_compile.report.at_exit import ENDING
 from megacpp_compile.report.attention import AttentionCall, counted
 from megacpp_compile.report.records import CompiledRegion, Frame, MissedFusion, Site, lock
@@ -181,8 +181,6 @@ class Report:
         """
         from megacpp_compile.report.observed import observed
 
-        if (kind := str(device).partition(":")[0]) not in ("cuda", "cpu"):
-            raise DeviceNotMeasuredError(kind)
         return observed(step, device, (row for frame in self.frames for row in frame.attention))
 
     def summary(self) -> str:

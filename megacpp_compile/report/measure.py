@@ -16,10 +16,7 @@ def at_peak(step: Callable[[], Any], device: str | torch.device) -> dict[str, in
     On CUDA by the caching allocator; call the step once before, as compiling and tuning allocate too. On CPU by torch's
     profiler, which sees changes alone. Raises DeviceNotMeasuredError for other devices.
     """
-    kind = torch.device(device).type
-    if kind not in ("cuda", "cpu"):
-        raise DeviceNotMeasuredError(str(device))
-    if kind == "cpu":
+    if measured_kind(device) == "cpu":
         return {"before": None, "step": _on_cpu(step), "peak": None}
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
@@ -29,6 +26,14 @@ def at_peak(step: Callable[[], Any], device: str | torch.device) -> dict[str, in
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device)
     return {"before": before, "step": peak - before, "peak": peak}
+
+
+def measured_kind(device: str | torch.device) -> str:
+    """"cuda" or "cpu". Raises DeviceNotMeasuredError for other devices."""
+    kind = torch.device(device).type
+    if kind not in ("cuda", "cpu"):
+        raise DeviceNotMeasuredError(str(device))
+    return kind
 
 
 def _on_cpu(step: Callable[[], Any]) -> int:

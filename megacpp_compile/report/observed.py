@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from megacpp_compile.report.kernels import attention_kernels, families
+from megacpp_compile.report.measure import measured_kind
 
 # What is no promise of a kernel: nobody knew, or Inductor writes its own.
 _NO_PROMISE = ("?", "", "unfused")
@@ -22,7 +23,7 @@ def observed(step: Callable[[], Any], device: str | torch.device, rows: Iterable
     tell which of several attentions a kernel was for. Warns of a kernel that a frame was compiled to and that did not
     run.
     """
-    seen = families(attention_kernels(step, torch.device(device)))
+    seen = families(attention_kernels(step, torch.device(measured_kind(device))))
     missed: dict[str, str] = {}
     for row in rows:
         kernel = row["kernel"]

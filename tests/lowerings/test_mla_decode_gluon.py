@@ -11,7 +11,7 @@ import torch
 from megacpp_compile.lowerings.mla_decode import mla_decode, reference
 
 from . import relative_error
-from .agreement import interpreted, poisoned_memory
+from .agreement import DoesNotCompile, interpreted, poisoned_memory
 from .decode_cases import operands as small
 
 needs_triton = pytest.mark.skipif(
@@ -103,18 +103,9 @@ def test_whom_it_serves(monkeypatch, change, words):
 
 @needs_triton
 def test_what_does_not_compile_is_served_otherwise(monkeypatch, rand, caplog):
-    from triton.errors import TritonError
-
-    class Other:
-        def __getitem__(self, grid):
-            def launch(*_, **__):
-                raise TritonError("at 3:4:\nno attribute 'barrier'")
-
-            return launch
-
     gluon = lowering()
     monkeypatch.setattr(gluon, "missing", "")
-    monkeypatch.setattr(gluon, "launch_of", lambda *_: (Other(), 4, {}))
+    monkeypatch.setattr(gluon, "launch_of", lambda *_: (DoesNotCompile(), 4, {}))
     monkeypatch.setattr(gluon.cuda_triton, "mla_decode", reference.mla_decode)
     args = small(rand, torch.bfloat16, d_qk=576, d_v=512)
     got, want = gluon.mla_decode(*args), reference.mla_decode(*args)

@@ -13,7 +13,7 @@ from megacpp_compile.errors import OperandError
 from megacpp_compile.lowerings.sparse_mla import reference, sparse_mla
 
 from . import relative_error
-from .agreement import poisoned_memory
+from .agreement import DoesNotCompile, poisoned_memory
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="the kernel is Triton's to compile")
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -99,20 +99,11 @@ def test_whom_it_serves(monkeypatch, change, words):
 
 @needs_triton
 def test_what_does_not_compile_is_served_otherwise(monkeypatch, rand, caplog):
-    from triton.errors import TritonError
-
     from .attention_cases import operands as small
-
-    class Other:
-        def __getitem__(self, grid):
-            def launch(*_, **__):
-                raise TritonError("at 3:4:\nno attribute 'barrier'")
-
-            return launch
 
     gluon = lowering()
     monkeypatch.setattr(gluon, "missing", "")
-    monkeypatch.setattr(gluon.kernels, "sparse_mla_forward", Other())
+    monkeypatch.setattr(gluon.kernels, "sparse_mla_forward", DoesNotCompile())
     monkeypatch.setattr(gluon.cuda_triton, "sparse_mla", reference.sparse_mla)
     args = small(rand, torch.bfloat16)
     got, want = gluon.sparse_mla(*args), reference.sparse_mla(*args)

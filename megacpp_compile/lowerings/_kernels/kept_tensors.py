@@ -6,11 +6,12 @@ hands out again: nothing but their results may stay there. Another thread's allo
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+from megacpp_compile._torch.modes import in_own_thread
 
 
 def kept(make: Callable[[], Tensor], device: torch.device) -> Tensor:
@@ -18,20 +19,12 @@ def kept(make: Callable[[], Tensor], device: torch.device) -> Tensor:
     for the device, it is made in the graph; a call before that one makes it outside."""
     if torch.cuda.is_current_stream_capturing():
         return make()
-    made = list[Tensor | BaseException]()
 
-    def run() -> None:
-        try:
-            stream = torch.cuda.Stream(device)
-            with torch.cuda.device(device), torch.cuda.stream(stream), torch.no_grad():
-                made.append(make())
-            stream.synchronize()
-        except BaseException as error:  # the caller's to see
-            made.append(error)
+    def run() -> Tensor:
+        stream = torch.cuda.Stream(device)
+        with torch.cuda.device(device), torch.cuda.stream(stream), torch.no_grad():
+            made = make()
+        stream.synchronize()
+        return made
 
-    thread = threading.Thread(target=run, name="megacpp_kept")
-    thread.start()
-    thread.join()
-    if isinstance(made[-1], BaseException):
-        raise made[-1]
-    return made[-1]
+    return in_own_thread(run)

@@ -15,7 +15,7 @@ from triton.errors import TritonError
 
 from megacpp_compile.lowerings._kernels.triton_launch import last_dim_contiguous, strides
 from megacpp_compile.lowerings.mla_decode import cuda_triton
-from megacpp_compile.lowerings.mla_decode.cuda_triton import SMS, combine, even_parts
+from megacpp_compile.lowerings.mla_decode.cuda_triton import SMS, combine, even_parts, results
 from megacpp_compile.report import log
 
 try:
@@ -116,10 +116,7 @@ def mla_decode(
     kind, n = KINDS[rows.dtype], block_of(tokens * heads)
     blocks = triton.cdiv(tokens * heads, n)
     splits = even_parts(batch * blocks, rows.shape[1], SMS, ROWS)
-    out = torch.empty((*q.shape[:-1], d_v), dtype=q.dtype, device=q.device)
-    lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-    part_out = torch.empty((batch, tokens, heads, splits, d_v), dtype=torch.float32, device=q.device)
-    part_lse = torch.empty((batch, tokens, heads, splits), dtype=torch.float32, device=q.device)
+    out, lse, part_out, part_lse = results(q, d_v, splits)
     q = last_dim_contiguous(q)
     cached = rows if kind == "PLAIN" else rows.view(torch.int32)
     kernel, warps, sizes = launch_of(kind, n)

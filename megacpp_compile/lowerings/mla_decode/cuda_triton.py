@@ -105,10 +105,7 @@ def mla_decode(
     batch, tokens, heads, channels = q.shape
     rest, block = channels - d_v, tile(q, rows)
     splits = parts(q, rows, block["BH"])
-    out = torch.empty((*q.shape[:-1], d_v), dtype=q.dtype, device=q.device)
-    lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-    part_out = torch.empty((batch, tokens, heads, splits, d_v), dtype=torch.float32, device=q.device)
-    part_lse = torch.empty((batch, tokens, heads, splits), dtype=torch.float32, device=q.device)
+    out, lse, part_out, part_lse = results(q, d_v, splits)
     q, rows = last_dim_contiguous(q), last_dim_contiguous(rows)
     least = 16 if rows.dtype == q.dtype else 32  # channels that tensor cores multiply at once
     half = 1 if codebook is None else 2
@@ -130,6 +127,15 @@ def mla_decode(
         _codes(grid, block, codebook=codebook, s_d=steps[2], **args)
     combine(part_out, part_lse, out, lse)
     return out, lse
+
+
+def results(q: Tensor, d_v: int, splits: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Memory for out [b, t, h, d_v] and lse [b, t, h], and for what `combine` makes them of."""
+    each = q.shape[:-1]
+    out = torch.empty((*each, d_v), dtype=q.dtype, device=q.device)
+    wide = [each, (*each, splits, d_v), (*each, splits)]
+    lse, part_out, part_lse = (torch.empty(shape, dtype=torch.float32, device=q.device) for shape in wide)
+    return out, lse, part_out, part_lse
 
 
 def combine(part_out: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import statistics
-import threading
 import time
 from collections.abc import Callable
 
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from megacpp_compile._torch.modes import in_own_thread
 from megacpp_compile.nn.attention.sdpa_choice import Layout
 
 # Calls that are timed, after one that compiles; and how much faster a package has to be to be worth a dependency on it.
@@ -27,22 +27,7 @@ def milliseconds(
 
     Raises what a backend raises.
     """
-    found: list[tuple[float, float] | BaseException] = []
-
-    def ask() -> None:
-        try:
-            found.append(_measured(device, operands, scale, causal))
-        except BaseException as error:
-            found.append(error)
-
-    # A thread of its own has neither this one's modes nor its count of autograd's nodes.
-    thread = threading.Thread(target=ask)
-    thread.start()
-    thread.join()
-    (result,) = found
-    if isinstance(result, BaseException):
-        raise result
-    return result
+    return in_own_thread(lambda: _measured(device, operands, scale, causal))
 
 
 def _measured(

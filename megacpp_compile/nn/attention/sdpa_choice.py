@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from megacpp_compile._torch.dispatch import TorchDispatchMode
 from megacpp_compile._torch.fakes import FakeTensorMode
+from megacpp_compile._torch.modes import in_own_thread
 
 # How an operator's name begins -> the family of kernels, as in `report.kernels`.
 _KERNELS = {
@@ -43,9 +43,8 @@ def _asked(
     allowed: tuple[bool, ...],
 ) -> str:  # fmt: skip
     """`kernel_of` under what `torch.nn.attention.sdpa_kernel` and its like allow now."""
-    found = [UNKNOWN]
 
-    def ask() -> None:
+    def ask() -> str:
         watch = _Watch()
         try:
             with FakeTensorMode():
@@ -54,15 +53,11 @@ def _asked(
                 with watch:
                     scaled_dot_product_attention(q, k, v, mask, dropout, causal, enable_gqa=grouped)
         except Exception:  # what torch refuses is its own error, when the graph is compiled
-            return
-        found[0] = watch.found
+            return UNKNOWN
+        return watch.found
 
-    # A thread of its own has neither this one's modes nor its count of autograd's nodes, which a partitioner goes by:
-    # what is saved must not depend on who was asked before.
-    thread = threading.Thread(target=ask)
-    thread.start()
-    thread.join()
-    return found[0]
+    # What is saved for backward goes by the count of autograd's nodes, and must not depend on who was asked before.
+    return in_own_thread(ask)
 
 
 def _tensor(device: str, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, grad: bool) -> Any:
