@@ -39,6 +39,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="toy sizes, two turns")
     parser.add_argument("--turns", type=int, help="how often every row is measured (default 5, quick: 2)")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out", help="where JSON and plots go")
+    parser.add_argument(
+        "--rows", action="append", metavar="TEXT",
+        help="repeatable: only rows whose name holds it, beside eager, Inductor and the limits; default: all of them",
+    )
     parser.add_argument("--seed", type=int, help="of the random inputs; default: a fresh one, kept in the JSON")
     parser.add_argument("--plain", action="store_true", help="tables without rich")
     parser.add_argument("--with-te", action="store_true", help="Transformer Engine's rows too: see peers/")
@@ -96,7 +100,7 @@ def make_settings(a: argparse.Namespace) -> Any:
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     progress(f"ceilings of {device}, seed {seed}")
     top = ceilings.measure(device, a.quick, turns, lambda fn: milliseconds(fn, device, budget))
-    return Settings(device, a.quick, turns, budget, seed, top, a.with_te)
+    return Settings(device, a.quick, turns, budget, seed, top, a.with_te, tuple(a.rows or ()))
 
 
 def run_subject(name: str, settings: Any, a: argparse.Namespace) -> bool:

@@ -23,6 +23,14 @@ class Variant:
     options: Mapping[str, Any]
     subjects: frozenset[str]
     bound: float | None = None  # largest relative error, where it is not eager's by which a row is judged
+    missing: Callable[[], str] = str  # what it needs that is not there, "" where all of it is
+
+
+def without_fa4() -> str:
+    """Why FlashAttention-4 cannot be asked; without it the row would be the default's once more."""
+    from megacpp_compile.nn.attention import fa4_runtime
+
+    return "" if fa4_runtime.installed() else f"needs {fa4_runtime.PACKAGE}"
 
 
 FP8_BOUND = 0.2  # float8 has three bits of mantissa; gradients of some peers' recipes have two
@@ -30,6 +38,10 @@ VARIANTS: dict[str, Variant] = {
     "megacpp, latents kept": Variant({"keep_latents": True}, frozenset({"block", "stack", "down_norm_up"})),
     "megacpp, latents kept, fuse_shared_input_gemms": Variant(
         {"keep_latents": True, "fuse_shared_input_gemms": True}, frozenset({"block"})
+    ),
+    "megacpp, fastest attention": Variant({"attention": "fastest"}, frozenset({"block"}), missing=without_fa4),
+    "megacpp, latents kept, fastest attention": Variant(
+        {"keep_latents": True, "attention": "fastest"}, frozenset({"block"}), missing=without_fa4
     ),
     "megacpp, without down_norm_up": Variant({"disable": "down_norm_up"}, frozenset({"block", "stack"})),
     "megacpp, float8": Variant({"precision": "fp8_current"}, frozenset({"block", "stack", "moe"}), FP8_BOUND),
@@ -46,7 +58,7 @@ def compilers(subject: str) -> dict[str, tuple[str, Callable[[nn.Module], Callab
     }
     for name, variant in VARIANTS.items():
         if subject in variant.subjects:
-            rows[name] = ("ours", ours(variant.options))
+            rows[name] = ("ours", ours(variant.options, variant.missing))
     # The same code once more: how far its ratio is from 1 is what a difference between rows means nothing below.
     rows["Inductor, again"] = ("control", inductor)
     return rows
@@ -56,8 +68,12 @@ def inductor(model: nn.Module) -> Callable[..., Any]:
     return torch.compile(model)
 
 
-def ours(options: Mapping[str, Any]) -> Callable[[nn.Module], Callable[..., Any]]:
+def ours(
+    options: Mapping[str, Any], missing: Callable[[], str] = str
+) -> Callable[[nn.Module], Callable[..., Any]]:
     def compiled(model: nn.Module) -> Callable[..., Any]:
+        if why := missing():
+            raise Missing(why)
         import megacpp_compile
         from megacpp_compile.config.options import Config
         from megacpp_compile.errors import UnknownOptionError

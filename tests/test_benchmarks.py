@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import json
@@ -197,6 +198,15 @@ def test_errors_of_other_shapes_and_of_what_is_no_number_are_infinite():
     assert harness.relative_errors([one, one], [one]) == [float("inf")]
     assert harness.relative_errors([one * float("nan")], [one]) == [float("inf")]
     assert harness.relative_errors([one], [one]) == [0.0]
+
+
+def test_rows_that_are_asked_for():
+    names = [("eager", "eager"), ("Inductor", "inductor"), ("megacpp", "ours"), ("megacpp, float8", "ours"), ("GEMMs", "limit")]
+    rows = [harness.Contestant(name, kind, harness.Runner) for name, kind in names]  # type: ignore[arg-type]
+    settings = harness.Settings(torch.device("cpu"), True, 1, 1.0, 0, None)  # type: ignore[arg-type]
+    assert list(filter(settings.measured, rows)) == rows
+    asked = dataclasses.replace(settings, rows=("float8",))
+    assert [row.name for row in filter(asked.measured, rows)] == ["eager", "Inductor", "megacpp, float8", "GEMMs"]
 
 
 def test_floor_of_rope():
