@@ -7,7 +7,8 @@ parameters, AdamW, the same weights and the same text (a random walk over words)
 float32, what losses are judged by. `fla` is eager with flash-linear-attention's kernels, which transformers calls
 wherever they are installed; every other row hides that package.
 For each row: the first step in seconds; the median step, in ms, forward, backward and optimizer; the peak in GiB; the
-first and the last loss; the largest and the mean distance of a loss from float32's.
+first and the last loss; the largest and the mean distance of a loss from float32's. For megacpp also where the seconds
+of the first step went, the sites, and what was nearly one.
 """
 
 from __future__ import annotations
@@ -105,6 +106,8 @@ def train(row: str, a: argparse.Namespace, stack: contextlib.ExitStack) -> dict[
     if report is not None:
         found["sites"] = {name: count for name, count in report.counts.items() if count}
         found["misses"] = sorted({f"{m.pass_name}: {m.tag}: {m.reason}" for m in report.misses})
+        stages = sorted({stage for frame in report.frames for stage in frame.seconds})
+        found["compiling"] = {s: sum(f.seconds.get(s, 0.0) for f in report.frames) for s in stages}
         found["served"] = sorted({f"{s.pass_name} {s.effective}" for s in report.sites})
     return found
 
@@ -145,6 +148,7 @@ def main() -> int:
     print(table(rows))
     for r in rows:
         if "sites" in r:
+            print("seconds of compiling:", ", ".join(f"{k} {v:.1f}" for k, v in r["compiling"].items() if v >= 0.05))
             print("sites", r["sites"], "served by", ", ".join(r["served"]))
             print("\n".join(r["misses"]))
     return int(failed)

@@ -26,6 +26,7 @@ TOPICS = {
     "Decoding": ("MLAKVCache", "latent_attention", "use_latent_cache", "ServingConfig"),
     "Sharding": ("ShardingPlan",),
     "Resuming": ("check_resume",),
+    "Compiling once": ("save_cache", "load_cache", "CompileCache"),
 }
 COMMANDS = ("explain", "estimate", "plan", "passes", "doctor", "evidence")
 

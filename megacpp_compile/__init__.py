@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megacpp_compile.backend import megacpp as backend
+    from megacpp_compile.compile_cache import CompileCache, load_cache, save_cache
     from megacpp_compile.config.checkpointing import CheckpointingPolicy
     from megacpp_compile.config.options import Config
     from megacpp_compile.config.precision import PrecisionPlan
@@ -45,16 +46,17 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "CheckpointingPolicy", "Config", "Estimate", "Fit", "LaunchRecord", "MLAKVCache", "NativeLayerSpec",
-    "PrecisionPlan", "Report", "ServingConfig", "ShardingPlan", "Validity", "apply_checkpoints", "attention",
-    "attention_capability", "backend", "check_resume", "compile", "disable_fa4", "enable", "enable_fa4",
-    "equal_split", "estimate", "explain", "fit", "last_attention", "latent_attention", "launch_record",
-    "observed_attention", "record", "replace_linears", "sparse_mla", "te_layer_spec", "use_latent_cache",
-    "uses_dense_fa4",
+    "CheckpointingPolicy", "CompileCache", "Config", "Estimate", "Fit", "LaunchRecord", "MLAKVCache",
+    "NativeLayerSpec", "PrecisionPlan", "Report", "ServingConfig", "ShardingPlan", "Validity", "apply_checkpoints",
+    "attention", "attention_capability", "backend", "check_resume", "compile", "disable_fa4", "enable", "enable_fa4",
+    "equal_split", "estimate", "explain", "fit", "last_attention", "latent_attention", "launch_record", "load_cache",
+    "observed_attention", "record", "replace_linears", "save_cache", "sparse_mla", "te_layer_spec",
+    "use_latent_cache", "uses_dense_fa4",
 ]  # fmt: skip
 
 _HOME = {
-    "CheckpointingPolicy": "config.checkpointing", "Config": "config.options", "Estimate": "memory.estimate",
+    "CheckpointingPolicy": "config.checkpointing", "CompileCache": "compile_cache", "load_cache": "compile_cache",
+    "save_cache": "compile_cache", "Config": "config.options", "Estimate": "memory.estimate",
     "Fit": "memory.fit", "LaunchRecord": "launch", "MLAKVCache": "decode.cache",
     "NativeLayerSpec": "precision.layer_spec", "launch_record": "launch",
     "PrecisionPlan": "config.precision", "Report": "report.collector", "ServingConfig": "decode.serving",

@@ -490,6 +490,20 @@ class ResumeError(MegacppError, ValueError):
         )
 
 
+class CompileCacheError(MegacppError, ValueError):
+    """A file of compiled code that cannot be written, or is of no use in this process.
+
+    Args:
+        path: of the file.
+        reason: why, as a sentence without its full stop.
+        remedy: what to do, likewise.
+    """
+
+    def __init__(self, path: str, reason: str, remedy: str) -> None:
+        self.path, self.reason, self.remedy = path, reason, remedy
+        super().__init__(f"{path}: {reason}. {remedy}.")
+
+
 class FitError(MegacppError):
     """No policy makes a training step fit into the memory there is.
 

@@ -57,7 +57,7 @@ def quick_compilers():
     does not propagate, and a measurement of the guards, for which it flushes the CPU's caches."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 20, 20)
+    gc.set_threshold(200_000, 20, 20)
     trace = logging.getLogger("torch.__trace")
     trace.handlers, trace.propagate = [], True
     with (

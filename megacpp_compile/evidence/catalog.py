@@ -78,8 +78,7 @@ PROFILES: tuple[Profile, ...] = (
     # No test runs a hybrid model's prefill yet: planned, so that its rung cannot pass.
     Profile("dense_fa4_hybrid_prefill", "dense_fa4", "dense_full_fa4", (_ON_GPU,), 3, "planner",
             "launch_manifest_pending", "planner"),
-    _executed("exact_token_gather", "exact_token", "exact_token_dsa", "tests/lowerings/test_sparse_mla.py", "-m",
-              "cuda"),
+    _executed("exact_token_gather", "exact_token", "exact_token_dsa", "tests/nn/test_sparse_mla_cuda.py"),
     _contract("dense_fa4_fp4_refused", "dense_fa4_fp4", "dense_full_fa4", "tests/nn/test_fa4.py", "-k", "eligibility",
               kind="negative_guard"),
     *(

@@ -1,0 +1,137 @@
+"""Compiled code that goes from one process to another in a file, and files that are of no use."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megacpp_compile import load_cache, save_cache
+from megacpp_compile.errors import CompileCacheError
+
+ROOT = Path(__file__).parents[1]
+ONE_PROCESS = """
+import json, sys
+import torch
+import megacpp_compile
+from torch import nn
+
+action, path = sys.argv[1:]
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.down, self.norm, self.up = nn.Linear(32, 8, bias=False), nn.RMSNorm(8), nn.Linear(8, 32, bias=False)
+
+    def forward(self, x):
+        return self.up(self.norm(self.down(x)))
+
+torch.manual_seed(0)
+block, x = Block(), torch.randn(4, 32)
+loaded = megacpp_compile.load_cache(path, strict=True) if action == "load" else None
+with megacpp_compile.record() as report:
+    out = torch.compile(block, backend="megacpp")(x)
+    out.square().sum().backward()
+held = megacpp_compile.save_cache(path) if action == "save" else loaded
+torch.testing.assert_close(out, block(x))
+print(json.dumps({
+    "out": out.tolist(), "grad": block.down.weight.grad.tolist(), "artifacts": held.artifacts, "bytes": held.bytes,
+    "cached": [frame.cached for frame in report.frames], "fired": report.counts["down_norm_up"],
+}))
+"""
+
+
+def one(action, path, caches):
+    environ = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(caches), "OMP_NUM_THREADS": "1",
+               "TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0"}  # fmt: skip
+    command = [sys.executable, "-c", ONE_PROCESS, action, str(path)]
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_code_goes_from_one_process_to_another(tmp_path):
+    path = tmp_path / "model.cache"
+    first = one("save", path, tmp_path / "first")
+    again = one("load", path, tmp_path / "second")
+    assert first["cached"] == [False] and again["cached"] == [True]
+    assert first["fired"] == again["fired"] == 1
+    assert first["artifacts"]["inductor"] >= 1 and first["artifacts"] == again["artifacts"]
+    assert first["bytes"] == again["bytes"] == path.stat().st_size
+    assert (first["out"], first["grad"]) == (again["out"], again["grad"])
+    assert list(tmp_path.glob("*.partial")) == []
+
+
+def header(path, **changed):
+    magic, head, payload = path.read_bytes().split(b"\n", 2)
+    found = json.loads(head)
+    found["made_by"] |= changed
+    path.write_bytes(b"\n".join((magic, json.dumps(found).encode(), payload)))
+    return path
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    """A file with a payload that torch is not asked to read."""
+    info = torch.compiler._cache.CacheInfo()
+    info.artifacts["inductor"].append("key")
+    monkeypatch.setattr(torch.compiler, "save_cache_artifacts", lambda: (b"payload", info))
+    read = []
+    monkeypatch.setattr(torch.compiler, "load_cache_artifacts", lambda payload: read.append(payload) or info)
+    save_cache(tmp_path / "code")
+    assert load_cache(tmp_path / "code", strict=True).artifacts == {"inductor": 1} and read == [b"payload"]
+    return tmp_path / "code"
+
+
+@pytest.mark.parametrize("what", ["device", "machine", "python", "torch", "megacpp_compile"])
+def test_a_file_of_something_else(what, file, caplog):
+    header(file, **{what: "another"})
+    with pytest.raises(CompileCacheError, match=rf"{re.escape(str(file))}: {what} was 'another' where it was made"):
+        load_cache(file, strict=True)
+    with caplog.at_level(logging.WARNING, "megacpp_compile"):
+        assert load_cache(file) is None
+    assert "The model is compiled anew." in caplog.text
+
+
+@pytest.mark.parametrize(("blob", "why"), [
+    (b"", "it is no file of `save_cache`"),
+    (b"a model's weights", "it is no file of `save_cache`"),
+    (b"megacpp_compile cache 1\nhead without end", "it is no file of `save_cache`"),
+    (b"megacpp_compile cache 1\n{}\n", "its header cannot be read"),
+    (b"megacpp_compile cache 1\nnot json\n", "its header cannot be read"),
+])  # fmt: skip
+def test_a_file_that_is_none(blob, why, tmp_path):
+    (tmp_path / "code").write_bytes(blob)
+    with pytest.raises(CompileCacheError, match=why):
+        load_cache(tmp_path / "code", strict=True)
+
+
+@pytest.mark.parametrize("answer", [None, ValueError("truncated")])
+def test_artifacts_that_torch_cannot_read(answer, file, monkeypatch):
+    def read(payload):
+        if answer is not None:
+            raise answer
+
+    monkeypatch.setattr(torch.compiler, "load_cache_artifacts", read)
+    with pytest.raises(CompileCacheError, match="torch cannot read its artifacts" + (": ValueError: truncated" if answer else "")):
+        load_cache(file, strict=True)
+    assert load_cache(file) is None
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        load_cache(tmp_path / "none")
+
+
+def test_nothing_to_save(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.compiler, "save_cache_artifacts", lambda: None)
+    with pytest.raises(CompileCacheError, match="nothing has been compiled in this process"):
+        save_cache(tmp_path / "code")
+    assert not (tmp_path / "code").exists()
