@@ -434,6 +434,23 @@ class AlreadyCompiledError(MegacppError):
         )
 
 
+class CompiledTooEarlyError(MegacppError):
+    """A model that is compiled was to have modules replaced, which compiled code may not see.
+
+    Args:
+        fqn: the compiled module's name in the model, "" for the model itself.
+        module: its class.
+        asked: what was to replace modules.
+    """
+
+    def __init__(self, fqn: str, module: str, asked: str) -> None:
+        self.fqn, self.module, self.asked = fqn, module, asked
+        super().__init__(
+            f"{asked} came after compilation: {fqn or 'the model'} ({module}) is compiled. Call {asked} first, then "
+            "torch.compile or megacpp_compile.compile."
+        )
+
+
 class BlockNotFoundError(MegacppError, ValueError):
     """A pattern of `blocks` that no module's name matches.
 
