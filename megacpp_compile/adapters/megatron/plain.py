@@ -31,6 +31,7 @@ from megacpp_compile.report.text import plural
 
 _CORE, _ENGINE = "megatron.core.", "megatron.core.extensions.transformer_engine."
 _MLA = _CORE + "transformer.multi_latent_attention.MultiLatentAttention"
+_ROTARY = _CORE + "models.common.embeddings."
 _CORE_ATTENTION = _ENGINE + "TEDotProductAttention"
 
 # Class -> (what is put in front of it, why it must stay). The first that a module is an instance of counts.
@@ -43,6 +44,8 @@ _CLASSES: dict[str, tuple[Any, Callable[[Any], str]]] = {
     ),
     _ENGINE + "TELinear": (forwards.EngineLinear, refusals.engine_linear),
     _ENGINE + "TELayerNormColumnParallelLinear": (forwards.EngineLinear, refusals.engine_linear),
+    _ROTARY + "yarn_rotary_pos_embedding.YarnRotaryEmbedding": (forwards.RotaryTable, refusals.rotary),
+    _ROTARY + "rotary_pos_embedding.RotaryEmbedding": (forwards.RotaryTable, refusals.rotary),
     "transformer_engine.pytorch.RMSNorm": (forwards.EngineNorm, refusals.engine_norm),
     "transformer_engine.pytorch.LayerNorm": (forwards.EngineNorm, refusals.engine_norm),
 }  # fmt: skip
@@ -53,6 +56,8 @@ _FIELDS: dict[str, tuple[tuple[str, ...], Callable[[Any], str]]] = {
     _CORE + "transformer.transformer_layer.TransformerLayer": (("bias_dropout_fusion",), refusals.layer),
     _CORE + "transformer.transformer_block.TransformerBlock": ((), refusals.block),
 }
+
+_NONE = object()  # an attribute that was not there
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +107,10 @@ class PlainTable:
     def undo(self) -> None:
         """Make every module what it was; a second call does nothing."""
         for owner, name, value in reversed(self._before):
-            setattr(owner, name, value)
+            if value is _NONE:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
         self._before = ()
 
     def summary(self) -> str:
@@ -151,6 +159,10 @@ def _classed(fqn: str, module: Any, before: list[tuple[Any, str, Any]]) -> Plain
         reason = f"{own.__name__} has a {changed[0]} of its own" if changed else why_not(module)
         if not reason:
             _swap(module, front, before)
+        if not reason and front is forwards.RotaryTable:
+            made = forwards.rates(module)
+            assert made is not None
+            _set(module, before, plain_rates=made[0], plain_factor=made[1])
         return PlainRow(fqn, own.__name__, "" if reason else front.plain_as, reason)
     return None
 
@@ -158,6 +170,12 @@ def _classed(fqn: str, module: Any, before: list[tuple[Any, str, Any]]) -> Plain
 def _swap(module: Any, front: type, before: list[tuple[Any, str, Any]]) -> None:
     before.append((module, "__class__", type(module)))
     module.__class__ = _plain_class(front, type(module))
+
+
+def _set(module: Any, before: list[tuple[Any, str, Any]], **values: Any) -> None:
+    for name, value in values.items():
+        before.append((module, name, getattr(module, name, _NONE)))
+        setattr(module, name, value)
 
 
 @functools.cache
@@ -176,8 +194,7 @@ def _quieted(fqn: str, module: Any, before: list[tuple[Any, str, Any]]) -> Plain
             return PlainRow(fqn, type(module).__name__, "", reason)
         if not on:
             return None
-        before.append((module, "config", module.config))
-        module.config = copy.copy(module.config)
+        _set(module, before, config=copy.copy(module.config))
         for name in on:
             setattr(module.config, name, False)
         return PlainRow(fqn, type(module).__name__, "without " + ", ".join(on), "")
@@ -195,6 +212,6 @@ def _cores(fqn: str, module: Any, before: list[tuple[Any, str, Any]]) -> Iterato
     reason = f"{own.__name__} has a forward of its own" if changed else refusals.engine_attention(core)
     if not reason:
         _swap(core, forwards.EngineAttention, before)
-        core.plain_scale, core.plain_dropout = module.softmax_scale, core.config.attention_dropout
+        _set(core, before, plain_scale=module.softmax_scale, plain_dropout=core.config.attention_dropout)
     now = "" if reason else forwards.EngineAttention.plain_as
     yield PlainRow(f"{fqn}.core_attention".strip("."), own.__name__, now, reason)

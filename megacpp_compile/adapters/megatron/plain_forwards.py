@@ -113,6 +113,33 @@ class EngineAttention:
         return out.permute(2, 0, 1, 3).flatten(2)
 
 
+class RotaryTable:
+    """`RotaryEmbedding` and `YarnRotaryEmbedding`: angles [s, 1, 1, d] of positions from `offset` on, without the cache
+    and the copy to the current device that theirs have in front; YaRN's with the factor of cosines and sines."""
+
+    plain_as = "a table of angles"
+    plain_rates: Tensor  # [d], angle by which each position turns a channel further
+    plain_factor: float | None
+
+    def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> Any:
+        places = torch.arange(max_seq_len, device=self.plain_rates.device, dtype=self.plain_rates.dtype) + offset
+        angles = torch.outer(places, self.plain_rates)[:, None, None]
+        return angles if self.plain_factor is None else (angles, self.plain_factor)
+
+
+def rates(module: Any) -> tuple[Tensor, float | None] | None:
+    """(`plain_rates`, `plain_factor`) of a rotary module of Megatron's, or None where its angles are not the position
+    times a rate."""
+    table = module.get_emb(_PLACES)
+    table, factor = table if isinstance(table, tuple) else (table, None)
+    found = table[1, 0, 0].detach().clone()
+    places = torch.arange(_PLACES, device=found.device, dtype=found.dtype)
+    return (found, factor) if torch.equal(torch.outer(places, found)[:, None, None], table) else None
+
+
+_PLACES = 64
+
+
 def is_plain_tensor(tensor: Any) -> bool:
     """Whether a parameter is an ordinary one: not quantised, and no subclass but `nn.Parameter`."""
     return type(tensor) in (torch.nn.Parameter, Tensor) or tensor is None

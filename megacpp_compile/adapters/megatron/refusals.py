@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megacpp_compile.adapters.megatron.plain_forwards import is_plain_tensor
+from megacpp_compile.adapters.megatron.plain_forwards import is_plain_tensor, rates
 
 
 def _ranks(group: Any) -> int:
@@ -85,6 +85,15 @@ def attention(module: Any) -> str:
     if getattr(module, "checkpoint_core_attention", False):
         return recomputes.format("its core", "core_attn")
     return _asked(module.config, "cache_mla_latents", "fine_grained_activation_offloading")
+
+
+def rotary(module: Any) -> str:
+    if _ranks(module.cp_group) > 1:
+        return f"context parallel over {_ranks(module.cp_group)} ranks"
+    try:
+        return "" if rates(module) is not None else "its angles are not the position times a rate"
+    except Exception as error:  # its table is made on a GPU
+        return f"its table cannot be made here: {type(error).__name__}"
 
 
 def mlp(module: Any) -> str:
