@@ -451,6 +451,33 @@ class CompiledTooEarlyError(MegacppError):
         )
 
 
+class AdapterError(MegacppError, ValueError):
+    """Something that an adapter of another library cannot do with what is installed, or with what it is given.
+
+    Args:
+        what: what was asked for.
+        reason: why it cannot be.
+        remedy: what to do.
+    """
+
+    def __init__(self, what: str, reason: str, remedy: str) -> None:
+        self.what, self.reason, self.remedy = what, reason, remedy
+        super().__init__(f"{what}: {reason}. {remedy}")
+
+
+class LayoutError(MegacppError, ValueError):
+    """A pattern of layers, or a pipeline stage of one, that makes no model.
+
+    Args:
+        where: the layer or argument.
+        problem: what is wrong with it, without a full stop.
+    """
+
+    def __init__(self, where: str, problem: str) -> None:
+        self.where, self.problem = where, problem
+        super().__init__(f"layout of layers: {where}: {problem}.")
+
+
 class BlockNotFoundError(MegacppError, ValueError):
     """A pattern of `blocks` that no module's name matches.
 
