@@ -10,7 +10,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import megacpp_compile
-from megacpp_compile.adapters.megatron import plain_mla
+from megacpp_compile.adapters.megatron import adapt_spec, adapter, attention_layer_spec, plain_mla
 
 pytest.importorskip("megatron.core", reason="Megatron-Core is not installed (pip install megatron-core einops)")
 
@@ -148,6 +148,35 @@ def test_checkpoints_of_megatron_go_in_and_out(megatron):
     assert sharded() == before and any(before.values())
     one.load_state_dict(other.state_dict())
     same(step(one), step(other))
+
+
+def test_a_model_of_adapters_is_the_model(megatron, no_kernels):
+    want = step(made())
+    done = adapt_spec(layer_spec())
+    assert done.replaced == ("self_attention: MLASelfAttention",)
+    model = made(done.spec)
+    attention = model.decoder.layers[0].self_attention
+    assert type(attention) is adapter("MLASelfAttention") and attention.makes_tables
+    assert list(model.state_dict()) == list(made().state_dict())
+    same(step(model), want)
+    plain_mla(model)
+    with megacpp_compile.record() as report:
+        same(step(model, torch.compile(model, backend="megacpp")), want)
+    assert counters["stats"]["unique_graphs"] == 1 and report.counts["down_norm_up"] == 4
+
+
+def test_a_layer_of_attention_alone(megatron):
+    from megatron.core.transformer.spec_utils import build_module
+
+    spec = attention_layer_spec("local", qk_layernorm=True, multi_latent_attention=True, normalization="RMSNorm")
+    spec.submodules.self_attention.submodules.core_attention = Core
+    layer = build_module(spec, config=configuration(), layer_number=1)
+    assert not any("mlp" in name for name, _ in layer.named_parameters())
+    x = torch.randn(S, B, 128)
+    out = layer(hidden_states=x, attention_mask=None)[0]
+    normed, tables = layer.input_layernorm(x), torch.ones(S, 1, 1, 16)
+    want = x + layer.self_attention(normed, None, rotary_pos_emb=tables)[0]  # a table that is not applied
+    torch.testing.assert_close(out, want)
 
 
 def test_the_release_is_the_one_documented():
