@@ -6,12 +6,13 @@
     model = torch.compile(model, backend="megacpp")
 """
 
+from megacpp_compile.adapters.megatron.block import MegatronBlock, block_class, block_config
 from megacpp_compile.adapters.megatron.layout import LayerLayout, LayoutRow, layer_layout
 from megacpp_compile.adapters.megatron.plain import PlainRow, PlainTable, plain_mla
 from megacpp_compile.adapters.megatron.self_attention import adapter
 from megacpp_compile.adapters.megatron.specs import AdaptedSpec, adapt_spec, attention_layer_spec
 
 __all__ = [
-    "AdaptedSpec", "LayerLayout", "LayoutRow", "PlainRow", "PlainTable", "adapt_spec", "adapter",
-    "attention_layer_spec", "layer_layout", "plain_mla",
+    "AdaptedSpec", "LayerLayout", "LayoutRow", "MegatronBlock", "PlainRow", "PlainTable", "adapt_spec", "adapter",
+    "attention_layer_spec", "block_class", "block_config", "layer_layout", "plain_mla",
 ]  # fmt: skip

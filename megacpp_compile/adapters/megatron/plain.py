@@ -169,7 +169,7 @@ def _classed(fqn: str, module: Any, before: list[tuple[Any, str, Any]]) -> Plain
 
 def _swap(module: Any, front: type, before: list[tuple[Any, str, Any]]) -> None:
     before.append((module, "__class__", type(module)))
-    module.__class__ = _plain_class(front, type(module))
+    module.__class__ = _plain_class((front, type(module)))
 
 
 def _set(module: Any, before: list[tuple[Any, str, Any]], **values: Any) -> None:
@@ -179,9 +179,10 @@ def _set(module: Any, before: list[tuple[Any, str, Any]], **values: Any) -> None
 
 
 @functools.cache
-def _plain_class(front: type, own: type) -> type:
+def _plain_class(classes: tuple[type, type]) -> type:
+    front, own = classes
     words = {"__module__": front.__module__, "__doc__": f"{own.__name__}, computed by plain PyTorch."}
-    return type(f"Plain{own.__name__}", (front, own), words)
+    return type(f"Plain{own.__name__}", classes, words)
 
 
 def _quieted(fqn: str, module: Any, before: list[tuple[Any, str, Any]]) -> PlainRow | None:
