@@ -164,6 +164,9 @@ NEEDS = {
         "PJRT_DEVICE=CPU python examples/train_mla.py --steps 100 --no-plot --device xla --json xla.json",
     ],
     r"torchtitan": ["python examples/inside_trainers.py torchtitan --ranks 2 --ep 2 --checkpoint selective"],
+    r"Megatron": [
+        "python examples/train_megatron.py", "python examples/train_megatron.py --te --size large --steps 30",
+    ],
     r"trl": ["python examples/inside_trainers.py trl --lora"],
     r"transformers": [
         "python -m benchmarks.compile_time", "OMP_NUM_THREADS=1 python -m benchmarks.compile_time --model mamba2 --layers 2",
