@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
+import sys
 
 import pytest
 import torch
@@ -145,8 +146,6 @@ def test_what_this_megatron_has_not():
 
 
 def test_without_megatron(monkeypatch):
-    import sys
-
     for name in [n for n in sys.modules if n.startswith("megatron")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "megatron", None)
@@ -226,6 +225,16 @@ def test_each_implementation_has_its_builder():
 def test_options_that_megatron_does_not_know_are_an_error():
     with pytest.raises(AdapterError, match="with use_kitchen, new_option: "):
         attention_layer_spec("inference_optimized", qk_layernorm=True, use_kitchen=False, new_option=1)
+
+
+def test_what_megatron_cannot_build_is_an_error(monkeypatch):
+    def unbuildable(**options):
+        raise NameError("TESpecProvider is not defined")
+
+    specs = sys.modules["megatron.core.models.gpt.gpt_layer_specs"]
+    monkeypatch.setattr(specs, "get_gpt_layer_with_transformer_engine_spec", unbuildable)
+    with pytest.raises(AdapterError, match="'transformer_engine': NameError: TESpecProvider is not defined"):
+        attention_layer_spec()
 
 
 def test_sparse_attention_is_made_for_a_configuration():

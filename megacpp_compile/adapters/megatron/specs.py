@@ -97,7 +97,7 @@ def attention_layer_spec(
         whatever else it takes.
 
     Raises AdapterError for an implementation there is none of, and for options that the installed Megatron does not
-    know, with their names; PackageMissingError without Megatron.
+    know, with their names, and for what Megatron itself cannot build; PackageMissingError without Megatron.
     """
     if implementation not in _BUILDERS:
         remedy = f"Choose of {', '.join(_BUILDERS)}."
@@ -109,7 +109,7 @@ def attention_layer_spec(
         what = f"a layer spec of {implementation!r} with {', '.join(unknown)}"
         reason = f"{build.__name__} of Megatron-Core {installed.version()} knows nothing of the kind"
         raise AdapterError(what, reason, f"It takes {', '.join(taken)}.")
-    spec = build(**options)
+    spec = _built(build, f"a layer spec of {implementation!r}", **options)
     identity, function = (installed.load(_IDENTITY + name, "a layer spec") for name in ("IdentityOp", "IdentityFuncOp"))
     attention = _sparse(implementation, config) if sparse else spec.submodules.self_attention
     spec.submodules = dataclasses.replace(
@@ -124,4 +124,14 @@ def _sparse(implementation: str, config: Any) -> Any:
     if config is None:
         raise AdapterError("a layer spec of sparse attention", "it is made for a configuration", "Give config=.")
     build = installed.load(_SPARSE, "sparse attention")
-    return build(config=config, backend=installed.load(_PROVIDERS[implementation], "sparse attention")())
+    backend = installed.load(_PROVIDERS[implementation], "sparse attention")()
+    return _built(build, f"sparse attention of {implementation!r}", config=config, backend=backend)
+
+
+def _built(build: Any, what: str, **given: Any) -> Any:
+    """`build(**given)`. Raises AdapterError: Megatron's own, where Transformer Engine is missing, are NameErrors."""
+    try:
+        return build(**given)
+    except Exception as error:
+        remedy = "Choose another implementation, or install what it needs."
+        raise AdapterError(what, f"{type(error).__name__}: {error}", remedy) from error
