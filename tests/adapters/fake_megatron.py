@@ -179,6 +179,29 @@ class Core(nn.Module):
         return scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale).permute(2, 0, 1, 3).flatten(2)
 
 
+class RotaryEmbedding(nn.Module):
+    def __init__(self, width, cp_group=None, powers=1):
+        super().__init__()
+        self.inv_freq, self.cp_group = 10000 ** -(torch.arange(0, width, 2) / width), cp_group
+        self.powers = powers  # angles are the position to this power
+
+    def get_emb(self, max_seq_len, offset=0):
+        angles = torch.outer((torch.arange(max_seq_len) + offset).float() ** self.powers, self.inv_freq)
+        return torch.cat((angles, angles), -1)[:, None, None]
+
+    def forward(self, max_seq_len, offset=0, packed_seq=False, cp_group=None):
+        torch._dynamo.graph_break()
+        return self.get_emb(max_seq_len, offset)
+
+
+class YarnRotaryEmbedding(RotaryEmbedding):
+    def get_emb(self, max_seq_len, offset=0):
+        return super().get_emb(max_seq_len, offset) / 4, 1.25
+
+    def forward(self, max_seq_len, offset=0, packed_seq=False, cp_group=None):
+        return super().forward(max_seq_len, offset)
+
+
 class Attention(nn.Module):
     pass
 
@@ -314,6 +337,8 @@ HOMES = {
     "extensions.transformer_engine": (
         TELinear, TEColumnParallelLinear, TELayerNormColumnParallelLinear, TEDotProductAttention,
     ),
+    "models.common.embeddings.rotary_pos_embedding": (RotaryEmbedding,),
+    "models.common.embeddings.yarn_rotary_pos_embedding": (YarnRotaryEmbedding,),
     "transformer.attention": (Attention,),
     "transformer.multi_latent_attention": (MultiLatentAttention, MLASelfAttention),
     "transformer.mlp": (MLP,),

@@ -166,7 +166,26 @@ def test_a_head_that_is_given_its_weight():
     torch.testing.assert_close(head(x, weight=weight, runtime_gather_output=True)[0], x @ weight.T)
 
 
+@pytest.mark.parametrize("kind", [fake.RotaryEmbedding, fake.YarnRotaryEmbedding])
+def test_rotary_tables(kind):
+    made = kind(8, fake.Group())
+    want = made(9), made(5, offset=3)
+    table = plain_mla(made)
+    assert table.done == ("",) and table.rows[0].now == "a table of angles"
+    torch.testing.assert_close((made(9, packed_seq=False), made(5, offset=3)), want, rtol=0, atol=0)
+    table.undo()
+    assert type(made) is kind and not hasattr(made, "plain_rates")
+
+
 # --- what stays
+
+
+def test_other_rotary_tables_stay():
+    left(fake.RotaryEmbedding(8, powers=2), "not the position times a rate")
+    left(fake.RotaryEmbedding(8, fake.Group(2)), "context parallel over 2 ranks")
+    broken = fake.RotaryEmbedding(8)
+    del broken.inv_freq
+    left(broken, "its table cannot be made here: AttributeError")
 
 
 def left(module, words, name=""):

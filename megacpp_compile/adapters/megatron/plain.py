@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,21 +34,35 @@ _MLA = _CORE + "transformer.multi_latent_attention.MultiLatentAttention"
 _ROTARY = _CORE + "models.common.embeddings."
 _CORE_ATTENTION = _ENGINE + "TEDotProductAttention"
 
-# Class -> (what is put in front of it, why it must stay). The first that a module is an instance of counts.
-_CLASSES: dict[str, tuple[Any, Callable[[Any], str]]] = {
-    _CORE + "tensor_parallel.layers.ColumnParallelLinear": (forwards.ParallelLinear, refusals.linear),
-    _CORE + "tensor_parallel.layers.RowParallelLinear": (forwards.ParallelLinear, refusals.linear),
-    _CORE + "tensor_parallel.layers.VocabParallelEmbedding": (forwards.VocabularyEmbedding, refusals.embedding),
-    _CORE + "models.common.language_module.language_module.LanguageModule": (
-        forwards.LanguageModelLoss, refusals.loss,
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """What is put in front of a class, why a module of it must stay, and the attributes that a module gets with it."""
+
+    front: Any
+    why_not: Callable[[Any], str]
+    attributes: Callable[[Any], Mapping[str, Any]] = lambda module: {}
+
+
+_PARALLEL = _Form(forwards.ParallelLinear, refusals.linear)
+_ENGINE_LINEAR = _Form(forwards.EngineLinear, refusals.engine_linear)
+_ENGINE_NORM = _Form(forwards.EngineNorm, refusals.engine_norm)
+_TABLE = _Form(forwards.RotaryTable, refusals.rotary, forwards.table_attributes)
+# The first class that a module is an instance of counts.
+_CLASSES = {
+    _CORE + "tensor_parallel.layers.ColumnParallelLinear": _PARALLEL,
+    _CORE + "tensor_parallel.layers.RowParallelLinear": _PARALLEL,
+    _CORE + "tensor_parallel.layers.VocabParallelEmbedding": _Form(forwards.VocabularyEmbedding, refusals.embedding),
+    _CORE + "models.common.language_module.language_module.LanguageModule": _Form(
+        forwards.LanguageModelLoss, refusals.loss
     ),
-    _ENGINE + "TELinear": (forwards.EngineLinear, refusals.engine_linear),
-    _ENGINE + "TELayerNormColumnParallelLinear": (forwards.EngineLinear, refusals.engine_linear),
-    _ROTARY + "yarn_rotary_pos_embedding.YarnRotaryEmbedding": (forwards.RotaryTable, refusals.rotary),
-    _ROTARY + "rotary_pos_embedding.RotaryEmbedding": (forwards.RotaryTable, refusals.rotary),
-    "transformer_engine.pytorch.RMSNorm": (forwards.EngineNorm, refusals.engine_norm),
-    "transformer_engine.pytorch.LayerNorm": (forwards.EngineNorm, refusals.engine_norm),
-}  # fmt: skip
+    _ENGINE + "TELinear": _ENGINE_LINEAR,
+    _ENGINE + "TELayerNormColumnParallelLinear": _ENGINE_LINEAR,
+    _ROTARY + "yarn_rotary_pos_embedding.YarnRotaryEmbedding": _TABLE,
+    _ROTARY + "rotary_pos_embedding.RotaryEmbedding": _TABLE,
+    "transformer_engine.pytorch.RMSNorm": _ENGINE_NORM,
+    "transformer_engine.pytorch.LayerNorm": _ENGINE_NORM,
+}
 # Class -> (fields of its configuration that choose a kernel, why they must stay).
 _FIELDS: dict[str, tuple[tuple[str, ...], Callable[[Any], str]]] = {
     _CORE + "transformer.attention.Attention": (("apply_rope_fusion",), refusals.attention),
@@ -151,25 +165,22 @@ def plain_mla(model: nn.Module) -> PlainTable:
 
 
 def _classed(fqn: str, module: Any, before: list[tuple[Any, str, Any]]) -> PlainRow | None:
-    for path, (front, why_not) in _CLASSES.items():
-        if (base := loaded(path)) is None or not isinstance(module, base) or isinstance(module, front):
-            continue
-        own = type(module)
-        changed = [n for n, f in vars(front).items() if callable(f) and getattr(own, n) is not getattr(base, n)]
-        reason = f"{own.__name__} has a {changed[0]} of its own" if changed else why_not(module)
-        if not reason:
-            _swap(module, front, before)
-        if not reason and front is forwards.RotaryTable:
-            made = forwards.rates(module)
-            assert made is not None
-            _set(module, before, plain_rates=made[0], plain_factor=made[1])
-        return PlainRow(fqn, own.__name__, "" if reason else front.plain_as, reason)
+    for path, form in _CLASSES.items():
+        if (base := loaded(path)) is not None and isinstance(module, base) and not isinstance(module, form.front):
+            return _formed(fqn, module, base, form, before)
     return None
 
 
-def _swap(module: Any, front: type, before: list[tuple[Any, str, Any]]) -> None:
-    before.append((module, "__class__", type(module)))
-    module.__class__ = _plain_class((front, type(module)))
+def _formed(fqn: str, module: Any, base: type, form: _Form, before: list[tuple[Any, str, Any]]) -> PlainRow:
+    """Put the form's forward in front of `module`, an instance of `base`, unless it must stay."""
+    own, front = type(module), form.front
+    changed = [n for n, f in vars(front).items() if callable(f) and getattr(own, n) is not getattr(base, n)]
+    reason = f"{own.__name__} has a {changed[0]} of its own" if changed else form.why_not(module)
+    if not reason:
+        _set(module, before, **form.attributes(module))
+        before.append((module, "__class__", own))
+        module.__class__ = _plain_class((front, own))
+    return PlainRow(fqn, own.__name__, "" if reason else front.plain_as, reason)
 
 
 def _set(module: Any, before: list[tuple[Any, str, Any]], **values: Any) -> None:
@@ -208,11 +219,9 @@ def _cores(fqn: str, module: Any, before: list[tuple[Any, str, Any]]) -> Iterato
     core = getattr(module, "core_attention", None) if mla is not None and isinstance(module, mla) else None
     if base is None or not isinstance(core, base) or isinstance(core, forwards.EngineAttention):
         return
-    own = type(core)
-    changed = own.forward is not base.forward
-    reason = f"{own.__name__} has a forward of its own" if changed else refusals.engine_attention(core)
-    if not reason:
-        _swap(core, forwards.EngineAttention, before)
-        _set(core, before, plain_scale=module.softmax_scale, plain_dropout=core.config.attention_dropout)
-    now = "" if reason else forwards.EngineAttention.plain_as
-    yield PlainRow(f"{fqn}.core_attention".strip("."), own.__name__, now, reason)
+
+    def attributes(core: Any) -> Mapping[str, Any]:
+        return {"plain_scale": module.softmax_scale, "plain_dropout": core.config.attention_dropout}
+
+    form = _Form(forwards.EngineAttention, refusals.engine_attention, attributes)
+    yield _formed(f"{fqn}.core_attention".strip("."), core, base, form, before)

@@ -137,6 +137,13 @@ def rates(module: Any) -> tuple[Tensor, float | None] | None:
     return (found, factor) if torch.equal(torch.outer(places, found)[:, None, None], table) else None
 
 
+def table_attributes(module: Any) -> dict[str, Any]:
+    """The attributes that `RotaryTable` reads, of a module that `rates` knows."""
+    found = rates(module)
+    assert found is not None
+    return {"plain_rates": found[0], "plain_factor": found[1]}
+
+
 _PLACES = 64
 
 
