@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from megacpp_compile.adapters.megatron import adapt_spec, adapter, attention_layer_spec, plain_mla
+from megacpp_compile.adapters.megatron import adapt_spec, adapter, attention_layer_spec, layer_layout, plain_mla
 from megacpp_compile.adapters.megatron.self_attention import adapter_of
 from megacpp_compile.config.warn_once import warn_once
 from megacpp_compile.errors import AbsorbedInTrainingError, AdapterError, PackageMissingError
@@ -244,3 +244,12 @@ def test_sparse_attention_is_made_for_a_configuration():
     assert spec.submodules.self_attention.module is adapter("MLASelfAttention")
     with pytest.raises(AdapterError, match="Give config="):
         attention_layer_spec("local", sparse=True)
+
+
+def test_both_kinds_of_a_layout_come_out_of_it():
+    config = object()
+    dense = attention_layer_spec("local", multi_latent_attention=True)
+    sparse = attention_layer_spec("local", sparse=True, config=config, multi_latent_attention=True)
+    found = layer_layout("AMD", mtp_layers=1).specs({"A": dense, "D": sparse, "M": None})
+    assert found == [dense, None, sparse, dense]
+    assert [s.submodules.self_attention.module for s in (dense, sparse)] == [adapter("MLASelfAttention")] * 2

@@ -192,7 +192,8 @@ NEEDS = {
         "python examples/train_fp8.py --size tiny --steps 20 --blocks",
         "python examples/train_hybrid.py --dtype bfloat16 --backends eager:float32 eager megacpp --steps 200",
     ],
-    r"(?i)network|install": ["pip install .", 'pip install "git+$URL"', "pip install tilelang", "pip install flash-attn-4"],
+    r"(?i)network|install": ["pip install .", 'pip install "git+$URL"', "pip install tilelang", "pip install flash-attn-4",
+                            "pip install megatron-core einops"],
 }  # fmt: skip
 
 
