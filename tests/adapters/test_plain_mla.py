@@ -72,7 +72,7 @@ def test_one_graph_with_every_site(te, q_lora, no_kernels):
 
 def test_without_it_the_graph_breaks(no_kernels):
     """The stand-in does what the real one does, so that the test above can fail."""
-    model = made()
+    model = made(layers=1)
     with megacpp_compile.record() as report:
         step(model, torch.compile(model, backend="megacpp"))
     assert counters["stats"]["unique_graphs"] > 1 and report.counts["down_norm_up"] == 0
@@ -90,7 +90,7 @@ def test_classes_stay_what_they_are():
 
 
 def test_a_state_dict_goes_in_and_out():
-    one, other = made(), made()
+    one, other = made(layers=1), made(layers=1)
     with torch.no_grad():
         for p in other.parameters():
             p.mul_(2)
@@ -98,7 +98,7 @@ def test_a_state_dict_goes_in_and_out():
     plain_mla(one)
     assert not any(one.load_state_dict(state))
     same(step(one), step(other))
-    third = made()
+    third = made(layers=1)
     third.load_state_dict(one.state_dict())
     same(step(third), step(other))
 

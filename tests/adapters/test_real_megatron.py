@@ -130,6 +130,18 @@ def test_a_model_is_one_graph_with_every_site(megatron, no_kernels, fields):
     assert fired == {"down_norm_up": latents, "mla_rope_q": 2, "mla_rope_kv": 2, "linear_cross_entropy": 1}
 
 
+def test_blocks_share_an_artifact(megatron, no_kernels):
+    model = made(num_layers=4)
+    want = step(model)
+    plain_mla(model)
+    with megacpp_compile.record() as report:
+        megacpp_compile.compile(model)
+        same(step(model), want)
+    assert all(frame.captured for frame in report.frames)
+    fired = {name: count for name, count in report.counts.items() if count}  # of one block, and of the loss
+    assert fired == {"down_norm_up": 2, "mla_rope_q": 1, "mla_rope_kv": 1, "linear_cross_entropy": 1}
+
+
 def test_checkpoints_of_megatron_go_in_and_out(megatron):
     from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 
