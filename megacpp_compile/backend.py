@@ -17,6 +17,7 @@ from megacpp_compile._torch import dynamo
 from megacpp_compile.config.options import Config
 from megacpp_compile.errors import BadOptionError, TorchTooOldError, wrapped_in
 from megacpp_compile.frontend import unbacked_shapes
+from megacpp_compile.fx.compiled_models import note_compiled
 from megacpp_compile.nn.attention.switch import require_fa4
 from megacpp_compile.passes._driver import pass_names
 from megacpp_compile.pipeline import WHOLE, Block, compile_frame
@@ -75,6 +76,7 @@ def compile_with(
     inner_compile: Any = None,
 ) -> Callable[..., Any]:  # fmt: skip
     """`pipeline.compile_frame` with checked settings and a `torch.compile` mode."""
+    note_compiled()
     return compile_frame(gm, example_inputs, config, {**mode_patches(mode), **config.inductor}, block, inner_compile)
 
 

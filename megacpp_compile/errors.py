@@ -434,6 +434,50 @@ class AlreadyCompiledError(MegacppError):
         )
 
 
+class CompiledTooEarlyError(MegacppError):
+    """A model that is compiled was to have modules replaced, which compiled code may not see.
+
+    Args:
+        fqn: the compiled module's name in the model, "" for the model itself.
+        module: its class.
+        asked: what was to replace modules.
+    """
+
+    def __init__(self, fqn: str, module: str, asked: str) -> None:
+        self.fqn, self.module, self.asked = fqn, module, asked
+        super().__init__(
+            f"{asked} came after compilation: {fqn or 'the model'} ({module}) is compiled. Call {asked} first, then "
+            "torch.compile or megacpp_compile.compile."
+        )
+
+
+class AdapterError(MegacppError, ValueError):
+    """Something that an adapter of another library cannot do with what is installed, or with what it is given.
+
+    Args:
+        what: what was asked for.
+        reason: why it cannot be.
+        remedy: what to do.
+    """
+
+    def __init__(self, what: str, reason: str, remedy: str) -> None:
+        self.what, self.reason, self.remedy = what, reason, remedy
+        super().__init__(f"{what}: {reason}. {remedy}")
+
+
+class LayoutError(MegacppError, ValueError):
+    """A pattern of layers, or a pipeline stage of one, that makes no model.
+
+    Args:
+        where: the layer or argument.
+        problem: what is wrong with it, without a full stop.
+    """
+
+    def __init__(self, where: str, problem: str) -> None:
+        self.where, self.problem = where, problem
+        super().__init__(f"layout of layers: {where}: {problem}.")
+
+
 class BlockNotFoundError(MegacppError, ValueError):
     """A pattern of `blocks` that no module's name matches.
 

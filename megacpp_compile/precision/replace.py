@@ -10,7 +10,14 @@ from torch import nn
 
 from megacpp_compile.config.precision import PrecisionPlan
 from megacpp_compile.config.rules import announce
-from megacpp_compile.errors import BadOptionError, EngineError, NotAModuleError, TargetRecipeError
+from megacpp_compile.errors import (
+    BadOptionError,
+    CompiledTooEarlyError,
+    EngineError,
+    NotAModuleError,
+    TargetRecipeError,
+)
+from megacpp_compile.fx.compiled_models import compiled_part
 from megacpp_compile.precision import engine
 from megacpp_compile.precision.checkpoint import guard
 from megacpp_compile.precision.survey import DEFAULT_EXCLUSIONS, Found, survey, why_bf16
@@ -99,9 +106,9 @@ def replace_linears(
     target: str = "auto",
     tp_comm_overlap: bool = False,
 ) -> ConversionTable:
-    """Replace linears that `plan` wants in fp8 by Transformer Engine's modules, in place; call it after construction
-    and before FSDP. Parameters stay the same objects under the same names, and the state dict keeps its keys and
-    values.
+    """Replace linears that `plan` wants in fp8 by Transformer Engine's modules, in place; call it after construction,
+    before FSDP and compilation. Parameters stay the same objects under the same names, and the state dict keeps its
+    keys and values.
 
     plan: a `PrecisionPlan`, or what `PrecisionPlan.of` takes.
     exclude: linears to leave alone. Words of DEFAULT_EXCLUSIONS match inside any segment of a name; others are globs
@@ -115,11 +122,14 @@ def replace_linears(
     Returns the conversion table, which has every linear. On CPU and TPU, and where Transformer Engine is not available,
     nothing is replaced, and one line in the log says why. Raises, before anything is changed, NotAModuleError;
     BadOptionError for a plan that is none; RuleWithoutHitError for a rule of the plan or a glob of `exclude` that hits
-    nothing; TargetRecipeError for a plan that asks what the device pins otherwise; and EngineError for
-    `tp_comm_overlap` without user buffers.
+    nothing; TargetRecipeError for a plan that asks what the device pins otherwise; EngineError for
+    `tp_comm_overlap` without user buffers; and CompiledTooEarlyError for a model that is compiled.
     """
     if not isinstance(model, nn.Module):
         raise NotAModuleError(model)
+    compiled = compiled_part(model)
+    if compiled is not None:
+        raise CompiledTooEarlyError(*compiled, "replace_linears")
     plan = PrecisionPlan.of(plan)
     if plan is None:
         raise BadOptionError("plan", None, "a PrecisionPlan, or the name of a recipe")

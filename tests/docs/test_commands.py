@@ -164,6 +164,9 @@ NEEDS = {
         "PJRT_DEVICE=CPU python examples/train_mla.py --steps 100 --no-plot --device xla --json xla.json",
     ],
     r"torchtitan": ["python examples/inside_trainers.py torchtitan --ranks 2 --ep 2 --checkpoint selective"],
+    r"Megatron": [
+        "python examples/train_megatron.py", "python examples/train_megatron.py --te --size large --steps 30",
+    ],
     r"trl": ["python examples/inside_trainers.py trl --lora"],
     r"transformers": [
         "python -m benchmarks.compile_time", "OMP_NUM_THREADS=1 python -m benchmarks.compile_time --model mamba2 --layers 2",
@@ -189,7 +192,8 @@ NEEDS = {
         "python examples/train_fp8.py --size tiny --steps 20 --blocks",
         "python examples/train_hybrid.py --dtype bfloat16 --backends eager:float32 eager megacpp --steps 200",
     ],
-    r"(?i)network|install": ["pip install .", 'pip install "git+$URL"', "pip install tilelang", "pip install flash-attn-4"],
+    r"(?i)network|install": ["pip install .", 'pip install "git+$URL"', "pip install tilelang", "pip install flash-attn-4",
+                            "pip install megatron-core einops"],
 }  # fmt: skip
 
 

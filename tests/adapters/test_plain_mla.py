@@ -1,0 +1,309 @@
+"""`plain_mla` on stand-ins for Megatron's modules: same parameters and results, one graph, and what stays and why."""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+import megacpp_compile
+from megacpp_compile import replace_linears
+from megacpp_compile.adapters.megatron import plain_mla
+from megacpp_compile.errors import CompiledTooEarlyError, NotAModuleError
+
+from . import fake_megatron as fake
+
+
+@pytest.fixture(autouse=True)
+def megatron(monkeypatch):
+    fake.install(monkeypatch)
+    torch._dynamo.reset()
+    counters.clear()
+
+
+def made(te=False, layers=2, **config):
+    torch.manual_seed(0)
+    model = fake.GPTModel(fake.Config(**config), layers, te)
+    with torch.no_grad():
+        for p in model.parameters():  # gains off one
+            p.add_(torch.randn_like(p) * 0.02)
+    return model
+
+
+def ids():
+    return torch.randint(0, 64, (3, 7), generator=torch.Generator().manual_seed(1))
+
+
+def step(model, call=None):
+    """The loss and every gradient."""
+    model.zero_grad()
+    loss = (model if call is None else call)(ids(), labels=ids().roll(-1, 1))
+    loss.square().sum().backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+
+
+def same(got, want):
+    """Within float32's rounding of the size of each tensor."""
+    for a, b in zip(got, want, strict=True):
+        assert (a - b).norm() <= 2e-6 * b.norm()
+
+
+@pytest.mark.parametrize(("te", "q_lora"), [(False, 24), (True, 24), (True, None)])
+def test_one_graph_with_every_site(te, q_lora, no_kernels):
+    model = made(te, q_lora_rank=q_lora, apply_rope_fusion=True, bias_activation_fusion=True, bias_dropout_fusion=True)
+    want, names = step(model), list(model.state_dict())
+    parameters = dict(model.named_parameters())
+    table = plain_mla(model)
+    assert not table.left and list(model.state_dict()) == names
+    assert all(p is parameters[n] for n, p in model.named_parameters())
+    same(step(model), want)
+    with megacpp_compile.record() as report:
+        got = step(model, torch.compile(model, backend="megacpp"))
+    same(got, want)
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+    fired = {name: count for name, count in report.counts.items() if count}
+    sites = {"down_norm_up": 4 if q_lora else 2, "mla_rope_q": 2, "mla_rope_kv": 2, "linear_cross_entropy": 1}
+    assert fired == sites
+
+
+def test_without_it_the_graph_breaks(no_kernels):
+    """The stand-in does what the real one does, so that the test above can fail."""
+    model = made(layers=1)
+    with megacpp_compile.record() as report:
+        step(model, torch.compile(model, backend="megacpp"))
+    assert counters["stats"]["unique_graphs"] > 1 and report.counts["down_norm_up"] == 0
+
+
+def test_classes_stay_what_they_are():
+    model = made()
+    plain_mla(model)
+    attention = model.decoder.layers[0].self_attention
+    assert isinstance(attention.linear_proj, fake.RowParallelLinear)
+    assert type(attention.linear_proj).__name__ == "PlainRowParallelLinear"
+    assert type(attention.linear_proj) is type(model.decoder.layers[1].mlp.linear_fc2)
+    out, bias = attention.linear_proj(torch.randn(2, 20))
+    assert bias is attention.linear_proj.bias and out.shape == (2, 32)
+
+
+def test_a_state_dict_goes_in_and_out():
+    one, other = made(layers=1), made(layers=1)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.mul_(2)
+    state = dict(other.state_dict())
+    plain_mla(one)
+    assert not any(one.load_state_dict(state))
+    same(step(one), step(other))
+    third = made(layers=1)
+    third.load_state_dict(one.state_dict())
+    same(step(third), step(other))
+
+
+def test_the_configuration_of_others_is_left_alone():
+    model = made(bias_activation_fusion=True)
+    config, mlp = model.config, model.decoder.layers[0].mlp
+    table = plain_mla(model)
+    assert config.bias_activation_fusion and model.decoder.config is config
+    assert mlp.config is not config and not mlp.config.bias_activation_fusion
+    row = next(row for row in table if row.fqn == "decoder.layers.0.mlp")
+    assert row.done and row.now == "without bias_activation_fusion"
+
+
+def test_undo_and_twice():
+    model = made(te=True, bias_activation_fusion=True)
+    before = {name: type(m) for name, m in model.named_modules()}
+    config = model.decoder.layers[0].mlp.config
+    table = plain_mla(model)
+    classes = {name: type(m) for name, m in model.named_modules()}
+    assert classes != before and not plain_mla(model).done
+    assert {name: type(m) for name, m in model.named_modules()} == classes
+    for _ in range(2):
+        table.undo()
+    assert {name: type(m) for name, m in model.named_modules()} == before
+    assert model.decoder.layers[0].mlp.config is config
+
+
+def test_an_attention_alone():
+    attention = fake.MLASelfAttention(fake.Config(), te=True)
+    x = torch.randn(5, 2, 32)
+    want = attention(x, None)[0]
+    assert "core_attention" in plain_mla(attention).done
+    torch.testing.assert_close(attention(x, None)[0], want)
+    # What torch's own attention does not serve is Transformer Engine's as before.
+    assert attention.core_attention(*(torch.ones(5, 2, 2, 4),) * 3, None, fake.AttnMaskType.causal, None, 1).abs().max() == 0
+
+
+@pytest.mark.parametrize("kind", ["RMSNorm", "LayerNorm"])
+@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.parametrize("returned", [False, True])
+def test_linears_behind_norms(kind, zero, returned):
+    made = fake.TELayerNormColumnParallelLinear(
+        8, 6, config=fake.Config(), bias=True, skip_bias_add=returned, normalization=kind, zero=zero
+    )
+    x = torch.randn(3, 8)
+    want = made(x)
+    assert plain_mla(made).done == ("",)
+    torch.testing.assert_close(made(x), want)
+
+
+@pytest.mark.parametrize("scatter", [False, True])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_embeddings(scatter, deterministic):
+    made = fake.VocabParallelEmbedding(64, 6, scatter=scatter, deterministic=deterministic)
+    want = made(ids())
+    plain_mla(made)
+    assert torch.equal(made(ids()), want)
+
+
+def test_a_head_that_is_given_its_weight():
+    head = fake.ColumnParallelLinear(8, 6, config=fake.Config())
+    weight, x = torch.randn(6, 8), torch.randn(2, 8)
+    plain_mla(head)
+    torch.testing.assert_close(head(x, weight=weight, runtime_gather_output=True)[0], x @ weight.T)
+
+
+@pytest.mark.parametrize("kind", [fake.RotaryEmbedding, fake.YarnRotaryEmbedding])
+def test_rotary_tables(kind):
+    made = kind(8, fake.Group())
+    want = made(9), made(5, offset=3)
+    table = plain_mla(made)
+    assert table.done == ("",) and table.rows[0].now == "a table of angles"
+    torch.testing.assert_close((made(9, packed_seq=False), made(5, offset=3)), want, rtol=0, atol=0)
+    table.undo()
+    assert type(made) is kind and not hasattr(made, "plain_rates")
+
+
+# --- what stays
+
+
+def test_other_rotary_tables_stay():
+    left(fake.RotaryEmbedding(8, powers=2), "not the position times a rate")
+    left(fake.RotaryEmbedding(8, fake.Group(2)), "context parallel over 2 ranks")
+    broken = fake.RotaryEmbedding(8)
+    del broken.inv_freq
+    left(broken, "its table cannot be made here: AttributeError")
+
+
+def left(module, words, name=""):
+    before = type(module)
+    table = plain_mla(module)
+    assert words in table.left[name] and type(module) is before
+    return table
+
+
+def test_sharded_linears_stay():
+    config = fake.Config()
+    left(fake.ColumnParallelLinear(8, 6, config=config, tp_group=fake.Group(2)), "2 tensor-parallel ranks")
+    engine = fake.TELinear(8, 6, config=config)
+    engine.tp_size = 4
+    left(engine, "4 tensor-parallel ranks")
+    rows = fake.VocabParallelEmbedding(8, 6)
+    rows.tp_group = fake.Group(2)
+    left(rows, "2 tensor-parallel ranks")
+
+
+def test_a_loss_over_ranks_stays():
+    model = made(layers=1)
+    model.pg_collection.tp = fake.Group(2)
+    left(model, "2 tensor-parallel ranks")
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "value", "words"),
+    [
+        (fake.ColumnParallelLinear, "gradient_accumulation_fusion", True, "main_grad"),
+        (fake.ColumnParallelLinear, "embedding_activation_buffer", [], "deferred"),
+        (fake.ColumnParallelLinear, "config.cpu_offloading", True, "cpu_offloading"),
+        (fake.TELinear, "fuse_wgrad_accumulation", True, "main_grad"),
+        (fake.TELinear, "te_quant_params", object(), "te_quant_params"),
+        (fake.TELinear, "return_layernorm_output", True, "return_layernorm_output"),
+        (fake.TELinear, "config.fp8", "e4m3", "fp8 asks"),
+    ],
+)
+def test_linears_that_do_more_stay(kind, field, value, words):
+    made = kind(8, 6, config=fake.Config(defer_embedding_wgrad_compute=field == "embedding_activation_buffer"))
+    owner, _, name = field.rpartition(".")
+    setattr(made.config if owner else made, name, value)
+    left(made, words)
+
+
+def test_quantised_parameters_stay():
+    class Quantised(nn.Parameter):
+        pass
+
+    made = fake.TELinear(8, 6, config=fake.Config())
+    made.weight = Quantised(torch.randn(6, 8))
+    left(made, "a parameter is a Quantised")
+
+
+@pytest.mark.parametrize(
+    ("place", "field", "value", "words"),
+    [
+        ("decoder.layers.0.self_attention", "recompute_up_proj", True, "mla_up_proj"),
+        ("decoder.layers.0.self_attention", "checkpoint_core_attention", True, "core_attn"),
+        ("decoder.layers.0", "recompute_mlp", True, "recompute_mlp"),
+        ("decoder.layers.0.mlp", "config.use_te_activation_func", True, "use_te_activation_func"),
+        ("decoder", "config.recompute_granularity", "full", "policy='full'"),
+        ("decoder.layers.0.self_attention.core_attention", "config.window_size", (8, 0), "window_size"),
+        ("decoder.layers.0.self_attention.core_attention", "config.context_parallel_size", 2, "over 2 ranks"),
+    ],
+)
+def test_parts_that_run_otherwise_stay(place, field, value, words):
+    model = made(te=True, layers=1)
+    owner, _, name = field.rpartition(".")
+    module = model.get_submodule(place)
+    setattr(module.config if owner else module, name, value)
+    before = type(module)
+    assert words in plain_mla(model).left[place] and type(module) is before
+
+
+def test_a_forward_of_a_subclass_stays():
+    class Own(fake.ColumnParallelLinear):
+        def forward(self, input_):
+            return input_, None
+
+    left(Own(8, 6, config=fake.Config()), "Own has a forward of its own")
+
+
+def test_what_is_not_megatron_s_is_no_row(caplog):
+    with caplog.at_level(logging.INFO, "megacpp_compile"):
+        table = plain_mla(nn.Sequential(nn.Linear(4, 4), nn.RMSNorm(4)))
+    assert not table.rows and "0 of 0 modules" in str(table) and "0 of 0 modules" in caplog.text
+    with pytest.raises(NotAModuleError):
+        plain_mla(lambda x: x)
+
+
+# --- after compilation
+
+
+@pytest.mark.parametrize("change", [plain_mla, lambda model: replace_linears(model, "bf16")], ids=["plain_mla", "linears"])
+@pytest.mark.parametrize("how", ["wrapped", "called", "in place", "by blocks"])
+def test_compiled_models_are_refused(change, how, no_kernels):
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)))
+    given = model
+    if how in ("wrapped", "called"):
+        compiled = torch.compile(model, backend="megacpp")
+        given = compiled if how == "wrapped" else model
+        if how == "called":
+            compiled(torch.randn(2, 4))
+    elif how == "in place":
+        model[2].compile(backend="megacpp")
+    else:
+        megacpp_compile.compile(model)
+    before = copy.copy(dict(model.named_modules()))
+    with pytest.raises(CompiledTooEarlyError, match="came after compilation"):
+        change(given)
+    assert dict(model.named_modules()) == before
+
+
+def test_a_compilation_that_nobody_holds_is_over(no_kernels):
+    model = nn.Sequential(nn.Linear(4, 4))
+    compiled = torch.compile(model, backend="megacpp")
+    compiled(torch.randn(2, 4))
+    del compiled
+    torch._dynamo.reset()
+    plain_mla(model)
