@@ -18,9 +18,10 @@ from megacpp_compile.targets import chips
 
 def machine_binding(folder: Path) -> dict[str, Any]:
     """What `Record.machine` holds of this machine, and of the checkout at `folder`. The host is there by a hash of its
-    name: two environments have to be two machines, and nobody has to know which."""
+    name and of its GPU's own number, as containers are called alike: two environments have to be two machines, and
+    nobody has to know which."""
     found: dict[str, Any] = {
-        "host": hashlib.sha256(platform.node().encode()).hexdigest()[:12],
+        "host": digest(platform.node() + _gpu()),
         "kind": "cpu",
         "device": platform.processor() or platform.machine(),
         "capability": None,
@@ -66,6 +67,11 @@ def commit(folder: Path) -> tuple[str | None, bool]:
     """(the commit of the checkout at `folder`, whether no file differs from it); (None, False) outside of one."""
     head = _git(folder, "rev-parse", "--short=12", "HEAD")
     return head, head is not None and _git(folder, "status", "--porcelain", "--untracked-files=no") == ""
+
+
+def _gpu() -> str:
+    """The number that the first GPU has from its maker, "" without one."""
+    return str(getattr(torch.cuda.get_device_properties(0), "uuid", "")) if torch.cuda.is_available() else ""
 
 
 def _git(folder: Path, *args: str) -> str | None:

@@ -426,9 +426,11 @@ def test_what_the_runs_on_a_gpu_leave_makes_records(monkeypatch, tmp_path):
     assert plain["actual_backend"] == "sdpa" and plain["kernel_family"] == "flash"
 
 
-def test_the_binding_is_of_this_checkout(tmp_path):
+def test_the_binding_is_of_this_checkout(tmp_path, monkeypatch):
     found = binding.machine_binding(ROOT)
     assert len(found["host"]) == 12 and found["torch"] and found["packages"]["torch"]
+    monkeypatch.setattr(binding, "_gpu", lambda: "GPU-1")
+    assert binding.machine_binding(ROOT)["host"] != found["host"], "two machines of one name"
     assert binding.commit(tmp_path) == (None, False)
 
 
