@@ -24,9 +24,10 @@ def part_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def shares(q: Tensor, indices: Tensor) -> Iterator[slice]:
-    """Slices of queries whose parts fit into PART_BYTES."""
+    """Slices of queries whose parts fit into PART_BYTES; multiples of 16, for which Triton compiles kernels once."""
     per_query = q.shape[0] * indices.shape[-1] * q.shape[-1] * part_dtype(q.dtype).itemsize
     at_once = max(1, PART_BYTES // per_query)
+    at_once -= at_once % 16 if at_once > 16 else 0
     for start in range(0, q.shape[1], at_once):
         yield slice(start, min(start + at_once, q.shape[1]))
 
