@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
 
 import pytest
@@ -13,7 +15,7 @@ from megacpp_compile.lowerings._registry import choose, semantic_ops
 from megacpp_compile.lowerings.sparse_mla import reference, sparse_mla, sparse_mla_backward
 
 from . import addresses, relative_error, saved_by
-from .agreement import interpreted, on
+from .agreement import disagreements, interpreted, on
 from .attention_cases import operands, quantised
 from .cases import CASES
 
@@ -163,6 +165,26 @@ def test_serves_a_compiled_graph(rand):
         assert relative_error(a, b) < 1e-6
 
 
+@contextlib.contextmanager
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@contextlib.contextmanager
+def filled_memory():
+    """As `poisoned_memory`, for what is asked under deterministic algorithms that are no mere warning."""
+    kept = torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.utils.deterministic.fill_uninitialized_memory = kept
+
+
 def chosen(name, args):
     op = getattr(torch.ops.megacpp, name).default
     return choose(op, "cuda", args)
@@ -180,15 +202,60 @@ class TestKernels:
             choice = chosen("sparse_mla", wrong)
             assert choice.effective == "reference" and why in choice.reason
 
-    def test_deterministic_algorithms_take_the_reference(self, rand):
-        args = CASES["sparse_mla_backward"]["plain"](rand, torch.float32)
-        assert chosen("sparse_mla_backward", args).effective == "cuda_triton"
-        torch.use_deterministic_algorithms(True)
-        try:
+    @pytest.mark.parametrize("dtype, label", [
+        *((torch.float32, name) for name in ("plain", "no_row_is_valid", "rows_there_are_not", "many_tiles", "parts_of_buffers")),
+        (torch.bfloat16, "odd_channels"), (torch.float16, "not_causal"), (torch.bfloat16, "two_blocks_of_heads"),
+    ])  # fmt: skip
+    def test_lists_in_place_of_atomics(self, rand, monkeypatch, label, dtype):
+        """Rows' gradients in one order, under deterministic algorithms, some queries at a time."""
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        args = on(device, CASES["sparse_mla_backward"][label](rand, torch.float32), dtype)
+        args = (*args[:6], args[6].float(), *args[7:])
+        from megacpp_compile.lowerings.sparse_mla import _lists, cuda_triton
+
+        q, indices = args[2], args[4]
+        two = 2 * q.shape[0] * indices.shape[-1] * q.shape[-1] * _lists.part_dtype(dtype).itemsize
+        monkeypatch.setattr(_lists, "PART_BYTES", two)
+        assert len(list(_lists.shares(q, indices))) > 1 or q.shape[1] < 3
+        with deterministic():
             choice = chosen("sparse_mla_backward", args)
+            with filled_memory():
+                got, again = (cuda_triton.sparse_mla_backward(*args) for _ in range(2))
+        assert choice.effective != "reference"
+        assert not disagreements(got, "sparse_mla_backward", args)
+        assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
+
+    def test_no_atomics_under_deterministic_algorithms(self, rand, monkeypatch):
+        from megacpp_compile.lowerings.sparse_mla import cuda_triton
+
+        listed = []
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        args = on(device, CASES["sparse_mla_backward"]["plain"](rand, torch.float32))
+        launch = cuda_triton._rows_grad
+        monkeypatch.setattr(cuda_triton, "_rows_grad", lambda *a, **k: (listed.append(k["LISTED"]), launch(*a, **k)))
+        cuda_triton.sparse_mla_backward(*args)
+        with deterministic():
+            cuda_triton.sparse_mla_backward(*args)
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            cuda_triton.sparse_mla_backward(*args)
         finally:
             torch.use_deterministic_algorithms(False)
-        assert choice.effective == "reference" and "atomics" in choice.reason
+        assert listed == [0, 1, 0]
+
+    def test_lists_are_of_valid_pairs_in_order(self, rand):
+        from megacpp_compile.lowerings.sparse_mla import _lists
+
+        _, kv, indices, _, _, _, causal, offset = operands(rand, torch.float32, chosen="beyond", offset=2)
+        pairs, starts = (t.tolist() for t in _lists.by_row(indices, kv.shape[1], causal, offset))
+        b, t, _, k = indices.shape
+        lists = [[] for _ in range(b * kv.shape[1])]
+        for i, j, place in itertools.product(range(b), range(t), range(k)):
+            row = int(indices[i, j, 0, place])
+            if 0 <= row < kv.shape[1] and not (causal and row > j + offset):
+                lists[i * kv.shape[1] + row].append((i * t + j) * k + place)
+        assert sum(map(len, lists)) < indices.numel()
+        assert [pairs[a:b] for a, b in itertools.pairwise(starts)] == lists
 
     @pytest.mark.parametrize("per", ["tensor", "row", "block"])
     def test_rows_in_fp8_are_exact(self, rand, per):

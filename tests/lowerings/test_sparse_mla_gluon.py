@@ -79,12 +79,12 @@ def test_compiles_for_hopper(mode, values, query, index):
     ({}, None), ({"kind": "fp8"}, None), ({"kind": "fp16"}, None), ({"h": 128}, None), ({"d_v": 256}, None),
     ({"h": 32}, "32 heads"), ({"d_v": 128}, "128 and 64 channels"), ({"rest": 32}, "512 and 32 channels"),
     ({"kind": "fp32"}, "torch.float32"), ({"kind": "blocks"}, "every block of channels"), ({"s": 0}, "nothing to attend"),
-    ({"gap": 4}, "16 bytes"), ({"hopper": False}, "Hopper"), ({"name": "sparse_mla_backward"}, "forward only"),
+    ({"gap": 4}, "16 bytes"), ({"hopper": False}, "Hopper"),
 ])  # fmt: skip
 def test_whom_it_serves(monkeypatch, change, words):
     gluon = lowering()
     sizes = {"h": 64, "d_v": 512, "rest": 64, "s": 100, "gap": 0, "kind": "bf16", "hopper": True,
-             "name": "sparse_mla", **change}  # fmt: skip
+             **change}  # fmt: skip
     monkeypatch.setattr(gluon, "on_hopper", lambda device: sizes["hopper"])
     dtype = {"fp16": torch.float16, "fp32": torch.float32}.get(sizes["kind"], torch.bfloat16)
     channels = sizes["d_v"] + sizes["rest"]
@@ -93,7 +93,7 @@ def test_whom_it_serves(monkeypatch, change, words):
     if sizes["kind"] in ("fp8", "blocks"):
         kv, scale = kv.to(E4M3), torch.empty(1, sizes["s"], 1, 5 if sizes["kind"] == "blocks" else 1, device="meta")
     indices = torch.empty(1, 8, 1, 16, dtype=torch.int32, device="meta")
-    why = gluon.supports(sizes["name"], (q, kv, indices, scale, 0.1, sizes["d_v"]))
+    why = gluon.supports("sparse_mla", (q, kv, indices, scale, 0.1, sizes["d_v"]))
     assert (why is None) if words is None else words in why
 
 
@@ -188,7 +188,7 @@ def test_a_row_that_is_not_valid_is_not_read(fp8, fp8_gemms):
 
 @on_hopper
 def test_as_an_op_and_in_a_graph():
-    """Forward by this kernel and gradients by Triton's, eagerly and compiled."""
+    """Eagerly and compiled."""
     q, kv, indices, _, scale, d_v, causal, offset = operands(tokens=40)
 
     def call(q, kv):

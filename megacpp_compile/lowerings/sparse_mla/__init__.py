@@ -19,8 +19,9 @@ Computed in float32 (float64 for float64); kernels round probabilities to q's dt
 rows to q's dtype, unless `fp8_gemms`. Raises OperandError for operands of other shapes and dtypes.
 
 Backward (q and kv of one dtype; the fp8 path is forward only and says so): q's gradient is summed in a fixed order.
-That of kv sums over all queries that name a row: the CUDA kernel adds in float32 with atomics, so that its last bits
-differ from run to run. Under `torch.use_deterministic_algorithms(True)` the reference serves instead, which sorts.
+That of kv sums over all queries that name a row: the CUDA kernels add in float32 with atomics, so that its last bits
+differ from run to run. Under `torch.use_deterministic_algorithms(True)` they store what each query adds, in bfloat16 if
+that is q's dtype, else in float32, and sum it in the order of the queries.
 Saved for backward: q, kv, indices, out, lse.
 Source: DeepSeek-V3.2, https://github.com/deepseek-ai/DeepSeek-V3.2-Exp; invalid rows and the 576/512 channels are those
 of FlashMLA's `flash_mla_sparse_fwd`, causality that of tilelang's examples/deepseek_v32. Both of those return lse in

@@ -159,13 +159,13 @@ def sparse_mla_query_grad(grad, q, kv, indices, lse, delta, dq, tokens, rows, he
 
 
 @triton.jit
-def sparse_mla_rows_grad(grad, q, kv, indices, lse, delta, dkv, tokens, rows, heads, topk, offset, scale,
+def sparse_mla_rows_grad(grad, q, kv, indices, lse, delta, to, tokens, rows, heads, topk, offset, scale,
                          g_b, g_t, g_h, q_b, q_t, q_h, kv_b, kv_s, i_b, i_t, i_k,
                          V: tl.constexpr, VP: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, CAUSAL: tl.constexpr,
-                         ALIGNED: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
-                         BH: tl.constexpr, BK: tl.constexpr):  # fmt: skip
-    """What one query adds to dkv (float32, zeroed) of BK of its rows: summed over all heads in registers, so that each
-    row is added to memory once a query.
+                         ALIGNED: tl.constexpr, LISTED: tl.constexpr, PRECISION: tl.constexpr,
+                         INTERPRETED: tl.constexpr, BH: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+    """What one query adds to the gradient of BK of its rows, summed over all heads in registers: is added to `to`, dkv
+    [b, rows, V + R] (float32, zeroed), once a row and query; or, if LISTED, stored there, [b, tokens, topk, V + R].
 
     A head's query and gradient are rows 2i and 2i + 1 of one tile: with it one GEMM gives scores and
     probabilities' gradients, and one sum takes both parts of the rows' gradient. Two GEMMs in a row into one sum of
@@ -206,7 +206,29 @@ def sparse_mla_rows_grad(grad, q, kv, indices, lse, delta, dkv, tokens, rows, he
         d_v = _dot(weights, both, d_v, PRECISION, INTERPRETED)
         if R:
             d_r = _dot(weights, q_r, d_r, PRECISION, INTERPRETED)
-    at = dkv + (b * rows + row)[:, None] * (V + R)
-    tl.atomic_add(at + v[None, :], d_v, mask=valid[:, None] & (v < V)[None, :], sem="relaxed")
-    if R:
-        tl.atomic_add(at + r[None, :], d_r, mask=valid[:, None] & (r < V + R)[None, :], sem="relaxed")
+    if LISTED:
+        at = to + ((b * tokens + t) * topk + first + tl.arange(0, BK))[:, None] * (V + R)
+        tl.store(at + v[None, :], as_stored(d_v, to), mask=valid[:, None] & (v < V)[None, :])
+        if R:
+            tl.store(at + r[None, :], as_stored(d_r, to), mask=valid[:, None] & (r < V + R)[None, :])
+    else:
+        at = to + (b * rows + row)[:, None] * (V + R)
+        tl.atomic_add(at + v[None, :], d_v, mask=valid[:, None] & (v < V)[None, :], sem="relaxed")
+        if R:
+            tl.atomic_add(at + r[None, :], d_r, mask=valid[:, None] & (r < V + R)[None, :], sem="relaxed")
+
+
+@triton.jit
+def sparse_mla_add_lists(parts, pairs, starts, dkv, CHANNELS: tl.constexpr, LANES: tl.constexpr, BN: tl.constexpr):
+    """Adds to some channels of a row of dkv (float32) what the pairs in its list have stored, in their order."""
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.program_id(1) * LANES + tl.arange(0, LANES)
+    start, end = tl.load(starts + row), tl.load(starts + row + 1)
+    total = tl.zeros([BN, LANES], tl.float32)
+    for first in range(start, end, BN):
+        place = first + tl.arange(0, BN)
+        pair = tl.load(pairs + place, mask=place < end, other=0)
+        there = (place < end)[:, None] & (lane < CHANNELS)[None, :]
+        total += tl.load(parts + pair[:, None] * CHANNELS + lane[None, :], mask=there, other=0.0).to(tl.float32)
+    at = dkv + row * CHANNELS + lane
+    tl.store(at, tl.load(at, mask=lane < CHANNELS, other=0.0) + tl.sum(total, 0), mask=lane < CHANNELS)

@@ -2,8 +2,9 @@
 
 Backward is two kernels. q's gradient walks a query's rows with a block of its heads, as forward does; kv's has a tile
 of a query's rows and goes over its heads, so that a row's gradient is added to memory once a query (float32 atomics),
-not once a block of heads. Scores and the probabilities' gradient are computed twice: 3840 multiply-adds a head, row and
-query at 576/512 channels, where one kernel would take 2752, and more atomics.
+not once a block of heads; under `torch.use_deterministic_algorithms(True)` it is stored, and summed along lists. Scores
+and the probabilities' gradient are computed twice: 3840 multiply-adds a head, row and query at 576/512 channels, where
+one kernel would take 2752, and more atomics.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from megacpp_compile.lowerings._kernels.triton_launch import Kernel, last_dim_contiguous, multiply, power_of_2, strides
+from megacpp_compile.lowerings.sparse_mla import _lists
 from megacpp_compile.lowerings.sparse_mla import _triton_kernels as kernels
 from megacpp_compile.lowerings.sparse_mla.reference import delta_of
 
@@ -34,7 +36,10 @@ _TILES = [
 _KEY = ("V", "R", "heads", "topk")
 _forward = Kernel(kernels.sparse_mla_forward, _TILES, _KEY)
 _query_grad = Kernel(kernels.sparse_mla_query_grad, _TILES, _KEY)
-_rows_grad = Kernel(kernels.sparse_mla_rows_grad, _TILES, _KEY, restore=("dkv",))
+_rows_grad = Kernel(kernels.sparse_mla_rows_grad, _TILES, _KEY, restore=("to",))
+LIST_TILE = {"LANES": 64, "BN": 64, "num_warps": 4}
+_LIST_TILES = [LIST_TILE | {"BN": pairs} for pairs in (32, 64, 128)]
+_add_lists = Kernel(kernels.sparse_mla_add_lists, _LIST_TILES, ("CHANNELS",), restore=("dkv",))
 
 
 def no_launch(q: Tensor, kv: Tensor, indices: Tensor) -> str | None:
@@ -63,10 +68,14 @@ def supports(name: str, args: Sequence[Any]) -> str | None:
         return f"{d_v} and {q.shape[3] - d_v} channels: programs hold {most} at most"
     if reason := no_launch(q, kv, indices):
         return reason
-    if backward and torch.are_deterministic_algorithms_enabled():
-        if not torch.is_deterministic_algorithms_warn_only_enabled():
-            return "deterministic algorithms are asked for, and rows' gradients are summed with atomics"
+    if backward and in_order() and not isinstance(q.shape[0] * q.shape[1] * kv.shape[1], int):
+        return "deterministic algorithms are asked for, and numbers of queries or rows to make lists of are symbolic"
     return None
+
+
+def in_order() -> bool:
+    """Whether rows' gradients are to be summed in a fixed order."""
+    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
 def _operands(
@@ -108,6 +117,10 @@ def _by_heads(q: Tensor) -> Any:
     return lambda meta: (q.shape[1] * triton.cdiv(q.shape[2], meta["BH"]), q.shape[0])
 
 
+def _by_rows(q: Tensor, indices: Tensor) -> Any:
+    return lambda meta: (q.shape[1] * triton.cdiv(indices.shape[3], meta["BK"]), q.shape[0])
+
+
 def sparse_mla(
     q: Tensor,
     kv: Tensor,
@@ -147,13 +160,30 @@ def sparse_mla_backward(
     delta = delta_of(grad, grad_lse, out, torch.float32)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     dkv = torch.zeros(kv.shape, dtype=torch.float32, device=kv.device)
-    args = _operands(q, kv, indices, scale, d_v, causal, offset) | multiply(q.dtype)
     grad = last_dim_contiguous(grad.to(q.dtype))
-    args |= {"grad": grad, "lse": lse.contiguous(), "delta": delta.contiguous(), **strides("g", grad, "bth"),
-             "ALIGNED": int(aligned(args["q"]) and aligned(grad))}  # fmt: skip
-    _query_grad(_by_heads(q), _tile(q, 64, 32, 2), dq=dq, **args)
-    _rows_grad(
-        lambda meta: (q.shape[1] * triton.cdiv(indices.shape[3], meta["BK"]), q.shape[0]),
-        _tile(q, 32, 64, 2), dkv=dkv, **args,
-    )  # fmt: skip
+
+    def operands(share: slice) -> dict[str, Any]:
+        g, sums, mine, index, own = (t[:, share] for t in (grad, delta, q, indices, lse))
+        args = _operands(mine, kv, index, scale, d_v, causal, offset + (share.start or 0)) | multiply(q.dtype)
+        args |= {"grad": g, "lse": own.contiguous(), "delta": sums.contiguous(), **strides("g", g, "bth")}
+        return args | {"ALIGNED": int(aligned(args["q"]) and aligned(g))}
+
+    _query_grad(_by_heads(q), _tile(q, 64, 32, 2), dq=dq, **operands(slice(None)))
+    if not in_order():
+        _rows_grad(_by_rows(q, indices), _tile(q, 32, 64, 2), to=dkv, LISTED=0, **operands(slice(None)))
+        return dq, dkv.to(kv.dtype)
+    for share in _lists.shares(q, indices):
+        mine, index = q[:, share], indices[:, share]
+        parts = torch.empty((index.numel(), q.shape[3]), dtype=_lists.part_dtype(q.dtype), device=q.device)
+        _rows_grad(_by_rows(mine, index), _tile(q, 32, 64, 2), to=parts, LISTED=1, **operands(share))
+        add_lists(parts, index, dkv, causal, offset + share.start)
     return dq, dkv.to(kv.dtype)
+
+
+def add_lists(parts: Tensor, indices: Tensor, dkv: Tensor, causal: bool, offset: int) -> None:
+    """Adds `parts` [pairs, d], of each of the `indices` [b, t, 1, k], to dkv [b, s, 1, d], float32, in their order."""
+    pairs, starts = _lists.by_row(indices, dkv.shape[1], causal, offset)
+    _add_lists(
+        lambda meta: (dkv.shape[0] * dkv.shape[1], triton.cdiv(dkv.shape[3], meta["LANES"])), LIST_TILE,
+        parts=parts, pairs=pairs, starts=starts, dkv=dkv, CHANNELS=dkv.shape[3],
+    )  # fmt: skip

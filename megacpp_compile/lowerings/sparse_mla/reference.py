@@ -38,7 +38,7 @@ def last_seen(tokens: int, causal: bool, offset: int, like: Tensor) -> Tensor | 
     return torch.arange(tokens, device=like.device).unsqueeze(-1) + offset if causal else None
 
 
-def _valid(indices: Tensor, rows: int, last: Tensor | None) -> Tensor:
+def named(indices: Tensor, rows: int, last: Tensor | None) -> Tensor:
     """Which of the indices [b, t, k] name a row that their query may see."""
     valid = (indices >= 0) & (indices < rows)
     return valid if last is None else valid & (indices <= last)
@@ -102,7 +102,7 @@ def attend(
     rows: Rows, q: Tensor, index: Tensor, last: Tensor | None, scale: float, d_v: int
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of some queries [b, t, h, d], with the indices [b, t, k] of their rows."""
-    valid = _valid(index, rows.count, last)
+    valid = named(index, rows.count, last)
     gathered, gathered_scale = rows.take(index, valid)
     if gathered_scale is not None:
         gathered = _scaled(gathered, gathered_scale)
@@ -119,7 +119,7 @@ def attend_backward(
 
     With p the probabilities, dp = grad . values and delta = grad . out - grad_lse, the scores' gradient is
     `p * (dp - delta)`."""
-    valid = _valid(index, rows.count, last)
+    valid = named(index, rows.count, last)
     gathered, _ = rows.take(index, valid)
     queries, d_out = q.to(rows.dtype), grad.to(rows.dtype)
     p, _ = _softmax(torch.einsum("bthd,btkd->bthk", queries, gathered) * scale, valid, lse)
