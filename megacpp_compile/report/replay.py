@@ -7,7 +7,8 @@ site borders are kept, and both versions of each site are then differentiated ag
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,6 +26,9 @@ TOLERANCE = {
     torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2, torch.float8_e4m3fn: 7e-2,
 }  # fmt: skip
 EXPERTS_IN_FLOAT8 = 1e-1  # three such products, one behind the other
+# An estimate from r random directions has 1 +- sqrt(2 / r) of what it estimates in it, at most (a row of the gradient by
+# itself: the square of a sum of signs has the variance 2). So many standard deviations are no chance.
+DEVIATIONS = 6
 
 
 class Recorder(Interpreter):
@@ -67,11 +71,15 @@ def compare(
     values: dict[Node, Any],
     differentiable: Collection[Node],
     rows: int | None = None,
+    estimated: Mapping[Node, int] = MappingProxyType({}),
 ) -> tuple[str, float, float]:
     """(worst tensor, its relative error, tolerance) of outputs and input gradients, new against plain.
 
     Gradients are asked of the `differentiable` inputs: an op has none for tables and positions, nor needs one.
     rows: of tensors that have as many as the outputs, so many are compared; None for all.
+    estimated: inputs whose gradient is an estimate from so many random directions. What of it lies along the plain
+    gradient, which is that gradient on average, may be off by what `DEVIATIONS` allow; its error is given as a share of
+    that, times the tolerance of the others.
     """
     results, tolerance = [], 0.0
     for outputs in (plain, new):
@@ -103,6 +111,9 @@ def compare(
             tolerance = max(tolerance, EXPERTS_IN_FLOAT8)
     reference, got = results
     errors = {name: _error(got.get(name), t) for name, t in reference.items()}
+    for node, directions in estimated.items():
+        if (name := f"gradient of {node.name}") in reference:
+            errors[name] = tolerance * _bias(got.get(name), reference[name]) / (DEVIATIONS * (2 / directions) ** 0.5)
     worst = max(errors, key=errors.__getitem__)
     return worst, errors[worst], tolerance
 
@@ -111,6 +122,15 @@ def _leaf(x: Any, differentiable: bool) -> Any:
     if isinstance(x, torch.Tensor) and x.is_floating_point():
         return x.detach().clone().requires_grad_(differentiable)
     return x
+
+
+def _bias(got: torch.Tensor | None, want: torch.Tensor) -> float:
+    """How far the part of `got` along `want` is from 1."""
+    if got is None or got.shape != want.shape or got.dtype != want.dtype:
+        return float("inf")
+    got, want = got.detach().double(), want.detach().double()
+    found = abs(float((got * want).sum() / want.square().sum().clamp_min(1e-24)) - 1) if want.any() else 0.0
+    return found if found == found else float("inf")
 
 
 def _error(got: torch.Tensor | None, want: torch.Tensor) -> float:
