@@ -13,7 +13,7 @@ from typing import Any
 from megacpp_compile.config import globs
 from megacpp_compile.errors import BadOptionError
 
-REDRAWS = ("update", "never")
+REDRAWS = ("never", "update")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +27,9 @@ class CompressionPlan:
         ratio: channels of the projection over those of the input, above 0 and at most 1. At 1 nothing is saved, and
             gradients are approximate all the same.
         seed: of the projections, which are made from it and the names of the modules; no random state is touched.
-        redraw: when a projection changes. "update": with the values of its linear's weight, so that each step has its
-            own, and all micro-batches of a step the same; "never": it is the same throughout a run, whose weights then
-            move in the directions that it keeps alone.
+        redraw: when a projection changes. "never": it is the same throughout a run, whose weights take the gradient in
+            the directions that it keeps alone; "update": with the values of its linear's weight, so that each step has
+            its own, and all micro-batches of a step the same. docs/compression.md has the loss of both.
 
     Raises BadOptionError for a value outside its domain, and for no pattern, one given twice or with an empty segment.
     """
@@ -37,7 +37,7 @@ class CompressionPlan:
     names: tuple[str, ...]
     ratio: float = 0.25
     seed: int = 0
-    redraw: str = "update"
+    redraw: str = "never"
 
     def __post_init__(self) -> None:
         names = (self.names,) if isinstance(self.names, str) else self.names

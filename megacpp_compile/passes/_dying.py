@@ -40,8 +40,8 @@ def stays_alive(view: GraphView, x: Node, linears: Iterable[Node], trained: Set[
             elif user not in asking and not _keeps_nothing(user, base, trained):
                 return MatchFailure(user, "alive", _why(user))
     if _keeps_its_result(base, view.fake_mode):
-        source = base.args[0] if base.target is operator.getitem else base
-        return MatchFailure(base, "alive", f"{name_of(source)}, which made its input, keeps it for its own backward")
+        made = f"{name_of(_made_by(base)[0])}, which made its input"
+        return MatchFailure(base, "alive", f"{made}, keeps it for its own backward")
     return None
 
 
@@ -64,8 +64,7 @@ def _why(user: Node) -> str:
 def _keeps_its_result(base: Node, mode: FakeTensorMode) -> bool:
     """Whether autograd saves `base` for the backward of what computes it: tried on fakes, with its operands as leaves;
     true where that fails."""
-    source, index = (base.args[0], base.args[1]) if base.target is operator.getitem else (base, None)
-    assert isinstance(source, Node)
+    source, path = _made_by(base)
     kept: list[torch.Tensor] = []  # held, as storages are told apart by address
 
     def pack(t: torch.Tensor) -> torch.Tensor:
@@ -80,13 +79,25 @@ def _keeps_its_result(base: Node, mode: FakeTensorMode) -> bool:
             args, kwargs = fx.map_arg((source.args, source.kwargs), lambda n: _leaf(value(n)))
             with hooks:
                 result = source.target(*args, **kwargs)  # type: ignore[operator]
-        result = result if index is None else result[index]  # type: ignore[index]
+        for index in path:
+            result = result[index]
     except Exception:
         return True
     return any(_storage(t) == _storage(result) for t in kept)
 
 
+def _made_by(item: Node) -> tuple[Node, list[Any]]:
+    """The op that `item` is a result of, and where among its results."""
+    path: list[Any] = []
+    while item.target is operator.getitem:
+        path.insert(0, item.args[1])
+        item = item.args[0]  # type: ignore[assignment]
+    return item, path
+
+
 def _leaf(fake: Any) -> Any:
+    if isinstance(fake, (list, tuple)):
+        return [_leaf(one) for one in fake]
     if not isinstance(fake, torch.Tensor):
         return fake
     return fake.detach().requires_grad_(fake.is_floating_point())

@@ -26,8 +26,7 @@ TOLERANCE = {
     torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2, torch.float8_e4m3fn: 7e-2,
 }  # fmt: skip
 EXPERTS_IN_FLOAT8 = 1e-1  # three such products, one behind the other
-# An estimate from r random directions has 1 +- sqrt(2 / r) of what it estimates in it, at most (a row of the gradient by
-# itself: the square of a sum of signs has the variance 2). So many standard deviations are no chance.
+# So many standard deviations of an estimate from random signs are no chance.
 DEVIATIONS = 6
 
 
@@ -77,9 +76,8 @@ def compare(
 
     Gradients are asked of the `differentiable` inputs: an op has none for tables and positions, nor needs one.
     rows: of tensors that have as many as the outputs, so many are compared; None for all.
-    estimated: inputs whose gradient is an estimate from so many random directions. What of it lies along the plain
-    gradient, which is that gradient on average, may be off by what `DEVIATIONS` allow; its error is given as a share of
-    that, times the tolerance of the others.
+    estimated: inputs whose gradient is the plain one projected on so many random signs. It is not compared, but the
+    part of it that lies along the plain gradient, which is all of that on average; see `_bias`.
     """
     results, tolerance = [], 0.0
     for outputs in (plain, new):
@@ -113,7 +111,7 @@ def compare(
     errors = {name: _error(got.get(name), t) for name, t in reference.items()}
     for node, directions in estimated.items():
         if (name := f"gradient of {node.name}") in reference:
-            errors[name] = tolerance * _bias(got.get(name), reference[name]) / (DEVIATIONS * (2 / directions) ** 0.5)
+            errors[name] = tolerance * _bias(got.get(name), reference[name], directions, tolerance)
     worst = max(errors, key=errors.__getitem__)
     return worst, errors[worst], tolerance
 
@@ -124,12 +122,20 @@ def _leaf(x: Any, differentiable: bool) -> Any:
     return x
 
 
-def _bias(got: torch.Tensor | None, want: torch.Tensor) -> float:
-    """How far the part of `got` along `want` is from 1."""
+def _bias(got: torch.Tensor | None, want: torch.Tensor, directions: int, rounding: float) -> float:
+    """How far the part of `got`, an estimate of the matrix `want`, that lies along it is from 1, where 1 is what chance
+    and `rounding` allow.
+
+    That part is a sum of squares of random sums, tr(S^T A S) / r with A = want^T want over its trace, r `directions` and
+    S of signs. It is 1 on average, and its variance is 2 / r of the squares of A off the diagonal.
+    """
     if got is None or got.shape != want.shape or got.dtype != want.dtype:
         return float("inf")
     got, want = got.detach().double(), want.detach().double()
-    found = abs(float((got * want).sum() / want.square().sum().clamp_min(1e-24)) - 1) if want.any() else 0.0
+    scale = want.square().sum().clamp_min(1e-24)
+    gram = want.t() @ want / scale
+    variance = 2 / directions * (gram.square().sum() - gram.diagonal().square().sum()).clamp_min(0)
+    found = abs(float((got * want).sum() / scale) - 1) / (DEVIATIONS * float(variance) ** 0.5 + rounding)
     return found if found == found else float("inf")
 
 
