@@ -41,7 +41,7 @@ from megacpp_compile.precision.survey import DEFAULT_EXCLUSIONS
 aten = torch.ops.aten
 name = "compressed_linear"
 op = "megacpp::compressed_linear"
-after = ("norm_linear",)  # whatever else takes a linear has more to gain
+after = ("down_norm_up", "gated_linear_attention", "norm_linear")  # whatever else takes a linear has more to gain
 
 _ROLES = ("router", "embedding", "head", "norm")
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
