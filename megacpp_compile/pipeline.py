@@ -80,10 +80,7 @@ class Block:
 
 WHOLE = Block()
 # The settings that compiled autograd's frames have no use for: what a forward returns and saves, how it is rewritten.
-_OF_FORWARD: dict[str, Any] = {
-    "require": {}, "drop_outputs": (), "policy": None, "block_kinds": {}, "precision": None, "compress": None,
-    "sharding": None,
-}  # fmt: skip
+_OF_FORWARD = ("require", "drop_outputs", "policy", "block_kinds", "precision", "compress", "sharding")
 
 
 def compile_frame(
@@ -97,7 +94,7 @@ def compile_frame(
     the backend alone, with the reason in the report.
     """
     if is_backward(gm):  # what is asked of a model was held against its forward
-        config = dataclasses.replace(config, **_OF_FORWARD)
+        config = dataclasses.replace(config, **{name: getattr(Config(), name) for name in _OF_FORWARD})
     target = resolve_target(config.target, example_inputs)
     if inner_compile is None:
         start_workers(target)

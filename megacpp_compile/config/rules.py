@@ -10,7 +10,6 @@ import difflib
 import functools
 import operator
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
 from torch import nn
 from torch.fx import GraphModule, Node
@@ -30,7 +29,8 @@ from megacpp_compile.targets import chips
 def check_model(model: nn.Module, config: Config) -> None:
     """Raise RuleWithoutHitError, or BlockKindError, for a rule that hits nothing of `model`."""
     if config.sharding is not None:
-        _check_patterns(dict(config.sharding.rules), [name for name, _ in named_parameters(model)], "sharding", "parameter")
+        parameters = [name for name, _ in named_parameters(model)]
+        _check_patterns(dict(config.sharding.rules), parameters, "sharding", "parameter")
     _check_hits(config, [name for name, _ in named_modules(model) if name], modules_with_weights(model))
 
 

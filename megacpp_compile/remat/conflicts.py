@@ -58,8 +58,12 @@ def check_decisions(decisions: Mapping[Node, str]) -> None:
     again = (RECOMPUTE, MUST_RECOMPUTE)
     for node, decision in decisions.items():
         instead = traits_of(node).kept_instead
-        if instead is not None and (decision in again or decisions.get(base_of(node.args[instead])) in again):  # type: ignore[arg-type]
+        if instead is None:
+            continue
+        source = base_of(node.args[instead])  # type: ignore[arg-type]
+        if decision in again or decisions.get(source) in again:
+            where = module_fqn(node) or node.name
             raise TwoPoliciesError(
-                f"{name_of(node)} of {module_fqn(node) or node.name}, which keeps a projection of what the policy recomputes",
+                f"{name_of(node)} of {where}, which keeps a projection of what the policy recomputes",
                 "leave its name out of the option 'compress', or give the kind of its block the entry 'none'",
             )

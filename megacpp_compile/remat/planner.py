@@ -36,7 +36,7 @@ def make_plan(
     the block of every forward node; device: the type of the device whose rates costs go by ("cuda"); around: what the
     graph shares the device with, for a limit on the peak.
 
-    Raises PeakUnreachableError for a `peak_gib` that no plan meets, and TwoPoliciesError as `conflicts.check_decisions`.
+    Raises PeakUnreachableError for a `peak_gib` that no plan meets, and the TwoPoliciesError of `conflicts`.
     """
     decisions = SaveDecisions(forward, blocks, policy).of
     if policy.solves():

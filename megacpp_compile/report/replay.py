@@ -126,8 +126,8 @@ def _bias(got: torch.Tensor | None, want: torch.Tensor, directions: int, roundin
     """How far the part of `got`, an estimate of the matrix `want`, that lies along it is from 1, where 1 is what chance
     and `rounding` allow.
 
-    That part is a sum of squares of random sums, tr(S^T A S) / r with A = want^T want over its trace, r `directions` and
-    S of signs. It is 1 on average, and its variance is 2 / r of the squares of A off the diagonal.
+    That part is a sum of squares of random sums, tr(S^T A S) / r with A = want^T want over its trace, and S of signs in
+    r `directions`. It is 1 on average, and its variance is 2 / r of the squares of A off the diagonal.
     """
     if got is None or got.shape != want.shape or got.dtype != want.dtype:
         return float("inf")

@@ -16,7 +16,6 @@ from megacpp_compile.config.options import Config
 from megacpp_compile.errors import MegacppError, RuleWithoutHitError, TwoPoliciesError
 from megacpp_compile.lowerings.compressed_linear import reference
 from megacpp_compile.lowerings.compressed_linear.signs import magnitude, signs
-from megacpp_compile.report.saved_bytes import saved_bytes
 from tests.frames import check, largest_error, render, run, train
 
 NAME = "compressed_linear"
@@ -24,14 +23,23 @@ DIM, HIDDEN, TOKENS = 32, 64, 24
 
 
 class MLP(nn.Module):
-    def __init__(self, bias=False, dtype=torch.float32):
+    def __init__(self, bias=False):
         super().__init__()
         torch.manual_seed(0)
-        self.up_proj, self.gate_proj = (nn.Linear(DIM, HIDDEN, bias=bias, dtype=dtype) for _ in range(2))
-        self.down_proj = nn.Linear(HIDDEN, DIM, bias=bias, dtype=dtype)
+        self.up_proj, self.gate_proj = (nn.Linear(DIM, HIDDEN, bias=bias) for _ in range(2))
+        self.down_proj = nn.Linear(HIDDEN, DIM, bias=bias)
 
     def forward(self, x):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    def __init__(self, bias=False):
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(DIM), MLP(bias)
+
+    def forward(self, x):
+        return x + self.mlp(self.norm(x))
 
 
 class Attention(nn.Module):
@@ -128,20 +136,21 @@ class Body(nn.Module):
 
 def test_graph():
     """Two linears of one input keep one projection of it, the third its own."""
-    module = nn.Sequential(nn.LayerNorm(DIM), MLP(bias=True))
+    module = Block(bias=True)
     frames = check_projected(module, hidden(), config(), 2)
     expecttest.assert_expected_inline(render(frames.graph), """\
-layer_norm: f32[2, 24, 32] = layer_norm(args_0, [32], fn_0_weight, fn_0_bias)
-compressed_linear: ((f32[2, 24, 64], f32[2, 24, 64]), f32[2, 24, 8]) = megacpp.compressed_linear(layer_norm, [fn_1_gate_proj_weight, fn_1_up_proj_weight], [fn_1_gate_proj_bias, fn_1_up_proj_bias], None, 8, 8927707654063157413)
+layer_norm: f32[2, 24, 32] = layer_norm(x, [32], norm_weight, norm_bias)
+compressed_linear: ((f32[2, 24, 64], f32[2, 24, 64]), f32[2, 24, 8]) = megacpp.compressed_linear(layer_norm, [mlp_gate_proj_weight, mlp_up_proj_weight], [mlp_gate_proj_bias, mlp_up_proj_bias], None, 8, 121482841833677192)
 getitem: (f32[2, 24, 64], f32[2, 24, 64]) = compressed_linear[0]
 getitem_1: f32[2, 24, 64] = getitem[0]
 getitem_2: f32[2, 24, 64] = getitem[1]
 silu: f32[2, 24, 64] = silu(getitem_1)
 mul: f32[2, 24, 64] = mul.Tensor(silu, getitem_2)
-compressed_linear_1: ((f32[2, 24, 32]), f32[2, 24, 16]) = megacpp.compressed_linear(mul, [fn_1_down_proj_weight], [fn_1_down_proj_bias], None, 16, 2910340741781814056)
+compressed_linear_1: ((f32[2, 24, 32]), f32[2, 24, 16]) = megacpp.compressed_linear(mul, [mlp_down_proj_weight], [mlp_down_proj_bias], None, 16, 2794261908869906911)
 getitem_3: (f32[2, 24, 32]) = compressed_linear_1[0]
 getitem_4: f32[2, 24, 32] = getitem_3[0]
-return [getitem_4]""")
+add: f32[2, 24, 32] = add.Tensor(x, getitem_4)
+return [add]""")
 
 
 def test_redrawn_with_each_update():
@@ -225,13 +234,13 @@ def test_layers():
 
 
 def test_bfloat16():
-    module = nn.Sequential(nn.LayerNorm(DIM), MLP()).bfloat16()
+    module = Block().bfloat16()
     check_projected(module, hidden(torch.bfloat16), config(), 2, tolerance=4e-2)
 
 
 def test_autocast():
     """Parameters in float32, projected in bfloat16."""
-    module, args = nn.Sequential(nn.LayerNorm(DIM), MLP()), hidden()
+    module, args = Block(), hidden()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         frames = run(module, args, config())
         exact = train(module, module, args)
@@ -241,7 +250,7 @@ def test_autocast():
 
 
 def test_dynamic_lengths():
-    module = nn.Sequential(nn.LayerNorm(DIM), MLP())
+    module = Block()
     args = hidden(tokens=5)
     torch._dynamo.mark_dynamic(args[0], 1)
     frames = run(module, args, config())
@@ -275,12 +284,11 @@ def test_bytes_of_a_dense_stack(no_kernels):
     module, args = Dense(), hidden(tokens=64)
     rows = args[0].numel() // DIM
     plain, _ = kept(module, args)
-    for names, widths, least in ((("*.mlp.*",), [HIDDEN, DIM], 0.15), (("*",), [HIDDEN, DIM, DIM], 0.2)):
-        fewer, report = kept(module, args, compress={"names": names, "ratio": 0.25})
-        sites = [site for site in report.sites if site.pass_name == NAME]
-        assert plain - fewer == sum(site.saved_before - site.saved_after for site in sites)
-        assert plain - fewer == rows * sum(width - width // 4 for width in widths) * 4
-        assert fewer <= (1 - least) * plain, fewer / plain
+    fewer, report = kept(module, args, compress={"names": ("*.mlp.*",), "ratio": 0.25})
+    sites = [site for site in report.sites if site.pass_name == NAME]
+    assert plain - fewer == sum(site.saved_before - site.saved_after for site in sites)
+    assert plain - fewer == rows * sum(width - width // 4 for width in (HIDDEN, DIM)) * 4
+    assert fewer <= 0.85 * plain, fewer / plain
 
 
 def test_the_report(no_kernels):
@@ -299,7 +307,7 @@ def test_the_report(no_kernels):
 
 def test_lowered(no_kernels):
     """Verified site by site; what Inductor's partitioner makes of it has the gradients of the captured graph."""
-    module, args = nn.Sequential(nn.LayerNorm(DIM), MLP(bias=True)), hidden()
+    module, args = Block(bias=True), hidden()
     frames = run(module, args, config())
     got = trained(module, args, compress={"names": "*", "ratio": 0.25}, verify="each", require={NAME: 2})
     error, which = largest_error(got, frames.results)
@@ -308,18 +316,17 @@ def test_lowered(no_kernels):
 
 def test_compiled():
     """By Inductor into code, signs and all."""
-    module, args = Body(lambda m, x: m.a(m.norm(x))), hidden()
+    module, args = Body(lambda m, x: m.a(x * 2)), hidden()
     frames = run(module, args, config("a", redraw="update"))
     got = trained(module, args, compress={"names": ("a",), "ratio": 0.25, "redraw": "update"})
     error, which = largest_error(got, frames.results)
     assert error <= 1e-5, which
 
 
-@pytest.mark.parametrize("redraw", ["never", "update"])
-def test_run_again_by_a_checkpoint(no_kernels, redraw):
+def test_run_again_by_a_checkpoint(no_kernels):
     """Around the compiled module: the same projection, and the same gradient."""
-    module, (x,) = nn.Sequential(nn.LayerNorm(DIM), MLP()), hidden()
-    compress = {"names": "*", "ratio": 0.25, "redraw": redraw}
+    module, (x,) = Block(), hidden()
+    compress = {"names": "*", "ratio": 0.25, "redraw": "update"}
     torch._dynamo.reset()
     compiled = torch.compile(module, backend="megacpp", options={"strict": True, "compress": compress})
     want = train(compiled, module, (x,))
@@ -328,7 +335,7 @@ def test_run_again_by_a_checkpoint(no_kernels, redraw):
 
 
 def test_random_state_is_left_alone(no_kernels):
-    module, args = nn.Sequential(nn.LayerNorm(DIM), MLP()), hidden()
+    module, args = Block(), hidden()
     torch._dynamo.reset()
     compiled = torch.compile(module, backend="megacpp", options={"compress": {"names": "*", "redraw": "update"}})
     torch.manual_seed(1)
@@ -521,7 +528,7 @@ def test_leaves_float8(monkeypatch):
     from megacpp_compile.passes import linear
 
     monkeypatch.setattr(linear, "no_float8", lambda device: "")
-    module = nn.Sequential(nn.LayerNorm(DIM), MLP()).bfloat16()
+    module = Block().bfloat16()
     plan = megacpp_compile.PrecisionPlan({"*.down_proj": "fp8_current", "*": "bf16"}, gate=False)
     frames = run(module, hidden(torch.bfloat16), Config(strict=True, precision=plan, compress={"names": "*.down_proj"}))
     assert frames.fired == {"linear": 1} and frames.tags(NAME) == {"taken"}
@@ -569,14 +576,6 @@ def test_a_glob_without_a_hit(no_kernels):
 
 def test_regional(eager_backend):
     """One artifact for layers that the option treats alike, and one for those that it does not."""
-
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm, self.mlp = nn.LayerNorm(DIM), MLP()
-
-        def forward(self, x):
-            return x + self.mlp(self.norm(x))
 
     class Model(nn.Module):
         def __init__(self):

@@ -4,15 +4,15 @@
     w          list of [n_i, d]  b   list of [n_i], one for every w, or empty; all in x's dtype
     draw       int64 [] or None (0): what S is drawn anew with, such as the number of a step
     rank, seed r, from 1 to d, and a number from 0 to 2^63 - 1
-    returns    y: list of [..., n_i] in x's dtype;  z [..., r] = x S, in x's dtype
+    returns    y: list of [..., n_i];  z [..., r] = x S; both in x's dtype
 
-S [d, r] has the entries s and -s, each as likely as the other: bits of Philox with the key `seed` and the counter
-(entry, draw) (`signs.py`). It is made where it is read and never kept; no random state of torch's is read or moved. s is
-the power of two next to 1 / sqrt(r), so that entries are exact in every dtype.
-y, and the gradients of x and b, are those of a linear. The gradient of w is c (g^T z) S^T with c = 1 / (r s^2), which is
-the exact one times c S S^T: an estimate of it, as E[c S S^T] = 1 whatever x and g are. Entries of one size have a smaller
-variance than normal ones: the expected square of the error's norm is (d - 1) / r of the gradient's, not (d + 1) / r, and
-at r = d it is not 0. The estimate costs 2 r (T d + T n + n d) FLOPs where the exact gradient costs 2 T n d.
+S [d, r] has the entries s and -s, each as likely as the other: the bits of Philox with the key `seed` and the counters
+(entry, draw), as `signs.py` has them. It is made where it is read and never kept; no random state of torch's is read or
+moved. s is the power of two next to 1 / sqrt(r), so that entries are exact in every dtype.
+y, and the gradients of x and b, are those of a linear. The gradient of w is c (g^T z) S^T with c = 1 / (r s^2): the
+exact one times c S S^T. It is an estimate without bias, as E[c S S^T] = 1 whatever x and g are. The expected square of
+its error's norm is (d - 1) / r of the gradient's; normal entries would make it (d + 1) / r. At r = d it is not 0. The
+estimate costs 2 r (T d + T n + n d) FLOPs where the exact gradient costs 2 T n d.
 Saved for backward: z, draw, the weights; x is not. z is a result for that alone, and has no gradient.
 Raises OperandError for operands of other shapes and dtypes.
 Sources: CompAct, https://arxiv.org/abs/2410.15352, which leaves the gradient in the projected space until the update;
@@ -33,7 +33,6 @@ from megacpp_compile.lowerings._traits import OpTraits, declare
 from megacpp_compile.lowerings.compressed_linear import reference
 
 REFERENCE_SERVES = {
-    "cuda": "GEMMs that cuBLAS runs, and signs of integer arithmetic, of which Inductor makes one kernel",
     "tpu": "GEMMs, and signs of integer arithmetic in static shapes, which XLA fuses",
 }
 

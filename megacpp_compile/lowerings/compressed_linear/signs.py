@@ -16,6 +16,7 @@ _ROUNDS = 10
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 _STEPS = 0x9E3779B9, 0xBB67AE85
 _BITS, _WORDS = 32, 4
+ENTRIES = _BITS * _WORDS  # that one counter makes
 
 Words = tuple[Tensor | int, ...]
 
@@ -32,7 +33,7 @@ def signs(rows: int, rank: int, draw: Tensor | None, seed: int, like: Tensor) ->
     (1, 0, draw), ...
     """
     size = rows * rank
-    entry = torch.arange(-(-size // (_BITS * _WORDS)), device=like.device)
+    entry = torch.arange(-(-size // ENTRIES), device=like.device)
     drawn: Words = (0, 0) if draw is None else (draw & WORD, (draw >> 32) & WORD)
     words = torch.stack(philox((entry & WORD, entry >> 32, *drawn), (seed & WORD, seed >> 32)), -1)
     bits = (words[..., None] >> torch.arange(_BITS, device=like.device)) & 1
