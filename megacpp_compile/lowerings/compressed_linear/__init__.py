@@ -32,11 +32,6 @@ from megacpp_compile.lowerings._op import no_autocast, serve
 from megacpp_compile.lowerings._traits import OpTraits, declare
 from megacpp_compile.lowerings.compressed_linear import reference
 
-REFERENCE_SERVES = {
-    "tpu": "GEMMs, and signs of integer arithmetic in static shapes, which XLA fuses",
-}
-
-
 def _check(x: Tensor, w: list[Tensor], b: list[Tensor], draw: Tensor | None, rank: int, seed: int) -> None:
     problem = None
     if not w or x.dim() < 2 or any(one.dim() != 2 or one.shape[1] != x.shape[-1] for one in w):
