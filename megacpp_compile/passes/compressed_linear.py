@@ -122,7 +122,8 @@ def _rewrite(
     first, dtype = linears[0], value(linears[0].node).dtype
     draw = None
     if plan.redraw == "update":
-        plain = build(aten.detach.default, first.w)
+        # A copy, which is fused away: torch_xla's bridge loses programs that view an input in another dtype (2.9).
+        plain = build(aten.clone.default, build(aten.detach.default, first.w))
         bits = build(aten.view.dtype, plain, _BITS[value(plain).dtype.itemsize])
         draw = build(aten.sum.default, bits)  # of integers, so the same in any order
     x, weights = build.cast(first.x, dtype), [linear.weight(build) for linear in linears]

@@ -160,7 +160,8 @@ def test_redrawn_with_each_update():
     expecttest.assert_expected_inline(render(frames.graph), """\
 layer_norm: f32[2, 24, 32] = layer_norm(x, [32], norm_weight, norm_bias)
 detach: f32[32, 32] = detach(a_weight)
-view: int32[32, 32] = view.dtype(detach, int32)
+clone: f32[32, 32] = clone(detach)
+view: int32[32, 32] = view.dtype(clone, int32)
 sum: i64[] = sum(view)
 compressed_linear: ((f32[2, 24, 32]), f32[2, 24, 8]) = megacpp.compressed_linear(layer_norm, [a_weight], [a_bias], sum, 8, 6483717322770482155)
 getitem: (f32[2, 24, 32]) = compressed_linear[0]

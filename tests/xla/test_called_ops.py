@@ -11,9 +11,11 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import megacpp_compile
+from megacpp_compile.config.options import Config
 from megacpp_compile.errors import ForwardOnlyError
 from megacpp_compile.lowerings._registry import choose, semantic_ops
 from megacpp_compile.lowerings.sparse_mla import tpu_xla
+from tests.frames import run, train
 from tests.lowerings import relative_error
 from tests.lowerings.agreement import reference_of
 from tests.lowerings.attention_cases import operands
@@ -194,15 +196,14 @@ def test_compressed_linears_have_the_signs_of_cpu(xla, rand, label):
 
 @pytest.mark.parametrize("redraw", ["never", "update"])
 def test_compressed_by_the_pass(xla, redraw):
+    """One program for both sites, with the signs of CPU."""
     module = torch.nn.Sequential(torch.nn.LayerNorm(24), torch.nn.Linear(24, 40), torch.nn.GELU(), torch.nn.Linear(40, 8))
     x = torch.randn(2, 11, 24, generator=torch.Generator().manual_seed(0))
-    options = {"strict": True, "compress": {"names": "*", "ratio": 0.25, "redraw": redraw}, "require": {"compressed_linear": 2}}
-    results = []
-    for device in ("cpu", xla):
-        torch._dynamo.reset()
-        module.to(device).zero_grad()
-        torch.compile(module, backend="megacpp", options=options)(x.to(device)).square().sum().backward()
-        results.append([p.grad.cpu() for p in module.parameters()])
-    for got, want in zip(*results, strict=True):
-        assert relative_error(got, want) < TOLERANCE
+    compress = {"names": "*", "ratio": 0.25, "redraw": redraw}
+    want = run(module, (x,), Config(strict=True, compress=compress)).results
+    torch._dynamo.reset()
+    options = {"strict": True, "compress": compress, "require": {"compressed_linear": 2}}
+    there = module.to(xla)
+    got = train(torch.compile(there, backend="megacpp", options=options), there, (x.to(xla),))
+    assert all(relative_error(got[name].cpu(), t) < TOLERANCE for name, t in want.items())
     assert not host_ops()
