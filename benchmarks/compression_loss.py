@@ -43,14 +43,17 @@ def compressed(linear: nn.Linear, ratio: float, seed: int, redraw: bool) -> Call
     return forward
 
 
-def final_loss(text: Tensor, seed: int, steps: int, names: str = "", redraw: bool = False, ratio: float = 0.25) -> float:
+def final_loss(
+    text: Tensor, seed: int, steps: int, names: str = "", redraw: bool = False, ratio: float = 0.25
+) -> float:
     """names: a glob of the linears to compress, "" for exact gradients."""
 
     def build() -> nn.Module:
         model = PlainLM(CONFIG)
         for number, (name, module) in enumerate(model.named_modules()):
             if isinstance(module, nn.Linear) and fnmatch.fnmatchcase(name, names):
-                module.forward = compressed(module, ratio, 1000 * seed + number, redraw)  # type: ignore[method-assign]
+                own = compressed(module, ratio, 1000 * seed + number, redraw)
+                module.forward = own  # type: ignore[method-assign, assignment]
         return model
 
     how = argparse.Namespace(device="cpu", dtype=torch.float32, steps=steps, lr=1e-3, seed=seed, **BATCHES)

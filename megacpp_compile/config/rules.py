@@ -68,8 +68,9 @@ def say_unnamed(gm: GraphModule, config: Config, model: nn.Module) -> None:
     names = _module_names(gm)
     ids = {m for node in _nodes(gm) if node.op != "placeholder" for m in modules_of(node)}
     inside = [name for name, module in named_modules(model) if name and id(module) in ids]
-    options = [(option, patterns, globs.hits) for option, patterns in _of_linears(config).items()]
-    for option, patterns, hit in (*options, ("block_kinds", tuple(config.block_kinds), globs.block_hit)):
+    options = {**_of_linears(config), "block_kinds": tuple(config.block_kinds)}
+    for option, patterns in options.items():
+        hit = globs.block_hit if option == "block_kinds" else globs.hits
         for pattern in patterns:
             meant = [name for name in inside if hit(pattern, name)]
             if meant and not any(hit(pattern, name) for name in names):

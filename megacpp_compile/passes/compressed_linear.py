@@ -9,10 +9,10 @@ seed and the name of the first of these linears; under `redraw="update"` also fr
 weight, which changes with each update and with nothing else: a second run of the forward makes the same one.
 Of use where x dies: backward reads it for nothing else (`_dying`). Refused: what any other op that may keep it reads, a
 linear that is not named included; an input of the frame, a result of it, or of an op that keeps its own results (a
-ReLU, an attention); linears in regions of `torch.utils.checkpoint`, and those that another pass took, float8's included,
-as that keeps less of x than x already; routers, embeddings, heads, norms and LoRA's paths; frozen weights; linears of
-one x through several views or in several dtypes. A policy that recomputes x is an error (`remat/conflicts.py`). Without
-gradients nothing is found.
+ReLU, an attention); linears in regions of `torch.utils.checkpoint`, and those that another pass took, float8's
+included, as that keeps less of x already; routers, embeddings, heads, norms and LoRA's paths; frozen weights; linears
+of one x through several views or in several dtypes. A policy that recomputes x is an error (`remat/conflicts.py`).
+Without gradients nothing is found.
 """
 
 from __future__ import annotations

@@ -32,6 +32,7 @@ from megacpp_compile.lowerings._op import no_autocast, serve
 from megacpp_compile.lowerings._traits import OpTraits, declare
 from megacpp_compile.lowerings.compressed_linear import reference
 
+
 def _check(x: Tensor, w: list[Tensor], b: list[Tensor], draw: Tensor | None, rank: int, seed: int) -> None:
     problem = None
     if not w or x.dim() < 2 or any(one.dim() != 2 or one.shape[1] != x.shape[-1] for one in w):

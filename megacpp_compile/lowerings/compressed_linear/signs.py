@@ -1,7 +1,7 @@
 """A random matrix of signs as a function of its key: Philox4x32-10, in operations on int64 that every target has.
 
-Philox maps a key of two words of 32 bits and a counter of four to four random words, in rounds. Each word is in an int64
-here, and products are taken in halves, so that none leaves 63 bits, where targets would differ.
+Philox maps a key of two words of 32 bits and a counter of four to four random words, in rounds. Each word is in an
+int64 here, and products are taken in halves, so that none leaves 63 bits, where targets would differ.
 """
 
 from __future__ import annotations
@@ -47,8 +47,7 @@ def counters(size: int, draw: Tensor | None, device: torch.device) -> Words:
 
 def key(seed: int, number: Any) -> tuple[Any, Any]:
     """The two words of the key in round `number`, an int or a tensor."""
-    first, second = ((part + number * step) & WORD for part, step in zip((seed & WORD, seed >> 32), _STEPS, strict=True))
-    return first, second
+    return ((seed & WORD) + number * _STEPS[0]) & WORD, ((seed >> 32) + number * _STEPS[1]) & WORD
 
 
 def philox(counter: Words, seed: int) -> Words:

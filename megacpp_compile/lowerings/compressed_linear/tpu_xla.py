@@ -25,7 +25,7 @@ def signs(rows: int, rank: int, draw: Tensor | None, seed: int, like: Tensor) ->
         return round_of(words, key(seed, number[0])), ()  # type: ignore[arg-type]
 
     words, _ = loop(body, counters(rows * rank, draw, like.device), (torch.arange(ROUNDS, device=like.device),))
-    return signs_of(words, rows, rank, like)
+    return signs_of(words, rows, rank, like)  # type: ignore[arg-type]
 
 
 def compressed_linear(
