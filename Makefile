@@ -29,7 +29,8 @@ XLA_READY := $(XLA_VENV)/.installed
 # Triton reads TRITON_INTERPRET when it is imported, so what runs kernels on CPU needs a process of its own.
 KERNEL_TESTS := tests/lowerings/test_lowerings_agree.py tests/lowerings/test_fuzz.py tests/lowerings/test_ssd_scan_kernels.py \
 	tests/lowerings/test_sparse_mla.py tests/lowerings/test_mla_decode.py tests/lowerings/test_moe_float8.py \
-	tests/lowerings/test_moe_sorted.py tests/lowerings/test_linear_cross_entropy_kernels.py
+	tests/lowerings/test_moe_sorted.py tests/lowerings/test_linear_cross_entropy_kernels.py \
+	tests/lowerings/test_compressed_linear_kernels.py
 
 # Neither needs torch: the documentation is read off the source as text.
 DOCS_VENV  := .venv-docs

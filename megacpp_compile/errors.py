@@ -642,7 +642,7 @@ class RuleWithoutHitError(MegacppError, ValueError):
     Args:
         pattern: the pattern as given.
         names: the names there are.
-        option: the plan: "precision" or "sharding".
+        option: the plan: "precision", "compress" or "sharding".
         what: what its names are those of.
         meant: the hint, where the caller knows better than string similarity.
     """

@@ -31,6 +31,7 @@ from megacpp_compile.errors import (
     NotLoweredError,
     PeakUnreachableError,
     TorchInternalsError,
+    TwoPoliciesError,
 )
 from megacpp_compile.frontend import dropped_outputs, fallbacks, graph_breaks, tensor_subclasses, unbacked_shapes
 from megacpp_compile.frontend.canonicalize import canonicalize
@@ -79,9 +80,7 @@ class Block:
 
 WHOLE = Block()
 # The settings that compiled autograd's frames have no use for: what a forward returns and saves, how it is rewritten.
-_OF_FORWARD: dict[str, Any] = {
-    "require": {}, "drop_outputs": (), "policy": None, "block_kinds": {}, "precision": None, "sharding": None,
-}  # fmt: skip
+_OF_FORWARD = ("require", "drop_outputs", "policy", "block_kinds", "precision", "compress", "sharding")
 
 
 def compile_frame(
@@ -95,7 +94,7 @@ def compile_frame(
     the backend alone, with the reason in the report.
     """
     if is_backward(gm):  # what is asked of a model was held against its forward
-        config = dataclasses.replace(config, **_OF_FORWARD)
+        config = dataclasses.replace(config, **{name: getattr(Config(), name) for name in _OF_FORWARD})
     target = resolve_target(config.target, example_inputs)
     if inner_compile is None:
         start_workers(target)
@@ -289,7 +288,7 @@ def _hand_to_backend(
 
 
 # Errors that are meant to be seen; and Dynamo's own way back, as when a float turns out to be a constant.
-_MEANT = (NotLoweredError, PeakUnreachableError, RestartAnalysis)
+_MEANT = (NotLoweredError, PeakUnreachableError, RestartAnalysis, TwoPoliciesError)
 
 
 def _plain(
@@ -391,8 +390,8 @@ def _frame_name(gm: GraphModule) -> str:
 
 def _nothing_to_do(gm: GraphModule, config: Config) -> str | None:
     """Why no pass can possibly fire: every idiom multiplies, and none fits into a handful of nodes, but for a linear
-    under a precision plan and an attention that is to be another's."""
-    if config.precision is not None or wanted_by(config):
+    under a plan for linears and an attention that is to be another's."""
+    if config.precision is not None or config.compress is not None or wanted_by(config):
         return None
     calls = [n for n in gm.graph.nodes if n.op in ("call_function", "call_method")]
     if any(isinstance(n.target, HigherOrderOperator) or _is_own(n) for n in calls):

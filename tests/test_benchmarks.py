@@ -16,7 +16,16 @@ import pytest
 import torch
 
 from benchmarks import __main__ as suite
-from benchmarks import harness, kernels, performance_page, recall_table, rounding_loss, variants, xla_zoo
+from benchmarks import (
+    compression_loss,
+    harness,
+    kernels,
+    performance_page,
+    recall_table,
+    rounding_loss,
+    variants,
+    xla_zoo,
+)
 from benchmarks.ceilings import Work
 from benchmarks.peers import transformer_engine
 from benchmarks.subjects import fp8_gemms, remat_peaks, rope
@@ -263,6 +272,7 @@ def test_an_old_subject_is_taken_with_a_warning():
 
 @pytest.mark.parametrize("module", [
     "performance_page", "compile_time", "saved_for_backward", "recall_table", "rounding_loss", "xla_programs", "xla_sparse_mla", "xla_zoo",
+    "compression_loss",
 ])  # fmt: skip
 def test_other_measurements_have_help(module, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [module, "--help"])
@@ -339,6 +349,17 @@ def test_rounding_changes_a_loss_a_little():
     assert plain == rounding_loss.final_loss(text, 1, 3)
     for change in ({"noise": 1e-3}, {"gradients": "e4m3"}, {"gradients": "e5m2"}):
         assert 0 < abs(rounding_loss.final_loss(text, 1, 3, **change) / plain - 1) < 1e-2
+
+
+def test_projections_change_a_loss_a_little():
+    """The figures are of hundreds, and of several seeds (docs/compression.md)."""
+    text = rounding_loss.standard_library_text()
+    plain = rounding_loss.final_loss(text, 1, 3)
+    assert plain == compression_loss.final_loss(text, 1, 3), "the same runs"
+    for redraw in (False, True):
+        loss = compression_loss.final_loss(text, 1, 3, "*.down_proj", redraw)
+        assert loss == compression_loss.final_loss(text, 1, 3, "*.down_proj", redraw)
+        assert 0 < abs(loss / plain - 1) < 1e-2
 
 
 @pytest.mark.parametrize(("other", "code"), [([2.0, 1.00005], 0), ([2.0, 1.001], 1), ([2.0, float("nan")], 1)])

@@ -11,6 +11,8 @@ from megacpp_compile.targets import Target
 
 # What `keep_latents` is an argument of.
 _HAS_LATENTS = "down_norm_up"
+# What carries `compress` out.
+_COMPRESSES = "compressed_linear"
 
 
 def warn_of_ineffective(config: Config, target: Target) -> None:
@@ -55,5 +57,7 @@ def _ineffective(config: Config, target: Target) -> Iterator[tuple[str, str]]:
         yield "sharding", f"it is about devices of XLA, {elsewhere}"
     if config.keep_latents is True and not config.enabled(_HAS_LATENTS):
         yield "keep_latents", f"the pass {_HAS_LATENTS!r}, which saves them, is not to run"
+    if config.compress is not None and not config.enabled(_COMPRESSES):
+        yield "compress", f"the pass {_COMPRESSES!r}, which carries it out, is not to run"
     if config.block_kinds and config.policy is None:
         yield "block_kinds", "it corrects how 'policy' takes a block, and no policy is given"

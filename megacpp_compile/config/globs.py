@@ -18,6 +18,7 @@ What an option makes of several hits:
 
 =============================  =============================================================================
 `PrecisionPlan.rules`          modules; the first pattern that hits wins (`first_hit`)
+`CompressionPlan.names`        modules; any hit (`hits`)
 `ShardingPlan.rules`           parameters; the first pattern that hits wins (`first_hit`)
 `exclude` of a replacement     modules; any hit (`hits`), beside words that are looked for in any segment
 `Config.block_kinds`           a block, by itself or a module around it; the longest pattern wins (`longest_hit`)

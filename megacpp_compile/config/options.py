@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from megacpp_compile.config._deprecated import RENAMED_OPTIONS, accepts_old_names, renamed
 from megacpp_compile.config.checkpointing import KINDS, CheckpointingPolicy
+from megacpp_compile.config.compression import CompressionPlan
 from megacpp_compile.config.precision import UNTRACEABLE, PrecisionPlan
 from megacpp_compile.config.sharding import ShardingPlan
 from megacpp_compile.config.warn_once import warn_once
@@ -93,6 +94,9 @@ class Config(_Asked):
             `policy` would take it for another; the longest pattern that hits wins.
         precision: which linears run in fp8: a `PrecisionPlan`, a mapping from glob over module names to recipe, or
             the name of a recipe ("fp8_current"). None, the default, leaves all of them in the model's own dtype.
+        compress: linears that save a random projection of their input for backward, which makes their weights'
+            gradients approximate: a `CompressionPlan`, or a mapping of its fields, as in
+            `{"names": ("*.mlp.down_proj",), "ratio": 0.25}`. None, the default, compresses nothing.
         sharding: how parameters are laid out over a mesh of XLA devices: a `ShardingPlan`, or a mapping of its fields.
             Parameters of fused ops are pinned, to a whole copy on every device where no rule hits them.
         inductor: config patches handed to Inductor as they are, e.g. `{"max_autotune": True}`. They override the
@@ -119,6 +123,7 @@ class Config(_Asked):
     policy: CheckpointingPolicy | None = None
     block_kinds: Mapping[str, str] = field(default_factory=dict)
     precision: PrecisionPlan | None = None
+    compress: CompressionPlan | None = None
     sharding: ShardingPlan | None = None
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
@@ -143,6 +148,7 @@ class Config(_Asked):
             "policy": CheckpointingPolicy.of(self.policy),
             "block_kinds": _mapping("block_kinds", self.block_kinds, lambda k, v: _choice(k, v, KINDS, _KIND_MEANT)),
             "precision": _traceable(PrecisionPlan.of(self.precision)),
+            "compress": CompressionPlan.of(self.compress),
             "sharding": ShardingPlan.of(self.sharding),
             "inductor": _mapping("inductor", self.inductor, lambda _key, value: value),
         }
@@ -228,7 +234,7 @@ class Config(_Asked):
         """The fields as plain containers, fit for `Config(**d)` and `options=d`."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         plain = {name: dict(v) if isinstance(v, Mapping) else v for name, v in values.items()}
-        objects = {"policy": self.policy, "precision": self.precision, "sharding": self.sharding}
+        objects = {name: getattr(self, name) for name in ("policy", "precision", "compress", "sharding")}
         return {**plain, **{name: v.to_dict() if v is not None else None for name, v in objects.items()}}
 
     def cache_key(self) -> str:

@@ -1,4 +1,4 @@
-"""Checks that every rule over names (of a precision plan, of `block_kinds`, of a sharding plan) hits something.
+"""Checks that every rule over names (of a plan for linears, of `block_kinds`, of a sharding plan) hits something.
 
 A model is checked before anything is compiled; a frame, where the model is not known, as far as it has names. Names are
 canonical (`fx.module_names`): a rule names a module whatever wraps it.
@@ -10,7 +10,6 @@ import difflib
 import functools
 import operator
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
 from torch import nn
 from torch.fx import GraphModule, Node
@@ -30,7 +29,8 @@ from megacpp_compile.targets import chips
 def check_model(model: nn.Module, config: Config) -> None:
     """Raise RuleWithoutHitError, or BlockKindError, for a rule that hits nothing of `model`."""
     if config.sharding is not None:
-        _check_patterns(config.sharding.rules, [name for name, _ in named_parameters(model)], "sharding", "parameter")
+        parameters = [name for name, _ in named_parameters(model)]
+        _check_patterns(dict(config.sharding.rules), parameters, "sharding", "parameter")
     _check_hits(config, [name for name, _ in named_modules(model) if name], modules_with_weights(model))
 
 
@@ -40,7 +40,7 @@ def check_frame(gm: GraphModule, config: Config) -> None:
     Where `gm` is a piece of what was compiled, a rule without a hit may be about another piece: it is an error if the
     whole model has no such module, and logged if the model is not known, or the piece does not know the module's name.
     """
-    if not config.block_kinds and (config.precision is None or not config.precision.rules):
+    if not config.block_kinds and not _of_linears(config):
         return
     names = _module_names(gm)
     try:
@@ -68,11 +68,9 @@ def say_unnamed(gm: GraphModule, config: Config, model: nn.Module) -> None:
     names = _module_names(gm)
     ids = {m for node in _nodes(gm) if node.op != "placeholder" for m in modules_of(node)}
     inside = [name for name, module in named_modules(model) if name and id(module) in ids]
-    precision = dict(config.precision.rules if config.precision is not None else ())
-    for option, patterns, hit in (
-        ("precision", precision, globs.hits),
-        ("block_kinds", config.block_kinds, globs.block_hit),
-    ):
+    options = {**_of_linears(config), "block_kinds": tuple(config.block_kinds)}
+    for option, patterns in options.items():
+        hit = globs.block_hit if option == "block_kinds" else globs.hits
         for pattern in patterns:
             meant = [name for name in inside if hit(pattern, name)]
             if meant and not any(hit(pattern, name) for name in names):
@@ -90,12 +88,21 @@ def modules_with_weights(model: nn.Module) -> list[str]:
 
 def _check_hits(config: Config, names: list[str], weights: list[str]) -> None:
     _check_block_kinds(config.block_kinds, names)
-    if config.precision is not None:
-        _check_patterns(config.precision.rules, weights, "precision", "module with a weight")
+    for option, patterns in _of_linears(config).items():
+        _check_patterns(patterns, weights, option, "module with a weight")
 
 
-def _check_patterns(rules: Iterable[tuple[str, Any]], names: list[str], option: str, what: str) -> None:
-    for pattern in globs.without_hit(dict(rules), names):
+def _of_linears(config: Config) -> dict[str, tuple[str, ...]]:
+    """Option -> its patterns over names of linears, of the options that have some."""
+    found = {
+        "precision": tuple(dict(config.precision.rules)) if config.precision is not None else (),
+        "compress": config.compress.names if config.compress is not None else (),
+    }
+    return {option: patterns for option, patterns in found.items() if patterns}
+
+
+def _check_patterns(patterns: Iterable[str], names: list[str], option: str, what: str) -> None:
+    for pattern in globs.without_hit(patterns, names):
         meant = canonical(pattern)
         known = meant != pattern and any(globs.hits(meant, name) for name in names)
         raise RuleWithoutHitError(pattern, names, option, what, meant if known else None)

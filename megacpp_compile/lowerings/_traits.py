@@ -57,6 +57,8 @@ class OpTraits:
         handed_over: the intermediate its backward can be given.
         routed: which of its arguments has an element for every row that values send to one of the op's experts; None
             where values route nothing.
+        kept_instead: which of its arguments it keeps a smaller result of for backward, in place of the argument; None
+            where it does not.
         uncapturable: why no CUDA graph can hold it, such as a read on the host or an allocation by data; "" where one
             can. Its registration has torch's tag `cudagraph_unsafe` then.
     """
@@ -72,6 +74,7 @@ class OpTraits:
     workspace: Callable[..., int] | None = None
     handed_over: HandedOver | None = None
     routed: int | None = None
+    kept_instead: int | None = None
     uncapturable: str = ""
 
 

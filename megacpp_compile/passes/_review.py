@@ -15,6 +15,7 @@ from megacpp_compile.config.warn_once import warn_once
 from megacpp_compile.errors import VerificationError
 from megacpp_compile.frontend.capture import Captured
 from megacpp_compile.fx.edit import value
+from megacpp_compile.fx.sizes import nbytes
 from megacpp_compile.fx.subgraph import between
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.rope.activations import activations
@@ -62,7 +63,9 @@ class Reviewer:
         values.update({n: v for n, v in zip(holders, self.inputs, strict=True) if n in others})
         differentiable = set() if match.forward_only else activations(gm.graph, self.captured.weights)
         rows = None if match.ends is None else int(values[match.ends][-1])
-        tensor, error, tolerance = replay.compare(gm, match.inputs, match.outputs, new, values, differentiable, rows)
+        tensor, error, tolerance = replay.compare(
+            gm, match.inputs, match.outputs, new, values, differentiable, rows, match.estimated
+        )
         if error <= tolerance:
             return None
         if self.config.strict:
@@ -77,6 +80,8 @@ class Reviewer:
         except Exception as error:
             site.set_saved(None, None, f"{type(error).__name__}: {error}".splitlines()[0][:100])
         else:
+            if before is not None and match.dies is not None:
+                before += nbytes(value(match.dies))
             site.set_saved(before, after, "sizes known at run time only" if None in (before, after) else "")
 
     def _saved(self, gm: GraphModule, inputs: list[Node], outputs: list[Node]) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol
 
 from torch.fx import Node
@@ -33,6 +33,8 @@ class Match:
     note: what was decided, for the report. forward_only: nothing differentiates it, and its op has no gradient.
     ends: the input whose last entry says how many rows of inputs and outputs there are; plain code leaves those behind
     unwritten. None where it writes all.
+    estimated: inputs whose gradient is an estimate of the plain one, and from how many random directions. dies: an
+    input that the plain subgraph alone keeps for backward, and the op does not.
     """
 
     node: Node
@@ -42,6 +44,8 @@ class Match:
     ends: Node | None = None
     note: str = ""
     forward_only: bool = False
+    estimated: Mapping[Node, int] = dataclasses.field(default_factory=dict)
+    dies: Node | None = None
 
 
 class Pass(Protocol):

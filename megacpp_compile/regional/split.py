@@ -50,6 +50,8 @@ def _outcome(fqn: str, module: nn.Module, config: Config) -> Hashable:
         whole = f"{fqn}.{name}" if name else fqn
         if config.precision is not None:
             outcome.append(config.precision.decide(whole).requested)
+        if config.compress is not None:
+            outcome.append(config.compress.hits(whole))
         if (hit := globs.longest_hit(config.block_kinds, whole)) is not None:
             block, pattern = hit
             outcome.append((block.removeprefix(fqn), config.block_kinds[pattern]))

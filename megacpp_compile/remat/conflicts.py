@@ -1,7 +1,9 @@
-"""Refuses what would decide beside the policy what backward recomputes. Checked on Dynamo's graph."""
+"""Refuses what would decide beside the policy what backward recomputes. Checked on Dynamo's graph; projections kept in
+place of an input, once the policy has decided of that."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import cast
 
 import torch
@@ -11,6 +13,10 @@ from megacpp_compile._torch.dynamo import memory_budget_of
 from megacpp_compile._torch.functorch import memory_budget
 from megacpp_compile.config.options import Config
 from megacpp_compile.errors import TwoPoliciesError
+from megacpp_compile.fx.provenance import module_fqn
+from megacpp_compile.fx.view_chains import base_of
+from megacpp_compile.lowerings._traits import name_of, traits_of
+from megacpp_compile.remat.plan import MUST_RECOMPUTE, RECOMPUTE
 
 _CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
@@ -43,4 +49,21 @@ def check(gm: GraphModule, config: Config) -> None:
         if config.strict and any(n.target is _CHECKPOINT for n in nodes):
             raise TwoPoliciesError(
                 "torch.utils.checkpoint inside the compiled model", "remove the call, or compile without 'strict'"
+            )
+
+
+def check_decisions(decisions: Mapping[Node, str]) -> None:
+    """Raise TwoPoliciesError for an op that keeps a projection of an input which the policy has backward recompute, or
+    that it recomputes itself: either saves nothing, and the gradient would be approximate all the same."""
+    again = (RECOMPUTE, MUST_RECOMPUTE)
+    for node, decision in decisions.items():
+        instead = traits_of(node).kept_instead
+        if instead is None:
+            continue
+        source = base_of(node.args[instead])  # type: ignore[arg-type]
+        if decision in again or decisions.get(source) in again:
+            where = module_fqn(node) or node.name
+            raise TwoPoliciesError(
+                f"{name_of(node)} of {where}, which keeps a projection of what the policy recomputes",
+                "leave its name out of the option 'compress', or give the kind of its block the entry 'none'",
             )

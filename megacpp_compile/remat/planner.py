@@ -13,6 +13,7 @@ from torch.fx import Node
 
 from megacpp_compile.config.checkpointing import CheckpointingPolicy
 from megacpp_compile.errors import PeakUnreachableError
+from megacpp_compile.remat import conflicts
 from megacpp_compile.remat.closure import settle
 from megacpp_compile.remat.decisions import SaveDecisions
 from megacpp_compile.remat.offload import offloaded
@@ -35,7 +36,7 @@ def make_plan(
     the block of every forward node; device: the type of the device whose rates costs go by ("cuda"); around: what the
     graph shares the device with, for a limit on the peak.
 
-    Raises PeakUnreachableError for a `peak_gib` that no plan meets.
+    Raises PeakUnreachableError for a `peak_gib` that no plan meets, and the TwoPoliciesError of `conflicts`.
     """
     decisions = SaveDecisions(forward, blocks, policy).of
     if policy.solves():
@@ -64,6 +65,7 @@ def make_plan(
             decisions = solve(forward, needed, blocks, decisions, None, meets_limit, device, peak, lowering=True)
             if (lowest := promised(settle(forward, needed, decisions))) > limit:
                 raise PeakUnreachableError(limit, lowest, before)
+    conflicts.check_decisions(decisions)
     return settle(forward, needed, decisions)
 
 

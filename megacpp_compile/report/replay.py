@@ -7,7 +7,8 @@ site borders are kept, and both versions of each site are then differentiated ag
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ TOLERANCE = {
     torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2, torch.float8_e4m3fn: 7e-2,
 }  # fmt: skip
 EXPERTS_IN_FLOAT8 = 1e-1  # three such products, one behind the other
+# So many standard deviations of an estimate from random signs are no chance.
+DEVIATIONS = 6
 
 
 class Recorder(Interpreter):
@@ -67,11 +70,14 @@ def compare(
     values: dict[Node, Any],
     differentiable: Collection[Node],
     rows: int | None = None,
+    estimated: Mapping[Node, int] = MappingProxyType({}),
 ) -> tuple[str, float, float]:
     """(worst tensor, its relative error, tolerance) of outputs and input gradients, new against plain.
 
     Gradients are asked of the `differentiable` inputs: an op has none for tables and positions, nor needs one.
     rows: of tensors that have as many as the outputs, so many are compared; None for all.
+    estimated: inputs whose gradient is the plain one projected on so many random signs. It is not compared, but the
+    part of it that lies along the plain gradient, which is all of that on average; see `_bias`.
     """
     results, tolerance = [], 0.0
     for outputs in (plain, new):
@@ -103,6 +109,9 @@ def compare(
             tolerance = max(tolerance, EXPERTS_IN_FLOAT8)
     reference, got = results
     errors = {name: _error(got.get(name), t) for name, t in reference.items()}
+    for node, directions in estimated.items():
+        if (name := f"gradient of {node.name}") in reference:
+            errors[name] = tolerance * _bias(got.get(name), reference[name], directions, tolerance)
     worst = max(errors, key=errors.__getitem__)
     return worst, errors[worst], tolerance
 
@@ -111,6 +120,23 @@ def _leaf(x: Any, differentiable: bool) -> Any:
     if isinstance(x, torch.Tensor) and x.is_floating_point():
         return x.detach().clone().requires_grad_(differentiable)
     return x
+
+
+def _bias(got: torch.Tensor | None, want: torch.Tensor, directions: int, rounding: float) -> float:
+    """How far the part of `got`, an estimate of the matrix `want`, that lies along it is from 1, where 1 is what chance
+    and `rounding` allow.
+
+    That part is a sum of squares of random sums, tr(S^T A S) / r with A = want^T want over its trace, and S of signs in
+    r `directions`. It is 1 on average, and its variance is 2 / r of the squares of A off the diagonal.
+    """
+    if got is None or got.shape != want.shape or got.dtype != want.dtype:
+        return float("inf")
+    got, want = got.detach().double(), want.detach().double()
+    scale = want.square().sum().clamp_min(1e-24)
+    gram = want.t() @ want / scale
+    variance = 2 / directions * (gram.square().sum() - gram.diagonal().square().sum()).clamp_min(0)
+    found = abs(float((got * want).sum() / scale) - 1) / (DEVIATIONS * float(variance) ** 0.5 + rounding)
+    return found if found == found else float("inf")
 
 
 def _error(got: torch.Tensor | None, want: torch.Tensor) -> float:

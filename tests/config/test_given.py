@@ -72,7 +72,7 @@ RIGHT = {
     "verify": ("each",), "target": ("cpu",), "explain": (True,), "summary": (True,), "keep_latents": (True, "auto"),
     "fuse_shared_input_gemms": (True,), "autotune_gemms": (True,), "autotune": (True,),
     "policy": (None, "full", 0.5, True and 1), "block_kinds": ({"a.*": "mblock"},), "precision": (None, "fp8_current"),
-    "sharding": (None, {"mesh": {"a": 1}}), "inductor": ({"triton.cudagraphs": True},),
+    "compress": (None, {"names": "*.down"}), "sharding": (None, {"mesh": {"a": 1}}), "inductor": ({"triton.cudagraphs": True},),
 }  # fmt: skip
 NESTED = [
     ("policy", {"budget": 2}), ("policy", {"peak_gib": "3"}), ("policy", {"offload": []}), ("policy", {"ablock": "x"}),
@@ -83,7 +83,11 @@ NESTED = [
     ("sharding", {"mesh": {"a": 1}, "rules": 3}), ("sharding", {"mesh": {"a": 1}, "rules": {"x": 3}}),
     ("sharding", {"mesh": {"a": 1}, "rules": {"x": [[["a"]]]}}), ("sharding", {"mesh": {"a": 1}, "batch": 3}),
     ("sharding", {"mesh": {"a": 1}, "batch": None}), ("sharding", {"mesh": {"a": 1}, "devices": 3}),
-    ("sharding", {"mesh": {"a": 2}, "devices": [0, None]}), ("block_kinds", {"a": "attn"}),
+    ("sharding", {"mesh": {"a": 2}, "devices": [0, None]}), ("compress", {"ratio": 0.5}), ("compress", {"names": ()}),
+    ("compress", {"names": "a", "ratio": 0}), ("compress", {"names": "a", "ratio": 1.5}), ("compress", {"names": [3]}),
+    ("compress", {"names": "a", "ratio": True}), ("compress", {"names": "a", "seed": -1}), ("compress", {"names": "a..b"}),
+    ("compress", {"names": "a", "redraw": "step"}), ("compress", {"names": ("a", "a")}), ("compress", {"names": "a", "r": 3}),
+    ("block_kinds", {"a": "attn"}),
 ]  # fmt: skip
 
 
@@ -208,6 +212,7 @@ def warned(caplog) -> list[str]:
         ({"autotune": True}, CPU, "Triton's kernels"),
         ({"precision": "fp8_current"}, CPU, "float8 needs CUDA"),
         ({"sharding": {"mesh": {"a": 1}}}, CUDA, "devices of XLA"),
+        ({"compress": {"names": "*.down"}, "disable": "compressed_linear"}, CUDA, "is not to run"),
         ({"keep_latents": True, "disable": "down_norm_up"}, CUDA, "the pass 'down_norm_up'"),
         ({"block_kinds": {"layers.*": "mblock"}}, CUDA, "no policy is given"),
     ],

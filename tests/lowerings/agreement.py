@@ -87,6 +87,8 @@ KIND = {
     "down_norm_up_backward": "projection",
     "norm_linear": "projection",
     "norm_linear_backward": "projection",
+    "compressed_linear": "projection",
+    "compressed_linear_backward": "projection",
     "linear_cross_entropy": "loss",
     "linear_cross_entropy_backward": "loss",
     "linear_fp8_weight": "fp8_linear",

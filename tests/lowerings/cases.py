@@ -106,6 +106,25 @@ for label, options in PRE_NORMS.items():
         return [rand(*one.shape, dtype=dtype) for one in y], x, w_norm, w, rrms, bool(b)
 
 
+COMPRESSED = {"one": {"ups": (40,)}, "three_biases": {"bias": True}, "drawn": {"draw": -(1 << 40) + 5},
+              "whole_rank": {"rank": 24}, "rank_1": {"rank": 1, "outer": (33,)}, "no_token": {"outer": (0, 3)}}  # fmt: skip
+for label, options in COMPRESSED.items():
+
+    @case("compressed_linear", label)
+    def _(rand, dtype, options=options):
+        given = {"ups": (40, 8, 16), "outer": (2, 17), "rank": 6, "bias": False, "draw": None, **options}
+        w = [rand(n, 24, dtype=dtype) / 24**0.5 for n in given["ups"]]
+        b = [rand(n, dtype=dtype) for n in given["ups"]] if given["bias"] else []
+        draw = None if given["draw"] is None else torch.tensor(given["draw"])
+        return rand(*given["outer"], 24, dtype=dtype), w, b, draw, given["rank"], (1 << 62) + 7
+
+    @case("compressed_linear_backward", label)
+    def _(rand, dtype, make=CASES["compressed_linear"][label]):
+        x, w, b, draw, rank, seed = make(rand, dtype)
+        y, z = reference_of("compressed_linear")(x, w, b, draw, rank, seed)
+        return [rand(*one.shape, dtype=dtype) for one in y], z, w, draw, seed, bool(b)
+
+
 # --- scans
 
 

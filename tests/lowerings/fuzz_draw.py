@@ -149,7 +149,8 @@ def _projection(draw: random.Random, op: str) -> Kind:
         layout=(False, False, False),
         flags={"ups": [draw.choice((24, 31)) for _ in range(draw.choice((1, 1, 1, 2)))], "bias": draw.random() < 0.4,
                "gain": draw.random() < 0.7, "keep": draw.random() < 0.5, "turned": draw.random() < 0.3,
-               "sum_of_rest": draw.random() < 0.2},
+               "sum_of_rest": draw.random() < 0.2, "seed": draw.getrandbits(63), "rank": draw.random(),
+               "drawn": draw.choice((None, draw.getrandbits(63)))},
         patterns={"x": pattern(draw, dims), "rest": pattern(draw, dims), "w": weight()},
         table_dims=(),
     )  # fmt: skip
@@ -285,6 +286,15 @@ def _projection_arguments(kind: Kind, draw: random.Random, make: Maker, room: in
             return x, gain, projections, biases, 1e-5
         y, rrms = reference_of("norm_linear")(x, gain, projections, biases, 1e-5)
         return [up_normal(*one.shape) for one in y], x, gain, projections, rrms, f["bias"]
+    if kind.op.startswith("compressed_linear"):
+        projections = [weight(normal, n, w["d"]) for n in f["ups"]]
+        biases = [normal(n) for n in f["ups"]] if f["bias"] else []
+        drawn = None if f["drawn"] is None else torch.tensor(f["drawn"], device=make.device)
+        forward = x, projections, biases, drawn, 1 + int(f["rank"] * w["d"]), f["seed"]
+        if kind.op == "compressed_linear":
+            return forward
+        y, z = reference_of("compressed_linear")(*forward)
+        return [normal(*one.shape) for one in y], z, projections, drawn, f["seed"], f["bias"]
     w_down, w_up = weight(normal, total, w["d"]), [weight(up_normal, n, size) for n in f["ups"]]
     b_down, w_norm = normal(total) if f["bias"] else None, 1 + normal(size) / 4 if f["gain"] else None
     forward = x, w_down, b_down, w_norm, w_up, 1e-5, w["start"], size, f["keep"]

@@ -46,3 +46,18 @@ def test_a_delta_rule(rand, name, label):
     with inductor_for_hopper() as compiled:
         compile_fx_inner(_lower._trace(lowering, args, tensors, CUDA), tensors)
     assert KERNELS[name, label] <= set(compiled), compiled
+
+
+@pytest.mark.parametrize("drawn", [False, True], ids=["fixed", "drawn"])
+def test_signs(rand, drawn):
+    """With a seed of 63 bits, which is a number of the graph."""
+    x, _, _, draw, rank, seed = CASES["compressed_linear"]["drawn"](rand, torch.bfloat16)
+    tensors = on_hopper((x, draw) if drawn else (x,))
+    signs = module_of("compressed_linear", "cuda_triton").signs
+
+    def lowering(x: Tensor, draw: Tensor | None = None) -> tuple[Tensor]:
+        return (signs(x.shape[-1], rank, draw, seed, x),)
+
+    with inductor_for_hopper() as compiled:
+        compile_fx_inner(_lower._trace(lowering, [_lower._Hole(i) for i in range(len(tensors))], tensors, CUDA), tensors)
+    assert "random_signs" in compiled, compiled

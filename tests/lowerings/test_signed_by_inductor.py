@@ -40,6 +40,8 @@ WITH_FLOATS = {
         for kernel in ("prepare", "reverse_walk", "query_grad", "prepare_channels", "query_grad_channels",
                        "read_grad_channels", "key_grad_channels")
     },
+    "compressed_linear": {"random_signs"},
+    "compressed_linear_backward": {"random_signs"},
     "gated_rms_norm": {"gated_rms_norm_rows"},
     "linear_cross_entropy": {"cross_entropy_rows"},
     "linear_cross_entropy_backward": {"cross_entropy_rows"},

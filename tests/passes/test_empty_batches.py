@@ -13,6 +13,7 @@ from megacpp_compile.passes import linear
 from tests.corpus import scans
 from tests.corpus.delta.block import CHUNKED, PlainDelta
 from tests.passes import test_causal_conv1d as conv
+from tests.passes import test_compressed_linear as compressed
 from tests.passes import test_gated_rms_norm as gated
 from tests.passes import test_linear as fp8
 from tests.passes import test_norm_linear as norm
@@ -91,6 +92,7 @@ IDIOMS = {
     "ssd_scan": lambda: (Scan(scans.one_triangle), (torch.randn(2, 12, 10),)),
     "gated_delta_rule": lambda: (Delta(CHUNKED["solved_to_an_inverse"]), (torch.randn(2, 8, 10),)),
     "linear": lambda: (fp8.MLP(), fp8.hidden()),
+    "compressed_linear": lambda: (compressed.Block(), compressed.hidden()),
 }
 
 
@@ -108,7 +110,10 @@ def test_fires_and_is_empty(name, dynamic, no_kernels, monkeypatch):
     monkeypatch.setattr(linear, "no_float8", lambda device: "")
     torch._dynamo.reset()
     module, (x, *others) = IDIOMS[name]()
-    options = {"linear": {"precision": FLOAT8}, "norm_linear": {"passes": {"norm_linear": True}}}.get(name)
+    options = {
+        "linear": {"precision": FLOAT8}, "norm_linear": {"passes": {"norm_linear": True}},
+        "compressed_linear": {"compress": {"names": "*"}},
+    }.get(name)  # fmt: skip
     compiled = torch.compile(module, backend="megacpp", options=options, dynamic=dynamic)
     empty = x.detach()[:0].requires_grad_()
     with megacpp_compile.record() as report:

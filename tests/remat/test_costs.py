@@ -66,6 +66,7 @@ def of_case(op, label):
 @pytest.mark.parametrize(
     ("op", "label"),
     [("norm_linear", "qkv"), ("norm_linear", "one_no_gain"), ("sparse_mla", "one_head"),
+     *((op, label) for op in ("compressed_linear", "compressed_linear_backward") for label in ("one", "three_biases")),
      *(("linear_cross_entropy", label) for label in ("plain", "bias", "gradients_none", "gradients_xb")),
      ("linear_cross_entropy", "all_of_each_row"), ("linear_cross_entropy_backward", "all"),
      ("linear_cross_entropy_backward", "gradient_of_a_sum")],

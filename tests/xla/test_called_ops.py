@@ -11,9 +11,11 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import megacpp_compile
+from megacpp_compile.config.options import Config
 from megacpp_compile.errors import ForwardOnlyError
 from megacpp_compile.lowerings._registry import choose, semantic_ops
 from megacpp_compile.lowerings.sparse_mla import tpu_xla
+from tests.frames import run, train
 from tests.lowerings import relative_error
 from tests.lowerings.agreement import reference_of
 from tests.lowerings.attention_cases import operands
@@ -167,4 +169,41 @@ def test_decoding_is_the_reference_in_static_shapes(xla, rand, label):
     for g, w in zip(got, want, strict=True):
         finite = ~w.isinf()
         assert torch.equal(g.cpu().isinf(), w.isinf()) and relative_error(g.cpu()[finite], w[finite]) < TOLERANCE
+    assert not host_ops()
+
+
+@pytest.mark.parametrize("label", ["three_biases", "drawn"])
+def test_compressed_linears_have_the_signs_of_cpu(xla, rand, label):
+    """Bit for bit, as they come from integers; a fresh draw is data and compiles nothing."""
+    x, w, b, draw, rank, seed = CASES["compressed_linear"][label](rand, torch.float32)
+    w = [one.requires_grad_() for one in w]
+
+    def step(x, w, b, draw):
+        leaves = [one.detach().requires_grad_() for one in w]
+        y, z = torch.ops.megacpp.compressed_linear(x, leaves, b, draw, rank, seed)
+        return z, *torch.autograd.grad(sum(one.square().sum() for one in y), leaves)
+
+    for want, got in zip(step(x, w, b, draw), step(*moved((x, w, b, draw), xla)), strict=True):
+        assert relative_error(got.cpu(), want) < TOLERANCE
+    if draw is not None:
+        there, count = moved((x, w, b), xla), compilations()
+        for n in (draw, draw + 1):
+            want, got = step(x, w, b, n)[1], step(*there, n.to(xla))[1].cpu()
+            assert relative_error(got, want) < TOLERANCE
+        assert compilations() <= count + 1
+    assert not host_ops()
+
+
+@pytest.mark.parametrize("redraw", ["never", "update"])
+def test_compressed_by_the_pass(xla, redraw):
+    """One program for both sites, with the signs of CPU."""
+    module = torch.nn.Sequential(torch.nn.LayerNorm(24), torch.nn.Linear(24, 40), torch.nn.GELU(), torch.nn.Linear(40, 8))
+    x = torch.randn(2, 11, 24, generator=torch.Generator().manual_seed(0))
+    compress = {"names": "*", "ratio": 0.25, "redraw": redraw}
+    want = run(module, (x,), Config(strict=True, compress=compress)).results
+    torch._dynamo.reset()
+    options = {"strict": True, "compress": compress, "require": {"compressed_linear": 2}}
+    there = module.to(xla)
+    got = train(torch.compile(there, backend="megacpp", options=options), there, (x.to(xla),))
+    assert all(relative_error(got[name].cpu(), t) < TOLERANCE for name, t in want.items())
     assert not host_ops()

@@ -1,0 +1,107 @@
+"""The proof that nothing but certain linears keeps a value for backward, so that it dies where they keep less of it."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Iterable, Set
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx import Node
+
+from megacpp_compile._torch.dispatch import enable_python_dispatcher
+from megacpp_compile._torch.fakes import FakeTensorMode
+from megacpp_compile.fx.aliasing import memory_of
+from megacpp_compile.fx.edit import value
+from megacpp_compile.fx.provenance import module_fqn
+from megacpp_compile.lowerings._traits import name_of
+from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers.graph_view import GraphView
+from megacpp_compile.matchers.linear import match_linear
+
+aten = torch.ops.aten
+# Their gradients take neither operand, and no kernel makes one of these back from what they return.
+_SUMS = frozenset({aten.add.Tensor, aten.sub.Tensor})
+
+
+def stays_alive(view: GraphView, x: Node, linears: Iterable[Node], trained: Set[Node]) -> MatchFailure | None:
+    """Why the memory of `x` is kept for backward even if `linears`, which read it, do not ask for it; None where it is
+    not. trained: the nodes that a gradient flows to or through."""
+    base, asking = memory_of(x), set(linears)
+    if base.op != "call_function":
+        return MatchFailure(x, "input", "its input is one of the frame, whose caller holds it")
+    pending = [base]
+    while pending:
+        for user in pending.pop().users:
+            if memory_of(user) is base:
+                pending.append(user)
+            elif user not in asking and not _keeps_nothing(user, base, trained):
+                return MatchFailure(user, "alive", _why(user))
+    if _keeps_its_result(base, view.fake_mode):
+        made = f"{name_of(_made_by(base)[0])}, which made its input"
+        return MatchFailure(base, "alive", f"{made}, keeps it for its own backward")
+    return None
+
+
+def _keeps_nothing(user: Node, base: Node, trained: Set[Node]) -> bool:
+    """Whether the backward of `user`, a reader of `base`, does without it."""
+    if user.target in _SUMS:
+        return all(isinstance(value(a), torch.Tensor) for a in user.args[:2])
+    linear = match_linear(user)
+    return linear is not None and linear.w not in trained and memory_of(linear.w) is not base
+
+
+def _why(user: Node) -> str:
+    if user.op == "output":
+        return "the frame returns its input, which stays in memory then"
+    fqn = module_fqn(user)
+    reader = f"the linear {fqn}" if match_linear(user) is not None and fqn else name_of(user)
+    return f"{reader} reads its input too, and may keep it for backward"
+
+
+def _keeps_its_result(base: Node, mode: FakeTensorMode) -> bool:
+    """Whether autograd saves `base` for the backward of what computes it: tried on fakes, with its operands as leaves;
+    true where that fails."""
+    source, path = _made_by(base)
+    kept: list[torch.Tensor] = []  # held, as storages are told apart by address
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        kept.append(t)
+        return t
+
+    # Sizes known only at run time get names here that no graph will ever mention.
+    unnamed = mode.shape_env.ignore_fresh_unbacked_symbols() if mode.shape_env else contextlib.nullcontext()
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
+    try:
+        with unnamed, mode, enable_python_dispatcher(), torch.enable_grad():
+            args, kwargs = fx.map_arg((source.args, source.kwargs), lambda n: _leaf(value(n)))
+            with hooks:
+                result = source.target(*args, **kwargs)  # type: ignore[operator]
+        for index in path:
+            result = result[index]
+    except Exception:
+        return True
+    return any(_storage(t) == _storage(result) for t in kept)
+
+
+def _made_by(item: Node) -> tuple[Node, list[Any]]:
+    """The op that `item` is a result of, and where among its results."""
+    path: list[Any] = []
+    while item.target is operator.getitem:
+        path.insert(0, item.args[1])
+        item = item.args[0]  # type: ignore[assignment]
+    return item, path
+
+
+def _leaf(fake: Any) -> Any:
+    if isinstance(fake, (list, tuple)):
+        return [_leaf(one) for one in fake]
+    if not isinstance(fake, torch.Tensor):
+        return fake
+    return fake.detach().requires_grad_(fake.is_floating_point())
+
+
+def _storage(t: torch.Tensor) -> int:
+    return int(t.untyped_storage()._cdata)

@@ -1,0 +1,28 @@
+"""The kernel of `megacpp::compressed_linear`: the signs of the reference, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megacpp_compile.lowerings.compressed_linear.signs import signs
+
+from .agreement import of_kernels
+
+pytestmark = of_kernels()
+
+
+@pytest.mark.parametrize(
+    ("rows", "rank", "dtype"),
+    [(1, 1, torch.float64), (16, 8, torch.float32), (37, 5, torch.float16), (96, 80, torch.bfloat16), (130, 33, torch.bfloat16)],
+    ids=str,
+)
+def test_signs_are_the_references(rows, rank, dtype):
+    """With every word of key and counter in use."""
+    from megacpp_compile.lowerings.compressed_linear import cuda_triton
+
+    like = torch.ones((), dtype=dtype, device="cuda" if torch.cuda.is_available() else "cpu")
+    for seed in (1, (1 << 63) - 1, 0x1234567887654321):
+        for draw in (None, torch.tensor(-(1 << 40) - 7, device=like.device)):
+            want = signs(rows, rank, draw, seed, like)
+            assert torch.equal(cuda_triton.signs(rows, rank, draw, seed, like), want), (seed, draw)
