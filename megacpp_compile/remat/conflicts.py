@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch.fx import GraphModule, Node
 
 from megacpp_compile._torch.dynamo import memory_budget_of
 from megacpp_compile._torch.functorch import memory_budget
+from megacpp_compile.config.checkpointing import AUTO
 from megacpp_compile.config.options import Config
 from megacpp_compile.errors import TwoPoliciesError
+from megacpp_compile.frontend.checkpoint import has_regions
+from megacpp_compile.fx.provenance import is_backward
 
 _CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
@@ -21,12 +25,36 @@ def region_budget(node: Node) -> float | None:
     return cast("float | None", memory_budget_of(node))
 
 
+def why_not_auto(gm: GraphModule, example_inputs: Sequence[Any], config: Config, patches: Mapping[str, Any]) -> str:
+    """Why `policy="auto"` leaves a frame to torch's partitioner, as "none" does; "" where it plans, and for any other
+    policy. Who decides already, by a checkpoint, a budget or a partitioner, is not decided against."""
+    if config.policy != AUTO:
+        return ""
+    if is_backward(gm) or not _trains(example_inputs):
+        return "nothing is differentiated"
+    if has_regions(gm):
+        return "torch.utils.checkpoint in the model decides"
+    if (budget := memory_budget()) != 1.0:
+        return f"torch's activation_memory_budget = {budget} decides"
+    if any(region_budget(n) is not None for m in gm.modules() if isinstance(m, GraphModule) for n in m.graph.nodes):
+        return "torch's region_activation_memory_budget decides"
+    from megacpp_compile._torch.inductor import config as inductor_config
+
+    name = "custom_partitioner_fn"
+    return f"Inductor's {name} decides" if patches.get(name, getattr(inductor_config, name, None)) else ""
+
+
+def _trains(example_inputs: Sequence[Any]) -> bool:
+    """Whether a frame of these inputs is differentiated."""
+    return torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs)
+
+
 def check(gm: GraphModule, config: Config) -> None:
     """Raise TwoPoliciesError where torch's memory budget is set beside a policy.
 
     Regions under `torch.utils.checkpoint` are honoured: backward recomputes all of them. `strict` refuses them too.
     """
-    if config.policy is not None:
+    if config.own_policy is not None:
         budget = memory_budget()
         if budget != 1.0:
             raise TwoPoliciesError(

@@ -7,7 +7,7 @@ run it, and replays random state. So a plan is written as those tags. The pass i
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -64,17 +64,9 @@ class TagForRemat(GraphPass):
         plan = make_plan(forward, needed, blocks, self.policy, _device(forward), self.around)
         away = offload.offloaded(plan, blocks, self.policy)
         found = predicted(graph, plan, away, self.policy, self.around) if self.on_plan is not None else {}
-        added = latents.pass_on(graph, plan.recomputed)
-        for node in [*plan.saved, *kept]:
-            if isinstance(node.meta.get("val"), (torch.Tensor, tuple, list)):
-                node.meta["recompute"] = Tag.MUST_SAVE
-            if node.target is operator.getitem and is_selection(node.args[0]):  # type: ignore[arg-type]
-                # Its own tag may be that of a user's region, and decides whether the choice is made again.
-                node.args[0].meta["recompute"] = Tag.MUST_SAVE  # type: ignore[union-attr]
+        tag(graph, plan, kept)
         for node in [*away, *self.around.passed_on(graph, self.policy)]:
             node.meta[offload.MARK] = True
-        for node in [*plan.recomputed, *added]:
-            node.meta["recompute"], node.meta["ac_graph_id"] = Tag.MUST_RECOMPUTE, _REGION
         if self.on_plan is not None:
             self.on_plan(plan, blocks, found)
 
@@ -101,6 +93,19 @@ class KeepChoices(GraphPass):
 
     def __reduce__(self) -> Any:
         return KeepChoices, (self.before,)
+
+
+def tag(graph: fx.Graph, plan: Plan, kept: Sequence[Node]) -> None:
+    """Write `plan` as tags. kept: copies that are saved of what the forward overwrites."""
+    added = latents.pass_on(graph, plan.recomputed)
+    for node in [*plan.saved, *kept]:
+        if isinstance(node.meta.get("val"), (torch.Tensor, tuple, list)):
+            node.meta["recompute"] = Tag.MUST_SAVE
+        if node.target is operator.getitem and is_selection(node.args[0]):  # type: ignore[arg-type]
+            # Its own tag may be that of a user's region, and decides whether the choice is made again.
+            node.args[0].meta["recompute"] = Tag.MUST_SAVE  # type: ignore[union-attr]
+    for node in [*plan.recomputed, *added]:
+        node.meta["recompute"], node.meta["ac_graph_id"] = Tag.MUST_RECOMPUTE, _REGION
 
 
 def keep_choices(graph: fx.Graph) -> None:

@@ -1,0 +1,148 @@
+"""`policy="auto"`: a plan for a frame by predicted time and memory, beside what torch's partitioner makes of it.
+
+The rule. Let T be the predicted time of a step as torch's partitioner has it (`policy="none"`).
+
+- A latent is kept where its down-projection takes longer than writing and reading it: that frees less a second than the
+  memory moves. So many tokens and channels do not matter, the width of the input does: some 900 channels on sm_90.
+- What "selective" recomputes is recomputed, first what is cheap and then the up-projections of keys and values, each
+  layer by layer in the order they run, as long as the step is predicted to take at most 1.01 T.
+- That plan is taken where it saves fewer bytes than the partitioner and lowers the predicted peak of the step by at
+  least 2 %. So a block by itself is left to the partitioner: its backward reads at once what its forward has saved.
+
+All of it is a function of the graph and of a table of rates: every rank that has the same graph makes the same plan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import fx
+from torch.fx import GraphModule, Node
+
+from megacpp_compile.config.checkpointing import CheckpointingPolicy
+from megacpp_compile.fx.edit import value
+from megacpp_compile.fx.sizes import hint, nbytes, rows
+from megacpp_compile.lowerings._traits import traits_of
+from megacpp_compile.remat.closure import settle
+from megacpp_compile.remat.decisions import SaveDecisions
+from megacpp_compile.remat.latents import may_hand_over
+from megacpp_compile.remat.plan import RECOMPUTE, SAVE, BlockRef, Plan, last_layer
+from megacpp_compile.targets.rates import Rates
+
+# What recomputing may cost, of the predicted time of a step; and what of its predicted peak it has to spare.
+MOST, LEAST_SPARED = 0.01, 0.02
+# Bytes that backward reads of the forward, from which a frame is planned: below, there is nothing to spare.
+LEAST_READ = 32 << 20
+
+# The policies that the steps of the ladder are taken from: what is cheap, and the up-projections too.
+CHEAP, SELECTIVE = CheckpointingPolicy(recompute_kv_upproj=False), CheckpointingPolicy()
+
+
+@dataclasses.dataclass(frozen=True)
+class Predicted:
+    """Of one plan: bytes saved for backward, bytes of a step at its peak, recomputed nodes, seconds of a step more than
+    under torch's own partition."""
+
+    saved: int
+    peak: int
+    recomputed: int
+    more: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Latents:
+    """Of the latents of a frame: how many are `kept`, how many `recomputed`; bytes that are held for those kept, and
+    seconds that recomputing them would take."""
+
+    kept: int = 0
+    recomputed: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+
+
+def plan_within(
+    forward: Sequence[Node],
+    needed: Sequence[Node],
+    blocks: Mapping[Node, BlockRef],
+    none: Plan,
+    costs: Callable[[Plan], float],
+    allowed: float,
+) -> Plan:
+    """The plan that goes farthest up the ladder and costs at most `allowed` seconds more than `none`, where it begins.
+
+    forward, needed, blocks: as of `make_plan`. none: what torch's partitioner saves and recomputes of `forward`.
+    costs: the seconds that a step takes more under a plan than under `none`.
+    """
+    cheap, projections = (SaveDecisions(forward, blocks, policy).of for policy in (CHEAP, SELECTIVE))
+    before = {**cheap, **dict.fromkeys(none.saved, SAVE), **dict.fromkeys(none.recomputed, RECOMPUTE)}
+    last = last_layer(blocks.values())
+    layers = list(dict.fromkeys(blocks[n].layer for n in forward))
+    repeated = [layer for layer in layers if layer != last]
+
+    def plan(steps: int) -> Plan:
+        with_cheap, with_all = set(layers[:steps]), set(repeated[: max(steps - len(layers), 0)])
+        decisions = {
+            n: (projections if blocks[n].layer in with_all else cheap if blocks[n].layer in with_cheap else before)[n]
+            for n in forward
+        }
+        return settle(forward, needed, decisions)
+
+    low, high, best = 1, len(layers) + len(repeated), plan(0)
+    while low <= high:  # the cost grows with the steps
+        middle = (low + high) // 2
+        found = plan(middle)
+        if costs(found) <= allowed:
+            best, low = found, middle + 1
+        else:
+            high = middle - 1
+    return best
+
+
+def worth_taking(plan: Predicted, otherwise: Predicted) -> bool:
+    """Whether the plan saves fewer bytes than what it stands beside, and peaks lower by as much as is asked for."""
+    return plan.saved < otherwise.saved and plan.peak <= (1 - LEAST_SPARED) * otherwise.peak
+
+
+def latents_of(graph: fx.Graph, rates: Rates) -> tuple[list[Node], Latents]:
+    """(the ops whose latents are to be kept, which hand none over yet; what that comes to)."""
+    kept, found = [], Latents()
+    for op in graph.nodes:
+        if op.op != "call_function" or traits_of(op).handed_over is None or not may_hand_over(op):
+            continue
+        seconds, held, width = _price(op, rates)
+        if seconds > 2 * width / rates.bytes:
+            kept.append(op)
+            found = dataclasses.replace(
+                found, kept=found.kept + 1, bytes=found.bytes + held, seconds=found.seconds + seconds
+            )
+        else:
+            found = dataclasses.replace(found, recomputed=found.recomputed + 1)
+    return kept, found
+
+
+def _price(op: Node, rates: Rates) -> tuple[float, int, int]:
+    """(seconds of computing the latent of `op` again, bytes that keeping it holds, those of the latent alone)."""
+    x, w_down, size = value(op.args[0]), value(op.args[1]), op.args[7]
+    of_one = rows(x) * x.element_size()
+    seconds = 2 * rows(x) * hint(x.shape[-1]) * hint(size) / rates.flops
+    return seconds, int(of_one * hint(w_down.shape[0])), int(of_one * hint(size))
+
+
+def as_partitioned(forward: Sequence[Node], halves: tuple[GraphModule, GraphModule], outputs: int) -> Plan:
+    """The plan that torch's partitioner carried out. forward: nodes of the joint graph; outputs: how many of the
+    forward's results are the model's own."""
+    first, second = (half.graph for half in halves)
+    results: Any = first.output_node().args[0]
+    kept = {n.name for n in results[outputs:] if isinstance(n, Node) and n.op != "placeholder"}
+    again = {n.name for n in second.nodes if n.op == "call_function"}
+    saved = [n for n in forward if n.name in kept]
+    return Plan(saved, [n for n in forward if n.name in again and n.name not in kept], [])
+
+
+def read_by_backward(needed: Sequence[Node]) -> int:
+    """Bytes of the forward's values that backward reads, each counted once."""
+    from megacpp_compile.fx.view_chains import base_of
+
+    return sum(nbytes(n.meta.get("val")) for n in dict.fromkeys(base_of(n, through_items=False) for n in needed))
