@@ -22,7 +22,6 @@ from megacpp_compile.backends._protocol import Backend, Settings, backend_for
 from megacpp_compile.backends.cache_hits import cache_hits
 from megacpp_compile.backends.static_launch import start_workers
 from megacpp_compile.config import effects, rules
-from megacpp_compile.config.checkpointing import AUTO
 from megacpp_compile.config.options import Config
 from megacpp_compile.errors import (
     CaptureError,
@@ -50,11 +49,9 @@ from megacpp_compile.passes._required import FrameCount, Requirement
 from megacpp_compile.passes._review import Reviewer
 from megacpp_compile.passes._sites import add_called_ops, choose_lowerings
 from megacpp_compile.remat import conflicts
-from megacpp_compile.remat.automatic import SELECTIVE
-from megacpp_compile.remat.plan import BlockRef, Plan
-from megacpp_compile.remat.tagging import describe
+from megacpp_compile.remat.tagging import noted_in
 from megacpp_compile.report import collector, log
-from megacpp_compile.report.records import AutoPlan, Frame, MissedFusion
+from megacpp_compile.report.records import Frame, MissedFusion
 from megacpp_compile.sharding.frames import pin_for_frame
 from megacpp_compile.sharding.pinning import SiblingParams
 from megacpp_compile.targets import Target, resolve_target
@@ -99,8 +96,7 @@ def compile_frame(
     if is_backward(gm):  # what is asked of a model was held against its forward
         config = dataclasses.replace(config, **_OF_FORWARD)
     target = resolve_target(config.target, example_inputs)
-    auto, left = config.policy == AUTO, conflicts.why_not_auto(gm, example_inputs, config, patches)
-    config = config.without_auto()
+    auto, config = conflicts.auto_for(gm, example_inputs, config, patches), config.without_auto()
     if inner_compile is None:
         start_workers(target)
     if (cut := graph_breaks.end_of(gm)) is not None and config.strict:
@@ -116,8 +112,7 @@ def compile_frame(
     analysis = analyse(boundary.gm, boundary.inputs, config, target, patches)
     analysis.notes = boundary.notes + tensor_subclasses.widened(boundary.gm, config.strict)
     analysis.frame.block, analysis.frame.blocks = block.name, block.copies
-    if auto and analysis.frame.grad:
-        analysis.frame.auto = dataclasses.asdict(AutoPlan(reason=left))
+    analysis.frame.auto = auto
     analysis.frame.graph_break = str(cut or "")
     analysis.notes += cut_sites(gm, analysis.outcome.sites if analysis.outcome else [], config)
     count = FrameCount(gm, config, block.required)
@@ -134,8 +129,7 @@ def compile_frame(
             is_whole(boundary.gm), block.sibling_params,
         )  # fmt: skip
     served = cache_hits()
-    planned = auto and not left
-    compiled = _hand_to_backend(boundary.gm, boundary.inputs, analysis, config, target, patches, inner_compile, planned)
+    compiled = _hand_to_backend(boundary.gm, boundary.inputs, analysis, config, target, patches, inner_compile)
     analysis.frame.cached = cache_hits() > served
     compiled = count.counting(compiled, analysis.frame)
     # Only now: a frame Inductor cannot compile is tried again by Dynamo in pieces, and did not happen.
@@ -261,7 +255,7 @@ def retrace(analysis: Analysis) -> NoReturn:
 
 def _hand_to_backend(
     gm: GraphModule, example_inputs: Sequence[Any], analysis: Analysis, config: Config, target: Target,
-    patches: dict[str, Any], inner_compile: Any, auto: bool = False,
+    patches: dict[str, Any], inner_compile: Any,
 ) -> Callable[..., Any]:  # fmt: skip
     """Code for a frame. One that nothing fired in goes to the backend as it came, and so does one whose rewritten
     graph, or whose backward's, the backend refuses; without the policy where that fails. Both are errors under
@@ -269,15 +263,9 @@ def _hand_to_backend(
     backend = backend_for(target, example_inputs)
     frame = analysis.frame
 
-    def on_plan(plan: Plan, blocks: dict[Node, BlockRef], peak: dict[str, Any]) -> None:
-        frame.remat, frame.peak = describe(plan, blocks, config.own_policy or SELECTIVE), peak
-
-    def on_auto(found: AutoPlan) -> None:
-        frame.auto = dataclasses.asdict(found)
-
     settings = Settings(
-        target, config, patches, on_plan, inner_compile, max(frame.blocks, 1), frame.on_cuda_graph,
-        on_auto if auto else None,
+        target, config, patches, noted_in(frame, config.own_policy), inner_compile, max(frame.blocks, 1),
+        frame.on_cuda_graph, frame.on_auto if frame.auto and not frame.auto["reason"] else None,
     )  # fmt: skip
     rewritten = analysis.rewritten_gm()
     if rewritten is None and analysis.calls_ops:

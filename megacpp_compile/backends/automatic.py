@@ -7,13 +7,12 @@ The rule is in `remat/automatic.py`.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import fx
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from megacpp_compile._torch.inductor import CustomPartitionerFn
 from megacpp_compile._torch.inductor import config as inductor_config
@@ -41,7 +40,7 @@ from megacpp_compile.remat.plan import Plan, StepContext
 from megacpp_compile.remat.tagging import OnPlan, predicted, tag
 from megacpp_compile.remat.times import step_time
 from megacpp_compile.report import log
-from megacpp_compile.report.records import AutoPlan
+from megacpp_compile.report.auto_plan import SMALL, AutoPlan
 from megacpp_compile.targets import Target
 from megacpp_compile.targets.rates import rates
 
@@ -89,15 +88,16 @@ class Automatic:
         forward's results are the model's own."""
         forward, needed = joint(gm.graph)
         if read_by_backward(needed) < LEAST_READ:
-            self._say(AutoPlan(reason=f"backward reads less than {LEAST_READ >> 20} MiB of the forward"))
+            self._say(AutoPlan(reason=f"{SMALL} {LEAST_READ >> 20} MiB of the forward"))
             return cut(gm)
-        cuts = _Cuts(cut, gm)
+        cuts = None
         try:
+            cuts = _Cuts(cut, gm)
             return self._plan(gm, cuts, outputs)
         except Exception as error:  # a defect of ours must not become the user's: what torch made is there
             log.logger.info("policy='auto': left to torch's partitioner: %s", error, exc_info=True)
             self._say(AutoPlan(reason=f"internal error: {type(error).__name__}: {error}"[:300]))
-            return cuts.as_it_came()
+            return cut(gm) if cuts is None else cuts.as_it_came()
 
     def _plan(self, gm: GraphModule, cuts: _Cuts, outputs: int) -> Halves:
         graph, speed = gm.graph, rates(self.target.name)
@@ -142,7 +142,10 @@ class _Cuts:
     """torch's cut of the graph of `gm` as it is now, made of a copy when it is first asked for."""
 
     def __init__(self, cut: Cut, gm: GraphModule) -> None:
-        self.cut, self.copy = cut, GraphModule(gm, copy.deepcopy(gm.graph))
+        graph, nodes = fx.Graph(), {}  # type: ignore[var-annotated]
+        results = graph.graph_copy(gm.graph, nodes)
+        graph.output(results).meta = dict(gm.graph.output_node().meta)
+        self.cut, self.copy = cut, GraphModule(gm, graph)
         self.copy.meta.update(gm.meta)
         self.made: Halves | None = None
 

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from megacpp_compile.config._deprecated import RENAMED_OPTIONS, accepts_old_names, renamed
-from megacpp_compile.config.checkpointing import AUTO, KINDS, CheckpointingPolicy, policy_option
+from megacpp_compile.config.checkpointing import KINDS, CheckpointingPolicy, policy_option
 from megacpp_compile.config.precision import UNTRACEABLE, PrecisionPlan
 from megacpp_compile.config.sharding import ShardingPlan
 from megacpp_compile.config.warn_once import warn_once
@@ -65,9 +65,8 @@ class Config(_Asked):
         summary: have the process say on stderr, when it ends, which frames fell back whole or ran in eager, and why. It
             says nothing where there are none. Off, frames compiled with these settings are left out.
         keep_latents: save the latent that `down_norm_up` norms instead of recomputing it from its input in backward:
-            two bytes a latent channel and token (bf16), and one GEMM less. "auto" saves it on XLA devices, so that
-            there are no more GEMMs than without this package, and elsewhere where `policy="auto"` finds the GEMM to
-            take longer than writing and reading the latent.
+            two bytes a latent channel and token (bf16), and one GEMM less. "auto" saves it on XLA devices, and where
+            `policy="auto"` finds the GEMM to take longer than writing and reading the latent.
         fuse_shared_input_gemms: in graphs for CUDA where a pass has fired, multiply linears without a bias that share
             one input, such as MLA's query and key-value down-projections, as one GEMM, in forward and backward; those
             with more than 2048 output channels stay by themselves.
@@ -88,9 +87,8 @@ class Config(_Asked):
         attention: "fastest" has FlashAttention-4 serve those of them where it is faster than torch's own kernel, by a
             measurement when the graph is compiled; the report has both times. Without its package torch's own stay.
         policy: what a training step saves for its backward and what it recomputes there: a `CheckpointingPolicy`, the
-            name of an entry for every kind of block ("selective", "full"), a mapping of its fields, or a budget.
-            "auto" recomputes what is predicted to cost under 1 % of the step's time in all, where that lowers the peak
-            of its memory (`remat/automatic.py`); "none", or None, leaves it to Inductor.
+            name of an entry for every kind of block ("selective", "full"), a mapping of its fields, a budget, or
+            "auto": what lowers the peak for under 1 % of the time by prediction. "none" or None leaves it to Inductor.
         block_kinds: glob over module names (`globs`) -> kind of block ("ablock", "mblock", "eblock", "rblock"), where
             `policy` would take it for another; the longest pattern that hits wins.
         precision: which linears run in fp8: a `PrecisionPlan`, a mapping from glob over module names to recipe, or
@@ -233,9 +231,7 @@ class Config(_Asked):
 
     def without_auto(self) -> Config:
         """The settings with None in the place of a policy "auto", which a backend carries out by itself."""
-        if self.policy != AUTO:
-            return self
-        found = replace(self, policy=None)
+        found = replace(self, policy=self.own_policy)
         object.__setattr__(found, "asked", self.asked)
         return found
 
@@ -244,8 +240,7 @@ class Config(_Asked):
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         plain = {name: dict(v) if isinstance(v, Mapping) else v for name, v in values.items()}
         objects = {"policy": self.own_policy, "precision": self.precision, "sharding": self.sharding}
-        found = {**plain, **{name: v.to_dict() if v is not None else None for name, v in objects.items()}}
-        return {**found, "policy": AUTO} if self.policy == AUTO else found
+        return plain | {name: v.to_dict() for name, v in objects.items() if v is not None}
 
     def cache_key(self) -> str:
         """Text that is equal, also across processes, for settings that compile the same code.

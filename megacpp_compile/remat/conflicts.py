@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, cast
 
 import torch
@@ -15,6 +16,7 @@ from megacpp_compile.config.options import Config
 from megacpp_compile.errors import TwoPoliciesError
 from megacpp_compile.frontend.checkpoint import has_regions
 from megacpp_compile.fx.provenance import is_backward
+from megacpp_compile.report.auto_plan import AutoPlan
 
 _CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
@@ -25,13 +27,18 @@ def region_budget(node: Node) -> float | None:
     return cast("float | None", memory_budget_of(node))
 
 
-def why_not_auto(gm: GraphModule, example_inputs: Sequence[Any], config: Config, patches: Mapping[str, Any]) -> str:
-    """Why `policy="auto"` leaves a frame to torch's partitioner, as "none" does; "" where it plans, and for any other
-    policy. Who decides already, by a checkpoint, a budget or a partitioner, is not decided against."""
-    if config.policy != AUTO:
-        return ""
-    if is_backward(gm) or not _trains(example_inputs):
-        return "nothing is differentiated"
+def auto_for(
+    gm: GraphModule, example_inputs: Sequence[Any], config: Config, patches: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """An `AutoPlan` as a dict, for a frame that is trained under `policy="auto"`; None for any other. Its reason is why
+    the frame is left to torch's partitioner as under "none", "" where it is to be planned."""
+    if config.policy != AUTO or is_backward(gm) or not _trains(example_inputs):
+        return None
+    return asdict(AutoPlan(reason=_decides(gm, patches)))
+
+
+def _decides(gm: GraphModule, patches: Mapping[str, Any]) -> str:
+    """Who decides already what is recomputed, by a checkpoint, a budget or a partitioner; "" where nobody does."""
     if has_regions(gm):
         return "torch.utils.checkpoint in the model decides"
     if (budget := memory_budget()) != 1.0:

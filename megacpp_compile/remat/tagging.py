@@ -27,6 +27,7 @@ from megacpp_compile.remat.nodes import is_selection
 from megacpp_compile.remat.peak import PeakModel
 from megacpp_compile.remat.plan import ALONE, BlockRef, Plan, StepContext, kept_bytes, last_layer
 from megacpp_compile.remat.planner import make_plan
+from megacpp_compile.report.records import Frame
 
 # One checkpointed region for the whole graph: torch would save the values that pass between two.
 _REGION = 1 << 19
@@ -145,6 +146,15 @@ def recompute_views(graph: fx.Graph, and_of: frozenset[Any] = frozenset()) -> No
             node.meta["recompute"], node.meta["ac_graph_id"] = Tag.MUST_RECOMPUTE, _REGION
         elif isinstance(node.meta.get("val"), (torch.Tensor, tuple, list)):
             node.meta["recompute"] = Tag.MUST_SAVE
+
+
+def noted_in(frame: Frame, policy: CheckpointingPolicy | None) -> OnPlan:
+    """What notes a plan and its predicted peak in `frame`. policy: the user's; None under "auto"."""
+
+    def on_plan(plan: Plan, blocks: dict[Node, BlockRef], peak: dict[str, Any]) -> None:
+        frame.remat, frame.peak = describe(plan, blocks, policy or CheckpointingPolicy()), peak
+
+    return on_plan
 
 
 def describe(plan: Plan, blocks: dict[Node, BlockRef], policy: CheckpointingPolicy) -> dict[str, dict[str, Any]]:

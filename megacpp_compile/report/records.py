@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from megacpp_compile.report.attention import AttentionCall
+from megacpp_compile.report.auto_plan import AutoPlan
 
 # Of everything that is collected: autograd compiles a lazy backward in another thread.
 lock = threading.RLock()
@@ -143,46 +144,6 @@ class AttentionSite:
 
 
 @dataclass(slots=True)
-class AutoPlan:
-    """What `policy="auto"` chose for a frame, and what the other choice would give; all of it predicted.
-
-    Attributes:
-        taken: whether there is a plan; False where the partitioner of torch decides, as under `policy="none"`.
-        reason: why it does, "" for a plan.
-        recomputed: nodes that backward recomputes under the plan.
-        saved, peak: bytes saved for backward and bytes of a step at its peak under the plan, also of one that was not
-            taken; None where none was made.
-        saved_none, peak_none: likewise under `policy="none"`.
-        more: seconds that the plan takes more, latents that it keeps included: less than nothing where those outweigh
-            what is recomputed.
-        seconds_none: of a step under `policy="none"`.
-        latents: of `down_norm_up`: how many are "kept" and "recomputed", the "bytes" held for those kept and the
-            "seconds" that recomputing them would take.
-        rates: whose rates times go by, "sm_90".
-    """
-
-    taken: bool = False
-    reason: str = ""
-    recomputed: int = 0
-    saved: int | None = None
-    peak: int | None = None
-    saved_none: int | None = None
-    peak_none: int | None = None
-    more: float | None = None
-    seconds_none: float | None = None
-    latents: dict[str, Any] = field(default_factory=dict)
-    rates: str = ""
-
-    @classmethod
-    def of(cls, taken: bool, plan: Any, none: Any, seconds: float, latents: Any, rates: str) -> AutoPlan:
-        """plan, none: objects with `saved`, `peak`, `more` and `recomputed`. latents: a dataclass with the keys of
-        `latents`."""
-        reason = "" if taken else "recomputing more would not lower the peak"
-        return cls(taken, reason, plan.recomputed, plan.saved, plan.peak, none.saved, none.peak, plan.more, seconds,
-                   asdict(latents), rates)  # fmt: skip
-
-
-@dataclass(slots=True)
 class Frame:
     """One graph that Dynamo handed over.
 
@@ -211,8 +172,8 @@ class Frame:
             its graph reads, or all that there was when a limit asked for it), "step" on top, "predicted" (both), and
             the "limit" that was asked for or None. With one artifact for several blocks, of all of them; "transient"
             is what one of them takes beyond what it saves.
-        auto: under `policy="auto"`, an `AutoPlan` as a dict: what was chosen for a frame that is trained. Where the code
-            came from a cache it has no figures.
+        auto: under `policy="auto"`, an `AutoPlan` as a dict: what was chosen for a frame that is trained. It has no
+            figures where the code came from a cache.
         block: the repeated block it was compiled for, the first of those that run it; "" outside of
             `megacpp_compile.compile`.
         blocks: how many blocks of that structure the model has, itself included; 0 outside of blocks.
@@ -273,6 +234,10 @@ class Frame:
     def on_cuda_graph(self, text: str) -> None:
         """Note what became of CUDA graphs."""
         self.cuda_graph = text
+
+    def on_auto(self, found: AutoPlan) -> None:
+        """Note what `policy="auto"` chose."""
+        self.auto = asdict(found)
 
     @property
     def mode(self) -> str:
