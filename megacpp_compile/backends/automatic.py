@@ -25,11 +25,11 @@ from megacpp_compile.remat.automatic import (
     LEAST_READ,
     MOST,
     SELECTIVE,
+    Ladder,
     Latents,
     Predicted,
     as_partitioned,
     latents_of,
-    plan_within,
     read_by_backward,
     worth_taking,
 )
@@ -102,8 +102,7 @@ class Automatic:
     def _plan(self, gm: GraphModule, cuts: _Cuts, outputs: int) -> Halves:
         graph, speed = gm.graph, rates(self.target.name)
         none = as_partitioned(joint(graph)[0], cuts.as_it_came(), outputs)
-        model = PeakModel(graph)
-        time, base = step_time(model, none, speed), self._of(model, none)
+        base = self._of(PeakModel(graph), none)
         keeping, found = latents_of(graph, speed) if self.config.keep_latents == "auto" else ([], Latents())
         if keeping:
             latents.pass_on(graph, keeping)
@@ -113,14 +112,18 @@ class Automatic:
         kept = overwritten.keep(graph)
         forward, needed = joint(graph)
         model, blocks = PeakModel(graph), blocks_of(forward, dict(self.config.block_kinds))
+        ladder = Ladder(forward, needed, blocks, none)
+        # Of one graph, latents in it: an op and what it is made of are not predicted to take the same.
+        begin = step_time(model, ladder.plan(0), speed)
+        time = begin.total + found.seconds
 
         def more(plan: Plan) -> float:
-            return step_time(model, plan, speed).more_than(time)
+            return step_time(model, plan, speed).more_than(begin) - found.seconds
 
-        plan = plan_within(forward, needed, blocks, none, more, MOST * time.total)
+        plan = ladder.within(more, MOST * time)
         planned = dataclasses.replace(self._of(model, plan), more=more(plan))
         self.taken = worth_taking(planned, base)
-        self._say(AutoPlan.of(self.taken, planned, base, time.total, found, speed.label))
+        self._say(AutoPlan.of(self.taken, planned, base, time, found, speed.label))
         if not self.taken:
             return cuts.as_it_came()
         tag(graph, plan, kept)

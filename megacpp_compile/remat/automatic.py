@@ -4,8 +4,9 @@ The rule. Let T be the predicted time of a step as torch's partitioner has it (`
 
 - A latent is kept where its down-projection takes longer than writing and reading it: recomputing it would free fewer
   bytes a second than the memory moves. Only the width of the input matters: above 370 channels on sm_90 in bfloat16.
-- What "selective" recomputes is recomputed, first what is cheap and then the up-projections of keys and values, each
-  layer by layer in the order they run, as long as the step is predicted to take at most 1.01 T.
+- What "selective" recomputes is recomputed as long as the step is predicted to take at most 1.01 T: first what Inductor
+  fuses (norms, activations), then in all layers but the last what is a kernel of its own (rotations, the up-projections
+  of keys and values), each layer by layer in the order they run.
 - That plan is taken where it saves fewer bytes than the partitioner and lowers the predicted peak of the step by at
   least 2 %. So a block by itself is left to the partitioner: its backward reads at once what its forward has saved.
 
@@ -63,42 +64,53 @@ class Latents:
     seconds: float = 0.0
 
 
-def plan_within(
-    forward: Sequence[Node],
-    needed: Sequence[Node],
-    blocks: Mapping[Node, BlockRef],
-    none: Plan,
-    costs: Callable[[Plan], float],
-    allowed: float,
-) -> Plan:
-    """The plan that goes farthest up the ladder and costs at most `allowed` seconds more than `none`, where it begins.
+class Ladder:
+    """Plans from what torch's partitioner makes of a graph (no step) to what "selective" does, each saving less.
 
-    forward, needed, blocks: as of `make_plan`. none: what torch's partitioner saves and recomputes of `forward`.
-    costs: the seconds that a step takes more under a plan than under `none`.
+    forward, needed, blocks: as of `make_plan`. none: what the partitioner saves and recomputes of `forward`.
     """
-    cheap, projections = (SaveDecisions(forward, blocks, policy).of for policy in (CHEAP, SELECTIVE))
-    before = {**cheap, **dict.fromkeys(none.saved, SAVE), **dict.fromkeys(none.recomputed, RECOMPUTE)}
-    last = last_layer(blocks.values())
-    layers = list(dict.fromkeys(blocks[n].layer for n in forward))
-    repeated = [layer for layer in layers if layer != last]
 
-    def plan(steps: int) -> Plan:
-        with_cheap, with_all = set(layers[:steps]), set(repeated[: max(steps - len(layers), 0)])
+    def __init__(
+        self, forward: Sequence[Node], needed: Sequence[Node], blocks: Mapping[Node, BlockRef], none: Plan
+    ) -> None:
+        self.forward, self.needed, self.blocks = forward, needed, blocks
+        self.selective = SaveDecisions(forward, blocks, SELECTIVE).of
+        cheap = SaveDecisions(forward, blocks, CHEAP).of
+        self.none = {**cheap, **dict.fromkeys(none.saved, SAVE), **dict.fromkeys(none.recomputed, RECOMPUTE)}
+        self.fused = {n: cheap[n] if _fuses(base_of(n)) else self.none[n] for n in forward}
+        last = last_layer(blocks.values())
+        self.layers = list(dict.fromkeys(blocks[n].layer for n in forward))
+        self.repeated = [layer for layer in self.layers if layer != last]
+        self.steps = len(self.layers) + len(self.repeated)
+
+    def plan(self, steps: int) -> Plan:
+        """The plan `steps` up."""
+        fused, all_of = set(self.layers[:steps]), set(self.repeated[: max(steps - len(self.layers), 0)])
+        layer = {n: self.blocks[n].layer for n in self.forward}
         decisions = {
-            n: (projections if blocks[n].layer in with_all else cheap if blocks[n].layer in with_cheap else before)[n]
-            for n in forward
+            n: (self.selective if layer[n] in all_of else self.fused if layer[n] in fused else self.none)[n]
+            for n in self.forward
         }
-        return settle(forward, needed, decisions)
+        return settle(self.forward, self.needed, decisions)
 
-    low, high, best = 1, len(layers) + len(repeated), plan(0)
-    while low <= high:  # the cost grows with the steps
-        middle = (low + high) // 2
-        found = plan(middle)
-        if costs(found) <= allowed:
-            best, low = found, middle + 1
-        else:
-            high = middle - 1
-    return best
+    def within(self, costs: Callable[[Plan], float], allowed: float) -> Plan:
+        """The plan of the most steps that costs at most `allowed` seconds; that of none where one step is too many.
+
+        costs: the seconds that a step of training takes more under a plan than under torch's partition.
+        """
+        low, high, best = 1, self.steps, self.plan(0)
+        while low <= high:  # the cost grows with the steps
+            middle = (low + high) // 2
+            found = self.plan(middle)
+            if costs(found) <= allowed:
+                best, low = found, middle + 1
+            else:
+                high = middle - 1
+        return best
+
+
+def _fuses(node: Any) -> bool:
+    return isinstance(node, Node) and traits_of(node).kernel in ("pointwise", "reduction")
 
 
 def worth_taking(plan: Predicted, otherwise: Predicted) -> bool:
