@@ -138,6 +138,29 @@ def test_the_limit_on_time_is_kept_to_the_last_bit(planned, monkeypatch):
     assert none[1] > less[1], "where nothing is allowed it is what torch's partitioner has"
 
 
+def test_every_step_saves_less_and_costs_more(planned, monkeypatch):
+    """The first is torch's own partition, latents kept; what fuses comes before what is a kernel of its own."""
+    ladders = []
+
+    def spy(ladder, costs, allowed):
+        plans = [ladder.plan(i) for i in range(ladder.steps + 1)]
+        ladders.append([(p.saved_bytes(), costs(p), [n.name for n in p.recomputed]) for p in plans])
+        return within(ladder, costs, allowed)
+
+    within = Ladder.within
+    monkeypatch.setattr(Ladder, "within", spy)
+    model, inputs = models.mla(3)
+    none = step(model, inputs, AUTO)
+    ((first, *others),) = ladders
+    assert len(others) == 3 + 2, "layers, and layers but the last"
+    assert first[1] == pytest.approx(-chosen(none).latents["seconds"])
+    saved, costs = ([row[i] for row in (first, *others)] for i in (0, 1))
+    assert saved == sorted(saved, reverse=True) and saved[0] > saved[3] > saved[-1]
+    assert costs == sorted(costs) and costs[3] < 0.1 * costs[-1]
+    projections = [sum(name.startswith(("mm", "mla_rope_kv")) for name in names) for *_, names in (first, *others)]
+    assert projections == [0, 0, 0, 0, 2, 4]
+
+
 def test_the_limit_on_what_is_spared():
     none = Predicted(saved=100, peak=1000, recomputed=0)
     at = int((1 - LEAST_SPARED) * 1000)
