@@ -122,14 +122,15 @@ class Automatic:
 
         plan = ladder.within(more, MOST * time)
         planned = dataclasses.replace(self._of(model, plan), more=more(plan))
-        self.taken = worth_taking(planned, base)
-        self._say(AutoPlan.of(self.taken, planned, base, time, found, speed.label))
-        if not self.taken:
-            return cuts.as_it_came()
-        tag(graph, plan, kept)
-        if self.on_plan is not None:
-            self.on_plan(plan, blocks, predicted(graph, plan, [], SELECTIVE, self.around))
-        return cuts.cut(gm)
+        taken = worth_taking(planned, base)
+        if taken:
+            tag(graph, plan, kept)
+            if self.on_plan is not None:
+                self.on_plan(plan, blocks, predicted(graph, plan, [], SELECTIVE, self.around))
+        halves = cuts.cut(gm) if taken else cuts.as_it_came()
+        self.taken = self.taken or taken
+        self._say(AutoPlan.of(taken, planned, base, time, found, speed.label))
+        return halves
 
     def _of(self, model: PeakModel, plan: Plan) -> Predicted:
         peak = model(plan)

@@ -188,6 +188,14 @@ def test_autocast(planned):
         assert torch.linalg.vector_norm(one - other) <= 2**-7 * torch.linalg.vector_norm(other)
 
 
+def test_dropout_draws_the_same_again(planned):
+    """The partitioner divides the graph twice, and both times hands out the forward's random numbers."""
+    model = models.llama(3, dropout=0.2)
+    none, auto = (step(model, (models.hidden(),), {"policy": policy}) for policy in ("none", "auto"))
+    assert chosen(auto).taken and auto.saved < none.saved
+    close(auto, none)
+
+
 def test_by_blocks(planned):
     """Equal blocks share a plan, and count: what one saves waits while the others run."""
     model, (x, *tables) = models.mla(4)
