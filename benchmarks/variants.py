@@ -35,9 +35,14 @@ def without_fa4() -> str:
 
 FP8_BOUND = 0.2  # float8 has three bits of mantissa; gradients of some peers' recipes have two
 VARIANTS: dict[str, Variant] = {
-    "megacpp, latents kept": Variant({"keep_latents": True}, frozenset({"block", "stack", "down_norm_up"})),
+    "megacpp, policy none": Variant({"policy": "none"}, frozenset({"block", "stack"})),
+    "megacpp, policy auto": Variant({"policy": "auto"}, frozenset({"block", "stack"})),
+    "megacpp, selective": Variant({"policy": "selective"}, frozenset({"stack"})),
+    "megacpp, latents kept": Variant(
+        {"policy": "none", "keep_latents": True}, frozenset({"block", "stack", "down_norm_up"})
+    ),
     "megacpp, latents kept, fuse_shared_input_gemms": Variant(
-        {"keep_latents": True, "fuse_shared_input_gemms": True}, frozenset({"block"})
+        {"policy": "none", "keep_latents": True, "fuse_shared_input_gemms": True}, frozenset({"block"})
     ),
     "megacpp, fastest attention": Variant({"attention": "fastest"}, frozenset({"block"}), missing=without_fa4),
     "megacpp, latents kept, fastest attention": Variant(

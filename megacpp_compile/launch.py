@@ -36,7 +36,7 @@ class LaunchRecord:
         estimate: `Estimate.to_dict()`, activations by field included; {"refused": why} where the model cannot be
             estimated.
         options: every field of `Config` in force, defaults included; what is no plain data by its repr.
-        policy: the policy in force, field by field, None without one; the same as in `options`.
+        policy: the policy in force, field by field, or "auto", None without one; the same as in `options`.
         precision: likewise the precision plan, whose rows `precision.survey.manifest` has.
     """
 
@@ -47,7 +47,7 @@ class LaunchRecord:
     inputs: tuple[Mapping[str, Any], ...]
     estimate: Mapping[str, Any]
     options: Mapping[str, Any]
-    policy: Mapping[str, Any] | None
+    policy: Mapping[str, Any] | str | None
     precision: Mapping[str, Any] | None
 
     def to_json(self) -> str:

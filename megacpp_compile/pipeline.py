@@ -50,8 +50,7 @@ from megacpp_compile.passes._required import FrameCount, Requirement
 from megacpp_compile.passes._review import Reviewer
 from megacpp_compile.passes._sites import add_called_ops, choose_lowerings
 from megacpp_compile.remat import conflicts
-from megacpp_compile.remat.plan import BlockRef, Plan
-from megacpp_compile.remat.tagging import describe
+from megacpp_compile.remat.tagging import noted_in
 from megacpp_compile.report import collector, log
 from megacpp_compile.report.records import Frame, MissedFusion
 from megacpp_compile.sharding.frames import pin_for_frame
@@ -96,6 +95,7 @@ def compile_frame(
     if is_backward(gm):  # what is asked of a model was held against its forward
         config = dataclasses.replace(config, **{name: getattr(Config(), name) for name in _OF_FORWARD})
     target = resolve_target(config.target, example_inputs)
+    auto, config = conflicts.auto_for(gm, example_inputs, config, patches), config.without_auto()
     if inner_compile is None:
         start_workers(target)
     if (cut := graph_breaks.end_of(gm)) is not None and config.strict:
@@ -111,6 +111,7 @@ def compile_frame(
     analysis = analyse(boundary.gm, boundary.inputs, config, target, patches)
     analysis.notes = boundary.notes + tensor_subclasses.widened(boundary.gm, config.strict)
     analysis.frame.block, analysis.frame.blocks = block.name, block.copies
+    analysis.frame.auto = auto
     analysis.frame.graph_break = str(cut or "")
     analysis.notes += cut_sites(gm, analysis.outcome.sites if analysis.outcome else [], config)
     count = FrameCount(gm, config, block.required)
@@ -156,7 +157,7 @@ def _analyse(
     left, config = config, config.on(target)
     frame = Frame(name=_frame_name(gm), nodes=len(gm.graph.nodes), target=target.name, grad=grad)
     frame.label = rules.announce_target(target.name)
-    frame.policy = config.policy.to_dict() if config.policy is not None else None
+    frame.policy = config.own_policy.to_dict() if config.own_policy is not None else None
     if left is not config:
         frame.chosen = {"keep_latents": config.keep_latents}
     log.graph("dynamo", gm)
@@ -261,11 +262,10 @@ def _hand_to_backend(
     backend = backend_for(target, example_inputs)
     frame = analysis.frame
 
-    def on_plan(plan: Plan, blocks: dict[Node, BlockRef], peak: dict[str, Any]) -> None:
-        assert config.policy is not None
-        frame.remat, frame.peak = describe(plan, blocks, config.policy), peak
-
-    settings = Settings(target, config, patches, on_plan, inner_compile, max(frame.blocks, 1), frame.on_cuda_graph)
+    settings = Settings(
+        target, config, patches, noted_in(frame, config.own_policy), inner_compile, max(frame.blocks, 1),
+        frame.on_cuda_graph, frame.on_auto if frame.auto and not frame.auto["reason"] else None,
+    )  # fmt: skip
     rewritten = analysis.rewritten_gm()
     if rewritten is None and analysis.calls_ops:
         rewritten = gm

@@ -23,6 +23,8 @@ from benchmarks.subjects.stack import stack
 from benchmarks.variants import inductor, ours
 
 POLICIES: dict[str, Any] = {
+    "none": "none",
+    "auto": "auto",
     "selective": "selective",
     "selective, last layer too": {"last_layer": "selective"},
     "full": "full",

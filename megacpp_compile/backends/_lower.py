@@ -57,6 +57,13 @@ class LowerSemanticOps(GraphPass):
         return LowerSemanticOps, (self.target, self.config, self.before, self.regions)
 
 
+def expand(graph: fx.Graph, node: Node, target: Target) -> None:
+    """Put the lowering of one op in its place ahead of the others, in a graph that is not divided yet. Raises
+    NotLoweredError where its lowering is no graph."""
+    if _lower(graph, node, target, {}):
+        raise NotLoweredError(str(node.target), target.name, module_fqn(node), source_line(node))
+
+
 def _lower(graph: fx.Graph, node: Node, target: Target, traced: dict[Any, GraphModule]) -> bool:
     """Put the lowering of `node` in its place; true where the op itself stays."""
     tensors: list[Node] = []

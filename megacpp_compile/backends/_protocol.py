@@ -11,6 +11,7 @@ from torch.fx import GraphModule
 
 from megacpp_compile.config.options import Config
 from megacpp_compile.remat.tagging import OnPlan
+from megacpp_compile.report.auto_plan import AutoPlan
 from megacpp_compile.targets import Target
 
 
@@ -26,6 +27,7 @@ class Settings:
         inner_compile: makes code of a partitioned graph in place of Inductor's, as in `compile_fx`.
         copies: how many such frames run in one step.
         on_cuda_graph: called with what was decided on CUDA graphs, in words, where they are asked for.
+        on_auto: called with what `policy="auto"` chose; None where it does not choose. `config` has no policy then.
     """
 
     target: Target
@@ -35,6 +37,7 @@ class Settings:
     inner_compile: Any = None
     copies: int = 1
     on_cuda_graph: Callable[[str], None] | None = None
+    on_auto: Callable[[AutoPlan], None] | None = None
 
 
 class Backend(Protocol):

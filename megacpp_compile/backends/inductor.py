@@ -20,6 +20,7 @@ from megacpp_compile._torch.inductor import config as inductor_config
 from megacpp_compile.backends import cuda_graphs, static_launch
 from megacpp_compile.backends._lower import LowerSemanticOps
 from megacpp_compile.backends._protocol import Settings
+from megacpp_compile.backends.automatic import Automatic, AutomaticPartitioner
 from megacpp_compile.backends.inductor_stages import why_alone
 from megacpp_compile.config.options import Config
 from megacpp_compile.frontend.capture import fake_inputs
@@ -78,6 +79,9 @@ def _compile(
     from megacpp_compile._torch.inductor import compile_fx
 
     patches = _with_policy(settings, gm, example_inputs)
+    automatic = Automatic.of(settings)
+    if automatic is not None:
+        patches = {**patches, "custom_partitioner_fn": AutomaticPartitioner(automatic)}
     inputs, inner = _inner(settings.inner_compile, example_inputs)
     usual = inspect.signature(compile_fx).parameters.get("inner_compile")
     if (tell := settings.on_cuda_graph) is not None and cuda_graphs.asked(patches):
@@ -85,6 +89,8 @@ def _compile(
         tell(cuda_graphs.UNTOLD if there else cuda_graphs.ELSEWHERE)
         if there and (made := inner.get("inner_compile", usual and usual.default)):
             inner = {"inner_compile": cuda_graphs.Watched(made, tell)}
+    if automatic is not None and (made := inner.get("inner_compile", usual and usual.default)):
+        inner = {"inner_compile": functools.partial(automatic.without_reuse, made)}
     if not with_backward:
         return compile_fx(gm, inputs, config_patches=patches or None, **inner)  # type: ignore[arg-type,return-value]
     if own := inner.get("inner_compile", usual and usual.default):
@@ -112,22 +118,23 @@ def from_pattern_matcher(error: BaseException) -> bool:
 def _with_policy(settings: Settings, gm: GraphModule, example_inputs: Sequence[Any]) -> dict[str, Any]:
     config, patches = settings.config, settings.patches
     user = patches.get("joint_custom_post_pass", inductor_config.joint_custom_post_pass)
-    if config.policy is None:
+    policy = config.own_policy
+    if policy is None:
         return {**patches, "joint_custom_post_pass": KeepChoices(user)} if has_regions(gm) else patches
     inputs = tuple(
         i for i, x in enumerate(example_inputs)
         if isinstance(x, torch.Tensor) and x.requires_grad and not isinstance(x, torch.nn.Parameter)
     )  # fmt: skip
     given = 0
-    if config.policy.peak_gib is not None:
+    if policy.peak_gib is not None:
         on = next((x.device for x in example_inputs if isinstance(x, torch.Tensor) and x.device.type == "cuda"), "cpu")
         given = allocated(on)
     around = StepContext(settings.copies, given, inputs, len(example_inputs))
-    tags = TagForRemat(config.policy, dict(config.block_kinds), user, settings.on_plan, around)
+    tags = TagForRemat(policy, dict(config.block_kinds), user, settings.on_plan, around)
     # To use a dead buffer again Inductor holds it until then: memory that a policy is there to save, and that the
     # device's own allocator hands out again at once.
     patches = {"allow_buffer_reuse": False, **patches, "joint_custom_post_pass": tags}
-    if config.policy.offload != "none":
+    if policy.offload != "none":
         partitioner = patches.get("custom_partitioner_fn", inductor_config.custom_partitioner_fn)
         patches["custom_partitioner_fn"] = Offload(partitioner)
     return patches

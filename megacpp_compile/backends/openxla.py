@@ -17,6 +17,7 @@ from torch.fx import GraphModule, Node
 from megacpp_compile._torch.functorch import backward_with_forward, keep_saved_tensors
 from megacpp_compile.backends._lower import LowerSemanticOps
 from megacpp_compile.backends._protocol import Settings
+from megacpp_compile.backends.automatic import Automatic
 from megacpp_compile.config.options import Config
 from megacpp_compile.fx.views import IDENTITIES
 from megacpp_compile.remat.tagging import TagForRemat, keep_choices, recompute_views
@@ -158,23 +159,28 @@ def differentiated(
     from megacpp_compile._torch.dynamo import aot_autograd
     from megacpp_compile._torch.functorch import default_partition
 
-    config, policy, patches = settings.config, settings.config.policy, settings.patches
+    config, policy, patches = settings.config, settings.config.own_policy, settings.patches
+    automatic = Automatic.of(settings)
     if patches:
         log.logger.warning("settings of Inductor have no effect on an XLA device: %s", ", ".join(sorted(patches)))
 
     def tagged(joint: GraphModule, inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+        def cut(joint: GraphModule) -> tuple[GraphModule, GraphModule]:
+            if policy is None and (views_again or config.sharding is not None):
+                # A parameter gathered for forward is gathered again, not kept whole on every device until backward.
+                # Where a plan has tagged the graph, this leaves it as it is.
+                recompute_views(joint.graph, _gathering() if config.sharding is not None else frozenset())
+            if config.sharding is not None:
+                keep_batches(joint.graph)  # before any product is chosen to be saved, as one with a merged dimension
+            return default_partition(joint, inputs, **kwargs)  # which obeys tags where there are any
+
         if read_originals:
             _read_originals(joint.graph)
         if policy is None:
             keep_choices(joint.graph)
-        if policy is not None:
+        else:
             TagForRemat(policy, dict(config.block_kinds), on_plan=settings.on_plan)(joint.graph)
-        elif views_again or config.sharding is not None:
-            # A parameter gathered for forward is gathered again, not kept whole on every device until backward.
-            recompute_views(joint.graph, _gathering() if config.sharding is not None else frozenset())
-        if config.sharding is not None:
-            keep_batches(joint.graph)  # before any product is chosen to be saved, as one with a merged dimension
-        return default_partition(joint, inputs, **kwargs)  # which obeys tags where there are any
+        return cut(joint) if automatic is None else automatic.divide(joint, cut, kwargs["num_fwd_outputs"])
 
     return aot_autograd(fw_compiler=settings.inner_compile or compiler, partition_fn=tagged)(gm, example_inputs)  # type: ignore[no-any-return]
 

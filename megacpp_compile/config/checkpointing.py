@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Literal
 
 from megacpp_compile.errors import BadOptionError
 
@@ -15,6 +15,8 @@ OFFLOADS = ("none", "inputs", "all")
 FP8_WRAPPERS = ("auto", "none", "te_checkpoint")
 # What `recompute` may name -> the kind of block that has it.
 OPERATIONS = {"core_attn": "ablock", "mlp": "eblock", "moe": "eblock"}
+# What the option takes beside a policy: a plan by predicted time and memory (`remat/automatic.py`).
+AUTO: Literal["auto"] = "auto"
 # Entries that name operations of one kind of block only.
 _ONLY = {"expert_gemm_only": "eblock", "conv_bc_only": "mblock"}
 
@@ -152,8 +154,8 @@ class CheckpointingPolicy:
         raise BadOptionError(
             "policy",
             value,
-            "a CheckpointingPolicy, its fields, a fraction from 0 to 1, or one of " + ", ".join(ENTRIES),
-            ENTRIES,
+            "a CheckpointingPolicy, its fields, a fraction from 0 to 1, or one of " + ", ".join((AUTO, *ENTRIES)),
+            (AUTO, *ENTRIES),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -210,3 +212,13 @@ def _is_fraction(value: Any) -> bool:
 
 def _is_size(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < float("inf")
+
+
+def policy_option(value: Any) -> CheckpointingPolicy | Literal["auto"] | None:
+    """The option `policy`: "auto"; None for None and "none", which leave all of a frame to torch's partitioner; else
+    what `CheckpointingPolicy.of` makes of it, whose error it raises."""
+    if isinstance(value, str) and value == AUTO:
+        return AUTO
+    if isinstance(value, str) and value == "none":
+        return None
+    return CheckpointingPolicy.of(value)

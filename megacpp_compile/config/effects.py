@@ -26,9 +26,9 @@ def warn_of_ineffective(config: Config, target: Target) -> None:
 
 def _untested(config: Config, target: Target) -> str | None:
     """What is asked for together and nobody has tested together."""
-    if config.policy is None or config.precision is None or not target.float8:
+    if config.own_policy is None or config.precision is None or not target.float8:
         return None
-    entry, recipe = config.policy.entry("mblock", False), dict(config.precision.roles)["mamba"]
+    entry, recipe = config.own_policy.entry("mblock", False), dict(config.precision.roles)["mamba"]
     if entry not in ("full", "full_plus_norms") or recipe == "bf16":
         return None
     return (
@@ -59,5 +59,5 @@ def _ineffective(config: Config, target: Target) -> Iterator[tuple[str, str]]:
         yield "keep_latents", f"the pass {_HAS_LATENTS!r}, which saves them, is not to run"
     if config.compress is not None and not config.enabled(_COMPRESSES):
         yield "compress", f"the pass {_COMPRESSES!r}, which carries it out, is not to run"
-    if config.block_kinds and config.policy is None:
-        yield "block_kinds", "it corrects how 'policy' takes a block, and no policy is given"
+    if config.block_kinds and config.own_policy is None:
+        yield "block_kinds", "it corrects how 'policy' takes a block, and no policy is given that goes by them"

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from megacpp_compile.config._deprecated import RENAMED_OPTIONS, accepts_old_names, renamed
-from megacpp_compile.config.checkpointing import KINDS, CheckpointingPolicy
+from megacpp_compile.config.checkpointing import KINDS, CheckpointingPolicy, policy_option
 from megacpp_compile.config.compression import CompressionPlan
 from megacpp_compile.config.precision import UNTRACEABLE, PrecisionPlan
 from megacpp_compile.config.sharding import ShardingPlan
@@ -66,8 +66,8 @@ class Config(_Asked):
         summary: have the process say on stderr, when it ends, which frames fell back whole or ran in eager, and why. It
             says nothing where there are none. Off, frames compiled with these settings are left out.
         keep_latents: save the latent that `down_norm_up` norms instead of recomputing it from its input in backward:
-            two bytes a latent channel and token (bf16), and one GEMM less. "auto" saves it on XLA devices, so that
-            there are no more GEMMs than without this package, and nowhere else.
+            two bytes a latent channel and token (bf16), and one GEMM less. "auto" saves it on XLA devices, and where
+            `policy="auto"` finds the GEMM to take longer than writing and reading the latent.
         fuse_shared_input_gemms: in graphs for CUDA where a pass has fired, multiply linears without a bias that share
             one input, such as MLA's query and key-value down-projections, as one GEMM, in forward and backward; those
             with more than 2048 output channels stay by themselves.
@@ -88,8 +88,8 @@ class Config(_Asked):
         attention: "fastest" has FlashAttention-4 serve those of them where it is faster than torch's own kernel, by a
             measurement when the graph is compiled; the report has both times. Without its package torch's own stay.
         policy: what a training step saves for its backward and what it recomputes there: a `CheckpointingPolicy`, the
-            name of an entry for every kind of block ("selective", "full"), a mapping of its fields, or a budget. None
-            leaves it to Inductor.
+            name of an entry for every kind of block ("selective", "full"), a mapping of its fields, a budget, or
+            "auto": what lowers the peak for under 1 % of the time by prediction. "none" or None leaves it to Inductor.
         block_kinds: glob over module names (`globs`) -> kind of block ("ablock", "mblock", "eblock", "rblock"), where
             `policy` would take it for another; the longest pattern that hits wins.
         precision: which linears run in fp8: a `PrecisionPlan`, a mapping from glob over module names to recipe, or
@@ -120,7 +120,7 @@ class Config(_Asked):
     drop_outputs: tuple[str, ...] = ()
     fa4: bool = False
     attention: Attention = "default"
-    policy: CheckpointingPolicy | None = None
+    policy: CheckpointingPolicy | Literal["auto"] | None = None
     block_kinds: Mapping[str, str] = field(default_factory=dict)
     precision: PrecisionPlan | None = None
     compress: CompressionPlan | None = None
@@ -145,7 +145,7 @@ class Config(_Asked):
             "drop_outputs": tuple(sorted(set(_names("drop_outputs", self.drop_outputs, "names of outputs")))),
             "fa4": _bool("fa4", self.fa4),
             "attention": _choice("attention", self.attention, get_args(Attention)),
-            "policy": CheckpointingPolicy.of(self.policy),
+            "policy": policy_option(self.policy),
             "block_kinds": _mapping("block_kinds", self.block_kinds, lambda k, v: _choice(k, v, KINDS, _KIND_MEANT)),
             "precision": _traceable(PrecisionPlan.of(self.precision)),
             "compress": CompressionPlan.of(self.compress),
@@ -230,12 +230,23 @@ class Config(_Asked):
         """The settings for `target`, with every "auto" but that of `Config.target` itself resolved."""
         return replace(self, keep_latents=target.keeps_latents) if self.keep_latents == "auto" else self
 
+    @property
+    def own_policy(self) -> CheckpointingPolicy | None:
+        """The policy that the user wrote; None for "auto", which decides frame by frame, and where there is none."""
+        return None if isinstance(self.policy, str) else self.policy
+
+    def without_auto(self) -> Config:
+        """The settings with None in the place of a policy "auto", which a backend carries out by itself."""
+        found = replace(self, policy=self.own_policy)
+        object.__setattr__(found, "asked", self.asked)
+        return found
+
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain containers, fit for `Config(**d)` and `options=d`."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         plain = {name: dict(v) if isinstance(v, Mapping) else v for name, v in values.items()}
-        objects = {name: getattr(self, name) for name in ("policy", "precision", "compress", "sharding")}
-        return {**plain, **{name: v.to_dict() if v is not None else None for name, v in objects.items()}}
+        objects = {"policy": self.own_policy} | {n: getattr(self, n) for n in ("precision", "compress", "sharding")}
+        return plain | {name: v.to_dict() for name, v in objects.items() if v is not None}
 
     def cache_key(self) -> str:
         """Text that is equal, also across processes, for settings that compile the same code.

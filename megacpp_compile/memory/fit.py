@@ -171,7 +171,7 @@ def fit(
     config = Config.from_options(options, pass_names())
     limit = _limit(limit_gib)
     given = {**(settings or {}), "options": given_options(options)}
-    candidates = list(policy_candidates(config.policy))
+    candidates = list(policy_candidates(config.own_policy))
     enough = len(candidates)
     tried: list[PolicyCandidate] = []
     present: set[str] = set(KINDS)

@@ -97,9 +97,9 @@ def compile(
     regions = [
         CompiledRegion(k.fqns, type(k.modules[0]).__name__, _size(k.modules), "compiled", whole or "") for k in kinds
     ]
-    if config.policy is not None and config.policy.peak_gib is not None and len(kinds) > 1:
+    if config.own_policy is not None and config.own_policy.peak_gib is not None and len(kinds) > 1:
         wanted = f"one kind of block, and not {len(kinds)}: compile the model whole (torch.compile), or see fit()"
-        raise BadOptionError("policy.peak_gib", config.policy.peak_gib, wanted)
+        raise BadOptionError("policy.peak_gib", config.own_policy.peak_gib, wanted)
     for fqn, module in leftovers:
         compiled = rest == "compile" and _worth_compiling(module)
         kinds += [Kind((fqn,), (module,))] * compiled
@@ -114,7 +114,7 @@ def compile(
         dynamic = False
     start_workers(target)
     required = _count_calls(model, config) if whole is None and config.require else None
-    if config.policy is not None or config.precision is not None:
+    if config.own_policy is not None or config.precision is not None:
         guard(model)
     compile_kinds(model, kinds, regions, config, mode, required=required, dynamic=dynamic, fullgraph=fullgraph)
     if apart:

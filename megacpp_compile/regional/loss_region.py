@@ -92,9 +92,9 @@ def _ids(kinds: Sequence[Kind]) -> set[int]:
 
 def config_of(config: Config) -> Config:
     """The settings that the region is compiled with: a limit of the policy is on the peak of one frame, a block's."""
-    if config.policy is None or config.policy.peak_gib is None:
+    if config.own_policy is None or config.own_policy.peak_gib is None:
         return config
-    return dataclasses.replace(config, policy=dataclasses.replace(config.policy, peak_gib=None))
+    return dataclasses.replace(config, policy=dataclasses.replace(config.own_policy, peak_gib=None))
 
 
 class LossRegion:

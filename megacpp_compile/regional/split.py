@@ -23,7 +23,7 @@ def split_by_rules(model: nn.Module, found: Sequence[Kind], config: Config) -> l
     the policy has an entry for the last layer."""
     order = {name: number for number, (name, _) in enumerate(named_modules(model))}
     blocks = [fqn for kind in found for fqn in kind.fqns]
-    last_differs = config.policy is not None and config.policy.of_last_layer() != config.policy
+    last_differs = config.own_policy is not None and config.own_policy.of_last_layer() != config.own_policy
     last = max(blocks, key=order.__getitem__) if blocks and last_differs else ""
     kinds = []
     for kind in found:
@@ -38,9 +38,9 @@ def split_by_rules(model: nn.Module, found: Sequence[Kind], config: Config) -> l
 
 def config_for(kind: Kind, config: Config) -> Config:
     """The settings that the blocks of `kind` are compiled with: those of the last layer for the last block."""
-    if not kind.last or config.policy is None:
+    if not kind.last or config.own_policy is None:
         return config
-    return dataclasses.replace(config, policy=config.policy.of_last_layer())
+    return dataclasses.replace(config, policy=config.own_policy.of_last_layer())
 
 
 def _outcome(fqn: str, module: nn.Module, config: Config) -> Hashable:

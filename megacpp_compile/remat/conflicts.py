@@ -3,20 +3,24 @@ place of an input, once the policy has decided of that."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import cast
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, cast
 
 import torch
 from torch.fx import GraphModule, Node
 
 from megacpp_compile._torch.dynamo import memory_budget_of
 from megacpp_compile._torch.functorch import memory_budget
+from megacpp_compile.config.checkpointing import AUTO
 from megacpp_compile.config.options import Config
 from megacpp_compile.errors import TwoPoliciesError
-from megacpp_compile.fx.provenance import module_fqn
+from megacpp_compile.frontend.checkpoint import has_regions
+from megacpp_compile.fx.provenance import is_backward, module_fqn
 from megacpp_compile.fx.view_chains import base_of
 from megacpp_compile.lowerings._traits import name_of, traits_of
 from megacpp_compile.remat.plan import MUST_RECOMPUTE, RECOMPUTE
+from megacpp_compile.report.auto_plan import AutoPlan
 
 _CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
@@ -27,12 +31,41 @@ def region_budget(node: Node) -> float | None:
     return cast("float | None", memory_budget_of(node))
 
 
+def auto_for(
+    gm: GraphModule, example_inputs: Sequence[Any], config: Config, patches: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """An `AutoPlan` as a dict, for a frame that is trained under `policy="auto"`; None for any other. Its reason is why
+    the frame is left to torch's partitioner as under "none", "" where it is to be planned."""
+    if config.policy != AUTO or is_backward(gm) or not _trains(example_inputs):
+        return None
+    return asdict(AutoPlan(reason=_decides(gm, patches)))
+
+
+def _decides(gm: GraphModule, patches: Mapping[str, Any]) -> str:
+    """Who decides already what is recomputed, by a checkpoint, a budget or a partitioner; "" where nobody does."""
+    if has_regions(gm):
+        return "torch.utils.checkpoint in the model decides"
+    if (budget := memory_budget()) != 1.0:
+        return f"torch's activation_memory_budget = {budget} decides"
+    if any(region_budget(n) is not None for m in gm.modules() if isinstance(m, GraphModule) for n in m.graph.nodes):
+        return "torch's region_activation_memory_budget decides"
+    from megacpp_compile._torch.inductor import config as inductor_config
+
+    name = "custom_partitioner_fn"
+    return f"Inductor's {name} decides" if patches.get(name, getattr(inductor_config, name, None)) else ""
+
+
+def _trains(example_inputs: Sequence[Any]) -> bool:
+    """Whether a frame of these inputs is differentiated."""
+    return torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs)
+
+
 def check(gm: GraphModule, config: Config) -> None:
     """Raise TwoPoliciesError where torch's memory budget is set beside a policy.
 
     Regions under `torch.utils.checkpoint` are honoured: backward recomputes all of them. `strict` refuses them too.
     """
-    if config.policy is not None:
+    if config.own_policy is not None:
         budget = memory_budget()
         if budget != 1.0:
             raise TwoPoliciesError(

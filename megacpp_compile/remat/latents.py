@@ -21,8 +21,9 @@ def pass_on(graph: fx.Graph, recomputed: Sequence[Node]) -> list[Node]:
     added = []
     for op in recomputed:
         given = traits_of(op).handed_over
-        if given is None or op.args[given.flag : given.flag + 1] == (True,) or not (readers := _backwards(op, given)):
+        if given is None or not may_hand_over(op):
             continue
+        readers = _backwards(op, given)
         op.args = (*op.args[: given.flag], True, *op.args[given.flag + 1 :])
         with value(op.args[0]).fake_mode:
             op.meta["val"] = op.target(*fx.map_arg(op.args, value))  # type: ignore[operator]
@@ -34,6 +35,12 @@ def pass_on(graph: fx.Graph, recomputed: Sequence[Node]) -> list[Node]:
             backward.args = (*backward.args[: given.operand], intermediate, *backward.args[given.operand + 1 :])
         added.append(intermediate)
     return added
+
+
+def may_hand_over(op: Node) -> bool:
+    """Whether `pass_on` would add an intermediate of `op`."""
+    given = traits_of(op).handed_over
+    return given is not None and op.args[given.flag : given.flag + 1] != (True,) and bool(_backwards(op, given))
 
 
 def _backwards(op: Node, given: HandedOver) -> list[Node]:

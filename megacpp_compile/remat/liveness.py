@@ -82,17 +82,21 @@ class Run:
             return False
         return all(self.facts.kinds[u] in ("pointwise", "reduction") for u in readers)
 
+    def kernels(self) -> tuple[list[list[Node]], dict[Node, dict[Memory, None]]]:
+        """(the nodes kernel by kernel, in the order they run; the tensors that each node reads)."""
+        run = [n for n in self.order if n not in self.virtual and self.facts.kinds[n] != "view"]
+        reads = {n: {p: None for a in self.facts.inputs[n] for p in self.reads.get(a, {})} for n in run}
+        return fuse(run, reads, self.facts.kinds), reads
+
     def peak(self, began: Mapping[Memory, int], lasting: Set[Memory], returning: Mapping[Memory, int]) -> int:
         """Bytes at the peak. began: tensors that are alive before, with their bytes; lasting: tensors that are not
         freed; returning: offloaded tensors, with their bytes."""
-        run = [n for n in self.order if n not in self.virtual and self.facts.kinds[n] != "view"]
-        reads = {n: {p: None for a in self.facts.inputs[n] for p in self.reads.get(a, {})} for n in run}
+        order, reads = self.kernels()
         stays = set(lasting) | {p for n in self.lasting for p in self.reads.get(n, {})}
         readers: dict[Memory, list[Node]] = {}
-        for node in run:
+        for node in reads:
             for piece in reads[node]:
                 readers.setdefault(piece, []).append(node)
-        order = fuse(run, reads, self.facts.kinds)
         place = {n: i for i, group in enumerate(order) for n in group}
         last = {p: max(place[n] for n in nodes) for p, nodes in readers.items()}
         alive = {p: size for p, size in began.items() if p in last or p in stays}

@@ -66,14 +66,11 @@ class PeakModel:
 
     def __call__(self, plan: Plan, elsewhere: Set[Node] = frozenset()) -> Peak:
         """The peak under `plan`. elsewhere: saved values that are offloaded until backward first reads them."""
-        kept = [*plan.saved, *(n for n in plan.free if n in self.read)]  # torch's partitioner may save less of `free`
-        first = Run(self.forward, {}, [*kept, *self.outputs], self.facts)
+        kept = self._kept(plan)
+        first, second = self.runs(plan)
         out_of_device = {b for n in elsewhere for b in first.memory(n)}
         between = {b: size for n in (*kept, *self.outputs) for b, size in first.sizes_of(n) if b not in out_of_device}
         between |= {b: size for n in self.outputs for b, size in first.sizes_of(n)}
-        order = list(_as_autograd(self.backward, plan.recomputed))
-        known = {n: first.memory(n) for n in (*kept, *self.outputs)}
-        second = Run(order, known, self.gradients, self.facts)
         tangents = sum(allocated_bytes(n.meta.get("val")) for n in self.given)
         outputs = {b for n in self.outputs for b in first.memory(n)}
         returning = {b: size for n in elsewhere for b, size in first.sizes_of(n)}
@@ -86,6 +83,16 @@ class PeakModel:
             gradients=gradients,
             outputs=sum({b: size for n in self.outputs for b, size in first.sizes_of(n)}.values()),
         )
+
+    def runs(self, plan: Plan) -> tuple[Run, Run]:
+        """The forward and the backward under `plan`."""
+        kept = self._kept(plan)
+        first = Run(self.forward, {}, [*kept, *self.outputs], self.facts)
+        known = {n: first.memory(n) for n in (*kept, *self.outputs)}
+        return first, Run(list(_as_autograd(self.backward, plan.recomputed)), known, self.gradients, self.facts)
+
+    def _kept(self, plan: Plan) -> list[Node]:
+        return [*plan.saved, *(n for n in plan.free if n in self.read)]  # torch's partitioner may save less of `free`
 
 
 def _as_autograd(backward: Sequence[Node], recomputed: Sequence[Node]) -> Iterator[Node]:

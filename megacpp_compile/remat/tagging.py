@@ -7,7 +7,7 @@ run it, and replays random state. So a plan is written as those tags. The pass i
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from megacpp_compile.remat.nodes import is_selection
 from megacpp_compile.remat.peak import PeakModel
 from megacpp_compile.remat.plan import ALONE, BlockRef, Plan, StepContext, kept_bytes, last_layer
 from megacpp_compile.remat.planner import make_plan
+from megacpp_compile.report.records import Frame
 
 # One checkpointed region for the whole graph: torch would save the values that pass between two.
 _REGION = 1 << 19
@@ -64,17 +65,9 @@ class TagForRemat(GraphPass):
         plan = make_plan(forward, needed, blocks, self.policy, _device(forward), self.around)
         away = offload.offloaded(plan, blocks, self.policy)
         found = predicted(graph, plan, away, self.policy, self.around) if self.on_plan is not None else {}
-        added = latents.pass_on(graph, plan.recomputed)
-        for node in [*plan.saved, *kept]:
-            if isinstance(node.meta.get("val"), (torch.Tensor, tuple, list)):
-                node.meta["recompute"] = Tag.MUST_SAVE
-            if node.target is operator.getitem and is_selection(node.args[0]):  # type: ignore[arg-type]
-                # Its own tag may be that of a user's region, and decides whether the choice is made again.
-                node.args[0].meta["recompute"] = Tag.MUST_SAVE  # type: ignore[union-attr]
+        tag(graph, plan, kept)
         for node in [*away, *self.around.passed_on(graph, self.policy)]:
             node.meta[offload.MARK] = True
-        for node in [*plan.recomputed, *added]:
-            node.meta["recompute"], node.meta["ac_graph_id"] = Tag.MUST_RECOMPUTE, _REGION
         if self.on_plan is not None:
             self.on_plan(plan, blocks, found)
 
@@ -101,6 +94,19 @@ class KeepChoices(GraphPass):
 
     def __reduce__(self) -> Any:
         return KeepChoices, (self.before,)
+
+
+def tag(graph: fx.Graph, plan: Plan, kept: Sequence[Node]) -> None:
+    """Write `plan` as tags. kept: copies that are saved of what the forward overwrites."""
+    added = latents.pass_on(graph, plan.recomputed)
+    for node in [*plan.saved, *kept]:
+        if isinstance(node.meta.get("val"), (torch.Tensor, tuple, list)):
+            node.meta["recompute"] = Tag.MUST_SAVE
+        if node.target is operator.getitem and is_selection(node.args[0]):  # type: ignore[arg-type]
+            # Its own tag may be that of a user's region, and decides whether the choice is made again.
+            node.args[0].meta["recompute"] = Tag.MUST_SAVE  # type: ignore[union-attr]
+    for node in [*plan.recomputed, *added]:
+        node.meta["recompute"], node.meta["ac_graph_id"] = Tag.MUST_RECOMPUTE, _REGION
 
 
 def keep_choices(graph: fx.Graph) -> None:
@@ -140,6 +146,15 @@ def recompute_views(graph: fx.Graph, and_of: frozenset[Any] = frozenset()) -> No
             node.meta["recompute"], node.meta["ac_graph_id"] = Tag.MUST_RECOMPUTE, _REGION
         elif isinstance(node.meta.get("val"), (torch.Tensor, tuple, list)):
             node.meta["recompute"] = Tag.MUST_SAVE
+
+
+def noted_in(frame: Frame, policy: CheckpointingPolicy | None) -> OnPlan:
+    """What notes a plan and its predicted peak in `frame`. policy: the user's; None under "auto"."""
+
+    def on_plan(plan: Plan, blocks: dict[Node, BlockRef], peak: dict[str, Any]) -> None:
+        frame.remat, frame.peak = describe(plan, blocks, policy or CheckpointingPolicy()), peak
+
+    return on_plan
 
 
 def describe(plan: Plan, blocks: dict[Node, BlockRef], policy: CheckpointingPolicy) -> dict[str, dict[str, Any]]:

@@ -22,6 +22,7 @@ COLUMNS: dict[str, dict[str, tuple[str, ...]]] = {
                        "reason [tag]": ("reason", "tag")},
     "frames": {"index": ("index",), "name": ("name",), "outcome": ("outcome",), "passes": ("passes",),
                "nodes": ("nodes",), "target": ("target",), "mode": ("mode",), "seconds": ("seconds",)},
+    "policy auto": {"frame": (), "chosen (predicted)": ("chosen",), "the other choice (predicted)": ("other",)},
     "remat": {"frame": (), "kind of block": (), "blocks": ("blocks",), "entries": ("entries",),
               "saved for backward": ("saved",), "computed again": ("again",), "offloaded": ("offloaded",),
               "nodes recomputed": ("recomputed",)},

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from megacpp_compile.report.attention import AttentionCall
+from megacpp_compile.report.auto_plan import AutoPlan
 
 # Of everything that is collected: autograd compiles a lazy backward in another thread.
 lock = threading.RLock()
@@ -171,6 +172,8 @@ class Frame:
             its graph reads, or all that there was when a limit asked for it), "step" on top, "predicted" (both), and
             the "limit" that was asked for or None. With one artifact for several blocks, of all of them; "transient"
             is what one of them takes beyond what it saves.
+        auto: under `policy="auto"`, an `AutoPlan` as a dict: what was chosen for a frame that is trained. It has no
+            figures where the code came from a cache.
         block: the repeated block it was compiled for, the first of those that run it; "" outside of
             `megacpp_compile.compile`.
         blocks: how many blocks of that structure the model has, itself included; 0 outside of blocks.
@@ -214,6 +217,7 @@ class Frame:
     attention: list[dict[str, str]] = field(default_factory=list)
     cuda_graph: str = ""
     label: str = ""
+    auto: dict[str, Any] | None = None
 
     @property
     def outcome(self) -> str:
@@ -230,6 +234,10 @@ class Frame:
     def on_cuda_graph(self, text: str) -> None:
         """Note what became of CUDA graphs."""
         self.cuda_graph = text
+
+    def on_auto(self, found: AutoPlan) -> None:
+        """Note what `policy="auto"` chose."""
+        self.auto = asdict(found)
 
     @property
     def mode(self) -> str:

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+from megacpp_compile.report.auto_plan import AutoPlan
 from megacpp_compile.report.columns import COLUMNS, FQN
 from megacpp_compile.report.records import AttentionSite, Collected, Frame, MissedFusion, Pinned, Precision, Site
 from megacpp_compile.report.text import bytes_text, plain
@@ -26,8 +27,8 @@ def _section(name: str, rows: Sequence[tuple[str, ...]]) -> _Section:
 def tables(report: Collected, width: int | None = None) -> str:
     """All sections of `report` that have rows; `width` columns for rich, the terminal's (at least 100) when None."""
     made = (_regions(report), _fused(report), _recognised(report), _precision(report), _attention(report),
-            _eager(report), _missed(report), _frames(report), _remat(report), _peaks(report), _measured(report),
-            _sharded(report))  # fmt: skip
+            _eager(report), _missed(report), _frames(report), _auto(report), _remat(report), _peaks(report),
+            _measured(report), _sharded(report))  # fmt: skip
     return _text([section for section in made if section.rows], width)
 
 
@@ -136,6 +137,13 @@ def _frames(report: Collected) -> _Section:
             (str(frame.index), name, frame.outcome, fired or "-", str(frame.nodes), target, frame.mode, seconds)
         )
     return _section("frames", rows)
+
+
+def _auto(report: Collected) -> _Section:
+    found = [(frame, plan) for frame in report.frames if frame.auto and (plan := AutoPlan(**frame.auto)).told]
+    rows = [(str(frame.index), *("-" if frame.cached else text for text in (plan.chosen, plan.other)))
+            for frame, plan in found]  # fmt: skip
+    return _section("policy auto", rows)
 
 
 def _remat(report: Collected) -> _Section:

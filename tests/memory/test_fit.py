@@ -90,7 +90,7 @@ def test_a_loop_over_experts_that_fuses(monkeypatch):
     monkeypatch.setattr(fit, "compile", lambda model, **settings: None)
     model = nn.Sequential(*(experts.MoE(experts.where_index_add) for _ in range(2)))
     x = torch.randn(experts.TOKENS, experts.DIM, requires_grad=True)
-    none = megacpp_compile.estimate(model, x, options={"policy": "none"})
+    none = megacpp_compile.estimate(model, x, options={"policy": CheckpointingPolicy.of("none")})
     assert none.compiled < none.eager
     found = megacpp_compile.fit(model, x, limit_gib=none.peak / 2**30)
     assert found.lever.name == "none" and found.lever.estimate.peak == none.peak

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 from torch import fx
@@ -45,6 +47,22 @@ def test_linears_in_float8():
     scale = torch.empty((), device="meta")
     node = call(torch.ops.megacpp.fp8_linear, x, w, x, scale, w, scale, None, "e4m3", torch.bfloat16)
     assert flops(node) == 64 * 48 * 32
+
+
+def test_a_gemm_chosen_by_measurement_is_a_gemm():
+    importlib.import_module("megacpp_compile.lowerings._gemm.autotune")  # where the op is registered
+    x, w = torch.empty(64, 32, device="meta"), torch.empty(32, 48, device="meta")
+    assert flops(call(torch.ops.megacpp.tuned_mm, x, w)) == 2 * 64 * 48 * 32
+
+
+def test_a_latent_that_is_given_is_not_computed_again():
+    """Two GEMMs a projection; down to 16 of 24 channels once more where the latent is not there."""
+    x, w_down, w_up = (torch.empty(size, device="meta") for size in ((128, 32), (24, 32), (80, 16)))
+    grad_up, rest, rrms, latent = (torch.empty(128, n, device="meta") for n in (80, 8, 1, 16))
+    common = [grad_up], rest, x, w_down, None, None, [w_up], rrms, 0, 16
+    given = flops(call(torch.ops.megacpp.down_norm_up_backward, *common, latent))
+    assert given == 2 * 128 * 2 * (24 * 32 + 80 * 16)
+    assert flops(call(torch.ops.megacpp.down_norm_up_backward, *common)) == given + 2 * 128 * 16 * 32
 
 
 def counted(op, args):

@@ -13,6 +13,7 @@ import pytest
 
 from megacpp_compile.errors import ReportFormatError
 from megacpp_compile.report.attention import AttentionCall
+from megacpp_compile.report.auto_plan import AutoPlan
 from megacpp_compile.report.collector import Report, active, emit_frame, record
 from megacpp_compile.report.columns import COLUMNS
 from megacpp_compile.report.records import AttentionSite, CompiledRegion, Frame, MissedFusion, Pinned, Precision, Site
@@ -324,6 +325,7 @@ def everything():
     report.frames[0].recognised = [{"kind": "lightning attention", "fqn": "mixer", "source": SOURCE}]
     report.frames[0].remat, report.frames[0].peak = {"ablock": REMAT}, PEAK
     pinned = Pinned("q.weight", (8, 4), "data, -", "q.*", "down_norm_up")
+    report.frames[0].auto = dataclasses.asdict(AutoPlan(True, "", 4, 10, 20, 30, 40, 1e-6, 1e-3, {"kept": 0}, "sm_90"))
     report.frames[0].sharding = {"mesh": {"data": 2}, "pinned": [pinned.to_dict()]}
     report.measured = {"before": 10, "step": 20, "peak": 30}
     report.frames[0].attention = [dataclasses.asdict(AttentionSite("mla", SOURCE, "sdpa", "fa4", "sdpa", "cudnn", "t", "why", "flash"))]
@@ -338,7 +340,7 @@ def shown_by(report):
     return {
         "regions": report.regions[0], "fused": report.sites[0], "recognised, without a lowering": frame.recognised[0],
         "precision": Precision(**frame.precision[0]), "nearest misses": report.misses[0], "frames": frame,
-        "remat": frame.remat["ablock"], "predicted memory at the peak of a step": frame.peak,
+        "policy auto": AutoPlan(**frame.auto), "remat": frame.remat["ablock"], "predicted memory at the peak of a step": frame.peak,
         "measured memory at the peak of a step": {**report.measured, "predicted_step": report.predicted_step},
         "sharding": Pinned(**frame.sharding["pinned"][0]),
         "attention": AttentionSite(**frame.attention[0]), "attention, eager calls": report.attention[0],

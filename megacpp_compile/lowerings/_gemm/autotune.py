@@ -17,6 +17,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.inductor_pass import GraphPass
+from megacpp_compile.fx.sizes import elements, hint
 from megacpp_compile.lowerings._gemm import cublaslt
 from megacpp_compile.lowerings._traits import OpTraits, declare
 
@@ -40,7 +41,11 @@ def _(a, b):  # type: ignore[no-untyped-def]
     return a.new_empty((a.shape[0], b.shape[1]))
 
 
-declare({"megacpp::tuned_mm": OpTraits(gemm=True)})
+def _flops(a: Tensor, b: Tensor) -> float:
+    return 2 * elements(a) * hint(b.shape[1])
+
+
+declare({"megacpp::tuned_mm": OpTraits(gemm=True, flops=_flops)})
 
 
 class AutotuneGemms(GraphPass):

@@ -26,7 +26,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from megacpp_compile.fx.sizes import elements, rows
+from megacpp_compile.fx.sizes import elements, hint, rows
 from megacpp_compile.lowerings._op import compute_dtype, no_autocast
 from megacpp_compile.lowerings._sum_gradient import summed
 from megacpp_compile.lowerings._traits import HandedOver, OpTraits, declare
@@ -158,6 +158,16 @@ def _flops(x: Tensor, w_down: Tensor, b_down: Any, w_norm: Any, w_up: list[Tenso
     return 2 * rows(x) * (elements(w_down) + sum(map(elements, (*w_up, *sides))))
 
 
+def _backward_flops(
+    grad_up: list[Tensor], _: Tensor, x: Tensor, w_down: Tensor, b_down: Any, w_norm: Any, w_up: list[Tensor],
+    rrms: Tensor, start: int, size: int, latent: Tensor | None = None, *more: Any,
+) -> float:  # fmt: skip
+    sides = [w for w in more[1:2] if w is not None]
+    gradients = 2 * (elements(w_down) + sum(map(elements, (*w_up, *sides))))
+    again = 0 if latent is not None else size * hint(x.shape[-1])
+    return 2 * rows(x) * (gradients + again)
+
+
 declare(
     {
         "megacpp::down_norm_up": OpTraits(
@@ -166,6 +176,6 @@ declare(
             # The latent, which begins backward's work otherwise; rrms tells the calls apart.
             handed_over=HandedOver("megacpp::down_norm_up_backward", flag=8, result=3, operand=10, witness=(2, 7)),
         ),
-        "megacpp::down_norm_up_backward": OpTraits(),
+        "megacpp::down_norm_up_backward": OpTraits(flops=_backward_flops),
     }
 )

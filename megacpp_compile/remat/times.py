@@ -1,0 +1,100 @@
+"""Predicts the time of a training step under a plan, for plans of one graph to be compared by.
+
+A roofline, kernel by kernel: a GEMM, a core or another kernel of its own takes the longer of its FLOPs and its bytes;
+pointwise nodes and reductions that Inductor fuses read what the kernel reads once and write what others read of it, as
+`liveness.py` and `fusion.py` have it. So a value that a kernel of backward computes anyway while it reads its operands
+costs nothing there, and one that a GEMM reads costs its writing. Rates come from a table (`targets.rates`), never from
+the machine: every rank predicts the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch.fx import Node
+
+from megacpp_compile.fx.edit import value
+from megacpp_compile.fx.sizes import hint, nbytes
+from megacpp_compile.fx.view_chains import base_of
+from megacpp_compile.lowerings._traits import name_of, traits_of
+from megacpp_compile.remat import costs
+from megacpp_compile.remat.liveness import Facts, Run
+from megacpp_compile.remat.peak import PeakModel
+from megacpp_compile.remat.plan import Plan
+from megacpp_compile.targets.rates import Rates
+
+# By how much more than at the rates what moves bytes is taken to cost where it runs again. On an H200 six layers of MLA
+# and SwiGLU took 1.93 ms more where 0.18 ms of FLOPs and 1.12 ms of bytes were predicted (docs/remat.md).
+CARRIED_AGAIN = 1.57
+# Attention's backward multiplies five times where its forward does twice.
+_BACKWARD_OF_ATTENTION = 2.5
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTime:
+    """Predicted seconds of a step: of what FLOPs bound, and of what bytes bound."""
+
+    flops: float
+    bytes: float
+
+    @property
+    def total(self) -> float:
+        return self.flops + self.bytes
+
+    def more_than(self, other: StepTime) -> float:
+        """Seconds that this step takes more than `other`; negative for less."""
+        return self.flops - other.flops + CARRIED_AGAIN * (self.bytes - other.bytes)
+
+
+def step_time(model: PeakModel, plan: Plan, rates: Rates) -> StepTime:
+    """The predicted time of forward and backward of the joint graph of `model` under `plan`."""
+    halves = [_seconds(run, model.facts, rates) for run in model.runs(plan)]
+    return StepTime(sum(flops for flops, _ in halves), sum(moved for _, moved in halves))
+
+
+def _seconds(run: Run, facts: Facts, rates: Rates) -> tuple[float, float]:
+    """(seconds of kernels that FLOPs bound, of those that bytes bound)."""
+    groups, reads = run.kernels()
+    stays = {p for n in run.lasting for p in run.memory(n)}
+    place = {n: i for i, group in enumerate(groups) for n in group}
+    last: dict[object, int] = {}
+    for node, pieces in reads.items():
+        for piece in pieces:
+            last[piece] = max(last.get(piece, -1), place[node])
+    computed = carried = 0.0
+    for i, group in enumerate(groups):
+        node = group[0]
+        if facts.kinds[node] in ("kernel", "in place"):
+            by_flops, by_bytes = flops(node) / rates.flops, costs.moved(node) / rates.bytes
+            computed, carried = computed + by_flops * (by_flops >= by_bytes), carried + by_bytes * (by_flops < by_bytes)
+            continue
+        own = {p for n in group for p in facts.pieces[n]}
+        moved = sum(_size(facts, p) for p in {p for n in group for p in reads[n]} - own)
+        moved += sum(_size(facts, p) for p in own if p in stays or last.get(p, -1) != i)
+        given = {base_of(a, through_items=False) for n in group for a in facts.inputs[n]}
+        moved += sum(nbytes(n.meta.get("val")) for n in given if n.op == "placeholder")
+        carried += moved / rates.bytes
+    return computed, carried
+
+
+def _size(facts: Facts, piece: tuple[Node, tuple[int, ...]]) -> int:
+    return facts.pieces[piece[0]][piece]
+
+
+def flops(node: Node) -> float:
+    """`costs.flops`, and of attention cores that torch has no formula for, such as the CPU's, what their shapes say."""
+    found = costs.flops(node)
+    return found if found or not traits_of(node).core else _of_attention(node)
+
+
+def _of_attention(node: Node) -> float:
+    if "attention" not in name_of(node):
+        return 0.0
+    backward = "backward" in name_of(node)
+    operands: Sequence[torch.Tensor] = [value(a) for a in node.args if isinstance(a, Node)]
+    q, k, v = operands[1:4] if backward else operands[:3]
+    each = 2 * hint(q.shape[-2]) * hint(k.shape[-2]) * (hint(q.shape[-1]) + hint(v.shape[-1]))
+    heads = nbytes(q) // q.element_size() // max(hint(q.shape[-2]) * hint(q.shape[-1]), 1)
+    return heads * each * (_BACKWARD_OF_ATTENTION if backward else 1.0)

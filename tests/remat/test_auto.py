@@ -1,0 +1,274 @@
+"""`policy="auto"`: what it plans, what it leaves to torch's partitioner, and what it says of both."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import megacpp_compile
+from megacpp_compile.backends import automatic as backend
+from megacpp_compile.config.options import Config
+from megacpp_compile.remat.automatic import LEAST_SPARED, Ladder, Predicted, worth_taking
+from megacpp_compile.report.auto_plan import AutoPlan
+from megacpp_compile.targets.rates import CPU, Rates, rates
+from tests.remat import models
+from tests.remat.steps import step, without_code
+
+# GEMMs take nearly all of the time, so that what is cheap costs nearly nothing; and the reverse.
+SLOW_GEMMS, FAST_GEMMS = Rates(1e9, 1e13, "slow gemms"), Rates(1e15, 1e9, "fast gemms")
+AUTO = {"policy": "auto"}
+
+
+@pytest.fixture
+def planned(monkeypatch):
+    """Frames of any size are planned, at rates that the test may change."""
+    monkeypatch.setattr(backend, "LEAST_READ", 0)
+    monkeypatch.setattr(backend, "rates", lambda target: SLOW_GEMMS)
+
+    def at(found):
+        monkeypatch.setattr(backend, "rates", lambda target: found)
+
+    return at
+
+
+def chosen(made):
+    (found,) = [AutoPlan(**f.auto) for f in made.report.frames if f.auto]
+    return found
+
+
+def close(one, other):
+    torch.testing.assert_close((one.output, one.gradients), (other.output, other.gradients))
+
+
+def test_a_stack_saves_less_and_says_how_much(planned):
+    model, inputs = models.mla(3)
+    none, auto = step(model, inputs, {"policy": "none"}), step(model, inputs, AUTO)
+    close(auto, none)
+    found = chosen(auto)
+    assert found.taken and found.reason == ""
+    # Attention's values are a view of more than their op returns, here as under every policy.
+    assert found.saved == auto.predicted <= auto.saved < found.saved_none <= none.saved
+    assert found.peak < found.peak_none
+    assert found.more <= 0.01 * found.seconds_none
+    row = str(auto.report)
+    assert f"recompute {found.recomputed} values: saves" in row and "none: saves" in row and "3 latents kept" in row
+    again = type(auto.report).from_json(auto.report.to_json())
+    assert again.frames[0].auto == auto.report.frames[0].auto and str(again) == row
+
+
+def test_a_block_by_itself_is_left_to_the_partitioner(planned):
+    """Its backward reads at once what its forward saved. Its latent is kept, in the down-projection's own buffer."""
+    model, inputs = models.mla(1)
+    block, (x, *tables) = model.layers[0].attention, inputs
+    none, auto = step(block, (x, *tables), {"policy": "none"}), step(block, (x, *tables), AUTO)
+    close(auto, none)
+    found = chosen(auto)
+    assert not found.taken and "lower the peak" in found.reason and found.chosen.startswith("torch's partitioner")
+    held = x.shape[0] * x.shape[1] * (16 + 8) * 4
+    assert found.latents["kept"] == 1 and found.latents["bytes"] == held == auto.saved - none.saved
+    assert auto.report.frames[0].remat is None
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_choice_of_latents_by_the_user_stands(planned, keep):
+    model, inputs = models.mla(1)
+    block, options = model.layers[0].attention, {"keep_latents": keep}
+    none, auto = (step(block, inputs, {"policy": policy, **options}) for policy in ("none", "auto"))
+    assert auto.saved == none.saved and chosen(auto).latents["kept"] == 0
+
+
+def test_latents_are_recomputed_where_their_gemm_is_as_fast_as_memory(planned):
+    planned(FAST_GEMMS)
+    model, inputs = models.mla(1)
+    block = model.layers[0].attention
+    none, auto = (step(block, inputs, {"policy": policy}) for policy in ("none", "auto"))
+    found = chosen(auto)
+    assert (found.latents["kept"], found.latents["recomputed"]) == (0, 1) and auto.saved == none.saved
+
+
+def test_the_same_plan_every_time(planned):
+    model, inputs = models.mla(2)
+    one, other = (step(model, inputs, AUTO) for _ in range(2))
+    assert [g.code for g in one.graphs] == [g.code for g in other.graphs]
+    assert one.report.frames[0].auto == other.report.frames[0].auto
+
+
+def test_none_is_no_policy():
+    assert Config(policy="none") == Config(policy=None) and Config(policy="none").policy is None
+    assert Config(policy="auto").cache_key() != Config(policy=None).cache_key()
+    model, inputs = models.mla(1)
+    one, other = (step(model, inputs, {"policy": policy}) for policy in ("none", None))
+    assert [g.code for g in one.graphs] == [g.code for g in other.graphs]
+    assert [f.auto for s in (one, other) for f in s.report.frames] == [None, None]
+
+
+def test_a_small_frame_is_as_without(monkeypatch):
+    """Below 32 MiB there is nothing to spare: the graphs are those of "none", and no table speaks of it."""
+    model, inputs = models.mla(2)
+    none, auto = (step(model, inputs, {"policy": policy}) for policy in ("none", "auto"))
+    assert [g.code for g in none.graphs] == [g.code for g in auto.graphs]
+    assert "less than 32 MiB" in chosen(auto).reason and "policy auto" not in str(auto.report)
+
+
+def test_the_limit_on_time_is_kept_to_the_last_bit(planned, monkeypatch):
+    """What costs exactly what is allowed is taken, and the next bit below takes less."""
+    tried = []
+
+    def spy(ladder, costs, allowed):
+        def found_within(limit):
+            found = within(ladder, costs, limit)
+            return costs(found), found.saved_bytes()
+
+        most = found_within(float("inf"))
+        below = math.nextafter(most[0], -1.0)
+        tried.append((most, found_within(most[0]), found_within(below), below, found_within(float("-inf"))))
+        return within(ladder, costs, allowed)
+
+    within = Ladder.within
+    monkeypatch.setattr(Ladder, "within", spy)
+    model, inputs = models.mla(3)
+    step(model, inputs, AUTO)
+    ((most, same, less, below, none),) = tried
+    assert same == most
+    assert less[0] <= below and less[1] > most[1]
+    assert none[1] > less[1], "where nothing is allowed it is what torch's partitioner has"
+
+
+def test_every_step_saves_less_and_costs_more(planned, monkeypatch):
+    """The first is torch's own partition, latents kept; what fuses comes before what is a kernel of its own."""
+    ladders = []
+
+    def spy(ladder, costs, allowed):
+        plans = [ladder.plan(i) for i in range(ladder.steps + 1)]
+        ladders.append([(p.saved_bytes(), costs(p), [n.name for n in p.recomputed]) for p in plans])
+        return within(ladder, costs, allowed)
+
+    within = Ladder.within
+    monkeypatch.setattr(Ladder, "within", spy)
+    model, inputs = models.mla(3)
+    none = step(model, inputs, AUTO)
+    ((first, *others),) = ladders
+    assert len(others) == 3 + 2, "layers, and layers but the last"
+    assert first[1] == pytest.approx(-chosen(none).latents["seconds"])
+    saved, costs = ([row[i] for row in (first, *others)] for i in (0, 1))
+    assert saved == sorted(saved, reverse=True) and saved[0] > saved[3] > saved[-1]
+    assert costs == sorted(costs) and costs[3] < 0.1 * costs[-1]
+    projections = [sum(name.startswith(("mm", "mla_rope_kv")) for name in names) for *_, names in (first, *others)]
+    assert projections == [0, 0, 0, 0, 2, 4]
+
+
+def test_the_limit_on_what_is_spared():
+    none = Predicted(saved=100, peak=1000, recomputed=0)
+    at = int((1 - LEAST_SPARED) * 1000)
+    assert worth_taking(Predicted(99, at, 1), none)
+    assert not worth_taking(Predicted(99, at + 1, 1), none)
+    assert not worth_taking(Predicted(100, at, 1), none)
+
+
+def test_dynamic_sizes(planned):
+    model, (x, cos, sin) = models.mla(3)
+    none, auto = (step(model, (x, cos, sin), {"policy": policy}, dynamic=True) for policy in ("none", "auto"))
+    close(auto, none)
+    assert chosen(auto).taken and auto.saved < none.saved
+
+
+def test_autocast(planned):
+    model, inputs = models.mla(3)
+    made = [
+        step(model, inputs, {"policy": policy}, around=torch.autocast("cpu", torch.bfloat16))
+        for policy in ("none", "auto")
+    ]
+    none, auto = made
+    assert chosen(auto).taken and auto.saved < none.saved
+    for one, other in zip(auto.gradients, none.gradients, strict=True):
+        assert torch.linalg.vector_norm(one - other) <= 2**-7 * torch.linalg.vector_norm(other)
+
+
+def test_dropout_draws_the_same_again(planned):
+    """The partitioner divides the graph twice, and both times hands out the forward's random numbers."""
+    model = models.llama(3, dropout=0.2)
+    none, auto = (step(model, (models.hidden(),), {"policy": policy}) for policy in ("none", "auto"))
+    assert chosen(auto).taken and auto.saved < none.saved
+    close(auto, none)
+
+
+def test_by_blocks(planned):
+    """Equal blocks share a plan, and count: what one saves waits while the others run."""
+    model, (x, *tables) = models.mla(4)
+    with without_code([]), megacpp_compile.record() as report:
+        torch._dynamo.reset()
+        compiled = megacpp_compile.compile(model, policy="auto", whole_below=1)
+        compiled(x.detach().requires_grad_(), *tables).sum().backward()
+    (frame,) = [f for f in report.frames if f.auto and f.blocks == 4]
+    assert AutoPlan(**frame.auto).taken and frame.remat and frame.peak
+
+
+def test_regions_of_the_user_are_the_users(planned):
+    torch.manual_seed(0)
+    model = models.llama(2, checkpointed=True)
+    none, auto = (step(model, (models.hidden(),), {"policy": policy, "strict": True}) for policy in ("none", "auto"))
+    assert [g.code for g in none.graphs] == [g.code for g in auto.graphs]
+    assert chosen(auto).reason == "torch.utils.checkpoint in the model decides"
+    assert "torch.utils.checkpoint in the model decides" in str(auto.report)
+
+
+def test_a_budget_of_torch_is_the_users(planned):
+    model, inputs = models.mla(2)
+    with torch._functorch.config.patch(activation_memory_budget=0.5):
+        none, auto = (step(model, inputs, {"policy": policy}) for policy in ("none", "auto"))
+    assert [g.code for g in none.graphs] == [g.code for g in auto.graphs]
+    assert "activation_memory_budget = 0.5" in chosen(auto).reason
+
+
+def test_nothing_is_said_of_inference(planned):
+    model, inputs = models.mla(2)
+    torch._dynamo.reset()
+    with without_code([]), megacpp_compile.record() as report, torch.no_grad():
+        torch.compile(model, backend="megacpp", options=AUTO)(*inputs)
+    assert [f.auto for f in report.frames] == [None]
+
+
+def test_a_defect_leaves_the_frame_to_the_partitioner(planned, monkeypatch):
+    def broken(*_):
+        raise ZeroDivisionError("a defect")
+
+    monkeypatch.setattr(Ladder, "within", broken)
+    model, inputs = models.mla(2)
+    none, auto = (step(model, inputs, {"policy": policy}) for policy in ("none", "auto"))
+    assert [g.code for g in none.graphs] == [g.code for g in auto.graphs]
+    assert chosen(auto).reason == "internal error: ZeroDivisionError: a defect"
+
+
+def test_what_the_forward_overwrites_is_not_read_anew(planned):
+    """A moving average that backward reads: the old one."""
+
+    class Average(nn.Module):
+        def __init__(self, stack):
+            super().__init__()
+            self.stack, self.gain = stack, nn.Parameter(torch.ones(models.DIM))
+            self.register_buffer("mean", torch.zeros(()))
+
+        def forward(self, x, *tables):
+            old = self.mean.clone()
+            y = self.stack(x, *tables) * torch.exp(self.gain * old)
+            self.mean.add_(1.0)
+            return y
+
+    stack, inputs = models.mla(3)
+    made = step(Average(stack), inputs, AUTO)
+    model, x = Average(stack), inputs[0].detach().requires_grad_()
+    out = model(x, *inputs[1:])
+    eager = torch.autograd.grad(out.float().square().sum(), [x, *model.parameters()])
+    assert chosen(made).taken
+    torch.testing.assert_close((made.output, made.gradients), (out, list(eager)))
+
+
+def test_rates_are_of_a_table():
+    """Whoever asks, and whatever the machine does beside."""
+    assert rates("cpu") is CPU and rates("tpu") == rates("tpu")
+    found = rates("cuda")
+    assert found.flops / found.bytes > 100 and dataclasses.asdict(found) == dataclasses.asdict(rates("cuda"))
