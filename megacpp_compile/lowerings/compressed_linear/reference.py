@@ -9,8 +9,8 @@ from torch import Tensor
 from megacpp_compile.lowerings._op import compute_dtype
 from megacpp_compile.lowerings.compressed_linear.signs import magnitude, signs
 
-# Inductor computes what it fuses anew for each of its readers, and each word of a round has several: ten rounds would be
-# written out a million times.
+# Inductor computes what it fuses anew for each of its readers, and each word of a round has several: ten rounds would
+# be written out a million times.
 TRACED = False
 
 
