@@ -8,9 +8,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from megacpp_compile.config import checks
 from megacpp_compile.config._deprecated import RENAMED_OPTIONS, accepts_old_names, renamed
 from megacpp_compile.config.checkpointing import KINDS, CheckpointingPolicy, policy_option
 from megacpp_compile.config.compression import CompressionPlan
@@ -31,7 +31,6 @@ _TARGET_MEANT = {"gpu": "cuda", "nvidia": "cuda", "triton": "cuda", "xla": "tpu"
 _KIND_MEANT = {"attention": "ablock", "a": "ablock", "mamba": "mblock", "m": "mblock", "moe": "eblock", "mlp": "eblock",
                "expert": "eblock", "e": "eblock", "recurrent": "rblock", "rnn": "rblock", "r": "rblock"}  # fmt: skip
 _PRINTS = ("explain", "summary")  # what decides of what is printed alone, and of no code
-_BOOLS = {"0": False, "false": False, "1": True, "true": True}
 
 
 class _Asked:
@@ -129,28 +128,28 @@ class Config(_Asked):
 
     def __post_init__(self) -> None:
         checked = {
-            "disable": tuple(sorted(set(_names("disable", self.disable)))),
-            "passes": _mapping("passes", self.passes, _bool),
-            "require": _mapping("require", self.require, _count),
-            "strict": _bool("strict", self.strict),
-            "verify": _choice("verify", self.verify, get_args(Verify)),
-            "target": _choice("target", self.target, get_args(Target), _TARGET_MEANT),
-            "explain": _bool("explain", self.explain),
-            "summary": _bool("summary", self.summary),
-            "keep_latents": _bool_or_auto("keep_latents", self.keep_latents),
-            "fuse_shared_input_gemms": _bool("fuse_shared_input_gemms", self.fuse_shared_input_gemms),
-            "autotune_gemms": _bool("autotune_gemms", self.autotune_gemms),
-            "autotune": _bool("autotune", self.autotune),
-            "expert_loops": _bool_or_auto("expert_loops", self.expert_loops),
-            "drop_outputs": tuple(sorted(set(_names("drop_outputs", self.drop_outputs, "names of outputs")))),
-            "fa4": _bool("fa4", self.fa4),
-            "attention": _choice("attention", self.attention, get_args(Attention)),
+            "disable": tuple(sorted(set(checks.names("disable", self.disable)))),
+            "passes": checks.mapping("passes", self.passes, checks.boolean),
+            "require": checks.mapping("require", self.require, checks.count),
+            "strict": checks.boolean("strict", self.strict),
+            "verify": checks.choice("verify", self.verify, get_args(Verify)),
+            "target": checks.choice("target", self.target, get_args(Target), _TARGET_MEANT),
+            "explain": checks.boolean("explain", self.explain),
+            "summary": checks.boolean("summary", self.summary),
+            "keep_latents": checks.boolean_or_auto("keep_latents", self.keep_latents),
+            "fuse_shared_input_gemms": checks.boolean("fuse_shared_input_gemms", self.fuse_shared_input_gemms),
+            "autotune_gemms": checks.boolean("autotune_gemms", self.autotune_gemms),
+            "autotune": checks.boolean("autotune", self.autotune),
+            "expert_loops": checks.boolean_or_auto("expert_loops", self.expert_loops),
+            "drop_outputs": tuple(sorted(set(checks.names("drop_outputs", self.drop_outputs, "names of outputs")))),
+            "fa4": checks.boolean("fa4", self.fa4),
+            "attention": checks.choice("attention", self.attention, get_args(Attention)),
             "policy": policy_option(self.policy),
-            "block_kinds": _mapping("block_kinds", self.block_kinds, lambda k, v: _choice(k, v, KINDS, _KIND_MEANT)),
+            "block_kinds": checks.mapping("block_kinds", self.block_kinds, _kind),
             "precision": _traceable(PrecisionPlan.of(self.precision)),
             "compress": CompressionPlan.of(self.compress),
             "sharding": ShardingPlan.of(self.sharding),
-            "inductor": _mapping("inductor", self.inductor, lambda _key, value: value),
+            "inductor": checks.mapping("inductor", self.inductor, lambda _key, value: value),
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
@@ -206,7 +205,7 @@ class Config(_Asked):
         if "disable" in from_environment:
             where["disable"] = "environment variable MEGACPP_DISABLE"
             _check_known(from_environment["disable"], known_passes, where["disable"])
-            enabled = _mapping("passes", given.get("passes", {}), _bool)
+            enabled = checks.mapping("passes", given.get("passes", {}), checks.boolean)
             for name in from_environment["disable"]:
                 if enabled.get(name):
                     warn_once(f"MEGACPP_DISABLE has no effect on {name!r}: the option 'passes' enables it.")
@@ -254,7 +253,7 @@ class Config(_Asked):
         Every field counts but `explain` and `summary`, which only print. An object under `inductor` counts
         by its `uuid()` if it has one (as Inductor's `CustomGraphPass` does), else by its repr.
         """
-        return _canonical({name: value for name, value in self.to_dict().items() if name not in _PRINTS})
+        return checks.canonical({name: value for name, value in self.to_dict().items() if name not in _PRINTS})
 
     # Equality goes by text because `inductor` may hold unhashable values, and because 1 == True there
     # would be an equality that Inductor does not share.
@@ -317,55 +316,13 @@ def _says(variable: str, text: str, value: Any) -> bool:
     name = variable.removeprefix("MEGACPP_").lower()
     try:
         said = _VARIABLES[name](variable, text)
-        return sorted(said) == sorted(_names(name, value)) if name == "disable" else said == value
+        return sorted(said) == sorted(checks.names(name, value)) if name == "disable" else said == value
     except BadOptionError:
         return False
 
 
-def _bool_text(key: str, text: str) -> bool:
-    if text.lower() not in _BOOLS:
-        raise BadOptionError(key, text, "0, 1, false or true", tuple(_BOOLS))
-    return _BOOLS[text.lower()]
-
-
-def _bool(key: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise BadOptionError(key, value, "True or False")
-    return value
-
-
-def _bool_or_auto(key: str, value: Any) -> Any:
-    if value != "auto" and not isinstance(value, bool):
-        raise BadOptionError(key, value, "True, False or 'auto'", ("auto",))
-    return value
-
-
-def _count(key: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise BadOptionError(key, value, "an int, 0 or more")
-    return value
-
-
-def _choice(key: str, value: Any, valid: Sequence[str], meant: Mapping[str, str] | None = None) -> str:
-    if not isinstance(value, str) or value not in valid:
-        wanted = "one of " + ", ".join(map(repr, valid))
-        known = (meant or {}).get(value.lower()) if isinstance(value, str) else None
-        raise BadOptionError(key, value, wanted, valid, known)
-    return value
-
-
-def _names(key: str, value: Any, what: str = "pass names") -> list[str]:
-    if isinstance(value, str):
-        return [name.strip() for name in value.split(",") if name.strip()]
-    if not isinstance(value, list | tuple | set | frozenset) or not all(isinstance(name, str) for name in value):
-        raise BadOptionError(key, value, f"{what}: a list of str, or one comma-separated str")
-    return list(value)
-
-
-def _mapping(key: str, value: Any, check: Callable[[str, Any], Any]) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
-        raise BadOptionError(key, value, "a mapping with str keys")
-    return MappingProxyType({name: check(f"{key}[{name!r}]", item) for name, item in value.items()})
+def _kind(key: str, value: Any) -> str:
+    return checks.choice(key, value, KINDS, _KIND_MEANT)
 
 
 def _traceable(plan: PrecisionPlan | None) -> PrecisionPlan | None:
@@ -381,26 +338,11 @@ def _check_known(names: Iterable[str], known_passes: Sequence[str], where: str) 
             raise UnknownPassError(name, known_passes, where)
 
 
-def _canonical(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(sorted(f"{_canonical(k)}: {_canonical(v)}" for k, v in value.items())) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_canonical, value)) + "]"
-    if isinstance(value, set | frozenset):
-        return "set(" + ", ".join(sorted(map(_canonical, value))) + ")"
-    uuid = getattr(value, "uuid", None)
-    if callable(uuid) and not isinstance(value, type):
-        identity = uuid()
-        if identity is not None:  # None means "cannot be cached", which the repr's address gives
-            return f"{type(value).__qualname__}:{identity!r}"
-    return repr(value)
-
-
 _VARIABLES: dict[str, Callable[[str, str], Any]] = {
-    "disable": _names,
-    "verify": lambda key, text: _choice(key, text, get_args(Verify)),
-    "strict": _bool_text,
-    "target": lambda key, text: _choice(key, text, get_args(Target), _TARGET_MEANT),
-    "explain": _bool_text,
-    "summary": _bool_text,
+    "disable": checks.names,
+    "verify": lambda key, text: checks.choice(key, text, get_args(Verify)),
+    "strict": checks.boolean_text,
+    "target": lambda key, text: checks.choice(key, text, get_args(Target), _TARGET_MEANT),
+    "explain": checks.boolean_text,
+    "summary": checks.boolean_text,
 }
