@@ -11,7 +11,6 @@ gradients with the same seed and the same batches.
 
 from __future__ import annotations
 
-import argparse
 import fnmatch
 from collections.abc import Callable, Sequence
 
@@ -20,7 +19,8 @@ from torch import Tensor, nn
 
 import megacpp_compile.lowerings.compressed_linear  # noqa: F401  the op
 from benchmarks import arguments
-from benchmarks.rounding_loss import BATCHES, CONFIG, PlainLM, scattered, standard_library_text, train
+from benchmarks.rounding_loss import CONFIG, PlainLM, scattered, standard_library_text, trained
+from megacpp_compile.config.compression import CompressionPlan
 
 # Row -> (globs over names, whether each update draws anew).
 ROWS = {
@@ -32,7 +32,7 @@ ROWS = {
 
 def compressed(linear: nn.Linear, ratio: float, seed: int, redraw: bool) -> Callable[[Tensor], Tensor]:
     """The forward of `linear` with a projection of its input kept in its place."""
-    rank = max(1, round(ratio * linear.in_features))
+    rank = CompressionPlan(("*",), ratio).rank(linear.in_features)
 
     def forward(x: Tensor) -> Tensor:
         w, b = linear.weight, linear.bias
@@ -56,11 +56,7 @@ def final_loss(
                 module.forward = own  # type: ignore[method-assign, assignment]
         return model
 
-    how = argparse.Namespace(device="cpu", dtype=torch.float32, steps=steps, lr=1e-3, seed=seed, **BATCHES)
-    run = train("eager", build, text, how, decay=True)
-    if run.failed:
-        raise RuntimeError(run.failed)
-    return run.final_loss
+    return trained(build, text, seed, steps)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -59,6 +59,11 @@ def final_loss(text: Tensor, seed: int, steps: int, gradients: str = "", noise: 
                 module.forward = in_fp8(module, gradients)  # type: ignore[method-assign, assignment]
         return model
 
+    return trained(build, text, seed, steps)
+
+
+def trained(build: Callable[[], nn.Module], text: Tensor, seed: int, steps: int) -> float:
+    """The final loss of what `build` makes, trained in float32 on CPU. Raises RuntimeError where training fails."""
     how = argparse.Namespace(device="cpu", dtype=torch.float32, steps=steps, lr=1e-3, seed=seed, **BATCHES)
     run = train("eager", build, text, how, decay=True)
     if run.failed:

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-import torch
 from torch.fx import GraphModule, Node
 
 from megacpp_compile._torch.dynamo import RestartAnalysis
@@ -153,7 +152,7 @@ def analyse(
 def _analyse(
     gm: GraphModule, example_inputs: Sequence[Any], config: Config, target: Target, patches: Mapping[str, Any]
 ) -> Analysis:
-    grad = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs)
+    grad = conflicts.trains(example_inputs)
     left, config = config, config.on(target)
     frame = Frame(name=_frame_name(gm), nodes=len(gm.graph.nodes), target=target.name, grad=grad)
     frame.label = rules.announce_target(target.name)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from megacpp_compile.config import globs
+from megacpp_compile.config import checks, globs
 from megacpp_compile.errors import BadOptionError
 
 REDRAWS = ("never", "update")
@@ -49,10 +49,8 @@ class CompressionPlan:
         if not number or not 0 < self.ratio <= 1:
             raise BadOptionError("compress.ratio", self.ratio, "a fraction above 0 and at most 1")
         object.__setattr__(self, "ratio", float(self.ratio))
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
-            raise BadOptionError("compress.seed", self.seed, "an int, 0 or more")
-        if self.redraw not in REDRAWS:
-            raise BadOptionError("compress.redraw", self.redraw, "one of " + ", ".join(map(repr, REDRAWS)), REDRAWS)
+        checks.count("compress.seed", self.seed)
+        checks.choice("compress.redraw", self.redraw, REDRAWS)
 
     @classmethod
     def of(cls, value: Any) -> CompressionPlan | None:

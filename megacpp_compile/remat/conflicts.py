@@ -36,7 +36,7 @@ def auto_for(
 ) -> dict[str, Any] | None:
     """An `AutoPlan` as a dict, for a frame that is trained under `policy="auto"`; None for any other. Its reason is why
     the frame is left to torch's partitioner as under "none", "" where it is to be planned."""
-    if config.policy != AUTO or is_backward(gm) or not _trains(example_inputs):
+    if config.policy != AUTO or is_backward(gm) or not trains(example_inputs):
         return None
     return asdict(AutoPlan(reason=_decides(gm, patches)))
 
@@ -47,7 +47,7 @@ def _decides(gm: GraphModule, patches: Mapping[str, Any]) -> str:
         return "torch.utils.checkpoint in the model decides"
     if (budget := memory_budget()) != 1.0:
         return f"torch's activation_memory_budget = {budget} decides"
-    if any(region_budget(n) is not None for m in gm.modules() if isinstance(m, GraphModule) for n in m.graph.nodes):
+    if _regional(_nodes(gm)) is not None:
         return "torch's region_activation_memory_budget decides"
     from megacpp_compile._torch.inductor import config as inductor_config
 
@@ -55,7 +55,17 @@ def _decides(gm: GraphModule, patches: Mapping[str, Any]) -> str:
     return f"Inductor's {name} decides" if patches.get(name, getattr(inductor_config, name, None)) else ""
 
 
-def _trains(example_inputs: Sequence[Any]) -> bool:
+def _nodes(gm: GraphModule) -> list[Node]:
+    """Those of a frame, regions inside it included."""
+    return [n for m in gm.modules() if isinstance(m, GraphModule) for n in m.graph.nodes]
+
+
+def _regional(nodes: Sequence[Node]) -> float | None:
+    """The first of torch's memory budgets around these nodes, None where there is none."""
+    return next((found for n in nodes if (found := region_budget(n)) is not None), None)
+
+
+def trains(example_inputs: Sequence[Any]) -> bool:
     """Whether a frame of these inputs is differentiated."""
     return torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs)
 
@@ -71,8 +81,8 @@ def check(gm: GraphModule, config: Config) -> None:
             raise TwoPoliciesError(
                 f"torch._functorch.config.activation_memory_budget = {budget}", "set it to 1.0, or drop the policy"
             )
-        nodes = [n for m in gm.modules() if isinstance(m, GraphModule) for n in m.graph.nodes]
-        regional = next((found for n in nodes if (found := region_budget(n)) is not None), None)
+        nodes = _nodes(gm)
+        regional = _regional(nodes)
         if regional is not None:
             # Whether or not activation_memory_budget_require_full_coverage has it cover all of the frame.
             raise TwoPoliciesError(
