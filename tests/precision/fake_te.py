@@ -174,7 +174,7 @@ class LayerNormLinear(TransformerEngineBaseModule):
         assert normalization in ("LayerNorm", "RMSNorm")
         self.normalization, self.eps, self.zero_centered_gamma = normalization, eps, zero_centered_gamma
         self.register_parameter(
-            "layer_norm_weight", nn.Parameter(torch.empty(in_features, device=device, dtype=params_dtype)), init_fn=None
+            "layer_norm_weight", nn.Parameter(torch.ones(in_features, device=device, dtype=params_dtype)), init_fn=None
         )
         self.layer_norm_bias = None
         self._weights(in_features, out_features, bias, params_dtype, device)
