@@ -48,7 +48,7 @@ export UV_HTTP_TIMEOUT ?= 300
 .NOTPARALLEL:
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test unit test-repeat test-xla lint types accept pages docs build clean FORCE
+.PHONY: help demo test test-all unit test-repeat test-xla lint types accept pages docs build clean FORCE
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -63,6 +63,9 @@ unit: $(READY)  ## the whole test suite alone
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -q
 	@echo "== pytest, Triton kernels through the interpreter"
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(WORKERS) -q $(KERNEL_TESTS)
+
+test-all: $(READY)  ## the whole suite with all parameters of the tests that `make test` runs a third of
+	TEST_ALL=1 $(MAKE) unit
 
 test-repeat: $(READY)  ## the test suite N times, each time in another order, and a table of what failed; N=20
 	OMP_NUM_THREADS=1 WORKERS=$(WORKERS) $(BIN)/python -m tests.repeat $(N)

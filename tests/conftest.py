@@ -29,6 +29,10 @@ from megacpp_compile.lowerings._registry import choose, semantic_ops
 from megacpp_compile.passes import linear_cross_entropy
 from megacpp_compile.report.at_exit import ENDING
 from tests.seeds import move_written_seeds, seed_of
+from tests.thinned import left_out
+
+# Which vector instructions the compiler takes is otherwise tried out, for seconds in each new cache.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 # Tables are searched for words, which a narrow terminal would break.
 os.environ["COLUMNS"] = "200"
@@ -112,8 +116,12 @@ def pytest_fixture_setup(fixturedef, request):
         torch.set_rng_state(kept[1])
 
 
-def pytest_collection_modifyitems(items):
-    """`TEST_ORDER=7` shuffles: no test needs another before it. Every worker shuffles alike."""
+def pytest_collection_modifyitems(config, items):
+    """The whole suite leaves out what `tests/thinned.py` says. `TEST_ORDER=7` shuffles: no test needs another before it.
+    Every worker does alike."""
+    if left := set(left_out(config, items)):
+        items[:] = [item for item in items if item not in left]
+        config.hook.pytest_deselected(items=list(left))
     if order := os.environ.get("TEST_ORDER"):
         random.Random(order).shuffle(items)
 

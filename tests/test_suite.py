@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import types
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests import conftest, seeds
+from tests import conftest, seeds, thinned
 from tests.repeat import failed_in, table
 
 DRAWS = """
@@ -80,3 +81,29 @@ def test_failures_are_counted_by_test():
     lines = table(Counter({"tests/b.py": 1, "tests/a.py": 12}), 20).splitlines()
     assert lines == ["20 runs, failures by test:", "  12  tests/a.py", "   1  tests/b.py"]
     assert table(Counter(), 20) == "20 runs, none failed"
+
+
+def test_the_whole_suite_is_thinned_and_what_is_named_is_not(monkeypatch):
+    class Item:
+        def __init__(self, file, name):
+            self.path, self.originalname, self.name = Path(thinned.__file__).parent / file, name, f"{name}[a]"
+
+    class Config:
+        invocation_params = types.SimpleNamespace(dir=Path(thinned.__file__).parents[1])
+        args = ("tests",)
+
+    file, (name, *_) = next(iter(thinned.THINNED.items()))
+    items = [*(Item(file, name) for _ in range(7)), Item(file, "test_another"), Item("test_nowhere.py", name)]
+    monkeypatch.delenv("TEST_ALL", raising=False)
+    assert thinned.left_out(Config, items) == [items[i] for i in (1, 2, 4, 5)]
+    monkeypatch.setattr(Config, "args", (f"tests/{file}",))
+    assert thinned.left_out(Config, items) == []
+    monkeypatch.setattr(Config, "args", ("tests",))
+    monkeypatch.setenv("TEST_ALL", "1")
+    assert thinned.left_out(Config, items) == []
+
+
+def test_what_is_thinned_is_there():
+    for file, names in thinned.THINNED.items():
+        source = (Path(thinned.__file__).parent / file).read_text()
+        assert [name for name in names if f"def {name}(" not in source] == [], file

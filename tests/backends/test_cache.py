@@ -94,6 +94,7 @@ class Runner:
             # A pool of compilers, and headers compiled ahead, cost a process that compiles two kernels more than they save.
             "TORCHINDUCTOR_COMPILE_THREADS": "1",
             "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",
+            "TORCHINDUCTOR_VEC_ISA_OK": "1",
         }
         given = json.dumps([(str(root), steps) for root, steps in jobs])
         command = [sys.executable, str(self.home / "step.py"), given]

@@ -170,7 +170,7 @@ def test_the_limit_on_what_is_spared():
 
 
 def test_dynamic_sizes(planned):
-    model, (x, cos, sin) = models.mla(3)
+    model, (x, cos, sin) = models.mla(2)
     none, auto = (step(model, (x, cos, sin), {"policy": policy}, dynamic=True) for policy in ("none", "auto"))
     close(auto, none)
     assert chosen(auto).taken and auto.saved < none.saved

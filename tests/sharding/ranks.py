@@ -265,7 +265,7 @@ CASES: dict[str, Case] = {
         tensor_parallel, around=lambda: torch.autocast("cpu", torch.bfloat16), tolerance=2e-2
     ),
     "tensor_parallel_policy": Case(tensor_parallel, options={"policy": "selective", "verify": "each", "strict": True}),
-    "tensor_parallel_no_grad": Case(tensor_parallel, torch.no_grad, dynamic=True, batches=(2, 3), count_graphs=True),
+    "tensor_parallel_no_grad": Case(tensor_parallel, torch.no_grad),
     "tensor_parallel_dynamic": Case(tensor_parallel, dynamic=True, batches=(2, 3)),  # a RecursionError in Inductor
     "uneven": Case(uneven),
     "assorted": Case(lambda mesh: replicated(mesh, behind=assorted)),
@@ -274,7 +274,7 @@ CASES: dict[str, Case] = {
     "checkpointed": Case(in_a_region),
     "checkpointed_selectively": Case(in_a_selective_region),
     "sequence_parallel": Case(sequence_parallel, tokens=3),
-    "gathered_gain": Case(gathered_gain, dynamic=True, batches=(2, 3), count_graphs=True),
+    "gathered_gain": Case(gathered_gain, dynamic=True, batches=(2, 3)),
     "frozen_region": Case(lambda mesh: replicated(mesh, before=frozen_region)),
     "dtensor_out": Case(lambda mesh: replicated(mesh, behind=as_dtensor)),
     "written": Case(lambda mesh: replicated(mesh, before=written)),

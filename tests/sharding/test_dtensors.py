@@ -36,10 +36,7 @@ ELSEWHERE = {
 }
 OTHER_SITES = {
     # Dynamo knows the first batch's size in a frame with DTensors from torch 2.10 on, and compiles for the second anew.
-    **dict.fromkeys(
-        ("tensor_parallel_dynamic", "tensor_parallel_no_grad"),
-        {name: n if OLD else 2 * n for name, n in (MLA_SITES | PAIRS).items()},
-    ),
+    "tensor_parallel_dynamic": {name: n if OLD else 2 * n for name, n in (MLA_SITES | PAIRS).items()},
     "uneven": {"down_norm_up": 1},
     "written": {},
     **dict.fromkeys(("experts", "sharded_experts"), MLA_SITES | PAIRS | EXPERTS),
