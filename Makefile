@@ -58,9 +58,11 @@ demo: $(READY)  ## train a small MLA model, eager and compiled, and compare the 
 
 test: lint types unit  ## lint, type check and the whole test suite
 
+# MALLOC_PERTURB_: glibc fills what it allocates with large numbers, so that no test passes on memory that happens to be
+# zero.
 unit: $(READY)  ## the whole test suite alone
 	@echo "== pytest, $(WORKERS) workers"
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -q
+	MALLOC_PERTURB_=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -q
 	@echo "== pytest, Triton kernels through the interpreter"
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(WORKERS) -q $(KERNEL_TESTS)
 
