@@ -26,6 +26,7 @@ from megacpp_compile.config.options import Config
 from megacpp_compile.frontend.capture import fake_inputs
 from megacpp_compile.frontend.checkpoint import checkpoint_tags, has_regions
 from megacpp_compile.lowerings._gemm.autotune import AutotuneGemms
+from megacpp_compile.remat.across_ranks import default_group, of_ranks
 from megacpp_compile.remat.offload import Offload
 from megacpp_compile.remat.plan import StepContext
 from megacpp_compile.remat.tagging import KeepChoices, TagForRemat
@@ -129,6 +130,8 @@ def _with_policy(settings: Settings, gm: GraphModule, example_inputs: Sequence[A
     if policy.peak_gib is not None:
         on = next((x.device for x in example_inputs if isinstance(x, torch.Tensor) and x.device.type == "cuda"), "cpu")
         given = allocated(on)
+        if policy.same_on_ranks:
+            given = max(of_ranks(given, default_group()))
     around = StepContext(settings.copies, given, inputs, len(example_inputs))
     tags = TagForRemat(policy, dict(config.block_kinds), user, settings.on_plan, around)
     # To use a dead buffer again Inductor holds it until then: memory that a policy is there to save, and that the

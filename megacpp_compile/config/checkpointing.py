@@ -64,6 +64,10 @@ class CheckpointingPolicy:
             later allocations, such as the state that an optimizer makes in its first step. A limit that cannot be met
             is a PeakUnreachableError, which names the lowest that can.
         reserve_gib: GiB that `peak_gib` leaves free for allocations after the model is compiled.
+        same_on_ranks: under `peak_gib`, plan by the bytes of that rank of the default process group that has most
+            allocated when the model is compiled, so that equal graphs have one plan on every rank. Every rank has to
+            compile the same frames in the same order, as pipeline stages do not. By default each plans by its own
+            bytes: plans that differ still meet, as communication is never recomputed.
         offload: which saved values wait in pinned main memory from forward to backward: "none"; "inputs", the values
             that pass from layer to layer; or "all".
         fp8_wrapper: which checkpoint `apply_checkpoints` calls a block with Transformer Engine's modules through:
@@ -88,6 +92,7 @@ class CheckpointingPolicy:
     budget: float | None = None
     peak_gib: float | None = None
     reserve_gib: float = 0.0
+    same_on_ranks: bool = False
     offload: str = "none"
     fp8_wrapper: str = "auto"
 
@@ -129,7 +134,7 @@ class CheckpointingPolicy:
             if getattr(self, name) not in choices:
                 wanted = "one of " + ", ".join(map(repr, choices))
                 raise BadOptionError(f"policy.{name}", getattr(self, name), wanted, choices)
-        for name in ("recompute_kv_upproj", "recompute_q_upproj"):
+        for name in ("recompute_kv_upproj", "recompute_q_upproj", "same_on_ranks"):
             if not isinstance(getattr(self, name), bool):
                 raise BadOptionError(f"policy.{name}", getattr(self, name), "True or False")
 

@@ -22,6 +22,7 @@ from megacpp_compile.errors import BadOptionError, FitError
 from megacpp_compile.memory.estimate import Estimate, estimate
 from megacpp_compile.passes._driver import pass_names
 from megacpp_compile.regional.compile import compile, uncompile
+from megacpp_compile.remat.across_ranks import of_ranks
 from megacpp_compile.report import collector, log
 from megacpp_compile.report.tables import table_text
 from megacpp_compile.report.text import bytes_text
@@ -189,21 +190,12 @@ def fit(
             break
     peaks = {lever.name: lever.estimate.peak for lever in tried if lever.estimate}
     lowest = min(peaks, key=peaks.__getitem__)
-    chosen, short_of, needed, by = max(_of_ranks((enough, limit, peaks[lowest], lowest), group))
+    chosen, short_of, needed, by = max(of_ranks((enough, limit, peaks[lowest], lowest), group))
     if chosen == len(candidates):
         raise FitError(short_of, needed, by)
     if chosen > enough:
         tried.append(candidates[chosen])  # another rank's
     return Fit(model, limit, given, tried, iter(candidates[chosen + 1 :]), present)
-
-
-def _of_ranks(own: tuple[int, int, int, str], group: Any) -> list[tuple[int, int, int, str]]:
-    """What each rank of `group` found."""
-    if group is None:
-        return [own]
-    every: list[Any] = [None] * torch.distributed.get_world_size(group)
-    torch.distributed.all_gather_object(every, own, group)
-    return every
 
 
 def policy_candidates(start: CheckpointingPolicy | None) -> Iterator[PolicyCandidate]:

@@ -65,6 +65,28 @@ def test_a_limit_reaches_the_graph_and_the_report():
         step(model, (models.hidden(),), {"policy": {"peak_gib": reserve + 1e-4, "reserve_gib": reserve}})
 
 
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed")
+def test_ranks_plan_by_the_one_that_has_most(monkeypatch):
+    """The other rank is one of another model's: what it says is put where it would arrive."""
+    model, gather = models.llama(2), torch.distributed.all_gather_object
+
+    def before(**policy):
+        (found,) = [f.peak for f in step(model, (models.hidden(),), {"policy": {"peak_gib": 1.0, **policy}}).report.frames]
+        return found["before"]
+
+    def gathered(every, own, group):
+        gather(every, own, group)
+        every.append(own + 3 * 2**28)
+
+    alone = before(same_on_ranks=True)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        monkeypatch.setattr(torch.distributed, "all_gather_object", gathered)
+        assert before() == alone < 3 * 2**28 == before(same_on_ranks=True)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_kinds_of_blocks_that_share_a_limit():
     with pytest.raises(BadOptionError, match="one kind of block"):
         megacpp_compile.compile(Layered(4, dense=1), policy={"peak_gib": 1.0}, whole_below=0)

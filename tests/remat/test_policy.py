@@ -29,6 +29,7 @@ def test_of():
         ({"ablock": "conv_bc_only"}, "policy.ablock"),
         ({"last_layer": "nevr"}, "Did you mean 'never'"),
         ({"recompute_kv_upproj": 1}, "True or False"),
+        ({"same_on_ranks": 1}, "True or False"),
         (3, "a CheckpointingPolicy"),
         ({"peak_gib": 0}, "above 0"),
         ({"peak_gib": "72"}, "GiB"),
