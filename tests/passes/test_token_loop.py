@@ -319,7 +319,8 @@ class Roles(nn.Module):
 
 
 class Gated(nn.Module):
-    """Heads in front of the gate that the other half of a projection makes, as in Mamba's blocks."""
+    """Heads in front of the gate that the other half of a projection makes, as in Mamba's blocks, and a cache that is
+    empty yet, as transformers' is."""
 
     def __init__(self, width=6):
         super().__init__()
@@ -328,7 +329,7 @@ class Gated(nn.Module):
     def forward(self, x):
         inner, gate = self.into(x).unflatten(-1, (2, -1)).unbind(-2)
         heads = inner.tanh().unflatten(-1, (2, -1))[..., None] * torch.linspace(0.5, 1.5, 3)
-        return self.out(heads.sum(-1).flatten(-2) * gate.sigmoid())
+        return self.out(heads.sum(-1).flatten(-2) * torch.cat((x.new_empty(0), gate), -2).sigmoid())
 
 
 class Chunks(nn.Module):
