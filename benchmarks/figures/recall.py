@@ -45,7 +45,7 @@ def draw(
 
     places = [*range(len(passes)), *(len(passes) + _GAP + i for i in range(len(conditions)))]
     figure, axis = plt.subplots(
-        figsize=(7.4 + 0.6 * len(conditions), 0.262 * len(models) + 1.75 + 0.2 * bool(conditions)), layout="constrained"
+        figsize=(3.2 + 0.6 * len(places), 0.262 * len(models) + 1.75 + 0.2 * bool(conditions)), layout="constrained"
     )
     for y, (name, cells) in enumerate(models):
         blank: list[Cell | None] = [None] * len(passes)

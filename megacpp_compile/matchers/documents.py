@@ -22,6 +22,8 @@ _LAST = 1 << 62
 _ARANGES = {aten.arange.default, aten.arange.start, aten.arange.start_step}
 _ONES = {aten.ones.default, aten.ones_like.default, aten.new_ones.default}
 _ZEROS = {aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default}
+_CHOICES = {aten.masked_fill.Scalar, aten.where.Scalar, aten.where.ScalarSelf, aten.where.ScalarOther}
+_COMPARISONS = {aten.eq.Scalar, aten.ne.Scalar, aten.gt.Scalar, aten.lt.Scalar, aten.le.Scalar, aten.ge.Scalar}
 _FULL = {aten.full.default, aten.full_like.default, aten.new_full.default}
 
 
@@ -66,17 +68,33 @@ def document_numbers(node: Any) -> Offsets | None:
 
 def compared_documents(node: Node) -> Node | None:
     """A comparison of integers of the model's inputs that `node` is computed by, on this side of projections and of
-    ops of this package: documents' numbers, as a rule. None where there is none."""
+    ops of this package: documents' numbers, as a rule, or positions that are 0 where a large negative number is
+    written. None where there is none."""
     seen, pending = {node}, [node]
     while pending:
         n = pending.pop()
         if n.target in (aten.eq.Tensor, aten.ne.Tensor) and not any(map(_fractional, n.args)) and not _is_constant(n):
             return n
+        if (start := _decayed_away(n)) is not None:
+            return start
         if n.op == "call_function" and not is_projection(n) and not str(n.target).startswith("megacpp."):
             new = [a for a in n.all_input_nodes if a not in seen]
             seen.update(new)
             pending += new
     return None
+
+
+def _decayed_away(node: Node) -> Node | None:
+    """The comparison of an input's integers with a number that says where `node` is a large negative number."""
+    if node.target not in _CHOICES:
+        return None
+    asked, *_ = [a for a in node.all_input_nodes if value(a).dtype is torch.bool] or [None]
+    filled = [a for a in node.args if isinstance(a, float | int) and not isinstance(a, bool) and a <= -10]
+    while asked is not None and asked.target in RESHAPES | UNIT_DIMS | EXPANSIONS | IDENTITIES:
+        asked = asked.args[0]  # type: ignore[assignment]
+    if not filled or asked is None or asked.target not in _COMPARISONS or _fractional(asked.args[0]):
+        return None
+    return None if _is_constant(asked) else asked
 
 
 def _is_constant(node: Node) -> bool:

@@ -5,8 +5,9 @@ Before: `k_nope, v = kv.split([n, d], -1); k = cat((k_nope, rope(k_pe, cos, sin)
 After:  `k, v = megacpp.mla_rope_kv(kv, k_pe, cos, sin, n, interleaved_in, interleaved_out, rope_first, dtype)`
 
 Safe for the reason `mla_rope_q` is. V belongs to the op so that backward writes one gradient for kv, without a concat.
+A cache of the rotated row has the model's own, which stays: a head's worth.
 Refused: anything but a rotation; rope keys that are not shared (own heads); one row turned by tables that differ
-where it is shared, as by head, whose gradient is no longer that of a sum over heads; a rotated row that escapes.
+where it is shared, as by head, whose gradient is no longer that of a sum over heads; a product that escapes.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from megacpp_compile.fx.aliasing import memory_of
 from megacpp_compile.fx.edit import Builder, place, value
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.attention import is_attended, leaves_graph
@@ -47,13 +48,21 @@ def find(view: GraphView) -> Iterator[Match | MatchFailure]:
             done |= {q.root, k.root}
         if found is not None:
             yield found
+    rows = _turned_by_ops(view)
     for head in view.heads.found:
         attended = is_attended(head.rotation.rope.source.node, view.weights)  # turned back, as values were turned
-        if head.kind in ("full", "partial") and not head.readers and not attended:
+        cached = memory_of(head.rotation.rope.source.node) in rows
+        if head.kind in ("full", "partial") and not head.readers and not attended and not cached:
             left = "the graph ends before a" if leaves_graph(head.root) else "no"
             yield MatchFailure(
                 head.root, "no-scores", f"{left} GEMM of queries with keys that reads what is rotated here"
             )
+
+
+def _turned_by_ops(view: GraphView) -> set[Node]:
+    """The memory of rows that ops have turned into keys: what turns one once more is what a cache reads."""
+    ops = view.graph.find_nodes(op="call_function", target=torch.ops.megacpp.mla_rope_kv.default)
+    return {memory_of(n.args[1]) for n in ops}
 
 
 def _places(table: Table) -> list[Any]:

@@ -275,13 +275,33 @@ def test_leaves_keys_alone_that_are_not_shared_or_not_rotated(name):
     assert not check(*near_miss.build()).counts[NAME]
 
 
-def rotated_row_cached(m, x, cos, sin):
-    q_nope, q_pe = m.queries(x)
-    k_nope, k_pe, v = m.keys(x)
-    row = turn(k_pe, cos, sin)
-    return m.attend(joined(q_nope, turn(q_pe, cos, sin)), joined(k_nope, row), v), row
+def halves_in_one_sum(row, cos, sin):
+    a, b = row.chunk(2, dim=-1)
+    return row * torch.cat((cos, cos), -1) + torch.cat((-b, a), -1) * torch.cat((sin, sin), -1)
 
 
-def test_a_rotated_row_that_escapes_keeps_its_value():
+@pytest.mark.parametrize("spelling", [turn, halves_in_one_sum], ids=lambda f: f.__name__)
+def test_a_rotated_row_that_escapes_keeps_its_value(spelling):
     """A cache of rope keys: whether the op is made or not, the row itself is still computed."""
-    check(*build(rotated_row_cached))
+
+    def body(m, x, cos, sin):
+        q_nope, q_pe = m.queries(x)
+        k_nope, k_pe, v = m.keys(x)
+        row = spelling(k_pe, cos, sin)
+        return m.attend(joined(q_nope, spelling(q_pe, cos, sin)), joined(k_nope, row), v), row
+
+    frames = check(*build(body))
+    assert frames.counts[NAME] == 1 and not frames.tags("rope_qk"), frames.misses
+
+
+def test_refuses_a_row_of_every_head_that_escapes():
+    def body(m, x, cos, sin):
+        rows = []
+
+        def rope(k):
+            rows.append(halves_in_one_sum(k.expand(-1, 3, -1, -1), cos, sin))
+            return rows[-1]
+
+        return attention_with(m, x, partial(turn, cos=cos, sin=sin), rope), rows[0]
+
+    assert_refused_in_a_graph(NAME, "escapes", *build(body))

@@ -318,6 +318,20 @@ class Roles(nn.Module):
         return torch.softmax(torch.cat((q @ k.transpose(-1, -2), q[..., :1]), -1), -1)[..., :-1] @ v
 
 
+class Gated(nn.Module):
+    """Heads in front of the gate that the other half of a projection makes, as in Mamba's blocks, and a cache that is
+    empty yet, as transformers' is."""
+
+    def __init__(self, width=6):
+        super().__init__()
+        self.into, self.out = nn.Linear(width, 16), nn.Linear(8, width)
+
+    def forward(self, x):
+        inner, gate = self.into(x).unflatten(-1, (2, -1)).unbind(-2)
+        heads = inner.tanh().unflatten(-1, (2, -1))[..., None] * torch.linspace(0.5, 1.5, 3)
+        return self.out(heads.sum(-1).flatten(-2) * torch.cat((x.new_empty(0), gate), -2).sigmoid())
+
+
 class Chunks(nn.Module):
     """A matrix memory that goes from chunk to chunk by gates with a running maximum, as mLSTM's (arXiv:2405.04517)."""
 
@@ -341,7 +355,7 @@ class Chunks(nn.Module):
         return torch.stack(out, 1)
 
 
-@pytest.mark.parametrize("kind", [Streams, Roles])
+@pytest.mark.parametrize("kind", [Streams, Roles, Gated])
 def test_neither_are_positions_that_are_no_tokens(kind):
     frames = check(kind(), (torch.randn(2, 5, 6, requires_grad=True),))
     assert not frames.counts[NAME] and not frames.tags(NAME), frames.misses

@@ -232,6 +232,7 @@ def _not_replaceable(
     """(node, tag, reason) where an op may not replace a proved rotation; else None."""
     parts = [p for p in (rotation.nope, rotation.rope) if p]
     need = max(precision(value(p.source.node).dtype) for p in parts)
+    shared = _kind(lanes, rotation) == "shared"
     for node in sorted(cone):
         fake = value(node)
         if not isinstance(fake, torch.Tensor):
@@ -241,9 +242,9 @@ def _not_replaceable(
         if states[node] != states[root]:
             return node, "region", "part of it runs under another grad or autocast mode"
         # Views, copies and casts cost nothing to be read twice; these would be computed twice.
-        if node is not root and node.target in (aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor):
+        if node is not root and node.target in _ARITHMETIC:
             outside = [u for u in node.users if u not in cone and u.target not in SHAPE_ONLY]
-            if outside:
+            if outside and not (shared and _is_turned_row(node, root, cone)):
                 return node, "escapes", f"an intermediate is used elsewhere too ({outside[0].name})"
     nope, rope = rotation.nope, rotation.rope
     if nope is not None and nope.source == rope.source:
@@ -257,6 +258,22 @@ def _not_replaceable(
     if _broadcast_dims(lanes, rotation.main):
         return root, "broadcast", "the unrotated lanes are broadcast over a leading dimension"
     return None
+
+
+_ARITHMETIC = (aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor)
+
+
+def _is_turned_row(node: Node, root: Node, cone: set[Node]) -> bool:
+    """Whether `node` is the row that all heads share, turned and not yet theirs: a head's worth, which a cache has."""
+    wide = [sum(not is_one(size) for size in value(n).shape) for n in (node, root)]
+    pending, seen = [node], {node}
+    while pending:
+        new = [u for u in pending.pop().users if u in cone and u not in seen]
+        if any(u.target in _ARITHMETIC for u in new):
+            return False
+        seen.update(new)
+        pending += new
+    return wide[0] < wide[1]
 
 
 def _broadcast_dims(lanes: Lanes, part: Part) -> list[int]:

@@ -122,8 +122,10 @@ class _Steps:
                 continue
             if self.step[chain[-1]] == self.count - 2 and self._by_token(chain[-1]):
                 found = self._loop(chain)
-                if isinstance(found, Loop) or len({(n.target, _like(n)) for n in chain}) == 1:
-                    yield found  # of states that differ in kind nobody made a loop
+                kinds = {(n.target, _like(n)) for n in chain}
+                if isinstance(found, NoLoop) and (len(kinds) > 1 or found.tag == "steps" and len(chain) == 1):
+                    continue  # of states that differ in kind nobody made a loop, nor of two positions that differ
+                yield found
 
     def _by_token(self, state: Node) -> bool:
         """Whether what the last step reads is smaller than the state, as the tokens of a chunk are not, and more than

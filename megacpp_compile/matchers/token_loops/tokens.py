@@ -122,7 +122,8 @@ def collected(nodes: Iterable[Node], count: int) -> list[Collected]:
             if len(parts) == count and all(isinstance(p, Node) for p in parts):  # type: ignore[arg-type]
                 kept = node.target is aten.cat.default
                 dim %= _rank(node)  # type: ignore[operator, assignment]
-                if not kept or all(same_size(value(p).shape[dim], 1) for p in parts):  # type: ignore[union-attr, index]
+                one = (_rank(p) > dim and same_size(value(p).shape[dim], 1) for p in parts)  # type: ignore[union-attr, arg-type, index, operator]
+                if not kept or all(one):  # an empty tensor of fewer dimensions may be concatenated with any
                     found.append(Collected(node, tuple(parts), dim, kept))  # type: ignore[arg-type]
         elif _writes_into(node) and not any(map(_writes_into, node.users)):
             found += _writes(node, count)
