@@ -94,7 +94,7 @@ def compile_frame(
     if is_backward(gm):  # what is asked of a model was held against its forward
         config = dataclasses.replace(config, **{name: getattr(Config(), name) for name in _OF_FORWARD})
     target = resolve_target(config.target, example_inputs)
-    auto, config = conflicts.auto_for(gm, example_inputs, config, patches), config.without_auto()
+    given, config = config, config.without_auto()
     if inner_compile is None:
         start_workers(target)
     if (cut := graph_breaks.end_of(gm)) is not None and config.strict:
@@ -110,7 +110,8 @@ def compile_frame(
     analysis = analyse(boundary.gm, boundary.inputs, config, target, patches)
     analysis.notes = boundary.notes + tensor_subclasses.widened(boundary.gm, config.strict)
     analysis.frame.block, analysis.frame.blocks = block.name, block.copies
-    analysis.frame.auto = auto
+    rewritten = analysis.rewritten_gm()
+    analysis.frame.auto = conflicts.auto_for(gm, rewritten, example_inputs, given, patches)
     analysis.frame.graph_break = str(cut or "")
     analysis.notes += cut_sites(gm, analysis.outcome.sites if analysis.outcome else [], config)
     count = FrameCount(gm, config, block.required)

@@ -87,6 +87,7 @@ class CheckpointingPolicy:
     rblock: str | float = "selective"
     recompute: tuple[str, ...] = ()
     last_layer: str = "never"
+    depth_loop: str = "full"
     recompute_kv_upproj: bool = True
     recompute_q_upproj: bool = False
     budget: float | None = None
@@ -117,6 +118,8 @@ class CheckpointingPolicy:
         last = ("never", *(e for e in ENTRIES if e not in _ONLY))
         if self.last_layer not in last:
             raise BadOptionError("policy.last_layer", self.last_layer, "one of " + ", ".join(map(repr, last)), last)
+        if self.depth_loop not in (depths := ("kinds", *last[1:])):
+            raise BadOptionError("policy.depth_loop", self.depth_loop, "one of " + ", ".join(map(repr, depths)), depths)
         if self.budget is not None:
             if not _is_fraction(self.budget):
                 raise BadOptionError("policy.budget", self.budget, "a fraction from 0 to 1")
@@ -168,14 +171,14 @@ class CheckpointingPolicy:
         found = {f.name: getattr(self, f.name) for f in fields(self)}
         return {**found, "recompute": list(self.recompute)}
 
-    def entry(self, kind: str, last: bool) -> str:
+    def entry(self, kind: str, last: bool, repeated: bool = False) -> str:
         """The entry in force for a block of `kind`: "none" for one of no kind, "never" under a budget, where the
-        solver starts. last: whether the block is in the last layer."""
+        solver starts. last: whether the block is in the last layer; repeated: whether it is in a loop over depth."""
         given = getattr(self, kind) if kind in KINDS else "none"
         solved = self.budget is not None or self.peak_gib is not None
         if isinstance(given, float) or solved and kind in KINDS and given == "selective":
             return "never"
-        entry: str = given
+        entry: str = self.depth_loop if repeated and given == "selective" and self.depth_loop != "kinds" else given
         # "never" takes back what the kind's entry recomputes; over "none" there is nothing to take back.
         return self.last_layer if last and (self.last_layer != "never" or entry != "none") else entry
 
@@ -190,7 +193,7 @@ class CheckpointingPolicy:
         entries = {k: self.last_layer for k in KINDS if not isinstance(getattr(self, k), float)}
         return replace(self, **entries)  # type: ignore[arg-type]
 
-    def asked(self, kind: str, last: bool) -> str:
+    def asked(self, kind: str, last: bool, repeated: bool = False) -> str:
         """`entry` for reports: a budget as its fraction, a limit in GiB."""
         given = getattr(self, kind)
         if isinstance(given, float):
@@ -199,7 +202,7 @@ class CheckpointingPolicy:
             return f"{self.budget:g}"
         if given == "selective" and self.peak_gib is not None:
             return f"{self.peak_gib:g} GiB"
-        return self.entry(kind, last)
+        return self.entry(kind, last, repeated)
 
     def solves(self) -> bool:
         """Whether a budget or a limit has to be met."""

@@ -2,7 +2,8 @@
 
 A mode sees every op of a forward and follows what its results were made of, by meaning: a selection tells a router, the
 GEMM behind it the router's scores; reading rows by a choice tells dispatch; gates on rows, and adding rows up by a
-choice, tell combine; a log-softmax tells the head. No name of a module or model counts.
+choice, tell combine; a running sum and its exponential tell a scan; a log-softmax tells the head. No name of a module
+or model counts.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ FIELDS = {
     "combine": "rows times gates, and their sums for each token",
     "attention": "operands and results of attention cores, scores that are written out included",
     "convolution": "operands and results of causal convolutions",
+    "scan states": "running sums along the tokens, decays made of them, and what is computed with either",
     "head logits": "what a loss over classes keeps: logits, their float32 copy, log-probabilities",
     "GEMM results": "of other GEMMs, and their inputs",
     "elementwise": "norms, activations, sums, masks",
@@ -39,6 +41,7 @@ _GATHERS = ("aten::index", "aten::index_select", "aten::gather", "aten::embeddin
 _ADDS = ("aten::index_add", "aten::scatter_add", "aten::index_put", "aten::scatter_reduce", "aten::scatter")
 _BATCHED = ("aten::bmm", "aten::baddbmm")
 _SOFTMAX = ("aten::_softmax", "aten::softmax", "aten::_safe_softmax")
+_RUNNING = ("aten::cumsum", "aten::logcumsumexp", "aten::cumprod")
 _LOSSES = ("aten::_log_softmax", "aten::log_softmax", "aten::nll_loss_forward", "aten::logsumexp")
 
 
@@ -53,6 +56,7 @@ class Made:
         choice: whether it says who goes where, or with which weight.
         rows: whether it holds rows in the order of a choice.
         softmax: whether it is a softmax's result, or an elementwise function of one.
+        summed: whether it is a running sum, a function of such alone, or the exponential of one.
     """
 
     field: str = "inputs"
@@ -61,6 +65,7 @@ class Made:
     choice: bool = False
     rows: bool = False
     softmax: bool = False
+    summed: bool = False
 
 
 class FieldWatch(TorchDispatchMode):
@@ -112,6 +117,8 @@ class FieldWatch(TorchDispatchMode):
             return self._gathered(floats, parents)
         if name in _ADDS and choice:
             return Made("combine", parents) if rows or _combined(parents) else Made("dispatch", parents, choice=True)
+        if not rows and not choice and (scan := self._scanned(name, floats)) is not None:
+            return Made("scan states", parents, gemm=traits.gemm, summed=scan)
         if traits.gemm:
             return Made("expert hiddens" if rows else "GEMM results", parents, gemm=True, rows=rows)
         weighed = any((made := self._made.get(t.untyped_storage()._cdata)) and made.choice for t in floats)
@@ -124,6 +131,13 @@ class FieldWatch(TorchDispatchMode):
         if choice:
             return Made("dispatch", parents, choice=True)
         return Made("elementwise", parents, softmax=name in _SOFTMAX or any(p.softmax for p in parents))
+
+    def _scanned(self, name: str, floats: list[Tensor]) -> bool | None:
+        """Whether what an op of a scan makes is `summed`; None for an op of none."""
+        if name in _RUNNING and floats:
+            return True
+        sources = [(made := self._made.get(t.untyped_storage()._cdata)) is not None and made.summed for t in floats]
+        return all(sources) if any(sources) else None
 
     def _gathered(self, floats: list[Tensor], parents: tuple[Made, ...]) -> Made:
         """Of reading by a choice: gates where scores are read, the order of tokens where rows are, else rows."""

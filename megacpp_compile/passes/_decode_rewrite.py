@@ -12,6 +12,7 @@ from megacpp_compile.fx.edit import Builder, same_size, value
 from megacpp_compile.fx.sizes import hint
 from megacpp_compile.matchers.latent_decode.decodes import Decode, View
 from megacpp_compile.matchers.latent_decode.masks import Seen
+from megacpp_compile.passes._decode_weights import absorbed, expanded, ordered
 
 aten = torch.ops.aten
 # What a row is hidden by where data says so: its exponential is 0 beside any other's, and it is no infinity, of which a
@@ -22,8 +23,10 @@ LOW = -1e30
 def inputs_of(found: Decode) -> list[Node]:
     """What the absorbed form reads."""
     core = found.core
-    views = (found.latent, found.w_uk, found.w_uv, *(one.rows for one in found.shared))
+    views = (found.latent, *(one.rows for one in found.shared), *(one.view for one in found.biases))
     nodes = [*(q.node for q, _ in core.scores), *(view.node for view in views)]
+    nodes += [node for one in (*found.w_uk, *found.w_uv) for node in one.inputs]
+    nodes += [node for one in found.biases for node in one.times.nodes]
     nodes += [node for one in found.seen for _, node in one.last.parts] + [one.node for one in found.given]
     return list(dict.fromkeys(nodes))
 
@@ -42,12 +45,10 @@ def emit(build: Builder, found: Decode) -> tuple[Node, list[Node]]:
         parts += [_bias(build, seen, size, dtype)] if seen is not None else []
         latent = build(aten.cat.default, parts, -1) if len(parts) > 1 else parts[0]
     rows = build.cast(latent, dtype)
-    w_uk, w_uv = (_weight(build, w, (sizes["h"], n, sizes["r"]), dtype) for w, n in
-                  ((found.w_uk, sizes["n"]), (found.w_uv, sizes["v"])))  # fmt: skip
     queries = [_queries(build, found, i, dtype) for i in range(len(core.scores))]
     nope = _channels(build, queries[found.part], found.first, sizes["n"])
-    absorbed = build(aten.einsum.default, "bthn,hnr->bthr", [nope, w_uk])
-    pieces = [build.cast(absorbed, dtype)]
+    in_latents = absorbed(build, nope, found, dtype)
+    pieces = [build.cast(in_latents, dtype)]
     pieces += [_channels(build, queries[one.part], one.first, one.width) for one in found.shared]
     if found.given:
         pieces.append(build(aten.new_ones.default, pieces[0], [size("b"), size("t"), sizes["h"], 1]))
@@ -62,7 +63,8 @@ def emit(build: Builder, found: Decode) -> tuple[Node, list[Node]]:
     out = build.item(op, 0)
     if together:
         out = build(aten.reshape.default, out, [size("b"), size("t"), sizes["h"], sizes["r"]])
-    out = build(aten.einsum.default, "bthr,hvr->bthv", [out, w_uv])
+    of_queries = [size("b"), size("t"), sizes["h"], 1] if found.biases else []
+    out = expanded(build, out, found, dtype, op, of_queries)
     return op, [_result(build, found, build.cast(out, value(core.result.node).dtype))]
 
 
@@ -98,18 +100,7 @@ def _rows(build: Builder, view: View, axes: str, size: Callable[[str], Any], wid
         if isinstance(wanted, int) and isinstance(whole, int) and (first, wanted) != (0, whole):
             node = build(aten.slice.Tensor, node, dim, first, first + wanted)
         kept.insert(0, axis)
-    return _ordered(build, node, kept, axes)
-
-
-def _ordered(build: Builder, node: Node, have: list[str], axes: str) -> Node:
-    """`node`, whose dimensions are `have`, with those of `axes`, of size 1 where it has none."""
-    order = [have.index(axis) for axis in axes if axis in have]
-    if order != sorted(order):
-        node = build(aten.permute.default, node, order)
-    for place, axis in enumerate(axes):
-        if axis not in have:
-            node = build(aten.unsqueeze.default, node, place)
-    return node
+    return ordered(build, node, kept, axes)
 
 
 def _one_buffer(build: Builder, found: Decode, size: Callable[[str], Any]) -> Node | None:
@@ -130,53 +121,11 @@ def _one_buffer(build: Builder, found: Decode, size: Callable[[str], Any]) -> No
     return _rows(build, View(latent.node, tuple(places)), "bsc", size, found.sizes["r"] + shared.width)
 
 
-def _weight(build: Builder, view: View, sizes: tuple[int, int, int], dtype: torch.dtype) -> Node:
-    """[h, c, r] of a weight: its dimensions taken apart into digits, of which each axis is one."""
-    wanted = dict(zip("hcr", sizes, strict=True))
-    shape, kept = list[int](), list[tuple[str, int]]()  # digits; (axis, its first place) of each
-    for whole, (first, steps) in zip(value(view.node).shape, view.places, strict=True):
-        left = whole
-        for axis, step in sorted(steps.items(), key=lambda one: -one[1]):
-            shape.append(left // step)
-            kept.append((axis, first // step))
-            first, left = first % step, step
-        if left > 1 or not steps:
-            shape.append(left)
-            kept.append(("", first))
-    node = view.node
-    if shape != list(value(node).shape):
-        node = build(aten.reshape.default, node, shape)
-    have = list[str]()
-    for dim in reversed(range(len(kept))):
-        axis, first = kept[dim]
-        if not axis:
-            node = build(aten.select.int, node, dim, first)
-            continue
-        if (first, wanted[axis]) != (0, shape[dim]):
-            node = build(aten.slice.Tensor, node, dim, first, first + wanted[axis])
-        have.insert(0, axis)
-    return build.cast(_ordered(build, node, have, "hcr"), dtype)
-
-
-def digits_fit(view: View, sizes: tuple[int, int, int]) -> bool:
-    """Whether `_weight` can take it apart."""
-    wanted = dict(zip("hcr", sizes, strict=True))
-    if sorted(axis for _, steps in view.places for axis in steps) != sorted(a for a, n in wanted.items() if n > 1):
-        return False
-    for whole, (first, steps) in zip(value(view.node).shape, view.places, strict=True):
-        left = whole
-        for axis, step in sorted(steps.items(), key=lambda one: -one[1]):
-            if step <= 0 or left % step or first // step + wanted[axis] > left // step:
-                return False
-            first, left = first % step, step
-    return True
-
-
 def _queries(build: Builder, found: Decode, part: int, dtype: torch.dtype) -> Node:
     """[b, t, h, c] of the queries of a part of the scores."""
     operand = found.core.scores[part][0]
     have = [axis for axis in operand.axes if axis is not None]
-    return build.cast(_ordered(build, operand.node, have, "bthc"), dtype)
+    return build.cast(ordered(build, operand.node, have, "bthc"), dtype)
 
 
 def _channels(build: Builder, queries: Node, first: int, width: int) -> Node:
@@ -195,7 +144,7 @@ def _given(build: Builder, found: Decode) -> Node | None:
             if have[dim] not in "bs":
                 node = build(aten.select.int, node, dim, 0)
                 del have[dim]
-        node = _ordered(build, node, have, "bs")
+        node = ordered(build, node, have, "bs")
         node = build(aten.logical_not.default, node) if one.hidden else node
         seen = node if seen is None else build(aten.logical_and.default, seen, node)
     return seen

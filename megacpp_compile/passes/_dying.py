@@ -16,6 +16,7 @@ from megacpp_compile._torch.fakes import FakeTensorMode
 from megacpp_compile.fx.aliasing import memory_of
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.provenance import module_fqn
+from megacpp_compile.lowerings._sum_gradient import sum_gradient
 from megacpp_compile.lowerings._traits import name_of
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
@@ -26,16 +27,24 @@ aten = torch.ops.aten
 _SUMS = frozenset({aten.add.Tensor, aten.sub.Tensor})
 
 
+def held_by(x: Node) -> Node:
+    """The node whose memory is kept where `x` is: `sum_gradient` copies nothing in a compiled graph."""
+    base: Node = memory_of(x)
+    while base.target is sum_gradient:
+        base = memory_of(base.args[0])
+    return base
+
+
 def stays_alive(view: GraphView, x: Node, linears: Iterable[Node], trained: Set[Node]) -> MatchFailure | None:
     """Why the memory of `x` is kept for backward even if `linears`, which read it, do not ask for it; None where it is
     not. trained: the nodes that a gradient flows to or through."""
-    base, asking = memory_of(x), set(linears)
+    base, asking = held_by(x), set(linears)
     if base.op != "call_function":
         return MatchFailure(x, "input", "its input is one of the frame, whose caller holds it")
     pending = [base]
     while pending:
         for user in pending.pop().users:
-            if memory_of(user) is base:
+            if held_by(user) is base:
                 pending.append(user)
             elif user not in asking and not _keeps_nothing(user, base, trained):
                 return MatchFailure(user, "alive", _why(user))
@@ -50,7 +59,7 @@ def _keeps_nothing(user: Node, base: Node, trained: Set[Node]) -> bool:
     if user.target in _SUMS:
         return all(isinstance(value(a), torch.Tensor) for a in user.args[:2])
     linear = match_linear(user)
-    return linear is not None and linear.w not in trained and memory_of(linear.w) is not base
+    return linear is not None and linear.w not in trained and held_by(linear.w) is not base
 
 
 def _why(user: Node) -> str:

@@ -18,6 +18,7 @@ Without gradients nothing is found.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -25,16 +26,16 @@ from torch.fx import Node
 from megacpp_compile.config.compression import CompressionPlan
 from megacpp_compile.config.globs import inside_segment
 from megacpp_compile.config.rules import role_at
-from megacpp_compile.fx.aliasing import memory_of
 from megacpp_compile.fx.edit import Builder, place, value
 from megacpp_compile.fx.provenance import module_fqn
 from megacpp_compile.fx.sizes import nbytes, rows
+from megacpp_compile.lowerings._sum_gradient import sum_gradient
 from megacpp_compile.lowerings._traits import name_of, traits_of
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.linear import Linear, match_linear
 from megacpp_compile.passes._differentiated import differentiated
-from megacpp_compile.passes._dying import stays_alive
+from megacpp_compile.passes._dying import held_by, stays_alive
 from megacpp_compile.passes._rule import REGION, Match, in_other_modes
 from megacpp_compile.precision.survey import DEFAULT_EXCLUSIONS
 
@@ -60,7 +61,7 @@ def find(view: GraphView) -> Iterator[Match | MatchFailure]:
         if linear is not None:
             refusal = _refusal(linear, fqn, trained)
             if refusal is None:
-                readers.setdefault(memory_of(linear.x), []).append(linear)
+                readers.setdefault(held_by(linear.x), []).append(linear)
             else:
                 yield refusal
         elif name_of(node).startswith("megacpp::") and traits_of(node).gemm and name_of(node) != op:
@@ -89,8 +90,11 @@ def _check(
 ) -> Match | MatchFailure:
     first = linears[0]
     x, root, dtype = first.x, first.node, value(first.node).dtype
-    if any(linear.x is not x for linear in linears):
-        return MatchFailure(root, "views", "the linears that read its input do so through several views of it")
+    groups: tuple[Any, ...] = ()
+    if any(linear.x is not x for linear in linears):  # of one value whose gradient is summed alike it is summed once
+        x, groups = _unsummed(x)
+        if any(_unsummed(linear.x) != (x, groups) for linear in linears):
+            return MatchFailure(root, "views", "the linears that read its input do so through several views of it")
     if any(value(linear.node).dtype != dtype for linear in linears):
         return MatchFailure(root, "dtype", "the linears that read its input compute in several dtypes")
     if len({linear.b is None for linear in linears}) > 1:
@@ -101,7 +105,7 @@ def _check(
         return refusal if refusal.tag == "region" else MatchFailure(root, refusal.tag, refusal.reason)
     width = value(x).shape[-1]
     rank = plan.rank(width)
-    if rows(value(x)) * rank * dtype.itemsize > nbytes(value(memory_of(x))):
+    if rows(value(x)) * rank * dtype.itemsize > nbytes(value(held_by(x))):
         return MatchFailure(root, "expanded", "its input is a smaller value, repeated")
     operands = (t for linear in linears for t in (linear.w, linear.b) if t is not None)
     inputs = list(dict.fromkeys([x, *operands]))
@@ -110,15 +114,25 @@ def _check(
     fqn = module_fqn(root)
     note = f"{rank} of {width} channels kept; weight gradients approximate; projection from {plan.rule()}"
     return Match(
-        root, inputs, outputs, lambda build: _rewrite(build, plan, linears, rank, fqn), note=note,
+        root, inputs, outputs, lambda build: _rewrite(build, plan, linears, x, groups, rank, fqn), note=note,
         estimated=dict.fromkeys((linear.w for linear in linears), rank),
-        dies=memory_of(x) if value(x).dtype == dtype else None,  # else a cast for the GEMM dies, and counts by itself
+        dies=held_by(x) if value(x).dtype == dtype else None,  # else a cast for the GEMM dies, and counts by itself
     )  # fmt: skip
 
 
+def _unsummed(x: Node) -> tuple[Node, tuple[Any, ...]]:
+    """(the value that `x` is, the groups of ranks that its gradient is summed over, the last one first)."""
+    groups = []
+    while x.target is sum_gradient:
+        groups.append(x.args[1])
+        x = x.args[0]  # type: ignore[assignment]
+    return x, tuple(groups)
+
+
 def _rewrite(
-    build: Builder, plan: CompressionPlan, linears: list[Linear], rank: int, fqn: str
+    build: Builder, plan: CompressionPlan, linears: list[Linear], x: Node, groups: tuple[Any, ...], rank: int, fqn: str
 ) -> tuple[Node, list[Node]]:
+    """x: what the linears read, but for sums of its gradient over `groups`, the last one first."""
     first, dtype = linears[0], value(linears[0].node).dtype
     draw = None
     if plan.redraw == "update":
@@ -126,7 +140,9 @@ def _rewrite(
         plain = build(aten.clone.default, build(aten.detach.default, first.w))
         bits = build(aten.view.dtype, plain, _BITS[value(plain).dtype.itemsize])
         draw = build(aten.sum.default, bits)  # of integers, so the same in any order
-    x, weights = build.cast(first.x, dtype), [linear.weight(build) for linear in linears]
+    for group in reversed(groups):
+        x = build(sum_gradient, x, group)
+    x, weights = build.cast(x, dtype), [linear.weight(build) for linear in linears]
     biases = [build.cast(linear.b, dtype) for linear in linears if linear.b is not None]
     node = build(torch.ops.megacpp.compressed_linear.default, x, weights, biases, draw, rank, plan.key(fqn))
     made = build.item(node, 0)

@@ -7,7 +7,9 @@ After:  `out, _ = megacpp.mla_decode(cat((q_nope W_uk, q_rope)), cat((latents, r
 Safe because (q W_uk) c = q (W_uk c): scores and results are the same sums in another order. No head's keys and values
 are made. Found by what attention computes (`matchers/latent_decode`): which elements of keys and values a projection
 makes of which latents, and up to which row a query sees; further rows that a mask hides from all queries, as data, are
-low in one more channel. A query that sees no row is 0 where eager's is NaN.
+low in one more channel. A query that sees no row is 0 where eager's is NaN. Low-rank paths beside an up-projection
+(LoRA) are absorbed as such, `(q W_uk) + ((q B) A)`, whose weights' sum would take more; a bias of the values is added
+to the result, and one of the keys changes no weight of a row.
 Taken where it needs fewer multiply-adds by `choose_form`, whose counts are the site's note; for symbolic sizes, those
 that the frame was first compiled with.
 Refused: training, for which it is no gain (tag `training`); caches of expanded keys (`expanded-cache`); keys or values
@@ -27,7 +29,8 @@ from megacpp_compile.fx.sizes import hint
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.latent_decode.decodes import Decode, find_decodes
-from megacpp_compile.passes._decode_rewrite import digits_fit, emit, inputs_of, readable
+from megacpp_compile.passes._decode_rewrite import emit, inputs_of, readable
+from megacpp_compile.passes._decode_weights import weights_fit
 from megacpp_compile.passes._differentiated import differentiated
 from megacpp_compile.passes._rule import REGION, Match
 
@@ -50,8 +53,7 @@ def _decide(view: GraphView, found: Decode, gradients: set[Node]) -> Match | Mat
     node, sizes = found.core.result.node, found.sizes
     inputs = inputs_of(found)
     heads, latent = sizes["h"], sizes["r"]
-    fits = digits_fit(found.w_uk, (heads, sizes["n"], latent)) and digits_fit(found.w_uv, (heads, sizes["v"], latent))
-    if not fits or not readable(inputs, value(node).device):
+    if not weights_fit(found) or not readable(inputs, value(node).device):
         return None
     if node in gradients:
         return MatchFailure(

@@ -39,7 +39,8 @@ MOST, LEAST_SPARED = 0.01, 0.02
 LEAST_READ = 32 << 20
 
 # The policies that the steps of the ladder are taken from: what is cheap, and the up-projections too.
-CHEAP, SELECTIVE = CheckpointingPolicy(recompute_kv_upproj=False), CheckpointingPolicy()
+SELECTIVE = CheckpointingPolicy(depth_loop="kinds")
+CHEAP = dataclasses.replace(SELECTIVE, recompute_kv_upproj=False)
 
 
 @dataclasses.dataclass(frozen=True)

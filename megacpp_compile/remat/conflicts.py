@@ -32,17 +32,20 @@ def region_budget(node: Node) -> float | None:
 
 
 def auto_for(
-    gm: GraphModule, example_inputs: Sequence[Any], config: Config, patches: Mapping[str, Any]
-) -> dict[str, Any] | None:
+    gm: GraphModule, rewritten: GraphModule | None, example_inputs: Sequence[Any], config: Config,
+    patches: Mapping[str, Any],
+) -> dict[str, Any] | None:  # fmt: skip
     """An `AutoPlan` as a dict, for a frame that is trained under `policy="auto"`; None for any other. Its reason is why
-    the frame is left to torch's partitioner as under "none", "" where it is to be planned."""
+    the frame is left to torch's partitioner as under "none", "" where it is to be planned. rewritten: what the passes
+    made of Dynamo's graph `gm`, None where they left it as it was."""
     if config.policy != AUTO or is_backward(gm) or not trains(example_inputs):
         return None
-    return asdict(AutoPlan(reason=_decides(gm, patches)))
+    return asdict(AutoPlan(reason=_decides(gm, rewritten, patches)))
 
 
-def _decides(gm: GraphModule, patches: Mapping[str, Any]) -> str:
-    """Who decides already what is recomputed, by a checkpoint, a budget or a partitioner; "" where nobody does."""
+def _decides(gm: GraphModule, rewritten: GraphModule | None, patches: Mapping[str, Any]) -> str:
+    """Who decides already what is recomputed, by a checkpoint, a budget, a partitioner or a projection kept in place of
+    an input; "" where nobody does."""
     if has_regions(gm):
         return "torch.utils.checkpoint in the model decides"
     if (budget := memory_budget()) != 1.0:
@@ -52,7 +55,12 @@ def _decides(gm: GraphModule, patches: Mapping[str, Any]) -> str:
     from megacpp_compile._torch.inductor import config as inductor_config
 
     name = "custom_partitioner_fn"
-    return f"Inductor's {name} decides" if patches.get(name, getattr(inductor_config, name, None)) else ""
+    if patches.get(name, getattr(inductor_config, name, None)):
+        return f"Inductor's {name} decides"
+    # A plan that recomputed the input would undo it (`check_decisions`).
+    projects = (n for n in _nodes(rewritten or gm) if traits_of(n).kept_instead is not None)
+    op = next(projects, None)
+    return "" if op is None else f"{name_of(op)} keeps a projection in place of its input (the option 'compress')"
 
 
 def _nodes(gm: GraphModule) -> list[Node]:

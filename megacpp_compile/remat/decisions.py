@@ -37,7 +37,8 @@ class SaveDecisions:
         self.entries: dict[str, set[str]] = {}
         for block in set(blocks.values()):
             if block.kind:
-                self.entries.setdefault(block.layer, set()).add(policy.entry(block.kind, block.layer == self.last))
+                entry = policy.entry(block.kind, block.layer == self.last, block.repeated)
+                self.entries.setdefault(block.layer, set()).add(entry)
         self.routing = {blocks[n] for n in forward if is_selection(n) or traits_of(n).routed is not None}
         self.anywhere = set().union(*self.entries.values()) if self.entries else {"selective"}
         self.read_by_full = {a for n in forward if self._entry(n) == "full" for a in _sources(n)}
@@ -59,7 +60,7 @@ class SaveDecisions:
             last = block.layer == self.last
             if block.kind == "eblock" and self.policy.again("moe" if block in self.routing else "mlp", last):
                 return "full"
-            return self.policy.entry(block.kind, last)
+            return self.policy.entry(block.kind, last, block.repeated)
         # Norms and sums between blocks follow the blocks of their layer: any that asks for remat is enough.
         if not self.entries.get(block.layer, self.anywhere) - {"none"}:
             return "none"

@@ -1,7 +1,8 @@
 """Which block of the model a forward node belongs to, and of what kind that block is.
 
 A layer is a numbered module ("layers.3") of a container that holds attention, scans or convolutions; a block is a
-direct child of a layer, or of the frame where a layer is compiled by itself. The user's patterns decide the kind of a
+direct child of a layer, or of the frame where a layer is compiled by itself. Each call of a module in a loop over depth
+is a layer of its own (`depth_loops`). The user's patterns decide the kind of a
 block; without one its operations do: "mblock" has a scan, a causal convolution or a linear recurrence of a state,
 "ablock" attention, "rblock" a GEMM whose input depends on an earlier GEMM with the same weight, or a module with the
 class name of a recurrent one, "eblock" any other GEMM.
@@ -20,6 +21,7 @@ from megacpp_compile.fx.provenance import module_fqn
 from megacpp_compile.fx.view_chains import base_of
 from megacpp_compile.lowerings._traits import name_of, traits_of
 from megacpp_compile.matchers.recurrences import find_recurrences
+from megacpp_compile.remat.depth_loops import Call, calls_of
 from megacpp_compile.remat.nodes import is_core, is_depthwise, is_gemm
 from megacpp_compile.remat.plan import BlockRef
 
@@ -29,15 +31,22 @@ _RECURRENT = re.compile(r"gru|lstm|(^|[^a-z])rnn|recurrent", re.IGNORECASE)
 def blocks_of(forward: Sequence[Node], patterns: Mapping[str, str]) -> dict[Node, BlockRef]:
     """The block of every forward node. forward: in graph order; patterns: glob over module names -> kind."""
     fqns: dict[Node, str] = {}
+    calls = calls_of(forward, _mixes)
     last = ""
     for node in forward:  # a node that a pattern of Inductor's inserted has no module: it takes its neighbours'
-        last = fqns[node] = module_fqn(node) or _through(node, fqns) or last
+        own = module_fqn(node)
+        like = node if own else next((a for a in node.all_input_nodes if fqns.get(a)), None)
+        last = fqns[node] = own or (fqns[like] if like is not None else last)
+        if like in calls:
+            calls[node] = calls[like]
     containers = _containers(forward, fqns)
     members: dict[tuple[str, str], list[Node]] = {}
     named: dict[tuple[str, str], str] = {}
     of: dict[Node, tuple[str, str]] = {}
     for node in forward:
         layer, child = _split(fqns[node], containers)
+        if (call := calls.get(node)) is not None:
+            layer, child = _within(call, layer, child, fqns[node])
         named_by = longest_hit(patterns, fqns[node])
         block = (layer, named_by[0] if named_by else f"{layer}.{child}".strip(".") if child else "")
         if named_by:
@@ -45,7 +54,17 @@ def blocks_of(forward: Sequence[Node], patterns: Mapping[str, str]) -> dict[Node
         of[node] = block
         members.setdefault(block, []).append(node)
     kinds = {b: named.get(b) or (kind_of(nodes) if b[1] else "") for b, nodes in members.items()}
-    return {n: BlockRef(b[0], b[1] if kinds[b] else None, kinds[b]) for n, b in of.items()}
+    repeated = {of[n][0] for n, call in calls.items() if call.beside}
+    return {n: BlockRef(b[0], b[1] if kinds[b] else None, kinds[b], b[0] in repeated) for n, b in of.items()}
+
+
+def _within(call: Call, layer: str, child: str | None, fqn: str) -> tuple[str, str | None]:
+    """The layer and the child of it that a node in a loop over depth is in: a numbered layer inside of the module that
+    is called, or that module."""
+    inside = f"{layer}.".startswith(f"{call.module}.")
+    if not inside:
+        layer, child = call.module, fqn[len(call.module) + 1 :].partition(".")[0] or None
+    return f"{layer}@{call.number}", child
 
 
 def _containers(forward: Sequence[Node], fqns: Mapping[Node, str]) -> set[str]:
@@ -100,11 +119,6 @@ def _split(fqn: str, containers: set[str]) -> tuple[str, str | None]:
     depths = [i + 1 for i, p in enumerate(parts) if p.isdigit() and ".".join(parts[:i]) in containers]
     depth = depths[-1] if depths else 0
     return ".".join(parts[:depth]), parts[depth] if len(parts) > depth else None
-
-
-def _through(node: Node, fqns: Mapping[Node, str]) -> str:
-    return next((fqns[a] for a in node.all_input_nodes if fqns.get(a)), "")
-
 
 
 def kind_of(nodes: Iterable[Node]) -> str:

@@ -28,14 +28,16 @@ class BlockRef:
     """The block that a node is in.
 
     Attributes:
-        layer: the layer's FQN, "" for the frame itself.
+        layer: the layer's FQN, "" for the frame itself; in a loop over depth with the number of the call, "mtp@1".
         block: the block's FQN, None between blocks.
         kind: one of `config.checkpointing.KINDS`, or "" where none is known.
+        repeated: whether the layer is a call in a loop over depth, beside layers that are not.
     """
 
     layer: str
     block: str | None
     kind: str
+    repeated: bool = False
 
 
 @dataclasses.dataclass(eq=False)

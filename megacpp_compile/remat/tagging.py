@@ -171,6 +171,8 @@ def describe(plan: Plan, blocks: dict[Node, BlockRef], policy: CheckpointingPoli
     device = _device(list(blocks))
     for kind in (k for k in (*KINDS, "") if k in by_kind):
         entries = [policy.asked(kind, False), *([policy.asked(kind, True)] if layered else [])] if kind else []
+        if any(b.kind == kind and b.repeated for b in blocks.values()) and kind:
+            entries.append(f"{policy.asked(kind, False, True)} in the loop over depth")
         entries += [f"recompute {name}" for name in policy.recompute if kind == OPERATIONS[name]]
         saved = [n for n in plan.saved if blocks[n].kind == kind]
         found[kind] = {

@@ -60,6 +60,22 @@ class Mamba(nn.Module):
         return x + self.outward(F.silu(h).cumsum(0))
 
 
+class Scan(nn.Module):
+    """A state-space scan over all pairs of tokens, decayed by the running sum between them."""
+
+    def __init__(self, heads=4):
+        super().__init__()
+        self.heads, self.decay, self.into = heads, nn.Linear(DIM, heads), nn.Linear(DIM, 3 * DIM)
+
+    def forward(self, x):
+        total = F.logsigmoid(self.decay(x)).cumsum(0)
+        b, c, v = self.into(x).chunk(3, -1)
+        later = torch.ones(len(x), len(x), dtype=torch.bool, device=x.device).triu(1)[..., None]
+        decays = torch.exp((total[:, None] - total[None]).masked_fill(later, float("-inf")))
+        mixed = (decays * (c @ b.t())[..., None]).permute(2, 0, 1)
+        return x + torch.bmm(mixed, v.unflatten(-1, (self.heads, -1)).transpose(0, 1)).transpose(0, 1).flatten(1)
+
+
 class Head(nn.Module):
     def __init__(self, classes=64):
         super().__init__()
@@ -93,6 +109,7 @@ MODELS = {
     "experts_choose": lambda: nn.Sequential(nn.Linear(DIM, DIM), Experts(capacity=8), Head()),
     "attention": lambda: nn.Sequential(Attention(), Attention(), Head()),
     "mamba": lambda: nn.Sequential(Mamba(), Head()),
+    "scan": lambda: nn.Sequential(Scan(), Head()),
     "bf16": lambda: nn.Sequential(Attention(), Experts(), Head()).bfloat16(),
 }
 
@@ -149,6 +166,13 @@ def test_attention_and_convolutions_have_theirs():
     assert fields(Mamba())["convolution"] >= 2 * TOKENS * 2 * DIM * 4
 
 
+def test_a_scan_to_the_byte():
+    """Decays for every pair of tokens and head, and these times the scores; what comes out of it is none of it."""
+    pairs = TOKENS * TOKENS * 4
+    assert fields(nn.Sequential(Scan(heads=4), nn.Linear(DIM, DIM)))["scan states"] == 2 * pairs * 4
+    assert "scan states" not in fields(Attention())
+
+
 def test_a_dense_block_is_near_what_megatron_counts():
     """34 bytes a token and channel in half precision without the scores of attention: arXiv:2205.05198, table 2. On
     CPU a mask of dropout takes two bytes where theirs takes one."""
@@ -202,5 +226,5 @@ def test_models_nobody_here_wrote(name):
         assert found.pop("attention") > real.pop("attention") > 0
     assert found == real
     experts = {"router input", "router scores", "dispatch", "gathered rows", "expert hiddens"}
-    own = {"convolution"} if name == "Mamba2" else experts | ({"attention"} if name == "DeepseekV3" else set())
+    own = {"convolution", "scan states"} if name == "Mamba2" else experts | ({"attention"} if name == "DeepseekV3" else set())
     assert own | {"head logits", "elementwise"} <= set(found)

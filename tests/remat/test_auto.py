@@ -224,6 +224,15 @@ def test_a_budget_of_torch_is_the_users(planned):
     assert "activation_memory_budget = 0.5" in chosen(auto).reason
 
 
+def test_a_projection_kept_in_place_of_an_input_is_the_users(planned):
+    """The ladder would recompute that input, which a written policy is refused for."""
+    model = models.llama(3)
+    options = {"compress": {"names": ("*.down",)}, "strict": True}
+    none, auto = (step(model, (models.hidden(),), {"policy": policy, **options}) for policy in ("none", "auto"))
+    assert [g.code for g in none.graphs] == [g.code for g in auto.graphs] and auto.report.sites
+    assert "compressed_linear keeps a projection in place of its input" in chosen(auto).reason
+
+
 def test_nothing_is_said_of_inference(planned):
     model, inputs = models.mla(2)
     torch._dynamo.reset()

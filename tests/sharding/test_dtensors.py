@@ -33,10 +33,15 @@ ELSEWHERE = {
         {"all_gather_into_tensor": 4, "all_reduce": 2, "reduce_scatter_tensor": 1},
         {"all_gather_into_tensor": 3, "all_reduce": 3 if OLD else 2},
     ],
+    # What two linears read is one operand of an op, and its gradient is summed once.
+    "compressed": [{"all_reduce": 1}, {"all_reduce": 1}],
 }
 OTHER_SITES = {
     # Dynamo knows the first batch's size in a frame with DTensors from torch 2.10 on, and compiles for the second anew.
     "tensor_parallel_dynamic": {name: n if OLD else 2 * n for name, n in (MLA_SITES | PAIRS).items()},
+    "decoding": {"mla_decode": 1, "down_norm_up": 1},
+    "compressed": {"compressed_linear": 2},
+    "planned": {},
     "uneven": {"down_norm_up": 1},
     "written": {},
     **dict.fromkeys(("experts", "sharded_experts"), MLA_SITES | PAIRS | EXPERTS),
@@ -126,6 +131,14 @@ def test_a_dispatch_that_breaks_the_graph_says_how_not_to(seen):
 def test_a_model_on_dtensors_communicates_where_ranks_part(seen, case):
     for rank in compiled(seen, case):
         assert rank["compiled"] == ELSEWHERE[case]
+
+
+@pytest.mark.slow
+def test_auto_plans_a_frame_with_dtensors_alike_on_all_ranks(seen):
+    """And sums over ranks run no second time."""
+    one, *others = compiled(seen, "planned")
+    assert [found["taken"] for found in one["auto"]] == [True]
+    assert all(other["auto"] == one["auto"] for other in others)
 
 
 @pytest.mark.slow
@@ -223,3 +236,20 @@ def test_a_precision_plan_names_products_on_dtensors(no_kernels, mesh):
     assert "DTensors" in rows["o"]["reason"]
     for name in ("q_up", "kv_up"):  # each rank's part is a linear like any other
         assert rows[name]["effective"] == rows["q_down"]["effective"] == "fp32"
+
+
+@pytest.mark.parametrize(
+    ("norm", "names", "why"),
+    [(torch.nn.LayerNorm(32), ("*.up",), "the linear layers.0.gate reads"),
+     (torch.nn.ReLU(), ("*.up", "*.gate"), "relu, which made")],
+    ids=["another reader", "its maker"],
+)  # fmt: skip
+def test_what_is_summed_over_ranks_is_the_value_itself_to_compress(no_kernels, mesh, norm, names, why):
+    """A linear by column reads a value through a sum of its gradient, which holds no memory of its own."""
+    model = ranks.feed_forwards(mesh)
+    model.layers[0].norm = norm
+    options = {"compress": {"names": names}, "require": {"compressed_linear": 0}}
+    with record() as report:
+        torch.compile(model, backend="megacpp", options=options)(torch.randn(2, 6, 32, requires_grad=True), None, None)
+    (miss,) = (m for m in report.misses if m.pass_name == "compressed_linear")
+    assert miss.tag == "alive" and why in miss.reason

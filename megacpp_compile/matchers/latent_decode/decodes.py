@@ -4,7 +4,9 @@ a row, beside channels of the keys that all heads share.
     k[b, h, s] = (W_uk[h] latent[b, s], rope[b, s])    v[b, h, s] = W_uv[h] latent[b, s]
 
 It is told by where each element of the keys and values comes from (`elements.py`), so that one projection or two, split
-before or behind, in any order of dimensions, are the same.
+before or behind, in any order of dimensions, are the same. W_uk and W_uv may be sums, as with LoRA, and have a bias
+(`up_projections.py`). One of the keys adds the same to all scores of a query, which a softmax takes for nothing; one of
+the values is a constant of the result, as the weights of a query add up to 1.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.latent_decode.core import Core, Operand, cores
 from megacpp_compile.matchers.latent_decode.elements import AXES, Elements, along, cut, elements, levels, places
 from megacpp_compile.matchers.latent_decode.masks import NotRows, Rows, Seen, rows_seen
-from megacpp_compile.matchers.latent_decode.products import BROADCAST, CONTRACTED, Factor, product_of
+from megacpp_compile.matchers.latent_decode.up_projections import Expanded, Term, Times, expanded
 
 # For each dimension of a tensor, where along it an element is: (its first place, axis -> places a step along it).
 Places = tuple[tuple[int, Mapping[str, int]], ...]
@@ -49,19 +51,43 @@ class Shared:
 
 
 @dataclasses.dataclass(frozen=True)
+class Map:
+    """`times * weight (down latent)`: weight [h, c, rank], down [rank, r]; without `down`, `times * weight latent`."""
+
+    weight: View
+    down: View | None
+    rank: int
+    times: Times
+
+    @property
+    def inputs(self) -> list[Node]:
+        return [self.weight.node, *([] if self.down is None else [self.down.node]), *self.times.nodes]
+
+
+@dataclasses.dataclass(frozen=True)
+class Bias:
+    """`times` of what `view` [h, c] has, which may lack either."""
+
+    view: View
+    times: Times
+
+
+@dataclasses.dataclass(frozen=True)
 class Decode:
     """An attention over latents.
 
-    latent [b, s, r]; w_uk [h, nope, r]; w_uv [h, v, r]. part, first: which channels of which part's queries meet w_uk.
-    shared: the other channels. sizes: of "b", "h", "t", "s", of "n" (nope), "p" (shared), "v" and "r", symbolic or not.
-    expanded: the projections' nodes. seen: up to which row a query sees, of each limit; empty where it sees all. given:
-    further rows that are hidden from all queries, as data.
+    latent [b, s, r]; w_uk [h, nope, r] and w_uv [h, v, r], each a sum. part, first: which channels of which part's
+    queries meet w_uk. biases: of the values. shared: the other channels. sizes: of "b", "h", "t", "s", of "n"
+    (nope), "p" (shared), "v" and "r", symbolic or not. expanded: the nodes of what is expanded. seen: up to which
+    row a query sees, of each limit; empty where it sees all. given: further rows that are hidden from all queries,
+    as data.
     """
 
     core: Core
     latent: View
-    w_uk: View
-    w_uv: View
+    w_uk: tuple[Map, ...]
+    w_uv: tuple[Map, ...]
+    biases: tuple[Bias, ...]
     part: int
     first: int
     shared: tuple[Shared, ...]
@@ -101,10 +127,13 @@ def _decode(core: Core) -> Decode | MatchFailure | None:
     if len(up) != 1 or len(values.pieces) != 1 or len(values.expanded) != 1:
         return None
     (part, key), value_ = up[0], values.expanded[0]
-    if not key.latents[-1].is_that_of(value_.latents[-1]):
+    made = _of_one_latent(key, value_)
+    if made is None:
         return None
-    sizes = {a: core.scores[0][0].size(a) for a in "bht"} | {"s": core.values.size("s"), "r": key.width}
-    latent, w_uk, w_uv = _rows(key.latents, "bsr", sizes), _weight(key.weight, "hcr"), _weight(value_.weight, "hcr")
+    base, of_keys, of_values = made
+    sizes = {a: core.scores[0][0].size(a) for a in "bht"} | {"s": core.values.size("s"), "r": base.width}
+    latent, w_uk, w_uv = _rows(base.latents, "bsr", sizes), _maps(of_keys), _maps(of_values)
+    biases = [(_weight(one.at, "hc"), one.times) for one in value_.constants]
     shared = []
     for i, side in enumerate(keys):
         for piece in side.pieces:
@@ -116,7 +145,7 @@ def _decode(core: Core) -> Decode | MatchFailure | None:
             if at[-1].depends("h") or rows is None:
                 return None
             shared.append(Shared(rows, i, int(piece.samples["c"][0]), width))
-    if latent is None or w_uk is None or w_uv is None:
+    if latent is None or w_uk is None or w_uv is None or any(view is None for view, _ in biases):
         return None
     channels = key.at.samples["c"]
     sizes |= {"n": len(channels), "p": sum(one.width for one in shared), "v": core.values.size("c")}
@@ -127,8 +156,28 @@ def _decode(core: Core) -> Decode | MatchFailure | None:
     except NotRows as why:
         mask = core.masks[0].node
         return MatchFailure(core.result.node, "mask", f"which rows a query sees is not told by {mask.name}: {why}")
-    return Decode(core, latent, w_uk, w_uv, part, int(channels[0]), tuple(shared), sizes,
-                  (key.product, value_.product), tuple(seen), tuple(given))  # fmt: skip
+    added = tuple(Bias(view, times) for view, times in biases if view is not None)
+    return Decode(core, latent, w_uk, w_uv, added, part, int(channels[0]), tuple(shared), sizes,
+                  (key.node, value_.node), tuple(seen), tuple(given))  # fmt: skip
+
+
+def _of_one_latent(key: Expanded, of_values: Expanded) -> tuple[Term, tuple[Term, ...], tuple[Term, ...]] | None:
+    """(a term whose latents all the others are made of, too, those of the keys, those of the values)."""
+    for base in key.terms:
+        both = [side.of(base.latents[-1]) for side in (key, of_values)]
+        if both[0] is not None and both[1] is not None:
+            return base, both[0], both[1]
+    return None
+
+
+def _maps(terms: tuple[Term, ...]) -> tuple[Map, ...] | None:
+    found = []
+    for term in terms:
+        weight, down = _weight(term.weight, "hcr"), None if term.down is None else _weight(term.down, "cr")
+        if weight is None or down is None and term.down is not None:
+            return None
+        found.append(Map(weight, down, term.width, term.times))
+    return tuple(found)
 
 
 def _samples(core: Core) -> dict[str, np.ndarray] | None:
@@ -140,24 +189,13 @@ def _samples(core: Core) -> dict[str, np.ndarray] | None:
     return found | {"r": np.zeros(1, dtype=np.int64)}
 
 
-@dataclasses.dataclass(frozen=True)
-class _Expanded:
-    """Channels that a projection makes of latents. latents: their elements, and those of what they are views of."""
-
-    at: Elements
-    product: Node
-    latents: list[Elements]
-    weight: list[Elements]
-    width: int
-
-
 class _Side:
     """Keys or values: the pieces that their channels are made of, and those of them that are expanded latents."""
 
     def __init__(self, operand: Operand, samples: Mapping[str, np.ndarray]) -> None:
         channels = places(operand.size("c"), True)
         self.pieces = list(_pieces(elements(operand.node, operand.axes, {**samples, "c": channels})))
-        self.expanded = [e for e in map(_expanded, self.pieces) if e is not None]
+        self.expanded = [e for e in map(expanded, self.pieces) if e is not None]
 
 
 def _pieces(at: Elements) -> Iterator[Elements]:
@@ -168,32 +206,7 @@ def _pieces(at: Elements) -> Iterator[Elements]:
         yield at
         return
     inner = [piece for part in parts for piece in _pieces(part)]
-    yield from inner if any(_expanded(piece) is not None for piece in inner) else [at]
-
-
-def _expanded(at: Elements) -> _Expanded | None:
-    last = levels(at)[-1]
-    product = product_of(last.node)
-    if product is None or not last.depends("h"):
-        return None
-    contracted = [value(f.node).shape[f.dims.index(CONTRACTED)] for f in product.factors]
-    if not isinstance(contracted[0], int):
-        return None
-    samples = {**last.samples, "r": places(contracted[0], True)}
-    sides = [_factor(last, factor, samples) for factor in product.factors]
-    latents = [side for side in sides if not side.depends("h") and not side.depends("c")]
-    weights = [side for side in sides if side.depends("h") and not side.depends("s") and not side.depends("b")]
-    if len(latents) != 1 or len(weights) != 1:
-        return None
-    of_rows = [level.at_first("hc") for level in levels(latents[0])]
-    return _Expanded(at, last.node, of_rows, levels(weights[0]), contracted[0])
-
-
-def _factor(at: Elements, factor: Factor, samples: Mapping[str, np.ndarray]) -> Elements:
-    """The elements of a factor that the elements `at` of a product are made of, along "r"."""
-    zero = np.zeros([1] * len(AXES), dtype=np.int64)
-    of = {CONTRACTED: along("r", samples["r"]), BROADCAST: zero, **dict(enumerate(at.index))}
-    return Elements(factor.node, samples, tuple(of[d] for d in factor.dims))
+    yield from inner if any(expanded(piece) is not None for piece in inner) else [at]
 
 
 def _places(at: Elements, axes: str) -> Places | None:
@@ -290,12 +303,11 @@ def _of_a_cache_of_keys(core: Core, samples: Mapping[str, np.ndarray]) -> MatchF
 
 def _is_latent(piece: Elements) -> bool:
     """Whether a projection makes it of something narrower."""
-    product = product_of(levels(piece)[-1].node)
-    if product is None or not levels(piece)[-1].depends("h"):
+    found = expanded(piece)
+    if found is None:
         return False
-    made = value(product.node).shape
-    widths = [value(f.node).shape[f.dims.index(CONTRACTED)] for f in product.factors]
-    return isinstance(widths[0], int) and isinstance(made[-1], int) and widths[0] < made[-1]
+    made = value(found.node).shape[-1]
+    return isinstance(made, int) and all(term.width < made for term in found.terms)
 
 
 def _is_given(node: Node) -> bool:

@@ -67,8 +67,9 @@ class Elements:
 
     def is_that_of(self, other: Elements) -> bool:
         """Whether both are the same elements of the same tensor."""
-        pairs = zip(self.index, other.index, strict=True)
-        return self.node is other.node and all((a == b).all() for a, b in pairs)
+        if self.node is not other.node or any(len(self.samples[a]) != len(other.samples[a]) for a in AXES):
+            return False
+        return all((a == b).all() for a, b in zip(self.index, other.index, strict=True))
 
 
 def places(size: Any, all_of: bool) -> np.ndarray:
@@ -99,7 +100,8 @@ def back(at: Elements) -> Elements | None:
         return _part(at, source, node.args[1])
     if not isinstance(value(source), torch.Tensor) or not isinstance(value(node), torch.Tensor):
         return None
-    if node.target in IDENTITIES or node.target is DETACH or is_cast(node):
+    no_dropout = node.target is aten.dropout.default and node.args[2] is False
+    if node.target in IDENTITIES or node.target is DETACH or is_cast(node) or no_dropout:
         return Elements(source, at.samples, at.index)
     if node.target in _SAME_ORDER:
         index = _reshaped(at.index, value(node).shape, value(source).shape)
@@ -108,13 +110,7 @@ def back(at: Elements) -> Elements | None:
         order = _order(node, len(at.index))
         return Elements(source, at.samples, tuple(at.index[order.index(d)] for d in range(len(order))))
     if node.target in EXPANSIONS:
-        here, there = value(node).shape, value(source).shape
-        own, first = list[np.ndarray](), len(here) - len(there)
-        for d, size in enumerate(there):
-            if not same_size(size, here[first + d]) and not same_size(size, 1):
-                return None
-            own.append(at.index[first + d] * 0 if same_size(size, 1) else at.index[first + d])
-        return Elements(source, at.samples, tuple(own))
+        return operand(at, source)
     if node.target is aten.slice.Tensor:
         return _sliced(at, source)
     if node.target is aten.select.int and isinstance(node.args[2], int):
@@ -122,6 +118,17 @@ def back(at: Elements) -> Elements | None:
         chosen = np.full([1] * len(AXES), place % hint(value(source).shape[dim]))
         return Elements(source, at.samples, (*at.index[:dim], chosen, *at.index[dim:]))
     return None
+
+
+def operand(at: Elements, source: Node) -> Elements | None:
+    """The elements of `source`, which is broadcast to `at.node`; None where it is not."""
+    here, there = value(at.node).shape, value(source).shape
+    own, first = list[np.ndarray](), len(here) - len(there)
+    for d, size in enumerate(there):
+        if not same_size(size, here[first + d]) and not same_size(size, 1):
+            return None
+        own.append(at.index[first + d] * 0 if same_size(size, 1) else at.index[first + d])
+    return Elements(source, at.samples, tuple(own))
 
 
 def levels(at: Elements) -> list[Elements]:

@@ -33,18 +33,24 @@ class Product:
 
 def product_of(node: Node) -> Product | None:
     """The product that `node` is, or None."""
+    product, bias = with_bias(node)
+    return product if bias is None else None
+
+
+def with_bias(node: Node) -> tuple[Product | None, Node | None]:
+    """(the product that `node` is, but for what it adds to the last dimension; that, [channels], or None)."""
     if node.op != "call_function" or not isinstance(value(node), torch.Tensor):
-        return None
+        return None, None
     if node.target is aten.einsum.default:
-        return _einsum(node)
+        return _einsum(node), None
     if node.target in (aten.matmul.default, aten.mm.default, aten.bmm.default):
-        return _matmul(node)
+        return _matmul(node), None
     linear = match_linear(node)
-    if linear is None or linear.b is not None or linear.transposed:
-        return None
+    if linear is None:
+        return None, None
     last = value(node).dim() - 1
-    x, w = (*range(last), CONTRACTED), (last, CONTRACTED)
-    return Product(node, (Factor(linear.x, x), Factor(linear.w, w)))
+    x, w = (*range(last), CONTRACTED), ((CONTRACTED, last) if linear.transposed else (last, CONTRACTED))
+    return Product(node, (Factor(linear.x, x), Factor(linear.w, w))), linear.b
 
 
 def _matmul(node: Node) -> Product | None:
