@@ -55,6 +55,9 @@ class CheckpointingPolicy:
         last_layer: entry for every block of the last layer. By default "never", since backward consumes its activations
             at once: none of its GEMMs, cores, projections or reductions is recomputed, even if its kinds' entries say
             so; only values that a fused kernel computes anyway while it reads saved ones are.
+        stream_group: after how many layers each the values that pass from layer to layer are saved, and recomputed
+            together from there between: None, by their bytes, as all that is cheap; -1, after each. For streams of a
+            residual that layers mix, as in hyper-connections, which are several times as wide as a block's output.
         recompute_kv_upproj: under "selective", recompute keys and values of latent attention from the latent.
         recompute_q_upproj: likewise the queries.
         budget: a fraction for the whole model, in the place of "selective" for every kind.
@@ -88,6 +91,7 @@ class CheckpointingPolicy:
     recompute: tuple[str, ...] = ()
     last_layer: str = "never"
     depth_loop: str = "full"
+    stream_group: int | None = None
     recompute_kv_upproj: bool = True
     recompute_q_upproj: bool = False
     budget: float | None = None
@@ -120,6 +124,8 @@ class CheckpointingPolicy:
             raise BadOptionError("policy.last_layer", self.last_layer, "one of " + ", ".join(map(repr, last)), last)
         if self.depth_loop not in (depths := ("kinds", *last[1:])):
             raise BadOptionError("policy.depth_loop", self.depth_loop, "one of " + ", ".join(map(repr, depths)), depths)
+        if self.stream_group is not None and not _is_group(self.stream_group):
+            raise BadOptionError("policy.stream_group", self.stream_group, "a number of layers, -1 or None")
         if self.budget is not None:
             if not _is_fraction(self.budget):
                 raise BadOptionError("policy.budget", self.budget, "a fraction from 0 to 1")
@@ -216,6 +222,10 @@ class CheckpointingPolicy:
 
 def _is_fraction(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1
+
+
+def _is_group(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and (value == -1 or value > 0)
 
 
 def _is_size(value: Any) -> bool:

@@ -15,7 +15,7 @@ from torch.fx import Node
 from torch.utils.checkpoint import CheckpointPolicy as Tag
 
 from megacpp_compile.config.checkpointing import CheckpointingPolicy
-from megacpp_compile.fx.sizes import nbytes
+from megacpp_compile.fx.sizes import elements, nbytes
 from megacpp_compile.fx.view_chains import base_of, beyond_views
 from megacpp_compile.fx.views import is_view
 from megacpp_compile.lowerings._traits import traits_of
@@ -34,6 +34,9 @@ class SaveDecisions:
         self.last = last_layer(blocks.values())
         self.upward = up_projections(forward, policy.recompute_kv_upproj, policy.recompute_q_upproj)
         self.chosen_from = selection_inputs(forward)
+        self.layers = list(dict.fromkeys(b.layer for b in blocks.values() if b.layer))
+        self.carried = {n for n in forward if blocks[n].layer and _is_carried(n, blocks)}
+        self.wide = {elements(n.meta["val"]) for n in self.carried}
         self.entries: dict[str, set[str]] = {}
         for block in set(blocks.values()):
             if block.kind:
@@ -87,6 +90,8 @@ class SaveDecisions:
         block = self.blocks[node]
         if leaves_layer(node, self.blocks) and self._layers_run_again(node):
             return SAVE  # otherwise the backward of one layer would recompute the layers before it
+        if self.policy.stream_group is not None and entry != "never" and self._is_stream(node):
+            return SAVE if node in self.carried and self._ends_group(block.layer) else RECOMPUTE
         if entry in ("full", "full_plus_norms") and block.kind:
             return RECOMPUTE
         if node in self.read_by_full and block.kind == "":
@@ -100,6 +105,17 @@ class SaveDecisions:
         if entry == "conv_bc_only" and self._behind_core(node):
             return SAVE
         return RECOMPUTE if self._is_cheap(node) else SAVE
+
+    def _is_stream(self, node: Node) -> bool:
+        """Whether it is what passes from layer to layer, or as large and made without a GEMM or a core."""
+        if is_gemm(node) or is_core(node) or not isinstance(node.meta["val"], torch.Tensor):
+            return False
+        return elements(node.meta["val"]) in self.wide and not self._layers_run_again(node)
+
+    def _ends_group(self, layer: str) -> bool:
+        """Whether `layer` is the last of a group of `policy.stream_group` layers."""
+        size = self.policy.stream_group or -1
+        return size < 0 or (self.layers.index(layer) + 1) % size == 0
 
     def _core_again(self, node: Node) -> bool:
         """Whether `policy.recompute` names attention cores, and this is one."""
@@ -152,6 +168,14 @@ def checkpointed(node: Node) -> str | None:
 
 def _late(node: Node) -> bool:
     return node.meta.get("partitioner_tag") == "is_backward" or node.op == "output"
+
+
+def _is_carried(node: Node, blocks: Mapping[Node, BlockRef]) -> bool:
+    """Whether it is a tensor of numbers that passes from its layer to another, and no view."""
+    held = node.meta.get("val")
+    if not isinstance(held, torch.Tensor) or not held.is_floating_point() or is_view(node):
+        return False
+    return leaves_layer(node, blocks)
 
 
 def _sources(node: Node) -> list[Node]:

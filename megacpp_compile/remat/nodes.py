@@ -18,8 +18,27 @@ def is_core(node: Node) -> bool:
 
 
 def is_gemm(node: Node) -> bool:
-    """Whether it is a GEMM, or an op made of GEMMs. A depthwise convolution is none."""
-    return traits_of(node).gemm and not is_depthwise(node)
+    """Whether it is a GEMM, or an op made of GEMMs. A depthwise convolution is none, and neither is a mix of a few
+    streams."""
+    return traits_of(node).gemm and not is_depthwise(node) and not _mixes_streams(node)
+
+
+# Streams of a residual, as in hyper-connections (arXiv:2409.19606), of which there are few.
+_FEW = 8
+
+
+def _mixes_streams(node: Node) -> bool:
+    """Whether it multiplies by matrices so small that it takes as long as moving its bytes: of its three sizes the one
+    that is summed over and one other are few."""
+    if name_of(node) not in ("aten::mm", "aten::bmm"):
+        return False
+    a, b = (operand.meta["val"].shape for operand in node.args[:2])  # type: ignore[union-attr]
+    summed, *outer = a[-1], a[-2], b[-1]
+    return _is_few(summed) and any(map(_is_few, outer)) and not all(map(_is_few, outer))
+
+
+def _is_few(size: object) -> bool:
+    return isinstance(size, int) and size <= _FEW
 
 
 def is_depthwise(node: Node) -> bool:

@@ -12,6 +12,7 @@ from torch.library import opcheck
 
 from megacpp_compile.errors import OperandError
 from megacpp_compile.lowerings._registry import choose
+from megacpp_compile.lowerings._sharded_logsumexp import sharded_logsumexp
 from megacpp_compile.lowerings._sharded_loss import sharded_cross_entropy
 from megacpp_compile.lowerings.linear_cross_entropy import linear_cross_entropy
 
@@ -51,6 +52,17 @@ def test_the_loss_alone_in_a_group_of_one_rank(rand, alone, shape, reduction):
     opcheck(sharded_cross_entropy, (logits, target, *settings, 0, 5, alone))
     got = sharded_cross_entropy(logits, target, *settings, 0, 5, alone)[0]
     want = F.cross_entropy(logits, target, label_smoothing=0.1, reduction=reduction)
+    seed = torch.rand_like(want)
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(*(torch.autograd.grad(t, logits, seed)[0] for t in (got, want)))
+
+
+@GLOO
+@pytest.mark.parametrize(("shape", "dim", "keepdim"), [((7, 5), 1, False), ((2, 5, 3), 1, True), ((5,), 0, False)])
+def test_the_logsumexp_alone_in_a_group_of_one_rank(rand, alone, shape, dim, keepdim):
+    logits = rand(*shape, grad=True)
+    opcheck(sharded_logsumexp, (logits, dim, keepdim, 0, 5, alone))
+    got, want = sharded_logsumexp(logits, dim, keepdim, 0, 5, alone)[0], torch.logsumexp(logits, dim, keepdim)
     seed = torch.rand_like(want)
     torch.testing.assert_close(got, want)
     torch.testing.assert_close(*(torch.autograd.grad(t, logits, seed)[0] for t in (got, want)))

@@ -71,6 +71,21 @@ def each_row(m, x, labels):
     return F.cross_entropy(m.proj(x).flatten(0, 1), labels.flatten(), reduction="none")
 
 
+def z_loss(m, x, labels):
+    """Log-sum-exps of all ranks' words, beside their loss."""
+    logits = m.proj(x).flatten(0, 1)
+    penalty = torch.logsumexp(logits, -1).square().mean()
+    penalty = penalty.to_local() if isinstance(penalty, DTensor) else penalty
+    loss = F.cross_entropy(logits, labels_on(logits, labels.flatten()), label_smoothing=0.1)
+    return (loss.to_local() if isinstance(loss, DTensor) else loss) + 0.1 * penalty
+
+
+def logsumexp_alone(m, x, labels):
+    """No loss of targets: no head, and still no rank has all logits."""
+    found = m.proj(x).logsumexp(dim=(2,), keepdim=True)
+    return found.to_local() if isinstance(found, DTensor) else found
+
+
 def gathered(m, x, labels):
     """Every rank has all words for the time of the loss."""
     weight = m.proj.weight
@@ -133,6 +148,8 @@ CASES = {
     "dynamic": Case(flattened, dynamic=True),
     "verified": Case(flattened, options={"verify": "each", "strict": True}),
     "ignored": Case(smoothed, all_ignored=True, around=contextlib.nullcontext),
+    "log_sum_exps": Case(z_loss, bias=True, around=contextlib.nullcontext),
+    "logsumexp_alone": Case(logsumexp_alone, fires=0),
     "gathered": Case(gathered, on_dtensors, around=contextlib.nullcontext),
     "kept": Case(kept, fires=0),
 }  # fmt: skip

@@ -38,6 +38,12 @@ def test_what_keeps_the_logits_is_said(seen):
         assert [m[1] for m in rank["misses"]] == ["logits-kept"]
 
 
+def test_log_sum_exps_of_sharded_words_are_local_calls(seen):
+    """With a loss beside them or none: nothing is left to DTensor, which gathers all logits."""
+    for case in ("log_sum_exps", "logsumexp_alone"):
+        assert [rank["misses"] for rank in seen[case]] == [[], []]
+
+
 @pytest.mark.parametrize("call", sorted(heads.OPS))
 def test_parts_of_the_op_make_the_whole(seen, call):
     """Beside the op on all words, in the dtype of the call."""

@@ -18,6 +18,7 @@ from megacpp_compile.frontend.local_dtensors.hoist import hoist
 from megacpp_compile.frontend.local_dtensors.rules import Moves, name_of, part_of
 from megacpp_compile.frontend.opaque_ops import refake
 from megacpp_compile.fx.edit import dynamo_value
+from megacpp_compile.lowerings._sharded_logsumexp import logsumexp_of_words
 from megacpp_compile.lowerings._sharded_loss import loss_of_words
 from megacpp_compile.lowerings._sum_gradient import sum_gradient
 
@@ -95,7 +96,9 @@ class _Localizer:
             if name == "redistribute":
                 return self._stay(node)
             if name == "cross_entropy":
-                return self._loss(node)
+                return self._of_words(node, rules.words_of_ranks(node), loss_of_words)
+            if name == "logsumexp" and (found := rules.logsumexp_of_ranks(node)) is not None:
+                return self._of_words(node, found, logsumexp_of_words)
             return self._call(node, name)
         except Moves:
             return False
@@ -199,19 +202,18 @@ class _Localizer:
         self.local[node] = _Local(self._made(new, node, fake), fake, dynamo_value(node))
         return True
 
-    def _loss(self, node: Node) -> bool:
-        """A cross entropy of logits whose words are sharded: of the rank's words, which is then all ranks' loss."""
-        found = rules.words_of_ranks(node)
+    def _of_words(self, node: Node, found: rules.WordsOfRanks | None, of_words: Callable[..., Tensor]) -> bool:
+        """What is read of logits whose words are sharded: of the rank's words, which is then of all ranks'."""
         if found is None:
             return False
-        operands = {a: is_dtensor(dynamo_value(a)) for a in (found.logits, found.target)}
+        operands = {a: is_dtensor(dynamo_value(a)) for a in found.operands}
         fakes = [self._opened_fake(a) if of else self._fake(dynamo_value(a)) for a, of in operands.items()]
         with self.mode, torch.set_grad_enabled(dynamo_value(node).requires_grad):
-            fake = loss_of_words(*fakes, *found.settings)
+            fake = of_words(*fakes, *found.settings)
         if fake.dtype != dynamo_value(node).dtype or not rules.same_sizes(fake.shape, dynamo_value(node).shape):
             return False
         places = [self._opened(a, ()) if of else self.env[a] for a, of in operands.items()]
-        new = self.graph.call_function(loss_of_words, (*places, *found.settings))
+        new = self.graph.call_function(of_words, (*places, *found.settings))
         self.local[node] = _Local(self._made(new, node, fake), fake, dynamo_value(node))
         return True
 

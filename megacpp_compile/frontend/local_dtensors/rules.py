@@ -28,7 +28,9 @@ _ELEMENTWISE = frozenset(
     "logsigmoid clamp clamp_min clamp_max minimum maximum abs sin cos where lerp addcmul radd rsub rmul "
     "masked_fill".split()
 )  # fmt: skip
-_ROWS = frozenset("rms_norm layer_norm softmax log_softmax cat stack mean view_as_complex view_as_real".split())
+_ROWS = frozenset(
+    "rms_norm layer_norm softmax log_softmax logsumexp cat stack mean view_as_complex view_as_real".split()
+)
 _SLICES = frozenset("getitem narrow select chunk split tensor_split unbind".split())
 BROADCAST = _ELEMENTWISE | {"cat", "stack"}
 _PRODUCTS = frozenset("linear matmul mm bmm einsum".split())
@@ -90,11 +92,10 @@ def along_shards(name: str, node: Node, given: dict[Node, list[Any]], results: l
 
 @dataclasses.dataclass(frozen=True)
 class WordsOfRanks:
-    """A cross entropy of logits whose words are sharded. logits, target: its operands; target is the same on all ranks.
-    settings: of `sharded_cross_entropy`, behind these."""
+    """What a call reads of logits whose words are sharded. operands: the logits, and of a cross entropy the targets,
+    the same on all ranks. settings: of `sharded_cross_entropy` or `sharded_logsumexp`, behind these."""
 
-    logits: Node
-    target: Node
+    operands: tuple[Node, ...]
     settings: tuple[Any, ...]
 
 
@@ -111,20 +112,41 @@ def words_of_ranks(node: Node) -> WordsOfRanks | None:
         return None
     if any(settings[name] is not None for name in ("weight", "size_average", "reduce")) or labels.is_floating_point():
         return None
-    words = min(1, x.dim() - 1)
+    part = _part_of_words(x, min(1, x.dim() - 1), [*result.placements, *getattr(labels, "placements", ())])
+    if part is None:
+        return None
+    more = settings["ignore_index"], float(settings["label_smoothing"]), settings["reduction"], *part
+    return WordsOfRanks((logits, target), more)
+
+
+def logsumexp_of_ranks(node: Node) -> WordsOfRanks | None:
+    """The log-sum-exp that a call of `torch.logsumexp` is, under the conditions of `words_of_ranks`."""
+    (logits, *more), kwargs = spelled_out(node)
+    given = {**dict(zip(("dim", "keepdim"), more, strict=False)), **kwargs}
+    dim, keepdim = given.get("dim"), given.get("keepdim", False)
+    dim = dim[0] if isinstance(dim, (list, tuple)) and len(dim) == 1 else dim
+    if not isinstance(logits, Node) or not isinstance(dim, int) or set(given) - {"dim", "keepdim"}:
+        return None
+    x, result = dynamo_value(logits), dynamo_value(node)
+    if getattr(x, "device_mesh", None) is None or getattr(result, "device_mesh", None) != x.device_mesh:
+        return None
+    part = _part_of_words(x, dim % x.dim(), result.placements)
+    return None if part is None else WordsOfRanks((logits,), (dim % x.dim(), bool(keepdim), *part))
+
+
+def _part_of_words(x: Any, words: int, same: Sequence[Any]) -> tuple[int, Any, str] | None:
+    """(the first of a rank's words, how many there are in all, the group whose ranks have them) of logits x that are
+    sharded by words, the dimension of that number, over one dimension of the mesh in equal parts; None where they are
+    not, or where not all the placements `same` are replicated."""
     parts = [i for i, p in enumerate(x.placements) if p.is_shard(words)]
     others = [p for i, p in enumerate(x.placements) if i not in parts]
-    same = [*others, *result.placements, *getattr(labels, "placements", ())]
-    if len(parts) != 1 or not all(p.is_replicate() for p in same) or not is_plain(x):
+    if len(parts) != 1 or not all(p.is_replicate() for p in (*others, *same)) or not is_plain(x):
         return None
     own = part_of(x).shape[words]
     if not isinstance(own, int):
         return None
     first = x.device_mesh.get_local_rank(parts[0]) * own
-    return WordsOfRanks(logits, target, (
-        settings["ignore_index"], float(settings["label_smoothing"]), settings["reduction"], first, x.shape[words],
-        x.device_mesh.get_group(parts[0]).group_name,
-    ))  # fmt: skip
+    return first, x.shape[words], x.device_mesh.get_group(parts[0]).group_name
 
 
 _CROSS_ENTROPY = inspect.signature(F.cross_entropy)

@@ -11,6 +11,7 @@ from torch import fx
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
+from megacpp_compile.lowerings._sharded_logsumexp import sharded_logsumexp
 from megacpp_compile.lowerings._sharded_loss import sharded_cross_entropy
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.linear import Linear, match_linear
@@ -86,7 +87,7 @@ def find_heads(graph: fx.Graph) -> Iterator[Head]:
 
 # One of these is in every loss that is found.
 _LOSSES = {aten.cross_entropy_loss.default, aten.log_softmax.int, aten._log_softmax.default, aten.logsumexp.default,
-           aten.log.default, sharded_cross_entropy}  # fmt: skip
+           aten.log.default, sharded_cross_entropy, sharded_logsumexp}  # fmt: skip
 
 
 def _head(linear: Linear) -> Head | None:
@@ -150,7 +151,9 @@ class _Piece:
 
     @property
     def rows(self) -> Any:
-        return keys(self.logits.views), self.logits.scale, self.logits.softcap, self.logits.steps
+        # Of a rank's words and of all ranks' the same rows are something else.
+        part = self.outputs[0].read.part
+        return keys(self.logits.views), self.logits.scale, self.logits.softcap, self.logits.steps, part
 
     @property
     def counts(self) -> Any:

@@ -11,6 +11,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.views import RESHAPES, UNIT_DIMS, is_identity
+from megacpp_compile.lowerings._sharded_logsumexp import sharded_logsumexp
 from megacpp_compile.lowerings._sharded_loss import sharded_cross_entropy
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.linear_cross_entropy.logits import Logits, is_logsumexp_of
@@ -54,6 +55,8 @@ def read_of(logits: Logits, node: Node) -> Read | MatchFailure | None:
         return _loss(logits, node, ("weight", "reduction", "ignore_index", "label_smoothing"))
     if node.target is sharded_cross_entropy and not logits.normalised:
         return _of_words(logits, node)
+    if node.target is sharded_logsumexp and not logits.normalised:
+        return _logsumexp_of_words(logits, node)
     if node.target in _NLL and logits.normalised:
         return _loss(logits, node, ("weight", "reduction", "ignore_index"))
     if node.target in (aten.gather.default, aten.take_along_dim.default):
@@ -91,6 +94,15 @@ def _of_words(logits: Logits, node: Node) -> Read | None:
     if len(items) != 1 or items[0].args[1] != 0 or logits.dim != min(1, value(logits.node).dim() - 1):
         return None
     return Read("loss", items[0], logits, target, reduction, ignored, smoothing, through=(node,), part=tuple(part))  # type: ignore[arg-type]
+
+
+def _logsumexp_of_words(logits: Logits, node: Node) -> Read | None:
+    """The log-sum-exp of all ranks' words."""
+    _, dim, keepdim, *part = node.args
+    items = list(node.users)
+    if len(items) != 1 or items[0].args[1] != 0 or logits.dim != dim:
+        return None
+    return Read("logsumexp", items[0], logits, keepdim=bool(keepdim), through=(node,), part=tuple(part))
 
 
 SOFT_TARGETS = ("soft-targets", "the targets are probabilities, as many of them as logits")
