@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -32,23 +32,11 @@ def emit(build: Builder, found: Decode) -> tuple[Node, list[Node]]:
     """(the op, the node in the place of the attention's result)."""
     core, sizes = found.core, found.sizes
     dtype = torch.promote_types(value(found.latent.node).dtype, value(found.expanded[0]).dtype)
-    size = _Sizes(build, found)
+    size = Sizes(build, found)
     seen = _given(build, found)
-    latent = None if found.given else _one_buffer(build, found, size)
-    if latent is None:
-        parts = [_rows(build, found.latent, "bsr", size)]
-        parts += [_rows(build, one.rows, "bsc", size, one.width) for one in found.shared]
-        parts = [build.cast(part, dtype) for part in parts]
-        parts += [_bias(build, seen, size, dtype)] if seen is not None else []
-        latent = build(aten.cat.default, parts, -1) if len(parts) > 1 else parts[0]
-    rows = build.cast(latent, dtype)
-    w_uk, w_uv = (_weight(build, w, (sizes["h"], n, sizes["r"]), dtype) for w, n in
-                  ((found.w_uk, sizes["n"]), (found.w_uv, sizes["v"])))  # fmt: skip
-    queries = [_queries(build, found, i, dtype) for i in range(len(core.scores))]
-    nope = _channels(build, queries[found.part], found.first, sizes["n"])
-    absorbed = build(aten.einsum.default, "bthn,hnr->bthr", [nope, w_uk])
-    pieces = [build.cast(absorbed, dtype)]
-    pieces += [_channels(build, queries[one.part], one.first, one.width) for one in found.shared]
+    rows = latent_rows(build, found, size, dtype, [] if seen is None else [_bias(build, seen, size, dtype)])
+    w_uk, w_uv = up_weights(build, found, dtype)
+    pieces = absorbed(build, found, w_uk, dtype)
     if found.given:
         pieces.append(build(aten.new_ones.default, pieces[0], [size("b"), size("t"), sizes["h"], 1]))
     q = build(aten.cat.default, pieces, -1) if len(pieces) > 1 else pieces[0]
@@ -62,11 +50,45 @@ def emit(build: Builder, found: Decode) -> tuple[Node, list[Node]]:
     out = build.item(op, 0)
     if together:
         out = build(aten.reshape.default, out, [size("b"), size("t"), sizes["h"], sizes["r"]])
+    return op, [expanded_result(build, found, out, w_uv)]
+
+
+def latent_rows(
+    build: Builder, found: Decode, size: Callable[[str], Any], dtype: torch.dtype, more: Sequence[Node] = ()
+) -> Node:
+    """[b, s, channels]: the latent, what all heads share, and `more`."""
+    latent = None if more else _one_buffer(build, found, size)
+    if latent is None:
+        parts = [_rows(build, found.latent, "bsr", size)]
+        parts += [_rows(build, one.rows, "bsc", size, one.width) for one in found.shared]
+        parts = [build.cast(part, dtype) for part in parts] + [*more]
+        latent = build(aten.cat.default, parts, -1) if len(parts) > 1 else parts[0]
+    return build.cast(latent, dtype)
+
+
+def up_weights(build: Builder, found: Decode, dtype: torch.dtype) -> tuple[Node, Node]:
+    """(W_uk [h, n, r], W_uv [h, v, r])"""
+    heads, latent = found.sizes["h"], found.sizes["r"]
+    w_uk, w_uv = (_weight(build, w, (heads, found.sizes[n], latent), dtype) for w, n in
+                  ((found.w_uk, "n"), (found.w_uv, "v")))  # fmt: skip
+    return w_uk, w_uv
+
+
+def absorbed(build: Builder, found: Decode, w_uk: Node, dtype: torch.dtype) -> list[Node]:
+    """The queries' channels [b, t, h, ..] in the order of `latent_rows`: by W_uk, and those that meet shared ones."""
+    queries = [_queries(build, found, i, dtype) for i in range(len(found.core.scores))]
+    nope = _channels(build, queries[found.part], found.first, found.sizes["n"])
+    pieces = [build.cast(build(aten.einsum.default, "bthn,hnr->bthr", [nope, w_uk]), dtype)]
+    return pieces + [_channels(build, queries[one.part], one.first, one.width) for one in found.shared]
+
+
+def expanded_result(build: Builder, found: Decode, out: Node, w_uv: Node) -> Node:
+    """What takes the place of the attention's result: `out` [b, t, h, r] by W_uv."""
     out = build(aten.einsum.default, "bthr,hvr->bthv", [out, w_uv])
-    return op, [_result(build, found, build.cast(out, value(core.result.node).dtype))]
+    return _result(build, found, build.cast(out, value(found.core.result.node).dtype))
 
 
-class _Sizes:
+class Sizes:
     """The sizes of axes, as numbers or as nodes that read them."""
 
     def __init__(self, build: Builder, found: Decode) -> None:
@@ -98,10 +120,10 @@ def _rows(build: Builder, view: View, axes: str, size: Callable[[str], Any], wid
         if isinstance(wanted, int) and isinstance(whole, int) and (first, wanted) != (0, whole):
             node = build(aten.slice.Tensor, node, dim, first, first + wanted)
         kept.insert(0, axis)
-    return _ordered(build, node, kept, axes)
+    return ordered(build, node, kept, axes)
 
 
-def _ordered(build: Builder, node: Node, have: list[str], axes: str) -> Node:
+def ordered(build: Builder, node: Node, have: list[str], axes: str) -> Node:
     """`node`, whose dimensions are `have`, with those of `axes`, of size 1 where it has none."""
     order = [have.index(axis) for axis in axes if axis in have]
     if order != sorted(order):
@@ -155,7 +177,7 @@ def _weight(build: Builder, view: View, sizes: tuple[int, int, int], dtype: torc
         if (first, wanted[axis]) != (0, shape[dim]):
             node = build(aten.slice.Tensor, node, dim, first, first + wanted[axis])
         have.insert(0, axis)
-    return build.cast(_ordered(build, node, have, "hcr"), dtype)
+    return build.cast(ordered(build, node, have, "hcr"), dtype)
 
 
 def digits_fit(view: View, sizes: tuple[int, int, int]) -> bool:
@@ -176,7 +198,7 @@ def _queries(build: Builder, found: Decode, part: int, dtype: torch.dtype) -> No
     """[b, t, h, c] of the queries of a part of the scores."""
     operand = found.core.scores[part][0]
     have = [axis for axis in operand.axes if axis is not None]
-    return build.cast(_ordered(build, operand.node, have, "bthc"), dtype)
+    return build.cast(ordered(build, operand.node, have, "bthc"), dtype)
 
 
 def _channels(build: Builder, queries: Node, first: int, width: int) -> Node:
@@ -195,7 +217,7 @@ def _given(build: Builder, found: Decode) -> Node | None:
             if have[dim] not in "bs":
                 node = build(aten.select.int, node, dim, 0)
                 del have[dim]
-        node = _ordered(build, node, have, "bs")
+        node = ordered(build, node, have, "bs")
         node = build(aten.logical_not.default, node) if one.hidden else node
         seen = node if seen is None else build(aten.logical_and.default, seen, node)
     return seen

@@ -1,0 +1,225 @@
+"""Rows that each query names by a list, as what is made of it alone: a tensor that has one value at the rows named and
+another at all others.
+
+Where such a tensor comes from, a `scatter` of a constant, a comparison with every row's number or one-hot vectors, is
+looked at here; what is made of it, element by element with constants, is computed for both values. A list counts where
+no query can name a row twice: the softmax over a mask counts a row once, the op a list's entries.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from megacpp_compile.fx.edit import same_size, value
+from megacpp_compile.fx.views import EXPANSIONS, FOLDS, IDENTITIES, RESHAPES, UNIT_DIMS
+from megacpp_compile.matchers.latent_decode.core import constant
+from megacpp_compile.matchers.latent_decode.elements import permutation
+from megacpp_compile.matchers.latent_decode.masks import DTYPES, NotRows, Sum, sum_of
+
+aten = torch.ops.aten
+# What each dimension of a mask is: "b", "h", "t", "s" of the scores, "k" of a list; None for one of size 1.
+Axes = tuple[str | None, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Named:
+    """`named` at the rows of a list, `other` elsewhere. index: the list, whose dimensions are `axes`."""
+
+    index: Node
+    axes: Axes
+    named: float
+    other: float
+
+
+def axes_of(node: Node, whole: Axes) -> Axes:
+    """The axes of what is broadcast to `whole`."""
+    sizes = value(node).shape
+    return tuple(None if same_size(n, 1) else a for a, n in zip(whole[len(whole) - len(sizes) :], sizes, strict=True))
+
+
+def behind(node: Node, axes: Axes) -> tuple[Node, Axes] | None:
+    """What `node` is a view, copy or cast of, and its axes; None where it is none, or is only a part of it."""
+    if node.op != "call_function" or not node.args or not isinstance(source := node.args[0], Node):
+        return None
+    if not isinstance(value(source), torch.Tensor) or not isinstance(value(node), torch.Tensor):
+        return None
+    here, there = value(node).shape, value(source).shape
+    if node.target in IDENTITIES or node.target in DTYPES:
+        return source, axes
+    if node.target in EXPANSIONS:
+        own = axes[len(axes) - len(there) :]
+        return source, tuple(None if same_size(n, 1) else a for a, n in zip(own, there, strict=True))
+    if node.target in PERMUTED:
+        order = permutation(node, len(axes))
+        return source, tuple(axes[order.index(d)] for d in range(len(order)))
+    if node.target is aten.slice.Tensor and all(map(same_size, here, there)):
+        return source, axes
+    if node.target in RESHAPES | FOLDS | UNIT_DIMS:
+        big = [(a, n) for a, n in zip(axes, here, strict=True) if not same_size(n, 1)]
+        kept = [d for d, n in enumerate(there) if not same_size(n, 1)]
+        if len(big) == len(kept) and all(same_size(n, there[d]) for (_, n), d in zip(big, kept, strict=True)):
+            named = dict(zip(kept, (a for a, _ in big), strict=True))
+            return source, tuple(named.get(d) for d in range(len(there)))
+    return None
+
+
+def named_rows(node: Any, axes: Axes) -> Named | None:
+    """The list that `node` is made of, and its two values; None where it is made of something else, too. Raises NotRows
+    where a list may name a row twice."""
+    if not isinstance(node, Node) or node.op != "call_function" or not isinstance(value(node), torch.Tensor):
+        return None
+    if node.target in _SCATTERS:
+        return _scattered(node, axes)
+    if node.target in _EQUAL and all(isinstance(a, Node) for a in node.args[:2]):
+        return _compared(node, axes, node.target is aten.eq.Tensor)
+    if node.target is aten.one_hot.default:
+        return _list(node.args[0], axes[:-1], 1.0, 0.0) if axes[-1] == "s" and "k" in axes else None  # type: ignore[arg-type]
+    if node.target in _REDUCTIONS:
+        return _reduced(node, axes)
+    if (step := behind(node, axes)) is not None:
+        found = named_rows(*step)
+        return None if found is None else _cast(found, value(node).dtype)
+    return _elementwise(node, axes)
+
+
+def _scattered(node: Node, axes: Axes) -> Named | None:
+    base, dim, index, src = node.args[:4]
+    dim, other, put = dim % len(axes), constant(base), constant(src)  # type: ignore[operator]
+    if other is None or put is None or axes[dim] != "s" or node.kwargs or len(node.args) > 4:
+        return None
+    sizes, whole = value(index).shape, value(base).shape
+    if not all(same_size(n, whole[d]) for d, n in enumerate(sizes) if d != dim):
+        return None
+    if "k" in axes:  # one row at each place along the list, which a reduction goes over
+        return _list(index, (*axes[:dim], None, *axes[dim + 1 :]), put, other) if same_size(sizes[dim], 1) else None
+    return _list(index, (*axes[:dim], "k", *axes[dim + 1 :]), put, other)
+
+
+def _compared(node: Node, axes: Axes, equal: bool) -> Named | None:
+    """Of a list beside the numbers of all rows."""
+    for numbers, index in (node.args[:2], node.args[1::-1]):
+        own = axes_of(numbers, axes)  # type: ignore[arg-type]
+        try:
+            found = sum_of(numbers)
+        except NotRows:
+            continue
+        steps = {a: n for a, n in zip(own[::-1], found.steps[::-1], strict=False) if n}
+        if steps == {"s": 1} and found == Sum(found.steps) and "s" not in (of := axes_of(index, axes)):  # type: ignore[arg-type]
+            return _list(index, of, float(equal), float(not equal)) if "k" in of else None  # type: ignore[arg-type]
+    return None
+
+
+def _reduced(node: Node, axes: Axes) -> Named | None:
+    """Over the places of a list, of which one at most names a row."""
+    source: Any = node.args[0]
+    dims = node.args[1] if len(node.args) > 1 else None
+    dims = dims if isinstance(dims, (list, tuple)) else [dims]
+    keep = bool(node.args[2]) if len(node.args) > 2 else False
+    if len(dims) != 1 or not isinstance(dims[0], int) or "k" in axes:
+        return None
+    dim = dims[0] % value(source).dim()
+    if keep and axes[dim] is not None:
+        return None
+    found = named_rows(source, (*axes[:dim], "k", *axes[dim + keep :]))
+    if found is None or found.other != _REDUCTIONS[node.target]:
+        return None
+    return _cast(found, value(node).dtype)
+
+
+def _elementwise(node: Node, axes: Axes) -> Named | None:
+    if node.target not in _ELEMENTWISE or node.kwargs or "s" not in axes:
+        return None
+    if node.target is aten.bitwise_not.default and value(node).dtype != torch.bool:
+        return None
+    found, both = None, list[Any]()
+    for x in node.args:
+        if (number := constant(x)) is not None:
+            both.append((number, number))
+            continue
+        if found is not None or not isinstance(x, Node) or not isinstance(value(x), torch.Tensor):
+            return None
+        found = named_rows(x, axes_of(x, axes))
+        if found is None:
+            return None
+        both.append((found.named, found.other))
+    if found is None:
+        return None
+    try:
+        named, other = (_ELEMENTWISE[node.target](*(pair[i] for pair in both)) for i in (0, 1))
+    except (ValueError, ZeroDivisionError):
+        return None
+    return _cast(dataclasses.replace(found, named=float(named), other=float(other)), value(node).dtype)
+
+
+def _cast(found: Named, dtype: torch.dtype) -> Named | None:
+    if dtype.is_floating_point:
+        return found
+    kind: Any = bool if dtype == torch.bool else int
+    try:
+        return dataclasses.replace(found, named=float(kind(found.named)), other=float(kind(found.other)))
+    except (OverflowError, ValueError):  # an infinity, or no number
+        return None
+
+
+def _list(index: Node, axes: Axes, named: float, other: float) -> Named:
+    """Of the list nearest to where it is chosen that has all its entries."""
+    node, whole = index, (index, axes)
+    place = axes
+    while not _chooses(node, place):
+        if node.target is aten.slice.Tensor and place[_dim(node)] == "k":
+            node = node.args[0]  # type: ignore[assignment]
+            continue
+        step = behind(node, place)
+        if step is None or value(step[0]).dtype not in (torch.int32, torch.int64):
+            raise NotRows(f"nothing says that {node} names no row twice: take the list from topk, sort or argsort in "
+                          "the same compiled function")  # fmt: skip
+        if whole[0] is node:
+            whole = step
+        node, place = step
+    return Named(*whole, named, other)
+
+
+def _chooses(node: Node, axes: Axes) -> bool:
+    """Whether `node` is a list of different places along "k"."""
+    if node.target is operator.getitem and node.args[1] == 1:
+        chosen: Any = node.args[0]
+        dims = {aten.topk.default: 2, aten.sort.default: 1, aten.sort.stable: 2}
+        if chosen.target not in dims:
+            return False
+        at = dims[chosen.target]
+        dim = chosen.args[at] if len(chosen.args) > at else chosen.kwargs.get("dim", -1)
+    elif node.target is aten.argsort.default:
+        dim = node.args[1] if len(node.args) > 1 else -1
+    else:
+        return False
+    return axes[dim % len(axes)] == "k"
+
+
+def _dim(node: Node) -> int:
+    return (node.args[1] if len(node.args) > 1 else 0) % value(node).dim()  # type: ignore[operator]
+
+
+PERMUTED = frozenset({aten.transpose.int, aten.permute.default, aten.mT.default})
+_SCATTERS = (aten.scatter.value, aten.scatter.src)
+_EQUAL = (aten.eq.Tensor, aten.ne.Tensor)
+# Reduction -> the value at rows that are not named, beside which the one that is named decides.
+_REDUCTIONS: Mapping[Any, float] = {
+    aten.any.dim: 0.0, aten.amax.default: 0.0, aten.sum.dim_IntList: 0.0, aten.all.dim: 1.0, aten.amin.default: 1.0,
+}  # fmt: skip
+_ELEMENTWISE: Mapping[Any, Callable[..., Any]] = {
+    **{getattr(getattr(aten, name), overload): getattr(operator, name)
+       for name in ("eq", "ne", "lt", "le", "gt", "ge") for overload in ("Scalar", "Tensor")},
+    aten.logical_not.default: operator.not_, aten.bitwise_not.default: operator.not_, aten.neg.default: operator.neg,
+    aten.mul.Tensor: operator.mul, aten.mul.Scalar: operator.mul, aten.add.Tensor: operator.add,
+    aten.sub.Tensor: operator.sub, aten.rsub.Scalar: lambda a, b: b - a, aten.div.Tensor: operator.truediv,
+    aten.log.default: lambda a: 0.0 if a == 1 else float("-inf") if a == 0 else float("nan"),
+    **dict.fromkeys((aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar),
+                    lambda c, a, b: a if c else b),
+    **dict.fromkeys((aten.masked_fill.Scalar, aten.masked_fill.Tensor), lambda a, c, b: b if c else a),
+}  # fmt: skip

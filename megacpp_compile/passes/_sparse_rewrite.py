@@ -1,0 +1,73 @@
+"""Emits an attention over listed rows: absorbed queries, `sparse_mla` over latent rows by the list, results by W_uv."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from megacpp_compile.fx.edit import Builder, value
+from megacpp_compile.matchers.latent_decode.decodes import Decode
+from megacpp_compile.matchers.latent_decode.lists import Axes
+from megacpp_compile.matchers.latent_decode.selections import Selection
+from megacpp_compile.passes._decode_rewrite import (
+    Sizes,
+    absorbed,
+    expanded_result,
+    latent_rows,
+    ordered,
+    up_weights,
+)
+
+aten = torch.ops.aten
+
+
+def emit(build: Builder, found: Decode, selected: Selection) -> tuple[Node, list[Node]]:
+    """(the op, the node in the place of the attention's result)."""
+    size, dtype = Sizes(build, found), _dtype(found)
+    rows = build(aten.unsqueeze.default, latent_rows(build, found, size, dtype), 2)
+    w_uk, w_uv = up_weights(build, found, dtype)
+    pieces = absorbed(build, found, w_uk, dtype)
+    q = build(aten.cat.default, pieces, -1) if len(pieces) > 1 else pieces[0]
+    causal, last = selected.last is not None, selected.last or 0
+    op = build(
+        torch.ops.megacpp.sparse_mla.default, q, rows, _indices(build, selected, size), None, found.core.scale,
+        found.sizes["r"], causal, last,
+    )  # fmt: skip
+    return op, [expanded_result(build, found, build.item(op, 0), w_uv)]
+
+
+def _dtype(found: Decode) -> torch.dtype:
+    """The widest that keys and values are in where they are multiplied."""
+    dtype = value(found.expanded[0]).dtype
+    for _, keys in found.core.scores:
+        dtype = torch.promote_types(dtype, value(keys.node).dtype)
+    return dtype
+
+
+def _indices(build: Builder, selected: Selection, size: Sizes) -> Node:
+    """[b, t, 1, k]: the list, with -1 in the place of rows that a query does not see."""
+    k = value(selected.index).shape[selected.axes.index("k")]
+    if not isinstance(k, int):
+        k = build(aten.sym_size.int, selected.index, selected.axes.index("k"))
+    index = _over(build, selected.index, selected.axes, "btk", [size("b"), size("t"), k])
+    seen = None
+    for one in selected.conditions:
+        told = _over(build, one.node, one.axes, "bts", [size("b"), size("t"), size("s")])
+        told = build(aten.gather.default, told, -1, build.cast(index, torch.int64))
+        told = build(aten.logical_not.default, told) if one.hidden else told
+        seen = told if seen is None else build(aten.logical_and.default, seen, told)
+    if seen is not None:
+        absent = build(aten.full.default, [], -1, dtype=value(index).dtype, device=value(index).device)
+        index = build(aten.where.self, seen, index, absent)
+    return build(aten.unsqueeze.default, index, 2)
+
+
+def _over(build: Builder, node: Node, have: Axes, axes: str, sizes: list[Any]) -> Node:
+    """`node`, whose dimensions are `have`, over all of `axes`."""
+    for dim in reversed(range(len(have))):
+        if have[dim] is None:
+            node = build(aten.select.int, node, dim, 0)
+    node = ordered(build, node, [axis for axis in have if axis is not None], axes)
+    return build(aten.expand.default, node, sizes)
