@@ -47,7 +47,7 @@ def _dtype(found: Decode) -> torch.dtype:
 
 
 def _indices(build: Builder, selected: Selection, size: Sizes) -> Node:
-    """[b, t, 1, k]: the list, with -1 in the place of rows that a query does not see."""
+    """[b, t, 1, k] in int32, as the op keeps it for backward: the list, with -1 for rows that a query does not see."""
     k = value(selected.index).shape[selected.axes.index("k")]
     if not isinstance(k, int):
         k = build(aten.sym_size.int, selected.index, selected.axes.index("k"))
@@ -61,7 +61,7 @@ def _indices(build: Builder, selected: Selection, size: Sizes) -> Node:
     if seen is not None:
         absent = build(aten.full.default, [], -1, dtype=value(index).dtype, device=value(index).device)
         index = build(aten.where.self, seen, index, absent)
-    return build(aten.unsqueeze.default, index, 2)
+    return build(aten.unsqueeze.default, build.cast(index, torch.int32), 2)
 
 
 def _over(build: Builder, node: Node, have: Axes, axes: str, sizes: list[Any]) -> Node:

@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from benchmarks import models
+from benchmarks.subjects import dsa
 from megacpp_compile.config.options import Config
 from tests.corpus.decodes import expanded, joined
 from tests.corpus.sparse_attention import (
@@ -75,7 +77,8 @@ einsum: f32[2, 40, 3, 16] = einsum(bthn,hnr->bthr, [slice_3, slice_1])
 slice_4: f32[2, 40, 3, 4] = slice.Tensor(permute, -1, 8, 12)
 cat_1: f32[2, 40, 3, 20] = cat([einsum, slice_4], -1)
 expand: i64[2, 40, 4] = expand(getitem_1, [2, 40, 4])
-unsqueeze_1: i64[2, 40, 1, 4] = unsqueeze(expand, 2)
+to_copy: int32[2, 40, 4] = _to_copy(expand, dtype=int32)
+unsqueeze_1: int32[2, 40, 1, 4] = unsqueeze(to_copy, 2)
 sparse_mla: (f32[2, 40, 3, 16], f32[2, 40, 3]) = megacpp.sparse_mla(cat_1, unsqueeze, unsqueeze_1, None, 0.28867513459481287, 16, True, 0)
 getitem_2: f32[2, 40, 3, 16] = sparse_mla[0]
 einsum_1: f32[2, 40, 3, 6] = einsum(bthr,hvr->bthv, [getitem_2, slice_2])
@@ -139,6 +142,14 @@ def test_one_graph_serves_all_lengths(body):
         return x, scores
 
     assert_dynamic(NAME, Sparse(body), make)
+
+
+def test_the_benchmark_s_model():
+    """With low-rank queries and rotations before, which other passes take elsewhere."""
+    size = dsa.QUICK[0]
+    widths = (size.dim, size.heads, size.q_lora, size.kv_lora, size.nope, size.rope, size.v)
+    module = models.SparseMLA(size.topk, *widths)
+    assert_fires(NAME, module, tuple(t.detach().float() for t in dsa.inputs(size, torch.device("cpu"))))
 
 
 def test_inference():

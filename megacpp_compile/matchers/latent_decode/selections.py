@@ -2,8 +2,8 @@
 let it see.
 
 A mask is taken apart into parts that all have to hold: conditions joined by and (hidden: by or), masks that are added,
-or filled one over another. One part is of a list alone (`lists.py`). Of the others a causal one is the op's own, told by what it
-compares (`masks.py`); any of bool is read at the listed rows, whatever it says.
+or filled one over another. One part is of a list alone (`lists.py`). Of the others a causal one is the op's own, told
+by what it compares (`masks.py`); any of bool is read at the listed rows, whatever it says.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Condition:
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
-    """The rows of `index`, a list over `axes` with "k", where `conditions` hold; unless `last` is None, those of them up
-    to `last` + the query's number."""
+    """The rows of `index`, a list over `axes` with "k", where `conditions` hold, and which are at most `last` + the
+    query's number, unless it is None."""
 
     index: Node
     axes: Axes
