@@ -102,7 +102,7 @@ def compared(m, q, latent, rope, listed):
 
 
 def list_of_heads(m, q, latent, rope, listed):
-    """The list expanded to heads, ones in the queries' dtype, and their logarithm; the best of a sort."""
+    """The list expanded to heads, ones in the queries' dtype, and what is missing to them times a low number."""
     k, v = expanded(m, latent, rope)
     b, t, s = rows(listed, latent)
     every = listed.unsqueeze(1).expand(-1, HEADS, -1, -1)
@@ -110,6 +110,13 @@ def list_of_heads(m, q, latent, rope, listed):
     mask = (1.0 - kept) * -1e9
     scores = q @ k.mT * SCALE + mask
     return joined(scores.masked_fill(~lower(latent), float("-inf")).softmax(-1) @ v)
+
+
+def triangle_of_the_list(m, q, latent, rope, listed):
+    """What is listed behind the query is cut off."""
+    k, v = expanded(m, latent, rope)
+    seen = torch.zeros(rows(listed, latent), dtype=torch.bool, device=q.device).scatter(-1, listed, True).tril()
+    return joined(F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None], scale=0.3))
 
 
 def packed(m, q, latent, rope, listed):
@@ -133,4 +140,5 @@ def window(m, q, latent, rope, listed):
     return joined(scores.softmax(-1) @ v)
 
 
-SPELLINGS = (sdpa_by_bool, by_products, as_transformers, one_hot, compared, list_of_heads, packed, window)
+SPELLINGS = (sdpa_by_bool, by_products, as_transformers, one_hot, compared, list_of_heads, triangle_of_the_list, packed,
+             window)  # fmt: skip

@@ -136,6 +136,9 @@ class _Reader:
             return
         if node.target in _NOT and value(node).dtype == torch.bool:
             self.read(node.args[0], axes, "seen" if hidden else "hidden")
+        elif node.target is aten.tril.default and not hidden and constant(node.args[0]) is None:
+            self._limits(axes, [beside_diagonal(node)])
+            self._part(node.args[0], axes, "seen")
         elif node.target in (OR if hidden else AND) and all(_is_bool(a) for a in node.args[:2]):
             for part in node.args[:2]:
                 self._part(part, axes, "hidden" if hidden else "seen")
