@@ -49,7 +49,8 @@ def find(view: GraphView) -> Iterator[Match | MatchFailure]:
             yield found
     for head in view.heads.found:
         attended = is_attended(head.rotation.rope.source.node, view.weights)  # turned back, as values were turned
-        if head.kind in ("full", "partial") and not head.readers and not attended:
+        whole = head.kind in ("full", "partial")
+        if whole and not head.readers and not attended and not _rope.meets_latents(head.root):
             left = "the graph ends before a" if leaves_graph(head.root) else "no"
             yield MatchFailure(
                 head.root, "no-scores", f"{left} GEMM of queries with keys that reads what is rotated here"

@@ -137,21 +137,14 @@ def _elementwise(node: Node, axes: Axes) -> Named | None:
         return None
     if node.target is aten.bitwise_not.default and value(node).dtype != torch.bool:
         return None
-    found, both = None, list[Any]()
-    for x in node.args:
-        if (number := constant(x)) is not None:
-            both.append((number, number))
-            continue
-        if found is not None or not isinstance(x, Node) or not isinstance(value(x), torch.Tensor):
-            return None
-        found = named_rows(x, axes_of(x, axes))
-        if found is None:
-            return None
-        both.append((found.named, found.other))
-    if found is None:
+    numbers = [constant(x) for x in node.args]
+    if numbers.count(None) != 1 or not isinstance(x := node.args[numbers.index(None)], Node):
         return None
+    if not isinstance(value(x), torch.Tensor) or (found := named_rows(x, axes_of(x, axes))) is None:
+        return None
+    given = [[own if number is None else number for number in numbers] for own in (found.named, found.other)]
     try:
-        named, other = (_ELEMENTWISE[node.target](*(pair[i] for pair in both)) for i in (0, 1))
+        named, other = (_ELEMENTWISE[node.target](*args) for args in given)
     except (ValueError, ZeroDivisionError):
         return None
     return _cast(dataclasses.replace(found, named=float(named), other=float(other)), value(node).dtype)
