@@ -8,6 +8,7 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import Builder, value
+from megacpp_compile.fx.views import COPIES, PERMUTATIONS, RESHAPES, is_cast
 from megacpp_compile.matchers.latent_decode.decodes import Decode
 from megacpp_compile.matchers.latent_decode.lists import Axes
 from megacpp_compile.matchers.latent_decode.selections import Selection
@@ -21,6 +22,7 @@ from megacpp_compile.passes._decode_rewrite import (
 )
 
 aten = torch.ops.aten
+_VIEWS = COPIES | PERMUTATIONS | RESHAPES | {aten.mT.default}
 
 
 def emit(build: Builder, found: Decode, selected: Selection) -> tuple[Node, list[Node]]:
@@ -39,10 +41,19 @@ def emit(build: Builder, found: Decode, selected: Selection) -> tuple[Node, list
 
 
 def _dtype(found: Decode) -> torch.dtype:
-    """The widest that keys and values are in where they are multiplied."""
+    """The widest that keys are rounded to before they are multiplied, perhaps in a wider one."""
     dtype = value(found.expanded[0]).dtype
     for _, keys in found.core.scores:
-        dtype = torch.promote_types(dtype, value(keys.node).dtype)
+        dtype = torch.promote_types(dtype, _rounded_to(keys.node))
+    return dtype
+
+
+def _rounded_to(node: Node) -> torch.dtype:
+    """The narrowest dtype of what `node` is views and casts of."""
+    dtype = value(node).dtype
+    while is_cast(node) or node.target in _VIEWS:
+        node = node.args[0]  # type: ignore[assignment]
+        dtype = min(dtype, value(node).dtype, key=lambda one: one.itemsize)
     return dtype
 
 

@@ -119,6 +119,17 @@ def triangle_of_the_list(m, q, latent, rope, listed):
     return joined(F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None], scale=0.3))
 
 
+def written_at_places(m, q, latent, rope, listed):
+    """Ones written by index; scores and their products in float32."""
+    k, v = expanded(m, latent, rope)
+    b, t, _ = listed.shape
+    chosen = torch.zeros(rows(listed, latent), dtype=torch.bool, device=q.device)
+    chosen[torch.arange(b)[:, None, None], torch.arange(t)[None, :, None], listed] = True
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = (q.to(wide) @ k.to(wide).mT).masked_fill(~(chosen & lower(latent))[:, None], float("-inf")) * SCALE
+    return joined(scores.softmax(-1) @ v.to(wide)).to(q.dtype)
+
+
 def packed(m, q, latent, rope, listed):
     """Documents in a row and padding, as data; no causal mask beside them."""
     k, v = expanded(m, latent, rope)
@@ -140,5 +151,5 @@ def window(m, q, latent, rope, listed):
     return joined(scores.softmax(-1) @ v)
 
 
-SPELLINGS = (sdpa_by_bool, by_products, as_transformers, one_hot, compared, list_of_heads, triangle_of_the_list, packed,
-             window)  # fmt: skip
+SPELLINGS = (sdpa_by_bool, by_products, as_transformers, one_hot, compared, list_of_heads, triangle_of_the_list,
+             written_at_places, packed, window)  # fmt: skip

@@ -76,6 +76,8 @@ def named_rows(node: Any, axes: Axes) -> Named | None:
         return None
     if node.target in _SCATTERS:
         return _scattered(node, axes)
+    if node.target is aten.index_put.default:
+        return _put(node, axes)
     if node.target in _EQUAL and all(isinstance(a, Node) for a in node.args[:2]):
         return _compared(node, axes, node.target is aten.eq.Tensor)
     if node.target is aten.one_hot.default:
@@ -101,17 +103,41 @@ def _scattered(node: Node, axes: Axes) -> Named | None:
     return _list(index, (*axes[:dim], "k", *axes[dim + 1 :]), put, other)
 
 
+def _put(node: Node, axes: Axes) -> Named | None:
+    """Of a constant written at the rows of a list, beside the numbers of all sequences and queries."""
+    given: Any = node.args[1]
+    other, put = constant(node.args[0]), constant(node.args[2])
+    if other is None or put is None or len(node.args) > 3 or "s" not in axes or "k" in axes:
+        return None
+    if len(given) != len(axes) or not all(isinstance(index, Node) for index in given):
+        return None
+    dim, found = axes.index("s"), None
+    own: Axes = (*axes[:dim], *axes[dim + 1 :], "k")
+    for axis, size, index in zip(axes, value(node).shape, given, strict=True):
+        of = axes_of(index, own)
+        if axis == "s":
+            found = _list(index, of, put, other) if "k" in of else None
+        elif axis is not None and (not _numbers(index, of, axis) or not same_size(value(index).numel(), size)):
+            return None
+    return found
+
+
+def _numbers(node: Node, axes: Axes, axis: str) -> bool:
+    """Whether `node` is 0, 1, 2, .. along `axis`."""
+    try:
+        found = sum_of(node)
+    except NotRows:
+        return False
+    steps = {a: n for a, n in zip(axes[::-1], found.steps[::-1], strict=False) if n}
+    return steps == {axis: 1} and found == Sum(found.steps)
+
+
 def _compared(node: Node, axes: Axes, equal: bool) -> Named | None:
     """Of a list beside the numbers of all rows."""
     for numbers, index in (node.args[:2], node.args[1::-1]):
-        own = axes_of(numbers, axes)  # type: ignore[arg-type]
-        try:
-            found = sum_of(numbers)
-        except NotRows:
-            continue
-        steps = {a: n for a, n in zip(own[::-1], found.steps[::-1], strict=False) if n}
-        if steps == {"s": 1} and found == Sum(found.steps) and "s" not in (of := axes_of(index, axes)):  # type: ignore[arg-type]
-            return _list(index, of, float(equal), float(not equal)) if "k" in of else None  # type: ignore[arg-type]
+        of = axes_of(index, axes)  # type: ignore[arg-type]
+        if "k" in of and "s" not in of and _numbers(numbers, axes_of(numbers, axes), "s"):  # type: ignore[arg-type]
+            return _list(index, of, float(equal), float(not equal))  # type: ignore[arg-type]
     return None
 
 
