@@ -58,15 +58,22 @@ def _rounded_to(node: Node) -> torch.dtype:
 
 
 def _indices(build: Builder, selected: Selection, size: Sizes) -> Node:
-    """[b, t, 1, k] in int32, as the op keeps it for backward: the list, with -1 for rows that a query does not see."""
+    """[b, t, 1, k] in int32, as the op keeps it for backward: the list, with -1 for rows that a query does not see, and
+    for all but one of the entries that name the same row."""
     k = value(selected.index).shape[selected.axes.index("k")]
     if not isinstance(k, int):
         k = build(aten.sym_size.int, selected.index, selected.axes.index("k"))
     index = _over(build, selected.index, selected.axes, "btk", [size("b"), size("t"), k])
-    seen = None
+    wide, seen = build.cast(index, torch.int64), None
+    if selected.repeats:  # every row keeps the number of one entry
+        options: dict[str, Any] = {"dtype": torch.int32, "device": value(index).device}
+        entries = build(aten.expand.default, build(aten.arange.default, k, **options), [size("b"), size("t"), k])
+        kept = build(aten.full.default, [size("b"), size("t"), size("s")], 0, **options)
+        kept = build(aten.gather.default, build(aten.scatter.src, kept, -1, wide, entries), -1, wide)
+        seen = build(aten.eq.Tensor, kept, entries)
     for one in selected.conditions:
         told = _over(build, one.node, one.axes, "bts", [size("b"), size("t"), size("s")])
-        told = build(aten.gather.default, told, -1, build.cast(index, torch.int64))
+        told = build(aten.gather.default, told, -1, wide)
         told = build(aten.logical_not.default, told) if one.hidden else told
         seen = told if seen is None else build(aten.logical_and.default, seen, told)
     if seen is not None:

@@ -8,14 +8,14 @@ After:  `out, _ = megacpp.sparse_mla(cat((q_nope W_uk, q_rope)), cat((latents, r
 Safe because (q W_uk) c = q (W_uk c), and because a row that is hidden has no weight: the sums are those over listed
 rows. That a mask shows the rows of a list where its other parts do is read off how it is made (`lists.py` and
 `selections.py` in `matchers/latent_decode`). A causal part is the op's own; any other of bool is read at the listed
-rows, and those it hides become -1. topk, sort and argsort name no row twice. Differentiable: what is around the op is
-plain PyTorch, and indices have no gradient. The scores that rows are chosen by stay as they are. A query that sees no
-row is 0 where eager's is NaN, or, for masks of a lowest number, the mean of all rows.
+rows, and those it hides become -1, as do repetitions in a list that is not from topk, sort or argsort. Differentiable:
+what is around the op is plain PyTorch, and indices have no gradient. The scores that rows are chosen by stay as they
+are. A query that sees no row is 0 where eager's is NaN, or, for masks of a lowest number, the mean of all rows.
 Taken where it needs fewer multiply-adds (`_Form`), whose counts are the site's note; for symbolic sizes, those that the
 frame was first compiled with.
 Refused: sequences so short that all rows take fewer multiply-adds (tag `dense-cheaper`, with the length from which the
-list does); lists of which nothing says that they name no row twice, masks that are added and are data, a list for each
-head (`mask`); keys and values that are not made of one latent a row (`latents`).
+list does); masks that are added and are data, a list for each head, lists that are compared or written by index and may
+name a row twice (`mask`); keys and values that are not made of one latent a row (`latents`).
 """
 
 from __future__ import annotations

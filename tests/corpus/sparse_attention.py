@@ -130,6 +130,11 @@ def written_at_places(m, q, latent, rope, listed):
     return joined(scores.softmax(-1) @ v.to(wide)).to(q.dtype)
 
 
+def list_with_repetitions(m, q, latent, rope, listed):
+    """Of which nothing says that no row is named twice, and some are."""
+    return triangle_of_the_list(m, q, latent, rope, torch.cat((listed[..., :1], listed[..., :3] // 2), -1))
+
+
 def packed(m, q, latent, rope, listed):
     """Documents in a row and padding, as data; no causal mask beside them."""
     k, v = expanded(m, latent, rope)
@@ -152,4 +157,4 @@ def window(m, q, latent, rope, listed):
 
 
 SPELLINGS = (sdpa_by_bool, by_products, as_transformers, one_hot, compared, list_of_heads, triangle_of_the_list,
-             written_at_places, packed, window)  # fmt: skip
+             written_at_places, list_with_repetitions, packed, window)  # fmt: skip

@@ -26,6 +26,7 @@ from tests.corpus.sparse_attention import (
     build,
     by_products,
     lower,
+    one_hot,
     packed,
     rows,
     sdpa_by_bool,
@@ -200,11 +201,11 @@ def missed(body, tokens=TOKENS):
 
 
 def rows_that_may_repeat(m, q, latent, rope, listed):
-    return sdpa_by_bool(m, q, latent, rope, listed // 2)
+    return written_at_places(m, q, latent, rope, listed // 2)
 
 
 def rows_of_two_lists(m, q, latent, rope, listed):
-    return sdpa_by_bool(m, q, latent, rope, torch.cat((listed[..., :2], listed[..., 1:3]), -1))
+    return one_hot(m, q, latent, rope, torch.cat((listed[..., :2], listed[..., 1:3]), -1))
 
 
 def bias_beside_the_list(m, q, latent, rope, listed):

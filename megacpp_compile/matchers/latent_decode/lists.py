@@ -2,8 +2,8 @@
 another at all others.
 
 Where such a tensor comes from, a `scatter` of a constant, a comparison with every row's number or one-hot vectors, is
-looked at here; what is made of it, element by element with constants, is computed for both values. A list counts where
-no query can name a row twice: the softmax over a mask counts a row once, the op a list's entries.
+looked at here; what is made of it, element by element with constants, is computed for both values. A softmax over a
+mask counts a row once that a list names twice: `topk`, `sort` and `argsort` name none twice, of others it is noted.
 """
 
 from __future__ import annotations
@@ -29,12 +29,14 @@ Axes = tuple[str | None, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Named:
-    """`named` at the rows of a list, `other` elsewhere. index: the list, whose dimensions are `axes`."""
+    """`named` at the rows of a list, `other` elsewhere. index: the list, whose dimensions are `axes`; repeats: whether
+    it may name a row twice."""
 
     index: Node
     axes: Axes
     named: float
     other: float
+    repeats: bool = False
 
 
 def axes_of(node: Node, whole: Axes) -> Axes:
@@ -71,7 +73,7 @@ def behind(node: Node, axes: Axes) -> tuple[Node, Axes] | None:
 
 def named_rows(node: Any, axes: Axes) -> Named | None:
     """The list that `node` is made of, and its two values; None where it is made of something else, too. Raises NotRows
-    where a list may name a row twice."""
+    where a list may name a row twice, and that matters to the values."""
     if not isinstance(node, Node) or node.op != "call_function" or not isinstance(value(node), torch.Tensor):
         return None
     if node.target in _SCATTERS:
@@ -100,7 +102,7 @@ def _scattered(node: Node, axes: Axes) -> Named | None:
         return None
     if "k" in axes:  # one row at each place along the list, which a reduction goes over
         return _list(index, (*axes[:dim], None, *axes[dim + 1 :]), put, other) if same_size(sizes[dim], 1) else None
-    return _list(index, (*axes[:dim], "k", *axes[dim + 1 :]), put, other)
+    return _list(index, (*axes[:dim], "k", *axes[dim + 1 :]), put, other, scattered=True)
 
 
 def _put(node: Node, axes: Axes) -> Named | None:
@@ -186,8 +188,9 @@ def _cast(found: Named, dtype: torch.dtype) -> Named | None:
         return None
 
 
-def _list(index: Node, axes: Axes, named: float, other: float) -> Named:
-    """Of the list nearest to where it is chosen that has all its entries."""
+def _list(index: Node, axes: Axes, named: float, other: float, scattered: bool = False) -> Named:
+    """Of the list nearest to where it is chosen that has all its entries. scattered: its rows are rows of the mask, and
+    have the same value however often they are named."""
     node, whole = index, (index, axes)
     place = axes
     while not _chooses(node, place):
@@ -196,6 +199,8 @@ def _list(index: Node, axes: Axes, named: float, other: float) -> Named:
             continue
         step = behind(node, place)
         if step is None or value(step[0]).dtype not in (torch.int32, torch.int64):
+            if scattered:
+                return Named(*whole, named, other, repeats=True)
             raise NotRows(f"nothing says that {node} names no row twice: take the list from topk, sort or argsort in "
                           "the same compiled function")  # fmt: skip
         if whole[0] is node:

@@ -47,12 +47,13 @@ class Condition:
 @dataclasses.dataclass(frozen=True)
 class Selection:
     """The rows of `index`, a list over `axes` with "k", where `conditions` hold, and which are at most `last` + the
-    query's number, unless it is None."""
+    query's number, unless it is None. repeats: whether the list may name a row twice."""
 
     index: Node
     axes: Axes
     conditions: tuple[Condition, ...]
     last: int | None
+    repeats: bool
 
 
 def selection_of(core: Core) -> Selection | NotRows | None:
@@ -69,7 +70,7 @@ def selection_of(core: Core) -> Selection | NotRows | None:
         return NotRows("it is made of more than one list")
     if "h" in first.axes:
         return NotRows("each head has a list of its own")
-    return Selection(first.index, first.axes, tuple(reader.conditions), reader.last)
+    return Selection(first.index, first.axes, tuple(reader.conditions), reader.last, first.repeats)
 
 
 class _Reader:
