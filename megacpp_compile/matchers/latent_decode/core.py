@@ -10,8 +10,8 @@ import torch
 from torch import fx
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import same_size, value
-from megacpp_compile.fx.views import COPIES, is_cast
+from megacpp_compile.fx.edit import attribute_of, has_effects, same_size, value
+from megacpp_compile.fx.views import COPIES, DETACH, is_cast
 from megacpp_compile.matchers.latent_decode.products import BROADCAST, CONTRACTED, Factor, product_of
 
 aten = torch.ops.aten
@@ -217,11 +217,21 @@ def constant(x: Any) -> float | None:
             return 0.0
         elif x.target in (aten.ones.default, aten.ones_like.default, aten.new_ones.default):
             return 1.0
-        elif x.target in COPIES or x.target is aten.lift_fresh_copy.default or is_cast(x):
+        elif x.target is aten.lift_fresh_copy.default:
+            x = _literal(x.args[0])
+        elif x.target in COPIES or x.target is DETACH or is_cast(x):
             x = x.args[0]
         else:
             return None
     return float(x) if isinstance(x, bool | int | float) else None
+
+
+def _literal(node: Any) -> float | None:
+    """The number that a frame writes as a tensor."""
+    if node.op != "get_attr":
+        return None
+    held = attribute_of(node.graph.owning_module, node.target)
+    return held.item() if type(held) is torch.Tensor and held.numel() == 1 else None
 
 
 def _result(softmax: Node, rows: int) -> tuple[Node, Factor, Factor] | None:
@@ -229,7 +239,7 @@ def _result(softmax: Node, rows: int) -> tuple[Node, Factor, Factor] | None:
     node = softmax
     while len(node.users) == 1:
         user = next(iter(node.users))
-        if user.target in COPIES or is_cast(user) or user.target is aten.dropout.default and user.args[2] is False:
+        if user.target in COPIES or is_cast(user) or user.target is aten.dropout.default and not has_effects(user):
             node = user
             continue
         product = product_of(user)
