@@ -8,14 +8,14 @@ chosen, without the choice. No kernel skips a row for such a mask: the plain for
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks import models
-from benchmarks.harness import Case, Settings, run_case
+from benchmarks.harness import FORWARD, STEP, Case, Contestant, Runner, Settings, run_case
 from benchmarks.modules import module_case
 
 
@@ -49,6 +49,16 @@ def inputs(size: Size, device: torch.device) -> tuple[Tensor, ...]:
     return x, *tables, scores.masked_fill_(behind, float("-inf"))
 
 
+def choice_alone(topk: int, scores: Tensor) -> Callable[[Tensor], list[Contestant]]:
+    """What every form does alike."""
+
+    def choose() -> Tensor:
+        return scores.topk(topk, sorted=False).indices
+
+    row = Contestant("its choice of rows alone", "limit", lambda: Runner({FORWARD: choose, STEP: choose}))
+    return lambda grad: [row]
+
+
 def cases(settings: Settings) -> Iterator[Case]:
     for size in QUICK if settings.quick else SIZES:
         widths = (size.dim, size.heads, size.q_lora, size.kv_lora, size.nope, size.rope, size.v)
@@ -60,7 +70,8 @@ def cases(settings: Settings) -> Iterator[Case]:
         given, numbers = inputs(size, settings.device), dataclasses.asdict(size)
         forward = flops + attended * (2 * size.kv_lora + size.rope)
         step = 3 * flops + attended * (7 * size.kv_lora + 4 * size.rope)
-        yield module_case("dsa", size.name, numbers, model, given, forward, step, attention=True)
+        alone = choice_alone(size.topk, given[-1])
+        yield module_case("dsa", size.name, numbers, model, given, forward, step, alone, attention=True)
 
 
 def tables(settings: Settings) -> Iterator[dict[str, Any]]:
