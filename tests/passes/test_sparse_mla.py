@@ -135,16 +135,17 @@ def test_autocast():
     assert_autocast(NAME, *build(as_transformers))
 
 
-@pytest.mark.parametrize("body", [by_products, packed], ids=lambda f: f.__name__)
-def test_one_graph_serves_all_lengths(body):
-    """Decided by the first length, and right for all."""
+@pytest.mark.parametrize(("body", "everything"), [(by_products, True), (packed, False)])
+def test_one_graph_serves_all_lengths(body, everything):
+    """Decided by the first length, and right for all; also where the scale is an input, too."""
 
     def make(length):
-        x, scores = arguments(8 * length)
-        torch._dynamo.mark_dynamic(scores, 2)
+        x, scores = arguments(9 * length)  # not the width's 40
+        if not everything:
+            torch._dynamo.mark_dynamic(scores, 2)
         return x, scores
 
-    assert_dynamic(NAME, Sparse(body), make)
+    assert_dynamic(NAME, Sparse(body), make, everything=everything)
 
 
 def test_the_benchmark_s_model():
