@@ -18,7 +18,7 @@ class Sparse(nn.Module):
 
     def __init__(self, body, dtype=torch.float32, topk=TOPK):
         super().__init__()
-        self.body, self.topk = body, topk
+        self.body, self.topk, self.scale = body, topk, SCALE
         self.q = nn.Linear(WIDTH, HEADS * (NOPE + ROPE), bias=False)
         self.down = nn.Linear(WIDTH, LATENT + ROPE, bias=False)
         self.up = nn.Linear(LATENT, HEADS * (NOPE + VALUE), bias=False)
@@ -61,7 +61,7 @@ def sdpa_by_bool(m, q, latent, rope, listed):
 def by_products(m, q, latent, rope, listed):
     """DeepSeek's own code: -inf where nothing is listed, written in place, and a causal mask that is added."""
     k, v = (x.transpose(1, 2) for x in expanded(m, latent, rope))
-    scores = torch.einsum("bthd,bshd->bths", q.transpose(1, 2), k) * SCALE
+    scores = torch.einsum("bthd,bshd->bths", q.transpose(1, 2), k) * m.scale
     mask = torch.full(rows(listed, latent), float("-inf"), device=q.device).scatter_(-1, listed, 0)
     t = latent.shape[1]
     mask += torch.full((t, t), float("-inf"), device=q.device).triu_(1)
@@ -79,7 +79,7 @@ def as_transformers(m, q, latent, rope, listed):
     mask = torch.where(seen, torch.tensor(0.0, device=q.device, dtype=q.dtype), lowest)
     hidden = listed.new_ones(rows(listed, latent), dtype=torch.bool).scatter(-1, listed.to(torch.int32).long(), False)
     mask = mask.masked_fill(hidden.unsqueeze(1), lowest)
-    p = F.softmax(q @ k.transpose(2, 3) * SCALE + mask, dim=-1, dtype=torch.promote_types(q.dtype, torch.float32))
+    p = F.softmax(q @ k.transpose(2, 3) * m.scale + mask, dim=-1, dtype=torch.promote_types(q.dtype, torch.float32))
     return joined(F.dropout(p.to(q.dtype), 0.0, m.training) @ v)
 
 

@@ -32,6 +32,7 @@ LISTED = {
     "by_index": lambda i: torch.zeros(B, T, S).index_put(
         (torch.arange(B)[:, None, None], torch.arange(T)[:, None], i), torch.ones(())
     ) > 0,
+    "logarithm": lambda i: torch.zeros(B, T, S).scatter(-1, i, 1.0).log() > -1,
     "arithmetic": lambda i: 1 - (2 - 2 * torch.zeros(B, T, S).scatter(-1, i, 1.0)) / 2 > 0,
 }  # fmt: skip
 

@@ -135,16 +135,17 @@ def test_autocast():
     assert_autocast(NAME, *build(as_transformers))
 
 
-@pytest.mark.parametrize("body", [by_products, packed], ids=lambda f: f.__name__)
-def test_one_graph_serves_all_lengths(body):
-    """Decided by the first length, and right for all."""
+@pytest.mark.parametrize(("body", "everything"), [(by_products, True), (packed, False)])
+def test_one_graph_serves_all_lengths(body, everything):
+    """Decided by the first length, and right for all; also where the scale is an input, too."""
 
     def make(length):
-        x, scores = arguments(8 * length)
-        torch._dynamo.mark_dynamic(scores, 2)
+        x, scores = arguments(9 * length)  # not the width's 40
+        if not everything:
+            torch._dynamo.mark_dynamic(scores, 2)
         return x, scores
 
-    assert_dynamic(NAME, Sparse(body), make)
+    assert_dynamic(NAME, Sparse(body), make, everything=everything)
 
 
 def test_the_benchmark_s_model():
@@ -208,6 +209,12 @@ def rows_of_two_lists(m, q, latent, rope, listed):
     return one_hot(m, q, latent, rope, torch.cat((listed[..., :2], listed[..., 1:3]), -1))
 
 
+def list_of_fewer_queries(m, q, latent, rope, listed):
+    k, v = expanded(m, latent, rope)
+    seen = torch.zeros(rows(listed, latent), dtype=torch.bool).scatter(-1, listed[:, 1:], True)
+    return joined(F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None]))
+
+
 def bias_beside_the_list(m, q, latent, rope, listed):
     k, v = expanded(m, latent, rope)
     mask = torch.full(rows(listed, latent), float("-inf")).scatter(-1, listed, 0.0) + latent[:, None, :, 0]
@@ -250,6 +257,7 @@ def keys_of_their_own(m, q, latent, rope, listed):
 @pytest.mark.parametrize(
     ("body", "tag", "reason"),
     [(rows_that_may_repeat, "mask", "names no row twice: take the list from topk"), (rows_of_two_lists, "mask", "twice"),
+     (list_of_fewer_queries, "mask", "has as many sequences and queries as the mask"),
      (bias_beside_the_list, "mask", "give it as a mask of bool"), (list_that_is_hidden, "mask", "0 at the rows of the"),
      (list_with_a_weight, "mask", "-3 at the others"), (list_for_each_head, "mask", "each head has a list of its own"),
      (list_and_list, "mask", "more than one list"), (keys_of_their_own, "latents", "made of one latent a row")],

@@ -13,6 +13,7 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import attribute_of, has_effects, same_size, value
 from megacpp_compile.fx.views import COPIES, DETACH, is_cast
 from megacpp_compile.matchers.latent_decode.products import BROADCAST, CONTRACTED, Factor, product_of
+from megacpp_compile.matchers.numbers import number_of
 
 aten = torch.ops.aten
 SDPA = aten.scaled_dot_product_attention.default
@@ -187,9 +188,9 @@ def _sum(node: Node, found: _Scores, scale: float) -> _Scores | None:
 def _scaled_by(node: Node) -> float | None:
     """The number that `node` multiplies by."""
     if node.target in (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar) and len(node.args) == 2:
-        number = node.args[1]
-        if isinstance(number, int | float) and not node.kwargs and number:
-            return float(number) if "mul" in str(node.target) else 1 / float(number)
+        number = None if node.kwargs else number_of(node.args[1])
+        if number:
+            return number if "mul" in str(node.target) else 1 / number
     return None
 
 

@@ -99,7 +99,7 @@ def _scattered(node: Node, axes: Axes) -> Named | None:
         return None
     sizes, whole = value(index).shape, value(base).shape
     if not all(same_size(n, whole[d]) for d, n in enumerate(sizes) if d != dim):
-        return None
+        raise NotRows(f"nothing says that {index}, which is scattered, has as many sequences and queries as the mask")
     if "k" in axes:  # one row at each place along the list, which a reduction goes over
         return _list(index, (*axes[:dim], None, *axes[dim + 1 :]), put, other) if same_size(sizes[dim], 1) else None
     return _list(index, (*axes[:dim], "k", *axes[dim + 1 :]), put, other, scattered=True)
