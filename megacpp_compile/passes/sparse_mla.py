@@ -11,10 +11,10 @@ rows. That a mask shows the rows of a list where its other parts do is read off 
 rows, and those it hides become -1, as do repetitions in a list that is not from topk, sort or argsort. Differentiable:
 what is around the op is plain PyTorch, and indices have no gradient. The scores that rows are chosen by stay as they
 are. A query that sees no row is 0 where eager's is NaN, or, for masks of a lowest number, the mean of all rows.
-Taken where it needs fewer multiply-adds (`_Form`), whose counts are the site's note; for symbolic sizes, those that the
+Taken where it needs fewer multiply-adds (`_Form`), whose counts are the site's note, over LEAST_ROWS rows or more; for symbolic sizes, those that the
 frame was first compiled with.
-Refused: sequences so short that all rows take fewer multiply-adds (tag `dense-cheaper`, with the length from which the
-list does); masks that are added and are data, a list for each head, lists that are compared or written by index and may
+Refused: sequences so short that all rows take fewer multiply-adds, or of fewer than LEAST_ROWS (tag `dense-cheaper`,
+with the length from which the list pays); masks that are added and are data, a list for each head, lists that are compared or written by index and may
 name a row twice (`mask`); keys and values that are not made of one latent a row (`latents`).
 """
 
@@ -41,6 +41,9 @@ from megacpp_compile.passes._sparse_rewrite import emit
 name = "sparse_mla"
 op = "megacpp::sparse_mla"
 after: tuple[str, ...] = ("linear",)
+# Over fewer rows attention to all of them is no matter, whatever the counts say: its matrix of scores is small, and the
+# GEMMs that gather latents by tiles of 64 rows have little to gather.
+LEAST_ROWS = 1024
 
 
 def find(view: GraphView) -> Iterator[Match | MatchFailure]:
@@ -84,16 +87,17 @@ class _Form:
 
     dense: int
     listed: int
-    least: int  # rows from which the list takes fewer
+    rows: int
+    least: int  # rows from which the list pays
 
     @property
     def pays(self) -> bool:
-        return self.listed < self.dense
+        return self.listed < self.dense and self.rows >= LEAST_ROWS
 
     def __str__(self) -> str:
         name = "listed rows" if self.pays else "all rows"
         counts = f"{self.listed} multiply-adds over listed latents, {self.dense} over all rows of keys and values"
-        return f"{name} by counts: {counts}; such a list pays from {self.least} rows on"
+        return f"{name} of {self.rows}: {counts}; such a list pays from {self.least} rows on"
 
 
 def _form(found: Decode, selected: Selection) -> _Form:
@@ -107,4 +111,4 @@ def _form(found: Decode, selected: Selection) -> _Form:
     up = r * (n + v) if all(expanded in unread for expanded in found.expanded) else 0
     per_query = k * (2 * r + p) + r * (n + v)
     least = (per_query - up) // (n + p + v) if t == s else t * per_query // (t * (n + p + v) + up)
-    return _Form(h * s * (t * (n + p + v) + up), h * t * per_query, least + 1)
+    return _Form(h * s * (t * (n + p + v) + up), h * t * per_query, s, max(least + 1, LEAST_ROWS))

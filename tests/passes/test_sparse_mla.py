@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from benchmarks import models
 from benchmarks.subjects import dsa
 from megacpp_compile.config.options import Config
+from megacpp_compile.passes import sparse_mla
 from tests.corpus.decodes import expanded, joined
 from tests.corpus.sparse_attention import (
     HEADS,
@@ -38,6 +39,12 @@ from tests.lowerings import relative_error
 from .contract import assert_autocast, assert_disabled, assert_dynamic, assert_fires
 
 NAME = "sparse_mla"
+
+
+@pytest.fixture(autouse=True)
+def of_any_length(monkeypatch):
+    """Sequences of a few rows go by their counts alone."""
+    monkeypatch.setattr(sparse_mla, "LEAST_ROWS", 0)
 
 
 @pytest.mark.parametrize("body", SPELLINGS, ids=lambda f: f.__name__)
@@ -193,6 +200,16 @@ def test_short_sequences():
     least = int(re.search(r"from (\d+) rows", miss.reason)[1])
     assert 6 < least < TOKENS
     assert [passed(module, arguments(n)).counts[NAME] for n in (least - 1, least)] == [0, 1]
+
+
+def test_few_rows_are_left_alone(monkeypatch):
+    """Whatever the counts say: 1024 are the least."""
+    monkeypatch.setattr(sparse_mla, "LEAST_ROWS", TOKENS + 1)
+    (miss,) = missed(sdpa_by_bool)
+    assert miss.tag == "dense-cheaper" and f"all rows of {TOKENS}" in miss.reason
+    assert f"pays from {TOKENS + 1} rows on" in miss.reason
+    monkeypatch.setattr(sparse_mla, "LEAST_ROWS", TOKENS)
+    assert passed(*build(sdpa_by_bool)).counts[NAME] == 1
 
 
 def missed(body, tokens=TOKENS):
