@@ -11,11 +11,11 @@ rows. That a mask shows the rows of a list where its other parts do is read off 
 rows, and those it hides become -1, as do repetitions in a list that is not from topk, sort or argsort. Differentiable:
 what is around the op is plain PyTorch, and indices have no gradient. The scores that rows are chosen by stay as they
 are. A query that sees no row is 0 where eager's is NaN, or, for masks of a lowest number, the mean of all rows.
-Taken where it needs fewer multiply-adds (`_Form`), whose counts are the site's note, over LEAST_ROWS rows or more; for symbolic sizes, those that the
-frame was first compiled with.
-Refused: sequences so short that all rows take fewer multiply-adds, or of fewer than LEAST_ROWS (tag `dense-cheaper`,
-with the length from which the list pays); masks that are added and are data, a list for each head, lists that are compared or written by index and may
-name a row twice (`mask`); keys and values that are not made of one latent a row (`latents`).
+Taken over LEAST_ROWS rows or more where it needs fewer multiply-adds (`_Form`), whose counts are the site's note; for
+symbolic sizes, those that the frame was first compiled with.
+Refused: shorter sequences, and those over which all rows take fewer multiply-adds (tag `dense-cheaper`, with the length
+from which the list pays); masks that are added and are data, a list for each head, lists that are compared or written
+by index and may name a row twice (`mask`); keys and values that are not made of one latent a row (`latents`).
 """
 
 from __future__ import annotations
