@@ -148,7 +148,7 @@ class MLA(nn.Module):
         self.kv_b = nn.Linear(kv_lora, heads * (nope + v), bias=False)
         self.o = nn.Linear(heads * v, dim, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, seen: Tensor | None = None) -> Tensor:
         batch, tokens, _ = x.shape
         q = self.q_b(self.q_norm(self.q_a(x))) if self.q_lora else self.q(x)
         q = q.view(batch, tokens, self.heads, self.nope + self.rope).transpose(1, 2)
@@ -158,8 +158,23 @@ class MLA(nn.Module):
         k_nope, v = kv.split([self.nope, self.v], -1)
         k_pe = rotary(k_pe.view(batch, 1, tokens, self.rope), cos, sin).expand(-1, self.heads, -1, -1)
         q, k = torch.cat((q_nope, rotary(q_pe, cos, sin)), -1), torch.cat((k_nope, k_pe), -1)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=seen is None)
         return self.o(out.transpose(1, 2).reshape(batch, tokens, -1))
+
+
+class SparseMLA(MLA):
+    """DeepSeek Sparse Attention as a mask on MLA: of the rows that an indexer scored [b, t, s], -inf behind the query,
+    each query sees the best `topk`."""
+
+    def __init__(self, topk: int, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.topk = topk
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
+        listed = scores.topk(self.topk, sorted=False).indices
+        seen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, listed, True)
+        seen = seen & torch.ones(seen.shape[1:], dtype=torch.bool, device=x.device).tril()
+        return super().forward(x, cos, sin, seen.unsqueeze(1))
 
 
 class SwiGLU(nn.Module):

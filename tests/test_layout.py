@@ -32,7 +32,7 @@ HEAVY = ("triton", "transformer_engine", "torch_xla", "jax")
 def test_pass_order():
     """Reports, counts and rewrites follow it; a pass that moves may see another graph."""
     assert pass_names() == (
-        "causal_conv1d", "moe", "linear", "linear_cross_entropy", "mla_decode", "down_norm_up", "token_loop",
+        "causal_conv1d", "moe", "linear", "linear_cross_entropy", "sparse_mla", "mla_decode", "down_norm_up", "token_loop",
         "gated_delta_rule", "gated_linear_attention", "gated_rms_norm", "mla_rope_q", "mla_rope_kv", "rope_qk",
         "ssd_scan", "norm_linear", "compressed_linear",
     )  # fmt: skip

@@ -126,8 +126,10 @@ def attribute_of(module: Any, path: Any) -> Any:
 
 
 def has_effects(node: Node) -> bool:
-    """Whether `node` does more than compute its value. Torch says so of any attention, which draws random numbers only
-    where it drops out."""
+    """Whether `node` does more than compute its value. Torch says so of any attention and of any dropout, which draw
+    random numbers only where they drop."""
+    if node.target is torch.ops.aten.dropout.default:
+        return node.args[1] != 0 and node.args[2] is not False
     if node.target is torch.ops.aten.scaled_dot_product_attention.default:
         dropout = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
         return dropout != 0.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -35,21 +35,10 @@ def emit(build: Builder, found: Decode) -> tuple[Node, list[Node]]:
     """(the op, the node in the place of the attention's result)."""
     core, sizes = found.core, found.sizes
     dtype = torch.promote_types(value(found.latent.node).dtype, value(found.expanded[0]).dtype)
-    size = _Sizes(build, found)
+    size = Sizes(build, found)
     seen = _given(build, found)
-    latent = None if found.given else _one_buffer(build, found, size)
-    if latent is None:
-        parts = [_rows(build, found.latent, "bsr", size)]
-        parts += [_rows(build, one.rows, "bsc", size, one.width) for one in found.shared]
-        parts = [build.cast(part, dtype) for part in parts]
-        parts += [_bias(build, seen, size, dtype)] if seen is not None else []
-        latent = build(aten.cat.default, parts, -1) if len(parts) > 1 else parts[0]
-    rows = build.cast(latent, dtype)
-    queries = [_queries(build, found, i, dtype) for i in range(len(core.scores))]
-    nope = _channels(build, queries[found.part], found.first, sizes["n"])
-    in_latents = absorbed(build, nope, found, dtype)
-    pieces = [build.cast(in_latents, dtype)]
-    pieces += [_channels(build, queries[one.part], one.first, one.width) for one in found.shared]
+    rows = latent_rows(build, found, size, dtype, [] if seen is None else [_bias(build, seen, size, dtype)])
+    pieces = absorbed_queries(build, found, dtype)
     if found.given:
         pieces.append(build(aten.new_ones.default, pieces[0], [size("b"), size("t"), sizes["h"], 1]))
     q = build(aten.cat.default, pieces, -1) if len(pieces) > 1 else pieces[0]
@@ -63,12 +52,41 @@ def emit(build: Builder, found: Decode) -> tuple[Node, list[Node]]:
     out = build.item(op, 0)
     if together:
         out = build(aten.reshape.default, out, [size("b"), size("t"), sizes["h"], sizes["r"]])
-    of_queries = [size("b"), size("t"), sizes["h"], 1] if found.biases else []
+    return op, [expanded_result(build, found, out, op, size, dtype, bool(found.seen or found.given))]
+
+
+def latent_rows(
+    build: Builder, found: Decode, size: Callable[[str], Any], dtype: torch.dtype, more: Sequence[Node] = ()
+) -> Node:
+    """[b, s, channels]: the latent, what all heads share, and `more`."""
+    latent = None if more else _one_buffer(build, found, size)
+    if latent is None:
+        parts = [_rows(build, found.latent, "bsr", size)]
+        parts += [_rows(build, one.rows, "bsc", size, one.width) for one in found.shared]
+        parts = [build.cast(part, dtype) for part in parts] + [*more]
+        latent = build(aten.cat.default, parts, -1) if len(parts) > 1 else parts[0]
+    return build.cast(latent, dtype)
+
+
+def absorbed_queries(build: Builder, found: Decode, dtype: torch.dtype) -> list[Node]:
+    """The queries' channels [b, t, h, ..] in the order of `latent_rows`: by W_uk, and those that meet shared ones."""
+    queries = [_queries(build, found, i, dtype) for i in range(len(found.core.scores))]
+    nope = _channels(build, queries[found.part], found.first, found.sizes["n"])
+    pieces = [build.cast(absorbed(build, nope, found, dtype), dtype)]
+    return pieces + [_channels(build, queries[one.part], one.first, one.width) for one in found.shared]
+
+
+def expanded_result(
+    build: Builder, found: Decode, out: Node, op: Node, size: Callable[[str], Any], dtype: torch.dtype, hides: bool
+) -> Node:
+    """What takes the place of the attention's result: `out` [b, t, h, r] of `op` by W_uv. hides: whether a query may
+    see no row."""
+    of_queries = [size("b"), size("t"), found.sizes["h"], 1] if found.biases and hides else None
     out = expanded(build, out, found, dtype, op, of_queries)
-    return op, [_result(build, found, build.cast(out, value(core.result.node).dtype))]
+    return _result(build, found, build.cast(out, value(found.core.result.node).dtype))
 
 
-class _Sizes:
+class Sizes:
     """The sizes of axes, as numbers or as nodes that read them."""
 
     def __init__(self, build: Builder, found: Decode) -> None:

@@ -31,10 +31,10 @@ def absorbed(build: Builder, q: Node, found: Decode, dtype: torch.dtype) -> Node
 
 
 def expanded(
-    build: Builder, x: Node, found: Decode, dtype: torch.dtype, op: Node, of_queries: list[Any]
+    build: Builder, x: Node, found: Decode, dtype: torch.dtype, op: Node, of_queries: list[Any] | None
 ) -> Node:
     """Sums of latents [b, t, h, r] by W_uv, and the values' biases where a query sees a row: [b, t, h, v]. op: the
-    attention; of_queries: the sizes b, t, h and 1."""
+    attention; of_queries: the sizes b, t, h and 1, or None where there is no bias or every query sees a row."""
     heads, channels, made = found.sizes["h"], found.sizes["v"], []
     for one in found.w_uv:
         y = x
@@ -46,7 +46,7 @@ def expanded(
     for bias in found.biases:
         made.append((_weight(build, bias.view, {"h": heads, "c": channels}, value(bias.view.node).dtype), bias.times))
     out = _sum(build, made, dtype)
-    if not found.biases or not found.seen and not found.given:
+    if of_queries is None:
         return out
     none = build(aten.eq.Scalar, build.item(op, 1), -math.inf)
     return build(aten.masked_fill.Scalar, out, build(aten.reshape.default, none, of_queries), 0.0)

@@ -14,7 +14,7 @@ from megacpp_compile.config.options import Config
 from megacpp_compile.config.warn_once import warn_once
 from megacpp_compile.errors import VerificationError
 from megacpp_compile.frontend.capture import Captured
-from megacpp_compile.fx.edit import value
+from megacpp_compile.fx.edit import attribute_of, value
 from megacpp_compile.fx.sizes import nbytes
 from megacpp_compile.fx.subgraph import between
 from megacpp_compile.matchers._match import MatchFailure
@@ -61,6 +61,7 @@ class Reviewer:
         others = [n for n in gm.graph.nodes if n.op in ("placeholder", "get_attr") and n not in values]
         holders = [n for n in gm.graph.nodes if n.op == "placeholder"]
         values.update({n: v for n, v in zip(holders, self.inputs, strict=True) if n in others})
+        values.update({n: attribute_of(gm, n.target) for n in others if n.op == "get_attr"})
         differentiable = set() if match.forward_only else activations(gm.graph, self.captured.weights)
         rows = None if match.ends is None else int(values[match.ends][-1])
         tensor, error, tolerance = replay.compare(

@@ -16,6 +16,7 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import Builder, value
+from megacpp_compile.fx.views import CASTS, COPIES, EXPANSIONS, FOLDS, PARTS, PERMUTATIONS, RESHAPES, UNIT_DIMS
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.rope.heads import Head
@@ -59,6 +60,8 @@ def in_memory_order(head: Head, *others: Head) -> tuple[Rotation, list[int]]:
     return reordered(head.rotation, order), order
 
 
+# Ops that put rotated channels where attention reads them.
+_MOVES = RESHAPES | FOLDS | UNIT_DIMS | PERMUTATIONS | EXPANSIONS | COPIES | CASTS | PARTS | {aten.cat.default}
 # Ops whose result has one layout for any strides of the operands.
 _SETTLED = {
     aten.matmul.default, aten.bmm.default, aten.mm.default, aten.einsum.default, aten.linear.default,
@@ -74,6 +77,19 @@ def _strides_show(root: Node) -> bool:
             if user.op == "output" or not str(user.target).startswith("aten."):
                 return True
             if user not in seen and user.target not in _SETTLED:
+                seen.add(user)
+                pending.append(user)
+    return False
+
+
+def meets_latents(root: Node) -> bool:
+    """Whether what is rotated is read by attention over latents, which another pass made."""
+    pending, seen = [root], {root}
+    while pending:
+        for user in pending.pop().users:
+            if user.target in (torch.ops.megacpp.sparse_mla.default, torch.ops.megacpp.mla_decode.default):
+                return True
+            if user not in seen and user.target in _MOVES:
                 seen.add(user)
                 pending.append(user)
     return False

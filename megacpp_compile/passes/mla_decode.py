@@ -36,7 +36,7 @@ from megacpp_compile.passes._rule import REGION, Match
 
 name = "mla_decode"
 op = "megacpp::mla_decode"
-after: tuple[str, ...] = ("linear",)
+after: tuple[str, ...] = ("linear", "sparse_mla")
 
 
 def find(view: GraphView) -> Iterator[Match | MatchFailure]:

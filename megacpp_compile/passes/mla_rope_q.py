@@ -83,7 +83,7 @@ def _check(view: GraphView, head: Head) -> Match | MatchFailure | None:
     if head.role() == "k" and head.kind == "separate":
         return MatchFailure(head.root, "own-rope-keys", "every head has a rope key of its own, not one shared row")
     if not _reads_mla_keys(view, head):
-        if head.kind == "separate":
+        if head.kind == "separate" and not _rope.meets_latents(head.root):
             return MatchFailure(head.root, "no-mla-keys", "the keys these queries meet are not MLA keys")
         return None  # ordinary partial rotary
     if head.kind == "separate" and not all(p and from_projection(p) for p in (rotation.nope, rotation.rope)):

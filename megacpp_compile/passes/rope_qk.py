@@ -51,8 +51,8 @@ def find(view: GraphView) -> Iterator[Match | MatchFailure]:
     rows = _turned_by_ops(view)
     for head in view.heads.found:
         attended = is_attended(head.rotation.rope.source.node, view.weights)  # turned back, as values were turned
-        cached = memory_of(head.rotation.rope.source.node) in rows
-        if head.kind in ("full", "partial") and not head.readers and not attended and not cached:
+        by_ops = memory_of(head.rotation.rope.source.node) in rows or _rope.meets_latents(head.root)
+        if head.kind in ("full", "partial") and not head.readers and not attended and not by_ops:
             left = "the graph ends before a" if leaves_graph(head.root) else "no"
             yield MatchFailure(
                 head.root, "no-scores", f"{left} GEMM of queries with keys that reads what is rotated here"

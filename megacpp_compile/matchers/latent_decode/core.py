@@ -10,9 +10,10 @@ import torch
 from torch import fx
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import same_size, value
-from megacpp_compile.fx.views import COPIES, is_cast
+from megacpp_compile.fx.edit import attribute_of, has_effects, same_size, value
+from megacpp_compile.fx.views import COPIES, DETACH, is_cast
 from megacpp_compile.matchers.latent_decode.products import BROADCAST, CONTRACTED, Factor, product_of
+from megacpp_compile.matchers.numbers import number_of
 
 aten = torch.ops.aten
 SDPA = aten.scaled_dot_product_attention.default
@@ -187,9 +188,9 @@ def _sum(node: Node, found: _Scores, scale: float) -> _Scores | None:
 def _scaled_by(node: Node) -> float | None:
     """The number that `node` multiplies by."""
     if node.target in (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar) and len(node.args) == 2:
-        number = node.args[1]
-        if isinstance(number, int | float) and not node.kwargs and number:
-            return float(number) if "mul" in str(node.target) else 1 / float(number)
+        number = None if node.kwargs else number_of(node.args[1])
+        if number:
+            return number if "mul" in str(node.target) else 1 / number
     return None
 
 
@@ -217,11 +218,21 @@ def constant(x: Any) -> float | None:
             return 0.0
         elif x.target in (aten.ones.default, aten.ones_like.default, aten.new_ones.default):
             return 1.0
-        elif x.target in COPIES or x.target is aten.lift_fresh_copy.default or is_cast(x):
+        elif x.target is aten.lift_fresh_copy.default:
+            x = _literal(x.args[0])
+        elif x.target in COPIES or x.target is DETACH or is_cast(x):
             x = x.args[0]
         else:
             return None
     return float(x) if isinstance(x, bool | int | float) else None
+
+
+def _literal(node: Any) -> float | None:
+    """The number that a frame writes as a tensor."""
+    if node.op != "get_attr":
+        return None
+    held = attribute_of(node.graph.owning_module, node.target)
+    return held.item() if type(held) is torch.Tensor and held.numel() == 1 else None
 
 
 def _result(softmax: Node, rows: int) -> tuple[Node, Factor, Factor] | None:
@@ -229,7 +240,7 @@ def _result(softmax: Node, rows: int) -> tuple[Node, Factor, Factor] | None:
     node = softmax
     while len(node.users) == 1:
         user = next(iter(node.users))
-        if user.target in COPIES or is_cast(user) or user.target is aten.dropout.default and user.args[2] is False:
+        if user.target in COPIES or is_cast(user) or user.target is aten.dropout.default and not has_effects(user):
             node = user
             continue
         product = product_of(user)

@@ -116,14 +116,25 @@ def _is_step(core: Core) -> bool:
 
 
 def _decode(core: Core) -> Decode | MatchFailure | None:
+    found = over_latents(core)
+    if found is None:
+        return _of_a_cache_of_keys(core)
+    try:
+        seen, given = rows_seen(core, found.sizes["t"])
+    except NotRows as why:
+        mask = core.masks[0].node
+        return MatchFailure(core.result.node, "mask", f"which rows a query sees is not told by {mask.name}: {why}")
+    return dataclasses.replace(found, seen=tuple(seen), given=tuple(given))
+
+
+def over_latents(core: Core) -> Decode | None:
+    """The attention over latents that `core` is, whatever its masks say; None where it is none."""
     samples = _samples(core)
     if samples is None:
         return None
     keys = [_Side(k, samples) for _, k in core.scores]
     values = _Side(core.values, samples)
     up = [(i, piece) for i, side in enumerate(keys) for piece in side.expanded]
-    if not up:
-        return _of_a_cache_of_keys(core, samples)
     if len(up) != 1 or len(values.pieces) != 1 or len(values.expanded) != 1:
         return None
     (part, key), value_ = up[0], values.expanded[0]
@@ -151,14 +162,9 @@ def _decode(core: Core) -> Decode | MatchFailure | None:
     sizes |= {"n": len(channels), "p": sum(one.width for one in shared), "v": core.values.size("c")}
     if sizes["r"] >= sizes["h"] * (sizes["n"] + sizes["v"]):
         return None
-    try:
-        seen, given = rows_seen(core, sizes["t"])
-    except NotRows as why:
-        mask = core.masks[0].node
-        return MatchFailure(core.result.node, "mask", f"which rows a query sees is not told by {mask.name}: {why}")
     added = tuple(Bias(view, times) for view, times in biases if view is not None)
     return Decode(core, latent, w_uk, w_uv, added, part, int(channels[0]), tuple(shared), sizes,
-                  (key.node, value_.node), tuple(seen), tuple(given))  # fmt: skip
+                  (key.node, value_.node))  # fmt: skip
 
 
 def _of_one_latent(key: Expanded, of_values: Expanded) -> tuple[Term, tuple[Term, ...], tuple[Term, ...]] | None:
@@ -272,8 +278,11 @@ def _weight(at: list[Elements], axes: str) -> View | None:
 _APPENDS = frozenset({"cat", "index_copy", "slice_scatter", "select_scatter", "index_put", "scatter", "where"})
 
 
-def _of_a_cache_of_keys(core: Core, samples: Mapping[str, np.ndarray]) -> MatchFailure | None:
+def _of_a_cache_of_keys(core: Core) -> MatchFailure | None:
     """A cache of every head's keys, to which a step appends the keys it expands from its own latents."""
+    samples = _samples(core)
+    if samples is None or any(_Side(k, samples).expanded for _, k in core.scores):
+        return None
     keys = core.scores[0][1]
     last = levels(elements(keys.node, keys.axes, {**samples, "c": places(keys.size("c"), True)}))[-1].node
     if str(getattr(last.target, "overloadpacket", "")).rpartition(".")[2] not in _APPENDS:

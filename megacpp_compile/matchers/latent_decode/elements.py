@@ -107,7 +107,7 @@ def back(at: Elements) -> Elements | None:
         index = _reshaped(at.index, value(node).shape, value(source).shape)
         return None if index is None else Elements(source, at.samples, index)
     if node.target in _PERMUTATIONS:
-        order = _order(node, len(at.index))
+        order = permutation(node, len(at.index))
         return Elements(source, at.samples, tuple(at.index[order.index(d)] for d in range(len(order))))
     if node.target in EXPANSIONS:
         return operand(at, source)
@@ -202,7 +202,7 @@ def _sliced(at: Elements, source: Node) -> Elements | None:
     return Elements(source, at.samples, tuple(i * step + start if d == dim else i for d, i in enumerate(at.index)))
 
 
-def _order(node: Node, rank: int) -> list[int]:
+def permutation(node: Node, rank: int) -> list[int]:
     """Which dimension of its operand each dimension of a permutation is."""
     marked = torch.empty([n + 2 for n in range(rank)], device="meta")
     return [n - 2 for n in node.target(marked, *node.args[1:]).shape]  # type: ignore[operator]

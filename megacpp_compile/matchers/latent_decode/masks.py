@@ -7,7 +7,7 @@ that is data, such as a position. A comparison of two of them says up to which r
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -79,7 +79,7 @@ def rows_seen(core: Core, tokens: Any) -> tuple[list[Seen], list[Rows]]:
     limits, given = list[Seen](), list[Rows]()
     for part in parts:
         try:
-            limits += [_limit(limit, core) for limit in (part if isinstance(part, list) else _where(*part))]
+            limits += [_limit(limit, core) for limit in (part if isinstance(part, list) else limits_of(*part))]
         except NotRows:
             if isinstance(part, list) or not _of_rows(part[0], core):
                 raise
@@ -90,12 +90,18 @@ def rows_seen(core: Core, tokens: Any) -> tuple[list[Seen], list[Rows]]:
 
 
 def _limit(limit: Sum, core: Core) -> Seen:
-    steps = dict(zip(core.scores_axes, (0,) * (len(core.scores_axes) - len(limit.steps)) + limit.steps, strict=True))
+    return last_row(
+        dict(zip(core.scores_axes, (0,) * (len(core.scores_axes) - len(limit.steps)) + limit.steps, strict=True)), limit
+    )
+
+
+def last_row(steps: Mapping[str, int], limit: Sum) -> Seen:
+    """What a sum that is at most 0 where a row is seen says, with its steps by axis. Raises NotRows."""
     if steps.get("t") == DATA:
         raise NotRows("it goes by positions of the new tokens that are data, and may be any: make them start + arange")
-    if DATA in (steps["s"], steps["h"]):
+    if DATA in (steps.get("s"), steps.get("h")):
         raise NotRows("it is data")
-    if steps["s"] != 1 or steps["b"] not in (0, DATA) or steps["h"] or steps.get("t", 0) not in (0, -1):
+    if steps.get("s") != 1 or steps.get("b", 0) not in (0, DATA) or steps.get("h") or steps.get("t", 0) not in (0, -1):
         raise NotRows("it hides other rows than those behind a last one")
     return Seen(-Sum((), limit.number, limit.parts), steps.get("t", 0) == -1)
 
@@ -121,7 +127,7 @@ def _conditions(node: Node, hidden: bool) -> list[_Limits]:
     """The parts of a condition that all have to hold."""
     if node.target in (aten.logical_not.default, aten.bitwise_not.default):
         return _conditions(node.args[0], not hidden)  # type: ignore[arg-type]
-    both = [n for n in node.args[:2] if isinstance(n, Node)] if node.target in (_OR if hidden else _AND) else []
+    both = [n for n in node.args[:2] if isinstance(n, Node)] if node.target in (OR if hidden else AND) else []
     if len(both) == 2 and all(value(n).dtype == torch.bool for n in both):
         return [part for n in both for part in _conditions(n, hidden)]
     if node.target in EXPANSIONS | IDENTITIES:  # what is broadcast once more
@@ -155,31 +161,31 @@ def _added(node: Node) -> list[_Limits]:
     """Of a mask that is 0 or so low that nothing is left."""
     if node.target in (aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar):
         condition, a, b = node.args
-        if constant(a) == 0 and _low(b):
+        if constant(a) == 0 and is_low(b):
             return _conditions(condition, False)  # type: ignore[arg-type]
-        if constant(b) == 0 and _low(a):
+        if constant(b) == 0 and is_low(a):
             return _conditions(condition, True)  # type: ignore[arg-type]
     if node.target in (aten.masked_fill.Scalar, aten.masked_fill.Tensor):
-        if constant(node.args[0]) == 0 and _low(node.args[2]):
+        if constant(node.args[0]) == 0 and is_low(node.args[2]):
             return _conditions(node.args[1], True)  # type: ignore[arg-type]
-        if _low(node.args[0]) and constant(node.args[2]) == 0:
+        if is_low(node.args[0]) and constant(node.args[2]) == 0:
             return _conditions(node.args[1], False)  # type: ignore[arg-type]
-    if node.target is aten.triu.default and _low(node.args[0]):
-        return [[_beside_diagonal(node).plus(1)]]
-    if node.target in EXPANSIONS | IDENTITIES or node.target in _DTYPES:
+    if node.target is aten.triu.default and is_low(node.args[0]):
+        return [[beside_diagonal(node).plus(1)]]
+    if node.target in EXPANSIONS | IDENTITIES or node.target in DTYPES:
         return _added(node.args[0])  # type: ignore[arg-type]
     if _is_through(node):
-        parts = [part if isinstance(part, list) else _where(*part) for part in _added(node.args[0])]  # type: ignore[arg-type]
+        parts = [part if isinstance(part, list) else limits_of(*part) for part in _added(node.args[0])]  # type: ignore[arg-type]
         return [_viewed(node, part) for part in parts]
     raise NotRows("it is data")
 
 
-def _low(x: Any) -> bool:
+def is_low(x: Any) -> bool:
     number = constant(x)
     return number is not None and number <= -60000
 
 
-def _beside_diagonal(node: Node) -> Sum:
+def beside_diagonal(node: Node) -> Sum:
     """column - row - diagonal of a `triu` or `tril`."""
     diagonal = node.args[1] if len(node.args) > 1 else 0
     rank = value(node).dim()
@@ -194,41 +200,41 @@ def _number(x: Any, times: int = 1) -> Sum:
     raise NotRows("it is data")
 
 
-def _where(node: Any, hidden: bool) -> list[Sum]:
+def limits_of(node: Any, hidden: bool) -> list[Sum]:
     """Of a condition, under which rows are seen, or `hidden`."""
     if not isinstance(node, Node):
         raise NotRows("it is data")
     target = node.target
     if target in (aten.logical_not.default, aten.bitwise_not.default):
-        return _where(node.args[0], not hidden)
-    joined = _OR if hidden else _AND
+        return limits_of(node.args[0], not hidden)
+    joined = OR if hidden else AND
     if target in joined:
-        return [limit for x in node.args[:2] for limit in _where(x, hidden)]
+        return [limit for x in node.args[:2] for limit in limits_of(x, hidden)]
     if target in _COMPARISONS:
         sign, more = _COMPARISONS[target]
-        a, b = (_sum_of(x) for x in node.args[:2])
+        a, b = (sum_of(x) for x in node.args[:2])
         limit = (a + -b if sign > 0 else b + -a).plus(more)
         return [(-limit).plus(1) if hidden else limit]
     if target is aten.tril.default and constant(node.args[0]) == 1:
-        limit = _beside_diagonal(node)
+        limit = beside_diagonal(node)
         return [(-limit).plus(1) if hidden else limit]
     if target is aten.triu.default and constant(node.args[0]) == 1:
-        limit = -_beside_diagonal(node)
+        limit = -beside_diagonal(node)
         return [(-limit).plus(1) if hidden else limit]
     if _is_through(node):
-        return _viewed(node, _where(node.args[0], hidden))
+        return _viewed(node, limits_of(node.args[0], hidden))
     raise NotRows("it is data")
 
 
-_AND = (aten.logical_and.default, aten.bitwise_and.Tensor, aten.__and__.Tensor, aten.mul.Tensor)
-_OR = (aten.logical_or.default, aten.bitwise_or.Tensor, aten.__or__.Tensor)
+AND = (aten.logical_and.default, aten.bitwise_and.Tensor, aten.__and__.Tensor, aten.mul.Tensor)
+OR = (aten.logical_or.default, aten.bitwise_or.Tensor, aten.__or__.Tensor)
 # Comparison -> (a - b or b - a, the number added) that is at most 0 where it holds.
 _COMPARISONS = {
     aten.le.Tensor: (1, 0), aten.le.Scalar: (1, 0), aten.lt.Tensor: (1, 1), aten.lt.Scalar: (1, 1),
     aten.ge.Tensor: (-1, 0), aten.ge.Scalar: (-1, 0), aten.gt.Tensor: (-1, 1), aten.gt.Scalar: (-1, 1),
 }  # fmt: skip
-_DTYPES = frozenset({aten._to_copy.default, aten.to.dtype})
-_THROUGH = IDENTITIES | RESHAPES | SQUEEZES | EXPANSIONS | _DTYPES | {UNSQUEEZE, aten.slice.Tensor, aten.transpose.int}
+DTYPES = frozenset({aten._to_copy.default, aten.to.dtype})
+_THROUGH = IDENTITIES | RESHAPES | SQUEEZES | EXPANSIONS | DTYPES | {UNSQUEEZE, aten.slice.Tensor, aten.transpose.int}
 
 
 def _is_through(node: Any) -> bool:
@@ -240,7 +246,7 @@ def _viewed(node: Node, sums: Sequence[Sum]) -> list[Sum]:
     source = node.args[0]
     there, here = value(source).shape, value(node).shape
     padded = [(0,) * (len(there) - len(s.steps)) + s.steps for s in sums]
-    if node.target in IDENTITIES or node.target in _DTYPES:
+    if node.target in IDENTITIES or node.target in DTYPES:
         return list(sums)
     if node.target in EXPANSIONS:
         widened = [(0,) * (len(here) - len(there)) + p for p in padded]
@@ -268,7 +274,7 @@ def _viewed(node: Node, sums: Sequence[Sum]) -> list[Sum]:
             for s, at in zip(sums, placed, strict=True)]  # fmt: skip
 
 
-def _sum_of(x: Any) -> Sum:
+def sum_of(x: Any) -> Sum:
     """An integer, or a tensor of integers."""
     if not isinstance(x, Node) or not isinstance(value(x), torch.Tensor):
         return _number(x)
@@ -278,13 +284,13 @@ def _sum_of(x: Any) -> Sum:
     if target in (aten.arange.default, aten.arange.start):
         return Sum((1,)) + (_number(x.args[0]) if target is aten.arange.start else Sum(()))
     if target in (aten.add.Tensor, aten.sub.Tensor) and not x.kwargs:
-        a, b = map(_sum_of, x.args[:2])
+        a, b = map(sum_of, x.args[:2])
         return a + (b if target is aten.add.Tensor else -b)
     if (number := constant(x)) is not None:
         return Sum((0,) * fake.dim(), int(number))
     if _is_through(x):
         try:
-            return _viewed(x, [_sum_of(x.args[0])])[0]
+            return _viewed(x, [sum_of(x.args[0])])[0]
         except NotRows:
             pass
     return Sum(tuple(0 if same_size(n, 1) else DATA for n in fake.shape), 0, ((1, x),))
