@@ -23,8 +23,8 @@ from benchmarks.figures.recall import Cell, draw
 
 # Every pass that runs without an option; the others have no site in such a run.
 PASSES = (
-    "down_norm_up", "mla_rope_q", "mla_rope_kv", "mla_decode", "rope_qk", "ssd_scan", "gated_delta_rule", "token_loop",
-    "causal_conv1d", "gated_rms_norm", "moe", "linear_cross_entropy",
+    "down_norm_up", "mla_rope_q", "mla_rope_kv", "mla_decode", "sparse_mla", "rope_qk", "ssd_scan", "gated_delta_rule",
+    "token_loop", "causal_conv1d", "gated_rms_norm", "moe", "linear_cross_entropy",
 )  # fmt: skip
 HEAD = """# Recall on third-party models
 

@@ -29,7 +29,7 @@ from megacpp_compile.frontend.dtensors import calls_on_dtensors, is_dtensor
 from megacpp_compile.frontend.hidden_writes import refuse_hidden_writes
 from megacpp_compile.frontend.local_dtensors import localize
 from megacpp_compile.frontend.transforms import resolve_transforms
-from megacpp_compile.frontend.written_dropouts import without_writes_to_dropouts
+from megacpp_compile.frontend.unsaid_aliases import without_writes_to_unsaid_aliases
 from megacpp_compile.report.records import MissedFusion
 
 
@@ -97,7 +97,7 @@ def capture(gm: GraphModule, example_inputs: Sequence[Any]) -> Captured:
     try:
         with modes.restored(), fx_traceback.preserve_node_meta():
             gm = resolve_transforms(inline_checkpoints(gm, mode), fakes, mode)
-            plain = without_writes_to_dropouts(without_writes_to_new_tensors(gm))
+            plain = without_writes_to_unsaid_aliases(without_writes_to_new_tensors(gm))
             on_dtensors = calls_on_dtensors(plain, example_inputs)
             local = localize(plain, mode, on_dtensors)
             if local is not plain:

@@ -92,7 +92,11 @@ def _asks(node: Node) -> bool:
 
 def memory_of(node: Node) -> int | None:
     """What tells the memory of `node`'s tensor from others'; None for what has none of its own."""
-    fake = dynamo_value(node)
+    return memory(dynamo_value(node))
+
+
+def memory(fake: object) -> int | None:
+    """What tells the memory of a fake tensor from others'; None for what has none of its own, or is no tensor."""
     if not isinstance(fake, torch.Tensor) or is_traceable_wrapper_subclass(fake) or fake.layout != torch.strided:
         return None
     try:

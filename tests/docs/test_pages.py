@@ -13,7 +13,7 @@ import pytest
 from benchmarks import performance_page, recall_table
 from benchmarks.figures import remat
 from megacpp_compile import Config
-from megacpp_compile.passes._driver import pass_names
+from megacpp_compile.passes._driver import enabled_passes, pass_names
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -89,6 +89,11 @@ def test_the_recall_page_is_read_back_whole():
     must, hit = sum(m for m, _, _ in cells), sum(min(m, fired) for m, _, fired in cells)
     assert f"{len(models)} models: {hit} of {must} sites that must fire did" in text
     assert f"{must} sites in {len(models)} models" in " ".join((ROOT / "README.md").read_text().split())
+
+
+def test_every_pass_that_runs_without_an_option_has_a_column():
+    wanted = {"linear", "compressed_linear"}  # of linears that an option names
+    assert {p.name for p in enabled_passes(Config())} - wanted == set(recall_table.PASSES)
 
 
 def test_no_point_of_the_front_is_beaten():
