@@ -94,7 +94,7 @@ RUNS = {
     ],
     "make help": ["make help"],
     # What these would run is printed, and every file and module in it is there.
-    **{f"make -n {what}": [f"make {what}"] for what in ("test", "demo", "accept", "pages", "docs", "build", "lint", "test-xla")},
+    **{f"make -n {what}": [f"make {what}"] for what in ("test", "test-all", "demo", "accept", "pages", "docs", "build", "lint", "test-xla")},
     "make -n test-repeat N=20": ["make test-repeat N=20"],
     "python -m tests.repeat 1 --co -n 0 tests/test_targets.py": ["python -m tests.repeat 5 tests/lowerings"],
     "make -n test TORCH=torch==2.11.0": ['make test TORCH="..."'],
