@@ -9,17 +9,17 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import Builder, value
 from megacpp_compile.fx.views import COPIES, PERMUTATIONS, RESHAPES, is_cast
-from megacpp_compile.matchers.latent_decode.decodes import Decode
-from megacpp_compile.matchers.latent_decode.lists import Axes
-from megacpp_compile.matchers.latent_decode.selections import Selection
-from megacpp_compile.passes._decode_rewrite import Sizes, absorbed_queries, expanded_result, latent_rows
-from megacpp_compile.passes._decode_weights import ordered
+from megacpp_compile.matchers.latent_attention.lists import Axes
+from megacpp_compile.matchers.latent_attention.over_latents import LatentAttention
+from megacpp_compile.matchers.latent_attention.selections import Selection
+from megacpp_compile.passes._absorbed import Sizes, absorbed_queries, expanded_result, latent_rows
+from megacpp_compile.passes._absorbed_weights import ordered
 
 aten = torch.ops.aten
 _VIEWS = COPIES | PERMUTATIONS | RESHAPES | {aten.mT.default}
 
 
-def emit(build: Builder, found: Decode, selected: Selection) -> tuple[Node, list[Node]]:
+def emit(build: Builder, found: LatentAttention, selected: Selection) -> tuple[Node, list[Node]]:
     """(the op, the node in the place of the attention's result)."""
     size, dtype = Sizes(build, found), _dtype(found)
     rows = build(aten.unsqueeze.default, latent_rows(build, found, size, dtype), 2)
@@ -33,7 +33,7 @@ def emit(build: Builder, found: Decode, selected: Selection) -> tuple[Node, list
     return op, [expanded_result(build, found, build.item(op, 0), op, size, dtype, True)]
 
 
-def _dtype(found: Decode) -> torch.dtype:
+def _dtype(found: LatentAttention) -> torch.dtype:
     """The widest that keys are rounded to before they are multiplied, perhaps in a wider one."""
     dtype = value(found.expanded[0]).dtype
     for _, keys in found.core.scores:

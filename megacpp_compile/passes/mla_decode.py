@@ -5,7 +5,7 @@ Before: `k_nope, v = kv_b(latents).split(..); k = cat((k_nope, rope_row.expand(h
 After:  `out, _ = megacpp.mla_decode(cat((q_nope W_uk, q_rope)), cat((latents, rope_row)), lengths, ..); out W_uv`
 
 Safe because (q W_uk) c = q (W_uk c): scores and results are the same sums in another order. No head's keys and values
-are made. Found by what attention computes (`matchers/latent_decode`): which elements of keys and values a projection
+are made. Found by what attention computes (`matchers/latent_attention`): which elements of keys and values a projection
 makes of which latents, and up to which row a query sees; further rows that a mask hides from all queries, as data, are
 low in one more channel. A query that sees no row is 0 where eager's is NaN. Low-rank paths beside an up-projection
 (LoRA) are absorbed as such, `(q W_uk) + ((q B) A)`, whose weights' sum would take more; a bias of the values is added
@@ -28,9 +28,10 @@ from megacpp_compile.fx.edit import place, unread_without, value
 from megacpp_compile.fx.sizes import hint
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
-from megacpp_compile.matchers.latent_decode.decodes import Decode, find_decodes
-from megacpp_compile.passes._decode_rewrite import emit, inputs_of, readable
-from megacpp_compile.passes._decode_weights import weights_fit
+from megacpp_compile.matchers.latent_attention.over_latents import LatentAttention, find_decodes
+from megacpp_compile.passes._absorbed import inputs_of, readable
+from megacpp_compile.passes._absorbed_weights import weights_fit
+from megacpp_compile.passes._decode_rewrite import emit
 from megacpp_compile.passes._differentiated import differentiated
 from megacpp_compile.passes._rule import REGION, Match
 
@@ -49,7 +50,7 @@ def find(view: GraphView) -> Iterator[Match | MatchFailure]:
             yield decided
 
 
-def _decide(view: GraphView, found: Decode, gradients: set[Node]) -> Match | MatchFailure | None:
+def _decide(view: GraphView, found: LatentAttention, gradients: set[Node]) -> Match | MatchFailure | None:
     node, sizes = found.core.result.node, found.sizes
     inputs = inputs_of(found)
     heads, latent = sizes["h"], sizes["r"]

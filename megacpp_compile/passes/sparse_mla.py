@@ -7,7 +7,7 @@ After:  `out, _ = megacpp.sparse_mla(cat((q_nope W_uk, q_rope)), cat((latents, r
 
 Safe because (q W_uk) c = q (W_uk c), and because a row that is hidden has no weight: the sums are those over listed
 rows. That a mask shows the rows of a list where its other parts do is read off how it is made (`lists.py` and
-`selections.py` in `matchers/latent_decode`). A causal part is the op's own; any other of bool is read at the listed
+`selections.py` in `matchers/latent_attention`). A causal part is the op's own; any other of bool is read at the listed
 rows, and those it hides become -1, as do repetitions in a list that is not from topk, sort or argsort. Differentiable:
 what is around the op is plain PyTorch, and indices have no gradient. The scores that rows are chosen by stay as they
 are. A query that sees no row is 0 where eager's is NaN, or, for masks of a lowest number, the mean of all rows.
@@ -29,12 +29,12 @@ from megacpp_compile.fx.edit import place, unread_without, value
 from megacpp_compile.fx.sizes import hint
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
-from megacpp_compile.matchers.latent_decode.core import Core, cores
-from megacpp_compile.matchers.latent_decode.decodes import Decode, over_latents
-from megacpp_compile.matchers.latent_decode.masks import NotRows
-from megacpp_compile.matchers.latent_decode.selections import Selection, selection_of
-from megacpp_compile.passes._decode_rewrite import inputs_of, readable
-from megacpp_compile.passes._decode_weights import weights_fit
+from megacpp_compile.matchers.latent_attention.core import Core, cores
+from megacpp_compile.matchers.latent_attention.masks import NotRows
+from megacpp_compile.matchers.latent_attention.over_latents import LatentAttention, over_latents
+from megacpp_compile.matchers.latent_attention.selections import Selection, selection_of
+from megacpp_compile.passes._absorbed import inputs_of, readable
+from megacpp_compile.passes._absorbed_weights import weights_fit
 from megacpp_compile.passes._rule import REGION, Match
 from megacpp_compile.passes._sparse_rewrite import emit
 
@@ -100,7 +100,7 @@ class _Form:
         return f"{name} of {self.rows}: {counts}; such a list pays from {self.least} rows on"
 
 
-def _form(found: Decode, selected: Selection) -> _Form:
+def _form(found: LatentAttention, selected: Selection) -> _Form:
     """A mask lets no kernel skip a row: all are counted, those behind the query too. A projection of latents that
     something else reads stays, and saves nothing."""
     n, p, v, r, h = (found.sizes[axis] for axis in "npvrh")

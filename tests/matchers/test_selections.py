@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch.fx import Interpreter
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from megacpp_compile.matchers.latent_decode.core import cores
-from megacpp_compile.matchers.latent_decode.masks import NotRows
-from megacpp_compile.matchers.latent_decode.selections import selection_of
+from megacpp_compile.matchers.latent_attention.core import cores
+from megacpp_compile.matchers.latent_attention.masks import NotRows
+from megacpp_compile.matchers.latent_attention.selections import selection_of
 
 B, H, T, S, K = 2, 3, 5, 7, 3
 LOW = float("-inf")

@@ -11,13 +11,13 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import Builder, value
-from megacpp_compile.matchers.latent_decode.decodes import Decode, View
-from megacpp_compile.matchers.latent_decode.up_projections import Times
+from megacpp_compile.matchers.latent_attention.over_latents import LatentAttention, View
+from megacpp_compile.matchers.latent_attention.up_projections import Times
 
 aten = torch.ops.aten
 
 
-def absorbed(build: Builder, q: Node, found: Decode, dtype: torch.dtype) -> Node:
+def absorbed(build: Builder, q: Node, found: LatentAttention, dtype: torch.dtype) -> Node:
     """Queries [b, t, h, n] by W_uk: [b, t, h, r]."""
     made = []
     for one in found.w_uk:
@@ -31,7 +31,7 @@ def absorbed(build: Builder, q: Node, found: Decode, dtype: torch.dtype) -> Node
 
 
 def expanded(
-    build: Builder, x: Node, found: Decode, dtype: torch.dtype, op: Node, of_queries: list[Any] | None
+    build: Builder, x: Node, found: LatentAttention, dtype: torch.dtype, op: Node, of_queries: list[Any] | None
 ) -> Node:
     """Sums of latents [b, t, h, r] by W_uv, and the values' biases where a query sees a row: [b, t, h, v]. op: the
     attention; of_queries: the sizes b, t, h and 1, or None where there is no bias or every query sees a row."""
@@ -93,7 +93,7 @@ def _weight(build: Builder, view: View, wanted: Mapping[str, int], dtype: torch.
     return build.cast(ordered(build, node, have, "".join(wanted)), dtype)
 
 
-def weights_fit(found: Decode) -> bool:
+def weights_fit(found: LatentAttention) -> bool:
     """Whether `_weight` can take all of them apart."""
     sizes = found.sizes
     for maps, channels in ((found.w_uk, sizes["n"]), (found.w_uv, sizes["v"])):

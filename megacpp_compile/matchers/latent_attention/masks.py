@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.views import EXPANSIONS, IDENTITIES, RESHAPES, SQUEEZES, UNSQUEEZE
-from megacpp_compile.matchers.latent_decode.core import Core, constant
+from megacpp_compile.matchers.latent_attention.core import Core, constant
 
 aten = torch.ops.aten
 # A part of a sum: (how often, the node of a number or of a tensor).

@@ -1,5 +1,5 @@
-"""Decode over cached latents: attention whose keys and values are, head by head, what a projection makes of one latent
-a row, beside channels of the keys that all heads share.
+"""Attention over latents: its keys and values are, head by head, what a projection makes of one latent a row, beside
+channels of the keys that all heads share.
 
     k[b, h, s] = (W_uk[h] latent[b, s], rope[b, s])    v[b, h, s] = W_uv[h] latent[b, s]
 
@@ -23,10 +23,10 @@ from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.sizes import hint
 from megacpp_compile.fx.views import is_cast
 from megacpp_compile.matchers._match import MatchFailure
-from megacpp_compile.matchers.latent_decode.core import Core, Operand, cores
-from megacpp_compile.matchers.latent_decode.elements import AXES, Elements, along, cut, elements, levels, places
-from megacpp_compile.matchers.latent_decode.masks import NotRows, Rows, Seen, rows_seen
-from megacpp_compile.matchers.latent_decode.up_projections import Expanded, Term, Times, expanded
+from megacpp_compile.matchers.latent_attention.core import Core, Operand, cores
+from megacpp_compile.matchers.latent_attention.elements import AXES, Elements, along, cut, elements, levels, places
+from megacpp_compile.matchers.latent_attention.masks import NotRows, Rows, Seen, rows_seen
+from megacpp_compile.matchers.latent_attention.up_projections import Expanded, Term, Times, expanded
 
 # For each dimension of a tensor, where along it an element is: (its first place, axis -> places a step along it).
 Places = tuple[tuple[int, Mapping[str, int]], ...]
@@ -73,7 +73,7 @@ class Bias:
 
 
 @dataclasses.dataclass(frozen=True)
-class Decode:
+class LatentAttention:
     """An attention over latents.
 
     latent [b, s, r]; w_uk [h, nope, r] and w_uv [h, v, r], each a sum. part, first: which channels of which part's
@@ -97,7 +97,7 @@ class Decode:
     given: tuple[Rows, ...] = ()
 
 
-def find_decodes(graph: fx.Graph) -> Iterator[Decode | MatchFailure]:
+def find_decodes(graph: fx.Graph) -> Iterator[LatentAttention | MatchFailure]:
     """Every attention of fewer queries than rows over latents, and what is nearly one."""
     done = set[Node]()
     for core in cores(graph):
@@ -115,7 +115,7 @@ def _is_step(core: Core) -> bool:
     return not same_size(tokens, rows) and hint(tokens) < hint(rows)
 
 
-def _decode(core: Core) -> Decode | MatchFailure | None:
+def _decode(core: Core) -> LatentAttention | MatchFailure | None:
     found = over_latents(core)
     if found is None:
         return _of_a_cache_of_keys(core)
@@ -127,7 +127,7 @@ def _decode(core: Core) -> Decode | MatchFailure | None:
     return dataclasses.replace(found, seen=tuple(seen), given=tuple(given))
 
 
-def over_latents(core: Core) -> Decode | None:
+def over_latents(core: Core) -> LatentAttention | None:
     """The attention over latents that `core` is, whatever its masks say; None where it is none."""
     samples = _samples(core)
     if samples is None:
@@ -163,7 +163,7 @@ def over_latents(core: Core) -> Decode | None:
     if sizes["r"] >= sizes["h"] * (sizes["n"] + sizes["v"]):
         return None
     added = tuple(Bias(view, times) for view, times in biases if view is not None)
-    return Decode(core, latent, w_uk, w_uv, added, part, int(channels[0]), tuple(shared), sizes,
+    return LatentAttention(core, latent, w_uk, w_uv, added, part, int(channels[0]), tuple(shared), sizes,
                   (key.node, value_.node))  # fmt: skip
 
 

@@ -18,9 +18,9 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.views import EXPANSIONS, FOLDS, IDENTITIES, RESHAPES, UNIT_DIMS
-from megacpp_compile.matchers.latent_decode.core import constant
-from megacpp_compile.matchers.latent_decode.elements import permutation
-from megacpp_compile.matchers.latent_decode.masks import DTYPES, NotRows, Sum, sum_of
+from megacpp_compile.matchers.latent_attention.core import constant
+from megacpp_compile.matchers.latent_attention.elements import permutation
+from megacpp_compile.matchers.latent_attention.masks import DTYPES, NotRows, Sum, sum_of
 
 aten = torch.ops.aten
 # What each dimension of a mask is: "b", "h", "t", "s" of the scores, "k" of a list; None for one of size 1.

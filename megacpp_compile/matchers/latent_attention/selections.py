@@ -15,9 +15,9 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, value
-from megacpp_compile.matchers.latent_decode.core import Core, constant
-from megacpp_compile.matchers.latent_decode.lists import Axes, Named, axes_of, behind, named_rows
-from megacpp_compile.matchers.latent_decode.masks import (
+from megacpp_compile.matchers.latent_attention.core import Core, constant
+from megacpp_compile.matchers.latent_attention.lists import Axes, Named, axes_of, behind, named_rows
+from megacpp_compile.matchers.latent_attention.masks import (
     AND,
     OR,
     NotRows,

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from megacpp_compile.matchers.latent_decode import elements as e
-from megacpp_compile.matchers.latent_decode.core import cores
-from megacpp_compile.matchers.latent_decode.masks import NotRows, rows_seen
-from megacpp_compile.matchers.latent_decode.products import BROADCAST, CONTRACTED, product_of
+from megacpp_compile.matchers.latent_attention import elements as e
+from megacpp_compile.matchers.latent_attention.core import cores
+from megacpp_compile.matchers.latent_attention.masks import NotRows, rows_seen
+from megacpp_compile.matchers.latent_attention.products import BROADCAST, CONTRACTED, product_of
 
 B, H, S, C = 2, 3, 5, 4
 

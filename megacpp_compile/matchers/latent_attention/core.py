@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import attribute_of, has_effects, same_size, value
 from megacpp_compile.fx.views import COPIES, DETACH, is_cast
-from megacpp_compile.matchers.latent_decode.products import BROADCAST, CONTRACTED, Factor, product_of
+from megacpp_compile.matchers.latent_attention.products import BROADCAST, CONTRACTED, Factor, product_of
 from megacpp_compile.matchers.numbers import number_of
 
 aten = torch.ops.aten

@@ -17,8 +17,8 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
-from megacpp_compile.matchers.latent_decode.elements import AXES, Elements, along, levels, operand, places
-from megacpp_compile.matchers.latent_decode.products import (
+from megacpp_compile.matchers.latent_attention.elements import AXES, Elements, along, levels, operand, places
+from megacpp_compile.matchers.latent_attention.products import (
     BROADCAST,
     CONTRACTED,
     Factor,
