@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
+from megacpp_compile.config import checks
 from megacpp_compile.errors import BadOptionError
 
 # What an entry may say; `remat/planner.py` carries each out.
@@ -55,6 +56,9 @@ class CheckpointingPolicy:
         last_layer: entry for every block of the last layer. By default "never", since backward consumes its activations
             at once: none of its GEMMs, cores, projections or reductions is recomputed, even if its kinds' entries say
             so; only values that a fused kernel computes anyway while it reads saved ones are.
+        depth_loop: entry, in the place of "selective", for every block of a module that the forward calls several times
+            in a row beside other layers, as multi-token prediction does; "kinds": that of the block's kind. Each call
+            is a layer.
         stream_group: after how many layers each the values that pass from layer to layer are saved, and recomputed
             together from there between: None, by their bytes, as all that is cheap; -1, after each. For streams of a
             residual that layers mix, as in hyper-connections, which are several times as wide as a block's output.
@@ -115,15 +119,14 @@ class CheckpointingPolicy:
         if not isinstance(names, (tuple, list)):
             raise BadOptionError("policy.recompute", names, f"names among {', '.join(map(repr, OPERATIONS))}")
         for name in names:
-            if not isinstance(name, str) or name not in OPERATIONS:
-                wanted = "one of " + ", ".join(map(repr, OPERATIONS))
-                raise BadOptionError("policy.recompute", name, wanted, tuple(OPERATIONS))
+            checks.choice("policy.recompute", name, tuple(OPERATIONS))
         object.__setattr__(self, "recompute", tuple(dict.fromkeys(names)))
         last = ("never", *(e for e in ENTRIES if e not in _ONLY))
-        if self.last_layer not in last:
-            raise BadOptionError("policy.last_layer", self.last_layer, "one of " + ", ".join(map(repr, last)), last)
-        if self.depth_loop not in (depths := ("kinds", *last[1:])):
-            raise BadOptionError("policy.depth_loop", self.depth_loop, "one of " + ", ".join(map(repr, depths)), depths)
+        for name, choices in (
+            ("last_layer", last), ("depth_loop", ("kinds", *last[1:])), ("offload", OFFLOADS),
+            ("fp8_wrapper", FP8_WRAPPERS),
+        ):  # fmt: skip
+            checks.choice(f"policy.{name}", getattr(self, name), choices)
         if self.stream_group is not None and not _is_group(self.stream_group):
             raise BadOptionError("policy.stream_group", self.stream_group, "a number of layers, -1 or None")
         if self.budget is not None:
@@ -139,13 +142,8 @@ class CheckpointingPolicy:
         if not _is_size(self.reserve_gib):
             raise BadOptionError("policy.reserve_gib", self.reserve_gib, "GiB, a number from 0")
         object.__setattr__(self, "reserve_gib", float(self.reserve_gib))
-        for name, choices in (("offload", OFFLOADS), ("fp8_wrapper", FP8_WRAPPERS)):
-            if getattr(self, name) not in choices:
-                wanted = "one of " + ", ".join(map(repr, choices))
-                raise BadOptionError(f"policy.{name}", getattr(self, name), wanted, choices)
         for name in ("recompute_kv_upproj", "recompute_q_upproj", "same_on_ranks"):
-            if not isinstance(getattr(self, name), bool):
-                raise BadOptionError(f"policy.{name}", getattr(self, name), "True or False")
+            checks.boolean(f"policy.{name}", getattr(self, name))
 
     @classmethod
     def of(cls, value: Any) -> CheckpointingPolicy | None:

@@ -44,9 +44,9 @@ def _hidden(gm: GraphModule) -> Node | None:
             recording = bool(node.args[0])
             continue
         for written in written_tensors(node) if hidden is None else ():
-            if memory_of(written) in differentiated if not recording else _behind_a_detach(node, written):
+            if storage_of(written) in differentiated if not recording else _behind_a_detach(node, written):
                 hidden = node
-        if _asks(node) and (storage := memory_of(node)) is not None:
+        if _asks(node) and (storage := storage_of(node)) is not None:
             differentiated.add(storage)
             recorded = recorded or recording and node.op != "placeholder"
     return hidden if recorded else None  # a frame that records nothing has no gradients: an optimizer's
@@ -73,10 +73,10 @@ def written_tensors(node: Node) -> Iterator[Node]:
 def _behind_a_detach(write: Node, written: Node) -> bool:
     """Whether `written` is a part of a tensor that was detached from its history, and the tensor, or what is written,
     has a gradient."""
-    storage, node = memory_of(written), written
+    storage, node = storage_of(written), written
     while storage is not None and node.op != "placeholder" and node.args and isinstance(node.args[0], Node):
         source = node.args[0]
-        if memory_of(source) != storage:
+        if storage_of(source) != storage:
             return False
         if called(node) in _DETACHES:
             values = [a for a in write.all_input_nodes if a is not written]
@@ -90,12 +90,12 @@ def _asks(node: Node) -> bool:
     return isinstance(fake, torch.Tensor) and fake.requires_grad
 
 
-def memory_of(node: Node) -> int | None:
+def storage_of(node: Node) -> int | None:
     """What tells the memory of `node`'s tensor from others'; None for what has none of its own."""
-    return memory(dynamo_value(node))
+    return storage_id(dynamo_value(node))
 
 
-def memory(fake: object) -> int | None:
+def storage_id(fake: object) -> int | None:
     """What tells the memory of a fake tensor from others'; None for what has none of its own, or is no tensor."""
     if not isinstance(fake, torch.Tensor) or is_traceable_wrapper_subclass(fake) or fake.layout != torch.strided:
         return None

@@ -16,7 +16,7 @@ from torch import fx
 from torch.fx import GraphModule, Node
 
 from megacpp_compile.errors import CaptureError
-from megacpp_compile.frontend.hidden_writes import memory, memory_of, written_tensors
+from megacpp_compile.frontend.hidden_writes import storage_id, storage_of, written_tensors
 from megacpp_compile.fx.edit import called, dynamo_value
 from megacpp_compile.fx.provenance import source_line
 
@@ -31,10 +31,10 @@ def without_writes_to_unsaid_aliases(gm: GraphModule) -> GraphModule:
     """
     nodes = list(gm.graph.nodes)
     asked = [n for n in nodes if _is_dropout(n) and not _hidden(n) or _name(n) in _VIEWS]
-    last = {memory_of(w): n for n in nodes for w in written_tensors(n)} if asked else {}  # the last write to a memory
+    last = {storage_of(w): n for n in nodes for w in written_tensors(n)} if asked else {}  # the last write to a memory
     for node in reversed(asked):  # one may be the input of the next
-        if _returns_its_input(node) and (write := last.get(memory_of(node))) is not None:
-            of = memory_of(node.all_input_nodes[0])
+        if _returns_its_input(node) and (write := last.get(storage_of(node))) is not None:
+            of = storage_of(node.all_input_nodes[0])
             last[of] = max(write, last.get(of, write))
     found = [n for n in asked if _is_written_to(n, {m for m, write in last.items() if m is not None and write > n})]
     if not found:
@@ -60,12 +60,12 @@ def _is_written_to(node: Node, to: set[int | None]) -> bool:
     """Whether the memory `to` which something later writes is what `node` returns, or its input where that is the
     same."""
     if _returns_its_input(node):
-        return memory_of(node) in to or memory_of(node.all_input_nodes[0]) in to
+        return storage_of(node) in to or storage_of(node.all_input_nodes[0]) in to
     if _is_dropout(node):
-        return memory_of(node) in to
+        return storage_of(node) in to
     made = dynamo_value(node)
-    results = {memory(x) for x in (made if isinstance(made, list | tuple) else [made])}
-    if results & to & {memory_of(a) for a in node.all_input_nodes}:
+    results = {storage_id(x) for x in (made if isinstance(made, list | tuple) else [made])}
+    if results & to & {storage_of(a) for a in node.all_input_nodes}:
         reason = f"`{_name(node)}` returns a view of its input here, which is written to: copy it first (`.clone()`)"
         raise CaptureError(reason, source_line(node) or node.name)
     return False
@@ -75,7 +75,7 @@ def _returns_its_input(node: Node) -> bool:
     if _is_dropout(node):
         return not _drops(node)
     made, of = (dynamo_value(n) for n in (node, node.all_input_nodes[0]))
-    if _name(node) not in _SAME or memory_of(node) is None or memory(made) != memory(of):
+    if _name(node) not in _SAME or storage_of(node) is None or storage_id(made) != storage_id(of):
         return False
     return made.shape == of.shape and made.stride() == of.stride()
 
@@ -103,6 +103,6 @@ def _hidden(node: Node) -> bool:
     """Whether a dropout is made where autograd does not see it, of a tensor that has a gradient: its result would hide
     writes. Of a tensor without memory of its own nothing is known."""
     made, of = (dynamo_value(n) for n in (node, node.all_input_nodes[0]))
-    if None in (memory(made), memory(of)):
+    if None in (storage_id(made), storage_id(of)):
         return True
     return of.requires_grad and not made.requires_grad

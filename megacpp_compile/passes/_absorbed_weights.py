@@ -1,4 +1,4 @@
-"""The up-projections of a decoding step, as the absorbed form has them: queries by W_uk, results by W_uv."""
+"""The up-projections of an attention over latents, as the absorbed form has them: queries by W_uk, results by W_uv."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from megacpp_compile.config.options import Config
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.passes._rule import Pass
 from tests.frames import TOLERANCE, Frames, check, largest_error, passed, run, train
+from tests.lowerings import relative_error
 
 Args = tuple[Tensor, ...]
 
@@ -130,6 +131,19 @@ class Autocast(nn.Module):
     def forward(self, *args: Tensor) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return self.module(*args)
+
+
+def assert_half_precision(name: str, module: nn.Module, args: Args) -> Frames:
+    """A module of bfloat16 fires once, and each of its outputs and gradients is as far from float64 as eager's is, or a
+    quarter more: over so large a batch that this is one figure."""
+    wide = copy.deepcopy(module).double()
+    want = train(wide, wide, tuple(a.double() if a.is_floating_point() else a for a in args))
+    eager, frames = train(module, module, args), run(module, args)
+    assert frames.counts[name] == 1, frames.misses
+    for which, exact in want.items():
+        ours, theirs = (relative_error(of[which], exact) for of in (frames.results, eager))
+        assert 0 < ours < 1.25 * theirs, which
+    return frames
 
 
 def assert_autocast(name: str, module: nn.Module, args: Args, count: int = 1, config: Config | None = None) -> None:

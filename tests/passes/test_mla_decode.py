@@ -36,7 +36,7 @@ from tests.corpus.decodes import (
 from tests.frames import TOLERANCE, check, largest_error, render, run, train
 from tests.lowerings import relative_error
 
-from .contract import assert_disabled, assert_fires, assert_refused
+from .contract import assert_disabled, assert_fires, assert_half_precision, assert_refused
 
 NAME = "mla_decode"
 
@@ -126,13 +126,7 @@ def test_is_the_same_attention_in_float64(body, tokens):
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("body", [one_projection, two_projections, by_matmul, one_buffer], ids=lambda f: f.__name__)
 def test_in_half_precision(body, tokens):
-    """As far from float64 as eager is in bfloat16, or a quarter more; over a batch that makes one figure of it."""
-    module, args = Step(body, torch.bfloat16), arguments(tokens, torch.bfloat16, batch=32)
-    want = copy.deepcopy(module).double()(*(a.double() if a.is_floating_point() else a for a in args))
-    frames = run(module, args)
-    assert frames.counts[NAME] == 1
-    eager = relative_error(module(*args), want)
-    assert 0 < relative_error(frames.results["output 0"], want) < 1.25 * eager
+    assert_half_precision(NAME, Step(body, torch.bfloat16), arguments(tokens, torch.bfloat16, batch=32))
 
 
 @pytest.mark.parametrize("tokens", [1, 2])

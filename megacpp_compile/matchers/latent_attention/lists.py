@@ -57,7 +57,7 @@ def behind(node: Node, axes: Axes) -> tuple[Node, Axes] | None:
     if node.target in EXPANSIONS:
         own = axes[len(axes) - len(there) :]
         return source, tuple(None if same_size(n, 1) else a for a, n in zip(own, there, strict=True))
-    if node.target in PERMUTED:
+    if node.target in _PERMUTED:
         order = permutation(node, len(axes))
         return source, tuple(axes[order.index(d)] for d in range(len(order)))
     if node.target is aten.slice.Tensor and all(map(same_size, here, there)):
@@ -229,7 +229,7 @@ def _dim(node: Node) -> int:
     return (node.args[1] if len(node.args) > 1 else 0) % value(node).dim()  # type: ignore[operator]
 
 
-PERMUTED = frozenset({aten.transpose.int, aten.permute.default, aten.mT.default})
+_PERMUTED = frozenset({aten.transpose.int, aten.permute.default, aten.mT.default})
 _SCATTERS = (aten.scatter.value, aten.scatter.src)
 _EQUAL = (aten.eq.Tensor, aten.ne.Tensor)
 # Reduction -> the value at rows that are not named, beside which the one that is named decides.
