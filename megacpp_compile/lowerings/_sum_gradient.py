@@ -37,7 +37,9 @@ def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
 
 def summed(x: Tensor, group: str) -> Tensor:
     """The sum of x over the ranks of `group`."""
-    result: Tensor = collectives.wait_tensor(collectives.all_reduce(x, "sum", group))
+    # A gradient may be a part of another's memory, as behind a concatenation. Inductor's passes let the collective
+    # write to its operand, which takes for granted that it lies in one piece.
+    result: Tensor = collectives.wait_tensor(collectives.all_reduce(x.contiguous(), "sum", group))
     return result
 
 

@@ -31,6 +31,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from megacpp_compile.passes import sparse_mla
 from tests.sharding.expert_parallel import expert_parallel
 
 RANKS = 2
@@ -96,6 +97,18 @@ class Decoding(MLA):
         q = torch.cat([q_nope, rotated(q_rope, cos[-1:], sin[-1:])], -1)
         out = F.scaled_dot_product_attention(q, k, v)
         return self.o(out.transpose(1, 2).reshape(batch, 1, -1))
+
+
+class Sparse(MLA):
+    """Each token attends to itself and to one other, by a mask of a list. The gradient of the latents that ranks share is
+    a part of that of the rows."""
+
+    def attend(self, q, k, v):
+        places = torch.arange(q.shape[-2], device=q.device)
+        scores = (places[:, None] * 7 + places * 3).float().cos() + 9 * torch.eye(len(places), device=q.device)
+        scores = scores.expand(q.shape[0], -1, -1)
+        seen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, scores.topk(2).indices, True).tril()
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None])
 
 
 class FeedForward(nn.Module):
@@ -333,6 +346,10 @@ CASES: dict[str, Case] = {
         lambda mesh: feed_forwards(mesh, 3), options={"policy": "auto", "strict": True}, around=frames_of_any_size,
         tokens=256,
     ),  # fmt: skip
+    "sparse": Case(
+        lambda mesh: tensor_parallel(mesh, Sparse(nope=16, v=16, latent=8)),
+        around=lambda: mock.patch.object(sparse_mla, "LEAST_ROWS", 0),
+    ),
     "uneven": Case(uneven),
     "assorted": Case(lambda mesh: replicated(mesh, behind=assorted)),
     "on_dtensors": Case(on_dtensors, count_graphs=True),

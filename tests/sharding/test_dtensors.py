@@ -40,6 +40,7 @@ OTHER_SITES = {
     # Dynamo knows the first batch's size in a frame with DTensors from torch 2.10 on, and compiles for the second anew.
     "tensor_parallel_dynamic": {name: n if OLD else 2 * n for name, n in (MLA_SITES | PAIRS).items()},
     "decoding": {"mla_decode": 1, "down_norm_up": 1},
+    "sparse": {"sparse_mla": 1, "down_norm_up": 1},
     "compressed": {"compressed_linear": 2},
     "planned": {},
     "uneven": {"down_norm_up": 1},
