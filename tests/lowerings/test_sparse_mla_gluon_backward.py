@@ -51,10 +51,11 @@ def test_compiles_for_hopper(dtype, index, listed, tmp_path):
     assert made.asm["cubin"] and made.metadata.shared <= 227 * 1024
     # Everything is copied 16 bytes at once, and rows' gradients are added four numbers at once.
     assert "0x10, " in text and "], 0x8, " not in text and "], 0x4, " not in text
-    adds = text.count(".add.v4.f32") + text.count(".v4.f32.add")
-    # 64 rows by 512 channels of eight warps, and by 64 of four.
-    assert adds == (0 if listed else 64 * 512 // 256 // 4 + 64 * 64 // 128 // 4)
-    assert " atom.global" not in text and (adds > 0 or " red.global" not in text)
+    # 64 rows by 512 channels of eight warps, and by 64 of four. The machine code says so: Triton 3.6 writes additions
+    # whose result nobody reads, which the assembler makes into such as give none.
+    machine = made.asm["sass"]
+    adds = 0 if listed else 64 * 512 // 256 // 4 + 64 * 64 // 128 // 4
+    assert machine.count("REDG.E.ADD.F32x4") == machine.count("REDG") == adds and "ATOM" not in machine
     # One GEMM gives scores and probabilities' gradients.
     assert text.count(f"m64n128k16.f32.{dtype[1:].replace('fp', 'f')}") >= 512 // 16
     # Accumulators that are short of registers, or that anybody reads too early: the assembler would then wait for every
@@ -146,12 +147,13 @@ def test_what_is_launched(monkeypatch, rand):
 
 SIZES = [
     {}, {"heads": 40}, {"heads": 128, "tokens": 9}, {"dtype": torch.float16, "index": torch.int64},
-    {"causal": False, "k": 64}, {"k": 2100, "tokens": 7, "rows": 3000}, {"k": 1, "batch": 1},
+    {"causal": False, "k": 64}, {"k": 2100, "tokens": 7, "rows": 3000}, {"k": 1}, {"batch": 1},
 ]  # fmt: skip
 
 
 def backward(change, with_lse=True):
-    """The backward's arguments for a forward's, and its results in float64."""
+    """The backward's arguments for a forward's, and its results in float64. With one row listed q has a gradient through
+    the log-sum-exp alone."""
     q, kv, indices, _, *settings = operands(**change)
     out, lse = reference.sparse_mla(q, kv, indices, None, *settings)
     grad = torch.randn(*out.shape, device="cuda").to(q.dtype)

@@ -26,7 +26,7 @@ def random_signs(out, draw, size, seed, MAGNITUDE: tl.constexpr, DRAWN: tl.const
     drawn = entry * 0
     if DRAWN:
         drawn += tl.load(draw)
-    key = tl.to_tensor(seed).to(tl.int64)
+    key = entry * 0 + seed  # of 64 bits, whichever Triton has made a constant of
     high, third = (entry >> 32).to(tl.uint32), (drawn & 0xFFFFFFFF).to(tl.uint32)
     first, second, third, fourth = tl.philox(key, low, high, third, ((drawn >> 32) & 0xFFFFFFFF).to(tl.uint32))
     bit = tl.arange(0, 32)[None, :]
