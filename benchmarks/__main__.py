@@ -113,11 +113,8 @@ def run_subject(name: str, settings: Any, a: argparse.Namespace) -> bool:
     from benchmarks.harness import progress
 
     torch.manual_seed(settings.seed)
-    measured = []
-    for table in subjects.tables_of(name)(settings):
-        tables.show(table, a.plain)
-        measured.append(table)
-    top = settings.ceilings
+    measured: list[dict[str, Any]] = []
+    top, file = settings.ceilings, a.out / f"{name}.json"
     document = {
         "format": FORMAT, "subject": name, "quick": settings.quick, "turns": settings.turns,
         "conditions": conditions(settings.device, settings.seed),
@@ -125,8 +122,10 @@ def run_subject(name: str, settings: Any, a: argparse.Namespace) -> bool:
                      "bf16_matmul_TFLOP_per_s": top.matmul_flops_per_s / 1e12, "turns": top.turns},
         "tables": measured,
     }  # fmt: skip
-    file = a.out / f"{name}.json"
-    file.write_text(json.dumps(document, indent=1))
+    for table in subjects.tables_of(name)(settings):
+        tables.show(table, a.plain)
+        measured.append(table)
+        file.write_text(json.dumps(document, indent=1))  # what is measured outlasts what comes next
     drawn = figures.draw(document, file.with_suffix(".png"))
     progress(f"wrote {file}" + (f" and {file.with_suffix('.png')}" if drawn else "; no plot without matplotlib"))
     return not any(

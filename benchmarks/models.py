@@ -222,8 +222,8 @@ class Layer(nn.Module):
         self.attention_norm, self.attention = RMSNorm(dim), attention
         self.mlp_norm, self.mlp = RMSNorm(dim), SwiGLU(dim, hidden)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cos, sin)
+    def forward(self, x: Tensor, *of_attention: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), *of_attention)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -232,9 +232,9 @@ class Stack(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(layers)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *of_attention: Tensor) -> Tensor:
         for layer in self.layers:
-            x = layer(x, cos, sin)
+            x = layer(x, *of_attention)
         return x
 
 

@@ -37,7 +37,7 @@ FP8_BOUND = 0.2  # float8 has three bits of mantissa; gradients of some peers' r
 VARIANTS: dict[str, Variant] = {
     "megacpp, policy none": Variant({"policy": "none"}, frozenset({"block", "stack"})),
     "megacpp, policy auto": Variant({"policy": "auto"}, frozenset({"block", "stack"})),
-    "megacpp, selective": Variant({"policy": "selective"}, frozenset({"stack"})),
+    "megacpp, selective": Variant({"policy": "selective"}, frozenset({"stack", "language_model"})),
     "megacpp, latents kept": Variant(
         {"policy": "none", "keep_latents": True}, frozenset({"block", "stack", "down_norm_up"})
     ),

@@ -62,7 +62,8 @@ class CheckpointingPolicy:
         stream_group: after how many layers each the values that pass from layer to layer are saved, and recomputed
             together from there between: None, by their bytes, as all that is cheap; -1, after each. For streams of a
             residual that layers mix, as in hyper-connections, which are several times as wide as a block's output.
-        recompute_kv_upproj: under "selective", recompute keys and values of latent attention from the latent.
+        recompute_kv_upproj: under "selective", recompute keys and values of latent attention from the latent; where it
+            is over listed latents, the queries by the keys' up-projection.
         recompute_q_upproj: likewise the queries.
         budget: a fraction for the whole model, in the place of "selective" for every kind.
         peak_gib: likewise a limit, in GiB, on the memory allocated on the device at the peak of a training step: the

@@ -47,8 +47,8 @@ class OpTraits:
         kernel: how Inductor runs it: "pointwise" and "reduction" may be fused; "in place" writes over an operand that
             nobody reads later; "kernel" is a launch of its own.
         block_kind: the kind of block that has such an op, of `config.checkpointing.KINDS`; "" where many have it.
-        up_projection: "kv" or "q" where the GEMM in front of it is that up-projection of latent attention, which
-            `CheckpointingPolicy.recompute_kv_upproj` and `recompute_q_upproj` speak of.
+        up_projection: "kv" or "q" where the GEMMs that make its first argument are that up-projection of latent
+            attention, which `CheckpointingPolicy.recompute_kv_upproj` and `recompute_q_upproj` speak of.
         flops: called with the op's arguments (fake tensors), returns the FLOPs of a 16-bit GEMM that takes as long; an
             op in fp8 therefore counts less than it multiplies. None: torch's own formula if it has one, else the time
             is that of moving its bytes.

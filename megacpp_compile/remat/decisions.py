@@ -8,7 +8,8 @@ saved in every other layer, and a norm's statistics, one number a row, always.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -17,8 +18,8 @@ from torch.utils.checkpoint import CheckpointPolicy as Tag
 from megacpp_compile.config.checkpointing import CheckpointingPolicy
 from megacpp_compile.fx.sizes import elements, nbytes
 from megacpp_compile.fx.view_chains import base_of, beyond_views
-from megacpp_compile.fx.views import is_view
-from megacpp_compile.lowerings._traits import traits_of
+from megacpp_compile.fx.views import is_cast, is_view
+from megacpp_compile.lowerings._traits import name_of, traits_of
 from megacpp_compile.remat.nodes import is_core, is_gemm, is_pinned, is_selection
 from megacpp_compile.remat.plan import FREE, RECOMPUTE, SAVE, BlockRef, last_layer, leaves_layer
 
@@ -183,15 +184,25 @@ def _sources(node: Node) -> list[Node]:
 
 
 def up_projections(forward: Iterable[Node], kv: bool, q: bool) -> set[Node]:
-    """The GEMMs of latent attention's up-projections: those of keys and values with `kv`, of queries with `q`."""
+    """The GEMMs of latent attention's up-projections: those of keys and values with `kv`, of queries with `q`. Where
+    attention is over the latents, its queries were multiplied by the keys' up-projection."""
     wanted = {"kv": kv, "q": q}
-    found = set()
-    for node in forward:
-        if wanted.get(traits_of(node).up_projection):
-            source = base_of(node.args[0])  # type: ignore[arg-type]
-            if isinstance(source, Node) and is_gemm(source):
-                found.add(source)
-    return found
+    readers = (n for n in forward if wanted.get(traits_of(n).up_projection))
+    return {source for reader in readers for source in _put_together(reader.args[0]) if is_gemm(source)}
+
+
+def _put_together(node: Any) -> Iterator[Node]:
+    """The nodes whose results, laid side by side or cast, `node` is."""
+    source = base_of(node)
+    if not isinstance(source, Node):
+        return
+    if name_of(source) == "aten::cat":
+        for part in source.args[0]:  # type: ignore[union-attr]
+            yield from _put_together(part)
+    elif is_cast(source):
+        yield from _put_together(source.args[0])
+    else:
+        yield source
 
 
 def selection_inputs(forward: Iterable[Node]) -> set[Node]:

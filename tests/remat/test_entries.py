@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from benchmarks.models import Layer, SparseMLA, Stack
+from benchmarks.subjects import dsa
+from megacpp_compile.passes import sparse_mla
 from tests.remat import models
 from tests.remat.steps import KEEPS_RANDOM_STATE, cores, count, same, step
 
@@ -61,6 +64,21 @@ def test_projections_of_queries_are_asked_for():
     made = [step(model, inputs, {"policy": policy}) for policy in policies]
     assert made[0].saved > made[1].saved > made[2].saved
     assert same(made[0], made[2])
+
+
+def test_queries_of_sparse_attention_are_absorbed_again(monkeypatch):
+    """From 16 channels a head to 40; at DeepSeek's widths, from 192 to 576."""
+    monkeypatch.setattr(sparse_mla, "LEAST_ROWS", 0)
+    size = dsa.Size("", tokens=64, topk=4, dim=models.DIM, heads=6, q_lora=24, kv_lora=32, nope=8, rope=8, v=8)
+    torch.manual_seed(0)
+    widths = size.dim, size.heads, size.q_lora, size.kv_lora, size.nope, size.rope, size.v
+    model = Stack([Layer(SparseMLA(size.topk, *widths), size.dim, 48) for _ in range(2)]).bfloat16()
+    inputs = dsa.inputs(size, torch.device("cpu"))
+    kept, again = (step(model, inputs, {"policy": {"recompute_kv_upproj": asked}}) for asked in (False, True))
+    assert same(kept, again)
+    assert kept.report.counts["sparse_mla"] == 2
+    queries = 2 * size.tokens * size.heads * (size.kv_lora + size.rope)
+    assert kept.saved - again.saved >= queries, "of one of two layers: the last is never"
 
 
 def test_experts_products_only():
