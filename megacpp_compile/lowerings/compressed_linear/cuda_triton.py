@@ -20,13 +20,15 @@ __all__ = ["compressed_linear", "compressed_linear_backward"]
 
 
 @triton.jit
-def random_signs(out, draw, size, seed, MAGNITUDE: tl.constexpr, DRAWN: tl.constexpr, BLOCK: tl.constexpr):
+def random_signs(
+    out, draw, size, seed_low, seed_high, MAGNITUDE: tl.constexpr, DRAWN: tl.constexpr, BLOCK: tl.constexpr
+):
     entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     low = (entry & 0xFFFFFFFF).to(tl.uint32)
     drawn = entry * 0
     if DRAWN:
         drawn += tl.load(draw)
-    key = entry * 0 + seed  # of 64 bits, whichever Triton has made a constant of
+    key = ((entry * 0 + seed_high + (1 << 31)) << 31) + seed_low
     high, third = (entry >> 32).to(tl.uint32), (drawn & 0xFFFFFFFF).to(tl.uint32)
     first, second, third, fourth = tl.philox(key, low, high, third, ((drawn >> 32) & 0xFFFFFFFF).to(tl.uint32))
     bit = tl.arange(0, 32)[None, :]
@@ -51,10 +53,12 @@ _signs = Kernel(random_signs, [{"BLOCK": b, "num_warps": w} for b in (16, 32, 64
 def signs(rows: int, rank: int, draw: Tensor | None, seed: int, like: Tensor) -> Tensor:
     """`signs.signs` by the kernel."""
     out = torch.empty((rows, rank), dtype=like.dtype, device=like.device)
+    # Inductor of torch 2.11 takes no number of more than 32 bits, with a sign, as an argument of a kernel.
+    low, high = seed & 0x7FFFFFFF, (seed >> 31) - (1 << 31)
     _signs(
         lambda meta: (triton.cdiv(triton.cdiv(rows * rank, ENTRIES), meta["BLOCK"]),),
-        {"BLOCK": 32, "num_warps": 4}, out=out, draw=out if draw is None else draw, size=rows * rank, seed=seed,
-        MAGNITUDE=magnitude(rank), DRAWN=int(draw is not None),
+        {"BLOCK": 32, "num_warps": 4}, out=out, draw=out if draw is None else draw, size=rows * rank, seed_low=low,
+        seed_high=high, MAGNITUDE=magnitude(rank), DRAWN=int(draw is not None),
     )  # fmt: skip
     return out
 
