@@ -16,10 +16,10 @@ from megacpp_compile.errors import EvidenceError
 from megacpp_compile.targets import chips
 
 
-def machine_binding(folder: Path) -> dict[str, Any]:
+def machine_binding(folder: Path, records: Path | None = None) -> dict[str, Any]:
     """What `Record.machine` holds of this machine, and of the checkout at `folder`. The host is there by a hash of its
     name and of its GPU's own number, as containers are called alike: two environments have to be two machines, and
-    nobody has to know which."""
+    nobody has to know which. What lies under `records` makes no checkout dirty: a run before this one wrote it."""
     found: dict[str, Any] = {
         "host": digest(platform.node() + _gpu()),
         "kind": "cpu",
@@ -35,7 +35,7 @@ def machine_binding(folder: Path) -> dict[str, Any]:
         found["capability"] = ".".join(map(str, torch.cuda.get_device_capability()))
         found["label"] = chips.label("cuda")
         found["driver"] = _driver()
-    found["commit"], found["clean"] = commit(folder)
+    found["commit"], found["clean"] = commit(folder, records)
     return found
 
 
@@ -63,10 +63,14 @@ def launched(path: Path, binding: dict[str, Any]) -> str:
     return digest(text)
 
 
-def commit(folder: Path) -> tuple[str | None, bool]:
-    """(the commit of the checkout at `folder`, whether no file differs from it); (None, False) outside of one."""
+def commit(folder: Path, apart: Path | None = None) -> tuple[str | None, bool]:
+    """(the commit of the checkout at `folder`, whether no file but those under `apart` differs from it); (None, False)
+    outside of one."""
     head = _git(folder, "rev-parse", "--short=12", "HEAD")
-    return head, head is not None and _git(folder, "status", "--porcelain", "--untracked-files=no") == ""
+    status = ["status", "--porcelain", "--untracked-files=no"]
+    if apart is not None and apart.resolve().is_relative_to(folder.resolve()):
+        status += ["--", ":/", f":(exclude){apart.resolve().relative_to(folder.resolve())}"]
+    return head, head is not None and _git(folder, *status) == ""
 
 
 def _gpu() -> str:

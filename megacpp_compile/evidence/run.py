@@ -41,7 +41,7 @@ def run(
         raise EvidenceError(f"profile {id!r}", f"there is none of that name{hint}")
     if not re.fullmatch(r"\w+", environment):
         raise EvidenceError(f"environment {environment!r}", "an id has letters, digits and underscores")
-    binding = machine_binding(root)
+    binding = machine_binding(root, records)
     begun = {} if launch is None else {"launch": launched(launch, binding)}
     passed, left = read_xml((execute or _pytest)(profile, root))
     date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")

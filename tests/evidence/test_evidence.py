@@ -386,7 +386,7 @@ def xml(tests=1, skipped=0, failures=0, evidence=(), skip=""):
 
 
 def test_a_run_writes_its_record_and_says_a_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(binding, "commit", lambda folder: ("abc", True))
+    monkeypatch.setattr(binding, "commit", lambda folder, apart=None: ("abc", True))
     found, line = runs.run("dense_fa4_contract", "ci", tmp_path, ROOT, xml())
     assert line == "dense_fa4_contract: actual -, it is validation, and only what was executed counts"
     assert read(tmp_path) == found and found[0].checks == {"passed": True} and found[0].is_manifest
@@ -419,7 +419,7 @@ def test_what_the_runs_on_a_gpu_leave_makes_records(monkeypatch, tmp_path):
         trained = fa4_evidence.train("cpu", 2, dim=64, heads=1, width=64, tokens=16, layers=1)
         plain = fa4_evidence.forward("cpu", **sizes, backend="sdpa")
     for profile, evidence in (("dense_fa4_forward", ahead), ("dense_fa4_train_2", trained)):
-        monkeypatch.setattr(binding, "commit", lambda folder: ("abc", True))
+        monkeypatch.setattr(binding, "commit", lambda folder, apart=None: ("abc", True))
         [row], line = runs.run(profile, "ci", tmp_path, ROOT, xml(evidence=[evidence]))
         assert line == f"{profile}: actual fa4, counts" and stops(row) == [] and row.machine["kind"] in ("cpu", "cuda")
     assert ahead["metrics"]["max_abs_diff"] < 0.01 and trained["metrics"]["loss_ratio"] < 1.05
@@ -432,6 +432,23 @@ def test_the_binding_is_of_this_checkout(tmp_path, monkeypatch):
     monkeypatch.setattr(binding, "_gpu", lambda: "GPU-1")
     assert binding.machine_binding(ROOT)["host"] != found["host"], "two machines of one name"
     assert binding.commit(tmp_path) == (None, False)
+
+
+def test_records_of_other_runs_make_no_checkout_dirty(tmp_path):
+    def git(*args):
+        identity = ("-c", "user.name=a", "-c", "user.email=a@b.c")
+        subprocess.run(["git", *identity, *args], cwd=tmp_path, check=True, capture_output=True)
+
+    records, code = tmp_path / "docs" / "evidence", tmp_path / "code.py"
+    records.mkdir(parents=True)
+    for file in (records / "one.json", code):
+        file.write_text("before")
+    git("init"), git("add", "."), git("commit", "-m", "one")
+    (records / "one.json").write_text("after")
+    assert binding.commit(tmp_path, records)[1] and not binding.commit(tmp_path)[1]
+    assert binding.commit(tmp_path, tmp_path.parent)[1] is False, "records elsewhere hide nothing of this one"
+    code.write_text("after")
+    assert not binding.commit(tmp_path, records)[1]
 
 
 # --- the command
