@@ -73,11 +73,12 @@ def test_compiles_for_hopper(dtype, index, listed, tmp_path):
     ({"dtype": torch.float32}, "torch.float32"), ({"s": 0}, "nothing to attend"), ({"gap": 4}, "16 bytes"),
     ({"h": 64, "in_order": True}, None), ({"h": 128, "in_order": True}, "deterministic"),
     ({"dtype": torch.float16, "in_order": True}, "deterministic"), ({"grad_gap": 4}, "16 bytes"), ({"hopper": False}, "Hopper"), ({"missing": "no Gluon"}, "no Gluon"),
+    ({"by_heads": True}, None),
 ])  # fmt: skip
 def test_whom_it_serves(monkeypatch, change, words):
     gluon = lowering()
     sizes = {"h": 64, "d_v": 512, "s": 100, "gap": 0, "grad_gap": 0, "dtype": torch.bfloat16, "hopper": True,
-             "missing": "", "in_order": False, **change}  # fmt: skip
+             "missing": "", "in_order": False, "by_heads": False, **change}  # fmt: skip
     monkeypatch.setattr(gluon, "on_hopper", lambda device: sizes["hopper"])
     monkeypatch.setattr(gluon, "backward_missing", sizes["missing"])
     monkeypatch.setattr(gluon, "in_order", lambda: sizes["in_order"])
@@ -88,6 +89,8 @@ def test_whom_it_serves(monkeypatch, change, words):
     channels = sizes["d_v"] + 64
     q, kv = empty(1, 8, sizes["h"], channels, gap=sizes["gap"]), empty(1, sizes["s"], 1, channels)
     out, grad = empty(1, 8, sizes["h"], sizes["d_v"]), empty(1, 8, sizes["h"], sizes["d_v"], gap=sizes["grad_gap"])
+    if sizes["by_heads"]:  # as a GEMM leaves the gradient of a single sequence, in a compiled frame
+        grad = grad.as_strided(grad.shape, (1, sizes["d_v"], 8 * sizes["d_v"], 1))
     indices = torch.empty(1, 8, 1, 16, dtype=torch.int32, device="meta")
     args = grad, None, q, kv, indices, out, out[..., 0].float(), 0.1, sizes["d_v"], True, 0
     why = gluon.supports("sparse_mla_backward", args)
@@ -146,7 +149,7 @@ def test_what_is_launched(monkeypatch, rand):
 
 
 SIZES = [
-    {}, {"heads": 40}, {"heads": 128, "tokens": 9}, {"dtype": torch.float16, "index": torch.int64},
+    {}, {"by_heads": True, "batch": 1}, {"heads": 40}, {"heads": 128, "tokens": 9}, {"dtype": torch.float16, "index": torch.int64},
     {"causal": False, "k": 64}, {"k": 2100, "tokens": 7, "rows": 3000}, {"k": 1}, {"batch": 1},
 ]  # fmt: skip
 
@@ -154,9 +157,13 @@ SIZES = [
 def backward(change, with_lse=True):
     """The backward's arguments for a forward's, and its results in float64. With one row listed q has a gradient through
     the log-sum-exp alone."""
+    by_heads = change.pop("by_heads", False)
     q, kv, indices, _, *settings = operands(**change)
     out, lse = reference.sparse_mla(q, kv, indices, None, *settings)
     grad = torch.randn(*out.shape, device="cuda").to(q.dtype)
+    if by_heads:
+        grad = grad.transpose(1, 2).contiguous().transpose(1, 2)
+        grad = grad.as_strided(grad.shape, (1, *grad.stride()[1:]))
     grad_lse = torch.randn(*lse.shape, device="cuda") if with_lse else None
     args = grad, grad_lse, q, kv, indices, out, lse, *settings
     wide = [a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
@@ -169,7 +176,7 @@ def backward(change, with_lse=True):
 @pytest.mark.parametrize("in_order", [False, True])
 def test_gradients(monkeypatch, change, in_order):
     gluon = lowering()
-    args, want = backward(change, with_lse=change.get("batch") != 1)
+    args, want = backward(dict(change), with_lse=change.get("batch") != 1)
     monkeypatch.setattr(gluon, "in_order", lambda: in_order)
     if why := gluon.supports("sparse_mla_backward", args):
         assert in_order and "deterministic" in why
