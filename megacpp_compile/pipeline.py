@@ -264,7 +264,7 @@ def _hand_to_backend(
 
     settings = Settings(
         target, config, patches, noted_in(frame, config.own_policy), inner_compile, max(frame.blocks, 1),
-        frame.on_cuda_graph, frame.on_auto if frame.auto and not frame.auto["reason"] else None,
+        frame.on_cuda_graph, frame.on_auto if frame.auto and not frame.auto["reason"] else None, frame.on_backward,
     )  # fmt: skip
     rewritten = analysis.rewritten_gm()
     if rewritten is None and analysis.calls_ops:

@@ -27,22 +27,35 @@ from megacpp_compile.lowerings._gemm import shared_input
 from megacpp_compile.lowerings._kernels.trace_options import autotune, tracing
 from megacpp_compile.lowerings._op import no_autocast
 from megacpp_compile.lowerings._registry import choose, semantic_ops
+from megacpp_compile.lowerings._traits import name_of
+from megacpp_compile.report.records import lowering_text
 from megacpp_compile.targets import Target
+
+Tell = Callable[[str, str], None]
+_BACKWARD = "_backward"
 
 
 class LowerSemanticOps(GraphPass):
     """Replace every `megacpp::` node by its lowering's ops. regions: tags of the graph's checkpoint regions, which
-    torch's caches do not look at: a model compiled with and without checkpoints may have the same graph."""
+    torch's caches do not look at: a model compiled with and without checkpoints may have the same graph. tell: as
+    `Settings.on_backward`; not called where the code comes from a cache."""
 
-    def __init__(self, target: Target, config: Config, before: Any = None, regions: tuple[Any, ...] = ()) -> None:
-        self.target, self.config, self.before, self.regions = target, config, before, regions
+    def __init__(
+        self,
+        target: Target,
+        config: Config,
+        before: Any = None,
+        regions: tuple[Any, ...] = (),
+        tell: Tell | None = None,
+    ) -> None:
+        self.target, self.config, self.before, self.regions, self.tell = target, config, before, regions, tell
 
     def run(self, graph: fx.Graph) -> None:
         _sum_gradient.erase(graph)
         traced: dict[Any, GraphModule] = {}
         with autotune(self.config.autotune):
             ops = [n for n in graph.nodes if n.op == "call_function" and n.target in semantic_ops()]
-            held = {node for node in ops if _lower(graph, node, self.target, traced)}
+            held = {node for node in ops if _lower(graph, node, self.target, traced, self.tell)}
         drop_dead(graph)
         if self.config.fuse_shared_input_gemms and self.target.cublas:
             shared_input.merge(graph)
@@ -64,7 +77,9 @@ def expand(graph: fx.Graph, node: Node, target: Target) -> None:
         raise NotLoweredError(str(node.target), target.name, module_fqn(node), source_line(node))
 
 
-def _lower(graph: fx.Graph, node: Node, target: Target, traced: dict[Any, GraphModule]) -> bool:
+def _lower(
+    graph: fx.Graph, node: Node, target: Target, traced: dict[Any, GraphModule], tell: Tell | None = None
+) -> bool:
     """Put the lowering of `node` in its place; true where the op itself stays."""
     tensors: list[Node] = []
 
@@ -77,6 +92,8 @@ def _lower(graph: fx.Graph, node: Node, target: Target, traced: dict[Any, GraphM
     args = fx.map_arg(node.args, hole)
     fakes = [t.meta["val"] for t in tensors]
     choice = choose(node.target, target.name, fx.map_arg(node.args, value))
+    if tell is not None and (op := name_of(node)).endswith(_BACKWARD):
+        tell(op.removesuffix(_BACKWARD), lowering_text(choice.requested, choice.effective, choice.reason))
     if not choice.traced:
         if not target.graphs_hold_ops:  # else the op asks again when it runs
             node.target = choice.body

@@ -27,6 +27,7 @@ class Settings:
         inner_compile: makes code of a partitioned graph in place of Inductor's, as in `compile_fx`.
         copies: how many such frames run in one step.
         on_cuda_graph: called with what was decided on CUDA graphs, in words, where they are asked for.
+        on_backward: called with an op and with what serves its backward, in words, for every call in a backward graph.
         on_auto: called with what `policy="auto"` chose; None where it does not choose. `config` has no policy then.
     """
 
@@ -38,6 +39,7 @@ class Settings:
     copies: int = 1
     on_cuda_graph: Callable[[str], None] | None = None
     on_auto: Callable[[AutoPlan], None] | None = None
+    on_backward: Callable[[str, str], None] | None = None
 
 
 class Backend(Protocol):

@@ -48,7 +48,7 @@ def compile_lowered(gm: GraphModule, example_inputs: Sequence[Any], settings: Se
     up to 2 % of a step's peak without a policy (docs/limits.md).
     """
     user = settings.patches.get("post_grad_custom_pre_pass", inductor_config.post_grad_custom_pre_pass)
-    lower = LowerSemanticOps(settings.target, settings.config, user, checkpoint_tags(gm.graph))
+    lower = LowerSemanticOps(settings.target, settings.config, user, checkpoint_tags(gm.graph), settings.on_backward)
     launches = static_launch.patches(gm, settings.target, settings.patches) if settings.inner_compile is None else {}
     patches = {**launches, **gemm_patches(settings), "post_grad_custom_pre_pass": lower}
     try:

@@ -13,6 +13,13 @@ from megacpp_compile.report.auto_plan import AutoPlan
 lock = threading.RLock()
 
 
+def lowering_text(requested: str, effective: str, reason: str) -> str:
+    """What `Site.lowering` says."""
+    if requested == effective:
+        return effective
+    return f"{requested} → {effective}" + (f" ({reason})" if reason else "")
+
+
 @dataclass(slots=True)
 class Site:
     """One place where a pass put a semantic op.
@@ -52,9 +59,7 @@ class Site:
     @property
     def lowering(self) -> str:
         """`effective`; where another was asked for, "cuda_triton → reference (why)"."""
-        if self.requested == self.effective:
-            return self.effective
-        return f"{self.requested} → {self.effective}" + (f" ({self.reason})" if self.reason else "")
+        return lowering_text(self.requested, self.effective, self.reason)
 
     def set_saved(self, before: int | None, after: int | None, reason: str = "") -> None:
         """Fill in the bytes saved for backward, or the `reason` they are unknown, also in every report this site was
@@ -186,6 +191,8 @@ class Frame:
         lost: whether it was not captured and may have held an idiom, so that the log warned of it.
         precision: under a precision plan, a `Precision` as a dict for every linear, routed expert layer and attention.
         attention: an `AttentionSite` as a dict for every attention.
+        backward: op that a pass put -> the lowerings of its backwards, each once, as `Site.lowering` has them. Empty
+            for inference, and where the code came from a cache.
         cuda_graph: where CUDA graphs are asked for, "captured" or "not captured: why", as Inductor decided for the code
             it made, and what it leaves out; "" where nobody asked. Of a backward that is compiled when it first runs
             nothing is known yet.
@@ -218,6 +225,7 @@ class Frame:
     cuda_graph: str = ""
     label: str = ""
     auto: dict[str, Any] | None = None
+    backward: dict[str, list[str]] = field(default_factory=dict)
 
     @property
     def outcome(self) -> str:
@@ -234,6 +242,11 @@ class Frame:
     def on_cuda_graph(self, text: str) -> None:
         """Note what became of CUDA graphs."""
         self.cuda_graph = text
+
+    def on_backward(self, op: str, lowering: str) -> None:
+        """Note what serves the backward of a call of `op`."""
+        found = self.backward.setdefault(op, [])
+        found += [lowering] if lowering not in found else []
 
     def on_auto(self, found: AutoPlan) -> None:
         """Note what `policy="auto"` chose."""

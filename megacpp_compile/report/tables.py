@@ -76,7 +76,9 @@ def _fused(report: Collected) -> _Section:
         saved = "-" if unknown else f"{bytes_text(site.saved_before)} → {bytes_text(site.saved_after)}"
         saved += f" ({site.saved_reason})" if site.saved_reason else ""
         op = site.op.removeprefix("megacpp::")
-        lowering = f"{site.lowering}; {site.note}" if site.note else site.lowering
+        backward = report.frames[site.frame].backward.get(site.op, [])
+        others = [f"backward {lowering}" for lowering in backward if lowering != site.lowering]
+        lowering = "; ".join(text for text in (site.lowering, *others, site.note) if text)
         rows.append((site.pass_name, _times(fqn, count), _place(site.source), op, lowering, saved))
     return _section("fused", rows)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +11,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor import compile_fx as compile_fx_module
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from megacpp_compile import record
+from megacpp_compile import Report, record
 from megacpp_compile._torch._registry import release
 from megacpp_compile.backends import _lower
 from megacpp_compile.errors import NotLoweredError
@@ -200,3 +202,25 @@ def test_a_graph_that_is_kept_is_differentiated_twice(dynamic):
     for a, b in zip(first, second, strict=True):
         assert torch.equal(a, b)
     assert_right(model, (x,), first)
+
+
+def test_what_serves_a_backward_is_reported(monkeypatch):
+    """Beside what serves the forward, where it is something else."""
+    choose = _lower.choose
+
+    def slower(op, target, args):
+        choice = choose(op, target, args)
+        if not str(op).endswith("_backward.default"):
+            return choice
+        return dataclasses.replace(choice, requested="cuda_gluon", effective="cuda_triton", reason="rows begin anywhere")
+
+    model, x = Model(), torch.randn(4, 16, requires_grad=True)
+    report, gradients = compiled_step(model, (x,))
+    assert report.frames[0].backward == {"megacpp::down_norm_up": ["reference"]} and "; backward" not in str(report)
+    torch._dynamo.reset()
+    monkeypatch.setattr(_lower, "choose", slower)
+    report, again = compiled_step(model, (x,))
+    told = "cuda_gluon → cuda_triton (rows begin anywhere)"
+    assert report.frames[0].backward == {"megacpp::down_norm_up": [told]}
+    assert "; backward" in str(report) and Report.from_json(report.to_json()) == report
+    assert all(map(torch.equal, gradients, again))

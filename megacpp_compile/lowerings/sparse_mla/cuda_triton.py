@@ -93,8 +93,8 @@ def _operands(
 
 
 def aligned(t: Tensor) -> bool:
-    """Whether rows begin at multiples of 16 bytes, as memory from an allocator does. The stride of a single sequence, which
-    a GEMM by heads leaves at 1, moves nothing."""
+    """Whether rows begin at multiples of 16 bytes, as memory from an allocator does. The stride of a single sequence,
+    which a GEMM by heads leaves at 1, moves nothing."""
     unit = 16 // t.dtype.itemsize
     steps = [step for size, step in zip(t.shape[:-1], t.stride(), strict=False) if not statically_known_true(size == 1)]
     return all(statically_known_true(n % unit == 0) for n in (t.storage_offset(), *steps))
