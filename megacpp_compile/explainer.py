@@ -21,6 +21,7 @@ from megacpp_compile.config import rules
 from megacpp_compile.config.options import Config
 from megacpp_compile.errors import ForwardError, GraphBreakError, NotAModuleError, wrapped_in
 from megacpp_compile.frontend import dropped_outputs, graph_breaks, unbacked_shapes
+from megacpp_compile.frontend.early_writes import ahead_of
 from megacpp_compile.fx.fake_state import fake_state
 from megacpp_compile.passes._driver import pass_names
 from megacpp_compile.passes._required import FrameCount
@@ -55,7 +56,7 @@ def explain(
     def backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         if (cut := graph_breaks.end_of(gm)) is not None and config.strict:
             raise GraphBreakError(cut.place, cut.reason)
-        seen = dropped_outputs.without(gm, example_inputs, config).gm
+        seen = ahead_of(dropped_outputs.without(gm, example_inputs, config).gm).gm
         result = analyse(seen, example_inputs, config, resolve_target(config.target, example_inputs))
         result.frame.graph_break = str(cut or "")
         outcome = result.outcome

@@ -35,6 +35,7 @@ from megacpp_compile.errors import (
 from megacpp_compile.frontend import dropped_outputs, fallbacks, graph_breaks, tensor_subclasses, unbacked_shapes
 from megacpp_compile.frontend.canonicalize import canonicalize
 from megacpp_compile.frontend.capture import Captured, capture
+from megacpp_compile.frontend.early_writes import ahead_of
 from megacpp_compile.fx import assumptions
 from megacpp_compile.fx.provenance import is_backward, is_whole, module_fqn, outermost_frame, source_line
 from megacpp_compile.lowerings._registry import semantic_ops
@@ -100,7 +101,7 @@ def compile_frame(
     if (cut := graph_breaks.end_of(gm)) is not None and config.strict:
         raise GraphBreakError(cut.place, cut.reason)
     outputs = dropped_outputs.without(gm, example_inputs, config)
-    gm = outputs.gm
+    gm = (early := ahead_of(outputs.gm)).gm
     conflicts.check(gm, config)
     if not block.checked:
         rules.check_frame(gm, config)
@@ -133,7 +134,7 @@ def compile_frame(
     compiled = count.counting(compiled, analysis.frame)
     # Only now: a frame Inductor cannot compile is tried again by Dynamo in pieces, and did not happen.
     publish(analysis, config)
-    return outputs.adapt(boundary.adapt(compiled))
+    return outputs.adapt(early.adapt(boundary.adapt(compiled)))
 
 
 def analyse(

@@ -18,6 +18,7 @@ from megacpp_compile._torch.pytree import tree_leaves
 from megacpp_compile.config.options import Config
 from megacpp_compile.errors import DroppedOutputError
 from megacpp_compile.fx.edit import dynamo_value
+from megacpp_compile.fx.provenance import in_place_of
 
 
 class DroppedOutput:
@@ -90,14 +91,7 @@ def without(gm: GraphModule, example_inputs: Sequence[Any], config: Config) -> O
     copies: dict[Node, Node] = {}
     results = graph.graph_copy(gm.graph, copies)
     graph.output(tuple(None if i in dropped else result for i, result in enumerate(results)))  # type: ignore[arg-type]
-    new = GraphModule(gm, graph)
-    new.meta.update(gm.meta)
-    for old, copy in copies.items():
-        if hasattr(old, "_dynamo_source"):
-            copy._dynamo_source = old._dynamo_source  # type: ignore[attr-defined]
-    if hasattr(gm, "compile_subgraph_reason"):
-        new.compile_subgraph_reason = gm.compile_subgraph_reason
-    return Outputs(new, dropped)
+    return Outputs(in_place_of(gm, graph, copies), dropped)
 
 
 def _named(node: Node, config: Config) -> str:

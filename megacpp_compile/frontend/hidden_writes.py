@@ -27,7 +27,7 @@ def refuse_hidden_writes(gm: GraphModule) -> None:
     """Raises CaptureError for the first write in Dynamo's graph `gm`, or one that it calls, that autograd is not to see
     and that changes what something differentiable is."""
     for module in gm.modules():
-        if isinstance(module, GraphModule) and (node := _hidden(module)) is not None:
+        if isinstance(module, GraphModule) and (node := hidden_write(module)) is not None:
             raise CaptureError(
                 "a tensor that has a gradient is written to where autograd does not see it, by `.data`, by `detach()` "
                 "or under `no_grad`: write before the call, or without hiding it",
@@ -35,7 +35,8 @@ def refuse_hidden_writes(gm: GraphModule) -> None:
             )
 
 
-def _hidden(gm: GraphModule) -> Node | None:
+def hidden_write(gm: GraphModule) -> Node | None:
+    """The first write in Dynamo's graph `gm` that autograd is not to see and that changes what is differentiable."""
     recording = torch.is_grad_enabled()
     differentiated = set[int]()  # the storages of tensors that ask for a gradient, or have one
     hidden, recorded = None, False

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import megacpp_compile
+from megacpp_compile.frontend.early_writes import ahead_of
 from tests.frames import largest_error, train
 
 pytestmark = pytest.mark.usefixtures("no_kernels")
@@ -82,9 +83,60 @@ def gradient_hidden_in_new_memory(m, y):
     return y + z
 
 
+def weight_is_read_before(m, y):
+    z = F.linear(y, m.down.weight)
+    m.down.weight.data.mul_(0.5)
+    return y + z.sum()
+
+
+def draws(m, y):
+    y = F.dropout(y, 0.0) + torch.rand_like(y) * 0
+    m.down.weight.data.add_(torch.zeros_like(m.down.weight.data).uniform_(-0.0, 0.0))
+    return y
+
+
+def is_read_as_data(m, y):
+    m.down.weight.data.mul_(0.5)
+    return y * m.down.weight.data.abs().sum()
+
+
+def what_it_reads_is_written(m, y):
+    with torch.no_grad():
+        m.mean.add_(1.0)
+    m.down.weight.data.mul_(m.mean[0])
+    m.mean.copy_(y.detach().mean((0,)))
+    return y
+
+
 HIDDEN = [
-    data_of_a_weight, weight_without_gradients, row_of_a_weight, data_of_an_activation, detached_part,
-    activation_without_gradients, by_a_function, by_an_overload, gradient_hidden_in_new_memory,
+    data_of_an_activation, detached_part, activation_without_gradients, by_a_function, by_an_overload,
+    gradient_hidden_in_new_memory, weight_is_read_before, draws, what_it_reads_is_written,
+]  # fmt: skip
+
+
+def normalised_weight(m, y):
+    m.down.weight.data.copy_(F.normalize(m.down.weight.data, dim=-1))
+    return y
+
+
+def by_a_number_of_the_model(m, y):
+    with torch.no_grad():
+        m.down.weight.lerp_(m.up.weight[:4, :1].expand(4, 8), 0.25)
+        m.down.weight[0].mul_(m.mean[:8].exp())
+    return y
+
+
+def two_weights(m, y):
+    m.down.weight.data.clamp_(-0.1, 0.1)
+    with torch.no_grad():
+        m.up.weight.mul_(0.5)
+    m.down.weight.detach().neg_()
+    return y
+
+
+EARLY = [
+    data_of_a_weight, weight_without_gradients, row_of_a_weight, normalised_weight, by_a_number_of_the_model, two_weights,
+    is_read_as_data,
 ]  # fmt: skip
 
 
@@ -97,6 +149,7 @@ def compared(write, x, grad=True):
         for _ in range(2):
             error, which = largest_error(train(step, module, (x,)), train(eager, eager, (x,)))
             assert error <= 1e-5, which
+        assert all(torch.equal(a, b) for a, b in zip(module.parameters(), eager.parameters(), strict=True))
     (frame,) = found.frames
     return found, frame
 
@@ -106,6 +159,38 @@ def test_hidden_writes_fall_back(write):
     report, frame = compared(write, torch.randn(3, 8).requires_grad_())
     assert not frame.captured and "where autograd does not see it" in frame.reason, frame.outcome
     assert "test_hidden_writes.py" in frame.reason and not report.sites
+
+
+@pytest.mark.parametrize("write", EARLY, ids=lambda f: f.__name__)
+def test_writes_to_what_nothing_has_read_run_ahead(write):
+    report, frame = compared(write, torch.randn(3, 8).requires_grad_())
+    assert frame.captured and report.counts["down_norm_up"] == 1, frame.outcome
+
+
+def test_memory_that_inputs_share_is_one():
+    """A view of the weight, an input of its own, is read before the weight is written: where the frame is compiled so,
+    and where it was compiled for others."""
+    found = []
+
+    def forward(x, weight, part):
+        z = x @ part.t()
+        weight.data.mul_(0.5)
+        return z.sum() * (x @ weight.t())
+
+    def backend(gm, example_inputs):
+        found.append(ahead_of(gm))
+        return found[-1].adapt(found[-1].gm.forward)
+
+    x, weight, other = torch.randn(3, 8), torch.randn(4, 8).requires_grad_(), torch.randn(2, 8)
+    for parts in ((weight, other), (other, weight)):
+        torch._dynamo.reset()
+        compiled = torch.compile(forward, backend=backend)
+        for part in parts:
+            again = weight.detach().clone().requires_grad_()
+            want = forward(x, again, again.detach()[:2] if part is weight else part)
+            torch.testing.assert_close(compiled(x, weight, weight.detach()[:2] if part is weight else part), want)
+            assert torch.equal(weight, again)
+    assert [one.writes is None for one in found] == [True, False]
 
 
 @pytest.mark.parametrize("write", HIDDEN, ids=lambda f: f.__name__)

@@ -1,0 +1,138 @@
+"""Hidden writes to a frame's inputs that nothing has read yet: `self.weight.data.clamp_(-c, c)` where a forward begins,
+a weight that is normalised under `no_grad` before it is used. They run ahead of the frame, as they are written.
+
+Autograd does not see them (`hidden_writes.py`), so that no functional graph can hold them. Ahead of the frame they are
+what they were: what the frame reads of such an input, or of memory it shares, it reads behind the last write, and what
+the writes read nobody else in the frame writes. What they compute goes into the writes alone, and draws nothing random.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Set
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx import GraphModule, Node
+
+from megacpp_compile.frontend.hidden_writes import hidden_write, storage_id, storage_of, written_tensors
+from megacpp_compile.fx.edit import called, dynamo_value
+from megacpp_compile.fx.provenance import in_place_of
+
+_DETACHED = ("detach", "_get_data_attr")
+_RANDOM = re.compile("rand|normal_?$|uniform|dropout|bernoulli|multinomial|exponential|cauchy|geometric|poisson|seed")
+
+
+class EarlyWrites:
+    """A frame without the writes that it begins with. `gm` is the frame's own, `whole`, where there are none, else a
+    copy; `writes` takes the frame's arguments and makes them, to those at the places `written`."""
+
+    def __init__(self, whole: GraphModule, early: Set[Node] = frozenset()) -> None:
+        self.whole, self.gm = whole, _without(whole, early) if early else whole
+        self.writes = _alone(whole, early) if early else None
+        inputs = [storage_of(n) for n in whole.graph.find_nodes(op="placeholder")]
+        memory = {storage_of(w) for node in early for w in written_tensors(node)} - {None}
+        self.written = [i for i, storage in enumerate(inputs) if storage in memory]
+
+    def adapt(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """`compiled`, behind the writes. A call whose other arguments share the written memory, where the frame was
+        compiled for one that has it to itself, runs in eager."""
+        if (writes := self.writes) is None:
+            return compiled
+
+        def call(*args: Any) -> Any:
+            written = {storage_id(args[i]) for i in self.written}
+            if any(
+                storage_id(a) in written for i, a in enumerate(args) if i not in self.written and torch.is_tensor(a)
+            ):
+                return self.whole(*args)
+            with torch.no_grad():
+                writes(*args)
+            return compiled(*args)
+
+        return call
+
+
+def ahead_of(gm: GraphModule) -> EarlyWrites:
+    """Dynamo's graph `gm` without the hidden writes that can run ahead of it. Never changes `gm`."""
+    if hidden_write(gm) is None:
+        return EarlyWrites(gm)
+    early = _early(gm)
+    if not early:
+        return EarlyWrites(gm)
+    found = EarlyWrites(gm, early)
+    return found if hidden_write(found.gm) is None else EarlyWrites(gm)
+
+
+def _early(gm: GraphModule) -> set[Node]:
+    """The nodes that are to run ahead of the others; none where they cannot."""
+    places = {node: i for i, node in enumerate(gm.graph.nodes)}
+    apart = _apart(gm)
+    inputs = {storage_of(n) for n in gm.graph.find_nodes(op="placeholder")} - {None}
+    writes = [n for n in apart if any(storage_of(w) in inputs for w in written_tensors(n))]
+    early = _behind(writes, apart)
+    if not writes or any(user not in early for node in early for user in node.users):
+        return set()
+    written = {storage_of(w) for node in early for w in written_tensors(node)}
+    read = {storage_of(a) for node in early for a in node.all_input_nodes} - {None}
+    last = max(places[node] for node in early)
+    for node in places:
+        if node in early or node.op not in ("call_function", "call_method", "call_module"):
+            continue
+        memory = {storage_of(a) for a in node.all_input_nodes}
+        if places[node] < last and memory & written or {storage_of(w) for w in written_tensors(node)} & read:
+            return set()
+    return early
+
+
+def _apart(gm: GraphModule) -> set[Node]:
+    """Calls of which autograd sees nothing and that depend on inputs alone, through such calls."""
+    recording, apart = torch.is_grad_enabled(), set[Node]()
+    for node in gm.graph.nodes:
+        if called(node) == "_set_grad_enabled":
+            recording = bool(node.args[0])
+        elif node.op in ("call_function", "call_method") and not _RANDOM.search(called(node)):
+            sources = node.all_input_nodes
+            begins = all(a.op == "placeholder" for a in sources) and (not recording or called(node) in _DETACHED)
+            goes_on = any(a in apart for a in sources) and all(
+                a in apart or a.op == "placeholder" and not (recording and _asks(a)) for a in sources
+            )
+            if sources and (begins or goes_on):
+                apart.add(node)
+    return apart
+
+
+def _asks(node: Node) -> bool:
+    fake = dynamo_value(node)
+    return isinstance(fake, torch.Tensor) and fake.requires_grad
+
+
+def _behind(writes: list[Node], apart: set[Node]) -> set[Node]:
+    """The writes, what they are computed from, and whatever else is written to that."""
+    found, pending = set[Node](), list(writes)
+    while pending:
+        node = pending.pop()
+        if node in found:
+            continue
+        found.add(node)
+        pending += [a for a in node.all_input_nodes if a in apart]
+        pending += [user for user in node.users if user in apart and node in written_tensors(user)]
+    return found
+
+
+def _without(gm: GraphModule, early: Set[Node]) -> GraphModule:
+    graph, copies = fx.Graph(), dict[Node, Node]()
+    for node in gm.graph.nodes:
+        if node not in early:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    return in_place_of(gm, graph, copies)
+
+
+def _alone(gm: GraphModule, early: Set[Node]) -> GraphModule:
+    graph, copies = fx.Graph(), dict[Node, Node]()
+    for node in gm.graph.nodes:
+        if node in early or node.op == "placeholder":
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(())
+    return GraphModule(gm, graph)
