@@ -74,14 +74,13 @@ def _early(gm: GraphModule) -> set[Node]:
     early = _behind(writes, apart)
     if not writes or any(user not in early for node in early for user in node.users):
         return set()
-    written = {storage_of(w) for node in early for w in written_tensors(node)}
+    last = {storage_of(w): place for node, place in places.items() if node in early for w in written_tensors(node)}
     read = {storage_of(a) for node in early for a in node.all_input_nodes} - {None}
-    last = max(places[node] for node in early)
     for node in places:
         if node in early or node.op not in ("call_function", "call_method", "call_module"):
             continue
-        memory = {storage_of(a) for a in node.all_input_nodes}
-        if places[node] < last and memory & written or {storage_of(w) for w in written_tensors(node)} & read:
+        unwritten = any(places[node] < last.get(storage_of(a), -1) for a in node.all_input_nodes)
+        if unwritten or any(storage_of(w) in read for w in written_tensors(node)):
             return set()
     return early
 
