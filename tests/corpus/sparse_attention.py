@@ -71,8 +71,8 @@ def by_products(m, q, latent, rope, listed):
 
 
 def as_transformers(m, q, latent, rope, listed):
-    """Ones at what is not listed, filled over a causal mask that is added."""
-    k, v = expanded(m, latent, rope)
+    """Ones at what is not listed, filled over a causal mask that is added; dropouts that drop nothing."""
+    k, v = (F.dropout(rows, 0.0, m.training) for rows in expanded(m, latent, rope))
     lowest = torch.finfo(q.dtype).min
     place = torch.arange(latent.shape[1], device=q.device)
     seen = place[None, None, None, :] <= place[None, None, :, None]
