@@ -44,8 +44,9 @@ def export(gm: GraphModule, fakes: Sequence[Any]) -> tuple[GraphModule, Any]:
         with modes.restored(), contextlib.suppress(Exception):  # whatever it is, the usual way raises it
             frame = _RunOnce(gm)
             exported, signature = _export(frame, fakes)
-            held = [name for of in (frame.named_parameters, frame.named_buffers) for name, _ in of(remove_duplicate=False)]
-            if frame.held and len(exported.graph.find_nodes(op="placeholder")) == len(held) + len(fakes):
+            own = (frame.named_parameters, frame.named_buffers)
+            given = [*(name for of in own for name, _ in of(remove_duplicate=False)), *fakes]
+            if frame.held and len(exported.graph.find_nodes(op="placeholder")) == len(given):
                 return exported, signature
     return _export(gm, fakes)
 
