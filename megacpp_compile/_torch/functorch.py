@@ -10,7 +10,7 @@ from megacpp_compile._torch._theme import theme
 from megacpp_compile._torch.guards import TracingContext
 
 if TYPE_CHECKING:
-    from torch import _functionalize_has_data_mutation as is_written_to
+    from torch import _functionalize_has_data_mutation as is_written_to  # type: ignore[attr-defined]
     from torch import _functionalize_has_metadata_mutation as has_changed_metadata
     from torch import _functionalize_was_inductor_storage_resized as has_resized_storage
     from torch import _functionalize_was_storage_changed as has_changed_storage

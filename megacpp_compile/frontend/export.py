@@ -1,15 +1,16 @@
 """A frame's ATen graph by torch's export, in one run of the frame where the export makes two.
 
 `aot_export_module` runs a frame to learn which inputs it writes to, and once more to record it. Through thousands of
-nodes, as of a recurrence that loops over rows and chunks, the first run is the longer one. Where nothing seems to be
-written it is given a graph without computation, of which the answer is "nothing", and the second run is held to that.
+nodes, as of a recurrence that loops over rows and chunks, the first run is the longer one. Here it is given a graph
+that does nothing but write to what the frame is seen to write to, and the second run is held to that answer.
 
 What makes it safe: of what the first run finds, an export before autograd and without a backward uses how many outputs
 there are, which inputs are written to (they become outputs), and the tokens that order effects (they become inputs).
 The outputs are as many, by construction. Functionalisation marks every input that is written to while the frame is
-recorded, and tokens would be inputs that nobody counted: both are looked at, and a frame that has either is exported
-again, in two runs. So is one that fails, as its error is to be that of the usual way. Sizes are numbers, so that no
-guard is missed, and no tensor has a class of its own.
+recorded, and tokens would be inputs that nobody counted: both are looked at, and a frame that is otherwise than it
+seemed is exported again, in two runs. So is one that fails, as its error is to be that of the usual way. Sizes are
+numbers, so that no guard is missed; no tensor has a class of its own; and what shares memory, where any is written to,
+is left to torch, which then asks for gradients, too.
 """
 
 from __future__ import annotations
@@ -32,10 +33,11 @@ from megacpp_compile._torch.functorch import (
     has_resized_storage,
     is_written_to,
 )
-from megacpp_compile.frontend.hidden_writes import storage_of, written_tensors
+from megacpp_compile.frontend.hidden_writes import storage_id, storage_of, written_tensors
 from megacpp_compile.fx.edit import dynamo_value
 
-_MARKS = (is_written_to, has_changed_metadata, has_changed_storage, has_resized_storage)
+# What an input must not be, written to or not.
+_REFUSED = (has_changed_metadata, has_changed_storage, has_resized_storage)
 
 
 def export(gm: GraphModule, fakes: Sequence[Any]) -> tuple[GraphModule, Any]:
@@ -58,14 +60,23 @@ def _export(gm: GraphModule, fakes: Sequence[Any]) -> tuple[GraphModule, Any]:
 
 
 def _may_run_once(gm: GraphModule, fakes: Sequence[Any]) -> bool:
-    """Whether one run may do: saves a run for nothing where a frame writes to an input in the open."""
-    if not present(FunctionalTensor, proxy_mode, *_MARKS):
-        return False
     values = [*fakes, *(dynamo_value(n) for n in gm.graph.nodes)]
+    if not present(FunctionalTensor, proxy_mode, is_written_to, *_REFUSED):
+        return False
     if any(map(_is_symbolic, values)) or any(map(_has_class, values)):
         return False
-    given = {storage_of(n) for n in gm.graph.nodes if n.op in ("placeholder", "get_attr")} - {None}
-    return not any(storage_of(written) in given for n in gm.graph.nodes for written in written_tensors(n))
+    memory = [m for x in (*fakes, *gm.buffers()) if (m := storage_id(x)) is not None]
+    return len(set(memory)) == len(memory) or not _writes(gm.graph).intersection(map(storage_of, _given(gm.graph)))
+
+
+def _given(graph: fx.Graph) -> list[Node]:
+    return [n for n in graph.nodes if n.op in ("placeholder", "get_attr")]
+
+
+def _writes(graph: fx.Graph) -> set[int]:
+    """The memory that the calls of `graph` say they write to."""
+    memory = (storage_of(written) for n in graph.nodes for written in written_tensors(n))
+    return {m for m in memory if m is not None}
 
 
 def _is_symbolic(value: Any) -> bool:
@@ -79,23 +90,26 @@ def _has_class(value: Any) -> bool:
 
 
 class _RunOnce(GraphModule):
-    """`gm` while it is recorded; before, a graph of as many outputs that computes nothing.
+    """`gm` while it is recorded; before, a graph of as many outputs that only writes to what `gm` is seen to write to.
 
-    held: whether the graph that was run last was the frame's own, to its end, without a write to what it is given.
+    held: whether the graph that was run last was the frame's own, to its end, and wrote to that and nothing else of
+    what it is given.
     """
 
     held = False
-    _nothing: fx.Graph | None = None
+    _writing: fx.Graph | None = None
 
     def __init__(self, gm: GraphModule) -> None:
-        super().__init__(gm, _with_check(gm, self._check))
-        self._nothing = _computing_nothing(gm.graph)
+        given, memory = _given(gm.graph), _writes(gm.graph)
+        self._written = [storage_of(n) in memory for n in given]
+        super().__init__(gm, _with_check(gm.graph, given, self._check))
+        self._writing = _writing_alone(gm.graph, given, self._written)
         self._autocast = modes.autocast_state()
 
     @property
     def graph(self) -> fx.Graph:  # type: ignore[override]
         self.held = False
-        return self._graph if self._nothing is None or proxy_mode() is not None else self._nothing
+        return self._graph if self._writing is None or proxy_mode() is not None else self._writing
 
     @graph.setter
     def graph(self, graph: fx.Graph) -> None:
@@ -103,29 +117,35 @@ class _RunOnce(GraphModule):
 
     def _check(self, given: Sequence[Any], outputs: Any) -> Any:
         """Called with what the frame was given, and what it is about to return, which it returns."""
-        self.held = self._autocast == modes.autocast_state() and not any(map(_is_changed, given))
+        tensors = [(x, written) for x, written in zip(given, self._written, strict=True) if isinstance(x, torch.Tensor)]
+        seen = all(isinstance(x, FunctionalTensor) and _is_as_seen(x.elem, written) for x, written in tensors)
+        self.held = seen and self._autocast == modes.autocast_state()
         return outputs
 
 
-def _is_changed(given: Any) -> bool:
-    """Whether what a frame was given has been written to, or may have been."""
-    if not isinstance(given, torch.Tensor):
-        return False
-    return not isinstance(given, FunctionalTensor) or any(mark(given.elem) for mark in _MARKS)
+def _is_as_seen(tensor: torch.Tensor, written: bool) -> bool:
+    return is_written_to(tensor) is written and not any(changed(tensor) for changed in _REFUSED)
 
 
-def _with_check(gm: GraphModule, check: Any) -> fx.Graph:
-    graph = fx.Graph()
-    outputs = graph.graph_copy(gm.graph, copies := dict[Node, Node]())
-    given = [new for old, new in copies.items() if old.op in ("placeholder", "get_attr")]
-    graph.output(graph.call_function(check, (given, outputs)))
+def _with_check(of: fx.Graph, given: Sequence[Node], check: Any) -> fx.Graph:
+    graph, copies = fx.Graph(), dict[Node, Node]()
+    outputs = graph.graph_copy(of, copies)
+    graph.output(graph.call_function(check, ([copies[n] for n in given], outputs)))
     return graph
 
 
-def _computing_nothing(of: fx.Graph) -> fx.Graph:
+def _writing_alone(of: fx.Graph, given: Sequence[Node], written: Sequence[bool]) -> fx.Graph:
     graph = fx.Graph()
-    for node in of.find_nodes(op="placeholder"):
-        graph.placeholder(node.name)
+    for node, is_written in zip(given, written, strict=True):
+        if is_written or node.op == "placeholder":
+            copy = graph.node_copy(node)
+        if is_written:
+            graph.call_function(_write, (copy,))
     outputs = of.output_node().args[0]
     graph.output(fx.map_arg(outputs, lambda _: graph.call_function(torch.empty, ((),))))
     return graph
+
+
+def _write(tensor: torch.Tensor) -> None:
+    with torch.no_grad():  # what asks for a gradient itself is written to in no other way
+        tensor.zero_()

@@ -11,7 +11,7 @@ from torch import fx
 from megacpp_compile._torch._registry import Symbol
 from megacpp_compile.errors import CaptureError
 from megacpp_compile.frontend import export
-from megacpp_compile.frontend.capture import capture
+from megacpp_compile.frontend.capture import capture, fake_inputs
 from tests.frames import render
 
 
@@ -72,14 +72,55 @@ def test_a_write_that_only_shows_while_it_is_recorded(of):
     assert torch.equal(result, of(want)) and torch.equal(given, want)
 
 
-def test_a_write_in_the_open_costs_no_run():
-    x = torch.ones(3)
-    gm, call = frame(torch.cos, x)
+def frame_that_writes(*values, to=0):
+    """A frame that calls a function of its inputs, and writes to a part of one of them in the open."""
+    gm, call = frame(torch.cos, values[0])
+    graph, holders = gm.graph, gm.graph.find_nodes(op="placeholder")
+    with graph.inserting_after(holders[-1]):
+        holders += [graph.placeholder(f"y{i}") for i in range(1, len(values))]
+    for node, value in zip(holders, values, strict=True):
+        node.meta["example_value"] = value
+    with graph.inserting_before(graph.output_node()):
+        part = graph.call_method("select", (holders[to], 0, 1))
+        part.meta["example_value"] = values[to].select(0, 1)
+        graph.call_method("add_", (part, 1))
+    return gm, call
+
+
+def test_a_write_in_the_open_costs_no_run(monkeypatch):
+    args = torch.ones(3, 4), torch.ones(3, 4)
+    gm, call = frame_that_writes(*args, to=1)
+    captured = capture(gm, args).gm
+    assert call.runs == 1
+    captured(*(given := [x.clone() for x in args]))
+    assert torch.equal(given[0], args[0]) and torch.equal(given[1][1], torch.full((4,), 2.0))
+    monkeypatch.setattr(export, "_may_run_once", lambda *_: False)
+    assert render(captured) == render(capture(gm, args).gm)
+
+
+def test_a_write_to_a_parameter_costs_no_run():
+    """As under `no_grad`: it asks for a gradient, and nobody may write to it but so."""
+    weight = torch.nn.Parameter(torch.ones(3))
+
+    def of(w):
+        with torch.no_grad():
+            w.mul_(2)
+        return w + 1
+
+    gm, call = frame(of, weight)
     with gm.graph.inserting_before(gm.graph.output_node()):
-        gm.graph.call_method("add_", (gm.graph.find_nodes(op="placeholder")[0], 1))
-    captured = capture(gm, [x]).gm
-    assert call.runs == 2
+        gm.graph.call_method("zero_", (gm.graph.find_nodes(op="placeholder")[0],))
+    captured = capture(gm, [weight]).gm
+    assert call.runs == 1
     assert any(n.target is torch.ops.aten.copy_.default for n in captured.graph.nodes)
+
+
+def test_two_runs_where_inputs_share_what_is_written_to():
+    """Torch's export refuses it, or not, by whether gradients are asked for, which it learns in the first run."""
+    x = torch.ones(3, 4)
+    for args, once in (((x, x.clone()), True), ((x, x[1:]), False)):
+        gm, _ = frame_that_writes(*args, to=1)
+        assert export._may_run_once(gm, fake_inputs(args)[1]) is once
 
 
 def test_a_buffer_that_is_written_to():
@@ -89,12 +130,18 @@ def test_a_buffer_that_is_written_to():
             self.register_buffer("steps", torch.zeros(3))
 
     call, graph = counted(lambda steps, x: steps.add_(1) + x), fx.Graph()
-    x = graph.placeholder("x")
-    graph.output((graph.call_function(call, (graph.get_attr("steps"), x)),))
-    captured = capture(fx.GraphModule(root := Counter(), graph), [torch.ones(3)]).gm
-    assert call.runs == 3
-    (result,) = captured(torch.ones(3))
-    assert torch.equal(result, torch.full((3,), 2.0)) and torch.equal(root.steps, torch.ones(3))
+    x, steps = graph.placeholder("x"), graph.get_attr("steps")
+    graph.output((graph.call_function(call, (steps, x)),))
+    for runs, value in ((3, None), (1, torch.zeros(3))):  # what Dynamo knows of the memory
+        call.runs = 0
+        if value is not None:
+            steps.meta["example_value"] = value
+            with graph.inserting_after(steps):
+                graph.call_method("add_", (steps, 1))
+        captured = capture(fx.GraphModule(root := Counter(), graph), [torch.ones(3)]).gm
+        assert call.runs == runs
+        captured(torch.ones(3))
+        assert torch.equal(root.steps, torch.full((3,), 1.0 if value is None else 2.0))
 
 
 def test_what_fails_says_what_it_says_in_two_runs():
@@ -122,7 +169,7 @@ def test_a_switch_that_is_left_on_is_seen_in_two_runs():
 
 def test_two_runs_on_a_torch_that_cannot_tell(monkeypatch):
     gone = Symbol("theme.gone", "torch._functionalize_gone", "a test", "it is run twice", seen="99.0-99.0").get()
-    monkeypatch.setattr(export, "_MARKS", (gone,))
+    monkeypatch.setattr(export, "is_written_to", gone)
     gm, call = frame(torch.cos, x := torch.ones(3))
     capture(gm, [x])
     assert call.runs == 2
