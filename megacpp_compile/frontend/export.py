@@ -7,10 +7,11 @@ that does nothing but write to what the frame is seen to write to, and the secon
 What makes it safe: of what the first run finds, an export before autograd and without a backward uses how many outputs
 there are, which inputs are written to (they become outputs), and the tokens that order effects (they become inputs).
 The outputs are as many, by construction. Functionalisation marks every input that is written to while the frame is
-recorded, and tokens would be inputs that nobody counted: both are looked at, and a frame that is otherwise than it
-seemed is exported again, in two runs. So is one that fails, as its error is to be that of the usual way. Sizes are
-numbers, so that no guard is missed; no tensor has a class of its own; and what shares memory, where any is written to,
-is left to torch, which then asks for gradients, too.
+recorded, an op that is recorded whole and writes unsaid (`instance_norm`) counts up the version of what it is given, as
+no functional op does, and tokens would be inputs that nobody counted: all are looked at, and a frame that is otherwise
+than it seemed is exported again, in two runs. So is one that fails, as its error is to be that of the usual way. Sizes
+are numbers, so that no guard is missed; no tensor has a class of its own; and what shares memory, where any is written
+to, is left to torch, which then asks for gradients, too.
 """
 
 from __future__ import annotations
@@ -44,11 +45,12 @@ def export(gm: GraphModule, fakes: Sequence[Any]) -> tuple[GraphModule, Any]:
     """(ATen graph, signature) of Dynamo's graph `gm`, which is left as it is; raises what torch's tracing raises."""
     if _may_run_once(gm, fakes):
         with modes.restored(), contextlib.suppress(Exception):  # whatever it is, the usual way raises it
-            frame = _RunOnce(gm)
+            frame, versions = _RunOnce(gm), _versions(fakes)
             exported, signature = _export(frame, fakes)
             own = (frame.named_parameters, frame.named_buffers)
             given = [*(name for of in own for name, _ in of(remove_duplicate=False)), *fakes]
-            if frame.held and len(exported.graph.find_nodes(op="placeholder")) == len(given):
+            counted = len(exported.graph.find_nodes(op="placeholder")) == len(given)
+            if frame.held and counted and versions == _versions(fakes):
                 return exported, signature
     return _export(gm, fakes)
 
@@ -57,6 +59,10 @@ def _export(gm: GraphModule, fakes: Sequence[Any]) -> tuple[GraphModule, Any]:
     exported, signature = aot_export_module(gm, fakes, trace_joint=False, pre_dispatch=True)
     assert isinstance(exported, GraphModule)
     return exported, signature
+
+
+def _versions(fakes: Sequence[Any]) -> list[int]:
+    return [x._version for x in fakes if isinstance(x, torch.Tensor) and not x.is_inference()]
 
 
 def _may_run_once(gm: GraphModule, fakes: Sequence[Any]) -> bool:

@@ -60,7 +60,11 @@ def hidden_write_to_a_view(x):
     return x + 1
 
 
-@pytest.mark.parametrize("of", [hidden_write, hidden_write_to_a_view])
+def write_unsaid_by_a_whole_op(x):
+    return torch.instance_norm(torch.ones(2, 3, 4), None, None, x, torch.ones(3), True, 0.1, 1e-5, False).sum() + x
+
+
+@pytest.mark.parametrize("of", [hidden_write, hidden_write_to_a_view, write_unsaid_by_a_whole_op])
 def test_a_write_that_only_shows_while_it_is_recorded(of):
     """What writes is an argument of nothing that Dynamo's graph says to write."""
     x = torch.ones(3)
