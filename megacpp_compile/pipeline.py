@@ -214,7 +214,6 @@ def _rewrite(
     """What the passes did, and whether of `marks` of what was assumed there are any and all may stand."""
     canonicalize(captured.gm.graph, captured.fake_mode)
     found = assumed.show(captured, config, marks, frame.grad) if marks else None
-    captured.gm.recompile()
     log.graph("captured", captured.gm)
     called = [n for n in captured.gm.graph.nodes if n.target in semantic_ops()]
     wanted = asked(captured.gm.graph, captured.weights, config.precision)

@@ -11,7 +11,9 @@ if TYPE_CHECKING:
     from torch._C import _SetExcludeDispatchKeyGuard as set_excluded
     from torch._C._dynamo.guards import set_is_in_mode_without_ignore_compile_internals as set_runs_compiled
     from torch._dispatch.python import enable_python_dispatcher
+    from torch._subclasses.functional_tensor import FunctionalTensor
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode as proxy_mode
     from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
     from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
     from torch.utils.checkpoint import _CachingTorchDispatchMode as SelectiveContext

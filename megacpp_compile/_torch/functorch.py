@@ -10,6 +10,10 @@ from megacpp_compile._torch._theme import theme
 from megacpp_compile._torch.guards import TracingContext
 
 if TYPE_CHECKING:
+    from torch import _functionalize_has_data_mutation as is_written_to  # type: ignore[attr-defined]
+    from torch import _functionalize_has_metadata_mutation as has_changed_metadata
+    from torch import _functionalize_was_inductor_storage_resized as has_resized_storage
+    from torch import _functionalize_was_storage_changed as has_changed_storage
     from torch._C._functorch import get_dynamic_layer_stack_depth as layers
     from torch._C._functorch import is_functorch_wrapped_tensor
     from torch._C._functorch import pop_dynamic_layer_stack_and_undo_to_depth as undo_to_layer

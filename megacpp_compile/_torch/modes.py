@@ -21,12 +21,17 @@ def in_own_thread(run: Callable[[], Result]) -> Result:
         return alone.submit(run).result()
 
 
+def autocast_state() -> list[tuple[str, bool, torch.dtype]]:
+    """(kind, whether autocast is on, its dtype) of each kind of device that has it."""
+    kinds = autocast.supported_devices()
+    return [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
+
+
 @contextlib.contextmanager
 def restored() -> Iterator[None]:
     """Grad mode, functorch's stack and autocast are afterwards what they were before, also after an error."""
     layers, grad = functorch.layers(), torch.is_grad_enabled()
-    kinds = autocast.supported_devices()
-    switched = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
+    switched = autocast_state()
     cache, depth = torch.is_autocast_cache_enabled(), _autocast_depth()
     try:
         yield

@@ -17,6 +17,7 @@ from megacpp_compile._torch._registry import Symbol
 ALONE = "the frame is compiled by Inductor alone"
 # There is nothing to fall back on: whoever asked for it meets TorchInternalsError.
 RAISES = "nothing serves in its place"
+_TWICE = "a frame is run twice to be traced"
 _BREAKS = "loops over the experts that have tokens break the graph"
 
 
@@ -84,6 +85,10 @@ _ROWS = (
            "compiled code under a Sentinel", "a compiled model runs in eager under a Sentinel", seen="2.11-2.15"),
     Symbol("dispatch.SelectiveContext", "torch.utils.checkpoint._CachingTorchDispatchMode",
            "what a checkpoint region saves", ALONE),
+    Symbol("dispatch.proxy_mode", "torch.fx.experimental.proxy_tensor.get_proxy_mode", "tracing a frame in one run",
+           _TWICE, seen="2.9-2.13"),
+    Symbol("dispatch.FunctionalTensor", "torch._subclasses.functional_tensor.FunctionalTensor",
+           "tracing a frame in one run", _TWICE, seen="2.9-2.13"),
     Symbol("dispatch.DispatchKey", "torch._C.DispatchKey", "keeping results of ops so that a write to them shows",
            "they are copied"),
     Symbol("dispatch.set_excluded", "torch._C._SetExcludeDispatchKeyGuard",
@@ -188,6 +193,14 @@ _ROWS = (
     # --- functorch
     Symbol("functorch.config", "torch._functorch.config", "AOTAutograd's settings", RAISES),
     Symbol("functorch.aot_export_module", "torch._functorch.aot_autograd.aot_export_module", "tracing a frame", ALONE),
+    Symbol("functorch.is_written_to", "torch._functionalize_has_data_mutation", "tracing a frame in one run",
+           _TWICE, seen="2.9-2.13"),
+    Symbol("functorch.has_changed_metadata", "torch._functionalize_has_metadata_mutation",
+           "tracing a frame in one run", _TWICE, seen="2.9-2.13"),
+    Symbol("functorch.has_changed_storage", "torch._functionalize_was_storage_changed", "tracing a frame in one run",
+           _TWICE, seen="2.9-2.13"),
+    Symbol("functorch.has_resized_storage", "torch._functionalize_was_inductor_storage_resized",
+           "tracing a frame in one run", _TWICE, seen="2.9-2.13"),
     Symbol("functorch.make_boxed_func", "torch._functorch.aot_autograd.make_boxed_func", "a graph as its own code",
            RAISES),
     Symbol("functorch.default_partition", "torch._functorch.partitioners.default_partition",

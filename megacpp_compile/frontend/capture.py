@@ -19,13 +19,13 @@ from torch.fx import GraphModule, Node
 from megacpp_compile._torch import modes
 from megacpp_compile._torch.dispatch import AsyncCollectiveTensor, is_traceable_wrapper_subclass
 from megacpp_compile._torch.fakes import FakeTensor, FakeTensorMode, detect_fake_mode
-from megacpp_compile._torch.functorch import aot_export_module
 from megacpp_compile._torch.guards import TracingContext
 from megacpp_compile.errors import CaptureError
 from megacpp_compile.frontend import autocast, opaque_ops
 from megacpp_compile.frontend.checkpoint import inline_checkpoints
 from megacpp_compile.frontend.dtensor_writes import without_writes_to_new_tensors
 from megacpp_compile.frontend.dtensors import calls_on_dtensors, is_dtensor
+from megacpp_compile.frontend.export import export
 from megacpp_compile.frontend.hidden_writes import refuse_hidden_writes
 from megacpp_compile.frontend.local_dtensors import localize
 from megacpp_compile.frontend.transforms import resolve_transforms
@@ -106,8 +106,7 @@ def capture(gm: GraphModule, example_inputs: Sequence[Any]) -> Captured:
             given_up = opaque_ops.given_up(made)
             traced = autocast.as_real_regions(made.gm)
             buffers = list(traced.named_buffers(remove_duplicate=False))
-            exported, signature = aot_export_module(traced, made.fakes, trace_joint=False, pre_dispatch=True)
-        assert isinstance(exported, GraphModule)
+            exported, signature = export(traced, made.fakes)
         _restore_interface(exported, signature, dict(buffers))
         if made.calls:
             opaque_ops.restore(exported, made)

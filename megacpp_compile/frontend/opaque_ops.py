@@ -108,6 +108,7 @@ def isolate_hops(
             if not isinstance(fake, torch.Tensor | torch.SymInt):
                 raise CaptureError(f"{node.target} returns something that is neither a tensor nor a size")
             holder = _placeholder(graph, f"opaque_{node.name}_{index or 0}")
+            holder.meta["example_value"] = fake
             env[result] = holder
             replaced.add(result)
             extra.append(refake(fake, mode) if isinstance(fake, torch.Tensor) else fake)

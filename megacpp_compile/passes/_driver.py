@@ -85,7 +85,7 @@ def run_passes(
     review: Review | None = None,
     trace: Callable[[str, torch.fx.GraphModule], None] | None = None,
 ) -> Outcome:
-    """Run every enabled pass on `captured` in place.
+    """Run every enabled pass on `captured`, which may have no code yet, in place.
 
     review: called for each rewrite while the plain nodes still stand beside the new ones; it may fill in the site, and
     refuse the rewrite, which is then undone. trace: called with the graph after each pass that changed it.
@@ -104,10 +104,9 @@ def run_passes(
         gm.graph.lint()
         out.counts[p.name] = fired
         out.seconds[p.name] = time.perf_counter() - began
-        if fired:
-            gm.recompile()
-            if trace is not None:
-                trace(p.name, gm)
+        if fired and trace is not None:
+            trace(p.name, gm)
+    gm.recompile()  # only now: nobody runs it between passes, and code of thousands of nodes takes its time
     _hold_to_the_graph(out, given, gm.graph, config.strict)
     return out
 

@@ -89,5 +89,5 @@ class Reviewer:
         module, order = between(gm, inputs, outputs)
         key = (module.code, tuple(str(n.meta.get("val")) for n in order))
         if key not in self.cache:
-            self.cache[key] = saved_bytes.saved_bytes(gm, inputs, outputs, self.captured.fake_mode)
+            self.cache[key] = saved_bytes.saved_bytes(module, order, self.captured.fake_mode)
         return self.cache[key]

@@ -16,12 +16,11 @@ from torch.fx import GraphModule, Node
 from megacpp_compile._torch.dispatch import enable_python_dispatcher
 from megacpp_compile._torch.fakes import FakeTensorMode
 from megacpp_compile.fx.edit import value
-from megacpp_compile.fx.subgraph import between
 
 
-def saved_bytes(gm: GraphModule, inputs: Sequence[Node], outputs: Sequence[Node], mode: FakeTensorMode) -> int | None:
-    """Bytes saved by computing `outputs` from `inputs`; None where sizes are symbolic without a known value."""
-    module, order = between(gm, inputs, outputs)
+def saved_bytes(module: GraphModule, order: Sequence[Node], mode: FakeTensorMode) -> int | None:
+    """Bytes saved by running `module` on values like those of the nodes in `order`, as `fx.subgraph.between` makes
+    both; None where sizes are symbolic without a known value."""
     with mode:
         args = [_leaf(value(n)) for n in order]
     kept: dict[Any, int] = {}

@@ -1,0 +1,179 @@
+"""A frame that writes to nothing is run once to be traced, and any other as often as torch's export runs it."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from torch import fx
+
+from megacpp_compile._torch._registry import Symbol
+from megacpp_compile.errors import CaptureError
+from megacpp_compile.frontend import export
+from megacpp_compile.frontend.capture import capture, fake_inputs
+from tests.frames import render
+
+
+def counted(function):
+    """`function`, as a frame calls it; `runs` is how often it has run."""
+
+    def call(*args):
+        call.runs += 1
+        return function(*args)
+
+    call.runs = 0
+    return call
+
+
+def frame(function, *values, output=lambda result, *inputs: (result,)):
+    """(Dynamo's graph of one call of `function`, which Dynamo could not look into, the call)."""
+    call, graph = counted(function), fx.Graph()
+    inputs = [graph.placeholder(f"x{i}") for i in range(len(values))]
+    for node, value in zip(inputs, values, strict=True):
+        node.meta["example_value"] = value
+    graph.output(output(graph.call_function(call, tuple(inputs)), *inputs))
+    return fx.GraphModule({}, graph), call
+
+
+def test_one_run_where_nothing_is_written_to(monkeypatch):
+    """Not even where results are views of inputs, or inputs; what a frame makes itself it may write to."""
+
+    def of(x, y):
+        return torch.zeros_like(x).add_(y).mul_(x).t()
+
+    args = (torch.ones(3, 4), torch.ones(4))
+    gm, call = frame(of, *args, output=lambda r, x, y: (r, None, x, [y, 3]))
+    traced = render(capture(gm, args).gm)
+    assert call.runs == 1
+    monkeypatch.setattr(export, "_may_run_once", lambda *_: False)
+    assert traced == render(capture(gm, args).gm) and "mul" in traced
+    assert call.runs == 3
+
+
+def hidden_write(x):
+    return x.mul_(2) + 1
+
+
+def hidden_write_to_a_view(x):
+    x[0].detach().add_(1)
+    return x + 1
+
+
+def write_unsaid_by_a_whole_op(x):
+    return torch.instance_norm(torch.ones(2, 3, 4), None, None, x, torch.ones(3), True, 0.1, 1e-5, False).sum() + x
+
+
+@pytest.mark.parametrize("of", [hidden_write, hidden_write_to_a_view, write_unsaid_by_a_whole_op])
+def test_a_write_that_only_shows_while_it_is_recorded(of):
+    """What writes is an argument of nothing that Dynamo's graph says to write."""
+    x = torch.ones(3)
+    gm, call = frame(of, x)
+    captured = capture(gm, [x]).gm
+    assert call.runs == 3, "once in vain, and then as torch's export does"
+    want = x.clone()
+    (result,) = captured(given := x.clone())
+    assert torch.equal(result, of(want)) and torch.equal(given, want)
+
+
+def frame_that_writes(*values, to=0):
+    """A frame that calls a function of its inputs, and writes to a part of one of them in the open."""
+    gm, call = frame(torch.cos, values[0])
+    graph, holders = gm.graph, gm.graph.find_nodes(op="placeholder")
+    with graph.inserting_after(holders[-1]):
+        holders += [graph.placeholder(f"y{i}") for i in range(1, len(values))]
+    for node, value in zip(holders, values, strict=True):
+        node.meta["example_value"] = value
+    with graph.inserting_before(graph.output_node()):
+        part = graph.call_method("select", (holders[to], 0, 1))
+        part.meta["example_value"] = values[to].select(0, 1)
+        graph.call_method("add_", (part, 1))
+    return gm, call
+
+
+def test_a_write_in_the_open_costs_no_run(monkeypatch):
+    args = torch.ones(3, 4), torch.ones(3, 4)
+    gm, call = frame_that_writes(*args, to=1)
+    captured = capture(gm, args).gm
+    assert call.runs == 1
+    captured(*(given := [x.clone() for x in args]))
+    assert torch.equal(given[0], args[0]) and torch.equal(given[1][1], torch.full((4,), 2.0))
+    monkeypatch.setattr(export, "_may_run_once", lambda *_: False)
+    assert render(captured) == render(capture(gm, args).gm)
+
+
+def test_a_write_to_a_parameter_costs_no_run():
+    """As under `no_grad`: it asks for a gradient, and nobody may write to it but so."""
+    weight = torch.nn.Parameter(torch.ones(3))
+
+    def of(w):
+        with torch.no_grad():
+            w.mul_(2)
+        return w + 1
+
+    gm, call = frame(of, weight)
+    with gm.graph.inserting_before(gm.graph.output_node()):
+        gm.graph.call_method("zero_", (gm.graph.find_nodes(op="placeholder")[0],))
+    captured = capture(gm, [weight]).gm
+    assert call.runs == 1
+    assert any(n.target is torch.ops.aten.copy_.default for n in captured.graph.nodes)
+
+
+def test_two_runs_where_inputs_share_what_is_written_to():
+    """Torch's export refuses it, or not, by whether gradients are asked for, which it learns in the first run."""
+    x = torch.ones(3, 4)
+    for args, once in (((x, x.clone()), True), ((x, x[1:]), False)):
+        gm, _ = frame_that_writes(*args, to=1)
+        assert export._may_run_once(gm, fake_inputs(args)[1]) is once
+
+
+def test_a_buffer_that_is_written_to():
+    class Counter(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("steps", torch.zeros(3))
+
+    call, graph = counted(lambda steps, x: steps.add_(1) + x), fx.Graph()
+    x, steps = graph.placeholder("x"), graph.get_attr("steps")
+    graph.output((graph.call_function(call, (steps, x)),))
+    for runs, value in ((3, None), (1, torch.zeros(3))):  # what Dynamo knows of the memory
+        call.runs = 0
+        if value is not None:
+            steps.meta["example_value"] = value
+            with graph.inserting_after(steps):
+                graph.call_method("add_", (steps, 1))
+        captured = capture(fx.GraphModule(root := Counter(), graph), [torch.ones(3)]).gm
+        assert call.runs == runs
+        captured(torch.ones(3))
+        assert torch.equal(root.steps, torch.full((3,), 1.0 if value is None else 2.0))
+
+
+def test_what_fails_says_what_it_says_in_two_runs():
+    def shaped_anew(x):
+        x.transpose_(0, 1)
+        return x + 1
+
+    gm, _ = frame(shaped_anew, x := torch.ones(2, 3))
+    with pytest.raises(CaptureError, match="metadata mutation"):
+        capture(gm, [x])
+
+
+def test_a_switch_that_is_left_on_is_seen_in_two_runs():
+    """Of autocast, which not every torch refuses."""
+
+    def switched(x):
+        torch.autocast("cpu").__enter__()
+        return x + 1
+
+    gm, call = frame(switched, x := torch.ones(3))
+    with contextlib.suppress(CaptureError):
+        capture(gm, [x])
+    assert call.runs > 1 and not torch.is_autocast_enabled("cpu")
+
+
+def test_two_runs_on_a_torch_that_cannot_tell(monkeypatch):
+    gone = Symbol("theme.gone", "torch._functionalize_gone", "a test", "it is run twice", seen="99.0-99.0").get()
+    monkeypatch.setattr(export, "is_written_to", gone)
+    gm, call = frame(torch.cos, x := torch.ones(3))
+    capture(gm, [x])
+    assert call.runs == 2
