@@ -106,9 +106,11 @@ def ssd_walk(q, k, v, decay, steps, cuts, skip, first, out, states, last,
             weighted = gemm(queries, tl.trans(keys), WIDE) * tl.exp2(tl.where(keep, apart, float("-inf")))
             rows = gemm(queries, state, WIDE)
             if REVERSE:
-                rows = (rows * tl.exp2(where_equal(end - a, cut, cut_end, PACKED))[:, None] + gemm(weighted, values, WIDE)) * step[:, None]
+                reach = tl.exp2(where_equal(end - a, cut, cut_end, PACKED))
+                rows = (rows * reach[:, None] + gemm(weighted, values, WIDE)) * step[:, None]
             else:
-                rows = rows * tl.exp2(where_equal(a, cut, 0, PACKED))[:, None] + gemm(weighted * step[None, :], values, WIDE)
+                reach = tl.exp2(where_equal(a, cut, 0, PACKED))
+                rows = rows * reach[:, None] + gemm(weighted * step[None, :], values, WIDE)
             if SKIP:
                 rows += values.to(tl.float32) * own
             tl.store(out + ((b * tokens + t) * heads + h) * P + p[None, :], as_stored(rows, out), mask=there)

@@ -5,8 +5,8 @@ memory every `chunk_size` tokens. Backward walks the other way for the gradients
 side by side, the scores' gradients are summed over the heads of a group before B and C multiply them, and what the
 decays are due is summed from behind. No atomics: equal inputs give equal bits.
 
-Documents are counted within each chunk first (`ssd_cuts`), 4 bytes a token for all heads. Where the counts of two tokens
-differ, the logarithm of the decay between them is -inf. Without documents the kernels' code is without all this.
+Documents are counted within each chunk first (`ssd_cuts`), 4 bytes a token for all heads. Where the counts of two
+tokens differ, the logarithm of the decay between them is -inf. Without documents the kernels' code has none of this.
 
 Those last kernels' chunks are at most `_longest` tokens. Where the caller's are longer, fewer states are kept, and
 backward walks forward once more for those in between.
@@ -218,8 +218,8 @@ def _gradients(
         d_skip, inner, d_A = (call.new(*by_head) for _ in range(3))
         decay, steps = call.decay(length)
         packed = call.cuts(length)
-        common = {**packed, "decay": decay, "steps": steps, **call.sizes(length), "per_group": per_group, "parts": parts,
-                  "P": call.p, "N": call.n, "HB": at_once, "WIDE": int(call.wide)}  # fmt: skip
+        common = {"decay": decay, "steps": steps, **call.sizes(length), "per_group": per_group, "parts": parts,
+                  "P": call.p, "N": call.n, "HB": at_once, "WIDE": int(call.wide), **packed}  # fmt: skip
 
         launch = _group_launch(call.p, call.n, length)
 
