@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.corpus.scans import PlainMamba2, chunks, einsums, one_triangle, segment_sums, to_heads
+from tests.corpus.scans import PlainMamba2, chunks, einsums, one_triangle, padded, segment_sums, to_heads
 from tests.frames import passed
 
 from .contract import assert_fires, assert_refused_in_a_graph
@@ -61,10 +61,12 @@ def decays_added(x, dt, A, B, C, D, state, size, numbers, fill=NOTHING):
 
 
 def products_added(x, dt, A, B, C, D, state, size, numbers):
-    """A flag times a large number, the first token's flag set."""
-    reset = chunks(begins_of(numbers, True).to(dt.dtype) * NOTHING, size)[:, None]
-    sums_of, cumsum = lambda a: segment_sums(a + reset), lambda a: torch.cumsum(a + reset, -1)
-    return einsums(x, dt, A, B, C, D, state, size, sums_of, cumsum)
+    """A flag times a large number, made twice, the first token's flag set."""
+
+    def reset(a):
+        return a + chunks(begins_of(numbers, True).to(dt.dtype) * NOTHING, size)[:, None]
+
+    return einsums(x, dt, A, B, C, D, state, size, lambda a: segment_sums(reset(a)), lambda a: reset(a).cumsum(-1))
 
 
 def kept(x, dt, A, B, C, D, state, size, numbers):
@@ -128,15 +130,46 @@ OFFSETS = [0, 3, 4, 9, 12]
 def packed(form, integers=NUMBERS, **options):
     """In float64, where sums of -1e4 leave the digits that the other logarithms are compared in."""
     module = Packed(form, **options).double()
-    u, *state = module.example_inputs(dtype=torch.float64)
+    u, *state = module.example_inputs(len(integers[0]) if isinstance(integers[0], list) else 12, dtype=torch.float64)
     return module, (u, torch.tensor(integers), *(s.detach().double().requires_grad_() for s in state))
+
+
+def looped_over_chunks(x, dt, A, B, C, D, state, size, numbers):
+    """Batched products and a loop over chunks, the last one padded."""
+    b, t, h, p = x.shape
+    behind = (size - t % size) % size
+    begins = torch.cat([torch.ones_like(numbers[:, :1], dtype=torch.bool), numbers[:, 1:] > numbers[:, :-1]], 1)
+    a = dt * A - 1e4 * begins[..., None].to(dt.dtype)
+    X, B, C = (padded(z, behind) for z in (x * dt[..., None], to_heads(B, h), to_heads(C, h)))
+    X, B, C = (chunks(z, size).permute(0, 3, 1, 2, 4) for z in (X, B, C))
+    a = chunks(padded(a, behind), size).permute(0, 3, 1, 2)
+    sums = a.cumsum(-1)
+    total = sums[..., -1]
+    y = segment_sums(a).exp() * (C @ B.transpose(-1, -2)) @ X
+    added = ((total[..., None] - sums).exp()[..., None] * X).transpose(-1, -2) @ B
+    state, entered = torch.zeros(b, h, p, B.shape[-1], dtype=x.dtype), []
+    for c in range(sums.shape[2]):
+        entered.append((C[:, :, c] @ state.transpose(-1, -2)) * sums[:, :, c].exp()[..., None])
+        state = total[:, :, c].exp()[..., None, None] * state + added[:, :, c]
+    y = (y + torch.stack(entered, 2)).permute(0, 2, 3, 1, 4).flatten(1, 2)[:, :t]
+    return y + D[:, None] * x, state
+
+
+def differences(x, dt, A, B, C, D, state, size, numbers):
+    """Differences of numbers that are 0; the numbers are counted in the graph."""
+    t, sums = x.shape[1], (A * dt).cumsum(1)
+    numbers = (numbers == 0).cumsum(1)
+    same = ((numbers[:, :, None] - numbers[:, None]) == 0).to(x.dtype)
+    decay = torch.exp(sums[:, :, None] - sums[:, None]) * torch.ones(t, t).tril()[None, :, :, None]
+    return quadratic(x, dt, A, B, C, D, decay * same[..., None])
 
 
 FORMS = {
     "masked_decays": (masked_decays, NUMBERS), "masked_exponents": (masked_exponents, OFFSETS),
     "cut_sums": (cut_sums, NUMBERS), "decays_added": (decays_added, NUMBERS),
     "products_added": (products_added, NUMBERS), "kept": (kept, NUMBERS), "chunks_masked": (chunks_masked, NUMBERS),
-    "positions_filled": (positions_filled, POSITIONS),
+    "positions_filled": (positions_filled, POSITIONS), "differences": (differences, POSITIONS),
+    "looped_over_chunks": (looped_over_chunks, [row[:10] for row in NUMBERS]),
 }  # fmt: skip
 
 

@@ -84,7 +84,7 @@ def ssd_group_grad(v, own, other, d_scores, decay, steps, cuts, states, entering
     total = gemm(tl.trans(scores) if KEYS else scores, others, WIDE)
     mine = tl.load(own + (r * own_t)[:, None] + n, mask=there, other=0)
     at = tl.arange(0, P)[:, None] * N + n
-    cut, cut_end = 0, 0
+    cut, cut_end = r, 0  # read where PACKED alone
     if PACKED:
         cut = tl.load(cuts + (b * chunks + c) * L + r)
         cut_end = tl.load(cuts + (b * chunks + c) * L + L - 1)

@@ -88,7 +88,7 @@ def ssd_walk(q, k, v, decay, steps, cuts, skip, first, out, states, last,
         row = ((b * chunks + c) * heads + h) * L
         end = tl.load(decay + row + L - 1)
         a, step = tl.load(decay + row + r), tl.load(steps + row + r)
-        cut, cut_end = 0, 0
+        cut, cut_end = r, 0  # read where PACKED alone
         if PACKED:
             cut = tl.load(cuts + (b * chunks + c) * L + r)
             cut_end = tl.load(cuts + (b * chunks + c) * L + L - 1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,8 @@ _JUNCTIONS = {
     aten.bitwise_and.Tensor, aten.logical_and.default, aten.bitwise_or.Tensor, aten.logical_or.default,
     aten.__and__.Tensor, aten.__or__.Tensor,
 }  # fmt: skip
-_COMPARISONS = {aten.eq.Tensor, aten.ne.Tensor}
+_COMPARISONS = {aten.eq.Tensor, aten.ne.Tensor, aten.sub.Tensor}
+_SIGNS = {aten.eq.Scalar, aten.ne.Scalar}
 _PADS = {aten.pad.default, aten.constant_pad_nd.default}
 _PIECES = {aten.slice.Tensor, aten.select.int, aten.cat.default}
 
@@ -58,6 +60,17 @@ def of_whole_numbers(n: Node) -> bool:
     """Whether `n` is a tensor of flags or whole numbers."""
     fake = value(n)
     return isinstance(fake, Tensor) and not fake.is_floating_point() and not fake.is_complex()
+
+
+def alike(a: Any, b: Any) -> bool:
+    """Whether two nodes, or arguments of nodes, are one value computed twice."""
+    if isinstance(a, Node) and isinstance(b, Node):
+        drawn = torch.Tag.nondeterministic_seeded in getattr(a.target, "tags", ())
+        same = a.op == b.op == "call_function" and a.target is b.target and not drawn
+        return a is b or same and a.kwargs == b.kwargs and alike(a.args, b.args)
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(alike, a, b))
+    return type(a) is type(b) and a == b
 
 
 class Masks:
@@ -94,6 +107,8 @@ class Masks:
         if n.target in _COMPARISONS:
             apart = any(value(a).shape != value(n).shape for a in given)
             return len(given) == 2 and len(leaves) == 1 and (self.deep or apart)
+        if n.target in _SIGNS:
+            return n.args[1] == 0 and given[0].target is aten.sub.Tensor and given[0] in self.made
         if n.target in _JUNCTIONS:
             return any(a in self._compared for a in given)
         pieces = n.target in _PIECES or n.target in _PADS

@@ -195,7 +195,8 @@ class Roles:
                 ("D", [h]), ("initial_state", [b, h, p, n]),
             )
         ]  # fmt: skip
-        want, state = recurrence(*given, None if documents is None else documents.begins)  # type: ignore[arg-type]
+        begins = None if documents is None else documents.begins
+        want, state = recurrence(*given, begins=begins)  # type: ignore[arg-type]
         got = arranged(r.axes, y, r.of(self.root), [b, t, h, p])
         if aside is not None:
             got, want = (one.masked_fill(aside[..., None, None], 0) for one in (got, want))
@@ -211,8 +212,9 @@ class Roles:
     def _documents(self, reading: Reading, b: Dim, t: Dim, generator: torch.Generator) -> Documents:
         """Documents that begin here and there."""
         axes, dims = self.r.axes, self.r.of(self.documents[0])
-        others = [a for d in dims for a in d if a not in t]
-        if not set(t) <= {a for d in dims for a in d} or not set(others) <= set(b) or len(set(others)) != len(others):
+        atoms = [a for d in dims for a in d]
+        others = [a for a in atoms if a not in t]
+        if not set(t) <= set(atoms) <= {*b, *t} or len(set(atoms)) != len(atoms):
             raise NoAxes("what tells documents apart is not a number or a flag for each token")
         begins = torch.rand(axes.size(others), axes.size(t), dtype=torch.float64, generator=generator) < BEGINS
         if not reading.flags:

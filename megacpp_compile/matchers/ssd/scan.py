@@ -22,7 +22,7 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import value
 from megacpp_compile.matchers.ssd.axes import NoAxes
 from megacpp_compile.matchers.ssd.boundary import MOST_OPERANDS, OperandBoundary
-from megacpp_compile.matchers.ssd.packed import Masks
+from megacpp_compile.matchers.ssd.packed import Masks, alike
 from megacpp_compile.matchers.ssd.resize import Resized
 from megacpp_compile.matchers.ssd.resize_rules import RULES
 from megacpp_compile.matchers.ssd.roles import Leaf, NoScan, Roles, Scan
@@ -48,7 +48,7 @@ def find_packed_scans(graph: fx.Graph, known: set[Node]) -> Iterator[Scan | NoSc
     for deep in (True, False):
         for found in found_at_decays(graph, _scan_of, Masks(deep), known):
             if isinstance(found, NoScan):
-                others.setdefault(found.decay, found)
+                others[found.decay] = max(found, others.get(found.decay, found), key=lambda other: other.stage)
             elif found.documents is not None:
                 known |= found.inside
                 yield found
@@ -137,7 +137,7 @@ def _scan_at(algebra: Algebra, root: Node, decay: Node) -> Scan | NoScan:
     if len(operands) > MOST_OPERANDS - 2:
         return NoScan(root, "roles", "it has more operands than a scan", 2)
     documents = list(boundary.documents)
-    if any((d.target, d.args, d.kwargs) != (e.target, e.args, e.kwargs) for e in documents[:1] for d in documents[1:]):
+    if not all(alike(documents[0], other) for other in documents[1:]):
         return NoScan(root, "documents", "what tells its documents apart are several tensors", 2)
     exports, shown = exports_of(algebra, carrying, boundary.inside, [*leaves, *documents], dt, root)
     resized = Resized(RULES, sorted(boundary.inside | shown), [dt, *operands, rates[0], *documents])
