@@ -47,22 +47,23 @@ def find(view: GraphView) -> Iterator[Match | MatchFailure]:
     scans, others = [f for f in found if isinstance(f, Scan)], [f for f in found if isinstance(f, NoScan)]
     for scan in joined(scans):
         yield _check(view, scan)
-    known, why = set[Node]().union(*(scan.inside for scan in scans)), dict[Node | None, NoScan]()
+    known, why = set[Node]().union(*(scan.inside for scan in scans)), list[NoScan]()
     for again in find_packed_scans(view.graph, known):
         if isinstance(again, Scan):
             known |= again.inside
             yield _check(view, again)
         else:
-            why[again.decay] = again
+            why.append(again)
     for other in others:
-        if other.decay in known:
+        if other.decays & known:
             continue
-        again = why.get(other.decay, other)
-        documents = compared_documents(other.node) or compared_documents(again.node)
+        tried = [other, *(again for again in why if again.decays & other.decays)]
+        documents = next(filter(None, (compared_documents(one.node) for one in tried)), None)
         if documents is None:
             yield MatchFailure(other.node, other.tag, other.reason)
         else:
-            yield MatchFailure(documents, "documents", f"{DOCUMENTS}: {again.reason}")
+            reason = max(tried, key=lambda one: one.stage).reason
+            yield MatchFailure(documents, "documents", f"{DOCUMENTS}: {reason}")
 
 
 def _check(view: GraphView, scan: Scan) -> Match | MatchFailure:

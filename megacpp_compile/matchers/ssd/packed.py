@@ -111,6 +111,6 @@ class Masks:
             return n.args[1] == 0 and given[0].target is aten.sub.Tensor and given[0] in self.made
         if n.target in _JUNCTIONS:
             return any(a in self._compared for a in given)
-        pieces = n.target in _PIECES or n.target in _PADS
-        flags = value(n).dtype is torch.bool
-        return pieces and (self.deep or not flags and len(given) == len(n.all_input_nodes))
+        if self.deep:
+            return n.target in _PIECES or n.target in _PADS
+        return n.target in _PIECES and value(n).dtype is not torch.bool and len(given) == len(n.all_input_nodes)

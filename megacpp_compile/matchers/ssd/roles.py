@@ -57,14 +57,14 @@ class Scan:
 
 @dataclasses.dataclass(frozen=True)
 class NoScan:
-    """Why something with a scan's decays is none. `stage`: how far it got, the furthest being the best reason. `decay`:
-    the first of them."""
+    """Why something with a scan's decays is none. `stage`: how far it got, the furthest being the best reason.
+    `decays`: those that it answers for."""
 
     node: Node
     tag: str
     reason: str
     stage: int = 0
-    decay: Node | None = None
+    decays: frozenset[Node] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -44,15 +44,15 @@ def find_scans(graph: fx.Graph) -> Iterator[Scan | NoScan]:
 def find_packed_scans(graph: fx.Graph, known: set[Node]) -> Iterator[Scan | NoScan]:
     """As `find_scans`, of scans that start anew with packed documents, and of what is no such scan; among the nodes
     `known` there is none."""
-    known, others = set(known), dict[Node, NoScan]()
+    known, others = set(known), list[NoScan]()
     for deep in (True, False):
         for found in found_at_decays(graph, _scan_of, Masks(deep), known):
             if isinstance(found, NoScan):
-                others[found.decay] = max(found, others.get(found.decay, found), key=lambda other: other.stage)
+                others.append(found)
             elif found.documents is not None:
                 known |= found.inside
                 yield found
-    yield from (other for decay, other in others.items() if decay not in known)
+    yield from (other for other in others if not other.decays & known)
 
 
 def found_at_decays(
@@ -113,7 +113,8 @@ def _scan_of(algebra: Algebra, decay: Node) -> Scan | NoScan:
             return found
         if found.stage > best.stage:
             best = found
-    return dataclasses.replace(best, decay=decay)
+    others = algebra.behind(algebra.ahead(decay)) if algebra.masks is not None else ()
+    return dataclasses.replace(best, decays=frozenset([decay, *(n for n in others if is_decay(algebra, n))]))
 
 
 def _scan_at(algebra: Algebra, root: Node, decay: Node) -> Scan | NoScan:
