@@ -263,7 +263,7 @@ def arranged(axes: Axes, t: Tensor, dims: list[Dim], target: list[Dim]) -> Tenso
 
 def recurrence(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, state: Tensor | None,
-    begins: Tensor | None = None,
+    *, begins: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """y and the last state, position by position; B and C by head. The state starts anew where `begins` [b, t]."""
     b, t, h, p = x.shape
