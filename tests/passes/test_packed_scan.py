@@ -13,6 +13,7 @@ from tests.corpus.scans import PlainMamba2, chunks, einsums, one_triangle, padde
 from tests.frames import passed
 
 from .contract import assert_fires, assert_refused_in_a_graph
+from .test_packed_conv import multiplied
 
 NAME = "ssd_scan"
 NOTHING = -1e4  # the logarithm of a decay that leaves nothing
@@ -155,6 +156,29 @@ def looped_over_chunks(x, dt, A, B, C, D, state, size, numbers):
     return y + D[:, None] * x, state
 
 
+def loop_masked(x, dt, A, B, C, D, state, size, numbers):
+    """A loop over chunks that is masked by equal numbers."""
+    b, t, h, p = x.shape
+    X, B, C = (x * dt[..., None], to_heads(B, h), to_heads(C, h))
+    X, B, C = (chunks(z, size).permute(0, 3, 1, 2, 4) for z in (X, B, C))
+    of, position = chunks(numbers, size), torch.arange(size)
+    sums = chunks(dt * A, size).permute(0, 3, 1, 2).cumsum(-1)
+    seen = (position[:, None] >= position) & (of[..., :, None] == of[..., None, :])[:, None]
+    y = torch.where(seen, sums[..., :, None] - sums[..., None, :], -torch.inf).exp() * (C @ B.transpose(-1, -2)) @ X
+    total = sums[..., -1]
+    out = (total[..., None] - sums).exp() * (of == of[..., -1:])[:, None]
+    added = (out[..., None] * X).transpose(-1, -2) @ B
+    before, entered, state = of[:, 0, 0], [], torch.zeros(b, h, p, B.shape[-1], dtype=x.dtype)
+    for c in range(t // size):
+        into = sums[:, :, c].exp() * (of[:, c] == before[:, None])[:, None]
+        entered.append((C[:, :, c] @ state.transpose(-1, -2)) * into[..., None])
+        stays = (of[:, c, -1] == before)[:, None, None, None]
+        state = total[:, :, c].exp()[..., None, None] * state * stays + added[:, :, c]
+        before = of[:, c, -1]
+    y = (y + torch.stack(entered, 2)).permute(0, 2, 3, 1, 4).reshape(b, t, h, p)
+    return y + D[:, None] * x, state
+
+
 def differences(x, dt, A, B, C, D, state, size, numbers):
     """Differences of numbers that are 0; the numbers are counted in the graph."""
     t, sums = x.shape[1], (A * dt).cumsum(1)
@@ -169,7 +193,7 @@ FORMS = {
     "cut_sums": (cut_sums, NUMBERS), "decays_added": (decays_added, NUMBERS),
     "products_added": (products_added, NUMBERS), "kept": (kept, NUMBERS), "chunks_masked": (chunks_masked, NUMBERS),
     "positions_filled": (positions_filled, POSITIONS), "differences": (differences, POSITIONS),
-    "looped_over_chunks": (looped_over_chunks, [row[:10] for row in NUMBERS]),
+    "loop_masked": (loop_masked, NUMBERS), "looped_over_chunks": (looped_over_chunks, [row[:10] for row in NUMBERS]),
 }  # fmt: skip
 
 
@@ -194,6 +218,18 @@ def test_compiled():
     (op,) = (n for n in frames.graph.graph.nodes if n.target is torch.ops.megacpp.ssd_scan.default)
     assert op.args[-1].op == "placeholder"
     assert torch.ops.aten.eq.Tensor not in {n.target for n in frames.graph.graph.nodes}
+
+
+def convolved_before(x, dt, A, B, C, D, state, size, numbers):
+    """x behind a convolution that the same numbers cut."""
+    weight = torch.linspace(-1, 1, 4 * x[0, 0].numel(), dtype=x.dtype).view(-1, 4)
+    mixed = multiplied(x.flatten(2), weight, weight[:, 0], numbers)
+    return chunks_masked(mixed.view(x.shape), dt, A, B, C, D, state, size, numbers)
+
+
+def test_beside_a_convolution():
+    outcome = passed(*packed(convolved_before))
+    assert outcome.counts["causal_conv1d"] == outcome.counts[NAME] == 1, outcome.misses
 
 
 def window(x, dt, A, B, C, D, state, size, numbers):
