@@ -228,7 +228,7 @@ class Roles:
         """`operands`, where x and the initial state are so large before a row's last document that nothing of them may
         reach it."""
         louder, before = dict(operands), documents.before()
-        for name, at, dims in (("x", before, [b, t]), ("initial_state", before.any(1), [b])):
+        for name, at, dims in (("x", before, [b, t]), ("initial_state", documents.begins.any(1), [b])):
             node = nodes.get(name)
             if node is not None and {a for d in dims for a in d} <= set(self.atoms(node)):
                 factor = torch.where(at, LOUD, 1).double()
