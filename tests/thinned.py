@@ -68,6 +68,7 @@ THINNED: dict[str, tuple[str, ...]] = {
     "passes/test_near_misses.py": ("test_near_miss",),
     "passes/test_packed.py": ("test_positions_of_queries_and_keys",),
     "passes/test_packed_conv.py": ("test_fires",),
+    "passes/test_packed_scan.py": ("test_refuses", "test_spellings", "test_states_in_and_out"),
     "passes/test_precision_rows.py": ("test_routed_experts_in_float8",),
     "passes/test_rope_qk.py": (
         "test_fires", "test_normed_queries_and_keys", "test_results_that_leave_the_frame_have_eagers_strides",

@@ -33,9 +33,8 @@ def _untested(config: Config, target: Target) -> str | None:
         return None
     return (
         f"policy mblock={entry!r} beside Mamba's projections in {recipe!r}: whole Mamba blocks in float8 are not "
-        "tested with packed documents, whose scans start anew and have no op here; activations of such runs are "
-        "reported to reach e4m3's bound of 448. With packed documents use mblock='selective', or leave role 'mamba' in "
-        "bf16."
+        "tested with packed documents; activations of such runs are reported to reach e4m3's bound of 448. With packed "
+        "documents use mblock='selective', or leave role 'mamba' in bf16."
     )
 
 

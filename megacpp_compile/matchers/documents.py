@@ -88,7 +88,7 @@ def _decayed_away(node: Node) -> Node | None:
     """The comparison of an input's integers with a number that says where `node` is a large negative number."""
     if node.target not in _CHOICES:
         return None
-    asked, *_ = [a for a in node.all_input_nodes if value(a).dtype is torch.bool] or [None]
+    asked, *_ = [a for a in node.all_input_nodes if getattr(value(a), "dtype", None) is torch.bool] or [None]
     filled = [a for a in node.args if isinstance(a, float | int) and not isinstance(a, bool) and a <= -10]
     while asked is not None and asked.target in RESHAPES | UNIT_DIMS | EXPANSIONS | IDENTITIES:
         asked = asked.args[0]  # type: ignore[assignment]

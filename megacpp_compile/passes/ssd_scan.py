@@ -7,8 +7,11 @@ After:  `y, final_state, states = megacpp.ssd_scan(x, dt, A, B, C, D, initial_st
 Safe because the matcher (`matchers/ssd/`) runs the subgraph at small sizes on random operands and compares it with the
 recurrence that the op computes; the op computes in float32 or better, and reads x, B and C before they are cast,
 repeated for the heads of a group, or padded. The step's softplus, bias and clamp stay in the graph in front of the op.
+A scan that starts anew with packed documents gets their numbers as an operand: masks made of a number or a flag a
+token are tried with documents that begin anywhere, and what precedes one has to be nothing in it
+(`matchers/ssd/packed.py`).
 Refused: other recurrences with decays (another mask, no decay within chunks, a state fed without its step, as in gated
-linear attention; a state that starts anew with documents, tag `documents`), intermediates used elsewhere, parts under
+linear attention), masks of integers that are no documents' (tag `documents`), intermediates used elsewhere, parts under
 different grad or autocast modes.
 """
 
@@ -25,7 +28,8 @@ from megacpp_compile.matchers.documents import compared_documents
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.ssd.axes import flat
 from megacpp_compile.matchers.ssd.chain import joined
-from megacpp_compile.matchers.ssd.scan import Leaf, Scan, find_scans
+from megacpp_compile.matchers.ssd.packed import Reading
+from megacpp_compile.matchers.ssd.scan import Leaf, NoScan, Scan, find_packed_scans, find_scans
 from megacpp_compile.passes._arrange import arrange, leading
 from megacpp_compile.passes._rule import REGION, Match, in_other_modes
 
@@ -33,32 +37,40 @@ name = "ssd_scan"
 op = "megacpp::ssd_scan"
 after: tuple[str, ...] = ("gated_linear_attention",)  # what it takes is no near miss of this pass
 
+aten = torch.ops.aten
 LEAST_CHUNK, MOST_CHUNK = 16, 256
-DOCUMENTS = (
-    "documents",
-    "a scan whose decays go by what integers are equal, as packed documents' do: the op carries its state through a "
-    "row; documents as rows of a batch, padded behind, are scans that it takes",
-)
+DOCUMENTS = "decays go by what integers are equal, as packed documents' do, but what is made is no scan of documents"
 
 
 def find(view: GraphView) -> Iterator[Match | MatchFailure]:
     found = list(find_scans(view.graph))
-    for scan in joined([f for f in found if isinstance(f, Scan)]):
+    scans, others = [f for f in found if isinstance(f, Scan)], [f for f in found if isinstance(f, NoScan)]
+    for scan in joined(scans):
         yield _check(view, scan)
-    for other in found:
-        if isinstance(other, Scan):
-            continue
-        if (documents := compared_documents(other.node)) is not None:
-            yield MatchFailure(documents, *DOCUMENTS)
+    known, why = set[Node]().union(*(scan.inside for scan in scans)), list[NoScan]()
+    for again in find_packed_scans(view.graph, known):
+        if isinstance(again, Scan):
+            known |= again.inside
+            yield _check(view, again)
         else:
+            why.append(again)
+    for other in others:
+        if other.decays & known:
+            continue
+        tried = [other, *(again for again in why if again.decays & other.decays)]
+        documents = next(filter(None, (compared_documents(one.node) for one in tried)), None)
+        if documents is None:
             yield MatchFailure(other.node, other.tag, other.reason)
+        else:
+            reason = max(tried, key=lambda one: one.stage).reason
+            yield MatchFailure(documents, "documents", f"{DOCUMENTS}: {reason}")
 
 
 def _check(view: GraphView, scan: Scan) -> Match | MatchFailure:
     root = scan.y.node
     if (refusal := in_other_modes(view, sorted(scan.inside), root)) is not None:
         return refusal
-    operands = (scan.x, scan.dt, scan.A, scan.B, scan.C, scan.D, scan.initial_state)
+    operands = (scan.x, scan.dt, scan.A, scan.B, scan.C, scan.D, scan.initial_state, scan.documents)
     inputs = list(dict.fromkeys(leaf.node for leaf in operands if leaf is not None))
     outputs = [leaf.node for leaf in (scan.y, *scan.final_states)]
     if place(inputs, outputs, root, view.mode_states) is None:
@@ -67,6 +79,8 @@ def _check(view: GraphView, scan: Scan) -> Match | MatchFailure:
     def rewrite(build: Builder) -> tuple[Node, list[Node]]:
         b, t, h, p, n = (tuple(flat(d)) for d in (scan.b, scan.t, scan.h, scan.p, scan.n))
         groups = leading([scan.B, scan.C], h)
+        state = scan.initial_state and arrange(build, scan.initial_state, (b, h, p, n))
+        documents, state = _documents(build, scan, state)
         node = build(
             torch.ops.megacpp.ssd_scan.default,
             arrange(build, scan.x, (b, t, h, p)),
@@ -75,8 +89,7 @@ def _check(view: GraphView, scan: Scan) -> Match | MatchFailure:
             arrange(build, scan.B, (b, t, groups, n)),
             arrange(build, scan.C, (b, t, groups, n)),
             scan.D and arrange(build, scan.D, (h,)),
-            scan.initial_state and arrange(build, scan.initial_state, (b, h, p, n)),
-            chunk_size(scan.chunk), value(root).dtype,
+            state, chunk_size(scan.chunk), value(root).dtype, *documents,
         )  # fmt: skip
         new = [arrange(build, Leaf(build.item(node, 0), (b, t, h, p)), scan.y.dims)]
         for final in scan.final_states:
@@ -85,6 +98,23 @@ def _check(view: GraphView, scan: Scan) -> Match | MatchFailure:
         return node, new
 
     return Match(root, inputs, outputs, rewrite)
+
+
+def _documents(build: Builder, scan: Scan, state: Node | None) -> tuple[list[Node], Node | None]:
+    """(each token's document, where the scan starts anew with them; the initial state, gone where a document begins
+    with the first token, which the op, to which one begins where its number is another than the one before, cannot
+    see)."""
+    if scan.documents is None or scan.reading is None:
+        return [], state
+    documents = arrange(build, scan.documents, (tuple(flat(scan.b)), tuple(flat(scan.t))))
+    if not scan.reading.flags:
+        return [documents], state
+    if scan.reading is Reading.CONTINUES:
+        documents = build(aten.logical_not.default, documents)
+    if state is not None:
+        first = build(aten.view.default, build(aten.select.int, documents, 1, 0), [-1, 1, 1, 1])
+        state = build(aten.masked_fill.Scalar, state, first, 0)
+    return [build(aten.cumsum.default, documents, 1, dtype=torch.int32)], state
 
 
 def chunk_size(model: int) -> int:

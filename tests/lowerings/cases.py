@@ -129,9 +129,11 @@ for label, options in COMPRESSED.items():
 
 
 def _scan(
-    rand, dtype, b=2, t=24, h=4, p=16, g=2, n=16, chunk=16, skip=True, initial=True, wide=False, rates=(0.1, 2.0)
+    rand, dtype, b=2, t=24, h=4, p=16, g=2, n=16, chunk=16, skip=True, initial=True, wide=False, rates=(0.1, 2.0),
+    begins=None,
 ):  # fmt: skip
-    """As in a model: x, B and C slices of one buffer, dt and A positive and negative float32."""
+    """As in a model: x, B and C slices of one buffer, dt and A positive and negative float32. begins: where documents
+    begin, by row."""
     f32 = torch.promote_types(dtype, torch.float32)
     sizes = [h * p, g * n, g * n]
     x, B, C = rand(b, t, sum(sizes) + 8, dtype=f32 if wide else dtype)[..., 8:].split(sizes, -1)
@@ -140,7 +142,17 @@ def _scan(
     A = -(low + (high - low) * torch.linspace(0, 1, h, dtype=f32))
     D = rand(h, dtype=f32) if skip else None
     state = rand(b, h, p, n, dtype=f32) if initial else None
-    return x.view(b, t, h, p), dt, A, B.view(b, t, g, n), C.view(b, t, g, n), D, state, chunk, dtype
+    call = x.view(b, t, h, p), dt, A, B.view(b, t, g, n), C.view(b, t, g, n), D, state, chunk, dtype
+    return call if begins is None else (*call, _documents(begins, t))
+
+
+def _documents(begins, tokens):
+    """Numbers of documents that begin at `begins`, by row; every other one is 0, in memory with other numbers between."""
+    numbers = torch.zeros(len(begins), 2 * tokens, dtype=torch.int32)[:, ::2]
+    for row, at in zip(numbers, begins, strict=True):
+        for i, first in enumerate(at):
+            row[first:] = i + 1 if i % 2 == 0 else 0
+    return numbers
 
 
 SCANS = {
@@ -165,6 +177,10 @@ SCANS = {
     "strong_decay": {"b": 1, "rates": (1.0, 40.0), "t": 70, "chunk": 32},
     "no_decay": {"b": 1, "rates": (0.0, 0.0)},
     "float32_operands": {"b": 1, "wide": True},
+    "documents": {"t": 40, "begins": [(0, 3, 5, 16, 17, 31), (20,)]},
+    "documents_no_state": {"b": 1, "t": 77, "g": 1, "chunk": 64, "initial": False, "begins": [(64, 76)]},
+    "documents_chunk_128": {"b": 1, "t": 130, "h": 2, "g": 1, "chunk": 128, "begins": [(1, 63, 127, 128)]},
+    "documents_chunk_256": {"b": 1, "t": 300, "h": 2, "g": 1, "chunk": 256, "begins": [(70, 257)]},
 }
 for label, options in SCANS.items():
 
@@ -174,10 +190,11 @@ for label, options in SCANS.items():
 
     @case("ssd_scan_backward", label)
     def _(rand, dtype, options=options):
-        *operands, chunk, out_dtype = _scan(rand, dtype, **options)
-        y, final, states = reference_of("ssd_scan")(*operands, chunk, out_dtype)
+        args = _scan(rand, dtype, **options)
+        operands, (chunk, _, *documents) = args[:7], args[7:]
+        y, final, states = reference_of("ssd_scan")(*args)
         dfinal = rand(*final.shape, dtype=final.dtype) if options.get("initial", True) else None
-        return rand(*y.shape, dtype=dtype), dfinal, *operands, states, chunk
+        return rand(*y.shape, dtype=dtype), dfinal, *operands, states, chunk, *documents
 # --- routed experts
 
 

@@ -170,7 +170,7 @@ def _scan(draw: random.Random, op: str) -> Kind:
         dtypes={"main": dtype, "out": draw.choice((dtype, wide)), "D": draw.choice((dtype, wide))},
         layout=(False, False, False),
         flags={"skip": draw.random() < 0.5, "initial": draw.random() < 0.5, "final": draw.random() < 0.5,
-               "in_place": False},
+               "in_place": False, "documents": draw.choice((None, None, torch.int32, torch.int64))},
         patterns={**{name: pattern(draw, 3) for name in ("x", "B", "C", "dy")}, "dt": pattern(draw, 2)},
         table_dims=(),
     )  # fmt: skip
@@ -320,8 +320,13 @@ def _scan_arguments(kind: Kind, draw: random.Random, make: Maker, room: int) -> 
     D = make.normal(kind.dtypes["D"])(w["heads"]) if f["skip"] else None
     state = (b, w["heads"], w["p"], w["n"])
     operands = x, dt, A, B, C, D, wide_normal(*state) if f["initial"] else None
+    numbers = []
+    if f["documents"] is not None:
+        often = draw.choice((0.02, 0.2))
+        begins = torch.tensor([[draw.random() < often for _ in range(t)] for _ in range(b)], device=make.device)
+        numbers = [begins.reshape(b, t).cumsum(-1).to(f["documents"])]
     if kind.op == "ssd_scan":
-        return *operands, w["chunk"], kind.dtypes["out"]
-    *_, states = reference_of("ssd_scan")(*operands, w["chunk"], main)
+        return *operands, w["chunk"], kind.dtypes["out"], *numbers
+    *_, states = reference_of("ssd_scan")(*operands, w["chunk"], main, *numbers)
     dy = kind.patterns["dy"].lay(make.normal(kind.dtypes["out"]), x.shape)
-    return dy, wide_normal(*state) if f["final"] else None, *operands, states, w["chunk"]
+    return dy, wide_normal(*state) if f["final"] else None, *operands, states, w["chunk"], *numbers

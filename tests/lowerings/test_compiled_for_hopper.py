@@ -33,16 +33,18 @@ KERNELS = {
         for name in ("prepare_channels", "states", "reverse_walk", "query_grad_channels", "value_grad",
                      "read_grad_channels", "key_grad_channels")
     },
+    ("ssd_scan", "plain"): {"ssd_decay", "ssd_walk"},
+    ("ssd_scan", "documents"): {"ssd_decay", "ssd_cuts", "ssd_walk"},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "label"), KERNELS, ids=lambda part: part)
-def test_a_delta_rule(rand, name, label):
+def test_a_recurrence(rand, name, label):
     operands = on_hopper(CASES[name][label](rand, torch.bfloat16))
     tensors = [arg for arg in operands if isinstance(arg, Tensor)]
     places = iter(range(len(tensors)))
     args = [_lower._Hole(next(places)) if isinstance(arg, Tensor) else arg for arg in operands]
-    lowering = getattr(module_of("gated_delta_rule", "cuda_triton"), name)
+    lowering = getattr(module_of(name.removesuffix("_backward"), "cuda_triton"), name)
     with inductor_for_hopper() as compiled:
         compile_fx_inner(_lower._trace(lowering, args, tensors, CUDA), tensors)
     assert KERNELS[name, label] <= set(compiled), compiled

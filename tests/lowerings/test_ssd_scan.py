@@ -34,7 +34,8 @@ def arguments(rand, *, b=2, t=19, heads=HEADS, groups=2, skip=True, initial=True
 
 
 def tensors(args):
-    return [t for t in args if isinstance(t, Tensor)]
+    """The operands that may have gradients."""
+    return [t for t in args if isinstance(t, Tensor) and t.is_floating_point()]
 
 
 def recurrence(x, dt, A, B, C, D, state, *_):
@@ -218,3 +219,76 @@ def test_autocast_does_not_reach_inside(rand):
     with torch.autocast("cpu", torch.bfloat16):
         got = ssd_scan(*args)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+# --- documents
+
+# Two in a chunk and more, one that begins with a chunk, one over chunks, numbers that come again and that descend.
+SEQ_IDX = [[7] * 3 + [1] * 4 + [7] * 9 + [2] * 21 + [3], [0] * 16 + [5] + [0] * 20 + [-1]]
+
+
+def by_document(x, dt, A, B, C, D, state, chunk, dtype, seq_idx):
+    """Each document by itself: a call of the recurrence of its own, the first from the state that is given."""
+    rows = []
+    for i, numbers in enumerate(seq_idx.tolist()):
+        own, parts = None if state is None else state[i : i + 1], []
+        for _, tokens in itertools.groupby(range(len(numbers)), numbers.__getitem__):
+            of = slice((at := list(tokens))[0], at[-1] + 1)
+            x_own, steps, B_own, C_own = (t[i : i + 1, of] for t in (x, dt, B, C))
+            y, own, _ = recurrence(x_own, steps, A, B_own, C_own, D, own)
+            parts.append((y, own))
+            own = None
+        rows.append((torch.cat([y for y, _ in parts], 1), parts[-1][1]))
+    return *(torch.cat(made) for made in zip(*rows, strict=True)), None
+
+
+@pytest.mark.parametrize(("integer", "initial"), [(torch.int32, True), (torch.int64, False)], ids=str)
+def test_documents(rand, integer, initial):
+    seq_idx = torch.tensor(SEQ_IDX, dtype=integer)
+    args = *arguments(rand, t=seq_idx.shape[1], initial=initial), seq_idx
+    seeds = seeds_for(rand, args)
+    got, want = (differentiate(f, args, seeds) for f in (ssd_scan, by_document))
+    del got[2], want[2]  # states by chunk
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
+
+
+def test_one_document_is_none(rand):
+    """The first goes on from the initial state, whatever its number is."""
+    args = arguments(rand, t=33)
+    seeds = seeds_for(rand, args)
+    got, want = (differentiate(ssd_scan, a, seeds) for a in ((*args, torch.full((2, 33), 4)), args))
+    for one, other in zip(got, want, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_nothing_of_a_document_reaches_the_next(rand):
+    """Not even what a decay of exp(-60) would leave of it."""
+    args = arguments(rand, b=1, t=40, initial=False, dtype=torch.float32)
+    seq_idx = (torch.arange(40) >= 20)[None].int()
+    loud = args[0].detach().clone()
+    loud[:, :20] *= 1e30
+    dy = torch.ones_like(loud)
+    dy[:, :20] = 0
+    results = []
+    for x in (args[0].detach(), loud):
+        y, final, states = ssd_scan(x, *args[1:], seq_idx)
+        grads = ssd_scan_backward(dy, final, x, *args[1:-2], states, CHUNK, seq_idx)
+        results.append((y[:, 20:], final, *(g[:, 20:] for g in (*grads[:2], *grads[3:5]))))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_opcheck_documents(rand):
+    seq_idx = torch.tensor(SEQ_IDX)
+    args = arguments(rand, t=seq_idx.shape[1])
+    opcheck(ssd_scan, (*args, seq_idx))
+    args = tuple(a.detach() if isinstance(a, Tensor) else a for a in args)
+    dy, dfinal = seeds_for(rand, args)
+    opcheck(ssd_scan_backward, (dy, dfinal, *args[:-2], ssd_scan(*args, seq_idx)[2], CHUNK, seq_idx))
+
+
+def test_gradcheck_documents(rand):
+    args = arguments(rand, b=1, t=18, heads=2, groups=1)
+    seq_idx = torch.tensor([[0] * 5 + [1] * 6 + [2] * 7])
+    assert torch.autograd.gradcheck(lambda *a: ssd_scan(*a, *args[-2:], seq_idx)[:2], args[:-2], fast_mode=True)

@@ -83,6 +83,16 @@ def test_equal_inputs_give_equal_bits(rand, chunk):
         assert torch.equal(first, second)
 
 
+def test_nothing_of_a_document_reaches_the_next(rand):
+    """In no bit, however large: what does not decay over a start is a zero of its own, not a small factor."""
+    args, cut = call(rand, b=1, t=40), 20
+    seq_idx = (torch.arange(40, device=DEVICE) >= cut)[None].int()
+    loud = args[0].clone()
+    loud[:, :cut] *= 1e30
+    (y, final, _), (y_loud, final_loud, _) = (kernels().ssd_scan(x, *args[1:], seq_idx) for x in (args[0], loud))
+    assert torch.equal(y[:, cut:], y_loud[:, cut:]) and torch.equal(final, final_loud)
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [

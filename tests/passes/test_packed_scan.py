@@ -1,4 +1,5 @@
-"""Scans that start anew with packed documents: no op serves them yet, and the report says so."""
+"""Scans that start anew with packed documents, however they are written, become the op with the documents' numbers;
+what is masked otherwise stays, with a reason."""
 
 from __future__ import annotations
 
@@ -8,87 +9,251 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.corpus.scans import PlainMamba2, chunks, einsums, one_triangle, segment_sums
+from tests.corpus.scans import PlainMamba2, chunks, einsums, one_triangle, padded, segment_sums, to_heads
 from tests.frames import passed
 
 from .contract import assert_fires, assert_refused_in_a_graph
+from .test_packed_conv import multiplied
 
 NAME = "ssd_scan"
+NOTHING = -1e4  # the logarithm of a decay that leaves nothing
 
 
-def masked_decays(x, dt, A, B, C, D, state, size, numbers):
-    """The quadratic form, with decays of one document alone."""
-    t, h = x.shape[1:3]
-    sums = (A * dt).cumsum(1)
-    same = (numbers[:, :, None] == numbers[:, None])[..., None]
-    decay = torch.exp(sums[:, :, None] - sums[:, None]) * torch.ones(t, t).tril()[None, :, :, None] * same
-    scores = torch.einsum("blgn,bsgn->blsg", C, B).repeat_interleave(h // B.shape[2], -1) * decay * dt[:, None]
-    return torch.einsum("blsh,bshp->blhp", scores, x) + D[:, None] * x, x
+def begins_of(numbers, first=False):
+    return F.pad(numbers[:, 1:] != numbers[:, :-1], (1, 0), value=first)
 
 
-def _decayed_at_starts(numbers):
-    begins = F.pad(numbers[:, 1:] != numbers[:, :-1], (1, 0), value=False)
-    return torch.where(begins, -30.0, 0.0)
-
-
-def decays_added(x, dt, A, B, C, D, state, size, numbers):
-    """What comes before a document's first token is decayed away, in the chunked form."""
-    reset = chunks(_decayed_at_starts(numbers), size)[:, None]
-    sums_of, cumsum = lambda a: segment_sums(a + reset), lambda a: torch.cumsum(a + reset, -1)
-    return einsums(x, dt, A, B, C, D, state, size, sums_of, cumsum)
-
-
-def chunks_masked(x, dt, A, B, C, D, state, size, numbers):
-    """The chunked form, decays and what is carried from chunk to chunk masked by equal numbers."""
-    of = chunks(numbers, size)
-    ends = torch.cat([of[:, 0, :1], of[..., -1]], 1)  # of what enters each chunk, and of what leaves the last
-
-    def sums_of(a):
-        inner = a.shape[-1] == size
-        rows = of if inner else ends
-        same = (rows[..., :, None] == rows[..., None, :])[:, None]
-        return segment_sums(a) + torch.where(same, 0.0, -torch.inf)
-
-    return einsums(x, dt, A, B, C, D, state, size, sums_of)
-
-
-def positions_filled(x, dt, A, B, C, D, state, size, numbers, fill=-30.0):
-    """The quadratic form, with the logarithms of decays overwritten where a document begins."""
-    sums = (A * dt).masked_fill((numbers == 0)[..., None], fill).cumsum(1)
-    decay = torch.exp(sums[:, :, None] - sums[:, None]) * torch.ones(len(sums[0]), len(sums[0])).tril()[None, :, :, None]
+def quadratic(x, dt, A, B, C, D, decay):
+    """decay [b, l, s, h]"""
     scores = torch.einsum("blgn,bsgn->blsg", C, B).repeat_interleave(x.shape[2] // B.shape[2], -1) * decay * dt[:, None]
     return torch.einsum("blsh,bshp->blhp", scores, x) + D[:, None] * x, x
 
 
+def masked_decays(x, dt, A, B, C, D, state, size, numbers):
+    """The quadratic form, with decays of one document alone."""
+    t = x.shape[1]
+    sums = (A * dt).cumsum(1)
+    same = (numbers[:, :, None] == numbers[:, None])[..., None]
+    decay = torch.exp(sums[:, :, None] - sums[:, None]) * torch.ones(t, t).tril()[None, :, :, None] * same
+    return quadratic(x, dt, A, B, C, D, decay)
+
+
+def masked_exponents(x, dt, A, B, C, D, state, size, cu_seqlens):
+    """Positions and documents in one mask, the latter's numbers made of offsets: one row for the batch."""
+    t = x.shape[1]
+    sums = (A * dt).cumsum(1)
+    numbers = torch.searchsorted(cu_seqlens, torch.arange(t), right=True)
+    hidden = ~(torch.ones(t, t, dtype=torch.bool).tril() & (numbers[:, None] == numbers))
+    decay = (sums[:, :, None] - sums[:, None]).masked_fill(hidden[..., None], -torch.inf).exp()
+    return quadratic(x, dt, A, B, C, D, decay)
+
+
+def cut_sums(x, dt, A, B, C, D, state, size, numbers):
+    """Sums over segments of logarithms that are minus infinity where a document begins."""
+    a = (A * dt).masked_fill(begins_of(numbers)[..., None], -torch.inf)
+    return quadratic(x, dt, A, B, C, D, segment_sums(a.permute(0, 2, 1)).exp().permute(0, 2, 3, 1))
+
+
+def decays_added(x, dt, A, B, C, D, state, size, numbers, fill=NOTHING):
+    """What comes before a document's first token is decayed away, in the chunked form."""
+    reset = chunks(torch.where(begins_of(numbers), fill, 0.0), size)[:, None]
+    sums_of, cumsum = lambda a: segment_sums(a + reset), lambda a: torch.cumsum(a + reset, -1)
+    return einsums(x, dt, A, B, C, D, state, size, sums_of, cumsum)
+
+
+def products_added(x, dt, A, B, C, D, state, size, numbers):
+    """A flag times a large number, made twice, the first token's flag set."""
+
+    def reset(a):
+        return a + chunks(begins_of(numbers, True).to(dt.dtype) * NOTHING, size)[:, None]
+
+    return einsums(x, dt, A, B, C, D, state, size, lambda a: segment_sums(reset(a)), lambda a: reset(a).cumsum(-1))
+
+
+def kept(x, dt, A, B, C, D, state, size, numbers):
+    """A flag of tokens that are of the document before them."""
+    same = chunks(numbers == F.pad(numbers[:, :-1], (1, 0), value=-1), size)[:, None]
+
+    def cumsum(a):
+        return torch.where(same, a, NOTHING).cumsum(-1)
+
+    return einsums(x, dt, A, B, C, D, state, size, lambda a: segment_sums(torch.where(same, a, NOTHING)), cumsum)
+
+
+def chunks_masked(x, dt, A, B, C, D, state, size, numbers, entering=True):
+    """The chunked form with decays masked by equal numbers: within chunks, into, out of, and over them."""
+    b, t, h, p = x.shape
+    of = chunks(numbers, size)
+    ends = torch.cat([of[:, 0, :1], of[..., -1]], 1)  # of what enters each chunk, and of what leaves the last
+    X, a, B, C = (chunks(z, size) for z in (x * dt.unsqueeze(-1), dt * A, to_heads(B, h), to_heads(C, h)))
+    a = a.permute(0, 3, 1, 2)
+    sums = torch.cumsum(a, -1)
+    within = segment_sums(a).masked_fill((of[..., :, None] != of[..., None, :])[:, None], -torch.inf).exp()
+    y = torch.einsum("bclhn,bcshn,bhcls,bcshp->bclhp", C, B, within, X)
+    out = torch.exp(sums[..., -1:] - sums) * (of == of[..., -1:])[:, None]
+    states = torch.einsum("bclhn,bhcl,bclhp->bchpn", B, out, X)
+    first = torch.zeros_like(states[:, :1]) if state is None else state.unsqueeze(1)
+    over = torch.exp(segment_sums(F.pad(sums[..., -1], (1, 0)))) * (ends[..., :, None] == ends[..., None, :])[:, None]
+    states = torch.einsum("bhzc,bchpn->bzhpn", over, torch.cat([first, states], 1))
+    states, final = states[:, :-1], states[:, -1]
+    into = torch.exp(sums)
+    if entering:
+        into = into * (of == ends[:, :-1, None])[:, None]
+    y = y + torch.einsum("bclhn,bchpn,bhcl->bclhp", C, states, into)
+    return y.reshape(b, t, h, p) + x * D.unsqueeze(-1), final
+
+
+def positions_filled(x, dt, A, B, C, D, state, size, positions, fill=NOTHING):
+    """The logarithms of decays are overwritten where a document begins."""
+
+    def cut(a):
+        return a.masked_fill(chunks(positions == 0, size)[:, None], fill)
+
+    return einsums(x, dt, A, B, C, D, state, size, lambda a: segment_sums(cut(a)), lambda a: cut(a).cumsum(-1))
+
+
 class Packed(PlainMamba2):
-    def forward(self, u, numbers):
-        plain = self.form
-        self.form = partial(plain, numbers=numbers)
+    """Its form takes integers that tell documents apart, behind all else."""
+
+    def forward(self, u, integers, *state):
+        plain, self.form = self.form, lambda *args: plain(*args, integers)
         try:
-            return super().forward(u)
+            return super().forward(u, *state)
         finally:
             self.form = plain
 
 
 NUMBERS = [[0, 0, 0, 1, 1, 1, 1, 2, 2, 3, 3, 3], [0] * 5 + [1] * 7]
 POSITIONS = [[0, 1, 2, 0, 1, 2, 3, 0, 1, 0, 1, 2], [*range(5), *range(7)]]
+OFFSETS = [0, 3, 4, 9, 12]
 
 
-@pytest.mark.parametrize("form", [masked_decays, decays_added], ids=lambda f: f.__name__)
-def test_documents_are_named(form):
-    module = Packed(form)
-    assert_refused_in_a_graph(NAME, "documents", module, (*module.example_inputs(), torch.tensor(NUMBERS)))
+def packed(form, integers=NUMBERS, **options):
+    """In float64, where sums of -1e4 leave the digits that the other logarithms are compared in."""
+    module = Packed(form, **options).double()
+    u, *state = module.example_inputs(len(integers[0]) if isinstance(integers[0], list) else 12, dtype=torch.float64)
+    return module, (u, torch.tensor(integers), *(s.detach().double().requires_grad_() for s in state))
 
 
-@pytest.mark.parametrize(("form", "integers", "tag"), [
-    (chunks_masked, NUMBERS, "documents"),
-    (positions_filled, POSITIONS, "documents"),
-    (partial(positions_filled, fill=0.0), POSITIONS, "no-step"),
-], ids=["chunks", "filled", "nothing decayed away"])  # fmt: skip
-def test_other_spellings_of_documents_are_named(form, integers, tag):
-    module = Packed(form)
-    outcome = passed(module, (*module.example_inputs(), torch.tensor(integers)))
-    assert not outcome.sites and {m.tag for m in outcome.misses if m.pass_name == NAME} == {tag}
+def looped_over_chunks(x, dt, A, B, C, D, state, size, numbers):
+    """Batched products and a loop over chunks, the last one padded."""
+    b, t, h, p = x.shape
+    behind = (size - t % size) % size
+    begins = torch.cat([torch.ones_like(numbers[:, :1], dtype=torch.bool), numbers[:, 1:] > numbers[:, :-1]], 1)
+    a = dt * A - 1e4 * begins[..., None].to(dt.dtype)
+    X, B, C = (padded(z, behind) for z in (x * dt[..., None], to_heads(B, h), to_heads(C, h)))
+    X, B, C = (chunks(z, size).permute(0, 3, 1, 2, 4) for z in (X, B, C))
+    a = chunks(padded(a, behind), size).permute(0, 3, 1, 2)
+    sums = a.cumsum(-1)
+    total = sums[..., -1]
+    y = segment_sums(a).exp() * (C @ B.transpose(-1, -2)) @ X
+    added = ((total[..., None] - sums).exp()[..., None] * X).transpose(-1, -2) @ B
+    state, entered = torch.zeros(b, h, p, B.shape[-1], dtype=x.dtype), []
+    for c in range(sums.shape[2]):
+        entered.append((C[:, :, c] @ state.transpose(-1, -2)) * sums[:, :, c].exp()[..., None])
+        state = total[:, :, c].exp()[..., None, None] * state + added[:, :, c]
+    y = (y + torch.stack(entered, 2)).permute(0, 2, 3, 1, 4).flatten(1, 2)[:, :t]
+    return y + D[:, None] * x, state
+
+
+def loop_masked(x, dt, A, B, C, D, state, size, numbers):
+    """A loop over chunks that is masked by equal numbers."""
+    b, t, h, p = x.shape
+    X, B, C = (x * dt[..., None], to_heads(B, h), to_heads(C, h))
+    X, B, C = (chunks(z, size).permute(0, 3, 1, 2, 4) for z in (X, B, C))
+    of, position = chunks(numbers, size), torch.arange(size)
+    sums = chunks(dt * A, size).permute(0, 3, 1, 2).cumsum(-1)
+    seen = (position[:, None] >= position) & (of[..., :, None] == of[..., None, :])[:, None]
+    y = torch.where(seen, sums[..., :, None] - sums[..., None, :], -torch.inf).exp() * (C @ B.transpose(-1, -2)) @ X
+    total = sums[..., -1]
+    out = (total[..., None] - sums).exp() * (of == of[..., -1:])[:, None]
+    added = (out[..., None] * X).transpose(-1, -2) @ B
+    before, entered, state = of[:, 0, 0], [], torch.zeros(b, h, p, B.shape[-1], dtype=x.dtype)
+    for c in range(t // size):
+        into = sums[:, :, c].exp() * (of[:, c] == before[:, None])[:, None]
+        entered.append((C[:, :, c] @ state.transpose(-1, -2)) * into[..., None])
+        stays = (of[:, c, -1] == before)[:, None, None, None]
+        state = total[:, :, c].exp()[..., None, None] * state * stays + added[:, :, c]
+        before = of[:, c, -1]
+    y = (y + torch.stack(entered, 2)).permute(0, 2, 3, 1, 4).reshape(b, t, h, p)
+    return y + D[:, None] * x, state
+
+
+def differences(x, dt, A, B, C, D, state, size, numbers):
+    """Differences of numbers that are 0; the numbers are counted in the graph."""
+    t, sums = x.shape[1], (A * dt).cumsum(1)
+    numbers = (numbers == 0).cumsum(1)
+    same = ((numbers[:, :, None] - numbers[:, None]) == 0).to(x.dtype)
+    decay = torch.exp(sums[:, :, None] - sums[:, None]) * torch.ones(t, t).tril()[None, :, :, None]
+    return quadratic(x, dt, A, B, C, D, decay * same[..., None])
+
+
+FORMS = {
+    "masked_decays": (masked_decays, NUMBERS), "masked_exponents": (masked_exponents, OFFSETS),
+    "cut_sums": (cut_sums, NUMBERS), "decays_added": (decays_added, NUMBERS),
+    "products_added": (products_added, NUMBERS), "kept": (kept, NUMBERS), "chunks_masked": (chunks_masked, NUMBERS),
+    "positions_filled": (positions_filled, POSITIONS), "differences": (differences, POSITIONS),
+    "loop_masked": (loop_masked, NUMBERS), "looped_over_chunks": (looped_over_chunks, [row[:10] for row in NUMBERS]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_spellings(form):
+    """Outputs and gradients are eager's to 1e-12."""
+    outcome = passed(*packed(*FORMS[form]))
+    assert outcome.counts[NAME] == 1, outcome.misses
+
+
+@pytest.mark.parametrize("form", ["products_added", "kept", "chunks_masked"])
+def test_states_in_and_out(form):
+    """A flag of the first token clears the initial state, as in the model; the final state is the last document's."""
+    outcome = passed(*packed(*FORMS[form], given=True, state=True))
+    assert outcome.counts[NAME] == 1, outcome.misses
+
+
+def test_compiled():
+    """The documents' numbers are the op's operand, and nothing of their masks stays behind."""
+    module = Packed(chunks_masked)
+    frames = assert_fires(NAME, module, (*module.example_inputs(), torch.tensor(NUMBERS)))
+    (op,) = (n for n in frames.graph.graph.nodes if n.target is torch.ops.megacpp.ssd_scan.default)
+    assert op.args[-1].op == "placeholder"
+    assert torch.ops.aten.eq.Tensor not in {n.target for n in frames.graph.graph.nodes}
+
+
+def convolved_before(x, dt, A, B, C, D, state, size, numbers):
+    """x behind a convolution that the same numbers cut."""
+    weight = torch.linspace(-1, 1, 4 * x[0, 0].numel(), dtype=x.dtype).view(-1, 4)
+    mixed = multiplied(x.flatten(2), weight, weight[:, 0], numbers)
+    return chunks_masked(mixed.view(x.shape), dt, A, B, C, D, state, size, numbers)
+
+
+def test_beside_a_convolution():
+    outcome = passed(*packed(convolved_before))
+    assert outcome.counts["causal_conv1d"] == outcome.counts[NAME] == 1, outcome.misses
+
+
+def window(x, dt, A, B, C, D, state, size, numbers):
+    """Of the same or the next document: no document's end."""
+    t = x.shape[1]
+    sums = (A * dt).cumsum(1)
+    near = ((numbers[:, :, None] == numbers[:, None]) | (numbers[:, :, None] == numbers[:, None] + 1))[..., None]
+    decay = torch.exp(sums[:, :, None] - sums[:, None]) * torch.ones(t, t).tril()[None, :, :, None] * near
+    return quadratic(x, dt, A, B, C, D, decay)
+
+
+NEAR = {
+    "small, not nothing": (partial(decays_added, fill=-30.0), NUMBERS, "documents"),
+    "filled with a small number": (partial(positions_filled, fill=-30.0), POSITIONS, "documents"),
+    "nothing decayed away": (partial(positions_filled, fill=0.0), POSITIONS, "no-step"),
+    "states enter all rows": (partial(chunks_masked, entering=False), NUMBERS, "documents"),
+    "window": (window, NUMBERS, "documents"),
+}
+
+
+@pytest.mark.parametrize("near", NEAR)
+def test_refuses(near):
+    form, integers, tag = NEAR[near]
+    assert_refused_in_a_graph(NAME, tag, *packed(form, integers))
 
 
 def test_a_mask_of_positions_is_no_document():

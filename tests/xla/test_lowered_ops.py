@@ -182,18 +182,21 @@ def test_experts_behind_a_capacity(xla):
         torch.testing.assert_close(one.detach().cpu(), other.detach(), rtol=1e-5, atol=1e-5)
 
 
-def scan_step(module, device):
+def scan_step(module, device, *documents):
     rand = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0))
     b, t, h, p, g, n = 2, 40, 4, 6, 2, 5
     x, dt, a = rand(b, t, h, p), rand(b, t, h).exp(), -rand(h).exp()
     args = [v.to(device) for v in (x, dt, a, rand(b, t, g, n), rand(b, t, g, n), rand(h))]
-    y, final, states = module.ssd_scan(*args, None, 16, torch.float32)
+    documents = [numbers.to(device) for numbers in documents]
+    y, final, states = module.ssd_scan(*args, None, 16, torch.float32, *documents)
     dy, dfinal = (rand(*v.shape).to(device) for v in (y, final))
-    return y, final, *module.ssd_scan_backward(dy, dfinal, *args, None, states, 16)[:-1]
+    return y, final, *module.ssd_scan_backward(dy, dfinal, *args, None, states, 16, *documents)[:-1]
 
 
-def test_scan(xla):
-    got = scan_step(paired, xla)
+@pytest.mark.parametrize("begins", [[], [5, 16, 30]], ids=["one_sequence", "documents"])
+def test_scan(xla, begins):
+    documents = [sum((torch.arange(40) >= at).int() for at in begins).expand(2, -1)] if begins else []
+    got = scan_step(paired, xla, *documents)
     assert "f64" not in program(got)
-    for one, want in zip(computed(got), scan_step(scan, "cpu"), strict=True):
+    for one, want in zip(computed(got), scan_step(scan, "cpu", *documents), strict=True):
         assert (one.cpu() - want).norm() / want.norm() < 1e-5

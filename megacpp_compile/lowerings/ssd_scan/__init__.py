@@ -6,6 +6,8 @@
     B, C           [b, t, g, n]  h = g * heads of a group; head i reads group i // (h // g)
     D              [h] or None   skip: D * x is added to y
     initial_state  [b, h, p, n] or None (zeros)
+    seq_idx        [b, t] integers or None: the document of each token. A document begins where the number is another
+                   than the token's before it; there the state begins anew, as zeros
     returns        y [b, t, h, p] in `out_dtype`;  final_state [b, h, p, n];  states [b, ceil(t / chunk_size), h, p, n],
                    the state that enters each chunk; both states float32, or float64 where an operand is
 
@@ -13,6 +15,8 @@
 
 `chunk_size`, a power of two from 16 to 256, decides how it is computed and what `states` holds, not what y is. t need
 not be a multiple of it. Computed in float32 (float64 for float64).
+Documents are told by where their numbers change, so these need not ascend. No token comes before the first, which
+continues `initial_state` whatever its number is; the final state is the last document's.
 Saved for backward: the operands and `states`. No gradient flows through `states`.
 Source: Mamba-2, https://arxiv.org/abs/2405.21060, section 6 (the block decomposition) and listing 1.
 """
@@ -41,13 +45,14 @@ def ssd_scan(
     initial_state: Optional[Tensor],  # noqa: UP045
     chunk_size: int,
     out_dtype: torch.dtype,
+    seq_idx: Optional[Tensor] = None,  # noqa: UP045
 ) -> tuple[Tensor, Tensor, Tensor]:
     with no_autocast(x):
-        return reference.ssd_scan(x, dt, A, B, C, D, initial_state, chunk_size, out_dtype)
+        return reference.ssd_scan(x, dt, A, B, C, D, initial_state, chunk_size, out_dtype, seq_idx)
 
 
 @ssd_scan.register_fake
-def _(x, dt, A, B, C, D, initial_state, chunk_size, out_dtype):  # type: ignore[no-untyped-def]
+def _(x, dt, A, B, C, D, initial_state, chunk_size, out_dtype, seq_idx=None):  # type: ignore[no-untyped-def]
     b, t, h, p = x.shape
     n = B.shape[-1]
     wide = compute_dtype(x, dt, A, B, C, D, initial_state)
@@ -72,13 +77,14 @@ def ssd_scan_backward(
     initial_state: Optional[Tensor],  # noqa: UP045
     states: Tensor,
     chunk_size: int,
+    seq_idx: Optional[Tensor] = None,  # noqa: UP045
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     with no_autocast(x):
-        return reference.ssd_scan_backward(dy, dfinal, x, dt, A, B, C, D, initial_state, states, chunk_size)
+        return reference.ssd_scan_backward(dy, dfinal, x, dt, A, B, C, D, initial_state, states, chunk_size, seq_idx)
 
 
 @ssd_scan_backward.register_fake
-def _(dy, dfinal, x, dt, A, B, C, D, initial_state, states, chunk_size):  # type: ignore[no-untyped-def]
+def _(dy, dfinal, x, dt, A, B, C, D, initial_state, states, chunk_size, seq_idx=None):  # type: ignore[no-untyped-def]
     def like(t):  # type: ignore[no-untyped-def]
         return states.new_empty(0) if t is None else t.new_empty(t.shape)
 
@@ -86,21 +92,21 @@ def _(dy, dfinal, x, dt, A, B, C, D, initial_state, states, chunk_size):  # type
 
 
 def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    *tensors, ctx.chunk_size, _ = inputs
+    *tensors, ctx.chunk_size, _, seq_idx = inputs
     states = output[2]
     ctx.set_materialize_grads(False)  # a final state that nobody reads has no gradient to be carried back
     ctx.mark_non_differentiable(states)
-    save_operands(ctx, tensors, states)
+    save_operands(ctx, [*tensors, seq_idx], states)
 
 
 def _backward(ctx, dy, dfinal, _):  # type: ignore[no-untyped-def]
-    tensors, (states,) = saved_operands(ctx)
+    (*tensors, seq_idx), (states,) = saved_operands(ctx)
     if dy is None:
         if dfinal is None:
-            return (None,) * 9
+            return (None,) * 10
         dy = tensors[0].new_zeros(tensors[0].shape)
-    grads = ssd_scan_backward(dy, dfinal, *tensors, states, ctx.chunk_size)
-    return *(g if given else None for g, given in zip(grads, ctx.given, strict=True)), None, None
+    grads = ssd_scan_backward(dy, dfinal, *tensors, states, ctx.chunk_size, seq_idx)
+    return *(g if given else None for g, given in zip(grads, ctx.given[:-1], strict=True)), None, None, None
 
 
 ssd_scan.register_autograd(_backward, setup_context=_setup_context)

@@ -8,14 +8,15 @@ import triton.language as tl
 from megacpp_compile.lowerings._kernels.triton_cast import as_stored
 from megacpp_compile.lowerings._kernels.triton_launch import Kernel
 from megacpp_compile.lowerings.ssd_scan._triton_gemms import gemm
+from megacpp_compile.lowerings.ssd_scan._triton_walk import where_equal
 
 
 @triton.jit
-def ssd_scores_grad(dy, x, B, C, decay, steps, d_scores, row_sums, column_sums, diagonal, d_skip,
+def ssd_scores_grad(dy, x, B, C, decay, steps, cuts, d_scores, row_sums, column_sums, diagonal, d_skip,
                     tokens, heads, chunks, per_group, parts,
                     dy_b, dy_t, dy_h, x_b, x_t, x_h, B_b, B_t, B_g, C_b, C_t, C_g,
                     L: tl.constexpr, P: tl.constexpr, N: tl.constexpr, HB: tl.constexpr,
-                    WIDE: tl.constexpr):  # fmt: skip
+                    WIDE: tl.constexpr, PACKED: tl.constexpr):  # fmt: skip
     """With scores C_r . B_s of a chunk: their gradient, summed over HB heads of a group.
 
     Per head, of (score * its gradient), s < r: sums over rows and, without dt, over columns, from which the gradients
@@ -33,6 +34,9 @@ def ssd_scores_grad(dy, x, B, C, decay, steps, d_scores, row_sums, column_sums, 
     own = tl.sum(queries.to(tl.float32) * keys.to(tl.float32), 1)
     scores = tl.where(r[:, None] > r[None, :], scores, 0)
     keep = r[:, None] >= r[None, :]
+    if PACKED:
+        cut = tl.load(cuts + (b * chunks + c) * L + r)
+        keep = keep & (cut[:, None] == cut[None, :])
     total = tl.zeros([L, L], tl.float32)
     dy += b * dy_b + t * dy_t
     x += b * x_b + t * x_t
@@ -56,11 +60,11 @@ def ssd_scores_grad(dy, x, B, C, decay, steps, d_scores, row_sums, column_sums, 
 
 
 @triton.jit
-def ssd_group_grad(v, own, other, d_scores, decay, steps, states, entering, out, dots, inner,
+def ssd_group_grad(v, own, other, d_scores, decay, steps, cuts, states, entering, out, dots, inner,
                    tokens, heads, chunks, per_group, parts,
                    v_b, v_t, v_h, own_b, own_t, own_g, other_b, other_t, other_g,
                    L: tl.constexpr, P: tl.constexpr, N: tl.constexpr, HB: tl.constexpr, KEYS: tl.constexpr,
-                   WIDE: tl.constexpr):  # fmt: skip
+                   WIDE: tl.constexpr, PACKED: tl.constexpr):  # fmt: skip
     """Gradient of C (own = C, other = B, v = dy, states = those entering) or, with KEYS, of B (own = B, other = C,
     v = x, states = the gradients of those leaving), summed over HB heads of a group.
 
@@ -80,6 +84,10 @@ def ssd_group_grad(v, own, other, d_scores, decay, steps, states, entering, out,
     total = gemm(tl.trans(scores) if KEYS else scores, others, WIDE)
     mine = tl.load(own + (r * own_t)[:, None] + n, mask=there, other=0)
     at = tl.arange(0, P)[:, None] * N + n
+    cut, cut_end = r, 0  # read where PACKED alone
+    if PACKED:
+        cut = tl.load(cuts + (b * chunks + c) * L + r)
+        cut_end = tl.load(cuts + (b * chunks + c) * L + L - 1)
     for i in range(HB):
         h = (part * HB + i).to(tl.int64)
         row = (b * chunks + c) * heads + h
@@ -87,9 +95,9 @@ def ssd_group_grad(v, own, other, d_scores, decay, steps, states, entering, out,
         state = tl.load(states + row * P * N + at)
         if KEYS:
             tl.store(inner + row, tl.sum(tl.sum(state * tl.load(entering + row * P * N + at), 1), 0))
-            reach = tl.exp2(tl.load(decay + row * L + L - 1) - a)
+            reach = tl.exp2(where_equal(tl.load(decay + row * L + L - 1) - a, cut, cut_end, PACKED))
         else:
-            reach = tl.exp2(a)
+            reach = tl.exp2(where_equal(a, cut, 0, PACKED))
         values = tl.load(v + h * v_h + (r * v_t)[:, None] + p, mask=there, other=0)
         grad = gemm(values, state, WIDE) * reach[:, None]
         tl.store(dots + row * L + r, tl.sum(grad * mine.to(tl.float32), 1))
@@ -101,9 +109,9 @@ def ssd_group_grad(v, own, other, d_scores, decay, steps, states, entering, out,
 
 
 @triton.jit
-def ssd_steps_grad(row_sums, column_sums, diagonal, query_dots, key_dots, inner, decay, steps, A, d_dt, d_A,
+def ssd_steps_grad(row_sums, column_sums, diagonal, query_dots, key_dots, inner, decay, steps, cuts, A, d_dt, d_A,
                    tokens, heads, chunks, A_h,
-                   L: tl.constexpr, BH: tl.constexpr):  # fmt: skip
+                   L: tl.constexpr, BH: tl.constexpr, PACKED: tl.constexpr):  # fmt: skip
     """Gradient of dt, and each chunk's part of A's.
 
     What a token's own decay multiplies: every later row of its chunk, and the state that leaves it. So the gradient of
@@ -120,8 +128,14 @@ def ssd_steps_grad(row_sums, column_sums, diagonal, query_dots, key_dots, inner,
     column = to_state + tl.load(column_sums + at, mask=there, other=0)
     d = tl.load(row_sums + at, mask=there, other=0) + tl.load(query_dots + at, mask=there, other=0) - step * column
     end = tl.exp2(tl.load(decay + row * L + L - 1, mask=there, other=0))
+    if PACKED:
+        cut = tl.load(cuts + (b * chunks + c) * L + r)
+        before = tl.load(cuts + (b * chunks + c) * L + r - 1, mask=r > 0, other=0)
+        end = tl.where(tl.load(cuts + (b * chunks + c) * L + L - 1) == 0, end, 0)
     leaving = tl.sum(step * to_state, 0)[None, :] + end * tl.load(inner + row, mask=there, other=0)
     d = tl.sum(d, 0)[None, :] - tl.cumsum(d, 0) + d + leaving
+    if PACKED:
+        d = tl.where(cut == before, d, 0)
     rate = tl.load(A + h * A_h, mask=there, other=0).to(tl.float32)
     t = (c * L + r).to(tl.int64)
     column += tl.load(diagonal + at, mask=there, other=0)
@@ -130,6 +144,6 @@ def ssd_steps_grad(row_sums, column_sums, diagonal, query_dots, key_dots, inner,
 
 
 CHOICES = [{"num_warps": warps, "num_stages": stages} for warps, stages in ((4, 2), (8, 2), (8, 3))]
-scores_grad = Kernel(ssd_scores_grad, CHOICES, key=("heads", "L", "P", "N", "HB"))
-group_grad = Kernel(ssd_group_grad, CHOICES, key=("heads", "L", "P", "N", "HB", "KEYS"))
-steps_grad = Kernel(ssd_steps_grad, [{"BH": 16, "num_warps": 4}], key=("heads", "L"))
+scores_grad = Kernel(ssd_scores_grad, CHOICES, key=("heads", "L", "P", "N", "HB", "PACKED"))
+group_grad = Kernel(ssd_group_grad, CHOICES, key=("heads", "L", "P", "N", "HB", "KEYS", "PACKED"))
+steps_grad = Kernel(ssd_steps_grad, [{"BH": 16, "num_warps": 4}], key=("heads", "L", "PACKED"))

@@ -32,11 +32,32 @@ def ssd_decay(dt, A, decay, steps, tokens, heads, chunks, dt_b, dt_t, dt_h, A_h,
 
 
 @triton.jit
-def ssd_walk(q, k, v, decay, steps, skip, first, out, states, last,
+def ssd_cuts(seq_idx, cuts, tokens, chunks, seq_b, seq_t, L: tl.constexpr):  # fmt: skip
+    """cuts[b, c, r] = how many documents begin in the chunk up to and with r: at tokens, but the first, whose number is
+    another than the one before."""
+    c, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    r = tl.arange(0, L)
+    t = (c * L + r).to(tl.int64)
+    behind = (t > 0) & (t < tokens)
+    seq_idx += b * seq_b
+    own = tl.load(seq_idx + t * seq_t, mask=behind, other=0)
+    before = tl.load(seq_idx + (t - 1) * seq_t, mask=behind, other=0)
+    tl.store(cuts + (b * chunks + c) * L + r, tl.cumsum((own != before).to(tl.int32), 0))
+
+
+@triton.jit
+def where_equal(exponent, cut, other, PACKED: tl.constexpr):
+    """The logarithm of a decay, or that of none where another document has begun in between."""
+    return tl.where(cut == other, exponent, float("-inf")) if PACKED else exponent
+
+
+@triton.jit
+def ssd_walk(q, k, v, decay, steps, cuts, skip, first, out, states, last,
              tokens, heads, chunks, per_group, every, kept, skip_h,
              q_b, q_t, q_g, k_b, k_t, k_g, v_b, v_t, v_h,
              L: tl.constexpr, P: tl.constexpr, N: tl.constexpr, BP: tl.constexpr, REVERSE: tl.constexpr,
-             SKIP: tl.constexpr, FIRST: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+             SKIP: tl.constexpr, FIRST: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr,
+             PACKED: tl.constexpr):  # fmt: skip
     """A head's chunks one after the other, BP of its P channels, the state [N, BP] in registers: with N before the
     channels its GEMMs have N rows, of which tensor cores take 64 at once.
 
@@ -45,6 +66,7 @@ def ssd_walk(q, k, v, decay, steps, skip, first, out, states, last,
     REVERSE, the last chunk first: q = B, k = C, v = the gradient of y; the state is the gradient of the one that leaves
     the chunk, and out the gradient of x.
     `every` chunks are one of those whose states are kept: entering it, or in REVERSE leaving it. ROWS: write out.
+    PACKED: by `cuts` nothing decays into another document; else that is None.
     """
     tile, h, b = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     r = tl.arange(0, L)
@@ -66,6 +88,10 @@ def ssd_walk(q, k, v, decay, steps, skip, first, out, states, last,
         row = ((b * chunks + c) * heads + h) * L
         end = tl.load(decay + row + L - 1)
         a, step = tl.load(decay + row + r), tl.load(steps + row + r)
+        cut, cut_end = r, 0  # read where PACKED alone
+        if PACKED:
+            cut = tl.load(cuts + (b * chunks + c) * L + r)
+            cut_end = tl.load(cuts + (b * chunks + c) * L + L - 1)
         keys = tl.load(k + t * k_t, mask=there, other=0)
         values = tl.load(v + t * v_t, mask=there, other=0)
         # REVERSE: how far the chunk is from being the last of those that make one, or of all.
@@ -75,25 +101,33 @@ def ssd_walk(q, k, v, decay, steps, skip, first, out, states, last,
         if ROWS:
             queries = tl.load(q + t * q_t, mask=there, other=0)
             apart = a[None, :] - a[:, None] if REVERSE else a[:, None] - a[None, :]
+            if PACKED:
+                apart = where_equal(apart, cut[:, None], cut[None, :], PACKED)
             weighted = gemm(queries, tl.trans(keys), WIDE) * tl.exp2(tl.where(keep, apart, float("-inf")))
             rows = gemm(queries, state, WIDE)
             if REVERSE:
-                rows = (rows * tl.exp2(end - a)[:, None] + gemm(weighted, values, WIDE)) * step[:, None]
+                reach = tl.exp2(where_equal(end - a, cut, cut_end, PACKED))
+                rows = (rows * reach[:, None] + gemm(weighted, values, WIDE)) * step[:, None]
             else:
-                rows = rows * tl.exp2(a)[:, None] + gemm(weighted * step[None, :], values, WIDE)
+                reach = tl.exp2(where_equal(a, cut, 0, PACKED))
+                rows = rows * reach[:, None] + gemm(weighted * step[None, :], values, WIDE)
             if SKIP:
                 rows += values.to(tl.float32) * own
             tl.store(out + ((b * tokens + t) * heads + h) * P + p[None, :], as_stored(rows, out), mask=there)
-        weight = tl.exp2(a) if REVERSE else tl.exp2(end - a) * step
+        if REVERSE:
+            weight = tl.exp2(where_equal(a, cut, 0, PACKED))
+        else:
+            weight = tl.exp2(where_equal(end - a, cut, cut_end, PACKED)) * step
         added = gemm(tl.trans(keys), values.to(tl.float32) * weight[:, None], WIDE)
-        state = state * tl.exp2(end) + added
+        state = state * tl.exp2(where_equal(end, cut_end, 0, PACKED)) + added
     tl.store(last + (b * heads + h) * P * N + at, state)
 
 
 decay = Kernel(ssd_decay, [{"BH": 16, "num_warps": 4}], key=("heads", "L"))
+cuts = Kernel(ssd_cuts, [{"num_warps": 1}], key=("L",))
 # One stage is not among them: with it and fewer channels than a head has, Triton 3.6 reads beyond shared memory.
 walk = Kernel(
     ssd_walk,
     [{"num_warps": warps, "num_stages": 2} for warps in (4, 8)],
-    key=("heads", "L", "P", "N", "BP", "REVERSE", "ROWS"),
+    key=("heads", "L", "P", "N", "BP", "REVERSE", "ROWS", "PACKED"),
 )

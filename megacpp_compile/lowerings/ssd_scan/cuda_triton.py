@@ -5,6 +5,9 @@ memory every `chunk_size` tokens. Backward walks the other way for the gradients
 side by side, the scores' gradients are summed over the heads of a group before B and C multiply them, and what the
 decays are due is summed from behind. No atomics: equal inputs give equal bits.
 
+Documents are counted within each chunk first (`ssd_cuts`), 4 bytes a token for all heads. Where the counts of two
+tokens differ, the logarithm of the decay between them is -inf. Without documents the kernels' code has none of this.
+
 Those last kernels' chunks are at most `_longest` tokens. Where the caller's are longer, fewer states are kept, and
 backward walks forward once more for those in between.
 """
@@ -57,11 +60,13 @@ def supports(name: str, args: Sequence[Any]) -> str | None:
 class _Call:
     """Sizes, and the operands as the kernels read them: channels contiguous in memory, any other strides."""
 
-    def __init__(self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int) -> None:
+    def __init__(
+        self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, seq_idx: Tensor | None
+    ) -> None:
         self.batch, self.tokens, self.heads, self.p = x.shape
         self.groups, self.n = B.shape[2:]
         self.x, self.B, self.C = (last_dim_contiguous(t) for t in (x, B, C))
-        self.dt, self.A = dt, A
+        self.dt, self.A, self.seq_idx = dt, A, seq_idx
         # GEMMs of float32 operands are taken as such; of half precision, in exact parts (`_triton_gemms`).
         self.wide = torch.float32 in (x.dtype, B.dtype, C.dtype)
         if isinstance(self.tokens, int):
@@ -89,6 +94,17 @@ class _Call:
             )  # fmt: skip
         return decay, steps
 
+    def cuts(self, length: int) -> dict[str, Any]:
+        """The arguments by which kernels tell documents apart; without any these are constants to Triton."""
+        if self.seq_idx is None:
+            return {"cuts": None, "PACKED": 0}
+        cuts = self.new(self.batch, self.chunks_of(length), length, dtype=torch.int32)
+        _triton_walk.cuts(
+            lambda meta: (self.chunks_of(length), self.batch), {"num_warps": 1}, seq_idx=self.seq_idx, cuts=cuts,
+            tokens=self.tokens, chunks=self.chunks_of(length), **strides("seq", self.seq_idx, "bt"), L=length,
+        )  # fmt: skip
+        return {"cuts": cuts, "PACKED": 1}
+
     def walk(
         self, v: Tensor, skip: Tensor | None, first: Tensor | None, chunk: int, out: Tensor | None, reverse: bool
     ) -> tuple[Tensor, Tensor]:
@@ -112,7 +128,7 @@ class _Call:
             kept=self.chunks_of(chunk), skip_h=0 if skip is None else skip.stride(0), **strides("q", q, "btg"),
             **strides("k", k, "btg"), **strides("v", v, "bth"), P=self.p, N=self.n, BP=bp,
             REVERSE=int(reverse), SKIP=int(skip is not None), FIRST=int(first is not None),
-            ROWS=int(out is not None), WIDE=int(self.wide),
+            ROWS=int(out is not None), WIDE=int(self.wide), **self.cuts(length),
         )  # fmt: skip
         return states, last
 
@@ -147,8 +163,9 @@ def ssd_scan(
     initial_state: Tensor | None,
     chunk_size: int,
     out_dtype: torch.dtype,
+    seq_idx: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    call = _Call(x, dt, A, B, C, chunk_size)
+    call = _Call(x, dt, A, B, C, chunk_size, seq_idx)
     y = call.new(*x.shape, dtype=out_dtype)
     states, final = call.walk(call.x, D, initial_state, call.chunk, y, reverse=False)
     return y, final, states
@@ -166,8 +183,9 @@ def ssd_scan_backward(
     initial_state: Tensor | None,
     states: Tensor,
     chunk_size: int,
+    seq_idx: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    call, dy = _Call(x, dt, A, B, C, chunk_size), last_dim_contiguous(dy)
+    call, dy = _Call(x, dt, A, B, C, chunk_size, seq_idx), last_dim_contiguous(dy)
     chunk = min(call.chunk, _longest(call.p, call.n, call.wide))
     if chunk < call.chunk:
         states, _ = call.walk(call.x, None, initial_state, chunk, None, reverse=False)
@@ -199,8 +217,9 @@ def _gradients(
         d_scores = call.new(*by_head[:2], parts, length, length)
         d_skip, inner, d_A = (call.new(*by_head) for _ in range(3))
         decay, steps = call.decay(length)
+        packed = call.cuts(length)
         common = {"decay": decay, "steps": steps, **call.sizes(length), "per_group": per_group, "parts": parts,
-                  "P": call.p, "N": call.n, "HB": at_once, "WIDE": int(call.wide)}  # fmt: skip
+                  "P": call.p, "N": call.n, "HB": at_once, "WIDE": int(call.wide), **packed}  # fmt: skip
 
         launch = _group_launch(call.p, call.n, length)
 
@@ -226,7 +245,7 @@ def _gradients(
             lambda meta: (call.chunks_of(length), triton.cdiv(heads, meta["BH"]), call.batch),
             {"BH": 16, "num_warps": 4}, row_sums=row_sums, column_sums=column_sums, diagonal=diagonal,
             query_dots=query_dots, key_dots=key_dots, inner=inner, decay=decay, steps=steps, A=call.A, d_dt=d_dt,
-            d_A=d_A, **call.sizes(length), A_h=call.A.stride(0),
+            d_A=d_A, **call.sizes(length), A_h=call.A.stride(0), **packed,
         )  # fmt: skip
     if not direct:
         d_B, d_C = (t.unflatten(2, (call.groups, -1)).sum(3).to(like.dtype)

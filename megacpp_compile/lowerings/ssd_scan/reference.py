@@ -46,12 +46,13 @@ class Float64Sums:
 class _Chunks:
     """The operands by chunk, padded with steps of size 0, which leave the state as it is.
 
-    c: chunks, l: positions of one, g: groups, r: heads of a group.
+    c: chunks, l: positions of one, g: groups, r: heads of a group. `cuts` [b, c, 1, l]: how many documents have begun
+    in the chunk up to and with l; what decays from where there were fewer is nothing. None without documents.
     """
 
     def __init__(
-        self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, dtype: torch.dtype,
-        sums: type[Float64Sums],
+        self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, seq_idx: Tensor | None, chunk_size: int,
+        dtype: torch.dtype, sums: type[Float64Sums],
     ) -> None:  # fmt: skip
         self.tokens, self.groups, self.dtype, self.sums = x.shape[1], B.shape[2], dtype, sums
         short = isinstance(self.tokens, int) and 0 < self.tokens < chunk_size
@@ -67,10 +68,20 @@ class _Chunks:
         self.decay_in = sums.to(logs, dtype).exp()  # from before the chunk to l
         self.decay_out = sums.to(last - logs, dtype).exp()  # from s to the end of the chunk
         self.total = last.squeeze(-1)  # [b, c, h]
+        self.over = sums.to(self.total, dtype).exp()  # from before the chunk to its end
+        self.cuts = self.begun = None
+        if seq_idx is not None:
+            self.begun = self.split(_begins(seq_idx), torch.bool).unsqueeze(2)  # [b, c, 1, l]
+            self.cuts = cuts = _counts(self.begun)
+            end = cuts[..., -1:]
+            self.decay = torch.where(cuts.unsqueeze(-1) == cuts.unsqueeze(-2), self.decay, 0)
+            self.decay_in = torch.where(cuts == 0, self.decay_in, 0)
+            self.decay_out = torch.where(cuts == end, self.decay_out, 0)
+            self.over = torch.where(end.squeeze(-1) == 0, self.over, 0)
 
-    def split(self, t: Tensor) -> Tensor:
+    def split(self, t: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         behind = self.chunks * self.length - self.tokens
-        padded = F.pad(t.to(self.dtype), (0, 0) * (t.dim() - 2) + (0, behind))
+        padded = F.pad(t.to(dtype or self.dtype), (0, 0) * (t.dim() - 2) + (0, behind))
         return padded.unflatten(1, (self.chunks, self.length))
 
     def join(self, t: Tensor, dtype: torch.dtype) -> Tensor:
@@ -93,7 +104,11 @@ class _Chunks:
 
     def carry(self) -> Tensor:
         """[b, h, z, c]: how much of what is added before chunk c is left where chunk z begins."""
-        return self.between(self.sums.cumulate(F.pad(self.total.transpose(-1, -2), (1, 0)))).exp()
+        carry = self.between(self.sums.cumulate(F.pad(self.total.transpose(-1, -2), (1, 0)))).exp()
+        if self.cuts is None:
+            return carry
+        cuts = _counts(F.pad(self.cuts[..., -1].transpose(-1, -2) > 0, (1, 0)))  # [b, 1, z]
+        return torch.where(cuts.unsqueeze(-1) == cuts.unsqueeze(-2), carry, 0)
 
     def between(self, logs: Tensor) -> Tensor:
         """[..., l, s]: what comes behind s and up to l, -inf where l comes before s; `logs` are prefix sums."""
@@ -117,6 +132,18 @@ def _triangle(a: Tensor) -> Tensor:
     return torch.ones(n, n, dtype=torch.float64, device=a.device).tril()
 
 
+def _begins(seq_idx: Tensor) -> Tensor:
+    """[b, t]: whether a document begins there, its number being another than the one before."""
+    n = torch.arange(seq_idx.shape[1], device=seq_idx.device)
+    return (seq_idx != F.pad(seq_idx, (1, 0))[:, :-1]) & (n > 0)
+
+
+def _counts(flags: Tensor) -> Tensor:
+    """[..., n]: how many of `flags` up to each are set."""
+    n = torch.arange(flags.shape[-1], device=flags.device)
+    return (flags.unsqueeze(-2) & (n.unsqueeze(-1) >= n)).sum(-1, dtype=torch.int32)
+
+
 def _mix(weights: Tensor, states: Tensor) -> Tensor:
     """weights [b, h, z, c] over states [b, c, h, p, n] -> [b, z, h, p, n]."""
     mixed = weights @ states.transpose(1, 2).flatten(3)
@@ -138,10 +165,11 @@ def ssd_scan(
     initial_state: Tensor | None,
     chunk_size: int,
     out_dtype: torch.dtype,
+    seq_idx: Tensor | None = None,
     sums: type[Float64Sums] = Float64Sums,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dtype = compute_dtype(x, dt, A, B, C, D, initial_state)
-    k, heads = _Chunks(x, dt, A, B, C, chunk_size, dtype, sums), x.shape[2]
+    k, heads = _Chunks(x, dt, A, B, C, seq_idx, chunk_size, dtype, sums), x.shape[2]
 
     scores = (k.C @ k.B.transpose(-1, -2)).unsqueeze(3) * k.over_heads(k.decay)  # [b, c, g, r, l, s]
     y = (scores @ k.over_heads(k.xdt.transpose(2, 3))).flatten(2, 3).transpose(2, 3)
@@ -171,6 +199,7 @@ def ssd_scan_backward(
     initial_state: Tensor | None,
     states: Tensor,
     chunk_size: int,
+    seq_idx: Tensor | None = None,
     sums: type[Float64Sums] = Float64Sums,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, dt, A, B, C, D and initial_state, the last two empty where there is none.
@@ -178,7 +207,7 @@ def ssd_scan_backward(
     Everything within a chunk is recomputed from the operands; `states` is what was saved.
     """
     dtype = states.dtype
-    k, heads = _Chunks(x, dt, A, B, C, chunk_size, dtype, sums), x.shape[2]
+    k, heads = _Chunks(x, dt, A, B, C, seq_idx, chunk_size, dtype, sums), x.shape[2]
     dy = k.split(dy)
 
     # Across chunks: the gradient of the state that each chunk leaves behind.
@@ -208,8 +237,11 @@ def ssd_scan_backward(
     entered = k.unrows(k.C @ by_group.transpose(-1, -2), heads) * k.decay_in.transpose(2, 3).unsqueeze(-1)
     d_in = (dy * entered).sum(-1).transpose(2, 3)  # [b, c, h, l]
     d_out = (k.xdt * from_left).sum(-1).transpose(2, 3)
-    d_total = (left * states).sum((-2, -1)) * sums.to(k.total, dtype).exp()
-    d_a = sums.gradient(d_decay, d_in, d_out, d_total).to(dtype).transpose(2, 3)  # [b, c, l, h]
+    d_total = (left * states).sum((-2, -1)) * k.over
+    d_a = sums.gradient(d_decay, d_in, d_out, d_total).to(dtype)
+    if k.begun is not None:
+        d_a = torch.where(k.begun, 0, d_a)  # a document's first token has nothing to decay
+    d_a = d_a.transpose(2, 3)  # [b, c, l, h]
 
     d_dt = d_a * k.A + (d_xdt * k.x).sum(-1)
     d_x = d_xdt * k.dt.unsqueeze(-1)

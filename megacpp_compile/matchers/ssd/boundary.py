@@ -13,7 +13,8 @@ MOST_OPERANDS = 7
 
 
 class OperandBoundary:
-    """The operands (`found`) and the nodes between them and the result (`inside`) of one scan.
+    """The operands (`found`) and the nodes between them and the result (`inside`) of one scan. `documents`: the tensors
+    that its masks are made of.
 
     What the step `dt` reaches is inside. What is multiplied or added to that is followed upstream to the operands,
     through contractions of two of them (C . B^T), and through D * x where x is one already.
@@ -22,6 +23,7 @@ class OperandBoundary:
     def __init__(self, algebra: Algebra, carrying: set[Node], dt: Node) -> None:
         self.algebra, self.dt, self.inside = algebra, dt, set(carrying)
         self.found: dict[Node, None] = {dt: None}
+        self.documents: dict[Node, None] = {}
 
     def leaves(self, root: Node) -> list[Node]:
         carrying = set(self.inside)
@@ -52,8 +54,11 @@ class OperandBoundary:
         if n in algebra.constants:
             self.inside |= constants_of(algebra, n)
             return
+        if algebra.is_mask(n):
+            self._mask(n)
+            return
         at, between = self._through(n)
-        inputs = [a for a in tensors(at) if a not in algebra.constants]
+        inputs = algebra.inputs(at)
         mixes = at in algebra.nodes and (
             at.target in CONTRACTIONS
             and len(tensors(at)) == 2
@@ -71,6 +76,14 @@ class OperandBoundary:
         leaf, between = operand_of(algebra, n)
         self.inside |= between
         self.found[leaf] = None
+
+    def _mask(self, n: Node) -> None:
+        if self.algebra.masks is None or n not in self.algebra.masks.made:
+            self.documents[n] = None
+            return
+        self.inside.add(n)
+        for a in tensors(n):
+            self.descend(a)
 
     def _masked_scores(self, n: Node) -> bool:
         """Whether `n` is a contraction with constants applied to it; an operand with constants applied is none."""

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
 from megacpp_compile.matchers.ssd.axes import Axes, Dim, NoAxes, flat
+from megacpp_compile.matchers.ssd.packed import Reading, readings
 from megacpp_compile.matchers.ssd.resize import Resized
 from megacpp_compile.matchers.ssd.tensor_algebra import Algebra
 
 TOLERANCE = 1e-8  # float64, a few hundred operations
+BEGINS = 0.3  # how likely a token of a trial begins a document
+LOUD = 1e30  # by so much is what comes before a document multiplied: what is left of it after exp(-80) shows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +30,10 @@ class Leaf:
 
 @dataclasses.dataclass
 class Scan:
-    """A proved scan. Atoms: b batch, t tokens, h heads (groups of B and C first), p channels, n states."""
+    """A proved scan. Atoms: b batch, t tokens, h heads (groups of B and C first), p channels, n states.
+
+    documents: what tells packed documents apart, where the state starts anew with them, read as `reading`.
+    """
 
     y: Leaf
     final_states: list[Leaf]
@@ -45,16 +51,33 @@ class Scan:
     n: Dim
     chunk: int
     inside: set[Node]
+    documents: Leaf | None = None
+    reading: Reading | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class NoScan:
-    """Why something with a scan's decays is none. `stage`: how far it got, the furthest being the best reason."""
+    """Why something with a scan's decays is none. `stage`: how far it got, the furthest being the best reason.
+    `decays`: those that it answers for."""
 
     node: Node
     tag: str
     reason: str
     stage: int = 0
+    decays: frozenset[Node] = frozenset()
+
+
+@dataclasses.dataclass(frozen=True)
+class Documents:
+    """What a trial drew: where documents begin [b, t], and the tensor that says so."""
+
+    begins: Tensor
+    leaf: Tensor
+
+    def before(self) -> Tensor:
+        """[b, t]: what comes before a row's last document."""
+        count = self.begins.cumsum(1)
+        return count < count[:, -1:]
 
 
 class Roles:
@@ -62,10 +85,10 @@ class Roles:
 
     def __init__(
         self, algebra: Algebra, resized: Resized, root: Node, dt: Node, rate: Node, operands: list[Node],
-        exports: list[Node],
+        exports: list[Node], documents: Sequence[Node] = (),
     ) -> None:  # fmt: skip
         self.algebra, self.r, self.root, self.dt, self.rate = algebra, resized, root, dt, rate
-        self.operands, self.exports = operands, exports
+        self.operands, self.exports, self.documents = operands, exports, documents
 
     def atoms(self, n: Node) -> Dim:
         return [a for d in self.r.of(n) for a in d]
@@ -88,9 +111,11 @@ class Roles:
         best: NoScan = NoScan(self.root, "roles", "its operands are not those of a scan", 3)
         for t in [*reversed(outer), []]:
             b = [a for a in steps if a not in heads and a not in t]
-            for roles in self._assignments(b, t, heads, p):
+            for roles, reading in itertools.product(
+                self._assignments(b, t, heads, p), readings(self.documents) if self.documents else [None]
+            ):
                 try:
-                    found = self._try(roles, b, t, heads, p)
+                    found = self._try(roles, b, t, heads, p, reading)
                 except NoAxes as e:
                     found = NoScan(self.root, "axes", str(e), 5)
                 if isinstance(found, Scan):
@@ -125,38 +150,90 @@ class Roles:
                 continue
             yield roles
 
-    def _try(self, roles: dict[str, Node], b: Dim, t: Dim, h: Dim, p: Dim) -> Scan | NoScan:
+    def _try(self, roles: dict[str, Node], b: Dim, t: Dim, h: Dim, p: Dim, reading: Reading | None) -> Scan | NoScan:
         r = self.r
         n = [a for a in self.atoms(roles["B"]) if a not in {*b, *t, *h, *p}]
         nodes = {"dt": self.dt, "A": self.rate, **roles}
-        for turn in (0, 1):
+        for turn in range(2 if reading is None else 4):  # where documents begin is one draw of many
             r.solve(turn)
             # A generator of its own: what the model draws must not depend on what was compiled.
             generator = torch.Generator().manual_seed(turn)
-            operands = {m: _random(r.shape(r.of(m)), m is self.dt, generator) for m in r.leaves}
-            y, *states = r.run(operands, [self.root, *self.exports])
-            given = [
-                None if k not in nodes else arranged(r.axes, operands[nodes[k]], r.of(nodes[k]), target)
-                for k, target in (
-                    ("x", [b, t, h, p]), ("dt", [b, t, h]), ("A", [h]), ("B", [b, t, h, n]), ("C", [b, t, h, n]),
-                    ("D", [h]), ("initial_state", [b, h, p, n]),
-                )
-            ]  # fmt: skip
-            want, state = recurrence(*given)  # type: ignore[arg-type]
-            got = arranged(r.axes, y, r.of(self.root), [b, t, h, p])
-            if not _equal(got, want):
-                return NoScan(self.root, "differs", "what is computed is no scan of its operands", 5)
-            for final, found in zip(self.exports, states, strict=True):
-                target, dims = [b, h, p, n], r.of(final)
-                same = {a for d in dims for a in d} == {a for d in target for a in d}
-                if not same or not _equal(arranged(r.axes, found, dims, target), state):
-                    return NoScan(final, "escapes", "an intermediate of the scan is used elsewhere too", 6)
+            operands = {
+                m: _random(r.shape(r.of(m)), m is self.dt, generator) for m in r.leaves if m not in self.documents
+            }
+            drawn = reading and self._documents(reading, b, t, generator)
+            failed = self._compared(operands, nodes, b, t, h, p, n, drawn)
+            if failed is None and drawn is not None:
+                louder = self._louder(operands, nodes, b, t, drawn)
+                if self._compared(louder, nodes, b, t, h, p, n, drawn, drawn.before()) is not None:
+                    reason = "what comes before a document is made small in it, not nothing: exp(-1000) is nothing"
+                    failed = NoScan(self.root, "documents", reason, 6)
+            if failed is not None:
+                return failed
         made = {k: Leaf(m, tuple(tuple(d) for d in r.of(m))) for k, m in nodes.items()}
         y_leaf, *finals = (Leaf(m, tuple(tuple(d) for d in r.of(m))) for m in (self.root, *self.exports))
+        documents = [Leaf(m, tuple(tuple(d) for d in r.of(m))) for m in self.documents]
+        inside = {m for m in r.nodes if not self.algebra.is_mask(m)}
         return Scan(
             y_leaf, finals, made["x"], made["dt"], made["A"], made["B"], made["C"], made.get("D"),
-            made.get("initial_state"), b, t, h, p, n, self._chunk(t), set(r.nodes),
+            made.get("initial_state"), b, t, h, p, n, self._chunk(t), inside, documents[0] if documents else None,
+            reading,
         )  # fmt: skip
+
+    def _compared(
+        self, operands: dict[Node, Tensor], nodes: dict[str, Node], b: Dim, t: Dim, h: Dim, p: Dim, n: Dim,
+        documents: Documents | None, aside: Tensor | None = None,
+    ) -> NoScan | None:  # fmt: skip
+        """Why what is computed of `operands` is not what the recurrence makes of them, but `aside` [b, t]; or None."""
+        r = self.r
+        told = {} if documents is None else dict.fromkeys(self.documents, documents.leaf)
+        y, *states = r.run({**operands, **told}, [self.root, *self.exports])
+        given = [
+            None if k not in nodes else arranged(r.axes, operands[nodes[k]], r.of(nodes[k]), target)
+            for k, target in (
+                ("x", [b, t, h, p]), ("dt", [b, t, h]), ("A", [h]), ("B", [b, t, h, n]), ("C", [b, t, h, n]),
+                ("D", [h]), ("initial_state", [b, h, p, n]),
+            )
+        ]  # fmt: skip
+        begins = None if documents is None else documents.begins
+        want, state = recurrence(*given, begins=begins)  # type: ignore[arg-type]
+        got = arranged(r.axes, y, r.of(self.root), [b, t, h, p])
+        if aside is not None:
+            got, want = (one.masked_fill(aside[..., None, None], 0) for one in (got, want))
+        if not _equal(got, want):
+            return NoScan(self.root, "differs", "what is computed is no scan of its operands", 5)
+        for final, found in zip(self.exports, states, strict=True):
+            target, dims = [b, h, p, n], r.of(final)
+            same = {a for d in dims for a in d} == {a for d in target for a in d}
+            if not same or not _equal(arranged(r.axes, found, dims, target), state):
+                return NoScan(final, "escapes", "an intermediate of the scan is used elsewhere too", 6)
+        return None
+
+    def _documents(self, reading: Reading, b: Dim, t: Dim, generator: torch.Generator) -> Documents:
+        """Documents that begin here and there."""
+        axes, dims = self.r.axes, self.r.of(self.documents[0])
+        atoms = [a for d in dims for a in d]
+        others = [a for a in atoms if a not in t]
+        if not set(t) <= set(atoms) <= {*b, *t} or len(set(atoms)) != len(atoms):
+            raise NoAxes("what tells documents apart is not a number or a flag for each token")
+        begins = torch.rand(axes.size(others), axes.size(t), dtype=torch.float64, generator=generator) < BEGINS
+        if not reading.flags:
+            begins[:, 0] = False  # there is no number before the first
+        leaf = arranged(axes, reading.drawn(begins), [others, t], dims)
+        return Documents(arranged(axes, begins, [others, t], [b, t]), leaf)
+
+    def _louder(
+        self, operands: dict[Node, Tensor], nodes: dict[str, Node], b: Dim, t: Dim, documents: Documents
+    ) -> dict[Node, Tensor]:
+        """`operands`, where x and the initial state are so large before a row's last document that nothing of them may
+        reach it."""
+        louder, before = dict(operands), documents.before()
+        for name, at, dims in (("x", before, [b, t]), ("initial_state", documents.begins.any(1), [b])):
+            node = nodes.get(name)
+            if node is not None and {a for d in dims for a in d} <= set(self.atoms(node)):
+                factor = torch.where(at, LOUD, 1).double()
+                louder[node] = operands[node] * arranged(self.r.axes, factor, dims, self.r.of(node))
+        return louder
 
     def _chunk(self, t: Dim) -> int:
         """The size of the model's chunks: the tokens' inner dimension, perhaps once they are padded."""
@@ -185,14 +262,17 @@ def arranged(axes: Axes, t: Tensor, dims: list[Dim], target: list[Dim]) -> Tenso
 
 
 def recurrence(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, state: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """y and the last state, position by position; B and C by head."""
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, state: Tensor | None,
+    *, begins: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """y and the last state, position by position; B and C by head. The state starts anew where `begins` [b, t]."""
     b, t, h, p = x.shape
     state = x.new_zeros(b, h, p, B.shape[-1]) if state is None else state
     y = []
     for i in range(t):
         added = torch.einsum("bh,bhp,bhn->bhpn", dt[:, i], x[:, i], B[:, i])
+        if begins is not None:
+            state = state.masked_fill(begins[:, i, None, None, None], 0)
         state = (dt[:, i] * A).exp()[..., None, None] * state + added
         y.append(torch.einsum("bhpn,bhn->bhp", state, C[:, i]))
     out = torch.stack(y, 1)

@@ -11,7 +11,8 @@ the scan, however it is written; what does not is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 import torch
@@ -21,13 +22,14 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import value
 from megacpp_compile.matchers.ssd.axes import NoAxes
 from megacpp_compile.matchers.ssd.boundary import MOST_OPERANDS, OperandBoundary
+from megacpp_compile.matchers.ssd.packed import Masks, alike
 from megacpp_compile.matchers.ssd.resize import Resized
 from megacpp_compile.matchers.ssd.resize_rules import RULES
 from megacpp_compile.matchers.ssd.roles import Leaf, NoScan, Roles, Scan
 from megacpp_compile.matchers.ssd.tensor_algebra import Algebra, constants_of, lends_shape, operand_of, tensors
 from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS, EXPONENTIALS
 
-__all__ = ["Leaf", "NoScan", "Scan", "find_scans"]
+__all__ = ["Leaf", "NoScan", "Scan", "find_packed_scans", "find_scans"]
 
 aten = torch.ops.aten
 Found = TypeVar("Found")
@@ -39,15 +41,34 @@ def find_scans(graph: fx.Graph) -> Iterator[Scan | NoScan]:
     yield from found_at_decays(graph, _scan_of)
 
 
-def found_at_decays(graph: fx.Graph, find: Callable[[Algebra, Node], Found]) -> Iterator[Found]:
-    """`find` of each decay of `graph` that nothing found before took part in, in graph order. A decay in nothing, which
-    has no `inside`, answers for what is made of it, and for the exponentials in that."""
+def find_packed_scans(graph: fx.Graph, known: set[Node]) -> Iterator[Scan | NoScan]:
+    """As `find_scans`, of scans that start anew with packed documents, and of what is no such scan; among the nodes
+    `known` there is none."""
+    known, others = set(known), list[NoScan]()
+    for deep in (True, False):
+        for found in found_at_decays(graph, _scan_of, Masks(deep), known):
+            if isinstance(found, NoScan):
+                others.append(found)
+            elif found.documents is not None:
+                known |= found.inside
+                yield found
+    yield from (other for other in others if not other.decays & known)
+
+
+def found_at_decays(
+    graph: fx.Graph, find: Callable[[Algebra, Node], Found], masks: Masks | None = None, known: Iterable[Node] = ()
+) -> Iterator[Found]:
+    """`find` of each decay of `graph` that nothing found before took part in, in graph order; with `masks`, of those in
+    what masks are applied to. A decay in nothing, which has no `inside`, answers for what is made of it, and for the
+    exponentials in that."""
     if not any(n.target in EXPONENTIALS for n in graph.nodes):
         return
-    algebra = Algebra(graph, RULES)
-    done: set[Node] = set()
+    algebra = Algebra(graph, RULES, masks)
+    if masks is not None and not any(algebra.is_mask(a) for n in algebra.nodes for a in tensors(n)):
+        return
+    done = set(known)
     for n in graph.nodes:
-        if n in done or not is_decay(algebra, n):
+        if n in done or not is_decay(algebra, n) or masks is not None and not _masked(algebra, n):
             continue
         found = find(algebra, n)
         if (inside := getattr(found, "inside", None)) is not None:
@@ -66,6 +87,11 @@ def is_decay(algebra: Algebra, n: Node) -> bool:
     if any(m.target is aten.cumsum.default for m in made_of):
         return True
     return any(m.target in CONTRACTIONS and set(tensors(m)) & algebra.constants for m in made_of)
+
+
+def _masked(algebra: Algebra, decay: Node) -> bool:
+    """Whether a mask is applied in what `decay` is part of."""
+    return any(algebra.is_mask(a) for n in algebra.behind(algebra.ahead(decay)) for a in tensors(n))
 
 
 def candidates(algebra: Algebra, decay: Node) -> list[Node]:
@@ -87,7 +113,8 @@ def _scan_of(algebra: Algebra, decay: Node) -> Scan | NoScan:
             return found
         if found.stage > best.stage:
             best = found
-    return best
+    others = algebra.behind(algebra.ahead(decay)) if algebra.masks is not None else ()
+    return dataclasses.replace(best, decays=frozenset([decay, *(n for n in others if is_decay(algebra, n))]))
 
 
 def _scan_at(algebra: Algebra, root: Node, decay: Node) -> Scan | NoScan:
@@ -110,9 +137,12 @@ def _scan_at(algebra: Algebra, root: Node, decay: Node) -> Scan | NoScan:
     operands = [n for n in leaves if n not in (dt, rates[0])]
     if len(operands) > MOST_OPERANDS - 2:
         return NoScan(root, "roles", "it has more operands than a scan", 2)
-    exports, shown = exports_of(algebra, carrying, boundary.inside, leaves, dt, root)
-    resized = Resized(RULES, sorted(boundary.inside | shown), [dt, *operands, rates[0]])
-    return Roles(algebra, resized, root, dt, rates[0], operands, exports).scan()
+    documents = list(boundary.documents)
+    if not all(alike(documents[0], other) for other in documents[1:]):
+        return NoScan(root, "documents", "what tells its documents apart are several tensors", 2)
+    exports, shown = exports_of(algebra, carrying, boundary.inside, [*leaves, *documents], dt, root)
+    resized = Resized(RULES, sorted(boundary.inside | shown), [dt, *operands, rates[0], *documents])
+    return Roles(algebra, resized, root, dt, rates[0], operands, exports, documents).scan()
 
 
 def exports_of(

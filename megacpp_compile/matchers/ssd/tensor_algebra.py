@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import fx
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
+from megacpp_compile.matchers.ssd.packed import Masks, of_whole_numbers
 from megacpp_compile.matchers.ssd.tensor_ops import (
     CONDITION,
     CREATION,
@@ -26,27 +28,41 @@ aten = torch.ops.aten
 
 
 class Algebra:
-    """Which nodes of a graph are tensor algebra, i.e. have one of `rules`, and which of them are constants."""
+    """Which nodes of a graph are tensor algebra, i.e. have one of `rules`, and which of them are constants.
 
-    def __init__(self, graph: fx.Graph, rules: RuleTable) -> None:
+    masks: gets those that tell documents apart; without it there are none, and what they are applied to is no algebra.
+    """
+
+    def __init__(self, graph: fx.Graph, rules: RuleTable, masks: Masks | None = None) -> None:
         self.nodes: set[Node] = set()
         self.constants: set[Node] = set()
+        self.masks = masks
         for n in graph.nodes:
             if n.op != "call_function" or n.target not in rules:
                 continue
             inputs = tensors(n)
             constant = n.target in CREATION | LIKE or bool(inputs) and all(a in self.constants for a in inputs)
             condition = CONDITION.get(n.target)
-            data = n.target in MASKS or condition is not None and n.args[condition] not in self.constants
+            mask = not constant and masks and masks.take(n, [a for a in inputs if a not in self.constants])
+            data = n.target in MASKS or condition is not None and not self._known(n.args[condition])
             if constant:
                 self.constants.add(n)
-            elif data or not _float(n):
+            elif mask or data or not _float(n):
                 continue
             self.nodes.add(n)
 
+    def _known(self, n: Any) -> bool:
+        return n in self.constants or self.is_mask(n)
+
+    def is_mask(self, n: Node) -> bool:
+        """Whether `n` is made of flags and whole numbers alone, of which it may be one."""
+        if self.masks is None or n in self.constants:
+            return False
+        return n in self.masks.made or of_whole_numbers(n)
+
     def inputs(self, n: Node) -> list[Node]:
-        """What the value of `n` depends on; a constant, and what only lends its shape, is not."""
-        return [] if n in self.constants else [a for a in tensors(n) if a not in self.constants]
+        """What the value of `n` depends on; a constant, a mask, and what only lends its shape, is not."""
+        return [] if n in self.constants else [a for a in tensors(n) if not self._known(a)]
 
     def behind(self, roots: Iterable[Node], stop: Iterable[Node] = ()) -> set[Node]:
         """Everything `roots` are made of by algebra, themselves and the operands it begins with included."""

@@ -35,12 +35,12 @@ CREATION = {
     aten.empty.memory_format, aten.new_empty.default,
 }  # fmt: skip
 LIKE = {aten.ones_like.default, aten.zeros_like.default, aten.full_like.default, aten.empty_like.default}
-# These make booleans, or branch on them: of constants only.
+# These make booleans, or branch on them: of constants only, or of documents (`packed.py`).
 MASKS = {
-    aten.ge.Tensor, aten.gt.Tensor, aten.le.Tensor, aten.lt.Tensor, aten.eq.Tensor, aten.ge.Scalar, aten.gt.Scalar,
-    aten.le.Scalar, aten.lt.Scalar, aten.eq.Scalar, aten.bitwise_not.default, aten.logical_not.default,
-    aten.bitwise_and.Tensor, aten.logical_and.default, aten.bitwise_or.Tensor, aten.logical_or.default,
-    aten.__and__.Tensor, aten.__or__.Tensor,
+    aten.ge.Tensor, aten.gt.Tensor, aten.le.Tensor, aten.lt.Tensor, aten.eq.Tensor, aten.ne.Tensor, aten.ge.Scalar,
+    aten.gt.Scalar, aten.le.Scalar, aten.lt.Scalar, aten.eq.Scalar, aten.ne.Scalar, aten.bitwise_not.default,
+    aten.logical_not.default, aten.bitwise_and.Tensor, aten.logical_and.default, aten.bitwise_or.Tensor,
+    aten.logical_or.default, aten.__and__.Tensor, aten.__or__.Tensor,
 }  # fmt: skip
 ELEMENTWISE = {
     aten.mul.Tensor, aten.mul.Scalar, aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar,
@@ -48,7 +48,7 @@ ELEMENTWISE = {
     aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.where.self, aten.where.ScalarSelf, aten.where.ScalarOther,
     aten.where.Scalar,
 }  # fmt: skip
-# Which operand of these must be a constant.
+# Which operand of these must be such a one.
 CONDITION = {
     aten.masked_fill.Scalar: 1, aten.masked_fill.Tensor: 1, aten.where.self: 0, aten.where.ScalarSelf: 0,
     aten.where.ScalarOther: 0, aten.where.Scalar: 0,
