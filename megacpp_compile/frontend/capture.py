@@ -26,7 +26,7 @@ from megacpp_compile.frontend.checkpoint import inline_checkpoints
 from megacpp_compile.frontend.dtensor_writes import without_writes_to_new_tensors
 from megacpp_compile.frontend.dtensors import calls_on_dtensors, is_dtensor
 from megacpp_compile.frontend.export import export
-from megacpp_compile.frontend.hidden_writes import refuse_hidden_writes
+from megacpp_compile.frontend.hidden_writes import data_as_detached, refuse_hidden_writes
 from megacpp_compile.frontend.local_dtensors import localize
 from megacpp_compile.frontend.transforms import resolve_transforms
 from megacpp_compile.frontend.unsaid_aliases import without_writes_to_unsaid_aliases
@@ -96,7 +96,7 @@ def capture(gm: GraphModule, example_inputs: Sequence[Any]) -> Captured:
         mode.allow_scalar_outputs = True  # Dynamo has let the frame read numbers from tensors
     try:
         with modes.restored(), fx_traceback.preserve_node_meta():
-            gm = resolve_transforms(inline_checkpoints(gm, mode), fakes, mode)
+            gm = resolve_transforms(inline_checkpoints(data_as_detached(gm), mode), fakes, mode)
             plain = without_writes_to_unsaid_aliases(without_writes_to_new_tensors(gm))
             on_dtensors = calls_on_dtensors(plain, example_inputs)
             local = localize(plain, mode, on_dtensors)

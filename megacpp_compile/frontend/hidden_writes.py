@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from torch import fx
 from torch.fx import GraphModule, Node
 
 from megacpp_compile._torch.dispatch import is_traceable_wrapper_subclass
 from megacpp_compile.errors import CaptureError
 from megacpp_compile.fx.edit import called, dynamo_value
-from megacpp_compile.fx.provenance import source_line
+from megacpp_compile.fx.provenance import in_place_of, source_line
 
 _DETACHES = ("detach", "detach_", "_get_data_attr")
 _IN_PLACE = frozenset(
@@ -51,6 +52,19 @@ def hidden_write(gm: GraphModule) -> Node | None:
             differentiated.add(storage)
             recorded = recorded or recording and node.op != "placeholder"
     return hidden if recorded else None  # a frame that records nothing has no gradients: an optimizer's
+
+
+def data_as_detached(gm: GraphModule) -> GraphModule:
+    """`gm` itself where nothing in it asks for `.data`, else a copy with `detach()`, which is the same in a functional
+    graph: up to torch 2.11 export knows the latter alone."""
+    found = [n for n in gm.graph.nodes if called(n) == "_get_data_attr"]
+    if not found:
+        return gm
+    graph, copies = fx.Graph(), dict[Node, Node]()
+    graph.output(graph.graph_copy(gm.graph, copies))
+    for node in found:
+        copies[node].target = torch.detach
+    return in_place_of(gm, graph, copies)
 
 
 def written_tensors(node: Node) -> Iterator[Node]:
