@@ -97,7 +97,7 @@ def _check(view: GraphView, scan: Scan) -> Match | MatchFailure:
             new.append(arrange(build, Leaf(state, (b, h, p, n)), final.dims))
         return node, new
 
-    return Match(root, inputs, outputs, rewrite)
+    return Match(root, inputs, outputs, rewrite, note=f"documents: {scan.reading.value}" if scan.reading else "")
 
 
 def _documents(build: Builder, scan: Scan, state: Node | None) -> tuple[list[Node], Node | None]:

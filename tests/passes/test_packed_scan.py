@@ -212,11 +212,13 @@ def test_states_in_and_out(form):
 
 
 def test_compiled():
-    """The documents' numbers are the op's operand, and nothing of their masks stays behind."""
+    """The documents' numbers are the op's operand, nothing of their masks stays behind, and the report says what is taken
+    for given."""
     module = Packed(chunks_masked)
     frames = assert_fires(NAME, module, (*module.example_inputs(), torch.tensor(NUMBERS)))
     (op,) = (n for n in frames.graph.graph.nodes if n.target is torch.ops.megacpp.ssd_scan.default)
     assert op.args[-1].op == "placeholder"
+    assert "one number are one document" in frames.analyses[0].outcome.sites[0].note
     assert torch.ops.aten.eq.Tensor not in {n.target for n in frames.graph.graph.nodes}
 
 

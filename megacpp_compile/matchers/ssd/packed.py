@@ -35,7 +35,7 @@ class Reading(enum.Enum):
     """What a tensor of a number or a flag a token says of documents."""
 
     CHANGES = "a document begins where the number is another than the one before"
-    RUNS = "tokens of one number are one document, whose tokens are neighbours"
+    RUNS = "tokens of one number are one document, whose tokens are taken to be neighbours"
     STARTS = "a document begins where the flag is set"
     CONTINUES = "a document begins where the flag is not set"
 
