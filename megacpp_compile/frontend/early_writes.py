@@ -3,7 +3,8 @@ a weight that is normalised under `no_grad` before it is used. They run ahead of
 
 Autograd does not see them (`hidden_writes.py`), so that no functional graph can hold them. Ahead of the frame they are
 what they were: what the frame reads of such an input, or of memory it shares, it reads behind the last write, and what
-the writes read nobody else in the frame writes. What they compute goes into the writes alone, and draws nothing random.
+the writes read nobody else in the frame writes. What they compute goes into the writes alone, draws nothing random, and
+no autocast region has begun.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from megacpp_compile.fx.provenance import in_place_of
 
 _DETACHED = ("detach", "_get_data_attr")
 _RANDOM = re.compile("rand|normal_?$|uniform|dropout|bernoulli|multinomial|exponential|cauchy|geometric|poisson|seed")
+# An autocast or a transform that begins: ahead of it writes would be others.
+_MODE = re.compile("_enter_|.*_increment_nesting$")
 
 
 class EarlyWrites:
@@ -72,7 +75,10 @@ def _early(gm: GraphModule) -> set[Node]:
     inputs = {storage_of(n) for n in gm.graph.find_nodes(op="placeholder")} - {None}
     writes = [n for n in apart if any(storage_of(w) in inputs for w in written_tensors(n))]
     early = _behind(writes, apart)
-    if not writes or any(user not in early for node in early for user in node.users):
+    behind = max((places[node] for node in early), default=0)
+    if any(user not in early for node in early for user in node.users):
+        return set()
+    if any(_MODE.match(called(node)) and place < behind for node, place in places.items()):
         return set()
     last = {storage_of(w): place for node, place in places.items() if node in early for w in written_tensors(node)}
     read = {storage_of(a) for node in early for a in node.all_input_nodes} - {None}

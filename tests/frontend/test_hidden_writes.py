@@ -102,6 +102,12 @@ def one_after_the_other(m, y):
     return y
 
 
+def within_autocast(m, y):
+    with torch.autocast("cpu", torch.bfloat16):
+        m.down.weight.data.copy_(m.down.weight.data @ m.first.weight.data)
+    return y
+
+
 def is_read_as_data(m, y):
     m.down.weight.data.mul_(0.5)
     return y * m.down.weight.data.abs().sum()
@@ -118,6 +124,7 @@ def what_it_reads_is_written(m, y):
 HIDDEN = [
     data_of_an_activation, detached_part, activation_without_gradients, by_a_function, by_an_overload,
     gradient_hidden_in_new_memory, weight_is_read_before, draws, what_it_reads_is_written,
+    within_autocast,
 ]  # fmt: skip
 
 
