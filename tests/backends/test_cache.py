@@ -161,8 +161,9 @@ def test_the_report_of_cached_code_says_so(run):
     (fresh,), (cached,) = first["report"]["frames"], again["report"]["frames"]
     assert not fresh["cached"] and fresh["remat"] and fresh["peak"]
     assert cached["cached"] and cached["remat"] is cached["peak"] is None
+    assert fresh["backward"] and not cached["backward"]  # what serves it is decided on the way to code, too
     differ = {key for key in fresh if fresh[key] != cached[key]}
-    assert differ - {"seconds"} == {"cached", "remat", "peak"}
+    assert differ - {"seconds"} == {"cached", "remat", "peak", "backward"}
     for part in ("sites", "misses", "counts"):
         assert first["report"][part] == again["report"][part]
     assert "from cache" not in first["text"]
