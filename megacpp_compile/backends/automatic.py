@@ -126,7 +126,7 @@ class Automatic:
         if taken:
             tag(graph, plan, kept)
             if self.on_plan is not None:
-                self.on_plan(plan, blocks, predicted(graph, plan, [], SELECTIVE, self.around))
+                self.on_plan(plan, blocks, predicted(graph, plan, {}, SELECTIVE, self.around))
         halves = cuts.cut(gm) if taken else cuts.as_it_came()
         self.taken = self.taken or taken
         self._say(AutoPlan.of(taken, planned, base, time, found, speed.label))
