@@ -99,9 +99,9 @@ class Run:
     ) -> int:
         """Bytes at the peak. began: tensors that are alive before, with their bytes; lasting: tensors that are not
         freed; returning: offloaded tensors, with their bytes, in the order in which they are asked for; until: the
-        nodes up to which tensors live if nothing later reads them."""
+        nodes up to which tensors live that are on their way off the device, if nothing later reads them."""
         order, reads = self.kernels()
-        stays = set(lasting) | {p for n in self.lasting for p in self.reads.get(n, {})}
+        stays = (set(lasting) | {p for n in self.lasting for p in self.reads.get(n, {})}) - set(until)
         readers: dict[Memory, list[Node]] = {}
         for node in reads:
             for piece in reads[node]:
@@ -109,6 +109,9 @@ class Run:
         place = {n: i for i, group in enumerate(order) for n in group}
         last = {p: max(place[n] for n in nodes) for p, nodes in readers.items()}
         last |= {p: max(last.get(p, 0), place.get(n, len(order) - 1)) for p, n in until.items()}
+        left: dict[int, list[Memory]] = {}
+        for piece in until:
+            left.setdefault(last[piece], []).append(piece)
         early = _Early({p: size for p, size in returning.items() if p in last})
         began = {**began, **early.begin()}
         alive = {p: size for p, size in began.items() if p in last or p in stays}
@@ -125,7 +128,7 @@ class Run:
             now += sum(new.values())
             inside = max(self.facts.workspaces.get(n, 0) for n in group)
             top = max(top, now - reused + inside)
-            for piece in [*dying, *back, *new]:
+            for piece in [*dying, *back, *new, *left.get(i, ())]:
                 if piece in alive and piece not in stays and last.get(piece, i) <= i:
                     now -= alive.pop(piece)
         return top

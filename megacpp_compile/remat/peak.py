@@ -93,8 +93,9 @@ class PeakModel:
         found: dict[Memory, Node] = {}
         order = sorted(elsewhere, key=self.place.__getitem__)
         for i, node in enumerate(order):
-            later = next((n for n in order[i + 1 :] if elsewhere[n] != elsewhere[node]), self.forward[-1])
-            found |= dict.fromkeys(first.memory(node), later)
+            later = next((n for n in order[i + 1 :] if elsewhere[n] != elsewhere[node]), None)
+            made = self.forward[-1] if later is None else next((op for op, _ in first.memory(later)), later)
+            found |= dict.fromkeys(first.memory(node), made)
         return found
 
     def runs(self, plan: Plan) -> tuple[Run, Run]:
