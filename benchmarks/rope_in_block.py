@@ -72,8 +72,9 @@ def row(size: Size, steps: int, settings: Settings) -> dict[str, Any]:
     ours = {name: ms for name, (ms, _) in times.items() if OURS in name}
     rest = {n: ms for n, (ms, _) in times.items() if n not in ours and not any(word in n for word in OTHERS)}
     floor = settings.ceilings.milliseconds(ceilings.Work(bytes=bytes_))
-    return found | {"kernels": ours, "ms": sum(ours.values()), "floor": floor, "x": sum(ours.values()) / floor,
-                    "rest": rest, "rest_ms": sum(rest.values()), "all_ms": sum(ms for ms, _ in times.values())}  # fmt: skip
+    taken, everything = sum(ours.values()), sum(ms for ms, _ in times.values())
+    return found | {"kernels": ours, "ms": taken, "floor": floor, "x": taken / floor, "rest": rest,
+                    "rest_ms": sum(rest.values()), "all_ms": everything}  # fmt: skip
 
 
 def table(rows: list[dict[str, Any]]) -> str:
