@@ -9,6 +9,7 @@ from megacpp_compile._torch._theme import theme
 if TYPE_CHECKING:
     from torch._C import _current_autograd_node as current_autograd_node
     from torch._C import _current_graph_task_id as current_graph_task_id
+    from torch._C._autograd import _get_current_graph_task_keep_graph as current_graph_is_kept
     from torch._C._autograd import _top_saved_tensors_default_hooks as top_saved_tensors_default_hooks
     from torch._dynamo.compiled_autograd import Op as CompiledAutogradOp
     from torch.autograd import _get_sequence_nr as get_sequence_nr

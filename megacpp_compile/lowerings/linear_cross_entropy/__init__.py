@@ -48,6 +48,7 @@ from megacpp_compile.lowerings._op import compute_dtype, no_autocast, save_opera
 from megacpp_compile.lowerings._traits import OpTraits, declare
 from megacpp_compile.lowerings.linear_cross_entropy import reference
 from megacpp_compile.lowerings.linear_cross_entropy.chunks import workspace
+from megacpp_compile.lowerings.linear_cross_entropy.scaled import scaled_gradient
 
 __all__ = ["GRADS", "PREFERENCE", "linear_cross_entropy", "linear_cross_entropy_backward"]
 
@@ -200,10 +201,7 @@ def _of_sum(ctx: Any, dloss: Tensor | None) -> list[Tensor | None]:
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         problem = "a sum's gradients are made in its forward and have none of their own (create_graph=True)"
         raise OperandError("megacpp::linear_cross_entropy", problem)
-    # By a number in the compute dtype: rounded to half precision it would move a whole gradient by as much.
-    scaled = {
-        name: (t.to(dloss.dtype) * dloss).to(t.dtype) for name, t in zip(ctx.grads, ctx.saved_tensors, strict=True)
-    }
+    scaled = {name: scaled_gradient(t, dloss) for name, t in zip(ctx.grads, ctx.saved_tensors, strict=True)}
     return [scaled.get(name) for name in "xwb"]
 
 
