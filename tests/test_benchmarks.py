@@ -382,3 +382,31 @@ def python(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *args], cwd=ROOT, env={**os.environ, "PYTHONPATH": path, **env}, capture_output=True, text=True
     )
+
+
+def test_decoding_with_a_model(monkeypatch, tmp_path):
+    """Every row decodes from the same rows, whatever cache they are in."""
+    pytest.importorskip("transformers")
+    from benchmarks import decode_model
+
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    out = tmp_path / "rows.json"
+    assert decode_model.main(["--device", "cpu", "--quick", "--out", str(out)]) == 0
+    rows = {row["row"]: row for row in json.loads(out.read_text())["rows"]}
+    assert tuple(rows) == decode_model.ROWS
+    # Of float32, and of rows in fewer bits, beside the logits' norm.
+    assert rows["plain"]["off"] == 0 and rows["latents"]["off"] < 1e-6
+    assert 1e-5 < rows["fp8"]["off"] < 0.02 and rows["fp8"]["off"] < rows["turboquant"]["off"] < 0.1
+    assert rows["turboquant"]["bytes"] < rows["fp8"]["bytes"] < rows["latents"]["bytes"] == rows["plain"]["bytes"]
+
+
+def test_rotations_in_a_block(capsys, tmp_path, no_kernels):
+    from benchmarks import rope_in_block
+
+    out = tmp_path / "rows.json"
+    assert rope_in_block.main(["--device", "cpu", "--quick", "--out", str(out)]) == 0
+    assert "'mla_rope_q': 1, 'mla_rope_kv': 1" in capsys.readouterr().out
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["block"] == "toy"
+    timed = {"block": "a", "ms": 1.0, "floor": 0.8, "x": 1.25, "rest_ms": 2.0, "all_ms": 9.0, "kernels": {"k": 1.0}}
+    assert rope_in_block.table([timed]).splitlines()[1].split() == ["a", "1.000", "0.800", "1.25", "2.000", "9.00"]

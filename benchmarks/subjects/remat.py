@@ -34,6 +34,10 @@ POLICIES: dict[str, Any] = {
     },
     # From 0.46 on: what saves as much as Inductor's 0.6, 0.4 and 0.2, or a little less.
     **{f"budget {b}": b for b in (0.8, 0.46, 0.31, 0.155)},
+    # Beside "selective" and "full" these show what the copies cost.
+    "selective, inputs in main memory": {"offload": "inputs"},
+    "full, inputs in main memory": {"ablock": "full", "eblock": "full", "offload": "inputs"},
+    "selective, all in main memory": {"offload": "all"},
 }
 
 

@@ -80,13 +80,17 @@ def problem(layout: Layout, batch: int, tokens: int, settings: Settings) -> Prob
 def work(p: Problem) -> dict[str, Work]:
     """Bytes: q's rope channels read and written; kv's nope channels and the shared row read, K written; and so back."""
     q, kv, k_pe, cos, sin = p.inputs
-    heads, size = p.layout.heads, q.element_size()
-    tokens = q[..., 0, 0].numel()
     tables = (cos.numel() + sin.numel()) * cos.element_size()
-    q_channels, k_channels = 2 * heads * ROPE, heads * (NOPE + ROPE)
-    forward = tokens * size * (q_channels + heads * NOPE + ROPE + k_channels) + tables
-    backward = tokens * size * (q_channels + k_channels + heads * V + heads * (NOPE + V) + ROPE) + tables
+    forward, backward = moved(q[..., 0, 0].numel(), p.layout.heads, NOPE, ROPE, V, q.element_size(), tables)
     return {FORWARD: Work(bytes=forward), STEP: Work(bytes=forward + backward)}
+
+
+def moved(tokens: int, heads: int, nope: int, rope: int, v: int, size: int, tables: int) -> tuple[int, int]:
+    """Bytes of forward and backward, in place; `size` of an element, `tables` of both tables."""
+    q_channels, k_channels = 2 * heads * rope, heads * (nope + rope)
+    forward = tokens * size * (q_channels + heads * nope + rope + k_channels) + tables
+    backward = tokens * size * (q_channels + k_channels + heads * v + heads * (nope + v) + rope) + tables
+    return forward, backward
 
 
 def ours_alone(p: Problem, tuned: bool) -> Callable[[], Runner]:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch._C._functorch import pop_dynamic_layer_stack_and_undo_to_depth as undo_to_layer
     from torch._functorch import config
     from torch._functorch.aot_autograd import aot_export_module, make_boxed_func
+    from torch._functorch.compile_utils import fx_graph_cse
     from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 else:

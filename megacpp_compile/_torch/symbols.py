@@ -207,6 +207,8 @@ _ROWS = (
            "both halves of a frame on XLA", RAISES),
     Symbol("functorch.min_cut_rematerialization_partition",
            "torch._functorch.partitioners.min_cut_rematerialization_partition", "offloading", RAISES),
+    Symbol("functorch.fx_graph_cse", "torch._functorch.compile_utils.fx_graph_cse", "policy='auto'",
+           "what layers compute alike is counted in each", instead=lambda: lambda graph: graph),
     Symbol("functorch.temporarily_clear_interpreter_stack",
            "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack",
            "running a kernel while a graph is traced", ALONE),

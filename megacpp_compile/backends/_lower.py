@@ -70,17 +70,25 @@ class LowerSemanticOps(GraphPass):
         return LowerSemanticOps, (self.target, self.config, self.before, self.regions)
 
 
-def expand(graph: fx.Graph, node: Node, target: Target) -> None:
-    """Put the lowering of one op in its place ahead of the others, in a graph that is not divided yet. Raises
-    NotLoweredError where its lowering is no graph."""
-    if _lower(graph, node, target, {}):
+def expand(graph: fx.Graph, node: Node, target: Target) -> dict[Node, Node]:
+    """Put the lowering of one op in its place ahead of the others, in a graph that is not divided yet; what stands in
+    the place of each of its results. Raises NotLoweredError where its lowering is no graph."""
+    replaced: dict[Node, Node] = {}
+    if _lower(graph, node, target, {}, replaced=replaced):
         raise NotLoweredError(str(node.target), target.name, module_fqn(node), source_line(node))
+    return replaced
 
 
 def _lower(
-    graph: fx.Graph, node: Node, target: Target, traced: dict[Any, GraphModule], tell: Tell | None = None
+    graph: fx.Graph,
+    node: Node,
+    target: Target,
+    traced: dict[Any, GraphModule],
+    tell: Tell | None = None,
+    replaced: dict[Node, Node] | None = None,
 ) -> bool:
-    """Put the lowering of `node` in its place; true where the op itself stays."""
+    """Put the lowering of `node` in its place; true where the op itself stays. replaced: is told what stands in the
+    place of which result."""
     tensors: list[Node] = []
 
     def hole(a: Any) -> Any:
@@ -105,7 +113,7 @@ def _lower(
         traced[key] = _trace(body, args, fakes, target)
     with graph.inserting_before(node):
         result = _keep_layout(graph, value(node), _inline(graph, traced[key].graph, tensors, node))
-    _rewire(node, result)
+    _rewire(node, result, {} if replaced is None else replaced)
     graph.erase_node(node)
     return False
 
@@ -191,11 +199,12 @@ def _keep_layout(graph: fx.Graph, promised: Any, result: Any) -> Any:
     return copy
 
 
-def _rewire(node: Node, result: Any) -> None:
+def _rewire(node: Node, result: Any, replaced: dict[Node, Node]) -> None:
     """Give the op's readers the lowered values; readers of a structured result are `getitem`s, perhaps nested."""
     if not isinstance(result, (list, tuple)):
         node.replace_all_uses_with(result)
+        replaced[node] = result
         return
     for user in list(node.users):
-        _rewire(user, result[user.args[1]])  # type: ignore[index]
+        _rewire(user, result[user.args[1]], replaced)  # type: ignore[index]
         user.graph.erase_node(user)

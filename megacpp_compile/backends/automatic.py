@@ -14,6 +14,7 @@ from typing import Any
 from torch import fx
 from torch.fx import GraphModule
 
+from megacpp_compile._torch.functorch import fx_graph_cse
 from megacpp_compile._torch.inductor import CustomPartitionerFn
 from megacpp_compile._torch.inductor import config as inductor_config
 from megacpp_compile.backends._lower import expand
@@ -100,6 +101,7 @@ class Automatic:
             return cut(gm) if cuts is None else cuts.as_it_came()
 
     def _plan(self, gm: GraphModule, cuts: _Cuts, outputs: int) -> Halves:
+        gm.graph = fx_graph_cse(gm.graph)  # as the partitioner does: what layers compute alike, its halves compute once
         graph, speed = gm.graph, rates(self.target.name)
         none = as_partitioned(joint(graph)[0], cuts.as_it_came(), outputs)
         base = self._of(PeakModel(graph), none)
@@ -108,7 +110,7 @@ class Automatic:
             latents.pass_on(graph, keeping)
             cuts = _Cuts(cuts.cut, gm)
             for op in keeping:
-                expand(graph, op, self.target)
+                none = none.with_replaced(expand(graph, op, self.target))
         kept = overwritten.keep(graph)
         forward, needed = joint(graph)
         model, blocks = PeakModel(graph), blocks_of(forward, dict(self.config.block_kinds))
@@ -126,7 +128,7 @@ class Automatic:
         if taken:
             tag(graph, plan, kept)
             if self.on_plan is not None:
-                self.on_plan(plan, blocks, predicted(graph, plan, [], SELECTIVE, self.around))
+                self.on_plan(plan, blocks, predicted(graph, plan, {}, SELECTIVE, self.around))
         halves = cuts.cut(gm) if taken else cuts.as_it_came()
         self.taken = self.taken or taken
         self._say(AutoPlan.of(taken, planned, base, time, found, speed.label))

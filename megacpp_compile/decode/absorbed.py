@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,8 +50,25 @@ class Form:
         return f"{name} by {self.by}: {counts}"
 
 
+class LowRank(NamedTuple):
+    """Ranks of what is beside the up-projection (LoRA), in all: beside W_uk, beside W_uv, and of the distinct matrices
+    that narrow a latent, which keys and values may share."""
+
+    keys: int = 0
+    values: int = 0
+    narrowed: int = 0
+
+
 def choose_form(
-    tokens: int, rows: int, heads: int, nope_dim: int, rope_dim: int, v_dim: int, latent_dim: int, form: str = "auto"
+    tokens: int,
+    rows: int,
+    heads: int,
+    nope_dim: int,
+    rope_dim: int,
+    v_dim: int,
+    latent_dim: int,
+    form: str = "auto",
+    low_rank: LowRank | None = None,
 ) -> Form:
     """The form with fewer multiply-adds for a step of `tokens` over `rows` cached rows, or the one asked for.
 
@@ -61,6 +79,9 @@ def choose_form(
     projected = tokens * latent_dim * (nope_dim + v_dim)  # queries by W_uk, and results by W_uv
     absorbed = heads * (projected + tokens * rows * (2 * latent_dim + rope_dim))
     expanded = heads * rows * (latent_dim * (nope_dim + v_dim) + tokens * (nope_dim + rope_dim + v_dim))
+    low_rank = low_rank or LowRank()
+    absorbed += heads * tokens * (low_rank.keys * (nope_dim + latent_dim) + low_rank.values * (v_dim + latent_dim))
+    expanded += rows * (low_rank.narrowed * latent_dim + heads * (low_rank.keys * nope_dim + low_rank.values * v_dim))
     if form != "auto":
         return Form(form == "absorbed", "caller", absorbed, expanded)
     return Form(absorbed <= expanded, "counts", absorbed, expanded)

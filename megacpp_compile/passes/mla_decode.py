@@ -23,7 +23,7 @@ from collections.abc import Iterator
 
 from torch.fx import Node
 
-from megacpp_compile.decode.absorbed import choose_form
+from megacpp_compile.decode.absorbed import LowRank, choose_form
 from megacpp_compile.fx.edit import place, unread_without, value
 from megacpp_compile.fx.sizes import hint
 from megacpp_compile.matchers._match import MatchFailure
@@ -50,6 +50,13 @@ def find(view: GraphView) -> Iterator[Match | MatchFailure]:
             yield decided
 
 
+def _low_rank(found: LatentAttention) -> LowRank:
+    """The ranks of what is added to W_uk and W_uv."""
+    keys, values = ([m for m in maps if m.down is not None] for maps in (found.w_uk, found.w_uv))
+    narrowed = {m.down.node: m.rank for m in (*keys, *values) if m.down is not None}
+    return LowRank(sum(m.rank for m in keys), sum(m.rank for m in values), sum(narrowed.values()))
+
+
 def _decide(view: GraphView, found: LatentAttention, gradients: set[Node]) -> Match | MatchFailure | None:
     node, sizes = found.core.result.node, found.sizes
     inputs = inputs_of(found)
@@ -62,7 +69,8 @@ def _decide(view: GraphView, found: LatentAttention, gradients: set[Node]) -> Ma
             f"{sizes['n'] + sizes['p']} and no flash kernel, and save nothing that backward does not recompute: decode "
             "under torch.no_grad()"
         )  # fmt: skip
-    form = choose_form(hint(sizes["t"]), hint(sizes["s"]), heads, sizes["n"], sizes["p"], sizes["v"], latent)
+    widths = heads, sizes["n"], sizes["p"], sizes["v"], latent
+    form = choose_form(hint(sizes["t"]), hint(sizes["s"]), *widths, low_rank=_low_rank(found))
     if not form.absorbed:
         return MatchFailure(node, "expanded-cheaper", str(form))
     unread = unread_without(node.all_input_nodes, {node})

@@ -149,7 +149,10 @@ def as_partitioned(forward: Sequence[Node], halves: tuple[GraphModule, GraphModu
     forward's results are the model's own."""
     first, second = (half.graph for half in halves)
     results: Any = first.output_node().args[0]
-    kept = {n.name for n in results[outputs:] if isinstance(n, Node) and n.op != "placeholder"}
+    handed_over = [n for n in results[outputs:] if isinstance(n, Node) and n.op != "placeholder"]
+    own = {n.name for n in forward}
+    # A view that the joint graph makes for backward alone, and the partitioner in the forward, holds what it is one of.
+    kept = {n.name if n.name in own else base_of(n, through_items=False).name for n in handed_over}
     again = {n.name for n in second.nodes if n.op == "call_function"}
     saved = [n for n in forward if n.name in kept]
     return Plan(saved, [n for n in forward if n.name in again and n.name not in kept], [])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from types import MappingProxyType
 from typing import Any
 
 from torch.fx import Node, map_arg
@@ -18,6 +19,7 @@ from megacpp_compile.fx.view_chains import base_of, beyond_views
 from megacpp_compile.fx.views import is_view
 from megacpp_compile.lowerings._traits import traits_of
 from megacpp_compile.remat.fusion import Memory, fuse
+from megacpp_compile.remat.host_copies import fits
 from megacpp_compile.remat.plan import allocated_bytes
 
 # Inductor's `realize_reads_threshold` and `realize_acc_reads_threshold`: a value that reads more tensors is written out
@@ -88,22 +90,35 @@ class Run:
         reads = {n: {p: None for a in self.facts.inputs[n] for p in self.reads.get(a, {})} for n in run}
         return fuse(run, reads, self.facts.kinds), reads
 
-    def peak(self, began: Mapping[Memory, int], lasting: Set[Memory], returning: Mapping[Memory, int]) -> int:
+    def peak(
+        self,
+        began: Mapping[Memory, int],
+        lasting: Set[Memory],
+        returning: Mapping[Memory, int],
+        until: Mapping[Memory, Node] = MappingProxyType({}),
+    ) -> int:
         """Bytes at the peak. began: tensors that are alive before, with their bytes; lasting: tensors that are not
-        freed; returning: offloaded tensors, with their bytes."""
+        freed; returning: offloaded tensors, with their bytes, in the order in which they are asked for; until: the
+        nodes up to which tensors live that are on their way off the device, if nothing later reads them."""
         order, reads = self.kernels()
-        stays = set(lasting) | {p for n in self.lasting for p in self.reads.get(n, {})}
+        stays = (set(lasting) | {p for n in self.lasting for p in self.reads.get(n, {})}) - set(until)
         readers: dict[Memory, list[Node]] = {}
         for node in reads:
             for piece in reads[node]:
                 readers.setdefault(piece, []).append(node)
         place = {n: i for i, group in enumerate(order) for n in group}
         last = {p: max(place[n] for n in nodes) for p, nodes in readers.items()}
+        last |= {p: max(last.get(p, 0), place.get(n, len(order) - 1)) for p, n in until.items()}
+        left: dict[int, list[Memory]] = {}
+        for piece in until:
+            left.setdefault(last[piece], []).append(piece)
+        early = _Early({p: size for p, size in returning.items() if p in last})
+        began = {**began, **early.begin()}
         alive = {p: size for p, size in began.items() if p in last or p in stays}
         now, top = sum(alive.values()), sum(began.values())
         for i, group in enumerate(order):
             operands = dict.fromkeys(p for n in group for p in reads[n])
-            back = {p: returning[p] for p in operands if p in returning and p not in alive}
+            back = early.read(operands)
             # A tensor that only the kernel itself reads is never written out.
             own = {p for n in group for p in self.facts.pieces[n] if last.get(p) == i and p not in stays}
             new = back | {p: size for n in group for p, size in self.facts.pieces[n].items() if p not in own}
@@ -113,7 +128,7 @@ class Run:
             now += sum(new.values())
             inside = max(self.facts.workspaces.get(n, 0) for n in group)
             top = max(top, now - reused + inside)
-            for piece in [*dying, *back, *new]:
+            for piece in [*dying, *back, *new, *left.get(i, ())]:
                 if piece in alive and piece not in stays and last.get(piece, i) <= i:
                     now -= alive.pop(piece)
         return top
@@ -128,6 +143,34 @@ class Run:
                 free.remove(size)
                 total += size
         return total
+
+
+class _Early:
+    """Which offloaded tensors are back when, as `host_copies.py` asks for them. waiting: those, in that order."""
+
+    def __init__(self, waiting: Mapping[Memory, int]) -> None:
+        self.waiting, self.asked = dict(waiting), dict[Memory, int]()
+
+    def begin(self) -> dict[Memory, int]:
+        """The first, which backward asks for as it begins."""
+        return self._ask(list(self.waiting)[:1])
+
+    def read(self, operands: Iterable[Memory]) -> dict[Memory, int]:
+        """The tensors that come back as `operands` are read."""
+        first = [p for p in operands if p in self.waiting or p in self.asked]
+        back = self._ask([p for p in first if p in self.waiting])
+        for piece in first:
+            del self.asked[piece]
+        for piece in list(self.waiting) if first else []:
+            if not fits(sum(self.asked.values()), self.waiting[piece]):
+                break
+            back |= self._ask([piece])
+        return back
+
+    def _ask(self, pieces: Iterable[Memory]) -> dict[Memory, int]:
+        found = {p: self.waiting.pop(p) for p in pieces}
+        self.asked |= found
+        return found
 
 
 def _kind(node: Node) -> str:

@@ -9,11 +9,13 @@ libraries; ops of this package that hold much while they run say how much (`OpTr
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 from torch import fx
 from torch.fx import Node
 
+from megacpp_compile.remat.fusion import Memory
 from megacpp_compile.remat.joint_graph import backward_nodes, joint
 from megacpp_compile.remat.liveness import Facts, Run
 from megacpp_compile.remat.plan import Plan, allocated_bytes
@@ -56,6 +58,7 @@ class PeakModel:
         self.forward, needed = joint(graph)
         self.read = set(needed)
         self.inner = set(self.forward)
+        self.place = {n: i for i, n in enumerate(self.forward)}
         late = backward_nodes(graph)
         self.backward = [n for n in graph.nodes if n in late and n.op == "call_function"]
         outputs = graph.output_node().all_input_nodes
@@ -64,8 +67,9 @@ class PeakModel:
         self.given = [n for n in graph.nodes if n.op == "placeholder" and n in late]
         self.facts = Facts([*self.forward, *self.backward])
 
-    def __call__(self, plan: Plan, elsewhere: Set[Node] = frozenset()) -> Peak:
-        """The peak under `plan`. elsewhere: saved values that are offloaded until backward first reads them."""
+    def __call__(self, plan: Plan, elsewhere: Mapping[Node, str] = MappingProxyType({})) -> Peak:
+        """The peak under `plan`. elsewhere: saved values that are offloaded until backward needs them, with their
+        layers."""
         kept = self._kept(plan)
         first, second = self.runs(plan)
         out_of_device = {b for n in elsewhere for b in first.memory(n)}
@@ -73,16 +77,26 @@ class PeakModel:
         between |= {b: size for n in self.outputs for b, size in first.sizes_of(n)}
         tangents = sum(allocated_bytes(n.meta.get("val")) for n in self.given)
         outputs = {b for n in self.outputs for b in first.memory(n)}
-        returning = {b: size for n in elsewhere for b, size in first.sizes_of(n)}
+        returning = {b: size for n in reversed(elsewhere) for b, size in first.sizes_of(n)}
         began = dict(between)
         gradients = sum({b: size for n in self.gradients for b, size in second.sizes_of(n)}.values())
         return Peak(
-            forward=first.peak({}, frozenset(between), {}),
+            forward=first.peak({}, frozenset(between), {}, self._leaving(first, elsewhere)),
             backward=second.peak(began, outputs, returning) + tangents,
             saved=sum(between.values()),
             gradients=gradients,
             outputs=sum({b: size for n in self.outputs for b, size in first.sizes_of(n)}.values()),
         )
+
+    def _leaving(self, first: Run, elsewhere: Mapping[Node, str]) -> dict[Memory, Node]:
+        """Until when offloaded values live: as long as their copies are made beside the rest of their layer."""
+        found: dict[Memory, Node] = {}
+        order = sorted(elsewhere, key=self.place.__getitem__)
+        for i, node in enumerate(order):
+            later = next((n for n in order[i + 1 :] if elsewhere[n] != elsewhere[node]), None)
+            made = self.forward[-1] if later is None else next((op for op, _ in first.memory(later)), later)
+            found |= dict.fromkeys(first.memory(node), made)
+        return found
 
     def runs(self, plan: Plan) -> tuple[Run, Run]:
         """The forward and the backward under `plan`."""

@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from megacpp_compile.config.checkpointing import CheckpointingPolicy
 from megacpp_compile.fx.sizes import nbytes
-from megacpp_compile.fx.view_chains import beyond_views
+from megacpp_compile.fx.view_chains import base_of, beyond_views
 from megacpp_compile.remat.joint_graph import backward_nodes
 
 # What is decided of a forward node. RECOMPUTE may give way to SAVE where that costs no bytes; MUST_RECOMPUTE may not.
@@ -55,6 +55,14 @@ class Plan:
 
     def saved_bytes(self) -> int:
         return sum(map(kept_bytes, self.saved))
+
+    def with_replaced(self, replaced: Mapping[Node, Node]) -> Plan:
+        """The same plan of a graph in which other nodes stand in the place of some. replaced: those by these."""
+
+        def now(nodes: list[Node]) -> list[Node]:
+            return list(dict.fromkeys(base_of(replaced[n], through_items=False) if n in replaced else n for n in nodes))
+
+        return Plan(now(self.saved), now(self.recomputed), now(self.free))
 
 
 @dataclasses.dataclass(frozen=True)

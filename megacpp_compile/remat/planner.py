@@ -46,7 +46,7 @@ def make_plan(
 
         @functools.lru_cache(maxsize=2)  # a plan is looked at when it is made, and when it is taken
         def peak(plan: Plan) -> int:
-            return live(plan, set(offloaded(plan, blocks, policy))).of(around.copies, passed_on)
+            return live(plan, offloaded(plan, blocks, policy)).of(around.copies, passed_on)
 
         for kind, fraction in policy.budgets():
             allowed = fraction * read_bytes(needed, forward, blocks, kind)

@@ -7,7 +7,7 @@ run it, and replays random state. So a plan is written as those tags. The pass i
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -66,8 +66,8 @@ class TagForRemat(GraphPass):
         away = offload.offloaded(plan, blocks, self.policy)
         found = predicted(graph, plan, away, self.policy, self.around) if self.on_plan is not None else {}
         tag(graph, plan, kept)
-        for node in [*away, *self.around.passed_on(graph, self.policy)]:
-            node.meta[offload.MARK] = True
+        for node, layer in (away | dict.fromkeys(self.around.passed_on(graph, self.policy), "")).items():
+            node.meta[offload.MARK] = layer
         if self.on_plan is not None:
             self.on_plan(plan, blocks, found)
 
@@ -121,10 +121,10 @@ def keep_choices(graph: fx.Graph) -> None:
 
 
 def predicted(
-    graph: fx.Graph, plan: Plan, away: list[Node], policy: CheckpointingPolicy, around: StepContext
+    graph: fx.Graph, plan: Plan, away: Mapping[Node, str], policy: CheckpointingPolicy, around: StepContext
 ) -> dict[str, Any]:
-    """The predicted peak of a step in bytes, as `report.Frame.peak` has it. away: the values that are offloaded."""
-    found, before = PeakModel(graph)(plan, set(away)), around.before(graph)
+    """The predicted peak of a step in bytes, as `report.Frame.peak` has it. away: offloaded values: their layers."""
+    found, before = PeakModel(graph)(plan, away), around.before(graph)
     step = found.of(around.copies, bool(around.passed_on(graph, policy)))
     return {
         "before": before,

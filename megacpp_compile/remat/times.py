@@ -10,7 +10,8 @@ the machine: every rank predicts the same.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch.fx import Node
@@ -28,8 +29,8 @@ from megacpp_compile.targets.rates import Rates
 # By how much more than at the rates what moves bytes is taken to cost where it runs again. On an H200 six layers of MLA
 # and SwiGLU took 1.93 ms more where 0.18 ms of FLOPs and 1.12 ms of bytes were predicted (docs/remat.md).
 CARRIED_AGAIN = 1.57
-# Attention's backward multiplies five times where its forward does twice.
-_BACKWARD_OF_ATTENTION = 2.5
+# Attention's backward multiplies five times where its forward does twice, that of a product twice where it does once.
+_BACKWARD_OF_ATTENTION, _BACKWARD_OF_PRODUCT = 2.5, 2.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,12 +51,22 @@ class StepTime:
 
 def step_time(model: PeakModel, plan: Plan, rates: Rates) -> StepTime:
     """The predicted time of forward and backward of the joint graph of `model` under `plan`."""
-    halves = [_seconds(run, model.facts, rates) for run in model.runs(plan)]
+    of_forward = _of_forward(model.forward)
+    halves = [_seconds(run, model.facts, rates, of_forward) for run in model.runs(plan)]
     return StepTime(sum(flops for flops, _ in halves), sum(moved for _, moved in halves))
 
 
-def _seconds(run: Run, facts: Facts, rates: Rates) -> tuple[float, float]:
-    """(seconds of kernels that FLOPs bound, of those that bytes bound)."""
+def _of_forward(forward: Sequence[Node]) -> dict[str, float]:
+    """The FLOPs of ops of ours by name, the mean of all their sites."""
+    found: dict[str, list[float]] = {}
+    for node in forward:
+        if traits_of(node).flops is not None:
+            found.setdefault(name_of(node), []).append(flops(node))
+    return {name: sum(each) / len(each) for name, each in found.items()}
+
+
+def _seconds(run: Run, facts: Facts, rates: Rates, of_forward: Mapping[str, float]) -> tuple[float, float]:
+    """(seconds of kernels that FLOPs bound, of those that bytes bound). of_forward: of `_of_forward`."""
     groups, reads = run.kernels()
     stays = {p for n in run.lasting for p in run.memory(n)}
     place = {n: i for i, group in enumerate(groups) for n in group}
@@ -67,7 +78,7 @@ def _seconds(run: Run, facts: Facts, rates: Rates) -> tuple[float, float]:
     for i, group in enumerate(groups):
         node = group[0]
         if facts.kinds[node] in ("kernel", "in place"):
-            by_flops, by_bytes = flops(node) / rates.flops, costs.moved(node) / rates.bytes
+            by_flops, by_bytes = flops(node, of_forward) / rates.flops, costs.moved(node) / rates.bytes
             computed, carried = computed + by_flops * (by_flops >= by_bytes), carried + by_bytes * (by_flops < by_bytes)
             continue
         own = {p for n in group for p in facts.pieces[n]}
@@ -83,10 +94,17 @@ def _size(facts: Facts, piece: tuple[Node, tuple[int, ...]]) -> int:
     return facts.pieces[piece[0]][piece]
 
 
-def flops(node: Node) -> float:
-    """`costs.flops`, and of attention cores that torch has no formula for, such as the CPU's, what their shapes say."""
+def flops(node: Node, of_forward: Mapping[str, float] = MappingProxyType({})) -> float:
+    """`costs.flops`; of attention cores that torch has no formula for, such as the CPU's, what their shapes say; of a
+    backward op of ours, as many times those of its forward (`of_forward`, by name) as its kind has."""
     found = costs.flops(node)
-    return found if found or not traits_of(node).core else _of_attention(node)
+    if found or traits_of(node).core:
+        return found or _of_attention(node)
+    forward = name_of(node).removesuffix("_backward")
+    if forward == name_of(node) or forward not in of_forward:
+        return 0.0
+    core = traits_of(forward).core
+    return of_forward[forward] * (_BACKWARD_OF_ATTENTION if core else _BACKWARD_OF_PRODUCT)
 
 
 def _of_attention(node: Node) -> float:

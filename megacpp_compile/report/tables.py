@@ -6,11 +6,11 @@ import io
 import math
 import shutil
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from megacpp_compile.report.auto_plan import AutoPlan
 from megacpp_compile.report.columns import COLUMNS, FQN
-from megacpp_compile.report.records import AttentionSite, Collected, Frame, MissedFusion, Pinned, Precision, Site
+from megacpp_compile.report.records import AttentionSite, Collected, Frame, Pinned, Precision
 from megacpp_compile.report.text import bytes_text, plain
 
 
@@ -71,7 +71,7 @@ def family(fqns: Sequence[str]) -> str:
 
 def _fused(report: Collected) -> _Section:
     rows = []
-    for fqn, site, count in _grouped(report.sites):
+    for fqn, site, count in grouped(report.sites):
         unknown = site.saved_before is None and site.saved_after is None
         saved = "-" if unknown else f"{bytes_text(site.saved_before)} → {bytes_text(site.saved_after)}"
         saved += f" ({site.saved_reason})" if site.saved_reason else ""
@@ -79,7 +79,7 @@ def _fused(report: Collected) -> _Section:
         backward = report.frames[site.frame].backward.get(site.op, [])
         others = [f"backward {lowering}" for lowering in backward if lowering != site.lowering]
         lowering = "; ".join(text for text in (site.lowering, *others, site.note) if text)
-        rows.append((site.pass_name, _times(fqn, count), _place(site.source), op, lowering, saved))
+        rows.append((site.pass_name, times(fqn, count), _place(site.source), op, lowering, saved))
     return _section("fused", rows)
 
 
@@ -94,19 +94,19 @@ def _recognised(report: Collected) -> _Section:
 
 def _precision(report: Collected) -> _Section:
     rows = []
-    for fqn, one, count in _grouped([Precision(**row) for frame in report.frames for row in frame.precision]):
+    for fqn, one, count in grouped([Precision(**row) for frame in report.frames for row in frame.precision]):
         shape = one.shape.replace("x", " x ") or "-"
-        rows.append((one.kind, _times(fqn, count), shape, one.rule, one.requested, one.effective, one.reason or "-"))
+        rows.append((one.kind, times(fqn, count), shape, one.rule, one.requested, one.effective, one.reason or "-"))
     return _section("precision", rows)
 
 
 def _attention(report: Collected) -> _Section:
     rows = []
-    for fqn, one, count in _grouped([AttentionSite(**row) for frame in report.frames for row in frame.attention]):
+    for fqn, one, count in grouped([AttentionSite(**row) for frame in report.frames for row in frame.attention]):
         reason = f"{one.reason} [{one.tag}]" if one.tag else "-"
         place = _place(one.source)
         served = one.requested, one.effective, one.kernel, one.observed or "-"
-        rows.append((one.call, _times(fqn, count), place, *served, reason))
+        rows.append((one.call, times(fqn, count), place, *served, reason))
     return _section("attention", rows)
 
 
@@ -120,9 +120,9 @@ def _eager(report: Collected) -> _Section:
 
 def _missed(report: Collected) -> _Section:
     rows = []
-    for fqn, miss, count in _grouped(report.misses):
+    for fqn, miss, count in grouped(report.misses):
         reason = f"{miss.reason} [{miss.tag}]"
-        rows.append((miss.pass_name, _times(fqn, count), _place(miss.source), miss.node or "-", reason))
+        rows.append((miss.pass_name, times(fqn, count), _place(miss.source), miss.node or "-", reason))
     return _section("nearest misses", rows)
 
 
@@ -190,9 +190,9 @@ def _sharded(report: Collected) -> _Section:
     rows = []
     for frame in report.frames:
         pinned = [Pinned(**{**row, "shape": tuple(row["shape"])}) for row in (frame.sharding or {}).get("pinned", ())]
-        for fqn, row, count in _grouped(pinned):
+        for fqn, row, count in grouped(pinned):
             shape, asked = "x".join(map(str, row.shape)), row.rule or "(no rule)"
-            rows.append((str(frame.index), _times(fqn, count), shape, row.spec, asked, row.by or "-"))
+            rows.append((str(frame.index), times(fqn, count), shape, row.spec, asked, row.by or "-"))
     meshes = {" x ".join(f"{a} {n}" for a, n in f.sharding["mesh"].items()) for f in report.frames if f.sharding}
     return _section("sharding", rows)._replace(title=f"sharding over {', '.join(sorted(meshes))}")
 
@@ -202,14 +202,22 @@ def _place(source: str) -> str:
     return source.partition(",")[0] or "-"
 
 
-def _times(text: str, count: int) -> str:
+def times(text: str, count: int) -> str:
+    """A module pattern of `grouped`, and how many it stands for."""
     return f"{text or '(the frame itself)'} ×{count}" if count > 1 else text or "(the frame itself)"
 
 
-Member = TypeVar("Member", Site, MissedFusion, Precision, Pinned, AttentionSite)
+class Named(Protocol):
+    """A record of one module."""
+
+    @property
+    def fqn(self) -> str: ...
 
 
-def _grouped(items: Sequence[Member]) -> Iterator[tuple[str, Member, int]]:
+Member = TypeVar("Member", bound=Named)
+
+
+def grouped(items: Sequence[Member]) -> Iterator[tuple[str, Member, int]]:
     """(module pattern, first of the group, size) of items that differ only in the numbers of their module."""
     groups: dict[tuple[Any, ...], list[Member]] = {}
     for item in items:

@@ -113,6 +113,11 @@ def test_the_configuration_of_others_is_left_alone():
     assert row.done and row.now == "without bias_activation_fusion"
 
 
+def test_layers_are_one_row_of_the_table():
+    text = str(plain_mla(made()))
+    assert "decoder.layers.{0..1}.mlp.linear_fc2 ×2" in text and "decoder.layers.0." not in text
+
+
 def test_undo_and_twice():
     model = made(te=True, bias_activation_fusion=True)
     before = {name: type(m) for name, m in model.named_modules()}

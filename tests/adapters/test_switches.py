@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import sys
 
 import pytest
 import torch
@@ -123,7 +124,8 @@ def test_a_block_of_megatron(megatron, monkeypatch, caplog):
 
 
 def test_the_plain_block_without_megatron(monkeypatch, caplog):
-    monkeypatch.setitem(__import__("sys").modules, "megatron", None)
+    for name in {"megatron", *(n for n in sys.modules if n.startswith("megatron."))}:
+        monkeypatch.setitem(sys.modules, name, None)
     with caplog.at_level(logging.INFO, "megacpp_compile"):
         assert block_class(nn.Linear, megatron=True) is nn.Linear
         assert block_class(nn.Linear) is nn.Linear

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from megacpp_compile.decode.absorbed import choose_form, latent_attention, split_up_projection
+from megacpp_compile.decode.absorbed import LowRank, choose_form, latent_attention, split_up_projection
 from megacpp_compile.decode.cache import MLAKVCache
 from megacpp_compile.errors import AbsorbedInTrainingError, OperandError
 from tests.lowerings import relative_error
@@ -90,6 +90,14 @@ def test_counts():
     forced = choose_form(1, 10**6, 16, 128, 64, 128, 512, "expanded")
     assert (forced.absorbed, forced.by) == (False, "caller")
     assert str(forced).startswith("expanded by caller: 17410097152 multiply-adds absorbed, 2102272")
+
+
+def test_counts_of_low_rank_paths():
+    """Of rank 8 beside both, with one matrix that narrows: t h p (n + v + 2 r) and s p (r + h (n + v)) more."""
+    sizes = 3, 1000, 16, 128, 64, 128, 512
+    plain, adapted = choose_form(*sizes), choose_form(*sizes, low_rank=LowRank(8, 8, 8))
+    assert adapted.absorbed_multiply_adds - plain.absorbed_multiply_adds == 3 * 16 * 8 * (256 + 2 * 512)
+    assert adapted.expanded_multiply_adds - plain.expanded_multiply_adds == 1000 * 8 * (512 + 16 * 256)
 
 
 def test_the_choice_is_taken_and_logged(monkeypatch, caplog):

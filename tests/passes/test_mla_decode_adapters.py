@@ -8,9 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megacpp_compile.decode.absorbed import LowRank, choose_form
 from tests.corpus.decodes import (
     CACHED,
     HEADS,
+    LATENT,
     NOPE,
     ROPE,
     VALUE,
@@ -86,6 +88,13 @@ def test_of_keys_or_of_values_alone(name):
 def test_in_half_precision():
     module, _ = changed("both", one_projection, dtype=torch.bfloat16)
     assert_half_precision(NAME, module, arguments(1, torch.bfloat16, batch=32))
+
+
+def test_paths_are_counted():
+    frames = assert_fires(NAME, *changed("lora", one_projection))
+    (site,) = frames.analyses[0].outcome.sites
+    low_rank = LowRank(2, 2, 2)
+    assert site.note == str(choose_form(1, CACHED + 1, HEADS, NOPE, ROPE, VALUE, LATENT, low_rank=low_rank))
 
 
 def test_graph():

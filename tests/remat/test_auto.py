@@ -10,8 +10,11 @@ import torch
 from torch import nn
 
 import megacpp_compile
+from benchmarks import models as plain
+from benchmarks.subjects import dsa
 from megacpp_compile.backends import automatic as backend
 from megacpp_compile.config.options import Config
+from megacpp_compile.remat import times
 from megacpp_compile.remat.automatic import LEAST_SPARED, Ladder, Predicted, worth_taking
 from megacpp_compile.report.auto_plan import AutoPlan
 from megacpp_compile.targets.rates import CPU, Rates, rates
@@ -159,6 +162,35 @@ def test_every_step_saves_less_and_costs_more(planned, monkeypatch):
     assert costs == sorted(costs) and costs[3] < 0.1 * costs[-1]
     projections = [sum(name.startswith(("mm", "mla_rope_kv")) for name in names) for *_, names in (first, *others)]
     assert projections == [0, 0, 0, 0, 2, 4]
+
+
+def test_the_ladder_begins_with_what_the_partitioner_saves(planned, monkeypatch):
+    """Also where it saves a view that only backward makes, what layers compute alike, and an up-projection's result."""
+    begun = []
+
+    class Seen(Ladder):
+        def __init__(self, forward, needed, blocks, none):
+            super().__init__(forward, needed, blocks, none)
+            begun.append((self.plan(0).saved_bytes(), none.saved_bytes()))
+
+    monkeypatch.setattr(backend, "Ladder", Seen)
+    size, layers = dsa.QUICK[0], 2
+    sizes = size.dim, size.heads, size.q_lora, size.kv_lora, size.nope, size.rope, size.v
+    torch.manual_seed(0)
+    model = plain.Stack([plain.Layer(plain.SparseMLA(size.topk, *sizes), size.dim, 96) for _ in range(layers)])
+    inputs = [x.detach().float() for x in dsa.inputs(size, torch.device("cpu"))]
+    made = step(model, tuple(inputs), AUTO)
+    latents, ((begins, partitioned),) = chosen(made).latents, begun
+    # Two projections have a latent, of which each layer's handed over tensor is its own.
+    assert latents["kept"] == 2 * layers and begins - partitioned == latents["bytes"]
+
+
+def test_a_backward_takes_its_multiple_of_the_forward():
+    ops, graph = torch.ops.megacpp, torch.fx.Graph()
+    scan, experts = (graph.call_function(op) for op in (ops.ssd_scan_backward.default, ops.moe_backward.default))
+    of_forward = {"megacpp::ssd_scan": 4.0, "megacpp::moe": 4.0}
+    assert (times.flops(scan, of_forward), times.flops(experts, of_forward)) == (10.0, 8.0)
+    assert times.flops(scan) == 0.0
 
 
 def test_the_limit_on_what_is_spared():

@@ -26,7 +26,7 @@ from megacpp_compile.adapters.megatron.installed import loaded, version
 from megacpp_compile.errors import CompiledTooEarlyError, NotAModuleError
 from megacpp_compile.fx.compiled_models import compiled_part
 from megacpp_compile.report import log
-from megacpp_compile.report.tables import table_text
+from megacpp_compile.report.tables import grouped, table_text, times
 from megacpp_compile.report.text import plural
 
 _CORE, _ENGINE = "megatron.core.", "megatron.core.extensions.transformer_engine."
@@ -131,7 +131,10 @@ class PlainTable:
         return f"{len(self.done)} of {plural(len(self.rows), 'module')} of Megatron-Core {version()} plain"
 
     def __str__(self) -> str:
-        rows = [(row.fqn or "(the model)", row.module, row.now or "left", row.reason or "-") for row in self.rows]
+        rows = [
+            (times(name or "(the model)", count), row.module, row.now or "left", row.reason or "-")
+            for name, row, count in grouped(self.rows)
+        ]
         return (table_text("plain modules", ("module", "class", "is now", "reason"), rows) if rows else "") + (
             f"megatron: {self.summary()}"
         )
