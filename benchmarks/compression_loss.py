@@ -1,6 +1,7 @@
 """What gradients from random projections do to the loss of a small model, over seeds; on any machine.
 
     python -m benchmarks.compression_loss                       # 4 layers of width 128, 300 steps, 5 seeds: ten minutes
+    python -m benchmarks.compression_loss --feed-forward gelu   # with GELU layers in the place of SwiGLU: some minutes
     python -m benchmarks.compression_loss --steps 20 --seeds 1  # seconds
 
 The model of examples/train_fp8.py is trained in float32, with linears of its feed-forward layers as the option
@@ -15,6 +16,7 @@ import fnmatch
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import megacpp_compile.lowerings.compressed_linear  # noqa: F401  the op
@@ -28,6 +30,22 @@ ROWS = {
     "down-projections, drawn with each update": ("*.down_proj", True),
     "all of the feed-forward layers, drawn once": ("*.mlp.*", False),
 }
+
+FEED_FORWARDS = ("swiglu", "gelu")
+
+
+class GELULayer(nn.Module):
+    """The plain feed-forward layer, four times as wide as the model."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.up_proj = nn.Linear(dim, 4 * dim, bias=False)
+        self.down_proj = nn.Linear(4 * dim, dim, bias=False)
+        for p in self.parameters():
+            nn.init.normal_(p, std=0.02)  # as PlainLM has its own
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.gelu(self.up_proj(x)))  # type: ignore[no-any-return]
 
 
 def compressed(linear: nn.Linear, ratio: float, seed: int, redraw: bool) -> Callable[[Tensor], Tensor]:
@@ -44,12 +62,15 @@ def compressed(linear: nn.Linear, ratio: float, seed: int, redraw: bool) -> Call
 
 
 def final_loss(
-    text: Tensor, seed: int, steps: int, names: str = "", redraw: bool = False, ratio: float = 0.25
-) -> float:
-    """names: a glob of the linears to compress, "" for exact gradients."""
+    text: Tensor, seed: int, steps: int, names: str = "", redraw: bool = False, ratio: float = 0.25,
+    feed_forward: str = "swiglu",
+) -> float:  # fmt: skip
+    """names: a glob of the linears to compress, "" for exact gradients. feed_forward: of FEED_FORWARDS."""
 
     def build() -> nn.Module:
         model = PlainLM(CONFIG)
+        for block in model.blocks if feed_forward == "gelu" else ():
+            block.mlp = GELULayer(CONFIG.dim)
         for number, (name, module) in enumerate(model.named_modules()):
             if isinstance(module, nn.Linear) and fnmatch.fnmatchcase(name, names):
                 own = compressed(module, ratio, 1000 * seed + number, redraw)
@@ -64,13 +85,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=5, help="seeds, from 0 on")
     parser.add_argument("--steps", type=int, default=300, help="optimizer steps of a run")
     parser.add_argument("--ratio", type=float, default=0.25, help="channels kept of those of the input")
+    parser.add_argument("--feed-forward", choices=FEED_FORWARDS, default="swiglu", help="what the layers are")
     args = parser.parse_args(argv)
     text = standard_library_text()
     ratios: dict[str, list[float]] = {name: [] for name in ROWS}
     for seed in range(args.seeds):
-        exact = final_loss(text, seed, args.steps)
+        exact = final_loss(text, seed, args.steps, feed_forward=args.feed_forward)
         for name, (names, redraw) in ROWS.items():
-            ratios[name].append(final_loss(text, seed, args.steps, names, redraw, args.ratio) / exact)
+            how = (names, redraw, args.ratio, args.feed_forward)
+            ratios[name].append(final_loss(text, seed, args.steps, *how) / exact)
         shares = ", ".join(f"{found[-1]:.4f}" for found in ratios.values())
         print(f"seed {seed}: exact {exact:.4f}, of it {shares}", flush=True)
     for name, found in ratios.items():

@@ -360,6 +360,9 @@ def test_projections_change_a_loss_a_little():
         loss = compression_loss.final_loss(text, 1, 3, "*.down_proj", redraw)
         assert loss == compression_loss.final_loss(text, 1, 3, "*.down_proj", redraw)
         assert 0 < abs(loss / plain - 1) < 1e-2
+    of_gelu = compression_loss.final_loss(text, 1, 3, feed_forward="gelu")
+    loss = compression_loss.final_loss(text, 1, 3, "*.mlp.*", feed_forward="gelu")
+    assert of_gelu != plain and 0 < abs(loss / of_gelu - 1) < 1e-2
 
 
 @pytest.mark.parametrize(("other", "code"), [([2.0, 1.00005], 0), ([2.0, 1.001], 1), ([2.0, float("nan")], 1)])

@@ -66,8 +66,8 @@ class Estimate:
         optimizer: state of `optimizer_name`.
         activations: by kind of block, what is outside of blocks last.
         fields: what eager autograd keeps, in bytes by what it is (`memory.fields.FIELDS`): a router's input and scores,
-            dispatch, gathered rows, experts' hiddens, combine, attention, convolutions, the head's logits, the results
-            of other GEMMs, the rest. Their sum is `eager`.
+            dispatch, gathered rows, experts' hiddens, combine, attention, convolutions, scans, streams of a residual,
+            loops over depth, the head's logits, the results of other GEMMs, the rest. Their sum is `eager`.
         device: what was estimated for; which attention runs, and so what it saves, depends on it.
         levers: under a policy, by kind of block ("ablock", ..., "" between blocks) over all blocks: bytes "saved" on
             the device, "offloaded" to main memory, and recomputed ("again") of what backward reads.

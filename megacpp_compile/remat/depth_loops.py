@@ -8,11 +8,14 @@ each call, each depends on the one before, and nowhere else do tokens mix betwee
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 from torch.fx import Node
 
 from megacpp_compile.fx.provenance import local_path
+
+Value = TypeVar("Value", bound=Hashable)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,16 +30,28 @@ class Call:
 def calls_of(forward: Sequence[Node], mixes: Callable[[Node], bool]) -> dict[Node, Call]:
     """The call of every node that is in a loop over depth. forward: in graph order; mixes: whether in a node tokens
     mix."""
-    stacks = {n: _stack(n) for n in forward}
+    return loops_of(
+        forward, {n: _stack(n) for n in forward}, [n for n in forward if mixes(n)], lambda n: n.all_input_nodes
+    )
+
+
+def loops_of(
+    forward: Sequence[Value],
+    stacks: Mapping[Value, Mapping[str, int]],
+    mixing: Sequence[Value],
+    read: Callable[[Value], Iterable[Value]],
+) -> dict[Value, Call]:
+    """What `calls_of` says, of values that need not be nodes. forward: in the order they are made; stacks: the modules
+    around each, the outermost first, with the number of the call; mixing: those in which tokens mix; read: what a value
+    is made of."""
     repeated = {name for stack in stacks.values() for name, number in stack.items() if number}
     if not repeated:
         return {}
-    mixing = [n for n in forward if mixes(n)]
     outermost = [next((name for name in stacks[n] if name in repeated), None) for n in mixing]
-    found: dict[Node, Call] = {}
+    found: dict[Value, Call] = {}
     for module in dict.fromkeys(name for name in outermost if name is not None):
         numbers = {n: stack[module] for n, stack in stacks.items() if module in stack}
-        if _is_loop(forward, numbers, mixing):
+        if _is_loop(forward, numbers, mixing, read):
             beside = any(n not in numbers for n in mixing)
             found.update({n: Call(module, number, beside) for n, number in numbers.items()})
     return found
@@ -53,7 +68,12 @@ def _stack(node: Node) -> dict[str, int]:
     return found
 
 
-def _is_loop(forward: Sequence[Node], numbers: Mapping[Node, int], mixing: Sequence[Node]) -> bool:
+def _is_loop(
+    forward: Sequence[Value],
+    numbers: Mapping[Value, int],
+    mixing: Sequence[Value],
+    read: Callable[[Value], Iterable[Value]],
+) -> bool:
     count = max(numbers.values()) + 1
     if {numbers[n] for n in mixing if n in numbers} != set(range(count)):
         return False
@@ -61,14 +81,14 @@ def _is_loop(forward: Sequence[Node], numbers: Mapping[Node, int], mixing: Seque
     first, last = (pick(place[n] for n in numbers) for pick in (min, max))
     if any(first < place[n] < last and n not in numbers for n in mixing):
         return False
-    behind: dict[Node, set[int]] = {}  # the calls that a node depends on
+    behind: dict[Value, set[int]] = {}  # the calls that a value depends on
     follows = {0}
-    for node in forward:
-        own = set().union(*(behind.get(a, ()) for a in node.all_input_nodes))
-        number = numbers.get(node)
+    for value in forward:
+        own = set().union(*(behind.get(a, ()) for a in read(value)))
+        number = numbers.get(value)
         if number is not None:
             if number - 1 in own:
                 follows.add(number)
             own.add(number)
-        behind[node] = own
+        behind[value] = own
     return follows == set(range(count))

@@ -69,6 +69,7 @@ RUNS = {
     ],
     "python -m benchmarks.compression_loss --steps 2 --seeds 1": [
         "python -m benchmarks.compression_loss", "python -m benchmarks.compression_loss --steps 20 --seeds 1",
+        "python -m benchmarks.compression_loss --feed-forward gelu",
     ],
     "python -m benchmarks.hybrid_lm --backends eager --steps 2 --batch 1 --length 32 --no-plot": [
         "python -m benchmarks.hybrid_lm",
@@ -193,7 +194,7 @@ NEEDS = {
     r"minute": [
         "make test", "make demo", "make test-repeat N=20", "python -m tests.repeat 5 tests/lowerings", "TEST_EVERY_SPELLING=1 .venv/bin/python -m pytest -n 2 tests/passes/test_spellings.py",
         "python -m benchmarks.compile_time --layers 24 --repeat 3", "python -m benchmarks.rounding_loss",
-        "python -m benchmarks.compression_loss",
+        "python -m benchmarks.compression_loss", "python -m benchmarks.compression_loss --feed-forward gelu",
         "python -m tests.lowerings.fuzz", "python examples/explain_hf.py", "python examples/train_mla.py", "python examples/generate.py",
         "python examples/train_hybrid.py", "python examples/train_hybrid.py --mixer delta",
         "python examples/train_fp8.py --size tiny --steps 20 --blocks",

@@ -9,6 +9,9 @@ from torch.nn import functional as F
 
 from megacpp_compile import estimate
 from megacpp_compile.memory.fields import FIELDS, FieldWatch, by_field
+from tests.remat import models
+from tests.remat.test_depth_loops import DEPTHS, Depths
+from tests.remat.test_streams import LAYERS, STREAMS, Streams
 
 DIM, HIDDEN, TOKENS = 32, 48, 40
 
@@ -76,6 +79,57 @@ class Scan(nn.Module):
         return x + torch.bmm(mixed, v.unflatten(-1, (self.heads, -1)).transpose(0, 1)).transpose(0, 1).flatten(1)
 
 
+class NGrams(nn.Module):
+    """Rows of a table, read by hashes of the last two ids; keys of them gate values of them, a convolution follows."""
+
+    def __init__(self, width=24):
+        super().__init__()
+        self.table, self.key, self.value = nn.Embedding(97, width), nn.Linear(width, DIM), nn.Linear(width, DIM)
+        self.conv = nn.Conv1d(DIM, DIM, 3, groups=DIM, padding=2)
+        self.register_buffer("ids", torch.arange(TOKENS) * 5 % 23)
+
+    def forward(self, x):
+        hashes = ((self.ids * 31) ^ (self.ids.roll(1) * 17)) % len(self.table.weight)
+        rows = self.table(hashes)
+        gate = (F.layer_norm(self.key(rows), (DIM,)) * x).sum(-1, keepdim=True)
+        v = gate.sigmoid() * self.value(rows)
+        return x + (v + F.silu(self.conv(v.t()[None])[0, :, : len(x)].t()))
+
+
+class Positions(nn.Module):
+    """As near: rows of a table, read by positions in a circle."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.out = nn.Embedding(7, DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x):
+        return self.out(x * self.table(torch.arange(len(x), device=x.device) % 7))
+
+
+class WrittenOut(nn.Module):
+    """Attention as two GEMMs, of so few tokens that it might as well mix streams."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(DIM, 3 * DIM)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x[:4]).unflatten(-1, (3, 2, -1)).permute(1, 2, 0, 3)
+        return (q @ k.mT).softmax(-1) @ v
+
+
+class Heads(nn.Module):
+    """As near to streams: what is computed is spread over a few heads with weights of each, and nothing is added."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights, self.block = nn.Linear(DIM, 4), nn.Linear(DIM, DIM)
+
+    def forward(self, x):
+        return (self.weights(x)[:, :, None] * self.block(x)[:, None]).square()
+
+
 class Head(nn.Module):
     def __init__(self, classes=64):
         super().__init__()
@@ -110,6 +164,12 @@ MODELS = {
     "attention": lambda: nn.Sequential(Attention(), Attention(), Head()),
     "mamba": lambda: nn.Sequential(Mamba(), Head()),
     "scan": lambda: nn.Sequential(Scan(), Head()),
+    "ngrams": lambda: nn.Sequential(nn.Linear(DIM, DIM), NGrams(), Head()),
+    "positions": lambda: nn.Sequential(Positions(), Head()),
+    "written_out": WrittenOut,
+    "heads": Heads,
+    "streams": Streams,
+    "depths": Depths,
     "bf16": lambda: nn.Sequential(Attention(), Experts(), Head()).bfloat16(),
 }
 
@@ -118,6 +178,7 @@ MODELS = {
 def test_the_estimate_is_what_is_counted(name):
     model = MODELS[name]()
     x = torch.randn(TOKENS, DIM, dtype=next(model.parameters()).dtype)
+    x = models.hidden() if name in ("streams", "depths") else x
     found = estimate(model, x, compiled=False)
     assert found.fields == counted(model, x)
     assert sum(found.fields.values()) == found.eager and set(found.fields) <= set(FIELDS)
@@ -163,14 +224,61 @@ def test_attention_and_convolutions_have_theirs():
     # Queries, keys and values as one result, the core's own, which the projection behind it reads, and the core's
     # log-sum-exp.
     assert TOKENS * 4 * DIM * 4 <= found["attention"] <= TOKENS * (4 * DIM + 2 * 2) * 4 + 64
-    assert fields(Mamba())["convolution"] >= 2 * TOKENS * 2 * DIM * 4
+
+
+def test_a_convolution_to_the_byte():
+    found = fields(Mamba())
+    assert found["in projections"] == TOKENS * 2 * DIM * 4, "what the convolution reads"
+    # Its result with the padding's three tokens, which SiLU keeps; the running sum keeps no activation.
+    assert found["convolution"] == (TOKENS + 3) * 2 * DIM * 4
 
 
 def test_a_scan_to_the_byte():
     """Decays for every pair of tokens and head, and these times the scores; what comes out of it is none of it."""
     pairs = TOKENS * TOKENS * 4
-    assert fields(nn.Sequential(Scan(heads=4), nn.Linear(DIM, DIM)))["scan states"] == 2 * pairs * 4
-    assert "scan states" not in fields(Attention())
+    found = fields(nn.Sequential(Scan(heads=4), nn.Linear(DIM, DIM)))
+    assert found["scan states"] == 2 * pairs * 4
+    assert found["B and C"] == pairs, "the scores, before decays come in"
+    assert found["in projections"] == TOKENS * (3 * DIM + 4) * 4, "B, C and values as one result, and the decays'"
+    assert not {"scan states", "B and C", "in projections"} & set(fields(Attention()))
+
+
+def test_rows_of_ngrams_to_the_byte():
+    """Five times the width of the model a token, beside the rows themselves."""
+    found = fields(nn.Sequential(nn.Linear(DIM, DIM), NGrams(width=24), nn.Linear(DIM, DIM)))
+    wide = 5 * TOKENS + 2  # key, normed key, value, gated value, and the convolution's result with two tokens of padding
+    # Hashes, and mean, deviation and gate a token.
+    assert found["n-gram memory"] == wide * DIM * 4 + TOKENS * (24 * 4 + 8 + 3 * 4)
+
+
+def test_streams_to_the_byte():
+    x = models.hidden()
+    found = estimate(Streams(), x, compiled=False).fields
+    assert found["residual streams"] == LAYERS * STREAMS * x.numel() * 4, "not those of the last layer: a sum reads them"
+    # In each layer the normed copy and what the block reads; a token coefficients, their sigmoid and their softmax, and
+    # the norm's factor, but for the first layer, as the input needs no gradient.
+    tokens = x.numel() // models.DIM
+    each = (STREAMS + 1) * models.DIM + STREAMS * (STREAMS + 2) + STREAMS + STREAMS**2 + 1
+    assert found["stream mixing"] == (LAYERS * each - 1) * tokens * 4
+
+
+def test_a_loop_over_depth_is_so_many_blocks(monkeypatch):
+    def of(depths):
+        monkeypatch.setattr("tests.remat.test_depth_loops.DEPTHS", depths)
+        return estimate(Depths(), models.hidden(), compiled=False).fields
+
+    one, two, three = of(1), of(2), of(DEPTHS)
+    assert "depth loop" not in one, "a layer like any other"
+    assert three["depth loop"] * 2 == two["depth loop"] * 3
+    assert two["attention"] == three["attention"], "the trunk's"
+
+
+@pytest.mark.parametrize("name", sorted({*MODELS} - {"streams", "depths", "ngrams"}))
+def test_what_is_near_has_no_such_field(name):
+    model = MODELS[name]()
+    found = fields(model, next(model.parameters()).dtype)
+    assert not {"residual streams", "stream mixing", "depth loop", "n-gram memory"} & set(found)
+    assert ("attention" in found) == (name in ("attention", "bf16", "written_out"))
 
 
 def test_a_dense_block_is_near_what_megatron_counts():
@@ -198,19 +306,42 @@ def test_a_dense_block_is_near_what_megatron_counts():
 
 LM = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 128, "num_attention_heads": 4, "intermediate_size": 96}
 MLA = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
+DELTA = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
 REAL = {
     "DeepseekV3": {**LM, **MLA, "moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2,
                    "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
     "Mixtral": {**LM, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
     "Mamba2": {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 128, "num_heads": 8, "head_dim": 16,
                "state_size": 16, "n_groups": 1, "chunk_size": 8},
+    "DeepseekV4": {**LM, "num_key_value_heads": 1, "head_dim": 16, "q_lora_rank": 24, "o_groups": 2, "o_lora_rank": 16,
+                   "index_n_heads": 2, "index_head_dim": 16, "moe_intermediate_size": 32, "n_routed_experts": 4,
+                   "num_experts_per_tok": 2, "hc_mult": 4},
+    "Qwen4Exp": {**LM, **DELTA, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_experts": 4,
+                 "num_experts_per_tok": 2, "hc_lowrank": 8, "ple_layer_ids": [1], "ple_embed_dim": 32,
+                 "heads_per_ngram": 2, "ngram_vocab_size_base": 64, "make_ngram_vocab_size_divisible_by": 8,
+                 "layer_types": ["linear_attention"] * 2, "eos_token_id": 0},
 }  # fmt: skip
+
+
+EXPERTS = {"dispatch", "gathered rows", "expert hiddens"}
+ROUTER = {"router input", "router scores"}
+STREAM = {"residual streams", "stream mixing"}
+OWN = {
+    "DeepseekV3": {*EXPERTS, *ROUTER, "attention"},
+    "Mixtral": {*EXPERTS, *ROUTER},
+    "Mamba2": {"in projections", "convolution", "B and C", "scan states"},
+    "DeepseekV4": {*EXPERTS, *STREAM, "attention"},  # its first layers choose experts by a table
+    "Qwen4Exp": {*EXPERTS, *ROUTER, *STREAM, "convolution", "B and C", "scan states", "n-gram memory"},
+}
 
 
 @pytest.mark.parametrize("name", REAL)
 def test_models_nobody_here_wrote(name):
     transformers = pytest.importorskip("transformers")
-    built = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**REAL[name]))
+    if not hasattr(transformers, f"{name}ForCausalLM"):
+        pytest.skip(f"no {name} in transformers {transformers.__version__}")
+    config = getattr(transformers, f"{name}TextConfig", None) or getattr(transformers, f"{name}Config")
+    built = getattr(transformers, f"{name}ForCausalLM")(config(**REAL[name]))
 
     class Step(nn.Module):
         def __init__(self):
@@ -225,6 +356,7 @@ def test_models_nobody_here_wrote(name):
     if name == "Mixtral":  # transformers makes a mask where a model is traced, and calls another kernel with it
         assert found.pop("attention") > real.pop("attention") > 0
     assert found == real
-    experts = {"router input", "router scores", "dispatch", "gathered rows", "expert hiddens"}
-    own = {"convolution", "scan states"} if name == "Mamba2" else experts | ({"attention"} if name == "DeepseekV3" else set())
-    assert own | {"head logits", "elementwise"} <= set(found)
+    assert OWN[name] | {"head logits", "elementwise"} <= set(found)
+    wide = ids.numel() * 4 * LM["hidden_size"] * 4
+    # Before, between and behind two blocks a layer: what the last one writes a norm reads.
+    assert found.get("residual streams", 0) == (5 * wide if "residual streams" in OWN[name] else 0)
