@@ -27,7 +27,7 @@ from benchmarks.subjects.rope import moved
 
 OURS = "mla_rope"
 # How kernels of GEMMs and of attention are called, here by cuBLAS and cuDNN.
-OTHERS = ("nvjet", "gemm", "cutlass", "sdpa", "flash", "fmha", "splitK", "cublas")
+OTHERS = ("nvjet", "gemm", "cutlass", "cudnn", "sdpa", "flash", "fmha", "splitK", "cublas")
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
