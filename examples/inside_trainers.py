@@ -128,9 +128,7 @@ def titan_rank(rank: int, asked: argparse.Namespace, port: int) -> None:
     from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
     from torchtitan.models.deepseek_v3 import parallelize_deepseekv3
 
-    how = ParallelismConfig(
-        tensor_parallel_degree=asked.tp, expert_parallel_degree=asked.ep, spmd_backend=asked.spmd
-    )
+    how = ParallelismConfig(tensor_parallel_degree=asked.tp, expert_parallel_degree=asked.ep, spmd_backend=asked.spmd)
     dims = ParallelDims.from_config(how, asked.ranks)
     dims.build_mesh()
     utils.set_spmd_backend(how.spmd_backend)
