@@ -300,7 +300,7 @@ def _plain(
     except _MEANT:
         raise
     except Exception as error:
-        if settings.config.strict or settings.config.policy is None:
+        if settings.config.strict or settings.config.own_policy is None:
             raise
         without = dataclasses.replace(settings, config=dataclasses.replace(settings.config, policy=None))
         compiled = backend.compile_plain(gm, example_inputs, without)

@@ -52,7 +52,7 @@ def find(view: GraphView) -> Iterator[Match | MatchFailure]:
 
 
 def _check(view: GraphView, norm: RmsNorm) -> Match | MatchFailure:
-    if view.config.policy is not None:
+    if view.config.own_policy is not None:
         return MatchFailure(norm.node, "policy", "under a policy backward recomputes the norm as it is")
     readers, refusal = projections(norm)
     refusal = refusal or escaping(norm)
