@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from typing import Any, Protocol
 
 from torch.fx import Node
 
@@ -30,6 +30,8 @@ class Match:
 
     rewrite: emits, by the builder it is given, what computes `outputs` from `inputs`; returns the op's node and the
     nodes that are to carry `outputs`, in order. The driver has chosen the place, and puts them there.
+    autocast_blind: the ops that may change their autocast region as the op may; none where autocast decides what the
+    rewrite emits.
     note: what was decided, for the report. forward_only: nothing differentiates it, and its op has no gradient.
     ends: the input whose last entry says how many rows of inputs and outputs there are; plain code leaves those behind
     unwritten. None where it writes all.
@@ -41,6 +43,7 @@ class Match:
     inputs: list[Node]
     outputs: list[Node]
     rewrite: Callable[[Builder], tuple[Node, list[Node]]]
+    autocast_blind: Set[Any] = frozenset()
     ends: Node | None = None
     note: str = ""
     forward_only: bool = False

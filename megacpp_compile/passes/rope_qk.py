@@ -18,6 +18,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.aliasing import memory_of
 from megacpp_compile.fx.edit import Builder, place, value
+from megacpp_compile.fx.views import AUTOCAST_BLIND
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.attention import is_attended, leaves_graph
 from megacpp_compile.matchers.graph_view import GraphView
@@ -94,7 +95,7 @@ def _check(view: GraphView, q: Head, k: Head) -> Match | MatchFailure | None:
     tables = by_position.sources if by_position else None
     inputs = list(dict.fromkeys(_rope.sources(a, tables) + _rope.sources(b, tables)))
     outputs, states = [q.root, k.root], view.mode_states
-    if states[q.root] != states[k.root] or place(inputs, outputs, q.root, states) is None:
+    if states[q.root].grad != states[k.root].grad or place(inputs, outputs, q.root, states, AUTOCAST_BLIND) is None:
         return MatchFailure(max(outputs), *REGION)
 
     def rewrite(build: Builder) -> tuple[Node, list[Node]]:
@@ -107,4 +108,4 @@ def _check(view: GraphView, q: Head, k: Head) -> Match | MatchFailure | None:
         )  # fmt: skip
         return node, [_rope.back(build, build.item(node, i), order, head) for i, head in enumerate((q, k))]
 
-    return Match(q.root, inputs, outputs, rewrite)
+    return Match(q.root, inputs, outputs, rewrite, AUTOCAST_BLIND)

@@ -111,9 +111,19 @@ def shifted_before(q, k, cos, sin):
     return turn(q + q.new_full((Heads.width,), 0.1), cos, sin), turn(k + 2.0 * k.tanh(), cos, sin)
 
 
+def in_regions_of_their_own(q, k, cos, sin):
+    """As rotary-embedding-torch's, which switches autocast off around each rotation and reads views from outside."""
+
+    def rope(t):
+        with torch.autocast("cpu", enabled=False):
+            return turn(t.float() if t.dtype == torch.bfloat16 else t, cos, sin).to(t.dtype)
+
+    return rope(q), rope(k)
+
+
 FORMS = [
     rotated_heads, leading_lanes, trailing_lanes, neighbours, backwards, scaled_queries, scaled_before, shifted_before,
-    normed_behind,
+    normed_behind, in_regions_of_their_own,
 ]  # fmt: skip
 
 
@@ -297,6 +307,27 @@ def test_autocast_around_the_call():
 def test_autocast_inside_the_frame():
     block = PlainGQA(table_source="buffer")
     assert_autocast_inside(NAME, block, block.example_inputs())
+
+
+def test_a_region_without_autocast_in_one_with():
+    assert_autocast(NAME, *build(in_regions_of_their_own))
+
+
+def test_tables_that_each_layer_makes_anew():
+    """Equal tables are one, and the first: the op of the first layer waits for nothing of the second."""
+
+    class Frequencies(Heads):
+        def forward(self, x, *_):
+            angles = torch.outer(torch.arange(x.shape[1], dtype=x.dtype), 0.3 ** torch.arange(self.width // 2))
+            with torch.autocast("cpu", enabled=False):
+                cos, sin = angles.cos(), angles.sin()
+            return super().forward(x, cos, sin)
+
+    layers = torch.nn.Sequential(*(build(in_regions_of_their_own, kind=Frequencies)[0] for _ in range(2)))
+    frames = assert_fires(NAME, layers, build(None)[1][:1], count=2)
+    lines = render(frames.graph).splitlines()
+    first, _ = (i for i, line in enumerate(lines) if "megacpp.rope_qk" in line)
+    assert sum(" = linear(" in line for line in lines[:first]) == 2, "the queries and keys of the first layer"
 
 
 class Scores(Heads):

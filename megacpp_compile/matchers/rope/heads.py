@@ -239,8 +239,8 @@ def _not_replaceable(
             continue
         if precision(fake.dtype) < need:
             return node, "precision", f"computed in {fake.dtype}, lower than its operand's precision"
-        if states[node] != states[root]:
-            return node, "region", "part of it runs under another grad or autocast mode"
+        if states[node].grad != states[root].grad:  # of what lanes are made, nothing is changed by autocast
+            return node, "region", "part of it runs under another grad mode"
         # Views, copies and casts cost nothing to be read twice; these would be computed twice.
         if node is not root and node.target in _ARITHMETIC:
             outside = [u for u in node.users if u not in cone and u.target not in SHAPE_ONLY]

@@ -102,11 +102,11 @@ class LaneInterpreter:
         return found
 
     def source_id(self, source: Source) -> int:
-        key = dataclasses.replace(source, node=self._numbering.leader(source.node))
-        if key not in self._ids:
-            self._ids[key] = len(self.sources)
+        source = dataclasses.replace(source, node=self._numbering.leader(source.node))
+        if source not in self._ids:
+            self._ids[source] = len(self.sources)
             self.sources.append(source)
-        return self._ids[key]
+        return self._ids[source]
 
     def table_view(self, table: Node) -> Lanes | None:
         """The lanes of `table` with the views it is made by resolved."""
@@ -190,30 +190,22 @@ class _TableViews(LaneInterpreter):
 
 
 class ValueNumbering:
-    """Names nodes that compute the same thing alike: `cos.unsqueeze(1)` written twice is one table.
+    """Names nodes that compute the same thing alike: `cos.unsqueeze(1)` written twice is one table, the first of them.
 
     Under different modes nothing is the same: one copy may be rounded or without gradient.
     """
 
     def __init__(self, states: ModeStates) -> None:
         self.states = states
-        self._key: dict[Node, Any] = {}
-        self._leader: dict[Any, Node] = {}
+        self._leader: dict[Node, Node] = {}
 
     def leader(self, node: Node) -> Node:
-        if node not in self._key:
-            stack = [node]
-            while stack:
-                n = stack[-1]
-                missing = [a for a in n.all_input_nodes if a not in self._key]
-                if missing and self._pure(n):
-                    stack.extend(missing)
-                    continue
-                stack.pop()
-                if n in self._key:
-                    continue
-                self._key[n] = self._leader.setdefault(self._hash(n), n)
-        return self._key[node]
+        """The first node of the graph that computes what `node` does."""
+        if not self._leader:
+            firsts: dict[Any, Node] = {}
+            for n in self.states:  # in the graph's order
+                self._leader[n] = firsts.setdefault(self._hash(n), n)
+        return self._leader[node]
 
     @staticmethod
     def _pure(n: Node) -> bool:
@@ -227,7 +219,8 @@ class ValueNumbering:
     def _hash(self, n: Node) -> Any:
         if not self._pure(n):
             return id(n)
-        key = (self.states[n], n.target, _freeze(n.args, self._key), _freeze(sorted(n.kwargs.items()), self._key))
+        names = self._leader
+        key = (self.states[n], n.target, _freeze(n.args, names), _freeze(sorted(n.kwargs.items()), names))
         try:
             hash(key)
         except TypeError:
