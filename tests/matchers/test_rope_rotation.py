@@ -33,7 +33,7 @@ def test_the_layout_is_read_off(name):
     assert head.kind == "full" and turn.nope is None and (turn.rope.start, turn.rope.width) == (0, DIM)
     assert turn.interleaved_in == (spelling.pairs == "neighbours")
     assert turn.interleaved_out == (spelling.output == "neighbours")
-    assert not turn.sin.negative and turn.cos.width == turn.sin.width
+    assert turn.cos.factor == turn.sin.factor == 1 and turn.cos.width == turn.sin.width
     assert from_projection(turn.rope) and head.root in (graph.output, graph.output.args[0])  # perhaps behind a cast
 
 
@@ -94,7 +94,95 @@ def test_one_row_of_keys_is_shared_by_the_heads():
 def test_the_opposite_turn_has_a_negative_sine():
     _, heads = heads_of(lambda x, w, c, s: (lambda y: y * c - rotate_half(y) * s)(F.linear(x, w)), X, W, *FULL)
     (head,) = heads.found
-    assert head.rotation.sin.negative and not head.rotation.cos.negative
+    assert (head.rotation.cos.factor, head.rotation.sin.factor) == (1, -1)
+
+
+def test_a_turn_times_a_number_has_tables_times_it():
+    def f(x, w, c, s):
+        a, b = F.linear(x, w).chunk(2, -1)
+        c, s = c[:, :4], s[:, :4]
+        return torch.stack(((b * s + a * c) * 1.5, (b * c - a * s) / 0.5 * 0.75), -1).flatten(-2)
+
+    _, heads = heads_of(f, X, W, *FULL)
+    (head,) = heads.found
+    assert (head.rotation.cos.factor, head.rotation.sin.factor) == (1.5, -1.5)
+
+
+def test_two_numbers_are_no_turn():
+    def f(x, w, c, s):
+        a, b = F.linear(x, w).chunk(2, -1)
+        c, s = c[:, :4], s[:, :4]
+        return torch.cat(((a * c - b * s) * 1.5, (b * c + a * s) * 0.5), -1)
+
+    _, heads = heads_of(f, X, W, *FULL)
+    assert not heads.found and [n.tag for n in heads.near] == ["signs"]
+
+
+def by_matrices(x, m):
+    pairs = x.unflatten(-1, (-1, 1, 2))
+    return (m[..., 0] * pairs[..., 0] + m[..., 1] * pairs[..., 1]).flatten(-2)
+
+
+@pytest.mark.parametrize("widths", [(DIM,), (4, 4), (6, 2)], ids=str)
+def test_matrices_made_of_cosines_and_sines_turn(widths):
+    """FLUX: a matrix for each pair, those of several axes side by side, rounded from a wider dtype."""
+
+    def f(x, w, *angles):
+        made = [torch.stack((a.cos(), -a.sin(), a.sin(), a.cos()), -1).view(*a.shape, 2, 2).float() for a in angles]
+        return by_matrices(F.linear(x, w), torch.cat(made, -3)[:, None])
+
+    angles = [torch.rand(BATCH, TIME, n // 2, dtype=torch.float64) for n in widths]
+    _, heads = heads_of(f, X, W, *angles)
+    (head,) = heads.found
+    turn = head.rotation
+    assert turn.interleaved_in and turn.interleaved_out and not heads.near
+    assert (turn.cos.width, turn.sin.width) == (DIM // 2, DIM // 2)
+    assert {t.source.node.meta["val"].dtype for t in (turn.cos, turn.sin)} == {torch.float32}
+
+
+def test_matrices_from_elsewhere_may_do_anything():
+    _, heads = heads_of(lambda x, w, m: by_matrices(F.linear(x, w), m), X, W, torch.rand(TIME, DIM // 2, 2, 2))
+    assert not heads.found and [n.tag for n in heads.near] == ["matrices"]
+
+
+def test_matrices_that_mirror_do_not_turn():
+    def f(x, w, a):
+        m = torch.stack((a.cos(), a.sin(), a.sin(), -a.cos()), -1).view(*a.shape, 2, 2)
+        return by_matrices(F.linear(x, w), m)
+
+    _, heads = heads_of(f, X, W, torch.rand(TIME, DIM // 2))
+    assert not heads.found and heads.near
+
+
+def test_cosines_of_two_axes_side_by_side():
+    def f(x, w, rows, columns):
+        cos, sin = (torch.cat((g(rows), g(columns), g(rows), g(columns)), -1) for g in (torch.cos, torch.sin))
+        return turned(F.linear(x, w), cos, sin)
+
+    _, heads = heads_of(f, X, W, torch.rand(TIME, 2), torch.rand(TIME, 2))
+    (head,) = heads.found
+    assert (head.rotation.cos.width, head.rotation.cos.source.node.target) == (DIM // 2, torch.ops.aten.cat.default)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_masked_lanes_are_what_turns(times):
+    def f(x, w, cos, sin, mask):
+        x = F.linear(x, w)
+        for _ in range(times):
+            x = x * mask
+        return turned(x, cos, sin)
+
+    graph, heads = heads_of(f, X, W, *FULL, torch.ones(BATCH, 1, TIME, 1))
+    (head,) = heads.found
+    assert not heads.near and head.root is graph.output
+    assert head.rotation.rope.source.node is [n for n in graph.graph.nodes if n.target is torch.ops.aten.mul.Tensor][times - 1]
+
+
+def test_what_is_scaled_behind_its_rotation_is_no_near_miss():
+    """By the logarithm of the position, as Ministral's queries are."""
+    _, heads = heads_of(lambda x, w, c, s, t: (turned(F.linear(x, w), c, s) * t).unflatten(-1, (2, -1)).flatten(-2),
+                        X, W, *FULL, torch.rand(TIME, 1))  # fmt: skip
+    assert len(heads.found) == 1 and not heads.near
 
 
 def test_partners_are_read_by_the_same_score_product():
@@ -120,6 +208,7 @@ NEAR = {
     "nope-lanes": lambda x, c, s: torch.cat((x[..., :4].flip(-1), turned(x[..., 4:], c[:, :4], s[:, :4])), -1),
     "escapes": lambda x, c, s: (lambda a: (a + rotate_half(x) * s, a.sum()))(x * c),
     "precision": lambda x, c, s: ((x * c).bfloat16() + (rotate_half(x) * s).bfloat16()).float(),
+    "two-tables": lambda x, c, s: x * c * s + rotate_half(x) * s * s,
     "two-sources": lambda x, c, s: x * c + rotate_half(x.sin()) * s,
 }  # fmt: skip
 

@@ -99,6 +99,11 @@ def find_heads(graph: fx.Graph, weights: frozenset[Node]) -> Heads:
     acts, states = activations(graph, weights), mode_states(graph)
     it = LaneInterpreter(RULES, acts, states)
     heads, near = _scan(graph, it, acts)
+    if it.scaled:  # by a mask or a temperature, perhaps, and what is scaled is what turns
+        other = LaneInterpreter(RULES, acts, states, frozenset(it.scaled))
+        found = _scan(graph, other, acts)
+        if _joined(found[0]) > _joined(heads):
+            it, (heads, near) = other, found
     # A view that ends in (2, d) is two heads or the two halves of one; only what follows tells, so every reading is
     # tried: such views of one width d are the same kind of view.
     split = [n for n in graph.nodes if n in acts and _splits_heads(n)]
@@ -107,7 +112,7 @@ def find_heads(graph: fx.Graph, weights: frozenset[Node]) -> Heads:
     for heads_of in dict.fromkeys(map(frozenset, readings)):
         stops = frozenset(n for n in split if _width(n) in heads_of)
         if stops:
-            other = LaneInterpreter(RULES, acts, states, stops)
+            other = LaneInterpreter(RULES, acts, states, stops | it.stops)
             found = _scan(graph, other, acts)
             if _joined(found[0]) > _joined(heads):
                 it, (heads, near) = other, found
@@ -186,8 +191,10 @@ def _finish(
         else:
             missed.append(NearHead(*failure, head.role(), mla and rotation.nope is not None))
     # Of nested near misses the outermost speaks, and none that is part of a head.
+    roots = {node for node, _ in heads}
     for node, why in reversed(near):
-        if node not in used:
+        turned_before = why.tag == "two-tables" and not roots.isdisjoint(it.cone(node))
+        if node not in used and not turned_before:
             used |= it.cone(node)
             sides = {r.side for r in readers(node, weights)}
             role = "q" if sides & {"q", "0"} else "k" if sides & {"k", "1"} else ""
