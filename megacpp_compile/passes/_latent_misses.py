@@ -17,7 +17,7 @@ from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.views import is_reshape
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
-from megacpp_compile.matchers.linear import Linear, match_linear
+from megacpp_compile.matchers.linear import Linear, match_projection
 from megacpp_compile.matchers.rms_norm import RmsNorm, match_rms_norm
 from megacpp_compile.matchers.views import is_cast
 from megacpp_compile.passes._latent import is_residual, latent_of
@@ -68,7 +68,7 @@ def stranded(view: GraphView, seen: set[Node]) -> Iterator[MatchFailure]:
                     why = "its input's gradient is summed over ranks before the norm's backward"
                     yield MatchFailure(step, "dtensor", f"the up-projection is {described(step)}: {why}")
                 break
-            ups = [up for up in map(match_linear, (step, *step.users)) if up is not None]
+            ups = [up for up in map(match_projection, (step, *step.users)) if up is not None]
             if ups:
                 blocker = next(iter(norm.node.users))
                 if any(map(latent.narrows, ups)):

@@ -31,7 +31,7 @@ from megacpp_compile.fx.edit import Builder, place, value
 from megacpp_compile.lowerings._sum_gradient import sum_gradient
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
-from megacpp_compile.matchers.linear import Linear, match_linear
+from megacpp_compile.matchers.linear import Linear, match_projection
 from megacpp_compile.matchers.rms_norm import NoNorm, RmsNorm
 from megacpp_compile.matchers.views import consumers, replay
 from megacpp_compile.passes._latent import Beside, Latent, beside, frozen, keeps, latent_of
@@ -80,7 +80,7 @@ def find(view: GraphView) -> Iterator[Match | MatchFailure]:
     seen: set[Node] = set()
     several = dict(_several(view))
     for node in view.graph.nodes:
-        up = match_linear(node)
+        up = match_projection(node)
         if up is None or node in done:
             continue
         source, norm = norm_before(up, between_ranks)
@@ -105,7 +105,7 @@ def _several(view: GraphView) -> Iterator[tuple[Node, Match]]:
     """(norm, match) for latents that one down-projection makes side by side, where every one of them matches."""
     latents: dict[Node, dict[int, tuple[int, RmsNorm, Linear]]] = {}
     for node in view.graph.nodes:
-        up = match_linear(node)
+        up = match_projection(node)
         norm = norm_before(up, between_ranks)[1] if up is not None else None
         if up is not None and isinstance(norm, RmsNorm) and (found := latent_of(norm.x)) is not None:
             latents.setdefault(found.down.node, {}).setdefault(found.start, (found.size, norm, up))
@@ -222,7 +222,7 @@ def _rewrite(view: GraphView, build: Builder, site: _Site) -> tuple[Node, list[N
     all_up, rest = build.item(node, 0), build.item(node, 1)
     new = []
     for i, (up, chain) in enumerate(site.ups):
-        out = replay(build, chain, build.item(all_up, i))
+        out = up.shaped(build, replay(build, chain, build.item(all_up, i)))
         if up.b is not None:
             out = build(aten.add.Tensor, out, build.cast(up.b, value(up.node).dtype))
         new.append(out)

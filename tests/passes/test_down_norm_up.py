@@ -116,6 +116,17 @@ def weights_on_the_right(m, x):
     return torch.einsum("bsr,or->bso", m.norm(x @ m.down.weight.t()), m.up.weight)
 
 
+def weights_by_heads(m, x):
+    """Keys and values by the rows of one weight, as by `wkv_b.weight.view(heads, -1, rank)`; of the first, a dimension of
+    size 1 is summed."""
+    latent, rest = m.wide_down(x).split([RANK, ROPE], dim=-1)
+    latent = m.norm(latent)
+    by_heads = m.up.weight.view(6, 12, RANK)
+    k = torch.einsum("bxsr,hdr->bhsd", latent[:, None], by_heads[:, :5])
+    v = latent[:, None] @ by_heads[:, 5:].transpose(1, 2)
+    return k, v, torch.einsum("hro,bsr->sbho", by_heads.transpose(1, 2), latent), rest
+
+
 def whole_norm(m, x):
     return m.up(F.rms_norm(m.down(x), (RANK,), m.gain, EPS)).relu()
 
@@ -142,7 +153,7 @@ def latent_that_only_chooses(m, x):
 
 FORMS = [
     bottleneck, latent_and_rest, rest_first, rest_in_two_pieces, latent_behind_a_view, rest_behind_a_view, two_up_projections, biases,
-    indexer, latent_that_only_chooses, no_gain, scaled_norm, weights_on_the_right, whole_norm, whole_norm_and_nothing_else, whole_norm_scaled,
+    indexer, latent_that_only_chooses, no_gain, scaled_norm, weights_on_the_right, weights_by_heads, whole_norm, whole_norm_and_nothing_else, whole_norm_scaled,
 ]  # fmt: skip
 
 
