@@ -16,11 +16,17 @@ from megacpp_compile.matchers.graph_view import GraphView
 REGION = ("region", "its inputs are ready only under another grad or autocast mode")
 
 
-def in_other_modes(view: GraphView, nodes: Iterable[Node], root: Node) -> MatchFailure | None:
-    """The first of `nodes` that runs under other grad or autocast modes than `root`, as a reason to leave them."""
+def in_other_modes(
+    view: GraphView, nodes: Iterable[Node], root: Node, autocast: bool = True
+) -> MatchFailure | None:
+    """The first of `nodes` that runs under another grad mode than `root` or, with `autocast`, another autocast mode, as
+    a reason to leave them."""
+    there = view.mode_states[root]
     for node in nodes:
-        if view.mode_states[node] != view.mode_states[root]:
-            return MatchFailure(node, "region", "part of it runs under another grad or autocast mode")
+        here = view.mode_states[node]
+        if here.grad != there.grad or autocast and here != there:
+            modes = "grad or autocast mode" if autocast else "grad mode"
+            return MatchFailure(node, "region", f"part of it runs under another {modes}")
     return None
 
 

@@ -154,7 +154,7 @@ def _site(view: GraphView, norm: RmsNorm, latent: Latent, part: tuple[int, int] 
     ups, others, groups = [], [], set()
     for user, read, chain in fold_scaling(norm, between_ranks):
         up = reads(user, read)
-        if up is not None and view.mode_states[user] == view.mode_states[norm.node]:
+        if up is not None and view.mode_states[user] == view.mode_states[latent.down.node]:
             sums = [link for link in chain if link.target is sum_gradient]
             groups.add(tuple(link.args[1] for link in sums))
             ups.append((up, latent.views + [link for link in chain if link not in sums]))
@@ -189,8 +189,11 @@ def _refusal(view: GraphView, site: _Site) -> MatchFailure | None:
     if all(value(up.node).dtype != value(down.node).dtype for up in ups):  # a low-rank path's may be wider
         return MatchFailure(ups[0].node, "dtype", "down- and up-projection run in different dtypes")
     gone = {down.node, down.linear.node, *down.internal, *norm.internal}
-    rest = (*gone, *(up.node for up in ups), *(n for n, *_ in site.beside.rests))
+    # A norm is computed in the dtypes it is written in, or wider ones, whatever autocast is around it.
+    rest = (down.node, down.linear.node, *down.internal, *(up.node for up in ups), *(n for n, *_ in site.beside.rests))
     if (refusal := in_other_modes(view, rest, down.node)) is not None:
+        return refusal
+    if (refusal := in_other_modes(view, norm.internal, down.node, autocast=False)) is not None:
         return refusal
     refusal = frozen(view, site.latent, [*norm.gains, *(up.w for up in ups)])
     if refusal is not None:

@@ -89,7 +89,7 @@ def _check(view: GraphView, head: Head) -> Match | MatchFailure | None:
         return None  # ordinary partial rotary
     if head.kind == "separate" and not all(p and from_projection(p) for p in (rotation.nope, rotation.rope)):
         return MatchFailure(
-            head.root, "absorbed", "the unrotated channels are not a projection's output (absorbed weights)"
+            head.root, "absorbed", "the unrotated channels are no projection's (absorbed weights, or a norm of theirs)"
         )
     by_position = packed(head)
     inputs = _rope.sources(rotation, by_position.sources if by_position else None)
