@@ -60,8 +60,10 @@ def in_memory_order(head: Head, *others: Head) -> tuple[Rotation, list[int]]:
     return reordered(head.rotation, order), order
 
 
-# Ops that put rotated channels where attention reads them.
-_MOVES = RESHAPES | FOLDS | UNIT_DIMS | PERMUTATIONS | EXPANSIONS | COPIES | CASTS | PARTS | {aten.cat.default}
+# Ops that put rotated channels where attention reads them, such as a cache.
+_MOVES = RESHAPES | FOLDS | UNIT_DIMS | PERMUTATIONS | EXPANSIONS | COPIES | CASTS | PARTS | {
+    aten.cat.default, aten.slice_scatter.default, aten.index_put.default, aten.index_copy.default,
+}  # fmt: skip
 # Ops whose result has one layout for any strides of the operands.
 _SETTLED = {
     aten.matmul.default, aten.bmm.default, aten.mm.default, aten.einsum.default, aten.linear.default,
