@@ -35,7 +35,7 @@ from megacpp_compile.matchers.linear import Linear, match_projection
 from megacpp_compile.matchers.rms_norm import NoNorm, RmsNorm
 from megacpp_compile.matchers.views import consumers, replay
 from megacpp_compile.passes._latent import Beside, Latent, beside, frozen, keeps, latent_of
-from megacpp_compile.passes._latent_misses import behind_a_latent, stranded
+from megacpp_compile.passes._latent_misses import behind_a_latent, beside_no_path, stranded
 from megacpp_compile.passes._norm import between_ranks, depends, escaping, fold_scaling, gain_of, norm_before, reads
 from megacpp_compile.passes._rule import Match, in_other_modes
 
@@ -135,7 +135,7 @@ def _check(
     """
     latent = latent_of(norm.x)
     if latent is None:
-        return None  # the norm of a residual stream, not of a latent
+        return beside_no_path(norm, up)  # or the norm of a residual stream, not of a latent
     found = _site(view, norm, latent, part)
     refusal = _refusal(view, found) if isinstance(found, _Site) else found
     if refusal is not None:
