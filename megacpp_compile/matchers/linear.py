@@ -1,15 +1,18 @@
-"""`x @ w.T + b` however it is spelled: linear, matmul, mm, addmm, einsum; and with the weight of each head apart."""
+"""`x @ w.T + b` however it is spelled: linear, matmul, mm, addmm, einsum, tensordot; and with the weight of each head
+apart."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 
 import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import Builder, same_size, value
 from megacpp_compile.fx.views import PERMUTATIONS, RESHAPES, UNIT_DIMS, is_cast
+from megacpp_compile.matchers.equations import Equation, equation_of
 
 aten = torch.ops.aten
 
@@ -98,9 +101,8 @@ def match_linear(node: Node) -> Linear | None:
             return None
         weight, transposed = _untranspose(w)  # type: ignore[arg-type]
         return Linear(node, x, weight, b, transposed)  # type: ignore[arg-type]
-    if node.target is aten.einsum.default:
-        return _einsum(node)
-    return None
+    equation = equation_of(node)
+    return _by_equation(node, equation) if equation is not None else None
 
 
 def _swap(w: Node) -> tuple[Node, None, bool]:
@@ -108,19 +110,23 @@ def _swap(w: Node) -> tuple[Node, None, bool]:
     return weight, None, transposed
 
 
-def _einsum(node: Node) -> Linear | None:
-    equation, operands = node.args[:2]
-    if not isinstance(equation, str) or "->" not in equation or len(operands) != 2:  # type: ignore[arg-type]
-        return None
-    inputs, out = equation.replace(" ", "").split("->")
-    terms = inputs.split(",")
-    for x, w, tx, tw in ((*operands, *terms), (*reversed(operands), *reversed(terms))):  # type: ignore[misc]
-        if len(tw) != 2 or len(tx) < 2 or "." in tw or value(w).dim() != 2 or len(set(tw)) != 2:
+def _by_equation(node: Node, equation: Equation) -> Linear | None:
+    for x, w, tx, tw in _either_way(equation):
+        contracted, out = tx[-1], equation.out
+        if len(tw) != 2 or len(set(tw)) != 2:
             continue
-        contracted = tx[-1]
         if contracted in tw and contracted not in out and tx[:-1] == out[:-1] and out[-1:] in tw and out[-1] not in tx:
             return Linear(node, x, w, None, transposed=tw[0] == contracted)
     return None
+
+
+def _either_way(equation: Equation) -> Iterator[tuple[Node, Node, str, str]]:
+    """(x, w, the letters of x, those of w) for either operand as x, where x's last dimension may be contracted."""
+    (a, b), (ta, tb) = equation.operands, equation.terms
+    for x, w, tx, tw in ((a, b, ta, tb), (b, a, tb, ta)):
+        inner = tw.find(tx[-1:])
+        if len(tx) > 1 and len(tw) > 1 and inner >= 0 and same_size(value(x).shape[-1], value(w).shape[inner]):
+            yield x, w, tx, tw
 
 
 def match_projection(node: Node) -> Linear | None:
@@ -129,8 +135,9 @@ def match_projection(node: Node) -> Linear | None:
 
 
 def _by_heads(node: Node) -> ByHeads | None:
-    if node.target is aten.einsum.default:
-        return _einsum_by_heads(node)
+    equation = equation_of(node)
+    if equation is not None:
+        return _equation_by_heads(node, equation)
     if node.target is not aten.matmul.default:
         return None
     x, w = node.args
@@ -140,14 +147,10 @@ def _by_heads(node: Node) -> ByHeads | None:
     return ByHeads(node, x, w, None, False, (0, 2, 1), (rank - 3,), (*range(rank - 3), rank - 2, rank - 3, rank - 1))  # type: ignore[arg-type]
 
 
-def _einsum_by_heads(node: Node) -> ByHeads | None:
-    equation, operands = node.args[:2]
-    if not isinstance(equation, str) or "->" not in equation or "." in equation or len(operands) != 2:  # type: ignore[arg-type]
-        return None
-    inputs, out = equation.replace(" ", "").split("->")
-    terms = inputs.split(",")
-    for x, w, tx, tw in ((*operands, *terms), (*reversed(operands), *reversed(terms))):  # type: ignore[misc]
-        if len(tw) < 2 or len(tx) < 2 or tx[-1] not in tw or len({*tx, *tw}) != len(tx) + len(tw) - 1:
+def _equation_by_heads(node: Node, equation: Equation) -> ByHeads | None:
+    out = equation.out
+    for x, w, tx, tw in _either_way(equation):
+        if len({*tx, *tw}) != len(tx) + len(tw) - 1:
             continue
         if _is_stored(x) and not _is_stored(w):
             continue  # the weight stands first

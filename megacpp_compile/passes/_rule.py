@@ -16,9 +16,7 @@ from megacpp_compile.matchers.graph_view import GraphView
 REGION = ("region", "its inputs are ready only under another grad or autocast mode")
 
 
-def in_other_modes(
-    view: GraphView, nodes: Iterable[Node], root: Node, autocast: bool = True
-) -> MatchFailure | None:
+def in_other_modes(view: GraphView, nodes: Iterable[Node], root: Node, autocast: bool = True) -> MatchFailure | None:
     """The first of `nodes` that runs under another grad mode than `root` or, with `autocast`, another autocast mode, as
     a reason to leave them."""
     there = view.mode_states[root]

@@ -77,8 +77,7 @@ def _dimension_without(k: Head, q: Head) -> int | None:
         longer = _rope.with_dimension(k.rotation, at)
         same = all(map(same_size, sizes[1], sizes[0][:at] + sizes[0][at + 1 :]))
         if same and all(
-            a.source.dims == b.source.dims
-            for a, b in ((q.rotation.cos, longer.cos), (q.rotation.sin, longer.sin))
+            a.source.dims == b.source.dims for a, b in ((q.rotation.cos, longer.cos), (q.rotation.sin, longer.sin))
         ):
             return at
     return None

@@ -26,6 +26,35 @@ def test_tiles_are_repeats():
         assert torch.equal(results(traced.graph, X)[0], X.tile(repeats))
 
 
+@pytest.mark.parametrize(
+    ("equation", "whole"),
+    [
+        ("... c, h d c -> ... h d", "abc,hdc->abhd"),
+        ("btc,hdc", "btc,hdc->bdht"),
+        ("...c,hdc", "abc,hdc->abdh"),
+        ("a...,hd...->ah", None),
+        ("btc,hdc->bthd", "btc,hdc->bthd"),
+    ],
+    ids=["ellipsis", "no output", "neither", "an ellipsis that is summed", "in full"],
+)
+def test_equations_in_full(equation, whole):
+    w = draw(3, 6, 4)
+    if whole is None:
+        x, w, whole = X[0], w[:, 0], "a...,hd...->ah"
+    else:
+        x = X
+    traced = trace(lambda x, w: torch.einsum(equation, x, w), x, w)
+    assert traced.only(aten.einsum.default).args[0] == whole
+    assert torch.equal(results(traced.graph, x, w)[0], torch.einsum(equation, x, w))
+
+
+def test_an_ellipsis_of_several_ranks():
+    x, y = draw(2, 1, 5, 4), draw(3, 5, 4)
+    traced = trace(lambda x, y: torch.einsum("...tc,...sc->...ts", x, y), x, y)
+    assert traced.only(aten.einsum.default).args[0] == "abtc,bsc->abts"
+    assert torch.equal(results(traced.graph, x, y)[0], torch.einsum("...tc,...sc->...ts", x, y))
+
+
 def test_the_last_rows_of_as_many_are_all():
     traced = trace(lambda x: (x[:, -5:].sin(), x[..., -5:, :].sin(), x[:, -3:].sin()), X)
     assert traced.only(aten.slice.Tensor).args[2] == -3

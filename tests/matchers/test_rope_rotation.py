@@ -50,10 +50,11 @@ def turned(x, cos, sin):
     [
         (lambda x, w: F.linear(x, w).unbind(2)[0].unsqueeze(2), True),
         (lambda x, w: F.linear(x, w).split(1, 2)[1], True),
+        (lambda x, w: F.linear(x, w).mT.unflatten(3, (1, TIME)).squeeze(3).mT, True),
         (lambda x, w: F.linear(x, w).topk(DIM)[0], False),
         (lambda x, w: F.linear(x, w).sort()[0].split(1, 2)[1], False),
     ],
-    ids=["unbound", "split", "chosen", "split of what is sorted"],
+    ids=["unbound", "split", "folded", "chosen", "split of what is sorted"],
 )
 def test_what_comes_from_a_projection(make, projected):
     """One of an op's several results is a projection's where the op only takes a projection apart."""
@@ -89,6 +90,27 @@ def test_one_row_of_keys_is_shared_by_the_heads():
     _, heads = heads_of(f, X, W, torch.randn(BATCH, 1, TIME, 4), *ROPE)
     (head,) = heads.found
     assert head.kind == "shared" and head.rotation.nope.width == DIM and head.rotation.rope.width == 4
+
+
+@pytest.mark.parametrize("rounded", [False, True], ids=["a narrow row", "products that are rounded"])
+def test_the_precision_that_counts_is_that_of_the_lanes_own_tensor(rounded):
+    """As under autocast, where a bias that is added by hand makes the channels beside the row wider."""
+
+    def f(x, w, row, cos, sin):
+        row, narrow = row[:, None], torch.bfloat16 if rounded else torch.float32
+        row = (row * cos).to(narrow) + (rotate_half(row) * sin).to(narrow)
+        return torch.cat((F.linear(x, w), row.expand(-1, HEADS, -1, -1)), -1)
+
+    row = torch.randn(BATCH, TIME, 4, dtype=torch.float32 if rounded else torch.bfloat16)
+    _, heads = heads_of(f, X, W, row.requires_grad_(), *ROPE, weights=(1, 2))
+    assert [h.kind for h in heads.found] == ([] if rounded else ["shared"])
+    assert [n.tag for n in heads.near] == (["precision"] if rounded else [])
+
+
+def test_a_sum_of_few_lanes_is_what_turns():
+    graph, heads = heads_of(lambda x, w, c, s: turned(F.linear(x, w).unflatten(-1, (4, 2)).sum(-1), c, s), X, W, *ROPE)
+    (head,) = heads.found
+    assert not heads.near and head.rotation.rope.source.node.target is torch.ops.aten.sum.dim_IntList
 
 
 def test_the_opposite_turn_has_a_negative_sine():

@@ -101,7 +101,9 @@ def one_that_only_chooses(m, x):
     return m.q(h) + m.k(h).argmax(-1, keepdim=True)
 
 
-@pytest.mark.parametrize("body", [by_hand, by_heads, one, one_that_only_chooses, through_views], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "body", [by_hand, by_heads, one, one_that_only_chooses, through_views], ids=lambda f: f.__name__
+)
 @pytest.mark.parametrize("bias", [False, True])
 def test_fires(body, bias):
     assert_fires(NAME, *build(body, bias=bias), config=ON)

@@ -273,7 +273,9 @@ def test_one_key_head_without_a_dimension_for_it(layout):
     assert_fires(NAME, *build(None, kind=Lone))
 
 
-@pytest.mark.parametrize("rows", [slice(-3, None), slice(None, None, 2), torch.tensor([0, 2, 3])], ids=["window", "stride", "list"])
+@pytest.mark.parametrize(
+    "rows", [slice(-3, None), slice(None, None, 2), torch.tensor([0, 2, 3])], ids=["window", "stride", "list"]
+)
 def test_some_of_the_keys_are_read(rows):
     class Some(Heads):
         def forward(self, x, cos, sin):

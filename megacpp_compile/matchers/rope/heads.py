@@ -12,7 +12,15 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.mode_states import ModeStates, mode_states
-from megacpp_compile.fx.views import RESHAPES, SPLITS, is_reshape
+from megacpp_compile.fx.views import (
+    COMPOSITE_PERMUTATIONS,
+    FOLDS,
+    PERMUTATIONS,
+    RESHAPES,
+    SPLITS,
+    UNIT_DIMS,
+    is_reshape,
+)
 from megacpp_compile.lowerings._registry import semantic_ops
 from megacpp_compile.matchers.attention import Reader, readers
 from megacpp_compile.matchers.linear import is_projection
@@ -183,7 +191,7 @@ def _finish(
         lanes, cone = it(node), it.cone(node)
         assert lanes is not None
         used |= cone
-        failure = _not_replaceable(node, lanes, rotation, cone, states)
+        failure = _not_replaceable(it, node, lanes, rotation, cone, states)
         read = readers(node, weights)
         head = Head(node, lanes, rotation, cone, _kind(lanes, rotation), read)
         if failure is None:
@@ -233,18 +241,23 @@ def broadcast_beside(lanes: Lanes, own: Source, row: Source) -> bool:
     return any(b < 0 <= a and not is_one(s) for s, a, b in zip(outer, own.dims, row.dims, strict=True))
 
 
+def _needs(it: LaneInterpreter, node: Node) -> int:
+    """The precision of what the lanes of `node` are lanes of."""
+    terms = lanes.terms if (lanes := it(node)) is not None else []
+    ids = {int(i) for t in terms for i in np.unique(t.src[t.coef != 0]) if i >= 0}
+    return max((precision(value(it.sources[i].node).dtype) for i in ids), default=0)
+
+
 def _not_replaceable(
-    root: Node, lanes: Lanes, rotation: Rotation, cone: set[Node], states: ModeStates
+    it: LaneInterpreter, root: Node, lanes: Lanes, rotation: Rotation, cone: set[Node], states: ModeStates
 ) -> tuple[Node, str, str] | None:
     """(node, tag, reason) where an op may not replace a proved rotation; else None."""
-    parts = [p for p in (rotation.nope, rotation.rope) if p]
-    need = max(precision(value(p.source.node).dtype) for p in parts)
     shared = _kind(lanes, rotation) == "shared"
     for node in sorted(cone):
         fake = value(node)
         if not isinstance(fake, torch.Tensor):
             continue
-        if precision(fake.dtype) < need:
+        if precision(fake.dtype) < _needs(it, node):
             return node, "precision", f"computed in {fake.dtype}, lower than its operand's precision"
         if states[node].grad != states[root].grad:  # of what lanes are made, nothing is changed by autocast
             return node, "region", "part of it runs under another grad mode"
@@ -299,7 +312,7 @@ def _origin(node: Node) -> Node:
         elif node.target is operator.getitem:
             split = node.args[0]
             node = split.args[0] if split.target in SPLITS | {aten.unbind.int} else split  # type: ignore
-        elif is_reshape(node) or is_outer_view(node) or node.target in (aten.transpose.int, aten.permute.default):
+        elif is_outer_view(node) or node.target in _MOVES:
             node = node.args[0]  # type: ignore[assignment]
         elif node.target in _SCALINGS and not isinstance(value(node.args[1]), torch.Tensor):
             node = node.args[0]  # type: ignore[assignment]
@@ -307,6 +320,7 @@ def _origin(node: Node) -> Node:
             return node
 
 
+_MOVES = RESHAPES | FOLDS | UNIT_DIMS | PERMUTATIONS | COMPOSITE_PERMUTATIONS
 _SCALINGS = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar}
 
 

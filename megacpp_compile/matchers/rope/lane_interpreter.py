@@ -125,8 +125,7 @@ class LaneInterpreter:
         self.scaled |= {n for n in products if any(isinstance(a, Node) and self.is_table(a) for a in n.args[:2])}
 
     def firsts(self, entries: Term, of: Term) -> Term:
-        """`entries` of a table that is put together of the entries `of` other ones, each by the first that is the same.
-        """
+        """`entries` of a table put together of the entries `of` other ones, each by the first that is the same."""
         coef, src, lane, of_coef, of_src, of_lane = np.broadcast_arrays(
             entries.coef, entries.src, entries.lane, of.coef, of.src, of.lane
         )

@@ -158,8 +158,7 @@ class LaneContext(Protocol):
         ...
 
     def firsts(self, entries: Term, of: Term) -> Term:
-        """`entries` of a table that is put together of the entries `of` other ones, each by the first that is the same.
-        """
+        """`entries` of a table put together of the entries `of` other ones, each by the first that is the same."""
         ...
 
 

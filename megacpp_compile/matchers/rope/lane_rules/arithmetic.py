@@ -63,7 +63,7 @@ def _sum(it: LaneContext, node: Node) -> Lanes:
     if not isinstance(dims, (list, tuple)) or len(dims) != 1 or any(node.args[2:]) or node.kwargs or x.complex:
         raise Opaque
     dim = axis_of(dims[0], len(x.kinds))
-    if x.kinds[dim] != "l" or x.sizes[dim] * len(x.terms) > MAX_TERMS:
+    if not x.turned or x.kinds[dim] != "l" or x.sizes[dim] * len(x.terms) > MAX_TERMS:
         raise Opaque
     parts = [select(x, dim, i) for i in range(x.sizes[dim])]
     return dataclasses.replace(parts[0], terms=[t for part in parts for t in part.terms])
