@@ -107,6 +107,45 @@ def test_the_precision_that_counts_is_that_of_the_lanes_own_tensor(rounded):
     assert [n.tag for n in heads.near] == (["precision"] if rounded else [])
 
 
+@pytest.mark.parametrize("parts", ["some of the frequencies are zeros", "angles for two axes are written into zeros"])
+def test_zeros_in_a_table(parts):
+    """Tables are made of them; what the layers compute is written into other zeros."""
+
+    def f(x, w, angles):
+        if "some" in parts:
+            angles = torch.cat((angles, torch.zeros(TIME, DIM // 4)), -1)
+        else:
+            both = torch.zeros(TIME, DIM // 2)
+            both[:, ::2], both[:, 1::2] = angles, angles * 2
+            angles = both
+        x, made = F.linear(x, w), torch.zeros_like(x)
+        cos, sin = angles.cos(), angles.sin()
+        made[..., ::2] = x[..., ::2] * cos - x[..., 1::2] * sin
+        made[..., 1::2] = x[..., ::2] * sin + x[..., 1::2] * cos
+        return made
+
+    _, heads = heads_of(f, X, W, torch.rand(TIME, DIM // 4))
+    (head,) = heads.found
+    assert not heads.near and head.kind == "full" and head.rotation.cos.width == DIM // 2
+
+
+def test_a_table_in_the_dtype_of_what_it_turns():
+    """`type_as` reads no values of the second tensor."""
+
+    def f(x, w, cos, sin):
+        x = F.linear(x, w)
+        return turned(x, cos.type_as(x), sin.type_as(x))
+
+    _, heads = heads_of(f, X, W, *(t.double() for t in FULL))
+    (head,) = heads.found
+    assert not heads.near and head.kind == "full"
+
+
+def test_zeros_that_are_multiplied_are_no_table():
+    _, heads = heads_of(lambda x, w: (lambda y: y * torch.zeros(DIM) + rotate_half(y))(F.linear(x, w)), X, W)
+    assert not heads.found and not heads.near
+
+
 def test_a_sum_of_few_lanes_is_what_turns():
     graph, heads = heads_of(lambda x, w, c, s: turned(F.linear(x, w).unflatten(-1, (4, 2)).sum(-1), c, s), X, W, *ROPE)
     (head,) = heads.found

@@ -241,23 +241,27 @@ def broadcast_beside(lanes: Lanes, own: Source, row: Source) -> bool:
     return any(b < 0 <= a and not is_one(s) for s, a, b in zip(outer, own.dims, row.dims, strict=True))
 
 
-def _needs(it: LaneInterpreter, node: Node) -> int:
-    """The precision of what the lanes of `node` are lanes of."""
-    terms = lanes.terms if (lanes := it(node)) is not None else []
-    ids = {int(i) for t in terms for i in np.unique(t.src[t.coef != 0]) if i >= 0}
-    return max((precision(value(it.sources[i].node).dtype) for i in ids), default=0)
+def _needs(it: LaneInterpreter, node: Node, parts: list[Part]) -> int:
+    """The precision that `node` needs: of lanes that have not met a table, that of the tensor they are lanes of."""
+    lanes = it(node)
+    sources = {p.source for p in parts}
+    if lanes is not None and not lanes.turned:
+        ids = {int(i) for t in lanes.terms for i in np.unique(t.src[t.coef != 0]) if i >= 0}
+        sources = {it.sources[i] for i in ids} or sources
+    return max(precision(value(s.node).dtype) for s in sources)
 
 
 def _not_replaceable(
     it: LaneInterpreter, root: Node, lanes: Lanes, rotation: Rotation, cone: set[Node], states: ModeStates
 ) -> tuple[Node, str, str] | None:
     """(node, tag, reason) where an op may not replace a proved rotation; else None."""
+    parts = [p for p in (rotation.nope, rotation.rope) if p]
     shared = _kind(lanes, rotation) == "shared"
     for node in sorted(cone):
         fake = value(node)
         if not isinstance(fake, torch.Tensor):
             continue
-        if precision(fake.dtype) < _needs(it, node):
+        if precision(fake.dtype) < _needs(it, node, parts):
             return node, "precision", f"computed in {fake.dtype}, lower than its operand's precision"
         if states[node].grad != states[root].grad:  # of what lanes are made, nothing is changed by autocast
             return node, "region", "part of it runs under another grad mode"
