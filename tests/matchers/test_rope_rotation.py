@@ -215,6 +215,57 @@ def test_matrices_that_mirror_do_not_turn():
     assert not heads.found and heads.near
 
 
+def matrices(*entries):
+    return torch.stack(entries, -1).unflatten(-1, (2, 2))
+
+
+def axes(x, a, b, order):
+    """Cosines and sines of two axes, side by side: `order` has the second half's."""
+    cos, sin = (torch.cat([g(t) for t in (a, b, *((a, b)[i] for i in order))], -1) for g in (torch.cos, torch.sin))
+    return turned(x, cos, sin)
+
+
+def written(x, cos, sin, times):
+    first, second = x.chunk(2, -1)
+    made = torch.zeros_like(x)
+    made[..., :4] += first * cos
+    made[..., :4] -= second * sin
+    for _ in range(times):
+        made[..., 4:] += second * cos
+    made[..., 4:] += first * sin
+    return made
+
+
+NEARLY = {
+    "a matrix of two angles": lambda x, a: by_matrices(x, matrices(a.cos(), -a.sin(), (2 * a).sin(), (2 * a).cos())),
+    "a row of the matrix twice as long": lambda x, a: by_matrices(x, matrices(a.cos(), -a.sin(), 2 * a.sin(), 2 * a.cos())),
+    "a row of the neighbour's matrix": lambda x, a: by_matrices(
+        x, matrices(a.cos(), -a.sin(), a.sin().roll(1, -1), a.cos().roll(1, -1))
+    ),
+    "axes crossed": lambda x, a: axes(x, a[:, :2], a[:, 2:], (1, 0)),
+    "one axis for both halves": lambda x, a: axes(x, a[:, :2], a[:, 2:], (0, 0)),
+    "a product added twice": lambda x, a: written(x, a.cos(), a.sin(), 2),
+    "added to what is not zero": lambda x, a: written(x, a.cos(), a.sin(), 1) + torch.ones_like(x),
+    "times a negative number": lambda x, a: turned(x, *(g(a).repeat(1, 2) for g in (torch.cos, torch.sin))) * -1.0,
+}
+
+
+@pytest.mark.parametrize("name", NEARLY)
+def test_what_only_looks_like_one_of_these(name):
+    """The counterexamples to matrices, tables of several axes, sums into zeros and numbers behind a turn."""
+    graph, heads = heads_of(lambda x, w, a: NEARLY[name](F.linear(x, w), a), X, W, torch.rand(TIME, DIM // 2))
+    assert not [h for h in heads.found if h.root is graph.output]
+
+
+@pytest.mark.parametrize("times", [0, 1])
+def test_what_is_added_to_zeros(times):
+    def f(x, w, a):
+        return written(F.linear(x, w), a.cos(), a.sin(), times)
+
+    graph, heads = heads_of(f, X, W, torch.rand(TIME, DIM // 2))
+    assert [h.root for h in heads.found] == [graph.output] * times
+
+
 def test_cosines_of_two_axes_side_by_side():
     def f(x, w, rows, columns):
         cos, sin = (torch.cat((g(rows), g(columns), g(rows), g(columns)), -1) for g in (torch.cos, torch.sin))

@@ -513,6 +513,25 @@ def test_refuses_near_miss(tag, name):
     assert_refused_in_a_graph(NAME, tag, *near_miss.build())
 
 
+def keys_scaled(q, k, cos, sin):
+    a, b = k.chunk(2, dim=-1)
+    return turn(q, cos, sin), torch.cat(((a * cos - b * sin) * 1.25, (b * cos + a * sin) * 1.25), dim=-1)
+
+
+def keys_turned_back(q, k, cos, sin):
+    return turn(q, cos, sin), turn(k, cos, -sin)
+
+
+def keys_with_axes_in_another_order(q, k, cos, sin):
+    rolled = [torch.cat((t[:, 3:], t[:, :3]), -1) for t in (cos, sin)]
+    return turn(q, cos, sin), turn(k, *rolled)
+
+
+def keys_a_position_ahead(q, k, cos, sin):
+    ahead = [torch.cat((t[1:], t[:1])) for t in (cos, sin)]
+    return turn(q, cos, sin), turn(k, *ahead)
+
+
 def different_widths(q, k, cos, sin):
     def partly(t, n):
         return torch.cat((turn(t[..., :n], cos[:, : n // 2], sin[:, : n // 2]), t[..., n:]), dim=-1)
@@ -556,6 +575,19 @@ def test_refuses_one_key_turned_for_every_head():
         return rotated_heads(q, k[:, :1], *tables_of_every_head(cos, sin))
 
     assert_refused_in_a_graph(NAME, "broadcast", *build(body, kind=AsManyKeys))
+
+
+KEYS_TURNED_OTHERWISE = {
+    keys_scaled: "tables",
+    keys_turned_back: "tables",
+    keys_with_axes_in_another_order: "table-order",
+    keys_a_position_ahead: "tables",
+}
+
+
+@pytest.mark.parametrize("body", KEYS_TURNED_OTHERWISE, ids=lambda f: f.__name__)
+def test_refuses_keys_turned_otherwise(body):
+    assert_refused_in_a_graph(NAME, KEYS_TURNED_OTHERWISE[body], *build(body, kind=AsManyKeys))
 
 
 # --- where the results lie
