@@ -15,7 +15,7 @@ from tests.frames import check, render, run
 from .contract import assert_autocast, assert_dynamic, assert_fires, assert_refused
 
 NAME = "norm_linear"
-ON = Config(strict=True, passes={NAME: True}, policy="none")
+ON = Config(strict=True, passes={NAME: True})
 DIM, OUT, EPS = 12, 20, 0.05
 
 
