@@ -22,6 +22,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 LARGEST_PINNED = 64
 SMALL = (3, 4, 5)
+FEW = 64  # as far apart may guards leave the lengths whose chunks are cut out one by one
 PADDING = 2  # stands for any padding of more than one element
 
 
@@ -77,11 +78,12 @@ def pin(dims: Iterable[Dim]) -> None:
 
 @dataclasses.dataclass
 class Longer:
-    """`whole` is as long as all of `parts` and `extra` elements together."""
+    """`whole` is as long as all of `parts` and `extra` elements together. `cut`: `parts` are what a slice leaves."""
 
     whole: Dim
     parts: list[Dim]
     extra: Any
+    cut: bool = False
 
 
 class Axes:
@@ -92,6 +94,7 @@ class Axes:
         self.lengths: list[Longer] = []
         self.picked: list[tuple[Dim, object]] = []
         self.sizes: dict[Atom, int] = {}
+        self.turn = 0
 
     # -- equations
 
@@ -184,10 +187,7 @@ class Axes:
             if flat(eq.whole) == flat(dim) and len(eq.parts) == 1 and equal(length(eq.parts[0]), size):
                 return eq.parts[0]
         part = fresh(size)
-        extra = length(dim) - size
-        if not (isinstance(extra, int) and extra == 1):
-            pin([dim, part])
-        self.lengths.append(Longer(dim, [part], extra))
+        self.lengths.append(Longer(dim, [part], length(dim) - size, cut=True))
         return part
 
     def pick(self, dim: Dim, *pieces: object) -> None:
@@ -199,6 +199,7 @@ class Axes:
         """Find dimensions that are one although no op makes them meet."""
         self._join_picked()
         self._join_padded()
+        self._pin_cut()
 
     def _join_picked(self) -> None:
         """What a loop takes apart into the same pieces, of several tensors, is one dimension."""
@@ -207,10 +208,11 @@ class Axes:
             pieces.setdefault(tuple(flat(dim)), set()).add(piece)
         alike: dict[object, tuple[Atom, ...]] = {}
         for atoms, read in pieces.items():
-            sizes = [number(a.size) for a in atoms]
-            if len(read) < 2 or None in sizes:
+            if len(read) < 2:
                 continue
-            first = alike.setdefault((math.prod(sizes), frozenset(read)), atoms)  # type: ignore[arg-type]
+            size = length(list(atoms))
+            known = number(size)
+            first = alike.setdefault((_comparable(size) if known is None else known, frozenset(read)), atoms)
             if not set(flat(first)) & set(flat(atoms)):
                 pin([list(first), list(atoms)])
                 self.same(list(first), list(atoms))
@@ -228,11 +230,19 @@ class Axes:
                     self.same(*before)
                     changed = True
 
+    def _pin_cut(self) -> None:
+        """Keep the sizes of what is cut, but of what was padded before, and where one element is left out."""
+        padded = [(flat(eq.whole), flat(eq.parts[0])) for eq in self.lengths if not eq.cut and len(eq.parts) == 1]
+        for eq in self.lengths:
+            one = isinstance(eq.extra, int) and eq.extra == 1
+            if eq.cut and not one and (flat(eq.whole), flat(eq.parts[0])) not in padded:
+                pin([eq.whole, eq.parts[0]])
+
     # -- sizes
 
     def solve(self, dims: Iterable[Dim], turn: int) -> None:
         """Choose small sizes; `turn` chooses others."""
-        self.sizes = {}
+        self.sizes, self.turn = {}, turn
         atoms: dict[Atom, None] = {}
         inner: dict[Atom, None] = {}  # parts of a product: chosen first, as a sum can't be factored
         for dim in [*dims, *(d for eq in self.lengths for d in (eq.whole, *eq.parts))]:
@@ -242,7 +252,7 @@ class Axes:
                 inner.update(dict.fromkeys(members))
         for atom in atoms:
             if atom.pinned:
-                size = number(atom.size)
+                size = self._at_its_size(atom.size)
                 if size is None or size > self.largest_pinned:
                     raise NoAxes(f"what is done to a dimension of {atom.size} depends on its size")
                 self.sizes[atom] = size
@@ -254,7 +264,7 @@ class Axes:
         while self._propagate():
             pass
         for eq in self.lengths:
-            if self.size(eq.whole) != sum(map(self.size, eq.parts)) + _extra(eq):
+            if self.size(eq.whole) != sum(map(self.size, eq.parts)) + self._extra(eq):
                 raise NoAxes("lengths of padded or cut dimensions contradict each other")
 
     def size(self, dim: Dim) -> int:
@@ -269,13 +279,36 @@ class Axes:
                 continue
             side, atom = unknown[0]
             known = [0 if i == side else self.size(d) for i, d in enumerate(sides)]
-            total = sum(known[1:]) + _extra(eq) if side == 0 else known[0] - sum(known[1:]) - _extra(eq)
+            extra = self._extra(eq)
+            total = sum(known[1:]) + extra if side == 0 else known[0] - sum(known[1:]) - extra
             others = math.prod(self.sizes[a] for a in flat(sides[side]) if a is not atom)
             if total <= 0 or total % others:
                 raise NoAxes("lengths of padded or cut dimensions contradict each other")
             self.sizes[atom] = total // others
             return True
         return False
+
+    def _at_its_size(self, size: Any) -> int | None:
+        """`size`, where it is a number, or one of a few in turn; else None."""
+        known = number(size)
+        return _in_turn(size, self.turn) if known is None else known
+
+    def _extra(self, eq: Longer) -> int:
+        pinned = all(a.pinned for d in (eq.whole, *eq.parts) for a in flat(d))
+        extra = self._at_its_size(eq.extra) if pinned else number(eq.extra)
+        return extra if extra is not None and (extra <= 1 or pinned) else PADDING
+
+
+def _in_turn(size: torch.SymInt, turn: int) -> int | None:
+    """`size` where its symbols are as large, and in another turn as small, as guards let them be; None where that is
+    not known, or far apart. A loop unrolled over chunks fixes how many there are, and the length but for the last."""
+    at = {}
+    for symbol in size.node.expr.free_symbols:
+        allowed = size.node.shape_env.var_to_range.get(symbol)
+        if allowed is None or not allowed.upper - allowed.lower < FEW:
+            return None
+        at[symbol] = allowed.lower if turn % 2 else allowed.upper
+    return int(size.node.expr.xreplace(at))
 
 
 def _comparable(piece: object) -> object:
@@ -287,12 +320,6 @@ def _comparable(piece: object) -> object:
 
 def length(dim: Dim) -> Any:
     return math.prod(a.size for a in flat(dim))
-
-
-def _extra(eq: Longer) -> int:
-    pinned = all(a.pinned for d in (eq.whole, *eq.parts) for a in flat(d))
-    exact = isinstance(eq.extra, int) and (eq.extra <= 1 or pinned)
-    return eq.extra if exact else PADDING
 
 
 def _bind(atom: Atom, parts: list[Atom]) -> None:

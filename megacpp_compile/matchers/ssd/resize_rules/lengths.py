@@ -145,8 +145,7 @@ def _cat(r: ResizeContext, n: Node) -> list[Dim]:
     else:
         others[dim] = r.axes.longer([p[dim] for p in parts], 0, value(n).shape[dim])
     sizes = [value(a).shape[dim] for a in n.args[0]]  # type: ignore[union-attr]
-    if all(isinstance(size, int) for size in sizes):
-        r.axes.pick(others[dim], *((sum(sizes[:i]), size) for i, size in enumerate(sizes)))
+    r.axes.pick(others[dim], *((sum(sizes[:i]), size) for i, size in enumerate(sizes)))
     return others
 
 
