@@ -14,11 +14,15 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from megacpp_compile.matchers.ssd.pieces import Loops, Piece, comparable
 
 LARGEST_PINNED = 64
 SMALL = (3, 4, 5)
@@ -39,6 +43,7 @@ class Atom:
 
 
 Dim = list[Atom]
+Dims = tuple[Atom, ...]  # a dimension that can be looked up
 
 
 def flat(dim: Iterable[Atom]) -> Dim:
@@ -92,7 +97,8 @@ class Axes:
     def __init__(self, largest_pinned: int = LARGEST_PINNED, small: Sequence[int] = SMALL) -> None:
         self.largest_pinned, self.small = largest_pinned, small
         self.lengths: list[Longer] = []
-        self.picked: list[tuple[Dim, object]] = []
+        self.picked: list[tuple[Dim, Piece]] = []
+        self.kept_apart = False  # whether dimensions that are taken apart alike are two
         self.sizes: dict[Atom, int] = {}
         self.turn = 0
 
@@ -172,13 +178,14 @@ class Axes:
         self.lengths.append(Longer(whole, parts, extra))
         return whole
 
-    def repeated(self, part: Dim, count: int) -> Dim:
-        """`count` times `part`, one behind another, as a loop over it puts its results together."""
-        times = fresh(count)
+    def repeated(self, part: Dim, nodes: Sequence[Node]) -> Dim:
+        """`part` as often as there are `nodes`, one behind another, as a loop over it puts its results together."""
+        times = fresh(len(nodes))
         pin([times])
-        self.pick(times, *range(count))
+        for i, node in enumerate(nodes):
+            self.pick(times, i, node)
         whole = [*times, *part]
-        self.lengths.append(Longer(whole, [part] * count, 0))
+        self.lengths.append(Longer(whole, [part] * len(nodes), 0))
         return whole
 
     def shorter(self, dim: Dim, size: Any) -> Dim:
@@ -190,32 +197,63 @@ class Axes:
         self.lengths.append(Longer(dim, [part], length(dim) - size, cut=True))
         return part
 
-    def pick(self, dim: Dim, *pieces: object) -> None:
-        """Elements or slices `pieces` (indices, or starts and sizes) of `dim` are read one by one."""
+    def pick(self, dim: Dim, at: object, node: Node | None) -> None:
+        """One element or slice `at` (an index, or start and size) of `dim` is read, or put there: `node`."""
         if flat(dim):
-            self.picked += [(dim, _comparable(piece)) for piece in pieces]
+            self.picked.append((dim, Piece(comparable(at), node)))
 
-    def close(self) -> None:
-        """Find dimensions that are one although no op makes them meet."""
-        self._join_picked()
+    def pick_each(self, dim: Dim, all_of: Sequence[object], several: Node) -> None:
+        """`several` has a piece of `dim` at each of `all_of`."""
+        for at in all_of:
+            self.pick(dim, at, None)
+        for user in several.users:
+            if user.target is operator.getitem:
+                self.pick(dim, all_of[user.args[1]], user)  # type: ignore[index]
+
+    def close(self, nodes: Sequence[Node] | None = None) -> None:
+        """Find dimensions that are one although no op makes them meet. nodes: those of the subgraph, to tell apart what
+        loops take apart one after another; without them, all that is taken apart alike is one dimension."""
+        self._join_picked(nodes)
         self._join_padded()
         self._pin_cut()
 
-    def _join_picked(self) -> None:
+    def _join_picked(self, nodes: Sequence[Node] | None) -> None:
         """What a loop takes apart into the same pieces, of several tensors, is one dimension."""
-        pieces: dict[tuple[Atom, ...], set[object]] = {}
+        pieces: dict[tuple[Dims, bool], list[Piece]] = {}
         for dim, piece in self.picked:
-            pieces.setdefault(tuple(flat(dim)), set()).add(piece)
-        alike: dict[object, tuple[Atom, ...]] = {}
-        for atoms, read in pieces.items():
-            if len(read) < 2:
-                continue
-            size = length(list(atoms))
-            known = number(size)
-            first = alike.setdefault((_comparable(size) if known is None else known, frozenset(read)), atoms)
+            pieces.setdefault((tuple(flat(dim)), isinstance(piece.at, tuple)), []).append(piece)
+        alike: dict[object, list[tuple[Dims, list[Piece]]]] = {}
+        for (atoms, _), read in pieces.items():
+            size, several = length(list(atoms)), frozenset(piece.at for piece in read)
+            if len(several) > 1:
+                known = number(size)
+                alike.setdefault((comparable(size) if known is None else known, several), []).append((atoms, read))
+        for loops in alike.values():
+            for one in self._in_one_loop(loops, nodes) if len(loops) > 1 else ():
+                self._join(one)
+
+    def _in_one_loop(
+        self, loops: list[tuple[Dims, list[Piece]]], nodes: Sequence[Node] | None
+    ) -> list[list[Dims]]:
+        """The dimensions of `loops`, parted where these run one after another."""
+        if nodes is None:
+            return [[atoms for atoms, _ in loops]]
+        run, parted = Loops(nodes, [read for _, read in loops]), list[list[int]]()
+        for i in range(len(loops)):
+            known = next((known for known in parted if not any(run.apart(i, other) for other in known)), None)
+            if known is None:
+                parted.append([i])
+            else:
+                known.append(i)
+        self.kept_apart |= len(parted) > 1
+        return [[loops[i][0] for i in members] for members in parted]
+
+    def _join(self, several: list[Dims]) -> None:
+        first = list(several[0])
+        for atoms in several[1:]:
             if not set(flat(first)) & set(flat(atoms)):
-                pin([list(first), list(atoms)])
-                self.same(list(first), list(atoms))
+                pin([first, list(atoms)])
+                self.same(first, list(atoms))
 
     def _join_padded(self) -> None:
         """What becomes one dimension by padding was one before: lengths are equal, whatever they are."""
@@ -309,13 +347,6 @@ def _in_turn(size: torch.SymInt, turn: int) -> int | None:
             return None
         at[symbol] = allowed.lower if turn % 2 else allowed.upper
     return int(size.node.expr.xreplace(at))
-
-
-def _comparable(piece: object) -> object:
-    """`piece`, symbolic sizes in it as their expressions: a SymInt has no hash."""
-    if isinstance(piece, tuple):
-        return tuple(map(_comparable, piece))
-    return piece.node.expr if isinstance(piece, torch.SymInt) else piece
 
 
 def length(dim: Dim) -> Any:
