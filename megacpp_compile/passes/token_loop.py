@@ -9,8 +9,7 @@ After:  `o, final_state, ... = megacpp.gated_delta_rule(q, k, v, g, beta, S, ...
 Safe because one step is run small beside the recurrence, and the others are the same graph at the next position
 (`matchers/token_loops/`); the op computes in float32 or better.
 Refused: steps that differ, states or other intermediates that are read elsewhere, decays that are no exponential or
-sigmoid, as their logarithm may not exist. A single step, as in decoding, stays plain: it reads and writes the state, of
-which Inductor makes two kernels, and the op would do no less.
+sigmoid, as their logarithm may not exist. A single step is no loop (`gated_delta_rule` names it).
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import Builder, place, value
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
-from megacpp_compile.matchers.recurrences import single_steps
 from megacpp_compile.matchers.ssd.roles import Leaf
 from megacpp_compile.matchers.token_loops.proof import TokenLoop, find_token_loops
 from megacpp_compile.passes._arrange import arrange, gated_chunk_size
@@ -40,11 +38,8 @@ NO_KERNEL = ("cuda", "linear attention with gates of its tokens has no kernel on
 
 
 def find(view: GraphView) -> Iterator[Match | MatchFailure]:
-    found = list(find_token_loops(view.graph))
-    for loop in found:
+    for loop in find_token_loops(view.graph):
         yield _check(view, loop) if isinstance(loop, TokenLoop) else MatchFailure(loop.node, loop.tag, loop.reason)
-    if not found and (step := next(single_steps(view.graph.nodes), None)) is not None:
-        yield MatchFailure(step, "one-token", "one token of a delta rule is a few elementwise ops: they stay plain")
 
 
 def _check(view: GraphView, found: TokenLoop) -> Match | MatchFailure:

@@ -13,11 +13,11 @@ from megacpp_compile.matchers.delta_rule import proof
 from megacpp_compile.matchers.delta_rule.rule import DeltaRule, find_delta_rules
 from megacpp_compile.matchers.delta_rule.verdicts import Verdicts
 from megacpp_compile.passes._arrange import gated_chunk_size
-from tests.corpus.delta.block import CHUNKED, LINEAR, PlainDelta, Spelling
+from tests.corpus.delta.block import CHUNKED, LINEAR, TOKENS, PlainDelta, Spelling
 from tests.corpus.delta.chunked import chunk_after_chunk, padded_into_zeros
 from tests.corpus.delta.near_misses import NEAR_DELTA_RULES, NEAR_LINEAR
 from tests.corpus.delta.parts import by_rows_in_place, by_solving, repeated
-from tests.frames import passed, render, run
+from tests.frames import check, passed, render, run
 
 from .contract import (
     assert_autocast,
@@ -84,6 +84,22 @@ def test_lengths(name, length):
 @pytest.mark.parametrize("sizes", [{"groups": 1}, {"groups": 4}, {"width": 5}, {"strength": 2}], ids=str)
 def test_sizes(sizes):
     assert_fires(NAME, *block(**sizes))
+
+
+@pytest.mark.parametrize("name", [*TOKENS, "solved_to_an_inverse", "channel_gates_split", "whole_sequence"])
+def test_a_single_token_is_known_and_stays_plain(name):
+    """As in decoding. Nothing is amiss: the report says what it is, and no pass has a near miss."""
+    module, args = block({**CHUNKED, **TOKENS}[name], length=1, given=True, state=True)
+    with torch.no_grad():
+        frames = check(module.requires_grad_(False), tuple(a.detach() for a in args))
+    (analysis,) = frames.analyses
+    assert not frames.fired and not frames.misses
+    assert [found["kind"] for found in analysis.frame.recognised] == ["one token of a delta rule"]
+
+
+@pytest.mark.parametrize("name", ["rows_in_place", "solved_from_the_right"])
+def test_a_single_token_that_is_padded_to_a_chunk(name):
+    assert_fires(NAME, *block(CHUNKED[name], length=1, given=True, state=True))
 
 
 def test_inference():

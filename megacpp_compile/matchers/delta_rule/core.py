@@ -104,6 +104,12 @@ class Cores:
         return n
 
 
+def in_corrected_cores(graph: Graph) -> set[Node]:
+    """The nodes of all cores that show a delta rule, found to be one or not, and what enters them."""
+    nodes = {n for core in Cores(graph) if corrects(core) is not None for n in core}
+    return nodes | {a for n in nodes for a in tensors(n)}
+
+
 def corrects(nodes: list[Node]) -> Node | None:
     """The last node that shows a delta rule rather than another recurrence: rows solved for one another, or a
     difference from what a product of three predicts. None where there is none."""

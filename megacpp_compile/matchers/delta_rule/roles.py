@@ -18,7 +18,7 @@ ROLES = ("q", "k", "v", "beta", "initial_state")
 
 @dataclasses.dataclass(frozen=True)
 class Axes:
-    """Atoms of the dimensions: b batch, t tokens, h value heads, k and v channels."""
+    """Atoms of the dimensions: b batch, t tokens (none of a single one), h value heads, k and v channels."""
 
     b: Dim
     t: Dim
@@ -89,7 +89,7 @@ def _axes(r: Resized, root: Node, made: Dim, nodes: dict[str, Node]) -> Axes | N
     if "initial_state" in of and (not keys | set(values) >= of["initial_state"] - outer):
         return None
     time = _time(r, outer, keys, set(values))
-    if time is None or "initial_state" in of and of["initial_state"] & time:
+    if "initial_state" in of and of["initial_state"] & time:
         return None
     dims = [d for d in r.of(nodes["v"]) if d != values and not set(d) & time]
     order = atoms(r, nodes["v"])
@@ -100,8 +100,9 @@ def _axes(r: Resized, root: Node, made: Dim, nodes: dict[str, Node]) -> Axes | N
     )  # fmt: skip
 
 
-def _time(r: Resized, outer: Set[Atom], keys: Set[Atom], values: Set[Atom]) -> Set[Atom] | None:
-    """The dimensions that a state, which has those of keys and of values, has not; or those that meet themselves."""
+def _time(r: Resized, outer: Set[Atom], keys: Set[Atom], values: Set[Atom]) -> Set[Atom]:
+    """The dimensions that a state, which has those of keys and of values, has not; or those that meet themselves. None
+    for a single token."""
     least: set[Atom] | None = None
     twice = set[Atom]()
     for dims in r.dims.values():
@@ -114,4 +115,4 @@ def _time(r: Resized, outer: Set[Atom], keys: Set[Atom], values: Set[Atom]) -> S
             least = rest if least is None or len(rest) < len(least) else least
     if least is not None and outer - least:
         return outer - least
-    return twice or None
+    return twice
