@@ -10,13 +10,14 @@ import torch
 
 from megacpp_compile.config.options import Config
 from megacpp_compile.matchers.delta_rule import proof
+from megacpp_compile.matchers.delta_rule.proof import recurrence
 from megacpp_compile.matchers.delta_rule.rule import DeltaRule, find_delta_rules
 from megacpp_compile.matchers.delta_rule.verdicts import Verdicts
 from megacpp_compile.passes._arrange import gated_chunk_size
 from tests.corpus.delta.block import CHUNKED, LINEAR, TOKENS, PlainDelta, Spelling
 from tests.corpus.delta.chunked import chunk_after_chunk, padded_into_zeros
-from tests.corpus.delta.near_misses import NEAR_DELTA_RULES, NEAR_LINEAR
-from tests.corpus.delta.parts import by_rows_in_place, by_solving, repeated
+from tests.corpus.delta.near_misses import NEAR_DELTA_RULES, NEAR_LINEAR, in_chunks_of, one_doubling_less
+from tests.corpus.delta.parts import by_rows_in_place, by_solving, no_norm, repeated, times_rsqrt
 from tests.frames import check, passed, render, run
 
 from .contract import (
@@ -56,7 +57,7 @@ def near(form):
 def test_graph():
     frames = assert_fires(NAME, *block(CHUNKED["rows_in_place"], length=10, given=True, state=True))
     (line,) = (line for line in render(frames.graph).splitlines() if "megacpp.gated_delta_rule" in line)
-    expecttest.assert_expected_inline(line, """gated_delta_rule: (f32[2, 10, 4, 5], f32[2, 4, 3, 5], f32[2, 1, 4, 3, 5], f32[2, 10, 4, 16]) = megacpp.gated_delta_rule(view, view_1, permute, permute_1, permute_2, state, None, 0.5773502691896258, 1e-06, 16, float32)""")
+    expecttest.assert_expected_inline(line, """gated_delta_rule: (f32[2, 10, 4, 5], f32[2, 4, 3, 5], f32[2, 1, 4, 3, 5], f32[2, 10, 4, 16]) = megacpp.gated_delta_rule(view, view_1, permute, permute_1, permute_2, state, None, 0.577350269189626, 1e-06, 16, float32)""")
 
 
 @pytest.mark.parametrize("name", CHUNKED)
@@ -144,6 +145,14 @@ def test_refuses(name):
     assert_refused_in_a_graph(NAME, TAGS.get(name, "differs"), *near(NEAR_DELTA_RULES[name]))
 
 
+@pytest.mark.parametrize("size", [16, 64])
+@pytest.mark.parametrize("norm", [no_norm, times_rsqrt])
+def test_refuses_a_series_that_is_cut_off_late(size, norm):
+    """High powers of a triangle are small where keys are not alike, and the rest would do for a smaller one."""
+    form = in_chunks_of(size, partial(padded_into_zeros, inverse=one_doubling_less))
+    assert_refused_in_a_graph(NAME, "differs", *block(Spelling(form, norm=norm), 2 * size, heads=2, groups=1))
+
+
 @pytest.mark.parametrize("name", NEAR_LINEAR | SILENT)
 def test_no_business_of_this_pass(name):
     """Nothing corrects a state, or what does is squashed or normed before it is read again."""
@@ -193,6 +202,18 @@ def test_refuses_an_inverse_under_no_grad():
             return by_rows_in_place(lower)
 
     assert_refused(NAME, "region", *near(partial(padded_into_zeros, inverse=inverse)))
+
+
+def test_tensors_that_would_be_large_are_tried_as_small_as_can_be(monkeypatch):
+    """Two of everything that no loop has unrolled."""
+    tried = []
+    monkeypatch.setattr(proof, "MOST_ELEMENTS", 512)
+    monkeypatch.setattr(proof, "recurrence", lambda given, eps: tried.append(given["v"].shape) or recurrence(given, eps))
+    Verdicts.forget()
+    assert passed(*block()).counts[NAME] == 1
+    assert tried == [(2, 8, 4, 2)] * 2
+    monkeypatch.setattr(proof, "MOST_ELEMENTS", 256)
+    assert_refused_in_a_graph(NAME, "differs", *block(Spelling(NEAR_DELTA_RULES["first_order"], whole=True)))
 
 
 def test_refuses_what_is_too_large_to_try(monkeypatch):

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Set
 from torch.fx import Node
 
 from megacpp_compile.matchers.ssd.axes import Atom, Dim, flat
-from megacpp_compile.matchers.ssd.resize import Resized
+from megacpp_compile.matchers.ssd.resize import Resized, tensor_dims
 from megacpp_compile.matchers.ssd.tensor_algebra import Algebra
 from megacpp_compile.matchers.ssd.tensor_ops import EXPONENTIALS
 
@@ -106,9 +106,7 @@ def _time(r: Resized, outer: Set[Atom], keys: Set[Atom], values: Set[Atom]) -> S
     least: set[Atom] | None = None
     twice = set[Atom]()
     for dims in r.dims.values():
-        if not isinstance(dims, list) or any(d and isinstance(d[0], list) for d in dims):
-            continue  # several tensors
-        mine = [a for d in dims for a in flat(d)]
+        mine = [a for d in tensor_dims(dims) for a in flat(d)]
         twice |= {a for a in mine if a in outer and mine.count(a) > 1}
         if keys | values <= set(mine):
             rest = set(mine) & outer

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Set
-from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -24,8 +23,8 @@ from megacpp_compile.matchers.delta_rule.rules import CLAMPS, RULES
 from megacpp_compile.matchers.delta_rule.verdicts import Structure, Verdict, Verdicts
 from megacpp_compile.matchers.signs import at_most_zero
 from megacpp_compile.matchers.ssd import axes as sizes
-from megacpp_compile.matchers.ssd.axes import Dim, NoAxes, flat, number
-from megacpp_compile.matchers.ssd.resize import Resized
+from megacpp_compile.matchers.ssd.axes import NoAxes, flat, number
+from megacpp_compile.matchers.ssd.resize import Resized, tensor_dims
 from megacpp_compile.matchers.ssd.roles import Leaf
 from megacpp_compile.matchers.ssd.tensor_algebra import Algebra, lends_shape, tensors
 
@@ -265,13 +264,9 @@ def _chunk(r: Resized, x: Axes) -> int:
     to which a single token is padded is in no operand."""
     if not x.t:
         known = {*x.b, *x.h, *x.k, *x.v}
-        own = [a for n in r.nodes for d in _one(r.dims[n]) for a in flat(d) if a not in known]
+        own = [a for n in r.nodes for d in tensor_dims(r.dims[n]) for a in flat(d) if a not in known]
         return max((number(a.size) or 0 for a in own), default=0)
     padded = [flat(eq.whole) for eq in r.axes.lengths if [flat(d) for d in eq.parts] == [x.t]]
     size = next((d[-1].size for d in (x.t, *padded) if len(d) > 1), 0)
     return size if isinstance(size, int) else 0
 
-
-def _one(dims: Any) -> list[Dim]:
-    """The dimensions of a tensor; none of several, each of which has its own node."""
-    return [] if any(isinstance(a, list) for d in dims for a in d) else dims

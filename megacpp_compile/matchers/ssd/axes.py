@@ -50,7 +50,11 @@ def flat(dim: Iterable[Atom]) -> Dim:
     """The atoms of a dimension, those made of others resolved."""
     out: Dim = []
     for atom in dim:
-        out += [atom] if atom.parts is None else flat(atom.parts)
+        if atom.parts is None:
+            out.append(atom)
+        else:
+            atom.parts = flat(atom.parts)
+            out += atom.parts
     return out
 
 
@@ -100,6 +104,7 @@ class Axes:
         self.picked: list[tuple[Dim, Piece]] = []
         self.kept_apart = False  # whether dimensions that are taken apart alike are two
         self.sizes: dict[Atom, int] = {}
+        self.chosen: dict[Atom, Sequence[int]] = {}  # sizes to take in turn, where these are not small ones
         self.turn = 0
 
     # -- equations
@@ -294,6 +299,8 @@ class Axes:
                 if size is None or size > self.largest_pinned:
                     raise NoAxes(f"what is done to a dimension of {atom.size} depends on its size")
                 self.sizes[atom] = size
+        for atom, sizes in self.chosen.items():
+            self.sizes.setdefault(atom, sizes[turn % len(sizes)])
         for atom in [*inner, *atoms]:
             while self._propagate():
                 pass

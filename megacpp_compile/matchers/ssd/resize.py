@@ -61,6 +61,11 @@ class Resized:
         return [values[n] for n in wanted]
 
 
+def tensor_dims(dims: Any) -> list[Dim]:
+    """The dimensions of a tensor; none of several tensors, each of which has its own node."""
+    return [] if _several(dims) else dims
+
+
 def _several(dims: Sequence[Any]) -> bool:
     """Whether `dims` are those of several tensors: a dimension is a list of atoms, never of lists."""
     return any(isinstance(x, list) for d in dims for x in d)

@@ -24,6 +24,26 @@ def first_order(lower):
     return torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device) - lower
 
 
+def second_order(lower):
+    """I - L + L^2: enough for chunks of three tokens."""
+    return first_order(lower) + lower @ lower
+
+
+def one_doubling_less(lower):
+    """(I - L)(I + L^2)...: enough for half of a chunk."""
+    unit = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device)
+    inverse, power = unit - lower, lower
+    for _ in range(lower.shape[-1].bit_length() - 3):
+        power = power @ power
+        inverse = inverse @ (unit + power)
+    return inverse
+
+
+def in_chunks_of(own, form):
+    """`form` with chunks of `own` tokens, whatever it is asked for."""
+    return lambda q, k, v, g, beta, state, size, scale, norm: form(q, k, v, g, beta, state, own, scale, norm)
+
+
 def other_sign(lower):
     """(I - L)^-1."""
     return by_doubling(-lower)
@@ -205,6 +225,8 @@ def band(q, k, v, g, beta, state, size, scale, norm):
 NEAR_DELTA_RULES = {
     "not_all_rows": partial(padded_into_zeros, inverse=not_all_rows),
     "first_order": partial(inverse_in_halves, inverse=first_order),
+    "second_order": partial(padded_into_zeros, inverse=second_order),
+    "one_doubling_less": in_chunks_of(8, partial(padded_into_zeros, inverse=one_doubling_less)),
     "other_sign": partial(chunk_after_chunk, inverse=other_sign),
     "upper_instead": partial(inverse_in_halves, inverse=upper_instead),
     "with_its_diagonal": partial(padded_into_zeros, inverse=with_its_diagonal),
