@@ -1,8 +1,8 @@
 """What one step of a loop computes, told by running it small, beside the recurrences that have an op:
 
-    S' = diag(exp g) S + k u^T;   o = scale * S'^T q;   u = beta (v - (diag(exp g) S)^T k), or v alone
+    S' = diag(exp g) S + k u^T;   o = scale * S'^T q;   u = beta (v - (diag(exp g) S)^T k), or beta v, or v alone
 
-Linear attention is the second, with a gate for each head, each channel of the keys, or a rate that no token changes
+Linear attention is the others, with a gate for each head, each channel of the keys, or a rate that no token changes
 (arXiv:2006.16236, 2312.06635, 2307.08621); the first corrects what the state itself predicts (arXiv:2412.06464,
 2510.26692). As all of a step is sums, products and exponentials of its operands, two that agree on random operands are
 the same.
@@ -20,27 +20,32 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.views import is_cast
-from megacpp_compile.matchers.ssd.axes import Dim, NoAxes
+from megacpp_compile.matchers.ssd.axes import Atom, Axes, Dim, NoAxes
 from megacpp_compile.matchers.ssd.resize import Resized
 from megacpp_compile.matchers.ssd.resize_rules import RULES
 from megacpp_compile.matchers.ssd.roles import Leaf, arranged
-from megacpp_compile.matchers.ssd.tensor_algebra import Algebra, constants_of, tensors
-from megacpp_compile.matchers.ssd.tensor_ops import EXPONENTIALS
-from megacpp_compile.matchers.token_loops.steps import Loop, NoLoop, find_loops
+from megacpp_compile.matchers.ssd.tensor_algebra import Algebra, constants_of, operand_of, tensors
+from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS, EXPONENTIALS, SAME, VIEWS
+from megacpp_compile.matchers.token_loops.fronts import last_token, tokens_of
+from megacpp_compile.matchers.token_loops.scans import LONGEST, ScanStep
+from megacpp_compile.matchers.token_loops.steps import Loop, NoLoop, dimensions, find_loops
 
 aten = torch.ops.aten
 TOLERANCE = 1e-10  # float64, one step
 MOST_OPERANDS = 6
+DIFFERS = "differs"
 ROLES = ("q", "k", "v", "g", "beta")
 Dims = tuple[tuple[object, ...], ...]
 
 
 @dataclasses.dataclass
 class TokenLoop:
-    """A proved loop. operands: q, k, v, and perhaps g and beta, as nodes of the last step.
+    """A proved loop. operands: q, k, v, and perhaps g and beta; of a scan x, dt, A, B, C, and perhaps D. They are nodes
+    of the last step, or whole tensors, which have one of the atoms `tokens`.
 
-    delta: whether the state is corrected by what it predicts; decay: g is the decay itself, not its logarithm.
-    Atoms: b batch, h heads, k channels of keys, v of values.
+    delta: whether the state is corrected by what it predicts; without it, beta is what values are multiplied by.
+    decay: g is the decay itself, not its logarithm. inside: the last step and what is made in front of the loop.
+    Atoms: b batch, h heads, k channels of keys (states of a scan), v of values.
     """
 
     loop: Loop
@@ -55,6 +60,8 @@ class TokenLoop:
     k: Dim
     v: Dim
     inside: set[Node]
+    scan: bool = False
+    tokens: frozenset[Atom] = frozenset()
 
 
 def find_token_loops(graph: fx.Graph) -> Iterator[TokenLoop | NoLoop]:
@@ -66,13 +73,39 @@ def find_token_loops(graph: fx.Graph) -> Iterator[TokenLoop | NoLoop]:
                 yield loop
             continue
         algebra = algebra or Algebra(graph, RULES)
-        try:
-            with torch.no_grad():
-                found = _proved(algebra, loop)
-        except NoAxes as e:
-            found = NoLoop(loop.output, "axes", str(e))
-        if found is not None:
-            yield found
+        with torch.no_grad():
+            found = _told(algebra, loop)
+        if isinstance(found, TokenLoop) or found is not None and (not loop.wide or found.tag == DIFFERS):
+            yield found  # what is read of chunks' states and the like is nobody's loop over tokens
+
+
+def _told(algebra: Algebra, loop: Loop) -> TokenLoop | NoLoop | None:
+    scan = _scan(algebra, loop)
+    if isinstance(scan, TokenLoop):
+        return scan
+    other: TokenLoop | NoLoop | None
+    try:
+        other = _proved(algebra, loop)
+    except NoAxes as e:
+        other = NoLoop(loop.output, "axes", str(e))
+    return other if isinstance(other, TokenLoop) or scan is None else scan
+
+
+def _scan(algebra: Algebra, loop: Loop) -> TokenLoop | NoLoop | None:
+    try:
+        step = ScanStep(algebra, loop)
+    except NoAxes:
+        return None
+    if not step.roles:
+        reason = "a step has a scan's operands and is not Mamba-2's: S' = exp(dt A) S + dt x B^T, y = S' C + D x"
+        return NoLoop(loop.output, DIFFERS, reason) if step.tried else None
+    output, entering, *operands = (
+        Leaf(n, tuple(tuple(d) for d in step.r.of(n))) for n in (loop.output, loop.entering, *step.roles.values())
+    )
+    return TokenLoop(
+        loop, dict(zip(step.roles, operands, strict=True)), False, False, 1.0, output, entering, step.b, step.h, step.n,
+        step.p, set(step.r.nodes), True, frozenset(step.t),
+    )  # fmt: skip
 
 
 def _proved(algebra: Algebra, loop: Loop) -> TokenLoop | NoLoop | None:
@@ -82,11 +115,13 @@ def _proved(algebra: Algebra, loop: Loop) -> TokenLoop | NoLoop | None:
     if step.strange is not None:
         refused = NoLoop(step.strange, "op", "what becomes of the state is more than sums and products")
         return refused if step.outer else None
-    resized = Resized(RULES, sorted(step.inside), [loop.entering, *step.leaves, *step.again])
+    leaves = [loop.entering, *step.leaves, *step.again]
+    resized = Resized(RULES, sorted(step.inside - set(leaves)), leaves, Axes(LONGEST))
     for n, leaf in step.again.items():
         for one, other in zip(resized.dims[n], resized.dims[leaf], strict=True):
             resized.axes.same(one, other)
-    return _Roles(loop, step, resized).found()
+    tokens = tokens_of(resized, loop)
+    return None if tokens is None else _Roles(loop, step, resized, tokens).found()
 
 
 class _Step:
@@ -114,6 +149,10 @@ class _Step:
             return
         if n in self.algebra.constants:
             self.inside |= constants_of(self.algebra, n)
+        elif self.loop.wide and n in self.loop.reads and dimensions(n) == dimensions(self.loop.entering):
+            source = self.loop.reads[n].source
+            self.inside |= {n, *(a for a in n.all_input_nodes if a is not source)}
+            self._open(source)
         elif self._is_operand(n):
             read = self.loop.reads.get(n)
             same = next((m for m in self.leaves if read and self.loop.reads.get(m) == read), None)
@@ -125,6 +164,18 @@ class _Step:
             self.inside.add(n)
             for a in tensors(n):
                 self._descend(a)
+
+    def _open(self, n: Node) -> None:
+        """Follow `n`, a state for every token, to the operands of a product that makes it."""
+        opens = n in self.algebra.nodes and n.target in VIEWS | SAME | CONTRACTIONS | {aten.mul.Tensor}
+        if not opens or dimensions(n) <= dimensions(self.loop.entering):
+            leaf, between = operand_of(self.algebra, n)
+            self.inside |= between
+            self.leaves += [leaf] * (leaf not in self.leaves)
+            return
+        self.inside.add(n)
+        for a in tensors(n):
+            self._open(a)
 
     def _is_operand(self, n: Node) -> bool:
         """Whether `n` is taken as it is: what is read of a tensor, what is no algebra, and what is as large as the one
@@ -157,12 +208,12 @@ def _of_state(loop: Loop) -> set[Node]:
 class _Roles:
     """Which leaf is which operand: by atoms where they tell, by trial where they do not."""
 
-    def __init__(self, loop: Loop, step: _Step, resized: Resized) -> None:
-        self.loop, self.step, self.r = loop, step, resized
+    def __init__(self, loop: Loop, step: _Step, resized: Resized, tokens: set[Atom]) -> None:
+        self.loop, self.step, self.r, self.tokens = loop, step, resized, tokens
         self.next = loop.states[-1]
 
     def atoms(self, n: Node) -> Dim:
-        return [a for d in self.r.of(n) for a in d]
+        return [a for d in self.r.of(n) for a in d if a not in self.tokens]
 
     def found(self) -> TokenLoop | NoLoop | None:
         loop = self.loop
@@ -174,15 +225,13 @@ class _Roles:
         for roles in self._assignments():
             tried = True
             for delta, decay in itertools.product((True, False), (False, True) if "g" in roles else (False,)):
-                if "beta" in roles and not delta:
-                    continue
                 scale = self._scale(roles, delta, decay)
                 if scale is not None:
                     return self._made(roles, delta, decay, scale)
         if not tried:
             wanted = "a query, a key and a value of each token, with a gate of heads or of the key's channels"
             return NoLoop(loop.output, "roles", f"its operands are not {wanted}") if self.step.outer else None
-        return NoLoop(loop.output, "differs", "a step is neither the delta rule nor linear attention")
+        return NoLoop(loop.output, DIFFERS, "a step is neither the delta rule nor linear attention")
 
     def _assignments(self) -> Iterator[dict[str, Node]]:
         leaves = self.step.leaves
@@ -193,19 +242,23 @@ class _Roles:
                 continue
             roles.setdefault("q", roles["k"])
             q, k, v = (set(self.atoms(roles[name])) for name in ("q", "k", "v"))
-            keys, values = state - out, state & out & v - k
-            if not keys or not values or not keys <= k & q or keys & v or q & values:
+            keys = state - out
+            if not keys or not self._values(roles) or not keys <= k & q or keys & v:
                 continue
-            if "g" in roles and set(self.atoms(roles["g"])) & values:
-                continue
-            if "beta" in roles and set(self.atoms(roles["beta"])) & (values | keys):
+            if "beta" in roles and set(self.atoms(roles["beta"])) & keys:
                 continue
             yield roles
+
+    def _values(self, roles: dict[str, Node]) -> Dim:
+        """The channels of values: atoms of the output that no other operand has."""
+        out = set(self.atoms(self.loop.output)) & set(self.atoms(roles["v"]))
+        others = {a for name, n in roles.items() if name != "v" for a in self.atoms(n)}
+        return [a for a in self.atoms(self.loop.entering) if a in out - others]
 
     def _dims(self, roles: dict[str, Node]) -> tuple[Dim, Dim, Dim, Dim]:
         state, out = self.atoms(self.loop.entering), set(self.atoms(self.loop.output))
         keys = [a for a in state if a not in out]
-        values = [a for a in state if a in out and a not in set(self.atoms(roles["k"]))]
+        values = self._values(roles)
         rest = [a for a in state if a not in keys and a not in values]
         first = self.r.of(self.loop.entering)[0] if value(self.loop.entering).dim() > 3 else []
         b = first if set(first) <= set(rest) else []
@@ -222,7 +275,7 @@ class _Roles:
             leaves |= {n: leaves[leaf] for n, leaf in self.step.again.items()}
             out, behind = r.run(leaves, [self.loop.output, self.next])
             targets = {"q": [b, h, k], "k": [b, h, k], "v": [b, h, v], "g": [b, h, k], "beta": [b, h]}
-            given = {name: arranged(r.axes, leaves[n], r.of(n), targets[name]) for name, n in roles.items()}
+            given = {name: last_token(r, leaves[n], n, targets[name], self.tokens) for name, n in roles.items()}
             before = arranged(r.axes, leaves[self.loop.entering], r.of(self.loop.entering), [b, h, k, v])
             want, state = step(before, **given, delta=delta, decay=decay)
             got = arranged(r.axes, behind, r.of(self.next), [b, h, k, v])
@@ -239,7 +292,8 @@ class _Roles:
         b, h, k, v = self._dims(roles)
         return TokenLoop(
             self.loop, {name: self._leaf(n) for name, n in roles.items()}, delta, decay, scale,
-            self._leaf(self.loop.output), self._leaf(self.loop.entering), b, h, k, v, set(self.r.nodes),
+            self._leaf(self.loop.output), self._leaf(self.loop.entering), b, h, k, v,
+            set(self.r.nodes), tokens=frozenset(self.tokens),
         )  # fmt: skip
 
     def _leaf(self, n: Node) -> Leaf:

@@ -82,6 +82,8 @@ LINEAR = {
     "rate_in_blocks": Spelling(linear.rate_in_blocks, gate="rate", delta=False, norm=no_norm),
     "by_token": Spelling(linear.by_token, delta=False, norm=no_norm),
     "by_token_channel_gates": Spelling(linear.by_token, gate="channel", delta=False),
+    "products_in_front": Spelling(linear.products_in_front, delta=False),
+    "products_in_front_channel_gates": Spelling(linear.products_in_front, gate="channel", delta=False, norm=no_norm),
     "rate_by_token": Spelling(linear.rate_by_token, gate="rate", delta=False, norm=no_norm),
 }  # fmt: skip
 
