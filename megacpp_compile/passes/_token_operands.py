@@ -75,7 +75,9 @@ class Operands:
         return arrange(build, Leaf(self.loop.initial, self.found.initial.dims), target)
 
     def output(self) -> Dims:
-        """The dimensions of all outputs put together."""
+        """The dimensions of all outputs put together; tokens first where each step makes more of its own."""
+        if self.loop.read is not None:
+            return (self.t, *self.found.output.dims)
         return self._with_tokens(self.found.output.dims, self.loop.outputs.dim, self.loop.outputs.kept)
 
     def groups(self) -> tuple[Any, ...]:

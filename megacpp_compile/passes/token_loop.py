@@ -5,7 +5,8 @@ Before: `for i in range(t): S = S * g[:, i].exp(); S = S + k[:, i] (beta[:, i] (
 After:  `o, final_state, ... = megacpp.gated_delta_rule(q, k, v, g, beta, S, ...)`; without the correction
         `megacpp.gated_linear_attention(q, k, v, g, S, ...)`, or where no token changes the decay of a head (RetNet,
         lightning attention) `megacpp.ssd_scan` with a step of one, which has a kernel. Where one step size is in decays
-        and in what is written, `megacpp.ssd_scan` with it. Products of all tokens may be made in front of the loop
+        and in what is written, `megacpp.ssd_scan` with it. Products of all tokens may be made in front of the loop, and
+        what a step makes of what it reads of the state (a norm, a gate, a skip) stays, of each token
 
 Safe because one step is run small beside the recurrence, and the others are the same graph at the next position
 (`matchers/token_loops/`); what is made in front of the loop is made token by token. The op's own dtype is float32 at
@@ -16,6 +17,7 @@ sigmoid, as their logarithm may not exist. A single step is no loop (`gated_delt
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -60,18 +62,22 @@ def _check(view: GraphView, found: TokenLoop) -> Match | MatchFailure:
     if value(root).device.type == "cuda" and not found.delta and not found.scan and not operands.one_rate():
         return MatchFailure(root, *NO_KERNEL)
     ends = [last] if any(u not in loop.inside and u is not root for u in last.users) else []
+    outputs = [root] if loop.read is None else loop.everywhere(loop.read)
     inputs = list(dict.fromkeys(operands.read()))
-    if place(inputs, [root, *ends], root, view.mode_states) is None:
+    if place(inputs, [*outputs, *ends], root, view.mode_states) is None:
         return MatchFailure(root, *REGION)
 
     def rewrite(build: Builder) -> tuple[Node, list[Node]]:
         emit = _steps if found.scan else _scan if not found.delta and operands.one_rate() else _gated
-        node, o, state = emit(build, operands, value(root).dtype)
+        node, o, state = emit(build, operands, value(outputs[0]).dtype)
         new = [arrange(build, o, operands.output())]
+        if loop.read is not None:
+            several = build(aten.unbind.int, new[0], 0)
+            new = [build.item(several, i) for i in range(loop.count)]
         new += [build.cast(arrange(build, state, found.initial.dims), value(last).dtype)] * len(ends)
         return node, new
 
-    return Match(root, inputs, [root, *ends], rewrite)
+    return Match(root, inputs, [*outputs, *ends], rewrite)
 
 
 def _gated(build: Builder, operands: Operands, dtype: torch.dtype) -> tuple[Node, Leaf, Leaf]:
@@ -125,7 +131,9 @@ def _scan(build: Builder, operands: Operands, dtype: torch.dtype) -> tuple[Node,
     values = _values(build, operands)
     steps = build(aten.ones_like.default, build(aten.select.int, values, 3, 0), dtype=torch.float32)
     none = build(aten.sum.dim_IntList, build(aten.zeros_like.default, steps), [0, 1])
-    rate = operands.arranged(build, "g", (h,)) if "g" in f.operands else none
+    wide = torch.promote_types(value(values).dtype, torch.float32)
+    constant = none if f.rate == 1 else build(aten.add.Tensor, build.cast(none, wide), math.log(f.rate))
+    rate = operands.arranged(build, "g", (h,)) if "g" in f.operands else constant
     queries = operands.arranged(build, "q", (b, t, groups, k))
     node = build(
         torch.ops.megacpp.ssd_scan.default, values, steps, rate,

@@ -16,14 +16,14 @@ def first_state(x, B, state):
     return x.new_zeros(x.shape[0], *x.shape[2:], B.shape[-1]) if state is None else state
 
 
-def einsums_within(x, dt, A, B, C, D, state, size):
+def einsums_within(x, dt, A, B, C, D, state, size, *, skip=lambda D, x: D[:, None] * x):
     """All of a step within the step, the skip included; results stacked."""
     B, C = to_heads(B, x.shape[2]), to_heads(C, x.shape[2])
     state, out = first_state(x, B, state), []
     for i in range(x.shape[1]):
         entered = (dt[:, i] * A).exp()[..., None, None] * state
         state = entered + torch.einsum("bh,bhp,bhn->bhpn", dt[:, i], x[:, i], B[:, i])
-        out.append(torch.einsum("bhpn,bhn->bhp", state, C[:, i]) + D[:, None] * x[:, i])
+        out.append(torch.einsum("bhpn,bhn->bhp", state, C[:, i]) + skip(D, x[:, i]))
     return torch.stack(out, 1), state
 
 

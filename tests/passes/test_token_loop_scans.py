@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tests.corpus.delta.block import LINEAR, PlainDelta, Spelling
 from tests.corpus.delta.parts import no_norm, repeated, zeros_for
@@ -184,6 +185,117 @@ def groups_within(q, k, v, g, beta, state, size, scale, norm):
 def test_groups_of_linear_attention_stay_groups():
     frames = assert_fires(NAME, *linear(groups_within))
     assert op_of(frames, "gated_linear_attention").args[1].meta["val"].shape[2] == 2
+
+
+# --- what a step makes of its output, and of its operands
+
+
+def stepwise(update, read=lambda o, q, v: o):
+    """A loop around `update(state, k, v, decay)`; `read` makes more of what the query reads."""
+
+    def form(q, k, v, g, beta, state, size, scale, norm):
+        q, k = repeated(norm(q), v.shape[2]), repeated(norm(k), v.shape[2])
+        state, out = zeros_for(k.transpose(1, 2), v.transpose(1, 2)) if state is None else state, []
+        for i in range(v.shape[1]):
+            state = update(state, k[:, i, :, :, None], v[:, i, :, None], g[:, i, :, None, None].exp())
+            out.append(read((q[:, i, :, None] @ state)[:, :, 0], q[:, i], v[:, i]))
+        return torch.stack(out, 1), state
+
+    return form
+
+
+def gated_sum(state, k, v, decay):
+    return decay * state + k * v
+
+
+READ = {
+    "skip": lambda o, q, v: o + v,
+    "gate": lambda o, q, v: F.silu(v) * o,
+    "norm": lambda o, q, v: F.layer_norm(o, o.shape[-1:]),
+    "twice": lambda o, q, v: o.tanh() + o,
+    "scale_of_each_token": lambda o, q, v: o * q.square().mean(-1, keepdim=True),
+}
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("read", READ)
+def test_what_a_step_makes_of_its_output_stays_behind_the_op(read, given):
+    frames = assert_fires(NAME, *linear(stepwise(gated_sum, READ[read]), given=given, state=given))
+    assert op_of(frames, "gated_linear_attention")
+
+
+def test_a_scan_with_a_skip_of_channels():
+    def form(x, dt, A, B, C, D, state, size):
+        y, final = einsums_within(x, dt, A, B, C, D, state, size, skip=lambda D, x: (D[:, None] * x).tanh())
+        return y, final
+
+    assert op_of(assert_fires(NAME, *block(form, given=True, state=True))).args[5] is None
+
+
+def test_a_delta_rule_whose_output_is_normed_within_a_step():
+    def form(q, k, v, g, beta, state, size, scale, norm):
+        q, k = repeated(norm(q), v.shape[2]), repeated(norm(k), v.shape[2])
+        state, out = zeros_for(k.transpose(1, 2), v.transpose(1, 2)) if state is None else state, []
+        for i in range(v.shape[1]):
+            new = beta[:, i, :, None] * (v[:, i] - torch.einsum("bhkv,bhk->bhv", state, k[:, i]))
+            state = state + torch.einsum("bhk,bhv->bhkv", k[:, i], new)
+            out.append(F.layer_norm(torch.einsum("bhkv,bhk->bhv", state, q[:, i]), (v.shape[-1],)))
+        return torch.stack(out, 1), state
+
+    module = PlainDelta(Spelling(form, None, no_norm), given=True, state=True)
+    assert op_of(assert_fires(NAME, module, module.example_inputs(3)), "gated_delta_rule")
+
+
+def test_keys_that_are_what_a_decay_leaves():
+    """HGRN2 (arXiv:2404.07904): keys 1 - f beside decays f, made within a step."""
+
+    def form(q, k, v, g, beta, state, size, scale, norm):
+        q, f = repeated(q, v.shape[2]), torch.sigmoid(repeated(k, v.shape[2]))
+        state, out = zeros_for(f.transpose(1, 2), v.transpose(1, 2)) if state is None else state, []
+        for i in range(v.shape[1]):
+            state = f[:, i, :, :, None] * state + (1 - f[:, i, :, :, None]) * v[:, i, :, None]
+            out.append((q[:, i, :, None] @ state)[:, :, 0])
+        return torch.stack(out, 1), state
+
+    frames = assert_fires(NAME, *linear(form, gate=None, given=True, state=True))
+    assert op_of(frames, "gated_linear_attention")
+
+
+@pytest.mark.parametrize("rate", [0.9, 1.25])
+def test_a_number_as_the_rate(rate):
+    def form(*operands):
+        return stepwise(lambda state, k, v, decay: rate * state + k * v)(*operands)
+
+    module = PlainDelta(Spelling(form, "head", no_norm, False), given=True, state=True).double()
+    args = module.example_inputs(4, dtype=torch.float64)
+    assert op_of(assert_fires(NAME, module, args)).args[2].meta["val"].dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    ("tag", "step", "read"),
+    [
+        ("differs", lambda state, k, v, decay: -0.9 * state + k * v, READ["gate"]),
+        ("differs", lambda state, k, v, decay: decay * state + state * (k * v), READ["skip"]),
+        ("op", lambda state, k, v, decay: (decay * state + k * v).tanh(), READ["norm"]),
+    ],
+    ids=["negative_rate", "multiplied", "squashed"],
+)
+def test_what_a_step_makes_of_its_output_excuses_nothing(tag, step, read):
+    assert_refused_in_a_graph(NAME, tag, *linear(stepwise(step, read), given=True, state=True))
+
+
+def test_an_output_that_the_state_reaches_twice_is_refused():
+    """What is read by the query is not all that is read of the state."""
+
+    def form(q, k, v, g, beta, state, size, scale, norm):
+        q, k, out = repeated(norm(q), v.shape[2]), repeated(norm(k), v.shape[2]), []
+        for i in range(v.shape[1]):
+            state = gated_sum(state, k[:, i, :, :, None], v[:, i, :, None], g[:, i, :, None, None].exp())
+            out.append((q[:, i, :, None] @ state)[:, :, 0] * state.square().sum(-2))
+        return torch.stack(out, 1), state
+
+    frames = check(*linear(form, given=True, state=True))
+    assert not frames.counts[NAME] and frames.tags(NAME)
 
 
 # --- stays out

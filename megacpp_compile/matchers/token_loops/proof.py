@@ -25,7 +25,7 @@ from megacpp_compile.matchers.ssd.resize import Resized
 from megacpp_compile.matchers.ssd.resize_rules import RULES
 from megacpp_compile.matchers.ssd.roles import Leaf, arranged
 from megacpp_compile.matchers.ssd.tensor_algebra import Algebra, constants_of, operand_of, tensors
-from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS, EXPONENTIALS, SAME, VIEWS
+from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS, ELEMENTWISE, EXPONENTIALS, SAME, VIEWS
 from megacpp_compile.matchers.token_loops.fronts import last_token, tokens_of
 from megacpp_compile.matchers.token_loops.scans import LONGEST, ScanStep
 from megacpp_compile.matchers.token_loops.steps import Loop, NoLoop, dimensions, find_loops
@@ -44,7 +44,8 @@ class TokenLoop:
     of the last step, or whole tensors, which have one of the atoms `tokens`.
 
     delta: whether the state is corrected by what it predicts; without it, beta is what values are multiplied by.
-    decay: g is the decay itself, not its logarithm. inside: the last step and what is made in front of the loop.
+    decay: g is the decay itself, not its logarithm. rate: a number that states are multiplied by, without gates.
+    inside: the last step and what is made in front of the loop.
     Atoms: b batch, h heads, k channels of keys (states of a scan), v of values.
     """
 
@@ -62,6 +63,7 @@ class TokenLoop:
     inside: set[Node]
     scan: bool = False
     tokens: frozenset[Atom] = frozenset()
+    rate: float = 1.0
 
 
 def find_token_loops(graph: fx.Graph) -> Iterator[TokenLoop | NoLoop]:
@@ -80,15 +82,43 @@ def find_token_loops(graph: fx.Graph) -> Iterator[TokenLoop | NoLoop]:
 
 
 def _told(algebra: Algebra, loop: Loop) -> TokenLoop | NoLoop | None:
+    """What `loop` is, with all that its steps collect or, where that is none, up to what they read of the state."""
+    found = _tried(algebra, loop)
+    if isinstance(found, TokenLoop) or (read := _read_of_state(loop)) is None:
+        return found
+    other = _tried(algebra, dataclasses.replace(loop, read=read))
+    nearer = isinstance(found, NoLoop) and found.tag != DIFFERS and other is not None
+    return other if isinstance(other, TokenLoop) or nearer else found
+
+
+def _tried(algebra: Algebra, loop: Loop) -> TokenLoop | NoLoop | None:
     scan = _scan(algebra, loop)
     if isinstance(scan, TokenLoop):
         return scan
-    other: TokenLoop | NoLoop | None
-    try:
-        other = _proved(algebra, loop)
-    except NoAxes as e:
-        other = NoLoop(loop.output, "axes", str(e))
-    return other if isinstance(other, TokenLoop) or scan is None else scan
+    others: list[TokenLoop | NoLoop | None] = []
+    for whole in (False, True):
+        try:
+            others.append(_proved(algebra, loop, whole))
+        except NoAxes as e:
+            others.append(NoLoop(loop.output, "axes", str(e)))
+        if isinstance(others[-1], TokenLoop):
+            return others[-1]
+    return scan or others[0]
+
+
+def _read_of_state(loop: Loop) -> Node | None:
+    """The first node, smaller than a state, by which alone the state reaches the output, where that is another."""
+    own = sorted(_of_state(loop))
+    for read in own:
+        if read is loop.output or dimensions(read) >= dimensions(loop.entering):
+            continue
+        reached: set[Node] = set()
+        for n in own:
+            if n is not read and any(a is loop.entering or a in reached for a in n.all_input_nodes):
+                reached.add(n)
+        if loop.output not in reached:
+            return read
+    return None
 
 
 def _scan(algebra: Algebra, loop: Loop) -> TokenLoop | NoLoop | None:
@@ -108,8 +138,10 @@ def _scan(algebra: Algebra, loop: Loop) -> TokenLoop | NoLoop | None:
     )  # fmt: skip
 
 
-def _proved(algebra: Algebra, loop: Loop) -> TokenLoop | NoLoop | None:
-    step = _Step(algebra, loop)
+def _proved(algebra: Algebra, loop: Loop, whole: bool) -> TokenLoop | NoLoop | None:
+    step = _Step(algebra, loop, whole)
+    if whole and not step.taken_whole:
+        return None
     if value(loop.entering).dim() < 2 or len(step.leaves) > MOST_OPERANDS:
         return None
     if step.strange is not None:
@@ -125,10 +157,14 @@ def _proved(algebra: Algebra, loop: Loop) -> TokenLoop | NoLoop | None:
 
 
 class _Step:
-    """The last step as a subgraph: `leaves` are its operands, what enters from the step before excluded."""
+    """The last step as a subgraph: `leaves` are its operands, what enters from the step before excluded.
 
-    def __init__(self, algebra: Algebra, loop: Loop) -> None:
-        self.algebra, self.loop = algebra, loop
+    whole: what is made of one of them within the step, such as keys 1 - f beside a decay f, is an operand by itself.
+    """
+
+    def __init__(self, algebra: Algebra, loop: Loop, whole: bool) -> None:
+        self.algebra, self.loop, self.whole = algebra, loop, whole
+        self.taken_whole = False
         self.inside: set[Node] = set()
         self.leaves: list[Node] = []
         self.again: dict[Node, Node] = {}  # reads of what one of the leaves reads
@@ -182,6 +218,9 @@ class _Step:
         tensor that it is made of (a norm within the step, for one)."""
         if n in self.loop.reads or n not in self.algebra.nodes:
             return True
+        if self.whole and len(tensors(n)) == 1 and n.target in ELEMENTWISE - EXPONENTIALS:
+            self.taken_whole = True
+            return True
         if is_cast(n) or n.target in EXPONENTIALS or len(tensors(n)) == 1 and n.target is not aten.sum.dim_IntList:
             return False
         sources = {self.loop.reads[r].source for r in self.algebra.behind([n]) if r in self.loop.reads}
@@ -225,9 +264,9 @@ class _Roles:
         for roles in self._assignments():
             tried = True
             for delta, decay in itertools.product((True, False), (False, True) if "g" in roles else (False,)):
-                scale = self._scale(roles, delta, decay)
-                if scale is not None:
-                    return self._made(roles, delta, decay, scale)
+                numbers = self._numbers(roles, delta, decay)
+                if numbers is not None:
+                    return self._made(roles, delta, decay, *numbers)
         if not tried:
             wanted = "a query, a key and a value of each token, with a gate of heads or of the key's channels"
             return NoLoop(loop.output, "roles", f"its operands are not {wanted}") if self.step.outer else None
@@ -264,9 +303,10 @@ class _Roles:
         b = first if set(first) <= set(rest) else []
         return b, [a for a in rest if a not in b], keys, values
 
-    def _scale(self, roles: dict[str, Node], delta: bool, decay: bool) -> float | None:
-        """What o is multiplied by, where the step is the recurrence otherwise."""
-        r, scales = self.r, []
+    def _numbers(self, roles: dict[str, Node], delta: bool, decay: bool) -> tuple[float, float] | None:
+        """What o is multiplied by, and the state of an attention without gates, where the step is the recurrence
+        otherwise."""
+        r, found = self.r, []
         b, h, k, v = self._dims(roles)
         for turn in (0, 1):
             r.solve(turn)
@@ -277,23 +317,28 @@ class _Roles:
             targets = {"q": [b, h, k], "k": [b, h, k], "v": [b, h, v], "g": [b, h, k], "beta": [b, h]}
             given = {name: last_token(r, leaves[n], n, targets[name], self.tokens) for name, n in roles.items()}
             before = arranged(r.axes, leaves[self.loop.entering], r.of(self.loop.entering), [b, h, k, v])
-            want, state = step(before, **given, delta=delta, decay=decay)
-            got = arranged(r.axes, behind, r.of(self.next), [b, h, k, v])
+            got, rate = arranged(r.axes, behind, r.of(self.next), [b, h, k, v]), 1.0
+            if not delta and "g" not in roles:
+                added = step(0 * before, **given, delta=False, decay=False)[1]
+                rate = float((before * (got - added)).sum() / (before * before).sum())
+                rate = 1.0 if abs(rate - 1) <= TOLERANCE else rate
+            want, state = step(rate * before, **given, delta=delta, decay=decay)
             o = arranged(r.axes, out, r.of(self.loop.output), [b, h, v])
-            if not _equal(got, state):
+            if rate <= 0 or not _equal(got, state):
                 return None
             scale = float((o * want).sum() / (want * want).sum())
             if scale == 0 or not _equal(o, scale * want):
                 return None
-            scales.append(scale)
-        return scales[0] if abs(scales[0] - scales[1]) <= TOLERANCE * abs(scales[0]) else None
+            found.append((scale, rate))
+        same = all(abs(a - b) <= TOLERANCE * abs(a) for a, b in zip(*found, strict=True))
+        return found[0] if same else None
 
-    def _made(self, roles: dict[str, Node], delta: bool, decay: bool, scale: float) -> TokenLoop:
+    def _made(self, roles: dict[str, Node], delta: bool, decay: bool, scale: float, rate: float) -> TokenLoop:
         b, h, k, v = self._dims(roles)
         return TokenLoop(
             self.loop, {name: self._leaf(n) for name, n in roles.items()}, delta, decay, scale,
             self._leaf(self.loop.output), self._leaf(self.loop.entering), b, h, k, v,
-            set(self.r.nodes), tokens=frozenset(self.tokens),
+            set(self.r.nodes), tokens=frozenset(self.tokens), rate=rate,
         )  # fmt: skip
 
     def _leaf(self, n: Node) -> Leaf:

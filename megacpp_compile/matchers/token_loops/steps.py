@@ -35,6 +35,7 @@ class Loop:
 
     alike[i]: the nodes of step i + 1, each with that of step i. inside: all nodes of all steps, `reads` not included.
     wide: what a step reads is as large as a state, as what chunks leave, or all tokens' products of keys and values.
+    read: in the last step, what is taken for its output, where that is made into what is collected within the step.
     """
 
     count: int
@@ -45,6 +46,7 @@ class Loop:
     reads: dict[Node, Read]
     inside: set[Node]
     wide: bool = False
+    read: Node | None = None
 
     @property
     def entering(self) -> Node:
@@ -53,7 +55,7 @@ class Loop:
 
     @property
     def output(self) -> Node:
-        return self.outputs.parts[-1]
+        return self.read or self.outputs.parts[-1]
 
     def taken(self) -> set[Node]:
         """What takes every step's tokens out of whole tensors."""
