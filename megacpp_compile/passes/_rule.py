@@ -55,16 +55,25 @@ class Match:
     dies: Node | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class Recognised:
+    """What a pass knows and leaves as it is written, as its op would do no better: no near miss. `kind`: what it is."""
+
+    node: Node
+    kind: str
+
+
 class Pass(Protocol):
     """A module in `passes/` that defines these names.
 
     name: the report's name and the file's; op: the semantic op it makes; after: passes that must have run before.
     A pass that runs only where it is asked for says `by_default = False`.
-    find: changes neither the graph nor a node's meta; yields what it found and what it nearly found, in graph order.
+    find: changes neither the graph nor a node's meta; yields what it found, what it nearly found, and what it knows but
+    leaves, in graph order.
     """
 
     name: str
     op: str
     after: tuple[str, ...]
 
-    def find(self, view: GraphView) -> Iterator[Match | MatchFailure]: ...
+    def find(self, view: GraphView) -> Iterator[Match | MatchFailure | Recognised]: ...
