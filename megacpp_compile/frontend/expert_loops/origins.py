@@ -17,7 +17,8 @@ _NEAR = 24  # nodes to look at
 _LISTS = ("nonzero", "where", "argwhere")
 _KEEPS = ("getitem", "select", "squeeze", "flatten", "view", "reshape", "ravel", "detach", "cpu", "to", "long", "int",
           "contiguous", "clone", "t")  # fmt: skip
-_SELECTS = ("one_hot", "eq", "bincount", "histc", "where", "nonzero", "argwhere", "scatter_add", "scatter_add_")
+_SELECTS = ("one_hot", "eq", "bincount", "histc", "where", "nonzero", "argwhere", "scatter", "scatter_add")
+_WRITES = ("scatter_", "scatter_add_")  # to a tensor whose later readers name it as it was made
 # What a mask of choices, and the counts of it, go through without becoming another one's.
 _TELLS = ("one_hot", "eq", "bincount", "histc", "sum", "any", "amax", "gt", "greater", "ne", "permute", "transpose",
           "movedim", "unsqueeze", "bool", "float", *_KEEPS[1:])  # fmt: skip
@@ -56,7 +57,7 @@ def about_tokens(node: Node) -> bool:
         node = pending.pop(0)
         if node not in seen and node.op in ("call_function", "call_method"):
             seen.add(node)
-            if _name(node) in _SELECTS:
+            if _name(node) in _SELECTS or any(_name(u) in _WRITES and u.args[0] is node for u in node.users):
                 return True
             pending.extend(node.all_input_nodes)
     return False

@@ -18,10 +18,11 @@ from megacpp_compile.fx.assumptions import Region
 from megacpp_compile.fx.mode_states import ENTER, LEAVE
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
-from megacpp_compile.matchers.moe import loop
+from megacpp_compile.matchers.moe import layers
+from megacpp_compile.matchers.moe.loop import row_updates
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, only_checks_sizes
 from megacpp_compile.matchers.moe.routing import Mask
-from megacpp_compile.matchers.moe.row_updates import RowUpdate, chains, row_update
+from megacpp_compile.matchers.moe.row_updates import RowUpdate, chains
 from megacpp_compile.matchers.moe.token_counts import match_empty, match_hits, number_listed
 from megacpp_compile.matchers.views import RESHAPES
 
@@ -36,11 +37,13 @@ _ONLY = "the loop runs for some experts alone"
 def show(view: GraphView, regions: Sequence[Region]) -> frozenset[Node] | MatchFailure:
     """The ends of sums of which nothing but these has to be computed from `regions`, and from all of them alike; or the
     first thing that is in the way."""
-    layers = {found.output: found for found in loop.find(view) if isinstance(found, RoutedExperts)}
-    updates = {node: update for node in view.graph.nodes if (update := row_update(node)) is not None}
-    sums = [chain for chain in chains(updates) if chain[-1].node in layers]
-    summed = {u.node: u for chain in sums for u in chain}
-    ends = {u.node: chain[-1].node for chain in sums for u in chain}
+    found = [one for one in layers.find(view)[0] if isinstance(one, RoutedExperts)]
+    summed, of = dict[Node, RowUpdate](), dict[Node, RoutedExperts]()
+    for chain in chains(row_updates(view)):
+        layer = next((one for one in found if chain[-1].node in one.inside), None)
+        if layer is not None:
+            summed |= {update.node: update for update in chain}
+            of |= dict.fromkeys((update.node for update in chain), layer)
     needed = set[Node]()
     for region in regions:
         skipped, switches = _skipped_for(region), _passing_switches(view, region)
@@ -53,13 +56,14 @@ def show(view: GraphView, regions: Sequence[Region]) -> frozenset[Node] | MatchF
             update = _sum_of(node, summed)
             if update is None:
                 return MatchFailure(node, _TAG, f"{_ONLY}, and more than their sum is used later")
-            needed.add(ends[update.node])
+            needed.add(of[update.node].output)
         if not _listed_whole(region, regions):
             return MatchFailure(region.condition, _TAG, f"{_ONLY}, and these are not all that tokens choose from")
         for node in region.nodes & summed.keys():
             if skipped is None or not _covers(skipped, summed[node].token):
                 return MatchFailure(node, _TAG, f"{_ONLY}, and it is not seen that the others have no tokens")
-    own = next((end for end in sorted(needed) if _skips_weights(view, layers[end])), None)
+    skipping = (layer for layer in found if layer.output in needed and _skips_weights(view, layer))
+    own = min((layer.output for layer in skipping), default=None)
     if own is not None and view.config.expert_loops is not True:
         return MatchFailure(own, _TAG, _NO_GRADIENT)
     return frozenset(needed)
@@ -90,6 +94,7 @@ def _listed_whole(region: Region, regions: Sequence[Region]) -> bool:
 def _covers(skipped: Mask, read: Mask) -> bool:
     """Whether `read` holds nowhere if `skipped` does not."""
     alike = _plain(skipped.indices) is _plain(read.indices) and skipped.expert == read.expert
+    alike = alike and skipped.above in (None, read.above)
     return alike and (skipped.choice is None or skipped.choice == read.choice and not read.any)
 
 

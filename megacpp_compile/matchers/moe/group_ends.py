@@ -9,8 +9,9 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, value
-from megacpp_compile.matchers.moe.gate_matrix import is_filled
-from megacpp_compile.matchers.moe.routing import indexed, is_nonnegative, match_mask, scores_of
+from megacpp_compile.matchers.filled import is_filled
+from megacpp_compile.matchers.moe.index_reads import indexed
+from megacpp_compile.matchers.moe.routing import is_nonnegative, match_mask, scores_of
 from megacpp_compile.matchers.views import RESHAPES
 
 aten = torch.ops.aten

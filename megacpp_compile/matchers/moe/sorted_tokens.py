@@ -12,14 +12,14 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import of_tensors, same_size, value
 from megacpp_compile.fx.views import COPIES, uncast
 from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers.filled import is_filled
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe.activation import bound_of
 from megacpp_compile.matchers.moe.experts import Expert, match_expert
-from megacpp_compile.matchers.moe.gate_matrix import is_filled
 from megacpp_compile.matchers.moe.gemms import Gemm, Weight, strip_row_views, with_bias
 from megacpp_compile.matchers.moe.group_ends import SortedIds, slots
+from megacpp_compile.matchers.moe.index_reads import added_rows, indexed
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, bounded
-from megacpp_compile.matchers.moe.routing import added_rows, indexed
 from megacpp_compile.matchers.moe.slot_rows import choices_of, order_of_tokens, tokens_in_order
 from megacpp_compile.matchers.moe.sorted_rows import grouped_gemm
 from megacpp_compile.matchers.views import RESHAPES, is_cast

@@ -14,6 +14,7 @@ from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.size_checks import FINDS
 from megacpp_compile.fx.views import COPIES, DETACH
 from megacpp_compile.matchers.moe.routing import Mask, match_mask, one_choice, scores_of
+from megacpp_compile.matchers.moe.rows import mask_of
 from megacpp_compile.matchers.views import RESHAPES
 
 aten = torch.ops.aten
@@ -145,8 +146,8 @@ def _rows_found(found: Any) -> Count | None:
         found = found.args[0]  # type: ignore[assignment]
     if found.target not in FINDS or len(found.args) != 1:
         return None
-    mask = match_mask(found.args[0])  # type: ignore[arg-type]
-    return Count(mask, False) if mask is not None and mask.expert is not None else None
+    mask = mask_of(found.args[0])
+    return Count(mask, False) if mask is not None else None
 
 
 def _binned(node: Node) -> Count | None:
@@ -175,7 +176,7 @@ def _left(node: Any) -> tuple[Mask, tuple[str, ...]] | None:
     """(mask, the dimensions that are left of it)."""
     if not isinstance(node, Node):
         return None
-    if (mask := match_mask(node)) is not None:
+    if (mask := match_mask(node) or mask_of(node)) is not None:
         return mask, mask.dims
     if node.target in _COPIES or node.target in _CASTS and value(node).dtype in _WIDE:
         return _left(node.args[0])
