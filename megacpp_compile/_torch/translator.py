@@ -149,6 +149,12 @@ def born(translator: Any) -> int:
     return int(getattr(translator, _BORN, -1))
 
 
+def go_to(translator: Any, instruction: Any) -> None:
+    """Let `translator` go on with this instruction of its function."""
+    places = (i for i, inst in enumerate(translator.instructions) if inst is instruction)
+    translator.instruction_pointer = next(places)
+
+
 def realized(variable: Any) -> Any:
     """`variable` itself, where it stands for a value that is looked at only when it is needed. Dynamo guards what is
     looked at: this is for what it is about to look at itself."""

@@ -12,18 +12,21 @@ from torch._dynamo.utils import counters
 import megacpp_compile
 from tests.frames import largest_error, train
 from tests.frontend.loops_over_hits import (
+    EITHER_WAY,
     LOOPS,
     STACKED,
     as_deepseek,
     as_eager_experts,
     as_mixtral,
     by_distinct_choices,
+    zeros_otherwise,
 )
 from tests.frontend.loops_that_do_more import (
     OTHERS,
     counts_in_a_tensor,
     counts_iterations,
     numbers_the_hits,
+    some_zeros_otherwise,
 )
 from tests.passes.experts import DIM, MoE, Ungated, skipping_idle_experts, where_index_add
 
@@ -190,6 +193,32 @@ def test_by_default_an_expert_that_is_skipped_has_no_gradient():
     torch._dynamo.reset()
     counters.clear()
     fuses(compiled(MoE(as_eager_experts, stacked=True), tokens(), loops="auto"))
+
+
+@pytest.mark.parametrize("body", EITHER_WAY, ids=lambda body: body.__name__)
+def test_what_gives_zeros_to_an_expert_without_tokens(body):
+    """By default, as there its parameters have a gradient in eager, too."""
+    module = all_to_one(MoE(body, Ungated, experts=4))
+    report = compiled(module, *(torch.rand(n, DIM).requires_grad_() for n in (9, 5)), loops="auto")
+    assert not report.misses and not counters["graph_break"]
+    assert all(torch.count_nonzero(p.grad) == 0 for e in module.experts[2:] for p in e.parameters())
+
+
+def test_what_gives_zeros_to_some_of_its_parameters():
+    report = compiled(MoE(some_zeros_otherwise, Ungated, experts=4), tokens(), loops="auto")
+    assert not report.counts["moe"] and "has no gradient" in report.misses[0].reason
+    torch._dynamo.reset()
+    counters.clear()
+    fuses(compiled(MoE(some_zeros_otherwise, Ungated, experts=4), tokens()))
+
+
+def test_either_way_without_gradients():
+    module = MoE(zeros_otherwise, Ungated, experts=4).eval()
+    x = tokens().detach()
+    with megacpp_compile.record() as report, torch.no_grad():
+        got = torch.compile(module, backend="megacpp", fullgraph=True)(x)
+    assert report.counts["moe"] == 1
+    torch.testing.assert_close(got, module(x).detach())
 
 
 def test_what_skips_nothing_is_not_held_to_that():

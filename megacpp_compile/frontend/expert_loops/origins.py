@@ -18,6 +18,7 @@ _LISTS = ("nonzero", "where", "argwhere")
 _KEEPS = ("getitem", "select", "squeeze", "flatten", "view", "reshape", "ravel", "detach", "cpu", "to", "long", "int",
           "contiguous", "clone", "t")  # fmt: skip
 _SELECTS = ("one_hot", "eq", "bincount", "histc", "where", "nonzero", "argwhere", "scatter", "scatter_add")
+_NONE = ("eq", "le", "lt", "logical_not", "not_", "__not__")
 _WRITES = ("scatter_", "scatter_add_")  # to a tensor whose later readers name it as it was made
 # What a mask of choices, and the counts of it, go through without becoming another one's.
 _TELLS = ("one_hot", "eq", "bincount", "histc", "sum", "any", "amax", "gt", "greater", "ne", "permute", "transpose",
@@ -61,6 +62,16 @@ def about_tokens(node: Node) -> bool:
                 return True
             pending.extend(node.all_input_nodes)
     return False
+
+
+def some_when(node: Node, number: tuple[Node, Any] | None) -> bool:
+    """What the condition `node`, a tensor or a `number`, most likely is where an expert has tokens."""
+    value = number[1] if number is not None else None
+    if isinstance(value, torch.SymBool):
+        symbols = sorted(value.node.expr.free_symbols, key=str)
+        ends = [value.node.expr.subs(dict.fromkeys(symbols[:1], n)) for n in (0, 1)]
+        return ends != [True, False] or len(symbols) != 1
+    return _name(node) not in _NONE
 
 
 def _choosable(counts: Node) -> int:

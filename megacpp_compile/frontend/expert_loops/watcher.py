@@ -13,8 +13,8 @@ from megacpp_compile._torch import translator as translation
 from megacpp_compile._torch.dispatch import disable_current_modes
 from megacpp_compile._torch.dynamo import RestartAnalysis
 from megacpp_compile.frontend.expert_loops import origins
-from megacpp_compile.frontend.expert_loops.control_flow import skipped
-from megacpp_compile.frontend.expert_loops.regions import OpenRegion, Refused
+from megacpp_compile.frontend.expert_loops.control_flow import meeting, skipped
+from megacpp_compile.frontend.expert_loops.regions import OpenRegion, OtherWay, Refused
 from megacpp_compile.fx import assumptions
 from megacpp_compile.report import log
 
@@ -65,8 +65,8 @@ class Loops:
     def step(self, translator: Any, proceed: Callable[[], bool]) -> bool:
         if not self.enabled or translator.instruction_pointer is None:
             return proceed()
+        self._try(self._before, translator, translator.instructions[translator.instruction_pointer])
         inst = translator.instructions[translator.instruction_pointer]
-        self._try(self._before, translator, inst)
         try:
             goes_on = proceed()
         except Exception as error:
@@ -91,7 +91,10 @@ class Loops:
         if translator.output is not self._output:  # a new attempt at the frame
             self._output, self._open, self._regions, self._reads, self._lists = translator.output, [], 0, 0, {}
         while self._open and self._open[-1].translator is translator and self._open[-1].join is inst:
-            self._close()  # an iteration may end with a branch in it
+            closed = self._close()  # an iteration may end with a branch in it
+            if closed.other_way is not None:
+                self._go_back(translator, closed)
+                return self._before(translator, closed.other_way.start)
         if self._open:
             self._held_to(lambda region: region.passes(translator, inst))
         if inst.opname == "WITH_EXCEPT_START" and self.assumed:  # which `live_names` leaves out
@@ -128,16 +131,24 @@ class Loops:
             except Refused as why:
                 self._refuse(region, why)
 
-    def _enter(self, translator: Any, join: Any, op: Any, *args: Any, begins: Any = None) -> None:
+    def _enter(self, translator: Any, join: Any, op: Any, *args: Any, **kwargs: Any) -> None:
         self._regions += 1
         node = translation.emit(translator, op, *args, self._regions)
-        self._open.append(OpenRegion(self._regions, translator, join, node, begins))
+        self._open.append(OpenRegion(self._regions, translator, join, node, **kwargs))
 
-    def _close(self) -> None:
+    def _close(self) -> OpenRegion:
         region = self._open[-1]
         self._held_to(lambda open_: open_.close() if open_ is region else None)
         self._open.pop()
         translation.emit(region.translator, assumptions.end, region.number)
+        return region
+
+    def _go_back(self, translator: Any, region: OpenRegion) -> None:
+        """Have the other way of a branch translated, too, of which `region` was one."""
+        way = region.other_way
+        assert way is not None
+        translation.go_to(translator, way.start)
+        self._enter(translator, region.join, way.op, way.condition, way.taken, given=False)
 
     def _iterate(self, translator: Any, place: Any) -> None:
         """Put all experts in the place of a list of those that have tokens."""
@@ -194,11 +205,25 @@ class Loops:
             return
         way = skipped(translator.instructions, jump)
         if way is None:
+            self._both_ways(translator, jump, op, condition, origins.some_when(node, translation.number(condition)))
             return
         join, by_jump = way
         taken = by_jump == ("IF_FALSE" in jump.opname)
         self._enter(translator, join, op, condition, taken)
         translator.stack[-1] = translation.constant(taken)
+
+    def _both_ways(self, translator: Any, jump: Any, op: Any, condition: Any, some: bool) -> None:
+        """Take the way of an expert without tokens, then, from where it meets the other, that of one that has some.
+
+        some: what `condition` is where there are tokens.
+        """
+        join = meeting(translator.instructions, jump)
+        if join is None:
+            return
+        jumps = some != ("IF_FALSE" in jump.opname)
+        start = jump.target if jumps else translator.instructions[translator.instruction_pointer + 1]
+        self._enter(translator, join, op, condition, not some, other_way=OtherWay(start, op, condition, some))
+        translator.stack[-1] = translation.constant(not some)
 
 
 def _op_for(value: Any) -> Any:

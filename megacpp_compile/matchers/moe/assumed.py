@@ -19,6 +19,7 @@ from megacpp_compile.fx.mode_states import ENTER, LEAVE
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe import layers
+from megacpp_compile.matchers.moe.idle_ways import Zeros, without_zeros
 from megacpp_compile.matchers.moe.loop import row_updates
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, only_checks_sizes
 from megacpp_compile.matchers.moe.routing import Mask
@@ -37,6 +38,7 @@ _ONLY = "the loop runs for some experts alone"
 def show(view: GraphView, regions: Sequence[Region]) -> frozenset[Node] | MatchFailure:
     """The ends of sums of which nothing but these has to be computed from `regions`, and from all of them alike; or the
     first thing that is in the way."""
+    regions, zeros = without_zeros(view, regions)
     found = [one for one in layers.find(view)[0] if isinstance(one, RoutedExperts)]
     summed, of = dict[Node, RowUpdate](), dict[Node, RoutedExperts]()
     for chain in chains(row_updates(view)):
@@ -62,19 +64,31 @@ def show(view: GraphView, regions: Sequence[Region]) -> frozenset[Node] | MatchF
         for node in region.nodes & summed.keys():
             if skipped is None or not _covers(skipped, summed[node].token):
                 return MatchFailure(node, _TAG, f"{_ONLY}, and it is not seen that the others have no tokens")
-    skipping = (layer for layer in found if layer.output in needed and _skips_weights(view, layer))
+    skipping = (layer for layer in found if layer.output in needed and _skips_weights(view, layer, regions, zeros))
     own = min((layer.output for layer in skipping), default=None)
     if own is not None and view.config.expert_loops is not True:
         return MatchFailure(own, _TAG, _NO_GRADIENT)
     return frozenset(needed)
 
 
-def _skips_weights(view: GraphView, layer: RoutedExperts) -> bool:
+def _skips_weights(
+    view: GraphView, layer: RoutedExperts, regions: Sequence[Region], zeros: Sequence[Zeros]
+) -> bool:
     """Whether a weight of an expert is a parameter of its own, which has no gradient where the expert is skipped."""
     if len(layer.experts) < 2 or not view.trained or not view.mode_states[layer.output].grad:
         return False
-    weights = [part for expert in layer.experts for part in expert.parameters]
-    return any(w.index is None and not w.every and view.needs_grad(w.tensor) for w in weights)
+    for expert in layer.experts:
+        ways = [region for region in regions if expert.node in region.nodes]
+        given = {p for other in zeros if any(_is_other_way(way, other.way) for way in ways) for p in other.parameters}
+        own = [w.tensor for w in expert.parameters if w.index is None and not w.every and view.needs_grad(w.tensor)]
+        if ways and not given.issuperset(own):
+            return True
+    return False
+
+
+def _is_other_way(way: Region, other: Region) -> bool:
+    """Whether one of both runs wherever the other does not."""
+    return way.number is other.number is None and way.condition is other.condition and way.taken != other.taken
 
 
 def _skipped_for(region: Region) -> Mask | None:

@@ -85,7 +85,7 @@ def _where_gated(node: Node) -> Mask | None:
         gate = node.args[0] if node.args[1] == 0 else None
     elif node.target in (aten._to_copy.default, aten.to.dtype) and value(node).dtype is torch.bool:
         gate = node.args[0]
-    if not isinstance(gate, Node) or not value(gate).is_floating_point():
+    if not isinstance(gate, Node) or not isinstance(value(gate), torch.Tensor) or not value(gate).is_floating_point():
         return None
     if (column := match_column(gate)) is not None and (chosen := match_chosen(column[0])) is not None:
         indices, gates, expert = chosen.indices, Above(column[0], True, above), column[1]

@@ -10,17 +10,19 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx import assumptions
-from megacpp_compile.fx.edit import value
+from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.size_checks import FINDS
 from megacpp_compile.fx.views import COPIES, DETACH
+from megacpp_compile.matchers.moe.index_reads import indexed
 from megacpp_compile.matchers.moe.routing import Mask, match_mask, one_choice, scores_of
-from megacpp_compile.matchers.moe.rows import mask_of
+from megacpp_compile.matchers.moe.rows import Rows, mask_of, match_rows
 from megacpp_compile.matchers.views import RESHAPES
 
 aten = torch.ops.aten
 _SUMS = (aten.sum.dim_IntList, aten.any.dim, aten.any.dims, aten.amax.default)
 _ALL = (aten.sum.default, aten.any.default, aten.max.default, aten.count_nonzero.default)
 _COPIES = COPIES | {DETACH}
+_NEAR = 24  # steps
 _CASTS = (aten._to_copy.default, aten.to.dtype, aten.to.device)
 _WIDE = (torch.bool, torch.int32, torch.int64, torch.float32, torch.float64, torch.bfloat16)
 _COLUMNS = (aten.squeeze.dim, aten.squeeze.default, aten.select.int, operator.getitem, aten.unbind.int)
@@ -139,15 +141,34 @@ def _alike(a: Any, b: Node) -> bool:
 
 
 def _rows_found(found: Any) -> Count | None:
-    """The number of rows in what `nonzero` found."""
+    """The number of rows in what `nonzero` found, or in what is computed row by row from a read by it."""
     if not isinstance(found, Node):
         return None
+    if (rows := _rows_read(found)) is not None:
+        return Count(rows.mask, False)
     while found.target in (*_COLUMNS, *RESHAPES, *_COPIES):
         found = found.args[0]  # type: ignore[assignment]
     if found.target not in FINDS or len(found.args) != 1:
         return None
     mask = mask_of(found.args[0])
     return Count(mask, False) if mask is not None else None
+
+
+def _rows_read(node: Node) -> Rows | None:
+    """The rows of an expert of each of which `node` has a row."""
+    for _ in range(_NEAR):
+        if (read := indexed(node)) is not None:
+            return match_rows(read[1][0])
+        fake = value(node)
+        if node.op != "call_function" or not isinstance(fake, torch.Tensor) or not fake.dim():
+            return None
+        count = fake.shape[0]
+        below = (n for n in node.all_input_nodes if isinstance(value(n), torch.Tensor) and value(n).dim())
+        source = next((n for n in below if value(n).shape[0] is count or same_size(value(n).shape[0], count)), None)
+        if source is None or isinstance(count, int):
+            return None
+        node = source
+    return None
 
 
 def _binned(node: Node) -> Count | None:
