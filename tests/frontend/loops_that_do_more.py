@@ -25,6 +25,14 @@ def counts_iterations(m, x, indices, gates):
     return y * n
 
 
+def adds_to_the_sum(m, x, indices, gates):
+    y = torch.zeros_like(x)
+    for e in hits(choices_by_expert(m, indices)).flatten():
+        y = y + 0.5
+        add(m, y, x, indices, gates, e)
+    return y
+
+
 def appends(m, x, indices, gates):
     y, seen = torch.zeros_like(x), []
     for e in hits(choices_by_expert(m, indices)).flatten():
@@ -340,7 +348,7 @@ def swallows_errors(m, x, indices, gates):
     return y
 
 
-OTHERS = (beyond_the_weights, swallows_errors, distinct_choices_of_a_few, distinct_first_choices, distinct_numbers, counts_iterations, appends, counts_in_a_module, counts_in_a_tensor, counts_in_a_new_tensor,
+OTHERS = (beyond_the_weights, swallows_errors, distinct_choices_of_a_few, distinct_first_choices, distinct_numbers, counts_iterations, adds_to_the_sum, appends, counts_in_a_module, counts_in_a_tensor, counts_in_a_new_tensor,
           adds_to_all_tokens, most_tokens_first, some_only, hit_by_first_choices, hit_by_other_tokens, stops_early,
           stops_after_one, drops_the_few, skips_by_another_expert, runs_another_expert, or_else, otherwise_a_name, leaves_otherwise, only_if_none,
           with_dropout, reads_the_last, reads_the_last_rows, keeps_an_output, numbers_the_hits, by_a_generator,

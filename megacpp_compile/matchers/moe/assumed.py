@@ -62,6 +62,9 @@ def show(view: GraphView, regions: Sequence[Region]) -> frozenset[Node] | MatchF
         if not _listed_whole(region, regions):
             return MatchFailure(region.condition, _TAG, f"{_ONLY}, and these are not all that tokens choose from")
         for node in region.nodes & summed.keys():
+            base = summed[node].previous
+            if base in region.nodes and base not in summed:
+                return MatchFailure(base, _TAG, f"{_ONLY}, and more than their sum is used later")
             if skipped is None or not _covers(skipped, summed[node].token):
                 return MatchFailure(node, _TAG, f"{_ONLY}, and it is not seen that the others have no tokens")
     skipping = (layer for layer in found if layer.output in needed and _skips_weights(view, layer, regions, zeros))
