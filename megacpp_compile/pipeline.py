@@ -211,9 +211,10 @@ def _left_alone(frame: Frame, gm: GraphModule, config: Config, reason: str, advi
 def _rewrite(
     captured: Captured, example_inputs: Sequence[Any], config: Config, frame: Frame, marks: int
 ) -> tuple[Outcome, bool]:
-    """What the passes did, and whether of `marks` of what was assumed there are any and all may stand."""
+    """What the passes did, and whether anything was assumed, with `marks` in the graph, and all of it may stand."""
     canonicalize(captured.gm.graph, captured.fake_mode)
-    found = assumed.show(captured, config, marks, frame.grad) if marks else None
+    numbers = unbacked_shapes.numbers_assumed()
+    found = assumed.show(captured, config, marks, frame.grad) if marks or numbers else None
     log.graph("captured", captured.gm)
     called = [n for n in captured.gm.graph.nodes if n.target in semantic_ops()]
     wanted = asked(captured.gm.graph, captured.weights, config.precision)
@@ -228,6 +229,8 @@ def _rewrite(
     add_called_ops(outcome, called)
     choose_lowerings(outcome, frame.target)
     shown = found is not None and found.stands(outcome)
+    if not marks and unbacked_shapes.unknown_numbers(captured.gm) or assumptions.filled(captured.gm):
+        shown = False  # without a fused layer that goes by it, what was read breaks the graph, or may be too long
     frame.expert_loops = len(found.outputs or ()) if shown and found is not None else 0
     return outcome, shown
 

@@ -95,14 +95,19 @@ def _name(node: Node) -> str:
 
 
 def bins(node: Node, fake: torch.Tensor) -> int | None:
-    """How many entries `node`, a count of the choices made among as many scores, has; None where it is no such count,
-    or its length is known while tracing."""
+    """How many entries `node`, a count of the choices made among as many scores, has, or could have at most; None where
+    it is no such count, or its length is known while tracing."""
     if _name(node) != "bincount" or isinstance(fake.shape[0], int) or not isinstance(node.args[0], Node):
         return None
     if len(node.args) > 1 and node.args[1] is not None or node.kwargs.get("weights") is not None:
         return None
-    least = node.args[2] if len(node.args) > 2 else node.kwargs.get("minlength")
-    return least if isinstance(least, int) and least == _scores(node.args[0]) <= MOST else None
+    experts = _scores(node.args[0])
+    return int(experts) if 0 < experts <= MOST and minlength(node) in (0, experts) else None
+
+
+def minlength(bincount: Node) -> Any:
+    """How many entries `bincount` has at least."""
+    return bincount.args[2] if len(bincount.args) > 2 else bincount.kwargs.get("minlength", 0)
 
 
 def _scores(indices: Node) -> Any:
@@ -116,7 +121,12 @@ def _scores(indices: Node) -> Any:
             dim = source.args[2] if len(source.args) > 2 else source.kwargs.get("dim", -1)
             last = isinstance(scores, torch.Tensor) and dim in (-1, scores.dim() - 1)
             return scores.shape[-1] if last and isinstance(scores.shape[-1], int) else 0  # type: ignore[union-attr]
-        if _name(indices) not in _KEEPS or _name(indices) == "getitem":
+        if _name(indices) == "getitem":  # sorted choices, or some of them by their places
+            if _name(source) == "sort" and indices.args[1] == 0 and isinstance(source.args[0], Node):
+                source = source.args[0]
+            elif not isinstance(indices.args[1], Node):
+                return 0
+        elif _name(indices) not in _KEEPS:
             return 0
         indices = source
     return 0

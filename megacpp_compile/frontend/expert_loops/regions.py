@@ -15,6 +15,7 @@ from torch.fx import Node
 
 from megacpp_compile._torch import translator as translation
 from megacpp_compile.frontend.expert_loops.control_flow import live_names
+from megacpp_compile.fx import assumptions
 from megacpp_compile.fx.edit import called
 
 # What of the frame's grows with effects that are replayed behind its graph.
@@ -85,6 +86,8 @@ class OpenRegion:
             before, after = self._names.get(name), translator.symbolic_locals.get(name)
             if before is after or before is not None and after is not None and self._same(before, after):
                 continue
+            if before is not None and after is not None and self._carries(before, after):
+                continue
             raise Refused(f"it sets `{name}`, which is read later")
 
     def _made(self) -> Iterator[Node]:
@@ -93,6 +96,19 @@ class OpenRegion:
         while node.op != "root":
             yield node
             node = node.next
+
+    def _carries(self, before: Any, after: Any) -> bool:
+        """Whether a place among slots has become another; that both are the same place where there are no tokens is for
+        matchers to show."""
+        old, new = translation.realized(before), translation.realized(after)
+        was, now_ = translation.place(old), translation.place(new)
+        if was is None or now_ is None or type(translation.plain(new)) is int:
+            return False
+        op = {(False, False): assumptions.carried, (False, True): assumptions.carried_into,
+              (True, True): assumptions.carried_tensor}.get((was, now_))  # fmt: skip
+        if op is not None:
+            translation.emit(self.translator, op, *(translation.plain(v) for v in (old, new)), self.number)
+        return op is not None
 
     def _same(self, before: Any, after: Any) -> bool:
         old, new = translation.realized(before), translation.realized(after)

@@ -42,9 +42,12 @@ def indexed(node: Node) -> tuple[Node, list[Any]] | None:
 
 def repeated_over_channels(index: Node) -> Node | None:
     """The numbers [R] of which `index` [R, d] repeats each over all channels."""
-    if index.target is not aten.expand.default:
+    once = index.target is aten.repeat.default and list(index.args[1])[:-1] == [1] * (value(index).dim() - 1)  # type: ignore[arg-type]
+    if not once and index.target is not aten.expand.default:
         return None
     index = index.args[0]  # type: ignore[assignment]
+    if value(index).dim() != 2 or value(index).shape[1] != 1:
+        return None
     while index.target is aten.unsqueeze.default or index.target in RESHAPES:
         if value(index).dim() != 2 or value(index).shape[1] != 1:
             break

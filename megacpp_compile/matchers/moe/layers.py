@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
-from megacpp_compile.matchers.moe import dense, grouped, loop, sorted_tokens
+from megacpp_compile.matchers.moe import dense, grouped, loop, sorted_loops, sorted_tokens
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts
 
-_SPELLINGS = (loop.find, dense.find, grouped.find, sorted_tokens.find)
+_SPELLINGS = (loop.find, dense.find, grouped.find, sorted_tokens.find, sorted_loops.find)
 
 
 def find(view: GraphView) -> tuple[list[RoutedExperts | MatchFailure], list[MatchFailure]]:

@@ -11,8 +11,9 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import of_tensors, same_size, value
 from megacpp_compile.matchers._match import MatchFailure
-from megacpp_compile.matchers.filled import is_filled
+from megacpp_compile.matchers.filled import is_blank, is_filled
 from megacpp_compile.matchers.graph_view import GraphView
+from megacpp_compile.matchers.moe.combines import gates_in_order, unsorted
 from megacpp_compile.matchers.moe.experts import Expert, first_unlike, match_expert
 from megacpp_compile.matchers.moe.gate_behind import gate_behind
 from megacpp_compile.matchers.moe.gate_matrix import match_chosen, match_column
@@ -20,16 +21,27 @@ from megacpp_compile.matchers.moe.gemms import Gemm, match_linear_gemm, strip_ro
 from megacpp_compile.matchers.moe.index_reads import indexed
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, bounded
 from megacpp_compile.matchers.moe.routing import Mask, distinct_choices, match_mask, scores_of
-from megacpp_compile.matchers.moe.row_gates import Gates, gates_of
+from megacpp_compile.matchers.moe.row_gates import Gates, gates_of, of_slots
 from megacpp_compile.matchers.moe.row_updates import RowUpdate, chains, row_update
-from megacpp_compile.matchers.moe.rows import by_slot, choices_of, has_choices, match_rows, picked, read_over, tokens_of
+from megacpp_compile.matchers.moe.rows import (
+    by_slot,
+    choices_of,
+    has_choices,
+    match_rows,
+    order_of,
+    picked,
+    read_at,
+    read_over,
+    tokens_of,
+)
+from megacpp_compile.matchers.moe.segments import segments
+from megacpp_compile.matchers.moe.slot_parts import whole_of
 from megacpp_compile.matchers.moe.slot_rows import once_a_choice
 
 aten = torch.ops.aten
 _PICKED = (aten.index_add.default, aten.scatter_add.default)
 _NEAR = 24  # nodes to look at
 _NO_GATE = "no-gate"
-_EMPTY = (aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +66,7 @@ def find(view: GraphView) -> Iterator[RoutedExperts | MatchFailure]:
     """Every loop over experts whose rows are weighted in it, then sums over nearly the rows of an expert."""
     updates = row_updates(view)
     for chain in chains(updates):
-        found = _check(view, chain)
+        found = match_chain(view, chain)
         if isinstance(found, RoutedExperts) or not (_unweighted(chain) or found.tag == _NO_GATE):
             yield found
     yield from _changed(view, updates)
@@ -73,9 +85,9 @@ def ungated(view: GraphView, found: Sequence[RoutedExperts | MatchFailure]) -> I
         end = chain[-1].node
         if any(end in one.inside for one in layers):
             continue
-        gated = _check(view, chain)
+        gated = match_chain(view, chain)
         if isinstance(gated, MatchFailure) and (_unweighted(chain) or gated.tag == _NO_GATE):
-            layer = _check(view, chain, gated=False)
+            layer = match_chain(view, chain, gated=False)
             yield layer if isinstance(layer, RoutedExperts) else dataclasses.replace(layer, node=end)
 
 
@@ -117,14 +129,19 @@ def _before(node: Any) -> list[Node]:
     return [n for n in found if n.op == "call_function" and isinstance(value(n), torch.Tensor)]
 
 
-def _check(view: GraphView, chain: list[RowUpdate], gated: bool = True) -> RoutedExperts | MatchFailure:
-    """The layer of experts that `chain` adds up; without gates if not `gated`."""
+def match_chain(
+    view: GraphView, chain: list[RowUpdate], gated: bool = True, gates: list[Gates] | None = None
+) -> RoutedExperts | MatchFailure:
+    """The layer of experts that `chain` adds up, weighted by `gates` that are read elsewhere; without gates if not
+    `gated`."""
     if chain[0].by_slot:
         reason = "outputs are written for every choice, and no sum of a token's own times their gates reads them"
         return MatchFailure(chain[-1].node, _NO_GATE, reason)
-    found = _iterations(chain, gated)
+    found = _iterations(chain, gated and gates is None)
     if isinstance(found, MatchFailure):
         return found
+    if gates is not None:
+        found = [dataclasses.replace(iteration, gates=gates) for iteration in found]
     first, iterations = found[0], found
     mask = first.update.token
     identities = [t for t in found if t.expert is None]
@@ -150,7 +167,7 @@ def _check(view: GraphView, chain: list[RowUpdate], gated: bool = True) -> Route
     empty = is_filled(start, 0.0)
     if any(update.overwrites for update in chain):
         one = len({t.update.token.choice for t in found}) == 1
-        every = _blank(start) or _every_row(mask, ordered)
+        every = is_blank(start) or _every_row(mask, ordered)
         if not (one and all(update.overwrites for update in chain) and every):
             return MatchFailure(chain[-1].node, "twice", "rows are written over what was there before")
         empty = True
@@ -210,11 +227,6 @@ def _one_choice(iterations: list[Iteration]) -> tuple[list[Iteration], int | Non
     return by_choice[mask.choice], None if every else mask.choice
 
 
-def _blank(node: Node) -> bool:
-    """Whether `node` holds nothing that matters: zeros, or uninitialised memory."""
-    return is_filled(node, 0.0) or node.target in _EMPTY
-
-
 def _weights(iterations: list[Iteration] | MatchFailure) -> list[Any]:
     """The weights and biases of all experts, in order."""
     if isinstance(iterations, MatchFailure):
@@ -245,8 +257,9 @@ def _iterations(chain: list[RowUpdate], gated: bool = True) -> list[Iteration] |
 
 
 def _by(mask: Mask) -> tuple[Any, ...]:
-    """By what gates the rows are chosen."""
-    return () if mask.above is None else (mask.above.gates, mask.above.by_expert, mask.above.above)
+    """By what gates the rows are chosen, and in which order they come."""
+    above = () if mask.above is None else (mask.above.gates, mask.above.by_expert, mask.above.above)
+    return *above, mask.order
 
 
 def _in_order(iterations: list[Iteration]) -> list[Iteration] | MatchFailure:
@@ -271,6 +284,7 @@ class Written:
     Attributes:
         rows: what experts read: of every choice a row in the same place, or with `by_token` the tokens.
         first: the first expert's number.
+        flat: outputs have one dimension for all choices, whatever the shape of these.
     """
 
     choices: Node
@@ -278,15 +292,20 @@ class Written:
     experts: list[Expert]
     first: int
     by_token: bool
+    flat: bool = False
 
 
 def written(node: Node) -> Written | None:
     """What experts have written to `node`; None for anything else."""
     chain: list[RowUpdate] = []
-    while (update := row_update(node)) is not None and update.overwrites:
-        chain.insert(0, update)
-        node = update.previous
-    if not chain or not _blank(node):
+    if (put := unsorted(node)) is not None:
+        chain = segments(*put)
+    else:
+        while (update := row_update(node)) is not None and update.overwrites:
+            chain.insert(0, update)
+            node = update.previous
+        chain = chain if is_blank(node) else []
+    if not chain:
         return None
     by_slot = chain[0].by_slot
     if any(update.by_slot != by_slot for update in chain) or not by_slot and value(chain[0].token.indices).dim() != 1:
@@ -298,7 +317,7 @@ def written(node: Node) -> Written | None:
     mask = ordered[0].update.token
     assert mask.expert is not None
     experts = [t.expert for t in ordered if t.expert is not None]
-    return Written(mask.indices, ordered[0].x, experts, mask.expert, by_slot)
+    return Written(mask.indices, ordered[0].x, experts, mask.expert, by_slot, flat=put is not None)
 
 
 def _iteration(update: RowUpdate, gated: bool = True) -> Iteration | MatchFailure:
@@ -329,7 +348,7 @@ def _read(
     """The iteration whose expert's output is `out`. `gated`: without `gates` its input has to be multiplied by some."""
     expert = match_expert(out, match_linear_gemm)
     rows = strip_row_views(out)
-    if expert is None and gates and indexed(rows) is not None:
+    if expert is None and gates and read_at(rows) is not None:
         return _of_rows(update, None, rows, gates)
     if expert is None:
         return MatchFailure(out, "no-expert", _changed_before(out))
@@ -337,6 +356,11 @@ def _read(
         return expert
     rows, scaled_input = strip_row_views(expert.x), gated and not gates
     if scaled_input:
+        if (weighted := _weighted_part(rows)) is not None:
+            whole, gates = weighted[0], of_slots(weighted[1], update.token)
+            if not gates:
+                return MatchFailure(rows, "gates", "there is not one gate per choice")
+            return _of_rows(update, expert, rows, gates, scaled_input, whole)
         split = _weighted(rows, update)
         if split is None:
             return MatchFailure(rows, "gates", "what an expert's input is multiplied by is not the gate of its choice")
@@ -344,6 +368,21 @@ def _read(
         if not gates:
             return MatchFailure(out, _NO_GATE, "neither what an expert reads nor what it adds is multiplied by a gate")
     return _of_rows(update, expert, rows, gates, scaled_input)
+
+
+def _weighted_part(rows: Node) -> tuple[Node, Node] | None:
+    """(all rows, gates in the order of slots) where `rows` is a part of their product, in the order of experts."""
+    whole = whole_of(rows)
+    product = None if whole is None else strip_row_views(whole)
+    if product is None or product.target is not aten.mul.Tensor or not of_tensors(product):
+        return None
+    for a, b in (product.args, product.args[::-1]):
+        read = indexed(strip_row_views(a))  # type: ignore[arg-type]
+        order = None if read is None or len(read[1]) != 1 else order_of(read[1][0])
+        gates = None if order is None else gates_in_order(b, order)  # type: ignore[arg-type]
+        if isinstance(gates, Node):
+            return strip_row_views(a), gates  # type: ignore[arg-type]
+    return None
 
 
 def _changed_before(out: Node) -> str:
@@ -363,10 +402,11 @@ def _changed_before(out: Node) -> str:
 
 
 def _of_rows(
-    update: RowUpdate, expert: Expert | None, rows: Node, gates: list[Gates], scaled_input: bool = False
+    update: RowUpdate, expert: Expert | None, rows: Node, gates: list[Gates], scaled_input: bool = False,
+    whole: Node | None = None,
 ) -> Iteration | MatchFailure:
-    """The iteration whose expert reads `rows`."""
-    read = indexed(rows)
+    """The iteration whose expert reads `rows`, a part of `whole` but for gates."""
+    read = read_at(rows, whole)
     if read is None or picked(read[1]) != update.token:
         x = None if read is None else _once_a_choice(*read, update.token)
         if x is None:

@@ -30,7 +30,7 @@ def layer_of(
     if inner.target is aten.gather.default:
         return _chosen_of_all(view, node, axes, inner, dims, gate, out)
     written = loop.written(inner) if longer_dims(dims) in map(longer_dims, axes.slots((out,))) else None
-    if written is None or len(dims) != value(written.choices).dim() + 1:
+    if written is None or not written.flat and len(dims) != value(written.choices).dim() + 1:
         return None
     return _of_written(view, node, axes, gate, written)
 

@@ -44,6 +44,7 @@ class Mask:
         choice: the one of a token's choices that is looked at, in a mask without "s".
         any: whether, in a mask without "s", any of a token's choices counts.
         above: what else has to hold; None for nothing.
+        order: the order of slots in which places come, by experts; None for that of the dimensions.
     """
 
     indices: Node
@@ -52,6 +53,7 @@ class Mask:
     choice: int | None = None
     any: bool = False
     above: Above | None = None
+    order: Node | None = None
 
     @property
     def tokens(self) -> tuple[str, ...]:

@@ -6,14 +6,25 @@ the sum of a token's gates that are the expert's own, read before the sum or aft
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.matchers.moe.gate_matrix import match_chosen_gate
-from megacpp_compile.matchers.moe.index_reads import indexed
 from megacpp_compile.matchers.moe.routing import Mask, distinct_choices, match_mask, one_choice, scores_of
-from megacpp_compile.matchers.moe.rows import by_slot, has_choices, match_rows, picked, read_by, read_over, unread
+from megacpp_compile.matchers.moe.rows import (
+    by_slot,
+    has_choices,
+    match_rows,
+    picked,
+    read_at,
+    read_by,
+    read_over,
+    unread,
+)
+from megacpp_compile.matchers.moe.slot_parts import whole_of
 from megacpp_compile.matchers.views import RESHAPES
 
 aten = torch.ops.aten
@@ -32,7 +43,7 @@ def gates_of(node: Node, mask: Mask) -> list[Gates]:
     column = None
     if node.target is aten.select.int and node.args[1] in (1, -1):
         node, column = node.args[0], node.args[2]  # type: ignore[assignment]
-    read = indexed(node)
+    read = read_at(node) or read_at(node, _column_of(node))
     if read is None:
         return []
     if column is None and (found := _by_marks(node, mask) or _by_slots(*read, mask)):
@@ -45,6 +56,14 @@ def gates_of(node: Node, mask: Mask) -> list[Gates]:
         choices, column = one_choice(_without_ones(gates))
         gates = gates if column is None else choices
     return _by_rows(gates, read[1], mask) if column is None else _of_column(gates, column, read[1], mask)  # type: ignore[arg-type]
+
+
+def _column_of(part: Node) -> Node | None:
+    """The numbers [S] of which `part` is some as [.., 1]."""
+    whole = whole_of(part)
+    column = whole is not None and whole.target in _COLUMNS and value(whole).dim() == 2 and value(whole).shape[-1] == 1
+    numbers: Any = whole.args[0] if column and whole is not None else None
+    return numbers if numbers is not None and value(numbers).dim() == 1 else None
 
 
 def _without_ones(gates: Node) -> Node:
@@ -110,7 +129,7 @@ def _comes_by_token(mask: Mask) -> bool:
     """Whether rows come in the order of tokens, and none of them twice."""
     if mask.above is not None:
         return False  # of some gates there is no row
-    return mask.any and distinct_choices(mask.indices) or mask.dims == ("t", "s")
+    return mask.any and distinct_choices(mask.indices) or mask.dims == ("t", "s") and mask.order is None
 
 
 def _by_slots(gates: Node, positions: list[Node], mask: Mask) -> list[Gates]:
@@ -118,6 +137,11 @@ def _by_slots(gates: Node, positions: list[Node], mask: Mask) -> list[Gates]:
     rows = by_slot(match_rows(positions[0])) if len(positions) == 1 else None
     if rows is None or rows.mask != mask:
         return []
+    return of_slots(gates, mask)
+
+
+def of_slots(gates: Node, mask: Mask) -> list[Gates]:
+    """What `gates` in one dimension, for tokens and their choices, are before reshapes."""
     while gates.target in RESHAPES and not _shaped_alike(gates, mask.indices):
         gates = gates.args[0]  # type: ignore[assignment]
     return [(gates, False)] if _shaped_alike(gates, mask.indices) else []

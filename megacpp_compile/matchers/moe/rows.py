@@ -17,9 +17,11 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.matchers.moe.gate_matrix import match_chosen, match_chosen_gate, match_column
+from megacpp_compile.matchers.moe.group_ends import SortedIds, slots, sorted_by
 from megacpp_compile.matchers.moe.index_reads import indexed
 from megacpp_compile.matchers.moe.routing import Above, Mask, distinct_choices, match_mask
-from megacpp_compile.matchers.moe.slot_rows import numbers_each_slot, slot_over
+from megacpp_compile.matchers.moe.slot_parts import expert_of_part, whole_of
+from megacpp_compile.matchers.moe.slot_rows import numbers_each_slot, order_of_tokens, slot_over
 from megacpp_compile.matchers.views import RESHAPES, is_cast
 
 aten = torch.ops.aten
@@ -41,6 +43,8 @@ class Rows:
 
 def match_rows(node: Any) -> Rows | None:
     """The places of a mask over tokens, or over slots, that `node` is."""
+    if isinstance(node, Rows):
+        return node
     if not isinstance(node, Node) or node.op != "call_function" or not isinstance(value(node), torch.Tensor):
         return None
     if value(node).dtype is torch.bool:
@@ -99,7 +103,9 @@ def _where_gated(node: Node) -> Mask | None:
 
 
 def _of_slots(node: Node) -> Rows | None:
-    """The tokens of the slots that a mask over slots gives."""
+    """The tokens of the slots that a mask over slots gives, or an expert's part of the sorted slots."""
+    if (whole := whole_of(node)) is not None:
+        return _of_part(node, whole)
     if (divided := slot_over(node)) is not None:
         rows = by_slot(match_rows(divided[0]))
         whole = rows is not None and same_size(divided[1], choices_of(rows.mask))
@@ -111,6 +117,46 @@ def _of_slots(node: Node) -> Rows | None:
     if rows is None or not numbers_each_slot(read[0], tokens_of(rows.mask), choices_of(rows.mask)):
         return None
     return Rows(rows.mask, "t")
+
+
+def _of_part(part: Node, numbers: Node) -> Rows | None:
+    """An expert's part of the `numbers` of slots, or of their tokens, in the order of experts."""
+    order = order_of(numbers)
+    ids = None if order is None else sorted_by(order)
+    if ids is None or (expert := expert_of_part(ids, part)) is None:
+        return None
+    mask = in_order(ids, expert)
+    if numbers is order:
+        return Rows(mask, mask.dims[-1] if len(mask.dims) == 1 else "slot")
+    if len(mask.dims) == 1 or not isinstance(choices_of(mask), int):
+        return None
+    return Rows(mask, "t") if order_of_tokens(numbers, tokens_of(mask), choices_of(mask)) is order else None
+
+
+def order_of(numbers: Node) -> Node | None:
+    """The order of experts in which `numbers`, which may be those of slots' tokens, come."""
+    return next((n for n in (numbers, *numbers.all_input_nodes) if sorted_by(n) is not None), None)
+
+
+def in_order(ids: SortedIds, expert: int) -> Mask:
+    """The mask of `expert` over slots that come in the order of experts."""
+    indices = slots(ids.ids)
+    return Mask(indices, ("t",) if value(indices).dim() == 1 else ("t", "s"), expert, order=ids.order)
+
+
+def read_at(node: Node, whole: Node | None = None) -> tuple[Node, list[Any]] | None:
+    """(tensor, its leading indices) of a read by index tensors, or of a part of what was read so; see `Rows`. With
+    `whole` of the same part of that as `node` is of another tensor."""
+    read = indexed(node) if whole is None else None
+    if read is None and whole is None:
+        whole = whole_of(node)
+    while whole is not None and is_cast(whole):
+        whole = whole.args[0]  # type: ignore[assignment]
+    inner = indexed(whole) if whole is not None else None
+    if inner is None or len(inner[1]) != 1:
+        return read
+    rows = _of_part(node, inner[1][0])
+    return None if rows is None else (inner[0], [rows])
 
 
 def by_slot(rows: Rows | None) -> Rows | None:
@@ -151,7 +197,7 @@ def picked(positions: list[Any], slots: bool = False) -> Mask | None:
 
 def read_by(positions: list[Any]) -> int:
     """The number of dimensions that `positions` index."""
-    return sum(value(p).dim() if value(p).dtype is torch.bool else 1 for p in positions)
+    return sum(value(p).dim() if isinstance(p, Node) and value(p).dtype is torch.bool else 1 for p in positions)
 
 
 def read_over(tensor: Node, positions: list[Any], indices: Node, choices: bool) -> bool:
@@ -170,7 +216,7 @@ def unread(node: Node, mask: Mask) -> Node | None:
     """What `node` is the rows of `mask` of."""
     while is_cast(node):
         node = node.args[0]  # type: ignore[assignment]
-    read = indexed(node)
+    read = read_at(node)
     if read is None or picked(read[1]) != mask:
         return None
     return read[0] if read_over(read[0], read[1], mask.indices, has_choices(mask)) else None
