@@ -36,8 +36,8 @@ def without_fa4() -> str:
 FP8_BOUND = 0.2  # float8 has three bits of mantissa; gradients of some peers' recipes have two
 VARIANTS: dict[str, Variant] = {
     "megacpp, policy none": Variant({"policy": "none"}, frozenset({"block", "stack"})),
-    "megacpp, policy auto": Variant({"policy": "auto"}, frozenset({"block", "stack"})),
     "megacpp, selective": Variant({"policy": "selective"}, frozenset({"stack", "language_model"})),
+    "megacpp, selective, latents kept": Variant({"policy": "selective", "keep_latents": True}, frozenset({"stack"})),
     "megacpp, latents kept": Variant(
         {"policy": "none", "keep_latents": True}, frozenset({"block", "stack", "down_norm_up"})
     ),

@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 import megacpp_compile
 
@@ -123,17 +122,17 @@ def titan_rank(rank: int, asked: argparse.Namespace, port: int) -> None:
 
     dist.init_process_group("gloo", init_method=f"tcp://localhost:{port}", rank=rank, world_size=asked.ranks)
     from torch.distributed.fsdp import FSDPModule
+    from torchtitan.components.loss import cross_entropy_loss
     from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
-    from torchtitan.distributed import ParallelDims, utils
+    from torchtitan.distributed import ParallelDims, full_dtensor, utils
     from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
     from torchtitan.models.deepseek_v3 import parallelize_deepseekv3
 
-    how = ParallelismConfig(
-        tensor_parallel_degree=asked.tp, expert_parallel_degree=asked.ep, spmd_backend="partial_dtensor"
-    )
+    how = ParallelismConfig(tensor_parallel_degree=asked.tp, expert_parallel_degree=asked.ep, spmd_backend=asked.spmd)
     dims = ParallelDims.from_config(how, asked.ranks)
     dims.build_mesh()
     utils.set_spmd_backend(how.spmd_backend)
+    context = utils.get_spmd_context(parallel_dims=dims)
     checkpoint = {"none": None, "full": FullAC.Config(), "selective": SelectiveAC.Config()}[asked.checkpoint]
 
     def train(compiled: bool) -> list[float]:
@@ -157,13 +156,16 @@ def titan_rank(rank: int, asked: argparse.Namespace, port: int) -> None:
         for step in range(asked.steps):
             draw = torch.Generator().manual_seed(100 * step + rank // asked.tp)
             tokens = torch.randint(VOCABULARY, (BATCH, TOKENS), generator=draw)
-            out = model(tokens, positions=torch.arange(TOKENS).expand(BATCH, -1).contiguous())
-            out = out.full_tensor() if hasattr(out, "full_tensor") else out
-            loss = F.cross_entropy(out.flatten(0, 1), tokens.flatten())
-            loss.backward()
+            labels, places = tokens, {"positions": torch.arange(TOKENS).expand(BATCH, -1).contiguous()}
+            if how.spmd_backend == "full_dtensor":
+                tokens, labels, places = full_dtensor.parallelize_inputs(dims, tokens, labels, places)
+            with context():
+                out = model(tokens, **places)
+                loss = cross_entropy_loss(out, labels, global_vocab_size=VOCABULARY) / tokens.numel()
+                loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            losses.append(float(loss))
+            losses.append(loss.item())
         return losses
 
     compared(train, asked.options, said=rank == 0)
@@ -192,6 +194,10 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--ranks", type=int, default=1, help="torchtitan: processes, which FSDP2 shards over")
     made.add_argument("--tp", type=int, default=1, help="torchtitan: tensor and sequence parallel")
     made.add_argument("--ep", type=int, default=1, help="torchtitan: expert parallel")
+    made.add_argument(
+        "--spmd", choices=("partial_dtensor", "full_dtensor", "spmd_types"), default="partial_dtensor",
+        help="torchtitan: its spmd_backend; spmd_types, its default, needs torch 2.14",
+    )  # fmt: skip
     made.add_argument("--checkpoint", choices=("none", "full", "selective"), default="none", help="torchtitan's own")
     return made
 

@@ -213,8 +213,7 @@ def _rewrite(
 ) -> tuple[Outcome, bool]:
     """What the passes did, and whether anything was assumed, with `marks` in the graph, and all of it may stand."""
     canonicalize(captured.gm.graph, captured.fake_mode)
-    numbers = unbacked_shapes.numbers_assumed()
-    found = assumed.show(captured, config, marks, frame.grad) if marks or numbers else None
+    found = assumed.show(captured, config, marks, frame.grad) if marks or unbacked_shapes.numbers_assumed() else None
     log.graph("captured", captured.gm)
     called = [n for n in captured.gm.graph.nodes if n.target in semantic_ops()]
     wanted = asked(captured.gm.graph, captured.weights, config.precision)
@@ -228,9 +227,8 @@ def _rewrite(
     frame.precision += unseen(captured.gm.graph, config.precision, ON_DTENSORS)
     add_called_ops(outcome, called)
     choose_lowerings(outcome, frame.target)
-    shown = found is not None and found.stands(outcome)
-    if not marks and unbacked_shapes.unknown_numbers(captured.gm) or assumptions.filled(captured.gm):
-        shown = False  # without a fused layer that goes by it, what was read breaks the graph, or may be too long
+    left = not marks and unbacked_shapes.unknown_numbers(captured.gm) or assumptions.filled(captured.gm)
+    shown = found is not None and found.stands(outcome) and not left
     frame.expert_loops = len(found.outputs or ()) if shown and found is not None else 0
     return outcome, shown
 

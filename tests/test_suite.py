@@ -11,6 +11,7 @@ import torch
 
 from tests import conftest, seeds, thinned
 from tests.repeat import failed_in, table
+from tests.sharding import ranks, test_dtensors
 
 DRAWS = """
 import pytest, torch
@@ -107,3 +108,24 @@ def test_what_is_thinned_is_there():
     for file, names in thinned.THINNED.items():
         source = (Path(thinned.__file__).parent / file).read_text()
         assert [name for name in names if f"def {name}(" not in source] == [], file
+
+
+def test_rare_cases_are_left_out_and_no_test_reads_them_otherwise(monkeypatch):
+    (file, rare), *others = thinned.RARE.items()
+    assert not others and file == "sharding/test_dtensors.py"
+    assert set(rare) <= ranks.CASES.keys() and not set(rare) & set(test_dtensors.READ)
+
+    class Item:
+        def __init__(self, case):
+            self.path, self.originalname = Path(thinned.__file__).parent / file, "test_of_cases"
+            self.name, self.callspec = f"test_of_cases[{case}]", types.SimpleNamespace(params={"case": case})
+
+    class Config:
+        invocation_params = types.SimpleNamespace(dir=Path(thinned.__file__).parents[1])
+        args = ("tests",)
+
+    items = [Item(case) for case in ranks.CASES]
+    monkeypatch.delenv("TEST_ALL", raising=False)
+    assert [thinned.case_of(item) for item in thinned.left_out(Config, items)] == [c for c in ranks.CASES if c in rare]
+    monkeypatch.setenv("TEST_ALL", "1")
+    assert thinned.left_out(Config, items) == []

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from megacpp_compile.config import checks
 from megacpp_compile.config._deprecated import RENAMED_OPTIONS, accepts_old_names, renamed
-from megacpp_compile.config.checkpointing import KINDS, CheckpointingPolicy, policy_option
+from megacpp_compile.config.checkpointing import AUTO, KINDS, CheckpointingPolicy, policy_option
 from megacpp_compile.config.compression import CompressionPlan
 from megacpp_compile.config.precision import UNTRACEABLE, PrecisionPlan
 from megacpp_compile.config.sharding import ShardingPlan
@@ -88,7 +88,8 @@ class Config(_Asked):
             measurement when the graph is compiled; the report has both times. Without its package torch's own stay.
         policy: what a training step saves for its backward and what it recomputes there: a `CheckpointingPolicy`, the
             name of an entry for every kind of block ("selective", "full"), a mapping of its fields, a budget, or
-            "auto": what lowers the peak for under 1 % of the time by prediction. "none" or None leaves it to Inductor.
+            "auto", the default: in frames where a pass has fired, what lowers the peak for at most 2 % of the time by
+            prediction. "none" or None leaves it to Inductor.
         block_kinds: glob over module names (`globs`) -> kind of block ("ablock", "mblock", "eblock", "rblock"), where
             `policy` would take it for another; the longest pattern that hits wins.
         precision: which linears run in fp8: a `PrecisionPlan`, a mapping from glob over module names to recipe, or
@@ -119,7 +120,7 @@ class Config(_Asked):
     drop_outputs: tuple[str, ...] = ()
     fa4: bool = False
     attention: Attention = "default"
-    policy: CheckpointingPolicy | Literal["auto"] | None = None
+    policy: CheckpointingPolicy | Literal["auto"] | None = AUTO
     block_kinds: Mapping[str, str] = field(default_factory=dict)
     precision: PrecisionPlan | None = None
     compress: CompressionPlan | None = None

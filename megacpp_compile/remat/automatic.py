@@ -4,7 +4,7 @@ The rule. Let T be the predicted time of a step as torch's partitioner has it (`
 
 - A latent is kept where its down-projection takes longer than writing and reading it: recomputing it would free fewer
   bytes a second than the memory moves. Only the width of the input matters: above 370 channels on sm_90 in bfloat16.
-- What "selective" recomputes is recomputed as long as the step is predicted to take at most 1.01 T: first what Inductor
+- What "selective" recomputes is recomputed as long as the step is predicted to take at most 1.02 T: first what Inductor
   fuses (norms, activations), then in all layers but the last what is a kernel of its own (rotations, the up-projections
   of keys and values), each layer by layer in the order they run.
 - That plan is taken where it saves fewer bytes than the partitioner and lowers the predicted peak of the step by at
@@ -34,7 +34,7 @@ from megacpp_compile.remat.plan import RECOMPUTE, SAVE, BlockRef, Plan, last_lay
 from megacpp_compile.targets.rates import Rates
 
 # What recomputing may cost, of the predicted time of a step; and what of its predicted peak it has to spare.
-MOST, LEAST_SPARED = 0.01, 0.02
+MOST, LEAST_SPARED = 0.02, 0.02
 # Bytes that backward reads of the forward, from which a frame is planned: below, there is nothing to spare.
 LEAST_READ = 32 << 20
 

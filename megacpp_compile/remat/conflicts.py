@@ -35,15 +35,15 @@ def auto_for(
     gm: GraphModule, rewritten: GraphModule | None, example_inputs: Sequence[Any], config: Config,
     patches: Mapping[str, Any],
 ) -> dict[str, Any] | None:  # fmt: skip
-    """An `AutoPlan` as a dict, for a frame that is trained under `policy="auto"`; None for any other. Its reason is why
-    the frame is left to torch's partitioner as under "none", "" where it is to be planned. rewritten: what the passes
-    made of Dynamo's graph `gm`, None where they left it as it was."""
-    if config.policy != AUTO or is_backward(gm) or not trains(example_inputs):
+    """An `AutoPlan` as a dict, for a frame that is trained under `policy="auto"` and that the passes have changed; None
+    for any other. Its reason is why the frame is left to torch's partitioner as under "none", "" where it is to be
+    planned. rewritten: what the passes made of Dynamo's graph `gm`, None where they left it as it was."""
+    if config.policy != AUTO or rewritten is None or is_backward(gm) or not trains(example_inputs):
         return None
     return asdict(AutoPlan(reason=_decides(gm, rewritten, patches)))
 
 
-def _decides(gm: GraphModule, rewritten: GraphModule | None, patches: Mapping[str, Any]) -> str:
+def _decides(gm: GraphModule, rewritten: GraphModule, patches: Mapping[str, Any]) -> str:
     """Who decides already what is recomputed, by a checkpoint, a budget, a partitioner or a projection kept in place of
     an input; "" where nobody does."""
     if has_regions(gm):
@@ -58,7 +58,7 @@ def _decides(gm: GraphModule, rewritten: GraphModule | None, patches: Mapping[st
     if patches.get(name, getattr(inductor_config, name, None)):
         return f"Inductor's {name} decides"
     # A plan that recomputed the input would undo it (`check_decisions`).
-    projects = (n for n in _nodes(rewritten or gm) if traits_of(n).kept_instead is not None)
+    projects = (n for n in _nodes(rewritten) if traits_of(n).kept_instead is not None)
     op = next(projects, None)
     return "" if op is None else f"{name_of(op)} keeps a projection in place of its input (the option 'compress')"
 

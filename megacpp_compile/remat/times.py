@@ -26,9 +26,6 @@ from megacpp_compile.remat.peak import PeakModel
 from megacpp_compile.remat.plan import Plan
 from megacpp_compile.targets.rates import Rates
 
-# By how much more than at the rates what moves bytes is taken to cost where it runs again. On an H200 six layers of MLA
-# and SwiGLU took 1.93 ms more where 0.18 ms of FLOPs and 1.12 ms of bytes were predicted (docs/remat.md).
-CARRIED_AGAIN = 1.57
 # Attention's backward multiplies five times where its forward does twice, that of a product twice where it does once.
 _BACKWARD_OF_ATTENTION, _BACKWARD_OF_PRODUCT = 2.5, 2.0
 
@@ -46,7 +43,7 @@ class StepTime:
 
     def more_than(self, other: StepTime) -> float:
         """Seconds that this step takes more than `other`; negative for less."""
-        return self.flops - other.flops + CARRIED_AGAIN * (self.bytes - other.bytes)
+        return self.total - other.total
 
 
 def step_time(model: PeakModel, plan: Plan, rates: Rates) -> StepTime:

@@ -144,7 +144,7 @@ NEEDS = {
         "--backends eager inductor megacpp hugging_face+eager hugging_face+inductor",
         "python -m benchmarks.qwen3_next --rows float32 eager inductor megacpp --steps 100",
         "python -m benchmarks.qwen3_next --rows float32 eager megacpp --tokens 4096 --steps 100",
-        "python -m benchmarks.decode_model --layers 16 --batch 16 --context 16384",
+        "python -m benchmarks.decode_model --layers 16 --batch 16 --context 16384", "python -m benchmarks.rope_in_block",
         "python -m tests.lowerings.fuzz --cases 10000 --device cuda --seed 1",
         "compute-sanitizer --tool memcheck python -m tests.lowerings.in_place_runs",
         "compute-sanitizer --tool racecheck python -m tests.lowerings.in_place_runs",

@@ -43,6 +43,14 @@ def chosen(made):
     return found
 
 
+def routed(layers, dropout=0.0, **kwargs):
+    """Layers of attention and experts, of which `moe` is a pass's."""
+    torch.manual_seed(0)
+    return models.Model(
+        *(models.Layer(models.Attention(dropout), models.Experts(), **kwargs) for _ in range(layers))
+    )
+
+
 def close(one, other):
     torch.testing.assert_close((one.output, one.gradients), (other.output, other.gradients))
 
@@ -56,7 +64,7 @@ def test_a_stack_saves_less_and_says_how_much(planned):
     # Attention's values are a view of more than their op returns, here as under every policy.
     assert found.saved == auto.predicted <= auto.saved < found.saved_none <= none.saved
     assert found.peak < found.peak_none
-    assert found.more <= 0.01 * found.seconds_none
+    assert found.more <= 0.02 * found.seconds_none
     row = str(auto.report)
     assert f"recompute {found.recomputed} values: saves" in row and "none: saves" in row and "3 latents kept" in row
     again = type(auto.report).from_json(auto.report.to_json())
@@ -103,10 +111,25 @@ def test_the_same_plan_every_time(planned):
 def test_none_is_no_policy():
     assert Config(policy="none") == Config(policy=None) and Config(policy="none").policy is None
     assert Config(policy="auto").cache_key() != Config(policy=None).cache_key()
+    assert Config(**Config(policy="none").to_dict()) == Config(policy="none")
     model, inputs = models.mla(1)
     one, other = (step(model, inputs, {"policy": policy}) for policy in ("none", None))
     assert [g.code for g in one.graphs] == [g.code for g in other.graphs]
     assert [f.auto for s in (one, other) for f in s.report.frames] == [None, None]
+
+
+def test_auto_is_the_default(planned):
+    assert Config() == Config(policy="auto")
+    model, inputs = models.mla(3)
+    one, other = step(model, inputs, {}), step(model, inputs, AUTO)
+    assert [g.code for g in one.graphs] == [g.code for g in other.graphs] and chosen(one).taken
+
+
+def test_a_frame_in_which_no_pass_fires_is_inductors(planned):
+    model = models.llama(3)
+    none, auto = (step(model, (models.hidden(),), {"policy": policy}) for policy in ("none", "auto"))
+    assert [g.code for g in none.graphs] == [g.code for g in auto.graphs]
+    assert [f.auto for f in auto.report.frames] == [None]
 
 
 def test_a_small_frame_is_as_without(monkeypatch):
@@ -222,7 +245,7 @@ def test_autocast(planned):
 
 def test_dropout_draws_the_same_again(planned):
     """The partitioner divides the graph twice, and both times hands out the forward's random numbers."""
-    model = models.llama(3, dropout=0.2)
+    model = routed(3, dropout=0.2)
     none, auto = (step(model, (models.hidden(),), {"policy": policy}) for policy in ("none", "auto"))
     assert chosen(auto).taken and auto.saved < none.saved
     close(auto, none)
@@ -240,8 +263,7 @@ def test_by_blocks(planned):
 
 
 def test_regions_of_the_user_are_the_users(planned):
-    torch.manual_seed(0)
-    model = models.llama(2, checkpointed=True)
+    model = routed(2, checkpointed=True)
     none, auto = (step(model, (models.hidden(),), {"policy": policy, "strict": True}) for policy in ("none", "auto"))
     assert [g.code for g in none.graphs] == [g.code for g in auto.graphs]
     assert chosen(auto).reason == "torch.utils.checkpoint in the model decides"

@@ -11,6 +11,7 @@ from megacpp_compile import record
 from megacpp_compile._torch._registry import release
 from megacpp_compile.errors import NotCapturedError
 from tests.sharding import ranks
+from tests.thinned import case_of
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_gloo_available(), reason="no gloo"),
@@ -53,9 +54,23 @@ UNCOUNTED = ("sharded_experts",) if OLD else ()
 WRITTEN = "writes to a DTensor or to memory that one shares"
 
 
+# Cases that tests here read without a parameter of that name.
+READ = (
+    "tensor_parallel",
+    "tensor_parallel_inference",
+    "planned",
+    "on_dtensors",
+    "uneven",
+    "written",
+    "experts_in_parts",
+)
+
+
 @pytest.fixture(scope="module")
-def seen():
-    return ranks.outcomes()
+def seen(request):
+    """What ranks saw of the cases that this run's tests are about."""
+    about = {case_of(item) for item in request.session.items}
+    return ranks.outcomes(tuple(name for name in ranks.CASES if name in about or name in READ))
 
 
 def compiled(seen, case):

@@ -13,12 +13,12 @@ from megacpp_compile.fx.edit import of_tensors, same_size, value
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.filled import is_blank, is_filled
 from megacpp_compile.matchers.graph_view import GraphView
-from megacpp_compile.matchers.moe.combines import gates_in_order, unsorted
+from megacpp_compile.matchers.moe.combines import unsorted
 from megacpp_compile.matchers.moe.experts import Expert, first_unlike, match_expert
 from megacpp_compile.matchers.moe.gate_behind import gate_behind
 from megacpp_compile.matchers.moe.gate_matrix import match_chosen, match_column
 from megacpp_compile.matchers.moe.gemms import Gemm, match_linear_gemm, strip_row_views
-from megacpp_compile.matchers.moe.index_reads import indexed
+from megacpp_compile.matchers.moe.nearby import computed_from
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, bounded
 from megacpp_compile.matchers.moe.routing import Mask, distinct_choices, match_mask, scores_of
 from megacpp_compile.matchers.moe.row_gates import Gates, gates_of, of_slots
@@ -28,15 +28,14 @@ from megacpp_compile.matchers.moe.rows import (
     choices_of,
     has_choices,
     match_rows,
-    order_of,
     picked,
     read_at,
     read_over,
     tokens_of,
 )
 from megacpp_compile.matchers.moe.segments import segments
-from megacpp_compile.matchers.moe.slot_parts import whole_of
 from megacpp_compile.matchers.moe.slot_rows import once_a_choice
+from megacpp_compile.matchers.moe.weighted_parts import weighted_part
 
 aten = torch.ops.aten
 _PICKED = (aten.index_add.default, aten.scatter_add.default)
@@ -103,8 +102,8 @@ def _changed(view: GraphView, updates: dict[Node, RowUpdate]) -> Iterator[MatchF
         if node in updates or node.target not in (*_PICKED, aten.index_put.default):
             continue
         index, added = (node.args[2], node.args[3]) if node.target in _PICKED else (node.args[1][0], node.args[2])
-        indices = next(filter(None, map(_chosen_by, _before(index))), None)
-        if indices is None or indices in reported or not any(match_linear_gemm(n) for n in _before(added)):
+        indices = next(filter(None, map(_chosen_by, computed_from(index))), None)
+        if indices is None or indices in reported or not any(match_linear_gemm(n) for n in computed_from(added)):
             continue
         reported.add(indices)
         yield MatchFailure(node, "no-rows", "an expert adds to other rows than all those that chose it")
@@ -118,15 +117,6 @@ def _chosen_by(node: Node) -> Node | None:
         chosen = match_chosen(column[0])
         return None if chosen is None else chosen.indices
     return None
-
-
-def _before(node: Any) -> list[Node]:
-    """`node` and what it is computed from in a few steps, tensors alone."""
-    found = [node] if isinstance(node, Node) else []
-    for n in found:
-        if len(found) < _NEAR and n.op == "call_function":
-            found += [m for m in n.all_input_nodes if m not in found]
-    return [n for n in found if n.op == "call_function" and isinstance(value(n), torch.Tensor)]
 
 
 def match_chain(
@@ -356,7 +346,7 @@ def _read(
         return expert
     rows, scaled_input = strip_row_views(expert.x), gated and not gates
     if scaled_input:
-        if (weighted := _weighted_part(rows)) is not None:
+        if (weighted := weighted_part(rows)) is not None:
             whole, gates = weighted[0], of_slots(weighted[1], update.token)
             if not gates:
                 return MatchFailure(rows, "gates", "there is not one gate per choice")
@@ -368,21 +358,6 @@ def _read(
         if not gates:
             return MatchFailure(out, _NO_GATE, "neither what an expert reads nor what it adds is multiplied by a gate")
     return _of_rows(update, expert, rows, gates, scaled_input)
-
-
-def _weighted_part(rows: Node) -> tuple[Node, Node] | None:
-    """(all rows, gates in the order of slots) where `rows` is a part of their product, in the order of experts."""
-    whole = whole_of(rows)
-    product = None if whole is None else strip_row_views(whole)
-    if product is None or product.target is not aten.mul.Tensor or not of_tensors(product):
-        return None
-    for a, b in (product.args, product.args[::-1]):
-        read = indexed(strip_row_views(a))  # type: ignore[arg-type]
-        order = None if read is None or len(read[1]) != 1 else order_of(read[1][0])
-        gates = None if order is None else gates_in_order(b, order)  # type: ignore[arg-type]
-        if isinstance(gates, Node):
-            return strip_row_views(a), gates  # type: ignore[arg-type]
-    return None
 
 
 def _changed_before(out: Node) -> str:
