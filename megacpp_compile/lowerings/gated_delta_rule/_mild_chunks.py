@@ -21,8 +21,8 @@ def launches(wide: bool) -> tuple[dict[str, int], ...]:
 
 
 def mild_chunks(g: Tensor, places: Tensor, chunks: Any, chunk: int, documents: bool, wide: bool) -> Tensor:
-    """int32 [b, chunks, heads]; nothing in it where there is one launch for all. g: [b, tokens, heads, K]; places: where
-    the chunks of documents are."""
+    """int32 [b, chunks, heads]; not written where there is one launch for all. g: [b, tokens, heads, K]; places: the
+    first and last tokens of documents' chunks."""
     batch, tokens, heads, keys = g.shape
     mild = torch.empty((batch, chunks, heads), dtype=torch.int32, device=g.device)
     if launches(wide) is APART:

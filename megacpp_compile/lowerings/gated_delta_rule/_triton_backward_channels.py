@@ -39,7 +39,7 @@ def _cut(decay, log, C: tl.constexpr, K: tl.constexpr):
 
 @triton.jit
 def _from_middle(decay, C: tl.constexpr, K: tl.constexpr):
-    """2^(G - G_m) and the reciprocal of a mild chunk, for G [C, K] in memory; and whether a row comes before another."""
+    """2^(G - G_m) and the reciprocal of a mild chunk, for G [C, K] in memory; and which rows come before a row."""
     r, n = tl.arange(0, C), tl.arange(0, K)[None, :]
     apart = tl.load(decay + (r[:, None] * K + n)) - tl.load(decay + ((C // 2 - 1) * K + n))
     return tl.exp2(apart), tl.exp2(0 - apart), r[:, None] > r[None, :]

@@ -43,7 +43,7 @@ def _to_cut(r, c, log):
 
 @triton.jit
 def _from_middle(r, c, C: tl.constexpr):
-    """[t, j]: 1 where token j lies between the last row of the first half and t, -1 where between t and that row."""
+    """[t, j]: 1 where token j lies between the first half's last row and t, -1 where between t and that row."""
     t, j, m = r[:, None], c[None, :], C // 2 - 1
     return ((j > m) & (j <= t)).to(tl.float32) - ((j > t) & (j <= m)).to(tl.float32)
 

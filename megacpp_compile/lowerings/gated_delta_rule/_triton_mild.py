@@ -1,8 +1,8 @@
 """Triton: chunks in which no channel decays by much, "mild", whose pairs of tokens take one GEMM in place of one a cut.
 
-Their factors are 2^(G - G_m) and 2^(G_m - G), with G_m of the last row of the chunk's first half. One of the two grows, so
-that this serves where no channel decays by more than 2^MOST over half a chunk. One kernel is launched for the mild chunks
-and one for the others, each of which leaves the other's alone: both in one spill registers.
+Their factors are 2^(G - G_m) and 2^(G_m - G), with G_m of the last row of the chunk's first half. One of the two grows,
+so that this serves where no channel decays by more than 2^MOST over half a chunk. One kernel is launched for the mild
+chunks and one for the others, each of which leaves the other's alone: both in one spill registers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def delta_mild_chunks(g, places, mild, tokens, heads, chunks, g_b, g_t, g_h, C: 
 
 @triton.jit
 def served_elsewhere(mild, row, MILD: tl.constexpr, SKIP: tl.constexpr):
-    """Whether a chunk is another launch's. MILD: this one is for mild chunks; SKIP: for the others. Neither: for all."""
+    """Whether a chunk is another launch's. MILD: this is that for mild chunks; SKIP: for the others. Neither: for all."""
     if MILD:
         return tl.load(mild + row) == 0
     elif SKIP:

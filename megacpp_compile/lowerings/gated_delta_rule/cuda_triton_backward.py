@@ -145,7 +145,8 @@ def _prepare_channels(call: _Call, inverse: Tensor) -> dict[str, Tensor]:
     made = _prepared(call) | {name: call.new(*rows, dtype=call.inner) for name in ("reading", "writing")}
     made |= {"ends": call.by_chunk(call.heads, call.K), "no_decay": call.by_chunk(call.heads, call.C)}
     sums = call.by_chunk(call.heads, call.C, call.K)
-    mild = mild_chunks(g, call.common["table"], call.chunks, call.C, call.packed is not None, call.wide)
+    places = call.packed.chunks if call.packed else call.nothing
+    mild = mild_chunks(g, places, call.chunks, call.C, call.packed is not None, call.wide)
     for launch in launches(call.wide):
         _triton_backward_channels.prepare(
             lambda meta: (call.chunks * call.heads, call.batch),
