@@ -50,8 +50,8 @@ def _from_middle(r, c, C: tl.constexpr):
 
 @triton.jit
 def delta_prepare_channels(q, k, g, beta, places, inverse, mixed, factors, gated_q, gated_k, out_keys, ends,
-                           mild, tokens, heads, per_key, chunks, scale, eps, q_b, q_t, q_h, k_b, k_t, k_h, g_b, g_t, g_h,
-                           beta_b, beta_t, beta_h, C: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
+                           mild, tokens, heads, per_key, chunks, scale, eps, q_b, q_t, q_h, k_b, k_t, k_h,
+                           g_b, g_t, g_h, beta_b, beta_t, beta_h, C: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
                            MILD: tl.constexpr, SKIP: tl.constexpr, BETA: tl.constexpr, NORM: tl.constexpr,
                            DOCUMENTS: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
     """A chunk of a value head: `inverse`, `mixed` and `factors` as `delta_prepare`, without gates in the factors.

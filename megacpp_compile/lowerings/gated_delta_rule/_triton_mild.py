@@ -34,7 +34,7 @@ def delta_mild_chunks(g, places, mild, tokens, heads, chunks, g_b, g_t, g_h, C: 
 
 @triton.jit
 def served_elsewhere(mild, row, MILD: tl.constexpr, SKIP: tl.constexpr):
-    """Whether a chunk is another launch's. MILD: this is that for mild chunks; SKIP: for the others. Neither: for all."""
+    """Whether a chunk is another launch's. MILD: this is that of mild chunks; SKIP: of the others. Neither: of all."""
     if MILD:
         return tl.load(mild + row) == 0
     elif SKIP:
