@@ -86,6 +86,14 @@ def _check(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
     refuse_hidden_writes(gm)
 
 
+def _reads_a_number(node: Node) -> bool:
+    """Whether a number is read from a tensor: one that is known at run time only, or an input's, as every float is one
+    under `dynamic=True`."""
+    found = dynamo_value(node)
+    item = node.op == "call_method" and node.target == "item"
+    return item or isinstance(found, _NUMBERS) and bool(free_unbacked_symbols(found))
+
+
 def capture(gm: GraphModule, example_inputs: Sequence[Any]) -> Captured:
     """The captured form of `gm`, traced on fake inputs. Never changes `gm`.
 
@@ -96,7 +104,7 @@ def capture(gm: GraphModule, example_inputs: Sequence[Any]) -> Captured:
     mode, fakes = fake_inputs(example_inputs)
     # What a collective under way returns is a plain tensor here; AOTAutograd is given it as it came, and waits for it.
     fakes = [opaque_ops.plain(fake, mode) if isinstance(fake, AsyncCollectiveTensor) else fake for fake in fakes]
-    if any(isinstance(dynamo_value(n), _NUMBERS) and free_unbacked_symbols(dynamo_value(n)) for n in gm.graph.nodes):
+    if any(map(_reads_a_number, gm.graph.nodes)):
         mode.allow_scalar_outputs = True  # Dynamo has let the frame read numbers from tensors
     try:
         with modes.restored(), fx_traceback.preserve_node_meta():
