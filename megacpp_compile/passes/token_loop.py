@@ -69,11 +69,11 @@ def _check(view: GraphView, found: TokenLoop) -> Match | MatchFailure:
 
     def rewrite(build: Builder) -> tuple[Node, list[Node]]:
         emit = _steps if found.scan else _scan if not found.delta and operands.one_rate() else _gated
-        node, o, state = emit(build, operands, value(outputs[0]).dtype)
+        node, o, state = emit(build, operands, value(outputs[-1]).dtype)
         new = [arrange(build, o, operands.output())]
         if loop.read is not None:
             several = build(aten.unbind.int, new[0], 0)
-            new = [build.item(several, i) for i in range(loop.count)]
+            new = [build.cast(build.item(several, i), value(each).dtype) for i, each in enumerate(outputs)]
         new += [build.cast(arrange(build, state, found.initial.dims), value(last).dtype)] * len(ends)
         return node, new
 

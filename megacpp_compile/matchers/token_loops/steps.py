@@ -17,7 +17,10 @@ from torch import fx
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, value
+from megacpp_compile.matchers.token_loops.first_step import Zeros, same_sizes
 from megacpp_compile.matchers.token_loops.tokens import Collected, Read, collected, part_of_several, reads_by_count
+
+aten = torch.ops.aten
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +34,8 @@ class NoLoop:
 
 @dataclasses.dataclass
 class Loop:
-    """states: behind each step; initial: what enters the first. In the last step, `output` is what is collected.
+    """states: behind each step; initial: what enters the first, None where nothing does and the first step is that of a
+    state of 0. In the last step, `output` is what is collected.
 
     alike[i]: the nodes of step i + 1, each with that of step i. inside: all nodes of all steps, `reads` not included.
     wide: what a step reads is as large as a state, as what chunks leave, or all tokens' products of keys and values.
@@ -39,7 +43,7 @@ class Loop:
     """
 
     count: int
-    initial: Node
+    initial: Node | None
     states: list[Node]
     outputs: Collected
     alike: list[dict[Node, Node]]
@@ -63,11 +67,17 @@ class Loop:
         return found | {a for n in found for a in n.all_input_nodes if a is not self.reads[n].source}
 
     def everywhere(self, node: Node) -> list[Node]:
-        """`node`, of the last step, in every step."""
+        """`node`, of the last step, in every step; in all but the first where that lacks it, as a decay of no state."""
         found = [node]
         for pairs in reversed(self.alike):
+            if found[-1] not in pairs:
+                break
             found.append(pairs[found[-1]])
         return found[::-1]
+
+    def lacks_first(self, node: Node) -> bool:
+        """Whether the first step has no `node`, of the last."""
+        return len(self.everywhere(node)) < self.count
 
 
 class _Different(Exception):
@@ -77,9 +87,21 @@ class _Different(Exception):
 def find_loops(graph: fx.Graph) -> Iterator[Loop | NoLoop]:
     """Every chain of states that `graph` carries over the positions of its tensors."""
     nodes = list(graph.nodes)
+    but_first = reads_by_count(nodes, begin=1)
     for count, reads in reads_by_count(nodes).items():
         collectors = collected(nodes, count)
-        yield from _Steps(nodes, count, reads, collectors).loops()
+        found = list(_Steps(nodes, count, reads, collectors).loops())
+        if count in but_first:
+            further = list(_Steps(nodes, count, reads | but_first[count], collectors).loops())
+            found = _with(found, further)
+        yield from found
+
+
+def _with(found: list[Loop | NoLoop], further: list[Loop | NoLoop]) -> list[Loop | NoLoop]:
+    """The loops of `further`, which know of more reads, and of `found` what is none of these."""
+    new = [f for f in further if isinstance(f, Loop)]
+    inside = {n for f in new for n in f.inside}
+    return [f for f in found if (f.states[-1] if isinstance(f, Loop) else f.node) not in inside] + new
 
 
 class _Steps:
@@ -113,15 +135,20 @@ class _Steps:
             return False
         return any(self.step.get(u, at) > at for u in node.users)
 
+    def _is_state(self, node: Node) -> bool:
+        """Whether `node` is the first token of a tensor, and what the first step leaves: a later position reads it."""
+        return node in self.reads and any(self.step.get(u, 0) > 0 for u in node.users)
+
     def loops(self) -> Iterator[Loop | NoLoop]:
         several = False
-        for first in [n for n in self.step if self.step[n] == 0 and self.carried(n)]:
+        for first in [n for n in self.step if self.step[n] == 0 and (self.carried(n) or self._is_state(n))]:
             chain = [first]
             while len(chain) < self.count - 1:
                 following = [n for n in self._ahead(chain[-1]) if self.carried(n)]
                 if len(following) > 1:  # a state, and what is made of it for later
                     following = [n for n in following if n.target is first.target and _like(n) == _like(first)]
-                if len(following) > 1 and not several and value(first).dim() > 2 and self._by_token(first):
+                told = several or first in self.reads or value(first).dim() <= 2
+                if len(following) > 1 and not told and self._by_token(first):
                     several = True
                     yield NoLoop(first, "carried", "more than a state is carried from token to token")
                 if len(following) != 1:
@@ -136,7 +163,10 @@ class _Steps:
                     if isinstance(found, Loop):
                         yield dataclasses.replace(found, wide=True)
                     continue
-                kinds = {(n.target, _like(n)) for n in chain}
+                if isinstance(found, NoLoop) and first in self.reads:
+                    continue
+                others = chain[1:] if len(chain) > 2 and same_sizes(*chain[:2]) else chain
+                kinds = {(n.target, _like(n)) for n in others}
                 if isinstance(found, NoLoop) and (len(kinds) > 1 or found.tag == "steps" and len(chain) == 1):
                     continue  # of states that differ in kind nobody made a loop, nor of two positions that differ
                 yield found
@@ -182,28 +212,41 @@ class _Steps:
 
     def _loop(self, chain: list[Node]) -> Loop | NoLoop:
         # The last state is read by no later position: it is what is made as the one before is.
-        last_step = self._ahead(chain[-1])
-        for last in [n for n in last_step if n.target is chain[-1].target]:
+        last_step, refused = self._ahead(chain[-1]), None
+        alike = [n for n in last_step if n.target is chain[-1].target]
+        if len(chain) == 1:  # of two steps, the first may be made without a sum
+            alike += [n for n in last_step if n.target is aten.add.Tensor and n not in alike]
+        for last in alike:
             try:
                 found = self._aligned([*chain, last], set(last_step))
             except _Different:
                 continue
-            return found
-        return NoLoop(chain[-1], "steps", f"a value is carried over {self.count} tokens, but not each step is the same")
+            if isinstance(found, Loop):
+                return found
+            refused = refused or found
+        reason = f"a value is carried over {self.count} tokens, but not each step is the same"
+        return refused or NoLoop(chain[-1], "steps", reason)
 
     def _aligned(self, states: list[Node], last_step: set[Node]) -> Loop | NoLoop:
         outputs = [c for c in self.collectors if c.parts[-1] in last_step]
         if len(outputs) != 1:
             raise _Different
         (made,) = outputs
-        alike, initial = [], None
-        for i in range(self.count - 1):
-            pairs, entered = self._alike(i, states, made)
-            alike.append(pairs)
-            initial = entered if i == 0 else initial
+        alike: list[dict[Node, Node]] = []
+        for i in reversed(range(self.count - 1)):
+            try:
+                pairs, initial = self._alike(i, states, made)
+            except _Different:
+                if i or not same_sizes(states[0], states[1]):
+                    raise
+                pairs, initial = self._alike(0, states, made, self._zeros(states[0]))
+            else:
+                if initial is None:
+                    raise _Different
+            alike.insert(0, pairs)
+        everything = {n for pairs in alike for both in pairs.items() for n in both}
         if initial is None:
-            raise _Different
-        everything = {n for pairs in alike for n in pairs} | set(alike[0].values())
+            everything |= self._of_one_step([states[1], made.parts[1]])  # with what is 0 of it
         inside = {n for n in everything if n in self.step and n not in self.reads}
         depends = self._depending(states[0], inside, initial)
         for n in sorted(depends - {states[-1]}):
@@ -211,16 +254,32 @@ class _Steps:
                 return NoLoop(n, "escapes", "an intermediate of a step is used elsewhere too")
         return Loop(self.count, initial, states, made, alike, self.reads, inside)
 
-    def _depending(self, first: Node, inside: set[Node], initial: Node) -> set[Node]:
+    def _of_one_step(self, ends: list[Node]) -> set[Node]:
+        """`ends`, and what they are made of within their step."""
+        pending, found = list(ends), set(ends)
+        while pending:
+            n = pending.pop()
+            new = [a for a in n.all_input_nodes if self.step.get(a) == self.step[n] and a not in found]
+            found.update(new)
+            pending += [a for a in new if a not in self.reads]
+        return found
+
+    def _zeros(self, first: Node) -> tuple[Zeros, Zeros]:
+        """What is 0 in the second step where `first`, which enters it, is, and what is in the first."""
+        return Zeros(self.step, self.reads, [first]), Zeros(self.step, self.reads)
+
+    def _depending(self, first: Node, inside: set[Node], initial: Node | None) -> set[Node]:
         """The nodes that are made of a state."""
         found: set[Node] = set()
         for n in sorted(inside):
-            if n is first or any(a in found or a is initial for a in n.all_input_nodes):
+            if n is first or any(a in found or a is first or a is initial for a in n.all_input_nodes):
                 found.add(n)
         return found
 
-    def _alike(self, i: int, states: list[Node], made: Collected) -> tuple[dict[Node, Node], Node | None]:
-        """(the nodes of step i + 1 with those of step i, the state that enters step i)."""
+    def _alike(
+        self, i: int, states: list[Node], made: Collected, zeros: tuple[Zeros, Zeros] | None = None
+    ) -> tuple[dict[Node, Node], Node | None]:
+        """(the nodes of step i + 1 with those of step i, the state that enters step i); zeros: of both, left out."""
         pairs: dict[Node, Node] = {}
         entered = states[i - 1] if i else None
 
@@ -231,13 +290,25 @@ class _Steps:
                 if type(a) is not type(b) or a != b:
                     raise _Different
                 return
-            if b is states[i]:
-                entered = a if entered is None else entered
-                if a is not entered:
-                    raise _Different
-                return
             if b in pairs:
                 if pairs[b] is not a:
+                    raise _Different
+                return
+            if zeros is not None:
+                behind, before = zeros
+                if behind.zero(b) or before.zero(a):
+                    if behind.zero(b) and before.zero(a):
+                        return
+                    raise _Different
+                if not same_sizes(a, b):
+                    raise _Different
+                if (left := (behind.left(b), before.left(a))) != (b, a):
+                    pairs[b] = a
+                    todo.append(left)
+                    return
+            elif b is states[i]:
+                entered = a if entered is None else entered
+                if a is not entered:
                     raise _Different
                 return
             if b in self.reads or a in self.reads:
@@ -255,15 +326,15 @@ class _Steps:
                 return
             if a.op != "call_function" or a.target is not b.target or a.kwargs.keys() != b.kwargs.keys():
                 raise _Different
-            before, behind = _arguments(a), _arguments(b)
-            if len(before) != len(behind) or _like(a) != _like(b):
+            of_a, of_b = _arguments(a), _arguments(b)
+            if len(of_a) != len(of_b) or zeros is None and _like(a) != _like(b):
                 raise _Different
             pairs[b] = a
-            todo.extend(zip(behind, before, strict=True))
+            todo.extend(zip(of_b, of_a, strict=True))
 
         todo: list[tuple[Any, Any]] = []
-        for behind, before in ((states[i + 1], states[i]), (made.parts[i + 1], made.parts[i])):
-            todo.append((behind, before))
+        for one, other in ((states[i + 1], states[i]), (made.parts[i + 1], made.parts[i])):
+            todo.append((one, other))
             while todo:
                 pair(*todo.pop())
         return pairs, entered
