@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import fx
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, value
+from megacpp_compile.matchers.token_loops.alike import Alignment, Different, like
 from megacpp_compile.matchers.token_loops.first_step import Zeros, same_sizes
 from megacpp_compile.matchers.token_loops.tokens import Collected, Read, collected, part_of_several, reads_by_count
 
@@ -39,6 +39,7 @@ class Loop:
 
     alike[i]: the nodes of step i + 1, each with that of step i. inside: all nodes of all steps, `reads` not included.
     wide: what a step reads is as large as a state, as what chunks leave, or all tokens' products of keys and values.
+    others: what steps hand on beside the state, and do not make of it, such as a normaliser or a running maximum.
     read: in the last step, what is taken for its output, where that is made into what is collected within the step.
     """
 
@@ -51,6 +52,7 @@ class Loop:
     inside: set[Node]
     wide: bool = False
     read: Node | None = None
+    others: set[Node] = dataclasses.field(default_factory=set)
 
     @property
     def entering(self) -> Node:
@@ -60,6 +62,14 @@ class Loop:
     @property
     def output(self) -> Node:
         return self.read or self.outputs.parts[-1]
+
+    def made_of_others(self) -> set[Node]:
+        """What of a step is made of what else is handed on."""
+        found: set[Node] = set()
+        for n in sorted(self.inside | self.others):
+            if n in self.others or any(a in found for a in n.all_input_nodes):
+                found.add(n)
+        return found
 
     def taken(self) -> set[Node]:
         """What takes every step's tokens out of whole tensors."""
@@ -78,10 +88,6 @@ class Loop:
     def lacks_first(self, node: Node) -> bool:
         """Whether the first step has no `node`, of the last."""
         return len(self.everywhere(node)) < self.count
-
-
-class _Different(Exception):
-    """Two steps differ."""
 
 
 def find_loops(graph: fx.Graph) -> Iterator[Loop | NoLoop]:
@@ -118,6 +124,10 @@ class _Steps:
                     self.step[node] = max(made_of)
         for node in reversed(nodes):
             self._sink(node)
+        self.handed_on: dict[int, set[Node]] = {}
+        for node, at in self.step.items():
+            if self.carried(node):
+                self.handed_on.setdefault(at, set()).add(node)
 
     def _sink(self, node: Node) -> None:
         """What only later positions read of one value, such as a state that decays at a constant rate, is theirs."""
@@ -146,7 +156,7 @@ class _Steps:
             while len(chain) < self.count - 1:
                 following = [n for n in self._ahead(chain[-1]) if self.carried(n)]
                 if len(following) > 1:  # a state, and what is made of it for later
-                    following = [n for n in following if n.target is first.target and _like(n) == _like(first)]
+                    following = [n for n in following if n.target is first.target and like(n) == like(first)]
                 told = several or first in self.reads or value(first).dim() <= 2
                 if len(following) > 1 and not told and self._by_token(first):
                     several = True
@@ -166,7 +176,7 @@ class _Steps:
                 if isinstance(found, NoLoop) and first in self.reads:
                     continue
                 others = chain[1:] if len(chain) > 2 and same_sizes(*chain[:2]) else chain
-                kinds = {(n.target, _like(n)) for n in others}
+                kinds = {(n.target, like(n)) for n in others}
                 if isinstance(found, NoLoop) and (len(kinds) > 1 or found.tag == "steps" and len(chain) == 1):
                     continue  # of states that differ in kind nobody made a loop, nor of two positions that differ
                 yield found
@@ -219,7 +229,7 @@ class _Steps:
         for last in alike:
             try:
                 found = self._aligned([*chain, last], set(last_step))
-            except _Different:
+            except Different:
                 continue
             if isinstance(found, Loop):
                 return found
@@ -230,20 +240,20 @@ class _Steps:
     def _aligned(self, states: list[Node], last_step: set[Node]) -> Loop | NoLoop:
         outputs = [c for c in self.collectors if c.parts[-1] in last_step]
         if len(outputs) != 1:
-            raise _Different
+            raise Different
         (made,) = outputs
-        alike: list[dict[Node, Node]] = []
+        aligned: list[Alignment] = []
         for i in reversed(range(self.count - 1)):
             try:
-                pairs, initial = self._alike(i, states, made)
-            except _Different:
+                one = self._alignment(i, states, made)
+                if one.entered is None:
+                    raise Different
+            except Different:
                 if i or not same_sizes(states[0], states[1]):
                     raise
-                pairs, initial = self._alike(0, states, made, self._zeros(states[0]))
-            else:
-                if initial is None:
-                    raise _Different
-            alike.insert(0, pairs)
+                one = self._alignment(0, states, made, self._zeros(states[0]))
+            aligned.insert(0, one)
+        alike, initial = [one.pairs for one in aligned], aligned[0].entered
         everything = {n for pairs in alike for both in pairs.items() for n in both}
         if initial is None:
             everything |= self._of_one_step([states[1], made.parts[1]])  # with what is 0 of it
@@ -252,7 +262,18 @@ class _Steps:
         for n in sorted(depends - {states[-1]}):
             if any(u not in inside and u is not made.node and u not in made.between for u in n.users):
                 return NoLoop(n, "escapes", "an intermediate of a step is used elsewhere too")
-        return Loop(self.count, initial, states, made, alike, self.reads, inside)
+        others = {n for one in aligned for n in one.carried}
+        if others & depends:
+            raise Different
+        return Loop(self.count, initial, states, made, alike, self.reads, inside, others=others)
+
+    def _alignment(
+        self, i: int, states: list[Node], made: Collected, zeros: tuple[Zeros, Zeros] | None = None
+    ) -> Alignment:
+        one = Alignment(self.step, self.reads, i, states, self.handed_on.get(i, set()) - {states[i]}, zeros)
+        for behind, before in ((states[i + 1], states[i]), (made.parts[i + 1], made.parts[i])):
+            one.align(behind, before)
+        return one
 
     def _of_one_step(self, ends: list[Node]) -> set[Node]:
         """`ends`, and what they are made of within their step."""
@@ -265,8 +286,8 @@ class _Steps:
         return found
 
     def _zeros(self, first: Node) -> tuple[Zeros, Zeros]:
-        """What is 0 in the second step where `first`, which enters it, is, and what is in the first."""
-        return Zeros(self.step, self.reads, [first]), Zeros(self.step, self.reads)
+        """What is 0 in the second step where `first`, and what else enters it, is, and what is in the first."""
+        return Zeros(self.step, self.reads, {first} | self.handed_on.get(0, set())), Zeros(self.step, self.reads)
 
     def _depending(self, first: Node, inside: set[Node], initial: Node | None) -> set[Node]:
         """The nodes that are made of a state."""
@@ -276,82 +297,7 @@ class _Steps:
                 found.add(n)
         return found
 
-    def _alike(
-        self, i: int, states: list[Node], made: Collected, zeros: tuple[Zeros, Zeros] | None = None
-    ) -> tuple[dict[Node, Node], Node | None]:
-        """(the nodes of step i + 1 with those of step i, the state that enters step i); zeros: of both, left out."""
-        pairs: dict[Node, Node] = {}
-        entered = states[i - 1] if i else None
-
-        def pair(b: Any, a: Any) -> None:
-            """`b`, of step i + 1, has to be `a` of step i."""
-            nonlocal entered
-            if not isinstance(b, Node) or not isinstance(a, Node):
-                if type(a) is not type(b) or a != b:
-                    raise _Different
-                return
-            if b in pairs:
-                if pairs[b] is not a:
-                    raise _Different
-                return
-            if zeros is not None:
-                behind, before = zeros
-                if behind.zero(b) or before.zero(a):
-                    if behind.zero(b) and before.zero(a):
-                        return
-                    raise _Different
-                if not same_sizes(a, b):
-                    raise _Different
-                if (left := (behind.left(b), before.left(a))) != (b, a):
-                    pairs[b] = a
-                    todo.append(left)
-                    return
-            elif b is states[i]:
-                entered = a if entered is None else entered
-                if a is not entered:
-                    raise _Different
-                return
-            if b in self.reads or a in self.reads:
-                one, other = self.reads.get(b), self.reads.get(a)
-                if one is None or other is None or (one.at, other.at) != (i + 1, i):
-                    raise _Different
-                if dataclasses.replace(one, at=i) != other:
-                    raise _Different
-                pairs[b] = a
-                return
-            if b is a:
-                if b in self.step:
-                    raise _Different  # of one position, in both steps
-                pairs[b] = a
-                return
-            if a.op != "call_function" or a.target is not b.target or a.kwargs.keys() != b.kwargs.keys():
-                raise _Different
-            of_a, of_b = _arguments(a), _arguments(b)
-            if len(of_a) != len(of_b) or zeros is None and _like(a) != _like(b):
-                raise _Different
-            pairs[b] = a
-            todo.extend(zip(of_b, of_a, strict=True))
-
-        todo: list[tuple[Any, Any]] = []
-        for one, other in ((states[i + 1], states[i]), (made.parts[i + 1], made.parts[i])):
-            todo.append((one, other))
-            while todo:
-                pair(*todo.pop())
-        return pairs, entered
-
 
 def dimensions(node: Node) -> int:
     """How many dimensions are more than one element long."""
     return sum(not same_size(n, 1) for n in value(node).shape)
-
-
-def _arguments(node: Node) -> list[Any]:
-    flat: list[Any] = []
-    for a in [*node.args, *node.kwargs.values()]:
-        flat += a if isinstance(a, list | tuple) else [a]
-    return flat
-
-
-def _like(node: Node) -> Any:
-    fake = value(node)
-    return (fake.dtype, fake.dim()) if isinstance(fake, torch.Tensor) else None
