@@ -14,6 +14,7 @@ from megacpp_compile.matchers.moe.gate_matrix import is_filled
 from megacpp_compile.matchers.ssd.axes import Atom, flat
 from megacpp_compile.matchers.ssd.roles import Leaf
 from megacpp_compile.matchers.ssd.tensor_ops import REPEATS, VIEWS
+from megacpp_compile.matchers.token_loops.constants import is_positive
 from megacpp_compile.matchers.token_loops.proof import TokenLoop
 from megacpp_compile.passes._arrange import arrange, leading
 
@@ -35,8 +36,8 @@ class Operands:
     def problem(self) -> tuple[str, str] | None:
         """(tag, reason) where there is no op with these operands."""
         g = self.found.operands.get("g")
-        if g is not None and self.found.decay and any(_chain(n) is None for n in self._whole_nodes(g)):
-            return "decay", "a decay that is no exponential or sigmoid may have no logarithm"
+        if g is not None and self.found.decay and not all(map(_has_logarithm, self._whole_nodes(g))):
+            return "decay", "a decay that is no exponential, sigmoid or known number may have no logarithm"
         if self.loop.initial is None:
             own = [leaf.node for role, leaf in self.found.operands.items() if role != "g" and self._is_stacked(leaf)]
             if any(map(self.loop.lacks_first, own)):
@@ -156,9 +157,14 @@ def _chain(decay: Node) -> list[Node] | None:
     return chain if chain[-1].target in _LOGARITHMS else None
 
 
+def _has_logarithm(decay: Node) -> bool:
+    return _chain(decay) is not None or is_positive(decay)
+
+
 def _logarithm(build: Builder, decay: Node) -> Node:
     chain = _chain(decay)
-    assert chain is not None
+    if chain is None:  # of numbers above 0
+        return build(aten.log.default, build.cast(decay, torch.promote_types(value(decay).dtype, torch.float32)))
     *views, made = chain
     node, logarithm = made.args[0], _LOGARITHMS[made.target]
     if logarithm is not None:

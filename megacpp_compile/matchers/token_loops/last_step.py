@@ -43,7 +43,11 @@ class LastStep:
         if n in self.inside or n in self.leaves or n in self.again:
             return
         if n in self.algebra.constants:
-            self.inside |= constants_of(self.algebra, n)
+            made = constants_of(self.algebra, n)
+            if any(a.target in EXPONENTIALS for a in made):  # a table of rates, whose sizes are the operands'
+                self.leaves.append(n)
+            else:
+                self.inside |= made
         elif self.loop.wide and n in self.loop.reads and dimensions(n) == dimensions(self.loop.entering):
             source = self.loop.reads[n].source
             self.inside |= {n, *(a for a in n.all_input_nodes if a is not source)}
