@@ -211,9 +211,9 @@ def _left_alone(frame: Frame, gm: GraphModule, config: Config, reason: str, advi
 def _rewrite(
     captured: Captured, example_inputs: Sequence[Any], config: Config, frame: Frame, marks: int
 ) -> tuple[Outcome, bool]:
-    """What the passes did, and whether of `marks` of what was assumed there are any and all may stand."""
+    """What the passes did, and whether anything was assumed, with `marks` in the graph, and all of it may stand."""
     canonicalize(captured.gm.graph, captured.fake_mode)
-    found = assumed.show(captured, config, marks, frame.grad) if marks else None
+    found = assumed.show(captured, config, marks, frame.grad) if marks or unbacked_shapes.numbers_assumed() else None
     log.graph("captured", captured.gm)
     called = [n for n in captured.gm.graph.nodes if n.target in semantic_ops()]
     wanted = asked(captured.gm.graph, captured.weights, config.precision)
@@ -227,7 +227,8 @@ def _rewrite(
     frame.precision += unseen(captured.gm.graph, config.precision, ON_DTENSORS)
     add_called_ops(outcome, called)
     choose_lowerings(outcome, frame.target)
-    shown = found is not None and found.stands(outcome)
+    left = not marks and unbacked_shapes.unknown_numbers(captured.gm) or assumptions.filled(captured.gm)
+    shown = found is not None and found.stands(outcome) and not left
     frame.expert_loops = len(found.outputs or ()) if shown and found is not None else 0
     return outcome, shown
 
@@ -300,7 +301,7 @@ def _plain(
     except _MEANT:
         raise
     except Exception as error:
-        if settings.config.strict or settings.config.policy is None:
+        if settings.config.strict or settings.config.own_policy is None:
             raise
         without = dataclasses.replace(settings, config=dataclasses.replace(settings.config, policy=None))
         compiled = backend.compile_plain(gm, example_inputs, without)

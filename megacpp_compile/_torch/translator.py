@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import functools
 import itertools
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -21,6 +22,7 @@ _PATHS = {
     "TensorVariable": "torch._dynamo.variables.TensorVariable",
     "SymNodeVariable": "torch._dynamo.variables.SymNodeVariable",
     "ConstantVariable": "torch._dynamo.variables.ConstantVariable",
+    "NumpyNdarrayVariable": "torch._dynamo.variables.NumpyNdarrayVariable",
     "TupleVariable": "torch._dynamo.variables.TupleVariable",
     "wrap_fx_proxy": "torch._dynamo.variables.builder.wrap_fx_proxy",
     "TorchDynamoException": "torch._dynamo.exc.TorchDynamoException",
@@ -28,6 +30,7 @@ _PATHS = {
 }
 _METHODS = ("Translator.__init__", "Translator.step", "SideEffects.check_allowed_side_effect",
             "MutationType.__init__", "TensorVariable.call_method")  # fmt: skip
+_LISTS = "torch._dynamo.variables.lists.CommonListMethodsVariable"
 _READS = ("item", "tolist")
 _BORN = "_megacpp_born"
 _clock = itertools.count()
@@ -41,6 +44,9 @@ class Watcher(Protocol):
 
     def read(self, translator: Any, variable: Any, proceed: Callable[[], Any]) -> Any:
         """In the place of reading the numbers of a tensor."""
+
+    def append(self, variable: Any, added: Any, proceed: Callable[[], Any]) -> Any:
+        """In the place of appending `added` to a list."""
 
     def changes(self, born: int) -> None:
         """A value of Python's is changed that was made at the time `born` (`now`), or before the frame (-1)."""
@@ -102,9 +108,24 @@ def install() -> bool:
         if typ.name == "New":
             setattr(self, _BORN, now())
 
+    if (lists := find(_LISTS)) is not None and "call_method" in vars(lists):
+        lists.call_method = _watched_appends(lists.call_method)
     translator.step, effects.check_allowed_side_effect = watched_step, watched_check
     mutation.__init__, translator.__init__, tensors.call_method = stamped_init, stamped_begin, watched_call
     return True
+
+
+def _watched_appends(call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call`, a method of Dynamo's lists that calls theirs, with appending left to the watcher."""
+
+    @functools.wraps(call)
+    def watched(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        watcher = _watcher.get()
+        if watcher is None or name != "append" or len(args) != 1 or kwargs:
+            return call(self, tx, name, args, kwargs)
+        return watcher.append(self, args[0], lambda: call(self, tx, name, args, kwargs))
+
+    return watched
 
 
 def is_failure(error: Exception) -> bool:
@@ -149,6 +170,65 @@ def born(translator: Any) -> int:
     return int(getattr(translator, _BORN, -1))
 
 
+def hands_on(translator: Any) -> bool:
+    """Whether `translator` is in Dynamo's own spelling of `enumerate`, `zip` and the like, whose entries go on to a
+    loop."""
+    return f"{os.sep}polyfills{os.sep}" in str(translator.f_code.co_filename)
+
+
+def list_born(variable: Any) -> int:
+    """When a list of the frame's own was made; -1 for any other."""
+    own = python_type(variable) is list and hasattr(variable, "items")
+    return int(getattr(variable.mutation_type, _BORN, -1)) if own else -1
+
+
+def callee(translator: Any, inst: Any) -> Any:
+    """The function or class of torch's or of Python's that a call instruction is about to call; None for any other."""
+    given = inst.arg or 0
+    for variable in translator.stack[-given - 2 : -given or None]:
+        held = vars(realized(variable)) if hasattr(variable, "realize") else {}
+        found = held.get("value", held.get("fn"))
+        if callable(found):
+            return found
+    return None
+
+
+def watch_entries(variable: Any, read: Callable[[], None]) -> None:
+    """Call `read` before anything looks at the entries of a list, or at how many these are."""
+    if not isinstance(variable.items, _Watched):
+        variable.items = _Watched(variable.items, read)
+
+
+class _Watched(list[Any]):
+    """A list that tells before it is read. Appending is no reading."""
+
+    def __init__(self, entries: list[Any], read: Callable[[], None]) -> None:
+        super().__init__(entries)
+        self._read = read
+
+
+def _telling(name: str) -> Callable[..., Any]:
+    method = getattr(list, name)
+
+    def told(self: _Watched, *args: Any) -> Any:
+        self._read()
+        return method(self, *args)
+
+    return told
+
+
+for _name in ("__iter__", "__len__", "__getitem__", "__reversed__", "__contains__", "__add__", "__mul__", "__rmul__",
+              "__iadd__", "__imul__", "__setitem__", "__delitem__", "__eq__", "copy", "count", "index", "insert", "pop",
+              "remove", "reverse", "sort", "clear", "extend"):  # fmt: skip
+    setattr(_Watched, _name, _telling(_name))
+
+
+def go_to(translator: Any, instruction: Any) -> None:
+    """Let `translator` go on with this instruction of its function."""
+    places = (i for i, inst in enumerate(translator.instructions) if inst is instruction)
+    translator.instruction_pointer = next(places)
+
+
 def realized(variable: Any) -> Any:
     """`variable` itself, where it stands for a value that is looked at only when it is needed. Dynamo guards what is
     looked at: this is for what it is about to look at itself."""
@@ -176,6 +256,21 @@ def number(variable: Any) -> tuple[Node, Any] | None:
     return variable.as_proxy().node, variable.sym_num
 
 
+def place(variable: Any) -> bool | None:
+    """Whether `variable` is a tensor, of one whole number; None where it is neither that nor a whole number."""
+    if (found := tensor(variable)) is not None:
+        return True if found[1].dim() == 0 and found[1].dtype == torch.int64 else None
+    if (found := number(variable)) is not None:
+        return False if isinstance(found[1], torch.SymInt) else None
+    constant_of = isinstance(variable, find(_PATHS["ConstantVariable"])) and variable.as_python_constant()
+    return False if type(constant_of) is int else None
+
+
+def plain(variable: Any) -> Any:
+    """The number that `variable` is, where it is a constant."""
+    return variable.as_python_constant() if isinstance(variable, find(_PATHS["ConstantVariable"])) else variable
+
+
 def python_type(variable: Any) -> type | None:
     """The class of the value; None where Dynamo does not know."""
     try:
@@ -193,6 +288,15 @@ def constant(value: Any) -> Any:
 def parts(variable: Any) -> list[Any] | None:
     """What Dynamo holds for the entries of a tuple; None for anything else."""
     return list(variable.items) if isinstance(variable, find(_PATHS["TupleVariable"])) else None
+
+
+def entries(translator: Any, variable: Any) -> Any:
+    """What Dynamo holds for a tuple of the numbers of a NumPy array in one dimension; None for anything else."""
+    found = tensor(variable) if isinstance(variable, find(_PATHS["NumpyNdarrayVariable"])) else None
+    if found is None or found[1].dim() != 1 or not isinstance(found[1].shape[0], int):
+        return None
+    numbers = range(found[1].shape[0])
+    return row([variable.call_method(translator, "__getitem__", [constant(i)], {}) for i in numbers])
 
 
 def row(variables: list[Any]) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.fx.traceback as fx_traceback
 from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from megacpp_compile._torch import modes
 from megacpp_compile._torch.dispatch import AsyncCollectiveTensor, is_traceable_wrapper_subclass
@@ -30,7 +31,10 @@ from megacpp_compile.frontend.hidden_writes import data_as_detached, refuse_hidd
 from megacpp_compile.frontend.local_dtensors import localize
 from megacpp_compile.frontend.transforms import resolve_transforms
 from megacpp_compile.frontend.unsaid_aliases import without_writes_to_unsaid_aliases
+from megacpp_compile.fx.edit import dynamo_value
 from megacpp_compile.report.records import MissedFusion
+
+_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 @dataclasses.dataclass
@@ -92,7 +96,7 @@ def capture(gm: GraphModule, example_inputs: Sequence[Any]) -> Captured:
     mode, fakes = fake_inputs(example_inputs)
     # What a collective under way returns is a plain tensor here; AOTAutograd is given it as it came, and waits for it.
     fakes = [opaque_ops.plain(fake, mode) if isinstance(fake, AsyncCollectiveTensor) else fake for fake in fakes]
-    if gm.graph.find_nodes(op="call_method", target="item"):
+    if any(isinstance(dynamo_value(n), _NUMBERS) and free_unbacked_symbols(dynamo_value(n)) for n in gm.graph.nodes):
         mode.allow_scalar_outputs = True  # Dynamo has let the frame read numbers from tensors
     try:
         with modes.restored(), fx_traceback.preserve_node_meta():

@@ -14,7 +14,7 @@ import contextvars
 import functools
 import inspect
 import linecache
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -125,12 +125,19 @@ def _innermost(backend: Any) -> Any:
 
 def unknown_sizes(gm: GraphModule) -> bool:
     """Whether a tensor in the graph has a size that is known at run time only."""
+    return any(isinstance(v, torch.Tensor) and free_unbacked_symbols(v.shape) for v in _values(gm))
+
+
+def unknown_numbers(gm: GraphModule) -> bool:
+    """Whether a number or a tensor's size in the graph is known at run time only."""
+    numbers = (torch.SymInt, torch.SymFloat, torch.SymBool)
+    return unknown_sizes(gm) or any(isinstance(v, numbers) and free_unbacked_symbols(v) for v in _values(gm))
+
+
+def _values(gm: GraphModule) -> Iterator[Any]:
     for node in gm.graph.nodes:
         values = node.meta.get("val", node.meta.get("example_value"))
-        for v in values if isinstance(values, (list, tuple)) else (values,):
-            if isinstance(v, torch.Tensor) and free_unbacked_symbols(v.shape):
-                return True
-    return False
+        yield from values if isinstance(values, (list, tuple)) else (values,)
 
 
 def refuse(gm: GraphModule) -> bool:

@@ -1,7 +1,8 @@
 """What tracing assumed of a graph's data, marked in the graph by ops that compute nothing.
 
 A region is what ran between a mark and its `end`: an iteration for an expert of a list (`iteration`), or what a branch
-on data would have skipped (`branch`, `size_branch`, `truth_branch`). It was traced as if it ran, and computes the same
+on data would have skipped (`branch`, `size_branch`, `truth_branch`), with the numbers that it leaves behind changed
+(`carried`, `carried_into`, `carried_tensor`). It was traced as if it ran, and computes the same
 only where that changes nothing; who reads the marks has to show this, or give the graph back.
 """
 
@@ -19,10 +20,14 @@ _library = torch.library.Library("megacpp_assumed", "DEF")
 _SCHEMAS = (
     "expert(Tensor hits, int number) -> Tensor",
     "counts(Tensor counts, int experts) -> Tensor",
+    "filled_counts(Tensor counts, int experts) -> Tensor",
     "iteration(Tensor expert, int region) -> ()",
     "branch(Tensor condition, bool taken, int region) -> ()",
     "size_branch(SymInt condition, bool taken, int region) -> ()",
     "truth_branch(SymBool condition, bool taken, int region) -> ()",
+    "carried(SymInt before, SymInt after, int region) -> ()",
+    "carried_into(SymInt before, Tensor after, int region) -> ()",
+    "carried_tensor(Tensor before, Tensor after, int region) -> ()",
     "end(int region) -> ()",
 )
 
@@ -35,6 +40,10 @@ def _counts(counts: Tensor, experts: int) -> Tensor:
     return counts[:experts].clone()
 
 
+def _filled_counts(counts: Tensor, experts: int) -> Tensor:
+    return torch.nn.functional.pad(counts, (0, experts))[:experts].clone()
+
+
 def _fake_counts(counts: Tensor, experts: int) -> Tensor:
     return counts.new_empty((experts,))
 
@@ -43,7 +52,8 @@ def _mark(*_: Any) -> None:
     return None
 
 
-_BODIES: dict[str, tuple[Any, Any]] = {"expert": (_expert, _expert), "counts": (_counts, _fake_counts)}
+_BODIES: dict[str, tuple[Any, Any]] = {"expert": (_expert, _expert), "counts": (_counts, _fake_counts),
+                                 "filled_counts": (_filled_counts, _fake_counts)}  # fmt: skip
 for _schema in _SCHEMAS:
     _name = _schema.partition("(")[0]
     _library.define(_schema)
@@ -55,10 +65,14 @@ for _schema in _SCHEMAS:
 
 ops = torch.ops.megacpp_assumed
 expert, counts, end = ops.expert.default, ops.counts.default, ops.end.default
+filled_counts = ops.filled_counts.default  # with zeros for experts behind the last that was chosen
 iteration, branch = ops.iteration.default, ops.branch.default
 size_branch, truth_branch = ops.size_branch.default, ops.truth_branch.default
+carried, carried_into, carried_tensor = ops.carried.default, ops.carried_into.default, ops.carried_tensor.default
+COUNTS = (counts, filled_counts)
+_CARRIED = (carried, carried_into, carried_tensor)
 _BEGINS = (iteration, branch, size_branch, truth_branch)
-_MARKS = (*_BEGINS, end)
+_MARKS = (*_BEGINS, *_CARRIED, end)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,12 +84,14 @@ class Region:
         number: the list's entry; None for a branch.
         taken: of a branch, whether `condition` was taken to hold.
         nodes: what was traced in it, in order, without marks.
+        carried: numbers that are read later, each before the region and behind it.
     """
 
     condition: Any
     number: int | None
     taken: bool
     nodes: frozenset[Node]
+    carried: tuple[tuple[Any, Any], ...] = ()
 
 
 def marked(gm: GraphModule) -> int:
@@ -84,20 +100,29 @@ def marked(gm: GraphModule) -> int:
     return sum(node.target in _MARKS for graph in graphs for node in graph.nodes)
 
 
+def filled(gm: GraphModule) -> bool:
+    """Whether counts in `gm` may have more entries than the model's."""
+    return any(node.target is filled_counts for node in gm.graph.nodes)
+
+
 def take_regions(graph: fx.Graph) -> list[Region] | None:
     """The regions of `graph`, whose marks are erased; None, and the graph as it was, where one has no end or reaches
     into another."""
     begun: dict[int, tuple[Node, list[Node]]] = {}
     open_: list[int] = []
+    kept: dict[int, list[tuple[Any, Any]]] = {}
     regions = list[Region]()
     for node in graph.nodes:
         if node.target in _BEGINS:
             open_.append(node.args[-1])
             begun[open_[-1]] = node, []
+        elif node.target in _CARRIED:
+            kept.setdefault(node.args[2], []).append((node.args[0], node.args[1]))
         elif node.target is end:
             if not open_ or open_.pop() != node.args[0]:
                 return None
-            regions.append(_region(*begun[node.args[0]]))
+            region = _region(*begun[node.args[0]])
+            regions.append(dataclasses.replace(region, carried=tuple(kept.get(node.args[0], ()))))
         elif node.target is not expert:
             for number in open_:
                 begun[number][1].append(node)

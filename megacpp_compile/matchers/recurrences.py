@@ -22,7 +22,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import of_tensors, same_size, value
 from megacpp_compile.fx.views import is_cast
-from megacpp_compile.matchers.moe.gate_matrix import is_filled
+from megacpp_compile.matchers.filled import is_filled
 from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS, REPEATS, VIEWS
 
 aten = torch.ops.aten

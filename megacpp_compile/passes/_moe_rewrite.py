@@ -78,6 +78,8 @@ def _passed(build: Builder, layer: RoutedExperts, x: Node, indices: Node, gates:
 def _slots(build: Builder, layer: RoutedExperts) -> tuple[Node, Node, Node]:
     """(x [T, d], indices [T, k], gates [T, k]), the indices counted from the layer's first expert."""
     indices, gates, x = layer.indices, layer.gates, layer.x
+    if gates is None:
+        gates = build(aten.ones_like.default, indices, dtype=compute_dtype(value(layer.output)))
     if layer.column is not None:
         cut = layer.column, layer.column + 1
         indices = build(aten.slice.Tensor, indices, -1, *cut)
@@ -99,6 +101,9 @@ def _slots(build: Builder, layer: RoutedExperts) -> tuple[Node, Node, Node]:
         indices, gates = build(aten.unsqueeze.default, indices, 1), build(aten.unsqueeze.default, gates, 1)
     if layer.first:
         indices = build(aten.sub.Tensor, indices, layer.first)
+    if layer.above is not None:
+        counts = build(aten.gt.Scalar if layer.above else aten.ne.Scalar, gates, 0)
+        gates = build(aten.masked_fill.Scalar, gates, build(aten.logical_not.default, counts), 0.0)
     return x, indices, gates
 
 

@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import Builder, same_size, value
 from megacpp_compile.fx.views import CASTS, IDENTITIES
-from megacpp_compile.matchers.moe.gate_matrix import is_filled
+from megacpp_compile.matchers.filled import is_filled
 from megacpp_compile.matchers.ssd.axes import Atom, flat
 from megacpp_compile.matchers.ssd.roles import Leaf
 from megacpp_compile.matchers.ssd.tensor_ops import REPEATS, VIEWS

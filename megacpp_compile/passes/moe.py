@@ -3,7 +3,8 @@
 Before: `for e in range(E): t, j = torch.where(indices == e); y.index_add_(0, t, expert_e(x[t]) * gates[t, j, None])`
         or every choice's row times `w[indices]` (bmm, einsum), or sorted rows through grouped GEMMs, summed over
         choices; or all experts on all tokens, weighted by a matrix of gates that is zero but for the chosen.
-        Tokens are [T] or [B, S]; gates may multiply what experts read instead of their outputs (Llama 4). Experts may
+        Tokens are [T] or [B, S]; gates may multiply what experts read instead of their outputs (Llama 4), or the sum
+        where a token has one choice, or be missing, which is as if they were 1. Experts may
         have biases, clamps, swish and channels of gate and up in turn (gpt-oss)
 After:  `y = megacpp.moe(x, indices, gates, w_gate, w_up, w_down, activation, layout, dtype)`, where a precision plan
         has the layer in "fp8_current" `(.., dtype, True, "fp8_current")`, see `_moe_precision`, and with biases
@@ -18,7 +19,7 @@ leaves the router, which computes indices and gates, as it is. A gate on the inp
 it stays a product in front of the op, whose own gates are ones; experts that were not chosen make zeros of zeros, but
 not those with biases. Sorted rows keep their order and their ends, whatever these are; padding behind the last end,
 which the plain code leaves unwritten, becomes zeros.
-Refused: experts that differ or repeat, a missing gate, other activations, clamps by what is no number, biases that are
+Refused: experts that differ or repeat, other activations, clamps by what is no number, biases that are
 no expert's own or wider than what they are added to, rows or outputs that escape, a token written rather than added to
 where it may come twice, gates of which all may differ from zero; and with the tag `unread`, experts' weights in GEMMs
 that no matcher knows.
@@ -30,7 +31,7 @@ from collections.abc import Iterator
 
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
-from megacpp_compile.matchers.moe import dense, grouped, hit_experts, loop, sorted_rows, sorted_tokens, unread
+from megacpp_compile.matchers.moe import hit_experts, layers, sorted_rows, unread
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, SortedExperts
 from megacpp_compile.passes._moe_rewrite import to_match
 from megacpp_compile.passes._rule import Match
@@ -39,13 +40,11 @@ name = "moe"
 op = "megacpp::moe"
 after: tuple[str, ...] = ()
 
-_SPELLINGS = (loop.find, dense.find, grouped.find, sorted_tokens.find)
-
 
 def find(view: GraphView) -> Iterator[Match | MatchFailure]:
-    whole: list[RoutedExperts | MatchFailure] = [one for spelling in _SPELLINGS for one in spelling(view)]
+    whole, in_doubt = layers.find(view)
     whole += hit_experts.find(view)
     found: list[RoutedExperts | SortedExperts | MatchFailure] = [*whole, *sorted_rows.find(view, whole)]
-    found += unread.find(view, tuple(found), loop.unweighted(view))
+    found += unread.find(view, tuple(found), in_doubt)
     for one in found:
         yield one if isinstance(one, MatchFailure) else to_match(view, one)

@@ -186,6 +186,46 @@ def in_other_places(m, x, indices, gates):
     return y
 
 
+# --- branches with an `else`, which gives an expert without tokens a gradient of zeros
+
+
+def zeros_otherwise(m, x, indices, gates):
+    """In training; in evaluation there is nothing to do."""
+    y = torch.zeros_like(x)
+    for e, expert in enumerate(m.experts):
+        mask = indices == e
+        if mask.any():
+            token = mask.any(dim=-1).nonzero().flatten()
+            y.index_add_(0, token, expert(x[token]) * gates[mask].view(-1, 1))
+        elif m.training:
+            y[0, 0] += 0 * sum(p.sum() for p in expert.parameters())
+    return y
+
+
+def zeros_to_all_otherwise(m, x, indices, gates):
+    y = torch.zeros_like(x)
+    for e, expert in enumerate(m.experts):
+        token, choice = torch.where(indices == e)
+        if len(token) == 0:
+            y = y + sum(p.sum() for p in expert.parameters()) * 0.0
+        else:
+            y = y.index_add(0, token, expert(x[token]) * gates[token, choice, None])
+    return y
+
+
+def written_in_either_way(m, x, indices, gates):
+    slots, rows = indices.view(-1), x.repeat_interleave(indices.shape[-1], dim=0)
+    y = torch.empty_like(rows)
+    for e, expert in enumerate(m.experts):
+        out = expert(rows[slots == e])
+        if out.shape[0] > 0:
+            y[slots == e] = out
+        else:
+            y[slots == e] = out + 0 * sum(p.sum() for p in expert.parameters())
+    return (y.view(*gates.shape, -1) * gates.unsqueeze(-1)).sum(dim=1)
+
+
+EITHER_WAY = (zeros_otherwise, zeros_to_all_otherwise, written_in_either_way)
 STACKED = (as_eager_experts, with_idle_experts, without_gradients_inside, in_other_places)
 LOOPS = (as_mixtral, as_eager_experts, by_number, by_any, by_distinct_choices, by_distinct_choices_of_all,
          as_deepseek, skipping_idle_experts, by_length, by_numel, by_sum,

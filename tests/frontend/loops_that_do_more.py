@@ -25,6 +25,14 @@ def counts_iterations(m, x, indices, gates):
     return y * n
 
 
+def adds_to_the_sum(m, x, indices, gates):
+    y = torch.zeros_like(x)
+    for e in hits(choices_by_expert(m, indices)).flatten():
+        y = y + 0.5
+        add(m, y, x, indices, gates, e)
+    return y
+
+
 def appends(m, x, indices, gates):
     y, seen = torch.zeros_like(x), []
     for e in hits(choices_by_expert(m, indices)).flatten():
@@ -146,6 +154,40 @@ def or_else(m, x, indices, gates):
             add(m, y, x, indices, gates, e)
         else:
             y += 1
+    return y
+
+
+def some_zeros_otherwise(m, x, indices, gates):
+    """For one of an expert's parameters."""
+    y = torch.zeros_like(x)
+    for e, expert in enumerate(m.experts):
+        mask = indices == e
+        if mask.any():
+            token, choice = torch.where(mask)
+            y.index_add_(0, token, expert(x[token]) * gates[token, choice, None])
+        else:
+            y[0] += 0 * expert.up.weight.sum()
+    return y
+
+
+def otherwise_a_name(m, x, indices, gates):
+    """The other way leaves behind what is read later."""
+    y, idle = torch.zeros_like(x), 0
+    for e in range(m.num_experts):
+        if (indices == e).any():
+            add(m, y, x, indices, gates, e)
+        else:
+            idle = idle + 1
+    return y * idle
+
+
+def leaves_otherwise(m, x, indices, gates):
+    y = torch.zeros_like(x)
+    for e in range(m.num_experts):
+        if (indices == e).any():
+            add(m, y, x, indices, gates, e)
+        else:
+            return y
     return y
 
 
@@ -306,8 +348,8 @@ def swallows_errors(m, x, indices, gates):
     return y
 
 
-OTHERS = (beyond_the_weights, swallows_errors, distinct_choices_of_a_few, distinct_first_choices, distinct_numbers, counts_iterations, appends, counts_in_a_module, counts_in_a_tensor, counts_in_a_new_tensor,
+OTHERS = (beyond_the_weights, swallows_errors, distinct_choices_of_a_few, distinct_first_choices, distinct_numbers, counts_iterations, adds_to_the_sum, appends, counts_in_a_module, counts_in_a_tensor, counts_in_a_new_tensor,
           adds_to_all_tokens, most_tokens_first, some_only, hit_by_first_choices, hit_by_other_tokens, stops_early,
-          stops_after_one, drops_the_few, skips_by_another_expert, runs_another_expert, or_else, only_if_none,
+          stops_after_one, drops_the_few, skips_by_another_expert, runs_another_expert, or_else, otherwise_a_name, leaves_otherwise, only_if_none,
           with_dropout, reads_the_last, reads_the_last_rows, keeps_an_output, numbers_the_hits, by_a_generator,
           in_a_generator, shifts_the_list, draws_a_number, by_a_closure, tries)  # fmt: skip

@@ -7,7 +7,7 @@ import sys
 import pytest
 from torch._dynamo.bytecode_transformation import cleaned_instructions
 
-from megacpp_compile.frontend.expert_loops.control_flow import live_names, skipped
+from megacpp_compile.frontend.expert_loops.control_flow import live_names, meeting, skipped
 
 
 def loop(xs, y, z):
@@ -67,6 +67,23 @@ def test_an_else_is_no_way_to_skip():
         instructions = cleaned_instructions(loop_.__code__)
         ways = [skipped(instructions, i) for i in instructions if "JUMP" in i.opname and "_IF_" in i.opname]
         assert [way and way[0].opname[:9] for way in ways] == joins
+
+
+def on_or_out(xs, y):
+    for x in xs:
+        if y:
+            y = x
+        else:
+            break
+    return y
+
+
+def test_where_ways_meet_that_both_do_something():
+    heads = {one_way_or_the_other: ["LOAD_FAST"], loop: ["FOR_ITER"], on_or_out: [None]}
+    for loop_, joins in heads.items():
+        instructions = cleaned_instructions(loop_.__code__)
+        found = [meeting(instructions, i) for i in instructions if "JUMP" in i.opname and "_IF_" in i.opname]
+        assert [join and join.opname[:9] for join in found] == joins
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="names of 3.11's jumps")

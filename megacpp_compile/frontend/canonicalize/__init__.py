@@ -11,17 +11,20 @@ from torch import fx
 from megacpp_compile._torch.fakes import FakeTensorMode
 from megacpp_compile.frontend.canonicalize.aliases import aliases
 from megacpp_compile.frontend.canonicalize.empty_parts import empty_parts
+from megacpp_compile.frontend.canonicalize.equations import equations
 from megacpp_compile.frontend.canonicalize.expert_numbers import expert_numbers
 from megacpp_compile.frontend.canonicalize.functional_copies import functional_copies
+from megacpp_compile.frontend.canonicalize.idle_dropouts import idle_dropouts
+from megacpp_compile.frontend.canonicalize.put_back import put_back
 from megacpp_compile.frontend.canonicalize.whole_slices import whole_slices
 from megacpp_compile.fx.edit import drop_dead
 from megacpp_compile.fx.size_checks import drop_counts_of_masks
 
 
 def canonicalize(graph: fx.Graph, fake_mode: FakeTensorMode) -> None:
-    """Drop tracing's assertions, those on how many rows a mask chooses, slices of whole dimensions, concatenations with
-    nothing and dead values; write experts' numbers as numbers; let views copy where they must; rename aliases; make
-    copies into slices functional."""
+    """Drop tracing's assertions, those on how many rows a mask chooses, slices of whole dimensions, dropouts that drop
+    nothing, concatenations with nothing and dead values; write experts' numbers as numbers; let views copy where they
+    must; rename aliases; write equations in full; make copies into slices functional; size what is put in order."""
     for node in list(graph.nodes):
         if node.target is torch.ops.aten._assert_tensor_metadata.default:
             graph.erase_node(node)
@@ -30,8 +33,11 @@ def canonicalize(graph: fx.Graph, fake_mode: FakeTensorMode) -> None:
         node.target = torch.ops.aten.reshape.default
     expert_numbers(graph, fake_mode)
     aliases(graph)
+    equations(graph)
     whole_slices(graph)
+    idle_dropouts(graph)
     empty_parts(graph)
     functional_copies(graph, fake_mode)
+    put_back(graph, fake_mode)
     drop_dead(graph)
     drop_counts_of_masks(graph)

@@ -24,6 +24,37 @@ def skipped(instructions: Sequence[Any], jump: Any) -> tuple[Any, bool] | None:
     return (target, True) if ahead else None
 
 
+def meeting(instructions: Sequence[Any], jump: Any) -> Any:
+    """The first instruction that both ways of a conditional jump come to, whatever they do before; None where one
+    leaves the function, or goes on with a loop that the other does not go on with."""
+    index = _index(instructions)
+    at = index[id(jump)]
+    ways = [_arrival(instructions, jump.target), _arrival(instructions, instructions[at + 1])]
+    heads = [i for i, inst in enumerate(instructions[:at]) if inst.opname == "FOR_ITER"]
+    for candidate in (*range(at + 1, len(instructions)), *reversed(heads)):
+        if all(_always(instructions, index[id(way)], candidate, at) for way in ways):
+            return instructions[candidate]
+    return None
+
+
+def _always(instructions: Sequence[Any], start: int, there: int, branch: int) -> bool:
+    """Whether every way from `start` comes to `there`, and to no loop's head from before `branch` ahead of that."""
+    index = _index(instructions)
+    pending, seen = [start], set[int]()
+    while pending:
+        at = pending.pop()
+        if at == there or at in seen:
+            continue
+        seen.add(at)
+        inst = instructions[at]
+        ends = inst.opname in _ENDS and inst.opname not in _JUMPS
+        if ends or at <= branch:
+            return False
+        pending += [] if inst.opname in _ENDS else [at + 1]
+        pending += [index[id(inst.target)]] if inst.target is not None else []
+    return True
+
+
 def _leads_to(instructions: Sequence[Any], start: Any, end: Any) -> bool:
     """Whether the way from `start` comes to `end` further on, without going back."""
     index = _index(instructions)

@@ -17,7 +17,9 @@ _NEAR = 24  # nodes to look at
 _LISTS = ("nonzero", "where", "argwhere")
 _KEEPS = ("getitem", "select", "squeeze", "flatten", "view", "reshape", "ravel", "detach", "cpu", "to", "long", "int",
           "contiguous", "clone", "t")  # fmt: skip
-_SELECTS = ("one_hot", "eq", "bincount", "histc", "where", "nonzero", "argwhere", "scatter_add", "scatter_add_")
+_SELECTS = ("one_hot", "eq", "bincount", "histc", "where", "nonzero", "argwhere", "scatter", "scatter_add")
+_NONE = ("eq", "le", "lt", "logical_not", "not_", "__not__")
+_WRITES = ("scatter_", "scatter_add_")  # to a tensor whose later readers name it as it was made
 # What a mask of choices, and the counts of it, go through without becoming another one's.
 _TELLS = ("one_hot", "eq", "bincount", "histc", "sum", "any", "amax", "gt", "greater", "ne", "permute", "transpose",
           "movedim", "unsqueeze", "bool", "float", *_KEEPS[1:])  # fmt: skip
@@ -56,10 +58,20 @@ def about_tokens(node: Node) -> bool:
         node = pending.pop(0)
         if node not in seen and node.op in ("call_function", "call_method"):
             seen.add(node)
-            if _name(node) in _SELECTS:
+            if _name(node) in _SELECTS or any(_name(u) in _WRITES and u.args[0] is node for u in node.users):
                 return True
             pending.extend(node.all_input_nodes)
     return False
+
+
+def some_when(node: Node, number: tuple[Node, Any] | None) -> bool:
+    """What the condition `node`, a tensor or a `number`, most likely is where an expert has tokens."""
+    value = number[1] if number is not None else None
+    if isinstance(value, torch.SymBool):
+        symbols = sorted(value.node.expr.free_symbols, key=str)
+        ends = [value.node.expr.subs(dict.fromkeys(symbols[:1], n)) for n in (0, 1)]
+        return ends != [True, False] or len(symbols) != 1
+    return _name(node) not in _NONE
 
 
 def _choosable(counts: Node) -> int:
@@ -83,14 +95,19 @@ def _name(node: Node) -> str:
 
 
 def bins(node: Node, fake: torch.Tensor) -> int | None:
-    """How many entries `node`, a count of the choices made among as many scores, has; None where it is no such count,
-    or its length is known while tracing."""
+    """How many entries `node`, a count of the choices made among as many scores, has, or could have at most; None where
+    it is no such count, or its length is known while tracing."""
     if _name(node) != "bincount" or isinstance(fake.shape[0], int) or not isinstance(node.args[0], Node):
         return None
     if len(node.args) > 1 and node.args[1] is not None or node.kwargs.get("weights") is not None:
         return None
-    least = node.args[2] if len(node.args) > 2 else node.kwargs.get("minlength")
-    return least if isinstance(least, int) and least == _scores(node.args[0]) <= MOST else None
+    experts = _scores(node.args[0])
+    return int(experts) if 0 < experts <= MOST and minlength(node) in (0, experts) else None
+
+
+def minlength(bincount: Node) -> Any:
+    """How many entries `bincount` has at least."""
+    return bincount.args[2] if len(bincount.args) > 2 else bincount.kwargs.get("minlength", 0)
 
 
 def _scores(indices: Node) -> Any:
@@ -104,7 +121,12 @@ def _scores(indices: Node) -> Any:
             dim = source.args[2] if len(source.args) > 2 else source.kwargs.get("dim", -1)
             last = isinstance(scores, torch.Tensor) and dim in (-1, scores.dim() - 1)
             return scores.shape[-1] if last and isinstance(scores.shape[-1], int) else 0  # type: ignore[union-attr]
-        if _name(indices) not in _KEEPS or _name(indices) == "getitem":
+        if _name(indices) == "getitem":  # sorted choices, or some of them by their places
+            if _name(source) == "sort" and indices.args[1] == 0 and isinstance(source.args[0], Node):
+                source = source.args[0]
+            elif not isinstance(indices.args[1], Node):
+                return 0
+        elif _name(indices) not in _KEEPS:
             return 0
         indices = source
     return 0

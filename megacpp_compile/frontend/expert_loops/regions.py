@@ -6,6 +6,7 @@ tensor may have become one computed from it, as a sum is that a loop adds to. Wh
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.fx import Node
 
 from megacpp_compile._torch import translator as translation
 from megacpp_compile.frontend.expert_loops.control_flow import live_names
+from megacpp_compile.fx import assumptions
 from megacpp_compile.fx.edit import called
 
 # What of the frame's grows with effects that are replayed behind its graph.
@@ -27,19 +29,33 @@ class Refused(Exception):
     """The assumption does not do: a sentence without its full stop, about what stands in the way."""
 
 
+@dataclasses.dataclass(frozen=True)
+class OtherWay:
+    """The way of a branch that is translated behind the one that is entered first: where it starts, and its mark."""
+
+    start: Any
+    op: Any
+    condition: Any
+    taken: bool
+
+
 class OpenRegion:
     """What was entered and is not yet left.
 
     translator: of the function it is in. join: the instruction where it ends. at: the graph's node that marks its
-    beginning. begins: the place of the loop whose iteration it is; None for a branch.
+    beginning. begins: the place of the loop whose iteration it is; None for a branch. given: whether there is something
+    on the stack that an iteration is given, or a branch goes by. other_way: what else to translate from where it began.
     """
 
-    def __init__(self, number: int, translator: Any, join: Any, at: Any, begins: Any = None) -> None:
-        self.begins = begins
+    def __init__(
+        self, number: int, translator: Any, join: Any, at: Any, begins: Any = None, given: bool = True,
+        other_way: OtherWay | None = None,
+    ) -> None:  # fmt: skip
+        self.begins, self.other_way = begins, other_way
         self.number, self.translator, self.join, self.at = number, translator, join, at
         self.start = translation.now()
         self._names = dict(translator.symbolic_locals)
-        self._stack = _identities(translator.stack[:-1])  # without what an iteration is given, or a branch goes by
+        self._stack = _identities(translator.stack[:-1] if given else translator.stack)
         self._state = _state(translator)
 
     def changes(self, born: int) -> None:
@@ -64,9 +80,13 @@ class OpenRegion:
             raise Refused("it writes to a tensor of numbers or truth values")
         if _identities(translator.stack) != self._stack or _state(translator) != self._state:
             raise Refused("what it leaves behind is not what it found")
-        for name in live_names(translator.instructions, self.join):
+        read = live_names(translator.instructions, self.join)
+        read |= live_names(translator.instructions, self.other_way.start) if self.other_way else frozenset()
+        for name in read:
             before, after = self._names.get(name), translator.symbolic_locals.get(name)
             if before is after or before is not None and after is not None and self._same(before, after):
+                continue
+            if before is not None and after is not None and self._carries(before, after):
                 continue
             raise Refused(f"it sets `{name}`, which is read later")
 
@@ -76,6 +96,19 @@ class OpenRegion:
         while node.op != "root":
             yield node
             node = node.next
+
+    def _carries(self, before: Any, after: Any) -> bool:
+        """Whether a place among slots has become another; that both are the same place where there are no tokens is for
+        matchers to show."""
+        old, new = translation.realized(before), translation.realized(after)
+        was, now_ = translation.place(old), translation.place(new)
+        if was is None or now_ is None or type(translation.plain(new)) is int:
+            return False
+        op = {(False, False): assumptions.carried, (False, True): assumptions.carried_into,
+              (True, True): assumptions.carried_tensor}.get((was, now_))  # fmt: skip
+        if op is not None:
+            translation.emit(self.translator, op, *(translation.plain(v) for v in (old, new)), self.number)
+        return op is not None
 
     def _same(self, before: Any, after: Any) -> bool:
         old, new = translation.realized(before), translation.realized(after)

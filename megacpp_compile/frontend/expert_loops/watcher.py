@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -13,12 +14,16 @@ from megacpp_compile._torch import translator as translation
 from megacpp_compile._torch.dispatch import disable_current_modes
 from megacpp_compile._torch.dynamo import RestartAnalysis
 from megacpp_compile.frontend.expert_loops import origins
-from megacpp_compile.frontend.expert_loops.control_flow import skipped
-from megacpp_compile.frontend.expert_loops.regions import OpenRegion, Refused
+from megacpp_compile.frontend.expert_loops.control_flow import meeting, skipped
+from megacpp_compile.frontend.expert_loops.grown_lists import GrownLists
+from megacpp_compile.frontend.expert_loops.regions import OpenRegion, OtherWay, Refused
+from megacpp_compile.frontend.expert_loops.short_counts import ShortCounts
 from megacpp_compile.fx import assumptions
 from megacpp_compile.report import log
 
 _SUBSCRIPTS = ("BINARY_SUBSCR",)
+_ITERATES = (enumerate, zip, list, tuple)
+_SLICES = ("BUILD_SLICE", "BINARY_SLICE")
 _LISTS = (list, tuple, nn.ModuleList, nn.ParameterList)
 
 
@@ -31,13 +36,15 @@ class Loops:
 
     def __init__(self, restart: Callable[[], NoReturn]) -> None:
         self.restart = restart
-        self.enabled = True
+        self.enabled = self._fills = True
         self.refused: list[tuple[str, Any]] = []
         self._left = set[Any]()  # the places (code, instruction) of loops that were refused
         self._lists = dict[Any, Any]()  # the place of the loop over each list of experts, by the list's node
         self._output: Any = None
         self._open: list[OpenRegion] = []
         self._regions = self._reads = 0
+        self._grown, self._short = GrownLists(self._entries_read), ShortCounts()
+        self._appends = False
 
     @property
     def assumed(self) -> bool:
@@ -45,8 +52,8 @@ class Loops:
         return self.enabled and self._regions + self._reads > 0
 
     def give_up(self) -> NoReturn:
-        """Have the frame translated anew as it is written."""
-        self.enabled = False
+        """Have the frame translated anew as it is written; first with counts as long as they are, if only that."""
+        self.enabled, self._fills = self.enabled and self._fills and bool(self._short), False
         self.restart()
 
     def _refuse(self, region: OpenRegion, why: Refused) -> NoReturn:
@@ -59,16 +66,34 @@ class Loops:
         self.restart()
 
     def changes(self, born: int) -> None:
-        if self.enabled and self._open:
+        if self.enabled and self._open and not self._appends:
             self._held_to(lambda region: region.changes(born))
+
+    def append(self, variable: Any, added: Any, proceed: Callable[[], Any]) -> Any:
+        born = translation.list_born(variable)
+        grows = self.enabled and any(region.start > born for region in self._open)
+        if not grows or born < 0 or translation.tensor(translation.realized(added)) is None:
+            return proceed()
+        self._appends = True
+        try:
+            return proceed()
+        finally:
+            self._appends = False
+            self._grown.grow(variable)
+
+    def _entries_read(self, at: Any) -> None:
+        if self.enabled:
+            self.refused.append(("it appends to a list that more is done with than `torch.cat`", at))
+            self.give_up()
 
     def step(self, translator: Any, proceed: Callable[[], bool]) -> bool:
         if not self.enabled or translator.instruction_pointer is None:
             return proceed()
+        self._try(self._before, translator, translator.instructions[translator.instruction_pointer])
         inst = translator.instructions[translator.instruction_pointer]
-        self._try(self._before, translator, inst)
         try:
-            goes_on = proceed()
+            with self._slicing(translator, inst):
+                goes_on = proceed()
         except Exception as error:
             if self._open and translation.is_failure(error):  # of what an expert without tokens would not have run
                 self.give_up()
@@ -90,23 +115,35 @@ class Loops:
     def _before(self, translator: Any, inst: Any) -> None:
         if translator.output is not self._output:  # a new attempt at the frame
             self._output, self._open, self._regions, self._reads, self._lists = translator.output, [], 0, 0, {}
+            self._short = ShortCounts()
         while self._open and self._open[-1].translator is translator and self._open[-1].join is inst:
-            self._close()  # an iteration may end with a branch in it
+            closed = self._close()  # an iteration may end with a branch in it
+            if closed.other_way is not None:
+                self._go_back(translator, closed)
+                return self._before(translator, closed.other_way.start)
+        self._grown.before(translator, inst)
         if self._open:
             self._held_to(lambda region: region.passes(translator, inst))
         if inst.opname == "WITH_EXCEPT_START" and self.assumed:  # which `live_names` leaves out
             self.give_up()
+        self._list_arrays(translator, inst)
         if inst.opname == "GET_ITER":
             self._iterate(translator, (translator.f_code, inst.offset))
         elif inst.opname in _SUBSCRIPTS:
             self._subscript(translator)
         elif "JUMP" in inst.opname and "_IF_" in inst.opname and "NONE" not in inst.opname:
             self._branch(translator, inst)
+        if self._short and self._short.asked(translator, inst):
+            self.give_up()
 
     def _after(self, translator: Any, inst: Any) -> None:
         if inst.opname == "FOR_ITER" and (entry := _entry(translator)) is not None:
             hits = translation.tensor(entry)[0].args[0]  # type: ignore[index]
             self._enter(translator, inst, assumptions.iteration, entry, begins=self._lists.get(hits))
+        elif inst.opname == "FOR_ITER" and self._short and translator.stack and not translation.hands_on(translator):
+            if (of := self._short.iteration(translation.seen(translator.stack[-1]))) is not None:
+                expert = translation.computed(translator, assumptions.expert, *of)
+                self._enter(translator, inst, assumptions.iteration, expert)
         elif inst.opname.startswith("CALL"):
             self._counted(translator)
 
@@ -121,6 +158,17 @@ class Loops:
         with translation.reading(translator):
             return proceed()
 
+    def _slicing(self, translator: Any, inst: Any) -> AbstractContextManager[None]:
+        """Let an instruction read the places among slots that a slice is made of."""
+        if inst.opname not in _SLICES:
+            return nullcontext()
+        ends = translator.stack[-(inst.arg or 2) :]
+        found = [translation.tensor(translation.seen(end)) for end in ends]
+        if not any(end is not None and origins.about_tokens(end[0]) for end in found):
+            return nullcontext()
+        self._reads += 1
+        return translation.reading(translator)
+
     def _held_to(self, rule: Callable[[OpenRegion], None]) -> None:
         for region in self._open:
             try:
@@ -128,16 +176,24 @@ class Loops:
             except Refused as why:
                 self._refuse(region, why)
 
-    def _enter(self, translator: Any, join: Any, op: Any, *args: Any, begins: Any = None) -> None:
+    def _enter(self, translator: Any, join: Any, op: Any, *args: Any, **kwargs: Any) -> None:
         self._regions += 1
         node = translation.emit(translator, op, *args, self._regions)
-        self._open.append(OpenRegion(self._regions, translator, join, node, begins))
+        self._open.append(OpenRegion(self._regions, translator, join, node, **kwargs))
 
-    def _close(self) -> None:
+    def _close(self) -> OpenRegion:
         region = self._open[-1]
         self._held_to(lambda open_: open_.close() if open_ is region else None)
         self._open.pop()
         translation.emit(region.translator, assumptions.end, region.number)
+        return region
+
+    def _go_back(self, translator: Any, region: OpenRegion) -> None:
+        """Have the other way of a branch translated, too, of which `region` was one."""
+        way = region.other_way
+        assert way is not None
+        translation.go_to(translator, way.start)
+        self._enter(translator, region.join, way.op, way.condition, way.taken, given=False)
 
     def _iterate(self, translator: Any, place: Any) -> None:
         """Put all experts in the place of a list of those that have tokens."""
@@ -158,6 +214,21 @@ class Loops:
             translation.make_known(entries[-1], number)
         translator.stack[-1] = translation.row(entries)
 
+    def _list_arrays(self, translator: Any, inst: Any) -> None:
+        """Put numbers in the place of an array of them that is iterated over."""
+        calls = inst.opname.startswith("CALL") and translation.callee(translator, inst) in _ITERATES
+        count = 1 if inst.opname == "GET_ITER" else inst.arg or 0 if calls else 0
+        for at in range(-count, 0):
+            array = translation.seen(translator.stack[at])
+            found = translation.tensor(array)
+            if found is not None and found[1].numel() <= origins.MOST and origins.about_tokens(found[0]):
+                self._list_array(translator, array, at)
+
+    def _list_array(self, translator: Any, array: Any, at: int) -> None:
+        if (listed := translation.entries(translator, array)) is not None:
+            self._short.listed(array, translation.parts(listed) or [])
+            translator.stack[at] = listed
+
     def _subscript(self, translator: Any) -> None:
         """Index tensors and lists by experts' numbers: indexing by a tensor asks for its value."""
         holder, key = (translation.seen(v) for v in translator.stack[-2:])
@@ -176,7 +247,10 @@ class Loops:
         found = translation.tensor(counts)
         if found is not None and (experts := origins.bins(*found)) is not None:
             self._reads += 1
-            translator.stack[-1] = translation.computed(translator, assumptions.counts, counts, experts)
+            if origins.minlength(found[0]):
+                translator.stack[-1] = translation.computed(translator, assumptions.counts, counts, experts)
+            elif self._fills:
+                translator.stack[-1] = self._short.fill(translator, counts, experts)
 
     def _branch(self, translator: Any, jump: Any) -> None:
         """Take the way of an expert that has tokens."""
@@ -194,11 +268,25 @@ class Loops:
             return
         way = skipped(translator.instructions, jump)
         if way is None:
+            self._both_ways(translator, jump, op, condition, origins.some_when(node, translation.number(condition)))
             return
         join, by_jump = way
         taken = by_jump == ("IF_FALSE" in jump.opname)
         self._enter(translator, join, op, condition, taken)
         translator.stack[-1] = translation.constant(taken)
+
+    def _both_ways(self, translator: Any, jump: Any, op: Any, condition: Any, some: bool) -> None:
+        """Take the way of an expert without tokens, then, from where it meets the other, that of one that has some.
+
+        some: what `condition` is where there are tokens.
+        """
+        join = meeting(translator.instructions, jump)
+        if join is None:
+            return
+        jumps = some != ("IF_FALSE" in jump.opname)
+        start = jump.target if jumps else translator.instructions[translator.instruction_pointer + 1]
+        self._enter(translator, join, op, condition, not some, other_way=OtherWay(start, op, condition, some))
+        translator.stack[-1] = translation.constant(not some)
 
 
 def _op_for(value: Any) -> Any:

@@ -14,15 +14,27 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile._torch.ops import HigherOrderOperator, set_grad_enabled
+from megacpp_compile.fx import assumptions
 from megacpp_compile.fx.assumptions import Region
+from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.mode_states import ENTER, LEAVE
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
-from megacpp_compile.matchers.moe import loop
+from megacpp_compile.matchers.moe import layers, sorted_loops
+from megacpp_compile.matchers.moe.group_ends import sorted_by
+from megacpp_compile.matchers.moe.idle_ways import Zeros, without_zeros
+from megacpp_compile.matchers.moe.loop import row_updates
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, only_checks_sizes
 from megacpp_compile.matchers.moe.routing import Mask
-from megacpp_compile.matchers.moe.row_updates import RowUpdate, chains, row_update
-from megacpp_compile.matchers.moe.token_counts import match_empty, match_hits, number_listed
+from megacpp_compile.matchers.moe.row_updates import RowUpdate, chains
+from megacpp_compile.matchers.moe.slot_parts import before, expert_without
+from megacpp_compile.matchers.moe.token_counts import (
+    match_empty,
+    match_hits,
+    none_counted,
+    number_chosen_from,
+    number_listed,
+)
 from megacpp_compile.matchers.views import RESHAPES
 
 _TAG = "loop-over-data"
@@ -36,41 +48,87 @@ _ONLY = "the loop runs for some experts alone"
 def show(view: GraphView, regions: Sequence[Region]) -> frozenset[Node] | MatchFailure:
     """The ends of sums of which nothing but these has to be computed from `regions`, and from all of them alike; or the
     first thing that is in the way."""
-    layers = {found.output: found for found in loop.find(view) if isinstance(found, RoutedExperts)}
-    updates = {node: update for node in view.graph.nodes if (update := row_update(node)) is not None}
-    sums = [chain for chain in chains(updates) if chain[-1].node in layers]
-    summed = {u.node: u for chain in sums for u in chain}
-    ends = {u.node: chain[-1].node for chain in sums for u in chain}
+    regions, zeros = without_zeros(view, regions)
+    found = [one for one in layers.find(view)[0] if isinstance(one, RoutedExperts)]
+    summed, of = dict[Node, RowUpdate](), dict[Node, RoutedExperts]()
+    for chain in chains(row_updates(view)):
+        layer = next((one for one in found if chain[-1].node in one.inside), None)
+        if layer is not None:
+            summed |= {update.node: update for update in chain}
+            of |= dict.fromkeys((update.node for update in chain), layer)
+    for layer in found:
+        written = {update.node: update for update in sorted_loops.writes(layer)}
+        summed, of = written | summed, dict.fromkeys(written, layer) | of
     needed = set[Node]()
     for region in regions:
+        if (failure := _moves(region, summed)) is not None:
+            return failure
+        places = {after for _, after in region.carried}
         skipped, switches = _skipped_for(region), _passing_switches(view, region)
         for node in sorted(region.nodes - switches):
             if (failure := _effect(node)) is not None:
                 return failure
             outside = [u for u in node.users if u not in region.nodes and not only_checks_sizes(u)]
-            if not outside:
+            if not outside or node in places or _same_anyway(node, region):
                 continue
             update = _sum_of(node, summed)
             if update is None:
                 return MatchFailure(node, _TAG, f"{_ONLY}, and more than their sum is used later")
-            needed.add(ends[update.node])
+            needed.add(of[update.node].output)
         if not _listed_whole(region, regions):
             return MatchFailure(region.condition, _TAG, f"{_ONLY}, and these are not all that tokens choose from")
         for node in region.nodes & summed.keys():
-            if skipped is None or not _covers(skipped, summed[node].token):
+            token, base = summed[node].token, summed[node].previous
+            if base in region.nodes and base not in summed:
+                return MatchFailure(base, _TAG, f"{_ONLY}, and more than their sum is used later")
+            if (skipped is None or not _covers(skipped, token)) and not _skips_part(region, token):
                 return MatchFailure(node, _TAG, f"{_ONLY}, and it is not seen that the others have no tokens")
-    own = next((end for end in sorted(needed) if _skips_weights(view, layers[end])), None)
+    skipping = (layer for layer in found if layer.output in needed and _skips_weights(view, layer, regions, zeros))
+    own = min((layer.output for layer in skipping), default=None)
     if own is not None and view.config.expert_loops is not True:
         return MatchFailure(own, _TAG, _NO_GRADIENT)
     return frozenset(needed)
 
 
-def _skips_weights(view: GraphView, layer: RoutedExperts) -> bool:
+def _moves(region: Region, summed: dict[Node, RowUpdate]) -> MatchFailure | None:
+    """Why a place among slots that `region` leaves behind may be another where the model skips it."""
+    tokens = [summed[node].token for node in region.nodes & summed.keys()]
+    for old, new in region.carried:
+        if not any(_moves_by(token, old, new) for token in tokens):
+            at = new if isinstance(new, Node) else region.condition
+            return MatchFailure(at, _TAG, f"{_ONLY}, and a number that it changes is used later")
+    return None
+
+
+def _moves_by(token: Mask, old: Any, new: Any) -> bool:
+    """Whether as many slots lie from the place `old` to `new` as `token`, in the order of experts, has."""
+    ids = None if token.order is None else sorted_by(token.order)
+    return ids is not None and before(ids, old) == token.expert and before(ids, new) == (token.expert or 0) + 1
+
+
+def _same_anyway(node: Node, region: Region) -> bool:
+    """Whether `node` is a number read outside of `region`, too: tracing reads each only once."""
+    return not isinstance(value(node), torch.Tensor) and region.nodes.isdisjoint(node.all_input_nodes)
+
+
+def _skips_weights(
+    view: GraphView, layer: RoutedExperts, regions: Sequence[Region], zeros: Sequence[Zeros]
+) -> bool:
     """Whether a weight of an expert is a parameter of its own, which has no gradient where the expert is skipped."""
     if len(layer.experts) < 2 or not view.trained or not view.mode_states[layer.output].grad:
         return False
-    weights = [part for expert in layer.experts for part in expert.parameters]
-    return any(w.index is None and not w.every and view.needs_grad(w.tensor) for w in weights)
+    for expert in layer.experts:
+        ways = [region for region in regions if expert.node in region.nodes]
+        given = {p for other in zeros if any(_is_other_way(way, other.way) for way in ways) for p in other.parameters}
+        own = [w.tensor for w in expert.parameters if w.index is None and not w.every and view.needs_grad(w.tensor)]
+        if ways and not given.issuperset(own):
+            return True
+    return False
+
+
+def _is_other_way(way: Region, other: Region) -> bool:
+    """Whether one of both runs wherever the other does not."""
+    return way.number is other.number is None and way.condition is other.condition and way.taken != other.taken
 
 
 def _skipped_for(region: Region) -> Mask | None:
@@ -81,15 +139,31 @@ def _skipped_for(region: Region) -> Mask | None:
     return dataclasses.replace(mask, expert=region.number) if mask is not None else None
 
 
+def _skips_part(region: Region, token: Mask) -> bool:
+    """Whether `token`, in the order of experts, has no slots wherever the model skips `region`."""
+    ids = None if token.order is None else sorted_by(token.order)
+    if ids is None or region.number is None:
+        nones = none_counted(region.condition, not region.taken)
+        return ids is not None and any(expert_without(ids, none) == token.expert for none in nones)
+    short: Any = region.condition  # counts that end with the last expert chosen
+    is_short = short.target is assumptions.filled_counts and region.number == token.expert
+    return is_short and ids.counted_by(short, short.args[1])
+
+
 def _listed_whole(region: Region, regions: Sequence[Region]) -> bool:
     """Whether every expert that tokens can choose has its iteration, where `region` is one over a list."""
-    count = None if region.number is None else number_listed(region.condition)
+    listed = region.condition
+    if isinstance(listed, Node) and listed.target is assumptions.filled_counts:
+        count = number_chosen_from(listed.args[0])
+        return count is not None and count <= int(listed.args[1])  # type: ignore[arg-type]
+    count = None if region.number is None else number_listed(listed)
     return count is None or {r.number for r in regions if r.condition is region.condition} >= set(range(count))
 
 
 def _covers(skipped: Mask, read: Mask) -> bool:
     """Whether `read` holds nowhere if `skipped` does not."""
     alike = _plain(skipped.indices) is _plain(read.indices) and skipped.expert == read.expert
+    alike = alike and skipped.above in (None, read.above)
     return alike and (skipped.choice is None or skipped.choice == read.choice and not read.any)
 
 

@@ -16,10 +16,11 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import of_tensors, same_size, value
 from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers.filled import is_filled
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe.experts import Expert, first_unlike, match_expert
 from megacpp_compile.matchers.moe.factors import is_one
-from megacpp_compile.matchers.moe.gate_matrix import is_filled, match_chosen, match_chosen_gate, match_column
+from megacpp_compile.matchers.moe.gate_matrix import match_chosen, match_chosen_gate, match_column
 from megacpp_compile.matchers.moe.gemms import match_linear_gemm, strip_row_views
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, bounded
 from megacpp_compile.matchers.views import is_cast
@@ -156,10 +157,13 @@ def by_matrix(
     gates = matrix if found.gates is None else found.gates
     if value(matrix).dim() == 1:
         return MatchFailure(matrix, "gates", "the gates of one token have no dimension of tokens")
-    outer, tokens = ([n for n in value(t).shape[:-1] if not is_one(n)] for t in (x, found.indices))
+    one = value(found.indices).dim() < value(matrix).dim()  # the only choice of a token
+    outer, tokens = [n for n in value(x).shape[:-1] if not is_one(n)], list(value(found.indices).shape)
+    tokens = [n for n in (tokens if one else tokens[:-1]) if not is_one(n)]
     if len(outer) != len(tokens) or not all(map(same_size, outer, tokens)):
         return MatchFailure(x, "rows", "there are not as many rows as choices")
     routed = RoutedExperts(
-        node, x, found.indices, gates, tuple(experts), 0, base, by_expert=found.gates is None, scaled_input=scaled_input
-    )
+        node, x, found.indices, gates, tuple(experts), 0, base, by_expert=found.gates is None,
+        scaled_input=scaled_input, choices=1 if one else None,
+    )  # fmt: skip
     return bounded(view, routed)

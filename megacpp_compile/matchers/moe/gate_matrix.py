@@ -9,38 +9,29 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, value
+from megacpp_compile.matchers.filled import is_filled
 from megacpp_compile.matchers.moe.factors import factors, over, seen_as
-from megacpp_compile.matchers.moe.routing import distinct_choices, match_mask
+from megacpp_compile.matchers.moe.routing import Mask, distinct_choices, match_mask
 from megacpp_compile.matchers.views import is_cast, is_outer_view
 
 aten = torch.ops.aten
-_ZEROS = (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
-_ONES = (aten.ones.default, aten.ones_like.default, aten.new_ones.default)
-_FULL = (aten.full.default, aten.full_like.default, aten.new_full.default)
 _SOFTMAX = (aten.softmax.int, aten._softmax.default)
 
 
 @dataclasses.dataclass(frozen=True)
 class Chosen:
-    """A matrix [.., E] that is zero but at `indices` [.., k], where it is `gates`; where these are None, the rewrite
-    gathers them from the matrix."""
+    """A matrix [.., E] that is zero but at `indices` [.., k], or [..] for one choice, where it is `gates`; where these
+    are None, the rewrite gathers them from the matrix."""
 
     indices: Node
     gates: Node | None = None
-
-
-def is_filled(node: Any, number: float) -> bool:
-    """Whether every element of `node` is `number`."""
-    if not isinstance(node, Node) or node.target not in (*_ZEROS, *_ONES, *_FULL):
-        return False
-    fill = 0 if node.target in _ZEROS else 1 if node.target in _ONES else node.args[-1]
-    return isinstance(fill, (int, float)) and fill == number
 
 
 def match_chosen(node: Node) -> Chosen | None:
@@ -70,8 +61,12 @@ def _elsewhere(node: Node, number: float) -> Chosen | None:
     if (target in _SOFTMAX and args[1] in (-1, last) or target is aten.sigmoid.default) and number == 0:
         inner = _elsewhere(args[0], -math.inf)  # type: ignore[arg-type]
         return None if inner is None else Chosen(inner.indices)
+    if (filled := _filled_elsewhere(node, number)) is not None:
+        return _of_mask(filled)
     if number != 0:
         return None
+    if (mask := match_mask(node)) is not None and (chosen := _of_mask(mask)) is not None:
+        return chosen
     if target in (aten.mul.Tensor, aten.div.Tensor):
         sides = args if target is aten.mul.Tensor else args[:1]
         for side in sides:
@@ -81,6 +76,38 @@ def _elsewhere(node: Node, number: float) -> Chosen | None:
                 if inner is not None:
                     return Chosen(inner.indices)
     return _one_hots(node)
+
+
+def _of_mask(mask: Mask) -> Chosen | None:
+    """The choices that `mask` [.., E] marks."""
+    if not mask.by_token or mask.expert is not None or len(mask.dims) != len(mask.tokens) + 1:
+        return None
+    indices = mask.indices if mask.choice is None else _column(mask)
+    return None if indices is None else Chosen(indices)
+
+
+def _filled_elsewhere(node: Node, number: float) -> Mask | None:
+    """The mask everywhere but at which `node` is filled with `number`."""
+    target, args = node.target, node.args
+    if target is aten.masked_fill.Scalar and args[2] == number:
+        marks: Any = _negated(args[1])
+    elif target is aten.where.ScalarOther and args[2] == number:
+        marks = args[0]
+    elif target is aten.where.self and is_filled(args[2], number):
+        marks = args[0]
+    else:
+        return None
+    if not isinstance(marks, Node) or not all(map(same_size, value(marks).shape, value(node).shape)):
+        return None
+    return match_mask(marks) if value(marks).dim() == value(node).dim() else None
+
+
+def _column(mask: Mask) -> Node | None:
+    """The one of a token's choices that `mask` is about, [..]."""
+    last = value(mask.indices).dim() - 1
+    columns = (u for u in mask.indices.users if u.target is aten.select.int and u.args[1] in (-1, last))
+    width = value(mask.indices).shape[-1]
+    return next((u for u in columns if u.args[2] % width == mask.choice), None)  # type: ignore[operator]
 
 
 def _one_hots(node: Node) -> Chosen | None:
@@ -117,9 +144,11 @@ def _before_casts(node: Node) -> Node:
     return node
 
 
-def match_chosen_gate(node: Node) -> tuple[Node, Node, int] | None:
-    """(indices [.., k], gates [.., k], e) where `node` [.., 1] or [..] is the sum of a token's gates whose choice is
-    e."""
+def match_chosen_gate(node: Node, source: Callable[[Node], Node | None] = lambda n: n) -> tuple[Node, Node, int] | None:
+    """(indices [.., k], gates [.., k], e) where `node` [.., 1] or [..] is the sum of a token's gates whose choice is e.
+
+    source: of gates and marks what they are parts of, where only some of the tokens' are summed.
+    """
     node = _without_last_dim(node)
     if node.target is not aten.sum.dim_IntList:
         return None
@@ -141,7 +170,8 @@ def match_chosen_gate(node: Node) -> tuple[Node, Node, int] | None:
     for gates, mark in pairs:
         if not all(isinstance(value(a), torch.Tensor) for a in (gates, mark)):
             continue
-        mask = match_mask(_before_casts(mark))
+        gates, mark = source(gates), source(_before_casts(mark))  # type: ignore[arg-type, assignment]
+        mask = None if gates is None or mark is None else match_mask(_before_casts(mark))
         if mask is None or not mask.by_token or mask.dims[-1] != "s" or mask.expert is None:
             continue
         if all(map(same_size, value(gates).shape, value(mask.indices).shape)):
@@ -151,8 +181,10 @@ def match_chosen_gate(node: Node) -> tuple[Node, Node, int] | None:
 
 def _negated(node: Any) -> Node | None:
     """The mask that `node` negates."""
-    negations = (aten.bitwise_not.default, aten.logical_not.default)
-    return node.args[0] if isinstance(node, Node) and node.target in negations else None  # type: ignore[return-value]
+    if not isinstance(node, Node):
+        return None
+    negated = node.target in (aten.bitwise_not.default, aten.logical_not.default)
+    return node.args[0] if negated or node.target is aten.eq.Scalar and node.args[1] == 0 else None  # type: ignore[return-value]
 
 
 def _without_last_dim(node: Node) -> Node:

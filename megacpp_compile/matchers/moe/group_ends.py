@@ -3,18 +3,56 @@ these are counted, or the place behind the last of them."""
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
 from torch.fx import Node
 
+from megacpp_compile.fx import assumptions
 from megacpp_compile.fx.edit import same_size, value
-from megacpp_compile.matchers.moe.gate_matrix import is_filled
-from megacpp_compile.matchers.moe.routing import indexed, is_nonnegative, match_mask, scores_of
+from megacpp_compile.fx.views import DETACH, IDENTITIES
+from megacpp_compile.matchers.filled import is_filled
+from megacpp_compile.matchers.moe.index_reads import indexed
+from megacpp_compile.matchers.moe.routing import is_nonnegative, match_mask, scores_of
 from megacpp_compile.matchers.views import RESHAPES
 
 aten = torch.ops.aten
+_ARGSORTS = (aten.argsort.default, aten.argsort.stable)
+_SORTS = (aten.sort.default, aten.sort.stable)
+_COPIES = (aten.lift_fresh_copy.default, aten._to_copy.default, aten.to.dtype, aten.to.device, DETACH, *IDENTITIES)
 _PLACES = (aten.searchsorted.Tensor, aten.bucketize.Tensor)
+
+
+def ascends(order: Node) -> bool:
+    """Whether `order` is an ascending argsort of numbers in one dimension."""
+    return order.target in _ARGSORTS and len(order.args) == 1 and not order.kwargs.get("descending")
+
+
+def sorted_by(order: Node) -> SortedIds | None:
+    """The numbers, in one dimension, whose ascending order `order` is."""
+    if not isinstance(value(order), torch.Tensor) or value(order).dim() != 1:
+        return None
+    if ascends(order):
+        return SortedIds(order.args[0], order, None)  # type: ignore[arg-type]
+    if order.target is not operator.getitem or order.args[1] != 1:
+        return None
+    sort: Any = order.args[0]
+    if sort.target not in _SORTS or len(sort.args) != 1 or sort.kwargs.get("descending"):
+        return None
+    first = next((u for u in sort.users if u.target is operator.getitem and u.args[1] == 0), None)
+    return SortedIds(sort.args[0], order, first)
+
+
+def unordered(node: Node) -> Node:
+    """What `node` is with its numbers, in one dimension, sorted or put in an order that a sort gives."""
+    if node.target is operator.getitem and node.args[1] == 0 and node.args[0].target in _SORTS:  # type: ignore[union-attr]
+        numbers: Any = node.args[0].args[0]  # type: ignore[union-attr]
+        return numbers if value(numbers).dim() == 1 else node
+    read = indexed(node)
+    ids = sorted_by(read[1][0]) if read is not None and len(read[1]) == 1 and isinstance(read[1][0], Node) else None
+    whole = ids is not None and value(node).dim() == value(ids.ids).dim() == 1
+    return read[0] if whole and same_size(value(read[0]).shape[0], value(node).shape[0]) else node  # type: ignore[index, union-attr]
 
 
 class SortedIds:
@@ -30,7 +68,15 @@ class SortedIds:
             return self._are_places(ends, experts)
         if ends.target is not aten.cumsum.default or ends.args[1] not in (0, -1):
             return False
-        return self._are_counts(number(ends.args[0]), experts)  # type: ignore[arg-type]
+        return self.counted_by(ends.args[0], experts)  # type: ignore[arg-type]
+
+    def counted_by(self, counts: Node, experts: int) -> bool:
+        """Whether `counts` are the numbers of slots that chose each of so many experts."""
+        counts = number(counts)
+        filled = counts.target is assumptions.filled_counts
+        if counts.target in assumptions.COUNTS and counts.args[1] == experts:
+            counts = number(counts.args[0])  # type: ignore[arg-type]
+        return self._are_counts(counts, experts, filled)
 
     def has(self, node: Any, in_order: bool = False) -> bool:
         """Whether `node` is the slots' experts, in whatever order if not `in_order`."""
@@ -53,8 +99,8 @@ class SortedIds:
             return False
         return _counted(numbers) == ((0, experts) if behind else (1, experts + 1))
 
-    def _are_counts(self, counts: Node, experts: int) -> bool:
-        """Whether `counts` [experts] are the numbers of slots that chose each expert."""
+    def _are_counts(self, counts: Node, experts: int, filled: bool) -> bool:
+        """Whether `counts` [experts], or if `filled` no more than these, are the numbers of slots that chose each."""
         target, args = counts.target, counts.args
         if target is aten.histc.default:
             return args[1:] in ((experts, 0, experts - 1), (experts, 0, experts)) and not counts.kwargs and (
@@ -62,7 +108,7 @@ class SortedIds:
             )  # fmt: skip
         if target is aten.bincount.default:
             least = counts.kwargs.get("minlength", args[2] if len(args) > 2 else 0)
-            return least == experts and (len(args) < 2 or args[1] is None) and self.has(args[0])
+            return (least == experts or filled) and (len(args) < 2 or args[1] is None) and self.has(args[0])
         if target in (aten.scatter_add.default, aten.index_add.default) and not counts.kwargs:
             empty, dim, ids, ones = args
             one_each = is_filled(empty, 0.0) and is_filled(ones, 1.0) and value(ids).dim() == 1
@@ -110,7 +156,9 @@ def slots(ids: Node) -> Node:
 
 
 def number(node: Node) -> Node:
-    """`node` before conversions of integers to other numbers."""
-    while node.target in (aten._to_copy.default, aten.to.dtype):
+    """`node` before conversions of integers to other numbers, and reshapes to its own shape."""
+    while node.target in _COPIES and value(node).dtype != torch.bool or (
+        node.target in RESHAPES and value(node).dim() == value(node.args[0]).dim() == 1
+    ):
         node = node.args[0]  # type: ignore[assignment]
     return node

@@ -8,7 +8,6 @@ choice is multiplied by its own copy of a weight (`w[indices]`); or every expert
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 
 import torch
@@ -17,8 +16,8 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import of_tensors, same_size, value
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
-from megacpp_compile.matchers.moe import dense, loop
-from megacpp_compile.matchers.moe.experts import Expert, expert_ending_in
+from megacpp_compile.matchers.moe import outputs
+from megacpp_compile.matchers.moe.experts import expert_ending_in
 from megacpp_compile.matchers.moe.factors import (
     Axis,
     Dims,
@@ -33,8 +32,10 @@ from megacpp_compile.matchers.moe.factors import (
     step_into,
 )
 from megacpp_compile.matchers.moe.gemms import Gemm, Weight, with_bias
+from megacpp_compile.matchers.moe.index_reads import indexed
+from megacpp_compile.matchers.moe.route_axes import Axes
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, bounded
-from megacpp_compile.matchers.moe.routing import indexed, is_nonnegative, number_of_scores
+from megacpp_compile.matchers.moe.routing import is_nonnegative, number_of_scores
 
 aten = torch.ops.aten
 _SUMS = (aten.sum.dim_IntList, aten.einsum.default, aten.bmm.default, aten.mm.default, aten.matmul.default)
@@ -45,37 +46,6 @@ def find(view: GraphView) -> Iterator[RoutedExperts | MatchFailure]:
     for node in view.graph.nodes:
         if node.target in _SUMS and (found := _check(view, node)) is not None:
             yield found
-
-
-@dataclasses.dataclass(frozen=True)
-class Axes:
-    """`tokens`: the axes of the result but its channels, none for a single token; `routes`: the axis of experts or
-    choices that is summed, none for a single choice."""
-
-    tokens: tuple[Axis, ...]
-    routes: tuple[Axis, ...]
-
-    @property
-    def both(self) -> set[Axis]:
-        return {*self.tokens, *self.routes}
-
-    @property
-    def choices(self) -> int | None:
-        """The number of routes, if it is fixed."""
-        size = self.routes[0].size if self.routes else 1
-        return size if isinstance(size, int) else None
-
-    @property
-    def _each(self) -> Dims:
-        return tuple((t,) for t in self.tokens) or ((),)
-
-    def rows(self, *behind: tuple[Axis, ...]) -> list[Dims]:
-        """Both layouts of rows: a dimension for each axis of tokens or one for all, then `behind`."""
-        return [(*self._each, *behind), (self.tokens, *behind)]
-
-    def slots(self, *behind: tuple[Axis, ...]) -> list[Dims]:
-        """Both layouts of slots: a dimension for each axis of tokens and for routes or one for all, then `behind`."""
-        return [(*self._each, self.routes, *behind), ((*self.tokens, *self.routes), *behind)]
 
 
 def _check(view: GraphView, node: Node) -> RoutedExperts | MatchFailure | None:
@@ -160,7 +130,7 @@ def _from_down(
     gate = gate or match_gemm.gate
     assert gate is not None
     if match_gemm.ids is None:
-        return _by_matrix(view, node, axes, gate, expert.x, [expert], scaled_input)
+        return outputs.by_matrix(view, node, axes, gate, expert.x, [expert], scaled_input)
     if axes.choices is None:
         return None
     gates = seen_as(gate, *axes.slots())
@@ -175,38 +145,14 @@ def _from_down(
     return bounded(view, layer)
 
 
-def _by_matrix(
-    view: GraphView, node: Node, axes: Axes, gate: Factor, x: Node, experts: list[Expert], scaled_input: bool = False
-) -> RoutedExperts | MatchFailure:
-    """The layer in which every expert works on every token, weighted by the matrix that `gate` is a view of."""
-    matrix = seen_as(gate, axes.slots()[0])
-    if matrix is None:
-        return MatchFailure(gate.node, "gates", "the gates are in another order than the tokens")
-    return dense.by_matrix(view, node, matrix[0], x, experts, scaled_input=scaled_input)
-
-
 def _outputs(
     view: GraphView, node: Node, axes: Axes, rows: Factor, gate: Factor, out: Axis
 ) -> RoutedExperts | MatchFailure | None:
     """The layer that weights outputs of experts that are modules of their own, or end in a sum with a bias."""
     for inner, dims in beneath(rows):
-        if (biased := _biased(view, node, axes, inner, dims, gate, out)) is not None:
-            return biased
-        if inner.target is aten.stack.default:
-            place = dims.index(axes.routes) if axes.routes in dims else -1
-            if place != (inner.args[1] if len(inner.args) > 1 else 0) % len(dims):  # type: ignore[operator]
-                return None
-            if longer_dims(dims[:place] + dims[place + 1 :]) not in map(longer_dims, axes.rows((out,))):
-                return None
-            found = dense.all_experts(list(inner.args[0]))  # type: ignore[arg-type]
-            if found is None or isinstance(found, MatchFailure):
-                return found
-            return _by_matrix(view, node, axes, gate, found[0], found[1])
-        slots = longer_dims(axes.slots((out,))[1])
-        if len(dims) == 2 and longer_dims(dims) == slots and (written := loop.written(inner)) is not None:
-            if isinstance(written, MatchFailure):
-                return written
-            return _slots(view, node, axes, gate, *written)
+        biased = _biased(view, node, axes, inner, dims, gate, out)
+        if (found := biased or outputs.layer_of(view, node, axes, inner, dims, gate, out)) is not None:
+            return found
     return None
 
 
@@ -232,20 +178,6 @@ def _biased(
             if (found := _from_down(view, node, axes, weights[0], gate, hidden, out, added)) is not None:
                 return found
     return None
-
-
-def _slots(
-    view: GraphView, node: Node, axes: Axes, gate: Factor, ids: Node, rows: Node, experts: list[Expert], first: int
-) -> RoutedExperts | MatchFailure:
-    """The layer whose `experts` read `rows`, one for every slot."""
-    channels = Axis(value(rows).shape[-1])
-    x = seen_as(Factor(rows, axes.slots((channels,))[1], rows), *axes.rows((channels,)))
-    if x is None:
-        return MatchFailure(rows, "rows", "what experts read are not the tokens, one row for each choice")
-    gates = seen_as(gate, *axes.slots())
-    if gates is None or axes.choices is None:
-        return MatchFailure(gate.node, "gates", "the gates are in another order than the choices")
-    return bounded(view, RoutedExperts(node, x[0], ids, gates[0], tuple(experts), first, choices=axes.choices))
 
 
 class _StackedGemms:

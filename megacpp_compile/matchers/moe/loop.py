@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,29 +11,36 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import of_tensors, same_size, value
 from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers.filled import is_blank, is_filled
 from megacpp_compile.matchers.graph_view import GraphView
+from megacpp_compile.matchers.moe.combines import unsorted
 from megacpp_compile.matchers.moe.experts import Expert, first_unlike, match_expert
-from megacpp_compile.matchers.moe.gate_matrix import is_filled, match_chosen_gate
+from megacpp_compile.matchers.moe.gate_behind import gate_behind
+from megacpp_compile.matchers.moe.gate_matrix import match_chosen, match_column
 from megacpp_compile.matchers.moe.gemms import Gemm, match_linear_gemm, strip_row_views
+from megacpp_compile.matchers.moe.nearby import computed_from
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, bounded
-from megacpp_compile.matchers.moe.routing import (
-    Mask,
-    distinct_choices,
-    indexed,
-    match_mask,
-    match_rows,
-    one_choice,
-    picked,
-    read_by,
-    read_over,
-    scores_of,
-)
+from megacpp_compile.matchers.moe.routing import Mask, distinct_choices, match_mask, scores_of
+from megacpp_compile.matchers.moe.row_gates import Gates, gates_of, of_slots
 from megacpp_compile.matchers.moe.row_updates import RowUpdate, chains, row_update
+from megacpp_compile.matchers.moe.rows import (
+    by_slot,
+    choices_of,
+    has_choices,
+    match_rows,
+    picked,
+    read_at,
+    read_over,
+    tokens_of,
+)
+from megacpp_compile.matchers.moe.segments import segments
+from megacpp_compile.matchers.moe.slot_rows import once_a_choice
+from megacpp_compile.matchers.moe.weighted_parts import weighted_part
 
 aten = torch.ops.aten
 _PICKED = (aten.index_add.default, aten.scatter_add.default)
 _NEAR = 24  # nodes to look at
-_EMPTY = (aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default)
+_NO_GATE = "no-gate"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,27 +57,37 @@ class Iteration:
     update: RowUpdate
     expert: Expert | None
     x: Node
-    gates: list[tuple[Node, bool]]
+    gates: list[Gates]
     scaled_input: bool = False
 
 
 def find(view: GraphView) -> Iterator[RoutedExperts | MatchFailure]:
-    """Every loop over experts but those that `unweighted` is about, then sums over nearly the rows of an expert."""
-    updates = {node: update for node in view.graph.nodes if (update := row_update(node)) is not None}
+    """Every loop over experts whose rows are weighted in it, then sums over nearly the rows of an expert."""
+    updates = row_updates(view)
     for chain in chains(updates):
-        found = _check(view, chain)
-        if isinstance(found, RoutedExperts) or not _unweighted(chain):
+        found = match_chain(view, chain)
+        if isinstance(found, RoutedExperts) or not (_unweighted(chain) or found.tag == _NO_GATE):
             yield found
     yield from _changed(view, updates)
 
 
-def unweighted(view: GraphView) -> Iterator[MatchFailure]:
-    """Why loops that write outputs without a gate do not match; no near miss where the outputs are weighted later, see
-    `written`."""
-    updates = {node: update for node in view.graph.nodes if (update := row_update(node)) is not None}
-    for chain in filter(_unweighted, chains(updates)):
-        if isinstance(found := _check(view, chain), MatchFailure):
-            yield dataclasses.replace(found, node=chain[-1].node)
+def row_updates(view: GraphView) -> dict[Node, RowUpdate]:
+    """All updates of rows in the graph."""
+    return {node: update for node in view.graph.nodes if (update := row_update(node)) is not None}
+
+
+def ungated(view: GraphView, found: Sequence[RoutedExperts | MatchFailure]) -> Iterator[RoutedExperts | MatchFailure]:
+    """Every loop that adds or writes outputs as they are, and is in no layer that is `found`: the gates are 1, or the
+    gate of a token's one choice multiplies the sum."""
+    layers = [one for one in found if isinstance(one, RoutedExperts)]
+    for chain in chains(row_updates(view)):
+        end = chain[-1].node
+        if any(end in one.inside for one in layers):
+            continue
+        gated = match_chain(view, chain)
+        if isinstance(gated, MatchFailure) and (_unweighted(chain) or gated.tag == _NO_GATE):
+            layer = match_chain(view, chain, gated=False)
+            yield layer if isinstance(layer, RoutedExperts) else dataclasses.replace(layer, node=end)
 
 
 def _unweighted(chain: list[RowUpdate]) -> bool:
@@ -84,23 +101,37 @@ def _changed(view: GraphView, updates: dict[Node, RowUpdate]) -> Iterator[MatchF
     for node in view.graph.nodes:
         if node in updates or node.target not in (*_PICKED, aten.index_put.default):
             continue
-        index = node.args[2] if node.target in _PICKED else node.args[1][0]
-        for _ in range(6):
-            rows = match_rows(index) if isinstance(index, Node) else None
-            if rows is not None or not isinstance(index, Node) or not index.all_input_nodes:
-                break
-            index = index.all_input_nodes[0]
-        mask = rows.mask if rows is not None else match_mask(index) if isinstance(index, Node) else None
-        if mask is not None and mask.indices not in reported:
-            reported.add(mask.indices)
-            yield MatchFailure(node, "no-rows", "an expert adds to other rows than all those that chose it")
+        index, added = (node.args[2], node.args[3]) if node.target in _PICKED else (node.args[1][0], node.args[2])
+        indices = next(filter(None, map(_chosen_by, computed_from(index))), None)
+        if indices is None or indices in reported or not any(match_linear_gemm(n) for n in computed_from(added)):
+            continue
+        reported.add(indices)
+        yield MatchFailure(node, "no-rows", "an expert adds to other rows than all those that chose it")
 
 
-def _check(view: GraphView, chain: list[RowUpdate]) -> RoutedExperts | MatchFailure:
-    """The layer of experts that `chain` adds up."""
-    found = _iterations(chain)
+def _chosen_by(node: Node) -> Node | None:
+    """The choices of which `node` marks one expert's, or has the gates."""
+    if (mask := match_mask(node)) is not None:
+        return mask.indices if mask.expert is not None else None
+    if value(node).is_floating_point() and value(node).dim() and (column := match_column(node)) is not None:
+        chosen = match_chosen(column[0])
+        return None if chosen is None else chosen.indices
+    return None
+
+
+def match_chain(
+    view: GraphView, chain: list[RowUpdate], gated: bool = True, gates: list[Gates] | None = None
+) -> RoutedExperts | MatchFailure:
+    """The layer of experts that `chain` adds up, weighted by `gates` that are read elsewhere; without gates if not
+    `gated`."""
+    if chain[0].by_slot:
+        reason = "outputs are written for every choice, and no sum of a token's own times their gates reads them"
+        return MatchFailure(chain[-1].node, _NO_GATE, reason)
+    found = _iterations(chain, gated and gates is None)
     if isinstance(found, MatchFailure):
         return found
+    if gates is not None:
+        found = [dataclasses.replace(iteration, gates=gates) for iteration in found]
     first, iterations = found[0], found
     mask = first.update.token
     identities = [t for t in found if t.expert is None]
@@ -108,7 +139,9 @@ def _check(view: GraphView, chain: list[RowUpdate]) -> RoutedExperts | MatchFail
     if not iterations:
         return MatchFailure(first.update.node, "no-expert", "what is weighted is no expert's output")
     gates, scaled_input = [g for g in first.gates if all(g in t.gates for t in found)], iterations[0].scaled_input
-    if not gates or any(t.scaled_input != scaled_input for t in iterations):
+    if mask.above is not None:  # rows that others choose may have gates that count for nothing
+        gates = [g for g in gates if g == (mask.above.gates, mask.above.by_expert)]
+    if gated and not gates or any(t.scaled_input != scaled_input for t in iterations):
         return MatchFailure(iterations[-1].update.node, "gates", "experts are weighted by different gates")
     passed = _numbers(identities, iterations)
     if isinstance(passed, MatchFailure):
@@ -124,19 +157,27 @@ def _check(view: GraphView, chain: list[RowUpdate]) -> RoutedExperts | MatchFail
     empty = is_filled(start, 0.0)
     if any(update.overwrites for update in chain):
         one = len({t.update.token.choice for t in found}) == 1
-        if not (one and all(update.overwrites for update in chain) and _blank(start)):
+        every = is_blank(start) or _every_row(mask, ordered)
+        if not (one and all(update.overwrites for update in chain) and every):
             return MatchFailure(chain[-1].node, "twice", "rows are written over what was there before")
         empty = True
-    (weights, by_expert), number = gates[0], ordered[0].update.token.expert
+    (weights, by_expert), number = gates[0] if gated else (None, False), ordered[0].update.token.expert
     assert number is not None
     experts = tuple(t.expert for t in ordered if t.expert is not None)
     base = None if empty else start
     layer = RoutedExperts(
         chain[-1].node, first.x, mask.indices, weights, experts, number, base, by_expert=by_expert, column=column,
-        scaled_input=scaled_input, identities=passed,
-        choices=None if _choices(mask) or value(mask.indices).dim() == 1 else 1,
+        scaled_input=scaled_input, identities=passed, above=None if mask.above is None else mask.above.above,
+        choices=None if has_choices(mask) or value(mask.indices).dim() == 1 else 1,
     )  # fmt: skip
-    return bounded(view, layer)
+    return bounded(view, layer if gated else gate_behind(layer))
+
+
+def _every_row(mask: Mask, ordered: list[Iteration]) -> bool:
+    """Whether every token's choice is one of the experts."""
+    scores = None if mask.any or "s" in mask.dims else scores_of(mask.indices)
+    first = ordered[0].update.token.expert
+    return scores is not None and first == 0 and same_size(value(scores).shape[-1], len(ordered))
 
 
 def _numbers(identities: list[Iteration], others: list[Iteration]) -> range | MatchFailure:
@@ -176,16 +217,6 @@ def _one_choice(iterations: list[Iteration]) -> tuple[list[Iteration], int | Non
     return by_choice[mask.choice], None if every else mask.choice
 
 
-def _choices(mask: Mask) -> bool:
-    """Whether `mask.indices` have a dimension of a token's choices."""
-    return mask.any or mask.choice is not None or "s" in mask.dims
-
-
-def _blank(node: Node) -> bool:
-    """Whether `node` holds nothing that matters: zeros, or uninitialised memory."""
-    return is_filled(node, 0.0) or node.target in _EMPTY
-
-
 def _weights(iterations: list[Iteration] | MatchFailure) -> list[Any]:
     """The weights and biases of all experts, in order."""
     if isinstance(iterations, MatchFailure):
@@ -205,7 +236,7 @@ def _iterations(chain: list[RowUpdate], gated: bool = True) -> list[Iteration] |
     mask = first.update.token
     for iteration in iterations:
         update, other = iteration.update, iteration.update.token
-        alike = (other.choice is None, other.any) == (mask.choice is None, mask.any)
+        alike = (other.choice is None, other.any, _by(other)) == (mask.choice is None, mask.any, _by(mask))
         if other.indices is not mask.indices or not alike:
             return MatchFailure(update.node, "indices", "experts take their rows by different choices")
         if iteration.x is not first.x:
@@ -213,6 +244,12 @@ def _iterations(chain: list[RowUpdate], gated: bool = True) -> list[Iteration] |
         if update.once and "s" in other.dims and not distinct_choices(mask.indices):
             return MatchFailure(update.node, "twice", "a token's rows are written, not added to, and may come twice")
     return iterations
+
+
+def _by(mask: Mask) -> tuple[Any, ...]:
+    """By what gates the rows are chosen, and in which order they come."""
+    above = () if mask.above is None else (mask.above.gates, mask.above.by_expert, mask.above.above)
+    return *above, mask.order
 
 
 def _in_order(iterations: list[Iteration]) -> list[Iteration] | MatchFailure:
@@ -230,22 +267,47 @@ def _in_order(iterations: list[Iteration]) -> list[Iteration] | MatchFailure:
     return ordered
 
 
-def written(node: Node) -> tuple[Node, Node, list[Expert], int] | MatchFailure | None:
-    """(choices, the rows experts read, the experts, the first one's number) where `node` holds, for every choice, its
-    expert's output of the row in the same place; None for anything else."""
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """Outputs for every choice, in its place.
+
+    Attributes:
+        rows: what experts read: of every choice a row in the same place, or with `by_token` the tokens.
+        first: the first expert's number.
+        flat: outputs have one dimension for all choices, whatever the shape of these.
+    """
+
+    choices: Node
+    rows: Node
+    experts: list[Expert]
+    first: int
+    by_token: bool
+    flat: bool = False
+
+
+def written(node: Node) -> Written | None:
+    """What experts have written to `node`; None for anything else."""
     chain: list[RowUpdate] = []
-    while (update := row_update(node)) is not None and update.overwrites:
-        chain.insert(0, update)
-        node = update.previous
-    if not chain or not _blank(node) or value(chain[0].token.indices).dim() != 1:
+    if (put := unsorted(node)) is not None:
+        chain = segments(*put)
+    else:
+        while (update := row_update(node)) is not None and update.overwrites:
+            chain.insert(0, update)
+            node = update.previous
+        chain = chain if is_blank(node) else []
+    if not chain:
+        return None
+    by_slot = chain[0].by_slot
+    if any(update.by_slot != by_slot for update in chain) or not by_slot and value(chain[0].token.indices).dim() != 1:
         return None
     iterations = _iterations(chain, gated=False)
     ordered = iterations if isinstance(iterations, MatchFailure) else _in_order(iterations)
     if isinstance(ordered, MatchFailure):
-        return ordered
+        return None
     mask = ordered[0].update.token
     assert mask.expert is not None
-    return mask.indices, ordered[0].x, [t.expert for t in ordered if t.expert is not None], mask.expert
+    experts = [t.expert for t in ordered if t.expert is not None]
+    return Written(mask.indices, ordered[0].x, experts, mask.expert, by_slot, flat=put is not None)
 
 
 def _iteration(update: RowUpdate, gated: bool = True) -> Iteration | MatchFailure:
@@ -259,24 +321,24 @@ def _iteration(update: RowUpdate, gated: bool = True) -> Iteration | MatchFailur
     return _read(update, *split)
 
 
-def _weighted(node: Node, update: RowUpdate) -> tuple[Node, list[tuple[Node, bool]]] | None:
+def _weighted(node: Node, update: RowUpdate) -> tuple[Node, list[Gates]] | None:
     """(what is weighted, the gates) of a product of rows and their gates; (node, no gates) where it is no product, None
     where it is one of something else."""
     if node.target is not aten.mul.Tensor or not of_tensors(node):
         return node, []
     for a, b in (node.args, node.args[::-1]):
-        if found := _gates(a, update):  # type: ignore[arg-type]
+        if found := gates_of(a, update.token):  # type: ignore[arg-type]
             return b, found  # type: ignore[return-value]
     return None
 
 
 def _read(
-    update: RowUpdate, out: Node, gates: list[tuple[Node, bool]], gated: bool = True
+    update: RowUpdate, out: Node, gates: list[Gates], gated: bool = True
 ) -> Iteration | MatchFailure:
     """The iteration whose expert's output is `out`. `gated`: without `gates` its input has to be multiplied by some."""
     expert = match_expert(out, match_linear_gemm)
     rows = strip_row_views(out)
-    if expert is None and gates and indexed(rows) is not None:
+    if expert is None and gates and read_at(rows) is not None:
         return _of_rows(update, None, rows, gates)
     if expert is None:
         return MatchFailure(out, "no-expert", _changed_before(out))
@@ -284,12 +346,17 @@ def _read(
         return expert
     rows, scaled_input = strip_row_views(expert.x), gated and not gates
     if scaled_input:
+        if (weighted := weighted_part(rows)) is not None:
+            whole, gates = weighted[0], of_slots(weighted[1], update.token)
+            if not gates:
+                return MatchFailure(rows, "gates", "there is not one gate per choice")
+            return _of_rows(update, expert, rows, gates, scaled_input, whole)
         split = _weighted(rows, update)
         if split is None:
             return MatchFailure(rows, "gates", "what an expert's input is multiplied by is not the gate of its choice")
         rows, gates = strip_row_views(split[0]), split[1]
         if not gates:
-            return MatchFailure(out, "no-gate", "neither what an expert reads nor what it adds is multiplied by a gate")
+            return MatchFailure(out, _NO_GATE, "neither what an expert reads nor what it adds is multiplied by a gate")
     return _of_rows(update, expert, rows, gates, scaled_input)
 
 
@@ -310,51 +377,24 @@ def _changed_before(out: Node) -> str:
 
 
 def _of_rows(
-    update: RowUpdate, expert: Expert | None, rows: Node, gates: list[tuple[Node, bool]], scaled_input: bool = False
+    update: RowUpdate, expert: Expert | None, rows: Node, gates: list[Gates], scaled_input: bool = False,
+    whole: Node | None = None,
 ) -> Iteration | MatchFailure:
-    """The iteration whose expert reads `rows`."""
-    read = indexed(rows)
+    """The iteration whose expert reads `rows`, a part of `whole` but for gates."""
+    read = read_at(rows, whole)
     if read is None or picked(read[1]) != update.token:
-        return MatchFailure(rows, "rows", "an expert reads other rows than it adds to")
-    if not read_over(read[0], read[1], update.token.indices, _choices(update.token)):
+        x = None if read is None else _once_a_choice(*read, update.token)
+        if x is None:
+            return MatchFailure(rows, "rows", "an expert reads other rows than it adds to")
+        return Iteration(update, expert, x, gates, scaled_input)
+    if not read_over(read[0], read[1], update.token.indices, has_choices(update.token)):
         return MatchFailure(rows, "rows", "there are not as many rows as choices")
     return Iteration(update, expert, read[0], gates, scaled_input)
 
 
-def _gates(node: Node, update: RowUpdate) -> list[tuple[Node, bool]]:
-    """What `node` is read from, each with whether it is a matrix: gates [.., k] of which it is `gates[token, choice]`,
-    one per row, or a matrix [.., E] of which it is the expert's column."""
-    if value(node).dim() != 2 or not same_size(value(node).shape[-1], 1):
-        return []
-    while node.target in (aten.unsqueeze.default, aten.view.default, aten.reshape.default, aten._to_copy.default,
-                          aten.to.dtype, aten.clone.default):  # fmt: skip
-        node = node.args[0]  # type: ignore[assignment]
-    mask, column = update.token, None
-    if node.target is aten.select.int and node.args[1] in (1, -1):
-        node, column = node.args[0], node.args[2]  # type: ignore[assignment]
-    read = indexed(node)
-    if read is None:
-        return []
-    gates, indices = read[0], value(mask.indices)
-    if column is None and mask.any and (own := match_chosen_gate(gates)) is not None:
-        meant = own[0] is mask.indices and own[2] == mask.expert and picked(read[1]) == mask
-        return [(own[1], False)] if meant else []
-    if column is None:
-        gates, column = one_choice(gates)
-    if column is None:
-        slots, positions = "s" in mask.dims, read[1]
-        if mask.choice is not None or mask.any or picked(positions, slots) != mask:
-            return []
-        whole = value(gates).dim() == read_by(positions)
-        alike = not slots or same_size(value(gates).shape[-1], indices.shape[-1])
-        alike = alike and read_over(gates, positions[: len(positions) - slots], mask.indices, slots)
-        return [(gates, False)] if whole and alike else []
-    if picked(read[1]) != mask or not read_over(gates, read[1], mask.indices, _choices(mask)):
-        return []
-    found = []
-    if column == mask.choice and same_size(value(gates).shape[-1], indices.shape[-1]):
-        found.append((gates, False))
-    scores = scores_of(mask.indices)
-    if column == mask.expert and scores is not None and same_size(value(gates).shape[-1], value(scores).shape[-1]):
-        found.append((gates, True))
-    return found
+def _once_a_choice(repeated: Node, positions: list[Any], mask: Mask) -> Node | None:
+    """The tokens of which `repeated`, read at the slots of `mask`, has one row for each choice."""
+    rows = by_slot(match_rows(positions[0])) if len(positions) == 1 else None
+    if rows is None or rows.mask != mask:
+        return None
+    return once_a_choice(repeated, tokens_of(mask), choices_of(mask))

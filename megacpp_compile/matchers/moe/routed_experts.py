@@ -4,6 +4,7 @@ compute it."""
 from __future__ import annotations
 
 import dataclasses
+import operator
 from typing import TypeVar
 
 import torch
@@ -13,9 +14,9 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from megacpp_compile._torch.ops import torch_check
 from megacpp_compile.fx.edit import place, value
 from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers.filled import is_filled
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe.experts import Expert
-from megacpp_compile.matchers.moe.gate_matrix import is_filled
 
 aten = torch.ops.aten
 _ASSERTS = (
@@ -36,7 +37,8 @@ class RoutedExperts:
         output: the node that holds the sum.
         x: the tokens, [.., d].
         indices: the chosen experts' numbers: [.., k], or [T] for one choice; with `choices` of any shape over slots.
-        gates: shaped as `indices`, or with `by_expert` a matrix [.., E] that holds each choice's gate in its column.
+        gates: shaped as `indices`, or with `by_expert` a matrix [.., E] that holds each choice's gate in its column;
+            None where all are 1.
         experts: one for every number from `first` on, or one whose weights hold them all.
         first: the number of the first expert.
         base: what the sum is added to; None for nothing.
@@ -44,6 +46,7 @@ class RoutedExperts:
         by_expert: whether `gates` has a column for every expert rather than for every choice.
         column: the one column of `indices` [T, k] that counts; None for all.
         scaled_input: whether the gate multiplies what the expert reads: `base + sum of expert(gate * x)`.
+        above: what of the gates counts: those above zero, or with False those that are not zero; None for all.
         identities: the numbers of experts that return what they read, which `experts` does not hold.
         inputs: what the layer reads; inside: the nodes between these and `output`. Filled in by `bounded`.
     """
@@ -51,7 +54,7 @@ class RoutedExperts:
     output: Node
     x: Node
     indices: Node
-    gates: Node
+    gates: Node | None
     experts: tuple[Expert, ...]
     first: int = 0
     base: Node | None = None
@@ -59,6 +62,7 @@ class RoutedExperts:
     by_expert: bool = False
     column: int | None = None
     scaled_input: bool = False
+    above: bool | None = None
     identities: range = range(0)
     inputs: tuple[Node, ...] = ()
     inside: frozenset[Node] = frozenset()
@@ -73,8 +77,8 @@ class RoutedExperts:
 
     @property
     def operands(self) -> list[Node]:
-        base = [] if self.base is None else [self.base]
-        return [self.x, self.indices, self.gates, *_parameters(self.experts), *base]
+        others = [n for n in (self.gates, self.base) if n is not None]
+        return [self.x, self.indices, *_parameters(self.experts), *others]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +160,8 @@ def only_checks_sizes(node: Node) -> bool:
     """Whether `node` and all that reads it serve run-time checks of how many rows there are."""
     if node.target in _ASSERTS:
         return True
-    return isinstance(value(node), _NUMBERS) and all(only_checks_sizes(u) for u in node.users)
+    counts = isinstance(value(node), _NUMBERS) or node.target is operator.getitem  # one of the tensors of `nonzero`
+    return counts and all(only_checks_sizes(u) for u in node.users)
 
 
 def around(node: Node) -> set[Node]:

@@ -6,7 +6,6 @@ A mask is `indices == e`, or one entry of a one-hot of the indices, with its dim
 from __future__ import annotations
 
 import dataclasses
-import math
 import operator
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.views import EXPANSIONS, PERMUTATIONS, REPETITIONS, UNIT_DIMS
+from megacpp_compile.matchers.filled import is_filled
 from megacpp_compile.matchers.views import RESHAPES, is_cast
 
 aten = torch.ops.aten
@@ -22,6 +22,16 @@ _COPIES = (aten.alias.default, aten.clone.default, aten.contiguous.default, aten
 _SOME_OR_ALL = {
     *_COPIES, *RESHAPES, *UNIT_DIMS, *PERMUTATIONS, *EXPANSIONS, *REPETITIONS, aten.select.int, aten.slice.Tensor,
 }  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Above:
+    """That gates are above zero, or only that they are not zero: `gates` are one for each choice, or with `by_expert` a
+    matrix with a column for each expert."""
+
+    gates: Node
+    by_expert: bool
+    above: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +43,8 @@ class Mask:
             Where tokens have several dimensions, they are "t", "u" and "v" until a reshape makes them one.
         choice: the one of a token's choices that is looked at, in a mask without "s".
         any: whether, in a mask without "s", any of a token's choices counts.
+        above: what else has to hold; None for nothing.
+        order: the order of slots in which places come, by experts; None for that of the dimensions.
     """
 
     indices: Node
@@ -40,6 +52,8 @@ class Mask:
     expert: int | None = None
     choice: int | None = None
     any: bool = False
+    above: Above | None = None
+    order: Node | None = None
 
     @property
     def tokens(self) -> tuple[str, ...]:
@@ -57,18 +71,6 @@ class Mask:
         return dataclasses.replace(self, dims=(*rest[:at], "t", *rest[at:]))
 
 
-@dataclasses.dataclass(frozen=True)
-class Rows:
-    """One of the index tensors by which `nonzero` gives the rows of an expert: the one at `column`."""
-
-    mask: Mask
-    column: int
-
-    @property
-    def dim(self) -> str:
-        return self.mask.dims[self.column]
-
-
 def match_mask(node: Node) -> Mask | None:
     """The mask that `node` is."""
     if node.op != "call_function" or not isinstance(value(node), torch.Tensor):
@@ -83,15 +85,12 @@ def match_mask(node: Node) -> Mask | None:
             return None
         indices, choice = one_choice(_plain(args[0]))  # type: ignore[arg-type]
         return Mask(indices, dims, args[1], choice)
-    if target is aten.any.dim and len(args) == 2:
-        inner = match_mask(args[0])  # type: ignore[arg-type]
-        if inner is None or not inner.by_token or inner.dims[-1] != "s" or inner.expert is None:
-            return None
-        last = len(inner.dims) - 1
-        return dataclasses.replace(inner, dims=inner.dims[:-1], any=True) if args[1] in (last, -1) else None
+    if target in _OVER_CHOICES and len(args) == 2:
+        return _any(node)
+    if target is aten.scatter.value:
+        return _scattered(node)
     if target is aten.one_hot.default:
-        dims = _dims(args[0])  # type: ignore[arg-type]
-        return Mask(_plain(args[0]), (*dims, "e")) if dims else None  # type: ignore[arg-type]
+        return _of_all(args[0], 0)
     if target is aten.eq.Tensor:
         return _compared(node)
     inner = match_mask(args[0]) if args and isinstance(args[0], Node) else None
@@ -121,8 +120,36 @@ def match_mask(node: Node) -> Mask | None:
         total = value(args[0]).shape[dim]
         if inner.dims[dim] == "e" and isinstance(index, int) and isinstance(total, int):
             rest = inner.dims[:dim] + inner.dims[dim + 1 :]
-            return Mask(inner.indices, rest, index % total)
+            return dataclasses.replace(inner, dims=rest, expert=index % total)
     return None
+
+
+# A sum of marks is one itself where a token's choices are distinct.
+_OVER_CHOICES = {aten.any.dim: True, aten.any.dims: True, aten.amax.default: True, aten.sum.dim_IntList: False}
+
+
+def _any(node: Node) -> Mask | None:
+    """The mask of any of a token's choices that `node` is."""
+    inner = match_mask(node.args[0])  # type: ignore[arg-type]
+    if inner is None or "s" not in inner.dims:
+        return None
+    given: Any = node.args[1]
+    dims = {d % len(inner.dims) for d in ([given] if isinstance(given, int) else given)}
+    if dims != {inner.dims.index("s")} or not (_OVER_CHOICES[node.target] or distinct_choices(inner.indices)):
+        return None
+    return dataclasses.replace(inner, dims=tuple(d for d in inner.dims if d != "s"), any=True)
+
+
+def _scattered(node: Node) -> Mask | None:
+    """The mask [.., E] of ones that are scattered to a token's choices."""
+    empty, dim, indices, one = node.args
+    n = value(node).dim()
+    if dim not in (-1, n - 1) or one != 1 or not is_filled(empty, 0) or value(indices).dim() != n:
+        return None
+    rows = zip(value(indices).shape[:-1], value(node).shape[:-1], strict=True)
+    if not 1 < n <= len(_TOKENS) + 1 or not all(same_size(a, b) for a, b in rows):
+        return None
+    return Mask(_plain(indices), (*_TOKENS[: n - 1], "e"), any=True)  # type: ignore[arg-type]
 
 
 _TOKENS = "tuv"
@@ -142,14 +169,18 @@ def _dims(indices: Node) -> tuple[str, ...] | None:
 
 
 def one_choice(node: Node) -> tuple[Node, int | None]:
-    """(choices [.., k], column) where `node` is one column of them; (node, None) for anything else."""
+    """(choices [.., k], column) where `node` is one column of them, in the tokens' dimensions or in one for all; (node,
+    None) for anything else."""
     while is_cast(node):
         node = node.args[0]  # type: ignore[assignment]
-    last = value(node.args[0]).dim() - 1 if node.target is aten.select.int else 0
-    if last > 0 and node.args[1] in (last, -1):
-        width = value(node.args[0]).shape[-1]
-        if isinstance(node.args[2], int) and isinstance(width, int):
-            return _plain(node.args[0]), node.args[2] % width  # type: ignore[arg-type]
+    column = node
+    while column.target in RESHAPES and value(node).dim() == 1 or is_cast(column):
+        column = column.args[0]  # type: ignore[assignment]
+    last = value(column.args[0]).dim() - 1 if column.target is aten.select.int else 0
+    if last > 0 and column.args[1] in (last, -1):
+        width = value(column.args[0]).shape[-1]
+        if isinstance(column.args[2], int) and isinstance(width, int):
+            return _plain(column.args[0]), column.args[2] % width  # type: ignore[arg-type]
     return node, None
 
 
@@ -162,16 +193,24 @@ def _compared(node: Node) -> Mask | None:
         if ix.target is not aten.unsqueeze.default:
             continue
         source = ix.args[0]
-        n, dims = value(source).dim(), _dims(source)  # type: ignore[arg-type]
-        if dims is None or not _integer(source):
+        n = value(source).dim()
+        if not _integer(source):
             continue
         at = ix.args[1] % (n + 1)  # type: ignore[operator]
-        if at == n and _all_numbers(numbers):
-            return Mask(_plain(source), (*dims, "e"))  # type: ignore[arg-type]
         column = numbers.target is aten.unsqueeze.default and numbers.args[1] in (1, -1)
-        if at == 0 and n == 1 and column and _all_numbers(numbers.args[0]):
-            return Mask(_plain(source), ("e", *dims))  # type: ignore[arg-type]
+        if at == n and _all_numbers(numbers) or at == 0 and n == 1 and column and _all_numbers(numbers.args[0]):
+            return _of_all(source, n - at)
     return None
+
+
+def _of_all(indices: Any, from_end: int) -> Mask | None:
+    """The mask of `indices` for all experts, whose dimension stands so far from the last."""
+    dims = _dims(indices)
+    if dims is None:
+        return None
+    indices, choice = one_choice(_plain(indices))
+    at = len(dims) - from_end
+    return Mask(indices, (*dims[:at], "e", *dims[at:]), choice=choice)
 
 
 def _all_numbers(node: Any) -> bool:
@@ -190,124 +229,6 @@ def _plain(node: Node) -> Node:
 
 def _integer(node: Any) -> bool:
     return value(node).dtype in (torch.int64, torch.int32)
-
-
-def picked(positions: list[Any], slots: bool = False) -> Mask | None:
-    """The mask over tokens, or if `slots` over their choices, with one dimension for all tokens, of whose true entries
-    `positions` are all the index tensors of `nonzero`, in order, or the mask itself."""
-    rows = [match_rows(p) if isinstance(p, Node) else None for p in positions]
-    if not rows or any(r is None or r.mask != rows[0].mask for r in rows):  # type: ignore[union-attr]
-        return None
-    mask = rows[0].mask  # type: ignore[union-attr]
-    wanted = [*sorted(mask.tokens), *(["s"] if slots else [])]
-    columns = [r.column for r in rows]  # type: ignore[union-attr]
-    if columns != [-1] and (-1 in columns or [mask.dims[c] for c in columns] != wanted):
-        return None
-    return mask.flat() if "".join(sorted(mask.tokens)) in "".join(mask.dims) else None
-
-
-def read_by(positions: list[Any]) -> int:
-    """The number of dimensions that `positions` index."""
-    return sum(value(p).dim() if value(p).dtype is torch.bool else 1 for p in positions)
-
-
-def read_over(tensor: Node, positions: list[Any], indices: Node, choices: bool) -> bool:
-    """Whether the dimensions of `tensor` that `positions` index are the tokens of `indices`, as they are or in one.
-
-    choices: the last dimension of `indices` is a token's choices.
-    """
-    outer, tokens = value(tensor).shape[: read_by(positions)], value(indices).shape
-    tokens = tokens[:-1] if choices else tokens
-    if len(outer) == 1 < len(tokens):
-        return same_size(outer[0], math.prod(tokens))
-    return len(outer) == len(tokens) and all(map(same_size, outer, tokens))
-
-
-def match_rows(node: Node) -> Rows | None:
-    """The index tensor of a mask's true entries that `node` is; with column -1, the mask itself over tokens."""
-    if node.op == "call_function" and isinstance(value(node), torch.Tensor) and value(node).dtype is torch.bool:
-        mask = match_mask(node)
-        return Rows(mask, -1) if mask is not None and mask.expert is not None and "s" not in mask.dims else None
-    if node.target in (aten.squeeze.dim, aten.squeeze.default, aten.view.default, aten.reshape.default):
-        inner = node.args[0]
-        if isinstance(inner, Node) and inner.target is aten.nonzero.default and value(inner).dim() == 2:
-            mask = match_mask(inner.args[0])  # type: ignore[arg-type]
-            if mask is not None and len(mask.dims) == 1 and value(node).dim() == 1:
-                return Rows(mask, 0)
-        return None
-    if node.target is aten.select.int and node.args[1] in (1, -1):
-        found, column = node.args[0], node.args[2]
-        targets: tuple[Any, ...] = (aten.nonzero.default,)
-    elif node.target is operator.getitem:
-        found, column = node.args
-        targets = (aten.where.default, aten.nonzero_numpy.default)
-        if isinstance(found, Node) and found.target is aten.unbind.int and [*found.args, 0][1] in (1, -1):
-            found, targets = found.args[0], (aten.nonzero.default,)
-    else:
-        return None
-    if not isinstance(found, Node) or found.target not in targets or not isinstance(column, int):
-        return None
-    mask = match_mask(found.args[0])  # type: ignore[arg-type]
-    if mask is None or mask.expert is None:
-        return None
-    return Rows(mask, column % len(mask.dims))
-
-
-def indexed(node: Node) -> tuple[Node, list[Any]] | None:
-    """(tensor, its leading indices) of a read by index tensors: `t[i, j]`, `t[None, i]`, `t[i, j, None]`,
-    `index_select`, `embedding`. A new dimension in the read is left out."""
-    if node.target is aten.index_select.default and node.args[1] == 0:
-        return node.args[0], [node.args[2]]  # type: ignore[return-value]
-    if node.target is aten.embedding.default and len(node.args) == 2:
-        return node.args[0], [node.args[1]]  # type: ignore[return-value]
-    if node.target is aten.gather.default and node.args[1] == 0:
-        token = repeated_over_channels(node.args[2])  # type: ignore[arg-type]
-        return None if token is None else (node.args[0], [token])  # type: ignore[return-value]
-    if node.target is not aten.index.Tensor:
-        return None
-    tensor, indices = node.args
-    positions = list(indices)  # type: ignore[arg-type]
-    if tensor.target is aten.unsqueeze.default:  # type: ignore[union-attr]
-        source = tensor.args[0]  # type: ignore[union-attr]
-        at = tensor.args[1] % (value(source).dim() + 1)  # type: ignore[union-attr, operator]
-        if at < len(positions):
-            if positions[at] is not None:
-                return None
-            del positions[at]
-        tensor = source
-    if not positions or any(p is None for p in positions):
-        return None
-    return tensor, positions  # type: ignore[return-value]
-
-
-def repeated_over_channels(index: Node) -> Node | None:
-    """The numbers [R] of which `index` [R, d] repeats each over all channels."""
-    if index.target is not aten.expand.default:
-        return None
-    index = index.args[0]  # type: ignore[assignment]
-    while index.target is aten.unsqueeze.default or index.target in RESHAPES:
-        if value(index).dim() != 2 or value(index).shape[1] != 1:
-            break
-        index = index.args[0]  # type: ignore[assignment]
-    return index if value(index).dim() == 1 else None
-
-
-def added_rows(node: Node) -> tuple[Node, Node, Node] | None:
-    """(base, rows' numbers [R], what is added to each [R, d]) of an `index_add` or `scatter_add` of whole rows, which
-    counts a row as often as it comes."""
-    args = node.args
-    if node.target is aten.index_add.default and args[1] == 0 and node.kwargs.get("alpha", 1) == 1 and len(args) == 4:
-        return args[0], args[2], args[3]  # type: ignore[return-value]
-    if node.target is not aten.scatter_add.default or args[1] != 0:
-        return None
-    base, _, index, rows = args
-    if value(base).dim() != 2:
-        return None
-    token = repeated_over_channels(index)  # type: ignore[arg-type]
-    # scatter_add takes the rows that the index has, of as many as there may be
-    alike = same_size(value(base).shape[1], value(rows).shape[1])
-    alike = alike and all(map(same_size, value(index).shape, value(rows).shape))
-    return (base, token, rows) if token is not None and alike else None  # type: ignore[return-value]
 
 
 def scores_of(indices: Node) -> Node | None:

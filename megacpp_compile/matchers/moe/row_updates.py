@@ -9,8 +9,10 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, value
-from megacpp_compile.matchers.moe.gate_matrix import is_filled
-from megacpp_compile.matchers.moe.routing import Mask, added_rows, indexed, picked
+from megacpp_compile.matchers.filled import is_filled
+from megacpp_compile.matchers.moe.index_reads import added_rows, indexed
+from megacpp_compile.matchers.moe.routing import Mask
+from megacpp_compile.matchers.moe.rows import picked
 from megacpp_compile.matchers.views import RESHAPES
 
 aten = torch.ops.aten
@@ -23,6 +25,7 @@ class RowUpdate:
     Attributes:
         once: the sum of both is written, so that a row that comes twice counts once.
         overwrites: `added` alone is written; what was there before is lost.
+        by_slot: what is written to has a row for every choice of a token, [T, k, d].
     """
 
     node: Node
@@ -31,6 +34,7 @@ class RowUpdate:
     added: Node
     once: bool = False
     overwrites: bool = False
+    by_slot: bool = False
 
 
 def row_update(node: Node) -> RowUpdate | None:
@@ -42,6 +46,8 @@ def row_update(node: Node) -> RowUpdate | None:
     if node.target is aten.index_put.default:
         previous, positions, added, *more = args
         rows = picked(positions)  # type: ignore[arg-type]
+        if rows is None and isinstance(added, Node) and not (more and more[0]):
+            return _of_slots(node)
         if rows is None or not isinstance(added, Node):
             return None
         previous = _unviewed(previous)  # type: ignore[arg-type]
@@ -55,6 +61,17 @@ def row_update(node: Node) -> RowUpdate | None:
         if rows.dims == ("t",) and not rows.any:
             return RowUpdate(node, previous, rows, added, overwrites=True)  # type: ignore[arg-type]
     return None
+
+
+def _of_slots(node: Node) -> RowUpdate | None:
+    """The write of one expert's outputs to the places of its tokens and choices."""
+    previous, positions, added, *_ = node.args
+    slots, shape = picked(positions, slots=True), value(previous).shape  # type: ignore[arg-type]
+    if slots is None or len(shape) != len(positions) + 1 or len(positions) != value(slots.indices).dim():  # type: ignore[arg-type]
+        return None
+    if not all(map(same_size, shape[:-1], value(slots.indices).shape)):
+        return None
+    return RowUpdate(node, _unviewed(previous), slots, added, overwrites=True, by_slot=True)  # type: ignore[arg-type]
 
 
 def _unviewed(node: Node) -> Node:

@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.matchers.moe.factors import Axis, Factor, is_one, seen_as
-from megacpp_compile.matchers.moe.routing import indexed
+from megacpp_compile.matchers.moe.index_reads import indexed
 
 aten = torch.ops.aten
 
@@ -26,21 +26,21 @@ def tokens_in_order(rows: Node, order: Node, tokens: Any, choices: int) -> Node 
     x, token = read
     if order_of_tokens(token, tokens, choices) is order:
         return x
-    return _once_a_choice(x, tokens, choices) if token is order else None
+    return once_a_choice(x, tokens, choices) if token is order else None
 
 
 def order_of_tokens(token: Node, tokens: Any, choices: int) -> Node | None:
     """The order of slots in which `token` has the numbers of their `tokens`."""
-    if _is_whole_part(token):
-        return token.args[0] if token.args[1] == choices else None  # type: ignore[return-value]
+    if (divided := slot_over(token)) is not None:
+        return divided[0] if divided[1] == choices else None
     read = _taken(token)
-    return read[1] if read is not None and _numbers_each_slot(read[0], tokens, choices) else None
+    return read[1] if read is not None and numbers_each_slot(read[0], tokens, choices) else None
 
 
 def choices_of(token: Node, tokens: Any) -> int | None:
     """How many choices each of `tokens` has, by the numbers `token` of slots' tokens."""
-    if _is_whole_part(token):
-        return token.args[1]  # type: ignore[return-value]
+    if (divided := slot_over(token)) is not None:
+        return divided[1]
     if _taken(token) is None or is_one(tokens) and is_one(value(token).shape[0]):
         return None
     times = value(token).shape[0] // tokens
@@ -48,26 +48,27 @@ def choices_of(token: Node, tokens: Any) -> int | None:
     return fixed if fixed and same_size(tokens * fixed, value(token).shape[0]) else None
 
 
-def _is_whole_part(node: Node) -> bool:
-    """Whether `node` is the whole part of numbers over a number."""
+def slot_over(node: Node) -> tuple[Node, int] | None:
+    """(numbers, number) where `node` is the whole part of the ones over the other."""
     whole = node.target is aten.floor_divide.default or (
         node.target is aten.div.Tensor_mode and node.kwargs.get("rounding_mode") in ("floor", "trunc")
     )
-    return whole and isinstance(node.args[0], Node) and isinstance(node.args[1], int)
+    numbers, over = node.args if whole else (None, None)
+    return (numbers, over) if isinstance(numbers, Node) and isinstance(over, int) else None
 
 
-def _numbers_each_slot(numbers: Node, tokens: Any, choices: int) -> bool:
+def numbers_each_slot(numbers: Node, tokens: Any, choices: int) -> bool:
     """Whether `numbers` has the number of each slot's token, in the slots' own order."""
-    if _is_whole_part(numbers):
-        return numbers.args[1] == choices and _counts_up(numbers.args[0])  # type: ignore[arg-type]
+    if (divided := slot_over(numbers)) is not None:
+        return divided[1] == choices and _counts_up(divided[0])
     each = _repeated(numbers, tokens, choices)
     return each is not None and _counts_up(each)
 
 
-def _once_a_choice(rows: Node, tokens: Any, choices: int) -> Node | None:
+def once_a_choice(rows: Node, tokens: Any, choices: int) -> Node | None:
     """The `tokens` [T, d] of which `rows` has each one `choices` times, one behind the other."""
     read = _taken(rows)
-    if read is not None and _numbers_each_slot(read[1], tokens, choices):
+    if read is not None and numbers_each_slot(read[1], tokens, choices):
         return read[0]
     return _repeated(rows, tokens, choices)
 

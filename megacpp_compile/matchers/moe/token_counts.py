@@ -10,16 +10,20 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx import assumptions
-from megacpp_compile.fx.edit import value
+from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.size_checks import FINDS
 from megacpp_compile.fx.views import COPIES, DETACH
+from megacpp_compile.matchers.moe.group_ends import unordered
+from megacpp_compile.matchers.moe.index_reads import indexed
 from megacpp_compile.matchers.moe.routing import Mask, match_mask, one_choice, scores_of
+from megacpp_compile.matchers.moe.rows import Rows, mask_of, match_rows
 from megacpp_compile.matchers.views import RESHAPES
 
 aten = torch.ops.aten
 _SUMS = (aten.sum.dim_IntList, aten.any.dim, aten.any.dims, aten.amax.default)
 _ALL = (aten.sum.default, aten.any.default, aten.max.default, aten.count_nonzero.default)
 _COPIES = COPIES | {DETACH}
+_NEAR = 24  # steps
 _CASTS = (aten._to_copy.default, aten.to.dtype, aten.to.device)
 _WIDE = (torch.bool, torch.int32, torch.int64, torch.float32, torch.float64, torch.bfloat16)
 _COLUMNS = (aten.squeeze.dim, aten.squeeze.default, aten.select.int, operator.getitem, aten.unbind.int)
@@ -31,6 +35,17 @@ _POSITIVE: dict[Any, int] = {
 _ZERO: dict[Any, int] = {
     aten.eq.Scalar: 0, aten.le.Scalar: 0, aten.less_equal.Scalar: 0, aten.lt.Scalar: 1, aten.less.Scalar: 1,
     operator.eq: 0, operator.le: 0, operator.lt: 1,
+}  # fmt: skip
+# Comparisons of two places that hold where nothing lies between them, and those that hold where something does: which
+# of the two may be the first.
+_EITHER, _AS_WRITTEN, _TURNED = ((0, 1), (1, 0)), ((0, 1),), ((1, 0),)
+_WHERE_NONE: dict[Any, tuple[tuple[int, int], ...]] = {
+    operator.eq: _EITHER, operator.ge: _AS_WRITTEN, operator.le: _TURNED,
+    aten.eq.Tensor: _EITHER, aten.ge.Tensor: _AS_WRITTEN, aten.le.Tensor: _TURNED,
+}  # fmt: skip
+_WHERE_ANY: dict[Any, tuple[tuple[int, int], ...]] = {
+    operator.ne: _EITHER, operator.lt: _AS_WRITTEN, operator.gt: _TURNED, operator.sub: _EITHER,
+    aten.ne.Tensor: _EITHER, aten.lt.Tensor: _AS_WRITTEN, aten.gt.Tensor: _TURNED, aten.sub.Tensor: _EITHER,
 }  # fmt: skip
 
 
@@ -64,6 +79,13 @@ def match_hits(node: Node) -> Mask | None:
     return count.mask if count is not None and count.by_expert and value(node.args[0]).dim() == 1 else None
 
 
+def number_chosen_from(counts: Any) -> int | None:
+    """Among how many experts the choices were made that `counts` tells; None where that is not seen."""
+    count = match_count(counts)
+    scores = None if count is None else scores_of(count.mask.indices)
+    return None if scores is None else value(scores).shape[-1]
+
+
 def number_listed(node: Node) -> int | None:
     """How many experts may be among those whose numbers `node` lists: as many as there are to choose from, and no more
     than there are counts of which it lists places; None where it lists something else."""
@@ -95,15 +117,25 @@ def _distinct(node: Node) -> Node | None:
 
 def match_empty(condition: Any, holds: bool) -> Mask | None:
     """The mask of which nothing holds wherever `bool(condition) == holds`."""
+    counts = (match_count(none[0]) for none in none_counted(condition, holds) if len(none) == 1)
+    return next((c.mask for c in counts if c is not None and not c.by_expert), None)
+
+
+def none_counted(condition: Any, holds: bool) -> list[tuple[Any, ...]]:
+    """What may be none exactly where `bool(condition) == holds`: (a count,), or what lies from (a place, to another),
+    whichever of these two is the first."""
     while isinstance(condition, Node):
-        if condition.target in (aten.logical_not.default, aten.bitwise_not.default, operator.not_, torch.sym_not):
-            condition, holds = condition.args[0], not holds
-            continue
-        if holds and len(condition.args) == 2 and condition.args[1] == _ZERO.get(condition.target):
-            condition, holds = condition.args[0], False
-        count = match_count(condition) if not holds else None
-        return count.mask if count is not None and not count.by_expert else None
-    return None
+        target, args = condition.target, condition.args
+        if target in (aten.logical_not.default, aten.bitwise_not.default, operator.not_, torch.sym_not):
+            condition, holds = args[0], not holds
+        elif len(args) == 2 and not condition.kwargs and all(isinstance(arg, Node) for arg in args):
+            orders = (_WHERE_NONE if holds else _WHERE_ANY).get(target, ())
+            return [(args[start], args[end]) for start, end in orders]
+        elif holds:
+            return [(args[0],)] if len(args) == 2 and target in _ZERO and args[1] == _ZERO[target] else []
+        else:
+            return [(condition,)]
+    return []
 
 
 def match_count(node: Any) -> Count | None:
@@ -121,7 +153,7 @@ def match_count(node: Any) -> Count | None:
         return _rows_found(args[0])
     if target is aten.sym_numel.default and value(args[0]).dim() == 1:
         return _rows_found(args[0])
-    if target is assumptions.counts:
+    if target in assumptions.COUNTS:
         return match_count(args[0])
     if target is aten.bincount.default:
         return _binned(node)
@@ -138,15 +170,34 @@ def _alike(a: Any, b: Node) -> bool:
 
 
 def _rows_found(found: Any) -> Count | None:
-    """The number of rows in what `nonzero` found."""
+    """The number of rows in what `nonzero` found, or in what is computed row by row from a read by it."""
     if not isinstance(found, Node):
         return None
+    if (rows := _rows_read(found)) is not None:
+        return Count(rows.mask, False)
     while found.target in (*_COLUMNS, *RESHAPES, *_COPIES):
         found = found.args[0]  # type: ignore[assignment]
     if found.target not in FINDS or len(found.args) != 1:
         return None
-    mask = match_mask(found.args[0])  # type: ignore[arg-type]
-    return Count(mask, False) if mask is not None and mask.expert is not None else None
+    mask = mask_of(found.args[0])
+    return Count(mask, False) if mask is not None else None
+
+
+def _rows_read(node: Node) -> Rows | None:
+    """The rows of an expert of each of which `node` has a row."""
+    for _ in range(_NEAR):
+        if (read := indexed(node)) is not None:
+            return match_rows(read[1][0])
+        fake = value(node)
+        if node.op != "call_function" or not isinstance(fake, torch.Tensor) or not fake.dim():
+            return None
+        count = fake.shape[0]
+        below = (n for n in node.all_input_nodes if isinstance(value(n), torch.Tensor) and value(n).dim())
+        source = next((n for n in below if value(n).shape[0] is count or same_size(value(n).shape[0], count)), None)
+        if source is None or isinstance(count, int):
+            return None
+        node = source
+    return None
 
 
 def _binned(node: Node) -> Count | None:
@@ -154,8 +205,9 @@ def _binned(node: Node) -> Count | None:
     if len(node.args) > 1 and node.args[1] is not None or node.kwargs.get("weights") is not None:
         return None
     assert isinstance(indices, Node)
+    indices = unordered(indices)
     while indices.target in (*RESHAPES, *_COPIES) or indices.target in _CASTS and value(indices).dtype == torch.int64:
-        indices = indices.args[0]  # type: ignore[assignment]
+        indices = unordered(indices.args[0])  # type: ignore[arg-type]
     indices, choice = one_choice(indices)
     return Count(Mask(indices, ("e",), choice=choice), True)
 
@@ -175,7 +227,7 @@ def _left(node: Any) -> tuple[Mask, tuple[str, ...]] | None:
     """(mask, the dimensions that are left of it)."""
     if not isinstance(node, Node):
         return None
-    if (mask := match_mask(node)) is not None:
+    if (mask := match_mask(node) or mask_of(node)) is not None:
         return mask, mask.dims
     if node.target in _COPIES or node.target in _CASTS and value(node).dtype in _WIDE:
         return _left(node.args[0])

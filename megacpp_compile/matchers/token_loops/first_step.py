@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.views import is_cast
-from megacpp_compile.matchers.moe.gate_matrix import is_filled
+from megacpp_compile.matchers.filled import is_filled
 from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS, REPEATS, SAME, VIEWS
 
 aten = torch.ops.aten

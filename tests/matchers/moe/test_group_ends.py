@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megacpp_compile.matchers.moe.group_ends import SortedIds
+from megacpp_compile.matchers.moe.group_ends import SortedIds, sorted_by
+from megacpp_compile.matchers.moe.index_reads import repeated_over_channels
 from tests.matchers.graphs import trace
 
 E = 4
@@ -45,6 +46,7 @@ OTHERS = {
     "twos": counts(lambda ids: torch.zeros(E, dtype=torch.int64).scatter_add_(0, ids, torch.full_like(ids, 2))),
     "onto ones": counts(lambda ids: torch.ones(E, dtype=torch.int64).scatter_add_(0, ids, torch.ones_like(ids))),
     "numbers from one": counts(lambda ids: (ids[:, None] == torch.arange(1, E + 1)).sum(0)),
+    "whether there are any": counts(lambda ids: F.one_hot(ids, E).sum(0).bool()),
     "starts": lambda ids, ordered: torch.searchsorted(ordered, torch.arange(E)).to(torch.int32),
     "of unsorted": lambda ids, ordered: torch.searchsorted(ids, torch.arange(E), right=True).to(torch.int32),
 }
@@ -80,3 +82,18 @@ def test_other_numbers(name):
 
 def test_a_search_takes_negative_numbers_for_the_first_expert():
     assert not found(ENDS["searchsorted"], False, lambda ids: ids - 1)
+
+
+def test_choices_that_are_sorted_for_each_token_are_no_order_of_slots():
+    traced = trace(lambda scores: scores.topk(2, -1).indices.argsort(), torch.randn(5, E))
+    assert sorted_by(traced.output) is None
+    traced = trace(lambda scores: scores.topk(2, -1).indices.flatten().argsort(), torch.randn(5, E))
+    assert sorted_by(traced.output) is not None
+
+
+def test_numbers_of_rows_are_the_same_for_all_channels():
+    x, index = torch.randn(3, 3), torch.tensor([2, 0, 1])
+    for expand, same in ((lambda i: i.expand(3, -1), False), (lambda i: i[:, None].expand(-1, 3), True),
+                         (lambda i: i[:, None].repeat(1, 3), True), (lambda i: i[None].repeat(3, 1), False)):  # fmt: skip
+        traced = trace(lambda x, i: x.gather(0, expand(i)), x, index)  # noqa: B023
+        assert (repeated_over_channels(traced.output.args[2]) is not None) is same

@@ -1,0 +1,18 @@
+"""Layers of routed experts in all spellings."""
+
+from __future__ import annotations
+
+from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers.graph_view import GraphView
+from megacpp_compile.matchers.moe import dense, grouped, loop, sorted_loops, sorted_tokens
+from megacpp_compile.matchers.moe.routed_experts import RoutedExperts
+
+_SPELLINGS = (loop.find, dense.find, grouped.find, sorted_tokens.find, sorted_loops.find)
+
+
+def find(view: GraphView) -> tuple[list[RoutedExperts | MatchFailure], list[MatchFailure]]:
+    """(every layer, and what is nearly one; why loops are none whose outputs may be weighted elsewhere)."""
+    found = [one for spelling in _SPELLINGS for one in spelling(view)]
+    ungated = list(loop.ungated(view, found))
+    found += [one for one in ungated if isinstance(one, RoutedExperts)]
+    return found, [one for one in ungated if isinstance(one, MatchFailure)]

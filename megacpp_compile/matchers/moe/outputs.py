@@ -1,0 +1,126 @@
+"""Matches gated sums of experts' outputs: of all experts on all tokens, of which gates or indices choose, or one for
+every choice that is written to its place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from megacpp_compile.fx.edit import same_size, value
+from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers.graph_view import GraphView
+from megacpp_compile.matchers.moe import dense, loop
+from megacpp_compile.matchers.moe.experts import Expert
+from megacpp_compile.matchers.moe.factors import Axis, Dims, Factor, longer_dims, seen_as
+from megacpp_compile.matchers.moe.route_axes import Axes
+from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, bounded
+from megacpp_compile.matchers.views import RESHAPES, is_cast
+
+aten = torch.ops.aten
+
+
+def layer_of(
+    view: GraphView, node: Node, axes: Axes, inner: Node, dims: Dims, gate: Factor, out: Axis
+) -> RoutedExperts | MatchFailure | None:
+    """The layer whose sum `node` weights the outputs `inner`, which run over `dims`, by `gate`."""
+    if inner.target is aten.stack.default:
+        return _of_all(view, node, axes, inner, dims, gate, out)
+    if inner.target is aten.gather.default:
+        return _chosen_of_all(view, node, axes, inner, dims, gate, out)
+    written = loop.written(inner) if longer_dims(dims) in map(longer_dims, axes.slots((out,))) else None
+    if written is None or not written.flat and len(dims) != value(written.choices).dim() + 1:
+        return None
+    return _of_written(view, node, axes, gate, written)
+
+
+def _of_all(
+    view: GraphView, node: Node, axes: Axes, inner: Node, dims: Dims, gate: Factor, out: Axis
+) -> RoutedExperts | MatchFailure | None:
+    """The layer that weights the stack `inner` of all experts' outputs by a matrix."""
+    place = dims.index(axes.routes) if axes.routes in dims else -1
+    if place != _stacked_at(inner) or longer_dims(dims[:place] + dims[place + 1 :]) not in map(
+        longer_dims, axes.rows((out,))
+    ):
+        return None
+    found = dense.all_experts(list(inner.args[0]))  # type: ignore[arg-type]
+    if found is None or isinstance(found, MatchFailure):
+        return found
+    return by_matrix(view, node, axes, gate, found[0], found[1])
+
+
+def _stacked_at(stack: Node) -> int:
+    return (stack.args[1] if len(stack.args) > 1 else 0) % value(stack).dim()  # type: ignore[operator]
+
+
+def _chosen_of_all(
+    view: GraphView, node: Node, axes: Axes, inner: Node, dims: Dims, gate: Factor, out: Axis
+) -> RoutedExperts | MatchFailure | None:
+    """The layer that gathers each token's choices `inner` from a stack of all experts' outputs."""
+    stack, dim, index = inner.args
+    while is_cast(stack):  # type: ignore[arg-type]
+        stack = stack.args[0]  # type: ignore[union-attr]
+    place = dims.index(axes.routes) if axes.routes in dims else -1
+    rows = dims[:place] + dims[place + 1 :]
+    if stack.target is not aten.stack.default or place < 0 or axes.choices is None:  # type: ignore[union-attr]
+        return None
+    if dim % len(dims) != place or _stacked_at(stack) != place or place != len(dims) - 2:  # type: ignore[operator, arg-type]
+        return None
+    if longer_dims(rows) not in map(longer_dims, axes.rows((out,))):
+        return None
+    ids = _over_channels(index)  # type: ignore[arg-type]
+    wholes = (d for d in range(len(dims)) if d != place)
+    whole = all(same_size(value(inner).shape[d], value(stack).shape[d]) for d in wholes)
+    if ids is None or not whole:
+        return None
+    found = dense.all_experts(list(stack.args[0]))  # type: ignore[union-attr, arg-type]
+    if found is None or isinstance(found, MatchFailure):
+        return found
+    gates = seen_as(gate, *axes.slots())
+    if gates is None:
+        return MatchFailure(gate.node, "gates", "the gates are in another order than the choices")
+    return bounded(view, RoutedExperts(node, found[0], ids, gates[0], tuple(found[1]), choices=axes.choices))
+
+
+def _over_channels(index: Node) -> Node | None:
+    """The numbers [.., k] of which `index` [.., k, d] repeats each over all channels."""
+    if index.target not in (aten.expand.default, aten.repeat.default):
+        return None
+    one: Any = index.args[0]
+    if value(one).dim() != value(index).dim() or not same_size(value(one).shape[-1], 1):
+        return None
+    if not all(map(same_size, value(one).shape[:-1], value(index).shape[:-1])):
+        return None
+    source = one.args[0]
+    dropped = one.target is aten.unsqueeze.default and one.args[1] in (-1, value(one).dim() - 1)
+    reshaped = one.target in RESHAPES and len(value(source).shape) == value(one).dim() - 1 and all(
+        map(same_size, value(source).shape, value(one).shape)
+    )
+    return source if dropped or reshaped else None
+
+
+def by_matrix(
+    view: GraphView, node: Node, axes: Axes, gate: Factor, x: Node, experts: list[Expert], scaled_input: bool = False
+) -> RoutedExperts | MatchFailure:
+    """The layer in which every expert works on every token, weighted by the matrix that `gate` is a view of."""
+    matrix = seen_as(gate, axes.slots()[0])
+    if matrix is None:
+        return MatchFailure(gate.node, "gates", "the gates are in another order than the tokens")
+    return dense.by_matrix(view, node, matrix[0], x, experts, scaled_input=scaled_input)
+
+
+def _of_written(
+    view: GraphView, node: Node, axes: Axes, gate: Factor, found: loop.Written
+) -> RoutedExperts | MatchFailure | None:
+    """The layer whose experts have written an output for every slot; None where their rows are not the tokens, or the
+    gates lie otherwise: then the experts are a layer without gates."""
+    rows, channels = found.rows, Axis(value(found.rows).shape[-1])
+    x: tuple[Node, int] | None = (rows, 0)
+    if not found.by_token:
+        x = seen_as(Factor(rows, axes.slots((channels,))[1], rows), *axes.rows((channels,)))
+    gates = seen_as(gate, *axes.slots())
+    if x is None or gates is None or axes.choices is None:
+        return None
+    experts = tuple(found.experts)
+    return bounded(view, RoutedExperts(node, x[0], found.choices, gates[0], experts, found.first, choices=axes.choices))

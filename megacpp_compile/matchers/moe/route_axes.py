@@ -1,0 +1,38 @@
+"""The axes of a gated sum over experts, or over a token's choices, and the layouts that rows and slots have."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from megacpp_compile.matchers.moe.factors import Axis, Dims
+
+
+@dataclasses.dataclass(frozen=True)
+class Axes:
+    """`tokens`: the axes of the result but its channels, none for a single token; `routes`: the axis of experts or
+    choices that is summed, none for a single choice."""
+
+    tokens: tuple[Axis, ...]
+    routes: tuple[Axis, ...]
+
+    @property
+    def both(self) -> set[Axis]:
+        return {*self.tokens, *self.routes}
+
+    @property
+    def choices(self) -> int | None:
+        """The number of routes, if it is fixed."""
+        size = self.routes[0].size if self.routes else 1
+        return size if isinstance(size, int) else None
+
+    @property
+    def each(self) -> Dims:
+        return tuple((t,) for t in self.tokens) or ((),)
+
+    def rows(self, *behind: tuple[Axis, ...]) -> list[Dims]:
+        """Both layouts of rows: a dimension for each axis of tokens or one for all, then `behind`."""
+        return [(*self.each, *behind), (self.tokens, *behind)]
+
+    def slots(self, *behind: tuple[Axis, ...]) -> list[Dims]:
+        """Both layouts of slots: a dimension for each axis of tokens and for routes or one for all, then `behind`."""
+        return [(*self.each, self.routes, *behind), ((*self.tokens, *self.routes), *behind)]

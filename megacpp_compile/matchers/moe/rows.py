@@ -1,0 +1,227 @@
+"""Index tensors by which an expert takes its rows: tokens', or those of slots, a token's choices one after the other.
+
+`nonzero` of a mask, a mask itself, and numbers that are read at such places or computed from them: with `token` the
+number of each slot's token, `token[ids == e]` and `nonzero(ids == e) // k` are the tokens that `where(indices == e)`
+gives.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from megacpp_compile.fx.edit import same_size, value
+from megacpp_compile.matchers.moe.gate_matrix import match_chosen, match_chosen_gate, match_column
+from megacpp_compile.matchers.moe.group_ends import SortedIds, slots, sorted_by
+from megacpp_compile.matchers.moe.index_reads import indexed
+from megacpp_compile.matchers.moe.routing import Above, Mask, distinct_choices, match_mask
+from megacpp_compile.matchers.moe.slot_parts import expert_of_part, whole_of
+from megacpp_compile.matchers.moe.slot_rows import numbers_each_slot, order_of_tokens, slot_over
+from megacpp_compile.matchers.views import RESHAPES, is_cast
+
+aten = torch.ops.aten
+_SQUEEZES = (aten.squeeze.dim, aten.squeeze.default, *RESHAPES)
+_FINDS_COLUMNS = (aten.where.default, aten.nonzero_numpy.default)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """An index tensor of the places where `mask` holds.
+
+    Attributes:
+        of: what it numbers: a dimension of the mask; "slot", tokens and their choices in one; "" where it is the mask.
+    """
+
+    mask: Mask
+    of: str
+
+
+def match_rows(node: Any) -> Rows | None:
+    """The places of a mask over tokens, or over slots, that `node` is."""
+    if isinstance(node, Rows):
+        return node
+    if not isinstance(node, Node) or node.op != "call_function" or not isinstance(value(node), torch.Tensor):
+        return None
+    if value(node).dtype is torch.bool:
+        mask = mask_of(node)
+        return Rows(mask, "") if mask is not None and "s" not in mask.dims else None
+    found, column = node, 0
+    targets: tuple[Any, ...] = (aten.nonzero.default,)
+    if node.target in _SQUEEZES:
+        found = node.args[0]  # type: ignore[assignment]
+        if value(node).dim() != 1:
+            return None
+    elif node.target is aten.select.int and node.args[1] in (1, -1):
+        found, column = node.args[0], node.args[2]  # type: ignore[assignment]
+    elif node.target is operator.getitem:
+        found, column = node.args  # type: ignore[assignment]
+        targets = _FINDS_COLUMNS
+        if isinstance(found, Node) and found.target is aten.unbind.int and [*found.args, 0][1] in (1, -1):
+            found, targets = found.args[0], (aten.nonzero.default,)  # type: ignore[assignment]
+    else:
+        return _of_slots(node)
+    if not isinstance(found, Node) or found.target not in targets or not isinstance(column, int):
+        return _of_slots(node)
+    mask = mask_of(found.args[0])
+    if mask is None or node.target in _SQUEEZES and len(mask.dims) != 1:
+        return None
+    return Rows(mask, mask.dims[column % len(mask.dims)])
+
+
+def mask_of(node: Any) -> Mask | None:
+    """The mask of one expert that `node` is, or where its gate is not zero."""
+    mask = match_mask(node)
+    if mask is None:
+        return _where_gated(node)
+    return mask if mask.expert is not None else None
+
+
+def _where_gated(node: Node) -> Mask | None:
+    """The mask of the tokens whose gate for an expert is above zero, or is not zero."""
+    above = node.target is aten.gt.Scalar
+    gate: Any = node
+    if node.target in (aten.gt.Scalar, aten.ne.Scalar):
+        gate = node.args[0] if node.args[1] == 0 else None
+    elif node.target in (aten._to_copy.default, aten.to.dtype) and value(node).dtype is torch.bool:
+        gate = node.args[0]
+    if not isinstance(gate, Node) or not isinstance(value(gate), torch.Tensor) or not value(gate).is_floating_point():
+        return None
+    if (column := match_column(gate)) is not None and (chosen := match_chosen(column[0])) is not None:
+        indices, gates, expert = chosen.indices, Above(column[0], True, above), column[1]
+    elif (own := match_chosen_gate(gate)) is not None and distinct_choices(own[0]):
+        indices, gates, expert = own[0], Above(own[1], False, above), own[2]
+    else:
+        return None
+    n = value(gate).dim()
+    same = n == value(indices).dim() - 1 and all(map(same_size, value(gate).shape, value(indices).shape))
+    return Mask(indices, tuple("tuv"[:n]), expert, any=True, above=gates) if same and 0 < n < 4 else None
+
+
+def _of_slots(node: Node) -> Rows | None:
+    """The tokens of the slots that a mask over slots gives, or an expert's part of the sorted slots."""
+    if (whole := whole_of(node)) is not None:
+        return _of_part(node, whole)
+    if (divided := slot_over(node)) is not None:
+        rows = by_slot(match_rows(divided[0]))
+        whole = rows is not None and same_size(divided[1], choices_of(rows.mask))
+        return Rows(rows.mask, "t") if rows is not None and whole else None
+    read = indexed(node)
+    if read is None or len(read[1]) != 1:
+        return None
+    rows = by_slot(match_rows(read[1][0]))
+    if rows is None or not numbers_each_slot(read[0], tokens_of(rows.mask), choices_of(rows.mask)):
+        return None
+    return Rows(rows.mask, "t")
+
+
+def _of_part(part: Node, numbers: Node) -> Rows | None:
+    """An expert's part of the `numbers` of slots, or of their tokens, in the order of experts."""
+    order = order_of(numbers)
+    ids = None if order is None else sorted_by(order)
+    if ids is None or (expert := expert_of_part(ids, part)) is None:
+        return None
+    mask = in_order(ids, expert)
+    if numbers is order:
+        return Rows(mask, mask.dims[-1] if len(mask.dims) == 1 else "slot")
+    if len(mask.dims) == 1 or not isinstance(choices_of(mask), int):
+        return None
+    return Rows(mask, "t") if order_of_tokens(numbers, tokens_of(mask), choices_of(mask)) is order else None
+
+
+def order_of(numbers: Node) -> Node | None:
+    """The order of experts in which `numbers`, which may be those of slots' tokens, come."""
+    return next((n for n in (numbers, *numbers.all_input_nodes) if sorted_by(n) is not None), None)
+
+
+def in_order(ids: SortedIds, expert: int) -> Mask:
+    """The mask of `expert` over slots that come in the order of experts."""
+    indices = slots(ids.ids)
+    return Mask(indices, ("t",) if value(indices).dim() == 1 else ("t", "s"), expert, order=ids.order)
+
+
+def read_at(node: Node, whole: Node | None = None) -> tuple[Node, list[Any]] | None:
+    """(tensor, its leading indices) of a read by index tensors, or of a part of what was read so; see `Rows`. With
+    `whole` of the same part of that as `node` is of another tensor."""
+    read = indexed(node) if whole is None else None
+    if read is None and whole is None:
+        whole = whole_of(node)
+    while whole is not None and is_cast(whole):
+        whole = whole.args[0]  # type: ignore[assignment]
+    inner = indexed(whole) if whole is not None else None
+    if inner is None or len(inner[1]) != 1:
+        return read
+    rows = _of_part(node, inner[1][0])
+    return None if rows is None else (inner[0], [rows])
+
+
+def by_slot(rows: Rows | None) -> Rows | None:
+    """`rows` of choices in one dimension as slots of tokens, where that is what these choices are."""
+    if rows is None or rows.of == "slot":
+        return rows
+    mask, indices = rows.mask, rows.mask.indices
+    while indices.target in RESHAPES and value(indices).dim() == 1:
+        indices = indices.args[0]  # type: ignore[assignment]
+    if mask.dims != ("t",) or mask.any or mask.choice is not None or value(indices).dim() < 2:
+        return None
+    if not isinstance(value(indices).shape[-1], int):
+        return None
+    return Rows(Mask(indices, ("t", "s"), mask.expert), "slot")
+
+
+def tokens_of(mask: Mask) -> Any:
+    """How many tokens there are, each with as many choices as the last dimension of the indices has entries."""
+    return math.prod(value(mask.indices).shape[:-1])
+
+
+def choices_of(mask: Mask) -> Any:
+    return value(mask.indices).shape[-1]
+
+
+def picked(positions: list[Any], slots: bool = False) -> Mask | None:
+    """The mask over tokens, or if `slots` over their choices, with one dimension for all tokens, of whose true entries
+    `positions` are all the index tensors, in order, or the mask itself."""
+    rows = [match_rows(p) for p in positions]
+    if not rows or any(r is None or r.mask != rows[0].mask for r in rows):  # type: ignore[union-attr]
+        return None
+    mask = rows[0].mask  # type: ignore[union-attr]
+    wanted, given = [*sorted(mask.tokens), *(["s"] if slots else [])], [r.of for r in rows]  # type: ignore[union-attr]
+    if given not in ([""], wanted):
+        return None
+    return mask.flat() if "".join(sorted(mask.tokens)) in "".join(mask.dims) else None
+
+
+def read_by(positions: list[Any]) -> int:
+    """The number of dimensions that `positions` index."""
+    return sum(value(p).dim() if isinstance(p, Node) and value(p).dtype is torch.bool else 1 for p in positions)
+
+
+def read_over(tensor: Node, positions: list[Any], indices: Node, choices: bool) -> bool:
+    """Whether the dimensions of `tensor` that `positions` index are the tokens of `indices`, as they are or in one.
+
+    choices: the last dimension of `indices` is a token's choices.
+    """
+    outer, tokens = value(tensor).shape[: read_by(positions)], value(indices).shape
+    tokens = tokens[:-1] if choices else tokens
+    if len(outer) == 1 < len(tokens):
+        return same_size(outer[0], math.prod(tokens))
+    return len(outer) == len(tokens) and all(map(same_size, outer, tokens))
+
+
+def unread(node: Node, mask: Mask) -> Node | None:
+    """What `node` is the rows of `mask` of."""
+    while is_cast(node):
+        node = node.args[0]  # type: ignore[assignment]
+    read = read_at(node)
+    if read is None or picked(read[1]) != mask:
+        return None
+    return read[0] if read_over(read[0], read[1], mask.indices, has_choices(mask)) else None
+
+
+def has_choices(mask: Mask) -> bool:
+    """Whether the last dimension of the mask's indices is a token's choices."""
+    return mask.choice is not None or mask.any or "s" in mask.dims
