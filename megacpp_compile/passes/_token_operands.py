@@ -14,6 +14,7 @@ from megacpp_compile.matchers.filled import is_filled
 from megacpp_compile.matchers.ssd.axes import Atom, flat
 from megacpp_compile.matchers.ssd.roles import Leaf
 from megacpp_compile.matchers.ssd.tensor_ops import REPEATS, VIEWS
+from megacpp_compile.matchers.token_loops.constants import is_positive
 from megacpp_compile.matchers.token_loops.proof import TokenLoop
 from megacpp_compile.passes._arrange import arrange, leading
 
@@ -35,8 +36,13 @@ class Operands:
     def problem(self) -> tuple[str, str] | None:
         """(tag, reason) where there is no op with these operands."""
         g = self.found.operands.get("g")
-        if g is not None and self.found.decay and any(_chain(n) is None for n in self._whole_nodes(g)):
-            return "decay", "a decay that is no exponential or sigmoid may have no logarithm"
+        if g is not None and self.found.decay and not all(map(_has_logarithm, self._whole_nodes(g))):
+            return "decay", "a decay that is no exponential, sigmoid or known number may have no logarithm"
+        if self.loop.initial is None:
+            own = [leaf.node for role, leaf in self.found.operands.items() if role != "g" and self._is_stacked(leaf)]
+            if any(map(self.loop.lacks_first, own)):
+                return "steps", "what the first step is made of is not what the others are made of"
+            return None
         entering, initial = value(self.found.initial.node), value(self.loop.initial)
         if entering.dim() != initial.dim() or not all(map(same_size, entering.shape, initial.shape)):
             return "state", "the first state has another shape than those behind it"
@@ -44,7 +50,8 @@ class Operands:
 
     def read(self) -> Iterator[Node]:
         """What the op is computed from."""
-        yield self.loop.initial
+        if self.loop.initial is not None:
+            yield self.loop.initial
         for role, leaf in self.found.operands.items():
             for node in self._whole_nodes(leaf):
                 chain = _chain(node) if role == "g" and self.found.decay else None
@@ -70,7 +77,7 @@ class Operands:
         return build(aten.expand_as.default, short, like)
 
     def initial(self, build: Builder, target: Dims) -> Node | None:
-        if is_filled(_seen_through(self.loop.initial)[-1], 0.0):
+        if self.loop.initial is None or is_filled(_seen_through(self.loop.initial)[-1], 0.0):
             return None
         return arrange(build, Leaf(self.loop.initial, self.found.initial.dims), target)
 
@@ -106,6 +113,9 @@ class Operands:
     def _each_token(self, leaf: Leaf) -> bool:
         return self._has_tokens(leaf) or self._is_read(leaf) or leaf.node in self.loop.inside
 
+    def _is_stacked(self, leaf: Leaf) -> bool:
+        return leaf.node in self.loop.inside and not self._has_tokens(leaf) and not self._is_read(leaf)
+
     def _whole_nodes(self, leaf: Leaf) -> list[Node]:
         """What `leaf` of all tokens is: one tensor, or one of each step."""
         if self._has_tokens(leaf):
@@ -128,6 +138,8 @@ class Operands:
             return Leaf(nodes[0], self._with_tokens(leaf.dims, read.dim, read.kept))
         if not self._each_token(leaf):
             return Leaf(nodes[0], leaf.dims)
+        if self.loop.initial is None and self.loop.lacks_first(leaf.node):
+            nodes.insert(0, build(aten.zeros_like.default, nodes[0]))  # no state decays in the first step
         return Leaf(build(aten.stack.default, nodes, 0), (self.t, *leaf.dims))
 
 
@@ -145,9 +157,14 @@ def _chain(decay: Node) -> list[Node] | None:
     return chain if chain[-1].target in _LOGARITHMS else None
 
 
+def _has_logarithm(decay: Node) -> bool:
+    return _chain(decay) is not None or is_positive(decay)
+
+
 def _logarithm(build: Builder, decay: Node) -> Node:
     chain = _chain(decay)
-    assert chain is not None
+    if chain is None:  # of numbers above 0
+        return build(aten.log.default, build.cast(decay, torch.promote_types(value(decay).dtype, torch.float32)))
     *views, made = chain
     node, logarithm = made.args[0], _LOGARITHMS[made.target]
     if logarithm is not None:

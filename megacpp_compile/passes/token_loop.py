@@ -6,7 +6,8 @@ After:  `o, final_state, ... = megacpp.gated_delta_rule(q, k, v, g, beta, S, ...
         `megacpp.gated_linear_attention(q, k, v, g, S, ...)`, or where no token changes the decay of a head (RetNet,
         lightning attention) `megacpp.ssd_scan` with a step of one, which has a kernel. Where one step size is in decays
         and in what is written, `megacpp.ssd_scan` with it. Products of all tokens may be made in front of the loop, and
-        what a step makes of what it reads of the state (a norm, a gate, a skip) stays, of each token
+        what a step makes of what it reads of the state (a norm, a gate, a skip) stays, of each token, as does what
+        is handed on beside the state (a normaliser, a running maximum)
 
 Safe because one step is run small beside the recurrence, and the others are the same graph at the next position
 (`matchers/token_loops/`); what is made in front of the loop is made token by token. The op's own dtype is float32 at
@@ -69,11 +70,11 @@ def _check(view: GraphView, found: TokenLoop) -> Match | MatchFailure:
 
     def rewrite(build: Builder) -> tuple[Node, list[Node]]:
         emit = _steps if found.scan else _scan if not found.delta and operands.one_rate() else _gated
-        node, o, state = emit(build, operands, value(outputs[0]).dtype)
+        node, o, state = emit(build, operands, value(outputs[-1]).dtype)
         new = [arrange(build, o, operands.output())]
         if loop.read is not None:
             several = build(aten.unbind.int, new[0], 0)
-            new = [build.item(several, i) for i in range(loop.count)]
+            new = [build.cast(build.item(several, i), value(each).dtype) for i, each in enumerate(outputs)]
         new += [build.cast(arrange(build, state, found.initial.dims), value(last).dtype)] * len(ends)
         return node, new
 

@@ -78,9 +78,30 @@ def one_step_for_all_heads(x, dt, A, B, C, D, state, size):
     return einsums_within(x, dt[..., :1].expand_as(dt), A, B, C, D, state, size)
 
 
+def from_none(x, dt, A, B, C, D, state, size):
+    """The first step has no state, and reads no decay."""
+    h, out = x.shape[2], []
+    decays, B, C = torch.exp(dt * A), to_heads(B, h), to_heads(C, h)
+    for i in range(x.shape[1]):
+        added = torch.einsum("bhp,bhn->bhpn", x[:, i] * dt[:, i, :, None], B[:, i])
+        state = added if state is None else state * decays[:, i, :, None, None] + added
+        out.append(torch.einsum("bhpn,bhn->bhp", state, C[:, i]) + x[:, i] * D[:, None])
+    return torch.stack(out, 1), state
+
+
+def from_the_number(x, dt, A, B, C, D, state, size):
+    B, C = to_heads(B, x.shape[2]), to_heads(C, x.shape[2])
+    state, out = 0 if state is None else state, []
+    for x_t, dt_t, b, c in zip(x.unbind(1), dt.unbind(1), B.unbind(1), C.unbind(1), strict=True):
+        step = dt_t[..., None, None]
+        state = torch.exp(step * A[:, None, None]) * state + step * x_t[..., None] * b[..., None, :]
+        out.append((state @ c[..., None]).squeeze(-1) + D[:, None] * x_t)
+    return torch.stack(out, 1), state
+
+
 SCANS_BY_TOKEN = {
     f.__name__: f
-    for f in (einsums_within, by_state, weighted_inputs, into_zeros, groups_within, one_step_for_all_heads)
+    for f in (einsums_within, by_state, weighted_inputs, into_zeros, groups_within, one_step_for_all_heads, from_none, from_the_number)
 }
 
 

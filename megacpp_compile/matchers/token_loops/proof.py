@@ -19,14 +19,13 @@ from torch import Tensor, fx
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
-from megacpp_compile.fx.views import is_cast
 from megacpp_compile.matchers.ssd.axes import Atom, Axes, Dim, NoAxes
 from megacpp_compile.matchers.ssd.resize import Resized
 from megacpp_compile.matchers.ssd.resize_rules import RULES
 from megacpp_compile.matchers.ssd.roles import Leaf, arranged
-from megacpp_compile.matchers.ssd.tensor_algebra import Algebra, constants_of, operand_of, tensors
-from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS, ELEMENTWISE, EXPONENTIALS, SAME, VIEWS
+from megacpp_compile.matchers.ssd.tensor_algebra import Algebra
 from megacpp_compile.matchers.token_loops.fronts import last_token, tokens_of
+from megacpp_compile.matchers.token_loops.last_step import LastStep, of_state
 from megacpp_compile.matchers.token_loops.scans import LONGEST, ScanStep
 from megacpp_compile.matchers.token_loops.steps import Loop, NoLoop, dimensions, find_loops
 
@@ -77,8 +76,19 @@ def find_token_loops(graph: fx.Graph) -> Iterator[TokenLoop | NoLoop]:
         algebra = algebra or Algebra(graph, RULES)
         with torch.no_grad():
             found = _told(algebra, loop)
+        if loop.others and not isinstance(found, TokenLoop):
+            found = _beside_others(loop)
         if isinstance(found, TokenLoop) or found is not None and (not loop.wide or found.tag == DIFFERS):
             yield found  # what is read of chunks' states and the like is nobody's loop over tokens
+
+
+def _beside_others(loop: Loop) -> NoLoop | None:
+    """A loop that is none which hands on more than its state, by the largest of what it hands on."""
+    most = max(map(dimensions, loop.others))
+    if value(loop.entering).dim() <= 2 or dimensions(loop.entering) <= most:
+        return None
+    names = ", ".join(n.name for n in sorted(loop.others) if n in loop.alike[-1])
+    return NoLoop(loop.output, "carried", f"each step hands on more than its state: {names}")
 
 
 def _told(algebra: Algebra, loop: Loop) -> TokenLoop | NoLoop | None:
@@ -92,7 +102,7 @@ def _told(algebra: Algebra, loop: Loop) -> TokenLoop | NoLoop | None:
 
 
 def _tried(algebra: Algebra, loop: Loop) -> TokenLoop | NoLoop | None:
-    scan = _scan(algebra, loop)
+    scan = None if loop.others else _scan(algebra, loop)
     if isinstance(scan, TokenLoop):
         return scan
     others: list[TokenLoop | NoLoop | None] = []
@@ -108,7 +118,7 @@ def _tried(algebra: Algebra, loop: Loop) -> TokenLoop | NoLoop | None:
 
 def _read_of_state(loop: Loop) -> Node | None:
     """The first node, smaller than a state, by which alone the state reaches the output, where that is another."""
-    own = sorted(_of_state(loop))
+    own = sorted(of_state(loop))
     for read in own:
         if read is loop.output or dimensions(read) >= dimensions(loop.entering):
             continue
@@ -139,7 +149,7 @@ def _scan(algebra: Algebra, loop: Loop) -> TokenLoop | NoLoop | None:
 
 
 def _proved(algebra: Algebra, loop: Loop, whole: bool) -> TokenLoop | NoLoop | None:
-    step = _Step(algebra, loop, whole)
+    step = LastStep(algebra, loop, whole)
     if whole and not step.taken_whole:
         return None
     if value(loop.entering).dim() < 2 or len(step.leaves) > MOST_OPERANDS:
@@ -156,98 +166,10 @@ def _proved(algebra: Algebra, loop: Loop, whole: bool) -> TokenLoop | NoLoop | N
     return None if tokens is None else _Roles(loop, step, resized, tokens).found()
 
 
-class _Step:
-    """The last step as a subgraph: `leaves` are its operands, what enters from the step before excluded.
-
-    whole: what is made of one of them within the step, such as keys 1 - f beside a decay f, is an operand by itself.
-    """
-
-    def __init__(self, algebra: Algebra, loop: Loop, whole: bool) -> None:
-        self.algebra, self.loop, self.whole = algebra, loop, whole
-        self.taken_whole = False
-        self.inside: set[Node] = set()
-        self.leaves: list[Node] = []
-        self.again: dict[Node, Node] = {}  # reads of what one of the leaves reads
-        self.strange: Node | None = None
-        self.own = _of_state(loop)
-        for n in sorted(self.own):
-            if n not in algebra.nodes:
-                self.strange = self.strange or n
-            self.inside.add(n)
-            for a in tensors(n):
-                if a not in self.own and a is not loop.entering:
-                    self._descend(a)
-        self.outer = sum(value(n).dim() >= 2 for n in self.leaves) >= 3
-
-    def _descend(self, n: Node) -> None:
-        """Follow `n`, which the state does not reach, to operands."""
-        if n in self.inside or n in self.leaves or n in self.again:
-            return
-        if n in self.algebra.constants:
-            self.inside |= constants_of(self.algebra, n)
-        elif self.loop.wide and n in self.loop.reads and dimensions(n) == dimensions(self.loop.entering):
-            source = self.loop.reads[n].source
-            self.inside |= {n, *(a for a in n.all_input_nodes if a is not source)}
-            self._open(source)
-        elif self._is_operand(n):
-            read = self.loop.reads.get(n)
-            same = next((m for m in self.leaves if read and self.loop.reads.get(m) == read), None)
-            if same is None:
-                self.leaves.append(n)
-            else:
-                self.again[n] = same
-        else:
-            self.inside.add(n)
-            for a in tensors(n):
-                self._descend(a)
-
-    def _open(self, n: Node) -> None:
-        """Follow `n`, a state for every token, to the operands of a product that makes it."""
-        opens = n in self.algebra.nodes and n.target in VIEWS | SAME | CONTRACTIONS | {aten.mul.Tensor}
-        if not opens or dimensions(n) <= dimensions(self.loop.entering):
-            leaf, between = operand_of(self.algebra, n)
-            self.inside |= between
-            self.leaves += [leaf] * (leaf not in self.leaves)
-            return
-        self.inside.add(n)
-        for a in tensors(n):
-            self._open(a)
-
-    def _is_operand(self, n: Node) -> bool:
-        """Whether `n` is taken as it is: what is read of a tensor, what is no algebra, and what is as large as the one
-        tensor that it is made of (a norm within the step, for one)."""
-        if n in self.loop.reads or n not in self.algebra.nodes:
-            return True
-        if self.whole and len(tensors(n)) == 1 and n.target in ELEMENTWISE - EXPONENTIALS:
-            self.taken_whole = True
-            return True
-        if is_cast(n) or n.target in EXPONENTIALS or len(tensors(n)) == 1 and n.target is not aten.sum.dim_IntList:
-            return False
-        sources = {self.loop.reads[r].source for r in self.algebra.behind([n]) if r in self.loop.reads}
-        if len(sources) > 1:
-            return False
-        return value(n).numel() == max((value(a).numel() for a in tensors(n)), default=0)
-
-
-def _of_state(loop: Loop) -> set[Node]:
-    """The nodes of the last step that are made of the state that enters it, up to the next and the output."""
-    wanted, pending = set[Node](), [loop.states[-1], loop.output]
-    while pending:
-        n = pending.pop()
-        if n not in wanted and n is not loop.entering and n in loop.inside:
-            wanted.add(n)
-            pending += n.all_input_nodes
-    own: set[Node] = set()
-    for n in sorted(wanted):
-        if any(a is loop.entering or a in own for a in n.all_input_nodes):
-            own.add(n)
-    return own
-
-
 class _Roles:
     """Which leaf is which operand: by atoms where they tell, by trial where they do not."""
 
-    def __init__(self, loop: Loop, step: _Step, resized: Resized, tokens: set[Atom]) -> None:
+    def __init__(self, loop: Loop, step: LastStep, resized: Resized, tokens: set[Atom]) -> None:
         self.loop, self.step, self.r, self.tokens = loop, step, resized, tokens
         self.next = loop.states[-1]
 

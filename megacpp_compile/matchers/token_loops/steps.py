@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import fx
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, value
+from megacpp_compile.matchers.token_loops.alike import Alignment, Different, like
+from megacpp_compile.matchers.token_loops.first_step import Zeros, same_sizes
 from megacpp_compile.matchers.token_loops.tokens import Collected, Read, collected, part_of_several, reads_by_count
+
+aten = torch.ops.aten
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,15 +34,17 @@ class NoLoop:
 
 @dataclasses.dataclass
 class Loop:
-    """states: behind each step; initial: what enters the first. In the last step, `output` is what is collected.
+    """states: behind each step; initial: what enters the first, None where nothing does and the first step is that of a
+    state of 0. In the last step, `output` is what is collected.
 
     alike[i]: the nodes of step i + 1, each with that of step i. inside: all nodes of all steps, `reads` not included.
     wide: what a step reads is as large as a state, as what chunks leave, or all tokens' products of keys and values.
+    others: what steps hand on beside the state, and do not make of it, such as a normaliser or a running maximum.
     read: in the last step, what is taken for its output, where that is made into what is collected within the step.
     """
 
     count: int
-    initial: Node
+    initial: Node | None
     states: list[Node]
     outputs: Collected
     alike: list[dict[Node, Node]]
@@ -47,6 +52,7 @@ class Loop:
     inside: set[Node]
     wide: bool = False
     read: Node | None = None
+    others: set[Node] = dataclasses.field(default_factory=set)
 
     @property
     def entering(self) -> Node:
@@ -57,29 +63,51 @@ class Loop:
     def output(self) -> Node:
         return self.read or self.outputs.parts[-1]
 
+    def made_of_others(self) -> set[Node]:
+        """What of a step is made of what else is handed on."""
+        found: set[Node] = set()
+        for n in sorted(self.inside | self.others):
+            if n in self.others or any(a in found for a in n.all_input_nodes):
+                found.add(n)
+        return found
+
     def taken(self) -> set[Node]:
         """What takes every step's tokens out of whole tensors."""
         found = {n for pairs in self.alike for n in (*pairs, *pairs.values()) if n in self.reads}
         return found | {a for n in found for a in n.all_input_nodes if a is not self.reads[n].source}
 
     def everywhere(self, node: Node) -> list[Node]:
-        """`node`, of the last step, in every step."""
+        """`node`, of the last step, in every step; in all but the first where that lacks it, as a decay of no state."""
         found = [node]
         for pairs in reversed(self.alike):
+            if found[-1] not in pairs:
+                break
             found.append(pairs[found[-1]])
         return found[::-1]
 
-
-class _Different(Exception):
-    """Two steps differ."""
+    def lacks_first(self, node: Node) -> bool:
+        """Whether the first step has no `node`, of the last."""
+        return len(self.everywhere(node)) < self.count
 
 
 def find_loops(graph: fx.Graph) -> Iterator[Loop | NoLoop]:
     """Every chain of states that `graph` carries over the positions of its tensors."""
     nodes = list(graph.nodes)
+    but_first = reads_by_count(nodes, begin=1)
     for count, reads in reads_by_count(nodes).items():
         collectors = collected(nodes, count)
-        yield from _Steps(nodes, count, reads, collectors).loops()
+        found = list(_Steps(nodes, count, reads, collectors).loops())
+        if count in but_first:
+            further = list(_Steps(nodes, count, reads | but_first[count], collectors).loops())
+            found = _with(found, further)
+        yield from found
+
+
+def _with(found: list[Loop | NoLoop], further: list[Loop | NoLoop]) -> list[Loop | NoLoop]:
+    """The loops of `further`, which know of more reads, and of `found` what is none of these."""
+    new = [f for f in further if isinstance(f, Loop)]
+    inside = {n for f in new for n in f.inside}
+    return [f for f in found if (f.states[-1] if isinstance(f, Loop) else f.node) not in inside] + new
 
 
 class _Steps:
@@ -96,6 +124,10 @@ class _Steps:
                     self.step[node] = max(made_of)
         for node in reversed(nodes):
             self._sink(node)
+        self.handed_on: dict[int, set[Node]] = {}
+        for node, at in self.step.items():
+            if self.carried(node):
+                self.handed_on.setdefault(at, set()).add(node)
 
     def _sink(self, node: Node) -> None:
         """What only later positions read of one value, such as a state that decays at a constant rate, is theirs."""
@@ -113,15 +145,20 @@ class _Steps:
             return False
         return any(self.step.get(u, at) > at for u in node.users)
 
+    def _is_state(self, node: Node) -> bool:
+        """Whether `node` is the first token of a tensor, and what the first step leaves: a later position reads it."""
+        return node in self.reads and any(self.step.get(u, 0) > 0 for u in node.users)
+
     def loops(self) -> Iterator[Loop | NoLoop]:
         several = False
-        for first in [n for n in self.step if self.step[n] == 0 and self.carried(n)]:
+        for first in [n for n in self.step if self.step[n] == 0 and (self.carried(n) or self._is_state(n))]:
             chain = [first]
             while len(chain) < self.count - 1:
                 following = [n for n in self._ahead(chain[-1]) if self.carried(n)]
                 if len(following) > 1:  # a state, and what is made of it for later
-                    following = [n for n in following if n.target is first.target and _like(n) == _like(first)]
-                if len(following) > 1 and not several and value(first).dim() > 2 and self._by_token(first):
+                    following = [n for n in following if n.target is first.target and like(n) == like(first)]
+                told = several or first in self.reads or value(first).dim() <= 2
+                if len(following) > 1 and not told and self._by_token(first):
                     several = True
                     yield NoLoop(first, "carried", "more than a state is carried from token to token")
                 if len(following) != 1:
@@ -136,7 +173,10 @@ class _Steps:
                     if isinstance(found, Loop):
                         yield dataclasses.replace(found, wide=True)
                     continue
-                kinds = {(n.target, _like(n)) for n in chain}
+                if isinstance(found, NoLoop) and first in self.reads:
+                    continue
+                others = chain[1:] if len(chain) > 2 and same_sizes(*chain[:2]) else chain
+                kinds = {(n.target, like(n)) for n in others}
                 if isinstance(found, NoLoop) and (len(kinds) > 1 or found.tag == "steps" and len(chain) == 1):
                     continue  # of states that differ in kind nobody made a loop, nor of two positions that differ
                 yield found
@@ -182,105 +222,82 @@ class _Steps:
 
     def _loop(self, chain: list[Node]) -> Loop | NoLoop:
         # The last state is read by no later position: it is what is made as the one before is.
-        last_step = self._ahead(chain[-1])
-        for last in [n for n in last_step if n.target is chain[-1].target]:
+        last_step, refused = self._ahead(chain[-1]), None
+        alike = [n for n in last_step if n.target is chain[-1].target]
+        if len(chain) == 1:  # of two steps, the first may be made without a sum
+            alike += [n for n in last_step if n.target is aten.add.Tensor and n not in alike]
+        for last in alike:
             try:
                 found = self._aligned([*chain, last], set(last_step))
-            except _Different:
+            except Different:
                 continue
-            return found
-        return NoLoop(chain[-1], "steps", f"a value is carried over {self.count} tokens, but not each step is the same")
+            if isinstance(found, Loop):
+                return found
+            refused = refused or found
+        reason = f"a value is carried over {self.count} tokens, but not each step is the same"
+        return refused or NoLoop(chain[-1], "steps", reason)
 
     def _aligned(self, states: list[Node], last_step: set[Node]) -> Loop | NoLoop:
         outputs = [c for c in self.collectors if c.parts[-1] in last_step]
         if len(outputs) != 1:
-            raise _Different
+            raise Different
         (made,) = outputs
-        alike, initial = [], None
-        for i in range(self.count - 1):
-            pairs, entered = self._alike(i, states, made)
-            alike.append(pairs)
-            initial = entered if i == 0 else initial
+        aligned: list[Alignment] = []
+        for i in reversed(range(self.count - 1)):
+            try:
+                one = self._alignment(i, states, made)
+                if one.entered is None:
+                    raise Different
+            except Different:
+                if i or not same_sizes(states[0], states[1]):
+                    raise
+                one = self._alignment(0, states, made, self._zeros(states[0]))
+            aligned.insert(0, one)
+        alike, initial = [one.pairs for one in aligned], aligned[0].entered
+        everything = {n for pairs in alike for both in pairs.items() for n in both}
         if initial is None:
-            raise _Different
-        everything = {n for pairs in alike for n in pairs} | set(alike[0].values())
+            everything |= self._of_one_step([states[1], made.parts[1]])  # with what is 0 of it
         inside = {n for n in everything if n in self.step and n not in self.reads}
         depends = self._depending(states[0], inside, initial)
         for n in sorted(depends - {states[-1]}):
             if any(u not in inside and u is not made.node and u not in made.between for u in n.users):
                 return NoLoop(n, "escapes", "an intermediate of a step is used elsewhere too")
-        return Loop(self.count, initial, states, made, alike, self.reads, inside)
+        others = {n for one in aligned for n in one.carried}
+        if others & depends:
+            raise Different
+        return Loop(self.count, initial, states, made, alike, self.reads, inside, others=others)
 
-    def _depending(self, first: Node, inside: set[Node], initial: Node) -> set[Node]:
+    def _alignment(
+        self, i: int, states: list[Node], made: Collected, zeros: tuple[Zeros, Zeros] | None = None
+    ) -> Alignment:
+        one = Alignment(self.step, self.reads, i, states, self.handed_on.get(i, set()) - {states[i]}, zeros)
+        for behind, before in ((states[i + 1], states[i]), (made.parts[i + 1], made.parts[i])):
+            one.align(behind, before)
+        return one
+
+    def _of_one_step(self, ends: list[Node]) -> set[Node]:
+        """`ends`, and what they are made of within their step."""
+        pending, found = list(ends), set(ends)
+        while pending:
+            n = pending.pop()
+            new = [a for a in n.all_input_nodes if self.step.get(a) == self.step[n] and a not in found]
+            found.update(new)
+            pending += [a for a in new if a not in self.reads]
+        return found
+
+    def _zeros(self, first: Node) -> tuple[Zeros, Zeros]:
+        """What is 0 in the second step where `first`, and what else enters it, is, and what is in the first."""
+        return Zeros(self.step, self.reads, {first} | self.handed_on.get(0, set())), Zeros(self.step, self.reads)
+
+    def _depending(self, first: Node, inside: set[Node], initial: Node | None) -> set[Node]:
         """The nodes that are made of a state."""
         found: set[Node] = set()
         for n in sorted(inside):
-            if n is first or any(a in found or a is initial for a in n.all_input_nodes):
+            if n is first or any(a in found or a is first or a is initial for a in n.all_input_nodes):
                 found.add(n)
         return found
-
-    def _alike(self, i: int, states: list[Node], made: Collected) -> tuple[dict[Node, Node], Node | None]:
-        """(the nodes of step i + 1 with those of step i, the state that enters step i)."""
-        pairs: dict[Node, Node] = {}
-        entered = states[i - 1] if i else None
-
-        def pair(b: Any, a: Any) -> None:
-            """`b`, of step i + 1, has to be `a` of step i."""
-            nonlocal entered
-            if not isinstance(b, Node) or not isinstance(a, Node):
-                if type(a) is not type(b) or a != b:
-                    raise _Different
-                return
-            if b is states[i]:
-                entered = a if entered is None else entered
-                if a is not entered:
-                    raise _Different
-                return
-            if b in pairs:
-                if pairs[b] is not a:
-                    raise _Different
-                return
-            if b in self.reads or a in self.reads:
-                one, other = self.reads.get(b), self.reads.get(a)
-                if one is None or other is None or (one.at, other.at) != (i + 1, i):
-                    raise _Different
-                if dataclasses.replace(one, at=i) != other:
-                    raise _Different
-                pairs[b] = a
-                return
-            if b is a:
-                if b in self.step:
-                    raise _Different  # of one position, in both steps
-                pairs[b] = a
-                return
-            if a.op != "call_function" or a.target is not b.target or a.kwargs.keys() != b.kwargs.keys():
-                raise _Different
-            before, behind = _arguments(a), _arguments(b)
-            if len(before) != len(behind) or _like(a) != _like(b):
-                raise _Different
-            pairs[b] = a
-            todo.extend(zip(behind, before, strict=True))
-
-        todo: list[tuple[Any, Any]] = []
-        for behind, before in ((states[i + 1], states[i]), (made.parts[i + 1], made.parts[i])):
-            todo.append((behind, before))
-            while todo:
-                pair(*todo.pop())
-        return pairs, entered
 
 
 def dimensions(node: Node) -> int:
     """How many dimensions are more than one element long."""
     return sum(not same_size(n, 1) for n in value(node).shape)
-
-
-def _arguments(node: Node) -> list[Any]:
-    flat: list[Any] = []
-    for a in [*node.args, *node.kwargs.values()]:
-        flat += a if isinstance(a, list | tuple) else [a]
-    return flat
-
-
-def _like(node: Node) -> Any:
-    fake = value(node)
-    return (fake.dtype, fake.dim()) if isinstance(fake, torch.Tensor) else None

@@ -98,15 +98,15 @@ def part_of_several(node: Node) -> int | None:
     return whole // own
 
 
-def reads_by_count(nodes: Iterable[Node]) -> dict[int, dict[Node, Read]]:
-    """All reads of tensors every position of which is read, by how many positions there are."""
+def reads_by_count(nodes: Iterable[Node], begin: int = 0) -> dict[int, dict[Node, Read]]:
+    """All reads of tensors every position of which is read, from `begin` on, by how many positions there are."""
     groups: dict[tuple[Node, int, int], dict[Node, Read]] = {}
     for node in nodes:
         if (read := read_of(node)) is not None:
             groups.setdefault((read.source, read.dim, read.count), {})[node] = read
     found: dict[int, dict[Node, Read]] = {}
     for (*_, count), reads in groups.items():
-        if len({r.at for r in reads.values()}) == count:
+        if {r.at for r in reads.values()} == set(range(begin, count)):
             found.setdefault(count, {}).update(reads)
     return found
 

@@ -1,0 +1,53 @@
+"""What a graph makes of numbers alone, such as the rates of RetNet's heads, `1 - 2 ** (-5 - arange(heads))`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from megacpp_compile.fx.edit import value
+
+_MOST_NODES = 64
+_MOST_ELEMENTS = 1 << 14
+
+
+def is_positive(node: Node) -> bool:
+    """Whether every element of `node` is known to be above 0 and finite, as it is made of numbers alone."""
+    made = _made_of_numbers(node)
+    if made is None:
+        return False
+    with torch.no_grad():
+        values: dict[Node, Any] = {}
+        for n in made:
+            args, kwargs = map_arg((n.args, n.kwargs), values.__getitem__)
+            kwargs = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory")}
+            values[n] = n.target(*args, **kwargs)  # type: ignore[operator]
+        result = values[node]
+    return bool((result > 0).all() and result.isfinite().all())
+
+
+def _made_of_numbers(node: Node) -> list[Node] | None:
+    """`node` and all that it is made of, in graph order; None where that is more than numbers, or random."""
+    found, pending = {node}, [node]
+    while pending:
+        n = pending.pop()
+        if len(found) > _MOST_NODES or not _is_known(n):
+            return None
+        new = [a for a in n.all_input_nodes if a not in found]
+        found.update(new)
+        pending += new
+    return sorted(found)
+
+
+def _is_known(n: Node) -> bool:
+    if not isinstance(n.target, torch._ops.OpOverload) or n.target._schema.is_mutable:
+        return False
+    if torch.Tag.nondeterministic_seeded in n.target.tags or "empty" in n.target.name():
+        return False
+    fake = value(n)
+    sizes = fake.shape if isinstance(fake, Tensor) else ()
+    return isinstance(fake, Tensor) and all(isinstance(s, int) for s in sizes) and fake.numel() <= _MOST_ELEMENTS
