@@ -37,14 +37,14 @@ from megacpp_compile.frontend.canonicalize import canonicalize
 from megacpp_compile.frontend.capture import Captured, capture
 from megacpp_compile.frontend.early_writes import ahead_of
 from megacpp_compile.fx import assumptions
-from megacpp_compile.fx.provenance import is_backward, is_whole, module_fqn, outermost_frame, source_line
+from megacpp_compile.fx.provenance import is_backward, is_whole, outermost_frame
 from megacpp_compile.lowerings._registry import semantic_ops
 from megacpp_compile.matchers.recurrences import NAMES, find_recurrences
 from megacpp_compile.matchers.rope.activations import activations
 from megacpp_compile.passes import _assumed as assumed
 from megacpp_compile.passes._attention_sites import as_written, attention_sites, unseen_sites, wanted_by
 from megacpp_compile.passes._buckets import cut_sites
-from megacpp_compile.passes._driver import Outcome, enabled_passes, pass_names, run_passes
+from megacpp_compile.passes._driver import Outcome, enabled_passes, pass_names, recognised, run_passes
 from megacpp_compile.passes._precision_rows import answered, asked, unseen
 from megacpp_compile.passes._required import FrameCount, Requirement
 from megacpp_compile.passes._review import Reviewer
@@ -194,7 +194,7 @@ def _analyse(
         reason = f"internal error: {type(error).__name__}: {error}"[:300]
         return _left_alone(frame, gm, config, reason, fallbacks.DEFECT)
     frame.passes, frame.nodes = outcome.counts, len(captured.gm.graph.nodes)
-    frame.recognised = _recurrences(captured)
+    frame.recognised = outcome.recognised + _recurrences(captured)
     frame.seconds.update(outcome.seconds)
     log.graph("rewritten", captured.gm)
     return Analysis(frame, captured, outcome, shown, swapped=swapped)
@@ -301,7 +301,7 @@ def _plain(
     except _MEANT:
         raise
     except Exception as error:
-        if settings.config.strict or settings.config.policy is None:
+        if settings.config.strict or settings.config.own_policy is None:
             raise
         without = dataclasses.replace(settings, config=dataclasses.replace(settings.config, policy=None))
         compiled = backend.compile_plain(gm, example_inputs, without)
@@ -379,9 +379,7 @@ def _is_own(node: Node) -> bool:
 def _recurrences(captured: Captured) -> list[dict[str, str]]:
     graph = captured.gm.graph
     found = find_recurrences(graph.nodes, activations(graph, captured.weights))
-    return [
-        {"kind": NAMES[r.kind], "fqn": module_fqn(r.node), "source": source_line(r.node)} for r in found if r.kind
-    ]
+    return [recognised(NAMES[r.kind], r.node) for r in found if r.kind]
 
 
 def _frame_name(gm: GraphModule) -> str:

@@ -29,7 +29,7 @@ def switched_off(patches: Mapping[str, Any], policy: bool) -> tuple[str, ...]:
 def why_alone(patches: Mapping[str, Any], config: Config, grad: bool) -> str:
     """Why Inductor has to compile a frame alone, beginning with the settings; "" where it does not have to. Raises
     StagesOffError under `strict`."""
-    settings = switched_off(patches, policy=config.policy is not None and grad)
+    settings = switched_off(patches, policy=config.own_policy is not None and grad)
     if not settings:
         return ""
     off = ", ".join(f"{name}=False" for name in settings)

@@ -37,7 +37,7 @@ def compile_lowered(gm: GraphModule, example_inputs: Sequence[Any], settings: Se
 def compile_plain(gm: GraphModule, example_inputs: Sequence[Any], settings: Settings) -> Callable[..., Any]:
     """Compile a frame exactly as `backend="tpu"` would, but for the policy, if there is one."""
     compiler = backend()
-    if settings.config.policy is None and settings.inner_compile is None:
+    if settings.config.own_policy is None and settings.inner_compile is None:
         if settings.patches:
             log.logger.warning("settings of Inductor have no effect on a TPU: %s", ", ".join(sorted(settings.patches)))
         return compiler(gm, example_inputs)  # type: ignore[no-any-return]

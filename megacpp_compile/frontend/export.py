@@ -58,7 +58,24 @@ def export(gm: GraphModule, fakes: Sequence[Any]) -> tuple[GraphModule, Any]:
 def _export(gm: GraphModule, fakes: Sequence[Any]) -> tuple[GraphModule, Any]:
     exported, signature = aot_export_module(gm, fakes, trace_joint=False, pre_dispatch=True)
     assert isinstance(exported, GraphModule)
+    _drop_idle_tokens(exported, signature)
     return exported, signature
+
+
+def _drop_idle_tokens(gm: GraphModule, signature: Any) -> None:
+    """Take tokens that order effects off inputs and outputs, where none is used in between: an op that is recorded
+    whole (`linalg.inv`, which checks its result) has its effects within itself, and gets tokens when it is lowered."""
+    if not (names := list(getattr(signature, "input_tokens", ()))):
+        return
+    tokens = [n for n in gm.graph.find_nodes(op="placeholder") if n.name in names]
+    output = gm.graph.output_node()
+    passed_on, rest = output.args[0][: len(names)], output.args[0][len(names) :]  # type: ignore[index]
+    if list(passed_on) != tokens or any(set(token.users) != {output} or token in rest for token in tokens):
+        return
+    output.args = (tuple(rest),)
+    for token in tokens:
+        gm.graph.erase_node(token)
+    gm.recompile()
 
 
 def _versions(fakes: Sequence[Any]) -> list[int]:

@@ -39,7 +39,7 @@ def of_tensors(node: Node) -> bool:
 
 
 class Builder:
-    """Emits nodes before `anchor`, with fake values, and with the provenance and the modes of `like`."""
+    """Emits nodes before `anchor`, with fake values, with its modes, and with the provenance of `like`."""
 
     def __init__(
         self, graph: fx.Graph, fake_mode: FakeTensorMode, anchor: Node, like: Node,
@@ -58,8 +58,8 @@ class Builder:
         fake_args, fake_kwargs = fx.map_arg((args, kwargs), value)
         with self.fake_mode, torch.no_grad():
             node.meta["val"] = target(*fake_args, **fake_kwargs)
-        if self.like in self.mode_states:
-            self.mode_states[node] = self.mode_states[self.like]
+        if self.anchor in self.mode_states:
+            self.mode_states[node] = self.mode_states[self.anchor]
         self.emitted.append(node)
         return node
 
@@ -72,20 +72,32 @@ class Builder:
 
 
 def place(
-    inputs: Iterable[Node], outputs: Iterable[Node], like: Node, states: ModeStates
+    inputs: Iterable[Node],
+    outputs: Iterable[Node],
+    like: Node,
+    states: ModeStates,
+    autocast_blind: Set[Any] = frozenset(),
 ) -> tuple[Node, list[Node]] | None:
     """Where an op reading `inputs` and replacing `outputs` can stand: (the node it goes before, the nodes that have to
-    move behind it because they read `outputs` earlier). None where no place behind `inputs` has the modes of `like`."""
+    move behind it because they read `outputs` earlier). None where no place behind `inputs` has the modes of `like`.
+
+    autocast_blind: the ops that may change their autocast region; with any, what goes there may, too.
+    """
     inputs = list(inputs)
     node = max(inputs).next
-    while node.op in ("placeholder", "get_attr") or (node.op != "output" and states[node] != states[like]):
+
+    def fits(node: Node) -> bool:
+        here, there = states[node], states[like]
+        return here.grad == there.grad and (bool(autocast_blind) or here == there)
+
+    while node.op in ("placeholder", "get_attr") or (node.op != "output" and not fits(node)):
         node = node.next
     if node.op == "output":
         return None
     moved = early_users(outputs, node)
-    if any(states[n] != states[like] for n in moved) or set(moved) & set(inputs):
+    if any(states[n] != states[node] and not (fits(n) and n.target in autocast_blind) for n in moved):
         return None
-    return node, moved
+    return None if set(moved) & set(inputs) else (node, moved)
 
 
 def early_users(values: Iterable[Node], anchor: Node) -> list[Node]:

@@ -7,6 +7,8 @@ captured one, pre-dispatch, which has every spelling, and those behind autograd,
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch.fx import Node
 
@@ -42,6 +44,13 @@ IDENTITIES = COPIES | {aten.lift_fresh_copy.default}
 DETACH = aten.detach.default
 # The same shape, perhaps in another dtype or on another device; see `is_cast`.
 CASTS = frozenset({aten._to_copy.default, aten.to.dtype, aten.type_as.default})
+
+# What computes the same in any autocast region: none keeps it from standing in another.
+AUTOCAST_BLIND = (
+    RESHAPES | FOLDS | UNIT_DIMS | PERMUTATIONS | COMPOSITE_PERMUTATIONS | EXPANSIONS | REPETITIONS | PARTS | SPLITS
+    | IDENTITIES | CASTS | {operator.getitem, DETACH, aten.neg.default, aten.mul.Tensor, aten.mul.Scalar}
+    | {aten.add.Tensor, aten.sub.Tensor, aten.div.Tensor, aten.div.Scalar}
+)  # fmt: skip
 
 # Packets of what shares its operand's memory in graphs behind autograd.
 _MEMORY_VIEWS = frozenset(

@@ -81,6 +81,20 @@ def _appended(node: Node, user: Node) -> bool:
     return fits and isinstance(dim, int) and dim % value(node).dim() != value(node).dim() - 1
 
 
+def _is_rows(node: Node, user: Node) -> bool:
+    """Whether `user` is some rows of `node`, each with its channels: a window of the keys, or those that an index
+    lists."""
+    args: list[Any] = [*user.args, *(None,) * 2]
+    last = value(node).dim() - 1
+    if args[0] is not node:
+        return False
+    if user.target in (aten.slice.Tensor, aten.index_select.default):
+        return isinstance(args[1] or 0, int) and (args[1] or 0) % (last + 1) != last
+    if user.target is not aten.index.Tensor or len(args[1]) > last:
+        return False
+    return all(i is None or value(i).dtype != torch.bool for i in args[1])
+
+
 def leaves_graph(root: Node) -> bool:
     """Whether the graph returns `root`, perhaps through views, casts, copies and scalings, so that another graph may
     hold its readers."""
@@ -105,7 +119,7 @@ def _follow(root: Node) -> tuple[list[Reader], set[Node]]:
                 if isinstance(value(user), torch.Tensor):
                     seen.add(user)
                     stack.append(user)
-            elif user not in seen and (_appended(node, user) or _is_gain_of(user)):
+            elif user not in seen and (_appended(node, user) or _is_rows(node, user) or _is_gain_of(user)):
                 seen.add(user)
                 stack.append(user)
     return found, seen

@@ -57,7 +57,7 @@ def match_adapted(node: Node) -> Adapted | None:
         return Adapted(node, linear, (), frozenset())
     internal: set[Node] = set()
     terms: list[Linear | LowRank] = []
-    if uncast(node).target is not aten.add.Tensor or not _flatten(node, terms, internal, node):
+    if uncast(node).target not in _SUMS or not _flatten(node, terms, internal, node):
         return None
     bases = [t for t in terms if isinstance(t, Linear)]
     paths = tuple(t for t in terms if isinstance(t, LowRank))
@@ -78,25 +78,29 @@ def _flatten(node: object, terms: list[Linear | LowRank], internal: set[Node], t
     internal.add(node)
     if is_cast(node):
         return _flatten(node.args[0], terms, internal, top)
-    if node.target is aten.add.Tensor:
+    if node.target in _SUMS:
         alpha = node.kwargs.get("alpha", 1)
+        if node.target is aten.sub.Tensor:
+            if isinstance(alpha, Node):
+                return False
+            alpha = -alpha  # type: ignore[operator]
         if not _flatten(node.args[0], terms, internal, top):
             return False
         before = len(terms)
         if not _flatten(node.args[1], terms, internal, top):
             return False
         return alpha == 1 or _scale(terms, before, alpha)
-    if _is_scaling(node):
+    if (factor := _factor(node)) is not None:
         before = len(terms)
-        return _flatten(node.args[0], terms, internal, top) and _scale(terms, before, node.args[1])
+        return _flatten(node.args[0], terms, internal, top) and _scale(terms, before, factor)
     up = match_linear(node)
     if up is None:
         return False
     rows: set[Node] = set()
     step, factors = up.x, list[object]()
-    while is_cast(step) or _is_scaling(step):
+    while is_cast(step) or _factor(step) is not None:
         rows.add(step)
-        factors += [step.args[1]] if _is_scaling(step) else []
+        factors += [] if is_cast(step) else [_factor(step)]
         step = step.args[0]  # type: ignore[assignment]
     down = match_linear(step)
     if down is None or not _narrow(down, up):
@@ -109,9 +113,17 @@ def _flatten(node: object, terms: list[Linear | LowRank], internal: set[Node], t
     return once and all(_scale(terms, len(terms) - 1, factor) for factor in factors)
 
 
-def _is_scaling(node: Node) -> bool:
-    """Whether `node` multiplies by a number."""
-    return node.target in (aten.mul.Tensor, aten.mul.Scalar) and not isinstance(value(node.args[1]), torch.Tensor)
+_SUMS = (aten.add.Tensor, aten.sub.Tensor)
+
+
+def _factor(node: Node) -> object | None:
+    """The number that `node` multiplies by, or None. One that it divides by has to be written in the graph."""
+    if node.target is aten.neg.default:
+        return -1.0
+    if node.target in (aten.mul.Tensor, aten.mul.Scalar) and not isinstance(value(node.args[1]), torch.Tensor):
+        return node.args[1]
+    by = node.args[1] if node.target in (aten.div.Tensor, aten.div.Scalar) and not node.kwargs else None
+    return 1.0 / by if isinstance(by, (int, float)) and by else None
 
 
 def _narrow(down: Linear, up: Linear) -> bool:

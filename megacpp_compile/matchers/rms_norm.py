@@ -16,7 +16,7 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, value
-from megacpp_compile.fx.views import is_cast
+from megacpp_compile.fx.views import EXPANSIONS, is_cast
 from megacpp_compile.matchers.numbers import is_number, number_of
 
 aten = torch.ops.aten
@@ -205,11 +205,16 @@ def _is_root(node: Node) -> bool:
 
 
 def _peel(node: Any, through: set[Node]) -> Any:
-    """Casts, and dimensions of size 1 put back after a reduction without keepdim."""
-    while isinstance(node, Node) and (is_cast(node) or node.target is aten.unsqueeze.default):
+    """Casts, dimensions of size 1 put back after a reduction without keepdim, a statistic repeated along channels."""
+    while isinstance(node, Node) and (is_cast(node) or node.target is aten.unsqueeze.default or _is_repeated(node)):
         through.add(node)
         node = node.args[0]
     return node
+
+
+def _is_repeated(node: Node) -> bool:
+    """Whether `node` has the one number of each token that its argument has, once for each channel."""
+    return node.target in EXPANSIONS and same_size(value(node.args[0]).shape[-1], 1)
 
 
 def _root(factor: Any, under: bool) -> tuple[Node, Any, set[Node]] | None:
@@ -257,8 +262,11 @@ def _root(factor: Any, under: bool) -> tuple[Node, Any, set[Node]] | None:
 
 
 def _under_root(node: Any) -> bool:
+    """Whether `node` is a root, or the norm of a vector, perhaps times a number."""
     node = _strip_casts(node)
-    return isinstance(node, Node) and (node.target is aten.sqrt.default or (
+    while isinstance(node, Node) and node.target in _MUL | _DIV and is_number(node.args[1]):
+        node = _strip_casts(node.args[0])
+    return isinstance(node, Node) and (node.target in (aten.sqrt.default, aten.linalg_vector_norm.default) or (
         node.target is aten.pow.Tensor_Scalar and node.args[1] == 0.5))  # fmt: skip
 
 

@@ -27,7 +27,7 @@ from megacpp_compile.lowerings._registry import semantic_ops
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.passes._rewriting import OVERLAP, Rewriter
-from megacpp_compile.passes._rule import Match, Pass
+from megacpp_compile.passes._rule import Match, Pass, Recognised
 from megacpp_compile.report.records import MissedFusion, Site
 
 
@@ -65,6 +65,7 @@ class Outcome:
     """What the passes did to one frame.
 
     `op_nodes` are the nodes of the ops, in the order of `sites`; `replaced` has the site of each `Match.node`.
+    `recognised`: what passes know and leave, as the report has it.
     """
 
     sites: list[Site]
@@ -73,6 +74,7 @@ class Outcome:
     seconds: dict[str, float]
     op_nodes: list[Node]
     replaced: dict[Node, Site] = dataclasses.field(default_factory=dict)
+    recognised: list[dict[str, str]] = dataclasses.field(default_factory=list)
 
 
 # (pass, match, the nodes that now carry match.outputs, site) -> why the rewrite must be undone, or None.
@@ -145,8 +147,9 @@ def _run(p: Pass, views: _Views, config: Config, review: Review | None, out: Out
     most = 0  # sites there can be: a pass that finds ever more of them has an end, too
     while True:
         view = views.current()
-        candidates = _find(p, view, config, out)
-        matches = sum(isinstance(found, Match) for found in candidates)
+        found = _find(p, view, config, out)
+        candidates = [one for one in found if not isinstance(one, Recognised)]
+        matches = sum(isinstance(one, Match) for one in candidates)
         most = most or matches
         rewriter = Rewriter(view, {*out.op_nodes, *(op_node for _, op_node, _ in made)})
         new, failures = _apply(p, candidates, rewriter, review)
@@ -157,6 +160,7 @@ def _run(p: Pass, views: _Views, config: Config, review: Review | None, out: Out
         overlaps |= waiting
         if not waiting or not new or len(made) >= most:
             break
+    out.recognised += [recognised(one.kind, one.node) for one in found if isinstance(one, Recognised)]
     failures = [failure for failure in failures if failure.tag != OVERLAP]
     failures += [overlap for node, overlap in overlaps.items() if not node._erased]  # else it is part of a site now
     out.misses += [missed(p.name, failure) for failure in failures]
@@ -188,7 +192,7 @@ def _apply(
     return made, failures
 
 
-def _find(p: Pass, view: GraphView, config: Config, out: Outcome) -> list[Match | MatchFailure]:
+def _find(p: Pass, view: GraphView, config: Config, out: Outcome) -> list[Match | MatchFailure | Recognised]:
     """What `p` finds; nothing where it fails, as one pass's defect must not stop the others."""
     try:
         return list(p.find(view))
@@ -226,6 +230,11 @@ def _hold_to_the_graph(out: Outcome, given: Set[Node], graph: torch.fx.Graph, st
         out.misses.append(MissedFusion(site.pass_name, site.fqn, site.source, site.node, tag, str(error)))
         out.counts[site.pass_name] -= 1
         out.replaced = {match: at for match, at in out.replaced.items() if at is not site}
+
+
+def recognised(kind: str, node: Node) -> dict[str, str]:
+    """How the report has what has no op, or needs none."""
+    return {"kind": kind, "fqn": module_fqn(node), "source": source_line(node)}
 
 
 def missed(pass_name: str, refusal: MatchFailure) -> MissedFusion:

@@ -17,10 +17,12 @@ from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.views import is_reshape
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
-from megacpp_compile.matchers.linear import Linear, match_linear
+from megacpp_compile.matchers.linear import Linear, match_linear, match_projection
+from megacpp_compile.matchers.low_rank import Adapted
 from megacpp_compile.matchers.rms_norm import RmsNorm, match_rms_norm
-from megacpp_compile.matchers.views import is_cast
-from megacpp_compile.passes._latent import is_residual, latent_of
+from megacpp_compile.matchers.views import is_cast, is_outer_view, lane_slice
+from megacpp_compile.passes._latent import Latent, is_residual, latent_of
+from megacpp_compile.passes._norm import depends
 
 aten = torch.ops.aten
 
@@ -51,6 +53,36 @@ def behind_a_latent(source: Node, up: Linear) -> bool:
     return False
 
 
+def beside_no_path(norm: RmsNorm, up: Linear) -> MatchFailure | None:
+    """Why a norm of what was nearly a latent is none: its down-projection, which is narrow, is multiplied by a tensor
+    or added to what is no low-rank path (DoRA, a gate).
+
+    Whatever is added comes from what the down-projection reads. So no residual does, to which an MLP's output is added.
+    """
+    node, cut = norm.x, lane_slice(norm.x)
+    while cut is not None or is_outer_view(node) or is_cast(node):
+        node = node.args[0] if cut is None else cut[0]  # type: ignore[assignment]
+        cut = lane_slice(node)
+    stack, seen, sums = [node], set[Node](), list[Node]()
+    width = value(node).shape[-1]
+    while stack and len(seen) < _STEPS:
+        step = stack.pop()
+        if step in seen or step.op != "call_function":
+            continue
+        seen.add(step)
+        linear = match_linear(step)
+        if linear is not None and step is not node and linear.out_features == width:
+            latent = Latent(Adapted(step, linear, (), frozenset()), 0, value(norm.x).shape[-1], [])
+            x = {linear.x}
+            if latent.narrows(up) and all(depends(a, x) for s in sums for a in s.all_input_nodes):
+                why = "stands between the down-projection and the norm, and is no sum with low-rank paths"
+                return MatchFailure(node, "no-path", f"{node.name} {why}")
+        elif _name(step) in ("mul", "div", "add", "sub") or is_cast(step):
+            sums += [step] if is_residual(step) else []
+            stack += [a for a in step.args[:2] if isinstance(a, Node)]
+    return None
+
+
 def stranded(view: GraphView, seen: set[Node]) -> Iterator[MatchFailure]:
     """Norms of a latent that reach their up-projection only through something else."""
     for node in view.graph.nodes:
@@ -68,7 +100,7 @@ def stranded(view: GraphView, seen: set[Node]) -> Iterator[MatchFailure]:
                     why = "its input's gradient is summed over ranks before the norm's backward"
                     yield MatchFailure(step, "dtensor", f"the up-projection is {described(step)}: {why}")
                 break
-            ups = [up for up in map(match_linear, (step, *step.users)) if up is not None]
+            ups = [up for up in map(match_projection, (step, *step.users)) if up is not None]
             if ups:
                 blocker = next(iter(norm.node.users))
                 if any(map(latent.narrows, ups)):

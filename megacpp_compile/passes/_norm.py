@@ -11,7 +11,7 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import Builder, value
 from megacpp_compile.lowerings._sum_gradient import sum_gradient
 from megacpp_compile.matchers._match import MatchFailure
-from megacpp_compile.matchers.linear import Linear, match_linear
+from megacpp_compile.matchers.linear import Linear, match_projection
 from megacpp_compile.matchers.rms_norm import NoNorm, RmsNorm, match_rms_norm
 from megacpp_compile.matchers.views import consumers, is_cast, is_outer_view
 
@@ -65,7 +65,7 @@ def fold_scaling(norm: RmsNorm, link: Callable[[Node], bool] = between) -> list[
 
 def reads(user: Node, read: Node) -> Linear | None:
     """The linear that `user` is and that projects `read`."""
-    linear = match_linear(user)
+    linear = match_projection(user)
     return linear if linear is not None and linear.x is read and linear.w is not read else None
 
 
@@ -76,7 +76,7 @@ def projections(norm: RmsNorm) -> tuple[list[tuple[Linear, list[Node]]], MatchFa
     for user, read, chain in uses:
         up = reads(user, read)
         if up is None:
-            linear = any(match_linear(u) is not None for u, _, _ in uses)
+            linear = any(match_projection(u) is not None for u, _, _ in uses)
             what = "the normed value is used elsewhere too" if linear else "no linear follows the norm directly"
             at = read if user.op == "output" else user  # the output itself has no place in the source
             return [], MatchFailure(at, "escapes" if linear else "no-up", f"{what} ({user.name})")

@@ -42,14 +42,16 @@ class Rewriter:
         if not (self.unread | self.waiting).isdisjoint([*match.inputs, *match.outputs]):
             return self._overlap(match)
         view, states = self.view, self.view.mode_states
-        where = place(match.inputs, match.outputs, match.node, states)
+        where = place(match.inputs, match.outputs, match.node, states, match.autocast_blind)
         if where is None:
             return MatchFailure(match.node, *REGION)
         anchor, moved = where
         build = Builder(view.graph, view.fake_mode, anchor, match.node, states)
         op_node, new = match.rewrite(build)
         if build.emitted:
-            move_behind([n for n in moved if not n._erased], build.emitted[-1])
+            moved = [n for n in moved if not n._erased]
+            move_behind(moved, build.emitted[-1])
+            states |= dict.fromkeys(moved, states[anchor])
         plain = _plain(match)  # an output may be what another is computed from: the plain subgraph stays whole
         for old, node in zip(match.outputs, new, strict=True):
             old.replace_all_uses_with(node, delete_user_cb=lambda user: user not in plain)

@@ -50,7 +50,7 @@ def in_memory_order(head: Head, *others: Head) -> tuple[Rotation, list[int]]:
     the model sees, and the order is the one the plain result had.
     """
     source = head.main.source
-    shown = next((h for h in (head, *others) if _strides_show(h.root)), None)
+    shown = next((h for h in (head, *others) if strides_show(h.root)), None)
     if shown is not None:
         strides = value(shown.root).stride()[:-1]
     else:  # a dimension of size 1 may be the head's alone; it lies anywhere, so in front
@@ -60,8 +60,10 @@ def in_memory_order(head: Head, *others: Head) -> tuple[Rotation, list[int]]:
     return reordered(head.rotation, order), order
 
 
-# Ops that put rotated channels where attention reads them.
-_MOVES = RESHAPES | FOLDS | UNIT_DIMS | PERMUTATIONS | EXPANSIONS | COPIES | CASTS | PARTS | {aten.cat.default}
+# Ops that put rotated channels where attention reads them, such as a cache.
+_MOVES = RESHAPES | FOLDS | UNIT_DIMS | PERMUTATIONS | EXPANSIONS | COPIES | CASTS | PARTS | {
+    aten.cat.default, aten.slice_scatter.default, aten.index_put.default, aten.index_copy.default,
+}  # fmt: skip
 # Ops whose result has one layout for any strides of the operands.
 _SETTLED = {
     aten.matmul.default, aten.bmm.default, aten.mm.default, aten.einsum.default, aten.linear.default,
@@ -69,7 +71,7 @@ _SETTLED = {
 }  # fmt: skip
 
 
-def _strides_show(root: Node) -> bool:
+def strides_show(root: Node) -> bool:
     """Whether `root`'s strides, or those of something that inherits them, reach the frame's output or a foreign op."""
     pending, seen = [root], {root}
     while pending:
@@ -104,6 +106,18 @@ def reordered(rotation: Rotation, order: list[int]) -> Rotation:
 
     nope = None if rotation.nope is None else turned(rotation.nope)
     parts = {name: turned(getattr(rotation, name)) for name in ("rope", "cos", "sin")}
+    return dataclasses.replace(rotation, nope=nope, **parts)
+
+
+def with_dimension(rotation: Rotation, at: int) -> Rotation:
+    """`rotation` with an outer dimension of size 1 at `at` in all it refers to."""
+
+    def longer(x: Any) -> Any:
+        dims = x.source.dims
+        return dataclasses.replace(x, source=dataclasses.replace(x.source, dims=(*dims[:at], -1, *dims[at:])))
+
+    nope = None if rotation.nope is None else longer(rotation.nope)
+    parts = {name: longer(getattr(rotation, name)) for name in ("rope", "cos", "sin")}
     return dataclasses.replace(rotation, nope=nope, **parts)
 
 
@@ -152,9 +166,12 @@ def arrange(build: Builder, source: Source, start: int, width: int, step: int = 
 
 
 def table(build: Builder, entries: Table) -> Node:
-    """The node that holds `entries` of a cos or sin table."""
+    """The node that holds `entries` of a cos or sin table, in float32 at least where that takes a product."""
     node = arrange(build, entries.source, entries.start, entries.width, entries.step)
-    return build(aten.neg.default, node) if entries.negative else node
+    if abs(entries.factor) == 1:
+        return node if entries.factor > 0 else build(aten.neg.default, node)
+    wide = build.cast(node, torch.promote_types(value(node).dtype, torch.float32))
+    return build(aten.mul.Tensor, wide, entries.factor)
 
 
 def part(build: Builder, channels: Part) -> Node:

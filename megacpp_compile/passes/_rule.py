@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from typing import Any, Protocol
 
 from torch.fx import Node
 
@@ -16,11 +16,15 @@ from megacpp_compile.matchers.graph_view import GraphView
 REGION = ("region", "its inputs are ready only under another grad or autocast mode")
 
 
-def in_other_modes(view: GraphView, nodes: Iterable[Node], root: Node) -> MatchFailure | None:
-    """The first of `nodes` that runs under other grad or autocast modes than `root`, as a reason to leave them."""
+def in_other_modes(view: GraphView, nodes: Iterable[Node], root: Node, autocast: bool = True) -> MatchFailure | None:
+    """The first of `nodes` that runs under another grad mode than `root` or, with `autocast`, another autocast mode, as
+    a reason to leave them."""
+    there = view.mode_states[root]
     for node in nodes:
-        if view.mode_states[node] != view.mode_states[root]:
-            return MatchFailure(node, "region", "part of it runs under another grad or autocast mode")
+        here = view.mode_states[node]
+        if here.grad != there.grad or autocast and here != there:
+            modes = "grad or autocast mode" if autocast else "grad mode"
+            return MatchFailure(node, "region", f"part of it runs under another {modes}")
     return None
 
 
@@ -30,6 +34,8 @@ class Match:
 
     rewrite: emits, by the builder it is given, what computes `outputs` from `inputs`; returns the op's node and the
     nodes that are to carry `outputs`, in order. The driver has chosen the place, and puts them there.
+    autocast_blind: the ops that may change their autocast region as the op may; none where autocast decides what the
+    rewrite emits.
     note: what was decided, for the report. forward_only: nothing differentiates it, and its op has no gradient.
     ends: the input whose last entry says how many rows of inputs and outputs there are; plain code leaves those behind
     unwritten. None where it writes all.
@@ -41,6 +47,7 @@ class Match:
     inputs: list[Node]
     outputs: list[Node]
     rewrite: Callable[[Builder], tuple[Node, list[Node]]]
+    autocast_blind: Set[Any] = frozenset()
     ends: Node | None = None
     note: str = ""
     forward_only: bool = False
@@ -48,16 +55,25 @@ class Match:
     dies: Node | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class Recognised:
+    """What a pass knows and leaves as it is written, as its op would do no better: no near miss. `kind`: what it is."""
+
+    node: Node
+    kind: str
+
+
 class Pass(Protocol):
     """A module in `passes/` that defines these names.
 
     name: the report's name and the file's; op: the semantic op it makes; after: passes that must have run before.
     A pass that runs only where it is asked for says `by_default = False`.
-    find: changes neither the graph nor a node's meta; yields what it found and what it nearly found, in graph order.
+    find: changes neither the graph nor a node's meta; yields what it found, what it nearly found, and what it knows but
+    leaves, in graph order.
     """
 
     name: str
     op: str
     after: tuple[str, ...]
 
-    def find(self, view: GraphView) -> Iterator[Match | MatchFailure]: ...
+    def find(self, view: GraphView) -> Iterator[Match | MatchFailure | Recognised]: ...

@@ -35,7 +35,7 @@ class Operands:
     def problem(self) -> tuple[str, str] | None:
         """(tag, reason) where there is no op with these operands."""
         g = self.found.operands.get("g")
-        if g is not None and self.found.decay and _chain(self._source(g) if self._is_read(g) else g.node) is None:
+        if g is not None and self.found.decay and any(_chain(n) is None for n in self._whole_nodes(g)):
             return "decay", "a decay that is no exponential or sigmoid may have no logarithm"
         entering, initial = value(self.found.initial.node), value(self.loop.initial)
         if entering.dim() != initial.dim() or not all(map(same_size, entering.shape, initial.shape)):
@@ -46,8 +46,7 @@ class Operands:
         """What the op is computed from."""
         yield self.loop.initial
         for role, leaf in self.found.operands.items():
-            nodes = [self._source(leaf)] if self._is_read(leaf) else self._steps(leaf)
-            for node in nodes:
+            for node in self._whole_nodes(leaf):
                 chain = _chain(node) if role == "g" and self.found.decay else None
                 yield node if chain is None else chain[-1].args[0]  # type: ignore[misc]
 
@@ -71,17 +70,20 @@ class Operands:
         return build(aten.expand_as.default, short, like)
 
     def initial(self, build: Builder, target: Dims) -> Node | None:
-        if is_filled(self.loop.initial, 0.0):
+        if is_filled(_seen_through(self.loop.initial)[-1], 0.0):
             return None
         return arrange(build, Leaf(self.loop.initial, self.found.initial.dims), target)
 
     def output(self) -> Dims:
-        """The dimensions of all outputs put together."""
+        """The dimensions of all outputs put together; tokens first where each step makes more of its own."""
+        if self.loop.read is not None:
+            return (self.t, *self.found.output.dims)
         return self._with_tokens(self.found.output.dims, self.loop.outputs.dim, self.loop.outputs.kept)
 
     def groups(self) -> tuple[Any, ...]:
         """The atoms of the heads that queries and keys differ in, if those lead: one head for each; else all."""
-        return leading([self.found.operands["q"], self.found.operands["k"]], self.h)
+        names = ("B", "C") if self.found.scan else ("q", "k")
+        return leading([self.found.operands[name] for name in names], self.h)
 
     def one_rate(self) -> bool:
         """Whether there is no gate, or one of each head that no token changes."""
@@ -97,13 +99,19 @@ class Operands:
     def _is_read(self, leaf: Leaf) -> bool:
         return leaf.node in self.loop.reads
 
+    def _has_tokens(self, leaf: Leaf) -> bool:
+        """Whether `leaf` is of all tokens itself: what is made of it in front of the loop is read."""
+        return any(set(d) & self.found.tokens for d in leaf.dims)
+
     def _each_token(self, leaf: Leaf) -> bool:
-        return self._is_read(leaf) or leaf.node in self.loop.inside
+        return self._has_tokens(leaf) or self._is_read(leaf) or leaf.node in self.loop.inside
 
-    def _source(self, leaf: Leaf) -> Node:
-        return self.loop.reads[leaf.node].source
-
-    def _steps(self, leaf: Leaf) -> list[Node]:
+    def _whole_nodes(self, leaf: Leaf) -> list[Node]:
+        """What `leaf` of all tokens is: one tensor, or one of each step."""
+        if self._has_tokens(leaf):
+            return [leaf.node]
+        if self._is_read(leaf):
+            return [self.loop.reads[leaf.node].source]
         return self.loop.everywhere(leaf.node) if leaf.node in self.loop.inside else [leaf.node]
 
     def _with_tokens(self, dims: Sequence[Any], at: int, kept: bool) -> Dims:
@@ -111,24 +119,29 @@ class Operands:
 
     def _whole(self, build: Builder, role: str) -> Leaf:
         leaf = self.found.operands[role]
-
-        def taken(node: Node) -> Node:
-            return _logarithm(build, node) if role == "g" and self.found.decay else node
-
+        logarithms = role == "g" and self.found.decay
+        nodes = [_logarithm(build, n) if logarithms else n for n in self._whole_nodes(leaf)]
+        if self._has_tokens(leaf):
+            return Leaf(nodes[0], tuple(self.t if set(d) & self.found.tokens else d for d in leaf.dims))
         if self._is_read(leaf):
             read = self.loop.reads[leaf.node]
-            return Leaf(taken(read.source), self._with_tokens(leaf.dims, read.dim, read.kept))
-        nodes = [taken(n) for n in self._steps(leaf)]
+            return Leaf(nodes[0], self._with_tokens(leaf.dims, read.dim, read.kept))
         if not self._each_token(leaf):
             return Leaf(nodes[0], leaf.dims)
         return Leaf(build(aten.stack.default, nodes, 0), (self.t, *leaf.dims))
 
 
-def _chain(decay: Node) -> list[Node] | None:
-    """`decay`, views and casts behind it, and the exponential or sigmoid whose view it is."""
-    chain = [decay]
+def _seen_through(node: Node) -> list[Node]:
+    """`node`, what it is a view or a cast of, and so on."""
+    chain = [node]
     while chain[-1].target in _SHAPED and isinstance(chain[-1].args[0], Node):
         chain.append(chain[-1].args[0])
+    return chain
+
+
+def _chain(decay: Node) -> list[Node] | None:
+    """`decay`, views and casts behind it, and the exponential or sigmoid whose view it is."""
+    chain = _seen_through(decay)
     return chain if chain[-1].target in _LOGARITHMS else None
 
 

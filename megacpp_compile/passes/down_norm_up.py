@@ -31,11 +31,11 @@ from megacpp_compile.fx.edit import Builder, place, value
 from megacpp_compile.lowerings._sum_gradient import sum_gradient
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
-from megacpp_compile.matchers.linear import Linear, match_linear
+from megacpp_compile.matchers.linear import Linear, match_projection
 from megacpp_compile.matchers.rms_norm import NoNorm, RmsNorm
 from megacpp_compile.matchers.views import consumers, replay
 from megacpp_compile.passes._latent import Beside, Latent, beside, frozen, keeps, latent_of
-from megacpp_compile.passes._latent_misses import behind_a_latent, stranded
+from megacpp_compile.passes._latent_misses import behind_a_latent, beside_no_path, stranded
 from megacpp_compile.passes._norm import between_ranks, depends, escaping, fold_scaling, gain_of, norm_before, reads
 from megacpp_compile.passes._rule import Match, in_other_modes
 
@@ -80,7 +80,7 @@ def find(view: GraphView) -> Iterator[Match | MatchFailure]:
     seen: set[Node] = set()
     several = dict(_several(view))
     for node in view.graph.nodes:
-        up = match_linear(node)
+        up = match_projection(node)
         if up is None or node in done:
             continue
         source, norm = norm_before(up, between_ranks)
@@ -105,7 +105,7 @@ def _several(view: GraphView) -> Iterator[tuple[Node, Match]]:
     """(norm, match) for latents that one down-projection makes side by side, where every one of them matches."""
     latents: dict[Node, dict[int, tuple[int, RmsNorm, Linear]]] = {}
     for node in view.graph.nodes:
-        up = match_linear(node)
+        up = match_projection(node)
         norm = norm_before(up, between_ranks)[1] if up is not None else None
         if up is not None and isinstance(norm, RmsNorm) and (found := latent_of(norm.x)) is not None:
             latents.setdefault(found.down.node, {}).setdefault(found.start, (found.size, norm, up))
@@ -135,7 +135,7 @@ def _check(
     """
     latent = latent_of(norm.x)
     if latent is None:
-        return None  # the norm of a residual stream, not of a latent
+        return beside_no_path(norm, up)  # or the norm of a residual stream, not of a latent
     found = _site(view, norm, latent, part)
     refusal = _refusal(view, found) if isinstance(found, _Site) else found
     if refusal is not None:
@@ -154,7 +154,7 @@ def _site(view: GraphView, norm: RmsNorm, latent: Latent, part: tuple[int, int] 
     ups, others, groups = [], [], set()
     for user, read, chain in fold_scaling(norm, between_ranks):
         up = reads(user, read)
-        if up is not None and view.mode_states[user] == view.mode_states[norm.node]:
+        if up is not None and view.mode_states[user] == view.mode_states[latent.down.node]:
             sums = [link for link in chain if link.target is sum_gradient]
             groups.add(tuple(link.args[1] for link in sums))
             ups.append((up, latent.views + [link for link in chain if link not in sums]))
@@ -189,8 +189,11 @@ def _refusal(view: GraphView, site: _Site) -> MatchFailure | None:
     if all(value(up.node).dtype != value(down.node).dtype for up in ups):  # a low-rank path's may be wider
         return MatchFailure(ups[0].node, "dtype", "down- and up-projection run in different dtypes")
     gone = {down.node, down.linear.node, *down.internal, *norm.internal}
-    rest = (*gone, *(up.node for up in ups), *(n for n, *_ in site.beside.rests))
+    # A norm is computed in the dtypes it is written in, or wider ones, whatever autocast is around it.
+    rest = (down.node, down.linear.node, *down.internal, *(up.node for up in ups), *(n for n, *_ in site.beside.rests))
     if (refusal := in_other_modes(view, rest, down.node)) is not None:
+        return refusal
+    if (refusal := in_other_modes(view, norm.internal, down.node, autocast=False)) is not None:
         return refusal
     refusal = frozen(view, site.latent, [*norm.gains, *(up.w for up in ups)])
     if refusal is not None:
@@ -222,7 +225,7 @@ def _rewrite(view: GraphView, build: Builder, site: _Site) -> tuple[Node, list[N
     all_up, rest = build.item(node, 0), build.item(node, 1)
     new = []
     for i, (up, chain) in enumerate(site.ups):
-        out = replay(build, chain, build.item(all_up, i))
+        out = up.shaped(build, replay(build, chain, build.item(all_up, i)))
         if up.b is not None:
             out = build(aten.add.Tensor, out, build.cast(up.b, value(up.node).dtype))
         new.append(out)

@@ -10,6 +10,8 @@ compares it with the recurrence that the op computes. Operands are read before t
 heads of a group, or padded; what makes gates and weights (softplus, sigmoid) stays in front of the op.
 Refused: other recurrences that correct a state, intermediates used elsewhere, parts under different grad or autocast
 modes, spellings with ops whose sizes can't be told.
+A single token, as in decoding, stays plain and is no near miss: it reads and writes the state, of which Inductor makes
+two kernels, and the op would do no less. One that is padded to a chunk becomes the op.
 """
 
 from __future__ import annotations
@@ -24,21 +26,30 @@ from megacpp_compile.fx.edit import Builder, place, value
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.delta_rule.rule import DeltaRule, find_delta_rules
 from megacpp_compile.matchers.graph_view import GraphView
+from megacpp_compile.matchers.recurrences import single_steps
 from megacpp_compile.matchers.ssd.axes import flat
 from megacpp_compile.passes._arrange import arrange, gated_chunk_size, leading
-from megacpp_compile.passes._rule import REGION, Match, in_other_modes
+from megacpp_compile.passes._rule import REGION, Match, Recognised, in_other_modes
 
 name = "gated_delta_rule"
 op = "megacpp::gated_delta_rule"
 after: tuple[str, ...] = ("token_loop",)  # a loop of few tokens is also one of chunks
+ONE_TOKEN = "one token of a delta rule"
 
 
-def find(view: GraphView) -> Iterator[Match | MatchFailure]:
+def find(view: GraphView) -> Iterator[Match | MatchFailure | Recognised]:
+    seen = set[Node]()
     for found in find_delta_rules(view.graph):
-        if isinstance(found, DeltaRule):
+        if not isinstance(found, DeltaRule):
+            yield MatchFailure(found.node, found.tag, found.reason)
+        elif found.axes.t or found.chunk:
             yield _check(view, found)
         else:
-            yield MatchFailure(found.node, found.tag, found.reason)
+            seen |= found.inside
+            yield Recognised(found.o.node, ONE_TOKEN)
+    for step in single_steps(view.graph.nodes):
+        if step not in seen:
+            yield Recognised(step, ONE_TOKEN)
 
 
 def _check(view: GraphView, rule: DeltaRule) -> Match | MatchFailure:

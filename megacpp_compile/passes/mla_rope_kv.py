@@ -13,11 +13,13 @@ where it is shared, as by head, whose gradient is no longer that of a sum over h
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import Builder, place, value
+from megacpp_compile.fx.views import AUTOCAST_BLIND
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.rope.heads import Head, broadcast_beside
@@ -49,11 +51,12 @@ def _check(view: GraphView, head: Head) -> Match | MatchFailure:
     by_position = packed(head)
     inputs = _rope.sources(rotation, by_position.sources if by_position else None)
     outputs = [head.root, *(v for v, _ in values)]
-    if place(inputs, outputs, head.root, view.mode_states) is None:
+    if place(inputs, outputs, head.root, view.mode_states, AUTOCAST_BLIND) is None:
         values, outputs = [], [head.root]  # V's readers can't move: make the keys alone
-        if place(inputs, outputs, head.root, view.mode_states) is None:
+        if place(inputs, outputs, head.root, view.mode_states, AUTOCAST_BLIND) is None:
             return MatchFailure(head.root, *REGION)
-    return Match(head.root, inputs, outputs, lambda build: _rewrite(build, head, values, by_position))
+    rewrite = partial(_rewrite, head=head, values=values, by_position=by_position)
+    return Match(head.root, inputs, outputs, rewrite, AUTOCAST_BLIND)
 
 
 def _turned_apart(head: Head) -> bool:

@@ -17,6 +17,7 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import Builder, place, value
+from megacpp_compile.fx.views import AUTOCAST_BLIND
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.attention import leaves_graph
 from megacpp_compile.matchers.graph_view import GraphView
@@ -88,11 +89,11 @@ def _check(view: GraphView, head: Head) -> Match | MatchFailure | None:
         return None  # ordinary partial rotary
     if head.kind == "separate" and not all(p and from_projection(p) for p in (rotation.nope, rotation.rope)):
         return MatchFailure(
-            head.root, "absorbed", "the unrotated channels are not a projection's output (absorbed weights)"
+            head.root, "absorbed", "the unrotated channels are no projection's (absorbed weights, or a norm of theirs)"
         )
     by_position = packed(head)
     inputs = _rope.sources(rotation, by_position.sources if by_position else None)
-    if place(inputs, [head.root], head.root, view.mode_states) is None:
+    if place(inputs, [head.root], head.root, view.mode_states, AUTOCAST_BLIND) is None:
         return MatchFailure(head.root, *REGION)
 
     def rewrite(build: Builder) -> tuple[Node, list[Node]]:
@@ -106,4 +107,4 @@ def _check(view: GraphView, head: Head) -> Match | MatchFailure | None:
         )  # fmt: skip
         return node, [_rope.back(build, node, order, head)]
 
-    return Match(head.root, inputs, [head.root], rewrite)
+    return Match(head.root, inputs, [head.root], rewrite, AUTOCAST_BLIND)

@@ -23,7 +23,7 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import Builder, place, value
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
-from megacpp_compile.matchers.linear import Linear, match_linear
+from megacpp_compile.matchers.linear import Linear, match_projection
 from megacpp_compile.matchers.rms_norm import NoNorm, RmsNorm
 from megacpp_compile.matchers.views import consumers, replay
 from megacpp_compile.passes._norm import between, depends, escaping, gain_of, norm_before, projections
@@ -40,7 +40,7 @@ by_default = False
 def find(view: GraphView) -> Iterator[Match | MatchFailure]:
     done: set[Node] = set()
     for node in view.graph.nodes:
-        linear = match_linear(node)
+        linear = match_projection(node)
         if linear is None or node in done:
             continue
         _, norm = norm_before(linear)
@@ -52,7 +52,7 @@ def find(view: GraphView) -> Iterator[Match | MatchFailure]:
 
 
 def _check(view: GraphView, norm: RmsNorm) -> Match | MatchFailure:
-    if view.config.policy is not None:
+    if view.config.own_policy is not None:
         return MatchFailure(norm.node, "policy", "under a policy backward recomputes the norm as it is")
     readers, refusal = projections(norm)
     refusal = refusal or escaping(norm)
@@ -82,4 +82,5 @@ def _rewrite(build: Builder, norm: RmsNorm, readers: list[tuple[Linear, list[Nod
     gain = gain_of(build, norm)
     node = build(torch.ops.megacpp.norm_linear.default, norm.x, gain, weights, biases, float(norm.eps))
     projected = build.item(node, 0)
-    return node, [replay(build, chain, build.item(projected, i)) for i, (_, chain) in enumerate(readers)]
+    new = [replay(build, chain, build.item(projected, i)) for i, (_, chain) in enumerate(readers)]
+    return node, [linear.shaped(build, out) for (linear, _), out in zip(readers, new, strict=True)]

@@ -17,7 +17,8 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.aliasing import memory_of
-from megacpp_compile.fx.edit import Builder, place, value
+from megacpp_compile.fx.edit import Builder, place, same_size, value
+from megacpp_compile.fx.views import AUTOCAST_BLIND
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.attention import is_attended, leaves_graph
 from megacpp_compile.matchers.graph_view import GraphView
@@ -28,6 +29,7 @@ from megacpp_compile.passes._packed import operands, packed
 from megacpp_compile.passes._rule import REGION, Match
 from megacpp_compile.passes.mla_rope_q import is_mla_key
 
+aten = torch.ops.aten
 name = "rope_qk"
 op = "megacpp::rope_qk"
 after = ("mla_rope_q", "mla_rope_kv")
@@ -65,6 +67,22 @@ def _turned_by_ops(view: GraphView) -> set[Node]:
     return {memory_of(n.args[1]) for n in ops}
 
 
+def _dimension_without(k: Head, q: Head) -> int | None:
+    """The dimension of the heads that `k`, the one key head of many query heads, is without: where all sizes and the
+    rows of the tables are those of `q` with it."""
+    sizes = [[s for s, kind in zip(h.lanes.sizes, h.lanes.kinds, strict=True) if kind == "o"] for h in (q, k)]
+    if len(sizes[0]) != len(sizes[1]) + 1 or _rope.strides_show(k.root):
+        return None
+    for at in reversed(range(len(sizes[0]))):
+        longer = _rope.with_dimension(k.rotation, at)
+        same = all(map(same_size, sizes[1], sizes[0][:at] + sizes[0][at + 1 :]))
+        if same and all(
+            a.source.dims == b.source.dims for a, b in ((q.rotation.cos, longer.cos), (q.rotation.sin, longer.sin))
+        ):
+            return at
+    return None
+
+
 def _places(table: Table) -> list[Any]:
     """The sizes of what a table has entries for."""
     shape = value(table.source.node).shape
@@ -72,39 +90,45 @@ def _places(table: Table) -> list[Any]:
 
 
 def _same_table(a: Table, b: Table) -> bool:
-    same = (a.start, a.step, a.width, a.negative) == (b.start, b.step, b.width, b.negative)
+    same = (a.start, a.step, a.width, a.factor) == (b.start, b.step, b.width, b.factor)
     return same and a.source.node is b.source.node and a.source.part == b.source.part
 
 
 def _check(view: GraphView, q: Head, k: Head) -> Match | MatchFailure | None:
     """None where keys have positions of their own, other in number: no tables could serve both."""
     a, b = q.rotation, k.rotation
+    lone = _dimension_without(k, q)
+    if lone is not None:
+        b = _rope.with_dimension(b, lone)
     if not _same_table(a.cos, b.cos) or not _same_table(a.sin, b.sin):
-        if _places(a.cos) != _places(b.cos):
+        places = [_places(a.cos), _places(b.cos)]
+        count = min(map(len, places))  # one of them may have entries for each sequence of a batch
+        if places[0][-count:] != places[1][-count:]:
             return None
         return MatchFailure(k.root, "tables", "queries and keys are rotated by different tables")
     nope = [r.nope.width if r.nope else 0 for r in (a, b)]
     if _rope.layout(a) != _rope.layout(b) or nope[0] != nope[1] or value(q.root).dtype != value(k.root).dtype:
         return MatchFailure(k.root, "layout", "queries and keys are laid out differently")
-    if value(q.root).dim() != value(k.root).dim() or k.kind not in ("full", "partial"):
+    if len(a.rope.source.dims) != len(b.rope.source.dims) or k.kind not in ("full", "partial"):
         return MatchFailure(k.root, "layout", "queries and keys are laid out differently")
     if a.cos.source.dims != b.cos.source.dims or a.sin.source.dims != b.sin.source.dims:
         return MatchFailure(k.root, "layout", "the tables meet queries and keys in different dimensions")
-    by_position = packed(q, k)
+    by_position = packed(q, k) if b is k.rotation else None
     tables = by_position.sources if by_position else None
     inputs = list(dict.fromkeys(_rope.sources(a, tables) + _rope.sources(b, tables)))
     outputs, states = [q.root, k.root], view.mode_states
-    if states[q.root] != states[k.root] or place(inputs, outputs, q.root, states) is None:
+    if states[q.root].grad != states[k.root].grad or place(inputs, outputs, q.root, states, AUTOCAST_BLIND) is None:
         return MatchFailure(max(outputs), *REGION)
 
     def rewrite(build: Builder) -> tuple[Node, list[Node]]:
-        turned, order, offsets = operands(build, by_position, q, k)
+        turned, order, offsets = operands(build, by_position, q, *([k] if b is k.rotation else []))
         node = build(
             torch.ops.megacpp.rope_qk.default,
             _rope.whole_head(build, turned), _rope.whole_head(build, _rope.reordered(b, order)),
             _rope.table(build, turned.cos), _rope.table(build, turned.sin),
             nope[0], *_rope.layout(a), False, value(q.root).dtype, *offsets,
         )  # fmt: skip
-        return node, [_rope.back(build, build.item(node, i), order, head) for i, head in enumerate((q, k))]
+        turned_q, turned_k = (_rope.back(build, build.item(node, i), order, q if i == 0 else k) for i in range(2))
+        return node, [turned_q, turned_k if b is k.rotation else build(aten.squeeze.dims, turned_k, [lone])]
 
-    return Match(q.root, inputs, outputs, rewrite)
+    return Match(q.root, inputs, outputs, rewrite, AUTOCAST_BLIND)

@@ -24,6 +24,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import Builder, place, value
 from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers.delta_rule.core import in_corrected_cores
 from megacpp_compile.matchers.documents import compared_documents
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.ssd.axes import flat
@@ -54,8 +55,10 @@ def find(view: GraphView) -> Iterator[Match | MatchFailure]:
             yield _check(view, again)
         else:
             why.append(again)
+    others = [other for other in others if not other.decays & known]
+    corrected = in_corrected_cores(view.graph) if others else ()  # a delta rule's decays: what it is, its pass says
     for other in others:
-        if other.decays & known:
+        if any(decay in corrected for decay in other.decays):
             continue
         tried = [other, *(again for again in why if again.decays & other.decays)]
         documents = next(filter(None, (compared_documents(one.node) for one in tried)), None)

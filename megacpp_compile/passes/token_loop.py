@@ -1,20 +1,23 @@
-"""A loop over tokens of a delta rule or a linear attention, as naive and reference code has it, unrolled by Dynamo.
+"""A loop over tokens of a delta rule, linear attention or Mamba-2's scan, as reference code has it, unrolled by Dynamo.
 
 Before: `for i in range(t): S = S * g[:, i].exp(); S = S + k[:, i] (beta[:, i] (v[:, i] - S^T k[:, i]))^T; o[:, i] =
         S^T q[:, i]`, in any spelling, results stacked, concatenated or written into a tensor
 After:  `o, final_state, ... = megacpp.gated_delta_rule(q, k, v, g, beta, S, ...)`; without the correction
         `megacpp.gated_linear_attention(q, k, v, g, S, ...)`, or where no token changes the decay of a head (RetNet,
-        lightning attention) `megacpp.ssd_scan` with a step of one, which has a kernel
+        lightning attention) `megacpp.ssd_scan` with a step of one, which has a kernel. Where one step size is in decays
+        and in what is written, `megacpp.ssd_scan` with it. Products of all tokens may be made in front of the loop, and
+        what a step makes of what it reads of the state (a norm, a gate, a skip) stays, of each token
 
 Safe because one step is run small beside the recurrence, and the others are the same graph at the next position
-(`matchers/token_loops/`); the op computes in float32 or better.
+(`matchers/token_loops/`); what is made in front of the loop is made token by token. The op's own dtype is float32 at
+least.
 Refused: steps that differ, states or other intermediates that are read elsewhere, decays that are no exponential or
-sigmoid, as their logarithm may not exist. A single step, as in decoding, stays plain: it reads and writes the state, of
-which Inductor makes two kernels, and the op would do no less.
+sigmoid, as their logarithm may not exist. A single step is no loop (`gated_delta_rule` names it).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -23,7 +26,6 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import Builder, place, value
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
-from megacpp_compile.matchers.recurrences import single_steps
 from megacpp_compile.matchers.ssd.roles import Leaf
 from megacpp_compile.matchers.token_loops.proof import TokenLoop, find_token_loops
 from megacpp_compile.passes._arrange import arrange, gated_chunk_size
@@ -38,38 +40,44 @@ after: tuple[str, ...] = ()
 # (tag, reason) of a linear attention with gates of its tokens: `gated_linear_attention` has no kernel.
 NO_KERNEL = ("cuda", "linear attention with gates of its tokens has no kernel on CUDA: it stays as it is written")
 
+OTHER_GRAD = ("region", "its tokens are taken out of a tensor under another grad mode")
+
 
 def find(view: GraphView) -> Iterator[Match | MatchFailure]:
-    found = list(find_token_loops(view.graph))
-    for loop in found:
+    for loop in find_token_loops(view.graph):
         yield _check(view, loop) if isinstance(loop, TokenLoop) else MatchFailure(loop.node, loop.tag, loop.reason)
-    if not found and (step := next(single_steps(view.graph.nodes), None)) is not None:
-        yield MatchFailure(step, "one-token", "one token of a delta rule is a few elementwise ops: they stay plain")
 
 
 def _check(view: GraphView, found: TokenLoop) -> Match | MatchFailure:
     loop = found.loop
     root, last = loop.outputs.node, loop.states[-1]
-    if (refusal := in_other_modes(view, sorted(loop.inside), root)) is not None:
+    taken = loop.taken()
+    if (refusal := in_other_modes(view, sorted((loop.inside | found.inside) - taken), root)) is not None:
         return refusal
+    if any(view.mode_states[n].grad != view.mode_states[root].grad for n in taken):
+        return MatchFailure(root, *OTHER_GRAD)
     operands = Operands(found)
     if (problem := operands.problem()) is not None:
         return MatchFailure(root, *problem)
-    if value(root).device.type == "cuda" and not found.delta and not operands.one_rate():
+    if value(root).device.type == "cuda" and not found.delta and not found.scan and not operands.one_rate():
         return MatchFailure(root, *NO_KERNEL)
     ends = [last] if any(u not in loop.inside and u is not root for u in last.users) else []
+    outputs = [root] if loop.read is None else loop.everywhere(loop.read)
     inputs = list(dict.fromkeys(operands.read()))
-    if place(inputs, [root, *ends], root, view.mode_states) is None:
+    if place(inputs, [*outputs, *ends], root, view.mode_states) is None:
         return MatchFailure(root, *REGION)
 
     def rewrite(build: Builder) -> tuple[Node, list[Node]]:
-        emit = _scan if not found.delta and operands.one_rate() else _gated
-        node, o, state = emit(build, operands, value(root).dtype)
+        emit = _steps if found.scan else _scan if not found.delta and operands.one_rate() else _gated
+        node, o, state = emit(build, operands, value(outputs[0]).dtype)
         new = [arrange(build, o, operands.output())]
+        if loop.read is not None:
+            several = build(aten.unbind.int, new[0], 0)
+            new = [build.item(several, i) for i in range(loop.count)]
         new += [build.cast(arrange(build, state, found.initial.dims), value(last).dtype)] * len(ends)
         return node, new
 
-    return Match(root, inputs, [root, *ends], rewrite)
+    return Match(root, inputs, [*outputs, *ends], rewrite)
 
 
 def _gated(build: Builder, operands: Operands, dtype: torch.dtype) -> tuple[Node, Leaf, Leaf]:
@@ -78,15 +86,41 @@ def _gated(build: Builder, operands: Operands, dtype: torch.dtype) -> tuple[Node
     b, t, h, k, v = operands.b, operands.t, operands.h, operands.k, operands.v
     groups, chunk = operands.groups(), gated_chunk_size(f.loop.count)
     queries, keys = (operands.arranged(build, role, (b, t, groups, k)) for role in ("q", "k"))
-    values = operands.arranged(build, "v", (b, t, h, v))
+    values = _values(build, operands)
     gates = operands.spread(build, "g", (b, t, h, k) if operands.by_channel() else (b, t, h), values)
-    beta, state = operands.spread(build, "beta", (b, t, h), values), operands.initial(build, (b, h, k, v))
+    state = operands.initial(build, (b, h, k, v))
     read = queries, keys, values, gates
     if f.delta:
+        beta = operands.spread(build, "beta", (b, t, h), values)
         node = build(megacpp.gated_delta_rule.default, *read, beta, state, None, f.scale, None, chunk, dtype)
     else:
         node = build(megacpp.gated_linear_attention.default, *read, state, None, f.scale, chunk, dtype)
     return node, Leaf(build.item(node, 0), (b, t, h, v)), Leaf(build.item(node, 1), (b, h, k, v))
+
+
+def _values(build: Builder, operands: Operands) -> Node:
+    """Values, without the correction by their weights: a product that is no less exact than the op."""
+    b, t, h, v = operands.b, operands.t, operands.h, operands.v
+    values = operands.arranged(build, "v", (b, t, h, v))
+    if operands.found.delta or "beta" not in operands.found.operands:
+        return values
+    beta = operands.arranged(build, "beta", (b, t, h, ()))
+    wide = torch.promote_types(torch.promote_types(value(values).dtype, value(beta).dtype), torch.float32)
+    return build(aten.mul.Tensor, build.cast(values, wide), build.cast(beta, wide))
+
+
+def _steps(build: Builder, operands: Operands, dtype: torch.dtype) -> tuple[Node, Leaf, Leaf]:
+    """With a step size of each token."""
+    b, t, h, n, p = operands.b, operands.t, operands.h, operands.k, operands.v
+    groups = operands.groups()
+    node = build(
+        torch.ops.megacpp.ssd_scan.default, operands.arranged(build, "x", (b, t, h, p)),
+        operands.arranged(build, "dt", (b, t, h)), operands.arranged(build, "A", (h,)),
+        operands.arranged(build, "B", (b, t, groups, n)), operands.arranged(build, "C", (b, t, groups, n)),
+        operands.arranged(build, "D", (h,)) if "D" in operands.found.operands else None,
+        operands.initial(build, (b, h, p, n)), chunk_size(operands.found.loop.count), dtype,
+    )  # fmt: skip
+    return node, Leaf(build.item(node, 0), (b, t, h, p)), Leaf(build.item(node, 1), (b, h, p, n))
 
 
 def _scan(build: Builder, operands: Operands, dtype: torch.dtype) -> tuple[Node, Leaf, Leaf]:
@@ -94,10 +128,12 @@ def _scan(build: Builder, operands: Operands, dtype: torch.dtype) -> tuple[Node,
     f = operands.found
     b, t, h, k, v = operands.b, operands.t, operands.h, operands.k, operands.v
     groups = operands.groups()
-    values = operands.arranged(build, "v", (b, t, h, v))
+    values = _values(build, operands)
     steps = build(aten.ones_like.default, build(aten.select.int, values, 3, 0), dtype=torch.float32)
     none = build(aten.sum.dim_IntList, build(aten.zeros_like.default, steps), [0, 1])
-    rate = operands.arranged(build, "g", (h,)) if "g" in f.operands else none
+    wide = torch.promote_types(value(values).dtype, torch.float32)
+    constant = none if f.rate == 1 else build(aten.add.Tensor, build.cast(none, wide), math.log(f.rate))
+    rate = operands.arranged(build, "g", (h,)) if "g" in f.operands else constant
     queries = operands.arranged(build, "q", (b, t, groups, k))
     node = build(
         torch.ops.megacpp.ssd_scan.default, values, steps, rate,

@@ -160,4 +160,17 @@ def length_of_each(m, x, latents, ropes, position):
     return joined(F.scaled_dot_product_attention(queries(m, x, position), k, v, attn_mask=seen))
 
 
-SPELLINGS = (one_projection, two_projections, weights_by_head, by_matmul, one_buffer, raw_latents, length_of_each)
+def rows_of_one_weight(m, x, latents, ropes, position):
+    """The keys' rows of a weight beside the values'; rotated rows repeated in memory, once for each head."""
+    positions = position + torch.arange(x.shape[1], device=x.device)
+    latents, ropes = appended(m, x, latents, ropes, positions)
+    k, v = (F.linear(latents, w) for w in m.up.weight.split([HEADS * NOPE, HEADS * VALUE]))
+    k = torch.cat((k.unflatten(-1, (HEADS, NOPE)), ropes.unsqueeze(2).repeat(1, 1, HEADS, 1)), -1).transpose(1, 2)
+    v = v.unflatten(-1, (HEADS, VALUE)).transpose(1, 2)
+    return joined(F.scaled_dot_product_attention(queries(m, x, positions), k, v))
+
+
+SPELLINGS = (
+    one_projection, two_projections, weights_by_head, by_matmul, one_buffer, raw_latents, length_of_each,
+    rows_of_one_weight,
+)  # fmt: skip

@@ -64,7 +64,8 @@ def test_spelling(kind, name):
 
 @pytest.mark.parametrize("name", NEAR_DELTA_RULES)
 def test_near_delta_rule(name):
-    assert max(errors(Spelling(NEAR_DELTA_RULES[name]), 12, given=True)) > 1e-3
+    """In whole chunks of 8, of which a series that is cut off leaves out most."""
+    assert max(errors(Spelling(NEAR_DELTA_RULES[name]), 16, given=True)) > 1e-3
 
 
 @pytest.mark.parametrize("name", NEAR_LINEAR)

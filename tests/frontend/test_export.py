@@ -171,6 +171,16 @@ def test_a_switch_that_is_left_on_is_seen_in_two_runs():
     assert call.runs > 1 and not torch.is_autocast_enabled("cpu")
 
 
+@pytest.mark.parametrize("op", [torch.linalg.inv, torch.linalg.cholesky])
+def test_tokens_of_what_an_op_does_within_itself_are_no_inputs(op, monkeypatch):
+    """A check of the result, which is recorded with the op, but that the run before the recording looks into."""
+    monkeypatch.setattr(export, "_may_run_once", lambda *_: False)
+    gm, _ = frame(op, x := 2 * torch.eye(3))
+    captured = capture(gm, [x]).gm
+    assert len(captured.graph.find_nodes(op="placeholder")) == 1
+    torch.testing.assert_close(captured(x)[0], op(x))
+
+
 def test_two_runs_on_a_torch_that_cannot_tell(monkeypatch):
     gone = Symbol("theme.gone", "torch._functionalize_gone", "a test", "it is run twice", seen="99.0-99.0").get()
     monkeypatch.setattr(export, "is_written_to", gone)

@@ -9,6 +9,7 @@ from torch import fx
 from megacpp_compile.errors import CaptureError
 from megacpp_compile.fx.edit import place
 from megacpp_compile.fx.mode_states import ENTER, LEAVE, ModeState, autocast_pairs, mode_states
+from megacpp_compile.fx.views import AUTOCAST_BLIND
 
 aten = torch.ops.aten
 BF16 = frozenset({("cpu", torch.bfloat16)})
@@ -65,3 +66,29 @@ def test_an_op_stands_where_its_modes_are():
     assert place([x], [first], first, states) == (first, [])
     assert place([x], [first], x, states)[0].target is ENTER, "a switch still runs under what it ends"
     assert place([second], [], x, states) is None
+
+
+def test_an_op_that_no_autocast_changes_stands_in_any_region():
+    nodes, graph = frame("sin", "on", "sin", "leave", "sin", False, "sin", True)
+    x, _, inside, _, behind, _, unrecorded, _ = nodes
+    states = mode_states(graph)
+    assert place([inside], [], x, states) == (behind, [])
+    anchor, moved = place([inside], [], x, states, AUTOCAST_BLIND)
+    assert anchor.target is LEAVE and not moved
+    assert place([unrecorded], [], x, states, AUTOCAST_BLIND) is None, "gradients are recorded on neither side of it"
+
+
+@pytest.mark.parametrize(("target", "moves"), [(aten.neg.default, True), (aten.sin.default, False)])
+def test_what_moves_into_another_region_is_nothing_that_autocast_changes(target, moves):
+    """`reader` reads an output before the last input, which is computed in a region, is there."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    output = graph.call_function(aten.sin.default, (x,))
+    reader = graph.call_function(target, (output,))
+    region = graph.call_function(ENTER, ("cpu", torch.bfloat16, True, True))
+    late = graph.call_function(aten.cos.default, (x,))
+    last = graph.call_function(aten.neg.default, (late,))
+    graph.call_function(LEAVE, (region,))
+    graph.output((reader, last))
+    where = place([late], [output], output, mode_states(graph), AUTOCAST_BLIND)
+    assert where == ((last, [reader]) if moves else None)

@@ -78,6 +78,17 @@ def test_opcheck_shapes(rand, options):
     opcheck(gated_delta_rule, arguments(rand, **options))
 
 
+@pytest.mark.parametrize("t", [0, 5, 37])
+def test_a_state_in_columns_leaves_one_in_rows(rand, t):
+    """The strides of what comes out are those the op says, whatever those of its operands are."""
+    args = [a.detach() if isinstance(a, Tensor) else a for a in arguments(rand, t=t)]
+    args[5] = args[5].mT.contiguous().mT
+    final = gated_delta_rule(*args)[1]
+    assert final.is_contiguous()
+    args[5] = args[5].contiguous()
+    torch.testing.assert_close(final, gated_delta_rule(*args)[1])
+
+
 def test_opcheck_bfloat16(rand):
     opcheck(gated_delta_rule, arguments(rand, dtype=torch.bfloat16))
 

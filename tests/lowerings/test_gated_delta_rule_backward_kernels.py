@@ -62,3 +62,31 @@ def test_equal_inputs_give_equal_bits(rand, gate):
     args = arguments(rand, torch.bfloat16, b=1, t=20, hk=1, hv=3, gate=gate)
     for first, second in zip(*(backward(args) for _ in range(2)), strict=True):
         assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("decay", ["usual", "strong", "mixed"])
+def test_chunks_that_decay_little_take_one_gemm(rand, decay, monkeypatch):
+    """Results are those of cuts for every chunk, within what rounding bfloat16 operands does; "mixed" has chunks of both
+    kinds in a sequence. The launches are told apart: one that served the other's chunks would write its poison."""
+    from megacpp_compile.lowerings.gated_delta_rule import _mild_chunks, cuda_triton, cuda_triton_backward
+
+    drawn = {"b": 1, "t": 130, "hk": 1, "hv": 2, "chunk": 64, "gate": "channel"}
+    *given, scale, eps, chunk, out = rule(rand, torch.bfloat16, decay="usual" if decay == "mixed" else decay, **drawn)
+    if decay == "mixed":
+        given[3][:, 64:128] *= 40
+    given = on(DEVICE, given)
+    kept = _mild_chunks.mild_chunks(given[3], given[3], 3, 64, False, False)
+    mild = {"usual": [1, 1, 1], "strong": [0, 0, 1], "mixed": [1, 0, 1]}[decay]  # two tokens cannot decay by 2^64
+    assert kept[0].tolist() == [[m, m] for m in mild]
+
+    def made():
+        with poisoned_memory():
+            o, last, states, inverse = cuda_triton.gated_delta_rule(*given, scale, eps, chunk, out)
+            do, dfinal = o.flip(1), last.flip(-1)
+            args = do, dfinal, *given, states, inverse, scale, eps, chunk
+            return [o, last, *cuda_triton_backward.gated_delta_rule_backward(*args)]
+
+    got = made()
+    for module in (cuda_triton, cuda_triton_backward):
+        monkeypatch.setattr(module, "launches", lambda wide: _mild_chunks.ALL)
+    assert not faults(got, made(), 4 * torch.finfo(torch.bfloat16).eps)

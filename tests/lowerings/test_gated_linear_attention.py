@@ -54,6 +54,17 @@ def test_opcheck(rand, options):
     opcheck(gated_linear_attention_backward, given)
 
 
+@pytest.mark.parametrize("t", [0, 5, 37])
+def test_a_state_in_columns_leaves_one_in_rows(rand, t):
+    """The strides of what comes out are those the op says, whatever those of its operands are."""
+    args = [a.detach() if isinstance(a, Tensor) else a for a in arguments(rand, t=t)]
+    args[4] = args[4].mT.contiguous().mT
+    final = gated_linear_attention(*args)[1]
+    assert final.is_contiguous()
+    args[4] = args[4].contiguous()
+    torch.testing.assert_close(final, gated_linear_attention(*args)[1])
+
+
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("initial", [False, True])
 def test_gradcheck(rand, initial, gate):

@@ -78,6 +78,17 @@ def test_opcheck_shapes(rand, sizes):
     opcheck(ssd_scan, arguments(rand, **sizes))
 
 
+@pytest.mark.parametrize("t", [0, 5, 37])
+def test_a_state_in_columns_leaves_one_in_rows(rand, t):
+    """The strides of what comes out are those the op says, whatever those of its operands are."""
+    args = [a.detach() if isinstance(a, Tensor) else a for a in arguments(rand, t=t)]
+    args[6] = args[6].mT.contiguous().mT
+    final = ssd_scan(*args)[1]
+    assert final.is_contiguous()
+    args[6] = args[6].contiguous()
+    torch.testing.assert_close(final, ssd_scan(*args)[1])
+
+
 def test_opcheck_bfloat16(rand):
     opcheck(ssd_scan, arguments(rand, dtype=torch.bfloat16))
 

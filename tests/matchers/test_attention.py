@@ -86,3 +86,21 @@ def test_what_mixes_heads_ends_the_search():
 def test_leaves_graph():
     graph = trace(lambda q, k: (q.transpose(1, 2) * 2.0, k + 1), Q, K)
     assert [leaves_graph(n) for n in graph.inputs] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("rows", "read"),
+    [
+        (lambda k: k[:, :, -3:], True),
+        (lambda k: k[:, :, ::2], True),
+        (lambda k: k[:, :, torch.tensor([0, 3])], True),
+        (lambda k: k.index_select(-2, torch.tensor([0, 3])), True),
+        (lambda k: k[..., torch.arange(8).flip(0)], False),
+        (lambda k: k[..., :4].repeat(1, 1, 1, 2), False),
+        (lambda k: k.index_select(3, torch.arange(8).flip(0)), False),
+    ],
+    ids=["window", "stride", "index", "index_select", "channels", "some_channels", "selected_channels"],
+)
+def test_some_of_the_rows_are_read_as_keys(rows, read):
+    graph = trace(lambda q, k: F.scaled_dot_product_attention(q, rows(k), rows(k)), Q, K)
+    assert [r.side for r in readers(graph.inputs[1])] == (["k"] if read else [])

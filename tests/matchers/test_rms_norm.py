@@ -33,9 +33,10 @@ def upcast(x, w, other):
         lambda x, w, other: (x * (x.square().mean(-1) + EPS).rsqrt().unsqueeze(-1)) * w,
         lambda x, w, other: w * (x * (mean(x) + EPS) ** -0.5),
         lambda x, w, other: w * (1 / (mean(x) + EPS).sqrt() * x),
+        lambda x, w, other: x * torch.rsqrt(mean(x) + EPS).expand_as(x) * w,
         upcast,
     ],
-    ids=["rms_norm", "rsqrt", "sum_over_n", "unsqueezed", "power", "one_over_sqrt", "upcast"],
+    ids=["rms_norm", "rsqrt", "sum_over_n", "unsqueezed", "power", "one_over_sqrt", "expanded", "upcast"],
 )
 def test_matches(f):
     dtype = torch.bfloat16 if f is upcast else torch.float32
@@ -60,6 +61,9 @@ def test_numbers_are_scale_and_gains_may_be_many():
     [
         ("eps-place", lambda x, w, other: x / (mean(x).sqrt() + EPS) * w),
         ("eps-place", lambda x, w, other: x / mean(x).sqrt().clamp(min=EPS) * w),
+        ("eps-place", lambda x, w, other: F.normalize(x, dim=-1) * DIM**0.5 * w),
+        ("eps-place", lambda x, w, other: x / (x.norm(dim=-1, keepdim=True) * DIM**-0.5 + EPS) * w),
+        ("eps-place", lambda x, w, other: x / (x.norm(dim=-1, keepdim=True) / DIM**0.5).clamp(min=EPS) * w),
         ("eps-tensor", lambda x, w, other: x * torch.rsqrt(mean(x) + w)),
         ("axes", lambda x, w, other: x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + EPS)),
         ("axes", lambda x, w, other: F.rms_norm(x, (3, DIM), eps=EPS)),

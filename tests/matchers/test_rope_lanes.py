@@ -15,7 +15,7 @@ from megacpp_compile.fx.mode_states import mode_states
 from megacpp_compile.matchers.rope.activations import activations
 from megacpp_compile.matchers.rope.lane_interpreter import LaneInterpreter
 from megacpp_compile.matchers.rope.lane_rules import RULES, arithmetic, assembly, complex_numbers, views
-from megacpp_compile.matchers.rope.lanes import Lanes, Opaque
+from megacpp_compile.matchers.rope.lanes import SEVERAL, Lanes, Opaque
 from tests.matchers.graphs import aten, trace
 from tests.seeds import Draws
 
@@ -86,6 +86,14 @@ FORMS = {
     "repeated_table": lambda x, t: x * t[:, :4].repeat_interleave(2, -1),
     "complex": lambda x, t: torch.view_as_real(torch.view_as_complex(x.reshape(BATCH, TIME, 4, 2)) * torch.view_as_complex(
         t.reshape(TIME, 4, 2))).flatten(-2),
+    "products_summed": lambda x, t: (x.unflatten(-1, (4, 2)) * t.unflatten(-1, (4, 2))).sum(-1).repeat_interleave(2, -1),
+    "rows_of_matrices": lambda x, t: (torch.stack((t[:, :4], -t[:, 4:], t[:, 4:], t[:, :4]), -1).view(TIME, 4, 2, 2)
+                                      * x.view(BATCH, TIME, 4, 1, 2)).sum(-1).flatten(-2),
+    "columns_of_matrices": lambda x, t: (lambda m, y: m[..., 0] * y[..., 0] + m[..., 1] * y[..., 1])(
+        torch.cat([t, -t], -1).view(TIME, 4, 2, 2), x.view(BATCH, TIME, 4, 1, 2)).flatten(-2),
+    "tables_side_by_side": lambda x, t: x * torch.cat((t[:, :2].cos(), t[:, :2].sin(), t[:, :2].cos(), -t[:, :2].sin()), -1),
+    "by_ones": lambda x, t: x * t * torch.ones(1, dtype=t.dtype) ** -1,
+    "into_zeros": lambda x, t: torch.zeros_like(x) + x * t - x.flip(-1) * t[:, :1] / 2.0,
     "empty": lambda x, t: torch.slice_scatter(torch.slice_scatter(torch.empty_like(x), x[..., 4:], -1, 0, 4), x[..., :4] * t[:, :4], -1, 4),
 }  # fmt: skip
 
@@ -105,7 +113,6 @@ def test_lanes_are_what_the_graph_computes(f):
         lambda x, t: x * x,
         lambda x, t: x + 1.0,
         lambda x, t: x.sin(),
-        lambda x, t: x * t * t,
         lambda x, t: x.softmax(-1),
         lambda x, t: x.repeat(1, 1, 2),
         lambda x, t: 2.0 * x,
@@ -113,7 +120,7 @@ def test_lanes_are_what_the_graph_computes(f):
         lambda x, t: x + x.flip(-1),
         lambda x, t: x.float(),
     ],
-    ids=["square", "number_added", "sine", "two_tables", "softmax", "repeated", "scaled", "divided", "sum", "rounded"],
+    ids=["square", "number_added", "sine", "softmax", "repeated", "scaled", "divided", "sum", "rounded"],
 )
 def test_what_no_rule_reads_is_a_source(f):
     graph, it = interpreted(f)
@@ -130,6 +137,19 @@ def test_a_cast_that_rounds_nothing_is_read_through():
 def test_lanes_scaled_in_a_wider_dtype_are_rounded_to_a_source():
     graph, it = interpreted(lambda x, t: (x.double() * 0.3).float(), X.float(), TABLE.float())
     assert it(graph.output) is not None and it.opaque(graph.output)
+
+
+def test_lanes_that_meet_two_tables_keep_the_first_products_in_mind():
+    graph, it = interpreted(lambda x, t: (x * t).flip(-1) * t)
+    first, second = (n for n in graph.graph.nodes if n.target is aten.mul.Tensor)
+    assert (it(graph.output).terms[0].tab == SEVERAL).all() and it.scaled == {first} and graph.output is second
+
+
+def test_equal_entries_of_tables_that_are_put_together_are_the_first_of_them():
+    graph, it = interpreted(lambda x, t: x * torch.cat((t[:, :4], t[:, 4:6].sin(), -t[:, 4:6].sin()), -1))
+    (term,) = it(graph.output).terms
+    assert it.sources[int(term.tab[0])].node.target is aten.cat.default and len(set(term.tab.tolist())) == 1
+    assert term.tlane.tolist() == [0, 1, 2, 3, 4, 5, 4, 5] and term.coef.tolist() == [1] * 6 + [-1] * 2
 
 
 def test_stops_are_sources():

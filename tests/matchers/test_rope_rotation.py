@@ -33,7 +33,7 @@ def test_the_layout_is_read_off(name):
     assert head.kind == "full" and turn.nope is None and (turn.rope.start, turn.rope.width) == (0, DIM)
     assert turn.interleaved_in == (spelling.pairs == "neighbours")
     assert turn.interleaved_out == (spelling.output == "neighbours")
-    assert not turn.sin.negative and turn.cos.width == turn.sin.width
+    assert turn.cos.factor == turn.sin.factor == 1 and turn.cos.width == turn.sin.width
     assert from_projection(turn.rope) and head.root in (graph.output, graph.output.args[0])  # perhaps behind a cast
 
 
@@ -50,10 +50,11 @@ def turned(x, cos, sin):
     [
         (lambda x, w: F.linear(x, w).unbind(2)[0].unsqueeze(2), True),
         (lambda x, w: F.linear(x, w).split(1, 2)[1], True),
+        (lambda x, w: F.linear(x, w).mT.unflatten(3, (1, TIME)).squeeze(3).mT, True),
         (lambda x, w: F.linear(x, w).topk(DIM)[0], False),
         (lambda x, w: F.linear(x, w).sort()[0].split(1, 2)[1], False),
     ],
-    ids=["unbound", "split", "chosen", "split of what is sorted"],
+    ids=["unbound", "split", "folded", "chosen", "split of what is sorted"],
 )
 def test_what_comes_from_a_projection(make, projected):
     """One of an op's several results is a projection's where the op only takes a projection apart."""
@@ -91,10 +92,209 @@ def test_one_row_of_keys_is_shared_by_the_heads():
     assert head.kind == "shared" and head.rotation.nope.width == DIM and head.rotation.rope.width == 4
 
 
+@pytest.mark.parametrize("rounded", [False, True], ids=["a narrow row", "products that are rounded"])
+def test_the_precision_that_counts_is_that_of_the_lanes_own_tensor(rounded):
+    """As under autocast, where a bias that is added by hand makes the channels beside the row wider."""
+
+    def f(x, w, row, cos, sin):
+        row, narrow = row[:, None], torch.bfloat16 if rounded else torch.float32
+        row = (row * cos).to(narrow) + (rotate_half(row) * sin).to(narrow)
+        return torch.cat((F.linear(x, w), row.expand(-1, HEADS, -1, -1)), -1)
+
+    row = torch.randn(BATCH, TIME, 4, dtype=torch.float32 if rounded else torch.bfloat16)
+    _, heads = heads_of(f, X, W, row.requires_grad_(), *ROPE, weights=(1, 2))
+    assert [h.kind for h in heads.found] == ([] if rounded else ["shared"])
+    assert [n.tag for n in heads.near] == (["precision"] if rounded else [])
+
+
+@pytest.mark.parametrize("parts", ["some of the frequencies are zeros", "angles for two axes are written into zeros"])
+def test_zeros_in_a_table(parts):
+    """Tables are made of them; what the layers compute is written into other zeros."""
+
+    def f(x, w, angles):
+        if "some" in parts:
+            angles = torch.cat((angles, torch.zeros(TIME, DIM // 4)), -1)
+        else:
+            both = torch.zeros(TIME, DIM // 2)
+            both[:, ::2], both[:, 1::2] = angles, angles * 2
+            angles = both
+        x, made = F.linear(x, w), torch.zeros_like(x)
+        cos, sin = angles.cos(), angles.sin()
+        made[..., ::2] = x[..., ::2] * cos - x[..., 1::2] * sin
+        made[..., 1::2] = x[..., ::2] * sin + x[..., 1::2] * cos
+        return made
+
+    _, heads = heads_of(f, X, W, torch.rand(TIME, DIM // 4))
+    (head,) = heads.found
+    assert not heads.near and head.kind == "full" and head.rotation.cos.width == DIM // 2
+
+
+def test_a_table_in_the_dtype_of_what_it_turns():
+    """`type_as` reads no values of the second tensor."""
+
+    def f(x, w, cos, sin):
+        x = F.linear(x, w)
+        return turned(x, cos.type_as(x), sin.type_as(x))
+
+    _, heads = heads_of(f, X, W, *(t.double() for t in FULL))
+    (head,) = heads.found
+    assert not heads.near and head.kind == "full"
+
+
+def test_zeros_that_are_multiplied_are_no_table():
+    _, heads = heads_of(lambda x, w: (lambda y: y * torch.zeros(DIM) + rotate_half(y))(F.linear(x, w)), X, W)
+    assert not heads.found and not heads.near
+
+
+def test_a_sum_of_few_lanes_is_what_turns():
+    graph, heads = heads_of(lambda x, w, c, s: turned(F.linear(x, w).unflatten(-1, (4, 2)).sum(-1), c, s), X, W, *ROPE)
+    (head,) = heads.found
+    assert not heads.near and head.rotation.rope.source.node.target is torch.ops.aten.sum.dim_IntList
+
+
 def test_the_opposite_turn_has_a_negative_sine():
     _, heads = heads_of(lambda x, w, c, s: (lambda y: y * c - rotate_half(y) * s)(F.linear(x, w)), X, W, *FULL)
     (head,) = heads.found
-    assert head.rotation.sin.negative and not head.rotation.cos.negative
+    assert (head.rotation.cos.factor, head.rotation.sin.factor) == (1, -1)
+
+
+def test_a_turn_times_a_number_has_tables_times_it():
+    def f(x, w, c, s):
+        a, b = F.linear(x, w).chunk(2, -1)
+        c, s = c[:, :4], s[:, :4]
+        return torch.stack(((b * s + a * c) * 1.5, (b * c - a * s) / 0.5 * 0.75), -1).flatten(-2)
+
+    _, heads = heads_of(f, X, W, *FULL)
+    (head,) = heads.found
+    assert (head.rotation.cos.factor, head.rotation.sin.factor) == (1.5, -1.5)
+
+
+def test_two_numbers_are_no_turn():
+    def f(x, w, c, s):
+        a, b = F.linear(x, w).chunk(2, -1)
+        c, s = c[:, :4], s[:, :4]
+        return torch.cat(((a * c - b * s) * 1.5, (b * c + a * s) * 0.5), -1)
+
+    _, heads = heads_of(f, X, W, *FULL)
+    assert not heads.found and [n.tag for n in heads.near] == ["signs"]
+
+
+def by_matrices(x, m):
+    pairs = x.unflatten(-1, (-1, 1, 2))
+    return (m[..., 0] * pairs[..., 0] + m[..., 1] * pairs[..., 1]).flatten(-2)
+
+
+@pytest.mark.parametrize("widths", [(DIM,), (4, 4), (6, 2)], ids=str)
+def test_matrices_made_of_cosines_and_sines_turn(widths):
+    """FLUX: a matrix for each pair, those of several axes side by side, rounded from a wider dtype."""
+
+    def f(x, w, *angles):
+        made = [torch.stack((a.cos(), -a.sin(), a.sin(), a.cos()), -1).view(*a.shape, 2, 2).float() for a in angles]
+        return by_matrices(F.linear(x, w), torch.cat(made, -3)[:, None])
+
+    angles = [torch.rand(BATCH, TIME, n // 2, dtype=torch.float64) for n in widths]
+    _, heads = heads_of(f, X, W, *angles)
+    (head,) = heads.found
+    turn = head.rotation
+    assert turn.interleaved_in and turn.interleaved_out and not heads.near
+    assert (turn.cos.width, turn.sin.width) == (DIM // 2, DIM // 2)
+    assert {t.source.node.meta["val"].dtype for t in (turn.cos, turn.sin)} == {torch.float32}
+
+
+def test_matrices_from_elsewhere_may_do_anything():
+    _, heads = heads_of(lambda x, w, m: by_matrices(F.linear(x, w), m), X, W, torch.rand(TIME, DIM // 2, 2, 2))
+    assert not heads.found and [n.tag for n in heads.near] == ["matrices"]
+
+
+def test_matrices_that_mirror_do_not_turn():
+    def f(x, w, a):
+        m = torch.stack((a.cos(), a.sin(), a.sin(), -a.cos()), -1).view(*a.shape, 2, 2)
+        return by_matrices(F.linear(x, w), m)
+
+    _, heads = heads_of(f, X, W, torch.rand(TIME, DIM // 2))
+    assert not heads.found and heads.near
+
+
+def matrices(*entries):
+    return torch.stack(entries, -1).unflatten(-1, (2, 2))
+
+
+def axes(x, a, b, order):
+    """Cosines and sines of two axes, side by side: `order` has the second half's."""
+    cos, sin = (torch.cat([g(t) for t in (a, b, *((a, b)[i] for i in order))], -1) for g in (torch.cos, torch.sin))
+    return turned(x, cos, sin)
+
+
+def written(x, cos, sin, times):
+    first, second = x.chunk(2, -1)
+    made = torch.zeros_like(x)
+    made[..., :4] += first * cos
+    made[..., :4] -= second * sin
+    for _ in range(times):
+        made[..., 4:] += second * cos
+    made[..., 4:] += first * sin
+    return made
+
+
+NEARLY = {
+    "a matrix of two angles": lambda x, a: by_matrices(x, matrices(a.cos(), -a.sin(), (2 * a).sin(), (2 * a).cos())),
+    "a row of the matrix twice as long": lambda x, a: by_matrices(x, matrices(a.cos(), -a.sin(), 2 * a.sin(), 2 * a.cos())),
+    "a row of the neighbour's matrix": lambda x, a: by_matrices(
+        x, matrices(a.cos(), -a.sin(), a.sin().roll(1, -1), a.cos().roll(1, -1))
+    ),
+    "axes crossed": lambda x, a: axes(x, a[:, :2], a[:, 2:], (1, 0)),
+    "one axis for both halves": lambda x, a: axes(x, a[:, :2], a[:, 2:], (0, 0)),
+    "a product added twice": lambda x, a: written(x, a.cos(), a.sin(), 2),
+    "added to what is not zero": lambda x, a: written(x, a.cos(), a.sin(), 1) + torch.ones_like(x),
+    "times a negative number": lambda x, a: turned(x, *(g(a).repeat(1, 2) for g in (torch.cos, torch.sin))) * -1.0,
+}
+
+
+@pytest.mark.parametrize("name", NEARLY)
+def test_what_only_looks_like_one_of_these(name):
+    """The counterexamples to matrices, tables of several axes, sums into zeros and numbers behind a turn."""
+    graph, heads = heads_of(lambda x, w, a: NEARLY[name](F.linear(x, w), a), X, W, torch.rand(TIME, DIM // 2))
+    assert not [h for h in heads.found if h.root is graph.output]
+
+
+@pytest.mark.parametrize("times", [0, 1])
+def test_what_is_added_to_zeros(times):
+    def f(x, w, a):
+        return written(F.linear(x, w), a.cos(), a.sin(), times)
+
+    graph, heads = heads_of(f, X, W, torch.rand(TIME, DIM // 2))
+    assert [h.root for h in heads.found] == [graph.output] * times
+
+
+def test_cosines_of_two_axes_side_by_side():
+    def f(x, w, rows, columns):
+        cos, sin = (torch.cat((g(rows), g(columns), g(rows), g(columns)), -1) for g in (torch.cos, torch.sin))
+        return turned(F.linear(x, w), cos, sin)
+
+    _, heads = heads_of(f, X, W, torch.rand(TIME, 2), torch.rand(TIME, 2))
+    (head,) = heads.found
+    assert (head.rotation.cos.width, head.rotation.cos.source.node.target) == (DIM // 2, torch.ops.aten.cat.default)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_masked_lanes_are_what_turns(times):
+    def f(x, w, cos, sin, mask):
+        x = F.linear(x, w)
+        for _ in range(times):
+            x = x * mask
+        return turned(x, cos, sin)
+
+    graph, heads = heads_of(f, X, W, *FULL, torch.ones(BATCH, 1, TIME, 1))
+    (head,) = heads.found
+    assert not heads.near and head.root is graph.output
+    assert head.rotation.rope.source.node is [n for n in graph.graph.nodes if n.target is torch.ops.aten.mul.Tensor][times - 1]
+
+
+def test_what_is_scaled_behind_its_rotation_is_no_near_miss():
+    """By the logarithm of the position, as Ministral's queries are."""
+    _, heads = heads_of(lambda x, w, c, s, t: (turned(F.linear(x, w), c, s) * t).unflatten(-1, (2, -1)).flatten(-2),
+                        X, W, *FULL, torch.rand(TIME, 1))  # fmt: skip
+    assert len(heads.found) == 1 and not heads.near
 
 
 def test_partners_are_read_by_the_same_score_product():
@@ -120,6 +320,7 @@ NEAR = {
     "nope-lanes": lambda x, c, s: torch.cat((x[..., :4].flip(-1), turned(x[..., 4:], c[:, :4], s[:, :4])), -1),
     "escapes": lambda x, c, s: (lambda a: (a + rotate_half(x) * s, a.sum()))(x * c),
     "precision": lambda x, c, s: ((x * c).bfloat16() + (rotate_half(x) * s).bfloat16()).float(),
+    "two-tables": lambda x, c, s: x * c * s + rotate_half(x) * s * s,
     "two-sources": lambda x, c, s: x * c + rotate_half(x.sin()) * s,
 }  # fmt: skip
 

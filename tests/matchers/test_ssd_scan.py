@@ -10,7 +10,7 @@ from megacpp_compile.matchers.ssd.axes import Axes, NoAxes, flat, fresh
 from megacpp_compile.matchers.ssd.resize import Resized
 from megacpp_compile.matchers.ssd.resize_rules import RULES, contractions, elementwise, lengths, views
 from megacpp_compile.matchers.ssd.scan import NoScan, Scan, find_scans
-from tests.corpus.scans import CHUNK, FORMS
+from tests.corpus.scans import CHUNK, FORMS, NEAR_SCANS
 from tests.matchers.graphs import aten, trace
 from tests.seeds import Draws
 
@@ -75,6 +75,18 @@ def test_near_misses(tag, step):
     _, found = scans(recurrent(step))
     assert found and all(isinstance(f, NoScan) for f in found)
     assert tag in {f.tag for f in found}, found
+
+
+@pytest.mark.parametrize("turn", range(6))
+@pytest.mark.parametrize("near", ["diagonal_left_out", "not_causal", "decay_a_position_late"])
+def test_near_misses_show_at_every_size(near, turn, monkeypatch):
+    """No state grows in a trial: beside one that does, a token that is left out is within rounding."""
+    solve = Resized.solve
+    monkeypatch.setattr(Resized, "solve", lambda self, own: solve(self, own + turn))
+    operands = {name: tensor.repeat(1, 2, *[1] * (tensor.dim() - 2)) if name in ("x", "dt", "B", "C") else tensor
+                for name, tensor in OPERANDS.items()}  # fmt: skip
+    _, found = scans(NEAR_SCANS[near][0], operands)
+    assert all(isinstance(one, NoScan) for one in found) and found
 
 
 def test_without_decays_over_positions_nothing_is_found():

@@ -116,6 +116,25 @@ def weights_on_the_right(m, x):
     return torch.einsum("bsr,or->bso", m.norm(x @ m.down.weight.t()), m.up.weight)
 
 
+def weights_by_heads(m, x):
+    """Keys and values by the rows of one weight, as by `wkv_b.weight.view(heads, -1, rank)`; of the first, a dimension of
+    size 1 is summed."""
+    latent, rest = m.wide_down(x).split([RANK, ROPE], dim=-1)
+    latent = m.norm(latent)
+    by_heads = m.up.weight.view(6, 12, RANK)
+    k = torch.einsum("bxsr,hdr->bhsd", latent[:, None], by_heads[:, :5])
+    v = latent[:, None] @ by_heads[:, 5:].transpose(1, 2)
+    return k, v, torch.einsum("hro,bsr->sbho", by_heads.transpose(1, 2), latent), rest
+
+
+def norm_without_autocast(m, x):
+    """The norm stands in a region of its own, which computes in float32."""
+    latent, rest = m.wide_down(x).split([RANK, ROPE], dim=-1)
+    with torch.autocast("cpu", enabled=False):
+        latent = m.norm(latent.float() if latent.dtype == torch.bfloat16 else latent).to(latent.dtype)
+    return m.up(latent), rest
+
+
 def whole_norm(m, x):
     return m.up(F.rms_norm(m.down(x), (RANK,), m.gain, EPS)).relu()
 
@@ -142,7 +161,7 @@ def latent_that_only_chooses(m, x):
 
 FORMS = [
     bottleneck, latent_and_rest, rest_first, rest_in_two_pieces, latent_behind_a_view, rest_behind_a_view, two_up_projections, biases,
-    indexer, latent_that_only_chooses, no_gain, scaled_norm, weights_on_the_right, whole_norm, whole_norm_and_nothing_else, whole_norm_scaled,
+    indexer, latent_that_only_chooses, no_gain, scaled_norm, weights_on_the_right, weights_by_heads, norm_without_autocast, whole_norm, whole_norm_and_nothing_else, whole_norm_scaled,
 ]  # fmt: skip
 
 
@@ -211,6 +230,23 @@ def test_dynamic_shapes(everything):
 
 def test_autocast_around_the_call():
     assert_autocast(NAME, *build(latent_and_rest))
+
+
+def test_a_norm_without_autocast_in_a_region_with():
+    assert_autocast(NAME, *build(norm_without_autocast))
+
+
+def up_projection_without_autocast(m, x):
+    latent = m.norm(m.down(x))
+    with torch.autocast("cpu", enabled=False):
+        return m.up(latent.float())
+
+
+def test_a_projection_without_autocast_in_a_region_with():
+    module, args = build(up_projection_without_autocast)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        frames = run(module, args)
+    assert not frames.fired and frames.tags(NAME) == {"region"}
 
 
 def test_autocast_inside_the_frame():

@@ -46,10 +46,11 @@ def proofs(monkeypatch):
     Verdicts.forget()
 
 
-@pytest.mark.parametrize(("name", "length"), [("rows_in_place", 10), ("solved_to_an_inverse", 6)])
-def test_dynamic(name, length):
-    """Only the length is a symbol: a loop over chunks fixes how many there are, not how far the last is filled."""
-    module = PlainDelta(CHUNKED[name])
+@pytest.mark.parametrize(("name", "length", "chunk"), [("rows_in_place", 6, 3), ("doubling", 8, 4)])
+def test_dynamic(name, length, chunk):
+    """Only the length is a symbol: a loop over chunks fixes how many there are, not how far the last is filled; here it
+    is full."""
+    module = PlainDelta(CHUNKED[name], chunk=chunk)
     frames = check(module, module.example_inputs(length), dynamic=True)
     assert frames.fired.get(NAME) == 1, frames.misses
 

@@ -105,6 +105,11 @@ class ScaledInside(Adapted):
         return self.scale * ((x @ a.weight.t()) * 3 @ b.weight.t()) + y
 
 
+class DividedAndSubtracted(Adapted):
+    def path(self, y, a, b, x):
+        return y - b(-a(x) / 3) * (self.scale / 2)
+
+
 class NotLinear(Adapted):
     def path(self, y, a, b, x):
         return y + b(a(x).relu()) * self.scale
@@ -126,7 +131,7 @@ class BaseReadTwice(Adapted):
         return y + b(a(x)) + y.mean()
 
 
-@pytest.mark.parametrize("of", [AddedByAlpha, ScaledInside])
+@pytest.mark.parametrize("of", [AddedByAlpha, ScaledInside, DividedAndSubtracted])
 def test_low_rank_path_spelled_otherwise(of):
     assert_fires(NAME, *adapted("wide_down", of=of))
 
@@ -134,7 +139,7 @@ def test_low_rank_path_spelled_otherwise(of):
 @pytest.mark.parametrize("of", [NotLinear, Gated, RowsReadTwice, BaseReadTwice])
 def test_other_paths_are_none(of):
     frames = check(*adapted("wide_down", of=of))
-    assert not frames.counts[NAME] and not frames.tags(NAME)
+    assert not frames.counts[NAME] and frames.tags(NAME) == {"no-path"}
 
 
 def test_paths_of_full_rank_are_none():

@@ -80,6 +80,16 @@ def rope_first(m, x, cos, sin):
     return attention_with(m, x, rope, rope, backwards, backwards)
 
 
+def rotated_without_autocast(m, x, cos, sin):
+    """The rotations stand in regions of their own, between views outside of them."""
+
+    def rope(pe):
+        with torch.autocast("cpu", enabled=False):
+            return turn(pe, cos, sin)
+
+    return attention_with(m, x, rope, rope)
+
+
 def values_transposed_apart(m, x, cos, sin):
     """V is read in the projection's order and in the heads'."""
     k_nope, k_pe, v = m.keys(x)
@@ -107,8 +117,8 @@ def whole_kv_read_again(m, x, cos, sin):
 
 
 FORMS = [
-    latent_attention, keys_and_values, rope_first, values_transposed_apart, values_read_without_gradients,
-    nope_lanes_read_again, whole_kv_read_again,
+    latent_attention, keys_and_values, rope_first, rotated_without_autocast, values_transposed_apart,
+    values_read_without_gradients, nope_lanes_read_again, whole_kv_read_again,
 ]  # fmt: skip
 
 

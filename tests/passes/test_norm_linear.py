@@ -66,6 +66,11 @@ def through_views(m, x):
     return m.q(h).view(2, -1, OUT) + m.k(h.view(2, -1, DIM))
 
 
+def by_heads(m, x):
+    """As code in the manner of JAX keeps them apart."""
+    return torch.einsum("bsd,nhd->bnsh", m.norm(x), m.q.weight.unflatten(0, (4, 5)))
+
+
 def one(m, x):
     """A mixer's input projection, split behind it."""
     a, b = m.q(m.norm(x) * 0.5).chunk(2, -1)
@@ -96,7 +101,9 @@ def one_that_only_chooses(m, x):
     return m.q(h) + m.k(h).argmax(-1, keepdim=True)
 
 
-@pytest.mark.parametrize("body", [by_hand, one, one_that_only_chooses, through_views], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "body", [by_hand, by_heads, one, one_that_only_chooses, through_views], ids=lambda f: f.__name__
+)
 @pytest.mark.parametrize("bias", [False, True])
 def test_fires(body, bias):
     assert_fires(NAME, *build(body, bias=bias), config=ON)

@@ -111,9 +111,66 @@ def shifted_before(q, k, cos, sin):
     return turn(q + q.new_full((Heads.width,), 0.1), cos, sin), turn(k + 2.0 * k.tanh(), cos, sin)
 
 
+def in_regions_of_their_own(q, k, cos, sin):
+    """As rotary-embedding-torch's, which switches autocast off around each rotation and reads views from outside."""
+
+    def rope(t):
+        with torch.autocast("cpu", enabled=False):
+            return turn(t.float() if t.dtype == torch.bfloat16 else t, cos, sin).to(t.dtype)
+
+    return rope(q), rope(k)
+
+
+def multiplied_behind(q, k, cos, sin):
+    """Both halves by the attention's temperature, as where YaRN's is no part of the tables."""
+
+    def rope(t):
+        a, b = t.chunk(2, dim=-1)
+        return torch.cat(((a * cos - b * sin) * 1.3, (b * cos + a * sin) * 1.3), dim=-1)
+
+    return rope(q), rope(k)
+
+
+def added_into_zeros(q, k, cos, sin):
+    def rope(t):
+        (a, b), n = t.chunk(2, dim=-1), t.shape[-1] // 2
+        out = torch.zeros_like(t)
+        out[..., :n] += a * cos
+        out[..., :n] -= b * sin
+        out[..., n:] += b * cos
+        out[..., n:] += a * sin
+        return out
+
+    return rope(q), rope(k)
+
+
+def by_matrices(q, k, cos, sin):
+    """As FLUX's: a matrix for each pair."""
+    m = torch.stack((cos, -sin, sin, cos), dim=-1).unflatten(-1, (2, 2))
+
+    def rope(t):
+        t = t.unflatten(-1, (-1, 1, 2))
+        return (m[..., 0] * t[..., 0] + m[..., 1] * t[..., 1]).flatten(-2)
+
+    return rope(q), rope(k)
+
+
+def by_rows_of_matrices(q, k, cos, sin):
+    """As Granite's in foundation-model-stack."""
+    m = torch.stack((cos, -sin, sin, cos), dim=-1).unflatten(-1, (2, 2))
+    return tuple(m.mul(t.unflatten(-1, (-1, 2)).unsqueeze(-2)).sum(-1).flatten(-2) for t in (q, k))
+
+
+def tables_of_rows_and_columns(q, k, cos, sin):
+    cos, sin = (torch.cat((t[:, :3], t[:1, 3:].expand_as(t[:, 3:])), dim=-1) for t in (cos, sin))
+    cos, sin = (torch.cat((t[:, :3], t[:, 3:], t[:, :3], t[:, 3:]), dim=-1) for t in (cos, sin))
+    return tuple(t * cos + torch.cat((-t[..., 7:], t[..., :7]), dim=-1) * sin for t in (q, k))
+
+
 FORMS = [
     rotated_heads, leading_lanes, trailing_lanes, neighbours, backwards, scaled_queries, scaled_before, shifted_before,
-    normed_behind,
+    normed_behind, in_regions_of_their_own, multiplied_behind, added_into_zeros, by_matrices, by_rows_of_matrices,
+    tables_of_rows_and_columns,
 ]  # fmt: skip
 
 
@@ -195,6 +252,40 @@ def test_one_key_head(repeat):
             return self.o(sdpa(q, k, v).transpose(1, 2).flatten(2))
 
     assert_fires(NAME, *build(rotated_heads, kind=Multi))
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_one_key_head_without_a_dimension_for_it(layout):
+    """Multi-query attention whose key head every query head meets in an einsum (PaLM)."""
+
+    class Lone(Heads):
+        kv_heads = 1
+
+        def forward(self, x, cos, sin):
+            q, k, v = self.q(x).unflatten(-1, (-1, self.width)), self.k(x), self.v(x)
+            if layout == "bhsd":
+                q, k = turn(q.transpose(1, 2), cos, sin), turn(k, cos, sin)
+            else:
+                q, k = turn(q, cos[:, None], sin[:, None]).transpose(1, 2), turn(k, cos, sin)
+            weights = torch.einsum("bhid,bjd->bhij", q, k).softmax(-1)
+            return self.o(torch.einsum("bhij,bjd->bihd", weights, v).flatten(2))
+
+    assert_fires(NAME, *build(None, kind=Lone))
+
+
+@pytest.mark.parametrize(
+    "rows", [slice(-3, None), slice(None, None, 2), torch.tensor([0, 2, 3])], ids=["window", "stride", "list"]
+)
+def test_some_of_the_keys_are_read(rows):
+    class Some(Heads):
+        def forward(self, x, cos, sin):
+            q, k, v = (p(x).unflatten(-1, (-1, self.width)).transpose(1, 2) for p in (self.q, self.k, self.v))
+            q, k = self.body(q, k, cos, sin)
+            k, v = (t[:, :, rows].repeat_interleave(2, 1) for t in (k, v))
+            return self.o(((q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+    frames = assert_fires(NAME, *build(rotated_heads, kind=Some))
+    assert not frames.misses
 
 
 def test_tables_in_parameters_that_nothing_trains():
@@ -299,6 +390,27 @@ def test_autocast_inside_the_frame():
     assert_autocast_inside(NAME, block, block.example_inputs())
 
 
+def test_a_region_without_autocast_in_one_with():
+    assert_autocast(NAME, *build(in_regions_of_their_own))
+
+
+def test_tables_that_each_layer_makes_anew():
+    """Equal tables are one, and the first: the op of the first layer waits for nothing of the second."""
+
+    class Frequencies(Heads):
+        def forward(self, x, *_):
+            angles = torch.outer(torch.arange(x.shape[1], dtype=x.dtype), 0.3 ** torch.arange(self.width // 2))
+            with torch.autocast("cpu", enabled=False):
+                cos, sin = angles.cos(), angles.sin()
+            return super().forward(x, cos, sin)
+
+    layers = torch.nn.Sequential(*(build(in_regions_of_their_own, kind=Frequencies)[0] for _ in range(2)))
+    frames = assert_fires(NAME, layers, build(None)[1][:1], count=2)
+    lines = render(frames.graph).splitlines()
+    first, _ = (i for i, line in enumerate(lines) if "megacpp.rope_qk" in line)
+    assert sum(" = linear(" in line for line in lines[:first]) == 2, "the queries and keys of the first layer"
+
+
 class Scores(Heads):
     """Only the score product, which does not mind how many lanes there are."""
 
@@ -346,7 +458,28 @@ def read_by_no_scores(q, k, cos, sin):
     return turn(q, cos, sin).tanh(), k
 
 
+def scaled_by_position(q, k, cos, sin):
+    """xPos: what queries are multiplied by, keys are divided by."""
+    scale = 0.9 ** torch.arange(len(cos), dtype=q.dtype)[:, None]
+    cos, sin = (torch.cat((t, t), dim=-1) for t in (cos, sin))
+    half = lambda t: torch.cat((-t[..., 7:], t[..., :7]), dim=-1)  # noqa: E731
+    return q * cos * scale + half(q) * sin * scale, k * cos / scale + half(k) * sin / scale
+
+
+def tables_for_each_sequence(q, k, cos, sin):
+    """Equal numbers, but nothing says so."""
+    return turn(q, *(t.expand(len(q), 1, -1, -1).contiguous() for t in (cos, sin))), turn(k, cos, sin)
+
+
+def matrices_of_a_buffer(q, k, cos, sin):
+    m = torch.cat((cos, -sin, sin, cos), dim=-1)[:, : 4 * 7].clamp(-1, 1).unflatten(-1, (7, 2, 2))
+    return tuple(m.mul(t.unflatten(-1, (-1, 2)).unsqueeze(-2)).sum(-1).flatten(-2) for t in (q, k))
+
+
 REFUSED = [
+    ("two-tables", scaled_by_position),
+    ("tables", tables_for_each_sequence),
+    ("matrices", matrices_of_a_buffer),
     ("no-scores", read_by_no_scores),
     ("escapes", product_read_elsewhere),
     ("broadcast", keys_of_one_head_repeated_first),
@@ -378,6 +511,25 @@ REFUSED_NEAR_MISSES = [
 def test_refuses_near_miss(tag, name):
     (near_miss,) = (n for n in NEAR_MISSES if n.name == name)
     assert_refused_in_a_graph(NAME, tag, *near_miss.build())
+
+
+def keys_scaled(q, k, cos, sin):
+    a, b = k.chunk(2, dim=-1)
+    return turn(q, cos, sin), torch.cat(((a * cos - b * sin) * 1.25, (b * cos + a * sin) * 1.25), dim=-1)
+
+
+def keys_turned_back(q, k, cos, sin):
+    return turn(q, cos, sin), turn(k, cos, -sin)
+
+
+def keys_with_axes_in_another_order(q, k, cos, sin):
+    rolled = [torch.cat((t[:, 3:], t[:, :3]), -1) for t in (cos, sin)]
+    return turn(q, cos, sin), turn(k, *rolled)
+
+
+def keys_a_position_ahead(q, k, cos, sin):
+    ahead = [torch.cat((t[1:], t[:1])) for t in (cos, sin)]
+    return turn(q, cos, sin), turn(k, *ahead)
 
 
 def different_widths(q, k, cos, sin):
@@ -423,6 +575,19 @@ def test_refuses_one_key_turned_for_every_head():
         return rotated_heads(q, k[:, :1], *tables_of_every_head(cos, sin))
 
     assert_refused_in_a_graph(NAME, "broadcast", *build(body, kind=AsManyKeys))
+
+
+KEYS_TURNED_OTHERWISE = {
+    keys_scaled: "tables",
+    keys_turned_back: "tables",
+    keys_with_axes_in_another_order: "table-order",
+    keys_a_position_ahead: "tables",
+}
+
+
+@pytest.mark.parametrize("body", KEYS_TURNED_OTHERWISE, ids=lambda f: f.__name__)
+def test_refuses_keys_turned_otherwise(body):
+    assert_refused_in_a_graph(NAME, KEYS_TURNED_OTHERWISE[body], *build(body, kind=AsManyKeys))
 
 
 # --- where the results lie

@@ -261,12 +261,6 @@ def test_refuses_a_step_under_no_grad():
     assert_refused(NAME, "region", *block(stepwise(step)))
 
 
-def test_one_token_stays_plain_and_is_told():
-    module, args = block(given=True, state=True, length=1)
-    with torch.no_grad():
-        assert_refused(NAME, "one-token", module.requires_grad_(False), tuple(a.detach() for a in args))
-
-
 def test_a_recurrent_network_is_none_of_its_business():
     class Recurrent(nn.Module):
         def __init__(self):

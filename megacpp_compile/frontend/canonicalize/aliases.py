@@ -1,4 +1,5 @@
-"""Ops that are other names of ops: `concat`, `multiply`, `swapaxes` become `cat`, `mul`, `transpose`.
+"""Ops that are other names of ops: `concat`, `multiply`, `swapaxes` become `cat`, `mul`, `transpose`; `tile`, which
+may leave leading dimensions out, becomes `repeat`.
 
 Before: `concat([a, b], -1)`          After: `cat([a, b], -1)`
 """
@@ -7,6 +8,8 @@ from __future__ import annotations
 
 import torch
 from torch import fx
+
+from megacpp_compile.fx.edit import value
 
 aten = torch.ops.aten
 _NAMES = {
@@ -35,10 +38,15 @@ ALIASES = {old: _overload(new) for name, new in _NAMES.items() if (old := _overl
 
 
 def aliases(graph: fx.Graph) -> int:
-    """Rename in place; returns how many. Schemas agree, so arguments stay as they are."""
+    """Rename in place; returns how many. Schemas agree, so arguments stay as they are, but for `tile`'s."""
     count = 0
     for node in graph.nodes:
         if node.op == "call_function" and node.target in ALIASES:
             node.target = ALIASES[node.target]
             count += 1
+    for node in graph.find_nodes(op="call_function", target=aten.tile.default):
+        x, repeats = node.args
+        missing = value(x).dim() - len(repeats)  # type: ignore[arg-type]
+        node.target, node.args = aten.repeat.default, (x, [*(1,) * missing, *repeats])  # type: ignore[misc]
+        count += 1
     return count

@@ -122,12 +122,12 @@ class GatedChunks:
         """[b, c, h, k, v], what goes into each chunk, and [n, h, k, v], what a walk leaves of each sequence."""
         grid = self.grid
         if not grid.chunks:
-            return outside.new_zeros((self.v.shape[0], 0, *outside.shape[1:])), outside.clone()
+            return outside.new_zeros((self.v.shape[0], 0, *outside.shape[1:])), _copied(outside)
         body = functools.partial(body, packed=grid.packed)
         parts = tuple(x.flip(0) for x in parts) if backward else parts
         (last,), results = loop(body, (grid.begin(outside),), parts)
         results = tuple((x.flip(0) if backward else x).transpose(0, 1) for x in results)
-        return results[0], grid.end(results[1], outside, backward) if grid.packed else last.clone()
+        return results[0], _copied(grid.end(results[1], outside, backward) if grid.packed else last)
 
     def forward(self, scale: float, out_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         """o, the final state, and the states kept."""
@@ -196,6 +196,11 @@ class GatedChunks:
     def by_key_head(self, x: Tensor) -> Tensor:
         """[b, c, hv, l, k] -> [b, t, hk, value heads of one, k]."""
         return self.grid.join(x).unflatten(2, (self.key_heads, self.shared))
+
+
+def _copied(state: Tensor) -> Tensor:
+    """In rows, whatever strides the operands have."""
+    return state.clone(memory_format=torch.contiguous_format)
 
 
 def _step(carried: Tensors, part: Tensors, write: Any, packed: bool) -> tuple[Tensors, Tensors]:

@@ -3,7 +3,7 @@
 The decay between two tokens is inside the sum over channels, and neither of two factors of it may grow. So pairs of
 tokens are told apart by halves: a chunk is cut in two, then each half, down to single rows, and a pair belongs to the
 cut that parts it. With G_m at the cut, the first row behind it, both factors are exp(-|G - G_m|) <= 1, and one GEMM of
-the chunk serves all cuts of one size.
+the chunk serves all cuts of one size. Chunks that decay little take one in all (`_triton_mild`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from megacpp_compile.lowerings.gated_delta_rule._triton_backward_tiles import (
     product,
     through_norm,
 )
+from megacpp_compile.lowerings.gated_delta_rule._triton_mild import served_elsewhere
 from megacpp_compile.lowerings.gated_delta_rule._triton_states import LOG2_E, NO_STEP
 
 
@@ -37,6 +38,14 @@ def _cut(decay, log, C: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
+def _from_middle(decay, C: tl.constexpr, K: tl.constexpr):
+    """2^(G - G_m) and the reciprocal of a mild chunk, for G [C, K] in memory; and which rows come before a row."""
+    r, n = tl.arange(0, C), tl.arange(0, K)[None, :]
+    apart = tl.load(decay + (r[:, None] * K + n)) - tl.load(decay + ((C // 2 - 1) * K + n))
+    return tl.exp2(apart), tl.exp2(0 - apart), r[:, None] > r[None, :]
+
+
+@triton.jit
 def _normed(x, x_t, length, eps, C: tl.constexpr, K: tl.constexpr, NORM: tl.constexpr):
     """Rows of queries or keys in float32, times what normalises them, and that."""
     r, n = tl.arange(0, C)[:, None], tl.arange(0, K)[None, :]
@@ -47,15 +56,17 @@ def _normed(x, x_t, length, eps, C: tl.constexpr, K: tl.constexpr, NORM: tl.cons
 
 @triton.jit
 def gated_delta_rule_prepare_channels(q, k, do, g, beta, inverse, table, decay, steps, no_decay, norms, ends, reading,
-                                      writing, solve, w, du_local, tokens, chunks, heads, per_key, scale, eps,
+                                      writing, solve, w, du_local, mild, tokens, chunks, heads, per_key, scale, eps,
                                       q_b, q_t, q_h, k_b, k_t, k_h, do_b, do_t, do_h, g_b, g_t, g_h,
                                       beta_b, beta_t, beta_h,
                                       C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-                                      CUTS: tl.constexpr, BETA: tl.constexpr, NORM: tl.constexpr,
-                                      PACKED: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+                                      CUTS: tl.constexpr, MILD: tl.constexpr, SKIP: tl.constexpr, BETA: tl.constexpr,
+                                      NORM: tl.constexpr, PACKED: tl.constexpr,
+                                      WIDE: tl.constexpr):  # fmt: skip
     """As `gated_delta_rule_prepare`, with decay [b, c, h, C, K] a channel. Queries that read the state and keys that
     write it have theirs inside, and norms, in reading and writing [b, t, h, K]; no_decay is 0 and norms are 1 for them.
-    ends [b, c, h, K]: the decay over the chunk. CUTS: log2(C)."""
+    ends [b, c, h, K]: the decay over the chunk. CUTS: log2(C). mild, MILD, SKIP: see
+    `_triton_mild`."""
     scale, eps = single(scale), single(eps)
     c, h = chunk_and_head(chunks)
     b = tl.program_id(1).to(tl.int64)
@@ -63,12 +74,14 @@ def gated_delta_rule_prepare_channels(q, k, do, g, beta, inverse, table, decay, 
     first, length = chunk_tokens(table, c, tokens, C, PACKED)
     there = r < length
     row = (b * chunks + c) * heads + h
+    if served_elsewhere(mild, row, MILD, SKIP):
+        return
     k += b * k_b + h // per_key * k_h + first * k_t
     q += b * q_b + h // per_key * q_h + first * q_t
     g += b * g_b + h * g_h + first * g_t
+    gates = tl.load(g + (r[:, None] * g_t + n), mask=there[:, None], other=0).to(tl.float32) * LOG2_E
     keys, _ = _normed(k, k_t, length, eps, C, K, NORM)
     queries, _ = _normed(q, q_t, length, eps, C, K, NORM)
-    gates = tl.load(g + (r[:, None] * g_t + n), mask=there[:, None], other=0).to(tl.float32) * LOG2_E
     total = tl.cumsum(gates, 0)
     whole = tl.sum(gates, 0)
     decay += row * C * K
@@ -89,9 +102,14 @@ def gated_delta_rule_prepare_channels(q, k, do, g, beta, inverse, table, decay, 
     tl.store(writing + at, as_stored(keys * tl.exp2(whole[None, :] - total), writing), mask=there[:, None])
     tl.debug_barrier()  # rows of the decay are read by other threads than wrote them
     scores = tl.where(r[:, None] == r[None, :], tl.sum(queries * keys, 1)[:, None], 0.0)
-    for log in range(CUTS):
-        factor, parted = _cut(decay, log, C, K)
-        scores += tl.where(parted, product(queries * factor, tl.trans(keys * factor), WIDE), 0)
+    if MILD:
+        apart = total - tl.sum(tl.where(r[:, None] == C // 2 - 1, total, 0.0), 0)[None, :]
+        between = product(queries * tl.exp2(apart), tl.trans(keys * tl.exp2(0 - apart)), WIDE)
+        scores += tl.where(r[:, None] > r[None, :], between, 0)
+    else:
+        for log in range(CUTS):
+            factor, parted = _cut(decay, log, C, K)
+            scores += tl.where(parted, product(queries * factor, tl.trans(keys * factor), WIDE), 0)
     scores = tl.trans(operand(scores * scale, WIDE))
     do += b * do_b + h * do_h + first * do_t
     for j in range(V // BV):
@@ -118,11 +136,11 @@ def gated_delta_rule_prepare_channels(q, k, do, g, beta, inverse, table, decay, 
 
 @triton.jit
 def gated_delta_rule_query_grad_channels(q, k, do, table, decay, steps, states, errors, dq, d_scores, d_decay,
-                                         tokens, chunks, heads, per_key, scale, eps,
+                                         mild, tokens, chunks, heads, per_key, scale, eps,
                                          q_b, q_t, q_h, k_b, k_t, k_h, do_b, do_t, do_h,
                                          C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-                                         CUTS: tl.constexpr, NORM: tl.constexpr, PACKED: tl.constexpr,
-                                         WIDE: tl.constexpr):  # fmt: skip
+                                         CUTS: tl.constexpr, MILD: tl.constexpr, SKIP: tl.constexpr,
+                                         NORM: tl.constexpr, PACKED: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
     """What a value head gives to dq [b, t, h, K]; the gradient of P, d_scores [b, c, h, C, C], before decays; and the
     queries' part of that of the decays, d_decay [b, c, h, C, K]."""
     scale, eps = single(scale), single(eps)
@@ -132,6 +150,8 @@ def gated_delta_rule_query_grad_channels(q, k, do, table, decay, steps, states, 
     first, length = chunk_tokens(table, c, tokens, C, PACKED)
     there = r[:, None] < length
     row = (b * chunks + c) * heads + h
+    if served_elsewhere(mild, row, MILD, SKIP):
+        return
     q += b * q_b + h // per_key * q_h + first * q_t
     k += b * k_b + h // per_key * k_h + first * k_t
     do += b * do_b + h * do_h + first * do_t
@@ -149,10 +169,15 @@ def gated_delta_rule_query_grad_channels(q, k, do, table, decay, steps, states, 
     scores *= (tl.load(steps + row * C + r) * scale)[None, :]
     tl.store(d_scores + row * C * C + (r[:, None] * C + r[None, :]), as_stored(scores, d_scores))
     d *= tl.exp2(tl.load(decay + (r[:, None] * K + n))) * scale
-    for log in range(CUTS):
-        factor, parted = _cut(decay, log, C, K)
+    if MILD:
+        reader, writer, before = _from_middle(decay, C, K)
         keys, _ = _normed(k, k_t, length, eps, C, K, NORM)
-        d += product(tl.where(parted, scores, 0), keys * factor, WIDE) * factor
+        d += product(tl.where(before, scores, 0), keys * writer, WIDE) * reader
+    else:
+        for log in range(CUTS):
+            factor, parted = _cut(decay, log, C, K)
+            keys, _ = _normed(k, k_t, length, eps, C, K, NORM)
+            d += product(tl.where(parted, scores, 0), keys * factor, WIDE) * factor
     queries, of_q = _normed(q, q_t, length, eps, C, K, NORM)
     tl.store(d_decay + row * C * K + (r[:, None] * K + n), queries * d)
     keys, _ = _normed(k, k_t, length, eps, C, K, NORM)
@@ -163,10 +188,10 @@ def gated_delta_rule_query_grad_channels(q, k, do, table, decay, steps, states, 
 
 @triton.jit
 def gated_delta_rule_read_grad_channels(k, table, decay, states, d_between, d_decay, d_reads, dv,
-                                        tokens, chunks, heads, per_key, eps, k_b, k_t, k_h,
+                                        mild, tokens, chunks, heads, per_key, eps, k_b, k_t, k_h,
                                         C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-                                        CUTS: tl.constexpr, NORM: tl.constexpr, PACKED: tl.constexpr,
-                                        WIDE: tl.constexpr):  # fmt: skip
+                                        CUTS: tl.constexpr, MILD: tl.constexpr, SKIP: tl.constexpr,
+                                        NORM: tl.constexpr, PACKED: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
     """The gradient of keys where they read the state or stand in A's rows, d_reads [b, c, h, C, K]; what it gives to
     that of the decays is added to `d_decay`. d_between [b, c, h, C, C]: the gradient of A, before decays."""
     eps = single(eps)
@@ -175,6 +200,8 @@ def gated_delta_rule_read_grad_channels(k, table, decay, states, d_between, d_de
     r, n, m = tl.arange(0, C), tl.arange(0, K)[None, :], tl.arange(0, K)[:, None]
     first, length = chunk_tokens(table, c, tokens, C, PACKED)
     row = (b * chunks + c) * heads + h
+    if served_elsewhere(mild, row, MILD, SKIP):
+        return
     k += b * k_b + h // per_key * k_h + first * k_t
     dv += ((b * tokens + first) * heads + h) * V
     decay += row * C * K
@@ -186,10 +213,15 @@ def gated_delta_rule_read_grad_channels(k, table, decay, states, d_between, d_de
         d = add_product(d, d_value, tl.trans(operand(state, WIDE)), WIDE)
     d *= 0 - tl.exp2(tl.load(decay + (r[:, None] * K + n)))
     between = tl.load(d_between + row * C * C + (r[:, None] * C + r[None, :]))
-    for log in range(CUTS):
-        factor, parted = _cut(decay, log, C, K)
+    if MILD:
+        reader, writer, before = _from_middle(decay, C, K)
         keys, _ = _normed(k, k_t, length, eps, C, K, NORM)
-        d += product(tl.where(parted, between, 0), keys * factor, WIDE) * factor
+        d += product(tl.where(before, between, 0), keys * writer, WIDE) * reader
+    else:
+        for log in range(CUTS):
+            factor, parted = _cut(decay, log, C, K)
+            keys, _ = _normed(k, k_t, length, eps, C, K, NORM)
+            d += product(tl.where(parted, between, 0), keys * factor, WIDE) * factor
     at = row * C * K + (r[:, None] * K + n)
     tl.store(d_reads + at, d)
     keys, _ = _normed(k, k_t, length, eps, C, K, NORM)
@@ -198,11 +230,11 @@ def gated_delta_rule_read_grad_channels(k, table, decay, states, d_between, d_de
 
 @triton.jit
 def gated_delta_rule_key_grad_channels(q, k, table, decay, steps, ends, states, errors, d_states, d_scores, d_between,
-                                       d_decay, d_reads, dk, dg, tokens, chunks, heads, per_key, eps,
+                                       d_decay, d_reads, dk, dg, mild, tokens, chunks, heads, per_key, eps,
                                        q_b, q_t, q_h, k_b, k_t, k_h,
                                        C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-                                       CUTS: tl.constexpr, NORM: tl.constexpr, PACKED: tl.constexpr,
-                                       WIDE: tl.constexpr):  # fmt: skip
+                                       CUTS: tl.constexpr, MILD: tl.constexpr, SKIP: tl.constexpr,
+                                       NORM: tl.constexpr, PACKED: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
     """What a value head gives to dk [b, t, h, K], from d_reads and from keys where they write the state or stand in
     columns of A and P; and dg."""
     eps = single(eps)
@@ -212,6 +244,8 @@ def gated_delta_rule_key_grad_channels(q, k, table, decay, steps, ends, states, 
     first, length = chunk_tokens(table, c, tokens, C, PACKED)
     there = r[:, None] < length
     row = (b * chunks + c) * heads + h
+    if served_elsewhere(mild, row, MILD, SKIP):
+        return
     q += b * q_b + h // per_key * q_h + first * q_t
     k += b * k_b + h // per_key * k_h + first * k_t
     out = ((b * tokens + first) * heads + h) * K
@@ -230,13 +264,21 @@ def gated_delta_rule_key_grad_channels(q, k, table, decay, steps, ends, states, 
     keys, _ = _normed(k, k_t, length, eps, C, K, NORM)
     at_end = tl.sum(keys * d, 0) + inner * tl.load(ends + row * K + tl.arange(0, K))
     pairs = row * C * C + (r[:, None] * C + r[None, :])
-    for log in range(CUTS):
-        factor, parted = _cut(decay, log, C, K)
+    if MILD:
+        reader, writer, before = _from_middle(decay, C, K)
         queries, _ = _normed(q, q_t, length, eps, C, K, NORM)
-        own = product(tl.trans(tl.load(d_scores + pairs, mask=parted, other=0)), queries * factor, WIDE)
+        own = product(tl.trans(tl.load(d_scores + pairs, mask=before, other=0)), queries * reader, WIDE)
         keys, _ = _normed(k, k_t, length, eps, C, K, NORM)
-        own = add_product(own, tl.trans(tl.load(d_between + pairs, mask=parted, other=0)), keys * factor, WIDE)
-        d += own * factor
+        own = add_product(own, tl.trans(tl.load(d_between + pairs, mask=before, other=0)), keys * reader, WIDE)
+        d += own * writer
+    else:
+        for log in range(CUTS):
+            factor, parted = _cut(decay, log, C, K)
+            queries, _ = _normed(q, q_t, length, eps, C, K, NORM)
+            own = product(tl.trans(tl.load(d_scores + pairs, mask=parted, other=0)), queries * factor, WIDE)
+            keys, _ = _normed(k, k_t, length, eps, C, K, NORM)
+            own = add_product(own, tl.trans(tl.load(d_between + pairs, mask=parted, other=0)), keys * factor, WIDE)
+            d += own * factor
     at = row * C * K + (r[:, None] * K + n)
     keys, of_k = _normed(k, k_t, length, eps, C, K, NORM)
     gate = _from_behind(tl.load(d_decay + at) - keys * d) + at_end[None, :]

@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.views import FOLDS, PERMUTATIONS, RESHAPES
-from megacpp_compile.matchers.delta_rule.rules import POWERS, ROOTS, RULES, SCATTERS, SOLVES
+from megacpp_compile.matchers.delta_rule.rules import POWERS, ROOTS, RULES, SCATTERS, SOLVES, WHEN
 from megacpp_compile.matchers.ssd.tensor_algebra import Algebra, tensors
 from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS
 
@@ -31,7 +31,7 @@ class Cores:
     """The cores of a graph. `algebra`: of its nodes; `depth`: how many products of activations lead to a node."""
 
     def __init__(self, graph: Graph) -> None:
-        self.algebra = Algebra(graph, RULES)
+        self.algebra = Algebra(graph, RULES, when=WHEN)
         self.depth: dict[Node, int] = {}
         self._parent: dict[Node, Node] = {}
         level: dict[Node, int] = {}  # how many cores, with what is no core after each, lead to a node
@@ -44,7 +44,7 @@ class Cores:
             touched = [a for a in inputs if a in self.depth and level[a] == most]
             if self._is_core(n, inputs, touched):
                 several = sum(a not in constants for a in inputs) > 1
-                own = several and (n.target in PRODUCTS | SOLVES or self._is_outer(n, inputs))
+                own = several and (n.target in PRODUCTS | SOLVES or self._is_outer(n, inputs)) or self._contracts(n)
                 self.depth[n] = max((self.depth[a] for a in touched), default=0) + own
                 for a in touched:
                     self._join(n, a)
@@ -87,6 +87,13 @@ class Cores:
         made = value(n)
         return isinstance(made, torch.Tensor) and all(value(a).shape != made.shape for a in inputs)
 
+    def _contracts(self, n: Node) -> bool:
+        """Whether `n` sums up a product of activations over a dimension."""
+        product = n.args[0] if n.target is aten.sum.dim_IntList else None
+        if not isinstance(product, Node) or product.target is not aten.mul.Tensor or len(set(product.args)) < 2:
+            return False
+        return all(isinstance(a, Node) and a not in self.algebra.constants for a in product.args)
+
     def _join(self, a: Node, b: Node) -> None:
         self._parent[self._root(a)] = self._root(b)
 
@@ -95,6 +102,12 @@ class Cores:
             self._parent[n] = self._parent.get(above, above)
             n = above
         return n
+
+
+def in_corrected_cores(graph: Graph) -> set[Node]:
+    """The nodes of all cores that show a delta rule, found to be one or not, and what enters them."""
+    nodes = {n for core in Cores(graph) if corrects(core) is not None for n in core}
+    return nodes | {a for n in nodes for a in tensors(n)}
 
 
 def corrects(nodes: list[Node]) -> Node | None:

@@ -3,27 +3,52 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import operator
-from collections import Counter
 from collections.abc import Iterable, Mapping, Set
+from typing import Any
 
 import torch
 from torch.fx import Node
 
+from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.views import PARTS, SPLITS
 from megacpp_compile.matchers.delta_rule.norms import Before
 from megacpp_compile.matchers.ssd.tensor_algebra import Algebra, constants_of, operand_of, tensors
-from megacpp_compile.matchers.ssd.tensor_ops import EXPONENTIALS
+from megacpp_compile.matchers.ssd.tensor_ops import EXPONENTIALS, argument
 
 aten = torch.ops.aten
 MOST_OPERANDS = 6  # q, k, v, gates, weights, state
+MOST_CUT = 24  # tensors that a loop takes pieces of, or pieces of those
+
+
+@dataclasses.dataclass(frozen=True)
+class _Piece:
+    """A piece of `whole`, the nodes `between`, and what is comparable of its place in a dimension."""
+
+    whole: Node
+    between: set[Node]
+    at: object
+
+
+def _place(part: Node, index: Any) -> object:
+    if part.target is aten.select.int:
+        return part.args[2]
+    if part.target is aten.unbind.int:
+        return index
+    if part.target is aten.slice.Tensor:
+        return repr(part.args[2:4])
+    return repr((index, [v.shape[argument(part, 2, "dim", 0)] for v in value(part)]))
 
 
 class Operands:
     """`leaves` of the core's nodes that `outputs` are made of, and the nodes `inside`: those between.
 
-    No leaf is made of another: where the core takes k and beta * k, the product is inside.
+    No leaf is made of another: where the core takes k and beta * k, the product is inside. apart: loops that run one
+    after another are taken not to run over one dimension.
     """
+
+    apart = True
 
     def __init__(self, algebra: Algebra, core: Set[Node], outputs: Iterable[Node]) -> None:
         self.algebra = algebra
@@ -31,10 +56,10 @@ class Operands:
         self.leaves: list[Node] = []
         entering = dict.fromkeys(a for n in sorted(self.inside) for a in tensors(n) if a not in self.inside)
         ends = self._open([n for n in entering if n not in algebra.constants])
-        for _ in range(3):  # a loop's pieces of a piece
-            if len({self._source(n)[0] for n in ends}) <= MOST_OPERANDS:
+        for _ in range(MOST_CUT):
+            if len({self._source(n)[0] for n in ends}) <= MOST_OPERANDS or (wholes := self._last_wholes(ends)) is None:
                 break
-            ends = self._open(self._wholes(ends))
+            ends = self._open(wholes)
         self._choose(ends)
         self._close()
 
@@ -95,28 +120,31 @@ class Operands:
             n = n.args[0]  # type: ignore[assignment]
         return n, between
 
-    def _wholes(self, ends: list[Node]) -> list[Node]:
-        """`ends`, those that are pieces of one tensor replaced by it."""
-        pieces = {n: piece for n in ends if (piece := self._whole(n)) is not None}
-        counts = Counter(whole for whole, _ in pieces.values())
-        found = []
-        for n in ends:
-            whole, between = pieces.get(n, (n, set()))
-            if counts[whole] > 1:
-                self.inside |= between
-                n = whole
-            found.append(n)
-        return found
+    def _last_wholes(self, ends: list[Node]) -> list[Node] | None:
+        """`ends`, those that are pieces of one tensor replaced by it, of the last such tensor and of those that are cut
+        alike: a loop takes apart what was split off a projection before."""
+        pieces = {n: piece for n in ends if (piece := self._piece(n)) is not None}
+        cuts: dict[Node, set[object]] = {}
+        for piece in pieces.values():
+            cuts.setdefault(piece.whole, set()).add(piece.at)
+        last = max((whole for whole, at in cuts.items() if len(at) > 1), default=None)
+        if last is None:
+            return None
+        wholes = {whole for whole, at in cuts.items() if len(at & cuts[last]) > 1}
+        merged = {n: piece for n, piece in pieces.items() if piece.whole in wholes}
+        self.inside = self.inside.union(*(piece.between for piece in merged.values()))
+        return [merged[n].whole if n in merged else n for n in ends]
 
-    def _whole(self, n: Node) -> tuple[Node, set[Node]] | None:
-        """(what `n` is a piece of, the nodes between)."""
+    def _piece(self, n: Node) -> _Piece | None:
         at, between = self._source(n)
+        index = None
         if at.target is operator.getitem and at.args[0].target in SPLITS | {aten.unbind.int}:  # type: ignore[union-attr]
+            index = at.args[1]
             between.add(at)
             at = at.args[0]  # type: ignore[assignment]
         if at.target not in PARTS | SPLITS or at not in self.algebra.nodes:
             return None
-        return at.args[0], between | {at}  # type: ignore[return-value]
+        return _Piece(at.args[0], between | {at}, _place(at, index))  # type: ignore[arg-type]
 
     def _choose(self, ends: Iterable[Node]) -> None:
         """One leaf for each source: before repetitions, casts and padding, behind views alone."""

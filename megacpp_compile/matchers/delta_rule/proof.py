@@ -10,14 +10,18 @@ from torch import Tensor
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
-from megacpp_compile.matchers.delta_rule.roles import Roles
-from megacpp_compile.matchers.ssd.axes import NoAxes
-from megacpp_compile.matchers.ssd.resize import Resized
+from megacpp_compile.matchers.delta_rule.roles import Axes, Roles
+from megacpp_compile.matchers.delta_rule.rules import SOLVES
+from megacpp_compile.matchers.ssd.axes import NoAxes, flat, number, pin
+from megacpp_compile.matchers.ssd.resize import Resized, tensor_dims
 from megacpp_compile.matchers.ssd.roles import arranged
 
 TOLERANCE = 1e-8  # float64, a few thousand operations
 NO_SCALE = 1e-12
 MOST_ELEMENTS = 1 << 25  # of the largest tensor: 256 MiB
+SMALLEST = (2,)  # where others would make it larger
+LONGEST_CHUNK = 64
+ANY_CHUNK = (4, 5)  # tokens that stand for as many as there are
 
 
 TURNS = (0, 1)  # of operands, and of sizes
@@ -29,9 +33,9 @@ def proved(
     """(the scale of the result, an export that is not the final state); None where the result is no delta rule of its
     operands. Leaves the sizes of `r` solved."""
     scales, wrong = [], None
+    _keep_chunks(r, roles.axes)
     for turn in TURNS:
-        r.solve(turn)
-        _fits(r)
+        _solve(r, turn)
         one = _tried(r, root, exports, roles, eps, turn)
         if one is None:
             return None
@@ -39,15 +43,35 @@ def proved(
         wrong = wrong or one[1]
     if max(scales) - min(scales) > TOLERANCE * abs(scales[0]):
         return None  # it depends on a size that is not kept
-    return (1.0 if abs(scales[0] - 1) < NO_SCALE else scales[0]), wrong
+    scale = float(f"{scales[0]:.15g}")  # what a sum of other operands, or another BLAS, makes of it too
+    return (1.0 if abs(scale - 1) < NO_SCALE else scale), wrong
 
 
-def _fits(r: Resized) -> None:
-    """Dimensions that loops have unrolled keep their size; NoAxes where the tensors they make are too large to try."""
-    for n in r.nodes:
-        fake = value(n)
-        if isinstance(fake, Tensor) and (count := math.prod(r.shape(r.of(n)))) > MOST_ELEMENTS:
-            raise NoAxes(f"{n.name} would have {count} elements in the trial that tells what is computed")
+def _keep_chunks(r: Resized, x: Axes) -> None:
+    """Have dimensions of tokens that meet themselves keep their size: a series that is cut off is the inverse of a
+    triangle that is small enough. Where they are long or symbolic, only a system that is solved will do for any."""
+    others = {*x.b, *x.h, *x.k, *x.v}
+    every = [[a for d in dims for a in flat(d)] for dims in map(tensor_dims, r.dims.values())]
+    meeting = dict.fromkeys(a for dims in every for a in dims if a not in others and dims.count(a) > 1)
+    for atom in meeting:
+        size = number(atom.size)
+        if (size is None or size > LONGEST_CHUNK) and any(n.target in SOLVES for n in r.nodes):
+            r.axes.chosen[atom] = ANY_CHUNK
+        else:
+            pin([[atom]])
+
+
+def _solve(r: Resized, turn: int) -> None:
+    """Choose sizes. Dimensions that loops have unrolled keep theirs, and the others are as small as can be where the
+    tensors that they make would be large; NoAxes where these are too large to try."""
+    for small in (r.axes.small, SMALLEST):
+        r.axes.small = small
+        r.solve(turn)
+        tensors = (n for n in r.nodes if isinstance(value(n), Tensor))
+        count, name = max(((math.prod(r.shape(r.dims[n])), n.name) for n in tensors), default=(0, ""))
+        if count <= MOST_ELEMENTS:
+            return
+    raise NoAxes(f"{name} would have {count} elements in the trial that tells what is computed")
 
 
 def _tried(
@@ -56,6 +80,8 @@ def _tried(
     generator = torch.Generator().manual_seed(turn)  # of its own: a model draws the same, whatever is compiled
     names = {n: name for name, n in roles.nodes.items()}
     operands = {n: _random(names[n], r.shape(r.of(n)), eps, generator) for n in r.leaves}
+    if turn == 0:  # keys that are alike: else high powers of a triangle are next to nothing, and lacked by nobody
+        operands[roles.nodes["k"]] = operands[roles.nodes["k"]].abs()
     o, *states = r.run(operands, [root, *exports])
     x = roles.axes
     target = {

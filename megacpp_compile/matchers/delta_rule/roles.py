@@ -9,7 +9,7 @@ from collections.abc import Iterator, Set
 from torch.fx import Node
 
 from megacpp_compile.matchers.ssd.axes import Atom, Dim, flat
-from megacpp_compile.matchers.ssd.resize import Resized
+from megacpp_compile.matchers.ssd.resize import Resized, tensor_dims
 from megacpp_compile.matchers.ssd.tensor_algebra import Algebra
 from megacpp_compile.matchers.ssd.tensor_ops import EXPONENTIALS
 
@@ -18,7 +18,7 @@ ROLES = ("q", "k", "v", "beta", "initial_state")
 
 @dataclasses.dataclass(frozen=True)
 class Axes:
-    """Atoms of the dimensions: b batch, t tokens, h value heads, k and v channels."""
+    """Atoms of the dimensions: b batch, t tokens (none of a single one), h value heads, k and v channels."""
 
     b: Dim
     t: Dim
@@ -89,7 +89,7 @@ def _axes(r: Resized, root: Node, made: Dim, nodes: dict[str, Node]) -> Axes | N
     if "initial_state" in of and (not keys | set(values) >= of["initial_state"] - outer):
         return None
     time = _time(r, outer, keys, set(values))
-    if time is None or "initial_state" in of and of["initial_state"] & time:
+    if "initial_state" in of and of["initial_state"] & time:
         return None
     dims = [d for d in r.of(nodes["v"]) if d != values and not set(d) & time]
     order = atoms(r, nodes["v"])
@@ -100,18 +100,17 @@ def _axes(r: Resized, root: Node, made: Dim, nodes: dict[str, Node]) -> Axes | N
     )  # fmt: skip
 
 
-def _time(r: Resized, outer: Set[Atom], keys: Set[Atom], values: Set[Atom]) -> Set[Atom] | None:
-    """The dimensions that a state, which has those of keys and of values, has not; or those that meet themselves."""
+def _time(r: Resized, outer: Set[Atom], keys: Set[Atom], values: Set[Atom]) -> Set[Atom]:
+    """The dimensions that a state, which has those of keys and of values, has not; or those that meet themselves. None
+    for a single token."""
     least: set[Atom] | None = None
     twice = set[Atom]()
     for dims in r.dims.values():
-        if not isinstance(dims, list) or any(d and isinstance(d[0], list) for d in dims):
-            continue  # several tensors
-        mine = [a for d in dims for a in flat(d)]
+        mine = [a for d in tensor_dims(dims) for a in flat(d)]
         twice |= {a for a in mine if a in outer and mine.count(a) > 1}
         if keys | values <= set(mine):
             rest = set(mine) & outer
             least = rest if least is None or len(rest) < len(least) else least
     if least is not None and outer - least:
         return outer - least
-    return twice or None
+    return twice

@@ -19,11 +19,12 @@ from megacpp_compile.matchers.delta_rule.norms import unnormed, unscaled
 from megacpp_compile.matchers.delta_rule.operands import MOST_OPERANDS, Operands
 from megacpp_compile.matchers.delta_rule.proof import proved
 from megacpp_compile.matchers.delta_rule.roles import Axes, Roles, assignments, gate_of
-from megacpp_compile.matchers.delta_rule.rules import RULES
+from megacpp_compile.matchers.delta_rule.rules import CLAMPS, RULES
 from megacpp_compile.matchers.delta_rule.verdicts import Structure, Verdict, Verdicts
+from megacpp_compile.matchers.signs import at_most_zero
 from megacpp_compile.matchers.ssd import axes as sizes
-from megacpp_compile.matchers.ssd.axes import NoAxes, flat
-from megacpp_compile.matchers.ssd.resize import Resized
+from megacpp_compile.matchers.ssd.axes import NoAxes, flat, number
+from megacpp_compile.matchers.ssd.resize import Resized, tensor_dims
 from megacpp_compile.matchers.ssd.roles import Leaf
 from megacpp_compile.matchers.ssd.tensor_algebra import Algebra, lends_shape, tensors
 
@@ -35,7 +36,8 @@ SMALL = (2, 3)
 
 @dataclasses.dataclass
 class DeltaRule:
-    """A proved delta rule; its operands by role (g, beta and initial_state may lack)."""
+    """A proved delta rule; its operands by role (g, beta and initial_state may lack). `chunk`: tokens of the model's
+    chunks, 0 where there are none."""
 
     o: Leaf
     final_states: list[Leaf]
@@ -121,7 +123,7 @@ def _rule_at(
         return _as_before(algebra, operands, root, exports, structure, verdict)
     found, roles = _searched(algebra, operands, root, exports, corrected)
     if isinstance(found, DeltaRule):
-        verdict = Verdict({name: structure.place[n] for name, n in roles.items()}, found.scale)
+        verdict = Verdict({name: structure.place[n] for name, n in roles.items()}, found.scale, apart=operands.apart)
     else:
         verdict = Verdict(None, 1.0, structure.place[found.node], found.tag, found.reason, found.stage)
     verdicts.keep(structure, verdict)
@@ -131,8 +133,22 @@ def _rule_at(
 def _searched(
     algebra: Algebra, operands: Operands, root: Node, exports: list[Node], corrected: Set[Node]
 ) -> tuple[DeltaRule | NoDeltaRule, dict[str, Node]]:
-    """What is proved, and the roles it is proved for."""
-    r = _resized(algebra, operands.inside, operands.leaves)
+    """What is proved, and the roles it is proved for. What two loops take apart alike may be two dimensions, or one:
+    tried in turn."""
+    operands.apart = True
+    r = _resized(operands)
+    found, roles = _assigned(algebra, operands, r, root, exports, corrected)
+    if isinstance(found, NoDeltaRule) and r.axes.kept_apart:
+        operands.apart = False
+        again, other = _assigned(algebra, operands, _resized(operands), root, exports, corrected)
+        if isinstance(again, DeltaRule) or again.stage > found.stage:
+            return again, other
+    return found, roles
+
+
+def _assigned(
+    algebra: Algebra, operands: Operands, r: Resized, root: Node, exports: list[Node], corrected: Set[Node]
+) -> tuple[DeltaRule | NoDeltaRule, dict[str, Node]]:
     gates = gate_of(algebra, r)
     if len(gates) > 1:
         return NoDeltaRule(root, "gates", "decays are made of more than one operand", 3), {}
@@ -157,7 +173,9 @@ def _structure(
     wider = operands.copy()
     wider.widen(normed)
     norms = [(at.node, at.eps, sorted(at.between)) for at in normed.values()]
-    marks = root, exports, operands.leaves, [n in corrected for n in operands.leaves], norms, sorted(operands.inside)
+    signs = [any(True for _ in _clamps(operands)) and at_most_zero(n) for n in operands.leaves]
+    within = [n in corrected for n in operands.leaves]
+    marks = root, exports, operands.leaves, within, norms, sorted(operands.inside), signs
     return Structure({*operands.inside, *operands.leaves, *wider.inside, *wider.leaves}, marks)
 
 
@@ -167,14 +185,19 @@ def _as_before(
     """What the same subgraph was found to be, of these nodes."""
     if verdict.roles is not None:
         nodes = {name: structure.nodes[i] for name, i in verdict.roles.items()}
+        operands.apart = verdict.apart
         named = _named(algebra, operands, root, nodes)
         if named is not None:
             return _rule(root, exports, named, verdict.scale)
     return NoDeltaRule(structure.nodes[verdict.node], verdict.tag, verdict.reason, verdict.stage)
 
 
-def _resized(algebra: Algebra, inside: Set[Node], leaves: list[Node]) -> Resized:
-    return Resized(RULES, sorted(inside), leaves, sizes.Axes(LONGEST, SMALL))
+def _clamps(operands: Operands) -> Iterator[Node]:
+    return (n for n in sorted(operands.inside) if n.target in CLAMPS)
+
+
+def _resized(operands: Operands) -> Resized:
+    return Resized(RULES, sorted(operands.inside), operands.leaves, sizes.Axes(LONGEST, SMALL), operands.apart)
 
 
 def _exports(core: Set[Node], root: Node) -> list[Node]:
@@ -204,7 +227,7 @@ def _named(algebra: Algebra, operands: Operands, root: Node, nodes: dict[str, No
         operands = operands.copy()
         operands.widen({nodes[name]: at for name, at in zip(("q", "k"), before, strict=True)})
         nodes = {**nodes, "q": before[0].node, "k": before[1].node}
-    r = _resized(algebra, operands.inside, operands.leaves)
+    r = _resized(operands)
     every = assignments(r, root, nodes.get("g"), frozenset())
     return next((Named(r, roles, eps) for roles in every if roles.nodes == nodes), None)
 
@@ -215,6 +238,9 @@ def _proved(
     named = _named(algebra, operands, root, nodes)
     if named is None:
         return NoDeltaRule(root, "roles", "its operands have not the dimensions of a delta rule's", 3)
+    clamp = next(_clamps(operands), None)
+    if clamp is not None and not at_most_zero(nodes.get("g")):
+        return NoDeltaRule(clamp, "gates", "a clamp of sums of gates that are not known to be at most 0", 4)
     proof = proved(named.r, root, exports, named.roles, named.eps)
     if proof is None:
         return NoDeltaRule(root, "differs", "what is computed is no delta rule of its operands", 5)
@@ -234,7 +260,13 @@ def _rule(root: Node, exports: list[Node], named: Named, scale: float) -> DeltaR
 
 
 def _chunk(r: Resized, x: Axes) -> int:
-    """The size of the model's chunks: the tokens' inner dimension, perhaps once they are padded; 0 where unknown."""
+    """The size of the model's chunks: the tokens' inner dimension, perhaps once they are padded; 0 where unknown. That
+    to which a single token is padded is in no operand."""
+    if not x.t:
+        known = {*x.b, *x.h, *x.k, *x.v}
+        own = [a for n in r.nodes for d in tensor_dims(r.dims[n]) for a in flat(d) if a not in known]
+        return max((number(a.size) or 0 for a in own), default=0)
     padded = [flat(eq.whole) for eq in r.axes.lengths if [flat(d) for d in eq.parts] == [x.t]]
     size = next((d[-1].size for d in (x.t, *padded) if len(d) > 1), 0)
     return size if isinstance(size, int) else 0
+

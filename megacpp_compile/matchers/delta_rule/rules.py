@@ -1,7 +1,9 @@
 """How ops that spell a delta rule, beside those of a scan, run at other sizes: rows written into a matrix, triangular
 systems and inverses, l2 norms, pieces of a split.
 
-All are rational in their operands or roots of such, and branch on no data, as those of a scan (`ssd/tensor_ops.py`).
+All are rational in their operands or roots of such, and branch on no data, as those of a scan (`ssd/tensor_ops.py`);
+but for a clamp at 0 of what is summed of gates. Where no gate is over 0, such a sum is at most 0 or at least 0 whatever
+they are, or else a trial shows that it may be either. Who rests on it has to know that of the gates.
 """
 
 from __future__ import annotations
@@ -12,22 +14,37 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import value
+from megacpp_compile.fx.edit import of_tensors, value
+from megacpp_compile.fx.views import PARTS
 from megacpp_compile.matchers.ssd.axes import Dim, NoAxes, equal, flat, is_one, length, pin
 from megacpp_compile.matchers.ssd.resize_rules import RULES as SCAN_RULES
-from megacpp_compile.matchers.ssd.tensor_ops import ResizeContext, RuleTable, argument, axis, broadcast, rule_table
+from megacpp_compile.matchers.ssd.tensor_ops import (
+    REPEATS,
+    SAME,
+    VIEWS,
+    ResizeContext,
+    RuleTable,
+    argument,
+    axis,
+    broadcast,
+    rule_table,
+)
 
 aten = torch.ops.aten
 _own, rule = rule_table()
 
 ROOTS = {aten.sqrt.default, aten.rsqrt.default}
 POWERS = {aten.pow.Tensor_Scalar, aten.square.default}
-SOLVES = {aten.linalg_solve_triangular.default, aten.linalg_inv.default, aten.inverse.default}
+SOLVES = {
+    aten.linalg_solve_triangular.default, aten.triangular_solve.default, aten.linalg_solve.default,
+    aten.linalg_solve_ex.default, aten.linalg_inv.default, aten.linalg_inv_ex.default, aten.inverse.default,
+}  # fmt: skip
 SCATTERS = {aten.select_scatter.default, aten.slice_scatter.default}
+CLAMPS = {aten.clamp.default, aten.clamp_max.default, aten.clamp_min.default}
 PIECES = {aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default}
 
 
-@rule(*ROOTS, *POWERS, aten.reciprocal.default)
+@rule(*ROOTS, *POWERS, *CLAMPS, aten.reciprocal.default)
 def _elementwise(r: ResizeContext, n: Node) -> list[Dim]:
     return r.dims[n.args[0]]
 
@@ -42,14 +59,35 @@ def _norm(r: ResizeContext, n: Node) -> list[Dim]:
     return [[] if i in gone else d for i, d in enumerate(dims) if keep or i not in gone]
 
 
+def _of_system(r: ResizeContext, a: list[Dim], b: list[Dim], left: bool = True) -> list[Dim]:
+    r.axes.same(a[-1], a[-2])
+    r.axes.same(a[-1], b[-2 if left else -1])
+    return [*broadcast(r, [a[:-2], b[:-2]]), b[-2], b[-1]]
+
+
 @rule(aten.linalg_solve_triangular.default)
+def _solve_triangular(r: ResizeContext, n: Node) -> list[Dim]:
+    a, b = (r.dims[x] for x in n.args[:2])
+    return _of_system(r, a, b, argument(n, 3, "left", True))
+
+
+@rule(aten.triangular_solve.default)
+def _solve_and_copy(r: ResizeContext, n: Node) -> list[list[Dim]]:
+    b, a = (r.dims[x] for x in n.args[:2])
+    return [_of_system(r, a, b), a]
+
+
+@rule(aten.linalg_solve.default)
 def _solve(r: ResizeContext, n: Node) -> list[Dim]:
     a, b = (r.dims[x] for x in n.args[:2])
-    if argument(n, 3, "left", True) is False:
-        raise NoAxes("a system solved from the right")
-    r.axes.same(a[-1], a[-2])
-    r.axes.same(a[-1], b[-2])
-    return [*broadcast(r, [a[:-2], b[:-2]]), b[-2], b[-1]]
+    if len(b) != len(a) or argument(n, 2, "left", True) is False:
+        raise NoAxes("a system of one vector, or solved from the right")
+    return _of_system(r, a, b)
+
+
+@rule(aten.linalg_solve_ex.default)
+def _solve_and_tell(r: ResizeContext, n: Node) -> list[list[Dim]]:
+    return [_solve(r, n), r.dims[n.args[0]][:-2]]
 
 
 @rule(aten.linalg_inv.default, aten.inverse.default)
@@ -59,13 +97,19 @@ def _inverse(r: ResizeContext, n: Node) -> list[Dim]:
     return dims
 
 
+@rule(aten.linalg_inv_ex.default)
+def _inverse_and_tell(r: ResizeContext, n: Node) -> list[list[Dim]]:
+    return [_inverse(r, n), r.dims[n.args[0]][:-2]]
+
+
 @rule(aten.select_scatter.default)
 def _select_scatter(r: ResizeContext, n: Node) -> list[Dim]:
     dims, written = list(r.dims[n.args[0]]), r.dims[n.args[1]]
     dim = axis(n.args[2], len(dims))  # type: ignore[arg-type]
     if flat(dims[dim]):
         pin([dims[dim]])
-        r.axes.pick(dims[dim], n.args[3])
+        size = value(n).shape[dim]
+        r.axes.pick(dims[dim], n.args[3] % size if isinstance(size, int) else n.args[3], n.args[1])  # type: ignore[operator, arg-type]
     others = broadcast(r, [[*dims[:dim], *dims[dim + 1 :]], written])
     return [*others[:dim], dims[dim], *others[dim:]]
 
@@ -79,7 +123,7 @@ def _slice_scatter(r: ResizeContext, n: Node) -> list[Dim]:
         if argument(n, 5, "step", 1) != 1:
             raise NoAxes("rows written with a step")
         pin([dims[dim], written[dim]])
-        r.axes.pick(dims[dim], (argument(n, 3, "start", 0) or 0, value(n.args[1]).shape[dim]))
+        r.axes.pick(dims[dim], (argument(n, 3, "start", 0) or 0, value(n.args[1]).shape[dim]), n.args[1])  # type: ignore[arg-type]
     others = broadcast(r, [[*d[:dim], *([d[dim]] if whole else [[]]), *d[dim + 1 :]] for d in (dims, written)])
     return [*others[:dim], dims[dim], *others[dim + 1 :]]
 
@@ -99,7 +143,7 @@ def _pieces(r: ResizeContext, n: Node) -> list[list[Dim]]:
     parts = next((one for one in known if _of(one, sizes)), None)
     if parts is None:
         pin([dims[dim]] * (len(sizes) > 1))
-        r.axes.pick(dims[dim], *((sum(sizes[:i]), size) for i, size in enumerate(sizes)))
+        r.axes.pick_each(dims[dim], [(sum(sizes[:i]), size) for i, size in enumerate(sizes)], n)
         parts = [[] if is_one(s) else r.axes.shorter(dims[dim], s) for s in sizes] if len(sizes) > 1 else [dims[dim]]
     return [[*dims[:dim], part, *dims[dim + 1 :]] for part in parts]
 
@@ -120,5 +164,29 @@ def _baddbmm(r: ResizeContext, n: Node) -> list[Dim]:
     return broadcast(r, [first, [*broadcast(r, [a[:-2], b[:-2]]), a[-2], b[-1]]])
 
 
+_SUMS = {aten.sub.Tensor, aten.add.Tensor}
+_LINEAR = VIEWS | REPEATS | SAME | PARTS | _SUMS | {aten.neg.default, aten.mul.Scalar}
+
+
+def _clamps_sums(n: Node, steps: int = 12) -> bool:
+    """Whether `n` is a clamp at 0 alone of differences of what is summed over positions."""
+    bounds = [*n.args[1:], *n.kwargs.values()]
+    if any(b is not None and (isinstance(b, Node) or b != 0) for b in bounds) or len(bounds) - bounds.count(None) != 1:
+        return False
+    pending, summed = [n.args[0]], False
+    for _ in range(steps):
+        if not pending:
+            break
+        m = pending.pop()
+        if m.target is aten.cumsum.default:  # type: ignore[union-attr]
+            summed = True
+        elif m.target not in _LINEAR or m.target in _SUMS and not of_tensors(m):  # type: ignore[union-attr, arg-type]
+            return False
+        else:
+            pending += m.all_input_nodes  # type: ignore[union-attr]
+    return summed and not pending
+
+
 RULES: RuleTable = {**SCAN_RULES, **_own}
-__all__ = ["PIECES", "POWERS", "ROOTS", "RULES", "SCATTERS", "SOLVES"]
+WHEN = dict.fromkeys(CLAMPS, _clamps_sums)
+__all__ = ["CLAMPS", "PIECES", "POWERS", "ROOTS", "RULES", "SCATTERS", "SOLVES", "WHEN"]

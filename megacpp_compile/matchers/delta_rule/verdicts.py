@@ -24,7 +24,8 @@ MOST = 64  # verdicts kept
 @dataclasses.dataclass(frozen=True)
 class Verdict:
     """Nodes by their places in the subgraph. `roles` of a delta rule's operands, before norms are looked through, and
-    `scale`; or why it is none: `node`, `tag`, `reason` and `stage` of a NoDeltaRule."""
+    `scale`, and whether loops were kept `apart`; or why it is none: `node`, `tag`, `reason` and `stage` of a
+    NoDeltaRule."""
 
     roles: Mapping[str, int] | None = None
     scale: float = 1.0
@@ -32,6 +33,7 @@ class Verdict:
     tag: str = ""
     reason: str = ""
     stage: int = 0
+    apart: bool = True
 
 
 class _NotCompared(Exception):

@@ -111,6 +111,12 @@ def back(at: Elements) -> Elements | None:
         return Elements(source, at.samples, tuple(at.index[order.index(d)] for d in range(len(order))))
     if node.target in EXPANSIONS:
         return operand(at, source)
+    if node.target is aten.repeat.default:  # perhaps with dimensions in front
+        sizes, first = value(source).shape, value(node).dim() - value(source).dim()
+        return Elements(source, at.samples, tuple(i % hint(n) for i, n in zip(at.index[first:], sizes, strict=True)))
+    if node.target is aten.repeat_interleave.self_int and len(node.args) > 2 and isinstance(node.args[1], int):
+        dim, times = node.args[2] % value(source).dim(), node.args[1]  # type: ignore[operator]
+        return Elements(source, at.samples, tuple(i // times if d == dim else i for d, i in enumerate(at.index)))
     if node.target is aten.slice.Tensor:
         return _sliced(at, source)
     if node.target is aten.select.int and isinstance(node.args[2], int):

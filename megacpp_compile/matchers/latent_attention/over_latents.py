@@ -265,12 +265,23 @@ def _fits(size: Any, first: int, steps: Mapping[str, int], sizes: dict[str, Any]
 
 
 def _weight(at: list[Elements], axes: str) -> View | None:
-    """The weight itself, or the nearest view of it, by digits of its dimensions."""
+    """The weight itself, or the nearest view of it, by digits of its dimensions; such a view is the keys' rows of a
+    weight that has the values' behind them."""
     for level in reversed(at):
         sizes = value(level.node).shape
-        if all(isinstance(n, int) for n in sizes) and (found := _places(level, axes)) is not None:
+        found = _places(level, axes) if all(isinstance(n, int) for n in sizes) else None
+        if found is not None and all(map(_divides, sizes, found)):
             return View(level.node, found)
     return None
+
+
+def _divides(size: int, place: tuple[int, Mapping[str, int]]) -> bool:
+    """Whether the steps of a place are digits of a dimension of `size`."""
+    for step in sorted(place[1].values(), reverse=True):
+        if step <= 0 or size % step:
+            return False
+        size = step
+    return True
 
 
 # --- caches whose latents are gone

@@ -9,6 +9,7 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
+from megacpp_compile.matchers.equations import Equation, equation_of
 from megacpp_compile.matchers.linear import match_linear
 
 aten = torch.ops.aten
@@ -41,8 +42,9 @@ def with_bias(node: Node) -> tuple[Product | None, Node | None]:
     """(the product that `node` is, but for what it adds to the last dimension; that, [channels], or None)."""
     if node.op != "call_function" or not isinstance(value(node), torch.Tensor):
         return None, None
-    if node.target is aten.einsum.default:
-        return _einsum(node), None
+    equation = equation_of(node)
+    if equation is not None:
+        return _by_equation(node, equation), None
     if node.target in (aten.matmul.default, aten.mm.default, aten.bmm.default):
         return _matmul(node), None
     linear = match_linear(node)
@@ -73,17 +75,13 @@ def _is_one(size: Any) -> bool:
     return isinstance(size, int) and size == 1
 
 
-def _einsum(node: Node) -> Product | None:
-    equation, operands = node.args[:2]
-    if not isinstance(equation, str) or "->" not in equation or "." in equation or len(operands) != 2:  # type: ignore[arg-type]
-        return None
-    given, out = equation.replace(" ", "").split("->")
-    terms = given.split(",")
+def _by_equation(node: Node, equation: Equation) -> Product | None:
+    operands, terms, out = equation
     contracted = {letter for term in terms for letter in term if letter not in out}
     if len(contracted) != 1 or any(len(set(term)) != len(term) or contracted.isdisjoint(term) for term in terms):
         return None
     factors = []
-    for operand, term in zip(operands, terms, strict=True):  # type: ignore[arg-type]
+    for operand, term in zip(operands, terms, strict=True):
         sizes = value(operand).shape
         dims = tuple(CONTRACTED if s in contracted else out.index(s) for s in term)
         whole = value(node).shape

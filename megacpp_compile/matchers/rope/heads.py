@@ -12,7 +12,15 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.mode_states import ModeStates, mode_states
-from megacpp_compile.fx.views import RESHAPES, SPLITS, is_reshape
+from megacpp_compile.fx.views import (
+    COMPOSITE_PERMUTATIONS,
+    FOLDS,
+    PERMUTATIONS,
+    RESHAPES,
+    SPLITS,
+    UNIT_DIMS,
+    is_reshape,
+)
 from megacpp_compile.lowerings._registry import semantic_ops
 from megacpp_compile.matchers.attention import Reader, readers
 from megacpp_compile.matchers.linear import is_projection
@@ -99,6 +107,11 @@ def find_heads(graph: fx.Graph, weights: frozenset[Node]) -> Heads:
     acts, states = activations(graph, weights), mode_states(graph)
     it = LaneInterpreter(RULES, acts, states)
     heads, near = _scan(graph, it, acts)
+    if it.scaled:  # by a mask or a temperature, perhaps, and what is scaled is what turns
+        other = LaneInterpreter(RULES, acts, states, frozenset(it.scaled))
+        found = _scan(graph, other, acts)
+        if _joined(found[0]) > _joined(heads):
+            it, (heads, near) = other, found
     # A view that ends in (2, d) is two heads or the two halves of one; only what follows tells, so every reading is
     # tried: such views of one width d are the same kind of view.
     split = [n for n in graph.nodes if n in acts and _splits_heads(n)]
@@ -107,7 +120,7 @@ def find_heads(graph: fx.Graph, weights: frozenset[Node]) -> Heads:
     for heads_of in dict.fromkeys(map(frozenset, readings)):
         stops = frozenset(n for n in split if _width(n) in heads_of)
         if stops:
-            other = LaneInterpreter(RULES, acts, states, stops)
+            other = LaneInterpreter(RULES, acts, states, stops | it.stops)
             found = _scan(graph, other, acts)
             if _joined(found[0]) > _joined(heads):
                 it, (heads, near) = other, found
@@ -178,7 +191,7 @@ def _finish(
         lanes, cone = it(node), it.cone(node)
         assert lanes is not None
         used |= cone
-        failure = _not_replaceable(node, lanes, rotation, cone, states)
+        failure = _not_replaceable(it, node, lanes, rotation, cone, states)
         read = readers(node, weights)
         head = Head(node, lanes, rotation, cone, _kind(lanes, rotation), read)
         if failure is None:
@@ -186,8 +199,10 @@ def _finish(
         else:
             missed.append(NearHead(*failure, head.role(), mla and rotation.nope is not None))
     # Of nested near misses the outermost speaks, and none that is part of a head.
+    roots = {node for node, _ in heads}
     for node, why in reversed(near):
-        if node not in used:
+        turned_before = why.tag == "two-tables" and not roots.isdisjoint(it.cone(node))
+        if node not in used and not turned_before:
             used |= it.cone(node)
             sides = {r.side for r in readers(node, weights)}
             role = "q" if sides & {"q", "0"} else "k" if sides & {"k", "1"} else ""
@@ -226,21 +241,30 @@ def broadcast_beside(lanes: Lanes, own: Source, row: Source) -> bool:
     return any(b < 0 <= a and not is_one(s) for s, a, b in zip(outer, own.dims, row.dims, strict=True))
 
 
+def _needs(it: LaneInterpreter, node: Node, parts: list[Part]) -> int:
+    """The precision that `node` needs: of lanes that have not met a table, that of the tensor they are lanes of."""
+    lanes = it(node)
+    sources = {p.source for p in parts}
+    if lanes is not None and not lanes.turned:
+        ids = {int(i) for t in lanes.terms for i in np.unique(t.src[t.coef != 0]) if i >= 0}
+        sources = {it.sources[i] for i in ids} or sources
+    return max(precision(value(s.node).dtype) for s in sources)
+
+
 def _not_replaceable(
-    root: Node, lanes: Lanes, rotation: Rotation, cone: set[Node], states: ModeStates
+    it: LaneInterpreter, root: Node, lanes: Lanes, rotation: Rotation, cone: set[Node], states: ModeStates
 ) -> tuple[Node, str, str] | None:
     """(node, tag, reason) where an op may not replace a proved rotation; else None."""
     parts = [p for p in (rotation.nope, rotation.rope) if p]
-    need = max(precision(value(p.source.node).dtype) for p in parts)
     shared = _kind(lanes, rotation) == "shared"
     for node in sorted(cone):
         fake = value(node)
         if not isinstance(fake, torch.Tensor):
             continue
-        if precision(fake.dtype) < need:
+        if precision(fake.dtype) < _needs(it, node, parts):
             return node, "precision", f"computed in {fake.dtype}, lower than its operand's precision"
-        if states[node] != states[root]:
-            return node, "region", "part of it runs under another grad or autocast mode"
+        if states[node].grad != states[root].grad:  # of what lanes are made, nothing is changed by autocast
+            return node, "region", "part of it runs under another grad mode"
         # Views, copies and casts cost nothing to be read twice; these would be computed twice.
         if node is not root and node.target in _ARITHMETIC:
             outside = [u for u in node.users if u not in cone and u.target not in SHAPE_ONLY]
@@ -292,7 +316,7 @@ def _origin(node: Node) -> Node:
         elif node.target is operator.getitem:
             split = node.args[0]
             node = split.args[0] if split.target in SPLITS | {aten.unbind.int} else split  # type: ignore
-        elif is_reshape(node) or is_outer_view(node) or node.target in (aten.transpose.int, aten.permute.default):
+        elif is_outer_view(node) or node.target in _MOVES:
             node = node.args[0]  # type: ignore[assignment]
         elif node.target in _SCALINGS and not isinstance(value(node.args[1]), torch.Tensor):
             node = node.args[0]  # type: ignore[assignment]
@@ -300,6 +324,7 @@ def _origin(node: Node) -> Node:
             return node
 
 
+_MOVES = RESHAPES | FOLDS | UNIT_DIMS | PERMUTATIONS | COMPOSITE_PERMUTATIONS
 _SCALINGS = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar}
 
 

@@ -127,6 +127,13 @@ def as_lane(it: LaneContext, v: Lanes, dim: int) -> Lanes:
     return Lanes(kinds, sizes, v.map(lambda a: np.expand_dims(a, axis)), v.complex)
 
 
+def widen(x: Lanes, dim: int, n: int) -> Lanes:
+    """`x` with its lane dimension `dim` of size 1 repeated `n` times."""
+    axis = x.axis(dim)
+    terms = x.map(lambda a: np.repeat(a, n, axis))
+    return Lanes(x.kinds, (*x.sizes[:dim], n, *x.sizes[dim + 1 :]), terms, x.complex)
+
+
 def broadcast(values: list[Lanes]) -> tuple[tuple[Any, ...], list[Lanes]]:
     sizes = []
     for column in zip(*(v.sizes for v in values), strict=True):

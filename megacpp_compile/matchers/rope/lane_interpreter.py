@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from torch.fx import Node
 
-from megacpp_compile._torch.ops import OpOverload
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.mode_states import ModeStates
-from megacpp_compile.fx.views import UNIT_DIMS
+from megacpp_compile.fx.views import CASTS, UNIT_DIMS, is_cast
 from megacpp_compile.matchers.rope.lanes import (
     EMPTY,
     MAX_LANES,
     MAX_TERMS,
+    NONE,
     Lanes,
     Opaque,
     RuleTable,
@@ -28,12 +27,14 @@ from megacpp_compile.matchers.rope.lanes import (
     is_one,
     term,
 )
+from megacpp_compile.matchers.rope.value_numbering import ValueNumbering
 
 aten = torch.ops.aten
 # Table views worth seeing through; anything else (casts, products, cos itself) makes the table it yields.
 _SEE_THROUGH = UNIT_DIMS | {
     aten.view.default, aten.reshape.default, aten.transpose.int, aten.permute.default, aten.expand.default,
     aten.repeat_interleave.self_int, aten.slice.Tensor, aten.alias.default, aten.cat.default, aten.neg.default,
+    aten.select.int, aten.stack.default,
 }  # fmt: skip
 
 
@@ -44,6 +45,9 @@ class LaneInterpreter:
     `stops` are nodes to take as sources although they could be interpreted (a head split that looks like a pair split).
     """
 
+    pairs = 1  # how many last dimensions of 2 hold pairs of lanes, and pairs of pairs
+    fewest = 2  # lanes of a source
+
     def __init__(
         self, rules: RuleTable, activations: set[Node], states: ModeStates, stops: frozenset[Node] = frozenset()
     ) -> None:
@@ -53,7 +57,9 @@ class LaneInterpreter:
         self._memo: dict[Node, Lanes | None] = {}
         self._opaque: set[Node] = set()
         self._numbering = ValueNumbering(states)
-        self._table_views: _TableViews | None = None  # made on first use
+        self._table_views: list[_TableViews] = []  # made on first use
+        self.scaled = set[Node]()
+        self._firsts: dict[tuple[int, int], tuple[float, int, int]] = {}
 
     # -- public -------------------------------------------------------------------------------------------------
 
@@ -102,16 +108,33 @@ class LaneInterpreter:
         return found
 
     def source_id(self, source: Source) -> int:
-        key = dataclasses.replace(source, node=self._numbering.leader(source.node))
-        if key not in self._ids:
-            self._ids[key] = len(self.sources)
+        source = dataclasses.replace(source, node=self._numbering.leader(source.node))
+        if source not in self._ids:
+            self._ids[source] = len(self.sources)
             self.sources.append(source)
-        return self._ids[key]
+        return self._ids[source]
 
-    def table_view(self, table: Node) -> Lanes | None:
-        """The lanes of `table` with the views it is made by resolved."""
-        self._table_views = self._table_views or _TableViews(self)
-        return self._table_views(table)
+    def table_views(self, table: Node) -> Iterator[Lanes]:
+        """The lanes of `table` with the views it is made by resolved, as far as dimensions of 2 are pairs or not."""
+        self._table_views = self._table_views or [_TableViews(self, pairs=n) for n in (2, 1, 0)]
+        yield from (lanes for views in self._table_views if (lanes := views(table)) is not None)
+
+    def met_again(self, node: Node) -> None:
+        """Note that a table multiplies `node`, whose lanes have met one before: perhaps on their way to a rotation."""
+        products = (n for n in self.cone(node) if n.target is aten.mul.Tensor)
+        self.scaled |= {n for n in products if any(isinstance(a, Node) and self.is_table(a) for a in n.args[:2])}
+
+    def firsts(self, entries: Term, of: Term) -> Term:
+        """`entries` of a table put together of the entries `of` other ones, each by the first that is the same."""
+        coef, src, lane, of_coef, of_src, of_lane = np.broadcast_arrays(
+            entries.coef, entries.src, entries.lane, of.coef, of.src, of.lane
+        )
+        coef, src, lane = coef.copy(), src.copy(), lane.copy()
+        for at in np.ndindex(src.shape):
+            own = (float(of_coef[at]), int(src[at]), int(lane[at]))
+            first, src[at], lane[at] = self._firsts.setdefault((int(of_src[at]), int(of_lane[at])), own)
+            coef[at] = of_coef[at] / first
+        return dataclasses.replace(term(coef, NONE, lane), src=src)
 
     def is_table(self, node: Node) -> bool:
         return node not in self.activations
@@ -139,9 +162,11 @@ class LaneInterpreter:
         if fake.dim() == 0 or fake.is_complex():
             return None
         sizes = tuple(fake.shape)
-        count = 2 if len(sizes) > 2 and isinstance(sizes[-1], int) and sizes[-1] == 2 else 1
+        last = sizes[-self.pairs :] if self.pairs else ()
+        twos = next((i for i, n in enumerate(reversed(last)) if not (isinstance(n, int) and n == 2)), len(last))
+        count = 1 + min(twos, max(len(sizes) - 2, 0))
         shape = sizes[len(sizes) - count :]
-        if not all(isinstance(n, int) for n in shape) or not 2 <= (d := math.prod(shape)) <= MAX_LANES:
+        if not all(isinstance(n, int) for n in shape) or not self.fewest <= (d := math.prod(shape)) <= MAX_LANES:
             return None
         outer = sizes[: len(sizes) - count]
         dims = tuple(-1 if is_one(n) else i for i, n in enumerate(outer))
@@ -169,80 +194,51 @@ class LaneInterpreter:
         if all(k == v for k, v in table.items()):
             return lanes.terms
 
-        def remap(a: np.ndarray) -> np.ndarray:
-            out = np.array(a)  # a number too, where a term has no lane dimension
-            for k, v in table.items():
-                out[a == k] = v
-            return out
-
-        return [dataclasses.replace(t, src=remap(t.src), tab=remap(t.tab)) for t in lanes.terms]
+        return [dataclasses.replace(t, src=_renamed(t.src, table), tab=_renamed(t.tab, table)) for t in lanes.terms]
 
 
 class _TableViews(LaneInterpreter):
-    """Reads views only, on the sources of the interpreter it serves."""
+    """Reads views only, and what tables are stacked from, on the sources of the interpreter it serves."""
 
-    def __init__(self, host: LaneInterpreter) -> None:
+    def __init__(self, host: LaneInterpreter, pairs: int) -> None:
         super().__init__(host.rules, set(), {})
         self.sources, self._ids, self._numbering = host.sources, host._ids, host._numbering
+        self.pairs, self.fewest = pairs, 1
+        self._unread = set[Node]()  # stacks that were not taken apart, and views of them
 
     def is_table(self, node: Node) -> bool:
-        return node.target not in _SEE_THROUGH
+        return node.target not in _SEE_THROUGH and not _rounds_a_stack(node)
+
+    def _evaluate(self, node: Node) -> Lanes | None:
+        x = self._memo.get(node.args[0]) if _rounds_a_stack(node) else None  # type: ignore[arg-type]
+        if x is None:
+            lanes = super()._evaluate(node)
+            unread = node.target is aten.stack.default or not self._unread.isdisjoint(node.all_input_nodes)
+            if unread and self.opaque(node) and not self.is_table(node):
+                self._unread.add(node)
+                return None
+            return lanes
+        ids = {int(i) for t in x.terms for i in np.unique(t.src) if i >= 0}
+        if any(self.sources[i].rounded is not None for i in ids):
+            return self.leaf(node)
+        rounded = {i: self.source_id(dataclasses.replace(self.sources[i], rounded=value(node).dtype)) for i in ids}
+        return dataclasses.replace(x, terms=[dataclasses.replace(t, src=_renamed(t.src, rounded)) for t in x.terms])
 
 
-class ValueNumbering:
-    """Names nodes that compute the same thing alike: `cos.unsqueeze(1)` written twice is one table.
-
-    Under different modes nothing is the same: one copy may be rounded or without gradient.
-    """
-
-    def __init__(self, states: ModeStates) -> None:
-        self.states = states
-        self._key: dict[Node, Any] = {}
-        self._leader: dict[Any, Node] = {}
-
-    def leader(self, node: Node) -> Node:
-        if node not in self._key:
-            stack = [node]
-            while stack:
-                n = stack[-1]
-                missing = [a for a in n.all_input_nodes if a not in self._key]
-                if missing and self._pure(n):
-                    stack.extend(missing)
-                    continue
-                stack.pop()
-                if n in self._key:
-                    continue
-                self._key[n] = self._leader.setdefault(self._hash(n), n)
-        return self._key[node]
-
-    @staticmethod
-    def _pure(n: Node) -> bool:
-        if n.op != "call_function":
-            return False
-        if isinstance(n.target, OpOverload):
-            tags = n.target.tags
-            return torch.Tag.nondeterministic_seeded not in tags and not n.target._schema.is_mutable
-        return n.target is operator.getitem
-
-    def _hash(self, n: Node) -> Any:
-        if not self._pure(n):
-            return id(n)
-        key = (self.states[n], n.target, _freeze(n.args, self._key), _freeze(sorted(n.kwargs.items()), self._key))
-        try:
-            hash(key)
-        except TypeError:
-            return id(n)
-        return key
+def _rounds_a_stack(node: Node) -> bool:
+    """Whether `node` is a cast of tables that are stacked, as rotation matrices are made of cosines and sines."""
+    if not is_cast(node):
+        return False
+    while node.target in _SEE_THROUGH | CASTS and node.target not in (aten.stack.default, aten.cat.default):
+        node = node.args[0]  # type: ignore[assignment]
+    return node.target is aten.stack.default
 
 
-def _freeze(x: Any, names: dict[Node, Any]) -> Any:
-    if isinstance(x, Node):
-        return ("node", id(names[x]))
-    if isinstance(x, (list, tuple)):
-        return tuple(_freeze(v, names) for v in x)
-    if isinstance(x, slice):
-        return ("slice", x.start, x.stop, x.step)
-    return (type(x).__name__, x)
+def _renamed(ids: np.ndarray, names: dict[int, int]) -> np.ndarray:
+    out = np.array(ids)  # a number too, where a term has no lane dimension
+    for old, new in names.items():
+        out[ids == old] = new
+    return out
 
 
 def is_multi(n: Node) -> bool:

@@ -16,7 +16,7 @@ A value's dimensions are of two kinds: *outer* (batch, sequence, heads: carried 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,7 +24,8 @@ import torch
 from torch.fx import Node
 
 aten = torch.ops.aten
-NONE, UNDEFINED = -1, -2  # source ids: no table in this term; memory nothing was written to
+# Source ids: no table in this term; memory nothing was written to; a product of tables.
+NONE, UNDEFINED, SEVERAL = -1, -2, -3
 MAX_TERMS = 4
 MAX_LANES = 1 << 15
 
@@ -35,12 +36,14 @@ class Source:
 
     dims: for every outer dimension of the value that refers to it, the tensor's own dimension, or -1 where it is
     broadcast. lane_dims: the tensor's dimensions its lanes index, row-major. part: "re"/"im" of a complex table.
+    rounded: what entries of a table are cast to on the way to a table that stands for them; no op reads such a source.
     """
 
     node: Node
     dims: tuple[int, ...]
     lane_dims: tuple[int, ...]
     part: str = ""
+    rounded: torch.dtype | None = None
 
 
 @dataclasses.dataclass
@@ -103,20 +106,23 @@ class Opaque(Exception):
     """This node is not interpreted: it becomes a source of its own."""
 
 
-EMPTY = {
+ZEROS = {aten.new_zeros.default, aten.zeros.default, aten.zeros_like.default}
+EMPTY = ZEROS | {
     aten.new_empty.default,
     aten.empty.memory_format,
     aten.empty_like.default,
-    aten.new_zeros.default,
-    aten.zeros.default,
-    aten.zeros_like.default,
     aten.new_empty_strided.default,
     aten.empty_permuted.default,
 }
 
 
 class LaneContext(Protocol):
-    """What a lane rule may ask of the interpreter that runs it."""
+    """What a lane rule may ask of the interpreter that runs it.
+
+    sources: what terms refer to, by number.
+    """
+
+    sources: list[Source]
 
     def get(self, node: Any) -> Lanes:
         """The lanes of an operand; raises `Opaque` where it has none."""
@@ -142,8 +148,17 @@ class LaneContext(Protocol):
         """Whether `node` is a table: not computed from weights."""
         ...
 
-    def table_view(self, table: Node) -> Lanes | None:
-        """The lanes of a table as views of smaller tables."""
+    def met_again(self, node: Node) -> None:
+        """Note that a table multiplies `node`, whose lanes have met one before."""
+        ...
+
+    def table_views(self, table: Node) -> Iterator[Lanes]:
+        """The lanes of a table as views of smaller tables: with the last two dimensions as lanes where the last holds
+        pairs, and with the last one."""
+        ...
+
+    def firsts(self, entries: Term, of: Term) -> Term:
+        """`entries` of a table put together of the entries `of` other ones, each by the first that is the same."""
         ...
 
 

@@ -16,7 +16,7 @@ import dataclasses
 import numpy as np
 
 from megacpp_compile.matchers.rope.lane_interpreter import LaneInterpreter
-from megacpp_compile.matchers.rope.lanes import NONE, Lanes, Source
+from megacpp_compile.matchers.rope.lanes import NONE, SEVERAL, Lanes, Source
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,13 +30,14 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Entries `start, start + step, ...` (`width` of them) of `source`, negated where `negative`."""
+    """Entries `start, start + step, ...` (`width` of them) of `source` times `factor`: a sign, and what the rotation is
+    multiplied by."""
 
     source: Source
     start: int
     step: int
     width: int
-    negative: bool = False
+    factor: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,10 +78,14 @@ def read_rotation(it: LaneInterpreter, lanes: Lanes) -> Rotation | NoRotation:
     lane = np.stack([t.lane for t in lanes.terms])
     tlane = np.stack([t.tlane for t in lanes.terms])
     count = live.sum(0)
+    if (tab == SEVERAL).any():
+        paired = (count == 2) & (tab == SEVERAL).any(0)
+        reason = "lanes are multiplied by two tables, one after the other, as xPos multiplies them"
+        return NoRotation("two-tables", reason, near=bool(paired.any()))
     turned = np.asarray((tab >= 0).any(0))
     if not turned.any():
         return NoRotation("no-table", "no lane is multiplied by a table", near=False)
-    if (live & (src < 0)).any():
+    if (live & (src < 0)).any() or not count.all():
         return NoRotation("unwritten-lanes", "some lanes are never written")
     if ((count != 1) & ~turned).any() or (count[turned] != 2).any() or (live & turned & (tab < 0)).any():
         near = not _scaled_and_shifted(src[:, turned], live[:, turned], tab[:, turned])
@@ -188,17 +193,20 @@ def _tables(
     same = [(at(tlane, *x) == at(tlane, *y)).any() for x, y in zip(diagonal, across, strict=True)]
     if cos_ids[0] == sin_ids[0] and any(same):
         return NoRotation("one-table", "cos and sin are the same table entries")
-    cos_sign = {*np.concatenate([at(coef, *x) for x in diagonal]).tolist()}
-    sin_sign = ({*at(coef, *across[0]).tolist()}, {*at(coef, *across[1]).tolist()})
-    if cos_sign != {1.0} or sin_sign not in (({-1.0}, {1.0}), ({1.0}, {-1.0})):
+    first_sin, second_sin = (at(tlane, *x) for x in across)
+    factor, *others = {*np.concatenate([at(coef, *x) for x in diagonal]).tolist()}
+    signs = [{*(at(coef, *x) / factor).tolist()} for x in across]
+    if cos_ids[0] == sin_ids[0] and not others and signs == [{1.0}, {1.0}] and (first_sin != second_sin).all():
+        reason = "each pair is multiplied by a 2 x 2 matrix that is made elsewhere; nothing says that it turns"
+        return NoRotation("matrices", reason)
+    if others or factor <= 0 or signs not in ([{-1.0}, {1.0}], [{1.0}, {-1.0}]):
         return NoRotation("signs", "the signs are not those of a rotation (x1*cos - x2*sin, x2*cos + x1*sin)")
     cos = _entries(it, int(cos_ids[0]), at(tlane, *diagonal[0]), at(tlane, *diagonal[1]), interleaved_out)
-    sin = _entries(it, int(sin_ids[0]), at(tlane, *across[0]), at(tlane, *across[1]), interleaved_out)
+    sin = _entries(it, int(sin_ids[0]), first_sin, second_sin, interleaved_out)
     if cos is None or sin is None:
         return NoRotation("table-order", "the table entries are not in the order of the lanes")
-    if sin_sign[0] == {1.0}:
-        sin = dataclasses.replace(sin, negative=True)
-    return cos, sin
+    sign = -1.0 if signs[0] == {1.0} else 1.0
+    return dataclasses.replace(cos, factor=factor), dataclasses.replace(sin, factor=sign * factor)
 
 
 def _entries(

@@ -2,7 +2,9 @@
 
 A table is any tensor that is not computed from weights; how it was made does not matter. Views of it do: models slice
 one cache into halves, double half-width tables with `cat((f, f))`, or bake the sign in with `cat((-sin, sin))`, and
-seen through such views the same entries are the same.
+seen through such views the same entries are the same. A table that is put together of several ones, such as cosines of
+rows beside those of columns or matrices of cosines and sines, stays the one that is read: each entry as the first that
+is known to be the same.
 """
 
 from __future__ import annotations
@@ -25,7 +27,10 @@ def table_lanes(it: L.LaneContext, table: Node, x: L.Lanes) -> list[L.Term]:
     if x.complex:
         return [_direct(it, table, x, part) for part in ("re", "im")]
     seen = _through(it, table, x)
-    return [seen if seen is not None else _direct(it, table, x, "")]
+    if seen is not None and (seen.src == seen.src.flat[0]).all() and it.sources[int(seen.src.flat[0])].rounded is None:
+        return [seen]
+    entries = _direct(it, table, x, "")
+    return [entries if seen is None else it.firsts(entries, seen)]
 
 
 def _direct(it: L.LaneContext, table: Node, x: L.Lanes, part: str) -> L.Term:
@@ -53,9 +58,12 @@ def _direct(it: L.LaneContext, table: Node, x: L.Lanes, part: str) -> L.Term:
 
 def _through(it: L.LaneContext, table: Node, x: L.Lanes) -> L.Term | None:
     """The entries with views of the table resolved; None where that leads nowhere."""
+    return next((entries for t in it.table_views(table) if (entries := _meeting(it, t, x)) is not None), None)
+
+
+def _meeting(it: L.LaneContext, t: L.Lanes, x: L.Lanes) -> L.Term | None:
     try:
-        t = it.table_view(table)
-        if t is None or len(t.terms) != 1:
+        if len(t.terms) != 1:
             return None
         while len(t.kinds) < len(x.kinds):
             t = insert_outer(it, t, 0)

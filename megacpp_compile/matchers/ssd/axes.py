@@ -14,14 +14,19 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from megacpp_compile.matchers.ssd.pieces import Loops, Piece, comparable
 
 LARGEST_PINNED = 64
 SMALL = (3, 4, 5)
+FEW = 64  # as far apart may guards leave the lengths whose chunks are cut out one by one
 PADDING = 2  # stands for any padding of more than one element
 
 
@@ -38,13 +43,18 @@ class Atom:
 
 
 Dim = list[Atom]
+Dims = tuple[Atom, ...]  # a dimension that can be looked up
 
 
 def flat(dim: Iterable[Atom]) -> Dim:
     """The atoms of a dimension, those made of others resolved."""
     out: Dim = []
     for atom in dim:
-        out += [atom] if atom.parts is None else flat(atom.parts)
+        if atom.parts is None:
+            out.append(atom)
+        else:
+            atom.parts = flat(atom.parts)
+            out += atom.parts
     return out
 
 
@@ -77,11 +87,12 @@ def pin(dims: Iterable[Dim]) -> None:
 
 @dataclasses.dataclass
 class Longer:
-    """`whole` is as long as all of `parts` and `extra` elements together."""
+    """`whole` is as long as all of `parts` and `extra` elements together. `cut`: `parts` are what a slice leaves."""
 
     whole: Dim
     parts: list[Dim]
     extra: Any
+    cut: bool = False
 
 
 class Axes:
@@ -90,8 +101,11 @@ class Axes:
     def __init__(self, largest_pinned: int = LARGEST_PINNED, small: Sequence[int] = SMALL) -> None:
         self.largest_pinned, self.small = largest_pinned, small
         self.lengths: list[Longer] = []
-        self.picked: list[tuple[Dim, object]] = []
+        self.picked: list[tuple[Dim, Piece]] = []
+        self.kept_apart = False  # whether dimensions that are taken apart alike are two
         self.sizes: dict[Atom, int] = {}
+        self.chosen: dict[Atom, Sequence[int]] = {}  # sizes to take in turn, where these are not small ones
+        self.turn = 0
 
     # -- equations
 
@@ -169,13 +183,14 @@ class Axes:
         self.lengths.append(Longer(whole, parts, extra))
         return whole
 
-    def repeated(self, part: Dim, count: int) -> Dim:
-        """`count` times `part`, one behind another, as a loop over it puts its results together."""
-        times = fresh(count)
+    def repeated(self, part: Dim, nodes: Sequence[Node]) -> Dim:
+        """`part` as often as there are `nodes`, one behind another, as a loop over it puts its results together."""
+        times = fresh(len(nodes))
         pin([times])
-        self.pick(times, *range(count))
+        for i, node in enumerate(nodes):
+            self.pick(times, i, node)
         whole = [*times, *part]
-        self.lengths.append(Longer(whole, [part] * count, 0))
+        self.lengths.append(Longer(whole, [part] * len(nodes), 0))
         return whole
 
     def shorter(self, dim: Dim, size: Any) -> Dim:
@@ -184,36 +199,66 @@ class Axes:
             if flat(eq.whole) == flat(dim) and len(eq.parts) == 1 and equal(length(eq.parts[0]), size):
                 return eq.parts[0]
         part = fresh(size)
-        extra = length(dim) - size
-        if not (isinstance(extra, int) and extra == 1):
-            pin([dim, part])
-        self.lengths.append(Longer(dim, [part], extra))
+        self.lengths.append(Longer(dim, [part], length(dim) - size, cut=True))
         return part
 
-    def pick(self, dim: Dim, *pieces: object) -> None:
-        """Elements or slices `pieces` (indices, or starts and sizes) of `dim` are read one by one."""
+    def pick(self, dim: Dim, at: object, node: Node | None) -> None:
+        """One element or slice `at` (an index, or start and size) of `dim` is read, or put there: `node`."""
         if flat(dim):
-            self.picked += [(dim, _comparable(piece)) for piece in pieces]
+            self.picked.append((dim, Piece(comparable(at), node)))
 
-    def close(self) -> None:
-        """Find dimensions that are one although no op makes them meet."""
-        self._join_picked()
+    def pick_each(self, dim: Dim, all_of: Sequence[object], several: Node) -> None:
+        """`several` has a piece of `dim` at each of `all_of`."""
+        for at in all_of:
+            self.pick(dim, at, None)
+        for user in several.users:
+            if user.target is operator.getitem:
+                self.pick(dim, all_of[user.args[1]], user)  # type: ignore[index]
+
+    def close(self, nodes: Sequence[Node] | None = None) -> None:
+        """Find dimensions that are one although no op makes them meet. nodes: those of the subgraph, to tell apart what
+        loops take apart one after another; without them, all that is taken apart alike is one dimension."""
+        self._join_picked(nodes)
         self._join_padded()
+        self._pin_cut()
 
-    def _join_picked(self) -> None:
+    def _join_picked(self, nodes: Sequence[Node] | None) -> None:
         """What a loop takes apart into the same pieces, of several tensors, is one dimension."""
-        pieces: dict[tuple[Atom, ...], set[object]] = {}
+        pieces: dict[tuple[Dims, bool], list[Piece]] = {}
         for dim, piece in self.picked:
-            pieces.setdefault(tuple(flat(dim)), set()).add(piece)
-        alike: dict[object, tuple[Atom, ...]] = {}
-        for atoms, read in pieces.items():
-            sizes = [number(a.size) for a in atoms]
-            if len(read) < 2 or None in sizes:
-                continue
-            first = alike.setdefault((math.prod(sizes), frozenset(read)), atoms)  # type: ignore[arg-type]
+            pieces.setdefault((tuple(flat(dim)), isinstance(piece.at, tuple)), []).append(piece)
+        alike: dict[object, list[tuple[Dims, list[Piece]]]] = {}
+        for (atoms, _), read in pieces.items():
+            size, several = length(list(atoms)), frozenset(piece.at for piece in read)
+            if len(several) > 1:
+                known = number(size)
+                alike.setdefault((comparable(size) if known is None else known, several), []).append((atoms, read))
+        for loops in alike.values():
+            for one in self._in_one_loop(loops, nodes) if len(loops) > 1 else ():
+                self._join(one)
+
+    def _in_one_loop(
+        self, loops: list[tuple[Dims, list[Piece]]], nodes: Sequence[Node] | None
+    ) -> list[list[Dims]]:
+        """The dimensions of `loops`, parted where these run one after another."""
+        if nodes is None:
+            return [[atoms for atoms, _ in loops]]
+        run, parted = Loops(nodes, [read for _, read in loops]), list[list[int]]()
+        for i in range(len(loops)):
+            known = next((known for known in parted if not any(run.apart(i, other) for other in known)), None)
+            if known is None:
+                parted.append([i])
+            else:
+                known.append(i)
+        self.kept_apart |= len(parted) > 1
+        return [[loops[i][0] for i in members] for members in parted]
+
+    def _join(self, several: list[Dims]) -> None:
+        first = list(several[0])
+        for atoms in several[1:]:
             if not set(flat(first)) & set(flat(atoms)):
-                pin([list(first), list(atoms)])
-                self.same(list(first), list(atoms))
+                pin([first, list(atoms)])
+                self.same(first, list(atoms))
 
     def _join_padded(self) -> None:
         """What becomes one dimension by padding was one before: lengths are equal, whatever they are."""
@@ -228,11 +273,19 @@ class Axes:
                     self.same(*before)
                     changed = True
 
+    def _pin_cut(self) -> None:
+        """Keep the sizes of what is cut, but of what was padded before, and where one element is left out."""
+        padded = [(flat(eq.whole), flat(eq.parts[0])) for eq in self.lengths if not eq.cut and len(eq.parts) == 1]
+        for eq in self.lengths:
+            one = isinstance(eq.extra, int) and eq.extra == 1
+            if eq.cut and not one and (flat(eq.whole), flat(eq.parts[0])) not in padded:
+                pin([eq.whole, eq.parts[0]])
+
     # -- sizes
 
     def solve(self, dims: Iterable[Dim], turn: int) -> None:
         """Choose small sizes; `turn` chooses others."""
-        self.sizes = {}
+        self.sizes, self.turn = {}, turn
         atoms: dict[Atom, None] = {}
         inner: dict[Atom, None] = {}  # parts of a product: chosen first, as a sum can't be factored
         for dim in [*dims, *(d for eq in self.lengths for d in (eq.whole, *eq.parts))]:
@@ -242,10 +295,12 @@ class Axes:
                 inner.update(dict.fromkeys(members))
         for atom in atoms:
             if atom.pinned:
-                size = number(atom.size)
+                size = self._at_its_size(atom.size)
                 if size is None or size > self.largest_pinned:
                     raise NoAxes(f"what is done to a dimension of {atom.size} depends on its size")
                 self.sizes[atom] = size
+        for atom, sizes in self.chosen.items():
+            self.sizes.setdefault(atom, sizes[turn % len(sizes)])
         for atom in [*inner, *atoms]:
             while self._propagate():
                 pass
@@ -254,7 +309,7 @@ class Axes:
         while self._propagate():
             pass
         for eq in self.lengths:
-            if self.size(eq.whole) != sum(map(self.size, eq.parts)) + _extra(eq):
+            if self.size(eq.whole) != sum(map(self.size, eq.parts)) + self._extra(eq):
                 raise NoAxes("lengths of padded or cut dimensions contradict each other")
 
     def size(self, dim: Dim) -> int:
@@ -269,7 +324,8 @@ class Axes:
                 continue
             side, atom = unknown[0]
             known = [0 if i == side else self.size(d) for i, d in enumerate(sides)]
-            total = sum(known[1:]) + _extra(eq) if side == 0 else known[0] - sum(known[1:]) - _extra(eq)
+            extra = self._extra(eq)
+            total = sum(known[1:]) + extra if side == 0 else known[0] - sum(known[1:]) - extra
             others = math.prod(self.sizes[a] for a in flat(sides[side]) if a is not atom)
             if total <= 0 or total % others:
                 raise NoAxes("lengths of padded or cut dimensions contradict each other")
@@ -277,22 +333,31 @@ class Axes:
             return True
         return False
 
+    def _at_its_size(self, size: Any) -> int | None:
+        """`size`, where it is a number, or one of a few in turn; else None."""
+        known = number(size)
+        return _in_turn(size, self.turn) if known is None else known
 
-def _comparable(piece: object) -> object:
-    """`piece`, symbolic sizes in it as their expressions: a SymInt has no hash."""
-    if isinstance(piece, tuple):
-        return tuple(map(_comparable, piece))
-    return piece.node.expr if isinstance(piece, torch.SymInt) else piece
+    def _extra(self, eq: Longer) -> int:
+        pinned = all(a.pinned for d in (eq.whole, *eq.parts) for a in flat(d))
+        extra = self._at_its_size(eq.extra) if pinned else number(eq.extra)
+        return extra if extra is not None and (extra <= 1 or pinned) else PADDING
+
+
+def _in_turn(size: torch.SymInt, turn: int) -> int | None:
+    """`size` where its symbols are as large, and in another turn as small, as guards let them be; None where that is
+    not known, or far apart. A loop unrolled over chunks fixes how many there are, and the length but for the last."""
+    at = {}
+    for symbol in size.node.expr.free_symbols:
+        allowed = size.node.shape_env.var_to_range.get(symbol)
+        if allowed is None or not allowed.upper - allowed.lower < FEW:
+            return None
+        at[symbol] = allowed.lower if turn % 2 else allowed.upper
+    return int(size.node.expr.xreplace(at))
 
 
 def length(dim: Dim) -> Any:
     return math.prod(a.size for a in flat(dim))
-
-
-def _extra(eq: Longer) -> int:
-    pinned = all(a.pinned for d in (eq.whole, *eq.parts) for a in flat(d))
-    exact = isinstance(eq.extra, int) and (eq.extra <= 1 or pinned)
-    return eq.extra if exact else PADDING
 
 
 def _bind(atom: Atom, parts: list[Atom]) -> None:

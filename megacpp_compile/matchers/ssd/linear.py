@@ -20,7 +20,7 @@ from megacpp_compile.matchers.ssd.axes import Dim, NoAxes
 from megacpp_compile.matchers.ssd.boundary import MOST_OPERANDS, OperandBoundary
 from megacpp_compile.matchers.ssd.resize import Resized
 from megacpp_compile.matchers.ssd.resize_rules import RULES
-from megacpp_compile.matchers.ssd.roles import TOLERANCE, Leaf, Roles, arranged
+from megacpp_compile.matchers.ssd.roles import RATE, TOLERANCE, Leaf, Roles, arranged
 from megacpp_compile.matchers.ssd.scan import candidates, exports_of, found_at_decays, is_decay
 from megacpp_compile.matchers.ssd.tensor_algebra import Algebra, operand_of
 from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS
@@ -128,7 +128,7 @@ class _LinearRoles(Roles):
             r.solve(turn)
             generator = torch.Generator().manual_seed(turn)  # its own: what a model draws does not depend on compiling
             operands = {m: torch.randn(r.shape(r.of(m)), dtype=torch.float64, generator=generator) for m in r.leaves}
-            operands[self.dt] = -operands[self.dt].abs()
+            operands[self.dt] = -RATE * torch.rand(operands[self.dt].shape, dtype=torch.float64, generator=generator)
             o, *states = r.run(operands, [self.root, *self.exports])
             targets = {"x": [b, t, h, p], "B": [b, t, h, n], "C": [b, t, h, n], "initial_state": [b, h, n, p]}
             given = {k: arranged(r.axes, operands[m], r.of(m), targets[k]) for k, m in roles.items()}

@@ -14,14 +14,16 @@ from megacpp_compile.matchers.ssd.tensor_ops import RuleTable
 
 
 class Resized:
-    """The subgraph of `nodes` (in graph order) between `leaves`, with axes inferred, ready to be run.
+    """The subgraph of `nodes` (in graph order) between `leaves`, with axes inferred, ready to be run. apart: loops that
+    run one after another take no dimension apart that is the same, however alike its pieces.
 
     Raises `NoAxes` where a node's dimensions can't be followed.
     """
 
     def __init__(
-        self, rules: RuleTable, nodes: Sequence[Node], leaves: Sequence[Node], axes: Axes | None = None
-    ) -> None:
+        self, rules: RuleTable, nodes: Sequence[Node], leaves: Sequence[Node], axes: Axes | None = None,
+        apart: bool = False,
+    ) -> None:  # fmt: skip
         self.rules, self.axes, self.nodes, self.leaves = rules, axes or Axes(), nodes, leaves
         self.dims: dict[Node, Any] = {n: [fresh(s) for s in value(n).shape] for n in leaves}
         for n in nodes:
@@ -29,7 +31,7 @@ class Resized:
                 self.dims[n] = rules[n.target][0](self, n)
             except KeyError as e:
                 raise NoAxes(f"{n.name} computes with a size") from e
-        self.axes.close()
+        self.axes.close(nodes if apart else None)
 
     def of(self, node: Node) -> list[Dim]:
         return [flat(d) for d in self.dims[node]]
@@ -57,6 +59,11 @@ class Resized:
                 if last[a] is n and a not in wanted:
                     values.pop(a, None)
         return [values[n] for n in wanted]
+
+
+def tensor_dims(dims: Any) -> list[Dim]:
+    """The dimensions of a tensor; none of several tensors, each of which has its own node."""
+    return [] if _several(dims) else dims
 
 
 def _several(dims: Sequence[Any]) -> bool:

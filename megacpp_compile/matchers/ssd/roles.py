@@ -16,6 +16,7 @@ from megacpp_compile.matchers.ssd.resize import Resized
 from megacpp_compile.matchers.ssd.tensor_algebra import Algebra
 
 TOLERANCE = 1e-8  # float64, a few hundred operations
+RATE = 0.4  # the largest of a trial
 BEGINS = 0.3  # how likely a token of a trial begins a document
 LOUD = 1e30  # by so much is what comes before a document multiplied: what is left of it after exp(-80) shows
 
@@ -158,9 +159,7 @@ class Roles:
             r.solve(turn)
             # A generator of its own: what the model draws must not depend on what was compiled.
             generator = torch.Generator().manual_seed(turn)
-            operands = {
-                m: _random(r.shape(r.of(m)), m is self.dt, generator) for m in r.leaves if m not in self.documents
-            }
+            operands = {m: self._random(m, generator) for m in r.leaves if m not in self.documents}
             drawn = reading and self._documents(reading, b, t, generator)
             failed = self._compared(operands, nodes, b, t, h, p, n, drawn)
             if failed is None and drawn is not None:
@@ -179,6 +178,14 @@ class Roles:
             made.get("initial_state"), b, t, h, p, n, self._chunk(t), inside, documents[0] if documents else None,
             reading,
         )  # fmt: skip
+
+    def _random(self, m: Node, generator: torch.Generator) -> Tensor:
+        """Steps over 0 and rates below, as every model's: of a state that grew, what is small would not show."""
+        shape = self.r.shape(self.r.of(m))
+        if m in (self.dt, self.rate):
+            drawn = torch.rand(shape, dtype=torch.float64, device="cpu", generator=generator)
+            return drawn if m is self.dt else -RATE * drawn
+        return torch.randn(shape, dtype=torch.float64, device="cpu", generator=generator)
 
     def _compared(
         self, operands: dict[Node, Tensor], nodes: dict[str, Node], b: Dim, t: Dim, h: Dim, p: Dim, n: Dim,
@@ -240,11 +247,6 @@ class Roles:
         padded = [flat(eq.whole) for eq in self.r.axes.lengths if [flat(d) for d in eq.parts] == [t]]
         size = next((d[-1].size for d in (t, *padded) if len(d) > 1), next((d[-1].size for d in (*padded, t) if d), 1))
         return size if isinstance(size, int) else 0
-
-
-def _random(shape: list[int], positive: bool, generator: torch.Generator) -> Tensor:
-    made = torch.randn(shape, dtype=torch.float64, device="cpu", generator=generator)
-    return made.abs() if positive else made
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:

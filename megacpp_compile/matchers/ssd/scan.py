@@ -20,14 +20,14 @@ from torch import fx
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
-from megacpp_compile.matchers.ssd.axes import NoAxes
+from megacpp_compile.matchers.ssd.axes import NoAxes, is_one
 from megacpp_compile.matchers.ssd.boundary import MOST_OPERANDS, OperandBoundary
 from megacpp_compile.matchers.ssd.packed import Masks, alike
 from megacpp_compile.matchers.ssd.resize import Resized
 from megacpp_compile.matchers.ssd.resize_rules import RULES
 from megacpp_compile.matchers.ssd.roles import Leaf, NoScan, Roles, Scan
 from megacpp_compile.matchers.ssd.tensor_algebra import Algebra, constants_of, lends_shape, operand_of, tensors
-from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS, EXPONENTIALS
+from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS, EXPONENTIALS, argument
 
 __all__ = ["Leaf", "NoScan", "Scan", "find_packed_scans", "find_scans"]
 
@@ -80,11 +80,11 @@ def found_at_decays(
 
 
 def is_decay(algebra: Algebra, n: Node) -> bool:
-    """An exponential of sums over consecutive positions."""
+    """An exponential of sums over consecutive positions, of which there are several."""
     if n.target not in EXPONENTIALS or n not in algebra.nodes or n in algebra.constants:
         return False
     made_of = algebra.behind([n])
-    if any(m.target is aten.cumsum.default for m in made_of):
+    if any(m.target is aten.cumsum.default and not is_one(value(m).shape[argument(m, 1, "dim")]) for m in made_of):
         return True
     return any(m.target in CONTRACTIONS and set(tensors(m)) & algebra.constants for m in made_of)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -31,14 +32,18 @@ class Algebra:
     """Which nodes of a graph are tensor algebra, i.e. have one of `rules`, and which of them are constants.
 
     masks: gets those that tell documents apart; without it there are none, and what they are applied to is no algebra.
+    when: of ops that have a rule, whether a node has one.
     """
 
-    def __init__(self, graph: fx.Graph, rules: RuleTable, masks: Masks | None = None) -> None:
+    def __init__(
+        self, graph: fx.Graph, rules: RuleTable, masks: Masks | None = None,
+        when: Mapping[Any, Callable[[Node], bool]] = MappingProxyType({}),
+    ) -> None:  # fmt: skip
         self.nodes: set[Node] = set()
         self.constants: set[Node] = set()
         self.masks = masks
         for n in graph.nodes:
-            if n.op != "call_function" or n.target not in rules:
+            if n.op != "call_function" or n.target not in rules or n.target in when and not when[n.target](n):
                 continue
             inputs = tensors(n)
             constant = n.target in CREATION | LIKE or bool(inputs) and all(a in self.constants for a in inputs)
@@ -109,9 +114,10 @@ def tensors(n: Node) -> list[Node]:
 
 
 def _float(n: Node) -> bool:
+    """Whether `n` is a tensor of floats, or several of which any is one: each is looked at for itself."""
     values = value(n)
     values = values if isinstance(values, (tuple, list)) else [values]
-    return all(isinstance(v, torch.Tensor) and v.is_floating_point() for v in values)
+    return any(isinstance(v, torch.Tensor) and v.is_floating_point() for v in values)
 
 
 def operand_of(algebra: Algebra, n: Node) -> tuple[Node, set[Node]]:

@@ -1,8 +1,8 @@
 """What one step of a loop computes, told by running it small, beside the recurrences that have an op:
 
-    S' = diag(exp g) S + k u^T;   o = scale * S'^T q;   u = beta (v - (diag(exp g) S)^T k), or v alone
+    S' = diag(exp g) S + k u^T;   o = scale * S'^T q;   u = beta (v - (diag(exp g) S)^T k), or beta v, or v alone
 
-Linear attention is the second, with a gate for each head, each channel of the keys, or a rate that no token changes
+Linear attention is the others, with a gate for each head, each channel of the keys, or a rate that no token changes
 (arXiv:2006.16236, 2312.06635, 2307.08621); the first corrects what the state itself predicts (arXiv:2412.06464,
 2510.26692). As all of a step is sums, products and exponentials of its operands, two that agree on random operands are
 the same.
@@ -20,27 +20,33 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.views import is_cast
-from megacpp_compile.matchers.ssd.axes import Dim, NoAxes
+from megacpp_compile.matchers.ssd.axes import Atom, Axes, Dim, NoAxes
 from megacpp_compile.matchers.ssd.resize import Resized
 from megacpp_compile.matchers.ssd.resize_rules import RULES
 from megacpp_compile.matchers.ssd.roles import Leaf, arranged
-from megacpp_compile.matchers.ssd.tensor_algebra import Algebra, constants_of, tensors
-from megacpp_compile.matchers.ssd.tensor_ops import EXPONENTIALS
-from megacpp_compile.matchers.token_loops.steps import Loop, NoLoop, find_loops
+from megacpp_compile.matchers.ssd.tensor_algebra import Algebra, constants_of, operand_of, tensors
+from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS, ELEMENTWISE, EXPONENTIALS, SAME, VIEWS
+from megacpp_compile.matchers.token_loops.fronts import last_token, tokens_of
+from megacpp_compile.matchers.token_loops.scans import LONGEST, ScanStep
+from megacpp_compile.matchers.token_loops.steps import Loop, NoLoop, dimensions, find_loops
 
 aten = torch.ops.aten
 TOLERANCE = 1e-10  # float64, one step
 MOST_OPERANDS = 6
+DIFFERS = "differs"
 ROLES = ("q", "k", "v", "g", "beta")
 Dims = tuple[tuple[object, ...], ...]
 
 
 @dataclasses.dataclass
 class TokenLoop:
-    """A proved loop. operands: q, k, v, and perhaps g and beta, as nodes of the last step.
+    """A proved loop. operands: q, k, v, and perhaps g and beta; of a scan x, dt, A, B, C, and perhaps D. They are nodes
+    of the last step, or whole tensors, which have one of the atoms `tokens`.
 
-    delta: whether the state is corrected by what it predicts; decay: g is the decay itself, not its logarithm.
-    Atoms: b batch, h heads, k channels of keys, v of values.
+    delta: whether the state is corrected by what it predicts; without it, beta is what values are multiplied by.
+    decay: g is the decay itself, not its logarithm. rate: a number that states are multiplied by, without gates.
+    inside: the last step and what is made in front of the loop.
+    Atoms: b batch, h heads, k channels of keys (states of a scan), v of values.
     """
 
     loop: Loop
@@ -55,6 +61,9 @@ class TokenLoop:
     k: Dim
     v: Dim
     inside: set[Node]
+    scan: bool = False
+    tokens: frozenset[Atom] = frozenset()
+    rate: float = 1.0
 
 
 def find_token_loops(graph: fx.Graph) -> Iterator[TokenLoop | NoLoop]:
@@ -66,34 +75,96 @@ def find_token_loops(graph: fx.Graph) -> Iterator[TokenLoop | NoLoop]:
                 yield loop
             continue
         algebra = algebra or Algebra(graph, RULES)
+        with torch.no_grad():
+            found = _told(algebra, loop)
+        if isinstance(found, TokenLoop) or found is not None and (not loop.wide or found.tag == DIFFERS):
+            yield found  # what is read of chunks' states and the like is nobody's loop over tokens
+
+
+def _told(algebra: Algebra, loop: Loop) -> TokenLoop | NoLoop | None:
+    """What `loop` is, with all that its steps collect or, where that is none, up to what they read of the state."""
+    found = _tried(algebra, loop)
+    if isinstance(found, TokenLoop) or (read := _read_of_state(loop)) is None:
+        return found
+    other = _tried(algebra, dataclasses.replace(loop, read=read))
+    nearer = isinstance(found, NoLoop) and found.tag != DIFFERS and other is not None
+    return other if isinstance(other, TokenLoop) or nearer else found
+
+
+def _tried(algebra: Algebra, loop: Loop) -> TokenLoop | NoLoop | None:
+    scan = _scan(algebra, loop)
+    if isinstance(scan, TokenLoop):
+        return scan
+    others: list[TokenLoop | NoLoop | None] = []
+    for whole in (False, True):
         try:
-            with torch.no_grad():
-                found = _proved(algebra, loop)
+            others.append(_proved(algebra, loop, whole))
         except NoAxes as e:
-            found = NoLoop(loop.output, "axes", str(e))
-        if found is not None:
-            yield found
+            others.append(NoLoop(loop.output, "axes", str(e)))
+        if isinstance(others[-1], TokenLoop):
+            return others[-1]
+    return scan or others[0]
 
 
-def _proved(algebra: Algebra, loop: Loop) -> TokenLoop | NoLoop | None:
-    step = _Step(algebra, loop)
+def _read_of_state(loop: Loop) -> Node | None:
+    """The first node, smaller than a state, by which alone the state reaches the output, where that is another."""
+    own = sorted(_of_state(loop))
+    for read in own:
+        if read is loop.output or dimensions(read) >= dimensions(loop.entering):
+            continue
+        reached: set[Node] = set()
+        for n in own:
+            if n is not read and any(a is loop.entering or a in reached for a in n.all_input_nodes):
+                reached.add(n)
+        if loop.output not in reached:
+            return read
+    return None
+
+
+def _scan(algebra: Algebra, loop: Loop) -> TokenLoop | NoLoop | None:
+    try:
+        step = ScanStep(algebra, loop)
+    except NoAxes:
+        return None
+    if not step.roles:
+        reason = "a step has a scan's operands and is not Mamba-2's: S' = exp(dt A) S + dt x B^T, y = S' C + D x"
+        return NoLoop(loop.output, DIFFERS, reason) if step.tried else None
+    output, entering, *operands = (
+        Leaf(n, tuple(tuple(d) for d in step.r.of(n))) for n in (loop.output, loop.entering, *step.roles.values())
+    )
+    return TokenLoop(
+        loop, dict(zip(step.roles, operands, strict=True)), False, False, 1.0, output, entering, step.b, step.h, step.n,
+        step.p, set(step.r.nodes), True, frozenset(step.t),
+    )  # fmt: skip
+
+
+def _proved(algebra: Algebra, loop: Loop, whole: bool) -> TokenLoop | NoLoop | None:
+    step = _Step(algebra, loop, whole)
+    if whole and not step.taken_whole:
+        return None
     if value(loop.entering).dim() < 2 or len(step.leaves) > MOST_OPERANDS:
         return None
     if step.strange is not None:
         refused = NoLoop(step.strange, "op", "what becomes of the state is more than sums and products")
         return refused if step.outer else None
-    resized = Resized(RULES, sorted(step.inside), [loop.entering, *step.leaves, *step.again])
+    leaves = [loop.entering, *step.leaves, *step.again]
+    resized = Resized(RULES, sorted(step.inside - set(leaves)), leaves, Axes(LONGEST))
     for n, leaf in step.again.items():
         for one, other in zip(resized.dims[n], resized.dims[leaf], strict=True):
             resized.axes.same(one, other)
-    return _Roles(loop, step, resized).found()
+    tokens = tokens_of(resized, loop)
+    return None if tokens is None else _Roles(loop, step, resized, tokens).found()
 
 
 class _Step:
-    """The last step as a subgraph: `leaves` are its operands, what enters from the step before excluded."""
+    """The last step as a subgraph: `leaves` are its operands, what enters from the step before excluded.
 
-    def __init__(self, algebra: Algebra, loop: Loop) -> None:
-        self.algebra, self.loop = algebra, loop
+    whole: what is made of one of them within the step, such as keys 1 - f beside a decay f, is an operand by itself.
+    """
+
+    def __init__(self, algebra: Algebra, loop: Loop, whole: bool) -> None:
+        self.algebra, self.loop, self.whole = algebra, loop, whole
+        self.taken_whole = False
         self.inside: set[Node] = set()
         self.leaves: list[Node] = []
         self.again: dict[Node, Node] = {}  # reads of what one of the leaves reads
@@ -114,6 +185,10 @@ class _Step:
             return
         if n in self.algebra.constants:
             self.inside |= constants_of(self.algebra, n)
+        elif self.loop.wide and n in self.loop.reads and dimensions(n) == dimensions(self.loop.entering):
+            source = self.loop.reads[n].source
+            self.inside |= {n, *(a for a in n.all_input_nodes if a is not source)}
+            self._open(source)
         elif self._is_operand(n):
             read = self.loop.reads.get(n)
             same = next((m for m in self.leaves if read and self.loop.reads.get(m) == read), None)
@@ -126,10 +201,25 @@ class _Step:
             for a in tensors(n):
                 self._descend(a)
 
+    def _open(self, n: Node) -> None:
+        """Follow `n`, a state for every token, to the operands of a product that makes it."""
+        opens = n in self.algebra.nodes and n.target in VIEWS | SAME | CONTRACTIONS | {aten.mul.Tensor}
+        if not opens or dimensions(n) <= dimensions(self.loop.entering):
+            leaf, between = operand_of(self.algebra, n)
+            self.inside |= between
+            self.leaves += [leaf] * (leaf not in self.leaves)
+            return
+        self.inside.add(n)
+        for a in tensors(n):
+            self._open(a)
+
     def _is_operand(self, n: Node) -> bool:
         """Whether `n` is taken as it is: what is read of a tensor, what is no algebra, and what is as large as the one
         tensor that it is made of (a norm within the step, for one)."""
         if n in self.loop.reads or n not in self.algebra.nodes:
+            return True
+        if self.whole and len(tensors(n)) == 1 and n.target in ELEMENTWISE - EXPONENTIALS:
+            self.taken_whole = True
             return True
         if is_cast(n) or n.target in EXPONENTIALS or len(tensors(n)) == 1 and n.target is not aten.sum.dim_IntList:
             return False
@@ -157,12 +247,12 @@ def _of_state(loop: Loop) -> set[Node]:
 class _Roles:
     """Which leaf is which operand: by atoms where they tell, by trial where they do not."""
 
-    def __init__(self, loop: Loop, step: _Step, resized: Resized) -> None:
-        self.loop, self.step, self.r = loop, step, resized
+    def __init__(self, loop: Loop, step: _Step, resized: Resized, tokens: set[Atom]) -> None:
+        self.loop, self.step, self.r, self.tokens = loop, step, resized, tokens
         self.next = loop.states[-1]
 
     def atoms(self, n: Node) -> Dim:
-        return [a for d in self.r.of(n) for a in d]
+        return [a for d in self.r.of(n) for a in d if a not in self.tokens]
 
     def found(self) -> TokenLoop | NoLoop | None:
         loop = self.loop
@@ -174,15 +264,13 @@ class _Roles:
         for roles in self._assignments():
             tried = True
             for delta, decay in itertools.product((True, False), (False, True) if "g" in roles else (False,)):
-                if "beta" in roles and not delta:
-                    continue
-                scale = self._scale(roles, delta, decay)
-                if scale is not None:
-                    return self._made(roles, delta, decay, scale)
+                numbers = self._numbers(roles, delta, decay)
+                if numbers is not None:
+                    return self._made(roles, delta, decay, *numbers)
         if not tried:
             wanted = "a query, a key and a value of each token, with a gate of heads or of the key's channels"
             return NoLoop(loop.output, "roles", f"its operands are not {wanted}") if self.step.outer else None
-        return NoLoop(loop.output, "differs", "a step is neither the delta rule nor linear attention")
+        return NoLoop(loop.output, DIFFERS, "a step is neither the delta rule nor linear attention")
 
     def _assignments(self) -> Iterator[dict[str, Node]]:
         leaves = self.step.leaves
@@ -193,27 +281,32 @@ class _Roles:
                 continue
             roles.setdefault("q", roles["k"])
             q, k, v = (set(self.atoms(roles[name])) for name in ("q", "k", "v"))
-            keys, values = state - out, state & out & v - k
-            if not keys or not values or not keys <= k & q or keys & v or q & values:
+            keys = state - out
+            if not keys or not self._values(roles) or not keys <= k & q or keys & v:
                 continue
-            if "g" in roles and set(self.atoms(roles["g"])) & values:
-                continue
-            if "beta" in roles and set(self.atoms(roles["beta"])) & (values | keys):
+            if "beta" in roles and set(self.atoms(roles["beta"])) & keys:
                 continue
             yield roles
+
+    def _values(self, roles: dict[str, Node]) -> Dim:
+        """The channels of values: atoms of the output that no other operand has."""
+        out = set(self.atoms(self.loop.output)) & set(self.atoms(roles["v"]))
+        others = {a for name, n in roles.items() if name != "v" for a in self.atoms(n)}
+        return [a for a in self.atoms(self.loop.entering) if a in out - others]
 
     def _dims(self, roles: dict[str, Node]) -> tuple[Dim, Dim, Dim, Dim]:
         state, out = self.atoms(self.loop.entering), set(self.atoms(self.loop.output))
         keys = [a for a in state if a not in out]
-        values = [a for a in state if a in out and a not in set(self.atoms(roles["k"]))]
+        values = self._values(roles)
         rest = [a for a in state if a not in keys and a not in values]
         first = self.r.of(self.loop.entering)[0] if value(self.loop.entering).dim() > 3 else []
         b = first if set(first) <= set(rest) else []
         return b, [a for a in rest if a not in b], keys, values
 
-    def _scale(self, roles: dict[str, Node], delta: bool, decay: bool) -> float | None:
-        """What o is multiplied by, where the step is the recurrence otherwise."""
-        r, scales = self.r, []
+    def _numbers(self, roles: dict[str, Node], delta: bool, decay: bool) -> tuple[float, float] | None:
+        """What o is multiplied by, and the state of an attention without gates, where the step is the recurrence
+        otherwise."""
+        r, found = self.r, []
         b, h, k, v = self._dims(roles)
         for turn in (0, 1):
             r.solve(turn)
@@ -222,24 +315,30 @@ class _Roles:
             leaves |= {n: leaves[leaf] for n, leaf in self.step.again.items()}
             out, behind = r.run(leaves, [self.loop.output, self.next])
             targets = {"q": [b, h, k], "k": [b, h, k], "v": [b, h, v], "g": [b, h, k], "beta": [b, h]}
-            given = {name: arranged(r.axes, leaves[n], r.of(n), targets[name]) for name, n in roles.items()}
+            given = {name: last_token(r, leaves[n], n, targets[name], self.tokens) for name, n in roles.items()}
             before = arranged(r.axes, leaves[self.loop.entering], r.of(self.loop.entering), [b, h, k, v])
-            want, state = step(before, **given, delta=delta, decay=decay)
-            got = arranged(r.axes, behind, r.of(self.next), [b, h, k, v])
+            got, rate = arranged(r.axes, behind, r.of(self.next), [b, h, k, v]), 1.0
+            if not delta and "g" not in roles:
+                added = step(0 * before, **given, delta=False, decay=False)[1]
+                rate = float((before * (got - added)).sum() / (before * before).sum())
+                rate = 1.0 if abs(rate - 1) <= TOLERANCE else rate
+            want, state = step(rate * before, **given, delta=delta, decay=decay)
             o = arranged(r.axes, out, r.of(self.loop.output), [b, h, v])
-            if not _equal(got, state):
+            if rate <= 0 or not _equal(got, state):
                 return None
             scale = float((o * want).sum() / (want * want).sum())
             if scale == 0 or not _equal(o, scale * want):
                 return None
-            scales.append(scale)
-        return scales[0] if abs(scales[0] - scales[1]) <= TOLERANCE * abs(scales[0]) else None
+            found.append((scale, rate))
+        same = all(abs(a - b) <= TOLERANCE * abs(a) for a, b in zip(*found, strict=True))
+        return found[0] if same else None
 
-    def _made(self, roles: dict[str, Node], delta: bool, decay: bool, scale: float) -> TokenLoop:
+    def _made(self, roles: dict[str, Node], delta: bool, decay: bool, scale: float, rate: float) -> TokenLoop:
         b, h, k, v = self._dims(roles)
         return TokenLoop(
             self.loop, {name: self._leaf(n) for name, n in roles.items()}, delta, decay, scale,
-            self._leaf(self.loop.output), self._leaf(self.loop.entering), b, h, k, v, set(self.r.nodes),
+            self._leaf(self.loop.output), self._leaf(self.loop.entering), b, h, k, v,
+            set(self.r.nodes), tokens=frozenset(self.tokens), rate=rate,
         )  # fmt: skip
 
     def _leaf(self, n: Node) -> Leaf:

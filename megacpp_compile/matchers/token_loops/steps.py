@@ -34,6 +34,8 @@ class Loop:
     """states: behind each step; initial: what enters the first. In the last step, `output` is what is collected.
 
     alike[i]: the nodes of step i + 1, each with that of step i. inside: all nodes of all steps, `reads` not included.
+    wide: what a step reads is as large as a state, as what chunks leave, or all tokens' products of keys and values.
+    read: in the last step, what is taken for its output, where that is made into what is collected within the step.
     """
 
     count: int
@@ -43,6 +45,8 @@ class Loop:
     alike: list[dict[Node, Node]]
     reads: dict[Node, Read]
     inside: set[Node]
+    wide: bool = False
+    read: Node | None = None
 
     @property
     def entering(self) -> Node:
@@ -51,7 +55,12 @@ class Loop:
 
     @property
     def output(self) -> Node:
-        return self.outputs.parts[-1]
+        return self.read or self.outputs.parts[-1]
+
+    def taken(self) -> set[Node]:
+        """What takes every step's tokens out of whole tensors."""
+        found = {n for pairs in self.alike for n in (*pairs, *pairs.values()) if n in self.reads}
+        return found | {a for n in found for a in n.all_input_nodes if a is not self.reads[n].source}
 
     def everywhere(self, node: Node) -> list[Node]:
         """`node`, of the last step, in every step."""
@@ -120,8 +129,13 @@ class _Steps:
                 chain += following
             if len(chain) < self.count - 1:
                 continue
-            if self.step[chain[-1]] == self.count - 2 and self._by_token(chain[-1]):
+            wide = self._is_wide(chain[-1])
+            if self.step[chain[-1]] == self.count - 2 and wide is not None:
                 found = self._loop(chain)
+                if wide:
+                    if isinstance(found, Loop):
+                        yield dataclasses.replace(found, wide=True)
+                    continue
                 kinds = {(n.target, _like(n)) for n in chain}
                 if isinstance(found, NoLoop) and (len(kinds) > 1 or found.tag == "steps" and len(chain) == 1):
                     continue  # of states that differ in kind nobody made a loop, nor of two positions that differ
@@ -130,9 +144,15 @@ class _Steps:
     def _by_token(self, state: Node) -> bool:
         """Whether what the last step reads is smaller than the state, as the tokens of a chunk are not, and more than
         the numbers of a list, as one of a scale for each of several streams."""
+        return self._is_wide(state) is False
+
+    def _is_wide(self, state: Node) -> bool | None:
+        """Whether anything that the last step reads has as many dimensions as the state; None where it has more, or is
+        no token's."""
         ahead = self._ahead(state)
         reads = {a for n in ahead for a in n.all_input_nodes if a in self.reads}
-        return all(dimensions(n) < dimensions(state) for n in reads) and self._of_tokens(ahead)
+        most = max((dimensions(n) for n in reads), default=0)
+        return most == dimensions(state) if most <= dimensions(state) and self._of_tokens(ahead) else None
 
     def _of_tokens(self, made: list[Node]) -> bool:
         """Whether any position that `made`, of one step, comes from is one of a tensor of several dimensions, and none

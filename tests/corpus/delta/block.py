@@ -12,7 +12,19 @@ import torch.nn.functional as F
 from torch import nn
 
 from . import chunked, linear, tokens
-from .parts import by_doubling, by_power_series, no_norm, over_longer_norm, over_norm, over_sqrt, times_rsqrt
+from .parts import (
+    by_blocks,
+    by_doubling,
+    by_general_solve,
+    by_inverse_with_info,
+    by_power_series,
+    by_solving_from_the_right,
+    no_norm,
+    over_longer_norm,
+    over_norm,
+    over_sqrt,
+    times_rsqrt,
+)
 
 CHUNK = 4
 Form = Callable[..., Any]
@@ -39,7 +51,11 @@ CHUNKED = {
     "doubling_padded": Spelling(partial(chunked.padded_into_zeros, inverse=by_doubling), norm=over_norm),
     "power_series": Spelling(partial(chunked.inverse_in_halves, inverse=by_power_series), whole=True),
     "halves": Spelling(chunked.inverse_in_halves, whole=True, norm=no_norm),
+    "blocks": Spelling(partial(chunked.padded_into_zeros, inverse=by_blocks), norm=no_norm),
     "general_inverse": Spelling(chunked.low_precision),
+    "general_solve": Spelling(partial(chunked.inverse_in_halves, inverse=by_general_solve), whole=True),
+    "inverse_with_info": Spelling(partial(chunked.chunk_after_chunk, inverse=by_inverse_with_info), norm=over_norm),
+    "solved_from_the_right": Spelling(partial(chunked.padded_into_zeros, inverse=by_solving_from_the_right)),
     "whole_sequence": Spelling(chunked.whole_sequence, norm=over_longer_norm),
     "put_together": Spelling(chunked.chunks_put_together, whole=True),
     "gates_in_the_operands": Spelling(chunked.gates_in_the_operands, whole=True),
@@ -66,6 +82,8 @@ LINEAR = {
     "rate_in_blocks": Spelling(linear.rate_in_blocks, gate="rate", delta=False, norm=no_norm),
     "by_token": Spelling(linear.by_token, delta=False, norm=no_norm),
     "by_token_channel_gates": Spelling(linear.by_token, gate="channel", delta=False),
+    "products_in_front": Spelling(linear.products_in_front, delta=False),
+    "products_in_front_channel_gates": Spelling(linear.products_in_front, gate="channel", delta=False, norm=no_norm),
     "rate_by_token": Spelling(linear.rate_by_token, gate="rate", delta=False, norm=no_norm),
 }  # fmt: skip
 

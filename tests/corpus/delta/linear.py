@@ -125,6 +125,18 @@ def by_token(q, k, v, g, beta, state, size, scale, norm):
     return torch.stack(out, 1), state
 
 
+def products_in_front(q, k, v, g, beta, state, size, scale, norm):
+    """Products of keys and values, and decays that are as large, of all tokens in front of the loop."""
+    q, k = repeated(norm(q), v.shape[2]), repeated(norm(k), v.shape[2])
+    added = torch.einsum("blhk,blhv->blhkv", k, v)
+    decays = (g if g.dim() == 4 else g[..., None]).exp()[..., None].expand_as(added)
+    state, out = zeros_for(k.transpose(1, 2), v.transpose(1, 2)) if state is None else state, []
+    for i in range(v.shape[1]):
+        state = state * decays[:, i] + added[:, i]
+        out.append(torch.einsum("bhkv,bhk->bhv", state, q[:, i]) * scale)
+    return torch.stack(out, 1), state
+
+
 def rate_by_token(q, k, v, g, beta, state, size, scale, norm):
     """RetNet's recurrent form, by products and into zeros."""
     q, k, v = (x.transpose(1, 2) for x in (expanded(norm(q), v.shape[2]), expanded(norm(k), v.shape[2]), v))

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from .chunked import chunk_after_chunk, inverse_in_halves, padded_into_zeros
-from .parts import by_doubling, by_solving, causal, expanded, repeated, zeros_for
+from .parts import by_blocks, by_doubling, by_solving, causal, chunked, expanded, repeated, zeros_for
 
 
 def not_all_rows(lower, rows=2):
@@ -22,6 +22,26 @@ def not_all_rows(lower, rows=2):
 def first_order(lower):
     """I - L alone."""
     return torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device) - lower
+
+
+def second_order(lower):
+    """I - L + L^2: enough for chunks of three tokens."""
+    return first_order(lower) + lower @ lower
+
+
+def one_doubling_less(lower):
+    """(I - L)(I + L^2)...: enough for half of a chunk."""
+    unit = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device)
+    inverse, power = unit - lower, lower
+    for _ in range(lower.shape[-1].bit_length() - 3):
+        power = power @ power
+        inverse = inverse @ (unit + power)
+    return inverse
+
+
+def in_chunks_of(own, form):
+    """`form` with chunks of `own` tokens, whatever it is asked for."""
+    return lambda q, k, v, g, beta, state, size, scale, norm: form(q, k, v, g, beta, state, own, scale, norm)
 
 
 def other_sign(lower):
@@ -175,6 +195,23 @@ def values_a_token_late(q, k, v, g, beta, state, size, scale, norm):
     return torch.stack(out, 1), state
 
 
+def values_of_another_chunk(q, k, v, g, beta, state, size, scale, norm):
+    """The first chunk has the values of the last. As many chunks as blocks of one: their numbers tell nothing."""
+    q, k = (repeated(norm(x), v.shape[2]) for x in (q * scale, k))
+    q, k, v, g, beta = (chunked(x.transpose(1, 2), size) for x in (q, k, v, g, beta[..., None]))
+    total = g.cumsum(-1)
+    decay = (total[..., None] - total[..., None, :]).tril().exp().tril()
+    solved = by_blocks((beta * k @ k.mT * decay).tril(-1))
+    state, out, chunks = zeros_for(k, v) if state is None else state, [], k.shape[2]
+    for i in range(chunks):
+        entered, last = total[:, :, i, :, None].exp(), total[:, :, i, -1:, None]
+        new = solved[:, :, i] @ (beta[:, :, i] * (v[:, :, chunks - 1 - i] - entered * k[:, :, i] @ state))
+        out.append(entered * q[:, :, i] @ state + (q[:, :, i] @ k[:, :, i].mT * decay[:, :, i]) @ new)
+        left = (last - total[:, :, i, :, None]).exp()
+        state = last.exp() * state + (k[:, :, i] * left).mT @ new
+    return torch.cat(out, 2).transpose(1, 2), state
+
+
 def band(q, k, v, g, beta, state, size, scale, norm):
     """Decays, but nothing further away than two tokens is seen."""
     q, k = expanded(norm(q), v.shape[2]), expanded(norm(k), v.shape[2])
@@ -188,10 +225,13 @@ def band(q, k, v, g, beta, state, size, scale, norm):
 NEAR_DELTA_RULES = {
     "not_all_rows": partial(padded_into_zeros, inverse=not_all_rows),
     "first_order": partial(inverse_in_halves, inverse=first_order),
+    "second_order": partial(padded_into_zeros, inverse=second_order),
+    "one_doubling_less": in_chunks_of(8, partial(padded_into_zeros, inverse=one_doubling_less)),
     "other_sign": partial(chunk_after_chunk, inverse=other_sign),
     "upper_instead": partial(inverse_in_halves, inverse=upper_instead),
     "with_its_diagonal": partial(padded_into_zeros, inverse=with_its_diagonal),
     **{fault: chunk_after_chunk_with(fault) for fault in FAULTS},
+    "values_of_another_chunk": values_of_another_chunk,
     "read_before_the_update": by_token_with(read_before_the_update),
     "decayed_after_the_correction": by_token_with(decayed_after_the_correction),
     "all_forgotten": by_token_with(all_forgotten),

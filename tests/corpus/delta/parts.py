@@ -92,6 +92,32 @@ def by_general_inverse(lower):
     return torch.linalg.inv(torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device) + lower)
 
 
+def by_general_solve(lower):
+    unit = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device)
+    return torch.linalg.solve(unit + lower, unit.expand_as(lower))
+
+
+def by_solving_from_the_right(lower):
+    unit = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device)
+    return torch.linalg.solve_triangular(unit + lower, unit.expand_as(lower), upper=False, left=False)
+
+
+def by_inverse_with_info(lower):
+    return torch.linalg.inv_ex(torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device) + lower).inverse
+
+
+def by_blocks(lower, size=2):
+    """Diagonal blocks by rows; then those below, out of the blocks above: T_ij = -T_ii sum_k L_ik T_kj."""
+    starts = range(0, lower.shape[-1], size)
+    block = {(i, j): lower[..., i : i + size, j : j + size] for i in starts for j in starts}
+    made = {(i, i): by_rows_in_place(block[i, i].clone()) for i in starts}
+    for i in starts:
+        for j in reversed(range(0, i, size)):
+            made[i, j] = -made[i, i] @ sum(block[i, k] @ made[k, j] for k in range(j, i, size))
+    nothing = torch.zeros_like(made[0, 0])
+    return torch.cat([torch.cat([made.get((i, j), nothing) for j in starts], -1) for i in starts], -2)
+
+
 # --- chunks and heads
 
 

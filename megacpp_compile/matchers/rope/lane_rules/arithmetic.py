@@ -9,9 +9,22 @@ import numpy as np
 import torch
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import value
-from megacpp_compile.matchers.rope.lane_dims import align, broadcast, insert_outer
-from megacpp_compile.matchers.rope.lanes import MAX_TERMS, NONE, LaneContext, Lanes, Opaque, Term, is_one, rule_table
+from megacpp_compile.fx.edit import same_size, value
+from megacpp_compile.fx.views import EXPANSIONS, IDENTITIES, RESHAPES, UNIT_DIMS, is_cast
+from megacpp_compile.matchers.numbers import number_of
+from megacpp_compile.matchers.rope.lane_dims import align, as_lane, broadcast, insert_outer, select, widen
+from megacpp_compile.matchers.rope.lanes import (
+    MAX_TERMS,
+    NONE,
+    SEVERAL,
+    LaneContext,
+    Lanes,
+    Opaque,
+    Term,
+    axis_of,
+    is_one,
+    rule_table,
+)
 from megacpp_compile.matchers.rope.tables import table_lanes
 
 aten = torch.ops.aten
@@ -35,11 +48,25 @@ def add_lanes(it: LaneContext, a: Lanes, b: Lanes, alpha: float) -> Lanes:
         raise Opaque
     a, b = align(it, [a, b])
     sizes, (a, b) = broadcast([a, b])
-    if len(a.terms) + len(b.terms) > MAX_TERMS:
+    terms = [t for t in (*a.terms, *(t.scaled(alpha) for t in b.terms)) if t.coef.any()] or a.terms
+    if len(terms) > MAX_TERMS:
         raise Opaque
     if not a.turned and not b.turned and (a.live & b.live).any():
         raise Opaque  # a bias, or an adapter beside a projection: the sum is a source of its own
-    return Lanes(a.kinds, sizes, [*a.terms, *(t.scaled(alpha) for t in b.terms)], a.complex)
+    return Lanes(a.kinds, sizes, terms, a.complex)
+
+
+@rule(aten.sum.dim_IntList)
+def _sum(it: LaneContext, node: Node) -> Lanes:
+    """Of a row of a 2 x 2 matrix, the products with both lanes of a pair."""
+    x, dims = it.get(node.args[0]), node.args[1]
+    if not isinstance(dims, (list, tuple)) or len(dims) != 1 or any(node.args[2:]) or node.kwargs or x.complex:
+        raise Opaque
+    dim = axis_of(dims[0], len(x.kinds))
+    if not x.turned or x.kinds[dim] != "l" or x.sizes[dim] * len(x.terms) > MAX_TERMS:
+        raise Opaque
+    parts = [select(x, dim, i) for i in range(x.sizes[dim])]
+    return dataclasses.replace(parts[0], terms=[t for part in parts for t in part.terms])
 
 
 @rule(aten.neg.default)
@@ -79,7 +106,30 @@ def _product(it: LaneContext, node: Node, a: Any, b: Any) -> Lanes:
         a, b = b, a
     if it.is_table(a) or not it.is_table(b):
         raise Opaque
-    return times_table(it, it.get(a), b)
+    x, number = it.get(a), constant(b)
+    if number is not None and all(map(same_size, value(node).shape, x.sizes)) and len(x.sizes) == value(node).dim():
+        return _times_number(it, node, x, number)
+    if x.turned:
+        it.met_again(a)
+    return times_table(it, x, b)
+
+
+def constant(table: Node) -> float | None:
+    """The number that all entries of `table` are, such as 1 for the scale of rotations that have none."""
+    if table.target in (aten.ones.default, aten.ones_like.default):
+        return 1.0
+    if table.target in (aten.full.default, aten.full_like.default):
+        return number_of(table.args[1])
+    if table.target is aten.pow.Tensor_Scalar and (base := constant(table.args[0])) is not None:  # type: ignore[arg-type]
+        power = number_of(table.args[1])
+        return base**power if base > 0 and power is not None else None
+    if table.target is aten.reciprocal.default and (base := constant(table.args[0])):  # type: ignore[arg-type]
+        return 1.0 / base
+    same = is_cast(table) or table.target in _OF_THE_SAME_ENTRIES
+    return constant(table.args[0]) if same else None  # type: ignore[arg-type]
+
+
+_OF_THE_SAME_ENTRIES = RESHAPES | UNIT_DIMS | EXPANSIONS | IDENTITIES | {aten.slice.Tensor}
 
 
 @rule(aten.addcmul.default)
@@ -90,13 +140,14 @@ def _addcmul(it: LaneContext, node: Node) -> Lanes:
 
 def times_table(it: LaneContext, x: Lanes, table: Node) -> Lanes:
     """x * table: table entries that meet a lane of x become part of its terms."""
-    if x.turned:
-        raise Opaque
     fake = value(table)
     if not isinstance(fake, torch.Tensor) or fake.dim() == 0 or fake.is_complex() != x.complex:
         raise Opaque
     while len(x.kinds) < fake.dim():
         x = insert_outer(it, x, 0)
+    if x.turned:
+        return _turned_again(x, fake)
+    x = _rows_of_matrices(it, x, fake)
     # A lane dimension of size 1 against a wider table dimension would mean the table widens the data.
     entries = table_lanes(it, table, x)
     shape = [s for s, k in zip(x.sizes, x.kinds, strict=True) if k == "l"]
@@ -118,6 +169,25 @@ def times_table(it: LaneContext, x: Lanes, table: Node) -> Lanes:
     first = stack_parts(_attach(xr, re), _attach(xr, im))
     second = stack_parts(_attach(xi, im).scaled(-1.0), _attach(xi, re))
     return Lanes(x.kinds, tuple(sizes), [first, second], True)
+
+
+def _turned_again(x: Lanes, table: torch.Tensor) -> Lanes:
+    """x, whose lanes have met a table, times another one, as xPos scales what it rotates."""
+    offset = len(x.sizes) - table.dim()
+    if x.complex or not all(is_one(n) or same_size(n, x.sizes[offset + i]) for i, n in enumerate(table.shape)):
+        raise Opaque
+    terms = [dataclasses.replace(t, tab=np.where(t.coef == 0, NONE, SEVERAL)) for t in x.terms]
+    return dataclasses.replace(x, terms=terms)
+
+
+def _rows_of_matrices(it: LaneContext, x: Lanes, table: torch.Tensor) -> Lanes:
+    """x with each lane repeated along a dimension of size 1 behind its lanes, where `table` has several rows for it:
+    those of a matrix that meets each pair of lanes (FLUX, Granite)."""
+    for i, n in enumerate(table.shape):
+        dim = len(x.sizes) - table.dim() + i
+        if is_one(x.sizes[dim]) and isinstance(n, int) and n > 1 and "l" in x.kinds[:dim] and not x.complex:
+            x = widen(x if x.kinds[dim] == "l" else as_lane(it, x, dim), dim, n)
+    return x
 
 
 def _complex_part(t: Term, part: int) -> Term:

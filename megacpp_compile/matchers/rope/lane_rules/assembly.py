@@ -14,6 +14,7 @@ from megacpp_compile.matchers.rope.lane_rules.views import bounds
 from megacpp_compile.matchers.rope.lanes import (
     EMPTY,
     UNDEFINED,
+    ZEROS,
     LaneContext,
     Lanes,
     Opaque,
@@ -79,6 +80,8 @@ def _empty(it: LaneContext, node: Node) -> Lanes:
     if lanes is None or not fake.is_floating_point():
         raise Opaque
     shape = lanes.terms[0].coef.shape
+    if node.target in ZEROS:  # what is added to them is all there is
+        return dataclasses.replace(lanes, terms=[zero_term(shape)])
     undefined = np.full(shape, UNDEFINED)
     return dataclasses.replace(lanes, terms=[term(np.ones(shape), UNDEFINED, undefined)])
 

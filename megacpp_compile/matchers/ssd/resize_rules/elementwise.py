@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
-from megacpp_compile.matchers.ssd.axes import Dim, NoAxes, fresh, pin
+from megacpp_compile.matchers.ssd.axes import Dim, NoAxes, equal, flat, fresh, length, pin
 from megacpp_compile.matchers.ssd.tensor_ops import (
     CREATION,
     ELEMENTWISE,
@@ -36,7 +36,17 @@ def _elementwise(r: ResizeContext, n: Node) -> list[Dim]:
 def _masks(r: ResizeContext, n: Node) -> list[Dim]:
     if any(not isinstance(a, Node) and a not in (0, 1, -1) for a in n.args):
         pin(d for a in n.all_input_nodes for d in r.dims[a])
-    return _elementwise(r, n)
+    wide = [[d for d in r.dims[a] if flat(d)] for a in n.all_input_nodes]
+    dims = _elementwise(r, n)
+    if len(wide) == 2 and len(wide[0]) == len(wide[1]) == 1 and len([d for d in dims if flat(d)]) == 2:
+        one_kind(r, wide[0][0], wide[1][0])
+    return dims
+
+
+def one_kind(r: ResizeContext, a: Dim, b: Dim) -> None:
+    """A triangle compares the positions of two dimensions: they are one, where they are as long as each other."""
+    if equal(length(a), length(b)):
+        r.axes.same(a, b)
 
 
 def _float(r: ResizeContext, n: Node, args: tuple[Any, ...]) -> Any:
@@ -90,4 +100,5 @@ def _triangle(r: ResizeContext, n: Node) -> list[Dim]:
     dims = r.dims[n.args[0]]
     if argument(n, 1, "diagonal", 0) not in (-1, 0, 1):
         pin(dims[-2:])
+    one_kind(r, *dims[-2:])
     return dims

@@ -95,7 +95,7 @@ def _slice(r: ResizeContext, n: Node) -> list[Dim]:
     at_end = equal(start + result, size)
     if not _is(start, 0) and not at_end or _is(size, 2):
         pin([dims[dim]])  # from the middle; or of two, where "the first" and "all but the last" are one
-    r.axes.pick(dims[dim], (start, result))
+    r.axes.pick(dims[dim], (start, result), n)
     dims[dim] = [] if is_one(result) else r.axes.shorter(dims[dim], result)
     return dims
 
@@ -113,7 +113,7 @@ def _select(r: ResizeContext, n: Node) -> list[Dim]:
     if index not in (0, -1):
         pin([dims[dim]])
     size = value(n.args[0]).shape[dim]
-    r.axes.pick(dims[dim], index % size if isinstance(size, int) else index)  # type: ignore[operator]
+    r.axes.pick(dims[dim], index % size if isinstance(size, int) else index, n)  # type: ignore[operator]
     del dims[dim]
     return dims
 
@@ -123,7 +123,7 @@ def _unbind(r: ResizeContext, n: Node) -> list[list[Dim]]:
     dims = list(r.dims[n.args[0]])
     dim = axis(argument(n, 1, "dim", 0), len(dims))
     pin([dims[dim]])
-    r.axes.pick(dims[dim], *range(len(value(n))))
+    r.axes.pick_each(dims[dim], range(len(value(n))), n)
     return [[*dims[:dim], *dims[dim + 1 :]] for _ in value(n)]
 
 
@@ -141,12 +141,12 @@ def _cat(r: ResizeContext, n: Node) -> list[Dim]:
     others = broadcast(r, [[*p[:dim], [], *p[dim + 1 :]] for p in parts])
     each = flat(parts[0][dim])
     if each and all(flat(p[dim]) == each for p in parts):
-        others[dim] = r.axes.repeated(parts[0][dim], len(parts))
+        others[dim] = r.axes.repeated(parts[0][dim], n.args[0])  # type: ignore[arg-type]
     else:
         others[dim] = r.axes.longer([p[dim] for p in parts], 0, value(n).shape[dim])
     sizes = [value(a).shape[dim] for a in n.args[0]]  # type: ignore[union-attr]
-    if all(isinstance(size, int) for size in sizes):
-        r.axes.pick(others[dim], *((sum(sizes[:i]), size) for i, size in enumerate(sizes)))
+    for i, part in enumerate(n.args[0]):  # type: ignore[arg-type]
+        r.axes.pick(others[dim], (sum(sizes[:i]), sizes[i]), part)
     return others
 
 
@@ -157,5 +157,6 @@ def _stack(r: ResizeContext, n: Node) -> list[Dim]:
     out = broadcast(r, parts)
     count = fresh(len(parts))
     pin([count])
-    r.axes.pick(count, *range(len(parts)))
+    for i, part in enumerate(n.args[0]):  # type: ignore[arg-type]
+        r.axes.pick(count, i, part)
     return [*out[:dim], count, *out[dim:]]
