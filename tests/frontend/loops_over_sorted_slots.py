@@ -88,7 +88,7 @@ def joins_parts(m, x, indices, gates):
     joined = torch.cat(outs, dim=0) if len(outs) else rows.new_empty(0)
     out = torch.empty_like(joined)
     out[order] = joined
-    return out.view(*indices.shape, -1).mul_(gates.unsqueeze(-1)).sum(dim=1)
+    return out.view(*indices.shape, -1).type(gates.dtype).mul_(gates.unsqueeze(-1)).sum(dim=1).type(out.dtype)
 
 
 def joins_parts_by_numbers(m, x, indices, gates):
@@ -102,6 +102,15 @@ def joins_parts_by_numbers(m, x, indices, gates):
     return (out.view(-1, m.choices, x.shape[-1]) * gates[..., None]).sum(1)
 
 
+def joins_parts_that_have_rows(m, x, indices, gates):
+    """By a comprehension with a condition."""
+    order = indices.flatten().argsort()
+    parts = x[order // m.choices].split(counted(m, indices).tolist())
+    out = torch.cat([m.experts[e](rows) for e, rows in enumerate(parts) if rows.shape[0] > 0])
+    out = out * gates.flatten()[order].unsqueeze(1)
+    return torch.zeros_like(x).scatter_reduce(0, (order // m.choices)[:, None].expand_as(out), out, reduce="sum")
+
+
 # --- without one
 
 
@@ -111,6 +120,18 @@ def splits(m, x, indices, gates):
     parts = torch.split(x[token], counted(m, indices).tolist())
     out = torch.cat([expert(rows) for expert, rows in zip(m.experts, parts, strict=True)])
     return torch.zeros_like(x).index_add(0, token, out * gates.flatten()[order].unsqueeze(-1))
+
+
+def splits_by_numbers_of_each(m, x, indices, gates):
+    return _by_numbers_of_each(m, x, indices, gates, indices)
+
+
+def _by_numbers_of_each(m, x, indices, gates, counted):
+    order = indices.flatten().argsort()
+    token = order // m.choices
+    parts = torch.split(x[token], [int((counted == e).sum()) for e in range(m.num_experts)])
+    out = torch.cat([expert(rows) for expert, rows in zip(m.experts, parts, strict=True)])
+    return torch.zeros_like(x).index_put((token,), out * gates.flatten()[order].unsqueeze(-1), accumulate=True)
 
 
 def splits_what_gates_multiply(m, x, indices, gates):
@@ -129,8 +150,9 @@ def splits_what_gates_multiply(m, x, indices, gates):
 
 BRANCHES = [
     adds_counted_parts, adds_parts_by_items, adds_parts_between_ends, writes_parts, joins_parts, joins_parts_by_numbers,
+    joins_parts_that_have_rows,
 ]  # fmt: skip
-NO_BRANCHES = [splits, splits_what_gates_multiply]
+NO_BRANCHES = [splits, splits_by_numbers_of_each, splits_what_gates_multiply]
 STACKED = (splits_what_gates_multiply,)
 
 
@@ -161,6 +183,17 @@ def sorted_by_other_choices(m, x, indices, gates):
 
 def counts_outputs(m, x, indices, gates):
     return _joined(m, x, indices, gates, counted(m, indices), combine=lambda outs: torch.cat(outs) / len(outs))
+
+
+def counts_outputs_of_a_comprehension(m, x, indices, gates):
+    parts = x[indices.flatten().argsort() // m.choices].split(counted(m, indices).tolist())
+    outs = [m.experts[e](rows) for e, rows in enumerate(parts) if rows.shape[0] > 0]
+    out = torch.cat(outs)[indices.flatten().argsort().argsort()] / len(outs)
+    return (out.view(-1, m.choices, x.shape[-1]) * gates[..., None]).sum(1)
+
+
+def splits_by_numbers_of_others(m, x, indices, gates):
+    return _by_numbers_of_each(m, x, indices, gates, indices.flip(0)[:1].expand_as(indices))
 
 
 def joins_backwards(m, x, indices, gates):
@@ -231,6 +264,6 @@ def numbers_iterations(m, x, indices, gates):
 
 OTHERS = [
     counts_of_other_choices, sorted_by_other_choices, counts_outputs, joins_backwards, joins_some, an_expert_behind,
-    moves_without_tokens, counts_their_entries, reads_the_last_count, adds_in_every_iteration, numbers_iterations,
+    moves_without_tokens, counts_outputs_of_a_comprehension, splits_by_numbers_of_others, counts_their_entries, reads_the_last_count, adds_in_every_iteration, numbers_iterations,
 ]  # fmt: skip
-CUT_BY_OTHERS = (counts_of_other_choices, sorted_by_other_choices)
+CUT_BY_OTHERS = (counts_of_other_choices, sorted_by_other_choices, splits_by_numbers_of_others)

@@ -206,6 +206,31 @@ def test_without_gradients_and_verified():
     fuses(report)
 
 
+def test_inference_with_gates_wider_than_tokens():
+    """Regression: sizes that are checked behind the loop were taken for unknown ones, and the graph for a broken one."""
+
+    def of_sequences(m, x, indices, gates):
+        return joins_parts(m, x.flatten(0, 1), indices.flatten(0, 1), gates.flatten(0, 1).float()).view(*x.shape)
+
+    module, x = MoE(of_sequences, Ungated).bfloat16(), torch.randn(2, 5, DIM, dtype=torch.bfloat16)
+    with megacpp_compile.record() as report, torch.no_grad():
+        got = torch.compile(module, backend="megacpp", dynamic=False)(x)
+        torch.testing.assert_close(got, module(x))
+    fuses(report)
+
+
+def test_choices_from_elsewhere_are_said_to_be_so():
+    """Which experts a token chose may come twice in a token: then marks are no counts."""
+    module = MoE(joins_parts, Ungated, experts=4)
+    first = torch.arange(11)
+    x, indices, gates = tokens().detach(), torch.stack([first % 4, (first + 1) % 4], 1), torch.rand(11, 2)
+    with megacpp_compile.record() as report, torch.no_grad():
+        got = torch.compile(joins_parts, backend="megacpp")(module, x, indices, gates)
+        torch.testing.assert_close(got, joins_parts(module, x, indices, gates))
+    (miss,) = {(m.tag, m.reason) for m in report.misses if m.pass_name == "moe" and m.tag == "loop-over-data"}
+    assert not report.counts["moe"] and "no sum over each token's choices is seen" in miss[1]
+
+
 def test_by_the_package_s_own_compile():
     model, x = Model(layers=1), tokens()
     want = model(x)

@@ -145,10 +145,23 @@ def scatter_add(m, x, indices, gates):
     return y
 
 
+def _scatter_reduce(m, x, indices, gates, **kwargs):
+    y = torch.zeros_like(x)
+    for e, expert in enumerate(m.experts):
+        token, choice = torch.where(indices == e)
+        places = token.unsqueeze(-1).repeat(1, DIM)
+        y = y.scatter_reduce(0, places, expert(x[token]) * gates[token, choice, None], **kwargs)
+    return y
+
+
+def scatter_reduce(m, x, indices, gates):
+    return _scatter_reduce(m, x, indices, gates, reduce="sum")
+
+
 LISTS = [dense_loop, dense_sum_of_batches, dense_on_the_residual, dense_masked_scores, dense_stack_einsum,
          dense_marked_gates, dense_marks_as_numbers, dense_gates_where_chosen,
          mask_any_choice, mask_and_marked_gates, mask_of_each_choice, mask_of_the_first_choice, mask_of_the_largest,
-         slots_in_their_places, slots_in_other_places, scatter_add]  # fmt: skip
+         slots_in_their_places, slots_in_other_places, scatter_add, scatter_reduce]  # fmt: skip
 
 
 # --- stacked weights
@@ -274,6 +287,17 @@ def sorted_scatter_add(m, x, indices, gates):
     return torch.zeros_like(x).scatter_add(0, token, expert(torch.gather(x, 0, token)))
 
 
+def sorted_scatter_reduce(m, x, indices, gates):
+    token, expert = _sorted(m, x, indices, gates, EXPERTS)
+    places = token.view(-1, 1).expand(-1, DIM)
+    return torch.zeros_like(x).scatter_reduce(-2, places, expert(x[token]), "sum", include_self=False)
+
+
+def sorted_accumulated(m, x, indices, gates):
+    token, expert = _sorted(m, x, indices, gates, EXPERTS)
+    return torch.zeros_like(x).index_put_((token,), expert(x[token]), accumulate=True)
+
+
 def sorted_by_marks(m, x, indices, gates):
     token, expert = _sorted(m, x, indices, gates)
     return torch.zeros_like(x).index_add(0, token, expert(x[token]))
@@ -372,7 +396,8 @@ def sorted_with_biases_of_others(m, x, indices, gates):
     return sorted_with_biases(m, x, indices, gates, others=1)
 
 
-SORTED = [sorted_as_transformers, sorted_index_add, sorted_scatter_add, sorted_by_marks, sorted_scaled_rows,
+SORTED = [sorted_as_transformers, sorted_index_add, sorted_scatter_add, sorted_scatter_reduce, sorted_accumulated,
+          sorted_by_marks, sorted_scaled_rows,
           sorted_with_biases, sorted_numbers_of_tokens, sorted_numbers_into_rows, sorted_repeated_rows]  # fmt: skip
 SORTED_NEAR_MISSES = {
     "bias": [sorted_with_biases_of_others],
@@ -457,6 +482,15 @@ def scatter_add_of_a_few(m, x, indices, gates):
     return y
 
 
+def scatter_reduce_without_what_is_there(m, x, indices, gates):
+    """Of a token's two outputs the second is left."""
+    return _scatter_reduce(m, x, indices, gates, reduce="sum", include_self=False)
+
+
+def scatter_reduce_to_means(m, x, indices, gates):
+    return _scatter_reduce(m, x, indices, gates, reduce="mean")
+
+
 NEAR_MISSES = {
     "dense-gates": [every_expert_works, scattered_over_each_other],
     "gaps": [a_column_left_out, one_marked_gate_left_out],
@@ -466,6 +500,7 @@ NEAR_MISSES = {
     "experts-differ": [another_expert_for_the_second_choice],
     "choices": [two_of_three_choices],
     "no-rows": [scatter_add_of_a_few],
+    "no-sum": [scatter_reduce_without_what_is_there, scatter_reduce_to_means],
 }
 
 

@@ -101,8 +101,14 @@ def _sized_anew(starts: set[fx.Node], fake_mode: FakeTensorMode) -> bool:
 
 
 def _alike(new: Any, old: Any) -> bool:
+    """Whether sizes are the same, and said by the same symbols: what has been checked at run time makes them equal, and
+    leaves those behind that it was said by."""
     if isinstance(new, Sequence) and isinstance(old, Sequence):
         return len(new) == len(old) and all(map(_alike, new, old))
     if not isinstance(new, torch.Tensor) or not isinstance(old, torch.Tensor):
-        return type(new) is type(old) and (not isinstance(new, torch.SymInt) or same_size(new, old))
-    return new.dim() == old.dim() and all(map(same_size, new.shape, old.shape))
+        return type(new) is type(old) and (not isinstance(new, torch.SymInt) or _same_symbols(new, old))
+    return new.dim() == old.dim() and all(map(_same_symbols, new.shape, old.shape))
+
+
+def _same_symbols(new: Any, old: Any) -> bool:
+    return same_size(new, old) and free_unbacked_symbols(new) == free_unbacked_symbols(old)

@@ -81,6 +81,13 @@ class Loops:
             self._appends = False
             self._grown.grow(variable)
 
+    def _appending(self, translator: Any, inst: Any, proceed: Callable[[], bool]) -> bool:
+        """As `append` has it where a comprehension makes a list."""
+        if inst.opname != "LIST_APPEND" or not self._open:
+            return proceed()
+        grown = translation.realized(translator.stack[-1 - inst.arg])
+        return bool(self.append(grown, translator.stack[-1], proceed))
+
     def _entries_read(self, at: Any) -> None:
         if self.enabled:
             self.refused.append(("it appends to a list that more is done with than `torch.cat`", at))
@@ -93,7 +100,7 @@ class Loops:
         inst = translator.instructions[translator.instruction_pointer]
         try:
             with self._slicing(translator, inst):
-                goes_on = proceed()
+                goes_on = self._appending(translator, inst, proceed)
         except Exception as error:
             if self._open and translation.is_failure(error):  # of what an expert without tokens would not have run
                 self.give_up()

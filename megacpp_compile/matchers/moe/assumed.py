@@ -43,6 +43,10 @@ _NO_GRADIENT = (
     'weight decay tell apart; options={"expert_loops": True} takes that, and so do weights of all experts in one tensor'
 )
 _ONLY = "the loop runs for some experts alone"
+_NO_SUM = (
+    f"{_ONLY}, and no sum over each token's choices is seen that their outputs go to: the sort, the counts and the "
+    "gates of choices that come from `topk` have to be in one graph with the loop"
+)
 
 
 def show(view: GraphView, regions: Sequence[Region]) -> frozenset[Node] | MatchFailure:
@@ -96,7 +100,7 @@ def _moves(region: Region, summed: dict[Node, RowUpdate]) -> MatchFailure | None
     for old, new in region.carried:
         if not any(_moves_by(token, old, new) for token in tokens):
             at = new if isinstance(new, Node) else region.condition
-            return MatchFailure(at, _TAG, f"{_ONLY}, and a number that it changes is used later")
+            return MatchFailure(at, _TAG, f"{_ONLY}, and a number that it changes is used later" if tokens else _NO_SUM)
     return None
 
 

@@ -51,7 +51,7 @@ def _summed(node: Node) -> Combine | None:
 
 def _added(node: Node) -> Combine | None:
     """The combine that adds rows to those of their tokens."""
-    found = added_rows(node)
+    found = added_rows(node, to_zeros=True)
     if found is None:
         return None
     base, token, rows = found

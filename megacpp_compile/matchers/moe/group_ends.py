@@ -21,6 +21,7 @@ aten = torch.ops.aten
 _ARGSORTS = (aten.argsort.default, aten.argsort.stable)
 _SORTS = (aten.sort.default, aten.sort.stable)
 _COPIES = (aten.lift_fresh_copy.default, aten._to_copy.default, aten.to.dtype, aten.to.device, DETACH, *IDENTITIES)
+_SUMS = (aten.sum.default, aten.count_nonzero.default)
 _PLACES = (aten.searchsorted.Tensor, aten.bucketize.Tensor)
 
 
@@ -77,6 +78,13 @@ class SortedIds:
         if counts.target in assumptions.COUNTS and counts.args[1] == experts:
             counts = number(counts.args[0])  # type: ignore[arg-type]
         return self._are_counts(counts, experts, filled)
+
+    def counted_alone(self, count: Node) -> int | None:
+        """The expert of which `count` is the number of slots, as `(ids == e).sum()` is."""
+        while count.target in _COPIES or count.target in _SUMS and len(count.args) == 1:
+            count = count.args[0]  # type: ignore[assignment]
+        marks, expert = count.args if count.target is aten.eq.Scalar else (None, None)
+        return expert if isinstance(expert, int) and self.has(marks) else None
 
     def has(self, node: Any, in_order: bool = False) -> bool:
         """Whether `node` is the slots' experts, in whatever order if not `in_order`."""

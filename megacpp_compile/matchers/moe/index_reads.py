@@ -8,9 +8,11 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, value
+from megacpp_compile.matchers.filled import is_filled
 from megacpp_compile.matchers.views import RESHAPES
 
 aten = torch.ops.aten
+SCATTERS = (aten.scatter_add.default, aten.scatter_reduce.two)
 
 
 def indexed(node: Node) -> tuple[Node, list[Any]] | None:
@@ -22,7 +24,8 @@ def indexed(node: Node) -> tuple[Node, list[Any]] | None:
         return node.args[0], [node.args[1]]  # type: ignore[return-value]
     if node.target is aten.gather.default and node.args[1] == 0:
         token = repeated_over_channels(node.args[2])  # type: ignore[arg-type]
-        return None if token is None else (node.args[0], [token])  # type: ignore[return-value]
+        whole = same_size(value(node).shape[-1], value(node.args[0]).shape[-1])
+        return (node.args[0], [token]) if whole and token is not None else None  # type: ignore[return-value]
     if node.target is not aten.index.Tensor:
         return None
     tensor, indices = node.args
@@ -55,19 +58,43 @@ def repeated_over_channels(index: Node) -> Node | None:
     return index if value(index).dim() == 1 else None
 
 
-def added_rows(node: Node) -> tuple[Node, Node, Node] | None:
-    """(base, rows' numbers [R], what is added to each [R, d]) of an `index_add` or `scatter_add` of whole rows, which
-    counts a row as often as it comes."""
-    args = node.args
-    if node.target is aten.index_add.default and args[1] == 0 and node.kwargs.get("alpha", 1) == 1 and len(args) == 4:
+def added_rows(node: Node, to_zeros: bool = False) -> tuple[Node, Node, Node] | None:
+    """(base, rows' numbers [R], what is added to each [R, d]) of a sum of whole rows, which counts a row as often as it
+    comes: by `index_add`, `scatter_add`, `scatter_reduce`, or `index_put` that accumulates. `to_zeros` takes sums that
+    leave the base's rows out, which are zeros; in a loop they are another expert's from the second one on."""
+    args, sums = node.args, node.kwargs.get("alpha", 1) == 1
+    if node.target is aten.index_add.default and len(args) == 4 and sums and _is_first(args[1], args[0]):
         return args[0], args[2], args[3]  # type: ignore[return-value]
-    if node.target is not aten.scatter_add.default or args[1] != 0:
+    if node.target is aten.index_put.default and len(args) == 4 and args[3] and len(args[1]) == 1:  # type: ignore[arg-type]
+        base, (token,), rows, _ = args  # type: ignore[misc]
+        return (base, token, rows) if _whole_rows(base, token, rows) else None  # type: ignore[return-value, arg-type]
+    if node.target not in SCATTERS or not _is_first(args[1], args[0]) or not adds(node, to_zeros):
         return None
-    base, _, index, rows = args
+    base, _, index, rows = args[:4]
     if value(base).dim() != 2:
         return None
     token = repeated_over_channels(index)  # type: ignore[arg-type]
-    # scatter_add takes the rows that the index has, of as many as there may be
-    alike = same_size(value(base).shape[1], value(rows).shape[1])
-    alike = alike and all(map(same_size, value(index).shape, value(rows).shape))
-    return (base, token, rows) if token is not None and alike else None  # type: ignore[return-value]
+    # A scatter takes the rows that the index has, of as many as there may be, and its channels.
+    alike = all(map(same_size, value(index).shape, value(rows).shape)) and _whole_rows(base, token, rows)  # type: ignore[arg-type]
+    return (base, token, rows) if alike else None  # type: ignore[return-value]
+
+
+def adds(scatter: Node, to_zeros: bool = False) -> bool:
+    """Whether `scatter` adds rows to those of its base; or `to_zeros` that it leaves out."""
+    if scatter.target is aten.scatter_add.default:
+        return not scatter.kwargs
+    own = scatter.args[5] if len(scatter.args) > 5 else scatter.kwargs.get("include_self", True)
+    return scatter.args[4] == "sum" and (own is True or to_zeros and is_filled(scatter.args[0], 0.0))
+
+
+def _is_first(dim: Any, base: Any) -> bool:
+    return dim in (0, -value(base).dim())
+
+
+def _whole_rows(base: Node, token: Any, rows: Any) -> bool:
+    """Whether `rows` [R, d] has one of `base` [T, d] for each of the numbers `token` [R]."""
+    if not isinstance(token, Node) or not isinstance(rows, Node) or value(token).dtype is torch.bool:
+        return False
+    if value(base).dim() != 2 or value(rows).dim() != 2 or value(token).dim() != 1:
+        return False
+    return all(map(same_size, value(rows).shape, (value(token).shape[0], value(base).shape[1])))

@@ -18,6 +18,7 @@ from megacpp_compile.matchers.moe.experts import Expert, first_unlike, match_exp
 from megacpp_compile.matchers.moe.gate_behind import gate_behind
 from megacpp_compile.matchers.moe.gate_matrix import match_chosen, match_column
 from megacpp_compile.matchers.moe.gemms import Gemm, match_linear_gemm, strip_row_views
+from megacpp_compile.matchers.moe.index_reads import SCATTERS, adds
 from megacpp_compile.matchers.moe.nearby import computed_from
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, bounded
 from megacpp_compile.matchers.moe.routing import Mask, distinct_choices, match_mask, scores_of
@@ -38,7 +39,7 @@ from megacpp_compile.matchers.moe.slot_rows import once_a_choice
 from megacpp_compile.matchers.moe.weighted_parts import weighted_part
 
 aten = torch.ops.aten
-_PICKED = (aten.index_add.default, aten.scatter_add.default)
+_PICKED = (aten.index_add.default, *SCATTERS)
 _NEAR = 24  # nodes to look at
 _NO_GATE = "no-gate"
 
@@ -106,7 +107,10 @@ def _changed(view: GraphView, updates: dict[Node, RowUpdate]) -> Iterator[MatchF
         if indices is None or indices in reported or not any(match_linear_gemm(n) for n in computed_from(added)):
             continue
         reported.add(indices)
-        yield MatchFailure(node, "no-rows", "an expert adds to other rows than all those that chose it")
+        if node.target in SCATTERS and not adds(node):
+            yield MatchFailure(node, "no-sum", "experts' outputs are written or reduced by other means than a sum")
+        else:
+            yield MatchFailure(node, "no-rows", "an expert adds to other rows than all those that chose it")
 
 
 def _chosen_by(node: Node) -> Node | None:

@@ -2,6 +2,7 @@
 
     for e, n in enumerate(counts.tolist()): rows = ordered[start : start + n]; start += n
     for e, rows in enumerate(ordered.split(counts.tolist())): ...
+    for e, rows in enumerate(ordered.split([int((ids == e).sum()) for e in range(experts)])): ...
 
 Ends are numbers read from counts and added up, or from running sums of counts, with a zero in front or without.
 """
@@ -127,8 +128,10 @@ def _counted(ids: SortedIds, count: Any) -> int | None:
     """The expert of which `count` is the number of slots."""
     if not isinstance(count, Node):
         return None
-    entry = _entry(_read(count))
-    if entry is None or not isinstance(size := value(entry[0]).shape[0], int):
+    count = _read(count)
+    if (entry := _entry(count)) is None:
+        return ids.counted_alone(count) if isinstance(value(count), torch.Tensor) else None
+    if not isinstance(size := value(entry[0]).shape[0], int):
         return None
     return entry[1] if ids.counted_by(entry[0], size) else None
 
