@@ -24,7 +24,7 @@ from megacpp_compile.frontend import dropped_outputs, graph_breaks, unbacked_sha
 from megacpp_compile.frontend.early_writes import ahead_of
 from megacpp_compile.fx.fake_state import fake_state
 from megacpp_compile.passes._driver import pass_names
-from megacpp_compile.passes._required import FrameCount
+from megacpp_compile.passes._frame.required import FrameCount
 from megacpp_compile.pipeline import analyse, retrace, retrace_needed
 from megacpp_compile.report.collector import Report, emit_frame, record
 from megacpp_compile.report.records import Frame

@@ -41,14 +41,14 @@ from megacpp_compile.fx.provenance import is_backward, is_whole, outermost_frame
 from megacpp_compile.lowerings._registry import semantic_ops
 from megacpp_compile.matchers.recurrences import NAMES, find_recurrences
 from megacpp_compile.matchers.rope.activations import activations
-from megacpp_compile.passes import _assumed as assumed
-from megacpp_compile.passes._attention_sites import as_written, attention_sites, unseen_sites, wanted_by
-from megacpp_compile.passes._buckets import cut_sites
 from megacpp_compile.passes._driver import Outcome, enabled_passes, pass_names, recognised, run_passes
-from megacpp_compile.passes._precision_rows import answered, asked, unseen
-from megacpp_compile.passes._required import FrameCount, Requirement
+from megacpp_compile.passes._frame import assumed
+from megacpp_compile.passes._frame.attention_sites import as_written, attention_sites, unseen_sites, wanted_by
+from megacpp_compile.passes._frame.buckets import cut_sites
+from megacpp_compile.passes._frame.precision_rows import answered, asked, unseen
+from megacpp_compile.passes._frame.required import FrameCount, Requirement
+from megacpp_compile.passes._frame.sites import add_called_ops, choose_lowerings
 from megacpp_compile.passes._review import Reviewer
-from megacpp_compile.passes._sites import add_called_ops, choose_lowerings
 from megacpp_compile.remat import conflicts
 from megacpp_compile.remat.tagging import noted_in
 from megacpp_compile.report import collector, log

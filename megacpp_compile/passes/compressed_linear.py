@@ -34,8 +34,8 @@ from megacpp_compile.lowerings._traits import name_of, traits_of
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.linear import Linear, match_linear
-from megacpp_compile.passes._differentiated import differentiated
-from megacpp_compile.passes._dying import held_by, stays_alive
+from megacpp_compile.passes._rewrites.differentiated import differentiated
+from megacpp_compile.passes._rewrites.dying import held_by, stays_alive
 from megacpp_compile.passes._rule import REGION, Match, in_other_modes
 from megacpp_compile.precision.survey import DEFAULT_EXCLUSIONS
 

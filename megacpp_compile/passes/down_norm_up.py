@@ -34,9 +34,17 @@ from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.linear import Linear, match_projection
 from megacpp_compile.matchers.rms_norm import NoNorm, RmsNorm
 from megacpp_compile.matchers.views import consumers, replay
-from megacpp_compile.passes._latent import Beside, Latent, beside, frozen, keeps, latent_of
-from megacpp_compile.passes._latent_misses import behind_a_latent, beside_no_path, stranded
-from megacpp_compile.passes._norm import between_ranks, depends, escaping, fold_scaling, gain_of, norm_before, reads
+from megacpp_compile.passes._rewrites.latent import Beside, Latent, beside, frozen, keeps, latent_of
+from megacpp_compile.passes._rewrites.latent_misses import behind_a_latent, beside_no_path, stranded
+from megacpp_compile.passes._rewrites.norm import (
+    between_ranks,
+    depends,
+    escaping,
+    fold_scaling,
+    gain_of,
+    norm_before,
+    reads,
+)
 from megacpp_compile.passes._rule import Match, in_other_modes
 
 aten = torch.ops.aten

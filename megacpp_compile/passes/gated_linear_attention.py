@@ -22,7 +22,7 @@ from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.ssd.linear import LinearAttention, find_linear_attention
 from megacpp_compile.matchers.ssd.roles import Leaf
-from megacpp_compile.passes._arrange import arrange, gated_chunk_size, leading
+from megacpp_compile.passes._rewrites.arrange import arrange, gated_chunk_size, leading
 from megacpp_compile.passes._rule import REGION, Match, in_other_modes
 
 name = "gated_linear_attention"

@@ -33,8 +33,8 @@ from megacpp_compile.matchers.linear_cross_entropy.between import between
 from megacpp_compile.matchers.linear_cross_entropy.chosen import by_labels
 from megacpp_compile.matchers.linear_cross_entropy.heads import Head, HeadLoss, find_heads, sites
 from megacpp_compile.matchers.linear_cross_entropy.inputs import logits_from_outside
-from megacpp_compile.passes._differentiated import differentiated
-from megacpp_compile.passes._head_rewrite import emit, inputs_of, sizes_read_elsewhere
+from megacpp_compile.passes._rewrites.differentiated import differentiated
+from megacpp_compile.passes._rewrites.head import emit, inputs_of, sizes_read_elsewhere
 from megacpp_compile.passes._rule import REGION, Match
 
 name = "linear_cross_entropy"

@@ -29,10 +29,10 @@ from megacpp_compile.fx.sizes import hint
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.latent_attention.over_latents import LatentAttention, find_decodes
-from megacpp_compile.passes._absorbed import inputs_of, readable
-from megacpp_compile.passes._absorbed_weights import weights_fit
-from megacpp_compile.passes._decode_rewrite import emit
-from megacpp_compile.passes._differentiated import differentiated
+from megacpp_compile.passes._rewrites.absorbed import inputs_of, readable
+from megacpp_compile.passes._rewrites.absorbed_weights import weights_fit
+from megacpp_compile.passes._rewrites.decode import emit
+from megacpp_compile.passes._rewrites.differentiated import differentiated
 from megacpp_compile.passes._rule import REGION, Match
 
 name = "mla_decode"

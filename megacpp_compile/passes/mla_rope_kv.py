@@ -24,8 +24,8 @@ from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.rope.heads import Head, broadcast_beside
 from megacpp_compile.matchers.views import is_outer_view, lane_slice
-from megacpp_compile.passes import _rope
-from megacpp_compile.passes._packed import Packed, operands, packed
+from megacpp_compile.passes._rewrites import rotations
+from megacpp_compile.passes._rewrites.packed import Packed, operands, packed
 from megacpp_compile.passes._rule import REGION, Match
 from megacpp_compile.passes.mla_rope_q import is_mla_key
 
@@ -36,7 +36,7 @@ after = ("mla_rope_q",)
 
 
 def find(view: GraphView) -> Iterator[Match | MatchFailure]:
-    yield from _rope.refusals(view, name)
+    yield from rotations.refusals(view, name)
     for head in view.heads.found:
         if is_mla_key(view, head):
             yield _check(view, head)
@@ -49,7 +49,7 @@ def _check(view: GraphView, head: Head) -> Match | MatchFailure:
         return MatchFailure(head.root, "table-rows", "the shared rope key is turned by tables that differ by head")
     values = _values(head)
     by_position = packed(head)
-    inputs = _rope.sources(rotation, by_position.sources if by_position else None)
+    inputs = rotations.sources(rotation, by_position.sources if by_position else None)
     outputs = [head.root, *(v for v, _ in values)]
     if place(inputs, outputs, head.root, view.mode_states, AUTOCAST_BLIND) is None:
         values, outputs = [], [head.root]  # V's readers can't move: make the keys alone
@@ -119,16 +119,16 @@ def _rewrite(
     nope, rope = rotation.nope, rotation.rope
     assert nope is not None
     if values:
-        kv = _rope.arrange(build, nope.source, 0, value(nope.source.node).shape[-1])
+        kv = rotations.arrange(build, nope.source, 0, value(nope.source.node).shape[-1])
     else:
-        kv = _rope.part(build, nope)
+        kv = rotations.part(build, nope)
     node = build(
         torch.ops.megacpp.mla_rope_kv.default,
-        kv, _rope.part(build, rope), _rope.table(build, rotation.cos),
-        _rope.table(build, rotation.sin), nope.width, *_rope.layout(rotation), value(head.root).dtype,
+        kv, rotations.part(build, rope), rotations.table(build, rotation.cos),
+        rotations.table(build, rotation.sin), nope.width, *rotations.layout(rotation), value(head.root).dtype,
         *offsets,
     )  # fmt: skip
-    new = [_rope.back(build, build.item(node, 0), order, head)]
+    new = [rotations.back(build, build.item(node, 0), order, head)]
     if values:
         v = build.item(node, 1)
         # V has the keys' dimensions; its readers want kv's, which may have others of size 1.

@@ -22,8 +22,8 @@ from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.attention import leaves_graph
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.rope.heads import Head, from_projection
-from megacpp_compile.passes import _rope
-from megacpp_compile.passes._packed import operands, packed
+from megacpp_compile.passes._rewrites import rotations
+from megacpp_compile.passes._rewrites.packed import operands, packed
 from megacpp_compile.passes._rule import REGION, Match
 
 name = "mla_rope_q"
@@ -32,7 +32,7 @@ after = ("down_norm_up",)
 
 
 def find(view: GraphView) -> Iterator[Match | MatchFailure]:
-    yield from _rope.refusals(view, name)
+    yield from rotations.refusals(view, name)
     for head in view.heads.found:
         if head.kind in ("partial", "separate") and not is_mla_key(view, head):
             found = _check(view, head)
@@ -84,7 +84,7 @@ def _check(view: GraphView, head: Head) -> Match | MatchFailure | None:
     if head.role() == "k" and head.kind == "separate":
         return MatchFailure(head.root, "own-rope-keys", "every head has a rope key of its own, not one shared row")
     if not _reads_mla_keys(view, head):
-        if head.kind == "separate" and not _rope.meets_latents(head.root):
+        if head.kind == "separate" and not rotations.meets_latents(head.root):
             return MatchFailure(head.root, "no-mla-keys", "the keys these queries meet are not MLA keys")
         return None  # ordinary partial rotary
     if head.kind == "separate" and not all(p and from_projection(p) for p in (rotation.nope, rotation.rope)):
@@ -92,19 +92,19 @@ def _check(view: GraphView, head: Head) -> Match | MatchFailure | None:
             head.root, "absorbed", "the unrotated channels are no projection's (absorbed weights, or a norm of theirs)"
         )
     by_position = packed(head)
-    inputs = _rope.sources(rotation, by_position.sources if by_position else None)
+    inputs = rotations.sources(rotation, by_position.sources if by_position else None)
     if place(inputs, [head.root], head.root, view.mode_states, AUTOCAST_BLIND) is None:
         return MatchFailure(head.root, *REGION)
 
     def rewrite(build: Builder) -> tuple[Node, list[Node]]:
         nope_dim = rotation.nope.width if rotation.nope else 0
         turned, order, offsets = operands(build, by_position, head)
-        q = _rope.whole_head(build, turned)
-        cos, sin = _rope.table(build, turned.cos), _rope.table(build, turned.sin)
+        q = rotations.whole_head(build, turned)
+        cos, sin = rotations.table(build, turned.cos), rotations.table(build, turned.sin)
         node = build(
             torch.ops.megacpp.mla_rope_q.default,
-            q, cos, sin, nope_dim, *_rope.layout(rotation), False, value(head.root).dtype, *offsets,
+            q, cos, sin, nope_dim, *rotations.layout(rotation), False, value(head.root).dtype, *offsets,
         )  # fmt: skip
-        return node, [_rope.back(build, node, order, head)]
+        return node, [rotations.back(build, node, order, head)]
 
     return Match(head.root, inputs, [head.root], rewrite, AUTOCAST_BLIND)

@@ -26,7 +26,7 @@ from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.linear import Linear, match_projection
 from megacpp_compile.matchers.rms_norm import NoNorm, RmsNorm
 from megacpp_compile.matchers.views import consumers, replay
-from megacpp_compile.passes._norm import between, depends, escaping, gain_of, norm_before, projections
+from megacpp_compile.passes._rewrites.norm import between, depends, escaping, gain_of, norm_before, projections
 from megacpp_compile.passes._rule import Match, in_other_modes
 
 aten = torch.ops.aten

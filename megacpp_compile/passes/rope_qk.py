@@ -24,8 +24,8 @@ from megacpp_compile.matchers.attention import is_attended, leaves_graph
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.rope.heads import Head
 from megacpp_compile.matchers.rope.rotation import Table
-from megacpp_compile.passes import _rope
-from megacpp_compile.passes._packed import operands, packed
+from megacpp_compile.passes._rewrites import rotations
+from megacpp_compile.passes._rewrites.packed import operands, packed
 from megacpp_compile.passes._rule import REGION, Match
 from megacpp_compile.passes.mla_rope_q import is_mla_key
 
@@ -36,7 +36,7 @@ after = ("mla_rope_q", "mla_rope_kv")
 
 
 def find(view: GraphView) -> Iterator[Match | MatchFailure]:
-    yield from _rope.refusals(view, name)
+    yield from rotations.refusals(view, name)
     done: set[Node] = set()
     for q in view.heads.found:
         if q.kind not in ("full", "partial") or q.root in done or q.role() != "q":
@@ -53,7 +53,7 @@ def find(view: GraphView) -> Iterator[Match | MatchFailure]:
     rows = _turned_by_ops(view)
     for head in view.heads.found:
         attended = is_attended(head.rotation.rope.source.node, view.weights)  # turned back, as values were turned
-        by_ops = memory_of(head.rotation.rope.source.node) in rows or _rope.meets_latents(head.root)
+        by_ops = memory_of(head.rotation.rope.source.node) in rows or rotations.meets_latents(head.root)
         if head.kind in ("full", "partial") and not head.readers and not attended and not by_ops:
             left = "the graph ends before a" if leaves_graph(head.root) else "no"
             yield MatchFailure(
@@ -71,10 +71,10 @@ def _dimension_without(k: Head, q: Head) -> int | None:
     """The dimension of the heads that `k`, the one key head of many query heads, is without: where all sizes and the
     rows of the tables are those of `q` with it."""
     sizes = [[s for s, kind in zip(h.lanes.sizes, h.lanes.kinds, strict=True) if kind == "o"] for h in (q, k)]
-    if len(sizes[0]) != len(sizes[1]) + 1 or _rope.strides_show(k.root):
+    if len(sizes[0]) != len(sizes[1]) + 1 or rotations.strides_show(k.root):
         return None
     for at in reversed(range(len(sizes[0]))):
-        longer = _rope.with_dimension(k.rotation, at)
+        longer = rotations.with_dimension(k.rotation, at)
         same = all(map(same_size, sizes[1], sizes[0][:at] + sizes[0][at + 1 :]))
         if same and all(
             a.source.dims == b.source.dims for a, b in ((q.rotation.cos, longer.cos), (q.rotation.sin, longer.sin))
@@ -99,7 +99,7 @@ def _check(view: GraphView, q: Head, k: Head) -> Match | MatchFailure | None:
     a, b = q.rotation, k.rotation
     lone = _dimension_without(k, q)
     if lone is not None:
-        b = _rope.with_dimension(b, lone)
+        b = rotations.with_dimension(b, lone)
     if not _same_table(a.cos, b.cos) or not _same_table(a.sin, b.sin):
         places = [_places(a.cos), _places(b.cos)]
         count = min(map(len, places))  # one of them may have entries for each sequence of a batch
@@ -107,7 +107,7 @@ def _check(view: GraphView, q: Head, k: Head) -> Match | MatchFailure | None:
             return None
         return MatchFailure(k.root, "tables", "queries and keys are rotated by different tables")
     nope = [r.nope.width if r.nope else 0 for r in (a, b)]
-    if _rope.layout(a) != _rope.layout(b) or nope[0] != nope[1] or value(q.root).dtype != value(k.root).dtype:
+    if rotations.layout(a) != rotations.layout(b) or nope[0] != nope[1] or value(q.root).dtype != value(k.root).dtype:
         return MatchFailure(k.root, "layout", "queries and keys are laid out differently")
     if len(a.rope.source.dims) != len(b.rope.source.dims) or k.kind not in ("full", "partial"):
         return MatchFailure(k.root, "layout", "queries and keys are laid out differently")
@@ -115,7 +115,7 @@ def _check(view: GraphView, q: Head, k: Head) -> Match | MatchFailure | None:
         return MatchFailure(k.root, "layout", "the tables meet queries and keys in different dimensions")
     by_position = packed(q, k) if b is k.rotation else None
     tables = by_position.sources if by_position else None
-    inputs = list(dict.fromkeys(_rope.sources(a, tables) + _rope.sources(b, tables)))
+    inputs = list(dict.fromkeys(rotations.sources(a, tables) + rotations.sources(b, tables)))
     outputs, states = [q.root, k.root], view.mode_states
     if states[q.root].grad != states[k.root].grad or place(inputs, outputs, q.root, states, AUTOCAST_BLIND) is None:
         return MatchFailure(max(outputs), *REGION)
@@ -124,11 +124,11 @@ def _check(view: GraphView, q: Head, k: Head) -> Match | MatchFailure | None:
         turned, order, offsets = operands(build, by_position, q, *([k] if b is k.rotation else []))
         node = build(
             torch.ops.megacpp.rope_qk.default,
-            _rope.whole_head(build, turned), _rope.whole_head(build, _rope.reordered(b, order)),
-            _rope.table(build, turned.cos), _rope.table(build, turned.sin),
-            nope[0], *_rope.layout(a), False, value(q.root).dtype, *offsets,
+            rotations.whole_head(build, turned), rotations.whole_head(build, rotations.reordered(b, order)),
+            rotations.table(build, turned.cos), rotations.table(build, turned.sin),
+            nope[0], *rotations.layout(a), False, value(q.root).dtype, *offsets,
         )  # fmt: skip
-        turned_q, turned_k = (_rope.back(build, build.item(node, i), order, q if i == 0 else k) for i in range(2))
+        turned_q, turned_k = (rotations.back(build, build.item(node, i), order, q if i == 0 else k) for i in range(2))
         return node, [turned_q, turned_k if b is k.rotation else build(aten.squeeze.dims, turned_k, [lone])]
 
     return Match(q.root, inputs, outputs, rewrite, AUTOCAST_BLIND)

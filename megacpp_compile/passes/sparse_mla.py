@@ -33,10 +33,10 @@ from megacpp_compile.matchers.latent_attention.core import Core, cores
 from megacpp_compile.matchers.latent_attention.masks import NotRows
 from megacpp_compile.matchers.latent_attention.over_latents import LatentAttention, over_latents
 from megacpp_compile.matchers.latent_attention.selections import Selection, selection_of
-from megacpp_compile.passes._absorbed import inputs_of, readable
-from megacpp_compile.passes._absorbed_weights import weights_fit
+from megacpp_compile.passes._rewrites.absorbed import inputs_of, readable
+from megacpp_compile.passes._rewrites.absorbed_weights import weights_fit
+from megacpp_compile.passes._rewrites.sparse import emit
 from megacpp_compile.passes._rule import REGION, Match
-from megacpp_compile.passes._sparse_rewrite import emit
 
 name = "sparse_mla"
 op = "megacpp::sparse_mla"

@@ -31,7 +31,7 @@ from megacpp_compile.matchers.ssd.axes import flat
 from megacpp_compile.matchers.ssd.chain import joined
 from megacpp_compile.matchers.ssd.packed import Reading
 from megacpp_compile.matchers.ssd.scan import Leaf, NoScan, Scan, find_packed_scans, find_scans
-from megacpp_compile.passes._arrange import arrange, leading
+from megacpp_compile.passes._rewrites.arrange import arrange, leading
 from megacpp_compile.passes._rule import REGION, Match, in_other_modes
 
 name = "ssd_scan"

@@ -29,9 +29,9 @@ from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.ssd.roles import Leaf
 from megacpp_compile.matchers.token_loops.proof import TokenLoop, find_token_loops
-from megacpp_compile.passes._arrange import arrange, gated_chunk_size
+from megacpp_compile.passes._rewrites.arrange import arrange, gated_chunk_size
+from megacpp_compile.passes._rewrites.token_operands import Operands
 from megacpp_compile.passes._rule import REGION, Match, in_other_modes
-from megacpp_compile.passes._token_operands import Operands
 from megacpp_compile.passes.ssd_scan import chunk_size
 
 aten = torch.ops.aten

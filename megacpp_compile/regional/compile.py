@@ -29,7 +29,7 @@ from megacpp_compile.frontend import unbacked_shapes
 from megacpp_compile.fx.module_names import named_modules, named_parameters, named_tensors
 from megacpp_compile.fx.provenance import input_path, local_path, modules_of
 from megacpp_compile.passes._driver import pass_names
-from megacpp_compile.passes._required import Requirement
+from megacpp_compile.passes._frame.required import Requirement
 from megacpp_compile.pipeline import Block
 from megacpp_compile.precision.checkpoint import guard
 from megacpp_compile.regional import loss_region

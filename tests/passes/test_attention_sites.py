@@ -16,7 +16,7 @@ from megacpp_compile import pipeline
 from megacpp_compile._torch.autograd import get_sequence_nr
 from megacpp_compile.errors import CaptureError
 from megacpp_compile.nn.attention import eligibility, fastest, sdpa_choice
-from megacpp_compile.passes import _attention_sites as sites
+from megacpp_compile.passes._frame import attention_sites as sites
 from tests.nn.standing_in import hopper_on_cpu
 
 DOCS = torch.tensor([[0] * 3 + [1] * 5, [0] * 8])

@@ -13,7 +13,7 @@ from megacpp_compile.matchers.delta_rule import proof
 from megacpp_compile.matchers.delta_rule.proof import recurrence
 from megacpp_compile.matchers.delta_rule.rule import DeltaRule, find_delta_rules
 from megacpp_compile.matchers.delta_rule.verdicts import Verdicts
-from megacpp_compile.passes._arrange import gated_chunk_size
+from megacpp_compile.passes._rewrites.arrange import gated_chunk_size
 from tests.corpus.delta.block import CHUNKED, LINEAR, TOKENS, PlainDelta, Spelling
 from tests.corpus.delta.chunked import chunk_after_chunk, padded_into_zeros
 from tests.corpus.delta.near_misses import NEAR_DELTA_RULES, NEAR_LINEAR, in_chunks_of, one_doubling_less

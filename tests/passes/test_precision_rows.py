@@ -10,7 +10,8 @@ from torch import nn
 from megacpp_compile import PrecisionPlan, explain, pipeline
 from megacpp_compile.config.options import Config
 from megacpp_compile.errors import CaptureError
-from megacpp_compile.passes import _moe_precision, linear
+from megacpp_compile.passes import linear
+from megacpp_compile.passes._rewrites import expert_precision
 from megacpp_compile.precision.survey import survey
 from megacpp_compile.report.collector import Report
 from tests.frames import run
@@ -111,7 +112,7 @@ def test_routed_experts(float8):
 
 def test_a_rule_for_a_part_of_a_layer_of_experts(monkeypatch):
     """What the user says of one GEMM goes for the layer, as all of its GEMMs are in one precision."""
-    monkeypatch.setattr(_moe_precision, "no_grouped_float8", lambda device: "")
+    monkeypatch.setattr(expert_precision, "no_grouped_float8", lambda device: "")
     module = experts.MoE(experts.nonzero_add_assign).to(torch.bfloat16)
     given = (torch.randn(experts.TOKENS, experts.DIM, dtype=torch.bfloat16),)
     for rule, why in (("*.1.down", "*.1.down has bf16 for experts.1.down"), ("*.other", "multiples of")):
@@ -164,7 +165,7 @@ class Experts(nn.Module):
     ids=lambda p: str(p) if isinstance(p, dict) else "",
 )
 def test_routed_experts_in_float8(monkeypatch, made, plan, reason):
-    monkeypatch.setattr(_moe_precision, "no_grouped_float8", lambda device: "")
+    monkeypatch.setattr(expert_precision, "no_grouped_float8", lambda device: "")
     module = Experts(**made)
     given = torch.randn(12, DIM, dtype=made.get("dtype", torch.bfloat16))
     frames = run(module, (given,), Config(precision=PrecisionPlan(**plan)))

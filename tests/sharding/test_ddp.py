@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 import megacpp_compile
 from megacpp_compile import record
 from megacpp_compile.errors import RequirementError
-from megacpp_compile.passes._buckets import TAG
+from megacpp_compile.passes._frame.buckets import TAG
 from megacpp_compile.report.at_exit import ENDING
 from tests.sharding.ranks import MLA
 

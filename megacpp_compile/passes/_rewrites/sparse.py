@@ -12,8 +12,8 @@ from megacpp_compile.fx.views import COPIES, PERMUTATIONS, RESHAPES, is_cast
 from megacpp_compile.matchers.latent_attention.lists import Axes
 from megacpp_compile.matchers.latent_attention.over_latents import LatentAttention
 from megacpp_compile.matchers.latent_attention.selections import Selection
-from megacpp_compile.passes._absorbed import Sizes, absorbed_queries, expanded_result, latent_rows
-from megacpp_compile.passes._absorbed_weights import ordered
+from megacpp_compile.passes._rewrites.absorbed import Sizes, absorbed_queries, expanded_result, latent_rows
+from megacpp_compile.passes._rewrites.absorbed_weights import ordered
 
 aten = torch.ops.aten
 _VIEWS = COPIES | PERMUTATIONS | RESHAPES | {aten.mT.default}

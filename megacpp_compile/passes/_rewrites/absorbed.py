@@ -12,7 +12,7 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import Builder, value
 from megacpp_compile.fx.sizes import hint
 from megacpp_compile.matchers.latent_attention.over_latents import LatentAttention, View
-from megacpp_compile.passes._absorbed_weights import absorbed, expanded, ordered
+from megacpp_compile.passes._rewrites.absorbed_weights import absorbed, expanded, ordered
 
 aten = torch.ops.aten
 

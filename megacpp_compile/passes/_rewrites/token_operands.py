@@ -16,7 +16,7 @@ from megacpp_compile.matchers.ssd.roles import Leaf
 from megacpp_compile.matchers.ssd.tensor_ops import REPEATS, VIEWS
 from megacpp_compile.matchers.token_loops.constants import is_positive
 from megacpp_compile.matchers.token_loops.proof import TokenLoop
-from megacpp_compile.passes._arrange import arrange, leading
+from megacpp_compile.passes._rewrites.arrange import arrange, leading
 
 aten = torch.ops.aten
 Dims = tuple[tuple[Any, ...], ...]

@@ -24,7 +24,7 @@ from megacpp_compile.matchers.documents import Offsets, positions
 from megacpp_compile.matchers.rope.heads import Head
 from megacpp_compile.matchers.rope.lanes import Source, is_one, precision
 from megacpp_compile.matchers.rope.rotation import Rotation, Table
-from megacpp_compile.passes import _rope
+from megacpp_compile.passes._rewrites import rotations
 
 aten = torch.ops.aten
 
@@ -64,7 +64,7 @@ class Packed:
 
     def rotation(self, build: Builder, rotation: Rotation) -> Rotation:
         """`rotation`, of tokens and heads alone, by the caches."""
-        turned = _rope.reordered(rotation, self.order)
+        turned = rotations.reordered(rotation, self.order)
         return dataclasses.replace(turned, cos=self.cos.rows(build), sin=self.sin.rows(build))
 
     def kernel_offsets(self, build: Builder) -> Node:
@@ -94,7 +94,7 @@ def operands(
     """(the rotation of `head` as the op takes it, the order of its dimensions, the offsets of documents if the tables
     are read by position)."""
     if by_position is None:
-        return *_rope.in_memory_order(head, *others), []
+        return *rotations.in_memory_order(head, *others), []
     return by_position.rotation(build, head.rotation), by_position.order, [by_position.kernel_offsets(build)]
 
 
@@ -108,7 +108,7 @@ def _token_and_head(at: int, head: Head, *others: Head) -> list[int] | None:
     parts = [part for h in (head, *others) for part in (h.rotation.nope, h.rotation.rope) if part is not None]
     if len(rest) != 1 or any(part.source.dims[at] < 0 for part in parts):
         return None
-    order = _rope.in_memory_order(head, *others)[1]
+    order = rotations.in_memory_order(head, *others)[1]
     return [at, rest[0]] if not wide or order.index(at) < order.index(rest[0]) else None
 
 

@@ -27,7 +27,7 @@ from megacpp_compile.lowerings.moe.reference import precision_of
 from megacpp_compile.matchers.linear import match_linear
 from megacpp_compile.matchers.views import is_cast
 from megacpp_compile.passes._driver import Outcome
-from megacpp_compile.passes._moe_precision import REASON
+from megacpp_compile.passes._rewrites.expert_precision import REASON
 from megacpp_compile.report.records import Precision
 
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}

@@ -1,7 +1,7 @@
 """Decides the precision of the GEMMs of routed experts, and says why it is not the one that the plan asks for.
 
 "fp8_current" needs kernels for grouped float8 GEMMs: on Hopper, for gated experts whose weights lie row by row.
-Elsewhere the GEMMs stay in bfloat16; `_precision_rows` says so in the report.
+Elsewhere the GEMMs stay in bfloat16; `_frame.precision_rows` says so in the report.
 """
 
 from __future__ import annotations

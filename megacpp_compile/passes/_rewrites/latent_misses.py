@@ -21,8 +21,8 @@ from megacpp_compile.matchers.linear import Linear, match_linear, match_projecti
 from megacpp_compile.matchers.low_rank import Adapted
 from megacpp_compile.matchers.rms_norm import RmsNorm, match_rms_norm
 from megacpp_compile.matchers.views import is_cast, is_outer_view, lane_slice
-from megacpp_compile.passes._latent import Latent, is_residual, latent_of
-from megacpp_compile.passes._norm import depends
+from megacpp_compile.passes._rewrites.latent import Latent, is_residual, latent_of
+from megacpp_compile.passes._rewrites.norm import depends
 
 aten = torch.ops.aten
 

@@ -17,7 +17,7 @@ from megacpp_compile.lowerings._op import compute_dtype
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe.gemms import Weight
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, SortedExperts, only_checks_sizes
-from megacpp_compile.passes._moe_precision import REASON, Gemms, decide
+from megacpp_compile.passes._rewrites.expert_precision import REASON, Gemms, decide
 from megacpp_compile.passes._rule import Match
 
 aten = torch.ops.aten

@@ -1,0 +1,1 @@
+"""What is told of a whole frame beside its passes: `pipeline.py` asks for it."""
