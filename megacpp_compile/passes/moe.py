@@ -7,7 +7,7 @@ Before: `for e in range(E): t, j = torch.where(indices == e); y.index_add_(0, t,
         where a token has one choice, or be missing, which is as if they were 1. Experts may
         have biases, clamps, swish and channels of gate and up in turn (gpt-oss)
 After:  `y = megacpp.moe(x, indices, gates, w_gate, w_up, w_down, activation, layout, dtype)`, where a precision plan
-        has the layer in "fp8_current" `(.., dtype, True, "fp8_current")`, see `_rewrites.expert_precision`, and with biases
+        has the layer in "fp8_current" `(.., dtype, True, "fp8_current")`, see `_rewrites/`, and with biases
         `(.., dtype, True, precision, b_gate, b_up, b_down)`
 
 Before: `h = act(grouped_mm(rows, w_up.mT, offs=ends)); grouped_mm(h, w_down.mT, offs=ends)` of rows that come sorted by
