@@ -53,7 +53,7 @@ def test_one_file_says_it_all(tmp_path):
 def test_a_plan_is_in_it(tmp_path):
     config = Config(precision="fp8_current")
     data = json.loads(launch_record(Model(), torch.randn(6, 8), path=tmp_path / "a", options=config).to_json())
-    assert data["precision"]["roles"]["experts"] == "fp8_current" and data["policy"] is None
+    assert data["precision"]["roles"]["experts"] == "fp8_current" and data["policy"] == "auto"
 
 
 def test_what_is_no_plain_data_is_there_by_its_repr(tmp_path):

@@ -47,12 +47,12 @@ class Match:
     inputs: list[Node]
     outputs: list[Node]
     rewrite: Callable[[Builder], tuple[Node, list[Node]]]
-    autocast_blind: Set[Any] = frozenset()
     ends: Node | None = None
     note: str = ""
     forward_only: bool = False
     estimated: Mapping[Node, int] = dataclasses.field(default_factory=dict)
     dies: Node | None = None
+    autocast_blind: Set[Any] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True)

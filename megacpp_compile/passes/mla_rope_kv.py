@@ -56,7 +56,7 @@ def _check(view: GraphView, head: Head) -> Match | MatchFailure:
         if place(inputs, outputs, head.root, view.mode_states, AUTOCAST_BLIND) is None:
             return MatchFailure(head.root, *REGION)
     rewrite = partial(_rewrite, head=head, values=values, by_position=by_position)
-    return Match(head.root, inputs, outputs, rewrite, AUTOCAST_BLIND)
+    return Match(head.root, inputs, outputs, rewrite, autocast_blind=AUTOCAST_BLIND)
 
 
 def _turned_apart(head: Head) -> bool:

@@ -107,4 +107,4 @@ def _check(view: GraphView, head: Head) -> Match | MatchFailure | None:
         )  # fmt: skip
         return node, [rotations.back(build, node, order, head)]
 
-    return Match(head.root, inputs, [head.root], rewrite, AUTOCAST_BLIND)
+    return Match(head.root, inputs, [head.root], rewrite, autocast_blind=AUTOCAST_BLIND)

@@ -131,4 +131,4 @@ def _check(view: GraphView, q: Head, k: Head) -> Match | MatchFailure | None:
         turned_q, turned_k = (rotations.back(build, build.item(node, i), order, q if i == 0 else k) for i in range(2))
         return node, [turned_q, turned_k if b is k.rotation else build(aten.squeeze.dims, turned_k, [lone])]
 
-    return Match(q.root, inputs, outputs, rewrite, AUTOCAST_BLIND)
+    return Match(q.root, inputs, outputs, rewrite, autocast_blind=AUTOCAST_BLIND)

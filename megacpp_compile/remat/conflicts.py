@@ -10,8 +10,9 @@ from typing import Any, cast
 import torch
 from torch.fx import GraphModule, Node
 
+from megacpp_compile._torch._registry import present
 from megacpp_compile._torch.dynamo import memory_budget_of
-from megacpp_compile._torch.functorch import memory_budget
+from megacpp_compile._torch.functorch import fx_graph_cse, memory_budget, min_cut_rematerialization_partition
 from megacpp_compile.config.checkpointing import AUTO
 from megacpp_compile.config.options import Config
 from megacpp_compile.errors import TwoPoliciesError
@@ -52,8 +53,11 @@ def _decides(gm: GraphModule, rewritten: GraphModule, patches: Mapping[str, Any]
         return f"torch's activation_memory_budget = {budget} decides"
     if _regional(_nodes(gm)) is not None:
         return "torch's region_activation_memory_budget decides"
+    from megacpp_compile._torch.inductor import CustomPartitionerFn
     from megacpp_compile._torch.inductor import config as inductor_config
 
+    if not present(min_cut_rematerialization_partition, fx_graph_cse, CustomPartitionerFn):
+        return f"torch {torch.__version__} has none of the partitioner's parts that a plan is made with"
     name = "custom_partitioner_fn"
     if patches.get(name, getattr(inductor_config, name, None)):
         return f"Inductor's {name} decides"

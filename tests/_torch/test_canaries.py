@@ -513,7 +513,7 @@ def test_modules_are_compiled_in_place():
 
 def test_a_translation_is_watched():
     """Instruction by instruction, with what Dynamo holds for tensors, constants and tuples; changes tell their age."""
-    seen, ages, read = [], [], []
+    seen, ages, read, grown = [], [], [], []
 
     class Watcher:
         def step(self, tx, proceed):
@@ -535,6 +535,10 @@ def test_a_translation_is_watched():
         def changes(self, born):
             ages.append(born)
 
+        def append(self, variable, added, proceed):
+            grown.append(added)
+            return proceed()
+
     def function(x):
         numbers, n = [], 0
         for e in x.long():
@@ -546,4 +550,4 @@ def test_a_translation_is_watched():
     assert translator.install()
     with translator.watching(Watcher()):
         assert torch.compile(function, backend="eager")(torch.ones(3)).tolist() == [11.0] * 3
-    assert seen and read[0] == 7 and ages and max(ages) >= 0
+    assert seen and read[0] == 7 and ages and max(ages) >= 0 and len(grown) == 2

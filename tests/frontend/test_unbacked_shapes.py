@@ -158,11 +158,10 @@ def groups_of_known_sizes(m, x, indices, gates):
     return torch.zeros_like(x).index_add(0, order // 2, torch.cat(outs) * gates.flatten()[order, None])
 
 
-def test_sizes_of_groups_read_as_numbers_are_a_near_miss_with_advice(eager_backend):
+def test_sizes_of_groups_read_as_numbers_fuse(eager_backend):
     """Of two groups, so that the sum of their sizes looks like a state that is carried from one to the next."""
     report = megacpp_compile.explain(MoE(groups_of_known_sizes, Ungated, experts=2), tokens())
-    assert {(m.pass_name, m.tag) for m in report.misses} == {("moe", "graph-break")}
-    assert "_grouped_mm" in report.misses[0].reason and "groups_of_known_sizes" in report.misses[0].source
+    assert report.counts["moe"] == 1 and not report.misses and not any(f.graph_break for f in report.frames)
 
 
 def test_other_backends_are_left_alone():

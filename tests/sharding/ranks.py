@@ -133,6 +133,17 @@ class FeedForwards(nn.Module):
         return x
 
 
+class BehindAttention(FeedForwards):
+    """A frame in which passes fire."""
+
+    def __init__(self, layers):
+        super().__init__(layers)
+        self.mla = MLA()
+
+    def forward(self, x, cos, sin):
+        return super().forward(x + self.mla(x, cos, sin), cos, sin)
+
+
 class Around(nn.Module):
     """MLA with something before or behind it."""
 
@@ -189,10 +200,12 @@ def tensor_parallel(mesh, model=None, plan=PLAN):
     return parallelize_module(model or MLA(), mesh, plan)
 
 
-def feed_forwards(mesh, layers=1):
+def feed_forwards(mesh, layers=1, make=FeedForwards):
     plan = {"up": ColwiseParallel(), "gate": ColwiseParallel(), "down": RowwiseParallel()}
     whole = {f"layers.{i}.{name}": style for i in range(layers) for name, style in plan.items()}
-    return tensor_parallel(mesh, FeedForwards(layers), whole)
+    model = make(layers)
+    attention = {f"mla.{name}": style for name, style in PLAN.items()} if hasattr(model, "mla") else {}
+    return tensor_parallel(mesh, model, whole | attention)
 
 
 def frames_of_any_size():
@@ -343,8 +356,8 @@ CASES: dict[str, Case] = {
         estimated=("up.weight", "gate.weight", "down.weight"),
     ),  # fmt: skip
     "planned": Case(
-        lambda mesh: feed_forwards(mesh, 3), options={"policy": "auto", "strict": True}, around=frames_of_any_size,
-        tokens=256,
+        lambda mesh: feed_forwards(mesh, 3, BehindAttention), options={"policy": "auto", "strict": True},
+        around=frames_of_any_size, tokens=256,
     ),  # fmt: skip
     "sparse": Case(
         lambda mesh: tensor_parallel(mesh, Sparse(nope=16, v=16, latent=8)),
