@@ -43,7 +43,7 @@ OTHER_SITES = {
     "decoding": {"mla_decode": 1, "down_norm_up": 1},
     "sparse": {"sparse_mla": 1, "down_norm_up": 1},
     "compressed": {"compressed_linear": 2},
-    "planned": {},
+    "planned": {name: 3 * n for name, n in (MLA_SITES | PAIRS).items()},
     "uneven": {"down_norm_up": 1},
     "written": {},
     **dict.fromkeys(("experts", "sharded_experts"), MLA_SITES | PAIRS | EXPERTS),
