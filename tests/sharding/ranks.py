@@ -468,7 +468,7 @@ def _step(case: Case, mesh: DeviceMesh, compiled: Callable[[nn.Module], Any]) ->
     torch.manual_seed(0)
     model = case.make(mesh)
     run = compiled(model)
-    angles = torch.outer(torch.arange(case.tokens).float(), torch.tensor([1.0, 0.1])).repeat(1, 2)
+    angles = torch.outer(torch.arange(max(case.tokens, 6)).float(), torch.tensor([1.0, 0.1])).repeat(1, 2)
     for batch in case.batches:
         model.zero_grad()
         x = torch.randn(batch, case.tokens, 32, requires_grad=True)

@@ -47,14 +47,12 @@ _NO_GATE = "no-gate"
 @dataclasses.dataclass(frozen=True)
 class Iteration:
     """One expert's iteration of the loop.
-
     Attributes:
         expert: None for one that returns what it reads.
         x: the tokens whose rows `expert` reads.
         gates: what the gate may be read from, each with whether it is a matrix [T, E]; some spellings fit both.
         scaled_input: whether the gate multiplies what the expert reads.
     """
-
     update: RowUpdate
     expert: Expert | None
     x: Node
@@ -274,13 +272,11 @@ def _in_order(iterations: list[Iteration]) -> list[Iteration] | MatchFailure:
 @dataclasses.dataclass(frozen=True)
 class Written:
     """Outputs for every choice, in its place.
-
     Attributes:
         rows: what experts read: of every choice a row in the same place, or with `by_token` the tokens.
         first: the first expert's number.
         flat: outputs have one dimension for all choices, whatever the shape of these.
     """
-
     choices: Node
     rows: Node
     experts: list[Expert]

@@ -9,10 +9,18 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from megacpp_compile._torch.ops import OpOverload
 from megacpp_compile.fx.edit import value
 
 _MOST_NODES = 64
 _MOST_ELEMENTS = 1 << 14
+
+_A = torch.ops.aten
+# Their values are whatever memory holds.
+_UNSET = {
+    _A.empty.memory_format, _A.empty_like.default, _A.empty_strided.default, _A.new_empty.default,
+    _A.new_empty_strided.default, _A.empty_permuted.default,
+}  # fmt: skip
 
 
 def is_positive(node: Node) -> bool:
@@ -44,9 +52,9 @@ def _made_of_numbers(node: Node) -> list[Node] | None:
 
 
 def _is_known(n: Node) -> bool:
-    if not isinstance(n.target, torch._ops.OpOverload) or n.target._schema.is_mutable:
+    if not isinstance(n.target, OpOverload) or n.target._schema.is_mutable:
         return False
-    if torch.Tag.nondeterministic_seeded in n.target.tags or "empty" in n.target.name():
+    if torch.Tag.nondeterministic_seeded in n.target.tags or n.target in _UNSET:
         return False
     fake = value(n)
     sizes = fake.shape if isinstance(fake, Tensor) else ()
