@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +19,13 @@ APART = ({"MILD": 1, "SKIP": 0}, {"MILD": 0, "SKIP": 1})
 def launches(wide: bool) -> tuple[dict[str, int], ...]:
     """wide: operands of float32."""
     return ALL if wide else APART
+
+
+def launch(kernel: Callable[..., Any], grid: Any, wide: bool, warps: int, mild_warps: int, **args: Any) -> None:
+    """Launch `kernel` for all chunks; mild ones may leave registers for fewer warps where the others spill them."""
+    for which in launches(wide):
+        own = {"num_warps": mild_warps if which["MILD"] else warps, "num_stages": 1}
+        kernel(grid, own, **which, **args)
 
 
 def mild_chunks(g: Tensor, places: Tensor, chunks: Any, chunk: int, documents: bool, wide: bool) -> Tensor:

@@ -55,6 +55,22 @@ def _normed(x, x_t, length, eps, C: tl.constexpr, K: tl.constexpr, NORM: tl.cons
 
 
 @triton.jit
+def _add_decayed_keys(to, pairs, k, k_t, length, eps, decay, C: tl.constexpr, K: tl.constexpr, CUTS: tl.constexpr,
+                      MILD: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+    """`to` and, for each row t, the keys of the rows i before it times pairs[t, i] and the decay from i to t."""
+    if MILD:
+        reader, writer, before = _from_middle(decay, C, K)
+        keys, _ = _normed(k, k_t, length, eps, C, K, NORM)
+        to += product(tl.where(before, pairs, 0), keys * writer, WIDE) * reader
+    else:
+        for log in range(CUTS):
+            factor, parted = _cut(decay, log, C, K)
+            keys, _ = _normed(k, k_t, length, eps, C, K, NORM)
+            to += product(tl.where(parted, pairs, 0), keys * factor, WIDE) * factor
+    return to
+
+
+@triton.jit
 def gated_delta_rule_prepare_channels(q, k, do, g, beta, inverse, table, decay, steps, no_decay, norms, ends, reading,
                                       writing, solve, w, du_local, mild, tokens, chunks, heads, per_key, scale, eps,
                                       q_b, q_t, q_h, k_b, k_t, k_h, do_b, do_t, do_h, g_b, g_t, g_h,
@@ -169,15 +185,7 @@ def gated_delta_rule_query_grad_channels(q, k, do, table, decay, steps, states, 
     scores *= (tl.load(steps + row * C + r) * scale)[None, :]
     tl.store(d_scores + row * C * C + (r[:, None] * C + r[None, :]), as_stored(scores, d_scores))
     d *= tl.exp2(tl.load(decay + (r[:, None] * K + n))) * scale
-    if MILD:
-        reader, writer, before = _from_middle(decay, C, K)
-        keys, _ = _normed(k, k_t, length, eps, C, K, NORM)
-        d += product(tl.where(before, scores, 0), keys * writer, WIDE) * reader
-    else:
-        for log in range(CUTS):
-            factor, parted = _cut(decay, log, C, K)
-            keys, _ = _normed(k, k_t, length, eps, C, K, NORM)
-            d += product(tl.where(parted, scores, 0), keys * factor, WIDE) * factor
+    d = _add_decayed_keys(d, scores, k, k_t, length, eps, decay, C, K, CUTS, MILD, NORM, WIDE)
     queries, of_q = _normed(q, q_t, length, eps, C, K, NORM)
     tl.store(d_decay + row * C * K + (r[:, None] * K + n), queries * d)
     keys, _ = _normed(k, k_t, length, eps, C, K, NORM)
@@ -213,15 +221,7 @@ def gated_delta_rule_read_grad_channels(k, table, decay, states, d_between, d_de
         d = add_product(d, d_value, tl.trans(operand(state, WIDE)), WIDE)
     d *= 0 - tl.exp2(tl.load(decay + (r[:, None] * K + n)))
     between = tl.load(d_between + row * C * C + (r[:, None] * C + r[None, :]))
-    if MILD:
-        reader, writer, before = _from_middle(decay, C, K)
-        keys, _ = _normed(k, k_t, length, eps, C, K, NORM)
-        d += product(tl.where(before, between, 0), keys * writer, WIDE) * reader
-    else:
-        for log in range(CUTS):
-            factor, parted = _cut(decay, log, C, K)
-            keys, _ = _normed(k, k_t, length, eps, C, K, NORM)
-            d += product(tl.where(parted, between, 0), keys * factor, WIDE) * factor
+    d = _add_decayed_keys(d, between, k, k_t, length, eps, decay, C, K, CUTS, MILD, NORM, WIDE)
     at = row * C * K + (r[:, None] * K + n)
     tl.store(d_reads + at, d)
     keys, _ = _normed(k, k_t, length, eps, C, K, NORM)

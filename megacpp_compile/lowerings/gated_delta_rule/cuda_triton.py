@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from megacpp_compile.lowerings._kernels.chunk_grid import STATES_EVERY, chunks_bound, segments_bound
 from megacpp_compile.lowerings._kernels.triton_launch import last_dim_contiguous, strides
 from megacpp_compile.lowerings.gated_delta_rule import _triton_channels, _triton_prepare, _triton_walk
-from megacpp_compile.lowerings.gated_delta_rule._mild_chunks import launches, mild_chunks
+from megacpp_compile.lowerings.gated_delta_rule._mild_chunks import launch, mild_chunks
 from megacpp_compile.lowerings.gated_delta_rule.cuda_triton_backward import gated_delta_rule_backward, shared_memory
 from megacpp_compile.lowerings.gated_delta_rule.reference import inverse_dtype
 
@@ -189,11 +189,10 @@ def _prepared(
     ends = call.new(call.batch, call.chunks, call.heads, call.K)
     assert call.g is not None
     mild = mild_chunks(call.g, places, call.chunks, call.chunk, call.documents is not None, call.wide)
-    for launch in launches(call.wide):
-        _triton_channels.prepare(
-            grid, {"num_warps": 4, "num_stages": 1}, factors=factors, gated_q=queries, gated_k=keys, out_keys=leaving,
-            ends=ends, mild=mild, chunks=call.chunks, BK=min(call.K, _triton_channels.AT_ONCE), **launch,
-            **{name: arg for name, arg in common.items() if name != "GATED"},
-        )  # fmt: skip
+    launch(
+        _triton_channels.prepare, grid, call.wide, 4, 4, factors=factors, gated_q=queries, gated_k=keys,
+        out_keys=leaving, ends=ends, mild=mild, chunks=call.chunks, BK=min(call.K, _triton_channels.AT_ONCE),
+        **{name: arg for name, arg in common.items() if name != "GATED"},
+    )  # fmt: skip
     return {"q": queries, "k": keys, "out_keys": leaving, "factors": factors, "ends": ends, "CHANNELS": 1, "per_key": 1,
             **strides("q", queries, "bth"), **strides("k", keys, "bth")}  # fmt: skip

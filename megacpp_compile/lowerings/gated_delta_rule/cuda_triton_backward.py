@@ -24,7 +24,7 @@ from megacpp_compile.lowerings.gated_delta_rule import (
     _triton_states,
 )
 from megacpp_compile.lowerings.gated_delta_rule._chunk_tables import ChunkTables
-from megacpp_compile.lowerings.gated_delta_rule._mild_chunks import launches, mild_chunks
+from megacpp_compile.lowerings.gated_delta_rule._mild_chunks import launch, mild_chunks
 
 __all__ = ["gated_delta_rule_backward"]
 
@@ -147,12 +147,11 @@ def _prepare_channels(call: _Call, inverse: Tensor) -> dict[str, Tensor]:
     sums = call.by_chunk(call.heads, call.C, call.K)
     places = call.packed.chunks if call.packed else call.nothing
     mild = mild_chunks(g, places, call.chunks, call.C, call.packed is not None, call.wide)
-    for launch in launches(call.wide):
-        _triton_backward_channels.prepare(
-            lambda meta: (call.chunks * call.heads, call.batch),
-            _warps(launch), BV=call.at_once(64), g=g, decay=sums, mild=mild,
-            CUTS=call.cuts, **launch, **strides("g", g, "bth"), **made, **_prepare_args(call, inverse),
-        )  # fmt: skip
+    launch(
+        _triton_backward_channels.prepare, lambda meta: (call.chunks * call.heads, call.batch), call.wide, 8, 4,
+        BV=call.at_once(64), g=g, decay=sums, mild=mild, CUTS=call.cuts, **strides("g", g, "bth"), **made,
+        **_prepare_args(call, inverse),
+    )  # fmt: skip
     return made | {"decay": made["no_decay"], "sums": sums, "mild": mild}
 
 
@@ -263,34 +262,23 @@ def _channel_gradients(call: _Call, inverse: Tensor, made: dict[str, Tensor]) ->
               "per_key": call.per_key, "scale": call.scale, "eps": call.eps or 0.0, "CUTS": call.cuts,
               "NORM": int(call.eps is not None), **_only(made, "mild steps states errors"),
               **call.strides_of("q", "k", "do"), **call.common}  # fmt: skip
-    warps = {"num_warps": 8, "num_stages": 1}
     d_scores = torch.empty_like(d_between)
-    which = launches(call.wide)
-    for launch in which:
-        _triton_backward_channels.query_grad(
-            lambda meta: grid, warps, d_scores=d_scores, dq=dq, **launch, **shared
-        )
+    launch(_triton_backward_channels.query_grad, lambda meta: grid, call.wide, 8, 8, d_scores=d_scores, dq=dq, **shared)
     d_reads = torch.empty_like(d_decay)
     of_keys = {name: arg for name, arg in shared.items() if name not in ("do", "do_b", "do_t", "do_h", "scale")}
     of_reads = {name: arg for name, arg in of_keys.items() if name not in ("q", "q_b", "q_t", "q_h", "steps", "errors")}
-    for launch in which:
-        _triton_backward_channels.read_grad(
-            lambda meta: grid, _warps(launch), d_between=d_between, d_reads=d_reads, dv=dv, **launch, **of_reads
-        )
-    for launch in which:
-        _triton_backward_channels.key_grad(
-            lambda meta: grid, warps, d_scores=d_scores, d_between=d_between, d_reads=d_reads, dk=dk, dg=dg,
-            **_only(made, "ends d_states"), **launch, **of_keys,
-        )  # fmt: skip
+    launch(
+        _triton_backward_channels.read_grad, lambda meta: grid, call.wide, 8, 4, d_between=d_between, d_reads=d_reads,
+        dv=dv, **of_reads,
+    )  # fmt: skip
+    launch(
+        _triton_backward_channels.key_grad, lambda meta: grid, call.wide, 8, 8, d_scores=d_scores, d_between=d_between,
+        d_reads=d_reads, dk=dk, dg=dg, **_only(made, "ends d_states"), **of_keys,
+    )  # fmt: skip
     if not direct:
         dq, dk = (d.unflatten(2, (call.key_heads, -1)).sum(3).to(like.dtype)
                   for d, like in ((dq, call.q), (dk, call.k)))  # fmt: skip
     return dq, dk, dv, dg, dbeta
-
-
-def _warps(launch: dict[str, int]) -> dict[str, int]:
-    """Mild chunks leave registers for four warps where the others spill them."""
-    return {"num_warps": 4 if launch["MILD"] else 8, "num_stages": 1}
 
 
 def _only(made: dict[str, Tensor], names: str) -> dict[str, Tensor]:
