@@ -117,10 +117,10 @@ class Automatic:
         ladder = Ladder(forward, needed, blocks, none)
         # Of one graph, latents in it: an op and what it is made of are not predicted to take the same.
         begin = step_time(model, ladder.plan(0), speed)
-        time = begin.total + found.seconds
+        time = begin + found.seconds
 
         def more(plan: Plan) -> float:
-            return step_time(model, plan, speed).more_than(begin) - found.seconds
+            return step_time(model, plan, speed) - begin - found.seconds
 
         plan = ladder.within(more, MOST * time)
         planned = dataclasses.replace(self._of(model, plan), more=more(plan))

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.fx.traceback as fx_traceback
 from torch.fx import GraphModule, Node
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from megacpp_compile._torch import modes
 from megacpp_compile._torch.dispatch import AsyncCollectiveTensor, is_traceable_wrapper_subclass
@@ -30,11 +29,9 @@ from megacpp_compile.frontend.export import export
 from megacpp_compile.frontend.hidden_writes import data_as_detached, refuse_hidden_writes
 from megacpp_compile.frontend.local_dtensors import localize
 from megacpp_compile.frontend.transforms import resolve_transforms
+from megacpp_compile.frontend.unbacked_shapes import numbers_of
 from megacpp_compile.frontend.unsaid_aliases import without_writes_to_unsaid_aliases
-from megacpp_compile.fx.edit import dynamo_value
 from megacpp_compile.report.records import MissedFusion
-
-_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 @dataclasses.dataclass
@@ -86,14 +83,6 @@ def _check(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
     refuse_hidden_writes(gm)
 
 
-def _reads_a_number(node: Node) -> bool:
-    """Whether a number is read from a tensor: one that is known at run time only, or an input's, as every float is one
-    under `dynamic=True`."""
-    found = dynamo_value(node)
-    item = node.op == "call_method" and node.target == "item"
-    return item or isinstance(found, _NUMBERS) and bool(free_unbacked_symbols(found))
-
-
 def capture(gm: GraphModule, example_inputs: Sequence[Any]) -> Captured:
     """The captured form of `gm`, traced on fake inputs. Never changes `gm`.
 
@@ -104,7 +93,8 @@ def capture(gm: GraphModule, example_inputs: Sequence[Any]) -> Captured:
     mode, fakes = fake_inputs(example_inputs)
     # What a collective under way returns is a plain tensor here; AOTAutograd is given it as it came, and waits for it.
     fakes = [opaque_ops.plain(fake, mode) if isinstance(fake, AsyncCollectiveTensor) else fake for fake in fakes]
-    if any(map(_reads_a_number, gm.graph.nodes)):
+    # Numbers that are known at run time only, or an input's, as every float is one under `dynamic=True`.
+    if gm.graph.find_nodes(op="call_method", target="item") or numbers_of(gm):
         mode.allow_scalar_outputs = True  # Dynamo has let the frame read numbers from tensors
     try:
         with modes.restored(), fx_traceback.preserve_node_meta():

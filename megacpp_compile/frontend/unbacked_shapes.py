@@ -32,6 +32,7 @@ from megacpp_compile._torch.dynamo import (
 from megacpp_compile._torch.dynamo import config as dynamo_config
 from megacpp_compile.frontend import graph_breaks
 from megacpp_compile.frontend.expert_loops import Loops
+from megacpp_compile.fx.edit import dynamo_value
 from megacpp_compile.report import collector
 from megacpp_compile.report.records import Frame, MissedFusion
 from megacpp_compile.report.user_code import place_of
@@ -130,13 +131,18 @@ def unknown_sizes(gm: GraphModule) -> bool:
 
 def unknown_numbers(gm: GraphModule) -> bool:
     """Whether a number or a tensor's size in the graph is known at run time only."""
+    return unknown_sizes(gm) or numbers_of(gm)
+
+
+def numbers_of(gm: GraphModule) -> bool:
+    """Whether a number in the graph, tensors' sizes aside, is known at run time only."""
     numbers = (torch.SymInt, torch.SymFloat, torch.SymBool)
-    return unknown_sizes(gm) or any(isinstance(v, numbers) and free_unbacked_symbols(v) for v in _values(gm))
+    return any(isinstance(v, numbers) and free_unbacked_symbols(v) for v in _values(gm))
 
 
 def _values(gm: GraphModule) -> Iterator[Any]:
     for node in gm.graph.nodes:
-        values = node.meta.get("val", node.meta.get("example_value"))
+        values = dynamo_value(node)
         yield from values if isinstance(values, (list, tuple)) else (values,)
 
 

@@ -45,10 +45,15 @@ DETACH = aten.detach.default
 # The same shape, perhaps in another dtype or on another device; see `is_cast`.
 CASTS = frozenset({aten._to_copy.default, aten.to.dtype, aten.type_as.default})
 
+# What has elements of its first operand alone, perhaps not all of them, in another place, several times or cast.
+REARRANGEMENTS = (
+    RESHAPES | FOLDS | UNIT_DIMS | PERMUTATIONS | EXPANSIONS | REPETITIONS | PARTS | SPLITS | IDENTITIES | CASTS
+)
+
 # What computes the same in any autocast region: none keeps it from standing in another.
 AUTOCAST_BLIND = (
-    RESHAPES | FOLDS | UNIT_DIMS | PERMUTATIONS | COMPOSITE_PERMUTATIONS | EXPANSIONS | REPETITIONS | PARTS | SPLITS
-    | IDENTITIES | CASTS | {operator.getitem, DETACH, aten.neg.default, aten.mul.Tensor, aten.mul.Scalar}
+    REARRANGEMENTS | COMPOSITE_PERMUTATIONS
+    | {operator.getitem, DETACH, aten.neg.default, aten.mul.Tensor, aten.mul.Scalar}
     | {aten.add.Tensor, aten.sub.Tensor, aten.div.Tensor, aten.div.Scalar}
 )  # fmt: skip
 

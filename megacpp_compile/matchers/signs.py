@@ -9,25 +9,12 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
-from megacpp_compile.fx.views import (
-    CASTS,
-    COMPOSITE_PERMUTATIONS,
-    EXPANSIONS,
-    FOLDS,
-    IDENTITIES,
-    PARTS,
-    PERMUTATIONS,
-    REPETITIONS,
-    RESHAPES,
-    SPLITS,
-    UNIT_DIMS,
-)
+from megacpp_compile.fx.views import CASTS, COMPOSITE_PERMUTATIONS, IDENTITIES, REARRANGEMENTS
 
 aten = torch.ops.aten
 # What has elements of its first operand alone, sums of them, or zeros beside them.
 _OF_ONE = (
-    RESHAPES | FOLDS | UNIT_DIMS | PERMUTATIONS | COMPOSITE_PERMUTATIONS | EXPANSIONS | REPETITIONS | PARTS | SPLITS
-    | IDENTITIES | CASTS
+    REARRANGEMENTS | COMPOSITE_PERMUTATIONS
     | {operator.getitem, aten.cumsum.default, aten.sum.dim_IntList, aten.sum.default, aten.mean.dim, aten.flip.default}
 )  # fmt: skip
 _PADS = {aten.pad.default, aten.constant_pad_nd.default}

@@ -9,7 +9,6 @@ the machine: every rank predicts the same.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
@@ -30,27 +29,10 @@ from megacpp_compile.targets.rates import Rates
 _BACKWARD_OF_ATTENTION, _BACKWARD_OF_PRODUCT = 2.5, 2.0
 
 
-@dataclasses.dataclass(frozen=True)
-class StepTime:
-    """Predicted seconds of a step: of what FLOPs bound, and of what bytes bound."""
-
-    flops: float
-    bytes: float
-
-    @property
-    def total(self) -> float:
-        return self.flops + self.bytes
-
-    def more_than(self, other: StepTime) -> float:
-        """Seconds that this step takes more than `other`; negative for less."""
-        return self.total - other.total
-
-
-def step_time(model: PeakModel, plan: Plan, rates: Rates) -> StepTime:
-    """The predicted time of forward and backward of the joint graph of `model` under `plan`."""
+def step_time(model: PeakModel, plan: Plan, rates: Rates) -> float:
+    """The predicted seconds of forward and backward of the joint graph of `model` under `plan`."""
     of_forward = _of_forward(model.forward)
-    halves = [_seconds(run, model.facts, rates, of_forward) for run in model.runs(plan)]
-    return StepTime(sum(flops for flops, _ in halves), sum(moved for _, moved in halves))
+    return sum(_seconds(run, model.facts, rates, of_forward) for run in model.runs(plan))
 
 
 def _of_forward(forward: Sequence[Node]) -> dict[str, float]:
@@ -62,8 +44,8 @@ def _of_forward(forward: Sequence[Node]) -> dict[str, float]:
     return {name: sum(each) / len(each) for name, each in found.items()}
 
 
-def _seconds(run: Run, facts: Facts, rates: Rates, of_forward: Mapping[str, float]) -> tuple[float, float]:
-    """(seconds of kernels that FLOPs bound, of those that bytes bound). of_forward: of `_of_forward`."""
+def _seconds(run: Run, facts: Facts, rates: Rates, of_forward: Mapping[str, float]) -> float:
+    """Of the kernels of `run`. of_forward: of `_of_forward`."""
     groups, reads = run.kernels()
     stays = {p for n in run.lasting for p in run.memory(n)}
     place = {n: i for i, group in enumerate(groups) for n in group}
@@ -71,20 +53,19 @@ def _seconds(run: Run, facts: Facts, rates: Rates, of_forward: Mapping[str, floa
     for node, pieces in reads.items():
         for piece in pieces:
             last[piece] = max(last.get(piece, -1), place[node])
-    computed = carried = 0.0
+    seconds = 0.0
     for i, group in enumerate(groups):
         node = group[0]
         if facts.kinds[node] in ("kernel", "in place"):
-            by_flops, by_bytes = flops(node, of_forward) / rates.flops, costs.moved(node) / rates.bytes
-            computed, carried = computed + by_flops * (by_flops >= by_bytes), carried + by_bytes * (by_flops < by_bytes)
+            seconds += max(flops(node, of_forward) / rates.flops, costs.moved(node) / rates.bytes)
             continue
         own = {p for n in group for p in facts.pieces[n]}
         moved = sum(_size(facts, p) for p in {p for n in group for p in reads[n]} - own)
         moved += sum(_size(facts, p) for p in own if p in stays or last.get(p, -1) != i)
         given = {base_of(a, through_items=False) for n in group for a in facts.inputs[n]}
         moved += sum(nbytes(n.meta.get("val")) for n in given if n.op == "placeholder")
-        carried += moved / rates.bytes
-    return computed, carried
+        seconds += moved / rates.bytes
+    return seconds
 
 
 def _size(facts: Facts, piece: tuple[Node, tuple[int, ...]]) -> int:

@@ -97,6 +97,12 @@ def test_refuses_other_rows(tag, body):
     assert_refused_in_a_graph(NAME, tag, MoE(body), tokens())
 
 
+def test_outputs_gathered_for_other_tokens_are_no_layer():
+    frames = check(MoE(experts_by_rows.gathered_from_others), tokens())
+    (analysis,) = frames.analyses
+    assert not analysis.outcome.sites
+
+
 @pytest.mark.parametrize("body", BATCHES + experts_by_rows.BATCHES, ids=lambda f: f.__name__)
 def test_fires_on_batches(body):
     x = torch.randn(2, 5, DIM, dtype=torch.float64).requires_grad_()

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import attribute_of, has_effects, same_size, value
+from megacpp_compile.fx.edit import attribute_of, same_size, value
 from megacpp_compile.fx.views import COPIES, DETACH, is_cast
 from megacpp_compile.matchers.latent_attention.products import BROADCAST, CONTRACTED, Factor, product_of
 from megacpp_compile.matchers.numbers import number_of
@@ -240,7 +240,7 @@ def _result(softmax: Node, rows: int) -> tuple[Node, Factor, Factor] | None:
     node = softmax
     while len(node.users) == 1:
         user = next(iter(node.users))
-        if user.target in COPIES or is_cast(user) or user.target is aten.dropout.default and not has_effects(user):
+        if user.target in COPIES or is_cast(user):
             node = user
             continue
         product = product_of(user)

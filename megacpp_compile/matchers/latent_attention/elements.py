@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import has_effects, same_size, value
+from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.sizes import hint
 from megacpp_compile.fx.views import (
     COMPOSITE_PERMUTATIONS,
@@ -100,8 +100,7 @@ def back(at: Elements) -> Elements | None:
         return _part(at, source, node.args[1])
     if not isinstance(value(source), torch.Tensor) or not isinstance(value(node), torch.Tensor):
         return None
-    no_dropout = node.target is aten.dropout.default and not has_effects(node)
-    if node.target in IDENTITIES or node.target is DETACH or is_cast(node) or no_dropout:
+    if node.target in IDENTITIES or node.target is DETACH or is_cast(node):
         return Elements(source, at.samples, at.index)
     if node.target in _SAME_ORDER:
         index = _reshaped(at.index, value(node).shape, value(source).shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Iterator
 
 import torch
 from torch.fx import Node
@@ -11,8 +12,10 @@ from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.views import uncast
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.filled import is_filled
+from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe.group_ends import ascends, sorted_by
 from megacpp_compile.matchers.moe.index_reads import added_rows, indexed
+from megacpp_compile.matchers.moe.routed_experts import RoutedExperts
 from megacpp_compile.matchers.moe.slot_rows import choices_of, order_of_tokens
 from megacpp_compile.matchers.views import RESHAPES, is_cast
 
@@ -28,6 +31,17 @@ class Combine:
     order: Node
     choices: int
     base: Node | None = None
+
+
+Check = Callable[[GraphView, Node, Combine], RoutedExperts | MatchFailure | None]
+
+
+def layers_behind(view: GraphView, check: Check) -> Iterator[RoutedExperts | MatchFailure]:
+    """What `check` makes of every combine of the graph, where that is a layer or nearly one."""
+    for node in view.graph.nodes:
+        combine = match_combine(node)
+        if combine is not None and (found := check(view, node, combine)) is not None:
+            yield found
 
 
 def match_combine(node: Node) -> Combine | None:

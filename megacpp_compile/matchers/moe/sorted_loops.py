@@ -12,7 +12,7 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import of_tensors, value
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
-from megacpp_compile.matchers.moe.combines import Combine, gates_in_order, match_combine
+from megacpp_compile.matchers.moe.combines import Combine, gates_in_order, layers_behind
 from megacpp_compile.matchers.moe.group_ends import slots, sorted_by
 from megacpp_compile.matchers.moe.loop import match_chain
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts
@@ -25,10 +25,7 @@ aten = torch.ops.aten
 
 def find(view: GraphView) -> Iterator[RoutedExperts | MatchFailure]:
     """Every sum over outputs of experts that lie in the experts' order."""
-    for node in view.graph.nodes:
-        combine = match_combine(node)
-        if combine is not None and (found := _check(view, node, combine)) is not None:
-            yield found
+    return layers_behind(view, _check)
 
 
 def writes(layer: RoutedExperts) -> Iterator[RowUpdate]:

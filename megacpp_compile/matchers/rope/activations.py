@@ -9,18 +9,8 @@ from torch import fx
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
-from megacpp_compile.fx.views import (
-    CASTS,
-    EXPANSIONS,
-    FOLDS,
-    IDENTITIES,
-    PARTS,
-    PERMUTATIONS,
-    REPETITIONS,
-    RESHAPES,
-    SPLITS,
-    UNIT_DIMS,
-)
+from megacpp_compile.fx.views import REARRANGEMENTS
+from megacpp_compile.matchers.rope.lanes import EMPTY
 
 aten = torch.ops.aten
 
@@ -29,7 +19,7 @@ def activations(graph: fx.Graph, weights: frozenset[Node]) -> set[Node]:
     """Nodes computed from weights, i.e. by the model's layers; the rest are tables, positions and masks."""
     found = _computed_from(graph, weights)
     # A buffer to be filled belongs to what is written into it.
-    filled = {n for n in graph.nodes if n.target in _FILLED and value(n).is_floating_point()}
+    filled = {n for n in graph.nodes if n.target in EMPTY and value(n).is_floating_point()}
     return _computed_from(graph, weights | {n for n in filled if not _makes_tables(n, found)})
 
 
@@ -59,11 +49,10 @@ def _makes_tables(buffer: Node, found: set[Node]) -> bool:
                     return False
                 multiplied = True
             elif user.target not in SHAPE_ONLY:
-                pending.append((user, computed or user.target not in _VIEWS))
+                pending.append((user, computed or user.target not in REARRANGEMENTS))
     return multiplied
 
 
-_VIEWS = RESHAPES | FOLDS | UNIT_DIMS | PERMUTATIONS | EXPANSIONS | REPETITIONS | PARTS | SPLITS | IDENTITIES | CASTS
 # Ops that read a tensor's shape and dtype, not its values.
 SHAPE_ONLY = {
     aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.empty_like.default,
@@ -72,7 +61,3 @@ SHAPE_ONLY = {
 }  # fmt: skip
 # Of the second tensor, these read the same.
 _LIKE = {aten.type_as.default, aten.expand_as.default, aten.view_as.default, aten.reshape_as.default}
-_FILLED = {
-    aten.new_empty.default, aten.empty.memory_format, aten.empty_like.default, aten.new_zeros.default,
-    aten.zeros.default, aten.zeros_like.default, aten.new_empty_strided.default, aten.empty_permuted.default,
-}  # fmt: skip
