@@ -33,6 +33,7 @@ COMPOSITE_PERMUTATIONS = frozenset(
 EXPANSIONS = frozenset({aten.expand.default, aten.broadcast_to.default})
 REPETITIONS = frozenset({aten.repeat.default, aten.repeat_interleave.self_int})
 # Parts: one, or a list of parts that make the whole.
+PADS = frozenset({aten.pad.default, aten.constant_pad_nd.default})
 PARTS = frozenset({aten.slice.Tensor, aten.select.int, aten.unbind.int})
 SPLITS = frozenset({aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default})
 # Views by strides.

@@ -15,11 +15,10 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, value
-from megacpp_compile.fx.views import COPIES, is_cast
+from megacpp_compile.fx.views import COPIES, PADS, is_cast
 from megacpp_compile.matchers.silu import match_silu
 
 aten = torch.ops.aten
-_PADS = {aten.pad.default, aten.constant_pad_nd.default}
 _ZEROS = {aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default}
 
 
@@ -138,7 +137,7 @@ def is_swap(node: Node) -> Node | None:
 
 def _padding(node: Node, time: int) -> tuple[Node, int] | None:
     """(tensor, steps of zeros before time 0) where `node` pads time, and nothing else, with zeros."""
-    if node.target in _PADS:
+    if node.target in PADS:
         mode = node.args[2] if node.target is aten.pad.default and len(node.args) > 2 else "constant"
         fill = node.args[3 if node.target is aten.pad.default else 2 :]
         x, sizes = node.args[:2]

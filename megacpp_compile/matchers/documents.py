@@ -14,7 +14,7 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
-from megacpp_compile.fx.views import CASTS, EXPANSIONS, IDENTITIES, RESHAPES, UNIT_DIMS
+from megacpp_compile.fx.views import CASTS, EXPANSIONS, IDENTITIES, PADS, RESHAPES, UNIT_DIMS
 from megacpp_compile.matchers.linear import is_projection
 
 aten = torch.ops.aten
@@ -222,7 +222,7 @@ def _sums_of(lengths: Node) -> list[Node]:
     return found
 
 
-_JOINS = {aten.cat.default, aten.pad.default, aten.constant_pad_nd.default}
+_JOINS = PADS | {aten.cat.default}
 
 
 def _sums_before(node: Node, lengths: Any, behind: bool = False) -> bool:

@@ -15,11 +15,10 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, value
-from megacpp_compile.fx.views import CASTS, IDENTITIES, SQUEEZES, UNSQUEEZE
+from megacpp_compile.fx.views import CASTS, IDENTITIES, PADS, SQUEEZES, UNSQUEEZE
 from megacpp_compile.matchers.causal_conv import CausalConv, NoCausalConv, silu_of
 
 aten = torch.ops.aten
-_PADS = {aten.pad.default, aten.constant_pad_nd.default}
 _NOT = {aten.logical_not.default, aten.bitwise_not.default}
 
 
@@ -227,7 +226,7 @@ def _dim(node: Node, position: int) -> int:
 def _padded(node: Node, time: int, zeros: bool) -> tuple[Node, int] | None:
     """(tensor, steps put before it) where `node` pads time in front, with zeros if these are asked for."""
     rank = value(node).dim()
-    if node.target in _PADS:
+    if node.target in PADS:
         constant = node.target is not aten.pad.default or len(node.args) < 3 or node.args[2] == "constant"
         fill = node.args[3 if node.target is aten.pad.default else 2 :]
         sizes: Any = node.args[1]

@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
-from megacpp_compile.fx.views import CASTS, COMPOSITE_PERMUTATIONS, IDENTITIES, REARRANGEMENTS
+from megacpp_compile.fx.views import CASTS, COMPOSITE_PERMUTATIONS, IDENTITIES, PADS, REARRANGEMENTS
 
 aten = torch.ops.aten
 # What has elements of its first operand alone, sums of them, or zeros beside them.
@@ -17,7 +17,6 @@ _OF_ONE = (
     REARRANGEMENTS | COMPOSITE_PERMUTATIONS
     | {operator.getitem, aten.cumsum.default, aten.sum.dim_IntList, aten.sum.default, aten.mean.dim, aten.flip.default}
 )  # fmt: skip
-_PADS = {aten.pad.default, aten.constant_pad_nd.default}
 _NOT_NEGATIVE = {
     aten.exp.default, aten.exp2.default, aten.softplus.default, aten.sigmoid.default, aten.relu.default,
     aten.abs.default, aten.square.default, aten.sqrt.default, aten.softmax.int, aten._softmax.default,
@@ -49,7 +48,7 @@ def _signs(n: Any, steps: int = 64) -> frozenset[int]:
         return frozenset.intersection(*(_signs(a, steps - 1) for a in n.args))
     if n.target in (aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default):
         return _clamped(n, _signs(n.args[0], steps - 1))
-    if n.target in _PADS:
+    if n.target in PADS:
         fill = [*n.args, *n.kwargs.values()][2:] or [0]
         return _signs(n.args[0], steps - 1) if set(fill) <= {"constant", None, 0} else frozenset()
     if n.target in (aten.cat.default, aten.stack.default):

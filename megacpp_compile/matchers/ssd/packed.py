@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
-from megacpp_compile.fx.views import EXPANSIONS, REPETITIONS
+from megacpp_compile.fx.views import EXPANSIONS, PADS, REPETITIONS
 from megacpp_compile.matchers.ssd.tensor_ops import SAME, VIEWS, only, whole
 
 aten = torch.ops.aten
@@ -27,7 +27,6 @@ _JUNCTIONS = {
 }  # fmt: skip
 _COMPARISONS = {aten.eq.Tensor, aten.ne.Tensor, aten.sub.Tensor}
 _SIGNS = {aten.eq.Scalar, aten.ne.Scalar}
-_PADS = {aten.pad.default, aten.constant_pad_nd.default}
 _PIECES = {aten.slice.Tensor, aten.select.int, aten.cat.default}
 
 
@@ -102,7 +101,7 @@ class Masks:
     def _followed(self, n: Node, given: Sequence[Node], leaves: frozenset[Node]) -> bool:
         if n.target in _NOT or n.target in SAME | VIEWS | EXPANSIONS | REPETITIONS or whole(n) or only(n):
             return True
-        if n.target in _PADS and not any(n.args[1][0::2]):  # type: ignore[index]
+        if n.target in PADS and not any(n.args[1][0::2]):  # type: ignore[index]
             return True
         if n.target in _COMPARISONS:
             apart = any(value(a).shape != value(n).shape for a in given)
@@ -112,5 +111,5 @@ class Masks:
         if n.target in _JUNCTIONS:
             return any(a in self._compared for a in given)
         if self.deep:
-            return n.target in _PIECES or n.target in _PADS
+            return n.target in _PIECES or n.target in PADS
         return n.target in _PIECES and value(n).dtype is not torch.bool and len(given) == len(n.all_input_nodes)

@@ -20,6 +20,7 @@ from megacpp_compile.fx.views import (
     EXPANSIONS,
     FOLDS,
     IDENTITIES,
+    PADS,
     PERMUTATIONS,
     REPETITIONS,
     RESHAPES,
@@ -56,7 +57,7 @@ CONDITION = {
 SAME = IDENTITIES | CASTS
 VIEWS = RESHAPES | FOLDS | UNIT_DIMS | PERMUTATIONS | COMPOSITE_PERMUTATIONS - {aten.numpy_T.default}
 # Each element of the result is an element of the operand, or zero.
-REPEATS = EXPANSIONS | REPETITIONS | {aten.constant_pad_nd.default, aten.pad.default}
+REPEATS = EXPANSIONS | REPETITIONS | PADS
 CONTRACTIONS = {aten.matmul.default, aten.bmm.default, aten.einsum.default}
 EXPONENTIALS = {aten.exp.default, aten.exp2.default}
 

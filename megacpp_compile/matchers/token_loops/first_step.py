@@ -15,14 +15,14 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, value
-from megacpp_compile.fx.views import is_cast
+from megacpp_compile.fx.views import EXPANSIONS, REPETITIONS, is_cast
 from megacpp_compile.matchers.filled import is_filled
-from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS, REPEATS, SAME, VIEWS
+from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS, SAME, VIEWS
 
 aten = torch.ops.aten
 _PRODUCTS = CONTRACTIONS | {aten.mul.Tensor, aten.mul.Scalar}
 _OF_THE_FIRST = (
-    VIEWS | SAME | REPEATS - {aten.constant_pad_nd.default, aten.pad.default}
+    VIEWS | SAME | EXPANSIONS | REPETITIONS
     | {aten.neg.default, aten.sum.dim_IntList, aten.sum.default, aten.div.Tensor, aten.div.Scalar}
 )  # fmt: skip
 _SUMS = {aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar}
