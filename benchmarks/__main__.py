@@ -10,7 +10,8 @@ WRONG or failed (somebody else's rows are marked only), 2 when there is nothing 
 
 Other measurements, each with its own --help: benchmarks.compile_time, benchmarks.saved_for_backward,
 benchmarks.recall_table, benchmarks.rounding_loss, benchmarks.compression_loss. benchmarks.performance_page makes
-docs/generated/performance.md of JSON files, benchmarks.figures its pictures. On a GPU: benchmarks.fp8_gate,
+docs/generated/performance.md of JSON files, benchmarks.figures its pictures. On several GPUs, by torchrun:
+benchmarks.parallel, benchmarks.titan. On a GPU: benchmarks.fp8_gate,
 benchmarks.hybrid_lm, benchmarks.qwen3_next, benchmarks.decode_model, benchmarks.rope_in_block; with torch_xla:
 benchmarks.xla_programs, benchmarks.xla_sparse_mla, benchmarks.xla_zoo.
 """

@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from megacpp_compile._torch.fakes import FakeTensor, detect_fake_mode
+from megacpp_compile.backends.overlap import overlap
 from megacpp_compile.config.options import Config
 from megacpp_compile.errors import NotLoweredError
 from megacpp_compile.fx.aliasing import memory_of, overwritable
@@ -62,6 +63,8 @@ class LowerSemanticOps(GraphPass):
         for node in graph.nodes:
             if node.target in semantic_ops() and node not in held:
                 raise NotLoweredError(str(node.target), self.target.name, module_fqn(node), source_line(node))
+        if self.config.overlap_collectives:
+            overlap(graph)
 
     def key(self) -> tuple[Any, ...]:
         return self.target.name, self.config.cache_key(), self.regions

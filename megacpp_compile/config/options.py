@@ -73,6 +73,8 @@ class Config(_Asked):
         autotune_gemms: in graphs for CUDA where a pass has fired, time cuBLASLt's candidates for each large
             half-precision GEMM once per shape and process, and run the fastest whose result equals `torch.mm`'s bit
             for bit.
+        overlap_collectives: in graphs where a pass has fired and ranks communicate, run GEMMs that need no result of a
+            collective while it is under way. Results are the same.
         autotune: choose the block sizes of this package's kernels by measurement on the first call instead of by the
             built-in table. Results are kept in Inductor's cache.
         expert_loops: trace loops over the experts that have tokens as loops over all, where an expert without tokens is
@@ -115,6 +117,7 @@ class Config(_Asked):
     keep_latents: bool | Literal["auto"] = "auto"
     fuse_shared_input_gemms: bool = False
     autotune_gemms: bool = True
+    overlap_collectives: bool = True
     autotune: bool = False
     expert_loops: bool | Literal["auto"] = "auto"
     drop_outputs: tuple[str, ...] = ()
@@ -140,6 +143,7 @@ class Config(_Asked):
             "keep_latents": checks.boolean_or_auto("keep_latents", self.keep_latents),
             "fuse_shared_input_gemms": checks.boolean("fuse_shared_input_gemms", self.fuse_shared_input_gemms),
             "autotune_gemms": checks.boolean("autotune_gemms", self.autotune_gemms),
+            "overlap_collectives": checks.boolean("overlap_collectives", self.overlap_collectives),
             "autotune": checks.boolean("autotune", self.autotune),
             "expert_loops": checks.boolean_or_auto("expert_loops", self.expert_loops),
             "drop_outputs": tuple(sorted(set(checks.names("drop_outputs", self.drop_outputs, "names of outputs")))),

@@ -70,7 +70,7 @@ WRONG = (3, -1, 2.5, "", "xx", None, True, [3], ["xx"], {"xx": 1}, {1: 2}, {"": 
 RIGHT = {
     "disable": ("", "rope_qk", ["moe"]), "passes": ({"moe": False},), "require": ({"moe": 2},), "strict": (True,),
     "verify": ("each",), "target": ("cpu",), "explain": (True,), "summary": (True,), "keep_latents": (True, "auto"),
-    "fuse_shared_input_gemms": (True,), "autotune_gemms": (True,), "autotune": (True,),
+    "fuse_shared_input_gemms": (True,), "autotune_gemms": (True,), "autotune": (True,), "overlap_collectives": (True,),
     "policy": (None, "full", 0.5, True and 1), "block_kinds": ({"a.*": "mblock"},), "precision": (None, "fp8_current"),
     "compress": (None, {"names": "*.down"}), "sharding": (None, {"mesh": {"a": 1}}), "inductor": ({"triton.cudagraphs": True},),
 }  # fmt: skip

@@ -28,6 +28,7 @@ def test_defaults():
     assert config == Config()
     assert (config.disable, config.strict, config.verify, config.target) == ((), False, "off", "auto")
     assert (config.keep_latents, config.fuse_shared_input_gemms, config.autotune_gemms, config.autotune) == ("auto", False, True, False)
+    assert config.overlap_collectives is True
     assert dict(config.passes) == dict(config.require) == dict(config.inductor) == {}
     assert all(config.enabled(name) for name in PASSES)
 
@@ -50,6 +51,7 @@ def test_every_field_is_read():
         "keep_latents": True,
         "fuse_shared_input_gemms": True,
         "autotune_gemms": False,
+        "overlap_collectives": False,
         "autotune": True,
         "expert_loops": False,
         "drop_outputs": ("logits",),
@@ -267,6 +269,7 @@ def test_every_field_but_what_is_printed_is_in_the_cache_key():
         Config(keep_latents=True),
         Config(fuse_shared_input_gemms=True),
         Config(autotune_gemms=False),
+        Config(overlap_collectives=False),
         Config(autotune=True),
         Config(inductor={"a": True}),
         Config(inductor={"a": 1}),

@@ -22,8 +22,10 @@ MLA_SITES = {"mla_rope_q": 1, "mla_rope_kv": 1}
 PAIRS = {"down_norm_up": 2}
 EXPERTS = {"moe": 1}
 OLD = release(torch.__version__) < (2, 10)
-# Models that compute on DTensors throughout. Eager carries partial sums of gradients on, down to the parameters, which
-# it leaves as such; a local graph sums what ranks share where they part: both latents and the rope key.
+# Models whose compiled collectives are others than eager's. What two linears read, as gate and up do, is one tensor whose
+# gradient is summed once. Where models compute on DTensors throughout, eager carries partial sums of gradients on, down
+# to the parameters, which it leaves as such; a local graph sums what ranks share where they part: both latents and the
+# rope key.
 ELSEWHERE = {
     "on_dtensors": [{"all_reduce": 1}, {"all_reduce": 3}],
     "on_dtensors_sequence": [
@@ -34,8 +36,8 @@ ELSEWHERE = {
         {"all_gather_into_tensor": 4, "all_reduce": 2, "reduce_scatter_tensor": 1},
         {"all_gather_into_tensor": 3, "all_reduce": 3 if OLD else 2},
     ],
-    # What two linears read is one operand of an op, and its gradient is summed once.
     "compressed": [{"all_reduce": 1}, {"all_reduce": 1}],
+    "planned": [{"all_reduce": 6}, {"all_reduce": 9}],
 }
 OTHER_SITES = {
     # Dynamo knows the first batch's size in a frame with DTensors from torch 2.10 on, and compiles for the second anew.

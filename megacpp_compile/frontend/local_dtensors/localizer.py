@@ -63,7 +63,8 @@ class _Localizer:
         self.graph = fx.Graph()
         self.env: dict[Node, Node] = {}  # the same value in the new graph
         self.local: dict[Node, _Local] = {}
-        self.opened: dict[tuple[Node, tuple[int, ...]], Node] = {}  # a local tensor, its gradient a sum over mesh dims
+        self.opened: dict[tuple[Node, tuple[int, ...]], Node] = {}  # what `to_local` makes, summed over mesh dims
+        self.sums: dict[tuple[Node, str], Node] = {}  # a tensor and a group, over whose ranks its gradient is summed
         self.sources: dict[Any, Node] = {}  # mesh -> a node that knows it
         self.made: set[Node] = set()
 
@@ -241,17 +242,15 @@ class _Localizer:
     def _summed(self, node: Node, summed: tuple[int, ...]) -> Node:
         """The local tensor that `node` has, with its gradient summed over the mesh's dimensions `summed`."""
         known = self.local[node]
-        if not summed:
-            return known.node
-        if (node, summed) not in self.opened:
-            local = known.node
-            for dim in summed:
-                group = known.given.device_mesh.get_group(dim).group_name
+        local = known.node
+        for dim in summed:  # several DTensors may be made of one tensor, whose gradient is summed once
+            group = known.given.device_mesh.get_group(dim).group_name
+            if (local, group) not in self.sums:
                 with self._behind(local):
-                    local = self.graph.call_function(sum_gradient, (local, group))
-                self._made(local, node, known.fake)
-            self.opened[node, summed] = local
-        return self.opened[node, summed]
+                    self.sums[local, group] = self.graph.call_function(sum_gradient, (local, group))
+                self._made(self.sums[local, group], node, known.fake)
+            local = self.sums[local, group]
+        return local
 
     def _whole(self, node: Node) -> Node:
         """The value of `node` as the frame has it: a DTensor is made of its local tensor where it has only that."""
