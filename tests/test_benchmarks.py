@@ -272,7 +272,7 @@ def test_an_old_subject_is_taken_with_a_warning():
 
 @pytest.mark.parametrize("module", [
     "performance_page", "compile_time", "saved_for_backward", "recall_table", "rounding_loss", "xla_programs", "xla_sparse_mla", "xla_zoo",
-    "compression_loss",
+    "compression_loss", "parallel", "titan",
 ])  # fmt: skip
 def test_other_measurements_have_help(module, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [module, "--help"])
