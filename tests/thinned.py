@@ -1,97 +1,235 @@
 """Which tests run a part of their parameters where the whole suite is asked for, so that it stays quick.
 
-`make test-all` runs all of them, and so does whatever names files or tests, such as `pytest tests/passes`.
+`make test-all` runs all of them, and so does whatever names files or tests, such as `pytest tests/passes`. What costs
+milliseconds is not here. A test that costs seconds, as each of its spellings, shapes or dtypes is traced or compiled by
+itself, runs its first set of parameters and every third after it; where most sets take the same branches of the package,
+every fifth. Of a grid a diagonal runs, so that each value of each parameter comes beside some of the others.
 """
 
 from __future__ import annotations
 
 import os
-from collections import Counter
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
-ONE_OF = 3
-
-# Tests that take seconds since every spelling, shape or dtype is traced or compiled by itself; by file. By default the
-# first set of parameters runs, and every third after it.
-THINNED: dict[str, tuple[str, ...]] = {
-    "decode/test_transformers_cache.py": ("test_generates_the_same_tokens",),
-    "docs/test_python_blocks.py": ("test_a_block_runs",),
-    "frontend/test_autocast.py": ("test_region",),
-    "frontend/test_expert_loops.py": (
-        "test_loops_that_depend_on_data_fuse", "test_sizes_that_are_read_as_numbers",
-        "test_what_an_expert_without_tokens_would_change_breaks_the_graph",
-        "test_what_else_depends_on_parts_of_sorted_slots",
-    ),  # fmt: skip
-    "frontend/test_hidden_writes.py": ("test_hidden_writes_fall_back",),
-    "lowerings/test_compiled_for_hopper.py": ("test_a_recurrence",),
-    "lowerings/test_down_norm_up.py": ("test_low_rank_path_and_other_readers", "test_opcheck_shapes"),
-    "lowerings/test_gated_delta_rule.py": ("test_against_the_recurrence", "test_opcheck", "test_opcheck_shapes"),
-    "lowerings/test_gated_linear_attention.py": ("test_opcheck",),
-    "lowerings/test_linear_cross_entropy.py": (
-        "test_gradcheck", "test_in_compiled_graphs", "test_opcheck", "test_opcheck_grads",
-    ),  # fmt: skip
-    "lowerings/test_lowerings_agree.py": ("test_agrees_with_the_reference",),
-    "lowerings/test_mla_decode.py": ("test_compiles_for_hopper",),
-    "lowerings/test_mla_decode_gluon.py": ("test_compiles_for_hopper",),
-    "lowerings/test_mla_rope_kv.py": ("test_shapes",),
-    "lowerings/test_mla_rope_q.py": ("test_layouts",),
-    "lowerings/test_moe.py": ("test_opcheck",),
-    "lowerings/test_moe_sorted.py": ("test_opcheck",),
-    "lowerings/test_signed_by_inductor.py": ("test_kernels_with_floats",),
-    "lowerings/test_sparse_mla_gluon.py": ("test_compiles_for_hopper",),
-    "lowerings/test_sparse_mla_gluon_backward.py": ("test_compiles_for_hopper",),
-    "matchers/moe/test_spellings.py": ("test_loops",),
-    "matchers/test_recurrences.py": ("test_kind_to_remat", "test_recognised", "test_steps_are_counted"),
-    "passes/test_attention_sites.py": ("test_flash_attention_4_by_the_option",),
-    "passes/test_causal_conv1d.py": ("test_fires",),
-    "passes/test_down_norm_up.py": ("test_fires",),
-    "passes/test_empty_batches.py": ("test_fires_and_is_empty",),
-    "passes/test_gallery.py": ("test_gallery",),
-    "passes/test_gated_delta_rule.py": (
-        "test_lengths", "test_linear_attention_is_none", "test_no_business_of_this_pass", "test_refuses",
-        "test_spellings",
-    ),  # fmt: skip
-    "passes/test_gated_rms_norm.py": ("test_dynamic_shapes", "test_fires", "test_variants"),
-    "passes/test_linear_cross_entropy.py": (
-        "test_autocast", "test_dtypes", "test_dynamic_lengths", "test_fires", "test_verified_at_lengths_that_vary",
-    ),  # fmt: skip
-    "passes/test_mla_decode.py": (
-        "test_fires", "test_in_half_precision", "test_is_the_same_attention_in_float64",
-        "test_one_graph_serves_all_lengths", "test_what_is_another_attention_stays",
-    ),  # fmt: skip
-    "passes/test_mla_decode_adapters.py": ("test_is_the_same_attention_in_float64",),
-    "passes/test_mla_rope_kv.py": (
-        "test_fires", "test_refuses_tables_that_differ_by_head", "test_refuses_what_is_no_rotation",
-    ),  # fmt: skip
-    "passes/test_mla_rope_q.py": ("test_fires", "test_refuses_what_is_no_rotation"),
-    "passes/test_moe.py": (
-        "test_experts", "test_fires", "test_fires_on_batches", "test_fires_on_one_choice", "test_fires_on_one_token",
-        "test_fires_on_stacked_weights", "test_refuses", "test_refuses_at_once", "test_refuses_of_stacked_weights",
-        "test_sorted_rows",
-    ),  # fmt: skip
-    "passes/test_moe_sorted.py": ("test_a_whole_layer", "test_fires_at_every_length"),
-    "passes/test_near_misses.py": ("test_near_miss",),
-    "passes/test_packed.py": ("test_positions_of_queries_and_keys",),
-    "passes/test_packed_conv.py": ("test_fires",),
-    "passes/test_packed_scan.py": ("test_refuses", "test_spellings", "test_states_in_and_out"),
-    "passes/test_precision_rows.py": ("test_routed_experts_in_float8",),
-    "passes/test_rope_qk.py": (
-        "test_fires", "test_normed_queries_and_keys", "test_results_that_leave_the_frame_have_eagers_strides",
-    ),  # fmt: skip
-    "passes/test_spellings.py": (
-        "test_grouped_query_attention", "test_latent_attention", "test_latent_attention_of_any_make",
-    ),  # fmt: skip
-    "passes/test_ssd_scan.py": ("test_refuses", "test_spellings"),
-    "passes/test_token_loop.py": ("test_refuses",),
-    "passes/test_token_loop_first_steps.py": ("test_refuses_other_first_steps", "test_spelling_in_float64"),
-    "passes/test_token_loop_scans.py": (
-        "test_refuses", "test_scan", "test_what_a_step_makes_of_its_output_excuses_nothing",
-        "test_what_a_step_makes_of_its_output_stays_behind_the_op",
-    ),  # fmt: skip
-    "test_end_to_end.py": ("test_trains_as_exactly_as_eager",),
-}
+# One set of parameters of so many runs -> tests, by file.
+THINNED: dict[int, dict[str, tuple[str, ...]]] = {
+    3: {
+        "adapters/test_plain_mla.py": ("test_one_graph_with_every_site",),
+        "backends/test_compiled_autograd.py": ("test_the_backward_is_lowered",),
+        "backends/test_cuda_graph_reports.py": ("test_inductor_s_own_reason",),
+        "backends/test_held_ops.py": ("test_forward_and_backward",),
+        "config/test_given.py": ("test_a_config_is_accepted_and_counts",),
+        "corpus/test_corpus_itself.py": ("test_near_miss", "test_plain_mla_trains"),
+        "corpus/test_delta_itself.py": ("test_spelling",),
+        "decode/test_codecs.py": ("test_a_compiled_step_stores_the_same", "test_errors_are_those_of_the_laws"),
+        "decode/test_transformers_cache.py": ("test_generate_compiled", "test_generates_the_same_tokens"),
+        "docs/test_commands.py": ("test_what_a_command_needs_stands_beside_it",),
+        "docs/test_python_blocks.py": ("test_a_block_runs",),
+        "frontend/test_expert_loops.py": (
+            "test_experts_without_tokens", "test_layers_of_a_model", "test_parts_of_no_slots",
+            "test_sizes_that_are_read_as_numbers", "test_what_an_expert_without_tokens_would_change_breaks_the_graph",
+            "test_what_gives_zeros_to_an_expert_without_tokens",
+            "test_what_is_not_taken_computes_as_before_and_says_why",
+        ),
+        "frontend/test_hidden_writes.py": (
+            "test_hidden_writes_fall_back", "test_other_writes_are_captured",
+            "test_writes_to_what_nothing_has_read_run_ahead",
+        ),
+        "frontend/test_idle_dropouts.py": ("test_experts_that_end_in_one",),
+        "frontend/test_local_dtensors.py": (
+            "test_calls_of_which_a_rank_computes_its_part_are_local",
+            "test_gradients_of_what_ranks_share_are_summed_once", "test_others_stay_calls_on_dtensors",
+        ),
+        "frontend/test_put_back.py": ("test_other_writes_are_left_as_they_are",),
+        "frontend/test_selective_checkpoint.py": ("test_sites_fire_inside",),
+        "frontend/test_static_addresses.py": ("test_parameters_and_buffers_stay_in_place",),
+        "frontend/test_transforms.py": (
+            "test_inductor_takes_it_and_the_report_says_what_is_not_looked_at",
+            "test_what_stands_around_it_is_rewritten",
+        ),
+        "frontend/test_unbacked_shapes.py": ("test_graphs_and_breaks_are_no_more_than_of_any_backend",),
+        "frontend/test_unsaid_aliases.py": ("test_writes_reach_what_they_reach_in_eager",),
+        "lowerings/test_causal_conv1d.py": ("test_documents", "test_opcheck"),
+        "lowerings/test_compiled_for_hopper.py": ("test_a_recurrence",),
+        "lowerings/test_down_norm_up.py": (
+            "test_gradcheck", "test_latent_kept_on_request", "test_low_rank_path_and_other_readers", "test_opcheck",
+            "test_opcheck_shapes", "test_strided_inputs",
+        ),
+        "lowerings/test_gated_delta_rule.py": (
+            "test_against_the_recurrence", "test_chunk_size_is_free", "test_opcheck", "test_opcheck_backward",
+            "test_opcheck_shapes",
+        ),
+        "lowerings/test_gated_linear_attention.py": ("test_chunk_size_is_free", "test_lower_precision"),
+        "lowerings/test_gated_rms_norm.py": ("test_strided_inputs",),
+        "lowerings/test_linear_cross_entropy.py": (
+            "test_gradcheck", "test_opcheck", "test_opcheck_grads", "test_strided_inputs",
+        ),
+        "lowerings/test_linear_cross_entropy_kernels.py": ("test_compiles_for_hopper",),
+        "lowerings/test_linear_fp8_weight.py": ("test_opcheck",),
+        "lowerings/test_mla_decode.py": ("test_compiles_for_hopper",),
+        "lowerings/test_mla_decode_gluon.py": ("test_compiles_for_hopper",),
+        "lowerings/test_mla_rope_kv.py": ("test_shapes", "test_strided_inputs", "test_table_shapes"),
+        "lowerings/test_mla_rope_q.py": ("test_dtypes", "test_layouts", "test_table_shapes"),
+        "lowerings/test_moe.py": ("test_gradients_lie_as_promised", "test_opcheck"),
+        "lowerings/test_moe_float8.py": ("test_opcheck", "test_results_lie_as_promised"),
+        "lowerings/test_moe_sorted.py": ("test_gradients", "test_opcheck"),
+        "lowerings/test_rope_qk.py": ("test_strided_inputs",),
+        "lowerings/test_rounding.py": ("test_one_rounding_to_bfloat16_is_found_in_float32",),
+        "lowerings/test_sharded_loss.py": ("test_the_loss_alone_in_a_group_of_one_rank",),
+        "lowerings/test_sparse_mla.py": ("test_opcheck",),
+        "lowerings/test_sparse_mla_gluon.py": ("test_compiles_for_hopper",),
+        "lowerings/test_sparse_mla_gluon_backward.py": ("test_compiles_for_hopper",),
+        "lowerings/test_ssd_scan.py": ("test_opcheck", "test_opcheck_shapes"),
+        "matchers/moe/test_near_misses.py": ("test_gemms_over_all_weights", "test_loops"),
+        "matchers/moe/test_spellings.py": (
+            "test_gemms_over_all_weights", "test_loops_over_batches", "test_sorted_tokens",
+        ),
+        "matchers/test_recurrences.py": ("test_kind_to_remat", "test_steps_are_counted"),
+        "matchers/test_rope_rotation.py": ("test_the_layout_is_read_off",),
+        "matchers/test_silu.py": ("test_refuses",),
+        "matchers/test_ssd_scan.py": ("test_near_misses_show_at_every_size", "test_operands"),
+        "memory/test_fields.py": ("test_models_nobody_here_wrote", "test_the_estimate_is_what_is_counted"),
+        "memory/test_fit_out_of_memory.py": ("test_what_is_an_error_of_memory",),
+        "nn/test_attention.py": ("test_flex_attention_on_cpu",),
+        "nn/test_expert_capacity.py": ("test_an_expert_that_does_not_exist",),
+        "passes/test_attention_sites.py": (
+            "test_flash_attention_4_by_the_option", "test_the_faster_by_measurement", "test_this_packages_own",
+            "test_torchs_own",
+        ),
+        "passes/test_causal_conv1d.py": ("test_dynamic_shapes", "test_fires"),
+        "passes/test_compressed_linear.py": ("test_compiled", "test_refuses_what_stays_alive"),
+        "passes/test_down_norm_up.py": ("test_dynamic_shapes", "test_refuses", "test_refuses_near_miss"),
+        "passes/test_driver.py": ("test_one_site_reads_another",),
+        "passes/test_gated_delta_rule.py": (
+            "test_a_clamp_of_sums_of_gates_wants_to_know_their_sign", "test_a_single_token_is_known_and_stays_plain",
+            "test_a_single_token_that_is_padded_to_a_chunk", "test_lengths", "test_linear_attention_is_none",
+            "test_no_business_of_this_pass", "test_refuses_a_series_that_is_cut_off_late",
+            "test_refuses_other_clamps", "test_sizes",
+        ),
+        "passes/test_gated_delta_rule_layers.py": (
+            "test_dynamic", "test_layers_of_other_sizes_or_constants_are_proved_apart",
+        ),
+        "passes/test_gated_linear_attention.py": ("test_refuses",),
+        "passes/test_gated_rms_norm.py": ("test_a_length_in_chunks", "test_fires", "test_refuses", "test_variants"),
+        "passes/test_heads_left_alone.py": (
+            "test_refuses", "test_refuses_rows_of_unknown_number", "test_refuses_what_stands_between",
+        ),
+        "passes/test_latents.py": (
+            "test_low_rank_paths", "test_other_paths_are_none", "test_read_by_something_else",
+            "test_scaled_by_a_number_of_the_model",
+        ),
+        "passes/test_linear.py": ("test_composes_with_remat",),
+        "passes/test_linear_cross_entropy.py": ("test_autocast", "test_dtypes", "test_verified_at_lengths_that_vary"),
+        "passes/test_mla_decode.py": (
+            "test_a_cache_of_keys", "test_in_half_precision", "test_refused", "test_rows_hidden_by_data",
+            "test_verified_against_the_plain_code", "test_what_is_another_attention_stays",
+        ),
+        "passes/test_mla_decode_adapters.py": ("test_what_is_another_sum_stays",),
+        "passes/test_mla_rope_kv.py": (
+            "test_dynamic_shapes", "test_fires", "test_number_of_heads", "test_refuses_tables_that_differ_by_head",
+            "test_refuses_what_is_no_rotation",
+        ),
+        "passes/test_mla_rope_q.py": (
+            "test_dynamic_shapes", "test_fires", "test_refuses_near_miss", "test_refuses_what_is_no_rotation",
+        ),
+        "passes/test_moe.py": (
+            "test_fires_on_dimensions_of_one", "test_fires_on_one_choice", "test_fires_on_one_choice_weighted_behind",
+            "test_fires_on_one_token", "test_fires_on_rows_that_are_numbered_otherwise",
+            "test_fires_on_stacked_weights", "test_refuses", "test_refuses_at_once", "test_refuses_batches",
+            "test_refuses_of_stacked_weights", "test_refuses_one_token", "test_refuses_other_rows",
+            "test_sorted_rows",
+        ),
+        "passes/test_moe_sorted.py": (
+            "test_a_layer_that_ends_in_what_no_compiler_looks_into", "test_fires", "test_fires_in_inference",
+        ),
+        "passes/test_norm_linear.py": ("test_fires", "test_refuses"),
+        "passes/test_packed.py": (
+            "test_dynamic", "test_how_rows_are_gathered", "test_positions_of_queries_and_keys",
+            "test_tables_of_every_kind", "test_what_looks_alike_keeps_tables_by_token",
+        ),
+        "passes/test_packed_conv.py": ("test_dtypes", "test_fires", "test_refused"),
+        "passes/test_packed_scan.py": ("test_refuses", "test_states_in_and_out"),
+        "passes/test_precision_rows.py": ("test_routed_experts_in_float8",),
+        "passes/test_rope_qk.py": (
+            "test_normed_queries_and_keys", "test_one_key_head", "test_refuses", "test_refuses_what_is_no_rotation",
+            "test_results_that_leave_the_frame_have_eagers_strides",
+            "test_results_whose_strides_show_lie_as_the_plain_ones_did", "test_some_of_the_keys_are_read",
+        ),
+        "passes/test_sparse_mla.py": ("test_another_mask_is_no_news", "test_refused"),
+        "passes/test_ssd_scan.py": (
+            "test_a_loop_over_chunks_is_one_scan", "test_lengths", "test_other_forms", "test_refuses", "test_sizes",
+        ),
+        "passes/test_token_loop.py": (
+            "test_chunks_that_are_no_delta_rule_are_none_of_its_business", "test_linear_attention",
+            "test_operands_that_heads_or_tokens_share", "test_refuses", "test_spelling",
+            "test_states_in_and_out_in_float64",
+        ),
+        "passes/test_token_loop_first_steps.py": (
+            "test_autocast_around_the_call", "test_bfloat16", "test_lengths", "test_refuses_other_first_steps",
+        ),
+        "passes/test_token_loop_normalisers.py": ("test_spelling_in_float64",),
+        "passes/test_token_loop_rates.py": ("test_tables_of_numbers_in_float64",),
+        "passes/test_token_loop_scans.py": (
+            "test_linear_attention_whose_products_are_made_in_front",
+            "test_other_weights_than_the_step_are_linear_attention", "test_refuses",
+            "test_what_a_step_makes_of_its_output_excuses_nothing",
+            "test_what_a_step_makes_of_its_output_stays_behind_the_op",
+        ),
+        "remat/test_auto.py": ("test_a_choice_of_latents_by_the_user_stands",),
+        "remat/test_depth_loops.py": ("test_what_is_a_loop",),
+        "test_end_to_end.py": ("test_trains_as_exactly_as_eager",),
+        "test_explainer.py": ("test_explain_reports_what_compiling_does_around_sizes_that_values_decide",),
+        "test_layout.py": ("test_inductor_is_behind_the_backends", "test_nothing_asks_for_a_device"),
+        "test_pipeline.py": (
+            "test_changing_shapes_recompile_no_more_than_in_dynamo_alone", "test_half_precision", "test_inference",
+        ),
+        "trainers/test_enable.py": ("test_passes_fire",),
+        "trainers/test_hugging_face.py": ("test_adapters_of_peft",),
+    },
+    5: {
+        "frontend/test_autocast.py": ("test_region",),
+        "frontend/test_expert_loops.py": (
+            "test_loops_that_depend_on_data_fuse", "test_what_else_depends_on_parts_of_sorted_slots",
+        ),
+        "frontend/test_hidden_writes.py": ("test_without_gradients_nothing_is_hidden",),
+        "lowerings/test_gated_delta_rule.py": ("test_lower_precision",),
+        "lowerings/test_gated_linear_attention.py": ("test_opcheck",),
+        "lowerings/test_gated_rms_norm.py": ("test_opcheck",),
+        "lowerings/test_linear_cross_entropy.py": ("test_in_compiled_graphs",),
+        "lowerings/test_lowerings_agree.py": ("test_agrees_with_the_reference",),
+        "lowerings/test_signed_by_inductor.py": ("test_kernels_with_floats",),
+        "matchers/moe/test_spellings.py": ("test_loops",),
+        "matchers/test_recurrences.py": ("test_recognised",),
+        "matchers/test_selections.py": ("test_every_list_in_every_mask",),
+        "passes/test_conditions.py": ("test_sites",),
+        "passes/test_down_norm_up.py": ("test_fires",),
+        "passes/test_empty_batches.py": ("test_fires_and_is_empty",),
+        "passes/test_gallery.py": ("test_gallery",),
+        "passes/test_gated_delta_rule.py": ("test_refuses", "test_spellings"),
+        "passes/test_gated_rms_norm.py": ("test_dynamic_shapes",),
+        "passes/test_linear_cross_entropy.py": ("test_dynamic_lengths", "test_fires"),
+        "passes/test_mla_decode.py": (
+            "test_fires", "test_is_the_same_attention_in_float64", "test_one_graph_serves_all_lengths",
+        ),
+        "passes/test_mla_decode_adapters.py": ("test_is_the_same_attention_in_float64",),
+        "passes/test_moe.py": ("test_experts", "test_fires", "test_fires_on_batches"),
+        "passes/test_moe_sorted.py": ("test_a_whole_layer", "test_fires_at_every_length"),
+        "passes/test_near_misses.py": ("test_near_miss",),
+        "passes/test_packed_scan.py": ("test_spellings",),
+        "passes/test_rope_qk.py": ("test_fires",),
+        "passes/test_sparse_mla.py": ("test_is_the_same_attention_in_float64",),
+        "passes/test_spellings.py": (
+            "test_grouped_query_attention", "test_latent_attention", "test_latent_attention_of_any_make",
+        ),
+        "passes/test_ssd_scan.py": ("test_spellings",),
+        "passes/test_token_loop_first_steps.py": ("test_spelling_in_float64",),
+        "passes/test_token_loop_scans.py": ("test_scan", "test_sizes"),
+        "precision/test_hugging_face.py": ("test_replacement",),
+    },
+}  # fmt: skip
 
 
 # Cases, by file and by a test's parameter `case`, that are left out: each is seconds of two ranks, and what is particular
@@ -110,19 +248,25 @@ def left_out(config: pytest.Config, items: list[pytest.Item]) -> list[pytest.Ite
     asked = {(config.invocation_params.dir / arg).resolve() for arg in config.args}
     if os.environ.get("TEST_ALL") or asked != {tests}:
         return []
-    seen: Counter[str] = Counter()
+    ratios = {(file, name): ratio for ratio, of in THINNED.items() for file, names in of.items() for name in names}
+    families: dict[tuple[str, str], list[pytest.Item]] = defaultdict(list)
     found = []
     for item in items:
         file = item.path.relative_to(tests).as_posix() if item.path.is_relative_to(tests) else ""
         name = getattr(item, "originalname", item.name)
-        if name in THINNED.get(file, ()):
-            key = f"{file}::{name}"
-            if seen[key] % ONE_OF:
-                found.append(item)
-            seen[key] += 1
+        if (file, name) in ratios:
+            families[file, name].append(item)
         elif case_of(item) in RARE.get(file, ()):
             found.append(item)
+    for key, family in families.items():
+        found += [item for item, place in zip(family, places(family), strict=True) if place % ratios[key]]
     return found
+
+
+def places(family: list[pytest.Item]) -> list[int]:
+    """For each set of parameters of a test the sum of its values' places, in which those that vary as one count once."""
+    indices = [item.callspec.indices for item in family]  # type: ignore[attr-defined]
+    return [sum(place) for place in zip(*{tuple(of[name] for of in indices) for name in indices[0]}, strict=True)]
 
 
 def case_of(item: pytest.Item) -> str | None:
