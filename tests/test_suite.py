@@ -114,6 +114,8 @@ def test_the_whole_suite_is_thinned_and_what_is_named_is_not(monkeypatch, ratio)
     assert len(left) == ratio * (ratio - 1) and grid[0] not in left
     for parameter in "ab":
         assert len({item.callspec.indices[parameter] for item in grid if item not in left}) == ratio
+    file, (name, *_) = next(iter(thinned.WHOLE.items()))
+    assert len(thinned.left_out(Asked, [Item(file, name), Item(file, "test_another")])) == 1
     monkeypatch.setenv("TEST_ALL", "1")
     assert thinned.left_out(Asked, items) == []
     monkeypatch.delenv("TEST_ALL")
@@ -124,7 +126,8 @@ def test_the_whole_suite_is_thinned_and_what_is_named_is_not(monkeypatch, ratio)
 def test_what_is_thinned_is_there():
     """And is thinned once."""
     seen = set()
-    for file, names in ((file, names) for of in thinned.THINNED.values() for file, names in of.items()):
+    tables = (*thinned.THINNED.values(), thinned.WHOLE)
+    for file, names in ((file, names) for of in tables for file, names in of.items()):
         source = (Path(thinned.__file__).parent / file).read_text()
         assert [name for name in names if f"def {name}(" not in source] == [], file
         assert not seen & {(file, name) for name in names}

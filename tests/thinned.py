@@ -242,6 +242,19 @@ RARE: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
+# Tests that are left out: each takes seconds, and neither a branch of the package nor a promise of the documentation is
+# tried by it alone.
+WHOLE: dict[str, tuple[str, ...]] = {
+    "backends/test_compiled_autograd.py": ("test_with_kernels",),
+    "frontend/test_autocast.py": ("test_as_exact_as_inductor",),
+    "memory/test_estimate.py": ("test_a_loop_over_experts_that_fuses",),
+    "memory/test_fit_out_of_memory.py": ("test_no_lever_runs_in_eager",),
+    "remat/test_auto.py": ("test_dynamic_sizes", "test_what_the_forward_overwrites_is_not_read_anew"),
+    "remat/test_solver.py": ("test_what_is_in_the_layers_of_latent_attention_is_given_up_unless_the_peak_would_rise",),
+    "trainers/test_hugging_face.py": ("test_trainer_without_logits",),
+}  # fmt: skip
+
+
 def left_out(config: pytest.Config, items: list[pytest.Item]) -> list[pytest.Item]:
     """What a run of the whole suite leaves out of `items`: nothing under `TEST_ALL=1`."""
     tests = Path(__file__).parent
@@ -256,7 +269,7 @@ def left_out(config: pytest.Config, items: list[pytest.Item]) -> list[pytest.Ite
         name = getattr(item, "originalname", item.name)
         if (file, name) in ratios:
             families[file, name].append(item)
-        elif case_of(item) in RARE.get(file, ()):
+        elif case_of(item) in RARE.get(file, ()) or name in WHOLE.get(file, ()):
             found.append(item)
     for key, family in families.items():
         found += [item for item, place in zip(family, places(family), strict=True) if place % ratios[key]]
