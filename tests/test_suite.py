@@ -11,7 +11,7 @@ import torch
 
 from tests import conftest, seeds, thinned
 from tests.repeat import failed_in, table
-from tests.sharding import ranks, test_dtensors
+from tests.sharding import heads, ranks, test_dtensors, test_heads
 
 DRAWS = """
 import pytest, torch
@@ -134,13 +134,16 @@ def test_what_is_thinned_is_there():
         seen |= {(file, name) for name in names}
 
 
-def test_rare_cases_are_left_out_and_no_test_reads_them_otherwise(monkeypatch):
-    (file, rare), *others = thinned.RARE.items()
-    assert not others and file == "sharding/test_dtensors.py"
-    assert set(rare) <= ranks.CASES.keys() and not set(rare) & set(test_dtensors.READ)
-
-    items = [Item(file, "test_of_cases", {"case": case}) for case in ranks.CASES]
+@pytest.mark.parametrize(
+    ("tests", "cases"), [(test_dtensors, ranks.CASES), (test_heads, heads.CASES)], ids=["dtensors", "heads"]
+)
+def test_rare_cases_are_left_out_and_no_test_reads_them_otherwise(monkeypatch, tests, cases):
+    assert len(thinned.RARE) == 2
+    file = Path(tests.__file__).relative_to(Path(thinned.__file__).parent).as_posix()
+    rare = thinned.RARE[file]
+    assert set(rare) <= cases.keys() and not set(rare) & set(tests.READ)
+    items = [Item(file, "test_of_cases", {"case": case}) for case in cases]
     monkeypatch.delenv("TEST_ALL", raising=False)
-    assert [thinned.case_of(item) for item in thinned.left_out(Asked, items)] == [c for c in ranks.CASES if c in rare]
+    assert [thinned.case_of(item) for item in thinned.left_out(Asked, items)] == [c for c in cases if c in rare]
     monkeypatch.setenv("TEST_ALL", "1")
     assert thinned.left_out(Asked, items) == []
