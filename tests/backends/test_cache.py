@@ -93,9 +93,8 @@ class Runner:
             "TORCHINDUCTOR_CACHE_DIR": str(self.home / "cache"),
             "PYTHONPATH": "",
             "OMP_NUM_THREADS": "1",
-            # A pool of compilers, and headers compiled ahead, cost a process that compiles two kernels more than they save.
+            # A pool of compilers costs a process that compiles two kernels more than it saves.
             "TORCHINDUCTOR_COMPILE_THREADS": "1",
-            "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",
             "TORCHINDUCTOR_VEC_ISA_OK": "1",
         }
         given = json.dumps([(str(root), steps) for root, steps in jobs])
