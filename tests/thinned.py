@@ -207,6 +207,10 @@ THINNED: dict[int, dict[str, tuple[str, ...]]] = {
         "test_explainer.py": ("test_explain_reports_what_compiling_does_around_sizes_that_values_decide",),
         "test_layout.py": ("test_inductor_is_behind_the_backends", "test_nothing_asks_for_a_device"),
         "test_pipeline.py": ("test_changing_shapes_recompile_no_more_than_in_dynamo_alone", "test_inference"),
+        "test_surface.py": (
+            "test_module_names_do_not_depend_on_the_name_of_self",
+            "test_unmet_requirement_says_how_often_the_pass_fired",
+        ),
         "trainers/test_enable.py": ("test_passes_fire",),
         "trainers/test_hugging_face.py": ("test_trainer",),
     },
@@ -219,7 +223,6 @@ THINNED: dict[int, dict[str, tuple[str, ...]]] = {
             "test_hidden_writes_fall_back", "test_other_writes_are_captured",
             "test_without_gradients_nothing_is_hidden", "test_writes_to_what_nothing_has_read_run_ahead",
         ),
-        "frontend/test_selective_checkpoint.py": ("test_sites_fire_inside",),
         "frontend/test_transforms.py": ("test_what_stands_around_it_is_rewritten",),
         "lowerings/test_compiled_for_hopper.py": ("test_a_recurrence",),
         "lowerings/test_down_norm_up.py": ("test_latent_kept_on_request", "test_opcheck_shapes"),
@@ -328,8 +331,8 @@ RARE: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
-# Tests that are left out: each takes seconds, and neither a branch of the package nor a promise of the documentation is
-# tried by it alone.
+# Tests that are left out: each takes seconds, and other tests take its branches of the package, by themselves or beside
+# other things.
 WHOLE: dict[str, tuple[str, ...]] = {
     "_torch/test_missing.py": ("test_no_lack_breaks_a_frame",),
     "backends/test_compiled_autograd.py": ("test_with_kernels",),
