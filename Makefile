@@ -26,11 +26,14 @@ PIP   := $(BIN)/python -m pip install --disable-pip-version-check
 XLA_VENV  := .venv-xla
 XLA_READY := $(XLA_VENV)/.installed
 
-# Triton reads TRITON_INTERPRET when it is imported, so what runs kernels on CPU needs a process of its own.
-KERNEL_TESTS := tests/lowerings/test_lowerings_agree.py tests/lowerings/test_fuzz.py tests/lowerings/test_ssd_scan_kernels.py \
-	tests/lowerings/test_sparse_mla.py tests/lowerings/test_mla_decode.py tests/lowerings/test_moe_float8.py \
-	tests/lowerings/test_moe_sorted.py tests/lowerings/test_linear_cross_entropy_kernels.py \
-	tests/lowerings/test_compressed_linear_kernels.py
+# Triton reads TRITON_INTERPRET when it is imported, so what runs kernels on CPU needs a process of its own. Of files that
+# hold other tests, too, it runs those of kernels.
+KERNEL_TESTS := tests/lowerings/test_lowerings_agree.py tests/lowerings/test_fuzz.py \
+	tests/lowerings/test_ssd_scan_kernels.py tests/lowerings/test_sparse_mla.py::TestKernels \
+	tests/lowerings/test_mla_decode.py::TestKernels tests/lowerings/test_moe_float8.py::TestKernels \
+	tests/lowerings/test_moe_sorted.py::test_float8_kernels tests/lowerings/test_linear_cross_entropy_kernels.py \
+	tests/lowerings/test_compressed_linear_kernels.py tests/lowerings/test_gated_delta_rule_kernels.py \
+	tests/lowerings/test_gated_delta_rule_backward_kernels.py
 
 # Neither needs torch: the documentation is read off the source as text.
 DOCS_VENV  := .venv-docs
@@ -66,7 +69,7 @@ unit: $(READY)  ## the whole test suite alone
 	@echo "== pytest, Triton kernels through the interpreter"
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(WORKERS) -q $(KERNEL_TESTS)
 
-test-all: $(READY)  ## the whole suite with all parameters of the tests that `make test` runs a third of
+test-all: $(READY)  ## the whole suite with the tests and parameters that `make test` leaves out
 	TEST_ALL=1 $(MAKE) unit
 
 test-repeat: $(READY)  ## the test suite N times, each time in another order, and a table of what failed; N=20

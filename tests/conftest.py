@@ -18,7 +18,8 @@ import pytest
 import torch
 from functorch.compile import make_boxed_func
 from torch import fx
-from torch._dynamo import guards
+from torch._decomp.decompositions_for_rng import PhiloxStateTracker
+from torch._dynamo import guards, trace_rules
 from torch._inductor import compile_fx as module
 from torch._inductor import config as inductor_config
 from torch._inductor.virtualized import V
@@ -58,7 +59,9 @@ def quick_compilers():
     tests that are about kernels as users get them ask for `vectorised`. Collecting garbage among the millions of
     objects that imports leave behind finds nothing and takes a tenth of the time. As much again goes into what torch
     does for its telemetry at each compilation: all graphs as text, which pytest has torch's trace log write, as that
-    does not propagate, and a measurement of the guards, for which it flushes the CPU's caches."""
+    does not propagate, and a measurement of the guards, for which it flushes the CPU's caches. A twentieth goes into
+    two things that torch does over and over: it makes the same paths of files canonical at each call that it inlines,
+    and empty tensors for random states at each trace, which nobody asks for unless AOTAutograd makes ops of them."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(200_000, 20, 20)
@@ -70,6 +73,11 @@ def quick_compilers():
         pytest.MonkeyPatch.context() as patch,
     ):
         patch.setattr(guards, "profile_guard_manager", lambda *_: 0.0)
+        if canonical := getattr(trace_rules, "_as_posix_path", None):
+            patch.setattr(trace_rules, "_as_posix_path", functools.cache(canonical))
+        if not torch._functorch.config.functionalize_rng_ops:
+            PhiloxStateTracker.reset()
+            patch.setattr(PhiloxStateTracker, "reset", lambda: None)
         yield
 
 

@@ -11,7 +11,7 @@ import torch
 
 from tests import conftest, seeds, thinned
 from tests.repeat import failed_in, table
-from tests.sharding import ranks, test_dtensors
+from tests.sharding import heads, ranks, test_dtensors, test_heads
 
 DRAWS = """
 import pytest, torch
@@ -84,48 +84,66 @@ def test_failures_are_counted_by_test():
     assert table(Counter(), 20) == "20 runs, none failed"
 
 
-def test_the_whole_suite_is_thinned_and_what_is_named_is_not(monkeypatch):
-    class Item:
-        def __init__(self, file, name):
-            self.path, self.originalname, self.name = Path(thinned.__file__).parent / file, name, f"{name}[a]"
+class Item:
+    """One set of parameters of a test, as the plugin sees it."""
 
-    class Config:
-        invocation_params = types.SimpleNamespace(dir=Path(thinned.__file__).parents[1])
-        args = ("tests",)
+    def __init__(self, file, name, params=None, **indices):
+        self.path, self.originalname, self.name = Path(thinned.__file__).parent / file, name, f"{name}[a]"
+        self.callspec = types.SimpleNamespace(indices=indices, params=params or {})
 
-    file, (name, *_) = next(iter(thinned.THINNED.items()))
-    items = [*(Item(file, name) for _ in range(7)), Item(file, "test_another"), Item("test_nowhere.py", name)]
+
+class Asked:
+    """A run that asks for the whole suite."""
+
+    invocation_params = types.SimpleNamespace(dir=Path(thinned.__file__).parents[1])
+    args = ("tests",)
+
+
+@pytest.mark.parametrize("ratio", thinned.THINNED)
+def test_the_whole_suite_is_thinned_and_what_is_named_is_not(monkeypatch, ratio):
+    file, (name, *_) = next(iter(thinned.THINNED[ratio].items()))
+    items = [
+        *(Item(file, name, a=i, b=i) for i in range(2 * ratio + 1)),
+        Item(file, "test_another"),
+        Item("x.py", name),
+    ]
     monkeypatch.delenv("TEST_ALL", raising=False)
-    assert thinned.left_out(Config, items) == [items[i] for i in (1, 2, 4, 5)]
-    monkeypatch.setattr(Config, "args", (f"tests/{file}",))
-    assert thinned.left_out(Config, items) == []
-    monkeypatch.setattr(Config, "args", ("tests",))
+    assert thinned.left_out(Asked, items) == [items[i] for i in range(2 * ratio) if i % ratio]
+    grid = [Item(file, name, a=i, b=j) for i in range(ratio) for j in range(ratio)]
+    left = thinned.left_out(Asked, grid)
+    assert len(left) == ratio * (ratio - 1) and grid[0] not in left
+    for parameter in "ab":
+        assert len({item.callspec.indices[parameter] for item in grid if item not in left}) == ratio
+    file, (name, *_) = next(iter(thinned.WHOLE.items()))
+    assert len(thinned.left_out(Asked, [Item(file, name), Item(file, "test_another")])) == 1
     monkeypatch.setenv("TEST_ALL", "1")
-    assert thinned.left_out(Config, items) == []
+    assert thinned.left_out(Asked, items) == []
+    monkeypatch.delenv("TEST_ALL")
+    monkeypatch.setattr(Asked, "args", (f"tests/{file}",))
+    assert thinned.left_out(Asked, items) == []
 
 
 def test_what_is_thinned_is_there():
-    for file, names in thinned.THINNED.items():
+    """And is thinned once."""
+    seen = set()
+    tables = (*thinned.THINNED.values(), thinned.WHOLE)
+    for file, names in ((file, names) for of in tables for file, names in of.items()):
         source = (Path(thinned.__file__).parent / file).read_text()
         assert [name for name in names if f"def {name}(" not in source] == [], file
+        assert not seen & {(file, name) for name in names}
+        seen |= {(file, name) for name in names}
 
 
-def test_rare_cases_are_left_out_and_no_test_reads_them_otherwise(monkeypatch):
-    (file, rare), *others = thinned.RARE.items()
-    assert not others and file == "sharding/test_dtensors.py"
-    assert set(rare) <= ranks.CASES.keys() and not set(rare) & set(test_dtensors.READ)
-
-    class Item:
-        def __init__(self, case):
-            self.path, self.originalname = Path(thinned.__file__).parent / file, "test_of_cases"
-            self.name, self.callspec = f"test_of_cases[{case}]", types.SimpleNamespace(params={"case": case})
-
-    class Config:
-        invocation_params = types.SimpleNamespace(dir=Path(thinned.__file__).parents[1])
-        args = ("tests",)
-
-    items = [Item(case) for case in ranks.CASES]
+@pytest.mark.parametrize(
+    ("tests", "cases"), [(test_dtensors, ranks.CASES), (test_heads, heads.CASES)], ids=["dtensors", "heads"]
+)
+def test_rare_cases_are_left_out_and_no_test_reads_them_otherwise(monkeypatch, tests, cases):
+    assert len(thinned.RARE) == 2
+    file = Path(tests.__file__).relative_to(Path(thinned.__file__).parent).as_posix()
+    rare = thinned.RARE[file]
+    assert set(rare) <= cases.keys() and not set(rare) & set(tests.READ)
+    items = [Item(file, "test_of_cases", {"case": case}) for case in cases]
     monkeypatch.delenv("TEST_ALL", raising=False)
-    assert [thinned.case_of(item) for item in thinned.left_out(Config, items)] == [c for c in ranks.CASES if c in rare]
+    assert [thinned.case_of(item) for item in thinned.left_out(Asked, items)] == [c for c in cases if c in rare]
     monkeypatch.setenv("TEST_ALL", "1")
-    assert thinned.left_out(Config, items) == []
+    assert thinned.left_out(Asked, items) == []

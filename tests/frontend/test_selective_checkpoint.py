@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from megacpp_compile import record
 from tests.corpus.spellings import PlainMLA, tables
-from tests.frames import check
+from tests.frames import TOLERANCE, check, largest_error, train
 from tests.test_pipeline import PassedOn
 
 aten = torch.ops.aten
@@ -91,9 +91,11 @@ def test_sites_fire_inside(name):
 
 
 def test_at_a_second_length():
-    model = Regions(every_second_product)
-    assert check(model, inputs(), dynamic=True).fired == SITES
-    assert check(model, inputs(7), dynamic=True).fired == SITES
+    model, args = Regions(every_second_product), inputs(7)
+    frames = check(model, inputs(), dynamic=True)
+    assert frames.fired == SITES
+    got = train(frames.compiled, model, args)
+    assert largest_error(got, train(model, model, args))[0] <= TOLERANCE[torch.float32] and len(frames.graphs) == 1
 
 
 def test_the_policy_is_asked_what_eager_asks_it():

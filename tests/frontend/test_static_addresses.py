@@ -35,7 +35,7 @@ def static(monkeypatch):
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_parameters_and_buffers_stay_in_place(static, dynamic):
+def test_parameters_and_buffers_stay_in_place(static, dynamic, no_kernels):
     counts = {}
     for backend in ("inductor", "megacpp"):
         torch._dynamo.reset()

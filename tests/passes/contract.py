@@ -4,7 +4,7 @@ reason to be wrong."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -97,28 +97,36 @@ class Watched:
         before = _state(view.graph) if before is None else before
         found = list(self.watched.find(view))
         after = view.__dict__["as_left"] = _state(view.graph)
-        for n in before.keys() | after.keys():
-            was, now = before.get(n, {}), after.get(n, {})
-            if was != now:
-                self.changed += [f"{n.name}: {key}" for key in was.keys() | now.keys() if was.get(key) != now.get(key)]
+        if before != after:
+            self.changed += _changes(before, after)
         return found
 
 
-def _state(graph: Graph) -> dict[Node, dict[str, Any]]:
-    """All that a node is made of; values in its meta by identity, and what mutable ones hold."""
+_PARTS = ("target", "args", "kwargs", "users", "next", "keys of meta", "meta")
+
+
+def _state(graph: Graph) -> dict[Node, tuple[Any, ...]]:
+    """All that a node is made of, as `_PARTS` has it; values in its meta by identity, and what mutable ones hold."""
     return {
-        n: {
-            "target": n.target, "args": n.args, "kwargs": n.kwargs, "users": tuple(n.users), "next": n.next,
-            **{f"meta {key}": _held(v) for key, v in n.meta.items()},
-        }
+        n: (n.target, n.args, n.kwargs, tuple(n.users), n.next, tuple(n.meta), tuple(map(_held, n.meta.values())))
         for n in graph.nodes
-    }  # fmt: skip
+    }
 
 
 def _held(v: Any) -> Any:
     if isinstance(v, dict):
         return id(v), *v, *map(_held, v.values())
     return (id(v), *map(_held, v)) if isinstance(v, list | set) else id(v)
+
+
+def _changes(before: dict[Node, tuple[Any, ...]], after: dict[Node, tuple[Any, ...]]) -> Iterator[str]:
+    for n in before.keys() | after.keys():
+        was, now = (dict(zip(_PARTS, state.get(n, ()), strict=False)) for state in (before, after))
+        for part in _PARTS[:5]:
+            if was.get(part) != now.get(part):
+                yield f"{n.name}: {part}"
+        was, now = (dict(zip(of.get("keys of meta", ()), of.get("meta", ()), strict=True)) for of in (was, now))
+        yield from (f"{n.name}: meta {key}" for key in was.keys() | now.keys() if was.get(key) != now.get(key))
 
 
 class Autocast(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 import pytest
@@ -38,6 +39,20 @@ def planned(monkeypatch):
     return at
 
 
+@pytest.fixture(scope="module")
+def usual():
+    """Steps that several tests look at, of stacks of so many layers, planned as `planned` has them."""
+
+    @functools.cache
+    def made(layers, policy):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(backend, "LEAST_READ", 0)
+            patch.setattr(backend, "rates", lambda target: SLOW_GEMMS)
+            return step(*models.mla(layers), {"policy": policy})
+
+    return made
+
+
 def chosen(made):
     (found,) = [AutoPlan(**f.auto) for f in made.report.frames if f.auto]
     return found
@@ -55,9 +70,8 @@ def close(one, other):
     torch.testing.assert_close((one.output, one.gradients), (other.output, other.gradients))
 
 
-def test_a_stack_saves_less_and_says_how_much(planned):
-    model, inputs = models.mla(3)
-    none, auto = step(model, inputs, {"policy": "none"}), step(model, inputs, AUTO)
+def test_a_stack_saves_less_and_says_how_much(usual):
+    none, auto = usual(3, "none"), usual(3, "auto")
     close(auto, none)
     found = chosen(auto)
     assert found.taken and found.reason == ""
@@ -101,9 +115,8 @@ def test_latents_are_recomputed_where_their_gemm_is_as_fast_as_memory(planned):
     assert (found.latents["kept"], found.latents["recomputed"]) == (0, 1) and auto.saved == none.saved
 
 
-def test_the_same_plan_every_time(planned):
-    model, inputs = models.mla(2)
-    one, other = (step(model, inputs, AUTO) for _ in range(2))
+def test_the_same_plan_every_time(planned, usual):
+    one, other = usual(3, "auto"), step(*models.mla(3), AUTO)
     assert [g.code for g in one.graphs] == [g.code for g in other.graphs]
     assert one.report.frames[0].auto == other.report.frames[0].auto
 
@@ -118,10 +131,9 @@ def test_none_is_no_policy():
     assert [f.auto for s in (one, other) for f in s.report.frames] == [None, None]
 
 
-def test_auto_is_the_default(planned):
+def test_auto_is_the_default(planned, usual):
     assert Config() == Config(policy="auto")
-    model, inputs = models.mla(3)
-    one, other = step(model, inputs, {}), step(model, inputs, AUTO)
+    one, other = step(*models.mla(3), {}), usual(3, "auto")
     assert [g.code for g in one.graphs] == [g.code for g in other.graphs] and chosen(one).taken
 
 
@@ -132,10 +144,9 @@ def test_a_frame_in_which_no_pass_fires_is_inductors(planned):
     assert [f.auto for f in auto.report.frames] == [None]
 
 
-def test_a_small_frame_is_as_without(monkeypatch):
+def test_a_small_frame_is_as_without(usual):
     """Below 32 MiB there is nothing to spare: the graphs are those of "none", and no table speaks of it."""
-    model, inputs = models.mla(2)
-    none, auto = (step(model, inputs, {"policy": policy}) for policy in ("none", "auto"))
+    none, auto = usual(2, "none"), step(*models.mla(2), AUTO)
     assert [g.code for g in none.graphs] == [g.code for g in auto.graphs]
     assert "less than 32 MiB" in chosen(auto).reason and "policy auto" not in str(auto.report)
 
@@ -224,15 +235,14 @@ def test_the_limit_on_what_is_spared():
     assert not worth_taking(Predicted(100, at, 1), none)
 
 
-def test_dynamic_sizes(planned):
-    model, inputs = models.mla(2)
-    none, auto = step(model, inputs, {"policy": "none"}), step(model, inputs, AUTO, dynamic=True)
+def test_dynamic_sizes(planned, usual):
+    none, auto = usual(2, "none"), step(*models.mla(2), AUTO, dynamic=True)
     close(auto, none)
     assert chosen(auto).taken and auto.saved < none.saved
 
 
 def test_autocast(planned):
-    model, inputs = models.mla(3)
+    model, inputs = models.mla(2)
     made = [
         step(model, inputs, {"policy": policy}, around=torch.autocast("cpu", torch.bfloat16))
         for policy in ("none", "auto")
@@ -245,7 +255,7 @@ def test_autocast(planned):
 
 def test_dropout_draws_the_same_again(planned):
     """The partitioner divides the graph twice, and both times hands out the forward's random numbers."""
-    model = routed(3, dropout=0.2)
+    model = routed(2, dropout=0.2)
     none, auto = (step(model, (models.hidden(),), {"policy": policy}) for policy in ("none", "auto"))
     assert chosen(auto).taken and auto.saved < none.saved
     close(auto, none)
@@ -295,13 +305,13 @@ def test_nothing_is_said_of_inference(planned):
     assert [f.auto for f in report.frames] == [None]
 
 
-def test_a_defect_leaves_the_frame_to_the_partitioner(planned, monkeypatch):
+def test_a_defect_leaves_the_frame_to_the_partitioner(planned, usual, monkeypatch):
     def broken(*_):
         raise ZeroDivisionError("a defect")
 
+    none = usual(2, "none")
     monkeypatch.setattr(Ladder, "within", broken)
-    model, inputs = models.mla(2)
-    none, auto = (step(model, inputs, {"policy": policy}) for policy in ("none", "auto"))
+    auto = step(*models.mla(2), AUTO)
     assert [g.code for g in none.graphs] == [g.code for g in auto.graphs]
     assert chosen(auto).reason == "internal error: ZeroDivisionError: a defect"
 
