@@ -97,9 +97,10 @@ def _refusal(view: GraphView, head: Head, found: list[HeadLoss]) -> MatchFailure
 
 def _few_tokens(head: Head, found: list[HeadLoss], gradients: set[Node]) -> MatchFailure | None:
     logits, weight = value(head.linear.node), head.linear.w
-    if logits.device.type != SMALL_ON or weight not in gradients or not any(site.summed for site in found):
+    kept = sum(site.summed for site in found)
+    if logits.device.type != SMALL_ON or weight not in gradients or not kept:
         return None
-    size, least = nbytes(logits), WEIGHTS * nbytes(value(weight))
+    size, least = nbytes(logits), kept * WEIGHTS * nbytes(value(weight))
     if size >= least:
         return None
     reason = (
@@ -144,7 +145,7 @@ def _match(view: GraphView, site: HeadLoss, gradients: set[Node]) -> Match | Mat
     states = view.mode_states
     root = linear if states[linear] == states[loss] else loss  # the report names the head where it may
     sizes = sizes_read_elsewhere(site, inputs)
-    outputs = [*(output.read.node for output in site.outputs), *sizes]
+    outputs = [*(output.read.node for output in site.outputs), *site.blanks, *sizes]
     if place(inputs, outputs, root, states) is None:
         return MatchFailure(root, *REGION)
 

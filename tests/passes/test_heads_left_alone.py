@@ -135,9 +135,8 @@ def test_refuses_rows_of_unknown_number(body):
 # --- between linear and loss: told with a remedy
 
 
-def padded_words(m, x, labels):
-    """Rows of the weight that are no words, cut off behind the GEMM."""
-    return F.cross_entropy(m.proj(x)[..., : WORDS - 2].flatten(0, 1), labels.flatten().clamp(max=WORDS - 3))
+def every_other_word(m, x, labels):
+    return F.cross_entropy(m.proj(x)[..., ::2].flatten(0, 1), labels.flatten().clamp(max=WORDS // 2))
 
 
 def masked_words(m, x, labels):
@@ -164,7 +163,7 @@ def biased_rows(m, x, labels):
 
 
 REMEDIES = {
-    padded_words: "the weight's rows", masked_words: "that are words alone", scaled_rows: "multiply the hidden states",
+    every_other_word: "the weight's rows", masked_words: "that are words alone", scaled_rows: "multiply the hidden states",
     scaled_words: "multiply the weight", learned_cap: "in front of a softcap", biased_rows: "an element a word",
 }  # fmt: skip
 
@@ -175,6 +174,55 @@ def test_refuses_what_stands_between(body, remedy):
     assert_refused(NAME, "between", module, args)
     (miss,) = run(module, args).misses
     assert remedy in miss.reason and "stands between the linear and its loss" in miss.reason
+
+
+def capped_twice(m, x, labels):
+    return F.cross_entropy(torch.sigmoid(torch.tanh(m.proj(x)) + 1).flatten(0, 1), labels.flatten())
+
+
+def words_of_log_probabilities(m, x, labels):
+    """All words are in the denominator."""
+    logp = m.proj(x).log_softmax(-1)[..., : WORDS - 2]
+    return F.nll_loss(logp.flatten(0, 1), labels.clamp(max=WORDS - 3).flatten())
+
+
+def number_behind_a_log_softmax(m, x, labels):
+    return F.nll_loss((m.proj(x).log_softmax(-1) + 0.5).flatten(0, 1), labels.flatten())
+
+
+def numbers_of_other_rows(m, x, labels):
+    """Each row's log-probability of the next row's word."""
+    logp = m.proj(x).flatten(0, 1).log_softmax(-1)
+    rows = torch.arange(1, 1 + labels.numel()) % labels.numel()
+    return logp[rows, labels.flatten().clamp(min=0)]
+
+
+def numbers_across(m, x, labels):
+    """Pairs of rows and words."""
+    logp = m.proj(x)[:, :2].log_softmax(-1)
+    return logp[torch.arange(2), torch.arange(2)[:, None], labels[:, :2].clamp(min=0)]
+
+
+@pytest.mark.parametrize(
+    "body", [capped_twice, words_of_log_probabilities, number_behind_a_log_softmax, numbers_of_other_rows,
+             numbers_across], ids=lambda f: f.__name__,
+)  # fmt: skip
+def test_what_looks_alike_stays(body):
+    assert not check(*build(body)).counts[NAME]
+
+
+def test_refuses_a_number_that_would_be_rounded():
+    """In front of a softcap it is a bias, in the linear's dtype; behind all else it is nothing to a loss."""
+
+    def body(m, x, labels):
+        logits = torch.tanh(m.proj(x).float() + 0.1)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    def nothing(m, x, labels):
+        return F.cross_entropy((m.proj(x).float() + 0.1).flatten(0, 1), labels.flatten())
+
+    assert_refused(NAME, "between", *build(body, dtype=torch.bfloat16))
+    assert_fires(NAME, *build(nothing, dtype=torch.bfloat16))
 
 
 def test_refuses_a_bias_that_would_be_rounded():
@@ -248,6 +296,11 @@ def routed_to_one(m, x, labels):
     return logits.gather(-1, chosen).sigmoid().sum() + logits.logsumexp(-1).square().mean()
 
 
+def routed_by_hash(m, x, labels):
+    """The score of an expert that a table names."""
+    return m.proj(x).softmax(-1).gather(-1, labels.clamp(min=0)[..., None]) * x.sum(-1, keepdim=True)
+
+
 def attended(m, x, labels):
     scores = (m.proj(x) @ m.embed.weight @ x.transpose(1, 2)).softmax(-1)
     return scores @ x
@@ -263,7 +316,7 @@ def mean_square(m, x, labels):
 
 
 @pytest.mark.parametrize(
-    "body", [logits_alone, routed, routed_to_one, attended, of_a_layer, mean_square], ids=lambda f: f.__name__
+    "body", [logits_alone, routed, routed_to_one, routed_by_hash, attended, of_a_layer, mean_square], ids=lambda f: f.__name__
 )
 def test_says_nothing(body):
     frames = check(*build(body))

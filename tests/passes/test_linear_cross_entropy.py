@@ -22,18 +22,26 @@ from tests.corpus.heads import (
     build,
     by_log_of_softmax,
     cap_of_the_model,
+    capped_by_a_sigmoid,
     categorical,
+    dot_with_weights,
     each_row,
     flattened,
+    later_words,
     learned_temperature,
+    losses_but_where,
+    losses_where,
     masked_logits,
     masked_mean_of_rows,
     masked_shifted,
     masked_sum,
+    mean_of_chosen_losses,
     mean_of_log_probabilities,
     mean_of_rows,
+    numbers_added,
     one_hot,
     one_hot_sum,
+    padded_words,
     per_items,
     scaled_by_a_buffer,
     selective_log_softmax,
@@ -42,9 +50,11 @@ from tests.corpus.heads import (
     shifted_logits,
     smoothed,
     softcapped,
+    sum_of_selected_losses,
     sum_over_size,
     tied,
     weighted_log_probabilities,
+    weighted_positions,
     words_second,
     z_loss,
 )
@@ -129,7 +139,9 @@ div: f32[] = div.Tensor(getitem, sum)
 return [div]""")
 
 
-SUMS = [mean_of_rows, masked_sum, weighted_log_probabilities, mean_of_log_probabilities, by_log_of_softmax]
+SUMS = [mean_of_rows, masked_sum, weighted_log_probabilities, mean_of_log_probabilities, by_log_of_softmax,
+        mean_of_chosen_losses, sum_of_selected_losses, losses_where, losses_but_where, weighted_positions,
+        dot_with_weights]  # fmt: skip
 
 
 @pytest.mark.parametrize("body", SUMS, ids=lambda f: f.__name__)
@@ -165,6 +177,33 @@ def of_each_sequence(m, x, labels):
     return loss.sum(-1).square().mean()
 
 
+def another_number_elsewhere(m, x, labels):
+    loss = F.cross_entropy(m.proj(x).flatten(0, 1), labels.flatten(), reduction="none")
+    return torch.where(labels.flatten() > 4, loss, 0.5).sum()
+
+
+def chosen_and_weighted(m, x, labels):
+    loss = F.cross_entropy(m.proj(x).flatten(0, 1), labels.flatten(), reduction="none")
+    chosen = labels.flatten() > 4
+    return (loss[chosen] * labels.flatten()[chosen]).sum()
+
+
+def chosen_sequences(m, x, labels):
+    loss = F.cross_entropy(m.proj(x).transpose(1, 2), labels, reduction="none")
+    return loss[labels[:, 0] > 11].sum()
+
+
+def mean_of_sums(m, x, labels):
+    loss = F.cross_entropy(m.proj(x).transpose(1, 2), labels, reduction="none")
+    return loss.sum(1).mean()
+
+
+def mean_for_each_count(m, x, labels):
+    loss = F.cross_entropy(m.proj(x).transpose(1, 2), labels, reduction="none")
+    counted = labels != IGNORED
+    return ((loss * counted).sum(1) / counted.sum(1)).mean()
+
+
 def weighted_by_another_site(m, x, labels):
     """Each row counts for the loss of the row in front of it."""
     logits = m.proj(x)
@@ -180,18 +219,20 @@ def test_weights_of_another_site():
 
 
 @pytest.mark.parametrize(
-    "body", [weighted_by_the_trained, read_twice, focal, two_weights, of_each_sequence], ids=lambda f: f.__name__
-)
+    "body", [weighted_by_the_trained, read_twice, focal, two_weights, of_each_sequence, another_number_elsewhere,
+             chosen_and_weighted, chosen_sequences, mean_of_sums, mean_for_each_count], ids=lambda f: f.__name__
+)  # fmt: skip
 def test_rows_that_count_by_themselves(body):
     assert gradients_of(assert_fires(NAME, *build(body))) == ("none", "")
 
 
 WITH_TENSORS = [learned_temperature, scaled_by_a_buffer, masked_logits, one_hot, categorical]
+SOME_WORDS = [padded_words, later_words, capped_by_a_sigmoid, numbers_added]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize(
-    "body", [flattened, each_row, z_loss, smoothed, softcapped, bias_behind, *WITH_TENSORS],
+    "body", [flattened, each_row, z_loss, smoothed, softcapped, bias_behind, later_words, numbers_added, *WITH_TENSORS],
     ids=lambda f: f.__name__,
 )
 def test_dtypes(body, dtype):
@@ -261,7 +302,7 @@ def test_bias(body):
 
 DYNAMIC = [flattened, words_second, shifted_logits, shifted_labels, z_loss, selective_log_softmax, several_heads,
            sum_over_size, masked_sum, mean_of_rows, cap_of_the_model, masked_shifted, masked_mean_of_rows,
-           one_hot_sum, bias_behind, bias_behind_a_scale, *WITH_TENSORS]  # fmt: skip
+           one_hot_sum, bias_behind, bias_behind_a_scale, mean_of_chosen_losses, losses_where, *WITH_TENSORS, *SOME_WORDS]  # fmt: skip
 
 
 @pytest.mark.parametrize("everything", [False, True], ids=["length", "everything"])
@@ -286,7 +327,8 @@ def test_dynamic_lengths(body, everything):
 
 
 @pytest.mark.parametrize(
-    "body", [flattened, shifted_labels, each_row, softcapped, z_loss, *WITH_TENSORS], ids=lambda f: f.__name__
+    "body", [flattened, shifted_labels, each_row, softcapped, z_loss, padded_words, capped_by_a_sigmoid, numbers_added,
+     *WITH_TENSORS], ids=lambda f: f.__name__
 )
 def test_autocast(body):
     assert_autocast(NAME, *build(body))

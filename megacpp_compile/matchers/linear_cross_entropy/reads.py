@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -25,14 +26,26 @@ _REDUCTIONS = ("none", "mean", "sum")
 
 
 @dataclasses.dataclass(frozen=True)
+class Weight:
+    """What rows are multiplied by: `tensor`, an element a row; `unless` takes a mask of those that count for nothing;
+    shape: that of rows, where the tensor has an element for several."""
+
+    tensor: Node
+    unless: bool = False
+    shape: tuple[int, ...] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class Read:
     """`node` is what `kind` says of `logits`: a row's loss, times `logits.sign`, reduced as `reduction` says; the
     target's log-probability, times that sign, or its logit; the log-sum-exp.
 
     target: int64, an element for every row, in the order of rows; None of a log-sum-exp.
     keepdim: whether the result of a read without reduction has the vocabulary's dimension, of size 1.
+    exp: whether `node` is the probability and not its logarithm.
     weights: what rows are multiplied by before they are added up, in the order of rows. through: nodes between the loss
-    of rows and `node`, which has the reduction; "rows" is the mean over all rows, "mean" that of rows not ignored.
+    of rows and `node`, which has the reduction; "rows" is the mean over all rows, or over those that the mask `chosen`
+    leaves, "mean" that of rows not ignored.
     part: (first, words, group) where the logits are those of a rank's words, as in `sharded_cross_entropy`.
     """
 
@@ -44,7 +57,9 @@ class Read:
     ignore_index: int = IGNORE_INDEX
     label_smoothing: float = 0.0
     keepdim: bool = False
-    weights: tuple[Node, ...] = ()
+    exp: bool = False
+    weights: tuple[Weight, ...] = ()
+    chosen: Node | None = None
     through: tuple[Node, ...] = ()
     part: tuple[Any, ...] = ()
 
@@ -57,13 +72,13 @@ def read_of(logits: Logits, node: Node) -> Read | MatchFailure | None:
         return _of_words(logits, node)
     if node.target is sharded_logsumexp and not logits.normalised:
         return _logsumexp_of_words(logits, node)
-    if node.target in _NLL and logits.normalised:
+    if node.target in _NLL and logits.normalised and not logits.exp:
         return _loss(logits, node, ("weight", "reduction", "ignore_index"))
     if node.target in (aten.gather.default, aten.take_along_dim.default):
         return _gathered(logits, node)
     if node.target is aten.index.Tensor:
         return _indexed(logits, node)
-    if node.target is aten.mul.Tensor:
+    if node.target is aten.mul.Tensor and not logits.exp:
         return _by_one_hot(logits, node)
     if is_logsumexp_of(node, logits, None) and not logits.normalised:
         return Read("logsumexp", node, logits, keepdim=is_logsumexp_of(node, logits))
@@ -93,6 +108,8 @@ def _of_words(logits: Logits, node: Node) -> Read | None:
     items = list(node.users)
     if len(items) != 1 or items[0].args[1] != 0 or logits.dim != min(1, value(logits.node).dim() - 1):
         return None
+    if logits.of_some_words:
+        return None
     return Read("loss", items[0], logits, target, reduction, ignored, smoothing, through=(node,), part=tuple(part))  # type: ignore[arg-type]
 
 
@@ -100,7 +117,7 @@ def _logsumexp_of_words(logits: Logits, node: Node) -> Read | None:
     """The log-sum-exp of all ranks' words."""
     _, dim, keepdim, *part = node.args
     items = list(node.users)
-    if len(items) != 1 or items[0].args[1] != 0 or logits.dim != dim:
+    if len(items) != 1 or items[0].args[1] != 0 or logits.dim != dim or logits.of_some_words:
         return None
     return Read("logsumexp", items[0], logits, keepdim=bool(keepdim), through=(node,), part=tuple(part))
 
@@ -156,7 +173,8 @@ def _summed(node: Node, dim: int) -> tuple[str | None, bool]:
 
 
 def _picked(logits: Logits, node: Node, target: Node, keepdim: bool) -> Read:
-    return Read("log-probability" if logits.normalised else "logit", node, logits, target, keepdim=keepdim)
+    kind: Kind = "log-probability" if logits.normalised else "logit"
+    return Read(kind, node, logits, target, keepdim=keepdim, exp=logits.exp)
 
 
 def _gathered(logits: Logits, node: Node) -> Read | MatchFailure | None:
@@ -178,14 +196,16 @@ def _gathered(logits: Logits, node: Node) -> Read | MatchFailure | None:
 
 
 def _indexed(logits: Logits, node: Node) -> Read | None:
-    """`logits[torch.arange(n), target]` of logits [n, v]."""
-    if node.args[0] is not logits.node or logits.dim != 1 or value(logits.node).dim() != 2:
+    """`logits[torch.arange(n), target]` of logits [n, v], or with one such index for each dimension of rows."""
+    rank = value(logits.node).dim()
+    indices = list(node.args[1])  # type: ignore[arg-type]
+    if node.args[0] is not logits.node or logits.dim != rank - 1 or len(indices) != rank or None in indices:
         return None
-    rows, target = [*node.args[1], None][:2]  # type: ignore[misc]
-    if rows is None or target is None or value(target).dim() != 1 or value(target).dtype not in _INDICES:
+    *rows, target = indices
+    sizes, shape = value(logits.node).shape[:-1], value(target).shape
+    if value(target).dtype not in _INDICES or len(shape) != rank - 1 or not all(map(same_size, sizes, shape)):
         return None
-    n = value(logits.node).shape[0]
-    if not _counts_up(rows) or not same_size(value(rows).shape[0], n) or not same_size(value(target).shape[0], n):
+    if not all(_counts_up(index, d, sizes) for d, index in enumerate(rows)):
         return None
     return _picked(logits, node, target, False)
 
@@ -193,11 +213,17 @@ def _indexed(logits: Logits, node: Node) -> Read | None:
 _INDICES = (torch.int64, torch.int32)
 
 
-def _counts_up(node: Node) -> bool:
-    """Whether `node` is 0, 1, 2, ..."""
-    if node.target is aten.arange.start:
-        return node.args[0] == 0
-    return node.target is aten.arange.default
+def _counts_up(index: Node, d: int, sizes: Sequence[Any]) -> bool:
+    """Whether `index` is 0, 1, 2, ... along dimension `d` of rows with `sizes`, and the same along all others."""
+    shape = value(index).shape
+    at = d - len(sizes) + len(shape)
+    if at < 0 or not same_size(shape[at], sizes[d]) or any(n != 1 for e, n in enumerate(shape) if e != at):
+        return False
+    while index.target in UNIT_DIMS or index.target in RESHAPES:
+        index = index.args[0]  # type: ignore[assignment]
+    if index.target is aten.arange.start:
+        return index.args[0] == 0
+    return index.target is aten.arange.default
 
 
 def same_elements(node: Node) -> Node:
