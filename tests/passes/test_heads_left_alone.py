@@ -65,6 +65,18 @@ def distilled(m, x, labels):
     return -(teacher * m.proj(x).log_softmax(-1)).sum(-1).mean()
 
 
+def divergence(m, x, labels):
+    """From a teacher's distribution."""
+    teacher = (x.detach() @ m.embed.weight.detach().T).softmax(-1)
+    return F.kl_div(F.log_softmax(m.proj(x) / 2, -1), teacher, reduction="batchmean")
+
+
+def several_words_by_hand(m, x, labels):
+    logits = m.proj(x)
+    words = torch.stack([labels, labels.roll(1)], -1).clamp(min=0)
+    return (logits.logsumexp(-1, keepdim=True) - logits.gather(-1, words)).mean()
+
+
 def several_words(m, x, labels):
     words = torch.stack([labels, labels.roll(1)], -1).clamp(min=0)
     return m.proj(x).log_softmax(-1).gather(-1, words).mean()
@@ -83,8 +95,8 @@ def half_without_gradients(m, x, labels):
 NEAR_MISSES = {
     "logits-kept": [kept, accuracy, entropy, last_logits, scaled_by_itself],
     "class-weights": [class_weights],
-    "soft-targets": [probabilities, distilled],
-    "several-targets": [several_words],
+    "soft-targets": [probabilities, distilled, divergence],
+    "several-targets": [several_words, several_words_by_hand],
     "dtype": [in_double],
     "region": [half_without_gradients],
 }
@@ -162,8 +174,37 @@ def biased_rows(m, x, labels):
     return F.cross_entropy((m.proj(x) + m.embed(labels.clamp(min=0)) @ m.embed.weight.T).flatten(0, 1), labels.flatten())
 
 
+def temperature_of_rows(m, x, labels):
+    """Of each row's log-probability, not its loss."""
+    logp = (m.proj(x) / x.detach().norm(dim=-1, keepdim=True)).float().log_softmax(-1)
+    return -torch.gather(logp, -1, labels.clamp(min=0).unsqueeze(-1)).mean()
+
+
+def bounded(m, x, labels):
+    return F.cross_entropy(m.proj(x).clamp(-2, 2).flatten(0, 1), labels.flatten())
+
+
+def words_filled(m, x, labels):
+    logits = m.proj(x)
+    logits[..., WORDS - 2 :] = -1e9
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten().clamp(max=WORDS - 3))
+
+
+def put_together(m, x, labels):
+    logits = torch.cat([m.proj(part) for part in x.chunk(2, 1)], 1)
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def words_of_one_half(m, x, labels):
+    logits = F.linear(x, m.embed.weight[1:]).unflatten(-1, (2, -1))
+    wanted = labels.flatten().clamp(max=10)
+    return sum(F.cross_entropy(logits[..., i, :].flatten(0, 1), wanted) for i in range(2))
+
+
 REMEDIES = {
-    every_other_word: "the weight's rows", masked_words: "that are words alone", scaled_rows: "multiply the hidden states",
+    temperature_of_rows: "multiply the hidden states", bounded: "softcap", words_filled: "off, `logits[..., :words]`",
+    put_together: "put hidden states together", words_of_one_half: "choose the weight's rows",
+    every_other_word: "the weight's rows", masked_words: "off, `logits[..., :words]`", scaled_rows: "multiply the hidden states",
     scaled_words: "multiply the weight", learned_cap: "in front of a softcap", biased_rows: "an element a word",
 }  # fmt: skip
 
@@ -296,6 +337,13 @@ def routed_to_one(m, x, labels):
     return logits.gather(-1, chosen).sigmoid().sum() + logits.logsumexp(-1).square().mean()
 
 
+def routed_to_several(m, x, labels):
+    """Experts' scores and a z-loss, with experts that tokens choose elsewhere."""
+    logits = m.proj(x)
+    chosen = m.embed(labels.clamp(min=0)).topk(2)[1]
+    return logits.gather(-1, chosen).sigmoid().sum() + x.logsumexp(-1).square().mean()
+
+
 def routed_by_hash(m, x, labels):
     """The score of an expert that a table names."""
     return m.proj(x).softmax(-1).gather(-1, labels.clamp(min=0)[..., None]) * x.sum(-1, keepdim=True)
@@ -316,7 +364,8 @@ def mean_square(m, x, labels):
 
 
 @pytest.mark.parametrize(
-    "body", [logits_alone, routed, routed_to_one, routed_by_hash, attended, of_a_layer, mean_square], ids=lambda f: f.__name__
+    "body", [logits_alone, routed, routed_to_one, routed_to_several, routed_by_hash, attended, of_a_layer,
+             mean_square], ids=lambda f: f.__name__,
 )
 def test_says_nothing(body):
     frames = check(*build(body))

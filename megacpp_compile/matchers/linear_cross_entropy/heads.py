@@ -17,7 +17,7 @@ from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.linear import Linear, match_linear
 from megacpp_compile.matchers.linear_cross_entropy import logits as logits_of
 from megacpp_compile.matchers.linear_cross_entropy.logits import Logits
-from megacpp_compile.matchers.linear_cross_entropy.reads import Read, read_of, same_elements
+from megacpp_compile.matchers.linear_cross_entropy.reads import SEVERAL, Read, read_of, same_elements
 from megacpp_compile.matchers.linear_cross_entropy.rows import first_of, keys
 from megacpp_compile.matchers.linear_cross_entropy.sums import summed
 
@@ -96,6 +96,7 @@ _LOSSES = {aten.cross_entropy_loss.default, aten.log_softmax.int, aten._log_soft
 
 def _head(linear: Linear) -> Head | None:
     reads, blanks, others, failures = list[Read](), list[Node](), list[Node](), list[MatchFailure]()
+    several = list[MatchFailure]()
     sizes = dict[Node, Logits]()
     for logits, reader in logits_of.readers(logits_of.of(linear)):
         found = read_of(logits, reader)
@@ -105,6 +106,8 @@ def _head(linear: Linear) -> Head | None:
             reads.append(found)
         elif reader.target in _BLANKS and len(reader.all_input_nodes) == 1:
             blanks.append(reader)
+        elif found is not None and found.tag == SEVERAL and not logits.normalised:
+            several.append(found)
         elif found is not None:
             failures.append(found)
         else:
@@ -114,6 +117,10 @@ def _head(linear: Linear) -> Head | None:
     if others:  # what is computed from the logits themselves, such as their entropy
         failures = [f for f in failures if f.node.target is not aten.mul.Tensor or f.tag == "rows"]
     kinds = {read.kind for read in reads}
+    if "logsumexp" in kinds and not others:
+        failures += several
+    else:  # the scores of experts that were chosen
+        others += [miss.node for miss in several]
     by_hand = kinds >= {"logit", "logsumexp"} and not others  # else it may be a router
     if not failures and not kinds & {"loss", "log-probability"} and not by_hand:
         return None

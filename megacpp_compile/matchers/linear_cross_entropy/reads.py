@@ -74,6 +74,8 @@ def read_of(logits: Logits, node: Node) -> Read | MatchFailure | None:
         return _logsumexp_of_words(logits, node)
     if node.target in _NLL and logits.normalised and not logits.exp:
         return _loss(logits, node, ("weight", "reduction", "ignore_index"))
+    if node.target is aten.kl_div.default and node.args[0] is logits.node and logits.normalised and not logits.exp:
+        return MatchFailure(node, *SOFT_TARGETS)
     if node.target in (aten.gather.default, aten.take_along_dim.default):
         return _gathered(logits, node)
     if node.target is aten.index.Tensor:
@@ -122,6 +124,7 @@ def _logsumexp_of_words(logits: Logits, node: Node) -> Read | None:
     return Read("logsumexp", items[0], logits, keepdim=bool(keepdim), through=(node,), part=tuple(part))
 
 
+SEVERAL = "several-targets"
 SOFT_TARGETS = ("soft-targets", "the targets are probabilities, as many of them as logits")
 
 
@@ -188,10 +191,10 @@ def _gathered(logits: Logits, node: Node) -> Read | MatchFailure | None:
     rows = [same_size(a, b) for d, (a, b) in enumerate(zip(sizes, shape, strict=True)) if d != logits.dim]
     if all(rows) and shape[logits.dim] == 1:
         return _picked(logits, node, index, True)  # type: ignore[arg-type]
+    if shape[logits.dim] != 1:
+        return MatchFailure(node, SEVERAL, "more than one word's log-probability is read of a row")
     if not logits.normalised:
         return None
-    if shape[logits.dim] != 1:
-        return MatchFailure(node, "several-targets", "more than one word's log-probability is read of a row")
     return MatchFailure(node, "rows", "not known to read a word of every row: gather takes fewer, too")
 
 
