@@ -125,9 +125,11 @@ def _target_a_row(site: HeadLoss) -> bool:
     """Whether each row has a target. Rows that a mask chooses would get a number of their own, which no check equates
     with that of the labels."""
     given = sum(value(target).numel() for target in site.targets)
-    fake = value(site.logits.node)
+    fake, moves = value(site.logits.node), site.logits.moves()
     if free_unbacked_symbols(fake):
         return False
+    if moves and moves[-1].node.target is torch.ops.aten.gather.default:
+        return True  # the rows that it has indices for
     return not site.targets or same_size(given * fake.shape[site.logits.dim], fake.numel())
 
 

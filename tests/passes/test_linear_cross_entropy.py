@@ -342,6 +342,37 @@ def test_a_bias_in_float_under_autocast():
     assert frames.tags(NAME) == {"between"} and "no wider dtype" in frames.misses[0].reason
 
 
+def fewer_labels(m, x, labels):
+    """A word of the first rows of the first sequence."""
+    return m.proj(x).log_softmax(-1).gather(-1, labels[:1, :-2].clamp(min=0).unsqueeze(-1)).squeeze(-1)
+
+
+def fewer_labels_of_words_second(m, x, labels):
+    logits = m.proj(x).transpose(1, 2)
+    picked = logits.gather(1, labels[:, None, :3].clamp(min=0)).squeeze(1)
+    return picked - logits.logsumexp(1)[:, :3]
+
+
+@pytest.mark.parametrize(("body", "count"), [(fewer_labels, 1), (fewer_labels_of_words_second, 2)],
+                         ids=["fewer", "words second"])  # fmt: skip
+def test_gather_reads_as_many_rows_as_there_are_labels(body, count):
+    assert_fires(NAME, *build(body), count)
+
+
+def test_lengths_of_labels_that_vary_by_themselves():
+    """Nothing in a gather says that there are as many labels as rows: where there are fewer it is right, too."""
+    module, args = build(mean_of_log_probabilities)
+    for t in args:
+        torch._dynamo.mark_dynamic(t, 1)
+    frames = check(module, args)
+    assert frames.counts[NAME] == 1
+    for length, labelled in ((9, 9), (8, 5)):
+        given = arguments(length)[0], arguments(labelled)[1]
+        error, which = largest_error(train(frames.compiled, module, given), train(module, module, given))
+        assert error <= TOLERANCE[torch.float32], (length, labelled, which, error)
+    assert len(frames.graphs) <= 2, "compiled again for another length"
+
+
 def head_under_autocast(m, x, labels):
     """As trainers have it: the model under autocast, the loss outside."""
     with torch.autocast("cpu", torch.bfloat16):

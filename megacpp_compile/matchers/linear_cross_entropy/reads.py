@@ -17,6 +17,7 @@ from megacpp_compile.lowerings._sharded_loss import sharded_cross_entropy
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.linear_cross_entropy.logits import Logits, is_logsumexp_of
 from megacpp_compile.matchers.linear_cross_entropy.one_hot import one_hot
+from megacpp_compile.matchers.linear_cross_entropy.rows import RowView
 
 aten = torch.ops.aten
 Kind = Literal["loss", "log-probability", "logit", "logsumexp"]
@@ -193,9 +194,11 @@ def _gathered(logits: Logits, node: Node) -> Read | MatchFailure | None:
         return _picked(logits, node, index, True)  # type: ignore[arg-type]
     if shape[logits.dim] != 1:
         return MatchFailure(node, SEVERAL, "more than one word's log-probability is read of a row")
-    if not logits.normalised:
+    if node.target is not aten.gather.default:
         return None
-    return MatchFailure(node, "rows", "not known to read a word of every row: gather takes fewer, too")
+    # Of each dimension gather reads as many rows as there are indices, from the first on, be they all or fewer.
+    first = RowView(node, logits.dim, logits.dim)
+    return _picked(dataclasses.replace(logits, views=(*logits.views, first)), node, index, True)  # type: ignore[arg-type]
 
 
 def _indexed(logits: Logits, node: Node) -> Read | None:
