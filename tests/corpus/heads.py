@@ -433,6 +433,41 @@ def by_subtraction_with_a_dimension(m, x, labels):
     return (logits - logits.logsumexp(-1).unsqueeze(-1)).gather(-1, labels[..., None])
 
 
+def by_hand(m, x, labels):
+    """Without the largest logit."""
+    z = m.proj(x)
+    z = z - z.max(dim=-1, keepdim=True).values
+    return (z.exp().sum(-1).log() - z.gather(-1, labels[..., None]).squeeze(-1)).mean()
+
+
+def by_hand_with_a_dimension(m, x, labels):
+    """At a temperature, of log-softmaxes."""
+    z = m.proj(x)
+    z = (z - z.amax(-1, keepdim=True).detach()) / 0.7
+    logp = z - torch.log(torch.sum(torch.exp(z), dim=-1, keepdim=True))
+    return -torch.gather(logp, -1, labels.unsqueeze(-1))
+
+
+def by_hand_with_the_largest_again(m, x, labels):
+    """Each row's loss and a z-loss."""
+    logits = m.proj(x).flatten(0, 1)
+    largest = logits.max(dim=1)[0]
+    lse = largest + (logits - largest[:, None]).exp().sum(1).log()
+    return -logits[torch.arange(lse.shape[0]), labels.flatten()] + lse + 1e-2 * lse**2
+
+
+def by_hand_as_it_is(m, x, labels):
+    logits = m.proj(x)
+    return torch.exp(logits).sum(dim=2).log() - logits.gather(-1, labels[..., None])[..., 0]
+
+
+def by_hand_negated(m, x, labels):
+    """With `logsumexp` of what is left."""
+    z = m.proj(x).view(-1, WORDS)
+    z = z - torch.max(z, -1, keepdim=True)[0]
+    return -z[torch.arange(labels.numel()), labels.view(-1)] + torch.logsumexp(z, 1)
+
+
 def log_of_chosen_softmax(m, x, labels):
     """And a probability that is kept from zero."""
     p = torch.gather(m.proj(x).softmax(-1), -1, labels.unsqueeze(-1)).squeeze(-1)
@@ -530,7 +565,8 @@ WITHOUT_IGNORED = {
     f.__name__: f
     for f in (
         log_probabilities, negative_log_probabilities, by_log_of_softmax, by_subtraction, by_numbers_of_rows,
-        by_subtraction_with_a_dimension, log_of_chosen_softmax, by_numbers_of_sequences_and_rows,
+        by_hand, by_hand_with_a_dimension,
+        by_hand_with_the_largest_again, by_hand_as_it_is, by_hand_negated, by_subtraction_with_a_dimension, log_of_chosen_softmax, by_numbers_of_sequences_and_rows,
         selective_log_softmax, selective_log_softmax_of_halves, policy_gradient, chosen_and_rejected,
         one_hot, one_hot_sum, one_hot_by_scatter, one_hot_of_logits, one_hot_probabilities, categorical,
     )

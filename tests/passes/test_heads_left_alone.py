@@ -242,8 +242,63 @@ def numbers_across(m, x, labels):
     return logp[torch.arange(2), torch.arange(2)[:, None], labels[:, :2].clamp(min=0)]
 
 
+def largest_of_rows(m, x, labels):
+    """Along another dimension than the softmax."""
+    z = m.proj(x)
+    z = z - z.amax(1, keepdim=True)
+    return z.exp().sum(-1).log() - z.gather(-1, labels.clamp(min=0)[..., None]).squeeze(-1)
+
+
+def log_sum_exp_of_the_rest(m, x, labels):
+    """Squared as it is."""
+    z = m.proj(x)
+    z = z - z.amax(-1, keepdim=True)
+    lse = z.exp().sum(-1).log()
+    return lse - z.gather(-1, labels.clamp(min=0)[..., None]).squeeze(-1) + 1e-2 * lse.square()
+
+
+def largest_is_right(m, x, labels):
+    """Accuracy."""
+    z = m.proj(x)
+    largest, best = z.max(-1, keepdim=True)
+    z = z - largest
+    return z.logsumexp(-1) - z.gather(-1, labels.clamp(min=0)[..., None]).squeeze(-1), best == labels[..., None]
+
+
+def largest_detached_once(m, x, labels):
+    """The gradient is another than that of a log-sum-exp."""
+    z = m.proj(x)
+    largest = z.amax(-1, keepdim=True)
+    lse = (z - largest).exp().sum(-1, keepdim=True).log() + largest.detach()
+    return (lse - z.gather(-1, labels.clamp(min=0)[..., None])).sum()
+
+
+def capped_behind_the_largest(m, x, labels):
+    z = m.proj(x)
+    return F.cross_entropy(torch.tanh(z - z.amax(-1, keepdim=True)).flatten(0, 1), labels.flatten())
+
+
+def pairs_of_rows(m, x, labels):
+    """[t, 1] less [t]."""
+    z = m.proj(x)[0]
+    z = z - z.amax(-1, keepdim=True)
+    return z.logsumexp(-1, keepdim=True) - z.gather(-1, labels[0].clamp(min=0)[:, None]).squeeze(-1)
+
+
+def sum_of_both(m, x, labels):
+    z = m.proj(x)
+    z = z - z.amax(-1, keepdim=True)
+    return z.logsumexp(-1) + z.gather(-1, labels.clamp(min=0)[..., None]).squeeze(-1)
+
+
+def log_of_another_sum(m, x, labels):
+    logits = m.proj(x)
+    return (logits.exp().sum(1, keepdim=True).log() - logits.gather(-1, labels.clamp(min=0)[..., None])).sum()
+
+
 @pytest.mark.parametrize(
-    "body", [capped_twice, words_of_log_probabilities, number_behind_a_log_softmax, numbers_of_other_rows,
+    "body", [largest_of_rows, log_sum_exp_of_the_rest, largest_is_right, largest_detached_once,
+             capped_behind_the_largest, pairs_of_rows, sum_of_both, log_of_another_sum, capped_twice, words_of_log_probabilities, number_behind_a_log_softmax, numbers_of_other_rows,
              numbers_across], ids=lambda f: f.__name__,
 )  # fmt: skip
 def test_what_looks_alike_stays(body):

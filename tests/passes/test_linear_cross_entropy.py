@@ -20,6 +20,8 @@ from tests.corpus.heads import (
     bias_behind,
     bias_behind_a_scale,
     build,
+    by_hand,
+    by_hand_with_the_largest_again,
     by_log_of_softmax,
     cap_of_the_model,
     capped_by_a_sigmoid,
@@ -232,7 +234,7 @@ SOME_WORDS = [padded_words, later_words, capped_by_a_sigmoid, numbers_added]
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize(
-    "body", [flattened, each_row, z_loss, smoothed, softcapped, bias_behind, later_words, numbers_added, *WITH_TENSORS],
+    "body", [flattened, each_row, z_loss, smoothed, softcapped, bias_behind, later_words, numbers_added, by_hand, *WITH_TENSORS],
     ids=lambda f: f.__name__,
 )
 def test_dtypes(body, dtype):
@@ -302,7 +304,8 @@ def test_bias(body):
 
 DYNAMIC = [flattened, words_second, shifted_logits, shifted_labels, z_loss, selective_log_softmax, several_heads,
            sum_over_size, masked_sum, mean_of_rows, cap_of_the_model, masked_shifted, masked_mean_of_rows,
-           one_hot_sum, bias_behind, bias_behind_a_scale, mean_of_chosen_losses, losses_where, *WITH_TENSORS, *SOME_WORDS]  # fmt: skip
+           one_hot_sum, bias_behind, bias_behind_a_scale, mean_of_chosen_losses, losses_where, by_hand,
+           by_hand_with_the_largest_again, *WITH_TENSORS, *SOME_WORDS]  # fmt: skip
 
 
 @pytest.mark.parametrize("everything", [False, True], ids=["length", "everything"])

@@ -112,7 +112,8 @@ def _head(linear: Linear) -> Head | None:
             failures.append(found)
         else:
             others.append(reader)
-    spelled = {node for read in reads for node in read.through}  # zeros shaped like the logits
+    # Zeros shaped like the logits, the largest of them.
+    spelled = {node for read in reads for node in (*read.through, *read.logits.beside)}
     others = [node for node in others if node not in spelled]
     if others:  # what is computed from the logits themselves, such as their entropy
         failures = [f for f in failures if f.node.target is not aten.mul.Tensor or f.tag == "rows"]

@@ -18,6 +18,7 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.views import RESHAPES, SPLITS, UNIT_DIMS, UNSQUEEZE, is_cast, is_identity
 from megacpp_compile.matchers.linear import Linear
+from megacpp_compile.matchers.linear_cross_entropy.by_hand import begins, log_sum_exp, without_the_largest
 from megacpp_compile.matchers.linear_cross_entropy.rows import RowView, row_view
 from megacpp_compile.matchers.numbers import number_of
 
@@ -52,6 +53,7 @@ class Logits:
     y) + offset`, or of `factor * y + offset` where `inner` is None; with `normalised`, `sign` times the log-softmax of
     that, to which the offset is nothing; with `exp`, its softmax.
 
+    shifted: whether the largest logit of each row was subtracted, by the nodes `beside`.
     dim: where the vocabulary is. path: the nodes from the linear to `node`, without the linear.
     """
 
@@ -65,6 +67,8 @@ class Logits:
     normalised: bool = False
     sign: float = 1.0
     exp: bool = False
+    shifted: bool = False
+    beside: tuple[Node, ...] = ()
     steps: tuple[Step, ...] = ()
     path: tuple[Node, ...] = ()
 
@@ -128,6 +132,8 @@ def _made(logits: Logits, user: Node) -> list[Logits] | None:
         return [logits.made(user, steps=(*logits.steps, Step("words", view=user)))]
     if (made := _added_number(logits, user)) is not None:
         return [made]
+    if (beside := without_the_largest(user, logits.node, logits.dim)) is not None:
+        return [logits.made(user, shifted=True, beside=(*logits.beside, *beside))]
     if logits.inner is None and logits.factor and (made := _behind_offset(logits, user)) is not None:
         return [made]
     return _normalised(logits, user)
@@ -159,6 +165,8 @@ def _behind_offset(logits: Logits, user: Node) -> Logits | None:
     """`logits` behind a softcap, or behind what a tensor does to them. A number added in front of either is a bias."""
     step, squashed = None, user.target in _SQUASHES and user.args[0] is logits.node
     if not squashed and (step := _step(logits, user)) is None:
+        return None
+    if squashed and logits.shifted:
         return None
     steps, offset = logits.steps, logits.offset
     if offset and (squashed or step.kind != "plus"):  # type: ignore[union-attr]
@@ -244,7 +252,8 @@ def _normalised(logits: Logits, user: Node) -> list[Logits] | None:
             return [logits.made(user, normalised=True, exp=True)]
     if user.target is aten.sub.Tensor and user.args[0] is logits.node and _is_denominator(user.args[1], logits):
         return [logits.made(user, normalised=True)]
-    if is_logsumexp_of(user, logits, None) and _subtracted(user, logits):
+    log_sum = begins(user)
+    if log_sum is not None and log_sum.of is logits.node and _subtracted(log_sum.node, logits):
         return []  # read by what is a log-softmax
     return None
 
@@ -284,9 +293,7 @@ def _along(node: Node, logits: Logits) -> bool:
 
 def is_logsumexp_of(node: Any, logits: Logits, keepdim: bool | None = True) -> bool:
     """Whether `node` is the log-sum-exp of `logits` over the vocabulary; `keepdim` None takes either form."""
-    if not isinstance(node, Node) or node.target is not aten.logsumexp.default or node.args[0] is not logits.node:
+    found = log_sum_exp(node)
+    if found is None or found.of is not logits.node or found.dim != logits.dim:
         return False
-    dims = node.args[1]
-    kept = node.args[2] if len(node.args) > 2 else node.kwargs.get("keepdim", False)
-    n = value(logits.node).dim()
-    return [d % n for d in dims] == [logits.dim] and keepdim in (None, kept)  # type: ignore[union-attr, operator]
+    return keepdim in (None, found.keepdim)

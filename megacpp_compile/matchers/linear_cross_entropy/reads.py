@@ -15,7 +15,8 @@ from megacpp_compile.fx.views import RESHAPES, UNIT_DIMS, is_identity
 from megacpp_compile.lowerings._sharded_logsumexp import sharded_logsumexp
 from megacpp_compile.lowerings._sharded_loss import sharded_cross_entropy
 from megacpp_compile.matchers._match import MatchFailure
-from megacpp_compile.matchers.linear_cross_entropy.logits import Logits, is_logsumexp_of
+from megacpp_compile.matchers.linear_cross_entropy.by_hand import begins, difference, is_added_again
+from megacpp_compile.matchers.linear_cross_entropy.logits import Logits
 from megacpp_compile.matchers.linear_cross_entropy.one_hot import one_hot
 from megacpp_compile.matchers.linear_cross_entropy.rows import RowView
 
@@ -83,9 +84,22 @@ def read_of(logits: Logits, node: Node) -> Read | MatchFailure | None:
         return _indexed(logits, node)
     if node.target is aten.mul.Tensor and not logits.exp:
         return _by_one_hot(logits, node)
-    if is_logsumexp_of(node, logits, None) and not logits.normalised:
-        return Read("logsumexp", node, logits, keepdim=is_logsumexp_of(node, logits))
-    return None
+    return None if logits.normalised else _log_sum_exp(logits, node)
+
+
+def _log_sum_exp(logits: Logits, node: Node) -> Read | None:
+    """The log-sum-exp that `node` is or begins, with what was subtracted in front of it added again."""
+    found = begins(node)
+    if found is None or found.of is not logits.node or found.dim != logits.dim:
+        return None
+    if not logits.shifted:
+        through = found.through if found.node is not node else ()
+        return Read("logsumexp", found.node, logits, keepdim=found.keepdim, through=through)
+    whole = is_added_again(found)
+    if whole is None or logits.node.target is not aten.sub.Tensor:
+        return None
+    keepdim = value(whole).dim() == value(logits.node).dim()
+    return Read("logsumexp", whole, logits, keepdim=keepdim, through=(found.node, *found.through))
 
 
 def _loss(logits: Logits, node: Node, names: tuple[str, ...]) -> Read | MatchFailure | None:
@@ -154,7 +168,8 @@ def _by_one_hot(logits: Logits, node: Node) -> Read | MatchFailure | None:
     if reduction == "none":
         if not logits.normalised and signed.sign != 1:
             return None
-        return dataclasses.replace(_picked(signed, user, hot.target, keepdim), through=tuple(through))
+        picked = _picked(signed, user, hot.target, keepdim)
+        return picked and dataclasses.replace(picked, through=(*through, *picked.through))
     if not logits.normalised:
         return None
     signed = dataclasses.replace(signed, sign=-signed.sign)
@@ -176,7 +191,14 @@ def _summed(node: Node, dim: int) -> tuple[str | None, bool]:
     return ("sum", False) if dims == set(range(n)) and not kept else (None, False)
 
 
-def _picked(logits: Logits, node: Node, target: Node, keepdim: bool) -> Read:
+def _picked(logits: Logits, node: Node, target: Node, keepdim: bool) -> Read | None:
+    if logits.shifted and not logits.normalised:
+        if (found := difference(node, logits.node)) is None:
+            return None
+        whole, sign, through = found
+        of = dataclasses.replace(logits, normalised=True, sign=sign)
+        keepdim = value(whole).dim() == value(logits.node).dim()
+        return Read("log-probability", whole, of, target, keepdim=keepdim, through=through)
     kind: Kind = "log-probability" if logits.normalised else "logit"
     return Read(kind, node, logits, target, keepdim=keepdim, exp=logits.exp)
 
