@@ -143,6 +143,32 @@ def smoothed_and_shifted(m, x, labels):
     return F.cross_entropy(logits, labels[:, 1:], label_smoothing=0.2, reduction="sum")
 
 
+def smoothed_by_hand(m, x, labels):
+    """timm's, of rows that count."""
+    logp = m.proj(x).view(-1, WORDS).log_softmax(-1)
+    counted = labels.view(-1) != IGNORED
+    wanted = -logp.gather(1, labels.view(-1, 1).clamp(min=0)).squeeze(1)[counted]
+    return (0.9 * wanted + 0.1 * -logp.mean(dim=-1)[counted]).mean()
+
+
+def smoothed_by_sums(m, x, labels):
+    """transformers' LabelSmoother and fairseq's, of scaled logits with a bias."""
+    logits = (m.proj(x) * 0.7 + m.embed.weight[:, 0])[..., :-1, :].contiguous()
+    wanted = labels[..., 1:].unsqueeze(-1)
+    logp, ignored = -F.log_softmax(logits, dim=-1), wanted.eq(IGNORED)
+    loss = logp.gather(dim=-1, index=wanted.clamp(min=0)).masked_fill_(ignored, 0.0)
+    others = logp.sum(dim=-1, keepdim=True, dtype=torch.float32).masked_fill_(ignored, 0.0)
+    count = ignored.numel() - ignored.sum()
+    return 0.8 * loss.sum() / count + 0.2 * others.sum() / (count * WORDS)
+
+
+def smoothed_logits(m, x, labels):
+    """Means and sums of logits themselves, to which a number was added."""
+    logits = 1.5 - m.proj(x)[..., 2:]
+    loss = logits.logsumexp(-1) - logits.gather(-1, labels.clamp(0, WORDS - 3)[..., None]).squeeze(-1)
+    return loss + 0.1 * (logits.logsumexp(-1) - logits.mean(-1)) + 1e-3 * logits.sum(2)
+
+
 def nll(m, x, labels):
     return F.nll_loss(F.log_softmax(m.proj(x), -1).view(-1, WORDS), labels.view(-1))
 
@@ -558,7 +584,8 @@ WITH_IGNORED = dict.fromkeys(
         learned_temperature, scaled_by_a_buffer, scaled_by_an_input, bias_behind, bias_behind_a_scale,
         bias_of_words_second, masked_logits, masked_shifted, masked_mean_of_rows,
         padded_words, later_words, capped_by_a_sigmoid, numbers_added, mean_of_chosen_losses, sum_of_selected_losses,
-        losses_where, losses_but_where, weighted_positions, dot_with_weights,
+        losses_where, losses_but_where, weighted_positions, dot_with_weights, smoothed_by_hand, smoothed_by_sums,
+        smoothed_logits,
     ), 1,
 ) | {several_heads: 2, in_chunks: 2, words_in_two_parts: 2, in_a_sum_of_their_dtype: 2}  # fmt: skip
 WITHOUT_IGNORED = {

@@ -51,6 +51,9 @@ from tests.corpus.heads import (
     shifted_labels,
     shifted_logits,
     smoothed,
+    smoothed_by_hand,
+    smoothed_by_sums,
+    smoothed_logits,
     softcapped,
     sum_of_selected_losses,
     sum_over_size,
@@ -234,7 +237,8 @@ SOME_WORDS = [padded_words, later_words, capped_by_a_sigmoid, numbers_added]
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize(
-    "body", [flattened, each_row, z_loss, smoothed, softcapped, bias_behind, later_words, numbers_added, by_hand, *WITH_TENSORS],
+    "body", [flattened, each_row, z_loss, smoothed, softcapped, bias_behind, later_words, numbers_added, by_hand, smoothed_logits,
+     *WITH_TENSORS],
     ids=lambda f: f.__name__,
 )
 def test_dtypes(body, dtype):
@@ -305,7 +309,7 @@ def test_bias(body):
 DYNAMIC = [flattened, words_second, shifted_logits, shifted_labels, z_loss, selective_log_softmax, several_heads,
            sum_over_size, masked_sum, mean_of_rows, cap_of_the_model, masked_shifted, masked_mean_of_rows,
            one_hot_sum, bias_behind, bias_behind_a_scale, mean_of_chosen_losses, losses_where, by_hand,
-           by_hand_with_the_largest_again, *WITH_TENSORS, *SOME_WORDS]  # fmt: skip
+           by_hand_with_the_largest_again, smoothed_by_hand, smoothed_by_sums, *WITH_TENSORS, *SOME_WORDS]  # fmt: skip
 
 
 @pytest.mark.parametrize("everything", [False, True], ids=["length", "everything"])
@@ -331,7 +335,7 @@ def test_dynamic_lengths(body, everything):
 
 @pytest.mark.parametrize(
     "body", [flattened, shifted_labels, each_row, softcapped, z_loss, padded_words, capped_by_a_sigmoid, numbers_added,
-     *WITH_TENSORS], ids=lambda f: f.__name__
+     smoothed_by_hand, *WITH_TENSORS], ids=lambda f: f.__name__
 )
 def test_autocast(body):
     assert_autocast(NAME, *build(body))

@@ -21,7 +21,7 @@ from megacpp_compile.matchers.linear_cross_entropy.one_hot import one_hot
 from megacpp_compile.matchers.linear_cross_entropy.rows import RowView
 
 aten = torch.ops.aten
-Kind = Literal["loss", "log-probability", "logit", "logsumexp"]
+Kind = Literal["loss", "log-probability", "logit", "logsumexp", "mean", "sum"]
 IGNORE_INDEX = -100  # torch's own default; what gathers has no such thing, and negative indices are errors there
 _NLL = (aten.nll_loss_nd.default, aten.nll_loss.default, aten.nll_loss2d.default)
 _REDUCTIONS = ("none", "mean", "sum")
@@ -40,9 +40,10 @@ class Weight:
 @dataclasses.dataclass(frozen=True)
 class Read:
     """`node` is what `kind` says of `logits`: a row's loss, times `logits.sign`, reduced as `reduction` says; the
-    target's log-probability, times that sign, or its logit; the log-sum-exp.
+    target's log-probability, times that sign, or its logit; the log-sum-exp; the mean or the sum over words, of logits
+    or, times the sign, of log-probabilities.
 
-    target: int64, an element for every row, in the order of rows; None of a log-sum-exp.
+    target: int64, an element for every row, in the order of rows; None of what needs none.
     keepdim: whether the result of a read without reduction has the vocabulary's dimension, of size 1.
     exp: whether `node` is the probability and not its logarithm.
     weights: what rows are multiplied by before they are added up, in the order of rows. through: nodes between the loss
@@ -84,7 +85,21 @@ def read_of(logits: Logits, node: Node) -> Read | MatchFailure | None:
         return _indexed(logits, node)
     if node.target is aten.mul.Tensor and not logits.exp:
         return _by_one_hot(logits, node)
+    if node.target in (aten.mean.dim, aten.sum.dim_IntList):
+        return _over_words(logits, node)
     return None if logits.normalised else _log_sum_exp(logits, node)
+
+
+def _over_words(logits: Logits, node: Node) -> Read | None:
+    """The mean or sum over words, as label smoothing by hand has it. Of capped logits all would have to be made."""
+    if logits.exp or logits.inner is not None or (logits.shifted and not logits.normalised):
+        return None
+    if not isinstance(node.args[1], list | tuple) or not set(node.kwargs) <= {"dtype"}:
+        return None
+    if [d % value(logits.node).dim() for d in node.args[1]] != [logits.dim]:  # type: ignore[operator]
+        return None
+    keepdim = len(node.args) > 2 and node.args[2] is True
+    return Read("mean" if node.target is aten.mean.dim else "sum", node, logits, keepdim=keepdim)
 
 
 def _log_sum_exp(logits: Logits, node: Node) -> Read | None:

@@ -78,7 +78,7 @@ def emit(build: Builder, site: HeadLoss, sizes: list[Node], gradients: set[Node]
         read.label_smoothing, site.logits.scale, site.logits.softcap, 0.0, "sum" if site.summed else "none",
         "".join(trained) if site.summed else "", *read.part,
     )  # fmt: skip
-    results = _Results(build, site, rows, node, target)
+    results = _Results(build, site, rows, node, target, (x, w, b))
     blanks = [_blank(build, one, linear.x) for one in site.blanks]
     return node, [*map(results.of, site.outputs), *blanks, *map(rows.size, sizes)]
 
@@ -184,8 +184,12 @@ class _Rows:
 class _Results:
     """What the op's node says of rows, in the shapes that the plain graph has."""
 
-    def __init__(self, build: Builder, site: HeadLoss, rows: _Rows, node: Node, target: Node) -> None:
+    def __init__(
+        self, build: Builder, site: HeadLoss, rows: _Rows, node: Node, target: Node,
+        operands: tuple[Node, Node, Node | None],
+    ) -> None:  # fmt: skip
         self.build, self.site, self.rows, self.node, self.target = build, site, rows, node, target
+        self.operands = operands
         self.made: dict[Any, Node] = {}
 
     def of(self, output: Output) -> Node:
@@ -196,7 +200,7 @@ class _Results:
             return build.cast(new, value(read.node).dtype)
         views = self.site.logits.moves() if output.part is not None else read.logits.moves()
         new = self._shaped(self._of_rows(read), views)
-        if read.kind in ("logit", "logsumexp") and read.logits.offset:
+        if read.kind in ("logit", "logsumexp", "mean") and read.logits.offset and not read.logits.normalised:
             new = build(aten.add.Tensor, new, read.logits.offset)
         if output.part is not None:
             new = build(aten.select.int, new, 0, output.part)
@@ -208,11 +212,35 @@ class _Results:
         """What is read of each row, [n]."""
         if read.kind == "logsumexp":
             return self._item(1)
+        if read.kind in ("mean", "sum"):
+            return self._over_words(read)
         if read.kind == "logit":
             return self._once("logit", lambda: self.build(aten.sub.Tensor, self._item(1), self._item(0)))
         sign = read.logits.sign if read.kind == "loss" else -read.logits.sign
         found = self._scaled(self._item(0), sign)
         return self._once(("exp", sign), lambda: self.build(aten.exp.default, found)) if read.exp else found
+
+    def _over_words(self, read: Read) -> Node:
+        """The mean or sum over words: of logits that is a product with the mean of the weight's rows."""
+        build, words = self.build, value(self.operands[1]).shape[0]
+        mean = self._once("mean of logits", self._mean_logit)
+        if read.logits.normalised:
+            less = self._once("mean", lambda: build(aten.sub.Tensor, mean, self._item(1)))
+            mean = self._scaled(less, read.logits.sign)
+        if read.kind == "mean":
+            return mean
+        if read.logits.offset and not read.logits.normalised:
+            mean = build(aten.add.Tensor, mean, read.logits.offset)
+        return build(aten.mul.Tensor, mean, words)
+
+    def _mean_logit(self) -> Node:
+        build, (x, w, b) = self.build, self.operands
+        dtype = compute_dtype(value(x))
+        row = build(aten.mean.dim, w, [0], dtype=dtype)
+        mean = build(aten.sum.dim_IntList, build(aten.mul.Tensor, build.cast(x, dtype), row), [-1])
+        if b is not None:
+            mean = build(aten.add.Tensor, mean, build(aten.mean.default, b, dtype=dtype))
+        return self._scaled(mean, self.site.logits.scale)
 
     def _total(self, read: Read) -> Node:
         """The losses' sum over rows, or a mean of them."""
