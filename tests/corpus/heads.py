@@ -329,6 +329,18 @@ def masked_logits(m, x, labels):
     return F.cross_entropy(m.proj(x)[counted], labels[counted])
 
 
+def hidden_by_their_labels(m, x, labels):
+    """torchtune's and ModernBERT's: rows that count, in front of the GEMM. How many is known at run time only."""
+    return F.cross_entropy(m.proj(x[labels != IGNORED]), labels[labels != IGNORED])
+
+
+def hidden_by_places(m, x, labels):
+    """Of a vocabulary that was padded."""
+    places = (labels.flatten() != IGNORED).nonzero().squeeze(1)
+    logits = m.proj(x.flatten(0, 1)[places])[:, : WORDS - 2].float()
+    return F.cross_entropy(logits, labels.flatten()[places].clamp(max=WORDS - 3), reduction="sum")
+
+
 def masked_shifted(m, x, labels):
     """Each mask by itself."""
     logits = m.proj(x)[:, :-1].flatten(0, 1).float()
@@ -585,7 +597,7 @@ WITH_IGNORED = dict.fromkeys(
         bias_of_words_second, masked_logits, masked_shifted, masked_mean_of_rows,
         padded_words, later_words, capped_by_a_sigmoid, numbers_added, mean_of_chosen_losses, sum_of_selected_losses,
         losses_where, losses_but_where, weighted_positions, dot_with_weights, smoothed_by_hand, smoothed_by_sums,
-        smoothed_logits,
+        smoothed_logits, hidden_by_their_labels, hidden_by_places,
     ), 1,
 ) | {several_heads: 2, in_chunks: 2, words_in_two_parts: 2, in_a_sum_of_their_dtype: 2}  # fmt: skip
 WITHOUT_IGNORED = {

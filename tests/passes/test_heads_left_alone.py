@@ -14,6 +14,7 @@ from tests.corpus.heads import (
     arguments,
     build,
     flattened,
+    hidden_by_their_labels,
     one_hot_by_scatter,
 )
 from tests.frames import check, run
@@ -129,15 +130,16 @@ def test_refuses_labels_that_may_be_fewer():
     assert_refused(NAME, "rows", module, (x, labels))
 
 
-def hidden_by_their_labels(m, x, labels):
-    """How many there are is known at run time only, and of either tensor by itself."""
-    return F.cross_entropy(m.proj(x[labels != IGNORED]), labels[labels != IGNORED])
-
-
 def by_two_masks(m, x, labels):
     """Equally many, but others."""
     counted = labels != IGNORED
     return F.cross_entropy(m.proj(x)[counted], labels[counted.flip(0)].clamp(min=0))
+
+
+def log_probabilities_of_masked_rows(m, x, labels):
+    """Nothing in a gather says that two masks choose as many."""
+    logp = m.proj(x[labels != IGNORED]).log_softmax(-1)
+    return logp.gather(-1, labels[labels.roll(0) != IGNORED].unsqueeze(-1)).mean()
 
 
 def losses_of_masked_rows(m, x, labels):
@@ -147,7 +149,7 @@ def losses_of_masked_rows(m, x, labels):
 
 
 @pytest.mark.parametrize(
-    "body", [hidden_by_their_labels, by_two_masks, losses_of_masked_rows], ids=lambda f: f.__name__
+    "body", [by_two_masks, losses_of_masked_rows, log_probabilities_of_masked_rows], ids=lambda f: f.__name__
 )
 def test_refuses_rows_of_unknown_number(body):
     assert_refused(NAME, "rows", *build(body))
@@ -371,6 +373,13 @@ def test_small_logits_stay_on_cuda(monkeypatch):
     monkeypatch.setattr(linear_cross_entropy, "MIN_BYTES", 4 * args[1].numel() * WORDS)
     monkeypatch.setattr(linear_cross_entropy, "WEIGHTS", 0)
     assert_fires(NAME, module, args)
+
+
+def test_rows_of_unknown_number_stay_on_cuda(monkeypatch):
+    """There may be few of them. Traced again with graph breaks they are told."""
+    monkeypatch.setattr(linear_cross_entropy, "SMALL_ON", "cpu")
+    monkeypatch.setattr(linear_cross_entropy, "MIN_BYTES", 0)
+    assert_refused(NAME, "rows", *build(hidden_by_their_labels))
 
 
 def test_few_tokens_stay_on_cuda(monkeypatch):

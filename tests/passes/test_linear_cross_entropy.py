@@ -29,6 +29,7 @@ from tests.corpus.heads import (
     dot_with_weights,
     each_row,
     flattened,
+    hidden_by_their_labels,
     later_words,
     learned_temperature,
     losses_but_where,
@@ -290,12 +291,15 @@ def test_what_verification_finds_at_lengths_that_vary(monkeypatch):
         check(*build(flattened), Config(strict=True, verify="each"), dynamic=True)
 
 
-def test_masked_rows_through_the_backend(no_kernels):
-    """How many rows a mask chooses is not asked, so that the graph neither breaks nor waits for a number."""
+@pytest.mark.parametrize(("body", "whole"), [(masked_logits, False), (hidden_by_their_labels, True)],
+                         ids=["logits", "hidden"])  # fmt: skip
+def test_masked_rows_through_the_backend(body, whole, no_kernels):
+    """How many rows a mask chooses is not asked, so that the graph neither breaks nor waits for a number; of hidden
+    states that are chosen, where the user asks for one graph."""
     torch._dynamo.reset()
-    module, args = build(masked_logits)
+    module, args = build(body)
     with megacpp_compile.record() as report:
-        got = train(torch.compile(module, backend="megacpp"), module, args)
+        got = train(torch.compile(module, backend="megacpp", fullgraph=whole), module, args)
     assert report.counts[NAME] == 1 and len(report.frames) == 1 and not report.misses
     error, which = largest_error(got, train(module, module, args))
     assert error <= TOLERANCE[torch.float32], (which, error)
