@@ -54,9 +54,9 @@ WEIGHTS = 2
 def find(view: GraphView) -> Iterator[Match | MatchFailure]:
     heads = list(find_heads(view.graph))
     gradients = differentiated(view) if heads else set()
-    for head in heads:
-        found = [by_labels(site) for site in sites(head, gradients.__contains__)]
-        refusal = _refusal(view, head, found) or _few_tokens(head, found, gradients)
+    pairs = [(head, [by_labels(site) for site in sites(head, gradients.__contains__)]) for head in heads]
+    for head, found in pairs:
+        refusal = _refusal(view, head, found) or _few_tokens(head, pairs, gradients)
         yield from [refusal] if refusal is not None else (_match(view, site, gradients) for site in found)
     for miss in between(view.graph, {head.linear.node for head in heads}):
         if not _small(miss.node):
@@ -100,9 +100,16 @@ def _refusal(view: GraphView, head: Head, found: list[HeadLoss]) -> MatchFailure
     return None
 
 
-def _few_tokens(head: Head, found: list[HeadLoss], gradients: set[Node]) -> MatchFailure | None:
+def _few_tokens(
+    head: Head, pairs: Sequence[tuple[Head, list[HeadLoss]]], gradients: set[Node]
+) -> MatchFailure | None:
+    """Logits of less than the gradients that are kept for them. Of checkpointed losses, a chunk of tokens each, plain
+    code has the logits of one at a time, and all would keep gradients."""
     logits, weight = value(head.linear.node), head.linear.w
-    kept = sum(site.summed for site in found)
+    kept = sum(
+        site.summed for other, found in pairs for site in found
+        if other is head or other.linear.w is weight and _checkpointed(other) and _checkpointed(head)
+    )  # fmt: skip
     if logits.device.type != SMALL_ON or weight not in gradients or not kept:
         return None
     size, least = nbytes(logits), kept * WEIGHTS * nbytes(value(weight))
@@ -113,6 +120,10 @@ def _few_tokens(head: Head, found: list[HeadLoss], gradients: set[Node]) -> Matc
         "forward to backward in their place"
     )
     return MatchFailure(head.reads[0].node, "few-tokens", reason)
+
+
+def _checkpointed(head: Head) -> bool:
+    return "ac_graph_id" in head.linear.node.meta
 
 
 def _kept(readers: Sequence[Node]) -> str:

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from megacpp_compile.passes import linear_cross_entropy
 from tests.corpus.heads import (
@@ -391,6 +392,33 @@ def test_few_tokens_stay_on_cuda(monkeypatch):
     assert_refused(NAME, "few-tokens", module, args)
     module.proj.weight.requires_grad_(False)
     assert_fires(NAME, module, args)
+
+
+def two_chunks(m, x, labels):
+    return sum(flattened(m, *part) for part in zip(x.chunk(2, 1), labels.chunk(2, 1), strict=True))
+
+
+def two_checkpointed_chunks(m, x, labels):
+    chunks = zip(x.chunk(2, 1), labels.chunk(2, 1), strict=True)
+    return sum(checkpoint(flattened, m, *part, use_reentrant=False) for part in chunks)
+
+
+def two_losses(m, x, labels):
+    logits = m.proj(x)
+    return sum(F.cross_entropy(part.flatten(0, 1), own.flatten()) for part, own in
+               zip(logits.chunk(2, 1), labels.chunk(2, 1), strict=True))  # fmt: skip
+
+
+@pytest.mark.parametrize(("body", "weights"), [(two_chunks, 1), (two_checkpointed_chunks, 2), (two_losses, 1)],
+                         ids=["chunks", "checkpointed", "losses"])  # fmt: skip
+def test_gradients_that_are_kept_are_counted(monkeypatch, body, weights):
+    """Logits of 6 rows a chunk, and of 12 for two losses of one head, beside a weight of 12 numbers a word."""
+    monkeypatch.setattr(linear_cross_entropy, "SMALL_ON", "cpu")
+    monkeypatch.setattr(linear_cross_entropy, "MIN_BYTES", 0)
+    monkeypatch.setattr(linear_cross_entropy, "WEIGHTS", 0.5 / weights)
+    assert_fires(NAME, *build(body), 2)
+    monkeypatch.setattr(linear_cross_entropy, "WEIGHTS", 0.5001 / weights)
+    assert_refused(NAME, "few-tokens", *build(body))
 
 
 def logits_alone(m, x, labels):
