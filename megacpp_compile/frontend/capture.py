@@ -31,6 +31,7 @@ from megacpp_compile.frontend.local_dtensors import localize
 from megacpp_compile.frontend.transforms import resolve_transforms
 from megacpp_compile.frontend.unbacked_shapes import numbers_of
 from megacpp_compile.frontend.unsaid_aliases import without_writes_to_unsaid_aliases
+from megacpp_compile.frontend.written_constants import without_writes_to_constants
 from megacpp_compile.report.records import MissedFusion
 
 
@@ -99,7 +100,7 @@ def capture(gm: GraphModule, example_inputs: Sequence[Any]) -> Captured:
     try:
         with modes.restored(), fx_traceback.preserve_node_meta():
             gm = resolve_transforms(inline_checkpoints(data_as_detached(gm), mode), fakes, mode)
-            plain = without_writes_to_unsaid_aliases(without_writes_to_new_tensors(gm))
+            plain = without_writes_to_unsaid_aliases(without_writes_to_new_tensors(without_writes_to_constants(gm)))
             on_dtensors = calls_on_dtensors(plain, example_inputs)
             local = localize(plain, mode, on_dtensors)
             if local is not plain:

@@ -1,9 +1,10 @@
 """The output projection and its loss without logits (arXiv:2411.09009; gradients in the forward: arXiv:2410.10989).
 
-Before: `logits = linear(x, w, b)`, perhaps with a bias behind it, scaled by numbers or by tensors of one element,
-        softcapped, cast, shifted and reshaped; then `cross_entropy(logits, labels)`, also of the rows that a mask
-        chooses, or `nll_loss(log_softmax(logits), labels)` with any reduction, or for each token
-        `log_softmax(logits).gather(-1, labels)` or `logits.gather(-1, labels) - logsumexp(logits)`
+Before: `logits = linear(x, w, b)`, perhaps with a bias behind it or without words at either end, scaled by numbers or
+        by tensors of one element, softcapped, cast, shifted and reshaped; then `cross_entropy(logits, labels)`, also
+        of the rows that a mask chooses, or `nll_loss(log_softmax(logits), labels)` with any reduction, or for each
+        token `log_softmax(logits).gather(-1, labels)` or `logits.gather(-1, labels) - logsumexp(logits)`, also with
+        the log-sum-exp spelled out, and the mean of log-probabilities over words
 After:  `loss, lse, dx, dw, db = megacpp.linear_cross_entropy(rows of x, w, b, labels, None, ignore_index, ..,
         "sum", "xw")`, `loss / (labels != ignore_index).sum()` for a mean; of losses of each row "none"
 
@@ -14,7 +15,8 @@ gradients that are trained, which backward multiplies by the gradient of the los
 Refused: logits that anything else reads, as they stay alive then (tag `logits-kept`); losses that weigh classes, or
 whose targets are probabilities, or several words a row; what else stands between linear and loss (`between`); a loss
 in another frame than its linear; parts with gradients recorded and parts without; a loss in float64 of other logits;
-on CUDA, logits of less than MIN_BYTES, or of less than twice the bytes of a weight that is trained (`few-tokens`).
+on CUDA, logits of less than MIN_BYTES, or, for each sum over them, of less than twice the bytes of a weight that is
+trained (`few-tokens`), and rows whose number is known at run time only (`rows`).
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from megacpp_compile.matchers.linear_cross_entropy.between import between
 from megacpp_compile.matchers.linear_cross_entropy.chosen import by_labels
 from megacpp_compile.matchers.linear_cross_entropy.heads import Head, HeadLoss, find_heads, sites
 from megacpp_compile.matchers.linear_cross_entropy.inputs import logits_from_outside
+from megacpp_compile.matchers.linear_cross_entropy.rows import RowView
 from megacpp_compile.passes._rewrites.differentiated import differentiated
 from megacpp_compile.passes._rewrites.head import emit, inputs_of, sizes_read_elsewhere
 from megacpp_compile.passes._rule import REGION, Match
@@ -51,9 +54,9 @@ WEIGHTS = 2
 def find(view: GraphView) -> Iterator[Match | MatchFailure]:
     heads = list(find_heads(view.graph))
     gradients = differentiated(view) if heads else set()
-    for head in heads:
-        found = [by_labels(site) for site in sites(head, gradients.__contains__)]
-        refusal = _refusal(view, head, found) or _few_tokens(head, found, gradients)
+    pairs = [(head, [by_labels(site) for site in sites(head, gradients.__contains__)]) for head in heads]
+    for head, found in pairs:
+        refusal = _refusal(view, head, found) or _few_tokens(head, pairs, gradients)
         yield from [refusal] if refusal is not None else (_match(view, site, gradients) for site in found)
     for miss in between(view.graph, {head.linear.node for head in heads}):
         if not _small(miss.node):
@@ -76,6 +79,8 @@ def _refusal(view: GraphView, head: Head, found: list[HeadLoss]) -> MatchFailure
     if head.failures:
         return head.failures[0]
     losses = [read.node for read in head.reads]
+    if value(node).device.type == SMALL_ON and free_unbacked_symbols(value(node)):
+        return MatchFailure(losses[0], "rows", _ROWS)  # be they few or many
     if _small(node):
         size = f"{nbytes(value(node)) / 2**20:.1f} MiB of logits, of use from {MIN_BYTES >> 20} MiB"
         return MatchFailure(losses[0], "small", size)
@@ -95,11 +100,19 @@ def _refusal(view: GraphView, head: Head, found: list[HeadLoss]) -> MatchFailure
     return None
 
 
-def _few_tokens(head: Head, found: list[HeadLoss], gradients: set[Node]) -> MatchFailure | None:
+def _few_tokens(
+    head: Head, pairs: Sequence[tuple[Head, list[HeadLoss]]], gradients: set[Node]
+) -> MatchFailure | None:
+    """Logits of less than the gradients that are kept for them. Of checkpointed losses, a chunk of tokens each, plain
+    code has the logits of one at a time, and all would keep gradients."""
     logits, weight = value(head.linear.node), head.linear.w
-    if logits.device.type != SMALL_ON or weight not in gradients or not any(site.summed for site in found):
+    kept = sum(
+        site.summed for other, found in pairs for site in found
+        if other is head or other.linear.w is weight and _checkpointed(other) and _checkpointed(head)
+    )  # fmt: skip
+    if logits.device.type != SMALL_ON or weight not in gradients or not kept:
         return None
-    size, least = nbytes(logits), WEIGHTS * nbytes(value(weight))
+    size, least = nbytes(logits), kept * WEIGHTS * nbytes(value(weight))
     if size >= least:
         return None
     reason = (
@@ -107,6 +120,10 @@ def _few_tokens(head: Head, found: list[HeadLoss], gradients: set[Node]) -> Matc
         "forward to backward in their place"
     )
     return MatchFailure(head.reads[0].node, "few-tokens", reason)
+
+
+def _checkpointed(head: Head) -> bool:
+    return "ac_graph_id" in head.linear.node.meta
 
 
 def _kept(readers: Sequence[Node]) -> str:
@@ -121,13 +138,20 @@ def _kept(readers: Sequence[Node]) -> str:
 
 
 def _target_a_row(site: HeadLoss) -> bool:
-    """Whether each row has a target. Rows that a mask chooses would get a number of their own, which no check equates
-    with that of the labels."""
+    """Whether each row has a target. Rows of logits that a mask chooses would get a number of their own, which no check
+    equates with that of the labels; of hidden states, the plain loss has checked that they are as many."""
     given = sum(value(target).numel() for target in site.targets)
-    fake = value(site.logits.node)
-    if free_unbacked_symbols(fake):
+    fake, moves = value(site.logits.node), site.logits.moves()
+    if free_unbacked_symbols(fake) and any(free_unbacked_symbols(value(n)) for n in _chosen(moves)):
         return False
+    if moves and moves[-1].node.target is torch.ops.aten.gather.default and not free_unbacked_symbols(fake):
+        return True  # the rows that it has indices for
     return not site.targets or same_size(given * fake.shape[site.logits.dim], fake.numel())
+
+
+def _chosen(moves: tuple[RowView, ...]) -> Iterator[Node]:
+    """The views among `moves` that choose rows by what is known at run time only."""
+    return (view.node for view in moves if not free_unbacked_symbols(value(view.source)))
 
 
 def _small(logits: Node) -> bool:
@@ -144,7 +168,7 @@ def _match(view: GraphView, site: HeadLoss, gradients: set[Node]) -> Match | Mat
     states = view.mode_states
     root = linear if states[linear] == states[loss] else loss  # the report names the head where it may
     sizes = sizes_read_elsewhere(site, inputs)
-    outputs = [*(output.read.node for output in site.outputs), *sizes]
+    outputs = [*(output.read.node for output in site.outputs), *site.blanks, *sizes]
     if place(inputs, outputs, root, states) is None:
         return MatchFailure(root, *REGION)
 

@@ -143,6 +143,32 @@ def smoothed_and_shifted(m, x, labels):
     return F.cross_entropy(logits, labels[:, 1:], label_smoothing=0.2, reduction="sum")
 
 
+def smoothed_by_hand(m, x, labels):
+    """timm's, of rows that count."""
+    logp = m.proj(x).view(-1, WORDS).log_softmax(-1)
+    counted = labels.view(-1) != IGNORED
+    wanted = -logp.gather(1, labels.view(-1, 1).clamp(min=0)).squeeze(1)[counted]
+    return (0.9 * wanted + 0.1 * -logp.mean(dim=-1)[counted]).mean()
+
+
+def smoothed_by_sums(m, x, labels):
+    """transformers' LabelSmoother and fairseq's, of scaled logits with a bias."""
+    logits = (m.proj(x) * 0.7 + m.embed.weight[:, 0])[..., :-1, :].contiguous()
+    wanted = labels[..., 1:].unsqueeze(-1)
+    logp, ignored = -F.log_softmax(logits, dim=-1), wanted.eq(IGNORED)
+    loss = logp.gather(dim=-1, index=wanted.clamp(min=0)).masked_fill_(ignored, 0.0)
+    others = logp.sum(dim=-1, keepdim=True, dtype=torch.float32).masked_fill_(ignored, 0.0)
+    count = ignored.numel() - ignored.sum()
+    return 0.8 * loss.sum() / count + 0.2 * others.sum() / (count * WORDS)
+
+
+def smoothed_logits(m, x, labels):
+    """Means and sums of logits themselves, to which a number was added."""
+    logits = 1.5 - m.proj(x)[..., 2:]
+    loss = logits.logsumexp(-1) - logits.gather(-1, labels.clamp(0, WORDS - 3)[..., None]).squeeze(-1)
+    return loss + 0.1 * (logits.logsumexp(-1) - logits.mean(-1)) + 1e-3 * logits.sum(2)
+
+
 def nll(m, x, labels):
     return F.nll_loss(F.log_softmax(m.proj(x), -1).view(-1, WORDS), labels.view(-1))
 
@@ -260,12 +286,59 @@ def bias_of_words_second(m, x, labels):
     return F.cross_entropy(m.proj(x).transpose(1, 2) + m.embed.weight[:, :1], labels)
 
 
+# --- words and numbers
+
+
+def padded_words(m, x, labels):
+    """nanochat's and OLMo's: rows of the weight that are no words, cut off behind the GEMM."""
+    logits = m.proj(x)[..., : WORDS - 3].float()
+    logits = 6 * torch.tanh(logits / 6)
+    return F.cross_entropy(logits.view(-1, WORDS - 3), labels.view(-1).clamp(max=WORDS - 4), ignore_index=IGNORED)
+
+
+def later_words(m, x, labels):
+    """Between a temperature and a bias of the words that are left."""
+    logits = (m.proj(x) * m.temperature)[..., 4:].transpose(1, 2) + m.embed.weight[4:, :1]
+    return F.cross_entropy(logits, labels.clamp(max=WORDS - 5), label_smoothing=0.1, reduction="none")
+
+
+def words_in_two_parts(m, x, labels):
+    """A loss of each."""
+    logits, wanted = m.proj(x).view(-1, WORDS), labels.view(-1).clamp(max=9)
+    return F.cross_entropy(logits[:, :10], wanted) + 0.5 * F.cross_entropy(logits[:, 10:], wanted)
+
+
+def capped_by_a_sigmoid(m, x, labels):
+    """modded-nanogpt's, with a number in front."""
+    logits = 9 * torch.sigmoid((m.proj(x).float() + 2) / 3.5)
+    return F.cross_entropy(logits.view(-1, WORDS), labels.view(-1), reduction="sum")
+
+
+def numbers_added(m, x, labels):
+    """Which the log-sum-exp has, and a log-probability has not."""
+    logits = 1.5 - (m.proj(x) - 0.25) * m.scale
+    logp = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])
+    return logp.squeeze(-1) + 1e-2 * logits.logsumexp(-1).square()
+
+
 # --- rows that a mask chooses
 
 
 def masked_logits(m, x, labels):
     counted = labels != IGNORED
     return F.cross_entropy(m.proj(x)[counted], labels[counted])
+
+
+def hidden_by_their_labels(m, x, labels):
+    """torchtune's and ModernBERT's: rows that count, in front of the GEMM. How many is known at run time only."""
+    return F.cross_entropy(m.proj(x[labels != IGNORED]), labels[labels != IGNORED])
+
+
+def hidden_by_places(m, x, labels):
+    """Of a vocabulary that was padded."""
+    places = (labels.flatten() != IGNORED).nonzero().squeeze(1)
+    logits = m.proj(x.flatten(0, 1)[places])[:, : WORDS - 2].float()
+    return F.cross_entropy(logits, labels.flatten()[places].clamp(max=WORDS - 3), reduction="sum")
 
 
 def masked_shifted(m, x, labels):
@@ -305,6 +378,40 @@ def weighted_log_probabilities(m, x, labels):
     return -(logp * advantages * mask).sum() / mask.sum()
 
 
+def mean_of_chosen_losses(m, x, labels):
+    loss = F.cross_entropy(m.proj(x).transpose(1, 2), labels.clamp(min=0), reduction="none")
+    return loss[labels != IGNORED].mean()
+
+
+def sum_of_selected_losses(m, x, labels):
+    loss = F.cross_entropy(m.proj(x).view(-1, WORDS), labels.view(-1).clamp(min=0), reduction="none")
+    return torch.masked_select(loss, labels.view(-1) > 4).sum() / 3
+
+
+def losses_where(m, x, labels):
+    loss = F.cross_entropy(m.proj(x).view(-1, WORDS), labels.view(-1).clamp(min=0), reduction="none")
+    counted = labels.view(-1) != IGNORED
+    return torch.where(counted, loss, 0).sum() / counted.sum()
+
+
+def losses_but_where(m, x, labels):
+    loss = F.cross_entropy(m.proj(x).view(-1, WORDS), labels.view(-1).clamp(min=0), reduction="none")
+    ignored = labels == IGNORED
+    return loss.view_as(labels).masked_fill(ignored, 0.0).mean(-1).mean()
+
+
+def weighted_positions(m, x, labels):
+    """A weight for each position, and one for each sequence; the sum over one dimension after the other."""
+    loss = F.cross_entropy(m.proj(x).transpose(1, 2), labels, reduction="none")
+    loss = loss * torch.linspace(0.5, 2, labels.shape[1]) * torch.tensor([[1.0], [3.0]])
+    return loss.sum(1).sum(0) / 5
+
+
+def dot_with_weights(m, x, labels):
+    loss = F.cross_entropy(m.proj(x).view(-1, WORDS), labels.view(-1), reduction="none")
+    return torch.dot(loss, labels.view(-1).to(loss.dtype))
+
+
 def mean_of_log_probabilities(m, x, labels):
     logp = m.proj(x).log_softmax(-1).gather(2, labels.clamp(min=0)[..., None])
     return -1.5 * logp.mean()
@@ -324,6 +431,15 @@ def in_chunks(m, x, labels):
     chunks = zip(m.proj(x).chunk(2, dim=1), labels.chunk(2, dim=1), strict=True)
     total = [F.cross_entropy(c.flatten(0, 1), part.flatten(), reduction="sum") for c, part in chunks]
     return sum(total) / (labels != IGNORED).sum()
+
+
+def in_a_sum_of_their_dtype(m, x, labels):
+    """Zeros made from logits, which the losses of parts are added to."""
+    logits, wanted = m.proj(x).view(-1, WORDS), labels.view(-1)
+    total = logits.new_zeros((), dtype=torch.float32)
+    for i in range(0, 2 * LENGTH, 8):
+        total = total + F.cross_entropy(logits[i : i + 8].float(), wanted[i : i + 8], reduction="sum")
+    return total / wanted.numel()
 
 
 # --- log-probabilities of words, as reinforcement learning and distillation have them; every label is a word
@@ -348,6 +464,58 @@ def by_subtraction(m, x, labels):
     logits = m.proj(x)
     logp = logits - logits.logsumexp(-1, keepdim=True)
     return logp.gather(-1, labels[..., None]).exp()
+
+
+def by_subtraction_with_a_dimension(m, x, labels):
+    logits = m.proj(x)
+    return (logits - logits.logsumexp(-1).unsqueeze(-1)).gather(-1, labels[..., None])
+
+
+def by_hand(m, x, labels):
+    """Without the largest logit."""
+    z = m.proj(x)
+    z = z - z.max(dim=-1, keepdim=True).values
+    return (z.exp().sum(-1).log() - z.gather(-1, labels[..., None]).squeeze(-1)).mean()
+
+
+def by_hand_with_a_dimension(m, x, labels):
+    """At a temperature, of log-softmaxes."""
+    z = m.proj(x)
+    z = (z - z.amax(-1, keepdim=True).detach()) / 0.7
+    logp = z - torch.log(torch.sum(torch.exp(z), dim=-1, keepdim=True))
+    return -torch.gather(logp, -1, labels.unsqueeze(-1))
+
+
+def by_hand_with_the_largest_again(m, x, labels):
+    """Each row's loss and a z-loss."""
+    logits = m.proj(x).flatten(0, 1)
+    largest = logits.max(dim=1)[0]
+    lse = largest + (logits - largest[:, None]).exp().sum(1).log()
+    return -logits[torch.arange(lse.shape[0]), labels.flatten()] + lse + 1e-2 * lse**2
+
+
+def by_hand_as_it_is(m, x, labels):
+    logits = m.proj(x)
+    return torch.exp(logits).sum(dim=2).log() - logits.gather(-1, labels[..., None])[..., 0]
+
+
+def by_hand_negated(m, x, labels):
+    """With `logsumexp` of what is left."""
+    z = m.proj(x).view(-1, WORDS)
+    z = z - torch.max(z, -1, keepdim=True)[0]
+    return -z[torch.arange(labels.numel()), labels.view(-1)] + torch.logsumexp(z, 1)
+
+
+def log_of_chosen_softmax(m, x, labels):
+    """And a probability that is kept from zero."""
+    p = torch.gather(m.proj(x).softmax(-1), -1, labels.unsqueeze(-1)).squeeze(-1)
+    return -(p + 1e-8).log().mean()
+
+
+def by_numbers_of_sequences_and_rows(m, x, labels):
+    logp = m.proj(x).log_softmax(-1)
+    batch, length = labels.shape
+    return logp[torch.arange(batch)[:, None], torch.arange(length), labels]
 
 
 def by_numbers_of_rows(m, x, labels):
@@ -427,12 +595,17 @@ WITH_IGNORED = dict.fromkeys(
         one_token, addmm, weight_by_words, no_tokens, cap_of_the_model, sum_over_size, mean_of_rows, masked_sum, weighted_log_probabilities, mean_of_log_probabilities,
         learned_temperature, scaled_by_a_buffer, scaled_by_an_input, bias_behind, bias_behind_a_scale,
         bias_of_words_second, masked_logits, masked_shifted, masked_mean_of_rows,
+        padded_words, later_words, capped_by_a_sigmoid, numbers_added, mean_of_chosen_losses, sum_of_selected_losses,
+        losses_where, losses_but_where, weighted_positions, dot_with_weights, smoothed_by_hand, smoothed_by_sums,
+        smoothed_logits, hidden_by_their_labels, hidden_by_places,
     ), 1,
-) | {several_heads: 2, in_chunks: 2}  # fmt: skip
+) | {several_heads: 2, in_chunks: 2, words_in_two_parts: 2, in_a_sum_of_their_dtype: 2}  # fmt: skip
 WITHOUT_IGNORED = {
     f.__name__: f
     for f in (
         log_probabilities, negative_log_probabilities, by_log_of_softmax, by_subtraction, by_numbers_of_rows,
+        by_hand, by_hand_with_a_dimension,
+        by_hand_with_the_largest_again, by_hand_as_it_is, by_hand_negated, by_subtraction_with_a_dimension, log_of_chosen_softmax, by_numbers_of_sequences_and_rows,
         selective_log_softmax, selective_log_softmax_of_halves, policy_gradient, chosen_and_rejected,
         one_hot, one_hot_sum, one_hot_by_scatter, one_hot_of_logits, one_hot_probabilities, categorical,
     )

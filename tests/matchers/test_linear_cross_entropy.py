@@ -37,6 +37,9 @@ def only(f, *args):
         (lambda y: 8 * torch.tanh(y * 0.25) / 2, 1.0, 4.0),
         (lambda y: -2 * torch.tanh(y), -2.0, 2.0),
         (lambda y: torch.tanh(y).float(), 1.0, 1.0),
+        (lambda y: 8 * torch.sigmoid(y / 2), 1.0, 4.0),
+        (lambda y: 3 - 2 * y + 1, -2.0, None),
+        (lambda y: 6 - 8 * torch.sigmoid(y / 2) * 2, -2.0, 8.0),
     ],
 )
 def test_scale_and_softcap(of_logits, scale, softcap):
@@ -48,17 +51,18 @@ def test_scale_and_softcap(of_logits, scale, softcap):
     (site,) = only(f, X, W, LABELS)
     assert (site.logits.scale, site.logits.softcap) == (scale, softcap)
     y, z = F.linear(X, W), of_logits(F.linear(X, W))
-    torch.testing.assert_close(y * scale if softcap is None else softcap * torch.tanh(y * scale / softcap), z)
+    capped = y * scale if softcap is None else softcap * torch.tanh(y * scale / softcap)
+    torch.testing.assert_close(capped + site.logits.offset, z)
 
 
 @pytest.mark.parametrize(
     "of_logits",
     [
         lambda y: torch.tanh(torch.tanh(y)),
-        lambda y: y + 1,
+        lambda y: y + y.mean(),
         lambda y: y.detach(),
         lambda y: y.flip(-1),
-        lambda y: y[..., :4],
+        lambda y: y[..., ::2],
         lambda y: y.reshape(2, 5, 3).transpose(1, 2),
         lambda y: y * y.mean(-1, keepdim=True),
         lambda y: y.repeat(1, 1, 2),
@@ -66,7 +70,7 @@ def test_scale_and_softcap(of_logits, scale, softcap):
 )
 def test_other_values_are_no_logits(of_logits):
     def f(x, w, labels):
-        return F.cross_entropy(of_logits(F.linear(x, w)).flatten(0, 1), labels.flatten() % 4)
+        return F.cross_entropy(of_logits(F.linear(x, w)).flatten(0, 1), labels.flatten() % 3)
 
     assert not heads(f, X, W, LABELS)
 

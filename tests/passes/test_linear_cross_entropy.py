@@ -20,20 +20,31 @@ from tests.corpus.heads import (
     bias_behind,
     bias_behind_a_scale,
     build,
+    by_hand,
+    by_hand_with_the_largest_again,
     by_log_of_softmax,
     cap_of_the_model,
+    capped_by_a_sigmoid,
     categorical,
+    dot_with_weights,
     each_row,
     flattened,
+    hidden_by_their_labels,
+    later_words,
     learned_temperature,
+    losses_but_where,
+    losses_where,
     masked_logits,
     masked_mean_of_rows,
     masked_shifted,
     masked_sum,
+    mean_of_chosen_losses,
     mean_of_log_probabilities,
     mean_of_rows,
+    numbers_added,
     one_hot,
     one_hot_sum,
+    padded_words,
     per_items,
     scaled_by_a_buffer,
     selective_log_softmax,
@@ -41,10 +52,15 @@ from tests.corpus.heads import (
     shifted_labels,
     shifted_logits,
     smoothed,
+    smoothed_by_hand,
+    smoothed_by_sums,
+    smoothed_logits,
     softcapped,
+    sum_of_selected_losses,
     sum_over_size,
     tied,
     weighted_log_probabilities,
+    weighted_positions,
     words_second,
     z_loss,
 )
@@ -129,7 +145,9 @@ div: f32[] = div.Tensor(getitem, sum)
 return [div]""")
 
 
-SUMS = [mean_of_rows, masked_sum, weighted_log_probabilities, mean_of_log_probabilities, by_log_of_softmax]
+SUMS = [mean_of_rows, masked_sum, weighted_log_probabilities, mean_of_log_probabilities, by_log_of_softmax,
+        mean_of_chosen_losses, sum_of_selected_losses, losses_where, losses_but_where, weighted_positions,
+        dot_with_weights]  # fmt: skip
 
 
 @pytest.mark.parametrize("body", SUMS, ids=lambda f: f.__name__)
@@ -165,6 +183,33 @@ def of_each_sequence(m, x, labels):
     return loss.sum(-1).square().mean()
 
 
+def another_number_elsewhere(m, x, labels):
+    loss = F.cross_entropy(m.proj(x).flatten(0, 1), labels.flatten(), reduction="none")
+    return torch.where(labels.flatten() > 4, loss, 0.5).sum()
+
+
+def chosen_and_weighted(m, x, labels):
+    loss = F.cross_entropy(m.proj(x).flatten(0, 1), labels.flatten(), reduction="none")
+    chosen = labels.flatten() > 4
+    return (loss[chosen] * labels.flatten()[chosen]).sum()
+
+
+def chosen_sequences(m, x, labels):
+    loss = F.cross_entropy(m.proj(x).transpose(1, 2), labels, reduction="none")
+    return loss[labels[:, 0] > 11].sum()
+
+
+def mean_of_sums(m, x, labels):
+    loss = F.cross_entropy(m.proj(x).transpose(1, 2), labels, reduction="none")
+    return loss.sum(1).mean()
+
+
+def mean_for_each_count(m, x, labels):
+    loss = F.cross_entropy(m.proj(x).transpose(1, 2), labels, reduction="none")
+    counted = labels != IGNORED
+    return ((loss * counted).sum(1) / counted.sum(1)).mean()
+
+
 def weighted_by_another_site(m, x, labels):
     """Each row counts for the loss of the row in front of it."""
     logits = m.proj(x)
@@ -180,18 +225,21 @@ def test_weights_of_another_site():
 
 
 @pytest.mark.parametrize(
-    "body", [weighted_by_the_trained, read_twice, focal, two_weights, of_each_sequence], ids=lambda f: f.__name__
-)
+    "body", [weighted_by_the_trained, read_twice, focal, two_weights, of_each_sequence, another_number_elsewhere,
+             chosen_and_weighted, chosen_sequences, mean_of_sums, mean_for_each_count], ids=lambda f: f.__name__
+)  # fmt: skip
 def test_rows_that_count_by_themselves(body):
     assert gradients_of(assert_fires(NAME, *build(body))) == ("none", "")
 
 
 WITH_TENSORS = [learned_temperature, scaled_by_a_buffer, masked_logits, one_hot, categorical]
+SOME_WORDS = [padded_words, later_words, capped_by_a_sigmoid, numbers_added]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize(
-    "body", [flattened, each_row, z_loss, smoothed, softcapped, bias_behind, *WITH_TENSORS],
+    "body", [flattened, each_row, z_loss, smoothed, softcapped, bias_behind, later_words, numbers_added, by_hand, smoothed_logits,
+     *WITH_TENSORS],
     ids=lambda f: f.__name__,
 )
 def test_dtypes(body, dtype):
@@ -243,12 +291,15 @@ def test_what_verification_finds_at_lengths_that_vary(monkeypatch):
         check(*build(flattened), Config(strict=True, verify="each"), dynamic=True)
 
 
-def test_masked_rows_through_the_backend(no_kernels):
-    """How many rows a mask chooses is not asked, so that the graph neither breaks nor waits for a number."""
+@pytest.mark.parametrize(("body", "whole"), [(masked_logits, False), (hidden_by_their_labels, True)],
+                         ids=["logits", "hidden"])  # fmt: skip
+def test_masked_rows_through_the_backend(body, whole, no_kernels):
+    """How many rows a mask chooses is not asked, so that the graph neither breaks nor waits for a number; of hidden
+    states that are chosen, where the user asks for one graph."""
     torch._dynamo.reset()
-    module, args = build(masked_logits)
+    module, args = build(body)
     with megacpp_compile.record() as report:
-        got = train(torch.compile(module, backend="megacpp"), module, args)
+        got = train(torch.compile(module, backend="megacpp", fullgraph=whole), module, args)
     assert report.counts[NAME] == 1 and len(report.frames) == 1 and not report.misses
     error, which = largest_error(got, train(module, module, args))
     assert error <= TOLERANCE[torch.float32], (which, error)
@@ -261,7 +312,8 @@ def test_bias(body):
 
 DYNAMIC = [flattened, words_second, shifted_logits, shifted_labels, z_loss, selective_log_softmax, several_heads,
            sum_over_size, masked_sum, mean_of_rows, cap_of_the_model, masked_shifted, masked_mean_of_rows,
-           one_hot_sum, bias_behind, bias_behind_a_scale, *WITH_TENSORS]  # fmt: skip
+           one_hot_sum, bias_behind, bias_behind_a_scale, mean_of_chosen_losses, losses_where, by_hand,
+           by_hand_with_the_largest_again, smoothed_by_hand, smoothed_by_sums, *WITH_TENSORS, *SOME_WORDS]  # fmt: skip
 
 
 @pytest.mark.parametrize("everything", [False, True], ids=["length", "everything"])
@@ -286,7 +338,8 @@ def test_dynamic_lengths(body, everything):
 
 
 @pytest.mark.parametrize(
-    "body", [flattened, shifted_labels, each_row, softcapped, z_loss, *WITH_TENSORS], ids=lambda f: f.__name__
+    "body", [flattened, shifted_labels, each_row, softcapped, z_loss, padded_words, capped_by_a_sigmoid, numbers_added,
+     smoothed_by_hand, *WITH_TENSORS], ids=lambda f: f.__name__
 )
 def test_autocast(body):
     assert_autocast(NAME, *build(body))
@@ -298,6 +351,37 @@ def test_a_bias_in_float_under_autocast():
     module, args = build(bias_behind)
     frames = run(module, args, around=lambda: torch.autocast("cpu", torch.bfloat16))
     assert frames.tags(NAME) == {"between"} and "no wider dtype" in frames.misses[0].reason
+
+
+def fewer_labels(m, x, labels):
+    """A word of the first rows of the first sequence."""
+    return m.proj(x).log_softmax(-1).gather(-1, labels[:1, :-2].clamp(min=0).unsqueeze(-1)).squeeze(-1)
+
+
+def fewer_labels_of_words_second(m, x, labels):
+    logits = m.proj(x).transpose(1, 2)
+    picked = logits.gather(1, labels[:, None, :3].clamp(min=0)).squeeze(1)
+    return picked - logits.logsumexp(1)[:, :3]
+
+
+@pytest.mark.parametrize(("body", "count"), [(fewer_labels, 1), (fewer_labels_of_words_second, 2)],
+                         ids=["fewer", "words second"])  # fmt: skip
+def test_gather_reads_as_many_rows_as_there_are_labels(body, count):
+    assert_fires(NAME, *build(body), count)
+
+
+def test_lengths_of_labels_that_vary_by_themselves():
+    """Nothing in a gather says that there are as many labels as rows: where there are fewer it is right, too."""
+    module, args = build(mean_of_log_probabilities)
+    for t in args:
+        torch._dynamo.mark_dynamic(t, 1)
+    frames = check(module, args)
+    assert frames.counts[NAME] == 1
+    for length, labelled in ((9, 9), (8, 5)):
+        given = arguments(length)[0], arguments(labelled)[1]
+        error, which = largest_error(train(frames.compiled, module, given), train(module, module, given))
+        assert error <= TOLERANCE[torch.float32], (length, labelled, which, error)
+    assert len(frames.graphs) <= 2, "compiled again for another length"
 
 
 def head_under_autocast(m, x, labels):

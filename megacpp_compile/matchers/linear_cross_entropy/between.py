@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from typing import Any
 
 import torch
 from torch import fx
@@ -17,15 +18,20 @@ from megacpp_compile.matchers.numbers import number_of
 aten = torch.ops.aten
 TAG = "between"
 _LOSSES = (aten.cross_entropy_loss.default, aten.nll_loss_nd.default, aten.nll_loss.default, aten.nll_loss2d.default)
-_ALIKE = (aten.log_softmax.int, aten._log_softmax.default, aten.tanh.default, aten.transpose.int, aten.permute.default,
-          aten.flatten.using_ints, aten.slice.Tensor, aten.select.int)  # fmt: skip
+_LOG_SOFTMAX = (aten.log_softmax.int, aten._log_softmax.default)
+_ALIKE = (*_LOG_SOFTMAX, aten.neg.default, aten.sigmoid.default, aten.tanh.default, aten.transpose.int,
+          aten.permute.default, aten.flatten.using_ints, aten.slice.Tensor, aten.select.int)  # fmt: skip
+_CHOICES = (aten.gather.default, aten.take_along_dim.default)
 _SUMS = (aten.add.Tensor, aten.sub.Tensor)
 _FACTORS = (aten.mul.Tensor, aten.div.Tensor)
 _FILLS = (aten.where.self, aten.where.ScalarSelf, aten.where.ScalarOther, aten.masked_fill.Scalar,
-          aten.masked_fill.Tensor)  # fmt: skip
+          aten.masked_fill.Tensor, aten.slice_scatter.default)  # fmt: skip
+_BOUNDS = (aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default, aten.nan_to_num.default)
 _REMEDY = {
     "words": "choose the weight's rows and not the words of the logits",
-    "fill": "give the linear the weight's rows that are words alone, or a bias that leaves the others out",
+    "fill": "cut words behind the last one off, `logits[..., :words]`, or give the linear a bias that leaves them out",
+    "bound": "a softcap bounds logits, too",
+    "parts": "put hidden states together, or the weight's rows, and not the logits",
     "rows": "multiply the hidden states by it, which makes the same logits",
     "factor": "of a tensor it has one element and stands in front of a softcap; multiply the weight by it, or the bias",
     "sum": "a bias has an element a word, no wider dtype than the logits', and stands in front of a softcap",
@@ -34,9 +40,12 @@ _REMEDY = {
 
 def between(graph: fx.Graph, found: Collection[Node]) -> Iterator[MatchFailure]:
     """Every loss whose logits are a linear's, none of `found`, behind one operation that is not followed."""
-    for target in _LOSSES:
+    told = set[Node]()
+    for target in _LOSSES + _CHOICES:
         for loss in graph.find_nodes(op="call_function", target=target):
             stop, node = None, loss.args[0]
+            if target in _CHOICES and not _of_log_softmax(loss):
+                continue
             while isinstance(node, Node) and node.op == "call_function" and match_linear(node) is None:
                 kind = _kind(node)
                 if kind is None:
@@ -46,15 +55,33 @@ def between(graph: fx.Graph, found: Collection[Node]) -> Iterator[MatchFailure]:
             else:
                 if isinstance(node, Node) and node.op == "call_function" and node not in found and stop is not None:
                     at, kind = stop
+                    if at in told:
+                        continue
+                    told.add(at)
                     reason = f"{at.target.overloadpacket.__name__} stands between the linear and its loss"  # type: ignore
                     yield MatchFailure(at, TAG, f"{reason}, which the op does not compute: {_REMEDY[kind]}")
+
+
+def _of_log_softmax(choice: Node) -> bool:
+    """Whether `choice` takes one log-probability of each row."""
+    index = choice.args[2 if choice.target is aten.gather.default else 1]
+    source = choice.args[0]
+    while isinstance(source, Node) and (is_identity(source) or is_cast(source) or source.target is aten.neg.default):
+        source = source.args[0]
+    return source.target in _LOG_SOFTMAX and 1 in value(index).shape[-1:]  # type: ignore[union-attr]
 
 
 def _kind(node: Node) -> str | None:
     """What of `_REMEDY` there is to say of `node`, "" where it is followed; None where it is something else."""
     if node.target in _FILLS:
         return "fill"
-    if node.target is aten.slice.Tensor and not same_size(value(node).shape[-1], value(node.args[0]).shape[-1]):
+    if node.target is aten.slice.Tensor and not _same_last(node, node.args[0]):
+        return "words"
+    if node.target in _BOUNDS:
+        return "bound"
+    if node.target is aten.cat.default:
+        return "parts"
+    if node.target in RESHAPES and match_linear(node.args[0]) and not _same_last(node, node.args[0]):  # type: ignore[arg-type]
         return "words"
     if node.target in RESHAPES or node.target in UNIT_DIMS or is_identity(node) or is_cast(node):
         return ""
@@ -69,6 +96,10 @@ def _kind(node: Node) -> str | None:
         return "sum"
     fake = value(other)
     return "rows" if isinstance(fake, torch.Tensor) and fake.dim() > 0 and fake.shape[-1] == 1 else "factor"
+
+
+def _same_last(node: Node, other: Any) -> bool:
+    return same_size(value(node).shape[-1], value(other).shape[-1])
 
 
 def _source(node: Node) -> Node | None:

@@ -17,7 +17,7 @@ from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.linear import Linear, match_linear
 from megacpp_compile.matchers.linear_cross_entropy import logits as logits_of
 from megacpp_compile.matchers.linear_cross_entropy.logits import Logits
-from megacpp_compile.matchers.linear_cross_entropy.reads import Read, read_of, same_elements
+from megacpp_compile.matchers.linear_cross_entropy.reads import SEVERAL, Read, read_of, same_elements
 from megacpp_compile.matchers.linear_cross_entropy.rows import first_of, keys
 from megacpp_compile.matchers.linear_cross_entropy.sums import summed
 
@@ -26,12 +26,14 @@ aten = torch.ops.aten
 
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """A linear that at least one loss reads. sizes: what reads sizes of rows alone; others: what else reads its logits.
-    failures: losses of other kinds."""
+    """A linear that at least one loss reads. sizes: what reads sizes of rows alone; blanks: what takes no more than a
+    dtype and a device from its logits, such as zeros to add losses to; others: what else reads its logits. failures:
+    losses of other kinds."""
 
     linear: Linear
     reads: tuple[Read, ...]
     sizes: dict[Node, Logits]
+    blanks: tuple[Node, ...]
     others: tuple[Node, ...]
     failures: tuple[MatchFailure, ...]
 
@@ -46,7 +48,8 @@ class Output:
 
 @dataclasses.dataclass(frozen=True)
 class HeadLoss:
-    """What one op computes: reads of the same rows with the same targets. logits: those rows. sizes: as in `Head`.
+    """What one op computes: reads of the same rows with the same targets. logits: those rows. sizes: as in `Head`;
+    blanks: as there, of one of its sites.
 
     targets: nodes whose elements, one tensor after the other, are the targets of the rows; () where there are none.
     mask: what chooses the rows that count, in the shape of the targets; None where all do.
@@ -56,6 +59,7 @@ class HeadLoss:
     outputs: tuple[Output, ...]
     targets: tuple[Node, ...]
     sizes: dict[Node, Logits]
+    blanks: tuple[Node, ...] = ()
     mask: Node | None = None
 
     @property
@@ -91,7 +95,8 @@ _LOSSES = {aten.cross_entropy_loss.default, aten.log_softmax.int, aten._log_soft
 
 
 def _head(linear: Linear) -> Head | None:
-    reads, others, failures = list[Read](), list[Node](), list[MatchFailure]()
+    reads, blanks, others, failures = list[Read](), list[Node](), list[Node](), list[MatchFailure]()
+    several = list[MatchFailure]()
     sizes = dict[Node, Logits]()
     for logits, reader in logits_of.readers(logits_of.of(linear)):
         found = read_of(logits, reader)
@@ -99,19 +104,31 @@ def _head(linear: Linear) -> Head | None:
             sizes[reader] = logits
         elif isinstance(found, Read):
             reads.append(found)
+        elif reader.target in _BLANKS and len(reader.all_input_nodes) == 1:
+            blanks.append(reader)
+        elif found is not None and found.tag == SEVERAL and not logits.normalised:
+            several.append(found)
         elif found is not None:
             failures.append(found)
         else:
             others.append(reader)
-    spelled = {node for read in reads for node in read.through}  # zeros shaped like the logits
+    # Zeros shaped like the logits, the largest of them.
+    spelled = {node for read in reads for node in (*read.through, *read.logits.beside)}
     others = [node for node in others if node not in spelled]
     if others:  # what is computed from the logits themselves, such as their entropy
         failures = [f for f in failures if f.node.target is not aten.mul.Tensor or f.tag == "rows"]
     kinds = {read.kind for read in reads}
+    if "logsumexp" in kinds and not others:
+        failures += several
+    else:  # the scores of experts that were chosen
+        others += [miss.node for miss in several]
     by_hand = kinds >= {"logit", "logsumexp"} and not others  # else it may be a router
     if not failures and not kinds & {"loss", "log-probability"} and not by_hand:
         return None
-    return Head(linear, tuple(reads), sizes, tuple(others), tuple(failures))
+    return Head(linear, tuple(reads), sizes, tuple(blanks), tuple(others), tuple(failures))
+
+
+_BLANKS = (aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default)
 
 
 def sites(head: Head, has_gradient: Callable[[Node], bool]) -> list[HeadLoss]:
@@ -119,7 +136,7 @@ def sites(head: Head, has_gradient: Callable[[Node], bool]) -> list[HeadLoss]:
     pieces: dict[Any, list[_Piece]] = {}
     for piece in _lifted(head.reads):
         pieces.setdefault(piece.rows, []).append(piece)
-    found = []
+    found = list[HeadLoss]()
     for same_rows in pieces.values():
         by_target: dict[Any, list[_Piece]] = {}
         for piece in same_rows:
@@ -130,7 +147,8 @@ def sites(head: Head, has_gradient: Callable[[Node], bool]) -> list[HeadLoss]:
         groups[0] = groups[0] + without
         for group in groups:
             outputs = _added_up([output for piece in group for output in piece.outputs], has_gradient)
-            found.append(HeadLoss(group[0].logits, outputs, group[0].targets, head.sizes))
+            blanks = () if found else head.blanks
+            found.append(HeadLoss(group[0].logits, outputs, group[0].targets, head.sizes, blanks))
     return found
 
 
@@ -169,7 +187,7 @@ def _lifted(reads: Iterable[Read]) -> Iterator[_Piece]:
         moves = read.logits.moves()
         if moves and read.reduction == "none" and moves[-1].index is not None:
             own = keys(moves[:-1]), read.logits.scale, read.logits.softcap, read.logits.steps
-            key = (own, read.kind, read.logits.sign, read.keepdim, read.logits.dim)
+            key = (own, read.kind, read.logits.sign, read.keepdim, read.exp, read.logits.dim)
         alike.setdefault(key, []).append(read)
     for group in alike.values():
         yield from _together(group) or (_Piece(r.logits, (Output(r),), _roots([r])) for r in group)

@@ -1,7 +1,8 @@
 """The values that are made of a linear's output and keep its vocabulary whole, and who reads them.
 
-Followed are views of rows, casts, products with numbers and with tensors of one element, a bias of the vocabulary, a
-softcap (c * tanh(a * logits)), and log_softmax in its spellings; whatever else reads such a value is a reader.
+Followed are views of rows, a range of words, casts, products with numbers and with tensors of one element, numbers that
+are added, a bias of the vocabulary, a softcap (c * tanh(a * logits), or a sigmoid), and log_softmax in its spellings;
+whatever else reads such a value is a reader.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, value
-from megacpp_compile.fx.views import SPLITS, is_cast, is_identity
+from megacpp_compile.fx.views import RESHAPES, SPLITS, UNIT_DIMS, UNSQUEEZE, is_cast, is_identity
 from megacpp_compile.matchers.linear import Linear
+from megacpp_compile.matchers.linear_cross_entropy.by_hand import begins, log_sum_exp, without_the_largest
 from megacpp_compile.matchers.linear_cross_entropy.rows import RowView, row_view
 from megacpp_compile.matchers.numbers import number_of
 
@@ -25,24 +27,33 @@ _PRODUCTS = (aten.mul.Tensor, aten.mul.Scalar)
 _QUOTIENTS = (aten.div.Tensor, aten.div.Scalar)
 _LOG_SOFTMAX = (aten.log_softmax.int, aten._log_softmax.default)
 _SOFTMAX = (aten.softmax.int, aten._softmax.default)
+_CHOICES = (aten.gather.default, aten.take_along_dim.default, aten.index.Tensor)
+_TO_LOG = (*RESHAPES, *UNIT_DIMS, aten.add.Tensor, aten.clamp.default, aten.clamp_min.default)
 _PARTED = (*SPLITS, aten.unbind.int)
+_PLUS = (aten.add.Tensor, aten.add.Scalar)
+_SUMS = (*_PLUS, aten.sub.Tensor, aten.sub.Scalar, aten.rsub.Scalar)
+_SQUASHES = (aten.tanh.default, aten.sigmoid.default)
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
     """What is done to a linear's output: times `tensor` or over it, one element, with `kind` "times" or "over"; with
-    "plus", a bias `tensor` of the vocabulary, times `factor`, is added."""
+    "plus", a bias `tensor` of the vocabulary, times `factor`, is added, and with "number" the number `factor`. "words"
+    leaves those that the slice `view` does."""
 
     kind: str
-    tensor: Node
+    tensor: Node | None = None
     factor: float = 1.0
+    view: Node | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Logits:
     """`node`, made of the output y of `linear`, behind `steps`: the rows that `views` show of `factor * tanh(inner *
-    y)`, or of `factor * y` where `inner` is None; with `normalised`, `sign` times the log-softmax of that.
+    y) + offset`, or of `factor * y + offset` where `inner` is None; with `normalised`, `sign` times the log-softmax of
+    that, to which the offset is nothing; with `exp`, its softmax.
 
+    shifted: whether the largest logit of each row was subtracted, by the nodes `beside`.
     dim: where the vocabulary is. path: the nodes from the linear to `node`, without the linear.
     """
 
@@ -51,9 +62,13 @@ class Logits:
     dim: int
     views: tuple[RowView, ...] = ()
     factor: float = 1.0
+    offset: float = 0.0
     inner: float | None = None
     normalised: bool = False
     sign: float = 1.0
+    exp: bool = False
+    shifted: bool = False
+    beside: tuple[Node, ...] = ()
     steps: tuple[Step, ...] = ()
     path: tuple[Node, ...] = ()
 
@@ -65,6 +80,11 @@ class Logits:
     @property
     def softcap(self) -> float | None:
         return None if self.inner is None else abs(self.factor)
+
+    @property
+    def of_some_words(self) -> bool:
+        """Whether words are left out."""
+        return any(step.kind == "words" for step in self.steps)
 
     def moves(self) -> tuple[RowView, ...]:
         """The views without those that only copy."""
@@ -102,16 +122,64 @@ def _made(logits: Logits, user: Node) -> list[Logits] | None:
             return [logits.made(user)]
         if (view := _of_view(logits, user)) is not None:
             return [view]
-        if user.target is aten.tanh.default and logits.inner is None and not logits.normalised:
-            return [logits.made(user, inner=logits.factor, factor=1.0)]
     if (factor := factor_of(logits.node, user)) is not None:
-        return [logits.made(user, **({"sign": logits.sign * factor} if logits.normalised
-                                     else {"factor": logits.factor * factor}))]  # fmt: skip
+        if logits.normalised:
+            return None if logits.exp else [logits.made(user, sign=logits.sign * factor)]
+        return [logits.made(user, factor=logits.factor * factor, offset=logits.offset * factor)]
     if logits.normalised:
         return None
-    if logits.inner is None and logits.factor and (step := _step(logits, user)) is not None:
-        return [logits.made(user, steps=(*logits.steps, step))]
+    if _is_range_of_words(logits, user):
+        return [logits.made(user, steps=(*logits.steps, Step("words", view=user)))]
+    if (made := _added_number(logits, user)) is not None:
+        return [made]
+    if (beside := without_the_largest(user, logits.node, logits.dim)) is not None:
+        return [logits.made(user, shifted=True, beside=(*logits.beside, *beside))]
+    if logits.inner is None and logits.factor and (made := _behind_offset(logits, user)) is not None:
+        return [made]
     return _normalised(logits, user)
+
+
+def _is_range_of_words(logits: Logits, user: Node) -> bool:
+    """Whether `user` leaves words out at either end, as of a vocabulary that was padded."""
+    if user.target is not aten.slice.Tensor or user.args[0] is not logits.node:
+        return False
+    dim, *ends = user.args[1:]
+    return dim % value(user).dim() == logits.dim and all(isinstance(end, int) for end in ends) and ends[2:] in ([], [1])  # type: ignore[operator]
+
+
+def _added_number(logits: Logits, user: Node) -> Logits | None:
+    """`logits` and a number, or a number less them."""
+    if user.kwargs or len(user.args) != 2 or user.target not in _SUMS or not isinstance(value(user), torch.Tensor):
+        return None
+    first, other = user.args if user.target is not aten.rsub.Scalar else user.args[::-1]
+    number = number_of(other if first is logits.node else first)
+    if number is None:
+        return None
+    if first is logits.node:
+        return logits.made(user, offset=logits.offset + (number if user.target in _PLUS else -number))
+    sign = 1.0 if user.target in _PLUS else -1.0
+    return logits.made(user, factor=sign * logits.factor, offset=number + sign * logits.offset)
+
+
+def _behind_offset(logits: Logits, user: Node) -> Logits | None:
+    """`logits` behind a softcap, or behind what a tensor does to them. A number added in front of either is a bias."""
+    step, squashed = None, user.target in _SQUASHES and user.args[0] is logits.node
+    if not squashed and (step := _step(logits, user)) is None:
+        return None
+    if squashed and logits.shifted:
+        return None
+    steps, offset = logits.steps, logits.offset
+    if offset and (squashed or step.kind != "plus"):  # type: ignore[union-attr]
+        number, dtype = offset / logits.factor, value(logits.linear.node).dtype
+        rounded = torch.tensor(number, dtype=dtype).item()
+        if value(logits.node).dtype != dtype and abs(rounded - number) > 1e-6 * abs(number):
+            return None  # it would be rounded to the linear's dtype
+        steps, offset = (*steps, Step("number", factor=number)), 0.0
+    if not squashed:
+        return logits.made(user, steps=(*steps, step), offset=offset)
+    if user.target is aten.tanh.default:
+        return logits.made(user, steps=steps, inner=logits.factor, factor=1.0, offset=0.0)
+    return logits.made(user, steps=steps, inner=logits.factor / 2, factor=0.5, offset=0.5)  # (1 + tanh(x / 2)) / 2
 
 
 def _broadcast(logits: Logits, user: Node) -> list[Logits] | None:
@@ -180,15 +248,43 @@ def _normalised(logits: Logits, user: Node) -> list[Logits] | None:
         if all(log.target is aten.log.default for log in user.users):
             begun = logits.made(user)
             return [begun.made(log, normalised=True) for log in user.users]
-    if user.target is aten.sub.Tensor and user.args[0] is logits.node and is_logsumexp_of(user.args[1], logits):
+        if all(reader.target in _CHOICES and _is_logged(reader) for reader in user.users):
+            return [logits.made(user, normalised=True, exp=True)]
+    if user.target is aten.sub.Tensor and user.args[0] is logits.node and _is_denominator(user.args[1], logits):
         return [logits.made(user, normalised=True)]
-    if is_logsumexp_of(user, logits) and user.users and all(_subtracts(reader, logits, user) for reader in user.users):
+    log_sum = begins(user)
+    if log_sum is not None and log_sum.of is logits.node and _subtracted(log_sum.node, logits):
         return []  # read by what is a log-softmax
     return None
 
 
-def _subtracts(reader: Node, logits: Logits, lse: Node) -> bool:
-    return reader.target is aten.sub.Tensor and reader.args == (logits.node, lse) and not reader.kwargs
+def _is_logged(node: Node) -> bool:
+    """Whether the logarithm of `node` is all that it is read for, perhaps kept away from zero: else it may be the score
+    of an expert."""
+    while len(node.users) == 1:
+        (user,) = node.users
+        if user.target is aten.log.default:
+            return True
+        if user.target not in _TO_LOG:
+            return False
+        node = user
+    return False
+
+
+def _is_denominator(node: Any, logits: Logits) -> bool:
+    """Whether `node` is the log-sum-exp of `logits`, with a dimension of size 1 for the vocabulary."""
+    if isinstance(node, Node) and node.target is UNSQUEEZE and node.args[1] % value(node).dim() == logits.dim:  # type: ignore[operator]
+        return is_logsumexp_of(node.args[0], logits, False)
+    return is_logsumexp_of(node, logits)
+
+
+def _subtracted(lse: Node, logits: Logits) -> bool:
+    """Whether all that reads `lse` subtracts it from `logits`."""
+    readers = [r for user in lse.users for r in (user.users if user.target is UNSQUEEZE else (user,))]
+    return bool(readers) and all(
+        reader.target is aten.sub.Tensor and reader.args[0] is logits.node and not reader.kwargs
+        and _is_denominator(reader.args[1], logits) for reader in readers
+    )  # fmt: skip
 
 
 def _along(node: Node, logits: Logits) -> bool:
@@ -197,9 +293,7 @@ def _along(node: Node, logits: Logits) -> bool:
 
 def is_logsumexp_of(node: Any, logits: Logits, keepdim: bool | None = True) -> bool:
     """Whether `node` is the log-sum-exp of `logits` over the vocabulary; `keepdim` None takes either form."""
-    if not isinstance(node, Node) or node.target is not aten.logsumexp.default or node.args[0] is not logits.node:
+    found = log_sum_exp(node)
+    if found is None or found.of is not logits.node or found.dim != logits.dim:
         return False
-    dims = node.args[1]
-    kept = node.args[2] if len(node.args) > 2 else node.kwargs.get("keepdim", False)
-    n = value(logits.node).dim()
-    return [d % n for d in dims] == [logits.dim] and keepdim in (None, kept)  # type: ignore[union-attr, operator]
+    return keepdim in (None, found.keepdim)

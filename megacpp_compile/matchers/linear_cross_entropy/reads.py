@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -14,25 +15,40 @@ from megacpp_compile.fx.views import RESHAPES, UNIT_DIMS, is_identity
 from megacpp_compile.lowerings._sharded_logsumexp import sharded_logsumexp
 from megacpp_compile.lowerings._sharded_loss import sharded_cross_entropy
 from megacpp_compile.matchers._match import MatchFailure
-from megacpp_compile.matchers.linear_cross_entropy.logits import Logits, is_logsumexp_of
+from megacpp_compile.matchers.linear_cross_entropy.by_hand import begins, difference, is_added_again
+from megacpp_compile.matchers.linear_cross_entropy.logits import Logits
 from megacpp_compile.matchers.linear_cross_entropy.one_hot import one_hot
+from megacpp_compile.matchers.linear_cross_entropy.rows import RowView
 
 aten = torch.ops.aten
-Kind = Literal["loss", "log-probability", "logit", "logsumexp"]
+Kind = Literal["loss", "log-probability", "logit", "logsumexp", "mean", "sum"]
 IGNORE_INDEX = -100  # torch's own default; what gathers has no such thing, and negative indices are errors there
 _NLL = (aten.nll_loss_nd.default, aten.nll_loss.default, aten.nll_loss2d.default)
 _REDUCTIONS = ("none", "mean", "sum")
 
 
 @dataclasses.dataclass(frozen=True)
+class Weight:
+    """What rows are multiplied by: `tensor`, an element a row; `unless` takes a mask of those that count for nothing;
+    shape: that of rows, where the tensor has an element for several."""
+
+    tensor: Node
+    unless: bool = False
+    shape: tuple[int, ...] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class Read:
     """`node` is what `kind` says of `logits`: a row's loss, times `logits.sign`, reduced as `reduction` says; the
-    target's log-probability, times that sign, or its logit; the log-sum-exp.
+    target's log-probability, times that sign, or its logit; the log-sum-exp; the mean or the sum over words, of logits
+    or, times the sign, of log-probabilities.
 
-    target: int64, an element for every row, in the order of rows; None of a log-sum-exp.
+    target: int64, an element for every row, in the order of rows; None of what needs none.
     keepdim: whether the result of a read without reduction has the vocabulary's dimension, of size 1.
+    exp: whether `node` is the probability and not its logarithm.
     weights: what rows are multiplied by before they are added up, in the order of rows. through: nodes between the loss
-    of rows and `node`, which has the reduction; "rows" is the mean over all rows, "mean" that of rows not ignored.
+    of rows and `node`, which has the reduction; "rows" is the mean over all rows, or over those that the mask `chosen`
+    leaves, "mean" that of rows not ignored.
     part: (first, words, group) where the logits are those of a rank's words, as in `sharded_cross_entropy`.
     """
 
@@ -44,7 +60,9 @@ class Read:
     ignore_index: int = IGNORE_INDEX
     label_smoothing: float = 0.0
     keepdim: bool = False
-    weights: tuple[Node, ...] = ()
+    exp: bool = False
+    weights: tuple[Weight, ...] = ()
+    chosen: Node | None = None
     through: tuple[Node, ...] = ()
     part: tuple[Any, ...] = ()
 
@@ -57,17 +75,46 @@ def read_of(logits: Logits, node: Node) -> Read | MatchFailure | None:
         return _of_words(logits, node)
     if node.target is sharded_logsumexp and not logits.normalised:
         return _logsumexp_of_words(logits, node)
-    if node.target in _NLL and logits.normalised:
+    if node.target in _NLL and logits.normalised and not logits.exp:
         return _loss(logits, node, ("weight", "reduction", "ignore_index"))
+    if node.target is aten.kl_div.default and node.args[0] is logits.node and logits.normalised and not logits.exp:
+        return MatchFailure(node, *SOFT_TARGETS)
     if node.target in (aten.gather.default, aten.take_along_dim.default):
         return _gathered(logits, node)
     if node.target is aten.index.Tensor:
         return _indexed(logits, node)
-    if node.target is aten.mul.Tensor:
+    if node.target is aten.mul.Tensor and not logits.exp:
         return _by_one_hot(logits, node)
-    if is_logsumexp_of(node, logits, None) and not logits.normalised:
-        return Read("logsumexp", node, logits, keepdim=is_logsumexp_of(node, logits))
-    return None
+    if node.target in (aten.mean.dim, aten.sum.dim_IntList):
+        return _over_words(logits, node)
+    return None if logits.normalised else _log_sum_exp(logits, node)
+
+
+def _over_words(logits: Logits, node: Node) -> Read | None:
+    """The mean or sum over words, as label smoothing by hand has it. Of capped logits all would have to be made."""
+    if logits.exp or logits.inner is not None or (logits.shifted and not logits.normalised):
+        return None
+    if not isinstance(node.args[1], list | tuple) or not set(node.kwargs) <= {"dtype"}:
+        return None
+    if [d % value(logits.node).dim() for d in node.args[1]] != [logits.dim]:  # type: ignore[operator]
+        return None
+    keepdim = len(node.args) > 2 and node.args[2] is True
+    return Read("mean" if node.target is aten.mean.dim else "sum", node, logits, keepdim=keepdim)
+
+
+def _log_sum_exp(logits: Logits, node: Node) -> Read | None:
+    """The log-sum-exp that `node` is or begins, with what was subtracted in front of it added again."""
+    found = begins(node)
+    if found is None or found.of is not logits.node or found.dim != logits.dim:
+        return None
+    if not logits.shifted:
+        through = found.through if found.node is not node else ()
+        return Read("logsumexp", found.node, logits, keepdim=found.keepdim, through=through)
+    whole = is_added_again(found)
+    if whole is None or logits.node.target is not aten.sub.Tensor:
+        return None
+    keepdim = value(whole).dim() == value(logits.node).dim()
+    return Read("logsumexp", whole, logits, keepdim=keepdim, through=(found.node, *found.through))
 
 
 def _loss(logits: Logits, node: Node, names: tuple[str, ...]) -> Read | MatchFailure | None:
@@ -93,6 +140,8 @@ def _of_words(logits: Logits, node: Node) -> Read | None:
     items = list(node.users)
     if len(items) != 1 or items[0].args[1] != 0 or logits.dim != min(1, value(logits.node).dim() - 1):
         return None
+    if logits.of_some_words:
+        return None
     return Read("loss", items[0], logits, target, reduction, ignored, smoothing, through=(node,), part=tuple(part))  # type: ignore[arg-type]
 
 
@@ -100,11 +149,12 @@ def _logsumexp_of_words(logits: Logits, node: Node) -> Read | None:
     """The log-sum-exp of all ranks' words."""
     _, dim, keepdim, *part = node.args
     items = list(node.users)
-    if len(items) != 1 or items[0].args[1] != 0 or logits.dim != dim:
+    if len(items) != 1 or items[0].args[1] != 0 or logits.dim != dim or logits.of_some_words:
         return None
     return Read("logsumexp", items[0], logits, keepdim=bool(keepdim), through=(node,), part=tuple(part))
 
 
+SEVERAL = "several-targets"
 SOFT_TARGETS = ("soft-targets", "the targets are probabilities, as many of them as logits")
 
 
@@ -133,7 +183,8 @@ def _by_one_hot(logits: Logits, node: Node) -> Read | MatchFailure | None:
     if reduction == "none":
         if not logits.normalised and signed.sign != 1:
             return None
-        return dataclasses.replace(_picked(signed, user, hot.target, keepdim), through=tuple(through))
+        picked = _picked(signed, user, hot.target, keepdim)
+        return picked and dataclasses.replace(picked, through=(*through, *picked.through))
     if not logits.normalised:
         return None
     signed = dataclasses.replace(signed, sign=-signed.sign)
@@ -155,8 +206,16 @@ def _summed(node: Node, dim: int) -> tuple[str | None, bool]:
     return ("sum", False) if dims == set(range(n)) and not kept else (None, False)
 
 
-def _picked(logits: Logits, node: Node, target: Node, keepdim: bool) -> Read:
-    return Read("log-probability" if logits.normalised else "logit", node, logits, target, keepdim=keepdim)
+def _picked(logits: Logits, node: Node, target: Node, keepdim: bool) -> Read | None:
+    if logits.shifted and not logits.normalised:
+        if (found := difference(node, logits.node)) is None:
+            return None
+        whole, sign, through = found
+        of = dataclasses.replace(logits, normalised=True, sign=sign)
+        keepdim = value(whole).dim() == value(logits.node).dim()
+        return Read("log-probability", whole, of, target, keepdim=keepdim, through=through)
+    kind: Kind = "log-probability" if logits.normalised else "logit"
+    return Read(kind, node, logits, target, keepdim=keepdim, exp=logits.exp)
 
 
 def _gathered(logits: Logits, node: Node) -> Read | MatchFailure | None:
@@ -170,22 +229,26 @@ def _gathered(logits: Logits, node: Node) -> Read | MatchFailure | None:
     rows = [same_size(a, b) for d, (a, b) in enumerate(zip(sizes, shape, strict=True)) if d != logits.dim]
     if all(rows) and shape[logits.dim] == 1:
         return _picked(logits, node, index, True)  # type: ignore[arg-type]
-    if not logits.normalised:
-        return None
     if shape[logits.dim] != 1:
-        return MatchFailure(node, "several-targets", "more than one word's log-probability is read of a row")
-    return MatchFailure(node, "rows", "not known to read a word of every row: gather takes fewer, too")
+        return MatchFailure(node, SEVERAL, "more than one word's log-probability is read of a row")
+    if node.target is not aten.gather.default:
+        return None
+    # Of each dimension gather reads as many rows as there are indices, from the first on, be they all or fewer.
+    first = RowView(node, logits.dim, logits.dim)
+    return _picked(dataclasses.replace(logits, views=(*logits.views, first)), node, index, True)  # type: ignore[arg-type]
 
 
 def _indexed(logits: Logits, node: Node) -> Read | None:
-    """`logits[torch.arange(n), target]` of logits [n, v]."""
-    if node.args[0] is not logits.node or logits.dim != 1 or value(logits.node).dim() != 2:
+    """`logits[torch.arange(n), target]` of logits [n, v], or with one such index for each dimension of rows."""
+    rank = value(logits.node).dim()
+    indices = list(node.args[1])  # type: ignore[arg-type]
+    if node.args[0] is not logits.node or logits.dim != rank - 1 or len(indices) != rank or None in indices:
         return None
-    rows, target = [*node.args[1], None][:2]  # type: ignore[misc]
-    if rows is None or target is None or value(target).dim() != 1 or value(target).dtype not in _INDICES:
+    *rows, target = indices
+    sizes, shape = value(logits.node).shape[:-1], value(target).shape
+    if value(target).dtype not in _INDICES or len(shape) != rank - 1 or not all(map(same_size, sizes, shape)):
         return None
-    n = value(logits.node).shape[0]
-    if not _counts_up(rows) or not same_size(value(rows).shape[0], n) or not same_size(value(target).shape[0], n):
+    if not all(_counts_up(index, d, sizes) for d, index in enumerate(rows)):
         return None
     return _picked(logits, node, target, False)
 
@@ -193,11 +256,17 @@ def _indexed(logits: Logits, node: Node) -> Read | None:
 _INDICES = (torch.int64, torch.int32)
 
 
-def _counts_up(node: Node) -> bool:
-    """Whether `node` is 0, 1, 2, ..."""
-    if node.target is aten.arange.start:
-        return node.args[0] == 0
-    return node.target is aten.arange.default
+def _counts_up(index: Node, d: int, sizes: Sequence[Any]) -> bool:
+    """Whether `index` is 0, 1, 2, ... along dimension `d` of rows with `sizes`, and the same along all others."""
+    shape = value(index).shape
+    at = d - len(sizes) + len(shape)
+    if at < 0 or not same_size(shape[at], sizes[d]) or any(n != 1 for e, n in enumerate(shape) if e != at):
+        return False
+    while index.target in UNIT_DIMS or index.target in RESHAPES:
+        index = index.args[0]  # type: ignore[assignment]
+    if index.target is aten.arange.start:
+        return index.args[0] == 0
+    return index.target is aten.arange.default
 
 
 def same_elements(node: Node) -> Node:

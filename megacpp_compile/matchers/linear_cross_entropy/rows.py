@@ -22,7 +22,9 @@ aten = torch.ops.aten
 
 @dataclasses.dataclass(frozen=True)
 class RowView:
-    """A view or selection of rows. `before`, `behind`: the vocabulary's dimension in its operand and in its result."""
+    """A view or selection of rows. `before`, `behind`: the vocabulary's dimension in its operand and in its result.
+
+    A `gather` of one word a row stands for the rows that it reads: of each dimension as many as it has indices."""
 
     node: Node
     before: int
@@ -190,8 +192,18 @@ def replay(build: Builder, view: RowView, x: Node, given: Callable[[Node], Node]
         return x if rows == sorted(rows) else build(aten.permute.default, x, [*rows, n - 1])
     if target is aten.index.Tensor:
         return build(target, x, *arguments)
+    if target is aten.gather.default:
+        return _first_rows(build, x, arguments[1], dim)
     if target in SPLITS:
         return build.item(build(target, x, arguments[0], outer(arguments[1] % n, dim)), node.args[1])  # type: ignore[arg-type]
     new = build(target, x, outer(arguments[0] % n, dim), *arguments[1:])
     return build.item(new, node.args[1]) if target is aten.unbind.int else new  # type: ignore[arg-type]
 
+
+def _first_rows(build: Builder, x: Node, index: Node, dim: int) -> Node:
+    """As many rows of `x` as `index` has, along each dimension but its own `dim`."""
+    for d, n in enumerate(value(index).shape):
+        if d != dim and not same_size(n, value(x).shape[outer(d, dim)]):
+            count = n if isinstance(n, int) else build(aten.sym_size.int, index, d)
+            x = build(aten.slice.Tensor, x, outer(d, dim), 0, count)
+    return x

@@ -10,31 +10,56 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, value
+from megacpp_compile.fx.size_checks import mask_of
 from megacpp_compile.fx.views import RESHAPES, UNIT_DIMS, is_cast, is_identity
+from megacpp_compile.matchers.filled import is_filled
 from megacpp_compile.matchers.linear_cross_entropy.logits import factor_of
-from megacpp_compile.matchers.linear_cross_entropy.reads import Read
+from megacpp_compile.matchers.linear_cross_entropy.reads import Read, Weight
+from megacpp_compile.matchers.numbers import number_of
 
 aten = torch.ops.aten
+_SUMS = (aten.sum.default, aten.sum.dim_IntList)
+_MEANS = (aten.mean.default, aten.mean.dim)
+_FILLS = (aten.masked_fill.Scalar, aten.masked_fill.Tensor)
+_WHERES = (aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf)
 
 
 def summed(read: Read, has_gradient: Callable[[Node], bool]) -> Read:
     """`read`, or the sum (reduction "sum") or mean over all rows ("rows") that is all it is read for, with the tensors
     without a gradient that rows are multiplied by as `weights`."""
-    if read.reduction != "none" or read.kind not in ("loss", "log-probability"):
+    if read.reduction != "none" or read.exp or read.kind not in ("loss", "log-probability"):
         return read
-    node, factor = read.node, 1.0 if read.kind == "loss" else -1.0
-    weights, through = list[Node](), [read.node]
+    node, factor, chosen = read.node, 1.0 if read.kind == "loss" else -1.0, None
+    weights, through = list[Weight](), [read.node]
+    kinds = set[str]()  # of the sums over part of the dimensions so far
     while len(node.users) == 1:
         (user,) = node.users
         through.append(user)
-        if (reduction := _reduces(user, node)) is not None:
+        if (reduction := _reduces(user, node)) is not None and kinds <= {reduction}:
             logits = dataclasses.replace(read.logits, sign=read.logits.sign * factor)
-            return dataclasses.replace(read, kind="loss", node=user, logits=logits, reduction=reduction,
-                                       weights=tuple(weights), through=(*read.through, *through[:-1]))  # fmt: skip
+            return dataclasses.replace(
+                read, kind="loss", node=user, logits=logits, reduction=reduction, weights=tuple(weights),
+                chosen=chosen, through=(*read.through, *through[:-1]),
+            )  # fmt: skip
+        if user.target is aten.dot.default and not kinds and (other := _other(node, user)) is not None:
+            if chosen is not None or has_gradient(other):
+                break
+            logits = dataclasses.replace(read.logits, sign=read.logits.sign * factor)
+            return dataclasses.replace(
+                read, kind="loss", node=user, logits=logits, reduction="sum", weights=(*weights, Weight(other)),
+                through=(*read.through, *through[:-1]),
+            )  # fmt: skip
         if (number := factor_of(node, user)) is not None:
             factor *= number
+        elif (kind := _of_some_dims(user, node)) is not None and chosen is None:
+            kinds.add(kind)
+        elif kinds or chosen is not None:
+            if not _same_rows(user):
+                break
         elif (weight := _weight(node, user, has_gradient)) is not None:
             weights.append(weight)
+        elif (mask := _chosen_by(node, user)) is not None:
+            weights, chosen = [*weights, Weight(mask)], mask
         elif not _same_rows(user):
             break
         node = user
@@ -49,19 +74,74 @@ def _reduces(user: Node, node: Node) -> str | None:
             return None
     elif user.target not in (aten.sum.default, aten.mean.default):
         return None
-    return "sum" if user.target in (aten.sum.default, aten.sum.dim_IntList) else "rows"
+    return "sum" if user.target in _SUMS else "rows"
 
 
-def _weight(node: Node, user: Node, has_gradient: Callable[[Node], bool]) -> Node | None:
-    """The tensor, an element a row and without a gradient, that `user` multiplies `node` by."""
-    if user.target is not aten.mul.Tensor or len(user.all_input_nodes) != 2:
+def _of_some_dims(user: Node, node: Node) -> str | None:
+    """As `_reduces`, of a sum or mean over some of the dimensions, which another follows."""
+    if user.target not in (aten.sum.dim_IntList, aten.mean.dim) or user.args[0] is not node or not user.args[1]:
+        return None
+    return "sum" if user.target in _SUMS else "rows"
+
+
+def _weight(node: Node, user: Node, has_gradient: Callable[[Node], bool]) -> Weight | None:
+    """The tensor, an element a row and without a gradient, that `user` multiplies `node` by; a mask, where it puts
+    zeros."""
+    if user.target in _FILLS and user.args[0] is node and number_of(user.args[2]) == 0:
+        mask: Node = user.args[1]  # type: ignore[assignment]
+        return Weight(mask, unless=True) if _one_a_row(mask, node) else None
+    if user.target in _WHERES:
+        mask, first, second = user.args  # type: ignore[assignment]
+        if not _one_a_row(mask, node) or not _one_a_row(user, node):
+            return None
+        if first is node and _is_zero(second):
+            return Weight(mask)
+        return Weight(mask, unless=True) if second is node and _is_zero(first) else None
+    if user.target is not aten.mul.Tensor or (other := _other(node, user)) is None or has_gradient(other):
+        return None
+    fake = value(other)
+    if fake.is_complex() or not _one_a_row(user, node):
+        return None
+    if _one_a_row(other, node):
+        return Weight(other)
+    return Weight(other, shape=tuple(value(node).shape)) if _repeats(other, node) else None
+
+
+def _other(node: Node, user: Node) -> Node | None:
+    """The other of the two tensors that `user` reads."""
+    if len(user.all_input_nodes) != 2 or user.kwargs or len(user.args) != 2:
         return None
     other = user.args[1] if user.args[0] is node else user.args[0]
-    fake, rows = value(other), value(node)
-    if not isinstance(fake, torch.Tensor) or fake.is_complex() or has_gradient(other):  # type: ignore[arg-type]
-        return None
-    same = fake.dim() == rows.dim() and all(map(same_size, fake.shape, rows.shape))
-    return other if same else None  # type: ignore[return-value]
+    return other if isinstance(value(other), torch.Tensor) else None  # type: ignore[return-value]
+
+
+def _chosen_by(node: Node, user: Node) -> Node | None:
+    """The mask that `user` chooses rows by, all of whose dimensions it has."""
+    if user.target is aten.masked_select.default and user.args[0] is node:
+        mask: Node | None = user.args[1]  # type: ignore[assignment]
+    else:
+        mask = mask_of(user) if user.args[0] is node else None
+    return mask if mask is not None and _one_a_row(mask, node) else None
+
+
+def _is_zero(given: Any) -> bool:
+    """Whether `given` is the number 0, or a tensor of it."""
+    if number_of(given) == 0:
+        return True
+    return isinstance(given, Node) and is_filled(given, 0.0)
+
+
+def _one_a_row(node: Node, rows: Node) -> bool:
+    here, there = value(node), value(rows)
+    return here.dim() == there.dim() and all(map(same_size, here.shape, there.shape))
+
+
+def _repeats(node: Node, rows: Node) -> bool:
+    """Whether `node` has one element for several rows, of which it is known how many there are."""
+    here, there = value(node).shape, value(rows).shape
+    if len(here) > len(there) or not all(isinstance(n, int) for n in (*here, *there)):
+        return False
+    return all(a in (1, b) for a, b in zip(reversed(here), reversed(there), strict=False))
 
 
 def _same_rows(user: Node) -> bool:

@@ -26,8 +26,9 @@ def inputs_of(site: HeadLoss) -> list[Node]:
     views |= set(site.logits.moves())
     views |= {view for logits in site.sizes.values() for view in logits.moves()}
     operands = [n for n in (linear.x, linear.w, linear.b) if n is not None]
-    operands += [step.tensor for step in site.logits.steps]
-    operands += [*site.targets, *site.of_targets.weights, *([site.mask] if site.mask is not None else [])]
+    operands += [step.tensor for step in site.logits.steps if step.tensor is not None]
+    operands += [*site.targets, *(weight.tensor for weight in site.of_targets.weights)]
+    operands += [site.mask] if site.mask is not None else []
     sized = _of_sizes(site.sizes)
     pending, found = [n for view in views for n in view.chosen_by()], set[Node]()
     while pending:
@@ -57,28 +58,35 @@ def _of_sizes(sizes: Iterable[Node]) -> set[Node]:
 
 
 def emit(build: Builder, site: HeadLoss, sizes: list[Node], gradients: set[Node]) -> tuple[Node, list[Node]]:
-    """(the op's node, the nodes that stand for the outputs of `site` and for `sizes`)."""
+    """(the op's node, the nodes that stand for the outputs of `site`, for its blanks and for `sizes`)."""
     linear, read = site.logits.linear, site.of_targets
     rows = _Rows(build, site)
     dtype = value(linear.node).dtype
     x = build.cast(_flat(build, rows.of_x(site.logits.moves())), dtype)
     b = None if linear.b is None else build.cast(linear.b, dtype)
-    x, b = _behind_steps(build, site.logits.steps, x, b)
+    x, w, b = _behind_steps(build, site.logits.steps, x, linear.weight(build), b)
     target = _target(build, site, x)
     weight = _weight(build, site, x)
-    scales = [step.tensor for step in site.logits.steps if step.kind != "plus"]
+    tensors = [(step.kind, step.tensor) for step in site.logits.steps if step.tensor is not None]
     sources = {
-        "x": [linear.x, *scales], "w": [linear.w],
-        "b": [n for n in (linear.b, *(step.tensor for step in site.logits.steps)) if n is not None and b is not None],
+        "x": [linear.x, *(t for kind, t in tensors if kind != "plus")], "w": [linear.w],
+        "b": [n for n in (linear.b, *(t for _, t in tensors)) if n is not None and b is not None],
     }  # fmt: skip
     trained = [letter for letter, nodes in sources.items() if not gradients.isdisjoint(nodes)]
     node = build(
-        torch.ops.megacpp.linear_cross_entropy.default, x, linear.weight(build), b, target, weight, read.ignore_index,
+        torch.ops.megacpp.linear_cross_entropy.default, x, w, b, target, weight, read.ignore_index,
         read.label_smoothing, site.logits.scale, site.logits.softcap, 0.0, "sum" if site.summed else "none",
         "".join(trained) if site.summed else "", *read.part,
     )  # fmt: skip
-    results = _Results(build, site, rows, node, target)
-    return node, [*map(results.of, site.outputs), *map(rows.size, sizes)]
+    results = _Results(build, site, rows, node, target, (x, w, b))
+    blanks = [_blank(build, one, linear.x) for one in site.blanks]
+    return node, [*map(results.of, site.outputs), *blanks, *map(rows.size, sizes)]
+
+
+def _blank(build: Builder, node: Node, x: Node) -> Node:
+    """The new tensor that `node` makes from logits, from x."""
+    like = value(node)
+    return build(node.target, x, *node.args[1:], **{**node.kwargs, "dtype": like.dtype, "device": like.device})
 
 
 def _flat(build: Builder, x: Node) -> Node:
@@ -89,19 +97,32 @@ def _flat(build: Builder, x: Node) -> Node:
     return x if dims == 2 else build(aten.flatten.using_ints, x, 0, -2)
 
 
-def _behind_steps(build: Builder, steps: tuple[Step, ...], x: Node, b: Node | None) -> tuple[Node, Node | None]:
-    """Hidden states and bias of a linear whose output is that of x and b behind `steps`."""
-    dtype = value(x).dtype
+def _behind_steps(
+    build: Builder, steps: tuple[Step, ...], x: Node, w: Node, b: Node | None
+) -> tuple[Node, Node, Node | None]:
+    """Hidden states, weight and bias of a linear whose output is that of x, w and b behind `steps`."""
     for step in steps:
-        if step.kind == "plus":
-            more = build.cast(build(aten.reshape.default, step.tensor, [-1]), dtype)
+        if step.view is not None:
+            ends = step.view.args[2:]
+            w = build(aten.slice.Tensor, w, 0, *ends)
+            b = None if b is None else build(aten.slice.Tensor, b, 0, *ends)
+        elif step.kind == "number":
+            b = _plus_number(build, w, b, step.factor)
+        elif step.kind == "plus":
+            more = build.cast(build(aten.reshape.default, step.tensor, [-1]), value(x).dtype)
             more = more if step.factor == 1 else build(aten.mul.Tensor, more, step.factor)
             b = more if b is None else build(aten.add.Tensor, b, more)
-            continue
-        one = step.tensor if value(step.tensor).dim() == 0 else build(aten.reshape.default, step.tensor, [])
-        target = aten.mul.Tensor if step.kind == "times" else aten.div.Tensor
-        x, b = build(target, x, one), None if b is None else build(target, b, one)
-    return x, b
+        else:
+            one = step.tensor if value(step.tensor).dim() == 0 else build(aten.reshape.default, step.tensor, [])
+            target = aten.mul.Tensor if step.kind == "times" else aten.div.Tensor
+            x, b = build(target, x, one), None if b is None else build(target, b, one)
+    return x, w, b
+
+
+def _plus_number(build: Builder, w: Node, b: Node | None, number: float) -> Node:
+    if b is not None:
+        return build(aten.add.Tensor, b, number)
+    return build(aten.new_full.default, w, [_size(build, w, 0)], number)
 
 
 def _target(build: Builder, site: HeadLoss, x: Node) -> Node:
@@ -120,8 +141,11 @@ def _weight(build: Builder, site: HeadLoss, x: Node) -> Node | None:
     """What each row counts for, [n] in the op's compute dtype; None where all count alike."""
     product = None
     for weight in site.of_targets.weights:
-        flat = weight if value(weight).dim() == 1 else build(aten.reshape.default, weight, [-1])
-        one = build.cast(build(aten.detach.default, flat), compute_dtype(value(x)))
+        one = build(aten.logical_not.default, weight.tensor) if weight.unless else weight.tensor
+        if weight.shape is not None:
+            one = build(aten.expand.default, one, [*weight.shape])
+        one = one if value(one).dim() == 1 else build(aten.reshape.default, one, [-1])
+        one = build.cast(build(aten.detach.default, one), compute_dtype(value(x)))
         product = one if product is None else build(aten.mul.Tensor, product, one)
     return product
 
@@ -160,18 +184,24 @@ class _Rows:
 class _Results:
     """What the op's node says of rows, in the shapes that the plain graph has."""
 
-    def __init__(self, build: Builder, site: HeadLoss, rows: _Rows, node: Node, target: Node) -> None:
+    def __init__(
+        self, build: Builder, site: HeadLoss, rows: _Rows, node: Node, target: Node,
+        operands: tuple[Node, Node, Node | None],
+    ) -> None:  # fmt: skip
         self.build, self.site, self.rows, self.node, self.target = build, site, rows, node, target
+        self.operands = operands
         self.made: dict[Any, Node] = {}
 
     def of(self, output: Output) -> Node:
         """The node that stands for an output."""
         read, build = output.read, self.build
         if read.reduction != "none":
-            new = self._scaled(self._total(read.reduction), read.logits.sign)
+            new = self._scaled(self._total(read), read.logits.sign)
             return build.cast(new, value(read.node).dtype)
         views = self.site.logits.moves() if output.part is not None else read.logits.moves()
         new = self._shaped(self._of_rows(read), views)
+        if read.kind in ("logit", "logsumexp", "mean") and read.logits.offset and not read.logits.normalised:
+            new = build(aten.add.Tensor, new, read.logits.offset)
         if output.part is not None:
             new = build(aten.select.int, new, 0, output.part)
         if read.keepdim:
@@ -182,26 +212,52 @@ class _Results:
         """What is read of each row, [n]."""
         if read.kind == "logsumexp":
             return self._item(1)
+        if read.kind in ("mean", "sum"):
+            return self._over_words(read)
         if read.kind == "logit":
             return self._once("logit", lambda: self.build(aten.sub.Tensor, self._item(1), self._item(0)))
         sign = read.logits.sign if read.kind == "loss" else -read.logits.sign
-        return self._scaled(self._item(0), sign)
+        found = self._scaled(self._item(0), sign)
+        return self._once(("exp", sign), lambda: self.build(aten.exp.default, found)) if read.exp else found
 
-    def _total(self, reduction: str) -> Node:
+    def _over_words(self, read: Read) -> Node:
+        """The mean or sum over words: of logits that is a product with the mean of the weight's rows."""
+        build, words = self.build, value(self.operands[1]).shape[0]
+        mean = self._once("mean of logits", self._mean_logit)
+        if read.logits.normalised:
+            less = self._once("mean", lambda: build(aten.sub.Tensor, mean, self._item(1)))
+            mean = self._scaled(less, read.logits.sign)
+        if read.kind == "mean":
+            return mean
+        if read.logits.offset and not read.logits.normalised:
+            mean = build(aten.add.Tensor, mean, read.logits.offset)
+        return build(aten.mul.Tensor, mean, words)
+
+    def _mean_logit(self) -> Node:
+        build, (x, w, b) = self.build, self.operands
+        dtype = compute_dtype(value(x))
+        row = build(aten.mean.dim, w, [0], dtype=dtype)
+        mean = build(aten.sum.dim_IntList, build(aten.mul.Tensor, build.cast(x, dtype), row), [-1])
+        if b is not None:
+            mean = build(aten.add.Tensor, mean, build(aten.mean.default, b, dtype=dtype))
+        return self._scaled(mean, self.site.logits.scale)
+
+    def _total(self, read: Read) -> Node:
         """The losses' sum over rows, or a mean of them."""
         build = self.build
         if not self.site.summed:
             total = self._once("sum", lambda: build(aten.sum.default, self._item(0)))
         else:
             total = self._item(0)
-        if reduction == "rows":
-            return self._once("rows", lambda: build(aten.div.Tensor, total, self._rows()))
-        return total if reduction == "sum" else self._once("mean", lambda: self._mean(total))
+        if read.reduction == "rows":
+            chosen = self.site.mask if read.chosen is None else read.chosen
+            return self._once(("rows", chosen), lambda: build(aten.div.Tensor, total, self._rows(chosen)))
+        return total if read.reduction == "sum" else self._once("mean", lambda: self._mean(total))
 
-    def _rows(self) -> Any:
+    def _rows(self, chosen: Node | None) -> Any:
         """How many rows there are, or are chosen."""
-        if self.site.mask is not None:
-            return self.build(aten.sum.default, self.site.mask)
+        if chosen is not None:
+            return self.build(aten.sum.default, chosen)
         return _size(self.build, self.target, 0)
 
     def _mean(self, total: Node) -> Node:

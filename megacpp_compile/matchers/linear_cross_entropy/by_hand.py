@@ -1,0 +1,184 @@
+"""Log-sum-exps spelled out, and the largest logit that is subtracted from a row's logits in front of them.
+
+    z = logits - logits.max(-1, keepdim=True).values
+    loss = z.exp().sum(-1).log() - z.gather(-1, labels[..., None]).squeeze(-1)
+
+A softmax is the same whatever is subtracted from a row. The log-sum-exp of `z` is another than that of the logits, and
+counts in a difference to logits of `z`, or with the largest logit added again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from megacpp_compile.fx.edit import same_size, value
+from megacpp_compile.fx.views import DETACH, UNIT_DIMS, is_identity
+
+aten = torch.ops.aten
+
+
+@dataclasses.dataclass(frozen=True)
+class LogSumExp:
+    """`node` is the log-sum-exp of `of` along `dim`; through: the nodes between the two, which nothing else reads."""
+
+    node: Node
+    of: Node
+    dim: int
+    keepdim: bool
+    through: tuple[Node, ...] = ()
+
+
+def log_sum_exp(node: Any) -> LogSumExp | None:
+    """The log-sum-exp, over one dimension, that `node` is."""
+    if not isinstance(node, Node):
+        return None
+    total, through = node, tuple[Node, ...]()
+    if node.target is aten.log.default:
+        total = node.args[0]  # type: ignore[assignment]
+        through = (total, total.args[0]) if total.target is aten.sum.dim_IntList and not total.kwargs else ()  # type: ignore[assignment]
+        if not through or through[1].target is not aten.exp.default or any(len(n.users) > 1 for n in through):
+            return None
+    elif node.target is not aten.logsumexp.default:
+        return None
+    of: Node = (through[1] if through else node).args[0]  # type: ignore[assignment]
+    dims, kept = [*total.args[1]], total.args[2] if len(total.args) > 2 else total.kwargs.get("keepdim", False)  # type: ignore[misc]
+    if len(dims) != 1:
+        return None
+    return LogSumExp(node, of, dims[0] % value(of).dim(), bool(kept), through)
+
+
+def begins(node: Node) -> LogSumExp | None:
+    """The log-sum-exp that `node`, which reads logits, is or begins."""
+    while node.target in (aten.exp.default, aten.sum.dim_IntList) and len(node.users) == 1:
+        node = next(iter(node.users))
+    return log_sum_exp(node)
+
+
+def without_the_largest(node: Node, of: Node, dim: int) -> tuple[Node, ...] | None:
+    """The nodes that find what `node` subtracts from `of`, if it is the largest entry along `dim`, which serves for
+    nothing but to be subtracted and to be added to a log-sum-exp of the difference."""
+    if node.target is not aten.sub.Tensor or node.args[0] is not of or node.kwargs:
+        return None
+    subtracted, rank = node.args[1], value(of).dim()
+    if not isinstance(subtracted, Node) or not isinstance(value(subtracted), torch.Tensor):
+        return None
+    shape = value(subtracted).shape
+    if len(shape) != rank or any(not same_size(n, 1 if d == dim else m) for d, (n, m) in
+                                 enumerate(zip(shape, value(of).shape, strict=True))):  # fmt: skip
+        return None
+    first, _ = _constant(subtracted)
+    largest = first.args[0] if first.target is operator.getitem and first.args[1] == 0 else first
+    if largest.args[:1] != (of,) or largest.target not in (aten.amax.default, aten.max.dim):  # type: ignore[union-attr]
+        return None
+    given = largest.args[1] if isinstance(largest.args[1], list | tuple) else [largest.args[1]]  # type: ignore[union-attr]
+    if [d % rank for d in given] != [dim]:
+        return None
+    found, pending = list[Node](), [largest]
+    while pending:
+        one = pending.pop()
+        found.append(one)  # type: ignore[arg-type]
+        for user in one.users:  # type: ignore[union-attr]
+            if user.target is operator.getitem and user.args[1] == 0 or _is_view(user) or user.target is DETACH:
+                pending.append(user)
+            elif user is not node and not _adds_again(user, node):
+                return None
+    return tuple(found)
+
+
+def is_added_again(log_sum: LogSumExp) -> Node | None:
+    """The sum of `log_sum` and of the largest entry that was subtracted in front of it, if all read that."""
+    users = list(_readers(log_sum.node))
+    if len(users) != 1 or not _adds_again(users[0], log_sum.of):
+        return None
+    return users[0]
+
+
+def difference(picked: Node, of: Node) -> tuple[Node, float, tuple[Node, ...]] | None:
+    """(node, sign, the nodes it is computed from): `node` is `sign` times `picked` less the log-sum-exp of `of`, and
+    nothing else reads either."""
+    node, sign, through = picked, 1.0, [picked]
+    while len(node.users) == 1:
+        (user,) = node.users
+        if user.target in (aten.sub.Tensor, aten.add.Tensor) and len(user.all_input_nodes) == 2 and not user.kwargs:
+            break
+        if user.target is aten.neg.default:
+            sign = -sign
+        elif not _is_view(user):
+            return None
+        node = user
+        through.append(node)
+    else:
+        return None
+    other: Node = user.args[user.args[0] is node]  # type: ignore[assignment]
+    log_sum = log_sum_exp(_source(other)) if isinstance(other, Node) else None
+    if log_sum is None or log_sum.of is not of or list(_readers(log_sum.node)) != [user]:
+        return None
+    if not _alike(user, node, other):
+        return None
+    if (user.target is aten.add.Tensor) != (sign < 0):
+        return None  # both have one sign
+    sign = 1.0 if sign > 0 and user.args[0] is node else -1.0
+    return user, sign, (*through, *_passed(other, log_sum.node), *log_sum.through)
+
+
+def _is_view(node: Node) -> bool:
+    return node.target in UNIT_DIMS or is_identity(node)
+
+
+def _source(node: Node) -> Node:
+    while _is_view(node):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _constant(node: Node) -> tuple[Node, bool]:
+    """(what `node` is a view of, whether its gradient is cut off on the way)."""
+    cut = False
+    while _is_view(node) or node.target is DETACH:
+        cut = cut or node.target is DETACH
+        node = node.args[0]  # type: ignore[assignment]
+    return node, cut
+
+
+def _passed(node: Node, source: Node) -> Iterator[Node]:
+    """`node` and what it is a view of, up to `source`."""
+    yield node
+    while node is not source:
+        node = node.args[0]  # type: ignore[assignment]
+        yield node
+
+
+def _readers(node: Node) -> Iterator[Node]:
+    """What reads `node`, through views."""
+    for user in node.users:
+        if _is_view(user):
+            yield from _readers(user)
+        else:
+            yield user
+
+
+def _adds_again(user: Node, difference: Node) -> bool:
+    """Whether `user` is the log-sum-exp of `difference`, with what was subtracted there added again."""
+    if user.target is not aten.add.Tensor or user.kwargs or difference.target is not aten.sub.Tensor:
+        return False
+    a, b = user.args
+    if not isinstance(a, Node) or not isinstance(b, Node) or not _alike(user, a, b):
+        return False
+    subtracted = _constant(difference.args[1])  # type: ignore[arg-type]
+    for one, other in ((a, b), (b, a)):
+        found = log_sum_exp(_source(one))
+        if found is not None and found.of is difference and _constant(other) == subtracted:
+            return True
+    return False
+
+
+def _alike(*nodes: Node) -> bool:
+    """Whether all have one shape: nothing is repeated."""
+    shape = value(nodes[0]).shape
+    return all(len(value(n).shape) == len(shape) and all(map(same_size, value(n).shape, shape)) for n in nodes)
