@@ -42,7 +42,7 @@ class LowRank:
 
 @dataclasses.dataclass(frozen=True)
 class Adapted:
-    """`node = linear + sum(paths)`, in the linear's dtype or a wider one; `internal`: nodes of the sum in front of it."""
+    """`node = linear + sum(paths)`, in the dtype of the linear or a wider one; `internal`: the sum in front of it."""
 
     node: Node
     linear: Linear

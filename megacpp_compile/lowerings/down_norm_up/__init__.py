@@ -114,7 +114,8 @@ def _(  # type: ignore[no-untyped-def]
 
 
 def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    x, w_down, b_down, w_norm, w_up, _, ctx.start, ctx.size, keep_latent, x_side, w_side, normed, ctx.group, ctx.sum_dtype = inputs
+    x, w_down, b_down, w_norm, w_up, _, ctx.start, ctx.size, keep_latent, x_side, w_side, normed, *more = inputs
+    ctx.group, ctx.sum_dtype = more
     *_, rrms, latent = output
     ctx.mark_non_differentiable(rrms, *([] if keep_latent else [latent]))
     ctx.set_materialize_grads(False)
