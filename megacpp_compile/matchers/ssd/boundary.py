@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
+from megacpp_compile.fx.views import PARTS
+from megacpp_compile.matchers.ssd.resize_rules.writes import SCATTERS
 from megacpp_compile.matchers.ssd.tensor_algebra import Algebra, constants_of, operand_of, tensors
 from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS
 
@@ -67,6 +69,7 @@ class OperandBoundary:
             and at.target is aten.mul.Tensor
             and len(inputs) == 2
             or self._masked_scores(at)
+            or self._written(at)
         )
         if mixes:
             self.inside |= {at} | between
@@ -94,6 +97,12 @@ class OperandBoundary:
                 return changed and (n.target in CONTRACTIONS or n.target is aten.sum.dim_IntList)
             n, changed = self._through(inputs[0])[0], True
         return False
+
+    def _written(self, n: Node) -> bool:
+        """Whether `n` is what something is written into, as a state is into those of all chunks, or is read of that."""
+        while n in self.algebra.nodes and n.target in PARTS:
+            n, _ = self._through(n.args[0])  # type: ignore[arg-type]
+        return n in self.algebra.nodes and n.target in SCATTERS
 
     def _whole(self, n: Node) -> tuple[Node, set[Node]]:
         """(the tensor that `n` is an element of, the nodes between)."""

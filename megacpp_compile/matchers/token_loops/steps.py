@@ -235,7 +235,7 @@ class _Steps:
                 return found
             refused = refused or found
         if refused is None and self._reads_before(chain):
-            return NoLoop(chain[-1], "before-update", "a token's result is read of the state that it has not entered yet")
+            return NoLoop(chain[-1], "before-update", "a token's result is read of the state in front of it")
         reason = f"a value is carried over {self.count} tokens, but not each step is the same"
         return refused or NoLoop(chain[-1], "steps", reason)
 
