@@ -122,6 +122,23 @@ def written_chunk_by_chunk(x, dt, A, B, C, D, state, size, late=0):
     return y.transpose(2, 3).reshape(b, t, h, p) + D[:, None] * x, entering[:, -1]
 
 
+def chunks_sliced_off(x, dt, A, B, C, D, state, size):
+    """Products with steps of all tokens, then a loop that slices chunks off and writes results in their place."""
+    b, t, h, p = x.shape
+    X, logs, B, C = x * dt[..., None], dt * A, to_heads(B, h), to_heads(C, h)
+    state = torch.zeros(b, h, p, B.shape[-1], dtype=x.dtype) if state is None else state
+    y = torch.zeros_like(X)
+    for i in range(0, t, size):
+        X_c, B_c, C_c, sums = (*(z[:, i : i + size] for z in (X, B, C)), logs[:, i : i + size].cumsum(1))
+        seen = torch.ones(size, size).bool().tril()[None, :, :, None]
+        decay = (sums[:, :, None] - sums[:, None]).masked_fill(~seen, -torch.inf).exp()
+        within = torch.einsum("blhn,bshn,blsh,bshp->blhp", C_c, B_c, decay, X_c)
+        y[:, i : i + size] = within + torch.einsum("blhn,bhpn,blh->blhp", C_c, state, sums.exp())
+        left = (sums[:, -1:] - sums).exp()
+        state = sums[:, -1].exp()[..., None, None] * state + torch.einsum("blhn,blh,blhp->bhpn", B_c, left, X_c)
+    return y + D[:, None] * x, state
+
+
 def one_triangle(x, dt, A, B, C, D, state, size):
     """The quadratic form over the whole sequence; prefix sums by a product with a triangle of ones."""
     b, t, h, _ = x.shape
@@ -146,6 +163,7 @@ FORMS = {
             torch.ones(a.shape[-1], a.shape[-1], dtype=torch.bool).triu(1), -torch.inf)),
     "matrix_products_heads_first": matrix_products_heads_first,
     "written_chunk_by_chunk": written_chunk_by_chunk,
+    "chunks_sliced_off": chunks_sliced_off,
     "one_triangle": one_triangle,
 }  # fmt: skip
 
