@@ -243,6 +243,8 @@ class _Steps:
         """Whether what each step collects is made of the state that enters it and not of the one behind it, as RWKV-6
         has it: what the last token adds is no part of the loop then."""
         for made in self.collectors:
+            if any(self.step.get(part) != i for i, part in enumerate(made.parts)):
+                continue  # it collects more than what its tokens are made into
             steps = [self._of_one_step([part]) for part in made.parts[1:]]
             if all(
                 any(entering in n.all_input_nodes for n in own) and not own & set(chain)
