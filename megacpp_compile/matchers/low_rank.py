@@ -42,7 +42,7 @@ class LowRank:
 
 @dataclasses.dataclass(frozen=True)
 class Adapted:
-    """`node = linear + sum(paths)`, in the dtype of the linear; `internal` are the nodes of the sum in front of it."""
+    """`node = linear + sum(paths)`, in the dtype of the linear or a wider one; `internal`: the sum in front of it."""
 
     node: Node
     linear: Linear
@@ -61,8 +61,11 @@ def match_adapted(node: Node) -> Adapted | None:
         return None
     bases = [t for t in terms if isinstance(t, Linear)]
     paths = tuple(t for t in terms if isinstance(t, LowRank))
-    if len(bases) != 1 or len(paths) + 1 != len(terms) or value(node).dtype != value(bases[0].node).dtype:
+    if len(bases) != 1 or len(paths) + 1 != len(terms):
         return None
+    own, dtype = value(bases[0].node).dtype, value(node).dtype
+    if dtype != own and (is_cast(node) or torch.promote_types(own, dtype) != dtype):
+        return None  # a sum in the linear's dtype that is cast behind it is a latent in front of that cast
     width, rank = bases[0].out_features, max(p.down.out_features for p in paths)
     if rank >= min(width, value(bases[0].x).shape[-1]):
         return None

@@ -194,7 +194,7 @@ def _site(view: GraphView, norm: RmsNorm, latent: Latent, part: tuple[int, int] 
 def _refusal(view: GraphView, site: _Site) -> MatchFailure | None:
     """Why the op can't stand for `site`, or would not be worth it."""
     norm, ups, down = site.norm, [up for up, _ in site.ups], site.latent.down
-    if all(value(up.node).dtype != value(down.node).dtype for up in ups):  # a low-rank path's may be wider
+    if all(value(up.node).dtype != value(down.linear.node).dtype for up in ups):  # a low-rank path's may be wider
         return MatchFailure(ups[0].node, "dtype", "down- and up-projection run in different dtypes")
     gone = {down.node, down.linear.node, *down.internal, *norm.internal}
     # A norm is computed in the dtypes it is written in, or wider ones, whatever autocast is around it.
@@ -222,7 +222,11 @@ def _rewrite(view: GraphView, build: Builder, site: _Site) -> tuple[Node, list[N
 
     x_side, w_side, b_down = _sides(build, site.latent, None if down.b is None else build.cast(down.b, _dtype(down)))
     keep = view.config.keep_latents is True or site.keep
-    options = [keep, x_side, w_side and own(w_side), value(norm.node).dtype if site.escapes else None, *site.group]
+    wide = value(latent.down.node).dtype
+    options = [
+        keep, x_side, w_side and own(w_side), value(norm.node).dtype if site.escapes else None,
+        *(site.group or [None]), wide if wide != _dtype(down) else None,
+    ]  # fmt: skip
     while options and not options[-1]:
         options.pop()
     node = build(

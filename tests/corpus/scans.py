@@ -103,6 +103,42 @@ def matrix_products_heads_first(x, dt, A, B, C, D, state, size):
     return y + D[:, None] * x, state
 
 
+def written_chunk_by_chunk(x, dt, A, B, C, D, state, size, late=0):
+    """Results and states that are written into zeros, a chunk at a time. late: by so many chunks are states read late."""
+    b, t, h, p = x.shape
+    X, B, C = (chunks(z, size).transpose(2, 3) for z in (x * dt[..., None], to_heads(B, h), to_heads(C, h)))
+    sums = chunks(dt * A, size).transpose(2, 3).cumsum(-1)
+    entering = torch.zeros(b, t // size + 1, h, p, B.shape[-1], dtype=x.dtype)
+    y = torch.zeros_like(X)
+    if state is not None:
+        entering[:, 0] = state
+    for c in range(t // size):
+        total, own = sums[:, c, :, -1:], sums[:, c]
+        decay = torch.exp(own[..., None] - own[:, :, None]).masked_fill(~torch.ones(size, size).bool().tril(), 0)
+        asked = C[:, c] @ entering[:, max(c - late, 0)].clone().mT
+        y[:, c] = (C[:, c] @ B[:, c].mT * decay) @ X[:, c] + asked * own.exp()[..., None]
+        added = (X[:, c] * (total - own).exp()[..., None]).mT @ B[:, c]
+        entering[:, c + 1] = total.exp()[..., None] * entering[:, c].clone() + added
+    return y.transpose(2, 3).reshape(b, t, h, p) + D[:, None] * x, entering[:, -1]
+
+
+def chunks_sliced_off(x, dt, A, B, C, D, state, size):
+    """Products with steps of all tokens, then a loop that slices chunks off and writes results in their place."""
+    b, t, h, p = x.shape
+    X, logs, B, C = x * dt[..., None], dt * A, to_heads(B, h), to_heads(C, h)
+    state = torch.zeros(b, h, p, B.shape[-1], dtype=x.dtype) if state is None else state
+    y = torch.zeros_like(X)
+    for i in range(0, t, size):
+        X_c, B_c, C_c, sums = (*(z[:, i : i + size] for z in (X, B, C)), logs[:, i : i + size].cumsum(1))
+        seen = torch.ones(size, size).bool().tril()[None, :, :, None]
+        decay = (sums[:, :, None] - sums[:, None]).masked_fill(~seen, -torch.inf).exp()
+        within = torch.einsum("blhn,bshn,blsh,bshp->blhp", C_c, B_c, decay, X_c)
+        y[:, i : i + size] = within + torch.einsum("blhn,bhpn,blh->blhp", C_c, state, sums.exp())
+        left = (sums[:, -1:] - sums).exp()
+        state = sums[:, -1].exp()[..., None, None] * state + torch.einsum("blhn,blh,blhp->bhpn", B_c, left, X_c)
+    return y + D[:, None] * x, state
+
+
 def one_triangle(x, dt, A, B, C, D, state, size):
     """The quadratic form over the whole sequence; prefix sums by a product with a triangle of ones."""
     b, t, h, _ = x.shape
@@ -126,6 +162,8 @@ FORMS = {
         einsums, sums_of=lambda a: (a.cumsum(-1)[..., None] - a.cumsum(-1)[..., None, :]).masked_fill(
             torch.ones(a.shape[-1], a.shape[-1], dtype=torch.bool).triu(1), -torch.inf)),
     "matrix_products_heads_first": matrix_products_heads_first,
+    "written_chunk_by_chunk": written_chunk_by_chunk,
+    "chunks_sliced_off": chunks_sliced_off,
     "one_triangle": one_triangle,
 }  # fmt: skip
 
@@ -215,6 +253,7 @@ NEAR_SCANS = {
         partial(einsums, sums_of=lambda a: segment_sums(a * 0.5)), "differs"),
     "clamped_exponent": (
         partial(einsums, sums_of=lambda a: segment_sums(a).clamp(max=-0.1)), "differs"),
+    "state_of_an_earlier_chunk": (partial(written_chunk_by_chunk, late=1), "differs"),
     "band": (band, "differs"),
     "fed_without_its_step": (fed_without_its_step, "no-step"),
     "rate_of_each_channel": (rate_of_each_channel, "rate"),

@@ -69,6 +69,12 @@ def _(rand, dtype):
     return *_projection(rand, dtype, k=32), False, rand(2, 17, 4, dtype=dtype), rand(32, 4, dtype=dtype) / 2, dtype
 
 
+@case("down_norm_up", "low_rank_in_a_wider_dtype")
+def _(rand, dtype):
+    wide = torch.promote_types(dtype, torch.float32)
+    return *CASES["down_norm_up"]["low_rank_and_normed"](rand, dtype), None, wide
+
+
 for label in ("low_rank", "low_rank_and_other_readers"):
 
     @case("down_norm_up_backward", label)
@@ -79,6 +85,13 @@ for label in ("low_rank", "low_rank_and_other_readers"):
         x, w_down, b_down, w_norm, w_up, _, start, size, _, x_side, w_side, _ = forward
         more = x_side, w_side, *(grads[2:] if readers else [])
         return [grads[0]], grads[1], x, w_down, b_down, w_norm, w_up, rrms, start, size, None, *more
+
+
+@case("down_norm_up_backward", "low_rank_in_a_wider_dtype")
+def _(rand, dtype):
+    given = CASES["down_norm_up_backward"]["low_rank"](rand, dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    return given[0], given[1].to(wide), *given[2:], None, None, None, wide
 
 
 @case("down_norm_up_backward", "summed_over_ranks")

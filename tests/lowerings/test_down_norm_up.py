@@ -278,3 +278,25 @@ def test_low_rank_path_and_other_readers(rand, place, keep):
             torch.testing.assert_close(a, b)
     for a, b in zip([*got, rrms], [*want, root], strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_low_rank_path_added_in_a_wider_dtype(rand):
+    """The sum, what is not normed and the latent are in that dtype, and backward recomputes the latent in it."""
+    *args, start, size = arguments(rand, dtype=torch.float32)
+    x, w_down, b_down, w_norm, w_up, eps = args
+    x_side, w_side = (rand(*s, dtype=x.dtype, grad=True) for s in ((2, 3, 2), (len(w_down), 2)))
+    given = (*args, start, size, False, x_side, w_side, None, None, torch.float64)
+    opcheck(down_norm_up, given)
+    down = torch.nn.functional.linear(x, w_down, b_down).double() + torch.nn.functional.linear(x_side, w_side)
+    latent, rest = down[..., start : start + size], torch.cat((down[..., :start], down[..., start + size :]), -1)
+    normed = latent * torch.rsqrt(latent.square().mean(-1, keepdim=True) + eps)
+    normed = normed if w_norm is None else normed * w_norm
+    want = [*(normed.to(w.dtype) @ w.t() for w in w_up), rest]
+    up, rest, rrms, kept = down_norm_up(*given)
+    got, leaves = [*up, rest], [*tensors(args), x_side, w_side]
+    assert rest.dtype == rrms.dtype == torch.float64 and kept.numel() == 0
+    seeds = [rand(*w.shape, dtype=w.dtype) for w in want]
+    gradients = [torch.autograd.grad(outs, leaves, seeds) for outs in (got, want)]
+    for a, b in zip([*got, *gradients[0]], [*want, *gradients[1]], strict=True):
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)

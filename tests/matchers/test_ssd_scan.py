@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from megacpp_compile.matchers.ssd.axes import Axes, NoAxes, flat, fresh
 from megacpp_compile.matchers.ssd.resize import Resized
-from megacpp_compile.matchers.ssd.resize_rules import RULES, contractions, elementwise, lengths, views
+from megacpp_compile.matchers.ssd.resize_rules import RULES, contractions, elementwise, lengths, views, writes
 from megacpp_compile.matchers.ssd.scan import NoScan, Scan, find_scans
 from tests.corpus.scans import CHUNK, FORMS, NEAR_SCANS
 from tests.matchers.graphs import aten, trace
@@ -140,7 +140,7 @@ def test_what_has_no_rule_cannot_be_resized():
 
 
 def test_no_op_has_two_rules():
-    assert len(RULES) == sum(len(m.RULES) for m in (contractions, elementwise, lengths, views))
+    assert len(RULES) == sum(len(m.RULES) for m in (contractions, elementwise, lengths, views, writes))
 
 
 def test_sizes_that_do_not_agree_are_told():

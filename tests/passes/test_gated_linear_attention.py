@@ -7,6 +7,7 @@ import torch
 
 from megacpp_compile.config.options import Config
 from tests.corpus.delta.block import LINEAR, PlainDelta, Spelling
+from tests.corpus.delta.linear import head_gates_states_written
 from tests.corpus.delta.near_misses import band
 from tests.corpus.delta.parts import causal, no_norm, repeated
 from tests.frames import check
@@ -33,6 +34,11 @@ def test_spelling(name):
 def test_states_in_and_out_in_float64(name):
     module = PlainDelta(LINEAR[name], given=True, state=True).double()
     assert_fires(NAME, module, module.example_inputs(8, dtype=torch.float64), config=ON)
+
+
+def test_states_that_are_written_into_zeros():
+    spelling = Spelling(head_gates_states_written, norm=no_norm, delta=False, whole=True)
+    assert_fires(NAME, *block(spelling), config=ON)
 
 
 def test_inference():

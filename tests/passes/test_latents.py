@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,7 +14,7 @@ from megacpp_compile.config.options import Config
 from tests.corpus import jitter_gains
 from tests.corpus.near_misses import RANK, ROPE, SEQ, inverse_rms
 from tests.corpus.spellings import PlainMLA
-from tests.frames import check, run
+from tests.frames import check, run, train
 
 from .contract import assert_dynamic, assert_fires
 from .test_down_norm_up import NAME, build, hidden
@@ -80,6 +83,31 @@ def test_low_rank_paths_all_over_a_block():
             setattr(block, name, Adapted(child))
     fired = check(block, block.example_inputs()).fired
     assert fired == {"down_norm_up": 2, "mla_rope_q": 1, "mla_rope_kv": 1}
+
+
+class CastToWhatItIsAddedTo(Adapted):
+    def path(self, y, a, b, x):
+        return y + (b(a(x)) * self.scale).to(x.dtype)
+
+
+def test_low_rank_path_that_autocast_adds_in_float32():
+    """The linear's result is in bfloat16 under autocast, the path's is cast to the model's float32, and so is the sum:
+    the op adds them in it, and its error is no larger than eager's is."""
+    module, args = adapted("wide_down", "up", of=CastToWhatItIsAddedTo)
+    exact = copy.deepcopy(module).double()
+    exact.wide_down.dtype = exact.up.dtype = torch.float64
+    want = train(exact, exact, tuple(a.detach().double().requires_grad_() for a in args))
+    around = functools.partial(torch.autocast, "cpu", torch.bfloat16)
+    eager = train(module, module, args, around)
+    frames = run(module, args, around=around)
+    assert frames.counts[NAME] == 1 and frames.results["output 1"].dtype == torch.float32
+    (node,) = _ops(frames)
+    assert node.args[-1] == torch.float32
+    assert frames.results.keys() == eager.keys() == want.keys()
+    for name, got in frames.results.items():
+        assert got.dtype == eager[name].dtype
+        errors = [float((t.double() - want[name]).abs().max()) for t in (got, eager[name])]
+        assert errors[0] <= 1.5 * errors[1] + 1e-6, name
 
 
 def test_low_rank_path_keeps_what_it_kept_alone():

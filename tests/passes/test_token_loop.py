@@ -74,6 +74,13 @@ def test_lengths(length):
     assert op_of(frames).args[9] == (16 if length <= 16 else 32)
 
 
+@pytest.mark.parametrize("name", ["bonus", "read_before_the_update"])
+def test_refuses_what_reads_the_state_before_its_token(name):
+    """RWKV-6, for one. What the last token adds is read by nobody, so that the last step lacks it."""
+    near = {**NEAR_DELTA_RULES, **NEAR_LINEAR}[name]
+    assert_refused_in_a_graph(NAME, "before-update", *block(Spelling(near), 4))
+
+
 @pytest.mark.parametrize("name", ["sums_of_products", "einsums_channel_gates", "no_gate"])
 def test_states_in_and_out_in_float64(name):
     """Where a state comes from and the dtype are no matter of the spelling: one of each kind of gate."""

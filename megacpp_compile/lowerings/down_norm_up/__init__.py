@@ -3,6 +3,7 @@
     x          [..., d]          w_down [k, d]     b_down [k] or None
     w_norm     [size] or None    w_up   list of [n_i, size]
     x_side     [..., r]          w_side [k, r]: a low-rank path added to the down-projection (LoRA), or None
+    sum_dtype  in which the path is added, and of rest and latent (LoRA under autocast: float32); None: that of x
     returns    up: list of [..., n_i], and behind them, where `normed` is a dtype, the normed latent [..., size] in it;
                rest [..., k - size]: the channels of the down-projection that are not normed (MLA's rope key);
                rrms [..., 1], the per-token reciprocal root mean square, float32 or better;
@@ -48,10 +49,11 @@ def down_norm_up(
     w_side: Optional[Tensor] = None,  # noqa: UP045
     normed: Optional[torch.dtype] = None,  # noqa: UP045
     group: Optional[str] = None,  # noqa: UP045
+    sum_dtype: Optional[torch.dtype] = None,  # noqa: UP045
 ) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
     with no_autocast(x):
         up, rest, rrms, latent = reference.down_norm_up(
-            x, w_down, b_down, w_norm, w_up, eps, start, size, keep_latent, x_side, w_side, normed, group
+            x, w_down, b_down, w_norm, w_up, eps, start, size, keep_latent, x_side, w_side, normed, group, sum_dtype
         )
         # `rest` is a slice of a buffer that dies here: own memory keeps the latent's half of it from living on.
         return up, rest.clone(memory_format=torch.contiguous_format), rrms, latent
@@ -60,14 +62,15 @@ def down_norm_up(
 @down_norm_up.register_fake
 def _(  # type: ignore[no-untyped-def]
     x, w_down, b_down, w_norm, w_up, eps, start, size, keep_latent=False, x_side=None, w_side=None, normed=None,
-    group=None,
+    group=None, sum_dtype=None,
 ):  # fmt: skip
     outer = x.shape[:-1]
-    rrms = x.new_empty((*outer, 1), dtype=compute_dtype(x.dtype))
-    latent = x.new_empty((*outer, w_down.shape[0]))[..., start : start + size] if keep_latent else rrms.new_empty(0)
+    rrms = x.new_empty((*outer, 1), dtype=compute_dtype(x.dtype, sum_dtype))
+    down = x.new_empty((*outer, w_down.shape[0]), dtype=sum_dtype)
+    latent = down[..., start : start + size] if keep_latent else rrms.new_empty(0)
     up = [x.new_empty((*outer, w.shape[0]), dtype=w.dtype) for w in w_up]
     up += [] if normed is None else [x.new_empty((*outer, size), dtype=normed)]
-    rest = x.new_empty((*outer, w_down.shape[0] - size))
+    rest = down.new_empty((*outer, w_down.shape[0] - size))
     return up, rest, rrms, latent
 
 
@@ -89,18 +92,19 @@ def down_norm_up_backward(
     grad_normed: Optional[Tensor] = None,  # noqa: UP045
     grad_latent: Optional[Tensor] = None,  # noqa: UP045
     grad_whole: Optional[Tensor] = None,  # noqa: UP045
+    sum_dtype: Optional[torch.dtype] = None,  # noqa: UP045
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor], Tensor, Tensor]:
     with no_autocast(x):
         return reference.down_norm_up_backward(
             grad_up, grad_rest, x, w_down, b_down, w_norm, w_up, rrms, start, size, latent, x_side, w_side,
-            grad_normed, grad_latent, grad_whole,
+            grad_normed, grad_latent, grad_whole, sum_dtype,
         )  # fmt: skip
 
 
 @down_norm_up_backward.register_fake
 def _(  # type: ignore[no-untyped-def]
     grad_up, grad_rest, x, w_down, b_down, w_norm, w_up, rrms, start, size, latent=None, x_side=None, w_side=None,
-    grad_normed=None, grad_latent=None, grad_whole=None,
+    grad_normed=None, grad_latent=None, grad_whole=None, sum_dtype=None,
 ):  # fmt: skip
     def like(weight):  # type: ignore[no-untyped-def]
         return rrms.new_empty(0) if weight is None else weight.new_empty(weight.shape)
@@ -110,7 +114,8 @@ def _(  # type: ignore[no-untyped-def]
 
 
 def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    x, w_down, b_down, w_norm, w_up, _, ctx.start, ctx.size, keep_latent, x_side, w_side, normed, ctx.group = inputs
+    x, w_down, b_down, w_norm, w_up, _, ctx.start, ctx.size, keep_latent, x_side, w_side, normed, *more = inputs
+    ctx.group, ctx.sum_dtype = more
     *_, rrms, latent = output
     ctx.mark_non_differentiable(rrms, *([] if keep_latent else [latent]))
     ctx.set_materialize_grads(False)
@@ -136,7 +141,8 @@ def _backward(ctx, grad_up, grad_rest, _, grad_latent):  # type: ignore[no-untyp
     if ctx.group is not None and used:  # what reads the normed latent itself is the same on every rank
         whole = summed(functools.reduce(operator.add, (g @ w for g, w in zip(grad_up, w_up, strict=True))), ctx.group)
         whole, grad_normed = whole if grad_normed is None else whole + grad_normed, None
-    more = [given.get("latent"), given.get("x_side"), given.get("w_side"), grad_normed, grad_latent, whole]
+    sides = given.get("x_side"), given.get("w_side")
+    more = [given.get("latent"), *sides, grad_normed, grad_latent, whole, ctx.sum_dtype]
     while more and more[-1] is None:
         more.pop()
     dx, dw, db, dn, du, dx_side, dw_side = down_norm_up_backward(
@@ -145,8 +151,8 @@ def _backward(ctx, grad_up, grad_rest, _, grad_latent):  # type: ignore[no-untyp
     found = dict(zip(used, du, strict=False))
     d_up = [found.get(i) for i in range(ctx.ups)]
     gain = "w_norm" in given and (used or grad_normed is not None)
-    sides = (dx_side, dw_side) if "x_side" in given else (None, None)
-    grads = dx, dw, db if "b_down" in given else None, dn if gain else None, d_up, *(None,) * 4, *sides, None, None
+    d_sides = (dx_side, dw_side) if "x_side" in given else (None, None)
+    grads = dx, dw, db if "b_down" in given else None, dn if gain else None, d_up, *(None,) * 4, *d_sides, *(None,) * 3
     return grads[: len(ctx.needs_input_grad)]  # one for every argument the caller gave, defaults not counted
 
 

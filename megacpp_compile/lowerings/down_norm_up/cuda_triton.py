@@ -115,13 +115,15 @@ def down_norm_up(
     w_side: Tensor | None = None,
     normed: torch.dtype | None = None,
     group: str | None = None,
+    sum_dtype: torch.dtype | None = None,
 ) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
     def project(scaled: Tensor, w: Tensor) -> Tensor:
         return autotune.mm(_flat(scaled), w.t()).view((*scaled.shape[:-1], w.shape[0]))
 
     return reference.down_norm_up(
-        x, w_down, b_down, w_norm, w_up, eps, start, size, keep_latent, x_side, w_side, normed, group, project
-    )
+        x, w_down, b_down, w_norm, w_up, eps, start, size, keep_latent, x_side, w_side, normed, group, sum_dtype,
+        project,
+    )  # fmt: skip
 
 
 def down_norm_up_backward(
@@ -141,9 +143,10 @@ def down_norm_up_backward(
     grad_normed: None = None,
     grad_latent: None = None,
     grad_whole: Tensor | None = None,
+    sum_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor], Tensor, Tensor]:
     if latent is None:
-        latent = recompute_latent(x, w_down, b_down, start, size, x_side, w_side)
+        latent = recompute_latent(x, w_down, b_down, start, size, x_side, w_side, sum_dtype)
     latent = _flat(latent)
     grad, flat_x, (w,) = _flat(grad_up[0]), _flat(x), w_up
     grad_latents = grad @ w if grad_whole is None else _flat(grad_whole).contiguous()

@@ -17,19 +17,22 @@ def rest_slice(start: int, size: int, total: int) -> slice:
     return slice(0, start) if start else slice(size, total)
 
 
-def beside(down: Tensor, x_side: Tensor | None, w_side: Tensor | None) -> Tensor:
-    """The down-projection with the low-rank path beside it, if there is one."""
+def beside(
+    down: Tensor, x_side: Tensor | None, w_side: Tensor | None, sum_dtype: torch.dtype | None = None
+) -> Tensor:
+    """The down-projection with the low-rank path beside it, if there is one, in `sum_dtype` or its own."""
+    dtype = sum_dtype or down.dtype
     if x_side is None or w_side is None:
-        return down
-    return (down + F.linear(x_side, w_side)).to(down.dtype)
+        return down.to(dtype)
+    return (down.to(dtype) + F.linear(x_side, w_side)).to(dtype)
 
 
 def down_projection(
     x: Tensor, w_down: Tensor, b_down: Tensor | None, eps: float, start: int, size: int, x_side: Tensor | None = None,
-    w_side: Tensor | None = None,
+    w_side: Tensor | None = None, sum_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(the down-projection, the latent in it, that latent in its compute dtype, rrms)."""
-    down = beside(F.linear(x, w_down, b_down), x_side, w_side)
+    down = beside(F.linear(x, w_down, b_down), x_side, w_side, sum_dtype)
     raw = down[..., start : start + size]
     latent = raw.to(compute_dtype(down.dtype))
     return down, raw, latent, torch.rsqrt(row_mean(latent.square()) + eps)
@@ -49,9 +52,10 @@ def down_norm_up(
     w_side: Tensor | None = None,
     normed: torch.dtype | None = None,
     group: str | None = None,
+    sum_dtype: torch.dtype | None = None,
     project: Callable[[Tensor, Tensor], Tensor] = F.linear,
 ) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
-    down, raw, latent, rrms = down_projection(x, w_down, b_down, eps, start, size, x_side, w_side)
+    down, raw, latent, rrms = down_projection(x, w_down, b_down, eps, start, size, x_side, w_side, sum_dtype)
     scaled = latent * rrms
     if w_norm is not None:
         scaled = scaled * w_norm.to(scaled.dtype)
@@ -63,12 +67,12 @@ def down_norm_up(
 
 def recompute_latent(
     x: Tensor, w_down: Tensor, b_down: Tensor | None, start: int, size: int, x_side: Tensor | None = None,
-    w_side: Tensor | None = None,
+    w_side: Tensor | None = None, sum_dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
     """The latent [..., size] before its norm, recomputed from x."""
     rows = slice(start, start + size)
     latent = F.linear(x, w_down[rows], None if b_down is None else b_down[rows])
-    return beside(latent, x_side, None if w_side is None else w_side[rows])
+    return beside(latent, x_side, None if w_side is None else w_side[rows], sum_dtype)
 
 
 def side_gradients(d_down: Tensor, x_side: Tensor | None, w_side: Tensor | None, rrms: Tensor) -> tuple[Tensor, Tensor]:
@@ -96,6 +100,7 @@ def down_norm_up_backward(
     grad_normed: Tensor | None = None,
     grad_latent: Tensor | None = None,
     grad_whole: Tensor | None = None,
+    sum_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor], Tensor, Tensor]:
     """Gradients of x, w_down, b_down, w_norm (empty where there is none), w_up, x_side and w_side (empty likewise).
 
@@ -104,7 +109,7 @@ def down_norm_up_backward(
     gradient of the normed latent, all in all, where it is not grad_up's and grad_normed's share on this rank alone.
     """
     if latent is None:
-        latent = recompute_latent(x, w_down, b_down, start, size, x_side, w_side)
+        latent = recompute_latent(x, w_down, b_down, start, size, x_side, w_side, sum_dtype)
     normed = latent.to(rrms.dtype) * rrms
     scaled = normed if w_norm is None else normed * w_norm.to(normed.dtype)
 

@@ -30,8 +30,9 @@ def down_norm_up(
     w_side: Tensor | None = None,
     normed: torch.dtype | None = None,
     group: str | None = None,
+    sum_dtype: torch.dtype | None = None,
 ) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
-    down, raw, latent, rrms = down_projection(x, w_down, b_down, eps, start, size, x_side, w_side)
+    down, raw, latent, rrms = down_projection(x, w_down, b_down, eps, start, size, x_side, w_side, sum_dtype)
     gained = latent if w_norm is None else latent * w_norm.to(latent.dtype)
     up = [(F.linear(gained.to(w.dtype), w).to(rrms.dtype) * rrms).to(w.dtype) for w in w_up]
     up += [] if normed is None else [(gained * rrms).to(normed)]

@@ -45,21 +45,27 @@ class Operands:
     """`leaves` of the core's nodes that `outputs` are made of, and the nodes `inside`: those between.
 
     No leaf is made of another: where the core takes k and beta * k, the product is inside. apart: loops that run one
-    after another are taken not to run over one dimension.
+    after another are taken not to run over one dimension. merged: of how many tensors pieces are taken for that tensor
+    although there are no more of them than operands; `in_pieces`: whether there is another.
     """
 
     apart = True
 
-    def __init__(self, algebra: Algebra, core: Set[Node], outputs: Iterable[Node]) -> None:
+    def __init__(self, algebra: Algebra, core: Set[Node], outputs: Iterable[Node], merged: int = 0) -> None:
         self.algebra = algebra
         self.inside = _behind(outputs, core)
         self.leaves: list[Node] = []
         entering = dict.fromkeys(a for n in sorted(self.inside) for a in tensors(n) if a not in self.inside)
         ends = self._open([n for n in entering if n not in algebra.constants])
         for _ in range(MOST_CUT):
-            if len({self._source(n)[0] for n in ends}) <= MOST_OPERANDS or (wholes := self._last_wholes(ends)) is None:
+            few = len({self._source(n)[0] for n in ends}) <= MOST_OPERANDS
+            pieces = {} if few and not merged else self._last_pieces(ends)
+            if not pieces:
                 break
-            ends = self._open(wholes)
+            merged -= few
+            self.inside = self.inside.union(*(piece.between for piece in pieces.values()))
+            ends = self._open(pieces[n].whole if n in pieces else n for n in ends)
+        self.in_pieces = bool(self._last_pieces(ends))
         self._choose(ends)
         self._close()
 
@@ -120,20 +126,18 @@ class Operands:
             n = n.args[0]  # type: ignore[assignment]
         return n, between
 
-    def _last_wholes(self, ends: list[Node]) -> list[Node] | None:
-        """`ends`, those that are pieces of one tensor replaced by it, of the last such tensor and of those that are cut
-        alike: a loop takes apart what was split off a projection before."""
+    def _last_pieces(self, ends: list[Node]) -> dict[Node, _Piece]:
+        """Those of `ends` that are pieces of the last tensor of which several are, and of those that are cut alike: a
+        loop takes apart what was split off a projection before."""
         pieces = {n: piece for n in ends if (piece := self._piece(n)) is not None}
         cuts: dict[Node, set[object]] = {}
         for piece in pieces.values():
             cuts.setdefault(piece.whole, set()).add(piece.at)
         last = max((whole for whole, at in cuts.items() if len(at) > 1), default=None)
         if last is None:
-            return None
+            return {}
         wholes = {whole for whole, at in cuts.items() if len(at & cuts[last]) > 1}
-        merged = {n: piece for n, piece in pieces.items() if piece.whole in wholes}
-        self.inside = self.inside.union(*(piece.between for piece in merged.values()))
-        return [merged[n].whole if n in merged else n for n in ends]
+        return {n: piece for n, piece in pieces.items() if piece.whole in wholes}
 
     def _piece(self, n: Node) -> _Piece | None:
         at, between = self._source(n)

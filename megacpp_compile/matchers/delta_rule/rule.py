@@ -30,6 +30,7 @@ from megacpp_compile.matchers.ssd.tensor_algebra import Algebra, lends_shape, te
 
 aten = torch.ops.aten
 MOST_RESULTS = 6
+MOST_MERGED = 3  # q, k and v, whose chunks are few
 LONGEST = 1 << 15  # a dimension that a loop has unrolled
 SMALL = (2, 3)
 
@@ -72,11 +73,8 @@ def _rule_of(algebra: Algebra, nodes: list[Node], evidence: Node, verdicts: Verd
     core = set(nodes)
     best = NoDeltaRule(evidence, "no-delta-rule", "corrects a state, but nothing made of it is a delta rule")
     for root in _results(algebra, nodes, core):
-        try:
-            with torch.no_grad():
-                found = _rule_at(algebra, core, root, evidence, verdicts)
-        except NoAxes as e:
-            found = NoDeltaRule(root, "axes", str(e), 2)
+        with torch.no_grad():
+            found = _rule_at(algebra, core, root, evidence, verdicts)
         if isinstance(found, DeltaRule):
             return found
         if found.stage > best.stage:
@@ -110,8 +108,29 @@ def _results(algebra: Algebra, nodes: list[Node], core: Set[Node]) -> list[Node]
 def _rule_at(
     algebra: Algebra, core: Set[Node], root: Node, evidence: Node, verdicts: Verdicts
 ) -> DeltaRule | NoDeltaRule:
+    """Pieces that are no more than operands may be operands, as what is split off a projection, or few chunks of one:
+    tried in turn."""
     exports = _exports(core, root)
-    operands = Operands(algebra, core, [root, *exports])
+    best: NoDeltaRule | None = None
+    for merged in range(MOST_MERGED + 1):
+        operands = Operands(algebra, core, [root, *exports], merged)
+        try:
+            found = _rule_of_operands(algebra, operands, root, exports, evidence, verdicts)
+        except NoAxes as e:
+            found = NoDeltaRule(root, "axes", str(e), 2)
+        if isinstance(found, DeltaRule):
+            return found
+        if best is None or found.stage > best.stage:
+            best = found
+        if not operands.in_pieces:
+            break
+    assert best is not None
+    return best
+
+
+def _rule_of_operands(
+    algebra: Algebra, operands: Operands, root: Node, exports: list[Node], evidence: Node, verdicts: Verdicts
+) -> DeltaRule | NoDeltaRule:
     if len(operands.leaves) > MOST_OPERANDS:
         return NoDeltaRule(root, "roles", f"it has {len(operands.leaves)} operands, more than a delta rule", 2)
     corrected = algebra.behind([evidence], stop=operands.leaves)

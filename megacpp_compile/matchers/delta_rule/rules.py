@@ -1,5 +1,5 @@
-"""How ops that spell a delta rule, beside those of a scan, run at other sizes: rows written into a matrix, triangular
-systems and inverses, l2 norms, pieces of a split.
+"""How ops that spell a delta rule, beside those of a scan, run at other sizes: triangular systems and inverses, l2
+norms, pieces of a split.
 
 All are rational in their operands or roots of such, and branch on no data, as those of a scan (`ssd/tensor_ops.py`);
 but for a clamp at 0 of what is summed of gates. Where no gate is over 0, such a sum is at most 0 or at least 0 whatever
@@ -18,6 +18,7 @@ from megacpp_compile.fx.edit import of_tensors, value
 from megacpp_compile.fx.views import PARTS
 from megacpp_compile.matchers.ssd.axes import Dim, NoAxes, equal, flat, is_one, length, pin
 from megacpp_compile.matchers.ssd.resize_rules import RULES as SCAN_RULES
+from megacpp_compile.matchers.ssd.resize_rules.writes import SCATTERS
 from megacpp_compile.matchers.ssd.tensor_ops import (
     REPEATS,
     SAME,
@@ -39,7 +40,6 @@ SOLVES = {
     aten.linalg_solve_triangular.default, aten.triangular_solve.default, aten.linalg_solve.default,
     aten.linalg_solve_ex.default, aten.linalg_inv.default, aten.linalg_inv_ex.default, aten.inverse.default,
 }  # fmt: skip
-SCATTERS = {aten.select_scatter.default, aten.slice_scatter.default}
 CLAMPS = {aten.clamp.default, aten.clamp_max.default, aten.clamp_min.default}
 PIECES = {aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default}
 
@@ -100,32 +100,6 @@ def _inverse(r: ResizeContext, n: Node) -> list[Dim]:
 @rule(aten.linalg_inv_ex.default)
 def _inverse_and_tell(r: ResizeContext, n: Node) -> list[list[Dim]]:
     return [_inverse(r, n), r.dims[n.args[0]][:-2]]
-
-
-@rule(aten.select_scatter.default)
-def _select_scatter(r: ResizeContext, n: Node) -> list[Dim]:
-    dims, written = list(r.dims[n.args[0]]), r.dims[n.args[1]]
-    dim = axis(n.args[2], len(dims))  # type: ignore[arg-type]
-    if flat(dims[dim]):
-        pin([dims[dim]])
-        size = value(n).shape[dim]
-        r.axes.pick(dims[dim], n.args[3] % size if isinstance(size, int) else n.args[3], n.args[1])  # type: ignore[operator, arg-type]
-    others = broadcast(r, [[*dims[:dim], *dims[dim + 1 :]], written])
-    return [*others[:dim], dims[dim], *others[dim:]]
-
-
-@rule(aten.slice_scatter.default)
-def _slice_scatter(r: ResizeContext, n: Node) -> list[Dim]:
-    dims, written = list(r.dims[n.args[0]]), list(r.dims[n.args[1]])
-    dim = axis(argument(n, 2, "dim", 0), len(dims))
-    whole = equal(value(n).shape[dim], value(n.args[1]).shape[dim])
-    if not whole:
-        if argument(n, 5, "step", 1) != 1:
-            raise NoAxes("rows written with a step")
-        pin([dims[dim], written[dim]])
-        r.axes.pick(dims[dim], (argument(n, 3, "start", 0) or 0, value(n.args[1]).shape[dim]), n.args[1])  # type: ignore[arg-type]
-    others = broadcast(r, [[*d[:dim], *([d[dim]] if whole else [[]]), *d[dim + 1 :]] for d in (dims, written)])
-    return [*others[:dim], dims[dim], *others[dim + 1 :]]
 
 
 def _run_pieces(r: ResizeContext, n: Node, args: tuple[Any, ...]) -> tuple[Tensor, ...]:

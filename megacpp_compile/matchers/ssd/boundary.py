@@ -5,8 +5,11 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
+from megacpp_compile.fx.edit import value
+from megacpp_compile.fx.views import PARTS
+from megacpp_compile.matchers.ssd.resize_rules.writes import SCATTERS
 from megacpp_compile.matchers.ssd.tensor_algebra import Algebra, constants_of, operand_of, tensors
-from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS
+from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS, argument, axis
 
 aten = torch.ops.aten
 MOST_OPERANDS = 7
@@ -24,6 +27,7 @@ class OperandBoundary:
         self.algebra, self.dt, self.inside = algebra, dt, set(carrying)
         self.found: dict[Node, None] = {dt: None}
         self.documents: dict[Node, None] = {}
+        self._chunks: set[Node] = set()
 
     def leaves(self, root: Node) -> list[Node]:
         carrying = set(self.inside)
@@ -67,6 +71,7 @@ class OperandBoundary:
             and at.target is aten.mul.Tensor
             and len(inputs) == 2
             or self._masked_scores(at)
+            or self._written(at)
         )
         if mixes:
             self.inside |= {at} | between
@@ -95,13 +100,30 @@ class OperandBoundary:
             n, changed = self._through(inputs[0])[0], True
         return False
 
+    def _written(self, n: Node) -> bool:
+        """Whether `n` is what something is written into, as a state is into those of all chunks, or is read of that."""
+        while n in self.algebra.nodes and n.target in PARTS:
+            n, _ = self._through(n.args[0])  # type: ignore[arg-type]
+        return n in self.algebra.nodes and n.target in SCATTERS
+
     def _whole(self, n: Node) -> tuple[Node, set[Node]]:
-        """(the tensor that `n` is an element of, the nodes between)."""
+        """(the tensor that `n` is an element or a chunk of, the nodes between)."""
         source, between = self._through(n)
-        if source.target is aten.select.int and source in self.algebra.nodes:
+        if source.target is aten.select.int and source in self.algebra.nodes or source in self._chunks:
             whole, others = self._through(source.args[0])  # type: ignore[arg-type]
             return whole, between | {source} | others
         return source, set()
+
+    def _sliced(self) -> set[Node]:
+        """Operands that are chunks: slices of one tensor along a dimension that is not the last, which has channels."""
+        cut: dict[tuple[Node, int], set[Node]] = {}
+        for n in self.found:
+            source, _ = self._through(n)
+            if source.target is aten.slice.Tensor and source in self.algebra.nodes:
+                rank, dim = value(source).dim(), axis(argument(source, 1, "dim", 0), value(source).dim())
+                if dim != rank - 1:
+                    cut.setdefault((source.args[0], dim), set()).add(source)  # type: ignore[arg-type]
+        return set().union(*(several for several in cut.values() if len(several) > 1))
 
     def _through(self, n: Node) -> tuple[Node, set[Node]]:
         between = set()
@@ -125,6 +147,7 @@ class OperandBoundary:
         """The operands, one for each source: where two views of one tensor are read, that tensor."""
         by_source: dict[Node, list[Node]] = {}
         picked = len(self.found) > MOST_OPERANDS  # chunks are read one by one, in a loop
+        self._chunks = self._sliced() if picked else set()
         for leaf in self.found:
             source, between = self._whole(leaf) if picked else (self.algebra.source(leaf), set())
             if between:

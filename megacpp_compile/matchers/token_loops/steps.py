@@ -234,8 +234,24 @@ class _Steps:
             if isinstance(found, Loop):
                 return found
             refused = refused or found
+        if refused is None and self._reads_before(chain):
+            return NoLoop(chain[-1], "before-update", "a token's result is read of the state in front of it")
         reason = f"a value is carried over {self.count} tokens, but not each step is the same"
         return refused or NoLoop(chain[-1], "steps", reason)
+
+    def _reads_before(self, chain: list[Node]) -> bool:
+        """Whether what each step collects is made of the state that enters it and not of the one behind it, as RWKV-6
+        has it: what the last token adds is no part of the loop then."""
+        for made in self.collectors:
+            if any(self.step.get(part) != i for i, part in enumerate(made.parts)):
+                continue  # it collects more than what its tokens are made into
+            steps = [self._of_one_step([part]) for part in made.parts[1:]]
+            if all(
+                any(entering in n.all_input_nodes for n in own) and not own & set(chain)
+                for own, entering in zip(steps, chain, strict=True)
+            ):
+                return True
+        return False
 
     def _aligned(self, states: list[Node], last_step: set[Node]) -> Loop | NoLoop:
         outputs = [c for c in self.collectors if c.parts[-1] in last_step]

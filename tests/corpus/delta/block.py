@@ -60,6 +60,7 @@ CHUNKED = {
     "put_together": Spelling(chunked.chunks_put_together, whole=True),
     "gates_in_the_operands": Spelling(chunked.gates_in_the_operands, whole=True),
     "no_gate_row_by_row": Spelling(chunked.no_gate_row_by_row, gate=None, whole=True),
+    "no_gate_inverse_first": Spelling(chunked.no_gate_inverse_first, gate=None, whole=True, norm=no_norm),
     "channel_gates": Spelling(chunked.chunk_after_chunk, gate="channel"),
     "channel_gates_split": Spelling(chunked.chunks_split_off, gate="channel", norm=over_norm),
     "channel_gates_by_columns": Spelling(chunked.channel_gates_by_columns, gate="channel", whole=True),

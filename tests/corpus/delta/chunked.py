@@ -185,6 +185,22 @@ def no_gate_row_by_row(q, k, v, g, beta, state, size, scale, norm):
     return torch.stack(out, 2).flatten(2, 3).transpose(1, 2), state
 
 
+def no_gate_inverse_first(q, k, v, g, beta, state, size, scale, norm):
+    """DeltaNet's WY form by an inverse: of queries alone, chunks are all that is read, as few as there are."""
+    q, k = (repeated(norm(x), v.shape[2]).transpose(1, 2) for x in (q, k))
+    q, k, v = (chunked(x, size) for x in (q * scale, k, v.transpose(1, 2)))
+    beta = chunked(beta.transpose(1, 2), size)[..., None]
+    inverse = by_rows_in_place((k * beta @ k.mT).tril(-1))
+    new, read = inverse @ (v * beta), inverse @ (k * beta)
+    state, out = zeros_for(k, v) if state is None else state, []
+    for i in range(k.shape[2]):
+        q_c, k_c = q[:, :, i], k[:, :, i]
+        corrected = new[:, :, i] - read[:, :, i] @ state
+        out.append(q_c @ state + (q_c @ k_c.mT).tril() @ corrected)
+        state = state + k_c.mT @ corrected
+    return torch.stack(out, 2).flatten(2, 3).transpose(1, 2), state
+
+
 def whole_sequence(q, k, v, g, beta, state, size, scale, norm):
     """One triangle over all tokens, and no loop."""
     q, k = (repeated(norm(x), v.shape[2]) for x in (q, k))

@@ -44,6 +44,21 @@ def head_gates_in_chunks(q, k, v, g, beta, state, size, scale, norm):
     return out.flatten(2, 3)[:, :, :length].transpose(1, 2), state
 
 
+def head_gates_states_written(q, k, v, g, beta, state, size, scale, norm):
+    """Simple GLA: states are written, one out of the one before, into zeros, and read all at once."""
+    q, k = repeated(norm(q), v.shape[2]) * scale, repeated(norm(k), v.shape[2])
+    q, k, v = (chunked(x.transpose(1, 2), size) for x in (q, k, v))
+    total = chunked(g.transpose(1, 2), size).cumsum(-1)
+    added = k.mT @ (v * (total[..., -1:] - total).exp()[..., None])
+    entering = torch.zeros_like(added)
+    for i in range(1, total.shape[2]):
+        kept = entering[:, :, i - 1].clone() * total[:, :, i - 1, -1, None, None].exp()
+        entering[:, :, i] = kept + added[:, :, i - 1]
+    decay = (total[..., None] - total[..., None, :]).exp().masked_fill(~causal(size, v), 0)
+    out = (q @ k.mT * decay) @ v + (q * total[..., None].exp()) @ entering
+    return out.flatten(2, 3).transpose(1, 2), None
+
+
 def channel_gates_in_chunks(q, k, v, g, beta, state, size, scale, norm):
     """GLA (arXiv:2312.06635): a gate a channel; decays within a chunk as differences, five dimensions at once."""
     b, t, h, width = v.shape
