@@ -292,7 +292,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, help="in place of 4, or of 2 toys")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: with --quick alone")
     parser.add_argument("--quick", action="store_true", help="toy sizes")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out" / "parallel.json")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out" / "parallel.json", help="JSON")
     a = parser.parse_args(argv)
     if "LOCAL_RANK" not in os.environ:
         parser.error("start it with torchrun: torchrun --nproc-per-node 2 -m benchmarks.parallel")

@@ -36,6 +36,7 @@ from megacpp_compile.frontend import dropped_outputs, fallbacks, graph_breaks, t
 from megacpp_compile.frontend.canonicalize import canonicalize
 from megacpp_compile.frontend.capture import Captured, capture
 from megacpp_compile.frontend.early_writes import ahead_of
+from megacpp_compile.frontend.sdpa_regions import restore_sdpa_regions
 from megacpp_compile.fx import assumptions
 from megacpp_compile.fx.provenance import is_backward, is_whole, outermost_frame
 from megacpp_compile.lowerings._registry import semantic_ops
@@ -272,6 +273,7 @@ def _hand_to_backend(
         rewritten = gm
     if rewritten is not None:
         try:
+            restore_sdpa_regions(rewritten)
             return backend.compile_lowered(rewritten, example_inputs, settings)
         except _MEANT:
             raise

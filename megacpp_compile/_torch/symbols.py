@@ -69,6 +69,13 @@ _ROWS = (
     Symbol("autocast.DisableAutocast", "torch._C._DisableAutocast", "replaying a site's backward", ALONE),
     Symbol("autocast.supported_devices", "torch._C._autocast_supported_devices", "keeping autocast around a trace",
            ALONE),
+    # --- attention
+    Symbol("attention.set_backends", "torch.nn.attention._sdpa_kernel", "regions of sdpa_kernel in a graph",
+           "a graph has no such calls either"),
+    Symbol("attention.current_backends", "torch.nn.attention._cur_sdpa_kernel_backends",
+           "regions of sdpa_kernel in a graph", ALONE),
+    Symbol("attention.backend_from_string", "torch.nn.attention._backend_from_string",
+           "regions of sdpa_kernel in a graph", ALONE),
     # --- dispatch
     Symbol("dispatch.TorchDispatchMode", "torch.utils._python_dispatch.TorchDispatchMode", "watching ops as they run",
            RAISES),

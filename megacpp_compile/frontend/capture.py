@@ -21,7 +21,7 @@ from megacpp_compile._torch.dispatch import AsyncCollectiveTensor, is_traceable_
 from megacpp_compile._torch.fakes import FakeTensor, FakeTensorMode, detect_fake_mode
 from megacpp_compile._torch.guards import TracingContext
 from megacpp_compile.errors import CaptureError
-from megacpp_compile.frontend import autocast, opaque_ops
+from megacpp_compile.frontend import autocast, opaque_ops, sdpa_regions
 from megacpp_compile.frontend.checkpoint import inline_checkpoints
 from megacpp_compile.frontend.dtensor_writes import without_writes_to_new_tensors
 from megacpp_compile.frontend.dtensors import calls_on_dtensors, is_dtensor
@@ -105,6 +105,7 @@ def capture(gm: GraphModule, example_inputs: Sequence[Any]) -> Captured:
             local = localize(plain, mode, on_dtensors)
             if local is not plain:
                 on_dtensors = calls_on_dtensors(local, example_inputs)
+            sdpa_regions.mark(local.graph)
             made = opaque_ops.isolate_hops(local, fakes, mode, on_dtensors)
             given_up = opaque_ops.given_up(made)
             traced = autocast.as_real_regions(made.gm)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from megacpp_compile._torch.attention import current_backends
 from megacpp_compile._torch.dispatch import TorchDispatchMode
 from megacpp_compile._torch.fakes import FakeTensorMode
 from megacpp_compile._torch.modes import in_own_thread
@@ -33,14 +34,15 @@ def kernel_of(device: str, operands: tuple[Layout | None, ...], dropout: float, 
     if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
         return UNKNOWN
     of = torch.backends.cuda
-    allowed = (of.flash_sdp_enabled(), of.mem_efficient_sdp_enabled(), of.math_sdp_enabled(), of.cudnn_sdp_enabled())
+    allowed = (of.flash_sdp_enabled(), of.mem_efficient_sdp_enabled(), of.math_sdp_enabled(), of.cudnn_sdp_enabled(),
+               *(b.name for b in current_backends(with_priority=True)))  # fmt: skip
     return _asked(device, operands, dropout, causal, grouped, allowed)
 
 
 @functools.lru_cache(maxsize=256)
 def _asked(
     device: str, operands: tuple[Layout | None, ...], dropout: float, causal: bool, grouped: bool,
-    allowed: tuple[bool, ...],
+    allowed: tuple[bool | str, ...],
 ) -> str:  # fmt: skip
     """`kernel_of` under what `torch.nn.attention.sdpa_kernel` and its like allow now."""
 

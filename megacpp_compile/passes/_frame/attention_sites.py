@@ -19,6 +19,7 @@ from torch.fx import Node
 
 from megacpp_compile.config.options import Config
 from megacpp_compile.frontend.capture import Captured
+from megacpp_compile.frontend.sdpa_regions import choice_of, chosen
 from megacpp_compile.fx.edit import Builder, dynamo_value, value
 from megacpp_compile.fx.provenance import module_fqn, source_line
 from megacpp_compile.fx.sizes import hint
@@ -145,7 +146,8 @@ def _sdpa_row(node: Node, of: Callable[[Any], Any], wanted: str, grad: bool, bod
     kernel = UNKNOWN
     if not traced:
         numbers = float(given["dropout_p"]), bool(given["is_causal"]), bool(given["enable_gqa"])
-        kernel = kernel_of(q.device.type, operands, *numbers)
+        with chosen(choice_of(node)):
+            kernel = kernel_of(q.device.type, operands, *numbers)
     if kernel == UNFUSED:
         tag, reason = tag or UNFUSED, "; ".join(filter(None, (reason, _UNFUSED)))
     return _made(node, call, requested, "sdpa", kernel, tag, reason)
