@@ -13,8 +13,10 @@ cost 8 % of a step of four layers on two H100s, which had been 5 % faster than I
 
 from __future__ import annotations
 
+import functools
+import itertools
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -22,29 +24,34 @@ from torch import Tensor, fx
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from megacpp_compile._torch.ops import OpOverload, collectives
+from megacpp_compile._torch.ops import OpOverload
 from megacpp_compile.fx.aliasing import memory_of
 from megacpp_compile.fx.edit import value
 from megacpp_compile.fx.sizes import nbytes
+from megacpp_compile.lowerings._traits import name_of
 from megacpp_compile.remat.costs import flops
 
 # FLOPs of GEMMs that take as long as a collective takes for a byte: 600 TFLOP/s beside 100 GB/s, which is slow for
 # links within a host and fast for those between hosts.
 FLOPS_PER_BYTE = 6000.0
 _NAMESPACE = "_c10d_functional"
+_WAIT = f"{_NAMESPACE}::wait_tensor"
+_next, _previous = operator.attrgetter("next"), operator.attrgetter("prev")
+_operands, _readers = operator.attrgetter("all_input_nodes"), operator.attrgetter("users")
 
 
 def overlap(graph: fx.Graph) -> None:
     """Move waits down, and GEMMs in front of them, in place, in a graph that autograd has differentiated."""
-    waits = graph.find_nodes(op="call_function", target=collectives.wait_tensor.default)
-    if any(free_unbacked_symbols(value(node)) for node in graph.nodes):
+    waits = [node for node in graph.nodes if name_of(node) == _WAIT]
+    if not waits or any(free_unbacked_symbols(value(node)) for node in graph.nodes):
         return
-    for wait in sorted(waits):
+    for wait in waits:
         (start, *_) = wait.args
         if not isinstance(start, Node) or not _communicates(start) or not wait.users:
             continue
         min(wait.users).prepend(wait)
-        left = FLOPS_PER_BYTE * nbytes(start.meta.get("val")) - sum(map(flops, _between(start, wait)))
+        between = itertools.takewhile(functools.partial(operator.is_not, wait), _calls(start, _next))
+        left = FLOPS_PER_BYTE * nbytes(value(start)) - sum(map(flops, between))
         left = _delay(start, wait, left)
         if left > 0:
             _advance(wait, left)
@@ -55,7 +62,7 @@ def _delay(start: Node, wait: Node, left: float) -> float:
     collective before and its readers stay there."""
     late: set[Node] = set()
     written: set[Any] = set()
-    for node in list(_before(start)):
+    for node in list(_calls(start, _previous)):
         if left <= 0 or _communicates(node):
             break
         read = {memory_of(a) for a in node.all_input_nodes}
@@ -64,7 +71,7 @@ def _delay(start: Node, wait: Node, left: float) -> float:
         elif _movable(node) and not written & read and all(user in late or user > wait for user in node.users):
             late.add(node)
             if done := flops(node):
-                for moved in sorted(_made_with(node, late)):
+                for moved in _reached(node, late, _readers):
                     wait.prepend(moved)
                     late.remove(moved)
                 left -= done
@@ -75,7 +82,7 @@ def _advance(wait: Node, left: float) -> None:
     """Move GEMMs of `left` FLOPs from behind `wait` to right before it."""
     free: set[Node] = set()
     stays, written = {wait}, set[Any]()
-    for node in list(_behind(wait)):
+    for node in list(_calls(wait, _next)):
         read = {memory_of(a) for a in node.all_input_nodes}
         if _writes(node):
             written |= read
@@ -84,7 +91,7 @@ def _advance(wait: Node, left: float) -> None:
             continue
         free.add(node)
         if done := flops(node):
-            for moved in sorted(_made_of(node, free)):
+            for moved in _reached(node, free, _operands):
                 wait.prepend(moved)
                 free.remove(moved)
             left -= done
@@ -92,40 +99,19 @@ def _advance(wait: Node, left: float) -> None:
                 return
 
 
-def _made_of(node: Node, free: set[Node]) -> set[Node]:
-    """Those of `free` that `node` is made of, itself among them."""
+def _reached(node: Node, within: set[Node], next_to: Callable[[Node], Iterable[Node]]) -> list[Node]:
+    """`node` and those of `within` that `next_to` leads to from it, one by one, in the order of the graph."""
     found, pending = {node}, [node]
     while pending:
-        more = [a for a in pending.pop().all_input_nodes if a in free and a not in found]
+        more = [n for n in next_to(pending.pop()) if n in within and n not in found]
         found.update(more)
         pending += more
-    return found
+    return sorted(found)
 
 
-def _made_with(node: Node, late: set[Node]) -> set[Node]:
-    """Those of `late` that are made with `node`, itself among them."""
-    found, pending = {node}, [node]
-    while pending:
-        more = [user for user in pending.pop().users if user in late and user not in found]
-        found.update(more)
-        pending += more
-    return found
-
-
-def _between(first: Node, last: Node) -> Iterable[Node]:
-    node = first.next
-    while node is not last:
-        yield node
-        node = node.next
-
-
-def _behind(node: Node) -> Iterable[Node]:
-    while (node := node.next).op == "call_function":
-        yield node
-
-
-def _before(node: Node) -> Iterable[Node]:
-    while (node := node.prev).op == "call_function":
+def _calls(node: Node, step: Callable[[Node], Node]) -> Iterable[Node]:
+    """The calls that follow `node`, or stand before it, as `step` goes on."""
+    while (node := step(node)).op == "call_function":
         yield node
 
 

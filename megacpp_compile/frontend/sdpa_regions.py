@@ -7,13 +7,13 @@ choice it was traced under, and has the calls around it again in the graph that 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import fx
 from torch.fx import GraphModule, Node
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megacpp_compile._torch.attention import backend_from_string, current_backends, set_backends
 
@@ -39,19 +39,12 @@ def choice_of(node: Node) -> Choice | None:
     return found and (tuple(found[0]), bool(found[1]))
 
 
-@contextmanager
-def chosen(choice: Choice | None) -> Iterator[None]:
-    """`sdpa_kernel`, for None nothing."""
+def chosen(choice: Choice | None) -> AbstractContextManager[Any]:
+    """The region of `choice`, or none."""
     if choice is None:
-        yield
-        return
+        return nullcontext()
     names, ordered = choice
-    before = current_backends(with_priority=ordered)
-    set_backends([backend_from_string(name) for name in names], ordered)
-    try:
-        yield
-    finally:
-        set_backends(before, ordered)
+    return sdpa_kernel([SDPBackend.__members__[name] for name in names], set_priority=ordered)
 
 
 def restore_sdpa_regions(gm: GraphModule) -> None:

@@ -162,6 +162,12 @@ def drop_dead(graph: fx.Graph) -> bool:
     return erased
 
 
+def same_shape(a: Node, b: Node) -> bool:
+    """Whether two tensors are known to have one shape."""
+    one, other = value(a).shape, value(b).shape
+    return len(one) == len(other) and all(map(same_size, one, other))
+
+
 def same_size(a: Any, b: Any) -> bool:
     """Sizes known to be equal, as they are or by guards that hold already; never adds a guard on a symbolic size."""
     if isinstance(a, int) and isinstance(b, int):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import of_tensors, same_size, value
+from megacpp_compile.fx.edit import of_tensors, same_shape, value
 from megacpp_compile.fx.views import COPIES, FOLDS, RESHAPES, is_cast
 from megacpp_compile.matchers.rms_norm import NoNorm, RmsNorm
 from megacpp_compile.matchers.silu import match_sigmoid, match_silu
@@ -100,11 +100,6 @@ def _fuller(node: Node) -> bool:
     return old[-1] % new[-1] == 0
 
 
-def _same_shape(a: Node, b: Node) -> bool:
-    x, y = value(a).shape, value(b).shape
-    return len(x) == len(y) and all(map(same_size, x, y))
-
-
 def _through(node: Any) -> Any:
     """`node` without casts, reshapes and copies, down to what computes it."""
     while isinstance(node, Node) and (is_cast(node) or _keeps_order(node)):
@@ -152,13 +147,13 @@ def _gate_before(norm: RmsNorm) -> _Gate | NoNorm | None:
     pairs = (node.args, node.args[::-1])
     for activation, (y, factor) in itertools.product(_GATES, pairs):
         found = _gate(factor, activation)
-        if found is None or not _same_shape(y, factor):  # type: ignore[arg-type]
+        if found is None or not same_shape(y, factor):  # type: ignore[arg-type]
             continue
         # A sigmoid also makes activations, of the value that it gates, and gates values that others read beside a norm.
         itself = _through(y) is _through(found[0])
         if activation == "silu" or not itself and norm.internal | internal >= set(node.users):
             return _Gate(y, found[0], activation, internal | {node} | found[1])  # type: ignore[arg-type]
-    others = (_other_gate(factor, node) for y, factor in pairs if _same_shape(y, factor))  # type: ignore[arg-type]
+    others = (_other_gate(factor, node) for y, factor in pairs if same_shape(y, factor))  # type: ignore[arg-type]
     return next((o for o in others if o is not None), None)
 
 
@@ -216,10 +211,10 @@ class _Downstream:
             return {user}
         if not isinstance(value(other), torch.Tensor):
             return None
-        if (channels := self._gain_channels(other, node)) is not None and _same_shape(user, node):
+        if (channels := self._gain_channels(other, node)) is not None and same_shape(user, node):
             self.gains.append((other, channels))
             return {user}
-        if not _same_shape(other, node):
+        if not same_shape(other, node):
             return None
         return self._gate(other, user) if gate else None
 

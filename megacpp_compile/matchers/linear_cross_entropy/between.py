@@ -9,17 +9,17 @@ import torch
 from torch import fx
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import same_size, value
+from megacpp_compile.fx.edit import same_shape, same_size, value
 from megacpp_compile.fx.views import CASTS, RESHAPES, UNIT_DIMS, is_cast, is_identity
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.linear import match_linear
+from megacpp_compile.matchers.linear_cross_entropy.logits import LOG_SOFTMAX
 from megacpp_compile.matchers.numbers import number_of
 
 aten = torch.ops.aten
 TAG = "between"
 _LOSSES = (aten.cross_entropy_loss.default, aten.nll_loss_nd.default, aten.nll_loss.default, aten.nll_loss2d.default)
-_LOG_SOFTMAX = (aten.log_softmax.int, aten._log_softmax.default)
-_ALIKE = (*_LOG_SOFTMAX, aten.neg.default, aten.sigmoid.default, aten.tanh.default, aten.transpose.int,
+_ALIKE = (*LOG_SOFTMAX, aten.neg.default, aten.sigmoid.default, aten.tanh.default, aten.transpose.int,
           aten.permute.default, aten.flatten.using_ints, aten.slice.Tensor, aten.select.int)  # fmt: skip
 _CHOICES = (aten.gather.default, aten.take_along_dim.default)
 _SUMS = (aten.add.Tensor, aten.sub.Tensor)
@@ -68,7 +68,7 @@ def _of_log_softmax(choice: Node) -> bool:
     source = choice.args[0]
     while isinstance(source, Node) and (is_identity(source) or is_cast(source) or source.target is aten.neg.default):
         source = source.args[0]
-    return source.target in _LOG_SOFTMAX and 1 in value(index).shape[-1:]  # type: ignore[union-attr]
+    return source.target in LOG_SOFTMAX and 1 in value(index).shape[-1:]  # type: ignore[union-attr]
 
 
 def _kind(node: Node) -> str | None:
@@ -104,7 +104,6 @@ def _same_last(node: Node, other: Any) -> bool:
 
 def _source(node: Node) -> Node | None:
     """The operand of `node` that has its shape, the first of them."""
-    shape = value(node).shape
     tensors = [n for n in node.all_input_nodes if isinstance(value(n), torch.Tensor) and value(n).is_floating_point()]
-    alike = [n for n in tensors if len(value(n).shape) == len(shape) and all(map(same_size, value(n).shape, shape))]
+    alike = [n for n in tensors if same_shape(n, node)]
     return next(iter([*alike, *tensors]), None)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import same_size, value
+from megacpp_compile.fx.edit import same_shape, same_size, value
 from megacpp_compile.fx.views import DETACH, UNIT_DIMS, is_identity
 
 aten = torch.ops.aten
@@ -178,7 +178,6 @@ def _adds_again(user: Node, difference: Node) -> bool:
     return False
 
 
-def _alike(*nodes: Node) -> bool:
+def _alike(first: Node, *others: Node) -> bool:
     """Whether all have one shape: nothing is repeated."""
-    shape = value(nodes[0]).shape
-    return all(len(value(n).shape) == len(shape) and all(map(same_size, value(n).shape, shape)) for n in nodes)
+    return all(same_shape(first, n) for n in others)

@@ -25,7 +25,7 @@ from megacpp_compile.matchers.numbers import number_of
 aten = torch.ops.aten
 _PRODUCTS = (aten.mul.Tensor, aten.mul.Scalar)
 _QUOTIENTS = (aten.div.Tensor, aten.div.Scalar)
-_LOG_SOFTMAX = (aten.log_softmax.int, aten._log_softmax.default)
+LOG_SOFTMAX = (aten.log_softmax.int, aten._log_softmax.default)
 _SOFTMAX = (aten.softmax.int, aten._softmax.default)
 _CHOICES = (aten.gather.default, aten.take_along_dim.default, aten.index.Tensor)
 _TO_LOG = (*RESHAPES, *UNIT_DIMS, aten.add.Tensor, aten.clamp.default, aten.clamp_min.default)
@@ -242,7 +242,7 @@ def factor_of(node: Node, user: Node) -> float | None:
 
 def _normalised(logits: Logits, user: Node) -> list[Logits] | None:
     """The log-softmax of `logits` that `user` is, or begins."""
-    if user.target in _LOG_SOFTMAX and _along(user, logits):
+    if user.target in LOG_SOFTMAX and _along(user, logits):
         return [logits.made(user, normalised=True)]
     if user.target in _SOFTMAX and _along(user, logits) and user.users:
         if all(log.target is aten.log.default for log in user.users):

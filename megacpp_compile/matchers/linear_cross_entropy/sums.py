@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import same_size, value
+from megacpp_compile.fx.edit import same_shape, value
 from megacpp_compile.fx.size_checks import mask_of
 from megacpp_compile.fx.views import RESHAPES, UNIT_DIMS, is_cast, is_identity
 from megacpp_compile.matchers.filled import is_filled
@@ -19,7 +19,6 @@ from megacpp_compile.matchers.numbers import number_of
 
 aten = torch.ops.aten
 _SUMS = (aten.sum.default, aten.sum.dim_IntList)
-_MEANS = (aten.mean.default, aten.mean.dim)
 _FILLS = (aten.masked_fill.Scalar, aten.masked_fill.Tensor)
 _WHERES = (aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf)
 
@@ -35,19 +34,17 @@ def summed(read: Read, has_gradient: Callable[[Node], bool]) -> Read:
     while len(node.users) == 1:
         (user,) = node.users
         through.append(user)
-        if (reduction := _reduces(user, node)) is not None and kinds <= {reduction}:
+        reduction = _reduces(user, node)
+        if user.target is aten.dot.default and not kinds and (other := _other(node, user)) is not None:
+            if chosen is not None or has_gradient(other):
+                break
+            reduction = "sum"
+            weights.append(Weight(other))
+        if reduction is not None and kinds <= {reduction}:
             logits = dataclasses.replace(read.logits, sign=read.logits.sign * factor)
             return dataclasses.replace(
                 read, kind="loss", node=user, logits=logits, reduction=reduction, weights=tuple(weights),
                 chosen=chosen, through=(*read.through, *through[:-1]),
-            )  # fmt: skip
-        if user.target is aten.dot.default and not kinds and (other := _other(node, user)) is not None:
-            if chosen is not None or has_gradient(other):
-                break
-            logits = dataclasses.replace(read.logits, sign=read.logits.sign * factor)
-            return dataclasses.replace(
-                read, kind="loss", node=user, logits=logits, reduction="sum", weights=(*weights, Weight(other)),
-                through=(*read.through, *through[:-1]),
             )  # fmt: skip
         if (number := factor_of(node, user)) is not None:
             factor *= number
@@ -89,10 +86,10 @@ def _weight(node: Node, user: Node, has_gradient: Callable[[Node], bool]) -> Wei
     zeros."""
     if user.target in _FILLS and user.args[0] is node and number_of(user.args[2]) == 0:
         mask: Node = user.args[1]  # type: ignore[assignment]
-        return Weight(mask, unless=True) if _one_a_row(mask, node) else None
+        return Weight(mask, unless=True) if same_shape(mask, node) else None
     if user.target in _WHERES:
         mask, first, second = user.args  # type: ignore[assignment]
-        if not _one_a_row(mask, node) or not _one_a_row(user, node):
+        if not same_shape(mask, node) or not same_shape(user, node):
             return None
         if first is node and _is_zero(second):
             return Weight(mask)
@@ -100,9 +97,9 @@ def _weight(node: Node, user: Node, has_gradient: Callable[[Node], bool]) -> Wei
     if user.target is not aten.mul.Tensor or (other := _other(node, user)) is None or has_gradient(other):
         return None
     fake = value(other)
-    if fake.is_complex() or not _one_a_row(user, node):
+    if fake.is_complex() or not same_shape(user, node):
         return None
-    if _one_a_row(other, node):
+    if same_shape(other, node):
         return Weight(other)
     return Weight(other, shape=tuple(value(node).shape)) if _repeats(other, node) else None
 
@@ -121,7 +118,7 @@ def _chosen_by(node: Node, user: Node) -> Node | None:
         mask: Node | None = user.args[1]  # type: ignore[assignment]
     else:
         mask = mask_of(user) if user.args[0] is node else None
-    return mask if mask is not None and _one_a_row(mask, node) else None
+    return mask if mask is not None and same_shape(mask, node) else None
 
 
 def _is_zero(given: Any) -> bool:
@@ -129,11 +126,6 @@ def _is_zero(given: Any) -> bool:
     if number_of(given) == 0:
         return True
     return isinstance(given, Node) and is_filled(given, 0.0)
-
-
-def _one_a_row(node: Node, rows: Node) -> bool:
-    here, there = value(node), value(rows)
-    return here.dim() == there.dim() and all(map(same_size, here.shape, there.shape))
 
 
 def _repeats(node: Node, rows: Node) -> bool:

@@ -17,7 +17,7 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.assumptions import Region
-from megacpp_compile.fx.edit import has_effects, same_size, value
+from megacpp_compile.fx.edit import has_effects, same_shape, value
 from megacpp_compile.fx.views import CASTS
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.views import RESHAPES
@@ -88,8 +88,7 @@ def _is_zero(node: Node) -> bool:
 
 
 def _alike(source: Node, node: Node) -> bool:
-    a, b = value(source), value(node)
-    return a.dtype == b.dtype and a.dim() == b.dim() and all(map(same_size, a.shape, b.shape))
+    return value(source).dtype == value(node).dtype and same_shape(source, node)
 
 
 def _same(one: Any, other: Any) -> bool:

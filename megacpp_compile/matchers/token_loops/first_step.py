@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import same_size, value
+from megacpp_compile.fx.edit import same_shape, value
 from megacpp_compile.fx.views import EXPANSIONS, REPETITIONS, is_cast
 from megacpp_compile.matchers.filled import is_filled
 from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS, SAME, VIEWS
@@ -76,7 +76,5 @@ class Zeros:
 
 def same_sizes(a: Node, b: Node) -> bool:
     """Whether both are floating-point tensors of the same sizes."""
-    one, other = value(a), value(b)
-    if not all(isinstance(x, torch.Tensor) and x.is_floating_point() for x in (one, other)):
-        return False
-    return one.dim() == other.dim() and all(map(same_size, one.shape, other.shape))
+    both = all(isinstance(x, torch.Tensor) and x.is_floating_point() for x in (value(a), value(b)))
+    return both and same_shape(a, b)

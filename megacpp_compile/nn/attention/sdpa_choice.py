@@ -33,16 +33,14 @@ def kernel_of(device: str, operands: tuple[Layout | None, ...], dropout: float, 
     """
     if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
         return UNKNOWN
-    of = torch.backends.cuda
-    allowed = (of.flash_sdp_enabled(), of.mem_efficient_sdp_enabled(), of.math_sdp_enabled(), of.cudnn_sdp_enabled(),
-               *(b.name for b in current_backends(with_priority=True)))  # fmt: skip
+    allowed = tuple(b.name for b in current_backends(with_priority=True))
     return _asked(device, operands, dropout, causal, grouped, allowed)
 
 
 @functools.lru_cache(maxsize=256)
 def _asked(
     device: str, operands: tuple[Layout | None, ...], dropout: float, causal: bool, grouped: bool,
-    allowed: tuple[bool | str, ...],
+    allowed: tuple[str, ...],
 ) -> str:  # fmt: skip
     """`kernel_of` under what `torch.nn.attention.sdpa_kernel` and its like allow now."""
 
