@@ -12,7 +12,7 @@ from torch.utils.flop_counter import flop_registry
 
 from megacpp_compile._torch import present
 from megacpp_compile.fx.edit import value
-from megacpp_compile.fx.sizes import nbytes
+from megacpp_compile.fx.sizes import hint, nbytes
 from megacpp_compile.fx.views import is_view
 from megacpp_compile.lowerings._traits import traits_of
 
@@ -51,7 +51,8 @@ def flops(node: Node) -> float:
         return 0.0
     try:
         args, kwargs = fx.map_arg((node.args, node.kwargs), value)
-        return float(formula(*args, **kwargs, out_val=node.meta["val"]))
+        found = formula(*args, **kwargs, out_val=node.meta["val"])
+        return float(hint(found) if isinstance(found, torch.SymInt) else found)  # `float` of it would be a guard
     except Exception:  # torch's formula does not know these arguments: as good as none
         return 0.0
 

@@ -153,3 +153,15 @@ def test_graphs_whose_sizes_the_host_reads_stay_as_they_are(group):
     overlap(gm.graph)
     assert calls(gm.graph) == before
     assert before.index("wait") == before.index("start") + 1 < before.index("mm")
+
+
+def test_symbolic_sizes_stay_symbolic(group):
+    """To schedule a graph is no reason to compile it anew for another length."""
+    shapes = ShapeEnv()
+    with FakeTensorMode(shape_env=shapes) as mode:
+        x, w = mode.from_tensor(torch.randn(64, 512), static_shapes=False), torch.empty(512, 512)
+        gm = make_fx(lambda x, w: (summed(x, group).exp(), x @ w))(x, w)
+    before = list(shapes.guards)
+    overlap(gm.graph)
+    assert calls(gm.graph) == ["start", "mm", "wait", "exp"]
+    assert shapes.guards == before
