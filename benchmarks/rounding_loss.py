@@ -40,7 +40,7 @@ def in_fp8(linear: nn.Linear, gradients: str) -> Callable[[Tensor], Tensor]:
     def forward(x: Tensor) -> Tensor:
         w = linear.weight
         rounded = (*ops.fp8_quantize(x.detach(), "e4m3"), *ops.fp8_quantize(w.detach(), "e4m3"))
-        return ops.fp8_linear(x, w, *rounded, linear.bias, gradients, x.dtype)
+        return ops.fp8_linear(x, [w], *rounded, linear.bias, gradients, x.dtype)
 
     return forward
 

@@ -50,6 +50,9 @@ VARIANTS: dict[str, Variant] = {
     ),
     "megacpp, without down_norm_up": Variant({"disable": "down_norm_up"}, frozenset({"block", "stack"})),
     "megacpp, float8": Variant({"precision": "fp8_current"}, frozenset({"block", "stack", "moe"}), FP8_BOUND),
+    "megacpp, float8, selective": Variant(
+        {"precision": "fp8_current", "policy": "selective"}, frozenset({"stack"}), FP8_BOUND
+    ),
     "megacpp, float8 by blocks": Variant({"precision": "fp8_block"}, frozenset({"block"}), FP8_BOUND),
 }
 

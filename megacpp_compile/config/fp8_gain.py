@@ -111,6 +111,18 @@ def gain(recipe: str, shape: Shape) -> float:
     return plain / fp8
 
 
+def joining_gain(recipe: str, shape: Shape) -> float:
+    """As `gain`, for a linear whose weight joins that of another one with the same input: the input's casts are the
+    other one's anyway, and the two gradients of the input need no sum, as they come out of one GEMM."""
+    m, n, k = shape
+    rates = RATES[recipe]
+    tokens = float(m) if m is not None else 1.0
+    flops = 6.0 * tokens * n * k
+    plain = flops / (BF16_TFLOPS * 1e12) + 6.0 * tokens * k / (COPY_TB_PER_S * 1e12)
+    casts = rates.cast_bytes * (tokens * n + (n * k if m is not None else 0))
+    return plain / (flops / (rates.tflops * 1e12) + casts / (COPY_TB_PER_S * 1e12))
+
+
 def refusal(recipe: str, shape: Shape) -> str:
     """Why `recipe` does not pay at this shape, "" where it does. shape: as in `gain`."""
     if recipe not in RATES:

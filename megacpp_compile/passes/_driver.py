@@ -64,7 +64,8 @@ def enabled_passes(config: Config) -> list[Pass]:
 class Outcome:
     """What the passes did to one frame.
 
-    `op_nodes` are the nodes of the ops, in the order of `sites`; `replaced` has the site of each `Match.node`.
+    `op_nodes` are the nodes of the ops, in the order of `sites`; `replaced` has the site of each `Match.node` and of
+    each plain node whose value a site now gives.
     `recognised`: what passes know and leave, as the report has it.
     """
 
@@ -141,7 +142,7 @@ def _run(p: Pass, views: _Views, config: Config, review: Review | None, out: Out
     two neighbours does, is looked for again in the graph that these leave.
     """
     graph = views.graph
-    made: list[tuple[Site, Node, Node]] = []  # (site, its op's node, Match.node)
+    made: list[tuple[Site, Node, Match]] = []  # (site, its op's node, its match)
     overlaps: dict[Node, MatchFailure] = {}
     place = {node: i for i, node in enumerate(graph.nodes)}  # sites are reported in the order of the plain graph
     most = 0  # sites there can be: a pass that finds ever more of them has an end, too
@@ -164,17 +165,17 @@ def _run(p: Pass, views: _Views, config: Config, review: Review | None, out: Out
     failures = [failure for failure in failures if failure.tag != OVERLAP]
     failures += [overlap for node, overlap in overlaps.items() if not node._erased]  # else it is part of a site now
     out.misses += [missed(p.name, failure) for failure in failures]
-    for site, op_node, node in sorted(made, key=lambda one: place.get(one[2], len(place))):
+    for site, op_node, match in sorted(made, key=lambda one: place.get(one[2].node, len(place))):
         out.sites.append(site)
         out.op_nodes.append(op_node)
-        out.replaced[node] = site
+        out.replaced |= dict.fromkeys((match.node, *match.outputs), site)
     return len(made)
 
 
 def _apply(
     p: Pass, candidates: Sequence[Match | MatchFailure], rewriter: Rewriter, review: Review | None
-) -> tuple[list[tuple[Site, Node, Node]], list[MatchFailure]]:
-    """([(site, its op's node, Match.node)] of the matches that were applied, why the others were not)."""
+) -> tuple[list[tuple[Site, Node, Match]], list[MatchFailure]]:
+    """([(site, its op's node, its match)] of the matches that were applied, why the others were not)."""
     made, failures = [], []
     for found in candidates:
         done = found if isinstance(found, MatchFailure) else rewriter.apply(found)
@@ -188,7 +189,7 @@ def _apply(
             failures.append(refusal)
             continue
         rewriter.keep(done)
-        made.append((site, done.op_node, found.node))
+        made.append((site, done.op_node, done.match))
     return made, failures
 
 

@@ -4,7 +4,9 @@
 Before: `y = linear(x, w, b)`, in any spelling
 After, under "fp8_current":
         `x8, sx = megacpp.fp8_quantize(x, "e4m3")`, once for all linears that read x; the same of w;
-        `y = megacpp.fp8_linear(x, w, x8, sx, w8, sw, b, "e4m3", dtype)`
+        `y = megacpp.fp8_linear(x, [w], x8, sx, w8, sw, b, "e4m3", dtype)`
+        and of linears that share x, where some are too narrow to gain alone (MLA's two down-projections):
+        `y0, y1 = split(megacpp.fp8_linear(x, [w0, w1], ..., "e4m3", dtype))`
 After, under "fp8_block":
         `x8, sx = megacpp.fp8_quantize_tiles(x, 1)`, `w8, sw = megacpp.fp8_quantize_tiles(w, 128)`;
         `y = megacpp.fp8_block_linear(x, w, x8, sx, w8, sw, b, dtype)`
@@ -14,18 +16,22 @@ runs before the passes that take linears into ops of their own, so a projection 
 of a latent in bfloat16. Backward keeps the payload of x, half of bfloat16, and quantises the gradient.
 Refused: rows or features that are no multiple of 16 (of 128 under "fp8_block"); computation in float32; a device
 without float8 GEMMs. `Config` refuses "fp8_delayed" before any pass runs. A linear that the plan leaves in bfloat16 is
-no near miss, unless the gate by shape did so: its prediction is the reason.
+no near miss, unless the gate by shape did so: its prediction is the reason. One that the gate refuses alone joins the
+GEMM of another that reads the same tensor, as all casts of that are made anyway. Two that gain alone stay two: their
+gradients would have to be put side by side.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from megacpp_compile._torch.ops import OpOverload
+from megacpp_compile.config import fp8_gain
 from megacpp_compile.config.precision import PrecisionPlan
 from megacpp_compile.config.rules import role_at
 from megacpp_compile.fx.edit import Builder, value
@@ -50,20 +56,43 @@ MULTIPLES = {"fp8_current": MULTIPLE, "fp8_block": SCALE_BLOCK}
 Payloads = dict[tuple[Node, object, object], tuple[Node, Node]]  # (tensor, region, how it is rounded)
 
 
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """A linear that can be in float8. shape: as the gate has it, None where sizes are not fixed. gate: why it does not
+    pay alone, "" where it does."""
+
+    linear: Linear
+    recipe: str
+    shape: fp8_gain.Shape | None
+    gate: str
+
+
 def find(view: GraphView) -> Iterator[Match | MatchFailure]:
     plan = view.config.precision
     if plan is None:
         return
-    payloads: Payloads = {}
-    for node in list(view.graph.nodes):
+    found: list[Wanted | MatchFailure] = []
+    for node in view.graph.nodes:
         linear = match_linear(node)
         if linear is not None and value(linear.x).dim() > 1:
-            found = _check(view, plan, linear, payloads)
-            if found is not None:
-                yield found
+            one = _check(plan, linear)
+            if one is not None:
+                found.append(one)
+    together = _together(view, [one for one in found if isinstance(one, Wanted)])
+    payloads: Payloads = {}
+    for one in found:
+        if isinstance(one, MatchFailure):
+            yield one
+        elif group := together.get(one.linear.node):
+            if group[0] is one:
+                yield _match(view, group, payloads)
+        elif one.gate:
+            yield MatchFailure(one.linear.node, "gate", one.gate)
+        else:
+            yield _match(view, [one], payloads)
 
 
-def _check(view: GraphView, plan: PrecisionPlan, linear: Linear, payloads: Payloads) -> Match | MatchFailure | None:
+def _check(plan: PrecisionPlan, linear: Linear) -> Wanted | MatchFailure | None:
     node, x = linear.node, value(linear.x)
     rows, k, n = x.numel() // x.shape[-1], x.shape[-1], linear.out_features
     static = all(isinstance(d, int) for d in (rows, k, n))
@@ -73,16 +102,57 @@ def _check(view: GraphView, plan: PrecisionPlan, linear: Linear, payloads: Paylo
         return None
     if missing := _no_device_for(recipe)(x.device):
         return MatchFailure(node, "device", missing)
-    if decision.reason:
-        return MatchFailure(node, "gate", decision.reason.removeprefix("gate: "))
+    gate = decision.reason.removeprefix("gate: ")
     dtype = value(node).dtype
     if dtype not in (torch.bfloat16, torch.float16):
-        return MatchFailure(node, "dtype", f"computed in {dtype}")
+        return MatchFailure(node, *(("gate", gate) if gate else ("dtype", f"computed in {dtype}")))
     for what, size in (("in features", k), ("out features", n), ("rows", rows)):
         if not statically_known_true(size % MULTIPLES[recipe] == 0):
-            return MatchFailure(node, "multiple", f"{size} {what}, not known to be a multiple of {MULTIPLES[recipe]}")
-    inputs = list(dict.fromkeys(i for i in (linear.x, linear.w, linear.b) if i is not None))
-    return Match(node, inputs, [node], lambda build: _rewrite(view, build, linear, recipe, payloads))
+            why = f"{size} {what}, not known to be a multiple of {MULTIPLES[recipe]}"
+            return MatchFailure(node, *(("gate", gate) if gate else ("multiple", why)))
+    return Wanted(linear, recipe, shape, gate)
+
+
+def _together(view: GraphView, wanted: Sequence[Wanted]) -> dict[Node, list[Wanted]]:
+    """Of linears that share a GEMM: plain node -> all that do, in graph order."""
+    sharing: dict[object, list[Wanted]] = {}
+    for one in wanted:
+        linear = one.linear
+        if one.recipe == "fp8_current" and one.shape is not None and type(linear) is Linear:
+            kind = linear.x, view.mode_states[linear.node], value(linear.node).dtype, linear.b is None
+            sharing.setdefault((*kind, value(linear.w).dtype, view.needs_grad(linear.w)), []).append(one)
+    groups = (_group([o for o in own if _before(o, own[0])]) for own in sharing.values())
+    return {one.linear.node: group for group in groups for one in group}
+
+
+def _before(one: Wanted, first: Wanted) -> bool:
+    """Whether the weights of `one` are there where `first` stands."""
+    return all(t is None or t < first.linear.node for t in (one.linear.w, one.linear.b))
+
+
+def _group(sharing: list[Wanted]) -> list[Wanted]:
+    """Those of linears with the same input that gain in one GEMM; none where each does what it does alone."""
+    narrow = [one for one in sharing if one.gate and one.shape is not None]
+    alone = [one for one in sharing if not one.gate]
+    if alone:
+        joining = [o for o in narrow if fp8_gain.joining_gain(o.recipe, o.shape) >= fp8_gain.LEAST_GAIN]  # type: ignore[arg-type]
+        group = [alone[0], *joining]
+    else:
+        group = narrow
+        if narrow:
+            m, _, k = narrow[0].shape  # type: ignore[misc]
+            wide = m, sum(o.linear.out_features for o in narrow), k
+            group = narrow if fp8_gain.gain(narrow[0].recipe, wide) >= fp8_gain.LEAST_GAIN else []
+    return [one for one in sharing if one in group] if len(group) > 1 else []
+
+
+def _match(view: GraphView, group: Sequence[Wanted], payloads: Payloads) -> Match:
+    linears = [one.linear for one in group]
+    outputs = [linear.node for linear in linears]
+    inputs = list(dict.fromkeys(i for one in linears for i in (one.x, one.w, one.b) if i is not None))
+    note = f"{len(group)} linears in one GEMM" if len(group) > 1 else ""
+    rewrite = lambda build: _rewrite(view, build, linears, group[0].recipe, payloads)  # noqa: E731
+    return Match(outputs[0], inputs, outputs, rewrite, note=note)
 
 
 def _no_device_for(recipe: str) -> Callable[[torch.device], str]:
@@ -90,26 +160,35 @@ def _no_device_for(recipe: str) -> Callable[[torch.device], str]:
 
 
 def _rewrite(
-    view: GraphView, build: Builder, linear: Linear, recipe: str, payloads: Payloads
+    view: GraphView, build: Builder, linears: Sequence[Linear], recipe: str, payloads: Payloads
 ) -> tuple[Node, list[Node]]:
-    build.anchor = linear.node  # a linear stays where it is, behind those that it shares payloads with
-    dtype = value(linear.node).dtype
+    first = linears[0]
+    build.anchor = first.node  # a linear stays where it is, behind those that it shares payloads with
+    dtype = value(first.node).dtype
 
     def payload(t: Node, op: OpOverload, how: object) -> tuple[Node, Node]:
-        key = (t, view.mode_states[linear.node], how)
+        key = (t, view.mode_states[first.node], how)
         if key not in payloads:
             quantised = build(op, build(torch.ops.aten.detach.default, t), how)
             payloads[key] = build.item(quantised, 0), build.item(quantised, 1)
         return payloads[key]
 
-    ops = torch.ops.megacpp
-    x, w = build.cast(linear.x, dtype), linear.weight(build)
+    ops, aten = torch.ops.megacpp, torch.ops.aten
+    x, weights = build.cast(first.x, dtype), [linear.weight(build) for linear in linears]
     if recipe == "fp8_block":
         tiles = ops.fp8_quantize_tiles.default
-        parts = (*payload(x, tiles, 1), *payload(w, tiles, SCALE_BLOCK))
-        new = build(ops.fp8_block_linear.default, x, w, *parts, linear.b, dtype)
-    else:
-        one = ops.fp8_quantize.default
-        parts = (*payload(x, one, FORWARD), *payload(w, one, FORWARD))
-        new = build(ops.fp8_linear.default, x, w, *parts, linear.b, GRADIENT, dtype)
-    return new, [new]
+        parts = (*payload(x, tiles, 1), *payload(weights[0], tiles, SCALE_BLOCK))
+        new = build(ops.fp8_block_linear.default, x, weights[0], *parts, first.b, dtype)
+        return new, [new]
+    one = ops.fp8_quantize.default
+    quantised_x = payload(x, one, FORWARD)
+    if len(linears) == 1:
+        parts = (*quantised_x, *payload(weights[0], one, FORWARD))
+        new = build(ops.fp8_linear.default, x, weights, *parts, first.b, GRADIENT, dtype)
+        return new, [new]
+    side_by_side = payload(build(aten.cat.default, weights), one, FORWARD)
+    biases = [linear.b for linear in linears if linear.b is not None]
+    bias = build(aten.cat.default, biases) if biases else None
+    new = build(ops.fp8_linear.default, x, weights, *quantised_x, *side_by_side, bias, GRADIENT, dtype)
+    split = build(aten.split_with_sizes.default, new, [linear.out_features for linear in linears], -1)
+    return new, [build.item(split, i) for i in range(len(linears))]

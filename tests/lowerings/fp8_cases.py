@@ -45,12 +45,16 @@ for label, options in LINEARS.items():
 # --- both operands quantised
 
 
-def _fp8(rand, dtype, outer=(2, 24), k=48, n=32, bias=True, grad_format="e4m3"):
-    """Operands of fp8_linear, one of them of very small numbers."""
+def _fp8(rand, dtype, outer=(2, 24), k=48, n=32, bias=True, grad_format="e4m3", parts=(1,)):
+    """Operands of fp8_linear, one of them of very small numbers. parts: the weights' rows, in sixteens."""
     x, w = rand(*outer, k, dtype=dtype), rand(n, k, dtype=dtype) * 1e-4
     quantise = reference_of("fp8_quantize")
     b = rand(n, dtype=dtype) if bias else None
-    return x, w, *quantise(x, "e4m3"), *quantise(w, "e4m3"), b, grad_format, dtype
+    return x, _parts(w, parts), *quantise(x, "e4m3"), *quantise(w, "e4m3"), b, grad_format, dtype
+
+
+def _parts(w, parts):
+    return [w] if len(parts) == 1 else list(w.split([16 * rows for rows in parts]))
 
 
 QUANTISED = {
@@ -58,6 +62,8 @@ QUANTISED = {
     "flat_no_bias": {"outer": (16,), "bias": False},
     "wide": {"k": 160, "n": 16},
     "gradients_in_e5m2": {"grad_format": "e5m2"},
+    "three_weights": {"n": 96, "parts": (1, 3, 2)},
+    "two_weights_no_bias": {"n": 64, "parts": (3, 1), "bias": False},
 }
 for label, options in QUANTISED.items():
 
@@ -67,9 +73,9 @@ for label, options in QUANTISED.items():
 
     @case("fp8_linear_backward", label)
     def _(rand, dtype, options=options):
-        x, w, x8, x_scale, _, w_scale, _, grad_format, _ = _fp8(rand, dtype, **options)
-        grad = rand(*x.shape[:-1], w.shape[0], dtype=dtype) * 1e3
-        return grad, x8, x_scale, w, w_scale, grad_format, dtype
+        x, weights, x8, x_scale, w8, w_scale, _, grad_format, _ = _fp8(rand, dtype, **options)
+        grad = rand(*x.shape[:-1], w8.shape[0], dtype=dtype) * 1e3
+        return grad, x8, x_scale, weights, w_scale, grad_format, dtype
 
 
 def _by_blocks(rand, dtype, outer=(2, 128), k=256, n=128, bias=True):

@@ -47,7 +47,7 @@ def operands(rand, outer=(3, 16), k=64, n=48, bias=True, grad_format="e4m3"):
     x, w = (rand(*shape, k, dtype=torch.bfloat16, grad=True) for shape in (outer, (n,)))
     b = rand(n, dtype=torch.bfloat16, grad=True) if bias else None
     with torch.no_grad():
-        return x, w, *fp8_quantize(x, "e4m3"), *fp8_quantize(w, "e4m3"), b, grad_format, torch.bfloat16
+        return x, [w], *fp8_quantize(x, "e4m3"), *fp8_quantize(w, "e4m3"), b, grad_format, torch.bfloat16
 
 
 def widened(payload, scale_inv):
@@ -57,8 +57,8 @@ def widened(payload, scale_inv):
 @pytest.mark.parametrize(("bias", "grad_format"), [(True, "e4m3"), (False, "e4m3"), (False, "e5m2")])
 def test_is_the_formula(rand, bias, grad_format):
     """Outputs and gradients of the widened payloads, the gradient's own rounding included."""
-    x, w, x8, sx, w8, sw, b, *rest = operands(rand, bias=bias, grad_format=grad_format)
-    y = fp8_linear(x, w, x8, sx, w8, sw, b, *rest)
+    x, (w,), x8, sx, w8, sw, b, *rest = operands(rand, bias=bias, grad_format=grad_format)
+    y = fp8_linear(x, [w], x8, sx, w8, sw, b, *rest)
     grad = rand(*y.shape, dtype=torch.bfloat16)
     got = [y, *torch.autograd.grad(y, [t for t in (x, w, b) if t is not None], grad)]
     wx, ww, wg = widened(x8, sx), widened(w8, sw), widened(*fp8_quantize(grad, grad_format))
@@ -70,9 +70,9 @@ def test_is_the_formula(rand, bias, grad_format):
 
 def test_near_the_linear_it_replaces(rand):
     """Within what three bits of mantissa cost: two operands of each GEMM, rounded by 2.7 % or so."""
-    x, w, *quantised = operands(rand, outer=(64,), k=256, n=128, bias=False)
+    x, (w,), *quantised = operands(rand, outer=(64,), k=256, n=128, bias=False)
     grad = rand(64, 128, dtype=torch.bfloat16)
-    y = fp8_linear(x, w, *quantised)
+    y = fp8_linear(x, [w], *quantised)
     got = [y, *torch.autograd.grad(y, [x, w], grad)]
     plain = torch.nn.functional.linear(x.double(), w.double())
     want = [plain, *torch.autograd.grad(plain, [x, w], grad.double())]
@@ -84,14 +84,14 @@ def test_gradients_are_nearer_than_in_e5m2(rand, freedom):
     """Why the recipe rounds them to e4m3: scaled by their largest they need no more range, and have a bit more of
     mantissa. Of Student's t distribution, where the largest is 13 to 130 times the root of their mean square, and of the
     normal one, where it is 4. The errors are 0.64 of what they would be (0.60 to 0.71 in 400 draws)."""
-    x, w, *quantised, _, dtype = operands(rand, outer=(256,), k=64, n=128, bias=False)
+    x, (w,), *quantised, _, dtype = operands(rand, outer=(256,), k=64, n=128, bias=False)
     grad = rand(256, 128)
     if freedom is not None:
         grad = grad / rand(freedom, 256, 128).square().mean(0).sqrt()
     want = [grad @ w.double(), grad.t() @ x.double()]
     errors = {}
     for format in (GRADIENT, "e5m2"):
-        y = fp8_linear(x, w, *quantised, format, dtype)
+        y = fp8_linear(x, [w], *quantised, format, dtype)
         errors[format] = [*map(relative_error, torch.autograd.grad(y, [x, w], grad.bfloat16()), want)]
     near, far = errors.values()
     assert all(a < 0.8 * b for a, b in zip(near, far, strict=True)), errors
@@ -100,6 +100,6 @@ def test_gradients_are_nearer_than_in_e5m2(rand, freedom):
 def test_saved_for_backward(rand):
     """The payload of x, a byte an element, and two scales; not x. The weight is alive anyway."""
     args = operands(rand, outer=(64,), k=256, n=128, bias=False)
-    x, w, x8, x_scale, w8, w_scale, *_ = args
+    x, (w,), x8, x_scale, w8, w_scale, *_ = args
     assert saved_by(fp8_linear, *args) == {t.untyped_storage().data_ptr() for t in (w, x8, x_scale, w_scale)}
     assert x8.element_size() == 1 and x_scale.numel() == w_scale.numel() == 1

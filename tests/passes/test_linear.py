@@ -66,13 +66,13 @@ detach_1: bf16[48, 32] = detach(gate_proj_weight)
 fp8_quantize_1: (float8_e4m3fn[48, 32], f32[]) = megacpp.fp8_quantize(detach_1, e4m3)
 getitem_2: float8_e4m3fn[48, 32] = fp8_quantize_1[0]
 getitem_3: f32[] = fp8_quantize_1[1]
-fp8_linear: bf16[2, 16, 48] = megacpp.fp8_linear(x, gate_proj_weight, getitem, getitem_1, getitem_2, getitem_3, None, e4m3, bfloat16)
+fp8_linear: bf16[2, 16, 48] = megacpp.fp8_linear(x, [gate_proj_weight], getitem, getitem_1, getitem_2, getitem_3, None, e4m3, bfloat16)
 silu: bf16[2, 16, 48] = silu(fp8_linear)
 detach_2: bf16[48, 32] = detach(up_proj_weight)
 fp8_quantize_2: (float8_e4m3fn[48, 32], f32[]) = megacpp.fp8_quantize(detach_2, e4m3)
 getitem_4: float8_e4m3fn[48, 32] = fp8_quantize_2[0]
 getitem_5: f32[] = fp8_quantize_2[1]
-fp8_linear_1: bf16[2, 16, 48] = megacpp.fp8_linear(x, up_proj_weight, getitem, getitem_1, getitem_4, getitem_5, None, e4m3, bfloat16)
+fp8_linear_1: bf16[2, 16, 48] = megacpp.fp8_linear(x, [up_proj_weight], getitem, getitem_1, getitem_4, getitem_5, None, e4m3, bfloat16)
 mul: bf16[2, 16, 48] = mul.Tensor(silu, fp8_linear_1)
 detach_3: bf16[2, 16, 48] = detach(mul)
 fp8_quantize_3: (float8_e4m3fn[2, 16, 48], f32[]) = megacpp.fp8_quantize(detach_3, e4m3)
@@ -82,7 +82,7 @@ detach_4: bf16[32, 48] = detach(down_proj_weight)
 fp8_quantize_4: (float8_e4m3fn[32, 48], f32[]) = megacpp.fp8_quantize(detach_4, e4m3)
 getitem_8: float8_e4m3fn[32, 48] = fp8_quantize_4[0]
 getitem_9: f32[] = fp8_quantize_4[1]
-fp8_linear_2: bf16[2, 16, 32] = megacpp.fp8_linear(mul, down_proj_weight, getitem_6, getitem_7, getitem_8, getitem_9, None, e4m3, bfloat16)
+fp8_linear_2: bf16[2, 16, 32] = megacpp.fp8_linear(mul, [down_proj_weight], getitem_6, getitem_7, getitem_8, getitem_9, None, e4m3, bfloat16)
 return [fp8_linear_2]""")
 
 
@@ -171,6 +171,121 @@ class Layers(nn.Module):
         for layer in self.layers:
             x = x + layer["mlp"](layer["norm"](x))
         return x
+
+
+# --- one GEMM for linears that share an input
+
+GATED = PrecisionPlan(rules=(("*", "fp8_current"),))
+
+
+@pytest.fixture
+def narrow_alone(float8, monkeypatch):
+    """The gate refuses up to 32 features; casts cost next to nothing, so that what joins another GEMM gains."""
+    monkeypatch.setattr(linear.fp8_gain, "refusal", lambda _, shape: f"{shape[1]} features" if shape[1] <= 32 else "")
+    monkeypatch.setattr(linear.fp8_gain, "COPY_TB_PER_S", 1e9)
+
+
+class Pair(nn.Module):
+    """Two readers of an input."""
+
+    def __init__(self, widths=(48, 16), bias=(False, False)):
+        super().__init__()
+        torch.manual_seed(0)
+        one, two = (nn.Linear(DIM, n, bias=b, dtype=torch.bfloat16) for n, b in zip(widths, bias, strict=True))
+        self.one, self.two = one, two
+
+    def forward(self, x):
+        return self.one(x).tanh(), self.two(x)
+
+
+def test_a_narrow_one_joins_a_wide_one(narrow_alone):
+    frames = check(Pair(), hidden(), config(GATED), tolerance=FLOAT8)
+    assert frames.counts[NAME] == 1 and not frames.tags(NAME)
+    expecttest.assert_expected_inline(render(frames.graph), """\
+detach: bf16[2, 16, 32] = detach(x)
+fp8_quantize: (float8_e4m3fn[2, 16, 32], f32[]) = megacpp.fp8_quantize(detach, e4m3)
+getitem: float8_e4m3fn[2, 16, 32] = fp8_quantize[0]
+getitem_1: f32[] = fp8_quantize[1]
+cat: bf16[64, 32] = cat([one_weight, two_weight])
+detach_1: bf16[64, 32] = detach(cat)
+fp8_quantize_1: (float8_e4m3fn[64, 32], f32[]) = megacpp.fp8_quantize(detach_1, e4m3)
+getitem_2: float8_e4m3fn[64, 32] = fp8_quantize_1[0]
+getitem_3: f32[] = fp8_quantize_1[1]
+fp8_linear: bf16[2, 16, 64] = megacpp.fp8_linear(x, [one_weight, two_weight], getitem, getitem_1, getitem_2, getitem_3, None, e4m3, bfloat16)
+split_with_sizes: (bf16[2, 16, 48], bf16[2, 16, 16]) = split_with_sizes(fp8_linear, [48, 16], -1)
+getitem_4: bf16[2, 16, 48] = split_with_sizes[0]
+getitem_5: bf16[2, 16, 16] = split_with_sizes[1]
+tanh: bf16[2, 16, 48] = tanh(getitem_4)
+return [tanh, getitem_5]""")
+
+
+@pytest.mark.parametrize("bias", [(True, True), (True, False)])
+def test_joins_by_bias(narrow_alone, bias):
+    """Biases are put below each other; where one has none, each linear is by itself."""
+    frames = check(Pair(bias=bias), hidden(), config(GATED), tolerance=FLOAT8)
+    assert frames.counts[NAME] == 1 and frames.tags(NAME) == (set() if all(bias) else {"gate"})
+    assert "cat" in render(frames.graph) or not all(bias)
+
+
+def test_narrow_ones_join_each_other(narrow_alone):
+    frames = check(Pair((32, 16)), hidden(), config(GATED), tolerance=FLOAT8)
+    assert frames.counts[NAME] == 1 and not frames.tags(NAME)
+
+
+def test_wide_ones_stay_apart(narrow_alone):
+    plan = PrecisionPlan(rules=(("down_proj", "bf16"), ("*", "fp8_current")))
+    frames = check(MLP(), hidden(), config(plan), tolerance=FLOAT8)
+    assert frames.counts[NAME] == 2 and "cat" not in render(frames.graph)
+
+
+def test_joins_in_no_other_way(narrow_alone):
+    """Another input, another precision by the plan, a weight that is not trained, a weight that is made later."""
+
+    class OtherInput(Pair):
+        def forward(self, x):
+            return self.one(x).tanh(), self.two(x + 1)
+
+    class MadeLater(Pair):
+        def forward(self, x):
+            y = self.one(x)
+            return y, F.linear(x, self.two.weight * y.abs().mean())
+
+    frozen = Pair()
+    frozen.two.weight.requires_grad_(False)
+    for module in (OtherInput(), MadeLater(), frozen):
+        frames = check(module, hidden(), config(GATED), tolerance=FLOAT8)
+        assert frames.counts[NAME] == 1 and frames.tags(NAME) == {"gate"}, type(module)
+        assert "cat" not in render(frames.graph)
+    plan = PrecisionPlan(rules=(("two", "bf16"), ("*", "fp8_current")))
+    assert "cat" not in render(run(Pair(), hidden(), config(plan)).graph)
+
+
+def test_joins_only_where_that_gains(narrow_alone, monkeypatch):
+    monkeypatch.setattr(linear.fp8_gain, "joining_gain", lambda *_: linear.fp8_gain.LEAST_GAIN - 0.01)
+    frames = run(Pair(), hidden(), config(GATED))
+    assert frames.counts[NAME] == 1 and frames.tags(NAME) == {"gate"}
+
+
+def test_down_projections_of_latent_attention_join(narrow_alone):
+    """Rotations are recognised behind what is split off their GEMM."""
+    block = PlainMLA(48, 4, 48, 16, 16, 16, 16).to(torch.bfloat16)
+    args = tuple(a.to(torch.bfloat16).detach() for a in block.example_inputs(2, 16))
+    frames = run(block, args, config(GATED))
+    assert "fp8_linear(x, [q_a_weight, kv_a_weight]" in render(frames.graph)
+    assert frames.counts["mla_rope_q"] == frames.counts["mla_rope_kv"] == 1, frames.misses
+
+
+def test_joined_through_the_backend(narrow_alone, no_kernels):
+    """Lowered and differentiated under a policy, verified, and both linears in the table of precision."""
+    module, (x,) = Pair(bias=(True, True)), hidden()
+    torch._dynamo.reset()
+    with megacpp_compile.record() as report:
+        options = {"precision": GATED, "verify": "each", "strict": True, "policy": "selective"}
+        got = train(torch.compile(module, backend="megacpp", options=options), module, (x,))
+    assert [(s.pass_name, s.note) for s in report.sites] == [(NAME, "2 linears in one GEMM")]
+    assert [(r["fqn"], r["effective"]) for r in report.frames[0].precision] == [("one", "fp8_current"), ("two", "fp8_current")]
+    error, which = largest_error(got, train(module, module, (x,)))
+    assert error <= FLOAT8, which
 
 
 # --- by blocks
@@ -267,6 +382,20 @@ def test_on_a_gpu(recipe):
         got = train(compiled, module, (x,))
     assert [(s.pass_name, s.effective) for s in report.sites] == [(NAME, "cuda_scaled_mm")] * 2, report
     assert {row["effective"] for row in report.frames[0].precision} == {recipe}
+    error, which = largest_error(got, train(module, module, (x,)))
+    assert error <= FLOAT8, which
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_joined_on_a_gpu(narrow_alone):
+    torch._dynamo.reset()
+    module, (x,) = Pair(bias=(True, True)).cuda(), hidden()
+    x = x.detach().cuda().requires_grad_()
+    with megacpp_compile.record() as report:
+        compiled = torch.compile(module, backend="megacpp", options={"precision": GATED, "strict": True}, fullgraph=True)
+        got = train(compiled, module, (x,))
+    assert [(s.effective, s.note) for s in report.sites] == [("cuda_scaled_mm", "2 linears in one GEMM")], report
     error, which = largest_error(got, train(module, module, (x,)))
     assert error <= FLOAT8, which
 

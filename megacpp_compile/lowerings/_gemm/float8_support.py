@@ -50,12 +50,13 @@ def no_block_scales(device: torch.device) -> str:
 def no_linear(args: Sequence[Any], backward: bool, multiple: int) -> str | None:
     """Why cuBLASLt cannot serve such a call of `fp8_linear` or `fp8_block_linear`, or of its backward; None if it can.
 
-    multiple: what rows, k and n have to be multiples of.
+    multiple: what rows, k and each n have to be multiples of.
     """
-    x8, weight = (args[1], args[3]) if backward else (args[2], args[1])
-    if any(n % multiple for n in (x8[..., 0].numel(), *weight.shape) if isinstance(n, int)):
+    x8, weights = (args[1], args[3]) if backward else (args[2], args[1])
+    weights = weights if isinstance(weights, (list, tuple)) else [weights]
+    if any(n % multiple for n in (x8[..., 0].numel(), *(n for w in weights for n in w.shape)) if isinstance(n, int)):
         return f"rows, k and n have to be multiples of {multiple}"
-    made = {args[-1], *((weight.dtype,) if backward else ())}
+    made = {args[-1], *((weights[0].dtype,) if backward else ())}
     if odd := made - {torch.bfloat16, torch.float16, torch.float32}:
         return f"results in {odd.pop()}"
     return None

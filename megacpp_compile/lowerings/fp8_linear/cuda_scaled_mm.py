@@ -1,9 +1,9 @@
 """`fp8_linear` on CUDA: cuBLASLt's GEMMs of float8 (`torch._scaled_mm`), with the casts around them in ATen, which
 Inductor fuses into the norm, activation or rotation before them.
 
-Hopper's float8 GEMM wants both operands with the summed dimension contiguous. The gradient of the weight therefore
-casts both into transposed copies, that of the input the weight. Forward GEMMs accumulate fast (in the tensor cores' own
-22 bits), backward ones exactly, as Transformer Engine has it.
+Hopper's float8 GEMM wants both operands with the summed dimension contiguous. The gradient of the weights therefore
+casts both into transposed copies, that of the input the weights. Forward GEMMs accumulate fast (in the tensor cores'
+own 22 bits), backward ones exactly, as Transformer Engine has it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def supports(name: str, args: Sequence[Any]) -> str | None:
 
 def fp8_linear(
     x: Tensor,
-    weight: Tensor,
+    weights: list[Tensor],
     x8: Tensor,
     x_scale_inv: Tensor,
     w8: Tensor,
@@ -49,7 +49,7 @@ def fp8_linear_backward(
     grad: Tensor,
     x8: Tensor,
     x_scale_inv: Tensor,
-    weight: Tensor,
+    weights: list[Tensor],
     w_scale_inv: Tensor,
     grad_format: str,
     x_dtype: torch.dtype,
@@ -58,8 +58,9 @@ def fp8_linear_backward(
     scale_inv = scale_of(grad, format, whole=True)
     rows = rounded_by(grad, scale_inv, format).contiguous()
     columns = rounded_by(grad.t(), scale_inv, format).contiguous()
-    w_columns = rounded_by(weight.t().to(torch.float32), w_scale_inv, DTYPES["e4m3"]).contiguous()
+    turned = [rounded_by(w.t().to(torch.float32), w_scale_inv, DTYPES["e4m3"]) for w in weights]
+    w_columns = (turned[0] if len(turned) == 1 else torch.cat(turned, 1)).contiguous()
     dx = fp8_gemm(rows, scale_inv, w_columns, w_scale_inv, x_dtype).unflatten(0, x8.shape[:-1])
     x_columns = x8.flatten(0, -2).t().contiguous()
-    dw = fp8_gemm(columns, scale_inv, x_columns, x_scale_inv, weight.dtype)
+    dw = fp8_gemm(columns, scale_inv, x_columns, x_scale_inv, weights[0].dtype)
     return dx, dw

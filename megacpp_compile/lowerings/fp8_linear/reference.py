@@ -22,7 +22,7 @@ def _gemm(a: Tensor, a_scale_inv: Tensor, b: Tensor, b_scale_inv: Tensor, dtype:
 
 def fp8_linear(
     x: Tensor,
-    weight: Tensor,
+    weights: list[Tensor],
     x8: Tensor,
     x_scale_inv: Tensor,
     w8: Tensor,
@@ -39,13 +39,13 @@ def fp8_linear_backward(
     grad: Tensor,
     x8: Tensor,
     x_scale_inv: Tensor,
-    weight: Tensor,
+    weights: list[Tensor],
     w_scale_inv: Tensor,
     grad_format: str,
     x_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     g8, g_scale_inv = fp8_quantize(grad, grad_format)
-    w8 = rounded_by(weight.to(torch.float32), w_scale_inv, DTYPES["e4m3"])
+    w8 = torch.cat([rounded_by(w.to(torch.float32), w_scale_inv, DTYPES["e4m3"]) for w in weights])
     dx = _gemm(g8, g_scale_inv, w8, w_scale_inv, x_dtype)
-    dw = _gemm(g8.flatten(0, -2).t(), g_scale_inv, x8.flatten(0, -2), x_scale_inv, weight.dtype)
+    dw = _gemm(g8.flatten(0, -2).t(), g_scale_inv, x8.flatten(0, -2), x_scale_inv, weights[0].dtype)
     return dx, dw
