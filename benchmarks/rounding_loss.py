@@ -40,7 +40,8 @@ def in_fp8(linear: nn.Linear, gradients: str) -> Callable[[Tensor], Tensor]:
     def forward(x: Tensor) -> Tensor:
         w = linear.weight
         rounded = (*ops.fp8_quantize(x.detach(), "e4m3"), *ops.fp8_quantize(w.detach(), "e4m3"))
-        return ops.fp8_linear(x, [w], *rounded, linear.bias, gradients, x.dtype)
+        biases = [] if linear.bias is None else [linear.bias]
+        return ops.fp8_linear(x, [w], *rounded, biases, gradients, x.dtype)[0]
 
     return forward
 

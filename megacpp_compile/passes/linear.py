@@ -4,9 +4,9 @@
 Before: `y = linear(x, w, b)`, in any spelling
 After, under "fp8_current":
         `x8, sx = megacpp.fp8_quantize(x, "e4m3")`, once for all linears that read x; the same of w;
-        `y = megacpp.fp8_linear(x, [w], x8, sx, w8, sw, b, "e4m3", dtype)`
+        `y, = megacpp.fp8_linear(x, [w], x8, sx, w8, sw, [b], "e4m3", dtype)`
         and of linears that share x, where some are too narrow to gain alone (MLA's two down-projections):
-        `y0, y1 = split(megacpp.fp8_linear(x, [w0, w1], ..., "e4m3", dtype))`
+        `y0, y1 = megacpp.fp8_linear(x, [w0, w1], x8, sx, w8, sw, [], "e4m3", dtype)`
 After, under "fp8_block":
         `x8, sx = megacpp.fp8_quantize_tiles(x, 1)`, `w8, sw = megacpp.fp8_quantize_tiles(w, 128)`;
         `y = megacpp.fp8_block_linear(x, w, x8, sx, w8, sw, b, dtype)`
@@ -182,13 +182,7 @@ def _rewrite(
         return new, [new]
     one = ops.fp8_quantize.default
     quantised_x = payload(x, one, FORWARD)
-    if len(linears) == 1:
-        parts = (*quantised_x, *payload(weights[0], one, FORWARD))
-        new = build(ops.fp8_linear.default, x, weights, *parts, first.b, GRADIENT, dtype)
-        return new, [new]
-    side_by_side = payload(build(aten.cat.default, weights), one, FORWARD)
+    quantised_w = payload(weights[0] if len(weights) == 1 else build(aten.cat.default, weights), one, FORWARD)
     biases = [linear.b for linear in linears if linear.b is not None]
-    bias = build(aten.cat.default, biases) if biases else None
-    new = build(ops.fp8_linear.default, x, weights, *quantised_x, *side_by_side, bias, GRADIENT, dtype)
-    split = build(aten.split_with_sizes.default, new, [linear.out_features for linear in linears], -1)
-    return new, [build.item(split, i) for i in range(len(linears))]
+    new = build(ops.fp8_linear.default, x, weights, *quantised_x, *quantised_w, biases, GRADIENT, dtype)
+    return new, [build.item(new, i) for i in range(len(linears))]

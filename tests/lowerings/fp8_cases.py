@@ -49,12 +49,12 @@ def _fp8(rand, dtype, outer=(2, 24), k=48, n=32, bias=True, grad_format="e4m3", 
     """Operands of fp8_linear, one of them of very small numbers. parts: the weights' rows, in sixteens."""
     x, w = rand(*outer, k, dtype=dtype), rand(n, k, dtype=dtype) * 1e-4
     quantise = reference_of("fp8_quantize")
-    b = rand(n, dtype=dtype) if bias else None
-    return x, _parts(w, parts), *quantise(x, "e4m3"), *quantise(w, "e4m3"), b, grad_format, dtype
+    weights, b = _parts(w, parts), _parts(rand(n, dtype=dtype), parts) if bias else []
+    return x, weights, *quantise(x, "e4m3"), *quantise(w, "e4m3"), b, grad_format, dtype
 
 
-def _parts(w, parts):
-    return [w] if len(parts) == 1 else list(w.split([16 * rows for rows in parts]))
+def _parts(t, parts):
+    return [t] if len(parts) == 1 else list(t.split([16 * rows for rows in parts]))
 
 
 QUANTISED = {
@@ -73,9 +73,9 @@ for label, options in QUANTISED.items():
 
     @case("fp8_linear_backward", label)
     def _(rand, dtype, options=options):
-        x, weights, x8, x_scale, w8, w_scale, _, grad_format, _ = _fp8(rand, dtype, **options)
-        grad = rand(*x.shape[:-1], w8.shape[0], dtype=dtype) * 1e3
-        return grad, x8, x_scale, weights, w_scale, grad_format, dtype
+        x, weights, x8, x_scale, _, w_scale, _, grad_format, _ = _fp8(rand, dtype, **options)
+        grads = [rand(*x.shape[:-1], w.shape[0], dtype=dtype) * 1e3 for w in weights]
+        return grads, x8, x_scale, weights, w_scale, grad_format, dtype
 
 
 def _by_blocks(rand, dtype, outer=(2, 128), k=256, n=128, bias=True):

@@ -57,9 +57,10 @@ def _quantised(kind: Kind, x: torch.Tensor, make: Maker, out: torch.dtype) -> tu
     (x8, x_scale), (w8, w_scale) = (quantise(t, "e4m3") for t in (x, weight))
     weights = list(weight.split([16, n - 16])) if kind.flags["bias"] and n > 16 else [weight]
     if kind.op == "fp8_linear_backward":
-        return make.normal(main)(*x.shape[:-1], n), x8, x_scale, weights, w_scale, format, out
-    bias = make.normal(main)(n) if kind.flags["bias"] else None
-    return x, weights, x8, x_scale, w8, w_scale, bias, format, out
+        grads = [make.normal(main)(*x.shape[:-1], w.shape[0]) for w in weights]
+        return grads, x8, x_scale, weights, w_scale, format, out
+    biases = [make.normal(main)(w.shape[0]) for w in weights] if kind.flags["bias"] else []
+    return x, weights, x8, x_scale, w8, w_scale, biases, format, out
 
 
 def _by_blocks(kind: Kind, x: torch.Tensor, make: Maker, out: torch.dtype) -> tuple[Any, ...]:

@@ -45,7 +45,7 @@ def test_quantize_zeros_and_extremes():
 
 def operands(rand, outer=(3, 16), k=64, n=48, bias=True, grad_format="e4m3"):
     x, w = (rand(*shape, k, dtype=torch.bfloat16, grad=True) for shape in (outer, (n,)))
-    b = rand(n, dtype=torch.bfloat16, grad=True) if bias else None
+    b = [rand(n, dtype=torch.bfloat16, grad=True)] if bias else []
     with torch.no_grad():
         return x, [w], *fp8_quantize(x, "e4m3"), *fp8_quantize(w, "e4m3"), b, grad_format, torch.bfloat16
 
@@ -58,11 +58,11 @@ def widened(payload, scale_inv):
 def test_is_the_formula(rand, bias, grad_format):
     """Outputs and gradients of the widened payloads, the gradient's own rounding included."""
     x, (w,), x8, sx, w8, sw, b, *rest = operands(rand, bias=bias, grad_format=grad_format)
-    y = fp8_linear(x, [w], x8, sx, w8, sw, b, *rest)
+    (y,) = fp8_linear(x, [w], x8, sx, w8, sw, b, *rest)
     grad = rand(*y.shape, dtype=torch.bfloat16)
-    got = [y, *torch.autograd.grad(y, [t for t in (x, w, b) if t is not None], grad)]
+    got = [y, *torch.autograd.grad(y, [x, w, *b], grad)]
     wx, ww, wg = widened(x8, sx), widened(w8, sw), widened(*fp8_quantize(grad, grad_format))
-    want = [wx @ ww.t() + (b.double() if bias else 0), wg @ ww, wg.flatten(0, -2).t() @ wx.flatten(0, -2)]
+    want = [wx @ ww.t() + (b[0].double() if bias else 0), wg @ ww, wg.flatten(0, -2).t() @ wx.flatten(0, -2)]
     want += [grad.double().flatten(0, -2).sum(0)] if bias else []
     assert [t.dtype for t in got] == [torch.bfloat16] * len(got)
     assert max(relative_error(g, wide) for g, wide in zip(got, want, strict=True)) < 2**-8
@@ -72,7 +72,7 @@ def test_near_the_linear_it_replaces(rand):
     """Within what three bits of mantissa cost: two operands of each GEMM, rounded by 2.7 % or so."""
     x, (w,), *quantised = operands(rand, outer=(64,), k=256, n=128, bias=False)
     grad = rand(64, 128, dtype=torch.bfloat16)
-    y = fp8_linear(x, [w], *quantised)
+    (y,) = fp8_linear(x, [w], *quantised)
     got = [y, *torch.autograd.grad(y, [x, w], grad)]
     plain = torch.nn.functional.linear(x.double(), w.double())
     want = [plain, *torch.autograd.grad(plain, [x, w], grad.double())]
@@ -91,7 +91,7 @@ def test_gradients_are_nearer_than_in_e5m2(rand, freedom):
     want = [grad @ w.double(), grad.t() @ x.double()]
     errors = {}
     for format in (GRADIENT, "e5m2"):
-        y = fp8_linear(x, [w], *quantised, format, dtype)
+        (y,) = fp8_linear(x, [w], *quantised, format, dtype)
         errors[format] = [*map(relative_error, torch.autograd.grad(y, [x, w], grad.bfloat16()), want)]
     near, far = errors.values()
     assert all(a < 0.8 * b for a, b in zip(near, far, strict=True)), errors
@@ -103,3 +103,28 @@ def test_saved_for_backward(rand):
     x, (w,), x8, x_scale, w8, w_scale, *_ = args
     assert saved_by(fp8_linear, *args) == {t.untyped_storage().data_ptr() for t in (w, x8, x_scale, w_scale)}
     assert x8.element_size() == 1 and x_scale.numel() == w_scale.numel() == 1
+
+
+@pytest.mark.parametrize("biased", [True, False])
+def test_linears_that_share_an_input(rand, biased):
+    """Two linears are the linear of both weights, forward and backward; their gradients are rounded together."""
+    x, (w,), *quantised, b, grad_format, dtype = operands(rand, n=64, bias=biased)
+    parts = [t.detach().clone().requires_grad_() for t in w.split([48, 16])]
+    biases = [t.detach().clone().requires_grad_() for t in b[0].split([48, 16])] if biased else []
+    got = fp8_linear(x, parts, *quantised, biases, grad_format, dtype)
+    (want,) = fp8_linear(x, [w], *quantised, b, grad_format, dtype)
+    assert all(y.is_contiguous() for y in got) and torch.equal(torch.cat(got, -1), want)
+    grad = rand(*want.shape, dtype=torch.bfloat16)
+    x_grad, *of_parts = torch.autograd.grad(got, [x, *parts, *biases], list(grad.split([48, 16], -1)))
+    x_want, *of_whole = torch.autograd.grad(want, [x, w, *b], grad)
+    assert torch.equal(x_grad, x_want)
+    halves = [torch.cat(of_parts[i : i + 2]) for i in range(0, len(of_parts), 2)]
+    assert all(map(torch.equal, halves, of_whole))
+
+
+def test_a_linear_without_a_loss_has_no_gradient(rand):
+    x, (w,), *rest = operands(rand, n=64, bias=False)
+    parts = [t.detach().clone().requires_grad_() for t in w.split([48, 16])]
+    first, _ = fp8_linear(x, parts, *rest)
+    first.float().square().sum().backward()
+    assert parts[1].grad is None and parts[0].grad.abs().sum() > 0

@@ -66,24 +66,27 @@ detach_1: bf16[48, 32] = detach(gate_proj_weight)
 fp8_quantize_1: (float8_e4m3fn[48, 32], f32[]) = megacpp.fp8_quantize(detach_1, e4m3)
 getitem_2: float8_e4m3fn[48, 32] = fp8_quantize_1[0]
 getitem_3: f32[] = fp8_quantize_1[1]
-fp8_linear: bf16[2, 16, 48] = megacpp.fp8_linear(x, [gate_proj_weight], getitem, getitem_1, getitem_2, getitem_3, None, e4m3, bfloat16)
-silu: bf16[2, 16, 48] = silu(fp8_linear)
+fp8_linear: (bf16[2, 16, 48]) = megacpp.fp8_linear(x, [gate_proj_weight], getitem, getitem_1, getitem_2, getitem_3, [], e4m3, bfloat16)
+getitem_4: bf16[2, 16, 48] = fp8_linear[0]
+silu: bf16[2, 16, 48] = silu(getitem_4)
 detach_2: bf16[48, 32] = detach(up_proj_weight)
 fp8_quantize_2: (float8_e4m3fn[48, 32], f32[]) = megacpp.fp8_quantize(detach_2, e4m3)
-getitem_4: float8_e4m3fn[48, 32] = fp8_quantize_2[0]
-getitem_5: f32[] = fp8_quantize_2[1]
-fp8_linear_1: bf16[2, 16, 48] = megacpp.fp8_linear(x, [up_proj_weight], getitem, getitem_1, getitem_4, getitem_5, None, e4m3, bfloat16)
-mul: bf16[2, 16, 48] = mul.Tensor(silu, fp8_linear_1)
+getitem_5: float8_e4m3fn[48, 32] = fp8_quantize_2[0]
+getitem_6: f32[] = fp8_quantize_2[1]
+fp8_linear_1: (bf16[2, 16, 48]) = megacpp.fp8_linear(x, [up_proj_weight], getitem, getitem_1, getitem_5, getitem_6, [], e4m3, bfloat16)
+getitem_7: bf16[2, 16, 48] = fp8_linear_1[0]
+mul: bf16[2, 16, 48] = mul.Tensor(silu, getitem_7)
 detach_3: bf16[2, 16, 48] = detach(mul)
 fp8_quantize_3: (float8_e4m3fn[2, 16, 48], f32[]) = megacpp.fp8_quantize(detach_3, e4m3)
-getitem_6: float8_e4m3fn[2, 16, 48] = fp8_quantize_3[0]
-getitem_7: f32[] = fp8_quantize_3[1]
+getitem_8: float8_e4m3fn[2, 16, 48] = fp8_quantize_3[0]
+getitem_9: f32[] = fp8_quantize_3[1]
 detach_4: bf16[32, 48] = detach(down_proj_weight)
 fp8_quantize_4: (float8_e4m3fn[32, 48], f32[]) = megacpp.fp8_quantize(detach_4, e4m3)
-getitem_8: float8_e4m3fn[32, 48] = fp8_quantize_4[0]
-getitem_9: f32[] = fp8_quantize_4[1]
-fp8_linear_2: bf16[2, 16, 32] = megacpp.fp8_linear(mul, [down_proj_weight], getitem_6, getitem_7, getitem_8, getitem_9, None, e4m3, bfloat16)
-return [fp8_linear_2]""")
+getitem_10: float8_e4m3fn[32, 48] = fp8_quantize_4[0]
+getitem_11: f32[] = fp8_quantize_4[1]
+fp8_linear_2: (bf16[2, 16, 32]) = megacpp.fp8_linear(mul, [down_proj_weight], getitem_8, getitem_9, getitem_10, getitem_11, [], e4m3, bfloat16)
+getitem_12: bf16[2, 16, 32] = fp8_linear_2[0]
+return [getitem_12]""")
 
 
 def test_bias_and_a_matmul(float8):
@@ -211,10 +214,9 @@ detach_1: bf16[64, 32] = detach(cat)
 fp8_quantize_1: (float8_e4m3fn[64, 32], f32[]) = megacpp.fp8_quantize(detach_1, e4m3)
 getitem_2: float8_e4m3fn[64, 32] = fp8_quantize_1[0]
 getitem_3: f32[] = fp8_quantize_1[1]
-fp8_linear: bf16[2, 16, 64] = megacpp.fp8_linear(x, [one_weight, two_weight], getitem, getitem_1, getitem_2, getitem_3, None, e4m3, bfloat16)
-split_with_sizes: (bf16[2, 16, 48], bf16[2, 16, 16]) = split_with_sizes(fp8_linear, [48, 16], -1)
-getitem_4: bf16[2, 16, 48] = split_with_sizes[0]
-getitem_5: bf16[2, 16, 16] = split_with_sizes[1]
+fp8_linear: (bf16[2, 16, 48], bf16[2, 16, 16]) = megacpp.fp8_linear(x, [one_weight, two_weight], getitem, getitem_1, getitem_2, getitem_3, [], e4m3, bfloat16)
+getitem_4: bf16[2, 16, 48] = fp8_linear[0]
+getitem_5: bf16[2, 16, 16] = fp8_linear[1]
 tanh: bf16[2, 16, 48] = tanh(getitem_4)
 return [tanh, getitem_5]""")
 

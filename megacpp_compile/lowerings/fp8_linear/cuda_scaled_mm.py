@@ -37,16 +37,22 @@ def fp8_linear(
     x_scale_inv: Tensor,
     w8: Tensor,
     w_scale_inv: Tensor,
-    bias: Tensor | None,
+    biases: list[Tensor],
     grad_format: str,
     out_dtype: torch.dtype,
-) -> Tensor:
-    y = fp8_gemm(x8.flatten(0, -2), x_scale_inv, w8, w_scale_inv, out_dtype, bias, fast=True)
-    return y.unflatten(0, x8.shape[:-1])
+) -> list[Tensor]:
+    # A GEMM each: parts of one result would keep all of it alive for as long as any of them.
+    each = zip([w8] if len(weights) == 1 else w8.split([w.shape[0] for w in weights]), biases or [None] * len(weights),
+               strict=True)  # fmt: skip
+    flat = x8.flatten(0, -2)
+    return [
+        fp8_gemm(flat, x_scale_inv, own, w_scale_inv, out_dtype, b, fast=True).unflatten(0, x8.shape[:-1])
+        for own, b in each
+    ]
 
 
 def fp8_linear_backward(
-    grad: Tensor,
+    grads: list[Tensor],
     x8: Tensor,
     x_scale_inv: Tensor,
     weights: list[Tensor],
@@ -54,13 +60,18 @@ def fp8_linear_backward(
     grad_format: str,
     x_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    grad, format = grad.flatten(0, -2).to(torch.float32), DTYPES[grad_format]
+    format = DTYPES[grad_format]
+    grad = _joined(grads, -1).flatten(0, -2).to(torch.float32)
     scale_inv = scale_of(grad, format, whole=True)
     rows = rounded_by(grad, scale_inv, format).contiguous()
     columns = rounded_by(grad.t(), scale_inv, format).contiguous()
     turned = [rounded_by(w.t().to(torch.float32), w_scale_inv, DTYPES["e4m3"]) for w in weights]
-    w_columns = (turned[0] if len(turned) == 1 else torch.cat(turned, 1)).contiguous()
+    w_columns = _joined(turned, 1).contiguous()
     dx = fp8_gemm(rows, scale_inv, w_columns, w_scale_inv, x_dtype).unflatten(0, x8.shape[:-1])
     x_columns = x8.flatten(0, -2).t().contiguous()
     dw = fp8_gemm(columns, scale_inv, x_columns, x_scale_inv, weights[0].dtype)
     return dx, dw
+
+
+def _joined(parts: list[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)

@@ -27,16 +27,17 @@ def fp8_linear(
     x_scale_inv: Tensor,
     w8: Tensor,
     w_scale_inv: Tensor,
-    bias: Tensor | None,
+    biases: list[Tensor],
     grad_format: str,
     out_dtype: torch.dtype,
-) -> Tensor:
-    y = _gemm(x8, x_scale_inv, w8.t(), w_scale_inv, torch.float32)
-    return (y if bias is None else y + bias).to(out_dtype)
+) -> list[Tensor]:
+    each = w8.split([w.shape[0] for w in weights])
+    ys = [_gemm(x8, x_scale_inv, own.t(), w_scale_inv, torch.float32) for own in each]
+    return [(y + b).to(out_dtype) for y, b in zip(ys, biases or [0] * len(ys), strict=True)]
 
 
 def fp8_linear_backward(
-    grad: Tensor,
+    grads: list[Tensor],
     x8: Tensor,
     x_scale_inv: Tensor,
     weights: list[Tensor],
@@ -44,7 +45,7 @@ def fp8_linear_backward(
     grad_format: str,
     x_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    g8, g_scale_inv = fp8_quantize(grad, grad_format)
+    g8, g_scale_inv = fp8_quantize(torch.cat(grads, -1), grad_format)
     w8 = torch.cat([rounded_by(w.to(torch.float32), w_scale_inv, DTYPES["e4m3"]) for w in weights])
     dx = _gemm(g8, g_scale_inv, w8, w_scale_inv, x_dtype)
     dw = _gemm(g8.flatten(0, -2).t(), g_scale_inv, x8.flatten(0, -2), x_scale_inv, weights[0].dtype)
