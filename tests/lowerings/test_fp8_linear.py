@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from megacpp_compile.lowerings.fp8_linear import fp8_linear, fp8_linear_backward, fp8_quantize
+from megacpp_compile.lowerings.fp8_linear import cuda_scaled_mm, fp8_linear, fp8_linear_backward, fp8_quantize
 from megacpp_compile.passes.linear import GRADIENT
 
 from . import relative_error, saved_by
@@ -128,3 +128,11 @@ def test_a_linear_without_a_loss_has_no_gradient(rand):
     first, _ = fp8_linear(x, parts, *rest)
     first.float().square().sum().backward()
     assert parts[1].grad is None and parts[0].grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("label", CASES["fp8_linear"])
+def test_the_device_that_is_asked_is_the_operands(rand, label):
+    """Which of the arguments are tensors and which lists differs between forward and backward."""
+    for name in ("fp8_linear", "fp8_linear_backward"):
+        args = CASES[name][label](rand, torch.bfloat16)
+        assert cuda_scaled_mm.supports(name, args) == "cpu has no float8 GEMMs"

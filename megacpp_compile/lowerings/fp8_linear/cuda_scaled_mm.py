@@ -8,6 +8,7 @@ own 22 bits), backward ones exactly, as Transformer Engine has it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,11 +24,12 @@ __all__ = ["fp8_linear", "fp8_linear_backward", "fp8_quantize", "supports"]
 
 def supports(name: str, args: Sequence[Any]) -> str | None:
     """Why this cannot serve the call, or None."""
-    if missing := no_float8(args[0].device):
+    backward = name == "fp8_linear_backward"
+    if missing := no_float8(args[1 if backward else 0].device):
         return missing
     if name == "fp8_quantize":
         return None
-    return no_linear(args, name == "fp8_linear_backward", MULTIPLE)
+    return no_linear(args, backward, MULTIPLE)
 
 
 def fp8_linear(
@@ -42,12 +44,11 @@ def fp8_linear(
     out_dtype: torch.dtype,
 ) -> list[Tensor]:
     # A GEMM each: parts of one result would keep all of it alive for as long as any of them.
-    each = zip([w8] if len(weights) == 1 else w8.split([w.shape[0] for w in weights]), biases or [None] * len(weights),
-               strict=True)  # fmt: skip
+    payloads = [w8] if len(weights) == 1 else w8.split([w.shape[0] for w in weights])
     flat = x8.flatten(0, -2)
     return [
         fp8_gemm(flat, x_scale_inv, own, w_scale_inv, out_dtype, b, fast=True).unflatten(0, x8.shape[:-1])
-        for own, b in each
+        for own, b in itertools.zip_longest(payloads, biases)
     ]
 
 

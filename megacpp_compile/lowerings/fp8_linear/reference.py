@@ -33,7 +33,8 @@ def fp8_linear(
 ) -> list[Tensor]:
     each = w8.split([w.shape[0] for w in weights])
     ys = [_gemm(x8, x_scale_inv, own.t(), w_scale_inv, torch.float32) for own in each]
-    return [(y + b).to(out_dtype) for y, b in zip(ys, biases or [0] * len(ys), strict=True)]
+    ys = [y + b for y, b in zip(ys, biases, strict=True)] if biases else ys
+    return [y.to(out_dtype) for y in ys]
 
 
 def fp8_linear_backward(
