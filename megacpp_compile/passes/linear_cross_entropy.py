@@ -14,7 +14,8 @@ gradients that are trained, which backward multiplies by the gradient of the los
 (log-probabilities, a z-loss of log-sum-exps), backward makes the logits again.
 Refused: logits that anything else reads, as they stay alive then (tag `logits-kept`); losses that weigh classes, or
 whose targets are probabilities, or several words a row; what else stands between linear and loss (`between`); a loss
-in another frame than its linear; parts with gradients recorded and parts without; a loss in float64 of other logits;
+in another frame than its linear; log-probabilities taken in a way not known (`unread`); parts with gradients recorded
+and parts without; a loss in float64 of other logits;
 on CUDA, logits of less than MIN_BYTES, or, for each sum over them, of less than twice the bytes of a weight that is
 trained (`few-tokens`), and rows whose number is known at run time only (`rows`).
 """
@@ -36,6 +37,7 @@ from megacpp_compile.matchers.linear_cross_entropy.chosen import by_labels
 from megacpp_compile.matchers.linear_cross_entropy.heads import Head, HeadLoss, find_heads, sites
 from megacpp_compile.matchers.linear_cross_entropy.inputs import logits_from_outside
 from megacpp_compile.matchers.linear_cross_entropy.rows import RowView
+from megacpp_compile.matchers.linear_cross_entropy.unread import unread
 from megacpp_compile.passes._rewrites.differentiated import differentiated
 from megacpp_compile.passes._rewrites.head import emit, inputs_of, sizes_read_elsewhere
 from megacpp_compile.passes._rule import REGION, Match
@@ -58,9 +60,10 @@ def find(view: GraphView) -> Iterator[Match | MatchFailure]:
     for head, found in pairs:
         refusal = _refusal(view, head, found) or _few_tokens(head, pairs, gradients)
         yield from [refusal] if refusal is not None else (_match(view, site, gradients) for site in found)
-    for miss in between(view.graph, {head.linear.node for head in heads}):
-        if not _small(miss.node):
-            yield miss
+    linears = {head.linear.node for head in heads}
+    misses = list(between(view.graph, linears))
+    misses += unread(view.graph, {*linears, *(miss.node for miss in misses)})
+    yield from (miss for miss in misses if not _small(miss.node))
     for node in logits_from_outside(view.graph):
         if not _small(node.args[0]):  # type: ignore[arg-type]
             yield MatchFailure(node, "another-frame", "the logits are an input of this frame, so they are in memory "

@@ -1,0 +1,89 @@
+"""Log-probabilities that a linear makes and of which a number is made in a way that no read is known for: near misses
+that say so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Set
+
+import torch
+from torch import fx
+from torch.fx import Node
+
+from megacpp_compile.fx.edit import value
+from megacpp_compile.fx.views import RESHAPES, UNIT_DIMS, is_cast, is_identity
+from megacpp_compile.matchers._match import MatchFailure
+from megacpp_compile.matchers.linear import match_linear
+from megacpp_compile.matchers.linear_cross_entropy.logits import LOG_SOFTMAX
+from megacpp_compile.matchers.numbers import number_of
+
+aten = torch.ops.aten
+_SOFTMAX = (aten.softmax.int, aten._softmax.default)
+_BY_A_NUMBER = (aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.clamp.default,
+                aten.clamp_min.default)  # fmt: skip
+REASON = (
+    "unread",
+    "how the loss takes one log-probability of a row is not known: `cross_entropy`, `gather(-1, labels)`, an index "
+    "`[arange(n), labels]` and a product with `one_hot(labels)` that is summed are",
+)
+
+
+def unread(graph: fx.Graph, found: Set[Node]) -> Iterator[MatchFailure]:
+    """The log-probabilities of linears of which a loss is made. found: linears and what stands behind them of which the
+    report says something already."""
+    for node in graph.nodes:
+        probabilities = _probabilities(node)
+        if probabilities is None:
+            continue
+        way = _way_from_a_linear(probabilities.args[0])
+        if way and found.isdisjoint(way) and any(_is_loss(n) for n in _onward(node)):
+            yield MatchFailure(node, *REASON)
+
+
+def _probabilities(node: Node) -> Node | None:
+    """The softmax over the last dimension of which `node` is the logarithm: itself, or what stands behind `log` but for
+    a small number."""
+    at = node
+    if node.target is aten.log.default:
+        at = node.args[0]  # type: ignore[assignment]
+        while _by_a_number(at):
+            at = at.args[0]  # type: ignore[assignment]
+        if at.target not in _SOFTMAX:
+            return None
+    elif node.target not in LOG_SOFTMAX:
+        return None
+    dim, rank = at.args[1], value(at).dim()
+    return at if dim in (-1, rank - 1) else None
+
+
+def _way_from_a_linear(node: object) -> list[Node]:
+    """From `node` back to the linear whose words it has, reshaped, cast, or changed by a number; else empty."""
+    way = list[Node]()
+    while isinstance(node, Node) and node.op == "call_function":
+        way.append(node)
+        if match_linear(node) is not None:
+            return way
+        alike = node.target in RESHAPES or node.target in UNIT_DIMS or is_identity(node) or is_cast(node)
+        if not alike and not _by_a_number(node):
+            break
+        node = node.args[0]
+    return []
+
+
+def _by_a_number(node: Node) -> bool:
+    return node.target in _BY_A_NUMBER and all(number_of(a) is not None for a in node.args[1:])
+
+
+def _onward(node: Node) -> set[Node]:
+    """What is computed of `node`."""
+    found, pending = set[Node](), [node]
+    while pending:
+        for user in pending.pop().users:
+            if user not in found:
+                found.add(user)
+                pending.append(user)
+    return found
+
+
+def _is_loss(node: Node) -> bool:
+    held = value(node) if node.op == "call_function" else None
+    return isinstance(held, torch.Tensor) and held.dim() == 0 and held.is_floating_point()
