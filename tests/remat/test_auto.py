@@ -26,6 +26,8 @@ from tests.remat.steps import step, without_code
 SLOW_GEMMS, FAST_GEMMS = Rates(1e9, 1e13, "slow gemms"), Rates(1e15, 1e9, "fast gemms")
 AUTO = {"policy": "auto"}
 
+pytestmark = pytest.mark.xdist_group("automatic policy")  # one worker makes the steps that tests share
+
 
 @pytest.fixture
 def planned(monkeypatch):

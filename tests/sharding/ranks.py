@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from megacpp_compile.passes import sparse_mla
+from tests.ranks import start
 from tests.sharding.expert_parallel import expert_parallel
 
 RANKS = 2
@@ -394,7 +395,7 @@ CASES: dict[str, Case] = {
 def outcomes(names: tuple[str, ...] = tuple(CASES)) -> dict[str, list[dict[str, Any]]]:
     """Case -> what each rank saw. A rank that fails says so in place of what it saw."""
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_rank, (folder, names), RANKS)
+        start(_rank, (folder, names), RANKS)
         seen = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(RANKS)]
     return {name: [of_rank[name] for of_rank in seen] for name in names}
 
