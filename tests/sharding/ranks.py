@@ -354,6 +354,7 @@ CASES: dict[str, Case] = {
     ),
     "tensor_parallel_policy": Case(tensor_parallel, options={"policy": "selective", "verify": "each", "strict": True}),
     "tensor_parallel_no_grad": Case(tensor_parallel, torch.no_grad),
+    "tensor_parallel_second_batch": Case(tensor_parallel, batches=(2, 3)),
     "tensor_parallel_dynamic": Case(tensor_parallel, dynamic=True, batches=(2, 3)),  # a RecursionError in Inductor
     "decoding": Case(lambda mesh: tensor_parallel(mesh, Decoding()), torch.no_grad),
     "compressed": Case(

@@ -40,6 +40,7 @@ ELSEWHERE = {
     "planned": [{"all_reduce": 6}, {"all_reduce": 9}],
 }
 OTHER_SITES = {
+    "tensor_parallel_second_batch": {name: 2 * n for name, n in (MLA_SITES | PAIRS).items()},
     # Dynamo knows the first batch's size in a frame with DTensors from torch 2.10 on, and compiles for the second anew.
     "tensor_parallel_dynamic": {name: n if OLD else 2 * n for name, n in (MLA_SITES | PAIRS).items()},
     "decoding": {"mla_decode": 1, "down_norm_up": 1},
