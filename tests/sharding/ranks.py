@@ -362,7 +362,7 @@ CASES: dict[str, Case] = {
         estimated=("up.weight", "gate.weight", "down.weight"),
     ),  # fmt: skip
     "planned": Case(
-        lambda mesh: feed_forwards(mesh, 3, LayersOfAttention), options={"policy": "auto", "strict": True},
+        lambda mesh: feed_forwards(mesh, 2, LayersOfAttention), options={"policy": "auto", "strict": True},
         around=frames_of_any_size, tokens=256,
     ),  # fmt: skip
     "sparse": Case(
