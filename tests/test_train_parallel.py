@@ -23,7 +23,7 @@ from tests.ranks import start
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_gloo_available(), reason="no gloo"),
-    pytest.mark.xdist_group("ranks"),  # one worker starts them all
+    pytest.mark.xdist_group("parallel example"),  # one worker starts the ranks
 ]
 
 EXAMPLES = Path(__file__).parent.parent / "examples"

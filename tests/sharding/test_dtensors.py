@@ -15,7 +15,7 @@ from tests.thinned import case_of
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_gloo_available(), reason="no gloo"),
-    pytest.mark.xdist_group("ranks"),  # one worker starts them all
+    pytest.mark.xdist_group("dtensors"),  # one worker starts the ranks
 ]
 
 MLA_SITES = {"mla_rope_q": 1, "mla_rope_kv": 1}

@@ -11,7 +11,7 @@ from tests.thinned import case_of
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_gloo_available(), reason="no gloo"),
-    pytest.mark.xdist_group("ranks"),  # one worker starts them all
+    pytest.mark.xdist_group("sharded heads"),  # one worker starts the ranks
 ]
 
 
