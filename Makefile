@@ -62,12 +62,15 @@ demo: $(READY)  ## train a small MLA model, eager and compiled, and compare the 
 test: lint types unit  ## lint, type check and the whole test suite
 
 # MALLOC_PERTURB_: glibc fills what it allocates with large numbers, so that no test passes on memory that happens to be
-# zero.
+# zero. PYTHONDONTWRITEBYTECODE: each worker, and each process that a test starts, would otherwise compile the package and
+# the tests anew.
 unit: $(READY)  ## the whole test suite alone
 	@echo "== pytest, $(WORKERS) workers"
-	MALLOC_PERTURB_=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -q
+	MALLOC_PERTURB_=1 PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 \
+		$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -q
 	@echo "== pytest, Triton kernels through the interpreter"
-	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(WORKERS) -q $(KERNEL_TESTS)
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 TRITON_INTERPRET=1 \
+		$(BIN)/python -m pytest -n $(WORKERS) -q $(KERNEL_TESTS)
 
 test-all: $(READY)  ## the whole suite with the tests and parameters that `make test` leaves out
 	TEST_ALL=1 $(MAKE) unit

@@ -8,7 +8,6 @@ import functools
 import gc
 import importlib
 import importlib.util
-import logging
 import os
 import random
 import shutil
@@ -18,8 +17,6 @@ import pytest
 import torch
 from functorch.compile import make_boxed_func
 from torch import fx
-from torch._decomp.decompositions_for_rng import PhiloxStateTracker
-from torch._dynamo import guards, trace_rules
 from torch._inductor import compile_fx as module
 from torch._inductor import config as inductor_config
 from torch._inductor.virtualized import V
@@ -29,6 +26,7 @@ from megacpp_compile.fx.edit import value
 from megacpp_compile.lowerings._registry import choose, semantic_ops
 from megacpp_compile.passes import linear_cross_entropy
 from megacpp_compile.report.at_exit import ENDING
+from tests import quicker
 from tests.seeds import move_written_seeds, seed_of
 from tests.thinned import left_out
 
@@ -57,27 +55,18 @@ def _quick_compilers():
 def quick_compilers():
     """Scalar C++, a third quicker to generate and compile than what Inductor vectorises: that is its own affair, and
     tests that are about kernels as users get them ask for `vectorised`. Collecting garbage among the millions of
-    objects that imports leave behind finds nothing and takes a tenth of the time. As much again goes into what torch
-    does for its telemetry at each compilation: all graphs as text, which pytest has torch's trace log write, as that
-    does not propagate, and a measurement of the guards, for which it flushes the CPU's caches. A twentieth goes into
-    two things that torch does over and over: it makes the same paths of files canonical at each call that it inlines,
-    and empty tensors for random states at each trace, which nobody asks for unless AOTAutograd makes ops of them."""
+    objects that imports leave behind finds nothing and takes a tenth of the time. The rest is in `tests/quicker.py`."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(200_000, 20, 20)
-    trace = logging.getLogger("torch.__trace")
-    trace.handlers, trace.propagate = [], True
     with (
         inductor_config.patch({"cpp.simdlen": 1}),
         torch._dynamo.config.patch(run_gc_after_compile=False),
         pytest.MonkeyPatch.context() as patch,
     ):
-        patch.setattr(guards, "profile_guard_manager", lambda *_: 0.0)
-        if canonical := getattr(trace_rules, "_as_posix_path", None):
-            patch.setattr(trace_rules, "_as_posix_path", functools.cache(canonical))
-        if not torch._functorch.config.functionalize_rng_ops:
-            PhiloxStateTracker.reset()
-            patch.setattr(PhiloxStateTracker, "reset", lambda: None)
+        quicker.without_telemetry(patch)
+        quicker.without_repeats(patch)
+        quicker.with_quick_symbols(patch)
         yield
 
 

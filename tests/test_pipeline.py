@@ -178,7 +178,7 @@ class Spy(CustomGraphPass):
 # --- training and inference
 
 
-def test_training(vectorised):
+def test_training():
     """Three steps of SGD: the second and third read weights that changed after compilation, and the third is longer than
     the first: kernels take sizes as symbols."""
     model = LM(layers=1)
@@ -196,6 +196,19 @@ def test_training(vectorised):
                         p.sub_(p.grad, alpha=0.01)
     assert counts(report) == fired(1)
     assert [f.captured and f.grad for f in report.frames] == [True]
+
+
+def test_training_in_vectorised_code(vectorised):
+    """As users get it, of one site: at two lengths, which kernels take as a symbol."""
+    model = Projections()
+    eager = copy.deepcopy(model)
+    with record() as report:
+        compiled = torch.compile(model, backend="megacpp", fullgraph=True)
+        for length in (6, 11):
+            x = hidden(length, requires_grad=True)
+            torch._dynamo.mark_dynamic(x, 1)
+            assert_same(train(compiled, model, x), train(eager, eager, x))
+    assert counts(report) == ONE and len(report.frames) == 1
 
 
 @pytest.mark.parametrize(("mode", "kind"), [(torch.no_grad, Block), (torch.inference_mode, Projections)])

@@ -19,8 +19,12 @@ import torch
 import torch.distributed as dist
 
 from tests.conftest import kernels_left_out, quick_compilers
+from tests.ranks import start
 
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="no gloo")
+pytestmark = [
+    pytest.mark.skipif(not dist.is_gloo_available(), reason="no gloo"),
+    pytest.mark.xdist_group("parallel example"),  # one worker starts the ranks
+]
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SMALL = "--device cpu --steps 2 --batch 4 --length 16 --dim 32 --layers 1 --experts 4".split()
@@ -68,7 +72,7 @@ def of_two(tmp_path_factory):
     """What two ranks print: with heads cut over them, and with experts."""
     runs = [["--tp", "2", "--policy", "selective"], ["--ep", "2"]]
     folder = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.spawn(_rank, (free_ports(len(runs)), str(folder), runs), 2)
+    start(_rank, (free_ports(len(runs)), str(folder), runs), 2)
     return [[(folder / f"{i}.{rank}").read_text() for rank in range(2)] for i in range(len(runs))]
 
 

@@ -324,7 +324,7 @@ THINNED: dict[int, dict[str, tuple[str, ...]]] = {
 # to it other cases have beside other things.
 RARE: dict[str, tuple[str, ...]] = {
     "sharding/test_dtensors.py": (
-        "tensor_parallel_no_grad", "checkpointed", "gathered_gain", "dtensor_out", "local_experts",
+        "tensor_parallel_no_grad", "tensor_parallel_dynamic", "checkpointed", "gathered_gain", "dtensor_out", "local_experts",
         "on_dtensors_sequence", "frozen_region", "decoding",
     ),
     "sharding/test_heads.py": ("bias", "scaled", "shifted", "words_second"),

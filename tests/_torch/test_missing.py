@@ -83,6 +83,7 @@ def found():
     return without("none", *NEEDED, COUNTING, UNASKED)
 
 
+@pytest.mark.xdist_group("missing symbols")
 def test_frames_say_why(found):
     """Capture, the passes, and the handoff lack something; and what nobody asked for is not missed."""
     for key in ("none", UNASKED):
@@ -96,6 +97,7 @@ def test_frames_say_why(found):
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("missing symbols")
 def test_no_lack_breaks_a_frame(found):
     """But for what compiles one at all, and that by its name. Of what a frame asks for, one symbol a theme; all of them
     with TEST_EVERY_SYMBOL=1. What it does not ask for, all at once."""

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.xdist_group("cache")  # one worker, one cache
 SCRIPT = '''
 import json, os, sys
 import torch
-import torch._inductor.config
+import torch._inductor.compile_fx  # by itself what each fork would import anew, for seconds
 from torch import nn
 from torch._dynamo.utils import counters
 

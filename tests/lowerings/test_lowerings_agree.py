@@ -56,7 +56,7 @@ def everywhere(only_in_place: bool = False) -> list[Any]:
 
 
 # An op with as many cases has several for each branch of a kernel.
-MANY = 20
+MANY = 15
 
 
 def cases_of(name: str, dtype: torch.dtype) -> dict[str, Any]:

@@ -116,7 +116,7 @@ def test_ranks_take_the_costliest_policy_that_one_of_them_needs(monkeypatch, gro
     monkeypatch.setattr(fit, "compile", lambda model, **settings: None)
     names = [lever.name for lever in fit.policy_candidates(None)]
     gather = torch.distributed.all_gather_object
-    given = blocks.llama(2), blocks.hidden().requires_grad_()
+    given = blocks.llama(1), blocks.hidden().requires_grad_()
 
     def fitted(*other, limit_gib=100.0):
         def gathered(every, own, group):

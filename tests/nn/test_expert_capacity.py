@@ -68,7 +68,7 @@ def test_an_expert_that_does_not_exist(expert):
     assert torch.equal(compiled(indices[:1], 4)[0], indices[:1])
 
 
-def test_experts_behind_it_are_one_op():
+def test_experts_behind_it_are_one_op(no_kernels):
     counted = []
 
     def body(m, x, indices, gates):

@@ -108,15 +108,18 @@ _PARTS = ("target", "args", "kwargs", "users", "next", "keys of meta", "meta")
 def _state(graph: Graph) -> dict[Node, tuple[Any, ...]]:
     """All that a node is made of, as `_PARTS` has it; values in its meta by identity, and what mutable ones hold."""
     return {
-        n: (n.target, n.args, n.kwargs, tuple(n.users), n.next, tuple(n.meta), tuple(map(_held, n.meta.values())))
+        n: (n.target, n.args, n.kwargs, tuple(n.users), n.next, tuple(n.meta),
+            [_held(v) if isinstance(v, _HOLDERS) else id(v) for v in n.meta.values()])
         for n in graph.nodes
-    }
+    }  # fmt: skip
 
 
-def _held(v: Any) -> Any:
-    if isinstance(v, dict):
-        return id(v), *v, *map(_held, v.values())
-    return (id(v), *map(_held, v)) if isinstance(v, list | set) else id(v)
+_HOLDERS = (dict, list, set)
+
+
+def _held(v: Any) -> tuple[Any, ...]:
+    parts = [_held(part) if isinstance(part, _HOLDERS) else id(part) for part in (v.values() if isinstance(v, dict) else v)]
+    return (id(v), *v, *parts) if isinstance(v, dict) else (id(v), *parts)
 
 
 def _changes(before: dict[Node, tuple[Any, ...]], after: dict[Node, tuple[Any, ...]]) -> Iterator[str]:

@@ -254,7 +254,7 @@ def test_a_model_of_transformers(no_kernels):
     torch.manual_seed(3)
     model = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
-            vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=2,
+            vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
             num_key_value_heads=2, max_position_embeddings=32,
         )
     )  # fmt: skip

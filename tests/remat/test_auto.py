@@ -26,6 +26,8 @@ from tests.remat.steps import step, without_code
 SLOW_GEMMS, FAST_GEMMS = Rates(1e9, 1e13, "slow gemms"), Rates(1e15, 1e9, "fast gemms")
 AUTO = {"policy": "auto"}
 
+pytestmark = pytest.mark.xdist_group("automatic policy")  # one worker makes the steps that tests share
+
 
 @pytest.fixture
 def planned(monkeypatch):
@@ -39,16 +41,47 @@ def planned(monkeypatch):
     return at
 
 
+def usual_step(layers, policy):
+    """Of a stack of so many layers, planned as `planned` has it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "LEAST_READ", 0)
+        patch.setattr(backend, "rates", lambda target: SLOW_GEMMS)
+        return step(*models.mla(layers), {"policy": policy})
+
+
 @pytest.fixture(scope="module")
-def usual():
-    """Steps that several tests look at, of stacks of so many layers, planned as `planned` has them."""
+def searched():
+    """A step of three layers, with what its ladder is: each step's bytes, costs and recomputed nodes; and what is found
+    within as much time as the last one costs, within just less, and within none, each with its costs and bytes."""
+    found = []
+
+    def spy(ladder, costs, allowed):
+        def found_within(limit):
+            plan = within(ladder, costs, limit)
+            return costs(plan), plan.saved_bytes()
+
+        plans = [ladder.plan(i) for i in range(ladder.steps + 1)]
+        rows = [(p.saved_bytes(), costs(p), [n.name for n in p.recomputed]) for p in plans]
+        most = found_within(float("inf"))
+        below = math.nextafter(most[0], -1.0)
+        found.append((rows, (most, found_within(most[0]), found_within(below), below, found_within(float("-inf")))))
+        return within(ladder, costs, allowed)
+
+    within = Ladder.within
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Ladder, "within", spy)
+        made = usual_step(3, "auto")
+    ((rows, tried),) = found
+    return made, rows, tried
+
+
+@pytest.fixture(scope="module")
+def usual(searched):
+    """Steps that several tests look at."""
 
     @functools.cache
     def made(layers, policy):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(backend, "LEAST_READ", 0)
-            patch.setattr(backend, "rates", lambda target: SLOW_GEMMS)
-            return step(*models.mla(layers), {"policy": policy})
+        return searched[0] if (layers, policy) == (3, "auto") else usual_step(layers, policy)
 
     return made
 
@@ -138,7 +171,7 @@ def test_auto_is_the_default(planned, usual):
 
 
 def test_a_frame_in_which_no_pass_fires_is_inductors(planned):
-    model = models.llama(3)
+    model = models.llama(2)
     none, auto = (step(model, (models.hidden(),), {"policy": policy}) for policy in ("none", "auto"))
     assert [g.code for g in none.graphs] == [g.code for g in auto.graphs]
     assert [f.auto for f in auto.report.frames] == [None]
@@ -151,46 +184,19 @@ def test_a_small_frame_is_as_without(usual):
     assert "less than 32 MiB" in chosen(auto).reason and "policy auto" not in str(auto.report)
 
 
-def test_the_limit_on_time_is_kept_to_the_last_bit(planned, monkeypatch):
+def test_the_limit_on_time_is_kept_to_the_last_bit(searched):
     """What costs exactly what is allowed is taken, and the next bit below takes less."""
-    tried = []
-
-    def spy(ladder, costs, allowed):
-        def found_within(limit):
-            found = within(ladder, costs, limit)
-            return costs(found), found.saved_bytes()
-
-        most = found_within(float("inf"))
-        below = math.nextafter(most[0], -1.0)
-        tried.append((most, found_within(most[0]), found_within(below), below, found_within(float("-inf"))))
-        return within(ladder, costs, allowed)
-
-    within = Ladder.within
-    monkeypatch.setattr(Ladder, "within", spy)
-    model, inputs = models.mla(3)
-    step(model, inputs, AUTO)
-    ((most, same, less, below, none),) = tried
+    _, _, (most, same, less, below, none) = searched
     assert same == most
     assert less[0] <= below and less[1] > most[1]
     assert none[1] > less[1], "where nothing is allowed it is what torch's partitioner has"
 
 
-def test_every_step_saves_less_and_costs_more(planned, monkeypatch):
+def test_every_step_saves_less_and_costs_more(searched):
     """The first is torch's own partition, latents kept; what fuses comes before what is a kernel of its own."""
-    ladders = []
-
-    def spy(ladder, costs, allowed):
-        plans = [ladder.plan(i) for i in range(ladder.steps + 1)]
-        ladders.append([(p.saved_bytes(), costs(p), [n.name for n in p.recomputed]) for p in plans])
-        return within(ladder, costs, allowed)
-
-    within = Ladder.within
-    monkeypatch.setattr(Ladder, "within", spy)
-    model, inputs = models.mla(3)
-    none = step(model, inputs, AUTO)
-    ((first, *others),) = ladders
+    made, (first, *others), _ = searched
     assert len(others) == 3 + 2, "layers, and layers but the last"
-    assert first[1] == pytest.approx(-chosen(none).latents["seconds"])
+    assert first[1] == pytest.approx(-chosen(made).latents["seconds"])
     saved, costs = ([row[i] for row in (first, *others)] for i in (0, 1))
     assert saved == sorted(saved, reverse=True) and saved[0] > saved[3] > saved[-1]
     assert costs == sorted(costs) and costs[3] < 0.1 * costs[-1]
@@ -273,7 +279,7 @@ def test_by_blocks(planned):
 
 
 def test_regions_of_the_user_are_the_users(planned):
-    model = routed(2, checkpointed=True)
+    model = routed(1, checkpointed=True)
     none, auto = (step(model, (models.hidden(),), {"policy": policy, "strict": True}) for policy in ("none", "auto"))
     assert [g.code for g in none.graphs] == [g.code for g in auto.graphs]
     assert chosen(auto).reason == "torch.utils.checkpoint in the model decides"
@@ -290,7 +296,7 @@ def test_a_budget_of_torch_is_the_users(planned):
 
 def test_a_projection_kept_in_place_of_an_input_is_the_users(planned):
     """The ladder would recompute that input, which a written policy is refused for."""
-    model = models.llama(3)
+    model = models.llama(2)
     options = {"compress": {"names": ("*.down",)}, "strict": True}
     none, auto = (step(model, (models.hidden(),), {"policy": policy, **options}) for policy in ("none", "auto"))
     assert [g.code for g in none.graphs] == [g.code for g in auto.graphs] and auto.report.sites

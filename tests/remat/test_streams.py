@@ -35,7 +35,7 @@ class Streams(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        blocks = (models.Attention() if i % 2 == 0 else models.SwiGLU() for i in range(LAYERS))
+        blocks = (models.SwiGLU() if i else models.Attention() for i in range(LAYERS))
         self.layers = nn.ModuleList(Mixed(block) for block in blocks)
 
     def forward(self, x):

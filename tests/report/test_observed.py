@@ -26,7 +26,7 @@ class Attends(nn.Module):
 
 
 @pytest.fixture
-def compiled():
+def compiled(no_kernels):
     """(a step of a compiled model that ran once, the report of it)."""
     torch._dynamo.reset()
     model = torch.compile(Attends(), backend="megacpp")

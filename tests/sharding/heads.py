@@ -19,6 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
 
+from tests.ranks import start
+
 RANKS = 2
 DIM, WORDS, IGNORED = 12, 22, -100
 
@@ -229,7 +231,7 @@ def _run_op(op: Op, rank: int) -> dict[str, Any]:
 def outcomes(names: tuple[str, ...] = (*CASES, *OPS)) -> dict[str, list[dict[str, Any]]]:
     """Case, or call of the op, -> what each rank saw. A rank that fails says so in place of what it saw."""
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_rank, (folder, names), RANKS)
+        start(_rank, (folder, names), RANKS)
         seen = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(RANKS)]
     return {name: [of_rank[name] for of_rank in seen] for name in names}
 

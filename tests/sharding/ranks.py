@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from megacpp_compile.passes import sparse_mla
+from tests.ranks import start
 from tests.sharding.expert_parallel import expert_parallel
 
 RANKS = 2
@@ -353,6 +354,7 @@ CASES: dict[str, Case] = {
     ),
     "tensor_parallel_policy": Case(tensor_parallel, options={"policy": "selective", "verify": "each", "strict": True}),
     "tensor_parallel_no_grad": Case(tensor_parallel, torch.no_grad),
+    "tensor_parallel_second_batch": Case(tensor_parallel, batches=(2, 3)),
     "tensor_parallel_dynamic": Case(tensor_parallel, dynamic=True, batches=(2, 3)),  # a RecursionError in Inductor
     "decoding": Case(lambda mesh: tensor_parallel(mesh, Decoding()), torch.no_grad),
     "compressed": Case(
@@ -360,7 +362,7 @@ CASES: dict[str, Case] = {
         estimated=("up.weight", "gate.weight", "down.weight"),
     ),  # fmt: skip
     "planned": Case(
-        lambda mesh: feed_forwards(mesh, 3, LayersOfAttention), options={"policy": "auto", "strict": True},
+        lambda mesh: feed_forwards(mesh, 2, LayersOfAttention), options={"policy": "auto", "strict": True},
         around=frames_of_any_size, tokens=256,
     ),  # fmt: skip
     "sparse": Case(
@@ -394,7 +396,7 @@ CASES: dict[str, Case] = {
 def outcomes(names: tuple[str, ...] = tuple(CASES)) -> dict[str, list[dict[str, Any]]]:
     """Case -> what each rank saw. A rank that fails says so in place of what it saw."""
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_rank, (folder, names), RANKS)
+        start(_rank, (folder, names), RANKS)
         seen = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(RANKS)]
     return {name: [of_rank[name] for of_rank in seen] for name in names}
 

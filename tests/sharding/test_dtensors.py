@@ -37,15 +37,16 @@ ELSEWHERE = {
         {"all_gather_into_tensor": 3, "all_reduce": 3 if OLD else 2},
     ],
     "compressed": [{"all_reduce": 1}, {"all_reduce": 1}],
-    "planned": [{"all_reduce": 6}, {"all_reduce": 9}],
+    "planned": [{"all_reduce": 4}, {"all_reduce": 6}],
 }
 OTHER_SITES = {
+    "tensor_parallel_second_batch": {name: 2 * n for name, n in (MLA_SITES | PAIRS).items()},
     # Dynamo knows the first batch's size in a frame with DTensors from torch 2.10 on, and compiles for the second anew.
     "tensor_parallel_dynamic": {name: n if OLD else 2 * n for name, n in (MLA_SITES | PAIRS).items()},
     "decoding": {"mla_decode": 1, "down_norm_up": 1},
     "sparse": {"sparse_mla": 1, "down_norm_up": 1},
     "compressed": {"compressed_linear": 2},
-    "planned": {name: 3 * n for name, n in (MLA_SITES | PAIRS).items()},
+    "planned": {name: 2 * n for name, n in (MLA_SITES | PAIRS).items()},
     "uneven": {"down_norm_up": 1},
     "written": {},
     **dict.fromkeys(("experts", "sharded_experts"), MLA_SITES | PAIRS | EXPERTS),
