@@ -99,6 +99,18 @@ def mask_any_choice(m, x, indices, gates):
     return y
 
 
+def mask_any_of_flattened_choices(m, x, indices, gates):
+    """Chosen for tokens in two dimensions, and read with these in one."""
+    scores, chosen = m.router(x.unsqueeze(0)).softmax(-1).topk(CHOICES, dim=-1)
+    gates, indices = scores.reshape(-1, CHOICES), chosen.reshape(-1, CHOICES)
+    y = torch.zeros_like(x)
+    for e, expert in enumerate(m.experts):
+        mask = indices == e
+        token = mask.any(dim=-1).nonzero().squeeze(-1)
+        y.index_add_(0, token, expert(x.index_select(0, token)) * (gates * mask).sum(-1)[token].unsqueeze(-1))
+    return y
+
+
 def mask_and_marked_gates(m, x, indices, gates):
     y = torch.zeros_like(x)
     for e, expert in enumerate(m.experts):
@@ -174,7 +186,7 @@ def scatter_reduce(m, x, indices, gates):
 
 LISTS = [dense_loop, dense_cat_of_choices_in_turn, dense_sum_of_batches, dense_on_the_residual, dense_masked_scores, dense_stack_einsum,
          dense_marked_gates, dense_marks_as_numbers, dense_gates_where_chosen,
-         mask_any_choice, mask_and_marked_gates, mask_of_each_choice, mask_of_the_first_choice, mask_of_the_largest,
+         mask_any_choice, mask_any_of_flattened_choices, mask_and_marked_gates, mask_of_each_choice, mask_of_the_first_choice, mask_of_the_largest,
          slots_in_their_places, slots_in_other_places, scatter_add, scatter_reduce]  # fmt: skip
 
 
