@@ -4,7 +4,8 @@ a weight that is normalised under `no_grad` before it is used. They run ahead of
 Autograd does not see them (`hidden_writes.py`), so that no functional graph can hold them. Ahead of the frame they are
 what they were: what the frame reads of such an input, or of memory it shares, it reads behind the last write, and what
 the writes read nobody else in the frame writes. What they compute goes into the writes alone, draws nothing random, and
-no autocast region has begun.
+no autocast region has begun. Numbers that are computed of inputs, as every float is one under `dynamic=True`, are
+computed in both where both read them.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from megacpp_compile.frontend.hidden_writes import hidden_write, storage_id, sto
 from megacpp_compile.fx.edit import called, dynamo_value
 from megacpp_compile.fx.provenance import in_place_of
 
+_NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 _DETACHED = ("detach", "_get_data_attr")
 _RANDOM = re.compile("rand|normal_?$|uniform|dropout|bernoulli|multinomial|exponential|cauchy|geometric|poisson|seed")
 # An autocast or a transform that begins: ahead of it writes would be others.
@@ -81,7 +83,10 @@ def _early(gm: GraphModule) -> set[Node]:
     if any(_MODE.match(called(node)) and place < behind for node, place in places.items()):
         return set()
     last = {storage_of(w): place for node, place in places.items() if node in early for w in written_tensors(node)}
-    read = {storage_of(a) for node in early for a in node.all_input_nodes} - {None}
+    numbers = _numbers_of(early)
+    if any(storage_of(a) in last.keys() - {None} for number in numbers for a in number.all_input_nodes):
+        return set()
+    read = {storage_of(a) for node in early | numbers for a in node.all_input_nodes} - {None}
     for node in places:
         if node in early or node.op not in ("call_function", "call_method", "call_module"):
             continue
@@ -94,14 +99,17 @@ def _early(gm: GraphModule) -> set[Node]:
 def _apart(gm: GraphModule) -> set[Node]:
     """Calls of which autograd sees nothing and that depend on inputs alone, through such calls."""
     recording, apart = torch.is_grad_enabled(), set[Node]()
+    given = set(gm.graph.find_nodes(op="placeholder"))  # and numbers of such alone
     for node in gm.graph.nodes:
         if called(node) == "_set_grad_enabled":
             recording = bool(node.args[0])
+        elif isinstance(dynamo_value(node), _NUMBERS) and given.issuperset(node.all_input_nodes):
+            given.add(node)
         elif node.op in ("call_function", "call_method") and not _RANDOM.search(called(node)):
             sources = node.all_input_nodes
-            begins = all(a.op == "placeholder" for a in sources) and (not recording or called(node) in _DETACHED)
+            begins = given.issuperset(sources) and (not recording or called(node) in _DETACHED)
             goes_on = any(a in apart for a in sources) and all(
-                a in apart or a.op == "placeholder" and not (recording and _asks(a)) for a in sources
+                a in apart or a in given and not (recording and _asks(a)) for a in sources
             )
             if sources and (begins or goes_on):
                 apart.add(node)
@@ -126,18 +134,34 @@ def _behind(writes: list[Node], apart: set[Node]) -> set[Node]:
     return found
 
 
+def _numbers_of(early: Set[Node]) -> set[Node]:
+    """The numbers that the `early` nodes read, and those that these are computed from."""
+    found, pending = set[Node](), [a for node in early for a in node.all_input_nodes]
+    while pending:
+        node = pending.pop()
+        if node.op != "placeholder" and node not in early and node not in found:
+            found.add(node)
+            pending += node.all_input_nodes
+    return found
+
+
 def _without(gm: GraphModule, early: Set[Node]) -> GraphModule:
     graph, copies = fx.Graph(), dict[Node, Node]()
     for node in gm.graph.nodes:
         if node not in early:
             copies[node] = graph.node_copy(node, copies.__getitem__)
+    numbers = _numbers_of(early)
+    for number in reversed(gm.graph.nodes):
+        if number in numbers and not copies[number].users:
+            graph.erase_node(copies.pop(number))
     return in_place_of(gm, graph, copies)
 
 
 def _alone(gm: GraphModule, early: Set[Node]) -> GraphModule:
     graph, copies = fx.Graph(), dict[Node, Node]()
+    wanted = early | _numbers_of(early)
     for node in gm.graph.nodes:
-        if node in early or node.op == "placeholder":
+        if node in wanted or node.op == "placeholder":
             copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(())
     return GraphModule(gm, graph)

@@ -1,4 +1,5 @@
-"""What lies between an expert's GEMMs: `f(gate) * (up + offset)`, with bounds on gate, on f's result and on up.
+"""What lies between an expert's GEMMs: `f(gate) * (up + offset)`, with bounds on gate, on f's result and on up, and on
+the factor of silu that is no sigmoid.
 
 Ops take it as a string: `str(Activation("silu"))` is "silu", and SwiGLU as OpenAI's open-weight models clamp it is
 "silu(alpha=1.702, gate=clamp -inf 7.0, up=clamp -7.0 7.0, offset=1.0)". `Activation.parse` reads both.
@@ -94,8 +95,8 @@ class Activation:
 
     Attributes:
         name: of f, one of `FUNCTIONS`.
-        alpha: of silu, which is `h * sigmoid(alpha * h)`.
-        gate, result, up: bounds.
+        alpha, linear: of silu, which is `linear(h) * sigmoid(alpha * h)`.
+        gate, result, up, linear: bounds.
     """
 
     name: str
@@ -104,9 +105,10 @@ class Activation:
     result: Bound = Bound()
     up: Bound = Bound()
     offset: float = 0.0
+    linear: Bound = Bound()
 
     def __post_init__(self) -> None:
-        assert self.name in FUNCTIONS and (self.alpha == 1 or self.name == "silu"), self
+        assert self.name in FUNCTIONS and (self.alpha == 1 and not self.linear or self.name == "silu"), self
 
     def __str__(self) -> str:
         others = ((f.name, getattr(self, f.name), f.default) for f in dataclasses.fields(self)[1:])
@@ -138,17 +140,24 @@ class Activation:
 
     @property
     def soft(self) -> bool:
-        """Whether a bound is a tanh."""
-        return any(bound.kind == "tanh" for bound in (self.gate, self.result, self.up))
+        """Whether a bound is a tanh, or on one factor of silu: kernels have neither."""
+        return bool(self.linear) or any(bound.kind == "tanh" for bound in (self.gate, self.result, self.up))
 
     def of_gate(self, h: Tensor) -> tuple[Tensor, Tensor]:
         """(the factor that `h`, the gate or the only GEMM's result, makes; its derivative)"""
         h, before = self.gate.of(h)
-        f, slope = FUNCTIONS[self.name](h, self.alpha)
+        f, slope = self._of_factors(h) if self.linear else FUNCTIONS[self.name](h, self.alpha)
         f, behind = self.result.of(f)
         for other in (before, behind):
             slope = slope if other is None else slope * other
         return f, slope
+
+    def _of_factors(self, h: Tensor) -> tuple[Tensor, Tensor]:
+        """(`linear(h) * sigmoid(alpha * h)`, its derivative)"""
+        x, within = self.linear.of(h)
+        assert within is not None, self
+        s = torch.sigmoid(self.alpha * h)
+        return x * s, s * (within + self.alpha * x * (1 - s))
 
     def of_up(self, h: Tensor) -> tuple[Tensor, Tensor | None]:
         """(the factor that `h`, the result of up, makes; its derivative, None for 1)"""

@@ -25,6 +25,7 @@ class Writes(nn.Module):
         self.first, self.down, self.up = nn.Linear(8, 8), nn.Linear(8, 4, bias=False), nn.Linear(4, 16, bias=False)
         self.gain = nn.Parameter(torch.linspace(0.5, 1.5, 4))
         self.register_buffer("mean", torch.zeros(8))
+        self.limit = 0.1
 
     def forward(self, x):
         y = self.write(self, self.first(x))
@@ -148,17 +149,24 @@ def two_weights(m, y):
     return y
 
 
+def within_a_float(m, y):
+    """As Gemma 3n clamps the coefficients of AltUp. The float is read behind the write, too."""
+    m.down.weight.data.clamp_(-m.limit, m.limit)
+    m.up.weight.data.mul_(1.0 - m.limit / 2)
+    return y * (1.0 + m.limit)
+
+
 EARLY = [
     data_of_a_weight, weight_without_gradients, row_of_a_weight, normalised_weight, by_a_number_of_the_model, two_weights,
-    is_read_as_data, one_after_the_other,
+    is_read_as_data, one_after_the_other, within_a_float,
 ]  # fmt: skip
 
 
-def compared(write, x, grad=True):
+def compared(write, x, grad=True, dynamic=None):
     """The report of two steps, whose results have to be eager's."""
     torch._dynamo.reset()
     module = Writes(write)
-    eager, step = copy.deepcopy(module), torch.compile(module, backend="megacpp")
+    eager, step = copy.deepcopy(module), torch.compile(module, backend="megacpp", dynamic=dynamic)
     with megacpp_compile.record() as found, torch.set_grad_enabled(grad):
         for _ in range(2):
             error, which = largest_error(train(step, module, (x,)), train(eager, eager, (x,)))
@@ -175,9 +183,11 @@ def test_hidden_writes_fall_back(write):
     assert "test_hidden_writes.py" in frame.reason and not report.sites
 
 
+@pytest.mark.parametrize("dynamic", [None, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("write", EARLY, ids=lambda f: f.__name__)
-def test_writes_to_what_nothing_has_read_run_ahead(write):
-    report, frame = compared(write, torch.randn(3, 8).requires_grad_())
+def test_writes_to_what_nothing_has_read_run_ahead(write, dynamic):
+    """Under `dynamic=True` floats of the model are inputs of the frame."""
+    report, frame = compared(write, torch.randn(3, 8).requires_grad_(), dynamic=dynamic)
     assert frame.captured and report.counts["down_norm_up"] == 1, frame.outcome
 
 

@@ -249,6 +249,8 @@ CURVES = {
     "clamped_swish": "silu(alpha=1.702, gate=clamp -inf 0.5, up=clamp -0.5 0.5, offset=1.0)",
     "clamped_result": "silu(result=clamp -inf 0.2, up=clamp -0.6 0.2)",
     "hard_gelu": "gelu(gate=hardtanh -0.4 0.6)",
+    "softcapped_factors": "silu(up=tanh -0.3 0.3, linear=tanh -0.5 0.5)",
+    "clamped_factor": "silu(alpha=1.702, linear=clamp -inf 0.4)",
     "softcapped_silu": "silu(gate=tanh -0.5 0.5, result=tanh -0.8 0.8, up=tanh -0.3 0.3)",
 }
 EXPERTS = {

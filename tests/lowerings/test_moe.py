@@ -33,12 +33,15 @@ FUNCTIONS = {
     "clamped_swish": lambda h: h.clamp(max=0.5) * torch.sigmoid(1.702 * h.clamp(max=0.5)),
     "clamped_result": lambda h: F.silu(h).clamp(max=0.2),
     "hard_gelu": lambda h: F.gelu(F.hardtanh(h, -0.4, 0.6)),
+    "softcapped_factors": lambda h: 0.5 * torch.tanh(h / 0.5) * torch.sigmoid(h),
+    "clamped_factor": lambda h: h.clamp(max=0.4) * torch.sigmoid(1.702 * h),
     "softcapped_silu": lambda h: 0.8 * torch.tanh(F.silu(0.5 * torch.tanh(h / 0.5)) / 0.8),
 }
 UPS = {
     "clamped_silu": lambda h: h.clamp(-0.5, 0.5),
     "clamped_swish": lambda h: h.clamp(-0.5, 0.5) + 1,
     "clamped_result": lambda h: h.clamp(-0.6, 0.2),
+    "softcapped_factors": lambda h: 0.3 * torch.tanh(h / 0.3),
     "softcapped_silu": lambda h: 0.3 * torch.tanh(h / 0.3),
 }
 WRITTEN = {str(Activation.parse(text)): name for name, text in CURVES.items()}

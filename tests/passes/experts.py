@@ -452,6 +452,8 @@ NEAR_MISSES = {
     "written_by_any_indices": ("twice", written_by_any_indices, Expert),
     "scaled_by_any_row": ("gates", scaled_by_any_row, Expert),
     "activation": ("activation", where_index_add, lambda: Expert(F.softplus)),
+    "no_softcap": ("activation", where_index_add, lambda: Expert(lambda h: 0.2 * torch.tanh(h / 0.3) * torch.sigmoid(h))),
+    "another_sigmoid": ("activation", where_index_add, lambda: Expert(lambda h: h.clamp(max=0.3) * torch.sigmoid(h + 1))),
     "clamp": ("clamp", where_index_add, lambda: Expert(lambda h: F.silu(h.clamp(max=h.amax())))),
     "projections": ("projections", where_index_add, lambda: Expert(lambda h: F.silu(h + 1))),
 }

@@ -51,6 +51,20 @@ def dense_masked_scores(m, x, indices, gates):
     return torch.stack([expert(x) for expert in m.experts], 1).mul(kept.unsqueeze(-1)).sum(1)
 
 
+def in_turn(indices, gates, which=range(CHOICES)):
+    """`matrix`, one choice of every token after the other."""
+    found = torch.zeros(*gates.shape[:-1], EXPERTS, dtype=gates.dtype)
+    for i in which:
+        found.scatter_(dim=-1, index=indices[..., i : i + 1], src=gates[..., i : i + 1])
+    return found
+
+
+def dense_cat_of_choices_in_turn(m, x, indices, gates):
+    """As "LLMs from scratch" has Qwen3's experts."""
+    outs = torch.cat([expert(x).unsqueeze(-2) for expert in m.experts], dim=-2)
+    return (in_turn(indices, gates).unsqueeze(-1) * outs).sum(dim=-2)
+
+
 def dense_marked_gates(m, x, indices, gates):
     """No matrix: every expert sums up the gates of the choices that are it."""
     y = torch.zeros_like(x)
@@ -82,6 +96,18 @@ def mask_any_choice(m, x, indices, gates):
     for e, expert in enumerate(m.experts):
         mask = (indices == e).any(dim=-1)
         y[mask] += expert(x[mask]) * combine[mask, e].unsqueeze(1)
+    return y
+
+
+def mask_any_of_flattened_choices(m, x, indices, gates):
+    """Chosen for tokens in two dimensions, and read with these in one."""
+    scores, chosen = m.router(x.unsqueeze(0)).softmax(-1).topk(CHOICES, dim=-1)
+    gates, indices = scores.reshape(-1, CHOICES), chosen.reshape(-1, CHOICES)
+    y = torch.zeros_like(x)
+    for e, expert in enumerate(m.experts):
+        mask = indices == e
+        token = mask.any(dim=-1).nonzero().squeeze(-1)
+        y.index_add_(0, token, expert(x.index_select(0, token)) * (gates * mask).sum(-1)[token].unsqueeze(-1))
     return y
 
 
@@ -158,9 +184,9 @@ def scatter_reduce(m, x, indices, gates):
     return _scatter_reduce(m, x, indices, gates, reduce="sum")
 
 
-LISTS = [dense_loop, dense_sum_of_batches, dense_on_the_residual, dense_masked_scores, dense_stack_einsum,
+LISTS = [dense_loop, dense_cat_of_choices_in_turn, dense_sum_of_batches, dense_on_the_residual, dense_masked_scores, dense_stack_einsum,
          dense_marked_gates, dense_marks_as_numbers, dense_gates_where_chosen,
-         mask_any_choice, mask_and_marked_gates, mask_of_each_choice, mask_of_the_first_choice, mask_of_the_largest,
+         mask_any_choice, mask_any_of_flattened_choices, mask_and_marked_gates, mask_of_each_choice, mask_of_the_first_choice, mask_of_the_largest,
          slots_in_their_places, slots_in_other_places, scatter_add, scatter_reduce]  # fmt: skip
 
 
@@ -491,8 +517,18 @@ def scatter_reduce_to_means(m, x, indices, gates):
     return _scatter_reduce(m, x, indices, gates, reduce="mean")
 
 
+def in_turn_but_one(m, x, indices, gates):
+    combine = in_turn(indices, gates, [1, 1])
+    return sum(expert(x) * combine[:, e, None] for e, expert in enumerate(m.experts))
+
+
+def in_turn_with_other_gates(m, x, indices, gates):
+    combine = in_turn(indices, gates, [0]).scatter(-1, indices[:, 1:2], gates[:, :1])
+    return sum(expert(x) * combine[:, e, None] for e, expert in enumerate(m.experts))
+
+
 NEAR_MISSES = {
-    "dense-gates": [every_expert_works, scattered_over_each_other],
+    "dense-gates": [every_expert_works, scattered_over_each_other, in_turn_but_one, in_turn_with_other_gates],
     "gaps": [a_column_left_out, one_marked_gate_left_out],
     "inputs": [stack_of_unlike],
     "gates": [any_of_what_may_come_twice, marked_gates_of_others],

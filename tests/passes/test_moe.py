@@ -162,6 +162,10 @@ def test_refuses_one_token(tag, body):
     assert_refused_in_a_graph(NAME, tag, MoE(body, stacked=True), sequences(1, 1, dtype=torch.float32))
 
 
+def softcap(h):
+    return torch.tanh(h / 0.3) * 0.3
+
+
 ACTIVATIONS = {
     "gelu": F.gelu,
     "gelu_tanh": lambda h: F.gelu(h, approximate="tanh"),
@@ -175,6 +179,8 @@ MADE = {
     "clamped": lambda: Expert(lambda h: F.silu(h.clamp(max=0.3)), of_up=lambda h: h.clamp(-0.3, 0.3)),
     "clamped_result": lambda: Expert(lambda h: F.silu(h).clamp_(max=0.1), of_up=lambda h: F.hardtanh(h, -0.3, 0.3)),
     "softcapped": lambda: Expert(lambda h: 0.5 * torch.tanh(F.gelu(h) / 0.5)),
+    "softcapped_factors": lambda: Expert(lambda h: softcap(h) * torch.sigmoid(h), of_up=softcap),
+    "clamped_factor": lambda: Expert(lambda h: torch.sigmoid(1.7 * h) * h.clamp(max=0.3)),
     "ungated": Ungated,
     "fused": Fused,
     "fused_up_first": lambda: Fused(up_first=True),
@@ -358,13 +364,20 @@ def groups_projected(m, x, indices, gates):
     return grouped.reshape(len(x), -1)[:, :DIM] * gates[:, :1]
 
 
+def groups_of_folded_tokens_projected(m, x, indices, gates):
+    """The same, in groups before the tokens are folded into one dimension."""
+    groups = torch.cat([x.tanh()] * m.num_experts, -1).view(1, -1, m.num_experts, DIM).reshape(-1, m.num_experts, DIM)
+    grouped = torch.bmm(groups.transpose(0, 1), m.gate_up.transpose(1, 2)).transpose(0, 1)
+    return grouped.reshape(len(x), -1)[:, :DIM] * gates[:, :1]
+
+
 def heads_up(m, x, indices, gates):
     """As absorbed attention: each head's channels times its own weight, heads as many as experts."""
     heads = x.repeat(1, m.num_experts).view(-1, m.num_experts, DIM)
     return torch.einsum("thd,hed->the", heads, m.gate_up).flatten(1)[:, :DIM] + gates[:, :1]
 
 
-@pytest.mark.parametrize("body", [groups_projected, heads_up])
+@pytest.mark.parametrize("body", [groups_projected, groups_of_folded_tokens_projected, heads_up])
 def test_groups_of_channels_are_no_near_miss(body):
     assert not run(MoE(body, stacked=True), tokens()).misses
 

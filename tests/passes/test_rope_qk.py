@@ -8,7 +8,7 @@ import torch
 
 from tests.corpus.near_misses import NEAR_MISSES, SEQ, Heads, rotated_heads, turn
 from tests.corpus.spellings import PlainGQA, sdpa, tables
-from tests.frames import check, largest_error, render, run, train
+from tests.frames import Function, check, largest_error, passed, render, run, train
 
 from .contract import (
     assert_autocast,
@@ -673,3 +673,19 @@ def test_results_that_only_products_read_lie_as_the_projection_does(kind):
 def test_results_whose_strides_show_lie_as_the_plain_ones_did(body):
     frames = assert_fires(NAME, *build(body, kind=Loose))
     assert tuple(_op(frames).meta["val"][1].shape) == (2, 2, SEQ, 14)
+
+
+@pytest.mark.parametrize("tokens", [SEQ, 1])
+@pytest.mark.parametrize("body", [rotated_heads, neighbours, scaled_before], ids=lambda f: f.__name__)
+def test_heads_that_are_inputs_are_told_from_tables(body, tokens):
+    """A frame behind a graph break takes heads as inputs, and without gradients these are like tables."""
+    q, k, v = torch.randn(3, 1, 4, tokens, Heads.width)
+    cos, sin = tables("half", tokens, Heads.width)
+
+    def attend(q, k, v, cos, sin):
+        return torch.nn.functional.scaled_dot_product_attention(*body(q, k, cos, sin), v)
+
+    with torch.no_grad():
+        assert passed(Function(attend), (q, k, v, cos, sin)).counts[NAME] == 1
+        whole = [t.expand(1, 4, tokens, -1) for t in (cos, sin)]
+        assert not passed(Function(attend), (q, k, v, *whole)).sites, "either may be the table"

@@ -36,13 +36,14 @@ _FULL = (aten.full.default, aten.full_like.default, aten.new_full.default, aten.
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """`result(f(gate))` times `others`; f is the function `name`, with `alpha`."""
+    """`result(f(gate))` times `others`; f is the function `name`, with `alpha` and, of silu, `linear`."""
 
     name: str
     alpha: float
     gate: Node
     result: Bound = Bound()
     others: tuple[Node, ...] = ()
+    linear: Bound = Bound()
 
 
 def match_product(node: Node) -> Product | None:
@@ -53,9 +54,8 @@ def match_product(node: Node) -> Product | None:
             if i == j:
                 continue
             rest = tuple(p for k, p in enumerate(parts) if k not in (i, j))
-            sigmoid = match_scaled_sigmoid(other)  # with a factor in between, as in `x * up * sigmoid(x)`
-            if sigmoid is not None and _alike(one, sigmoid[0]):
-                return Product("silu", sigmoid[1], one, others=rest)
+            if (silu := _silu(one, other)) is not None:  # with a factor in between, as in `x * up * sigmoid(x)`
+                return dataclasses.replace(silu, others=rest)
             if i < j and one.target is other.target is aten.relu.default and _alike(one, other):
                 return Product("relu2", 1.0, one.args[0], others=rest)  # type: ignore[arg-type]
     for i, one in enumerate(parts):
@@ -87,15 +87,27 @@ def _function(node: Node) -> Product | None:
         if (found := _squared_relu(*args)) is not None:  # type: ignore[arg-type]
             return found
         for one, other in (args, args[::-1]):
-            sigmoid = match_scaled_sigmoid(strip_row_views(other))  # type: ignore[arg-type]
-            if sigmoid is not None and _alike(one, sigmoid[0]):  # type: ignore[arg-type]
-                return Product("silu", sigmoid[1], one)  # type: ignore[arg-type]
+            if (silu := _silu(one, strip_row_views(other))) is not None:  # type: ignore[arg-type]
+                return silu
     if (swish := match_swish(node)) is not None:
         return Product("silu", swish[1], swish[0])
     if (bounded := bound_of(node)) is not None and (found := _function(bounded[0])) is not None:
         bound = merged(bounded[1], found.result)
         return None if bound is None else dataclasses.replace(found, result=bound)
     return None
+
+
+def _silu(one: Node, other: Node) -> Product | None:
+    """The silu that `one` makes with the sigmoid `other` of it, or of what `one` is the bounded value of."""
+    sigmoid = match_scaled_sigmoid(other)
+    if sigmoid is None:
+        return None
+    if _alike(one, sigmoid[0]):
+        return Product("silu", sigmoid[1], one)
+    bounded = bound_of(strip_row_views(one))
+    if bounded is None or not bounded[1] or not _alike(bounded[0], sigmoid[0]):
+        return None
+    return Product("silu", sigmoid[1], bounded[0], linear=bounded[1])
 
 
 def _squared_relu(one: Node, other: Node) -> Product | None:

@@ -78,7 +78,7 @@ def expert_ending_in(down: Gemm, match_gemm: MatchGemm) -> Expert | MatchFailure
     if len(found) != len(operands) or found[0].offset:
         return _unmatched(inner, match_gemm)
     gate, *up = found
-    activation = Activation(product.name, product.alpha, gate.bound, product.result)
+    activation = Activation(product.name, product.alpha, gate.bound, product.result, linear=product.linear)
     if not up:
         if not gate.whole:
             return MatchFailure(inner, "halves", "an expert reads a part of its projection")

@@ -1,8 +1,8 @@
 """Matches a matrix with a gate for every token and expert, zero but for the chosen experts.
 
-The proof is in how it is computed: gates scattered into zeros, a sum over one-hots of the choices, a softmax of minus
-infinity elsewhere, or a multiple, quotient or cast of such a matrix. A softmax over all experts is none: it gives every
-expert a share in every token.
+The proof is in how it is computed: gates scattered into zeros, all choices at once or one after the other, a sum over
+one-hots of the choices, a softmax of minus infinity elsewhere, or a multiple, quotient or cast of such a matrix. A
+softmax over all experts is none: it gives every expert a share in every token.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from megacpp_compile.matchers.views import is_cast, is_outer_view
 
 aten = torch.ops.aten
 _SOFTMAX = (aten.softmax.int, aten._softmax.default)
+_SCATTERS = (aten.scatter.src, aten.scatter_add.default)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +51,7 @@ def _elsewhere(node: Node, number: float) -> Chosen | None:
     if not isinstance(value(node), torch.Tensor) or node.op != "call_function":
         return None
     last = value(node).dim() - 1
-    if target in (aten.scatter.src, aten.scatter_add.default, aten.scatter.value) and is_filled(args[0], number):
+    if target in (*_SCATTERS, aten.scatter.value) and is_filled(args[0], number):
         whole = value(args[2]).dim() == last + 1 and args[1] in (-1, last)
         if not whole or not all(map(same_size, value(args[2]).shape[:-1], value(node).shape[:-1])):
             return None
@@ -58,6 +59,8 @@ def _elsewhere(node: Node, number: float) -> Chosen | None:
         if isinstance(given, Node) and not all(map(same_size, value(given).shape, value(args[2]).shape)):
             return None
         return Chosen(args[2], given)  # type: ignore[arg-type]
+    if target in _SCATTERS:
+        return _choice_by_choice(node, number)
     if (target in _SOFTMAX and args[1] in (-1, last) or target is aten.sigmoid.default) and number == 0:
         inner = _elsewhere(args[0], -math.inf)  # type: ignore[arg-type]
         return None if inner is None else Chosen(inner.indices)
@@ -76,6 +79,27 @@ def _elsewhere(node: Node, number: float) -> Chosen | None:
                 if inner is not None:
                     return Chosen(inner.indices)
     return _one_hots(node)
+
+
+def _choice_by_choice(node: Node, number: float) -> Chosen | None:
+    """The choices where `node` scatters gates of one tensor, those of one choice of every token after the other."""
+    last, outer = value(node).dim() - 1, value(node).shape[:-1]
+    columns: list[tuple[tuple[Node, int], tuple[Node, int]]] = []
+    while node.target in _SCATTERS:
+        base, dim, *given = node.args
+        found = [match_column(one) for one in given if isinstance(one, Node)]
+        alike = (value(one).shape for one in given)
+        if dim not in (-1, last) or len(found) != 2 or None in found:
+            return None
+        if not all(len(shape) == last + 1 and all(map(same_size, shape, (*outer, 1))) for shape in alike):
+            return None
+        columns.append(tuple(found))  # type: ignore[arg-type]
+        node = base  # type: ignore[assignment]
+    indices, gates = (matrix for matrix, _ in columns[0])
+    in_turn = sorted(at for (_, at), _ in columns) == list(range(len(columns)))
+    same = all(a[0] is indices and b[0] is gates and a[1] == b[1] for a, b in columns)
+    whole = all(same_size(value(one).shape[-1], len(columns)) for one in (indices, gates))
+    return Chosen(indices, gates) if in_turn and same and whole and is_filled(node, number) else None
 
 
 def _of_mask(mask: Mask) -> Chosen | None:

@@ -25,7 +25,7 @@ def layer_of(
     view: GraphView, node: Node, axes: Axes, inner: Node, dims: Dims, gate: Factor, out: Axis
 ) -> RoutedExperts | MatchFailure | None:
     """The layer whose sum `node` weights the outputs `inner`, which run over `dims`, by `gate`."""
-    if inner.target is aten.stack.default:
+    if _stacked(inner) is not None:
         return _of_all(view, node, axes, inner, dims, gate, out)
     if inner.target is aten.gather.default:
         return _chosen_of_all(view, node, axes, inner, dims, gate, out)
@@ -39,19 +39,30 @@ def _of_all(
     view: GraphView, node: Node, axes: Axes, inner: Node, dims: Dims, gate: Factor, out: Axis
 ) -> RoutedExperts | MatchFailure | None:
     """The layer that weights the stack `inner` of all experts' outputs by a matrix."""
+    stacked = _stacked(inner)
     place = dims.index(axes.routes) if axes.routes in dims else -1
-    if place != _stacked_at(inner) or longer_dims(dims[:place] + dims[place + 1 :]) not in map(
+    if stacked is None or place != stacked[1] or longer_dims(dims[:place] + dims[place + 1 :]) not in map(
         longer_dims, axes.rows((out,))
     ):
         return None
-    found = dense.all_experts(list(inner.args[0]))  # type: ignore[arg-type]
+    found = dense.all_experts(stacked[0])
     if found is None or isinstance(found, MatchFailure):
         return found
     return by_matrix(view, node, axes, gate, found[0], found[1])
 
 
-def _stacked_at(stack: Node) -> int:
-    return (stack.args[1] if len(stack.args) > 1 else 0) % value(stack).dim()  # type: ignore[operator]
+def _stacked(node: Node) -> tuple[list[Node], int] | None:
+    """(the tensors, the dimension that tells them apart) where `node` is the stack of tensors, or the `cat` of tensors
+    that were each given a dimension for it."""
+    if node.target not in (aten.stack.default, aten.cat.default):
+        return None
+    parts: list[Node] = list(node.args[0])  # type: ignore[arg-type]
+    at = (node.args[1] if len(node.args) > 1 else 0) % value(node).dim()  # type: ignore[operator]
+    if node.target is aten.stack.default:
+        return parts, at
+    if any(p.target is not aten.unsqueeze.default or p.args[1] % value(p).dim() != at for p in parts):  # type: ignore[operator]
+        return None
+    return [p.args[0] for p in parts], at  # type: ignore[misc]
 
 
 def _chosen_of_all(
@@ -62,10 +73,10 @@ def _chosen_of_all(
     while is_cast(stack):  # type: ignore[arg-type]
         stack = stack.args[0]  # type: ignore[union-attr]
     place = dims.index(axes.routes) if axes.routes in dims else -1
-    rows = dims[:place] + dims[place + 1 :]
-    if stack.target is not aten.stack.default or place < 0 or axes.choices is None:  # type: ignore[union-attr]
+    rows, stacked = dims[:place] + dims[place + 1 :], _stacked(stack)  # type: ignore[arg-type]
+    if stacked is None or place < 0 or axes.choices is None:
         return None
-    if dim % len(dims) != place or _stacked_at(stack) != place or place != len(dims) - 2:  # type: ignore[operator, arg-type]
+    if dim % len(dims) != place or stacked[1] != place or place != len(dims) - 2:  # type: ignore[operator]
         return None
     if longer_dims(rows) not in map(longer_dims, axes.rows((out,))):
         return None
@@ -74,7 +85,7 @@ def _chosen_of_all(
     whole = all(same_size(value(inner).shape[d], value(stack).shape[d]) for d in wholes)
     if ids is None or not whole:
         return None
-    found = dense.all_experts(list(stack.args[0]))  # type: ignore[union-attr, arg-type]
+    found = dense.all_experts(stacked[0])
     if found is None or isinstance(found, MatchFailure):
         return found
     gates = seen_as(gate, *axes.slots())

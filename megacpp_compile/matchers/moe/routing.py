@@ -161,9 +161,10 @@ def _dims(indices: Node) -> tuple[str, ...] | None:
     if not 0 < n <= len(_TOKENS) + 1:
         return None
     indices, choice = one_choice(_plain(indices))
-    scores = None if choice is not None or n == 1 else scores_of(indices)
+    found = None if choice is not None or n == 1 else _found_in(indices)
     only = indices.target is aten.squeeze.dim and indices.args[1] in (n, -1)
-    if n == 1 or only or choice is not None or scores is not None and value(scores).dim() == n + 1:
+    only = only or found is not None and value(found[1]).dim() < value(found[0]).dim()  # by `argmax`
+    if n == 1 or only or choice is not None:
         return tuple(_TOKENS[:n]) if n <= len(_TOKENS) else None
     return (*_TOKENS[: n - 1], "s")
 
@@ -233,6 +234,13 @@ def _integer(node: Any) -> bool:
 
 def scores_of(indices: Node) -> Node | None:
     """The scores [.., E] of which `indices` [.., k] are the places of the k largest, so that none comes twice."""
+    found = _found_in(indices)
+    return None if found is None else found[0]
+
+
+def _found_in(indices: Node) -> tuple[Node, Node] | None:
+    """(scores, the node that finds the places of the largest) where `indices` are these places, perhaps with the
+    dimensions of tokens in one."""
     node = indices
     while is_cast(node) or node.target in _COPIES or node.target in (aten._to_copy.default, aten.to.dtype):
         node = node.args[0]  # type: ignore[assignment]
@@ -252,7 +260,7 @@ def scores_of(indices: Node) -> Node | None:
     dim = top.args[places[top.target]] if len(top.args) > places[top.target] else -1
     if top.target is aten.argmax.default and len(top.args) == 1:
         return None  # the largest of all
-    return scores if dim in (-1, last) else None  # type: ignore[return-value]
+    return (scores, node) if dim in (-1, last) else None  # type: ignore[return-value]
 
 
 def number_of_scores(node: Node) -> int | None:

@@ -85,8 +85,12 @@ def _of_channels(operand: Node) -> bool:
         operand = operand.args[0]  # type: ignore[assignment]
     if operand.target not in RESHAPES or value(operand).dim() < 3:
         return False
-    source = operand.args[0]
     groups, channels = value(operand).shape[-2:]
+    source: Node = operand.args[0]  # type: ignore[assignment]
+    while source.target in RESHAPES and value(source).dim() > 2 and all(  # of which the tokens alone are folded
+        map(same_size, value(source).shape[-2:], (groups, channels))
+    ):
+        source = source.args[0]  # type: ignore[assignment]
     split = same_size(value(source).shape[-1], groups * channels)  # type: ignore[arg-type]
     return split and not same_size(groups, 1) and match_product(source) is None  # type: ignore[arg-type]
 

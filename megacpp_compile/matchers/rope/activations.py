@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Set
 
 import torch
 from torch import fx
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import value
-from megacpp_compile.fx.views import REARRANGEMENTS
+from megacpp_compile.fx.edit import of_tensors, same_size, value
+from megacpp_compile.fx.views import COMPOSITE_PERMUTATIONS, REARRANGEMENTS
 from megacpp_compile.matchers.rope.lanes import EMPTY
 
 aten = torch.ops.aten
@@ -21,6 +22,35 @@ def activations(graph: fx.Graph, weights: frozenset[Node]) -> set[Node]:
     # A buffer to be filled belongs to what is written into it.
     filled = {n for n in graph.nodes if n.target in EMPTY and value(n).is_floating_point()}
     return _computed_from(graph, weights | {n for n in filled if not _makes_tables(n, found)})
+
+
+def handed_in(graph: fx.Graph, weights: frozenset[Node]) -> set[Node]:
+    """Inputs that score products read through products with what is broadcast to them, as heads meet tables: behind a
+    graph break queries or keys are inputs of the frame, and where they have no gradient nothing else tells them from
+    tables."""
+    found, seen = set[Node](), set[Node]()
+    pending = [a for node in graph.nodes if node.target in _SCORES for a in node.all_input_nodes[:2]]
+    while pending:
+        node = pending.pop()
+        if node in seen or not isinstance(value(node), torch.Tensor | tuple | list):
+            continue
+        seen.add(node)
+        if node.op == "placeholder":
+            fake = value(node)
+            floats = isinstance(fake, torch.Tensor) and (fake.is_floating_point() or fake.is_complex())
+            found |= {node} if floats and fake.dim() > 2 and node not in weights else set()
+        elif node.target is aten.mul.Tensor and of_tensors(node):
+            shape = value(node).shape
+            whole = [a for a in node.all_input_nodes if _has_shape(a, shape)]
+            pending += whole if len(whole) == 1 else []
+        elif node.target in _LINEAR or node.target in REARRANGEMENTS or node.target in COMPOSITE_PERMUTATIONS:
+            pending += node.all_input_nodes
+    return found
+
+
+def _has_shape(node: Node, shape: torch.Size) -> bool:
+    own = value(node).shape
+    return len(own) == len(shape) and all(map(same_size, own, shape))
 
 
 def _computed_from(graph: fx.Graph, roots: Set[Node]) -> set[Node]:
@@ -53,6 +83,13 @@ def _makes_tables(buffer: Node, found: set[Node]) -> bool:
     return multiplied
 
 
+_SCORES = (aten.scaled_dot_product_attention.default, aten.matmul.default, aten.bmm.default, aten.einsum.default)
+# What else is between a head and the products it is a sum of.
+_LINEAR = {
+    aten.add.Tensor, aten.sub.Tensor, aten.neg.default, aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor,
+    aten.cat.default, aten.stack.default, aten.slice_scatter.default, aten.select_scatter.default, operator.getitem,
+    aten.view_as_complex.default, aten.view_as_real.default,
+}  # fmt: skip
 # Ops that read a tensor's shape and dtype, not its values.
 SHAPE_ONLY = {
     aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.empty_like.default,

@@ -24,7 +24,7 @@ from megacpp_compile.fx.views import (
 from megacpp_compile.lowerings._registry import semantic_ops
 from megacpp_compile.matchers.attention import Reader, readers
 from megacpp_compile.matchers.linear import is_projection
-from megacpp_compile.matchers.rope.activations import SHAPE_ONLY, activations
+from megacpp_compile.matchers.rope.activations import SHAPE_ONLY, activations, handed_in
 from megacpp_compile.matchers.rope.lane_interpreter import LaneInterpreter
 from megacpp_compile.matchers.rope.lane_rules import RULES
 from megacpp_compile.matchers.rope.lanes import NONE, Lanes, Source, is_one, precision
@@ -107,6 +107,12 @@ def find_heads(graph: fx.Graph, weights: frozenset[Node]) -> Heads:
     acts, states = activations(graph, weights), mode_states(graph)
     it = LaneInterpreter(RULES, acts, states)
     heads, near = _scan(graph, it, acts)
+    if inputs := handed_in(graph, weights):
+        wider = activations(graph, weights | inputs)
+        other = LaneInterpreter(RULES, wider, states)
+        found = _scan(graph, other, wider)
+        if _joined(found[0]) > _joined(heads):
+            it, acts, (heads, near) = other, wider, found
     if it.scaled:  # by a mask or a temperature, perhaps, and what is scaled is what turns
         other = LaneInterpreter(RULES, acts, states, frozenset(it.scaled))
         found = _scan(graph, other, acts)
