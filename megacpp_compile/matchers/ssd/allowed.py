@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import sympy
+import sympy  # type: ignore[import-untyped]
 import torch
 
 FEW = 64  # as far apart may guards leave the lengths whose chunks are cut out one by one
