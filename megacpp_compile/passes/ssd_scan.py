@@ -10,6 +10,9 @@ repeated for the heads of a group, or padded. The step's softplus, bias and clam
 A scan that starts anew with packed documents gets their numbers as an operand: masks made of a number or a flag a
 token are tried with documents that begin anywhere, and what precedes one has to be nothing in it
 (`matchers/ssd/packed.py`).
+Linear attention whose decay no token changes, in chunks or as one triangle (RetNet, arXiv:2307.08621; lightning
+attention, arXiv:2401.04658), is a scan with a step of one: its decays are tables of positions, and what the graph makes
+them of has to be in it (`matchers/ssd/constant_rates.py`).
 Refused: other recurrences with decays (another mask, no decay within chunks, a state fed without its step, as in gated
 linear attention), masks of integers that are no documents' (tag `documents`), intermediates used elsewhere, parts under
 different grad or autocast modes.
@@ -29,9 +32,11 @@ from megacpp_compile.matchers.documents import compared_documents
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.ssd.axes import flat
 from megacpp_compile.matchers.ssd.chain import joined
+from megacpp_compile.matchers.ssd.constant_rates import Retention, find_retentions
 from megacpp_compile.matchers.ssd.packed import Reading
 from megacpp_compile.matchers.ssd.scan import Leaf, NoScan, Scan, find_packed_scans, find_scans
 from megacpp_compile.passes._rewrites.arrange import arrange, leading
+from megacpp_compile.passes._rewrites.token_operands import has_logarithm
 from megacpp_compile.passes._rule import REGION, Match, in_other_modes
 
 name = "ssd_scan"
@@ -42,8 +47,12 @@ aten = torch.ops.aten
 LEAST_CHUNK, MOST_CHUNK = 16, 256
 DOCUMENTS = "decays go by what integers are equal, as packed documents' do, but what is made is no scan of documents"
 
+NO_LOGARITHM = ("decay", "powers of what is no exponential, sigmoid or known number, and may have no logarithm")
+
 
 def find(view: GraphView) -> Iterator[Match | MatchFailure]:
+    for attention in find_retentions(view.graph):
+        yield _check_retention(view, attention)
     found = list(find_scans(view.graph))
     scans, others = [f for f in found if isinstance(f, Scan)], [f for f in found if isinstance(f, NoScan)]
     for scan in joined(scans):
@@ -101,6 +110,52 @@ def _check(view: GraphView, scan: Scan) -> Match | MatchFailure:
         return node, new
 
     return Match(root, inputs, outputs, rewrite, note=f"documents: {scan.reading.value}" if scan.reading else "")
+
+
+def _check_retention(view: GraphView, found: Retention) -> Match | MatchFailure:
+    root, operands = found.o.node, (found.q, found.k, found.v, found.rate, found.initial_state)
+    inputs = list(dict.fromkeys(leaf.node for leaf in operands if leaf is not None))
+    made = set(inputs)  # what is made of numbers has no gradient, whatever the mode
+    for n in sorted(found.inside):
+        made |= {n} if any(a in made for a in n.all_input_nodes) else set()
+    if (refusal := in_other_modes(view, sorted(made & found.inside), root)) is not None:
+        return refusal
+    if found.power and found.rate is not None and not has_logarithm(found.rate.node):
+        return MatchFailure(root, *NO_LOGARITHM)
+    outputs = [leaf.node for leaf in (found.o, *found.final_states)]
+    if place(inputs, outputs, root, view.mode_states) is None:
+        return MatchFailure(root, *REGION)
+
+    def rewrite(build: Builder) -> tuple[Node, list[Node]]:
+        b, t, h, k, v = (found.dims[name] for name in "bthkv")
+        groups = leading([found.q, found.k], h)
+        values, queries = arrange(build, found.v, (b, t, h, v)), arrange(build, found.q, (b, t, groups, k))
+        steps = build(aten.ones_like.default, build(aten.select.int, values, 3, 0), dtype=torch.float32)
+        state = found.initial_state and arrange(build, found.initial_state, (b, h, v, k))
+        node = build(
+            torch.ops.megacpp.ssd_scan.default, values, steps, _rate(build, found, steps),
+            arrange(build, found.k, (b, t, groups, k)),
+            queries if found.scale == 1 else build(aten.mul.Tensor, queries, found.scale),
+            None, state, chunk_size(found.chunk), value(root).dtype,
+        )  # fmt: skip
+        new = [arrange(build, Leaf(build.item(node, 0), (b, t, h, v)), found.o.dims)]
+        for final in found.final_states:
+            last = build.cast(build.item(node, 1), value(final.node).dtype)
+            new.append(arrange(build, Leaf(last, (b, h, v, k)), final.dims))
+        return node, new
+
+    return Match(root, inputs, outputs, rewrite)
+
+
+def _rate(build: Builder, found: Retention, steps: Node) -> Node:
+    """The logarithm of the decay, [h]."""
+    if found.rate is None:
+        none = build(aten.sum.dim_IntList, build(aten.zeros_like.default, steps), [0, 1])
+        return build(aten.add.Tensor, none, found.factor)
+    rate = arrange(build, found.rate, (found.dims["h"],))
+    rate = build.cast(rate, torch.promote_types(value(rate).dtype, torch.float32))
+    rate = build(aten.log.default, rate) if found.power else rate
+    return rate if found.factor == 1 else build(aten.mul.Tensor, rate, found.factor)
 
 
 def _documents(build: Builder, scan: Scan, state: Node | None) -> tuple[list[Node], Node | None]:

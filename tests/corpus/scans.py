@@ -122,18 +122,24 @@ def written_chunk_by_chunk(x, dt, A, B, C, D, state, size, late=0):
     return y.transpose(2, 3).reshape(b, t, h, p) + D[:, None] * x, entering[:, -1]
 
 
-def chunks_sliced_off(x, dt, A, B, C, D, state, size):
-    """Products with steps of all tokens, then a loop that slices chunks off and writes results in their place."""
+def sliced(z, size):
+    return [z[:, i : i + size] for i in range(0, z.shape[1], size)]
+
+
+def chunks_cut_off(x, dt, A, B, C, D, state, size, cut=sliced, turn=lambda pieces: pieces):
+    """Products with steps of all tokens, then a loop over chunks that writes results in their place. turn: those of one
+    operand, in the order that the loop meets them in."""
     b, t, h, p = x.shape
     X, logs, B, C = x * dt[..., None], dt * A, to_heads(B, h), to_heads(C, h)
     state = torch.zeros(b, h, p, B.shape[-1], dtype=x.dtype) if state is None else state
     y = torch.zeros_like(X)
-    for i in range(0, t, size):
-        X_c, B_c, C_c, sums = (*(z[:, i : i + size] for z in (X, B, C)), logs[:, i : i + size].cumsum(1))
-        seen = torch.ones(size, size).bool().tril()[None, :, :, None]
+    parts = zip(cut(X, size), cut(logs, size), turn(cut(B, size)), cut(C, size), strict=True)
+    for i, (X_c, logs_c, B_c, C_c) in enumerate(parts):
+        sums, n = logs_c.cumsum(1), X_c.shape[1]
+        seen = torch.ones(n, n).bool().tril()[None, :, :, None]
         decay = (sums[:, :, None] - sums[:, None]).masked_fill(~seen, -torch.inf).exp()
         within = torch.einsum("blhn,bshn,blsh,bshp->blhp", C_c, B_c, decay, X_c)
-        y[:, i : i + size] = within + torch.einsum("blhn,bhpn,blh->blhp", C_c, state, sums.exp())
+        y[:, i * size : (i + 1) * size] = within + torch.einsum("blhn,bhpn,blh->blhp", C_c, state, sums.exp())
         left = (sums[:, -1:] - sums).exp()
         state = sums[:, -1].exp()[..., None, None] * state + torch.einsum("blhn,blh,blhp->bhpn", B_c, left, X_c)
     return y + D[:, None] * x, state
@@ -163,7 +169,9 @@ FORMS = {
             torch.ones(a.shape[-1], a.shape[-1], dtype=torch.bool).triu(1), -torch.inf)),
     "matrix_products_heads_first": matrix_products_heads_first,
     "written_chunk_by_chunk": written_chunk_by_chunk,
-    "chunks_sliced_off": chunks_sliced_off,
+    "chunks_sliced_off": chunks_cut_off,
+    "chunks_split_off": partial(chunks_cut_off, cut=lambda z, size: z.split(size, 1)),
+    "chunks_by_their_number": partial(chunks_cut_off, cut=lambda z, size: z.chunk(z.shape[1] // size, 1)),
     "one_triangle": one_triangle,
 }  # fmt: skip
 
@@ -254,6 +262,8 @@ NEAR_SCANS = {
     "clamped_exponent": (
         partial(einsums, sums_of=lambda a: segment_sums(a).clamp(max=-0.1)), "differs"),
     "state_of_an_earlier_chunk": (partial(written_chunk_by_chunk, late=1), "differs"),
+    "chunks_in_another_order": (
+        partial(chunks_cut_off, cut=lambda z, size: z.split(size, 1), turn=lambda pieces: pieces[::-1]), "differs"),
     "band": (band, "differs"),
     "fed_without_its_step": (fed_without_its_step, "no-step"),
     "rate_of_each_channel": (rate_of_each_channel, "rate"),

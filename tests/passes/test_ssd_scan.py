@@ -285,6 +285,16 @@ def test_a_loop_over_chunks_of_a_dynamic_length():
     assert frames.counts[NAME] == 1, frames.misses
 
 
+@pytest.mark.parametrize("form", ["chunks_sliced_off", "chunks_split_off"])
+def test_chunks_of_a_second_length(form):
+    """How many there are is a guard, which leaves the length but for the last chunk."""
+    module = PlainMamba2(FORMS[form], heads=2, groups=1)
+    frames = check(module, module.example_inputs(6))
+    args = module.example_inputs(11)
+    assert largest_error(train(frames.compiled, module, args), train(module, module, args))[0] < 1e-5
+    assert [a.frame.passes[NAME] for a in frames.analyses] == [1, 1], frames.misses
+
+
 def test_compiling_draws_no_random_numbers():
     """What a model draws must not depend on what is compiled in between."""
     captured = run(*block(einsums), Config(strict=True, disable=(NAME,))).analyses[0].captured

@@ -1,13 +1,17 @@
 """Decays between the tokens of a chunk, from the logarithms of single steps, for a gate a head or a channel.
 
-`G` are sums over the steps of a chunk, in float64: in float32 a difference of two would lose what lies between them. So
-are their gradients, which cancel likewise (`wide`). No exponent is positive, so that gates of any size neither overflow
-nor lose what is near.
+`G` are sums over the steps of a chunk, in float64: in float32 a difference of two would lose what lies between them. No
+exponent is positive, so that gates of any size neither overflow nor lose what is near.
+
+The gradient of a step is the sum over what decays across it: all pairs i >= t > j, and what enters or leaves the chunk.
+Only what is the same number on both sides is subtracted, in float64 (`wide`): of two products that were rounded apart
+the difference would be their rounding, where all that is left of the sum is small.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 # Rows of a sub-block of a chunk, for gates a channel.
@@ -46,11 +50,11 @@ class HeadDecay:
         return (rows @ keys.transpose(-1, -2)) * self._decay()
 
     def scores_backward(self, grad: Tensor, rows: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of rows and, summed over the leading dimension of `rows`, of keys and of `G`."""
+        """Gradients of rows and, summed over the leading dimension of `rows`, of keys and of gates."""
         decayed = grad * self._decay()
         moved = (decayed * (rows @ keys.transpose(-1, -2))).tril(-1).sum(0).to(self.wide)  # of logarithms of decays
-        d_G = moved.sum(-1, keepdim=True) - moved.sum(-2).unsqueeze(-1)
-        return decayed @ keys, (decayed.transpose(-1, -2) @ rows).sum(0), d_G
+        d_gates = self._from_here_on(moved.sum(-1, keepdim=True) - moved.sum(-2).unsqueeze(-1))
+        return decayed @ keys, (decayed.transpose(-1, -2) @ rows).sum(0), d_gates
 
     def dot(self, x: Tensor, dx: Tensor) -> Tensor:
         """What a factor's gradient gives to its logarithm: x is the product with it."""
@@ -60,10 +64,17 @@ class HeadDecay:
         """[b, c, h, 1, 1 or k]: the gradient of the logarithm of `total`, which multiplies `states`."""
         return (self.total * states * d_left).sum((-1, -2), dtype=self.wide)[..., None, None]
 
+    def gates_gradient(self, d_into: Tensor, d_out: Tensor, d_total: Tensor) -> Tensor:
+        """That of the gates, for those of the logarithms of `into`, `out` and `total`."""
+        return self._from_here_on(d_into) + self._before(d_out) + d_total
+
     @staticmethod
-    def gates_gradient(d_G: Tensor, d_last: Tensor) -> Tensor:
-        """That of the gates. d_last: of the sum over the whole chunk."""
-        return d_G.flip(-2).cumsum(-2).flip(-2) + d_last
+    def _from_here_on(d: Tensor) -> Tensor:
+        return d.flip(-2).cumsum(-2).flip(-2)
+
+    @staticmethod
+    def _before(d: Tensor) -> Tensor:
+        return F.pad(d[..., :-1, :], (0, 0, 1, 0)).cumsum(-2)
 
 
 class ChannelDecay(HeadDecay):
@@ -99,21 +110,44 @@ class ChannelDecay(HeadDecay):
         return (before + (within.unsqueeze(-2) * eye).flatten(-2)).flatten(-3, -2)
 
     def scores_backward(self, grad: Tensor, rows: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        near, far = self._factors()
-        blocks, of_block = self._blocks(rows), self._blocks(keys)
         strict = self._blocks(grad.tril(-1))  # [..., m, l', l]
-        d_blocks = (strict @ (keys.unsqueeze(-3) * far)) * near
-        d_keys = ((strict.transpose(-1, -2) @ (blocks * near)) * far).sum((0, -3))
-        inner = strict.unflatten(-1, (blocks.shape[-3], -1)).diagonal(0, -4, -2).movedim(-1, -3)  # [..., m, l', l']
-        own = []
-        for j in range(blocks.shape[-2]):
-            weighted = inner[..., j : j + 1] * self._within(j)
-            d_blocks = d_blocks + weighted * of_block[..., j : j + 1, :]
-            own.append((weighted * blocks).sum((0, -2)))
-        d_keys, d_rows = d_keys + torch.stack(own, -2).flatten(-3, -2), d_blocks.flatten(-3, -2)
-        d_G = (d_rows.to(self.wide) * rows).sum(0) - d_keys.to(self.wide) * keys
+        d_rows, d_keys, d_gates = self._between_blocks(strict, rows, keys)
+        inner = strict.unflatten(-1, (strict.shape[-3], -1)).diagonal(0, -4, -2).movedim(-1, -3)  # [..., m, l', l']
+        own_rows, own_keys, own_gates = self._within_blocks(inner, rows, keys)
         same = grad.diagonal(0, -2, -1).unsqueeze(-1)  # a token and itself: no decay
-        return d_rows + same * keys, d_keys + (same * rows).sum(0), d_G
+        d_rows, d_keys = d_rows + own_rows + same * keys, d_keys + own_keys + (same * rows).sum(0)
+        return d_rows, d_keys, d_gates + own_gates
+
+    def _between_blocks(self, strict: Tensor, rows: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of pairs of a row and a key of an earlier block. A gate's: what the rows of its block from it on add, and
+        where the key comes before it and the row in a later block, what the keys up to it do."""
+        near, far = self._factors()
+        blocks = self._blocks(rows)
+        d_rows = (strict @ (keys.unsqueeze(-3) * far)) * near
+        d_keys = ((strict.transpose(-1, -2) @ (blocks * near)) * far).sum(0)  # [..., m, l, k]
+        d_gates = self._from_here_on((d_rows * blocks).sum(0).to(self.wide)).flatten(-3, -2)
+        for m in range(1, blocks.shape[-3]):
+            first = m * blocks.shape[-2]  # of the block's rows
+            moved = d_keys[..., m : m + 1, :first, :].squeeze(-3) * keys[..., :first, :]
+            d_gates = d_gates + F.pad(self._before(moved.to(self.wide)), (0, 0, 0, keys.shape[-2] - first))
+        return d_rows.flatten(-3, -2), d_keys.sum(-3), d_gates
+
+    def _within_blocks(self, inner: Tensor, rows: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of pairs in one block. inner: [..., m, l', l']."""
+        blocks, of_block = self._blocks(rows), self._blocks(keys)
+        d_rows, d_keys = torch.zeros_like(blocks), []
+        moved, left = torch.zeros_like(of_block, dtype=self.wide), []  # what rows and keys do to logarithms of decays
+        for j in range(blocks.shape[-2]):
+            key = of_block[..., j : j + 1, :]
+            weighted = inner[..., j : j + 1] * self._within(j)
+            d_rows = d_rows + weighted * key
+            d_key = (weighted * blocks).sum(0)
+            d_keys.append(d_key.sum(-2))
+            pairs = d_key * key
+            moved = moved + pairs
+            left.append(pairs.sum(-2, dtype=self.wide))
+        d_gates = self._from_here_on(moved - torch.stack(left, -2))
+        return d_rows.flatten(-3, -2), torch.stack(d_keys, -2).flatten(-3, -2), d_gates.flatten(-3, -2)
 
     def dot(self, x: Tensor, dx: Tensor) -> Tensor:
         return x.to(self.wide) * dx

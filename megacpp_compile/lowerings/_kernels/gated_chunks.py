@@ -174,7 +174,7 @@ class GatedChunks:
         d_written = d_written + self.k_out @ left
         d_P = (do @ written.transpose(-1, -2)).tril()
         d_v, d_scores, d_k_in, others = self._gradients_within(d_written, d_P, written, entered)
-        d_rows, d_k, d_G = self.decay.scores_backward(d_scores, self._rows(), self.k)
+        d_rows, d_k, d_gates = self.decay.scores_backward(d_scores, self._rows(), self.k)
         d_q_in, d_k_out = do @ entered.transpose(-1, -2), written @ left.transpose(-1, -2)
         d_q = d_rows[-1] + d_q_in * self.decay.into
         d_k = d_k + d_k_out * self.decay.out
@@ -182,11 +182,10 @@ class GatedChunks:
             d_k = d_k + d_rows[0] + d_k_in * self.decay.into
         if not self.gated:
             return Gradients(d_q, d_k, d_v, None, d_initial, others)
-        out = self.decay.dot(self.k_out, d_k_out)
-        d_G = d_G + self.decay.dot(self.q_in, d_q_in) - out
-        d_G = d_G if d_k_in is None else d_G + self.decay.dot(self.k_in, d_k_in)
-        d_last = out.sum(-2, keepdim=True) + self.decay.state_dot(entered, left)
-        gates = self.grid.join(self.decay.gates_gradient(d_G, d_last))
+        d_into, d_out = self.decay.dot(self.q_in, d_q_in), self.decay.dot(self.k_out, d_k_out)
+        d_into = d_into if d_k_in is None else d_into + self.decay.dot(self.k_in, d_k_in)
+        d_total = self.decay.state_dot(entered, left)
+        gates = self.grid.join(d_gates + self.decay.gates_gradient(d_into, d_out, d_total))
         return Gradients(d_q, d_k, d_v, gates, d_initial, others)
 
     def _by_value_head(self, x: Tensor) -> Tensor:

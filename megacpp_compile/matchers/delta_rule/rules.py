@@ -1,5 +1,5 @@
 """How ops that spell a delta rule, beside those of a scan, run at other sizes: triangular systems and inverses, l2
-norms, pieces of a split.
+norms.
 
 All are rational in their operands or roots of such, and branch on no data, as those of a scan (`ssd/tensor_ops.py`);
 but for a clamp at 0 of what is summed of gates. Where no gate is over 0, such a sum is at most 0 or at least 0 whatever
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import of_tensors, value
+from megacpp_compile.fx.edit import of_tensors
 from megacpp_compile.fx.views import PARTS
-from megacpp_compile.matchers.ssd.axes import Dim, NoAxes, equal, flat, is_one, length, pin
+from megacpp_compile.matchers.ssd.axes import Dim, NoAxes
 from megacpp_compile.matchers.ssd.resize_rules import RULES as SCAN_RULES
 from megacpp_compile.matchers.ssd.resize_rules.writes import SCATTERS
 from megacpp_compile.matchers.ssd.tensor_ops import (
@@ -41,7 +41,6 @@ SOLVES = {
     aten.linalg_solve_ex.default, aten.linalg_inv.default, aten.linalg_inv_ex.default, aten.inverse.default,
 }  # fmt: skip
 CLAMPS = {aten.clamp.default, aten.clamp_max.default, aten.clamp_min.default}
-PIECES = {aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default}
 
 
 @rule(*ROOTS, *POWERS, *CLAMPS, aten.reciprocal.default)
@@ -102,30 +101,6 @@ def _inverse_and_tell(r: ResizeContext, n: Node) -> list[list[Dim]]:
     return [_inverse(r, n), r.dims[n.args[0]][:-2]]
 
 
-def _run_pieces(r: ResizeContext, n: Node, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
-    dim = axis(argument(n, 2, "dim", 0), args[0].dim())
-    return args[0].split([r.shape(piece)[dim] for piece in r.dims[n]], dim)
-
-
-@rule(*PIECES, run=_run_pieces)
-def _pieces(r: ResizeContext, n: Node) -> list[list[Dim]]:
-    """What was put together before, or else pieces of their sizes."""
-    dims = list(r.dims[n.args[0]])
-    dim = axis(argument(n, 2, "dim", 0), len(dims))
-    sizes = [v.shape[dim] for v in value(n)]
-    known = (eq.parts for eq in r.axes.lengths if flat(eq.whole) == flat(dims[dim]))
-    parts = next((one for one in known if _of(one, sizes)), None)
-    if parts is None:
-        pin([dims[dim]] * (len(sizes) > 1))
-        r.axes.pick_each(dims[dim], [(sum(sizes[:i]), size) for i, size in enumerate(sizes)], n)
-        parts = [[] if is_one(s) else r.axes.shorter(dims[dim], s) for s in sizes] if len(sizes) > 1 else [dims[dim]]
-    return [[*dims[:dim], part, *dims[dim + 1 :]] for part in parts]
-
-
-def _of(parts: list[Dim], sizes: list[Any]) -> bool:
-    return len(parts) == len(sizes) and all(equal(length(p), s) for p, s in zip(parts, sizes, strict=True))
-
-
 def _run_baddbmm(r: ResizeContext, n: Node, args: tuple[Any, ...]) -> Tensor:
     beta, alpha = n.kwargs.get("beta", 1), n.kwargs.get("alpha", 1)
     return beta * args[0] + alpha * (args[1] @ args[2])
@@ -163,4 +138,4 @@ def _clamps_sums(n: Node, steps: int = 12) -> bool:
 
 RULES: RuleTable = {**SCAN_RULES, **_own}
 WHEN = dict.fromkeys(CLAMPS, _clamps_sums)
-__all__ = ["CLAMPS", "PIECES", "POWERS", "ROOTS", "RULES", "SCATTERS", "SOLVES", "WHEN"]
+__all__ = ["CLAMPS", "POWERS", "ROOTS", "RULES", "SCATTERS", "SOLVES", "WHEN"]

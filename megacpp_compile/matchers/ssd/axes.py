@@ -18,15 +18,14 @@ import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from megacpp_compile.matchers.ssd.allowed import in_turn
 from megacpp_compile.matchers.ssd.pieces import Loops, Piece, comparable
 
 LARGEST_PINNED = 64
 SMALL = (3, 4, 5)
-FEW = 64  # as far apart may guards leave the lengths whose chunks are cut out one by one
 PADDING = 2  # stands for any padding of more than one element
 
 
@@ -336,24 +335,12 @@ class Axes:
     def _at_its_size(self, size: Any) -> int | None:
         """`size`, where it is a number, or one of a few in turn; else None."""
         known = number(size)
-        return _in_turn(size, self.turn) if known is None else known
+        return in_turn(size, self.turn) if known is None else known
 
     def _extra(self, eq: Longer) -> int:
         pinned = all(a.pinned for d in (eq.whole, *eq.parts) for a in flat(d))
         extra = self._at_its_size(eq.extra) if pinned else number(eq.extra)
         return extra if extra is not None and (extra <= 1 or pinned) else PADDING
-
-
-def _in_turn(size: torch.SymInt, turn: int) -> int | None:
-    """`size` where its symbols are as large, and in another turn as small, as guards let them be; None where that is
-    not known, or far apart. A loop unrolled over chunks fixes how many there are, and the length but for the last."""
-    at = {}
-    for symbol in size.node.expr.free_symbols:
-        allowed = size.node.shape_env.var_to_range.get(symbol)
-        if allowed is None or not allowed.upper - allowed.lower < FEW:
-            return None
-        at[symbol] = allowed.lower if turn % 2 else allowed.upper
-    return int(size.node.expr.xreplace(at))
 
 
 def length(dim: Dim) -> Any:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
-from megacpp_compile.fx.views import PARTS
+from megacpp_compile.fx.views import PARTS, SPLITS
 from megacpp_compile.matchers.ssd.resize_rules.writes import SCATTERS
 from megacpp_compile.matchers.ssd.tensor_algebra import Algebra, constants_of, operand_of, tensors
 from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS, argument, axis
@@ -110,19 +112,30 @@ class OperandBoundary:
         """(the tensor that `n` is an element or a chunk of, the nodes between)."""
         source, between = self._through(n)
         if source.target is aten.select.int and source in self.algebra.nodes or source in self._chunks:
-            whole, others = self._through(source.args[0])  # type: ignore[arg-type]
+            several = source.args[0]
+            if source.target is operator.getitem:
+                between, several = between | {several}, several.args[0]  # type: ignore[union-attr, arg-type]
+            whole, others = self._through(several)  # type: ignore[arg-type]
             return whole, between | {source} | others
         return source, set()
 
     def _sliced(self) -> set[Node]:
-        """Operands that are chunks: slices of one tensor along a dimension that is not the last, which has channels."""
+        """Operands that are chunks: slices or pieces of one tensor along a dimension that is not the last, which has
+        channels."""
         cut: dict[tuple[Node, int], set[Node]] = {}
         for n in self.found:
             source, _ = self._through(n)
-            if source.target is aten.slice.Tensor and source in self.algebra.nodes:
-                rank, dim = value(source).dim(), axis(argument(source, 1, "dim", 0), value(source).dim())
-                if dim != rank - 1:
-                    cut.setdefault((source.args[0], dim), set()).add(source)  # type: ignore[arg-type]
+            if source not in self.algebra.nodes:
+                continue
+            if source.target is aten.slice.Tensor:
+                whole, dim = source.args[0], argument(source, 1, "dim", 0)
+            elif source.target is operator.getitem and source.args[0].target in SPLITS:  # type: ignore[union-attr]
+                whole, dim = source.args[0].args[0], argument(source.args[0], 2, "dim", 0)  # type: ignore[union-attr, arg-type]
+            else:
+                continue
+            rank = value(source).dim()
+            if axis(dim, rank) != rank - 1:
+                cut.setdefault((whole, axis(dim, rank)), set()).add(source)  # type: ignore[arg-type]
         return set().union(*(several for several in cut.values() if len(several) > 1))
 
     def _through(self, n: Node) -> tuple[Node, set[Node]]:

@@ -36,7 +36,7 @@ class Operands:
     def problem(self) -> tuple[str, str] | None:
         """(tag, reason) where there is no op with these operands."""
         g = self.found.operands.get("g")
-        if g is not None and self.found.decay and not all(map(_has_logarithm, self._whole_nodes(g))):
+        if g is not None and self.found.decay and not all(map(has_logarithm, self._whole_nodes(g))):
             return "decay", "a decay that is no exponential, sigmoid or known number may have no logarithm"
         if self.loop.initial is None:
             own = [leaf.node for role, leaf in self.found.operands.items() if role != "g" and self._is_stacked(leaf)]
@@ -157,7 +157,7 @@ def _chain(decay: Node) -> list[Node] | None:
     return chain if chain[-1].target in _LOGARITHMS else None
 
 
-def _has_logarithm(decay: Node) -> bool:
+def has_logarithm(decay: Node) -> bool:
     return _chain(decay) is not None or is_positive(decay)
 
 

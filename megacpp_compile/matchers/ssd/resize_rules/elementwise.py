@@ -62,7 +62,8 @@ def _create(r: ResizeContext, n: Node, args: tuple[Any, ...]) -> Tensor:
     fake, shape = value(n), r.shape(r.dims[n])
     dtype = torch.float64 if fake.is_floating_point() else fake.dtype
     if n.target in (aten.arange.default, aten.arange.start):
-        return torch.arange(shape[0], dtype=dtype, device="cpu")
+        first = n.args[0] if n.target is aten.arange.start else 0
+        return torch.arange(shape[0], dtype=dtype, device="cpu") + first  # type: ignore[operator]
     if n.target is aten.eye.default:
         return torch.eye(shape[0], dtype=dtype, device="cpu")
     fill = argument(n, 1, "fill_value")
@@ -83,8 +84,8 @@ def _create(r: ResizeContext, n: Node, args: tuple[Any, ...]) -> Tensor:
 
 @rule(*CREATION, run=_create)
 def _creation(r: ResizeContext, n: Node) -> list[Dim]:
-    if n.target is aten.arange.start and n.args[0] != 0:
-        raise NoAxes("positions that do not begin at 0")
+    if n.target is aten.arange.start and not isinstance(n.args[0], int):
+        raise NoAxes("positions that do not begin at a number")
     if n.target is aten.eye.default:
         return [fresh(n.args[0])] * 2
     return [fresh(s) for s in value(n).shape]

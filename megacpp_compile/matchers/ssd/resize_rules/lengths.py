@@ -1,4 +1,4 @@
-"""What makes dimensions longer or shorter: padding, slices, concatenation."""
+"""What makes dimensions longer or shorter: padding, slices, pieces of a split, concatenation."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from megacpp_compile.fx.edit import value
+from megacpp_compile.fx.views import SPLITS
 from megacpp_compile.matchers.ssd.axes import Dim, NoAxes, equal, flat, fresh, is_one, length, pin
 from megacpp_compile.matchers.ssd.tensor_ops import ResizeContext, argument, axis, broadcast, rule_table
 
@@ -130,6 +131,30 @@ def _unbind(r: ResizeContext, n: Node) -> list[list[Dim]]:
 @rule(operator.getitem)
 def _getitem(r: ResizeContext, n: Node) -> list[Dim]:
     return r.dims[n.args[0]][n.args[1]]
+
+
+def _run_pieces(r: ResizeContext, n: Node, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    dim = axis(argument(n, 2, "dim", 0), args[0].dim())
+    return args[0].split([r.shape(piece)[dim] for piece in r.dims[n]], dim)
+
+
+@rule(*SPLITS, run=_run_pieces)
+def _pieces(r: ResizeContext, n: Node) -> list[list[Dim]]:
+    """What was put together before, or else pieces of their sizes."""
+    dims = list(r.dims[n.args[0]])
+    dim = axis(argument(n, 2, "dim", 0), len(dims))
+    sizes = [v.shape[dim] for v in value(n)]
+    known = (eq.parts for eq in r.axes.lengths if flat(eq.whole) == flat(dims[dim]))
+    parts = next((one for one in known if _of(one, sizes)), None)
+    if parts is None:
+        pin([dims[dim]] * (len(sizes) > 1))
+        r.axes.pick_each(dims[dim], [(sum(sizes[:i]), size) for i, size in enumerate(sizes)], n)
+        parts = [[] if is_one(s) else r.axes.shorter(dims[dim], s) for s in sizes] if len(sizes) > 1 else [dims[dim]]
+    return [[*dims[:dim], part, *dims[dim + 1 :]] for part in parts]
+
+
+def _of(parts: list[Dim], sizes: list[Any]) -> bool:
+    return len(parts) == len(sizes) and all(equal(length(p), s) for p, s in zip(parts, sizes, strict=True))
 
 
 @rule(aten.cat.default)

@@ -1,0 +1,211 @@
+"""Linear attention whose decay no token changes, in chunks or as one triangle: retention (RetNet, arXiv:2307.08621) and
+lightning attention (arXiv:2401.04658, MiniMax-01), a scan with a step of one.
+
+    S_t = exp(A) S_t-1 + k_t v_t^T;   o_t = scale * S_t^T q_t,   A one number for each head
+
+Its decays are tables: exponentials, or powers, of a rate times differences of positions, made of `arange` in the graph.
+The rate is an operand, as slopes in a buffer are, or made of numbers, or one number. Found and proved as a scan is
+(`scan.py`): what a table reaches, run small beside the recurrence. Tables may tell of their sizes in numbers, as
+`exp(-rate * 64)` behind a chunk does: what fails at other sizes is tried with positions at their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, fx
+from torch.fx import Node
+
+from megacpp_compile.fx.edit import value
+from megacpp_compile.fx.views import EXPANSIONS
+from megacpp_compile.matchers.ssd.axes import Axes, Dim, NoAxes, pin
+from megacpp_compile.matchers.ssd.boundary import OperandBoundary
+from megacpp_compile.matchers.ssd.constant_rates_proof import POSITIONS, Retention, Trial
+from megacpp_compile.matchers.ssd.resize import Resized
+from megacpp_compile.matchers.ssd.resize_rules import RULES as SCAN_RULES
+from megacpp_compile.matchers.ssd.scan import exports_of
+from megacpp_compile.matchers.ssd.tensor_algebra import Algebra, tensors
+from megacpp_compile.matchers.ssd.tensor_ops import (
+    CONTRACTIONS,
+    CREATION,
+    EXPONENTIALS,
+    LIKE,
+    SAME,
+    VIEWS,
+    RuleTable,
+    broadcast,
+    rule_table,
+)
+
+aten = torch.ops.aten
+POWERS = {aten.pow.Tensor_Tensor, aten.pow.Scalar}
+FACTORS = {aten.mul.Tensor, aten.pow.Tensor_Tensor}
+APPLIES = CONTRACTIONS | {aten.mul.Tensor}
+LONGEST = 1 << 13  # tokens of a trial that keeps them
+SMALL = (2, 3)
+MOST_FAILED = 4  # results that are none, of one table
+MOST_OPERANDS = 4
+
+_own, rule = rule_table()
+
+
+@rule(*POWERS, aten.pow.Tensor_Scalar)
+def _power(r, n: Node) -> list[Dim]:  # type: ignore[no-untyped-def]
+    return broadcast(r, [r.dims[a] for a in n.all_input_nodes])
+
+
+RULES: RuleTable = {**SCAN_RULES, **_own}
+
+
+def find_retentions(graph: fx.Graph) -> Iterator[Retention]:
+    """Every linear attention of `graph` whose decays are tables of positions."""
+    nodes = [n for n in graph.nodes if n.op == "call_function"]
+    if not any(n.target in POSITIONS for n in nodes) or not any(n.target in EXPONENTIALS | POWERS for n in nodes):
+        return
+    algebra, done = Algebra(graph, RULES), set[Node]()
+    for n in nodes:
+        if n in done or not _is_table(algebra, n):
+            continue
+        failed = 0
+        for root in _roots(algebra, _ahead(n, algebra)):
+            if root in done:
+                continue
+            found = _at(algebra, root)
+            failed += found is None
+            if found is not None:
+                yield found
+            if found is not None or failed == MOST_FAILED:
+                done |= _closure(algebra, [root])
+            if failed == MOST_FAILED:
+                break
+
+
+def _is_table(algebra: Algebra, n: Node) -> bool:
+    """Whether `n` is an exponential or a power of what is made of positions."""
+    if n.target not in EXPONENTIALS | POWERS or n not in algebra.nodes:
+        return False
+    made_of = _closure(algebra, [n])
+    if any(m.target in CONTRACTIONS or m.target is aten.cumsum.default for m in made_of):
+        return False  # scores, or gates of tokens
+    return any(m.target in POSITIONS for m in made_of)
+
+
+def _closure(algebra: Algebra, roots: Iterable[Node], stop: Iterable[Node] = ()) -> set[Node]:
+    """Everything that algebra makes `roots` of up to `stop`, constants too; what only lends its shape is not."""
+    stops, found, pending = set(stop), set[Node](), list(roots)
+    while pending:
+        n = pending.pop()
+        if n in found:
+            continue
+        found.add(n)
+        if n not in stops and n in algebra.nodes and n.target not in CREATION | LIKE:
+            pending += tensors(n)
+    return found
+
+
+def _ahead(n: Node, algebra: Algebra) -> list[Node]:
+    """Everything algebra makes of `n`, constants too, in graph order."""
+    found, pending = {n}, [n]
+    while pending:
+        for user in pending.pop().users:
+            if user in algebra.nodes and user not in found:
+                found.add(user)
+                pending.append(user)
+    return sorted(found)
+
+
+def _roots(algebra: Algebra, ahead: list[Node]) -> list[Node]:
+    """What may be the attention's result: the last of what is made of a table, with the views of it that follow."""
+    made = [n for n in reversed(ahead) if n not in algebra.constants and isinstance(value(n), Tensor)]
+    ends = [n for n in made if len(n.users) != 1 or not all(map(algebra.passes_on, n.users))]
+    return [n for n in ends if value(n).dim() > 2]
+
+
+def _at(algebra: Algebra, root: Node) -> Retention | None:
+    everything = _closure(algebra, [root])
+    tables = sorted(n for n in everything if _is_table(algebra, n))
+    for rate in _rates(algebra, tables):
+        made_of = set() if rate is None else _closure(algebra, [rate])
+        own = [n for n in tables if n not in made_of]
+        if not own or rate in algebra.constants and not all(rate in _factors(algebra, n) for n in own):
+            continue
+        try:
+            with torch.no_grad():
+                found = _with_rate(algebra, root, own, rate)
+        except NoAxes:
+            continue
+        if found is not None and not _is_part(algebra, found, own):
+            return found
+    return None
+
+
+def _is_part(algebra: Algebra, found: Retention, tables: list[Node]) -> bool:
+    """Whether its decays meet its operands elsewhere too, or made its first state, as with a chunk by itself."""
+    own = {algebra.source(leaf.node) for leaf in (found.q, found.k, found.v)}
+    rate = set() if found.rate is None else _closure(algebra, [found.rate.node])
+    made_of = [n for n in found.inside | rate if n.target in POSITIONS or n not in algebra.nodes]
+    others = {n for m in (*made_of, *tables) for n in _ahead(m, algebra)} - found.inside - algebra.constants
+    results = {leaf.node for leaf in (found.o, *found.final_states)}
+    if found.initial_state is not None and others & _closure(algebra, [found.initial_state.node]):
+        return True
+    return any(n.target in APPLIES and own & _closure(algebra, [n], own | results) for n in others)
+
+
+def _rates(algebra: Algebra, tables: list[Node]) -> list[Node | None]:
+    """What may be the rate of `tables`."""
+    given = set.intersection(*(_without_positions(algebra, n) for n in tables))
+    if given:
+        return [_unviewed(max(given))]
+    return [*sorted(set().union(*(_factors(algebra, n) for n in tables)), reverse=True), None]
+
+
+def _factors(algebra: Algebra, table: Node) -> set[Node]:
+    """What `table` may be a power of, or the exponential of a multiple of."""
+    products = [m for m in _closure(algebra, [table]) if m.target in FACTORS and len(tensors(m)) == 2]
+    return {_unviewed(a) for m in products for a in tensors(m)} - {table}
+
+
+def _unviewed(n: Node) -> Node:
+    while n.target in VIEWS | SAME | EXPANSIONS and isinstance(n.args[0], Node):
+        n = n.args[0]
+    return n
+
+
+def _without_positions(algebra: Algebra, table: Node) -> set[Node]:
+    """What of a table's operands is no constant, and made of no positions."""
+    of_positions, found = set[Node](), set[Node]()
+    for n in sorted(_closure(algebra, [table])):
+        if n.target in POSITIONS or any(a in of_positions for a in n.all_input_nodes):
+            of_positions.add(n)
+        elif n not in algebra.constants and isinstance(value(n), Tensor):
+            found.add(n)
+    return found
+
+
+def _with_rate(algebra: Algebra, root: Node, tables: list[Node], rate: Node | None) -> Retention | None:
+    first = tables[0] if rate is None else rate
+    reached = set[Node]().union(*(_ahead(n, algebra) for n in (*tables, first))) - {rate}
+    carrying = (_closure(algebra, [root]) & reached) - algebra.constants
+    boundary = OperandBoundary(algebra, carrying, first)
+    operands = [n for n in boundary.leaves(root) if n is not first and n not in algebra.constants]
+    operands = [n for n in operands if rate is None or algebra.source(n) is not algebra.source(rate)]
+    if not 2 <= len(operands) <= MOST_OPERANDS:
+        return None
+    leaves = operands if rate is None else [rate, *operands]
+    exports, _ = exports_of(algebra, carrying, boundary.inside, leaves, first, root)
+    exports = [n for n in exports if _closure(algebra, [n], operands) & {*operands}]  # tables may serve several layers
+    nodes = sorted(_closure(algebra, [root, *exports], leaves) - set(leaves))
+    if any(n not in algebra.nodes and n not in algebra.constants for n in nodes):
+        return None
+    for pinned in (False, True):
+        try:
+            resized = Resized(RULES, nodes, leaves, Axes(LONGEST, SMALL))
+            if pinned:
+                pin(d for n in nodes if n.target in POSITIONS for d in resized.dims[n])
+            found = Trial(resized, root, tables, rate, operands, exports).found()
+        except NoAxes:
+            continue
+        if found is not None:
+            return found
+    return None

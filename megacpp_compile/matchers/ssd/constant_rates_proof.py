@@ -1,0 +1,195 @@
+"""The proof that a subgraph is a linear attention whose decay no token changes: at small sizes, on random operands, it
+computes what `megacpp::gated_linear_attention` does with gates that are all one rate."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from megacpp_compile.fx.edit import value
+from megacpp_compile.lowerings.gated_linear_attention.reference import gated_linear_attention
+from megacpp_compile.matchers.ssd.axes import Dim, NoAxes
+from megacpp_compile.matchers.ssd.resize import Resized, tensor_dims
+from megacpp_compile.matchers.ssd.roles import Leaf, arranged
+
+aten = torch.ops.aten
+POSITIONS = {aten.arange.default, aten.arange.start}
+MOST_ELEMENTS = 1 << 23  # of its largest tensor: 64 MiB
+TOLERANCE = 1e-8  # float64, a few hundred operations
+ROLES = ("v", "k", "q", "initial_state")
+
+
+@dataclasses.dataclass
+class Retention:
+    """A proved one. Atoms: b batch, t tokens, h heads, k channels of keys, v of values.
+
+    rate: what the logarithm of the decay is `factor` times, or the decay itself where `power`; None where `factor` is
+    that logarithm.
+    """
+
+    o: Leaf
+    final_states: list[Leaf]
+    q: Leaf
+    k: Leaf
+    v: Leaf
+    rate: Leaf | None
+    factor: float
+    power: bool
+    initial_state: Leaf | None
+    scale: float
+    dims: Mapping[str, tuple[object, ...]]
+    chunk: int
+    inside: set[Node]
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """`values` of the result and of what else is read, for operands `drawn`, where the logarithm of the decay is taken
+    to be `factor` times the rate, or that of the rate, or without a rate `factor` itself."""
+
+    drawn: dict[Node, Tensor]
+    values: list[Tensor]
+    factor: float
+
+
+class Trial:
+    """The subgraph run at small sizes, beside the recurrence, with each reading of its operands."""
+
+    def __init__(
+        self, r: Resized, root: Node, tables: list[Node], rate: Node | None, operands: list[Node],
+        exports: list[Node],
+    ) -> None:  # fmt: skip
+        self.r, self.root, self.tables, self.rate = r, root, tables, rate
+        self.operands, self.exports = operands, exports
+        self.power = rate is not None and any(n.target is aten.pow.Tensor_Tensor for n in tables)
+
+    def atoms(self, n: Node) -> Dim:
+        return [a for d in self.r.of(n) for a in d]
+
+    def found(self) -> Retention | None:
+        made = self.atoms(self.root)
+        if len(set(made)) != len(made):
+            return None
+        tried = [list(runs) for runs in zip(*(self._run(turn) for turn in (0, 1)), strict=True)]
+        heads = [] if self.rate is None else self.atoms(self.rate)
+        for roles in self._assignments():
+            q, k, v = (set(self.atoms(roles[name])) for name in ("q", "k", "v"))
+            n = [a for a in self.atoms(roles["k"]) if a in q - v and a not in made]
+            p = [a for a in made if a in v and a not in q | k | set(heads)]
+            shared = [a for a in made if a not in p]
+            if any(len(set(a)) != len(a) for a in map(self.atoms, roles.values())):
+                continue
+            if not p or not n or v - set(made) or (q | k) - {*n, *shared} or not set(heads) <= set(shared):
+                continue
+            every = [d for m in (self.root, *self.operands) for d in self.r.of(m) if d]
+            times = [d for d in every if set(d) <= {*shared} - {*heads}]
+            for t in {tuple(d): d for d in times}.values():
+                given = set(self.atoms(roles["initial_state"])) if "initial_state" in roles else set()
+                if not set(t) <= q & k & v or given - {*n, *p, *shared} or given & set(t):
+                    continue
+                others = [a for a in shared if a not in t]
+                for b in ([a for a in others if a not in heads][:1], []):
+                    h = [a for a in others if a not in b]
+                    for runs in tried if set(heads) <= set(h) else ():
+                        if (found := self._proved(runs, roles, b, t, h, n, p)) is not None:
+                            return found
+        return None
+
+    def _assignments(self) -> Iterator[dict[str, Node]]:
+        for names in itertools.permutations(ROLES, len(self.operands)):
+            roles = dict(zip(names, self.operands, strict=True))
+            if {"k", "v"} <= roles.keys():
+                yield {"q": roles["k"], **roles}
+
+    def _run(self, turn: int) -> list[Run]:
+        """With sizes and operands of `turn`: as if the decay rose with the rate, and as if it fell with it."""
+        r, runs = self.r, list[Run]()
+        r.solve(turn)
+        largest = max((math.prod(r.shape(d)) for n in r.nodes if (d := tensor_dims(r.dims[n]))), default=0)
+        if largest > MOST_ELEMENTS:
+            raise NoAxes("its positions are too many to be tried")
+        steep = min(1, 16 / max(r.shape(r.dims[self.root])))  # so that the first token is seen by the last
+        for sign in (1,) if self.rate is None or self.power else (1, -1):
+            generator = torch.Generator().manual_seed(turn)  # its own: what a model draws does not depend on compiling
+            drawn = {m: torch.randn(r.shape(r.of(m)), dtype=torch.float64, generator=generator) for m in r.leaves}
+            if self.rate is not None:
+                slopes = torch.rand(drawn[self.rate].shape, dtype=torch.float64, generator=generator)
+                slopes = steep * (0.05 + 0.2 * slopes)
+                drawn[self.rate] = (-slopes).exp() if self.power else -sign * slopes
+            count = 1 + len(self.exports)
+            values = r.run(drawn, [self.root, *self.exports, *self.tables])
+            factor = self._factor(drawn, values[count:])
+            runs.append(Run(drawn, values[:count], sign * factor if self.rate is not None else -factor))
+        return runs
+
+    def _factor(self, drawn: dict[Node, Tensor], tables: list[Tensor]) -> float:
+        """The least step of the tables' logarithms, in multiples of the rate, without its sign."""
+        r, steps = self.r, list[Tensor]()
+        for n, table in zip(self.tables, tables, strict=True):
+            logs = table.log()
+            if self.rate is not None:
+                own, dims = self.atoms(self.rate), r.of(n)
+                if [a for d in dims for a in d if a in own] != own:
+                    continue  # without its heads, or in another order
+                rate = (drawn[self.rate].log() if self.power else drawn[self.rate]).reshape(-1)
+                logs = logs / rate.view([r.axes.size([a for a in d if a in own]) for d in dims])
+            steps.append(logs[logs.isfinite()].flatten())
+        every = torch.cat(steps) if steps else torch.zeros(0)
+        every = every[every.abs() > 1e-9]
+        if not every.numel():
+            raise NoAxes("its tables do not decay")
+        return float(every.abs().min())
+
+    def _proved(
+        self, runs: Sequence[Run], roles: dict[str, Node], b: Dim, t: Dim, h: Dim, n: Dim, p: Dim
+    ) -> Retention | None:
+        r, axes, scales = self.r, self.r.axes, list[float]()
+        for turn, run in enumerate(runs):
+            r.solve(turn)
+            targets = {"q": [b, t, h, n], "k": [b, t, h, n], "v": [b, t, h, p], "initial_state": [b, h, n, p]}
+            given = {name: arranged(axes, run.drawn[m], r.of(m), targets[name]) for name, m in roles.items()}
+            logs = torch.ones([axes.size(h)], dtype=torch.float64)
+            if self.rate is not None:
+                rate = arranged(axes, run.drawn[self.rate], r.of(self.rate), [h])
+                logs = rate.log() if self.power else rate
+            gates = (run.factor * logs).expand(given["v"].shape[:3])
+            want, state, _ = gated_linear_attention(
+                given["q"], given["k"], given["v"], gates, given.get("initial_state"), None, 1.0, 64, torch.float64
+            )
+            got = arranged(axes, run.values[0], r.of(self.root), targets["v"])
+            scale = float((got * want).sum() / want.square().sum())
+            if not math.isfinite(scale) or scale == 0 or not _equal(got, scale * want):
+                return None
+            for final, found in zip(self.exports, run.values[1:], strict=True):
+                same = {a for d in r.of(final) for a in d} == {*b, *h, *n, *p}
+                if not same or not _equal(arranged(axes, found, r.of(final), targets["initial_state"]), state):
+                    return None
+            scales.append(scale)
+        factors = [run.factor for run in runs]
+        if any(abs(a - c) > TOLERANCE * abs(a) for a, c in (scales, factors)):
+            return None
+        leaf = {name: Leaf(m, tuple(tuple(d) for d in r.of(m))) for name, m in roles.items()}
+        o, *finals = (Leaf(m, tuple(tuple(d) for d in r.of(m))) for m in (self.root, *self.exports))
+        rate_leaf = None if self.rate is None else Leaf(self.rate, tuple(tuple(d) for d in r.of(self.rate)))
+        dims = {"b": tuple(b), "t": tuple(t), "h": tuple(h), "k": tuple(n), "v": tuple(p)}
+        chunk = max((value(m).shape[0] for m in r.nodes if m.target in POSITIONS), default=64)
+        return Retention(
+            o, finals, leaf["q"], leaf["k"], leaf["v"], rate_leaf, _rounded(factors[0]), self.power,
+            leaf.get("initial_state"), _rounded(scales[0]), dims, chunk if isinstance(chunk, int) else 64, set(r.nodes),
+        )  # fmt: skip
+
+
+def _rounded(number: float) -> float:
+    """Without what rounding in the trial made of it."""
+    number = float(f"{number:.13g}")
+    return float(round(number)) if abs(number - round(number)) < 1e-12 else number
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and bool((a - b).abs().max() <= TOLERANCE * b.abs().max())
