@@ -28,7 +28,7 @@ from megacpp_compile.matchers.delta_rule.rule import DeltaRule, find_delta_rules
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.recurrences import single_steps
 from megacpp_compile.matchers.ssd.axes import flat
-from megacpp_compile.passes._rewrites.arrange import arrange, gated_chunk_size, leading
+from megacpp_compile.passes._rewrites.arrange import arrange, gated_chunk_size, leading, results
 from megacpp_compile.passes._rule import REGION, Match, Recognised, in_other_modes
 
 name = "gated_delta_rule"
@@ -78,10 +78,6 @@ def _check(view: GraphView, rule: DeltaRule) -> Match | MatchFailure:
             torch.ops.megacpp.gated_delta_rule.default, *args, None, rule.scale, rule.qk_norm_eps,
             gated_chunk_size(rule.chunk), value(root).dtype,
         )  # fmt: skip
-        new = [arrange(build, (build.item(node, 0), (b, t, h, v)), rule.o.dims)]
-        for final in rule.final_states:
-            state = build.cast(build.item(node, 1), value(final.node).dtype)
-            new.append(arrange(build, (state, (b, h, k, v)), final.dims))
-        return node, new
+        return node, results(build, node, rule.o, (b, t, h, v), rule.final_states, (b, h, k, v))
 
     return Match(root, inputs, outputs, rewrite)

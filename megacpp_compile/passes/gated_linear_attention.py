@@ -21,8 +21,7 @@ from megacpp_compile.fx.edit import Builder, place, value
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.ssd.linear import LinearAttention, find_linear_attention
-from megacpp_compile.matchers.ssd.roles import Leaf
-from megacpp_compile.passes._rewrites.arrange import arrange, gated_chunk_size, leading
+from megacpp_compile.passes._rewrites.arrange import arrange, gated_chunk_size, leading, results
 from megacpp_compile.passes._rule import REGION, Match, in_other_modes
 
 name = "gated_linear_attention"
@@ -59,10 +58,6 @@ def _check(view: GraphView, found: LinearAttention) -> Match | MatchFailure:
             found.initial_state and arrange(build, found.initial_state, (b, h, k, v)),
             None, found.scale, gated_chunk_size(found.chunk), value(root).dtype,
         )  # fmt: skip
-        new = [arrange(build, Leaf(build.item(node, 0), (b, t, h, v)), found.o.dims)]
-        for final in found.final_states:
-            state = build.cast(build.item(node, 1), value(final.node).dtype)
-            new.append(arrange(build, Leaf(state, (b, h, k, v)), final.dims))
-        return node, new
+        return node, results(build, node, found.o, (b, t, h, v), found.final_states, (b, h, k, v))
 
     return Match(root, inputs, outputs, rewrite)

@@ -103,14 +103,20 @@ def _check(plan: PrecisionPlan, linear: Linear) -> Wanted | MatchFailure | None:
     if missing := _no_device_for(recipe)(x.device):
         return MatchFailure(node, "device", missing)
     gate = decision.reason.removeprefix("gate: ")
-    dtype = value(node).dtype
-    if dtype not in (torch.bfloat16, torch.float16):
-        return MatchFailure(node, *(("gate", gate) if gate else ("dtype", f"computed in {dtype}")))
-    for what, size in (("in features", k), ("out features", n), ("rows", rows)):
-        if not statically_known_true(size % MULTIPLES[recipe] == 0):
-            why = f"{size} {what}, not known to be a multiple of {MULTIPLES[recipe]}"
-            return MatchFailure(node, *(("gate", gate) if gate else ("multiple", why)))
+    misfit = _misfit(value(node).dtype, recipe, k, n, rows)
+    if misfit is not None:
+        return MatchFailure(node, *(("gate", gate) if gate else misfit))
     return Wanted(linear, recipe, shape, gate)
+
+
+def _misfit(dtype: torch.dtype, recipe: str, k: object, n: object, rows: object) -> tuple[str, str] | None:
+    """(tag, reason) where no GEMM of `recipe` takes a linear of `rows` x `k` to `n`, computed in `dtype`."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return "dtype", f"computed in {dtype}"
+    for what, size in (("in features", k), ("out features", n), ("rows", rows)):
+        if not statically_known_true(size % MULTIPLES[recipe] == 0):  # type: ignore[operator]
+            return "multiple", f"{size} {what}, not known to be a multiple of {MULTIPLES[recipe]}"
+    return None
 
 
 def _together(view: GraphView, wanted: Sequence[Wanted]) -> dict[Node, list[Wanted]]:
@@ -132,7 +138,7 @@ def _before(one: Wanted, first: Wanted) -> bool:
 
 def _group(sharing: list[Wanted]) -> list[Wanted]:
     """Those of linears with the same input that gain in one GEMM; none where each does what it does alone."""
-    narrow = [one for one in sharing if one.gate and one.shape is not None]
+    narrow = [one for one in sharing if one.gate]
     alone = [one for one in sharing if not one.gate]
     if alone:
         joining = [o for o in narrow if fp8_gain.joining_gain(o.recipe, o.shape) >= fp8_gain.LEAST_GAIN]  # type: ignore[arg-type]

@@ -34,8 +34,8 @@ from megacpp_compile.matchers.ssd.axes import flat
 from megacpp_compile.matchers.ssd.chain import joined
 from megacpp_compile.matchers.ssd.constant_rates import Retention, find_retentions
 from megacpp_compile.matchers.ssd.packed import Reading
-from megacpp_compile.matchers.ssd.scan import Leaf, NoScan, Scan, find_packed_scans, find_scans
-from megacpp_compile.passes._rewrites.arrange import arrange, leading
+from megacpp_compile.matchers.ssd.scan import NoScan, Scan, find_packed_scans, find_scans
+from megacpp_compile.passes._rewrites.arrange import arrange, leading, results
 from megacpp_compile.passes._rewrites.token_operands import has_logarithm
 from megacpp_compile.passes._rule import REGION, Match, in_other_modes
 
@@ -103,11 +103,7 @@ def _check(view: GraphView, scan: Scan) -> Match | MatchFailure:
             scan.D and arrange(build, scan.D, (h,)),
             state, chunk_size(scan.chunk), value(root).dtype, *documents,
         )  # fmt: skip
-        new = [arrange(build, Leaf(build.item(node, 0), (b, t, h, p)), scan.y.dims)]
-        for final in scan.final_states:
-            state = build.cast(build.item(node, 1), value(final.node).dtype)
-            new.append(arrange(build, Leaf(state, (b, h, p, n)), final.dims))
-        return node, new
+        return node, results(build, node, scan.y, (b, t, h, p), scan.final_states, (b, h, p, n))
 
     return Match(root, inputs, outputs, rewrite, note=f"documents: {scan.reading.value}" if scan.reading else "")
 
@@ -138,11 +134,7 @@ def _check_retention(view: GraphView, found: Retention) -> Match | MatchFailure:
             queries if found.scale == 1 else build(aten.mul.Tensor, queries, found.scale),
             None, state, chunk_size(found.chunk), value(root).dtype,
         )  # fmt: skip
-        new = [arrange(build, Leaf(build.item(node, 0), (b, t, h, v)), found.o.dims)]
-        for final in found.final_states:
-            last = build.cast(build.item(node, 1), value(final.node).dtype)
-            new.append(arrange(build, Leaf(last, (b, h, v, k)), final.dims))
-        return node, new
+        return node, results(build, node, found.o, (b, t, h, v), found.final_states, (b, h, v, k))
 
     return Match(root, inputs, outputs, rewrite)
 

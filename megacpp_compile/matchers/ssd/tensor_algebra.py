@@ -69,24 +69,29 @@ class Algebra:
         """What the value of `n` depends on; a constant, a mask, and what only lends its shape, is not."""
         return [] if n in self.constants else [a for a in tensors(n) if not self._known(a)]
 
-    def behind(self, roots: Iterable[Node], stop: Iterable[Node] = ()) -> set[Node]:
-        """Everything `roots` are made of by algebra, themselves and the operands it begins with included."""
+    def behind(self, roots: Iterable[Node], stop: Iterable[Node] = (), constants: bool = False) -> set[Node]:
+        """Everything `roots` are made of by algebra up to `stop`, themselves and the operands it begins with included.
+        constants: constants, too; what only lends its shape to one is none of it."""
         stops, found, pending = set(stop), set[Node](), list(roots)
         while pending:
             n = pending.pop()
             if n in found:
                 continue
             found.add(n)
-            if n in self.nodes and n not in stops:
+            if n not in self.nodes or n in stops:
+                continue
+            if not constants:
                 pending += self.inputs(n)
+            elif n.target not in CREATION | LIKE:
+                pending += tensors(n)
         return found
 
-    def ahead(self, root: Node) -> list[Node]:
-        """Everything algebra makes of `root`, in graph order."""
+    def ahead(self, root: Node, constants: bool = False) -> list[Node]:
+        """Everything algebra makes of `root`, in graph order. constants: constants, too."""
         found, pending = {root}, [root]
         while pending:
             for user in pending.pop().users:
-                if user in self.nodes and user not in self.constants and user not in found:
+                if user in self.nodes and user not in found and (constants or user not in self.constants):
                     found.add(user)
                     pending.append(user)
         return sorted(found)

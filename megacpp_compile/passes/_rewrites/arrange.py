@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import Builder
+from megacpp_compile.fx.edit import Builder, value
 from megacpp_compile.lowerings._kernels.gated_chunks import CHUNK_SIZES
 from megacpp_compile.matchers.ssd.axes import length
 from megacpp_compile.matchers.ssd.scan import Leaf
@@ -65,6 +65,18 @@ def arrange(build: Builder, leaf: Leaf | tuple[Node, Groups], target: Groups) ->
             node = build(aten.flatten.using_ints, node, at, at + len(group) - 1)
         at += 1
     return node
+
+
+def results(
+    build: Builder, node: Node, result: Leaf, dims: Groups, states: Sequence[Leaf], of_state: Groups
+) -> list[Node]:
+    """What carries `result` and each of `states`, in dimensions and dtype as plain code has them: `node`'s first output
+    has dimensions `dims`, its second, the last state, `of_state`."""
+    made = [arrange(build, (build.item(node, 0), dims), result.dims)]
+    for final in states:
+        state = build.cast(build.item(node, 1), value(final.node).dtype)
+        made.append(arrange(build, (state, of_state), final.dims))
+    return made
 
 
 def _tokens(group: tuple[Any, ...], dims: Groups) -> Groups | None:
