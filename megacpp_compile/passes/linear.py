@@ -156,7 +156,7 @@ def _match(view: GraphView, group: Sequence[Wanted], payloads: Payloads) -> Matc
     linears = [one.linear for one in group]
     outputs = [linear.node for linear in linears]
     inputs = list(dict.fromkeys(i for one in linears for i in (one.x, one.w, one.b) if i is not None))
-    note = f"{len(group)} linears in one GEMM" if len(group) > 1 else ""
+    note = f"{len(group)} linears, one in backward" if len(group) > 1 else ""
     rewrite = lambda build: _rewrite(view, build, linears, group[0].recipe, payloads)  # noqa: E731
     return Match(outputs[0], inputs, outputs, rewrite, note=note)
 
