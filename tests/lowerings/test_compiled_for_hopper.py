@@ -24,14 +24,14 @@ pytestmark = [
 RULE = "gated_delta_rule_"
 KERNELS = {
     ("gated_delta_rule", "gate_a_head"): {"delta_prepare", "delta_walk"},
-    ("gated_delta_rule", "gate_a_channel"): {"delta_prepare_channels", "delta_walk"},
+    ("gated_delta_rule", "gate_a_channel"): {"delta_mild_chunks", "delta_prepare", "delta_prepare_channels", "delta_walk"},
     ("gated_delta_rule_backward", "gate_a_head"): {
         RULE + name for name in ("prepare", "states", "reverse_walk", "query_grad", "value_grad", "key_grad")
     },
     ("gated_delta_rule_backward", "gate_a_channel"): {
         RULE + name
-        for name in ("prepare_channels", "states", "reverse_walk", "query_grad_channels", "value_grad",
-                     "read_grad_channels", "key_grad_channels")
+        for name in ("prepare", "prepare_channels", "states", "reverse_walk", "query_grad_channels", "value_grad",
+                     "read_grad_channels", "key_grad_channels", "query_grad_mild", "key_grad_mild", "grads_mild")
     },
     ("ssd_scan", "plain"): {"ssd_decay", "ssd_walk"},
     ("ssd_scan", "documents"): {"ssd_decay", "ssd_cuts", "ssd_walk"},

@@ -3,7 +3,7 @@
 The decay between two tokens is inside the sum over channels, and neither of two factors of it may grow. So pairs of
 tokens are told apart by halves: a chunk is cut in two, then each half, down to single rows, and a pair belongs to the
 cut that parts it. With G_m at the cut, the first row behind it, both factors are exp(-|G - G_m|) <= 1, and one GEMM of
-the chunk serves all cuts of one size. Chunks that decay little take one in all (`_triton_mild`).
+the chunk serves all cuts of one size. Chunks that decay little are not these kernels' (`_triton_mild_gradients`).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from megacpp_compile.lowerings.gated_delta_rule._triton_backward_tiles import (
     add_product,
     chunk_and_head,
     chunk_tokens,
-    inverse_norm,
+    from_behind,
+    normed,
     operand,
     product,
     through_norm,
 )
-from megacpp_compile.lowerings.gated_delta_rule._triton_mild import served_elsewhere
 from megacpp_compile.lowerings.gated_delta_rule._triton_states import LOG2_E, NO_STEP
 
 
@@ -38,35 +38,13 @@ def _cut(decay, log, C: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
-def _from_middle(decay, C: tl.constexpr, K: tl.constexpr):
-    """2^(G - G_m) and the reciprocal of a mild chunk, for G [C, K] in memory; and which rows come before a row."""
-    r, n = tl.arange(0, C), tl.arange(0, K)[None, :]
-    apart = tl.load(decay + (r[:, None] * K + n)) - tl.load(decay + ((C // 2 - 1) * K + n))
-    return tl.exp2(apart), tl.exp2(0 - apart), r[:, None] > r[None, :]
-
-
-@triton.jit
-def _normed(x, x_t, length, eps, C: tl.constexpr, K: tl.constexpr, NORM: tl.constexpr):
-    """Rows of queries or keys in float32, times what normalises them, and that."""
-    r, n = tl.arange(0, C)[:, None], tl.arange(0, K)[None, :]
-    rows = tl.load(x + (r * x_t + n), mask=r < length, other=0).to(tl.float32)
-    norm = inverse_norm(rows, eps, NORM)
-    return rows * norm[:, None], norm
-
-
-@triton.jit
 def _add_decayed_keys(to, pairs, k, k_t, length, eps, decay, C: tl.constexpr, K: tl.constexpr, CUTS: tl.constexpr,
-                      MILD: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+                      NORM: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
     """`to` and, for each row t, the keys of the rows i before it times pairs[t, i] and the decay from i to t."""
-    if MILD:
-        reader, writer, before = _from_middle(decay, C, K)
-        keys, _ = _normed(k, k_t, length, eps, C, K, NORM)
-        to += product(tl.where(before, pairs, 0), keys * writer, WIDE) * reader
-    else:
-        for log in range(CUTS):
-            factor, parted = _cut(decay, log, C, K)
-            keys, _ = _normed(k, k_t, length, eps, C, K, NORM)
-            to += product(tl.where(parted, pairs, 0), keys * factor, WIDE) * factor
+    for log in range(CUTS):
+        factor, parted = _cut(decay, log, C, K)
+        keys, _ = normed(k, k_t, length, eps, C, K, NORM)
+        to += product(tl.where(parted, pairs, 0), keys * factor, WIDE) * factor
     return to
 
 
@@ -76,13 +54,12 @@ def gated_delta_rule_prepare_channels(q, k, do, g, beta, inverse, table, decay, 
                                       q_b, q_t, q_h, k_b, k_t, k_h, do_b, do_t, do_h, g_b, g_t, g_h,
                                       beta_b, beta_t, beta_h,
                                       C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-                                      CUTS: tl.constexpr, MILD: tl.constexpr, SKIP: tl.constexpr, BETA: tl.constexpr,
+                                      CUTS: tl.constexpr, SKIP: tl.constexpr, BETA: tl.constexpr,
                                       NORM: tl.constexpr, PACKED: tl.constexpr,
                                       WIDE: tl.constexpr):  # fmt: skip
     """As `gated_delta_rule_prepare`, with decay [b, c, h, C, K] a channel. Queries that read the state and keys that
     write it have theirs inside, and norms, in reading and writing [b, t, h, K]; no_decay is 0 and norms are 1 for them.
-    ends [b, c, h, K]: the decay over the chunk. CUTS: log2(C). mild, MILD, SKIP: see
-    `_triton_mild`."""
+    ends [b, c, h, 3, K]: the chunk's sum, and twice 0. CUTS: log2(C). SKIP: leaves out mild chunks."""
     scale, eps = single(scale), single(eps)
     c, h = chunk_and_head(chunks)
     b = tl.program_id(1).to(tl.int64)
@@ -90,19 +67,23 @@ def gated_delta_rule_prepare_channels(q, k, do, g, beta, inverse, table, decay, 
     first, length = chunk_tokens(table, c, tokens, C, PACKED)
     there = r < length
     row = (b * chunks + c) * heads + h
-    if served_elsewhere(mild, row, MILD, SKIP):
-        return
+    if SKIP:
+        if tl.load(mild + row) != 0:
+            return
     k += b * k_b + h // per_key * k_h + first * k_t
     q += b * q_b + h // per_key * q_h + first * q_t
     g += b * g_b + h * g_h + first * g_t
     gates = tl.load(g + (r[:, None] * g_t + n), mask=there[:, None], other=0).to(tl.float32) * LOG2_E
-    keys, _ = _normed(k, k_t, length, eps, C, K, NORM)
-    queries, _ = _normed(q, q_t, length, eps, C, K, NORM)
+    keys, _ = normed(k, k_t, length, eps, C, K, NORM)
+    queries, _ = normed(q, q_t, length, eps, C, K, NORM)
     total = tl.cumsum(gates, 0)
     whole = tl.sum(gates, 0)
     decay += row * C * K
     tl.store(decay + (r[:, None] * K + n), total)
-    tl.store(ends + row * K + tl.arange(0, K), tl.exp2(whole))
+    ends += row * 3 * K + tl.arange(0, K)
+    tl.store(ends, whole)
+    tl.store(ends + K, tl.zeros([K], tl.float32))
+    tl.store(ends + 2 * K, tl.zeros([K], tl.float32))
     step = tl.full([C], 1, tl.float32)
     if BETA:
         step = tl.load(beta + b * beta_b + h * beta_h + first * beta_t + r * beta_t, mask=there, other=0)
@@ -118,14 +99,9 @@ def gated_delta_rule_prepare_channels(q, k, do, g, beta, inverse, table, decay, 
     tl.store(writing + at, as_stored(keys * tl.exp2(whole[None, :] - total), writing), mask=there[:, None])
     tl.debug_barrier()  # rows of the decay are read by other threads than wrote them
     scores = tl.where(r[:, None] == r[None, :], tl.sum(queries * keys, 1)[:, None], 0.0)
-    if MILD:
-        apart = total - tl.sum(tl.where(r[:, None] == C // 2 - 1, total, 0.0), 0)[None, :]
-        between = product(queries * tl.exp2(apart), tl.trans(keys * tl.exp2(0 - apart)), WIDE)
-        scores += tl.where(r[:, None] > r[None, :], between, 0)
-    else:
-        for log in range(CUTS):
-            factor, parted = _cut(decay, log, C, K)
-            scores += tl.where(parted, product(queries * factor, tl.trans(keys * factor), WIDE), 0)
+    for log in range(CUTS):
+        factor, parted = _cut(decay, log, C, K)
+        scores += tl.where(parted, product(queries * factor, tl.trans(keys * factor), WIDE), 0)
     scores = tl.trans(operand(scores * scale, WIDE))
     do += b * do_b + h * do_h + first * do_t
     for j in range(V // BV):
@@ -155,7 +131,7 @@ def gated_delta_rule_query_grad_channels(q, k, do, table, decay, steps, states, 
                                          mild, tokens, chunks, heads, per_key, scale, eps,
                                          q_b, q_t, q_h, k_b, k_t, k_h, do_b, do_t, do_h,
                                          C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-                                         CUTS: tl.constexpr, MILD: tl.constexpr, SKIP: tl.constexpr,
+                                         CUTS: tl.constexpr, SKIP: tl.constexpr,
                                          NORM: tl.constexpr, PACKED: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
     """What a value head gives to dq [b, t, h, K]; the gradient of P, d_scores [b, c, h, C, C], before decays; and the
     queries' part of that of the decays, d_decay [b, c, h, C, K]."""
@@ -166,8 +142,9 @@ def gated_delta_rule_query_grad_channels(q, k, do, table, decay, steps, states, 
     first, length = chunk_tokens(table, c, tokens, C, PACKED)
     there = r[:, None] < length
     row = (b * chunks + c) * heads + h
-    if served_elsewhere(mild, row, MILD, SKIP):
-        return
+    if SKIP:
+        if tl.load(mild + row) != 0:
+            return
     q += b * q_b + h // per_key * q_h + first * q_t
     k += b * k_b + h // per_key * k_h + first * k_t
     do += b * do_b + h * do_h + first * do_t
@@ -185,10 +162,10 @@ def gated_delta_rule_query_grad_channels(q, k, do, table, decay, steps, states, 
     scores *= (tl.load(steps + row * C + r) * scale)[None, :]
     tl.store(d_scores + row * C * C + (r[:, None] * C + r[None, :]), as_stored(scores, d_scores))
     d *= tl.exp2(tl.load(decay + (r[:, None] * K + n))) * scale
-    d = _add_decayed_keys(d, scores, k, k_t, length, eps, decay, C, K, CUTS, MILD, NORM, WIDE)
-    queries, of_q = _normed(q, q_t, length, eps, C, K, NORM)
+    d = _add_decayed_keys(d, scores, k, k_t, length, eps, decay, C, K, CUTS, NORM, WIDE)
+    queries, of_q = normed(q, q_t, length, eps, C, K, NORM)
     tl.store(d_decay + row * C * K + (r[:, None] * K + n), queries * d)
-    keys, _ = _normed(k, k_t, length, eps, C, K, NORM)
+    keys, _ = normed(k, k_t, length, eps, C, K, NORM)
     d += tl.sum(tl.where(r[:, None] == r[None, :], scores, 0), 1)[:, None] * keys
     d = through_norm(d, queries, of_q, NORM)
     tl.store(dq + (r[:, None] * (heads * K) + n), as_stored(d, dq), mask=there)
@@ -198,7 +175,7 @@ def gated_delta_rule_query_grad_channels(q, k, do, table, decay, steps, states, 
 def gated_delta_rule_read_grad_channels(k, table, decay, states, d_between, d_decay, d_reads, dv,
                                         mild, tokens, chunks, heads, per_key, eps, k_b, k_t, k_h,
                                         C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-                                        CUTS: tl.constexpr, MILD: tl.constexpr, SKIP: tl.constexpr,
+                                        CUTS: tl.constexpr, SKIP: tl.constexpr,
                                         NORM: tl.constexpr, PACKED: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
     """The gradient of keys where they read the state or stand in A's rows, d_reads [b, c, h, C, K]; what it gives to
     that of the decays is added to `d_decay`. d_between [b, c, h, C, C]: the gradient of A, before decays."""
@@ -208,8 +185,9 @@ def gated_delta_rule_read_grad_channels(k, table, decay, states, d_between, d_de
     r, n, m = tl.arange(0, C), tl.arange(0, K)[None, :], tl.arange(0, K)[:, None]
     first, length = chunk_tokens(table, c, tokens, C, PACKED)
     row = (b * chunks + c) * heads + h
-    if served_elsewhere(mild, row, MILD, SKIP):
-        return
+    if SKIP:
+        if tl.load(mild + row) != 0:
+            return
     k += b * k_b + h // per_key * k_h + first * k_t
     dv += ((b * tokens + first) * heads + h) * V
     decay += row * C * K
@@ -221,10 +199,10 @@ def gated_delta_rule_read_grad_channels(k, table, decay, states, d_between, d_de
         d = add_product(d, d_value, tl.trans(operand(state, WIDE)), WIDE)
     d *= 0 - tl.exp2(tl.load(decay + (r[:, None] * K + n)))
     between = tl.load(d_between + row * C * C + (r[:, None] * C + r[None, :]))
-    d = _add_decayed_keys(d, between, k, k_t, length, eps, decay, C, K, CUTS, MILD, NORM, WIDE)
+    d = _add_decayed_keys(d, between, k, k_t, length, eps, decay, C, K, CUTS, NORM, WIDE)
     at = row * C * K + (r[:, None] * K + n)
     tl.store(d_reads + at, d)
-    keys, _ = _normed(k, k_t, length, eps, C, K, NORM)
+    keys, _ = normed(k, k_t, length, eps, C, K, NORM)
     tl.store(d_decay + at, tl.load(d_decay + at) + keys * d)
 
 
@@ -233,7 +211,7 @@ def gated_delta_rule_key_grad_channels(q, k, table, decay, steps, ends, states, 
                                        d_decay, d_reads, dk, dg, mild, tokens, chunks, heads, per_key, eps,
                                        q_b, q_t, q_h, k_b, k_t, k_h,
                                        C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-                                       CUTS: tl.constexpr, MILD: tl.constexpr, SKIP: tl.constexpr,
+                                       CUTS: tl.constexpr, SKIP: tl.constexpr,
                                        NORM: tl.constexpr, PACKED: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
     """What a value head gives to dk [b, t, h, K], from d_reads and from keys where they write the state or stand in
     columns of A and P; and dg."""
@@ -244,8 +222,9 @@ def gated_delta_rule_key_grad_channels(q, k, table, decay, steps, ends, states, 
     first, length = chunk_tokens(table, c, tokens, C, PACKED)
     there = r[:, None] < length
     row = (b * chunks + c) * heads + h
-    if served_elsewhere(mild, row, MILD, SKIP):
-        return
+    if SKIP:
+        if tl.load(mild + row) != 0:
+            return
     q += b * q_b + h // per_key * q_h + first * q_t
     k += b * k_b + h // per_key * k_h + first * k_t
     out = ((b * tokens + first) * heads + h) * K
@@ -261,38 +240,24 @@ def gated_delta_rule_key_grad_channels(q, k, table, decay, steps, ends, states, 
     whole = tl.load(decay + (C - 1) * K + tl.arange(0, K))
     left = tl.exp2(whole[None, :] - tl.load(decay + (r[:, None] * K + n)))
     d *= left * tl.load(steps + row * C + r)[:, None]
-    keys, _ = _normed(k, k_t, length, eps, C, K, NORM)
-    at_end = tl.sum(keys * d, 0) + inner * tl.load(ends + row * K + tl.arange(0, K))
+    keys, _ = normed(k, k_t, length, eps, C, K, NORM)
+    at_end = tl.sum(keys * d, 0) + inner * tl.exp2(tl.load(ends + row * 3 * K + tl.arange(0, K)))
     pairs = row * C * C + (r[:, None] * C + r[None, :])
-    if MILD:
-        reader, writer, before = _from_middle(decay, C, K)
-        queries, _ = _normed(q, q_t, length, eps, C, K, NORM)
-        own = product(tl.trans(tl.load(d_scores + pairs, mask=before, other=0)), queries * reader, WIDE)
-        keys, _ = _normed(k, k_t, length, eps, C, K, NORM)
-        own = add_product(own, tl.trans(tl.load(d_between + pairs, mask=before, other=0)), keys * reader, WIDE)
-        d += own * writer
-    else:
-        for log in range(CUTS):
-            factor, parted = _cut(decay, log, C, K)
-            queries, _ = _normed(q, q_t, length, eps, C, K, NORM)
-            own = product(tl.trans(tl.load(d_scores + pairs, mask=parted, other=0)), queries * factor, WIDE)
-            keys, _ = _normed(k, k_t, length, eps, C, K, NORM)
-            own = add_product(own, tl.trans(tl.load(d_between + pairs, mask=parted, other=0)), keys * factor, WIDE)
-            d += own * factor
+    for log in range(CUTS):
+        factor, parted = _cut(decay, log, C, K)
+        queries, _ = normed(q, q_t, length, eps, C, K, NORM)
+        own = product(tl.trans(tl.load(d_scores + pairs, mask=parted, other=0)), queries * factor, WIDE)
+        keys, _ = normed(k, k_t, length, eps, C, K, NORM)
+        own = add_product(own, tl.trans(tl.load(d_between + pairs, mask=parted, other=0)), keys * factor, WIDE)
+        d += own * factor
     at = row * C * K + (r[:, None] * K + n)
-    keys, of_k = _normed(k, k_t, length, eps, C, K, NORM)
-    gate = _from_behind(tl.load(d_decay + at) - keys * d) + at_end[None, :]
+    keys, of_k = normed(k, k_t, length, eps, C, K, NORM)
+    gate = from_behind(tl.load(d_decay + at) - keys * d) + at_end[None, :]
     tl.store(dg + out + (r[:, None] * (heads * K) + n), as_stored(gate, dg), mask=there)
     diagonal = tl.load(d_scores + row * C * C + r * (C + 1)).to(tl.float32)
-    queries, _ = _normed(q, q_t, length, eps, C, K, NORM)
+    queries, _ = normed(q, q_t, length, eps, C, K, NORM)
     d = through_norm(d + tl.load(d_reads + at) + diagonal[:, None] * queries, keys, of_k, NORM)
     tl.store(dk + out + (r[:, None] * (heads * K) + n), as_stored(d, dk), mask=there)
-
-
-@triton.jit
-def _from_behind(x):
-    """Sums over a row and all behind it."""
-    return tl.sum(x, 0)[None, :] - tl.cumsum(x, 0) + x
 
 
 CHOICES = [{"num_warps": warps, "num_stages": 1} for warps in (4, 8)]

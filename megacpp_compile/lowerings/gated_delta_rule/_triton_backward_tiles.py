@@ -80,6 +80,15 @@ def inverse_norm(rows, eps, NORM: tl.constexpr):
 
 
 @triton.jit
+def normed(x, x_t, length, eps, C: tl.constexpr, K: tl.constexpr, NORM: tl.constexpr):
+    """Rows of queries or keys in float32, times what normalises them, and that."""
+    r, n = tl.arange(0, C)[:, None], tl.arange(0, K)[None, :]
+    rows = tl.load(x + (r * x_t + n), mask=r < length, other=0).to(tl.float32)
+    norm = inverse_norm(rows, eps, NORM)
+    return rows * norm[:, None], norm
+
+
+@triton.jit
 def through_norm(grad, unit, norm, NORM: tl.constexpr):
     """The gradient of rows from that of `unit` = rows * norm, norm = (|row|^2 + eps)^-1/2."""
     if NORM:
@@ -92,6 +101,27 @@ def through_norm(grad, unit, norm, NORM: tl.constexpr):
 def whole_decay(ends, row, whole, K: tl.constexpr, CHANNELS: tl.constexpr):
     """What is left of a state [K, ...] after a chunk: of each channel, or of all."""
     if CHANNELS:
-        return tl.load(ends + row * K + tl.arange(0, K))[:, None]
+        return tl.exp2(tl.load(ends + row * 3 * K + tl.arange(0, K)))[:, None]
     else:
         return tl.exp2(whole)
+
+
+@triton.jit
+def read_factor(ends, row, K: tl.constexpr, CHANNELS: tl.constexpr):
+    """What a state [K, ...] is multiplied by where a chunk reads it (`_triton_mild`)."""
+    if CHANNELS:
+        return tl.exp2(tl.load(ends + row * 3 * K + K + tl.arange(0, K)))[:, None]
+    else:
+        return 1.0
+
+
+@triton.jit
+def write_factor(ends, row, K: tl.constexpr):
+    """What a chunk's k^T U [K, ...] is multiplied by where gates are a channel's (`_triton_mild`)."""
+    return tl.exp2(tl.load(ends + row * 3 * K + 2 * K + tl.arange(0, K)))[:, None]
+
+
+@triton.jit
+def from_behind(x):
+    """Sums over a row and all behind it."""
+    return tl.sum(x, 0)[None, :] - tl.cumsum(x, 0) + x

@@ -4,7 +4,7 @@ Decay between two tokens, exp(G_t - G_i), is now inside the sum over channels, a
 for each GEMM operand, neither of which may grow. So pairs of tokens are told apart by halves: a chunk is cut in two,
 then each half, down to single rows, and a pair belongs to the cut that parts it. With G_m at the cut, the first row
 behind it, both factors are exp(-|G - G_m|) <= 1, and one GEMM of the chunk serves all cuts of one size. Chunks that
-decay little take one in all (`_triton_mild`).
+decay little are not these kernels' (`_triton_mild`).
 """
 
 from __future__ import annotations
@@ -15,22 +15,10 @@ import triton.language as tl
 from megacpp_compile.lowerings._kernels.triton_cast import as_stored, single
 from megacpp_compile.lowerings._kernels.triton_launch import Kernel
 from megacpp_compile.lowerings.gated_delta_rule._triton_inverse import unit_lower_inverse
-from megacpp_compile.lowerings.gated_delta_rule._triton_mild import served_elsewhere
-from megacpp_compile.lowerings.gated_delta_rule._triton_prepare import inverse_norm
-from megacpp_compile.lowerings.gated_delta_rule._triton_tiles import LOG2_E, chunk_tokens, dot
-from megacpp_compile.lowerings.ssd_scan._triton_gemms import gemm
+from megacpp_compile.lowerings.gated_delta_rule._triton_tiles import LOG2_E, chunk_tokens, dot, inverse_norm, sums
 
 # Channels that a program takes at once: their tiles fit into registers.
 AT_ONCE = 64
-
-
-@triton.jit
-def _sums(which, gates, WIDE: tl.constexpr):
-    """`which` @ gates, for a matrix of zeros and ones: sums of gates, without the cancelling of a difference of two."""
-    if WIDE:
-        return gemm(which.to(tl.float32), gates, True)
-    else:
-        return gemm(which.to(tl.float32).to(tl.bfloat16), gates, False)
 
 
 @triton.jit
@@ -42,22 +30,15 @@ def _to_cut(r, c, log):
 
 
 @triton.jit
-def _from_middle(r, c, C: tl.constexpr):
-    """[t, j]: 1 where token j lies between the first half's last row and t, -1 where between t and that row."""
-    t, j, m = r[:, None], c[None, :], C // 2 - 1
-    return ((j > m) & (j <= t)).to(tl.float32) - ((j > t) & (j <= m)).to(tl.float32)
-
-
-@triton.jit
 def delta_prepare_channels(q, k, g, beta, places, inverse, mixed, factors, gated_q, gated_k, out_keys, ends,
                            mild, tokens, heads, per_key, chunks, scale, eps, q_b, q_t, q_h, k_b, k_t, k_h,
                            g_b, g_t, g_h, beta_b, beta_t, beta_h, C: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
-                           MILD: tl.constexpr, SKIP: tl.constexpr, BETA: tl.constexpr, NORM: tl.constexpr,
-                           DOCUMENTS: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+                           SKIP: tl.constexpr, BETA: tl.constexpr, NORM: tl.constexpr, DOCUMENTS: tl.constexpr,
+                           WIDE: tl.constexpr):  # fmt: skip
     """A chunk of a value head: `inverse`, `mixed` and `factors` as `delta_prepare`, without gates in the factors.
 
     gated_q = q exp(G), gated_k = k exp(G), out_keys = k exp(G_C - G), all [b, tokens, heads, K] and normed;
-    ends [b, chunks, heads, K] = exp(G_C). mild, MILD, SKIP: see `_triton_mild`.
+    ends [b, chunks, heads, 3, K] = G_C in powers of 2, and twice 0. SKIP: leaves out mild chunks.
     """
     scale, eps = single(scale), single(eps)
     c, h, b = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -72,8 +53,9 @@ def delta_prepare_channels(q, k, g, beta, places, inverse, mixed, factors, gated
     g += b * g_b + h * g_h + t[:, None] * g_t
     every = tl.arange(0, K)[None, :]
     chunk = (b * chunks + c) * heads + h
-    if served_elsewhere(mild, chunk, MILD, SKIP):
-        return
+    if SKIP:
+        if tl.load(mild + chunk) != 0:
+            return
     k_norm = inverse_norm(tl.load(k + every, mask=there[:, None], other=0), eps, NORM)
     q_norm = inverse_norm(tl.load(q + every, mask=there[:, None], other=0), eps, NORM)
     if BETA:
@@ -89,25 +71,21 @@ def delta_prepare_channels(q, k, g, beta, places, inverse, mixed, factors, gated
         queries = tl.load(q + n[None, :], mask=there[:, None], other=0).to(tl.float32) * q_norm[:, None]
         gates = tl.load(g + n[None, :], mask=there[:, None], other=0).to(tl.float32) * LOG2_E
         at = rows * K + n[None, :]
-        decay = tl.exp2(_sums(r[:, None] >= r[None, :], gates, WIDE))
+        decay = tl.exp2(sums(r[:, None] >= r[None, :], gates, WIDE))
         tl.store(gated_q + at, as_stored(queries * decay, gated_q), mask=there[:, None])
         tl.store(gated_k + at, as_stored(keys * decay, gated_k), mask=there[:, None])
-        decay = tl.exp2(_sums(r[:, None] < r[None, :], gates, WIDE))
+        decay = tl.exp2(sums(r[:, None] < r[None, :], gates, WIDE))
         tl.store(out_keys + at, as_stored(keys * decay, out_keys), mask=there[:, None])
-        tl.store(ends + chunk * K + n, tl.exp2(tl.sum(gates, 0)))
+        tl.store(ends + chunk * 3 * K + n, tl.sum(gates, 0))
+        tl.store(ends + chunk * 3 * K + K + n, tl.zeros([BK], tl.float32))
+        tl.store(ends + chunk * 3 * K + 2 * K + n, tl.zeros([BK], tl.float32))
         scores += tl.where(r[:, None] == r[None, :], tl.sum(queries * keys, 1)[:, None], 0.0)
-        if MILD:
-            apart = _sums(_from_middle(r, r, C), gates, WIDE)
-            reader, across = tl.exp2(apart), tl.trans(keys * tl.exp2(0 - apart))
-            lower += tl.where(r[:, None] > r[None, :], dot(keys * reader, across, None, WIDE), 0.0)
-            scores += tl.where(r[:, None] > r[None, :], dot(queries * reader, across, None, WIDE), 0.0)
-        else:
-            for log in range(4 + C // 32):
-                decay = tl.exp2(_sums(_to_cut(r, r, log), gates, WIDE))
-                parted = ((r[:, None] ^ r[None, :]) >> log == 1) & (r[:, None] > r[None, :])
-                across = tl.trans(keys * decay)
-                lower += tl.where(parted, dot(keys * decay, across, None, WIDE), 0.0)
-                scores += tl.where(parted, dot(queries * decay, across, None, WIDE), 0.0)
+        for log in range(4 + C // 32):
+            decay = tl.exp2(sums(_to_cut(r, r, log), gates, WIDE))
+            parted = ((r[:, None] ^ r[None, :]) >> log == 1) & (r[:, None] > r[None, :])
+            across = tl.trans(keys * decay)
+            lower += tl.where(parted, dot(keys * decay, across, None, WIDE), 0.0)
+            scores += tl.where(parted, dot(queries * decay, across, None, WIDE), 0.0)
     solved = unit_lower_inverse(lower * step[:, None], C, WIDE)
     row = rows * C + r[None, :]
     tl.store(inverse + row, as_stored(solved, inverse), mask=there[:, None])

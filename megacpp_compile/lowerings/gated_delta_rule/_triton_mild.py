@@ -1,8 +1,10 @@
-"""Triton: chunks in which no channel decays by much, "mild", whose pairs of tokens take one GEMM in place of one a cut.
+"""Triton: chunks in which no channel decays by much, "mild": gates a channel as factors of queries and keys.
 
-Their factors are 2^(G - G_m) and 2^(G_m - G), with G_m of the last row of the chunk's first half. One of the two grows,
-so that this serves where no channel decays by more than 2^MOST over half a chunk. One kernel is launched for the mild
-chunks and one for the others, each of which leaves the other's alone: both in one spill registers.
+The decay from token i to t is 2^(G_t - G_m) 2^(G_m - G_i), with G_m of the last row of the chunk's first half. Queries
+and keys that read take the first, keys that write the second, and the chunk is one of a rule without gates, whose state
+enters times 2^G_m and is written to times 2^(G_C - G_m). One of the two factors grows, so that this serves where no
+channel decays by more than 2^MOST over half a chunk. Every kernel is launched twice, for the mild chunks and for the
+others (`_triton_channels`, `_triton_backward_channels`), and leaves the other's alone: both in one spill registers.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from megacpp_compile.lowerings._kernels.triton_cast import as_stored, single
 from megacpp_compile.lowerings._kernels.triton_launch import Kernel
 from megacpp_compile.lowerings.gated_delta_rule._triton_tiles import LOG2_E, chunk_tokens
 
@@ -18,29 +21,73 @@ MOST = tl.constexpr(64.0)
 
 
 @triton.jit
-def delta_mild_chunks(g, places, mild, tokens, heads, chunks, g_b, g_t, g_h, C: tl.constexpr, K: tl.constexpr,
-                      DOCUMENTS: tl.constexpr):  # fmt: skip
-    """mild [b, chunks, heads], int32: whether a chunk of gates g [b, tokens, heads, K] is."""
-    c, h, b = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    first, end = chunk_tokens(places, c, tokens, C, DOCUMENTS)
-    t = first.to(tl.int64) + tl.arange(0, C)
-    g += b * g_b + h * g_h + t[:, None] * g_t + tl.arange(0, K)[None, :]
-    decay = tl.abs(tl.load(g, mask=(t < end)[:, None], other=0).to(tl.float32)) * LOG2_E
-    early = (tl.arange(0, C) < C // 2)[:, None]
-    first_half, second = tl.sum(tl.where(early, decay, 0.0), 0), tl.sum(tl.where(early, 0.0, decay), 0)
-    steepest = tl.max(tl.maximum(first_half, second), 0)
-    tl.store(mild + (b * chunks + c) * heads + h, (steepest <= MOST).to(tl.int32))
+def _sums(g, g_t, there, FROM: tl.constexpr, TO: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr):
+    """Of rows FROM to TO of gates, `there` of which are there: their sum, and that of their sizes, in powers of 2."""
+    total, size = tl.zeros([K], tl.float32), tl.zeros([K], tl.float32)
+    for block in range((TO - FROM) // ROWS):
+        for i in tl.static_range(ROWS):
+            r = FROM + block * ROWS + i
+            gate = tl.load(g + r * g_t, mask=r < there, other=0).to(tl.float32) * LOG2_E
+            total += gate
+            size += tl.abs(gate)
+    return total, size
 
 
 @triton.jit
-def served_elsewhere(mild, row, MILD: tl.constexpr, SKIP: tl.constexpr):
-    """Whether a chunk is another launch's. MILD: this is that of mild chunks; SKIP: of the others. Neither: of all."""
-    if MILD:
-        return tl.load(mild + row) == 0
-    elif SKIP:
-        return tl.load(mild + row) != 0
+def row_norm(x, eps, NORM: tl.constexpr):
+    """What normalises a row, or 1."""
+    if NORM:
+        return tl.rsqrt(tl.sum(x * x, 0) + eps)
     else:
-        return row < 0
+        return 1.0
 
 
-mild_chunks = Kernel(delta_mild_chunks, [{"num_warps": w, "num_stages": 1} for w in (4, 8)], key=("heads", "C", "K"))
+@triton.jit
+def delta_mild_chunks(q, k, g, places, mild, queries, keys, out_keys, ends, tokens, heads, per_key, chunks, eps,
+                      q_b, q_t, q_h, k_b, k_t, k_h, g_b, g_t, g_h, C: tl.constexpr, K: tl.constexpr,
+                      ROWS: tl.constexpr, NORM: tl.constexpr, DOCUMENTS: tl.constexpr):  # fmt: skip
+    """mild [b, chunks, heads], int32: whether a chunk of gates g [b, tokens, heads, K] is; and of those that are,
+
+    queries = q 2^(G - G_m), keys = k 2^(G - G_m), out_keys = k 2^(G_m - G), all [b, tokens, heads, K] and normed;
+    ends [b, chunks, heads, 3, K] = G_C, G_m and G_C - G_m, in powers of 2.
+    A warp walks over the rows, ROWS unrolled, with the gates' sum in registers: tiles would take a scan or a GEMM.
+    """
+    eps = single(eps)
+    c, h, b = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    first, end = chunk_tokens(places, c, tokens, C, DOCUMENTS)
+    there = tl.zeros([K], tl.int32) + (end - first)
+    first = first.to(tl.int64)
+    n = tl.arange(0, K)
+    g += b * g_b + h * g_h + first * g_t + n
+    chunk = (b * chunks + c) * heads + h
+    early, steep = _sums(g, g_t, there, 0, C // 2, K, ROWS)
+    late, steeper = _sums(g, g_t, there, C // 2, C, K, ROWS)
+    steepest = tl.max(tl.maximum(steep, steeper), 0)
+    tl.store(mild + chunk, (steepest <= MOST).to(tl.int32))
+    if steepest > MOST:
+        return
+    ends += chunk * 3 * K + n
+    tl.store(ends, early + late)
+    tl.store(ends + K, early)
+    tl.store(ends + 2 * K, late)
+    q += b * q_b + h // per_key * q_h + first * q_t + n
+    k += b * k_b + h // per_key * k_h + first * k_t + n
+    out = ((b * tokens + first) * heads + h) * K + n
+    apart = 0 - early
+    for block in range(C // ROWS):
+        for i in tl.static_range(ROWS):
+            r = block * ROWS + i
+            apart += tl.load(g + r * g_t, mask=r < there, other=0).to(tl.float32) * LOG2_E
+            reader, at = tl.exp2(apart), out + r.to(tl.int64) * heads * K
+            row = tl.load(q + r * q_t, mask=r < there, other=0).to(tl.float32)
+            row *= row_norm(row, eps, NORM)
+            tl.store(queries + at, as_stored(row * reader, queries), mask=r < there)
+            row = tl.load(k + r * k_t, mask=r < there, other=0).to(tl.float32)
+            row *= row_norm(row, eps, NORM)
+            tl.store(keys + at, as_stored(row * reader, keys), mask=r < there)
+            tl.store(out_keys + at, as_stored(row * tl.exp2(0 - apart), out_keys), mask=r < there)
+
+
+mild_chunks = Kernel(
+    delta_mild_chunks, [{"num_warps": 1, "num_stages": 1, "ROWS": n} for n in (4, 8)], key=("heads", "C", "K")
+)

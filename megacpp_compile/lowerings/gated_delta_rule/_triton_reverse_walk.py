@@ -12,7 +12,9 @@ from megacpp_compile.lowerings.gated_delta_rule._triton_backward_tiles import (
     chunk_tokens,
     operand,
     product,
+    read_factor,
     whole_decay,
+    write_factor,
 )
 
 
@@ -26,6 +28,7 @@ def gated_delta_rule_reverse_walk(q, k, do, w, du_local, decay, steps, norms, en
     """Gradients of the states that leave the chunks [b, c, h, K, V] and of U, du [b, c, h, C, V], and of the first
     state: BV of V channels, in registers from chunk to chunk.
 
+    With gates a channel the states that gradients are of are those times what `k^T U` is multiplied by.
     Two GEMMs wait for the state's gradient, that of U and what w takes from it; the one of the queries does not.
     """
     scale = single(scale)
@@ -57,14 +60,22 @@ def gated_delta_rule_reverse_walk(q, k, do, w, du_local, decay, steps, norms, en
         grad = tl.load(do + first * do_t + (r[:, None] * do_t + p), mask=there, other=0)
         local = tl.load(du_local + row * C * V + r[:, None] * V + p)
         reads = tl.load(w + row * C * K + r[:, None] * K + n[None, :])
-        leaving = operand(state, WIDE)
+        if CHANNELS:
+            leaving = operand(state * write_factor(ends, row, K), WIDE)
+        else:
+            leaving = operand(state, WIDE)
         tl.store(d_states + row * K * V + at, as_stored(leaving, d_states))
         d = product(keys, leaving, WIDE) * (of_k * tl.exp2(whole - total))[:, None] + local.to(tl.float32)
         tl.store(du + row * C * V + r[:, None] * V + p, as_stored(d, du))
         weighted = grad.to(tl.float32) * (of_q * tl.exp2(total) * scale)[:, None]
         state *= whole_decay(ends, row, whole, K, CHANNELS)
-        state = add_product(state, tl.trans(operand(queries, WIDE)), weighted, WIDE)
-        state = add_product(state, tl.trans(operand(reads, WIDE)), d * (0 - step)[:, None], WIDE)
+        if CHANNELS:
+            entering = product(tl.trans(operand(queries, WIDE)), weighted, WIDE)
+            entering = add_product(entering, tl.trans(operand(reads, WIDE)), d * (0 - step)[:, None], WIDE)
+            state += entering * read_factor(ends, row, K, CHANNELS)
+        else:
+            state = add_product(state, tl.trans(operand(queries, WIDE)), weighted, WIDE)
+            state = add_product(state, tl.trans(operand(reads, WIDE)), d * (0 - step)[:, None], WIDE)
     tl.store(d_initial + (document * heads + h) * K * V + at, state)
 
 

@@ -19,7 +19,9 @@ from megacpp_compile.lowerings.gated_delta_rule._triton_backward_tiles import (
     inverse_norm,
     operand,
     product,
+    read_factor,
     whole_decay,
+    write_factor,
 )
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -28,17 +30,18 @@ NO_STEP = tl.constexpr(1e-18)
 
 
 @triton.jit
-def gated_delta_rule_prepare(q, k, do, g, beta, inverse, table, decay, steps, norms, solve, w, du_local,
-                             tokens, chunks, heads, per_key, scale, eps,
+def gated_delta_rule_prepare(q, k, out_keys, do, g, beta, inverse, table, decay, steps, norms, solve, w, du_local,
+                             mild, tokens, chunks, heads, per_key, scale, eps,
                              q_b, q_t, q_h, k_b, k_t, k_h, do_b, do_t, do_h, g_b, g_t, g_h, beta_b, beta_t, beta_h,
                              C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-                             GATED: tl.constexpr, BETA: tl.constexpr, NORM: tl.constexpr, PACKED: tl.constexpr,
-                             WIDE: tl.constexpr):  # fmt: skip
+                             GATED: tl.constexpr, MILD: tl.constexpr, BETA: tl.constexpr, NORM: tl.constexpr,
+                             PACKED: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
     """What a chunk of a value head needs that no state enters.
 
     decay, steps [b, c, h, C]: g summed up to and with a token, in powers of 2, and beta; behind the last token nothing
     decays and nothing comes in. norms [b, c, h, 2, C]: what normalises a row of q and of k.
     solve [b, c, h, C, C] = (I + A diag(beta))^-1; w [b, c, h, C, K] = solve Kh; du_local [b, c, h, C, V] = P^T dO'.
+    MILD: of mild chunks alone, whose gates and norms are in q, k and out_keys (`_triton_mild`).
     """
     scale, eps = single(scale), single(eps)
     c, h = chunk_and_head(chunks)
@@ -49,7 +52,15 @@ def gated_delta_rule_prepare(q, k, do, g, beta, inverse, table, decay, steps, no
     q += b * q_b + h // per_key * q_h + first * q_t
     k += b * k_b + h // per_key * k_h + first * k_t
     row = (b * chunks + c) * heads + h
+    if MILD:
+        if tl.load(mild + row) == 0:
+            return
     keys = operand(tl.load(k + (r[:, None] * k_t + n), mask=there[:, None], other=0), WIDE)
+    if MILD:
+        columns = out_keys + b * k_b + h // per_key * k_h + first * k_t + (r[:, None] * k_t + n)
+        across = tl.trans(tl.load(columns, mask=there[:, None], other=0))
+    else:
+        across = tl.trans(keys)
     of_k = inverse_norm(keys, eps, NORM)
     tl.store(norms + (2 * row + 1) * C + r, of_k)
     total, step = tl.zeros([C], tl.float32), tl.full([C], 1, tl.float32)
@@ -66,8 +77,10 @@ def gated_delta_rule_prepare(q, k, do, g, beta, inverse, table, decay, steps, no
     if BETA:
         smallest = tl.min(tl.where(there, tl.abs(step), 1), 0)
         if smallest < NO_STEP:
-            between = product(keys, tl.trans(keys), WIDE) * of_k[:, None] * of_k[None, :]
+            between = product(keys, across, WIDE) * of_k[:, None] * of_k[None, :]
             between *= tl.exp2(tl.where(r[:, None] > r[None, :], total[:, None] - total[None, :], float("-inf")))
+            if MILD:
+                between = tl.where(r[:, None] > r[None, :], between, 0)
             solved = 0 - product(between, solved * step[None, :], WIDE)
         else:
             solved = solved * (step[None, :] / tl.where(there, step, 1)[:, None])
@@ -78,8 +91,10 @@ def gated_delta_rule_prepare(q, k, do, g, beta, inverse, table, decay, steps, no
     queries = operand(tl.load(q + (r[:, None] * q_t + n), mask=there[:, None], other=0), WIDE)
     of_q = inverse_norm(queries, eps, NORM)
     tl.store(norms + 2 * row * C + r, of_q)
-    scores = product(queries, tl.trans(keys), WIDE) * (of_q * scale)[:, None] * of_k[None, :]
+    scores = product(queries, across, WIDE) * (of_q * scale)[:, None] * of_k[None, :]
     scores *= tl.exp2(tl.where(r[:, None] >= r[None, :], total[:, None] - total[None, :], float("-inf")))
+    if MILD:  # above the diagonal a product of factors may be infinite, which a weight of 0 does not undo
+        scores = tl.where(r[:, None] >= r[None, :], scores, 0)
     scores = tl.trans(operand(scores, WIDE))
     do += b * do_b + h * do_h + first * do_t
     for j in tl.static_range(V // BV):
@@ -123,13 +138,16 @@ def gated_delta_rule_states(k, v, solve, w, decay, steps, norms, ends, table, st
         values = tl.load(v + first * v_t + (r[:, None] * v_t + p), mask=there, other=0)
         solved = tl.load(solve + row * C * C + r[:, None] * C + r[None, :])
         reads = tl.load(w + row * C * K + r[:, None] * K + n[None, :])
-        entering = operand(state, WIDE)
+        entering = operand(state * read_factor(ends, row, K, CHANNELS), WIDE)
         tl.store(states + row * K * V + at, as_stored(entering, states))
         error = product(solved, values, WIDE) - product(reads, entering, WIDE)
         tl.store(errors + row * C * V + r[:, None] * V + p, as_stored(error, errors))
         update = error * (of_k * step * tl.exp2(whole - total))[:, None]
         state *= whole_decay(ends, row, whole, K, CHANNELS)
-        state = add_product(state, tl.trans(operand(keys, WIDE)), update, WIDE)
+        if CHANNELS:
+            state += product(tl.trans(operand(keys, WIDE)), update, WIDE) * write_factor(ends, row, K)
+        else:
+            state = add_product(state, tl.trans(operand(keys, WIDE)), update, WIDE)
 
 
 prepare = Kernel(

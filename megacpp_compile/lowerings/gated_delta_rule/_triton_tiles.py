@@ -1,4 +1,4 @@
-"""Triton device code shared by the gated delta rule's kernels: GEMMs, and which tokens a chunk has."""
+"""Triton device code shared by the gated delta rule's kernels: GEMMs, norms, sums of gates, and a chunk's tokens."""
 
 from __future__ import annotations
 
@@ -33,3 +33,23 @@ def chunk_tokens(places, c, tokens, C: tl.constexpr, DOCUMENTS: tl.constexpr):
         return tl.load(places + 2 * c), tl.load(places + 2 * c + 1)
     else:
         return c * C, tl.minimum(c * C + C, tokens)
+
+
+@triton.jit
+def inverse_norm(x, eps, NORM: tl.constexpr):
+    """1 / the length of each row; ones without `NORM`."""
+    x = x.to(tl.float32)
+    squares = tl.sum(x * x, 1)
+    if NORM:
+        return tl.rsqrt(squares + eps)
+    else:
+        return tl.full(squares.shape, 1.0, tl.float32)
+
+
+@triton.jit
+def sums(which, gates, WIDE: tl.constexpr):
+    """`which` @ gates, for a matrix of zeros and ones: sums of gates, without the cancelling of a difference of two."""
+    if WIDE:
+        return gemm(which.to(tl.float32), gates, True)
+    else:
+        return gemm(which.to(tl.float32).to(tl.bfloat16), gates, False)

@@ -21,8 +21,9 @@ def delta_walk(q, k, out_keys, v, inverse, mixed, factors, ends, first_state, do
     S = exp(G_C) S + k^T (exp(G_C - G) U), with the factors that `prepare` wrote. o needs no U, so that each chunk
     multiplies three times in a row, no more.
     states [b, segments, heads, K, V]: S every `EVERY` chunks of a row; last [n, heads, K, V].
-    `CHANNELS`: gates are in q, k and out_keys, and ends [b, chunks, heads, K] has exp(G_C). `DOCUMENTS`: one after the
-    other in a sequence, the n-th from documents[n] on, bases [n] its first chunk.
+    `CHANNELS`: gates are in q, k and out_keys, and ends [b, chunks, heads, 3, K] has, in powers of 2, what is left of S
+    and what S and k^T U are multiplied by where they are read and written. `DOCUMENTS`: one after the other in a
+    sequence, the n-th from documents[n] on, bases [n] its first chunk.
     """
     tile, h, n = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     r = tl.arange(0, C)
@@ -44,7 +45,7 @@ def delta_walk(q, k, out_keys, v, inverse, mixed, factors, ends, first_state, do
     each = every_head * tokens * (1 if DOCUMENTS else tl.num_programs(2))
     factors += (b * heads + h) * tokens
     states += (b * segments * heads + h) * K * V + at
-    ends += ((b * chunks + chunk) * heads + h) * K + channel
+    ends += ((b * chunks + chunk) * heads + h) * 3 * K + channel
     state = tl.zeros([K, BV], tl.float32)
     if FIRST:
         state += tl.load(first_state + (n * heads + h) * K * V + at).to(tl.float32)
@@ -63,20 +64,26 @@ def delta_walk(q, k, out_keys, v, inverse, mixed, factors, ends, first_state, do
         into_q = tl.load(factors + 2 * each + t, mask=there, other=0)
         into_u = tl.load(factors + 3 * each + t, mask=there, other=0)
         if CHANNELS:
-            whole = tl.load(ends + i * every_head * K)[:, None]
+            whole = tl.exp2(tl.load(ends + i * every_head * 3 * K))[:, None]
+            entering = tl.exp2(tl.load(ends + i * every_head * 3 * K + K))[:, None]
+            written = tl.exp2(tl.load(ends + i * every_head * 3 * K + 2 * K))[:, None]
             leaving = tl.load(out_keys + t[:, None] * k_t, mask=there[:, None], other=0)
         else:
             whole = tl.load(factors + 4 * each + first + i * C)
             leaving = keys
         if (chunk + i) % EVERY == 0:
             tl.store(states + (chunk + i) // EVERY * every_head * K * V, state)
-        operand = state if WIDE else state.to(tl.bfloat16)
+        read = state * entering if CHANNELS else state
+        operand = read if WIDE else read.to(tl.bfloat16)
         rest = values.to(tl.float32) * step[:, None] - dot(keys, operand, None, WIDE) * into_k[:, None]
         rest = rest if WIDE else rest.to(tl.bfloat16)
         update = dot(solved, rest, None, WIDE) * into_u[:, None]
         rows = dot(scores, rest, dot(queries, operand, None, WIDE) * into_q[:, None], WIDE)
         tl.store(o + row * V + column[None, :], as_stored(rows, o), mask=there[:, None])
-        state = dot(tl.trans(leaving), update, state * whole, WIDE)
+        if CHANNELS:
+            state = state * whole + dot(tl.trans(leaving), update, None, WIDE) * written
+        else:
+            state = dot(tl.trans(leaving), update, state * whole, WIDE)
     tl.store(last + (n * heads + h) * K * V + at, state)
 
 

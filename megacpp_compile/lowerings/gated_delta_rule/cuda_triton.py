@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from megacpp_compile.lowerings._kernels.chunk_grid import STATES_EVERY, chunks_bound, segments_bound
 from megacpp_compile.lowerings._kernels.triton_launch import last_dim_contiguous, strides
 from megacpp_compile.lowerings.gated_delta_rule import _triton_channels, _triton_prepare, _triton_walk
-from megacpp_compile.lowerings.gated_delta_rule._mild_chunks import launch, mild_chunks
+from megacpp_compile.lowerings.gated_delta_rule._mild_chunks import MildChunks
 from megacpp_compile.lowerings.gated_delta_rule.cuda_triton_backward import gated_delta_rule_backward, shared_memory
 from megacpp_compile.lowerings.gated_delta_rule.reference import inverse_dtype
 
@@ -177,22 +177,27 @@ def _prepared(
         return call.chunks, call.heads, call.batch
 
     norm = {"scale": scale, "eps": 0.0 if eps is None else eps, "NORM": int(eps is not None)}
-    common = call.heads_and_strides() | norm | {"places": places, "inverse": inverse, "mixed": mixed}
     factors = call.new(5, call.batch, call.heads, call.tokens)
+    common = call.heads_and_strides() | norm | {"places": places, "inverse": inverse, "mixed": mixed,
+                                                "factors": factors, "chunks": call.chunks}  # fmt: skip
     if not call.per_channel:
-        _triton_prepare.prepare(grid, {"num_warps": 8 if call.wide else 4, "num_stages": 1}, factors=factors, **common)
+        _triton_prepare.prepare(
+            grid, {"num_warps": 8 if call.wide else 4, "num_stages": 1}, out_keys=call.k, mild=places, MILD=0, **common
+        )
         return {"q": call.q, "k": call.k, "out_keys": call.k, "factors": factors, "ends": factors, "CHANNELS": 0,
                 "per_key": call.heads // call.key_heads, **strides("q", call.q, "bth"),
                 **strides("k", call.k, "bth")}  # fmt: skip
-    rows = call.batch, call.tokens, call.heads, call.K
-    queries, keys, leaving = (call.new(*rows, dtype=call.narrow) for _ in range(3))
-    ends = call.new(call.batch, call.chunks, call.heads, call.K)
     assert call.g is not None
-    mild = mild_chunks(call.g, places, call.chunks, call.chunk, call.documents is not None, call.wide)
-    launch(
-        _triton_channels.prepare, grid, call.wide, 4, 4, factors=factors, gated_q=queries, gated_k=keys,
-        out_keys=leaving, ends=ends, mild=mild, chunks=call.chunks, BK=min(call.K, _triton_channels.AT_ONCE),
+    chunks = MildChunks(
+        call.q, call.k, call.g, places, call.chunks, call.chunk, eps, call.documents is not None, call.wide
+    )
+    launch = {"num_warps": 4, "num_stages": 1}
+    _triton_channels.prepare(
+        grid, launch, gated_q=chunks.queries, gated_k=chunks.keys, out_keys=chunks.out_keys, ends=chunks.ends,
+        mild=chunks.mild, SKIP=int(chunks.told_apart), BK=min(call.K, _triton_channels.AT_ONCE),
         **{name: arg for name, arg in common.items() if name != "GATED"},
     )  # fmt: skip
-    return {"q": queries, "k": keys, "out_keys": leaving, "factors": factors, "ends": ends, "CHANNELS": 1, "per_key": 1,
-            **strides("q", queries, "bth"), **strides("k", keys, "bth")}  # fmt: skip
+    if chunks.told_apart:
+        inside = {"GATED": 0, "NORM": 0, "MILD": 1}
+        _triton_prepare.prepare(grid, launch, mild=chunks.mild, **(common | chunks.rows() | inside))
+    return chunks.rows() | {"factors": factors, "ends": chunks.ends, "CHANNELS": 1}

@@ -1,0 +1,101 @@
+"""A call of `gated_delta_rule`'s backward: its sizes, its operands as kernels read them, and what kernels share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from megacpp_compile.lowerings._kernels.chunk_grid import chunks_bound
+from megacpp_compile.lowerings._kernels.triton_launch import last_dim_contiguous, strides
+from megacpp_compile.lowerings.gated_delta_rule._chunk_tables import ChunkTables
+
+# Channels of v that a program of the reverse walk has, and chunks it has loaded or is loading.
+COLUMNS, STAGES = 32, 3
+
+
+class Call:
+    """Sizes, and the operands as the kernels read them: channels contiguous in memory, any other strides."""
+
+    def __init__(
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None,
+        cu_seqlens: Tensor | None, scale: float, eps: float | None, chunk_size: int,
+    ) -> None:  # fmt: skip
+        self.batch, self.tokens, self.key_heads, self.K = q.shape
+        self.heads, self.V = v.shape[2:]
+        self.per_key, self.C, self.scale, self.eps = self.heads // self.key_heads, chunk_size, scale, eps
+        self.do, self.q, self.k, self.v = (last_dim_contiguous(t) for t in (do, q, k, v))
+        self.per_channel = g is not None and g.dim() == 4
+        self.g = last_dim_contiguous(g) if g is not None and self.per_channel else g
+        self.beta = beta
+        self.wide = any(t.dtype != torch.bfloat16 for t in (q, k, v))
+        self.inner = torch.float32 if self.wide else torch.bfloat16
+        self.chunks = chunks_bound(self.tokens, chunk_size, cu_seqlens)
+        self.packed = ChunkTables(cu_seqlens, chunk_size, self.chunks) if cu_seqlens is not None else None
+        # Value heads that read one row of keys on their way to the state.
+        self.per_state = 1 if self.per_channel else self.per_key
+        self.cuts = chunk_size.bit_length() - 1
+        self.by_key = (self.chunks * self.key_heads, self.batch)
+        # Without gates or documents the kernels have no use for these pointers.
+        self.nothing = torch.empty(0, dtype=torch.int32, device=q.device)
+        sizes = {"C": chunk_size, "K": self.K, "V": self.V, "PACKED": int(self.packed is not None)}
+        self.common = {"tokens": self.tokens, "chunks": self.chunks, "heads": self.heads,
+                       "table": self.packed.chunks if self.packed else self.nothing,
+                       "WIDE": int(self.wide), **sizes}  # fmt: skip
+
+    @property
+    def empty(self) -> bool:
+        return any(statically_known_true(size == 0) for size in (self.batch, self.tokens, self.heads))
+
+    def new(self, *shape: Any, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.q.device)
+
+    def at_once(self, columns: int) -> int:
+        """Channels of v that a program takes at once."""
+        return min(self.V, 32 if self.wide else columns)
+
+    def stages(self, narrow: int) -> int:
+        return _stages(self.C, self.K, self.wide, narrow)
+
+    def by_chunk(self, *shape: Any, dtype: torch.dtype = torch.float32) -> Tensor:
+        return self.new(self.batch, self.chunks, *shape, dtype=dtype)
+
+    def strides_of(self, *names: str) -> dict[str, Any]:
+        return {name: at for of in names for name, at in strides(of, getattr(self, of), "bth").items()}
+
+
+def _stages(chunk: int, keys: int, wide: bool, narrow: int) -> int:
+    """Chunks that a walk has in shared memory: as many as fit in float32. One is avoided: with it Triton 3.6 reads
+    beyond (see `ssd_scan`)."""
+    return narrow if not wide else 2 if chunk * keys <= 64 * 64 else 1
+
+
+def shared_memory(chunk: int, keys: int, wide: bool) -> int:
+    """Bytes of it that a program of the reverse walk takes, the most of all kernels."""
+    numbers = _stages(chunk, keys, wide, STAGES) * chunk * (3 * keys + 2 * COLUMNS) + COLUMNS * (keys + chunk)
+    return numbers * (4 if wide else 2)
+
+
+def prepared(call: Call) -> dict[str, Tensor]:
+    heads, C = call.heads, call.C
+    return {
+        "steps": call.by_chunk(heads, C),
+        "norms": call.by_chunk(heads, 2, C),
+        "solve": call.by_chunk(heads, C, C, dtype=call.inner),
+        "w": call.by_chunk(heads, C, call.K, dtype=call.inner),
+        "du_local": call.by_chunk(heads, C, call.V, dtype=call.inner),
+    }
+
+
+def prepare_args(call: Call, inverse: Tensor) -> dict[str, Any]:
+    beta = call.do if call.beta is None else call.beta
+    return {"q": call.q, "k": call.k, "do": call.do, "beta": beta, "inverse": inverse, "scale": call.scale,
+            "eps": call.eps or 0.0, "per_key": call.per_key, "BETA": int(call.beta is not None),
+            "NORM": int(call.eps is not None), **strides("beta", beta, "bth"), **call.strides_of("q", "k", "do"),
+            **call.common}  # fmt: skip
+
+
+def only(made: dict[str, Tensor], names: str) -> dict[str, Tensor]:
+    return {name: made[name] for name in names.split()}
