@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megacpp_compile.lowerings.gated_delta_rule import reference
+
+from . import relative_error
 from .agreement import disagreements, faults, of_kernels, on, poisoned_memory, reference_of
 from .delta_cases import RULES, final_gradient, rule
 
@@ -64,20 +67,20 @@ def test_equal_inputs_give_equal_bits(rand, gate):
         assert torch.equal(first, second)
 
 
-@pytest.mark.parametrize("decay", ["usual", "strong", "mixed"])
+@pytest.mark.parametrize("decay", ["usual", "strong", "mixed", "late"])
 def test_chunks_that_decay_little_take_one_gemm(rand, decay, monkeypatch):
     """Results are those of cuts for every chunk, within what rounding bfloat16 operands does; "mixed" has chunks of both
-    kinds in a sequence. The launches are told apart: one that served the other's chunks would write its poison."""
+    kinds in a sequence, and in "late" it is the second half of one that decays. The launches are told apart: one that served the other's chunks would write its poison."""
     from megacpp_compile.lowerings.gated_delta_rule import _mild_chunks, cuda_triton, cuda_triton_backward
 
     drawn = {"b": 1, "t": 130, "hk": 1, "hv": 2, "chunk": 64, "gate": "channel"}
-    *given, scale, eps, chunk, out = rule(rand, torch.bfloat16, decay="usual" if decay == "mixed" else decay, **drawn)
-    if decay == "mixed":
-        given[3][:, 64:128] *= 40
+    *given, scale, eps, chunk, out = rule(rand, torch.bfloat16, decay="strong" if decay == "strong" else "usual", **drawn)
+    if decay in ("mixed", "late"):
+        given[3][:, 64 if decay == "mixed" else 96 : 128] *= 40
     given = on(DEVICE, given)
     q, k, _, g, *_ = given
     told = _mild_chunks.MildChunks(q, k, g, g, 3, 64, 1e-6, False, False).mild
-    mild = {"usual": [1, 1, 1], "strong": [0, 0, 1], "mixed": [1, 0, 1]}[decay]  # two tokens cannot decay by 2^64
+    mild = {"usual": [1, 1, 1], "strong": [0, 0, 1], "mixed": [1, 0, 1], "late": [1, 0, 1]}[decay]  # two tokens cannot decay by 2^64
     assert told[0].tolist() == [[m, m] for m in mild]
 
     def made():
@@ -90,3 +93,25 @@ def test_chunks_that_decay_little_take_one_gemm(rand, decay, monkeypatch):
     got = made()
     monkeypatch.setattr(_mild_chunks, "told_apart", lambda wide: False)
     assert not faults(got, made(), 4 * torch.finfo(torch.bfloat16).eps)
+
+
+@pytest.mark.parametrize("steep", [1, 4])
+def test_a_rate_that_all_tokens_share(rand, steep):
+    """Its gradient is what is left of sums that cancel: several times further off where a row and a column round the
+    same product differently."""
+    from megacpp_compile.lowerings.gated_delta_rule import cuda_triton
+
+    drawn = {"b": 1, "t": 200, "hk": 2, "hv": 2, "k": 32, "v": 32, "chunk": 64, "gate": "channel", "initial": False}
+    *given, scale, eps, chunk, _ = rule(rand, torch.bfloat16, **drawn)
+    given[3] = steep * torch.nn.functional.logsigmoid(given[3] + 3)
+
+    def gradient(given, kernels):
+        o, _, states, inverse = kernels.gated_delta_rule(*given, scale, eps, chunk, given[3].dtype)
+        leaf = o.detach().requires_grad_()
+        (seed.to(o) * torch.nn.functional.rms_norm(leaf, leaf.shape[-1:], eps=1e-6)).sum().backward()
+        dg = kernels.gated_delta_rule_backward(leaf.grad, None, *given, states, inverse, scale, eps, chunk)[3]
+        return (dg.double() * given[3].double()).sum((0, 1))
+
+    (seed,) = on(DEVICE, (rand(*given[2].shape),))
+    want = gradient(on(DEVICE, given, torch.float64), reference)
+    assert relative_error(gradient(on(DEVICE, given), cuda_triton), want) < 2 * torch.finfo(torch.bfloat16).eps

@@ -22,7 +22,7 @@ from megacpp_compile.lowerings.gated_delta_rule._backward_call import Call, only
 from megacpp_compile.lowerings.gated_delta_rule._mild_chunks import MildChunks
 
 # Rows of a chunk that the last kernel's loop has unrolled.
-ROWS = 4
+ROWS = 8
 NARROW, BROAD = {"num_warps": 4, "num_stages": 1}, {"num_warps": 8, "num_stages": 1}
 
 
@@ -43,20 +43,21 @@ class GatesAChannel:
         return self.call.chunks * self.call.heads, self.call.batch
 
     def prepare(self, inverse: Tensor) -> dict[str, Tensor]:
-        """The steps and a chunk's parts that no state enters. What reads and writes the state has its decays inside, so
-        that `decay` is 0, but for `ends`."""
+        """The steps and a chunk's parts that no state enters. What reads and writes the state has decays and norms
+        inside, so that nobody reads those of a token."""
         call, chunks = self.call, self.chunks
-        made, decay = prepared(call), call.by_chunk(call.heads, call.C)
+        made = prepared(call)
+        unread = made.pop("norms")
         args = made | prepare_args(call, inverse) | {"g": self.g, "mild": chunks.mild, **strides("g", self.g, "bth")}
         _triton_backward_channels.prepare(
-            self._grid, BROAD, BV=call.at_once(64), decay=self.sums, no_decay=decay, reading=chunks.queries,
+            self._grid, BROAD, BV=call.at_once(64), decay=self.sums, reading=chunks.queries,
             writing=chunks.out_keys, ends=chunks.ends, CUTS=call.cuts, SKIP=int(chunks.told_apart), **args,
         )  # fmt: skip
         if chunks.told_apart:
-            inside = {"GATED": 0, "NORM": 0, "MILD": 1, "BV": call.at_once(128), "decay": decay}
+            inside = {"GATED": 0, "NORM": 0, "MILD": 1, "BV": call.at_once(128), "decay": unread, "norms": unread}
             _triton_states.prepare(self._grid, NARROW, **(args | chunks.rows() | inside))
-        own = {"decay": decay, "ends": chunks.ends, "reading": chunks.queries, "writing": chunks.out_keys}
-        return made | own
+        return made | {"decay": unread, "norms": unread, "ends": chunks.ends, "reading": chunks.queries,
+                       "writing": chunks.out_keys}  # fmt: skip
 
     def gradients(self, inverse: Tensor, made: dict[str, Tensor]) -> tuple[Tensor, ...]:
         call, g, beta = self.call, self.g, self.call.beta
@@ -64,7 +65,7 @@ class GatesAChannel:
         dbeta = call.new(0) if beta is None else call.new(*beta.shape, dtype=beta.dtype)
         d_scores, d_between = (call.by_chunk(call.heads, call.C, call.C, dtype=call.inner) for _ in range(2))
         _triton_gradients.value_grad(
-            self._grid, NARROW, BV=call.at_once(64), k=call.k, inverse=inverse, du=made["du"], dv=dv, dbeta=dbeta,
+            self._grid, NARROW, BV=call.at_once(128), k=call.k, inverse=inverse, du=made["du"], dv=dv, dbeta=dbeta,
             d_between=d_between, d_decay=made["ends"], key_heads=call.heads, HB=1, CHANNELS=1,
             BETA=int(beta is not None), **only(made, "decay steps norms errors"), **call.strides_of("k"),
             **call.common,
@@ -114,13 +115,15 @@ class GatesAChannel:
         d_queries, d_keys = parts
         d_out_keys, d_end = self.sums, call.by_chunk(call.heads, call.K)
         shared = {"mild": chunks.mild, "d_scores": pairs["d_scores"], **call.common}
-        gemms = {"BV": call.at_once(64), "out_keys": chunks.out_keys, **only(made, "steps states errors"), **shared}
+        gemms = {"out_keys": chunks.out_keys, **only(made, "steps states errors"), **shared}
         _triton_mild_gradients.query_grad(
-            self._grid, NARROW, do=call.do, scale=call.scale, d_queries=d_queries, **call.strides_of("do"), **gemms
-        )
+            self._grid, NARROW, BV=call.at_once(128), do=call.do, scale=call.scale, d_queries=d_queries,
+            **call.strides_of("do"), **gemms,
+        )  # fmt: skip
         _triton_mild_gradients.key_grad(
-            self._grid, NARROW, queries=chunks.queries, keys=chunks.keys, d_states=made["d_states"],
-            d_between=pairs["d_between"], dv=dv, d_keys=d_keys, d_out_keys=d_out_keys, d_end=d_end, **gemms,
+            self._grid, NARROW, BV=call.at_once(64), queries=chunks.queries, keys=chunks.keys,
+            d_states=made["d_states"], d_between=pairs["d_between"], dv=dv, d_keys=d_keys, d_out_keys=d_out_keys,
+            d_end=d_end, **gemms,
         )  # fmt: skip
         without = {name: arg for name, arg in shared.items() if name not in ("V", "WIDE")}
         _triton_mild_gradients.grads(

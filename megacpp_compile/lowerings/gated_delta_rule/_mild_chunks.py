@@ -10,7 +10,7 @@ from torch import Tensor
 from megacpp_compile.lowerings._kernels.triton_launch import strides
 from megacpp_compile.lowerings.gated_delta_rule import _triton_mild
 
-# Rows of a chunk that a program's loop has unrolled.
+# Rows of a chunk that a program's loop has unrolled: half of the shortest chunk at most.
 ROWS = 8
 
 

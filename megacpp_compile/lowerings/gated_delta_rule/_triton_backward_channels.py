@@ -49,7 +49,7 @@ def _add_decayed_keys(to, pairs, k, k_t, length, eps, decay, C: tl.constexpr, K:
 
 
 @triton.jit
-def gated_delta_rule_prepare_channels(q, k, do, g, beta, inverse, table, decay, steps, no_decay, norms, ends, reading,
+def gated_delta_rule_prepare_channels(q, k, do, g, beta, inverse, table, decay, steps, ends, reading,
                                       writing, solve, w, du_local, mild, tokens, chunks, heads, per_key, scale, eps,
                                       q_b, q_t, q_h, k_b, k_t, k_h, do_b, do_t, do_h, g_b, g_t, g_h,
                                       beta_b, beta_t, beta_h,
@@ -58,8 +58,8 @@ def gated_delta_rule_prepare_channels(q, k, do, g, beta, inverse, table, decay, 
                                       NORM: tl.constexpr, PACKED: tl.constexpr,
                                       WIDE: tl.constexpr):  # fmt: skip
     """As `gated_delta_rule_prepare`, with decay [b, c, h, C, K] a channel. Queries that read the state and keys that
-    write it have theirs inside, and norms, in reading and writing [b, t, h, K]; no_decay is 0 and norms are 1 for them.
-    ends [b, c, h, 3, K]: the chunk's sum, and twice 0. CUTS: log2(C). SKIP: leaves out mild chunks."""
+    write it have theirs inside, and norms, in reading and writing [b, t, h, K]. ends [b, c, h, 3, K]: the chunk's sum,
+    and twice 0 (`_triton_mild`). CUTS: log2(C). SKIP: leaves out mild chunks."""
     scale, eps = single(scale), single(eps)
     c, h = chunk_and_head(chunks)
     b = tl.program_id(1).to(tl.int64)
@@ -89,9 +89,6 @@ def gated_delta_rule_prepare_channels(q, k, do, g, beta, inverse, table, decay, 
         step = tl.load(beta + b * beta_b + h * beta_h + first * beta_t + r * beta_t, mask=there, other=0)
         step = step.to(tl.float32)
     tl.store(steps + row * C + r, step)
-    tl.store(no_decay + row * C + r, step * 0)
-    tl.store(norms + 2 * row * C + r, step * 0 + 1)
-    tl.store(norms + (2 * row + 1) * C + r, step * 0 + 1)
     reading += ((b * tokens + first) * heads + h) * K
     writing += ((b * tokens + first) * heads + h) * K
     at = r[:, None] * (heads * K) + n

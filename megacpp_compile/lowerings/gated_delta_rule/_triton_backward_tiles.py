@@ -98,27 +98,10 @@ def through_norm(grad, unit, norm, NORM: tl.constexpr):
 
 
 @triton.jit
-def whole_decay(ends, row, whole, K: tl.constexpr, CHANNELS: tl.constexpr):
-    """What is left of a state [K, ...] after a chunk: of each channel, or of all."""
-    if CHANNELS:
-        return tl.exp2(tl.load(ends + row * 3 * K + tl.arange(0, K)))[:, None]
-    else:
-        return tl.exp2(whole)
-
-
-@triton.jit
-def read_factor(ends, row, K: tl.constexpr, CHANNELS: tl.constexpr):
-    """What a state [K, ...] is multiplied by where a chunk reads it (`_triton_mild`)."""
-    if CHANNELS:
-        return tl.exp2(tl.load(ends + row * 3 * K + K + tl.arange(0, K)))[:, None]
-    else:
-        return 1.0
-
-
-@triton.jit
-def write_factor(ends, row, K: tl.constexpr):
-    """What a chunk's k^T U [K, ...] is multiplied by where gates are a channel's (`_triton_mild`)."""
-    return tl.exp2(tl.load(ends + row * 3 * K + 2 * K + tl.arange(0, K)))[:, None]
+def end_of(ends, row, which: tl.constexpr, there, K: tl.constexpr):
+    """Number `which` of the three powers of 2 [K] of chunk and head `row` (`_triton_mild`); 0 unless `there` > 0."""
+    n = tl.arange(0, K)
+    return tl.load(ends + (row * 3 + which) * K + n, mask=n * 0 + there > 0, other=0)
 
 
 @triton.jit

@@ -35,10 +35,11 @@ def delta_prepare_channels(q, k, g, beta, places, inverse, mixed, factors, gated
                            g_b, g_t, g_h, beta_b, beta_t, beta_h, C: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
                            SKIP: tl.constexpr, BETA: tl.constexpr, NORM: tl.constexpr, DOCUMENTS: tl.constexpr,
                            WIDE: tl.constexpr):  # fmt: skip
-    """A chunk of a value head: `inverse`, `mixed` and `factors` as `delta_prepare`, without gates in the factors.
+    """A chunk of a value head: `inverse` and `mixed` as `delta_prepare`.
 
     gated_q = q exp(G), gated_k = k exp(G), out_keys = k exp(G_C - G), all [b, tokens, heads, K] and normed;
-    ends [b, chunks, heads, 3, K] = G_C in powers of 2, and twice 0. SKIP: leaves out mild chunks.
+    ends [b, chunks, heads, 3, K] = G_C in powers of 2, and twice 0 (`_triton_mild`). SKIP: leaves out mild chunks.
+    factors is beta alone.
     """
     scale, eps = single(scale), single(eps)
     c, h, b = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -90,13 +91,8 @@ def delta_prepare_channels(q, k, g, beta, places, inverse, mixed, factors, gated
     row = rows * C + r[None, :]
     tl.store(inverse + row, as_stored(solved, inverse), mask=there[:, None])
     tl.store(mixed + row, as_stored(dot(scores * scale, solved, None, WIDE), mixed), mask=there[:, None])
-    each = (h * 0 + heads) * tokens * tl.num_programs(2)
     factors += (b * heads + h) * tokens + t
-    ones = tl.full([C], 1.0, tl.float32)
     tl.store(factors, step, mask=there)
-    tl.store(factors + each, step, mask=there)
-    tl.store(factors + 2 * each, ones * scale, mask=there)
-    tl.store(factors + 3 * each, ones, mask=there)
 
 
 prepare = Kernel(delta_prepare_channels, [{"num_warps": w, "num_stages": 1} for w in (4, 8)], key=("heads", "C", "K"))

@@ -49,7 +49,8 @@ def delta_mild_chunks(q, k, g, places, mild, queries, keys, out_keys, ends, toke
     """mild [b, chunks, heads], int32: whether a chunk of gates g [b, tokens, heads, K] is; and of those that are,
 
     queries = q 2^(G - G_m), keys = k 2^(G - G_m), out_keys = k 2^(G_m - G), all [b, tokens, heads, K] and normed;
-    ends [b, chunks, heads, 3, K] = G_C, G_m and G_C - G_m, in powers of 2.
+    ends [b, chunks, heads, 3, K] = 0, G_m and G_C - G_m, powers of 2: a state S that enters is read as S' = S times the
+    second, and leaves as S' times the first plus out_keys^T U, times the third.
     A warp walks over the rows, ROWS unrolled, with the gates' sum in registers: tiles would take a scan or a GEMM.
     """
     eps = single(eps)
@@ -67,7 +68,7 @@ def delta_mild_chunks(q, k, g, places, mild, queries, keys, out_keys, ends, toke
     if steepest > MOST:
         return
     ends += chunk * 3 * K + n
-    tl.store(ends, early + late)
+    tl.store(ends, tl.zeros([K], tl.float32))
     tl.store(ends + K, early)
     tl.store(ends + 2 * K, late)
     q += b * q_b + h // per_key * q_h + first * q_t + n

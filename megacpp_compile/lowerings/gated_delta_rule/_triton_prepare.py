@@ -26,7 +26,7 @@ def delta_prepare(q, k, out_keys, g, beta, places, inverse, mixed, factors, mild
     mixed, laid out the same: scale * P T, P_ti = <q_t, k_i> exp(G_t - G_i) on and below the diagonal.
     factors [5, b, heads, tokens], float32, what the walk multiplies by: beta for v; beta * exp(G) for k S;
     scale * exp(G) for q S; exp(G_C - G) for U; exp(G_C) for S. Those of k and q have the norms in them.
-    MILD: of mild chunks alone, whose gates and norms are in q, k and out_keys (`_triton_mild`).
+    MILD: of mild chunks alone, whose gates and norms are in q, k and out_keys (`_triton_mild`); factors is beta alone.
     """
     scale, eps = single(scale), single(eps)
     h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -78,12 +78,13 @@ def delta_prepare(q, k, out_keys, g, beta, places, inverse, mixed, factors, mild
     each = (h * 0 + heads) * tokens * tl.num_programs(2)
     factors += (b * heads + h) * tokens + t
     tl.store(factors, step, mask=there)
-    into = tl.exp2(decay.to(tl.float32))
-    tl.store(factors + each, step * k_norm * into, mask=there)
-    tl.store(factors + 2 * each, q_norm * into, mask=there)
-    tl.store(factors + 3 * each, k_norm * tl.exp2((whole - decay).to(tl.float32)), mask=there)
-    whole = tl.zeros([C], tl.float32) + tl.sum(gates, 0).to(tl.float32)
-    tl.store(factors + 4 * each, tl.exp2(whole), mask=there)
+    if not MILD:
+        into = tl.exp2(decay.to(tl.float32))
+        tl.store(factors + each, step * k_norm * into, mask=there)
+        tl.store(factors + 2 * each, q_norm * into, mask=there)
+        tl.store(factors + 3 * each, k_norm * tl.exp2((whole - decay).to(tl.float32)), mask=there)
+        whole = tl.zeros([C], tl.float32) + tl.sum(gates, 0).to(tl.float32)
+        tl.store(factors + 4 * each, tl.exp2(whole), mask=there)
 
 
 prepare = Kernel(delta_prepare, [{"num_warps": w, "num_stages": 1} for w in (4, 8)], key=("heads", "C", "K"))

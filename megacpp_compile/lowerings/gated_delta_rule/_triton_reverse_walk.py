@@ -10,11 +10,9 @@ from megacpp_compile.lowerings._kernels.triton_launch import Kernel
 from megacpp_compile.lowerings.gated_delta_rule._triton_backward_tiles import (
     add_product,
     chunk_tokens,
+    end_of,
     operand,
     product,
-    read_factor,
-    whole_decay,
-    write_factor,
 )
 
 
@@ -28,7 +26,7 @@ def gated_delta_rule_reverse_walk(q, k, do, w, du_local, decay, steps, norms, en
     """Gradients of the states that leave the chunks [b, c, h, K, V] and of U, du [b, c, h, C, V], and of the first
     state: BV of V channels, in registers from chunk to chunk.
 
-    With gates a channel the states that gradients are of are those times what `k^T U` is multiplied by.
+    With gates a channel they are the gradients of what k^T U is added to (`_triton_mild`).
     Two GEMMs wait for the state's gradient, that of U and what w takes from it; the one of the queries does not.
     """
     scale = single(scale)
@@ -47,35 +45,44 @@ def gated_delta_rule_reverse_walk(q, k, do, w, du_local, decay, steps, norms, en
     state = tl.zeros([K, BV], tl.float32)
     if LAST:
         state += tl.load(last + (document * heads + h) * K * V + at).to(tl.float32)
+    if CHANNELS:  # a chunk ahead, which the compiler does for what GEMMs multiply, not for what they add to
+        coming = end_of(ends, (b * chunks + begin + count - 1) * heads + h, 0, count, K)
     for i in range(count):
         c = begin + count - 1 - i
         row = (b * chunks + c) * heads + h
         first, length = chunk_tokens(table, c, tokens, C, PACKED)
         there = r[:, None] < length
-        total, step = tl.load(decay + row * C + r), tl.load(steps + row * C + r)
-        whole = tl.load(decay + row * C + C - 1)
-        of_q, of_k = tl.load(norms + 2 * row * C + r), tl.load(norms + (2 * row + 1) * C + r)
+        step = tl.load(steps + row * C + r)
+        if not CHANNELS:
+            total, whole = tl.load(decay + row * C + r), tl.load(decay + row * C + C - 1)
+            of_q, of_k = tl.load(norms + 2 * row * C + r), tl.load(norms + (2 * row + 1) * C + r)
         queries = tl.load(q + first * q_t + (r[:, None] * q_t + n[None, :]), mask=there, other=0)
         keys = tl.load(k + first * k_t + (r[:, None] * k_t + n[None, :]), mask=there, other=0)
         grad = tl.load(do + first * do_t + (r[:, None] * do_t + p), mask=there, other=0)
         local = tl.load(du_local + row * C * V + r[:, None] * V + p)
         reads = tl.load(w + row * C * K + r[:, None] * K + n[None, :])
         if CHANNELS:
-            leaving = operand(state * write_factor(ends, row, K), WIDE)
-        else:
-            leaving = operand(state, WIDE)
+            # The gradient of S is what was summed, times the read factor of the chunk behind.
+            state *= tl.exp2(end_of(ends, row, 2, 1, K) + end_of(ends, row + heads, 1, i, K))[:, None]
+        leaving = operand(state, WIDE)
         tl.store(d_states + row * K * V + at, as_stored(leaving, d_states))
-        d = product(keys, leaving, WIDE) * (of_k * tl.exp2(whole - total))[:, None] + local.to(tl.float32)
+        d = product(keys, leaving, WIDE)
+        if not CHANNELS:
+            d *= (of_k * tl.exp2(whole - total))[:, None]
+        # Subtracted, as an added tile would become the GEMM's accumulator, which is not loaded ahead.
+        d -= 0 - local.to(tl.float32)
         tl.store(du + row * C * V + r[:, None] * V + p, as_stored(d, du))
-        weighted = grad.to(tl.float32) * (of_q * tl.exp2(total) * scale)[:, None]
-        state *= whole_decay(ends, row, whole, K, CHANNELS)
         if CHANNELS:
-            entering = product(tl.trans(operand(queries, WIDE)), weighted, WIDE)
-            entering = add_product(entering, tl.trans(operand(reads, WIDE)), d * (0 - step)[:, None], WIDE)
-            state += entering * read_factor(ends, row, K, CHANNELS)
+            weighted = grad.to(tl.float32) * scale
+            state *= tl.exp2(coming)[:, None]
+            coming = end_of(ends, row - heads, 0, count - 1 - i, K)
         else:
-            state = add_product(state, tl.trans(operand(queries, WIDE)), weighted, WIDE)
-            state = add_product(state, tl.trans(operand(reads, WIDE)), d * (0 - step)[:, None], WIDE)
+            weighted = grad.to(tl.float32) * (of_q * tl.exp2(total) * scale)[:, None]
+            state *= tl.exp2(whole)
+        state = add_product(state, tl.trans(operand(queries, WIDE)), weighted, WIDE)
+        state = add_product(state, tl.trans(operand(reads, WIDE)), d * (0 - step)[:, None], WIDE)
+    if CHANNELS:
+        state *= tl.exp2(end_of(ends, (b * chunks + begin) * heads + h, 1, count, K))[:, None]
     tl.store(d_initial + (document * heads + h) * K * V + at, state)
 
 

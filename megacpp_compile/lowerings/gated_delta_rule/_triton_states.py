@@ -16,12 +16,10 @@ from megacpp_compile.lowerings.gated_delta_rule._triton_backward_tiles import (
     add_product,
     chunk_and_head,
     chunk_tokens,
+    end_of,
     inverse_norm,
     operand,
     product,
-    read_factor,
-    whole_decay,
-    write_factor,
 )
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -41,7 +39,8 @@ def gated_delta_rule_prepare(q, k, out_keys, do, g, beta, inverse, table, decay,
     decay, steps [b, c, h, C]: g summed up to and with a token, in powers of 2, and beta; behind the last token nothing
     decays and nothing comes in. norms [b, c, h, 2, C]: what normalises a row of q and of k.
     solve [b, c, h, C, C] = (I + A diag(beta))^-1; w [b, c, h, C, K] = solve Kh; du_local [b, c, h, C, V] = P^T dO'.
-    MILD: of mild chunks alone, whose gates and norms are in q, k and out_keys (`_triton_mild`).
+    MILD: of mild chunks alone, whose gates and norms are in q, k and out_keys (`_triton_mild`); decay and norms
+    are not written.
     """
     scale, eps = single(scale), single(eps)
     c, h = chunk_and_head(chunks)
@@ -62,7 +61,8 @@ def gated_delta_rule_prepare(q, k, out_keys, do, g, beta, inverse, table, decay,
     else:
         across = tl.trans(keys)
     of_k = inverse_norm(keys, eps, NORM)
-    tl.store(norms + (2 * row + 1) * C + r, of_k)
+    if not MILD:
+        tl.store(norms + (2 * row + 1) * C + r, of_k)
     total, step = tl.zeros([C], tl.float32), tl.full([C], 1, tl.float32)
     if GATED:
         total = tl.load(g + b * g_b + h * g_h + first * g_t + r * g_t, mask=there, other=0).to(tl.float32)
@@ -70,7 +70,8 @@ def gated_delta_rule_prepare(q, k, out_keys, do, g, beta, inverse, table, decay,
     if BETA:
         step = tl.load(beta + b * beta_b + h * beta_h + first * beta_t + r * beta_t, mask=there, other=0)
         step = step.to(tl.float32)
-    tl.store(decay + row * C + r, total)
+    if not MILD:
+        tl.store(decay + row * C + r, total)
     tl.store(steps + row * C + r, step)
     inverse += ((b * tokens + first) * heads + h) * C
     solved = tl.load(inverse + (r[:, None] * (heads * C) + r[None, :]), mask=there[:, None], other=0).to(tl.float32)
@@ -90,7 +91,8 @@ def gated_delta_rule_prepare(q, k, out_keys, do, g, beta, inverse, table, decay,
     tl.store(w + row * C * K + (r[:, None] * K + n), as_stored(reads, w))
     queries = operand(tl.load(q + (r[:, None] * q_t + n), mask=there[:, None], other=0), WIDE)
     of_q = inverse_norm(queries, eps, NORM)
-    tl.store(norms + 2 * row * C + r, of_q)
+    if not MILD:
+        tl.store(norms + 2 * row * C + r, of_q)
     scores = product(queries, across, WIDE) * (of_q * scale)[:, None] * of_k[None, :]
     scores *= tl.exp2(tl.where(r[:, None] >= r[None, :], total[:, None] - total[None, :], float("-inf")))
     if MILD:  # above the diagonal a product of factors may be infinite, which a weight of 0 does not undo
@@ -110,9 +112,9 @@ def gated_delta_rule_states(k, v, solve, w, decay, steps, norms, ends, table, st
                             EVERY: tl.constexpr, C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
                             CHANNELS: tl.constexpr, INITIAL: tl.constexpr, PACKED: tl.constexpr,
                             WIDE: tl.constexpr):  # fmt: skip
-    """The states [b, c, h, K, V] that enter a segment's chunks and the errors F [b, c, h, C, V], from `kept`, the state
-    that enters the segment: BV of V channels, in registers from chunk to chunk. starts [c]: the document that begins
-    with a chunk, or -1."""
+    """The states [b, c, h, K, V] that enter a segment's chunks, as these read them (`_triton_mild`), and the errors F
+    [b, c, h, C, V], from `kept`, the state that enters the segment: BV of V channels, in registers from chunk to chunk.
+    starts [c]: the document that begins with a chunk, or -1."""
     segment, tile, b = tl.program_id(0) % segments, tl.program_id(1), tl.program_id(2).to(tl.int64)
     h = (tl.program_id(0) // segments).to(tl.int64)
     r, n, p = tl.arange(0, C), tl.arange(0, K), tile * BV + tl.arange(0, BV)[None, :]
@@ -120,6 +122,8 @@ def gated_delta_rule_states(k, v, solve, w, decay, steps, norms, ends, table, st
     v += b * v_b + h * v_h
     at = n[:, None] * V + p
     state = tl.load(kept + ((b * segments + segment) * heads + h) * K * V + at).to(tl.float32)
+    if CHANNELS:  # a chunk ahead, which the compiler does for what GEMMs multiply, not for what they add to
+        coming = end_of(ends, (b * chunks + segment * EVERY) * heads + h, 0, 1, K)
     for i in range(tl.minimum(EVERY, chunks - segment * EVERY)):
         c = segment * EVERY + i
         row = (b * chunks + c) * heads + h
@@ -131,23 +135,32 @@ def gated_delta_rule_states(k, v, solve, w, decay, steps, norms, ends, table, st
                     state += tl.load(initial + (document * heads + h) * K * V + at).to(tl.float32)
         first, length = chunk_tokens(table, c, tokens, C, PACKED)
         there = r[:, None] < length
-        total, step = tl.load(decay + row * C + r), tl.load(steps + row * C + r)
-        whole = tl.load(decay + row * C + C - 1)
-        of_k = tl.load(norms + (2 * row + 1) * C + r)
+        step = tl.load(steps + row * C + r)
+        if not CHANNELS:
+            total, whole = tl.load(decay + row * C + r), tl.load(decay + row * C + C - 1)
+            of_k = tl.load(norms + (2 * row + 1) * C + r)
         keys = tl.load(k + first * k_t + (r[:, None] * k_t + n[None, :]), mask=there, other=0)
         values = tl.load(v + first * v_t + (r[:, None] * v_t + p), mask=there, other=0)
         solved = tl.load(solve + row * C * C + r[:, None] * C + r[None, :])
         reads = tl.load(w + row * C * K + r[:, None] * K + n[None, :])
-        entering = operand(state * read_factor(ends, row, K, CHANNELS), WIDE)
+        if CHANNELS:
+            # S is what was summed, times the write factor of the chunk before: a GEMM adds to what S is carried in.
+            carried = i
+            if PACKED:
+                carried = tl.where(document < 0, carried, 0)
+            state *= tl.exp2(end_of(ends, row, 1, 1, K) + end_of(ends, row - heads, 2, carried, K))[:, None]
+        entering = operand(state, WIDE)
         tl.store(states + row * K * V + at, as_stored(entering, states))
         error = product(solved, values, WIDE) - product(reads, entering, WIDE)
         tl.store(errors + row * C * V + r[:, None] * V + p, as_stored(error, errors))
-        update = error * (of_k * step * tl.exp2(whole - total))[:, None]
-        state *= whole_decay(ends, row, whole, K, CHANNELS)
         if CHANNELS:
-            state += product(tl.trans(operand(keys, WIDE)), update, WIDE) * write_factor(ends, row, K)
+            update = error * step[:, None]
+            state *= tl.exp2(coming)[:, None]
+            coming = end_of(ends, row + heads, 0, chunks - 1 - c, K)
         else:
-            state = add_product(state, tl.trans(operand(keys, WIDE)), update, WIDE)
+            update = error * (of_k * step * tl.exp2(whole - total))[:, None]
+            state *= tl.exp2(whole)
+        state = add_product(state, tl.trans(operand(keys, WIDE)), update, WIDE)
 
 
 prepare = Kernel(

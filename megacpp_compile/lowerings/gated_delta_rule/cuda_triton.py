@@ -161,8 +161,8 @@ def gated_delta_rule(
         **prepared, v=call.v, inverse=inverse, mixed=mixed,
         first_state=last if initial_state is None else initial_state.contiguous(), documents=documents, bases=bases,
         o=o, states=states, last=last, tokens=call.tokens, heads=call.heads, chunks=call.chunks,
-        segments=call.segments, **strides("v", call.v, "bth"), C=chunk_size, K=call.K, V=call.V, BV=columns,
-        EVERY=STATES_EVERY, FIRST=int(initial_state is not None), DOCUMENTS=int(cu_seqlens is not None),
+        segments=call.segments, scale=scale, **strides("v", call.v, "bth"), C=chunk_size, K=call.K, V=call.V,
+        BV=columns, EVERY=STATES_EVERY, FIRST=int(initial_state is not None), DOCUMENTS=int(cu_seqlens is not None),
         WIDE=int(call.wide),
     )  # fmt: skip
     return o, last, states, inverse.to(kept)
@@ -177,7 +177,7 @@ def _prepared(
         return call.chunks, call.heads, call.batch
 
     norm = {"scale": scale, "eps": 0.0 if eps is None else eps, "NORM": int(eps is not None)}
-    factors = call.new(5, call.batch, call.heads, call.tokens)
+    factors = call.new(1 if call.per_channel else 5, call.batch, call.heads, call.tokens)
     common = call.heads_and_strides() | norm | {"places": places, "inverse": inverse, "mixed": mixed,
                                                 "factors": factors, "chunks": call.chunks}  # fmt: skip
     if not call.per_channel:

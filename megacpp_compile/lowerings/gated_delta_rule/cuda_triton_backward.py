@@ -83,9 +83,10 @@ def _states(call: Call, kept: Tensor, initial: Tensor | None, made: dict[str, Te
         "states": call.by_chunk(call.heads, call.K, call.V, dtype=call.inner),
         "errors": call.by_chunk(call.heads, call.C, call.V, dtype=call.inner),
     }
+    columns = call.at_once(64)
     _triton_states.states(
-        lambda meta: (kept.shape[1] * call.heads, call.V // call.at_once(64), call.batch),
-        {"num_warps": 4, "num_stages": call.stages(STAGES)}, BV=call.at_once(64), k=made["writing"], v=call.v,
+        lambda meta: (kept.shape[1] * call.heads, call.V // columns, call.batch),
+        {"num_warps": 4, "num_stages": call.stages(STAGES)}, BV=columns, k=made["writing"], v=call.v,
         kept=kept,
         starts=call.packed.starts if call.packed else call.nothing, per_key=call.per_state, segments=kept.shape[1],
         initial=kept if initial is None else initial.contiguous(), EVERY=STATES_EVERY,
@@ -131,7 +132,7 @@ def _gradients(call: Call, inverse: Tensor, made: dict[str, Tensor]) -> tuple[Te
     norm = {"NORM": int(call.eps is not None)}
     _triton_gradients.query_grad(
         lambda meta: call.by_key, launch, q=q, k=k, do=call.do, dq=dq, scale=call.scale, states=made["states"],
-        d_scores=passed["d_scores"], **norm, **call.strides_of("q", "k", "do"), **common,
+        d_scores=passed["d_scores"], **norm, **call.strides_of("q", "k", "do"), **(common | {"BV": call.at_once(128)}),
     )  # fmt: skip
     _triton_gradients.value_grad(
         lambda meta: call.by_key, launch, k=k, inverse=inverse, du=made["du"], dv=dv, dbeta=dbeta,
