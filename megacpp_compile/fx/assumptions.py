@@ -88,7 +88,7 @@ class Region:
         taken: of a branch, whether `condition` was taken to hold.
         nodes: what was traced in it, in order, without marks.
         carried: numbers that are read later, each before the region and behind it.
-        rowless: values that are read later, and as they are without the region where that is skipped: they hold nothing.
+        rowless: values that are read later, and hold nothing where the region is skipped, nor do those without it.
         alike: values that are read later, and shaped as those without the region, which are the same without rows.
     """
 
