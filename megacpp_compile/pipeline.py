@@ -43,7 +43,7 @@ from megacpp_compile.lowerings._registry import semantic_ops
 from megacpp_compile.matchers.recurrences import NAMES, find_recurrences
 from megacpp_compile.matchers.rope.activations import activations
 from megacpp_compile.passes._driver import Outcome, enabled_passes, pass_names, recognised, run_passes
-from megacpp_compile.passes._frame import assumed
+from megacpp_compile.passes._frame import assumed, head_widths
 from megacpp_compile.passes._frame.attention_sites import as_written, attention_sites, unseen_sites, wanted_by
 from megacpp_compile.passes._frame.buckets import cut_sites
 from megacpp_compile.passes._frame.precision_rows import answered, asked, unseen
@@ -163,7 +163,7 @@ def _analyse(
     if left is not config:
         frame.chosen = {"keep_latents": config.keep_latents}
     log.graph("dynamo", gm)
-    calls_ops = any(_is_own(node) for node in gm.graph.nodes)
+    calls_ops = any(map(_is_own, gm.graph.nodes))
     if is_backward(gm):
         frame.name, frame.reason = "backward (compiled autograd)", "its ops are lowered, and no pass looks at it"
         return Analysis(frame, calls_ops=calls_ops)
@@ -186,6 +186,7 @@ def _analyse(
         return analysis
     frame.seconds["capture"] = time.perf_counter() - began
     try:
+        captured = head_widths.fixed(captured, gm, example_inputs, config)
         outcome, shown = _rewrite(captured, example_inputs, config, frame, assumptions.marked(gm))
         frame.attention, swapped = attention_sites(captured, wanted_by(config), frame.grad)
     except Exception as error:  # a defect of ours must not become the user's, nor a change of torch's
@@ -263,7 +264,6 @@ def _hand_to_backend(
     `strict`; what Inductor refuses of the plain frame too is its own error."""
     backend = backend_for(target, example_inputs)
     frame = analysis.frame
-
     settings = Settings(
         target, config, patches, noted_in(frame, config.own_policy), inner_compile, max(frame.blocks, 1),
         frame.on_cuda_graph, frame.on_auto if frame.auto and not frame.auto["reason"] else None, frame.on_backward,

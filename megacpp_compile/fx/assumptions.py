@@ -2,8 +2,9 @@
 
 A region is what ran between a mark and its `end`: an iteration for an expert of a list (`iteration`), or what a branch
 on data would have skipped (`branch`, `size_branch`, `truth_branch`), with the numbers that it leaves behind changed
-(`carried`, `carried_into`, `carried_tensor`). It was traced as if it ran, and computes the same
-only where that changes nothing; who reads the marks has to show this, or give the graph back.
+(`carried`, `carried_into`, `carried_tensor`) and the tensors that may be without rows (`rowless`). It was traced as if
+it ran, and computes the same only where that changes nothing; who reads the marks has to show this, or give the graph
+back.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ _SCHEMAS = (
     "carried(SymInt before, SymInt after, int region) -> ()",
     "carried_into(SymInt before, Tensor after, int region) -> ()",
     "carried_tensor(Tensor before, Tensor after, int region) -> ()",
+    "rowless(Tensor left, bool shown, int region) -> ()",
     "end(int region) -> ()",
 )
 
@@ -69,10 +71,11 @@ filled_counts = ops.filled_counts.default  # with zeros for experts behind the l
 iteration, branch = ops.iteration.default, ops.branch.default
 size_branch, truth_branch = ops.size_branch.default, ops.truth_branch.default
 carried, carried_into, carried_tensor = ops.carried.default, ops.carried_into.default, ops.carried_tensor.default
+rowless = ops.rowless.default  # what a region leaves behind that holds nothing where it is skipped, as `shown` or not
 COUNTS = (counts, filled_counts)
 _CARRIED = (carried, carried_into, carried_tensor)
 _BEGINS = (iteration, branch, size_branch, truth_branch)
-_MARKS = (*_BEGINS, *_CARRIED, end)
+_MARKS = (*_BEGINS, *_CARRIED, rowless, end)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +88,8 @@ class Region:
         taken: of a branch, whether `condition` was taken to hold.
         nodes: what was traced in it, in order, without marks.
         carried: numbers that are read later, each before the region and behind it.
+        rowless: values that are read later, and hold nothing where the region is skipped, nor do those without it.
+        alike: values that are read later, and shaped as those without the region, which are the same without rows.
     """
 
     condition: Any
@@ -92,6 +97,8 @@ class Region:
     taken: bool
     nodes: frozenset[Node]
     carried: tuple[tuple[Any, Any], ...] = ()
+    rowless: frozenset[Node] = frozenset()
+    alike: frozenset[Node] = frozenset()
 
 
 def marked(gm: GraphModule) -> int:
@@ -111,6 +118,7 @@ def take_regions(graph: fx.Graph) -> list[Region] | None:
     begun: dict[int, tuple[Node, list[Node]]] = {}
     open_: list[int] = []
     kept: dict[int, list[tuple[Any, Any]]] = {}
+    empty: dict[tuple[int, bool], set[Node]] = {}
     regions = list[Region]()
     for node in graph.nodes:
         if node.target in _BEGINS:
@@ -118,11 +126,15 @@ def take_regions(graph: fx.Graph) -> list[Region] | None:
             begun[open_[-1]] = node, []
         elif node.target in _CARRIED:
             kept.setdefault(node.args[2], []).append((node.args[0], node.args[1]))
+        elif node.target is rowless:
+            empty.setdefault((node.args[2], node.args[1]), set()).add(node.args[0])
         elif node.target is end:
             if not open_ or open_.pop() != node.args[0]:
                 return None
             region = _region(*begun[node.args[0]])
-            regions.append(dataclasses.replace(region, carried=tuple(kept.get(node.args[0], ()))))
+            carried = tuple(kept.get(node.args[0], ()))
+            rowless_, alike = (frozenset(empty.get((node.args[0], shown), ())) for shown in (True, False))
+            regions.append(dataclasses.replace(region, carried=carried, rowless=rowless_, alike=alike))
         elif node.target is not expert:
             for number in open_:
                 begun[number][1].append(node)

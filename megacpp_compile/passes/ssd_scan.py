@@ -29,6 +29,7 @@ from megacpp_compile.fx.edit import Builder, place, value
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.delta_rule.core import in_corrected_cores
 from megacpp_compile.matchers.documents import compared_documents
+from megacpp_compile.matchers.given_decays import given_decays
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.ssd.axes import flat
 from megacpp_compile.matchers.ssd.chain import joined
@@ -47,6 +48,10 @@ aten = torch.ops.aten
 LEAST_CHUNK, MOST_CHUNK = 16, 256
 DOCUMENTS = "decays go by what integers are equal, as packed documents' do, but what is made is no scan of documents"
 
+GIVEN = (
+    "the decays of this lightning attention are tables in buffers, which may hold anything; made in forward, of a rate "
+    "and positions and a mask of positions alone (`torch.exp(-rate * distance).tril()`), they are known"
+)
 NO_LOGARITHM = ("decay", "powers of what is no exponential, sigmoid or known number, and may have no logarithm")
 
 
@@ -76,6 +81,8 @@ def find(view: GraphView) -> Iterator[Match | MatchFailure]:
         else:
             reason = max(tried, key=lambda one: one.stage).reason
             yield MatchFailure(documents, "documents", f"{DOCUMENTS}: {reason}")
+    for product in given_decays(view):
+        yield MatchFailure(product, "given-decays", GIVEN)
 
 
 def _check(view: GraphView, scan: Scan) -> Match | MatchFailure:

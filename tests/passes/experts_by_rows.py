@@ -68,6 +68,18 @@ def gates_summed_for_rows(m, x, indices, gates):
     return y
 
 
+def gates_gathered_at_the_first_mark(m, x, indices, gates):
+    """As in "LLMs from scratch": there is one mark, so the first is where the expert was chosen."""
+    y = torch.zeros_like(x)
+    for e, expert in enumerate(m.experts):
+        own = indices == e
+        rows = own.any(dim=-1).nonzero(as_tuple=False).squeeze(-1)
+        slot = own[rows].int().argmax(dim=-1, keepdim=True)
+        weight = torch.gather(gates.index_select(0, rows), dim=-1, index=slot).squeeze(-1)
+        y.index_add_(0, rows, expert(x.index_select(0, rows)) * weight.unsqueeze(-1))
+    return y
+
+
 def rows_of_counted_choices(m, x, indices, gates):
     """A sum of one-hots of distinct choices is 0 or 1."""
     y, marks = torch.zeros_like(x), F.one_hot(indices, m.num_experts).sum(dim=1)
@@ -177,6 +189,7 @@ def states_in_a_loop_of_their_own(m, x, indices, gates):
 
 
 ROWS = [tokens_of_slots, tokens_at_places, places_over_choices, gates_at_marks, gates_at_marks_of_rows,
+        gates_gathered_at_the_first_mark,
         gates_summed_for_rows, rows_of_counted_choices, rows_of_scattered_marks, rows_with_a_gate_above_zero,
         rows_with_an_own_gate_above_zero, rows_with_a_gate, written_for_every_choice, gathered_from_all,
         summed_without_a_gate, written_without_a_gate, written_over_the_input, states_in_a_loop_of_their_own]  # fmt: skip
@@ -267,6 +280,37 @@ def gates_at_marks_of_another(m, x, indices, gates):
     return y
 
 
+def gathered_at_the_first_mark_of_another(m, x, indices, gates):
+    y = torch.zeros_like(x)
+    for e, expert in enumerate(m.experts):
+        own, other = indices == e, indices == (e + 1) % m.num_experts
+        rows = own.any(-1).nonzero().squeeze(-1)
+        slot = other[rows].int().argmax(-1, keepdim=True)
+        y.index_add_(0, rows, expert(x[rows]) * gates[rows].gather(-1, slot))
+    return y
+
+
+def gathered_at_the_first_mark_of_choices_that_repeat(m, x, indices, gates):
+    """A token that chose an expert twice has its first gate alone."""
+    y, indices = torch.zeros_like(x), indices // 2
+    for e, expert in enumerate(m.experts):
+        own = indices == e
+        rows = own.any(-1).nonzero().squeeze(-1)
+        slot = own[rows].int().argmax(-1, keepdim=True)
+        y.index_add_(0, rows, expert(x[rows]) * gates[rows].gather(-1, slot))
+    return y
+
+
+def gathered_where_no_mark_is(m, x, indices, gates):
+    y = torch.zeros_like(x)
+    for e, expert in enumerate(m.experts):
+        own = indices == e
+        rows = own.any(-1).nonzero().squeeze(-1)
+        slot = own[rows].int().argmin(-1, keepdim=True)
+        y.index_add_(0, rows, expert(x[rows]) * gates[rows].gather(-1, slot))
+    return y
+
+
 def rows_with_a_large_gate(m, x, indices, gates):
     y = torch.zeros_like(x)
     matrix = torch.zeros(x.shape[0], m.num_experts, dtype=x.dtype).scatter(1, indices, gates)
@@ -295,5 +339,7 @@ def gathered_from_others(m, x, indices, gates):
 
 NEAR_MISSES = {
     "no-rows": [tokens_of_other_slots, rows_with_a_large_gate],
-    "gates": [gates_of_other_slots, gates_at_marks_of_another, weighted_by_others_than_choose],
+    "gates": [gates_of_other_slots, gates_at_marks_of_another, weighted_by_others_than_choose,
+              gathered_at_the_first_mark_of_another, gathered_at_the_first_mark_of_choices_that_repeat,
+              gathered_where_no_mark_is],
 }

@@ -137,6 +137,52 @@ def test_refuses_tables_that_are_given():
     assert not check(module, module.example_inputs()).counts[NAME]
 
 
+class BlocksOfBuffers(PlainRetention):
+    """Blocks one after the other, with tables that are buffers (MiniMax in transformers) or made in forward; `masked`
+    multiplies keys by a mask of padding."""
+
+    def __init__(self, buffers=True, masked=False, late=0):
+        super().__init__(self.blocks)
+        self.masked, self.late = masked, late
+        self.names = ("inner", "left", "triangle")
+        for name, table in zip(self.names, self.tables() if buffers else (None,) * 3, strict=True):
+            self.register_buffer(name, table)
+
+    def tables(self):
+        i, s = torch.arange(self.chunk), self.slopes[:, None, None]
+        inner = torch.exp(-s * (i[:, None] + 1 + self.late))
+        return inner, torch.exp(-s * (self.chunk - 1 - i[:, None])), torch.exp(-s * (i[:, None] - i)).tril()
+
+    def blocks(self, q, k, v, s, size, state):
+        inner, left, triangle = [getattr(self, n) for n in self.names] if self.inner is not None else self.tables()
+        kv, out = torch.zeros(*q.shape[:2], q.shape[-1], v.shape[-1]), []
+        if self.masked:
+            k = k * self.mask[:, None, :, None]
+        for start in range(0, q.shape[2], size):
+            q_i, k_i, v_i = (x[:, :, start : start + size] for x in (q, k, v))
+            out.append((q_i * inner) @ kv + (q_i @ k_i.mT * triangle) @ v_i)
+            kv = kv * torch.exp(-s[:, None, None] * size) + (k_i * left).mT @ v_i
+        return torch.cat(out, 2), kv
+
+    def forward(self, x, mask=None):
+        self.mask = mask
+        return super().forward(x)
+
+
+def test_tables_in_buffers_are_a_near_miss():
+    module = BlocksOfBuffers()
+    frames = check(module, module.example_inputs())
+    assert not frames.counts[NAME] and frames.tags(NAME) == {"given-decays"}
+    module = BlocksOfBuffers(buffers=False)  # what it says to do
+    assert_fires(NAME, module, module.example_inputs())
+
+
+def test_a_mask_of_padding_is_no_table():
+    module = BlocksOfBuffers(buffers=False, masked=True, late=1)
+    frames = check(module, (*module.example_inputs(), torch.tensor([[1.0] * 12, [0.0] * 4 + [1.0] * 8])))
+    assert not frames.counts[NAME] and "given-decays" not in frames.tags(NAME)
+
+
 def test_refuses_powers_that_may_have_no_logarithm():
     frames = check(*block(powers_of(lambda s: -s)))
     assert not frames.counts[NAME] and frames.tags(NAME) == {"decay"}

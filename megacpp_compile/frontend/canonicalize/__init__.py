@@ -10,6 +10,7 @@ from torch import fx
 
 from megacpp_compile._torch.fakes import FakeTensorMode
 from megacpp_compile.frontend.canonicalize.aliases import aliases
+from megacpp_compile.frontend.canonicalize.elementwise_equations import elementwise_equations
 from megacpp_compile.frontend.canonicalize.empty_parts import empty_parts
 from megacpp_compile.frontend.canonicalize.equations import equations
 from megacpp_compile.frontend.canonicalize.expert_numbers import expert_numbers
@@ -24,7 +25,8 @@ from megacpp_compile.fx.size_checks import drop_counts_of_masks
 def canonicalize(graph: fx.Graph, fake_mode: FakeTensorMode) -> None:
     """Drop tracing's assertions, those on how many rows a mask chooses, slices of whole dimensions, dropouts that drop
     nothing, concatenations with nothing and dead values; write experts' numbers as numbers; let views copy where they
-    must; rename aliases; write equations in full; make copies into slices functional; size what is put in order."""
+    must; rename aliases; write equations in full, and those that sum
+    nothing as products; make copies into slices functional; size what is put in order."""
     for node in list(graph.nodes):
         if node.target is torch.ops.aten._assert_tensor_metadata.default:
             graph.erase_node(node)
@@ -34,6 +36,7 @@ def canonicalize(graph: fx.Graph, fake_mode: FakeTensorMode) -> None:
     expert_numbers(graph, fake_mode)
     aliases(graph)
     equations(graph)
+    elementwise_equations(graph, fake_mode)
     whole_slices(graph)
     idle_dropouts(graph)
     empty_parts(graph)

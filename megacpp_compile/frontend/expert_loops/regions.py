@@ -1,7 +1,8 @@
 """A stretch of translation that was entered on an assumption, and whether Python's state came out of it as it went in.
 
 What runs in it may set names that nothing reads later, change values that it made itself, and compute tensors; a local
-tensor may have become one computed from it, as a sum is that a loop adds to. What the tensors say is for matchers.
+tensor may have become one computed from it, as a sum is that a loop adds to. What the tensors say is for matchers. A
+tensor may be another one where both are without rows if the stretch is skipped: `expert(rows) if len(rows) else rows`.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from torch.fx import Node
 
 from megacpp_compile._torch import translator as translation
 from megacpp_compile.frontend.expert_loops.control_flow import live_names
+from megacpp_compile.frontend.expert_loops.rowless import same_shapes, same_without_rows
 from megacpp_compile.fx import assumptions
 from megacpp_compile.fx.edit import called
 
+_LEFT = "what it leaves behind is not what it found"
 # What of the frame's grows with effects that are replayed behind its graph.
 _GROWING = ("random_calls", "debug_locals", "tensor_hooks", "save_for_backward")
 _IN_PLACE = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "ilshift",
@@ -29,14 +32,21 @@ class Refused(Exception):
     """The assumption does not do: a sentence without its full stop, about what stands in the way."""
 
 
+_ON_STACK = ""  # the name of what is left on the stack
+
+
 @dataclasses.dataclass(frozen=True)
 class OtherWay:
-    """The way of a branch that is translated behind the one that is entered first: where it starts, and its mark."""
+    """The way of a branch that is translated behind the one that is entered first: where it starts, and its mark.
+
+    left: what the first way leaves behind in names that are read later, or on the stack.
+    """
 
     start: Any
     op: Any
     condition: Any
     taken: bool
+    left: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 class OpenRegion:
@@ -45,13 +55,18 @@ class OpenRegion:
     translator: of the function it is in. join: the instruction where it ends. at: the graph's node that marks its
     beginning. begins: the place of the loop whose iteration it is; None for a branch. given: whether there is something
     on the stack that an iteration is given, or a branch goes by. other_way: what else to translate from where it began.
+    asked: of a branch, the number or truth value that it goes by, and how it was taken. alternatives: what the other
+    way of it left behind.
     """
 
     def __init__(
         self, number: int, translator: Any, join: Any, at: Any, begins: Any = None, given: bool = True,
-        other_way: OtherWay | None = None,
+        other_way: OtherWay | None = None, asked: tuple[Any, bool] | None = None,
+        alternatives: dict[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        self.begins, self.other_way = begins, other_way
+        self.begins, self.other_way, self._asked = begins, other_way, asked
+        self._alternatives = alternatives or {}
+        self.branches = begins is None
         self.number, self.translator, self.join, self.at = number, translator, join, at
         self.start = translation.now()
         self._names = dict(translator.symbolic_locals)
@@ -78,17 +93,63 @@ class OpenRegion:
         translator = self.translator
         if any(_counts_in_place(node) for node in self._made()):
             raise Refused("it writes to a tensor of numbers or truth values")
-        if _identities(translator.stack) != self._stack or _state(translator) != self._state:
-            raise Refused("what it leaves behind is not what it found")
+        stack, depth = translator.stack, len(self._stack)
+        if _identities(stack[:depth]) != self._stack or len(stack) > depth + 1 or _state(translator) != self._state:
+            raise Refused(_LEFT)
+        for left in stack[depth:]:
+            if not self._leaves(_ON_STACK, None, left):
+                raise Refused(_LEFT)
         read = live_names(translator.instructions, self.join)
         read |= live_names(translator.instructions, self.other_way.start) if self.other_way else frozenset()
-        for name in read:
+        for name in sorted((read | self._alternatives.keys()) - {_ON_STACK}):
             before, after = self._names.get(name), translator.symbolic_locals.get(name)
-            if before is after or before is not None and after is not None and self._same(before, after):
+            if before is after and name not in self._alternatives:
                 continue
-            if before is not None and after is not None and self._carries(before, after):
+            if after is not None and self._keeps(name, before, after):
                 continue
             raise Refused(f"it sets `{name}`, which is read later")
+
+    def _keeps(self, name: str, before: Any, after: Any) -> bool:
+        """Whether `name` may be `after` behind the region, and what it was before where the model skips it."""
+        if self.other_way is None and self._leaves(name, before, after):
+            return True
+        if name in self._alternatives:
+            return False
+        if before is not None and (self._same(before, after) or self._carries(before, after)):
+            return True
+        return self.other_way is not None and self._leaves(name, before, after)
+
+    def _leaves(self, name: str, before: Any, after: Any) -> bool:
+        """Whether `after` is a tensor that may be left behind: of the first way of two for the second to be held
+        against, else the same as what there is without the region, wherever the model skips it."""
+        found = translation.tensor(translation.realized(after))
+        if found is None:
+            return False
+        if self.other_way is not None:
+            self.other_way.left[name] = after
+            return True
+        other = self._alternatives.get(name, before)
+        held = translation.tensor(translation.realized(other)) if other is not None else None
+        if held is None:
+            return False
+        shown = self._asked is not None and same_without_rows(*self._asked, held[1], found[1])
+        if not shown and not (self.branches and same_shapes(held[1], found[1])):
+            return False
+        translation.emit(self.translator, assumptions.rowless, after, shown, self.number)
+        return True
+
+    def undo(self) -> dict[str, Any]:
+        """Put back what there was before the first way of two; returns what that left behind."""
+        left, names = self.other_way.left if self.other_way else {}, self.translator.symbolic_locals
+        if _ON_STACK in left:
+            self.translator.stack.pop()
+        for name in left.keys() - {_ON_STACK}:
+            before = self._names.get(name)
+            if before is None:
+                del names[name]
+            else:
+                names[name] = before
+        return left
 
     def _made(self) -> Iterator[Node]:
         """The graph's nodes since the beginning."""

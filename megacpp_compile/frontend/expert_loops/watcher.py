@@ -199,8 +199,10 @@ class Loops:
         """Have the other way of a branch translated, too, of which `region` was one."""
         way = region.other_way
         assert way is not None
+        left = region.undo()
         translation.go_to(translator, way.start)
-        self._enter(translator, region.join, way.op, way.condition, way.taken, given=False)
+        given = {"given": False, "asked": _asked(way.condition, way.taken), "alternatives": left}
+        self._enter(translator, region.join, way.op, way.condition, way.taken, **given)
 
     def _iterate(self, translator: Any, place: Any) -> None:
         """Put all experts in the place of a list of those that have tokens."""
@@ -279,7 +281,7 @@ class Loops:
             return
         join, by_jump = way
         taken = by_jump == ("IF_FALSE" in jump.opname)
-        self._enter(translator, join, op, condition, taken)
+        self._enter(translator, join, op, condition, taken, asked=_asked(condition, taken))
         translator.stack[-1] = translation.constant(taken)
 
     def _both_ways(self, translator: Any, jump: Any, op: Any, condition: Any, some: bool) -> None:
@@ -294,6 +296,12 @@ class Loops:
         start = jump.target if jumps else translator.instructions[translator.instruction_pointer + 1]
         self._enter(translator, join, op, condition, not some, other_way=OtherWay(start, op, condition, some))
         translator.stack[-1] = translation.constant(not some)
+
+
+def _asked(condition: Any, taken: bool) -> tuple[Any, bool] | None:
+    """The number or truth value that a branch goes by, and whether it was taken to hold."""
+    number = translation.number(condition)
+    return None if number is None else (number[1], taken)
 
 
 def _op_for(value: Any) -> Any:

@@ -16,7 +16,7 @@ from torch.fx import Node
 from megacpp_compile._torch.ops import HigherOrderOperator, set_grad_enabled
 from megacpp_compile.fx import assumptions
 from megacpp_compile.fx.assumptions import Region
-from megacpp_compile.fx.edit import value
+from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.mode_states import ENTER, LEAVE
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
@@ -75,6 +75,10 @@ def show(view: GraphView, regions: Sequence[Region]) -> frozenset[Node] | MatchF
             outside = [u for u in node.users if u not in region.nodes and not only_checks_sizes(u)]
             if not outside or node in places or _same_anyway(node, region):
                 continue
+            without_rows = node in region.rowless or node in region.alike and _goes_with(node, region, summed, skipped)
+            if without_rows and (layer := _layer_of(region, found)) is not None:
+                needed.add(layer.output)
+                continue
             update = _sum_of(node, summed)
             if update is None:
                 return MatchFailure(node, _TAG, f"{_ONLY}, and more than their sum is used later")
@@ -85,13 +89,30 @@ def show(view: GraphView, regions: Sequence[Region]) -> frozenset[Node] | MatchF
             token, base = summed[node].token, summed[node].previous
             if base in region.nodes and base not in summed:
                 return MatchFailure(base, _TAG, f"{_ONLY}, and more than their sum is used later")
-            if (skipped is None or not _covers(skipped, token)) and not _skips_part(region, token):
+            if not _has_none(token, region, skipped):
                 return MatchFailure(node, _TAG, f"{_ONLY}, and it is not seen that the others have no tokens")
     skipping = (layer for layer in found if layer.output in needed and _skips_weights(view, layer, regions, zeros))
     own = min((layer.output for layer in skipping), default=None)
     if own is not None and view.config.expert_loops is not True:
         return MatchFailure(own, _TAG, _NO_GRADIENT)
     return frozenset(needed)
+
+
+def _has_none(token: Mask, region: Region, skipped: Mask | None) -> bool:
+    """Whether there are no rows of `token` wherever the model skips `region`, and there are none of `skipped`."""
+    return skipped is not None and _covers(skipped, token) or _skips_part(region, token)
+
+
+def _goes_with(node: Node, region: Region, summed: dict[Node, RowUpdate], skipped: Mask | None) -> bool:
+    """Whether `node` has as many rows as are added to a sum that gets none wherever the model skips `region`."""
+    rows = value(node).shape[0]
+    updates = (u for u in summed.values() if isinstance(u.added, Node) and same_size(value(u.added).shape[0], rows))
+    return any(_has_none(update.token, region, skipped) for update in updates)
+
+
+def _layer_of(region: Region, found: Sequence[RoutedExperts]) -> RoutedExperts | None:
+    """The layer one of whose experts `region` computes."""
+    return next((layer for layer in found if any(expert.node in region.nodes for expert in layer.experts)), None)
 
 
 def _moves(region: Region, summed: dict[Node, RowUpdate]) -> MatchFailure | None:

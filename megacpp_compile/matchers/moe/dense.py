@@ -164,6 +164,6 @@ def by_matrix(
         return MatchFailure(x, "rows", "there are not as many rows as choices")
     routed = RoutedExperts(
         node, x, found.indices, gates, tuple(experts), 0, base, by_expert=found.gates is None,
-        scaled_input=scaled_input, choices=1 if one else None,
+        scaled_input=scaled_input, choices=1 if one else None, matrix=None if found.gates is None else matrix,
     )  # fmt: skip
     return bounded(view, routed)

@@ -156,8 +156,8 @@ def _one_hots(node: Node) -> Chosen | None:
         gates = seen_as(rest[0], wanted[:-1]) if len(rest) == 1 else None
         if gates is not None and value(gates[0]).dim() == value(mask.indices).dim():
             return Chosen(mask.indices, gates[0])
-        if not rest:
-            return Chosen(mask.indices)
+        if len(rest) != 1 and all(p.axes <= own | inner for p in rest):
+            return Chosen(mask.indices)  # whatever the gates are multiplied by, others' are zero
     return None
 
 

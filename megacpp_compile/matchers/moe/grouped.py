@@ -8,6 +8,7 @@ choice is multiplied by its own copy of a weight (`w[indices]`); or every expert
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import torch
@@ -58,8 +59,30 @@ def _check(view: GraphView, node: Node) -> RoutedExperts | MatchFailure | None:
     parts = factors(node, dims, lambda axes: out in axes and not (tokens and axes.isdisjoint(tokens)))
     one = [p for p in parts if p.axes == set(tokens)]
     several = [p for p in parts if out not in p.axes and p.axes > set(tokens) and len(p.axes) == len(tokens) + 1]
-    gates = one or several  # choices of a token
     outs = [p for p in parts if out in p.axes]
+    found = _weighted(view, node, tokens, parts, one or several, outs, out)  # one or several choices of a token
+    scales = [p for p in parts if p.axes <= set(tokens)]
+    if found is not None or not scales or len(several) != 1 or None in (own := [_scale(p, dims) for p in scales]):
+        return found
+    rest = [p for p in parts if p not in scales]
+    found = _weighted(view, node, tokens, rest, several, outs, out)
+    if not isinstance(found, RoutedExperts):
+        return found
+    return bounded(view, dataclasses.replace(found, scales=tuple(own)))  # type: ignore[arg-type]
+
+
+def _scale(factor: Factor, dims: Dims) -> tuple[Node, tuple[int, ...]] | None:
+    """What multiplies a sum over `dims` by numbers for some of them, and for which."""
+    places = [dims.index(dim) for dim in longer_dims(factor.dims) if dim in dims]
+    plain = len(places) == len(longer_dims(factor.dims)) and places == sorted(places)
+    return (factor.node, tuple(places)) if plain else None
+
+
+def _weighted(
+    view: GraphView, node: Node, tokens: tuple[Axis, ...], parts: list[Factor], gates: list[Factor],
+    outs: list[Factor], out: Axis,
+) -> RoutedExperts | MatchFailure | None:  # fmt: skip
+    """The layer of experts whose sum `node` has the factors `parts`, with `gates` and experts' outputs among them."""
     if not gates and len(parts) == 2 and len(outs) == 1:
         return _ungated(view, node, tokens, outs[0], next(p for p in parts if p is not outs[0]), out)
     if len(gates) != 1 or len(outs) != 1:

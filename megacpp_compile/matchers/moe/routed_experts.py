@@ -48,6 +48,8 @@ class RoutedExperts:
         scaled_input: whether the gate multiplies what the expert reads: `base + sum of expert(gate * x)`.
         above: what of the gates counts: those above zero, or with False those that are not zero; None for all.
         identities: the numbers of experts that return what they read, which `experts` does not hold.
+        scales: what the sum is multiplied by, each with the dimensions of `output` that it has.
+        matrix: what [.., E] the gates are scattered to, which may be read elsewhere; None where they are not.
         inputs: what the layer reads; inside: the nodes between these and `output`. Filled in by `bounded`.
     """
 
@@ -64,6 +66,8 @@ class RoutedExperts:
     scaled_input: bool = False
     above: bool | None = None
     identities: range = range(0)
+    scales: tuple[tuple[Node, tuple[int, ...]], ...] = ()
+    matrix: Node | None = None
     inputs: tuple[Node, ...] = ()
     inside: frozenset[Node] = frozenset()
 
@@ -77,7 +81,7 @@ class RoutedExperts:
 
     @property
     def operands(self) -> list[Node]:
-        others = [n for n in (self.gates, self.base) if n is not None]
+        others = [n for n in (self.gates, self.base, *(scale for scale, _ in self.scales)) if n is not None]
         return [self.x, self.indices, *_parameters(self.experts), *others]
 
 
@@ -111,8 +115,16 @@ _Layer = TypeVar("_Layer", RoutedExperts, SortedExperts)
 
 
 def bounded(view: GraphView, found: _Layer) -> _Layer | MatchFailure:
-    """`found` with its `inputs` and the nodes `inside`; the first of these that cannot go, as it is read elsewhere or
-    runs under another mode."""
+    """`found` with its `inputs` and the nodes `inside`, gates read from their matrix where that has to stay; the first
+    of these that cannot go, as it is read elsewhere or runs under another mode."""
+    layer = _bounded(view, found)
+    if isinstance(found, SortedExperts) or found.matrix is None or isinstance(layer, RoutedExperts):
+        return layer
+    again = _bounded(view, dataclasses.replace(found, gates=found.matrix, by_expert=True, matrix=None))
+    return layer if isinstance(again, MatchFailure) else again
+
+
+def _bounded(view: GraphView, found: _Layer) -> _Layer | MatchFailure:
     output = found.output
     inputs = list(dict.fromkeys(found.operands))
     inside = _between(inputs, output)

@@ -28,7 +28,9 @@ from megacpp_compile.matchers.moe.slot_parts import whole_of
 from megacpp_compile.matchers.views import RESHAPES
 
 aten = torch.ops.aten
-_COLUMNS = (aten.unsqueeze.default, *RESHAPES, aten._to_copy.default, aten.to.dtype, aten.clone.default)
+_COLUMNS = (
+    aten.unsqueeze.default, aten.squeeze.dim, *RESHAPES, aten._to_copy.default, aten.to.dtype, aten.clone.default,
+)  # fmt: skip
 Gates = tuple[Node, bool]  # [.., k], one for each choice, or with True a matrix [.., E]
 
 
@@ -40,6 +42,8 @@ def gates_of(node: Node, mask: Mask) -> list[Gates]:
         return [(own[1], False)] if own[0] is mask.indices and own[2] == mask.expert else []
     while node.target in _COLUMNS:
         node = node.args[0]  # type: ignore[assignment]
+    if node.target is aten.gather.default:
+        return _by_first_mark(node, mask)
     column = None
     if node.target is aten.select.int and node.args[1] in (1, -1):
         node, column = node.args[0], node.args[2]  # type: ignore[assignment]
@@ -108,10 +112,34 @@ def _by_marks(node: Node, mask: Mask) -> list[Gates]:
     of_rows = unread(gates, mask) if mask.any else None
     own = match_mask(marks) if of_rows is None else _marks_of_rows(marks, mask)
     gates = gates if of_rows is None else of_rows
-    if own is None or own.indices is not mask.indices or own.expert != mask.expert or own.choice is not None:
+    return [(gates, False)] if _marks_all(own, mask) and _shaped_alike(gates, mask.indices) else []
+
+
+def _by_first_mark(node: Node, mask: Mask) -> list[Gates]:
+    """Of the rows' gates [R, k] where the first of the rows' marks over choices is, which is the only one."""
+    gates, dim, at = node.args[:3]
+    while isinstance(at, Node) and at.target in _COLUMNS:
+        at = at.args[0]
+    if dim not in (1, -1) or not mask.any or not isinstance(at, Node) or at.target is not aten.argmax.default:
         return []
-    every = own.by_token and own.dims[-1] == "s" and not own.any
-    return [(gates, False)] if every and _shaped_alike(gates, mask.indices) else []
+    if [*at.args[1:2]] not in ([1], [-1]) or not distinct_choices(mask.indices) or not isinstance(gates, Node):
+        return []
+    own, source = _marks_of_rows(_before_casts(at.args[0]), mask), unread(gates, mask)  # type: ignore[arg-type]
+    return [(source, False)] if _marks_all(own, mask) and source and _shaped_alike(source, mask.indices) else []
+
+
+def _marks_all(own: Mask | None, mask: Mask) -> bool:
+    """Whether `own` marks, over tokens and their choices, where the expert of `mask` is chosen."""
+    if own is None or own.indices is not mask.indices or own.expert != mask.expert or own.choice is not None:
+        return False
+    return own.by_token and own.dims[-1] == "s" and not own.any
+
+
+def _before_casts(node: Node) -> Node:
+    """`node`, a mask, before casts of it to numbers."""
+    while node.target in (aten._to_copy.default, aten.to.dtype):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
 
 
 def _marks_of_rows(marks: Node, mask: Mask) -> Mask | None:

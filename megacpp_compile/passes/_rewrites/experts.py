@@ -60,6 +60,9 @@ def _rewrite(view: GraphView, build: Builder, layer: RoutedExperts) -> tuple[Nod
         y = build(aten.add.Tensor, y, passed)
     if tuple(value(y).shape) != tuple(value(old).shape):
         y = build(aten.reshape.default, y, list(value(old).shape))
+    for scale, dims in layer.scales:
+        sizes = [n if d in dims else 1 for d, n in enumerate(value(old).shape)]
+        y = build(aten.mul.Tensor, y, build(aten.reshape.default, scale, sizes))
     if layer.base is not None:
         y = build(aten.add.Tensor, layer.base, y)
     _drop_size_checks(layer.inside)
