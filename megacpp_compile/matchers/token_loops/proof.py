@@ -181,7 +181,7 @@ class _Roles:
         state = self.atoms(loop.entering)
         sets = [set(self.atoms(n)) for n in (*self.step.leaves, self.next, loop.output)]
         if len(set(state)) != len(state) and self.step.outer:
-            reason = "rows and columns of its state are of the same channels, as a product of one operand with itself has"
+            reason = "rows and columns of its state are the same channels, as of a product of an operand with itself"
             return NoLoop(loop.output, "roles", reason)
         if len(set(state)) != len(state) or any(s - set(state) for s in sets) or sets[-2] != set(state):
             return None

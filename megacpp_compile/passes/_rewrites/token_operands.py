@@ -165,7 +165,7 @@ def _chain(decay: Node) -> list[Node] | None:
 
 
 def _padding(node: Node) -> float | None:
-    """The number that `node` pads its first argument with; None where it is another number's node, or pads with none."""
+    """The number that `node` pads its first argument with; None for another node, or one that pads otherwise."""
     if node.target is aten.constant_pad_nd.default:
         return number_of(node.args[2]) if len(node.args) > 2 else 0.0
     if node.target is not aten.pad.default:
