@@ -27,6 +27,7 @@ from megacpp_compile.frontend.dtensor_writes import without_writes_to_new_tensor
 from megacpp_compile.frontend.dtensors import calls_on_dtensors, is_dtensor
 from megacpp_compile.frontend.export import export
 from megacpp_compile.frontend.hidden_writes import data_as_detached, refuse_hidden_writes
+from megacpp_compile.frontend.idle_sets import without_idle_sets
 from megacpp_compile.frontend.local_dtensors import localize
 from megacpp_compile.frontend.transforms import resolve_transforms
 from megacpp_compile.frontend.unbacked_shapes import numbers_of
@@ -90,6 +91,7 @@ def capture(gm: GraphModule, example_inputs: Sequence[Any]) -> Captured:
     Raises CaptureError, with the reason, for a frame that cannot be expressed this way; the caller then compiles `gm`
     as it came.
     """
+    gm = without_idle_sets(gm)
     _check(gm, example_inputs)
     mode, fakes = fake_inputs(example_inputs)
     # What a collective under way returns is a plain tensor here; AOTAutograd is given it as it came, and waits for it.

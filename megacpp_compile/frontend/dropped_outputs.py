@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 from megacpp_compile._torch.pytree import tree_leaves
 from megacpp_compile.config.options import Config
 from megacpp_compile.errors import DroppedOutputError
-from megacpp_compile.fx.edit import dynamo_value
+from megacpp_compile.fx.edit import dynamo_value, same_size
 from megacpp_compile.fx.provenance import in_place_of
 
 
@@ -100,7 +100,7 @@ def _named(node: Node, config: Config) -> str:
 
 
 def _is_loss(fake: Any) -> bool:
-    return isinstance(fake, torch.Tensor) and fake.is_floating_point() and fake.numel() == 1
+    return isinstance(fake, torch.Tensor) and fake.is_floating_point() and same_size(fake.numel(), 1)
 
 
 def _computed_from(losses: Sequence[Node], output: Node) -> bool:

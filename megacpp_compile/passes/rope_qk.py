@@ -4,12 +4,15 @@ Before: `q, k = rope(q, cos, sin), rope(k, cos, sin)` in any spelling, over the 
 After:  `q, k = megacpp.rope_qk(q, k, cos, sin, nope_dim, interleaved_in, interleaved_out, rope_first, inverse, dtype)`
 
 Safe for the reason `mla_rope_q` is.
+A number that either is multiplied by alone, behind or before it turns, is multiplied behind the op.
 Refused: queries and keys with different tables or layouts; a rotation that escapes, or that no GEMM of queries with
 keys reads.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,7 +26,7 @@ from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.attention import is_attended, leaves_graph
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.rope.heads import Head
-from megacpp_compile.matchers.rope.rotation import Table
+from megacpp_compile.matchers.rope.rotation import Rotation, Table
 from megacpp_compile.passes._rewrites import rotations
 from megacpp_compile.passes._rewrites.packed import operands, packed
 from megacpp_compile.passes._rule import REGION, Match
@@ -89,9 +92,26 @@ def _places(table: Table) -> list[Any]:
     return [shape[d] for d in table.source.dims if d >= 0]
 
 
-def _same_table(a: Table, b: Table) -> bool:
-    same = (a.start, a.step, a.width, a.factor) == (b.start, b.step, b.width, b.factor)
+def _same_entries(a: Table, b: Table) -> bool:
+    same = (a.start, a.step, a.width) == (b.start, b.step, b.width)
     return same and a.source.node is b.source.node and a.source.part == b.source.part
+
+
+def _ratio(a: Rotation, b: Rotation) -> float | None:
+    """What the tables of `a` are multiplied by, of those of `b`; None where they are not the same tables."""
+    if not _same_entries(a.cos, b.cos) or not _same_entries(a.sin, b.sin):
+        return None
+    cos, sin = a.cos.factor / b.cos.factor, a.sin.factor / b.sin.factor
+    return cos if math.isclose(cos, sin, rel_tol=1e-12) else None
+
+
+def _with_factor(rotation: Rotation, by: float) -> Rotation:
+    tables = {n: getattr(rotation, n) for n in ("cos", "sin")}
+    return dataclasses.replace(rotation, **{n: dataclasses.replace(t, factor=t.factor * by) for n, t in tables.items()})
+
+
+def _times(build: Builder, node: Node, number: float) -> Node:
+    return node if number == 1 else build(aten.mul.Tensor, node, number)
 
 
 def _check(view: GraphView, q: Head, k: Head) -> Match | MatchFailure | None:
@@ -100,7 +120,8 @@ def _check(view: GraphView, q: Head, k: Head) -> Match | MatchFailure | None:
     lone = _dimension_without(k, q)
     if lone is not None:
         b = rotations.with_dimension(b, lone)
-    if not _same_table(a.cos, b.cos) or not _same_table(a.sin, b.sin):
+    ratio = _ratio(a, b)
+    if ratio is None or ratio != 1 and a.nope is not None:  # lanes that do not turn are not multiplied
         places = [_places(a.cos), _places(b.cos)]
         count = min(map(len, places))  # one of them may have entries for each sequence of a batch
         if places[0][-count:] != places[1][-count:]:
@@ -115,6 +136,8 @@ def _check(view: GraphView, q: Head, k: Head) -> Match | MatchFailure | None:
         return MatchFailure(k.root, "layout", "the tables meet queries and keys in different dimensions")
     by_position = packed(q, k) if b is k.rotation else None
     tables = by_position.sources if by_position else None
+    factors = [r.cos.factor for r in (a, b)]
+    shared = 1.0 if 1 in factors else factors[0]  # what both are multiplied by is in the tables, the rest behind the op
     inputs = list(dict.fromkeys(rotations.sources(a, tables) + rotations.sources(b, tables)))
     outputs, states = [q.root, k.root], view.mode_states
     if states[q.root].grad != states[k.root].grad or place(inputs, outputs, q.root, states, AUTOCAST_BLIND) is None:
@@ -122,13 +145,17 @@ def _check(view: GraphView, q: Head, k: Head) -> Match | MatchFailure | None:
 
     def rewrite(build: Builder) -> tuple[Node, list[Node]]:
         turned, order, offsets = operands(build, by_position, q, *([k] if b is k.rotation else []))
+        turned = _with_factor(turned, shared / factors[0])
         node = build(
             torch.ops.megacpp.rope_qk.default,
             rotations.whole_head(build, turned), rotations.whole_head(build, rotations.reordered(b, order)),
             rotations.table(build, turned.cos), rotations.table(build, turned.sin),
             nope[0], *rotations.layout(a), False, value(q.root).dtype, *offsets,
         )  # fmt: skip
-        turned_q, turned_k = (rotations.back(build, build.item(node, i), order, q if i == 0 else k) for i in range(2))
+        turned_q, turned_k = (
+            rotations.back(build, _times(build, build.item(node, i), factors[i] / shared), order, q if i == 0 else k)
+            for i in range(2)
+        )
         return node, [turned_q, turned_k if b is k.rotation else build(aten.squeeze.dims, turned_k, [lone])]
 
     return Match(q.root, inputs, outputs, rewrite, autocast_blind=AUTOCAST_BLIND)

@@ -248,7 +248,39 @@ def detached_copy(m, y):
     return y * y.detach().clone().clamp_(-0.3, 0.3)
 
 
-@pytest.mark.parametrize("write", [running_mean, new_memory, seen, detached_copy], ids=lambda f: f.__name__)
+def moved_to_where_it_is(m, y):
+    """As mixtures of experts do that may have put some of them on the CPU."""
+    m.down.to(y.device)
+    m.up.to(device=y.device, dtype=y.dtype)
+    return y
+
+
+OTHERS = [running_mean, new_memory, seen, detached_copy, moved_to_where_it_is]
+
+
+@pytest.mark.parametrize("write", OTHERS, ids=lambda f: f.__name__)
 def test_other_writes_are_captured(write):
     report, frame = compared(write, torch.randn(3, 8).requires_grad_())
     assert frame.captured and report.counts["down_norm_up"] == 1, frame.outcome
+
+
+def negated(m, y):
+    m.down.weight.data = -m.down.weight.data
+    return y
+
+
+def copied(m, y):
+    m.down.weight.data = m.down.weight.to(y.device, copy=True)
+    return y
+
+
+def turned(m, y):
+    m.down.weight.data = m.down.weight.data.flip(0)
+    return y
+
+
+@pytest.mark.parametrize("write", [negated, copied, turned], ids=lambda f: f.__name__)
+def test_other_memory_is_no_idle_write(write):
+    """A weight set to what was made of it is written to."""
+    report, frame = compared(write, torch.randn(3, 8).requires_grad_())
+    assert not frame.captured and not report.sites

@@ -126,6 +126,19 @@ def test_autocast_inside_the_frame():
     assert_autocast_inside(NAME, *block())
 
 
+@pytest.mark.parametrize("reads", [2, 3])
+def test_a_result_that_is_cast_more_than_once(reads):
+    """As by a norm in a wider dtype, in which each mention of its operand is a cast."""
+
+    def form(*operands):
+        o, state = chunk_after_chunk(*operands)
+        wide = [o.double() for _ in range(reads)]
+        norm = torch.rsqrt(wide[1].square().mean(-1, keepdim=True) + 1e-6)
+        return (wide[0] * norm + (wide[2] if reads > 2 else 0)).to(o.dtype), state
+
+    assert_fires(NAME, *block(Spelling(form), given=True, state=True))
+
+
 @pytest.mark.parametrize("model", [0, 1, 16, 20, 64, 256])
 def test_chunk_size_is_one_the_op_takes(model):
     assert gated_chunk_size(model) in (16, 32, 64)

@@ -67,6 +67,35 @@ def test_floats_of_an_activation():
     assert frames.counts["moe"] == 1, frames.misses
 
 
+def bounded(h, limit=0.7):
+    return h.clamp(-limit, limit)
+
+
+def limited(m, x, indices, gates):
+    gate, up = bounded(torch.einsum("tkhd,td->tkh", m.gate_up[indices], x)).chunk(2, -1)
+    out = torch.einsum("tkdh,tkh->tkd", m.down[indices], F.silu(gate) * up)
+    return torch.einsum("tkd,tk->td", out, gates)
+
+
+def test_a_float_that_layers_share():
+    """A limit that is a function's default is one input, whichever layer calls it."""
+
+    class Layers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(MoE(limited, stacked=True) for _ in range(2))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = x + layer(x.flatten(0, 1)).view(x.shape)
+            return x
+
+    torch.manual_seed(0)
+    x = torch.randn(2, 6, DIM, requires_grad=True)
+    frames = check(Layers(), (x,), dynamic=True)
+    assert frames.counts["moe"] == 2, frames.misses
+
+
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_pass_that_fails(monkeypatch, strict):
     def find(view):

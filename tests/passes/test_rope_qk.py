@@ -518,6 +518,27 @@ def keys_scaled(q, k, cos, sin):
     return turn(q, cos, sin), torch.cat(((a * cos - b * sin) * 1.25, (b * cos + a * sin) * 1.25), dim=-1)
 
 
+def queries_scaled(q, k, cos, sin):
+    """In place, in front of a view of whole heads: torchtune's Gemma-2."""
+    q = turn(q, cos, sin)
+    q.mul_(0.3)
+    return q.unflatten(-1, (2, -1)).flatten(-2), turn(k, cos, sin)
+
+
+def both_scaled(q, k, cos, sin):
+    (q, k), (_, b) = (keys_scaled(*pair, cos, sin) for pair in ((k, q), (q, k)))
+    return k, 0.4 * b.unflatten(-1, (-1, 2)).flatten(-2)
+
+
+def keys_scaled_and_turned_back(q, k, cos, sin):
+    return turn(q, cos, sin), keys_scaled(q, k, cos, -sin)[1]
+
+
+def keys_with_one_scaled_table(q, k, cos, sin):
+    a, b = k.chunk(2, dim=-1)
+    return turn(q, cos, sin), torch.cat((a * cos * 1.25 - b * sin, b * cos * 1.25 + a * sin), dim=-1)
+
+
 def keys_turned_back(q, k, cos, sin):
     return turn(q, cos, sin), turn(k, cos, -sin)
 
@@ -578,7 +599,8 @@ def test_refuses_one_key_turned_for_every_head():
 
 
 KEYS_TURNED_OTHERWISE = {
-    keys_scaled: "tables",
+    keys_scaled_and_turned_back: "tables",
+    keys_with_one_scaled_table: "signs",
     keys_turned_back: "tables",
     keys_with_axes_in_another_order: "table-order",
     keys_a_position_ahead: "tables",
@@ -588,6 +610,50 @@ KEYS_TURNED_OTHERWISE = {
 @pytest.mark.parametrize("body", KEYS_TURNED_OTHERWISE, ids=lambda f: f.__name__)
 def test_refuses_keys_turned_otherwise(body):
     assert_refused_in_a_graph(NAME, KEYS_TURNED_OTHERWISE[body], *build(body, kind=AsManyKeys))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+@pytest.mark.parametrize("body", [keys_scaled, queries_scaled, both_scaled], ids=lambda f: f.__name__)
+def test_what_is_scaled_alone(body, dtype):
+    assert_fires(NAME, *build(body, dtype, kind=AsManyKeys))
+
+
+def test_keys_with_a_dimension_of_one():
+    """A view behind the rotation, as torchtune has it in front of what repeats keys, is no part of it."""
+
+    def body(q, k, cos, sin):
+        k = turn(k, cos, sin)
+        return turn(q, cos, sin), k.view(*k.shape[:2], 1, *k.shape[2:]).expand(-1, -1, 1, -1, -1).reshape(k.shape)
+
+    assert_fires(NAME, *build(body, kind=AsManyKeys))
+
+
+class OneRow(Heads):
+    """Queries of heads, and a key row that all of them share, turned by one complex table that each reads in another
+    shape: the scores of absorbed latent attention."""
+
+    def forward(self, x, cos, sin):
+        q, k = self.q(x).unflatten(-1, (-1, self.width)), self.k(x)[..., : self.width]
+        table = torch.complex(cos, sin)
+        q, k = self.body(q, table[:, None]), self.body(k, table[None])
+        scores = torch.einsum("bthr,bsr->bhts", q, k).softmax(-1)
+        return torch.einsum("bhts,bsr->bthr", scores, k).flatten(-2)
+
+
+def complex_turn(t, table):
+    return torch.view_as_real(torch.view_as_complex(t.unflatten(-1, (-1, 2))) * table).flatten(-2)
+
+
+def test_a_complex_table_in_two_shapes():
+    frames = assert_fires(NAME, *build(complex_turn, kind=OneRow))
+    assert frames.counts[NAME] == 1
+
+
+def test_refuses_complex_tables_of_other_entries():
+    def body(t, table):
+        return complex_turn(t, table if t.dim() == 4 else table.roll(1, -1))
+
+    assert_refused_in_a_graph(NAME, "tables", *build(body, kind=OneRow))
 
 
 # --- where the results lie

@@ -99,3 +99,21 @@ def test_a_loss_that_is_known_has_one_reason():
 
     assert run(*build(known, ignored=False)).counts[NAME] == 1
     assert [m.tag for m in run(*build(limited, ignored=False)).misses if m.pass_name == NAME] == ["between"]
+
+
+def rows_of_a_mask_and_others(m, x, labels):
+    """Of so many rows as the mask has, which is known at run time only."""
+    rows, words = x[labels > 2], labels[labels > 2]
+    return F.cross_entropy(m.proj(rows) + rows @ m.proj.weight.detach().mT.sin(), words)
+
+
+def rows_of_a_mask_times_others(m, x, labels):
+    rows, words = x[labels > 2], labels[labels > 2]
+    return F.cross_entropy(m.proj(rows) * rows[:, :1], words)
+
+
+@pytest.mark.parametrize("body", [rows_of_a_mask_and_others, rows_of_a_mask_times_others], ids=lambda f: f.__name__)
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_how_many_rows_a_mask_has_is_not_asked(body):
+    frames = run(*build(body, ignored=False))
+    assert {m.tag for m in frames.misses if m.pass_name == NAME} == {"between"}, frames.misses

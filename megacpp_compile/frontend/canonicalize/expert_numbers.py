@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from megacpp_compile._torch.fakes import FakeTensorMode
 from megacpp_compile.fx import assumptions
-from megacpp_compile.fx.edit import Builder, value
+from megacpp_compile.fx.edit import Builder, same_size, value
 
 aten = torch.ops.aten
 _KEEPS = (aten.select.int, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.view.default,
@@ -29,7 +29,7 @@ def expert_numbers(graph: fx.Graph, fake_mode: FakeTensorMode) -> None:
                 build = Builder(graph, fake_mode, user, user)
                 if user.target is assumptions.iteration:
                     continue
-                if user.target in _KEEPS and value(user).numel() == 1 and not value(user).is_floating_point():
+                if user.target in _KEEPS and same_size(value(user).numel(), 1) and not value(user).is_floating_point():
                     pending.append(user)
                 elif (new := _by_number(build, user, tensor, number)) is not None:
                     user.replace_all_uses_with(new)

@@ -230,7 +230,8 @@ class Loops:
         for at in range(-count, 0):
             array = translation.seen(translator.stack[at])
             found = translation.tensor(array)
-            if found is not None and found[1].numel() <= origins.MOST and origins.about_tokens(found[0]):
+            short = found is not None and statically_known_true(found[1].numel() <= origins.MOST)
+            if found is not None and short and origins.about_tokens(found[0]):
                 self._list_array(translator, array, at)
 
     def _list_array(self, translator: Any, array: Any, at: int) -> None:

@@ -83,7 +83,8 @@ def _rule_of(algebra: Algebra, nodes: list[Node], evidence: Node, verdicts: Verd
 
 
 def _results(algebra: Algebra, nodes: list[Node], core: Set[Node]) -> list[Node]:
-    """What may be the rule's result, the last node first: what leaves the core, and that before gates are applied."""
+    """What may be the rule's result, the last node first: what leaves the core, and that before gates are applied, or
+    before several casts or views."""
     found: dict[Node, None] = {}
     for n in reversed(nodes):
         if all(u in core for u in n.users) and n not in found:
@@ -97,12 +98,18 @@ def _results(algebra: Algebra, nodes: list[Node], core: Set[Node]) -> list[Node]
             if len(before) != 1 or n.target in (aten.cat.default, aten.stack.default):
                 break
             n = before[0]
-            if others:
+            if others or _is_read_as_it_is(algebra, n, core):
                 found[n] = None
+            if others:
                 break
             if not algebra.passes_on(n) and n.target is not aten.slice.Tensor:
                 break
     return sorted(found, reverse=True)
+
+
+def _is_read_as_it_is(algebra: Algebra, n: Node, core: Set[Node]) -> bool:
+    """Whether several nodes read `n`, and those of them that are in the core are casts or views."""
+    return len(n.users) > 1 and all(u not in core or algebra.passes_on(u) for u in n.users)
 
 
 def _rule_at(

@@ -95,7 +95,7 @@ def _kind(node: Node) -> str | None:
     if node.target in _SUMS:
         return "sum"
     fake = value(other)
-    return "rows" if isinstance(fake, torch.Tensor) and fake.dim() > 0 and fake.shape[-1] == 1 else "factor"
+    return "rows" if isinstance(fake, torch.Tensor) and fake.dim() > 0 and same_size(fake.shape[-1], 1) else "factor"
 
 
 def _same_last(node: Node, other: Any) -> bool:

@@ -207,7 +207,7 @@ def _step(logits: Logits, user: Node) -> Step | None:
     if user.target in (aten.add.Tensor, aten.sub.Tensor):
         at = logits.dim - own.dim() + fake.dim()
         sizes = [n for d, n in enumerate(fake.shape) if d != at]
-        if at < 0 or not same_size(fake.shape[at], own.shape[logits.dim]) or any(n != 1 for n in sizes):
+        if at < 0 or not same_size(fake.shape[at], own.shape[logits.dim]) or not all(same_size(n, 1) for n in sizes):
             return None
         if torch.promote_types(fake.dtype, value(logits.linear.node).dtype) != value(logits.linear.node).dtype:
             return None
@@ -215,7 +215,7 @@ def _step(logits: Logits, user: Node) -> Step | None:
         if not first and sign < 0:
             return None
         return Step("plus", other, sign / logits.factor)  # type: ignore[arg-type]
-    if fake.numel() != 1 or not first and user.target is aten.div.Tensor:
+    if not same_size(fake.numel(), 1) or not first and user.target is aten.div.Tensor:
         return None
     return Step("over" if user.target is aten.div.Tensor else "times", other)  # type: ignore[arg-type]
 

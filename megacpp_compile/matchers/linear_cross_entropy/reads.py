@@ -227,9 +227,10 @@ def _gathered(logits: Logits, node: Node) -> Read | MatchFailure | None:
     if not isinstance(dim, int) or dim % len(sizes) != logits.dim:
         return None
     rows = [same_size(a, b) for d, (a, b) in enumerate(zip(sizes, shape, strict=True)) if d != logits.dim]
-    if all(rows) and shape[logits.dim] == 1:
+    one = same_size(shape[logits.dim], 1)
+    if all(rows) and one:
         return _picked(logits, node, index, True)  # type: ignore[arg-type]
-    if shape[logits.dim] != 1:
+    if not one:
         return MatchFailure(node, SEVERAL, "more than one word's log-probability is read of a row")
     if node.target is not aten.gather.default:
         return None

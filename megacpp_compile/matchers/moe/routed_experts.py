@@ -17,6 +17,7 @@ from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.filled import is_filled
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe.experts import Expert
+from megacpp_compile.matchers.numbers import is_number
 
 aten = torch.ops.aten
 _ASSERTS = (
@@ -154,8 +155,11 @@ def _between(inputs: list[Node], output: Node) -> set[Node]:
 
 def _can_be_kept(node: Node) -> bool:
     """Whether `node` says which tokens go where and has a static size, or is a number that depends on no data, such as
-    how many choices there are in every layer: other readers may keep it at no great cost."""
+    how many choices there are in every layer or the limit of their clamps: other readers may keep it at no great
+    cost."""
     fake = value(node)
+    if is_number(node):
+        return True
     if isinstance(fake, _NUMBERS):
         return not free_unbacked_symbols(fake)
     return isinstance(fake, torch.Tensor) and _is_whole(node) and not free_unbacked_symbols(fake.shape)

@@ -29,6 +29,7 @@ from megacpp_compile.matchers.rope.lane_interpreter import LaneInterpreter
 from megacpp_compile.matchers.rope.lane_rules import RULES
 from megacpp_compile.matchers.rope.lanes import NONE, Lanes, Source, is_one, precision
 from megacpp_compile.matchers.rope.rotation import NoRotation, Part, Rotation, read_rotation
+from megacpp_compile.matchers.rope.tables import changes_unit_dims
 from megacpp_compile.matchers.views import is_outer_view, lane_slice
 
 aten = torch.ops.aten
@@ -146,7 +147,7 @@ def _scan(
 ) -> tuple[list[tuple[Node, Rotation]], list[tuple[Node, NoRotation]]]:
     heads, near, covered = [], [], set[Node]()
     for node in reversed(graph.nodes):
-        if node.target not in _COMBINERS or node not in acts or node in covered:
+        if node.target not in _COMBINERS or node not in acts or node in covered or changes_unit_dims(node):
             continue
         lanes = it(node)
         if lanes is None or it.opaque(node) or not lanes.turned:

@@ -15,6 +15,7 @@ import numpy as np
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, value
+from megacpp_compile.fx.views import UNIT_DIMS, is_identity, is_reshape
 from megacpp_compile.matchers.rope import lanes as L
 from megacpp_compile.matchers.rope.lane_dims import as_lane, insert_outer
 
@@ -34,26 +35,50 @@ def table_lanes(it: L.LaneContext, table: Node, x: L.Lanes) -> list[L.Term]:
 
 
 def _direct(it: L.LaneContext, table: Node, x: L.Lanes, part: str) -> L.Term:
-    """The table itself as source: its dimensions that meet lanes are its lane dimensions."""
+    """The table itself as source: its dimensions that meet lanes are its lane dimensions. A complex one is read without
+    the views that only insert or drop dimensions of size 1, so that it is the same beside queries and beside keys."""
     shape = value(table).shape
     offset = len(x.kinds) - len(shape)
+    base = _without_unit_dims(table) if part else table
+    places = _places(table, base)
     dims, lane_dims, lane_sizes = [], [], []
     for dim, kind in enumerate(x.kinds):
         own = dim - offset
         size: Any = shape[own] if own >= 0 else 1
         broadcast = isinstance(size, int) and size == 1
         if kind == "o":
-            dims.append(-1 if broadcast else own)
+            dims.append(-1 if broadcast else places[own])
             continue
         if not broadcast and not same_size(size, x.sizes[dim]):
             raise L.Opaque
         lane_sizes.append(1 if broadcast else size)
         if not broadcast:
-            lane_dims.append(own)
+            lane_dims.append(places[own])
     if not lane_dims:
         raise L.Opaque
-    sid = it.source_id(L.Source(table, tuple(dims), tuple(lane_dims), part))
+    sid = it.source_id(L.Source(base, tuple(dims), tuple(lane_dims), part))
     return L.term(np.ones(lane_sizes), sid, np.arange(int(np.prod(lane_sizes))).reshape(lane_sizes))
+
+
+def _without_unit_dims(table: Node) -> Node:
+    """What `table` is a view of with dimensions of size 1 inserted or dropped; itself where it is none."""
+    while table.target in UNIT_DIMS or is_identity(table) or changes_unit_dims(table):
+        table = table.args[0]  # type: ignore[assignment]
+    return table
+
+
+def changes_unit_dims(view: Node) -> bool:
+    """Whether all that the reshape `view` does is to insert or drop dimensions of size 1."""
+    if not is_reshape(view):
+        return False
+    new, old = ([n for n in value(x).shape if not L.is_one(n)] for x in (view, view.args[0]))
+    return len(new) == len(old) and all(map(same_size, new, old))
+
+
+def _places(table: Node, base: Node) -> list[int]:
+    """For each dimension of `table` the one of `base` that it is; -1 for those of size 1."""
+    longer = iter([i for i, n in enumerate(value(base).shape) if not L.is_one(n)])
+    return [-1 if L.is_one(n) else next(longer) for n in value(table).shape]
 
 
 def _through(it: L.LaneContext, table: Node, x: L.Lanes) -> L.Term | None:

@@ -180,6 +180,9 @@ class _Roles:
         loop = self.loop
         state = self.atoms(loop.entering)
         sets = [set(self.atoms(n)) for n in (*self.step.leaves, self.next, loop.output)]
+        if len(set(state)) != len(state) and self.step.outer:
+            reason = "rows and columns of its state are the same channels, as of a product of an operand with itself"
+            return NoLoop(loop.output, "roles", reason)
         if len(set(state)) != len(state) or any(s - set(state) for s in sets) or sets[-2] != set(state):
             return None
         tried = False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -9,8 +11,9 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import Builder, same_size, value
-from megacpp_compile.fx.views import CASTS, IDENTITIES
+from megacpp_compile.fx.views import CASTS, IDENTITIES, PADS, PARTS, SPLITS
 from megacpp_compile.matchers.filled import is_filled
+from megacpp_compile.matchers.numbers import number_of
 from megacpp_compile.matchers.ssd.axes import Atom, flat
 from megacpp_compile.matchers.ssd.roles import Leaf
 from megacpp_compile.matchers.ssd.tensor_ops import REPEATS, VIEWS
@@ -20,7 +23,8 @@ from megacpp_compile.passes._rewrites.arrange import arrange, leading
 
 aten = torch.ops.aten
 Dims = tuple[tuple[Any, ...], ...]
-_SHAPED = VIEWS | REPEATS | IDENTITIES | CASTS
+_SHAPED = VIEWS | REPEATS - PADS | IDENTITIES | CASTS
+_PARTS = _SHAPED | PARTS | SPLITS | {operator.getitem}
 # What a decay may be of something, and the logarithm of that.
 _LOGARITHMS = {aten.exp.default: None, aten.sigmoid.default: aten.log_sigmoid.default}
 
@@ -152,9 +156,23 @@ def _seen_through(node: Node) -> list[Node]:
 
 
 def _chain(decay: Node) -> list[Node] | None:
-    """`decay`, views and casts behind it, and the exponential or sigmoid whose view it is."""
-    chain = _seen_through(decay)
+    """`decay`, views, parts and casts behind it, what it is padded from with numbers above 0, and the exponential or
+    sigmoid that it is of."""
+    chain = [decay]
+    while chain[-1].target in _PARTS or (_padding(chain[-1]) or 0.0) > 0:
+        chain.append(chain[-1].args[0])  # type: ignore[arg-type]
     return chain if chain[-1].target in _LOGARITHMS else None
+
+
+def _padding(node: Node) -> float | None:
+    """The number that `node` pads its first argument with; None for another node, or one that pads otherwise."""
+    if node.target is aten.constant_pad_nd.default:
+        return number_of(node.args[2]) if len(node.args) > 2 else 0.0
+    if node.target is not aten.pad.default:
+        return None
+    mode, given = [*node.args[2:], "constant", None][:2] if len(node.args) < 4 else node.args[2:4]
+    mode, given = node.kwargs.get("mode", mode), node.kwargs.get("value", given)
+    return None if mode != "constant" else 0.0 if given is None else number_of(given)
 
 
 def has_logarithm(decay: Node) -> bool:
@@ -170,5 +188,10 @@ def _logarithm(build: Builder, decay: Node) -> Node:
     if logarithm is not None:
         node = build(logarithm, node)
     for view in reversed(views):
-        node = build(view.target, node, *view.args[1:], **view.kwargs)
+        if (padded := _padding(view)) is not None:
+            node = build(aten.constant_pad_nd.default, node, view.args[1], math.log(padded))
+        elif view.target is operator.getitem:
+            node = build.item(node, view.args[1])  # type: ignore[arg-type]
+        else:
+            node = build(view.target, node, *view.args[1:], **view.kwargs)
     return node  # type: ignore[return-value]

@@ -1,0 +1,48 @@
+"""Tensors set to the memory they have: `self.experts.to(x.device)` in a forward, where they are on that device.
+
+`Module.to` sets each parameter to what `to` returns, under `no_grad`: the parameter itself, where neither device nor
+dtype is another. Nothing is written, so that autograd sees what it would have seen.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+from torch.fx import GraphModule, Node
+
+from megacpp_compile.fx.edit import called
+from megacpp_compile.fx.provenance import in_place_of
+
+_ITSELF = ("to", "detach", "_get_data_attr")
+
+
+def without_idle_sets(gm: GraphModule) -> GraphModule:
+    """Dynamo's graph `gm` without `set_` of a tensor to what it is; itself where there is none. Never changes `gm`."""
+    found = [n for n in gm.graph.nodes if _is_idle(n)]
+    if not found:
+        return gm
+    graph, copies = fx.Graph(), dict[Node, Node]()
+    graph.output(graph.graph_copy(gm.graph, copies))
+    for old in found:
+        node = copies[old]
+        for user in list(node.users):
+            if called(user) == "_lower_version_count_by_1":  # of the write that is none
+                graph.erase_node(user)
+        node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+        graph.erase_node(node)
+    return in_place_of(gm, graph, {old: copy for old, copy in copies.items() if old not in found})
+
+
+def _is_idle(node: Node) -> bool:
+    """Whether `node` sets a tensor to what `to` returns of it, perhaps detached: itself, as what a tensor is set to has
+    its dtype and its device. The fake tensors tell nothing, which are what they are behind the frame."""
+    if called(node) != "set_" or len(node.args) != 2 or node.kwargs:
+        return False
+    written, given = node.args
+    while given is not written:
+        if not isinstance(given, Node) or called(given) not in _ITSELF or not isinstance(given.args[0], Node):
+            return False
+        if any(a is True or isinstance(a, torch.memory_format) for a in (*given.args, *given.kwargs.values())):
+            return False  # a copy, or elements in another order
+        given = given.args[0]
+    return True
