@@ -15,6 +15,7 @@ from megacpp_compile.lowerings._kernels.triton_cast import as_stored, single
 from megacpp_compile.lowerings._kernels.triton_launch import Kernel
 from megacpp_compile.lowerings.gated_delta_rule._triton_backward_tiles import (
     add_product,
+    as_multiplied,
     chunk_and_head,
     chunk_tokens,
     from_behind,
@@ -38,14 +39,18 @@ def _cut(decay, log, C: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
-def _add_decayed_keys(to, pairs, k, k_t, length, eps, decay, C: tl.constexpr, K: tl.constexpr, CUTS: tl.constexpr,
-                      NORM: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
-    """`to` and, for each row t, the keys of the rows i before it times pairs[t, i] and the decay from i to t."""
+def _add_decayed_keys(to, gate, readers, readers_t, pairs, k, k_t, length, eps, decay, C: tl.constexpr, K: tl.constexpr,
+                      CUTS: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+    """`to` and, for each row t, the keys of the rows i before it times pairs[t, i] and the decay from i to t; `gate`
+    and that times `readers`, rows of q or k: what makes the gradient of G."""
     for log in range(CUTS):
         factor, parted = _cut(decay, log, C, K)
         keys, _ = normed(k, k_t, length, eps, C, K, NORM)
-        to += product(tl.where(parted, pairs, 0), keys * factor, WIDE) * factor
-    return to
+        read = product(tl.where(parted, pairs, 0), keys * factor, WIDE)
+        to += read * factor
+        rows, _ = normed(readers, readers_t, length, eps, C, K, NORM)
+        gate += as_multiplied(rows * factor, WIDE) * read
+    return to, gate
 
 
 @triton.jit
@@ -158,10 +163,15 @@ def gated_delta_rule_query_grad_channels(q, k, do, table, decay, steps, states, 
         d = add_product(d, grad, tl.trans(state), WIDE)
     scores *= (tl.load(steps + row * C + r) * scale)[None, :]
     tl.store(d_scores + row * C * C + (r[:, None] * C + r[None, :]), as_stored(scores, d_scores))
-    d *= tl.exp2(tl.load(decay + (r[:, None] * K + n))) * scale
-    d = _add_decayed_keys(d, scores, k, k_t, length, eps, decay, C, K, CUTS, NORM, WIDE)
+    d *= scale
+    from_start = tl.exp2(tl.load(decay + (r[:, None] * K + n)))
+    queries, _ = normed(q, q_t, length, eps, C, K, NORM)
+    gate = as_multiplied(queries * from_start, WIDE) * d
+    d, gate = _add_decayed_keys(
+        d * from_start, gate, q, q_t, scores, k, k_t, length, eps, decay, C, K, CUTS, NORM, WIDE
+    )
+    tl.store(d_decay + row * C * K + (r[:, None] * K + n), gate)
     queries, of_q = normed(q, q_t, length, eps, C, K, NORM)
-    tl.store(d_decay + row * C * K + (r[:, None] * K + n), queries * d)
     keys, _ = normed(k, k_t, length, eps, C, K, NORM)
     d += tl.sum(tl.where(r[:, None] == r[None, :], scores, 0), 1)[:, None] * keys
     d = through_norm(d, queries, of_q, NORM)
@@ -194,13 +204,16 @@ def gated_delta_rule_read_grad_channels(k, table, decay, states, d_between, d_de
         d_value = tl.load(dv + (r[:, None] * (heads * V) + v), mask=r[:, None] < length, other=0)
         state = tl.load(states + row * K * V + (m * V + v))
         d = add_product(d, d_value, tl.trans(operand(state, WIDE)), WIDE)
-    d *= 0 - tl.exp2(tl.load(decay + (r[:, None] * K + n)))
-    between = tl.load(d_between + row * C * C + (r[:, None] * C + r[None, :]))
-    d = _add_decayed_keys(d, between, k, k_t, length, eps, decay, C, K, CUTS, NORM, WIDE)
+    from_start = tl.exp2(tl.load(decay + (r[:, None] * K + n)))
     at = row * C * K + (r[:, None] * K + n)
-    tl.store(d_reads + at, d)
     keys, _ = normed(k, k_t, length, eps, C, K, NORM)
-    tl.store(d_decay + at, tl.load(d_decay + at) + keys * d)
+    gate = tl.load(d_decay + at) - as_multiplied(keys * from_start, WIDE) * d
+    between = tl.load(d_between + row * C * C + (r[:, None] * C + r[None, :]))
+    d, gate = _add_decayed_keys(
+        0 - d * from_start, gate, k, k_t, between, k, k_t, length, eps, decay, C, K, CUTS, NORM, WIDE
+    )
+    tl.store(d_reads + at, d)
+    tl.store(d_decay + at, gate)
 
 
 @triton.jit
@@ -236,9 +249,13 @@ def gated_delta_rule_key_grad_channels(q, k, table, decay, steps, ends, states, 
         inner += tl.sum(tl.load(states + row * K * V + (m * V + v)).to(tl.float32) * d_state.to(tl.float32), 1)
     whole = tl.load(decay + (C - 1) * K + tl.arange(0, K))
     left = tl.exp2(whole[None, :] - tl.load(decay + (r[:, None] * K + n)))
-    d *= left * tl.load(steps + row * C + r)[:, None]
+    d *= tl.load(steps + row * C + r)[:, None]
     keys, _ = normed(k, k_t, length, eps, C, K, NORM)
-    at_end = tl.sum(keys * d, 0) + inner * tl.exp2(tl.load(ends + row * 3 * K + tl.arange(0, K)))
+    written = as_multiplied(keys * left, WIDE) * d
+    at_end = tl.sum(written, 0) + inner * tl.exp2(tl.load(ends + row * 3 * K + tl.arange(0, K)))
+    at = row * C * K + (r[:, None] * K + n)
+    gate = tl.load(d_decay + at) - written
+    d *= left
     pairs = row * C * C + (r[:, None] * C + r[None, :])
     for log in range(CUTS):
         factor, parted = _cut(decay, log, C, K)
@@ -247,9 +264,9 @@ def gated_delta_rule_key_grad_channels(q, k, table, decay, steps, ends, states, 
         keys, _ = normed(k, k_t, length, eps, C, K, NORM)
         own = add_product(own, tl.trans(tl.load(d_between + pairs, mask=parted, other=0)), keys * factor, WIDE)
         d += own * factor
-    at = row * C * K + (r[:, None] * K + n)
+        gate -= as_multiplied(keys * factor, WIDE) * own
     keys, of_k = normed(k, k_t, length, eps, C, K, NORM)
-    gate = from_behind(tl.load(d_decay + at) - keys * d) + at_end[None, :]
+    gate = from_behind(gate) + at_end[None, :]
     tl.store(dg + out + (r[:, None] * (heads * K) + n), as_stored(gate, dg), mask=there)
     diagonal = tl.load(d_scores + row * C * C + r * (C + 1)).to(tl.float32)
     queries, _ = normed(q, q_t, length, eps, C, K, NORM)

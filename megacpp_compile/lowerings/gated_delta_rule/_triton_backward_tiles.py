@@ -36,6 +36,13 @@ def product(a, b, WIDE: tl.constexpr):
 
 
 @triton.jit
+def as_multiplied(rows, WIDE: tl.constexpr):
+    """Rows as GEMMs had them, in float32. A pair of tokens gives nothing to gates that are not between the two: what it
+    adds in the reader's row is taken away in the writer's, and equals it if neither was rounded anew."""
+    return operand(rows, WIDE).to(tl.float32)
+
+
+@triton.jit
 def add_product(to, a, b, WIDE: tl.constexpr):
     """`to + a @ b`, as `product`."""
     a, b = operand(a, WIDE), operand(b, WIDE)

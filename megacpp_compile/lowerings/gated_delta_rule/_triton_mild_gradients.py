@@ -13,6 +13,7 @@ from megacpp_compile.lowerings._kernels.triton_cast import as_stored, single
 from megacpp_compile.lowerings._kernels.triton_launch import Kernel
 from megacpp_compile.lowerings.gated_delta_rule._triton_backward_tiles import (
     add_product,
+    as_multiplied,
     chunk_and_head,
     chunk_tokens,
 )
@@ -109,13 +110,6 @@ def _through_norm(grad, unit, norm, NORM: tl.constexpr):
 
 
 @triton.jit
-def _as_multiplied(row):
-    """A row as GEMMs had it. A pair of tokens gives the gates between them nothing beyond the two: what it adds in the
-    reader's row is taken away in the writer's, and equals it if neither was rounded anew."""
-    return row.to(tl.bfloat16).to(tl.float32)
-
-
-@triton.jit
 def gated_delta_rule_grads_mild(q, k, g, table, mild, ends, d_scores, d_queries, d_keys, d_out_keys, d_end, dq, dk, dg,
                                 tokens, chunks, heads, per_key, eps, q_b, q_t, q_h, k_b, k_t, k_h, g_b, g_t, g_h,
                                 C: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, NORM: tl.constexpr,
@@ -149,12 +143,12 @@ def gated_delta_rule_grads_mild(q, k, g, table, mild, ends, d_scores, d_queries,
             of_q, of_k = row_norm(query, eps, NORM), row_norm(key, eps, NORM)
             query, key = query * of_q, key * of_k
             d = tl.load(d_queries + within + r * K)
-            gate += _as_multiplied(query * reader) * d
+            gate += as_multiplied(query * reader, False) * d
             d *= reader
             tl.store(dq + at, as_stored(_through_norm(d + diagonal * key, query, of_q, NORM), dq), mask=there)
             writer = tl.exp2(0 - apart)
             d, written = tl.load(d_keys + within + r * K), tl.load(d_out_keys + within + r * K)
-            gate += _as_multiplied(key * reader) * d - _as_multiplied(key * writer) * written
+            gate += as_multiplied(key * reader, False) * d - as_multiplied(key * writer, False) * written
             d = _through_norm(d * reader + written * writer + diagonal * query, key, of_k, NORM)
             tl.store(dk + at, as_stored(d, dk), mask=there)
             tl.store(dg + at, as_stored(gate, dg), mask=there)

@@ -28,7 +28,7 @@ def dot(a, b, to, WIDE: tl.constexpr):
 
 @triton.jit
 def chunk_tokens(places, c, tokens, C: tl.constexpr, DOCUMENTS: tl.constexpr):
-    """The first token of chunk c, and the one behind its last; the same token for a chunk that is not there."""
+    """The first token of chunk c, and one that none of it lies behind; the same token for a chunk that is not there."""
     if DOCUMENTS:
         return tl.load(places + 2 * c), tl.load(places + 2 * c + 1)
     else:

@@ -18,6 +18,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from megacpp_compile.lowerings._kernels.chunk_grid import STATES_EVERY, chunks_bound, segments_bound
 from megacpp_compile.lowerings._kernels.triton_launch import last_dim_contiguous, strides
 from megacpp_compile.lowerings.gated_delta_rule import _triton_channels, _triton_prepare, _triton_walk
+from megacpp_compile.lowerings.gated_delta_rule._chunk_tables import ChunkTables
 from megacpp_compile.lowerings.gated_delta_rule._mild_chunks import MildChunks
 from megacpp_compile.lowerings.gated_delta_rule.cuda_triton_backward import gated_delta_rule_backward, shared_memory
 from megacpp_compile.lowerings.gated_delta_rule.reference import inverse_dtype
@@ -84,23 +85,13 @@ class Call:
     def new(self, *shape: Any, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.v.device)
 
-    def document_tables(self) -> tuple[Tensor, Tensor, Tensor]:
-        """int32: a document's first token, and the end of the last; [chunks, 2] a chunk's first token and the one
-        behind its last, both 0 for chunks that are not there; [n] a document's first chunk.
-
-        Without documents the kernels read none of them, and get a tensor that is there anyway."""
+    def tables(self) -> tuple[Tensor, Tensor, Tensor]:
+        """int32: cu_seqlens, the chunks' tokens (`ChunkTables`), and documents' first chunks. Without documents kernels
+        read none of them, and get a tensor that is there anyway."""
         if self.documents is None:
             return (self.v,) * 3
-        start = self.documents.to(torch.int32)
-        counts = (start[1:] - start[:-1] + self.chunk - 1) // self.chunk
-        last = counts.cumsum(0, dtype=torch.int32)
-        bases = last - counts
-        c = torch.arange(self.chunks, dtype=torch.int32, device=start.device)
-        document = torch.searchsorted(last, c, right=True).clamp(max=self.sequences - 1)
-        first = start[document] + (c - bases[document]) * self.chunk
-        end = torch.minimum(first + self.chunk, start[document + 1])
-        places = torch.stack([first, end], 1) * (c < last[-1])[:, None]
-        return start, places, bases
+        tables = ChunkTables(self.documents, self.chunk, self.chunks)
+        return self.documents.to(torch.int32), tables.chunks, tables.documents[:, 0].contiguous()
 
     def heads_and_strides(self) -> dict[str, Any]:
         """Arguments that the kernels over chunks have in common."""
@@ -153,7 +144,7 @@ def gated_delta_rule(
     if call.empty:
         last = last.zero_() if initial_state is None else initial_state.to(torch.float32, copy=True)
         return o, last, states, inverse.to(kept)
-    documents, places, bases = call.document_tables()
+    documents, places, bases = call.tables()
     prepared = _prepared(call, places, inverse, mixed, scale, qk_norm_eps)
     columns, stages = min(call.V, COLUMNS), 2 if call.wide else STAGES
     _triton_walk.walk(
