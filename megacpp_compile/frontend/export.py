@@ -9,9 +9,11 @@ there are, which inputs are written to (they become outputs), and the tokens tha
 The outputs are as many, by construction. Functionalisation marks every input that is written to while the frame is
 recorded, an op that is recorded whole and writes unsaid (`instance_norm`) counts up the version of what it is given, as
 no functional op does, and tokens would be inputs that nobody counted: all are looked at, and a frame that is otherwise
-than it seemed is exported again, in two runs. So is one that fails, as its error is to be that of the usual way. Sizes
-are numbers, so that no guard is missed; no tensor has a class of its own; and what shares memory, where any is written
-to, is left to torch, which then asks for gradients, too.
+than it seemed is exported again, in two runs. So is one that fails, as its error is to be that of the usual way. Guards
+on symbolic sizes are those of the recorded run, which meets all that the first would; where it finds that a symbol is a
+number or another symbol, the frame is recorded once more, for the graph to say so from its beginning on. What is known
+at run time only has new symbols in each run, and is left to torch; no tensor has a class of its own; and so is what
+shares memory, where any is written to, as torch then asks for gradients, too.
 """
 
 from __future__ import annotations
@@ -23,10 +25,12 @@ from typing import Any
 import torch
 from torch import fx
 from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from megacpp_compile._torch import modes
 from megacpp_compile._torch._registry import present
 from megacpp_compile._torch.dispatch import FunctionalTensor, is_traceable_wrapper_subclass, proxy_mode
+from megacpp_compile._torch.fakes import FakeTensor
 from megacpp_compile._torch.functorch import (
     aot_export_module,
     has_changed_metadata,
@@ -45,14 +49,30 @@ def export(gm: GraphModule, fakes: Sequence[Any]) -> tuple[GraphModule, Any]:
     """(ATen graph, signature) of Dynamo's graph `gm`, which is left as it is; raises what torch's tracing raises."""
     if _may_run_once(gm, fakes):
         with modes.restored(), contextlib.suppress(Exception):  # whatever it is, the usual way raises it
-            frame, versions = _RunOnce(gm), _versions(fakes)
-            exported, signature = _export(frame, fakes)
-            own = (frame.named_parameters, frame.named_buffers)
-            given = [*(name for of in own for name, _ in of(remove_duplicate=False)), *fakes]
-            counted = len(exported.graph.find_nodes(op="placeholder")) == len(given)
-            if frame.held and counted and versions == _versions(fakes):
-                return exported, signature
+            known = _numbers_known(fakes)
+            exported = _export_once(gm, fakes)
+            if exported is not None and known != _numbers_known(fakes):
+                exported = _export_once(gm, fakes)
+            if exported is not None:
+                return exported
     return _export(gm, fakes)
+
+
+def _export_once(gm: GraphModule, fakes: Sequence[Any]) -> tuple[GraphModule, Any] | None:
+    """The export in one run; None where the frame was otherwise than it seemed."""
+    frame, versions = _RunOnce(gm), _versions(fakes)
+    exported, signature = _export(frame, fakes)
+    own = (frame.named_parameters, frame.named_buffers)
+    given = [*(name for of in own for name, _ in of(remove_duplicate=False)), *fakes]
+    counted = len(exported.graph.find_nodes(op="placeholder")) == len(given)
+    return (exported, signature) if frame.held and counted and versions == _versions(fakes) else None
+
+
+def _numbers_known(fakes: Sequence[Any]) -> list[Any]:
+    """What is known of the frame's symbols: another symbol, or a number, that each is."""
+    modes_ = {id(x.fake_mode): x.fake_mode for x in fakes if isinstance(x, FakeTensor)}
+    envs = (mode.shape_env for mode in modes_.values())
+    return [dict(env.replacements) for env in envs if env is not None]
 
 
 def _export(gm: GraphModule, fakes: Sequence[Any]) -> tuple[GraphModule, Any]:
@@ -86,7 +106,7 @@ def _may_run_once(gm: GraphModule, fakes: Sequence[Any]) -> bool:
     values = [*fakes, *(dynamo_value(n) for n in gm.graph.nodes)]
     if not present(FunctionalTensor, proxy_mode, is_written_to, *_REFUSED):
         return False
-    if any(map(_is_symbolic, values)) or any(map(_has_class, values)):
+    if any(map(_has_class, values)) or any(map(_is_unbacked, values)) or any(map(_is_number, _returned(gm.graph))):
         return False
     memory = [m for x in (*fakes, *gm.buffers()) if (m := storage_id(x)) is not None]
     return len(set(memory)) == len(memory) or not _writes(gm.graph).intersection(map(storage_of, _given(gm.graph)))
@@ -102,10 +122,16 @@ def _writes(graph: fx.Graph) -> set[int]:
     return {m for m in memory if m is not None}
 
 
-def _is_symbolic(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return not all(isinstance(n, int) for n in value.shape)
+def _returned(graph: fx.Graph) -> list[Any]:
+    return [dynamo_value(n) for n in graph.output_node().all_input_nodes]
+
+
+def _is_number(value: Any) -> bool:
     return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
+
+
+def _is_unbacked(value: Any) -> bool:
+    return bool(free_unbacked_symbols(value)) if _is_number(value) or isinstance(value, torch.Tensor) else False
 
 
 def _has_class(value: Any) -> bool:

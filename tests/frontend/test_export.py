@@ -187,3 +187,48 @@ def test_two_runs_on_a_torch_that_cannot_tell(monkeypatch):
     gm, call = frame(torch.cos, x := torch.ones(3))
     capture(gm, [x])
     assert call.runs == 2
+
+
+def captured_with_symbols(function, look=lambda x: None):
+    """(graph of `function` of [s, 3] where s is a symbol, how often it has run); `look` is given the fake in each."""
+    found = {}
+
+    def backend(gm, inputs):
+        (node,) = gm.graph.find_nodes(op="call_function", target=torch.cos)
+        node.target = call = counted(lambda x: (look(x), torch.cos(x))[1])
+        found["traced"], found["runs"] = capture(gm, inputs).gm, call
+        node.target = torch.cos
+        gm.recompile()
+        return gm.forward
+
+    torch._dynamo.reset()
+    torch.compile(function, backend=backend, dynamic=True, fullgraph=True)(torch.ones(5, 3))
+    return found["traced"], found["runs"].runs
+
+
+def of_rows(x):
+    return torch.cos(x).reshape(-1)[: x.shape[0]].sum() + x.shape[0] * x
+
+
+def test_one_run_with_symbolic_sizes(monkeypatch):
+    traced, runs = captured_with_symbols(of_rows)
+    assert runs == 1
+    monkeypatch.setattr(export, "_may_run_once", lambda *_: False)
+    twice, runs = captured_with_symbols(of_rows)
+    assert runs == 2 and render(traced) == render(twice) and "s" in render(traced)
+
+
+def test_a_symbol_that_is_found_to_be_a_number_while_it_is_recorded(monkeypatch):
+    """The graph is the one of two runs, the second of which knows it from the beginning."""
+    fixed = lambda x: int(x.shape[0])  # noqa: E731
+    traced, runs = captured_with_symbols(of_rows, fixed)
+    monkeypatch.setattr(export, "_may_run_once", lambda *_: False)
+    twice, usually = captured_with_symbols(of_rows, fixed)
+    assert runs == usually == 2 and render(traced) == render(twice) and "f32[5, " in render(traced)
+
+
+def test_two_runs_where_a_number_is_returned_or_known_at_run_time_only():
+    for function in (lambda x: (torch.cos(x), x.shape[0] + 1), lambda x: torch.cos(x)[x[:, 0] > 0].sum()):
+        with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+            _, runs = captured_with_symbols(function)
+        assert runs == 2

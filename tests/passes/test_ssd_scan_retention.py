@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from megacpp_compile.matchers.ssd import constant_rates_proof
 from tests.corpus.retention import FORMS, PlainRetention, blocks, one_triangle, powers_of, split_blocks, stacked_chunks
 from tests.frames import check, largest_error, train
 
@@ -135,6 +136,27 @@ def test_refuses_tables_that_are_given():
 
     module = Given()
     assert not check(module, module.example_inputs()).counts[NAME]
+
+
+def test_what_goes_wrong_behind_the_first_tokens():
+    """A state is lost behind a chunk, which is longer than what is looked at first."""
+    module, args = block(split_blocks, 96, chunk=32)
+    assert check(module, args, tolerance=1e-4).counts[NAME] == 1
+    assert not check(*block(partial(split_blocks, kept=0.5), 96, chunk=32), tolerance=1e-4).counts[NAME]
+
+
+def test_readings_that_fail_cost_little(monkeypatch):
+    """Which operand is which is tried on a few tokens of a few sequences; what stands there is tried whole, twice."""
+    sizes, recurrence = list[int](), constant_rates_proof.gated_linear_attention
+
+    def counted(q, *rest):
+        sizes.append(q.numel())
+        return recurrence(q, *rest)
+
+    monkeypatch.setattr(constant_rates_proof, "gated_linear_attention", counted)
+    module, args = block(blocks, 512, chunk=64)
+    assert check(module, args, tolerance=1e-4).counts[NAME] == 1
+    assert len(sizes) > 6 and sum(n > 512 for n in sizes) == 2
 
 
 class BlocksOfBuffers(PlainRetention):
