@@ -348,6 +348,18 @@ def test_angles_of_the_text_are_no_tables():
     assert not frames.fired and "trained-tables" not in frames.tags(NAME)
 
 
+def test_a_part_of_a_head_for_each_coordinate_has_one_reason():
+    """Each turned by itself, in halves of its own: Gemma 4's vision tower. The parts are no heads."""
+
+    def by_coordinate(t, cos, sin):
+        parts = zip(t.split((6, 8), -1), (cos[:, :3], cos[:, 3:]), (sin[:, :3], sin[:, 3:]), strict=True)
+        return torch.cat([turn(*part) for part in parts], -1)
+
+    module, args = build(lambda q, k, cos, sin: (by_coordinate(q, cos, sin), by_coordinate(k, cos, sin)))
+    frames = run(module, args)
+    assert not frames.fired and [m.tag for m in frames.misses] == ["pairing", "pairing"], frames.misses
+
+
 def test_keys_of_other_positions_are_no_near_miss():
     def pooled_keys(q, k, cos, sin):
         return turn(q, cos, sin), turn(k[:, :, :4].unflatten(2, (2, 2)).mean(3), cos[:4:2], sin[:4:2])

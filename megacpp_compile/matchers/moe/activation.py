@@ -36,8 +36,8 @@ _FULL = (aten.full.default, aten.full_like.default, aten.new_full.default, aten.
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """`result(f(gate))` times `others`, to which `offset` is added; f is the function `name`, with `alpha` and, of silu,
-    `linear`."""
+    """`result(f(gate))` times `others`, to which `offset` is added; f is the function `name`, with `alpha` and, of
+    silu, `linear`."""
 
     name: str
     alpha: float

@@ -232,6 +232,7 @@ def _finish(
         turned_before = why.tag == "two-tables" and not roots.isdisjoint(it.cone(node))
         if node not in used and not turned_before:
             used |= it.cone(node)
+            found = [head for head in found if head.readers or head.root not in it.cone(node)]  # parts of this one
             role = _role(readers(node, weights))
             missed.append(NearHead(node, why.tag, why.reason, role, mla and _has_plain_lanes(it(node))))
     return Heads(found, missed)
