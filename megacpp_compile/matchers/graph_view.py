@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import torch
 from torch import fx
 from torch.fx import Node
 
@@ -42,7 +43,8 @@ class GraphView:
     @functools.cached_property
     def heads(self) -> Heads:
         """Every attention head with a rotary embedding, and the near misses."""
-        return find_heads(self.graph, self.weights - frozen_tables(self.graph, self.weights, self.trained))
+        trained = self.trained if torch.is_grad_enabled() else frozenset[Node]()  # a frame has its mode while compiled
+        return find_heads(self.graph, self.weights - frozen_tables(self.graph, self.weights, trained))
 
     @functools.cached_property
     def mode_states(self) -> ModeStates:

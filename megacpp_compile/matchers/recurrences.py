@@ -329,13 +329,22 @@ def _rate_of_each_channel(decay: Node) -> bool:
     *_, power = _through_views(decay)
     if power.target is not aten.exp.default:
         return False
-    product = _uncast(power.args[0])
-    if not isinstance(product, Node) or product.target is not aten.mul.Tensor:
-        return False
-    sides: list[Node] = [a for a in product.args if isinstance(a, Node)]
-    if not of_tensors(product):
-        return False
-    shapes = [[1] * (value(product).dim() - value(a).dim()) + list(value(a).shape) for a in sides]
-    own = [{i for i, n in enumerate(s) if not (isinstance(n, int) and n == 1)} for s in shapes]
+    own = _dimensions_of_factors(_uncast(power.args[0]))
     # each has a dimension of its own, and both have the channels
-    return all(o - other for o, other in (own, own[::-1])) and bool(own[0] & own[1])
+    return len(own) == 2 and all(o - other for o, other in (own, own[::-1])) and bool(own[0] & own[1])
+
+
+def _dimensions_of_factors(product: Any) -> list[set[int]]:
+    """The dimensions of `product` that each of two tensors has, of which it is the product; none for what is no such
+    product."""
+    if not isinstance(product, Node):
+        return []
+    if product.target is aten.einsum.default:
+        terms, _, out = str(product.args[0]).partition("->")
+        factors = terms.split(",")
+        return [{out.index(c) for c in term} for term in factors] if set(terms) - {","} <= set(out) else []
+    if product.target is not aten.mul.Tensor or not of_tensors(product):
+        return []
+    sides: list[Node] = [a for a in product.args if isinstance(a, Node)]
+    shapes = [[1] * (value(product).dim() - value(a).dim()) + list(value(a).shape) for a in sides]
+    return [{i for i, n in enumerate(s) if not (isinstance(n, int) and n == 1)} for s in shapes]

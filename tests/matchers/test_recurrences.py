@@ -85,6 +85,18 @@ def selective_scan(m, q, k, v, step):
     return torch.stack(out, 1)
 
 
+def selective_scan_in_einsums(m, q, k, v, step):
+    """As plain rewritings of Mamba have it."""
+    x, steps = q.flatten(2), F.softplus(k.flatten(2))
+    decays = torch.einsum("bld,dn->bldn", steps, -m.rates).exp()
+    taken = torch.einsum("b l d, b l n -> b l d n", steps, v[:, :, 0, :STATES])
+    state, out = torch.zeros(len(q), DIM, STATES), []
+    for t in range(TOKENS):
+        state = decays[:, t] * state + taken[:, t] * x[:, t, :, None]
+        out.append(torch.einsum("bdn,bn->bd", state, v[:, t, 1, :STATES]))
+    return torch.stack(out, 1)
+
+
 def lightning_attention(m, q, k, v, step):
     """As MiniMax's: blocks of tokens, and a slope for every head that nothing computes."""
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
@@ -220,7 +232,7 @@ def averages(m, q, k, v, step):
 
 BODIES = {
     "Gated DeltaNet": [delta_rule_by_chunk, delta_rule_of_one_chunk],
-    "Mamba-1's selective scan": [selective_scan],
+    "Mamba-1's selective scan": [selective_scan, selective_scan_in_einsums],
     "lightning attention": [lightning_attention],
     "RWKV's time mixing": [rwkv4, rwkv4_without_a_maximum, rwkv5, rwkv6, rwkv7],
     "RG-LRU": [rg_lru, rg_lru_as_a_power],
@@ -269,6 +281,7 @@ def found(body):
         (delta_rule_by_chunk, "gated-delta-rule", 1),  # nobody reads the state behind the last chunk
         (delta_rule_of_one_chunk, "gated-delta-rule", 1),
         (selective_scan, "selective-scan", TOKENS),
+        (selective_scan_in_einsums, "selective-scan", TOKENS),
         (lightning_attention, "lightning-attention", TOKENS // 2 - 1),
         (rwkv4, "rwkv", TOKENS),
         (rwkv7, "rwkv", TOKENS),

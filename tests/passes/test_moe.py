@@ -173,7 +173,20 @@ ACTIVATIONS = {
     "silu_by_hand": lambda h: h * torch.sigmoid(h),
     "in_float32": lambda h: F.silu(h.float()).to(h.dtype),
 }
+class Joined(Expert):
+    """join: what the activated gate and up are together."""
+
+    def __init__(self, join):
+        super().__init__()
+        self.join = join
+
+    def forward(self, x):
+        return self.down(self.join(self.activation(self.gate(x)), self.up(x).clamp(-0.3, 0.3)))
+
+
 MADE = {
+    "plus_its_product": lambda: Joined(lambda a, up: up * a + a),
+    "addcmul": lambda: Joined(lambda a, up: torch.addcmul(a, a, up)),
     **{name: lambda f=f: Expert(f) for name, f in ACTIVATIONS.items()},
     "biased": lambda: Expert(bias=True),
     "clamped": lambda: Expert(lambda h: F.silu(h.clamp(max=0.3)), of_up=lambda h: h.clamp(-0.3, 0.3)),
@@ -191,6 +204,18 @@ MADE = {
 def test_experts(expert):
     dtype = torch.float32 if expert == "in_float32" else torch.float64
     assert_fires(NAME, MoE(where_index_add, MADE[expert], experts=2).to(dtype), tokens(dtype))
+
+
+JOINS = {
+    "half_of_the_product": lambda a, up: torch.addcmul(a, a, up, value=0.5),
+    "of_another": lambda a, up: torch.addcmul(up, a, up),
+    "squared": lambda a, up: torch.addcmul(a, up, up),
+}
+
+
+@pytest.mark.parametrize("join", JOINS)
+def test_refuses_other_sums_of_gate_and_up(join):
+    assert_refused(NAME, "activation", MoE(where_index_add, lambda: Joined(JOINS[join]), experts=2), tokens())
 
 
 def test_bfloat16():

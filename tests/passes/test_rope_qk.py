@@ -16,6 +16,7 @@ from .contract import (
     assert_disabled,
     assert_dynamic,
     assert_fires,
+    assert_refused,
     assert_refused_in_a_graph,
 )
 from .not_rotations import NOT_ROTATIONS
@@ -302,7 +303,61 @@ def test_tables_in_parameters_that_nothing_trains():
     assert_fires(NAME, module, args[:1])
     assert_fires(NAME, module.requires_grad_(False), args[:1])
     module.requires_grad_(True)
-    assert not run(module, args[:1]).counts[NAME]  # no op computes a table's gradient
+    assert_refused(NAME, "trained-tables", module, args[:1])
+    with torch.no_grad():
+        assert_fires(NAME, module, args[:1])
+
+
+class Mixed(Heads):
+    """Angles of two coordinates by frequencies that each head has of its own: RoPE-Mixed (arXiv:2403.13298)."""
+
+    kv_heads = Heads.heads
+
+    def __init__(self, body):
+        super().__init__(body)
+        self.frequencies = torch.nn.Parameter(torch.randn(2, self.heads * self.width // 2))
+
+    def forward(self, x, *_):
+        at = torch.stack((torch.arange(x.shape[1]) // 2, torch.arange(x.shape[1]) % 2), -1).float()
+        angles = (at @ self.frequencies).unflatten(-1, (self.heads, -1)).transpose(0, 1)
+        return super().forward(x, angles.cos(), angles.sin())
+
+
+def test_trained_frequencies_are_named():
+    module, args = build(rotated_heads, kind=Mixed)
+    assert_refused(NAME, "trained-tables", module, args[:1])
+    with torch.no_grad():
+        assert_fires(NAME, module, args[:1])
+    module.frequencies.requires_grad_(False)
+    assert_fires(NAME, module, args[:1])
+
+
+def test_angles_of_the_text_are_no_tables():
+    """Of a projection, whose weight goes into all that follows, or its angles alone."""
+
+    class Angles(Heads):
+        def __init__(self, body):
+            super().__init__(body)
+            self.angle = torch.nn.Linear(40, self.width // 2, bias=False)
+
+        def forward(self, x, *_):
+            angles = self.angle(x).cumsum(1)[:, None]
+            return super().forward(x, angles.cos(), angles.sin())
+
+    frames = run(*build(rotated_heads, kind=Angles))
+    assert not frames.fired and "trained-tables" not in frames.tags(NAME)
+
+
+def test_a_part_of_a_head_for_each_coordinate_has_one_reason():
+    """Each turned by itself, in halves of its own: Gemma 4's vision tower. The parts are no heads."""
+
+    def by_coordinate(t, cos, sin):
+        parts = zip(t.split((6, 8), -1), (cos[:, :3], cos[:, 3:]), (sin[:, :3], sin[:, 3:]), strict=True)
+        return torch.cat([turn(*part) for part in parts], -1)
+
+    module, args = build(lambda q, k, cos, sin: (by_coordinate(q, cos, sin), by_coordinate(k, cos, sin)))
+    frames = run(module, args)
+    assert not frames.fired and [m.tag for m in frames.misses] == ["pairing", "pairing"], frames.misses
 
 
 def test_keys_of_other_positions_are_no_near_miss():

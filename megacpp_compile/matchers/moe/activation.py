@@ -36,7 +36,8 @@ _FULL = (aten.full.default, aten.full_like.default, aten.new_full.default, aten.
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """`result(f(gate))` times `others`; f is the function `name`, with `alpha` and, of silu, `linear`."""
+    """`result(f(gate))` times `others`, to which `offset` is added; f is the function `name`, with `alpha` and, of
+    silu, `linear`."""
 
     name: str
     alpha: float
@@ -44,10 +45,14 @@ class Product:
     result: Bound = Bound()
     others: tuple[Node, ...] = ()
     linear: Bound = Bound()
+    offset: float = 0.0
 
 
 def match_product(node: Node) -> Product | None:
     """The activation, and what it is multiplied by, that `node` computes."""
+    if (summed := _plus_its_product(strip_row_views(node))) is not None:
+        found = match_product(summed[0])
+        return None if found is None or found.others else dataclasses.replace(found, others=summed[1:], offset=1.0)
     parts = _factors(node)
     for i, one in enumerate(parts):
         for j, other in enumerate(parts):
@@ -62,6 +67,22 @@ def match_product(node: Node) -> Product | None:
         if (found := _function(one)) is not None:
             return dataclasses.replace(found, others=(*parts[:i], *parts[i + 1 :]))
     return None
+
+
+def _plus_its_product(node: Node) -> tuple[Node, Node] | None:
+    """(x, y) where `node` is `x + x * y`."""
+    args = node.args
+    if not of_tensors(node) or node.kwargs.get("value", 1) != 1 or node.kwargs.get("alpha", 1) != 1:
+        return None
+    if node.target is aten.addcmul.default:
+        sums = [(args[0], *args[1:3]), (args[0], *args[2:0:-1])]
+    elif node.target is aten.add.Tensor:
+        products = [(a, strip_row_views(b)) for a, b in (args, args[::-1])]  # type: ignore[arg-type]
+        found = [(a, b) for a, b in products if b.target is aten.mul.Tensor and of_tensors(b)]
+        sums = [(a, *factors) for a, b in found for factors in (b.args, b.args[::-1])]
+    else:
+        return None
+    return next(((x, y) for x, again, y in sums if _alike(x, again)), None)  # type: ignore[arg-type]
 
 
 def _factors(node: Node) -> list[Node]:

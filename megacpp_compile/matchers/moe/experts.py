@@ -83,7 +83,7 @@ def expert_ending_in(down: Gemm, match_gemm: MatchGemm) -> Expert | MatchFailure
         if not gate.whole:
             return MatchFailure(inner, "halves", "an expert reads a part of its projection")
         return Expert(node, gate.gemm.x, (gate.gemm,), down, str(activation), "single")
-    activation = dataclasses.replace(activation, up=up[0].bound, offset=up[0].offset)
+    activation = dataclasses.replace(activation, up=up[0].bound, offset=up[0].offset + product.offset)
     return _gated(node, inner, str(activation), gate, up[0], down)
 
 

@@ -1,5 +1,5 @@
-"""Parameters that are cos and sin tables: kept as `nn.Parameter` with `requires_grad=False`, as RoFormer's positions
-are.
+"""Parameters that are cos and sin tables, or the frequencies that these are made of: kept as `nn.Parameter` with
+`requires_grad=False`, as RoFormer's positions are, or not trained in this frame.
 
 What no optimizer changes need not be a table: under LoRA every weight is frozen. A table shows by its use: through
 indexing, views and casts (or through cos and sin, where frequencies are kept) it reaches nothing but products with
@@ -13,12 +13,15 @@ from torch import fx
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
+from megacpp_compile.fx.view_chains import beyond_views
 from megacpp_compile.matchers.rope.activations import activations
 from megacpp_compile.matchers.rope.lanes import is_one
 
 aten = torch.ops.aten
 _MEETS = {aten.mul.Tensor, aten.addcmul.default}
 _FUNCTIONS = {aten.cos.default, aten.sin.default}
+_ANGLES = _FUNCTIONS | {aten.polar.default}
+_MOST = 64  # nodes between frequencies and their cosines
 # A weight of two dimensions is a layer's, not a table, where one of these reads it.
 _CONTRACTIONS = {
     aten.linear.default, aten.matmul.default, aten.mm.default, aten.bmm.default, aten.addmm.default,
@@ -30,15 +33,35 @@ _CONTRACTIONS = {
 def frozen_tables(graph: fx.Graph, weights: frozenset[Node], trained: frozenset[Node]) -> frozenset[Node]:
     """Those of `weights` that no gradient is asked of and that are used as tables."""
     found = {n for n in weights - trained if isinstance(v := value(n), torch.Tensor) and v.dim() and n.users}
+    found = {n for n in found if not _is_layers(n) or _makes_angles(n)}
     while found:
         acts = activations(graph, weights - found)
         uses = {n: _used_as_table(n, acts) for n in found}
         # Layers' weights go first: with them more values become activations, for the rest to meet.
+        uses |= {n: True for n, met in uses.items() if met is None and _makes_angles(n)}
         others = {n for n, met in uses.items() if met is None} or {n for n, met in uses.items() if not met}
         if not others:
             break
         found -= others
     return frozenset(found)
+
+
+def _is_layers(parameter: Node) -> bool:
+    wide = sum(not is_one(n) for n in value(parameter).shape) > 1
+    return wide and any(user.target in _CONTRACTIONS for user in beyond_views(parameter))
+
+
+def _makes_angles(parameter: Node) -> bool:
+    """Whether all that is computed from `parameter` is angles, whose cosines and sines alone are read."""
+    reached, pending = {parameter}, [parameter]
+    while pending:
+        for user in pending.pop().users:
+            if user.op == "output" or len(reached) > _MOST:
+                return False
+            if user.target not in _ANGLES and user not in reached:
+                reached.add(user)
+                pending.append(user)
+    return len(reached) > 1 and all(n.users for n in reached)
 
 
 def _used_as_table(parameter: Node, acts: set[Node]) -> bool | None:

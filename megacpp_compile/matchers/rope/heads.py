@@ -25,6 +25,7 @@ from megacpp_compile.lowerings._registry import semantic_ops
 from megacpp_compile.matchers.attention import Reader, readers
 from megacpp_compile.matchers.linear import is_projection
 from megacpp_compile.matchers.rope.activations import SHAPE_ONLY, activations, handed_in
+from megacpp_compile.matchers.rope.frozen_tables import frozen_tables
 from megacpp_compile.matchers.rope.lane_interpreter import LaneInterpreter
 from megacpp_compile.matchers.rope.lane_rules import RULES
 from megacpp_compile.matchers.rope.lanes import NONE, Lanes, Source, is_one, precision
@@ -69,8 +70,12 @@ class Head:
 
     def role(self) -> str:
         """ "q", "k", or "" where the graph does not tell."""
-        sides = {r.side for r in self.readers}
-        return "q" if sides & {"q", "0"} else "k" if sides & {"k", "1"} else ""
+        return _role(self.readers)
+
+
+def _role(read: list[Reader]) -> str:
+    sides = {r.side for r in read}
+    return "q" if sides & {"q", "0"} else "k" if sides & {"k", "1"} else ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +136,23 @@ def find_heads(graph: fx.Graph, weights: frozenset[Node]) -> Heads:
             found = _scan(graph, other, acts)
             if _joined(found[0]) > _joined(heads):
                 it, (heads, near) = other, found
-    return _finish(it, heads, near, states, weights)
+    result = _finish(it, heads, near, states, weights)
+    result.near += _by_trained_tables(graph, weights, states, {head.root for head in result.found})
+    return result
+
+
+def _by_trained_tables(
+    graph: fx.Graph, weights: frozenset[Node], states: ModeStates, known: set[Node]
+) -> list[NearHead]:
+    """What would be a head if the tables or frequencies that a parameter holds were not trained."""
+    tables = frozen_tables(graph, weights, frozenset())
+    if not tables:
+        return []
+    acts = activations(graph, weights - tables)
+    found = _scan(graph, LaneInterpreter(RULES, acts, states), acts)[0]
+    reason = "its cosines and sines, or their frequencies, are trained, and no op makes a gradient of them"
+    rest = weights - tables
+    return [NearHead(n, "trained-tables", reason, _role(readers(n, rest)), False) for n, _ in found if n not in known]
 
 
 def _width(node: Node) -> int:
@@ -211,8 +232,8 @@ def _finish(
         turned_before = why.tag == "two-tables" and not roots.isdisjoint(it.cone(node))
         if node not in used and not turned_before:
             used |= it.cone(node)
-            sides = {r.side for r in readers(node, weights)}
-            role = "q" if sides & {"q", "0"} else "k" if sides & {"k", "1"} else ""
+            found = [head for head in found if head.readers or head.root not in it.cone(node)]  # parts of this one
+            role = _role(readers(node, weights))
             missed.append(NearHead(node, why.tag, why.reason, role, mla and _has_plain_lanes(it(node))))
     return Heads(found, missed)
 
