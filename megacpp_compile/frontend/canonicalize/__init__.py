@@ -25,8 +25,8 @@ from megacpp_compile.fx.size_checks import drop_counts_of_masks
 def canonicalize(graph: fx.Graph, fake_mode: FakeTensorMode) -> None:
     """Drop tracing's assertions, those on how many rows a mask chooses, slices of whole dimensions, dropouts that drop
     nothing, concatenations with nothing and dead values; write experts' numbers as numbers; let views copy where they
-    must; rename aliases; write equations in full, and those that sum
-    nothing as products; make copies into slices functional; size what is put in order."""
+    must; rename aliases; write equations in full, and those that sum nothing as products; make copies into slices
+    functional; size what is put in order."""
     for node in list(graph.nodes):
         if node.target is torch.ops.aten._assert_tensor_metadata.default:
             graph.erase_node(node)
