@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
-from megacpp_compile.fx.views import CASTS, COPIES, EXPANSIONS, PERMUTATIONS, REPETITIONS, RESHAPES, UNIT_DIMS
+from megacpp_compile.fx.views import CASTS, COPIES, EXPANSIONS, PADS, PERMUTATIONS, REPETITIONS, RESHAPES, UNIT_DIMS
 
 aten = torch.ops.aten
 _SDPA = {aten.scaled_dot_product_attention.default}
@@ -82,13 +82,15 @@ def _appended(node: Node, user: Node) -> bool:
 
 
 def _is_rows(node: Node, user: Node) -> bool:
-    """Whether `user` is some rows of `node`, each with its channels: a window of the keys, or those that an index
-    lists."""
+    """Whether `user` is some rows of `node`, each with its channels, or rows beside it: a window of the keys, all
+    windows, those that an index lists, or as many as make whole blocks."""
     args: list[Any] = [*user.args, *(None,) * 2]
     last = value(node).dim() - 1
     if args[0] is not node:
         return False
-    if user.target in (aten.slice.Tensor, aten.index_select.default):
+    if user.target in PADS:
+        return list(args[1][:2]) == [0, 0]
+    if user.target in (aten.slice.Tensor, aten.index_select.default, aten.gather.default, aten.unfold.default):
         return isinstance(args[1] or 0, int) and (args[1] or 0) % (last + 1) != last
     if user.target is not aten.index.Tensor or len(args[1]) > last:
         return False

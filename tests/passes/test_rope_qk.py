@@ -289,6 +289,35 @@ def test_some_of_the_keys_are_read(rows):
     assert not frames.misses
 
 
+def windows(k):
+    """Each block of two tokens with the block before it, padded in front (local attention)."""
+    padded = torch.nn.functional.pad(k.unflatten(2, (-1, 2)), (0, 0, 0, 0, 1, 0))
+    return padded.unfold(2, 2, 1).movedim(-1, 3).flatten(3, 4)
+
+
+def gathered(k):
+    """Two blocks of each block's own choice (native sparse attention)."""
+    blocks = k.unflatten(2, (-1, 2))
+    n = blocks.shape[2]
+    chosen = torch.stack((torch.arange(n), torch.zeros(n, dtype=torch.long)), -1).flatten()
+    chosen = chosen[:, None, None].expand(*k.shape[:2], -1, *blocks.shape[3:])
+    return blocks.gather(2, chosen).unflatten(2, (-1, 2)).flatten(3, 4)
+
+
+@pytest.mark.parametrize("rows", [windows, gathered], ids=lambda f: f.__name__)
+def test_keys_in_blocks(rows):
+    class Blocks(AsManyKeys):
+        def forward(self, x, cos, sin):
+            x, cos, sin = x[:, :4], cos[:4], sin[:4]
+            q, k, v = (p(x).unflatten(-1, (-1, self.width)).transpose(1, 2) for p in (self.q, self.k, self.v))
+            q, k = self.body(q, k, cos, sin)
+            scores = torch.einsum("bhnqd,bhnkd->bhnqk", q.unflatten(2, (-1, 2)), rows(k)).softmax(-1)
+            return self.o(torch.einsum("bhnqk,bhnkd->bhnqd", scores, rows(v)).flatten(2, 3).transpose(1, 2).flatten(2))
+
+    frames = assert_fires(NAME, *build(rotated_heads, kind=Blocks))
+    assert not frames.misses
+
+
 def test_tables_in_parameters_that_nothing_trains():
     class Kept(Heads):
         def __init__(self, body):

@@ -177,7 +177,8 @@ class _Steps:
                     continue
                 others = chain[1:] if len(chain) > 2 and same_sizes(*chain[:2]) else chain
                 kinds = {(n.target, like(n)) for n in others}
-                if isinstance(found, NoLoop) and (len(kinds) > 1 or found.tag == "steps" and len(chain) == 1):
+                unlike = ("steps", "before-update")
+                if isinstance(found, NoLoop) and (len(kinds) > 1 or found.tag in unlike and len(chain) == 1):
                     continue  # of states that differ in kind nobody made a loop, nor of two positions that differ
                 yield found
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 
@@ -52,7 +54,11 @@ def padded_into_zeros(q, k, v, g, beta, state, size, scale, norm, inverse=by_row
     return out.transpose(1, 2).contiguous().to(dtype), state
 
 
-def einsums_solved_at_once(q, k, v, g, beta, state, size, scale, norm):
+def by_slices(x, sizes):
+    return x[..., : sizes[0]], x[..., sizes[0] :]
+
+
+def einsums_solved_at_once(q, k, v, g, beta, state, size, scale, norm, parted=None):
     """Tokens before heads; values and keys side by side behind one triangular solve; a list of chunks, stacked."""
     b, t, h, width = v.shape
     q, k = (expanded(norm(x), h).unflatten(1, (-1, size)) for x in (q, k))
@@ -63,7 +69,7 @@ def einsums_solved_at_once(q, k, v, g, beta, state, size, scale, norm):
     both = torch.cat((v, k * total.exp()[..., None]), -1) * beta[..., None]
     solved = torch.linalg.solve_triangular(
         lower + torch.eye(size, dtype=v.dtype, device=v.device), both.transpose(2, 3), upper=False, unitriangular=True)
-    new, read = solved.split((width, k.shape[-1]), -1)
+    new, read = (parted or functools.partial(torch.split, dim=-1))(solved, (width, k.shape[-1]))
     scores = torch.einsum("bnchk,bnshk->bnhcs", q, k) * decay
     state = torch.zeros(b, h, k.shape[-1], width, dtype=v.dtype, device=v.device) if state is None else state
     out = []

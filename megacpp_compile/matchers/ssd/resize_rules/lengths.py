@@ -94,11 +94,26 @@ def _slice(r: ResizeContext, n: Node) -> list[Dim]:
     if equal(size, result):
         return dims
     at_end = equal(start + result, size)
+    if (part := _first_or_last_part(r, dims[dim], start, result, at_end)) is not None:
+        r.axes.pick(dims[dim], (start, result), n)
+        dims[dim] = part
+        return dims
     if not _is(start, 0) and not at_end or _is(size, 2):
         pin([dims[dim]])  # from the middle; or of two, where "the first" and "all but the last" are one
     r.axes.pick(dims[dim], (start, result), n)
     dims[dim] = [] if is_one(result) else r.axes.shorter(dims[dim], result)
     return dims
+
+
+def _first_or_last_part(r: ResizeContext, dim: Dim, start: Any, result: Any, at_end: bool) -> Dim | None:
+    """What was put together with others to `dim`, where a slice takes it out again."""
+    for eq in r.axes.lengths:
+        if len(eq.parts) > 1 and flat(eq.whole) == flat(dim):
+            ends = [eq.parts[0]] * _is(start, 0) + [eq.parts[-1]] * at_end
+            part = next((one for one in ends if equal(length(one), result)), None)
+            if part is not None:
+                return part
+    return None
 
 
 def _selected(r: ResizeContext, n: Node, args: tuple[Any, ...]) -> Tensor:
