@@ -69,14 +69,19 @@ def _missed(root: Node, why: str) -> MissedFusion:
     return missed("rope_qk", MatchFailure(root, "dynamic-width", why))
 
 
+def _expr(size: Any) -> sympy.Expr | None:
+    """None for a number, and for what is no expression, as ragged sizes are."""
+    return getattr(size.node, "expr", None) if isinstance(size, torch.SymInt) else None
+
+
 def _free(size: Any) -> set[sympy.Symbol]:
-    return size.node.expr.free_symbols if isinstance(size, torch.SymInt) else set()
+    return set() if (expr := _expr(size)) is None else expr.free_symbols
 
 
 def _symbols(graph: fx.Graph) -> tuple[_Numbers, _Numbers]:
     """The symbols of the inputs that may be widths of heads, and the others, each with its number. There are none of
     the former without a width."""
-    found, others, last = _Numbers(), _Numbers(), False
+    found, others, last, counts = _Numbers(), _Numbers(), False, set[sympy.Symbol]()
     for node in graph.find_nodes(op="placeholder"):
         v = value(node)
         if isinstance(v, torch.Tensor):
@@ -84,16 +89,18 @@ def _symbols(graph: fx.Graph) -> tuple[_Numbers, _Numbers]:
             last |= wide and isinstance(v.shape[-1], torch.SymInt)
             _note(v.shape[-1:], found if wide else others)
             _note(v.shape[:-1], others)
+            counts.update(*map(_free, v.shape[: -1 if wide else None]))
         else:
             _note([v], found)
-    widths = {s: n for s, n in found.items() if s not in others}
+    widths = {s: n for s, n in found.items() if s not in counts}
+    others |= {s: n for s, n in found.items() if s in counts}
     return (widths if last else {}), others
 
 
 def _note(sizes: Sequence[Any], found: _Numbers) -> None:
     for n in sizes:
-        if isinstance(n, torch.SymInt) and n.node.expr.is_symbol and not free_unbacked_symbols(n):
-            found[n.node.expr] = n
+        if (expr := _expr(n)) is not None and expr.is_symbol and not free_unbacked_symbols(n):
+            found[expr] = n
 
 
 def _heads_at_hints(captured: Captured, symbols: _Numbers) -> dict[Node, set[sympy.Symbol]]:
