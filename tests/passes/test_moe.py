@@ -218,6 +218,25 @@ def test_refuses_other_sums_of_gate_and_up(join):
     assert_refused(NAME, "activation", MoE(where_index_add, lambda: Joined(JOINS[join]), experts=2), tokens())
 
 
+def places_with_a_capacity(m, x, indices, gates):
+    """GShard (arXiv:2006.16668): experts read the rows that found a place, put there by a product with one-hots."""
+    chosen = F.one_hot(indices, EXPERTS).transpose(0, 1).flatten(0, 1)
+    place = (chosen.cumsum(0) - 1) * chosen
+    place = place.unflatten(0, (indices.shape[-1], -1)).transpose(0, 1)
+    size = x.shape[0] // 2
+    kept = F.one_hot(place.clamp(max=size - 1), size) * (place < size)[..., None] * F.one_hot(indices, EXPERTS)[..., None]
+    combine = (kept * gates[..., None, None]).sum(1)
+    rows = torch.einsum("tec,td->ecd", (combine > 0).to(x.dtype), x)
+    gate, up = torch.bmm(rows, m.gate_up.mT).chunk(2, -1)
+    return torch.einsum("tec,ecd->td", combine, torch.bmm(F.silu(gate) * up, m.down.mT))
+
+
+def test_rows_in_places_are_told_as_what_they_are():
+    """What puts the results back is no expert's projection, of which one could say that its activation is not known."""
+    frames = run(MoE(places_with_a_capacity, stacked=True), tokens())
+    assert not frames.counts[NAME] and frames.tags(NAME) == {"unread"}, frames.misses
+
+
 def test_bfloat16():
     frames = check(MoE(where_index_add).bfloat16(), tokens(torch.bfloat16))
     assert frames.counts[NAME] == 1, frames.misses

@@ -113,7 +113,23 @@ def _ungated(
     experts = _copies(weight) is not None or axes.choices is not None and axes.choices in chosen_from
     if not experts or not hidden.axes > {*tokens, *routes}:
         return None
-    return _from_down(view, node, axes, weight, None, hidden, out)
+    found = _from_down(view, node, axes, weight, None, hidden, out)
+    routed = isinstance(found, MatchFailure) and _copies(weight) is None and _goes_by_choices(weight.node)
+    return None if routed else found  # what puts rows back in their places is summed over experts, too
+
+
+def _goes_by_choices(node: Node) -> bool:
+    """Whether `node` is computed of numbers that the graph chooses, as rows in places are and no weight is."""
+    pending, seen = [node], {node}
+    while pending:
+        n = pending.pop()
+        fake = value(n)
+        if n.op == "call_function" and isinstance(fake, torch.Tensor) and fake.dtype in (torch.int64, torch.bool):
+            return True
+        new = [a for a in n.all_input_nodes if a not in seen]
+        seen.update(new)
+        pending += new
+    return False
 
 
 def _copies(factor: Factor) -> tuple[Node, Node, Dims] | None:
