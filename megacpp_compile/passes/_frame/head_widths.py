@@ -25,12 +25,12 @@ from megacpp_compile._torch.guards import TracingContext
 from megacpp_compile.config.options import Config
 from megacpp_compile.frontend.capture import Captured, capture
 from megacpp_compile.fx.edit import value
+from megacpp_compile.fx.numbers_for_symbols import Numbers, at_hints, expression, free_symbols
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.rope.heads import Head, find_heads
 from megacpp_compile.passes._driver import enabled_passes, missed
 from megacpp_compile.report.records import MissedFusion
 
-_Numbers = dict[sympy.Symbol, torch.SymInt]
 _MARKED = "the width of these heads is marked as dynamic; marked as static it has a graph for each number"
 _MIXED = (
     "the width of these heads is known at run time only: it follows from sizes before a graph break, one of which is "
@@ -69,19 +69,10 @@ def _missed(root: Node, why: str) -> MissedFusion:
     return missed("rope_qk", MatchFailure(root, "dynamic-width", why))
 
 
-def _expr(size: Any) -> sympy.Expr | None:
-    """None for a number, and for what is no expression, as ragged sizes are."""
-    return getattr(size.node, "expr", None) if isinstance(size, torch.SymInt) else None
-
-
-def _free(size: Any) -> set[sympy.Symbol]:
-    return set() if (expr := _expr(size)) is None else expr.free_symbols
-
-
-def _symbols(graph: fx.Graph) -> tuple[_Numbers, _Numbers]:
+def _symbols(graph: fx.Graph) -> tuple[Numbers, Numbers]:
     """The symbols of the inputs that may be widths of heads, and the others, each with its number. There are none of
     the former without a width."""
-    found, others, last, counts = _Numbers(), _Numbers(), False, set[sympy.Symbol]()
+    found, others, last, counts = Numbers(), Numbers(), False, set[sympy.Symbol]()
     for node in graph.find_nodes(op="placeholder"):
         v = value(node)
         if isinstance(v, torch.Tensor):
@@ -89,7 +80,7 @@ def _symbols(graph: fx.Graph) -> tuple[_Numbers, _Numbers]:
             last |= wide and isinstance(v.shape[-1], torch.SymInt)
             _note(v.shape[-1:], found if wide else others)
             _note(v.shape[:-1], others)
-            counts.update(*map(_free, v.shape[: -1 if wide else None]))
+            counts.update(*map(free_symbols, v.shape[: -1 if wide else None]))
         else:
             _note([v], found)
     widths = {s: n for s, n in found.items() if s not in counts}
@@ -97,20 +88,20 @@ def _symbols(graph: fx.Graph) -> tuple[_Numbers, _Numbers]:
     return (widths if last else {}), others
 
 
-def _note(sizes: Sequence[Any], found: _Numbers) -> None:
+def _note(sizes: Sequence[Any], found: Numbers) -> None:
     for n in sizes:
-        if (expr := _expr(n)) is not None and expr.is_symbol and not free_unbacked_symbols(n):
+        if (expr := expression(n)) is not None and expr.is_symbol and not free_unbacked_symbols(n):
             found[expr] = n
 
 
-def _heads_at_hints(captured: Captured, symbols: _Numbers) -> dict[Node, set[sympy.Symbol]]:
+def _heads_at_hints(captured: Captured, symbols: Numbers) -> dict[Node, set[sympy.Symbol]]:
     """The rotated heads of the graph as it is where `symbols` are what they are now, each with those of them that its
     width and those of its tables depend on."""
-    graph, given = _at_hints(captured, symbols)
+    graph, given = at_hints(captured.gm.graph, captured.fake_mode, symbols)
     weights = frozenset(node for node, of in given.items() if of in captured.weights)
     found = dict[Node, set[sympy.Symbol]]()
     for head in find_heads(graph, weights).found:
-        free = set().union(*(_free(value(given[node]).shape[dim]) for node, dim in _lanes(head)))
+        free = set().union(*(free_symbols(value(given[node]).shape[dim]) for node, dim in _lanes(head)))
         found[given[head.root]] = free & symbols.keys()
     return found
 
@@ -122,43 +113,6 @@ def _lanes(head: Head) -> list[tuple[Node, int]]:
     return [(head.root, -1), *((s.node, d) for s in sources for d in s.lane_dims)]
 
 
-def _at_hints(captured: Captured, symbols: _Numbers) -> tuple[fx.Graph, dict[Node, Node]]:
-    """A copy of the graph with the hints of `symbols` in their places, made without a guard, and the node that each of
-    the copy's stands for."""
-    env: Any = captured.fake_mode.shape_env
-    numbers = {symbol: sympy.Integer(n.node.hint) for symbol, n in symbols.items()}
-
-    def number(size: Any) -> Any:
-        if not _free(size) & symbols.keys():
-            return size
-        expr = size.node.expr.xreplace(numbers)
-        return int(expr) if expr.is_number else env.create_symintnode(expr, hint=size.node.hint)
-
-    def at_hints(v: Any) -> Any:
-        if isinstance(v, (list, tuple)):
-            return type(v)(map(at_hints, v))
-        if not isinstance(v, torch.Tensor):
-            return number(v) if isinstance(v, torch.SymInt) else v
-        if not any(_free(n) & symbols.keys() for n in (*v.shape, *v.stride())):
-            return v
-        size, stride = (tuple(map(number, of)) for of in (v.shape, v.stride()))
-        return torch.empty_strided(size, stride, dtype=v.dtype, device=v.device)
-
-    graph, copies, given = fx.Graph(), dict[Node, Node](), dict[Node, Node]()
-
-    def argument(node: Node) -> Any:
-        v = value(copies[node])
-        return v if isinstance(v, int) else copies[node]
-
-    with captured.fake_mode, torch.no_grad():
-        for node in captured.gm.graph.nodes:
-            copies[node] = copy = graph.node_copy(node, argument)  # type: ignore[arg-type]
-            given[copy] = node
-            if "val" in node.meta:
-                copy.meta["val"] = at_hints(node.meta["val"])
-    return graph, given
-
-
 def _marked(graph: fx.Graph, example_inputs: Sequence[Any]) -> set[sympy.Symbol]:
     """The symbols of sizes that the user marked as dynamic, for which a number is an error of Dynamo's."""
     context, found = TracingContext.try_get(), set[sympy.Symbol]()
@@ -166,5 +120,5 @@ def _marked(graph: fx.Graph, example_inputs: Sequence[Any]) -> set[sympy.Symbol]
         symbolic = context.tensor_to_context.get(x) if context and isinstance(x, torch.Tensor) else None
         constraints = getattr(symbolic, "constraint_sizes", None) or ()
         sizes = [dim for dim, constraint in enumerate(constraints) if constraint is not None]
-        found.update(*(_free(value(node).shape[dim]) for dim in sizes))
+        found.update(*(free_symbols(value(node).shape[dim]) for dim in sizes))
     return found

@@ -1,0 +1,62 @@
+"""A graph as it is where some symbolic sizes are the numbers that they are now."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]
+import torch
+from torch import fx
+from torch.fx import Node
+
+from megacpp_compile._torch.fakes import FakeTensorMode
+from megacpp_compile.fx.edit import value
+
+# Symbols, each with a size that is that symbol.
+Numbers = dict[sympy.Symbol, torch.SymInt]
+
+
+def expression(size: Any) -> sympy.Expr | None:
+    """None for a number, and for what is no expression, as ragged sizes are."""
+    return getattr(size.node, "expr", None) if isinstance(size, torch.SymInt) else None
+
+
+def free_symbols(size: Any) -> set[sympy.Symbol]:
+    return set() if (expr := expression(size)) is None else expr.free_symbols
+
+
+def at_hints(graph: fx.Graph, fake_mode: FakeTensorMode, symbols: Numbers) -> tuple[fx.Graph, dict[Node, Node]]:
+    """A copy of `graph` with the hints of `symbols` in their places, made without a guard, and the node that each of
+    the copy's stands for."""
+    env: Any = fake_mode.shape_env
+    numbers = {symbol: sympy.Integer(n.node.hint) for symbol, n in symbols.items()}
+
+    def number(size: Any) -> Any:
+        if not free_symbols(size) & symbols.keys():
+            return size
+        expr = size.node.expr.xreplace(numbers)
+        return int(expr) if expr.is_number else env.create_symintnode(expr, hint=size.node.hint)
+
+    def with_numbers(v: Any) -> Any:
+        if isinstance(v, (list, tuple)):
+            return type(v)(map(with_numbers, v))
+        if not isinstance(v, torch.Tensor):
+            return number(v) if isinstance(v, torch.SymInt) else v
+        if not any(free_symbols(n) & symbols.keys() for n in (*v.shape, *v.stride())):
+            return v
+        size, stride = (tuple(map(number, of)) for of in (v.shape, v.stride()))
+        return torch.empty_strided(size, stride, dtype=v.dtype, device=v.device)
+
+    out, copies, given = fx.Graph(), dict[Node, Node](), dict[Node, Node]()
+
+    def argument(node: Node) -> Any:
+        v = value(copies[node])
+        return v if isinstance(v, int) else copies[node]
+
+    with fake_mode, torch.no_grad():
+        for node in graph.nodes:
+            copies[node] = copy = out.node_copy(node, argument)  # type: ignore[arg-type]
+            given[copy] = node
+            if "val" in node.meta:
+                copy.meta["val"] = with_numbers(node.meta["val"])
+    return out, given
