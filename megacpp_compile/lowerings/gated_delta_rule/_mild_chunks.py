@@ -22,9 +22,9 @@ def told_apart(wide: bool) -> bool:
 class MildChunks:
     """Of gates g [b, tokens, heads, K] a channel.
 
-    mild int32 [b, chunks, heads]; queries, keys, out_keys [b, tokens, heads, K] in `dtype`; ends float32
-    [b, chunks, heads, 3, K]. Kernels for the other chunks write their own parts of the latter four, and all of them
-    where chunks are not told apart.
+    mild int32 [b, chunks, heads]; queries, keys, out_keys [b, tokens, heads, K] in `dtype`; dots float32
+    [b, tokens, heads]; ends float32 [b, chunks, heads, 3, K]. Kernels for the other chunks write their own parts of
+    these but `dots`, and all of them where chunks are not told apart.
     places: the first and last tokens of documents' chunks.
     """
 
@@ -40,18 +40,20 @@ class MildChunks:
 
         self.mild = new(batch, chunks, heads, dtype=torch.int32)
         self.queries, self.keys, self.out_keys = (new(batch, tokens, heads, size, dtype=dtype) for _ in range(3))
+        self.dots = new(batch, tokens, heads, dtype=torch.float32)
         self.ends = new(batch, chunks, heads, 3, size, dtype=torch.float32)
         self.told_apart = told_apart(wide)
         if self.told_apart:
             _triton_mild.mild_chunks(
                 lambda meta: (chunks, heads, batch), {"num_warps": 1, "num_stages": 1, "ROWS": ROWS}, q=q, k=k, g=g,
                 places=places, mild=self.mild, queries=self.queries, keys=self.keys, out_keys=self.out_keys,
-                ends=self.ends, tokens=tokens, heads=heads, per_key=heads // k.shape[2], chunks=chunks, eps=eps or 0.0,
+                dots=self.dots, ends=self.ends, tokens=tokens, heads=heads, per_key=heads // k.shape[2],
+                chunks=chunks, eps=eps or 0.0,
                 **strides("q", q, "bth"), **strides("k", k, "bth"), **strides("g", g, "bth"), C=chunk, K=size,
                 NORM=int(eps is not None), DOCUMENTS=int(documents),
             )  # fmt: skip
 
     def rows(self) -> dict[str, Any]:
         """Arguments of kernels that read these queries and keys."""
-        return {"q": self.queries, "k": self.keys, "out_keys": self.out_keys, "per_key": 1,
+        return {"q": self.queries, "k": self.keys, "out_keys": self.out_keys, "dots": self.dots, "per_key": 1,
                 **strides("q", self.queries, "bth"), **strides("k", self.keys, "bth")}  # fmt: skip

@@ -43,12 +43,13 @@ def row_norm(x, eps, NORM: tl.constexpr):
 
 
 @triton.jit
-def delta_mild_chunks(q, k, g, places, mild, queries, keys, out_keys, ends, tokens, heads, per_key, chunks, eps,
+def delta_mild_chunks(q, k, g, places, mild, queries, keys, out_keys, dots, ends, tokens, heads, per_key, chunks, eps,
                       q_b, q_t, q_h, k_b, k_t, k_h, g_b, g_t, g_h, C: tl.constexpr, K: tl.constexpr,
                       ROWS: tl.constexpr, NORM: tl.constexpr, DOCUMENTS: tl.constexpr):  # fmt: skip
     """mild [b, chunks, heads], int32: whether a chunk of gates g [b, tokens, heads, K] is; and of those that are,
 
     queries = q 2^(G - G_m), keys = k 2^(G - G_m), out_keys = k 2^(G_m - G), all [b, tokens, heads, K] and normed;
+    dots [b, tokens, heads] = <q, k>, of which factors would round the most that is in P;
     ends [b, chunks, heads, 3, K] = 0, G_m and G_C - G_m, powers of 2: a state S that enters is read as S' = S times the
     second, and leaves as S' times the first plus out_keys^T U, times the third.
     A warp walks over the rows, ROWS unrolled, with the gates' sum in registers: tiles would take a scan or a GEMM.
@@ -74,17 +75,21 @@ def delta_mild_chunks(q, k, g, places, mild, queries, keys, out_keys, ends, toke
     q += b * q_b + h // per_key * q_h + first * q_t + n
     k += b * k_b + h // per_key * k_h + first * k_t + n
     out = ((b * tokens + first) * heads + h) * K + n
+    # A number a row is written by one lane of a row.
+    dots += (b * tokens + first) * heads + h + n * 0
     apart = 0 - early
     for block in range(C // ROWS):
         for i in tl.static_range(ROWS):
             r = block * ROWS + i
             apart += tl.load(g + r * g_t, mask=r < there, other=0).to(tl.float32) * LOG2_E
             reader, at = tl.exp2(apart), out + r.to(tl.int64) * heads * K
-            row = tl.load(q + r * q_t, mask=r < there, other=0).to(tl.float32)
-            row *= row_norm(row, eps, NORM)
-            tl.store(queries + at, as_stored(row * reader, queries), mask=r < there)
+            query = tl.load(q + r * q_t, mask=r < there, other=0).to(tl.float32)
+            query *= row_norm(query, eps, NORM)
+            tl.store(queries + at, as_stored(query * reader, queries), mask=r < there)
             row = tl.load(k + r * k_t, mask=r < there, other=0).to(tl.float32)
             row *= row_norm(row, eps, NORM)
+            dot = tl.zeros([K], tl.float32) + tl.sum(query * row, 0)
+            tl.store(dots + r.to(tl.int64) * heads, dot, mask=(n == 0) & (r < there))
             tl.store(keys + at, as_stored(row * reader, keys), mask=r < there)
             tl.store(out_keys + at, as_stored(row * tl.exp2(0 - apart), out_keys), mask=r < there)
 

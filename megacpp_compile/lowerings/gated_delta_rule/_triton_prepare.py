@@ -16,7 +16,7 @@ from megacpp_compile.lowerings.gated_delta_rule._triton_tiles import LOG2_E, chu
 
 
 @triton.jit
-def delta_prepare(q, k, out_keys, g, beta, places, inverse, mixed, factors, mild, tokens, heads, per_key, chunks,
+def delta_prepare(q, k, out_keys, dots, g, beta, places, inverse, mixed, factors, mild, tokens, heads, per_key, chunks,
                   scale, eps, q_b, q_t, q_h, k_b, k_t, k_h, g_b, g_t, g_h, beta_b, beta_t, beta_h,
                   C: tl.constexpr, K: tl.constexpr, GATED: tl.constexpr, MILD: tl.constexpr, BETA: tl.constexpr,
                   NORM: tl.constexpr, DOCUMENTS: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
@@ -73,7 +73,8 @@ def delta_prepare(q, k, out_keys, g, beta, places, inverse, mixed, factors, mild
     q_norm = inverse_norm(queries, eps, NORM) * scale
     scores = dot(queries, across, None, WIDE) * weight * q_norm[:, None]
     if MILD:  # above the diagonal a product of factors may be infinite, which a weight of 0 does not undo
-        scores = tl.where(r[:, None] >= r[None, :], scores, 0.0)
+        diagonal = tl.load(dots + (b * tokens + t) * heads + h, mask=there, other=0) * scale
+        scores = tl.where(r[:, None] > r[None, :], scores, tl.where(r[:, None] == r[None, :], diagonal[:, None], 0.0))
     tl.store(mixed + row, as_stored(dot(scores, solved, None, WIDE), mixed), mask=there[:, None])
     each = (h * 0 + heads) * tokens * tl.num_programs(2)
     factors += (b * heads + h) * tokens + t

@@ -28,7 +28,7 @@ NO_STEP = tl.constexpr(1e-18)
 
 
 @triton.jit
-def gated_delta_rule_prepare(q, k, out_keys, do, g, beta, inverse, table, decay, steps, norms, solve, w, du_local,
+def gated_delta_rule_prepare(q, k, out_keys, dots, do, g, beta, inverse, table, decay, steps, norms, solve, w, du_local,
                              mild, tokens, chunks, heads, per_key, scale, eps,
                              q_b, q_t, q_h, k_b, k_t, k_h, do_b, do_t, do_h, g_b, g_t, g_h, beta_b, beta_t, beta_h,
                              C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
@@ -96,7 +96,8 @@ def gated_delta_rule_prepare(q, k, out_keys, do, g, beta, inverse, table, decay,
     scores = product(queries, across, WIDE) * (of_q * scale)[:, None] * of_k[None, :]
     scores *= tl.exp2(tl.where(r[:, None] >= r[None, :], total[:, None] - total[None, :], float("-inf")))
     if MILD:  # above the diagonal a product of factors may be infinite, which a weight of 0 does not undo
-        scores = tl.where(r[:, None] >= r[None, :], scores, 0)
+        diagonal = tl.load(dots + (b * tokens + first + r) * heads + h, mask=there, other=0) * scale
+        scores = tl.where(r[:, None] > r[None, :], scores, tl.where(r[:, None] == r[None, :], diagonal[:, None], 0))
     scores = tl.trans(operand(scores, WIDE))
     do += b * do_b + h * do_h + first * do_t
     for j in tl.static_range(V // BV):

@@ -173,8 +173,9 @@ def _prepared(
                                                 "factors": factors, "chunks": call.chunks}  # fmt: skip
     if not call.per_channel:
         _triton_prepare.prepare(
-            grid, {"num_warps": 8 if call.wide else 4, "num_stages": 1}, out_keys=call.k, mild=places, MILD=0, **common
-        )
+            grid, {"num_warps": 8 if call.wide else 4, "num_stages": 1}, out_keys=call.k, dots=call.v, mild=places,
+            MILD=0, **common,
+        )  # fmt: skip
         return {"q": call.q, "k": call.k, "out_keys": call.k, "factors": factors, "ends": factors, "CHANNELS": 0,
                 "per_key": call.heads // call.key_heads, **strides("q", call.q, "bth"),
                 **strides("k", call.k, "bth")}  # fmt: skip
@@ -191,4 +192,5 @@ def _prepared(
     if chunks.told_apart:
         inside = {"GATED": 0, "NORM": 0, "MILD": 1}
         _triton_prepare.prepare(grid, launch, mild=chunks.mild, **(common | chunks.rows() | inside))
-    return chunks.rows() | {"factors": factors, "ends": chunks.ends, "CHANNELS": 1}
+    rows = {name: arg for name, arg in chunks.rows().items() if name != "dots"}
+    return rows | {"factors": factors, "ends": chunks.ends, "CHANNELS": 1}

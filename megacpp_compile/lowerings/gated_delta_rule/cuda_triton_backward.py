@@ -72,7 +72,8 @@ def _prepare(call: Call, inverse: Tensor) -> dict[str, Tensor]:
     _triton_states.prepare(
         lambda meta: (call.chunks * call.heads, call.batch),
         {"num_warps": 4, "num_stages": 1}, BV=call.at_once(128), g=g, GATED=int(call.g is not None),
-        out_keys=call.k, mild=call.nothing, MILD=0, **strides("g", g, "bth"), **made, **prepare_args(call, inverse),
+        out_keys=call.k, dots=call.do, mild=call.nothing, MILD=0,
+        **strides("g", g, "bth"), **made, **prepare_args(call, inverse),
     )  # fmt: skip
     return made | {"reading": call.q, "writing": call.k, "ends": made["decay"]}
 
