@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
@@ -12,6 +14,7 @@ from torch.fx import Node
 from megacpp_compile._torch.fakes import FakeTensorMode
 from megacpp_compile.fx.edit import value
 
+SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 # Symbols, each with a size that is that symbol.
 Numbers = dict[sympy.Symbol, torch.SymInt]
 
@@ -23,6 +26,17 @@ def expression(size: Any) -> sympy.Expr | None:
 
 def free_symbols(size: Any) -> set[sympy.Symbol]:
     return set() if (expr := expression(size)) is None else expr.free_symbols
+
+
+def with_numbers(v: Any, number: Callable[[Any], Any]) -> Any:
+    """A fake tensor or symbolic number with `number` of what symbols it has; itself where that is all the same."""
+    if not isinstance(v, torch.Tensor):
+        return number(v) if isinstance(v, SYMBOLIC) else v
+    old = (*v.shape, *v.stride())
+    new = [n if isinstance(n, int) else number(n) for n in old]
+    if all(map(operator.is_, new, old)):
+        return v
+    return torch.empty_strided(new[: v.dim()], new[v.dim() :], dtype=v.dtype, device=v.device)
 
 
 def at_hints(graph: fx.Graph, fake_mode: FakeTensorMode, symbols: Numbers) -> tuple[fx.Graph, dict[Node, Node]]:
@@ -37,15 +51,8 @@ def at_hints(graph: fx.Graph, fake_mode: FakeTensorMode, symbols: Numbers) -> tu
         expr = size.node.expr.xreplace(numbers)
         return int(expr) if expr.is_number else env.create_symintnode(expr, hint=size.node.hint)
 
-    def with_numbers(v: Any) -> Any:
-        if isinstance(v, (list, tuple)):
-            return type(v)(map(with_numbers, v))
-        if not isinstance(v, torch.Tensor):
-            return number(v) if isinstance(v, torch.SymInt) else v
-        if not any(free_symbols(n) & symbols.keys() for n in (*v.shape, *v.stride())):
-            return v
-        size, stride = (tuple(map(number, of)) for of in (v.shape, v.stride()))
-        return torch.empty_strided(size, stride, dtype=v.dtype, device=v.device)
+    def of_value(v: Any) -> Any:
+        return type(v)(map(of_value, v)) if isinstance(v, (list, tuple)) else with_numbers(v, number)
 
     out, copies, given = fx.Graph(), dict[Node, Node](), dict[Node, Node]()
 
@@ -58,5 +65,5 @@ def at_hints(graph: fx.Graph, fake_mode: FakeTensorMode, symbols: Numbers) -> tu
             copies[node] = copy = out.node_copy(node, argument)  # type: ignore[arg-type]
             given[copy] = node
             if "val" in node.meta:
-                copy.meta["val"] = with_numbers(node.meta["val"])
+                copy.meta["val"] = of_value(node.meta["val"])
     return out, given

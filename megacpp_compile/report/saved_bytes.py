@@ -16,8 +16,7 @@ from torch.fx import GraphModule, Node
 from megacpp_compile._torch.dispatch import enable_python_dispatcher
 from megacpp_compile._torch.fakes import FakeTensorMode
 from megacpp_compile.fx.edit import value
-
-_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+from megacpp_compile.fx.numbers_for_symbols import SYMBOLIC, with_numbers
 
 
 def saved_bytes(module: GraphModule, order: Sequence[Node], mode: FakeTensorMode) -> int | None:
@@ -26,7 +25,7 @@ def saved_bytes(module: GraphModule, order: Sequence[Node], mode: FakeTensorMode
     values = [value(n) for n in order]
     with mode:
         if all(map(_has_hint, values)):  # with numbers for sizes it takes a tenth of the time, and nothing is guarded
-            values = [_at_hint(v) for v in values]
+            values = [with_numbers(v, lambda n: n.node.hint) for v in values]
         args = [_leaf(v) for v in values]
     kept: dict[Any, int] = {}
     unknown: list[torch.Tensor] = []
@@ -57,17 +56,7 @@ def _numbers(fake: Any) -> list[Any]:
 
 def _has_hint(fake: Any) -> bool:
     plain = not isinstance(fake, torch.Tensor) or fake.layout is torch.strided
-    return plain and all(n.node.has_hint() for n in _numbers(fake) if isinstance(n, _SYMBOLS))
-
-
-def _at_hint(fake: Any) -> Any:
-    """`fake` with what its symbols stand for now."""
-    if not any(isinstance(n, _SYMBOLS) for n in _numbers(fake)):
-        return fake
-    if not isinstance(fake, torch.Tensor):
-        return fake.node.hint
-    size, stride = ([n if isinstance(n, int) else n.node.hint for n in of] for of in (fake.shape, fake.stride()))
-    return torch.empty_strided(size, stride, dtype=fake.dtype, device=fake.device)
+    return plain and all(n.node.has_hint() for n in _numbers(fake) if isinstance(n, SYMBOLIC))
 
 
 def _leaf(fake: Any) -> Any:

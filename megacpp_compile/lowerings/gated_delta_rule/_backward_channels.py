@@ -55,7 +55,7 @@ class GatesAChannel:
         )  # fmt: skip
         if chunks.told_apart:
             inside = {"GATED": 0, "NORM": 0, "MILD": 1, "BV": call.at_once(128), "decay": unread, "norms": unread}
-            _triton_states.prepare(self._grid, NARROW, **(args | chunks.rows() | inside))
+            _triton_states.prepare(self._grid, NARROW, dots=chunks.dots, **(args | chunks.rows() | inside))
         return made | {"decay": unread, "norms": unread, "ends": chunks.ends, "reading": chunks.queries,
                        "writing": chunks.out_keys}  # fmt: skip
 
@@ -76,54 +76,48 @@ class GatesAChannel:
         pairs = {"d_scores": d_scores, "d_between": d_between}
         # Of chunks by cuts: the gradient of G, and that of keys that read. Of mild ones: of queries, and of those keys.
         parts = [call.by_chunk(call.heads, call.C, call.K) for _ in range(2)]
-        self._by_cuts(made, pairs, parts, dv, dq=dq, dk=dk, dg=dg)
+        given = made | pairs | {"dv": dv}
+        self._by_cuts(given, parts, dq, dk, dg)
         if self.chunks.told_apart:
-            self._mild(made, pairs, parts, dv, dq=dq, dk=dk, dg=dg)
+            self._mild(given, parts, dq, dk, dg)
         if not direct:
             dq, dk = (d.unflatten(2, (call.key_heads, -1)).sum(3).to(like.dtype)
                       for d, like in ((dq, call.q), (dk, call.k)))  # fmt: skip
         return dq, dk, dv, dg, dbeta
 
-    def _by_cuts(
-        self, made: dict[str, Tensor], pairs: dict[str, Tensor], parts: list[Tensor], dv: Tensor, *, dq: Tensor,
-        dk: Tensor, dg: Tensor,
-    ) -> None:  # fmt: skip
+    def _by_cuts(self, given: dict[str, Tensor], parts: list[Tensor], dq: Tensor, dk: Tensor, dg: Tensor) -> None:
         call, chunks = self.call, self.chunks
         d_decay, d_reads = parts
         shared = {"BV": call.at_once(64), "decay": self.sums, "d_decay": d_decay, "per_key": call.per_key,
                   "eps": call.eps or 0.0, "CUTS": call.cuts, "NORM": int(call.eps is not None), "mild": chunks.mild,
-                  "SKIP": int(chunks.told_apart), "states": made["states"], "k": call.k, **call.strides_of("k"),
+                  "SKIP": int(chunks.told_apart), "states": given["states"], "k": call.k, **call.strides_of("k"),
                   **call.common}  # fmt: skip
-        queries = {"q": call.q, **call.strides_of("q"), **only(made, "steps errors")}
+        queries = {"q": call.q, **call.strides_of("q"), **only(given, "steps errors")}
         _triton_backward_channels.query_grad(
-            self._grid, BROAD, do=call.do, d_scores=pairs["d_scores"], dq=dq, scale=call.scale,
+            self._grid, BROAD, do=call.do, d_scores=given["d_scores"], dq=dq, scale=call.scale,
             **call.strides_of("do"), **queries, **shared,
         )  # fmt: skip
         _triton_backward_channels.read_grad(
-            self._grid, BROAD, d_between=pairs["d_between"], d_reads=d_reads, dv=dv, **shared
+            self._grid, BROAD, d_reads=d_reads, **only(given, "d_between dv"), **shared
         )
         _triton_backward_channels.key_grad(
-            self._grid, BROAD, d_reads=d_reads, dk=dk, dg=dg, **pairs, **only(made, "ends d_states"), **queries,
-            **shared,
+            self._grid, BROAD, d_reads=d_reads, dk=dk, dg=dg, **only(given, "d_scores d_between ends d_states"),
+            **queries, **shared,
         )  # fmt: skip
 
-    def _mild(
-        self, made: dict[str, Tensor], pairs: dict[str, Tensor], parts: list[Tensor], dv: Tensor, *, dq: Tensor,
-        dk: Tensor, dg: Tensor,
-    ) -> None:  # fmt: skip
+    def _mild(self, given: dict[str, Tensor], parts: list[Tensor], dq: Tensor, dk: Tensor, dg: Tensor) -> None:
         call, chunks = self.call, self.chunks
         d_queries, d_keys = parts
         d_out_keys, d_end = self.sums, call.by_chunk(call.heads, call.K)
-        shared = {"mild": chunks.mild, "d_scores": pairs["d_scores"], **call.common}
-        gemms = {"out_keys": chunks.out_keys, **only(made, "steps states errors"), **shared}
+        shared = {"mild": chunks.mild, "d_scores": given["d_scores"], **call.common}
+        gemms = {"out_keys": chunks.out_keys, **only(given, "steps states errors"), **shared}
         _triton_mild_gradients.query_grad(
             self._grid, NARROW, BV=call.at_once(128), do=call.do, scale=call.scale, d_queries=d_queries,
             **call.strides_of("do"), **gemms,
         )  # fmt: skip
         _triton_mild_gradients.key_grad(
             self._grid, NARROW, BV=call.at_once(64), queries=chunks.queries, keys=chunks.keys,
-            d_states=made["d_states"], d_between=pairs["d_between"], dv=dv, d_keys=d_keys, d_out_keys=d_out_keys,
-            d_end=d_end, **gemms,
+            d_keys=d_keys, d_out_keys=d_out_keys, d_end=d_end, **only(given, "d_states d_between dv"), **gemms,
         )  # fmt: skip
         without = {name: arg for name, arg in shared.items() if name not in ("V", "WIDE")}
         _triton_mild_gradients.grads(

@@ -55,5 +55,5 @@ class MildChunks:
 
     def rows(self) -> dict[str, Any]:
         """Arguments of kernels that read these queries and keys."""
-        return {"q": self.queries, "k": self.keys, "out_keys": self.out_keys, "dots": self.dots, "per_key": 1,
+        return {"q": self.queries, "k": self.keys, "out_keys": self.out_keys, "per_key": 1,
                 **strides("q", self.queries, "bth"), **strides("k", self.keys, "bth")}  # fmt: skip

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from megacpp_compile.lowerings._kernels.triton_launch import interpreted
+from megacpp_compile.lowerings.gated_delta_rule._triton_tiles import inverse_norm
 
 # Triton's interpreter keeps bfloat16 as integers, and multiplies matrices of those (triton 3.9).
 INTERPRETED = tl.constexpr(interpreted())
@@ -74,16 +75,6 @@ def chunk_tokens(table, c, tokens, C: tl.constexpr, PACKED: tl.constexpr):
         return first.to(tl.int64), end - first
     else:
         return c.to(tl.int64) * C, tokens - c * C
-
-
-@triton.jit
-def inverse_norm(rows, eps, NORM: tl.constexpr):
-    """What normalises each of `rows`, or 1."""
-    rows = rows.to(tl.float32)
-    if NORM:
-        return tl.rsqrt(tl.sum(rows * rows, 1) + eps)
-    else:
-        return tl.sum(rows * 0, 1) + 1
 
 
 @triton.jit

@@ -191,6 +191,5 @@ def _prepared(
     )  # fmt: skip
     if chunks.told_apart:
         inside = {"GATED": 0, "NORM": 0, "MILD": 1}
-        _triton_prepare.prepare(grid, launch, mild=chunks.mild, **(common | chunks.rows() | inside))
-    rows = {name: arg for name, arg in chunks.rows().items() if name != "dots"}
-    return rows | {"factors": factors, "ends": chunks.ends, "CHANNELS": 1}
+        _triton_prepare.prepare(grid, launch, dots=chunks.dots, mild=chunks.mild, **(common | chunks.rows() | inside))
+    return chunks.rows() | {"factors": factors, "ends": chunks.ends, "CHANNELS": 1}
