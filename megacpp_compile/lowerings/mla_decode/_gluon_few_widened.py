@@ -134,29 +134,29 @@ def _read_tile(kv, kv_s, first, end, V: gl.constexpr, R: gl.constexpr, BK: gl.co
 
 @gluon.jit
 def _bring(kv, kv_s, codebook, k_v, k_r, full, empty, start, end,
-           V: gl.constexpr, R: gl.constexpr, BK: gl.constexpr, KIND: gl.constexpr, DEPTH: gl.constexpr):  # fmt: skip
-    """All tiles, by way of registers: DEPTH of them, 1 or 2, are on their way while one waits for its place. A place is
-    free when its tile is in the sums, and so are that tile's probabilities and what they came with."""
+           V: gl.constexpr, R: gl.constexpr, BK: gl.constexpr, KIND: gl.constexpr, EARLY: gl.constexpr):  # fmt: skip
+    """All tiles, by way of registers: one is on its way while another waits for its place, decoded already if EARLY,
+    which takes twice the registers. A place is free when its tile is in the sums, and so are that tile's probabilities
+    and what they came with."""
     PER: gl.constexpr = 8 if KIND == CODES else 4
     OF_WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32)
     book = planes(codebook, KIND)
     x_v, x_r = _read_tile(kv, kv_s, start, end, V, R, BK, KIND)
-    if DEPTH == 2:
-        next_v, next_r = _read_tile(kv, kv_s, start + BK, end, V, R, BK, KIND)
     i = 0
     for first in range(start, end, BK):
         slot = i & 1
         phase = (i >> 1) & 1
+        if not EARLY:
+            mbarrier.wait(empty.index(slot), phase ^ 1)
         y_v = decoded(x_v, book, BK, V // PER, KIND)
         y_r = decoded(x_r, book, BK, R // PER, KIND)
-        if DEPTH == 2:
-            x_v, x_r = next_v, next_r
-            next_v, next_r = _read_tile(kv, kv_s, first + 2 * BK, end, V, R, BK, KIND)
-        else:
+        if EARLY:
             x_v, x_r = _read_tile(kv, kv_s, first + BK, end, V, R, BK, KIND)
-        mbarrier.wait(empty.index(slot), phase ^ 1)
+            mbarrier.wait(empty.index(slot), phase ^ 1)
         seen_as(k_v.index(slot), gl.int32, BK, V // 2, OF_WORDS).store(y_v)
         seen_as(k_r.index(slot), gl.int32, BK, R // 2, OF_WORDS).store(y_r)
+        if not EARLY:
+            x_v, x_r = _read_tile(kv, kv_s, first + BK, end, V, R, BK, KIND)
         fence_async_shared()
         barrier()
         mbarrier.arrive(full.index(slot), count=1)
@@ -168,7 +168,7 @@ def mla_decode_few_widened(q, kv, row_scale, codebook, lengths, part_out, part_l
                            q_b, q_t, q_h, kv_b, kv_s, s_b, s_s, s_d, l_b,
                            V: gl.constexpr, R: gl.constexpr, KIND: gl.constexpr, N: gl.constexpr, BK: gl.constexpr,
                            SOFTMAX_REGISTERS: gl.constexpr, SUM_REGISTERS: gl.constexpr,
-                           DEPTH: gl.constexpr):  # fmt: skip
+                           EARLY: gl.constexpr):  # fmt: skip
     """A part of a sequence's rows, and N of its queries. Launched with eight warps, which become those that read."""
     gl.static_assert(KIND != PLAIN and gl.num_warps() == 8)
     T: gl.constexpr = q.dtype.element_ty
@@ -207,7 +207,7 @@ def mla_decode_few_widened(q, kv, row_scale, codebook, lengths, part_out, part_l
     first_place = (batch * tokens * heads + first_query) * splits + gl.program_id(1)
     scale = scale * LOG2_E
     gl.warp_specialize([
-        (_bring, (kv, kv_s, codebook, k_v, k_r, full, empty, start, end, V, R, BK, KIND, DEPTH)),
+        (_bring, (kv, kv_s, codebook, k_v, k_r, full, empty, start, end, V, R, BK, KIND, EARLY)),
         (_softmax, (q_v, q_r, k_v, k_r, p, keep, share, full, p_full, done, row_scale, s_s, s_d, part_lse, length,
                     tokens, heads, splits, start, end, first_query, first_place, scale, KIND, N, BK)),
         (_sums, (k_v, p, keep, share, full, empty, p_full, done, part_out, tokens * heads, splits, start, end,
