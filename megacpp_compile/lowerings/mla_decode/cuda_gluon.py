@@ -40,7 +40,8 @@ VALUE_CHANNELS, REST_CHANNELS = 512, 64
 ROWS, FEW, MANY = 64, (16, 32), 64
 KINDS = {torch.bfloat16: "PLAIN", torch.float8_e4m3fn: "FP8", torch.uint8: "CODES"}
 # Registers a thread of those who take the softmax, and of others: what is left of 65536 is for the eight warps that a
-# kernel is launched with, of which those of many queries' sums take 128 for themselves. EARLY: see `_gluon_few_widened`.
+# kernel is launched with, of which those of many queries' sums take 128 for themselves.
+# EARLY: see `_gluon_few_widened`.
 _FEW = {
     16: {"SOFTMAX_REGISTERS": 96, "SUM_REGISTERS": 112, "EARLY": 1},
     32: {"SOFTMAX_REGISTERS": 96, "SUM_REGISTERS": 168, "EARLY": 0},
