@@ -48,14 +48,21 @@ class Config:
     context_parallel_size: int = 1
     window_size: tuple | None = None
     recompute_granularity: str | None = None
+    sequence_parallel: bool = False
+    tp_comm_overlap: bool = False
 
 
 class Group:
-    def __init__(self, count=1):
+    def __init__(self, count=1, name=None):
         self.count = count
+        if name is not None:
+            self.group_name = name
 
     def size(self):
         return self.count
+
+    def rank(self):
+        return 0
 
 
 class _Linear(torch.autograd.Function):
@@ -75,6 +82,8 @@ class _Parallel(nn.Module):
         super().__init__()
         self.config, self.skip_bias_add, self.tp_group = config, skip_bias_add, tp_group or Group()
         self.gradient_accumulation_fusion = config.gradient_accumulation_fusion
+        self.gather_output, self.input_is_parallel = False, True
+        self.sequence_parallel, self.disable_grad_reduce, self.explicit_expert_comm = config.sequence_parallel, False, False
         self.embedding_activation_buffer = None
         self.weight = nn.Parameter(torch.randn(outputs, inputs) * inputs**-0.5)
         self.bias = nn.Parameter(torch.randn(outputs)) if bias else None
@@ -106,7 +115,7 @@ class RowParallelLinear(_Parallel):
 class VocabParallelEmbedding(nn.Module):
     def __init__(self, count, width, *, scatter=False, deterministic=False):
         super().__init__()
-        self.weight, self.tp_group = nn.Parameter(torch.randn(count, width)), Group()
+        self.weight, self.tp_group, self.vocab_start_index = nn.Parameter(torch.randn(count, width)), Group(), 0
         self.reduce_scatter_embeddings, self.deterministic_mode = scatter, deterministic
 
     def forward(self, input_):
@@ -121,6 +130,7 @@ class _Engine(nn.Module):
     def __init__(self, inputs, outputs, *, config, bias=False, skip_bias_add=False, normalization="RMSNorm", zero=False):
         super().__init__()
         self.config, self.te_return_bias, self.tp_size = config, bias and skip_bias_add, 1
+        self.tp_group, self.parallel_mode, self.sequence_parallel = None, None, config.sequence_parallel
         self.fuse_wgrad_accumulation, self.te_quant_params, self.return_layernorm_output = False, None, False
         self.weight = nn.Parameter(torch.randn(outputs, inputs) * inputs**-0.5)
         self.bias = nn.Parameter(torch.randn(outputs)) if bias else torch.empty(0)
@@ -218,6 +228,7 @@ class MultiLatentAttention(Attention):
         c, self.layer_number, self.attn_mask_type = config, layer_number, attn_mask_type
         self.config, self.recompute_up_proj, self.checkpoint_core_attention = config, False, False
         self.softmax_scale = (c.nope + c.rope) ** -0.5
+        self.shared = lambda k_rope: k_rope  # what ranks do with the key row that all heads share
         column, up = (TELinear, TELayerNormColumnParallelLinear) if te else (ColumnParallelLinear,) * 2
         self.core_attention = (TEDotProductAttention if te else Core)(c, self.softmax_scale)
         row = TELinear if te else RowParallelLinear
@@ -250,7 +261,7 @@ class MultiLatentAttention(Attention):
         q_nope, q_rope = q.view(s, b, c.heads, c.nope + c.rope).split([c.nope, c.rope], -1)
         k_nope, value = kv.split([c.nope, c.v], -1)
         query = torch.cat((q_nope, rotate(q_rope, freqs)), -1)
-        k_rope = rotate(k_rope.unsqueeze(-2), freqs).expand(-1, -1, c.heads, -1)
+        k_rope = rotate(self.shared(k_rope).unsqueeze(-2), freqs).expand(-1, -1, c.heads, -1)
         key = torch.cat((k_nope, k_rope), -1)
         more = {} if packed_seq_params is None else {"packed_seq_params": packed_seq_params}
         out = self.core_attention(query, key, value, attention_mask, attn_mask_type=self.attn_mask_type, **more)

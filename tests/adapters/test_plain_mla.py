@@ -200,21 +200,35 @@ def left(module, words, name=""):
     return table
 
 
-def test_sharded_linears_stay():
+def test_groups_without_a_name_stay():
     config = fake.Config()
-    left(fake.ColumnParallelLinear(8, 6, config=config, tp_group=fake.Group(2)), "2 tensor-parallel ranks")
-    engine = fake.TELinear(8, 6, config=config)
-    engine.tp_size = 4
-    left(engine, "4 tensor-parallel ranks")
+    left(fake.ColumnParallelLinear(8, 6, config=config, tp_group=fake.Group(2)), "has no name")
     rows = fake.VocabParallelEmbedding(8, 6)
     rows.tp_group = fake.Group(2)
-    left(rows, "2 tensor-parallel ranks")
-
-
-def test_a_loss_over_ranks_stays():
+    left(rows, "has no name")
     model = made(layers=1)
     model.pg_collection.tp = fake.Group(2)
-    left(model, "2 tensor-parallel ranks")
+    left(model, "has no name")
+
+
+def test_an_expert_s_linears_stay():
+    linear = fake.ColumnParallelLinear(8, 6, config=fake.Config())
+    linear.explicit_expert_comm = True
+    left(linear, "its dispatcher")
+
+
+@pytest.mark.parametrize(
+    ("mode", "group", "overlap", "words"),
+    [
+        (None, None, False, "parallel_mode None over 4 ranks"),
+        ("column", None, False, "not set yet"),
+        ("row", fake.Group(4, "tp"), True, "tp_comm_overlap asks"),
+    ],
+)
+def test_engine_linears_of_ranks_that_stay(mode, group, overlap, words):
+    engine = fake.TELinear(8, 6, config=fake.Config(tp_comm_overlap=overlap))
+    engine.tp_size, engine.parallel_mode, engine.tp_group = 4, mode, group
+    left(engine, words)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@
 
 Megatron's parallel linears, its embedding and its loss run in autograd functions of its own, which break the graph or
 hide what they compute, and so do Transformer Engine's modules. On one tensor-parallel rank all of them are a
-`linear`, an `embedding`, a norm; written so, a whole model is one graph, and its latents, rotations and norms fuse.
+`linear`, an `embedding`, a norm, and on several the same with a collective (`tensor_parallel`); written so, a whole model
+is one graph, and its latents, rotations and norms fuse.
 
 A module stays the object it is. Its class becomes a subclass of its own class with another forward
 (`plain_forwards`), as FSDP2 does it: names, parameters, hooks, state dicts, sharded state dicts and `isinstance` are
@@ -13,6 +14,7 @@ turned off in a copy of the configuration that the module alone reads.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -22,6 +24,7 @@ from torch import nn
 
 from megacpp_compile.adapters.megatron import plain_forwards as forwards
 from megacpp_compile.adapters.megatron import refusals
+from megacpp_compile.adapters.megatron import tensor_parallel as ranks
 from megacpp_compile.adapters.megatron.installed import loaded, version
 from megacpp_compile.errors import CompiledTooEarlyError, NotAModuleError
 from megacpp_compile.fx.compiled_models import compiled_part
@@ -31,6 +34,7 @@ from megacpp_compile.report.text import plural
 
 _CORE, _ENGINE = "megatron.core.", "megatron.core.extensions.transformer_engine."
 _MLA = _CORE + "transformer.multi_latent_attention.MultiLatentAttention"
+_LAYERS = _CORE + "tensor_parallel.layers."
 _ROTARY = _CORE + "models.common.embeddings."
 _CORE_ATTENTION = _ENGINE + "TEDotProductAttention"
 
@@ -42,19 +46,21 @@ class _Form:
     front: Any
     why_not: Callable[[Any], str]
     attributes: Callable[[Any], Mapping[str, Any]] = lambda module: {}
+    of_ranks: Any = None  # the front on several tensor-parallel ranks
 
 
-_PARALLEL = _Form(forwards.ParallelLinear, refusals.linear)
-_ENGINE_LINEAR = _Form(forwards.EngineLinear, refusals.engine_linear)
+_ENGINE_LINEAR = _Form(forwards.EngineLinear, refusals.engine_linear, of_ranks=ranks.EngineLinear)
 _ENGINE_NORM = _Form(forwards.EngineNorm, refusals.engine_norm)
 _TABLE = _Form(forwards.RotaryTable, refusals.rotary, forwards.table_attributes)
 # The first class that a module is an instance of counts.
 _CLASSES = {
-    _CORE + "tensor_parallel.layers.ColumnParallelLinear": _PARALLEL,
-    _CORE + "tensor_parallel.layers.RowParallelLinear": _PARALLEL,
-    _CORE + "tensor_parallel.layers.VocabParallelEmbedding": _Form(forwards.VocabularyEmbedding, refusals.embedding),
+    _LAYERS + "ColumnParallelLinear": _Form(forwards.ParallelLinear, refusals.linear, of_ranks=ranks.ColumnLinear),
+    _LAYERS + "RowParallelLinear": _Form(forwards.ParallelLinear, refusals.linear, of_ranks=ranks.RowLinear),
+    _LAYERS + "VocabParallelEmbedding": _Form(
+        forwards.VocabularyEmbedding, refusals.embedding, of_ranks=ranks.VocabularyEmbedding
+    ),
     _CORE + "models.common.language_module.language_module.LanguageModule": _Form(
-        forwards.LanguageModelLoss, refusals.loss
+        forwards.LanguageModelLoss, refusals.loss, of_ranks=ranks.LanguageModelLoss
     ),
     _ENGINE + "TELinear": _ENGINE_LINEAR,
     _ENGINE + "TELayerNormColumnParallelLinear": _ENGINE_LINEAR,
@@ -143,9 +149,9 @@ class PlainTable:
 def plain_mla(model: nn.Module) -> PlainTable:
     """Have plain PyTorch compute what Megatron's modules in `model` compute, in place, on the same parameters.
 
-    model: a Megatron model, layer, or attention, on one tensor-parallel rank; before compilation, in any order with
-        FSDP and loading. Modules of other classes, and those of Megatron's that a subclass gives a forward of its own,
-        stay as they are.
+    model: a Megatron model, layer, or attention, of one or of several tensor-parallel ranks, where every rank calls
+        this; before compilation, in any order with FSDP and loading. Modules of other classes, and those of Megatron's
+        that a subclass gives a forward of its own, stay as they are.
 
     Returns the table, with the reason of every module that stays. Forward and gradients stay what they were up to
     rounding, the state dict exactly. Raises NotAModuleError; CompiledTooEarlyError for a model that is compiled.
@@ -159,6 +165,7 @@ def plain_mla(model: nn.Module) -> PlainTable:
     before: list[tuple[Any, str, Any]] = []
     for fqn, module in list(model.named_modules()):
         rows += _cores(fqn, module, before)
+        _gather_latents(module, before)
         row = _classed(fqn, module, before) or _quieted(fqn, module, before)
         if row is not None:
             rows.append(row)
@@ -167,9 +174,25 @@ def plain_mla(model: nn.Module) -> PlainTable:
     return table
 
 
+def _gather_latents(module: Any, before: list[tuple[Any, str, Any]]) -> None:
+    """Have the down-projections of Megatron's MLA that are split over ranks gather their output themselves. Else its
+    own code does so, with a warning on the first rank, where the graph then breaks."""
+    mla, split = loaded(_MLA), loaded(_LAYERS + "ColumnParallelLinear")
+    if mla is None or split is None or not isinstance(module, mla) or module.config.sequence_parallel:
+        return
+    for name in ("linear_q_down_proj", "linear_kv_down_proj"):
+        down = getattr(module, name, None)
+        if isinstance(down, split) and refusals.ranks_of(down.tp_group) > 1 and not down.gather_output:
+            _set(down, before, gather_output=True)
+
+
 def _classed(fqn: str, module: Any, before: list[tuple[Any, str, Any]]) -> PlainRow | None:
     for path, form in _CLASSES.items():
-        if (base := loaded(path)) is not None and isinstance(module, base) and not isinstance(module, form.front):
+        if (base := loaded(path)) is None or not isinstance(module, base):
+            continue
+        if form.of_ranks is not None and refusals.ranks_of(ranks.group_of(module)) > 1:
+            form = dataclasses.replace(form, front=form.of_ranks, attributes=ranks.attributes)
+        if not isinstance(module, form.front):
             return _formed(fqn, module, base, form, before)
     return None
 

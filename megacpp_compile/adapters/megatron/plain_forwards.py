@@ -63,12 +63,23 @@ class EngineLinear:
     te_return_bias: bool
 
     def forward(self: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        if hasattr(self, "layer_norm_weight"):
-            x = _norm(x, self.layer_norm_weight, self.layer_norm_bias, self)
-        bias = self.bias if self.bias is not None and self.bias.numel() else None  # empty where there is none
+        x, bias = engine_input(self, x), engine_bias(self)
         if self.te_return_bias:
             return linear(x, self.weight), bias
         return linear(x, self.weight, bias), None
+
+
+def engine_input(module: Any, x: Tensor) -> Tensor:
+    """What a linear of Transformer Engine multiplies, behind the norm that it may have."""
+    if not hasattr(module, "layer_norm_weight"):
+        return x
+    return _norm(x, module.layer_norm_weight, module.layer_norm_bias, module)
+
+
+def engine_bias(module: Any) -> Tensor | None:
+    """Its bias, which is empty where it has none."""
+    bias: Tensor | None = module.bias
+    return bias if bias is not None and bias.numel() else None
 
 
 class EngineNorm:

@@ -7,12 +7,19 @@ from typing import Any
 from megacpp_compile.adapters.megatron.plain_forwards import is_plain_tensor, rates
 
 
-def _ranks(group: Any) -> int:
+def ranks_of(group: Any) -> int:
     return 1 if group is None else int(group.size())
 
 
-def _sharded(count: int) -> str:
-    return f"sharded over {count} tensor-parallel ranks, by collectives of Megatron's" if count > 1 else ""
+def _engine_ranks(module: Any) -> str:
+    if module.tp_size == 1:
+        return ""
+    mode = getattr(module, "parallel_mode", None)
+    if mode not in ("column", "row"):
+        return f"parallel_mode {mode!r} over {module.tp_size} ranks"
+    if module.tp_group is None:
+        return "its tensor-parallel group is not set yet"
+    return _named(module.tp_group) or _asked(module.config, "tp_comm_overlap")
 
 
 def _stored(*tensors: Any) -> str:
@@ -31,10 +38,16 @@ def _accumulates(fused: Any) -> str:
     return f"its backward adds weight gradients to main_grad by a kernel of its own: {wanted}" if fused else ""
 
 
+def _named(group: Any) -> str:
+    """Of a group of several ranks."""
+    return "" if ranks_of(group) == 1 or hasattr(group, "group_name") else "its process group has no name"
+
+
 def linear(module: Any) -> str:
     deferred = module.config.defer_embedding_wgrad_compute and module.embedding_activation_buffer is not None
     return (
-        _sharded(_ranks(module.tp_group))
+        _named(module.tp_group)
+        or ("an expert's, whose ranks its dispatcher joins" if getattr(module, "explicit_expert_comm", False) else "")
         or _accumulates(module.gradient_accumulation_fusion)
         or ("its weight gradient is deferred by defer_embedding_wgrad_compute" if deferred else "")
         or _asked(module.config, "cpu_offloading")
@@ -43,18 +56,18 @@ def linear(module: Any) -> str:
 
 
 def embedding(module: Any) -> str:
-    return _sharded(_ranks(module.tp_group)) or _stored(module.weight)
+    return _named(module.tp_group) or _stored(module.weight)
 
 
 def loss(module: Any) -> str:
-    return _sharded(_ranks(module.pg_collection.tp))
+    return _named(module.pg_collection.tp)
 
 
 def engine_linear(module: Any) -> str:
     own = "te_quant_params" if getattr(module, "te_quant_params", None) is not None else ""
     own = own or ("return_layernorm_output" if getattr(module, "return_layernorm_output", False) else "")
     return (
-        _sharded(module.tp_size)
+        _engine_ranks(module)
         or _accumulates(module.fuse_wgrad_accumulation)
         or (f"{own} is set, which plain PyTorch does not serve" if own else "")
         or _asked(module.config, "fp8", "fp4", "delay_wgrad_compute", "cpu_offloading")
@@ -88,8 +101,8 @@ def attention(module: Any) -> str:
 
 
 def rotary(module: Any) -> str:
-    if _ranks(module.cp_group) > 1:
-        return f"context parallel over {_ranks(module.cp_group)} ranks"
+    if ranks_of(module.cp_group) > 1:
+        return f"context parallel over {ranks_of(module.cp_group)} ranks"
     try:
         return "" if rates(module) is not None else "its angles are not the position times a rate"
     except Exception as error:  # its table is made on a GPU
