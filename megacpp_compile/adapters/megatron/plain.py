@@ -2,7 +2,7 @@
 
 Megatron's parallel linears, its embedding and its loss run in autograd functions of its own, which break the graph or
 hide what they compute, and so do Transformer Engine's modules. On one tensor-parallel rank all of them are a
-`linear`, an `embedding`, a norm, and on several the same with a collective (`tensor_parallel`); written so, a whole model
+`linear`, an `embedding`, a norm, on several the same with a collective (`tensor_parallel`); written so, a whole model
 is one graph, and its latents, rotations and norms fuse.
 
 A module stays the object it is. Its class becomes a subclass of its own class with another forward
