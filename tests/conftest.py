@@ -167,7 +167,7 @@ def vectorised():
 
 def held(node):
     """Whether a graph for CPU keeps this op: one that cannot be traced, or that is called as it is."""
-    if "fa4_attention" in str(node.target):
+    if any(name in str(node.target) for name in ("fa4_attention", "mtp_loss_gradient")):
         return True
     found = semantic_ops().get(node.target)
     return found is not None and not choose(node.target, "cpu", fx.map_arg(node.args, value)).traced

@@ -296,6 +296,66 @@ def test_what_is_not_megatron_s_is_no_row(caplog):
         plain_mla(lambda x: x)
 
 
+# --- what breaks graphs beside modules
+
+
+def make_viewless_tensor(inp, requires_grad, keep_graph):
+    torch._dynamo.graph_break()
+    return inp.clone()
+
+
+def get_tensor_model_parallel_group_if_none(tp_group, is_expert=False, check_initialized=True):
+    torch._dynamo.graph_break()
+    return tp_group
+
+
+class MTPLossAutoScaler(torch.autograd.Function):
+    main_loss_backward_scale = torch.tensor(1.0)
+
+    @staticmethod
+    def forward(ctx, output, mtp_loss):
+        ctx.save_for_backward(mtp_loss)
+        return output
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        (loss,) = ctx.saved_tensors
+        return grad_output, torch.ones_like(loss) * MTPLossAutoScaler.main_loss_backward_scale
+
+
+class Predicting(nn.Module):
+    def forward(self, x):
+        assert get_tensor_model_parallel_group_if_none(None) is None
+        x = make_viewless_tensor(x, True, True) * 2
+        return MTPLossAutoScaler.apply(x, x.square().mean(-1))
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_multi_token_prediction_is_scaled_by_what_is_set_behind_forward(compiled, monkeypatch, no_kernels):
+    utils = {f.__name__: f for f in (make_viewless_tensor, get_tensor_model_parallel_group_if_none)}
+    groups = {"is_initialized": lambda: False}
+    home = {"MTPLossAutoScaler": MTPLossAutoScaler}
+    fake.install(monkeypatch, utils=utils, parallel_state=groups, transformer__multi_token_prediction=home)
+    model, own = Predicting(), vars(MTPLossAutoScaler)["backward"]
+    x, grads = torch.linspace(-1, 1, 12).view(3, 4).requires_grad_(), []
+    table = None
+    for plain in (False, True):
+        if plain:
+            table = plain_mla(model)
+            assert vars(MTPLossAutoScaler)["backward"] is not own
+        call = torch.compile(model, backend="megacpp") if plain and compiled else model
+        for scale in (1.0, 3.0):  # as a schedule does, between forward and backward
+            y = call(x)
+            monkeypatch.setattr(MTPLossAutoScaler, "main_loss_backward_scale", torch.tensor(scale))
+            grads += torch.autograd.grad(y.sum(), [x])
+    torch.testing.assert_close(grads[2:], grads[:2])
+    assert not torch.equal(grads[0], grads[1])
+    if compiled:
+        assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+    table.undo()
+    assert vars(MTPLossAutoScaler)["backward"] is own
+
+
 # --- after compilation
 
 

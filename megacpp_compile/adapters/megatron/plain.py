@@ -23,7 +23,7 @@ from typing import Any
 from torch import nn
 
 from megacpp_compile.adapters.megatron import plain_forwards as forwards
-from megacpp_compile.adapters.megatron import refusals
+from megacpp_compile.adapters.megatron import refusals, substitutes
 from megacpp_compile.adapters.megatron import tensor_parallel as ranks
 from megacpp_compile.adapters.megatron.installed import loaded, version
 from megacpp_compile.errors import CompiledTooEarlyError, NotAModuleError
@@ -163,6 +163,11 @@ def plain_mla(model: nn.Module) -> PlainTable:
         raise CompiledTooEarlyError(*found, "plain_mla")
     rows: list[PlainRow] = []
     before: list[tuple[Any, str, Any]] = []
+    substitutes.substitute()
+    if (exchanged := substitutes.backward_of_mtp_loss()) is not None:
+        scaler, backward = exchanged
+        before.append((scaler, "backward", vars(scaler)["backward"]))
+        scaler.backward = staticmethod(backward)
     for fqn, module in list(model.named_modules()):
         rows += _cores(fqn, module, before)
         _gather_latents(module, before)
