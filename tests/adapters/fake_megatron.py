@@ -48,6 +48,7 @@ class Config:
     context_parallel_size: int = 1
     window_size: tuple | None = None
     recompute_granularity: str | None = None
+    hidden_dropout: float = 0.0
     sequence_parallel: bool = False
     tp_comm_overlap: bool = False
 

@@ -77,6 +77,7 @@ def shard(model: nn.Module, te: bool, rank: int, group: Any) -> dict[str, int]:
             cut(name, module, 1)
         elif last in ("linear_q_down_proj", "linear_kv_down_proj") and not te:  # Transformer Engine's are whole
             cut(name, module, 0)
+            module.gather_output = True  # Megatron's MLA gathers behind them
         elif isinstance(module, fake.VocabParallelEmbedding):
             cut(name, module, 0)
             module.vocab_start_index = rank * module.weight.shape[0]

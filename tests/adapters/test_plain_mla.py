@@ -280,6 +280,38 @@ def test_parts_that_run_otherwise_stay(place, field, value, words):
     assert words in plain_mla(model).left[place] and type(module) is before
 
 
+class LanguageModelEmbedding(nn.Module):
+    def __init__(self, config, scattered=True):
+        super().__init__()
+        self.config, self.scatter_to_sequence_parallel, self.reduce_scatter_embeddings = config, True, scattered
+
+
+@pytest.mark.parametrize(
+    ("config", "scattered", "words"),
+    [
+        ({"sequence_parallel": True}, True, ""),
+        ({}, False, ""),
+        ({"sequence_parallel": True, "hidden_dropout": 0.1}, True, "sequence_parallel with hidden_dropout"),
+        ({"sequence_parallel": True, "attention_dropout": 0.1}, True, "sequence_parallel with attention_dropout"),
+        ({"sequence_parallel": True}, False, "scatters the sum"),
+    ],
+)
+def test_random_states_that_nothing_draws_from(config, scattered, words, monkeypatch):
+    home = {"LanguageModelEmbedding": LanguageModelEmbedding}
+    fake.install(monkeypatch, models__common__embeddings__language_model_embedding=home)
+    config = fake.Config(**config)
+    block, rows = fake.TransformerBlock(config, 1), LanguageModelEmbedding(config, scattered)
+    model = nn.ModuleDict({"block": block, "rows": rows})
+    table = plain_mla(model)
+    assert words in table.left.get("rows", "") and ("rows" in table.left) == bool(words)
+    assert ("block" in table.left) == ("dropout" in words)
+    quiet = [m for m in (block, rows) if m.config is not config]
+    assert all(not m.config.sequence_parallel for m in quiet) and block.layers[0].config.sequence_parallel == config.sequence_parallel
+    assert (rows in quiet) == (config.sequence_parallel and not words)
+    table.undo()
+    assert block.config is rows.config is config
+
+
 def test_a_forward_of_a_subclass_stays():
     class Own(fake.ColumnParallelLinear):
         def forward(self, input_):

@@ -8,7 +8,7 @@ is one graph, and its latents, rotations and norms fuse.
 A module stays the object it is. Its class becomes a subclass of its own class with another forward
 (`plain_forwards`), as FSDP2 does it: names, parameters, hooks, state dicts, sharded state dicts and `isinstance` are
 what they were. Kernels that Megatron's code chooses by a field of the configuration (fused RoPE, fused SwiGLU) are
-turned off in a copy of the configuration that the module alone reads.
+turned off in a copy of the configuration that the module alone reads, and so are random states that nothing draws from.
 """
 
 from __future__ import annotations
@@ -74,8 +74,14 @@ _FIELDS: dict[str, tuple[tuple[str, ...], Callable[[Any], str]]] = {
     _CORE + "transformer.attention.Attention": (("apply_rope_fusion",), refusals.attention),
     _CORE + "transformer.mlp.MLP": (("bias_activation_fusion",), refusals.mlp),
     _CORE + "transformer.transformer_layer.TransformerLayer": (("bias_dropout_fusion",), refusals.layer),
-    _CORE + "transformer.transformer_block.TransformerBlock": ((), refusals.block),
-}
+    _CORE + "transformer.transformer_block.TransformerBlock": (("sequence_parallel",), refusals.block),
+    _CORE + "transformer.multi_token_prediction.MultiTokenPredictionLayer": (("sequence_parallel",), refusals.forked),
+    _CORE + "models.common.embeddings.language_model_embedding.LanguageModelEmbedding": (
+        ("sequence_parallel",), refusals.rows,
+    ),
+}  # fmt: skip
+# What such a field stands for in these modules, where that is not all it does.
+_PARTS = {"sequence_parallel": "the random states of sequence_parallel"}
 
 _NONE = object()  # an attribute that was not there
 
@@ -170,25 +176,12 @@ def plain_mla(model: nn.Module) -> PlainTable:
         scaler.backward = staticmethod(backward)
     for fqn, module in list(model.named_modules()):
         rows += _cores(fqn, module, before)
-        _gather_latents(module, before)
         row = _classed(fqn, module, before) or _quieted(fqn, module, before)
         if row is not None:
             rows.append(row)
     table = PlainTable(tuple(rows), tuple(before))
     log.logger.info("%s", table)
     return table
-
-
-def _gather_latents(module: Any, before: list[tuple[Any, str, Any]]) -> None:
-    """Have the down-projections of Megatron's MLA that are split over ranks gather their output themselves. Else its
-    own code does so, with a warning on the first rank, where the graph then breaks."""
-    mla, split = loaded(_MLA), loaded(_LAYERS + "ColumnParallelLinear")
-    if mla is None or split is None or not isinstance(module, mla) or module.config.sequence_parallel:
-        return
-    for name in ("linear_q_down_proj", "linear_kv_down_proj"):
-        down = getattr(module, name, None)
-        if isinstance(down, split) and refusals.ranks_of(down.tp_group) > 1 and not down.gather_output:
-            _set(down, before, gather_output=True)
 
 
 def _classed(fqn: str, module: Any, before: list[tuple[Any, str, Any]]) -> PlainRow | None:
@@ -240,7 +233,7 @@ def _quieted(fqn: str, module: Any, before: list[tuple[Any, str, Any]]) -> Plain
         _set(module, before, config=copy.copy(module.config))
         for name in on:
             setattr(module.config, name, False)
-        return PlainRow(fqn, type(module).__name__, "without " + ", ".join(on), "")
+        return PlainRow(fqn, type(module).__name__, "without " + ", ".join(_PARTS.get(name, name) for name in on), "")
     return None
 
 

@@ -126,4 +126,19 @@ def layer(module: Any) -> str:
 def block(module: Any) -> str:
     if getattr(module.config, "recompute_granularity", None) == "full":
         return "recompute_granularity 'full' runs its layers in Megatron's checkpoint: ask for policy='full' instead"
-    return _asked(module.config, "fp8", "fp4", "sequence_parallel")
+    return _asked(module.config, "fp8", "fp4") or forked(module)
+
+
+def forked(module: Any) -> str:
+    """Under sequence parallelism Megatron forks its random states, which breaks a graph, around what may drop out."""
+    rates = ("attention_dropout", "hidden_dropout")
+    drawn = next((name for name in rates if getattr(module.config, name, 0.0)), "")
+    if not getattr(module.config, "sequence_parallel", False) or not drawn:
+        return ""
+    return f"sequence_parallel with {drawn}, which is drawn from random states of its own"
+
+
+def rows(module: Any) -> str:
+    if module.config.sequence_parallel and module.scatter_to_sequence_parallel and not module.reduce_scatter_embeddings:
+        return "it scatters the sum of its embeddings over sequence_parallel's ranks itself"
+    return forked(module)
