@@ -243,6 +243,10 @@ def _layout(t: Tensor, strides: bool) -> list[Any]:
 def _assert_honest(graph: GraphModule, example_inputs: list[Any]) -> None:
     """Fake metadata is what Inductor plans by: shapes, dtypes, and strides of our ops must be what comes out."""
     graph.graph.lint()
+    for node in graph.graph.nodes:  # symbols are names that a graph's code does not know: nodes have to read them
+        written: list[Any] = []
+        torch.utils._pytree.tree_map(written.append, (node.args, node.kwargs))
+        assert not any(isinstance(a, torch.SymInt | torch.SymFloat) for a in written), f"{node.name} has {written}"
     inputs = [x.node.hint if isinstance(x, torch.SymInt) else x for x in example_inputs]
     inputs = [x.detach().clone() if isinstance(x, Tensor) else x for x in inputs]
     with torch.random.fork_rng(devices=()), torch.no_grad():

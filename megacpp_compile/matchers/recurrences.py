@@ -21,8 +21,8 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import of_tensors, same_size, value
+from megacpp_compile.fx.filled import is_filled
 from megacpp_compile.fx.views import is_cast
-from megacpp_compile.matchers.filled import is_filled
 from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS, REPEATS, VIEWS
 
 aten = torch.ops.aten

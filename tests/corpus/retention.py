@@ -86,6 +86,16 @@ def powers_of(base):
     return form
 
 
+def of_distances(decays, scores=lambda q, k: (q @ k.mT) * 0.5):
+    """One triangle of `decays(slopes, distances)`, with positions of rows and of columns made anew."""
+
+    def form(q, k, v, s, size, state):
+        rows, columns = torch.arange(q.shape[2]).unsqueeze(1), torch.arange(q.shape[2]).unsqueeze(0)
+        return (scores(q, k) * decays(s[:, None, None], rows - columns)) @ v, None
+
+    return form
+
+
 FORMS = {f.__name__: f for f in (blocks, split_blocks, stacked_chunks, one_triangle)}
 
 

@@ -115,3 +115,16 @@ def test_what_is_not_known_to_be_equal_is_never_kept():
     Verdicts().keep(structure, Verdict())
     assert structure.digest is None
     assert Verdicts().get(structure) is None
+
+
+class RatesOfHeads(PlainDelta):
+    """Gates that no token changes, repeated for all tokens as the op's are."""
+
+    def gates(self, u):
+        return (-self.A_log.exp()).expand(*u.shape[:2], -1)
+
+
+def test_gates_repeated_for_symbolic_numbers_of_tokens():
+    module = RatesOfHeads()
+    frames = check(module, module.example_inputs(12), dynamic=True)
+    assert frames.fired == {NAME: 1}

@@ -308,6 +308,13 @@ def test_dynamic_token_counts(everything):
     assert_dynamic(NAME, MoE(where_index_add), lambda n: tokens(count=n), everything=everything)
 
 
+@pytest.mark.parametrize("everything", [False, True], ids=["length", "everything"])
+def test_dynamic_lengths_of_sequences_written_through_masks(everything):
+    """The result has more dimensions than the op's, of sizes that are symbols."""
+    layer = MoE(experts_at_once.mask_any_choice)
+    assert_dynamic(NAME, layer, lambda n: (torch.randn(2, n, DIM),), everything=everything)
+
+
 def test_dynamic_token_counts_of_two_layers():
     layers = nn.Sequential(*(MoE(batched_gemms, stacked=True) for _ in range(2)))
     assert_dynamic(NAME, layers, lambda n: tokens(count=n), 2, everything=True)

@@ -9,7 +9,16 @@ import torch
 from torch import nn
 
 from megacpp_compile.matchers.ssd import constant_rates_proof
-from tests.corpus.retention import FORMS, PlainRetention, blocks, one_triangle, powers_of, split_blocks, stacked_chunks
+from tests.corpus.retention import (
+    FORMS,
+    PlainRetention,
+    blocks,
+    of_distances,
+    one_triangle,
+    powers_of,
+    split_blocks,
+    stacked_chunks,
+)
 from tests.frames import check, largest_error, train
 
 from .contract import assert_autocast, assert_dynamic, assert_fires
@@ -27,6 +36,28 @@ def test_spellings(form):
     frames = assert_fires(NAME, *block(FORMS[form]))
     kinds = {n.target for n in frames.graph.graph.nodes}
     assert not kinds & {torch.ops.aten.matmul.default, torch.ops.aten.einsum.default}, "a part stayed behind"
+
+
+DISTANCES = {
+    "plain": of_distances(lambda s, d: torch.exp(-s * d).tril()),
+    "absolute": of_distances(lambda s, d: torch.exp(-s * d.abs()) * (d >= 0)),
+    "clamped": of_distances(lambda s, d: (torch.exp(-s) ** d.clamp(min=0)).tril()),
+    "rectified": of_distances(lambda s, d: torch.where(d >= 0, torch.exp(-s * d.float().relu()), 0.0)),
+    "divided": of_distances(
+        lambda s, d: torch.exp(-s * d).tril(), lambda q, k: torch.einsum("bhik,bhjk->bhij", q, k) / 3
+    ),
+}
+
+
+@pytest.mark.parametrize("form", DISTANCES)
+def test_tables_of_distances(form):
+    """What keeps a table finite where a mask forgets it, and scores multiplied before they decay."""
+    assert_fires(NAME, *block(DISTANCES[form]))
+
+
+@pytest.mark.parametrize("form", ["plain", "absolute", "clamped"])
+def test_tables_of_distances_of_any_length(form):
+    assert_dynamic(NAME, PlainRetention(DISTANCES[form]), PlainRetention(None).example_inputs)
 
 
 @pytest.mark.parametrize("form", [blocks, split_blocks, stacked_chunks], ids=lambda f: f.__name__)
@@ -117,6 +148,26 @@ NEAR = {
     "another_order": partial(split_blocks, turn=lambda pieces: pieces[::-1]),
     "forgotten_between_chunks": partial(split_blocks, kept=0.5),
 }
+
+
+# Distances that bend elsewhere than at 0, where a trial of few tokens does not get.
+BENT = {
+    "both_ways": lambda s, d: torch.exp(-s * d.abs()),
+    "at_most_20": lambda s, d: torch.exp(-s * d.clamp(min=0, max=20)).tril(),
+    "at_most_20_from_behind": lambda s, d: torch.exp(s * (-d).clamp(min=-20)).tril(),
+    "at_most_20_by_relu": lambda s, d: torch.exp(-s * (20 - (20 - d).relu())).tril(),
+    "back_from_20": lambda s, d: torch.exp(-s * (20 - (20 - d).abs())).tril(),
+    "back_from_20_on": lambda s, d: torch.exp(-s * (20 - (d - 20).abs())).tril(),
+    "no_more_than_20": lambda s, d: torch.exp(-s * (d - (d - 20).relu())).tril(),
+    "none_up_to_20": lambda s, d: torch.exp(-s * (d - 20).clamp(min=0)).tril(),
+    "at_least_1": lambda s, d: torch.exp(-s * d.clamp(min=1)).tril(),
+}
+
+
+@pytest.mark.parametrize("near", BENT)
+def test_refuses_distances_that_bend_elsewhere(near):
+    frames = check(*block(of_distances(BENT[near]), 30))
+    assert not frames.counts[NAME] and "internal-error" not in frames.tags(NAME)
 
 
 @pytest.mark.parametrize("near", NEAR)

@@ -50,9 +50,19 @@ def selected_by_mask(m, x, labels):
     return -log_probabilities(m, x).masked_select(F.one_hot(labels.flatten(), WORDS).bool()).mean()
 
 
+def weighed_by_rows_of_words(m, x, labels):
+    """Labels of the words that the hidden state is made of, too."""
+    words = labels.flatten()
+    x = x + m.proj.weight[labels]
+    return -torch.einsum("nv,nv->", log_probabilities(m, x), F.one_hot(words, WORDS).to(x.dtype)) / words.numel()
+
+
 @pytest.mark.parametrize(
     "body",
-    [flat_offsets, taken, rows_by_range, einsum_of_one_hot, rows_set_to_zero, log_of_a_sum, selected_by_mask],
+    [
+        flat_offsets, taken, rows_by_range, einsum_of_one_hot, rows_set_to_zero, log_of_a_sum, selected_by_mask,
+        weighed_by_rows_of_words,
+    ],  # fmt: skip
     ids=lambda f: f.__name__,
 )
 def test_is_told(body):
@@ -83,7 +93,30 @@ def attended(m, x, labels):
     return (m.proj(x).softmax(-1) @ m.proj.weight).square().mean()
 
 
-@pytest.mark.parametrize("body", [of_all_words, greatest, of_other_lanes, of_no_linear, attended], ids=lambda f: f.__name__)
+def entropy(m, x, labels):
+    """As that of a router."""
+    p = m.proj(x).softmax(-1)
+    return -(p * p.clamp_min(1e-9).log()).sum(-1).mean()
+
+
+def divergence(m, x, labels):
+    """Of two softmaxes of one linear."""
+    p = m.proj(x).softmax(-1)
+    return (p * ((p + 1e-9).log() - (m.proj(x) / 2).log_softmax(-1))).sum(-1).mean()
+
+
+def entropy_beside_a_loss(m, x, labels):
+    """Of a router, added to the loss of words."""
+    p = F.linear(x, m.proj.weight[:5]).softmax(-1)
+    words = F.cross_entropy(m.proj(x).flatten(0, 1), labels.flatten())
+    return words - 0.1 * (p * (p + 1e-9).log()).sum(-1).mean()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [of_all_words, greatest, of_other_lanes, of_no_linear, attended, entropy, divergence, entropy_beside_a_loss],
+    ids=lambda f: f.__name__,
+)
 def test_is_no_loss(body):
     assert not run(*build(body, ignored=False)).tags(NAME)
 

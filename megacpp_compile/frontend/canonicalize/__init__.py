@@ -18,15 +18,16 @@ from megacpp_compile.frontend.canonicalize.functional_copies import functional_c
 from megacpp_compile.frontend.canonicalize.idle_dropouts import idle_dropouts
 from megacpp_compile.frontend.canonicalize.put_back import put_back
 from megacpp_compile.frontend.canonicalize.whole_slices import whole_slices
+from megacpp_compile.frontend.canonicalize.zeros_behind import zeros_behind
 from megacpp_compile.fx.edit import drop_dead
 from megacpp_compile.fx.size_checks import drop_counts_of_masks
 
 
 def canonicalize(graph: fx.Graph, fake_mode: FakeTensorMode) -> None:
     """Drop tracing's assertions, those on how many rows a mask chooses, slices of whole dimensions, dropouts that drop
-    nothing, concatenations with nothing and dead values; write experts' numbers as numbers; let views copy where they
-    must; rename aliases; write equations in full, and those that sum nothing as products; make copies into slices
-    functional; size what is put in order."""
+    nothing, concatenations with nothing and dead values; pad where zeros are concatenated behind; write experts'
+    numbers as numbers; let views copy where they must; rename aliases; write equations in full, and those that sum
+    nothing as products; make copies into slices functional; size what is put in order."""
     for node in list(graph.nodes):
         if node.target is torch.ops.aten._assert_tensor_metadata.default:
             graph.erase_node(node)
@@ -40,6 +41,7 @@ def canonicalize(graph: fx.Graph, fake_mode: FakeTensorMode) -> None:
     whole_slices(graph)
     idle_dropouts(graph)
     empty_parts(graph)
+    zeros_behind(graph, fake_mode)
     functional_copies(graph, fake_mode)
     put_back(graph, fake_mode)
     drop_dead(graph)

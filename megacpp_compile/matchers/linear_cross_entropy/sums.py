@@ -10,9 +10,9 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_shape, value
+from megacpp_compile.fx.filled import is_filled
 from megacpp_compile.fx.size_checks import mask_of
 from megacpp_compile.fx.views import RESHAPES, UNIT_DIMS, is_cast, is_identity
-from megacpp_compile.matchers.filled import is_filled
 from megacpp_compile.matchers.linear_cross_entropy.logits import factor_of
 from megacpp_compile.matchers.linear_cross_entropy.reads import Read, Weight
 from megacpp_compile.matchers.numbers import number_of

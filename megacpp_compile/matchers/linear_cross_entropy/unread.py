@@ -35,7 +35,9 @@ def unread(graph: fx.Graph, found: Set[Node]) -> Iterator[MatchFailure]:
         if probabilities is None:
             continue
         way = _way_from_a_linear(probabilities.args[0])
-        if way and found.isdisjoint(way) and any(_is_loss(n) for n in _onward(node)):
+        if not way or not found.isdisjoint(way) or not any(_is_loss(n) for n in _onward(node)):
+            continue
+        if _meets_labels(node, way[-1]):
             yield MatchFailure(node, *REASON)
 
 
@@ -87,3 +89,33 @@ def _onward(node: Node) -> set[Node]:
 def _is_loss(node: Node) -> bool:
     held = value(node) if node.op == "call_function" else None
     return isinstance(held, torch.Tensor) and held.dim() == 0 and held.is_floating_point()
+
+
+def _meets_labels(node: Node, linear: Node) -> bool:
+    """Whether whole numbers or flags, or what is made of them beside the way to `linear`, join what a number is made of
+    `node` by. An entropy, as a router's, or a divergence of two softmaxes has none."""
+    joined, pending, cone = set[Node](), [node], {node}
+    while pending:
+        for user in pending.pop().users:
+            joined.update(user.all_input_nodes)
+            if user not in cone and not _is_loss(user):  # further on other losses are added
+                cone.add(user)
+                pending.append(user)
+    behind, left = _behind({linear}, set()), joined - cone
+    return any(_counts(n) for n in left | _behind(left, behind | cone))
+
+
+def _behind(nodes: Set[Node], stop: Set[Node]) -> set[Node]:
+    """`nodes` and all they are computed from but `stop` and what only that is computed from."""
+    found, pending = set[Node](), [n for n in nodes if n not in stop]
+    while pending:
+        n = pending.pop()
+        if n not in found:
+            found.add(n)
+            pending += [a for a in n.all_input_nodes if a not in stop]
+    return found
+
+
+def _counts(node: Node) -> bool:
+    held = value(node)
+    return isinstance(held, torch.Tensor) and not held.is_floating_point() and not held.is_complex()

@@ -9,9 +9,9 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, value
+from megacpp_compile.fx.filled import is_filled
 from megacpp_compile.fx.views import uncast
 from megacpp_compile.matchers._match import MatchFailure
-from megacpp_compile.matchers.filled import is_filled
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe.group_ends import ascends, sorted_by
 from megacpp_compile.matchers.moe.index_reads import added_rows, indexed

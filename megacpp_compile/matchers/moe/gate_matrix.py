@@ -16,7 +16,7 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, value
-from megacpp_compile.matchers.filled import is_filled
+from megacpp_compile.fx.filled import is_filled
 from megacpp_compile.matchers.moe.factors import factors, over, seen_as
 from megacpp_compile.matchers.moe.routing import Mask, distinct_choices, match_mask
 from megacpp_compile.matchers.views import is_cast, is_outer_view

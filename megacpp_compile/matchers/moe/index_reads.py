@@ -8,7 +8,7 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, value
-from megacpp_compile.matchers.filled import is_filled
+from megacpp_compile.fx.filled import is_filled
 from megacpp_compile.matchers.views import RESHAPES
 
 aten = torch.ops.aten

@@ -10,8 +10,8 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import of_tensors, same_size, value
+from megacpp_compile.fx.filled import is_blank, is_filled
 from megacpp_compile.matchers._match import MatchFailure
-from megacpp_compile.matchers.filled import is_blank, is_filled
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe.combines import unsorted
 from megacpp_compile.matchers.moe.experts import Expert, first_unlike, match_expert

@@ -13,8 +13,8 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from megacpp_compile._torch.ops import torch_check
 from megacpp_compile.fx.edit import place, value
+from megacpp_compile.fx.filled import is_filled
 from megacpp_compile.matchers._match import MatchFailure
-from megacpp_compile.matchers.filled import is_filled
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe.experts import Expert
 from megacpp_compile.matchers.numbers import is_number

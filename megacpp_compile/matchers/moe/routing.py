@@ -13,8 +13,8 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, value
+from megacpp_compile.fx.filled import is_filled
 from megacpp_compile.fx.views import EXPANSIONS, PERMUTATIONS, REPETITIONS, UNIT_DIMS
-from megacpp_compile.matchers.filled import is_filled
 from megacpp_compile.matchers.views import RESHAPES, is_cast
 
 aten = torch.ops.aten

@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, value
-from megacpp_compile.matchers.filled import is_filled
+from megacpp_compile.fx.filled import is_filled
 from megacpp_compile.matchers.moe.index_reads import added_rows, indexed
 from megacpp_compile.matchers.moe.routing import Mask
 from megacpp_compile.matchers.moe.rows import picked

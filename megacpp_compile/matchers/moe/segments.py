@@ -6,7 +6,7 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, value
-from megacpp_compile.matchers.filled import is_blank
+from megacpp_compile.fx.filled import is_blank
 from megacpp_compile.matchers.moe.gemms import strip_row_views
 from megacpp_compile.matchers.moe.group_ends import SortedIds, sorted_by
 from megacpp_compile.matchers.moe.row_updates import RowUpdate

@@ -17,7 +17,7 @@ from torch.fx import Node
 
 from megacpp_compile._torch.fakes import FakeTensor
 from megacpp_compile.fx.edit import attribute_of, value
-from megacpp_compile.matchers.filled import is_filled
+from megacpp_compile.fx.filled import is_filled
 from megacpp_compile.matchers.moe.group_ends import SortedIds, number
 
 aten = torch.ops.aten

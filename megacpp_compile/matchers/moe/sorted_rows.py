@@ -12,8 +12,8 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, value
+from megacpp_compile.fx.filled import is_filled
 from megacpp_compile.matchers._match import MatchFailure
-from megacpp_compile.matchers.filled import is_filled
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe.experts import expert_ending_in
 from megacpp_compile.matchers.moe.gemms import Gemm, Weight, strip_row_views, with_bias

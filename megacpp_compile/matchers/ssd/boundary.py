@@ -14,6 +14,7 @@ from megacpp_compile.matchers.ssd.tensor_algebra import Algebra, constants_of, o
 from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS, argument, axis
 
 aten = torch.ops.aten
+PRODUCTS = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar}
 MOST_OPERANDS = 7
 
 
@@ -72,7 +73,7 @@ class OperandBoundary:
             or summed
             and at.target is aten.mul.Tensor
             and len(inputs) == 2
-            or self._masked_scores(at)
+            or self._multiplied_scores(at)
             or self._written(at)
         )
         if mixes:
@@ -92,12 +93,13 @@ class OperandBoundary:
         for a in tensors(n):
             self.descend(a)
 
-    def _masked_scores(self, n: Node) -> bool:
-        """Whether `n` is a contraction with constants applied to it; an operand with constants applied is none."""
+    def _multiplied_scores(self, n: Node) -> bool:
+        """Whether `n` is a contraction with constants applied to it, numbers among them; an operand with constants
+        applied is none."""
         changed = False
         while n in self.algebra.nodes:
             inputs = self.algebra.inputs(n)
-            if len(inputs) != 1 or len(tensors(n)) != 2:
+            if len(inputs) != 1 or len(tensors(n)) != 2 and n.target not in PRODUCTS:
                 return changed and (n.target in CONTRACTIONS or n.target is aten.sum.dim_IntList)
             n, changed = self._through(inputs[0])[0], True
         return False

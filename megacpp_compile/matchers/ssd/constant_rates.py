@@ -11,13 +11,14 @@ The rate is an operand, as slopes in a buffer are, or made of numbers, or one nu
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor, fx
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import value
+from megacpp_compile.fx.edit import same_shape, value
 from megacpp_compile.fx.views import EXPANSIONS
 from megacpp_compile.matchers.ssd.axes import Axes, Dim, NoAxes, pin
 from megacpp_compile.matchers.ssd.boundary import OperandBoundary
@@ -32,6 +33,7 @@ from megacpp_compile.matchers.ssd.tensor_ops import (
     SAME,
     VIEWS,
     RuleTable,
+    argument,
     broadcast,
     rule_table,
 )
@@ -39,6 +41,10 @@ from megacpp_compile.matchers.ssd.tensor_ops import (
 aten = torch.ops.aten
 POWERS = {aten.pow.Tensor_Tensor, aten.pow.Scalar}
 FACTORS = {aten.mul.Tensor, aten.pow.Tensor_Tensor}
+# What keeps powers of distances finite where a mask forgets them: `decay ** (i - j).clamp(min=0)`.
+CLAMPS = {aten.clamp.default, aten.clamp_min.default}
+BENDS = CLAMPS | {aten.abs.default, aten.relu.default}
+DIFFERENCES = {aten.sub.Tensor, aten.neg.default} | SAME | VIEWS | EXPANSIONS
 APPLIES = CONTRACTIONS | {aten.mul.Tensor}
 LONGEST = 1 << 13  # tokens of a trial that keeps them
 SMALL = (2, 3)
@@ -53,7 +59,31 @@ def _power(r, n: Node) -> list[Dim]:  # type: ignore[no-untyped-def]
     return broadcast(r, [r.dims[a] for a in n.all_input_nodes])
 
 
+@rule(*BENDS)
+def _bend(r, n: Node) -> list[Dim]:  # type: ignore[no-untyped-def]
+    return list(r.dims[n.args[0]])
+
+
 RULES: RuleTable = {**SCAN_RULES, **_own}
+
+
+def _bends_at_zero(n: Node) -> bool:
+    """Whether `n` is of differences of positions that all begin at 0, and changes its slope where they are 0: at any
+    other distance, small trials might not get that far."""
+    low, high = argument(n, 1, "min"), argument(n, 2, "max")
+    if n.target in CLAMPS and (low != 0 or high is not None):
+        return False
+    pending = tensors(n)
+    while pending:
+        m = pending.pop()
+        if m.target in DIFFERENCES and len(tensors(m)) == 1 + (m.target is aten.sub.Tensor):
+            pending += tensors(m)
+        elif m.target is not aten.arange.default:
+            return False
+    return True
+
+
+WHEN = dict.fromkeys(BENDS, _bends_at_zero)
 
 
 def find_retentions(graph: fx.Graph) -> Iterator[Retention]:
@@ -61,7 +91,7 @@ def find_retentions(graph: fx.Graph) -> Iterator[Retention]:
     nodes = [n for n in graph.nodes if n.op == "call_function"]
     if not any(n.target in POSITIONS for n in nodes) or not any(n.target in EXPONENTIALS | POWERS for n in nodes):
         return
-    algebra, done = Algebra(graph, RULES), set[Node]()
+    algebra, done = Algebra(graph, RULES, when=WHEN), set[Node]()
     for n in nodes:
         if n in done or not _is_table(algebra, n):
             continue
@@ -174,9 +204,12 @@ def _with_rate(algebra: Algebra, root: Node, tables: list[Node], rate: Node | No
     nodes = sorted(algebra.behind([root, *exports], leaves, constants=True) - set(leaves))
     if any(n not in algebra.nodes and n not in algebra.constants for n in nodes):
         return None
-    for pinned in (False, True):
+    alike = _alike([n for n in nodes if n.target in POSITIONS])
+    for tied, pinned in itertools.product((False, True) if alike else (False,), (False, True)):
         try:
             resized = Resized(RULES, nodes, leaves, Axes(LONGEST, SMALL))
+            for a, b in alike if tied else ():
+                resized.axes.same(*resized.dims[a], *resized.dims[b])
             if pinned:
                 pin(d for n in nodes if n.target in POSITIONS for d in resized.dims[n])
             found = Trial(resized, root, tables, rate, operands, exports).found()
@@ -185,3 +218,9 @@ def _with_rate(algebra: Algebra, root: Node, tables: list[Node], rate: Node | No
         if found is not None:
             return found
     return None
+
+
+def _alike(positions: list[Node]) -> list[tuple[Node, Node]]:
+    """Pairs of as many positions, as rows and columns of a table have that are each made anew."""
+    pairs = itertools.combinations(positions, 2)
+    return [(a, b) for a, b in pairs if a.args == b.args and same_shape(a, b)]

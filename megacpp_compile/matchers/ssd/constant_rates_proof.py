@@ -101,6 +101,8 @@ class Trial:
     def _readings(self, made: Dim) -> Iterator[Reading]:
         """How the result, over the atoms `made`, may be made of the operands."""
         heads = [] if self.rate is None else self.atoms(self.rate)
+        if len(set(heads)) != len(heads):
+            return  # of distances, not of heads
         for roles in self._assignments():
             q, k, v = (set(self.atoms(roles[name])) for name in ("q", "k", "v"))
             n = [a for a in self.atoms(roles["k"]) if a in q - v and a not in made]

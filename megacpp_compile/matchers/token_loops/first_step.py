@@ -15,8 +15,8 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_shape, value
+from megacpp_compile.fx.filled import is_filled
 from megacpp_compile.fx.views import EXPANSIONS, REPETITIONS, is_cast
-from megacpp_compile.matchers.filled import is_filled
 from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS, SAME, VIEWS
 
 aten = torch.ops.aten

@@ -9,6 +9,7 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import Builder, value
+from megacpp_compile.fx.size_nodes import size_node
 from megacpp_compile.lowerings._kernels.gated_chunks import CHUNK_SIZES
 from megacpp_compile.matchers.ssd.axes import length
 from megacpp_compile.matchers.ssd.scan import Leaf
@@ -45,7 +46,7 @@ def arrange(build: Builder, leaf: Leaf | tuple[Node, Groups], target: Groups) ->
         if len(d) == 1 or any(_tokens(g, [d]) for g in wanted):
             have.append(d)
         else:
-            node = build(aten.unflatten.int, node, len(have), _sizes(d))
+            node = build(aten.unflatten.int, node, len(have), _sizes(build, d))
             have += [(a,) for a in d]
     parts = [_tokens(g, have) or [(a,) for a in g] for g in wanted]
     order = [part for group in parts for part in group]
@@ -56,7 +57,8 @@ def arrange(build: Builder, leaf: Leaf | tuple[Node, Groups], target: Groups) ->
     if missing:
         for i in missing:
             node = build(aten.unsqueeze.default, node, i)
-        node = build(aten.expand.default, node, [length([*part]) if part not in have else -1 for part in order])
+        sizes = [-1 if part in have else size_node(build, length([*part])) for part in order]
+        node = build(aten.expand.default, node, sizes)
     at = 0
     for group in parts:
         if not group:
@@ -91,5 +93,8 @@ def _tokens(group: tuple[Any, ...], dims: Groups) -> Groups | None:
     return out if whole else None
 
 
-def _sizes(dim: tuple[Any, ...]) -> list[Any]:
-    return [a.size if isinstance(a.size, int) else -1 for a in dim]
+def _sizes(build: Builder, dim: tuple[Any, ...]) -> list[Any]:
+    """Of the atoms of a dimension that is taken apart; -1 for the first symbolic one, which the others leave."""
+    sizes = [a.size for a in dim]
+    free = next((i for i, n in enumerate(sizes) if not isinstance(n, int)), None)
+    return [-1 if i == free else size_node(build, n) for i, n in enumerate(sizes)]

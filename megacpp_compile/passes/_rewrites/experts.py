@@ -13,6 +13,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import Builder, value
 from megacpp_compile.fx.provenance import module_fqn
+from megacpp_compile.fx.size_nodes import reshaped
 from megacpp_compile.lowerings._op import compute_dtype
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe.gemms import Weight
@@ -59,10 +60,10 @@ def _rewrite(view: GraphView, build: Builder, layer: RoutedExperts) -> tuple[Nod
     if passed is not None:
         y = build(aten.add.Tensor, y, passed)
     if tuple(value(y).shape) != tuple(value(old).shape):
-        y = build(aten.reshape.default, y, list(value(old).shape))
+        y = reshaped(build, y, value(old).shape)
     for scale, dims in layer.scales:
         sizes = [n if d in dims else 1 for d, n in enumerate(value(old).shape)]
-        y = build(aten.mul.Tensor, y, build(aten.reshape.default, scale, sizes))
+        y = build(aten.mul.Tensor, y, reshaped(build, scale, sizes))
     if layer.base is not None:
         y = build(aten.add.Tensor, layer.base, y)
     _drop_size_checks(layer.inside)

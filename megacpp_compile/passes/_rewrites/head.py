@@ -9,6 +9,7 @@ import torch
 from torch.fx import Node, map_arg
 
 from megacpp_compile.fx.edit import Builder, value
+from megacpp_compile.fx.size_nodes import size_node
 from megacpp_compile.fx.subgraph import inside
 from megacpp_compile.lowerings._op import compute_dtype
 from megacpp_compile.matchers.linear_cross_entropy.heads import HeadLoss, Output
@@ -143,7 +144,7 @@ def _weight(build: Builder, site: HeadLoss, x: Node) -> Node | None:
     for weight in site.of_targets.weights:
         one = build(aten.logical_not.default, weight.tensor) if weight.unless else weight.tensor
         if weight.shape is not None:
-            one = build(aten.expand.default, one, [*weight.shape])
+            one = build(aten.expand.default, one, [size_node(build, n) for n in weight.shape])
         one = one if value(one).dim() == 1 else build(aten.reshape.default, one, [-1])
         one = build.cast(build(aten.detach.default, one), compute_dtype(value(x)))
         product = one if product is None else build(aten.mul.Tensor, product, one)

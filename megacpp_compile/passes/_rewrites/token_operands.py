@@ -11,8 +11,8 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import Builder, same_size, value
+from megacpp_compile.fx.filled import is_filled
 from megacpp_compile.fx.views import CASTS, IDENTITIES, PADS, PARTS, SPLITS
-from megacpp_compile.matchers.filled import is_filled
 from megacpp_compile.matchers.numbers import number_of
 from megacpp_compile.matchers.ssd.axes import Atom, flat
 from megacpp_compile.matchers.ssd.roles import Leaf

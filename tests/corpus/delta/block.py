@@ -46,6 +46,7 @@ CHUNKED = {
     "rows_in_place": Spelling(chunked.padded_into_zeros),
     "solved_at_once": Spelling(chunked.einsums_solved_at_once, whole=True, norm=over_sqrt),
     "solved_at_once_sliced": Spelling(partial(chunked.einsums_solved_at_once, parted=chunked.by_slices), whole=True),
+    "zeros_behind": Spelling(chunked.with_zeros_behind(chunked.einsums_solved_at_once)),
     "solved_to_an_inverse": Spelling(chunked.chunk_after_chunk, norm=over_longer_norm),
     "rows_in_a_list": Spelling(chunked.with_rows_in_a_list),
     "doubling": Spelling(chunked.chunks_split_off, norm=over_sqrt),

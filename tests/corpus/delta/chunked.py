@@ -291,3 +291,18 @@ def chunks_put_together(q, k, v, g, beta, state, size, scale, norm):
         out.append(total[:, :, i, :, None].exp() * q[:, :, i] @ state + scores[:, :, i] @ new)
         state = total[:, :, i, -1, None, None].exp() * state + left[:, :, i].mT @ new
     return torch.cat(out, 2).transpose(1, 2), state
+
+
+def with_zeros_behind(form):
+    """`form`, which takes whole chunks, over operands that zeros are concatenated to."""
+
+    def padded(q, k, v, g, beta, state, chunk, scale, norm):
+        t = q.shape[1]
+        operands = (
+            x if x is None else torch.cat((x, x.new_zeros(x.shape[0], -t % chunk, *x.shape[2:])), 1)
+            for x in (q, k, v, g, beta)
+        )
+        o, final = form(*operands, state, chunk, scale, norm)
+        return o[:, :t], final
+
+    return padded
