@@ -32,7 +32,7 @@ from megacpp_compile.matchers.moe.factors import (
     seen_as,
     step_into,
 )
-from megacpp_compile.matchers.moe.gemms import Gemm, Weight, with_bias
+from megacpp_compile.matchers.moe.gemms import Gemm, Weight, adds_up, with_bias
 from megacpp_compile.matchers.moe.index_reads import indexed
 from megacpp_compile.matchers.moe.route_axes import Axes
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, bounded
@@ -157,7 +157,8 @@ def _from_down(
     bias = None if added is None else match_gemm.bias(added, out)
     if added is not None and bias is None:
         return MatchFailure(added.by, "bias", "what is added to an expert's projection is no bias of its own")
-    expert = expert_ending_in(Gemm(weight.by, inner, found, bias), match_gemm)
+    summed = weight.by if added is None else added.by
+    expert = expert_ending_in(Gemm(summed, inner, found, bias, value(weight.by).dtype), match_gemm)
     if isinstance(expert, MatchFailure):
         return expert
     if match_gemm.mixed is not None:
@@ -211,7 +212,7 @@ def _biased(
             (hidden,) = (p for p in parts if p is not weights[0])
             if len(hidden.axes - gate.axes) != 1 or not hidden.axes > gate.axes:
                 continue
-            if value(side).dtype != value(inner).dtype:
+            if not adds_up(side, inner):
                 return MatchFailure(inner, "bias", "an expert's bias is wider than what it is added to")
             added = Factor(other, broadcast(other, dims), inner)
             if (found := _from_down(view, node, axes, weights[0], gate, hidden, out, added)) is not None:

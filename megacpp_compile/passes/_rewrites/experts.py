@@ -146,7 +146,7 @@ class _Parts:
     @classmethod
     def of(cls, view: GraphView, build: Builder, layer: RoutedExperts | SortedExperts, x: Node, slots: Any) -> _Parts:
         expert, experts = layer.experts[0], layer.experts
-        dtype = value(expert.down.node).dtype
+        dtype = expert.down.dtype
         count = len(expert.ups)
         own = [[gemm.weight for gemm in gemms] for gemms in zip(*((*e.ups, e.down) for e in experts), strict=True)]
         together = all(map(_in_one, own))  # the op takes either form, and the same for all
@@ -156,7 +156,8 @@ class _Parts:
         parts = dict.fromkeys(module_fqn(gemm.node) for e in experts for gemm in (*e.ups, e.down))
         gemms = Gemms(x, slots, weights, expert.layout)
         precision, reason = decide(view.config.precision, module_fqn(layer.output), parts, gemms)
-        biases = [_biases(build, [(*e.ups, e.down)[i].bias for e in experts], dtype) for i in range(count + 1)]
+        gemms_of = [[(*e.ups, e.down)[i] for e in experts] for i in range(count + 1)]
+        biases = [_biases(build, [gemm.bias for gemm in own], value(own[0].node).dtype) for own in gemms_of]
         form = expert.activation, expert.layout
         return cls(x, weights, form, precision, reason, [*([None] if count == 1 else []), *biases])
 
