@@ -18,6 +18,7 @@ from megacpp_compile.fx.edit import of_tensors, same_size, value
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe import outputs
+from megacpp_compile.matchers.moe.counted_rows import added_to_every
 from megacpp_compile.matchers.moe.experts import expert_ending_in
 from megacpp_compile.matchers.moe.factors import (
     Axis,
@@ -33,7 +34,7 @@ from megacpp_compile.matchers.moe.factors import (
     step_into,
 )
 from megacpp_compile.matchers.moe.gemms import Gemm, Weight, adds_up, with_bias
-from megacpp_compile.matchers.moe.index_reads import indexed
+from megacpp_compile.matchers.moe.index_reads import SUMS_OF_ROWS, indexed
 from megacpp_compile.matchers.moe.route_axes import Axes
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, bounded
 from megacpp_compile.matchers.moe.routing import is_nonnegative, number_of_scores
@@ -45,27 +46,30 @@ _SUMS = (aten.sum.dim_IntList, aten.einsum.default, aten.bmm.default, aten.mm.de
 def find(view: GraphView) -> Iterator[RoutedExperts | MatchFailure]:
     """Every gated sum over experts or choices."""
     for node in view.graph.nodes:
-        if node.target in _SUMS and (found := _check(view, node)) is not None:
+        if node.target in (*_SUMS, *SUMS_OF_ROWS) and (found := _check(view, node)) is not None:
             yield found
 
 
 def _check(view: GraphView, node: Node) -> RoutedExperts | MatchFailure | None:
     """The layer of experts whose sum is `node`."""
-    dims = over(node)
+    added = added_to_every(node) if node.target in SUMS_OF_ROWS else (None, node, *[over(node)] * 2)
+    if added is None:
+        return None
+    base, summed, dims, inner = added
     known = longer_dims(dims)
     if not known or not value(node).is_floating_point():
         return None
     tokens, (out,) = tuple(a for d in known[:-1] for a in d), known[-1]
-    parts = factors(node, dims, lambda axes: out in axes and not (tokens and axes.isdisjoint(tokens)))
+    parts = factors(summed, inner, lambda axes: out in axes and not (tokens and axes.isdisjoint(tokens)))
     one = [p for p in parts if p.axes == set(tokens)]
     several = [p for p in parts if out not in p.axes and p.axes > set(tokens) and len(p.axes) == len(tokens) + 1]
     outs = [p for p in parts if out in p.axes]
-    found = _weighted(view, node, tokens, parts, one or several, outs, out)  # one or several choices of a token
+    found = _weighted(view, node, base, tokens, parts, one or several, outs, out)  # one or several choices of a token
     scales = [p for p in parts if p.axes <= set(tokens)]
     if found is not None or not scales or len(several) != 1 or None in (own := [_scale(p, dims) for p in scales]):
         return found
     rest = [p for p in parts if p not in scales]
-    found = _weighted(view, node, tokens, rest, several, outs, out)
+    found = _weighted(view, node, base, tokens, rest, several, outs, out)
     if not isinstance(found, RoutedExperts):
         return found
     return bounded(view, dataclasses.replace(found, scales=tuple(own)))  # type: ignore[arg-type]
@@ -79,19 +83,19 @@ def _scale(factor: Factor, dims: Dims) -> tuple[Node, tuple[int, ...]] | None:
 
 
 def _weighted(
-    view: GraphView, node: Node, tokens: tuple[Axis, ...], parts: list[Factor], gates: list[Factor],
-    outs: list[Factor], out: Axis,
+    view: GraphView, node: Node, base: Node | None, tokens: tuple[Axis, ...], parts: list[Factor],
+    gates: list[Factor], outs: list[Factor], out: Axis,
 ) -> RoutedExperts | MatchFailure | None:  # fmt: skip
     """The layer of experts whose sum `node` has the factors `parts`, with `gates` and experts' outputs among them."""
     if not gates and len(parts) == 2 and len(outs) == 1:
-        return _ungated(view, node, tokens, outs[0], next(p for p in parts if p is not outs[0]), out)
+        return _ungated(view, node, base, tokens, outs[0], next(p for p in parts if p is not outs[0]), out)
     if len(gates) != 1 or len(outs) != 1:
         copies = [p for p in outs if _copies(p) is not None]
         if copies and len(outs) == len(parts) - 1 > 1:
             return MatchFailure(node, "gates", "an expert's output is not multiplied by one gate per choice")
         return None
     (gate,) = gates
-    axes = Axes(tokens, tuple(gate.axes - set(tokens)))
+    axes = Axes(tokens, tuple(gate.axes - set(tokens)), base)
     if len(parts) == 2:
         return _outputs(view, node, axes, outs[0], gate, out)
     hidden = next(p for p in parts if p not in (gate, outs[0]))
@@ -101,14 +105,14 @@ def _weighted(
 
 
 def _ungated(
-    view: GraphView, node: Node, tokens: tuple[Axis, ...], weight: Factor, hidden: Factor, out: Axis
+    view: GraphView, node: Node, base: Node | None, tokens: tuple[Axis, ...], weight: Factor, hidden: Factor, out: Axis
 ) -> RoutedExperts | MatchFailure | None:
     """The layer whose sum `node` has no gates; they may multiply what experts read."""
     *_, (_, dims) = beneath(hidden)
     routes = hidden.axes - {*tokens, *dims[-1]}
     if len(routes) != 1 or len(dims[-1]) != 1 or not routes < weight.axes | set(tokens):
         return None
-    axes = Axes(tokens, tuple(routes))
+    axes = Axes(tokens, tuple(routes), base)
     chosen_from = {number_of_scores(n) for n in view.graph.nodes}  # what is summed over may be heads, say
     experts = _copies(weight) is not None or axes.choices is not None and axes.choices in chosen_from
     if not experts or not hidden.axes > {*tokens, *routes}:
@@ -180,8 +184,9 @@ def _from_down(
         reason = "an expert's number may be negative, which would count from the end"
         return MatchFailure(match_gemm.ids, "range", reason)
     layer = RoutedExperts(
-        node, expert.x, match_gemm.ids, gates[0], (expert,), choices=axes.choices, scaled_input=scaled_input
-    )
+        node, expert.x, match_gemm.ids, gates[0], (expert,), base=axes.base, choices=axes.choices,
+        scaled_input=scaled_input,
+    )  # fmt: skip
     return bounded(view, layer)
 
 

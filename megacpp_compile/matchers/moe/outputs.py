@@ -13,7 +13,7 @@ from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe import dense, loop
 from megacpp_compile.matchers.moe.experts import Expert
-from megacpp_compile.matchers.moe.factors import Axis, Dims, Factor, longer_dims, seen_as
+from megacpp_compile.matchers.moe.factors import Axis, Dims, Factor, is_one, longer_dims, seen_as
 from megacpp_compile.matchers.moe.route_axes import Axes
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, bounded
 from megacpp_compile.matchers.views import RESHAPES, is_cast
@@ -91,7 +91,8 @@ def _chosen_of_all(
     gates = seen_as(gate, *axes.slots())
     if gates is None:
         return MatchFailure(gate.node, "gates", "the gates are in another order than the choices")
-    return bounded(view, RoutedExperts(node, found[0], ids, gates[0], tuple(found[1]), choices=axes.choices))
+    layer = RoutedExperts(node, found[0], ids, gates[0], tuple(found[1]), base=axes.base, choices=axes.choices)
+    return bounded(view, layer)
 
 
 def _over_channels(index: Node) -> Node | None:
@@ -116,9 +117,11 @@ def by_matrix(
 ) -> RoutedExperts | MatchFailure:
     """The layer in which every expert works on every token, weighted by the matrix that `gate` is a view of."""
     matrix = seen_as(gate, axes.slots()[0])
+    turned = matrix is None or value(matrix[0]).dim() == 2 and bool(axes.routes) and is_one(value(matrix[0]).shape[-1])
+    matrix = matrix or seen_as(gate, (axes.routes, axes.tokens))
     if matrix is None:
         return MatchFailure(gate.node, "gates", "the gates are in another order than the tokens")
-    return dense.by_matrix(view, node, matrix[0], x, experts, scaled_input=scaled_input)
+    return dense.by_matrix(view, node, matrix[0], x, experts, axes.base, scaled_input, turned)
 
 
 def _of_written(
@@ -134,4 +137,5 @@ def _of_written(
     if x is None or gates is None or axes.choices is None:
         return None
     experts = tuple(found.experts)
-    return bounded(view, RoutedExperts(node, x[0], found.choices, gates[0], experts, found.first, choices=axes.choices))
+    layer = RoutedExperts(node, x[0], found.choices, gates[0], experts, found.first, axes.base, axes.choices)
+    return bounded(view, layer)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 
+from torch.fx import Node
+
 from megacpp_compile.matchers.moe.factors import Axis, Dims
 
 
 @dataclasses.dataclass(frozen=True)
 class Axes:
     """`tokens`: the axes of the result but its channels, none for a single token; `routes`: the axis of experts or
-    choices that is summed, none for a single choice."""
+    choices that is summed, none for a single choice; `base`: what the sum is added to."""
 
     tokens: tuple[Axis, ...]
     routes: tuple[Axis, ...]
+    base: Node | None = None
 
     @property
     def both(self) -> set[Axis]:

@@ -88,6 +88,8 @@ def _slots(build: Builder, layer: RoutedExperts) -> tuple[Node, Node, Node]:
         indices = build(aten.slice.Tensor, indices, -1, *cut)
         gates = gates if layer.by_expert else build(aten.slice.Tensor, gates, -1, *cut)
     if layer.by_expert:
+        if layer.turned:
+            gates = build(aten.transpose.int, gates, 0, 1)
         if layer.choices is not None:
             indices = build(aten.reshape.default, indices, [-1, layer.choices])
         elif value(indices).dim() == 1:
