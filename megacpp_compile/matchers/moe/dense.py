@@ -20,7 +20,7 @@ from megacpp_compile.matchers.filled import is_filled
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe.experts import Expert, first_unlike, match_expert
 from megacpp_compile.matchers.moe.factors import is_one
-from megacpp_compile.matchers.moe.gate_matrix import match_chosen, match_chosen_gate, match_column
+from megacpp_compile.matchers.moe.gate_matrix import Chosen, match_chosen, match_chosen_gate, match_column
 from megacpp_compile.matchers.moe.gemms import match_linear_gemm, strip_row_views
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, bounded
 from megacpp_compile.matchers.views import is_cast
@@ -170,3 +170,13 @@ def by_matrix(
         turned=turned,
     )  # fmt: skip
     return bounded(view, routed)
+
+
+def by_choices(
+    view: GraphView, node: Node, chosen: Chosen, x: Node, experts: list[Expert], base: Node | None = None
+) -> RoutedExperts | MatchFailure:
+    """The layer in which gates of the choices [.., k] weight what `experts` make of `x`."""
+    outer, tokens = ([n for n in value(t).shape[:-1] if not is_one(n)] for t in (x, chosen.indices))
+    if len(outer) != len(tokens) or not all(map(same_size, outer, tokens)):
+        return MatchFailure(x, "rows", "there are not as many rows as choices")
+    return bounded(view, RoutedExperts(node, x, chosen.indices, chosen.gates, tuple(experts), 0, base))

@@ -169,7 +169,7 @@ def _one_hots(node: Node) -> Chosen | None:
             continue
         wanted = (*dims[:-1], tuple(inner), *dims[-1:])
         seen = seen_as(hot, wanted)
-        mask = match_mask(_before_casts(seen[0])) if seen else None
+        mask = match_mask(before_casts(seen[0])) if seen else None
         if mask is None or not mask.by_token or mask.dims[-2:] != ("s", "e") or value(mask.indices).dim() != len(dims):
             continue
         rest = [p for p in parts if p is not hot]
@@ -181,7 +181,7 @@ def _one_hots(node: Node) -> Chosen | None:
     return None
 
 
-def _before_casts(node: Node) -> Node:
+def before_casts(node: Node) -> Node:
     """`node` before casts, also of integers and masks to floats."""
     while node.target in (aten._to_copy.default, aten.to.dtype) or is_cast(node):
         node = node.args[0]  # type: ignore[assignment]
@@ -214,8 +214,8 @@ def match_chosen_gate(node: Node, source: Callable[[Node], Node | None] = lambda
     for gates, mark in pairs:
         if not all(isinstance(value(a), torch.Tensor) for a in (gates, mark)):
             continue
-        gates, mark = source(gates), source(_before_casts(mark))  # type: ignore[arg-type, assignment]
-        mask = None if gates is None or mark is None else match_mask(_before_casts(mark))
+        gates, mark = source(gates), source(before_casts(mark))  # type: ignore[arg-type, assignment]
+        mask = None if gates is None or mark is None else match_mask(before_casts(mark))
         if mask is None or not mask.by_token or mask.dims[-1] != "s" or mask.expert is None:
             continue
         if all(map(same_size, value(gates).shape, value(mask.indices).shape)):
