@@ -96,6 +96,7 @@ class SortedExperts:
     Attributes:
         ends: where each expert's rows end, [E] int32; rows behind the last end are no expert's.
         experts: one, whose weights hold those of all.
+        counts: how many rows each expert has, by which biases are repeated; None where there are no biases.
         inputs, inside: as those of `RoutedExperts`.
     """
 
@@ -103,12 +104,14 @@ class SortedExperts:
     x: Node
     ends: Node
     experts: tuple[Expert]
+    counts: Node | None = None
     inputs: tuple[Node, ...] = ()
     inside: frozenset[Node] = frozenset()
 
     @property
     def operands(self) -> list[Node]:
-        return [self.x, self.ends, *_parameters(self.experts)]
+        counts = [] if self.counts is None else [self.counts]
+        return [self.x, self.ends, *_parameters(self.experts), *counts]
 
 
 def _parameters(experts: tuple[Expert, ...]) -> list[Node]:
