@@ -22,8 +22,8 @@ not those with biases. Sorted rows keep their order and their ends, whatever the
 which the plain code leaves unwritten, becomes zeros.
 Refused: experts that differ or repeat, other activations, clamps by what is no number, biases that are no expert's own
 or wider than what they are added to (but float32 beside 16 bits), rows or outputs that escape, a token written rather
-than added to where it may come twice, gates of which all may differ from zero; and with the tag `unread`, experts'
-weights in GEMMs that no matcher knows.
+than added to where it may come twice, low-rank paths beside projections (LoRA; weights that are added up fuse), gates
+of which all may differ from zero; and with the tag `unread`, experts' weights in GEMMs that no matcher knows.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from megacpp_compile.fx.views import COPIES
 from megacpp_compile.lowerings._op import compute_dtype
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.linear import match_linear
+from megacpp_compile.matchers.low_rank import match_adapted
 from megacpp_compile.matchers.views import is_cast, is_outer_view
 
 aten = torch.ops.aten
@@ -60,6 +61,10 @@ class Gemm:
         return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
 
+_LOW_RANK = (
+    "an expert's projection has a low-rank path beside it (LoRA), which the op does not compute: add the weights, "
+    "`w + s * (b @ a)`, or leave experts without adapters"
+)
 MatchGemm = Callable[[Node], Gemm | MatchFailure | None]
 
 
@@ -74,6 +79,8 @@ def with_bias(
     """The GEMM that `match_gemm` finds at `node`, or the sum of one and of biases, which `match_bias` finds in an
     operand of that sum."""
     found = match_gemm(node)
+    if found is None and (adapted := match_adapted(node)) is not None and adapted.paths:
+        return MatchFailure(node, "low-rank", _LOW_RANK)
     if found is not None or node.target is not aten.add.Tensor or node.kwargs or not of_tensors(node):
         return found
     for rows, other in (node.args, node.args[::-1]):

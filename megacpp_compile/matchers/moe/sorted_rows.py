@@ -80,7 +80,7 @@ def grouped_gemm(node: Node) -> tuple[Gemm, Node] | None:
 
 
 class _SameGroups:
-    """Matches grouped GEMMs whose groups end at `ends`, and what adds each group's bias, repeated by `counts`, to one."""
+    """Matches grouped GEMMs whose groups end at `ends`, and what adds groups' biases, repeated by `counts`."""
 
     def __init__(self, ends: Node) -> None:
         self.ends = ends
