@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -28,6 +29,25 @@ def free_symbols(size: Any) -> set[sympy.Symbol]:
     return set() if (expr := expression(size)) is None else expr.free_symbols
 
 
+def divided(expr: sympy.Expr) -> sympy.Expr:
+    """`expr` without those divisions of whole numbers that leave no rest, whatever the symbols are; sizes that divide
+    are not zero."""
+    return expr.replace(_divides, _quotient) if expr.has(sympy.Function) else expr
+
+
+def _divides(expr: sympy.Basic) -> bool:
+    return type(expr).__name__ == "FloorDiv"
+
+
+@functools.lru_cache(maxsize=1024)
+def _quotient(division: sympy.Expr) -> sympy.Expr:
+    exact = sympy.cancel(division.args[0] / division.args[1])
+    if not exact.free_symbols:
+        return exact if exact.is_Integer else division
+    whole = exact.is_polynomial() and all(c.is_Integer for c in sympy.Poly(exact, *exact.free_symbols).coeffs())
+    return exact if whole else division
+
+
 def with_numbers(v: Any, number: Callable[[Any], Any]) -> Any:
     """A fake tensor or symbolic number with `number` of what symbols it has; itself where that is all the same."""
     if not isinstance(v, torch.Tensor):
@@ -48,7 +68,7 @@ def at_hints(graph: fx.Graph, fake_mode: FakeTensorMode, symbols: Numbers) -> tu
     def number(size: Any) -> Any:
         if not free_symbols(size) & symbols.keys():
             return size
-        expr = size.node.expr.xreplace(numbers)
+        expr = divided(size.node.expr.xreplace(numbers))
         return int(expr) if expr.is_number else env.create_symintnode(expr, hint=size.node.hint)
 
     def of_value(v: Any) -> Any:

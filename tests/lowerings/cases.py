@@ -220,8 +220,8 @@ def _routing(rand, kind, tokens, experts, choices):
 
 
 def _experts(rand, dtype, layout="pair", stacked=False, kind="random", activation="silu", tokens=23, experts=5,
-             choices=2, d=24, n=16, transposed=False, keep=True, biased=""):  # fmt: skip
-    """biased: which of the projections have biases, as in "gate up down"."""
+             choices=2, d=24, n=16, transposed=False, keep=True, biased="", wide=False):  # fmt: skip
+    """biased: which of the projections have biases, as in "gate up down"; wide: in no less than float32."""
     def weights(out, width):
         if stacked:
             shape = (experts, width, out) if transposed else (experts, out, width)
@@ -238,7 +238,8 @@ def _experts(rand, dtype, layout="pair", stacked=False, kind="random", activatio
     if not biased:
         return made
     widths = {"gate": n, "up": both, "down": d}
-    biases = (rand(experts, width, dtype=dtype) if name in biased.split() else None for name, width in widths.items())
+    of = torch.promote_types(dtype, torch.float32) if wide else dtype
+    biases = (rand(experts, width, dtype=of) if name in biased.split() else None for name, width in widths.items())
     return *made, "", *biases
 
 
@@ -269,6 +270,12 @@ EXPERTS = {
                    "activation": CURVES["clamped_swish"]},
     "as_gpt_oss_odd": {"biased": "up down", "layout": "interleaved", "activation": CURVES["clamped_swish"], "d": 37,
                        "n": 29, "kind": "some_of_none"},
+    "wide_biases": {"biased": "gate up down", "wide": True},
+    "wide_bias_of_up": {"biased": "up", "wide": True, "kind": "some_of_none"},
+    "wide_as_gpt_oss": {"biased": "up down", "wide": True, "layout": "interleaved", "stacked": True,
+                        "activation": CURVES["clamped_swish"], "kind": "some_of_none"},
+    "wide_biases_gate_up": {"biased": "up down", "wide": True, "layout": "gate_up", "stacked": True},
+    "wide_biases_of_no_token": {"biased": "gate up down", "wide": True, "tokens": 0},
     "single_gelu": {"layout": "single", "activation": "gelu"},
     **{name: {"activation": text} for name, text in CURVES.items()},
     "clamped_swish_stacked": {"layout": "gate_up", "stacked": True, "activation": CURVES["clamped_swish"]},
@@ -303,7 +310,7 @@ for label, options in EXPERTS.items():
 SORTED = (
     "pair_separate", "pair_stacked", "single_stacked", "gate_up_separate", "gate_up_stacked", "up_gate_stacked", "relu2",
     "interleaved_separate", "biases", "bias_of_down", "biases_gate_up", "biases_single", "biases_of_no_token",
-    "as_gpt_oss", "as_gpt_oss_odd", "softcapped_silu", "clamped_swish_stacked", "transposed", "to_one", "some_of_none",
+    "as_gpt_oss", "as_gpt_oss_odd", "wide_biases", "wide_bias_of_up", "wide_as_gpt_oss", "softcapped_silu", "clamped_swish_stacked", "transposed", "to_one", "some_of_none",
     "some_of_none_stacked", "odd_sizes", "no_token", "one_expert", "hidden_not_kept",
 )  # fmt: skip
 

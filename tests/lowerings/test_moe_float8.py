@@ -87,7 +87,7 @@ def test_is_rounded_as_promised(rand, kind):
         assert relative_error(got, exact) < 1e-12
 
 
-@pytest.mark.parametrize("label", sorted(EXPERTS.keys() - {"no_token", "biases_of_no_token"}))
+@pytest.mark.parametrize("label", sorted(k for k in EXPERTS if "no_token" not in k))
 def test_is_near_the_exact_one(rand, label):
     """Where a clamp passes no gradient on, numbers that moved beyond its end have none at all: of such, the output."""
     args = call(rand, torch.float64, **EXPERTS[label])

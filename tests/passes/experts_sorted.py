@@ -44,6 +44,25 @@ def with_casts(m, rows, counts):
     return torch._grouped_mm(hidden, m.down.bfloat16().transpose(-2, -1), offs=ends).type_as(rows)
 
 
+def with_casts_and_biases(m, rows, counts, wide: bool = False):
+    """As torchtitan's gpt-oss, whose rows behind the last expert's get zeros. wide: biases stay in float32."""
+    ends = ends_of(counts)
+    all_counts = torch.cat((counts, (rows.shape[0] - ends[-1]).unsqueeze(0).to(counts.dtype))).long()
+
+    def biases(of, dtype):
+        rest = torch.cat((of, of.new_zeros(1, of.shape[-1])))
+        return rest.repeat_interleave(all_counts, 0, output_size=rows.shape[0]).to(torch.float32 if wide else dtype)
+
+    hidden = torch._grouped_mm(rows.bfloat16(), m.up.mT.bfloat16(), offs=ends)
+    hidden = F.gelu(hidden + biases(m.bias, hidden.dtype))
+    out = torch._grouped_mm(hidden.bfloat16(), m.down.mT.bfloat16(), offs=ends)
+    return (out + biases(m.last_bias, out.dtype)).type_as(rows)
+
+
+def with_casts_and_wide_biases(m, rows, counts):
+    return with_casts_and_biases(m, rows, counts, wide=True)
+
+
 def one_projection(m, rows, counts):
     ends = ends_of(counts)
     gate, up = GROUPED_MM(rows, torch.cat((m.gate, m.up), 1).mT, offs=ends).chunk(2, -1)
@@ -160,13 +179,16 @@ class TokenChoice(nn.Module):
     """torchtitan's MoE in words of our own: a router in float32 with a bias for the choice alone, counts kept for
     balancing, rows sorted by expert through experts in bfloat16, their outputs times scores added to the tokens.
 
-    scores_first: experts read scored rows. opaque: the outputs are added by an op that no compiler looks into.
+    scores_first: experts read scored rows. opaque: the outputs are added by an op that no compiler looks into. body: of
+    the experts.
     """
 
-    def __init__(self, scores_first: bool = False, opaque: bool = False, marks: bool = True, shared: bool = True):
+    def __init__(
+        self, scores_first: bool = False, opaque: bool = False, marks: bool = True, shared: bool = True, body=with_casts
+    ):
         super().__init__()
         self.router = nn.Linear(DIM, EXPERTS, bias=False)
-        self.experts = Sorted(with_casts)
+        self.experts = Sorted(body)
         self.shared = nn.Linear(DIM, DIM, bias=False) if shared else None
         self.scores_first, self.opaque, self.marks = scores_first, opaque, marks
         self.register_buffer("expert_bias", torch.linspace(-0.1, 0.1, EXPERTS))

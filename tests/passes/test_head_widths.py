@@ -118,13 +118,20 @@ class Rows(Resumed):
 
 
 @pytest.mark.parametrize("batch", [2, 3])
-def test_a_width_that_depends_on_a_batch(batch):
-    """Dynamo has one symbol for two sizes that are equal: with two sequences, for their number and the choices'."""
+def test_a_width_that_no_batch_changes(batch):
+    """Dynamo has one symbol for two sizes that are equal: with two sequences, for their number and the choices'. The width
+    is 16 s // (2 s * s // s) then, which is 8 for every s."""
     frames = resumed(Rows(), rows(batch))
-    if batch == 3:
-        assert frames.fired == {"rope_qk": 1} and not frames.misses
-    else:
-        assert not frames.fired and frames.tags("rope_qk") == {"dynamic-width"}
+    assert frames.fired == {"rope_qk": 1} and not frames.misses
+    for other in (2, 4, 5):
+        x = rows(other, 17)
+        torch.testing.assert_close(frames.compiled(x), Rows()(x))
+
+
+def test_a_width_that_is_a_batch_too():
+    """As many sequences as a head has channels: one symbol is both."""
+    frames = resumed(Resumed(), rows(WIDTH))
+    assert not frames.fired and frames.tags("rope_qk") == {"dynamic-width"}
 
 
 def test_without_a_rotation_no_width_is_fixed():

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from tests.frames import check
 
-from .contract import assert_fires
+from .contract import assert_dynamic, assert_fires
 from .experts import DIM, MoE
 
 
@@ -74,6 +74,102 @@ def test_bfloat16(body):
     assert check(module, (torch.randn(11, DIM).bfloat16().requires_grad_(),)).counts["moe"] == 1
 
 
+# --- sums over choices and experts at once
+
+
+def of_gates_and_one_hots(m, x, indices, gates):
+    return torch.einsum("tk,tke,ted->td", gates, one_hots(m, x, indices), outputs(m, x))
+
+
+def in_another_order(m, x, indices, gates):
+    every = torch.stack([expert(x) for expert in m.experts])
+    return torch.einsum("etd,tek,kt->td", every, one_hots(m, x, indices).mT, gates.t())
+
+
+def scaled_one_hots(m, x, indices, gates):
+    return torch.einsum("tke,ted->td", gates[..., None] * one_hots(m, x, indices), outputs(m, x))
+
+
+def products_summed(m, x, indices, gates):
+    weighted = gates[:, :, None, None] * one_hots(m, x, indices)[..., None] * outputs(m, x)[:, None]
+    return weighted.sum((1, 2))
+
+
+def scaled_by_token(m, x, indices, gates):
+    return torch.einsum("t,tk,tke,ted->td", x[:, 0].exp(), gates, one_hots(m, x, indices), outputs(m, x))
+
+
+def compared_with_all_numbers(m, x, indices, gates):
+    marks = (indices[..., None] == torch.arange(m.num_experts)).to(x.dtype)
+    return torch.einsum("tk,tke,ted->td", gates, marks, outputs(m, x))
+
+
+def repeated_choices(m, x, indices, gates):
+    """A choice that comes twice counts twice."""
+    return torch.einsum("tk,tke,ted->td", gates, one_hots(m, x, indices // 2), outputs(m, x))
+
+
+OVER_CHOICES = [of_gates_and_one_hots, in_another_order, scaled_one_hots, products_summed, scaled_by_token,
+                compared_with_all_numbers, repeated_choices]  # fmt: skip
+
+
+@pytest.mark.parametrize("body", OVER_CHOICES, ids=lambda body: body.__name__)
+def test_fires_over_choices(body):
+    assert_fires("moe", MoE(body).double(), (torch.randn(11, DIM, dtype=torch.float64).requires_grad_(),))
+
+
+@pytest.mark.parametrize("body", OVER_CHOICES[:4], ids=lambda body: body.__name__)
+def test_over_choices_of_batches(body):
+    def of_batches(m, x, indices, gates):
+        flat = body(m, x.flatten(0, 1), indices.flatten(0, 1), gates.flatten(0, 1))
+        return flat.view_as(x)
+
+    assert_dynamic("moe", MoE(of_batches), lambda n: (torch.randn(2, n, DIM).requires_grad_(),), everything=True)
+
+
+def of_stacked(m, x, indices, gates):
+    gate, up = torch.einsum("td,ehd->teh", x, m.gate_up).chunk(2, -1)
+    return torch.einsum("tk,tke,teh,edh->td", gates, one_hots(m, x, indices), F.silu(gate) * up, m.down)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_fires_over_choices_of_stacked_weights(dtype):
+    module = MoE(of_stacked, stacked=True).to(dtype)
+    assert check(module, (torch.randn(11, DIM).to(dtype).requires_grad_(),)).counts["moe"] == 1
+
+
+def marks_that_are_soft(m, x, indices, gates):
+    soft = torch.stack([m.router(x * scale).softmax(-1) for scale in (1.0, 2.0)], 1)
+    return torch.einsum("tk,tke,ted->td", gates, soft, outputs(m, x))
+
+
+def gates_of_experts(m, x, indices, gates):
+    """Numbers that differ by choice and expert."""
+    own = torch.einsum("tk,te->tke", gates, m.router(x).sigmoid())
+    return torch.einsum("tke,tke,ted->td", own, one_hots(m, x, indices), outputs(m, x))
+
+
+def outputs_of_choices(m, x, indices, gates):
+    """What is weighted differs by choice."""
+    each = torch.stack([outputs(m, x * scale) for scale in (1.0, 2.0)], 1)
+    return torch.einsum("tk,tke,tked->td", gates, one_hots(m, x, indices), each)
+
+
+def gates_of_the_next_choice(m, x, indices, gates):
+    """Summed over choices on their own, and over experts: a product of sums."""
+    return torch.einsum("tj,tke,ted->td", gates, one_hots(m, x, indices), outputs(m, x))
+
+
+NOT_OVER_CHOICES = [marks_that_are_soft, gates_of_experts, outputs_of_choices, gates_of_the_next_choice]
+
+
+@pytest.mark.parametrize("body", NOT_OVER_CHOICES, ids=lambda body: body.__name__)
+def test_does_not_fire_over_choices(body):
+    frames = check(MoE(body), (torch.randn(11, DIM).requires_grad_(),))
+    assert not frames.counts["moe"]
+    assert frames.tags("moe") == {"gates"} or body is outputs_of_choices  # experts run for each choice: some other sum
+
+
 # --- what else multiplies the sum
 
 
@@ -101,4 +197,5 @@ NONE = [scaled_channels, scaled_experts, softmax_scaled_in_the_sum, one_hots_of_
 
 @pytest.mark.parametrize("body", NONE, ids=lambda body: body.__name__)
 def test_does_not_fire(body):
-    assert not check(MoE(body), (torch.randn(11, DIM).requires_grad_(),)).counts["moe"]
+    frames = check(MoE(body), (torch.randn(11, DIM).requires_grad_(),))
+    assert not frames.counts["moe"] and frames.tags("moe") in ({"gates"}, {"dense-gates"})

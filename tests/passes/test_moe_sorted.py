@@ -167,6 +167,13 @@ def test_a_layer_that_ends_in_what_no_compiler_looks_into(condition):
     layer_fires(OP, {"opaque": True}, condition)
 
 
+@pytest.mark.parametrize("condition", CONDITIONS)
+@pytest.mark.parametrize("body", [experts_sorted.with_casts_and_biases, experts_sorted.with_casts_and_wide_biases], ids=name)
+def test_biases_by_counts_of_the_same_graph(body, condition):
+    """What counts the rows, behind a router that runs under another autocast mode, is no part of the experts."""
+    layer_fires(OP, {"opaque": True, "body": body}, condition)
+
+
 def layer_fires(op, options, condition):
     module = TokenChoice(**options).to(torch.bfloat16 if condition == "bfloat16" else torch.float32)
     module.expert_bias, module.tokens_per_expert = (b.float() for b in (module.expert_bias, module.tokens_per_expert))

@@ -10,6 +10,7 @@ from torch import fx
 
 from megacpp_compile._torch.fakes import FakeTensorMode
 from megacpp_compile.frontend.canonicalize.aliases import aliases
+from megacpp_compile.frontend.canonicalize.divided_sizes import divided_sizes
 from megacpp_compile.frontend.canonicalize.elementwise_equations import elementwise_equations
 from megacpp_compile.frontend.canonicalize.empty_parts import empty_parts
 from megacpp_compile.frontend.canonicalize.equations import equations
@@ -26,14 +27,15 @@ from megacpp_compile.fx.size_checks import drop_counts_of_masks
 def canonicalize(graph: fx.Graph, fake_mode: FakeTensorMode) -> None:
     """Drop tracing's assertions, those on how many rows a mask chooses, slices of whole dimensions, dropouts that drop
     nothing, concatenations with nothing and dead values; pad where zeros are concatenated behind; write experts'
-    numbers as numbers; let views copy where they must; rename aliases; write equations in full, and those that sum
-    nothing as products; make copies into slices functional; size what is put in order."""
+    numbers, and sizes that are one, as numbers; let views copy where they must; rename aliases; write equations in
+    full, and those that sum nothing as products; make copies into slices functional; size what is put in order."""
     for node in list(graph.nodes):
         if node.target is torch.ops.aten._assert_tensor_metadata.default:
             graph.erase_node(node)
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
         # A fused op may lay its result out otherwise than the plain ops did; a view of it must not fail.
         node.target = torch.ops.aten.reshape.default
+    divided_sizes(graph, fake_mode)
     expert_numbers(graph, fake_mode)
     aliases(graph)
     equations(graph)

@@ -38,7 +38,7 @@ def rows(
     """[S, n]: `x @ w.T` with each row's own weight, or with `transposed` `x @ w`; rows of no group are zero.
 
     Several xs give the sum of their GEMMs; the weights of one lie behind those of the other. take: [S], the rows of xs
-    to read. bias: [E, n], what a row of each group adds.
+    to read. bias: [E, n], what a row of each group adds; the result has its dtype, which may be wider than that of xs.
     """
     if (target := target_of(xs[0])) is CUDA:
         from megacpp_compile.lowerings._kernels import triton_grouped
@@ -47,7 +47,7 @@ def rows(
     if take is not None:
         xs = [x[take] for x in xs]
     each = [w if transposed else w.transpose(-1, -2) for w in separate(weights)]
-    out = xs[0].new_zeros((xs[0].shape[0], each[0].shape[1]))
+    out = xs[0].new_zeros((xs[0].shape[0], each[0].shape[1]), dtype=dtype_of(xs[0], bias))
     experts = offsets.shape[0]
     parts = [(x, each[i * experts : (i + 1) * experts]) for i, x in enumerate(xs)]
     if target is CPU:
@@ -55,6 +55,8 @@ def rows(
             for i, (x, ws) in enumerate(parts):
                 if i:
                     out[start:end].addmm_(x[start:end], ws[e])
+                elif bias is not None and bias.dtype != x.dtype:
+                    torch.add(torch.mm(x[start:end], ws[e]), bias[e], out=out[start:end])
                 elif bias is not None:
                     torch.addmm(bias[e], x[start:end], ws[e], out=out[start:end])
                 else:
@@ -70,7 +72,12 @@ def rows(
 @rows.register_fake
 def _(xs, weights, offsets, transposed, take=None, bias=None):  # type: ignore[no-untyped-def]
     count = (xs[0] if take is None else take).shape[0]
-    return xs[0].new_empty((count, weights[0].shape[-1 if transposed else -2]))
+    return xs[0].new_empty((count, weights[0].shape[-1 if transposed else -2]), dtype=dtype_of(xs[0], bias))
+
+
+def dtype_of(x: Tensor, bias: Tensor | None) -> torch.dtype:
+    """The dtype of rows `x` times weights, and of their sum with a bias."""
+    return x.dtype if bias is None else bias.dtype
 
 
 def separate(weights: list[Tensor]) -> list[Tensor]:
@@ -174,7 +181,8 @@ def gated(
     CUDA only.
 
     With w_up empty, w_gate holds both, [2n, d] per expert, in halves or `interleaved`; the first result then holds both
-    too, and the second is empty. b_gate, b_up: biases as the weights, all experts' in one.
+    too, and the second is empty. b_gate, b_up: biases as the weights, all experts' in one, whose dtypes the results
+    before the activation have.
     """
     from megacpp_compile.lowerings._kernels import triton_gated
 
@@ -185,10 +193,11 @@ def gated(
 
 
 @gated.register_fake
-def _(x, w_gate, w_up, offsets, take, activation, *_):  # type: ignore[no-untyped-def]
+def _(x, w_gate, w_up, offsets, take, activation, b_gate=None, b_up=None, interleaved=False):  # type: ignore[no-untyped-def]
     rows, n = (x if take is None else take).shape[0], w_gate[0].shape[-2]
-    first = x.new_empty((rows, n))
-    return first, x.new_empty((rows, n)) if w_up else x.new_empty(0), x.new_empty((rows, n if w_up else n // 2))
+    first = x.new_empty((rows, n), dtype=dtype_of(x, b_gate))
+    second = x.new_empty((rows, n), dtype=dtype_of(x, b_up)) if w_up else x.new_empty(0)
+    return first, second, x.new_empty((rows, n if w_up else n // 2))
 
 
 @torch.library.custom_op("grouped_gemms::gradients", mutates_args=())

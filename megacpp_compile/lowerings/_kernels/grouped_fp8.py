@@ -15,7 +15,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from megacpp_compile.lowerings._kernels.grouped import separate
+from megacpp_compile.lowerings._kernels.grouped import dtype_of, separate
 
 
 @torch.library.custom_op("grouped_gemms::rows_fp8", mutates_args=())
@@ -31,13 +31,14 @@ def rows(
 
     x8, x_scale = triton_quantise.quantised_rows(x)
     w8, scale = triton_quantise.quantised_weights(separate(weights), 1)
-    return triton_grouped.rows([x8], [w8], offsets, False, take, (x_scale, scale), x.dtype, bias), scale
+    return triton_grouped.rows([x8], [w8], offsets, False, take, (x_scale, scale), dtype_of(x, bias), bias), scale
 
 
 @rows.register_fake
 def _(x, weights, offsets, take=None, bias=None):  # type: ignore[no-untyped-def]
     n = weights[0].shape[-2]
-    return x.new_empty(((x if take is None else take).shape[0], n)), _scales(x, offsets, n)
+    rows = (x if take is None else take).shape[0]
+    return x.new_empty((rows, n), dtype=dtype_of(x, bias)), _scales(x, offsets, n)
 
 
 @torch.library.custom_op("grouped_gemms::rows_back_fp8", mutates_args=())
@@ -81,8 +82,8 @@ def gated(
 @gated.register_fake
 def _(x, w_gate, w_up, offsets, take, activation, b_gate=None, b_up=None):  # type: ignore[no-untyped-def]
     slots, n = (x if take is None else take).shape[0], w_gate[0].shape[-2]
-    up, a = (x.new_empty((slots, n)), n) if w_up else (x.new_empty(0), n // 2)
-    return x.new_empty((slots, n)), up, x.new_empty((slots, a)), _scales(x, offsets, 2 * a)
+    up, a = (x.new_empty((slots, n), dtype=dtype_of(x, b_up)), n) if w_up else (x.new_empty(0), n // 2)
+    return x.new_empty((slots, n), dtype=dtype_of(x, b_gate)), up, x.new_empty((slots, a)), _scales(x, offsets, 2 * a)
 
 
 @torch.library.custom_op("grouped_gemms::gradients_fp8", mutates_args=())

@@ -134,7 +134,7 @@ def grouped_gated(x, gates, ups, table, ends, take, x_scale, w_scale, b_gate, b_
             acc_up += tl.load(b_up + group * BS + n, mask=n < N, other=0).to(ACC)[None, :]
     mask = (m < stop)[:, None] & (n < N)[None, :]
     wide = m.to(tl.int64)[:, None]
-    gate, up = as_stored(acc_gate, out), as_stored(acc_up, out)
+    gate, up = as_stored(acc_gate, h_gate), as_stored(acc_up, h_up)
     tl.store(h_gate + wide * hs + n[None, :], gate, mask=mask)
     tl.store(h_up + wide * hs + n[None, :], up, mask=mask)
     made = _product(gate.to(ACC), up.to(ACC), NAME, CURVE)
@@ -172,7 +172,7 @@ def grouped_interleaved(x, weights, table, ends, take, bias, hidden, out, rows, 
             acc += tl.load(bias + group * N + n, mask=n < N, other=0).to(ACC)[None, :]
     inside = (m < stop)[:, None]
     wide = m.to(tl.int64)[:, None]
-    both = as_stored(acc, out)
+    both = as_stored(acc, hidden)
     tl.store(hidden + wide * N + n[None, :], both, mask=inside & (n < N)[None, :])
     gate, up = both.to(ACC).reshape(BM, BN // 2, 2).split()
     lanes = part * (BN // 2) + tl.arange(0, BN // 2)
@@ -268,7 +268,7 @@ def gated(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(h_gate, h_up, f(h_gate) * h_up); with w_up empty w_gate holds both, [2n, d] of an expert, as h_gate does.
     scales: of the rows of x, and of those of the weights [E, 2n]. dtype: of the results, by default x's. b_gate, b_up:
-    biases as the weights, all experts' in one."""
+    biases as the weights, all experts' in one, whose dtypes h_gate and h_up have."""
     fused, curve = not w_up, Activation.parse(activation)
     if fused:
         w_gate, w_up = ([w.chunk(2, -2)[i] for w in w_gate] for i in range(2))
@@ -278,7 +278,8 @@ def gated(
     if x.stride(-1) != 1:
         x = x.contiguous()
     n, total, dtype = w_gate[0].shape[-2], (x if take is None else take).shape[0], dtype or x.dtype
-    hidden = [torch.empty((total, n * 2 if fused else n), dtype=dtype, device=x.device) for _ in range(2 - fused)]
+    wide = [dtype if b is None else b.dtype for b in (b_gate, b_up)][: 2 - fused]
+    hidden = [torch.empty((total, n * 2 if fused else n), dtype=of, device=x.device) for of in wide]
     gate, up = hidden[0].chunk(2, 1) if fused else hidden
     out = torch.empty((total, n), dtype=dtype, device=x.device)
     narrow = x.dtype.itemsize <= 2
@@ -300,7 +301,8 @@ def interleaved(
     """(hidden [S, 2n], f(gate) * up), of weights [2n, d] whose rows are gate's and up's in turn."""
     x, curve = x if x.stride(-1) == 1 else x.contiguous(), Activation.parse(activation)
     n, total = weights[0].shape[-2], (x if take is None else take).shape[0]
-    hidden, out = (x.new_empty((total, width)) for width in (n, n // 2))
+    hidden = x.new_empty((total, n), dtype=x.dtype if bias is None else bias.dtype)
+    out = x.new_empty((total, n // 2))
     blocks = {**block_sizes(x.dtype, n), **sizes}
     if total:
         operands, arguments = arguments_of(weights, x, offsets)

@@ -206,13 +206,14 @@ def rows(
     **sizes: int,
 ) -> Tensor:
     """[S, n]: as `grouped.rows`. scales: of the rows of x, and of those of the weights [E, n]. dtype: of the result, by
-    default x's."""
+    default the bias's, or else x's."""
     assert len(xs) <= 2
     operands = [w.transpose(-1, -2) if transposed else w for w in weights]
     n = operands[0].shape[-2]
     xs = [x if x.stride(-1) == 1 else x.contiguous() for x in xs]
     x, total = xs[0], (xs[0] if take is None else take).shape[0]
-    out = torch.empty((total, n), dtype=dtype or x.dtype, device=x.device)
+    own = x.dtype if bias is None else bias.dtype
+    out = torch.empty((total, n), dtype=dtype or own, device=x.device)
     if not total:
         return out
     operands, arguments = arguments_of(operands, x, offsets)

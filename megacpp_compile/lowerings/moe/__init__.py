@@ -17,9 +17,10 @@ precision  "", or "fp8_current": operands of the GEMMs by the weights are rounde
              (see `float8`). The weights' scales then follow `hidden`: [E, channels] of those before the
              activation, the gate's first, and [E, d] of those behind it: float32, or float64 for float64
 
-x, weights and biases share a dtype, in which GEMMs are rounded, the bias added; activation and weighted sum run in
-float32 (float64 for float64). An index outside 0..E-1 is no expert's: its slot adds nothing, no bias either, and gets
-no gradient. The same expert chosen twice by a token counts twice.
+x and weights share a dtype, in which GEMMs are rounded, the bias added; activation and weighted sum run in float32
+(float64 for float64). Of 16 bits, biases may be in float32, as autocast leaves them: then what they are added to stays
+in float32, hidden too, and so do their gradients. An index outside 0..E-1 is no expert's: its slot adds nothing, no
+bias either, and gets no gradient. The same expert chosen twice by a token counts twice.
 Saved for backward: x, gates, weights, biases, order, offsets, and `hidden` with `keep_hidden`; no expert's output, and
 no payload.
 Source: https://arxiv.org/abs/1701.06538; with many small experts, https://arxiv.org/abs/2401.06066.
@@ -65,10 +66,10 @@ def moe(
 
 @moe.register_fake
 def _(  # type: ignore[no-untyped-def]
-    x, indices, gates, w_gate, w_up, w_down, activation, layout, out_dtype, keep_hidden=True, precision="", *_
+    x, indices, gates, w_gate, w_up, w_down, activation, layout, out_dtype, keep_hidden=True, precision="", *biases
 ):
     slots = indices.shape[0] * indices.shape[1]
-    hidden = [x.new_empty((slots, w[0].shape[-2])) for w in (w_gate, w_up) if w] if keep_hidden else []
+    hidden = reference.empty_hidden(x, slots, w_gate, w_up, *biases[:2]) if keep_hidden else []
     order, experts = indices.new_empty(slots, dtype=torch.int64), reference.experts_of(w_down)
     if precision:
         widths = sum(w[0].shape[-2] for w in (w_gate, w_up) if w), w_down[0].shape[-2]

@@ -65,6 +65,5 @@ class Fp8Gemms:
         self._made.append(torch.stack([s.squeeze(-1) for _, s in rounded]))
         operands = [widened(p, dtype) * s for p, s in rounded]
         added = () if bias is None else (bias.to(dtype),)
-        return torch.ops.grouped_gemms.rows([widened(payload, dtype) * own], operands, offsets, False, take, *added).to(
-            x.dtype
-        )
+        y = torch.ops.grouped_gemms.rows([widened(payload, dtype) * own], operands, offsets, False, take, *added)
+        return y.to(grouped.dtype_of(x, bias))

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-import megacpp_compile.lowerings._kernels.grouped  # noqa: F401  registers the GEMMs
 from megacpp_compile.lowerings._activation import Activation
+from megacpp_compile.lowerings._kernels.grouped import dtype_of  # registers the GEMMs, too
 from megacpp_compile.lowerings._op import compute_dtype, ends_until
 from megacpp_compile.lowerings.moe import float8
 
@@ -93,11 +93,11 @@ def gate_and_up(hidden: Sequence[Tensor], layout: str) -> list[Tensor]:
     return list(hidden)
 
 
-def activated(hidden: Sequence[Tensor], activation: str, layout: str) -> Tensor:
+def activated(hidden: Sequence[Tensor], activation: str, layout: str, dtype: torch.dtype) -> Tensor:
     curve = Activation.parse(activation)
     gate, *up = (h.to(compute_dtype(h.dtype)) for h in gate_and_up(hidden, layout))
     out = curve.of_gate(gate)[0]
-    return (out * curve.of_up(up[0])[0] if up else out).to(hidden[0].dtype)
+    return (out * curve.of_up(up[0])[0] if up else out).to(dtype)
 
 
 def moe(
@@ -148,7 +148,7 @@ def into_experts(
             x, w_gate, w_up, offsets, token, activation, *given(b_gate, b_up, interleaved)
         )
     hidden = _before_activation(x, w_gate, w_up, offsets, token, b_gate, b_up, grouped)
-    return hidden, activated(hidden, activation, layout)
+    return hidden, activated(hidden, activation, layout, x.dtype)
 
 
 def _before_activation(
@@ -163,6 +163,15 @@ def _before_activation(
 ) -> list[Tensor]:
     pairs = (w_gate, b_gate), (w_up, b_up)
     return [grouped.rows([x], w, offsets, False, token, *given(b)) for w, b in pairs if w]
+
+
+def empty_hidden(
+    x: Tensor, rows: Any, w_gate: list[Tensor], w_up: list[Tensor], b_gate: Tensor | None = None,
+    b_up: Tensor | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """Tensors such as `rows` rows of x have before the activation."""
+    pairs = (w_gate, b_gate), (w_up, b_up)
+    return [x.new_empty((rows, w[0].shape[-2]), dtype=dtype_of(x, b)) for w, b in pairs if w]
 
 
 def given(*args: Any) -> tuple[Any, ...]:
@@ -243,14 +252,18 @@ def backward_of_rows(
         grouped = float8.Fp8Gemms(scales) if grouped is GroupedGemms else grouped
     ups = [w for w in (w_gate, w_up) if w]
     hidden = hidden or _before_activation(x, w_gate, w_up, offsets, token, b_gate, b_up, grouped)
-    grad = grad.to(x.dtype)
+    unrounded, grad = grad, grad.to(x.dtype)
     if _fused(grouped, "fuses_backward", activation, layout):
         d_hidden, a, d_gate = grouped.gradients(grad, w_down, hidden, gate_of, offsets, token, activation)  # type: ignore[attr-defined]
     else:
         d_act = grouped.rows([grad], w_down, offsets, True, token)  # the gradient of a, without the gate
-        d_hidden, a, d_gate = _gradients(d_act, hidden, gate_of, offsets, activation, layout)
+        # Of wide biases the gradients are summed as exactly as biases were added.
+        wide = next((b.dtype for b in (b_gate, b_up) if b is not None and b.dtype != x.dtype), x.dtype)
+        d_hidden, a, d_gate = _gradients(d_act, hidden, gate_of, offsets, activation, layout, wide)
 
-    d_biases, added = _bias_gradients(grad, d_hidden, gate_of, offsets, token, (b_gate, b_up), b_down, grouped)
+    added_grad = unrounded.to(x.dtype if b_down is None else b_down.dtype)
+    d_biases, added = _bias_gradients(added_grad, d_hidden, gate_of, offsets, token, (b_gate, b_up), b_down, grouped)
+    d_hidden = d_hidden.to(x.dtype)
     d_gate = d_gate if added is None else d_gate + added
     d_down = grouped.weights(grad, a, offsets, token)
     d_into = grouped.weights(d_hidden, x, offsets, None, token)
@@ -286,10 +299,16 @@ def _bias_gradients(
 
 
 def _gradients(
-    d_act: Tensor, hidden: Sequence[Tensor], gate_of: Tensor, offsets: Tensor, activation: str, layout: str
+    d_act: Tensor,
+    hidden: Sequence[Tensor],
+    gate_of: Tensor,
+    offsets: Tensor,
+    activation: str,
+    layout: str,
+    wide: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(gradients of the hidden, side by side; the activated hidden times its gate weight; gradients of the gate
-    weights), by row. d_act: the gradient of the activated hidden, without the gate weight."""
+    """(gradients of the hidden in dtype `wide`, side by side; the activated hidden times its gate weight; gradients of
+    the gate weights), by row. d_act: the gradient of the activated hidden, without the gate weight."""
     dtype = gate_of.dtype
     here = (torch.arange(d_act.shape[0], device=d_act.device) < offsets[-1])[:, None]
     d_a = torch.where(here, d_act.to(dtype), 0)
@@ -304,8 +323,8 @@ def _gradients(
     if up_slope is not None:
         parts[1] = parts[1] * up_slope
     if layout == "interleaved":
-        d_hidden = torch.stack([p.to(d_act.dtype) for p in parts], -1).flatten(-2)
+        d_hidden = torch.stack([p.to(wide) for p in parts], -1).flatten(-2)
         return d_hidden, (a * gate_of[:, None]).to(d_act.dtype), d_gate
     if layout == "up_gate":
         parts.reverse()
-    return torch.cat([p.to(d_act.dtype) for p in parts], -1), (a * gate_of[:, None]).to(d_act.dtype), d_gate
+    return torch.cat([p.to(wide) for p in parts], -1), (a * gate_of[:, None]).to(d_act.dtype), d_gate

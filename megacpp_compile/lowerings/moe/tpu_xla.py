@@ -98,7 +98,8 @@ class GroupedGemms(reference.GroupedGemms):
         slots = (xs[0] if take is None else take).shape[0]
         each = _stacked(weights, len(xs))
         if slots == 0:
-            return xs[0].new_zeros((0, each[0].shape[-1 if transposed else -2]))
+            dtype = xs[0].dtype if bias is None else bias.dtype
+            return xs[0].new_zeros((0, each[0].shape[-1 if transposed else -2]), dtype=dtype)
         k = self.blocks(offsets, slots)
         out = None if bias is None else bias[k.expert][:, None]
         for x, w in zip(xs, each, strict=True):

@@ -2,9 +2,9 @@
 
     x        [R, d], expert after expert      offsets [E] int32: where each expert's rows end, ascending
     w_gate, w_up, w_down, activation, layout, precision, b_gate, b_up, b_down: as `megacpp::moe` has them
-    returns  y [R, d] in x's dtype, `expert(x)` of each row's own expert, zero behind the last end;  hidden: results of
-             the GEMMs before the activation, with their biases [R, n], none without `keep_hidden`; behind them with
-             `precision` the weights' scales
+    returns  y [R, d] in x's dtype, or in b_down's, `expert(x)` of each row's own expert, zero behind the last end;
+             hidden: results of the GEMMs before the activation, with their biases [R, n], none without `keep_hidden`;
+             behind them with `precision` the weights' scales
 
 Rows behind the last end are padding: whatever they hold, also as a gradient, y and the gradient of x are zero there.
 (`torch._grouped_mm` leaves such rows of its result unwritten.)
@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from megacpp_compile.fx.sizes import elements, hint
+from megacpp_compile.lowerings._kernels.grouped import dtype_of
 from megacpp_compile.lowerings._op import compute_dtype, no_autocast
 from megacpp_compile.lowerings._traits import OpTraits, declare
-from megacpp_compile.lowerings.moe.reference import PRECISIONS, TIME_IN_FP8, experts_of
+from megacpp_compile.lowerings.moe.reference import PRECISIONS, TIME_IN_FP8, empty_hidden, experts_of
 from megacpp_compile.lowerings.moe_sorted import reference
 
 
@@ -50,13 +51,16 @@ def moe_sorted(
 
 
 @moe_sorted.register_fake
-def _(x, offsets, w_gate, w_up, w_down, activation, layout, keep_hidden=True, precision="", *_):  # type: ignore[no-untyped-def]
+def _(  # type: ignore[no-untyped-def]
+    x, offsets, w_gate, w_up, w_down, activation, layout, keep_hidden=True, precision="",
+    b_gate=None, b_up=None, b_down=None,
+):  # fmt: skip
     rows = x.shape[0]
-    hidden = [x.new_empty((rows, w[0].shape[-2])) for w in (w_gate, w_up) if w] if keep_hidden else []
+    hidden = empty_hidden(x, rows, w_gate, w_up, b_gate, b_up) if keep_hidden else []
     if precision:
         widths = sum(w[0].shape[-2] for w in (w_gate, w_up) if w), w_down[0].shape[-2]
         hidden += [x.new_empty((experts_of(w_down), n), dtype=compute_dtype(x)) for n in widths]
-    return x.new_empty((rows, w_down[0].shape[-2])), hidden
+    return x.new_empty((rows, w_down[0].shape[-2]), dtype=dtype_of(x, b_down)), hidden
 
 
 @torch.library.custom_op("megacpp::moe_sorted_backward", mutates_args=())

@@ -14,6 +14,7 @@ from megacpp_compile.fx.views import CASTS, RESHAPES, UNIT_DIMS, is_cast, is_ide
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.linear import match_linear
 from megacpp_compile.matchers.linear_cross_entropy.logits import LOG_SOFTMAX
+from megacpp_compile.matchers.low_rank import match_adapted
 from megacpp_compile.matchers.numbers import number_of
 
 aten = torch.ops.aten
@@ -34,6 +35,8 @@ _REMEDY = {
     "parts": "put hidden states together, or the weight's rows, and not the logits",
     "rows": "multiply the hidden states by it, which makes the same logits",
     "factor": "of a tensor it has one element and stands in front of a softcap; multiply the weight by it, or the bias",
+    "path": "of a low-rank path (LoRA) without dropout add the weights, `F.linear(x, w + s * (b @ a))`, or leave the "
+    "head without an adapter",
     "sum": "a bias has an element a word, no wider dtype than the logits', and stands in front of a softcap",
 }
 
@@ -93,7 +96,8 @@ def _kind(node: Node) -> str | None:
     if number_of(other) is not None:
         return "" if node.target in _FACTORS else "sum"
     if node.target in _SUMS:
-        return "sum"
+        adapted = match_adapted(node)
+        return "path" if adapted is not None and adapted.paths else "sum"
     fake = value(other)
     return "rows" if isinstance(fake, torch.Tensor) and fake.dim() > 0 and same_size(fake.shape[-1], 1) else "factor"
 

@@ -20,7 +20,7 @@ from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe.experts import Expert, first_unlike, match_expert
 from megacpp_compile.matchers.moe.factors import is_one
-from megacpp_compile.matchers.moe.gate_matrix import match_chosen, match_chosen_gate, match_column
+from megacpp_compile.matchers.moe.gate_matrix import Chosen, match_chosen, match_chosen_gate, match_column
 from megacpp_compile.matchers.moe.gemms import match_linear_gemm, strip_row_views
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, bounded
 from megacpp_compile.matchers.views import is_cast
@@ -142,12 +142,14 @@ def by_matrix(
     experts: list[Expert],
     base: Node | None = None,
     scaled_input: bool = False,
+    turned: bool = False,
 ) -> RoutedExperts | MatchFailure:
     """The layer in which columns of `matrix` weight what `experts`, or the one that holds them all, make of `x`.
 
-    scaled_input: the columns weight what experts read; an expert without a bias makes zeros of zeros.
+    scaled_input: the columns weight what experts read; an expert without a bias makes zeros of zeros. turned: the
+    matrix lies [E, T].
     """
-    found = match_chosen(matrix)
+    found = match_chosen(matrix, turned)
     if found is None:
         return MatchFailure(
             matrix, "dense-gates", "the gates may all differ from zero: every expert works on every token"
@@ -165,5 +167,16 @@ def by_matrix(
     routed = RoutedExperts(
         node, x, found.indices, gates, tuple(experts), 0, base, by_expert=found.gates is None,
         scaled_input=scaled_input, choices=1 if one else None, matrix=None if found.gates is None else matrix,
+        turned=turned,
     )  # fmt: skip
     return bounded(view, routed)
+
+
+def by_choices(
+    view: GraphView, node: Node, chosen: Chosen, x: Node, experts: list[Expert], base: Node | None = None
+) -> RoutedExperts | MatchFailure:
+    """The layer in which gates of the choices [.., k] weight what `experts` make of `x`."""
+    outer, tokens = ([n for n in value(t).shape[:-1] if not is_one(n)] for t in (x, chosen.indices))
+    if len(outer) != len(tokens) or not all(map(same_size, outer, tokens)):
+        return MatchFailure(x, "rows", "there are not as many rows as choices")
+    return bounded(view, RoutedExperts(node, x, chosen.indices, chosen.gates, tuple(experts), 0, base))

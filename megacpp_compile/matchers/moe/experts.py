@@ -173,7 +173,7 @@ def first_unlike(experts: list[Expert]) -> Node | None:
         for a, b in zip((*first.ups, first.down), (*other.ups, other.down), strict=False):
             shapes = zip(_shape(a.weight), _shape(b.weight), strict=True)
             same = same and all(map(same_size, *zip(*shapes, strict=True))) and (a.bias is None) == (b.bias is None)
-            same = same and value(a.node).dtype == value(b.node).dtype
+            same = same and value(a.node).dtype == value(b.node).dtype and a.dtype == b.dtype
         if not same:
             return other.node
     return None

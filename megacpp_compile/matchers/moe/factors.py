@@ -17,6 +17,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import of_tensors, same_size, value
 from megacpp_compile.fx.views import IDENTITIES, PERMUTATIONS, REPETITIONS, RESHAPES, UNIT_DIMS, is_cast
+from megacpp_compile.matchers.moe.index_reads import READS, read_of_every
 
 aten = torch.ops.aten
 
@@ -180,9 +181,11 @@ _VIEWS = {
 
 
 def _viewed(node: Node) -> bool:
-    """Whether `node` is a view, a copy, a cast or a repetition."""
+    """Whether `node` is a view, a copy, a cast or a repetition, by numbers that count up too."""
     if node.target is aten.select.int:
         return is_one(value(node.args[0]).shape[node.args[1]])  # type: ignore[index]
+    if node.target in READS:
+        return read_of_every(node) is not None
     return node.op == "call_function" and (node.target in _VIEWS or is_cast(node))
 
 
@@ -193,6 +196,13 @@ def _through(node: Node, dims: Dims) -> Dims | None:
     n = len(shape)
     if target in IDENTITIES or is_cast(node):
         return dims
+    if (read := read_of_every(node)) is not None:
+        tensor, numbers = read
+        shown = value(numbers).dim()
+        *_, (_, counted) = beneath(Factor(numbers, dims[:shown], numbers))
+        behind = dims[1:] if target is aten.gather.default else dims[shown:]
+        by_rows = len(counted) == 1 and not set(counted[0]) & {axis for dim in behind for axis in dim}
+        return (*counted, *behind) if by_rows else None
     if target is aten.unsqueeze.default:
         at = args[1] % (n + 1)  # type: ignore[operator]
         return dims[:at] + dims[at + 1 :]

@@ -23,6 +23,7 @@ from megacpp_compile.matchers.views import is_cast, is_outer_view
 
 aten = torch.ops.aten
 _SOFTMAX = (aten.softmax.int, aten._softmax.default)
+_TURNS = (aten.t.default, aten.numpy_T.default, aten.transpose.int, aten.permute.default)
 _SCATTERS = (aten.scatter.src, aten.scatter_add.default)
 
 
@@ -35,22 +36,28 @@ class Chosen:
     gates: Node | None = None
 
 
-def match_chosen(node: Node) -> Chosen | None:
-    """The distinct choices that `node` [.., E] is made of; None where it is not, or the graph does not show it."""
-    found = _elsewhere(node, 0.0)
+def match_chosen(node: Node, turned: bool = False) -> Chosen | None:
+    """The distinct choices that `node` [.., E], or where it is `turned` [E, T], is made of; None where it is not, or
+    the graph does not show it."""
+    found = _elsewhere(node, 0.0, turned)
     if found is None or not distinct_choices(found.indices):
         return None
     return found
 
 
-def _elsewhere(node: Node, number: float) -> Chosen | None:
-    """The choices everywhere but at which `node` is `number`."""
+def _elsewhere(node: Node, number: float, turned: bool = False) -> Chosen | None:
+    """The choices everywhere but at which `node`, perhaps `turned`, is `number`."""
     while is_cast(node) or node.target in (aten.clone.default, aten.alias.default, aten.contiguous.default):
         node = node.args[0]  # type: ignore[assignment]
     target, args = node.target, node.args
     if not isinstance(value(node), torch.Tensor) or node.op != "call_function":
         return None
     last = value(node).dim() - 1
+    if (found := _through_each(node, number, turned)) is not None:
+        return found
+    if turned:
+        mask = match_mask(node) if number == 0 else None
+        return None if mask is None else _of_mask(dataclasses.replace(mask, dims=mask.dims[::-1]))
     if target in (*_SCATTERS, aten.scatter.value) and is_filled(args[0], number):
         whole = value(args[2]).dim() == last + 1 and args[1] in (-1, last)
         if not whole or not all(map(same_size, value(args[2]).shape[:-1], value(node).shape[:-1])):
@@ -61,24 +68,37 @@ def _elsewhere(node: Node, number: float) -> Chosen | None:
         return Chosen(args[2], given)  # type: ignore[arg-type]
     if target in _SCATTERS:
         return _choice_by_choice(node, number)
-    if (target in _SOFTMAX and args[1] in (-1, last) or target is aten.sigmoid.default) and number == 0:
-        inner = _elsewhere(args[0], -math.inf)  # type: ignore[arg-type]
-        return None if inner is None else Chosen(inner.indices)
     if (filled := _filled_elsewhere(node, number)) is not None:
         return _of_mask(filled)
     if number != 0:
         return None
     if (mask := match_mask(node)) is not None and (chosen := _of_mask(mask)) is not None:
         return chosen
-    if target in (aten.mul.Tensor, aten.div.Tensor):
-        sides = args if target is aten.mul.Tensor else args[:1]
-        for side in sides:
-            whole = isinstance(value(side), torch.Tensor) and value(side).dim() == last + 1
-            if whole and all(map(same_size, value(side).shape, value(node).shape)):
-                inner = _elsewhere(side, number)  # type: ignore[arg-type]
-                if inner is not None:
-                    return Chosen(inner.indices)
     return _one_hots(node)
+
+
+def _through_each(node: Node, number: float, turned: bool) -> Chosen | None:
+    """The choices that `node` has from a matrix that it turns, or of each number of which it is a function."""
+    target, args = node.target, node.args
+    dims = value(node).dim()
+    if target in _TURNS and dims == 2:
+        given = args[1] if target is aten.permute.default else args[1:] or (0, 1)
+        swaps = [d % 2 for d in given] != [0, 1] or target is not aten.permute.default  # type: ignore[union-attr, operator]
+        return _elsewhere(args[0], number, turned != swaps)  # type: ignore[arg-type]
+    if number != 0:
+        return None
+    over = (0, -2) if turned else (-1, dims - 1)
+    if target in _SOFTMAX and args[1] in over or target is aten.sigmoid.default:
+        inner = _elsewhere(args[0], -math.inf, turned)  # type: ignore[arg-type]
+        return None if inner is None else Chosen(inner.indices)
+    sides = {aten.mul.Tensor: args, aten.div.Tensor: args[:1]}.get(target, ())  # type: ignore[arg-type]
+    for side in sides:
+        whole = isinstance(value(side), torch.Tensor) and value(side).dim() == dims
+        if whole and all(map(same_size, value(side).shape, value(node).shape)):
+            inner = _elsewhere(side, number, turned)  # type: ignore[arg-type]
+            if inner is not None:
+                return Chosen(inner.indices)
+    return None
 
 
 def _choice_by_choice(node: Node, number: float) -> Chosen | None:
@@ -149,7 +169,7 @@ def _one_hots(node: Node) -> Chosen | None:
             continue
         wanted = (*dims[:-1], tuple(inner), *dims[-1:])
         seen = seen_as(hot, wanted)
-        mask = match_mask(_before_casts(seen[0])) if seen else None
+        mask = match_mask(before_casts(seen[0])) if seen else None
         if mask is None or not mask.by_token or mask.dims[-2:] != ("s", "e") or value(mask.indices).dim() != len(dims):
             continue
         rest = [p for p in parts if p is not hot]
@@ -161,7 +181,7 @@ def _one_hots(node: Node) -> Chosen | None:
     return None
 
 
-def _before_casts(node: Node) -> Node:
+def before_casts(node: Node) -> Node:
     """`node` before casts, also of integers and masks to floats."""
     while node.target in (aten._to_copy.default, aten.to.dtype) or is_cast(node):
         node = node.args[0]  # type: ignore[assignment]
@@ -194,8 +214,8 @@ def match_chosen_gate(node: Node, source: Callable[[Node], Node | None] = lambda
     for gates, mark in pairs:
         if not all(isinstance(value(a), torch.Tensor) for a in (gates, mark)):
             continue
-        gates, mark = source(gates), source(_before_casts(mark))  # type: ignore[arg-type, assignment]
-        mask = None if gates is None or mark is None else match_mask(_before_casts(mark))
+        gates, mark = source(gates), source(before_casts(mark))  # type: ignore[arg-type, assignment]
+        mask = None if gates is None or mark is None else match_mask(before_casts(mark))
         if mask is None or not mask.by_token or mask.dims[-1] != "s" or mask.expert is None:
             continue
         if all(map(same_size, value(gates).shape, value(mask.indices).shape)):

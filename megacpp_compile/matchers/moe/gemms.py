@@ -11,8 +11,10 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import of_tensors, same_size, value
 from megacpp_compile.fx.views import COPIES
+from megacpp_compile.lowerings._op import compute_dtype
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.linear import match_linear
+from megacpp_compile.matchers.low_rank import match_adapted
 from megacpp_compile.matchers.views import is_cast, is_outer_view
 
 aten = torch.ops.aten
@@ -38,18 +40,31 @@ class Weight:
 
 @dataclasses.dataclass(frozen=True)
 class Gemm:
-    """`node = x @ weight.T + bias` over rows; the bias, if there is one, is a vector for each expert."""
+    """`node = x @ weight.T + bias` over rows; the bias, if there is one, is a vector for each expert.
+
+    rounded: the dtype of the product, where a wide bias makes `node` wider.
+    """
 
     node: Node
     x: Node
     weight: Weight
     bias: Weight | None = None
+    rounded: torch.dtype | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the product is rounded to."""
+        return self.rounded or value(self.node).dtype
 
     @property
     def parameters(self) -> tuple[Weight, ...]:
         return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
 
+_LOW_RANK = (
+    "an expert's projection has a low-rank path beside it (LoRA), which the op does not compute: add the weights, "
+    "`w + s * (b @ a)`, or leave experts without adapters"
+)
 MatchGemm = Callable[[Node], Gemm | MatchFailure | None]
 
 
@@ -64,22 +79,30 @@ def with_bias(
     """The GEMM that `match_gemm` finds at `node`, or the sum of one and of biases, which `match_bias` finds in an
     operand of that sum."""
     found = match_gemm(node)
+    if found is None and (adapted := match_adapted(node)) is not None and adapted.paths:
+        return MatchFailure(node, "low-rank", _LOW_RANK)
     if found is not None or node.target is not aten.add.Tensor or node.kwargs or not of_tensors(node):
         return found
     for rows, other in (node.args, node.args[::-1]):
         gemm = match_gemm(strip_row_views(rows))  # type: ignore[arg-type]
         if not isinstance(gemm, Gemm) or gemm.bias is not None:
             continue
-        if value(node).dtype != value(gemm.node).dtype:
+        if not adds_up(gemm.node, node):
             return MatchFailure(node, "bias", "an expert's bias is wider than what it is added to")
         bias = match_bias(other, node)  # type: ignore[arg-type]
         if bias is not None:
-            return dataclasses.replace(gemm, node=node, bias=bias)
+            return dataclasses.replace(gemm, node=node, bias=bias, rounded=gemm.dtype)
         outer = value(other).shape[:-1]
         repeated = len(outer) < len(value(node).shape) - 1 or any(isinstance(n, int) and n == 1 for n in outer)
         if repeated or strip_row_views(other).target in _READS:  # type: ignore[arg-type]
             return MatchFailure(node, "bias", "what is added to an expert's projection is no bias of its own")
     return None
+
+
+def adds_up(product: Node, summed: Node) -> bool:
+    """Whether an op of experts has sums such as `summed` of a GEMM `product` and a bias: in the dtype of the product,
+    or of a product in 16 bits in float32, as autocast leaves biases."""
+    return value(summed).dtype in (value(product).dtype, compute_dtype(value(product)))
 
 
 def _own_bias(node: Node, rows: Node) -> Weight | None:
@@ -135,9 +158,22 @@ def _linear_gemm(node: Node) -> Gemm | None:
 
 def strip_row_views(node: Node) -> Node:
     """What `node` is a cast of, or a view that leaves rows and channels as they are."""
-    while is_cast(node) or (is_outer_view(node) and _rows_kept(node)):
-        node = node.args[0]  # type: ignore[assignment]
-    return node
+    while True:
+        if is_cast(node) or (is_outer_view(node) and _rows_kept(node)):
+            node = node.args[0]  # type: ignore[assignment]
+        elif (before := _unsqueezed_again(node)) is not None:
+            node = before
+        else:
+            return node
+
+
+def _unsqueezed_again(node: Node) -> Node | None:
+    """What `node` is with a dimension more and less, as what is written in place to a view of a product goes."""
+    if node.target is not aten.squeeze.dim or node.args[0].target is not aten.unsqueeze.default:  # type: ignore[union-attr]
+        return None
+    source, added = node.args[0].args  # type: ignore[union-attr]
+    dims = value(source).dim() + 1
+    return source if added % dims == node.args[1] % dims else None  # type: ignore[operator, return-value]
 
 
 def _rows_kept(view: Node) -> bool:

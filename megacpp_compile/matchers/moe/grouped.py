@@ -18,6 +18,7 @@ from megacpp_compile.fx.edit import of_tensors, same_size, value
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe import outputs
+from megacpp_compile.matchers.moe.counted_rows import added_to_every
 from megacpp_compile.matchers.moe.experts import expert_ending_in
 from megacpp_compile.matchers.moe.factors import (
     Axis,
@@ -26,17 +27,18 @@ from megacpp_compile.matchers.moe.factors import (
     beneath,
     broadcast,
     factors,
-    is_one,
     longer_dims,
     over,
     seen_as,
-    step_into,
 )
-from megacpp_compile.matchers.moe.gemms import Gemm, Weight, with_bias
-from megacpp_compile.matchers.moe.index_reads import indexed
+from megacpp_compile.matchers.moe.gate_matrix import Chosen
+from megacpp_compile.matchers.moe.gemms import Gemm, adds_up
+from megacpp_compile.matchers.moe.index_reads import SUMS_OF_ROWS
 from megacpp_compile.matchers.moe.route_axes import Axes
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, bounded
 from megacpp_compile.matchers.moe.routing import is_nonnegative, number_of_scores
+from megacpp_compile.matchers.moe.stacked_gemms import StackedGemms, copies_of
+from megacpp_compile.matchers.moe.summed_gates import over_choices
 
 aten = torch.ops.aten
 _SUMS = (aten.sum.dim_IntList, aten.einsum.default, aten.bmm.default, aten.mm.default, aten.matmul.default)
@@ -45,30 +47,39 @@ _SUMS = (aten.sum.dim_IntList, aten.einsum.default, aten.bmm.default, aten.mm.de
 def find(view: GraphView) -> Iterator[RoutedExperts | MatchFailure]:
     """Every gated sum over experts or choices."""
     for node in view.graph.nodes:
-        if node.target in _SUMS and (found := _check(view, node)) is not None:
+        if node.target in (*_SUMS, *SUMS_OF_ROWS) and (found := _check(view, node)) is not None:
             yield found
 
 
 def _check(view: GraphView, node: Node) -> RoutedExperts | MatchFailure | None:
     """The layer of experts whose sum is `node`."""
-    dims = over(node)
+    added = added_to_every(node) if node.target in SUMS_OF_ROWS else (None, node, *[over(node)] * 2)
+    if added is None:
+        return None
+    base, summed, dims, inner = added
     known = longer_dims(dims)
     if not known or not value(node).is_floating_point():
         return None
     tokens, (out,) = tuple(a for d in known[:-1] for a in d), known[-1]
-    parts = factors(node, dims, lambda axes: out in axes and not (tokens and axes.isdisjoint(tokens)))
+    parts = factors(summed, inner, lambda axes: out in axes and not (tokens and axes.isdisjoint(tokens)))
+    chosen: Chosen | MatchFailure | None = None
+    if (summed_too := over_choices(node, parts, tokens, out)) is not None:
+        parts, expert, chosen = summed_too
+        matrix = Factor(node, (*((t,) for t in tokens), (expert,)), node)  # that the sum over choices would make
+        parts = [*parts, matrix]
     one = [p for p in parts if p.axes == set(tokens)]
     several = [p for p in parts if out not in p.axes and p.axes > set(tokens) and len(p.axes) == len(tokens) + 1]
     outs = [p for p in parts if out in p.axes]
-    found = _weighted(view, node, tokens, parts, one or several, outs, out)  # one or several choices of a token
+    of = Axes(tokens, (), base, chosen)
+    found = _weighted(view, node, of, parts, one or several, outs, out)  # one or several choices of a token
     scales = [p for p in parts if p.axes <= set(tokens)]
-    if found is not None or not scales or len(several) != 1 or None in (own := [_scale(p, dims) for p in scales]):
-        return found
-    rest = [p for p in parts if p not in scales]
-    found = _weighted(view, node, tokens, rest, several, outs, out)
-    if not isinstance(found, RoutedExperts):
-        return found
-    return bounded(view, dataclasses.replace(found, scales=tuple(own)))  # type: ignore[arg-type]
+    own = [_scale(p, dims) for p in scales]
+    if found is None and scales and len(several) == 1 and None not in own:
+        rest = [p for p in parts if p not in scales]
+        found = _weighted(view, node, of, rest, several, outs, out)
+        if isinstance(found, RoutedExperts):
+            return bounded(view, dataclasses.replace(found, scales=tuple(own)))  # type: ignore[arg-type]
+    return found or outputs.otherwise_weighted(view, node, outs)
 
 
 def _scale(factor: Factor, dims: Dims) -> tuple[Node, tuple[int, ...]] | None:
@@ -79,19 +90,21 @@ def _scale(factor: Factor, dims: Dims) -> tuple[Node, tuple[int, ...]] | None:
 
 
 def _weighted(
-    view: GraphView, node: Node, tokens: tuple[Axis, ...], parts: list[Factor], gates: list[Factor],
-    outs: list[Factor], out: Axis,
-) -> RoutedExperts | MatchFailure | None:  # fmt: skip
-    """The layer of experts whose sum `node` has the factors `parts`, with `gates` and experts' outputs among them."""
+    view: GraphView, node: Node, of: Axes, parts: list[Factor], gates: list[Factor], outs: list[Factor], out: Axis
+) -> RoutedExperts | MatchFailure | None:
+    """The layer of experts whose sum `node` has the factors `parts`, with `gates` and experts' outputs among them.
+
+    of: its axes but for those of routes, here and below.
+    """
     if not gates and len(parts) == 2 and len(outs) == 1:
-        return _ungated(view, node, tokens, outs[0], next(p for p in parts if p is not outs[0]), out)
+        return _ungated(view, node, of, outs[0], next(p for p in parts if p is not outs[0]), out)
     if len(gates) != 1 or len(outs) != 1:
-        copies = [p for p in outs if _copies(p) is not None]
+        copies = [p for p in outs if copies_of(p) is not None]
         if copies and len(outs) == len(parts) - 1 > 1:
             return MatchFailure(node, "gates", "an expert's output is not multiplied by one gate per choice")
         return None
     (gate,) = gates
-    axes = Axes(tokens, tuple(gate.axes - set(tokens)))
+    axes = dataclasses.replace(of, routes=tuple(gate.axes - set(of.tokens)))
     if len(parts) == 2:
         return _outputs(view, node, axes, outs[0], gate, out)
     hidden = next(p for p in parts if p not in (gate, outs[0]))
@@ -101,20 +114,21 @@ def _weighted(
 
 
 def _ungated(
-    view: GraphView, node: Node, tokens: tuple[Axis, ...], weight: Factor, hidden: Factor, out: Axis
+    view: GraphView, node: Node, of: Axes, weight: Factor, hidden: Factor, out: Axis
 ) -> RoutedExperts | MatchFailure | None:
     """The layer whose sum `node` has no gates; they may multiply what experts read."""
     *_, (_, dims) = beneath(hidden)
+    tokens = set(of.tokens)
     routes = hidden.axes - {*tokens, *dims[-1]}
-    if len(routes) != 1 or len(dims[-1]) != 1 or not routes < weight.axes | set(tokens):
+    if len(routes) != 1 or len(dims[-1]) != 1 or not routes < weight.axes | tokens:
         return None
-    axes = Axes(tokens, tuple(routes))
+    axes = dataclasses.replace(of, routes=tuple(routes))
     chosen_from = {number_of_scores(n) for n in view.graph.nodes}  # what is summed over may be heads, say
-    experts = _copies(weight) is not None or axes.choices is not None and axes.choices in chosen_from
+    experts = copies_of(weight) is not None or axes.choices is not None and axes.choices in chosen_from
     if not experts or not hidden.axes > {*tokens, *routes}:
         return None
     found = _from_down(view, node, axes, weight, None, hidden, out)
-    routed = isinstance(found, MatchFailure) and _copies(weight) is None and _goes_by_choices(weight.node)
+    routed = isinstance(found, MatchFailure) and copies_of(weight) is None and _goes_by_choices(weight.node)
     return None if routed else found  # what puts rows back in their places is summed over experts, too
 
 
@@ -132,15 +146,6 @@ def _goes_by_choices(node: Node) -> bool:
     return False
 
 
-def _copies(factor: Factor) -> tuple[Node, Node, Dims] | None:
-    """(all weights, which one each row takes, dimensions) where `factor` holds one weight for every row."""
-    for node, dims in beneath(factor):
-        read = indexed(node)
-        if read is not None and len(read[1]) == 1 and isinstance(read[1][0], Node) and value(read[0]).dim() == 3:
-            return read[0], read[1][0], dims
-    return None
-
-
 def _from_down(
     view: GraphView, node: Node, axes: Axes, weight: Factor, gate: Factor | None, hidden: Factor, out: Axis,
     added: Factor | None = None,
@@ -150,14 +155,15 @@ def _from_down(
     (channels,) = hidden.axes - axes.both
     if dims[-1] != (channels,):
         return None
-    match_gemm = _StackedGemms(axes, [d for d in dims[:-1] if d])
+    match_gemm = StackedGemms(axes, [d for d in dims[:-1] if d])
     found = match_gemm.weight(weight, out, channels)
     if found is None:
         return None
     bias = None if added is None else match_gemm.bias(added, out)
     if added is not None and bias is None:
         return MatchFailure(added.by, "bias", "what is added to an expert's projection is no bias of its own")
-    expert = expert_ending_in(Gemm(weight.by, inner, found, bias), match_gemm)
+    summed = weight.by if added is None else added.by
+    expert = expert_ending_in(Gemm(summed, inner, found, bias, value(weight.by).dtype), match_gemm)
     if isinstance(expert, MatchFailure):
         return expert
     if match_gemm.mixed is not None:
@@ -170,7 +176,7 @@ def _from_down(
     assert gate is not None
     if match_gemm.ids is None:
         return outputs.by_matrix(view, node, axes, gate, expert.x, [expert], scaled_input)
-    if axes.choices is None:
+    if axes.choices is None or axes.chosen is not None:
         return None
     gates = seen_as(gate, *axes.slots())
     if gates is None:
@@ -179,8 +185,9 @@ def _from_down(
         reason = "an expert's number may be negative, which would count from the end"
         return MatchFailure(match_gemm.ids, "range", reason)
     layer = RoutedExperts(
-        node, expert.x, match_gemm.ids, gates[0], (expert,), choices=axes.choices, scaled_input=scaled_input
-    )
+        node, expert.x, match_gemm.ids, gates[0], (expert,), base=axes.base, choices=axes.choices,
+        scaled_input=scaled_input,
+    )  # fmt: skip
     return bounded(view, layer)
 
 
@@ -211,112 +218,9 @@ def _biased(
             (hidden,) = (p for p in parts if p is not weights[0])
             if len(hidden.axes - gate.axes) != 1 or not hidden.axes > gate.axes:
                 continue
-            if value(side).dtype != value(inner).dtype:
+            if not adds_up(side, inner):
                 return MatchFailure(inner, "bias", "an expert's bias is wider than what it is added to")
             added = Factor(other, broadcast(other, dims), inner)
             if (found := _from_down(view, node, axes, weights[0], gate, hidden, out, added)) is not None:
                 return found
     return None
-
-
-class _StackedGemms:
-    """Matches GEMMs of rows with the weights of all experts, or with those of each row's own expert.
-
-    Attributes:
-        ids: the choices that the GEMMs so far go by; None before the first, and where `every` expert works.
-        mixed: the first weight that goes by other choices.
-        gate: what multiplies what experts read.
-    """
-
-    def __init__(self, axes: Axes, rows: list[tuple[Axis, ...]]) -> None:
-        self.axes, self.dims = axes, rows
-        self.ids: Node | None = None
-        self.every = False
-        self.mixed: Node | None = None
-        self.gate: Factor | None = None
-
-    def __call__(self, node: Node) -> Gemm | MatchFailure | None:
-        return with_bias(node, self._gemm, self._added)
-
-    def _dims(self, node: Node, channels: Axis) -> Dims | None:
-        """The dimensions of rows `node` with `channels`."""
-        rows, outer = iter(self.dims), value(node).shape[:-1]
-        if sum(not is_one(n) for n in outer) != len(self.dims):
-            return None
-        return (*(() if is_one(n) else next(rows) for n in outer), (channels,))
-
-    def _added(self, node: Node, rows: Node) -> Weight | None:
-        """The biases that `node`, added to `rows`, is."""
-        channels = Axis(value(rows).shape[-1])
-        dims = self._dims(rows, channels)
-        return None if dims is None else self.bias(Factor(node, broadcast(node, dims), rows), channels)
-
-    def bias(self, factor: Factor, channels: Axis) -> Weight | None:
-        """The biases [E, channels] of all experts that `factor`, or of which every slot's own it is."""
-        for node, dims in beneath(factor):
-            read = indexed(node)
-            if read is not None and len(read[1]) == 1 and value(read[0]).dim() == 2:
-                if longer_dims(dims) in map(longer_dims, self.axes.slots((channels,))):
-                    self._goes_by(node, read[1][0])
-                    return Weight(read[0], every=True)
-        if not self.axes.routes or factor.axes != {*self.axes.routes, channels} or self.ids is not None:
-            return None
-        seen = seen_as(factor, (self.axes.routes, (channels,)))
-        return None if seen is None else Weight(seen[0], every=True)
-
-    def _gemm(self, node: Node) -> Gemm | None:
-        channels = Axis(value(node).shape[-1])
-        dims = self._dims(node, channels)
-        if dims is None:
-            return None
-        mixed = {*self.axes.both, channels}
-        parts = factors(node, dims, lambda axes: axes >= mixed)
-        weights = [p for p in parts if channels in p.axes]
-        if len(parts) != 2 or len(weights) != 1:
-            return None
-        (x,) = (p for p in parts if p is not weights[0])
-        inner = x.axes - self.axes.both
-        if len(inner) != 1:
-            return None
-        source = seen_as(self._unscaled(x, *inner), *self.axes.rows(tuple(inner)))
-        weight = self.weight(weights[0], channels, *inner)
-        return Gemm(node, source[0], weight) if source is not None and weight is not None else None
-
-    def _unscaled(self, x: Factor, channels: Axis) -> Factor:
-        """`x` before it is multiplied by gates, which become `self.gate`."""
-        *_, (node, dims) = beneath(x)
-        # The one choice of a token cannot be told from the token: what is multiplied there may be a norm's.
-        below = step_into(node, dims) if self.axes.routes and node.target is aten.mul.Tensor else None
-        for rows, gate in (below, below[::-1]) if below else ():
-            scale = Factor(*gate, node)
-            if channels not in scale.axes and scale.axes == self.axes.both:
-                if self.gate is None or self.gate.node is scale.node:
-                    self.gate = self.gate or scale
-                    return Factor(*rows, node)
-        return x
-
-    def weight(self, factor: Factor, out: Axis, inner: Axis) -> Weight | None:
-        """The weights [.., out, inner] of all experts, or of every slot's own expert, that `factor` is."""
-        ends = ((out,), (inner,)), ((inner,), (out,))
-        copies = _copies(factor)
-        of_all = self.axes.routes and factor.axes == {*self.axes.routes, out, inner}
-        if of_all and (copies is None or self.axes.tokens):
-            seen = seen_as(factor, *((self.axes.routes, *end) for end in ends))
-            if seen is None or value(seen[0]).dim() != 3:
-                return None
-            self._goes_by(factor.node, None)
-            return Weight(seen[0], bool(seen[1]), every=True)
-        if copies is None:
-            return None
-        tensor, ids, dims = copies
-        for transposed, end in enumerate(ends):
-            if longer_dims(dims) in map(longer_dims, self.axes.slots(*end)):
-                self._goes_by(factor.node, ids)
-                return Weight(tensor, bool(transposed), every=True)
-        return None
-
-    def _goes_by(self, node: Node, ids: Node | None) -> None:
-        if self.ids is None and not self.every:
-            self.ids, self.every = ids, ids is None
-        elif ids is not self.ids:
-            self.mixed = node

@@ -9,10 +9,13 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, value
 from megacpp_compile.fx.filled import is_filled
-from megacpp_compile.matchers.views import RESHAPES
+from megacpp_compile.fx.views import EXPANSIONS, IDENTITIES, PERMUTATIONS, REPETITIONS, RESHAPES, UNIT_DIMS
 
 aten = torch.ops.aten
+_SEEN = RESHAPES | UNIT_DIMS | PERMUTATIONS | EXPANSIONS | REPETITIONS | IDENTITIES
+READS = (aten.gather.default, aten.index.Tensor, aten.index_select.default, aten.embedding.default)
 SCATTERS = (aten.scatter_add.default, aten.scatter_reduce.two)
+SUMS_OF_ROWS = (*SCATTERS, aten.index_add.default, aten.index_put.default)
 
 
 def indexed(node: Node) -> tuple[Node, list[Any]] | None:
@@ -41,6 +44,33 @@ def indexed(node: Node) -> tuple[Node, list[Any]] | None:
     if not positions or any(p is None for p in positions):
         return None
     return tensor, positions  # type: ignore[return-value]
+
+
+def read_of_every(node: Node) -> tuple[Node, Node] | None:
+    """(tensor, numbers) where `node` reads rows of the tensor by numbers that count up to as many as it has, in
+    whatever shape these are seen; `gather` has a number for every channel."""
+    tensor: Node
+    numbers: Node
+    if node.target is aten.gather.default and node.args[1] == 0:
+        tensor, _, numbers = node.args  # type: ignore[assignment]
+        if not all(map(same_size, value(numbers).shape[1:], value(tensor).shape[1:])):
+            return None
+    elif (read := indexed(node)) is not None and len(read[1]) == 1 and isinstance(read[1][0], Node):
+        tensor, numbers = read[0], read[1][0]
+    else:
+        return None
+    last = numbers
+    while last.op == "call_function" and last.target in _SEEN:
+        last = last.args[0]  # type: ignore[assignment]
+    whole = counts_up(last) and same_size(value(last).shape[0], value(tensor).shape[0])
+    return (tensor, numbers) if whole else None
+
+
+def counts_up(node: Node) -> bool:
+    """Whether `node` is 0, 1, 2, ..."""
+    starts = {aten.arange.default: 0, aten.arange.start: 1, aten.arange.start_step: 1}
+    first = starts.get(node.target)
+    return first is not None and (first == 0 or node.args[0] == 0) and node.args[2:] in ((), (1,))
 
 
 def repeated_over_channels(index: Node) -> Node | None:

@@ -13,9 +13,10 @@ from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe import dense, loop
 from megacpp_compile.matchers.moe.experts import Expert
-from megacpp_compile.matchers.moe.factors import Axis, Dims, Factor, longer_dims, seen_as
+from megacpp_compile.matchers.moe.factors import Axis, Dims, Factor, beneath, is_one, longer_dims, seen_as
 from megacpp_compile.matchers.moe.route_axes import Axes
 from megacpp_compile.matchers.moe.routed_experts import RoutedExperts, bounded
+from megacpp_compile.matchers.moe.routing import number_of_scores
 from megacpp_compile.matchers.views import RESHAPES, is_cast
 
 aten = torch.ops.aten
@@ -27,6 +28,8 @@ def layer_of(
     """The layer whose sum `node` weights the outputs `inner`, which run over `dims`, by `gate`."""
     if _stacked(inner) is not None:
         return _of_all(view, node, axes, inner, dims, gate, out)
+    if axes.chosen is not None:
+        return None
     if inner.target is aten.gather.default:
         return _chosen_of_all(view, node, axes, inner, dims, gate, out)
     written = loop.written(inner) if longer_dims(dims) in map(longer_dims, axes.slots((out,))) else None
@@ -49,6 +52,18 @@ def _of_all(
     if found is None or isinstance(found, MatchFailure):
         return found
     return by_matrix(view, node, axes, gate, found[0], found[1])
+
+
+def otherwise_weighted(view: GraphView, node: Node, outs: list[Factor]) -> MatchFailure | None:
+    """That the sum `node` has all experts' outputs among its factors `outs`, as many as there are scores to choose by,
+    and something else for weights than gates."""
+    for inner in (inner for part in outs for inner, _ in beneath(part)):
+        stacked = _stacked(inner)
+        if stacked is not None and len(stacked[0]) in {number_of_scores(n) for n in view.graph.nodes}:
+            if isinstance(dense.all_experts(stacked[0]), tuple):
+                reason = "experts' outputs are multiplied by other numbers than one gate for each token and expert"
+                return MatchFailure(node, "gates", reason)
+    return None
 
 
 def _stacked(node: Node) -> tuple[list[Node], int] | None:
@@ -91,7 +106,8 @@ def _chosen_of_all(
     gates = seen_as(gate, *axes.slots())
     if gates is None:
         return MatchFailure(gate.node, "gates", "the gates are in another order than the choices")
-    return bounded(view, RoutedExperts(node, found[0], ids, gates[0], tuple(found[1]), choices=axes.choices))
+    layer = RoutedExperts(node, found[0], ids, gates[0], tuple(found[1]), base=axes.base, choices=axes.choices)
+    return bounded(view, layer)
 
 
 def _over_channels(index: Node) -> Node | None:
@@ -115,10 +131,16 @@ def by_matrix(
     view: GraphView, node: Node, axes: Axes, gate: Factor, x: Node, experts: list[Expert], scaled_input: bool = False
 ) -> RoutedExperts | MatchFailure:
     """The layer in which every expert works on every token, weighted by the matrix that `gate` is a view of."""
+    if isinstance(axes.chosen, MatchFailure):
+        return axes.chosen
+    if axes.chosen is not None:
+        return dense.by_choices(view, node, axes.chosen, x, experts, axes.base)
     matrix = seen_as(gate, axes.slots()[0])
+    turned = matrix is None or value(matrix[0]).dim() == 2 and bool(axes.routes) and is_one(value(matrix[0]).shape[-1])
+    matrix = matrix or seen_as(gate, (axes.routes, axes.tokens))
     if matrix is None:
         return MatchFailure(gate.node, "gates", "the gates are in another order than the tokens")
-    return dense.by_matrix(view, node, matrix[0], x, experts, scaled_input=scaled_input)
+    return dense.by_matrix(view, node, matrix[0], x, experts, axes.base, scaled_input, turned)
 
 
 def _of_written(
@@ -134,4 +156,5 @@ def _of_written(
     if x is None or gates is None or axes.choices is None:
         return None
     experts = tuple(found.experts)
-    return bounded(view, RoutedExperts(node, x[0], found.choices, gates[0], experts, found.first, choices=axes.choices))
+    layer = RoutedExperts(node, x[0], found.choices, gates[0], experts, found.first, axes.base, axes.choices)
+    return bounded(view, layer)

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 
+from torch.fx import Node
+
+from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.moe.factors import Axis, Dims
+from megacpp_compile.matchers.moe.gate_matrix import Chosen
 
 
 @dataclasses.dataclass(frozen=True)
 class Axes:
     """`tokens`: the axes of the result but its channels, none for a single token; `routes`: the axis of experts or
-    choices that is summed, none for a single choice."""
+    choices that is summed, none for a single choice; `base`: what the sum is added to; `chosen`:
+    the choices of a sum that runs over these too, or why they cannot be read."""
 
     tokens: tuple[Axis, ...]
     routes: tuple[Axis, ...]
+    base: Node | None = None
+    chosen: Chosen | MatchFailure | None = None
 
     @property
     def both(self) -> set[Axis]:

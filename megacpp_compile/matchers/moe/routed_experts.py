@@ -18,6 +18,7 @@ from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe.experts import Expert
 from megacpp_compile.matchers.numbers import is_number
+from megacpp_compile.matchers.views import RESHAPES, is_cast, is_outer_view
 
 aten = torch.ops.aten
 _ASSERTS = (
@@ -51,6 +52,7 @@ class RoutedExperts:
         identities: the numbers of experts that return what they read, which `experts` does not hold.
         scales: what the sum is multiplied by, each with the dimensions of `output` that it has.
         matrix: what [.., E] the gates are scattered to, which may be read elsewhere; None where they are not.
+        turned: whether such a matrix, and `gates` with `by_expert`, lies [E, T].
         inputs: what the layer reads; inside: the nodes between these and `output`. Filled in by `bounded`.
     """
 
@@ -69,6 +71,7 @@ class RoutedExperts:
     identities: range = range(0)
     scales: tuple[tuple[Node, tuple[int, ...]], ...] = ()
     matrix: Node | None = None
+    turned: bool = False
     inputs: tuple[Node, ...] = ()
     inside: frozenset[Node] = frozenset()
 
@@ -93,6 +96,7 @@ class SortedExperts:
     Attributes:
         ends: where each expert's rows end, [E] int32; rows behind the last end are no expert's.
         experts: one, whose weights hold those of all.
+        counts: how many rows each expert has, by which biases are repeated; None where there are no biases.
         inputs, inside: as those of `RoutedExperts`.
     """
 
@@ -100,12 +104,14 @@ class SortedExperts:
     x: Node
     ends: Node
     experts: tuple[Expert]
+    counts: Node | None = None
     inputs: tuple[Node, ...] = ()
     inside: frozenset[Node] = frozenset()
 
     @property
     def operands(self) -> list[Node]:
-        return [self.x, self.ends, *_parameters(self.experts)]
+        counts = [] if self.counts is None else [self.counts]
+        return [self.x, self.ends, *_parameters(self.experts), *counts]
 
 
 def _parameters(experts: tuple[Expert, ...]) -> list[Node]:
@@ -116,9 +122,16 @@ _Layer = TypeVar("_Layer", RoutedExperts, SortedExperts)
 
 
 def bounded(view: GraphView, found: _Layer) -> _Layer | MatchFailure:
-    """`found` with its `inputs` and the nodes `inside`, gates read from their matrix where that has to stay; the first
-    of these that cannot go, as it is read elsewhere or runs under another mode."""
+    """`found` with its `inputs` and the nodes `inside`, tokens and gates read from a view or a cast that has to stay,
+    gates from their matrix where that has to; the first of these that cannot go, as it is read elsewhere or runs under
+    another mode."""
     layer = _bounded(view, found)
+    if isinstance(layer, MatchFailure) and layer.tag == "escapes":
+        kept = layer.node
+        source = kept.args[0] if is_cast(kept) or kept.target in RESHAPES and is_outer_view(kept) else None
+        for name in ("x", "gates") if is_cast(kept) else ("x",):
+            if source is not None and getattr(found, name, None) is source:
+                return bounded(view, dataclasses.replace(found, **{name: kept}))
     if isinstance(found, SortedExperts) or found.matrix is None or isinstance(layer, RoutedExperts):
         return layer
     again = _bounded(view, dataclasses.replace(found, gates=found.matrix, by_expert=True, matrix=None))

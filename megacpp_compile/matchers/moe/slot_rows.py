@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import same_size, value
+from megacpp_compile.fx.edit import value
+from megacpp_compile.matchers.moe.counted_rows import whole_times
 from megacpp_compile.matchers.moe.factors import Axis, Factor, is_one, seen_as
-from megacpp_compile.matchers.moe.index_reads import indexed
+from megacpp_compile.matchers.moe.index_reads import counts_up, indexed
 
 aten = torch.ops.aten
 
@@ -43,9 +44,7 @@ def choices_of(token: Node, tokens: Any) -> int | None:
         return divided[1]
     if _taken(token) is None or is_one(tokens) and is_one(value(token).shape[0]):
         return None
-    times = value(token).shape[0] // tokens
-    fixed = times if isinstance(times, int) else int(times.node.expr) if times.node.expr.is_Integer else None
-    return fixed if fixed and same_size(tokens * fixed, value(token).shape[0]) else None
+    return whole_times(value(token).shape[0], tokens)
 
 
 def slot_over(node: Node) -> tuple[Node, int] | None:
@@ -60,9 +59,9 @@ def slot_over(node: Node) -> tuple[Node, int] | None:
 def numbers_each_slot(numbers: Node, tokens: Any, choices: int) -> bool:
     """Whether `numbers` has the number of each slot's token, in the slots' own order."""
     if (divided := slot_over(numbers)) is not None:
-        return divided[1] == choices and _counts_up(divided[0])
+        return divided[1] == choices and counts_up(divided[0])
     each = _repeated(numbers, tokens, choices)
-    return each is not None and _counts_up(each)
+    return each is not None and counts_up(each)
 
 
 def once_a_choice(rows: Node, tokens: Any, choices: int) -> Node | None:
@@ -78,13 +77,6 @@ def _repeated(rows: Node, tokens: Any, choices: int) -> Node | None:
     t, k, *rest = (() if is_one(n) else (Axis(n),) for n in (tokens, choices, *value(rows).shape[1:]))
     seen = seen_as(Factor(rows, ((*t, *k), *rest), rows), (t, *rest))
     return None if seen is None else seen[0]
-
-
-def _counts_up(node: Node) -> bool:
-    """Whether `node` is 0, 1, 2, ..."""
-    starts = {aten.arange.default: 0, aten.arange.start: 1, aten.arange.start_step: 1}
-    first = starts.get(node.target)
-    return first is not None and (first == 0 or node.args[0] == 0) and node.args[2:] in ((), (1,))
 
 
 def _taken(node: Node) -> tuple[Node, Node] | None:

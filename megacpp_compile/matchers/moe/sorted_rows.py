@@ -50,7 +50,8 @@ def _layer(view: GraphView, node: Node, match_gemm: _SameGroups) -> SortedExpert
         return None  # the sum with some other bias; the GEMM in it is looked at by itself
     expert = expert_ending_in(down, match_gemm)
     if not isinstance(expert, MatchFailure):
-        return bounded(view, SortedExperts(node, strip_row_views(expert.x), match_gemm.ends, (expert,)))
+        layer = SortedExperts(node, strip_row_views(expert.x), match_gemm.ends, (expert,), match_gemm.counts)
+        return bounded(view, layer)
     linear = isinstance(match_gemm(strip_row_views(down.x)), Gemm)  # as adapters of several texts are
     return None if linear or not match_gemm.before(down.x) else expert
 
@@ -79,10 +80,11 @@ def grouped_gemm(node: Node) -> tuple[Gemm, Node] | None:
 
 
 class _SameGroups:
-    """Matches grouped GEMMs whose groups end at `ends`, and what adds each group's bias to one."""
+    """Matches grouped GEMMs whose groups end at `ends`, and what adds groups' biases, repeated by `counts`."""
 
     def __init__(self, ends: Node) -> None:
         self.ends = ends
+        self.counts: Node | None = None
 
     def __call__(self, node: Node) -> Gemm | MatchFailure | None:
         return with_bias(node, self._grouped, self._bias)
@@ -116,7 +118,10 @@ class _SameGroups:
         summed = number(self.ends)
         counted = summed.target is aten.cumsum.default and number(summed.args[0]) is counts  # type: ignore[arg-type]
         wide = value(biases).dim() == 2 and same_size(value(biases).shape[1], value(rows).shape[-1])
-        return Weight(biases, every=True) if counted and wide else None
+        if not counted or not wide:
+            return None
+        self.counts = counts
+        return Weight(biases, every=True)
 
 
 def _with_a_last(node: Node) -> tuple[Node, Node] | None:

@@ -6,7 +6,8 @@ unknown number are no heads, and a rotation of such is not even near one. A widt
 to what it is: Dynamo guards it, and the frame is captured again. Nothing changes for a frame without such a rotation.
 
 A width is a symbol that stands for nothing but last dimensions of inputs and plain numbers: what is also a batch or a
-length, or counts rows, stays one. One that the user marked as dynamic stays one, too, and is a near miss.
+length, or counts rows, stays one, but for quotients in which it falls out. One that the user marked as
+dynamic stays one, too, and is a near miss.
 """
 
 from __future__ import annotations

@@ -89,6 +89,8 @@ def _slots(build: Builder, layer: RoutedExperts) -> tuple[Node, Node, Node]:
         indices = build(aten.slice.Tensor, indices, -1, *cut)
         gates = gates if layer.by_expert else build(aten.slice.Tensor, gates, -1, *cut)
     if layer.by_expert:
+        if layer.turned:
+            gates = build(aten.transpose.int, gates, 0, 1)
         if layer.choices is not None:
             indices = build(aten.reshape.default, indices, [-1, layer.choices])
         elif value(indices).dim() == 1:
@@ -147,7 +149,7 @@ class _Parts:
     @classmethod
     def of(cls, view: GraphView, build: Builder, layer: RoutedExperts | SortedExperts, x: Node, slots: Any) -> _Parts:
         expert, experts = layer.experts[0], layer.experts
-        dtype = value(expert.down.node).dtype
+        dtype = expert.down.dtype
         count = len(expert.ups)
         own = [[gemm.weight for gemm in gemms] for gemms in zip(*((*e.ups, e.down) for e in experts), strict=True)]
         together = all(map(_in_one, own))  # the op takes either form, and the same for all
@@ -157,7 +159,8 @@ class _Parts:
         parts = dict.fromkeys(module_fqn(gemm.node) for e in experts for gemm in (*e.ups, e.down))
         gemms = Gemms(x, slots, weights, expert.layout)
         precision, reason = decide(view.config.precision, module_fqn(layer.output), parts, gemms)
-        biases = [_biases(build, [(*e.ups, e.down)[i].bias for e in experts], dtype) for i in range(count + 1)]
+        gemms_of = [[(*e.ups, e.down)[i] for e in experts] for i in range(count + 1)]
+        biases = [_biases(build, [gemm.bias for gemm in own], value(own[0].node).dtype) for own in gemms_of]
         form = expert.activation, expert.layout
         return cls(x, weights, form, precision, reason, [*([None] if count == 1 else []), *biases])
 
