@@ -21,6 +21,7 @@ PYTHONS_OWN = {
     "_torch/_theme.py": {"AttributeError"},
     "_torch/_registry.py": {"AttributeError"},
     "cli.py": {"ValueError"},  # printed
+    "fx/size_nodes.py": {"LookupError"},  # the site stays plain
     "fx/inductor_pass.py": {"NotImplementedError"},  # of an abstract method
     "lowerings/_gemm/cublaslt.py": {"OSError", "RuntimeError"},  # the candidate is left out
     "precision/native.py": {"TypeError", "ValueError"},

@@ -7,7 +7,6 @@ exchanged in Megatron's class itself, since Dynamo knows no other way in; `Plain
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +18,7 @@ from megacpp_compile.adapters.megatron.installed import loaded
 from megacpp_compile.lowerings._traits import OpTraits, declare
 from megacpp_compile.report import log
 
+_SUBSTITUTED: set[Callable[..., Any]] = set()
 _SCALER = "megatron.core.transformer.multi_token_prediction.MTPLossAutoScaler"
 
 
@@ -39,8 +39,10 @@ def backward_of_mtp_loss() -> tuple[Any, Any] | None:
     return None if scaler is None or not hasattr(scaler, "main_loss_backward_scale") else (scaler, _scaled_backward)
 
 
-@functools.cache
 def _traced_as(original: Callable[..., Any], plain: Callable[..., Any]) -> None:
+    if original in _SUBSTITUTED:
+        return
+    _SUBSTITUTED.add(original)
     try:
         torch.compiler.substitute_in_graph(original)(plain)  # type: ignore[arg-type]
     except (TypeError, ValueError) as error:  # another signature, or somebody else's substitute
@@ -53,7 +55,6 @@ def _same(inp: Tensor, requires_grad: bool, keep_graph: bool) -> Tensor:
     return inp
 
 
-@functools.cache
 def _group(state: Any) -> Callable[..., Any]:
     def group(tp_group: Any, is_expert: bool = False, check_initialized: bool = True) -> Any:
         """`get_tensor_model_parallel_group_if_none`, without its warning on the first rank."""

@@ -12,7 +12,6 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, value
-from megacpp_compile.fx.filled import is_filled
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe.experts import expert_ending_in
@@ -111,10 +110,10 @@ class _SameGroups:
         biases, counts = node.args[0], number(node.args[1])  # type: ignore[arg-type]
         assert isinstance(biases, Node)
         if counts.target is aten.cat.default:
-            parts = _with_a_last(biases), _with_a_last(counts)
-            if parts[0] is None or parts[1] is None or not is_filled(parts[0][1], 0.0):
+            own, first = _before_a_row_of_zeros(biases), _before_a_last(counts)
+            if own is None or first is None:
                 return None
-            biases, counts = parts[0][0], number(parts[1][0])  # rows are as many as the repetitions, or it is an error
+            biases, counts = own, number(first)  # rows are as many as the repetitions, or it is an error
         summed = number(self.ends)
         counted = summed.target is aten.cumsum.default and number(summed.args[0]) is counts  # type: ignore[arg-type]
         wide = value(biases).dim() == 2 and same_size(value(biases).shape[1], value(rows).shape[-1])
@@ -124,10 +123,21 @@ class _SameGroups:
         return Weight(biases, every=True)
 
 
-def _with_a_last(node: Node) -> tuple[Node, Node] | None:
-    """(the first, the last of them, with one entry) of two tensors of which `node` is the concatenation."""
+def _before_a_row_of_zeros(node: Node) -> Node | None:
+    """What `node`, of two dimensions, has one row of zeros behind of; `canonicalize` writes concatenations so."""
+    if node.target not in (aten.pad.default, aten.constant_pad_nd.default):
+        return None
+    x, widths, *rest = node.args
+    zeros = rest in ([], ["constant"], ["constant", 0], ["constant", None]) or (
+        node.target is aten.constant_pad_nd.default and rest == [0]
+    )
+    return x if zeros and widths == [0, 0, 0, 1] and not node.kwargs else None  # type: ignore[return-value]
+
+
+def _before_a_last(node: Node) -> Node | None:
+    """The first of two tensors of which `node` is the concatenation, where the last has one entry."""
     if node.target is not aten.cat.default or node.args[1:] not in ((), (0,)) or len(node.args[0]) != 2:  # type: ignore[arg-type]
         return None
     first, last = node.args[0]  # type: ignore[misc]
     one = isinstance(value(last).shape[0], int) and value(last).shape[0] == 1
-    return (first, last) if one else None
+    return first if one else None  # type: ignore[return-value]
