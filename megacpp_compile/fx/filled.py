@@ -1,4 +1,4 @@
-"""Tensors that hold one number everywhere, or none that matters."""
+"""Tensors that hold one number everywhere, or none that matters, and what a tensor is padded with."""
 
 from __future__ import annotations
 
@@ -25,3 +25,15 @@ def is_filled(node: Any, number: float) -> bool:
 def is_blank(node: Node) -> bool:
     """Whether `node` holds nothing that matters: zeros, or uninitialised memory."""
     return is_filled(node, 0.0) or node.target in _EMPTY
+
+
+def padded_with(node: Node) -> Any:
+    """The number, perhaps a node, with which `node` pads its first argument; None for another node, or one that pads
+    otherwise than with a constant."""
+    if node.target is aten.constant_pad_nd.default:
+        return node.args[2] if len(node.args) > 2 else node.kwargs.get("value", 0)
+    if node.target is not aten.pad.default:
+        return None
+    mode = node.args[2] if len(node.args) > 2 else node.kwargs.get("mode", "constant")
+    given = node.args[3] if len(node.args) > 3 else node.kwargs.get("value")
+    return None if mode != "constant" else 0 if given is None else given

@@ -15,6 +15,7 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, value
+from megacpp_compile.fx.filled import padded_with
 from megacpp_compile.fx.views import COPIES, PADS, is_cast
 from megacpp_compile.matchers.silu import match_silu
 
@@ -138,10 +139,8 @@ def is_swap(node: Node) -> Node | None:
 def _padding(node: Node, time: int) -> tuple[Node, int] | None:
     """(tensor, steps of zeros before time 0) where `node` pads time, and nothing else, with zeros."""
     if node.target in PADS:
-        mode = node.args[2] if node.target is aten.pad.default and len(node.args) > 2 else "constant"
-        fill = node.args[3 if node.target is aten.pad.default else 2 :]
         x, sizes = node.args[:2]
-        if mode != "constant" or fill and fill[0] not in (None, 0) or not all(isinstance(n, int) for n in sizes):  # type: ignore[union-attr]
+        if padded_with(node) != 0 or not all(isinstance(n, int) for n in sizes):  # type: ignore[union-attr]
             return None
         at = 2 * (2 - time)
         sizes = [*sizes, *[0] * (6 - len(sizes))]  # type: ignore[arg-type,misc]

@@ -14,6 +14,7 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
+from megacpp_compile.fx.filled import padded_with
 from megacpp_compile.fx.views import CASTS, EXPANSIONS, IDENTITIES, PADS, RESHAPES, UNIT_DIMS
 from megacpp_compile.matchers.linear import is_projection
 
@@ -234,10 +235,7 @@ def _sums_before(node: Node, lengths: Any, behind: bool = False) -> bool:
         parts: Any = node.args[0]
         begins_at_zero = len(parts) == 2 and _is_zeros(parts[0]) and value(parts[0]).shape == (1,)
         return begins_at_zero and _is_sum(parts[1], lengths)
-    fill = node.args[3 if node.target is aten.pad.default else 2 :]
-    constant = node.target is not aten.pad.default or len(node.args) < 3 or node.args[2] == "constant"
-    zero = not fill or fill[0] in (None, 0)
-    return constant and zero and list(node.args[1]) == [1, 0] and _is_sum(node.args[0], lengths)  # type: ignore[arg-type]
+    return padded_with(node) == 0 and list(node.args[1]) == [1, 0] and _is_sum(node.args[0], lengths)  # type: ignore[arg-type]
 
 
 def _is_sum(node: Any, lengths: Any) -> bool:

@@ -15,6 +15,7 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, value
+from megacpp_compile.fx.filled import padded_with
 from megacpp_compile.fx.views import CASTS, IDENTITIES, PADS, SQUEEZES, UNSQUEEZE
 from megacpp_compile.matchers.causal_conv import CausalConv, NoCausalConv, silu_of
 
@@ -227,12 +228,11 @@ def _padded(node: Node, time: int, zeros: bool) -> tuple[Node, int] | None:
     """(tensor, steps put before it) where `node` pads time in front, with zeros if these are asked for."""
     rank = value(node).dim()
     if node.target in PADS:
-        constant = node.target is not aten.pad.default or len(node.args) < 3 or node.args[2] == "constant"
-        fill = node.args[3 if node.target is aten.pad.default else 2 :]
+        fill = padded_with(node)
         sizes: Any = node.args[1]
         at = 2 * (rank - 1 - time)
         others = [n for i, n in enumerate(sizes) if i != at]
-        if not constant or zeros and fill and fill[0] not in (None, 0) or len(sizes) <= at or any(others):
+        if fill is None or zeros and fill != 0 or len(sizes) <= at or any(others):
             return None
         return (node.args[0], sizes[at]) if isinstance(sizes[at], int) and sizes[at] >= 0 else None  # type: ignore[return-value]
     if node.target is aten.cat.default and len(node.args[0]) == 2 and _dim(node, 1) == time:  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, value
+from megacpp_compile.fx.filled import padded_with
 from megacpp_compile.matchers._match import MatchFailure
 from megacpp_compile.matchers.graph_view import GraphView
 from megacpp_compile.matchers.moe.experts import expert_ending_in
@@ -125,13 +126,8 @@ class _SameGroups:
 
 def _before_a_row_of_zeros(node: Node) -> Node | None:
     """What `node`, of two dimensions, has one row of zeros behind of; `canonicalize` writes concatenations so."""
-    if node.target not in (aten.pad.default, aten.constant_pad_nd.default):
-        return None
-    x, widths, *rest = node.args
-    zeros = rest in ([], ["constant"], ["constant", 0], ["constant", None]) or (
-        node.target is aten.constant_pad_nd.default and rest == [0]
-    )
-    return x if zeros and widths == [0, 0, 0, 1] and not node.kwargs else None  # type: ignore[return-value]
+    zeros = padded_with(node) == 0 and node.args[1] == [0, 0, 0, 1]
+    return node.args[0] if zeros else None  # type: ignore[return-value]
 
 
 def _before_a_last(node: Node) -> Node | None:

@@ -11,7 +11,7 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import Builder, same_size, value
-from megacpp_compile.fx.filled import is_filled
+from megacpp_compile.fx.filled import is_filled, padded_with
 from megacpp_compile.fx.views import CASTS, IDENTITIES, PADS, PARTS, SPLITS
 from megacpp_compile.matchers.numbers import number_of
 from megacpp_compile.matchers.ssd.axes import Atom, flat
@@ -166,13 +166,8 @@ def _chain(decay: Node) -> list[Node] | None:
 
 def _padding(node: Node) -> float | None:
     """The number that `node` pads its first argument with; None for another node, or one that pads otherwise."""
-    if node.target is aten.constant_pad_nd.default:
-        return number_of(node.args[2]) if len(node.args) > 2 else 0.0
-    if node.target is not aten.pad.default:
-        return None
-    mode, given = [*node.args[2:], "constant", None][:2] if len(node.args) < 4 else node.args[2:4]
-    mode, given = node.kwargs.get("mode", mode), node.kwargs.get("value", given)
-    return None if mode != "constant" else 0.0 if given is None else number_of(given)
+    given = padded_with(node)
+    return None if given is None else number_of(given)
 
 
 def has_logarithm(decay: Node) -> bool:

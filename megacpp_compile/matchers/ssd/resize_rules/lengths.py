@@ -11,6 +11,7 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from megacpp_compile.fx.edit import value
+from megacpp_compile.fx.filled import padded_with
 from megacpp_compile.fx.views import SPLITS
 from megacpp_compile.matchers.ssd.axes import Dim, NoAxes, equal, flat, fresh, is_one, length, pin
 from megacpp_compile.matchers.ssd.tensor_ops import ResizeContext, argument, axis, broadcast, rule_table
@@ -22,8 +23,7 @@ RULES, rule = rule_table()
 def _padding(n: Node) -> list[tuple[int, Any, Any]]:
     """(dimension, in front, behind) of what is padded."""
     amounts, rank = n.args[1], value(n).dim()
-    fill = argument(n, 3 if n.target is aten.pad.default else 2, "value", 0)
-    if n.target is aten.pad.default and argument(n, 2, "mode", "constant") != "constant" or fill not in (0, None):
+    if padded_with(n) != 0:
         raise NoAxes("padding with other than zeros")
     pairs = zip(amounts[0::2], amounts[1::2], strict=True)  # type: ignore[index]
     found = [(rank - 1 - i, value(front), value(behind)) for i, (front, behind) in enumerate(pairs)]
