@@ -53,6 +53,10 @@ VARIANTS: dict[str, Variant] = {
     "megacpp, float8, selective": Variant(
         {"precision": "fp8_current", "policy": "selective"}, frozenset({"stack"}), FP8_BOUND
     ),
+    "megacpp, float8, delayed": Variant({"precision": "fp8_delayed"}, frozenset({"block", "stack"}), FP8_BOUND),
+    "megacpp, float8, delayed, selective": Variant(
+        {"precision": "fp8_delayed", "policy": "selective"}, frozenset({"stack"}), FP8_BOUND
+    ),
     "megacpp, float8 by blocks": Variant({"precision": "fp8_block"}, frozenset({"block"}), FP8_BOUND),
 }
 

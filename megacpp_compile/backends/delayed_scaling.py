@@ -1,8 +1,8 @@
 """Gives a frame under delayed scaling its past: tensors behind its inputs, which it reads and writes.
 
-Before: `x8, _, sx, seen = megacpp.fp8_quantize_delayed(x, 0, 0, ...)`, and of w; `fp8_linear(x, [w], x8, sx, ...)`
+Before: `x8, _, sx, seen = megacpp.fp8_quantize_delayed(x, 0, ...)`, and of w; `fp8_linear(x, [w], x8, sx, ...)`
 After:  `history', largest = megacpp.push_maxima(history, latest, grads)` in front of all else;
-        `fp8_quantize_delayed(x, largest, i, ...)`; `fp8_linear(x, [w], x8, sx, ..., largest, j, grads[j])`;
+        `fp8_quantize_delayed(x, largest[i], ...)`; `fp8_linear(x, [w], x8, sx, ..., largest[j], grads[j])`;
         behind all else `history` becomes history', and `latest` what each `seen` is. Backward writes `grads`.
 
 So a step's forward takes over what the step before has seen, and nothing is written that the same step reads later:
@@ -67,10 +67,11 @@ def take_past(gm: GraphModule, captured: Captured | None) -> Past:
     build = Builder(graph, mode, first, history)  # in no checkpoint's region: recomputed, it would push once more
     pushed = build(ops.push_maxima.default, history, latest, grads)
     newest, largest = build.item(pushed, 0), build.item(pushed, 1)
-    for i, node in enumerate(forward):
-        node.args = (node.args[0], largest, i, *node.args[3:])
-    for i, (node, seen) in enumerate(zip(backward, grads, strict=True), len(forward)):
-        node.args = (*node.args[:9], largest, i, seen, *node.args[12:])
+    each = [build(aten.select.int, largest, 0, i) for i in range(len(order))]
+    for node, own in zip(forward, each, strict=False):
+        node.args = (node.args[0], own, *node.args[2:])
+    for node, own, seen in zip(backward, each[len(forward) :], grads, strict=True):
+        node.args = (*node.args[:9], own, seen, *node.args[11:])
 
     output = graph.output_node()
     build = Builder(graph, mode, output, history)

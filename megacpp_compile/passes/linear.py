@@ -8,7 +8,7 @@ After, under "fp8_current":
         and of linears that share x, where some are too narrow to gain alone (MLA's two down-projections):
         `y0, y1 = megacpp.fp8_linear(x, [w0, w1], x8, sx, w8, sw, [], "e4m3", dtype)`
 After, under "fp8_delayed", the same with
-        `x8, x8t, sx, seen = megacpp.fp8_quantize_delayed(x, largest, 0, "e4m3", turned, alone)`, where `largest` is 0,
+        `x8, x8t, sx, seen = megacpp.fp8_quantize_delayed(x, largest, "e4m3", turned, alone)`, where `largest` is 0,
         that of a first step; the compiled frame has the history in its place (`backends/delayed_scaling.py`). Where x
         lies in memory, one kernel casts it in both orientations, and backward keeps that which it multiplies
 After, under "fp8_block":
@@ -195,7 +195,7 @@ def _rewrite(
     def payload(t: Node, op: OpOverload, *how: object) -> Node:
         key = (t, view.mode_states[first.node], (op, *how))
         if key not in payloads:
-            past = [no_past(build, t), 0] if recipe == "fp8_delayed" else []
+            past = [no_past(build, t)] if recipe == "fp8_delayed" else []
             payloads[key] = build(op, build(torch.ops.aten.detach.default, t), *past, *how)
         return payloads[key]
 
@@ -217,7 +217,7 @@ def _rewrite(
         x8, *columns, x_scale = parts(payload(x, one, FORWARD, turned, alone), *([0, 1, 2] if turned else [0, 2]))
         w = weights[0] if len(weights) == 1 else build(aten.cat.default, weights)
         quantised = [x8, x_scale, *parts(payload(w, one, FORWARD, False, True), 0, 2)]
-        past = [None, 0, None, *columns] if turned else []
+        past = [None, None, *columns] if turned else []
     else:
         one, past = ops.fp8_quantize.default, []
         quantised = parts(payload(x, one, FORWARD), 0, 1)

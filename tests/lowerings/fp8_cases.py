@@ -54,7 +54,7 @@ def _fp8(rand, dtype, outer=(2, 24), k=48, n=32, bias=True, grad_format="e4m3", 
     args = x, weights, *quantise(x, "e4m3"), *quantise(w, "e4m3"), b, grad_format, dtype
     if not past:
         return args
-    return *args, torch.tensor(past), 0, torch.zeros(()), args[2].flatten(0, -2).t().contiguous()
+    return *args, torch.tensor(past), torch.zeros(()), args[2].flatten(0, -2).t().contiguous()
 
 
 def _parts(t, parts):
@@ -85,8 +85,8 @@ for label, options in QUANTISED.items():
         grads = [rand(*x.shape[:-1], w.shape[0], dtype=dtype) * 1e3 for w in weights]
         if not delayed:
             return grads, x8, x_scale, weights, w_scale, grad_format, dtype
-        largest, column, _, turned = delayed
-        return grads, turned, x_scale, weights, w_scale, grad_format, dtype, largest, column, True
+        largest, _, turned = delayed
+        return grads, turned, x_scale, weights, w_scale, grad_format, dtype, largest, True
 
 
 def _by_blocks(rand, dtype, outer=(2, 128), k=256, n=128, bias=True):
@@ -133,7 +133,7 @@ PASTS = {
 
 
 def with_past(rand, dtype, past, outer=(3, 16), k=48, factor=1, format="e4m3", turned=False, alone=True):
-    return rand(*outer, k, dtype=dtype) * factor, torch.tensor([7.0, past]), 1, format, turned, alone
+    return rand(*outer, k, dtype=dtype) * factor, torch.tensor([past, 7.0]), format, turned, alone
 
 
 for label, options in PASTS.items():
@@ -149,7 +149,7 @@ for label, grads in {"forward_alone": 0, "with_gradients": 3}.items():
     def _(rand, dtype, grads=grads):
         latest = rand(4, dtype=torch.float32).abs()
         latest[1], latest[2] = float("inf"), float("nan")
-        return rand(5, 4 + grads, dtype=torch.float32).abs(), latest, [rand(dtype=torch.float32).abs() for _ in range(grads)]
+        return rand(5, 4 + grads, dtype=torch.float32).abs(), latest, list(rand(grads, dtype=torch.float32).abs())
 
 
 # --- GEMMs with a scale for every block

@@ -49,26 +49,26 @@ def test_graph():
     expecttest.assert_expected_inline(render(frames.graph), """\
 new_zeros: f32[1] = new_zeros(x, [1], dtype=float32)
 detach: bf16[2, 16, 32] = detach(x)
-fp8_quantize_delayed: (float8_e4m3fn[2, 16, 32], float8_e4m3fn[32, 32], f32[], f32[]) = megacpp.fp8_quantize_delayed(detach, new_zeros, 0, e4m3, True, True)
+fp8_quantize_delayed: (float8_e4m3fn[2, 16, 32], float8_e4m3fn[32, 32], f32[], f32[]) = megacpp.fp8_quantize_delayed(detach, new_zeros, e4m3, True, True)
 getitem: float8_e4m3fn[2, 16, 32] = fp8_quantize_delayed[0]
 getitem_1: float8_e4m3fn[32, 32] = fp8_quantize_delayed[1]
 getitem_2: f32[] = fp8_quantize_delayed[2]
 new_zeros_1: f32[1] = new_zeros(up_weight, [1], dtype=float32)
 detach_1: bf16[48, 32] = detach(up_weight)
-fp8_quantize_delayed_1: (float8_e4m3fn[48, 32], float8_e4m3fn[0], f32[], f32[]) = megacpp.fp8_quantize_delayed(detach_1, new_zeros_1, 0, e4m3, False, True)
+fp8_quantize_delayed_1: (float8_e4m3fn[48, 32], float8_e4m3fn[0], f32[], f32[]) = megacpp.fp8_quantize_delayed(detach_1, new_zeros_1, e4m3, False, True)
 getitem_3: float8_e4m3fn[48, 32] = fp8_quantize_delayed_1[0]
 getitem_4: f32[] = fp8_quantize_delayed_1[2]
-fp8_linear: (bf16[2, 16, 48]) = megacpp.fp8_linear(x, [up_weight], getitem, getitem_2, getitem_3, getitem_4, [], e4m3, bfloat16, None, 0, None, getitem_1)
+fp8_linear: (bf16[2, 16, 48]) = megacpp.fp8_linear(x, [up_weight], getitem, getitem_2, getitem_3, getitem_4, [], e4m3, bfloat16, None, None, getitem_1)
 getitem_5: bf16[2, 16, 48] = fp8_linear[0]
 gelu: bf16[2, 16, 48] = gelu(getitem_5)
 new_zeros_2: f32[1] = new_zeros(gelu, [1], dtype=float32)
 detach_2: bf16[2, 16, 48] = detach(gelu)
-fp8_quantize_delayed_2: (float8_e4m3fn[2, 16, 48], float8_e4m3fn[0], f32[], f32[]) = megacpp.fp8_quantize_delayed(detach_2, new_zeros_2, 0, e4m3, False, False)
+fp8_quantize_delayed_2: (float8_e4m3fn[2, 16, 48], float8_e4m3fn[0], f32[], f32[]) = megacpp.fp8_quantize_delayed(detach_2, new_zeros_2, e4m3, False, False)
 getitem_6: float8_e4m3fn[2, 16, 48] = fp8_quantize_delayed_2[0]
 getitem_7: f32[] = fp8_quantize_delayed_2[2]
 new_zeros_3: f32[1] = new_zeros(down_weight, [1], dtype=float32)
 detach_3: bf16[32, 48] = detach(down_weight)
-fp8_quantize_delayed_3: (float8_e4m3fn[32, 48], float8_e4m3fn[0], f32[], f32[]) = megacpp.fp8_quantize_delayed(detach_3, new_zeros_3, 0, e4m3, False, True)
+fp8_quantize_delayed_3: (float8_e4m3fn[32, 48], float8_e4m3fn[0], f32[], f32[]) = megacpp.fp8_quantize_delayed(detach_3, new_zeros_3, e4m3, False, True)
 getitem_8: float8_e4m3fn[32, 48] = fp8_quantize_delayed_3[0]
 getitem_9: f32[] = fp8_quantize_delayed_3[2]
 fp8_linear_1: (bf16[2, 16, 32]) = megacpp.fp8_linear(gelu, [down_weight], getitem_6, getitem_7, getitem_8, getitem_9, [down_bias], e4m3, bfloat16)
@@ -83,30 +83,36 @@ def test_graph_with_its_past():
     assert [(c.kind, c.turn) for c in past.columns] == [*zip("xwxwgg", [0] * 6, strict=True)]
     assert [tuple(t.shape) for t in past.fakes] == [(16, 6), (4,), (), ()]
     expecttest.assert_expected_inline(render(analysis.captured.gm), """\
-push_maxima: (f32[16, 6], f32[6]) = megacpp.push_maxima(maxima_0, maxima_1, [maxima_2, maxima_3])
+push_maxima: (f32[16, 6], f32[6, 4]) = megacpp.push_maxima(maxima_0, maxima_1, [maxima_2, maxima_3])
 getitem: f32[16, 6] = push_maxima[0]
-getitem_1: f32[6] = push_maxima[1]
+getitem_1: f32[6, 4] = push_maxima[1]
+select: f32[4] = select.int(getitem_1, 0, 0)
+select_1: f32[4] = select.int(getitem_1, 0, 1)
+select_2: f32[4] = select.int(getitem_1, 0, 2)
+select_3: f32[4] = select.int(getitem_1, 0, 3)
+select_4: f32[4] = select.int(getitem_1, 0, 4)
+select_5: f32[4] = select.int(getitem_1, 0, 5)
 detach: bf16[2, 16, 32] = detach(x)
-fp8_quantize_delayed: (float8_e4m3fn[2, 16, 32], float8_e4m3fn[32, 32], f32[], f32[]) = megacpp.fp8_quantize_delayed(detach, getitem_1, 0, e4m3, True, True)
+fp8_quantize_delayed: (float8_e4m3fn[2, 16, 32], float8_e4m3fn[32, 32], f32[], f32[]) = megacpp.fp8_quantize_delayed(detach, select, e4m3, True, True)
 getitem_2: float8_e4m3fn[2, 16, 32] = fp8_quantize_delayed[0]
 getitem_3: float8_e4m3fn[32, 32] = fp8_quantize_delayed[1]
 getitem_4: f32[] = fp8_quantize_delayed[2]
 detach_1: bf16[48, 32] = detach(up_weight)
-fp8_quantize_delayed_1: (float8_e4m3fn[48, 32], float8_e4m3fn[0], f32[], f32[]) = megacpp.fp8_quantize_delayed(detach_1, getitem_1, 1, e4m3, False, True)
+fp8_quantize_delayed_1: (float8_e4m3fn[48, 32], float8_e4m3fn[0], f32[], f32[]) = megacpp.fp8_quantize_delayed(detach_1, select_1, e4m3, False, True)
 getitem_5: float8_e4m3fn[48, 32] = fp8_quantize_delayed_1[0]
 getitem_6: f32[] = fp8_quantize_delayed_1[2]
-fp8_linear: (bf16[2, 16, 48]) = megacpp.fp8_linear(x, [up_weight], getitem_2, getitem_4, getitem_5, getitem_6, [], e4m3, bfloat16, getitem_1, 4, maxima_2, getitem_3)
+fp8_linear: (bf16[2, 16, 48]) = megacpp.fp8_linear(x, [up_weight], getitem_2, getitem_4, getitem_5, getitem_6, [], e4m3, bfloat16, select_4, maxima_2, getitem_3)
 getitem_7: bf16[2, 16, 48] = fp8_linear[0]
 gelu: bf16[2, 16, 48] = gelu(getitem_7)
 detach_2: bf16[2, 16, 48] = detach(gelu)
-fp8_quantize_delayed_2: (float8_e4m3fn[2, 16, 48], float8_e4m3fn[0], f32[], f32[]) = megacpp.fp8_quantize_delayed(detach_2, getitem_1, 2, e4m3, False, False)
+fp8_quantize_delayed_2: (float8_e4m3fn[2, 16, 48], float8_e4m3fn[0], f32[], f32[]) = megacpp.fp8_quantize_delayed(detach_2, select_2, e4m3, False, False)
 getitem_8: float8_e4m3fn[2, 16, 48] = fp8_quantize_delayed_2[0]
 getitem_9: f32[] = fp8_quantize_delayed_2[2]
 detach_3: bf16[32, 48] = detach(down_weight)
-fp8_quantize_delayed_3: (float8_e4m3fn[32, 48], float8_e4m3fn[0], f32[], f32[]) = megacpp.fp8_quantize_delayed(detach_3, getitem_1, 3, e4m3, False, True)
+fp8_quantize_delayed_3: (float8_e4m3fn[32, 48], float8_e4m3fn[0], f32[], f32[]) = megacpp.fp8_quantize_delayed(detach_3, select_3, e4m3, False, True)
 getitem_10: float8_e4m3fn[32, 48] = fp8_quantize_delayed_3[0]
 getitem_11: f32[] = fp8_quantize_delayed_3[2]
-fp8_linear_1: (bf16[2, 16, 32]) = megacpp.fp8_linear(gelu, [down_weight], getitem_8, getitem_9, getitem_10, getitem_11, [down_bias], e4m3, bfloat16, getitem_1, 5, maxima_3)
+fp8_linear_1: (bf16[2, 16, 32]) = megacpp.fp8_linear(gelu, [down_weight], getitem_8, getitem_9, getitem_10, getitem_11, [down_bias], e4m3, bfloat16, select_5, maxima_3)
 getitem_12: bf16[2, 16, 32] = fp8_linear_1[0]
 getitem_13: f32[] = fp8_quantize_delayed[3]
 getitem_14: f32[] = fp8_quantize_delayed_1[3]
@@ -140,16 +146,16 @@ def test_who_casts(made):
 
     graph = run(Module(), x(), CONFIG).graph
     casts = [n for n in graph.graph.nodes if n.target is torch.ops.megacpp.fp8_quantize_delayed.default]
-    turned, alone = casts[-2].args[4:]  # the last is of proj's weight, which always lies in memory
+    turned, alone = casts[-2].args[3:]  # the last is of proj's weight, which always lies in memory
     assert (turned, alone) == ((made not in ("norm", "product"),) * 2)
-    assert casts[-1].args[4:] == (False, True)
+    assert casts[-1].args[3:] == (False, True)
 
 
 def test_a_frozen_weight_needs_nothing_turned():
     model = Two()
     model.up.weight.requires_grad_(False)
     casts = [n for n in run(model, x(), CONFIG).graph.graph.nodes if "fp8_quantize_delayed" in str(n.target)]
-    assert [n.args[4] for n in casts] == [False] * 4
+    assert [n.args[3] for n in casts] == [False] * 4
 
 
 def test_current_and_delayed_readers_of_one_tensor():

@@ -21,10 +21,10 @@ TILE = {"RB": 64, "CB": 128, "num_warps": 4}
 
 
 @triton.jit
-def _scale_of_past(x, largest, column, rows, channels, stride, MARGIN: tl.constexpr, SAMPLE: tl.constexpr,
+def _scale_of_past(x, largest, rows, channels, stride, MARGIN: tl.constexpr, SAMPLE: tl.constexpr,
                    ROOM: tl.constexpr):  # fmt: skip
-    """The scale that `largest[column]` gives, or where it is 0 a sample of x."""
-    known = tl.load(largest + column) * ROOM
+    """The scale that `largest[0]` gives, or where it is 0 a sample of x."""
+    known = tl.load(largest) * ROOM
     if known == 0:
         r = tl.arange(0, SAMPLE)[:, None] * tl.maximum(rows // SAMPLE, 1)
         c = tl.arange(0, SAMPLE)[None, :] * tl.maximum(channels // SAMPLE, 1)
@@ -48,7 +48,7 @@ def _row_of_four(x, out, i: tl.constexpr, four, c, rows, channels, stride, inver
 
 
 @triton.jit
-def fp8_delayed_cast(x, largest, out, turned, scale, seen, column, rows, channels, stride, across,
+def fp8_delayed_cast(x, largest, out, turned, scale, seen, rows, channels, stride, across,
                      MARGIN: tl.constexpr, SAMPLE: tl.constexpr, ROOM: tl.constexpr, TURNED: tl.constexpr,
                      INTERPRETED: tl.constexpr, RB: tl.constexpr, CB: tl.constexpr):  # fmt: skip
     """A tile of out [rows, channels] and of turned [channels, rows], and seen [tiles], the largest magnitude in it. It
@@ -56,7 +56,7 @@ def fp8_delayed_cast(x, largest, out, turned, scale, seen, column, rows, channel
     tile = tl.program_id(0)
     four = (tile // across) * (RB // 4) + tl.arange(0, RB // 4)
     c = (tile % across) * CB + tl.arange(0, CB)
-    of = _scale_of_past(x, largest, column, rows, channels, stride, MARGIN, SAMPLE, ROOM)
+    of = _scale_of_past(x, largest, rows, channels, stride, MARGIN, SAMPLE, ROOM)
     v0, s0 = _row_of_four(x, out, 0, four, c, rows, channels, stride, 1 / of)
     v1, s1 = _row_of_four(x, out, 1, four, c, rows, channels, stride, 1 / of)
     v2, s2 = _row_of_four(x, out, 2, four, c, rows, channels, stride, 1 / of)
@@ -76,9 +76,9 @@ def fp8_delayed_cast(x, largest, out, turned, scale, seen, column, rows, channel
 _cast = Kernel(fp8_delayed_cast, [TILE], key=("channels", "TURNED"))
 
 
-def delayed_cast(x: Tensor, largest: Tensor, column: int, turned: bool) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+def delayed_cast(x: Tensor, largest: Tensor, turned: bool) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """(payload [r, c], the same transposed [c, r] if `turned`, scale [], largest magnitude []) of x [r, c] by
-    `largest[column]`, that of its past. r is a multiple of 4. Not differentiable."""
+    `largest[0]`, that of its past. r is a multiple of 4. Not differentiable."""
     x = x if x.stride(1) == 1 else x.contiguous()
     rows, channels = x.shape
     across, tall = -(-channels // TILE["CB"]), TILE["RB"]
@@ -87,7 +87,7 @@ def delayed_cast(x: Tensor, largest: Tensor, column: int, turned: bool) -> tuple
     scale, seen = (x.new_empty(n, dtype=torch.float32) for n in (1, across * -(-rows // tall)))
     _cast(
         lambda meta: (across * -(-rows // meta["RB"]),), TILE, x=x, largest=largest, out=out,
-        turned=largest if columns is None else columns, scale=scale, seen=seen, column=column, rows=rows,
+        turned=largest if columns is None else columns, scale=scale, seen=seen, rows=rows,
         channels=channels, stride=x.stride(0), across=across, MARGIN=MARGIN, SAMPLE=SAMPLE, ROOM=ROOM,
         TURNED=int(turned), INTERPRETED=interpreted(),
     )  # fmt: skip

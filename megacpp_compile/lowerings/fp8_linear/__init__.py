@@ -2,25 +2,25 @@
 
     fp8_quantize(x, format)     payload, x's shape in float8, and scale_inv [], float32: x = payload * scale_inv.
                                 format "e4m3" or "e5m2"; the scale comes from the values x has now ("current scaling")
-    fp8_quantize_delayed(x, largest, column, format, turned, alone)
+    fp8_quantize_delayed(x, largest, format, turned, alone)
                                 the same by "delayed scaling", and the cast is one pass: the scale leaves room for twice
-                                `largest[column]`, of [n], the largest magnitude that x's past held; where that is 0, as
-                                it is before there is a past, it comes from a sample of x. Returns the payload, with
+                                `largest[0]`, the largest magnitude that x's past held; where that is 0, as it is before
+                                there is a past, it comes from a sample of x. Returns the payload, with
                                 `turned` also that as [k, rows] (else empty), the scale, and the largest magnitude of x
                                 now []. alone: x lies in memory, so that a kernel of its own casts it; else what makes
                                 it may cast it, too
     push_maxima(history, latest, grads)
                                 history [h, n] with a row more, `latest` [m] and `grads` (n - m of []), and its oldest
-                                row less; and the largest of each column [n]. What is not finite counts as 0
-    fp8_linear(x, weights, x8, x_scale_inv, w8, w_scale_inv, biases, grad_format, out_dtype, grad_largest, grad_column,
-               grad_seen, x_turned)
+                                row less; and the largest of each column, over and over [n, ALIGNED], so that a kernel
+                                may be given a row. What is not finite counts as 0
+    fp8_linear(x, weights, x8, x_scale_inv, w8, w_scale_inv, biases, grad_format, out_dtype, grad_largest, grad_seen,
+               x_turned)
         x           [..., k]; takes the gradient, and is not read
         weights     one [n_i, k] of each linear; they take the gradients, and are read in backward only
         x8, w8      the payloads in e4m3 of x and of all weights, one below the other [n, k], with their scales
         biases      one [n_i] of each linear, or none
-        grad_largest, grad_column, grad_seen    with delayed scaling: what scales the gradient, as `largest` and
-                    `column` do x; and a tensor [] that backward writes the gradient's largest magnitude to. None with
-                    current scaling
+        grad_largest, grad_seen     with delayed scaling: what scales the gradient, as `largest` does x; and a tensor []
+                    that backward writes the gradient's largest magnitude to. None with current scaling
         x_turned    x8 as [k, rows], which backward keeps in the place of x8; None to keep x8
         returns     y_i [..., n_i] of each, in `out_dtype`: parts of (x8 @ w8.T) * x_scale_inv * w_scale_inv, plus bias
 
@@ -44,7 +44,7 @@ from megacpp_compile.fx.sizes import elements, rows
 from megacpp_compile.lowerings._op import bias_gradient, no_autocast
 from megacpp_compile.lowerings._traits import OpTraits, declare
 from megacpp_compile.lowerings.fp8_linear import reference
-from megacpp_compile.lowerings.fp8_linear.reference import DTYPES
+from megacpp_compile.lowerings.fp8_linear.reference import ALIGNED, DTYPES
 
 PREFERENCE = {"cuda": ("cuda_scaled_mm", "reference")}
 REFERENCE_SERVES = {
@@ -65,14 +65,14 @@ def _(x, format):  # type: ignore[no-untyped-def]
 
 @torch.library.custom_op("megacpp::fp8_quantize_delayed", mutates_args=())
 def fp8_quantize_delayed(
-    x: Tensor, largest: Tensor, column: int, format: str, turned: bool, alone: bool
+    x: Tensor, largest: Tensor, format: str, turned: bool, alone: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     with no_autocast(x):
-        return reference.fp8_quantize_delayed(x, largest, column, format, turned, alone)
+        return reference.fp8_quantize_delayed(x, largest, format, turned, alone)
 
 
 @fp8_quantize_delayed.register_fake
-def _(x, largest, column, format, turned, alone):  # type: ignore[no-untyped-def]
+def _(x, largest, format, turned, alone):  # type: ignore[no-untyped-def]
     number, dtype = x.new_empty((), dtype=torch.float32), DTYPES[format]
     columns = x.new_empty((x.shape[-1], x.numel() // x.shape[-1]) if turned else (0,), dtype=dtype)
     return x.new_empty(x.shape, dtype=dtype), columns, number, torch.empty_like(number)
@@ -85,7 +85,7 @@ def push_maxima(history: Tensor, latest: Tensor, grads: list[Tensor]) -> tuple[T
 
 @push_maxima.register_fake
 def _(history, latest, grads):  # type: ignore[no-untyped-def]
-    return torch.empty_like(history), history.new_empty(history.shape[1:])
+    return torch.empty_like(history), history.new_empty((history.shape[1], ALIGNED))
 
 
 @torch.library.custom_op("megacpp::fp8_linear", mutates_args=())
@@ -100,7 +100,6 @@ def fp8_linear(
     grad_format: str,
     out_dtype: torch.dtype,
     grad_largest: Tensor | None = None,
-    grad_column: int = 0,
     grad_seen: Tensor | None = None,
     x_turned: Tensor | None = None,
 ) -> list[Tensor]:
@@ -110,7 +109,7 @@ def fp8_linear(
 
 @fp8_linear.register_fake
 def _(x, weights, x8, x_scale_inv, w8, w_scale_inv, biases, grad_format, out_dtype,
-      grad_largest=None, grad_column=0, grad_seen=None, x_turned=None):  # type: ignore[no-untyped-def]  # fmt: skip
+      grad_largest=None, grad_seen=None, x_turned=None):  # type: ignore[no-untyped-def]  # fmt: skip
     return [x.new_empty((*x.shape[:-1], w.shape[0]), dtype=out_dtype) for w in weights]
 
 
@@ -124,20 +123,19 @@ def fp8_linear_backward(
     grad_format: str,
     x_dtype: torch.dtype,
     largest: Tensor | None = None,
-    column: int = 0,
     turned: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x and of the weights, one below the other [n, k], and the largest magnitude of `grads` []. turned:
     x8 is [k, rows]."""
     with no_autocast(x8):
         return reference.fp8_linear_backward(
-            grads, x8, x_scale_inv, weights, w_scale_inv, grad_format, x_dtype, largest, column, turned
+            grads, x8, x_scale_inv, weights, w_scale_inv, grad_format, x_dtype, largest, turned
         )
 
 
 @fp8_linear_backward.register_fake
 def _(grads, x8, x_scale_inv, weights, w_scale_inv, grad_format, x_dtype,
-      largest=None, column=0, turned=False):  # type: ignore[no-untyped-def]  # fmt: skip
+      largest=None, turned=False):  # type: ignore[no-untyped-def]  # fmt: skip
     n, k = sum(w.shape[0] for w in weights), weights[0].shape[1]
     dx, dw = grads[0].new_empty((*grads[0].shape[:-1], k), dtype=x_dtype), weights[0].new_empty((n, k))
     return dx, dw, x8.new_empty((), dtype=torch.float32)
@@ -145,7 +143,7 @@ def _(grads, x8, x_scale_inv, weights, w_scale_inv, grad_format, x_dtype,
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     x, weights, x8, x_scale_inv, _, w_scale_inv, biases, ctx.grad_format, _, *delayed = inputs
-    grad_largest, ctx.column, ctx.grad_seen, x_turned = delayed
+    grad_largest, ctx.grad_seen, x_turned = delayed
     ctx.set_materialize_grads(False)
     ctx.x_dtype, ctx.bias_dtypes = x.dtype, [b.dtype for b in biases]
     # Not saved: backward writes to `grad_seen`, and reads nothing of it.
@@ -161,8 +159,7 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     used = {i: g for i, g in enumerate(grads) if g is not None}
     own = [weights[i] for i in used]
     dx, dw, seen = fp8_linear_backward(
-        list(used.values()), x8, x_scale_inv, own, w_scale_inv, ctx.grad_format, ctx.x_dtype, largest, ctx.column,
-        ctx.turned,
+        list(used.values()), x8, x_scale_inv, own, w_scale_inv, ctx.grad_format, ctx.x_dtype, largest, ctx.turned
     )
     if ctx.grad_seen is not None:
         ctx.grad_seen.copy_(seen)
@@ -170,7 +167,7 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     dbs = [None if (g := used.get(i)) is None else bias_gradient(g, d) for i, d in enumerate(ctx.bias_dtypes)]
     dws = [rows_of.get(i) for i in range(len(weights))]
     # One for every argument the caller gave, defaults not counted.
-    return (dx, dws, None, None, None, None, dbs, *[None] * 6)[: len(ctx.needs_input_grad)]
+    return (dx, dws, None, None, None, None, dbs, *[None] * 5)[: len(ctx.needs_input_grad)]
 
 
 fp8_linear.register_autograd(_backward, setup_context=_setup_context)

@@ -42,13 +42,13 @@ def supports(name: str, args: Sequence[Any]) -> str | None:
 
 
 def fp8_quantize_delayed(
-    x: Tensor, largest: Tensor, column: int, format: str, turned: bool, alone: bool
+    x: Tensor, largest: Tensor, format: str, turned: bool, alone: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if not alone or format != "e4m3":
-        return reference.fp8_quantize_delayed(x, largest, column, format, turned, alone)
+        return reference.fp8_quantize_delayed(x, largest, format, turned, alone)
     from megacpp_compile.lowerings._kernels.triton_delayed_cast import delayed_cast
 
-    payload, columns, scale, seen = delayed_cast(x.flatten(0, -2), largest, column, turned)
+    payload, columns, scale, seen = delayed_cast(x.flatten(0, -2), largest, turned)
     return payload.view(x.shape), payload.new_empty(0) if columns is None else columns, scale, seen
 
 
@@ -63,7 +63,6 @@ def fp8_linear(
     grad_format: str,
     out_dtype: torch.dtype,
     grad_largest: Tensor | None = None,
-    grad_column: int = 0,
     grad_seen: Tensor | None = None,
     x_turned: Tensor | None = None,
 ) -> list[Tensor]:
@@ -85,11 +84,10 @@ def fp8_linear_backward(
     grad_format: str,
     x_dtype: torch.dtype,
     largest: Tensor | None = None,
-    column: int = 0,
     turned: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad = _joined(grads, -1)
-    rows, columns, scale_inv, seen = _gradient(grad.flatten(0, -2), grad_format, largest, column)
+    rows, columns, scale_inv, seen = _gradient(grad.flatten(0, -2), grad_format, largest)
     turned_weights = [rounded_by(w.t().to(torch.float32), w_scale_inv, DTYPES["e4m3"]) for w in weights]
     w_columns = _joined(turned_weights, 1).contiguous()
     dx = fp8_gemm(rows, scale_inv, w_columns, w_scale_inv, x_dtype).unflatten(0, grad.shape[:-1])
@@ -98,18 +96,16 @@ def fp8_linear_backward(
     return dx, dw, seen
 
 
-def _gradient(
-    grad: Tensor, format: str, largest: Tensor | None, column: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _gradient(grad: Tensor, format: str, largest: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(payload [rows, n], the same transposed, scale [], largest magnitude []) of a gradient."""
     if largest is not None and format == "e4m3":
         from megacpp_compile.lowerings._kernels.triton_delayed_cast import delayed_cast
 
-        payload, columns, scale, seen = delayed_cast(grad, largest, column, True)
+        payload, columns, scale, seen = delayed_cast(grad, largest, True)
         assert columns is not None
         return payload, columns, scale, seen
     wide, dtype = grad.to(torch.float32), DTYPES[format]
-    scale = scale_of(wide, dtype, whole=True) if largest is None else delayed_scale(wide, largest[column], dtype)
+    scale = scale_of(wide, dtype, whole=True) if largest is None else delayed_scale(wide, largest[0], dtype)
     rounded = rounded_by if largest is None else rounded_by_past
     payload, columns = (rounded(t, scale, dtype).contiguous() for t in (wide, wide.t()))
     return payload, columns, scale, largest_of(wide)

@@ -15,6 +15,8 @@ from megacpp_compile.lowerings._kernels.fp8 import (
     widened,
 )
 
+# Numbers of float32 that lie where Triton reads aligned memory, 16 bytes.
+ALIGNED = 4
 DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
@@ -24,10 +26,10 @@ def fp8_quantize(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
 
 
 def fp8_quantize_delayed(
-    x: Tensor, largest: Tensor, column: int, format: str, turned: bool, alone: bool
+    x: Tensor, largest: Tensor, format: str, turned: bool, alone: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     wide, dtype = x.to(torch.float32), DTYPES[format]
-    scale = delayed_scale(wide, largest[column], dtype)
+    scale = delayed_scale(wide, largest[0], dtype)
     payload = rounded_by_past(wide, scale, dtype).contiguous()
     columns = payload.flatten(0, -2).t().contiguous() if turned else payload.new_empty(0)
     return payload, columns, scale, largest_of(wide)
@@ -37,7 +39,7 @@ def push_maxima(history: Tensor, latest: Tensor, grads: list[Tensor]) -> tuple[T
     newest = torch.cat([latest, torch.stack(grads)]) if grads else latest
     newest = torch.where(newest.isfinite(), newest, 0.0)
     pushed = torch.cat([newest[None], history[:-1]])
-    return pushed, pushed.amax(0)
+    return pushed, pushed.amax(0)[:, None].expand(-1, ALIGNED).contiguous()
 
 
 def _gemm(a: Tensor, a_scale_inv: Tensor, b: Tensor, b_scale_inv: Tensor, dtype: torch.dtype) -> Tensor:
@@ -55,7 +57,6 @@ def fp8_linear(
     grad_format: str,
     out_dtype: torch.dtype,
     grad_largest: Tensor | None = None,
-    grad_column: int = 0,
     grad_seen: Tensor | None = None,
     x_turned: Tensor | None = None,
 ) -> list[Tensor]:
@@ -74,14 +75,13 @@ def fp8_linear_backward(
     grad_format: str,
     x_dtype: torch.dtype,
     largest: Tensor | None = None,
-    column: int = 0,
     turned: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad = torch.cat(grads, -1)
     if largest is None:
         (g8, g_scale_inv), seen = fp8_quantize(grad, grad_format), largest_of(grad.to(torch.float32))
     else:
-        g8, _, g_scale_inv, seen = fp8_quantize_delayed(grad, largest, column, grad_format, False, True)
+        g8, _, g_scale_inv, seen = fp8_quantize_delayed(grad, largest, grad_format, False, True)
     w8 = torch.cat([rounded_by(w.to(torch.float32), w_scale_inv, DTYPES["e4m3"]) for w in weights])
     dx = _gemm(g8, g_scale_inv, w8, w_scale_inv, x_dtype)
     rows = x8.t() if turned else x8.flatten(0, -2)
