@@ -19,8 +19,8 @@ from torch import fx
 from torch.fx import GraphModule, Node
 
 from megacpp_compile.frontend.hidden_writes import hidden_write, storage_id, storage_of, written_tensors
+from megacpp_compile.fx.copies import in_place_of
 from megacpp_compile.fx.edit import called, dynamo_value
-from megacpp_compile.fx.provenance import in_place_of
 
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 _DETACHED = ("detach", "_get_data_attr")

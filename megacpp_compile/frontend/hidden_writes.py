@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import fx
 from torch.fx import GraphModule, Node
 
 from megacpp_compile._torch.dispatch import is_traceable_wrapper_subclass
 from megacpp_compile.errors import CaptureError
+from megacpp_compile.fx.copies import copied, in_place_of
 from megacpp_compile.fx.edit import called, dynamo_value
-from megacpp_compile.fx.provenance import in_place_of, source_line
+from megacpp_compile.fx.provenance import source_line
 
 _DETACHES = ("detach", "detach_", "_get_data_attr")
 _IN_PLACE = frozenset(
@@ -60,8 +60,7 @@ def data_as_detached(gm: GraphModule) -> GraphModule:
     found = [n for n in gm.graph.nodes if called(n) == "_get_data_attr"]
     if not found:
         return gm
-    graph, copies = fx.Graph(), dict[Node, Node]()
-    graph.output(graph.graph_copy(gm.graph, copies))
+    graph, copies = copied(gm.graph)
     for node in found:
         copies[node].target = torch.detach
     return in_place_of(gm, graph, copies)
