@@ -48,7 +48,7 @@ def hidden_write(gm: GraphModule) -> Node | None:
         for written in written_tensors(node) if hidden is None else ():
             if storage_of(written) in differentiated if not recording else _behind_a_detach(node, written):
                 hidden = node
-        if _asks(node) and (storage := storage_of(node)) is not None:
+        if has_gradient(node) and (storage := storage_of(node)) is not None:
             differentiated.add(storage)
             recorded = recorded or recording and node.op != "placeholder"
     return hidden if recorded else None  # a frame that records nothing has no gradients: an optimizer's
@@ -94,12 +94,13 @@ def _behind_a_detach(write: Node, written: Node) -> bool:
             return False
         if called(node) in _DETACHES:
             values = [a for a in write.all_input_nodes if a is not written]
-            return any(map(_asks, (source, *values)))
+            return any(map(has_gradient, (source, *values)))
         node = source
     return False
 
 
-def _asks(node: Node) -> bool:
+def has_gradient(node: Node) -> bool:
+    """Whether `node` is a tensor that asks for a gradient."""
     fake = dynamo_value(node)
     return isinstance(fake, torch.Tensor) and fake.requires_grad
 

@@ -19,8 +19,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch.fx import Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from megacpp_compile.fx.edit import same_size
 from megacpp_compile.matchers.ssd.allowed import in_turn
 from megacpp_compile.matchers.ssd.pieces import Loops, Piece, comparable
 
@@ -61,21 +61,14 @@ def fresh(size: Any) -> Dim:
     return [] if is_one(size) else [Atom(size)]
 
 
-def equal(a: Any, b: Any) -> bool:
-    """Sizes known to be equal; never adds a guard."""
-    if isinstance(a, int) and isinstance(b, int):
-        return a == b
-    return statically_known_true(a == b)
-
-
 def number(size: Any) -> int | None:
     """`size`, where it is a number, or known to be one by a guard, as the count of a loop that was unrolled is."""
     hint = size if isinstance(size, int) else size.node.hint
-    return hint if hint is not None and equal(size, hint) else None
+    return hint if hint is not None and same_size(size, hint) else None
 
 
 def is_one(size: Any) -> bool:
-    return equal(size, 1)
+    return same_size(size, 1)
 
 
 def pin(dims: Iterable[Dim]) -> None:
@@ -112,7 +105,7 @@ class Axes:
         """`a` and `b` are one dimension."""
         left, right = flat(a), flat(b)
         while left and right:
-            if left[0] is right[0] or equal(left[0].size, right[0].size):
+            if left[0] is right[0] or same_size(left[0].size, right[0].size):
                 _bind(right[0], [left[0]])
             elif len(left) == 1:
                 _bind(left[0], right)
@@ -134,9 +127,9 @@ class Axes:
         atoms = [a for d in dims for a in flat(d)]
         out: list[Dim] = [[] for _ in sizes]
         todo = [i for i, s in enumerate(sizes) if not is_one(s)]
-        while atoms and todo and equal(atoms[0].size, sizes[todo[0]]):
+        while atoms and todo and same_size(atoms[0].size, sizes[todo[0]]):
             out[todo.pop(0)] = [atoms.pop(0)]
-        while atoms and todo and equal(atoms[-1].size, sizes[todo[-1]]):
+        while atoms and todo and same_size(atoms[-1].size, sizes[todo[-1]]):
             out[todo.pop()] = [atoms.pop()]
         while atoms and todo:
             if len(todo) == 1:
@@ -159,7 +152,7 @@ class Axes:
         if not isinstance(have, int) or not isinstance(want, int):
             # What is symbolic stays over once the other end is told.
             for n in range(2, len(atoms)):
-                if equal(math.prod(a.size for a in atoms[-n:]), sizes[todo[-1]]):
+                if same_size(math.prod(a.size for a in atoms[-n:]), sizes[todo[-1]]):
                     out[todo.pop()] = atoms[-n:]
                     del atoms[-n:]
                     return
@@ -195,7 +188,7 @@ class Axes:
     def shorter(self, dim: Dim, size: Any) -> Dim:
         """A dimension of `size`, what a slice leaves of `dim`: what it was before padding, where that is its length."""
         for eq in self.lengths:
-            if flat(eq.whole) == flat(dim) and len(eq.parts) == 1 and equal(length(eq.parts[0]), size):
+            if flat(eq.whole) == flat(dim) and len(eq.parts) == 1 and same_size(length(eq.parts[0]), size):
                 return eq.parts[0]
         part = fresh(size)
         self.lengths.append(Longer(dim, [part], length(dim) - size, cut=True))
@@ -268,7 +261,7 @@ class Axes:
             for eq, other in itertools.combinations(one, 2):
                 before = flat(eq.parts[0]), flat(other.parts[0])
                 alike = flat(eq.whole) == flat(other.whole) and before[0] != before[1]
-                if alike and equal(length(before[0]), length(before[1])):
+                if alike and same_size(length(before[0]), length(before[1])):
                     self.same(*before)
                     changed = True
 

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 from torch.fx import Node
 
-from megacpp_compile.fx.edit import same_size, value
+from megacpp_compile.fx.edit import long_dimensions, value
 from megacpp_compile.matchers.token_loops.alike import Alignment, Different, like
 from megacpp_compile.matchers.token_loops.first_step import Zeros, same_sizes
 from megacpp_compile.matchers.token_loops.tokens import Collected, Read, collected, part_of_several, reads_by_count
@@ -192,8 +192,8 @@ class _Steps:
         no token's."""
         ahead = self._ahead(state)
         reads = {a for n in ahead for a in n.all_input_nodes if a in self.reads}
-        most = max((dimensions(n) for n in reads), default=0)
-        return most == dimensions(state) if most <= dimensions(state) and self._of_tokens(ahead) else None
+        most = max((long_dimensions(n) for n in reads), default=0)
+        return most == long_dimensions(state) if most <= long_dimensions(state) and self._of_tokens(ahead) else None
 
     def _of_tokens(self, made: list[Node]) -> bool:
         """Whether any position that `made`, of one step, comes from is one of a tensor of several dimensions, and none
@@ -313,8 +313,3 @@ class _Steps:
             if n is first or any(a in found or a is first or a is initial for a in n.all_input_nodes):
                 found.add(n)
         return found
-
-
-def dimensions(node: Node) -> int:
-    """How many dimensions are more than one element long."""
-    return sum(not same_size(n, 1) for n in value(node).shape)
