@@ -12,7 +12,7 @@ from torch.fx import Node
 from megacpp_compile.fx.edit import value
 from megacpp_compile.matchers.delta_rule.roles import Axes, Roles
 from megacpp_compile.matchers.delta_rule.rules import SOLVES
-from megacpp_compile.matchers.ssd.axes import NoAxes, flat, number, pin
+from megacpp_compile.matchers.ssd.atoms import NoAxes, flat, number, pin
 from megacpp_compile.matchers.ssd.resize import Resized, agree, tensor_dims
 from megacpp_compile.matchers.ssd.roles import arranged
 

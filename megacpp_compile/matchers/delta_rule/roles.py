@@ -8,7 +8,7 @@ from collections.abc import Iterator, Set
 
 from torch.fx import Node
 
-from megacpp_compile.matchers.ssd.axes import Atom, Dim, flat
+from megacpp_compile.matchers.ssd.atoms import Atom, Dim, flat
 from megacpp_compile.matchers.ssd.resize import Resized, tensor_dims
 from megacpp_compile.matchers.ssd.tensor_algebra import Algebra
 from megacpp_compile.matchers.ssd.tensor_ops import EXPONENTIALS

@@ -22,59 +22,12 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size
 from megacpp_compile.matchers.ssd.allowed import in_turn
+from megacpp_compile.matchers.ssd.atoms import Atom, Dim, Dims, NoAxes, bind, flat, fresh, is_one, length, number, pin
 from megacpp_compile.matchers.ssd.pieces import Loops, Piece, comparable
 
 LARGEST_PINNED = 64
 SMALL = (3, 4, 5)
 PADDING = 2  # stands for any padding of more than one element
-
-
-class NoAxes(Exception):
-    """The subgraph's dimensions can't be told apart or resized."""
-
-
-class Atom:
-    """One dimension. `parts`, once known, are the atoms it is made of, outermost first."""
-
-    def __init__(self, size: Any) -> None:
-        self.size, self.pinned = size, False
-        self.parts: list[Atom] | None = None
-
-
-Dim = list[Atom]
-Dims = tuple[Atom, ...]  # a dimension that can be looked up
-
-
-def flat(dim: Iterable[Atom]) -> Dim:
-    """The atoms of a dimension, those made of others resolved."""
-    out: Dim = []
-    for atom in dim:
-        if atom.parts is None:
-            out.append(atom)
-        else:
-            atom.parts = flat(atom.parts)
-            out += atom.parts
-    return out
-
-
-def fresh(size: Any) -> Dim:
-    return [] if is_one(size) else [Atom(size)]
-
-
-def number(size: Any) -> int | None:
-    """`size`, where it is a number, or known to be one by a guard, as the count of a loop that was unrolled is."""
-    hint = size if isinstance(size, int) else size.node.hint
-    return hint if hint is not None and same_size(size, hint) else None
-
-
-def is_one(size: Any) -> bool:
-    return same_size(size, 1)
-
-
-def pin(dims: Iterable[Dim]) -> None:
-    for dim in dims:
-        for atom in flat(dim):
-            atom.pinned = True
 
 
 @dataclasses.dataclass
@@ -106,16 +59,16 @@ class Axes:
         left, right = flat(a), flat(b)
         while left and right:
             if left[0] is right[0] or same_size(left[0].size, right[0].size):
-                _bind(right[0], [left[0]])
+                bind(right[0], [left[0]])
             elif len(left) == 1:
-                _bind(left[0], right)
+                bind(left[0], right)
                 return
             elif len(right) == 1:
-                _bind(right[0], left)
+                bind(right[0], left)
                 return
             else:
                 one, other = (left, right) if _larger(left[0], right[0]) else (right, left)
-                _bind(one[0], [other[0], Atom(_quotient(one[0].size, other[0].size))])
+                bind(one[0], [other[0], Atom(_quotient(one[0].size, other[0].size))])
                 one[:1] = flat(one[:1])
                 continue
             left, right = left[1:], right[1:]
@@ -138,7 +91,7 @@ class Axes:
                 parts = [Atom(sizes[i]) for i in todo]
                 for i, part in zip(todo, parts, strict=True):
                     out[i] = [part]
-                _bind(atoms[0], parts)
+                bind(atoms[0], parts)
                 atoms, todo = [], []
             else:
                 self._run(atoms, todo, sizes, out)
@@ -165,7 +118,7 @@ class Axes:
             del atoms[:count]
             return
         if have > want:
-            _bind(atoms[0], [Atom(want), Atom(_quotient(have, want))])
+            bind(atoms[0], [Atom(want), Atom(_quotient(have, want))])
             atoms[:1] = flat(atoms[:1])
         out[todo.pop(0)] = [atoms.pop(0)]
 
@@ -334,17 +287,6 @@ class Axes:
         pinned = all(a.pinned for d in (eq.whole, *eq.parts) for a in flat(d))
         extra = self._at_its_size(eq.extra) if pinned else number(eq.extra)
         return extra if extra is not None and (extra <= 1 or pinned) else PADDING
-
-
-def length(dim: Dim) -> Any:
-    return math.prod(a.size for a in flat(dim))
-
-
-def _bind(atom: Atom, parts: list[Atom]) -> None:
-    if parts != [atom]:
-        atom.parts = list(parts)
-        if atom.pinned:
-            pin([parts])
 
 
 def _larger(a: Atom, b: Atom) -> bool:

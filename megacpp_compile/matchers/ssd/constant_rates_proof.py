@@ -14,7 +14,7 @@ from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
 from megacpp_compile.lowerings.gated_linear_attention.reference import gated_linear_attention
-from megacpp_compile.matchers.ssd.axes import Dim, NoAxes
+from megacpp_compile.matchers.ssd.atoms import Dim, NoAxes
 from megacpp_compile.matchers.ssd.resize import Resized, agree, tensor_dims
 from megacpp_compile.matchers.ssd.roles import Leaf, arranged
 

@@ -9,7 +9,8 @@ from torch import Tensor, fx
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import value
-from megacpp_compile.matchers.ssd.axes import Axes, Dim, NoAxes, flat, fresh
+from megacpp_compile.matchers.ssd.atoms import Dim, NoAxes, flat, fresh
+from megacpp_compile.matchers.ssd.axes import Axes
 from megacpp_compile.matchers.ssd.tensor_ops import RuleTable
 
 

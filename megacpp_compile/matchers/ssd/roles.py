@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from megacpp_compile.matchers.ssd.axes import Axes, Dim, NoAxes, flat
+from megacpp_compile.matchers.ssd.atoms import Dim, NoAxes, flat
+from megacpp_compile.matchers.ssd.axes import Axes
 from megacpp_compile.matchers.ssd.packed import Reading, readings
 from megacpp_compile.matchers.ssd.resize import Resized, agree
 from megacpp_compile.matchers.ssd.tensor_algebra import Algebra

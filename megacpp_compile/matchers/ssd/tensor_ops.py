@@ -26,7 +26,8 @@ from megacpp_compile.fx.views import (
     RESHAPES,
     UNIT_DIMS,
 )
-from megacpp_compile.matchers.ssd.axes import Axes, Dim, flat, is_one
+from megacpp_compile.matchers.ssd.atoms import Dim, flat, is_one
+from megacpp_compile.matchers.ssd.axes import Axes
 
 aten = torch.ops.aten
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from megacpp_compile.fx.views import EXPANSIONS, REPETITIONS
-from megacpp_compile.matchers.ssd.axes import Atom, Dim, flat
+from megacpp_compile.matchers.ssd.atoms import Atom, Dim, flat
 from megacpp_compile.matchers.ssd.resize import Resized, tensor_dims
 from megacpp_compile.matchers.ssd.roles import arranged
 from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS, ELEMENTWISE, SAME, VIEWS

@@ -19,7 +19,8 @@ from torch import Tensor, fx
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import long_dimensions, value
-from megacpp_compile.matchers.ssd.axes import Atom, Axes, Dim, NoAxes
+from megacpp_compile.matchers.ssd.atoms import Atom, Dim, NoAxes
+from megacpp_compile.matchers.ssd.axes import Axes
 from megacpp_compile.matchers.ssd.resize import Resized, agree
 from megacpp_compile.matchers.ssd.resize_rules import RULES
 from megacpp_compile.matchers.ssd.roles import Leaf, arranged

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, value
-from megacpp_compile.matchers.ssd.axes import Dim, NoAxes, flat, fresh, length, pin
+from megacpp_compile.matchers.ssd.atoms import Dim, NoAxes, flat, fresh, length, pin
 from megacpp_compile.matchers.ssd.tensor_ops import (
     CREATION,
     ELEMENTWISE,

@@ -18,7 +18,7 @@ from megacpp_compile.fx.views import (
     RESHAPES,
     UNIT_DIMS,
 )
-from megacpp_compile.matchers.ssd.axes import Dim, NoAxes, flat, fresh, is_one, length
+from megacpp_compile.matchers.ssd.atoms import Dim, NoAxes, flat, fresh, is_one, length
 from megacpp_compile.matchers.ssd.tensor_ops import ResizeContext, argument, axis, rule_table, run_reshape
 
 aten = torch.ops.aten

@@ -6,7 +6,7 @@ import torch
 from torch.fx import Node
 
 from megacpp_compile.fx.edit import same_size, value
-from megacpp_compile.matchers.ssd.axes import Dim, NoAxes, flat, pin
+from megacpp_compile.matchers.ssd.atoms import Dim, NoAxes, flat, pin
 from megacpp_compile.matchers.ssd.tensor_ops import ResizeContext, argument, axis, broadcast, rule_table
 
 aten = torch.ops.aten
