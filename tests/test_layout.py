@@ -131,7 +131,7 @@ def test_config_alone_reads_the_environment():
         names = {n.attr for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Attribute)}
         if names & {"environ", "getenv"}:
             reading.add(str(path.relative_to(PACKAGE)))
-    assert reading == {"config/options.py"}
+    assert reading == {"config/environment.py"}
 
 
 # --- torch's private parts
