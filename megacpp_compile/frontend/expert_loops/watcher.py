@@ -7,14 +7,12 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
 
 from megacpp_compile._torch import translator as translation
 from megacpp_compile._torch import variables
-from megacpp_compile._torch.dispatch import disable_current_modes
 from megacpp_compile._torch.dynamo import RestartAnalysis
-from megacpp_compile.frontend.expert_loops import origins
+from megacpp_compile.frontend.expert_loops import expert_numbers, origins
 from megacpp_compile.frontend.expert_loops.control_flow import meeting, skipped
 from megacpp_compile.frontend.expert_loops.grown_lists import GrownLists
 from megacpp_compile.frontend.expert_loops.regions import OpenRegion, OtherWay, Refused
@@ -23,9 +21,7 @@ from megacpp_compile.fx import assumptions
 from megacpp_compile.report import log
 
 _SUBSCRIPTS = ("BINARY_SUBSCR",)
-_ITERATES = (enumerate, zip, list, tuple)
 _SLICES = ("BUILD_SLICE", "BINARY_SLICE")
-_LISTS = (list, tuple, nn.ModuleList, nn.ParameterList)
 
 
 class Loops:
@@ -134,18 +130,18 @@ class Loops:
             self._held_to(lambda region: region.passes(translator, inst))
         if inst.opname == "WITH_EXCEPT_START" and self.assumed:  # which `live_names` leaves out
             self.give_up()
-        self._list_arrays(translator, inst)
+        expert_numbers.list_arrays(translator, inst, self._short)
         if inst.opname == "GET_ITER":
             self._iterate(translator, (translator.f_code, inst.offset))
         elif inst.opname in _SUBSCRIPTS:
-            self._subscript(translator)
+            expert_numbers.subscript(translator)
         elif "JUMP" in inst.opname and "_IF_" in inst.opname and "NONE" not in inst.opname:
             self._branch(translator, inst)
         if self._short and self._short.asked(translator, inst):
             self.give_up()
 
     def _after(self, translator: Any, inst: Any) -> None:
-        if inst.opname == "FOR_ITER" and (entry := _entry(translator)) is not None:
+        if inst.opname == "FOR_ITER" and (entry := expert_numbers.entry(translator)) is not None:
             hits = variables.tensor(entry)[0].args[0]  # type: ignore[index]
             self._enter(translator, inst, assumptions.iteration, entry, begins=self._lists.get(hits))
         elif inst.opname == "FOR_ITER" and self._short and translator.stack and not translation.hands_on(translator):
@@ -215,42 +211,7 @@ class Loops:
         if found is None or experts is None:
             return
         self._lists[found[0]] = place
-        fake, entries = found[1], list[Any]()
-        with disable_current_modes():  # tracing on fake inputs has one
-            device = "cpu" if fake.device.type == "meta" else fake.device
-            numbers = [torch.full(fake.shape[1:], e, device=device) for e in range(experts)]
-        for e, number in enumerate(numbers):
-            entries.append(variables.computed(translator, assumptions.expert, hits, e))
-            variables.make_known(entries[-1], number)
-        translator.stack[-1] = variables.row(entries)
-
-    def _list_arrays(self, translator: Any, inst: Any) -> None:
-        """Put numbers in the place of an array of them that is iterated over."""
-        calls = inst.opname.startswith("CALL") and translation.callee(translator, inst) in _ITERATES
-        count = 1 if inst.opname == "GET_ITER" else inst.arg or 0 if calls else 0
-        for at in range(-count, 0):
-            array = variables.seen(translator.stack[at])
-            found = variables.tensor(array)
-            short = found is not None and statically_known_true(found[1].numel() <= origins.MOST)
-            if found is not None and short and origins.about_tokens(found[0]):
-                self._list_array(translator, array, at)
-
-    def _list_array(self, translator: Any, array: Any, at: int) -> None:
-        if (listed := variables.entries(translator, array)) is not None:
-            self._short.listed(array, variables.parts(listed) or [])
-            translator.stack[at] = listed
-
-    def _subscript(self, translator: Any) -> None:
-        """Index tensors and lists by experts' numbers: indexing by a tensor asks for its value."""
-        holder, key = (variables.seen(v) for v in translator.stack[-2:])
-        if variables.known(key) is None and variables.parts(key) is None:
-            return
-        holder = variables.realized(holder)
-        if variables.tensor(holder) is not None:
-            translator.stack[-1] = _numbers(key)
-        elif (known := variables.known(key)) is not None and known.dtype == torch.int64:
-            if variables.python_type(holder) in _LISTS:
-                translator.stack[-1] = variables.constant(int(known))
+        translator.stack[-1] = expert_numbers.all_of(translator, hits, experts)
 
     def _counted(self, translator: Any) -> None:
         """Let a count of choices have as many entries as there are experts, which torch knows at run time only."""
@@ -314,22 +275,3 @@ def _op_for(value: Any) -> Any:
     if statically_known_true(truth) or statically_known_true(torch.sym_not(truth)):
         return None
     return assumptions.truth_branch if isinstance(value, torch.SymBool) else assumptions.size_branch
-
-
-def _entry(translator: Any) -> Any:
-    """The entry of a list of experts that an iteration has just been given."""
-    if not translator.stack:
-        return None
-    given = variables.seen(translator.stack[-1])
-    found = variables.tensor(given)
-    return given if found is not None and found[0].target is assumptions.expert else None
-
-
-def _numbers(key: Any) -> Any:
-    """`key`, with numbers in the place of tensors without dimensions whose numbers are known."""
-    known, parts = variables.known(key), variables.parts(key)
-    if parts is not None:
-        return variables.row([_numbers(variables.seen(part)) for part in parts])
-    if known is None or known.dim() or known.dtype == torch.bool:
-        return key
-    return variables.constant(int(known))
