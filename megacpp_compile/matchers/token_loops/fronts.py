@@ -14,7 +14,7 @@ from megacpp_compile.matchers.ssd.atoms import Atom, Dim, flat
 from megacpp_compile.matchers.ssd.resize import Resized, tensor_dims
 from megacpp_compile.matchers.ssd.roles import arranged
 from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS, ELEMENTWISE, SAME, VIEWS
-from megacpp_compile.matchers.token_loops.steps import Loop
+from megacpp_compile.matchers.token_loops.loops import Loop
 
 aten = torch.ops.aten
 # What works on each token alone where tokens are a dimension of its own before and behind.

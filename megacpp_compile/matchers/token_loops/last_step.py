@@ -9,7 +9,7 @@ from megacpp_compile.fx.edit import long_dimensions, value
 from megacpp_compile.fx.views import is_cast
 from megacpp_compile.matchers.ssd.tensor_algebra import Algebra, constants_of, operand_of, tensors
 from megacpp_compile.matchers.ssd.tensor_ops import CONTRACTIONS, ELEMENTWISE, EXPONENTIALS, SAME, VIEWS
-from megacpp_compile.matchers.token_loops.steps import Loop
+from megacpp_compile.matchers.token_loops.loops import Loop
 
 aten = torch.ops.aten
 

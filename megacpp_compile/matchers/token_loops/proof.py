@@ -27,8 +27,9 @@ from megacpp_compile.matchers.ssd.roles import Leaf, arranged
 from megacpp_compile.matchers.ssd.tensor_algebra import Algebra
 from megacpp_compile.matchers.token_loops.fronts import last_token, tokens_of
 from megacpp_compile.matchers.token_loops.last_step import LastStep, of_state
+from megacpp_compile.matchers.token_loops.loops import Loop, NoLoop
 from megacpp_compile.matchers.token_loops.scans import LONGEST, ScanStep
-from megacpp_compile.matchers.token_loops.steps import Loop, NoLoop, find_loops
+from megacpp_compile.matchers.token_loops.steps import find_loops
 
 aten = torch.ops.aten
 TOLERANCE = 1e-10  # float64, one step

@@ -25,7 +25,7 @@ from megacpp_compile.matchers.ssd.roles import RATE, arranged
 from megacpp_compile.matchers.ssd.tensor_algebra import Algebra, operand_of, tensors
 from megacpp_compile.matchers.ssd.tensor_ops import EXPONENTIALS
 from megacpp_compile.matchers.token_loops.fronts import last_token, tokens_of
-from megacpp_compile.matchers.token_loops.steps import Loop
+from megacpp_compile.matchers.token_loops.loops import Loop
 
 aten = torch.ops.aten
 TOLERANCE = 1e-10  # float64, one step
